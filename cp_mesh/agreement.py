@@ -1,0 +1,73 @@
+"""Check mode: find disagreements between ranks before the first collective of a call.
+
+Off by default: an exchange on every call costs a round trip, and one made by some ranks only is itself a hang. On in
+the tests, in `cp_mesh.verify`, inside ``with check_mode():``, and where the environment sets ``CP_MESH_CHECK=1``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from cp_mesh.errors import RankMismatchError
+
+_enabled: ContextVar[bool | None] = ContextVar("cp_mesh_check", default=None)
+
+
+@contextmanager
+def check_mode(enabled: bool = True) -> Iterator[None]:
+    """Compare the arguments of every `attention` call in this context over the ranks of its cp group.
+
+    Enter it on all ranks. Every rank raises `RankMismatchError` if any argument that must agree does not, and if any
+    rank refused its arguments while others accepted theirs.
+    """
+    token = _enabled.set(enabled)
+    try:
+        yield
+    finally:
+        _enabled.reset(token)
+
+
+def checking() -> bool:
+    """Whether check mode is on."""
+    enabled = _enabled.get()
+    return os.environ.get("CP_MESH_CHECK", "0") == "1" if enabled is None else enabled
+
+
+def fingerprint(tensor: Tensor | None) -> str:
+    """Shape, dtype and a hash of the content; reads the tensor on the host."""
+    if tensor is None:
+        return "None"
+    content = hashlib.sha1(tensor.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:12]
+    return f"{tensor.dtype} {tuple(tensor.shape)} {content}"
+
+
+def require_agreement(group: dist.ProcessGroup, fields: Mapping[str, str]) -> None:
+    """Exchange ``fields`` over the group and raise on every rank if they differ.
+
+    Args:
+        group: the cp group.
+        fields: values by name; a rank that refused its arguments says so under the name "error".
+    """
+    answers: list[dict[str, str]] = [{} for _ in range(group.size())]
+    dist.all_gather_object(answers, dict(fields), group=group)
+    refused = {rank: answer["error"] for rank, answer in enumerate(answers) if "error" in answer}
+    if refused:
+        if "error" in fields:
+            return  # this rank raises its own error
+        rank, error = next(iter(refused.items()))
+        raise RankMismatchError(f"attention: cp rank {rank} refused its arguments while this rank did not: {error}")
+    for name in fields:
+        values = [answer.get(name, "missing") for answer in answers]
+        if len(set(values)) > 1:
+            shown = "; ".join(f"cp rank {rank}: {value}" for rank, value in enumerate(values))
+            raise RankMismatchError(
+                f"attention: expected the same {name} on every cp rank, got {shown}; "
+                "build layout, mask and lengths from one ShardedSequence on every rank"
+            )

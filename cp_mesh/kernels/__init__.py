@@ -1,0 +1,36 @@
+"""Kernels by name, and the static table that ``kernel="auto"`` reads: the first that can serve the call."""
+
+from __future__ import annotations
+
+from cp_mesh.errors import ArgumentError, UnsupportedError, describe
+from cp_mesh.kernels.aten import CPU_FLASH, CUDNN, EFFICIENT, FA2
+from cp_mesh.kernels.contract import Kernel, Request, shortfalls
+from cp_mesh.kernels.reference import REFERENCE
+
+KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (CUDNN, FA2, EFFICIENT, CPU_FLASH, REFERENCE)}
+"""Fastest first where several can serve a call (measured on H200: cuDNN before FlashAttention-2)."""
+
+
+def choose_kernel(name: str, request: Request) -> Kernel:
+    """The kernel of that name, or for "auto" the first of `KERNELS` that can serve the request.
+
+    Raises:
+        ArgumentError: on an unknown name.
+        UnsupportedError: if the kernel cannot serve the request; the message names what it lacks and one that can.
+    """
+    able = [kernel for kernel in KERNELS.values() if not shortfalls(kernel.capability, request)]
+    if name == "auto":
+        if not able:
+            lacks = "; ".join(
+                f"{kernel.name} lacks {', '.join(shortfalls(kernel.capability, request))}" for kernel in KERNELS.values()
+            )
+            raise UnsupportedError(f"kernel='auto': no kernel can serve this call: {lacks}")
+        return able[0]
+    if name not in KERNELS:
+        known = ", ".join(["auto", *KERNELS])
+        raise ArgumentError(describe("kernel", f"one of {known}", repr(name), "kernel='auto' picks one that works"))
+    missing = shortfalls(KERNELS[name].capability, request)
+    if missing:
+        hint = f"kernel={able[0].name!r} can serve this call" if able else "no kernel can serve this call"
+        raise UnsupportedError(f"kernel={name!r} lacks {'; '.join(missing)}; {hint}")
+    return KERNELS[name]

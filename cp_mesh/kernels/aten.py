@@ -1,0 +1,187 @@
+"""Kernels that ship with PyTorch: CPU flash, cuDNN, FlashAttention-2 and memory-efficient, through aten.
+
+Each is given full tiles and square causal tiles only (causal alignment differs between them), and the *global* out and
+lse in the backward. Conventions converted here: cuDNN's lse has a trailing 1; efficient's is padded to a multiple of
+32 rows and it has no grouped-query attention; FlashAttention-2 and CPU flash are as in `contract`. With square tiles no
+row is ever fully masked, so their differing marks for such rows (+inf, 0.0) never appear.
+None of them accepts a gradient of lse. Partial gradients come back rounded to the input dtype; sums are fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+from einops import reduce
+from torch import Tensor
+
+from cp_mesh.kernels.contract import Capability, Pairs
+from cp_mesh.kernels.merge import merging_kernel
+from cp_mesh.masks import CAUSAL, Band
+
+_aten = torch.ops.aten
+
+
+def _philox(q: Tensor) -> Tensor:
+    """The random-number state of a call without dropout: never read, but the schemas ask for it."""
+    return torch.zeros(2, dtype=torch.int64, device=q.device)
+
+
+def _cpu_flash_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scale: float) -> tuple[Tensor, Tensor]:
+    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, cover == CAUSAL, scale=scale)
+
+
+def _cpu_flash_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    cover: Band | Pairs,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dout, q, k, v, out, lse, 0.0, cover == CAUSAL, scale=scale
+    )
+
+
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, cover == CAUSAL, False, scale=scale
+    )
+    return out, lse.reshape(q.shape[:3])
+
+
+def _cudnn_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    cover: Band | Pairs,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    seed = _philox(q)
+    # cuDNN's plan assumes a packed lse; a row slice of the running lse is not
+    lse = lse.contiguous()[..., None]
+    return _aten._scaled_dot_product_cudnn_attention_backward(
+        dout, q, k, v, out, lse, seed[0], seed[1], None, None, None, q.shape[2], k.shape[2], 0.0, cover == CAUSAL,
+        scale=scale,
+    )  # fmt: skip
+
+
+def _fa2_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, cover == CAUSAL, False, scale=scale)
+    return out, lse
+
+
+def _fa2_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    cover: Band | Pairs,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    seed = _philox(q)
+    # the kernel indexes lse as packed rows
+    lse = lse.contiguous()
+    return _aten._scaled_dot_product_flash_attention_backward(
+        dout, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, cover == CAUSAL, seed, seed, scale=scale
+    )
+
+
+def _expand_heads(x: Tensor, num_heads: int) -> Tensor:
+    """Repeat kv heads in torch's order, for kernels without grouped-query attention."""
+    groups = num_heads // x.shape[1]
+    return x.repeat_interleave(groups, dim=1) if groups > 1 else x
+
+
+def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scale: float) -> tuple[Tensor, Tensor]:
+    k, v = _expand_heads(k, q.shape[1]), _expand_heads(v, q.shape[1])
+    out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
+        q, k, v, None, True, 0.0, cover == CAUSAL, scale=scale
+    )
+    return out, lse[:, :, : q.shape[2]]
+
+
+def _efficient_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    cover: Band | Pairs,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_kv_heads, padding = k.shape[1], -lse.shape[2] % 32
+    # rows past the end get lse = +inf, so their probabilities are exp(-inf) = 0
+    lse = torch.nn.functional.pad(lse, (0, padding), value=float("inf"))
+    seed = _philox(q)
+    dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
+        dout, q, _expand_heads(k, q.shape[1]), _expand_heads(v, q.shape[1]), None, out, lse, seed[0], seed[1], 0.0,
+        [True, True, True, False], cover == CAUSAL, scale=scale,
+    )  # fmt: skip
+    # summed in fp32: the heads of a group are partial gradients like any other
+    dk, dv = (reduce(x.float(), "b (k g) s d -> b k s d", "sum", k=num_kv_heads) for x in (dk, dv))
+    return dq, dk, dv
+
+
+_HALF = (torch.bfloat16, torch.float16)
+
+CPU_FLASH = merging_kernel(
+    "cpu_flash",
+    Capability(devices=("cpu",), dtypes=(torch.float64, torch.float32, *_HALF)),
+    _cpu_flash_forward,
+    _cpu_flash_backward,
+    squares_only=True,
+)
+CUDNN = merging_kernel(
+    "cudnn",
+    Capability(
+        devices=("cuda",),
+        dtypes=_HALF,
+        compute_capability=(9, 0),
+        max_head_dim=128,
+        head_dim_multiple=8,
+        deterministic=False,
+        min_keys=2,
+    ),
+    _cudnn_forward,
+    _cudnn_backward,
+    squares_only=True,
+)
+FA2 = merging_kernel(
+    "fa2",
+    Capability(
+        devices=("cuda",),
+        dtypes=_HALF,
+        compute_capability=(8, 0),
+        max_head_dim=256,
+        head_dim_multiple=8,
+        deterministic=False,
+    ),
+    _fa2_forward,
+    _fa2_backward,
+    squares_only=True,
+)
+EFFICIENT = merging_kernel(
+    "efficient",
+    Capability(
+        devices=("cuda",),
+        dtypes=(torch.float32, *_HALF),
+        compute_capability=(5, 0),
+        head_dim_multiple=8,
+        deterministic=False,
+    ),
+    _efficient_forward,
+    _efficient_backward,
+    squares_only=True,
+)

@@ -1,0 +1,152 @@
+"""The contract between the loops and the kernels that compute tiles.
+
+A kernel is asked to *begin* a pass (which prepares fp32 running state), to take one *step* per source of keys, and
+to *finish*. So a fused kernel can merge in its epilogue and accumulate gradients where it produces them, while stock
+kernels, which return partial results, share one adapter (`cp_mesh.kernels.merge`).
+
+Shapes: q [B, H, Sq, D], k [B, K, Sk, D], v [B, K, Sk, Dv], out [B, H, Sq, Dv], with any strides; H is a multiple of
+K and query head h reads kv head h // (H // K). lse [B, H, Sq] is the log-sum-exp of the scaled scores, natural log,
+in the accumulation dtype (fp64 for fp64 inputs, else fp32); a row with no key has lse = -inf and out = 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cp_mesh.masks import Band, Mask
+from cp_mesh.schedule import Rows
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """The allowed pairs of a tile that is no band: the mask itself, and the positions of the tile's rows."""
+
+    mask: Mask
+    q_pos: Tensor
+    k_pos: Tensor
+
+    def allowed(self, q_rows: Tensor, k_rows: Tensor) -> Tensor:
+        """bool [B or 1, len(q_rows), len(k_rows)] from int64 local indices."""
+        return self.mask.allowed(self.q_pos[q_rows], self.k_pos[k_rows])
+
+
+@dataclass(frozen=True, eq=False)
+class KernelTile:
+    """Rows of q against rows of the given k and v, and which pairs count."""
+
+    q: Rows
+    k: Rows
+    cover: Band | Pairs
+
+
+class ForwardPass(Protocol):
+    """Running (out, lse) of one rank's queries."""
+
+    def step(self, k: Tensor, v: Tensor, tiles: Sequence[KernelTile]) -> None:
+        """Add one source's keys."""
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """out in q's dtype and lse in the accumulation dtype."""
+
+
+class BackwardPass(Protocol):
+    """Running dq of one rank's queries."""
+
+    def step(self, k: Tensor, v: Tensor, tiles: Sequence[KernelTile]) -> tuple[Tensor, Tensor]:
+        """Add one source's keys to dq; returns *this source's* dk and dv, new tensors in the accumulation dtype."""
+
+    def finish(self) -> Tensor:
+        """dq in q's dtype."""
+
+
+@dataclass(frozen=True)
+class Capability:
+    """What a kernel computes: the one source for the chooser, the errors and the docs table.
+
+    Attributes:
+        devices: device types.
+        dtypes: dtypes of q, k and v.
+        compute_capability: least CUDA compute capability, (0, 0) on the CPU.
+        covers: tile covers: "full", "causal" (any lower-bounded band), "window", "pairs" (masks read from tensors).
+        max_head_dim: largest head dim; head dims are multiples of ``head_dim_multiple``.
+        v_head_dim: whether v's head dim may differ from q's and k's.
+        differentiable_lse: whether a gradient of lse is accepted.
+        deterministic: whether the backward is bitwise reproducible.
+        min_keys: fewest keys in a tile.
+    """
+
+    devices: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    compute_capability: tuple[int, int] = (0, 0)
+    covers: tuple[str, ...] = ("full", "causal")
+    max_head_dim: int = 1 << 30
+    head_dim_multiple: int = 1
+    v_head_dim: bool = False
+    differentiable_lse: bool = False
+    deterministic: bool = True
+    min_keys: int = 1
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a call needs of its kernel. Equal on all ranks, so that all ranks choose the same kernel."""
+
+    device: str
+    compute_capability: tuple[int, int]
+    dtype: torch.dtype
+    covers: frozenset[str]
+    head_dim: int
+    v_head_dim: int
+    differentiable_lse: bool
+    deterministic: bool
+    min_keys: int
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A named kernel: ``begin_forward(q, v_head_dim, scale)``, ``begin_backward(dout, q, out, lse, dlse, scale)``.
+
+    The backward is given the *global* out and lse, those of all keys, so partial gradients add up to the whole.
+    """
+
+    name: str
+    capability: Capability
+    begin_forward: Callable[[Tensor, int, float], ForwardPass]
+    begin_backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, float], BackwardPass]
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp64 for fp64 inputs, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def shortfalls(capability: Capability, request: Request) -> list[str]:
+    """What the request needs and the kernel lacks, in words; empty if the kernel can serve it."""
+    missing = []
+    if request.device not in capability.devices:
+        missing.append(f"device {request.device} (has {', '.join(capability.devices)})")
+    elif request.compute_capability < capability.compute_capability:
+        missing.append(f"compute capability {request.compute_capability} (needs {capability.compute_capability})")
+    if request.dtype not in capability.dtypes:
+        missing.append(f"{request.dtype} (has {', '.join(str(dtype) for dtype in capability.dtypes)})")
+    for cover in sorted(request.covers - set(capability.covers)):
+        missing.append(f"'{cover}' tiles (has {', '.join(capability.covers)})")
+    for name, dim in (("head dim", request.head_dim), ("v head dim", request.v_head_dim)):
+        if dim > capability.max_head_dim or dim % capability.head_dim_multiple:
+            missing.append(
+                f"{name} {dim} (needs a multiple of {capability.head_dim_multiple} up to {capability.max_head_dim})"
+            )
+    if request.v_head_dim != request.head_dim and not capability.v_head_dim:
+        missing.append(f"v head dim {request.v_head_dim} other than head dim {request.head_dim}")
+    if request.differentiable_lse and not capability.differentiable_lse:
+        missing.append("a gradient through lse")
+    if request.deterministic and not capability.deterministic:
+        missing.append("a deterministic backward")
+    if request.min_keys < capability.min_keys:
+        missing.append(f"tiles of {request.min_keys} keys (needs {capability.min_keys})")
+    return missing

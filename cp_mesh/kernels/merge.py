@@ -1,0 +1,134 @@
+"""The adapter for kernels that return partial results: it merges (out, lse) and sums gradients, in fp32 or fp64.
+
+A tile kernel is a pair of functions on one tile; `merging_kernel` turns it into a `Kernel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from cp_mesh.kernels.contract import Capability, Kernel, KernelTile, Pairs, accumulation_dtype
+from cp_mesh.masks import CAUSAL, FULL, Band
+from cp_mesh.schedule import split_causal
+
+# (q, k, v, cover, scale) -> the tile's own (out, lse); lse in the units of `contract`
+TileForward = Callable[[Tensor, Tensor, Tensor, Band | Pairs, float], tuple[Tensor, Tensor]]
+# (dout, q, k, v, out, lse, delta, cover, scale) -> the tile's contribution to (dq, dk, dv); out, lse are global
+TileBackward = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Band | Pairs, float], tuple[Tensor, Tensor, Tensor]
+]
+Prepare = Callable[[Sequence[KernelTile]], list[KernelTile]]
+
+
+def merging_kernel(
+    name: str, capability: Capability, forward: TileForward, backward: TileBackward, *, squares_only: bool = False
+) -> Kernel:
+    """A `Kernel` from two functions that compute single tiles.
+
+    With ``squares_only`` the functions are given nothing but full tiles and square causal ones.
+    """
+    prepare = _squares if squares_only else list
+
+    def begin_forward(q: Tensor, v_head_dim: int, scale: float) -> MergingForward:
+        return MergingForward(forward, prepare, q, v_head_dim, scale)
+
+    def begin_backward(
+        dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, scale: float
+    ) -> SummingBackward:
+        return SummingBackward(backward, prepare, dout, q, out, lse, dlse, scale)
+
+    return Kernel(name, capability, begin_forward, begin_backward)
+
+
+def _squares(tiles: Sequence[KernelTile]) -> list[KernelTile]:
+    parts = []
+    for tile in tiles:
+        assert isinstance(tile.cover, Band), "the chooser gives tensor masks to kernels that read them"
+        split = split_causal(tile.cover, tile.q[1] - tile.q[0], tile.k[1] - tile.k[0])
+        assert split is not None, "the chooser gives windows to kernels that have them"
+        for q, k, causal in split:
+            q_rows, k_rows = (tile.q[0] + q[0], tile.q[0] + q[1]), (tile.k[0] + k[0], tile.k[0] + k[1])
+            parts.append(KernelTile(q_rows, k_rows, CAUSAL if causal else FULL))
+    return parts
+
+
+def merge_(out: Tensor, lse: Tensor, tile_out: Tensor, tile_lse: Tensor) -> None:
+    """Fold a tile's (out, lse) into the running pair, in place. Rows with no key yet have lse = -inf and out = 0."""
+    merged = torch.logaddexp(lse, tile_lse)
+    # -inf - -inf is NaN; a row that has no key on either side keeps weight 0 on both
+    finite = torch.where(merged == float("-inf"), 0.0, merged)
+    out.mul_(torch.exp(lse - finite)[..., None])
+    out.addcmul_(tile_out.to(out.dtype), torch.exp(tile_lse.to(lse.dtype) - finite)[..., None])
+    lse.copy_(merged)
+
+
+class MergingForward:
+    """`contract.ForwardPass` over a tile kernel."""
+
+    def __init__(
+        self, tile_forward: TileForward, prepare: Prepare, q: Tensor, v_head_dim: int, scale: float
+    ) -> None:
+        dtype = accumulation_dtype(q.dtype)
+        self._tile_forward, self._prepare, self._q, self._scale = tile_forward, prepare, q, scale
+        self._out = torch.zeros(*q.shape[:3], v_head_dim, dtype=dtype, device=q.device)
+        self._lse = torch.full(q.shape[:3], float("-inf"), dtype=dtype, device=q.device)
+        self._untouched = True
+
+    def step(self, k: Tensor, v: Tensor, tiles: Sequence[KernelTile]) -> None:
+        for tile in self._prepare(tiles):
+            q_rows, k_rows = slice(*tile.q), slice(*tile.k)
+            out, lse = self._tile_forward(
+                self._q[:, :, q_rows], k[:, :, k_rows], v[:, :, k_rows], tile.cover, self._scale
+            )
+            if self._untouched and out.shape == self._out.shape:  # the first tile covers all rows: nothing to merge
+                self._out, self._lse = out.to(self._out.dtype), lse.to(self._lse.dtype)
+            else:
+                merge_(self._out[:, :, q_rows], self._lse[:, :, q_rows], out, lse)
+            self._untouched = False
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        return self._out.to(self._q.dtype), self._lse
+
+
+class SummingBackward:
+    """`contract.BackwardPass` over a tile kernel; delta = rowsum(dout · out) - dlse is computed once."""
+
+    def __init__(
+        self,
+        tile_backward: TileBackward,
+        prepare: Prepare,
+        dout: Tensor,
+        q: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dlse: Tensor | None,
+        scale: float,
+    ) -> None:
+        dtype = accumulation_dtype(q.dtype)
+        self._tile_backward, self._prepare, self._scale = tile_backward, prepare, scale
+        self._dout, self._q, self._out, self._lse = dout, q, out, lse
+        self._delta = (dout.to(dtype) * out.to(dtype)).sum(-1)
+        if dlse is not None:
+            self._delta -= dlse
+        self._dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
+
+    def step(self, k: Tensor, v: Tensor, tiles: Sequence[KernelTile]) -> tuple[Tensor, Tensor]:
+        # Zeroed here, at every step: these hold one source's gradient, and tiles below add to them.
+        dk, dv = (torch.zeros(x.shape, dtype=self._dq.dtype, device=x.device) for x in (k, v))
+        for tile in self._prepare(tiles):
+            q_rows, k_rows = slice(*tile.q), slice(*tile.k)
+            rows = [x[:, :, q_rows] for x in (self._dout, self._q, self._out, self._lse, self._delta)]
+            dout, q, out, lse, delta = rows
+            tile_dq, tile_dk, tile_dv = self._tile_backward(
+                dout, q, k[:, :, k_rows], v[:, :, k_rows], out, lse, delta, tile.cover, self._scale
+            )
+            self._dq[:, :, q_rows] += tile_dq
+            dk[:, :, k_rows] += tile_dk
+            dv[:, :, k_rows] += tile_dv
+        return dk, dv
+
+    def finish(self) -> Tensor:
+        return self._dq.to(self._q.dtype)

@@ -1,0 +1,241 @@
+"""Layouts: which positions of the sequence each cp rank holds, and in which order.
+
+A layout is a pure function of ``(seq_len, cp_size, cp_rank)``; it knows no process group. A *position* is the index
+of a token in the original sequence. A rank's shard is a tuple of pieces: affine `Run`s, or an explicit `Index`.
+Every other part of the library (masks, rotary embedding, labels, documents, un-permutation) reads positions from here.
+
+To add a layout, subclass `Layout`, implement `runs` and `spec`, and list it in `LAYOUTS` and in the tests' table.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from cp_mesh.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Run:
+    """Positions ``start + stride * i`` for ``i`` in ``range(length)``."""
+
+    start: int
+    stride: int
+    length: int
+
+    @property
+    def last(self) -> int:
+        return self.start + self.stride * (self.length - 1)
+
+    def positions(self) -> Tensor:
+        """int64 CPU tensor [length]."""
+        return torch.arange(self.length, dtype=torch.int64) * self.stride + self.start
+
+    def slice(self, begin: int, end: int) -> Run:
+        return Run(self.start + self.stride * begin, self.stride, end - begin)
+
+    def bounds(self) -> tuple[int, int]:
+        """Smallest and largest position; the run must not be empty."""
+        return self.start, self.last
+
+
+@dataclass(frozen=True, eq=False)
+class Index:
+    """Positions listed one by one: the piece of a layout that no affine run describes."""
+
+    values: Tensor
+
+    @property
+    def length(self) -> int:
+        return self.values.numel()
+
+    def positions(self) -> Tensor:
+        """int64 CPU tensor [length]."""
+        return self.values
+
+    def slice(self, begin: int, end: int) -> Index:
+        return Index(self.values[begin:end])
+
+    def bounds(self) -> tuple[int, int]:
+        """Smallest and largest position; the index must not be empty."""
+        low, high = torch.aminmax(self.values)
+        return int(low), int(high)
+
+
+Piece = Run | Index
+
+
+class Layout(ABC):
+    """Interface of all layouts. Any ``seq_len >= 0`` and ``cp_size >= 1`` is valid; shards may be empty or unequal."""
+
+    @abstractmethod
+    def runs(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Piece, ...]:
+        """The non-empty pieces of ``cp_rank``'s shard, in local order."""
+
+    @abstractmethod
+    def spec(self) -> str:
+        """A short string from which `parse_layout` rebuilds the layout (together with its index, if it has one)."""
+
+    def multiple(self, cp_size: int) -> int:
+        """Sequence lengths divisible by this give every rank equally many tokens, evenly split in runs."""
+        return cp_size
+
+    def shard_len(self, seq_len: int, cp_size: int, cp_rank: int) -> int:
+        """Number of tokens that ``cp_rank`` holds."""
+        return sum(piece.length for piece in self.runs(seq_len, cp_size, cp_rank))
+
+    def positions(self, seq_len: int, cp_size: int, cp_rank: int) -> Tensor:
+        """Positions of ``cp_rank``'s rows in local order: int64 CPU tensor [shard_len]."""
+        pieces = self.runs(seq_len, cp_size, cp_rank)
+        return torch.cat([p.positions() for p in pieces]) if pieces else torch.empty(0, dtype=torch.int64)
+
+    def permutation(self, seq_len: int, cp_size: int) -> Tensor:
+        """int64 CPU tensor [seq_len]; ``x[permutation]`` is the sequence in layout order, rank after rank.
+
+        >>> ZigZag().permutation(8, 2).tolist()
+        [0, 1, 6, 7, 2, 3, 4, 5]
+        """
+        return torch.cat([self.positions(seq_len, cp_size, rank) for rank in range(cp_size)])
+
+    def inverse(self, seq_len: int, cp_size: int) -> Tensor:
+        """int64 CPU tensor [seq_len]; ``x[permutation][inverse]`` is ``x``."""
+        return torch.argsort(self.permutation(seq_len, cp_size))
+
+
+def chunk_bounds(seq_len: int, num_chunks: int, chunk: int) -> tuple[int, int]:
+    """Begin and end of one chunk as `torch.chunk` (and so DTensor) cuts: all of size ceil(S / n) but the last ones."""
+    size = -(-seq_len // num_chunks)
+    return min(size * chunk, seq_len), min(size * (chunk + 1), seq_len)
+
+
+def _non_empty(*runs: Run) -> tuple[Run, ...]:
+    return tuple(run for run in runs if run.length > 0)
+
+
+@dataclass(frozen=True)
+class Contiguous(Layout):
+    """Rank r holds the r-th chunk. Causal work is unbalanced: the last rank does almost twice the mean.
+
+    >>> [Contiguous().positions(6, 3, r).tolist() for r in range(3)]
+    [[0, 1], [2, 3], [4, 5]]
+    """
+
+    def runs(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Piece, ...]:
+        begin, end = chunk_bounds(seq_len, cp_size, cp_rank)
+        return _non_empty(Run(begin, 1, end - begin))
+
+    def spec(self) -> str:
+        return "contiguous"
+
+
+@dataclass(frozen=True)
+class ZigZag(Layout):
+    """Rank r holds chunks r and 2·cp-1-r of 2·cp: causal work is equal on all ranks.
+
+    Known as head-tail in PyTorch and as 2·cp chunks in Megatron-LM and Llama 3 (arXiv:2407.21783, section 3.3.2).
+
+    >>> [ZigZag().positions(8, 2, r).tolist() for r in range(2)]
+    [[0, 1, 6, 7], [2, 3, 4, 5]]
+    """
+
+    def runs(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Piece, ...]:
+        def chunk(i: int) -> Run:
+            begin, end = seq_len * i // (2 * cp_size), seq_len * (i + 1) // (2 * cp_size)
+            return Run(begin, 1, end - begin)
+
+        head, tail = chunk(cp_rank), chunk(2 * cp_size - 1 - cp_rank)
+        if head.start + head.length == tail.start:  # the last rank's chunks touch: one run, one kernel call
+            return _non_empty(Run(head.start, 1, head.length + tail.length))
+        return _non_empty(head, tail)
+
+    def multiple(self, cp_size: int) -> int:
+        return 2 * cp_size
+
+    def spec(self) -> str:
+        return "zigzag"
+
+
+@dataclass(frozen=True)
+class Striped(Layout):
+    """Rank r holds positions r, r + cp, r + 2·cp, …: every mask that is smooth in position is balanced.
+
+    Striped Attention, Brandon et al. 2023 (arXiv:2311.09431).
+
+    >>> [Striped().positions(7, 3, r).tolist() for r in range(3)]
+    [[0, 3, 6], [1, 4], [2, 5]]
+    """
+
+    def runs(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Piece, ...]:
+        return _non_empty(Run(cp_rank, cp_size, max(0, -(-(seq_len - cp_rank) // cp_size))))
+
+    def spec(self) -> str:
+        return "striped"
+
+
+@dataclass(frozen=True, eq=False)
+class Permuted(Layout):
+    """An arbitrary permutation, cut in `torch.chunk` sizes: rank r holds the r-th chunk of ``index``.
+
+    Args:
+        index: int64 tensor or sequence [seq_len], a permutation of ``range(seq_len)``. Kept on the CPU.
+
+    Raises:
+        ArgumentError: if ``index`` is not a permutation, or is later used with another ``seq_len``.
+
+    >>> Permuted([2, 0, 1]).positions(3, 3, 0).tolist()
+    [2]
+    """
+
+    index: Tensor | Sequence[int] = field()
+
+    def __post_init__(self) -> None:
+        index = torch.as_tensor(self.index).detach().to("cpu", torch.int64, copy=True)
+        if index.ndim != 1 or not torch.equal(index.sort().values, torch.arange(index.numel())):
+            raise ArgumentError(
+                f"Permuted: expected a permutation of range(seq_len) as a 1-D index, got shape {tuple(index.shape)}"
+                " with repeated, missing or out-of-range entries; torch.argsort of any key gives a valid one"
+            )
+        object.__setattr__(self, "index", index)
+
+    @property
+    def _tensor(self) -> Tensor:
+        assert isinstance(self.index, Tensor)
+        return self.index
+
+    def runs(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Piece, ...]:
+        if seq_len != self._tensor.numel():
+            raise ArgumentError(
+                f"Permuted: expected seq_len {self._tensor.numel()}, the length of its index, got {seq_len};"
+                " build the layout from an index of the sequence's (padded) length"
+            )
+        begin, end = chunk_bounds(seq_len, cp_size, cp_rank)
+        return (Index(self._tensor[begin:end]),) if end > begin else ()
+
+    def spec(self) -> str:
+        return "permuted"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Permuted) and torch.equal(self._tensor, other._tensor)
+
+    def __hash__(self) -> int:
+        return hash(("permuted", self._tensor.numel(), self._tensor[:8].sum().item()))
+
+
+LAYOUTS: dict[str, type[Layout]] = {
+    "contiguous": Contiguous,
+    "zigzag": ZigZag,
+    "striped": Striped,
+    "permuted": Permuted,
+}
+
+
+def parse_layout(spec: str, index: Tensor | None = None) -> Layout:
+    """Rebuild a layout from its `Layout.spec`, and from its index for `Permuted`."""
+    if spec == "permuted":
+        assert index is not None, "a permuted layout travels with its index"
+        return Permuted(index)
+    return LAYOUTS[spec]()

@@ -1,0 +1,219 @@
+"""The ops: `torch.ops.cp_mesh.attention` and `torch.ops.cp_mesh.attention_backward`.
+
+One opaque op around the whole loop, with a fake, autograd, autocast and DTensor sharding rules. So it takes DTensors
+``[Shard(seq) on cp, Shard(head) on tp, Shard(batch) on dp]``, is one node under torch.compile, and can be named in a
+selective-checkpoint policy so that recompute does not replay the ring.
+
+Tensors are in the caller's format, told by ``seq_dim``: 2 = [B, H, S, D], 1 = [B, S, H, D], 0 = packed [T, H, D].
+lse is [B, H, S], or [H, T] when packed. Outputs are contiguous. The string argument is `plan.Options.spec`.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+from torch.distributed.tensor.placement_types import Placement
+
+from cp_mesh.agreement import fingerprint, require_agreement
+from cp_mesh.errors import describe
+from cp_mesh.kernels.contract import accumulation_dtype
+from cp_mesh.plan import Options, Plan, make_plan
+from cp_mesh.ring import ring_backward, ring_forward
+
+
+def to_bhsd(x: Tensor, seq_dim: int) -> Tensor:
+    """A [B, H, S, D] view of a tensor in the caller's format."""
+    return x if seq_dim == 2 else x.transpose(1, 2) if seq_dim == 1 else x.transpose(0, 1)[None]
+
+
+def from_bhsd(x: Tensor, seq_dim: int) -> Tensor:
+    """Back from [B, H, S, D] to the caller's format, contiguous."""
+    return (x if seq_dim == 2 else x.transpose(1, 2) if seq_dim == 1 else x[0].transpose(0, 1)).contiguous()
+
+
+def _lse_to_bhs(lse: Tensor, seq_dim: int) -> Tensor:
+    return lse[None] if seq_dim == 0 else lse
+
+
+def call_fields(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, key_padding: Tensor | None, index: Tensor | None,
+    seq_len: int, seq_dim: int, options: Options,
+) -> dict[str, str]:  # fmt: skip
+    """What must be equal on all cp ranks, by name, for check mode."""
+    shapes = [tuple(to_bhsd(x, seq_dim).shape) for x in (q, k, v)]
+    return {
+        "layout": options.layout,
+        "mask": options.mask,
+        "seq_len": str(seq_len),
+        "batch, heads and head dims": str([(shape[0], shape[1], shape[3]) for shape in shapes]),
+        "dtype": str(q.dtype),
+        "documents": fingerprint(documents),
+        "key_padding": fingerprint(key_padding),
+        "layout index": fingerprint(index),
+        "options": f"scale={options.scale} method={options.method} kernel={options.kernel} "
+        f"transport={options.transport} deterministic={options.deterministic}",
+    }
+
+
+def _plan(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, key_padding: Tensor | None, index: Tensor | None,
+    seq_len: int, seq_dim: int, group_name: str, spec: str,
+) -> Plan:  # fmt: skip
+    group: dist.ProcessGroup = _resolve_process_group(group_name)  # type: ignore[arg-type]
+    options = Options.parse(spec)
+    if options.check:
+        fields = call_fields(q, k, v, documents, key_padding, index, seq_len, seq_dim, options)
+        require_agreement(group, fields)
+    q, k, v = (to_bhsd(x, seq_dim) for x in (q, k, v))
+    return make_plan(q, k, v, documents, key_padding, index, seq_len, group, options)
+
+
+@torch.library.custom_op("cp_mesh::attention", mutates_args=())
+def attention_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    key_padding: Tensor | None,
+    index: Tensor | None,
+    seq_len: int,
+    seq_dim: int,
+    group_name: str,
+    spec: str,
+) -> tuple[Tensor, Tensor]:
+    """Attention over the cp group; see `cp_mesh.attention` for the arguments. Returns (out, lse)."""
+    plan = _plan(q, k, v, documents, key_padding, index, seq_len, seq_dim, group_name, spec)
+    out, lse = ring_forward(*(to_bhsd(x, seq_dim) for x in (q, k, v)), plan)
+    return from_bhsd(out, seq_dim), (lse[0] if seq_dim == 0 else lse).contiguous()
+
+
+@torch.library.custom_op("cp_mesh::attention_backward", mutates_args=())
+def attention_backward_op(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    documents: Tensor | None,
+    key_padding: Tensor | None,
+    index: Tensor | None,
+    seq_len: int,
+    seq_dim: int,
+    group_name: str,
+    spec: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients (dq, dk, dv) of `attention_op`, given the gradients of its results."""
+    plan = _plan(q, k, v, documents, key_padding, index, seq_len, seq_dim, group_name, spec)
+    dout, q, k, v, out = (to_bhsd(x, seq_dim) for x in (dout, q, k, v, out))
+    lse = _lse_to_bhs(lse, seq_dim)
+    dlse = None if dlse is None else _lse_to_bhs(dlse, seq_dim)
+    grads = ring_backward(dout, q, k, v, out, lse, dlse, plan)
+    dq, dk, dv = (from_bhsd(x, seq_dim) for x in grads)
+    return dq, dk, dv
+
+
+@attention_op.register_fake
+def _(q, k, v, documents, key_padding, index, seq_len, seq_dim, group_name, spec):  # type: ignore[no-untyped-def]
+    lse_shape = (q.shape[1], q.shape[0]) if seq_dim == 0 else (q.shape[0], q.shape[3 - seq_dim], q.shape[seq_dim])
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return out, q.new_empty(lse_shape, dtype=accumulation_dtype(q.dtype))
+
+
+@attention_backward_op.register_fake
+def _(dout, q, k, v, out, lse, dlse, documents, key_padding, index, seq_len, seq_dim, group_name, spec):  # type: ignore[no-untyped-def]
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    *tensors, ctx.seq_len, ctx.seq_dim, ctx.group_name, ctx.spec = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.set_materialize_grads(False)  # an unused lse must not cost a gradient of zeros, which most kernels refuse
+
+
+def _autograd(ctx, dout, dlse):  # type: ignore[no-untyped-def]
+    q, k, v, documents, key_padding, index, out, lse = ctx.saved_tensors
+    none = (None,) * 7
+    if dout is None and dlse is None:
+        return None, None, None, *none
+    if dout is None:
+        dout = torch.zeros_like(out)
+    grads = attention_backward_op(
+        dout, q, k, v, out, lse, dlse, documents, key_padding, index,
+        ctx.seq_len, ctx.seq_dim, ctx.group_name, ctx.spec,
+    )  # fmt: skip
+    return *grads, *none
+
+
+attention_op.register_autograd(_autograd, setup_context=_setup_context)
+
+
+def _register_autocast(library: torch.library.Library, device_type: str) -> None:
+    """Cast q, k, v to the autocast dtype, as `F.scaled_dot_product_attention` does; fp64 is left alone there too.
+
+    `CustomOpDef.register_autocast` fixes the dtype when it is registered; the one in force at the call is wanted.
+    """
+    key = f"Autocast{device_type.upper()}"
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+
+    def autocast(q, k, v, *args):  # type: ignore[no-untyped-def]
+        dtype = torch.get_autocast_dtype(device_type)
+        cast = [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v)]
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return torch.ops.cp_mesh.attention.default(*cast, *args)
+
+    library.impl("attention", autocast, key)
+
+
+_library = torch.library.Library("cp_mesh", "FRAGMENT")
+for _device_type in ("cpu", "cuda"):
+    _register_autocast(_library, _device_type)
+
+
+def _placements(num_tensors: int, num_lse: int, seq_dim: int) -> list[tuple[list[Placement], list[Placement]]]:
+    """For each way to place an axis: placements of ``num_tensors`` inputs in the caller's format and of lse."""
+    head_dim = 2 if seq_dim == 1 else 1
+    rows: list[tuple[Placement, Placement]] = [(Shard(seq_dim), Shard(1 if seq_dim == 0 else 2))]
+    rows.append((Shard(head_dim), Shard(0 if seq_dim == 0 else 1)))
+    if seq_dim != 0:
+        rows.append((Shard(0), Shard(0)))
+    rows.append((Replicate(), Replicate()))
+    return [([x] * num_tensors, [lse] * num_lse) for x, lse in rows]
+
+
+def _require_sharded(specs, seq_dim: int, group_name: str) -> None:  # type: ignore[no-untyped-def]
+    """The cp axis, and no other, shards the sequence. `attention` checks this with better words; this is the guard
+    for direct calls of the op, whose rule would otherwise let DTensor choose other placements."""
+    mesh = specs[0].mesh
+    for axis in range(mesh.ndim):
+        is_cp = mesh.get_group(axis).group_name == group_name
+        for spec in specs:
+            if (spec.placements[axis] == Shard(seq_dim)) != is_cp:
+                raise ValueError(
+                    describe(
+                        f"placement on mesh axis {axis}",
+                        f"Shard({seq_dim}) exactly on the cp axis",
+                        tuple(spec.placements),
+                        "shard the sequence on the cp axis alone",
+                    )
+                )
+
+
+@register_sharding(torch.ops.cp_mesh.attention.default)
+def _(q, k, v, documents, key_padding, index, seq_len, seq_dim, group_name, spec):  # type: ignore[no-untyped-def]
+    _require_sharded((q, k, v), seq_dim, group_name)
+    return [
+        ([qkv[0], lse[0]], [*qkv, *[None] * 7]) for qkv, lse in _placements(num_tensors=3, num_lse=1, seq_dim=seq_dim)
+    ]
+
+
+@register_sharding(torch.ops.cp_mesh.attention_backward.default)
+def _(dout, q, k, v, out, lse, dlse, documents, key_padding, index, seq_len, seq_dim, group_name, spec):  # type: ignore[no-untyped-def]
+    _require_sharded((q, k, v, out), seq_dim, group_name)
+    return [
+        (x[:3], [*x, lses[0], None if dlse is None else lses[1], *[None] * 7])
+        for x, lses in _placements(num_tensors=5, num_lse=2, seq_dim=seq_dim)
+    ]

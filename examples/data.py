@@ -1,0 +1,106 @@
+"""Real text as batches of bytes, a pure function of (seed, step): any mesh reads, and any resume continues, one order."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+END_OF_DOCUMENT = 256
+VOCAB_SIZE = 264  # 256 bytes, the end of a document, and padding to a multiple of 8
+IGNORE = -100
+
+
+def read_text(path: str | None) -> str:
+    """Return the file's text; without one, the manual of Python that CPython carries as `help()` topics."""
+    if path is not None:
+        return Path(path).read_text(encoding="utf-8")
+    from pydoc_data import topics
+
+    return "\n\n".join(text for _, text in sorted(topics.topics.items()))
+
+
+def tokenize(text: str) -> Tensor:
+    """Bytes of the text's paragraphs, each closed by END_OF_DOCUMENT; int64 [T]."""
+    tokens: list[int] = []
+    for paragraph in re.split(r"\n\s*\n", text.strip()):
+        tokens += paragraph.encode("utf-8")
+        tokens.append(END_OF_DOCUMENT)
+    return torch.tensor(tokens)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Rows of `seq_len` tokens and their labels, shuffled anew in every epoch.
+
+    Args:
+        tokens: The whole text, int64 [T].
+        seq_len: Tokens in a row.
+        batch_size: Rows in a *global* batch.
+        documents: Also give document ids, and forget labels that would cross into another document.
+        restart_positions: With documents, also give positions that start from 0 in each of them.
+        seed: Of the order.
+    """
+
+    tokens: Tensor
+    seq_len: int
+    batch_size: int
+    documents: bool = False
+    restart_positions: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_rows < 1:
+            raise ValueError(f"the text has {len(self.tokens)} tokens: too few for one row of {self.seq_len} + 1")
+
+    @property
+    def num_rows(self) -> int:
+        return (len(self.tokens) - 1) // self.seq_len
+
+    def batch(self, step: int, rows: slice = slice(None)) -> dict[str, Tensor]:
+        """Return the chosen rows of the global batch of one step.
+
+        Labels are shifted here, before anyone shards the sequence, so no token's label is lost at a shard's edge.
+
+        Args:
+            step: Counts from 0.
+            rows: Which rows of the global batch; a data-parallel rank takes its own.
+
+        Returns:
+            tokens and labels int64 [B, S], and as asked for documents and positions, int64 [B, S].
+        """
+        index = torch.arange(step * self.batch_size, (step + 1) * self.batch_size)[rows]
+        row = torch.stack([epoch_order(self.num_rows, self.seed, int(i) // self.num_rows)[i % self.num_rows] for i in index])
+        window = self.tokens[row[:, None] * self.seq_len + torch.arange(self.seq_len + 1)]
+        batch = {"tokens": window[:, :-1].contiguous(), "labels": window[:, 1:].contiguous()}
+        if self.documents:
+            ends = batch["tokens"] == END_OF_DOCUMENT
+            batch["labels"] = batch["labels"].masked_fill(ends, IGNORE)
+            batch["documents"] = ends.cumsum(1) - ends.long()
+            if self.restart_positions:
+                batch["positions"] = restarting_positions(batch["documents"])
+        return batch
+
+
+@lru_cache(maxsize=2)
+def epoch_order(num_rows: int, seed: int, epoch: int) -> Tensor:
+    """The order of the rows in one epoch, int64 [num_rows]."""
+    return torch.randperm(num_rows, generator=torch.Generator().manual_seed(1_000_003 * seed + epoch))
+
+
+def restarting_positions(documents: Tensor) -> Tensor:
+    """Positions within each document, for ids [B, S] whose equal neighbours are one document."""
+    index = torch.arange(documents.shape[1]).expand_as(documents)
+    first = torch.ones_like(documents, dtype=torch.bool)
+    first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return index - (index * first).cummax(1).values
+
+
+def split(tokens: Tensor, held_out: float = 0.05) -> tuple[Tensor, Tensor]:
+    """Training text and, from its end, the held-out share."""
+    cut = int(len(tokens) * (1 - held_out))
+    return tokens[:cut], tokens[cut:]

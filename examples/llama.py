@@ -1,0 +1,168 @@
+"""A plain Llama: nothing in this file knows of devices, meshes or parallelism.
+
+Shapes: B batch, S sequence, H query heads, K key/value heads, D head dim, C model dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The sizes of a Llama; `num_heads` is a multiple of `num_kv_heads`."""
+
+    vocab_size: int = 264
+    dim: int = 256
+    num_layers: int = 4
+    num_heads: int = 8
+    num_kv_heads: int = 4
+    rope_theta: float = 500_000.0
+    norm_eps: float = 1e-5
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.num_heads
+
+    @property
+    def hidden_dim(self) -> int:
+        """SwiGLU's width, 8/3 of dim: three matrices weigh as much as the usual two of 4·dim."""
+        return 32 * math.ceil(8 * self.dim / 3 / 32)
+
+
+class CoreAttention(nn.Module):
+    """softmax(q kᵀ) v, causal, and nothing else: the module that a context-parallel plan names.
+
+    `documents` goes unread here: whoever takes over the attention call turns it into a mask over global positions.
+    """
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+class DenseDocumentAttention(nn.Module):
+    """The core of a model that nobody parallelises: it builds the [B, 1, S, S] document mask itself."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+        if documents is None:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        same_document = documents[:, None, :, None] == documents[:, None, None, :]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=same_document.tril(), enable_gqa=True)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary embedding."""
+
+    def __init__(self, config: LlamaConfig, core: type[nn.Module]):
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.wq = nn.Linear(config.dim, config.num_heads * config.head_dim, bias=False)
+        self.wk = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=False)
+        self.wv = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=False)
+        self.wo = nn.Linear(config.num_heads * config.head_dim, config.dim, bias=False)
+        self.core = core()
+
+    def forward(self, x: Tensor, rope: Tensor, documents: Tensor | None) -> Tensor:
+        # The head count is read off the projections: a tensor-parallel rank holds only some of the heads.
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        out = self.core(rotate(q, rope), rotate(k, rope), v, documents)
+        return self.wo(out.transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.hidden_dim, bias=False)
+        self.w2 = nn.Linear(config.hidden_dim, config.dim, bias=False)
+        self.w3 = nn.Linear(config.dim, config.hidden_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    """One transformer layer, norms first."""
+
+    def __init__(self, config: LlamaConfig, core: type[nn.Module]):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = Attention(config, core)
+        self.feed_forward_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, x: Tensor, rope: Tensor, documents: Tensor | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rope, documents)
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class Llama(nn.Module):
+    """Tokens [B, S] to logits [B, S, V]; everything but `core` is local to a token.
+
+    Args:
+        config: The sizes.
+        core: The attention core. The default is exact for documents on one device; a plan that brings its own mask
+            takes `CoreAttention`.
+    """
+
+    def __init__(self, config: LlamaConfig, core: type[nn.Module] = DenseDocumentAttention):
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(Block(config, core) for _ in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        """Compute next-token logits.
+
+        Args:
+            tokens: [B, S] int64.
+            positions: [S] or [B, S] int64, what the rotary embedding reads; default 0 .. S-1.
+            documents: [B, S] int64 ids; a token sees only tokens of its own document.
+
+        Returns:
+            Logits [B, S, V].
+        """
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        rope = rotary(positions, self.config.head_dim, self.config.rope_theta)
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers:
+            x = layer(x, rope, documents)
+        return self.output(self.norm(x))
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Fill the weights from a seed: the same whole model on every rank, whatever the mesh will be."""
+        generator = torch.Generator().manual_seed(seed)
+        residual_writers = 2 * len(self.layers)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(1.0)
+                continue
+            std = 0.02 if name.endswith(("tok_embeddings.weight", "output.weight")) else parameter.shape[1] ** -0.5
+            if name.endswith(("wo.weight", "w2.weight")):
+                std /= math.sqrt(residual_writers)
+            parameter.normal_(0.0, std, generator=generator)
+
+
+def rotary(positions: Tensor, head_dim: int, theta: float) -> Tensor:
+    """Cosines and sines [2, ..., S, D/2] in fp32 of the angles at `positions` [..., S]."""
+    # fp32 angles would be off by 0.03 rad at position one million.
+    exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float64) / head_dim
+    angles = positions.double()[..., None] * theta**-exponent
+    return torch.stack((angles.cos(), angles.sin())).float()
+
+
+def rotate(x: Tensor, rope: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + D/2) of every head of x [B, H, S, D]."""
+    cos, sin = rope.unsqueeze(-3)  # [1 or B, 1, S, D/2], the same for every head
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x)

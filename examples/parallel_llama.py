@@ -1,0 +1,93 @@
+"""The plans that spread a plain Llama over a mesh; read top to bottom, in the order in which they are applied."""
+
+from __future__ import annotations
+
+import torch
+from llama import Llama
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import cp_mesh
+
+LAYOUTS = {"contiguous": cp_mesh.Contiguous(), "zigzag": cp_mesh.ZigZag(), "striped": cp_mesh.Striped()}
+
+
+def apply_tensor_parallel(model: Llama, tp: DeviceMesh, sequence_parallel: bool) -> None:
+    """Split heads, hidden units and vocabulary over the tp axis.
+
+    Args:
+        model: The plain model; changed in place.
+        tp: 1-D mesh.
+        sequence_parallel: Also split the sequence over tp between the matrices, which spares the norms' memory.
+    """
+    config = model.config
+    for size in ("num_heads", "num_kv_heads", "vocab_size"):
+        if getattr(config, size) % tp.size():
+            raise ValueError(f"{size} = {getattr(config, size)} does not divide over tp = {tp.size()}")
+    stream = Shard(1) if sequence_parallel else Replicate()  # how the residual stream lies on tp
+    plan = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
+        "layers.*.attention": PrepareModuleInput(
+            input_layouts=(stream, None, None), desired_input_layouts=(Replicate(), None, None)
+        ),
+        "layers.*.attention.w[qkv]": ColwiseParallel(),
+        "layers.*.attention.wo": RowwiseParallel(output_layouts=stream),
+        "layers.*.feed_forward": PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),)),
+        "layers.*.feed_forward.w[13]": ColwiseParallel(),
+        "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=stream),
+        "output": ColwiseParallel(input_layouts=stream, output_layouts=Replicate()),
+    }
+    if sequence_parallel:
+        plan |= {f"layers.*.{name}_norm": SequenceParallel() for name in ("attention", "feed_forward")}
+        plan["norm"] = SequenceParallel()
+    parallelize_module(model, tp, plan)
+    # A collective still in flight must not enter a compiled block: the block would drop its gradient without a word.
+    model.tok_embeddings.register_forward_hook(lambda module, inputs, output: output.clone())
+
+
+def apply_context_parallel(model: Llama, cp: DeviceMesh, sequence: cp_mesh.ShardedSequence) -> None:
+    """Split the sequence over the cp axis: the root takes whole batches, the attention cores meet again inside.
+
+    Args:
+        model: The model, tensor parallel or not; changed in place.
+        cp: 1-D mesh.
+        sequence: Which rank holds which tokens.
+    """
+
+    def mask(q, k, v, documents=None):  # called with what the core is called with
+        return cp_mesh.Mask(causal=True, documents=documents)
+
+    plan = {
+        "": cp_mesh.ShardedModel(sequence, inputs=("tokens",), positions="positions"),
+        "layers.*.attention.core": cp_mesh.ContextParallel(sequence, mask=mask),
+    }
+    cp_mesh.parallelize(model, cp, plan)
+
+
+def apply_fsdp(model: Llama, data: DeviceMesh, precision: str) -> None:
+    """Shard parameters, gradients and optimizer state over all ranks that hold different tokens.
+
+    Args:
+        model: The model after every other plan; changed in place.
+        data: 1-D mesh, dp x cp flattened.
+        precision: "fp32", or "bf16" for bf16 compute, fp32 master weights and fp32 gradient sums.
+    """
+    policy = MixedPrecisionPolicy()
+    if precision == "bf16":
+        # Inputs are left as they are: the rotary cosines and sines stay fp32.
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False
+        )
+    module: nn.Module
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=data, mp_policy=policy)
+    cp_mesh.sum_gradients(model)  # the loss already divides by the tokens of all ranks

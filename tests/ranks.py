@@ -1,0 +1,282 @@
+"""Pools of rank processes that live through a pytest session, for tests of code that communicates.
+
+A rank function is defined at the top level of a test file and takes its rank first::
+
+    def total(rank: int, numbers: list[float]) -> Tensor:
+        value = torch.tensor([numbers[rank]])
+        dist.all_reduce(value)
+        return value
+
+    def test_total(pool):
+        results = pool(3).run(total, [1.0, 2.0, 4.0])  # one result per rank
+        assert all(r.item() == 7.0 for r in results)
+
+Ranks are forked from a server that has imported torch once, so a pool starts in a tenth of a second; CUDA ranks are
+spawned, since a process that touched CUDA cannot be forked safely. Arguments and results travel by value through
+pipes; tensors arrive on the CPU, and only leaves keep `requires_grad`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import io
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from poison import poisoned, poisoning
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+START_TIMEOUT = 120.0  # seconds; a spawned rank imports torch and creates a CUDA context
+GRACE = 5.0  # seconds the other ranks get to report after the first one failed
+MAX_LIVE_RANKS = 12
+PRELOAD = ["torch.distributed.tensor.parallel", "torch.distributed.fsdp", "torch._dynamo.trace_rules", "pytest"]
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An exception on a rank: class names from `type` up to its bases, text, and collectives issued before it."""
+
+    kinds: tuple[str, ...]
+    message: str
+    traceback: str
+    num_collectives: int
+
+    @property
+    def type(self) -> str:
+        return self.kinds[0]
+
+
+class RankFailure(Exception):
+    """Some rank raised, died or hung; the text holds each one's traceback or stack, ranks of equal text together."""
+
+    def __init__(self, what: str, world_size: int, failures: dict[int, str]) -> None:
+        ranks_of: dict[str, list[int]] = {}
+        for rank in sorted(failures):
+            ranks_of.setdefault(failures[rank], []).append(rank)
+        parts = [f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in ranks_of.items()]
+        super().__init__(f"{what} failed on {len(failures)} of {world_size} ranks\n\n" + "\n".join(parts))
+
+
+class Pool:
+    """`world_size` processes in one default process group; started on first use, replaced after a failure."""
+
+    def __init__(self, world_size: int, backend: str = "gloo", group_timeout: float = 60.0) -> None:
+        self.world_size, self.backend, self.group_timeout = world_size, backend, group_timeout
+        self.processes: list[Any] = []
+        self.conns: list[connection.Connection] = []
+        self.folder = Path()
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+        """Calls ``fn(rank, *args)`` on every rank at once.
+
+        Returns:
+            One result per rank.
+
+        Raises:
+            RankFailure: A rank raised, died, or was still running after `timeout` seconds. The pool is then replaced,
+                as other ranks may have collectives in flight.
+        """
+        return [pickle.loads(outcome) for outcome in self._call(fn, args, timeout, expecting_error=False)]
+
+    def run_expecting_error(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Raised | None]:
+        """Like `run` for a call that every rank must refuse: what each rank raised, None where it did not.
+
+        The pool lives on if every rank raised after the same number of collectives, so that none waits for a peer.
+        """
+        outcomes = self._call(fn, args, timeout, expecting_error=True)
+        raised = [outcome if isinstance(outcome, Raised) else None for outcome in outcomes]
+        if len({r.num_collectives if r else None for r in raised}) > 1:
+            self.close()
+        return raised
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        for conn in self.conns:
+            conn.close()
+        if self.processes:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self.processes, self.conns = [], []
+
+    def _call(self, fn: Callable[..., Any], args: tuple, timeout: float, expecting_error: bool) -> list[Any]:
+        request = _dumps((fn, args, poisoning()))
+        try:
+            if not self.processes:
+                self._start()
+            for conn in self.conns:
+                conn.send_bytes(request)
+            return self._collect(fn.__name__, timeout, expecting_error)
+        except BaseException:  # KeyboardInterrupt too: an answer left in a pipe would be taken for the next call's
+            self.close()
+            raise
+
+    def _start(self) -> None:
+        context: Any = multiprocessing.get_context("spawn" if self.backend == "nccl" else "forkserver")
+        if self.backend != "nccl":
+            context.set_forkserver_preload(PRELOAD)
+        self.folder = Path(tempfile.mkdtemp(prefix="ranks_"))
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            settings = (theirs, rank, self.world_size, self.backend, self.folder, self.group_timeout)
+            process = context.Process(target=_serve, args=settings, daemon=True, name=f"rank{rank}")
+            process.start()
+            theirs.close()  # else a dead rank's pipe would not read as closed
+            self.processes.append(process)
+            self.conns.append(ours)
+        self._collect("start", START_TIMEOUT)
+
+    def _collect(self, what: str, timeout: float, expecting_error: bool = False) -> list[bytes | Raised]:
+        outcomes: dict[int, bytes | Raised] = {}
+        lost: dict[int, str] = {}
+        begin = time.monotonic()
+        deadline = begin + timeout
+        while waiting := [rank for rank in range(self.world_size) if rank not in outcomes | lost]:
+            ready = connection.wait([self.conns[rank] for rank in waiting], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                lost |= {r: f"still running in {what} after {time.monotonic() - begin:.1f} s\n" for r in waiting}
+                lost = {r: text + self._stack(r) if r in waiting else text for r, text in lost.items()}
+            for rank in waiting:
+                if self.conns[rank] not in ready:
+                    continue
+                try:
+                    outcomes[rank] = pickle.loads(self.conns[rank].recv_bytes())
+                except (EOFError, OSError):
+                    self.processes[rank].join(GRACE)
+                    lost[rank] = f"process died with exit code {self.processes[rank].exitcode}\n"
+                if not isinstance(outcomes.get(rank), bytes):
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        raised = {rank: o.traceback for rank, o in outcomes.items() if isinstance(o, Raised)}
+        if lost or (raised and not expecting_error):
+            raise RankFailure(what, self.world_size, raised | lost)
+        return [outcomes[rank] for rank in range(self.world_size)]
+
+    def _stack(self, rank: int) -> str:
+        os.kill(self.processes[rank].pid, signal.SIGUSR1)
+        time.sleep(0.2)  # the dump comes from a signal handler and has no end mark
+        file = self.folder / f"stack{rank}"
+        return file.read_text() if file.exists() else "(no stack)\n"
+
+
+class Pools:
+    """Gives the pool of a size and backend; ends the least recently used ones beyond MAX_LIVE_RANKS."""
+
+    def __init__(self) -> None:
+        self.pools: dict[tuple[int, str], Pool] = {}
+
+    def __call__(self, world_size: int, backend: str = "gloo") -> Pool:
+        pool = self.pools.pop((world_size, backend), None) or Pool(world_size, backend)
+        live = world_size
+        for other in reversed(self.pools.values()):
+            live += len(other.processes)
+            if live > MAX_LIVE_RANKS:
+                other.close()
+        self.pools[world_size, backend] = pool
+        return pool
+
+    def close(self) -> None:
+        for pool in self.pools.values():
+            pool.close()
+
+
+@functools.cache
+def mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """The DeviceMesh of this shape on this rank, created once; every rank must ask for new ones in the same order."""
+    return init_device_mesh(device().type, shape, mesh_dim_names=names)
+
+
+def device() -> torch.device:
+    """This rank's device: its own GPU under nccl, else the CPU."""
+    on_gpu = dist.is_initialized() and "nccl" in dist.get_backend_config()
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def num_collectives() -> int:
+    """Collectives and sends issued by this rank so far, in all its groups."""
+    return sum(group._get_sequence_number_for_group() for group in dist.distributed_c10d._world.pg_map)
+
+
+def _serve(conn: Any, rank: int, world_size: int, backend: str, folder: Path, group_timeout: float) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which ends the pool
+    stack = open(folder / f"stack{rank}", "w")  # noqa: SIM115: faulthandler needs it for the life of the process
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    threading.Thread(target=_exit_with_pytest, daemon=True).start()
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo resolves the host's name, which may not exist
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else every rank starts compile workers of its own
+    torch.set_num_threads(1)
+
+    def join(rank: int) -> None:
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
+        store = dist.FileStore(str(folder / "store"), world_size)
+        names, limit = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend, timedelta(seconds=group_timeout)
+        dist.init_process_group(names, store=store, rank=rank, world_size=world_size, timeout=limit)
+
+    request: bytes = _dumps(None)
+    while True:
+        conn.send_bytes(pickle.dumps(_outcome(rank, request, join)))
+        try:
+            request = conn.recv_bytes()
+        except EOFError:
+            return
+
+
+def _outcome(rank: int, request: bytes, join: Callable[[int], None]) -> bytes | Raised:
+    begin = num_collectives()
+    try:
+        fn, args, poison = pickle.loads(request) or (join, (), False)  # loads imports the test module
+        torch.manual_seed(rank)
+        with poisoned() if poison else nullcontext():
+            return _dumps(fn(rank, *args))
+    except BaseException as error:
+        kinds = tuple(kind.__name__ for kind in type(error).__mro__)
+        return Raised(kinds, str(error), "".join(traceback.format_exception(error)), num_collectives() - begin)
+    finally:
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.reset()  # compiled graphs of one test would count against the next one's recompile limit
+        sys.stdout.flush()
+
+
+def _exit_with_pytest() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+class _ByValue(pickle.Pickler):
+    """Tensors as compact copies: torch's own reductions pass file descriptors, or whole storages for a view."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, torch.Tensor):
+            return NotImplemented
+        if type(obj) not in (torch.Tensor, torch.nn.Parameter):
+            raise TypeError(f"only plain tensors travel between processes, got {type(obj).__name__}")
+        copy = torch.clone(obj.detach(), memory_format=torch.contiguous_format).cpu()
+        return copy.requires_grad_(obj.requires_grad and obj.is_leaf).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+def _dumps(obj: Any) -> bytes:
+    buffer = io.BytesIO()
+    _ByValue(buffer, pickle.HIGHEST_PROTOCOL).dump(obj)
+    return buffer.getvalue()
