@@ -1,7 +1,29 @@
 """Exact context-parallel attention on DTensor and DeviceMesh."""
 
+from cp_mesh.agreement import check_mode
 from cp_mesh.attention import attention
+from cp_mesh.errors import ArgumentError, RankMismatchError, UnsupportedError
 from cp_mesh.layouts import Contiguous, Permuted, Striped, ZigZag
 from cp_mesh.masks import Mask
+from cp_mesh.parallel import ContextParallel, ShardedModel, checkpoint_context_fn, parallelize, sum_gradients
+from cp_mesh.sequence import ShardedSequence, cross_entropy
 
-__all__ = ["Contiguous", "Mask", "Permuted", "Striped", "ZigZag", "attention"]
+__all__ = [
+    "ArgumentError",
+    "ContextParallel",
+    "Contiguous",
+    "Mask",
+    "Permuted",
+    "RankMismatchError",
+    "ShardedModel",
+    "ShardedSequence",
+    "Striped",
+    "UnsupportedError",
+    "ZigZag",
+    "attention",
+    "check_mode",
+    "checkpoint_context_fn",
+    "cross_entropy",
+    "parallelize",
+    "sum_gradients",
+]

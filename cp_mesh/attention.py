@@ -15,7 +15,7 @@ from cp_mesh.agreement import checking, require_agreement
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe
 from cp_mesh.layouts import Layout, Permuted, ZigZag, chunk_bounds
 from cp_mesh.masks import Mask
-from cp_mesh.ops import attention_op, call_fields, to_bhsd
+from cp_mesh.ops import attention_op, to_bhsd
 from cp_mesh.plan import Options, check_tensors, make_plan
 
 
@@ -100,7 +100,6 @@ def attention(
     axis, seq_dim = _find_cp_axis(query, key, value, mesh, seq_dim)
     tensors = (mask.documents, mask.key_padding, layout.index if isinstance(layout, Permuted) else None)
     compiling = torch.compiler.is_compiling()
-    check = checking()
     try:
         _refuse_unavailable(softcap, sinks, alibi_slopes, bias, dropout_p)
         query, key, value = _autocast(query, key, value)
@@ -122,17 +121,14 @@ def attention(
             transport=transport,
             deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
             differentiable_lse=return_lse and torch.is_grad_enabled() and _any_requires_grad(query, key, value),
-            check=check and compiling,
         )
         if not compiling:  # this Python is traced once only; in compiled code the op makes the same checks, every call
             local = [_to_local(x).detach() for x in (query, key, value)]
             make_plan(*(to_bhsd(x, seq_dim) for x in local), *tensors, seq_len, axis.group, options)
     except Exception as error:
-        if check and not compiling:
+        if not compiling and checking():
             require_agreement(axis.group, {"error": f"{type(error).__name__}: {error}"})
         raise
-    if check and not compiling:
-        require_agreement(axis.group, call_fields(*local, *tensors, seq_len, seq_dim, options))
 
     arguments = (*tensors, seq_len, seq_dim, axis.group_name, options.spec())
     if isinstance(query, DTensor) and any(x is not None for x in tensors):
@@ -336,7 +332,7 @@ def _check_placements(
             raise UnsupportedError(
                 describe(
                     "DTensor length",
-                    f"shards of torch.chunk sizes, which {layout.spec()} gives for multiples of {layout.multiple(size)}",
+                    f"torch.chunk shards, which {layout.spec()} gives for multiples of {layout.multiple(size)}",
                     length,
                     "pad the sequence (ShardedSequence does), or pass local tensors with seq_len",
                 )

@@ -93,7 +93,9 @@ class Mask:
         window = self.window
         if window is not None:
             if not isinstance(window, tuple) or len(window) != 2:
-                raise ArgumentError(f"Mask: expected window=(left, right), got {window!r}; use None for an unlimited side")
+                raise ArgumentError(
+                    f"Mask: expected window=(left, right), got {window!r}; use None for an unlimited side"
+                )
             if any(bound is not None and bound < 0 for bound in window):
                 raise ArgumentError(
                     f"Mask: expected window bounds >= 0 (inclusive distances in tokens), got {window}; "

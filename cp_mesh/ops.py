@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 
-from cp_mesh.agreement import fingerprint, require_agreement
+from cp_mesh.agreement import checking, fingerprint, require_agreement
 from cp_mesh.errors import describe
 from cp_mesh.kernels.contract import accumulation_dtype
 from cp_mesh.plan import Options, Plan, make_plan
@@ -37,37 +37,35 @@ def _lse_to_bhs(lse: Tensor, seq_dim: int) -> Tensor:
     return lse[None] if seq_dim == 0 else lse
 
 
-def call_fields(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, key_padding: Tensor | None, index: Tensor | None,
-    seq_len: int, seq_dim: int, options: Options,
-) -> dict[str, str]:  # fmt: skip
-    """What must be equal on all cp ranks, by name, for check mode."""
-    shapes = [tuple(to_bhsd(x, seq_dim).shape) for x in (q, k, v)]
-    return {
-        "layout": options.layout,
-        "mask": options.mask,
-        "seq_len": str(seq_len),
-        "batch, heads and head dims": str([(shape[0], shape[1], shape[3]) for shape in shapes]),
-        "dtype": str(q.dtype),
-        "documents": fingerprint(documents),
-        "key_padding": fingerprint(key_padding),
-        "layout index": fingerprint(index),
-        "options": f"scale={options.scale} method={options.method} kernel={options.kernel} "
-        f"transport={options.transport} deterministic={options.deterministic}",
-    }
-
-
 def _plan(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, key_padding: Tensor | None, index: Tensor | None,
     seq_len: int, seq_dim: int, group_name: str, spec: str,
 ) -> Plan:  # fmt: skip
     group: dist.ProcessGroup = _resolve_process_group(group_name)  # type: ignore[arg-type]
     options = Options.parse(spec)
-    if options.check:
-        fields = call_fields(q, k, v, documents, key_padding, index, seq_len, seq_dim, options)
-        require_agreement(group, fields)
     q, k, v = (to_bhsd(x, seq_dim) for x in (q, k, v))
     return make_plan(q, k, v, documents, key_padding, index, seq_len, group, options)
+
+
+def _agree(plan: Plan, q: Tensor, k: Tensor, v: Tensor, index: Tensor | None, seq_dim: int) -> None:
+    """Check mode: compare everything that must be equal on all cp ranks."""
+    shapes = [tuple(to_bhsd(x, seq_dim).shape) for x in (q, k, v)]
+    options, mask = plan.options, plan.mask
+    require_agreement(
+        plan.group,
+        {
+            "layout": options.layout,
+            "mask": options.mask,
+            "seq_len": str(plan.seq_len),
+            "batch, heads and head dims": str([(shape[0], shape[1], shape[3]) for shape in shapes]),
+            "dtype": str(q.dtype),
+            "documents": fingerprint(mask.documents),
+            "key_padding": fingerprint(mask.key_padding),
+            "layout index": fingerprint(index),
+            "options": f"scale={options.scale} method={options.method} kernel={options.kernel} "
+            f"transport={options.transport} deterministic={options.deterministic}",
+        },
+    )
 
 
 @torch.library.custom_op("cp_mesh::attention", mutates_args=())
@@ -84,7 +82,15 @@ def attention_op(
     spec: str,
 ) -> tuple[Tensor, Tensor]:
     """Attention over the cp group; see `cp_mesh.attention` for the arguments. Returns (out, lse)."""
-    plan = _plan(q, k, v, documents, key_padding, index, seq_len, seq_dim, group_name, spec)
+    try:
+        plan = _plan(q, k, v, documents, key_padding, index, seq_len, seq_dim, group_name, spec)
+    except Exception as error:
+        if checking():
+            group: dist.ProcessGroup = _resolve_process_group(group_name)  # type: ignore[arg-type]
+            require_agreement(group, {"error": f"{type(error).__name__}: {error}"})
+        raise
+    if checking():
+        _agree(plan, q, k, v, index, seq_dim)
     out, lse = ring_forward(*(to_bhsd(x, seq_dim) for x in (q, k, v)), plan)
     return from_bhsd(out, seq_dim), (lse[0] if seq_dim == 0 else lse).contiguous()
 

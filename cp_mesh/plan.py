@@ -36,7 +36,6 @@ class Options:
     transport: str = "auto"
     deterministic: bool = False
     differentiable_lse: bool = False
-    check: bool = False
 
     def spec(self) -> str:
         return "|".join(str(getattr(self, field.name)) for field in fields(self))
@@ -44,8 +43,8 @@ class Options:
     @classmethod
     def parse(cls, spec: str) -> Options:
         layout, mask, scale, method, kernel, transport, *flags = spec.split("|")
-        deterministic, differentiable_lse, check = (flag == "True" for flag in flags)
-        return cls(layout, mask, float(scale), method, kernel, transport, deterministic, differentiable_lse, check)
+        deterministic, differentiable_lse = (flag == "True" for flag in flags)
+        return cls(layout, mask, float(scale), method, kernel, transport, deterministic, differentiable_lse)
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from cp_mesh.layouts import Layout, Permuted, Piece, Run
 from cp_mesh.masks import CAUSAL, EMPTY, FULL, Band, Cover, Mask, parse_mask
@@ -170,9 +171,7 @@ def trim(tile: Tile) -> Tile:
     shift = k_begin - q_begin
     lo = None if lo is None or lo + shift <= -(k_end - k_begin - 1) else lo + shift
     hi = None if hi is None or hi + shift >= q_end - q_begin - 1 else hi + shift
-    return Tile(
-        (tile.q[0] + q_begin, tile.q[0] + q_end), (tile.k[0] + k_begin, tile.k[0] + k_end), Band(lo, hi)
-    )
+    return Tile((tile.q[0] + q_begin, tile.q[0] + q_end), (tile.k[0] + k_begin, tile.k[0] + k_end), Band(lo, hi))
 
 
 def split_causal(band: Band, num_q: int, num_k: int) -> list[tuple[Rows, Rows, bool]] | None:
@@ -204,7 +203,7 @@ def _is_order(mask: Mask) -> bool:
 
 def _increasing(shard: tuple[Piece, ...]) -> bool:
     runs = [piece for piece in shard if isinstance(piece, Run)]
-    return len(runs) == len(shard) and all(a.last < b.start for a, b in zip(runs, runs[1:], strict=False))
+    return len(runs) == len(shard) and all(a.last < b.start for a, b in pairwise(runs))
 
 
 def _cut(shard: tuple[Piece, ...], cuts: list[int]) -> list[Piece]:

@@ -22,7 +22,8 @@ def choose_kernel(name: str, request: Request) -> Kernel:
     if name == "auto":
         if not able:
             lacks = "; ".join(
-                f"{kernel.name} lacks {', '.join(shortfalls(kernel.capability, request))}" for kernel in KERNELS.values()
+                f"{kernel.name} lacks {', '.join(shortfalls(kernel.capability, request))}"
+                for kernel in KERNELS.values()
             )
             raise UnsupportedError(f"kernel='auto': no kernel can serve this call: {lacks}")
         return able[0]

@@ -104,9 +104,7 @@ def _expand_heads(x: Tensor, num_heads: int) -> Tensor:
 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scale: float) -> tuple[Tensor, Tensor]:
     k, v = _expand_heads(k, q.shape[1]), _expand_heads(v, q.shape[1])
-    out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
-        q, k, v, None, True, 0.0, cover == CAUSAL, scale=scale
-    )
+    out, lse, *_ = _aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, cover == CAUSAL, scale=scale)
     return out, lse[:, :, : q.shape[2]]
 
 

@@ -68,9 +68,7 @@ def merge_(out: Tensor, lse: Tensor, tile_out: Tensor, tile_lse: Tensor) -> None
 class MergingForward:
     """`contract.ForwardPass` over a tile kernel."""
 
-    def __init__(
-        self, tile_forward: TileForward, prepare: Prepare, q: Tensor, v_head_dim: int, scale: float
-    ) -> None:
+    def __init__(self, tile_forward: TileForward, prepare: Prepare, q: Tensor, v_head_dim: int, scale: float) -> None:
         dtype = accumulation_dtype(q.dtype)
         self._tile_forward, self._prepare, self._q, self._scale = tile_forward, prepare, q, scale
         self._out = torch.zeros(*q.shape[:3], v_head_dim, dtype=dtype, device=q.device)

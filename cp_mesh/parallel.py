@@ -1,0 +1,351 @@
+"""ParallelStyles: what turns a plain model context-parallel, and `parallelize`, which fails closed.
+
+`ContextParallel` wraps an attention core. During its forward a `TorchFunctionMode` that lives for this one call turns
+`F.scaled_dot_product_attention` into the sharded one; nothing global is patched. Inside the module tensors stay as
+the model made them (plain, or DTensors over tp, or over the whole mesh) instead of being re-wrapped as DTensors over
+cp: shards of unequal length have no DTensor, and no model code has to be DTensor-proof. Order of application:
+tensor parallelism on ``mesh["tp"]``, then this on ``mesh["cp"]``, then checkpointing, compile and FSDP2.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn.attention.flex_attention import flex_attention
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from cp_mesh.attention import attention
+from cp_mesh.errors import ArgumentError, UnsupportedError, describe
+from cp_mesh.masks import Mask
+from cp_mesh.sequence import ShardedSequence
+
+_MARK = "_cp_mesh_style"  # set on modules that a style was applied to
+
+
+class ContextParallel(ParallelStyle):
+    """Makes the attention core that it is applied to attend over the whole sequence.
+
+    The module's forward must call `F.scaled_dot_product_attention` on [B, H, S_local, D] tensors at least once, with
+    ``is_causal`` equal to the mask's ``causal`` and no ``attn_mask``: local shapes cannot tell what a tensor mask
+    means. Everything else about the module is free, and what it returns is returned as it is.
+
+    Args:
+        sequence: the sequence object that also shards the data.
+        mask: the mask, or a function of the wrapped module's call arguments that returns it, for masks that change
+            with the batch: ``mask=lambda q, k, v, documents: Mask(documents=documents)``.
+        kernel, method, transport, deterministic: as in `cp_mesh.attention`.
+
+    Raises:
+        ArgumentError, UnsupportedError: at application on a wrong mesh, a repeated application or a cross-attention
+            module; in the forward if no attention call was intercepted or if it disagrees with the mask.
+    """
+
+    def __init__(
+        self,
+        sequence: ShardedSequence,
+        *,
+        mask: Mask | Callable[..., Mask] = Mask(causal=True),  # noqa: B008 - frozen
+        kernel: str = "auto",
+        method: str = "auto",
+        transport: str = "auto",
+        deterministic: bool | None = None,
+    ) -> None:
+        self.sequence, self.mask = sequence, mask
+        self.options = {
+            "kernel": kernel,
+            "method": method,
+            "transport": transport,
+            "deterministic": deterministic,
+        }
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _claim(module, device_mesh, self)
+        _require_same_axis(self.sequence, device_mesh)
+        if "cross" in type(module).__name__.lower():
+            raise UnsupportedError(_cross_attention(type(module).__name__))
+        forward, style, name = module.forward, self, type(module).__name__
+
+        @functools.wraps(forward)
+        def context_parallel_forward(*args: Any, **kwargs: Any) -> Any:
+            mask = style.mask if isinstance(style.mask, Mask) else style.mask(*args, **kwargs)
+            interception = _Interception(style, style.sequence.mask(mask))
+            with interception:
+                result = forward(*args, **kwargs)
+            if interception.calls == 0:
+                raise ArgumentError(
+                    describe(
+                        f"ContextParallel({name})",
+                        "a call of F.scaled_dot_product_attention in its forward",
+                        "none",
+                        "apply the style to the module that calls it; otherwise each rank attends to its shard alone",
+                    )
+                )
+            return result
+
+        module.forward = context_parallel_forward  # type: ignore[method-assign]
+        return module
+
+    def sharded_sdpa(
+        self,
+        mask: Mask,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """`F.scaled_dot_product_attention` over the whole sequence, for one intercepted call."""
+        if attn_mask is not None:
+            raise UnsupportedError(
+                "ContextParallel: a tensor attn_mask cannot be read on positions; say it as ContextParallel(mask="
+                "Mask(causal=, window=, documents=, key_padding=, prefix=)) and call SDPA without attn_mask"
+            )
+        if is_causal != mask.causal:
+            raise ArgumentError(
+                describe(
+                    "is_causal",
+                    f"{mask.causal}, as in the style's mask",
+                    is_causal,
+                    "make the call and the style agree",
+                )
+            )
+        if not enable_gqa and query.shape[-3] != key.shape[-3]:
+            raise ArgumentError(
+                describe("heads", f"{query.shape[-3]} kv heads", key.shape[-3], "pass enable_gqa=True, as SDPA wants")
+            )
+        sequence, tensors = self.sequence, (query, key, value)
+        call = functools.partial(
+            attention,
+            seq_dim=2,
+            layout=sequence.layout,
+            mask=mask,
+            scale=scale,
+            dropout_p=dropout_p,
+            **self.options,
+        )
+        if not isinstance(query, DTensor) or _has_axis(query.device_mesh, sequence.mesh):
+            seq_len = None if isinstance(query, DTensor) else sequence.seq_len
+            return call(*tensors, mesh=sequence.mesh, seq_len=seq_len)
+        if not all(isinstance(x, DTensor) and x.placements == query.placements for x in tensors):
+            placements = [getattr(x, "placements", "a plain tensor") for x in tensors]
+            raise ArgumentError(
+                describe("q, k, v", "DTensors placed alike", placements, "shard q and kv heads alike over tp")
+            )
+        # DTensors over tp alone: the rows of this rank, with heads sharded. No collective runs over their mesh.
+        local = [x.to_local(grad_placements=x.placements) for x in tensors if isinstance(x, DTensor)]
+        out = call(*local, mesh=sequence.mesh, seq_len=sequence.seq_len)
+        return DTensor.from_local(out, query.device_mesh, query.placements, run_check=False)
+
+
+class _Interception(TorchFunctionMode):
+    """Lives for one forward of one module: turns its SDPA calls into the style's, and counts them."""
+
+    def __init__(self, style: ContextParallel, mask: Mask) -> None:
+        super().__init__()
+        self.style, self.mask, self.calls = style, mask, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            self.calls += 1
+            return self.style.sharded_sdpa(self.mask, *args, **kwargs)
+        if func is flex_attention:
+            raise UnsupportedError(
+                "ContextParallel: flex_attention is not available yet; call F.scaled_dot_product_attention and say the "
+                "mask as ContextParallel(mask=Mask(...))"
+            )
+        return func(*args, **kwargs)
+
+
+class ShardedModel(ParallelStyle):
+    """Makes a root module take whole batches: shards inputs, supplies positions, optionally gathers the output.
+
+    Args:
+        sequence: the sequence object that the attention styles share.
+        inputs: names of forward arguments that hold [B, S, ...] tensors of the whole sequence, equal on all cp ranks.
+        positions: name of the forward argument that takes int64 positions for the rotary embedding. If the caller
+            leaves it out it gets the positions of this rank's rows, [S_local]; if given, whole-sequence position ids
+            [S] or [B, S] are sharded like tokens. None for models without positions.
+        gather_output: gather the output along dim 1, in original order; otherwise it stays sharded, as the loss wants.
+
+    Raises:
+        ArgumentError: at application if the module has no such arguments.
+    """
+
+    def __init__(
+        self,
+        sequence: ShardedSequence,
+        *,
+        inputs: tuple[str, ...] = ("tokens",),
+        positions: str | None = "positions",
+        gather_output: bool = False,
+    ) -> None:
+        self.sequence, self.inputs, self.positions, self.gather_output = sequence, inputs, positions, gather_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _claim(module, device_mesh, self)
+        _require_same_axis(self.sequence, device_mesh)
+        names = list(inspect.signature(module.forward).parameters)
+        for name in (*self.inputs, *([self.positions] if self.positions else [])):
+            if name not in names:
+                raise ArgumentError(
+                    describe(
+                        f"ShardedModel({type(module).__name__})",
+                        f"a forward argument named {name!r}",
+                        names,
+                        "name the model's own arguments in inputs= and positions=",
+                    )
+                )
+        module.register_forward_pre_hook(functools.partial(self._shard_inputs, names), with_kwargs=True)
+        if self.gather_output:
+            module.register_forward_hook(lambda _module, _args, output: self.sequence.unshard(output, dim=1))
+        return module
+
+    def _shard_inputs(self, names: list[str], _module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        whole = given[self.inputs[0]]
+        for name in self.inputs:
+            if given.get(name) is None:
+                continue  # an optional argument that the caller left out
+            given[name] = self.sequence.shard({name: given[name]}, dim=1)[name]
+        if self.positions is not None:
+            ids = given.get(self.positions)
+            if ids is None:
+                given[self.positions] = self.sequence.positions(whole.shape[1], device=whole.device)
+            else:
+                given[self.positions] = self.sequence.shard(ids, dim=ids.ndim - 1)
+        return (), given
+
+
+def parallelize(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> nn.Module:
+    """`torch.distributed.tensor.parallel.parallelize_module` that fails closed.
+
+    Args:
+        module: the model; changed in place.
+        mesh: one axis of the mesh, 1-D.
+        plan: styles by module name; ``*`` and other `fnmatch` wildcards match within one part of a dotted name, and
+            "" is the root. Styles of PyTorch work too.
+
+    Returns:
+        The module.
+
+    Raises:
+        ArgumentError: if a key matches no module, two keys match one module, the mesh is not 1-D, or a style is
+            applied twice. Nothing is applied then, except that a repeated application is found on its way.
+        UnsupportedError: if `ContextParallel` meets a module named as cross-attention.
+
+    Example:
+        >>> parallelize(model, mesh["cp"], {"layers.*.attention.core": ContextParallel(sequence)})  # doctest: +SKIP
+    """
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        raise ArgumentError(
+            describe("parallelize: mesh", "one axis of a DeviceMesh", mesh, 'pass mesh["cp"], one axis at a time')
+        )
+    modules = dict(module.named_modules())
+    chosen: dict[str, tuple[str, ParallelStyle]] = {}
+    for key, style in plan.items():
+        matches = [name for name in modules if _matches(key, name)]
+        if not matches:
+            close = difflib.get_close_matches(key, modules, n=3) or list(modules)[1:4]
+            raise ArgumentError(
+                describe("parallelize: plan key", "the name of a module", repr(key), f"near it: {', '.join(close)}")
+            )
+        for name in matches:
+            if name in chosen:
+                raise ArgumentError(
+                    describe(
+                        "parallelize", "one plan key a module", f"{chosen[name][0]!r}, {key!r} for {name!r}", "drop one"
+                    )
+                )
+            if isinstance(style, ContextParallel) and "cross" in name.lower():
+                raise UnsupportedError(_cross_attention(name))
+            chosen[name] = (key, style)
+    for name, (_, style) in chosen.items():
+        style._apply(modules[name], mesh)
+    return module
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Make every FSDP2 module of ``model`` reduce gradients by a plain SUM, as the gradient contract wants.
+
+    Call it after `fully_shard`. On gloo it also avoids the pre-multiplied sum that gloo does not have.
+
+    Raises:
+        ArgumentError: if the model holds no FSDP2 module.
+    """
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not sharded:
+        raise ArgumentError(
+            describe("sum_gradients", "a model under fully_shard", type(model).__name__, "call it first")
+        )
+    for module in sharded:
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def _save_attention(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    saved = op == torch.ops.cp_mesh.attention.default
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def checkpoint_context_fn() -> Any:
+    """Selective checkpointing that recomputes everything but attention, so that recompute does not replay the ring.
+
+    Example:
+        >>> from torch.utils.checkpoint import checkpoint
+        >>> checkpoint(block, x, use_reentrant=False, context_fn=checkpoint_context_fn)  # doctest: +SKIP
+    """
+    return create_selective_checkpoint_contexts(_save_attention)
+
+
+def _claim(module: nn.Module, mesh: DeviceMesh, style: ParallelStyle) -> None:
+    name = type(style).__name__
+    if mesh.ndim != 1:
+        raise ArgumentError(describe(f"{name}: mesh", "one axis", f"{mesh.ndim} axes", 'pass mesh["cp"]'))
+    if hasattr(module, _MARK):
+        raise ArgumentError(
+            describe(
+                name, "a module without a style", f"{type(module).__name__} with {getattr(module, _MARK)}", "apply once"
+            )
+        )
+    setattr(module, _MARK, name)
+
+
+def _require_same_axis(sequence: ShardedSequence, mesh: DeviceMesh) -> None:
+    if not _has_axis(mesh, sequence.mesh):
+        raise ArgumentError(
+            describe("mesh", f"the axis of the ShardedSequence, {sequence.mesh}", mesh, "apply the style to that axis")
+        )
+
+
+def _has_axis(mesh: DeviceMesh, axis: DeviceMesh) -> bool:
+    wanted = axis.get_group().group_name
+    return any(mesh.get_group(i).group_name == wanted for i in range(mesh.ndim))
+
+
+def _matches(key: str, name: str) -> bool:
+    parts, atoms = name.split("."), key.split(".")
+    return len(parts) == len(atoms) and all(fnmatchcase(p, a) for p, a in zip(parts, atoms, strict=True))
+
+
+def _cross_attention(name: str) -> str:
+    return (
+        f"ContextParallel: {name!r} is cross-attention, whose keys are not the sharded sequence; "
+        "leave it out of the plan and keep its keys replicated over cp"
+    )

@@ -1,0 +1,249 @@
+"""The sequence kit: one object feeds the data, the positions, the style and the loss, so that they cannot disagree.
+
+Gradient contract. A rank's loss is the *sum* over its own tokens divided by the *global* number of valid tokens, so
+the sum over ranks of the losses is the loss of one rank that sees everything, and the sum over ranks (dp x cp) of
+parameter gradients is its gradient. Reductions are therefore plain sums; `cp_mesh.sum_gradients` tells FSDP2 so.
+Labels are shifted before the sequence is sharded: the token after a shard's last row lives on another rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import MappingKey, tree_map_with_path
+
+from cp_mesh.errors import ArgumentError, describe
+from cp_mesh.layouts import Layout, ZigZag
+from cp_mesh.masks import Mask
+
+WHOLE = ("documents", "key_padding", "cu_seqlens")
+"""Names of leaves that `ShardedSequence.shard` leaves whole: masks read them by position, on every rank."""
+PADDING = {"labels": -100, "documents": -1}
+"""Values that pad leaves of these names; everything else is padded with 0 (False)."""
+
+_funcol = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class ShardedSequence:
+    """A sequence sharded over one mesh axis in a layout.
+
+    Args:
+        mesh: the 1-D mesh of the cp axis.
+        layout: which positions each rank holds.
+        length: tokens in the whole sequence. Needed where it is not a multiple of ``layout.multiple(cp_size)``: then
+            it is padded, or with ``pad=False`` cut in unequal shards. None: any multiple, read from the tensors.
+        pad: pad the sequence at its end to a multiple, so that shards are equal.
+
+    Raises:
+        ArgumentError: if the mesh is not 1-D.
+
+    Example:
+        >>> sequence = ShardedSequence(mesh["cp"], ZigZag())  # doctest: +SKIP
+        >>> batch = sequence.shard({"tokens": tokens, "labels": labels})  # [B, S] -> [B, S/cp]  # doctest: +SKIP
+        >>> positions = sequence.positions(tokens.shape[1])  # [S/cp], for the rotary embedding  # doctest: +SKIP
+    """
+
+    mesh: DeviceMesh
+    layout: Layout = ZigZag()  # noqa: RUF009 - frozen
+    length: int | None = None
+    pad: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mesh, DeviceMesh) or self.mesh.ndim != 1:
+            raise ArgumentError(
+                describe("ShardedSequence.mesh", "a 1-D DeviceMesh", self.mesh, 'pass the cp axis alone, mesh["cp"]')
+            )
+        if self.length is not None and self.length < 1:
+            raise ArgumentError(describe("ShardedSequence.length", "at least 1 token", self.length, "or None"))
+
+    @property
+    def cp_size(self) -> int:
+        return self.mesh.size()
+
+    @property
+    def cp_rank(self) -> int:
+        return self.mesh.get_local_rank()
+
+    @property
+    def seq_len(self) -> int | None:
+        """Tokens in the whole sequence with padding, or None if it is read from the tensors."""
+        return None if self.length is None else self._sharded_len(self.length)
+
+    def shard(self, tree: Any, dim: int = 1) -> Any:
+        """This rank's rows of every tensor of a pytree.
+
+        Args:
+            tree: tensors of the *whole* sequence, equal on every cp rank: tokens, labels, position ids, ... Under the
+                keys of `WHOLE` tensors stay whole; see `PADDING` for what pads them.
+            dim: the sequence dim of all tensors that are sharded.
+
+        Returns:
+            The same pytree; sharded tensors have ``layout.shard_len`` rows along ``dim``, in layout order.
+
+        Raises:
+            ArgumentError: on a DTensor, or a length that does not fit.
+        """
+        return tree_map_with_path(lambda path, leaf: self._shard_leaf(path, leaf, dim), tree)
+
+    def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """The whole tensor in original order, without padding, on every rank.
+
+        Differentiable: the gradient of this rank's rows is the *sum* over ranks of their gradients of the whole, as
+        the gradient contract wants. If every rank computes the same loss from the whole, divide it by ``cp_size``.
+
+        Args:
+            x: this rank's rows, [..., shard_len, ...].
+            dim: the sequence dim.
+        """
+        whole = _Unshard.apply(x, dim, self, self._len_of_local(x.shape[dim]))
+        return whole if self.length is None else whole.narrow(dim, 0, self.length)
+
+    def positions(self, seq_len: int | None = None, device: torch.device | str | None = None) -> Tensor:
+        """Global positions of this rank's rows, for the rotary embedding: int64 [shard_len].
+
+        Args:
+            seq_len: tokens in the whole sequence; None: ``length``.
+            device: where; None: the CPU.
+        """
+        length = self.length if seq_len is None else seq_len
+        if length is None:
+            raise ArgumentError(describe("seq_len", "the length of the whole sequence", None, "or set length="))
+        return self.layout.positions(self._sharded_len(length), self.cp_size, self.cp_rank).to(device)
+
+    def mask(self, mask: Mask) -> Mask:
+        """The mask of the padded sequence: its tensors padded, and padding keys hidden where a query could see them."""
+        if self.length is None or self.seq_len == self.length:
+            return mask
+        hidden = not mask.causal or mask.prefix > self.length  # a causal query never sees the padding after it
+        return replace(
+            mask,
+            length=min(self.length, mask.length or self.length) if hidden else mask.length,
+            documents=None if mask.documents is None else self._pad(mask.documents, -1, PADDING["documents"]),
+            key_padding=None if mask.key_padding is None else self._pad(mask.key_padding, -1, 0),
+        )
+
+    def _sharded_len(self, length: int) -> int:
+        multiple = self.layout.multiple(self.cp_size)
+        if length % multiple == 0 or (not self.pad and length == self.length):
+            return length
+        if self.length is None:
+            raise ArgumentError(
+                describe(
+                    "sequence length",
+                    f"a multiple of {multiple}",
+                    length,
+                    f"ShardedSequence(..., length={length}) pads it, and with pad=False cuts unequal shards",
+                )
+            )
+        return -(-length // multiple) * multiple
+
+    def _len_of_local(self, local_len: int) -> int:
+        seq_len = local_len * self.cp_size if self.seq_len is None else self.seq_len
+        expected = self.layout.shard_len(seq_len, self.cp_size, self.cp_rank)
+        if local_len != expected:
+            raise ArgumentError(
+                describe("local rows", expected, local_len, "shard with this ShardedSequence, or set its length")
+            )
+        return seq_len
+
+    def _pad(self, x: Tensor, dim: int, value: int) -> Tensor:
+        if self.length is None or self.seq_len is None or x.shape[dim] == self.seq_len:
+            return x
+        if x.shape[dim] != self.length:
+            raise ArgumentError(
+                describe(
+                    f"length of dim {dim}", f"{self.length} (or padded {self.seq_len})", x.shape[dim], "see length"
+                )
+            )
+        shape = list(x.shape)
+        shape[dim] = self.seq_len - self.length
+        return torch.cat([x, x.new_full(shape, value)], dim=dim)
+
+    def _shard_leaf(self, path: tuple, leaf: Any, dim: int) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        name = path[-1].key if path and isinstance(path[-1], MappingKey) else None
+        if isinstance(leaf, DTensor):
+            raise ArgumentError(describe(f"shard({name or ''})", "local tensors", "a DTensor", "use full_tensor()"))
+        if name == "cu_seqlens":
+            if self.seq_len is None or int(leaf[-1]) == self.seq_len:
+                return leaf
+            return torch.cat([leaf, leaf.new_tensor([self.seq_len])])  # the padding is a document of its own
+        padding = PADDING.get(name, 0) if isinstance(name, str) else 0
+        if name in WHOLE:
+            return self._pad(leaf, -1, padding)
+        if leaf.ndim <= dim:
+            raise ArgumentError(
+                describe(f"shard({name or ''})", f"a sequence dim {dim}", tuple(leaf.shape), "pass dim=, or expand it")
+            )
+        if self.length is None:
+            self._sharded_len(leaf.shape[dim])
+        whole = self._pad(leaf, dim, padding)
+        rows = self.layout.positions(whole.shape[dim], self.cp_size, self.cp_rank).to(leaf.device)
+        return whole.index_select(dim, rows)
+
+
+class _Unshard(torch.autograd.Function):
+    """All-gather of shards that may be unequal, and un-permutation; backward sums over ranks and takes own rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, sequence: ShardedSequence, seq_len: int) -> Tensor:
+        ctx.dim, ctx.sequence, ctx.seq_len = dim, sequence, seq_len
+        layout, size, group = sequence.layout, sequence.cp_size, sequence.mesh.get_group()
+        lens = [layout.shard_len(seq_len, size, rank) for rank in range(size)]
+        rows = x.movedim(dim, 0)
+        padded = torch.cat([rows, rows.new_zeros(max(lens) - rows.shape[0], *rows.shape[1:])])
+        gathered = _funcol.wait_tensor(_funcol.all_gather_into_tensor(padded.contiguous(), size, group.group_name))
+        parts = [part[:length] for part, length in zip(gathered.split(max(lens)), lens, strict=True)]
+        inverse = layout.inverse(seq_len, size).to(x.device)
+        return torch.cat(parts).index_select(0, inverse).movedim(0, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        sequence, seq_len, dim = ctx.sequence, ctx.seq_len, ctx.dim
+        layout, size, group = sequence.layout, sequence.cp_size, sequence.mesh.get_group()
+        lens = [layout.shard_len(seq_len, size, rank) for rank in range(size)]
+        rows = grad.movedim(dim, 0).index_select(0, layout.permutation(seq_len, size).to(grad.device))
+        parts = [
+            torch.cat([part, part.new_zeros(max(lens) - part.shape[0], *part.shape[1:])]) for part in rows.split(lens)
+        ]
+        summed = _funcol.wait_tensor(
+            _funcol.reduce_scatter_tensor(torch.cat(parts).contiguous(), "sum", size, group.group_name)
+        )
+        return summed[: lens[sequence.cp_rank]].movedim(0, dim).contiguous(), None, None, None
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, mesh: DeviceMesh, *, ignore_index: int = -100) -> Tensor:
+    """This rank's share of the mean loss: sum over its valid tokens / number of valid tokens over ``mesh``.
+
+    The SUM over the ranks of ``mesh`` is the mean over all tokens, whatever each rank holds, none included; so is the
+    SUM of gradients. Log the sum, not one rank's share.
+
+    Args:
+        logits: [..., V], any floating dtype; computed in float32 at least.
+        labels: int64 [...], shifted before sharding; ``ignore_index`` marks tokens that do not count.
+        mesh: the ranks that hold distinct tokens, e.g. the flattened dp x cp; any number of axes.
+        ignore_index: the label of tokens that do not count.
+
+    Returns:
+        A scalar, float32 (float64 for float64 logits); 0 if no token of the mesh is valid.
+    """
+    if logits.shape[:-1] != labels.shape:
+        raise ArgumentError(
+            describe("labels", f"shape {tuple(logits.shape[:-1])}", tuple(labels.shape), "shard both with one sequence")
+        )
+    count = (labels != ignore_index).sum()
+    for axis in range(mesh.ndim):
+        name = mesh.get_group(axis).group_name
+        count = _funcol.wait_tensor(_funcol.all_reduce(count, "sum", name))
+    logits = logits.flatten(0, -2)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    total = F.cross_entropy(logits, labels.flatten(), ignore_index=ignore_index, reduction="sum")
+    return total / count.clamp(min=1)
