@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from cp_mesh.agreement import checking, require_agreement
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe
@@ -98,7 +101,7 @@ def attention(
     Source: ring attention, Liu et al. 2023, arXiv:2310.01889.
     """
     axis, seq_dim = _find_cp_axis(query, key, value, mesh, seq_dim)
-    tensors = (mask.documents, mask.key_padding, layout.index if isinstance(layout, Permuted) else None)
+    tensors = (mask.documents, mask.key_padding, layout.tensor if isinstance(layout, Permuted) else None)
     compiling = torch.compiler.is_compiling()
     try:
         _refuse_unavailable(softcap, sinks, alibi_slopes, bias, dropout_p)
@@ -123,8 +126,8 @@ def attention(
             differentiable_lse=return_lse and torch.is_grad_enabled() and _any_requires_grad(query, key, value),
         )
         if not compiling:  # this Python is traced once only; in compiled code the op makes the same checks, every call
-            local = [_to_local(x).detach() for x in (query, key, value)]
-            make_plan(*(to_bhsd(x, seq_dim) for x in local), *tensors, seq_len, axis.group, options)
+            q, k, v = (to_bhsd(_to_local(x.detach()), seq_dim) for x in (query, key, value))
+            make_plan(q, k, v, *tensors, seq_len, axis.group, options)
     except Exception as error:
         if not compiling and checking():
             require_agreement(axis.group, {"error": f"{type(error).__name__}: {error}"})
@@ -132,23 +135,33 @@ def attention(
 
     arguments = (*tensors, seq_len, seq_dim, axis.group_name, options.spec())
     if isinstance(query, DTensor) and any(x is not None for x in tensors):
-        out, lse = _call_on_locals(query, key, value, seq_dim, arguments)
+        out, lse = _call_on_locals((query, key, value), query, seq_dim, arguments)
     else:
         out, lse = attention_op(query, key, value, *arguments)
     return (out, lse) if return_lse else out
 
 
-def _call_on_locals(query: DTensor, key: DTensor, value: DTensor, seq_dim: int, arguments: tuple) -> tuple:
+def _call_on_locals(
+    tensors: tuple[Tensor, ...], query: DTensor, seq_dim: int, arguments: tuple[Any, ...]
+) -> tuple[Tensor, Tensor]:
     """Unwrap and re-wrap: dispatch refuses plain tensors (those of masks and layouts) beside DTensors."""
     mesh, placements = query.device_mesh, query.placements
-    local = [x.to_local(grad_placements=placements) for x in (query, key, value)]
-    out, lse = attention_op(*local, *arguments)
-    lse_dims = {seq_dim: 1, 1: 0} if seq_dim == 0 else {seq_dim: 2, 3 - seq_dim: 1, 0: 0}
-    lse_placements = [Shard(lse_dims[p.dim]) if isinstance(p, Shard) else p for p in placements]
-    return (
-        DTensor.from_local(out, mesh, placements, run_check=False),
-        DTensor.from_local(lse, mesh, lse_placements, run_check=False),
+    out, lse = attention_op(
+        *(x.to_local(grad_placements=placements) for x in tensors if isinstance(x, DTensor)), *arguments
     )
+    lse_dims = {0: 1, 1: 0} if seq_dim == 0 else {0: 0, seq_dim: 2, 3 - seq_dim: 1}
+    lse_placements = [Shard(lse_dims[p.dim]) if isinstance(p, Shard) else p for p in placements]
+    out_shape = (*query.shape[:-1], tensors[2].shape[-1])
+    lse_shape = [0] * lse.ndim
+    for dim, lse_dim in lse_dims.items():
+        lse_shape[lse_dim] = query.shape[dim]
+    return _wrap(out, mesh, placements, out_shape), _wrap(lse, mesh, lse_placements, lse_shape)
+
+
+def _wrap(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
+    """With the global shape said: shards may be unequal, and then a rank cannot infer it."""
+    stride = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
 
 
 def _find_cp_axis(
@@ -276,13 +289,12 @@ def _check_format(query: Tensor, key: Tensor, value: Tensor, axis: _CPAxis, seq_
     check_tensors(*(to_bhsd(x, seq_dim) for x in (query, key, value)))
 
 
-def _check_placements(
-    query: DTensor, key: DTensor, value: DTensor, axis: _CPAxis, seq_dim: int, layout: Layout
-) -> None:
+def _check_placements(query: DTensor, key: Tensor, value: Tensor, axis: _CPAxis, seq_dim: int, layout: Layout) -> None:
     """Placements that would make the ring wrong, or make DTensor silently gather what the user sharded."""
     assert axis.index is not None
     mesh, placements = query.device_mesh, query.placements
     for name, x in (("key", key), ("value", value)):
+        assert isinstance(x, DTensor)
         if x.device_mesh != mesh or x.placements != placements:
             raise ArgumentError(
                 describe(

@@ -202,27 +202,28 @@ class Permuted(Layout):
         object.__setattr__(self, "index", index)
 
     @property
-    def _tensor(self) -> Tensor:
+    def tensor(self) -> Tensor:
+        """The index as an int64 CPU tensor [seq_len]."""
         assert isinstance(self.index, Tensor)
         return self.index
 
     def runs(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Piece, ...]:
-        if seq_len != self._tensor.numel():
+        if seq_len != self.tensor.numel():
             raise ArgumentError(
-                f"Permuted: expected seq_len {self._tensor.numel()}, the length of its index, got {seq_len};"
+                f"Permuted: expected seq_len {self.tensor.numel()}, the length of its index, got {seq_len};"
                 " build the layout from an index of the sequence's (padded) length"
             )
         begin, end = chunk_bounds(seq_len, cp_size, cp_rank)
-        return (Index(self._tensor[begin:end]),) if end > begin else ()
+        return (Index(self.tensor[begin:end]),) if end > begin else ()
 
     def spec(self) -> str:
         return "permuted"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Permuted) and torch.equal(self._tensor, other._tensor)
+        return isinstance(other, Permuted) and torch.equal(self.tensor, other.tensor)
 
     def __hash__(self) -> int:
-        return hash(("permuted", self._tensor.numel(), self._tensor[:8].sum().item()))
+        return hash(("permuted", self.tensor.numel(), self.tensor[:8].sum().item()))
 
 
 LAYOUTS: dict[str, type[Layout]] = {

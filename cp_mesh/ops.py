@@ -91,7 +91,8 @@ def attention_op(
         raise
     if checking():
         _agree(plan, q, k, v, index, seq_dim)
-    out, lse = ring_forward(*(to_bhsd(x, seq_dim) for x in (q, k, v)), plan)
+    q, k, v = (to_bhsd(x, seq_dim) for x in (q, k, v))
+    out, lse = ring_forward(q, k, v, plan)
     return from_bhsd(out, seq_dim), (lse[0] if seq_dim == 0 else lse).contiguous()
 
 

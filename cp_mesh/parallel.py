@@ -64,7 +64,7 @@ class ContextParallel(ParallelStyle):
         deterministic: bool | None = None,
     ) -> None:
         self.sequence, self.mask = sequence, mask
-        self.options = {
+        self.options: dict[str, Any] = {
             "kernel": kernel,
             "method": method,
             "transport": transport,
@@ -95,7 +95,7 @@ class ContextParallel(ParallelStyle):
                 )
             return result
 
-        module.forward = context_parallel_forward  # type: ignore[method-assign]
+        module.forward = context_parallel_forward
         return module
 
     def sharded_sdpa(
@@ -130,26 +130,36 @@ class ContextParallel(ParallelStyle):
                 describe("heads", f"{query.shape[-3]} kv heads", key.shape[-3], "pass enable_gqa=True, as SDPA wants")
             )
         sequence, tensors = self.sequence, (query, key, value)
-        call = functools.partial(
-            attention,
-            seq_dim=2,
-            layout=sequence.layout,
-            mask=mask,
-            scale=scale,
-            dropout_p=dropout_p,
-            **self.options,
-        )
-        if not isinstance(query, DTensor) or _has_axis(query.device_mesh, sequence.mesh):
-            seq_len = None if isinstance(query, DTensor) else sequence.seq_len
-            return call(*tensors, mesh=sequence.mesh, seq_len=seq_len)
+
+        def call(query: Tensor, key: Tensor, value: Tensor, seq_len: int | None) -> Tensor:
+            result = attention(
+                query,
+                key,
+                value,
+                mesh=sequence.mesh,
+                seq_dim=2,
+                seq_len=seq_len,
+                layout=sequence.layout,
+                mask=mask,
+                scale=scale,
+                dropout_p=dropout_p,
+                **self.options,
+            )
+            assert isinstance(result, Tensor)
+            return result
+
+        if not isinstance(query, DTensor):
+            return call(*tensors, sequence.seq_len)
+        if _has_axis(query.device_mesh, sequence.mesh):
+            return call(*tensors, None)
         if not all(isinstance(x, DTensor) and x.placements == query.placements for x in tensors):
             placements = [getattr(x, "placements", "a plain tensor") for x in tensors]
             raise ArgumentError(
                 describe("q, k, v", "DTensors placed alike", placements, "shard q and kv heads alike over tp")
             )
         # DTensors over tp alone: the rows of this rank, with heads sharded. No collective runs over their mesh.
-        local = [x.to_local(grad_placements=x.placements) for x in tensors if isinstance(x, DTensor)]
-        out = call(*local, mesh=sequence.mesh, seq_len=sequence.seq_len)
+        q, k, v = (x.to_local(grad_placements=x.placements) for x in tensors if isinstance(x, DTensor))
+        out = call(q, k, v, sequence.seq_len)
         return DTensor.from_local(out, query.device_mesh, query.placements, run_check=False)
 
 

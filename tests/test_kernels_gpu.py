@@ -1,0 +1,79 @@
+"""Stock CUDA kernels against the reference in fp64, on one GPU.
+
+All ranks of a ring are played in turn by one process, through the same plans and passes but with no communication, so
+that every tile which a kernel meets in a ring is met here.
+"""
+
+import pytest
+import torch
+
+from cp_mesh.kernels import KERNELS
+from cp_mesh.layouts import Contiguous, Layout, Striped, ZigZag
+from cp_mesh.masks import Mask
+from cp_mesh.plan import Options, Plan
+from cp_mesh.schedule import make_schedule
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+KERNEL_DTYPES = [("cudnn", "bfloat16"), ("cudnn", "float16"), ("fa2", "bfloat16"), ("fa2", "float16")]
+KERNEL_DTYPES += [("efficient", "float32"), ("efficient", "bfloat16"), ("reference", "float32")]
+
+
+def play_ring(kernel, layout: Layout, mask: Mask, cp_size: int, q, k, v, dout) -> list[torch.Tensor]:
+    """(out, lse, dq, dk, dv) of the whole sequence, in original order."""
+    seq_len, dtype = q.shape[2], torch.float64 if q.dtype == torch.float64 else torch.float32
+    scale = q.shape[3] ** -0.5
+    options = Options(layout.spec(), mask.spec(), scale)
+    rows = [layout.positions(seq_len, cp_size, rank).to(q.device) for rank in range(cp_size)]
+    out, dq = torch.empty_like(dout), torch.empty_like(q)
+    lse = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
+    dk, dv = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
+    for rank in range(cp_size):
+        schedule = make_schedule(layout, mask, seq_len, cp_size, rank)
+        plan = Plan(options, layout, mask, seq_len, schedule, kernel, None, q.device)
+        fetched = {rank: rows[rank]}
+        for source in range(cp_size):
+            if schedule.fetch[source]:
+                fetched[source] = torch.cat([rows[source][begin:end] for begin, end in schedule.fetch[source]])
+        local = [x[:, :, rows[rank]] for x in (q, dout)]
+        forward = kernel.begin_forward(local[0], v.shape[3], scale)
+        for source, index in fetched.items():
+            forward.step(k[:, :, index], v[:, :, index], plan.tiles(source))
+        out[:, :, rows[rank]], lse[:, :, rows[rank]] = forward.finish()
+        backward = kernel.begin_backward(local[1], local[0], out[:, :, rows[rank]], lse[:, :, rows[rank]], None, scale)
+        for source, index in fetched.items():
+            dk_part, dv_part = backward.step(k[:, :, index], v[:, :, index], plan.tiles(source))
+            dk.index_add_(2, index, dk_part)
+            dv.index_add_(2, index, dv_part)
+        dq[:, :, rows[rank]] = backward.finish()
+    return [out, lse, dq, dk.to(k.dtype), dv.to(v.dtype)]
+
+
+def block_rms(x: torch.Tensor, block: int = 128) -> torch.Tensor:
+    """RMS per block of rows and head: [B, H, blocks]."""
+    x = x.double() if x.ndim == 4 else x.double()[..., None]
+    return torch.stack([part.square().mean(dim=(2, 3)).sqrt() for part in x.split(block, dim=2)], dim=-1)
+
+
+@pytest.mark.parametrize(("name", "dtype"), KERNEL_DTYPES)
+@pytest.mark.parametrize("layout", [Contiguous(), ZigZag(), Striped()], ids=lambda layout: layout.spec())
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("seq_len", "heads", "kv_heads", "head_dim"), [(1024, 4, 4, 64), (1030, 8, 2, 128)])
+def test_error_is_that_of_one_device(name, dtype, layout, causal, seq_len, heads, kv_heads, head_dim) -> None:
+    generator = torch.Generator("cuda").manual_seed(seq_len)
+
+    def draw(num_heads: int) -> torch.Tensor:
+        shape = (2, num_heads, seq_len, head_dim)
+        return torch.randn(shape, generator=generator, device="cuda", dtype=torch.float64).to(getattr(torch, dtype))
+
+    q, k, v, dout = draw(heads), draw(kv_heads), draw(kv_heads), draw(heads)
+    mask, kernel = Mask(causal=causal), KERNELS[name]
+    exact = play_ring(KERNELS["reference"], Contiguous(), mask, 1, *(x.double() for x in (q, k, v, dout)))
+    one_device = play_ring(kernel, Contiguous(), mask, 1, q, k, v, dout)
+    ring = play_ring(kernel, layout, mask, 4, q, k, v, dout)
+    for what, want, single, got in zip(("out", "lse", "dq", "dk", "dv"), exact, one_device, ring, strict=True):
+        assert got.isfinite().all(), what
+        # 1e-6 of the signal: the rounding of fp32 sums, where the single-device error happens to be less
+        allowed = 1.5 * block_rms(single - want) + 1e-6 * block_rms(want)
+        excess = (block_rms(got - want) / allowed).max().item()
+        assert excess <= 1, f"{what}: {excess:.2f} times the allowed error"
