@@ -3,10 +3,12 @@
 from cp_mesh.agreement import check_mode
 from cp_mesh.attention import attention
 from cp_mesh.errors import ArgumentError, RankMismatchError, UnsupportedError
+from cp_mesh.explain import explain
 from cp_mesh.layouts import Contiguous, Permuted, Striped, ZigZag
 from cp_mesh.masks import Mask
 from cp_mesh.parallel import ContextParallel, ShardedModel, checkpoint_context_fn, parallelize, sum_gradients
 from cp_mesh.sequence import ShardedSequence, cross_entropy
+from cp_mesh.verify import VerificationError, verify
 
 __all__ = [
     "ArgumentError",
@@ -19,11 +21,14 @@ __all__ = [
     "ShardedSequence",
     "Striped",
     "UnsupportedError",
+    "VerificationError",
     "ZigZag",
     "attention",
     "check_mode",
     "checkpoint_context_fn",
     "cross_entropy",
+    "explain",
     "parallelize",
     "sum_gradients",
+    "verify",
 ]

@@ -18,6 +18,7 @@ from cp_mesh.kernels.merge import merging_kernel
 from cp_mesh.masks import CAUSAL, Band
 
 _aten = torch.ops.aten
+_HALF = (torch.bfloat16, torch.float16)
 
 
 def _philox(q: Tensor) -> Tensor:
@@ -25,7 +26,13 @@ def _philox(q: Tensor) -> Tensor:
     return torch.zeros(2, dtype=torch.int64, device=q.device)
 
 
+def _full_precision(x: Tensor) -> Tensor:
+    """Half precision as fp32: three bfloat16 partials of dq had 1.7 times the error of one device (301 tokens)."""
+    return x.float() if x.dtype in _HALF else x
+
+
 def _cpu_flash_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scale: float) -> tuple[Tensor, Tensor]:
+    q, k, v = (_full_precision(x) for x in (q, k, v))
     return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, cover == CAUSAL, scale=scale)
 
 
@@ -40,6 +47,7 @@ def _cpu_flash_backward(
     cover: Band | Pairs,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    dout, q, k, v, out = (_full_precision(x) for x in (dout, q, k, v, out))
     return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dout, q, k, v, out, lse, 0.0, cover == CAUSAL, scale=scale
     )
@@ -131,8 +139,6 @@ def _efficient_backward(
     dk, dv = (reduce(x.float(), "b (k g) s d -> b k s d", "sum", k=num_kv_heads) for x in (dk, dv))
     return dq, dk, dv
 
-
-_HALF = (torch.bfloat16, torch.float16)
 
 CPU_FLASH = merging_kernel(
     "cpu_flash",

@@ -1,0 +1,132 @@
+"""Show what a layout, a mask and a cp size mean: who owns which tokens, who computes what, what travels.
+
+Needs no ranks and no device. The figures come from the schedule that the ring runs.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from cp_mesh.errors import ArgumentError, describe
+from cp_mesh.kernels import KERNELS, choose_kernel
+from cp_mesh.kernels.contract import Request
+from cp_mesh.layouts import Layout, ZigZag
+from cp_mesh.masks import Band, Mask
+from cp_mesh.schedule import Schedule, Tile, make_schedule, num_rows
+
+_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+
+
+def explain(
+    seq_len: int,
+    cp_size: int,
+    *,
+    layout: Layout = ZigZag(),  # noqa: B008 - frozen
+    mask: Mask = Mask(causal=True),  # noqa: B008 - frozen
+    device: str = "cpu",
+    compute_capability: tuple[int, int] = (0, 0),
+    dtype: torch.dtype = torch.float32,
+    head_dim: int = 128,
+    columns: int = 64,
+) -> str:
+    """A text picture of one configuration.
+
+    Args:
+        seq_len: tokens in the whole sequence.
+        cp_size: number of ranks, at most 36 for the picture.
+        layout, mask: as in `cp_mesh.attention`.
+        device: device type, "cpu" or "cuda", for which ``kernel="auto"`` is resolved.
+        compute_capability: that of the CUDA device, (9, 0) for Hopper.
+        dtype: dtype of q, k and v.
+        head_dim: head dim of q, k and v.
+        columns: width of the ownership strip.
+
+    Returns:
+        Lines: the owner of every token (one sampled per column), the kernel, and for each rank its rows, its share of
+        the work (1.00 is the mean), and in each step its tiles and the key rows that it receives.
+
+    >>> print(explain(16, 2, layout=ZigZag(), columns=16))
+    zigzag layout, 16 tokens on 2 ranks, kernel auto = cpu_flash
+    owner 0000111111110000
+    rank 0: 8 rows, work 1.00
+      step 0 from rank 0: q[0:8] x k[0:8] causal
+      step 1 from rank 1: q[4:8] x k[0:8] full; receives 8 key rows
+    rank 1: 8 rows, work 1.00
+      step 0 from rank 1: q[0:8] x k[0:8] causal
+      step 1 from rank 0: q[0:8] x k[0:4] full; receives 4 key rows
+    """
+    if not 1 <= cp_size <= len(_DIGITS):
+        raise ArgumentError(describe("cp_size", f"1 to {len(_DIGITS)}", cp_size, "explain a smaller one"))
+    schedules = [make_schedule(layout, mask, seq_len, cp_size, rank) for rank in range(cp_size)]
+    request = Request(
+        device,
+        compute_capability,
+        dtype,
+        schedules[0].covers,
+        head_dim,
+        head_dim,
+        differentiable_lse=False,
+        deterministic=False,
+        min_keys=schedules[0].min_keys,
+    )
+    owner = torch.empty(seq_len, dtype=torch.int64)
+    for rank in range(cp_size):
+        owner[layout.positions(seq_len, cp_size, rank)] = rank
+    width = min(columns, seq_len)
+    strip = "".join(_DIGITS[int(owner[column * seq_len // width])] for column in range(width))
+    kernel = choose_kernel("auto", request).name
+    mean = sum(schedule.pairs for schedule in schedules) / cp_size
+    lines = [
+        f"{layout.spec()} layout, {seq_len} tokens on {cp_size} ranks, kernel auto = {kernel}",
+        f"owner {strip}",
+    ]
+    for schedule in schedules:
+        lines += _rank_lines(schedule, mean)
+    return "\n".join(lines)
+
+
+def _rank_lines(schedule: Schedule, mean: float) -> list[str]:
+    share = schedule.pairs / mean if mean else 0.0
+    lines = [f"rank {schedule.cp_rank}: {schedule.shard_lens[schedule.cp_rank]} rows, work {share:.2f}"]
+    for step in range(schedule.cp_size):
+        source = schedule.source(step)
+        tiles = ", ".join(_tile_words(tile) for tile in schedule.tiles[source]) or "nothing"
+        received = f"; receives {num_rows(schedule.fetch[source])} key rows" if step else ""
+        lines.append(f"  step {step} from rank {source}: {tiles}{received}")
+    return lines
+
+
+def _tile_words(tile: Tile) -> str:
+    cover = tile.cover
+    if not isinstance(cover, Band):
+        words = "by mask"
+    elif cover.lo is None and cover.hi is None:
+        words = "full"
+    elif cover == Band(0, None):
+        words = "causal"
+    else:
+        words = f"band {'' if cover.lo is None else cover.lo}..{'' if cover.hi is None else cover.hi}"
+    return f"q[{tile.q[0]}:{tile.q[1]}] x k[{tile.k[0]}:{tile.k[1]}] {words}"
+
+
+def kernel_table() -> str:
+    """The capability records of all kernels as a Markdown table, in the order in which "auto" tries them."""
+    header = "| kernel | devices | dtypes | tiles | head dim | v head dim differs | gradient of lse | deterministic |"
+    lines = [header, "|---" * header.count(" | ") + "|---|"]
+    for kernel in KERNELS.values():
+        has = kernel.capability
+        devices = ", ".join(has.devices)
+        if has.compute_capability > (0, 0):
+            devices += f" (sm_{has.compute_capability[0]}{has.compute_capability[1]}+)"
+        dims = f"multiples of {has.head_dim_multiple}" if has.head_dim_multiple > 1 else "any"
+        dims += f" to {has.max_head_dim}" if has.max_head_dim < 1 << 30 else ""
+        cells = [
+            kernel.name,
+            devices,
+            ", ".join(str(dtype).removeprefix("torch.") for dtype in has.dtypes),
+            ", ".join(has.covers),
+            dims,
+            *("yes" if flag else "no" for flag in (has.v_head_dim, has.differentiable_lse, has.deterministic)),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
