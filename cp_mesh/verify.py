@@ -155,7 +155,7 @@ def _one_device(
     out, lse = forward.finish()
     backward = kernel.begin_backward(dout, q, out, lse, None, scale)
     dk, dv = backward.step(k, v, tiles)
-    return out, lse, backward.finish(), dk, dv
+    return out, lse, backward.finish(), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _block_rms(x: Tensor) -> Tensor:
