@@ -210,6 +210,8 @@ def _find_cp_axis(
     if mesh is not None:
         wanted = mesh.get_group().group_name
         axes = [i for i in range(whole.ndim) if whole.get_group(i).group_name == wanted]
+        if len(axes) > 1:  # axes of one rank may share one group: their names tell them apart
+            axes = [i for i in axes if names and mesh.mesh_dim_names == (names[i],)] or axes
         if not axes:
             raise ArgumentError(describe("mesh", f"an axis of the DTensors' mesh {whole}", mesh, "leave mesh out"))
     elif seq_dim is not None:

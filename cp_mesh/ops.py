@@ -196,6 +196,8 @@ def _require_sharded(specs, seq_dim: int, group_name: str) -> None:  # type: ign
     for direct calls of the op, whose rule would otherwise let DTensor choose other placements."""
     mesh = specs[0].mesh
     for axis in range(mesh.ndim):
+        if mesh.size(axis) == 1:
+            continue  # every placement is the whole there, and axes of one rank may share one group
         is_cp = mesh.get_group(axis).group_name == group_name
         for spec in specs:
             if (spec.placements[axis] == Shard(seq_dim)) != is_cp:

@@ -7,6 +7,7 @@ all ranks, so all ranks raise alike.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, fields
 
 import torch
@@ -14,14 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe
-from cp_mesh.kernels import choose_kernel
-from cp_mesh.kernels.contract import Kernel, KernelTile, Pairs, Request
+from cp_mesh.kernels import KERNELS, choose_kernel
+from cp_mesh.kernels.contract import Kernel, KernelTile, Pairs, Request, shortfalls
 from cp_mesh.layouts import Layout, parse_layout
 from cp_mesh.masks import Band, Mask, parse_mask
 from cp_mesh.schedule import Rows, Schedule, Tile, make_schedule
 
 METHODS = ("auto", "ring")
 TRANSPORTS = ("auto", "functional")
+_FAST = ("cudnn", "fa2", "efficient")
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,13 @@ def make_plan(
         min_keys=schedule.min_keys,
     )
     kernel = choose_kernel(options.kernel, request)
+    if kernel.name == "reference" and options.kernel == "auto" and q.is_cuda:
+        lacks = "; ".join(f"{name}: {', '.join(shortfalls(KERNELS[name].capability, request))}" for name in _FAST)
+        warnings.warn(
+            f"cp_mesh: no fast kernel can serve this call ({lacks}); the reference kernel runs, exact but slow. "
+            "kernel='reference' asks for it without this warning",
+            stacklevel=2,
+        )
     return Plan(options, layout, mask, seq_len, schedule, kernel, group, q.device)
 
 

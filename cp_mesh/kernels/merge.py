@@ -69,11 +69,9 @@ class MergingForward:
     """`contract.ForwardPass` over a tile kernel."""
 
     def __init__(self, tile_forward: TileForward, prepare: Prepare, q: Tensor, v_head_dim: int, scale: float) -> None:
-        dtype = accumulation_dtype(q.dtype)
         self._tile_forward, self._prepare, self._q, self._scale = tile_forward, prepare, q, scale
-        self._out = torch.zeros(*q.shape[:3], v_head_dim, dtype=dtype, device=q.device)
-        self._lse = torch.full(q.shape[:3], float("-inf"), dtype=dtype, device=q.device)
-        self._untouched = True
+        self._shape, self._dtype = (*q.shape[:3], v_head_dim), accumulation_dtype(q.dtype)
+        self._running: tuple[Tensor, Tensor] | None = None
 
     def step(self, k: Tensor, v: Tensor, tiles: Sequence[KernelTile]) -> None:
         for tile in self._prepare(tiles):
@@ -81,14 +79,19 @@ class MergingForward:
             out, lse = self._tile_forward(
                 self._q[:, :, q_rows], k[:, :, k_rows], v[:, :, k_rows], tile.cover, self._scale
             )
-            if self._untouched and out.shape == self._out.shape:  # the first tile covers all rows: nothing to merge
-                self._out, self._lse = out.to(self._out.dtype), lse.to(self._lse.dtype)
-            else:
-                merge_(self._out[:, :, q_rows], self._lse[:, :, q_rows], out, lse)
-            self._untouched = False
+            if self._running is None and out.shape == self._shape:  # covers all rows: nothing to merge with yet
+                self._running = out.to(self._dtype), lse.to(self._dtype)
+                continue
+            self._running = self._running or self._no_keys()
+            merge_(self._running[0][:, :, q_rows], self._running[1][:, :, q_rows], out, lse)
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        return self._out.to(self._q.dtype), self._lse
+        out, lse = self._running or self._no_keys()
+        return out.to(self._q.dtype), lse
+
+    def _no_keys(self) -> tuple[Tensor, Tensor]:
+        out = torch.zeros(self._shape, dtype=self._dtype, device=self._q.device)
+        return out, torch.full(self._shape[:3], float("-inf"), dtype=self._dtype, device=self._q.device)
 
 
 class SummingBackward:
