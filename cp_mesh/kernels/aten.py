@@ -14,7 +14,7 @@ from einops import reduce
 from torch import Tensor
 
 from cp_mesh.kernels.contract import Capability, Pairs
-from cp_mesh.kernels.merge import merging_kernel
+from cp_mesh.kernels.merge import BackwardTile, merging_kernel
 from cp_mesh.masks import CAUSAL, Band
 
 _aten = torch.ops.aten
@@ -36,20 +36,10 @@ def _cpu_flash_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, sca
     return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, cover == CAUSAL, scale=scale)
 
 
-def _cpu_flash_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    cover: Band | Pairs,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dout, q, k, v, out = (_full_precision(x) for x in (dout, q, k, v, out))
+def _cpu_flash_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
+    dout, q, k, v, out = (_full_precision(x) for x in (t.dout, t.q, t.k, t.v, t.out))
     return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout, q, k, v, out, lse, 0.0, cover == CAUSAL, scale=scale
+        dout, q, k, v, out, t.lse, 0.0, t.cover == CAUSAL, scale=t.scale
     )
 
 
@@ -60,23 +50,13 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scale: 
     return out, lse.reshape(q.shape[:3])
 
 
-def _cudnn_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    cover: Band | Pairs,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    seed = _philox(q)
+def _cudnn_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
+    seed = _philox(t.q)
     # cuDNN's plan assumes a packed lse; a row slice of the running lse is not
-    lse = lse.contiguous()[..., None]
+    lse = t.lse.contiguous()[..., None]
     return _aten._scaled_dot_product_cudnn_attention_backward(
-        dout, q, k, v, out, lse, seed[0], seed[1], None, None, None, q.shape[2], k.shape[2], 0.0, cover == CAUSAL,
-        scale=scale,
+        t.dout, t.q, t.k, t.v, t.out, lse, seed[0], seed[1], None, None, None, t.q.shape[2], t.k.shape[2], 0.0,
+        t.cover == CAUSAL, scale=t.scale,
     )  # fmt: skip
 
 
@@ -85,23 +65,14 @@ def _fa2_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scale: fl
     return out, lse
 
 
-def _fa2_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    cover: Band | Pairs,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    seed = _philox(q)
+def _fa2_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
+    seed = _philox(t.q)
     # the kernel indexes lse as packed rows
-    lse = lse.contiguous()
+    lse = t.lse.contiguous()
     return _aten._scaled_dot_product_flash_attention_backward(
-        dout, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, cover == CAUSAL, seed, seed, scale=scale
-    )
+        t.dout, t.q, t.k, t.v, t.out, lse, None, None, t.q.shape[2], t.k.shape[2], 0.0, t.cover == CAUSAL, seed, seed,
+        scale=t.scale,
+    )  # fmt: skip
 
 
 def _expand_heads(x: Tensor, num_heads: int) -> Tensor:
@@ -116,24 +87,14 @@ def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, sca
     return out, lse[:, :, : q.shape[2]]
 
 
-def _efficient_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    cover: Band | Pairs,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    num_kv_heads, padding = k.shape[1], -lse.shape[2] % 32
+def _efficient_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
+    num_heads, num_kv_heads, padding = t.q.shape[1], t.k.shape[1], -t.lse.shape[2] % 32
     # rows past the end get lse = +inf, so their probabilities are exp(-inf) = 0
-    lse = torch.nn.functional.pad(lse, (0, padding), value=float("inf"))
-    seed = _philox(q)
+    lse = torch.nn.functional.pad(t.lse, (0, padding), value=float("inf"))
+    seed = _philox(t.q)
     dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-        dout, q, _expand_heads(k, q.shape[1]), _expand_heads(v, q.shape[1]), None, out, lse, seed[0], seed[1], 0.0,
-        [True, True, True, False], cover == CAUSAL, scale=scale,
+        t.dout, t.q, _expand_heads(t.k, num_heads), _expand_heads(t.v, num_heads), None, t.out, lse, seed[0], seed[1],
+        0.0, [True, True, True, False], t.cover == CAUSAL, scale=t.scale,
     )  # fmt: skip
     # summed in fp32: the heads of a group are partial gradients like any other
     dk, dv = (reduce(x.float(), "b (k g) s d -> b k s d", "sum", k=num_kv_heads) for x in (dk, dv))

@@ -6,6 +6,7 @@ A tile kernel is a pair of functions on one tile; `merging_kernel` turns it into
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,11 +17,24 @@ from cp_mesh.schedule import split_causal
 
 # (q, k, v, cover, scale) -> the tile's own (out, lse); lse in the units of `contract`
 TileForward = Callable[[Tensor, Tensor, Tensor, Band | Pairs, float], tuple[Tensor, Tensor]]
-# (dout, q, k, v, out, lse, delta, cover, scale) -> the tile's contribution to (dq, dk, dv); out, lse are global
-TileBackward = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Band | Pairs, float], tuple[Tensor, Tensor, Tensor]
-]
+# -> the tile's contribution to (dq, dk, dv)
+TileBackward = Callable[["BackwardTile"], tuple[Tensor, Tensor, Tensor]]
 Prepare = Callable[[Sequence[KernelTile]], list[KernelTile]]
+
+
+@dataclass(frozen=True, eq=False)
+class BackwardTile:
+    """What a tile's gradients depend on; out, lse and delta are those of all keys, for the tile's rows."""
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    delta: Tensor
+    cover: Band | Pairs
+    scale: float
 
 
 def merging_kernel(
@@ -124,7 +138,7 @@ class SummingBackward:
             rows = [x[:, :, q_rows] for x in (self._dout, self._q, self._out, self._lse, self._delta)]
             dout, q, out, lse, delta = rows
             tile_dq, tile_dk, tile_dv = self._tile_backward(
-                dout, q, k[:, :, k_rows], v[:, :, k_rows], out, lse, delta, tile.cover, self._scale
+                BackwardTile(dout, q, k[:, :, k_rows], v[:, :, k_rows], out, lse, delta, tile.cover, self._scale)
             )
             self._dq[:, :, q_rows] += tile_dq
             dk[:, :, k_rows] += tile_dk

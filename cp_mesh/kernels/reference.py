@@ -11,7 +11,7 @@ from einops import rearrange
 from torch import Tensor
 
 from cp_mesh.kernels.contract import Capability, Pairs, accumulation_dtype
-from cp_mesh.kernels.merge import merging_kernel
+from cp_mesh.kernels.merge import BackwardTile, merging_kernel
 from cp_mesh.masks import Band
 
 ROWS = 512  # query rows whose scores are held at a time
@@ -47,28 +47,17 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scale: float)
     )
 
 
-def _backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    cover: Band | Pairs,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    del out  # delta holds all that the backward needs of it
-    dtype, num_kv_heads = accumulation_dtype(q.dtype), k.shape[1]
-    q, dout = _grouped(q, num_kv_heads, dtype), _grouped(dout, num_kv_heads, dtype)
-    lse, delta = (rearrange(x, "b (k g) s -> b k g s 1", k=num_kv_heads) for x in (lse, delta))
-    k, v = k.to(dtype), v.to(dtype)
+def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
+    dtype, num_kv_heads, scale = accumulation_dtype(tile.q.dtype), tile.k.shape[1], tile.scale
+    q, dout = (_grouped(x, num_kv_heads, dtype) for x in (tile.q, tile.dout))
+    lse, delta = (rearrange(x, "b (k g) s -> b k g s 1", k=num_kv_heads) for x in (tile.lse, tile.delta))
+    k, v = tile.k.to(dtype), tile.v.to(dtype)
     finite = torch.where(lse == float("-inf"), 0.0, lse)
     dqs, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
     for begin in range(0, q.shape[3], ROWS):
         rows = slice(begin, begin + ROWS)
         q_rows, dout_rows = q[:, :, :, rows], dout[:, :, :, rows]
-        probs = torch.exp(_scores(q_rows, k, cover, begin, scale) - finite[:, :, :, rows])
+        probs = torch.exp(_scores(q_rows, k, tile.cover, begin, scale) - finite[:, :, :, rows])
         dscores = torch.einsum("bkgid,bkjd->bkgij", dout_rows, v) - delta[:, :, :, rows]
         dscores = probs * dscores * scale
         dqs.append(torch.einsum("bkgij,bkjd->bkgid", dscores, k))
