@@ -53,6 +53,7 @@ def main() -> None:
             if args.csv:
                 figures = [f"{table[name]:.3g}" for name in NAMES for table in (report.errors, report.ratios)]
                 _append(args.csv, [f"{mesh.size()}x {hardware}", torch.__version__, *case, report.kernel, *figures])
+    dist.barrier()  # gloo may still hold tensors of the last collective, which an exiting Python cannot release
     dist.destroy_process_group()
     raise SystemExit(int(failed))
 

@@ -1,4 +1,4 @@
-"""Real text as batches of bytes, a pure function of (seed, step): any mesh reads, and any resume continues, one order."""
+"""Real text as batches of bytes: a function of seed and step alone, so every mesh and every resume reads one order."""
 
 from __future__ import annotations
 
@@ -73,8 +73,9 @@ class Corpus:
         Returns:
             tokens and labels int64 [B, S], and as asked for documents and positions, int64 [B, S].
         """
-        index = torch.arange(step * self.batch_size, (step + 1) * self.batch_size)[rows]
-        row = torch.stack([epoch_order(self.num_rows, self.seed, int(i) // self.num_rows)[i % self.num_rows] for i in index])
+        numbers = range(step * self.batch_size, (step + 1) * self.batch_size)[rows]
+        places = (divmod(number, self.num_rows) for number in numbers)
+        row = torch.stack([epoch_order(self.num_rows, self.seed, epoch)[place] for epoch, place in places])
         window = self.tokens[row[:, None] * self.seq_len + torch.arange(self.seq_len + 1)]
         batch = {"tokens": window[:, :-1].contiguous(), "labels": window[:, 1:].contiguous()}
         if self.documents:

@@ -6,6 +6,7 @@ Shapes: B batch, S sequence, H query heads, K key/value heads, D head dim, C mod
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -88,7 +89,12 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer, norms first."""
+    """One transformer layer, norms first.
+
+    `checkpoint` may be set to a function like `torch.utils.checkpoint.checkpoint`, which then calls `compute`.
+    """
+
+    checkpoint: Callable[..., Tensor] | None = None
 
     def __init__(self, config: LlamaConfig, core: type[nn.Module]):
         super().__init__()
@@ -98,6 +104,11 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config)
 
     def forward(self, x: Tensor, rope: Tensor, documents: Tensor | None) -> Tensor:
+        if self.checkpoint is None:
+            return self.compute(x, rope, documents)
+        return self.checkpoint(self.compute, x, rope, documents)
+
+    def compute(self, x: Tensor, rope: Tensor, documents: Tensor | None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rope, documents)
         return x + self.feed_forward(self.feed_forward_norm(x))
 

@@ -14,7 +14,10 @@ COLUMNS = ("step", "loss", "eval_loss", "grad_norm", "lr", "tokens_per_s", "mfu"
 
 
 def flops_per_token(config: LlamaConfig, seq_len: int) -> float:
-    """Multiply-adds count 2, backward counts twice forward, recomputation not at all, causal attention only its half."""
+    """Floating-point operations to train on one token, without recomputation.
+
+    A multiply-add counts 2, backward twice the forward, and causal attention only its lower half.
+    """
     heads = config.num_heads * config.head_dim
     attention = config.dim * (2 * heads + 2 * config.num_kv_heads * config.head_dim)
     weights = config.num_layers * (attention + 3 * config.dim * config.hidden_dim) + config.dim * config.vocab_size

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from llama import Llama
 from torch import nn
@@ -50,6 +52,8 @@ def apply_tensor_parallel(model: Llama, tp: DeviceMesh, sequence_parallel: bool)
         plan |= {f"layers.*.{name}_norm": SequenceParallel() for name in ("attention", "feed_forward")}
         plan["norm"] = SequenceParallel()
     parallelize_module(model, tp, plan)
+    # FSDP warns that the logits are a view of what was gathered; nobody writes into them.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     # A collective still in flight must not enter a compiled block: the block would drop its gradient without a word.
     model.tok_embeddings.register_forward_hook(lambda module, inputs, output: output.clone())
 

@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from data import IGNORE, VOCAB_SIZE, Corpus, read_text, split, tokenize
 from llama import CoreAttention, Llama, LlamaConfig
 from metrics import Table, flops_per_token, peak_flops
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.checkpoint import checkpoint
@@ -99,10 +99,12 @@ def new_model(args: argparse.Namespace, device: torch.device, **core: type[nn.Mo
 
 
 def checkpoint_and_compile(model: Llama, args: argparse.Namespace, **context_fn: Callable) -> None:
-    """Wrap the blocks in place, so that parameters keep their names."""
+    """Both change the blocks in place: parameters keep their names."""
+    # ContextParallel enters and leaves a function mode inside each block: no side effect that recompute must repeat.
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     for block in model.layers:
         if args.checkpoint_activations != "none":
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False, **context_fn)
+            block.checkpoint = partial(checkpoint, use_reentrant=False, **context_fn)
         if args.compile:
             block.compile(backend=args.compile, fullgraph=True)
 
@@ -128,13 +130,12 @@ def mesh_setup(args: argparse.Namespace) -> Setup:
 
     import cp_mesh
 
-    if "RANK" not in os.environ:  # not under torchrun
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     device = torch.device("cpu")
     if args.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl" if args.device == "cuda" else "gloo", **alone)
     world_size = dist.get_world_size()
     dp = args.dp or world_size // (args.cp * args.tp)
     if dp * args.cp * args.tp != world_size or args.batch_size % dp:
@@ -146,6 +147,9 @@ def mesh_setup(args: argparse.Namespace) -> Setup:
     data = mesh["dp", "cp"]._flatten("dp_cp")  # the ranks that hold different tokens
     sequence = cp_mesh.ShardedSequence(mesh["cp"], parallel.LAYOUTS[args.layout], length=args.seq_len)
 
+    if args.sequence_parallel and len(sequence.positions()) % args.tp:
+        raise ValueError(f"--sequence-parallel: {len(sequence.positions())} tokens a cp rank, not a multiple of --tp")
+
     model = new_model(args, device, core=CoreAttention)
     if args.tp > 1:
         parallel.apply_tensor_parallel(model, mesh["tp"], args.sequence_parallel)
@@ -156,7 +160,7 @@ def mesh_setup(args: argparse.Namespace) -> Setup:
 
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
         shard = sequence.shard({"labels": labels})["labels"]
-        return cp_mesh.cross_entropy(logits.float(), shard, data, ignore_index=IGNORE)
+        return cp_mesh.cross_entropy(logits, shard, data, ignore_index=IGNORE)
 
     def total(share: Tensor) -> Tensor:
         dist.all_reduce(share, group=data.get_group())
@@ -169,22 +173,18 @@ def mesh_setup(args: argparse.Namespace) -> Setup:
     )
 
 
-def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Group parameters by the mesh they lie on: norms without tp, matrices with it. No operation takes both at once."""
-    groups: dict[object, list[nn.Parameter]] = defaultdict(list)
-    for parameter in parameters:
-        groups[getattr(parameter, "device_mesh", None)].append(parameter)
-    return list(groups.values())
-
-
 def whole(tensor: Tensor) -> Tensor:
     """The value that all ranks' shards make up; a collective."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale the gradients to at most `max_norm`, and return the norm that they had: that of one device."""
-    groups = by_mesh(model.parameters())
+    """Scale the gradients to at most `max_norm`, and return the norm that they had, which is that of one device."""
+    # Norms may lie on dp x cp alone and matrices on tp too; one call takes parameters of one mesh.
+    by_mesh: dict[object, list[nn.Parameter]] = defaultdict(list)
+    for parameter in model.parameters():
+        by_mesh[getattr(parameter, "device_mesh", None)].append(parameter)
+    groups = by_mesh.values()
     norms = [whole(get_total_norm([parameter.grad for parameter in group])) for group in groups]
     norm = torch.stack(norms).norm()
     for group in groups:
@@ -199,47 +199,39 @@ def learning_rate(args: argparse.Namespace, step: int) -> float:
     return args.lr * (0.55 + 0.45 * math.cos(math.pi * progress))
 
 
-class Checkpoint:
-    """Model, optimizer and step in DIR/step_N: written whole or sharded by any mesh, read by any other.
+def save(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Write directory/step_N, which any other mesh, and a plain run, can read."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state, "step": step}
+    dcp.save(state, checkpoint_id=directory / f"step_{step}")
 
-    The order of the data follows from the step.
-    """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
-        self.model, self.optimizer = model, optimizer
-        # One entry per parameter, so that meshes with other parameter groups can read them.
-        self.options = StateDictOptions(flatten_optimizer_state_dict=True)
-
-    def save(self, directory: Path, step: int) -> None:
-        model, optimizer = get_state_dict(self.model, self.optimizer, options=self.options)
-        dcp.save({"model": model, "optimizer": optimizer, "step": step}, checkpoint_id=directory / f"step_{step}")
-
-    def load(self, directory: Path) -> int:
-        steps = sorted(directory.glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
-        model, optimizer = get_state_dict(self.model, self.optimizer, options=self.options)
-        state = {"model": model, "optimizer": optimizer, "step": 0}
-        dcp.load(state, checkpoint_id=steps[-1] if steps else directory)
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=self.options,
-        )
-        return state["step"]
+def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Read a step_N, or the last one in the directory; return N, from which the order of the data follows."""
+    steps = sorted(directory.glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state, "step": 0}
+    dcp.load(state, checkpoint_id=steps[-1] if steps else directory)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return state["step"]
 
 
 def train(args: argparse.Namespace, setup: Setup) -> None:
     model, device = setup.model, setup.device
-    training, held_out = (
-        Corpus(tokens, args.seq_len, args.batch_size, args.documents, args.restart_positions, args.seed)
-        for tokens in split(tokenize(read_text(args.text)))
+    training_text, held_out_text = split(tokenize(read_text(args.text)))
+    corpus = partial(
+        Corpus,
+        seq_len=args.seq_len,
+        batch_size=args.batch_size,
+        documents=args.documents,
+        restart_positions=args.restart_positions,
+        seed=args.seed,
     )
+    training, held_out = corpus(training_text), corpus(held_out_text) if args.eval_every else None
     optimizer = torch.optim.AdamW(
-        [{"params": group} for group in by_mesh(model.parameters())], args.lr, betas=(0.9, 0.95), weight_decay=0.1
+        model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=device.type == "cuda"
     )
-    checkpoints = Checkpoint(model, optimizer)
-    first_step = checkpoints.load(args.resume) if args.resume else 0
+    first_step = load(args.resume, model, optimizer) if args.resume else 0
 
     def share_of_loss(batch: dict[str, Tensor]) -> Tensor:
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
@@ -266,7 +258,8 @@ def train(args: argparse.Namespace, setup: Setup) -> None:
         loss = share_of_loss(training.batch(step, setup.rows))
         loss.backward()
         if args.dump and step == first_step:
-            gradients = {name: whole(parameter.grad).to("cpu", copy=True) for name, parameter in model.named_parameters()}
+            for name, parameter in model.named_parameters():
+                gradients[name] = whole(parameter.grad).to("cpu", copy=True)
         norm = clip_gradients(model, args.clip)
         optimizer.step()
         optimizer.zero_grad()
@@ -276,7 +269,7 @@ def train(args: argparse.Namespace, setup: Setup) -> None:
         is_last = step + 1 == args.steps
         eval_loss = evaluate() if args.eval_every and (is_last or (step + 1) % args.eval_every == 0) else None
         if args.save and (is_last or (args.save_every and (step + 1) % args.save_every == 0)):
-            checkpoints.save(args.save, step + 1)
+            save(args.save, model, optimizer, step + 1)
         if table:
             mfu = tokens_per_s * work / (peak * setup.world_size) if peak else None
             table.append(step, losses[-1], eval_loss, norm.item(), rate, tokens_per_s, mfu)
@@ -294,6 +287,7 @@ def main() -> None:
     if args.plain:
         assert "cp_mesh" not in sys.modules, "the plain run is the baseline: it must not import what it checks"
     else:
+        dist.barrier()  # Python must not end while a thread of gloo still lets go of the last collective's tensors
         dist.destroy_process_group()
 
 

@@ -40,8 +40,11 @@ _TWINS = {name: _poisoning_twin(getattr(torch, name)) for name in ("empty", "emp
 
 
 @contextmanager
-def poisoned() -> Iterator[None]:
-    """Memory that torch hands out unwritten holds NaN (floating), the largest integer, or True while this is open."""
+def poisoned(on: bool = True) -> Iterator[None]:
+    """While open, memory that torch hands out unwritten holds NaN (floating), the largest integer, or True."""
+    if not on:
+        yield
+        return
     import torch._dynamo.trace_rules  # Dynamo lists torch's functions once, by identity: before they are replaced
 
     with mock.patch.multiple(torch, **_TWINS), mock.patch.object(torch.Tensor, "new_empty", _poisoned_new_empty):

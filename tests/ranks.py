@@ -32,7 +32,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
@@ -40,13 +39,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
+import torch._inductor.config
 import torch.distributed as dist
 from poison import poisoned, poisoning
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 START_TIMEOUT = 120.0  # seconds; a spawned rank imports torch and creates a CUDA context
 GRACE = 5.0  # seconds the other ranks get to report after the first one failed
-MAX_LIVE_RANKS = 12
+STACK_SIGNAL = signal.SIGVTALRM  # LLVM, and so Triton, takes SIGUSR1 and SIGUSR2 for itself
+__tracebackhide__ = True  # pytest then shows the line of the test, not of this module
 PRELOAD = ["torch.distributed.tensor.parallel", "torch.distributed.fsdp", "torch._dynamo.trace_rules", "pytest"]
 
 
@@ -85,10 +88,7 @@ class Pool:
         self.folder = Path()
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
-        """Calls ``fn(rank, *args)`` on every rank at once.
-
-        Returns:
-            One result per rank.
+        """Calls ``fn(rank, *args)`` on every rank at once and returns one result per rank.
 
         Raises:
             RankFailure: A rank raised, died, or was still running after `timeout` seconds. The pool is then replaced,
@@ -153,11 +153,9 @@ class Pool:
         while waiting := [rank for rank in range(self.world_size) if rank not in outcomes | lost]:
             ready = connection.wait([self.conns[rank] for rank in waiting], max(0.0, deadline - time.monotonic()))
             if not ready:
-                lost |= {r: f"still running in {what} after {time.monotonic() - begin:.1f} s\n" for r in waiting}
-                lost = {r: text + self._stack(r) if r in waiting else text for r, text in lost.items()}
-            for rank in waiting:
-                if self.conns[rank] not in ready:
-                    continue
+                seconds = time.monotonic() - begin
+                lost |= {r: f"still running in {what} after {seconds:.1f} s\n{self._stack(r)}" for r in waiting}
+            for rank in (rank for rank in waiting if self.conns[rank] in ready):
                 try:
                     outcomes[rank] = pickle.loads(self.conns[rank].recv_bytes())
                 except (EOFError, OSError):
@@ -171,31 +169,10 @@ class Pool:
         return [outcomes[rank] for rank in range(self.world_size)]
 
     def _stack(self, rank: int) -> str:
-        os.kill(self.processes[rank].pid, signal.SIGUSR1)
+        os.kill(self.processes[rank].pid, STACK_SIGNAL)
         time.sleep(0.2)  # the dump comes from a signal handler and has no end mark
         file = self.folder / f"stack{rank}"
-        return file.read_text() if file.exists() else "(no stack)\n"
-
-
-class Pools:
-    """Gives the pool of a size and backend; ends the least recently used ones beyond MAX_LIVE_RANKS."""
-
-    def __init__(self) -> None:
-        self.pools: dict[tuple[int, str], Pool] = {}
-
-    def __call__(self, world_size: int, backend: str = "gloo") -> Pool:
-        pool = self.pools.pop((world_size, backend), None) or Pool(world_size, backend)
-        live = world_size
-        for other in reversed(self.pools.values()):
-            live += len(other.processes)
-            if live > MAX_LIVE_RANKS:
-                other.close()
-        self.pools[world_size, backend] = pool
-        return pool
-
-    def close(self) -> None:
-        for pool in self.pools.values():
-            pool.close()
+        return (file.read_text() if file.exists() else "") or "(no stack)\n"
 
 
 @functools.cache
@@ -217,51 +194,42 @@ def num_collectives() -> int:
 
 def _serve(conn: Any, rank: int, world_size: int, backend: str, folder: Path, group_timeout: float) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which ends the pool
-    stack = open(folder / f"stack{rank}", "w")  # noqa: SIM115: faulthandler needs it for the life of the process
-    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
-    threading.Thread(target=_exit_with_pytest, daemon=True).start()
+    faulthandler.register(STACK_SIGNAL, file=(folder / f"stack{rank}").open("w"), all_threads=True)
+    parent: Any = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # nobody left to kill this rank
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo resolves the host's name, which may not exist
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else every rank starts compile workers of its own
+    torch._inductor.config.compile_threads = 1  # else every rank starts compile workers of its own
     torch.set_num_threads(1)
-
-    def join(rank: int) -> None:
-        if backend == "nccl":
-            torch.cuda.set_device(rank)
-        store = dist.FileStore(str(folder / "store"), world_size)
-        names, limit = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend, timedelta(seconds=group_timeout)
-        dist.init_process_group(names, store=store, rank=rank, world_size=world_size, timeout=limit)
-
-    request: bytes = _dumps(None)
+    request = _dumps((_join, (world_size, backend, folder, group_timeout), False))
     while True:
-        conn.send_bytes(pickle.dumps(_outcome(rank, request, join)))
-        try:
-            request = conn.recv_bytes()
-        except EOFError:
-            return
+        conn.send_bytes(pickle.dumps(_outcome(rank, request)))
+        request = conn.recv_bytes()
 
 
-def _outcome(rank: int, request: bytes, join: Callable[[int], None]) -> bytes | Raised:
+def _join(rank: int, world_size: int, backend: str, folder: Path, group_timeout: float) -> None:
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    store = dist.FileStore(str(folder / "store"), world_size)
+    name, timeout = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend, timedelta(seconds=group_timeout)
+    dist.init_process_group(name, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _outcome(rank: int, request: bytes) -> bytes | Raised:
     begin = num_collectives()
     try:
-        fn, args, poison = pickle.loads(request) or (join, (), False)  # loads imports the test module
+        fn, args, poison = pickle.loads(request)  # imports the test module
         torch.manual_seed(rank)
-        with poisoned() if poison else nullcontext():
+        with poisoned(poison):
             return _dumps(fn(rank, *args))
     except BaseException as error:
         kinds = tuple(kind.__name__ for kind in type(error).__mro__)
         return Raised(kinds, str(error), "".join(traceback.format_exception(error)), num_collectives() - begin)
     finally:
-        if "torch._dynamo" in sys.modules:
-            torch._dynamo.reset()  # compiled graphs of one test would count against the next one's recompile limit
+        if counters["frames"]:  # else compiled graphs of one test count against the next one's recompile limit
+            torch._dynamo.reset()
+            counters.clear()
         sys.stdout.flush()
-
-
-def _exit_with_pytest() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 class _ByValue(pickle.Pickler):

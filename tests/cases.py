@@ -1,0 +1,93 @@
+"""Tables that the gates share: every layout, every kind of mask, and how results are compared.
+
+A new layout is added to `LAYOUTS` and a new condition of the mask to `MASKS`; all gates then cover it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from dense import dense_mask
+from torch import Tensor
+
+from cp_mesh.layouts import Contiguous, Layout, Permuted, Striped, ZigZag
+from cp_mesh.masks import Mask
+
+LAYOUTS: dict[str, Callable[[int], Layout]] = {
+    "contiguous": lambda S: Contiguous(),
+    "zigzag": lambda S: ZigZag(),
+    "striped": lambda S: Striped(),
+    "shuffled": lambda S: Permuted(torch.randperm(S, generator=torch.Generator().manual_seed(S))),
+    "reversed": lambda S: Permuted(range(S - 1, -1, -1)),
+}
+
+
+def _ids(B: int, S: int, ordered: bool = True) -> Tensor:
+    """Document ids [B, S], unlike in every batch row: runs of equal ids, or ids that recur here and there."""
+    ids = torch.randint(0, 4, (B, S), generator=torch.Generator().manual_seed(S))
+    return ids.sort(dim=1).values if ordered else ids
+
+
+def _keep(B: int, S: int) -> Tensor:
+    """Key padding [B, S]; the first keys of row 0 are dropped, so that causal queries are left without keys."""
+    keep = torch.rand(B, S, generator=torch.Generator().manual_seed(S)) > 0.3
+    keep[0, :2] = False
+    return keep
+
+
+MASKS: dict[str, Callable[[int, int], dict[str, Any]]] = {
+    "causal": lambda B, S: {},
+    "full": lambda B, S: {"causal": False},
+    "window": lambda B, S: {"window": (5, None)},
+    "window of one token": lambda B, S: {"window": (0, 0)},
+    "window wider than the sequence": lambda B, S: {"window": (S + 3, 0)},
+    "two-sided window": lambda B, S: {"causal": False, "window": (3, 2)},
+    "window ahead": lambda B, S: {"causal": False, "window": (None, 2)},
+    "window behind": lambda B, S: {"causal": False, "window": (4, None)},
+    "prefix": lambda B, S: {"prefix": 4},
+    "prefix and window": lambda B, S: {"prefix": 4, "window": (6, 1)},
+    "prefix longer than the sequence": lambda B, S: {"prefix": S + 2},
+    "length": lambda B, S: {"causal": False, "length": max(0, S - 3)},
+    "length, prefix and window": lambda B, S: {"prefix": 3, "length": max(0, S - 2), "window": (4, None)},
+    "no key at all": lambda B, S: {"length": 0},
+    "documents": lambda B, S: {"documents": _ids(B, S)},
+    "documents shared by the batch": lambda B, S: {"documents": _ids(1, S).int(), "causal": False},
+    "scattered documents": lambda B, S: {"documents": _ids(B, S, ordered=False), "window": (7, None)},
+    "key padding": lambda B, S: {"key_padding": _keep(B, S)},
+    "key padding, both ways": lambda B, S: {"key_padding": _keep(B, S), "causal": False},
+    "everything": lambda B, S: {
+        "window": (6, 2), "prefix": 3, "length": max(0, S - 1), "documents": _ids(B, S), "key_padding": _keep(B, S),
+    },
+}  # fmt: skip
+BANDS = ("causal", "full")
+"""Masks whose tiles are full or causal, whatever the layout of runs: those that every kernel takes."""
+
+
+def make_mask(name: str, B: int, S: int) -> Mask:
+    return Mask(**MASKS[name](B, S))
+
+
+@cache
+def pairs(name: str, B: int, S: int) -> Tensor:
+    """What the mask of that name must allow: bool [B or 1, S, S], from the oracle."""
+    return dense_mask(S, **MASKS[name](B, S))
+
+
+def pairs_of(options: dict[str, Any], S: int) -> Tensor:
+    """What a mask of these options must allow; documents and key padding may differ in being shared by the batch."""
+    tensors = {name: x for name, x in options.items() if isinstance(x, Tensor)}
+    B = max((len(x) for x in tensors.values()), default=1)
+    return dense_mask(S, **options | {name: x.expand(B, S) for name, x in tensors.items()})
+
+
+def gap(got: Tensor, want: Tensor) -> float:
+    """Largest absolute difference; infinite for another shape, a NaN, or infinities that differ."""
+    if got.shape != want.shape:
+        return math.inf
+    got, want = got.detach().double(), want.detach().double()
+    difference = (got - want).abs().masked_fill(got == want, 0.0).nan_to_num(nan=math.inf)
+    return difference.max().item() if difference.numel() else 0.0

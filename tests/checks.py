@@ -1,0 +1,288 @@
+"""Checks that the gates run on many cases, and the mutation gate on a few against broken copies of the library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pytest
+import torch
+from cases import LAYOUTS, gap, make_mask, pairs, pairs_of
+from dense import dense_attention, make_qkv
+from ranks import mesh
+from recording import recording
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import cp_mesh
+from cp_mesh.layouts import Layout, Permuted, Run
+from cp_mesh.masks import PARTIAL, Band, Mask
+from cp_mesh.schedule import Rows, Schedule, Tile, make_schedule, num_rows, split_causal
+
+
+def coverage(layout: Layout, mask: Mask, want: Tensor, cp_size: int) -> list[str]:
+    """What is wrong with the schedules of all ranks: they must compute every allowed pair exactly once, and no other.
+
+    Args:
+        layout: the layout.
+        mask: the mask.
+        want: bool [B or 1, S, S] in original order, what the mask must allow.
+        cp_size: number of ranks.
+    """
+    S = want.shape[-1]
+    schedules = [make_schedule(layout, mask, S, cp_size, rank) for rank in range(cp_size)]
+    lens = schedules[0].shard_lens
+    begins = [0, *accumulate(lens)]
+    order = layout.permutation(S, cp_size)
+    want = want[:, order][:, :, order].int()
+    times, problems = torch.zeros_like(want), []
+    for rank, schedule in enumerate(schedules):
+        for source, tiles in enumerate(schedule.tiles):
+            for tile in tiles:
+                rows = slice(begins[rank] + tile.q[0], begins[rank] + tile.q[1])
+                keys = slice(begins[source] + tile.k[0], begins[source] + tile.k[1])
+                if not (0 <= tile.q[0] < tile.q[1] <= lens[rank] and 0 <= tile.k[0] < tile.k[1] <= lens[source]):
+                    problems.append(f"rank {rank}, source {source}: {tile} leaves the shards {lens}")
+                elif tile.cover == PARTIAL:  # the kernel asks Mask.allowed, which test_masks.py proves
+                    times[:, rows, keys] += want[:, rows, keys]
+                else:
+                    shape = tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]
+                    times[:, rows, keys] += band_pairs(tile.cover, *shape).int()
+                    problems += band_problems(tile.cover, *shape)
+        problems += _fetch_problems(layout, mask, want, schedules, rank, begins)
+    if not torch.equal(times, want):
+        b, i, j = (times != want).nonzero()[0].tolist()
+        pair = f"query {order[i]}, key {order[j]} of row {b}"
+        problems.append(f"{pair}: computed {times[b, i, j]} times instead of {want[b, i, j]}")
+    return problems
+
+
+@cache
+def band_pairs(band: Band, num_q: int, num_k: int) -> Tensor:
+    """bool [num_q, num_k]: the pairs of a band, from its definition."""
+    distance = torch.arange(num_q)[:, None] - torch.arange(num_k)
+    keep = torch.ones_like(distance, dtype=torch.bool)
+    if band.lo is not None:
+        keep &= distance >= band.lo
+    if band.hi is not None:
+        keep &= distance <= band.hi
+    return keep
+
+
+@cache
+def band_problems(band: Band, num_q: int, num_k: int) -> list[str]:
+    """A tile's band is counted rightly, and cut in full rectangles and square causal tiles if it has no upper bound."""
+    want, tile = band_pairs(band, num_q, num_k), f"{band} of {num_q} rows and {num_k} keys"
+    count = Tile((0, num_q), (0, num_k), band).pairs
+    problems = [] if count == want.sum() else [f"{tile}: counts {count} pairs, has {want.sum()}"]
+    parts = split_causal(band, num_q, num_k)
+    if (parts is None) != (band.hi is not None):
+        return [*problems, f"{tile}: split is {parts}"]
+    times = torch.zeros(want.shape, dtype=torch.int)
+    for (q_begin, q_end), (k_begin, k_end), causal in parts or ():
+        part = torch.ones(q_end - q_begin, k_end - k_begin, dtype=torch.int)
+        if not part.numel() or (causal and part.shape[0] != part.shape[1]):
+            problems.append(f"{tile}: part {tuple(part.shape)}, causal={causal}")
+        times[q_begin:q_end, k_begin:k_end] += part.tril() if causal else part
+    if parts is not None and not torch.equal(times, want.int()):
+        problems.append(f"{tile}: split in {parts}, which is not its band")
+    return problems
+
+
+def _fetch_problems(
+    layout: Layout, mask: Mask, want: Tensor, schedules: Sequence[Schedule], rank: int, begins: Sequence[int]
+) -> list[str]:
+    """Rows fetched and served agree, hold all tiles, and are no more than needed where the mask is a band."""
+    problems, schedule = [], schedules[rank]
+    pieces = layout.runs(want.shape[-1], len(schedules), rank)
+    exact = not mask.elementwise and all(isinstance(piece, Run) for piece in pieces)
+    for source, ranges in enumerate(schedule.fetch):
+        where = f"rank {rank} from {source}"
+        if source == rank:
+            problems += [f"{where}: fetches its own {ranges}"] if ranges else []
+            continue
+        if ranges != schedules[source].serve[rank]:
+            problems.append(f"{where}: fetches {ranges}, is served {schedules[source].serve[rank]}")
+        if any(
+            not any(begin <= tile.k[0] and tile.k[1] <= end for begin, end in ranges) for tile in schedule.tiles[source]
+        ):
+            problems.append(f"{where}: a tile reads rows outside of {ranges}")
+        if any(before[1] >= after[0] for before, after in pairwise(ranges)):
+            problems.append(f"{where}: {ranges} overlap, touch or are unordered")
+        block = want[:, begins[rank] : begins[rank + 1], begins[source] : begins[source + 1]]
+        needed = needed_rows(block)
+        if exact and ranges != needed:
+            problems.append(f"{where}: fetches {ranges}, needs {needed}")
+        step = (rank - source) % len(schedules)
+        if ranges and (step not in schedule.active_steps or schedule.source(step) != source):
+            problems.append(f"{where}: step {step} is not among {schedule.active_steps}")
+        if num_rows(ranges) * 10 != schedule.fetch_bytes(10)[step]:
+            problems.append(f"{where}: counts {schedule.fetch_bytes(10)[step]} bytes for {ranges}")
+    return problems
+
+
+def needed_rows(block: Tensor) -> tuple[Rows, ...]:
+    """Ranges of keys of a block [B, rows, keys] that some query may see."""
+    seen = [False, *block.bool().flatten(0, 1).any(0).tolist(), False]
+    edges = [i for i in range(len(seen) - 1) if seen[i] != seen[i + 1]]
+    return tuple(zip(edges[::2], edges[1::2], strict=True))
+
+
+B, D, E = 2, 5, 4  # unlike one another, the heads and most lengths, so that mixed-up dims do not fit
+MHA, GQA, MQA = (3, 3), (6, 3), (3, 1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of `cp_mesh.attention`.
+
+    Attributes:
+        layout: a name of `LAYOUTS`, or the index of a permutation.
+        mask: a name of `MASKS`, or the mask's options.
+        S: length of the whole sequence.
+        heads: numbers of query and kv heads.
+        memory: how inputs lie in memory, see `laid_out`.
+        sizes: batch size and head dims of keys and values, instead of `dims`.
+    """
+
+    layout: str | Sequence[int]
+    mask: str | dict[str, Any]
+    S: int
+    heads: tuple[int, int] = GQA
+    seq_dim: int = 2
+    kernel: str = "reference"
+    memory: str = "contiguous"
+    scale: float | None = None
+    sizes: tuple[int, int, int] | None = None
+
+    @property
+    def through_lse(self) -> bool:
+        return self.kernel == "reference"
+
+    @property
+    def dims(self) -> tuple[int, int, int]:
+        """Batch size and head dims: a packed call has no batch, and only the reference takes unlike head dims."""
+        return self.sizes or ((B if self.seq_dim else 1), D, (E if self.kernel == "reference" else D))
+
+    def make_layout(self) -> Layout:
+        return LAYOUTS[self.layout](self.S) if isinstance(self.layout, str) else Permuted(self.layout)
+
+    def make_mask(self) -> Mask:
+        return make_mask(self.mask, self.dims[0], self.S) if isinstance(self.mask, str) else Mask(**self.mask)
+
+    def oracle(self, seed: int) -> dict[str, Tensor]:
+        """Inputs and results of dense attention on the whole sequence, fp64, [B, H, S, D]."""
+        named = isinstance(self.mask, str)
+        allowed = pairs(self.mask, self.dims[0], self.S) if named else pairs_of(self.mask, self.S)
+        # Masks of the table are cached, so that equal ones are one object.
+        return oracle(allowed, self.heads, self.dims, self.memory == "expanded", self.through_lse, self.scale, seed)
+
+
+@lru_cache(maxsize=512)
+def oracle(
+    allowed: Tensor, heads: tuple[int, int], dims: tuple[int, int, int], expanded: bool, through_lse: bool,
+    scale: float | None, seed: int,
+) -> dict[str, Tensor]:  # fmt: skip
+    B, D, E = dims
+    inputs = make_qkv(B, *heads, allowed.shape[-1], D, E, seed=seed)
+    if expanded:
+        inputs = tuple(x[:1].expand_as(x) for x in inputs)
+    *qkv, dout = inputs
+    qkv = [x.detach().clone().requires_grad_() for x in qkv]
+    out, lse = dense_attention(*qkv, allowed, scale)
+    dlse = torch.randn(lse.shape, dtype=lse.dtype, generator=torch.Generator().manual_seed(seed + 1))
+    results, gradients = ((out, lse), (dout, dlse)) if through_lse else ((out,), (dout,))
+    dq, dk, dv = torch.autograd.grad(results, qkv, gradients)
+    values = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv, "dout": dout, "dlse": dlse}
+    return {name: x.detach() for name, x in (values | dict(zip("qkv", qkv, strict=True))).items()}
+
+
+def to_format(x: Tensor, seq_dim: int) -> Tensor:
+    """[B, H, S, D] or an lse [B, H, S] in the format of a call."""
+    if seq_dim == 0:
+        return x[0].transpose(0, 1) if x.ndim == 4 else x[0]
+    return x.transpose(1, 2) if seq_dim == 1 and x.ndim == 4 else x
+
+
+def laid_out(x: Tensor, memory: str) -> Tensor:
+    """The same values in memory of another shape: a new tensor, unless expanded."""
+    match memory:
+        case "contiguous":
+            return x.clone(memory_format=torch.contiguous_format)
+        case "strided":  # the last dim is contiguous, as in a projection of all heads at once
+            return x.transpose(0, -2).clone(memory_format=torch.contiguous_format).transpose(0, -2)
+        case "transposed":
+            return x.transpose(0, -1).clone(memory_format=torch.contiguous_format).transpose(0, -1)
+        case "sliced":  # every other element of NaNs, in every dim
+            inside = x.new_full([2 * size + 1 for size in x.shape], torch.nan)[(slice(1, None, 2),) * x.ndim]
+            return inside.copy_(x)
+        case "expanded":  # the batch has stride 0
+            return x[:1].clone().expand_as(x)
+    raise ValueError(memory)
+
+
+def call(
+    qkv: Sequence[Tensor], gradients: list[Tensor], through_lse: bool, options: dict[str, Any]
+) -> dict[str, Tensor]:
+    """Results of a call of `cp_mesh.attention` and gradients of its inputs, through lse too where that is possible."""
+    if through_lse:
+        out, lse = cp_mesh.attention(*qkv, return_lse=True, **options)
+        results = [out, lse]
+    else:
+        with torch.no_grad():
+            _, lse = cp_mesh.attention(*qkv, return_lse=True, **options)
+        out = cp_mesh.attention(*qkv, **options)
+        results, gradients = [out], gradients[:1]
+    dq, dk, dv = torch.autograd.grad(results, list(qkv), gradients)
+    return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+
+
+def parity(case: Case, axis: DeviceMesh, seed: int = 0, tolerance: float = 1e-10) -> list[str]:
+    """What is wrong with this rank's part of a call: results and gradients equal the oracle's, inputs are untouched."""
+    layout, (_, _, v_dim) = case.make_layout(), case.dims
+    rows = layout.positions(case.S, axis.size(), axis.get_local_rank())
+    whole = case.oracle(seed)
+    want = {name: to_format(x.index_select(2, rows), case.seq_dim) for name, x in whole.items()}
+    given = {name: laid_out(want[name], case.memory) for name in ("q", "k", "v", "dout")}
+    before = {name: x.clone() for name, x in given.items()}
+    qkv = [given[name].requires_grad_() for name in "qkv"]
+    options = {"mesh": axis, "seq_dim": case.seq_dim, "seq_len": case.S, "layout": layout, "mask": case.make_mask()}
+    options |= {"scale": case.scale, "kernel": case.kernel}
+    got = call(qkv, [given["dout"], want["dlse"]], case.through_lse, options)
+    problems = []
+    for name, value in got.items():
+        if not (off := gap(value, want[name])) <= tolerance:
+            problems.append(f"{case}: {name} is off by {off:.1e}")
+    problems += [f"{case}: {name} was written" for name, x in given.items() if not torch.equal(x, before[name])]
+    if not got["out"].is_contiguous() or got["out"].shape[-1] != v_dim:
+        problems.append(f"{case}: out is {tuple(got['out'].shape)} with strides {got['out'].stride()}")
+    return problems
+
+
+def parity_on_ranks(
+    rank: int, shape: tuple[int, ...], names: tuple[str, ...], cases: Sequence[Case], recorded: bool = False
+) -> list[str]:
+    """`parity` of all cases on the axis "cp" of a mesh; each cp group has data of its own."""
+    grid = mesh(shape, names)
+    places = dict(zip(names, grid.get_coordinate(), strict=True))
+    seed = sum(10 * (i + 1) * places[name] for i, name in enumerate(names) if name != "cp")
+    problems = []
+    for case in cases:
+        try:
+            with recording(grid["cp"]) if recorded else nullcontext() as notes:
+                problems += parity(case, grid["cp"], seed)
+            problems += [f"{case}: {problem}" for problem in notes.problems] if notes else []
+        except Exception as error:
+            raise AssertionError(f"{case} raised {type(error).__name__}: {error}") from error
+    return [f"rank {rank}: {problem}" for problem in problems]
+
+
+def report(results: Iterable[Iterable[str]]) -> None:
+    """Fails the test with all problems that the ranks found, the first ones in words."""
+    problems = [problem for result in results for problem in result]
+    if problems:
+        pytest.fail("\n".join([f"{len(problems)} problems", *problems[:20]]), pytrace=False)

@@ -1,0 +1,111 @@
+"""The oracle: attention of a whole sequence on one device in fp64, sharing no code with cp_mesh.
+
+B batch, S sequence, H query heads, K kv heads, D head dim of queries and keys, E head dim of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention over the allowed pairs, differentiable in both results.
+
+    Args:
+        q: [B, H, Sq, D]; computed in fp64 whatever the dtype.
+        k: [B, K, Sk, D]; query head h reads kv head ``h // (H // K)``.
+        v: [B, K, Sk, E].
+        allowed: bool [B or 1, Sq, Sk].
+        scale: Factor of the scores; None is ``D ** -0.5``.
+
+    Returns:
+        out fp64 [B, H, Sq, E] and lse fp64 [B, H, Sq], natural log; a query without keys has out 0 and lse -inf, and
+        passes no gradient.
+    """
+    group = q.shape[1] // k.shape[1]
+    kv_head = torch.tensor([head // group for head in range(q.shape[1])], device=q.device)
+    q, k, v = q.double(), k.double()[:, kv_head], v.double()[:, kv_head]
+    scores = torch.einsum("bhid,bhjd->bhij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    pairs = allowed[:, None]
+    alone = ~pairs.any(-1)
+    # A row of -inf alone has NaN gradients, so rows without keys compute on zeros and are replaced afterwards.
+    scores = scores.masked_fill(~pairs, -torch.inf).masked_fill(alone[..., None], 0.0)
+    lse = torch.logsumexp(scores, -1)
+    weights = (scores - lse[..., None]).exp().masked_fill(alone[..., None], 0.0)
+    return torch.einsum("bhij,bhje->bhie", weights, v), lse.masked_fill(alone, -torch.inf)
+
+
+def dense_mask(
+    S: int,
+    causal: bool = True,
+    window: tuple[int | None, int | None] | None = None,
+    documents: Tensor | Sequence[Sequence[int]] | None = None,
+    key_padding: Tensor | Sequence[Sequence[bool]] | None = None,
+    prefix: int = 0,
+    length: int | None = None,
+) -> Tensor:
+    """bool [B or 1, S, S] for a sequence of S tokens, asked pair by pair; S² steps of Python.
+
+    A query i sees a key j if all of these hold:
+        causal: j is not after i, or j is one of the first `prefix` tokens.
+        window: j is at most `left` tokens before i and at most `right` after it; None is unlimited.
+        documents: both carry the same id.
+        key_padding: j is kept (True).
+        length: j is one of the first `length` tokens; later ones pad the sequence.
+    """
+    ids = None if documents is None else torch.as_tensor(documents).tolist()
+    keep = None if key_padding is None else torch.as_tensor(key_padding).tolist()
+    left, right = window or (None, None)
+
+    def sees(b: int, i: int, j: int) -> bool:
+        if causal and j > i and j >= prefix:
+            return False
+        if left is not None and i - j > left:
+            return False
+        if right is not None and j - i > right:
+            return False
+        if ids is not None and ids[b][i] != ids[b][j]:
+            return False
+        if keep is not None and not keep[b][j]:
+            return False
+        return length is None or j < length
+
+    batch = max(len(rows) if rows is not None else 1 for rows in (ids, keep))
+    pairs = [sees(b, i, j) for b in range(batch) for i in range(S) for j in range(S)]
+    return torch.tensor(pairs, dtype=torch.bool).view(batch, S, S)
+
+
+def make_qkv(
+    B: int,
+    Hq: int,
+    Hkv: int,
+    S: int,
+    D: int,
+    Dv: int | None = None,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Random q, k, v and dout on the CPU, unlike in every batch row, head and stretch of the sequence.
+
+    The scale grows with the head and falls along the sequence, and each head has an offset of its own, so that swapped
+    heads, shards or batch rows change the result far beyond rounding.
+
+    Returns:
+        q [B, Hq, S, D], k [B, Hkv, S, D], v [B, Hkv, S, Dv], dout [B, Hq, S, Dv].
+    """
+    generator = torch.Generator().manual_seed(seed)
+    Dv = D if Dv is None else Dv
+
+    def uneven(heads: int, dim: int) -> Tensor:
+        noise = torch.randn(B, heads, S, dim, generator=generator, dtype=torch.float64)
+        per_head = torch.arange(1, heads + 1, dtype=torch.float64).view(1, heads, 1, 1) / heads
+        per_row = torch.linspace(1.5, 0.5, S, dtype=torch.float64).view(1, 1, S, 1)
+        offset = 0.1 * torch.arange(1, B + 1, dtype=torch.float64).view(B, 1, 1, 1) * per_head
+        return ((0.5 + per_head) * per_row * noise + offset).to(dtype)
+
+    return uneven(Hq, D), uneven(Hkv, D), uneven(Hkv, Dv), uneven(Hq, Dv)

@@ -1,0 +1,227 @@
+"""Check mode: what must be equal on all ranks and is not raises on every rank, and none waits for another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from ranks import RankFailure, mesh, num_collectives
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from cp_mesh import Contiguous, Mask, Permuted, Striped, attention, check_mode
+
+WORLD_SIZE = 3
+B, H, K, S, D = 2, 4, 2, 24, 8
+ROWS = S // WORLD_SIZE
+ODD = 1  # the rank that differs
+
+
+def tensors(B: int = B, H: int = H, K: int = K, rows: int = ROWS, D: int = D, dtype: torch.dtype = torch.float64):
+    q, k, v = torch.randn(B, H, rows, D), torch.randn(B, K, rows, D), torch.randn(B, K, rows, D)
+    return {"query": q.to(dtype), "key": k.to(dtype), "value": v.to(dtype)}
+
+
+def documents(first: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Two documents of ``first`` and the other tokens, in every row of the batch."""
+    return (torch.arange(S) >= first).to(dtype).expand(B, S)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arguments that all ranks share and those of the odd one, and what every rank says.
+
+    Where the odd rank refuses its own arguments, ``odd_error`` is its class and ``odd_says`` its words; the other ranks
+    say ``says``.
+    """
+
+    says: tuple[str, ...]
+    odd: Callable[[], dict[str, Any]]
+    shared: Callable[[], dict[str, Any]] = field(default=dict)
+    odd_error: str = "RankMismatchError"
+    odd_says: tuple[str, ...] = ()
+
+
+CASES = {
+    "layout": Case(("same layout", "cp rank 1: striped", "cp rank 2: zigzag"), lambda: {"layout": Striped()}),
+    "index of a layout": Case(
+        ("same layout index",),
+        lambda: {"layout": Permuted(range(S))},
+        lambda: {"layout": Permuted(range(S)[::-1])},
+    ),
+    "causal": Case(("same mask", "cp rank 0: 1,,,0,", "cp rank 1: 0,,,0,"), lambda: {"mask": Mask(causal=False)}),
+    "window": Case(
+        ("same mask", "1,4,", "1,3,"), lambda: {"mask": Mask(window=(3, 0))}, lambda: {"mask": Mask(window=(4, 0))}
+    ),
+    "prefix": Case(("same mask", "1,,,2,"), lambda: {"mask": Mask(prefix=2)}),
+    "a mask of padding": Case(("same mask", "1,,,0,23"), lambda: {"mask": Mask(length=S - 1)}),
+    "sequence length": Case(("same seq_len", "cp rank 0: 24", "cp rank 1: 21"), lambda: tensors(rows=7)),
+    "local lengths": Case(
+        ("cp rank 1 refused its arguments", "ArgumentError: local sequence length", "got 7 rows"),
+        lambda: tensors(rows=7),
+        lambda: {"seq_len": S},
+        "ArgumentError",
+        ("local sequence length", "got 7 rows"),
+    ),
+    "content of documents": Case(
+        ("same documents", "torch.int64 (2, 24)"),
+        lambda: {"mask": Mask(documents=documents(7))},
+        lambda: {"mask": Mask(documents=documents(8))},
+    ),
+    "dtype of documents": Case(
+        ("same documents", "torch.int32 (2, 24)"),
+        lambda: {"mask": Mask(documents=documents(8, torch.int32))},
+        lambda: {"mask": Mask(documents=documents(8))},
+    ),
+    "documents on one rank": Case(
+        ("same documents", "cp rank 0: None", "cp rank 1: torch.int64"), lambda: {"mask": Mask(documents=documents(8))}
+    ),
+    "key padding": Case(
+        ("same key_padding", "torch.bool (24,)"),
+        lambda: {"mask": Mask(key_padding=torch.arange(S) < S - 1)},
+        lambda: {"mask": Mask(key_padding=torch.arange(S) < S)},
+    ),
+    "batch": Case(("same batch, heads and head dims", "[(1, 4, 8)"), lambda: tensors(B=1)),
+    "query heads": Case(("same batch, heads and head dims", "[(2, 6, 8)"), lambda: tensors(H=6)),
+    "kv heads": Case(("same batch, heads and head dims", "(2, 1, 8)"), lambda: tensors(K=1)),
+    "head dim": Case(("same batch, heads and head dims", "(2, 4, 4)"), lambda: tensors(D=4) | {"scale": 0.5}),
+    "dtype": Case(("same dtype", "cp rank 1: torch.float32"), lambda: tensors(dtype=torch.float32)),
+    "scale": Case(("same options", "scale=0.5"), lambda: {"scale": 0.5}),
+    "kernel": Case(("same options", "kernel=reference"), lambda: {"kernel": "reference"}),
+    "determinism": Case(("same options", "deterministic=True"), lambda: {"deterministic": True}),
+    "an option that does not exist": Case(
+        ("cp rank 1 refused its arguments", "UnsupportedError: attention: softcap"),
+        lambda: {"softcap": 30.0},
+        odd_error="UnsupportedError",
+        odd_says=("softcap is not available yet",),
+    ),
+    "a kernel that does not exist": Case(
+        ("cp rank 1 refused its arguments", "ArgumentError: kernel", "'flash'"),
+        lambda: {"kernel": "flash"},
+        odd_error="ArgumentError",
+        odd_says=("kernel", "'flash'"),
+    ),
+    "a kernel that cannot": Case(
+        ("cp rank 1 refused its arguments", "UnsupportedError: kernel='cudnn' lacks"),
+        lambda: {"kernel": "cudnn"},
+        odd_error="UnsupportedError",
+        odd_says=("kernel='cudnn' lacks",),
+    ),
+    "heads that do not divide": Case(
+        ("cp rank 1 refused its arguments", "ArgumentError: heads"),
+        lambda: tensors(K=3),
+        odd_error="ArgumentError",
+        odd_says=("multiple of kv heads",),
+    ),
+}
+
+
+def arguments(rank: int, case: Case) -> dict[str, Any]:
+    return tensors() | {"mesh": mesh((3,), ("cp",))} | case.shared() | (case.odd() if rank == ODD else {})
+
+
+def disagree(rank: int) -> dict[str, tuple[str, str] | None]:
+    """What each case raised on this rank."""
+    raised: dict[str, tuple[str, str] | None] = {}
+    with check_mode():
+        for name, case in CASES.items():
+            raised[name] = None
+            try:
+                attention(**arguments(rank, case))
+            except Exception as error:
+                raised[name] = type(error).__name__, str(error)
+        attention(**arguments(rank, Case((), dict)))  # the ranks are in step, and equal arguments pass
+    return raised
+
+
+@pytest.fixture(scope="module")
+def raised(pool: Any) -> list[dict[str, tuple[str, str] | None]]:
+    return pool(WORLD_SIZE).run(disagree)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_rank_raises(name: str, raised: list[dict[str, tuple[str, str] | None]]) -> None:
+    case = CASES[name]
+    for rank in range(WORLD_SIZE):
+        is_odd = rank == ODD and case.odd_error != "RankMismatchError"
+        expected, says = (case.odd_error, case.odd_says) if is_odd else ("RankMismatchError", case.says)
+        outcome = raised[rank][name]
+        assert outcome is not None, f"rank {rank} did not raise"
+        assert outcome[0] == expected, f"rank {rank}: {outcome}"
+        missing = [part for part in says if part not in outcome[1]]
+        assert not missing, f"rank {rank} does not say {missing}: {outcome[1]}"
+
+
+def disagree_by_dtensors(rank: int) -> None:
+    layout = Striped() if rank == ODD else Contiguous()
+    axis = mesh((3,), ("cp",))
+    q, k, v = (DTensor.from_local(x, axis, [Shard(2)], run_check=False) for x in tensors().values())
+    with check_mode():
+        attention(q, k, v, layout=layout)
+
+
+def disagree_compiled(rank: int) -> None:
+    options = arguments(rank, CASES["window"])
+    with check_mode():
+        torch.compile(lambda: attention(**options), backend="eager", fullgraph=True)()
+
+
+@pytest.mark.parametrize("call", [disagree_by_dtensors, disagree_compiled])
+def test_dtensors_and_compiled_calls(pool: Any, call: Callable[..., None]) -> None:
+    for error in pool(WORLD_SIZE).run_expecting_error(call):
+        assert error is not None and error.type == "RankMismatchError", error
+
+
+def refuse_before_the_group(rank: int) -> None:
+    options = arguments(rank, Case((), lambda: {"seq_dim": 3}))
+    with check_mode():
+        attention(**options)
+
+
+@pytest.mark.xfail(
+    strict=True, raises=RankFailure, reason="seq_dim is refused outside check mode's exchange: the other ranks wait"
+)
+def test_a_refused_seq_dim_does_not_hang(pool: Any) -> None:
+    for rank, error in enumerate(pool(WORLD_SIZE).run_expecting_error(refuse_before_the_group, timeout=3.0)):
+        assert error is not None and error.type == ("ArgumentError" if rank == ODD else "RankMismatchError")
+
+
+def count(rank: int, context: Callable[[], Any], environment: dict[str, str]) -> tuple[int, int]:
+    """Collectives of a forward and of its backward."""
+    options = arguments(rank, Case((), dict))
+    for name in ("query", "key", "value"):
+        options[name].requires_grad_()
+    with mock.patch.dict("os.environ", environment), context():
+        before = num_collectives()
+        out = attention(**options)
+        between = num_collectives()
+        out.sum().backward()
+    return between - before, num_collectives() - between
+
+
+def checks_off() -> Any:
+    return check_mode(False)
+
+
+@pytest.mark.parametrize(
+    ("context", "environment", "exchanges"),
+    [
+        (nullcontext, {}, False),
+        (nullcontext, {"CP_MESH_CHECK": "0"}, False),
+        (nullcontext, {"CP_MESH_CHECK": "1"}, True),
+        (check_mode, {}, True),
+        (checks_off, {"CP_MESH_CHECK": "1"}, False),
+    ],
+)
+def test_exchanges_only_where_asked(
+    pool: Any, context: Callable[[], Any], environment: dict[str, str], exchanges: bool
+) -> None:
+    ring = WORLD_SIZE - 1  # one hop of K and V from each other rank, one of their gradients back
+    for forward, backward in pool(WORLD_SIZE).run(count, context, environment):
+        assert (forward > ring) if exchanges else (forward == ring)
+        assert backward == 2 * ring

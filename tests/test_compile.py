@@ -1,0 +1,382 @@
+"""Under torch.compile, autocast and activation checkpointing the numbers are those of eager mode, in one graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from dense import dense_attention, dense_mask, make_qkv
+from model import Core, Model, batch, tensor_parallel_plan
+from ranks import mesh, num_collectives
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.checkpoint import checkpoint
+
+import cp_mesh
+from cp_mesh import (
+    ContextParallel,
+    Contiguous,
+    Mask,
+    Permuted,
+    ShardedModel,
+    ShardedSequence,
+    Striped,
+    ZigZag,
+    attention,
+)
+
+B, H, K, S, D = 2, 4, 2, 24, 8
+TOLERANCE = {"rtol": 1e-11, "atol": 1e-11}
+BACKENDS = ["aot_eager", "inductor"]
+
+
+def step(fn: Callable[..., Any], *inputs: Tensor) -> list[Tensor]:
+    """Results of ``fn`` and the gradients of its inputs, whose incoming gradient differs in every entry."""
+    inputs = tuple(x.detach().requires_grad_() for x in inputs)
+    results = fn(*inputs)
+    results = [local(r) for r in (results if isinstance(results, tuple) else (results,))]
+    sum((r * torch.linspace(-1, 1, r.shape[-1], dtype=r.dtype)).sum() for r in results).backward()
+    return [local(x.detach()) for x in (*results, *(x.grad for x in inputs))]
+
+
+def local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def assert_compiles(fn: Callable[..., Any], backend: str, *inputs: Tensor) -> None:
+    eager = step(fn, *inputs)
+    torch._dynamo.reset()
+    compiled = step(torch.compile(fn, backend=backend, fullgraph=True), *inputs)
+    for a, b in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(a, b, **TOLERANCE)
+
+
+# Local tensors and DTensors.
+
+
+def local_tensors(rank: int, backend: str) -> None:
+    axis = mesh((dist.get_world_size(),), ("cp",))
+    sequence = ShardedSequence(axis, ZigZag())
+    documents, keep = torch.arange(S).expand(B, S) // 7, torch.arange(S) != 3
+    permuted = Permuted(torch.arange(S).flip(0))
+    q, k, v, _ = (sequence.shard(x, dim=2) for x in make_qkv(B, H, K, S, D))
+
+    def every_format(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        out, lse = attention(q, k, v, mesh=axis, mask=Mask(window=(9, 0)), return_lse=True)
+        masked = attention(q, k, v, mesh=axis, mask=Mask(causal=False, documents=documents, key_padding=keep))
+        bshd = attention(*(x.transpose(1, 2) for x in (q, k, v)), mesh=axis, seq_dim=1, layout=Striped())
+        packed = attention(*(x[0].transpose(0, 1) for x in (q, k, v)), mesh=axis, seq_dim=0, layout=permuted)
+        return out, lse, masked, bshd.transpose(1, 2), packed
+
+    assert_compiles(every_format, backend, q, k, v)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(every_format, backend=backend)(q, k, v), every_format(q, k, v))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_local_tensors(pool: Any, backend: str) -> None:
+    pool(2).run(local_tensors, backend, timeout=180.0)
+
+
+def dtensors(rank: int, backend: str, tp: int) -> None:
+    axes = mesh((2, tp), ("cp", "tp"))
+    placements = [Shard(2), Shard(1)]
+    sequence = ShardedSequence(axes["cp"], ZigZag())
+
+    def place(x: Tensor) -> DTensor:
+        heads = sequence.shard(x, dim=2).chunk(tp, dim=1)[axes.get_local_rank("tp")]
+        return DTensor.from_local(heads.contiguous(), axes, placements, run_check=False)
+
+    q, k, v, _ = (place(x) for x in make_qkv(B, H, K, S, D))
+    documents = torch.arange(S).expand(B, S) // 7
+
+    def both(q: DTensor, k: DTensor, v: DTensor) -> tuple[Tensor, ...]:
+        out, lse = attention(q, k, v, return_lse=True)
+        return out, lse, attention(q, k, v, mask=Mask(documents=documents))
+
+    assert_compiles(both, backend, q, k, v)
+
+
+@pytest.mark.parametrize(("backend", "tp"), [("aot_eager", 2), ("inductor", 1)])
+def test_dtensors(pool: Any, backend: str, tp: int) -> None:
+    pool(2 * tp).run(dtensors, backend, tp, timeout=180.0)
+
+
+# Styled models over cp and tp.
+
+
+def make_model(axes: DeviceMesh, **options: Any) -> nn.Module:
+    model, sequence = Model(), ShardedSequence(axes["cp"], ZigZag())
+    if axes.size(1) > 1:
+        cp_mesh.parallelize(model, axes["tp"], tensor_parallel_plan())
+
+    def mask(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Mask:
+        return Mask(documents=documents)
+
+    styles = {"": ShardedModel(sequence, **options), "layers.*.core": ContextParallel(sequence, mask=mask)}
+    return cp_mesh.parallelize(model, axes["cp"], styles)
+
+
+def gradients(model: nn.Module, arguments: dict[str, Tensor]) -> dict[str, Tensor]:
+    model.zero_grad()
+    logits = model(**arguments)
+    (logits * torch.linspace(-1, 1, logits.shape[-1], dtype=logits.dtype)).sum().backward()
+    grads = {name: local(parameter.grad) for name, parameter in model.named_parameters()}
+    return grads | {"logits": logits.detach()}
+
+
+def blocks(rank: int, cp: int, tp: int, backend: str) -> None:
+    axes = mesh((cp, tp), ("cp", "tp"))
+    arguments = {name: x for name, x in batch(B, S).items() if name != "labels"}
+    eager = gradients(make_model(axes), arguments)
+    model = make_model(axes)
+    # PyTorch's own trap: a collective in flight at a compiled block's door takes the embedding's gradient with it.
+    model.embedding.register_forward_hook(lambda module, inputs, output: output.clone())
+    for layer in model.layers:
+        layer.compile(backend=backend, fullgraph=True)
+    compiled = gradients(model, arguments)
+    assert compiled["embedding.weight"].abs().max() > 0
+    for name, want in eager.items():
+        torch.testing.assert_close(compiled[name], want, **TOLERANCE, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize(("cp", "tp", "backend"), [(2, 2, "aot_eager"), (1, 2, "inductor")])
+def test_compiled_blocks(pool: Any, cp: int, tp: int, backend: str) -> None:
+    pool(cp * tp).run(blocks, cp, tp, backend, timeout=180.0)
+
+
+def whole_model(rank: int, backend: str) -> None:
+    axes = mesh((2, 1), ("cp", "tp"))
+    arguments = {name: x for name, x in batch(B, S).items() if name != "labels"}
+    model = make_model(axes, gather_output=True)
+    eager = gradients(model, arguments)
+    model.compile(backend=backend, fullgraph=True)
+    compiled = gradients(model, arguments)
+    for name, want in eager.items():
+        torch.testing.assert_close(compiled[name], want, **TOLERANCE, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_whole_model(pool: Any) -> None:
+    pool(2).run(whole_model, "aot_eager")
+
+
+# Lengths that change.
+
+
+def lengths(rank: int, kind: str) -> int:
+    """How often five lengths were compiled."""
+    axes = mesh((2, 1), ("cp", "tp"))
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, mesh=axes["cp"])
+
+    def placed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (DTensor.from_local(x, axes, [Shard(2), Replicate()], run_check=False) for x in (q, k, v))
+        return attention(q, k, v).to_local()
+
+    def with_documents(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
+        return attention(q, k, v, mesh=axes["cp"], mask=Mask(documents=documents))
+
+    core = Core()
+    cp_mesh.parallelize(core, axes["cp"], {"": ContextParallel(ShardedSequence(axes["cp"]))})
+    fn = {"local": plain, "DTensors": placed, "style": core, "documents": with_documents}[kind]
+    compiled = torch.compile(fn, backend=counter, fullgraph=True)
+    for S in (16, 24, 40, 8, 64):
+        sequence = ShardedSequence(axes["cp"])
+        whole = make_qkv(B, H, K, S, D)
+        q, k, v, dout = (sequence.shard(x, dim=2).requires_grad_() for x in whole)
+        documents = torch.arange(S).expand(B, S) // 5
+        out = compiled(q, k, v, *[documents] * (kind == "documents"))
+        out.backward(dout.detach())
+        q, k, v, dout = (x.requires_grad_() for x in whole)
+        want, _ = dense_attention(q, k, v, dense_mask(S, documents=documents if kind == "documents" else None))
+        torch.testing.assert_close(sequence.unshard(out, dim=2), want, rtol=1e-10, atol=1e-10)
+    return counter.frame_count
+
+
+@pytest.mark.parametrize("kind", ["local", "DTensors", "style", "documents"])
+def test_five_lengths_compile_twice(pool: Any, kind: str) -> None:
+    assert max(pool(2).run(lengths, kind)) <= 2
+
+
+# Autocast.
+
+
+def autocast(rank: int, compiled: bool) -> None:
+    axes = mesh((2, 1), ("cp", "tp"))
+    sequence = ShardedSequence(axes["cp"])
+    q, k, v, _ = (sequence.shard(x, dim=2).float() for x in make_qkv(B, H, K, S, D))
+    low = [x.bfloat16() for x in (q, k, v)]
+    core = cp_mesh.parallelize(Core(), axes["cp"], {"": ContextParallel(sequence)})
+
+    def placed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (DTensor.from_local(x, axes, [Shard(2), Replicate()], run_check=False) for x in (q, k, v))
+        return attention(q, k, v).to_local()
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, mesh=axes["cp"])
+
+    with torch.autocast("cpu", torch.bfloat16):
+        assert F.scaled_dot_product_attention(q, q, q).dtype == torch.bfloat16  # whose ways are followed
+    for fn in (plain, placed, core):
+        want = step(plain, *low)
+        call = torch.compile(fn, backend="aot_eager", fullgraph=True) if compiled else fn
+        with torch.autocast("cpu", torch.bfloat16):
+            out, *grads = step(call, q, k, v)
+            mixed = call(q.bfloat16(), k, v)  # as a projection under autocast and a rotary embedding in fp32 give
+        assert out.dtype == mixed.dtype == torch.bfloat16
+        assert all(grad.dtype == torch.float32 for grad in grads)
+        assert torch.equal(out, want[0]) and torch.equal(mixed, want[0])
+        for grad, of_low in zip(grads, want[1:], strict=True):
+            assert torch.equal(grad, of_low.float())
+        with torch.autocast("cpu", torch.bfloat16):
+            assert call(q.double(), k.double(), v.double()).dtype == torch.float64
+            with torch.autocast("cpu", enabled=False):
+                assert call(q, k, v).dtype == torch.float32
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_autocast(pool: Any, compiled: bool) -> None:
+    pool(2).run(autocast, compiled)
+
+
+# Activation checkpointing.
+
+
+def recomputed(rank: int, how: str, backend: str | None) -> tuple[int, int]:
+    """Collectives of the forward and of the backward of one block with a ring of two other ranks."""
+    axes = mesh((3, 1), ("cp", "tp"))
+    arguments = {name: x for name, x in batch(B, S).items() if name in ("tokens", "positions")}
+    want = gradients(make_model(axes), arguments)
+    model = make_model(axes)
+    options = {"context_fn": cp_mesh.checkpoint_context_fn} if how == "selective" else {}
+
+    def recomputing(forward: Callable) -> Callable:
+        return lambda *args: checkpoint(forward, *args, use_reentrant=False, **options)
+
+    for layer in model.layers:
+        if how != "none":
+            layer.forward = recomputing(layer.forward)
+        if backend is not None:
+            layer.compile(backend=backend, fullgraph=True)
+    # Entering and leaving the style's function mode is a side effect to Dynamo; recomputation need not repeat it.
+    with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
+        before = num_collectives()
+        logits = model(**arguments)
+        between = num_collectives()
+        (logits * torch.linspace(-1, 1, logits.shape[-1], dtype=logits.dtype)).sum().backward()
+        after = num_collectives()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, want[name], **TOLERANCE, msg=lambda m, name=name: f"{name}: {m}")
+    return between - before, after - between
+
+
+@pytest.mark.parametrize(
+    ("how", "backend"),
+    [(how, backend) for how in ("none", "full", "selective") for backend in (None, "aot_eager")]
+    + [("selective", "inductor")],
+    ids=str,
+)
+def test_checkpointing(pool: Any, how: str, backend: str | None) -> None:
+    """Full checkpointing replays the ring, the selective one does not."""
+    ring = 2 * 2  # steps, layers
+    replayed = ring * (how == "full")
+    assert pool(3).run(recomputed, how, backend, timeout=180.0) == [(ring, 2 * ring + replayed)] * 3
+
+
+# Nothing leaves the library with a collective in flight.
+
+
+def in_flight(x: Tensor) -> Tensor:
+    """The same values as an AsyncCollectiveTensor that nobody waited for."""
+    scattered = funcol.all_reduce(x / dist.get_world_size(), "sum", dist.group.WORLD)
+    assert type(scattered) is funcol.AsyncCollectiveTensor
+    return scattered
+
+
+def is_plain(x: Tensor) -> bool:
+    return type(x) is Tensor or (type(x) is DTensor and type(x._local_tensor) is Tensor)
+
+
+def results_of_all(rank: int) -> list[str]:
+    """Names of the public results that are not plain."""
+    axes = mesh((2, 1), ("cp", "tp"))
+    sequence = ShardedSequence(axes["cp"], ZigZag(), length=S - 2)
+    q, k, v, _ = make_qkv(1, H, K, S, D)
+    rows = slice(rank * S // 2, (rank + 1) * S // 2)
+    results: dict[str, Any] = {}
+    for arrive in (lambda x: x, in_flight):
+        kind = "" if arrive is not in_flight else " of collectives in flight"
+        tensors = [arrive(x[:, :, rows]) for x in (q, k, v)]
+        leaves = [x[:, :, rows].clone().requires_grad_() for x in (q, k, v)]
+        results["attention" + kind] = attention(*tensors, mesh=axes["cp"])
+        results["attention, lse" + kind] = attention(*tensors, mesh=axes["cp"], return_lse=True)
+        placed = [DTensor.from_local(x, axes, [Shard(2), Replicate()], run_check=False) for x in tensors]
+        results["attention of DTensors" + kind] = attention(*placed, return_lse=True)
+        mask = Mask(documents=torch.zeros(S, dtype=torch.int64))
+        results["attention of DTensors with documents" + kind] = attention(*placed, mask=mask, return_lse=True)
+        out = attention(*(arrive(x) for x in leaves), mesh=axes["cp"])
+        results["gradients" + kind] = torch.autograd.grad(arrive(out).sum(), leaves)
+        whole = {"x": arrive(torch.ones(1, S - 2, 3)), "labels": arrive(torch.ones(1, S - 2))}
+        results["shard" + kind] = list(sequence.shard(whole).values())
+        results["unshard" + kind] = sequence.unshard(arrive(torch.ones(1, S // 2, 3)))
+        logits = arrive(torch.ones(1, S // 2, 3))
+        results["cross_entropy" + kind] = cp_mesh.cross_entropy(logits, torch.ones(1, S // 2).long(), axes)
+        core = cp_mesh.parallelize(Core(), axes["cp"], {"": ContextParallel(sequence)})
+        results["ContextParallel" + kind] = core(*tensors)
+        tp = [DTensor.from_local(x, axes["tp"], [Shard(1)], run_check=False) for x in tensors]
+        results["ContextParallel of tp DTensors" + kind] = core(*tp)
+        whole_mesh = [DTensor.from_local(x, axes, [Shard(2), Shard(1)], run_check=False) for x in tensors]
+        results["ContextParallel of DTensors" + kind] = core(*whole_mesh)
+    tokens = batch(B, S - 2)["tokens"]
+    for gather_output in (False, True):
+        model = cp_mesh.parallelize(
+            Model(),
+            axes["cp"],
+            {"": ShardedModel(sequence, gather_output=gather_output), "layers.*.core": ContextParallel(sequence)},
+        )
+        logits = model(tokens)
+        logits.sum().backward()
+        results[f"ShardedModel, gather_output={gather_output}"] = logits
+        results[f"gradients of ShardedModel, gather_output={gather_output}"] = [p.grad for p in model.parameters()]
+    bad = []
+    for name, result in results.items():
+        tensors = result if isinstance(result, (tuple, list)) else [result]
+        bad += [name] * (not all(is_plain(x) for x in tensors))
+    return bad
+
+
+def test_nothing_is_left_in_flight(pool: Any) -> None:
+    assert pool(2).run(results_of_all) == [[], []]
+
+
+# Refusals.
+
+
+def refused_in_a_graph(rank: int) -> None:
+    axis = mesh((2,), ("cp",))
+    q = torch.randn(B, H, S // 2, D)
+    torch.compile(lambda q: attention(q, q, q, mesh=axis, layout=Contiguous(), kernel="flash"), backend="aot_eager")(q)
+
+
+def refused_in_a_trace(rank: int) -> None:
+    axis = mesh((2,), ("cp",))
+    q, kv = torch.randn(B, H, S // 2, D), torch.randn(B, 3, S // 2, D)
+    torch.compile(lambda q, kv: attention(q, kv, kv, mesh=axis), backend="aot_eager", fullgraph=True)(q, kv)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"), [(refused_in_a_graph, "kernel: expected one of auto"), (refused_in_a_trace, "4 and 3")]
+)
+def test_refusals_in_compiled_code(pool: Any, call: Callable[..., None], says: str) -> None:
+    for error in pool(2).run_expecting_error(call):
+        assert error is not None and says in error.message, error
+        assert error.num_collectives == 0

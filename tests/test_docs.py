@@ -1,0 +1,45 @@
+"""What the documents say is what the code does."""
+
+import re
+from pathlib import Path
+
+import cp_mesh
+from cp_mesh.explain import kernel_table
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_kernel_table_is_that_of_the_code() -> None:
+    assert kernel_table() in (ROOT / "docs" / "kernels.md").read_text()
+
+
+def test_readme_starts_with_the_two_commands_and_stays_short() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) < 120
+    block = re.search(r"```sh\n(.*?)```", text, re.S)
+    assert block is not None
+    commands = [line.split("#")[0].strip() for line in block.group(1).splitlines()]
+    assert commands == ["python3 examples/quickstart.py", "python3 tests/run.py"]
+    assert "python3 tests/run.py" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_links_and_names_in_the_documents_exist() -> None:
+    for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        text = document.read_text()
+        for target in re.findall(r"\]\(([^)#:]+)\)", text):
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"
+        for name in re.findall(r"`(?:cp_mesh|tests|examples|docs)/[\w./]+\.(?:py|md|csv)`", text):
+            assert (ROOT / name.strip("`")).exists(), f"{document.name} names {name}"
+        for name in re.findall(r"`cp_mesh\.(\w+)", text):
+            assert hasattr(cp_mesh, name), f"{document.name} names cp_mesh.{name}"
+
+
+def test_explain_shows_owners_work_and_traffic() -> None:
+    text = cp_mesh.explain(96, 3, layout=cp_mesh.Contiguous(), mask=cp_mesh.Mask(window=(4, 0)), columns=6)
+    assert "owner 001122" in text
+    assert text.count("receives 4 key rows") == 2  # the halo of ranks 1 and 2; rank 0 needs nobody
+    assert "kernel auto = reference" in text
+    causal = cp_mesh.explain(96, 3, layout=cp_mesh.Contiguous())
+    shares = [float(share) for share in re.findall(r"work ([\d.]+)", causal)]
+    assert shares == sorted(shares) and shares[2] > 1.5 > 1.0 > shares[0]
+    assert abs(sum(shares) - 3) < 0.02

@@ -1,0 +1,48 @@
+"""The trainer as users run it, in processes of its own: on a mesh, on one rank, and from one to the other."""
+
+from __future__ import annotations
+
+import csv
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+FOUR_RANKS = shlex.split("-m torch.distributed.run --standalone --nproc-per-node 4")
+# 61 tokens: neither cp nor tp divides them.
+SMALL = shlex.split("--device cpu --dim 32 --layers 2 --seq-len 61 --batch-size 2 --steps 4 --warmup 1 --documents")
+
+
+def train(out: Path, *options: str, launcher: list[str] | None = None) -> dict:
+    dump = out / "dump.pt"
+    trainer = [*(launcher or []), str(ROOT / "examples" / "train_llama.py")]
+    command = [sys.executable, *trainer, *SMALL, *options, "--out", str(out), "--dump", str(dump)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return torch.load(dump)
+
+
+@pytest.mark.slow
+def test_trainer_on_a_mesh_equals_plain_and_resumes(tmp_path: Path) -> None:
+    options = shlex.split("--cp 2 --tp 2 --checkpoint-activations selective --save-every 2 --eval-every 4 --save")
+    mesh = train(tmp_path / "mesh", *options, str(tmp_path / "checkpoints"), launcher=FOUR_RANKS)
+    plain = train(tmp_path / "plain", "--plain", "--eval-every", "4")
+    resumed = train(tmp_path / "resumed", "--plain", "--resume", str(tmp_path / "checkpoints" / "step_2"))
+
+    assert mesh["losses"] == pytest.approx(plain["losses"], abs=1e-5)
+    assert resumed["losses"] == pytest.approx(plain["losses"][2:], abs=1e-5)
+    assert mesh["gradients"].keys() == plain["gradients"].keys()
+    for name, gradient in plain["gradients"].items():
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(mesh["gradients"][name], gradient, rtol=0, atol=1e-5 * scale, msg=name)
+
+    tables = [list(csv.DictReader((tmp_path / run / "metrics.csv").open())) for run in ("mesh", "plain")]
+    for column in ("eval_loss", "grad_norm", "lr"):
+        on_mesh, on_one_rank = ([float(row[column] or 0) for row in table] for table in tables)
+        assert on_mesh == pytest.approx(on_one_rank, rel=1e-5), column

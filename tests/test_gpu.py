@@ -1,0 +1,223 @@
+"""The low-precision gate: sharding may cost half of one kernel's own rounding error, and no more.
+
+    torchrun --nproc-per-node 2 tests/test_gpu.py     # a table; exits with 1 if any line fails
+    pytest tests/test_gpu.py                          # the same on two GPUs, and a small part of it on the CPU
+
+Errors are RMS over blocks of 128 rows of a head, against fp64, of the sequence in its original order. They are compared
+with those of the same kernel on a mesh of one rank that sees the whole sequence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dense import dense_attention, make_qkv
+from ranks import device, mesh
+from torch import Tensor
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # torchrun of a checkout that is not installed
+
+from cp_mesh import Contiguous, Mask, Striped, ZigZag, attention
+
+BLOCK = 128
+FACTOR = 1.5
+FP32_ROUNDING = 1e-6  # of the signal: what sums in fp32 may add, where the error of one device happens to be less
+B = 2
+NAMES = ("out", "dq", "dk", "dv")
+LAYOUTS = {"contiguous": Contiguous(), "zigzag": ZigZag(), "striped": Striped()}
+KERNELS = {
+    "cuda": [(kernel, dtype) for kernel in ("cudnn", "fa2") for dtype in ("bfloat16", "float16")]
+    + [("efficient", "float32")],
+    "cpu": [("cpu_flash", "bfloat16"), ("cpu_flash", "float16"), ("cpu_flash", "float32")],
+}
+HEADS = [(8, 8), (8, 2)]
+HEAD_DIMS = [64, 128]
+LENGTHS = [1024, 2050]  # over two ranks 512 and 1025 rows each
+
+
+@dataclass(frozen=True)
+class Case:
+    kernel: str
+    dtype: str
+    layout: str
+    causal: bool
+    heads: tuple[int, int]
+    head_dim: int
+    seq_len: int
+    compiled: bool = False
+
+    def __str__(self) -> str:
+        mode, mask = "compiled" if self.compiled else "eager", "causal" if self.causal else "full"
+        (H, K), D = self.heads, self.head_dim
+        return f"{self.kernel:10}{self.dtype:9} {self.layout:11}{mask:7} H{H} K{K} D{D:<4} S{self.seq_len:<5} {mode:9}"
+
+
+def cases(kernel: str, dtype: str, lengths: list[int] = LENGTHS) -> Iterator[Case]:
+    """Eager: the whole product. Compiled: what a graph could change, each layout and mask at one size."""
+    # Cases that differ in the layout alone share their fp64 reference, so the layout varies fastest.
+    for heads, head_dim, seq_len, causal, layout in itertools.product(
+        HEADS, HEAD_DIMS, lengths, (True, False), LAYOUTS
+    ):
+        yield Case(kernel, dtype, layout, causal, heads, head_dim, seq_len)
+    for causal, layout in itertools.product((True, False), LAYOUTS):
+        yield Case(kernel, dtype, layout, causal, HEADS[-1], HEAD_DIMS[0], lengths[-1], compiled=True)
+
+
+def problem(case: Case) -> Case:
+    """The case without what leaves its inputs and its one-device figures as they are: the key of their caches."""
+    return replace(case, layout="", compiled=False)
+
+
+@functools.lru_cache(maxsize=1)
+def inputs(case: Case) -> list[Tensor]:
+    """q, k, v, dout of the whole sequence, the same on every rank."""
+    (H, K), D = case.heads, case.head_dim
+    return [x.to(device()) for x in make_qkv(B, H, K, case.seq_len, D, dtype=getattr(torch, case.dtype))]
+
+
+def attend(case: Case, axis: Any, layout: Any, tensors: list[Tensor]) -> list[Tensor]:
+    """out, dq, dk, dv of this rank's rows."""
+    q, k, v, dout = (x.detach() for x in tensors)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    mask, seq_len, kernel = Mask(causal=case.causal), case.seq_len, case.kernel
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, mesh=axis, seq_len=seq_len, layout=layout, mask=mask, kernel=kernel)
+
+    if case.compiled:
+        torch._dynamo.reset()  # every case is a first one: no limit on recompilation is met
+        call = torch.compile(call, fullgraph=True)
+    out = call(q, k, v)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+
+
+@functools.lru_cache(maxsize=1)
+def one_device(case: Case) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """For out, dq, dk, dv: the fp64 result, and by block the error of the kernel on one rank and the signal."""
+    q, k, v, dout = inputs(case)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    pairs = torch.ones(1, case.seq_len, case.seq_len, dtype=torch.bool, device=q.device)
+    out, _ = dense_attention(*leaves, pairs.tril() if case.causal else pairs)
+    exact = [out.detach(), *torch.autograd.grad(out, leaves, dout.double())]
+    alone = mesh((dist.get_world_size(), 1), ("others", "alone"))["alone"]
+    single = attend(case, alone, Contiguous(), [q, k, v, dout])
+    rows = torch.arange(case.seq_len, device=q.device)
+    return [
+        (want, block_squares(got - want, rows, want).sqrt(), block_squares(want, rows, want).sqrt())
+        for got, want in zip(single, exact, strict=True)
+    ]
+
+
+def block_squares(x: Tensor, rows: Tensor, whole: Tensor) -> Tensor:
+    """Mean squares of x over the blocks of every head of ``whole``: [H, num_blocks].
+
+    Args:
+        x: [B, H, S_local, D], the rows at positions ``rows``; means over all ranks' rows are sums of these.
+        rows: int64 [S_local].
+        whole: [B, H, S, D]; rows beyond its last whole block count to that block.
+    """
+    num_blocks = max(1, whole.shape[2] // BLOCK)
+    block = (torch.arange(whole.shape[2], device=x.device) // BLOCK).clamp(max=num_blocks - 1)
+    sums = x.new_zeros(x.shape[1], num_blocks).index_add_(1, block[rows], x.square().sum(dim=(0, 3)))
+    return sums / (block.bincount() * whole.shape[0] * whole.shape[3])
+
+
+def worst_ratios(case: Case) -> dict[str, tuple[float, float]]:
+    """By result: the worst ratio over blocks of the sharded error to that of one rank, and to the allowed one.
+
+    The same on every rank.
+    """
+    size, layout = dist.get_world_size(), LAYOUTS[case.layout]
+    rows = layout.positions(case.seq_len, size, dist.get_rank()).to(device())
+    reference, tensors = one_device(problem(case)), inputs(problem(case))
+    sharded = attend(case, mesh((size,), ("cp",)), layout, [x[:, :, rows].contiguous() for x in tensors])
+    worst = {}
+    for name, got, (want, single, signal) in zip(NAMES, sharded, reference, strict=True):
+        squares = block_squares(got.double() - want[:, :, rows], rows, want)
+        dist.all_reduce(squares)
+        error = squares.sqrt()
+        allowed = FACTOR * single + FP32_ROUNDING * signal
+        worst[name] = tuple((error / other).max().nan_to_num(torch.inf).item() for other in (single, allowed))
+    return worst
+
+
+def run_gate(rank: int, chosen: list[Case], echo: bool = False) -> list[dict[str, tuple[float, float]]]:
+    """The figures of every case, printed as they come where asked."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    results = []
+    for case in chosen:
+        results.append(worst_ratios(case))
+        if echo and rank == 0:
+            print(line(case, results[-1]), flush=True)
+    return results
+
+
+def passes(figures: dict[str, tuple[float, float]]) -> bool:
+    return all(of_allowed <= 1.0 for _, of_allowed in figures.values())
+
+
+def line(case: Case, figures: dict[str, tuple[float, float]]) -> str:
+    ratios = "  ".join(f"{name} {of_single:4.2f}" for name, (of_single, _) in figures.items())
+    return f"{case}  {ratios}  {'ok' if passes(figures) else 'WRONG'}"
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize(("kernel", "dtype"), KERNELS["cuda"])
+def test_low_precision_gate(pool: Any, kernel: str, dtype: str) -> None:
+    chosen = list(cases(kernel, dtype))
+    figures, *_ = pool(2, "nccl").run(run_gate, chosen, timeout=600.0)
+    wrong = [line(case, result) for case, result in zip(chosen, figures, strict=True) if not passes(result)]
+    assert not wrong, "\n".join(["ratios of sharded to single-device error", *wrong])
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), KERNELS["cpu"])
+def test_low_precision_gate_on_the_cpu(pool: Any, kernel: str, dtype: str) -> None:
+    chosen = [
+        Case(kernel, dtype, layout, causal, (4, 2), 32, 258)
+        for causal, layout in itertools.product((True, False), LAYOUTS)
+    ]
+    figures, *_ = pool(2).run(run_gate, chosen)
+    wrong = [line(case, result) for case, result in zip(chosen, figures, strict=True) if not passes(result)]
+    assert not wrong, "\n".join(["ratios of sharded to single-device error", *wrong])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    on_gpu = torch.cuda.is_available()
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if on_gpu else "cpu")
+    parser.add_argument("--kernel", help="only this one")
+    parser.add_argument("--seq-len", nargs="+", type=int, default=LENGTHS)
+    args = parser.parse_args()
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
+    pairs = [pair for pair in KERNELS[args.device] if args.kernel in (None, pair[0])]
+    chosen = [case for pair in pairs for case in cases(*pair, args.seq_len)]
+    rank = dist.get_rank()
+    if rank == 0:
+        hardware = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+        print(f"{dist.get_world_size()} ranks on {hardware}, torch {torch.__version__}")
+        print(f"Worst block's error over that of one rank; allowed is {FACTOR}, plus {FP32_ROUNDING} of the signal.")
+    results = run_gate(rank, chosen, echo=True)
+    num_wrong = sum(not passes(figures) for figures in results)
+    if rank == 0:
+        print(f"{len(results) - num_wrong} of {len(results)} cases passed")
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.exit(min(num_wrong, 1))
+
+
+if __name__ == "__main__":
+    main()

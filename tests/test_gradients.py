@@ -1,0 +1,179 @@
+"""The gradient contract: parameter gradients on many ranks are those of one rank, in value and in scale."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from model import DenseCore, Model, batch, tensor_parallel_plan
+from ranks import mesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.utils.checkpoint import checkpoint
+
+import cp_mesh
+from cp_mesh import ContextParallel, Contiguous, Mask, ShardedModel, ShardedSequence, Striped, ZigZag
+
+B = 4  # rows of all data-parallel ranks
+TOLERANCE = 1e-10  # relative to the largest entry of each parameter's gradient
+LARGEST_NORM = 0.01
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One way to spread the model; the default is context parallelism alone, summed by hand."""
+
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    layout: Any = ZigZag()  # noqa: RUF009 - frozen
+    fsdp: bool = True
+    sequence_parallel: bool = False
+    documents: bool = False
+    S: int = 24
+    none_on_first_half: bool = False
+    checkpoint: str = "none"
+
+    def __str__(self) -> str:
+        flags = ("fsdp", "sequence_parallel", "documents", "none_on_first_half")
+        words = [f"dp{self.dp}-cp{self.cp}-tp{self.tp}", self.layout.spec(), f"S{self.S}"]
+        words += [flag for flag in flags if getattr(self, flag)]
+        return "-".join(words + [self.checkpoint] * (self.checkpoint != "none"))
+
+
+SETUPS = [
+    # Layouts, and the library alone: gradients of replicated parameters are partial sums that the trainer adds up.
+    *(Setup(cp=4, fsdp=False, layout=layout) for layout in (Contiguous(), ZigZag(), Striped())),
+    *(Setup(cp=3, layout=layout, documents=True) for layout in (Contiguous(), ZigZag(), Striped())),
+    # Padding, a rank without a valid label, data parallel rows with unlike label counts.
+    Setup(cp=3, S=22, documents=True),
+    Setup(cp=2, layout=Contiguous(), none_on_first_half=True),
+    Setup(dp=2, cp=2, documents=True, S=22),
+    Setup(dp=4, cp=1, documents=True),
+    # Tensor parallelism without, with FSDP, and with the sequence between the matrices split over tp too.
+    Setup(tp=2),
+    Setup(cp=2, tp=2, fsdp=False),
+    Setup(cp=2, tp=2, layout=Striped(), documents=True),
+    Setup(dp=2, tp=2),
+    Setup(cp=2, tp=2, fsdp=False, sequence_parallel=True),
+    Setup(cp=2, tp=2, sequence_parallel=True, documents=True, S=22),
+    Setup(dp=2, cp=2, tp=2, sequence_parallel=True, documents=True),
+    # Recomputation.
+    Setup(cp=2, tp=2, checkpoint="full", documents=True),
+    Setup(cp=2, tp=2, checkpoint="selective"),
+]
+
+
+def make_batch(setup: Setup) -> dict[str, Tensor]:
+    whole = batch(B, setup.S)
+    if setup.none_on_first_half:
+        whole["labels"][:, : setup.S // 2] = -100
+    if not setup.documents:
+        del whole["documents"], whole["positions"]
+    return whole
+
+
+def mask(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Mask:
+    return Mask(documents=documents)
+
+
+def spread(setup: Setup, axes: DeviceMesh, sequence: ShardedSequence) -> nn.Module:
+    """The model over the mesh, in the order of the docs: tp, cp, checkpointing, FSDP."""
+    model = Model()
+    if setup.tp > 1:
+        cp_mesh.parallelize(model, axes["tp"], tensor_parallel_plan(setup.sequence_parallel))
+    styles = {"": ShardedModel(sequence), "layers.*.core": ContextParallel(sequence, mask=mask)}
+    cp_mesh.parallelize(model, axes["cp"], styles)
+    if setup.checkpoint != "none":
+        options = {"context_fn": cp_mesh.checkpoint_context_fn} if setup.checkpoint == "selective" else {}
+        for layer in model.layers:
+            layer.forward = recomputing(layer.forward, options)
+    if setup.fsdp:
+        for module in (*model.layers, model):
+            fully_shard(module, mesh=data_axis(axes))
+        cp_mesh.sum_gradients(model)
+    return model
+
+
+def recomputing(forward: Any, options: dict[str, Any]) -> Any:
+    return lambda *args: checkpoint(forward, *args, use_reentrant=False, **options)
+
+
+@functools.cache
+def data_axis(axes: DeviceMesh) -> DeviceMesh:
+    """dp x cp in one: the ranks that hold different tokens."""
+    return axes["dp", "cp"]._flatten("dp_cp")
+
+
+def whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def clip(model: nn.Module) -> Tensor:
+    """Clip by the global norm; one operation takes only gradients on one mesh, so norms are gathered by mesh."""
+    groups: dict[Any, list[Tensor]] = defaultdict(list)
+    for parameter in model.parameters():
+        groups[getattr(parameter, "device_mesh", None)].append(parameter)
+    norm = torch.stack([whole(get_total_norm([p.grad for p in group])) for group in groups.values()]).norm()
+    for group in groups.values():
+        clip_grads_with_norm_(group, LARGEST_NORM, norm)
+    return norm
+
+
+def gradients(rank: int, setup: Setup) -> dict[str, Any]:
+    """One step: the loss of all ranks, whole gradients before and after clipping, and the norm."""
+    axes = mesh((setup.dp, setup.cp, setup.tp), ("dp", "cp", "tp"))
+    data = data_axis(axes)
+    sequence = ShardedSequence(axes["cp"], setup.layout, length=setup.S)
+    model = spread(setup, axes, sequence)
+    rows = slice(axes.get_local_rank("dp") * B // setup.dp, (axes.get_local_rank("dp") + 1) * B // setup.dp)
+    arguments = {name: tensor[rows] for name, tensor in make_batch(setup).items()}
+    labels = sequence.shard({"labels": arguments.pop("labels")})["labels"]
+    loss = cp_mesh.cross_entropy(model(**arguments), labels, data)
+    loss.backward()
+    for parameter in model.parameters():
+        if not setup.fsdp:
+            grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            dist.all_reduce(grad, group=data.get_group())
+    before = {name: whole(parameter.grad).clone() for name, parameter in model.named_parameters()}
+    norm = clip(model)
+    after = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+    loss = loss.detach()
+    dist.all_reduce(loss, group=data.get_group())
+    return {"loss": loss, "before": before, "after": after, "norm": norm}
+
+
+def gradients_of_one(setup: Setup) -> dict[str, Any]:
+    """The same step of one rank, which imports nothing of cp_mesh."""
+    model, arguments = Model(DenseCore), make_batch(setup)
+    labels = arguments.pop("labels")
+    logits = model(**{"positions": torch.arange(setup.S)} | arguments)
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    loss.backward()
+    before = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    norm = nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM)
+    after = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {"loss": loss.detach(), "before": before, "after": after, "norm": norm}
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_gradients_are_those_of_one_rank(pool: Any, setup: Setup) -> None:
+    want = gradients_of_one(setup)
+    assert want["norm"] > 10 * LARGEST_NORM  # else clipping would leave the gradients as they are
+    for rank, got in enumerate(pool(setup.dp * setup.cp * setup.tp).run(gradients, setup)):
+        torch.testing.assert_close(got["loss"], want["loss"], rtol=TOLERANCE, atol=0.0)
+        torch.testing.assert_close(got["norm"], want["norm"], rtol=TOLERANCE, atol=0.0)
+        for when in ("before", "after"):
+            assert list(got[when]) == list(want[when])
+            for name, grad in got[when].items():
+                error = (grad - want[when][name]).abs().max() / want[when][name].abs().max()
+                assert error <= TOLERANCE, f"rank {rank}: gradient of {name} {when} clipping is off by {error:.1e}"

@@ -1,0 +1,382 @@
+"""Kernels that run on the CPU, through their contract, against the oracle; and how a kernel is chosen."""
+
+import math
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from cases import gap
+from dense import dense_attention, make_qkv
+from torch import Tensor
+
+from cp_mesh.errors import ArgumentError, UnsupportedError
+from cp_mesh.kernels import KERNELS, choose_kernel
+from cp_mesh.kernels.contract import Capability, Kernel, KernelTile, Pairs, Request, accumulation_dtype, shortfalls
+from cp_mesh.kernels.merge import merge_
+from cp_mesh.masks import Band, Mask
+from cp_mesh.schedule import Tile, trim
+
+SCALE = 0.3
+HEADS = ((3, 3), (6, 3), (3, 1))
+BANDS = {
+    "full": Band(),
+    "causal": Band(0, None),
+    "strictly causal": Band(1, None),
+    "causal with older keys": Band(-3, None),
+    "one pair": Band(4, None),
+    "window": Band(0, 2),
+    "window of one": Band(0, 0),
+    "two-sided window": Band(-2, 1),
+    "lower triangle": Band(-4, None),
+    "upper triangle": Band(None, 0),
+}
+SHAPES = ((5, 5), (7, 4), (4, 7), (1, 6), (6, 1))
+
+each_kernel = pytest.mark.parametrize(
+    "kernel", [KERNELS["reference"], KERNELS["cpu_flash"]], ids=lambda kernel: kernel.name
+)
+
+
+def band_pairs(band: Band, num_q: int, num_k: int) -> Tensor:
+    """bool [num_q, num_k] of a band, pair by pair."""
+    lo, hi = -num_k if band.lo is None else band.lo, num_q if band.hi is None else band.hi
+    return torch.tensor([[lo <= i - j <= hi for j in range(num_k)] for i in range(num_q)])
+
+
+def inputs(heads: tuple[int, int], num_q: int, num_k: int, v_dim: int = 5, **options) -> tuple[Tensor, ...]:
+    """q, k, v, dout of 2 batch rows, and dlse."""
+    q, _, _, dout = make_qkv(2, *heads, num_q, 5, v_dim, seed=1, **options)
+    _, k, v, _ = make_qkv(2, *heads, num_k, 5, v_dim, seed=2, **options)
+    dlse = torch.randn(q.shape[:3], dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    return q, k, v, dout, dlse.to(accumulation_dtype(q.dtype))
+
+
+def run(kernel: Kernel, q, k, v, dout, dlse, steps: list[tuple[slice, list[KernelTile]]]) -> dict[str, Tensor]:
+    """Forward and backward of one pass; each step takes rows of k and v, and tiles in coordinates of these rows."""
+    forward = kernel.begin_forward(q, v.shape[3], SCALE)
+    for rows, tiles in steps:
+        forward.step(k[:, :, rows], v[:, :, rows], tiles)
+    out, lse = forward.finish()
+    backward = kernel.begin_backward(dout, q, out, lse, dlse, SCALE)
+    dk, dv = torch.zeros_like(k, dtype=lse.dtype), torch.zeros_like(v, dtype=lse.dtype)
+    for rows, tiles in steps:
+        dk_s, dv_s = backward.step(k[:, :, rows], v[:, :, rows], tiles)
+        assert dk_s.dtype == dv_s.dtype == lse.dtype == accumulation_dtype(q.dtype)
+        dk[:, :, rows] += dk_s
+        dv[:, :, rows] += dv_s
+    return {"out": out, "lse": lse, "dq": backward.finish(), "dk": dk, "dv": dv}
+
+
+def dense(q, k, v, dout, dlse, allowed: Tensor) -> dict[str, Tensor]:
+    qkv = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    out, lse = dense_attention(*qkv, allowed, SCALE)
+    results, gradients = ((out,), (dout,)) if dlse is None else ((out, lse), (dout, dlse))
+    return {"out": out, "lse": lse} | dict(
+        zip(("dq", "dk", "dv"), torch.autograd.grad(results, qkv, gradients), strict=True)
+    )
+
+
+def check(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float = 1e-12) -> None:
+    for name, x in got.items():
+        assert gap(x, want[name]) <= tolerance, name
+
+
+def serves(kernel: Kernel, band: Band) -> bool:
+    return kernel.name == "reference" or band.hi is None
+
+
+@each_kernel
+@pytest.mark.parametrize("band", BANDS.values(), ids=BANDS)
+def test_every_band(kernel, band):
+    for (num_q, num_k), heads in product(SHAPES, HEADS):
+        tile = trim(Tile((0, num_q), (0, num_k), band))
+        allowed = band_pairs(band, num_q, num_k)
+        if not allowed.any() or not serves(kernel, tile.cover):
+            continue
+        q, k, v, dout, dlse = inputs(heads, num_q, num_k)
+        dlse = dlse if kernel.name == "reference" else None
+        steps = [(slice(0, num_k), [KernelTile(tile.q, tile.k, tile.cover)])]
+        check(run(kernel, q, k, v, dout, dlse, steps), dense(q, k, v, dout, dlse, allowed[None]))
+
+
+@pytest.mark.parametrize("band", BANDS.values(), ids=BANDS)
+def test_the_reference_takes_bands_that_are_not_trimmed(band):
+    for num_q, num_k in SHAPES:
+        q, k, v, dout, dlse = inputs((6, 3), num_q, num_k, v_dim=4)
+        steps = [(slice(0, num_k), [KernelTile((0, num_q), (0, num_k), band)])]
+        allowed = band_pairs(band, num_q, num_k)[None]
+        check(run(KERNELS["reference"], q, k, v, dout, dlse, steps), dense(q, k, v, dout, dlse, allowed))
+
+
+def test_the_reference_takes_listed_pairs():
+    """Positions out of order, documents and padding unlike in every batch row, queries without keys."""
+    documents = torch.tensor([[0, 0, 1, 1, 0, 2, 2, 2, 0], [0, 1, 1, 1, 1, 1, 1, 1, 1]])
+    keep = torch.tensor([[1, 0, 1, 1, 1, 1, 0, 1, 1], [0, 1, 1, 1, 1, 1, 1, 1, 0]], dtype=torch.bool)
+    mask = Mask(documents=documents, key_padding=keep, window=(4, None))
+    q_pos, k_pos = torch.tensor([8, 0, 3, 4, 1]), torch.tensor([2, 7, 0, 1, 5, 3])
+    allowed = torch.tensor(
+        [
+            [
+                [
+                    j <= i and i - j <= 4 and bool(keep[b, j]) and documents[b, i] == documents[b, j]
+                    for j in k_pos.tolist()
+                ]
+                for i in q_pos.tolist()
+            ]
+            for b in range(2)
+        ]
+    )
+    assert not allowed.any(2).all() and (allowed[0] != allowed[1]).any()
+    q, k, v, dout, dlse = inputs((6, 3), 5, 6, v_dim=4)
+    whole = [(slice(0, 6), [KernelTile((0, 5), (0, 6), Pairs(mask, q_pos, k_pos))])]
+    parts = [
+        (slice(0, 2), [KernelTile((0, 5), (0, 2), Pairs(mask, q_pos, k_pos[:2]))]),
+        (slice(2, 6), [
+            KernelTile((0, 3), (0, 4), Pairs(mask, q_pos[:3], k_pos[2:])),
+            KernelTile((3, 5), (0, 4), Pairs(mask, q_pos[3:], k_pos[2:])),
+        ]),
+    ]  # fmt: skip
+    want = dense(q, k, v, dout, dlse, allowed)
+    for steps in (whole, parts):
+        check(run(KERNELS["reference"], q, k, v, dout, dlse, steps), want)
+
+
+@each_kernel
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_partial_results_add_up(kernel, heads):
+    """A causal square of 9 by 9 in steps and tiles of all kinds; the backward sees the lse of all keys."""
+    q, k, v, dout, _ = inputs(heads, 9, 9)
+    allowed = band_pairs(Band(0, None), 9, 9)[None]
+    causal, full = Band(0, None), Band()
+    steps = [
+        (slice(4, 7), [KernelTile((4, 7), (0, 3), causal), KernelTile((7, 9), (0, 3), full)]),
+        (slice(0, 4), [KernelTile((0, 4), (0, 4), causal), KernelTile((4, 9), (1, 4), full)]),
+        (slice(0, 4), [KernelTile((4, 9), (0, 1), full)]),
+        (slice(7, 9), [KernelTile((7, 9), (0, 2), causal)]),
+        (slice(7, 9), []),
+    ]
+    check(run(kernel, q, k, v, dout, None, steps), dense(q, k, v, dout, None, allowed))
+
+
+@each_kernel
+def test_each_step_returns_gradients_of_its_own(kernel):
+    """New tensors that hold this source's gradient alone, however often a source is visited."""
+    q, k, v, dout, _ = inputs((6, 3), 5, 5)
+    out, lse = dense_attention(q, k, v, torch.ones(1, 5, 5, dtype=torch.bool), SCALE)
+    backward = kernel.begin_backward(dout, q, out, lse, None, SCALE)
+    tiles = [KernelTile((0, 5), (0, 5), Band())]
+    first = backward.step(k, v, tiles)
+    kept = [x.clone() for x in first]
+    second = backward.step(k, v, tiles)
+    for a, b, c in zip(first, second, kept, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c) and a.data_ptr() != b.data_ptr()
+
+
+@each_kernel
+def test_rows_without_keys(kernel):
+    """Rows that no tile touches, before and after rows that have keys: out 0, lse -inf, no gradient."""
+    q, k, v, dout, dlse = inputs((6, 3), 7, 4)
+    allowed = torch.zeros(1, 7, 4, dtype=torch.bool)
+    allowed[:, 2:5] = True
+    dlse = dlse if kernel.name == "reference" else None
+    got = run(kernel, q, k, v, dout, dlse, [(slice(0, 4), [KernelTile((2, 5), (0, 4), Band())])])
+    empty = [0, 1, 5, 6]
+    assert (got["out"][:, :, empty] == 0).all() and (got["lse"][:, :, empty] == -torch.inf).all()
+    assert (got["dq"][:, :, empty] == 0).all()
+    check(got, dense(q, k, v, dout, dlse, allowed))
+
+
+@each_kernel
+def test_no_tile_at_all(kernel):
+    q, k, v, dout, _ = inputs((6, 3), 4, 3)
+    got = run(kernel, q, k, v, dout, None, [(slice(0, 3), [])])
+    assert (got["lse"] == -torch.inf).all() and all((got[name] == 0).all() for name in ("out", "dq", "dk", "dv"))
+
+
+def test_the_reference_computes_more_rows_than_it_holds_at_once():
+    q, k, v, dout, dlse = inputs((2, 1), 1030, 9)
+    steps = [(slice(0, 9), [KernelTile((0, 1030), (0, 9), Band(3, None))])]
+    allowed = torch.arange(1030)[:, None] - torch.arange(9) >= 3
+    check(run(KERNELS["reference"], q, k, v, dout, dlse, steps), dense(q, k, v, dout, dlse, allowed[None]))
+
+
+@each_kernel
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
+def test_results_and_sums_of_low_precision(kernel, dtype):
+    q, k, v, dout, _ = inputs((6, 3), 8, 8, dtype=dtype)
+    steps = [(slice(0, 8), [KernelTile((0, 8), (0, 8), Band(0, None))])]
+    got = run(kernel, q, k, v, dout, None, steps)
+    assert got["out"].dtype == got["dq"].dtype == dtype and got["lse"].dtype == torch.float32
+    eps = torch.finfo(dtype).eps
+    check(got, dense(q, k, v, dout.double(), None, band_pairs(Band(0, None), 8, 8)[None]), tolerance=64 * eps)
+
+
+@each_kernel
+def test_inputs_are_not_written(kernel):
+    tensors = [x for x in inputs((6, 3), 6, 6)[:4]]
+    before = [x.clone() for x in tensors]
+    tiles = [KernelTile((0, 3), (0, 3), Band(0, None)), KernelTile((3, 6), (0, 6), Band())]
+    run(kernel, *tensors, None, [(slice(0, 6), tiles)])
+    assert all(torch.equal(x, y) for x, y in zip(tensors, before, strict=True))
+
+
+@each_kernel
+def test_results_of_one_tile_are_not_views_of_a_kernel_buffer(kernel):
+    """Two passes in a row: the second one leaves the first one's results alone."""
+    q, k, v, _, _ = inputs((3, 3), 4, 4)
+    results = []
+    for shift in (0.0, 1.0):
+        forward = kernel.begin_forward(q, 5, SCALE)
+        forward.step(k + shift, v + shift, [KernelTile((0, 4), (0, 4), Band())])
+        results.append(forward.finish())
+    want, _ = dense_attention(q, k, v, torch.ones(1, 4, 4, dtype=torch.bool), SCALE)
+    assert gap(results[0][0], want) <= 1e-12
+
+
+def test_merge():
+    """Weights are exp(lse); rows without keys on either side or on both stay exact, and huge lse do not overflow."""
+    inf = torch.inf
+    lse = torch.tensor([[[0.0, -inf, 1.5, -inf, 900.0, -900.0]]], dtype=torch.float64)
+    tile_lse = torch.tensor([[[0.5, 2.0, -inf, -inf, 901.0, -901.0]]], dtype=torch.float64)
+    out = torch.tensor([1.0, 0.0, 3.0, 0.0, 5.0, 6.0], dtype=torch.float64).view(1, 1, 6, 1)
+    tile_out = torch.tensor([2.0, 4.0, 0.0, 0.0, 7.0, 8.0], dtype=torch.float64).view(1, 1, 6, 1)
+
+    def log_add(a: float, b: float) -> float:
+        return max(a, b) + math.log1p(math.exp(-abs(a - b)))
+
+    def mean(a: float, x: float, b: float, y: float) -> float:
+        return (math.exp(a - max(a, b)) * x + math.exp(b - max(a, b)) * y) / (1 + math.exp(-abs(a - b)))
+
+    want = [mean(0.0, 1.0, 0.5, 2.0), 4.0, 3.0, 0.0, mean(900.0, 5.0, 901.0, 7.0), mean(-900.0, 6.0, -901.0, 8.0)]
+    want_lse = [log_add(0.0, 0.5), 2.0, 1.5, -inf, log_add(900.0, 901.0), log_add(-900.0, -901.0)]
+    given = [x.clone() for x in (tile_out, tile_lse)]
+    merge_(out, lse, tile_out, tile_lse)
+    # Near 900 the spacing of fp64 numbers is 1e-13, which weights inherit.
+    assert gap(out.flatten(), torch.tensor(want, dtype=torch.float64)) <= 1e-12
+    assert gap(lse.flatten(), torch.tensor(want_lse, dtype=torch.float64)) <= 1e-12
+    assert torch.equal(tile_out, given[0]) and torch.equal(tile_lse, given[1])
+
+
+def test_merge_takes_rounded_tiles_into_fp32():
+    out, lse = torch.zeros(1, 1, 2, 3), torch.zeros(1, 1, 2)
+    merge_(out, lse, torch.ones(1, 1, 2, 3, dtype=torch.bfloat16), torch.zeros(1, 1, 2))
+    assert out.dtype == lse.dtype == torch.float32 and (out == 0.5).all()
+
+
+CPU = Request(
+    device="cpu",
+    compute_capability=(0, 0),
+    dtype=torch.float32,
+    covers=frozenset({"full", "causal"}),
+    head_dim=64,
+    v_head_dim=64,
+    differentiable_lse=False,
+    deterministic=False,
+    min_keys=7,
+)
+H200 = replace(CPU, device="cuda", compute_capability=(9, 0), dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("request_", "name"),
+    [
+        (CPU, "cpu_flash"),
+        (replace(CPU, dtype=torch.float64), "cpu_flash"),
+        (replace(CPU, deterministic=True), "cpu_flash"),
+        (replace(CPU, covers=frozenset()), "cpu_flash"),
+        (replace(CPU, head_dim=5, v_head_dim=5, min_keys=1), "cpu_flash"),
+        (replace(CPU, v_head_dim=32), "reference"),
+        (replace(CPU, differentiable_lse=True), "reference"),
+        (replace(CPU, covers=frozenset({"window"})), "reference"),
+        (replace(CPU, covers=frozenset({"full", "pairs"})), "reference"),
+        (H200, "cudnn"),
+        (replace(H200, dtype=torch.float16), "cudnn"),
+        (replace(H200, min_keys=1), "fa2"),
+        (replace(H200, head_dim=256, v_head_dim=256), "fa2"),
+        (replace(H200, compute_capability=(8, 0)), "fa2"),
+        (replace(H200, dtype=torch.float32), "efficient"),
+        (replace(H200, dtype=torch.float64), "reference"),
+        (replace(H200, compute_capability=(7, 5)), "reference"),
+        (replace(H200, deterministic=True), "reference"),
+        (replace(H200, differentiable_lse=True), "reference"),
+        (replace(H200, covers=frozenset({"causal", "window"})), "reference"),
+        (replace(H200, v_head_dim=128), "reference"),
+        (replace(H200, head_dim=60, v_head_dim=60), "reference"),
+    ],
+)
+def test_auto_is_a_static_table(request_, name):
+    assert choose_kernel("auto", request_) is KERNELS[name]
+    assert choose_kernel(name, request_) is KERNELS[name]
+
+
+@pytest.mark.parametrize(
+    ("request_", "name", "lack"),
+    [
+        (CPU, "cudnn", "device cpu (has cuda)"),
+        (H200, "cpu_flash", "device cuda (has cpu)"),
+        (replace(H200, compute_capability=(8, 0)), "cudnn", "compute capability (8, 0) (needs (9, 0))"),
+        (replace(H200, compute_capability=(7, 5)), "fa2", "compute capability (7, 5) (needs (8, 0))"),
+        (replace(H200, dtype=torch.float32), "fa2", "torch.float32 (has torch.bfloat16, torch.float16)"),
+        (replace(CPU, covers=frozenset({"window"})), "cpu_flash", "'window' tiles (has full, causal)"),
+        (replace(CPU, covers=frozenset({"pairs"})), "cpu_flash", "'pairs' tiles (has full, causal)"),
+        (replace(H200, head_dim=136), "cudnn", "head dim 136 (needs a multiple of 8 up to 128)"),
+        (replace(H200, v_head_dim=60), "fa2", "v head dim 60 (needs a multiple of 8 up to 256)"),
+        (replace(CPU, v_head_dim=32), "cpu_flash", "v head dim 32 other than head dim 64"),
+        (replace(CPU, differentiable_lse=True), "cpu_flash", "a gradient through lse"),
+        (replace(H200, deterministic=True), "fa2", "a deterministic backward"),
+        (replace(H200, min_keys=1), "cudnn", "tiles of 1 keys (needs 2)"),
+    ],
+)
+def test_a_kernel_that_cannot_serve_is_refused_with_one_that_can(request_, name, lack):
+    assert lack in shortfalls(KERNELS[name].capability, request_)
+    with pytest.raises(UnsupportedError) as error:
+        choose_kernel(name, request_)
+    lacks = "; ".join(shortfalls(KERNELS[name].capability, request_))
+    able = choose_kernel("auto", request_).name
+    assert str(error.value) == f"kernel={name!r} lacks {lacks}; kernel={able!r} can serve this call"
+
+
+def test_all_shortfalls_are_told():
+    capability = Capability(
+        devices=("cuda",), dtypes=(torch.float16,), max_head_dim=32, min_keys=8, deterministic=False
+    )
+    wanted = replace(
+        CPU, covers=frozenset({"window", "pairs"}), v_head_dim=48, differentiable_lse=True, deterministic=True
+    )
+    assert len(shortfalls(capability, wanted)) == 10
+    able = Capability(
+        devices=("cpu",), dtypes=(torch.float32,), covers=("full", "causal", "window", "pairs"), v_head_dim=True,
+        differentiable_lse=True,
+    )  # fmt: skip
+    assert shortfalls(able, wanted) == []
+
+
+def test_no_kernel_at_all():
+    wanted = replace(CPU, device="tpu")
+    with pytest.raises(UnsupportedError) as error:
+        choose_kernel("auto", wanted)
+    text = str(error.value)
+    assert text.startswith("kernel='auto': no kernel can serve this call: ")
+    assert all(f"{name} lacks device tpu" in text for name in KERNELS)
+    with pytest.raises(
+        UnsupportedError, match=r"kernel='reference' lacks device tpu .*; no kernel can serve this call"
+    ):
+        choose_kernel("reference", wanted)
+
+
+def test_an_unknown_kernel():
+    message = r"kernel: expected one of auto, cudnn, fa2, efficient, cpu_flash, reference, got 'flash'; kernel='auto'"
+    with pytest.raises(ArgumentError, match=message):
+        choose_kernel("flash", CPU)
+
+
+def test_the_table_is_keyed_by_name_and_the_reference_can_do_everything():
+    assert all(kernel.name == name for name, kernel in KERNELS.items())
+    assert list(KERNELS)[-1] == "reference"
+    for device, dtype in product(("cpu", "cuda"), (torch.float64, torch.float32, torch.bfloat16, torch.float16)):
+        wanted = Request(
+            device, (5, 0) if device == "cuda" else (0, 0), dtype, frozenset({"full", "causal", "window", "pairs"}),
+            3, 517, True, True, 1,
+        )  # fmt: skip
+        assert not shortfalls(KERNELS["reference"].capability, wanted)

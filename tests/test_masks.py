@@ -1,0 +1,206 @@
+"""The mask's two faces, `allowed` and `tile`, against the oracle that asks pair by pair."""
+
+import doctest
+from itertools import product
+
+import pytest
+import torch
+from cases import MASKS, make_mask, pairs
+from dense import dense_mask
+
+import cp_mesh.masks
+from cp_mesh.errors import ArgumentError
+from cp_mesh.layouts import Index, Run
+from cp_mesh.masks import CAUSAL, EMPTY, FULL, PARTIAL, Band, Mask, parse_mask
+
+each_mask = pytest.mark.parametrize("name", MASKS)
+
+
+def everything(S: int) -> torch.Tensor:
+    return torch.arange(S)
+
+
+def test_examples_of_the_docs():
+    results = doctest.testmod(cp_mesh.masks)
+    assert results.attempted >= 2 and not results.failed
+
+
+@each_mask
+@pytest.mark.parametrize("S", (0, 1, 2, 7, 31))
+def test_allowed_is_the_dense_mask(name, S):
+    got = make_mask(name, 2, S).allowed(everything(S), everything(S))
+    assert got.dtype == torch.bool and torch.equal(*torch.broadcast_tensors(got, pairs(name, 2, S)))
+
+
+@each_mask
+def test_allowed_takes_any_positions_in_any_order(name):
+    want, mask = pairs(name, 2, 13), make_mask(name, 2, 13)
+    generator = torch.Generator().manual_seed(0)
+    for num_q, num_k in ((13, 13), (1, 5), (4, 0), (0, 3)):
+        q = torch.randperm(13, generator=generator)[:num_q]
+        k = torch.randperm(13, generator=generator)[:num_k]
+        assert torch.equal(*torch.broadcast_tensors(mask.allowed(q, k), want[:, q][:, :, k]))
+
+
+def test_every_pair_of_bounds():
+    for causal, left, right, prefix, length in product(
+        (True, False), (None, 0, 1, 3, 9), (None, 0, 2), (0, 2), (None, 5)
+    ):
+        if prefix and not causal:
+            continue
+        options = {"causal": causal, "window": (left, right), "prefix": prefix, "length": length}
+        got = Mask(**options).allowed(everything(7), everything(7))
+        assert torch.equal(got, dense_mask(7, **options)), options
+
+
+@each_mask
+def test_specs_round_trip(name):
+    mask = make_mask(name, 2, 13)
+    again = parse_mask(mask.spec(), mask.documents, mask.key_padding)
+    assert again.spec() == mask.spec()
+    assert torch.equal(again.allowed(everything(13), everything(13)), mask.allowed(everything(13), everything(13)))
+
+
+def test_specs_tell_masks_apart():
+    options = [{}, {"causal": False}, {"window": (0, None)}, {"window": (None, 0)}, {"prefix": 1}, {"length": 0}]
+    options += [{"window": (1, 11)}, {"window": (11, 1)}, {"window": (1, None), "prefix": 1}, {"length": 1}]
+    assert len({Mask(**option).spec() for option in options}) == len(options)
+
+
+@each_mask
+@pytest.mark.parametrize("stride", (1, 3))
+def test_tile_is_exact_or_partial(name, stride):
+    """Over every two runs of a stride: EMPTY has no pair, a band has exactly the mask's, PARTIAL may be anything."""
+    S, B = 13, 2
+    mask, want = make_mask(name, B, S), pairs(name, B, S)
+    runs = [Run(start, stride, n) for start in range(S) for n in (1, 2, 4) if start + stride * (n - 1) < S]
+    partial = 0
+    for q, k in product(runs, runs):
+        cover, block = mask.tile(q, k), want[:, q.positions()][:, :, k.positions()]
+        if cover == EMPTY:
+            assert not block.any(), (q, k)
+        elif cover == PARTIAL:
+            partial += 1
+        else:
+            got = cover.allowed(everything(q.length), everything(k.length))
+            assert torch.equal(got.expand_as(block), block) and got.any(), (q, k, cover)
+    cut = {"length", "length, prefix and window", "prefix", "prefix and window"}  # the schedule cuts runs at these
+    if not mask.elementwise and name not in cut:
+        assert partial == 0
+
+
+@each_mask
+def test_tile_takes_listed_positions_and_unlike_strides(name):
+    S, B = 13, 2
+    mask, want = make_mask(name, B, S), pairs(name, B, S)
+    pieces = [Run(0, 1, 5), Run(1, 3, 4), Run(12, 7, 1), Index(torch.tensor([9, 2, 4])), Index(torch.tensor([0]))]
+    for q, k in product(pieces, pieces):
+        cover, block = mask.tile(q, k), want[:, q.positions()][:, :, k.positions()]
+        if cover == EMPTY:
+            assert not block.any(), (q, k)
+        elif cover != PARTIAL:
+            got = cover.allowed(everything(q.length), everything(k.length))
+            assert torch.equal(got.expand_as(block), block), (q, k, cover)
+
+
+def test_tile_of_chunks_is_what_ring_attention_calls_it():
+    first, second = Run(0, 1, 4), Run(4, 1, 4)
+    assert Mask().tile(first, first) == CAUSAL
+    assert Mask().tile(second, first) == FULL
+    assert Mask().tile(first, second) == EMPTY
+    stripes = [Run(rank, 3, 4) for rank in range(3)]
+    assert Mask().tile(stripes[1], stripes[0]) == CAUSAL
+    assert Mask().tile(stripes[0], stripes[1]) == Band(1, None)  # strict: the diagonal itself lies ahead
+
+
+def test_tiles_of_sorted_documents_are_skipped():
+    mask = Mask(causal=False, documents=torch.tensor([[0, 0, 1, 1], [3, 3, 3, 4]]))
+    assert mask.tile(Run(0, 1, 2), Run(2, 1, 2)) == PARTIAL  # row 1 sees across
+    assert mask.tile(Run(0, 1, 2), Run(3, 1, 1)) == EMPTY
+
+
+@pytest.mark.parametrize("lo", (None, -3, -1, 0, 1, 3))
+@pytest.mark.parametrize("hi", (None, -2, 0, 2, 4))
+def test_band_counts_its_pairs(lo, hi):
+    for num_q, num_k in product(range(6), range(6)):
+        allowed = Band(lo, hi).allowed(everything(num_q), everything(num_k))
+        want = [
+            [(lo is None or i - j >= lo) and (hi is None or i - j <= hi) for j in range(num_k)] for i in range(num_q)
+        ]
+        assert allowed.tolist() == want
+        assert Band(lo, hi).count(num_q, num_k) == sum(map(sum, want))
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "ids"),
+    [([0, 3, 5], [0, 0, 0, 1, 1]), ([0, 1, 1, 2], [0, 2]), ([0, 4], [0] * 4), ([0, 0], []), ([0, 0, 2], [1, 1])],
+)
+@pytest.mark.parametrize("dtype", (torch.int32, torch.int64))
+def test_documents_from_cumulative_lengths(cu_seqlens, ids, dtype):
+    mask = Mask.from_cu_seqlens(torch.tensor(cu_seqlens, dtype=dtype), causal=False, window=(2, None))
+    assert mask.documents.tolist() == ids and not mask.causal and mask.window == (2, None)
+    S = len(ids)
+    want = dense_mask(S, causal=False, window=(2, None), documents=[ids])
+    assert torch.equal(mask.allowed(everything(S), everything(S)), want)
+
+
+@pytest.mark.parametrize("dtype", (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
+def test_ids_of_any_integer_type(dtype):
+    ids = [[5, 5, 0, 5]]
+    mask = Mask(documents=torch.tensor(ids, dtype=dtype))
+    assert torch.equal(mask.allowed(everything(4), everything(4)), dense_mask(4, documents=ids))
+
+
+def test_tensors_without_a_batch_dim():
+    ids, keep = torch.tensor([0, 0, 1]), torch.tensor([True, False, True])
+    mask = Mask(documents=ids, key_padding=keep)
+    want = dense_mask(3, documents=[ids.tolist()], key_padding=[keep.tolist()])
+    assert torch.equal(mask.allowed(everything(3), everything(3)), want)
+
+
+def test_masks_move_with_their_tensors():
+    mask = make_mask("everything", 2, 7)
+    moved = mask.to(torch.device("meta"))
+    assert moved.documents.is_meta and moved.key_padding.is_meta and moved.spec() == mask.spec()
+    assert Mask().to(torch.device("meta")).spec() == Mask().spec()
+
+
+ids, keep = torch.zeros(1, 3, dtype=torch.int64), torch.ones(1, 3, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": (-1, 0)}, r"window bounds >= 0 .*got \(-1, 0\); use None"),
+        ({"window": (None, -1)}, r"window bounds >= 0 .*got \(None, -1\); use None"),
+        ({"window": (-1, -1)}, r"window bounds >= 0"),
+        ({"window": 4}, r"window=\(left, right\), got 4"),
+        ({"window": (1, 2, 3)}, r"window=\(left, right\), got \(1, 2, 3\)"),
+        ({"prefix": -1}, r"prefix >= 0 and length >= 0, got -1 and None"),
+        ({"length": -2}, r"prefix >= 0 and length >= 0, got 0 and -2"),
+        ({"causal": False, "prefix": 1}, r"prefix relaxes causal"),
+        ({"documents": ids.float()}, r"integer documents \[B, S\] or \[S\], got torch\.float32 \(1, 3\).*cu_seqlens"),
+        ({"documents": ids[None]}, r"integer documents \[B, S\] or \[S\], got torch\.int64 \(1, 1, 3\)"),
+        ({"documents": keep}, r"integer documents"),
+        ({"key_padding": ids}, r"bool key_padding \[B, S\] or \[S\] \(True = keep\), got torch\.int64"),
+        ({"key_padding": keep[None]}, r"bool key_padding"),
+    ],
+)
+def test_masks_that_must_be_refused(options, message):
+    with pytest.raises(ArgumentError, match=message):
+        Mask(**options)
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "message"),
+    [
+        (torch.tensor([1, 3]), r"non-decreasing tensor starting at 0"),
+        (torch.tensor([0, 3, 2]), r"non-decreasing tensor starting at 0"),
+        (torch.tensor([0]), r"integer tensor \[num_docs \+ 1\], got torch\.int64 \(1,\)"),
+        (torch.tensor([0.0, 2.0]), r"integer tensor \[num_docs \+ 1\], got torch\.float32 \(2,\)"),
+        (torch.tensor([[0, 2]]), r"integer tensor \[num_docs \+ 1\], got torch\.int64 \(1, 2\)"),
+    ],
+)
+def test_cumulative_lengths_that_must_be_refused(cu_seqlens, message):
+    with pytest.raises(ArgumentError, match=message):
+        Mask.from_cu_seqlens(cu_seqlens)

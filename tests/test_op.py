@@ -1,0 +1,201 @@
+"""The ops as torch.library sees them: schemas, fakes, autograd, and what they refuse to differentiate."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dense import dense_attention, dense_mask, make_qkv
+from ranks import mesh
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from cp_mesh import Contiguous, Mask, Permuted, ZigZag, attention, ops
+from cp_mesh.plan import Options
+
+B, H, K, S, D, E = 2, 4, 2, 12, 6, 5
+FORMATS = (2, 1, 0)
+
+
+def in_format(x: Tensor, seq_dim: int) -> Tensor:
+    """[B, H, S, D] as [B, H, S, D], a strided [B, S, H, D], or [T, H, D] of the first row of the batch."""
+    return x if seq_dim == 2 else x.transpose(1, 2) if seq_dim == 1 else x[0].transpose(0, 1)
+
+
+def inputs(seq_dim: int, dtype: torch.dtype = torch.float64, requires_grad: bool = True, **sizes: Any) -> list[Tensor]:
+    q, k, v, dout = make_qkv(B, H, K, S, D, sizes.get("Dv", D), dtype=dtype)
+    q, k, v = (in_format(x, seq_dim).detach().requires_grad_(requires_grad) for x in (q, k, v))
+    return [q, k, v, in_format(dout, seq_dim).contiguous()]
+
+
+def tail(seq_dim: int, **options: Any) -> tuple:
+    """The op's arguments after q, k, v, documents, key_padding and index."""
+    group = mesh((dist.get_world_size(),), ("cp",)).get_group().group_name
+    defaults = {"layout": "zigzag", "mask": "1,,,0,", "scale": 1 / math.sqrt(D), "differentiable_lse": True}
+    return S, seq_dim, group, Options(**defaults | options).spec()
+
+
+def tensor_arguments(case: str) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
+    """documents, key_padding, index, and the options that go with them."""
+    documents, keep = torch.arange(S).expand(B, S) // 5, torch.arange(S) % 4 > 0
+    return {
+        "no tensors": ((None, None, None), {}),
+        "documents": ((documents[:1], None, None), {"mask": "0,,,0,"}),
+        "all tensors": ((documents[:1], keep, torch.arange(S).flip(0)), {"layout": "permuted"}),
+        "cpu_flash": ((None, None, None), {"kernel": "cpu_flash", "differentiable_lse": False}),
+    }[case]
+
+
+TENSORS = ("no tensors", "documents", "all tensors", "cpu_flash")
+
+
+def check_ops(rank: int, seq_dim: int, case: str) -> None:
+    tensors, options = tensor_arguments(case)
+    q, k, v, dout = inputs(seq_dim)
+    torch.library.opcheck(ops.attention_op, (q, k, v, *tensors, *tail(seq_dim, **options)))
+    q, k, v, dout = inputs(seq_dim, requires_grad=False)
+    out, lse = ops.attention_op(q, k, v, *tensors, *tail(seq_dim, **options))
+    dlse = None if case == "cpu_flash" else torch.randn_like(lse)
+    arguments = (dout, q, k, v, out, lse, dlse, *tensors, *tail(seq_dim, **options))
+    torch.library.opcheck(ops.attention_backward_op, arguments)
+
+
+@pytest.mark.unpoisoned  # opcheck compares two runs bit by bit
+@pytest.mark.parametrize("case", TENSORS)
+def test_opcheck(pool: Any, case: str) -> None:
+    for seq_dim in FORMATS:
+        pool(1).run(check_ops, seq_dim, case)
+
+
+def describe(tensors: tuple[Tensor, ...]) -> list[tuple]:
+    return [(tuple(x.shape), x.stride(), x.dtype, x.device.type) for x in tensors]
+
+
+def real_and_fake(rank: int, seq_dim: int, dtype: torch.dtype, Dv: int) -> None:
+    q, k, v, dout = inputs(seq_dim, dtype, requires_grad=False, Dv=Dv)
+    arguments = (None, None, None, *tail(seq_dim, kernel="reference"))
+    out, lse = ops.attention_op(q, k, v, *arguments)
+    assert out.is_contiguous() and lse.is_contiguous()
+    # Gradients arrive with any strides: of a sum they are expanded, of a transposed result transposed.
+    grads = ops.attention_backward_op(dout.expand_as(out), q, k, v, out, lse, torch.ones_like(lse), *arguments)
+    with FakeTensorMode(allow_non_fake_inputs=False) as mode:
+        fq, fk, fv, fdout = (mode.from_tensor(x) for x in (q, k, v, dout))
+        fout, flse = ops.attention_op(fq, fk, fv, *arguments)
+        fgrads = ops.attention_backward_op(fdout, fq, fk, fv, fout, flse, flse, *arguments)
+    assert describe((fout, flse)) == describe((out, lse))
+    assert describe(fgrads) == describe(grads)
+
+
+@pytest.mark.parametrize("seq_dim", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_fakes_are_as_the_real(pool: Any, seq_dim: int, dtype: torch.dtype) -> None:
+    for Dv in (D, E):
+        pool(1).run(real_and_fake, seq_dim, dtype, Dv)
+
+
+def call(*tensors: Tensor, **options: Any) -> Any:
+    return attention(*tensors, mesh=mesh((dist.get_world_size(),), ("cp",)), **options)
+
+
+def expected(*required: str) -> dict[str, Tensor]:
+    q, k, v, dout = make_qkv(B, H, K, S, D)
+    leaves = {"q": q.requires_grad_(), "k": k.requires_grad_(), "v": v.requires_grad_()}
+    out, _ = dense_attention(q, k, v, dense_mask(S))
+    return dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), dout), strict=True))
+
+
+def some_gradients(rank: int, required: str) -> dict[str, Tensor | None]:
+    layout, size = ZigZag(), dist.get_world_size()
+    rows = layout.positions(S, size, rank)
+    q, k, v, dout = (x[:, :, rows] for x in make_qkv(B, H, K, S, D))
+    leaves = {name: x.requires_grad_(name in required) for name, x in (("q", q), ("k", k), ("v", v))}
+    out = call(*leaves.values(), layout=layout)
+    assert out.requires_grad == bool(required)
+    if required:
+        out.backward(dout)
+    return {name: x.grad for name, x in leaves.items()}
+
+
+@pytest.mark.parametrize("required", ["", "q", "k", "v", "qv", "kv", "qkv"])
+def test_gradients_only_where_required(pool: Any, required: str) -> None:
+    want = expected()
+    for rank, got in enumerate(pool(2).run(some_gradients, required)):
+        rows = ZigZag().positions(S, 2, rank)
+        for name, grad in got.items():
+            assert (grad is not None) == (name in required), name
+            if grad is not None:
+                torch.testing.assert_close(grad, want[name][:, :, rows], rtol=1e-10, atol=1e-10)
+
+
+def no_gradients(rank: int) -> None:
+    """What has no gradient takes none: masks and layouts, no_grad and inference mode."""
+    q, k, v, _ = inputs(2)
+    ids, keep = torch.zeros(B, S, dtype=torch.int64), torch.ones(B, S, dtype=torch.bool)
+    mask = Mask(documents=ids, key_padding=keep)
+    out, lse = call(q, k, v, mask=mask, layout=Permuted(range(S)), return_lse=True)
+    grads = torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))
+    assert all(grad.isfinite().all() for grad in grads)
+    with torch.no_grad():
+        assert not call(q, k, v).requires_grad
+    with torch.inference_mode():
+        assert call(q, k, v).is_inference()
+    leaves = [x.detach() for x in (q, k, v)]
+    copies = [x.clone() for x in leaves]
+    assert not call(*leaves).requires_grad
+    assert all(torch.equal(x, copy) for x, copy in zip(leaves, copies, strict=True))  # inputs are never written
+
+
+def test_what_has_no_gradient(pool: Any) -> None:
+    pool(1).run(no_gradients)
+
+
+def unused_results(rank: int) -> None:
+    """A result that the loss does not read costs nothing and needs no kernel that differentiates it."""
+    q, k, v, dout = inputs(2)
+    out, lse = call(q, k, v, return_lse=True)
+    alone = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    both = torch.autograd.grad((out, lse), (q, k, v), (dout, torch.zeros_like(lse)), retain_graph=True)
+    torch.testing.assert_close(alone, both, rtol=1e-12, atol=1e-12)
+    of_lse = torch.autograd.grad(lse.sum(), (q, k, v))
+    dense_q, dense_k, dense_v, _ = inputs(2)
+    _, dense_lse = dense_attention(dense_q, dense_k, dense_v, dense_mask(S))
+    want = torch.autograd.grad(dense_lse.sum(), (dense_q, dense_k))
+    torch.testing.assert_close(of_lse[:2], want, rtol=1e-10, atol=1e-10)
+    assert (of_lse[2] == 0).all()
+    out, lse = call(q, k, v, return_lse=True, kernel="reference", layout=Contiguous())
+    assert torch.autograd.grad(out.sum(), (v,))[0].shape == v.shape
+
+
+def test_unused_results(pool: Any) -> None:
+    pool(1).run(unused_results)
+
+
+def differentiate_twice(rank: int, of_lse: bool) -> None:
+    q, k, v, _ = inputs(2)
+    result = call(q, k, v, return_lse=True)[of_lse]
+    (dq,) = torch.autograd.grad(result.pow(2).sum(), q, create_graph=True)
+    dq.sum().backward()
+
+
+@pytest.mark.parametrize("of_lse", [False, True])
+def test_double_backward_is_refused(pool: Any, of_lse: bool) -> None:
+    (error,) = pool(1).run_expecting_error(differentiate_twice, of_lse)
+    assert error is not None and error.type in ("RuntimeError", "UnsupportedError"), error
+    assert "attention_backward" in error.message, error.message
+
+
+def gradcheck(rank: int) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 5, 3, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1))
+
+    def both(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return call(q, k, v, mask=Mask(window=(2, 0)), return_lse=True, layout=Contiguous())
+
+    assert torch.autograd.gradcheck(both, (q, k, v))
+
+
+def test_gradcheck(pool: Any) -> None:
+    pool(1).run(gradcheck)

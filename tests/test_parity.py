@@ -1,0 +1,255 @@
+"""The parity gate: in fp64 over gloo, results and all gradients equal dense attention to 1e-10."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import BANDS, LAYOUTS, MASKS, gap
+from checks import GQA, MHA, MQA, Case, call, parity_on_ranks, report, to_format
+from dense import dense_attention, make_qkv
+from ranks import mesh
+from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import cp_mesh
+from cp_mesh import ZigZag
+
+HEADS, SEQ_DIMS = (GQA, MHA, MQA), (2, 1, 0)
+MEMORIES = ("contiguous", "transposed", "sliced", "strided", "expanded", "transposed", "sliced")
+
+
+def table(S: int, rounds: int = 1, masks: Sequence[str] = tuple(MASKS)) -> list[Case]:
+    """Every layout with every mask; heads, format and memory take turns, all nine of the former in nine rounds."""
+    cases = []
+    for turn, (i, (mask, layout)) in product(range(rounds), enumerate(product(masks, LAYOUTS))):
+        heads, seq_dim = HEADS[(i + turn) % 3], SEQ_DIMS[(i // 3 + turn // 3) % 3]
+        memory = MEMORIES[(i + turn) % 7]
+        memory = "sliced" if memory == "expanded" and seq_dim == 0 else memory  # there is no batch to expand
+        cases.append(Case(layout, mask, S, heads, seq_dim, "reference", memory))
+    return cases
+
+
+@pytest.mark.parametrize("S", (0, 1, 2, 3, 31, 97))
+@pytest.mark.parametrize("cp_size", (1, 2, 3, 4))
+def test_every_layout_and_mask(pool, cp_size, S):
+    report(pool(cp_size).run(parity_on_ranks, (cp_size,), ("cp",), table(S), timeout=300))
+
+
+@pytest.mark.parametrize(("cp_size", "rounds"), [(1, 3), (2, 9), (3, 3), (4, 3)])
+def test_every_layout_mask_format_and_number_of_heads(pool, cp_size, rounds):
+    cases = table(7, rounds)
+    assert len({(case.layout, case.mask, case.heads, case.seq_dim) for case in cases}) == 100 * rounds
+    report(pool(cp_size).run(parity_on_ranks, (cp_size,), ("cp",), cases, timeout=300))
+
+
+@pytest.mark.parametrize(
+    ("shape", "names"),
+    [
+        ((2, 2), ("cp", "tp")),
+        ((2, 2), ("dp", "cp")),
+        ((2, 2, 1), ("cp", "dp", "tp")),
+        ((2, 1, 2), ("dp", "tp", "cp")),
+    ],
+    ids=str,
+)
+def test_on_an_axis_of_a_mesh(pool, shape, names):
+    """The rank in the cp group is not the global rank, and each group has data of its own."""
+    cases = table(31, masks=("causal", "full", "window", "everything")) + table(3, masks=("causal", "documents"))
+    report(pool(4).run(parity_on_ranks, shape, names, cases, timeout=300))
+
+
+def banded(memories: Sequence[str]) -> list[Case]:
+    """What a kernel of full and causal tiles can serve: runs, and masks that are bands."""
+    layouts = [name for name in LAYOUTS if name not in ("shuffled", "reversed")]
+    return [
+        Case(layout, mask, S, HEADS[i % 3], SEQ_DIMS[(i // 3) % 3], "cpu_flash", memories[i % len(memories)])
+        for i, (S, layout, mask) in enumerate(product((1, 3, 7, 31, 97), layouts, BANDS))
+    ]
+
+
+@pytest.mark.parametrize("cp_size", (1, 2, 3, 4))
+def test_cpu_flash(pool, cp_size):
+    report(pool(cp_size).run(parity_on_ranks, (cp_size,), ("cp",), banded(("contiguous", "strided"))))
+
+
+def test_cpu_flash_of_inputs_in_any_memory(pool):
+    report(pool(2).run(parity_on_ranks, (2,), ("cp",), banded(("transposed", "sliced"))))
+
+
+def test_nothing_is_read_before_it_is_there_nor_written_while_it_is_sent(pool):
+    """On a group that delivers at the wait, NaN until then, and compares what was sent with what is there then."""
+    cases = table(13) + [Case(layout, "causal", 13, kernel="cpu_flash") for layout in ("zigzag", "striped")]
+    report(pool(3).run(parity_on_ranks, (3,), ("cp",), cases, True, timeout=300))
+
+
+def test_scale_is_used(pool):
+    cases = [
+        Case("zigzag", mask, 13, scale=0.7, kernel=kernel) for mask in BANDS for kernel in ("reference", "cpu_flash")
+    ]
+    report(pool(3).run(parity_on_ranks, (3,), ("cp",), cases))
+
+
+def plain_calls(rank: int) -> list[str]:
+    """Calls as users write them: no length, the kernel left to choose, a loss that expands its gradient."""
+    axis, S = mesh((3,), ("cp",)), 12
+    q, k, v, _ = make_qkv(2, 6, 3, S, 5)
+    rows = ZigZag().positions(S, 3, rank)
+    problems = []
+    for needed in (("q", "k", "v"), ("q",), ("v",), ("k", "v")):
+        whole, local = {}, {}
+        for name, x in {"q": q, "k": k, "v": v}.items():
+            whole[name] = x.clone().requires_grad_(name in needed)
+            local[name] = x[:, :, rows].clone().requires_grad_(name in needed)
+        causal = torch.ones(S, S, dtype=torch.bool).tril()[None]
+        want, _ = dense_attention(*whole.values(), causal)
+        got = cp_mesh.attention(*local.values(), mesh=axis)
+        want.sum().backward()
+        got.sum().backward()
+        checks = {"out": (got, want[:, :, rows])}
+        checks |= {f"d{name}": (local[name].grad, whole[name].grad[:, :, rows]) for name in needed}
+        problems += [f"{needed}: {name}" for name, (a, b) in checks.items() if not gap(a, b) <= 1e-10]
+        problems += [
+            f"{needed}: {name} has a gradient" for name in local if name not in needed and local[name].grad is not None
+        ]
+    return problems
+
+
+def test_calls_without_options(pool):
+    report(pool(3).run(plain_calls))
+
+
+def dtensors(
+    rank: int, shape: tuple[int, ...], names: tuple[str, ...], placed: dict[str, str], cases: Sequence[Case]
+) -> list[str]:
+    """DTensors over a whole mesh: the sequence on cp, and as `placed` says heads and the batch on other axes."""
+    grid, problems = mesh(shape, names), []
+    parts = [placed.get(name, "sequence" if name == "cp" else "whole") for name in names]
+    for i, case in enumerate(cases):
+        dims = {2: {"batch": 0, "heads": 1, "sequence": 2}, 1: {"batch": 0, "sequence": 1, "heads": 2}}
+        dims[0] = {"sequence": 0, "heads": 1}
+        lse_dims = {"heads": 0, "sequence": 1} if case.seq_dim == 0 else dims[2]
+        placements, lse_placements = (
+            [Replicate() if part == "whole" else Shard(dims[part]) for part in parts]
+            for dims in (dims[case.seq_dim], lse_dims)
+        )
+        layout, mask = case.make_layout(), case.make_mask()
+        order = layout.permutation(case.S, grid["cp"].size())
+        want = {name: to_format(x.index_select(2, order), case.seq_dim) for name, x in case.oracle(0).items()}
+        q, k, v, dout, dlse = (
+            distribute_tensor(want[name], grid, lse_placements if name == "dlse" else placements, src_data_rank=None)
+            for name in ("q", "k", "v", "dout", "dlse")
+        )
+        if "batch" in parts:  # tensors of the mask are those of this rank's batch rows
+            dp_rank, dp_size = grid.get_coordinate()[parts.index("batch")], shape[parts.index("batch")]
+            own = {
+                name: x.chunk(dp_size)[dp_rank]
+                for name, x in (("documents", mask.documents), ("key_padding", mask.key_padding))
+                if x is not None and len(x) > 1
+            }
+            mask = replace(mask, **own)
+        # Three ways to tell the cp axis.
+        options = ({}, {"mesh": grid["cp"]}, {"seq_dim": case.seq_dim})[i % 3]
+        options |= {"layout": layout, "mask": mask, "kernel": case.kernel}
+        got = call([x.requires_grad_() for x in (q, k, v)], [dout, dlse], case.through_lse, options)
+        for name, x in got.items():
+            if list(x.placements) != (lse_placements if name == "lse" else placements):
+                problems.append(f"rank {rank}: {case}: {name} is placed {x.placements}")
+            if not (off := gap(x.full_tensor(), want[name])) <= 1e-10:
+                problems.append(f"rank {rank}: {case}: {name} is off by {off:.1e}")
+    return problems
+
+
+HEADS_ON_TP, BATCH_ON_DP = {"tp": "heads"}, {"dp": "batch"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "placed"),
+    [
+        ((4,), ("cp",), {}),
+        ((2, 2), ("cp", "tp"), HEADS_ON_TP),
+        ((2, 2), ("tp", "cp"), HEADS_ON_TP),
+        ((2, 2), ("cp", "tp"), {}),
+        ((2, 2), ("dp", "cp"), BATCH_ON_DP),
+        ((2, 2, 1), ("dp", "cp", "tp"), HEADS_ON_TP | BATCH_ON_DP),
+        ((1, 2, 2), ("dp", "cp", "tp"), HEADS_ON_TP | BATCH_ON_DP),
+    ],
+    ids=str,
+)
+def test_dtensors(pool, shape, names, placed):
+    cases = [
+        Case(layout, mask, 16, (4, 2), seq_dim, kernel)
+        for seq_dim, (mask, layout, kernel) in product(
+            (2, 1, 0),
+            (
+                ("causal", "zigzag", "cpu_flash"),
+                ("causal", "striped", "reference"),
+                ("window", "contiguous", "reference"),
+                ("documents", "zigzag", "reference"),
+                ("everything", "shuffled", "reference"),
+            ),
+        )
+        if seq_dim or "batch" not in placed.values()
+    ]
+    report(pool(4).run(dtensors, shape, names, placed, cases, timeout=300))
+
+
+def test_dtensors_of_unequal_shards(pool):
+    """DTensor cuts 97 in 25, 25, 25 and 22, and 5 in 2, 2, 1 and 0; contiguous and permuted layouts do as well."""
+    masks = ("causal", "full", "documents")
+    cases = [
+        Case(layout, mask, S, (4, 2), seq_dim)
+        for S, layout, mask, seq_dim in product((97, 5), ("contiguous", "shuffled"), masks, (2, 1, 0))
+    ]
+    report(pool(4).run(dtensors, (4,), ("cp",), {}, cases, timeout=300))
+
+
+NAMES = ("out", "dq", "dk", "dv")
+
+
+def rms(x: Tensor) -> Tensor:
+    """Root mean square over 128 rows of [B, H, S, D]: [S / 128, B, H]."""
+    return torch.stack([block.square().mean((2, 3)).sqrt() for block in x.split(128, dim=2)])
+
+
+def low_precision(rank: int, dtype: torch.dtype, kernel: str, limit: float) -> list[str]:
+    """Errors against fp64 are at most `limit` times those of the same kernel on one device, by head and 128 rows."""
+    axis, alone, S, problems = mesh((3,), ("cp",)), mesh((3, 1), ("other", "cp"))["cp"], 768, []
+    layout = ZigZag()
+    q, k, v, dout = (x.to(dtype) for x in make_qkv(2, 4, 2, S, 16, seed=3))
+    rows = layout.positions(S, 3, rank)
+
+    def results(axis: Any, *inputs: Tensor) -> dict[str, Tensor]:
+        q, k, v, dout = (x.clone().requires_grad_() for x in inputs)
+        out = cp_mesh.attention(q, k, v, mesh=axis, layout=layout, kernel=kernel)
+        return dict(zip(NAMES, (out.detach(), *torch.autograd.grad(out, (q, k, v), dout.detach())), strict=True))
+
+    def whole(x: Tensor) -> Tensor:
+        shards = [torch.empty_like(x) for _ in range(3)]
+        dist.all_gather(shards, x)
+        return torch.cat(shards, dim=2)[:, :, layout.inverse(S, 3)]
+
+    exact_qkv = [x.double().requires_grad_() for x in (q, k, v)]
+    exact_out, _ = dense_attention(*exact_qkv, torch.ones(S, S, dtype=torch.bool).tril()[None])
+    exact_grads = torch.autograd.grad(exact_out, exact_qkv, dout.double())
+    exact = dict(zip(NAMES, (exact_out.detach(), *exact_grads), strict=True))
+    single, ring = results(alone, q, k, v, dout), results(axis, *(x[:, :, rows] for x in (q, k, v, dout)))
+    for name, x in ring.items():
+        ratio = rms(whole(x).double() - exact[name]) / rms(single[name].double() - exact[name])
+        if x.dtype != dtype or not ratio.max() <= limit:
+            problems.append(f"{name}: {x.dtype}, {ratio.max():.2f} times the error of one device")
+    return problems
+
+
+@pytest.mark.parametrize("kernel", ("reference", "cpu_flash"))
+@pytest.mark.parametrize(
+    ("dtype", "limit"),
+    # In fp32 no last rounding hides that a merge rounds about as much as a kernel does.
+    [(torch.float32, 2.0), (torch.bfloat16, 1.5), (torch.float16, 1.5)],
+    ids=str,
+)
+def test_low_precision(pool, dtype, limit, kernel):
+    report(pool(3).run(low_precision, dtype, kernel, limit))

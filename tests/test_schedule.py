@@ -1,0 +1,207 @@
+"""The coverage gate: scheduled pairs are the dense mask, each exactly once; and what a schedule tells of its cost."""
+
+from collections.abc import Iterator
+from itertools import cycle, product
+from typing import Any
+
+import pytest
+import torch
+from cases import LAYOUTS, MASKS, make_mask, pairs
+from checks import coverage, report
+from dense import dense_mask
+
+from cp_mesh.layouts import Contiguous, Permuted, Striped, ZigZag
+from cp_mesh.masks import Band, Mask
+from cp_mesh.schedule import Schedule, Tile, make_schedule, num_rows, split_causal, trim
+
+WINDOWS = (None, (2, None), (0, 0), (3, 1), (None, 2), (None, 0), (100, 0))
+
+
+def conditions(S: int) -> Iterator[dict[str, Any]]:
+    """Every combination of distance conditions, alone and with tensors that take turns."""
+    generator = torch.Generator().manual_seed(S)
+    ids = torch.randint(0, 4, (2, S), generator=generator).sort(dim=1).values
+    keep = torch.rand(2, S, generator=generator) > 0.3
+    tensors = cycle([{"documents": ids}, {"key_padding": keep}, {"documents": ids, "key_padding": keep}])
+    for causal, window, prefix, length in product((True, False), WINDOWS, (0, 1, 4), (None, max(0, S - 3))):
+        if not prefix or causal:
+            options = {"causal": causal, "window": window, "prefix": prefix, "length": length}
+            yield options
+            yield {**options, **next(tensors)}
+
+
+# Lengths below, at and just off multiples of cp and of 2 cp, and cp - 1.
+SMALL = [(S, cp_size) for S in (0, 1, 2, 3, 5, 8) for cp_size in (1, 2, 3, 4)]
+LARGE = [(7, 8), (8, 8), (9, 4), (12, 3), (13, 4), (13, 5), (12, 6), (6, 7)]
+
+
+@pytest.mark.parametrize("layout", ("contiguous", "zigzag", "striped", "shuffled"))
+def test_every_pair_once(layout):
+    wanted = {S: [(c, dense_mask(S, **c)) for c in conditions(S)] for S in {S for S, _ in SMALL + LARGE}}
+    problems, num_cases = [], 0
+    for S, cp_size in SMALL + LARGE:
+        for options, want in wanted[S]:
+            num_cases += 1
+            found = coverage(LAYOUTS[layout](S), Mask(**options), want, cp_size)
+            problems += [f"S={S}, cp={cp_size}, {options}: {problem}" for problem in found]
+    assert num_cases > 3000
+    report([problems])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_pair_once_in_longer_sequences(layout):
+    problems = []
+    for name, (S, cp_size) in product(MASKS, ((31, 4), (40, 5), (97, 3), (64, 8), (97, 8))):
+        found = coverage(LAYOUTS[layout](S), make_mask(name, 2, S), pairs(name, 2, S), cp_size)
+        problems += [f"S={S}, cp={cp_size}, {name}: {problem}" for problem in found]
+    report([problems])
+
+
+def schedules(layout, mask, S: int, cp_size: int) -> list[Schedule]:
+    return [make_schedule(layout, mask, S, cp_size, rank) for rank in range(cp_size)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", MASKS)
+def test_what_all_ranks_must_know_alike(layout, name):
+    """Steps, kinds of tiles and the fewest keys of a call are those of all ranks together, on every rank."""
+    for S, cp_size in ((13, 3), (31, 4), (2, 4)):
+        ranks = schedules(LAYOUTS[layout](S), make_mask(name, 2, S), S, cp_size)
+        steps, covers, fewest = set(), set(), 1 << 30
+        for schedule in ranks:
+            assert schedule.cp_size == cp_size and sum(schedule.shard_lens) == S
+            steps |= {step for step in range(1, cp_size) if schedule.fetch[schedule.source(step)]}
+            for tile in (tile for tiles in schedule.tiles for tile in tiles):
+                if not isinstance(tile.cover, Band):
+                    covers.add("pairs")
+                    calls = [tile.k]
+                elif tile.cover.hi is not None:
+                    covers.add("window")
+                    calls = [tile.k]
+                else:
+                    covers.add("full" if tile.cover.lo is None else "causal")
+                    shape = tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]
+                    calls = [part[1] for part in split_causal(tile.cover, *shape)]
+                fewest = min(fewest, *(end - begin for begin, end in calls))
+        for schedule in ranks:
+            assert set(schedule.active_steps) == steps and sorted(schedule.active_steps) == list(schedule.active_steps)
+            assert schedule.covers == covers and schedule.min_keys == fewest
+
+
+def test_source_and_receiver_are_inverse():
+    ranks = schedules(Contiguous(), Mask(), 12, 4)
+    for rank, step in product(range(4), range(4)):
+        assert ranks[ranks[rank].receiver(step)].source(step) == rank
+    assert ranks[1].source(0) == 1
+
+
+@pytest.mark.parametrize("cp_size", (2, 3, 4, 8))
+def test_causal_work_is_balanced(cp_size):
+    S, whole = 48 * cp_size, 48 * cp_size * (48 * cp_size + 1) // 2
+    zigzag = [schedule.pairs for schedule in schedules(ZigZag(), Mask(), S, cp_size)]
+    assert zigzag == [whole // cp_size] * cp_size
+    striped = [schedule.pairs for schedule in schedules(Striped(), Mask(), S, cp_size)]
+    assert sum(striped) == whole and max(striped) - min(striped) == (cp_size - 1) * (S // cp_size)  # less than one row
+    contiguous = [schedule.pairs for schedule in schedules(Contiguous(), Mask(), S, cp_size)]
+    assert sum(contiguous) == whole and contiguous == sorted(contiguous)
+
+
+def test_causal_flops():
+    for schedule in schedules(ZigZag(), Mask(), 24, 3):
+        assert schedule.flops(batch=2, num_heads=5, head_dim=8) == 2 * 2 * 5 * 100 * (8 + 8)
+        assert schedule.flops(batch=2, num_heads=5, head_dim=8, v_head_dim=4) == 2 * 2 * 5 * 100 * (8 + 4)
+
+
+def test_a_full_mask_takes_a_call_for_each_source():
+    for layout in (Contiguous(), ZigZag(), Striped()):
+        for schedule in schedules(layout, Mask(causal=False), 24, 4):
+            assert [len(tiles) for tiles in schedule.tiles] == [1, 1, 1, 1]
+            assert schedule.covers == {"full"} and schedule.pairs == 24 * 6
+
+
+def test_a_causal_mask_takes_a_call_for_each_source():
+    """One kernel call a source, none that is empty: full or causal, as ring attention is meant to be."""
+    for layout in (ZigZag(), Striped()):
+        for schedule in schedules(layout, Mask(), 48, 4):
+            assert [len(tiles) for tiles in schedule.tiles] == [1, 1, 1, 1]
+    for rank, schedule in enumerate(schedules(Contiguous(), Mask(), 48, 4)):
+        assert [len(tiles) for tiles in schedule.tiles] == [int(source <= rank) for source in range(4)]
+
+
+@pytest.mark.parametrize("left", (1, 3, 6))
+def test_a_window_ring_fetches_the_halo_alone(left):
+    S, cp_size = 24, 4
+    for rank, schedule in enumerate(schedules(Contiguous(), Mask(window=(left, None)), S, cp_size)):
+        want = [()] * cp_size
+        if rank:
+            want[rank - 1] = ((6 - left, 6),)
+        assert list(schedule.fetch) == want and schedule.active_steps == (1,)
+        assert schedule.fetch_bytes(7) == (0, 7 * left * (rank > 0), 0, 0)
+
+
+def test_a_window_longer_than_a_shard_reaches_further():
+    ranks = schedules(Contiguous(), Mask(window=(8, None)), 24, 4)
+    assert ranks[3].fetch == ((), ((4, 6),), ((0, 6),), ()) and ranks[3].active_steps == (1, 2)
+
+
+def test_a_two_sided_window_fetches_both_halos():
+    ranks = schedules(Contiguous(), Mask(causal=False, window=(2, 1)), 24, 4)
+    assert ranks[1].fetch == (((4, 6),), (), ((0, 1),), ()) and ranks[1].active_steps == (1, 3)
+
+
+def test_a_window_of_one_token_needs_no_ring():
+    for layout in (Contiguous(), ZigZag(), Striped()):
+        for schedule in schedules(layout, Mask(window=(0, 0)), 24, 4):
+            assert schedule.active_steps == () and schedule.pairs == 6
+
+
+def test_causal_traffic():
+    """In bytes a step: contiguous serves later ranks only, zigzag half of a shard or all of it, striped nearly all."""
+    S, cp_size, row = 24, 3, 10
+    traffic = {
+        type(layout): [schedule.fetch_bytes(row) for schedule in schedules(layout, Mask(), S, cp_size)]
+        for layout in (Contiguous(), ZigZag(), Striped())
+    }
+    assert traffic[Contiguous] == [(0, 0, 0), (0, 80, 0), (0, 80, 80)]
+    assert traffic[ZigZag] == [(0, 80, 80), (0, 40, 80), (0, 40, 40)]
+    assert traffic[Striped] == [(0, 70, 70), (0, 80, 70), (0, 80, 80)]
+
+
+def test_sorted_documents_skip_sources():
+    documents = torch.arange(24) // 6
+    for rank, schedule in enumerate(schedules(Contiguous(), Mask(documents=documents), 24, 4)):
+        assert schedule.active_steps == () and [bool(tiles) for tiles in schedule.tiles] == [
+            r == rank for r in range(4)
+        ]
+    ring = schedules(Contiguous(), Mask(causal=False, documents=(torch.arange(24) + 3) // 6), 24, 4)
+    assert ring[1].active_steps == (1, 3)
+
+
+def test_schedules_with_tensors_are_not_mistaken_for_one_another():
+    first, second = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 0, 0, 0])
+    assert make_schedule(Contiguous(), Mask(documents=first), 4, 2, 1).active_steps == ()
+    assert make_schedule(Contiguous(), Mask(documents=second), 4, 2, 1).active_steps == (1,)
+    forward = make_schedule(Permuted(range(4)), Mask(), 4, 2, 0)
+    backward = make_schedule(Permuted(range(3, -1, -1)), Mask(), 4, 2, 0)
+    assert (num_rows(forward.fetch[1]), num_rows(backward.fetch[1])) == (0, 2)
+
+
+def test_a_strict_diagonal_is_trimmed_to_a_causal_one():
+    assert trim(Tile((0, 4), (0, 4), Band(1, None))) == Tile((1, 4), (0, 3), Band(0, None))
+    assert trim(Tile((2, 6), (3, 7), Band(None, None))) == Tile((2, 6), (3, 7), Band())
+    assert trim(Tile((0, 4), (0, 4), Band(-3, 3))) == Tile((0, 4), (0, 4), Band())
+    assert trim(Tile((0, 4), (0, 9), Band(0, 1))) == Tile((0, 4), (0, 4), Band(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("band", "shape", "parts"),
+    [
+        (Band(), (3, 5), [((0, 3), (0, 5), False)]),
+        (Band(0, None), (4, 4), [((0, 4), (0, 4), True)]),
+        (Band(-2, None), (3, 5), [((0, 3), (0, 2), False), ((0, 3), (2, 5), True)]),
+        (Band(0, None), (5, 3), [((0, 3), (0, 3), True), ((3, 5), (0, 3), False)]),
+        (Band(0, 2), (4, 4), None),
+    ],
+)
+def test_split_causal_by_hand(band, shape, parts):
+    assert split_causal(band, *shape) == parts

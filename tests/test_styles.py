@@ -1,0 +1,404 @@
+"""The styles: a core, or a whole model, that a plan made context-parallel computes what one rank computes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from dense import dense_attention, dense_mask, make_qkv
+from model import Core, DenseCore, Model, V, batch, tensor_parallel_plan
+from ranks import mesh, num_collectives
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInputOutput, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from cp_mesh import (
+    ArgumentError,
+    ContextParallel,
+    Contiguous,
+    Mask,
+    ShardedModel,
+    ShardedSequence,
+    Striped,
+    ZigZag,
+    parallelize,
+)
+
+B, H, K, S, D = 2, 4, 2, 24, 6
+TOLERANCE = {"rtol": 1e-10, "atol": 1e-10}
+
+
+def make_core(axis: DeviceMesh, core: nn.Module | None = None, layout: Any = None, **options: Any) -> nn.Module:
+    return parallelize(
+        core or Core(), axis, {"": ContextParallel(ShardedSequence(axis, layout or ZigZag()), **options)}
+    )
+
+
+def shard_whole(sequence: ShardedSequence) -> list[Tensor]:
+    return [sequence.shard(x, dim=2) for x in make_qkv(B, H, K, S, D)]
+
+
+def expected(**conditions: Any) -> list[Tensor]:
+    """out, dq, dk, dv of the whole sequence."""
+    q, k, v, dout = make_qkv(B, H, K, S, D)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out, _ = dense_attention(q, k, v, dense_mask(S, **conditions))
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+
+
+def gather(sequence: ShardedSequence, *tensors: Tensor) -> list[Tensor]:
+    with torch.no_grad():
+        return [sequence.unshard(x, dim=2) for x in tensors]
+
+
+def assert_close(got: list[Tensor], want: list[Tensor]) -> None:
+    for name, a, b in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
+        torch.testing.assert_close(a, b, **TOLERANCE, msg=lambda m, name=name: f"{name}: {m}")
+
+
+# Cores: plain tensors, DTensors over tp, DTensors over the whole mesh.
+
+
+def core_of_plain_tensors(rank: int, layout: Any, documents: Tensor | None) -> list[Tensor]:
+    axis = mesh((dist.get_world_size(),), ("cp",))
+    sequence = ShardedSequence(axis, layout)
+    options = {} if documents is None else {"mask": lambda q, k, v, documents: Mask(documents=documents)}
+    core = make_core(axis, layout=layout, **options)
+    q, k, v, dout = shard_whole(sequence)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = core(q, k, v) if documents is None else core(q, k, v, documents=documents)
+    assert type(out) is Tensor and out.shape == q.shape
+    out.backward(dout)
+    return gather(sequence, out, q.grad, k.grad, v.grad)
+
+
+DOCUMENTS = torch.tensor([[i // 7 for i in range(S)], [i % 3 for i in range(S)]])
+
+
+@pytest.mark.parametrize("layout", [Contiguous(), ZigZag(), Striped()], ids=lambda layout: layout.spec())
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["causal", "documents"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_core_of_plain_tensors(pool: Any, layout: Any, documents: Tensor | None, world_size: int) -> None:
+    for results in pool(world_size).run(core_of_plain_tensors, layout, documents):
+        assert_close(results, expected(documents=documents))
+
+
+def core_of_dtensors(rank: int, whole_mesh: bool, documents: Tensor | None) -> list[Tensor]:
+    axes = mesh((2, 2), ("cp", "tp"))
+    sequence = ShardedSequence(axes["cp"], ZigZag())
+    options = {} if documents is None else {"mask": lambda q, k, v, documents: Mask(documents=documents)}
+    core = make_core(axes["cp"], **options)
+    on, placements = (axes, [Shard(2), Shard(1)]) if whole_mesh else (axes["tp"], [Shard(1)])
+
+    def place(x: Tensor) -> DTensor:
+        heads = x.chunk(2, dim=1)[axes.get_local_rank("tp")]
+        return DTensor.from_local(heads.contiguous(), on, placements, run_check=False)
+
+    q, k, v, dout = (place(x) for x in shard_whole(sequence))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = core(q, k, v) if documents is None else core(q, k, v, documents)
+    assert type(out) is DTensor and type(out.to_local()) is Tensor
+    assert out.placements == q.placements and out.device_mesh == q.device_mesh and out.shape == q.shape
+    out.backward(dout)
+    results = []
+    for x in (out, q.grad, k.grad, v.grad):
+        assert x.placements == q.placements and type(x.to_local()) is Tensor
+        shards = x.redistribute(placements=[*placements[:-1], Replicate()]).to_local()  # every head of these rows
+        results += gather(sequence, shards)
+    return results
+
+
+@pytest.mark.parametrize("whole_mesh", [False, True], ids=["tp", "whole mesh"])
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["causal", "documents"])
+def test_core_of_dtensors(pool: Any, whole_mesh: bool, documents: Tensor | None) -> None:
+    for results in pool(4).run(core_of_dtensors, whole_mesh, documents):
+        assert_close(results, expected(documents=documents))
+
+
+class OddCore(nn.Module):
+    """Several calls, by keyword and by position, with a scale, among other work."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        sdpa = F.scaled_dot_product_attention
+        first = sdpa(query=q, key=k, value=v, attn_mask=None, dropout_p=0.0, is_causal=True, scale=0.7, enable_gqa=True)
+        return first, {"second": sdpa(q, k, v, None, 0.0, True, enable_gqa=True) * 2 + first}
+
+
+def odd_core(rank: int) -> list[Tensor]:
+    axis = mesh((3,), ("cp",))
+    sequence = ShardedSequence(axis)
+    q, k, v, _ = shard_whole(sequence)
+    first, rest = make_core(axis, OddCore())(q, k, v)
+    return gather(sequence, first, rest["second"])
+
+
+def test_a_core_with_several_calls(pool: Any) -> None:
+    q, k, v, _ = make_qkv(B, H, K, S, D)
+    first, _ = dense_attention(q, k, v, dense_mask(S), scale=0.7)
+    second = 2 * dense_attention(q, k, v, dense_mask(S))[0] + first
+    for got in pool(3).run(odd_core):
+        torch.testing.assert_close(got, [first, second], **TOLERANCE)
+
+
+def nothing_is_patched(rank: int) -> None:
+    axis = mesh((2,), ("cp",))
+    sdpa, dispatched = F.scaled_dot_product_attention, []
+    core = make_core(axis)
+    q, k, v, _ = shard_whole(ShardedSequence(axis))
+    core(q, k, v)
+    with pytest.raises(ArgumentError):
+        make_core(axis, mask=Mask(causal=False))(q, k, v)  # leaves the forward by an error
+    assert F.scaled_dot_product_attention is sdpa and not dispatched
+    assert torch.overrides._len_torch_function_stack() == 0
+    before = num_collectives()
+    local = sdpa(q, k, v, is_causal=True, enable_gqa=True)  # outside the core it is PyTorch's own
+    torch.testing.assert_close(local, dense_attention(q, k, v, dense_mask(S // 2))[0])
+    assert num_collectives() == before
+
+
+def test_nothing_is_patched(pool: Any) -> None:
+    pool(2).run(nothing_is_patched)
+
+
+class CheckpointedInside(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return checkpoint(Core(), q, k, v, use_reentrant=False)
+
+
+def checkpointed(rank: int, inside: bool) -> list[Tensor]:
+    axis = mesh((2,), ("cp",))
+    sequence = ShardedSequence(axis)
+    core = make_core(axis, CheckpointedInside() if inside else Core())
+    q, k, v, dout = shard_whole(sequence)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = core(q, k, v) if inside else checkpoint(core, q, k, v, use_reentrant=False)
+    out.backward(dout)
+    return gather(sequence, out, q.grad, k.grad, v.grad)
+
+
+def test_checkpoint_around_a_core(pool: Any) -> None:
+    for results in pool(2).run(checkpointed, False):
+        assert_close(results, expected())
+
+
+def test_checkpoint_inside_a_core_is_no_silent_error(pool: Any) -> None:
+    """The recomputation runs outside the style's forward, so its attention is local: PyTorch's check sees it."""
+    for error in pool(2).run_expecting_error(checkpointed, True):
+        assert error is not None and error.type == "CheckpointError"
+
+
+# Whole models.
+
+
+def make_model(axis: DeviceMesh, tp: DeviceMesh | None = None, length: int | None = None, **options: Any) -> nn.Module:
+    model, sequence = Model(), ShardedSequence(axis, options.pop("layout", ZigZag()), length=length)
+    if tp is not None:
+        parallelize(model, tp, tensor_parallel_plan())
+
+    def mask(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Mask:
+        return Mask(documents=documents)
+
+    plan = {"": ShardedModel(sequence, **options), "layers.*.core": ContextParallel(sequence, mask=mask)}
+    return parallelize(model, axis, plan)
+
+
+def whole_model(rank: int, arguments: dict[str, Tensor], layout: Any, length: int | None) -> Tensor:
+    model = make_model(mesh((3,), ("cp",)), layout=layout, length=length, gather_output=True)
+    return model(**arguments).detach()
+
+
+def model_batch(S: int, documents: bool, own_positions: bool) -> dict[str, Tensor]:
+    whole = batch(B, S)
+    names = ["tokens"] + ["documents"] * documents + ["positions"] * own_positions
+    return {name: whole[name] for name in names}
+
+
+@pytest.mark.parametrize("layout", [Contiguous(), ZigZag(), Striped()], ids=lambda layout: layout.spec())
+@pytest.mark.parametrize(
+    ("documents", "own_positions"),
+    [(False, False), (True, False), (True, True)],
+    ids=["causal", "documents", "restart"],
+)
+@pytest.mark.parametrize("S", [24, 22], ids=["even", "padded"])
+def test_whole_model(pool: Any, layout: Any, documents: bool, own_positions: bool, S: int) -> None:
+    arguments = model_batch(S, documents, own_positions)
+    with torch.no_grad():
+        logits = Model(DenseCore)(**{"positions": torch.arange(S)} | arguments)
+    for got in pool(3).run(whole_model, arguments, layout, S):
+        torch.testing.assert_close(got, logits, **TOLERANCE)
+
+
+def model_by_position(rank: int, arguments: dict[str, Tensor]) -> list[Tensor]:
+    """Arguments by position, or one row of position ids for all rows, or a sharded output."""
+    axis = mesh((3,), ("cp",))
+    gathered, tokens, documents = make_model(axis, gather_output=True), arguments["tokens"], arguments["documents"]
+    sharded = make_model(axis)(tokens, documents=documents)
+    assert sharded.shape == (B, S // 3, V)
+    own = gathered(tokens, arguments["positions"][0], documents)
+    results = [gathered(tokens, None, documents), own, ShardedSequence(axis).unshard(sharded)]
+    return [x.detach() for x in results]
+
+
+def test_arguments_of_a_whole_model(pool: Any) -> None:
+    arguments = batch(B, S)
+    model, tokens, documents = Model(DenseCore), arguments["tokens"], arguments["documents"]
+    with torch.no_grad():
+        plain = model(tokens, torch.arange(S), documents)
+        own = model(tokens, arguments["positions"][0], documents)
+    assert not torch.allclose(plain, own)
+    for got in pool(3).run(model_by_position, arguments):
+        torch.testing.assert_close(got, [plain, own, plain], **TOLERANCE)
+
+
+def model_of_one(rank: int, arguments: dict[str, Tensor]) -> tuple[Tensor, int]:
+    model = make_model(mesh((1,), ("cp",)), layout=ZigZag())
+    before = num_collectives()
+    logits = model(**arguments)
+    logits.sum().backward()
+    return logits.detach(), num_collectives() - before
+
+
+def test_one_rank_is_the_same_function(pool: Any) -> None:
+    arguments = model_batch(S, documents=True, own_positions=True)
+    with torch.no_grad():
+        expected = Model(DenseCore)(**arguments)
+    ((logits, collectives),) = pool(1).run(model_of_one, arguments)
+    assert collectives == 0
+    torch.testing.assert_close(logits, expected, **TOLERANCE)
+
+
+def model_with_tp(rank: int, arguments: dict[str, Tensor], dtensors: bool) -> Tensor:
+    axes, seen = mesh((2, 2), ("cp", "tp")), []
+    model, theirs, plan = Model(), Model(), tensor_parallel_plan()
+    if dtensors:  # hooks around the core, which then takes and gives DTensors over tp
+        heads = {"input_layouts": (Shard(1),) * 3 + (None,), "output_layouts": Shard(1)}
+        desired = {"desired_input_layouts": heads["input_layouts"], "desired_output_layouts": Shard(1)}
+        plan["layers.*.core"] = PrepareModuleInputOutput(**heads, **desired, use_local_output=True)
+    parallelize(model, axes["tp"], plan)
+    parallelize_module(theirs, axes["tp"], plan)
+    for (name, parameter), other in zip(model.named_parameters(), theirs.parameters(), strict=True):
+        assert getattr(parameter, "placements", None) == getattr(other, "placements", None), name
+
+    def mask(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Mask:
+        seen.append(type(q))
+        return Mask(documents=documents)
+
+    sequence = ShardedSequence(axes["cp"], ZigZag())
+    styles = {"": ShardedModel(sequence, gather_output=True), "layers.*.core": ContextParallel(sequence, mask=mask)}
+    logits = parallelize(model, axes["cp"], styles)(**arguments)
+    assert seen == [DTensor if dtensors else Tensor] * len(model.layers)
+    return logits.detach()
+
+
+@pytest.mark.parametrize("dtensors", [False, True], ids=["plain", "DTensors"])
+def test_whole_model_over_cp_and_tp(pool: Any, dtensors: bool) -> None:
+    arguments = model_batch(S, documents=True, own_positions=True)
+    with torch.no_grad():
+        expected = Model(DenseCore)(**arguments)
+    for logits in pool(4).run(model_with_tp, arguments, dtensors):
+        torch.testing.assert_close(logits, expected, **TOLERANCE)
+
+
+# Plans.
+
+
+def plans(rank: int) -> None:
+    axis = mesh((2,), ("cp",))
+    sequence = ShardedSequence(axis)
+    # Nothing is applied where any key is wrong, so the plan can be corrected and applied.
+    model = Model()
+    with pytest.raises(ArgumentError, match=r"plan key: .*'layers\.\*\.cores'.*near it: layers\.\d\.core"):
+        parallelize(model, axis, {"layers.*.core": ContextParallel(sequence), "layers.*.cores": ColwiseParallel()})
+    assert all("forward" not in vars(layer.core) for layer in model.layers)
+    parallelize(model, axis, {"layers.0.core": ContextParallel(sequence), "": ShardedModel(sequence)})
+    assert "forward" in vars(model.layers[0].core) and "forward" not in vars(model.layers[1].core)
+    with pytest.raises(ArgumentError, match="apply once"):
+        parallelize(model, axis, {"layers.*.core": ContextParallel(sequence)})
+    with pytest.raises(ArgumentError, match=r"ShardedModel: expected .*apply once"):
+        parallelize(model, axis, {"": ShardedModel(sequence)})
+    # A wildcard stands for one part of a name.
+    with pytest.raises(ArgumentError, match="plan key"):
+        parallelize(Model(), axis, {"*.core": ContextParallel(sequence)})
+    # Styles of PyTorch live in the same plan as ours.
+    model = parallelize(Model(), axis, {"head": ColwiseParallel(), "layers.*.core": ContextParallel(sequence)})
+    assert isinstance(model.head.weight, DTensor) and "forward" in vars(model.layers[1].core)
+
+
+def test_plans(pool: Any) -> None:
+    pool(2).run(plans)
+
+
+def retry(rank: int, style: str) -> None:
+    cp, other = mesh((2, 2), ("cp", "tp"))["cp"], mesh((2, 2), ("cp", "tp"))["tp"]
+    sequence, model = ShardedSequence(cp), Model()
+    wrong, right = {
+        "ContextParallel": (ContextParallel(ShardedSequence(other)), ContextParallel(sequence)),
+        "ShardedModel": (ShardedModel(sequence, positions="position_ids"), ShardedModel(sequence)),
+    }[style]
+    key = "layers.0.core" if style == "ContextParallel" else ""
+    with pytest.raises(ArgumentError):
+        parallelize(model, cp, {key: wrong})
+    parallelize(model, cp, {key: right})
+
+
+@pytest.mark.xfail(strict=True, reason="the module is marked before the style's arguments are checked")
+@pytest.mark.parametrize("style", ["ContextParallel", "ShardedModel"])
+def test_a_refused_style_can_be_corrected(pool: Any, style: str) -> None:
+    pool(4).run(retry, style)
+
+
+def wildcard(rank: int) -> bool:
+    axis = mesh((2,), ("cp",))
+    root = nn.ModuleDict({"a": Core(), "b": Core()})
+    parallelize(root, axis, {"*": ContextParallel(ShardedSequence(axis))})
+    assert all("forward" in vars(core) for core in root.values())
+    return "forward" in vars(root)
+
+
+@pytest.mark.xfail(strict=True, reason="* also matches the root's name, which is empty")
+def test_a_wildcard_leaves_the_root_alone(pool: Any) -> None:
+    assert pool(2).run(wildcard) == [False, False]
+
+
+class Scaled(nn.Module):
+    """A core with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.scale * F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def copy_is_independent(rank: int) -> None:
+    axis = mesh((2,), ("cp",))
+    core = make_core(axis, Scaled())
+    twin = copy.deepcopy(core)
+    q, k, v, _ = shard_whole(ShardedSequence(axis))
+    with torch.no_grad():
+        twin.scale.fill_(3.0)
+        torch.testing.assert_close(twin(q, k, v), 3 * core(q, k, v))
+
+
+@pytest.mark.xfail(strict=True, reason="the copy's forward is a closure over the original module")
+def test_a_copy_has_its_own_parameters(pool: Any) -> None:
+    pool(2).run(copy_is_independent)
+
+
+def leave_out_positions(rank: int, positions: str | None) -> None:
+    axis = mesh((2,), ("cp",))
+    make_model(axis, positions=positions)(**model_batch(S, documents=False, own_positions=False))
+
+
+def test_positions_are_not_made_up(pool: Any) -> None:
+    """A model with positions under a style that supplies none: the model's own missing argument shows."""
+    for error in pool(2).run_expecting_error(leave_out_positions, None):
+        assert error is not None and error.type == "TypeError" and "'positions'" in error.message
+        assert error.num_collectives == 0

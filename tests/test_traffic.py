@@ -1,0 +1,217 @@
+"""The traffic gate: hops and bytes are exactly what the mask needs, counted below the library; see recording.py."""
+
+from collections.abc import Sequence
+from itertools import product
+from unittest import mock
+
+import pytest
+import torch
+from cases import LAYOUTS, make_mask, pairs
+from checks import report
+from dense import make_qkv
+from ranks import mesh, num_collectives
+from recording import Recording, Sent, recording
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import cp_mesh
+from cp_mesh import Contiguous, Mask, Striped, ZigZag
+from cp_mesh.kernels import KERNELS
+
+B, K, D, E = 2, 3, 5, 4
+ROW = B * K * (D + E)  # elements of K and V in one row
+
+
+def local_inputs(layout, S: int, cp_size: int, rank: int, dtype: torch.dtype, v_dim: int = E) -> list[Tensor]:
+    rows = layout.positions(S, cp_size, rank)
+    return [x[:, :, rows].requires_grad_() for x in make_qkv(B, 6, K, S, D, v_dim, dtype=dtype)]
+
+
+def passes(rank: int, cases: Sequence[tuple[str, str, int]], dtype: torch.dtype) -> list[tuple[list[Sent], list[Sent]]]:
+    """What this rank sent in the forward and in the backward of each case."""
+    axis, results = mesh((cp_size := torch.distributed.get_world_size(),), ("cp",)), []
+    for name, mask, S in cases:
+        layout = LAYOUTS[name](S)
+        q, k, v, dout = local_inputs(layout, S, cp_size, rank, dtype)
+        before = num_collectives()
+        with recording(axis) as notes:
+            out = cp_mesh.attention(q, k, v, mesh=axis, layout=layout, mask=make_mask(mask, B, S), seq_len=S)
+            num_forward = notes.hops
+            out.backward(dout)
+        assert not notes.problems, notes.problems
+        assert num_collectives() - before == notes.hops, "something was sent past the recording group"
+        results.append((notes.sent[:num_forward], notes.sent[num_forward:]))
+    return results
+
+
+def needed(name: str, mask: str, S: int, cp_size: int) -> list[list[int]]:
+    """[receiver][source]: how many of the source's keys some query of the receiver may see, from the dense mask."""
+    allowed, layout = pairs(mask, B, S).any(0), LAYOUTS[name](S)
+    shards = [layout.positions(S, cp_size, rank) for rank in range(cp_size)]
+    return [
+        [0 if k is q else int(allowed[q][:, k].any(0).sum()) if len(q) and len(k) else 0 for k in shards]
+        for q in shards
+    ]
+
+
+def hops(need: list[list[int]], rank: int, itemsize: int, home: bool) -> list[tuple[list[int], list[int], int]]:
+    """(elements to each rank, elements from each rank, itemsize) of each step; `home` for gradients to their owner."""
+    size, entries = len(need), []
+    for step in range(1, size):
+        if not any(need[r][(r - step) % size] for r in range(size)):
+            continue
+        source, receiver = (rank - step) % size, (rank + step) % size
+        fetched = [need[rank][source] * ROW if r == source else 0 for r in range(size)]
+        served = [need[receiver][rank] * ROW if r == receiver else 0 for r in range(size)]
+        entries.append((fetched, served, itemsize) if home else (served, fetched, itemsize))
+    return entries
+
+
+@pytest.mark.parametrize("cp_size", (1, 2, 3, 4))
+def test_only_rows_that_are_needed_move(pool, cp_size):
+    """Forward: K and V once. Backward: again, and their gradients home in fp32, or fp64 of fp64 inputs."""
+    masks = ("causal", "full", "window", "window of one token", "two-sided window", "window ahead", "prefix", "length",
+             "length, prefix and window", "no key at all")  # fmt: skip
+    cases = [
+        *product(("contiguous", "zigzag", "striped"), masks, (31,)),
+        ("zigzag", "causal", 0),
+        ("striped", "full", 2),
+    ]
+    for dtype, itemsize, grad_itemsize in ((torch.bfloat16, 2, 4), (torch.float64, 8, 8)):
+        problems = []
+        for rank, results in enumerate(pool(cp_size).run(passes, cases, dtype)):
+            for case, (forward, backward) in zip(cases, results, strict=True):
+                need = needed(*case, cp_size)
+                fetches = hops(need, rank, itemsize, home=False)
+                if [(sent.to, sent.origin, sent.itemsize) for sent in forward] != fetches:
+                    problems.append(f"rank {rank}, {case}, forward: sent {forward}, expected {fetches}")
+                both = fetches + hops(need, rank, grad_itemsize, home=True)
+                if sorted((sent.to, sent.origin, sent.itemsize) for sent in backward) != sorted(both):
+                    problems.append(f"rank {rank}, {case}, backward: sent {backward}, expected {both}")
+        report([problems])
+
+
+def received(results: list[list[tuple[list[Sent], list[Sent]]]], case: int) -> list[tuple[list[int], list[int]]]:
+    """Rows that each rank receives, hop by hop, forward and backward."""
+    return [
+        tuple([sum(sent.origin) // ROW for sent in sents] for sents in rank_results[case]) for rank_results in results
+    ]
+
+
+def test_by_hand(pool):
+    """24 tokens on 3 ranks, 8 rows each; rows received by hop, in the forward and in the backward."""
+    cases = [("contiguous", "causal"), ("zigzag", "causal"), ("striped", "causal"), ("contiguous", "window")]
+    cases += [("contiguous", "window of one token"), ("zigzag", "full")]
+    results = pool(3).run(passes, [(*case, 24) for case in cases], torch.float64)
+    # In the backward the next fetch starts before the last delivery.
+    assert received(results, 0) == [([0, 0], [0, 0, 8, 8]), ([8, 0], [8, 0, 8, 0]), ([8, 8], [8, 8, 0, 0])]
+    assert received(results, 1) == [([8, 8], [8, 8, 4, 4]), ([4, 8], [4, 8, 4, 8]), ([4, 4], [4, 4, 8, 8])]
+    assert received(results, 2) == [([7, 7], [7, 7, 8, 8]), ([8, 7], [8, 7, 8, 7]), ([8, 8], [8, 8, 7, 7])]
+    assert received(results, 3) == [([0], [0, 5]), ([5], [5, 5]), ([5], [5, 0])]
+    assert received(results, 4) == [([], [])] * 3
+    assert received(results, 5) == [([8, 8], [8, 8, 8, 8])] * 3
+
+
+def test_documents_within_shards_need_no_ring(pool):
+    results = pool(3).run(documents, (torch.arange(24) // 8)[None])
+    assert [notes.hops for notes in results] == [0, 0, 0]
+    results = pool(3).run(documents, (torch.arange(24) // 10)[None])
+    assert [notes.hops for notes in results] == [3, 3, 3]  # one step: fetch, fetch again, deliver
+
+
+def documents(rank: int, ids: Tensor) -> Recording:
+    axis = mesh((3,), ("cp",))
+    q, k, v, dout = local_inputs(Contiguous(), 24, 3, rank, torch.float64)
+    with recording(axis) as notes:
+        cp_mesh.attention(q, k, v, mesh=axis, layout=Contiguous(), mask=Mask(documents=ids)).backward(dout)
+    return notes
+
+
+def test_the_forward_alone_delivers_nothing(pool):
+    assert pool(3).run(forward_alone) == [2, 2, 2]
+
+
+def forward_alone(rank: int) -> int:
+    axis = mesh((3,), ("cp",))
+    q, k, v, _ = local_inputs(ZigZag(), 24, 3, rank, torch.float64)
+    with torch.no_grad(), recording(axis) as notes:
+        cp_mesh.attention(q, k, v, mesh=axis)
+    return notes.hops
+
+
+def checkpointed(rank: int) -> dict[str, int]:
+    """Hops of forward and backward of a block, by how it is checkpointed."""
+    axis = mesh((3,), ("cp",))
+    q, k, v, dout = local_inputs(ZigZag(), 24, 3, rank, torch.float64)
+
+    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return cp_mesh.attention(q * 2, k * 2, v * 2, mesh=axis) * 2
+
+    selective = {"context_fn": cp_mesh.checkpoint_context_fn}
+    counts, gradients = {}, []
+    for name, options in (("none", None), ("full", {}), ("selective", selective)):
+        with recording(axis) as notes:
+            out = block(q, k, v) if options is None else checkpoint(block, q, k, v, use_reentrant=False, **options)
+            gradients.append(torch.autograd.grad(out, (q, k, v), dout))
+        assert not notes.problems, notes.problems
+        counts[name] = notes.hops
+    for other in gradients[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(gradients[0], other, strict=True))
+    return counts
+
+
+def test_selective_recompute_does_not_replay_the_ring(pool):
+    """Two hops forward, four backward; full checkpointing repeats the two of the forward."""
+    assert pool(3).run(checkpointed) == [{"none": 6, "full": 8, "selective": 6}] * 3
+
+
+class Spy:
+    """A pass of a kernel that notes its steps among the events of a recording."""
+
+    def __init__(self, inner, events: list[str]):
+        self.inner, self.events = inner, events
+
+    def step(self, *args):
+        self.events.append("step")
+        return self.inner.step(*args)
+
+    def finish(self):
+        return self.inner.finish()
+
+
+def overlap(rank: int) -> list[tuple[list[str], list[str]]]:
+    """Events of forward and backward for causal layouts in which all ranks compute in every step."""
+    axis, results, real = mesh((4,), ("cp",)), [], KERNELS["cpu_flash"]
+    for layout in (ZigZag(), Striped()):
+        q, k, v, dout = local_inputs(layout, 24, 4, rank, torch.float64, v_dim=D)
+        with recording(axis) as notes:
+            spied = type(real)(
+                real.name,
+                real.capability,
+                lambda *args: Spy(real.begin_forward(*args), notes.events),
+                lambda *args: Spy(real.begin_backward(*args), notes.events),
+            )
+            with mock.patch.dict(KERNELS, cpu_flash=spied):
+                out = cp_mesh.attention(q, k, v, mesh=axis, layout=layout, kernel="cpu_flash")
+                num_forward = len(notes.events)
+                out.backward(dout)
+        results.append((notes.events[:num_forward], notes.events[num_forward:]))
+    return results
+
+
+def in_flight(events: list[str]) -> list[int]:
+    """Hops under way at each step."""
+    counts, flying = [], 0
+    for event in events:
+        flying += {"start": 1, "wait": -1, "step": 0}[event]
+        if event == "step":
+            counts.append(flying)
+    return counts
+
+
+def test_hops_are_under_way_while_tiles_are_computed(pool):
+    for results in pool(4).run(overlap):
+        for forward, backward in results:
+            assert in_flight(forward) == [1, 1, 1, 0]  # local first; nothing is left to fetch in the last step
+            # From the second step on a fetch and a delivery; local last, behind which the last delivery hides.
+            assert in_flight(backward) == [1, 2, 1, 1]
