@@ -1,8 +1,8 @@
 """Make `.venv` beside this repository hold cp_mesh and its tools, then go on inside it. Standard library only.
 
 A PyTorch that the running interpreter already has (2.11 or later) is used as it is; otherwise the version in
-`constraints.txt` is installed. On Linux that one carries gigabytes of CUDA; to spare them without a GPU, install
-PyTorch's CPU build first, or point pip at its index (PIP_EXTRA_INDEX_URL). A second call finds a stamp and takes no time.
+`constraints.txt` is installed. On Linux that one may carry gigabytes of CUDA; to spare them without a GPU, install
+PyTorch's CPU build first, or point pip at its index (PIP_EXTRA_INDEX_URL). A second call finds a stamp and is quick.
 """
 
 from __future__ import annotations
