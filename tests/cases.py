@@ -52,6 +52,7 @@ MASKS: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "prefix and window": lambda B, S: {"prefix": 4, "window": (6, 1)},
     "prefix longer than the sequence": lambda B, S: {"prefix": S + 2},
     "length": lambda B, S: {"causal": False, "length": max(0, S - 3)},
+    "causal and length": lambda B, S: {"length": max(0, S - 3)},
     "length, prefix and window": lambda B, S: {"prefix": 3, "length": max(0, S - 2), "window": (4, None)},
     "no key at all": lambda B, S: {"length": 0},
     "documents": lambda B, S: {"documents": _ids(B, S)},

@@ -58,7 +58,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=300, deadline=None, derandomize=FIXED)
+@settings(max_examples=1000, deadline=None, derandomize=FIXED)
 @given(st.data())
 def test_every_pair_once(data):
     S, cp_size = data.draw(st.integers(0, 24), "S"), data.draw(st.integers(1, 9), "cp_size")
@@ -77,7 +77,7 @@ MESHES = [
 
 
 # Few examples of many cases: an example costs a call of the pool, and a case of a failing one is found by shrinking.
-@settings(max_examples=40, deadline=None, derandomize=FIXED)
+@settings(max_examples=100, deadline=None, derandomize=FIXED)
 @given(grid=st.sampled_from(MESHES), drawn=st.lists(cases(), min_size=1, max_size=4), recorded=st.booleans())
 def test_parity(pool, grid, drawn, recorded):
     shape, names = grid

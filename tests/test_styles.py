@@ -148,14 +148,14 @@ def test_a_core_with_several_calls(pool: Any) -> None:
 
 def nothing_is_patched(rank: int) -> None:
     axis = mesh((2,), ("cp",))
-    sdpa, dispatched = F.scaled_dot_product_attention, []
+    sdpa = F.scaled_dot_product_attention
     core = make_core(axis)
     q, k, v, _ = shard_whole(ShardedSequence(axis))
     core(q, k, v)
     with pytest.raises(ArgumentError):
         make_core(axis, mask=Mask(causal=False))(q, k, v)  # leaves the forward by an error
-    assert F.scaled_dot_product_attention is sdpa and not dispatched
-    assert torch.overrides._len_torch_function_stack() == 0
+    assert F.scaled_dot_product_attention is sdpa
+    assert torch._C._len_torch_function_stack() == 0
     before = num_collectives()
     local = sdpa(q, k, v, is_causal=True, enable_gqa=True)  # outside the core it is PyTorch's own
     torch.testing.assert_close(local, dense_attention(q, k, v, dense_mask(S // 2))[0])

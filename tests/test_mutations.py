@@ -1,0 +1,543 @@
+"""The mutation gate: bugs that this field is known for, put into a copy of the package, must turn a quick check red.
+
+A mutation replaces text of one shipped file. If the text is no longer there, or there twice, the test of that mutation
+fails and says so: bring it up to date. A check is a test of this suite, or a few of its cases, run on ranks that import
+the copy instead of the package; on a copy without a mutation all checks are green.
+"""
+
+from __future__ import annotations
+
+import ast
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_gradients
+import test_kernels
+import test_layouts
+import test_masks
+import test_parity
+import test_seeds
+import test_sequence
+import test_traffic
+import torch
+from cases import LAYOUTS, make_mask, pairs
+from checks import GQA, MQA, Case, coverage, parity_on_ranks, report
+from ranks import Pool
+
+import cp_mesh
+from cp_mesh.kernels import KERNELS
+
+PACKAGE = Path(cp_mesh.__file__).parent
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A bug: the text it replaces in a file of the package, and the check that must find it."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    check: str
+
+
+MUTATIONS = [
+    # The loop.
+    Mutation(
+        "stale KV in the backward",
+        "ring.py",
+        "        fetched = hop.wait()\n"
+        "        hop = transport.fetch(steps[i + 1], k, v) if i + 1 < len(steps) else None\n"
+        "        dk_s, dv_s = None, None\n",
+        "        received = hop.wait()\n"
+        "        same = i and fetched and received and fetched[0].shape == received[0].shape\n"
+        "        fetched = fetched if same else received\n"
+        "        hop = transport.fetch(steps[i + 1], k, v) if i + 1 < len(steps) else None\n"
+        "        dk_s, dv_s = None, None\n",
+        "parity",
+    ),
+    Mutation(
+        "dk and dv swapped on their way home",
+        "ring.py",
+        "transport.deliver(step, dk_s, dv_s, like=(dk, dv))",
+        "transport.deliver(step, dv_s, dk_s, like=(dk, dv))",
+        "parity",
+    ),
+    Mutation(
+        "dk and dv swapped on their way home, equal head dims",
+        "ring.py",
+        "transport.deliver(step, dk_s, dv_s, like=(dk, dv))",
+        "transport.deliver(step, dv_s, dk_s, like=(dk, dv))",
+        "gradients come home",
+    ),
+    Mutation(
+        "delivered gradients replace those of other ranks",
+        "ring.py",
+        "        total[:, :, begin:end] += rows[:, :, offset : offset + end - begin]",
+        "        total[:, :, begin:end] = rows[:, :, offset : offset + end - begin]",
+        "gradients come home",
+    ),
+    Mutation(
+        "the last delivery is not added",
+        "ring.py",
+        "    if delivery is not None:\n        _collect(delivery, plan, dk, dv)\n    return",
+        "    return",
+        "parity",
+    ),
+    Mutation("local dv is not added", "ring.py", "        dv += local_dv\n", "", "parity"),
+    Mutation(
+        "sums of dk and dv are not zeroed",
+        "ring.py",
+        "torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)",
+        "torch.empty_like(k, dtype=dtype), torch.empty_like(v, dtype=dtype)",
+        "parity",
+    ),
+    Mutation(
+        "gradients are summed in the inputs' dtype",
+        "ring.py",
+        "torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)",
+        "torch.zeros_like(k), torch.zeros_like(v)",
+        "sums in fp32",
+    ),
+    Mutation(
+        "tiles of the wrong source",
+        "ring.py",
+        "forward.step(*fetched, plan.tiles(schedule.source(step)))",
+        "forward.step(*fetched, plan.tiles(schedule.receiver(step)))",
+        "parity",
+    ),
+    Mutation(
+        "gradients added to the rows that were fetched instead of those that were served",
+        "ring.py",
+        "plan.schedule.serve[plan.schedule.receiver(step)]",
+        "plan.schedule.fetch[plan.schedule.source(step)]",
+        "parity",
+    ),
+    Mutation(
+        "the next hop starts after the step",
+        "ring.py",
+        "        hop = transport.fetch(steps[i + 1], k, v) if i + 1 < len(steps) else None\n"
+        "        if fetched is not None:\n"
+        "            forward.step(*fetched, plan.tiles(schedule.source(step)))\n",
+        "        if fetched is not None:\n"
+        "            forward.step(*fetched, plan.tiles(schedule.source(step)))\n"
+        "        hop = transport.fetch(steps[i + 1], k, v) if i + 1 < len(steps) else None\n",
+        "overlap",
+    ),
+    Mutation(
+        "rank among all processes instead of the group's",
+        "plan.py",
+        "cp_size, cp_rank = group.size(), group.rank()",
+        "cp_size, cp_rank = group.size(), dist.get_rank() // (dist.get_world_size() // group.size())",
+        "parity on the last axis",
+    ),
+    # The transport.
+    Mutation(
+        "a missing wait",
+        "transport.py",
+        "flat = _funcol.wait_tensor(self._received)",
+        "flat = self._received",
+        "parity",
+    ),
+    Mutation(
+        "rows for another rank are served",
+        "transport.py",
+        "sent = [gather_rows(x, schedule.serve[receiver]) for x in (k, v)]",
+        "sent = [gather_rows(x, schedule.serve[source] or schedule.serve[receiver]) for x in (k, v)]",
+        "parity of a window",
+    ),
+    Mutation(
+        "half of a range is gathered from its start",
+        "transport.py",
+        "x[:, :, begin:end] for begin, end in ranges",
+        "x[:, :, : end - begin] for begin, end in ranges",
+        "parity",
+    ),
+    Mutation(
+        "gradients travel in bf16",
+        "transport.py",
+        "sent = [x for x in (dk, dv) if x is not None]",
+        "sent = [x.bfloat16().to(x.dtype) for x in (dk, dv) if x is not None]",
+        "parity",
+    ),
+    # Kernels.
+    Mutation(
+        "fp32 sums of fp64 inputs",
+        "kernels/contract.py",
+        "return torch.float64 if dtype == torch.float64 else torch.float32",
+        "return torch.float32",
+        "parity",
+    ),
+    Mutation(
+        "sums in the inputs' dtype",
+        "kernels/contract.py",
+        "return torch.float64 if dtype == torch.float64 else torch.float32",
+        "return dtype",
+        "low precision",
+    ),
+    Mutation(
+        "a step's dk and dv are not zeroed",
+        "kernels/merge.py",
+        "dk, dv = (torch.zeros(x.shape, dtype=self._dq.dtype, device=x.device) for x in (k, v))",
+        "dk, dv = (torch.empty(x.shape, dtype=self._dq.dtype, device=x.device) for x in (k, v))",
+        "parity",
+    ),
+    Mutation(
+        "a step goes on from the gradients of the step before",
+        "kernels/merge.py",
+        "dk, dv = (torch.zeros(x.shape, dtype=self._dq.dtype, device=x.device) for x in (k, v))",
+        "dk, dv = self._buffers = getattr(self, '_buffers', None) or tuple(\n"
+        "            torch.zeros(x.shape, dtype=self._dq.dtype, device=x.device) for x in (k, v)\n"
+        "        )",
+        "kernels",
+    ),
+    Mutation(
+        "a step's dk is added twice",
+        "kernels/merge.py",
+        "            dk[:, :, k_rows] += tile_dk\n",
+        "            dk[:, :, k_rows] += tile_dk\n            dk[:, :, k_rows] += tile_dk\n",
+        "kernels",
+    ),
+    Mutation(
+        "dq is not zeroed",
+        "kernels/merge.py",
+        "self._dq = torch.zeros(q.shape",
+        "self._dq = torch.empty(q.shape",
+        "parity",
+    ),
+    Mutation(
+        "delta without the gradient of lse",
+        "kernels/merge.py",
+        "            self._delta -= dlse\n",
+        "            pass\n",
+        "parity",
+    ),
+    Mutation("the merge leaves lse as it was", "kernels/merge.py", "    lse.copy_(merged)\n", "", "parity"),
+    Mutation(
+        "rows without keys are merged to NaN",
+        "kernels/merge.py",
+        'finite = torch.where(merged == float("-inf"), 0.0, merged)',
+        "finite = merged",
+        "parity",
+    ),
+    Mutation(
+        "the merge does not rescale what it has",
+        "kernels/merge.py",
+        "    out.mul_(torch.exp(lse - finite)[..., None])\n",
+        "",
+        "parity",
+    ),
+    Mutation(
+        "the caller's queries are scaled in place",
+        "kernels/reference.py",
+        'torch.einsum("bkgid,bkjd->bkgij", q, k) * scale',
+        'torch.einsum("bkgid,bkjd->bkgij", q.mul_(scale), k)',
+        "parity",
+    ),
+    Mutation(
+        "heads of a group interleaved",
+        "kernels/reference.py",
+        'rearrange(x.to(dtype), "b (k g) s d -> b k g s d", k=num_kv_heads)',
+        'rearrange(x.to(dtype), "b (g k) s d -> b k g s d", k=num_kv_heads)',
+        "head order",
+    ),
+    Mutation(
+        "causal tiles computed as full ones",
+        "kernels/aten.py",
+        "flash_attention_for_cpu(q, k, v, 0.0, cover == CAUSAL",
+        "flash_attention_for_cpu(q, k, v, 0.0, False",
+        "parity",
+    ),
+    # Masks and layouts.
+    Mutation("strict instead of inclusive diagonal", "masks.py", "(distance >= 0) |", "(distance > 0) |", "masks"),
+    Mutation(
+        "strict diagonal between runs",
+        "masks.py",
+        "d_min = 0 if d_min is None else max(0, d_min)",
+        "d_min = 1 if d_min is None else max(1, d_min)",
+        "coverage",
+    ),
+    Mutation(
+        "inclusive diagonal between stripes of later ranks",
+        "masks.py",
+        "-((offset - d_min) // stride)  # ceil",
+        "(d_min - offset) // stride",
+        "coverage",
+    ),
+    Mutation("window off by one", "masks.py", "keep &= distance <= left", "keep &= distance < left", "masks"),
+    Mutation(
+        "window between runs off by one",
+        "masks.py",
+        "d_max = self.window[0]",
+        "d_max = self.window[0] and self.window[0] - 1",
+        "coverage",
+    ),
+    Mutation("window counted from local rows", "masks.py", "offset = q.start - k.start", "offset = 0", "coverage"),
+    Mutation(
+        "documents ignored",
+        "masks.py",
+        "keep = keep & (ids[:, q_pos, None] == ids[:, None, k_pos])",
+        "keep = keep & (ids[:, q_pos, None] == ids[:, q_pos, None])",
+        "masks",
+    ),
+    Mutation(
+        "documents lost on the way to the kernel",
+        "masks.py",
+        "        documents=documents,\n        key_padding=key_padding,\n        prefix=prefix or 0",
+        "        documents=None,\n        key_padding=key_padding,\n        prefix=prefix or 0",
+        "parity",
+    ),
+    Mutation(
+        "documents of the first row stand for all",
+        "masks.py",
+        "bool(((q_high < k_low) | (k_high < q_low)).all())",
+        "bool(((q_high < k_low) | (k_high < q_low))[0])",
+        "coverage",
+    ),
+    Mutation(
+        "key padding lost on the way to the kernel",
+        "masks.py",
+        "        key_padding=key_padding,\n        prefix=prefix or 0",
+        "        key_padding=None,\n        prefix=prefix or 0",
+        "parity",
+    ),
+    Mutation("a document starts a token late", "masks.py", "torch.int64), right=True)", "torch.int64))", "masks"),
+    Mutation(
+        "padding is not hidden",
+        "masks.py",
+        "keep &= (k_pos < self.length)[None, :]",
+        "keep &= (k_pos <= self.length)[None, :]",
+        "masks",
+    ),
+    Mutation(
+        "masks read by local instead of global index",
+        "plan.py",
+        "q_pos = self.layout.positions(self.seq_len, cp_size, cp_rank)[tile.q[0] : tile.q[1]]",
+        "q_pos = torch.arange(tile.q[0], tile.q[1])",
+        "parity",
+    ),
+    Mutation(
+        "the last tokens are dropped",
+        "layouts.py",
+        "size = -(-seq_len // num_chunks)",
+        "size = seq_len // num_chunks",
+        "layouts",
+    ),
+    Mutation(
+        "inverse and permutation mixed up",
+        "layouts.py",
+        "return torch.argsort(self.permutation(seq_len, cp_size))",
+        "return self.permutation(seq_len, cp_size)",
+        "layouts",
+    ),
+    # The schedule.
+    Mutation(
+        "rows after the causal square are dropped",
+        "schedule.py",
+        "        parts.append(((square, num_q), (seen_by_all, num_k), False))\n",
+        "        pass\n",
+        "coverage",
+    ),
+    Mutation(
+        "trimmed the wrong way", "schedule.py", "shift = k_begin - q_begin", "shift = q_begin - k_begin", "coverage"
+    ),
+    Mutation(
+        "a window fetches whole shards",
+        "schedule.py",
+        "rows = [[_union(tile.k for tile in tiles) for tiles in row] for row in grid]",
+        "rows = [[((0, sum(p.length for p in s)),) if t else () for t, s in zip(row, shards)] for row in grid]",
+        "traffic",
+    ),
+    Mutation(
+        "steps that nobody needs are taken",
+        "schedule.py",
+        "step for step in range(1, cp_size) if any(rows[rank][(rank - step) % cp_size] for rank in range(cp_size))",
+        "step for step in range(1, cp_size)",
+        "traffic",
+    ),
+    # Selective checkpointing, the data and the loss.
+    Mutation(
+        "recompute replays the ring",
+        "parallel.py",
+        "return CheckpointPolicy.MUST_SAVE if saved else",
+        "return CheckpointPolicy.PREFER_RECOMPUTE if saved else",
+        "recompute",
+    ),
+    Mutation(
+        "mean of the loss by rank",
+        "sequence.py",
+        '        count = _funcol.wait_tensor(_funcol.all_reduce(count, "sum", name))\n',
+        "        del name\n",
+        "loss",
+    ),
+    Mutation(
+        "mean of the loss by rank, seen by the gradients",
+        "sequence.py",
+        '        count = _funcol.wait_tensor(_funcol.all_reduce(count, "sum", name))\n',
+        "        del name\n",
+        "gradients of one rank",
+    ),
+    Mutation("padding counts as tokens", "sequence.py", '"labels": -100', '"labels": 0', "gradients of one rank"),
+    Mutation(
+        "the last token is dropped with the padding",
+        "sequence.py",
+        "whole.narrow(dim, 0, self.length)",
+        "whole.narrow(dim, 0, self.length - 1)",
+        "loss",
+    ),
+    Mutation(
+        "positions count from the shard's start",
+        "sequence.py",
+        "return self.layout.positions(self._sharded_len(length), self.cp_size, self.cp_rank).to(device)",
+        "return torch.arange(self._sharded_len(length) // self.cp_size).to(device)",
+        "gradients of one rank",
+    ),
+    Mutation(
+        "FSDP takes the mean",
+        "parallel.py",
+        "module.set_gradient_divide_factor(1.0)",
+        "module.set_gradient_divide_factor(3.0)",
+        "gradients of one rank",
+    ),
+]
+
+FEW = [
+    Case("zigzag", "full", 12),
+    Case("contiguous", "causal", 13),
+    Case("zigzag", "causal", 13, MQA, 1),
+    Case("striped", "causal", 13, GQA, 0),
+    Case("zigzag", "window", 13),
+    Case("contiguous", "two-sided window", 13),
+    Case("shuffled", "causal", 13),
+    Case("striped", "key padding", 13),
+    Case("contiguous", "everything", 13, GQA, 1),
+    Case("zigzag", "scattered documents", 13),
+    Case("zigzag", "causal", 13, GQA, 2, "cpu_flash"),
+    Case("striped", "causal", 13, MQA, 2, "cpu_flash"),
+]
+
+
+def quick(rank: int, name: str) -> list[str]:
+    """Checks that need no other rank."""
+    problems = []
+    if name == "coverage":
+        masks = ("causal", "causal and length", "window", "documents", "everything")
+        for S, cp_size, layout, mask in product((7, 12), (2, 3), LAYOUTS, masks):
+            problems += coverage(LAYOUTS[layout](S), make_mask(mask, 2, S), pairs(mask, 2, S), cp_size)
+        return problems
+    calls: dict[str, list[tuple[Callable[..., None], Any]]] = {
+        "layouts": [
+            *((test_layouts.test_every_position_is_held_once, (make, 7)) for make in LAYOUTS.values()),
+            *((test_layouts.test_permutation_and_inverse, (make, 7)) for make in LAYOUTS.values()),
+        ],
+        "masks": [
+            *(
+                (test_masks.test_allowed_is_the_dense_mask, (mask, 7))
+                for mask in ("causal", "window", "length", "documents")
+            ),
+            (test_masks.test_documents_from_cumulative_lengths, ([0, 3, 5], [0, 0, 0, 1, 1], torch.int64)),
+        ],
+        "kernels": [
+            (test_kernels.test_each_step_returns_gradients_of_its_own, (KERNELS["reference"],)),
+            (test_kernels.test_partial_results_add_up, (KERNELS["cpu_flash"], GQA)),
+        ],
+    }
+    for test, arguments in calls[name]:
+        try:
+            test(*arguments)
+        except (AssertionError, RuntimeError) as error:
+            problems.append(f"{test.__name__}: {str(error)[:200]}")
+    return problems
+
+
+def few(pool: Any) -> None:
+    """On a group that delivers at the wait; see recording.py."""
+    report(pool(3).run(parity_on_ranks, (3,), ("cp",), FEW, True, timeout=20.0))
+
+
+CHECKS: dict[str, Callable[[Any], None]] = {
+    "coverage": lambda pool: report(pool(1).run(quick, "coverage")),
+    "layouts": lambda pool: report(pool(1).run(quick, "layouts")),
+    "masks": lambda pool: report(pool(1).run(quick, "masks")),
+    "kernels": lambda pool: report(pool(1).run(quick, "kernels")),
+    "parity": few,
+    "parity of a window": lambda pool: report(
+        pool(3).run(parity_on_ranks, (3,), ("cp",), [Case("contiguous", {"causal": False, "window": (2, 2)}, 12)])
+    ),
+    "parity on the last axis": lambda pool: report(
+        pool(4).run(parity_on_ranks, (2, 2), ("other", "cp"), [Case("zigzag", "causal", 13)])
+    ),
+    "gradients come home": lambda pool: test_seeds.test_gradients_of_keys_come_home(pool, "full"),
+    "sums in fp32": lambda pool: test_seeds.test_gradients_are_summed_in_fp32(pool, torch.bfloat16),
+    "head order": test_seeds.test_heads_are_grouped_in_torchs_order,
+    "low precision": lambda pool: test_parity.test_low_precision(pool, torch.bfloat16, 1.5, "reference"),
+    "traffic": test_traffic.test_by_hand,
+    "overlap": test_traffic.test_hops_are_under_way_while_tiles_are_computed,
+    "recompute": test_traffic.test_selective_recompute_does_not_replay_the_ring,
+    "loss": lambda pool: test_sequence.test_cross_entropy(pool, "ragged", 3, 1),
+    "gradients of one rank": lambda pool: test_gradients.test_gradients_are_those_of_one_rank(
+        pool, test_gradients.Setup(cp=3, S=22)
+    ),
+}
+
+
+def origin(rank: int) -> str:
+    return cp_mesh.__file__
+
+
+@pytest.fixture
+def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the package, which ranks that start from now on import."""
+    shutil.copytree(PACKAGE, tmp_path / "cp_mesh", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path / "cp_mesh"
+
+
+@pytest.fixture
+def own_pool(copy: Path) -> Iterator[Callable[[int], Pool]]:
+    """Pools of ranks that import the copy, and give up on a lost collective soon."""
+    pools: dict[int, Pool] = {}
+
+    def pool(world_size: int) -> Pool:
+        if world_size not in pools:
+            pools[world_size] = Pool(world_size, group_timeout=5.0)
+            assert set(pools[world_size].run(origin)) == {str(copy / "__init__.py")}
+        return pools[world_size]
+
+    yield pool
+    for made in pools.values():
+        made.close()
+
+
+def test_the_list_is_in_order():
+    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) >= 16
+    assert {mutation.check for mutation in MUTATIONS} == set(CHECKS)
+
+
+def test_checks_are_green_without_a_mutation(own_pool):
+    for check in CHECKS.values():
+        check(own_pool)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_mutation_is_found(mutation, copy, own_pool, monkeypatch):
+    monkeypatch.setattr("ranks.GRACE", 0.5)
+    file = copy / mutation.file
+    text = file.read_text()
+    if (times := text.count(mutation.old)) != 1:
+        pytest.fail(
+            f"{mutation.file} holds the text that {mutation.name!r} replaces {times} times, not once: update it"
+        )
+    mutant = text.replace(mutation.old, mutation.new)
+    assert ast.dump(ast.parse(mutant)) != ast.dump(ast.parse(text))
+    file.write_text(mutant)
+    own_pool(3)  # a mutant that cannot be imported proves nothing
+    with pytest.raises((Exception, pytest.fail.Exception)) as found:
+        CHECKS[mutation.check](own_pool)
+    words = str(found.value)
+    assert not any(error in words for error in ("NameError", "SyntaxError", "ImportError", "TypeError")), words
