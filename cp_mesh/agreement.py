@@ -24,8 +24,11 @@ _enabled: ContextVar[bool | None] = ContextVar("cp_mesh_check", default=None)
 def check_mode(enabled: bool = True) -> Iterator[None]:
     """Compare the arguments of every `attention` call in this context over the ranks of its cp group.
 
-    Enter it on all ranks. Every rank raises `RankMismatchError` if any argument that must agree does not, and if any
-    rank refused its arguments while others accepted theirs.
+    Every rank raises `RankMismatchError` if any argument that must agree does not, and if any rank refused its
+    arguments while others accepted theirs.
+
+    Args:
+        enabled: False turns the mode off inside the context. Must be the same on all ranks.
     """
     token = _enabled.set(enabled)
     try:
@@ -40,12 +43,25 @@ def checking() -> bool:
     return os.environ.get("CP_MESH_CHECK", "0") == "1" if enabled is None else enabled
 
 
+def announce_refusal(group: dist.ProcessGroup, error: Exception) -> None:
+    """In check mode: tell the other ranks, which may have accepted their arguments, that this one has not.
+
+    Args:
+        group: the cp group.
+        error: what this rank is about to raise.
+    """
+    require_agreement(group, {"error": f"{type(error).__name__}: {error}"})
+
+
 def fingerprint(tensor: Tensor | None) -> str:
-    """Shape, dtype and a hash of the content; reads the tensor on the host."""
+    """Shape, dtype, device type and a hash of the content; reads the tensor on the host.
+
+    The device type counts because the schedule skips tiles by documents that it can read on the host.
+    """
     if tensor is None:
         return "None"
     content = hashlib.sha1(tensor.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:12]
-    return f"{tensor.dtype} {tuple(tensor.shape)} {content}"
+    return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device.type} {content}"
 
 
 def require_agreement(group: dist.ProcessGroup, fields: Mapping[str, str]) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from cp_mesh.agreement import checking, require_agreement
+from cp_mesh.agreement import announce_refusal, checking
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe
 from cp_mesh.layouts import Layout, Permuted, ZigZag, chunk_bounds
 from cp_mesh.masks import Mask
@@ -100,10 +100,11 @@ def attention(
 
     Source: ring attention, Liu et al. 2023, arXiv:2310.01889.
     """
-    axis, seq_dim = _find_cp_axis(query, key, value, mesh, seq_dim)
-    tensors = (mask.documents, mask.key_padding, layout.tensor if isinstance(layout, Permuted) else None)
     compiling = torch.compiler.is_compiling()
     try:
+        axis, seq_dim = _find_cp_axis(query, key, value, mesh, seq_dim)
+        _check_types(layout, mask, seq_len)
+        tensors = (mask.documents, mask.key_padding, layout.tensor if isinstance(layout, Permuted) else None)
         _refuse_unavailable(softcap, sinks, alibi_slopes, bias, dropout_p)
         query, key, value = _autocast(query, key, value)
         _check_format(query, key, value, axis, seq_dim)
@@ -129,8 +130,9 @@ def attention(
             q, k, v = (to_bhsd(_to_local(x.detach()), seq_dim) for x in (query, key, value))
             make_plan(q, k, v, *tensors, seq_len, axis.group, options)
     except Exception as error:
-        if not compiling and checking():
-            require_agreement(axis.group, {"error": f"{type(error).__name__}: {error}"})
+        group = None if compiling or not checking() else _group_that_waits(query, mesh)
+        if group is not None:
+            announce_refusal(group, error)
         raise
 
     arguments = (*tensors, seq_len, seq_dim, axis.group_name, options.spec())
@@ -255,6 +257,29 @@ def _find_cp_axis(
             )
         seq_dim = placement.dim
     return _CPAxis(whole.get_group(axes[0]), whole.size(axes[0]), axes[0]), seq_dim
+
+
+def _group_that_waits(query: Tensor, mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    """The cp group, as far as it can be told from arguments of which some were refused."""
+    if isinstance(mesh, DeviceMesh) and mesh.ndim == 1:
+        return mesh.get_group()
+    if isinstance(query, DTensor):
+        names = query.device_mesh.mesh_dim_names or ()
+        if "cp" in names or query.device_mesh.ndim == 1:
+            return query.device_mesh.get_group(names.index("cp") if "cp" in names else 0)
+    return None
+
+
+def _check_types(layout: object, mask: object, seq_len: object) -> None:
+    if not isinstance(layout, Layout):
+        raise ArgumentError(
+            describe("layout", "a Layout", repr(layout), "ZigZag(), Striped(), Contiguous(), Permuted(...)")
+        )
+    if not isinstance(mask, Mask):
+        hint = "say it on positions, Mask(causal=, window=, documents=, key_padding=, prefix=)"
+        raise ArgumentError(describe("mask", "a Mask", type(mask).__name__, hint))
+    if seq_len is not None and (isinstance(seq_len, bool) or not isinstance(seq_len, int | torch.SymInt)):
+        raise ArgumentError(describe("seq_len", "an int, tokens in the whole sequence", repr(seq_len), "or None"))
 
 
 def _refuse_unavailable(

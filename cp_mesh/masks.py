@@ -91,6 +91,11 @@ class Mask:
 
     def __post_init__(self) -> None:
         window = self.window
+        if window is not None and (not isinstance(window, tuple) or len(window) != 2):
+            raise ArgumentError(f"Mask: expected window=(left, right), got {window!r}; use None for an unlimited side")
+        for name, value in (("prefix", self.prefix), ("length", self.length), *(("window", x) for x in window or ())):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | torch.SymInt)):
+                raise ArgumentError(f"Mask: expected an int for {name}, in tokens, got {value!r}; round it first")
         if window is not None:
             if not isinstance(window, tuple) or len(window) != 2:
                 raise ArgumentError(
@@ -128,6 +133,16 @@ class Mask:
         """Documents from cumulative lengths [num_docs + 1], starting at 0 and ending at the sequence's length.
 
         Reads the last entry on the host: build the mask once per batch, from a CPU tensor.
+
+        Args:
+            cu_seqlens: integers [num_docs + 1], non-decreasing; a repeated entry is an empty document.
+            causal, window: as in `Mask`.
+
+        Returns:
+            A mask with ``documents`` [S] on the device of ``cu_seqlens``.
+
+        Raises:
+            ArgumentError: if ``cu_seqlens`` is not of that form.
         """
         if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype not in _ID_DTYPES:
             raise ArgumentError(

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 
-from cp_mesh.agreement import checking, fingerprint, require_agreement
+from cp_mesh.agreement import announce_refusal, checking, fingerprint, require_agreement
 from cp_mesh.errors import describe
 from cp_mesh.kernels.contract import accumulation_dtype
 from cp_mesh.plan import Options, Plan, make_plan
@@ -87,7 +87,7 @@ def attention_op(
     except Exception as error:
         if checking():
             group: dist.ProcessGroup = _resolve_process_group(group_name)  # type: ignore[arg-type]
-            require_agreement(group, {"error": f"{type(error).__name__}: {error}"})
+            announce_refusal(group, error)
         raise
     if checking():
         _agree(plan, q, k, v, index, seq_dim)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import types
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -27,12 +28,15 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from cp_mesh.agreement import announce_refusal, checking
 from cp_mesh.attention import attention
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe
 from cp_mesh.masks import Mask
 from cp_mesh.sequence import ShardedSequence
 
 _MARK = "_cp_mesh_style"  # set on modules that a style was applied to
+_INNER = "_cp_mesh_inner_forward"  # a forward that was set on the instance before the style's
+_FLEX = (flex_attention, torch.ops.higher_order.flex_attention)  # a function mode sees the operator
 
 
 class ContextParallel(ParallelStyle):
@@ -63,6 +67,12 @@ class ContextParallel(ParallelStyle):
         transport: str = "auto",
         deterministic: bool | None = None,
     ) -> None:
+        if not isinstance(mask, Mask) and not callable(mask):
+            raise ArgumentError(
+                describe(
+                    "ContextParallel.mask", "a Mask or a function that returns one", type(mask).__name__, "Mask(...)"
+                )
+            )
         self.sequence, self.mask = sequence, mask
         self.options: dict[str, Any] = {
             "kernel": kernel,
@@ -72,18 +82,20 @@ class ContextParallel(ParallelStyle):
         }
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _claim(module, device_mesh, self)
-        _require_same_axis(self.sequence, device_mesh)
         if "cross" in type(module).__name__.lower():
             raise UnsupportedError(_cross_attention(type(module).__name__))
-        forward, style, name = module.forward, self, type(module).__name__
+        _claim(module, device_mesh, self.sequence, self)
+        style, name = self, type(module).__name__
+        if "forward" in module.__dict__:  # replaced by somebody before us
+            module.__dict__[_INNER] = module.__dict__["forward"]
 
-        @functools.wraps(forward)
-        def context_parallel_forward(*args: Any, **kwargs: Any) -> Any:
-            mask = style.mask if isinstance(style.mask, Mask) else style.mask(*args, **kwargs)
-            interception = _Interception(style, style.sequence.mask(mask))
+        # Bound, not a closure over the module: a deep copy of the module must run its own parameters.
+        @functools.wraps(type(module).forward)
+        def context_parallel_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            interception = _Interception(style, style.sequence.mask(style.mask_of_call(*args, **kwargs)))
+            inner = self.__dict__.get(_INNER)
             with interception:
-                result = forward(*args, **kwargs)
+                result = type(self).forward(self, *args, **kwargs) if inner is None else inner(*args, **kwargs)
             if interception.calls == 0:
                 raise ArgumentError(
                     describe(
@@ -95,8 +107,19 @@ class ContextParallel(ParallelStyle):
                 )
             return result
 
-        module.forward = context_parallel_forward
+        module.forward = types.MethodType(context_parallel_forward, module)
         return module
+
+    def mask_of_call(self, *args: Any, **kwargs: Any) -> Mask:
+        """The mask for one call of the wrapped module, whose arguments these are."""
+        mask = self.mask if isinstance(self.mask, Mask) else self.mask(*args, **kwargs)
+        if not isinstance(mask, Mask):
+            raise ArgumentError(
+                describe(
+                    "ContextParallel.mask", "a function that returns a Mask", type(mask).__name__, "return Mask(...)"
+                )
+            )
+        return mask
 
     def sharded_sdpa(
         self,
@@ -110,25 +133,22 @@ class ContextParallel(ParallelStyle):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """`F.scaled_dot_product_attention` over the whole sequence, for one intercepted call."""
-        if attn_mask is not None:
-            raise UnsupportedError(
-                "ContextParallel: a tensor attn_mask cannot be read on positions; say it as ContextParallel(mask="
-                "Mask(causal=, window=, documents=, key_padding=, prefix=)) and call SDPA without attn_mask"
-            )
-        if is_causal != mask.causal:
-            raise ArgumentError(
-                describe(
-                    "is_causal",
-                    f"{mask.causal}, as in the style's mask",
-                    is_causal,
-                    "make the call and the style agree",
-                )
-            )
-        if not enable_gqa and query.shape[-3] != key.shape[-3]:
-            raise ArgumentError(
-                describe("heads", f"{query.shape[-3]} kv heads", key.shape[-3], "pass enable_gqa=True, as SDPA wants")
-            )
+        """`F.scaled_dot_product_attention` over the whole sequence, for one intercepted call.
+
+        Args:
+            mask: the style's mask for this call.
+            query, key, value: [B, H or K, S_local, D], plain or DTensors.
+            attn_mask, dropout_p, is_causal, scale, enable_gqa: as in `F.scaled_dot_product_attention`.
+
+        Raises:
+            ArgumentError, UnsupportedError: as in `ContextParallel`; in check mode all ranks hear of it.
+        """
+        try:
+            self._check_call(mask, query, key, attn_mask, is_causal, enable_gqa)
+        except Exception as error:
+            if not torch.compiler.is_compiling() and checking():
+                announce_refusal(self.sequence.mesh.get_group(), error)
+            raise
         sequence, tensors = self.sequence, (query, key, value)
 
         def call(query: Tensor, key: Tensor, value: Tensor, seq_len: int | None) -> Tensor:
@@ -148,10 +168,8 @@ class ContextParallel(ParallelStyle):
             assert isinstance(result, Tensor)
             return result
 
-        if not isinstance(query, DTensor):
+        if not isinstance(query, DTensor) or _has_axis(query.device_mesh, sequence.mesh):
             return call(*tensors, sequence.seq_len)
-        if _has_axis(query.device_mesh, sequence.mesh):
-            return call(*tensors, None)
         if not all(isinstance(x, DTensor) and x.placements == query.placements for x in tensors):
             placements = [getattr(x, "placements", "a plain tensor") for x in tensors]
             raise ArgumentError(
@@ -161,6 +179,28 @@ class ContextParallel(ParallelStyle):
         q, k, v = (x.to_local(grad_placements=x.placements) for x in tensors if isinstance(x, DTensor))
         out = call(q, k, v, sequence.seq_len)
         return DTensor.from_local(out, query.device_mesh, query.placements, run_check=False)
+
+    def _check_call(
+        self, mask: Mask, query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool, enable_gqa: bool
+    ) -> None:
+        if attn_mask is not None:
+            raise UnsupportedError(
+                "ContextParallel: a tensor attn_mask cannot be read on positions; say it as ContextParallel(mask="
+                "Mask(causal=, window=, documents=, key_padding=, prefix=)) and call SDPA without attn_mask"
+            )
+        if is_causal != mask.causal:
+            raise ArgumentError(
+                describe(
+                    "is_causal",
+                    f"{mask.causal}, as in the style's mask",
+                    is_causal,
+                    "make the call and the style agree",
+                )
+            )
+        if not enable_gqa and query.shape[-3] != key.shape[-3]:
+            raise ArgumentError(
+                describe("heads", f"{query.shape[-3]} kv heads", key.shape[-3], "pass enable_gqa=True, as SDPA wants")
+            )
 
 
 class _Interception(TorchFunctionMode):
@@ -175,7 +215,7 @@ class _Interception(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             self.calls += 1
             return self.style.sharded_sdpa(self.mask, *args, **kwargs)
-        if func is flex_attention:
+        if func in _FLEX:
             raise UnsupportedError(
                 "ContextParallel: flex_attention is not available yet; call F.scaled_dot_product_attention and say the "
                 "mask as ContextParallel(mask=Mask(...))"
@@ -209,8 +249,6 @@ class ShardedModel(ParallelStyle):
         self.sequence, self.inputs, self.positions, self.gather_output = sequence, inputs, positions, gather_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _claim(module, device_mesh, self)
-        _require_same_axis(self.sequence, device_mesh)
         names = list(inspect.signature(module.forward).parameters)
         for name in (*self.inputs, *([self.positions] if self.positions else [])):
             if name not in names:
@@ -222,25 +260,37 @@ class ShardedModel(ParallelStyle):
                         "name the model's own arguments in inputs= and positions=",
                     )
                 )
-        module.register_forward_pre_hook(functools.partial(self._shard_inputs, names), with_kwargs=True)
+        _claim(module, device_mesh, self.sequence, self)
+        style = self
+
+        # Functions, not bound methods: a deep copy of the module would copy the style, and its mesh with it.
+        def shard_inputs(_module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+            return (), style.shard_inputs(dict(zip(names, args, strict=False)) | kwargs)
+
+        def gather_output(_module: nn.Module, _args: tuple, output: Tensor) -> Tensor:
+            return style.sequence.unshard(output, dim=1)
+
+        module.register_forward_pre_hook(shard_inputs, with_kwargs=True)
         if self.gather_output:
-            module.register_forward_hook(lambda _module, _args, output: self.sequence.unshard(output, dim=1))
+            module.register_forward_hook(gather_output)
         return module
 
-    def _shard_inputs(self, names: list[str], _module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        given = dict(zip(names, args, strict=False)) | kwargs
-        whole = given[self.inputs[0]]
-        for name in self.inputs:
-            if given.get(name) is None:
-                continue  # an optional argument that the caller left out
+    def shard_inputs(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The forward's arguments by name, with this rank's rows of the inputs and with positions."""
+        given = dict(arguments)
+        present = [name for name in self.inputs if given.get(name) is not None]
+        if not present:
+            raise ArgumentError(describe("ShardedModel", f"one of {self.inputs} in the call", list(given), "pass it"))
+        whole = given[present[0]]
+        for name in present:
             given[name] = self.sequence.shard({name: given[name]}, dim=1)[name]
         if self.positions is not None:
             ids = given.get(self.positions)
             if ids is None:
                 given[self.positions] = self.sequence.positions(whole.shape[1], device=whole.device)
             else:
-                given[self.positions] = self.sequence.shard(ids, dim=ids.ndim - 1)
-        return (), given
+                given[self.positions] = self.sequence.shard({"positions": ids}, dim=ids.ndim - 1)["positions"]
+        return given
 
 
 def parallelize(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> nn.Module:
@@ -270,6 +320,10 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Parallel
     modules = dict(module.named_modules())
     chosen: dict[str, tuple[str, ParallelStyle]] = {}
     for key, style in plan.items():
+        if not isinstance(style, ParallelStyle):
+            raise ArgumentError(
+                describe(f"parallelize: style of {key!r}", "an instance of a ParallelStyle", style, "write Style(...)")
+            )
         matches = [name for name in modules if _matches(key, name)]
         if not matches:
             close = difflib.get_close_matches(key, modules, n=3) or list(modules)[1:4]
@@ -328,7 +382,8 @@ def checkpoint_context_fn() -> Any:
     return create_selective_checkpoint_contexts(_save_attention)
 
 
-def _claim(module: nn.Module, mesh: DeviceMesh, style: ParallelStyle) -> None:
+def _claim(module: nn.Module, mesh: DeviceMesh, sequence: ShardedSequence, style: ParallelStyle) -> None:
+    """Check that the style fits, then mark the module as taken; called when nothing else can fail."""
     name = type(style).__name__
     if mesh.ndim != 1:
         raise ArgumentError(describe(f"{name}: mesh", "one axis", f"{mesh.ndim} axes", 'pass mesh["cp"]'))
@@ -338,14 +393,11 @@ def _claim(module: nn.Module, mesh: DeviceMesh, style: ParallelStyle) -> None:
                 name, "a module without a style", f"{type(module).__name__} with {getattr(module, _MARK)}", "apply once"
             )
         )
-    setattr(module, _MARK, name)
-
-
-def _require_same_axis(sequence: ShardedSequence, mesh: DeviceMesh) -> None:
     if not _has_axis(mesh, sequence.mesh):
         raise ArgumentError(
             describe("mesh", f"the axis of the ShardedSequence, {sequence.mesh}", mesh, "apply the style to that axis")
         )
+    setattr(module, _MARK, name)
 
 
 def _has_axis(mesh: DeviceMesh, axis: DeviceMesh) -> bool:
@@ -354,6 +406,8 @@ def _has_axis(mesh: DeviceMesh, axis: DeviceMesh) -> bool:
 
 
 def _matches(key: str, name: str) -> bool:
+    if not key or not name:  # the root has its own key; no wildcard means it
+        return key == name
     parts, atoms = name.split("."), key.split(".")
     return len(parts) == len(atoms) and all(fnmatchcase(p, a) for p, a in zip(parts, atoms, strict=True))
 

@@ -24,8 +24,8 @@ from cp_mesh.masks import Mask
 
 WHOLE = ("documents", "key_padding", "cu_seqlens")
 """Names of leaves that `ShardedSequence.shard` leaves whole: masks read them by position, on every rank."""
-PADDING = {"labels": -100, "documents": -1}
-"""Values that pad leaves of these names; everything else is padded with 0 (False)."""
+PADDING = {**dict.fromkeys(("labels", "label", "targets", "target"), -100), "documents": -1}
+"""Values that pad leaves of these names; leaves of other names are padded with 0 (False)."""
 
 _funcol = torch.ops._c10d_functional
 
@@ -76,21 +76,24 @@ class ShardedSequence:
         """Tokens in the whole sequence with padding, or None if it is read from the tensors."""
         return None if self.length is None else self._sharded_len(self.length)
 
-    def shard(self, tree: Any, dim: int = 1) -> Any:
+    def shard(self, tree: Any, dim: int = 1, *, pad_value: int | None = None) -> Any:
         """This rank's rows of every tensor of a pytree.
 
         Args:
             tree: tensors of the *whole* sequence, equal on every cp rank: tokens, labels, position ids, ... Under the
                 keys of `WHOLE` tensors stay whole; see `PADDING` for what pads them.
             dim: the sequence dim of all tensors that are sharded.
+            pad_value: what pads tensors that have no name, such as a bare tensor. Needed only where one is padded: 0
+                would be a valid label.
 
         Returns:
             The same pytree; sharded tensors have ``layout.shard_len`` rows along ``dim``, in layout order.
 
         Raises:
-            ArgumentError: on a DTensor, or a length that does not fit.
+            ArgumentError: on a DTensor or anything that is neither a tensor nor a plain value, a length that does not
+                fit, or padding of a nameless integer tensor without ``pad_value``.
         """
-        return tree_map_with_path(lambda path, leaf: self._shard_leaf(path, leaf, dim), tree)
+        return tree_map_with_path(lambda path, leaf: self._shard_leaf(path, leaf, dim, pad_value), tree)
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
         """The whole tensor in original order, without padding, on every rank.
@@ -166,28 +169,47 @@ class ShardedSequence:
         shape[dim] = self.seq_len - self.length
         return torch.cat([x, x.new_full(shape, value)], dim=dim)
 
-    def _shard_leaf(self, path: tuple, leaf: Any, dim: int) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
+    def _shard_leaf(self, path: tuple, leaf: Any, dim: int, pad_value: int | None) -> Any:
         name = path[-1].key if path and isinstance(path[-1], MappingKey) else None
+        if not isinstance(leaf, Tensor):
+            if leaf is None or isinstance(leaf, bool | int | float | str):
+                return leaf
+            raise ArgumentError(
+                describe(
+                    f"shard({name or ''})", "tensors and plain values", type(leaf).__name__, "convert it to tensors"
+                )
+            )
         if isinstance(leaf, DTensor):
             raise ArgumentError(describe(f"shard({name or ''})", "local tensors", "a DTensor", "use full_tensor()"))
         if name == "cu_seqlens":
-            if self.seq_len is None or int(leaf[-1]) == self.seq_len:
-                return leaf
-            return torch.cat([leaf, leaf.new_tensor([self.seq_len])])  # the padding is a document of its own
-        padding = PADDING.get(name, 0) if isinstance(name, str) else 0
+            return self._pad_cu_seqlens(leaf)
         if name in WHOLE:
-            return self._pad(leaf, -1, padding)
+            return self._pad(leaf, -1, PADDING.get(str(name), 0))
         if leaf.ndim <= dim:
             raise ArgumentError(
                 describe(f"shard({name or ''})", f"a sequence dim {dim}", tuple(leaf.shape), "pass dim=, or expand it")
             )
         if self.length is None:
             self._sharded_len(leaf.shape[dim])
+        padding = PADDING.get(str(name), 0) if pad_value is None or name is not None else pad_value
+        pads = self.seq_len not in (None, leaf.shape[dim])
+        if pads and name is None and pad_value is None and not leaf.is_floating_point():
+            hint = "pad_value=-100 for labels, 0 for tokens; or shard {'labels': ...}"
+            raise ArgumentError(describe("shard", "a pad_value for a nameless integer tensor", None, hint))
         whole = self._pad(leaf, dim, padding)
         rows = self.layout.positions(whole.shape[dim], self.cp_size, self.cp_rank).to(leaf.device)
         return whole.index_select(dim, rows)
+
+    def _pad_cu_seqlens(self, cu_seqlens: Tensor) -> Tensor:
+        """The padding becomes a document of its own."""
+        end = int(cu_seqlens[-1])
+        if self.length is None or end == self.seq_len:
+            return cu_seqlens
+        if end != self.length:
+            raise ArgumentError(
+                describe("cu_seqlens", f"an end at length {self.length}", end, "let the documents cover the sequence")
+            )
+        return torch.cat([cu_seqlens, cu_seqlens.new_tensor([self.seq_len])])
 
 
 class _Unshard(torch.autograd.Function):
@@ -234,6 +256,9 @@ def cross_entropy(logits: Tensor, labels: Tensor, mesh: DeviceMesh, *, ignore_in
 
     Returns:
         A scalar, float32 (float64 for float64 logits); 0 if no token of the mesh is valid.
+
+    Raises:
+        ArgumentError: if labels do not have the shape of logits without the vocabulary.
     """
     if logits.shape[:-1] != labels.shape:
         raise ArgumentError(

@@ -173,5 +173,8 @@ def _rms(x: Tensor) -> Tensor:
 def _block_rms(x: Tensor) -> Tensor:
     """RMS over blocks of rows, for every head: [B, H, blocks]."""
     squares = x.square() if x.ndim == 3 else x.square().mean(dim=3)
-    parts = [part.mean(dim=2).sqrt() for part in squares.split(BLOCK, dim=2)]
-    return torch.stack(parts, dim=-1) if squares.shape[2] else squares.new_zeros(*squares.shape[:2], 1)  # empty shard
+    num_blocks = squares.shape[2] // BLOCK  # rows after the last whole block count to it: a few alone are all luck
+    if num_blocks == 0:
+        return squares.sum(dim=2, keepdim=True).div(max(1, squares.shape[2])).sqrt()
+    sizes = [BLOCK] * (num_blocks - 1) + [squares.shape[2] - BLOCK * (num_blocks - 1)]
+    return torch.stack([part.mean(dim=2).sqrt() for part in squares.split(sizes, dim=2)], dim=-1)

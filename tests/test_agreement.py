@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from ranks import RankFailure, mesh, num_collectives
+from ranks import mesh, num_collectives
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
@@ -183,9 +183,6 @@ def refuse_before_the_group(rank: int) -> None:
         attention(**options)
 
 
-@pytest.mark.xfail(
-    strict=True, raises=RankFailure, reason="seq_dim is refused outside check mode's exchange: the other ranks wait"
-)
 def test_a_refused_seq_dim_does_not_hang(pool: Any) -> None:
     for rank, error in enumerate(pool(WORLD_SIZE).run_expecting_error(refuse_before_the_group, timeout=3.0)):
         assert error is not None and error.type == ("ArgumentError" if rank == ODD else "RankMismatchError")

@@ -382,7 +382,13 @@ MUTATIONS = [
         "        del name\n",
         "gradients of one rank",
     ),
-    Mutation("padding counts as tokens", "sequence.py", '"labels": -100', '"labels": 0', "gradients of one rank"),
+    Mutation(
+        "padding counts as tokens",
+        "sequence.py",
+        "whole = self._pad(leaf, dim, padding)",
+        "whole = self._pad(leaf, dim, 0)",
+        "gradients of one rank",
+    ),
     Mutation(
         "the last token is dropped with the padding",
         "sequence.py",

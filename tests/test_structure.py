@@ -234,16 +234,7 @@ INHERITED_DOCS = {"runs", "spec", "multiple"}
 """Methods of layouts, explained once, in `Layout`."""
 
 
-UNEXPLAINED = {"ContextParallel.sharded_sdpa", "Mask.from_cu_seqlens", "check_mode"}
-UNANNOUNCED = {"cross_entropy"}
-
-
-def names_but(names: Any, gaps: set[str]) -> list[Any]:
-    gap = pytest.mark.xfail(strict=True, reason="a gap in the docstring")
-    return [pytest.param(name, marks=gap) if name in gaps else name for name in names]
-
-
-@pytest.mark.parametrize("name", names_but(public_callables(), UNEXPLAINED))
+@pytest.mark.parametrize("name", public_callables())
 def test_public_names_are_explained(name: str) -> None:
     value = public_callables()[name]
     if name.split(".")[-1] in INHERITED_DOCS:
@@ -270,7 +261,7 @@ RAISING = [
 ]
 
 
-@pytest.mark.parametrize("name", names_but(RAISING, UNANNOUNCED))
+@pytest.mark.parametrize("name", RAISING)
 def test_errors_are_announced(name: str) -> None:
     text = public_callables()[name].__doc__
     assert "Raises:" in text and "Error:" in text

@@ -347,7 +347,6 @@ def retry(rank: int, style: str) -> None:
     parallelize(model, cp, {key: right})
 
 
-@pytest.mark.xfail(strict=True, reason="the module is marked before the style's arguments are checked")
 @pytest.mark.parametrize("style", ["ContextParallel", "ShardedModel"])
 def test_a_refused_style_can_be_corrected(pool: Any, style: str) -> None:
     pool(4).run(retry, style)
@@ -361,7 +360,6 @@ def wildcard(rank: int) -> bool:
     return "forward" in vars(root)
 
 
-@pytest.mark.xfail(strict=True, reason="* also matches the root's name, which is empty")
 def test_a_wildcard_leaves_the_root_alone(pool: Any) -> None:
     assert pool(2).run(wildcard) == [False, False]
 
@@ -387,7 +385,6 @@ def copy_is_independent(rank: int) -> None:
         torch.testing.assert_close(twin(q, k, v), 3 * core(q, k, v))
 
 
-@pytest.mark.xfail(strict=True, reason="the copy's forward is a closure over the original module")
 def test_a_copy_has_its_own_parameters(pool: Any) -> None:
     pool(2).run(copy_is_independent)
 
