@@ -136,7 +136,8 @@ def attention(
         raise
 
     arguments = (*tensors, seq_len, seq_dim, axis.group_name, options.spec())
-    if isinstance(query, DTensor) and any(x is not None for x in tensors):
+    # Dispatch refuses plain tensors (of masks and layouts) beside DTensors, and gathers a dim shorter than its axis.
+    if isinstance(query, DTensor) and (any(x is not None for x in tensors) or seq_len < axis.size):
         out, lse = _call_on_locals((query, key, value), query, seq_dim, arguments)
     else:
         out, lse = attention_op(query, key, value, *arguments)
@@ -146,7 +147,7 @@ def attention(
 def _call_on_locals(
     tensors: tuple[Tensor, ...], query: DTensor, seq_dim: int, arguments: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Unwrap and re-wrap: dispatch refuses plain tensors (those of masks and layouts) beside DTensors."""
+    """Unwrap, call the op on locals, and wrap its results as the op's sharding rule would place them."""
     mesh, placements = query.device_mesh, query.placements
     out, lse = attention_op(
         *(x.to_local(grad_placements=placements) for x in tensors if isinstance(x, DTensor)), *arguments

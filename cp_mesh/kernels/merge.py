@@ -79,15 +79,21 @@ def merge_(out: Tensor, lse: Tensor, tile_out: Tensor, tile_lse: Tensor) -> None
     lse.copy_(merged)
 
 
+def _dense_rows(x: Tensor) -> Tensor:
+    """With unit stride in the head dim: called through aten, stock kernels do not check it and read other memory."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 class MergingForward:
     """`contract.ForwardPass` over a tile kernel."""
 
     def __init__(self, tile_forward: TileForward, prepare: Prepare, q: Tensor, v_head_dim: int, scale: float) -> None:
-        self._tile_forward, self._prepare, self._q, self._scale = tile_forward, prepare, q, scale
+        self._tile_forward, self._prepare, self._q, self._scale = tile_forward, prepare, _dense_rows(q), scale
         self._shape, self._dtype = (*q.shape[:3], v_head_dim), accumulation_dtype(q.dtype)
         self._running: tuple[Tensor, Tensor] | None = None
 
     def step(self, k: Tensor, v: Tensor, tiles: Sequence[KernelTile]) -> None:
+        k, v = _dense_rows(k), _dense_rows(v)
         for tile in self._prepare(tiles):
             q_rows, k_rows = slice(*tile.q), slice(*tile.k)
             out, lse = self._tile_forward(
@@ -124,7 +130,7 @@ class SummingBackward:
     ) -> None:
         dtype = accumulation_dtype(q.dtype)
         self._tile_backward, self._prepare, self._scale = tile_backward, prepare, scale
-        self._dout, self._q, self._out, self._lse = dout, q, out, lse
+        self._dout, self._q, self._out, self._lse = *map(_dense_rows, (dout, q, out)), lse
         self._delta = (dout.to(dtype) * out.to(dtype)).sum(-1)
         if dlse is not None:
             self._delta -= dlse
@@ -133,6 +139,7 @@ class SummingBackward:
     def step(self, k: Tensor, v: Tensor, tiles: Sequence[KernelTile]) -> tuple[Tensor, Tensor]:
         # Zeroed here, at every step: these hold one source's gradient, and tiles below add to them.
         dk, dv = (torch.zeros(x.shape, dtype=self._dq.dtype, device=x.device) for x in (k, v))
+        k, v = _dense_rows(k), _dense_rows(v)
         for tile in self._prepare(tiles):
             q_rows, k_rows = slice(*tile.q), slice(*tile.k)
             rows = [x[:, :, q_rows] for x in (self._dout, self._q, self._out, self._lse, self._delta)]
