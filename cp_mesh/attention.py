@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from cp_mesh.agreement import announce_refusal, checking
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe
-from cp_mesh.layouts import Layout, Permuted, ZigZag, chunk_bounds
+from cp_mesh.layouts import LAYOUTS, Layout, Permuted, ZigZag, chunk_bounds
 from cp_mesh.masks import Mask
 from cp_mesh.ops import attention_op, to_bhsd
 from cp_mesh.plan import Options, check_tensors, make_plan
@@ -103,13 +104,14 @@ def attention(
     compiling = torch.compiler.is_compiling()
     try:
         axis, seq_dim = _find_cp_axis(query, key, value, mesh, seq_dim)
-        _check_types(layout, mask, seq_len)
+        _check_types(layout, mask, seq_len, scale)
         tensors = (mask.documents, mask.key_padding, layout.tensor if isinstance(layout, Permuted) else None)
         _refuse_unavailable(softcap, sinks, alibi_slopes, bias, dropout_p)
         query, key, value = _autocast(query, key, value)
-        _check_format(query, key, value, axis, seq_dim)
+        _check_format(query, key, value, seq_dim)
         if isinstance(query, DTensor):
-            _check_placements(query, key, value, axis, seq_dim, layout)
+            check_placements(query, key, value, axis.index, seq_dim)
+            _check_chunks(query.shape[seq_dim], axis.size, layout)
             global_len = query.shape[seq_dim]
             if seq_len not in (None, global_len):
                 raise ArgumentError(describe("seq_len", f"{global_len}, the DTensors' length", seq_len, "leave it out"))
@@ -119,7 +121,7 @@ def attention(
         options = Options(
             layout=layout.spec(),
             mask=mask.spec(),
-            scale=1 / math.sqrt(query.shape[-1]) if scale is None else float(scale),
+            scale=1 / math.sqrt(query.shape[-1]) if scale is None else float(guard_scalar(scale)),
             method=method,
             kernel=kernel,
             transport=transport,
@@ -158,10 +160,10 @@ def _call_on_locals(
     lse_shape = [0] * lse.ndim
     for dim, lse_dim in lse_dims.items():
         lse_shape[lse_dim] = query.shape[dim]
-    return _wrap(out, mesh, placements, out_shape), _wrap(lse, mesh, lse_placements, lse_shape)
+    return wrap(out, mesh, placements, out_shape), wrap(lse, mesh, lse_placements, lse_shape)
 
 
-def _wrap(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
+def wrap(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
     """With the global shape said: shards may be unequal, and then a rank cannot infer it."""
     stride = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
@@ -234,7 +236,7 @@ def _find_cp_axis(
             )
     elif "cp" in names:
         axes = [names.index("cp")]
-    elif whole.ndim == 1:
+    elif whole.ndim == 1 and not names:
         axes = [0]
     else:
         raise ArgumentError(
@@ -271,16 +273,22 @@ def _group_that_waits(query: Tensor, mesh: DeviceMesh | None) -> dist.ProcessGro
     return None
 
 
-def _check_types(layout: object, mask: object, seq_len: object) -> None:
+def _check_types(layout: object, mask: object, seq_len: object, scale: object) -> None:
     if not isinstance(layout, Layout):
         raise ArgumentError(
             describe("layout", "a Layout", repr(layout), "ZigZag(), Striped(), Contiguous(), Permuted(...)")
         )
-    if not isinstance(mask, Mask):
+    if LAYOUTS.get(layout.spec()) is not type(layout):
+        hint = "the op rebuilds layouts by name: list your class in cp_mesh.layouts.LAYOUTS"
+        raise ArgumentError(describe("layout", f"one of {', '.join(LAYOUTS)}", type(layout).__name__, hint))
+    if type(mask) is not Mask:
         hint = "say it on positions, Mask(causal=, window=, documents=, key_padding=, prefix=)"
         raise ArgumentError(describe("mask", "a Mask", type(mask).__name__, hint))
     if seq_len is not None and (isinstance(seq_len, bool) or not isinstance(seq_len, int | torch.SymInt)):
         raise ArgumentError(describe("seq_len", "an int, tokens in the whole sequence", repr(seq_len), "or None"))
+    if scale is not None and (isinstance(scale, Tensor) or not 0 < scale < math.inf):  # type: ignore[operator]
+        hint = "multiply q by a learned or negative scale instead"
+        raise ArgumentError(describe("scale", "a positive number", scale, hint))
 
 
 def _refuse_unavailable(
@@ -306,7 +314,7 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
 
 
-def _check_format(query: Tensor, key: Tensor, value: Tensor, axis: _CPAxis, seq_dim: int) -> None:
+def _check_format(query: Tensor, key: Tensor, value: Tensor, seq_dim: int) -> None:
     ndim = 3 if seq_dim == 0 else 4
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim != ndim:
@@ -317,25 +325,29 @@ def _check_format(query: Tensor, key: Tensor, value: Tensor, axis: _CPAxis, seq_
     check_tensors(*(to_bhsd(x, seq_dim) for x in (query, key, value)))
 
 
-def _check_placements(query: DTensor, key: Tensor, value: Tensor, axis: _CPAxis, seq_dim: int, layout: Layout) -> None:
-    """Placements that would make the ring wrong, or make DTensor silently gather what the user sharded."""
-    assert axis.index is not None
+def check_placements(query: DTensor, key: Tensor, value: Tensor, cp_axis: int | None, seq_dim: int) -> None:
+    """Refuse placements that would make the ring wrong, or make DTensor silently gather what the user sharded.
+
+    Args:
+        query, key, value: DTensors of one format.
+        cp_axis: the axis of their mesh that shards the sequence, None if none of its axes does.
+        seq_dim: the sequence dim.
+    """
     mesh, placements = query.device_mesh, query.placements
     for name, x in (("key", key), ("value", value)):
-        assert isinstance(x, DTensor)
-        if x.device_mesh != mesh or x.placements != placements:
+        if not isinstance(x, DTensor) or x.device_mesh != mesh or x.placements != placements:
             raise ArgumentError(
                 describe(
                     f"{name}'s placements",
                     f"those of query, {placements}",
-                    f"{x.placements} on {x.device_mesh}",
+                    f"{getattr(x, 'placements', 'a plain tensor')} on {getattr(x, 'device_mesh', 'no mesh')}",
                     "shard q, k and v alike; kv heads that tp cannot divide need a smaller tp, or repeated kv heads",
                 )
             )
     head_dim, names = (2 if seq_dim == 1 else 1), mesh.mesh_dim_names or [str(i) for i in range(mesh.ndim)]
     for i, placement in enumerate(placements):
         here = f"placement on mesh axis {names[i]!r}"
-        if i == axis.index:
+        if i == cp_axis:
             if placement != Shard(seq_dim):
                 raise ArgumentError(
                     describe(here, f"Shard({seq_dim}), the sequence", placement, "shard the sequence on the cp axis")
@@ -365,7 +377,10 @@ def _check_placements(query: DTensor, key: Tensor, value: Tensor, axis: _CPAxis,
         else:
             hint = "redistribute it first" if isinstance(placement, Partial) else "shard heads or batch instead"
             raise UnsupportedError(describe(here, "Shard of heads or batch, or Replicate", placement, hint))
-    length, size = query.shape[seq_dim], axis.size
+
+
+def _check_chunks(length: int, size: int, layout: Layout) -> None:
+    """DTensor's unequal shards have `torch.chunk` sizes; given others, `full_tensor()` would be silently wrong."""
     for rank in range(size):
         begin, end = chunk_bounds(length, size, rank)
         if layout.shard_len(length, size, rank) != end - begin:

@@ -33,7 +33,7 @@ class Run:
 
     def positions(self) -> Tensor:
         """int64 CPU tensor [length]."""
-        return torch.arange(self.length, dtype=torch.int64) * self.stride + self.start
+        return torch.arange(self.length, dtype=torch.int64, device="cpu") * self.stride + self.start
 
     def slice(self, begin: int, end: int) -> Run:
         return Run(self.start + self.stride * begin, self.stride, end - begin)
@@ -91,7 +91,7 @@ class Layout(ABC):
     def positions(self, seq_len: int, cp_size: int, cp_rank: int) -> Tensor:
         """Positions of ``cp_rank``'s rows in local order: int64 CPU tensor [shard_len]."""
         pieces = self.runs(seq_len, cp_size, cp_rank)
-        return torch.cat([p.positions() for p in pieces]) if pieces else torch.empty(0, dtype=torch.int64)
+        return torch.cat([p.positions() for p in pieces]) if pieces else torch.empty(0, dtype=torch.int64, device="cpu")
 
     def permutation(self, seq_len: int, cp_size: int) -> Tensor:
         """int64 CPU tensor [seq_len]; ``x[permutation]`` is the sequence in layout order, rank after rank.
@@ -193,8 +193,12 @@ class Permuted(Layout):
     index: Tensor | Sequence[int] = field()
 
     def __post_init__(self) -> None:
-        index = torch.as_tensor(self.index).detach().to("cpu", torch.int64, copy=True)
-        if index.ndim != 1 or not torch.equal(index.sort().values, torch.arange(index.numel())):
+        index = (
+            torch.as_tensor(self.index, device=None if isinstance(self.index, Tensor) else "cpu")
+            .detach()
+            .to("cpu", torch.int64, copy=True)
+        )
+        if index.ndim != 1 or not torch.equal(index.sort().values, torch.arange(index.numel(), device="cpu")):
             raise ArgumentError(
                 f"Permuted: expected a permutation of range(seq_len) as a 1-D index, got shape {tuple(index.shape)}"
                 " with repeated, missing or out-of-range entries; torch.argsort of any key gives a valid one"
@@ -238,5 +242,7 @@ def parse_layout(spec: str, index: Tensor | None = None) -> Layout:
     """Rebuild a layout from its `Layout.spec`, and from its index for `Permuted`."""
     if spec == "permuted":
         assert index is not None, "a permuted layout travels with its index"
-        return Permuted(index)
+        layout = object.__new__(Permuted)  # validated where the caller made it; sorting it again costs milliseconds
+        object.__setattr__(layout, "index", index)
+        return layout
     return LAYOUTS[spec]()

@@ -9,10 +9,12 @@ windowed mask bounds the distance ``q_pos - k_pos = (a - b) + s·(i - j)``, so i
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from cp_mesh.errors import ArgumentError
 from cp_mesh.layouts import Piece, Run
@@ -160,6 +162,11 @@ class Mask:
         """Whether some condition is read from a tensor, so that no tile is a pure band."""
         return self.documents is not None or self.key_padding is not None
 
+    @property
+    def host_documents(self) -> bool:
+        """Whether tiles can be skipped by documents: ids that are read on the host."""
+        return self.documents is not None and self.documents.device.type == "cpu"
+
     def to(self, device: torch.device) -> Mask:
         """The same mask with its tensors on ``device``."""
         if not self.elementwise:
@@ -243,21 +250,31 @@ class Mask:
 
     def _document_cover(self, q: Piece, k: Piece, cover: Cover) -> Cover:
         """Weaken a cover found from distances by the conditions that live in tensors."""
-        ids = self.documents
-        if ids is not None and ids.device.type == "cpu":
+        if self.host_documents:
             # Ranges of ids are enough to skip tiles of sorted documents, and safe for any ids.
-            ids = torch.atleast_2d(ids)
-            q_low, q_high = torch.aminmax(ids[:, q.positions()], dim=1)
-            k_low, k_high = torch.aminmax(ids[:, k.positions()], dim=1)
-            if bool(((q_high < k_low) | (k_high < q_low)).all()):
+            q_ranges, k_ranges = self._id_ranges(q), self._id_ranges(k)
+            if all(q[1] < k[0] or k[1] < q[0] for q, k in zip(q_ranges, k_ranges, strict=True)):
                 return EMPTY
         return PARTIAL if self.elementwise else cover
+
+    @cached_property
+    def _known_id_ranges(self) -> dict[Piece, list[tuple[int, int]]]:
+        return {}
+
+    def _id_ranges(self, piece: Piece) -> list[tuple[int, int]]:
+        """Smallest and largest document id of a piece, for every batch row; read once by a mask, so once a plan."""
+        if piece not in self._known_id_ranges:
+            assert self.documents is not None
+            low, high = torch.aminmax(torch.atleast_2d(self.documents)[:, piece.positions()], dim=1)
+            self._known_id_ranges[piece] = list(zip(low.tolist(), high.tolist(), strict=True))
+        return self._known_id_ranges[piece]
 
     def spec(self) -> str:
         """The scalar options as a short string; `parse_mask` rebuilds the mask from it and the tensors."""
         left, right = self.window or (None, None)
         return ",".join(
-            "" if value is None else str(int(value)) for value in (self.causal, left, right, self.prefix, self.length)
+            "" if value is None else str(int(guard_scalar(value)))
+            for value in (self.causal, left, right, self.prefix, self.length)
         )
 
 

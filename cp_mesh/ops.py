@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 
 from cp_mesh.agreement import announce_refusal, checking, fingerprint, require_agreement
-from cp_mesh.errors import describe
+from cp_mesh.errors import UnsupportedError, describe
 from cp_mesh.kernels.contract import accumulation_dtype
 from cp_mesh.plan import Options, Plan, make_plan
 from cp_mesh.ring import ring_backward, ring_forward
@@ -31,6 +31,11 @@ def to_bhsd(x: Tensor, seq_dim: int) -> Tensor:
 def from_bhsd(x: Tensor, seq_dim: int) -> Tensor:
     """Back from [B, H, S, D] to the caller's format, contiguous."""
     return (x if seq_dim == 2 else x.transpose(1, 2) if seq_dim == 1 else x[0].transpose(0, 1)).contiguous()
+
+
+def _no_autocast(x: Tensor) -> torch.autocast:
+    """A backward may run inside the caller's autocast, which would cast the fp32 sums of the kernels."""
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def _lse_to_bhs(lse: Tensor, seq_dim: int) -> Tensor:
@@ -92,7 +97,8 @@ def attention_op(
     if checking():
         _agree(plan, q, k, v, index, seq_dim)
     q, k, v = (to_bhsd(x, seq_dim) for x in (q, k, v))
-    out, lse = ring_forward(q, k, v, plan)
+    with _no_autocast(q):
+        out, lse = ring_forward(q, k, v, plan)
     return from_bhsd(out, seq_dim), (lse[0] if seq_dim == 0 else lse).contiguous()
 
 
@@ -117,8 +123,12 @@ def attention_backward_op(
     plan = _plan(q, k, v, documents, key_padding, index, seq_len, seq_dim, group_name, spec)
     dout, q, k, v, out = (to_bhsd(x, seq_dim) for x in (dout, q, k, v, out))
     lse = _lse_to_bhs(lse, seq_dim)
-    dlse = None if dlse is None else _lse_to_bhs(dlse, seq_dim)
-    grads = ring_backward(dout, q, k, v, out, lse, dlse, plan)
+    if dlse is not None:
+        if not plan.kernel.capability.differentiable_lse:
+            raise UnsupportedError(f"kernel {plan.kernel.name!r} takes no gradient of lse; kernel='reference' does")
+        dlse = _lse_to_bhs(dlse, seq_dim)
+    with _no_autocast(q):
+        grads = ring_backward(dout, q, k, v, out, lse, dlse, plan)
     dq, dk, dv = (from_bhsd(x, seq_dim) for x in grads)
     return dq, dk, dv
 
@@ -137,8 +147,18 @@ def _(dout, q, k, v, out, lse, dlse, documents, key_padding, index, seq_len, seq
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     *tensors, ctx.seq_len, ctx.seq_dim, ctx.group_name, ctx.spec = inputs
+    if not Options.parse(ctx.spec).differentiable_lse:
+        ctx.mark_non_differentiable(output[1])  # most kernels take no gradient of it, and none must be dropped silently
     ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)  # an unused lse must not cost a gradient of zeros, which most kernels refuse
+
+
+def _placed_like(grad: Tensor, x: Tensor) -> Tensor:
+    """A gradient where its tensor is: from ``out.sum()`` it comes replicated, and then the sharding rule could choose
+    to shard the sequence over an axis that is not cp, which costs DTensor nothing."""
+    if isinstance(x, DTensor) and isinstance(grad, DTensor) and grad.placements != x.placements:
+        return grad.redistribute(placements=x.placements)
+    return grad
 
 
 def _autograd(ctx, dout, dlse):  # type: ignore[no-untyped-def]
@@ -146,8 +166,8 @@ def _autograd(ctx, dout, dlse):  # type: ignore[no-untyped-def]
     none = (None,) * 7
     if dout is None and dlse is None:
         return None, None, None, *none
-    if dout is None:
-        dout = torch.zeros_like(out)
+    dout = torch.zeros_like(out) if dout is None else _placed_like(dout, out)
+    dlse = None if dlse is None else _placed_like(dlse, lse)
     grads = attention_backward_op(
         dout, q, k, v, out, lse, dlse, documents, key_padding, index,
         ctx.seq_len, ctx.seq_dim, ctx.group_name, ctx.spec,

@@ -18,6 +18,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,14 +30,22 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from cp_mesh.agreement import announce_refusal, checking
-from cp_mesh.attention import attention
+from cp_mesh.attention import attention, check_placements, wrap
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe
 from cp_mesh.masks import Mask
 from cp_mesh.sequence import ShardedSequence
 
 _MARK = "_cp_mesh_style"  # set on modules that a style was applied to
+_RANKS = "_cp_mesh_ranks"  # the ranks of its cp axis
 _INNER = "_cp_mesh_inner_forward"  # a forward that was set on the instance before the style's
-_FLEX = (flex_attention, torch.ops.higher_order.flex_attention)  # a function mode sees the operator
+# Other attention than SDPA: local to a shard, so wrong. Of flex_attention a function mode sees the operator.
+_OTHER_ATTENTION = (
+    flex_attention,
+    torch.ops.higher_order.flex_attention,
+    F.multi_head_attention_forward,
+    torch._native_multi_head_attention,
+    torch._transformer_encoder_layer_fwd,
+)
 
 
 class ContextParallel(ParallelStyle):
@@ -44,12 +53,15 @@ class ContextParallel(ParallelStyle):
 
     The module's forward must call `F.scaled_dot_product_attention` on [B, H, S_local, D] tensors at least once, with
     ``is_causal`` equal to the mask's ``causal`` and no ``attn_mask``: local shapes cannot tell what a tensor mask
-    means. Everything else about the module is free, and what it returns is returned as it is.
+    means. Attention that does not go through it (`flex_attention`, `nn.MultiheadAttention`) is refused where a function
+    mode can see it; aten operators called directly are not seen. Everything else about the module is free, and what it
+    returns is returned as it is.
 
     Args:
         sequence: the sequence object that also shards the data.
         mask: the mask, or a function of the wrapped module's call arguments that returns it, for masks that change
-            with the batch: ``mask=lambda q, k, v, documents: Mask(documents=documents)``.
+            with the batch: ``mask=lambda q, k, v, documents: Mask(documents=documents)``. It must depend on its
+            arguments alone: activation checkpointing calls it again in the backward.
         kernel, method, transport, deterministic: as in `cp_mesh.attention`.
 
     Raises:
@@ -92,7 +104,7 @@ class ContextParallel(ParallelStyle):
         # Bound, not a closure over the module: a deep copy of the module must run its own parameters.
         @functools.wraps(type(module).forward)
         def context_parallel_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            interception = _Interception(style, style.sequence.mask(style.mask_of_call(*args, **kwargs)))
+            interception = _Interception(style, style.mask_of_call(*args, **kwargs))
             inner = self.__dict__.get(_INNER)
             with interception:
                 result = type(self).forward(self, *args, **kwargs) if inner is None else inner(*args, **kwargs)
@@ -111,15 +123,23 @@ class ContextParallel(ParallelStyle):
         return module
 
     def mask_of_call(self, *args: Any, **kwargs: Any) -> Mask:
-        """The mask for one call of the wrapped module, whose arguments these are."""
-        mask = self.mask if isinstance(self.mask, Mask) else self.mask(*args, **kwargs)
-        if not isinstance(mask, Mask):
-            raise ArgumentError(
-                describe(
-                    "ContextParallel.mask", "a function that returns a Mask", type(mask).__name__, "return Mask(...)"
+        """The mask of the padded sequence for one call of the wrapped module, whose arguments these are."""
+        try:
+            mask = self.mask if isinstance(self.mask, Mask) else self.mask(*args, **kwargs)
+            if not isinstance(mask, Mask):
+                raise ArgumentError(
+                    describe(
+                        "ContextParallel.mask", "a function that returns a Mask", type(mask).__name__, "return one"
+                    )
                 )
-            )
-        return mask
+            return self.sequence.mask(mask)
+        except Exception as error:
+            self._announce(error)
+            raise
+
+    def _announce(self, error: Exception) -> None:
+        if not torch.compiler.is_compiling() and checking():
+            announce_refusal(self.sequence.mesh.get_group(), error)
 
     def sharded_sdpa(
         self,
@@ -144,10 +164,9 @@ class ContextParallel(ParallelStyle):
             ArgumentError, UnsupportedError: as in `ContextParallel`; in check mode all ranks hear of it.
         """
         try:
-            self._check_call(mask, query, key, attn_mask, is_causal, enable_gqa)
+            self._check_call(mask, query, key, value, attn_mask, is_causal, enable_gqa)
         except Exception as error:
-            if not torch.compiler.is_compiling() and checking():
-                announce_refusal(self.sequence.mesh.get_group(), error)
+            self._announce(error)
             raise
         sequence, tensors = self.sequence, (query, key, value)
 
@@ -170,19 +189,23 @@ class ContextParallel(ParallelStyle):
 
         if not isinstance(query, DTensor) or _has_axis(query.device_mesh, sequence.mesh):
             return call(*tensors, sequence.seq_len)
-        if not all(isinstance(x, DTensor) and x.placements == query.placements for x in tensors):
-            placements = [getattr(x, "placements", "a plain tensor") for x in tensors]
-            raise ArgumentError(
-                describe("q, k, v", "DTensors placed alike", placements, "shard q and kv heads alike over tp")
-            )
         # DTensors over tp alone: the rows of this rank, with heads sharded. No collective runs over their mesh.
         q, k, v = (x.to_local(grad_placements=x.placements) for x in tensors if isinstance(x, DTensor))
         out = call(q, k, v, sequence.seq_len)
-        return DTensor.from_local(out, query.device_mesh, query.placements, run_check=False)
+        return wrap(out, query.device_mesh, query.placements, (*query.shape[:-1], value.shape[-1]))
 
     def _check_call(
-        self, mask: Mask, query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool, enable_gqa: bool
+        self,
+        mask: Mask,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        enable_gqa: bool,
     ) -> None:
+        if isinstance(query, DTensor) and not _has_axis(query.device_mesh, self.sequence.mesh):
+            check_placements(query, key, value, None, seq_dim=2)
         if attn_mask is not None:
             raise UnsupportedError(
                 "ContextParallel: a tensor attn_mask cannot be read on positions; say it as ContextParallel(mask="
@@ -215,10 +238,11 @@ class _Interception(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             self.calls += 1
             return self.style.sharded_sdpa(self.mask, *args, **kwargs)
-        if func in _FLEX:
+        if func in _OTHER_ATTENTION:
+            name = getattr(func, "__name__", str(func))
             raise UnsupportedError(
-                "ContextParallel: flex_attention is not available yet; call F.scaled_dot_product_attention and say the "
-                "mask as ContextParallel(mask=Mask(...))"
+                f"ContextParallel: {name} is not available yet; call F.scaled_dot_product_attention "
+                "and say the mask as ContextParallel(mask=Mask(...))"
             )
         return func(*args, **kwargs)
 
@@ -249,7 +273,8 @@ class ShardedModel(ParallelStyle):
         self.sequence, self.inputs, self.positions, self.gather_output = sequence, inputs, positions, gather_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        names = list(inspect.signature(module.forward).parameters)
+        parameters = inspect.signature(module.forward).parameters
+        names = [name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_POSITIONAL]
         for name in (*self.inputs, *([self.positions] if self.positions else [])):
             if name not in names:
                 raise ArgumentError(
@@ -265,9 +290,28 @@ class ShardedModel(ParallelStyle):
 
         # Functions, not bound methods: a deep copy of the module would copy the style, and its mesh with it.
         def shard_inputs(_module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-            return (), style.shard_inputs(dict(zip(names, args, strict=False)) | kwargs)
+            given = dict(zip(names, args, strict=False))
+            if len(args) > len(names) or given.keys() & kwargs.keys():
+                raise ArgumentError(
+                    describe(
+                        "ShardedModel",
+                        f"arguments {', '.join(names)}, each once",
+                        f"{len(args)} + {[*kwargs]}",
+                        "see forward",
+                    )
+                )
+            return (), style.shard_inputs(given | kwargs)
 
         def gather_output(_module: nn.Module, _args: tuple, output: Tensor) -> Tensor:
+            if not isinstance(output, Tensor):
+                raise ArgumentError(
+                    describe(
+                        "ShardedModel.gather_output",
+                        "one tensor as output",
+                        type(output).__name__,
+                        "unshard it yourself",
+                    )
+                )
             return style.sequence.unshard(output, dim=1)
 
         module.register_forward_pre_hook(shard_inputs, with_kwargs=True)
@@ -350,14 +394,30 @@ def sum_gradients(model: nn.Module) -> None:
 
     Call it after `fully_shard`. On gloo it also avoids the pre-multiplied sum that gloo does not have.
 
+    Args:
+        model: the root, with all parameters under `fully_shard` on a mesh that holds the ranks of cp.
+
     Raises:
-        ArgumentError: if the model holds no FSDP2 module.
+        ArgumentError: if the model holds no FSDP2 module, or if the gradient of some parameter would not be summed
+            over the ranks that a style of this library split the sequence over.
     """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not sharded:
         raise ArgumentError(
             describe("sum_gradients", "a model under fully_shard", type(model).__name__, "call it first")
         )
+    cp_ranks = {rank for module in model.modules() for rank in getattr(module, _RANKS, ())}
+    for name, parameter in model.named_parameters():
+        summed = set(parameter.device_mesh.mesh.flatten().tolist()) if isinstance(parameter, DTensor) else set()
+        if parameter.requires_grad and len(cp_ranks) > 1 and not cp_ranks <= summed:
+            raise ArgumentError(
+                describe(
+                    f"sum_gradients: parameter {name}",
+                    f"fully_shard over a mesh that holds the cp ranks {sorted(cp_ranks)}",
+                    f"ranks {sorted(summed)}" if summed else "no mesh",
+                    'fully_shard the root too, on mesh["dp", "cp"]._flatten()',
+                )
+            )
     for module in sharded:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -398,6 +458,7 @@ def _claim(module: nn.Module, mesh: DeviceMesh, sequence: ShardedSequence, style
             describe("mesh", f"the axis of the ShardedSequence, {sequence.mesh}", mesh, "apply the style to that axis")
         )
     setattr(module, _MARK, name)
+    setattr(module, _RANKS, tuple(dist.get_process_group_ranks(sequence.mesh.get_group())))
 
 
 def _has_axis(mesh: DeviceMesh, axis: DeviceMesh) -> bool:

@@ -1,14 +1,16 @@
 """Plan: one call's options, validated against its tensors and resolved to a layout, mask, schedule and kernel.
 
 `Options` is what the op carries as a string; `make_plan` is run on every rank before the first collective and is the
-one place where a call is refused. All of its checks read only what a rank can see alone, and values that are equal on
-all ranks, so all ranks raise alike.
+one place where a call is refused. Its checks read what a rank can see alone. What they read is equal on all ranks, so
+all ranks raise alike, except for two things that only ranks together can compare: arguments that differ between
+ranks, and the number of local rows where shards are unequal. Check mode finds both on every rank.
 """
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -23,7 +25,6 @@ from cp_mesh.schedule import Rows, Schedule, Tile, make_schedule
 
 METHODS = ("auto", "ring")
 TRANSPORTS = ("auto", "functional")
-_FAST = ("cudnn", "fa2", "efficient")
 
 
 @dataclass(frozen=True)
@@ -80,10 +81,23 @@ class Plan:
     def _cover(self, tile: Tile, source: int) -> Band | Pairs:
         if isinstance(tile.cover, Band):
             return tile.cover
-        cp_size, cp_rank = self.schedule.cp_size, self.schedule.cp_rank
-        q_pos = self.layout.positions(self.seq_len, cp_size, cp_rank)[tile.q[0] : tile.q[1]]
-        k_pos = self.layout.positions(self.seq_len, cp_size, source)[tile.k[0] : tile.k[1]]
-        return Pairs(self.mask.to(self.device), q_pos.to(self.device), k_pos.to(self.device))
+        q_pos = self._positions(self.schedule.cp_rank)[tile.q[0] : tile.q[1]]
+        return Pairs(self._device_mask, q_pos, self._positions(source)[tile.k[0] : tile.k[1]])
+
+    @cached_property
+    def _device_mask(self) -> Mask:
+        return self.mask.to(self.device)
+
+    @cached_property
+    def _device_positions(self) -> dict[int, Tensor]:
+        return {}
+
+    def _positions(self, rank: int) -> Tensor:
+        """Positions of a rank's rows on the device, copied once a call."""
+        if rank not in self._device_positions:
+            positions = self.layout.positions(self.seq_len, self.schedule.cp_size, rank)
+            self._device_positions[rank] = positions.to(self.device)
+        return self._device_positions[rank]
 
 
 def make_plan(
@@ -143,7 +157,7 @@ def make_plan(
     schedule = make_schedule(layout, mask, seq_len, cp_size, cp_rank)
     request = Request(
         device=q.device.type,
-        compute_capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else (0, 0),
+        compute_capability=_compute_capability(q.device),
         dtype=q.dtype,
         covers=schedule.covers,
         head_dim=q.shape[3],
@@ -154,13 +168,19 @@ def make_plan(
     )
     kernel = choose_kernel(options.kernel, request)
     if kernel.name == "reference" and options.kernel == "auto" and q.is_cuda:
-        lacks = "; ".join(f"{name}: {', '.join(shortfalls(KERNELS[name].capability, request))}" for name in _FAST)
+        fast = [name for name, other in KERNELS.items() if other.capability.devices == ("cuda",)]
+        lacks = "; ".join(f"{name}: {', '.join(shortfalls(KERNELS[name].capability, request))}" for name in fast)
         warnings.warn(
             f"cp_mesh: no fast kernel can serve this call ({lacks}); the reference kernel runs, exact but slow. "
             "kernel='reference' asks for it without this warning",
             stacklevel=2,
         )
     return Plan(options, layout, mask, seq_len, schedule, kernel, group, q.device)
+
+
+def _compute_capability(device: torch.device) -> tuple[int, int]:
+    """(0, 0) where the numbers do not mean NVIDIA's: no stock CUDA kernel is chosen there."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" and not torch.version.hip else (0, 0)
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

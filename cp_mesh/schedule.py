@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
+import torch
+
 from cp_mesh.layouts import Layout, Permuted, Piece, Run
 from cp_mesh.masks import CAUSAL, EMPTY, FULL, Band, Cover, Mask, parse_mask
 
@@ -96,14 +98,17 @@ def make_schedule(layout: Layout, mask: Mask, seq_len: int, cp_size: int, cp_ran
         cp_size: number of ranks.
         cp_rank: the rank.
     """
-    if mask.elementwise or isinstance(layout, Permuted):  # depends on tensors, whose content is no cache key
+    if mask.host_documents or isinstance(layout, Permuted):  # depends on tensors, whose content is no cache key
         return _make_schedule(layout, mask, seq_len, cp_size, cp_rank)
-    return _cached_schedule(layout, mask.spec(), seq_len, cp_size, cp_rank)
+    return _cached_schedule(layout, mask.spec(), mask.elementwise, seq_len, cp_size, cp_rank)
 
 
 @lru_cache(maxsize=256)
-def _cached_schedule(layout: Layout, mask_spec: str, seq_len: int, cp_size: int, cp_rank: int) -> Schedule:
-    return _make_schedule(layout, parse_mask(mask_spec, None, None), seq_len, cp_size, cp_rank)
+def _cached_schedule(
+    layout: Layout, mask_spec: str, elementwise: bool, seq_len: int, cp_size: int, cp_rank: int
+) -> Schedule:
+    unread = torch.ones(1, dtype=torch.bool) if elementwise else None  # tiles are PARTIAL, whatever it holds
+    return _make_schedule(layout, parse_mask(mask_spec, None, unread), seq_len, cp_size, cp_rank)
 
 
 def _make_schedule(layout: Layout, mask: Mask, seq_len: int, cp_size: int, cp_rank: int) -> Schedule:

@@ -24,8 +24,12 @@ from cp_mesh.masks import Mask
 
 WHOLE = ("documents", "key_padding", "cu_seqlens")
 """Names of leaves that `ShardedSequence.shard` leaves whole: masks read them by position, on every rank."""
-PADDING = {**dict.fromkeys(("labels", "label", "targets", "target"), -100), "documents": -1}
-"""Values that pad leaves of these names; leaves of other names are padded with 0 (False)."""
+PADDING = {
+    **dict.fromkeys(("labels", "label", "targets", "target"), -100),
+    **dict.fromkeys(("tokens", "input_ids", "positions", "position_ids", "attention_mask", "key_padding"), 0),
+    "documents": -1,
+}
+"""Values that pad leaves of these names. Floating-point leaves of other names are padded with 0."""
 
 _funcol = torch.ops._c10d_functional
 
@@ -83,15 +87,15 @@ class ShardedSequence:
             tree: tensors of the *whole* sequence, equal on every cp rank: tokens, labels, position ids, ... Under the
                 keys of `WHOLE` tensors stay whole; see `PADDING` for what pads them.
             dim: the sequence dim of all tensors that are sharded.
-            pad_value: what pads tensors that have no name, such as a bare tensor. Needed only where one is padded: 0
-                would be a valid label.
+            pad_value: what pads the sharded tensors, before `PADDING`. Needed where an integer tensor of another name,
+                or of none, is padded: 0 would be a valid label.
 
         Returns:
             The same pytree; sharded tensors have ``layout.shard_len`` rows along ``dim``, in layout order.
 
         Raises:
             ArgumentError: on a DTensor or anything that is neither a tensor nor a plain value, a length that does not
-                fit, or padding of a nameless integer tensor without ``pad_value``.
+                fit, or padding of an integer tensor of unknown name without ``pad_value``.
         """
         return tree_map_with_path(lambda path, leaf: self._shard_leaf(path, leaf, dim, pad_value), tree)
 
@@ -118,6 +122,8 @@ class ShardedSequence:
         length = self.length if seq_len is None else seq_len
         if length is None:
             raise ArgumentError(describe("seq_len", "the length of the whole sequence", None, "or set length="))
+        if self.length is not None and length not in (self.length, self.seq_len):
+            raise ArgumentError(describe("seq_len", f"{self.length}, this sequence's length", length, "leave it out"))
         return self.layout.positions(self._sharded_len(length), self.cp_size, self.cp_rank).to(device)
 
     def mask(self, mask: Mask) -> Mask:
@@ -127,7 +133,7 @@ class ShardedSequence:
         hidden = not mask.causal or mask.prefix > self.length  # a causal query never sees the padding after it
         return replace(
             mask,
-            length=min(self.length, mask.length or self.length) if hidden else mask.length,
+            length=min(self.length, self.length if mask.length is None else mask.length) if hidden else mask.length,
             documents=None if mask.documents is None else self._pad(mask.documents, -1, PADDING["documents"]),
             key_padding=None if mask.key_padding is None else self._pad(mask.key_padding, -1, 0),
         )
@@ -191,11 +197,12 @@ class ShardedSequence:
             )
         if self.length is None:
             self._sharded_len(leaf.shape[dim])
-        padding = PADDING.get(str(name), 0) if pad_value is None or name is not None else pad_value
-        pads = self.seq_len not in (None, leaf.shape[dim])
-        if pads and name is None and pad_value is None and not leaf.is_floating_point():
-            hint = "pad_value=-100 for labels, 0 for tokens; or shard {'labels': ...}"
-            raise ArgumentError(describe("shard", "a pad_value for a nameless integer tensor", None, hint))
+        padding = PADDING.get(str(name)) if pad_value is None else pad_value
+        if padding is None:
+            padding = 0
+            if self.seq_len not in (None, leaf.shape[dim]) and not leaf.is_floating_point():
+                hint = f"pad_value=-100 for labels, 0 for tokens; or one of the names {', '.join(PADDING)}"
+                raise ArgumentError(describe(f"shard({name or ''})", "a pad_value for an integer tensor", None, hint))
         whole = self._pad(leaf, dim, padding)
         rows = self.layout.positions(whole.shape[dim], self.cp_size, self.cp_rank).to(leaf.device)
         return whole.index_select(dim, rows)
@@ -258,8 +265,14 @@ def cross_entropy(logits: Tensor, labels: Tensor, mesh: DeviceMesh, *, ignore_in
         A scalar, float32 (float64 for float64 logits); 0 if no token of the mesh is valid.
 
     Raises:
-        ArgumentError: if labels do not have the shape of logits without the vocabulary.
+        ArgumentError: on DTensors, or if labels do not have the shape of logits without the vocabulary.
     """
+    if isinstance(logits, DTensor) or isinstance(labels, DTensor):
+        raise ArgumentError(
+            describe(
+                "logits and labels", "local tensors", "DTensors", "gather the vocabulary and pass logits.to_local()"
+            )
+        )
     if logits.shape[:-1] != labels.shape:
         raise ArgumentError(
             describe("labels", f"shape {tuple(logits.shape[:-1])}", tuple(labels.shape), "shard both with one sequence")

@@ -458,7 +458,7 @@ CASES: dict[str, Case] = {
     ),
     "an unknown kernel inside": refused(ARGUMENT, "kernel", "'flash'")(lambda: run_core(Core(), kernel="flash")),
     "ulysses inside": refused(UNSUPPORTED, "method='ulysses'")(lambda: run_core(Core(), method="ulysses")),
-    "heads placed unlike": refused(ARGUMENT, "q, k, v", "DTensors placed alike", "alike over tp")(run_mixed_placements),
+    "heads placed unlike": refused(ARGUMENT, "those of query", "shard q, k and v alike")(run_mixed_placements),
     "keys of another length inside": refused(UNSUPPORTED, "self-attention", "out of the plan")(
         lambda: run_core(Core(), tensors=(random(B, H, ROWS, D), random(B, K, 5, D), random(B, K, 5, D)))
     ),

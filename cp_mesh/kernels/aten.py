@@ -106,7 +106,7 @@ CPU_FLASH = merging_kernel(
     Capability(devices=("cpu",), dtypes=(torch.float64, torch.float32, *_HALF)),
     _cpu_flash_forward,
     _cpu_flash_backward,
-    squares_only=True,
+    stock=True,
 )
 CUDNN = merging_kernel(
     "cudnn",
@@ -121,7 +121,7 @@ CUDNN = merging_kernel(
     ),
     _cudnn_forward,
     _cudnn_backward,
-    squares_only=True,
+    stock=True,
 )
 FA2 = merging_kernel(
     "fa2",
@@ -130,12 +130,13 @@ FA2 = merging_kernel(
         dtypes=_HALF,
         compute_capability=(8, 0),
         max_head_dim=256,
+        wide_heads_on=((8, 0), (9, 0), (10, 0)),
         head_dim_multiple=8,
         deterministic=False,
     ),
     _fa2_forward,
     _fa2_backward,
-    squares_only=True,
+    stock=True,
 )
 EFFICIENT = merging_kernel(
     "efficient",
@@ -149,5 +150,5 @@ EFFICIENT = merging_kernel(
     ),
     _efficient_forward,
     _efficient_backward,
-    squares_only=True,
+    stock=True,
 )

@@ -74,6 +74,7 @@ class Capability:
         compute_capability: least CUDA compute capability, (0, 0) on the CPU.
         covers: tile covers: "full", "causal" (any lower-bounded band), "window", "pairs" (masks read from tensors).
         max_head_dim: largest head dim; head dims are multiples of ``head_dim_multiple``.
+        wide_heads_on: if given, the compute capabilities on which head dims above 192 have a backward.
         v_head_dim: whether v's head dim may differ from q's and k's.
         differentiable_lse: whether a gradient of lse is accepted.
         deterministic: whether the backward is bitwise reproducible.
@@ -85,6 +86,7 @@ class Capability:
     compute_capability: tuple[int, int] = (0, 0)
     covers: tuple[str, ...] = ("full", "causal")
     max_head_dim: int = 1 << 30
+    wide_heads_on: tuple[tuple[int, int], ...] = ()
     head_dim_multiple: int = 1
     v_head_dim: bool = False
     differentiable_lse: bool = False
@@ -141,6 +143,12 @@ def shortfalls(capability: Capability, request: Request) -> list[str]:
             missing.append(
                 f"{name} {dim} (needs a multiple of {capability.head_dim_multiple} up to {capability.max_head_dim})"
             )
+    if (
+        capability.wide_heads_on
+        and request.head_dim > 192
+        and request.compute_capability not in capability.wide_heads_on
+    ):
+        missing.append(f"a backward for head dim {request.head_dim} on compute capability {request.compute_capability}")
     if request.v_head_dim != request.head_dim and not capability.v_head_dim:
         missing.append(f"v head dim {request.v_head_dim} other than head dim {request.head_dim}")
     if request.differentiable_lse and not capability.differentiable_lse:

@@ -24,7 +24,10 @@ Prepare = Callable[[Sequence[KernelTile]], list[KernelTile]]
 
 @dataclass(frozen=True, eq=False)
 class BackwardTile:
-    """What a tile's gradients depend on; out, lse and delta are those of all keys, for the tile's rows."""
+    """What a tile's gradients depend on; out, lse and delta are those of all keys, for the tile's rows.
+
+    delta = rowsum(dout · out) - dlse, float32 (float64), is None for kernels that compute their own.
+    """
 
     dout: Tensor
     q: Tensor
@@ -32,19 +35,19 @@ class BackwardTile:
     v: Tensor
     out: Tensor
     lse: Tensor
-    delta: Tensor
+    delta: Tensor | None
     cover: Band | Pairs
     scale: float
 
 
 def merging_kernel(
-    name: str, capability: Capability, forward: TileForward, backward: TileBackward, *, squares_only: bool = False
+    name: str, capability: Capability, forward: TileForward, backward: TileBackward, *, stock: bool = False
 ) -> Kernel:
     """A `Kernel` from two functions that compute single tiles.
 
-    With ``squares_only`` the functions are given nothing but full tiles and square causal ones.
+    ``stock`` functions are given nothing but full tiles and square causal ones, and compute delta themselves.
     """
-    prepare = _squares if squares_only else list
+    prepare = _squares if stock else list
 
     def begin_forward(q: Tensor, v_head_dim: int, scale: float) -> MergingForward:
         return MergingForward(forward, prepare, q, v_head_dim, scale)
@@ -52,7 +55,7 @@ def merging_kernel(
     def begin_backward(
         dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, scale: float
     ) -> SummingBackward:
-        return SummingBackward(backward, prepare, dout, q, out, lse, dlse, scale)
+        return SummingBackward(backward, prepare, not stock, dout, q, out, lse, dlse, scale)
 
     return Kernel(name, capability, begin_forward, begin_backward)
 
@@ -80,8 +83,13 @@ def merge_(out: Tensor, lse: Tensor, tile_out: Tensor, tile_lse: Tensor) -> None
 
 
 def _dense_rows(x: Tensor) -> Tensor:
-    """With unit stride in the head dim: called through aten, stock kernels do not check it and read other memory."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """With unit stride in the head dim and, on CUDA, rows that start at multiples of 16 bytes.
+
+    SDPA checks this before it calls a stock kernel; called through aten, kernels read other memory instead.
+    """
+    unit = 16 // x.element_size()
+    aligned = not x.is_cuda or (x.data_ptr() % 16 == 0 and all(stride % unit == 0 for stride in x.stride()[:-1]))
+    return x if aligned and x.stride(-1) == 1 else x.contiguous()
 
 
 class MergingForward:
@@ -115,12 +123,13 @@ class MergingForward:
 
 
 class SummingBackward:
-    """`contract.BackwardPass` over a tile kernel; delta = rowsum(dout · out) - dlse is computed once."""
+    """`contract.BackwardPass` over a tile kernel; delta is computed once, for kernels that use it."""
 
     def __init__(
         self,
         tile_backward: TileBackward,
         prepare: Prepare,
+        uses_delta: bool,
         dout: Tensor,
         q: Tensor,
         out: Tensor,
@@ -131,8 +140,9 @@ class SummingBackward:
         dtype = accumulation_dtype(q.dtype)
         self._tile_backward, self._prepare, self._scale = tile_backward, prepare, scale
         self._dout, self._q, self._out, self._lse = *map(_dense_rows, (dout, q, out)), lse
-        self._delta = (dout.to(dtype) * out.to(dtype)).sum(-1)
-        if dlse is not None:
+        assert uses_delta or dlse is None, "a kernel that computes its own delta takes no gradient of lse"
+        self._delta = (dout.to(dtype) * out.to(dtype)).sum(-1) if uses_delta else None
+        if self._delta is not None and dlse is not None:
             self._delta -= dlse
         self._dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
 
@@ -142,8 +152,8 @@ class SummingBackward:
         k, v = _dense_rows(k), _dense_rows(v)
         for tile in self._prepare(tiles):
             q_rows, k_rows = slice(*tile.q), slice(*tile.k)
-            rows = [x[:, :, q_rows] for x in (self._dout, self._q, self._out, self._lse, self._delta)]
-            dout, q, out, lse, delta = rows
+            dout, q, out, lse = (x[:, :, q_rows] for x in (self._dout, self._q, self._out, self._lse))
+            delta = None if self._delta is None else self._delta[:, :, q_rows]
             tile_dq, tile_dk, tile_dv = self._tile_backward(
                 BackwardTile(dout, q, k[:, :, k_rows], v[:, :, k_rows], out, lse, delta, tile.cover, self._scale)
             )

@@ -50,6 +50,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scale: float)
 def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
     dtype, num_kv_heads, scale = accumulation_dtype(tile.q.dtype), tile.k.shape[1], tile.scale
     q, dout = (_grouped(x, num_kv_heads, dtype) for x in (tile.q, tile.dout))
+    assert tile.delta is not None
     lse, delta = (rearrange(x, "b (k g) s -> b k g s 1", k=num_kv_heads) for x in (tile.lse, tile.delta))
     k, v = tile.k.to(dtype), tile.v.to(dtype)
     finite = torch.where(lse == float("-inf"), 0.0, lse)
