@@ -295,8 +295,8 @@ MUTATIONS = [
     Mutation(
         "documents of the first row stand for all",
         "masks.py",
-        "bool(((q_high < k_low) | (k_high < q_low)).all())",
-        "bool(((q_high < k_low) | (k_high < q_low))[0])",
+        "all(q[1] < k[0] or k[1] < q[0] for q, k in zip(q_ranges, k_ranges, strict=True))",
+        "[q[1] < k[0] or k[1] < q[0] for q, k in zip(q_ranges, k_ranges, strict=True)][0]",
         "coverage",
     ),
     Mutation(
@@ -317,7 +317,7 @@ MUTATIONS = [
     Mutation(
         "masks read by local instead of global index",
         "plan.py",
-        "q_pos = self.layout.positions(self.seq_len, cp_size, cp_rank)[tile.q[0] : tile.q[1]]",
+        "q_pos = self._positions(self.schedule.cp_rank)[tile.q[0] : tile.q[1]]",
         "q_pos = torch.arange(tile.q[0], tile.q[1])",
         "parity",
     ),
