@@ -4,7 +4,7 @@ from cp_mesh.agreement import check_mode
 from cp_mesh.attention import attention
 from cp_mesh.errors import ArgumentError, RankMismatchError, UnsupportedError
 from cp_mesh.explain import explain
-from cp_mesh.layouts import Contiguous, Permuted, Striped, ZigZag
+from cp_mesh.layouts import Contiguous, Layout, Permuted, Striped, ZigZag
 from cp_mesh.masks import Mask
 from cp_mesh.parallel import ContextParallel, ShardedModel, checkpoint_context_fn, parallelize, sum_gradients
 from cp_mesh.sequence import ShardedSequence, cross_entropy
@@ -14,6 +14,7 @@ __all__ = [
     "ArgumentError",
     "ContextParallel",
     "Contiguous",
+    "Layout",
     "Mask",
     "Permuted",
     "RankMismatchError",

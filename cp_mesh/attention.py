@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from cp_mesh.agreement import announce_refusal, checking
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe
-from cp_mesh.layouts import LAYOUTS, Layout, Permuted, ZigZag, chunk_bounds
+from cp_mesh.layouts import LAYOUTS, Layout, Permuted, ZigZag, chunk_bounds, parse_layout
 from cp_mesh.masks import Mask
 from cp_mesh.ops import attention_op, to_bhsd
 from cp_mesh.plan import Options, check_tensors, make_plan
@@ -71,8 +71,8 @@ def attention(
         value: like ``key``; its head dim may differ where the kernel allows.
         mesh: the 1-D mesh of the cp axis. Required for local tensors; for DTensors it tells which axis of their mesh
             is cp if ``seq_dim`` is not given and no axis is named "cp".
-        seq_dim: the sequence dim: 2 = [B, H, S, D] (default for local tensors), 1 = [B, S, H, D], 0 = [T, H, D]. Read
-            from the placement on the cp axis for DTensors.
+        seq_dim: the sequence dim: 2 = [B, H, S, D] (default for local tensors), 1 = [B, S, H, D], 0 = [T, H, D]. Local
+            tensors do not tell, so pass it for the other formats. Read from the placement on the cp axis for DTensors.
         seq_len: tokens in the whole sequence. None: local length x cp_size (DTensors: their global length). Shards of
             unequal length need it: a rank cannot infer it.
         layout: which positions each rank holds.
@@ -92,7 +92,10 @@ def attention(
     Raises:
         ArgumentError: a ValueError: arguments that are wrong or disagree.
         UnsupportedError: a NotImplementedError: combinations that cp_mesh refuses.
-        RankMismatchError: in check mode, if ranks disagree. All are raised on every rank before the first collective.
+        RankMismatchError: in check mode, if ranks disagree.
+        What depends on arguments that are equal on all ranks is raised on every rank before the first collective. What
+        depends on this rank's own shard, its number of rows where shards are unequal, is raised on that rank alone;
+        in check mode (`cp_mesh.check_mode`) on all.
 
     Example:
         >>> out = attention(q, k, v, mesh=mesh["cp"], layout=ZigZag())  # q [B, H, S/cp, D]  # doctest: +SKIP
@@ -278,9 +281,12 @@ def _check_types(layout: object, mask: object, seq_len: object, scale: object) -
         raise ArgumentError(
             describe("layout", "a Layout", repr(layout), "ZigZag(), Striped(), Contiguous(), Permuted(...)")
         )
-    if LAYOUTS.get(layout.spec()) is not type(layout):
+    if LAYOUTS.get(layout.spec().partition(":")[0]) is not type(layout):
         hint = "the op rebuilds layouts by name: list your class in cp_mesh.layouts.LAYOUTS"
         raise ArgumentError(describe("layout", f"one of {', '.join(LAYOUTS)}", type(layout).__name__, hint))
+    if not torch.compiler.is_compiling() and not isinstance(layout, Permuted) and parse_layout(layout.spec()) != layout:
+        hint = 'put its integer fields into spec(), "name:1,2", and make it a frozen dataclass'
+        raise ArgumentError(describe("layout", f"{layout} from its spec", parse_layout(layout.spec()), hint))
     if type(mask) is not Mask:
         hint = "say it on positions, Mask(causal=, window=, documents=, key_padding=, prefix=)"
         raise ArgumentError(describe("mask", "a Mask", type(mask).__name__, hint))

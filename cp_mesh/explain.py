@@ -24,7 +24,7 @@ def explain(
     layout: Layout = ZigZag(),  # noqa: B008 - frozen
     mask: Mask = Mask(causal=True),  # noqa: B008 - frozen
     device: str = "cpu",
-    compute_capability: tuple[int, int] = (0, 0),
+    compute_capability: tuple[int, int] | None = None,
     dtype: torch.dtype = torch.float32,
     head_dim: int = 128,
     columns: int = 64,
@@ -36,7 +36,7 @@ def explain(
         cp_size: number of ranks, at most 36 for the picture.
         layout, mask: as in `cp_mesh.attention`.
         device: device type, "cpu" or "cuda", for which ``kernel="auto"`` is resolved.
-        compute_capability: that of the CUDA device, (9, 0) for Hopper.
+        compute_capability: that of the CUDA device; None: (9, 0), Hopper, for "cuda".
         dtype: dtype of q, k and v.
         head_dim: head dim of q, k and v.
         columns: width of the ownership strip.
@@ -57,10 +57,13 @@ def explain(
     """
     if not 1 <= cp_size <= len(_DIGITS):
         raise ArgumentError(describe("cp_size", f"1 to {len(_DIGITS)}", cp_size, "explain a smaller one"))
+    for name, tensor in (("documents", mask.documents), ("key_padding", mask.key_padding)):
+        if tensor is not None and tensor.shape[-1] != seq_len:
+            raise ArgumentError(describe(f"Mask.{name}", f"{seq_len} tokens", tensor.shape[-1], "pass their seq_len"))
     schedules = [make_schedule(layout, mask, seq_len, cp_size, rank) for rank in range(cp_size)]
     request = Request(
         device,
-        compute_capability,
+        compute_capability or ((9, 0) if device == "cuda" else (0, 0)),
         dtype,
         schedules[0].covers,
         head_dim,

@@ -4,7 +4,9 @@ A layout is a pure function of ``(seq_len, cp_size, cp_rank)``; it knows no proc
 of a token in the original sequence. A rank's shard is a tuple of pieces: affine `Run`s, or an explicit `Index`.
 Every other part of the library (masks, rotary embedding, labels, documents, un-permutation) reads positions from here.
 
-To add a layout, subclass `Layout`, implement `runs` and `spec`, and list it in `LAYOUTS` and in the tests' table.
+To add a layout, write a frozen dataclass that subclasses `Layout`; implement `runs` and `spec` (and `multiple`, if
+equal shards need more than cp_size); list it in `LAYOUTS` on every rank, and in the table of ``tests/cases.py``.
+Integer fields go into ``spec`` as "name:1,2" and are read back by `parse_layout`.
 """
 
 from __future__ import annotations
@@ -85,16 +87,21 @@ class Layout(ABC):
         return cp_size
 
     def shard_len(self, seq_len: int, cp_size: int, cp_rank: int) -> int:
-        """Number of tokens that ``cp_rank`` holds."""
+        """Number of tokens that ``cp_rank`` of ``cp_size`` holds of a sequence of ``seq_len``."""
         return sum(piece.length for piece in self.runs(seq_len, cp_size, cp_rank))
 
     def positions(self, seq_len: int, cp_size: int, cp_rank: int) -> Tensor:
-        """Positions of ``cp_rank``'s rows in local order: int64 CPU tensor [shard_len]."""
+        """Positions of the rows of ``cp_rank`` (of ``cp_size``) in local order: int64 CPU tensor [shard_len].
+
+        Args:
+            seq_len: tokens in the whole sequence, padding included.
+            cp_size, cp_rank: number of ranks, and which.
+        """
         pieces = self.runs(seq_len, cp_size, cp_rank)
         return torch.cat([p.positions() for p in pieces]) if pieces else torch.empty(0, dtype=torch.int64, device="cpu")
 
     def permutation(self, seq_len: int, cp_size: int) -> Tensor:
-        """int64 CPU tensor [seq_len]; ``x[permutation]`` is the sequence in layout order, rank after rank.
+        """int64 CPU tensor [seq_len]; ``x[permutation]`` is the sequence in layout order, over ``cp_size`` ranks.
 
         >>> ZigZag().permutation(8, 2).tolist()
         [0, 1, 6, 7, 2, 3, 4, 5]
@@ -102,7 +109,7 @@ class Layout(ABC):
         return torch.cat([self.positions(seq_len, cp_size, rank) for rank in range(cp_size)])
 
     def inverse(self, seq_len: int, cp_size: int) -> Tensor:
-        """int64 CPU tensor [seq_len]; ``x[permutation][inverse]`` is ``x``."""
+        """int64 CPU tensor [seq_len]; ``x[permutation][inverse]`` is ``x``, over ``cp_size`` ranks."""
         return torch.argsort(self.permutation(seq_len, cp_size))
 
 
@@ -245,4 +252,5 @@ def parse_layout(spec: str, index: Tensor | None = None) -> Layout:
         layout = object.__new__(Permuted)  # validated where the caller made it; sorting it again costs milliseconds
         object.__setattr__(layout, "index", index)
         return layout
-    return LAYOUTS[spec]()
+    name, _, fields = spec.partition(":")
+    return LAYOUTS[name](*(int(field) for field in fields.split(",") if field))

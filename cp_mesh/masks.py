@@ -113,6 +113,11 @@ class Mask:
         if self.prefix and not self.causal:
             raise ArgumentError("Mask: prefix relaxes causal, got prefix with causal=False; leave prefix at 0")
         documents, key_padding = self.documents, self.key_padding
+        for name, tensor in (("documents", documents), ("key_padding", key_padding)):
+            if tensor is not None and not isinstance(tensor, Tensor):
+                raise ArgumentError(
+                    f"Mask: expected a tensor for {name}, got {type(tensor).__name__}; use torch.tensor"
+                )
         if documents is not None and (documents.ndim not in (1, 2) or documents.dtype not in _ID_DTYPES):
             raise ArgumentError(
                 f"Mask: expected integer documents [B, S] or [S], got {documents.dtype} {tuple(documents.shape)}; "
@@ -152,7 +157,10 @@ class Mask:
                 f"{tuple(cu_seqlens.shape)}"
             )
         if int(cu_seqlens[0]) != 0 or bool((cu_seqlens.diff() < 0).any()):
-            raise ArgumentError("Mask.from_cu_seqlens: expected a non-decreasing tensor starting at 0")
+            raise ArgumentError(
+                "Mask.from_cu_seqlens: expected a non-decreasing tensor starting at 0, got "
+                f"{cu_seqlens.tolist()[:4]}...; cumulative lengths start with 0"
+            )
         rows = torch.arange(int(cu_seqlens[-1]), device=cu_seqlens.device)
         ids = torch.bucketize(rows, cu_seqlens[1:].to(torch.int64), right=True)
         return cls(causal=causal, window=window, documents=ids)

@@ -36,6 +36,7 @@ from cp_mesh.masks import Mask
 from cp_mesh.sequence import ShardedSequence
 
 _MARK = "_cp_mesh_style"  # set on modules that a style was applied to
+_WATCHED = "_cp_mesh_watched"  # a ShardedModel whose attention was found covered
 _RANKS = "_cp_mesh_ranks"  # the ranks of its cp axis
 _INNER = "_cp_mesh_inner_forward"  # a forward that was set on the instance before the style's
 # Other attention than SDPA: local to a shard, so wrong. Of flex_attention a function mode sees the operator.
@@ -247,6 +248,22 @@ class _Interception(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class _Watch(TorchFunctionMode):
+    """Refuses self-attention that is not inside a `ContextParallel` module: it would see one shard."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention and args[0].shape[-2] == args[1].shape[-2]:
+            raise ArgumentError(
+                describe(
+                    "ShardedModel",
+                    "every self-attention in a ContextParallel module",
+                    "F.scaled_dot_product_attention outside of one, where each rank attends to its shard alone",
+                    "name that module in the plan",
+                )
+            )
+        return func(*args, **(kwargs or {}))
+
+
 class ShardedModel(ParallelStyle):
     """Makes a root module take whole batches: shards inputs, supplies positions, optionally gathers the output.
 
@@ -259,7 +276,8 @@ class ShardedModel(ParallelStyle):
         gather_output: gather the output along dim 1, in original order; otherwise it stays sharded, as the loss wants.
 
     Raises:
-        ArgumentError: at application if the module has no such arguments.
+        ArgumentError: at application if the module has no such arguments; in the first eager forward, if the model
+            calls self-attention outside of the modules that `ContextParallel` was applied to.
     """
 
     def __init__(
@@ -314,6 +332,26 @@ class ShardedModel(ParallelStyle):
                 )
             return style.sequence.unshard(output, dim=1)
 
+        # The first eager forward looks for attention that no style made parallel. A mode costs a Python call for every
+        # operation, and compiled blocks would be compiled for it anew, so later ones run without.
+        def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            inner = self.__dict__.get(_INNER)
+            return type(self).forward(self, *args, **kwargs) if inner is None else inner(*args, **kwargs)
+
+        @functools.wraps(type(module).forward)
+        def watched_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or self.__dict__.get(_WATCHED):
+                return run(self, *args, **kwargs)
+            if any(part._compiled_call_impl is not None for part in self.modules()):
+                return run(self, *args, **kwargs)
+            with _Watch():
+                result = run(self, *args, **kwargs)
+            self.__dict__[_WATCHED] = True
+            return result
+
+        if "forward" in module.__dict__:
+            module.__dict__[_INNER] = module.__dict__["forward"]
+        module.forward = types.MethodType(watched_forward, module)
         module.register_forward_pre_hook(shard_inputs, with_kwargs=True)
         if self.gather_output:
             module.register_forward_hook(gather_output)

@@ -213,7 +213,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
                 "q and k",
                 "equal sequence lengths (self-attention)",
                 (q.shape[2], k.shape[2]),
-                "leave cross-attention out of the plan, with keys replicated over cp",
+                "pass seq_dim=1 for [B, S, H, D]; leave cross-attention out of the plan, with keys replicated over cp",
             )
         )
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:

@@ -84,14 +84,16 @@ class ShardedSequence:
         """This rank's rows of every tensor of a pytree.
 
         Args:
-            tree: tensors of the *whole* sequence, equal on every cp rank: tokens, labels, position ids, ... Under the
-                keys of `WHOLE` tensors stay whole; see `PADDING` for what pads them.
+            tree: tensors of the *whole* sequence, equal on every cp rank, at ``length`` or already padded. By their
+                key, documents, key_padding and cu_seqlens stay whole; labels and targets are padded with -100, tokens,
+                input_ids, positions, position_ids and attention_mask with 0.
             dim: the sequence dim of all tensors that are sharded.
             pad_value: what pads the sharded tensors, before `PADDING`. Needed where an integer tensor of another name,
                 or of none, is padded: 0 would be a valid label.
 
         Returns:
-            The same pytree; sharded tensors have ``layout.shard_len`` rows along ``dim``, in layout order.
+            The same pytree; sharded tensors have ``layout.shard_len`` rows along ``dim``, padding included, in layout
+            order. A model fed with them returns its rows in that order too.
 
         Raises:
             ArgumentError: on a DTensor or anything that is neither a tensor nor a plain value, a length that does not
@@ -168,7 +170,10 @@ class ShardedSequence:
         if x.shape[dim] != self.length:
             raise ArgumentError(
                 describe(
-                    f"length of dim {dim}", f"{self.length} (or padded {self.seq_len})", x.shape[dim], "see length"
+                    f"length of dim {dim}",
+                    self.length if self.length == self.seq_len else f"{self.length}, or {self.seq_len} with padding",
+                    x.shape[dim],
+                    "pass the whole sequence, which is sharded once",
                 )
             )
         shape = list(x.shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import cp_mesh
-from cp_mesh import ContextParallel, Contiguous, Mask, ShardedModel, ShardedSequence, Striped, ZigZag, attention
+from cp_mesh import ContextParallel, Contiguous, Layout, Mask, ShardedModel, ShardedSequence, Striped, ZigZag, attention
 from cp_mesh import layouts as layouts_module
+from cp_mesh.layouts import Run
 from cp_mesh.ops import attention_op
 from cp_mesh.plan import Options
 
@@ -256,3 +258,57 @@ def copied(rank: int) -> None:
 
 def test_a_whole_model_can_be_copied(pool: Any) -> None:
     pool(2).run(copied)
+
+
+@dataclass(frozen=True)
+class Cyclic(Layout):
+    """Blocks of tokens dealt round robin; a layout with a parameter."""
+
+    block: int = 4
+    in_spec: bool = True
+
+    def runs(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple:
+        starts = range(cp_rank * self.block, seq_len, cp_size * self.block)
+        return tuple(Run(start, 1, min(self.block, seq_len - start)) for start in starts)
+
+    def spec(self) -> str:
+        return f"cyclic:{self.block}" if self.in_spec else "cyclic"
+
+
+def layout_with_a_parameter(rank: int) -> None:
+    layouts_module.LAYOUTS["cyclic"] = Cyclic
+    try:
+        axis = mesh((2,), ("cp",))
+        assert cp_mesh.verify(axis, layout=Cyclic(2), seq_len=21).passed
+        q = torch.randn(1, 1, 8, 4)
+        with pytest.raises(cp_mesh.ArgumentError, match="from its spec"):
+            attention(q, q, q, mesh=axis, layout=Cyclic(2, in_spec=False))
+    finally:
+        del layouts_module.LAYOUTS["cyclic"]
+
+
+def test_a_layout_keeps_its_parameters(pool: Any) -> None:
+    pool(2).run(layout_with_a_parameter)
+
+
+class TwoCores(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.forgotten = Core()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens).unflatten(-1, (H, D)).transpose(1, 2)
+        return self.head((self.core(x, x, x) + self.forgotten(x, x, x)).transpose(1, 2).flatten(-2))
+
+
+def forgotten_core(rank: int) -> None:
+    axis = mesh((2,), ("cp",))
+    model, sequence = TwoCores(), ShardedSequence(axis)
+    cp_mesh.parallelize(model, axis, {"": ShardedModel(sequence, positions=None), "core": ContextParallel(sequence)})
+    model(torch.arange(S)[None] % 7)
+
+
+def test_attention_outside_the_plan_is_refused(pool: Any) -> None:
+    for error in pool(2).run_expecting_error(forgotten_core):
+        assert error is not None and error.type == "ArgumentError"
+        assert "every self-attention in a ContextParallel module" in error.message
