@@ -249,7 +249,7 @@ def parse_layout(spec: str, index: Tensor | None = None) -> Layout:
     """Rebuild a layout from its `Layout.spec`, and from its index for `Permuted`."""
     if spec == "permuted":
         assert index is not None, "a permuted layout travels with its index"
-        layout = object.__new__(Permuted)  # validated where the caller made it; sorting it again costs milliseconds
+        layout = object.__new__(Permuted)  # validated where the caller made it; sorting it again, every call, is wasted
         object.__setattr__(layout, "index", index)
         return layout
     name, _, fields = spec.partition(":")

@@ -252,16 +252,19 @@ class _Watch(TorchFunctionMode):
     """Refuses self-attention that is not inside a `ContextParallel` module: it would see one shard."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention and args[0].shape[-2] == args[1].shape[-2]:
-            raise ArgumentError(
-                describe(
-                    "ShardedModel",
-                    "every self-attention in a ContextParallel module",
-                    "F.scaled_dot_product_attention outside of one, where each rank attends to its shard alone",
-                    "name that module in the plan",
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            given = dict(zip(("query", "key"), args, strict=False)) | kwargs
+            if given["query"].shape[-2] == given["key"].shape[-2]:
+                raise ArgumentError(
+                    describe(
+                        "ShardedModel",
+                        "every self-attention in a ContextParallel module",
+                        "F.scaled_dot_product_attention outside of one, where each rank attends to its shard alone",
+                        "name that module in the plan; watch=False if it attends to another sequence, which is whole",
+                    )
                 )
-            )
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class ShardedModel(ParallelStyle):
@@ -274,6 +277,8 @@ class ShardedModel(ParallelStyle):
             leaves it out it gets the positions of this rank's rows, [S_local]; if given, whole-sequence position ids
             [S] or [B, S] are sharded like tokens. None for models without positions.
         gather_output: gather the output along dim 1, in original order; otherwise it stays sharded, as the loss wants.
+        watch: look for self-attention outside of the plan in the first eager forward. False for models that also attend
+            to sequences which are not sharded, such as a vision tower.
 
     Raises:
         ArgumentError: at application if the module has no such arguments; in the first eager forward, if the model
@@ -287,8 +292,10 @@ class ShardedModel(ParallelStyle):
         inputs: tuple[str, ...] = ("tokens",),
         positions: str | None = "positions",
         gather_output: bool = False,
+        watch: bool = True,
     ) -> None:
         self.sequence, self.inputs, self.positions, self.gather_output = sequence, inputs, positions, gather_output
+        self.watch = watch
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         parameters = inspect.signature(module.forward).parameters
@@ -340,7 +347,7 @@ class ShardedModel(ParallelStyle):
 
         @functools.wraps(type(module).forward)
         def watched_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or self.__dict__.get(_WATCHED):
+            if torch.compiler.is_compiling() or not style.watch or self.__dict__.get(_WATCHED):
                 return run(self, *args, **kwargs)
             if any(part._compiled_call_impl is not None for part in self.modules()):
                 return run(self, *args, **kwargs)

@@ -122,7 +122,7 @@ def make_plan(
         options: the call's static options.
 
     Raises:
-        ArgumentError, UnsupportedError: see the messages; the same on every rank.
+        ArgumentError, UnsupportedError: see the messages, and above for which are raised on every rank.
     """
     _check_choice("method", options.method, METHODS, "ring", later=("all_gather", "ulysses", "hybrid"))
     _check_choice("transport", options.transport, TRANSPORTS, "functional", later=("symmetric_memory",))

@@ -40,6 +40,9 @@ def main() -> int:
     )
     same = loss_error <= LOSS_LIMIT and gradient_error <= GRADIENT_LIMIT
     fell = all(max(loss[-10:]) < 0.6 * loss[0] for loss in losses)
+    figures = f"{len(losses[0])},{losses[0][0]:.4f},{losses[0][-1]:.4f},{loss_error:.3g},{gradient_error:.3g}"
+    header = "steps,first_loss,last_loss,max_loss_difference,max_relative_gradient_difference"
+    (out / "parity.csv").write_text(f"{header}\n{figures}\n")
     print(f"\ncurves: {out / 'parallel' / 'loss.png'}, {out / 'plain' / 'loss.png'}")
     four, one = (f"{loss[0]:.4f} -> {loss[-1]:.4f}" for loss in losses)
     verdict = ("SAME" if same else "DIFFERENT") + ("" if fell else ", NOT LEARNING")

@@ -291,24 +291,35 @@ def test_a_layout_keeps_its_parameters(pool: Any) -> None:
     pool(2).run(layout_with_a_parameter)
 
 
+class NamedArguments(Core):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query=q, key=k, value=v, is_causal=True, enable_gqa=True)
+
+
 class TwoCores(Tiny):
-    def __init__(self) -> None:
+    def __init__(self, forgotten: nn.Module) -> None:
         super().__init__()
-        self.forgotten = Core()
+        self.forgotten = forgotten
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens).unflatten(-1, (H, D)).transpose(1, 2)
         return self.head((self.core(x, x, x) + self.forgotten(x, x, x)).transpose(1, 2).flatten(-2))
 
 
-def forgotten_core(rank: int) -> None:
+def forgotten_core(rank: int, named: bool, watch: bool) -> None:
     axis = mesh((2,), ("cp",))
-    model, sequence = TwoCores(), ShardedSequence(axis)
-    cp_mesh.parallelize(model, axis, {"": ShardedModel(sequence, positions=None), "core": ContextParallel(sequence)})
+    model, sequence = TwoCores(NamedArguments() if named else Core()), ShardedSequence(axis)
+    root = ShardedModel(sequence, positions=None, watch=watch)
+    cp_mesh.parallelize(model, axis, {"": root, "core": ContextParallel(sequence)})
     model(torch.arange(S)[None] % 7)
 
 
-def test_attention_outside_the_plan_is_refused(pool: Any) -> None:
-    for error in pool(2).run_expecting_error(forgotten_core):
+@pytest.mark.parametrize("named", [False, True])
+def test_attention_outside_the_plan_is_refused(pool: Any, named: bool) -> None:
+    for error in pool(2).run_expecting_error(forgotten_core, named, True):
         assert error is not None and error.type == "ArgumentError"
         assert "every self-attention in a ContextParallel module" in error.message
+
+
+def test_attention_to_other_sequences_can_be_allowed(pool: Any) -> None:
+    pool(2).run(forgotten_core, True, False)

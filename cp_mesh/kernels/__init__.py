@@ -8,7 +8,7 @@ from cp_mesh.kernels.contract import Kernel, Request, shortfalls
 from cp_mesh.kernels.reference import REFERENCE
 
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (CUDNN, FA2, EFFICIENT, CPU_FLASH, REFERENCE)}
-"""Fastest first where several can serve a call (measured on H200: cuDNN before FlashAttention-2)."""
+"""In the order of preference: cuDNN has kernels made for Hopper, FlashAttention-2 those of the generation before."""
 
 
 def choose_kernel(name: str, request: Request) -> Kernel:
