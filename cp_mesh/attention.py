@@ -55,6 +55,7 @@ def attention(
     method: str = "auto",
     kernel: str = "auto",
     transport: str = "auto",
+    head_chunks: int | None = None,
     deterministic: bool | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -80,8 +81,12 @@ def attention(
         scale: factor on q·k; None: 1 / sqrt(D).
         softcap, sinks, alibi_slopes, bias, dropout_p: not available yet; anything but the default is refused.
         method: "auto" or "ring".
-        kernel: "auto", "reference", "cpu_flash", "cudnn", "fa2" or "efficient".
-        transport: "auto" or "functional".
+        kernel: "auto", "fa4", "fa3", "cudnn", "fa2", "efficient", "cpu_flash" or "reference". All ranks must have the
+            same packages installed: "auto" takes the first that can serve the call.
+        transport: "auto", "functional" or "symmetric_memory" (GPUs of one NVLink host; "auto" takes it there).
+        head_chunks: compute the kv heads, with their query heads, in this many parts one after the other: buffers of
+            rows under way are those of one part, for a little less speed. None: as few as keep K and V of the whole
+            sequence within 512 MiB a part (docs/performance.md has the formula of the memory).
         deterministic: True asks for a bitwise reproducible backward. None: `torch.use_deterministic_algorithms`.
         return_lse: also return the log-sum-exp of the scaled scores, natural log, float32 (float64), [B, H, S] or
             [H, T]; -inf for a query with no key, whose output is 0.
@@ -108,6 +113,7 @@ def attention(
     try:
         axis, seq_dim = _find_cp_axis(query, key, value, mesh, seq_dim)
         _check_types(layout, mask, seq_len, scale)
+        _check_chunks_wanted(head_chunks)
         tensors = (mask.documents, mask.key_padding, layout.tensor if isinstance(layout, Permuted) else None)
         _refuse_unavailable(softcap, sinks, alibi_slopes, bias, dropout_p)
         query, key, value = _autocast(query, key, value)
@@ -128,6 +134,7 @@ def attention(
             method=method,
             kernel=kernel,
             transport=transport,
+            head_chunks=head_chunks or 0,
             deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
             differentiable_lse=return_lse and torch.is_grad_enabled() and _any_requires_grad(query, key, value),
         )
@@ -295,6 +302,11 @@ def _check_types(layout: object, mask: object, seq_len: object, scale: object) -
     if scale is not None and (isinstance(scale, Tensor) or not 0 < scale < math.inf):  # type: ignore[operator]
         hint = "multiply q by a learned or negative scale instead"
         raise ArgumentError(describe("scale", "a positive number", scale, hint))
+
+
+def _check_chunks_wanted(head_chunks: int | None) -> None:
+    if head_chunks is not None and (type(head_chunks) is not int or head_chunks < 1):
+        raise ArgumentError(describe("head_chunks", "a positive int or None", repr(head_chunks), "None is automatic"))
 
 
 def _refuse_unavailable(

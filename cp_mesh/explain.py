@@ -120,7 +120,8 @@ def kernel_table() -> str:
         has = kernel.capability
         devices = ", ".join(has.devices)
         if has.compute_capability > (0, 0):
-            devices += f" (sm_{has.compute_capability[0]}{has.compute_capability[1]}+)"
+            only = [f"sm_{major}{minor}" for major, minor in has.only_on]
+            devices += f" ({', '.join(only) or 'sm_{}{}+'.format(*has.compute_capability)})"
         dims = f"multiples of {has.head_dim_multiple}" if has.head_dim_multiple > 1 else "any"
         dims += f" to {has.max_head_dim}" if has.max_head_dim < 1 << 30 else ""
         cells = [

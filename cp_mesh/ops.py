@@ -68,7 +68,8 @@ def _agree(plan: Plan, q: Tensor, k: Tensor, v: Tensor, index: Tensor | None, se
             "key_padding": fingerprint(mask.key_padding),
             "layout index": fingerprint(index),
             "options": f"scale={options.scale} method={options.method} kernel={options.kernel} "
-            f"transport={options.transport} deterministic={options.deterministic}",
+            f"transport={options.transport} head_chunks={options.head_chunks} deterministic={options.deterministic}",
+            "kernel": plan.kernel.name,
         },
     )
 

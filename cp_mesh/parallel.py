@@ -63,7 +63,7 @@ class ContextParallel(ParallelStyle):
         mask: the mask, or a function of the wrapped module's call arguments that returns it, for masks that change
             with the batch: ``mask=lambda q, k, v, documents: Mask(documents=documents)``. It must depend on its
             arguments alone: activation checkpointing calls it again in the backward.
-        kernel, method, transport, deterministic: as in `cp_mesh.attention`.
+        kernel, method, transport, head_chunks, deterministic: as in `cp_mesh.attention`.
 
     Raises:
         ArgumentError, UnsupportedError: at application on a wrong mesh, a repeated application or a cross-attention
@@ -78,6 +78,7 @@ class ContextParallel(ParallelStyle):
         kernel: str = "auto",
         method: str = "auto",
         transport: str = "auto",
+        head_chunks: int | None = None,
         deterministic: bool | None = None,
     ) -> None:
         if not isinstance(mask, Mask) and not callable(mask):
@@ -91,6 +92,7 @@ class ContextParallel(ParallelStyle):
             "kernel": kernel,
             "method": method,
             "transport": transport,
+            "head_chunks": head_chunks,
             "deterministic": deterministic,
         }
 

@@ -9,8 +9,10 @@ ranks, and the number of local rows where shards are unequal. Check mode finds b
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 import torch.distributed as dist
@@ -18,18 +20,20 @@ from torch import Tensor
 
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe
 from cp_mesh.kernels import KERNELS, choose_kernel
-from cp_mesh.kernels.contract import Kernel, KernelTile, Pairs, Request, shortfalls
+from cp_mesh.kernels.contract import Kernel, KernelTile, Pairs, Request, accumulation_dtype, shortfalls
 from cp_mesh.layouts import Layout, parse_layout
 from cp_mesh.masks import Band, Mask, parse_mask
-from cp_mesh.schedule import Rows, Schedule, Tile, make_schedule
+from cp_mesh.schedule import Schedule, Stage, Tile, make_schedule
+from cp_mesh.transport import TRANSPORTS, make_transport
+from cp_mesh.transport.contract import Transport
 
 METHODS = ("auto", "ring")
-TRANSPORTS = ("auto", "functional")
+CHUNK_BYTES = 512 << 20  # K and V of the whole sequence, for the heads of one chunk
 
 
 @dataclass(frozen=True)
 class Options:
-    """The static options of a call; `spec` and `parse` are inverse to each other."""
+    """The static options of a call; `spec` and `parse` are inverse to each other. ``head_chunks`` 0 is automatic."""
 
     layout: str
     mask: str
@@ -37,6 +41,7 @@ class Options:
     method: str = "auto"
     kernel: str = "auto"
     transport: str = "auto"
+    head_chunks: int = 0
     deterministic: bool = False
     differentiable_lse: bool = False
 
@@ -45,14 +50,23 @@ class Options:
 
     @classmethod
     def parse(cls, spec: str) -> Options:
-        layout, mask, scale, method, kernel, transport, *flags = spec.split("|")
+        layout, mask, scale, method, kernel, transport, chunks, *flags = spec.split("|")
         deterministic, differentiable_lse = (flag == "True" for flag in flags)
-        return cls(layout, mask, float(scale), method, kernel, transport, deterministic, differentiable_lse)
+        return cls(
+            layout, mask, float(scale), method, kernel, transport, int(chunks), deterministic, differentiable_lse
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What one call does on this rank."""
+    """What one call does on this rank.
+
+    Attributes:
+        head_chunks: parts of the kv heads that are computed one after the other.
+        fetches_queries: whether the backward moves queries and their gradients instead of keys and values.
+        gradient_dtype: in which dk and dv travel: as the kernel returned them, if it rounds them and no two of a
+            message belong to one row; else the accumulation dtype, so that every sum is rounded once.
+    """
 
     options: Options
     layout: Layout
@@ -62,42 +76,58 @@ class Plan:
     kernel: Kernel
     group: dist.ProcessGroup
     device: torch.device
+    head_chunks: int
+    fetches_queries: bool
+    gradient_dtype: torch.dtype
 
-    def tiles(self, source: int) -> list[KernelTile]:
-        """Tiles against the rows fetched from ``source`` (all rows, if it is this rank), in fetched coordinates."""
-        schedule = self.schedule
-        ranges = schedule.fetch[source] if source != schedule.cp_rank else ((0, schedule.shard_lens[source]),)
-        return [self._kernel_tile(tile, source, ranges) for tile in schedule.tiles[source]]
+    @property
+    def local_tiles(self) -> list[KernelTile]:
+        """Tiles of this rank's queries against its own keys."""
+        return self._kernel_tiles(self.schedule.local_tiles, None, queries=False)
 
-    def _kernel_tile(self, tile: Tile, source: int, ranges: tuple[Rows, ...]) -> KernelTile:
-        offset = 0
-        for begin, end in ranges:
-            if begin <= tile.k[0] and tile.k[1] <= end:
-                k_rows = (tile.k[0] - begin + offset, tile.k[1] - begin + offset)
-                return KernelTile(tile.q, k_rows, self._cover(tile, source))
-            offset += end - begin
-        raise AssertionError("a tile lies within one fetched range")
+    def tiles(self, stage: Stage) -> list[KernelTile]:
+        """Tiles of this rank's queries against the keys fetched in a stage."""
+        return self._kernel_tiles(stage.tiles, stage, queries=False)
 
-    def _cover(self, tile: Tile, source: int) -> Band | Pairs:
+    def query_tiles(self, stage: Stage) -> list[KernelTile]:
+        """Tiles of the queries fetched in a query stage against this rank's keys."""
+        return self._kernel_tiles(stage.tiles, stage, queries=True)
+
+    def open_transport(self) -> AbstractContextManager[Transport]:
+        """The transport of one pass over one chunk of heads; closed also after an exception."""
+        return closing(make_transport(self.options.transport, self.group, self.schedule, self.device))
+
+    def _kernel_tiles(self, tiles: Sequence[Tile], stage: Stage | None, queries: bool) -> list[KernelTile]:
+        return [KernelTile(tile.q, tile.k, self._cover(tile, stage, queries)) for tile in tiles]
+
+    def _cover(self, tile: Tile, stage: Stage | None, queries: bool) -> Band | Pairs:
         if isinstance(tile.cover, Band):
             return tile.cover
-        q_pos = self._positions(self.schedule.cp_rank)[tile.q[0] : tile.q[1]]
-        return Pairs(self._device_mask, q_pos, self._positions(source)[tile.k[0] : tile.k[1]])
+        own = self._positions(None)
+        fetched = self._positions(stage)
+        q_pos, k_pos = (fetched, own) if queries else (own, fetched)
+        return Pairs(self._device_mask, q_pos[tile.q[0] : tile.q[1]], k_pos[tile.k[0] : tile.k[1]])
 
     @cached_property
     def _device_mask(self) -> Mask:
         return self.mask.to(self.device)
 
     @cached_property
-    def _device_positions(self) -> dict[int, Tensor]:
+    def _device_positions(self) -> dict[Stage | None, Tensor]:
         return {}
 
-    def _positions(self, rank: int) -> Tensor:
-        """Positions of a rank's rows on the device, copied once a call."""
-        if rank not in self._device_positions:
-            positions = self.layout.positions(self.seq_len, self.schedule.cp_size, rank)
-            self._device_positions[rank] = positions.to(self.device)
-        return self._device_positions[rank]
+    def _positions(self, stage: Stage | None) -> Tensor:
+        """Positions of a stage's buffer, or of this rank's rows, on the device; copied once a call."""
+        if stage not in self._device_positions:
+            rank, size = self.schedule.cp_rank, self.schedule.cp_size
+            parts = [(rank, ((0, self.schedule.shard_lens[rank]),))] if stage is None else stage.fetch
+            positions = [
+                self.layout.positions(self.seq_len, size, source)[begin:end]
+                for source, ranges in parts
+                for begin, end in ranges
+            ]
+            self._device_positions[stage] = torch.cat(positions).to(self.device)
+        return self._device_positions[stage]
 
 
 def make_plan(
@@ -124,12 +154,58 @@ def make_plan(
     Raises:
         ArgumentError, UnsupportedError: see the messages, and above for which are raised on every rank.
     """
+    # Where there are tensors, the call depends on their content, which is no cache key.
+    resolve = _resolve_once if documents is None and key_padding is None and index is None else _resolve
+    tensors = documents, key_padding, index
+    layout, mask, schedule, kernel_name, head_chunks, fetches_queries, gradient_dtype = resolve(
+        Operand.of(q), Operand.of(k), Operand.of(v), *tensors, seq_len, group.size(), group.rank(), options
+    )
+    return Plan(
+        options=options,
+        layout=layout,
+        mask=mask,
+        seq_len=seq_len,
+        schedule=schedule,
+        kernel=KERNELS[kernel_name],
+        group=group,
+        device=q.device,
+        head_chunks=head_chunks,
+        fetches_queries=fetches_queries,
+        gradient_dtype=gradient_dtype,
+    )
+
+
+@dataclass(frozen=True)
+class Operand:
+    """What planning reads of a [B, H, S, D] tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, x: Tensor) -> Operand:
+        return cls(x.shape, x.dtype, x.device)
+
+
+def _resolve(
+    q: Operand,
+    k: Operand,
+    v: Operand,
+    documents: Tensor | None,
+    key_padding: Tensor | None,
+    index: Tensor | None,
+    seq_len: int,
+    cp_size: int,
+    cp_rank: int,
+    options: Options,
+) -> tuple[Layout, Mask, Schedule, str, int, bool, torch.dtype]:
+    """Layout, mask, schedule, the kernel's name, and the last three fields of the plan."""
     _check_choice("method", options.method, METHODS, "ring", later=("all_gather", "ulysses", "hybrid"))
-    _check_choice("transport", options.transport, TRANSPORTS, "functional", later=("symmetric_memory",))
+    _check_choice("transport", options.transport, TRANSPORTS, "functional", later=())
     check_tensors(q, k, v)
     layout = parse_layout(options.layout, index)
     mask = parse_mask(options.mask, documents, key_padding)
-    cp_size, cp_rank = group.size(), group.rank()
     expected = layout.shard_len(seq_len, cp_size, cp_rank)
     if q.shape[2] != expected:
         raise ArgumentError(
@@ -167,7 +243,7 @@ def make_plan(
         min_keys=schedule.min_keys,
     )
     kernel = choose_kernel(options.kernel, request)
-    if kernel.name == "reference" and options.kernel == "auto" and q.is_cuda:
+    if kernel.name == "reference" and options.kernel == "auto" and q.device.type == "cuda":
         fast = [name for name, other in KERNELS.items() if other.capability.devices == ("cuda",)]
         lacks = "; ".join(f"{name}: {', '.join(shortfalls(KERNELS[name].capability, request))}" for name in fast)
         warnings.warn(
@@ -175,7 +251,51 @@ def make_plan(
             "kernel='reference' asks for it without this warning",
             stacklevel=2,
         )
-    return Plan(options, layout, mask, seq_len, schedule, kernel, group, q.device)
+    head_chunks = _head_chunks(options.head_chunks, q, k, v, seq_len)
+    rounded = kernel.rounds and not schedule.overlapping
+    gradient_dtype = q.dtype if rounded else accumulation_dtype(q.dtype)
+    fetches_queries = kernel.uses_delta and _queries_are_fewer(q, k, v, schedule, gradient_dtype)
+    return layout, mask, schedule, kernel.name, head_chunks, fetches_queries, gradient_dtype
+
+
+_resolve_once = lru_cache(maxsize=256, typed=True)(_resolve)
+
+
+def _head_chunks(wanted: int, q: Operand, k: Operand, v: Operand, seq_len: int) -> int:
+    """The number of chunks asked for, or the fewest that keep one chunk's K and V of all ranks within `CHUNK_BYTES`."""
+    num_kv_heads = k.shape[1]
+    if wanted:
+        if num_kv_heads % wanted:
+            near = max(n for n in range(1, wanted + 1) if num_kv_heads % n == 0)
+            raise ArgumentError(
+                describe("head_chunks", f"a divisor of the {num_kv_heads} kv heads", wanted, f"head_chunks={near}")
+            )
+        return wanted
+    total = q.shape[0] * seq_len * num_kv_heads * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
+    return next((n for n in range(1, num_kv_heads) if num_kv_heads % n == 0 and total <= n * CHUNK_BYTES), num_kv_heads)
+
+
+def backward_bytes(
+    q: Operand, k: Operand, v: Operand, schedule: Schedule, gradient_dtype: torch.dtype
+) -> tuple[int, int]:
+    """Bytes that all ranks together receive in the backward: visiting keys, and visiting queries.
+
+    A row of keys brings K and V and sends dk and dv home. A row of queries brings q, dout, lse and delta in the
+    accumulation dtype and sends dq home in it.
+    """
+    heads, kv_heads, head_dim, v_head_dim = q.shape[1], k.shape[1], q.shape[3], v.shape[3]
+    size = accumulation_dtype(q.dtype).itemsize
+    key_row = kv_heads * (head_dim + v_head_dim) * (k.dtype.itemsize + gradient_dtype.itemsize)
+    query_row = heads * (2 * head_dim + v_head_dim + 2) * size
+    return (
+        q.shape[0] * key_row * schedule.keys.num_rows,
+        q.shape[0] * query_row * schedule.queries.num_rows,
+    )
+
+
+def _queries_are_fewer(q: Operand, k: Operand, v: Operand, schedule: Schedule, gradient_dtype: torch.dtype) -> bool:
+    keys, queries = backward_bytes(q, k, v, schedule, gradient_dtype)
+    return queries < keys
 
 
 def _compute_capability(device: torch.device) -> tuple[int, int]:
@@ -183,7 +303,7 @@ def _compute_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" and not torch.version.hip else (0, 0)
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_tensors(q: Operand | Tensor, k: Operand | Tensor, v: Operand | Tensor) -> None:
     """Shapes, dtypes and devices of [B, H, S, D] tensors, local or global."""
     if len({q.dtype, k.dtype, v.dtype}) > 1:
         raise ArgumentError(

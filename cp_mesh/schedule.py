@@ -3,11 +3,16 @@
 Step i of rank r works on the keys of source ``(r - i) mod cp_size``; step 0 is local. Every rank can compute every
 other rank's schedule, so senders know what receivers need with no communication, and a step that moves nothing
 anywhere is skipped on all ranks alike.
+
+Steps are taken in stages of 1, 2, 4, 4, ... steps. The rows of a stage lie in one buffer, source after source, so full
+tiles of several sources become one: fewer and larger kernel calls, while a small first stage keeps the wait for it
+short and each stage computes long enough to hide the fetch of the next. A zigzag rank's sources below it are all
+visited before those above it, and each side needs one call a stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -18,6 +23,7 @@ from cp_mesh.layouts import Layout, Permuted, Piece, Run
 from cp_mesh.masks import CAUSAL, EMPTY, FULL, Band, Cover, Mask, parse_mask
 
 Rows = tuple[int, int]  # begin, end of local rows
+MAX_STAGE = 4  # steps in a stage at most: a stage's buffer is received while another is read
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,46 @@ class Tile:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """Consecutive steps whose rows travel together and lie in one buffer, source after source in rank order.
+
+    Attributes:
+        steps: the ring steps; the same on every rank.
+        fetch: (source, its row ranges) of what this rank receives; sources that it needs nothing of are left out.
+        serve: (receiver, this rank's row ranges) of what it sends.
+        tiles: tiles whose fetched rows (``k`` of a tile of `Schedule.keys`, ``q`` of one of `Schedule.queries`) are
+            rows of the buffer.
+    """
+
+    steps: tuple[int, ...]
+    fetch: tuple[tuple[int, tuple[Rows, ...]], ...]
+    serve: tuple[tuple[int, tuple[Rows, ...]], ...]
+    tiles: tuple[Tile, ...]
+
+    @property
+    def num_fetched(self) -> int:
+        return sum(num_rows(ranges) for _, ranges in self.fetch)
+
+
+@dataclass(frozen=True)
+class Route:
+    """What travels in one pass if keys do, or if queries do.
+
+    Attributes:
+        stages: this rank's, in order; all ranks have the same number of them.
+        needed: [receiver][source], how many of the source's rows the receiver fetches; the same on every rank.
+    """
+
+    stages: tuple[Stage, ...]
+    needed: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that all ranks together fetch."""
+        return sum(map(sum, self.needed))
+
+
+@dataclass(frozen=True)
 class Schedule:
     """What one rank computes, fetches and serves.
 
@@ -45,6 +91,9 @@ class Schedule:
         fetch: row ranges of each source that this rank needs, [cp_size]; its own entry is empty.
         serve: row ranges of this rank that each receiver needs, [cp_size].
         active_steps: steps >= 1 in which some rank moves rows; the same on every rank.
+        keys: the active steps in stages, as a pass that fetches keys takes them.
+        queries: the same for a backward that fetches the queries that see some of this rank's keys.
+        overlapping: whether, on any rank, two kernel calls of a stage give gradients of the same row.
         covers: kinds of tile that occur on any rank: "full", "causal", "window", "pairs"; the same on every rank.
         min_keys: fewest keys of any kernel call on any rank (after `split_causal`); the same on every rank.
     """
@@ -55,8 +104,16 @@ class Schedule:
     fetch: tuple[tuple[Rows, ...], ...]
     serve: tuple[tuple[Rows, ...], ...]
     active_steps: tuple[int, ...]
+    keys: Route
+    queries: Route
+    overlapping: bool
     covers: frozenset[str]
     min_keys: int
+
+    @property
+    def local_tiles(self) -> tuple[Tile, ...]:
+        """Tiles of this rank's queries against its own keys."""
+        return self.tiles[self.cp_rank]
 
     @property
     def cp_size(self) -> int:
@@ -112,26 +169,95 @@ def _cached_schedule(
 
 
 def _make_schedule(layout: Layout, mask: Mask, seq_len: int, cp_size: int, cp_rank: int) -> Schedule:
-    shards = [layout.runs(seq_len, cp_size, rank) for rank in range(cp_size)]
-
+    ranks = range(cp_size)
+    shards = [layout.runs(seq_len, cp_size, rank) for rank in ranks]
     grid = [  # [receiver][source]
         [tiles_between(q_shard, k_shard, mask, q_shard is k_shard) for k_shard in shards] for q_shard in shards
     ]
-    rows = [[_union(tile.k for tile in tiles) for tiles in row] for row in grid]
+    # [receiver][source]: rows that travel if keys do, and if queries do
+    rows = _travelling([[_union(tile.k for tile in tiles) for tiles in row] for row in grid])
+    query_rows = _travelling([[_union(t.q for t in grid[source][rank]) for source in ranks] for rank in ranks])
     every_tile = [tile for row in grid for tiles in row for tile in tiles]
-    others = [rank for rank in range(cp_size) if rank != cp_rank]
+    active = tuple(step for step in ranks[1:] if any(rows[rank][(rank - step) % cp_size] for rank in ranks))
+    stages = {rank: _stages(_groups(active), rows, grid[rank], rank, queries=False) for rank in ranks}
+    # Whoever needs this rank's keys in step i is i ranks ahead; its queries are fetched in step -i.
+    back = _groups(tuple(sorted(-step % cp_size for step in active)))
     return Schedule(
         cp_rank=cp_rank,
         shard_lens=tuple(sum(piece.length for piece in shard) for shard in shards),
         tiles=tuple(grid[cp_rank]),
-        fetch=tuple(rows[cp_rank][rank] if rank in others else () for rank in range(cp_size)),
-        serve=tuple(rows[rank][cp_rank] if rank in others else () for rank in range(cp_size)),
-        active_steps=tuple(
-            step for step in range(1, cp_size) if any(rows[rank][(rank - step) % cp_size] for rank in range(cp_size))
+        fetch=tuple(rows[cp_rank]),
+        serve=tuple(rows[rank][cp_rank] for rank in ranks),
+        active_steps=active,
+        keys=Route(stages[cp_rank], _counts(rows)),
+        queries=Route(
+            _stages(back, query_rows, [row[cp_rank] for row in grid], cp_rank, queries=True), _counts(query_rows)
         ),
+        overlapping=any(_overlap(stage.tiles) for rank in ranks for stage in stages[rank]),
         covers=frozenset(_kind(tile.cover) for tile in every_tile),
         min_keys=min((_fewest_keys(tile) for tile in every_tile), default=1 << 30),
     )
+
+
+def _travelling(rows: list[list[tuple[Rows, ...]]]) -> list[list[tuple[Rows, ...]]]:
+    """Without a rank's own rows, which stay where they are."""
+    return [[() if source == rank else row[source] for source in range(len(row))] for rank, row in enumerate(rows)]
+
+
+def _counts(rows: list[list[tuple[Rows, ...]]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(num_rows(ranges) for ranges in row) for row in rows)
+
+
+def _groups(active: tuple[int, ...]) -> list[tuple[int, ...]]:
+    groups, begin, size = [], 0, 1
+    while begin < len(active):
+        groups.append(active[begin : begin + size])
+        begin, size = begin + size, min(2 * size, MAX_STAGE)
+    return groups
+
+
+def _stages(
+    groups: list[tuple[int, ...]],
+    rows: list[list[tuple[Rows, ...]]],
+    tiles: Sequence[tuple[Tile, ...]],
+    rank: int,
+    queries: bool,
+) -> tuple[Stage, ...]:
+    """The stages of one rank; ``rows`` [receiver][source] travel, ``tiles`` [source] are computed where they arrive."""
+    cp_size, stages = len(rows), []
+    for steps in groups:
+        sources = sorted((rank - step) % cp_size for step in steps)
+        receivers = sorted((rank + step) % cp_size for step in steps)
+        fetch = tuple((source, rows[rank][source]) for source in sources if rows[rank][source])
+        serve = tuple((receiver, rows[receiver][rank]) for receiver in receivers if rows[receiver][rank])
+        placed, offset = [], 0
+        for source, ranges in fetch:
+            placed += [_place(tile, ranges, offset, queries) for tile in tiles[source]]
+            offset += num_rows(ranges)
+        by_other = sorted(placed, key=lambda tile: (tile.k, tile.q) if queries else (tile.q, tile.k))
+        stages.append(Stage(steps, fetch, serve, tuple(_merge_full(by_other, along_q=queries))))
+    return tuple(stages)
+
+
+def _place(tile: Tile, ranges: tuple[Rows, ...], offset: int, queries: bool) -> Tile:
+    """The tile with its fetched rows counted in the stage's buffer, where ``ranges`` begin at ``offset``."""
+    first, last = tile.q if queries else tile.k
+    for begin, end in ranges:
+        if begin <= first and last <= end:
+            moved = (first - begin + offset, last - begin + offset)
+            return Tile(moved, tile.k, tile.cover) if queries else Tile(tile.q, moved, tile.cover)
+        offset += end - begin
+    raise AssertionError("a tile lies within one fetched range")
+
+
+def _overlap(tiles: Iterable[Tile]) -> bool:
+    """Whether kernel calls of these tiles, cut for stock kernels, share keys."""
+    keys: list[Rows] = []
+    for tile in tiles:
+        num_q, num_k = tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]
+        parts = split_causal(tile.cover, num_q, num_k) if isinstance(tile.cover, Band) else None
+        keys += [(tile.k[0] + k[0], tile.k[0] + k[1]) for _, k, _ in parts or [((0, num_q), (0, num_k), False)]]
+    return any(a[1] > b[0] for a, b in pairwise(sorted(keys)))
 
 
 def _kind(cover: Cover) -> str:

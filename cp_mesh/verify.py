@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_mesh.agreement import check_mode
 from cp_mesh.attention import attention
 from cp_mesh.errors import ArgumentError, describe
-from cp_mesh.kernels.contract import Kernel, KernelTile, Pairs
+from cp_mesh.kernels.contract import Kernel, KernelTile, Pairs, make_delta
 from cp_mesh.kernels.reference import REFERENCE
 from cp_mesh.layouts import Contiguous, Layout, Permuted, ZigZag
 from cp_mesh.masks import Mask
@@ -135,7 +135,7 @@ def verify(
     single = exact
     if dtype != torch.float64:
         schedule = make_schedule(Contiguous(), mask, seq_len, 1, 0)
-        tiles = replace(plan, layout=Contiguous(), schedule=schedule).tiles(0)
+        tiles = replace(plan, layout=Contiguous(), schedule=schedule).local_tiles
         single = _one_device(plan.kernel, tiles, q, k, v, dout)
     errors, ratios = {}, {}
     for name, got, want, alone in zip(NAMES, (out, lse, *grads), exact, single, strict=True):
@@ -167,9 +167,11 @@ def _one_device(
     forward = kernel.begin_forward(q, v.shape[3], scale)
     forward.step(k, v, tiles)
     out, lse = forward.finish()
-    backward = kernel.begin_backward(dout, q, out, lse, None, scale)
-    dk, dv = backward.step(k, v, tiles)
-    return out, lse, backward.finish(), dk.to(k.dtype), dv.to(v.dtype)
+    delta = make_delta(dout, out) if kernel.uses_delta else None
+    backward = kernel.begin_backward(dout, q, out, lse, delta, scale)
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    backward.step(k, v, tiles, (dk, dv))
+    return out, lse, backward.finish(torch.empty_like(q)), dk, dv
 
 
 def _rms(x: Tensor) -> Tensor:

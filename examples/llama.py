@@ -25,6 +25,7 @@ class LlamaConfig:
     num_kv_heads: int = 4
     rope_theta: float = 500_000.0
     norm_eps: float = 1e-5
+    ffn_dim: int | None = None
 
     @property
     def head_dim(self) -> int:
@@ -32,8 +33,8 @@ class LlamaConfig:
 
     @property
     def hidden_dim(self) -> int:
-        """SwiGLU's width, 8/3 of dim: three matrices weigh as much as the usual two of 4·dim."""
-        return 32 * math.ceil(8 * self.dim / 3 / 32)
+        """SwiGLU's width: `ffn_dim`, or 8/3 of dim, so that three matrices weigh as much as the usual two of 4·dim."""
+        return self.ffn_dim or 32 * math.ceil(8 * self.dim / 3 / 32)
 
 
 class CoreAttention(nn.Module):
@@ -151,8 +152,11 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Fill the weights from a seed: the same whole model on every rank, whatever the mesh will be."""
-        generator = torch.Generator().manual_seed(seed)
+        """Fill the weights from a seed: the same whole model on every rank, whatever the mesh will be.
+
+        They are drawn where they lie: weights on CUDA are others than those on the CPU.
+        """
+        generator = torch.Generator(self.output.weight.device).manual_seed(seed)
         residual_writers = 2 * len(self.layers)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 1:

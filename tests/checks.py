@@ -54,11 +54,43 @@ def coverage(layout: Layout, mask: Mask, want: Tensor, cp_size: int) -> list[str
                     times[:, rows, keys] += band_pairs(tile.cover, *shape).int()
                     problems += band_problems(tile.cover, *shape)
         problems += _fetch_problems(layout, mask, want, schedules, rank, begins)
-    if not torch.equal(times, want):
-        b, i, j = (times != want).nonzero()[0].tolist()
-        pair = f"query {order[i]}, key {order[j]} of row {b}"
-        problems.append(f"{pair}: computed {times[b, i, j]} times instead of {want[b, i, j]}")
+    for what, counted in ({"tiles": times} | staged_pairs(schedules, want, begins)).items():
+        if not torch.equal(counted, want):
+            b, i, j = (counted != want).nonzero()[0].tolist()
+            pair = f"query {order[i]}, key {order[j]} of row {b}"
+            problems.append(f"{what}, {pair}: computed {counted[b, i, j]} times instead of {want[b, i, j]}")
     return problems
+
+
+def staged_pairs(schedules: Sequence[Schedule], want: Tensor, begins: Sequence[int]) -> dict[str, Tensor]:
+    """How often each pair is computed by the local tiles and the stages, if keys travel and if queries do.
+
+    The rows of a stage's buffer are looked up in what its sources hold, as a transport fills it.
+    """
+    counts = {"keys": torch.zeros_like(want), "queries": torch.zeros_like(want)}
+    for rank, schedule in enumerate(schedules):
+        own = torch.arange(begins[rank], begins[rank + 1])
+        for name, route in (("keys", schedule.keys), ("queries", schedule.queries)):
+            visits = [(own, schedule.local_tiles)]
+            for stage in route.stages:
+                parts = [
+                    torch.arange(begins[s] + begin, begins[s] + end)
+                    for s, ranges in stage.fetch
+                    for begin, end in ranges
+                ]
+                visits.append((torch.cat([own[:0], *parts]), stage.tiles))
+                assert stage.num_fetched == len(visits[-1][0])
+            for fetched, tiles in visits:
+                for tile in tiles:
+                    rows = (fetched if name == "queries" else own)[tile.q[0] : tile.q[1]]
+                    keys = (own if name == "queries" else fetched)[tile.k[0] : tile.k[1]]
+                    assert (len(rows), len(keys)) == (tile.q[1] - tile.q[0], tile.k[1] - tile.k[0])
+                    block = (slice(None), rows[:, None], keys)
+                    partial = tile.cover == PARTIAL
+                    counts[name][block] += (
+                        want[block] if partial else band_pairs(tile.cover, len(rows), len(keys)).int()
+                    )
+    return counts
 
 
 @cache

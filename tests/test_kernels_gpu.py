@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cp_mesh.kernels import KERNELS
+from cp_mesh.kernels.contract import make_delta
 from cp_mesh.layouts import Contiguous, Layout, Striped, ZigZag
 from cp_mesh.masks import Mask
 from cp_mesh.plan import Options, Plan
@@ -30,22 +31,27 @@ def play_ring(kernel, layout: Layout, mask: Mask, cp_size: int, q, k, v, dout) -
     dk, dv = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
     for rank in range(cp_size):
         schedule = make_schedule(layout, mask, seq_len, cp_size, rank)
-        plan = Plan(options, layout, mask, seq_len, schedule, kernel, None, q.device)
-        fetched = {rank: rows[rank]}
-        for source in range(cp_size):
-            if schedule.fetch[source]:
-                fetched[source] = torch.cat([rows[source][begin:end] for begin, end in schedule.fetch[source]])
+        plan = Plan(options, layout, mask, seq_len, schedule, kernel, None, q.device, 1, False, q.dtype)
+        fetched = [(rows[rank], plan.local_tiles)]
+        for stage in schedule.keys.stages:
+            if stage.fetch:
+                index = [rows[source][begin:end] for source, ranges in stage.fetch for begin, end in ranges]
+                fetched.append((torch.cat(index), plan.tiles(stage)))
         local = [x[:, :, rows[rank]] for x in (q, dout)]
         forward = kernel.begin_forward(local[0], v.shape[3], scale)
-        for source, index in fetched.items():
-            forward.step(k[:, :, index], v[:, :, index], plan.tiles(source))
+        for index, tiles in fetched:
+            forward.step(k[:, :, index], v[:, :, index], tiles)
         out[:, :, rows[rank]], lse[:, :, rows[rank]] = forward.finish()
-        backward = kernel.begin_backward(local[1], local[0], out[:, :, rows[rank]], lse[:, :, rows[rank]], None, scale)
-        for source, index in fetched.items():
-            dk_part, dv_part = backward.step(k[:, :, index], v[:, :, index], plan.tiles(source))
-            dk.index_add_(2, index, dk_part)
-            dv.index_add_(2, index, dv_part)
-        dq[:, :, rows[rank]] = backward.finish()
+        out_rows, lse_rows = out[:, :, rows[rank]], lse[:, :, rows[rank]]
+        delta = make_delta(local[1], out_rows) if kernel.uses_delta else None
+        backward = kernel.begin_backward(local[1], local[0], out_rows, lse_rows, delta, scale)
+        wire = q.dtype if kernel.rounds and not schedule.overlapping else dtype
+        for index, tiles in fetched:
+            written = [torch.empty_like(x[:, :, index], dtype=wire) for x in (k, v)]
+            backward.step(k[:, :, index], v[:, :, index], tiles, tuple(written))
+            for total, part in zip((dk, dv), written, strict=True):
+                total.index_add_(2, index, part.to(dtype))
+        dq[:, :, rows[rank]] = backward.finish(torch.empty_like(local[0]))
     return [out, lse, dq, dk.to(k.dtype), dv.to(v.dtype)]
 
 

@@ -26,7 +26,7 @@ import test_sequence
 import test_traffic
 import torch
 from cases import LAYOUTS, make_mask, pairs
-from checks import GQA, MQA, Case, coverage, parity_on_ranks, report
+from checks import GQA, MHA, MQA, Case, coverage, parity_on_ranks, report
 from ranks import Pool
 
 import cp_mesh
@@ -51,118 +51,131 @@ MUTATIONS = [
     Mutation(
         "stale KV in the backward",
         "ring.py",
-        "        fetched = hop.wait()\n"
-        "        hop = transport.fetch(steps[i + 1], k, v) if i + 1 < len(steps) else None\n"
-        "        dk_s, dv_s = None, None\n",
-        "        received = hop.wait()\n"
-        "        same = i and fetched and received and fetched[0].shape == received[0].shape\n"
-        "        fetched = fetched if same else received\n"
-        "        hop = transport.fetch(steps[i + 1], k, v) if i + 1 < len(steps) else None\n"
-        "        dk_s, dv_s = None, None\n",
+        "            backward.step(fetched[0], fetched[1], plan.tiles(stage), (written[0], written[1]))\n",
+        "            kept = fetched if stage is route.stages[0] or kept[0].shape != fetched[0].shape else kept\n"
+        "            backward.step(kept[0], kept[1], plan.tiles(stage), (written[0], written[1]))\n",
         "parity",
     ),
     Mutation(
         "dk and dv swapped on their way home",
         "ring.py",
-        "transport.deliver(step, dk_s, dv_s, like=(dk, dv))",
-        "transport.deliver(step, dv_s, dk_s, like=(dk, dv))",
+        "plan.tiles(stage), (written[0], written[1]))",
+        "plan.tiles(stage), (written[1], written[0]))",
         "parity",
     ),
     Mutation(
         "dk and dv swapped on their way home, equal head dims",
         "ring.py",
-        "transport.deliver(step, dk_s, dv_s, like=(dk, dv))",
-        "transport.deliver(step, dv_s, dk_s, like=(dk, dv))",
+        "plan.tiles(stage), (written[0], written[1]))",
+        "plan.tiles(stage), (written[1], written[0]))",
         "gradients come home",
     ),
     Mutation(
         "delivered gradients replace those of other ranks",
-        "ring.py",
-        "        total[:, :, begin:end] += rows[:, :, offset : offset + end - begin]",
-        "        total[:, :, begin:end] = rows[:, :, offset : offset + end - begin]",
+        "kernels/combine.py",
+        "            total[:, :, begin : begin + x.shape[2]] += x\n",
+        "            total[:, :, begin : begin + x.shape[2]] = x\n",
         "gradients come home",
     ),
     Mutation(
         "the last delivery is not added",
         "ring.py",
-        "    if delivery is not None:\n        _collect(delivery, plan, dk, dv)\n    return",
-        "    return",
+        "    collect()\n    for piece in local_pieces:",
+        "    for piece in local_pieces:",
         "parity",
     ),
-    Mutation("local dv is not added", "ring.py", "        dv += local_dv\n", "", "parity"),
     Mutation(
-        "sums of dk and dv are not zeroed",
+        "local dv is not added",
         "ring.py",
-        "torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)",
-        "torch.empty_like(k, dtype=dtype), torch.empty_like(v, dtype=dtype)",
+        "        dk.add(piece.begin, piece.dk)\n        dv.add(piece.begin, piece.dv)\n    # in q's",
+        "        dk.add(piece.begin, piece.dk)\n    # in q's",
+        "parity",
+    ),
+    Mutation(
+        "sums of gradients are not zeroed",
+        "kernels/combine.py",
+        "total = torch.zeros(self._shape, dtype=self._dtype, device=self._device)",
+        "total = torch.empty(self._shape, dtype=self._dtype, device=self._device)",
         "parity",
     ),
     Mutation(
         "gradients are summed in the inputs' dtype",
-        "ring.py",
-        "torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)",
-        "torch.zeros_like(k), torch.zeros_like(v)",
+        "kernels/combine.py",
+        "total = torch.zeros(self._shape, dtype=self._dtype, device=self._device)",
+        "total = torch.zeros(self._shape, dtype=into.dtype, device=self._device)",
         "sums in fp32",
     ),
     Mutation(
-        "tiles of the wrong source",
+        "tiles of another stage",
         "ring.py",
-        "forward.step(*fetched, plan.tiles(schedule.source(step)))",
-        "forward.step(*fetched, plan.tiles(schedule.receiver(step)))",
+        "forward.step(fetched[0], fetched[1], plan.tiles(stage))",
+        "forward.step(fetched[0], fetched[1], plan.tiles(route.stages[0]))",
+        "parity",
+    ),
+    Mutation(
+        "gradients of queries land on the first rows",
+        "ring.py",
+        "dq.add(arrived.begin, arrived.tensors[0])",
+        "dq.add(0, arrived.tensors[0])",
+        "parity",
+    ),
+    Mutation(
+        "queries come from where the keys would",
+        "schedule.py",
+        "back = _groups(tuple(sorted(-step % cp_size for step in active)))",
+        "back = _groups(active)",
         "parity",
     ),
     Mutation(
         "gradients added to the rows that were fetched instead of those that were served",
-        "ring.py",
-        "plan.schedule.serve[plan.schedule.receiver(step)]",
-        "plan.schedule.fetch[plan.schedule.source(step)]",
+        "transport/functional.py",
+        "split_arrived(exchange.wait(), stage.serve, self._packing)",
+        "split_arrived(exchange.wait(), stage.fetch, self._packing)",
         "parity",
     ),
     Mutation(
         "the next hop starts after the step",
-        "ring.py",
-        "        hop = transport.fetch(steps[i + 1], k, v) if i + 1 < len(steps) else None\n"
-        "        if fetched is not None:\n"
-        "            forward.step(*fetched, plan.tiles(schedule.source(step)))\n",
-        "        if fetched is not None:\n"
-        "            forward.step(*fetched, plan.tiles(schedule.source(step)))\n"
-        "        hop = transport.fetch(steps[i + 1], k, v) if i + 1 < len(steps) else None\n",
+        "transport/functional.py",
+        '        assert self._under_way is not None, "every stage is waited for once"\n'
+        "        received = self._under_way.wait()\n"
+        "        self._under_way = self._start()\n",
+        "        received = (self._under_way or self._start()).wait()\n        self._under_way = None\n",
         "overlap",
     ),
     Mutation(
         "rank among all processes instead of the group's",
         "plan.py",
-        "cp_size, cp_rank = group.size(), group.rank()",
-        "cp_size, cp_rank = group.size(), dist.get_rank() // (dist.get_world_size() // group.size())",
+        "seq_len, group.size(), group.rank(), options",
+        "seq_len, group.size(), dist.get_rank() // (dist.get_world_size() // group.size()), options",
         "parity on the last axis",
     ),
     # The transport.
     Mutation(
         "a missing wait",
-        "transport.py",
-        "flat = _funcol.wait_tensor(self._received)",
-        "flat = self._received",
+        "transport/functional.py",
+        "received = _funcol.wait_tensor(self._received)",
+        "received = self._received",
         "parity",
     ),
     Mutation(
         "rows for another rank are served",
-        "transport.py",
-        "sent = [gather_rows(x, schedule.serve[receiver]) for x in (k, v)]",
-        "sent = [gather_rows(x, schedule.serve[source] or schedule.serve[receiver]) for x in (k, v)]",
-        "parity of a window",
+        "transport/functional.py",
+        "for _, served in stage.serve for rows in served",
+        "for _, served in reversed(stage.serve) for rows in served",
+        "parity on four ranks",
     ),
     Mutation(
-        "half of a range is gathered from its start",
-        "transport.py",
-        "x[:, :, begin:end] for begin, end in ranges",
-        "x[:, :, : end - begin] for begin, end in ranges",
+        "a range is served from the start of the shard",
+        "transport/functional.py",
+        "[x[:, :, begin:end] for x in self._tensors]",
+        "[x[:, :, : end - begin] for x in self._tensors]",
         "parity",
     ),
     Mutation(
         "gradients travel in bf16",
-        "transport.py",
-        "sent = [x for x in (dk, dv) if x is not None]",
-        "sent = [x.bfloat16().to(x.dtype) for x in (dk, dv) if x is not None]",
+        "ring.py",
+        "Packing.of((k, v), plan.gradient_dtype)",
+        "Packing.of((k, v), torch.bfloat16)",
         "parity",
     ),
     # Kernels.
@@ -181,54 +194,60 @@ MUTATIONS = [
         "low precision",
     ),
     Mutation(
-        "a step's dk and dv are not zeroed",
+        "rows that no tile reaches keep what was in the buffer",
         "kernels/merge.py",
-        "dk, dv = (torch.zeros(x.shape, dtype=self._dq.dtype, device=x.device) for x in (k, v))",
-        "dk, dv = (torch.empty(x.shape, dtype=self._dq.dtype, device=x.device) for x in (k, v))",
+        "if _partition([tile.k for tile in parts], k.shape[2]):",
+        "if True:",
         "parity",
     ),
     Mutation(
         "a step goes on from the gradients of the step before",
         "kernels/merge.py",
-        "dk, dv = (torch.zeros(x.shape, dtype=self._dq.dtype, device=x.device) for x in (k, v))",
-        "dk, dv = self._buffers = getattr(self, '_buffers', None) or tuple(\n"
-        "            torch.zeros(x.shape, dtype=self._dq.dtype, device=x.device) for x in (k, v)\n"
-        "        )",
+        "        dk_sum, dv_sum = (RowSum(x.shape, self._dtype, x.device) for x in (k, v))\n",
+        "        dk_sum, dv_sum = self._sums = getattr(self, '_sums', None) or tuple(\n"
+        "            RowSum(x.shape, self._dtype, x.device) for x in (k, v)\n"
+        "        )\n",
         "kernels",
     ),
     Mutation(
-        "a step's dk is added twice",
+        "a tile's dk is added twice",
         "kernels/merge.py",
-        "            dk[:, :, k_rows] += tile_dk\n",
-        "            dk[:, :, k_rows] += tile_dk\n            dk[:, :, k_rows] += tile_dk\n",
-        "kernels",
-    ),
-    Mutation(
-        "dq is not zeroed",
-        "kernels/merge.py",
-        "self._dq = torch.zeros(q.shape",
-        "self._dq = torch.empty(q.shape",
+        "            dk_sum.add(piece.begin, piece.dk)\n",
+        "            dk_sum.add(piece.begin, piece.dk)\n            dk_sum.add(piece.begin, piece.dk)\n",
         "parity",
+    ),
+    Mutation(
+        "dq of a tile lands on the first rows",
+        "kernels/merge.py",
+        "self._dq.add(tile.q[0], dq)",
+        "self._dq.add(0, dq)",
+        "kernels",
     ),
     Mutation(
         "delta without the gradient of lse",
-        "kernels/merge.py",
-        "            self._delta -= dlse\n",
-        "            pass\n",
+        "kernels/contract.py",
+        "return delta if dlse is None else delta - dlse",
+        "return delta",
         "parity",
     ),
-    Mutation("the merge leaves lse as it was", "kernels/merge.py", "    lse.copy_(merged)\n", "", "parity"),
+    Mutation(
+        "the merge leaves lse as it was",
+        "kernels/combine.py",
+        "return out.copy_(running), largest.add_(total.log_())",
+        "return out.copy_(running), largest",
+        "parity",
+    ),
     Mutation(
         "rows without keys are merged to NaN",
-        "kernels/merge.py",
-        'finite = torch.where(merged == float("-inf"), 0.0, merged)',
-        "finite = merged",
+        "kernels/combine.py",
+        '        largest.masked_fill_(largest == float("-inf"), 0.0)\n',
+        "",
         "parity",
     ),
     Mutation(
-        "the merge does not rescale what it has",
-        "kernels/merge.py",
-        "    out.mul_(torch.exp(lse - finite)[..., None])\n",
+        "the merge does not divide by the sum of weights",
+        "kernels/combine.py",
+        "        running.div_(torch.where(total == 0, 1.0, total)[..., None])\n",
         "",
         "parity",
     ),
@@ -317,8 +336,8 @@ MUTATIONS = [
     Mutation(
         "masks read by local instead of global index",
         "plan.py",
-        "q_pos = self._positions(self.schedule.cp_rank)[tile.q[0] : tile.q[1]]",
-        "q_pos = torch.arange(tile.q[0], tile.q[1])",
+        "own = self._positions(None)",
+        "own = torch.arange(self.schedule.shard_lens[self.schedule.cp_rank])",
         "parity",
     ),
     Mutation(
@@ -349,15 +368,15 @@ MUTATIONS = [
     Mutation(
         "a window fetches whole shards",
         "schedule.py",
-        "rows = [[_union(tile.k for tile in tiles) for tiles in row] for row in grid]",
-        "rows = [[((0, sum(p.length for p in s)),) if t else () for t, s in zip(row, shards)] for row in grid]",
+        "_travelling([[_union(tile.k for tile in tiles) for tiles in row] for row in grid])",
+        "_travelling([[((0, sum(p.length for p in s)),) if t else () for t, s in zip(r, shards)] for r in grid])",
         "traffic",
     ),
     Mutation(
         "steps that nobody needs are taken",
         "schedule.py",
-        "step for step in range(1, cp_size) if any(rows[rank][(rank - step) % cp_size] for rank in range(cp_size))",
-        "step for step in range(1, cp_size)",
+        "step for step in ranks[1:] if any(rows[rank][(rank - step) % cp_size] for rank in ranks)",
+        "step for step in ranks[1:]",
         "traffic",
     ),
     # Selective checkpointing, the data and the loss.
@@ -419,6 +438,8 @@ FEW = [
     Case("striped", "causal", 13, GQA, 0),
     Case("zigzag", "window", 13),
     Case("contiguous", "two-sided window", 13),
+    Case("contiguous", "window", 13, MHA),
+    Case("zigzag", "causal", 13, MHA),
     Case("shuffled", "causal", 13),
     Case("striped", "key padding", 13),
     Case("contiguous", "everything", 13, GQA, 1),
@@ -472,11 +493,11 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "masks": lambda pool: report(pool(1).run(quick, "masks")),
     "kernels": lambda pool: report(pool(1).run(quick, "kernels")),
     "parity": few,
-    "parity of a window": lambda pool: report(
-        pool(3).run(parity_on_ranks, (3,), ("cp",), [Case("contiguous", {"causal": False, "window": (2, 2)}, 12)])
-    ),
     "parity on the last axis": lambda pool: report(
         pool(4).run(parity_on_ranks, (2, 2), ("other", "cp"), [Case("zigzag", "causal", 13)])
+    ),
+    "parity on four ranks": lambda pool: report(
+        pool(4).run(parity_on_ranks, (4,), ("cp",), [Case("zigzag", "causal", 13), Case("striped", "full", 16, GQA)])
     ),
     "gradients come home": lambda pool: test_seeds.test_gradients_of_keys_come_home(pool, "full"),
     "sums in fp32": lambda pool: test_seeds.test_gradients_are_summed_in_fp32(pool, torch.bfloat16),

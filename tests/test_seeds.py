@@ -14,7 +14,7 @@ from torch import Tensor
 import cp_mesh
 from cp_mesh import Contiguous, Mask, Striped, ZigZag
 from cp_mesh.kernels import KERNELS
-from cp_mesh.kernels.contract import KernelTile
+from cp_mesh.kernels.contract import KernelTile, make_delta
 from cp_mesh.masks import CAUSAL, FULL
 
 S, CP = 24, 4
@@ -77,14 +77,16 @@ def half_precision(rank: int, dtype: torch.dtype) -> list[float]:
     kernel, whole = KERNELS["reference"], (0, S * 8)
     forward = kernel.begin_forward(q, 6, 6**-0.5)
     forward.step(k, v, [KernelTile(whole, whole, FULL)])
-    backward = kernel.begin_backward(dout, q, *forward.finish(), None, 6**-0.5)
-    dk, dv = (x.to(dtype) for x in backward.step(k, v, [KernelTile(whole, whole, FULL)]))
+    out, lse = forward.finish()
+    backward = kernel.begin_backward(dout, q, None, lse, make_delta(dout, out), 6**-0.5)
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    backward.step(k, v, [KernelTile(whole, whole, FULL)], (dk, dv))
     local = [x[:, :, rows].requires_grad_() for x in (q, k, v)]
     out = cp_mesh.attention(
         *local, mesh=mesh((CP,), ("cp",)), layout=layout, mask=Mask(causal=False), kernel="reference"
     )
     got = torch.autograd.grad(out, local, dout[:, :, rows])
-    wanted = (backward.finish(), dk, dv)
+    wanted = (backward.finish(torch.empty_like(q)), dk, dv)
     return [(a != b[:, :, rows]).double().mean().item() for a, b in zip(got, wanted, strict=True)]
 
 
@@ -142,10 +144,14 @@ def one_pass(kernel_name: str, tiles: Sequence[KernelTile], calls: int) -> dict[
     for i in range(calls):
         forward.step(k, v, tiles[i::calls])
     out, lse = forward.finish()
-    backward = kernel.begin_backward(dout, q, out, lse, None, scale)
-    steps = [backward.step(k, v, tiles[i::calls]) for i in range(calls)]
-    dk, dv = (sum(step[i] for step in steps) for i in range(2))
-    return {"out": out, "lse": lse, "dq": backward.finish(), "dk": dk, "dv": dv}
+    delta = make_delta(dout, out) if kernel.uses_delta else None
+    backward = kernel.begin_backward(dout, q, out, lse, delta, scale)
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    for i in range(calls):
+        for piece in backward.step(k, v, tiles[i::calls]):
+            dk[:, :, piece.begin :][:, :, : piece.dk.shape[2]] += piece.dk
+            dv[:, :, piece.begin :][:, :, : piece.dv.shape[2]] += piece.dv
+    return {"out": out, "lse": lse, "dq": backward.finish(torch.empty_like(q)), "dk": dk, "dv": dv}
 
 
 @pytest.mark.parametrize("calls", (1, 3, 8))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import importlib.util
 import inspect
 import json
 import subprocess
@@ -14,6 +15,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ import cp_mesh
 
 PACKAGE = Path(cp_mesh.__file__).parent
 MAX_LINES = 600
-MAX_LINES_BELOW_STYLES = 4000  # floors 0 to 3
+MAX_LINES_BELOW_STYLES = 4500  # floors 0 to 3
 MAX_IMPORT_SECONDS = 1.0
 
 FLOORS: dict[str, int] = {
@@ -51,11 +53,16 @@ FLOORS: dict[str, int] = {
 }
 """Floors of modules and of subpackages, whose modules may import one another."""
 
+NEEDS_TRITON = {"kernels.combine_triton"}
+
 STATE: dict[str, str] = {
     "agreement._enabled": "check mode; a context variable",
+    "transport.symmetric_memory._MEMORY": "what outlives a call, by group, weakly",
+    "kernels.flash_attn._can_be_found": "a cache of which packages are installed",
     "kernels.KERNELS": "the table of kernels, never written",
     "layouts.LAYOUTS": "the table of layouts, never written",
     "ops._library": "keeps the autocast rules registered",
+    "plan._resolve_once": "a cache of a pure function",
     "schedule._cached_schedule": "a cache of a pure function",
     "sequence.PADDING": "a table, never written",
 }
@@ -132,11 +139,14 @@ def test_files_are_small() -> None:
 
 def modules() -> Iterator[tuple[str, ModuleType]]:
     for name in FILES:
+        if name in NEEDS_TRITON and importlib.util.find_spec("triton") is None:
+            continue
         yield name, importlib.import_module(f"cp_mesh.{name}")
 
 
 def test_no_state_but_what_is_listed() -> None:
-    kinds = (list, dict, set, bytearray, ContextVar, torch.Tensor, torch.library.Library, functools._lru_cache_wrapper)
+    containers = (list, dict, set, bytearray, WeakKeyDictionary)
+    kinds = (*containers, ContextVar, torch.Tensor, torch.library.Library, functools._lru_cache_wrapper)
     holders: dict[int, list[str]] = {}  # of each changeable object, the modules that name it
     for name, module in modules():
         for key, value in vars(module).items():

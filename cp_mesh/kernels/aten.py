@@ -37,6 +37,7 @@ def _cpu_flash_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, sca
 
 
 def _cpu_flash_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
+    assert t.out is not None
     dout, q, k, v, out = (_full_precision(x) for x in (t.dout, t.q, t.k, t.v, t.out))
     return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dout, q, k, v, out, t.lse, 0.0, t.cover == CAUSAL, scale=t.scale
@@ -106,7 +107,8 @@ CPU_FLASH = merging_kernel(
     Capability(devices=("cpu",), dtypes=(torch.float64, torch.float32, *_HALF)),
     _cpu_flash_forward,
     _cpu_flash_backward,
-    stock=True,
+    squares=True,
+    rounds=False,
 )
 CUDNN = merging_kernel(
     "cudnn",
@@ -121,7 +123,7 @@ CUDNN = merging_kernel(
     ),
     _cudnn_forward,
     _cudnn_backward,
-    stock=True,
+    squares=True,
 )
 FA2 = merging_kernel(
     "fa2",
@@ -136,7 +138,7 @@ FA2 = merging_kernel(
     ),
     _fa2_forward,
     _fa2_backward,
-    stock=True,
+    squares=True,
 )
 EFFICIENT = merging_kernel(
     "efficient",
@@ -150,5 +152,5 @@ EFFICIENT = merging_kernel(
     ),
     _efficient_forward,
     _efficient_backward,
-    stock=True,
+    squares=True,
 )

@@ -54,14 +54,29 @@ class ForwardPass(Protocol):
         """out in q's dtype and lse in the accumulation dtype."""
 
 
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Gradients of key rows from ``begin`` on: dk [B, K, n, D], dv [B, K, n, Dv], not to be written."""
+
+    begin: int
+    dk: Tensor
+    dv: Tensor
+
+
 class BackwardPass(Protocol):
-    """Running dq of one rank's queries."""
+    """Running dq of one set of queries."""
 
-    def step(self, k: Tensor, v: Tensor, tiles: Sequence[KernelTile]) -> tuple[Tensor, Tensor]:
-        """Add one source's keys to dq; returns *this source's* dk and dv, new tensors in the accumulation dtype."""
+    def step(
+        self, k: Tensor, v: Tensor, tiles: Sequence[KernelTile], into: tuple[Tensor, Tensor] | None = None
+    ) -> list[Piece]:
+        """Add a set of keys to dq.
 
-    def finish(self) -> Tensor:
-        """dq in q's dtype."""
+        Their dk and dv are *written* to the views ``into`` if given, every row of them (rows that no tile reaches
+        become 0), and else returned as pieces, which may overlap and then add up.
+        """
+
+    def finish(self, into: Tensor) -> Tensor:
+        """Write dq, rounded once, to a tensor [B, H, S, D] and return it."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +94,9 @@ class Capability:
         differentiable_lse: whether a gradient of lse is accepted.
         deterministic: whether the backward is bitwise reproducible.
         min_keys: fewest keys in a tile.
+        only_on: if given, the compute capabilities (major, minor) that the kernel was made for.
+        lacking: what must be installed first, in words; None if the kernel can be called. The answer must be the same
+            on all ranks.
     """
 
     devices: tuple[str, ...]
@@ -92,6 +110,8 @@ class Capability:
     differentiable_lse: bool = False
     deterministic: bool = True
     min_keys: int = 1
+    only_on: tuple[tuple[int, int], ...] = ()
+    lacking: Callable[[], str | None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -111,15 +131,26 @@ class Request:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A named kernel: ``begin_forward(q, v_head_dim, scale)``, ``begin_backward(dout, q, out, lse, dlse, scale)``.
+    """A named kernel: ``begin_forward(q, v_head_dim, scale)``, ``begin_backward(dout, q, out, lse, delta, scale)``.
 
-    The backward is given the *global* out and lse, those of all keys, so partial gradients add up to the whole.
+    The backward is given the *global* lse, that of all keys, and the global out, or delta = rowsum(dout · out) - dlse
+    if it ``uses_delta``; so partial gradients add up to the whole. Where a kernel ``rounds``, they come back in the
+    inputs' dtype, else in the accumulation dtype.
     """
 
     name: str
     capability: Capability
     begin_forward: Callable[[Tensor, int, float], ForwardPass]
-    begin_backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, float], BackwardPass]
+    begin_backward: Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, float], BackwardPass]
+    uses_delta: bool
+    rounds: bool
+
+
+def make_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
+    """delta = rowsum(dout · out) - dlse, [B, H, S] in the accumulation dtype, from [B, H, S, Dv] tensors."""
+    dtype = accumulation_dtype(out.dtype)
+    delta = (dout.to(dtype) * out.to(dtype)).sum(-1)
+    return delta if dlse is None else delta - dlse
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -130,10 +161,14 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def shortfalls(capability: Capability, request: Request) -> list[str]:
     """What the request needs and the kernel lacks, in words; empty if the kernel can serve it."""
     missing = []
+    if lacking := capability.lacking():
+        missing.append(lacking)
     if request.device not in capability.devices:
         missing.append(f"device {request.device} (has {', '.join(capability.devices)})")
     elif request.compute_capability < capability.compute_capability:
         missing.append(f"compute capability {request.compute_capability} (needs {capability.compute_capability})")
+    elif capability.only_on and request.compute_capability not in capability.only_on:
+        missing.append(f"compute capability {request.compute_capability} (made for {capability.only_on})")
     if request.dtype not in capability.dtypes:
         missing.append(f"{request.dtype} (has {', '.join(str(dtype) for dtype in capability.dtypes)})")
     for cover in sorted(request.covers - set(capability.covers)):

@@ -1,17 +1,20 @@
-"""The adapter for kernels that return partial results: it merges (out, lse) and sums gradients, in fp32 or fp64.
+"""The adapter for kernels that return partial results: it keeps them and combines them once, in fp32 or fp64.
 
-A tile kernel is a pair of functions on one tile; `merging_kernel` turns it into a `Kernel`.
+A tile kernel is a pair of functions on one tile; `merging_kernel` turns it into a `Kernel`. Partial outputs and
+gradients stay as the kernel returned them until the pass ends (`combine`): a running fp32 sum would be read and written
+once per tile, which costs five times the memory traffic and rounds no better.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-import torch
 from torch import Tensor
 
-from cp_mesh.kernels.contract import Capability, Kernel, KernelTile, Pairs, accumulation_dtype
+from cp_mesh.kernels.combine import OutputSum, RowSum
+from cp_mesh.kernels.contract import Capability, Kernel, KernelTile, Pairs, Piece, accumulation_dtype
 from cp_mesh.masks import CAUSAL, FULL, Band
 from cp_mesh.schedule import split_causal
 
@@ -19,45 +22,61 @@ from cp_mesh.schedule import split_causal
 TileForward = Callable[[Tensor, Tensor, Tensor, Band | Pairs, float], tuple[Tensor, Tensor]]
 # -> the tile's contribution to (dq, dk, dv)
 TileBackward = Callable[["BackwardTile"], tuple[Tensor, Tensor, Tensor]]
-Prepare = Callable[[Sequence[KernelTile]], list[KernelTile]]
+Prepare = Callable[[Sequence[KernelTile]], Sequence[KernelTile]]
 
 
 @dataclass(frozen=True, eq=False)
 class BackwardTile:
     """What a tile's gradients depend on; out, lse and delta are those of all keys, for the tile's rows.
 
-    delta = rowsum(dout · out) - dlse, float32 (float64), is None for kernels that compute their own.
+    delta = rowsum(dout · out) - dlse, float32 (float64), is given to kernels that read it, and out to the others.
+    dk and dv, if given, are where the kernel may write these gradients: [B, K, n, D] views of k's dtype with unit last
+    stride. It returns those very tensors then, or others, which are copied.
     """
 
     dout: Tensor
     q: Tensor
     k: Tensor
     v: Tensor
-    out: Tensor
+    out: Tensor | None
     lse: Tensor
     delta: Tensor | None
     cover: Band | Pairs
     scale: float
+    dk: Tensor | None = None
+    dv: Tensor | None = None
 
 
 def merging_kernel(
-    name: str, capability: Capability, forward: TileForward, backward: TileBackward, *, stock: bool = False
+    name: str,
+    capability: Capability,
+    forward: TileForward,
+    backward: TileBackward,
+    *,
+    squares: bool = False,
+    uses_delta: bool = False,
+    rounds: bool = True,
 ) -> Kernel:
     """A `Kernel` from two functions that compute single tiles.
 
-    ``stock`` functions are given nothing but full tiles and square causal ones, and compute delta themselves.
+    Args:
+        name, capability: of the kernel.
+        forward, backward: the tile functions.
+        squares: give them nothing but full tiles and square causal ones.
+        uses_delta: the backward reads delta instead of computing it from out.
+        rounds: partial gradients come back in the inputs' dtype, not in the accumulation dtype.
     """
-    prepare = _squares if stock else list
+    prepare: Prepare = _squares if squares else list
 
     def begin_forward(q: Tensor, v_head_dim: int, scale: float) -> MergingForward:
         return MergingForward(forward, prepare, q, v_head_dim, scale)
 
     def begin_backward(
-        dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, scale: float
+        dout: Tensor, q: Tensor, out: Tensor | None, lse: Tensor, delta: Tensor | None, scale: float
     ) -> SummingBackward:
-        return SummingBackward(backward, prepare, not stock, dout, q, out, lse, dlse, scale)
+        return SummingBackward(backward, prepare, dout, q, out, lse, delta, scale)
 
-    return Kernel(name, capability, begin_forward, begin_backward)
+    return Kernel(name, capability, begin_forward, begin_backward, uses_delta, rounds)
 
 
 def _squares(tiles: Sequence[KernelTile]) -> list[KernelTile]:
@@ -72,16 +91,6 @@ def _squares(tiles: Sequence[KernelTile]) -> list[KernelTile]:
     return parts
 
 
-def merge_(out: Tensor, lse: Tensor, tile_out: Tensor, tile_lse: Tensor) -> None:
-    """Fold a tile's (out, lse) into the running pair, in place. Rows with no key yet have lse = -inf and out = 0."""
-    merged = torch.logaddexp(lse, tile_lse)
-    # -inf - -inf is NaN; a row that has no key on either side keeps weight 0 on both
-    finite = torch.where(merged == float("-inf"), 0.0, merged)
-    out.mul_(torch.exp(lse - finite)[..., None])
-    out.addcmul_(tile_out.to(out.dtype), torch.exp(tile_lse.to(lse.dtype) - finite)[..., None])
-    lse.copy_(merged)
-
-
 def _dense_rows(x: Tensor) -> Tensor:
     """With unit stride in the head dim and, on CUDA, rows that start at multiples of 16 bytes.
 
@@ -92,75 +101,88 @@ def _dense_rows(x: Tensor) -> Tensor:
     return x if aligned and x.stride(-1) == 1 else x.contiguous()
 
 
+def _rows(x: Tensor, rows: tuple[int, int]) -> Tensor:
+    return x if rows == (0, x.shape[2]) else x[:, :, rows[0] : rows[1]]
+
+
 class MergingForward:
     """`contract.ForwardPass` over a tile kernel."""
 
     def __init__(self, tile_forward: TileForward, prepare: Prepare, q: Tensor, v_head_dim: int, scale: float) -> None:
         self._tile_forward, self._prepare, self._q, self._scale = tile_forward, prepare, _dense_rows(q), scale
-        self._shape, self._dtype = (*q.shape[:3], v_head_dim), accumulation_dtype(q.dtype)
-        self._running: tuple[Tensor, Tensor] | None = None
+        self._like = q
+        self._sum = OutputSum((*q.shape[:3], v_head_dim), accumulation_dtype(q.dtype), q.device)
 
     def step(self, k: Tensor, v: Tensor, tiles: Sequence[KernelTile]) -> None:
         k, v = _dense_rows(k), _dense_rows(v)
         for tile in self._prepare(tiles):
-            q_rows, k_rows = slice(*tile.q), slice(*tile.k)
-            out, lse = self._tile_forward(
-                self._q[:, :, q_rows], k[:, :, k_rows], v[:, :, k_rows], tile.cover, self._scale
-            )
-            if self._running is None and out.shape == self._shape:  # covers all rows: nothing to merge with yet
-                self._running = out.to(self._dtype), lse.to(self._dtype)
-                continue
-            self._running = self._running or self._no_keys()
-            merge_(self._running[0][:, :, q_rows], self._running[1][:, :, q_rows], out, lse)
+            q_rows = _rows(self._q, tile.q)
+            out, lse = self._tile_forward(q_rows, _rows(k, tile.k), _rows(v, tile.k), tile.cover, self._scale)
+            self._sum.add(tile.q[0], out, lse)
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        out, lse = self._running or self._no_keys()
-        return out.to(self._q.dtype), lse
-
-    def _no_keys(self) -> tuple[Tensor, Tensor]:
-        out = torch.zeros(self._shape, dtype=self._dtype, device=self._q.device)
-        return out, torch.full(self._shape[:3], float("-inf"), dtype=self._dtype, device=self._q.device)
+        return self._sum.finish(self._like, self._q.dtype)
 
 
 class SummingBackward:
-    """`contract.BackwardPass` over a tile kernel; delta is computed once, for kernels that use it."""
+    """`contract.BackwardPass` over a tile kernel."""
 
     def __init__(
         self,
         tile_backward: TileBackward,
         prepare: Prepare,
-        uses_delta: bool,
         dout: Tensor,
         q: Tensor,
-        out: Tensor,
+        out: Tensor | None,
         lse: Tensor,
-        dlse: Tensor | None,
+        delta: Tensor | None,
         scale: float,
     ) -> None:
-        dtype = accumulation_dtype(q.dtype)
         self._tile_backward, self._prepare, self._scale = tile_backward, prepare, scale
-        self._dout, self._q, self._out, self._lse = *map(_dense_rows, (dout, q, out)), lse
-        assert uses_delta or dlse is None, "a kernel that computes its own delta takes no gradient of lse"
-        self._delta = (dout.to(dtype) * out.to(dtype)).sum(-1) if uses_delta else None
-        if self._delta is not None and dlse is not None:
-            self._delta -= dlse
-        self._dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
+        self._dout, self._q, self._lse, self._delta = _dense_rows(dout), _dense_rows(q), lse, delta
+        self._out = None if out is None else _dense_rows(out)
+        self._dtype = accumulation_dtype(q.dtype)
+        self._dq = RowSum(q.shape, self._dtype, q.device)
 
-    def step(self, k: Tensor, v: Tensor, tiles: Sequence[KernelTile]) -> tuple[Tensor, Tensor]:
-        # Zeroed here, at every step: these hold one source's gradient, and tiles below add to them.
-        dk, dv = (torch.zeros(x.shape, dtype=self._dq.dtype, device=x.device) for x in (k, v))
-        k, v = _dense_rows(k), _dense_rows(v)
-        for tile in self._prepare(tiles):
-            q_rows, k_rows = slice(*tile.q), slice(*tile.k)
-            dout, q, out, lse = (x[:, :, q_rows] for x in (self._dout, self._q, self._out, self._lse))
-            delta = None if self._delta is None else self._delta[:, :, q_rows]
-            tile_dq, tile_dk, tile_dv = self._tile_backward(
-                BackwardTile(dout, q, k[:, :, k_rows], v[:, :, k_rows], out, lse, delta, tile.cover, self._scale)
-            )
-            self._dq[:, :, q_rows] += tile_dq
-            dk[:, :, k_rows] += tile_dk
-            dv[:, :, k_rows] += tile_dv
-        return dk, dv
+    def step(
+        self, k: Tensor, v: Tensor, tiles: Sequence[KernelTile], into: tuple[Tensor, Tensor] | None = None
+    ) -> list[Piece]:
+        parts = self._prepare(tiles)
+        if into is None:
+            return [self._tile(k, v, tile, None, None) for tile in parts]
+        dk, dv = into
+        if _partition([tile.k for tile in parts], k.shape[2]):
+            for tile in parts:
+                dk_rows, dv_rows = _rows(dk, tile.k), _rows(dv, tile.k)
+                piece = self._tile(k, v, tile, dk_rows, dv_rows)
+                for written, rows in ((piece.dk, dk_rows), (piece.dv, dv_rows)):
+                    if written is not rows:
+                        rows.copy_(written)
+            return []
+        dk_sum, dv_sum = (RowSum(x.shape, self._dtype, x.device) for x in (k, v))
+        for tile in parts:
+            piece = self._tile(k, v, tile, None, None)
+            dk_sum.add(piece.begin, piece.dk)
+            dv_sum.add(piece.begin, piece.dv)
+        dk_sum.finish(dk)
+        dv_sum.finish(dv)
+        return []
 
-    def finish(self) -> Tensor:
-        return self._dq.to(self._q.dtype)
+    def _tile(self, k: Tensor, v: Tensor, tile: KernelTile, dk: Tensor | None, dv: Tensor | None) -> Piece:
+        dout, q, lse = (_rows(x, tile.q) for x in (self._dout, self._q, self._lse))
+        out, delta = (None if x is None else _rows(x, tile.q) for x in (self._out, self._delta))
+        k, v = (_rows(_dense_rows(x), tile.k) for x in (k, v))
+        if dk is not None and dk.dtype != k.dtype:  # a buffer for fp32 sums: not where a kernel can write
+            dk = dv = None
+        dq, dk, dv = self._tile_backward(BackwardTile(dout, q, k, v, out, lse, delta, tile.cover, self._scale, dk, dv))
+        self._dq.add(tile.q[0], dq)
+        return Piece(tile.k[0], dk, dv)
+
+    def finish(self, into: Tensor) -> Tensor:
+        return self._dq.finish(into)
+
+
+def _partition(ranges: Sequence[tuple[int, int]], length: int) -> bool:
+    """Whether row ranges cover all of ``length`` rows, each once."""
+    edges = sorted(ranges)
+    return bool(edges) and edges[0][0] == 0 and edges[-1][1] == length and all(a[1] == b[0] for a, b in pairwise(edges))

@@ -78,4 +78,6 @@ REFERENCE = merging_kernel(
     ),
     _forward,
     _backward,
+    uses_delta=True,
+    rounds=False,
 )

@@ -1,0 +1,145 @@
+"""Sums of partial results: (out, lse) of tiles, and partial gradients. Pieces are kept, then combined all at once.
+
+Stock kernels return a partial result per tile. Merging each into a running fp32 sum reads and writes that sum once per
+tile; here the pieces are read once and the result is written once, by one kernel, rounded once. So a piece must keep
+its values until `finish` returns: it may lie in a communication buffer, and is never written here.
+
+CUDA tensors summed in fp32 use Triton (`cp_mesh.kernels.combine_triton`); all others, torch operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+MAX_PIECES = 8
+"""Pieces held before they are folded into one in the accumulation dtype: bounds memory."""
+
+
+class OutputSum:
+    """(out, lse) of one rank's queries from those of tiles: sum_i exp(lse_i - L) out_i, with L = logsumexp_i lse_i.
+
+    Pieces are summed in the order in which they were added. A row with no key has lse = -inf and out = 0, in pieces
+    and in the result.
+
+    Args:
+        shape: [B, H, S, Dv] of out.
+        dtype: the accumulation dtype, float32 or float64.
+        device: of all pieces.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> None:
+        self._shape, self._dtype, self._device = tuple(shape), dtype, torch.device(device)
+        self._pieces: list[tuple[int, Tensor, Tensor]] = []
+
+    def add(self, begin: int, out: Tensor, lse: Tensor) -> None:
+        """Add rows begin to begin + n: out [B, H, n, Dv], lse [B, H, n] in natural log, any dtypes and strides."""
+        _check_piece(begin, out, self._shape)
+        assert lse.shape == out.shape[:3], f"lse {tuple(lse.shape)} of out {tuple(out.shape)}"
+        if not out.shape[2]:
+            return
+        if len(self._pieces) == MAX_PIECES:
+            self._pieces = [(0, *self._merged(self._pieces[0][1], self._dtype))]
+        self._pieces.append((begin, out, lse))
+
+    def finish(self, like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """out [B, H, S, Dv] and lse [B, H, S].
+
+        Args:
+            like: [B, H, S, any]; out is dense, its memory in like's order of batch, heads and rows, head dim last.
+            dtype: of out; lse is contiguous, in the accumulation dtype.
+
+        Returns:
+            out and lse; they may be a piece itself where a single piece has all rows.
+        """
+        if len(self._pieces) == 1 and self._pieces[0][1].shape == self._shape:
+            _, out, lse = self._pieces[0]
+            strides = zip(out.stride(), _strides(self._shape, like), self._shape, strict=True)
+            ready = out.dtype == dtype and all(has == wanted or size == 1 for has, wanted, size in strides)
+            return out if ready else self._empty(like, dtype).copy_(out), lse.to(self._dtype).contiguous()
+        return self._merged(like, dtype)
+
+    def _empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(self._shape, _strides(self._shape, like), dtype=dtype, device=self._device)
+
+    def _merged(self, like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        out, lse = self._empty(like, dtype), torch.empty(self._shape[:3], dtype=self._dtype, device=self._device)
+        if self._pieces and _fused(self._dtype, self._device):
+            from cp_mesh.kernels.combine_triton import merge_pieces
+
+            merge_pieces(self._pieces, out, lse)
+            return out, lse
+        running = torch.zeros_like(out, dtype=self._dtype)
+        total, largest = torch.zeros_like(lse), lse.fill_(float("-inf"))
+        pieces = [(slice(begin, begin + x.shape[2]), x, x_lse.to(self._dtype)) for begin, x, x_lse in self._pieces]
+        for rows, _, piece_lse in pieces:
+            largest[:, :, rows] = torch.maximum(largest[:, :, rows], piece_lse)
+        # -inf - -inf is NaN; all pieces of a row with no key have weight 0
+        largest.masked_fill_(largest == float("-inf"), 0.0)
+        for rows, piece, piece_lse in pieces:
+            weight = torch.exp(piece_lse - largest[:, :, rows])
+            total[:, :, rows] += weight
+            running[:, :, rows].addcmul_(piece.to(self._dtype), weight[..., None])
+        running.div_(torch.where(total == 0, 1.0, total)[..., None])
+        return out.copy_(running), largest.add_(total.log_())
+
+
+class RowSum:
+    """Sum of partial gradients over rows: dq from tiles, dk and dv from ranks; in the order in which they were added.
+
+    Args:
+        shape: [B, K, S, D] of the sum.
+        dtype: the accumulation dtype, float32 or float64.
+        device: of all pieces.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> None:
+        self._shape, self._dtype, self._device = tuple(shape), dtype, torch.device(device)
+        self._pieces: list[tuple[int, Tensor]] = []
+
+    def add(self, begin: int, x: Tensor) -> None:
+        """Add rows begin to begin + n: x [B, K, n, D], any dtype and strides."""
+        _check_piece(begin, x, self._shape)
+        if not x.shape[2]:
+            return
+        if len(self._pieces) == MAX_PIECES:
+            strides = _strides(self._shape, self._pieces[0][1])
+            folded = torch.empty_strided(self._shape, strides, dtype=self._dtype, device=self._device)
+            self._pieces = [(0, self.finish(folded))]
+        self._pieces.append((begin, x))
+
+    def finish(self, into: Tensor) -> Tensor:
+        """Write the sum, rounded once to its dtype, into [B, K, S, D] of any strides; rows without a piece become 0."""
+        assert into.shape == self._shape, f"{tuple(into.shape)}, expected {self._shape}"
+        if len(self._pieces) == 1 and self._pieces[0][1].shape == self._shape:
+            return into.copy_(self._pieces[0][1])
+        if self._pieces and _fused(self._dtype, self._device):
+            from cp_mesh.kernels.combine_triton import sum_pieces
+
+            sum_pieces(self._pieces, into)
+            return into
+        total = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+        for begin, x in self._pieces:
+            total[:, :, begin : begin + x.shape[2]] += x
+        return into.copy_(total)
+
+
+def _fused(dtype: torch.dtype, device: torch.device) -> bool:
+    return device.type == "cuda" and dtype == torch.float32
+
+
+def _check_piece(begin: int, x: Tensor, shape: tuple[int, ...]) -> None:
+    B, H, S, D = shape
+    n = x.shape[2]
+    assert x.shape == (B, H, n, D) and 0 <= begin <= S - n, f"rows {begin}+ of {tuple(x.shape)} in {shape}"
+
+
+def _strides(shape: tuple[int, ...], like: Tensor) -> tuple[int, ...]:
+    """Of dense memory in like's order of batch, heads and rows; the head dim is last, as kernels want it."""
+    strides, step = [0, 0, 0, 1], shape[3]
+    for dim in sorted(range(3), key=like.stride, reverse=True)[::-1]:
+        strides[dim] = step
+        step *= shape[dim]
+    return tuple(strides)

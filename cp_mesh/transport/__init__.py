@@ -1,0 +1,46 @@
+"""Transports by name, and the choice that ``transport="auto"`` makes, once a group."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from cp_mesh.errors import UnsupportedError
+from cp_mesh.schedule import Schedule
+from cp_mesh.transport.contract import Transport
+from cp_mesh.transport.functional import FunctionalTransport
+from cp_mesh.transport.symmetric_memory import SymmetricTransport, release, symmetric_memory_bytes, unavailable
+
+__all__ = ["TRANSPORTS", "choose_transport", "make_transport", "release", "symmetric_memory_bytes"]
+
+TRANSPORTS = ("auto", "functional", "symmetric_memory")
+
+
+def choose_transport(name: str, group: dist.ProcessGroup, device: torch.device) -> str:
+    """The transport that a call over this group uses: the one asked for, or for "auto" the fastest that works.
+
+    The first call over a group compares its ranks, which is a collective; the answer is kept with the group.
+
+    Args:
+        name: "auto", "functional" or "symmetric_memory".
+        group: the cp group.
+        device: of the tensors.
+
+    Raises:
+        UnsupportedError: if symmetric memory is asked for where it does not work, on every rank alike.
+    """
+    if name == "functional" or group.size() == 1:
+        return "functional"
+    reason = unavailable(group, device)
+    if reason is None:
+        return "symmetric_memory"
+    if name == "symmetric_memory":
+        raise UnsupportedError(f"transport='symmetric_memory': {reason}; transport='functional' works")
+    return "functional"
+
+
+def make_transport(name: str, group: dist.ProcessGroup, schedule: Schedule, device: torch.device) -> Transport:
+    """A transport for one pass; see `choose_transport`."""
+    if choose_transport(name, group, device) == "symmetric_memory":
+        return SymmetricTransport(group, schedule, device)
+    return FunctionalTransport(group, schedule)

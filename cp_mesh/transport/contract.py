@@ -1,0 +1,70 @@
+"""The contract between the loops and the transports that move rows between ranks.
+
+Addressed by owner, not by neighbour. In step i every rank fetches rows straight from rank ``r - i`` and serves rank
+``r + i``, instead of passing on what its neighbour passed to it: the volume is that of a rotation at most, but only the
+rows that the receiver's mask needs travel, steps that nobody needs are skipped, and no hop waits for the one before.
+A gradient goes to its owner in one hop and is summed there, in a fixed order, so results do not depend on timing.
+
+A pass opens a transport, fetches and delivers in the order of the stages, and closes it, also after an exception.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from cp_mesh.schedule import Route, Rows, Stage
+from cp_mesh.transport.packing import Packing
+
+
+@dataclass(frozen=True, eq=False)
+class Arrived:
+    """Gradients of this rank's rows from ``begin`` on, as computed by one other rank."""
+
+    begin: int
+    tensors: tuple[Tensor, ...]
+
+
+class Incoming(Protocol):
+    """Rows under way to this rank, stage by stage."""
+
+    def next(self) -> tuple[Tensor, ...] | None:
+        """The tensors [B, H, rows, D] of the next stage, in the order of its buffer; None if it brings nothing."""
+
+
+class Outgoing(Protocol):
+    """Gradients on their way to the owners of the rows they belong to."""
+
+    def buffer(self, stage: Stage) -> tuple[Tensor, ...] | None:
+        """Where gradients [B, H, rows, D] of the rows fetched in ``stage`` are to be written; None if it has none."""
+
+    def send(self, stage: Stage) -> None:
+        """Start sending what was written. Every rank calls it for every stage, in order."""
+
+    def collect(self) -> Iterator[Arrived]:
+        """What has arrived for this rank's rows, in the order of the stages; all of it once every stage was sent."""
+
+
+class Transport(Protocol):
+    """The hops of one call."""
+
+    def fetch(self, tensors: Sequence[Tensor], route: Route) -> Incoming:
+        """Start moving the rows of these [B, H, S_local, D] tensors that the stages of the route name."""
+
+    def deliver(self, packing: Packing, route: Route) -> Outgoing:
+        """Prepare to send gradients with this packing to the owners of the rows fetched on this route."""
+
+    def close(self) -> None:
+        """Order what was begun before anything that the caller does next; also after an exception."""
+
+
+def split_arrived(buffer: Tensor, serve: Iterable[tuple[int, tuple[Rows, ...]]], packing: Packing) -> Iterator[Arrived]:
+    """Gradients [rows, features] that came back for the rows served, receiver after receiver, range after range."""
+    offset = 0
+    for _, ranges in serve:
+        for begin, end in ranges:
+            yield Arrived(begin, packing.views(buffer[offset : offset + end - begin]))
+            offset += end - begin

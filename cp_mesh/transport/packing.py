@@ -1,0 +1,63 @@
+"""Packing: rows of several tensors side by side in one buffer, so that one transfer moves all that a row has.
+
+A buffer is [rows, features]: row by row, the heads of the first tensor for every batch entry, then those of the next.
+Any range of rows is one contiguous piece of memory, and each tensor is a strided view [B, H, rows, D] of it whose last
+stride is 1, which is what kernels ask for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The features of a row.
+
+    Attributes:
+        shapes: (B, H, D) of each tensor, without its rows.
+        dtype: of all of them.
+        device: of the buffers.
+    """
+
+    shapes: tuple[tuple[int, int, int], ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Packing:
+        """The packing of [B, H, S, D] tensors."""
+        shapes = tuple((x.shape[0], x.shape[1], x.shape[3]) for x in tensors)
+        return cls(shapes, dtype or tensors[0].dtype, tensors[0].device)
+
+    @property
+    def features(self) -> int:
+        """Elements of a row."""
+        return sum(batch * heads * head_dim for batch, heads, head_dim in self.shapes)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.features * self.dtype.itemsize
+
+    def empty(self, num_rows: int) -> Tensor:
+        """A buffer [num_rows, features]."""
+        return torch.empty(num_rows, self.features, dtype=self.dtype, device=self.device)
+
+    def views(self, buffer: Tensor) -> tuple[Tensor, ...]:
+        """The tensors [B, H, rows, D] that lie in a buffer."""
+        views, offset = [], buffer.storage_offset()
+        num_rows, row = buffer.shape[0], buffer.stride(0)
+        for batch, heads, head_dim in self.shapes:
+            size, stride = (batch, heads, num_rows, head_dim), (heads * head_dim, head_dim, row, 1)
+            views.append(buffer.as_strided(size, stride, offset))  # one call: this runs on the host, for every stage
+            offset += batch * heads * head_dim
+        return tuple(views)
+
+    def write(self, buffer: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Copy [B, H, rows, D] tensors into a buffer."""
+        for view, x in zip(self.views(buffer), tensors, strict=True):
+            view.copy_(x)

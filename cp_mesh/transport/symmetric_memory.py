@@ -1,0 +1,346 @@
+"""Transport over symmetric memory, for the GPUs of one NVLink host: copy engines move rows, no SM does.
+
+A pass publishes its rows in memory that every rank of the group can read; peers pull what they need on a side stream,
+stage after stage, none waiting for another rank's hop. Gradients are pushed into slots of their owner's memory, one
+slot a sender, on a second stream.
+
+What keeps it correct, with no state that a CUDA graph's replay could miss:
+
+    barrier                 all ranks are done with what the pass before published, and with their slots
+    write the rows
+    barrier                 all rows are written: pulls begin; slots may be pushed to
+    ... pulls, tiles, pushes ...
+    barrier (push stream)   all pushes have landed: the owner sums its slots
+
+Every barrier is in stream order on the device, the host waits for nothing. The memory and the two streams belong to the
+group and are shared by all of its passes; a pass on another stream than the one before waits for that one. Memory grows
+when a pass needs more, which is a collective: so a CUDA graph is captured after a warm-up call with the same shapes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cp_mesh.errors import UnsupportedError
+from cp_mesh.schedule import Route, Schedule, Stage, num_rows
+from cp_mesh.transport.contract import Arrived, split_arrived
+from cp_mesh.transport.packing import Packing
+
+_ALIGNMENT = 256  # bytes; copy engines and kernels are fastest on aligned addresses
+_MAIN, _PUSHED = 0, 1  # barrier channels: two barriers may be pending at once, on two streams
+
+
+class Workspace(Protocol):
+    """Memory of a group, as many bytes on every rank, that every rank can read and write."""
+
+    nbytes: int
+
+    def rows(self, rank: int, offset: int, num_rows: int, packing: Packing) -> Tensor:
+        """A buffer [num_rows, features] in a rank's memory, ``offset`` bytes from its begin."""
+
+    def barrier(self, channel: int) -> None:
+        """On the current stream: wait until every rank's stream got here."""
+
+
+class Lane(Protocol):
+    """A stream beside the caller's."""
+
+    def fork(self) -> None:
+        """What follows on the lane comes after all that the caller's stream was given so far."""
+
+    def entered(self) -> AbstractContextManager[Any]:
+        """Work begun inside goes to the lane."""
+
+    def mark(self) -> Any:
+        """A point on the lane."""
+
+    def wait(self, mark: Any) -> None:
+        """The caller's stream goes on after a point of the lane."""
+
+    def join(self) -> None:
+        """The caller's stream goes on after all that the lane was given so far."""
+
+
+class _CudaWorkspace:
+    def __init__(self, group: dist.ProcessGroup, nbytes: int, device: torch.device) -> None:
+        import torch.distributed._symmetric_memory as symm_mem
+
+        self.nbytes, self.captured = nbytes, False
+        self._buffer = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
+        self._handle = symm_mem.rendezvous(self._buffer, group)
+
+    def rows(self, rank: int, offset: int, num_rows: int, packing: Packing) -> Tensor:
+        # get_buffer counts its offset in elements
+        first = offset // packing.dtype.itemsize
+        return self._handle.get_buffer(rank, (num_rows, packing.features), packing.dtype, first)
+
+    def barrier(self, channel: int) -> None:
+        self._handle.barrier(channel=channel)
+
+
+class _CudaLane:
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._forked = device, False
+        # High priority: a barrier is one small block that must not queue behind the blocks of an attention kernel.
+        self._stream = torch.cuda.Stream(device, priority=-1)
+
+    def fork(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._forked = True
+
+    def entered(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._stream)
+
+    def mark(self) -> torch.cuda.Event:
+        return self._stream.record_event()
+
+    def wait(self, mark: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self._device).wait_event(mark)
+
+    def join(self) -> None:
+        # A capture may not wait for a stream that did not fork from it.
+        if self._forked:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._forked = False
+
+
+class GroupMemory:
+    """What outlives a call: a group's symmetric memory and the streams beside the caller's.
+
+    Made by all ranks of the group together: they tell each other their hosts.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+        answers: list[Any] = [None] * group.size()
+        dist.all_gather_object(answers, (_host(), _local_obstacle(device)), group=group)
+        hosts = {host for host, _ in answers}
+        apart = f"the group's ranks are on {len(hosts)} hosts" if len(hosts) > 1 else None
+        self.obstacle: str | None = apart or next((obstacle for _, obstacle in answers if obstacle), None)
+        self._workspaces: dict[str, _CudaWorkspace] = {}
+        self._kept: list[_CudaWorkspace] = []  # outgrown, but a captured graph holds their addresses
+        self._last_stream: torch.cuda.Stream | None = None
+        self.pulls, self.pushes = _CudaLane(device), _CudaLane(device)
+
+    def begin(self) -> None:
+        """Order a pass after the one before, whichever stream that was on."""
+        stream = torch.cuda.current_stream(self._device)
+        # A capture begins after a device-wide wait, and may not wait for what was begun outside.
+        if self._last_stream not in (None, stream) and not torch.cuda.is_current_stream_capturing():
+            stream.wait_stream(self._last_stream)
+        self._last_stream = stream
+
+    def workspace(self, purpose: str, nbytes: int) -> Workspace:
+        """Memory for "rows" or for "gradients", of at least ``nbytes``; every rank asks for as many."""
+        capturing = torch.cuda.is_current_stream_capturing()
+        workspace = self._workspaces.get(purpose)
+        if workspace is None or workspace.nbytes < nbytes:
+            if capturing:
+                raise UnsupportedError(
+                    f"transport='symmetric_memory': the group's memory must grow to {nbytes} bytes, which a CUDA graph "
+                    "capture cannot do; run one forward and backward with these shapes before the capture"
+                )
+            # Peers may still be reading the memory that is given back here.
+            torch.cuda.synchronize(self._device)
+            if workspace is not None and workspace.captured:
+                self._kept.append(workspace)
+            workspace = _CudaWorkspace(self._group, nbytes, self._device)
+            self._workspaces[purpose] = workspace
+        workspace.captured |= capturing
+        return workspace
+
+    @property
+    def nbytes(self) -> int:
+        return sum(workspace.nbytes for workspace in [*self._workspaces.values(), *self._kept])
+
+
+# Keyed on the group itself: names are used again after a group is destroyed. `release` drops an entry by hand.
+_MEMORY: WeakKeyDictionary[dist.ProcessGroup, GroupMemory] = WeakKeyDictionary()
+
+
+def group_memory(group: dist.ProcessGroup, device: torch.device) -> GroupMemory:
+    """The memory of a group; the first question about a group is a collective."""
+    memory = _MEMORY.get(group)
+    if memory is None:
+        if torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                "attention: the first call over a group chooses its transport, which a CUDA graph capture cannot do; "
+                "run one forward and backward with these shapes before the capture"
+            )
+        memory = GroupMemory(group, device)
+        _MEMORY.update({group: memory})
+    return memory
+
+
+def unavailable(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Why this group has no symmetric memory, or None if it has.
+
+    The first question about a group of CUDA ranks is a collective: its ranks tell each other their hosts. The answer is
+    kept, and equal on all ranks.
+    """
+    if device.type != "cuda":
+        return f"it joins CUDA devices, the tensors are on {device.type}"
+    return group_memory(group, device).obstacle
+
+
+def _host() -> str:
+    """Containers of one machine may share a name, and machines too: the boot id tells them apart."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{socket.gethostname()} {file.read().strip()}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _local_obstacle(device: torch.device) -> str | None:
+    if torch.version.hip:
+        return "it is not tried on ROCm"
+    if importlib.util.find_spec("torch.distributed._symmetric_memory") is None:
+        return "this PyTorch has none"
+    others = [index for index in range(torch.cuda.device_count()) if index != (device.index or 0)]
+    if any(not torch.cuda.can_device_access_peer(device, index) for index in others):
+        return "the GPUs of the host have no peer access to each other"
+    return None
+
+
+def symmetric_memory_bytes() -> int:
+    """Bytes of symmetric memory that this process holds, for all groups; the caching allocator does not count them."""
+    return sum(memory.nbytes for memory in _MEMORY.values())
+
+
+def release(group: dist.ProcessGroup) -> None:
+    """Give back a group's symmetric memory; every rank of the group calls it, and no captured graph may replay after.
+
+    Args:
+        group: the cp group.
+    """
+    if group in _MEMORY:
+        torch.cuda.synchronize()
+        dist.barrier(group)
+        _MEMORY.pop(group)
+
+
+class SymmetricTransport:
+    """Hops of one pass over symmetric memory.
+
+    Args:
+        group: the cp group.
+        schedule: this rank's schedule.
+        device: this rank's CUDA device.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, schedule: Schedule, device: torch.device) -> None:
+        self.memory, self.schedule = group_memory(group, device), schedule
+        self.memory.begin()
+
+    def fetch(self, tensors: Sequence[Tensor], route: Route) -> SymmetricIncoming:
+        return SymmetricIncoming(self, tensors, route)
+
+    def deliver(self, packing: Packing, route: Route) -> SymmetricOutgoing:
+        return SymmetricOutgoing(self, packing, route)
+
+    def close(self) -> None:
+        # Also after an exception: buffers that copies still use go back to the caller's stream now.
+        self.memory.pulls.join()
+        self.memory.pushes.join()
+
+
+class SymmetricIncoming:
+    """All stages are pulled ahead, in order, while the caller computes."""
+
+    def __init__(self, transport: SymmetricTransport, tensors: Sequence[Tensor], route: Route) -> None:
+        memory, schedule, packing = transport.memory, transport.schedule, Packing.of(tensors)
+        self._lane, self._packing = memory.pulls, packing
+        self._under_way: deque[tuple[Tensor, Any]] = deque()
+        if not route.stages:
+            return
+        workspace = memory.workspace("rows", _aligned(max(schedule.shard_lens) * packing.row_bytes))
+        workspace.barrier(_MAIN)
+        packing.write(workspace.rows(schedule.cp_rank, 0, tensors[0].shape[2], packing), tensors)
+        workspace.barrier(_MAIN)
+        buffers = [packing.empty(stage.num_fetched) for stage in route.stages]
+        # After the barrier, and after whatever used the memory of these buffers before.
+        self._lane.fork()
+        with self._lane.entered():
+            for stage, buffer in zip(route.stages, buffers, strict=True):
+                offset = 0
+                for source, ranges in stage.fetch:
+                    theirs = workspace.rows(source, 0, schedule.shard_lens[source], packing)
+                    for begin, end in ranges:
+                        buffer[offset : offset + end - begin].copy_(theirs[begin:end])
+                        offset += end - begin
+                self._under_way.append((buffer, self._lane.mark()))
+
+    def next(self) -> tuple[Tensor, ...] | None:
+        buffer, arrived = self._under_way.popleft()
+        self._lane.wait(arrived)
+        return self._packing.views(buffer) if buffer.shape[0] else None
+
+
+class SymmetricOutgoing:
+    """Gradients are pushed to a slot of their own in the owner's memory: slots of a rank lie sender after sender."""
+
+    def __init__(self, transport: SymmetricTransport, packing: Packing, route: Route) -> None:
+        memory, self._schedule = transport.memory, transport.schedule
+        self._lane, self._packing, self._route = memory.pushes, packing, route
+        self._written: Tensor | None = None
+        self._sent: deque[tuple[Tensor, Any]] = deque()
+        self._num_sent, self._collected = 0, not route.stages
+        self._workspace: Workspace | None = None
+        if route.stages:
+            most = max(sum(row[owner] for row in route.needed) for owner in range(self._schedule.cp_size))
+            self._workspace = memory.workspace("gradients", _aligned(most * packing.row_bytes))
+
+    def buffer(self, stage: Stage) -> tuple[Tensor, ...] | None:
+        self._written = self._packing.empty(stage.num_fetched)
+        return self._packing.views(self._written) if stage.num_fetched else None
+
+    def send(self, stage: Stage) -> None:
+        assert self._written is not None and self._workspace is not None, "buffer() comes before send()"
+        rank, packing = self._schedule.cp_rank, self._packing
+        self._lane.fork()
+        with self._lane.entered():
+            offset = 0
+            for owner, ranges in stage.fetch:
+                count = num_rows(ranges)
+                first = sum(row[owner] for row in self._route.needed[:rank])
+                slot = self._workspace.rows(owner, first * packing.row_bytes, count, packing)
+                slot.copy_(self._written[offset : offset + count])
+                offset += count
+            self._num_sent += 1
+            if self._num_sent == len(self._route.stages):
+                self._workspace.barrier(_PUSHED)
+            self._sent.append((self._written, self._lane.mark()))
+        self._written = None
+        if len(self._sent) > 2:  # long since pushed: its memory may be used again
+            self._lane.wait(self._sent.popleft()[1])
+
+    def collect(self) -> Iterator[Arrived]:
+        """Nothing before the last stage was sent: the slots are complete all at once."""
+        if self._collected or self._num_sent < len(self._route.stages):
+            return
+        assert self._workspace is not None
+        self._collected = True
+        self._lane.join()
+        self._sent.clear()
+        rank, needed = self._schedule.cp_rank, self._route.needed
+        slots = self._workspace.rows(rank, 0, sum(row[rank] for row in needed), self._packing)
+        for stage in self._route.stages:  # the order of sums is that of the other transport
+            for receiver, ranges in stage.serve:
+                first = sum(row[rank] for row in needed[:receiver])
+                slot = slots[first : first + needed[receiver][rank]]
+                yield from split_arrived(slot, [(receiver, ranges)], self._packing)
+
+
+def _aligned(nbytes: int) -> int:
+    return max(_ALIGNMENT, -(-nbytes // _ALIGNMENT) * _ALIGNMENT)

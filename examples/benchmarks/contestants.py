@@ -1,0 +1,510 @@
+"""Who takes part in the benchmark: cp_mesh, its rivals, the floor no ring can beat, and one GPU by itself.
+
+A contestant says whether it can run a case, which positions its ranks hold, and sets up a `Run`: callables for the
+forward and the backward on tensors in its own format. Shapes: B = 1 batch, S the whole sequence, L = S / cp rows a
+rank, H query heads, K kv heads, D head dim; inputs are [1, L, H or K, D].
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from raw_kernels import RAW_KERNELS, RawKernel, bottom_right, swap
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from cp_mesh import Contiguous, Mask, Striped, ZigZag, attention
+from cp_mesh.layouts import Layout
+from cp_mesh.plan import METHODS
+from cp_mesh.transport import TRANSPORTS, symmetric_memory_bytes
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape on one rank of a group."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    causal: bool
+    local_len: int
+    cp_size: int
+    cp_rank: int
+    device: torch.device
+
+    @property
+    def seq_len(self) -> int:
+        return self.local_len * self.cp_size
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+    @property
+    def forward_flops(self) -> float:
+        """Of one rank: 4·H·S²·D over cp, half of it under a causal mask; the backward counts 2.5 times that."""
+        return 4 * self.heads * self.seq_len**2 * self.head_dim / self.cp_size / (2 if self.causal else 1)
+
+    @property
+    def output_bytes(self) -> int:
+        """out, lse, dq, dk and dv of one rank: what any implementation returns."""
+        rows = 2 * self.heads + 2 * self.kv_heads
+        return self.local_len * (rows * self.head_dim * self.dtype.itemsize + self.heads * 4)
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """q and dout [1, L, H, D], k and v [1, L, K, D]; contiguous, shared by all contestants, never written."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+
+
+class Run(ABC):
+    """One contestant on one case."""
+
+    @abstractmethod
+    def forward(self) -> Any:
+        """Compute out; returns what the backward needs."""
+
+    @abstractmethod
+    def backward(self, state: Any) -> Any:
+        """Compute dq, dk and dv."""
+
+    def both(self) -> Any:
+        return self.backward(self.forward())
+
+    def results(self, state: Any, gradients: Any) -> tuple[Tensor, ...]:
+        """out, dq, dk, dv as [1, L, heads, D]."""
+        return (state.detach(), *gradients)
+
+
+class Contestant(ABC):
+    """A way to compute attention.
+
+    Attributes:
+        name: path-like, unique.
+        kernel: the kernel that it runs on, a name of `RAW_KERNELS`, or None if it is not one of these.
+        is_ours: whether it has to pass the strict gate.
+        capturable: whether a CUDA graph may be made of it; a failed capture of NCCL can take the process with it.
+        distributed: whether it computes the attention of the whole sequence.
+        instead_of: the name of a contestant whose failure calls for this one.
+        notes: what a reader of its figures must know.
+    """
+
+    name: str
+    kernel: str | None = None
+    is_ours = False
+    capturable = False
+    distributed = True
+    instead_of: str | None = None
+    notes = ""
+
+    def unsupported(self, case: Case) -> str | None:
+        """Why it does not run this case, or None."""
+        return None
+
+    def layout(self, case: Case) -> Layout:
+        """Which positions its ranks hold."""
+        return Contiguous()
+
+    def flops(self, case: Case) -> float:
+        """Of the forward, on one rank."""
+        return case.forward_flops
+
+    def active(self, case: Case) -> AbstractContextManager[Any]:
+        """Entered around its calls, outside the timed region."""
+        return nullcontext()
+
+    def symmetric_bytes(self) -> int:
+        """Memory that it holds now and that the caching allocator does not count."""
+        return 0
+
+    @abstractmethod
+    def setup(self, case: Case, inputs: Inputs) -> Run: ...
+
+
+class AutogradRun(Run):
+    """A differentiable function of q, k and v; ``turn`` takes a result to [1, L, heads, D]."""
+
+    def __init__(
+        self, function: Callable[..., Tensor], inputs: list[Tensor], turn: Callable[[Tensor], Tensor] = lambda x: x
+    ) -> None:
+        *tensors, self._dout = (x.detach() for x in inputs)
+        self._tensors = tuple(x.requires_grad_() for x in tensors)
+        self._function, self._turn = function, turn
+
+    def forward(self) -> Tensor:
+        return self._function(*self._tensors)
+
+    def backward(self, state: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(state, self._tensors, self._dout)
+
+    def results(self, state: Tensor, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(self._turn(x.detach()) for x in (state, *gradients))
+
+
+class TilesRun(Run):
+    """Kernel calls on tiles, results dropped; the backward is given out and lse of the first tile."""
+
+    def __init__(self, kernel: RawKernel, case: Case, x: Inputs, tiles: list[tuple[int, int, bool]]) -> None:
+        self._kernel, self._scale = kernel, case.scale
+        out, lse = kernel.forward(x.q, x.k, x.v, tiles[0][2], case.scale)
+        self._forward, self._backward = [], []
+        for q_begin, k_end, causal in tiles:
+            q, k, v = x.q[:, q_begin:], x.k[:, :k_end], x.v[:, :k_end]
+            lse_rows = lse if q_begin == 0 else lse[:, :, q_begin:].contiguous()
+            self._forward.append((q, k, v, causal))
+            self._backward.append((x.dout[:, q_begin:], q, k, v, out[:, q_begin:], lse_rows, causal))
+
+    def forward(self) -> Any:
+        for tile in self._forward:
+            results = self._kernel.forward(*tile, self._scale)
+        return results
+
+    def backward(self, state: Any) -> Any:
+        for tile in self._backward:
+            gradients = self._kernel.backward(*tile, self._scale)
+        return gradients
+
+
+class Floor(Contestant):
+    """The tiles of one zigzag rank, back to back: no communication, no merge. A ring on this kernel cannot be faster.
+
+    Causal: one causal L x L tile; L x L/2 for each source that lies before, L/2 x L for each one after. Full: cp tiles
+    of L x L.
+    """
+
+    capturable, distributed = True, False
+
+    def __init__(self, kernel: str) -> None:
+        self.name, self.kernel = f"floor/{kernel}", kernel
+
+    def setup(self, case: Case, inputs: Inputs) -> Run:
+        L, before = case.local_len, case.cp_rank
+        tiles = [(0, L, case.causal)]
+        if case.causal:
+            tiles += [(0, L // 2, False)] * before + [(L // 2, L, False)] * (case.cp_size - 1 - before)
+        else:
+            tiles += [(0, L, False)] * (case.cp_size - 1)
+        return TilesRun(RAW_KERNELS[self.kernel], case, inputs, tiles)
+
+
+class SingleGPU(Contestant):
+    """Every GPU by itself: attention of the local rows alone, L x L."""
+
+    capturable, distributed = True, False
+
+    def __init__(self, kernel: str) -> None:
+        self.name, self.kernel = f"single_gpu/{kernel}", kernel
+
+    def flops(self, case: Case) -> float:
+        return case.forward_flops / case.cp_size
+
+    def setup(self, case: Case, inputs: Inputs) -> Run:
+        return TilesRun(RAW_KERNELS[self.kernel], case, inputs, [(0, case.local_len, case.causal)])
+
+
+LAYOUTS = {layout.spec(): layout for layout in (ZigZag(), Striped(), Contiguous())}
+
+
+class CPMesh(Contestant):
+    """cp_mesh's own function, eager, on [1, L, heads, D] tensors."""
+
+    is_ours = True
+
+    def __init__(self, mesh: DeviceMesh, method: str, layout: str, kernel: str, transport: str) -> None:
+        self.name = f"cp_mesh/{method}/{layout}/{kernel}/{transport}"
+        self.kernel, self._layout, self._mesh, self._transport = kernel, LAYOUTS[layout], mesh, transport
+        self._options = {"method": method, "kernel": kernel, "transport": transport}
+        self.capturable = transport == "symmetric_memory" or mesh.size() == 1
+
+    def layout(self, case: Case) -> Layout:
+        return self._layout
+
+    def symmetric_bytes(self) -> int:
+        return symmetric_memory_bytes() if self._transport == "symmetric_memory" else 0
+
+    def setup(self, case: Case, inputs: Inputs) -> Run:
+        def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            mask = Mask(causal=case.causal)
+            return attention(q, k, v, mesh=self._mesh, seq_dim=1, layout=self._layout, mask=mask, **self._options)
+
+        return AutogradRun(function, [inputs.q, inputs.k, inputs.v, inputs.dout])
+
+
+class TorchCP(Contestant):
+    """PyTorch's `context_parallel` over SDPA on cuDNN, with its own load balancing under a causal mask."""
+
+    def __init__(self, mesh: DeviceMesh, rotation: str, expand: bool = False) -> None:
+        self.name, self._mesh, self._rotation, self._expand = f"torch/{rotation}", mesh, rotation, expand
+        self.kernel = "cudnn" if mesh.device_type == "cuda" else None
+        if expand:
+            self.name, self.instead_of = f"torch/{rotation}/expanded", self.name
+            self.notes = "kv heads repeated, since enable_gqa failed"
+
+    def unsupported(self, case: Case) -> str | None:
+        if self._expand and case.heads == case.kv_heads:
+            return "as many kv heads as query heads: nothing to expand"
+        return None
+
+    def layout(self, case: Case) -> Layout:
+        return ZigZag() if case.causal else Contiguous()
+
+    @contextmanager
+    def active(self, case: Case) -> Iterator[None]:
+        from torch.distributed.tensor.experimental import context_parallel
+        from torch.distributed.tensor.experimental._attention import _cp_options, set_rotate_method
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        balanced = _cp_options.enable_load_balance
+        _cp_options.enable_load_balance = case.causal  # it refuses to balance a full mask
+        set_rotate_method(self._rotation)
+        # It wants a buffer to shard; q, k and v are shards already.
+        buffer = torch.empty(2 * case.cp_size, device=case.device)
+        context = context_parallel(self._mesh, buffers=[buffer], buffer_seq_dims=[0], no_restore_buffers={buffer})
+        kernel = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if case.device.type == "cuda" else nullcontext()
+        try:
+            with context, kernel:
+                yield
+        finally:
+            _cp_options.enable_load_balance = balanced
+
+    def setup(self, case: Case, inputs: Inputs) -> Run:
+        groups = case.heads // case.kv_heads
+
+        def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if self._expand:
+                k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+            grouped = {"enable_gqa": True} if groups > 1 and not self._expand else {}
+            # by attribute: the context replaces it
+            return F.scaled_dot_product_attention(q, k, v, is_causal=case.causal, **grouped)
+
+        tensors = [swap(x).contiguous() for x in (inputs.q, inputs.k, inputs.v, inputs.dout)]
+        return AutogradRun(function, tensors, swap)
+
+
+class Ulysses(Contestant):
+    """A plain one: an all-to-all of heads (q, k and v in one), attention over the whole sequence, and back."""
+
+    def __init__(self, kernel: str) -> None:
+        self.name, self.kernel = f"ulysses/{kernel}", kernel
+
+    def unsupported(self, case: Case) -> str | None:
+        return f"{case.kv_heads} kv heads over {case.cp_size} ranks" if case.kv_heads % case.cp_size else None
+
+    def setup(self, case: Case, inputs: Inputs) -> Run:
+        kernel = RAW_KERNELS[self.kernel]
+
+        def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return _UlyssesFunction.apply(q, k, v, kernel, case)
+
+        return AutogradRun(function, [inputs.q, inputs.k, inputs.v, inputs.dout])
+
+
+class _UlyssesFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: RawKernel, case: Case) -> Tensor:
+        q, k, v = _heads_to_sequence([q, k, v], case)
+        out, lse = kernel.forward(q, k, v, case.causal, case.scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.kernel, ctx.case = kernel, case
+        return _sequence_to_heads([out], case)[0]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        (dout,) = _heads_to_sequence([dout], ctx.case)
+        gradients = ctx.kernel.backward(dout, q, k, v, out, lse, ctx.case.causal, ctx.case.scale)
+        return (*_sequence_to_heads(list(gradients), ctx.case), None, None)
+
+
+def _heads_to_sequence(tensors: list[Tensor], case: Case) -> list[Tensor]:
+    """[1, L, heads, D] each -> [1, S, heads / cp, D] views of one buffer."""
+    size, L, D = case.cp_size, case.local_len, case.head_dim
+    sent = torch.cat([x.reshape(L, size, -1, D).transpose(0, 1) for x in tensors], dim=2).contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent)
+    counts = [x.shape[2] // size for x in tensors]
+    return list(received.view(1, case.seq_len, -1, D).split(counts, dim=2))
+
+
+def _sequence_to_heads(tensors: list[Tensor], case: Case) -> list[Tensor]:
+    """[1, S, heads / cp, D] each -> [1, L, heads, D]."""
+    size, L, D = case.cp_size, case.local_len, case.head_dim
+    sent = torch.cat(tensors, dim=2).view(size, L, -1, D).contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent)
+    parts = received.split([x.shape[2] for x in tensors], dim=2)
+    return [x.transpose(0, 1).reshape(1, L, -1, D) for x in parts]
+
+
+class RingFlashAttention(Contestant):
+    """An algorithm of the package ring-flash-attn, unchanged, on the kernel that we give it."""
+
+    def __init__(self, algorithm: str, kernel: str) -> None:
+        self.name, self.kernel, self._algorithm = f"ring_flash_attn/{algorithm}/{kernel}", kernel, algorithm
+        raw = RAW_KERNELS[kernel]
+        self.notes = "" if raw.writes_into else "gradients copied to the caller's buffers"
+        if algorithm == "llama3" and not raw.bottom_right:
+            self.notes = "causal rectangles in two tiles and a merge"
+
+    def unsupported(self, case: Case) -> str | None:
+        if find_spec("ring_flash_attn") is None:
+            return "ring-flash-attn is not installed"
+        if not case.causal and self._algorithm in ("zigzag", "stripe"):
+            return "causal only"
+        return "balances causal masks by zigzag" if case.causal and self._algorithm == "ring" else None
+
+    def layout(self, case: Case) -> Layout:
+        return {"zigzag": ZigZag(), "stripe": Striped()}.get(self._algorithm, Contiguous())
+
+    @contextmanager
+    def active(self, case: Case) -> Iterator[None]:
+        _, shim = _ring_flash_attn()
+        shim.kernel = bottom_right(RAW_KERNELS[self.kernel])
+        yield
+
+    def setup(self, case: Case, inputs: Inputs) -> Run:
+        package, _ = _ring_flash_attn()
+        tensors = [inputs.q, inputs.k, inputs.v, inputs.dout]
+        if self._algorithm != "llama3":
+            prefix = {"zigzag": "zigzag_ring", "stripe": "stripe", "ring": "ring"}[self._algorithm]
+            whole = getattr(package, f"{prefix}_flash_attn_func")
+            return AutogradRun(lambda q, k, v: whole(q, k, v, causal=case.causal), tensors)
+
+        one_document = torch.tensor([0, case.seq_len], dtype=torch.int32, device=case.device)
+        *lengths, rows = package.llama3_flash_attn_prepare_cu_seqlens(
+            one_document, case.causal, case.cp_rank, case.cp_size
+        )
+        # 4 kv heads at a time: the setting of its own benchmark
+        settings = {"heads_k_stride": min(4, case.kv_heads), "local_k_slice": rows, "causal": case.causal}
+
+        def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return package.llama3_flash_attn_varlen_func(q, k, v, *lengths, **settings)
+
+        return AutogradRun(packed, [x[0] for x in tensors], lambda x: x[None])
+
+
+class FlashAttnShim:
+    """Stands for `flash_attn.flash_attn_interface` while ring-flash-attn is imported, and calls ``kernel``."""
+
+    kernel: RawKernel
+
+    def module(self) -> ModuleType:
+        module = ModuleType("flash_attn.flash_attn_interface")
+
+        # ring-flash-attn reads these signatures, so they are plain functions with flash-attn's argument names.
+        def _flash_attn_forward(
+            q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+            return_softmax,
+        ):  # fmt: skip
+            _only_plain(dropout_p, window_size_left, window_size_right, softcap, alibi_slopes)
+            return (*self.kernel.forward(q, k, v, causal, softmax_scale), None, None)
+
+        def _flash_attn_backward(
+            dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
+            window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
+        ):  # fmt: skip
+            _only_plain(dropout_p, window_size_left, window_size_right, softcap, alibi_slopes)
+            self.kernel.backward(dout, q, k, v, out, softmax_lse, causal, softmax_scale, (dq, dk, dv))
+
+        def _flash_attn_varlen_forward(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+            window_size_left, window_size_right, softcap, alibi_slopes, return_softmax,
+        ):  # fmt: skip
+            _only_plain(dropout_p, window_size_left, window_size_right, softcap, alibi_slopes)
+            assert cu_seqlens_q.numel() == 2, "the benchmark has one document"
+            out, lse = self.kernel.forward(q[None], k[None], v[None], causal, softmax_scale)
+            return out[0], lse[0], None, None
+
+        def _flash_attn_varlen_backward(
+            dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+            dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+            deterministic, rng_state=None,
+        ):  # fmt: skip
+            _only_plain(dropout_p, window_size_left, window_size_right, softcap, alibi_slopes)
+            dout, q, k, v, out, lse, dq, dk, dv = (x[None] for x in (dout, q, k, v, out, softmax_lse, dq, dk, dv))
+            self.kernel.backward(dout, q, k, v, out, lse, causal, softmax_scale, (dq, dk, dv))
+
+        for function in (
+            _flash_attn_forward, _flash_attn_backward, _flash_attn_varlen_forward, _flash_attn_varlen_backward
+        ):  # fmt: skip
+            setattr(module, function.__name__, function)
+        return module
+
+
+def _only_plain(dropout: float, left: int, right: int, softcap: float, alibi: Tensor | None) -> None:
+    assert (dropout, left, right, softcap, alibi) == (0, -1, -1, 0.0, None), "the shim has plain attention only"
+
+
+@lru_cache
+def _ring_flash_attn() -> tuple[ModuleType, FlashAttnShim]:
+    """The installed package, bound to a shim instead of to flash-attn."""
+    shim = FlashAttnShim()
+    adapters = ModuleType("ring_flash_attn.adapters")  # they need transformers, and are not called here
+    adapters.substitute_hf_flash_attn = adapters.update_ring_flash_attn_params = None
+    stand_ins = {"flash_attn.flash_attn_interface": shim.module(), "ring_flash_attn.adapters": adapters}
+    if find_spec("flash_attn") is None:
+        stand_ins["flash_attn"] = ModuleType("flash_attn")
+    before = {name: sys.modules.get(name) for name in stand_ins}
+    sys.modules.update(stand_ins)
+    try:
+        return import_module("ring_flash_attn"), shim
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
+
+
+def all_contestants(mesh: DeviceMesh, kernels: list[str]) -> list[Contestant]:
+    """Everyone, for kernels that are present."""
+    field: list[Contestant] = []
+    for kernel in kernels:
+        field += [Floor(kernel), SingleGPU(kernel)]
+    field += [
+        CPMesh(mesh, method, layout, kernel, transport)
+        for method in METHODS
+        for layout in LAYOUTS
+        for kernel in kernels
+        for transport in TRANSPORTS
+        if "auto" not in (method, transport)
+    ]
+    for rotation in ("allgather", "alltoall"):
+        field += [TorchCP(mesh, rotation), TorchCP(mesh, rotation, expand=True)]
+    for kernel in kernels:
+        field += [RingFlashAttention(algorithm, kernel) for algorithm in ("zigzag", "stripe", "llama3", "ring")]
+        field.append(Ulysses(kernel))
+    return field
+
+
+def default_patterns(kernels: list[str], present: list[str], transport: str) -> list[str]:
+    """Names worth the time of the GPUs: yardsticks, zigzag on the transport that "auto" takes, and all rivals.
+
+    Args:
+        kernels: run these.
+        present: those whose floor and single-GPU speed are measured; FlashAttention-2 only if there is no other.
+    """
+    fast = [kernel for kernel in present if kernel != "fa2" or len(present) == 1]
+    patterns = [f"{kind}/{kernel}" for kind in ("floor", "single_gpu") for kernel in fast]
+    for kernel in kernels:
+        patterns.append(f"cp_mesh/*/zigzag/{kernel}/{transport}")
+        patterns += [f"ring_flash_attn/*/{kernel}", f"ulysses/{kernel}"]
+    return [*patterns, "torch/*"]

@@ -1,0 +1,533 @@
+"""Training steps of the same Llama with cp_mesh and with PyTorch's `context_parallel`, side by side.
+
+    torchrun --nproc-per-node 4 examples/benchmarks/training.py --seq-len 131072 --layers 8 --csv training.csv
+
+The layers are those of Llama-3-8B; the vocabulary is 32,768 of its 128,256 tokens, as few layers with the whole one
+would measure the output matrix. Weights, FSDP2, optimizer, loss, recomputation and the head-tail placement of tokens
+are the same objects or the same code for all variants; only the way to a context-parallel attention differs. Before
+anything is timed, losses and gradients on one batch must agree; then whole steps take turns: forward, backward,
+gradient clipping, AdamW.
+
+Columns. `step_ms_*`: of the slowest rank. `mfu` and `mfu_trainer`: `model_flops` over the vendor's dense bf16 peak.
+`peak_gib`: the largest of PyTorch's allocator on any rank, with cp_mesh's symmetric memory, which that allocator does
+not see; NCCL's buffers are not in it. `grad_difference`: `Trainer.gradient_difference` from the first variant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from datetime import date, timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]  # a checkout that is not installed, and the trainer's files
+
+from llama import CoreAttention, Llama, LlamaConfig  # noqa: E402
+from metrics import flops_per_token, peak_flops  # noqa: E402
+from parallel_llama import apply_fsdp  # noqa: E402
+
+import cp_mesh  # noqa: E402
+from cp_mesh.plan import Options, make_plan  # noqa: E402
+from cp_mesh.transport import choose_transport, symmetric_memory_bytes  # noqa: E402
+
+COLUMNS = (
+    *("date", "commit", "gpu", "world", "torch", "variant", "settings", "layers", "seq_len", "vocab", "precision"),
+    *("recompute", "steps", "step_ms_median", "step_ms_min", "step_ms_max", "tokens_per_s_per_gpu", "mfu"),
+    *("mfu_trainer", "peak_gib", "loss", "grad_norm", "grad_difference", "status"),
+)
+VARIANTS = ("cp_mesh", "torch_allgather", "torch_alltoall")
+TORCH_KERNELS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+TIMEOUT = timedelta(minutes=3)
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--seq-len", type=int, default=131072, help="tokens of the one sequence in a step")
+    add("--layers", type=int, default=4)
+    add("--dim", type=int, default=4096)
+    add("--heads", type=int, default=32)
+    add("--kv-heads", type=int, default=8)
+    add("--ffn", type=int, default=14336)
+    add("--vocab", type=int, default=32768)
+    add("--precision", choices=("bf16", "fp32"), default="bf16")
+    add("--recompute", choices=("selective", "full", "none"), default="selective", help="selective: all but attention")
+    add("--variants", nargs="+", choices=VARIANTS, default=["cp_mesh", "torch_allgather"])
+    add("--kernel", default="auto", help="of cp_mesh")
+    add("--transport", default="auto", help="of cp_mesh")
+    add("--torch-kernel", choices=tuple(TORCH_KERNELS), default="cudnn", help="of PyTorch's context_parallel on CUDA")
+    add("--torch-kv", choices=("auto", "native", "expanded"), default="auto", help="its kv heads: see TorchVariant")
+    add("--warmup", type=int, default=2, help="rounds before the measured ones")
+    add("--steps", type=int, default=5, help="measured rounds")
+    add(
+        "--seconds", type=float, default=60.0, help="begin no further measured round after this time; one is always run"
+    )
+    add("--lr", type=float, default=1e-5)
+    add("--seed", type=int, default=0)
+    add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--csv", type=Path, help="append one row a variant")
+    return parser.parse_args(arguments)
+
+
+def llama_config(args: argparse.Namespace) -> LlamaConfig:
+    return LlamaConfig(args.vocab, args.dim, args.layers, args.heads, args.kv_heads, ffn_dim=args.ffn)
+
+
+def model_flops(config: LlamaConfig, seq_len: int) -> tuple[float, float]:
+    """FLOPs of one step by two conventions; activations that checkpointing computes again count in neither.
+
+    Returns:
+        With causal attention's backward as 2.5 times its forward, as attention kernels are rated: of its five products
+        one computes the scores again. And as twice its forward, as `examples/train_llama.py` reports.
+    """
+    trainers = flops_per_token(config, seq_len) * seq_len
+    return trainers + config.num_layers * config.num_heads * config.head_dim * seq_len**2, trainers
+
+
+def make_batch(args: argparse.Namespace) -> tuple[Tensor, Tensor]:
+    """Random tokens and labels [1, S], equal on all ranks."""
+    generator = torch.Generator().manual_seed(args.seed)
+    tokens = torch.randint(args.vocab, (1, args.seq_len + 1), generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+class StockCore(nn.Module):
+    """The attention of a model whose trainer uses PyTorch's `context_parallel`.
+
+    `expand` repeats kv heads, which its users must do where it refuses grouped-query attention.
+    """
+
+    expand = False
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+        if self.expand:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
+class SwitchedCore(nn.Module):
+    """An attention core a library, without weights; `chosen` names the one that is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cp_mesh, self.torch = CoreAttention(), StockCore()
+        self.chosen = "cp_mesh"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+        return getattr(self, self.chosen)(q, k, v, documents)
+
+
+class WholeBatches(nn.Module):
+    """The root that cp_mesh's plan shards inputs for; PyTorch's variant calls `model` with shards of its own."""
+
+    def __init__(self, model: Llama) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        return self.model(tokens, positions)
+
+
+class Variant(Protocol):
+    name: str
+    settings: str
+    core: str  # the one of `SwitchedCore`
+
+    @staticmethod
+    def context_fn() -> Any:
+        """Selective recomputation: of everything but this variant's attention."""
+
+    def loss_and_backward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Whole [1, S] tokens and labels to this rank's share of the loss; gradients are added to the weights."""
+
+
+class CPMeshVariant:
+    """cp_mesh as `examples/train_llama.py` uses it."""
+
+    name, core = "cp_mesh", "cp_mesh"
+
+    def __init__(self, root: WholeBatches, mesh: DeviceMesh, args: argparse.Namespace, device: torch.device) -> None:
+        self.root, self.mesh = root, mesh
+        self.sequence = cp_mesh.ShardedSequence(mesh, cp_mesh.ZigZag(), length=args.seq_len)
+        style = cp_mesh.ContextParallel(self.sequence, kernel=args.kernel, transport=args.transport)
+        plan = {
+            "": cp_mesh.ShardedModel(self.sequence, inputs=("tokens",), positions="positions"),
+            "model.layers.*.attention.core.cp_mesh": style,
+        }
+        cp_mesh.parallelize(root, mesh, plan)
+        self.settings = self._resolved(args, device)
+
+    def _resolved(self, args: argparse.Namespace, device: torch.device) -> str:
+        """What "auto" stands for in this run."""
+        dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
+        seq_len, head_dim = self.sequence.seq_len, args.dim // args.heads
+        assert seq_len is not None
+        scalar = torch.empty((), dtype=dtype, device=device)
+        q, k = (scalar.expand(1, n, len(self.sequence.positions()), head_dim) for n in (args.heads, args.kv_heads))
+        options = Options(
+            self.sequence.layout.spec(),
+            cp_mesh.Mask(causal=True).spec(),
+            head_dim**-0.5,
+            kernel=args.kernel,
+            transport=args.transport,
+        )
+        group = self.mesh.get_group()
+        plan = make_plan(q, k, k, None, None, None, seq_len, group, options)
+        transport = choose_transport(args.transport, group, device)
+        return f"kernel={plan.kernel.name} transport={transport} head_chunks={plan.head_chunks}"
+
+    @staticmethod
+    def context_fn() -> Any:
+        return cp_mesh.checkpoint_context_fn()
+
+    def loss_and_backward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        logits = self.root(tokens)
+        loss = cp_mesh.cross_entropy(logits, self.sequence.shard({"labels": labels})["labels"], self.mesh)
+        loss.backward()
+        return loss.detach()
+
+
+class TorchVariant:
+    """PyTorch's `context_parallel` around forward and backward, with tokens, labels and positions as its buffers.
+
+    It is given its kv heads as they are. Where it refuses grouped-query attention ("auto" asks it with a short
+    sequence) they are repeated, and the settings say so.
+    """
+
+    core = "torch"
+
+    def __init__(
+        self, root: WholeBatches, mesh: DeviceMesh, args: argparse.Namespace, device: torch.device, rotation: str
+    ) -> None:
+        self.model, self.mesh, self.device, self.rotation = root.model, mesh, device, rotation
+        self.name = f"torch_{rotation}"
+        self.backend = TORCH_KERNELS[args.torch_kernel] if device.type == "cuda" else None
+        self.refusal: str | None = None
+        self._cores = [module for module in root.modules() if isinstance(module, StockCore)]
+        expand = args.torch_kv == "expanded"
+        refusal = self._refusal(args, expand)
+        why = ""
+        if refusal and args.torch_kv == "auto" and args.heads != args.kv_heads:
+            why, expand = f" ({refusal})", True
+            refusal = self._refusal(args, expand)
+        self.refusal = refusal
+        for core in self._cores:
+            core.expand = expand
+        kernel = args.torch_kernel if self.backend else "cpu"
+        self.settings = f"kernel={kernel} rotate={rotation} kv_heads={'expanded' if expand else 'native'}{why}"
+
+    def _refusal(self, args: argparse.Namespace, expand: bool) -> str | None:
+        """Its error for a short sequence of this model's heads, forward and backward; every rank gets the same."""
+        dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
+        rows, head_dim = 512, args.dim // args.heads
+        shapes = [(1, heads, rows, head_dim) for heads in (args.heads, args.kv_heads, args.kv_heads)]
+        q, k, v = (torch.randn(shape, dtype=dtype, device=self.device, requires_grad=True) for shape in shapes)
+        core = StockCore()
+        core.expand = expand
+        try:
+            with self._active([torch.zeros(rows * self.mesh.size(), device=self.device)], [0]):
+                core(q, k, v).float().sum().backward()
+        except (NotImplementedError, RuntimeError, ValueError, AssertionError) as error:
+            return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        return None
+
+    @contextmanager
+    def _active(self, buffers: list[Tensor], dims: list[int]) -> Iterator[None]:
+        # Private as a module, but the only home of set_rotate_method in all versions since 2.4.
+        from torch.distributed.tensor.experimental._attention import context_parallel, set_rotate_method
+
+        set_rotate_method(self.rotation)
+        context = context_parallel(self.mesh, buffers=buffers, buffer_seq_dims=dims, no_restore_buffers=set(buffers))
+        with context, sdpa_kernel(self.backend) if self.backend else nullcontext():
+            yield
+
+    @staticmethod
+    def context_fn() -> Any:
+        ops = torch.ops.aten
+        saved = [
+            ops._scaled_dot_product_cudnn_attention.default,
+            ops._scaled_dot_product_flash_attention.default,
+            ops._scaled_dot_product_efficient_attention.default,
+            ops._scaled_dot_product_flash_attention_for_cpu.default,
+        ]
+        return create_selective_checkpoint_contexts(saved)
+
+    def loss_and_backward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        tokens, labels = tokens.clone(), labels.clone()  # the context shrinks its buffers in place
+        with self._active([tokens, labels, positions], [1, 1, 0]):
+            loss = cp_mesh.cross_entropy(self.model(tokens, positions), labels, self.mesh)
+            loss.backward()
+        return loss.detach()
+
+
+@dataclass
+class Figures:
+    """What was found out about a variant; times in ms, of the slowest rank."""
+
+    status: str = "ok"
+    loss: float | None = None
+    grad_norm: float | None = None
+    grad_difference: float | None = None
+    step_ms: list[float] = field(default_factory=list)
+    peak_bytes: float = 0.0
+
+
+class Trainer:
+    """One set of weights and one optimizer, stepped by any variant."""
+
+    def __init__(self, args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> None:
+        self.args, self.mesh, self.device = args, mesh, device
+        with device:
+            self.model = Llama(llama_config(args), SwitchedCore)
+        self.model.init_weights(args.seed)
+        root = WholeBatches(self.model)
+        self.variants: list[Variant] = []
+        self.refused: list[TorchVariant] = []
+        for name in args.variants:
+            if name == "cp_mesh":
+                self.variants.append(CPMeshVariant(root, mesh, args, device))
+                continue
+            variant = TorchVariant(root, mesh, args, device, rotation=name.removeprefix("torch_"))
+            (self.refused if variant.refusal else self.variants).append(variant)
+        # A group of its own, else FSDP's collectives would queue with those of PyTorch's context_parallel.
+        data = DeviceMesh.from_group(dist.new_group(timeout=TIMEOUT), device.type, mesh_dim_names=("data",))
+        apply_fsdp(self.model, data, args.precision)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=device.type == "cuda"
+        )
+        self.tokens, self.labels = (x.to(device) for x in make_batch(args))
+
+    def loss_and_backward(self, variant: Variant) -> Tensor:
+        """This rank's share of the loss, with gradients in place of those before."""
+        self.optimizer.zero_grad()
+        saves: dict[str, Any] = {"context_fn": variant.context_fn} if self.args.recompute == "selective" else {}
+        for block in self.model.layers:
+            block.attention.core.chosen = variant.core
+            block.checkpoint = None
+            if self.args.recompute != "none":
+                block.checkpoint = partial(checkpoint, use_reentrant=False, **saves)
+        return variant.loss_and_backward(self.tokens, self.labels)
+
+    def clip(self) -> Tensor:
+        """Scale gradients to a norm of at most 1; their norm before, of the whole model."""
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def timed_step(self, variant: Variant) -> float:
+        """One step; milliseconds on the slowest rank."""
+        self.synchronize()
+        begin = time.perf_counter()
+        self.loss_and_backward(variant)
+        self.clip()
+        self.optimizer.step()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return 1e3 * self.largest(time.perf_counter() - begin)
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.largest(0.0)
+
+    def largest(self, value: float) -> float:
+        """The largest of all ranks' values."""
+        return self._reduced(torch.tensor(value, dtype=torch.float64, device=self.device), dist.ReduceOp.MAX).item()
+
+    def _reduced(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        dist.all_reduce(x, op, group=self.mesh.get_group())
+        return x
+
+    def check(self, variant: Variant) -> tuple[float, float, dict[str, Tensor]]:
+        """(loss, gradient norm, this rank's gradients) on the batch; the weights stay as they are."""
+        loss = self._reduced(self.loss_and_backward(variant), dist.ReduceOp.SUM).item()
+        gradients = {}
+        for name, parameter in self.model.named_parameters():
+            assert isinstance(parameter.grad, DTensor)
+            gradients[name] = parameter.grad.to_local().clone()
+        return loss, self.clip().item(), gradients
+
+    def gradient_difference(self, gradients: dict[str, Tensor], others: dict[str, Tensor]) -> tuple[float, str]:
+        """The largest relative difference, |g - g'| / |g| over a whole parameter, and the parameter it is found in.
+
+        Losses of random tokens and untrained weights say little about attention; gradients of wq and wk do.
+        """
+        squares = [
+            torch.stack([(others[name] - g).double().square().sum(), g.double().square().sum()])
+            for name, g in gradients.items()
+        ]
+        difference, norm = self._reduced(torch.stack(squares), dist.ReduceOp.SUM).sqrt().unbind(1)
+        worst = (difference / norm).nan_to_num(float("inf"))
+        return worst.max().item(), list(gradients)[int(worst.argmax())]
+
+
+# Of the loss, the gradient norm and the worst parameter's gradients, relative to the first variant. fp32: sums in
+# another order. bf16: attention rounds at other places (each tile, or their sum), 2^-9 a value, which leaves gradients
+# of wk apart by 0.02 after 2 layers and 0.03 after 12, while a wrong layout or wrong positions make it 0.8 or more
+# (CPU, 2 ranks, 2048 tokens); the loss, a mean over random tokens, moves by as little as 1e-4 then.
+TOLERANCES = {"fp32": (1e-5, 1e-4, 1e-3), "bf16": (1e-3, 1e-2, 0.2)}
+
+
+def compare(trainer: Trainer, figures: dict[str, Figures]) -> None:
+    """Fill in loss, gradient norm and difference; a variant that disagrees with the first one gets a bad status."""
+    reference: tuple[float, float, dict[str, Tensor]] | None = None
+    for variant in trainer.variants:
+        found = figures[variant.name]
+        result = trainer.check(variant)
+        found.loss, found.grad_norm = result[:2]
+        reference = reference or result
+        found.grad_difference, where = trainer.gradient_difference(reference[2], result[2])
+        distances = (
+            abs(found.loss / reference[0] - 1),
+            abs(found.grad_norm / reference[1] - 1),
+            found.grad_difference,
+        )
+        allowed = TOLERANCES[trainer.args.precision]
+        say(
+            f"{variant.name} [{variant.settings}]: loss {found.loss:.6f}, gradient norm {found.grad_norm:.6f}; "
+            f"apart by {distances[0]:.1e}, {distances[1]:.1e}, gradients by {distances[2]:.1e} in {where}"
+        )
+        if not all(distance <= limit for distance, limit in zip(distances, allowed, strict=True)):
+            figures_apart = " ".join(f"{distance:.1e}" for distance in distances)
+            found.status = f"differs from {trainer.variants[0].name} by {figures_apart} in {where}"
+
+
+def measure(trainer: Trainer, figures: dict[str, Figures]) -> None:
+    """Rounds of one step of every variant each."""
+    args, cuda = trainer.args, trainer.device.type == "cuda"
+    begin = time.perf_counter()
+    for i in range(args.warmup + args.steps):
+        # The ranks' clocks differ; they must agree on the end.
+        if i > args.warmup and trainer.largest(time.perf_counter() - begin) > args.seconds:
+            say(f"--seconds {args.seconds:g}: the end after {i - args.warmup} measured rounds")
+            break
+        for variant in trainer.variants:
+            if cuda:
+                torch.cuda.reset_peak_memory_stats()
+            milliseconds = trainer.timed_step(variant)
+            if i < args.warmup:
+                continue
+            found = figures[variant.name]
+            found.step_ms.append(milliseconds)
+            if cuda:
+                own = symmetric_memory_bytes() if variant.core == "cp_mesh" else 0
+                peak = trainer.largest(torch.cuda.max_memory_allocated() + own)
+                found.peak_bytes = max(found.peak_bytes, peak)
+
+
+def row(trainer: Trainer, variant: Variant, figures: Figures) -> dict[str, object]:
+    args, world = trainer.args, trainer.mesh.size()
+    values: dict[str, object] = {
+        "date": date.today().isoformat(),
+        "commit": commit(),
+        "gpu": torch.cuda.get_device_name() if trainer.device.type == "cuda" else "cpu",
+        "world": world,
+        "torch": torch.__version__,
+        "variant": variant.name,
+        "settings": variant.settings,
+        "layers": args.layers,
+        "seq_len": args.seq_len,
+        "vocab": args.vocab,
+        "precision": args.precision,
+        "recompute": args.recompute,
+        "steps": len(figures.step_ms),
+        "status": figures.status,
+    }
+    for name in ("loss", "grad_norm", "grad_difference"):
+        value = getattr(figures, name)
+        values[name] = "" if value is None else f"{value:.8g}"
+    if figures.step_ms:
+        median = statistics.median(figures.step_ms)
+        values["step_ms_median"] = f"{median:.1f}"
+        values["step_ms_min"], values["step_ms_max"] = (f"{f(figures.step_ms):.1f}" for f in (min, max))
+        values["tokens_per_s_per_gpu"] = f"{args.seq_len / world / median * 1e3:.1f}"
+        values["peak_gib"] = f"{figures.peak_bytes / 2**30:.2f}" if figures.peak_bytes else ""
+        peak = peak_flops(trainer.device)
+        if peak and args.precision == "bf16":
+            for name, flops in zip(
+                ("mfu", "mfu_trainer"), model_flops(trainer.model.config, args.seq_len), strict=True
+            ):
+                values[name] = f"{flops / (median / 1e3 * world * peak):.4f}"
+    return values
+
+
+def commit() -> str:
+    """The commit of this file's repository, marked if the tree has changes; "unknown" outside of one."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def append(path: Path, rows: list[dict[str, object]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        if is_new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def main() -> None:
+    args = parse_arguments()
+    device = torch.device("cpu")
+    if args.device == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if args.device == "cuda" else "gloo", timeout=TIMEOUT)
+    mesh = init_device_mesh(args.device, (dist.get_world_size(),), mesh_dim_names=("cp",))
+    trainer = Trainer(args, mesh, device)
+    figures = {name: Figures() for name in args.variants}
+    for variant in trainer.refused:
+        figures[variant.name].status = f"refused: {variant.refusal}"
+        say(f"{variant.name} [{variant.settings}] refused: {variant.refusal}")
+    compare(trainer, figures)
+    agree = all(figures[variant.name].status == "ok" for variant in trainer.variants)
+    if agree:
+        measure(trainer, figures)
+    by_name: dict[str, Variant] = {variant.name: variant for variant in [*trainer.variants, *trainer.refused]}
+    rows = [row(trainer, by_name[name], figures[name]) for name in args.variants]
+    for values in rows:
+        say(", ".join(f"{name} {values[name]}" for name in COLUMNS[5:] if values.get(name) not in (None, "")))
+    if args.csv and dist.get_rank() == 0:
+        append(args.csv, rows)
+    if not agree:
+        say("the variants disagree: nothing was timed")
+    dist.barrier()  # Python must not end while a thread of gloo still lets go of the last collective's tensors
+    dist.destroy_process_group()
+    sys.exit(0 if agree else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""The training benchmark on two CPU ranks: both variants train the model that one rank trains; wrong ones are caught.
+
+PyTorch's `context_parallel` has no kernel on CPUs. Run as a script, this file lends it one, its own ring around the CPU
+kernel, and goes on with the benchmark.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+ROOT = Path(__file__).resolve().parent.parent
+BENCHMARKS = ROOT / "examples" / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import training  # noqa: E402
+
+TINY = shlex.split(
+    "--device cpu --precision fp32 --seq-len 64 --layers 2 --dim 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 64 "
+    "--warmup 1 --steps 2"
+)
+
+
+def run(script: Path, path: Path, *options: str) -> tuple[list[dict[str, str]], str, int]:
+    """The rows that two ranks wrote, what they printed, and the exit code."""
+    launcher = shlex.split("-m torch.distributed.run --standalone --nproc-per-node 2")
+    command = [sys.executable, *launcher, str(script), *TINY, *options, "--csv", str(path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    printed = done.stdout + done.stderr
+    assert path.exists(), printed
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file)), printed, done.returncode
+
+
+def check_against_one_rank(row: dict[str, str]) -> None:
+    """The loss and the gradient norm are those of the benchmark's model and batch without any mesh."""
+    args = training.parse_arguments(TINY)
+    model = training.Llama(training.llama_config(args))
+    model.init_weights(args.seed)
+    tokens, labels = training.make_batch(args)
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+    assert float(row["loss"]) == pytest.approx(loss.item(), rel=1e-6)
+    assert float(row["grad_norm"]) == pytest.approx(norm.item(), rel=1e-5)
+
+
+def test_flops_are_those_of_llama_3_8b() -> None:
+    config = training.llama_config(training.parse_arguments(["--layers", "32", "--vocab", "128256"]))
+    seq_len = 131072
+    matrices = 8_030_261_248 - 128256 * 4096 - 65 * 4096  # its published size without embedding and norms
+    attention_forward = 32 * 4 * 4096 * seq_len**2 // 2
+    rated, trainers = training.model_flops(config, seq_len)
+    assert rated == 6 * matrices * seq_len + 3.5 * attention_forward
+    assert trainers == 6 * matrices * seq_len + 3 * attention_forward
+
+
+@pytest.mark.slow
+def test_all_variants_train_the_same_model(tmp_path: Path) -> None:
+    variants = ["cp_mesh", "torch_allgather", "torch_alltoall"]
+    rows, printed, code = run(Path(__file__), tmp_path / "rows.csv", "--variants", *variants)
+    assert code == 0, printed
+    assert [row["variant"] for row in rows] == variants
+    for row in rows:
+        assert tuple(row) == training.COLUMNS
+        assert row["status"] == "ok"
+        check_against_one_rank(row)
+        assert float(row["grad_difference"]) < 1e-5
+        assert int(row["steps"]) == 2
+        assert 0 < float(row["step_ms_min"]) <= float(row["step_ms_median"]) <= float(row["step_ms_max"])
+    settings = [row["settings"] for row in rows]
+    assert settings[0].startswith("kernel=cpu_flash transport=functional")
+    assert [text.split()[1:] for text in settings[1:]] == [
+        [f"rotate={rotation}", "kv_heads=native"] for rotation in ("allgather", "alltoall")
+    ]
+    # For each of the two: once to ask it, then 2 layers in 4 forwards, none of them computed again.
+    assert "18 forward rings" in printed
+
+
+@pytest.mark.slow
+def test_without_a_kernel_the_rival_is_refused(tmp_path: Path) -> None:
+    rows, printed, code = run(BENCHMARKS / "training.py", tmp_path / "rows.csv", "--recompute", "full")
+    assert code == 0, printed
+    assert [row["variant"] for row in rows] == ["cp_mesh", "torch_allgather"]
+    check_against_one_rank(rows[0])
+    assert rows[0]["status"] == "ok" and rows[0]["steps"] == "2"
+    assert rows[1]["status"].startswith("refused: NotImplementedError")
+    assert rows[1]["loss"] == rows[1]["step_ms_median"] == ""
+
+
+@pytest.mark.slow
+def test_variants_that_disagree_are_not_timed(tmp_path: Path) -> None:
+    rows, printed, code = run(Path(__file__), tmp_path / "rows.csv", "--lend-wrong-kernel")
+    assert code != 0
+    assert "the variants disagree" in printed
+    assert rows[1]["status"].startswith("differs from cp_mesh")
+    assert [row["step_ms_median"] for row in rows] == ["", ""]
+
+
+def lend_kernel(calls: list[str], right: bool) -> None:
+    """Let PyTorch's `context_parallel` run its ring around the CPU's flash kernel; a wrong one uses another scale."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.experimental._context_parallel import _attention
+
+    aten = torch.ops.aten
+    forward_op = aten._scaled_dot_product_flash_attention_for_cpu.default
+    backward_op = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+    def local(tensors: tuple[Any, ...]) -> list[torch.Tensor]:
+        return [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
+
+    def forward(op: Any, args: tuple, kwargs: dict) -> tuple[DTensor, ...]:
+        calls.append("forward")
+        query = args[0]
+        q, k, v = local(args[:3])
+        group = query.device_mesh.get_group()
+        kwargs = kwargs | ({} if right else {"scale": 2 * q.shape[-1] ** -0.5})
+        results = _attention._templated_ring_attention(group, 2, forward_op, q, k, v, is_causal=True, **kwargs)
+        return tuple(DTensor.from_local(x, query.device_mesh, query.placements, run_check=False) for x in results)
+
+    def backward(op: Any, args: tuple, kwargs: dict) -> tuple[DTensor, ...]:
+        query = args[1]
+        grad_out, q, k, v, out, lse = local(args[:6])
+        results = _attention._templated_ring_attention_backward(
+            query.device_mesh.get_group(), 2, backward_op, grad_out, "grad_out", q, k, v, out, lse, True,
+            dropout_p=0.0, **kwargs,
+        )  # fmt: skip
+        return tuple(DTensor.from_local(x, query.device_mesh, query.placements, run_check=False) for x in results)
+
+    handlers: dict[Any, Any] = {forward_op: forward, backward_op: backward}
+    _attention.custom_ops |= handlers
+
+
+if __name__ == "__main__":
+    calls: list[str] = []
+    right = "--lend-wrong-kernel" not in sys.argv
+    lend_kernel(calls, right)
+    sys.argv = [argument for argument in sys.argv if argument != "--lend-wrong-kernel"]
+    try:
+        training.main()
+    finally:
+        print(len(calls), "forward rings")

@@ -1,0 +1,186 @@
+"""The benchmark as users run it, on two CPU ranks: its rows, its gate, its pictures. No figure is judged here."""
+
+from __future__ import annotations
+
+import csv
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+BENCHMARKS = ROOT / "examples" / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import attention as benchmark  # noqa: E402
+import contestants as field  # noqa: E402
+import plot  # noqa: E402
+import raw_kernels  # noqa: E402
+import report  # noqa: E402
+
+# The command, with two more contestants: one is wrong, one fails, and that on one rank only.
+WITH_STRANGERS = f"""
+import sys
+sys.path.insert(0, {str(BENCHMARKS)!r})
+import attention, contestants
+import torch.distributed as dist
+
+class Wrong(contestants.Ulysses):
+    def setup(self, case, inputs):
+        run = super().setup(case, inputs)
+        backward = run.backward
+        run.backward = lambda state: [gradient * scale for gradient, scale in zip(backward(state), (1, 1, 1.1))]
+        return run
+
+class Careless(contestants.Ulysses):
+    is_ours = True
+    def setup(self, case, inputs):
+        run = super().setup(case, inputs)
+        forward = run.forward
+        run.forward = lambda: forward() * 1.01
+        return run
+
+class Failing(contestants.Ulysses):
+    def setup(self, case, inputs):
+        if dist.get_rank() == 1:
+            raise ValueError("on purpose")
+        return super().setup(case, inputs)
+
+strangers = [Wrong("cpu_flash"), Careless("cpu_flash"), Failing("cpu_flash")]
+for stranger in strangers:
+    stranger.name = f"stranger/{{type(stranger).__name__}}"
+attention.main(more=strangers)
+"""
+OPTIONS = "--device cpu --local-len 16 --gate-len 16 --heads 4/2 --mask causal full --repeats 2 --seconds-per-case 0.01"
+OURS = "cp_mesh/ring/zigzag/cpu_flash/functional"
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """Of one run of the default contestants and the strangers."""
+    directory = tmp_path_factory.mktemp("benchmark")
+    script, table = directory / "with_strangers.py", directory / "results" / "attention.csv"
+    script.write_text(WITH_STRANGERS)
+    launcher = shlex.split("-m torch.distributed.run --standalone --nproc-per-node 2")
+    command = [sys.executable, *launcher, str(script), *shlex.split(OPTIONS), "--csv", str(table)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with table.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.slow
+def test_rows_tell_what_was_measured(rows: list[dict[str, str]]) -> None:
+    assert tuple(rows[0]) == report.COLUMNS
+    causal = {row["contestant"]: row for row in rows if row["mask"] == "causal"}
+    assert len(causal) * 2 == len(rows), "a row for each contestant and mask"
+    for name in ("floor/best", "floor/cpu_flash", "single_gpu/cpu_flash", OURS, "ulysses/cpu_flash"):
+        row = causal[name]
+        assert row["status"].startswith("ok"), row
+        assert float(row["fwd_ms"]) > 0 and float(row["bwd_ms"]) > 0 and float(row["fwdbwd_ms"]) > 0
+        assert (row["seq_len"], row["world_size"], row["heads_q"], row["heads_kv"]) == ("32", "2", "4", "2")
+    ours, floor, best = causal[OURS], causal["floor/cpu_flash"], causal["floor/best"]
+    assert int(ours["repeats"]) == 2
+    assert float(ours["fwd_ms_min"]) <= float(ours["fwd_ms"]) <= float(ours["fwd_ms_max"])
+    share = float(floor["fwd_ms"]) / float(ours["fwd_ms"])
+    assert float(ours["ratio_own_floor_fwd"]) == pytest.approx(share, rel=0.02, abs=1e-3)
+    assert best["fwd_ms"] == floor["fwd_ms"] and best["bwd_ms"] == floor["bwd_ms"]
+    assert float(ours["host_us_fwd"]) > 0 and float(ours["host_us_bwd"]) > 0
+    # 4·H·S²·D/cp, half of it under the mask; backward 2.5 times that
+    flops = 4 * 4 * 32**2 * 16 / 2 / 2
+    assert float(ours["tflops_bwd"]) == pytest.approx(2.5 * flops / float(ours["bwd_ms"]) / 1e9, rel=0.02)
+    full = next(row for row in rows if (row["contestant"], row["mask"]) == (OURS, "full"))
+    assert float(full["tflops_bwd"]) * float(full["bwd_ms"]) == pytest.approx(5 * flops / 1e9, rel=0.02)
+
+
+@pytest.mark.slow
+def test_gate_lets_nobody_wrong_be_timed(rows: list[dict[str, str]]) -> None:
+    for row in rows:
+        if row["contestant"].startswith("stranger/"):
+            assert not row["fwd_ms"] and not row["fwdbwd_ms"], row
+    status = {row["contestant"]: row for row in rows}
+    wrong, careless = status["stranger/Wrong"], status["stranger/Careless"]
+    assert wrong["status"].startswith("failed the gate: dv 1.0e-01 > 2.0e-02")
+    assert float(wrong["err_dv"]) == pytest.approx(0.1, rel=0.05) and float(wrong["err_dk"]) < 1e-2
+    assert careless["status"].startswith("failed the gate: out 1.0e-02 >"), "a rival's allowance for our own"
+    assert status["stranger/Failing"]["status"] == "error: ValueError: on purpose", "rank 1 alone raised"
+    assert float(status[OURS]["err_dk"]) < 1e-2
+
+
+@pytest.mark.slow
+def test_those_who_cannot_run_say_why(rows: list[dict[str, str]]) -> None:
+    for row in rows:
+        assert row["status"], row
+        if not row["fwd_ms"]:
+            assert row["status"].startswith(("not run: ", "unsupported: ", "failed the gate: ", "error: ")), row
+
+
+@pytest.mark.slow
+def test_pictures_come_from_the_table(rows: list[dict[str, str]], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    table = tmp_path / "table.csv"
+    with table.open("w", newline="") as file:
+        writer = csv.DictWriter(file, report.COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+    pictures = plot.main([str(table), "--out", str(tmp_path)])
+    assert [path.name for path in pictures] == ["attention_causal_eager_2xcpu.svg", "attention_full_eager_2xcpu.svg"]
+    text = pictures[0].read_text()
+    assert "</svg>" in text
+    plot.main([str(table), "--out", str(tmp_path)])
+    assert pictures[0].read_text() == text
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 4])
+def test_floor_has_the_pairs_of_a_zigzag_rank(cp_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    L, pairs = 8, [0]
+
+    def forward(q, k, v, causal, scale):
+        pairs[0] += q.shape[1] * k.shape[1] // (2 if causal else 1)
+        return torch.zeros_like(q), torch.zeros(1, q.shape[2], q.shape[1])
+
+    monkeypatch.setitem(raw_kernels.RAW_KERNELS, "counted", raw_kernels.RawKernel("counted", forward, forward, True))
+    x = torch.zeros(1, L, 1, 4)
+    for causal in (True, False):
+        for rank in range(cp_size):
+            case = field.Case(1, 1, 4, torch.float32, causal, L, cp_size, rank, torch.device("cpu"))
+            run = field.Floor("counted").setup(case, field.Inputs(x, x, x, x))
+            pairs[0] = 0
+            run.forward()
+            assert pairs[0] == L * L * cp_size // (2 if causal else 1), (causal, rank)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_bottom_right_tiles_equal_the_end_of_a_square(causal: bool) -> None:
+    """llama3 shards queries only; a kernel that aligns top-left is given two tiles."""
+    torch.manual_seed(0)
+    S, rows, case = 24, slice(16, 24), field.Case(4, 2, 8, torch.float32, causal, 24, 1, 0, torch.device("cpu"))
+    x = benchmark.random_inputs(case, S, seed=0)
+    dout = torch.zeros_like(x.dout)
+    dout[:, rows] = x.dout[:, rows]
+    out, *gradients = benchmark.dense_attention(field.Inputs(x.q, x.k, x.v, dout), causal, case.scale)
+    kernel = raw_kernels.bottom_right(raw_kernels.RAW_KERNELS["cpu_flash"])
+    q = x.q[:, rows]
+    got, lse = kernel.forward(q, x.k, x.v, causal, case.scale)
+    into = tuple(torch.empty_like(y) for y in (q, x.k, x.v))
+    kernel.backward(x.dout[:, rows], q, x.k, x.v, got, lse, causal, case.scale, into)
+    torch.testing.assert_close(got, out[:, rows].float())
+    for gradient, expected in zip(into, (gradients[0][:, rows], *gradients[1:]), strict=True):
+        torch.testing.assert_close(gradient, expected.float())
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_reference_of_the_gate(causal: bool) -> None:
+    """Against autograd over SDPA."""
+    case = field.Case(4, 2, 8, torch.float64, causal, 12, 1, 0, torch.device("cpu"))
+    x = benchmark.random_inputs(case, 12, seed=0)
+    q, k, v = (y.transpose(1, 2).requires_grad_() for y in (x.q, x.k, x.v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    expected = [out, *torch.autograd.grad(out, (q, k, v), x.dout.transpose(1, 2))]
+    for got, y in zip(benchmark.dense_attention(x, causal, case.scale), expected, strict=True):
+        torch.testing.assert_close(got, y.detach().transpose(1, 2))

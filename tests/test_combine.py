@@ -1,0 +1,411 @@
+"""Sums of partial results against softmax and sums in fp64: torch operations, Triton interpreted, Triton on a GPU.
+
+With TRITON_INTERPRET=1 the tests of this file run the Triton kernels on CPU tensors; one test starts that run.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from cp_mesh.kernels import combine
+from cp_mesh.kernels.combine import MAX_PIECES, OutputSum, RowSum
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HALF = torch.float16 if INTERPRETED else torch.bfloat16  # numpy, which the interpreter uses, has no bfloat16
+DEVICES = ["cpu"] if INTERPRETED else ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+B, H, S = 2, 3, 70
+
+CASES: dict[str, list[tuple[int, int]]] = {  # (begin, number of rows) of pieces
+    "none": [],
+    "one has all": [(0, 70)],
+    "one has some": [(9, 31)],
+    "all have all": [(0, 70)] * 3,
+    "overlapping": [(0, 40), (17, 53), (3, 5)],
+    "disjoint": [(40, 30), (0, 33), (33, 7)],
+    "rows that none has": [(5, 20), (50, 11), (10, 40)],
+    "empty": [(0, 0), (70, 0), (3, 60), (1, 1), (30, 0)],
+    "as many as are held": [(5 * i, 11 + 3 * i) for i in range(MAX_PIECES)],
+    "one more than are held": [(3 * i, 20 + i) for i in range(MAX_PIECES + 1)],
+    "folded twice": [(7 * i % 50, 20 - i) for i in range(2 * MAX_PIECES + 1)],
+}
+DTYPES = {  # of pieces, of sums, of the result
+    "half": (HALF, torch.float32, HALF),
+    "half to float": (HALF, torch.float32, torch.float32),
+    "float to half": (torch.float32, torch.float32, HALF),
+    "float": (torch.float32, torch.float32, torch.float32),
+    "double": (torch.float64, torch.float64, torch.float64),
+}
+if INTERPRETED:  # half a second per hundred programs
+    DTYPES = {name: DTYPES[name] for name in ("half", "float")}
+ORDERS: dict[str, tuple[int, int, int]] = {"BHSD": (0, 1, 2), "BSHD": (0, 2, 1), "SBHD": (2, 0, 1)}
+
+each_device = pytest.mark.parametrize("device", DEVICES)
+each_case = pytest.mark.parametrize("case", CASES)
+each_dtype = pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    if INTERPRETED:
+        monkeypatch.setattr(combine, "_fused", lambda dtype, device: dtype == torch.float32)
+
+
+def in_order(order: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, pad: int = 0) -> Tensor:
+    """NaN, of a [B, H, n, D] shape, in memory of this order of dims; rows lie ``pad`` elements further apart."""
+    dims = (*ORDERS[order], 3)
+    memory = torch.full([shape[dim] + (pad if dim == 3 else 0) for dim in dims], float("nan"), dtype=dtype)
+    inverse = [dims.index(dim) for dim in range(4)]
+    return memory.to(device).permute(inverse)[..., pad // 2 : pad // 2 + shape[3]]
+
+
+class Pieces:
+    """Random pieces of every kind of strides; checks that nobody writes them."""
+
+    def __init__(self, rows: list[tuple[int, int]], dim: int, dtype: torch.dtype, device: str) -> None:
+        self.rows, generator = rows, torch.Generator().manual_seed(len(rows))
+        lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self.outs, self.lses = [], []
+        for index, (_, n) in enumerate(rows):
+            x = torch.randn(B, H, n, dim, generator=generator, dtype=torch.float64)
+            lse = 3 * torch.randn(B, H, n, generator=generator, dtype=torch.float64)
+            lse[torch.rand(B, H, n, generator=generator) < 0.3] = float("-inf")
+            lse[0, 1] = float("-inf")  # rows that no piece has a key for
+            x[lse.isinf()] = 0
+            if index % 4 == 3:  # a head dim of stride above 1, and an lse with the heads last
+                out = torch.empty(B, H, dim, n, dtype=dtype, device=device).transpose(2, 3)
+                place = torch.empty(B, n, H, dtype=lse_dtype, device=device).transpose(1, 2)
+            else:
+                out = in_order(list(ORDERS)[index % 3], x.shape, dtype, device, pad=8 * (index % 2))
+                place = torch.empty(B, H, n + index % 3, dtype=lse_dtype, device=device)[..., :n]
+            self.outs.append(out.copy_(x))
+            self.lses.append(place.copy_(lse))
+        self.storages = [x._base if x._base is not None else x for x in (*self.outs, *self.lses)]
+        self.copies = [x.clone() for x in self.storages]
+
+    def assert_unchanged(self) -> None:
+        for now, before in zip(self.storages, self.copies, strict=True):
+            torch.testing.assert_close(now, before, rtol=0, atol=0, equal_nan=True)
+
+    def merged(self) -> tuple[Tensor, Tensor]:
+        """Out and lse of the formula, in fp64 on the CPU."""
+        dim = self.outs[0].shape[3] if self.outs else 5
+        outs = torch.zeros(len(self.rows) + 1, B, H, S, dim, dtype=torch.float64)
+        lses = torch.full((len(self.rows) + 1, B, H, S), float("-inf"), dtype=torch.float64)
+        for index, (begin, n) in enumerate(self.rows):
+            outs[index, :, :, begin : begin + n] = self.outs[index].cpu()
+            lses[index, :, :, begin : begin + n] = self.lses[index].cpu()
+        lse = lses.logsumexp(0)
+        weights = torch.where(lse.isinf(), 0.0, (lses - lse).exp())
+        return (weights[..., None] * outs).sum(0), lse
+
+    def summed(self) -> Tensor:
+        total = torch.zeros(B, H, S, self.outs[0].shape[3] if self.outs else 5, dtype=torch.float64)
+        for (begin, n), x in zip(self.rows, self.outs, strict=True):
+            total[:, :, begin : begin + n] += x.cpu().double()
+        return total
+
+
+def merge(pieces: Pieces, dim: int, sums: torch.dtype, like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    total = OutputSum((B, H, S, dim), sums, like.device)
+    for (begin, _), out, lse in zip(pieces.rows, pieces.outs, pieces.lses, strict=True):
+        total.add(begin, out, lse)
+    return total.finish(like, dtype)
+
+
+def assert_rounded_once(got: Tensor, want: Tensor, sums: torch.dtype) -> None:
+    """Half a unit in the last place of got's dtype, and the rounding errors of 17 terms."""
+    half_unit = 0 if got.dtype == sums else torch.finfo(got.dtype).eps / 2
+    got, finite = got.cpu().double(), want.isfinite()
+    assert torch.equal(got[~finite], want[~finite])
+    allowed = half_unit * want[finite].abs() + 32 * torch.finfo(sums).eps
+    assert ((got[finite] - want[finite]).abs() <= allowed).all()
+
+
+@each_device
+@each_dtype
+@each_case
+@pytest.mark.parametrize("dim", [5, 80])
+def test_outputs_merge(case: str, dim: int, dtypes: tuple[torch.dtype, ...], device: str) -> None:
+    dtype, sums, result = dtypes
+    pieces = Pieces(CASES[case], dim, dtype, device)
+    order = list(ORDERS)[len(case) % 3]
+    out, lse = merge(pieces, dim, sums, in_order(order, (B, H, S, 7), result, device), result)
+    want_out, want_lse = pieces.merged()
+    assert out.dtype == result and lse.dtype == sums and lse.is_contiguous()
+    assert_rounded_once(out, want_out if pieces.outs else want_out.new_zeros(B, H, S, dim), sums)
+    assert_rounded_once(lse, want_lse, sums)
+    assert (out[lse.isinf()] == 0).all()
+    pieces.assert_unchanged()
+
+
+@each_device
+@each_dtype
+@each_case
+@pytest.mark.parametrize("dim", [5, 80])
+def test_rows_sum(case: str, dim: int, dtypes: tuple[torch.dtype, ...], device: str) -> None:
+    """Into part of a packed buffer, whose other part is left alone."""
+    dtype, sums, result = dtypes
+    pieces = Pieces(CASES[case], dim, dtype, device)
+    into = in_order(list(ORDERS)[len(case) % 3], (B, H, S, dim), result, device, pad=16)
+    total = RowSum((B, H, S, dim), sums, device)
+    for (begin, _), x in zip(pieces.rows, pieces.outs, strict=True):
+        total.add(begin, x)
+    assert total.finish(into) is into
+    assert_rounded_once(into, pieces.summed() if pieces.outs else torch.zeros(into.shape).double(), sums)
+    assert into._base.isnan().sum() == B * H * S * 16
+    pieces.assert_unchanged()
+
+
+@each_device
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("case", ["none", "one has all", "one has some", "overlapping"])
+@pytest.mark.parametrize("pad", [0, 6])
+def test_out_has_the_memory_order_of_the_queries(order: str, case: str, pad: int, device: str) -> None:
+    pieces = Pieces(CASES[case], 5, HALF, device)
+    out, _ = merge(pieces, 5, torch.float32, in_order(order, (B, H, S, 4), HALF, device, pad), HALF)
+    assert out.stride() == in_order(order, (B, H, S, 5), HALF, device).stride()
+
+
+@each_device
+def test_a_single_piece_is_the_result(device: str) -> None:
+    piece = in_order("BSHD", (B, H, S, 5), HALF, device).fill_(0.7)
+    lse = torch.full((B, H, S), 1000.1, device=device)
+    total = OutputSum((B, H, S, 5), torch.float32, device)
+    total.add(0, piece, lse)
+    same, same_lse = total.finish(in_order("BSHD", (B, H, S, 7), HALF, device, pad=2), HALF)
+    assert same is piece and same_lse is lse
+    wider, _ = total.finish(piece, torch.float32)
+    assert wider.dtype == torch.float32 and wider.stride() == piece.stride() and torch.equal(wider, piece.float())
+    other, _ = total.finish(in_order("BHSD", (B, H, S, 7), HALF, device), HALF)
+    assert other.is_contiguous() and torch.equal(other, piece)
+
+
+@each_device
+def test_a_row_of_one_piece_is_not_changed(device: str) -> None:
+    pieces = Pieces(CASES["disjoint"], 80, torch.float32, device)
+    like = in_order("BHSD", (B, H, S, 80), torch.float32, device)
+    out, lse = merge(pieces, 80, torch.float32, like, torch.float32)
+    for (begin, n), piece, piece_lse in zip(pieces.rows, pieces.outs, pieces.lses, strict=True):
+        assert torch.equal(out[:, :, begin : begin + n], piece)
+        assert torch.equal(lse[:, :, begin : begin + n], piece_lse)
+
+
+@each_device
+def test_large_lse_does_not_overflow(device: str) -> None:
+    total = OutputSum((1, 1, 2, 4), torch.float32, device)
+    for lse in (-2000.0, 1000.0, 1000.0, -3000.0):
+        total.add(0, torch.full((1, 1, 2, 4), lse, device=device), torch.full((1, 1, 2), lse, device=device))
+    out, lse = total.finish(torch.zeros(1, 1, 2, 4, device=device), torch.float32)
+    assert (out == 1000).all()
+    torch.testing.assert_close(lse.cpu(), torch.full((1, 1, 2), 1000 + torch.tensor(2.0).log().item()))
+
+
+@each_device
+@pytest.mark.parametrize("sums", [torch.float32, torch.float64])
+def test_merge_row_by_row(sums: torch.dtype, device: str) -> None:
+    """Both, one, the other, none, and lse whose exponential overflows or vanishes."""
+    inf, rows = float("inf"), {}
+    rows["lse"] = [[0.0, -inf, 1.5, -inf, 900.0, -900.0], [0.5, 2.0, -inf, -inf, 901.0, -901.0]]
+    rows["out"] = [[1.0, 0.0, 3.0, 0.0, 5.0, 6.0], [2.0, 4.0, 0.0, 0.0, 7.0, 8.0]]
+    total = OutputSum((1, 1, 6, 1), sums, device)
+    for out, lse in zip(rows["out"], rows["lse"], strict=True):
+        total.add(0, torch.tensor(out, device=device).view(1, 1, 6, 1), torch.tensor(lse, device=device).view(1, 1, 6))
+    out, lse = total.finish(torch.empty(1, 1, 6, 1, device=device), sums)
+
+    def second(a: float, b: float) -> float:
+        return 1 / (1 + math.exp(a - b))
+
+    weights = [second(0.0, 0.5), 1.0, 0.0, 0.0, second(900.0, 901.0), second(-900.0, -901.0)]
+    want = [x + w * (y - x) for w, x, y in zip(weights, *rows["out"], strict=True)]
+    want_lse = [math.log1p(math.exp(0.5)), 2.0, 1.5, -inf, 900 + math.log1p(math.e), -901 + math.log1p(math.e)]
+    tolerance = {"rtol": 8 * torch.finfo(sums).eps, "atol": 0.0}
+    torch.testing.assert_close(out.flatten().cpu(), torch.tensor(want, dtype=sums), **tolerance)
+    torch.testing.assert_close(lse.flatten().cpu(), torch.tensor(want_lse, dtype=sums), **tolerance)
+
+
+@each_device
+@pytest.mark.parametrize("count", [MAX_PIECES, MAX_PIECES + 4])
+def test_sums_are_rounded_once(count: int, device: str) -> None:
+    """1 and many quarters of its last place: a sum in half precision loses each of them."""
+    step = torch.finfo(HALF).eps
+    shape, parts = (1, 1, 3, 8), [1.0] + [step / 4] * (count - 1)
+    rows, outputs = RowSum(shape, torch.float32, device), OutputSum(shape, torch.float32, device)
+    running = torch.zeros(shape, dtype=HALF)
+    for part in parts:
+        x = torch.full(shape, part, dtype=HALF, device=device)
+        running += x.cpu()
+        rows.add(0, x)
+        outputs.add(0, x, torch.zeros(shape[:3], device=device))
+    want = torch.full(shape, sum(parts), dtype=torch.float64)
+    assert (running == 1).all()
+    assert torch.equal(rows.finish(torch.empty(shape, dtype=HALF, device=device)).cpu(), want.to(HALF))
+    out, _ = outputs.finish(torch.empty(shape, device=device), HALF)
+    assert torch.equal(out.cpu(), (want / count).to(HALF))
+
+
+@each_device
+@pytest.mark.parametrize("before", [0, MAX_PIECES - 1])
+def test_pieces_are_summed_in_the_order_of_adding(before: int, device: str) -> None:
+    for parts, want in (((1e8, 1.0, -1e8), 0.0), ((1e8, -1e8, 1.0), 1.0)):
+        total = RowSum((1, 1, 3, 8), torch.float32, device)
+        for part in (*[0.0] * before, *parts):
+            total.add(0, torch.full((1, 1, 3, 8), part, device=device))
+        assert (total.finish(torch.empty(1, 1, 3, 8, device=device)) == want).all()
+
+
+@each_device
+@pytest.mark.unpoisoned  # reserves gigabytes, of which a few pages are touched
+def test_offsets_beyond_31_bits(device: str) -> None:
+    row = 2**30 + 16
+
+    def far() -> Tensor:
+        return torch.empty(2 * row + 8, dtype=HALF, device=device).as_strided((1, 1, 3, 8), (row, row, row, 1))
+
+    x, out, into = far().fill_(2), far(), far()
+    like = torch.empty(1, 1, 3, 8, device=device)
+    outputs, rows = OutputSum((1, 1, 3, 8), torch.float32, device), RowSum((1, 1, 3, 8), torch.float32, device)
+    for begin in (0, 1):
+        piece = x[:, :, begin:]
+        outputs.add(begin, piece, torch.zeros(piece.shape[:3], device=device))
+        rows.add(begin, piece)
+    with mock.patch.object(OutputSum, "_empty", lambda self, like, dtype: out):
+        assert (outputs.finish(like, HALF)[0] == 2).all()
+    assert rows.finish(into)[0, 0, :, 0].tolist() == [2, 4, 4]
+
+
+@each_device
+def test_which_route_is_taken(device: str) -> None:
+    """One launch for all pieces where sums are fp32 and the device has Triton; none elsewhere."""
+    triton_route = pytest.importorskip("cp_mesh.kernels.combine_triton", exc_type=ImportError)
+    pieces = Pieces(CASES["overlapping"], 5, torch.float32, device)
+    for sums in (torch.float32, torch.float64):
+        with (
+            mock.patch.object(triton_route, "merge_pieces", wraps=triton_route.merge_pieces) as merging,
+            mock.patch.object(triton_route, "sum_pieces", wraps=triton_route.sum_pieces) as summing,
+        ):
+            merge(pieces, 5, sums, torch.empty(B, H, S, 5, device=device), torch.float32)
+            total = RowSum((B, H, S, 5), sums, device)
+            for (begin, _), x in zip(pieces.rows, pieces.outs, strict=True):
+                total.add(begin, x)
+            total.finish(torch.empty(B, H, S, 5, device=device))
+        launches = int(sums == torch.float32 and (INTERPRETED or device == "cuda"))
+        assert merging.call_count == summing.call_count == launches
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="this is that run")
+def test_triton_interpreted() -> None:
+    """The tests above, on CPU tensors, by the Triton kernels."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).resolve())]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    passed = re.search(r"(\d+) passed", result.stdout)
+    assert passed and int(passed[1]) > 2 * 2 * 2 * len(CASES), result.stdout
+
+
+def kernel_types(argument: Any, path: tuple[int, ...], constants: dict, divisible: dict) -> Any:
+    """What Triton derives from an argument when it compiles a launch; tensors start at multiples of 16 bytes."""
+    if isinstance(argument, tuple):
+        return tuple(kernel_types(item, (*path, i), constants, divisible) for i, item in enumerate(argument))
+    if isinstance(argument, Tensor):
+        divisible[path] = [["tt.divisibility", 16]]
+        return {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[argument.dtype]
+    if argument == 1:
+        constants[path] = 1
+        return "constexpr"
+    if argument % 16 == 0:
+        divisible[path] = [["tt.divisibility", 16]]
+    return "i32" if argument < 2**31 else "i64"
+
+
+def compiled_for_hopper(launch: Callable[[], None], kernel_name: str) -> Any:
+    """The kernel of a launch compiled for sm_90, not run."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from cp_mesh.kernels import combine_triton
+
+    kernel, compiled = getattr(combine_triton, kernel_name), []
+
+    def record(*arguments: Any, num_warps: int, **sizes: Any) -> None:
+        names, constants, divisible = kernel.arg_names, {}, {}
+        types = {
+            name: "i32" if name.startswith("num_") else kernel_types(argument, (index,), constants, divisible)
+            for index, (name, argument) in enumerate(zip(names, arguments, strict=False))
+        }
+        types |= dict.fromkeys(sizes, "constexpr")
+        constants |= {(names.index(name),): size for name, size in sizes.items()}
+        source = triton.compiler.ASTSource(kernel, types, constants, divisible)
+        target = GPUTarget("cuda", 90, 32)
+        compiled.append(triton.compile(source, target=target, options={"num_warps": num_warps}))
+
+    with mock.patch.object(combine_triton, kernel_name, mock.MagicMock(__getitem__=lambda self, grid: record)):
+        launch()
+    return compiled[0]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
+@pytest.mark.parametrize(("count", "dim"), [(2, 128), (MAX_PIECES, 128), (MAX_PIECES, 256), (MAX_PIECES, 80)])
+@pytest.mark.parametrize("kernel", ["merge_kernel", "sum_kernel"])
+def test_compiles_without_spills(kernel: str, count: int, dim: int, tmp_path: Path, monkeypatch, capsys) -> None:
+    triton = pytest.importorskip("triton")
+    try:
+        assert triton.knobs.nvidia.ptxas.path
+    except RuntimeError:
+        pytest.skip("needs ptxas")
+    from cp_mesh.kernels.combine_triton import merge_pieces, sum_pieces
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DUMP_PTXAS_LOG", "1")
+
+    def empty(num_rows: int) -> Tensor:
+        return torch.empty(1, num_rows, 8, dim, dtype=torch.bfloat16).transpose(1, 2)
+
+    pieces = [(7 * i, empty(100 + i), torch.empty(1, 8, 100 + i)) for i in range(count)]
+    if kernel == "merge_kernel":
+        compiled = compiled_for_hopper(lambda: merge_pieces(pieces, empty(200), torch.empty(1, 8, 200)), kernel)
+    else:
+        compiled = compiled_for_hopper(lambda: sum_pieces([piece[:2] for piece in pieces], empty(200)), kernel)
+    ptx = compiled.asm["ptx"]
+    report = capsys.readouterr().out
+    assert "0 bytes spill stores, 0 bytes spill loads" in report, report
+    # All of bf16 moves 16 bytes at a time: 128 threads cover 4096 elements with four loads each.
+    assert len(re.findall(r"ld\.global[.\w]*\.v4\.b32", ptx)) == 4 * count
+    assert len(re.findall(r"st\.global[.\w]*\.v4\.b32", ptx)) == 4
+    assert not re.search(r"(ld|st)\.global[.\w]*b16", ptx)
+
+
+@pytest.mark.gpu
+def test_other_lengths_compile_nothing() -> None:
+    triton = pytest.importorskip("triton")
+    compiled = []
+
+    def total(lengths: list[int]) -> None:
+        shape = (2, 3, 200, 64)
+        outputs, rows = OutputSum(shape, torch.float32, "cuda"), RowSum(shape, torch.float32, "cuda")
+        for begin, length in enumerate(lengths):
+            x = torch.zeros(2, 3, length, 64, dtype=HALF, device="cuda")
+            outputs.add(begin, x, torch.zeros(2, 3, length, device="cuda"))
+            rows.add(begin, x)
+        outputs.finish(torch.empty(shape, device="cuda"), HALF)
+        rows.finish(torch.empty(shape, dtype=HALF, device="cuda"))
+
+    total([33, 70, 32])
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.jit_cache_hook = lambda **what: compiled.append(what["repr"])
+        total([1, 160, 17])
+    assert not compiled

@@ -1,0 +1,637 @@
+"""Adapters of optional packages. On the CPU, stand-ins that follow the packages' calling conventions in plain PyTorch
+show that the adapters say what they mean; on a GPU the packages themselves are asked the same questions.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import pytest
+import torch
+from cases import gap
+from dense import dense_attention
+from torch import Tensor
+
+from cp_mesh.kernels import flash_attn
+from cp_mesh.kernels.contract import Request, shortfalls
+from cp_mesh.kernels.merge import BackwardTile
+from cp_mesh.masks import CAUSAL, FULL, Band
+
+SCALE = 0.3
+
+
+# --- the question asked of a kernel: one tile, next to a second tile that holds other keys of the same queries
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Sizes of a tile: ``num_q`` queries of ``heads``, ``num_k`` keys of ``kv_heads``, head dims of k and of v."""
+
+    cover: Band
+    num_q: int
+    num_k: int
+    heads: int
+    kv_heads: int
+    dim: int
+    v_dim: int
+
+    def allowed(self, device: torch.device) -> Tensor:
+        rows, columns = (torch.arange(n, device=device) for n in (self.num_q, self.num_k))
+        return self.cover.allowed(rows, columns)[None]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Memory as the loops give it: q in [B, S, H, D] order, k and v in one packed buffer [S, B, K, D + Dv]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+
+
+def packed(num_k: int, tile: Tile, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Views [B, K, S, D] and [B, K, S, Dv] of rows 8.. of one buffer, which are not dense in any dim but the last."""
+    buffer = like.new_full((num_k + 8, 2, tile.kv_heads, tile.dim + tile.v_dim), math.nan)
+    views = buffer[8:].permute(1, 2, 0, 3)
+    return views[..., : tile.dim], views[..., tile.dim :]
+
+
+def draw(tile: Tile, num_k: int, dtype: torch.dtype, device: str) -> Inputs:
+    generator = torch.Generator().manual_seed(num_k)
+    like = torch.empty(0, dtype=dtype, device=device)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+
+    q = normal(2, tile.num_q + 8, tile.heads, tile.dim)[:, 8:].transpose(1, 2)
+    dout = normal(2, tile.num_q, tile.heads, tile.v_dim).transpose(1, 2)
+    k, v = packed(num_k, tile, like)
+    k.copy_(normal(*k.shape))
+    v.copy_(normal(*v.shape))
+    return Inputs(q, k, v, dout)
+
+
+def ask(
+    forward: Callable,
+    backward: Callable,
+    tile: Tile,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    scale: float = SCALE,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Results of a kernel on the tile, and those of the dense formula.
+
+    Gradients are those of attention over the tile's keys *and* 24 others that all queries see: the tile is given the
+    out and lse of all keys. Its dq is compared with the whole dq less that of the other keys, from the formula.
+    """
+    own, other = draw(tile, tile.num_k, dtype, device), draw(tile, 24, dtype, device)
+    allowed = tile.allowed(own.q.device)
+    everything = torch.cat([allowed, allowed.new_ones(1, tile.num_q, 24)], dim=2)
+
+    want = dict(zip(("out", "lse"), dense_attention(own.q, own.k, own.v, allowed, scale), strict=True))
+    of_all = (own.q.clone(), torch.cat([own.k, other.k], 2), torch.cat([own.v, other.v], 2))
+    q, k, v = (x.double().requires_grad_() for x in of_all)
+    out, lse = dense_attention(q, k, v, everything, scale)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), own.dout.double())
+    out, lse = out.detach(), lse.detach()
+    group = tile.heads // tile.kv_heads
+    other_k, other_v = (x.double().repeat_interleave(group, 1) for x in (other.k, other.v))
+    probs = torch.exp(scale * q.detach() @ other_k.mT - lse[..., None])
+    dscores = own.dout.double() @ other_v.mT - (own.dout.double() * out).sum(-1, keepdim=True)
+    want |= {
+        "dq": dq - scale * (probs * dscores) @ other_k,
+        "dk": dk[:, :, : tile.num_k],
+        "dv": dv[:, :, : tile.num_k],
+    }
+
+    got = dict(zip(("out", "lse"), forward(own.q, own.k, own.v, tile.cover, scale), strict=True))
+    # the row slice of a larger lse, as for the second half of a rank's queries
+    lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    rows = torch.full((2, tile.heads, tile.num_q + 3), math.nan, dtype=lse_dtype, device=device)
+    rows[:, :, 3:] = lse
+    dk_view, dv_view = packed(tile.num_k, tile, own.q)
+    question = BackwardTile(
+        own.dout, own.q, own.k, own.v, out.to(dtype).transpose(1, 2).contiguous().transpose(1, 2), rows[:, :, 3:], None,
+        tile.cover, scale, dk_view, dv_view,
+    )  # fmt: skip
+    got |= dict(zip(("dq", "dk", "dv"), backward(question), strict=True))
+    got["buffers used"] = torch.tensor([got["dk"] is dk_view, got["dv"] is dv_view])
+    return got, want
+
+
+def check(got: dict[str, Tensor], want: dict[str, Tensor], buffers_used: tuple[bool, bool] = (True, True)) -> None:
+    assert got["buffers used"].tolist() == list(buffers_used)
+    for name, x in want.items():
+        assert got[name].shape == x.shape, name
+        assert gap(got[name], x) <= 1e-12, name
+
+
+# --- stand-ins
+
+
+class Calls(list):
+    """Arguments of every call, by name."""
+
+    def of(self, name: str) -> list[dict]:
+        return [arguments for called, arguments in self if called == name]
+
+
+def bottom_right(num_q: int, num_k: int, left: int | None, right: int | None) -> Tensor:
+    """bool [num_q, num_k], said as the packages say it."""
+    rows, columns = torch.arange(num_q)[:, None] + num_k - num_q, torch.arange(num_k)[None]
+    keep = torch.ones(num_q, num_k, dtype=torch.bool)
+    if left is not None:
+        keep &= columns >= rows - left
+    if right is not None:
+        keep &= columns <= rows + right
+    return keep
+
+
+def stand_in_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, keep: Tensor) -> tuple[Tensor, Tensor]:
+    """(out [B, S, H, Dv], lse [B, H, S]) of [B, S, H, D] inputs."""
+    assert all(x.stride(-1) == 1 for x in (q, k, v))
+    out, lse = dense_attention(*(x.transpose(1, 2) for x in (q, k, v)), keep[None], scale)
+    return out.transpose(1, 2), lse
+
+
+def stand_in_backward(dout, q, k, v, out, lse, scale: float, keep: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+    """Writes dq, dk, dv [B, S, H, D], from the out and lse it is given."""
+    assert all(x.stride(-1) == 1 for x in (dout, q, k, v, out, dq, dk, dv))
+    assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
+    group = q.shape[2] // k.shape[2]
+    keys, values = (x.repeat_interleave(group, 2) for x in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, keys) * scale
+    probs = torch.exp(scores.masked_fill(~keep, -math.inf) - lse[..., None])
+    delta = torch.einsum("bihd,bihd->bhi", dout, out)
+    dscores = probs * (torch.einsum("bihd,bjhd->bhij", dout, values) - delta[..., None]) * scale
+    dq.copy_(torch.einsum("bhij,bjhd->bihd", dscores, keys))
+    dk.copy_(torch.einsum("bhij,bihd->bjhd", dscores, q).unflatten(2, (-1, group)).sum(3))
+    dv.copy_(torch.einsum("bhij,bihd->bjhd", probs, dout).unflatten(2, (-1, group)).sum(3))
+
+
+def install(monkeypatch: pytest.MonkeyPatch, name: str, **functions: Callable) -> None:
+    """Put a module of that name, and the packages around it, where import finds them."""
+    flash_attn._can_be_found.cache_clear()
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        module = ModuleType(".".join(parts[:end]))
+        module.__spec__, module.__path__ = ModuleSpec(module.__name__, None, is_package=True), []
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for key, function in functions.items():
+        setattr(module, key, function)
+
+
+@pytest.fixture
+def calls() -> Calls:
+    return Calls()
+
+
+@pytest.fixture
+def fa4(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
+    def window(causal: bool, left: int | None, right: int | None) -> tuple[int | None, int | None]:
+        if left is not None and right is not None and left < 0 and right < 0:
+            left = right = None  # so the package says: both negative is no window at all
+        return left, 0 if causal else right
+
+    def forward(q, k, v, qv=None, *, softmax_scale, causal=False, window_size_left=None, window_size_right=None,
+                return_lse=False):  # fmt: skip
+        calls.append(("fwd", locals()))
+        left, right = window(causal, window_size_left, window_size_right)
+        keep = bottom_right(q.shape[1], k.shape[1], left, right)
+        out, lse = stand_in_forward(q, k, v, softmax_scale, keep)
+        return out, lse if return_lse else None, None, None, None
+
+    def backward(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
+                 window_size_right=None, *, deterministic=False, dq=None, dk=None, dv=None):  # fmt: skip
+        calls.append(("bwd", locals()))
+        assert q.shape[2] == k.shape[2] or q.shape[3] == v.shape[3], "GQA backward requires head_dim == head_dim_v"
+        dq, dk, dv = (torch.empty_like(x) if dx is None else dx for x, dx in ((q, dq), (k, dk), (v, dv)))
+        assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
+        left, right = window(causal, window_size_left, window_size_right)
+        keep = bottom_right(q.shape[1], k.shape[1], left, right)
+        stand_in_backward(dout, q, k, v, out, lse, softmax_scale, keep, dq, dk, dv)
+        return dq, dk, dv
+
+    install(monkeypatch, "flash_attn.cute.interface", _flash_attn_fwd=forward, _flash_attn_bwd=backward)
+
+
+_FA3_FORWARD = (
+    "fwd(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new=None, Tensor(v_new!)? v_new=None, Tensor? q_v=None, "
+    "Tensor(out!)? out=None, float? softmax_scale=None, bool is_causal=False, int window_size_left=-1, "
+    "int window_size_right=-1, int num_splits=0, int sm_margin=0) -> (Tensor(out!), Tensor, Tensor, Tensor)"
+)
+_FA3_BACKWARD = (
+    "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(dq!)? dq=None, "
+    "Tensor(dk!)? dk=None, Tensor(dv!)? dv=None, float? softmax_scale=None, bool is_causal=False, "
+    "int window_size_left=-1, int window_size_right=-1, float softcap=0.0, bool deterministic=False, int sm_margin=0) "
+)
+_FA3_RESULTS = {
+    "gradients and five more": "-> (Tensor(dq!), Tensor(dk!), Tensor(dv!), Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "five": "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+}
+
+
+@pytest.fixture
+def fa3(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, calls: Calls) -> Iterator[None]:
+    if flash_attn._fa3_registered():
+        pytest.skip("the operators themselves are registered here")
+
+    def forward(q, k, v, k_new=None, v_new=None, q_v=None, out=None, softmax_scale=None, is_causal=False,
+                window_size_left=-1, window_size_right=-1, num_splits=0, sm_margin=0):  # fmt: skip
+        calls.append(("fwd", locals()))
+        keep = bottom_right(q.shape[1], k.shape[1], None, 0 if is_causal else None)
+        out, lse = stand_in_forward(q, k, v, softmax_scale, keep)
+        return out, lse, q.new_empty(0), q.new_empty(0)
+
+    def backward(dout, q, k, v, out, softmax_lse, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False,
+                 window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0):  # fmt: skip
+        calls.append(("bwd", locals()))
+        assert softmax_lse.is_contiguous()
+        keep = bottom_right(q.shape[1], k.shape[1], None, 0 if is_causal else None)
+        stand_in_backward(dout, q, k, v, out, softmax_lse, softmax_scale, keep, dq, dk, dv)
+        others = tuple(q.new_empty(0) for _ in range(5))
+        return others if results == "five" else (dq, dk, dv, *others)
+
+    libraries, results = [], request.param if hasattr(request, "param") else "five"
+
+    def register() -> None:
+        library = torch.library.Library("flash_attn_3", "FRAGMENT")
+        libraries.append(library)
+        library.define(_FA3_FORWARD)
+        library.define(_FA3_BACKWARD + _FA3_RESULTS[results])
+        library.impl("fwd", forward, "CPU")
+        library.impl("bwd", backward, "CPU")
+
+    class Finder:
+        """Registers the operators when flash_attn_interface is imported, as importing that module does."""
+
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+            return ModuleSpec(name, Finder) if name == "flash_attn_interface" else None
+
+        @staticmethod
+        def create_module(spec: ModuleSpec) -> None:
+            return None
+
+        @staticmethod
+        def exec_module(module: ModuleType) -> None:
+            register()
+
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "flash_attn_interface", raising=False)
+    flash_attn._can_be_found.cache_clear()
+    yield
+    sys.modules.pop("flash_attn_interface", None)
+    for library in libraries:
+        library._destroy()
+    flash_attn._can_be_found.cache_clear()
+
+
+@pytest.fixture
+def fa2(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
+    def forward(q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+                return_softmax):  # fmt: skip
+        calls.append(("fwd", locals()))
+        keep = bottom_right(q.shape[1], k.shape[1], None, 0 if causal else None)
+        return *stand_in_forward(q, k, v, softmax_scale, keep), None, None
+
+    def backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
+                 window_size_right, softcap, alibi_slopes, deterministic, rng_state=None):  # fmt: skip
+        calls.append(("bwd", locals()))
+        assert softmax_lse.is_contiguous()
+        keep = bottom_right(q.shape[1], k.shape[1], None, 0 if causal else None)
+        stand_in_backward(dout, q, k, v, out, softmax_lse, softmax_scale, keep, dq, dk, dv)
+        return softmax_lse
+
+    name = "flash_attn.flash_attn_interface"
+    install(monkeypatch, name, _flash_attn_forward=forward, _flash_attn_backward=backward)
+
+
+@pytest.fixture(autouse=True)
+def _forget_what_is_installed() -> Iterator[None]:
+    yield
+    flash_attn._can_be_found.cache_clear()
+
+
+# --- on the CPU
+
+BANDS = {
+    "full": FULL,
+    "causal": CAUSAL,
+    "strict": Band(1, None),
+    "causal with older keys": Band(-5, None),
+    "rows without keys": Band(9, None),
+    "window": Band(0, 3),
+    "window around": Band(-2, 4),
+    "window before": Band(2, 6),
+    "window after": Band(-7, -3),
+    "upper triangle": Band(None, 0),
+    "last rows without keys": Band(None, -9),
+}
+SHAPES = ((16, 16), (16, 11), (11, 16), (1, 16), (16, 1))
+HEADS = ((2, 2), (4, 2), (3, 1))
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("band", BANDS.values(), ids=BANDS)
+def test_fa4_takes_every_band(fa4, calls, band, heads) -> None:
+    for num_q, num_k in SHAPES:
+        tile = Tile(band, num_q, num_k, *heads, 16, 16)
+        if tile.allowed(torch.device("cpu")).any():
+            check(*ask(flash_attn._fa4_forward, flash_attn._fa4_backward, tile, torch.float64))
+    assert len(calls.of("fwd")) == len(calls.of("bwd")) >= 1
+
+
+def test_fa4_is_told_the_fewest_bounds(fa4, calls) -> None:
+    """A bound that is not there must be None: it is part of what the package compiles for."""
+    cases = {FULL: (None, None), CAUSAL: (None, -5), Band(-5, None): (None, 0), Band(1, 3): (8, -6)}
+    for band, window in cases.items():
+        ask(flash_attn._fa4_forward, flash_attn._fa4_backward, Tile(band, 11, 16, 2, 2, 8, 8), torch.float64)
+        for name, arguments in calls[-2:]:
+            assert (arguments["window_size_left"], arguments["window_size_right"]) == window, (band, name)
+            assert arguments["causal"] is False
+
+
+def test_fa4_refuses_empty_bands(fa4) -> None:
+    """Both bounds negative would mean no window at all to the package."""
+    tile = Tile(Band(3, 1), 8, 8, 1, 1, 8, 8)
+    with pytest.raises(AssertionError, match="no empty tiles"):
+        ask(flash_attn._fa4_forward, flash_attn._fa4_backward, tile, torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("heads", "dims", "widths"),
+    [
+        ((2, 2), (192, 128), [(192, 128), (192, 128)]),
+        ((4, 2), (192, 128), [(192, 128), (192, 192)]),
+        ((2, 2), (16, 24), [(24, 24), (24, 24)]),
+        ((4, 2), (24, 16), [(24, 24), (24, 24)]),
+        ((4, 2), (16, 24), [(24, 24), (24, 24)]),
+    ],
+    ids=str,
+)
+def test_fa4_head_dims_that_differ(fa4, calls, heads, dims, widths) -> None:
+    """Pairs of head dims for which the package has no kernel are widened with zeros."""
+    tile = Tile(Band(-2, 6), 9, 12, *heads, *dims)
+    used = (dims[0] == widths[1][0], dims[1] == widths[1][1])  # a buffer that is as wide as what is written
+    check(*ask(flash_attn._fa4_forward, flash_attn._fa4_backward, tile, torch.float64), used)
+    assert [(a["q"].shape[3], a["v"].shape[3]) for _, a in calls] == widths
+
+
+SQUARES = [
+    Tile(cover, num_q, num_k, *heads, 16, 16)
+    for heads in HEADS
+    for cover, num_q, num_k in ((FULL, 12, 12), (FULL, 5, 12), (FULL, 12, 5), (CAUSAL, 12, 12), (CAUSAL, 1, 1))
+]
+
+
+@pytest.mark.parametrize("tile", SQUARES, ids=str)
+@pytest.mark.parametrize("fa3", _FA3_RESULTS, indirect=True)
+def test_fa3(fa3, calls, tile) -> None:
+    check(*ask(flash_attn._fa3_forward, flash_attn._fa3_backward, tile, torch.float64))
+    (forward,), (backward,) = calls.of("fwd"), calls.of("bwd")
+    assert forward["num_splits"] == 1  # 0 leaves it to a heuristic
+    for arguments in (forward, backward):
+        assert arguments["window_size_left"] == arguments["window_size_right"] == -1
+        assert arguments["is_causal"] is (tile.cover == CAUSAL)
+
+
+@pytest.mark.parametrize("tile", SQUARES, ids=str)
+def test_fa2(fa2, calls, tile) -> None:
+    check(*ask(flash_attn._fa2_forward, flash_attn._fa2_backward, tile, torch.float64))
+    for _, arguments in calls:
+        assert arguments["window_size_left"] == arguments["window_size_right"] == -1
+        assert arguments["causal"] is (tile.cover == CAUSAL)
+        assert arguments["dropout_p"] == arguments["softcap"] == 0.0
+
+
+PAIRS = {
+    "fa4": (flash_attn._fa4_forward, flash_attn._fa4_backward),
+    "fa3": (flash_attn._fa3_forward, flash_attn._fa3_backward),
+    "fa2": (flash_attn._fa2_forward, flash_attn._fa2_backward),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_inputs_are_passed_as_views(name, request, calls) -> None:
+    """No kernel needs a copy of q, k, v, out or dout, however they lie in memory."""
+    request.getfixturevalue(name)
+    tile, seen = Tile(CAUSAL, 12, 12, 4, 2, 16, 16), {}
+    forward, backward = PAIRS[name]
+
+    def spy(question: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
+        seen.update(vars(question))
+        return backward(question)
+
+    ask(forward, spy, tile, torch.float64)
+    for called, arguments in calls:
+        for tensor in ("q", "k", "v") if called == "fwd" else ("q", "k", "v", "out", "dout", "dk", "dv"):
+            assert arguments[tensor].data_ptr() == seen[tensor].data_ptr(), tensor
+            assert arguments[tensor].stride() == seen[tensor].transpose(1, 2).stride(), tensor
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_buffers_that_cannot_be_written(name, request) -> None:
+    """None given, rows off the 16-byte grid, a start off it: the kernel's own tensors come back, and are right."""
+    request.getfixturevalue(name)
+    tile = Tile(CAUSAL, 6, 6, 2, 1, 16, 16)
+    forward, backward = PAIRS[name]
+
+    def shifted(view: Tensor) -> Tensor:
+        return view.new_empty(view.numel() + 1)[1:].view(view.shape)
+
+    def ragged(view: Tensor) -> Tensor:
+        return view.new_empty(*view.shape[:-1], 17)[..., :16]
+
+    for change in (lambda view: None, shifted, ragged):
+
+        def with_buffers(t: BackwardTile, change=change) -> tuple[Tensor, Tensor, Tensor]:
+            t = replace(t, dk=change(t.dk), dv=change(t.dv))
+            dq, dk, dv = backward(t)
+            assert dk is not t.dk and dv is not t.dv
+            return dq, dk, dv
+
+        check(*ask(forward, with_buffers, tile, torch.float64), buffers_used=(False, False))
+
+
+REQUEST = Request("cuda", (9, 0), torch.bfloat16, frozenset({"full", "causal"}), 128, 128, False, False, 64)
+LACKS = {
+    flash_attn.FA4: ("fa4", "package flash_attn.cute (pip install cp_mesh[flash])"),
+    flash_attn.FA3: ("fa3", "operators torch.ops.flash_attn_3"),
+    flash_attn.FA2_PACKAGE: ("fa2", "package flash_attn.flash_attn_interface (pip install flash-attn)"),
+}
+each_kernel = pytest.mark.parametrize("kernel", LACKS, ids=lambda kernel: kernel.name)
+
+
+@each_kernel
+def test_absent_packages_are_named(kernel, monkeypatch) -> None:
+    if flash_attn._fa3_registered():
+        pytest.skip("the operators themselves are registered here")
+    for name in ("flash_attn", "flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, name, None)
+    flash_attn._can_be_found.cache_clear()
+    (lacking,) = shortfalls(kernel.capability, REQUEST)
+    assert lacking.startswith(LACKS[kernel][1])
+
+
+@each_kernel
+def test_packages_that_are_there_are_found(kernel, request) -> None:
+    request.getfixturevalue(LACKS[kernel][0])
+    assert shortfalls(kernel.capability, REQUEST) == []
+    (other,) = shortfalls(kernel.capability, replace(REQUEST, deterministic=True))
+    assert other == "a deterministic backward"
+
+
+def test_windows_and_machines() -> None:
+    def lacks(kernel, **changes) -> list[str]:
+        return shortfalls(replace(kernel.capability, lacking=lambda: None), replace(REQUEST, **changes))
+
+    windows = {"covers": frozenset({"window"})}
+    assert lacks(flash_attn.FA4, **windows) == []
+    assert lacks(flash_attn.FA3, **windows) and lacks(flash_attn.FA2_PACKAGE, **windows)
+    assert lacks(flash_attn.FA4, v_head_dim=64) == []
+    assert lacks(flash_attn.FA3, v_head_dim=64) and lacks(flash_attn.FA2_PACKAGE, v_head_dim=64)
+    for machine in ((8, 0), (10, 0)):
+        assert lacks(flash_attn.FA3, compute_capability=machine) and lacks(flash_attn.FA4, compute_capability=machine)
+
+
+def test_nothing_is_imported_before_it_is_called(tmp_path) -> None:
+    """Packages that fail on import: cp_mesh imports without them, and finds them without importing them."""
+    for package in ("flash_attn", "flash_attn/cute", "flash_attn_interface"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("raise SystemExit('imported')")
+    (tmp_path / "flash_attn" / "flash_attn_interface.py").write_text("raise SystemExit('imported')")
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import cp_mesh\n"
+        "from cp_mesh.kernels import flash_attn as f\n"
+        "found = [k.capability.lacking() for k in (f.FA4, f.FA3, f.FA2_PACKAGE)]\n"
+        "assert found == [None] * 3, found\n"
+        "assert not any('flash_attn' in name and not name.startswith('cp_mesh') for name in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_package_without_the_module_is_not_enough(tmp_path, monkeypatch) -> None:
+    """flash-attn installs flash_attn without flash_attn.cute."""
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    flash_attn._can_be_found.cache_clear()
+    assert not flash_attn._installed("flash_attn.cute")
+    assert flash_attn._installed("flash_attn")
+
+
+# --- on a GPU
+
+GPU_BANDS = {
+    **{name: BANDS[name] for name in ("full", "causal", "strict")},
+    "strict with older keys": Band(-40, None),
+    "blocks of rows without keys": Band(170, None),
+    "window": Band(0, 70),
+    "window before": Band(5, 40),
+    "window after": Band(-90, -3),
+    "wide window": Band(-100, 200),
+    "upper triangle": Band(None, 0),
+    "last blocks of rows without keys": Band(None, -170),
+}
+GPU_SHAPES = ((300, 300), (300, 190), (190, 301), (1, 129))
+
+
+def gpu_pair(kernel) -> tuple[Callable, Callable]:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    here = replace(REQUEST, compute_capability=torch.cuda.get_device_capability())
+    if missing := shortfalls(kernel.capability, here):
+        pytest.skip(f"{kernel.name} lacks {', '.join(missing)}")
+    return PAIRS[LACKS[kernel][0]]
+
+
+def close(got: dict[str, Tensor], want: dict[str, Tensor], what: object) -> None:
+    """RMS errors of each head's blocks of 64 rows, against 2⁻⁸ of rounding in each of P, out, dS and the result."""
+    assert got["buffers used"].all()
+    assert torch.equal(got["lse"] == -math.inf, want["lse"] == -math.inf), what
+    for name, exact in want.items():
+        x = got[name].double()
+        if name == "lse":
+            seen = exact > -math.inf
+            assert ((x - exact)[seen].abs() <= 1e-4 * (1 + exact[seen].abs())).all(), (what, name)
+            continue
+        assert x.isfinite().all(), (what, name)
+        if name == "out":
+            assert (x[want["lse"] == -math.inf] == 0).all(), what
+        for part, part_exact in zip(x.split(64, 2), exact.split(64, 2), strict=True):
+            error, signal = ((y.square().mean(dim=(2, 3)).sqrt()) for y in (part - part_exact, part_exact))
+            assert (error <= 2**-6 * signal + 2**-8 * exact.square().mean().sqrt()).all(), (what, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("band", GPU_BANDS.values(), ids=GPU_BANDS)
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=str)
+def test_fa4_on_gpu_takes_every_band(band, heads) -> None:
+    pair = gpu_pair(flash_attn.FA4)
+    for num_q, num_k in GPU_SHAPES:
+        tile = Tile(band, num_q, num_k, *heads, 128, 128)
+        if tile.allowed(torch.device("cpu")).any():
+            close(*ask(*pair, tile, torch.bfloat16, "cuda", tile.dim**-0.5), tile)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", [(64, 64), (256, 256), (192, 128), (64, 128)], ids=str)
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=str)
+def test_fa4_on_gpu_takes_head_dims(dims, heads) -> None:
+    forward, backward = gpu_pair(flash_attn.FA4)
+    for band in (CAUSAL, Band(-40, 100)):
+        tile = Tile(band, 200, 200, *heads, *dims)
+        got, want = ask(forward, backward, tile, torch.float16, "cuda", tile.dim**-0.5)
+        got["buffers used"] = torch.ones(2)  # not where head dims are widened
+        close(got, want, tile)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", [flash_attn.FA3, flash_attn.FA2_PACKAGE], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_squares_on_gpu(kernel, heads, dim) -> None:
+    pair = gpu_pair(kernel)
+    for num_q, num_k in GPU_SHAPES:
+        tile = Tile(FULL, num_q, num_k, *heads, dim, dim)
+        close(*ask(*pair, tile, torch.bfloat16, "cuda", tile.dim**-0.5), tile)
+    for length in (300, 64, 1):
+        tile = Tile(CAUSAL, length, length, *heads, dim, dim)
+        close(*ask(*pair, tile, torch.bfloat16, "cuda", tile.dim**-0.5), tile)
+
+
+@pytest.mark.gpu
+@each_kernel
+def test_a_call_can_be_captured(kernel) -> None:
+    """No call waits for the device or copies to it from the host, once its variant is compiled."""
+    forward, backward = gpu_pair(kernel)
+    tile = Tile(CAUSAL, 256, 256, 4, 2, 128, 128)
+    question: dict[str, BackwardTile] = {}
+
+    def remember(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
+        question["tile"] = t
+        return backward(t)
+
+    got, want = ask(forward, remember, tile, torch.bfloat16, "cuda", tile.dim**-0.5)
+    t = question["tile"]
+    t.dk.zero_(), t.dv.zero_()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = forward(t.q, t.k, t.v, t.cover, t.scale)
+        dq, dk, dv = backward(t)
+    graph.replay()
+    torch.cuda.synchronize()
+    captured = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv, "buffers used": got["buffers used"]}
+    close(captured, want, kernel.name)

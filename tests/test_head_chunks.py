@@ -1,0 +1,78 @@
+"""Heads in chunks: the same numbers to the bit, one pass a chunk, smaller buffers; and what is chosen by itself."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from cases import LAYOUTS
+from dense import make_qkv
+from ranks import mesh
+from recording import recording
+from torch import Tensor
+
+import cp_mesh
+from cp_mesh import ArgumentError, Mask, ZigZag, plan
+
+B, H, K, S, D, E = 2, 8, 4, 26, 6, 4
+
+
+def local_inputs(rank: int, name: str, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    rows = LAYOUTS[name](S).positions(S, 2, rank)
+    return [x[:, :, rows].requires_grad_() for x in make_qkv(B, H, K, S, D, E, dtype=dtype)]
+
+
+def chunked(rank: int, name: str, chunks: list[int | None]) -> list[tuple[list[Tensor], list[int]]]:
+    """out, lse, dq, dk, dv, and the bytes of every message, by number of chunks."""
+    axis, results = mesh((2,), ("cp",)), []
+    for num_chunks in chunks:
+        q, k, v, dout = local_inputs(rank, name)
+        with recording(axis) as notes:
+            out, lse = cp_mesh.attention(
+                q, k, v, mesh=axis, layout=LAYOUTS[name](S), seq_len=S, head_chunks=num_chunks, return_lse=True
+            )
+            grads = torch.autograd.grad((out, lse), (q, k, v), (dout, lse.detach()))
+        assert not notes.problems, notes.problems
+        assert all(x.is_contiguous() for x in (out, lse, *grads))
+        results.append(([out.detach(), lse.detach(), *grads], [sent.bytes_received for sent in notes.sent]))
+    return results
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_results_are_equal_to_the_bit(pool, name):
+    for results in pool(2).run(chunked, name, [1, 2, 4, None]):
+        whole, bytes_of_whole = results[0]
+        for (got, received), num_chunks in zip(results, (1, 2, 4, 1), strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(got, whole, strict=True))
+            assert len(received) == num_chunks * len(bytes_of_whole)  # the option is obeyed
+            assert sum(received) == sum(bytes_of_whole) and max(received) * num_chunks == max(bytes_of_whole)
+
+
+def test_chunks_keep_the_sequence_of_a_chunk_within_the_budget():
+    q = torch.empty(1, 8, 64, 16, dtype=torch.bfloat16)
+    k = torch.empty(1, 4, 64, 16, dtype=torch.bfloat16)
+    total = 128 * 4 * 32 * 2  # bytes of K and V of 128 tokens
+    for budget, wanted in ((total, 1), (total - 1, 2), (total // 2, 2), (total // 2 - 1, 4), (1, 4)):
+        with mock.patch.object(plan, "CHUNK_BYTES", budget):
+            assert plan._head_chunks(0, q, k, k, 128) == wanted
+    assert plan._head_chunks(0, q, k, k, 128) == 1
+    assert plan._head_chunks(2, q, k, k, 128) == 2
+
+
+def refused(rank: int) -> list[str]:
+    axis, words = mesh((2,), ("cp",)), []
+    for head_chunks in (3, 0, 2.0, True):
+        q, k, v, _ = local_inputs(rank, "zigzag")
+        try:
+            cp_mesh.attention(q, k, v, mesh=axis, layout=ZigZag(), mask=Mask(), seq_len=S, head_chunks=head_chunks)
+        except ArgumentError as error:
+            words.append(str(error))
+    return words
+
+
+def test_what_cannot_be_divided_is_refused(pool):
+    for words in pool(2).run(refused):
+        assert len(words) == 4
+        assert words[0] == "head_chunks: expected a divisor of the 4 kv heads, got 3; head_chunks=2"
+        assert all(word.startswith("head_chunks: expected a positive int or None, got") for word in words[1:])

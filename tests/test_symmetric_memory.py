@@ -1,0 +1,460 @@
+"""The transport over symmetric memory: against the functional one, bit for bit, on GPUs and on a CPU double.
+
+    torchrun --nproc-per-node 2 tests/test_symmetric_memory.py     # all GPU checks, a line each; exits 1 on a failure
+    TORCH_CUDA_SANITIZER=1 torchrun ... --only stalled             # CUDA's stream sanitizer watches a small case
+    pytest tests/test_symmetric_memory.py                          # the CPU double; the GPU checks where there are GPUs
+
+Both transports give a kernel the same rows in the same order, so their results are equal to the bit, and any
+difference is a race or a wrong address. The double puts each rank's memory into a file that all ranks map; its
+barrier is gloo's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+import time
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import LAYOUTS, make_mask
+from checks import report
+from dense import make_qkv
+from poison import poisoned
+from ranks import device, mesh
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # torchrun of a checkout that is not installed
+
+import cp_mesh
+from cp_mesh import Contiguous, Mask, Striped, ZigZag
+from cp_mesh.errors import UnsupportedError
+from cp_mesh.transport import choose_transport
+from cp_mesh.transport import symmetric_memory as symmetric
+from cp_mesh.transport.packing import Packing
+
+TRANSPORTS = ("functional", "symmetric_memory")
+
+
+class FileWorkspace:
+    """A rank's memory is a file that every rank maps."""
+
+    captured = False
+
+    def __init__(self, group: dist.ProcessGroup, folder: Path, name: str, nbytes: int) -> None:
+        self.nbytes, self._group = nbytes, group
+        paths = [folder / f"{name}-{nbytes}-{rank}" for rank in range(group.size())]
+        paths[group.rank()].write_bytes(b"\xff" * nbytes)  # NaN in every floating dtype
+        dist.barrier(group)
+        self._memory = [torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8) for path in paths]
+        dist.barrier(group)
+
+    def rows(self, rank: int, offset: int, num_rows: int, packing: Packing) -> Tensor:
+        part = self._memory[rank][offset : offset + num_rows * packing.row_bytes]
+        return part.view(packing.dtype).view(num_rows, packing.features)
+
+    def barrier(self, channel: int) -> None:
+        dist.barrier(self._group)
+        nap()
+
+
+class HostLane:
+    """Work of a lane is done where it is begun, after a nap of random length: other ranks get ahead."""
+
+    def fork(self) -> None:
+        pass
+
+    def entered(self) -> Any:
+        nap()
+        return nullcontext()
+
+    def mark(self) -> None:
+        pass
+
+    def wait(self, mark: None) -> None:
+        pass
+
+    def join(self) -> None:
+        pass
+
+
+def nap() -> None:
+    time.sleep(random.choice((0.0, 0.0, 0.002)))
+
+
+class FileMemory:
+    """`symmetric_memory.GroupMemory` on files."""
+
+    def __init__(self, group: dist.ProcessGroup, folder: Path) -> None:
+        self._group, self._folder, self._workspaces = group, folder, {}
+        self.pulls, self.pushes = HostLane(), HostLane()
+
+    def begin(self) -> None:
+        pass
+
+    def workspace(self, purpose: str, nbytes: int) -> FileWorkspace:
+        workspace = self._workspaces.get(purpose)
+        if workspace is None or workspace.nbytes < nbytes:
+            workspace = self._workspaces[purpose] = FileWorkspace(self._group, self._folder, purpose, nbytes)
+        return workspace
+
+
+@contextmanager
+def double(group: dist.ProcessGroup, folder: str) -> Iterator[None]:
+    """While open, this group of CPU ranks has symmetric memory."""
+    with (
+        mock.patch("cp_mesh.transport.unavailable", return_value=None),
+        mock.patch.dict(symmetric._MEMORY.data, clear=True),
+    ):
+        symmetric._MEMORY[group] = FileMemory(group, Path(folder))  # type: ignore[assignment]
+        yield
+
+
+def attend(inputs: list[Tensor], axis: Any, transport: str, **options: Any) -> list[Tensor]:
+    """out, lse or None, dq, dk, dv of local inputs."""
+    q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
+    out = cp_mesh.attention(q, k, v, mesh=axis, transport=transport, **options)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3])]
+
+
+def compare(what: str, inputs: list[Tensor], axis: Any, **options: Any) -> list[str]:
+    """A forward of other rows, then a forward and backward, with no other collective between them."""
+    results = []
+    for transport in TRANSPORTS:
+        with torch.no_grad():
+            others = [-2 * x for x in inputs[:3]]
+            before = cp_mesh.attention(*others, mesh=axis, transport=transport, **options)
+        results.append([before, *attend(inputs, axis, transport, **options)])
+    return different(what, *results)
+
+
+def different(what: str, wanted: list[Tensor], got: list[Tensor]) -> list[str]:
+    names = ("out", "dq", "dk", "dv") if len(wanted) == 4 else ("out before", "out", "dq", "dk", "dv")
+    return [
+        f"{what}: {name} differs at {(a != b).sum()} of {a.numel()} elements, by {(a - b).abs().max():.1e}"
+        for name, a, b in zip(names, wanted, got, strict=False)
+        if not (close(a, b) if name == "dq" and a.is_cuda else torch.equal(a, b)) or not a.isfinite().all()
+    ]
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    """dq of the CUDA kernels is summed by atomics, in any order, so some elements round the other way.
+
+    These change the norm by 1e-5; one wrong row of thousands, by 1e-2.
+    """
+    return bool((a - b).double().norm() <= 1e-3 * a.double().norm())
+
+
+def on_files(rank: int, folder: str, cases: list[tuple[str, str, int, dict[str, Any]]]) -> list[str]:
+    size = dist.get_world_size()
+    axis, problems = mesh((size,), ("cp",)), []
+    random.seed(rank)
+    with double(axis.get_group(), folder):
+        for name, mask, S, options in cases:
+            layout = LAYOUTS[name](S)
+            rows = layout.positions(S, size, rank)
+            inputs = [x[:, :, rows] for x in make_qkv(2, *options.get("heads", (6, 3)), S, 5, 4)]
+            extra = {key: value for key, value in options.items() if key != "heads"}
+            problems += compare(
+                f"{name}, {mask}, S={S}, {options}", inputs, axis, layout=layout, mask=make_mask(mask, 2, S), seq_len=S,
+                **extra,
+            )  # fmt: skip
+    return problems
+
+
+@pytest.mark.parametrize("cp_size", (2, 3, 4))
+def test_every_layout_and_mask(pool, cp_size):
+    """On the double. Shapes shrink and grow from call to call, so stale rows of a call before would be read."""
+    masks = ("causal", "full", "window", "prefix", "documents", "no key at all")
+    cases = [(layout, mask, S, {}) for layout in LAYOUTS for mask in masks for S in (31, 0, 47)]
+    random.Random(cp_size).shuffle(cases)
+    # kv heads as many as query heads: the backward moves queries. Chunks: one pass each, through the same memory.
+    cases += [(layout, "causal", 29, {"heads": (4, 4)}) for layout in LAYOUTS]
+    cases += [("zigzag", "causal", 29, {"heads": (8, 4), "head_chunks": chunks}) for chunks in (1, 2, 4)]
+    with tempfile.TemporaryDirectory() as folder:
+        report(pool(cp_size).run(on_files, folder, cases, timeout=120.0))
+
+
+MUTANTS = {
+    "rows are written before peers have read the last ones": ("workspace.barrier(_MAIN)\n        packing", "packing"),
+    "rows are pulled before they are written": ("tensors)\n        workspace.barrier(_MAIN)\n", "tensors)\n"),
+    "slots are summed before they are complete": ("self._workspace.barrier(_PUSHED)", "pass"),
+}
+
+
+def mutated(rank: int, folder: str, old: str, new: str) -> int:
+    """How many results are wrong on this rank when the source has ``new`` for ``old``."""
+    path = Path(symmetric.__file__)
+    source = path.read_text()
+    assert source.count(old) == 1, f"{old!r} is there {source.count(old)} times: bring MUTANTS up to date"
+    module = types.ModuleType("cp_mesh.transport.symmetric_memory_mutant")
+    exec(compile(source.replace(old, new), str(path), "exec"), module.__dict__)
+    cases = [(name, "causal", 31 + i, {}) for i, name in enumerate(("zigzag", "striped", "contiguous") * 8)]
+    with (
+        mock.patch("cp_mesh.transport.SymmetricTransport", module.SymmetricTransport),
+        mock.patch.object(symmetric, "_MEMORY", module._MEMORY),
+    ):
+        return len(on_files(rank, folder, cases))
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_missing_barrier_is_found(pool, mutant):
+    """Naps on the ranks give a race room: the checks above would see it."""
+    with tempfile.TemporaryDirectory() as folder:
+        assert sum(pool(3).run(mutated, folder, *MUTANTS[mutant], timeout=120.0)) > 0
+
+
+def chosen(rank: int) -> tuple[str, str]:
+    group = mesh((2,), ("cp",)).get_group()
+    try:
+        choose_transport("symmetric_memory", group, torch.device("cpu"))
+    except UnsupportedError as error:
+        return choose_transport("auto", group, torch.device("cpu")), str(error)
+    raise AssertionError("not refused")
+
+
+def test_cpu_ranks_have_none(pool):
+    for name, error in pool(2).run(chosen):
+        assert name == "functional"
+        assert error == (
+            "transport='symmetric_memory': it joins CUDA devices, the tensors are on cpu; transport='functional' works"
+        )
+
+
+# GPU checks. Each returns what is wrong, on every rank.
+
+S, D = 1024, 64
+
+
+def local_inputs(S_local: int, heads: tuple[int, int] = (8, 2), seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator(device()).manual_seed(1000 * seed + dist.get_rank())
+    shapes = [(1, n, S_local, D) for n in (heads[0], heads[1], heads[1], heads[0])]
+    return [torch.randn(s, generator=generator, device=device(), dtype=torch.bfloat16) for s in shapes]
+
+
+def gpu_axis() -> Any:
+    return mesh((dist.get_world_size(),), ("cp",))
+
+
+def check_two_hundred_calls() -> list[str]:
+    """Back to back, of changing shapes, layouts and heads, no wait between them; results compared at the end."""
+    axis, problems, pending = gpu_axis(), [], []
+    draw = random.Random(7)
+    for call in range(200):
+        length = 128 * draw.randint(1, 16)
+        heads = draw.choice([(8, 2), (4, 4), (6, 3)])
+        layout = draw.choice([ZigZag(), Striped(), Contiguous()])
+        options = {"layout": layout, "mask": Mask(causal=draw.random() < 0.7), "head_chunks": draw.choice([None, 1])}
+        inputs = local_inputs(length, heads, seed=call)
+        got = attend(inputs, axis, TRANSPORTS[1], **options)
+        pending.append((f"call {call}: {length} {heads} {options}", inputs, options, got))
+    for what, inputs, options, got in pending:
+        problems += different(what, attend(inputs, axis, TRANSPORTS[0], **options), got)
+    return problems
+
+
+def _sleeping(lane: Any, cycles: Callable[[], int]) -> Any:
+    entered = lane.entered
+
+    @contextmanager
+    def slow() -> Iterator[None]:
+        with entered():
+            torch.cuda._sleep(cycles())
+            yield
+
+    return slow
+
+
+def check_stalled() -> list[str]:
+    """Sleeps of random length on the caller's stream and on both side streams, different on every rank."""
+    axis, problems = gpu_axis(), []
+    draw = random.Random(dist.get_rank())
+    attend(local_inputs(S), axis, TRANSPORTS[1])
+    memory = symmetric._MEMORY[axis.get_group()]
+
+    def cycles() -> int:
+        return draw.choice([0, 100_000, 2_000_000])
+
+    with (
+        mock.patch.object(memory.pulls, "entered", _sleeping(memory.pulls, cycles)),
+        mock.patch.object(memory.pushes, "entered", _sleeping(memory.pushes, cycles)),
+    ):
+        for call in range(8):
+            inputs = local_inputs(S // (1 + call % 3), seed=call)
+            wanted = attend(inputs, axis, TRANSPORTS[0])
+            torch.cuda._sleep(cycles())
+            first = attend(inputs, axis, TRANSPORTS[1])
+            torch.cuda._sleep(cycles())
+            second = attend(inputs, axis, TRANSPORTS[1])
+            problems += different(f"stalled call {call}", wanted, first)
+            problems += different(f"stalled call {call}, again", wanted, second)
+    return problems
+
+
+def check_layers_and_checkpointing() -> list[str]:
+    """Three layers of different heads in flight, their backwards in reverse; with recompute in the backward."""
+    axis, problems = gpu_axis(), []
+
+    def model(x: Tensor, transport: str, recompute: bool) -> Tensor:
+        for heads in ((8, 2), (8, 8), (8, 4)):
+
+            def layer(x: Tensor, heads: tuple[int, int] = heads) -> Tensor:
+                k, v = x[:, : heads[1]] * 0.5, x[:, : heads[1]] * 0.25
+                return x + cp_mesh.attention(x, k, v, mesh=axis, transport=transport)
+
+            x = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
+        return x
+
+    for recompute in (False, True):
+        x, *_, dout = local_inputs(S, (8, 8))
+        results = []
+        for transport in TRANSPORTS:
+            leaf = x.detach().requires_grad_()
+            out = model(leaf, transport, recompute)
+            results.append([out.detach(), *torch.autograd.grad(out, leaf, dout)])
+        problems += different(f"layers, recompute={recompute}", *results)
+    return problems
+
+
+def check_graph() -> list[str]:
+    """A captured forward and backward, replayed on new inputs, between eager calls of other shapes that grow memory."""
+    axis, problems = gpu_axis(), []
+    for heads in ((8, 2), (4, 4)):
+        static = local_inputs(S, heads)
+        attend(static, axis, TRANSPORTS[1])
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = attend(static, axis, TRANSPORTS[1])
+        for replay in range(4):
+            fresh = local_inputs(S, heads, seed=replay + 1)
+            for x, new in zip(static, fresh, strict=True):
+                x.copy_(new)
+            graph.replay()
+            got = [x.clone() for x in results]
+            problems += different(f"replay {replay}, {heads}", attend(fresh, axis, TRANSPORTS[0]), got)
+            other = local_inputs(S + 256 * replay, heads, seed=replay)
+            problems += compare(f"eager after replay {replay}", other, axis)
+    return problems
+
+
+def check_streams() -> list[str]:
+    """Calls on streams of the caller's, one after the other in turns, with nothing but the memory to order them."""
+    axis, problems, pending = gpu_axis(), [], []
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for call in range(8):
+        inputs = local_inputs(S - 128 * (call % 3), seed=call)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(streams[call % 2]):
+            torch.cuda._sleep(1_000_000 * (call % 3))
+            pending.append((inputs, attend(inputs, axis, TRANSPORTS[1])))
+    torch.cuda.synchronize()
+    for call, (inputs, got) in enumerate(pending):
+        problems += different(f"stream call {call}", attend(inputs, axis, TRANSPORTS[0]), got)
+    return problems
+
+
+def check_exceptions() -> list[str]:
+    """A kernel that raises on all ranks in mid-call leaves nothing behind: the next calls are right."""
+    from cp_mesh.kernels.merge import MergingForward, SummingBackward
+
+    axis, problems = gpu_axis(), []
+    for target in (MergingForward, SummingBackward):
+        for fails_at in (1, 2):
+            inputs, steps, real = local_inputs(S, seed=fails_at), [], target.step
+
+            def step(self: Any, *args: Any, steps: list[int] = steps, real: Any = real, at: int = fails_at) -> Any:
+                steps.append(1)
+                if len(steps) == at:
+                    raise RuntimeError("planted")
+                return real(self, *args)
+
+            with mock.patch.object(target, "step", step):
+                try:
+                    attend(inputs, axis, TRANSPORTS[1])
+                    problems.append("the planted error was swallowed")
+                except RuntimeError as error:
+                    if "planted" not in str(error):
+                        raise
+            problems += compare(f"after an exception in {target.__name__}", inputs, axis)
+    return problems
+
+
+def check_capture_refusals() -> list[str]:
+    """A capture that would have to grow the memory is refused with the way out."""
+    axis, problems = gpu_axis(), []
+    large = local_inputs(16 * S)
+    with mock.patch.object(symmetric, "_MEMORY", type(symmetric._MEMORY)()):
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                attend(large, axis, TRANSPORTS[1])
+            problems.append("a capture that grows memory was not refused")
+        except Exception as error:  # the capture's own error may wrap it
+            text = f"{error} {error.__cause__} {error.__context__}"
+            if "run one forward and backward" not in text:
+                problems.append(f"refused with other words: {text}")
+    torch.cuda.synchronize()
+    return problems + compare("after a refused capture", local_inputs(S), axis)
+
+
+CHECKS: dict[str, Callable[[], list[str]]] = {
+    "two hundred calls": check_two_hundred_calls,
+    "stalled": check_stalled,
+    "layers and checkpointing": check_layers_and_checkpointing,
+    "graph": check_graph,
+    "streams": check_streams,
+    "exceptions": check_exceptions,
+    "capture refusals": check_capture_refusals,
+}
+
+
+def on_gpus(rank: int, name: str) -> list[str]:
+    with poisoned():
+        problems = CHECKS[name]()
+        symmetric.release(gpu_axis().get_group())
+    return problems
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_gpus(pool, name):
+    report(pool(2, "nccl").run(on_gpus, name, timeout=300.0))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS))
+    args = parser.parse_args()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    failed = False
+    for name in args.only:
+        begin = time.perf_counter()
+        problems = on_gpus(dist.get_rank(), name)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, problems)
+        wrong = [f"rank {rank}: {problem}" for rank, some in enumerate(everyone) for problem in some]
+        failed |= bool(wrong)
+        if dist.get_rank() == 0:
+            verdict = f"WRONG, {len(wrong)} problems, first: {wrong[:3]}" if wrong else "ok"
+            print(f"{name}: {verdict} ({time.perf_counter() - begin:.1f} s)", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
