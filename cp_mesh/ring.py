@@ -8,8 +8,9 @@ Liu et al. 2023 (arXiv:2310.01889). Who owns what on rank r, in the stage that v
     dk_s, dv_s         this rank's contribution to the gradient of *those rows*; written to the transport's buffer and
                        sent to their owners, which alone add them to their dk, dv
 
-The next stage is always under way while one computes. The backward computes the local tiles last, so that the last
-delivery of dk and dv hides behind them.
+The next stage is always under way while one computes. The forward computes the local tiles first, so that the first
+fetch hides behind them; the backward most of them last, so that the last delivery of dk and dv hides, and a part of
+them first if they are long.
 
 A backward may visit queries instead: (q, dout, lse, delta) travel, dq goes home, and dk, dv stay. It moves fewer bytes
 where kv heads are as many as query heads. Heads may be computed in chunks, one after the other: buffers are those of
@@ -18,8 +19,7 @@ one chunk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -42,8 +42,19 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, T
         out [B, H, S_local, Dv] in q's dtype and lse [B, H, S_local] in fp32 (fp64 for fp64 inputs).
     """
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, transport: Transport) -> tuple[Tensor, ...]:
-        route = plan.schedule.keys
+    if plan.head_chunks == 1:
+        return _forward(q, k, v, plan, None)
+    out = q.new_empty((*q.shape[:3], v.shape[3]))
+    lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
+    for chunk in _head_chunks((q, k, v, out, lse), plan):
+        q_c, k_c, v_c, out_c, lse_c = chunk
+        _forward(q_c, k_c, v_c, plan, (out_c, lse_c))
+    return out, lse
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, into: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    route = plan.schedule.keys
+    with plan.open_transport() as transport:
         incoming = transport.fetch((k, v), route)
         forward = plan.kernel.begin_forward(q, v.shape[3], plan.options.scale)
         if local_tiles := plan.local_tiles:
@@ -51,10 +62,7 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, T
         for stage in route.stages:
             if (fetched := incoming.next()) is not None:
                 forward.step(fetched[0], fetched[1], plan.tiles(stage))
-        return forward.finish()
-
-    out, lse = _over_head_chunks(forward, plan, (q, k, v))
-    return out, lse
+        return forward.finish(into)
 
 
 def ring_backward(
@@ -72,112 +80,114 @@ def ring_backward(
     Returns:
         dq, dk, dv in the inputs' dtype.
     """
-    delta = make_delta(dout, out, dlse) if plan.kernel.uses_delta else None
-    visit = _visit_queries if plan.fetches_queries else _visit_keys
-
-    def backward(*args: Any) -> tuple[Tensor, ...]:
-        *tensors, k, v, transport = args
-        dout, q, out, lse, *some_delta = tensors
-        return visit(dout, q, out, lse, some_delta[0] if some_delta else None, k, v, plan, transport)
-
-    tensors = (dout, q, out, lse, *(() if delta is None else (delta,)), k, v)
-    dq, dk, dv = _over_head_chunks(backward, plan, tensors)
+    # in the inputs' order of dims, so that the caller's format needs no copy
+    grads = tuple(torch.empty_like(x) for x in (q, k, v))
+    if plan.kernel.uses_delta:
+        kept, visit = make_delta(dout, out, dlse), _visit_queries if plan.fetches_queries else _visit_keys
+    else:
+        kept, visit = out, _visit_keys
+    for chunk in _head_chunks((dout, q, k, v, kept, lse, *grads), plan):
+        with plan.open_transport() as transport:
+            visit(*chunk, plan=plan, transport=transport)
+    dq, dk, dv = grads
     return dq, dk, dv
 
 
 def _visit_keys(
     dout: Tensor,
     q: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    delta: Tensor | None,
     k: Tensor,
     v: Tensor,
+    out_or_delta: Tensor,
+    lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    *,
     plan: Plan,
     transport: Transport,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> None:
+    """Write dq, dk and dv of these heads; keys and values travel, and their gradients home."""
     route, dtype = plan.schedule.keys, accumulation_dtype(q.dtype)
     incoming = transport.fetch((k, v), route)
     outgoing = transport.deliver(Packing.of((k, v), plan.gradient_dtype), route)
+    out, delta = (None, out_or_delta) if plan.kernel.uses_delta else (out_or_delta, None)
     backward = plan.kernel.begin_backward(dout, q, out, lse, delta, plan.options.scale)
-    dk, dv = (RowSum(x.shape, dtype, x.device) for x in (k, v))
+    dk_sum, dv_sum = (RowSum(x.shape, dtype, x.device) for x in (k, v))
 
     def collect() -> None:
         for arrived in outgoing.collect():
-            dk.add(arrived.begin, arrived.tensors[0])
-            dv.add(arrived.begin, arrived.tensors[1])
+            dk_sum.add(arrived.begin, arrived.tensors[0])
+            dv_sum.add(arrived.begin, arrived.tensors[1])
 
+    early, late = plan.local_tiles_around
+    local_pieces = backward.step(k, v, early) if early else []
     for stage in route.stages:
         fetched, written = incoming.next(), outgoing.buffer(stage)
         if fetched is not None and written is not None:
             backward.step(fetched[0], fetched[1], plan.tiles(stage), (written[0], written[1]))
         collect()
         outgoing.send(stage)
-    local_tiles = plan.local_tiles
-    local_pieces = backward.step(k, v, local_tiles) if local_tiles else []
+    local_pieces += backward.step(k, v, late) if late else []
     collect()
     for piece in local_pieces:  # after all that arrived, so that the order of the sums is the same in every transport
-        dk.add(piece.begin, piece.dk)
-        dv.add(piece.begin, piece.dv)
-    # in q's order of dims, so that the caller's format needs no copy
-    return backward.finish(torch.empty_like(q)), dk.finish(torch.empty_like(k)), dv.finish(torch.empty_like(v))
+        dk_sum.add(piece.begin, piece.dk)
+        dv_sum.add(piece.begin, piece.dv)
+    backward.finish(dq)
+    dk_sum.finish(dk)
+    dv_sum.finish(dv)
 
 
 def _visit_queries(
     dout: Tensor,
     q: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    delta: Tensor | None,
     k: Tensor,
     v: Tensor,
+    delta: Tensor,
+    lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    *,
     plan: Plan,
     transport: Transport,
-) -> tuple[Tensor, Tensor, Tensor]:
-    assert delta is not None, "planned for kernels that read delta only: out stays where it is"
+) -> None:
+    """Write dq, dk and dv of these heads; queries travel with what their gradients need, and dq home."""
     route, dtype, scale = plan.schedule.queries, accumulation_dtype(q.dtype), plan.options.scale
     # One dtype on the wire: lse and delta have no other that is exact.
     travelling = [x.to(dtype) for x in (q, dout, lse[..., None], delta[..., None])]
     incoming = transport.fetch(travelling, route)
     outgoing = transport.deliver(Packing.of((q,), dtype), route)
-    dq, dk, dv = (RowSum(x.shape, dtype, x.device) for x in (q, k, v))
+    dq_sum, dk_sum, dv_sum = (RowSum(x.shape, dtype, x.device) for x in (q, k, v))
 
-    def visit(q: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tiles: Sequence[KernelTile], into: Tensor) -> Tensor:
+    def visit(q: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tiles: Sequence[KernelTile], into: Tensor) -> None:
         backward = plan.kernel.begin_backward(dout, q, None, lse, delta, scale)
         for piece in backward.step(k, v, tiles):
-            dk.add(piece.begin, piece.dk)
-            dv.add(piece.begin, piece.dv)
-        return backward.finish(into)
+            dk_sum.add(piece.begin, piece.dk)
+            dv_sum.add(piece.begin, piece.dv)
+        backward.finish(into)
 
     def collect() -> None:
         for arrived in outgoing.collect():
-            dq.add(arrived.begin, arrived.tensors[0])
+            dq_sum.add(arrived.begin, arrived.tensors[0])
 
     for stage in route.stages:
         fetched, written = incoming.next(), outgoing.buffer(stage)
         if fetched is not None and written is not None:
-            q_s, dout_s, lse_s, delta_s = fetched
-            visit(
-                q_s.to(q.dtype), dout_s.to(q.dtype), lse_s[..., 0], delta_s[..., 0], plan.query_tiles(stage), written[0]
-            )
+            q_s, dout_s = (x.to(q.dtype) for x in fetched[:2])
+            lse_s, delta_s = (x[..., 0] for x in fetched[2:])
+            visit(q_s, dout_s, lse_s, delta_s, plan.query_tiles(stage), written[0])
         collect()
         outgoing.send(stage)
     local_dq = torch.empty(q.shape, dtype=dtype, device=q.device)
     visit(q, dout, lse, delta, plan.local_tiles, local_dq)
     collect()
-    dq.add(0, local_dq)
-    return dq.finish(torch.empty_like(q)), dk.finish(torch.empty_like(k)), dv.finish(torch.empty_like(v))
+    dq_sum.add(0, local_dq)
+    dq_sum.finish(dq)
+    dk_sum.finish(dk)
+    dv_sum.finish(dv)
 
 
-def _over_head_chunks(
-    run: Callable[..., tuple[Tensor, ...]], plan: Plan, tensors: tuple[Tensor, ...]
-) -> tuple[Tensor, ...]:
-    """``run`` on all heads, or on a chunk of the kv heads and their query heads at a time."""
-    if plan.head_chunks == 1:
-        with plan.open_transport() as transport:
-            return run(*tensors, transport)
-    chunks: list[tuple[Tensor, ...]] = []
-    for part in zip(*(x.chunk(plan.head_chunks, dim=1) for x in tensors), strict=True):
-        with plan.open_transport() as transport:
-            chunks.append(run(*part, transport))
-    return tuple(torch.cat(results, dim=1) for results in zip(*chunks, strict=True))
+def _head_chunks(tensors: Sequence[Tensor], plan: Plan) -> Iterator[tuple[Tensor, ...]]:
+    """Views of [B, heads, ...] tensors: a chunk of the kv heads at a time, with the query heads that read them."""
+    return zip(*(x.chunk(plan.head_chunks, dim=1) for x in tensors), strict=True)

@@ -40,6 +40,7 @@ FLOORS: dict[str, int] = {
     # 2: the loops, on local tensors and a group
     "plan": 2,
     "ring": 2,
+    "memory": 2,
     # 3: the doors
     "ops": 3,
     "attention": 3,
@@ -58,6 +59,7 @@ NEEDS_TRITON = {"kernels.combine_triton"}
 STATE: dict[str, str] = {
     "agreement._enabled": "check mode; a context variable",
     "transport.symmetric_memory._MEMORY": "what outlives a call, by group, weakly",
+    "kernels.aten._philox": "a cache of constants",
     "kernels.flash_attn._can_be_found": "a cache of which packages are installed",
     "kernels.KERNELS": "the table of kernels, never written",
     "layouts.LAYOUTS": "the table of layouts, never written",

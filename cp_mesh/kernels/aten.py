@@ -9,6 +9,8 @@ None of them accepts a gradient of lse. Partial gradients come back rounded to t
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from einops import reduce
 from torch import Tensor
@@ -21,9 +23,11 @@ _aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def _philox(q: Tensor) -> Tensor:
-    """The random-number state of a call without dropout: never read, but the schemas ask for it."""
-    return torch.zeros(2, dtype=torch.int64, device=q.device)
+@lru_cache(maxsize=64)
+def _philox(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """The random-number state of a call without dropout, and its two parts: never read, but the schemas ask for it."""
+    state = torch.zeros(2, dtype=torch.int64, device=device)
+    return state, state[0], state[1]
 
 
 def _full_precision(x: Tensor) -> Tensor:
@@ -52,11 +56,11 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scale: 
 
 
 def _cudnn_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
-    seed = _philox(t.q)
+    _, seed, offset = _philox(t.q.device)
     # cuDNN's plan assumes a packed lse; a row slice of the running lse is not
     lse = t.lse.contiguous()[..., None]
     return _aten._scaled_dot_product_cudnn_attention_backward(
-        t.dout, t.q, t.k, t.v, t.out, lse, seed[0], seed[1], None, None, None, t.q.shape[2], t.k.shape[2], 0.0,
+        t.dout, t.q, t.k, t.v, t.out, lse, seed, offset, None, None, None, t.q.shape[2], t.k.shape[2], 0.0,
         t.cover == CAUSAL, scale=t.scale,
     )  # fmt: skip
 
@@ -67,11 +71,11 @@ def _fa2_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scale: fl
 
 
 def _fa2_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
-    seed = _philox(t.q)
+    state, _, _ = _philox(t.q.device)
     # the kernel indexes lse as packed rows
     lse = t.lse.contiguous()
     return _aten._scaled_dot_product_flash_attention_backward(
-        t.dout, t.q, t.k, t.v, t.out, lse, None, None, t.q.shape[2], t.k.shape[2], 0.0, t.cover == CAUSAL, seed, seed,
+        t.dout, t.q, t.k, t.v, t.out, lse, None, None, t.q.shape[2], t.k.shape[2], 0.0, t.cover == CAUSAL, state, state,
         scale=t.scale,
     )  # fmt: skip
 
@@ -92,9 +96,9 @@ def _efficient_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
     num_heads, num_kv_heads, padding = t.q.shape[1], t.k.shape[1], -t.lse.shape[2] % 32
     # rows past the end get lse = +inf, so their probabilities are exp(-inf) = 0
     lse = torch.nn.functional.pad(t.lse, (0, padding), value=float("inf"))
-    seed = _philox(t.q)
+    _, seed, offset = _philox(t.q.device)
     dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-        t.dout, t.q, _expand_heads(t.k, num_heads), _expand_heads(t.v, num_heads), None, t.out, lse, seed[0], seed[1],
+        t.dout, t.q, _expand_heads(t.k, num_heads), _expand_heads(t.v, num_heads), None, t.out, lse, seed, offset,
         0.0, [True, True, True, False], t.cover == CAUSAL, scale=t.scale,
     )  # fmt: skip
     # summed in fp32: the heads of a group are partial gradients like any other

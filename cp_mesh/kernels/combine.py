@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 
 MAX_PIECES = 8
-"""Pieces held before they are folded into one in the accumulation dtype: bounds memory."""
+"""Partial outputs held before they are folded into one in the accumulation dtype: bounds memory."""
+
+MAX_SUMMED = 12
+"""The same for partial gradients: a zigzag rank of eight has ten of its keys."""
 
 
 class OutputSum:
@@ -44,16 +47,25 @@ class OutputSum:
             self._pieces = [(0, *self._merged(self._pieces[0][1], self._dtype))]
         self._pieces.append((begin, out, lse))
 
-    def finish(self, like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def finish(
+        self, like: Tensor, dtype: torch.dtype, into: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """out [B, H, S, Dv] and lse [B, H, S].
 
         Args:
             like: [B, H, S, any]; out is dense, its memory in like's order of batch, heads and rows, head dim last.
             dtype: of out; lse is contiguous, in the accumulation dtype.
+            into: out and lse to be written and returned instead, of any strides; lse in the accumulation dtype.
 
         Returns:
-            out and lse; they may be a piece itself where a single piece has all rows.
+            out and lse; without ``into`` they may be a piece itself where a single piece has all rows.
         """
+        if into is not None:
+            lse = (
+                into[1] if into[1].is_contiguous() else torch.empty_like(into[1], memory_format=torch.contiguous_format)
+            )
+            self._merge(into[0], lse)
+            return into[0], lse if lse is into[1] else into[1].copy_(lse)
         if len(self._pieces) == 1 and self._pieces[0][1].shape == self._shape:
             _, out, lse = self._pieces[0]
             strides = zip(out.stride(), _strides(self._shape, like), self._shape, strict=True)
@@ -66,11 +78,15 @@ class OutputSum:
 
     def _merged(self, like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         out, lse = self._empty(like, dtype), torch.empty(self._shape[:3], dtype=self._dtype, device=self._device)
+        self._merge(out, lse)
+        return out, lse
+
+    def _merge(self, out: Tensor, lse: Tensor) -> None:
         if self._pieces and _fused(self._dtype, self._device):
             from cp_mesh.kernels.combine_triton import merge_pieces
 
             merge_pieces(self._pieces, out, lse)
-            return out, lse
+            return
         running = torch.zeros_like(out, dtype=self._dtype)
         total, largest = torch.zeros_like(lse), lse.fill_(float("-inf"))
         pieces = [(slice(begin, begin + x.shape[2]), x, x_lse.to(self._dtype)) for begin, x, x_lse in self._pieces]
@@ -83,7 +99,8 @@ class OutputSum:
             total[:, :, rows] += weight
             running[:, :, rows].addcmul_(piece.to(self._dtype), weight[..., None])
         running.div_(torch.where(total == 0, 1.0, total)[..., None])
-        return out.copy_(running), largest.add_(total.log_())
+        out.copy_(running)
+        largest.add_(total.log_())  # it is lse
 
 
 class RowSum:
@@ -104,7 +121,7 @@ class RowSum:
         _check_piece(begin, x, self._shape)
         if not x.shape[2]:
             return
-        if len(self._pieces) == MAX_PIECES:
+        if len(self._pieces) == MAX_SUMMED:
             strides = _strides(self._shape, self._pieces[0][1])
             folded = torch.empty_strided(self._shape, strides, dtype=self._dtype, device=self._device)
             self._pieces = [(0, self.finish(folded))]

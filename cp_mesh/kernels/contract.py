@@ -50,8 +50,8 @@ class ForwardPass(Protocol):
     def step(self, k: Tensor, v: Tensor, tiles: Sequence[KernelTile]) -> None:
         """Add one source's keys."""
 
-    def finish(self) -> tuple[Tensor, Tensor]:
-        """out in q's dtype and lse in the accumulation dtype."""
+    def finish(self, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """out in q's dtype and lse in the accumulation dtype; written to ``into`` if given."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -120,8 +120,8 @@ class MergingForward:
             out, lse = self._tile_forward(q_rows, _rows(k, tile.k), _rows(v, tile.k), tile.cover, self._scale)
             self._sum.add(tile.q[0], out, lse)
 
-    def finish(self) -> tuple[Tensor, Tensor]:
-        return self._sum.finish(self._like, self._q.dtype)
+    def finish(self, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        return self._sum.finish(self._like, self._q.dtype, into)
 
 
 class SummingBackward:

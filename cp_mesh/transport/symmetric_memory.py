@@ -37,6 +37,7 @@ from cp_mesh.transport.contract import Arrived, split_arrived
 from cp_mesh.transport.packing import Packing
 
 _ALIGNMENT = 256  # bytes; copy engines and kernels are fastest on aligned addresses
+_MAX_VIEWS = 256  # of one workspace
 _MAIN, _PUSHED = 0, 1  # barrier channels: two barriers may be pending at once, on two streams
 
 
@@ -78,11 +79,19 @@ class _CudaWorkspace:
         self.nbytes, self.captured = nbytes, False
         self._buffer = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
         self._handle = symm_mem.rendezvous(self._buffer, group)
+        self._views: dict[tuple[Any, ...], Tensor] = {}
 
     def rows(self, rank: int, offset: int, num_rows: int, packing: Packing) -> Tensor:
-        # get_buffer counts its offset in elements
-        first = offset // packing.dtype.itemsize
-        return self._handle.get_buffer(rank, (num_rows, packing.features), packing.dtype, first)
+        key = (rank, offset, num_rows, packing.features, packing.dtype)
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) >= _MAX_VIEWS:
+                self._views.clear()
+            # Kept: making one takes longer on the host than the copy that it is for. Its offset counts elements.
+            first = offset // packing.dtype.itemsize
+            view = self._handle.get_buffer(rank, (num_rows, packing.features), packing.dtype, first)
+            self._views[key] = view
+        return view
 
     def barrier(self, channel: int) -> None:
         self._handle.barrier(channel=channel)
@@ -90,12 +99,17 @@ class _CudaWorkspace:
 
 class _CudaLane:
     def __init__(self, device: torch.device) -> None:
-        self._device, self._forked = device, False
+        self._forked = False
         # High priority: a barrier is one small block that must not queue behind the blocks of an attention kernel.
         self._stream = torch.cuda.Stream(device, priority=-1)
+        self._caller = torch.cuda.current_stream(device)
+
+    def begin(self, caller: torch.cuda.Stream) -> None:
+        """A pass begins on the caller's stream."""
+        self._caller = caller
 
     def fork(self) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._stream.wait_stream(self._caller)
         self._forked = True
 
     def entered(self) -> AbstractContextManager[Any]:
@@ -105,12 +119,12 @@ class _CudaLane:
         return self._stream.record_event()
 
     def wait(self, mark: torch.cuda.Event) -> None:
-        torch.cuda.current_stream(self._device).wait_event(mark)
+        self._caller.wait_event(mark)
 
     def join(self) -> None:
         # A capture may not wait for a stream that did not fork from it.
         if self._forked:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            self._caller.wait_stream(self._stream)
         self._forked = False
 
 
@@ -139,6 +153,8 @@ class GroupMemory:
         if self._last_stream not in (None, stream) and not torch.cuda.is_current_stream_capturing():
             stream.wait_stream(self._last_stream)
         self._last_stream = stream
+        self.pulls.begin(stream)
+        self.pushes.begin(stream)
 
     def workspace(self, purpose: str, nbytes: int) -> Workspace:
         """Memory for "rows" or for "gradients", of at least ``nbytes``; every rank asks for as many."""

@@ -6,8 +6,9 @@
 
 Contestants that fail the correctness gate, which runs first, are not timed. In each repeat every contestant runs once,
 after a barrier; a time is that of the slowest rank, and a row has the median, least and most over the repeats. Times of
-"eager" rows are single calls, launches included; "graph" rows (``--graph``) are replays of CUDA graphs. "floor/best" is
-the fastest kernel for each pass. `report.COLUMNS` says what the columns hold.
+"eager" rows are single calls, launches included; "queued" rows (``--queued``) are calls that follow one another without
+a wait, as in training, where the host runs ahead; "graph" rows (``--graph``) are replays of CUDA graphs. "floor/best"
+is the fastest kernel for each pass. `report.COLUMNS` says what the columns hold.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds-per-case", type=float, default=10.0, help="fewer repeats if they take longer")
     parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds after which no case is begun")
     parser.add_argument("--graph", action="store_true", help="also time replays of CUDA graphs")
+    parser.add_argument("--queued", action="store_true", help="also time eager calls that follow one another")
     parser.add_argument("--graph-max-len", type=int, default=16384, help="local length up to which graphs are timed")
     parser.add_argument("--gate-len", type=int, help="rows per rank in the correctness gate")
     parser.add_argument("--quick", action="store_true", help="few short cases")
@@ -391,8 +393,29 @@ def measure(ranks: Ranks, case: Case, contestant: Contestant, run: Run, times: T
     return [x / times.calls for x in [*(milliseconds(marks[a], marks[b]) for a, b in pairs), *host]]
 
 
+def measure_queued(ranks: Ranks, case: Case, contestant: Contestant, run: Run, times: Times) -> list[float]:
+    """As `measure`, for calls that follow one another; a backward is what both take beyond a forward."""
+    spans = []
+    with contestant.active(case):
+        for call in (run.forward, run.both):
+            ranks.line_up()
+            begin, clock = ranks.mark(), time.perf_counter()
+            for _ in range(times.calls):
+                call()
+            spans.append((begin, ranks.mark(), time.perf_counter() - clock))
+        ranks.synchronize()
+    forward, both = (milliseconds(begin, end) for begin, end, _ in spans)
+    host = [spans[0][2] * 1e6, (spans[1][2] - spans[0][2]) * 1e6]
+    return [x / times.calls for x in (forward, both - forward, both, *host)]
+
+
 def race(
-    ranks: Ranks, case: Case, runs: Sequence[tuple[Contestant, Run]], args: argparse.Namespace, calls_ms: float = 0.0
+    ranks: Ranks,
+    case: Case,
+    runs: Sequence[tuple[Contestant, Run]],
+    args: argparse.Namespace,
+    calls_ms: float = 0.0,
+    measure: Callable[..., list[float]] = measure,
 ) -> list[Times]:
     """Everyone in turn, as often as the time allows; slowest rank. ``calls_ms``: repeat calls to fill that time."""
     all_times = [Times() for _ in runs]
@@ -453,6 +476,10 @@ def run_case(
     if running:
         all_times = race(ranks, case, running, args)
         report.add(case, "eager", entrants, dict(zip([c.name for c, _ in running], all_times, strict=True)), {})
+        if args.queued:
+            all_times = race(ranks, case, running, args, calls_ms=30.0, measure=measure_queued)
+            able = [entrant for entrant in entrants if entrant.run is not None]
+            report.add(case, "queued", able, dict(zip([c.name for c, _ in running], all_times, strict=True)), {})
     else:
         report.add(case, "eager", entrants, {}, {})
     if args.graph and case.device.type == "cuda" and case.local_len <= args.graph_max_len:

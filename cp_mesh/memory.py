@@ -1,0 +1,102 @@
+"""Memory: what a call needs beyond its inputs and results, from its schedule. A formula, held to measurements.
+
+Per row, in one of n head chunks: F = B·(K/n)·(D + Dv) elements of keys and values, Q = B·(H/n)·D of queries.
+
+    symmetric memory, kept from call to call
+        local rows · F                                 K and V where others can read them
+        rows that others fetch · F                     a slot for the gradients that each of them computes
+    forward, at its end
+        rows of all tiles · B·(H/n)·(Dv elements + 4)  partial outputs and their lse, merged once
+        and, while the first tile is computed, all rows fetched · F
+    backward, while stage s is computed, the largest over s
+        rows fetched in stage s and later · F          keys that arrived or will
+        rows fetched in stages s - 2 to s · F          gradients on their way to the owners
+        rows of the tiles so far · Q                   partial dq, summed once
+        rows of the tile · Q · 4 bytes                 the kernel's own fp32 dq, and with grouped queries
+        keys of the tile · F · 4 bytes                 its fp32 dk and dv
+
+Functional collectives have no symmetric memory: they hold packed copies of the rows served in two stages instead of the
+keys of later stages, and the gradients that arrived.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cp_mesh.schedule import Schedule, Tile
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the formula reads of q, k and v: of all heads of this rank, and bytes of an element."""
+
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    itemsize: int
+    gradient_itemsize: int
+
+
+@dataclass(frozen=True)
+class ExtraMemory:
+    """Bytes beyond inputs and results, on this rank: the peaks of the two passes, and what is kept between them."""
+
+    forward: int
+    backward: int
+    symmetric: int
+
+    @property
+    def peak(self) -> int:
+        """Over forward and backward."""
+        return max(self.forward, self.backward) + self.symmetric
+
+
+def extra_memory(schedule: Schedule, sizes: Sizes, head_chunks: int, transport: str) -> ExtraMemory:
+    """The formula above for one rank.
+
+    Args:
+        schedule: the rank's schedule.
+        sizes: of its tensors.
+        head_chunks: number of parts that the kv heads are computed in.
+        transport: "symmetric_memory" or "functional".
+    """
+    route = schedule.keys
+    heads, kv_heads = sizes.num_heads // head_chunks, sizes.num_kv_heads // head_chunks
+    row = sizes.batch * kv_heads * (sizes.head_dim + sizes.v_head_dim)
+    key_row, gradient_row = row * sizes.itemsize, row * sizes.gradient_itemsize
+    out_row = sizes.batch * heads * (sizes.v_head_dim * sizes.itemsize + 4)
+    dq_row = sizes.batch * heads * sizes.head_dim * sizes.itemsize
+    own_row = sizes.batch * heads * sizes.head_dim * 4
+    key_sum_row = row * 4 if heads > kv_heads else 0
+    on_wires = transport == "symmetric_memory"
+    fetched = [stage.num_fetched for stage in route.stages]
+    served = [sum(end - begin for _, ranges in stage.serve for begin, end in ranges) for stage in route.stages]
+
+    # One visit is a stage, and the local tiles at the end; keys, gradients and partial results at that time.
+    visits = [*(stage.tiles for stage in route.stages), schedule.local_tiles]
+    forward = sum(fetched) * key_row + sum(map(_rows, visits[-1])) * out_row
+    forward = max(forward, sum(_rows(tile) for tiles in visits for tile in tiles) * out_row)
+    backward, tile_rows, arrived = 0, 0, 0
+    for i, tiles in enumerate(visits):
+        tile_rows += sum(map(_rows, tiles))
+        keys = sum(fetched[i:]) if on_wires else sum(fetched[i : i + 2]) + sum(served[i : i + 2])
+        sent = sum(fetched[max(0, i - 2) : i + 1])
+        own = max((_rows(tile) * own_row + _keys(tile) * key_sum_row for tile in tiles), default=0)
+        local = sum(map(_keys, tiles)) * gradient_row if i == len(fetched) else 0
+        backward = max(backward, keys * key_row + (sent + arrived) * gradient_row + tile_rows * dq_row + own + local)
+        arrived += served[i] if i < len(served) and not on_wires else 0
+    symmetric = 0
+    if on_wires and route.stages:
+        most_served = max(sum(needed[owner] for needed in route.needed) for owner in range(schedule.cp_size))
+        symmetric = max(schedule.shard_lens) * key_row + most_served * gradient_row
+    return ExtraMemory(forward, backward, symmetric)
+
+
+def _rows(tile: Tile) -> int:
+    return tile.q[1] - tile.q[0]
+
+
+def _keys(tile: Tile) -> int:
+    return tile.k[1] - tile.k[0]
