@@ -15,8 +15,8 @@ Per row, in one of n head chunks: F = B·(K/n)·(D + Dv) elements of keys and va
         rows of the tile · Q · 4 bytes                 the kernel's own fp32 dq, and with grouped queries
         keys of the tile · F · 4 bytes                 its fp32 dk and dv
 
-Functional collectives have no symmetric memory: they hold packed copies of the rows served in two stages instead of the
-keys of later stages, and the gradients that arrived.
+Functional collectives have no symmetric memory. They hold the keys of stage s and of the next, packed copies of the rows
+that the next one serves, gradients of stages s - 1 and s on their way, and those that arrived.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def extra_memory(schedule: Schedule, sizes: Sizes, head_chunks: int, transport: 
     backward, tile_rows, arrived = 0, 0, 0
     for i, tiles in enumerate(visits):
         tile_rows += sum(map(_rows, tiles))
-        keys = sum(fetched[i:]) if on_wires else sum(fetched[i : i + 2]) + sum(served[i : i + 2])
-        sent = sum(fetched[max(0, i - 2) : i + 1])
+        keys = sum(fetched[i:]) if on_wires else sum(fetched[i : i + 2]) + sum(served[i + 1 : i + 2])
+        sent = sum(fetched[max(0, i - (2 if on_wires else 1)) : i + 1])
         own = max((_rows(tile) * own_row + _keys(tile) * key_sum_row for tile in tiles), default=0)
         local = sum(map(_keys, tiles)) * gradient_row if i == len(fetched) else 0
         backward = max(backward, keys * key_row + (sent + arrived) * gradient_row + tile_rows * dq_row + own + local)

@@ -22,13 +22,12 @@ from cp_mesh.errors import ArgumentError, UnsupportedError, describe
 from cp_mesh.kernels import KERNELS, choose_kernel
 from cp_mesh.kernels.contract import Kernel, KernelTile, Pairs, Request, accumulation_dtype, shortfalls
 from cp_mesh.layouts import Layout, parse_layout
-from cp_mesh.masks import CAUSAL, FULL, Band, Mask, parse_mask
+from cp_mesh.masks import Band, Mask, parse_mask
 from cp_mesh.schedule import Schedule, Stage, Tile, make_schedule
 from cp_mesh.transport import TRANSPORTS, make_transport
 from cp_mesh.transport.contract import Transport
 
 METHODS = ("auto", "ring")
-MIN_SPLIT_ROWS = 4096  # keys of a local tile from which a part of it is computed before the first fetch is waited for
 CHUNK_BYTES = 512 << 20  # K and V of the whole sequence, for the heads of one chunk
 
 
@@ -85,15 +84,6 @@ class Plan:
     def local_tiles(self) -> list[KernelTile]:
         """Tiles of this rank's queries against its own keys."""
         return self._kernel_tiles(self.schedule.local_tiles, None, queries=False)
-
-    @property
-    def local_tiles_around(self) -> tuple[list[KernelTile], list[KernelTile]]:
-        """Local tiles of the backward: those to compute before the stages, and those after them."""
-        tiles = [
-            part for tile in self.schedule.local_tiles for part in split_local(tile, bool(self.schedule.keys.stages))
-        ]
-        early, late = ([part for part, first in tiles if first is wanted] for wanted in (True, False))
-        return self._kernel_tiles(early, None, queries=False), self._kernel_tiles(late, None, queries=False)
 
     def tiles(self, stage: Stage) -> list[KernelTile]:
         """Tiles of this rank's queries against the keys fetched in a stage."""
@@ -269,29 +259,6 @@ def _resolve(
 
 
 _resolve_once = lru_cache(maxsize=256, typed=True)(_resolve)
-
-
-def split_local(tile: Tile, stages: bool) -> list[tuple[Tile, bool]]:
-    """Parts of a local tile, and whether they come before the stages: what the first fetch of a backward hides behind.
-
-    A quarter of a long causal square or of a long full tile is computed early. The last delivery carries more bytes
-    than the first fetch, so the larger part stays for it. Short tiles are launches more than work: they stay whole.
-    """
-    (q_begin, q_end), (k_begin, k_end) = tile.q, tile.k
-    half = k_begin + (k_end - k_begin) // 2
-    if not stages or k_end - k_begin < MIN_SPLIT_ROWS or tile.cover not in (CAUSAL, FULL):
-        return [(tile, False)]
-    if tile.cover == FULL:
-        cut = k_begin + (k_end - k_begin) * 3 // 4
-        return [(Tile(tile.q, (cut, k_end), FULL), True), (Tile(tile.q, (k_begin, cut), FULL), False)]
-    if q_end - q_begin != k_end - k_begin:
-        return [(tile, False)]
-    q_half = q_begin + half - k_begin
-    return [
-        (Tile((q_half, q_end), (half, k_end), CAUSAL), True),
-        (Tile((q_begin, q_half), (k_begin, half), CAUSAL), False),
-        (Tile((q_half, q_end), (k_begin, half), FULL), False),
-    ]
 
 
 def _head_chunks(wanted: int, q: Operand, k: Operand, v: Operand, seq_len: int) -> int:

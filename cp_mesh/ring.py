@@ -9,8 +9,7 @@ Liu et al. 2023 (arXiv:2310.01889). Who owns what on rank r, in the stage that v
                        sent to their owners, which alone add them to their dk, dv
 
 The next stage is always under way while one computes. The forward computes the local tiles first, so that the first
-fetch hides behind them; the backward most of them last, so that the last delivery of dk and dv hides, and a part of
-them first if they are long.
+fetch hides behind them; the backward last, so that the last delivery of dk and dv hides.
 
 A backward may visit queries instead: (q, dout, lse, delta) travel, dq goes home, and dk, dv stay. It moves fewer bytes
 where kv heads are as many as query heads. Heads may be computed in chunks, one after the other: buffers are those of
@@ -120,15 +119,14 @@ def _visit_keys(
             dk_sum.add(arrived.begin, arrived.tensors[0])
             dv_sum.add(arrived.begin, arrived.tensors[1])
 
-    early, late = plan.local_tiles_around
-    local_pieces = backward.step(k, v, early) if early else []
     for stage in route.stages:
         fetched, written = incoming.next(), outgoing.buffer(stage)
         if fetched is not None and written is not None:
             backward.step(fetched[0], fetched[1], plan.tiles(stage), (written[0], written[1]))
         collect()
         outgoing.send(stage)
-    local_pieces += backward.step(k, v, late) if late else []
+    local_tiles = plan.local_tiles
+    local_pieces = backward.step(k, v, local_tiles) if local_tiles else []
     collect()
     for piece in local_pieces:  # after all that arrived, so that the order of the sums is the same in every transport
         dk_sum.add(piece.begin, piece.dk)

@@ -30,6 +30,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # torchrun of a checkout that is not installed
 
 from cp_mesh import Contiguous, Mask, Striped, ZigZag, attention
+from cp_mesh.kernels import KERNELS as TABLE
 
 BLOCK = 128
 FACTOR = 1.5
@@ -37,8 +38,9 @@ FP32_ROUNDING = 1e-6  # of the signal: what sums in fp32 may add, where the erro
 B = 2
 NAMES = ("out", "dq", "dk", "dv")
 LAYOUTS = {"contiguous": Contiguous(), "zigzag": ZigZag(), "striped": Striped()}
+FLASH = [name for name in ("fa4", "fa3") if TABLE[name].capability.lacking() is None]
 KERNELS = {
-    "cuda": [(kernel, dtype) for kernel in ("cudnn", "fa2") for dtype in ("bfloat16", "float16")]
+    "cuda": [(kernel, dtype) for kernel in ("cudnn", "fa2", *FLASH) for dtype in ("bfloat16", "float16")]
     + [("efficient", "float32")],
     "cpu": [("cpu_flash", "bfloat16"), ("cpu_flash", "float16"), ("cpu_flash", "float32")],
 }

@@ -87,8 +87,8 @@ MUTATIONS = [
     Mutation(
         "local dv is not added",
         "ring.py",
-        "        dk.add(piece.begin, piece.dk)\n        dv.add(piece.begin, piece.dv)\n    # in q's",
-        "        dk.add(piece.begin, piece.dk)\n    # in q's",
+        "        dk_sum.add(piece.begin, piece.dk)\n        dv_sum.add(piece.begin, piece.dv)\n    backward",
+        "        dk_sum.add(piece.begin, piece.dk)\n    backward",
         "parity",
     ),
     Mutation(
@@ -115,8 +115,8 @@ MUTATIONS = [
     Mutation(
         "gradients of queries land on the first rows",
         "ring.py",
-        "dq.add(arrived.begin, arrived.tensors[0])",
-        "dq.add(0, arrived.tensors[0])",
+        "dq_sum.add(arrived.begin, arrived.tensors[0])",
+        "dq_sum.add(0, arrived.tensors[0])",
         "parity",
     ),
     Mutation(

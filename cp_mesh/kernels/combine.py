@@ -15,10 +15,7 @@ import torch
 from torch import Tensor
 
 MAX_PIECES = 8
-"""Partial outputs held before they are folded into one in the accumulation dtype: bounds memory."""
-
-MAX_SUMMED = 12
-"""The same for partial gradients: a zigzag rank of eight has ten of its keys."""
+"""Pieces held before they are folded into one in the accumulation dtype: bounds memory."""
 
 
 class OutputSum:
@@ -121,7 +118,7 @@ class RowSum:
         _check_piece(begin, x, self._shape)
         if not x.shape[2]:
             return
-        if len(self._pieces) == MAX_SUMMED:
+        if len(self._pieces) == MAX_PIECES:
             strides = _strides(self._shape, self._pieces[0][1])
             folded = torch.empty_strided(self._shape, strides, dtype=self._dtype, device=self._device)
             self._pieces = [(0, self.finish(folded))]

@@ -1,4 +1,4 @@
-"""Draw what `attention.py` measured: python examples/benchmarks/plot.py FILE.csv ... --out docs
+"""Draw what `attention.py` measured: python examples/benchmarks/plot.py FILE.csv ... --out docs [--table]
 
 One picture for each machine, number of GPUs, mask and mode: a row of axes for each pair of head counts; speed on the
 left, the share of the floor on the right. Where a point was measured more than once, the last one counts.
@@ -71,6 +71,38 @@ def draw(rows: list[Row], names: list[str], title: str, path: Path, pass_name: s
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
+TABLE = (
+    ("floor", "floor/fa4"),
+    ("zigzag", "cp_mesh/ring/zigzag/fa4/symmetric_memory"),
+    ("striped", "cp_mesh/ring/striped/fa4/symmetric_memory"),
+    ("zigzag, NCCL", "cp_mesh/ring/zigzag/fa4/functional"),
+    ("zigzag, cuDNN", "cp_mesh/ring/zigzag/cudnn/symmetric_memory"),
+    ("Ulysses", "ulysses/fa4"),
+    ("torch, all-gather", "torch/allgather"),
+    ("torch, all-to-all", "torch/alltoall"),
+    ("ring-flash-attn zigzag", "ring_flash_attn/zigzag/fa4"),
+    ("ring-flash-attn stripe", "ring_flash_attn/stripe/fa4"),
+)
+"""Heads of the columns, and the contestants in them."""
+
+
+def print_tables(rows: list[Row]) -> None:
+    """TFLOP/s per GPU, forward and backward, of some contestants; for each mask and mode a table in Markdown."""
+    for mask, mode in sorted({(row["mask"], row["mode"]) for row in rows}):
+        own = [row for row in rows if (row["mask"], row["mode"]) == (mask, mode)]
+        speeds = {(row["contestant"], row["heads_q"], row["heads_kv"], row["local_len"]): row for row in own}
+        columns = [(head, name) for head, name in TABLE if any(row["contestant"] == name for row in own)]
+        print(f"\n{mask}, {mode}\n\n| heads | local length | {' | '.join(head for head, _ in columns)} |")
+        print("|---" * (len(columns) + 2) + "|")
+        for _, *shape in sorted(speeds, key=lambda key: (int(key[1]), int(key[2]), int(key[3]))):
+            if (columns[0][1], *shape) not in speeds:
+                continue
+            cells = [speeds.get((name, *shape)) for _, name in columns]
+            speeds = {key: row for key, row in speeds.items() if list(key[1:]) != shape}
+            texts = [f"{float(cell['tflops_fwdbwd']):.0f}" if cell else "" for cell in cells]
+            print(f"| {shape[0]}/{shape[1]} | {shape[2]} | {' | '.join(texts)} |")
+
+
 def main(argv: Sequence[str] | None = None) -> list[Path]:
     """Draw; returns the files written."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -78,10 +110,15 @@ def main(argv: Sequence[str] | None = None) -> list[Path]:
     parser.add_argument("--out", type=Path, default=Path("docs"))
     parser.add_argument("--pass", dest="pass_name", choices=("fwd", "bwd", "fwdbwd"), default="fwdbwd")
     parser.add_argument("--format", choices=("svg", "png"), default="svg")
+    parser.add_argument("--table", action="store_true", help="print Markdown tables instead")
+    parser.add_argument("--commit", help="rows of this commit alone")
     args = parser.parse_args(argv)
+    if args.table:
+        print_tables([row for row in read(args.csv) if args.commit in (None, row["commit"])])
+        return []
     args.out.mkdir(parents=True, exist_ok=True)
     pictures: dict[tuple[str, ...], list[Row]] = defaultdict(list)
-    table = read(args.csv)
+    table = [row for row in read(args.csv) if args.commit in (None, row["commit"])]
     names = sorted({row["contestant"] for row in table})
     for row in table:
         pictures[row["gpu"], row["world_size"], row["mask"], row["mode"]].append(row)

@@ -1,4 +1,4 @@
-"""How a call is cut: heads into chunks, equal to the bit; local tiles of the backward around its stages."""
+"""Heads in chunks: the same numbers to the bit, one pass a chunk, smaller buffers; and what is chosen by itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from unittest import mock
 import pytest
 import torch
 from cases import LAYOUTS
-from checks import GQA, Case, band_pairs, parity_on_ranks, report
 from dense import make_qkv
 from ranks import mesh
 from recording import recording
@@ -15,8 +14,6 @@ from torch import Tensor
 
 import cp_mesh
 from cp_mesh import ArgumentError, Mask, ZigZag, plan
-from cp_mesh.masks import CAUSAL, FULL, Band
-from cp_mesh.schedule import Tile
 
 B, H, K, S, D, E = 2, 8, 4, 26, 6, 4
 
@@ -79,52 +76,3 @@ def test_what_cannot_be_divided_is_refused(pool):
         assert len(words) == 4
         assert words[0] == "head_chunks: expected a divisor of the 4 kv heads, got 3; head_chunks=2"
         assert all(word.startswith("head_chunks: expected a positive int or None, got") for word in words[1:])
-
-
-def band_count(tile: Tile, pairs: Tensor) -> None:
-    rows, keys = slice(*tile.q), slice(*tile.k)
-    assert isinstance(tile.cover, Band)
-    pairs[rows, keys] += band_pairs(tile.cover, tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]).int()
-
-
-@pytest.mark.parametrize("cover", (CAUSAL, FULL, Band(0, 3), Band(2, None)), ids=str)
-@pytest.mark.parametrize("length", (1, 2, 5, 8, 9))
-def test_local_tiles_are_split_without_loss(cover, length):
-    """Every pair once, whatever the length; nothing is split where nothing travels."""
-    tile, want = Tile((3, 3 + length), (2, 2 + length), cover), torch.zeros(20, 20, dtype=torch.int)
-    band_count(tile, want)
-    with mock.patch.object(plan, "MIN_SPLIT_ROWS", 2):
-        parts = plan.split_local(tile, stages=True)
-        assert plan.split_local(tile, stages=False) == [(tile, False)]
-    got = torch.zeros_like(want)
-    for part, _ in parts:
-        band_count(part, got)
-        assert part.cover in (CAUSAL, FULL, tile.cover)
-        assert part.cover != CAUSAL or part.q[1] - part.q[0] == part.k[1] - part.k[0]
-    assert torch.equal(got, want)
-    assert any(early for _, early in parts) == (length > 1 and cover in (CAUSAL, FULL))
-
-
-def split_parity(rank: int) -> list[str]:
-    cases = [
-        Case(layout, mask, S, heads, kernel=kernel)
-        for layout in ("zigzag", "striped", "contiguous")
-        for mask in ("causal", "full", "window")
-        for S in (24, 31)
-        for heads, kernel in ((GQA, "reference"), (GQA, "cpu_flash"))
-        if not (kernel == "cpu_flash" and mask == "window")
-    ]
-    real, early = plan.split_local, []
-
-    def spied(tile: Tile, stages: bool) -> list[tuple[Tile, bool]]:
-        parts = real(tile, stages)
-        early.extend(part for part, first in parts if first)
-        return parts
-
-    with mock.patch.object(plan, "MIN_SPLIT_ROWS", 4), mock.patch.object(plan, "split_local", spied):
-        problems = parity_on_ranks(rank, (3,), ("cp",), cases)
-    return problems if early else [*problems, "no tile was split"]
-
-
-def test_backward_with_split_local_tiles(pool):
-    report(pool(3).run(split_parity))
