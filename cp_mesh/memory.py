@@ -15,8 +15,8 @@ Per row, in one of n head chunks: F = B·(K/n)·(D + Dv) elements of keys and va
         rows of the tile · Q · 4 bytes                 the kernel's own fp32 dq, and with grouped queries
         keys of the tile · F · 4 bytes                 its fp32 dk and dv
 
-Functional collectives have no symmetric memory. They hold the keys of stage s and of the next, packed copies of the rows
-that the next one serves, gradients of stages s - 1 and s on their way, and those that arrived.
+Functional collectives have no symmetric memory. They hold the keys of stage s and of the next, packed copies of the
+rows that the next one serves, gradients of stages s - 1 and s on their way, and those that arrived.
 """
 
 from __future__ import annotations
