@@ -81,12 +81,12 @@ def attention(
         scale: factor on q·k; None: 1 / sqrt(D).
         softcap, sinks, alibi_slopes, bias, dropout_p: not available yet; anything but the default is refused.
         method: "auto" or "ring".
-        kernel: "auto", "fa4", "fa3", "cudnn", "fa2", "efficient", "cpu_flash" or "reference". All ranks must have the
-            same packages installed: "auto" takes the first that can serve the call.
+        kernel: "auto", "fa4", "fa3", "cudnn", "fa2", "fa2_package", "efficient", "cpu_flash" or "reference". "auto"
+            takes the first that can serve the call; all ranks must have the same packages installed.
         transport: "auto", "functional" or "symmetric_memory" (GPUs of one NVLink host; "auto" takes it there).
         head_chunks: compute the kv heads, with their query heads, in this many parts one after the other: buffers of
-            rows under way are those of one part, for a little less speed. None: as few as keep K and V of the whole
-            sequence within 512 MiB a part (docs/performance.md has the formula of the memory).
+            rows under way are those of one part, for a little less speed. None: as few as keep what a rank fetches of
+            K and V within 512 MiB a part (`cp_mesh/memory.py` has the formula of the memory).
         deterministic: True asks for a bitwise reproducible backward. None: `torch.use_deterministic_algorithms`.
         return_lse: also return the log-sum-exp of the scaled scores, natural log, float32 (float64), [B, H, S] or
             [H, T]; -inf for a query with no key, whose output is 0.

@@ -28,7 +28,7 @@ from cp_mesh.transport import TRANSPORTS, make_transport
 from cp_mesh.transport.contract import Transport
 
 METHODS = ("auto", "ring")
-CHUNK_BYTES = 512 << 20  # K and V of the whole sequence, for the heads of one chunk
+CHUNK_BYTES = 512 << 20  # K and V that a rank fetches, for the heads of one chunk
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ def _resolve(
             "kernel='reference' asks for it without this warning",
             stacklevel=2,
         )
-    head_chunks = _head_chunks(options.head_chunks, q, k, v, seq_len)
+    head_chunks = _head_chunks(options.head_chunks, q, k, v, schedule)
     rounded = kernel.rounds and not schedule.overlapping
     gradient_dtype = q.dtype if rounded else accumulation_dtype(q.dtype)
     fetches_queries = kernel.uses_delta and _queries_are_fewer(q, k, v, schedule, gradient_dtype)
@@ -261,8 +261,8 @@ def _resolve(
 _resolve_once = lru_cache(maxsize=256, typed=True)(_resolve)
 
 
-def _head_chunks(wanted: int, q: Operand, k: Operand, v: Operand, seq_len: int) -> int:
-    """The number of chunks asked for, or the fewest that keep one chunk's K and V of all ranks within `CHUNK_BYTES`."""
+def _head_chunks(wanted: int, q: Operand, k: Operand, v: Operand, schedule: Schedule) -> int:
+    """The number of chunks asked for, or the fewest in which no rank fetches more than `CHUNK_BYTES` of K and V."""
     num_kv_heads = k.shape[1]
     if wanted:
         if num_kv_heads % wanted:
@@ -271,7 +271,9 @@ def _head_chunks(wanted: int, q: Operand, k: Operand, v: Operand, seq_len: int) 
                 describe("head_chunks", f"a divisor of the {num_kv_heads} kv heads", wanted, f"head_chunks={near}")
             )
         return wanted
-    total = q.shape[0] * seq_len * num_kv_heads * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
+    total = (
+        q.shape[0] * max(map(sum, schedule.keys.needed)) * num_kv_heads * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
+    )
     return next((n for n in range(1, num_kv_heads) if num_kv_heads % n == 0 and total <= n * CHUNK_BYTES), num_kv_heads)
 
 

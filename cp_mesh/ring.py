@@ -12,8 +12,9 @@ The next stage is always under way while one computes. The forward computes the 
 fetch hides behind them; the backward last, so that the last delivery of dk and dv hides.
 
 A backward may visit queries instead: (q, dout, lse, delta) travel, dq goes home, and dk, dv stay. It moves fewer bytes
-where kv heads are as many as query heads. Heads may be computed in chunks, one after the other: buffers are those of
-one chunk.
+where kv heads are as many as query heads, and needs a kernel that reads delta, which today the reference alone does.
+
+Heads may be computed in chunks, one after the other: buffers are those of one chunk.
 """
 
 from __future__ import annotations
@@ -40,13 +41,11 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, T
     Returns:
         out [B, H, S_local, Dv] in q's dtype and lse [B, H, S_local] in fp32 (fp64 for fp64 inputs).
     """
-
     if plan.head_chunks == 1:
         return _forward(q, k, v, plan, None)
     out = q.new_empty((*q.shape[:3], v.shape[3]))
     lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
-    for chunk in _head_chunks((q, k, v, out, lse), plan):
-        q_c, k_c, v_c, out_c, lse_c = chunk
+    for q_c, k_c, v_c, out_c, lse_c in _by_head_chunks((q, k, v, out, lse), plan):
         _forward(q_c, k_c, v_c, plan, (out_c, lse_c))
     return out, lse
 
@@ -85,7 +84,7 @@ def ring_backward(
         kept, visit = make_delta(dout, out, dlse), _visit_queries if plan.fetches_queries else _visit_keys
     else:
         kept, visit = out, _visit_keys
-    for chunk in _head_chunks((dout, q, k, v, kept, lse, *grads), plan):
+    for chunk in _by_head_chunks((dout, q, k, v, kept, lse, *grads), plan):
         with plan.open_transport() as transport:
             visit(*chunk, plan=plan, transport=transport)
     dq, dk, dv = grads
@@ -186,6 +185,6 @@ def _visit_queries(
     dv_sum.finish(dv)
 
 
-def _head_chunks(tensors: Sequence[Tensor], plan: Plan) -> Iterator[tuple[Tensor, ...]]:
+def _by_head_chunks(tensors: Sequence[Tensor], plan: Plan) -> Iterator[tuple[Tensor, ...]]:
     """Views of [B, heads, ...] tensors: a chunk of the kv heads at a time, with the query heads that read them."""
     return zip(*(x.chunk(plan.head_chunks, dim=1) for x in tensors), strict=True)

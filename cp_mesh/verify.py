@@ -8,6 +8,7 @@ schedule or transport takes part in it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,6 +72,9 @@ def verify(
     head_dim: int = 64,
     dtype: torch.dtype = torch.float64,
     kernel: str = "auto",
+    transport: str = "auto",
+    head_chunks: int | None = None,
+    deterministic: bool | None = None,
     seed: int = 0,
 ) -> Report:
     """Compare sharded attention with that of one device, on these ranks, in check mode.
@@ -82,7 +86,8 @@ def verify(
 
     Args:
         mesh: the 1-D mesh of the cp axis; call on all of its ranks.
-        layout, mask, kernel: as in `cp_mesh.attention`. A mask with tensors needs ``seq_len``, their length.
+        layout, mask, kernel, transport, head_chunks, deterministic: as in `cp_mesh.attention`; prove the settings that
+            will train. A mask with tensors needs ``seq_len``, their length.
         seq_len: tokens in the whole sequence; None: 256 per rank. O(seq_len²) work on every rank.
         batch, num_heads, num_kv_heads, head_dim: sizes of q, k, v.
         dtype: dtype of q, k, v.
@@ -113,14 +118,12 @@ def verify(
     q, k, v, dout = draw(num_heads), draw(num_kv_heads), draw(num_kv_heads), draw(num_heads)
     rows = layout.positions(seq_len, size, rank).to(device)
     local = [x[:, :, rows].detach().requires_grad_() for x in (q, k, v)]
+    settings: dict[str, Any] = {"layout": layout, "mask": mask, "kernel": kernel, "transport": transport}
+    settings |= {"head_chunks": head_chunks, "deterministic": deterministic}
     with check_mode():
-        out = attention(
-            *local, mesh=mesh, seq_dim=2, seq_len=seq_len, layout=layout, mask=mask, kernel=kernel
-        )  # fmt: skip
+        out = attention(*local, mesh=mesh, seq_dim=2, seq_len=seq_len, **settings)
         with torch.no_grad():
-            _, lse = attention(
-                *local, mesh=mesh, seq_dim=2, seq_len=seq_len, layout=layout, mask=mask, kernel=kernel, return_lse=True
-            )
+            _, lse = attention(*local, mesh=mesh, seq_dim=2, seq_len=seq_len, return_lse=True, **settings)
     assert isinstance(out, Tensor)
     grads = torch.autograd.grad(out, local, dout[:, :, rows])
     options = Options(layout.spec(), mask.spec(), head_dim**-0.5, kernel=kernel)

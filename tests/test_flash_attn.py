@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -178,7 +179,7 @@ def stand_in_backward(dout, q, k, v, out, lse, scale: float, keep: Tensor, dq: T
 
 def install(monkeypatch: pytest.MonkeyPatch, name: str, **functions: Callable) -> None:
     """Put a module of that name, and the packages around it, where import finds them."""
-    flash_attn._can_be_found.cache_clear()
+    flash_attn._module.cache_clear()
     parts = name.split(".")
     for end in range(1, len(parts) + 1):
         module = ModuleType(".".join(parts[:end]))
@@ -286,12 +287,13 @@ def fa3(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, calls: 
 
     monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
     monkeypatch.delitem(sys.modules, "flash_attn_interface", raising=False)
-    flash_attn._can_be_found.cache_clear()
+    flash_attn._module.cache_clear()
+    assert flash_attn._fa3_lacks() is None  # as a plan asks
     yield
     sys.modules.pop("flash_attn_interface", None)
     for library in libraries:
         library._destroy()
-    flash_attn._can_be_found.cache_clear()
+    flash_attn._module.cache_clear()
 
 
 @pytest.fixture
@@ -317,7 +319,7 @@ def fa2(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
 @pytest.fixture(autouse=True)
 def _forget_what_is_installed() -> Iterator[None]:
     yield
-    flash_attn._can_be_found.cache_clear()
+    flash_attn._module.cache_clear()
 
 
 # --- on the CPU
@@ -463,9 +465,9 @@ def test_buffers_that_cannot_be_written(name, request) -> None:
 
 REQUEST = Request("cuda", (9, 0), torch.bfloat16, frozenset({"full", "causal"}), 128, 128, False, False, 64)
 LACKS = {
-    flash_attn.FA4: ("fa4", "package flash_attn.cute (pip install cp_mesh[flash])"),
-    flash_attn.FA3: ("fa3", "operators torch.ops.flash_attn_3"),
-    flash_attn.FA2_PACKAGE: ("fa2", "package flash_attn.flash_attn_interface (pip install flash-attn)"),
+    flash_attn.FA4: ("fa4", "package flash_attn.cute.interface (pip install cp_mesh[flash]; "),
+    flash_attn.FA3: ("fa3", "package flash_attn_interface (FlashAttention-3; "),
+    flash_attn.FA2_PACKAGE: ("fa2", "package flash_attn.flash_attn_interface (pip install flash-attn>=2.7; "),
 }
 each_kernel = pytest.mark.parametrize("kernel", LACKS, ids=lambda kernel: kernel.name)
 
@@ -476,7 +478,7 @@ def test_absent_packages_are_named(kernel, monkeypatch) -> None:
         pytest.skip("the operators themselves are registered here")
     for name in ("flash_attn", "flash_attn_interface"):
         monkeypatch.setitem(sys.modules, name, None)
-    flash_attn._can_be_found.cache_clear()
+    flash_attn._module.cache_clear()
     (lacking,) = shortfalls(kernel.capability, REQUEST)
     assert lacking.startswith(LACKS[kernel][1])
 
@@ -502,33 +504,44 @@ def test_windows_and_machines() -> None:
         assert lacks(flash_attn.FA3, compute_capability=machine) and lacks(flash_attn.FA4, compute_capability=machine)
 
 
-def test_nothing_is_imported_before_it_is_called(tmp_path) -> None:
-    """Packages that fail on import: cp_mesh imports without them, and finds them without importing them."""
-    for package in ("flash_attn", "flash_attn/cute", "flash_attn_interface"):
+def broken(tmp_path: Path, text: str) -> None:
+    """Packages whose modules hold nothing but this."""
+    for package in ("flash_attn", "flash_attn/cute"):
         (tmp_path / package).mkdir()
-        (tmp_path / package / "__init__.py").write_text("raise SystemExit('imported')")
-    (tmp_path / "flash_attn" / "flash_attn_interface.py").write_text("raise SystemExit('imported')")
-    program = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "import cp_mesh\n"
-        "from cp_mesh.kernels import flash_attn as f\n"
-        "found = [k.capability.lacking() for k in (f.FA4, f.FA3, f.FA2_PACKAGE)]\n"
-        "assert found == [None] * 3, found\n"
-        "assert not any('flash_attn' in name and not name.startswith('cp_mesh') for name in sys.modules)\n"
-    )
+        (tmp_path / package / "__init__.py").write_text("")
+    for module in ("flash_attn_interface", "flash_attn/flash_attn_interface", "flash_attn/cute/interface"):
+        (tmp_path / f"{module}.py").write_text(text)
+
+
+def run_with(path: Path, program: str) -> None:
+    program = f"import sys; sys.path.insert(0, {str(path)!r})\n{program}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
-def test_a_package_without_the_module_is_not_enough(tmp_path, monkeypatch) -> None:
-    """flash-attn installs flash_attn without flash_attn.cute."""
-    (tmp_path / "flash_attn").mkdir()
-    (tmp_path / "flash_attn" / "__init__.py").write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
-    flash_attn._can_be_found.cache_clear()
-    assert not flash_attn._installed("flash_attn.cute")
-    assert flash_attn._installed("flash_attn")
+CHOOSE = """
+import torch, cp_mesh
+from cp_mesh.kernels import choose_kernel
+from cp_mesh.kernels.contract import Request
+def chosen(device, capability):
+    covers = frozenset({"full", "causal"})
+    return choose_kernel("auto", Request(device, capability, torch.bfloat16, covers, 64, 64, False, False, 64)).name
+"""
+
+
+def test_nothing_is_imported_for_calls_that_it_cannot_serve(tmp_path) -> None:
+    broken(tmp_path, "raise SystemExit('imported')")
+    run_with(tmp_path, CHOOSE + "assert chosen('cpu', (0, 0)) == 'cpu_flash' and chosen('cuda', (7, 5)) == 'reference'")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["import cutlass_that_is_not_there", "raise RuntimeError('another ABI')", "def _flash_attn_fwd(q, k, v): pass"],
+)
+def test_packages_that_do_not_work_are_passed_over(tmp_path, text) -> None:
+    """As flash-attn 2.8.3 brings a flash_attn.cute that lacks its needs, and other parameters."""
+    broken(tmp_path, text)
+    run_with(tmp_path, CHOOSE + "assert chosen('cuda', (9, 0)) == 'cudnn', chosen('cuda', (9, 0))")
 
 
 # --- on a GPU

@@ -13,7 +13,8 @@ from recording import recording
 from torch import Tensor
 
 import cp_mesh
-from cp_mesh import ArgumentError, Mask, ZigZag, plan
+from cp_mesh import ArgumentError, Contiguous, Mask, ZigZag, plan
+from cp_mesh.schedule import make_schedule
 
 B, H, K, S, D, E = 2, 8, 4, 26, 6, 4
 
@@ -52,12 +53,15 @@ def test_results_are_equal_to_the_bit(pool, name):
 def test_chunks_keep_the_sequence_of_a_chunk_within_the_budget():
     q = torch.empty(1, 8, 64, 16, dtype=torch.bfloat16)
     k = torch.empty(1, 4, 64, 16, dtype=torch.bfloat16)
-    total = 128 * 4 * 32 * 2  # bytes of K and V of 128 tokens
+    schedule = make_schedule(Contiguous(), Mask(causal=True), 192, 3, 0)
+    total = 128 * 4 * 32 * 2  # bytes of K and V of the 128 tokens that the last rank fetches; this one fetches none
     for budget, wanted in ((total, 1), (total - 1, 2), (total // 2, 2), (total // 2 - 1, 4), (1, 4)):
         with mock.patch.object(plan, "CHUNK_BYTES", budget):
-            assert plan._head_chunks(0, q, k, k, 128) == wanted
-    assert plan._head_chunks(0, q, k, k, 128) == 1
-    assert plan._head_chunks(2, q, k, k, 128) == 2
+            assert plan._head_chunks(0, q, k, k, schedule) == wanted
+    assert plan._head_chunks(0, q, k, k, schedule) == 1
+    assert plan._head_chunks(2, q, k, k, schedule) == 2
+    with mock.patch.object(plan, "CHUNK_BYTES", 1):  # nothing travels: nothing to divide
+        assert plan._head_chunks(0, q, k, k, make_schedule(Contiguous(), Mask(causal=True), 192, 1, 0)) == 1
 
 
 def refused(rank: int) -> list[str]:
@@ -76,3 +80,28 @@ def test_what_cannot_be_divided_is_refused(pool):
         assert len(words) == 4
         assert words[0] == "head_chunks: expected a divisor of the 4 kv heads, got 3; head_chunks=2"
         assert all(word.startswith("head_chunks: expected a positive int or None, got") for word in words[1:])
+
+
+def verified(rank: int) -> list[str]:
+    """Kernel calls of `verify` by its own settings: chunks are taken, and settings that do not exist are refused."""
+    axis, real, seen = mesh((2,), ("cp",)), plan.make_plan, []
+
+    def spied(*args, **kwargs):
+        made = real(*args, **kwargs)
+        seen.append((made.head_chunks, made.options.transport, made.options.deterministic))
+        return made
+
+    with mock.patch("cp_mesh.ops.make_plan", spied):
+        report = cp_mesh.verify(axis, seq_len=31, head_chunks=2, transport="functional", deterministic=True)
+    assert report.passed
+    try:
+        cp_mesh.verify(axis, seq_len=31, head_chunks=3)
+    except ArgumentError as error:
+        return [str(error), *map(str, sorted(set(seen)))]
+    return ["not refused"]
+
+
+def test_verify_proves_the_settings_that_it_is_given(pool):
+    for words in pool(2).run(verified):
+        assert words[0].startswith("head_chunks: expected a divisor of the 2 kv heads, got 3")
+        assert words[1:] == ["(2, 'functional', True)"]

@@ -59,8 +59,11 @@ NEEDS_TRITON = {"kernels.combine_triton"}
 STATE: dict[str, str] = {
     "agreement._enabled": "check mode; a context variable",
     "transport.symmetric_memory._MEMORY": "what outlives a call, by group, weakly",
+    "kernels.combine._triton_runs": "a cache of a fact about a device",
     "kernels.aten._philox": "a cache of constants",
-    "kernels.flash_attn._can_be_found": "a cache of which packages are installed",
+    "kernels.flash_attn._module": "a cache of which packages can be imported",
+    "kernels.flash_attn._FA4_CALLS": "a table, never written",
+    "kernels.flash_attn._FA2_CALLS": "a table, never written",
     "kernels.KERNELS": "the table of kernels, never written",
     "layouts.LAYOUTS": "the table of layouts, never written",
     "ops._library": "keeps the autocast rules registered",

@@ -12,6 +12,7 @@ barrier is gloo's.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import random
 import sys
@@ -104,7 +105,10 @@ class FileMemory:
     def begin(self) -> None:
         pass
 
-    def workspace(self, purpose: str, nbytes: int) -> FileWorkspace:
+    def end(self) -> None:
+        pass
+
+    def workspace(self, purpose: str, nbytes: int, group: dist.ProcessGroup) -> FileWorkspace:
         workspace = self._workspaces.get(purpose)
         if workspace is None or workspace.nbytes < nbytes:
             workspace = self._workspaces[purpose] = FileWorkspace(self._group, self._folder, purpose, nbytes)
@@ -141,7 +145,7 @@ def compare(what: str, inputs: list[Tensor], axis: Any, **options: Any) -> list[
 
 
 def different(what: str, wanted: list[Tensor], got: list[Tensor]) -> list[str]:
-    names = ("out", "dq", "dk", "dv") if len(wanted) == 4 else ("out before", "out", "dq", "dk", "dv")
+    names = (*("out before",) * (len(wanted) - 4), "out", "dq", "dk", "dv")
     return [
         f"{what}: {name} differs at {(a != b).sum()} of {a.numel()} elements, by {(a - b).abs().max():.1e}"
         for name, a, b in zip(names, wanted, got, strict=False)
@@ -233,6 +237,35 @@ def test_cpu_ranks_have_none(pool):
         )
 
 
+def forgotten(rank: int) -> tuple[int, int]:
+    """Entries of the table of memories while a group lives, and after it was destroyed."""
+    group = dist.new_group()
+    lane = mock.Mock()
+    with (
+        mock.patch.object(symmetric, "_CudaLane", return_value=lane),
+        mock.patch("torch.cuda.is_current_stream_capturing", return_value=False),
+        mock.patch.object(symmetric, "_local_obstacle", return_value="none in this test"),
+    ):
+        symmetric.group_memory(group, torch.device("cpu", rank))
+    alive = len(symmetric._MEMORY)
+    dist.barrier()
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    return alive, len(symmetric._MEMORY)
+
+
+def test_memory_goes_with_its_group(pool):
+    assert pool(2).run(forgotten) == [(1, 0)] * 2
+
+
+def test_what_hinders_a_group():
+    assert symmetric._obstacle([("a", 0, None), ("a", 1, None)]) is None
+    assert symmetric._obstacle([("a", 0, None), ("b", 0, None)]) == "the group's ranks are on 2 hosts"
+    assert "share a device index" in symmetric._obstacle([("a", 0, None), ("a", 0, None)])
+    assert symmetric._obstacle([("a", 0, None), ("a", 1, "no peer access")]) == "no peer access"
+
+
 # GPU checks. Each returns what is wrong, on every rank.
 
 S, D = 1024, 64
@@ -253,10 +286,12 @@ def check_two_hundred_calls() -> list[str]:
     axis, problems, pending = gpu_axis(), [], []
     draw = random.Random(7)
     for call in range(200):
-        length = 128 * draw.randint(1, 16)
         heads = draw.choice([(8, 2), (4, 4), (6, 3)])
         layout = draw.choice([ZigZag(), Striped(), Contiguous()])
+        seq_len = dist.get_world_size() * 128 * draw.randint(1, 16) - draw.choice([0, 0, 1, 77])  # unequal shards too
+        length = layout.shard_len(seq_len, dist.get_world_size(), dist.get_rank())
         options = {"layout": layout, "mask": Mask(causal=draw.random() < 0.7), "head_chunks": draw.choice([None, 1])}
+        options["seq_len"] = seq_len
         inputs = local_inputs(length, heads, seed=call)
         got = attend(inputs, axis, TRANSPORTS[1], **options)
         pending.append((f"call {call}: {length} {heads} {options}", inputs, options, got))
@@ -293,13 +328,18 @@ def check_stalled() -> list[str]:
     ):
         for call in range(8):
             inputs = local_inputs(S // (1 + call % 3), seed=call)
-            wanted = attend(inputs, axis, TRANSPORTS[0])
-            torch.cuda._sleep(cycles())
-            first = attend(inputs, axis, TRANSPORTS[1])
-            torch.cuda._sleep(cycles())
-            second = attend(inputs, axis, TRANSPORTS[1])
-            problems += different(f"stalled call {call}", wanted, first)
-            problems += different(f"stalled call {call}, again", wanted, second)
+            others = [x.roll(1, dims=2) * 2 for x in inputs]
+            results = []
+            for transport in TRANSPORTS:
+                # Two forwards of unlike rows: a backward between them would bring the ranks together.
+                with torch.no_grad():
+                    forwards = []
+                    for q, k, v, _ in (inputs, others):
+                        torch.cuda._sleep(cycles())
+                        forwards.append(cp_mesh.attention(q, k, v, mesh=axis, transport=transport))
+                torch.cuda._sleep(cycles())
+                results.append([*forwards, *attend(inputs, axis, transport)])
+            problems += different(f"stalled call {call}", *results)
     return problems
 
 
@@ -354,9 +394,10 @@ def check_streams() -> list[str]:
     """Calls on streams of the caller's, one after the other in turns, with nothing but the memory to order them."""
     axis, problems, pending = gpu_axis(), [], []
     streams = [torch.cuda.Stream() for _ in range(2)]
-    for call in range(8):
-        inputs = local_inputs(S - 128 * (call % 3), seed=call)
-        torch.cuda.synchronize()
+    many = [local_inputs(S - 128 * (call % 3), seed=call) for call in range(8)]
+    attend(many[0], axis, TRANSPORTS[1])
+    torch.cuda.synchronize()
+    for call, inputs in enumerate(many):
         with torch.cuda.stream(streams[call % 2]):
             torch.cuda._sleep(1_000_000 * (call % 3))
             pending.append((inputs, attend(inputs, axis, TRANSPORTS[1])))
@@ -396,16 +437,16 @@ def check_capture_refusals() -> list[str]:
     """A capture that would have to grow the memory is refused with the way out."""
     axis, problems = gpu_axis(), []
     large = local_inputs(16 * S)
-    with mock.patch.object(symmetric, "_MEMORY", type(symmetric._MEMORY)()):
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph):
-                attend(large, axis, TRANSPORTS[1])
-            problems.append("a capture that grows memory was not refused")
-        except Exception as error:  # the capture's own error may wrap it
-            text = f"{error} {error.__cause__} {error.__context__}"
-            if "run one forward and backward" not in text:
-                problems.append(f"refused with other words: {text}")
+    attend(local_inputs(S), axis, TRANSPORTS[1])
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            attend(large, axis, TRANSPORTS[1])
+        problems.append("a capture that grows memory was not refused")
+    except Exception as error:  # the capture's own error may wrap it
+        text = f"{error} {error.__cause__} {error.__context__}"
+        if "must grow" not in text or "run one forward and backward" not in text:
+            problems.append(f"refused with other words: {text}")
     torch.cuda.synchronize()
     return problems + compare("after a refused capture", local_inputs(S), axis)
 

@@ -10,6 +10,8 @@ CUDA tensors summed in fp32 use Triton (`cp_mesh.kernels.combine_triton`); all o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -141,7 +143,13 @@ class RowSum:
 
 
 def _fused(dtype: torch.dtype, device: torch.device) -> bool:
-    return device.type == "cuda" and dtype == torch.float32
+    return device.type == "cuda" and dtype == torch.float32 and _triton_runs(device)
+
+
+@lru_cache
+def _triton_runs(device: torch.device) -> bool:
+    """Triton comes with PyTorch's CUDA builds and compiles for compute capability 7.5 on; elsewhere torch does it."""
+    return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (7, 5)
 
 
 def _check_piece(begin: int, x: Tensor, shape: tuple[int, ...]) -> None:
@@ -153,7 +161,7 @@ def _check_piece(begin: int, x: Tensor, shape: tuple[int, ...]) -> None:
 def _strides(shape: tuple[int, ...], like: Tensor) -> tuple[int, ...]:
     """Of dense memory in like's order of batch, heads and rows; the head dim is last, as kernels want it."""
     strides, step = [0, 0, 0, 1], shape[3]
-    for dim in sorted(range(3), key=like.stride, reverse=True)[::-1]:
+    for dim in sorted((2, 1, 0), key=like.stride):
         strides[dim] = step
         step *= shape[dim]
     return tuple(strides)

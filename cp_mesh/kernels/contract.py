@@ -95,8 +95,8 @@ class Capability:
         deterministic: whether the backward is bitwise reproducible.
         min_keys: fewest keys in a tile.
         only_on: if given, the compute capabilities (major, minor) that the kernel was made for.
-        lacking: what must be installed first, in words; None if the kernel can be called. The answer must be the same
-            on all ranks.
+        lacking: what must be installed first, in words; None if the kernel can be called. It may import packages. The
+            answer must be the same on all ranks.
     """
 
     devices: tuple[str, ...]
@@ -161,8 +161,6 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def shortfalls(capability: Capability, request: Request) -> list[str]:
     """What the request needs and the kernel lacks, in words; empty if the kernel can serve it."""
     missing = []
-    if lacking := capability.lacking():
-        missing.append(lacking)
     if request.device not in capability.devices:
         missing.append(f"device {request.device} (has {', '.join(capability.devices)})")
     elif request.compute_capability < capability.compute_capability:
@@ -192,4 +190,7 @@ def shortfalls(capability: Capability, request: Request) -> list[str]:
         missing.append("a deterministic backward")
     if request.min_keys < capability.min_keys:
         missing.append(f"tiles of {request.min_keys} keys (needs {capability.min_keys})")
+    # Asked last, and only where it decides: the answer may import a package.
+    if not missing and (lacking := capability.lacking()):
+        missing.append(lacking)
     return missing

@@ -1,8 +1,9 @@
 """Kernels of optional packages: FlashAttention-4 (flash-attn-4), FlashAttention-3, and FlashAttention-2 (flash-attn).
 
-No package is imported before its kernel computes. All take [B, S, H, D] views with unit last stride and rows that start
-at multiples of 16 bytes, and write gradients into such views. Their lse is as in `contract`; given the global out and
-lse they return a tile's share of the gradients, rounded to the inputs' dtype. None of them waits for the device.
+No package is imported before a CUDA call that it could serve is planned. All take [B, S, H, D] views with unit last
+stride and rows that start at multiples of 16 bytes, and write gradients into such views. Their lse is as in `contract`;
+given the global out and lse they return a tile's share of the gradients, rounded to the inputs' dtype. None of them
+waits for the device.
 
 FlashAttention-4 compiles at the first call of each variant: dtype, head dims, heads per kv head, which sides of the
 band are bounded, one block of rows or more. Lengths, strides, the bounds themselves and the scale are no part of it, so
@@ -11,11 +12,10 @@ the tiles of a ring share a few variants. A variant must have been compiled befo
 
 from __future__ import annotations
 
-import sys
+import inspect
 from functools import lru_cache
 from importlib import import_module
-from importlib.machinery import PathFinder
-from importlib.util import find_spec
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -27,25 +27,42 @@ from cp_mesh.masks import CAUSAL, Band
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def _installed(name: str) -> bool:
-    """Whether a module is imported or can be found."""
-    return sys.modules.get(name) is not None or _can_be_found(name)
+# Parameters that the calls below pass by name: other releases, and other packages of that name, have others.
+_FA4_CALLS = {
+    "_flash_attn_fwd": {"softmax_scale", "window_size_left", "window_size_right", "return_lse"},
+    "_flash_attn_bwd": {"softmax_scale", "window_size_left", "window_size_right", "dk", "dv"},
+}
+_FA2_CALLS = {
+    "_flash_attn_forward": {"softmax_scale", "causal", "window_size_left", "softcap", "return_softmax"},
+    "_flash_attn_backward": {"softmax_scale", "causal", "window_size_left", "softcap", "deterministic"},
+}
 
 
 @lru_cache
-def _can_be_found(name: str) -> bool:
-    """As find_spec tells, but without importing the packages around it; asked at every call, so kept."""
-    top, *parts = name.split(".")
-    spec = find_spec(top)
-    for part in parts:
-        if spec is None or spec.submodule_search_locations is None:
-            return False
-        spec = PathFinder.find_spec(f"{spec.name}.{part}", list(spec.submodule_search_locations))
-    return spec is not None
+def _module(name: str) -> ModuleType | str:
+    """The module, or in words why it cannot be imported. Asked for plans of CUDA calls, once a process."""
+    try:
+        return import_module(name)
+    except Exception as error:  # a broken build can raise anything
+        return f"{type(error).__name__}: {error}"
+
+
+def _lacks(name: str, calls: dict[str, set[str]], install: str) -> str | None:
+    """What of a module is missing, in words. It is imported: a package that is there may not work."""
+    module = _module(name)
+    if isinstance(module, str):
+        return f"package {name} ({install}; {module})"
+    for function, needed in calls.items():
+        has = inspect.signature(getattr(module, function)).parameters if hasattr(module, function) else {}
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in has.values()):
+            continue  # a torch.library op, which does not show its parameters here
+        if missing := needed - set(has):
+            return f"parameters {', '.join(sorted(missing))} of {name}.{function} ({install})"
+    return None
 
 
 def _fa4_lacks() -> str | None:
-    return None if _installed("flash_attn.cute") else "package flash_attn.cute (pip install cp_mesh[flash])"
+    return _lacks("flash_attn.cute.interface", _FA4_CALLS, "pip install cp_mesh[flash]")
 
 
 def _fa3_registered() -> bool:
@@ -53,14 +70,14 @@ def _fa3_registered() -> bool:
 
 
 def _fa3_lacks() -> str | None:
-    if _fa3_registered() or _installed("flash_attn_interface"):
+    if _fa3_registered():
         return None
-    return "operators torch.ops.flash_attn_3 (install FlashAttention-3, whose flash_attn_interface registers them)"
+    missing = _lacks("flash_attn_interface", {}, "FlashAttention-3")
+    return missing or (None if _fa3_registered() else "operators torch.ops.flash_attn_3 (FlashAttention-3)")
 
 
 def _fa2_lacks() -> str | None:
-    found = _installed("flash_attn.flash_attn_interface")
-    return None if found else "package flash_attn.flash_attn_interface (pip install flash-attn)"
+    return _lacks("flash_attn.flash_attn_interface", _FA2_CALLS, "pip install flash-attn>=2.7")
 
 
 def _bshd(x: Tensor) -> Tensor:
@@ -128,8 +145,6 @@ def _fa4_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _fa3_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scale: float) -> tuple[Tensor, Tensor]:
-    if not _fa3_registered():
-        import_module("flash_attn_interface")
     # num_splits=0 lets the kernel split the keys, which costs a second kernel and fp32 partial outputs
     out, lse, *_ = torch.ops.flash_attn_3.fwd(
         _bshd(q), _bshd(k), _bshd(v), softmax_scale=scale, is_causal=cover == CAUSAL, num_splits=1
@@ -139,8 +154,6 @@ def _fa3_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scale: fl
 
 def _fa3_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
     assert t.out is not None, "uses_delta is not set"
-    if not _fa3_registered():
-        import_module("flash_attn_interface")
     # All three are given: some releases return gradients first, others do not return them.
     dq, dk, dv = torch.empty_like(t.q), _writable(t.dk, t.k), _writable(t.dv, t.v)
     # the kernel reads lse as packed rows

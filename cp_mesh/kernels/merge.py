@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 from cp_mesh.kernels.combine import OutputSum, RowSum
@@ -97,8 +98,10 @@ def _dense_rows(x: Tensor) -> Tensor:
     SDPA checks this before it calls a stock kernel; called through aten, kernels read other memory instead.
     """
     unit = 16 // x.element_size()
-    aligned = not x.is_cuda or (x.data_ptr() % 16 == 0 and all(stride % unit == 0 for stride in x.stride()[:-1]))
-    return x if aligned and x.stride(-1) == 1 else x.contiguous()
+    strides = [stride for stride, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1]
+    aligned = not x.is_cuda or (x.data_ptr() % 16 == 0 and all(stride % unit == 0 for stride in strides))
+    # not contiguous(): it returns a contiguous tensor as it is, wherever that starts
+    return x if aligned and x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _rows(x: Tensor, rows: tuple[int, int]) -> Tensor:

@@ -58,7 +58,7 @@ class Transport(Protocol):
         """Prepare to send gradients with this packing to the owners of the rows fetched on this route."""
 
     def close(self) -> None:
-        """Order what was begun before anything that the caller does next; also after an exception."""
+        """The pass is over, perhaps by an exception: memory of its buffers may be used again."""
 
 
 def split_arrived(buffer: Tensor, serve: Iterable[tuple[int, tuple[Rows, ...]]], packing: Packing) -> Iterator[Arrived]:

@@ -12,9 +12,13 @@ What keeps it correct, with no state that a CUDA graph's replay could miss:
     ... pulls, tiles, pushes ...
     barrier (push stream)   all pushes have landed: the owner sums its slots
 
-Every barrier is in stream order on the device, the host waits for nothing. The memory and the two streams belong to the
-group and are shared by all of its passes; a pass on another stream than the one before waits for that one. Memory grows
-when a pass needs more, which is a collective: so a CUDA graph is captured after a warm-up call with the same shapes.
+Every barrier is in stream order on the device, the host waits for nothing. A rank that never comes makes the others'
+barrier fail with a device error after the group's timeout, as a lost collective does.
+
+The memory and the two streams belong to the group and are shared by all of its passes. An eager pass waits for the
+eager pass before it, whichever stream that was on. A CUDA graph cannot be waited for so: all passes of a group inside
+one capture must be on one stream, and replays in one order with the group's other passes. Memory grows when a pass
+needs more, which is a collective: a graph is captured after a warm-up call with the same shapes.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ from cp_mesh.transport.contract import Arrived, split_arrived
 from cp_mesh.transport.packing import Packing
 
 _ALIGNMENT = 256  # bytes; copy engines and kernels are fastest on aligned addresses
+_GROWTH = 4  # memory that grows does so by a quarter at least: slowly rising lengths must not make it grow every time
 _MAX_VIEWS = 256  # of one workspace
 _MAIN, _PUSHED = 0, 1  # barrier channels: two barriers may be pending at once, on two streams
 
@@ -76,7 +81,7 @@ class _CudaWorkspace:
     def __init__(self, group: dist.ProcessGroup, nbytes: int, device: torch.device) -> None:
         import torch.distributed._symmetric_memory as symm_mem
 
-        self.nbytes, self.captured = nbytes, False
+        self.nbytes, self.captured, self._timeout_ms = nbytes, False, _timeout_ms(group)
         self._buffer = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
         self._handle = symm_mem.rendezvous(self._buffer, group)
         self._views: dict[tuple[Any, ...], Tensor] = {}
@@ -94,7 +99,14 @@ class _CudaWorkspace:
         return view
 
     def barrier(self, channel: int) -> None:
-        self._handle.barrier(channel=channel)
+        self._handle.barrier(channel=channel, timeout_ms=self._timeout_ms)
+
+
+def _timeout_ms(group: dist.ProcessGroup) -> int:
+    """The group's own timeout for collectives, in milliseconds."""
+    options = getattr(group._get_backend(torch.device("cuda")), "options", None)
+    timeout = getattr(options, "_timeout", None) or dist.distributed_c10d.default_pg_timeout
+    return int(timeout.total_seconds() * 1000)
 
 
 class _CudaLane:
@@ -135,28 +147,42 @@ class GroupMemory:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group, self._device = group, device
+        self._device = device
         answers: list[Any] = [None] * group.size()
-        dist.all_gather_object(answers, (_host(), _local_obstacle(device)), group=group)
-        hosts = {host for host, _ in answers}
-        apart = f"the group's ranks are on {len(hosts)} hosts" if len(hosts) > 1 else None
-        self.obstacle: str | None = apart or next((obstacle for _, obstacle in answers if obstacle), None)
+        dist.all_gather_object(answers, (_host(), device.index or 0, _local_obstacle(device)), group=group)
+        self.obstacle: str | None = _obstacle(answers)
+        if self.obstacle is None:
+            # What forbids it in the end only a try tells: containers, other backends of symmetric memory.
+            problem = None
+            try:
+                _CudaWorkspace(group, _ALIGNMENT, device).barrier(_MAIN)
+            except Exception as error:
+                problem = f"a try failed ({type(error).__name__}: {error})"
+            dist.all_gather_object(answers, problem, group=group)
+            self.obstacle = next((answer for answer in answers if answer), None)
         self._workspaces: dict[str, _CudaWorkspace] = {}
         self._kept: list[_CudaWorkspace] = []  # outgrown, but a captured graph holds their addresses
-        self._last_stream: torch.cuda.Stream | None = None
+        self._done: torch.cuda.Event | None = None  # the end of the last eager pass
         self.pulls, self.pushes = _CudaLane(device), _CudaLane(device)
 
     def begin(self) -> None:
         """Order a pass after the one before, whichever stream that was on."""
         stream = torch.cuda.current_stream(self._device)
         # A capture begins after a device-wide wait, and may not wait for what was begun outside.
-        if self._last_stream not in (None, stream) and not torch.cuda.is_current_stream_capturing():
-            stream.wait_stream(self._last_stream)
-        self._last_stream = stream
+        if self._done is not None and not torch.cuda.is_current_stream_capturing():
+            stream.wait_event(self._done)
         self.pulls.begin(stream)
         self.pushes.begin(stream)
 
-    def workspace(self, purpose: str, nbytes: int) -> Workspace:
+    def end(self) -> None:
+        """All that the pass began comes before what the caller's stream is given next."""
+        self.pulls.join()
+        self.pushes.join()
+        if not torch.cuda.is_current_stream_capturing():
+            self._done = self._done or torch.cuda.Event()
+            self._done.record(torch.cuda.current_stream(self._device))
+
+    def workspace(self, purpose: str, nbytes: int, group: dist.ProcessGroup) -> Workspace:
         """Memory for "rows" or for "gradients", of at least ``nbytes``; every rank asks for as many."""
         capturing = torch.cuda.is_current_stream_capturing()
         workspace = self._workspaces.get(purpose)
@@ -168,19 +194,26 @@ class GroupMemory:
                 )
             # Peers may still be reading the memory that is given back here.
             torch.cuda.synchronize(self._device)
-            if workspace is not None and workspace.captured:
-                self._kept.append(workspace)
-            workspace = _CudaWorkspace(self._group, nbytes, self._device)
+            if workspace is not None:
+                nbytes = max(nbytes, workspace.nbytes + workspace.nbytes // _GROWTH)
+                if workspace.captured:
+                    self._kept.append(workspace)
+            workspace = _CudaWorkspace(group, nbytes, self._device)
             self._workspaces[purpose] = workspace
         workspace.captured |= capturing
         return workspace
+
+    def wait(self) -> None:
+        """The host waits until the device is done."""
+        torch.cuda.synchronize(self._device)
 
     @property
     def nbytes(self) -> int:
         return sum(workspace.nbytes for workspace in [*self._workspaces.values(), *self._kept])
 
 
-# Keyed on the group itself: names are used again after a group is destroyed. `release` drops an entry by hand.
+# Keyed on the group itself: names are used again after a group is destroyed. No value holds its group, so an entry goes
+# with it; `release` drops one by hand.
 _MEMORY: WeakKeyDictionary[dist.ProcessGroup, GroupMemory] = WeakKeyDictionary()
 
 
@@ -218,6 +251,16 @@ def _host() -> str:
         return socket.gethostname()
 
 
+def _obstacle(answers: Sequence[tuple[str, int, str | None]]) -> str | None:
+    """What hinders ranks with these hosts, device indices and obstacles of their own."""
+    hosts, devices = {host for host, _, _ in answers}, {index for _, index, _ in answers}
+    if len(hosts) > 1:
+        return f"the group's ranks are on {len(hosts)} hosts"
+    if len(devices) < len(answers):
+        return "ranks share a device index: make all GPUs of the host visible to every process"
+    return next((obstacle for _, _, obstacle in answers if obstacle), None)
+
+
 def _local_obstacle(device: torch.device) -> str | None:
     if torch.version.hip:
         return "it is not tried on ROCm"
@@ -241,7 +284,7 @@ def release(group: dist.ProcessGroup) -> None:
         group: the cp group.
     """
     if group in _MEMORY:
-        torch.cuda.synchronize()
+        _MEMORY[group].wait()
         dist.barrier(group)
         _MEMORY.pop(group)
 
@@ -256,7 +299,7 @@ class SymmetricTransport:
     """
 
     def __init__(self, group: dist.ProcessGroup, schedule: Schedule, device: torch.device) -> None:
-        self.memory, self.schedule = group_memory(group, device), schedule
+        self.memory, self.schedule, self.group = group_memory(group, device), schedule, group
         self.memory.begin()
 
     def fetch(self, tensors: Sequence[Tensor], route: Route) -> SymmetricIncoming:
@@ -267,8 +310,7 @@ class SymmetricTransport:
 
     def close(self) -> None:
         # Also after an exception: buffers that copies still use go back to the caller's stream now.
-        self.memory.pulls.join()
-        self.memory.pushes.join()
+        self.memory.end()
 
 
 class SymmetricIncoming:
@@ -280,7 +322,7 @@ class SymmetricIncoming:
         self._under_way: deque[tuple[Tensor, Any]] = deque()
         if not route.stages:
             return
-        workspace = memory.workspace("rows", _aligned(max(schedule.shard_lens) * packing.row_bytes))
+        workspace = memory.workspace("rows", _aligned(max(schedule.shard_lens) * packing.row_bytes), transport.group)
         workspace.barrier(_MAIN)
         packing.write(workspace.rows(schedule.cp_rank, 0, tensors[0].shape[2], packing), tensors)
         workspace.barrier(_MAIN)
@@ -315,7 +357,7 @@ class SymmetricOutgoing:
         self._workspace: Workspace | None = None
         if route.stages:
             most = max(sum(row[owner] for row in route.needed) for owner in range(self._schedule.cp_size))
-            self._workspace = memory.workspace("gradients", _aligned(most * packing.row_bytes))
+            self._workspace = memory.workspace("gradients", _aligned(most * packing.row_bytes), transport.group)
 
     def buffer(self, stage: Stage) -> tuple[Tensor, ...] | None:
         self._written = self._packing.empty(stage.num_fetched)
