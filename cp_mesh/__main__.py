@@ -20,13 +20,19 @@ from cp_mesh.verify import NAMES, VerificationError, verify
 def main() -> None:
     """Print one line a configuration; exit with 1 if any is wrong."""
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description="Prove cp_mesh on the ranks of this launch.")
+    parser = argparse.ArgumentParser(
+        prog="python -m cp_mesh",
+        description="Prove cp_mesh on the ranks of this launch: three layouts, causal and full. "
+        "`cp_mesh.verify` proves other masks and settings. Start it with torchrun.",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
     parser.add_argument("--dtype", nargs="+", default=["bfloat16"] if cuda else ["float64"])
     parser.add_argument("--kernel", nargs="+", default=["auto"])
     parser.add_argument("--seq-len", nargs="+", type=int, default=[None], help="tokens; default 256 a rank")
     parser.add_argument("--csv", type=Path, help="append the figures, one row a configuration")
     args = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("no ranks: start it with torchrun --nproc-per-node 2 -m cp_mesh")
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo")

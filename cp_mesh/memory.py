@@ -4,7 +4,8 @@ Per row, in one of n head chunks: F = B·(K/n)·(D + Dv) elements of keys and va
 
     symmetric memory, kept from call to call
         local rows · F                                 K and V where others can read them
-        rows that others fetch · F                     a slot for the gradients that each of them computes
+        rows that others fetch · F                     a slot for the gradients that each of them computes; every rank
+                                                       allocates what the rank that serves most needs
     forward, at its end
         rows of all tiles · B·(H/n)·(Dv elements + 4)  partial outputs and their lse, merged once
         and, while the first tile is computed, all rows fetched · F
@@ -28,7 +29,11 @@ from cp_mesh.schedule import Schedule, Tile
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the formula reads of q, k and v: of all heads of this rank, and bytes of an element."""
+    """What the formula reads of q, k and v: of all heads of this rank, and bytes of an element.
+
+    ``gradient_itemsize`` is that of dk and dv as they travel: 2 for half precision where the kernel rounds them and no
+    two tiles of a message share rows (zigzag and striped causal, full), else 4; 8 for float64.
+    """
 
     batch: int
     num_heads: int
@@ -49,7 +54,7 @@ class ExtraMemory:
 
     @property
     def peak(self) -> int:
-        """Over forward and backward."""
+        """The larger of the two passes, plus ``symmetric``."""
         return max(self.forward, self.backward) + self.symmetric
 
 
@@ -57,7 +62,7 @@ def extra_memory(schedule: Schedule, sizes: Sizes, head_chunks: int, transport: 
     """The formula above for one rank.
 
     Args:
-        schedule: the rank's schedule.
+        schedule: the rank's, from `cp_mesh.schedule.make_schedule(layout, mask, seq_len, cp_size, cp_rank)`.
         sizes: of its tensors.
         head_chunks: number of parts that the kv heads are computed in.
         transport: "symmetric_memory" or "functional".

@@ -268,7 +268,9 @@ def _head_chunks(wanted: int, q: Operand, k: Operand, v: Operand, schedule: Sche
         if num_kv_heads % wanted:
             near = max(n for n in range(1, wanted + 1) if num_kv_heads % n == 0)
             raise ArgumentError(
-                describe("head_chunks", f"a divisor of the {num_kv_heads} kv heads", wanted, f"head_chunks={near}")
+                describe(
+                    "head_chunks", f"a divisor of the {num_kv_heads} kv heads", wanted, f"head_chunks={near} works"
+                )
             )
         return wanted
     total = (

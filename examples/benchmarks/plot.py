@@ -91,7 +91,8 @@ def print_tables(rows: list[Row]) -> None:
     for mask, mode in sorted({(row["mask"], row["mode"]) for row in rows}):
         own = [row for row in rows if (row["mask"], row["mode"]) == (mask, mode)]
         speeds = {(row["contestant"], row["heads_q"], row["heads_kv"], row["local_len"]): row for row in own}
-        columns = [(head, name) for head, name in TABLE if any(row["contestant"] == name for row in own)]
+        names = {row["contestant"] for row in own}
+        columns = [(head, name) for head, name in TABLE if name in names] or [(name, name) for name in sorted(names)]
         print(f"\n{mask}, {mode}\n\n| heads | local length | {' | '.join(head for head, _ in columns)} |")
         print("|---" * (len(columns) + 2) + "|")
         for _, *shape in sorted(speeds, key=lambda key: (int(key[1]), int(key[2]), int(key[3]))):
