@@ -46,3 +46,13 @@ def test_trainer_on_a_mesh_equals_plain_and_resumes(tmp_path: Path) -> None:
     for column in ("eval_loss", "grad_norm", "lr"):
         on_mesh, on_one_rank = ([float(row[column] or 0) for row in table] for table in tables)
         assert on_mesh == pytest.approx(on_one_rank, rel=1e-5), column
+
+
+def test_attention_equals_sdpa_on_three_ranks() -> None:
+    """1000 rows do not divide by 3: the sequence is padded."""
+    launcher = shlex.split("-m torch.distributed.run --standalone --nproc-per-node 3")
+    command = [sys.executable, *launcher, str(ROOT / "examples" / "attention.py")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("largest difference") == 3
