@@ -9,9 +9,11 @@ import torch
 
 from cp_mesh.errors import ArgumentError, describe
 from cp_mesh.kernels import KERNELS, choose_kernel
-from cp_mesh.kernels.contract import Request
+from cp_mesh.kernels.contract import Kernel, Request, accumulation_dtype
 from cp_mesh.layouts import Layout, ZigZag
 from cp_mesh.masks import Band, Mask
+from cp_mesh.memory import Sizes, extra_memory
+from cp_mesh.plan import Operand, choose_head_chunks
 from cp_mesh.schedule import Schedule, Tile, make_schedule, num_rows
 
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
@@ -27,6 +29,10 @@ def explain(
     compute_capability: tuple[int, int] | None = None,
     dtype: torch.dtype = torch.float32,
     head_dim: int = 128,
+    batch: int = 1,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    head_chunks: int | None = None,
     columns: int = 64,
 ) -> str:
     """A text picture of one configuration.
@@ -39,11 +45,16 @@ def explain(
         compute_capability: that of the CUDA device; None: (9, 0), Hopper, for "cuda".
         dtype: dtype of q, k and v.
         head_dim: head dim of q, k and v.
+        batch, num_heads, num_kv_heads: sizes of q, k and v on one rank; with ``num_heads`` the extra memory is told
+            (`cp_mesh/memory.py`). None kv heads: as many as query heads.
+        head_chunks: as in `cp_mesh.attention`.
         columns: width of the ownership strip.
 
     Returns:
         Lines: the owner of every token (one sampled per column), the kernel, and for each rank its rows, its share of
-        the work (1.00 is the mean), and in each step its tiles and the key rows that it receives.
+        the work (1.00 is the mean), with ``num_heads`` the peak of what a forward and backward hold beyond inputs and
+        results, and in each step its tiles and the key rows that it receives. The kernel is that of a machine with the
+        packages of this one; memory is that over symmetric memory for "cuda", over functional collectives else.
 
     >>> print(explain(16, 2, layout=ZigZag(), columns=16))
     zigzag layout, 16 tokens on 2 ranks, kernel auto = cpu_flash
@@ -77,20 +88,40 @@ def explain(
         owner[layout.positions(seq_len, cp_size, rank)] = rank
     width = min(columns, seq_len)
     strip = "".join(_DIGITS[int(owner[column * seq_len // width])] for column in range(width))
-    kernel = choose_kernel("auto", request).name
+    kernel = choose_kernel("auto", request)
     mean = sum(schedule.pairs for schedule in schedules) / cp_size
     lines = [
-        f"{layout.spec()} layout, {seq_len} tokens on {cp_size} ranks, kernel auto = {kernel}",
+        f"{layout.spec()} layout, {seq_len} tokens on {cp_size} ranks, kernel auto = {kernel.name}",
         f"owner {strip}",
     ]
     for schedule in schedules:
-        lines += _rank_lines(schedule, mean)
+        memory = ""
+        if num_heads is not None:
+            rows = schedule.shard_lens[schedule.cp_rank]
+            q, k = (
+                Operand(torch.Size((batch, heads, rows, head_dim)), dtype, torch.device(device))
+                for heads in (num_heads, num_kv_heads or num_heads)
+            )
+            memory = _memory_words(q, k, schedule, kernel, head_chunks or 0)
+        lines += _rank_lines(schedule, mean, memory)
     return "\n".join(lines)
 
 
-def _rank_lines(schedule: Schedule, mean: float) -> list[str]:
+def _memory_words(q: Operand, k: Operand, schedule: Schedule, kernel: Kernel, head_chunks: int) -> str:
+    chunks = choose_head_chunks(head_chunks, q, k, k, schedule)
+    rounded = kernel.rounds and not schedule.overlapping
+    gradient_itemsize = (q.dtype if rounded else accumulation_dtype(q.dtype)).itemsize
+    sizes = Sizes(
+        q.shape[0], q.shape[1], k.shape[1], q.shape[3], k.shape[3], q.dtype.itemsize, gradient_itemsize
+    )  # fmt: skip
+    memory = extra_memory(schedule, sizes, chunks, "symmetric_memory" if q.device.type == "cuda" else "functional")
+    parts = f" in {chunks} head chunks" if chunks > 1 else ""
+    return f", extra memory {memory.peak / 2**30:.3g} GiB ({memory.symmetric / 2**30:.3g} symmetric){parts}"
+
+
+def _rank_lines(schedule: Schedule, mean: float, memory: str) -> list[str]:
     share = schedule.pairs / mean if mean else 0.0
-    lines = [f"rank {schedule.cp_rank}: {schedule.shard_lens[schedule.cp_rank]} rows, work {share:.2f}"]
+    lines = [f"rank {schedule.cp_rank}: {schedule.shard_lens[schedule.cp_rank]} rows, work {share:.2f}{memory}"]
     for step in range(schedule.cp_size):
         source = schedule.source(step)
         tiles = ", ".join(_tile_words(tile) for tile in schedule.tiles[source]) or "nothing"

@@ -251,7 +251,7 @@ def _resolve(
             "kernel='reference' asks for it without this warning",
             stacklevel=2,
         )
-    head_chunks = _head_chunks(options.head_chunks, q, k, v, schedule)
+    head_chunks = choose_head_chunks(options.head_chunks, q, k, v, schedule)
     rounded = kernel.rounds and not schedule.overlapping
     gradient_dtype = q.dtype if rounded else accumulation_dtype(q.dtype)
     fetches_queries = kernel.uses_delta and _queries_are_fewer(q, k, v, schedule, gradient_dtype)
@@ -261,7 +261,7 @@ def _resolve(
 _resolve_once = lru_cache(maxsize=256, typed=True)(_resolve)
 
 
-def _head_chunks(wanted: int, q: Operand, k: Operand, v: Operand, schedule: Schedule) -> int:
+def choose_head_chunks(wanted: int, q: Operand, k: Operand, v: Operand, schedule: Schedule) -> int:
     """The number of chunks asked for, or the fewest in which no rank fetches more than `CHUNK_BYTES` of K and V."""
     num_kv_heads = k.shape[1]
     if wanted:

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import torch
+
 import cp_mesh
 from cp_mesh.explain import kernel_table
 
@@ -43,3 +45,13 @@ def test_explain_shows_owners_work_and_traffic() -> None:
     shares = [float(share) for share in re.findall(r"work ([\d.]+)", causal)]
     assert shares == sorted(shares) and shares[2] > 1.5 > 1.0 > shares[0]
     assert abs(sum(shares) - 3) < 0.02
+
+
+def test_explain_tells_the_extra_memory() -> None:
+    settings = {"device": "cuda", "dtype": torch.bfloat16, "num_heads": 32, "compute_capability": (9, 0)}
+    grouped = cp_mesh.explain(131072, 8, num_kv_heads=8, **settings)
+    peaks = [float(peak) for peak in re.findall(r"extra memory ([\d.]+) GiB \(0.5 symmetric\)", grouped)]
+    assert len(peaks) == 8 and max(peaks) == 2.12  # as docs/performance.md says
+    assert "(0.5 symmetric) in 4 head chunks" in cp_mesh.explain(131072, 8, **settings)
+    assert "(0.25 symmetric) in 8 head chunks" in cp_mesh.explain(131072, 8, head_chunks=8, **settings)
+    assert "(0 symmetric)" in cp_mesh.explain(96, 3, num_heads=2)

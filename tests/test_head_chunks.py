@@ -57,11 +57,11 @@ def test_chunks_keep_the_sequence_of_a_chunk_within_the_budget():
     total = 128 * 4 * 32 * 2  # bytes of K and V of the 128 tokens that the last rank fetches; this one fetches none
     for budget, wanted in ((total, 1), (total - 1, 2), (total // 2, 2), (total // 2 - 1, 4), (1, 4)):
         with mock.patch.object(plan, "CHUNK_BYTES", budget):
-            assert plan._head_chunks(0, q, k, k, schedule) == wanted
-    assert plan._head_chunks(0, q, k, k, schedule) == 1
-    assert plan._head_chunks(2, q, k, k, schedule) == 2
+            assert plan.choose_head_chunks(0, q, k, k, schedule) == wanted
+    assert plan.choose_head_chunks(0, q, k, k, schedule) == 1
+    assert plan.choose_head_chunks(2, q, k, k, schedule) == 2
     with mock.patch.object(plan, "CHUNK_BYTES", 1):  # nothing travels: nothing to divide
-        assert plan._head_chunks(0, q, k, k, make_schedule(Contiguous(), Mask(causal=True), 192, 1, 0)) == 1
+        assert plan.choose_head_chunks(0, q, k, k, make_schedule(Contiguous(), Mask(causal=True), 192, 1, 0)) == 1
 
 
 def refused(rank: int) -> list[str]:

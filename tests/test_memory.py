@@ -14,7 +14,7 @@ import torch
 from cp_mesh import Contiguous, Mask, Striped, ZigZag
 from cp_mesh.layouts import Layout
 from cp_mesh.memory import ExtraMemory, Sizes, extra_memory
-from cp_mesh.plan import Operand, _head_chunks
+from cp_mesh.plan import Operand, choose_head_chunks
 from cp_mesh.schedule import make_schedule
 
 CSV = Path(__file__).parent.parent / "docs" / "results" / "attention_4xh200.csv"
@@ -27,7 +27,7 @@ GIB = 1 << 30
 def chunks_chosen(heads: int, kv_heads: int, seq_len: int, cp_size: int) -> int:
     shapes = [torch.Size((1, n, seq_len // cp_size, 128)) for n in (heads, kv_heads)]
     q, k = (Operand(shape, torch.bfloat16, torch.device("cpu")) for shape in shapes)
-    return _head_chunks(0, q, k, k, make_schedule(ZigZag(), Mask(causal=True), seq_len, cp_size, 0))
+    return choose_head_chunks(0, q, k, k, make_schedule(ZigZag(), Mask(causal=True), seq_len, cp_size, 0))
 
 
 def worst_rank(
