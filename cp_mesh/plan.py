@@ -49,6 +49,7 @@ class Options:
         return "|".join(str(getattr(self, field.name)) for field in fields(self))
 
     @classmethod
+    @lru_cache(maxsize=256)
     def parse(cls, spec: str) -> Options:
         layout, mask, scale, method, kernel, transport, chunks, *flags = spec.split("|")
         deterministic, differentiable_lse = (flag == "True" for flag in flags)

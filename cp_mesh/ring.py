@@ -187,4 +187,6 @@ def _visit_queries(
 
 def _by_head_chunks(tensors: Sequence[Tensor], plan: Plan) -> Iterator[tuple[Tensor, ...]]:
     """Views of [B, heads, ...] tensors: a chunk of the kv heads at a time, with the query heads that read them."""
+    if plan.head_chunks == 1:  # most calls; a view of each tensor takes as long on the host as a kernel's launch
+        return iter([tuple(tensors)])
     return zip(*(x.chunk(plan.head_chunks, dim=1) for x in tensors), strict=True)

@@ -22,7 +22,9 @@ def commands(gpus: int) -> dict[str, tuple[list[str], dict[str, str], int]]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
     races = str(TESTS / "test_symmetric_memory.py")
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
-    memcheck = ["compute-sanitizer", "--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "9"]
+    # PyTorch probes the driver with calls that fail and are handled: they are no errors of memory.
+    memcheck = ["compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no", "--target-processes", "all"]
+    memcheck += ["--error-exitcode", "9"]
     return {
         "kernels on one GPU": ([*pytest, str(TESTS)], {}, 400),
         "races": ([*torchrun, str(gpus), races], {}, 200),

@@ -55,8 +55,9 @@ for stranger in strangers:
     stranger.name = f"stranger/{{type(stranger).__name__}}"
 attention.main(more=strangers)
 """
-OPTIONS = "--device cpu --local-len 16 --gate-len 16 --heads 4/2 --mask causal full --repeats 2 --seconds-per-case 0.01"
-OURS = "cp_mesh/ring/zigzag/cpu_flash/functional"
+OURS, PACKED = "cp_mesh/ring/zigzag/cpu_flash/functional", "cp_mesh/ring/zigzag/reference/functional"
+OPTIONS = f"""--device cpu --local-len 16 --gate-len 16 --heads 4/2 --mask causal full documents --repeats 2
+    --seconds-per-case 0.01 --contestants default {PACKED}"""
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +79,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 def test_rows_tell_what_was_measured(rows: list[dict[str, str]]) -> None:
     assert tuple(rows[0]) == report.COLUMNS
     causal = {row["contestant"]: row for row in rows if row["mask"] == "causal"}
-    assert len(causal) * 2 == len(rows), "a row for each contestant and mask"
+    others = [{row["contestant"] for row in rows if row["mask"] == mask} for mask in ("full", "documents")]
+    assert len(rows) == len(causal) + sum(map(len, others)), "a row for each contestant and mask"
     for name in ("floor/best", "floor/cpu_flash", "single_gpu/cpu_flash", OURS, "ulysses/cpu_flash"):
         row = causal[name]
         assert row["status"].startswith("ok"), row
@@ -96,6 +98,11 @@ def test_rows_tell_what_was_measured(rows: list[dict[str, str]]) -> None:
     assert float(ours["tflops_bwd"]) == pytest.approx(2.5 * flops / float(ours["bwd_ms"]) / 1e9, rel=0.02)
     full = next(row for row in rows if (row["contestant"], row["mask"]) == (OURS, "full"))
     assert float(full["tflops_bwd"]) * float(full["bwd_ms"]) == pytest.approx(5 * flops / 1e9, rel=0.02)
+    packed = next(row for row in rows if (row["contestant"], row["mask"]) == (PACKED, "documents"))
+    lengths = field.document_lengths(32)
+    assert packed["status"] == "ok" and sum(lengths) == 32 and max(lengths) == 8
+    flops = 4 * 4 * 16 * sum(n * (n + 1) // 2 for n in lengths) / 2
+    assert float(packed["tflops_fwd"]) * float(packed["fwd_ms"]) == pytest.approx(flops / 1e9, rel=0.02)
 
 
 @pytest.mark.slow
@@ -103,7 +110,7 @@ def test_gate_lets_nobody_wrong_be_timed(rows: list[dict[str, str]]) -> None:
     for row in rows:
         if row["contestant"].startswith("stranger/"):
             assert not row["fwd_ms"] and not row["fwdbwd_ms"], row
-    status = {row["contestant"]: row for row in rows}
+    status = {row["contestant"]: row for row in rows if row["mask"] == "full"}
     wrong, careless = status["stranger/Wrong"], status["stranger/Careless"]
     assert wrong["status"].startswith("failed the gate: dv 1.0e-01 > 2.0e-02")
     assert float(wrong["err_dv"]) == pytest.approx(0.1, rel=0.05) and float(wrong["err_dk"]) < 1e-2
@@ -129,7 +136,8 @@ def test_pictures_come_from_the_table(rows: list[dict[str, str]], tmp_path: Path
         writer.writeheader()
         writer.writerows(rows)
     pictures = plot.main([str(table), "--out", str(tmp_path)])
-    assert [path.name for path in pictures] == ["attention_causal_eager_2xcpu.svg", "attention_full_eager_2xcpu.svg"]
+    names = [f"attention_{mask}_eager_2xcpu.svg" for mask in ("causal", "documents", "full")]
+    assert [path.name for path in pictures] == names
     text = pictures[0].read_text()
     assert "</svg>" in text
     plot.main([str(table), "--out", str(tmp_path)])
@@ -163,7 +171,7 @@ def test_bottom_right_tiles_equal_the_end_of_a_square(causal: bool) -> None:
     x = benchmark.random_inputs(case, S, seed=0)
     dout = torch.zeros_like(x.dout)
     dout[:, rows] = x.dout[:, rows]
-    out, *gradients = benchmark.dense_attention(field.Inputs(x.q, x.k, x.v, dout), causal, case.scale)
+    out, *gradients = benchmark.dense_attention(field.Inputs(x.q, x.k, x.v, dout), case.mask, case.scale)
     kernel = raw_kernels.bottom_right(raw_kernels.RAW_KERNELS["cpu_flash"])
     q = x.q[:, rows]
     got, lse = kernel.forward(q, x.k, x.v, causal, case.scale)
@@ -182,5 +190,5 @@ def test_reference_of_the_gate(causal: bool) -> None:
     q, k, v = (y.transpose(1, 2).requires_grad_() for y in (x.q, x.k, x.v))
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
     expected = [out, *torch.autograd.grad(out, (q, k, v), x.dout.transpose(1, 2))]
-    for got, y in zip(benchmark.dense_attention(x, causal, case.scale), expected, strict=True):
+    for got, y in zip(benchmark.dense_attention(x, case.mask, case.scale), expected, strict=True):
         torch.testing.assert_close(got, y.detach().transpose(1, 2))

@@ -7,8 +7,8 @@
 Contestants that fail the correctness gate, which runs first, are not timed. In each repeat every contestant runs once,
 after a barrier; a time is that of the slowest rank, and a row has the median, least and most over the repeats. Times of
 "eager" rows are single calls, launches included; "queued" rows (``--queued``) are calls that follow one another without
-a wait, as in training, where the host runs ahead; "graph" rows (``--graph``) are replays of CUDA graphs. "floor/best"
-is the fastest kernel for each pass. `report.COLUMNS` says what the columns hold.
+a wait, as in training: some forwards, then one backward through all of them; "graph" rows (``--graph``) are replays of
+CUDA graphs. "floor/best" is the fastest kernel for each pass. `report.COLUMNS` says what the columns hold.
 """
 
 from __future__ import annotations
@@ -38,10 +38,13 @@ from contestants import Case, Contestant, Inputs, Run, all_contestants, default_
 from raw_kernels import RAW_KERNELS, present_kernels  # noqa: E402
 from report import PASSES, RESULTS, Entrant, Report, Times, machine  # noqa: E402
 
+from cp_mesh import Contiguous, Mask  # noqa: E402
+from cp_mesh import attention as cp_attention  # noqa: E402
 from cp_mesh.transport import choose_transport, release  # noqa: E402
 
 T = TypeVar("T")
 
+MASKS = ("causal", "full", "window1024", "documents")
 OWN_FACTOR, OWN_ROUNDING = 1.5, 1e-6  # of the same kernel's error on one device; of the signal, for fp32 sums
 RIVALS_ERROR = 2e-2
 LONG_MS = 200.0  # from here on forward and backward are parts of one timed region: a barrier more would change nothing
@@ -53,7 +56,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--local-len", type=int, nargs="+", help="rows per rank, even")
     parser.add_argument("--heads", nargs="+", help="query heads/kv heads")
     parser.add_argument("--head-dim", type=int)
-    parser.add_argument("--mask", choices=("causal", "full"), nargs="+", default=["causal", "full"])
+    parser.add_argument("--mask", choices=MASKS, nargs="+", default=["causal", "full"])
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
     parser.add_argument(
         "--contestants", nargs="+", default=["default"], help='patterns of names; "default" stands for a good choice'
@@ -97,6 +100,7 @@ class Ranks:
         dist.init_process_group(timeout=timedelta(minutes=3), **options)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.mesh: DeviceMesh = init_device_mesh(device_type, (self.size,), mesh_dim_names=("cp",))
+        self.alone = init_device_mesh(device_type, (self.size, 1), mesh_dim_names=("others", "alone"))["alone"]
 
     def reduce(self, values: Any, op: dist.ReduceOp.RedOpType) -> Tensor:
         """float64 on the CPU, of the shape of values."""
@@ -160,18 +164,19 @@ def describe(error: Exception) -> str:
     return f"{kind}: {text[:300]}"
 
 
-def dense_attention(x: Inputs, causal: bool, scale: float) -> tuple[Tensor, ...]:
+def dense_attention(x: Inputs, mask: Mask, scale: float) -> tuple[Tensor, ...]:
     """out, dq, dk, dv of the whole sequence in float64, one kv head after the other; [1, S, heads, D]."""
     S, K = x.k.shape[1:3]
     group = x.q.shape[2] // K
-    hidden = torch.ones(S, S, dtype=torch.bool, device=x.q.device).triu(1) if causal else None
+    positions = torch.arange(S, device=x.q.device)
+    hidden = ~mask.to(x.q.device).allowed(positions, positions)[0]
     results: list[list[Tensor]] = [[], [], [], []]
     for head in range(K):
         heads = slice(head * group, (head + 1) * group)
         q, dout = (y[0, :, heads].transpose(0, 1).double() for y in (x.q, x.dout))  # [group, S, D]
         k, v = x.k[0, :, head].double(), x.v[0, :, head].double()  # [S, D]
         scores = q @ k.T * scale
-        p = (scores if hidden is None else scores.masked_fill_(hidden, -math.inf)).softmax(-1)
+        p = scores.masked_fill_(hidden, -math.inf).softmax(-1)
         out = p @ v
         dp = dout @ v.T
         ds = p * (dp - (dout * out).sum(-1, keepdim=True))
@@ -205,16 +210,23 @@ class Gate:
         """``case`` has the length of the gate's shards."""
         self._ranks, self._case = ranks, case
         self._whole = random_inputs(case, case.seq_len, seed=0)
-        self._exact = dense_attention(self._whole, case.causal, case.scale)
+        self._exact = dense_attention(self._whole, case.mask, case.scale)
         self._one_device: dict[str, list[float]] = {}
 
     def one_device(self, kernel: str) -> list[float]:
         """Errors of a kernel that sees the whole sequence."""
         if kernel not in self._one_device:
-            x, raw, case = self._whole, RAW_KERNELS[kernel], self._case
-            out, lse = raw.forward(x.q, x.k, x.v, case.causal, case.scale)
-            gradients = raw.backward(x.dout, x.q, x.k, x.v, out, lse, case.causal, case.scale, None)
-            squares = self._squares((out, *gradients), self._exact)
+            x, case = self._whole, self._case
+            if kernel in RAW_KERNELS and not case.pattern:
+                raw = RAW_KERNELS[kernel]
+                out, lse = raw.forward(x.q, x.k, x.v, case.causal, case.scale)
+                gradients = raw.backward(x.dout, x.q, x.k, x.v, out, lse, case.causal, case.scale, None)
+            else:
+                qkv = [y.detach().requires_grad_() for y in (x.q, x.k, x.v)]
+                options: dict[str, Any] = {"mask": case.mask, "kernel": kernel, "layout": Contiguous()}
+                out = cp_attention(*qkv, mesh=self._ranks.alone, seq_dim=1, **options)
+                gradients = torch.autograd.grad(out, qkv, x.dout)
+            squares = self._squares((out.detach(), *gradients), self._exact)
             self._one_device[kernel] = [math.sqrt(error / signal) for error, signal in squares]
         return self._one_device[kernel]
 
@@ -394,14 +406,18 @@ def measure(ranks: Ranks, case: Case, contestant: Contestant, run: Run, times: T
 
 
 def measure_queued(ranks: Ranks, case: Case, contestant: Contestant, run: Run, times: Times) -> list[float]:
-    """As `measure`, for calls that follow one another; a backward is what both take beyond a forward."""
+    """As `measure`, for calls that follow one another, as layers do; backwards are what both take beyond forwards."""
+
+    def forwards() -> None:
+        for _ in range(times.calls):
+            run.forward()
+
     spans = []
     with contestant.active(case):
-        for call in (run.forward, run.both):
+        for call in (forwards, lambda: run.layers(times.calls)):
             ranks.line_up()
             begin, clock = ranks.mark(), time.perf_counter()
-            for _ in range(times.calls):
-                call()
+            call()
             spans.append((begin, ranks.mark(), time.perf_counter() - clock))
         ranks.synchronize()
     forward, both = (milliseconds(begin, end) for begin, end, _ in spans)
@@ -522,9 +538,10 @@ def main(argv: Sequence[str] | None = None, more: Sequence[Contestant] = ()) -> 
                     dist.destroy_process_group()
                     return
                 num_heads, num_kv_heads = (int(x) for x in heads.split("/"))
+                pattern = mask if mask not in ("causal", "full") else ""
                 case = Case(
-                    num_heads, num_kv_heads, args.head_dim, dtype, mask == "causal", local_len, ranks.size, ranks.rank,
-                    ranks.device,
+                    num_heads, num_kv_heads, args.head_dim, dtype, mask != "full", local_len, ranks.size, ranks.rank,
+                    ranks.device, pattern,
                 )  # fmt: skip
                 if (heads, mask) not in verdicts:
                     verdicts[heads, mask] = run_gate(ranks, replace(case, local_len=args.gate_len), chosen)

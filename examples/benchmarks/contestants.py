@@ -7,6 +7,7 @@ rank, H query heads, K kv heads, D head dim; inputs are [1, L, H or K, D].
 
 from __future__ import annotations
 
+import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -26,7 +27,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_mesh import Contiguous, Mask, Striped, ZigZag, attention
+from cp_mesh.kernels import KERNELS
 from cp_mesh.layouts import Layout
+from cp_mesh.masks import Band
 from cp_mesh.plan import METHODS
 from cp_mesh.transport import TRANSPORTS, symmetric_memory_bytes
 
@@ -44,6 +47,8 @@ class Case:
     cp_size: int
     cp_rank: int
     device: torch.device
+    pattern: str = ""
+    """Beside causal: "window1024", or "documents" packed one after the other; "" for neither."""
 
     @property
     def seq_len(self) -> int:
@@ -55,14 +60,52 @@ class Case:
 
     @property
     def forward_flops(self) -> float:
-        """Of one rank: 4·H·S²·D over cp, half of it under a causal mask; the backward counts 2.5 times that."""
+        """Of one rank: 4·H·D for each of S² pairs over cp, half of them under a causal mask; with a pattern, for each
+        pair that the mask allows. The backward counts 2.5 times that."""
+        if self.pattern:
+            return 4 * self.heads * self.head_dim * self.num_pairs / self.cp_size
         return 4 * self.heads * self.seq_len**2 * self.head_dim / self.cp_size / (2 if self.causal else 1)
+
+    @property
+    def mask_name(self) -> str:
+        return self.pattern or ("causal" if self.causal else "full")
+
+    @property
+    def mask(self) -> Mask:
+        return _mask(self.mask_name, self.seq_len)
+
+    @property
+    def num_pairs(self) -> int:
+        """That a mask with a pattern allows."""
+        if self.pattern == "documents":
+            return sum(n * (n + 1) // 2 for n in document_lengths(self.seq_len))
+        assert self.mask.window is not None and self.mask.window[0] is not None
+        return Band(0, self.mask.window[0]).count(self.seq_len, self.seq_len)
 
     @property
     def output_bytes(self) -> int:
         """out, lse, dq, dk and dv of one rank: what any implementation returns."""
         rows = 2 * self.heads + 2 * self.kv_heads
         return self.local_len * (rows * self.head_dim * self.dtype.itemsize + self.heads * 4)
+
+
+@lru_cache
+def document_lengths(seq_len: int, seed: int = 0) -> tuple[int, ...]:
+    """Lognormal lengths of median 512, capped at a quarter of the sequence, until it is full."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths: list[int] = []
+    while (left := seq_len - sum(lengths)) > 0:
+        drawn = int(512 * math.exp(1.5 * float(torch.randn((), generator=generator))))
+        lengths.append(max(1, min(drawn, seq_len // 4, left)))
+    return tuple(lengths)
+
+
+@lru_cache
+def _mask(name: str, seq_len: int) -> Mask:
+    if name == "documents":
+        bounds = torch.tensor((0, *document_lengths(seq_len))).cumsum(0)
+        return Mask.from_cu_seqlens(bounds)
+    return Mask(causal=name != "full", window=(1023, 0) if name == "window1024" else None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +131,11 @@ class Run(ABC):
 
     def both(self) -> Any:
         return self.backward(self.forward())
+
+    def layers(self, count: int) -> Any:
+        """As a model of ``count`` attention layers: every forward, then the backwards, begun together."""
+        states = [self.forward() for _ in range(count)]
+        return [self.backward(state) for state in reversed(states)]
 
     def results(self, state: Any, gradients: Any) -> tuple[Tensor, ...]:
         """out, dq, dk, dv as [1, L, heads, D]."""
@@ -117,7 +165,7 @@ class Contestant(ABC):
 
     def unsupported(self, case: Case) -> str | None:
         """Why it does not run this case, or None."""
-        return None
+        return f"has no {case.pattern} here" if case.pattern else None
 
     def layout(self, case: Case) -> Layout:
         """Which positions its ranks hold."""
@@ -154,6 +202,12 @@ class AutogradRun(Run):
 
     def backward(self, state: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(state, self._tensors, self._dout)
+
+    def layers(self, count: int) -> tuple[Tensor, ...]:
+        # one call of autograd, as in training; inputs of their own, so that no gradients are added up
+        inputs = [tuple(x.detach().requires_grad_() for x in self._tensors) for _ in range(count)]
+        outs = [self._function(*tensors) for tensors in inputs]
+        return torch.autograd.grad(outs, [x for tensors in inputs for x in tensors], [self._dout] * count)
 
     def results(self, state: Tensor, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tuple(self._turn(x.detach()) for x in (state, *gradients))
@@ -234,6 +288,9 @@ class CPMesh(Contestant):
         self._options = {"method": method, "kernel": kernel, "transport": transport}
         self.capturable = transport == "symmetric_memory" or mesh.size() == 1
 
+    def unsupported(self, case: Case) -> str | None:
+        return None
+
     def layout(self, case: Case) -> Layout:
         return self._layout
 
@@ -242,8 +299,7 @@ class CPMesh(Contestant):
 
     def setup(self, case: Case, inputs: Inputs) -> Run:
         def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            mask = Mask(causal=case.causal)
-            return attention(q, k, v, mesh=self._mesh, seq_dim=1, layout=self._layout, mask=mask, **self._options)
+            return attention(q, k, v, mesh=self._mesh, seq_dim=1, layout=self._layout, mask=case.mask, **self._options)
 
         return AutogradRun(function, [inputs.q, inputs.k, inputs.v, inputs.dout])
 
@@ -261,7 +317,7 @@ class TorchCP(Contestant):
     def unsupported(self, case: Case) -> str | None:
         if self._expand and case.heads == case.kv_heads:
             return "as many kv heads as query heads: nothing to expand"
-        return None
+        return super().unsupported(case)
 
     def layout(self, case: Case) -> Layout:
         return ZigZag() if case.causal else Contiguous()
@@ -306,7 +362,9 @@ class Ulysses(Contestant):
         self.name, self.kernel = f"ulysses/{kernel}", kernel
 
     def unsupported(self, case: Case) -> str | None:
-        return f"{case.kv_heads} kv heads over {case.cp_size} ranks" if case.kv_heads % case.cp_size else None
+        if case.kv_heads % case.cp_size:
+            return f"{case.kv_heads} kv heads over {case.cp_size} ranks"
+        return super().unsupported(case)
 
     def setup(self, case: Case, inputs: Inputs) -> Run:
         kernel = RAW_KERNELS[self.kernel]
@@ -369,7 +427,9 @@ class RingFlashAttention(Contestant):
             return "ring-flash-attn is not installed"
         if not case.causal and self._algorithm in ("zigzag", "stripe"):
             return "causal only"
-        return "balances causal masks by zigzag" if case.causal and self._algorithm == "ring" else None
+        if case.causal and self._algorithm == "ring":
+            return "balances causal masks by zigzag"
+        return super().unsupported(case)
 
     def layout(self, case: Case) -> Layout:
         return {"zigzag": ZigZag(), "stripe": Striped()}.get(self._algorithm, Contiguous())
@@ -483,7 +543,8 @@ def all_contestants(mesh: DeviceMesh, kernels: list[str]) -> list[Contestant]:
         CPMesh(mesh, method, layout, kernel, transport)
         for method in METHODS
         for layout in LAYOUTS
-        for kernel in kernels
+        for kernel in [*kernels, "triton" if mesh.device_type == "cuda" else "reference"]
+        if kernel in KERNELS
         for transport in TRANSPORTS
         if "auto" not in (method, transport)
     ]

@@ -129,7 +129,7 @@ class Report:
             "heads_kv": case.kv_heads,
             "head_dim": case.head_dim,
             "dtype": str(case.dtype).removeprefix("torch."),
-            "mask": "causal" if case.causal else "full",
+            "mask": case.mask_name,
             "local_len": case.local_len,
             "seq_len": case.seq_len,
         }
