@@ -79,7 +79,8 @@ def attention(
         layout: which positions each rank holds.
         mask: who may attend to whom, on positions. Its tensors hold the whole sequence, equal on every cp rank.
         scale: factor on q·k; None: 1 / sqrt(D).
-        softcap, sinks, alibi_slopes, bias, dropout_p: not available yet; anything but the default is refused.
+        softcap: bound of the scores: cap · tanh(scale · q·k / cap). None: there is none.
+        sinks, alibi_slopes, bias, dropout_p: not available yet; anything but the default is refused.
         method: "auto" or "ring".
         kernel: "auto", "fa4", "fa3", "cudnn", "fa2", "fa2_package", "efficient", "cpu_flash" or "reference". "auto"
             takes the first that can serve the call; all ranks must have the same packages installed.
@@ -113,9 +114,10 @@ def attention(
     try:
         axis, seq_dim = _find_cp_axis(query, key, value, mesh, seq_dim)
         _check_types(layout, mask, seq_len, scale)
+        _check_softcap(softcap)
         _check_chunks_wanted(head_chunks)
         tensors = (mask.documents, mask.key_padding, layout.tensor if isinstance(layout, Permuted) else None)
-        _refuse_unavailable(softcap, sinks, alibi_slopes, bias, dropout_p)
+        _refuse_unavailable(sinks, alibi_slopes, bias, dropout_p)
         query, key, value = _autocast(query, key, value)
         _check_format(query, key, value, seq_dim)
         if isinstance(query, DTensor):
@@ -131,6 +133,7 @@ def attention(
             layout=layout.spec(),
             mask=mask.spec(),
             scale=1 / math.sqrt(query.shape[-1]) if scale is None else float(guard_scalar(scale)),
+            softcap=0.0 if softcap is None else float(guard_scalar(softcap)),
             method=method,
             kernel=kernel,
             transport=transport,
@@ -304,16 +307,20 @@ def _check_types(layout: object, mask: object, seq_len: object, scale: object) -
         raise ArgumentError(describe("scale", "a positive number", scale, hint))
 
 
+def _check_softcap(softcap: object) -> None:
+    if softcap is not None and (isinstance(softcap, bool | Tensor) or not 0 < softcap < math.inf):  # type: ignore[operator]
+        raise ArgumentError(describe("softcap", "a positive number or None", softcap, "None leaves scores unbounded"))
+
+
 def _check_chunks_wanted(head_chunks: int | None) -> None:
     if head_chunks is not None and (type(head_chunks) is not int or head_chunks < 1):
         raise ArgumentError(describe("head_chunks", "a positive int or None", repr(head_chunks), "None is automatic"))
 
 
 def _refuse_unavailable(
-    softcap: float | None, sinks: Tensor | None, alibi_slopes: Tensor | None, bias: Tensor | None, dropout_p: float
+    sinks: Tensor | None, alibi_slopes: Tensor | None, bias: Tensor | None, dropout_p: float
 ) -> None:
     for name, given, default in (
-        ("softcap", softcap is not None, None),
         ("sinks", sinks is not None, None),
         ("alibi_slopes", alibi_slopes is not None, None),
         ("bias", bias is not None, None),

@@ -5,6 +5,8 @@ Needs no ranks and no device. The figures come from the schedule that the ring r
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from cp_mesh.errors import ArgumentError, describe
@@ -25,6 +27,7 @@ def explain(
     *,
     layout: Layout = ZigZag(),  # noqa: B008 - frozen
     mask: Mask = Mask(causal=True),  # noqa: B008 - frozen
+    features: Collection[str] = (),
     device: str = "cpu",
     compute_capability: tuple[int, int] | None = None,
     dtype: torch.dtype = torch.float32,
@@ -41,6 +44,7 @@ def explain(
         seq_len: tokens in the whole sequence.
         cp_size: number of ranks, at most 36 for the picture.
         layout, mask: as in `cp_mesh.attention`.
+        features: which of "softcap" the call uses; sinks need nothing of a kernel.
         device: device type, "cpu" or "cuda", for which ``kernel="auto"`` is resolved.
         compute_capability: that of the CUDA device; None: (9, 0), Hopper, for "cuda".
         dtype: dtype of q, k and v.
@@ -82,6 +86,7 @@ def explain(
         differentiable_lse=False,
         deterministic=False,
         min_keys=schedules[0].min_keys,
+        features=frozenset(features),
     )
     owner = torch.empty(seq_len, dtype=torch.int64)
     for rank in range(cp_size):
@@ -145,7 +150,10 @@ def _tile_words(tile: Tile) -> str:
 
 def kernel_table() -> str:
     """The capability records of all kernels as a Markdown table, in the order in which "auto" tries them."""
-    header = "| kernel | devices | dtypes | tiles | head dim | v head dim differs | gradient of lse | deterministic |"
+    columns = (
+        "kernel | devices | dtypes | tiles | scores | head dim | v head dim differs | gradient of lse | deterministic"
+    )
+    header = f"| {columns} |"
     lines = [header, "|---" * header.count(" | ") + "|---|"]
     for kernel in KERNELS.values():
         has = kernel.capability
@@ -160,6 +168,7 @@ def kernel_table() -> str:
             devices,
             ", ".join(str(dtype).removeprefix("torch.") for dtype in has.dtypes),
             ", ".join(has.covers),
+            ", ".join(sorted(has.features)) or "-",
             dims,
             *("yes" if flag else "no" for flag in (has.v_head_dim, has.differentiable_lse, has.deterministic)),
         ]

@@ -67,7 +67,8 @@ def _agree(plan: Plan, q: Tensor, k: Tensor, v: Tensor, index: Tensor | None, se
             "documents": fingerprint(mask.documents),
             "key_padding": fingerprint(mask.key_padding),
             "layout index": fingerprint(index),
-            "options": f"scale={options.scale} method={options.method} kernel={options.kernel} "
+            "options": f"scale={options.scale} softcap={options.softcap} "
+            f"method={options.method} kernel={options.kernel} "
             f"transport={options.transport} head_chunks={options.head_chunks} deterministic={options.deterministic}",
             "kernel": plan.kernel.name,
         },

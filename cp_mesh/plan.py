@@ -20,7 +20,7 @@ from torch import Tensor
 
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe
 from cp_mesh.kernels import KERNELS, choose_kernel
-from cp_mesh.kernels.contract import Kernel, KernelTile, Pairs, Request, accumulation_dtype, shortfalls
+from cp_mesh.kernels.contract import Kernel, KernelTile, Pairs, Request, Scores, accumulation_dtype, shortfalls
 from cp_mesh.layouts import Layout, parse_layout
 from cp_mesh.masks import Band, Mask, parse_mask
 from cp_mesh.schedule import Schedule, Stage, Tile, make_schedule
@@ -33,11 +33,15 @@ CHUNK_BYTES = 512 << 20  # K and V that a rank fetches, for the heads of one chu
 
 @dataclass(frozen=True)
 class Options:
-    """The static options of a call; `spec` and `parse` are inverse to each other. ``head_chunks`` 0 is automatic."""
+    """The static options of a call; `spec` and `parse` are inverse.
+
+    ``softcap`` 0 is none, ``head_chunks`` 0 is automatic.
+    """
 
     layout: str
     mask: str
     scale: float
+    softcap: float = 0.0
     method: str = "auto"
     kernel: str = "auto"
     transport: str = "auto"
@@ -50,11 +54,12 @@ class Options:
 
     @classmethod
     def parse(cls, spec: str) -> Options:
-        layout, mask, scale, method, kernel, transport, chunks, *flags = spec.split("|")
+        layout, mask, scale, softcap, method, kernel, transport, chunks, *flags = spec.split("|")
         deterministic, differentiable_lse = (flag == "True" for flag in flags)
         return cls(
-            layout, mask, float(scale), method, kernel, transport, int(chunks), deterministic, differentiable_lse
-        )
+            layout, mask, float(scale), float(softcap), method, kernel, transport, int(chunks),
+            deterministic, differentiable_lse,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +79,7 @@ class Plan:
     seq_len: int
     schedule: Schedule
     kernel: Kernel
+    scores: Scores
     group: dist.ProcessGroup
     device: torch.device
     head_chunks: int
@@ -167,12 +173,18 @@ def make_plan(
         seq_len=seq_len,
         schedule=schedule,
         kernel=KERNELS[kernel_name],
+        scores=make_scores(options),
         group=group,
         device=q.device,
         head_chunks=head_chunks,
         fetches_queries=fetches_queries,
         gradient_dtype=gradient_dtype,
     )
+
+
+def make_scores(options: Options) -> Scores:
+    """What the kernel is told of the scores."""
+    return Scores(options.scale, options.softcap or None)
 
 
 @dataclass(frozen=True)
@@ -241,6 +253,7 @@ def _resolve(
         differentiable_lse=options.differentiable_lse,
         deterministic=options.deterministic,
         min_keys=schedule.min_keys,
+        features=make_scores(options).features,
     )
     kernel = choose_kernel(options.kernel, request)
     if kernel.name == "reference" and options.kernel == "auto" and q.device.type == "cuda":

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_mesh.agreement import check_mode
 from cp_mesh.attention import attention
 from cp_mesh.errors import ArgumentError, describe
-from cp_mesh.kernels.contract import Kernel, KernelTile, Pairs, make_delta
+from cp_mesh.kernels.contract import Kernel, KernelTile, Pairs, Scores, make_delta
 from cp_mesh.kernels.reference import REFERENCE
 from cp_mesh.layouts import Contiguous, Layout, Permuted, ZigZag
 from cp_mesh.masks import Mask
@@ -65,6 +65,7 @@ def verify(
     *,
     layout: Layout = ZigZag(),  # noqa: B008 - frozen
     mask: Mask = Mask(causal=True),  # noqa: B008 - frozen
+    softcap: float | None = None,
     seq_len: int | None = None,
     batch: int = 1,
     num_heads: int = 4,
@@ -86,8 +87,8 @@ def verify(
 
     Args:
         mesh: the 1-D mesh of the cp axis; call on all of its ranks.
-        layout, mask, kernel, transport, head_chunks, deterministic: as in `cp_mesh.attention`; prove the settings that
-            will train. A mask with tensors needs ``seq_len``, their length.
+        layout, mask, softcap, kernel, transport, head_chunks, deterministic: as in `cp_mesh.attention`; prove the
+            settings that will train. A mask with tensors needs ``seq_len``, their length.
         seq_len: tokens in the whole sequence; None: 256 per rank. O(seq_len²) work on every rank.
         batch, num_heads, num_kv_heads, head_dim: sizes of q, k, v.
         dtype: dtype of q, k, v.
@@ -118,7 +119,13 @@ def verify(
     q, k, v, dout = draw(num_heads), draw(num_kv_heads), draw(num_kv_heads), draw(num_heads)
     rows = layout.positions(seq_len, size, rank).to(device)
     local = [x[:, :, rows].detach().requires_grad_() for x in (q, k, v)]
-    settings: dict[str, Any] = {"layout": layout, "mask": mask, "kernel": kernel, "transport": transport}
+    settings: dict[str, Any] = {
+        "layout": layout,
+        "mask": mask,
+        "softcap": softcap,
+        "kernel": kernel,
+        "transport": transport,
+    }
     settings |= {"head_chunks": head_chunks, "deterministic": deterministic}
     with check_mode():
         out = attention(*local, mesh=mesh, seq_dim=2, seq_len=seq_len, **settings)
@@ -126,7 +133,7 @@ def verify(
             _, lse = attention(*local, mesh=mesh, seq_dim=2, seq_len=seq_len, return_lse=True, **settings)
     assert isinstance(out, Tensor)
     grads = torch.autograd.grad(out, local, dout[:, :, rows])
-    options = Options(layout.spec(), mask.spec(), head_dim**-0.5, kernel=kernel)
+    options = Options(layout.spec(), mask.spec(), head_dim**-0.5, softcap or 0.0, kernel=kernel)
     index = layout.tensor if isinstance(layout, Permuted) else None
     plan = make_plan(
         q[:, :, rows], k[:, :, rows], v[:, :, rows], mask.documents, mask.key_padding, index, seq_len, group, options
@@ -134,12 +141,12 @@ def verify(
     whole = (0, seq_len)
     positions = torch.arange(seq_len, device=device)
     specification = [KernelTile(whole, whole, Pairs(mask.to(positions.device), positions, positions))]
-    exact = _one_device(REFERENCE, specification, *(x.double() for x in (q, k, v, dout)))
+    exact = _one_device(REFERENCE, specification, plan.scores, *(x.double() for x in (q, k, v, dout)))
     single = exact
     if dtype != torch.float64:
         schedule = make_schedule(Contiguous(), mask, seq_len, 1, 0)
         tiles = replace(plan, layout=Contiguous(), schedule=schedule).local_tiles
-        single = _one_device(plan.kernel, tiles, q, k, v, dout)
+        single = _one_device(plan.kernel, tiles, plan.scores, q, k, v, dout)
     errors, ratios = {}, {}
     for name, got, want, alone in zip(NAMES, (out, lse, *grads), exact, single, strict=True):
         hidden = want == float("-inf")  # lse of a query that sees no key
@@ -163,15 +170,14 @@ def verify(
 
 
 def _one_device(
-    kernel: Kernel, tiles: list[KernelTile], q: Tensor, k: Tensor, v: Tensor, dout: Tensor
+    kernel: Kernel, tiles: list[KernelTile], scores: Scores, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
 ) -> tuple[Tensor, ...]:
     """(out, lse, dq, dk, dv) of a whole sequence, by one kernel and without communication."""
-    scale = q.shape[3] ** -0.5
-    forward = kernel.begin_forward(q, v.shape[3], scale)
+    forward = kernel.begin_forward(q, v.shape[3], scores)
     forward.step(k, v, tiles)
     out, lse = forward.finish()
     delta = make_delta(dout, out) if kernel.uses_delta else None
-    backward = kernel.begin_backward(dout, q, out, lse, delta, scale)
+    backward = kernel.begin_backward(dout, q, out, lse, delta, scores)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     backward.step(k, v, tiles, (dk, dv))
     return out, lse, backward.finish(torch.empty_like(q)), dk, dv

@@ -254,8 +254,8 @@ MUTATIONS = [
     Mutation(
         "the caller's queries are scaled in place",
         "kernels/reference.py",
-        'torch.einsum("bkgid,bkjd->bkgij", q, k) * scale',
-        'torch.einsum("bkgid,bkjd->bkgij", q.mul_(scale), k)',
+        'torch.einsum("bkgid,bkjd->bkgij", q, k) * scores.scale',
+        'torch.einsum("bkgid,bkjd->bkgij", q.mul_(scores.scale), k)',
         "parity",
     ),
     Mutation(
@@ -270,6 +270,21 @@ MUTATIONS = [
         "kernels/aten.py",
         "flash_attention_for_cpu(q, k, v, 0.0, cover == CAUSAL",
         "flash_attention_for_cpu(q, k, v, 0.0, False",
+        "parity",
+    ),
+    # Scores.
+    Mutation(
+        "the derivative of softcap is left out",
+        "kernels/reference.py",
+        "dx = dscores * slope * tile.scores.scale",
+        "dx = dscores * tile.scores.scale",
+        "parity",
+    ),
+    Mutation(
+        "softcap is lost on the way to the kernel",
+        "plan.py",
+        "Scores(options.scale, options.softcap or None)",
+        "Scores(options.scale)",
         "parity",
     ),
     # Masks and layouts.
@@ -446,6 +461,7 @@ FEW = [
     Case("zigzag", "scattered documents", 13),
     Case("zigzag", "causal", 13, GQA, 2, "cpu_flash"),
     Case("striped", "causal", 13, MQA, 2, "cpu_flash"),
+    Case("zigzag", "causal", 13, GQA, 0, scores="softcap"),
 ]
 
 

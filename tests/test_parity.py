@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import BANDS, LAYOUTS, MASKS, gap
+from cases import BANDS, LAYOUTS, MASKS, SCORES, gap
 from checks import GQA, MHA, MQA, Case, call, parity_on_ranks, report, to_format
 from dense import dense_attention, make_qkv
 from ranks import mesh
@@ -91,6 +91,22 @@ def test_scale_is_used(pool):
         Case("zigzag", mask, 13, scale=0.7, kernel=kernel) for mask in BANDS for kernel in ("reference", "cpu_flash")
     ]
     report(pool(3).run(parity_on_ranks, (3,), ("cp",), cases))
+
+
+def scored(S: int) -> list[Case]:
+    """Every option of the scores with every layout; masks, heads, formats and head chunks take turns."""
+    masks = ("causal", "full", "window", "documents", "everything", "key padding", "no key at all")
+    return [
+        Case(layout, masks[i % 7], S, HEADS[i % 3], SEQ_DIMS[i // 3 % 3], scores=scores, head_chunks=(1, 3)[i % 4 == 3])
+        for i, (scores, layout) in enumerate(product(SCORES, LAYOUTS))
+        if HEADS[i % 3] != MQA or i % 4 != 3
+    ]
+
+
+@pytest.mark.parametrize("cp_size", (1, 2, 3, 4))
+def test_scores(pool, cp_size):
+    for S in (3, 31):
+        report(pool(cp_size).run(parity_on_ranks, (cp_size,), ("cp",), scored(S), timeout=300))
 
 
 def plain_calls(rank: int) -> list[str]:

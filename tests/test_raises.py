@@ -288,7 +288,18 @@ CASES: dict[str, Case] = {
     "dropout": refused(UNSUPPORTED, "dropout_p is not available yet", "dropout_p=0.0 works")(
         lambda: attend(dropout_p=0.1)
     ),
-    "softcap": refused(UNSUPPORTED, "softcap is not available yet", "softcap=None works")(lambda: attend(softcap=30.0)),
+    "a softcap of zero": refused(ARGUMENT, "softcap", "a positive number or None", "got 0.0")(
+        lambda: attend(softcap=0.0)
+    ),
+    "a negative softcap": refused(ARGUMENT, "softcap", "a positive number or None", "got -3")(
+        lambda: attend(softcap=-3)
+    ),
+    "a learned softcap": refused(ARGUMENT, "softcap", "a positive number", "got 3.0")(
+        lambda: attend(softcap=torch.tensor(3.0, requires_grad=True))
+    ),
+    "a kernel without softcap": refused(UNSUPPORTED, "kernel='cpu_flash'", "scores with softcap", "kernel='reference'")(
+        lambda: attend(kernel="cpu_flash", softcap=30.0)
+    ),
     "sinks": refused(UNSUPPORTED, "sinks is not available yet", "sinks=None works")(lambda: attend(sinks=random(H))),
     "alibi": refused(UNSUPPORTED, "alibi_slopes is not available yet", "alibi_slopes=None works")(
         lambda: attend(alibi_slopes=random(H))
