@@ -19,7 +19,7 @@ Heads may be computed in chunks, one after the other: buffers are those of one c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -66,9 +66,17 @@ def _forward(
 
 
 def ring_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, plan: Plan
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of this rank's q, k and v.
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    plan: Plan,
+    wanted: Collection[str] = (),
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """Gradients of this rank's q, k and v, and of tensors of the scores.
 
     Args:
         dout: [B, H, S_local, Dv], the gradient of out.
@@ -76,10 +84,17 @@ def ring_backward(
         out, lse: the forward's results.
         dlse: [B, H, S_local] or None, the gradient of lse.
         plan: the forward's plan.
+        wanted: "sinks", to have its gradient.
 
     Returns:
-        dq, dk, dv in the inputs' dtype.
+        dq, dk, dv in the inputs' dtype; and what was wanted by name, this rank's share of a sum over ranks, in the
+        accumulation dtype.
     """
+    of_scores = {}
+    if (sinks := plan.scores.sinks) is not None:
+        if "sinks" in wanted:
+            of_scores["sinks"] = gradient_of_sinks(dout, out, lse, sinks)
+        lse, dlse = include_sinks(lse, dlse, sinks)
     # in the inputs' order of dims, so that the caller's format needs no copy
     grads = tuple(torch.empty_like(x) for x in (q, k, v))
     if plan.kernel.uses_delta:
@@ -90,7 +105,20 @@ def ring_backward(
         with plan.open_transport() as transport:
             visit(*chunk, scores=scores, plan=plan, transport=transport)
     dq, dk, dv = grads
-    return dq, dk, dv
+    return dq, dk, dv, of_scores
+
+
+def include_sinks(lse: Tensor, dlse: Tensor | None, sinks: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The lse of all keys and the sink, [B, H, S], and the gradient of lse in units of these smaller probabilities."""
+    if dlse is not None:
+        dlse = torch.where(lse == float("-inf"), 0.0, dlse * (1 + torch.exp(sinks[:, None] - lse)))
+    return torch.logaddexp(lse, sinks[:, None]), dlse
+
+
+def gradient_of_sinks(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """[H], the sum over this rank's rows of -P · rowsum(dout · out), P the sink's probability."""
+    taken = torch.sigmoid(sinks[:, None] - lse).nan_to_num_(0.0)  # NaN where neither has a weight: out is 0
+    return -(taken * make_delta(dout, out)).sum((0, 2))
 
 
 def _visit_keys(

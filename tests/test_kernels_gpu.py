@@ -11,7 +11,7 @@ from cp_mesh.kernels import KERNELS
 from cp_mesh.kernels.contract import make_delta
 from cp_mesh.layouts import Contiguous, Layout, Striped, ZigZag
 from cp_mesh.masks import Mask
-from cp_mesh.plan import Options, Plan, make_scores
+from cp_mesh.plan import Options, Plan, Tensors, make_scores
 from cp_mesh.schedule import make_schedule
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -24,7 +24,7 @@ def play_ring(kernel, layout: Layout, mask: Mask, cp_size: int, q, k, v, dout) -
     """(out, lse, dq, dk, dv) of the whole sequence, in original order."""
     seq_len, dtype = q.shape[2], torch.float64 if q.dtype == torch.float64 else torch.float32
     options = Options(layout.spec(), mask.spec(), q.shape[3] ** -0.5)
-    scores = make_scores(options)
+    scores = make_scores(options, Tensors(), q.dtype)
     rows = [layout.positions(seq_len, cp_size, rank).to(q.device) for rank in range(cp_size)]
     out, dq = torch.empty_like(dout), torch.empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=dtype, device=q.device)

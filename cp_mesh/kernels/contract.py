@@ -42,10 +42,14 @@ class Scores:
     Attributes:
         scale: factor on q·k.
         softcap: the bound of the scores, > 0; None: there is none.
+        sinks: [H], accumulation dtype: logits that join the denominator of the head's rows and bring no value. No tile
+            knows of them: `ForwardPass.finish` scales out, and leaves lse as it is; a backward is given the lse that
+            includes them, and so returns the right gradients.
     """
 
     scale: float
     softcap: float | None = None
+    sinks: Tensor | None = None
 
     @property
     def features(self) -> frozenset[str]:
@@ -54,7 +58,7 @@ class Scores:
 
     def heads(self, begin: int, end: int) -> Scores:
         """Those of the query heads begin to end."""
-        return replace(self)
+        return replace(self, sinks=None if self.sinks is None else self.sinks[begin:end])
 
 
 @dataclass(frozen=True, eq=False)

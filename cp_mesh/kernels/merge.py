@@ -124,7 +124,7 @@ class MergingForward:
             self._sum.add(tile.q[0], out, lse)
 
     def finish(self, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        return self._sum.finish(self._like, self._q.dtype, into)
+        return self._sum.finish(self._like, self._q.dtype, into, self._scores.sinks)
 
 
 class SummingBackward:
