@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -60,7 +61,7 @@ def fingerprint(tensor: Tensor | None) -> str:
     """
     if tensor is None:
         return "None"
-    content = hashlib.sha1(tensor.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:12]
+    content = hashlib.sha1(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
     return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device.type} {content}"
 
 

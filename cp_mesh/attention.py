@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,8 @@ from cp_mesh.agreement import announce_refusal, checking
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe
 from cp_mesh.layouts import LAYOUTS, Layout, Permuted, ZigZag, chunk_bounds, parse_layout
 from cp_mesh.masks import Mask
-from cp_mesh.ops import attention_op, to_bhsd
-from cp_mesh.plan import Options, check_tensors, make_plan
+from cp_mesh.ops import GRADED, attention_op, score_placements, to_bhsd
+from cp_mesh.plan import Options, Tensors, check_tensors, make_plan
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,10 @@ def attention(
     of a DTensor is the sequence *in layout order*, so ``Shard(seq_dim)`` on cp is an ordinary contiguous shard.
     Grouped-query attention is fewer kv heads, in torch's head order. Inputs are never written.
 
+    Tensors of the scores (sinks) are equal on every cp rank; their gradients are this rank's share, whose sum over
+    ranks is the gradient. Beside DTensors they are local tensors, of this rank's heads, or DTensors on the same mesh,
+    sharded where query's heads are and else replicated; the gradients are then partial.
+
     Args:
         query: [B, H, S, D], [B, S, H, D] or packed [T, H, D]; S (T) is this rank's rows for local tensors. float64,
             float32, bfloat16 or float16; sums are float32 (float64 for float64).
@@ -79,7 +83,10 @@ def attention(
         layout: which positions each rank holds.
         mask: who may attend to whom, on positions. Its tensors hold the whole sequence, equal on every cp rank.
         scale: factor on q·k; None: 1 / sqrt(D).
-        softcap, sinks, alibi_slopes, bias, dropout_p: not available yet; anything but the default is refused.
+        softcap: bound of the scores: cap · tanh(scale · q·k / cap). None: there is none.
+        sinks: [H], logits that join the denominator of each head's softmax and bring no value; H is that of this rank's
+            query, for local tensors. lse leaves them out.
+        alibi_slopes, bias, dropout_p: not available yet; anything but the default is refused.
         method: "auto" or "ring".
         kernel: "auto", "fa4", "fa3", "cudnn", "fa2", "fa2_package", "efficient", "cpu_flash" or "reference". "auto"
             takes the first that can serve the call; all ranks must have the same packages installed.
@@ -113,9 +120,11 @@ def attention(
     try:
         axis, seq_dim = _find_cp_axis(query, key, value, mesh, seq_dim)
         _check_types(layout, mask, seq_len, scale)
+        _check_softcap(softcap)
         _check_chunks_wanted(head_chunks)
-        tensors = (mask.documents, mask.key_padding, layout.tensor if isinstance(layout, Permuted) else None)
-        _refuse_unavailable(softcap, sinks, alibi_slopes, bias, dropout_p)
+        _refuse_unavailable(alibi_slopes, bias, dropout_p)
+        index = layout.tensor if isinstance(layout, Permuted) else None
+        tensors = Tensors(mask.documents, mask.key_padding, index, sinks)
         query, key, value = _autocast(query, key, value)
         _check_format(query, key, value, seq_dim)
         if isinstance(query, DTensor):
@@ -127,10 +136,12 @@ def attention(
             seq_len = global_len
         elif seq_len is None:
             seq_len = query.shape[seq_dim] * axis.size
+        check_score_placements(dict(zip(Tensors._fields, tensors, strict=True)), query, seq_dim)
         options = Options(
             layout=layout.spec(),
             mask=mask.spec(),
             scale=1 / math.sqrt(query.shape[-1]) if scale is None else float(guard_scalar(scale)),
+            softcap=0.0 if softcap is None else float(guard_scalar(softcap)),
             method=method,
             kernel=kernel,
             transport=transport,
@@ -140,33 +151,41 @@ def attention(
         )
         if not compiling:  # this Python is traced once only; in compiled code the op makes the same checks, every call
             q, k, v = (to_bhsd(_to_local(x.detach()), seq_dim) for x in (query, key, value))
-            make_plan(q, k, v, *tensors, seq_len, axis.group, options)
+            make_plan(q, k, v, Tensors(*map(_to_local_or_none, tensors)), seq_len, axis.group, options)
     except Exception as error:
         group = None if compiling or not checking() else _group_that_waits(query, mesh)
         if group is not None:
             announce_refusal(group, error)
         raise
 
-    arguments = (*tensors, seq_len, seq_dim, axis.group_name, options.spec())
-    # Dispatch refuses plain tensors (of masks and layouts) beside DTensors, and gathers a dim shorter than its axis.
-    if isinstance(query, DTensor) and (any(x is not None for x in tensors) or seq_len < axis.size):
-        out, lse = _call_on_locals((query, key, value), query, seq_dim, arguments)
+    arguments = (seq_len, seq_dim, axis.group_name, options.spec())
+    # Dispatch refuses plain tensors beside DTensors, and gathers a dim shorter than its axis.
+    plain = any(x is not None and not isinstance(x, DTensor) for x in tensors)
+    if isinstance(query, DTensor) and (plain or seq_len < axis.size):
+        out, lse = _call_on_locals((query, key, value), tensors, query, seq_dim, arguments)
     else:
-        out, lse = attention_op(query, key, value, *arguments)
+        out, lse = attention_op(query, key, value, *tensors, *arguments)
     return (out, lse) if return_lse else out
 
 
 def _call_on_locals(
-    tensors: tuple[Tensor, ...], query: DTensor, seq_dim: int, arguments: tuple[Any, ...]
+    qkv: tuple[Tensor, ...],
+    tensors: Tensors,
+    query: DTensor,
+    seq_dim: int,
+    arguments: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor]:
     """Unwrap, call the op on locals, and wrap its results as the op's sharding rule would place them."""
     mesh, placements = query.device_mesh, query.placements
+    named = dict(zip(Tensors._fields, tensors, strict=True))
     out, lse = attention_op(
-        *(x.to_local(grad_placements=placements) for x in tensors if isinstance(x, DTensor)), *arguments
+        *(x.to_local(grad_placements=placements) for x in qkv if isinstance(x, DTensor)),
+        *local_scores(named, query, seq_dim).values(),
+        *arguments,
     )
     lse_dims = {0: 1, 1: 0} if seq_dim == 0 else {0: 0, seq_dim: 2, 3 - seq_dim: 1}
     lse_placements = [Shard(lse_dims[p.dim]) if isinstance(p, Shard) else p for p in placements]
-    out_shape = (*query.shape[:-1], tensors[2].shape[-1])
+    out_shape = (*query.shape[:-1], qkv[2].shape[-1])
     lse_shape = [0] * lse.ndim
     for dim, lse_dim in lse_dims.items():
         lse_shape[lse_dim] = query.shape[dim]
@@ -304,17 +323,59 @@ def _check_types(layout: object, mask: object, seq_len: object, scale: object) -
         raise ArgumentError(describe("scale", "a positive number", scale, hint))
 
 
+def _check_softcap(softcap: object) -> None:
+    if softcap is not None and (isinstance(softcap, bool | Tensor) or not 0 < softcap < math.inf):  # type: ignore[operator]
+        raise ArgumentError(describe("softcap", "a positive number or None", softcap, "None leaves scores unbounded"))
+
+
 def _check_chunks_wanted(head_chunks: int | None) -> None:
     if head_chunks is not None and (type(head_chunks) is not int or head_chunks < 1):
         raise ArgumentError(describe("head_chunks", "a positive int or None", repr(head_chunks), "None is automatic"))
 
 
-def _refuse_unavailable(
-    softcap: float | None, sinks: Tensor | None, alibi_slopes: Tensor | None, bias: Tensor | None, dropout_p: float
-) -> None:
+def local_scores(scores: Mapping[str, Any], query: DTensor, seq_dim: int) -> dict[str, Any]:
+    """The same with local tensors for DTensors, whose gradients become DTensors again.
+
+    Args:
+        scores: options of the scores by name.
+        query: the DTensor beside which they are placed rightly.
+        seq_dim: its sequence dim.
+    """
+    return {
+        name: x.to_local(grad_placements=_score_placements(name, x, query, seq_dim)[1]) if isinstance(x, DTensor) else x
+        for name, x in scores.items()
+    }
+
+
+def check_score_placements(scores: Mapping[str, Any], query: Tensor, seq_dim: int) -> None:
+    """Refuse tensors of the scores that are none, and DTensors that are not placed as query's heads and batch are."""
+    for name, x in scores.items():
+        if name in (*GRADED, "dropout_seed") and not isinstance(x, Tensor | None):
+            raise ArgumentError(describe(name, "a tensor", type(x).__name__, "use torch.tensor"))
+        if not isinstance(x, DTensor):
+            continue
+        expected = "a local tensor, as query is"
+        if isinstance(query, DTensor):
+            mesh, wanted = query.device_mesh, _score_placements(name, x, query, seq_dim)[0]
+            sizes = [mesh.size(axis) for axis in range(mesh.ndim)]  # of 1: every placement is the whole there
+            pairs = zip(x.placements, wanted, sizes, strict=False)
+            if x.device_mesh == mesh and all(size == 1 or has == needs for has, needs, size in pairs):
+                continue
+            expected = f"{tuple(wanted)} on {mesh}"
+        got, hint = f"{x.placements} on {x.device_mesh}", "redistribute it, or pass this rank's part, to_local()"
+        raise ArgumentError(describe(f"{name}'s placements", expected, got, hint))
+
+
+def _score_placements(name: str, x: Tensor, query: DTensor, seq_dim: int) -> tuple[list[Placement], list[Placement]]:
+    """The placements that a tensor of the scores beside query must have, and those of its gradient."""
+    dims = {seq_dim: "sequence", (2 if seq_dim == 1 else 1): "heads"} | ({0: "batch"} if seq_dim else {})
+    parts = [dims[p.dim] if isinstance(p, Shard) else "whole" for p in query.placements]
+    rows = [score_placements(name, x.shape, part) for part in parts]
+    return [row[0] for row in rows], [row[1] for row in rows]
+
+
+def _refuse_unavailable(alibi_slopes: Tensor | None, bias: Tensor | None, dropout_p: float) -> None:
     for name, given, default in (
-        ("softcap", softcap is not None, None),
-        ("sinks", sinks is not None, None),
         ("alibi_slopes", alibi_slopes is not None, None),
         ("bias", bias is not None, None),
         ("dropout_p", dropout_p != 0.0, 0.0),
@@ -414,6 +475,10 @@ def _check_chunks(length: int, size: int, layout: Layout) -> None:
 
 def _to_local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _to_local_or_none(x: Tensor | None) -> Tensor | None:
+    return None if x is None else _to_local(x.detach())
 
 
 def _any_requires_grad(*tensors: Tensor) -> bool:

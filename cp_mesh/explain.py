@@ -5,6 +5,8 @@ Needs no ranks and no device. The figures come from the schedule that the ring r
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from cp_mesh.errors import ArgumentError, describe
@@ -13,7 +15,7 @@ from cp_mesh.kernels.contract import Kernel, Request, accumulation_dtype
 from cp_mesh.layouts import Layout, ZigZag
 from cp_mesh.masks import Band, Mask
 from cp_mesh.memory import Sizes, extra_memory
-from cp_mesh.plan import Operand, choose_head_chunks
+from cp_mesh.plan import SCORE_OPTIONS, Operand, choose_head_chunks
 from cp_mesh.schedule import Schedule, Tile, make_schedule, num_rows
 
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
@@ -25,6 +27,7 @@ def explain(
     *,
     layout: Layout = ZigZag(),  # noqa: B008 - frozen
     mask: Mask = Mask(causal=True),  # noqa: B008 - frozen
+    scores: Collection[str] = (),
     device: str = "cpu",
     compute_capability: tuple[int, int] | None = None,
     dtype: torch.dtype = torch.float32,
@@ -41,6 +44,7 @@ def explain(
         seq_len: tokens in the whole sequence.
         cp_size: number of ranks, at most 36 for the picture.
         layout, mask: as in `cp_mesh.attention`.
+        scores: names of the options of the scores that the call uses, as in `cp_mesh.attention`: "softcap", "sinks".
         device: device type, "cpu" or "cuda", for which ``kernel="auto"`` is resolved.
         compute_capability: that of the CUDA device; None: (9, 0), Hopper, for "cuda".
         dtype: dtype of q, k and v.
@@ -71,6 +75,10 @@ def explain(
     for name, tensor in (("documents", mask.documents), ("key_padding", mask.key_padding)):
         if tensor is not None and tensor.shape[-1] != seq_len:
             raise ArgumentError(describe(f"Mask.{name}", f"{seq_len} tokens", tensor.shape[-1], "pass their seq_len"))
+    for name in scores:
+        if name not in SCORE_OPTIONS:
+            known = ", ".join(SCORE_OPTIONS)
+            raise ArgumentError(describe("explain: scores", f"names of {known}", repr(name), "see attention"))
     schedules = [make_schedule(layout, mask, seq_len, cp_size, rank) for rank in range(cp_size)]
     request = Request(
         device,
@@ -82,6 +90,7 @@ def explain(
         differentiable_lse=False,
         deterministic=False,
         min_keys=schedules[0].min_keys,
+        features=frozenset(scores) - {"sinks"},
     )
     owner = torch.empty(seq_len, dtype=torch.int64)
     for rank in range(cp_size):
@@ -145,7 +154,10 @@ def _tile_words(tile: Tile) -> str:
 
 def kernel_table() -> str:
     """The capability records of all kernels as a Markdown table, in the order in which "auto" tries them."""
-    header = "| kernel | devices | dtypes | tiles | head dim | v head dim differs | gradient of lse | deterministic |"
+    columns = (
+        "kernel | devices | dtypes | tiles | scores | head dim | v head dim differs | gradient of lse | deterministic"
+    )
+    header = f"| {columns} |"
     lines = [header, "|---" * header.count(" | ") + "|---|"]
     for kernel in KERNELS.values():
         has = kernel.capability
@@ -160,6 +172,7 @@ def kernel_table() -> str:
             devices,
             ", ".join(str(dtype).removeprefix("torch.") for dtype in has.dtypes),
             ", ".join(has.covers),
+            ", ".join(sorted(has.features)) or "-",
             dims,
             *("yes" if flag else "no" for flag in (has.v_head_dim, has.differentiable_lse, has.deterministic)),
         ]

@@ -6,21 +6,29 @@ selective-checkpoint policy so that recompute does not replay the ring.
 
 Tensors are in the caller's format, told by ``seq_dim``: 2 = [B, H, S, D], 1 = [B, S, H, D], 0 = packed [T, H, D].
 lse is [B, H, S], or [H, T] when packed. Outputs are contiguous. The string argument is `plan.Options.spec`.
+The tensors after q, k and v are those of `plan.Tensors`; of the scores' the backward returns gradients too, which are
+this rank's share of a sum over ranks, and empty where they are not wanted.
 """
+
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 
 from cp_mesh.agreement import announce_refusal, checking, fingerprint, require_agreement
 from cp_mesh.errors import UnsupportedError, describe
 from cp_mesh.kernels.contract import accumulation_dtype
-from cp_mesh.plan import Options, Plan, make_plan
+from cp_mesh.plan import Options, Plan, Tensors, make_plan
 from cp_mesh.ring import ring_backward, ring_forward
+
+NUM_TENSORS = len(Tensors._fields)
+GRADED = ("sinks", "alibi_slopes", "relative_bias", "bias")
+"""Tensors of the scores that have a gradient, in the order in which the backward op returns theirs."""
 
 
 def to_bhsd(x: Tensor, seq_dim: int) -> Tensor:
@@ -43,19 +51,18 @@ def _lse_to_bhs(lse: Tensor, seq_dim: int) -> Tensor:
 
 
 def _plan(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, key_padding: Tensor | None, index: Tensor | None,
-    seq_len: int, seq_dim: int, group_name: str, spec: str,
-) -> Plan:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, seq_len: int, seq_dim: int, group_name: str, spec: str
+) -> Plan:
     group: dist.ProcessGroup = _resolve_process_group(group_name)  # type: ignore[arg-type]
     options = Options.parse(spec)
     q, k, v = (to_bhsd(x, seq_dim) for x in (q, k, v))
-    return make_plan(q, k, v, documents, key_padding, index, seq_len, group, options)
+    return make_plan(q, k, v, tensors, seq_len, group, options)
 
 
-def _agree(plan: Plan, q: Tensor, k: Tensor, v: Tensor, index: Tensor | None, seq_dim: int) -> None:
+def _agree(plan: Plan, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, seq_dim: int) -> None:
     """Check mode: compare everything that must be equal on all cp ranks."""
     shapes = [tuple(to_bhsd(x, seq_dim).shape) for x in (q, k, v)]
-    options, mask = plan.options, plan.mask
+    options = plan.options
     require_agreement(
         plan.group,
         {
@@ -64,10 +71,15 @@ def _agree(plan: Plan, q: Tensor, k: Tensor, v: Tensor, index: Tensor | None, se
             "seq_len": str(plan.seq_len),
             "batch, heads and head dims": str([(shape[0], shape[1], shape[3]) for shape in shapes]),
             "dtype": str(q.dtype),
-            "documents": fingerprint(mask.documents),
-            "key_padding": fingerprint(mask.key_padding),
-            "layout index": fingerprint(index),
-            "options": f"scale={options.scale} method={options.method} kernel={options.kernel} "
+            "documents": fingerprint(tensors.documents),
+            "key_padding": fingerprint(tensors.key_padding),
+            "layout index": fingerprint(tensors.layout_index),
+            "sinks": fingerprint(tensors.sinks),
+            "alibi_slopes": fingerprint(tensors.alibi_slopes),
+            "relative_bias": fingerprint(tensors.relative_bias),
+            "dropout_seed": fingerprint(tensors.dropout_seed),
+            "options": f"scale={options.scale} softcap={options.softcap} "
+            f"method={options.method} kernel={options.kernel} "
             f"transport={options.transport} head_chunks={options.head_chunks} deterministic={options.deterministic}",
             "kernel": plan.kernel.name,
         },
@@ -82,21 +94,27 @@ def attention_op(
     documents: Tensor | None,
     key_padding: Tensor | None,
     index: Tensor | None,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    relative_bias: Tensor | None,
+    bias: Tensor | None,
+    dropout_seed: Tensor | None,
     seq_len: int,
     seq_dim: int,
     group_name: str,
     spec: str,
 ) -> tuple[Tensor, Tensor]:
     """Attention over the cp group; see `cp_mesh.attention` for the arguments. Returns (out, lse)."""
+    tensors = Tensors(documents, key_padding, index, sinks, alibi_slopes, relative_bias, bias, dropout_seed)
     try:
-        plan = _plan(q, k, v, documents, key_padding, index, seq_len, seq_dim, group_name, spec)
+        plan = _plan(q, k, v, tensors, seq_len, seq_dim, group_name, spec)
     except Exception as error:
         if checking():
             group: dist.ProcessGroup = _resolve_process_group(group_name)  # type: ignore[arg-type]
             announce_refusal(group, error)
         raise
     if checking():
-        _agree(plan, q, k, v, index, seq_dim)
+        _agree(plan, q, k, v, tensors, seq_dim)
     q, k, v = (to_bhsd(x, seq_dim) for x in (q, k, v))
     with _no_autocast(q):
         out, lse = ring_forward(q, k, v, plan)
@@ -115,13 +133,20 @@ def attention_backward_op(
     documents: Tensor | None,
     key_padding: Tensor | None,
     index: Tensor | None,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    relative_bias: Tensor | None,
+    bias: Tensor | None,
+    dropout_seed: Tensor | None,
     seq_len: int,
     seq_dim: int,
     group_name: str,
     spec: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients (dq, dk, dv) of `attention_op`, given the gradients of its results."""
-    plan = _plan(q, k, v, documents, key_padding, index, seq_len, seq_dim, group_name, spec)
+    wanted: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of `attention_op`, given those of its results: of q, k, v, and of those of `GRADED` named in wanted."""
+    tensors = Tensors(documents, key_padding, index, sinks, alibi_slopes, relative_bias, bias, dropout_seed)
+    plan = _plan(q, k, v, tensors, seq_len, seq_dim, group_name, spec)
     dout, q, k, v, out = (to_bhsd(x, seq_dim) for x in (dout, q, k, v, out))
     lse = _lse_to_bhs(lse, seq_dim)
     if dlse is not None:
@@ -129,21 +154,33 @@ def attention_backward_op(
             raise UnsupportedError(f"kernel {plan.kernel.name!r} takes no gradient of lse; kernel='reference' does")
         dlse = _lse_to_bhs(dlse, seq_dim)
     with _no_autocast(q):
-        grads = ring_backward(dout, q, k, v, out, lse, dlse, plan)
+        *grads, of_scores = ring_backward(dout, q, k, v, out, lse, dlse, plan, wanted.split(","))
     dq, dk, dv = (from_bhsd(x, seq_dim) for x in grads)
-    return dq, dk, dv
+    dsinks, dslopes, dtable, dbias = (_graded(getattr(tensors, name), of_scores.get(name), q) for name in GRADED)
+    return dq, dk, dv, dsinks, dslopes, dtable, dbias
+
+
+def _graded(x: Tensor | None, grad: Tensor | None, q: Tensor) -> Tensor:
+    """A new tensor: the gradient as the op returns it."""
+    return q.new_empty(0) if x is None or grad is None else grad.to(x.dtype, copy=True)
 
 
 @attention_op.register_fake
-def _(q, k, v, documents, key_padding, index, seq_len, seq_dim, group_name, spec):  # type: ignore[no-untyped-def]
+def _(q, k, v, *args):  # type: ignore[no-untyped-def]
+    seq_dim = args[-3]
     lse_shape = (q.shape[1], q.shape[0]) if seq_dim == 0 else (q.shape[0], q.shape[3 - seq_dim], q.shape[seq_dim])
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     return out, q.new_empty(lse_shape, dtype=accumulation_dtype(q.dtype))
 
 
 @attention_backward_op.register_fake
-def _(dout, q, k, v, out, lse, dlse, documents, key_padding, index, seq_len, seq_dim, group_name, spec):  # type: ignore[no-untyped-def]
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _(dout, q, k, v, out, lse, dlse, *args):  # type: ignore[no-untyped-def]
+    tensors, wanted = Tensors(*args[:NUM_TENSORS]), args[-1].split(",")
+    graded = {name: getattr(tensors, name) for name in GRADED}
+    return (
+        *(x.new_empty(x.shape) for x in (q, k, v)),
+        *(x.new_empty(x.shape) if name in wanted else q.new_empty(0) for name, x in graded.items()),
+    )
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -163,17 +200,19 @@ def _placed_like(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def _autograd(ctx, dout, dlse):  # type: ignore[no-untyped-def]
-    q, k, v, documents, key_padding, index, out, lse = ctx.saved_tensors
-    none = (None,) * 7
+    q, k, v, *tensors, out, lse = ctx.saved_tensors
+    needed = ctx.needs_input_grad[3 : 3 + NUM_TENSORS]
+    wanted = [name for name, need in zip(Tensors._fields, needed, strict=True) if need]
     if dout is None and dlse is None:
-        return None, None, None, *none
+        return (None,) * len(ctx.needs_input_grad)
     dout = torch.zeros_like(out) if dout is None else _placed_like(dout, out)
     dlse = None if dlse is None else _placed_like(dlse, lse)
-    grads = attention_backward_op(
-        dout, q, k, v, out, lse, dlse, documents, key_padding, index,
-        ctx.seq_len, ctx.seq_dim, ctx.group_name, ctx.spec,
+    dq, dk, dv, *others = attention_backward_op(
+        dout, q, k, v, out, lse, dlse, *tensors,
+        ctx.seq_len, ctx.seq_dim, ctx.group_name, ctx.spec, ",".join(wanted),
     )  # fmt: skip
-    return *grads, *none
+    of_tensors = {name: grad for name, grad in zip(GRADED, others, strict=True) if name in wanted}
+    return dq, dk, dv, *(of_tensors.get(name) for name in Tensors._fields), None, None, None, None
 
 
 attention_op.register_autograd(_autograd, setup_context=_setup_context)
@@ -201,15 +240,31 @@ for _device_type in ("cpu", "cuda"):
     _register_autocast(_library, _device_type)
 
 
-def _placements(num_tensors: int, num_lse: int, seq_dim: int) -> list[tuple[list[Placement], list[Placement]]]:
-    """For each way to place an axis: placements of ``num_tensors`` inputs in the caller's format and of lse."""
+def _placements(seq_dim: int) -> list[tuple[str, Placement, Placement]]:
+    """For each way to place an axis: its name, the placement of q, k and v in the caller's format, and that of lse."""
     head_dim = 2 if seq_dim == 1 else 1
-    rows: list[tuple[Placement, Placement]] = [(Shard(seq_dim), Shard(1 if seq_dim == 0 else 2))]
-    rows.append((Shard(head_dim), Shard(0 if seq_dim == 0 else 1)))
+    rows: list[tuple[str, Placement, Placement]] = [("sequence", Shard(seq_dim), Shard(1 if seq_dim == 0 else 2))]
+    rows.append(("heads", Shard(head_dim), Shard(0 if seq_dim == 0 else 1)))
     if seq_dim != 0:
-        rows.append((Shard(0), Shard(0)))
-    rows.append((Replicate(), Replicate()))
-    return [([x] * num_tensors, [lse] * num_lse) for x, lse in rows]
+        rows.append(("batch", Shard(0), Shard(0)))
+    return [*rows, ("whole", Replicate(), Replicate())]
+
+
+def score_placements(name: str, shape: Sequence[int], part: str) -> tuple[Placement, Placement]:
+    """A tensor of the scores on an axis that shards the sequence, heads or batch of q, or nothing ("whole").
+
+    Args:
+        name: its name in `plan.Tensors`.
+        shape: its global shape.
+        part: what the axis does to q.
+
+    Returns:
+        Its placement and that of its gradient.
+    """
+    dims = {"heads": 0} if name in ("sinks", "alibi_slopes", "relative_bias") else {}
+    if (dim := dims.get(part)) is not None:
+        return Shard(dim), Shard(dim)
+    return Replicate(), Replicate() if part == "whole" else Partial()
 
 
 def _require_sharded(specs, seq_dim: int, group_name: str) -> None:  # type: ignore[no-untyped-def]
@@ -232,18 +287,28 @@ def _require_sharded(specs, seq_dim: int, group_name: str) -> None:  # type: ign
                 )
 
 
+def _tensor_placements(tensors: Tensors, part: str) -> list[Placement | None]:
+    named = zip(Tensors._fields, tensors, strict=True)
+    return [None if x is None else score_placements(name, x.shape, part)[0] for name, x in named]
+
+
 @register_sharding(torch.ops.cp_mesh.attention.default)
-def _(q, k, v, documents, key_padding, index, seq_len, seq_dim, group_name, spec):  # type: ignore[no-untyped-def]
+def _(q, k, v, *args):  # type: ignore[no-untyped-def]
+    tensors, (_, seq_dim, group_name, _) = Tensors(*args[:NUM_TENSORS]), args[NUM_TENSORS:]
     _require_sharded((q, k, v), seq_dim, group_name)
     return [
-        ([qkv[0], lse[0]], [*qkv, *[None] * 7]) for qkv, lse in _placements(num_tensors=3, num_lse=1, seq_dim=seq_dim)
+        ([x, lse], [x, x, x, *_tensor_placements(tensors, part), *[None] * 4]) for part, x, lse in _placements(seq_dim)
     ]
 
 
 @register_sharding(torch.ops.cp_mesh.attention_backward.default)
-def _(dout, q, k, v, out, lse, dlse, documents, key_padding, index, seq_len, seq_dim, group_name, spec):  # type: ignore[no-untyped-def]
+def _(dout, q, k, v, out, lse, dlse, *args):  # type: ignore[no-untyped-def]
+    tensors, (_, seq_dim, group_name, _, wanted) = Tensors(*args[:NUM_TENSORS]), args[NUM_TENSORS:]
     _require_sharded((q, k, v, out), seq_dim, group_name)
-    return [
-        (x[:3], [*x, lses[0], None if dlse is None else lses[1], *[None] * 7])
-        for x, lses in _placements(num_tensors=5, num_lse=2, seq_dim=seq_dim)
-    ]
+    graded = {name: getattr(tensors, name) if name in wanted.split(",") else None for name in GRADED}
+    rows = []
+    for part, x, on_lse in _placements(seq_dim):
+        grads = [Replicate() if y is None else score_placements(name, y.shape, part)[1] for name, y in graded.items()]
+        given = [x] * 5 + [on_lse, None if dlse is None else on_lse]
+        rows.append(([x, x, x, *grads], [*given, *_tensor_placements(tensors, part), *[None] * 5]))
+    return rows

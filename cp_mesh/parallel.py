@@ -30,9 +30,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from cp_mesh.agreement import announce_refusal, checking
-from cp_mesh.attention import attention, check_placements, wrap
+from cp_mesh.attention import attention, check_placements, check_score_placements, local_scores, wrap
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe
 from cp_mesh.masks import Mask
+from cp_mesh.plan import SCORE_OPTIONS
 from cp_mesh.sequence import ShardedSequence
 
 _MARK = "_cp_mesh_style"  # set on modules that a style was applied to
@@ -63,6 +64,9 @@ class ContextParallel(ParallelStyle):
         mask: the mask, or a function of the wrapped module's call arguments that returns it, for masks that change
             with the batch: ``mask=lambda q, k, v, documents: Mask(documents=documents)``. It must depend on its
             arguments alone: activation checkpointing calls it again in the backward.
+        scores: options of the scores by their names in `cp_mesh.attention` (softcap, sinks), or a function of the
+            wrapped module and its call arguments that returns them, for tensors: ``scores=lambda core, q, k, v:
+            {"sinks": core.sinks}``. It too must depend on these alone.
         kernel, method, transport, head_chunks, deterministic: as in `cp_mesh.attention`.
 
     Raises:
@@ -75,6 +79,7 @@ class ContextParallel(ParallelStyle):
         sequence: ShardedSequence,
         *,
         mask: Mask | Callable[..., Mask] = Mask(causal=True),  # noqa: B008 - frozen
+        scores: Mapping[str, Any] | Callable[..., Mapping[str, Any]] | None = None,
         kernel: str = "auto",
         method: str = "auto",
         transport: str = "auto",
@@ -88,6 +93,7 @@ class ContextParallel(ParallelStyle):
                 )
             )
         self.sequence, self.mask = sequence, mask
+        self.scores = scores if callable(scores) else _check_scores(scores or {})
         self.options: dict[str, Any] = {
             "kernel": kernel,
             "method": method,
@@ -107,7 +113,9 @@ class ContextParallel(ParallelStyle):
         # Bound, not a closure over the module: a deep copy of the module must run its own parameters.
         @functools.wraps(type(module).forward)
         def context_parallel_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            interception = _Interception(style, style.mask_of_call(*args, **kwargs))
+            interception = _Interception(
+                style, style.mask_of_call(*args, **kwargs), style.scores_of_call(self, *args, **kwargs)
+            )
             inner = self.__dict__.get(_INNER)
             with interception:
                 result = type(self).forward(self, *args, **kwargs) if inner is None else inner(*args, **kwargs)
@@ -140,6 +148,16 @@ class ContextParallel(ParallelStyle):
             self._announce(error)
             raise
 
+    def scores_of_call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
+        """The options of the scores for one call of the wrapped module, whose arguments these are."""
+        if not callable(self.scores):
+            return self.scores
+        try:
+            return _check_scores(self.scores(module, *args, **kwargs))
+        except Exception as error:
+            self._announce(error)
+            raise
+
     def _announce(self, error: Exception) -> None:
         if not torch.compiler.is_compiling() and checking():
             announce_refusal(self.sequence.mesh.get_group(), error)
@@ -147,6 +165,7 @@ class ContextParallel(ParallelStyle):
     def sharded_sdpa(
         self,
         mask: Mask,
+        scores: Mapping[str, Any],
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -159,7 +178,7 @@ class ContextParallel(ParallelStyle):
         """`F.scaled_dot_product_attention` over the whole sequence, for one intercepted call.
 
         Args:
-            mask: the style's mask for this call.
+            mask, scores: the style's for this call.
             query, key, value: [B, H or K, S_local, D], plain or DTensors.
             attn_mask, dropout_p, is_causal, scale, enable_gqa: as in `F.scaled_dot_product_attention`.
 
@@ -167,39 +186,41 @@ class ContextParallel(ParallelStyle):
             ArgumentError, UnsupportedError: as in `ContextParallel`; in check mode all ranks hear of it.
         """
         try:
-            self._check_call(mask, query, key, value, attn_mask, is_causal, enable_gqa)
+            self._check_call(mask, scores, query, key, value, attn_mask, is_causal, enable_gqa)
         except Exception as error:
             self._announce(error)
             raise
         sequence, tensors = self.sequence, (query, key, value)
 
-        def call(query: Tensor, key: Tensor, value: Tensor, seq_len: int | None) -> Tensor:
+        def call(query: Tensor, key: Tensor, value: Tensor, scores: Mapping[str, Any]) -> Tensor:
             result = attention(
                 query,
                 key,
                 value,
                 mesh=sequence.mesh,
                 seq_dim=2,
-                seq_len=seq_len,
+                seq_len=sequence.seq_len,
                 layout=sequence.layout,
                 mask=mask,
                 scale=scale,
                 dropout_p=dropout_p,
+                **scores,
                 **self.options,
             )
             assert isinstance(result, Tensor)
             return result
 
         if not isinstance(query, DTensor) or _has_axis(query.device_mesh, sequence.mesh):
-            return call(*tensors, sequence.seq_len)
+            return call(*tensors, scores)
         # DTensors over tp alone: the rows of this rank, with heads sharded. No collective runs over their mesh.
         q, k, v = (x.to_local(grad_placements=x.placements) for x in tensors if isinstance(x, DTensor))
-        out = call(q, k, v, sequence.seq_len)
+        out = call(q, k, v, local_scores(scores, query, seq_dim=2))
         return wrap(out, query.device_mesh, query.placements, (*query.shape[:-1], value.shape[-1]))
 
     def _check_call(
         self,
         mask: Mask,
+        scores: Mapping[str, Any],
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -209,6 +230,7 @@ class ContextParallel(ParallelStyle):
     ) -> None:
         if isinstance(query, DTensor) and not _has_axis(query.device_mesh, self.sequence.mesh):
             check_placements(query, key, value, None, seq_dim=2)
+            check_score_placements(scores, query, seq_dim=2)
         if attn_mask is not None:
             raise UnsupportedError(
                 "ContextParallel: a tensor attn_mask cannot be read on positions; say it as ContextParallel(mask="
@@ -232,15 +254,15 @@ class ContextParallel(ParallelStyle):
 class _Interception(TorchFunctionMode):
     """Lives for one forward of one module: turns its SDPA calls into the style's, and counts them."""
 
-    def __init__(self, style: ContextParallel, mask: Mask) -> None:
+    def __init__(self, style: ContextParallel, mask: Mask, scores: Mapping[str, Any]) -> None:
         super().__init__()
-        self.style, self.mask, self.calls = style, mask, 0
+        self.style, self.mask, self.scores, self.calls = style, mask, scores, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             self.calls += 1
-            return self.style.sharded_sdpa(self.mask, *args, **kwargs)
+            return self.style.sharded_sdpa(self.mask, self.scores, *args, **kwargs)
         if func in _OTHER_ATTENTION:
             name = getattr(func, "__name__", str(func))
             raise UnsupportedError(
@@ -506,6 +528,14 @@ def _claim(module: nn.Module, mesh: DeviceMesh, sequence: ShardedSequence, style
         )
     setattr(module, _MARK, name)
     setattr(module, _RANKS, tuple(dist.get_process_group_ranks(sequence.mesh.get_group())))
+
+
+def _check_scores(scores: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(scores, Mapping) or set(scores) - set(SCORE_OPTIONS):
+        got = [*scores] if isinstance(scores, Mapping) else type(scores).__name__
+        hint = "see cp_mesh.attention"
+        raise ArgumentError(describe("ContextParallel.scores", f"names of {', '.join(SCORE_OPTIONS)}", got, hint))
+    return scores
 
 
 def _has_axis(mesh: DeviceMesh, axis: DeviceMesh) -> bool:

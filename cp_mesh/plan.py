@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe
 from cp_mesh.kernels import KERNELS, choose_kernel
-from cp_mesh.kernels.contract import Kernel, KernelTile, Pairs, Request, accumulation_dtype, shortfalls
+from cp_mesh.kernels.contract import Kernel, KernelTile, Pairs, Request, Scores, accumulation_dtype, shortfalls
 from cp_mesh.layouts import Layout, parse_layout
 from cp_mesh.masks import Band, Mask, parse_mask
 from cp_mesh.schedule import Schedule, Stage, Tile, make_schedule
@@ -28,16 +29,22 @@ from cp_mesh.transport import TRANSPORTS, make_transport
 from cp_mesh.transport.contract import Transport
 
 METHODS = ("auto", "ring")
+SCORE_OPTIONS = ("softcap", "sinks")
+"""Names of arguments of `cp_mesh.attention` that change the scores."""
 CHUNK_BYTES = 512 << 20  # K and V that a rank fetches, for the heads of one chunk
 
 
 @dataclass(frozen=True)
 class Options:
-    """The static options of a call; `spec` and `parse` are inverse to each other. ``head_chunks`` 0 is automatic."""
+    """The static options of a call; `spec` and `parse` are inverse.
+
+    ``softcap`` 0 is none, ``head_chunks`` 0 is automatic.
+    """
 
     layout: str
     mask: str
     scale: float
+    softcap: float = 0.0
     method: str = "auto"
     kernel: str = "auto"
     transport: str = "auto"
@@ -51,11 +58,25 @@ class Options:
     @classmethod
     @lru_cache(maxsize=256)
     def parse(cls, spec: str) -> Options:
-        layout, mask, scale, method, kernel, transport, chunks, *flags = spec.split("|")
+        layout, mask, scale, softcap, method, kernel, transport, chunks, *flags = spec.split("|")
         deterministic, differentiable_lse = (flag == "True" for flag in flags)
         return cls(
-            layout, mask, float(scale), method, kernel, transport, int(chunks), deterministic, differentiable_lse
-        )
+            layout, mask, float(scale), float(softcap), method, kernel, transport, int(chunks),
+            deterministic, differentiable_lse,
+        )  # fmt: skip
+
+
+class Tensors(NamedTuple):
+    """The tensors of a call beside q, k and v, on this rank, in the order in which the op takes them."""
+
+    documents: Tensor | None = None
+    key_padding: Tensor | None = None
+    layout_index: Tensor | None = None
+    sinks: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    relative_bias: Tensor | None = None
+    bias: Tensor | None = None
+    dropout_seed: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +96,7 @@ class Plan:
     seq_len: int
     schedule: Schedule
     kernel: Kernel
+    scores: Scores
     group: dist.ProcessGroup
     device: torch.device
     head_chunks: int
@@ -135,9 +157,7 @@ def make_plan(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    documents: Tensor | None,
-    key_padding: Tensor | None,
-    index: Tensor | None,
+    tensors: Tensors,
     seq_len: int,
     group: dist.ProcessGroup,
     options: Options,
@@ -146,8 +166,8 @@ def make_plan(
 
     Args:
         q: [B, H, S_local, D]; k: [B, K, S_local, D]; v: [B, K, S_local, Dv].
-        documents, key_padding: the mask's tensors, [B or 1, seq_len] or [seq_len].
-        index: the index of a `Permuted` layout, [seq_len].
+        tensors: documents and key_padding [B or 1, seq_len] or [seq_len], the index of a `Permuted` layout [seq_len],
+            and sinks [H].
         seq_len: length of the whole sequence, in tokens.
         group: the cp group.
         options: the call's static options.
@@ -155,11 +175,21 @@ def make_plan(
     Raises:
         ArgumentError, UnsupportedError: see the messages, and above for which are raised on every rank.
     """
-    # Where there are tensors, the call depends on their content, which is no cache key.
-    resolve = _resolve_once if documents is None and key_padding is None and index is None else _resolve
-    tensors = documents, key_padding, index
+    # Where the mask or the layout has tensors, the call depends on their content, which is no cache key.
+    by_content = tensors.documents, tensors.key_padding, tensors.layout_index
+    resolve = _resolve_once if all(x is None for x in by_content) else _resolve
+    check_scores(q, tensors)
+    scores = make_scores(options, tensors, accumulation_dtype(q.dtype))
     layout, mask, schedule, kernel_name, head_chunks, fetches_queries, gradient_dtype = resolve(
-        Operand.of(q), Operand.of(k), Operand.of(v), *tensors, seq_len, group.size(), group.rank(), options
+        Operand.of(q),
+        Operand.of(k),
+        Operand.of(v),
+        *by_content,
+        scores.features,
+        seq_len,
+        group.size(),
+        group.rank(),
+        options,
     )
     return Plan(
         options=options,
@@ -168,12 +198,42 @@ def make_plan(
         seq_len=seq_len,
         schedule=schedule,
         kernel=KERNELS[kernel_name],
+        scores=scores,
         group=group,
         device=q.device,
         head_chunks=head_chunks,
         fetches_queries=fetches_queries,
         gradient_dtype=gradient_dtype,
     )
+
+
+def make_scores(options: Options, tensors: Tensors, dtype: torch.dtype) -> Scores:
+    """What the passes are told of the scores; ``dtype`` is the accumulation dtype."""
+    return Scores(
+        options.scale,
+        options.softcap or None,
+        None if tensors.sinks is None else tensors.sinks.to(dtype).contiguous(),
+    )
+
+
+def check_scores(q: Tensor, tensors: Tensors) -> None:
+    """Shapes, dtypes and devices of the scores' tensors against those of this rank's q [B, H, S_local, D]."""
+    H = q.shape[1]
+    for name, shape in (("sinks", (H,)),):
+        x = getattr(tensors, name)
+        if x is None:
+            continue
+        if tuple(x.shape) != shape or not x.is_floating_point():
+            raise ArgumentError(
+                describe(
+                    name,
+                    f"floating point, shape {list(shape)}: of the query heads on this rank",
+                    f"{x.dtype} {tuple(x.shape)}",
+                    "with heads sharded, give each rank those of its heads",
+                )
+            )
+        if x.device != q.device:
+            raise ArgumentError(describe(name, f"a tensor on {q.device}", x.device, "move it there"))
 
 
 @dataclass(frozen=True)
@@ -196,6 +256,7 @@ def _resolve(
     documents: Tensor | None,
     key_padding: Tensor | None,
     index: Tensor | None,
+    features: frozenset[str],
     seq_len: int,
     cp_size: int,
     cp_rank: int,
@@ -242,6 +303,7 @@ def _resolve(
         differentiable_lse=options.differentiable_lse,
         deterministic=options.deterministic,
         min_keys=schedule.min_keys,
+        features=features,
     )
     kernel = choose_kernel(options.kernel, request)
     if kernel.name == "reference" and options.kernel == "auto" and q.device.type == "cuda":

@@ -19,13 +19,13 @@ Heads may be computed in chunks, one after the other: buffers are those of one c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from cp_mesh.kernels.combine import RowSum
-from cp_mesh.kernels.contract import KernelTile, accumulation_dtype, make_delta
+from cp_mesh.kernels.contract import KernelTile, Scores, accumulation_dtype, make_delta
 from cp_mesh.plan import Plan
 from cp_mesh.transport.contract import Transport
 from cp_mesh.transport.packing import Packing
@@ -42,19 +42,21 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, T
         out [B, H, S_local, Dv] in q's dtype and lse [B, H, S_local] in fp32 (fp64 for fp64 inputs).
     """
     if plan.head_chunks == 1:
-        return _forward(q, k, v, plan, None)
+        return _forward(q, k, v, plan.scores, plan, None)
     out = q.new_empty((*q.shape[:3], v.shape[3]))
     lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
-    for q_c, k_c, v_c, out_c, lse_c in _by_head_chunks((q, k, v, out, lse), plan):
-        _forward(q_c, k_c, v_c, plan, (out_c, lse_c))
+    for (q_c, k_c, v_c, out_c, lse_c), scores in _by_head_chunks((q, k, v, out, lse), plan):
+        _forward(q_c, k_c, v_c, scores, plan, (out_c, lse_c))
     return out, lse
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, into: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, scores: Scores, plan: Plan, into: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor]:
     route = plan.schedule.keys
     with plan.open_transport() as transport:
         incoming = transport.fetch((k, v), route)
-        forward = plan.kernel.begin_forward(q, v.shape[3], plan.options.scale)
+        forward = plan.kernel.begin_forward(q, v.shape[3], scores)
         if local_tiles := plan.local_tiles:
             forward.step(k, v, local_tiles)
         for stage in route.stages:
@@ -64,9 +66,17 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, into: tuple[Tensor, Te
 
 
 def ring_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, plan: Plan
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of this rank's q, k and v.
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    plan: Plan,
+    wanted: Collection[str] = (),
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """Gradients of this rank's q, k and v, and of tensors of the scores.
 
     Args:
         dout: [B, H, S_local, Dv], the gradient of out.
@@ -74,21 +84,41 @@ def ring_backward(
         out, lse: the forward's results.
         dlse: [B, H, S_local] or None, the gradient of lse.
         plan: the forward's plan.
+        wanted: "sinks", to have its gradient.
 
     Returns:
-        dq, dk, dv in the inputs' dtype.
+        dq, dk, dv in the inputs' dtype; and what was wanted by name, this rank's share of a sum over ranks, in the
+        accumulation dtype.
     """
+    of_scores = {}
+    if (sinks := plan.scores.sinks) is not None:
+        if "sinks" in wanted:
+            of_scores["sinks"] = gradient_of_sinks(dout, out, lse, sinks)
+        lse, dlse = include_sinks(lse, dlse, sinks)
     # in the inputs' order of dims, so that the caller's format needs no copy
     grads = tuple(torch.empty_like(x) for x in (q, k, v))
     if plan.kernel.uses_delta:
         kept, visit = make_delta(dout, out, dlse), _visit_queries if plan.fetches_queries else _visit_keys
     else:
         kept, visit = out, _visit_keys
-    for chunk in _by_head_chunks((dout, q, k, v, kept, lse, *grads), plan):
+    for chunk, scores in _by_head_chunks((dout, q, k, v, kept, lse, *grads), plan):
         with plan.open_transport() as transport:
-            visit(*chunk, plan=plan, transport=transport)
+            visit(*chunk, scores=scores, plan=plan, transport=transport)
     dq, dk, dv = grads
-    return dq, dk, dv
+    return dq, dk, dv, of_scores
+
+
+def include_sinks(lse: Tensor, dlse: Tensor | None, sinks: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The lse of all keys and the sink, [B, H, S], and the gradient of lse in units of these smaller probabilities."""
+    if dlse is not None:
+        dlse = torch.where(lse == float("-inf"), 0.0, dlse * (1 + torch.exp(sinks[:, None] - lse)))
+    return torch.logaddexp(lse, sinks[:, None]), dlse
+
+
+def gradient_of_sinks(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """[H], the sum over this rank's rows of -P · rowsum(dout · out), P the sink's probability."""
+    taken = torch.sigmoid(sinks[:, None] - lse).nan_to_num_(0.0)  # NaN where neither has a weight: out is 0
+    return -(taken * make_delta(dout, out)).sum((0, 2))
 
 
 def _visit_keys(
@@ -102,6 +132,7 @@ def _visit_keys(
     dk: Tensor,
     dv: Tensor,
     *,
+    scores: Scores,
     plan: Plan,
     transport: Transport,
 ) -> None:
@@ -110,7 +141,7 @@ def _visit_keys(
     incoming = transport.fetch((k, v), route)
     outgoing = transport.deliver(Packing.of((k, v), plan.gradient_dtype), route)
     out, delta = (None, out_or_delta) if plan.kernel.uses_delta else (out_or_delta, None)
-    backward = plan.kernel.begin_backward(dout, q, out, lse, delta, plan.options.scale)
+    backward = plan.kernel.begin_backward(dout, q, out, lse, delta, scores)
     dk_sum, dv_sum = (RowSum(x.shape, dtype, x.device) for x in (k, v))
 
     def collect() -> None:
@@ -146,11 +177,12 @@ def _visit_queries(
     dk: Tensor,
     dv: Tensor,
     *,
+    scores: Scores,
     plan: Plan,
     transport: Transport,
 ) -> None:
     """Write dq, dk and dv of these heads; queries travel with what their gradients need, and dq home."""
-    route, dtype, scale = plan.schedule.queries, accumulation_dtype(q.dtype), plan.options.scale
+    route, dtype = plan.schedule.queries, accumulation_dtype(q.dtype)
     # One dtype on the wire: lse and delta have no other that is exact.
     travelling = [x.to(dtype) for x in (q, dout, lse[..., None], delta[..., None])]
     incoming = transport.fetch(travelling, route)
@@ -158,7 +190,7 @@ def _visit_queries(
     dq_sum, dk_sum, dv_sum = (RowSum(x.shape, dtype, x.device) for x in (q, k, v))
 
     def visit(q: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tiles: Sequence[KernelTile], into: Tensor) -> None:
-        backward = plan.kernel.begin_backward(dout, q, None, lse, delta, scale)
+        backward = plan.kernel.begin_backward(dout, q, None, lse, delta, scores)
         for piece in backward.step(k, v, tiles):
             dk_sum.add(piece.begin, piece.dk)
             dv_sum.add(piece.begin, piece.dv)
@@ -185,8 +217,13 @@ def _visit_queries(
     dv_sum.finish(dv)
 
 
-def _by_head_chunks(tensors: Sequence[Tensor], plan: Plan) -> Iterator[tuple[Tensor, ...]]:
+def _by_head_chunks(tensors: Sequence[Tensor], plan: Plan) -> Iterator[tuple[tuple[Tensor, ...], Scores]]:
     """Views of [B, heads, ...] tensors: a chunk of the kv heads at a time, with the query heads that read them."""
     if plan.head_chunks == 1:  # most calls; a view of each tensor takes as long on the host as a kernel's launch
-        return iter([tuple(tensors)])
-    return zip(*(x.chunk(plan.head_chunks, dim=1) for x in tensors), strict=True)
+        yield tuple(tensors), plan.scores
+        return
+    first = 0
+    for chunk in zip(*(x.chunk(plan.head_chunks, dim=1) for x in tensors), strict=True):
+        heads = chunk[0].shape[1]
+        yield chunk, plan.scores.heads(first, first + heads)
+        first += heads

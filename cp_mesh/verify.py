@@ -7,6 +7,7 @@ schedule or transport takes part in it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,11 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_mesh.agreement import check_mode
 from cp_mesh.attention import attention
 from cp_mesh.errors import ArgumentError, describe
-from cp_mesh.kernels.contract import Kernel, KernelTile, Pairs, make_delta
+from cp_mesh.kernels.contract import Kernel, KernelTile, Pairs, Scores, make_delta
 from cp_mesh.kernels.reference import REFERENCE
 from cp_mesh.layouts import Contiguous, Layout, Permuted, ZigZag
 from cp_mesh.masks import Mask
-from cp_mesh.plan import Options, make_plan
+from cp_mesh.plan import Options, Tensors, make_plan, make_scores
+from cp_mesh.ring import gradient_of_sinks, include_sinks
 from cp_mesh.schedule import make_schedule
 
 BLOCK = 128  # rows of a head over which an RMS error is taken
@@ -56,7 +58,7 @@ class Report:
         return all(ratio <= 1 for ratio in self.ratios.values())
 
     def __str__(self) -> str:
-        figures = ", ".join(f"{name} {self.errors[name]:.1e} ({self.ratios[name]:.2f})" for name in NAMES)
+        figures = ", ".join(f"{name} {self.errors[name]:.1e} ({self.ratios[name]:.2f})" for name in self.errors)
         return f"{'exact' if self.passed else 'WRONG'} [{self.kernel}] RMS error (of allowed): {figures}"
 
 
@@ -65,6 +67,7 @@ def verify(
     *,
     layout: Layout = ZigZag(),  # noqa: B008 - frozen
     mask: Mask = Mask(causal=True),  # noqa: B008 - frozen
+    scores: Mapping[str, Any] | None = None,
     seq_len: int | None = None,
     batch: int = 1,
     num_heads: int = 4,
@@ -88,6 +91,8 @@ def verify(
         mesh: the 1-D mesh of the cp axis; call on all of its ranks.
         layout, mask, kernel, transport, head_chunks, deterministic: as in `cp_mesh.attention`; prove the settings that
             will train. A mask with tensors needs ``seq_len``, their length.
+        scores: options of the scores by their names in `cp_mesh.attention`: softcap, sinks. Tensors are equal on all
+            ranks; gradients of theirs are summed over ranks and compared too.
         seq_len: tokens in the whole sequence; None: 256 per rank. O(seq_len²) work on every rank.
         batch, num_heads, num_kv_heads, head_dim: sizes of q, k, v.
         dtype: dtype of q, k, v.
@@ -120,28 +125,34 @@ def verify(
     local = [x[:, :, rows].detach().requires_grad_() for x in (q, k, v)]
     settings: dict[str, Any] = {"layout": layout, "mask": mask, "kernel": kernel, "transport": transport}
     settings |= {"head_chunks": head_chunks, "deterministic": deterministic}
+    given = dict(scores or {})
+    whole_tensors = {name: x.detach().to(device) for name, x in given.items() if isinstance(x, Tensor)}
+    if dtype == torch.float64:  # else their gradients were rounded to less
+        whole_tensors |= {name: x.double() for name, x in whole_tensors.items() if x.is_floating_point()}
+    leaves = {name: x.clone().requires_grad_() for name, x in whole_tensors.items() if x.is_floating_point()}
+    settings |= given | whole_tensors | leaves
     with check_mode():
         out = attention(*local, mesh=mesh, seq_dim=2, seq_len=seq_len, **settings)
         with torch.no_grad():
             _, lse = attention(*local, mesh=mesh, seq_dim=2, seq_len=seq_len, return_lse=True, **settings)
     assert isinstance(out, Tensor)
-    grads = torch.autograd.grad(out, local, dout[:, :, rows])
-    options = Options(layout.spec(), mask.spec(), head_dim**-0.5, kernel=kernel)
+    grads = torch.autograd.grad(out, [*local, *leaves.values()], dout[:, :, rows])
+    options = Options(layout.spec(), mask.spec(), head_dim**-0.5, given.get("softcap") or 0.0, kernel=kernel)
     index = layout.tensor if isinstance(layout, Permuted) else None
-    plan = make_plan(
-        q[:, :, rows], k[:, :, rows], v[:, :, rows], mask.documents, mask.key_padding, index, seq_len, group, options
-    )
+    tensors = Tensors(mask.documents, mask.key_padding, index, **whole_tensors)
+    plan = make_plan(q[:, :, rows], k[:, :, rows], v[:, :, rows], tensors, seq_len, group, options)
+    exact_scores = make_scores(options, tensors, torch.float64)
     whole = (0, seq_len)
     positions = torch.arange(seq_len, device=device)
     specification = [KernelTile(whole, whole, Pairs(mask.to(positions.device), positions, positions))]
-    exact = _one_device(REFERENCE, specification, *(x.double() for x in (q, k, v, dout)))
+    exact = _one_device(REFERENCE, specification, exact_scores, *(x.double() for x in (q, k, v, dout)))
     single = exact
     if dtype != torch.float64:
         schedule = make_schedule(Contiguous(), mask, seq_len, 1, 0)
         tiles = replace(plan, layout=Contiguous(), schedule=schedule).local_tiles
-        single = _one_device(plan.kernel, tiles, q, k, v, dout)
+        single = _one_device(plan.kernel, tiles, plan.scores, q, k, v, dout)
     errors, ratios = {}, {}
-    for name, got, want, alone in zip(NAMES, (out, lse, *grads), exact, single, strict=True):
+    for name, got, want, alone in zip(NAMES, (out, lse, *grads[:3]), exact, single, strict=False):
         hidden = want == float("-inf")  # lse of a query that sees no key
         wrong_hidden = not torch.equal(got == float("-inf"), hidden[:, :, rows])
         want, alone = (x.double().masked_fill(hidden, 0.0) for x in (want, alone))
@@ -156,6 +167,16 @@ def verify(
         worst[1] = float("inf") if wrong_hidden else worst[1]
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
         errors[name], ratios[name] = worst.tolist()
+    for name, got in zip(leaves, grads[3:], strict=True):
+        total, want, alone = got.double(), exact[-1][name].double(), single[-1][name].double()
+        dist.all_reduce(total, group=group)
+        error = (total - want).square().mean().sqrt()
+        # They are few numbers, which scatter around the error of one device: that of rounding them comes on top.
+        rounding = torch.finfo(dtype).eps * want.square().mean().sqrt()
+        allowed = torch.full_like(error, 1e-10)
+        if dtype != torch.float64:
+            allowed = 1.5 * (alone - want).square().mean().sqrt() + rounding
+        errors[f"d{name}"], ratios[f"d{name}"] = error.item(), (error / allowed).nan_to_num(float("inf")).item()
     report = Report(plan.kernel.name, errors, ratios)
     if not report.passed:
         raise VerificationError(report)
@@ -163,18 +184,21 @@ def verify(
 
 
 def _one_device(
-    kernel: Kernel, tiles: list[KernelTile], q: Tensor, k: Tensor, v: Tensor, dout: Tensor
-) -> tuple[Tensor, ...]:
-    """(out, lse, dq, dk, dv) of a whole sequence, by one kernel and without communication."""
-    scale = q.shape[3] ** -0.5
-    forward = kernel.begin_forward(q, v.shape[3], scale)
+    kernel: Kernel, tiles: list[KernelTile], scores: Scores, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
+) -> tuple[Any, ...]:
+    """(out, lse, dq, dk, dv, gradients of the scores' tensors) of a whole sequence, by one kernel alone."""
+    forward = kernel.begin_forward(q, v.shape[3], scores)
     forward.step(k, v, tiles)
     out, lse = forward.finish()
     delta = make_delta(dout, out) if kernel.uses_delta else None
-    backward = kernel.begin_backward(dout, q, out, lse, delta, scale)
+    of_scores, of_all = {}, lse
+    if scores.sinks is not None:
+        of_scores["sinks"] = gradient_of_sinks(dout, out, lse, scores.sinks)
+        of_all, _ = include_sinks(lse, None, scores.sinks)
+    backward = kernel.begin_backward(dout, q, out, of_all, delta, scores)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     backward.step(k, v, tiles, (dk, dv))
-    return out, lse, backward.finish(torch.empty_like(q)), dk, dv
+    return out, lse, backward.finish(torch.empty_like(q)), dk, dv, of_scores
 
 
 def _rms(x: Tensor) -> Tensor:

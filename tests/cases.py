@@ -64,6 +64,20 @@ MASKS: dict[str, Callable[[int, int], dict[str, Any]]] = {
         "window": (6, 2), "prefix": 3, "length": max(0, S - 1), "documents": _ids(B, S), "key_padding": _keep(B, S),
     },
 }  # fmt: skip
+
+
+def _numbers(seed: int, S: int, *shape: int) -> Tensor:
+    """Random, unlike in every head and length."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * S + seed), dtype=torch.float64)
+
+
+SCORES: dict[str, Callable[[int, int, int], dict[str, Any]]] = {
+    "plain": lambda B, H, S: {},
+    "softcap": lambda B, H, S: {"softcap": 1.5},
+    "sinks": lambda B, H, S: {"sinks": _numbers(H, S, H) - 1},
+    "softcap and sinks": lambda B, H, S: {"softcap": 0.7, "sinks": _numbers(H, S, H)},
+}
+"""Options of the scores: of batch size, query heads and length; tensors are those of the whole sequence."""
 BANDS = ("causal", "full")
 """Masks whose tiles are full or causal, whatever the layout of runs: those that every kernel takes."""
 

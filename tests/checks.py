@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import LAYOUTS, gap, make_mask, pairs, pairs_of
+import torch.distributed as dist
+from cases import LAYOUTS, SCORES, gap, make_mask, pairs, pairs_of
 from dense import dense_attention, make_qkv
 from ranks import mesh
 from recording import recording
@@ -164,6 +165,7 @@ def needed_rows(block: Tensor) -> tuple[Rows, ...]:
     return tuple(zip(edges[::2], edges[1::2], strict=True))
 
 
+TOLERANCE = 1e-10
 B, D, E = 2, 5, 4  # unlike one another, the heads and most lengths, so that mixed-up dims do not fit
 MHA, GQA, MQA = (3, 3), (6, 3), (3, 1)
 
@@ -179,6 +181,8 @@ class Case:
         heads: numbers of query and kv heads.
         memory: how inputs lie in memory, see `laid_out`.
         sizes: batch size and head dims of keys and values, instead of `dims`.
+        scores: a name of `SCORES`.
+        head_chunks: as the library takes it.
     """
 
     layout: str | Sequence[int]
@@ -190,6 +194,8 @@ class Case:
     memory: str = "contiguous"
     scale: float | None = None
     sizes: tuple[int, int, int] | None = None
+    scores: str = "plain"
+    head_chunks: int | None = None
 
     @property
     def through_lse(self) -> bool:
@@ -211,13 +217,14 @@ class Case:
         named = isinstance(self.mask, str)
         allowed = pairs(self.mask, self.dims[0], self.S) if named else pairs_of(self.mask, self.S)
         # Masks of the table are cached, so that equal ones are one object.
-        return oracle(allowed, self.heads, self.dims, self.memory == "expanded", self.through_lse, self.scale, seed)
+        expanded = self.memory == "expanded"
+        return oracle(allowed, self.heads, self.dims, expanded, self.through_lse, self.scale, seed, self.scores)
 
 
 @lru_cache(maxsize=512)
 def oracle(
     allowed: Tensor, heads: tuple[int, int], dims: tuple[int, int, int], expanded: bool, through_lse: bool,
-    scale: float | None, seed: int,
+    scale: float | None, seed: int, scores: str,
 ) -> dict[str, Tensor]:  # fmt: skip
     B, D, E = dims
     inputs = make_qkv(B, *heads, allowed.shape[-1], D, E, seed=seed)
@@ -225,12 +232,28 @@ def oracle(
         inputs = tuple(x[:1].expand_as(x) for x in inputs)
     *qkv, dout = inputs
     qkv = [x.detach().clone().requires_grad_() for x in qkv]
-    out, lse = dense_attention(*qkv, allowed, scale)
+    given = dense_scores(SCORES[scores](B, heads[0], allowed.shape[-1]), B, heads[0], allowed.shape[-1])
+    leaves = {name: x.requires_grad_() for name, x in given.items() if isinstance(x, Tensor) and name != "kept"}
+    out, lse = dense_attention(*qkv, allowed, scale, **given)
     dlse = torch.randn(lse.shape, dtype=lse.dtype, generator=torch.Generator().manual_seed(seed + 1))
     results, gradients = ((out, lse), (dout, dlse)) if through_lse else ((out,), (dout,))
-    dq, dk, dv = torch.autograd.grad(results, qkv, gradients)
+    dq, dk, dv, *others = torch.autograd.grad(results, [*qkv, *leaves.values()], gradients)
     values = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv, "dout": dout, "dlse": dlse}
+    values |= {f"d{name}": x for name, x in zip(leaves, others, strict=True)}
     return {name: x.detach() for name, x in (values | dict(zip("qkv", qkv, strict=True))).items()}
+
+
+def dense_scores(options: dict[str, Any], B: int, H: int, S: int) -> dict[str, Any]:
+    """The oracle's arguments for options of `cp_mesh.attention`; new tensors."""
+    return {name: x.clone() if isinstance(x, Tensor) else x for name, x in options.items()}
+
+
+def local_scores(options: dict[str, Any], rows: Tensor) -> dict[str, Any]:
+    """The options of a rank that holds these rows; new leaves."""
+    given = {name: x.clone() if isinstance(x, Tensor) else x for name, x in options.items()}
+    if "bias" in given and given["bias"].shape[2] > 1:
+        given["bias"] = given["bias"].index_select(2, rows)
+    return {n: x.requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in given.items()}
 
 
 def to_format(x: Tensor, seq_dim: int) -> Tensor:
@@ -260,7 +283,11 @@ def laid_out(x: Tensor, memory: str) -> Tensor:
 def call(
     qkv: Sequence[Tensor], gradients: list[Tensor], through_lse: bool, options: dict[str, Any]
 ) -> dict[str, Tensor]:
-    """Results of a call of `cp_mesh.attention` and gradients of its inputs, through lse too where that is possible."""
+    """Results of a call of `cp_mesh.attention` and gradients of its inputs, through lse too where that is possible.
+
+    Options that require a gradient have theirs under "d" and their name.
+    """
+    leaves = {name: x for name, x in options.items() if isinstance(x, Tensor) and x.requires_grad}
     if through_lse:
         out, lse = cp_mesh.attention(*qkv, return_lse=True, **options)
         results = [out, lse]
@@ -269,25 +296,36 @@ def call(
             _, lse = cp_mesh.attention(*qkv, return_lse=True, **options)
         out = cp_mesh.attention(*qkv, **options)
         results, gradients = [out], gradients[:1]
-    dq, dk, dv = torch.autograd.grad(results, list(qkv), gradients)
-    return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    dq, dk, dv, *others = torch.autograd.grad(results, [*qkv, *leaves.values()], gradients)
+    named = {f"d{name}": x for name, x in zip(leaves, others, strict=True)}
+    return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv} | named
 
 
-def parity(case: Case, axis: DeviceMesh, seed: int = 0, tolerance: float = 1e-10) -> list[str]:
-    """What is wrong with this rank's part of a call: results and gradients equal the oracle's, inputs are untouched."""
+def parity(case: Case, axis: DeviceMesh, partial: list[tuple[str, Tensor, Tensor]], seed: int = 0) -> list[str]:
+    """What is wrong with this rank's part of a call: results and gradients equal the oracle's, inputs are untouched.
+
+    Gradients that are sums over ranks are added to ``partial``: a name, this rank's part, and the whole.
+    """
     layout, (_, _, v_dim) = case.make_layout(), case.dims
     rows = layout.positions(case.S, axis.size(), axis.get_local_rank())
     whole = case.oracle(seed)
-    want = {name: to_format(x.index_select(2, rows), case.seq_dim) for name, x in whole.items()}
+    scores = SCORES[case.scores](case.dims[0], case.heads[0], case.S)
+    of_scores = {f"d{name}" for name in scores}
+    shared = {name for name in of_scores & set(whole) if whole[name].ndim < 4 or whole[name].shape[2] == 1}
+    local = {name: x.index_select(2, rows) for name, x in whole.items() if name not in shared}
+    want = {name: x if name in of_scores else to_format(x, case.seq_dim) for name, x in local.items()}
     given = {name: laid_out(want[name], case.memory) for name in ("q", "k", "v", "dout")}
     before = {name: x.clone() for name, x in given.items()}
     qkv = [given[name].requires_grad_() for name in "qkv"]
     options = {"mesh": axis, "seq_dim": case.seq_dim, "seq_len": case.S, "layout": layout, "mask": case.make_mask()}
-    options |= {"scale": case.scale, "kernel": case.kernel}
+    options |= {"scale": case.scale, "kernel": case.kernel, "head_chunks": case.head_chunks}
+    options |= local_scores(scores, rows)
     got = call(qkv, [given["dout"], want["dlse"]], case.through_lse, options)
     problems = []
     for name, value in got.items():
-        if not (off := gap(value, want[name])) <= tolerance:
+        if name in shared:
+            partial.append((f"{case}: {name}", value.double(), whole[name]))
+        elif not (off := gap(value, want[name])) <= TOLERANCE:
             problems.append(f"{case}: {name} is off by {off:.1e}")
     problems += [f"{case}: {name} was written" for name, x in given.items() if not torch.equal(x, before[name])]
     if not got["out"].is_contiguous() or got["out"].shape[-1] != v_dim:
@@ -302,11 +340,16 @@ def parity_on_ranks(
     grid = mesh(shape, names)
     places = dict(zip(names, grid.get_coordinate(), strict=True))
     seed = sum(10 * (i + 1) * places[name] for i, name in enumerate(names) if name != "cp")
-    problems = []
+    problems: list[str] = []
     for case in cases:
+        partial: list[tuple[str, Tensor, Tensor]] = []
         try:
             with recording(grid["cp"]) if recorded else nullcontext() as notes:
-                problems += parity(case, grid["cp"], seed)
+                problems += parity(case, grid["cp"], partial, seed)
+            for name, part, whole in partial:
+                dist.all_reduce(part, group=grid["cp"].get_group())
+                if not (off := gap(part, whole)) <= TOLERANCE:
+                    problems.append(f"{name} summed over ranks is off by {off:.1e}")
             problems += [f"{case}: {problem}" for problem in notes.problems] if notes else []
         except Exception as error:
             raise AssertionError(f"{case} raised {type(error).__name__}: {error}") from error

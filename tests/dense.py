@@ -12,9 +12,20 @@ from torch import Tensor
 
 
 def dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor,
+    scale: float | None = None,
+    *,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    bias: Tensor | None = None,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention over the allowed pairs, differentiable in both results.
+    """Softmax attention over the allowed pairs, differentiable in both results and in all tensors of the scores.
 
     Args:
         q: [B, H, Sq, D]; computed in fp64 whatever the dtype.
@@ -22,6 +33,12 @@ def dense_attention(
         v: [B, K, Sk, E].
         allowed: bool [B or 1, Sq, Sk].
         scale: Factor of the scores; None is ``D ** -0.5``.
+        softcap: Bound of the scaled scores.
+        sinks: [H], a logit that each query of a head sees beside its keys, and that brings no value.
+        alibi_slopes: [H], what a score loses for each token of distance.
+        relative_bias: [H, 2R + 1], what is added at a distance of -R to R tokens; farther ones have the outermost.
+        bias: broadcasts to [B, H, Sq, Sk], added last.
+        kept: broadcasts to [B, H, Sq, Sk], factors of the normalised weights.
 
     Returns:
         out fp64 [B, H, Sq, E] and lse fp64 [B, H, Sq], natural log; a query without keys has out 0 and lse -inf, and
@@ -31,12 +48,25 @@ def dense_attention(
     kv_head = torch.tensor([head // group for head in range(q.shape[1])], device=q.device)
     q, k, v = q.double(), k.double()[:, kv_head], v.double()[:, kv_head]
     scores = torch.einsum("bhid,bhjd->bhij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    ahead = torch.arange(scores.shape[2], device=q.device)[:, None] - torch.arange(scores.shape[3], device=q.device)
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes.double()[:, None, None] * ahead.abs()
+    if relative_bias is not None:
+        reach = relative_bias.shape[1] // 2
+        scores = scores + relative_bias.double()[:, ahead.clamp(-reach, reach) + reach]
+    if bias is not None:
+        scores = scores + bias.double()
     pairs = allowed[:, None]
     alone = ~pairs.any(-1)
     # A row of -inf alone has NaN gradients, so rows without keys compute on zeros and are replaced afterwards.
     scores = scores.masked_fill(~pairs, -torch.inf).masked_fill(alone[..., None], 0.0)
     lse = torch.logsumexp(scores, -1)
-    weights = (scores - lse[..., None]).exp().masked_fill(alone[..., None], 0.0)
+    normaliser = lse if sinks is None else torch.logaddexp(lse, sinks.double()[:, None])
+    weights = (scores - normaliser[..., None]).exp().masked_fill(alone[..., None], 0.0)
+    if kept is not None:
+        weights = weights * kept
     return torch.einsum("bhij,bhje->bhie", weights, v), lse.masked_fill(alone, -torch.inf)
 
 

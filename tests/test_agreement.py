@@ -94,11 +94,22 @@ CASES = {
     "scale": Case(("same options", "scale=0.5"), lambda: {"scale": 0.5}),
     "kernel": Case(("same options", "kernel=reference"), lambda: {"kernel": "reference"}),
     "determinism": Case(("same options", "deterministic=True"), lambda: {"deterministic": True}),
-    "an option that does not exist": Case(
-        ("cp rank 1 refused its arguments", "UnsupportedError: attention: softcap"),
-        lambda: {"softcap": 30.0},
-        odd_error="UnsupportedError",
-        odd_says=("softcap is not available yet",),
+    "sinks": Case(
+        ("same sinks", "torch.float64 (4,)"),
+        lambda: {"sinks": torch.zeros(4, dtype=torch.float64)},
+        lambda: {"sinks": torch.ones(4, dtype=torch.float64)},
+    ),
+    "sinks of bfloat16": Case(
+        ("same sinks", "torch.bfloat16 (4,)"),
+        lambda: {"sinks": torch.zeros(4, dtype=torch.bfloat16)},
+        lambda: {"sinks": torch.ones(4, dtype=torch.bfloat16)},
+    ),
+    "softcap": Case(("same options", "softcap=30.0", "softcap=0.0"), lambda: {"softcap": 30.0}),
+    "an option that cannot be": Case(
+        ("cp rank 1 refused its arguments", "ArgumentError: softcap"),
+        lambda: {"softcap": -30.0},
+        odd_error="ArgumentError",
+        odd_says=("softcap", "got -30.0"),
     ),
     "a kernel that does not exist": Case(
         ("cp rank 1 refused its arguments", "ArgumentError: kernel", "'flash'"),

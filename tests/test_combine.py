@@ -117,11 +117,13 @@ class Pieces:
         return total
 
 
-def merge(pieces: Pieces, dim: int, sums: torch.dtype, like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def merge(
+    pieces: Pieces, dim: int, sums: torch.dtype, like: Tensor, dtype: torch.dtype, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     total = OutputSum((B, H, S, dim), sums, like.device)
     for (begin, _), out, lse in zip(pieces.rows, pieces.outs, pieces.lses, strict=True):
         total.add(begin, out, lse)
-    return total.finish(like, dtype)
+    return total.finish(like, dtype, None, sinks)
 
 
 def assert_rounded_once(got: Tensor, want: Tensor, sums: torch.dtype) -> None:
@@ -145,6 +147,24 @@ def test_outputs_merge(case: str, dim: int, dtypes: tuple[torch.dtype, ...], dev
     want_out, want_lse = pieces.merged()
     assert out.dtype == result and lse.dtype == sums and lse.is_contiguous()
     assert_rounded_once(out, want_out if pieces.outs else want_out.new_zeros(B, H, S, dim), sums)
+    assert_rounded_once(lse, want_lse, sums)
+    assert (out[lse.isinf()] == 0).all()
+    pieces.assert_unchanged()
+
+
+@each_device
+@each_dtype
+@each_case
+def test_sinks_scale_outputs_and_leave_lse(case: str, dtypes: tuple[torch.dtype, ...], device: str) -> None:
+    """Once, however many pieces were folded before; -inf is no sink, and rows without keys stay 0."""
+    dtype, sums, result = dtypes
+    pieces, sinks = Pieces(CASES[case], 5, dtype, device), torch.tensor([-2.0, 1.5, -math.inf], dtype=sums)
+    like = in_order("BHSD", (B, H, S, 7), result, device)
+    out, lse = merge(pieces, 5, sums, like, result, sinks.to(device))
+    want_out, want_lse = pieces.merged()
+    share = 1 / (1 + (sinks.double()[:, None] - want_lse.nan_to_num(neginf=0.0)).exp())
+    want_out = want_out if pieces.outs else want_out.new_zeros(B, H, S, 5)
+    assert_rounded_once(out, want_out * share[..., None], sums)
     assert_rounded_once(lse, want_lse, sums)
     assert (out[lse.isinf()] == 0).all()
     pieces.assert_unchanged()

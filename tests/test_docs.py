@@ -55,3 +55,10 @@ def test_explain_tells_the_extra_memory() -> None:
     assert "(0.5 symmetric) in 4 head chunks" in cp_mesh.explain(131072, 8, **settings)
     assert "(0.25 symmetric) in 8 head chunks" in cp_mesh.explain(131072, 8, head_chunks=8, **settings)
     assert "(0 symmetric)" in cp_mesh.explain(96, 3, num_heads=2)
+
+
+def test_explain_takes_options_of_scores() -> None:
+    on_gpu = {"device": "cuda", "dtype": torch.bfloat16, "compute_capability": (9, 0)}
+    assert "kernel auto = cudnn" in cp_mesh.explain(96, 3, scores=["sinks"], **on_gpu)
+    assert "kernel auto = cudnn" not in cp_mesh.explain(96, 3, scores={"softcap": 30.0}, **on_gpu)
+    assert "kernel auto = reference" in cp_mesh.explain(96, 3, scores=["softcap", "sinks"])

@@ -20,7 +20,7 @@ from dense import dense_attention
 from torch import Tensor
 
 from cp_mesh.kernels import flash_attn
-from cp_mesh.kernels.contract import Request, shortfalls
+from cp_mesh.kernels.contract import Request, Scores, shortfalls
 from cp_mesh.kernels.merge import BackwardTile
 from cp_mesh.masks import CAUSAL, FULL, Band
 
@@ -86,6 +86,7 @@ def ask(
     dtype: torch.dtype,
     device: str = "cpu",
     scale: float = SCALE,
+    softcap: float | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Results of a kernel on the tile, and those of the dense formula.
 
@@ -96,23 +97,25 @@ def ask(
     allowed = tile.allowed(own.q.device)
     everything = torch.cat([allowed, allowed.new_ones(1, tile.num_q, 24)], dim=2)
 
-    want = dict(zip(("out", "lse"), dense_attention(own.q, own.k, own.v, allowed, scale), strict=True))
+    want = dict(zip(("out", "lse"), dense_attention(own.q, own.k, own.v, allowed, scale, softcap=softcap), strict=True))
     of_all = (own.q.clone(), torch.cat([own.k, other.k], 2), torch.cat([own.v, other.v], 2))
     q, k, v = (x.double().requires_grad_() for x in of_all)
-    out, lse = dense_attention(q, k, v, everything, scale)
+    out, lse = dense_attention(q, k, v, everything, scale, softcap=softcap)
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), own.dout.double())
     out, lse = out.detach(), lse.detach()
     group = tile.heads // tile.kv_heads
     other_k, other_v = (x.double().repeat_interleave(group, 1) for x in (other.k, other.v))
-    probs = torch.exp(scale * q.detach() @ other_k.mT - lse[..., None])
+    x = scale * q.detach() @ other_k.mT
+    tanh = torch.tanh(x / softcap) if softcap else torch.zeros_like(x)
+    probs = torch.exp((softcap * tanh if softcap else x) - lse[..., None])
     dscores = own.dout.double() @ other_v.mT - (own.dout.double() * out).sum(-1, keepdim=True)
     want |= {
-        "dq": dq - scale * (probs * dscores) @ other_k,
+        "dq": dq - scale * (probs * dscores * (1 - tanh**2)) @ other_k,
         "dk": dk[:, :, : tile.num_k],
         "dv": dv[:, :, : tile.num_k],
     }
 
-    got = dict(zip(("out", "lse"), forward(own.q, own.k, own.v, tile.cover, scale), strict=True))
+    got = dict(zip(("out", "lse"), forward(own.q, own.k, own.v, tile.cover, Scores(scale, softcap)), strict=True))
     # the row slice of a larger lse, as for the second half of a rank's queries
     lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     rows = torch.full((2, tile.heads, tile.num_q + 3), math.nan, dtype=lse_dtype, device=device)
@@ -120,7 +123,7 @@ def ask(
     dk_view, dv_view = packed(tile.num_k, tile, own.q)
     question = BackwardTile(
         own.dout, own.q, own.k, own.v, out.to(dtype).transpose(1, 2).contiguous().transpose(1, 2), rows[:, :, 3:], None,
-        tile.cover, scale, dk_view, dv_view,
+        tile.cover, Scores(scale, softcap), dk_view, dv_view,
     )  # fmt: skip
     got |= dict(zip(("dq", "dk", "dv"), backward(question), strict=True))
     got["buffers used"] = torch.tensor([got["dk"] is dk_view, got["dv"] is dv_view])
@@ -155,23 +158,29 @@ def bottom_right(num_q: int, num_k: int, left: int | None, right: int | None) ->
     return keep
 
 
-def stand_in_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, keep: Tensor) -> tuple[Tensor, Tensor]:
+def stand_in_forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, keep: Tensor
+) -> tuple[Tensor, Tensor]:
     """(out [B, S, H, Dv], lse [B, H, S]) of [B, S, H, D] inputs."""
     assert all(x.stride(-1) == 1 for x in (q, k, v))
-    out, lse = dense_attention(*(x.transpose(1, 2) for x in (q, k, v)), keep[None], scale)
+    out, lse = dense_attention(*(x.transpose(1, 2) for x in (q, k, v)), keep[None], scale, softcap=softcap or None)
     return out.transpose(1, 2), lse
 
 
-def stand_in_backward(dout, q, k, v, out, lse, scale: float, keep: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+def stand_in_backward(
+    dout, q, k, v, out, lse, scale: float, softcap: float, keep: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
+) -> None:
     """Writes dq, dk, dv [B, S, H, D], from the out and lse it is given."""
     assert all(x.stride(-1) == 1 for x in (dout, q, k, v, out, dq, dk, dv))
     assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
     group = q.shape[2] // k.shape[2]
     keys, values = (x.repeat_interleave(group, 2) for x in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q, keys) * scale
+    tanh = torch.tanh(scores / softcap) if softcap else torch.zeros_like(scores)
+    scores = softcap * tanh if softcap else scores
     probs = torch.exp(scores.masked_fill(~keep, -math.inf) - lse[..., None])
     delta = torch.einsum("bihd,bihd->bhi", dout, out)
-    dscores = probs * (torch.einsum("bihd,bjhd->bhij", dout, values) - delta[..., None]) * scale
+    dscores = probs * (torch.einsum("bihd,bjhd->bhij", dout, values) - delta[..., None]) * (1 - tanh**2) * scale
     dq.copy_(torch.einsum("bhij,bjhd->bihd", dscores, keys))
     dk.copy_(torch.einsum("bhij,bihd->bjhd", dscores, q).unflatten(2, (-1, group)).sum(3))
     dv.copy_(torch.einsum("bhij,bihd->bjhd", probs, dout).unflatten(2, (-1, group)).sum(3))
@@ -201,12 +210,12 @@ def fa4(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
             left = right = None  # so the package says: both negative is no window at all
         return left, 0 if causal else right
 
-    def forward(q, k, v, qv=None, *, softmax_scale, causal=False, window_size_left=None, window_size_right=None,
-                return_lse=False):  # fmt: skip
+    def forward(q, k, v, qv=None, *, softmax_scale, causal=False, softcap=None, window_size_left=None,
+                window_size_right=None, return_lse=False):  # fmt: skip
         calls.append(("fwd", locals()))
         left, right = window(causal, window_size_left, window_size_right)
         keep = bottom_right(q.shape[1], k.shape[1], left, right)
-        out, lse = stand_in_forward(q, k, v, softmax_scale, keep)
+        out, lse = stand_in_forward(q, k, v, softmax_scale, softcap, keep)
         return out, lse if return_lse else None, None, None, None
 
     def backward(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
@@ -217,7 +226,7 @@ def fa4(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
         assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
         left, right = window(causal, window_size_left, window_size_right)
         keep = bottom_right(q.shape[1], k.shape[1], left, right)
-        stand_in_backward(dout, q, k, v, out, lse, softmax_scale, keep, dq, dk, dv)
+        stand_in_backward(dout, q, k, v, out, lse, softmax_scale, softcap, keep, dq, dk, dv)
         return dq, dk, dv
 
     install(monkeypatch, "flash_attn.cute.interface", _flash_attn_fwd=forward, _flash_attn_bwd=backward)
@@ -226,7 +235,8 @@ def fa4(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
 _FA3_FORWARD = (
     "fwd(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new=None, Tensor(v_new!)? v_new=None, Tensor? q_v=None, "
     "Tensor(out!)? out=None, float? softmax_scale=None, bool is_causal=False, int window_size_left=-1, "
-    "int window_size_right=-1, int num_splits=0, int sm_margin=0) -> (Tensor(out!), Tensor, Tensor, Tensor)"
+    "int window_size_right=-1, float softcap=0.0, int num_splits=0, int sm_margin=0) "
+    "-> (Tensor(out!), Tensor, Tensor, Tensor)"
 )
 _FA3_BACKWARD = (
     "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(dq!)? dq=None, "
@@ -245,10 +255,10 @@ def fa3(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, calls: 
         pytest.skip("the operators themselves are registered here")
 
     def forward(q, k, v, k_new=None, v_new=None, q_v=None, out=None, softmax_scale=None, is_causal=False,
-                window_size_left=-1, window_size_right=-1, num_splits=0, sm_margin=0):  # fmt: skip
+                window_size_left=-1, window_size_right=-1, softcap=0.0, num_splits=0, sm_margin=0):  # fmt: skip
         calls.append(("fwd", locals()))
         keep = bottom_right(q.shape[1], k.shape[1], None, 0 if is_causal else None)
-        out, lse = stand_in_forward(q, k, v, softmax_scale, keep)
+        out, lse = stand_in_forward(q, k, v, softmax_scale, softcap, keep)
         return out, lse, q.new_empty(0), q.new_empty(0)
 
     def backward(dout, q, k, v, out, softmax_lse, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False,
@@ -256,7 +266,7 @@ def fa3(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, calls: 
         calls.append(("bwd", locals()))
         assert softmax_lse.is_contiguous()
         keep = bottom_right(q.shape[1], k.shape[1], None, 0 if is_causal else None)
-        stand_in_backward(dout, q, k, v, out, softmax_lse, softmax_scale, keep, dq, dk, dv)
+        stand_in_backward(dout, q, k, v, out, softmax_lse, softmax_scale, softcap, keep, dq, dk, dv)
         others = tuple(q.new_empty(0) for _ in range(5))
         return others if results == "five" else (dq, dk, dv, *others)
 
@@ -302,14 +312,14 @@ def fa2(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
                 return_softmax):  # fmt: skip
         calls.append(("fwd", locals()))
         keep = bottom_right(q.shape[1], k.shape[1], None, 0 if causal else None)
-        return *stand_in_forward(q, k, v, softmax_scale, keep), None, None
+        return *stand_in_forward(q, k, v, softmax_scale, softcap, keep), None, None
 
     def backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
                  window_size_right, softcap, alibi_slopes, deterministic, rng_state=None):  # fmt: skip
         calls.append(("bwd", locals()))
         assert softmax_lse.is_contiguous()
         keep = bottom_right(q.shape[1], k.shape[1], None, 0 if causal else None)
-        stand_in_backward(dout, q, k, v, out, softmax_lse, softmax_scale, keep, dq, dk, dv)
+        stand_in_backward(dout, q, k, v, out, softmax_lse, softmax_scale, softcap, keep, dq, dk, dv)
         return softmax_lse
 
     name = "flash_attn.flash_attn_interface"
@@ -419,6 +429,19 @@ PAIRS = {
     "fa3": (flash_attn._fa3_forward, flash_attn._fa3_backward),
     "fa2": (flash_attn._fa2_forward, flash_attn._fa2_backward),
 }
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("cover", [FULL, CAUSAL], ids=["full", "causal"])
+def test_softcap(name, cover, request, calls) -> None:
+    """It is passed in both passes, and to the stand-ins 0 is none, as to the packages."""
+    request.getfixturevalue(name)
+    tile = Tile(cover, 12, 12, 4, 2, 16, 16)
+    got, want = ask(*PAIRS[name], tile, torch.float64, softcap=0.7)
+    check(got, want)
+    plain, _ = ask(*PAIRS[name], tile, torch.float64)
+    assert all(gap(plain[key], want[key]) > 1e-3 for key in want)
+    assert [arguments["softcap"] or 0.0 for _, arguments in calls] == [0.7, 0.7, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -626,6 +649,15 @@ def test_squares_on_gpu(kernel, heads, dim) -> None:
 
 @pytest.mark.gpu
 @each_kernel
+def test_softcap_on_gpu(kernel) -> None:
+    pair = gpu_pair(kernel)
+    for cover, num_k in ((FULL, 190), (CAUSAL, 300)):
+        tile = Tile(cover, 300, num_k, 8, 2, 128, 128)
+        close(*ask(*pair, tile, torch.bfloat16, "cuda", 4 * tile.dim**-0.5, softcap=3.0), tile)
+
+
+@pytest.mark.gpu
+@each_kernel
 def test_a_call_can_be_captured(kernel) -> None:
     """No call waits for the device or copies to it from the host, once its variant is compiled."""
     forward, backward = gpu_pair(kernel)
@@ -642,7 +674,7 @@ def test_a_call_can_be_captured(kernel) -> None:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, lse = forward(t.q, t.k, t.v, t.cover, t.scale)
+        out, lse = forward(t.q, t.k, t.v, t.cover, t.scores)
         dq, dk, dv = backward(t)
     graph.replay()
     torch.cuda.synchronize()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import cp_mesh
 from cp_mesh import ArgumentError, Contiguous, Mask, ZigZag, plan
+from cp_mesh.ring import gradient_of_sinks
 from cp_mesh.schedule import make_schedule
 
 B, H, K, S, D, E = 2, 8, 4, 26, 6, 4
@@ -94,6 +95,20 @@ def verified(rank: int) -> list[str]:
     with mock.patch("cp_mesh.ops.make_plan", spied):
         report = cp_mesh.verify(axis, seq_len=31, head_chunks=2, transport="functional", deterministic=True)
     assert report.passed
+    sinks = torch.linspace(-1, 1, 4)
+    for kernel in ("reference", "cpu_flash"):
+        report = cp_mesh.verify(axis, seq_len=31, kernel=kernel, scores={"sinks": sinks})
+        assert report.passed and set(report.errors) == {"out", "lse", "dq", "dk", "dv", "dsinks"}
+    report = cp_mesh.verify(axis, dtype=torch.bfloat16, scores={"sinks": sinks, "softcap": 2.0}, head_chunks=2)
+    assert report.passed and report.kernel == "reference" and "dsinks" in str(report)
+    with mock.patch("cp_mesh.ring.gradient_of_sinks", lambda *x: 0.9 * gradient_of_sinks(*x)):
+        try:
+            cp_mesh.verify(axis, seq_len=31, scores={"sinks": sinks})
+        except cp_mesh.VerificationError as error:
+            assert [name for name, ratio in error.report.ratios.items() if ratio > 1] == ["dsinks"]
+        else:
+            return ["a wrong gradient of sinks passed"]
+    del seen[3:]
     try:
         cp_mesh.verify(axis, seq_len=31, head_chunks=3)
     except ArgumentError as error:

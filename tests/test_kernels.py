@@ -19,6 +19,7 @@ from cp_mesh.kernels.contract import (
     Pairs,
     Piece,
     Request,
+    Scores,
     accumulation_dtype,
     make_delta,
     shortfalls,
@@ -27,6 +28,7 @@ from cp_mesh.masks import Band, Mask
 from cp_mesh.schedule import Tile, trim
 
 SCALE = 0.3
+SCORES = Scores(SCALE)
 HEADS = ((3, 3), (6, 3), (3, 1))
 BANDS = {
     "full": Band(),
@@ -63,13 +65,13 @@ def inputs(heads: tuple[int, int], num_q: int, num_k: int, v_dim: int = 5, **opt
 
 def run(kernel: Kernel, q, k, v, dout, dlse, steps: list[tuple[slice, list[KernelTile]]]) -> dict[str, Tensor]:
     """Forward and backward of one pass; each step takes rows of k and v, and tiles in coordinates of these rows."""
-    forward = kernel.begin_forward(q, v.shape[3], SCALE)
+    forward = kernel.begin_forward(q, v.shape[3], SCORES)
     for rows, tiles in steps:
         forward.step(k[:, :, rows], v[:, :, rows], tiles)
     out, lse = forward.finish()
     dtype = accumulation_dtype(q.dtype)
     assert lse.dtype == dtype
-    backward = kernel.begin_backward(dout, q, out, lse, delta_for(kernel, dout, out, dlse), SCALE)
+    backward = kernel.begin_backward(dout, q, out, lse, delta_for(kernel, dout, out, dlse), SCORES)
     dk, dv = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
     for i, (rows, tiles) in enumerate(steps):
         k_s, v_s = k[:, :, rows], v[:, :, rows]
@@ -188,7 +190,7 @@ def test_each_step_returns_gradients_of_its_own(kernel):
     """New tensors that hold this source's gradient alone, however often a source is visited."""
     q, k, v, dout, _ = inputs((6, 3), 5, 5)
     out, lse = dense_attention(q, k, v, torch.ones(1, 5, 5, dtype=torch.bool), SCALE)
-    backward = kernel.begin_backward(dout, q, out, lse, delta_for(kernel, dout, out, None), SCALE)
+    backward = kernel.begin_backward(dout, q, out, lse, delta_for(kernel, dout, out, None), SCORES)
     tiles = [KernelTile((0, 5), (0, 5), Band())]
     (piece,) = backward.step(k, v, tiles)
     first = piece.dk, piece.dv
@@ -254,7 +256,7 @@ def test_results_of_one_tile_are_not_views_of_a_kernel_buffer(kernel):
     q, k, v, _, _ = inputs((3, 3), 4, 4)
     results = []
     for shift in (0.0, 1.0):
-        forward = kernel.begin_forward(q, 5, SCALE)
+        forward = kernel.begin_forward(q, 5, SCORES)
         forward.step(k + shift, v + shift, [KernelTile((0, 4), (0, 4), Band())])
         results.append(forward.finish())
     want, _ = dense_attention(q, k, v, torch.ones(1, 4, 4, dtype=torch.bool), SCALE)

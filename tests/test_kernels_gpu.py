@@ -11,7 +11,7 @@ from cp_mesh.kernels import KERNELS
 from cp_mesh.kernels.contract import make_delta
 from cp_mesh.layouts import Contiguous, Layout, Striped, ZigZag
 from cp_mesh.masks import Mask
-from cp_mesh.plan import Options, Plan
+from cp_mesh.plan import Options, Plan, Tensors, make_scores
 from cp_mesh.schedule import make_schedule
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -23,28 +23,28 @@ KERNEL_DTYPES += [("efficient", "float32"), ("reference", "float32")]
 def play_ring(kernel, layout: Layout, mask: Mask, cp_size: int, q, k, v, dout) -> list[torch.Tensor]:
     """(out, lse, dq, dk, dv) of the whole sequence, in original order."""
     seq_len, dtype = q.shape[2], torch.float64 if q.dtype == torch.float64 else torch.float32
-    scale = q.shape[3] ** -0.5
-    options = Options(layout.spec(), mask.spec(), scale)
+    options = Options(layout.spec(), mask.spec(), q.shape[3] ** -0.5)
+    scores = make_scores(options, Tensors(), q.dtype)
     rows = [layout.positions(seq_len, cp_size, rank).to(q.device) for rank in range(cp_size)]
     out, dq = torch.empty_like(dout), torch.empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
     dk, dv = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
     for rank in range(cp_size):
         schedule = make_schedule(layout, mask, seq_len, cp_size, rank)
-        plan = Plan(options, layout, mask, seq_len, schedule, kernel, None, q.device, 1, False, q.dtype)
+        plan = Plan(options, layout, mask, seq_len, schedule, kernel, scores, None, q.device, 1, False, q.dtype)
         fetched = [(rows[rank], plan.local_tiles)]
         for stage in schedule.keys.stages:
             if stage.fetch:
                 index = [rows[source][begin:end] for source, ranges in stage.fetch for begin, end in ranges]
                 fetched.append((torch.cat(index), plan.tiles(stage)))
         local = [x[:, :, rows[rank]] for x in (q, dout)]
-        forward = kernel.begin_forward(local[0], v.shape[3], scale)
+        forward = kernel.begin_forward(local[0], v.shape[3], scores)
         for index, tiles in fetched:
             forward.step(k[:, :, index], v[:, :, index], tiles)
         out[:, :, rows[rank]], lse[:, :, rows[rank]] = forward.finish()
         out_rows, lse_rows = out[:, :, rows[rank]], lse[:, :, rows[rank]]
         delta = make_delta(local[1], out_rows) if kernel.uses_delta else None
-        backward = kernel.begin_backward(local[1], local[0], out_rows, lse_rows, delta, scale)
+        backward = kernel.begin_backward(local[1], local[0], out_rows, lse_rows, delta, scores)
         wire = q.dtype if kernel.rounds and not schedule.overlapping else dtype
         for index, tiles in fetched:
             written = [torch.empty_like(x[:, :, index], dtype=wire) for x in (k, v)]

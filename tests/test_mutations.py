@@ -254,8 +254,8 @@ MUTATIONS = [
     Mutation(
         "the caller's queries are scaled in place",
         "kernels/reference.py",
-        'torch.einsum("bkgid,bkjd->bkgij", q, k) * scale',
-        'torch.einsum("bkgid,bkjd->bkgij", q.mul_(scale), k)',
+        'torch.einsum("bkgid,bkjd->bkgij", q, k) * scores.scale',
+        'torch.einsum("bkgid,bkjd->bkgij", q.mul_(scores.scale), k)',
         "parity",
     ),
     Mutation(
@@ -271,6 +271,101 @@ MUTATIONS = [
         "flash_attention_for_cpu(q, k, v, 0.0, cover == CAUSAL",
         "flash_attention_for_cpu(q, k, v, 0.0, False",
         "parity",
+    ),
+    # Scores.
+    Mutation(
+        "the derivative of softcap is left out",
+        "kernels/reference.py",
+        "dx = dscores * slope * tile.scores.scale",
+        "dx = dscores * tile.scores.scale",
+        "parity",
+    ),
+    Mutation(
+        "softcap is lost on the way to the kernel",
+        "plan.py",
+        "        options.softcap or None,\n",
+        "        None,\n",
+        "parity",
+    ),
+    Mutation(
+        "gradients of sinks are those of all ranks on each of them",
+        "ring.py",
+        'of_scores["sinks"] = gradient_of_sinks(dout, out, lse, sinks)',
+        'of_scores["sinks"] = plan.group.size() * gradient_of_sinks(dout, out, lse, sinks)',
+        "parity",
+    ),
+    Mutation(
+        "gradients of sinks are those of the first rows",
+        "ring.py",
+        "return -(taken * make_delta(dout, out)).sum((0, 2))",
+        "return -(taken * make_delta(dout, out))[:, :, :3].sum((0, 2))",
+        "parity",
+    ),
+    Mutation(
+        "gradients of sinks are those of one rank",
+        "ring.py",
+        'of_scores["sinks"] = gradient_of_sinks(dout, out, lse, sinks)',
+        'of_scores["sinks"] = gradient_of_sinks(dout, out, lse, sinks) * (plan.group.rank() == 0)',
+        "parity",
+    ),
+    Mutation(
+        "the gradient of a sink has the other sign",
+        "ring.py",
+        "return -(taken * make_delta(dout, out)).sum((0, 2))",
+        "return (taken * make_delta(dout, out)).sum((0, 2))",
+        "parity",
+    ),
+    Mutation(
+        "a sink for each tile",
+        "kernels/merge.py",
+        "            self._sum.add(tile.q[0], out, lse)\n",
+        "            if (sinks := self._scores.sinks) is not None:\n"
+        "                out = out * torch.sigmoid(lse - sinks[:, None]).nan_to_num_(0.0)[..., None].to(out.dtype)\n"
+        "            self._sum.add(tile.q[0], out, lse)\n",
+        "parity",
+    ),
+    Mutation(
+        "a sink in lse",
+        "kernels/combine.py",
+        "            running.mul_(torch.sigmoid(lse - sinks[:, None])",
+        "            largest.copy_(torch.logaddexp(lse, sinks[:, None]))\n"
+        "            running.mul_(torch.sigmoid(lse - sinks[:, None])",
+        "parity",
+    ),
+    Mutation(
+        "no sink where a single tile has all rows",
+        "kernels/combine.py",
+        "if sinks is None and len(self._pieces) == 1",
+        "if len(self._pieces) == 1",
+        "parity",
+    ),
+    Mutation(
+        "no sink in the backward",
+        "ring.py",
+        "return torch.logaddexp(lse, sinks[:, None]), dlse",
+        "return lse, dlse",
+        "parity",
+    ),
+    Mutation(
+        "the gradient of lse as if lse had the sink",
+        "ring.py",
+        "dlse * (1 + torch.exp(sinks[:, None] - lse))",
+        "dlse",
+        "parity",
+    ),
+    Mutation(
+        "sinks of the first heads in every chunk",
+        "kernels/contract.py",
+        "self.sinks[begin:end]",
+        "self.sinks[: end - begin]",
+        "parity",
+    ),
+    Mutation(
+        "DTensors' gradients of sinks pass for those of all ranks",
+        "ops.py",
+        'Replicate() if part == "whole" else Partial()',
+        "Replicate()",
+        "scores of DTensors",
     ),
     # Masks and layouts.
     Mutation("strict instead of inclusive diagonal", "masks.py", "(distance >= 0) |", "(distance > 0) |", "masks"),
@@ -446,6 +541,11 @@ FEW = [
     Case("zigzag", "scattered documents", 13),
     Case("zigzag", "causal", 13, GQA, 2, "cpu_flash"),
     Case("striped", "causal", 13, MQA, 2, "cpu_flash"),
+    Case("zigzag", "causal", 13, GQA, 0, scores="softcap"),
+    Case("zigzag", "key padding", 13, GQA, scores="sinks", head_chunks=3),
+    Case("striped", "causal", 13, MHA, scores="softcap and sinks"),
+    Case("contiguous", "causal", 13, scores="sinks"),
+    Case("striped", "causal", 13, GQA, 2, "cpu_flash", scores="sinks"),
 ]
 
 
@@ -503,6 +603,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "sums in fp32": lambda pool: test_seeds.test_gradients_are_summed_in_fp32(pool, torch.bfloat16),
     "head order": test_seeds.test_heads_are_grouped_in_torchs_order,
     "low precision": lambda pool: test_parity.test_low_precision(pool, torch.bfloat16, 1.5, "reference"),
+    "scores of DTensors": lambda pool: test_parity.test_scores_of_dtensors(pool, (2, 2), ("cp", "tp"), {"tp": "heads"}),
     "traffic": test_traffic.test_by_hand,
     "overlap": test_traffic.test_hops_are_under_way_while_tiles_are_computed,
     "recompute": test_traffic.test_selective_recompute_does_not_replay_the_ring,

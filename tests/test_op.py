@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from cp_mesh import Contiguous, Mask, Permuted, ZigZag, attention, ops
-from cp_mesh.plan import Options
+from cp_mesh.plan import Options, Tensors
 
 B, H, K, S, D, E = 2, 4, 2, 12, 6, 5
 FORMATS = (2, 1, 0)
@@ -32,35 +32,44 @@ def inputs(seq_dim: int, dtype: torch.dtype = torch.float64, requires_grad: bool
 
 
 def tail(seq_dim: int, **options: Any) -> tuple:
-    """The op's arguments after q, k, v, documents, key_padding and index."""
+    """The op's arguments after its tensors."""
     group = mesh((dist.get_world_size(),), ("cp",)).get_group().group_name
     defaults = {"layout": "zigzag", "mask": "1,,,0,", "scale": 1 / math.sqrt(D), "differentiable_lse": True}
     return S, seq_dim, group, Options(**defaults | options).spec()
 
 
-def tensor_arguments(case: str) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
-    """documents, key_padding, index, and the options that go with them."""
+def tensor_arguments(case: str) -> tuple[Tensors, dict[str, Any]]:
+    """The tensors after q, k and v, and the options that go with them."""
     documents, keep = torch.arange(S).expand(B, S) // 5, torch.arange(S) % 4 > 0
     return {
-        "no tensors": ((None, None, None), {}),
-        "documents": ((documents[:1], None, None), {"mask": "0,,,0,"}),
-        "all tensors": ((documents[:1], keep, torch.arange(S).flip(0)), {"layout": "permuted"}),
-        "cpu_flash": ((None, None, None), {"kernel": "cpu_flash", "differentiable_lse": False}),
+        "no tensors": (Tensors(), {}),
+        "documents": (Tensors(documents[:1]), {"mask": "0,,,0,"}),
+        "all tensors": (Tensors(documents[:1], keep, torch.arange(S).flip(0)), {"layout": "permuted"}),
+        "cpu_flash": (Tensors(sinks=torch.randn(H)), {"kernel": "cpu_flash", "differentiable_lse": False}),
+        "scores": (scores(H), {"softcap": 2.0}),
     }[case]
 
 
-TENSORS = ("no tensors", "documents", "all tensors", "cpu_flash")
+def scores(H: int, B: int = 1) -> Tensors:
+    return Tensors(sinks=torch.randn(H, dtype=torch.float64))
+
+
+TENSORS = ("no tensors", "documents", "all tensors", "cpu_flash", "scores")
 
 
 def check_ops(rank: int, seq_dim: int, case: str) -> None:
     tensors, options = tensor_arguments(case)
     q, k, v, dout = inputs(seq_dim)
-    torch.library.opcheck(ops.attention_op, (q, k, v, *tensors, *tail(seq_dim, **options)))
+    leaves = [x.requires_grad_() if x is not None and x.is_floating_point() else x for x in tensors]
+    torch.library.opcheck(ops.attention_op, (q, k, v, *leaves, *tail(seq_dim, **options)))
+    tensors = [None if x is None else x.detach() for x in tensors]
     q, k, v, dout = inputs(seq_dim, requires_grad=False)
     out, lse = ops.attention_op(q, k, v, *tensors, *tail(seq_dim, **options))
     dlse = None if case == "cpu_flash" else torch.randn_like(lse)
     arguments = (dout, q, k, v, out, lse, dlse, *tensors, *tail(seq_dim, **options))
-    torch.library.opcheck(ops.attention_backward_op, arguments)
+    given = [name for name in ops.GRADED if getattr(Tensors(*tensors), name) is not None]
+    torch.library.opcheck(ops.attention_backward_op, (*arguments, ",".join(given)))
+    torch.library.opcheck(ops.attention_backward_op, (*arguments, ""))
 
 
 @pytest.mark.unpoisoned  # opcheck compares two runs bit by bit
@@ -76,15 +85,16 @@ def describe(tensors: tuple[Tensor, ...]) -> list[tuple]:
 
 def real_and_fake(rank: int, seq_dim: int, dtype: torch.dtype, Dv: int) -> None:
     q, k, v, dout = inputs(seq_dim, dtype, requires_grad=False, Dv=Dv)
-    arguments = (None, None, None, *tail(seq_dim, kernel="reference"))
+    arguments = (*scores(H), *tail(seq_dim, kernel="reference"))
     out, lse = ops.attention_op(q, k, v, *arguments)
     assert out.is_contiguous() and lse.is_contiguous()
     # Gradients arrive with any strides: of a sum they are expanded, of a transposed result transposed.
-    grads = ops.attention_backward_op(dout.expand_as(out), q, k, v, out, lse, torch.ones_like(lse), *arguments)
+    grads = ops.attention_backward_op(dout.expand_as(out), q, k, v, out, lse, torch.ones_like(lse), *arguments, "sinks")
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:
         fq, fk, fv, fdout = (mode.from_tensor(x) for x in (q, k, v, dout))
+        arguments = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in arguments]
         fout, flse = ops.attention_op(fq, fk, fv, *arguments)
-        fgrads = ops.attention_backward_op(fdout, fq, fk, fv, fout, flse, flse, *arguments)
+        fgrads = ops.attention_backward_op(fdout, fq, fk, fv, fout, flse, flse, *arguments, "sinks")
     assert describe((fout, flse)) == describe((out, lse))
     assert describe(fgrads) == describe(grads)
 

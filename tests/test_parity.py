@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import BANDS, LAYOUTS, MASKS, gap
+from cases import BANDS, LAYOUTS, MASKS, SCORES, gap
 from checks import GQA, MHA, MQA, Case, call, parity_on_ranks, report, to_format
 from dense import dense_attention, make_qkv
 from ranks import mesh
 from torch import Tensor
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import cp_mesh
 from cp_mesh import ZigZag
+from cp_mesh.ops import score_placements
 
 HEADS, SEQ_DIMS = (GQA, MHA, MQA), (2, 1, 0)
 MEMORIES = ("contiguous", "transposed", "sliced", "strided", "expanded", "transposed", "sliced")
@@ -93,6 +94,29 @@ def test_scale_is_used(pool):
     report(pool(3).run(parity_on_ranks, (3,), ("cp",), cases))
 
 
+def scored(S: int) -> list[Case]:
+    """Every option of the scores with every layout; masks, heads, formats and head chunks take turns."""
+    masks = ("causal", "full", "window", "documents", "everything", "key padding", "no key at all")
+    return [
+        Case(layout, masks[i % 7], S, HEADS[i % 3], SEQ_DIMS[i // 3 % 3], scores=scores, head_chunks=(1, 3)[i % 4 == 3])
+        for i, (scores, layout) in enumerate(product(SCORES, LAYOUTS))
+        if HEADS[i % 3] != MQA or i % 4 != 3
+    ]
+
+
+@pytest.mark.parametrize("cp_size", (1, 2, 3, 4))
+def test_scores(pool, cp_size):
+    for S in (3, 31):
+        report(pool(cp_size).run(parity_on_ranks, (cp_size,), ("cp",), scored(S), timeout=300))
+
+
+def test_scores_of_a_kernel_that_knows_nothing_of_them(pool):
+    cases = [
+        Case("zigzag", mask, 13, kernel="cpu_flash", scores="sinks", head_chunks=n) for mask in BANDS for n in (1, 3)
+    ]
+    report(pool(3).run(parity_on_ranks, (3,), ("cp",), cases))
+
+
 def plain_calls(rank: int) -> list[str]:
     """Calls as users write them: no length, the kernel left to choose, a loss that expands its gradient."""
     axis, S = mesh((3,), ("cp",)), 12
@@ -138,7 +162,12 @@ def dtensors(
         )
         layout, mask = case.make_layout(), case.make_mask()
         order = layout.permutation(case.S, grid["cp"].size())
-        want = {name: to_format(x.index_select(2, order), case.seq_dim) for name, x in case.oracle(0).items()}
+        whole, scores = case.oracle(0), SCORES[case.scores](case.dims[0], case.heads[0], case.S)
+        want = {
+            name: to_format(x.index_select(2, order), case.seq_dim)
+            for name, x in whole.items()
+            if name[1:] not in scores
+        }
         q, k, v, dout, dlse = (
             distribute_tensor(want[name], grid, lse_placements if name == "dlse" else placements, src_data_rank=None)
             for name in ("q", "k", "v", "dout", "dlse")
@@ -151,10 +180,30 @@ def dtensors(
                 if x is not None and len(x) > 1
             }
             mask = replace(mask, **own)
+        given, summed = {}, {}
+        for j, (name, x) in enumerate(scores.items()):
+            if not isinstance(x, Tensor):
+                given[name] = x
+                continue
+            in_order = x.ndim == 4 and x.shape[2] > 1
+            x = x.index_select(2, order) if in_order else x
+            want[f"d{name}"] = whole[f"d{name}"].index_select(2, order) if in_order else whole[f"d{name}"]
+            own = [score_placements(name, x.shape, part)[0] for part in parts]
+            placed_x = distribute_tensor(x, grid, own, src_data_rank=None)
+            # Local tensors are taken too: their gradients are this rank's share.
+            given[name] = (placed_x if (i + j) % 2 else placed_x.to_local().clone()).requires_grad_()
+            summed[f"d{name}"] = [score_placements(name, x.shape, part)[1] for part in parts]
         # Three ways to tell the cp axis.
         options = ({}, {"mesh": grid["cp"]}, {"seq_dim": case.seq_dim})[i % 3]
-        options |= {"layout": layout, "mask": mask, "kernel": case.kernel}
+        options |= {"layout": layout, "mask": mask, "kernel": case.kernel} | given
         got = call([x.requires_grad_() for x in (q, k, v)], [dout, dlse], case.through_lse, options)
+        for name, on in summed.items():
+            x = got.pop(name)
+            if isinstance(x, DTensor) and list(x.placements) != on:
+                problems.append(f"rank {rank}: {case}: {name} is placed {x.placements}")
+            x = x if isinstance(x, DTensor) else DTensor.from_local(x, grid, on, run_check=False)
+            if not (off := gap(x.full_tensor(), want[name])) <= 1e-10:
+                problems.append(f"rank {rank}: {case}: {name} is off by {off:.1e}")
         for name, x in got.items():
             if list(x.placements) != (lse_placements if name == "lse" else placements):
                 problems.append(f"rank {rank}: {case}: {name} is placed {x.placements}")
@@ -191,6 +240,22 @@ def test_dtensors(pool, shape, names, placed):
                 ("documents", "zigzag", "reference"),
                 ("everything", "shuffled", "reference"),
             ),
+        )
+        if seq_dim or "batch" not in placed.values()
+    ]
+    report(pool(4).run(dtensors, shape, names, placed, cases, timeout=300))
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "placed"),
+    [((2, 2), ("cp", "tp"), HEADS_ON_TP), ((2, 2), ("dp", "cp"), BATCH_ON_DP), ((1, 2, 2), ("cp", "tp", "dp"), {})],
+    ids=str,
+)
+def test_scores_of_dtensors(pool, shape, names, placed):
+    cases = [
+        Case(layout, mask, 16, (8, 4), seq_dim, scores=scores)
+        for scores, (layout, mask, seq_dim) in product(
+            SCORES, (("zigzag", "causal", 2), ("contiguous", "documents", 1), ("striped", "full", 0))
         )
         if seq_dim or "batch" not in placed.values()
     ]

@@ -288,8 +288,48 @@ CASES: dict[str, Case] = {
     "dropout": refused(UNSUPPORTED, "dropout_p is not available yet", "dropout_p=0.0 works")(
         lambda: attend(dropout_p=0.1)
     ),
-    "softcap": refused(UNSUPPORTED, "softcap is not available yet", "softcap=None works")(lambda: attend(softcap=30.0)),
-    "sinks": refused(UNSUPPORTED, "sinks is not available yet", "sinks=None works")(lambda: attend(sinks=random(H))),
+    "a softcap of zero": refused(ARGUMENT, "softcap", "a positive number or None", "got 0.0")(
+        lambda: attend(softcap=0.0)
+    ),
+    "a negative softcap": refused(ARGUMENT, "softcap", "a positive number or None", "got -3")(
+        lambda: attend(softcap=-3)
+    ),
+    "a learned softcap": refused(ARGUMENT, "softcap", "a positive number", "got 3.0")(
+        lambda: attend(softcap=torch.tensor(3.0, requires_grad=True))
+    ),
+    "a kernel without softcap": refused(UNSUPPORTED, "kernel='cpu_flash'", "scores with softcap", "kernel='reference'")(
+        lambda: attend(kernel="cpu_flash", softcap=30.0)
+    ),
+    "sinks of other heads": refused(ARGUMENT, "sinks", "shape [8]: of the query heads on this rank", "(4,)")(
+        lambda: attend(sinks=random(K))
+    ),
+    "sinks of every row": refused(ARGUMENT, "sinks", "shape [8]", "(2, 8, 6)")(
+        lambda: attend(sinks=random(B, H, ROWS))
+    ),
+    "integer sinks": refused(ARGUMENT, "sinks", "floating point", "torch.int64")(
+        lambda: attend(sinks=torch.zeros(H, dtype=torch.int64))
+    ),
+    "numbers for sinks": refused(ARGUMENT, "sinks", "a tensor", "list", "torch.tensor")(
+        lambda: attend(sinks=[0.0] * H)
+    ),
+    "sinks elsewhere": refused(ARGUMENT, "sinks", "a tensor on cpu", "meta")(
+        lambda: attend(sinks=torch.zeros(H, device="meta"))
+    ),
+    "sinks of all heads beside heads on tp": refused(ARGUMENT, "sinks", "shape [4]", "(8,)", "heads sharded")(
+        lambda: attend_placed(cp_tp(), (SHARD_SEQ, Shard(1)), sinks=random(H))
+    ),
+    "sinks replicated beside heads on tp": refused(ARGUMENT, "sinks's placements", "Shard(dim=0)", "Replicate()")(
+        lambda: attend_placed(cp_tp(), (SHARD_SEQ, Shard(1)), sinks=place((H,), cp_tp(), REPLICATE, REPLICATE))
+    ),
+    "sinks sharded on cp": refused(ARGUMENT, "sinks's placements", "Replicate()", "redistribute it")(
+        lambda: attend_placed(cp(), (SHARD_SEQ,), sinks=place((H,), cp(), Shard(0)))
+    ),
+    "sinks of another mesh": refused(ARGUMENT, "sinks's placements", "(Replicate(), Shard(dim=0)) on", "cp=2")(
+        lambda: attend_placed(cp_tp(), (SHARD_SEQ, Shard(1)), sinks=place((H,), cp_tp()["tp"], Shard(0)))
+    ),
+    "a DTensor of sinks beside local tensors": refused(ARGUMENT, "sinks's placements", "a local tensor, as query is")(
+        lambda: attend(sinks=place((H,), cp(), REPLICATE))
+    ),
     "alibi": refused(UNSUPPORTED, "alibi_slopes is not available yet", "alibi_slopes=None works")(
         lambda: attend(alibi_slopes=random(H))
     ),
@@ -455,6 +495,18 @@ CASES: dict[str, Case] = {
     ),
     "a mask function without a mask": refused(ARGUMENT, "mask", "Mask", "None")(
         lambda: run_core(Core(), mask=lambda q, k, v: None)
+    ),
+    "an unknown option of the scores": refused(ARGUMENT, "ContextParallel.scores", "softcap, sinks", "'cap'")(
+        lambda: run_core(Core(), scores={"cap": 30.0})
+    ),
+    "scores that are no options": refused(ARGUMENT, "ContextParallel.scores", "NoneType")(
+        lambda: run_core(Core(), scores=lambda core, q, k, v: None)
+    ),
+    "a negative softcap inside": refused(ARGUMENT, "softcap", "got -1.0")(
+        lambda: run_core(Core(), scores={"softcap": -1.0})
+    ),
+    "a bad option of explain": refused(ARGUMENT, "explain: scores", "softcap, sinks", "'cap'")(
+        lambda: cp_mesh.explain(64, 2, scores=["cap"])
     ),
     "an unknown kernel inside": refused(ARGUMENT, "kernel", "'flash'")(lambda: run_core(Core(), kernel="flash")),
     "ulysses inside": refused(UNSUPPORTED, "method='ulysses'")(lambda: run_core(Core(), method="ulysses")),

@@ -14,7 +14,7 @@ from torch import Tensor
 import cp_mesh
 from cp_mesh import Contiguous, Mask, Striped, ZigZag
 from cp_mesh.kernels import KERNELS
-from cp_mesh.kernels.contract import KernelTile, make_delta
+from cp_mesh.kernels.contract import KernelTile, Scores, make_delta
 from cp_mesh.masks import CAUSAL, FULL
 
 S, CP = 24, 4
@@ -75,10 +75,10 @@ def half_precision(rank: int, dtype: torch.dtype) -> list[float]:
     rows = layout.positions(S * 8, CP, rank)
     q, k, v, dout = inputs
     kernel, whole = KERNELS["reference"], (0, S * 8)
-    forward = kernel.begin_forward(q, 6, 6**-0.5)
+    forward = kernel.begin_forward(q, 6, Scores(6**-0.5))
     forward.step(k, v, [KernelTile(whole, whole, FULL)])
     out, lse = forward.finish()
-    backward = kernel.begin_backward(dout, q, None, lse, make_delta(dout, out), 6**-0.5)
+    backward = kernel.begin_backward(dout, q, None, lse, make_delta(dout, out), Scores(6**-0.5))
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     backward.step(k, v, [KernelTile(whole, whole, FULL)], (dk, dv))
     local = [x[:, :, rows].requires_grad_() for x in (q, k, v)]
@@ -139,13 +139,13 @@ def chunked(causal: bool) -> list[KernelTile]:
 def one_pass(kernel_name: str, tiles: Sequence[KernelTile], calls: int) -> dict[str, Tensor]:
     """All gradients of a pass, its tiles spread over so many steps."""
     q, k, v, dout = make_qkv(2, 4, 2, CHUNK * CHUNKS, 6)
-    kernel, scale = KERNELS[kernel_name], 6**-0.5
-    forward = kernel.begin_forward(q, 6, scale)
+    kernel, scores = KERNELS[kernel_name], Scores(6**-0.5)
+    forward = kernel.begin_forward(q, 6, scores)
     for i in range(calls):
         forward.step(k, v, tiles[i::calls])
     out, lse = forward.finish()
     delta = make_delta(dout, out) if kernel.uses_delta else None
-    backward = kernel.begin_backward(dout, q, out, lse, delta, scale)
+    backward = kernel.begin_backward(dout, q, out, lse, delta, scores)
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     for i in range(calls):
         for piece in backward.step(k, v, tiles[i::calls]):

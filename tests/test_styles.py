@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from model import Core, DenseCore, Model, V, batch, tensor_parallel_plan
 from ranks import mesh, num_collectives
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInputOutput, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -119,6 +120,49 @@ def core_of_dtensors(rank: int, whole_mesh: bool, documents: Tensor | None) -> l
 def test_core_of_dtensors(pool: Any, whole_mesh: bool, documents: Tensor | None) -> None:
     for results in pool(4).run(core_of_dtensors, whole_mesh, documents):
         assert_close(results, expected(documents=documents))
+
+
+class SinkCore(Core):
+    """A core with a parameter that its style reads, and what it computes on one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinks = nn.Parameter(torch.linspace(-1, 1, H, dtype=torch.float64))
+
+
+def core_with_scores(rank: int, on_tp: bool) -> list[Tensor]:
+    """out, dq, dk, dv, and the gradient of the sinks summed over cp, and over tp where they are shards."""
+    axes = mesh((2, 2), ("cp", "tp"))
+    sequence, core = ShardedSequence(axes["cp"], ZigZag()), SinkCore()
+
+    def scores(core: nn.Module, q: Tensor, k: Tensor, v: Tensor, softcap: float) -> dict[str, Any]:
+        return {"sinks": core.sinks, "softcap": softcap}
+
+    style = ContextParallel(sequence, scores=scores, mask=lambda q, k, v, softcap: Mask())
+    core.forward = types.MethodType(lambda self, q, k, v, softcap: Core.forward(self, q, k, v), core)
+    q, k, v, dout = shard_whole(sequence)
+    if on_tp:
+        core.sinks = nn.Parameter(distribute_tensor(core.sinks.detach(), axes["tp"], [Shard(0)]))
+        q, k, v, dout = (distribute_tensor(x, axes["tp"], [Shard(1)]) for x in (q, k, v, dout))
+    core = copy.deepcopy(parallelize(core, axes["cp"], {"": style}))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = core(q, k, v, softcap=0.8)
+    out.backward(dout)
+    results = [out, q.grad, k.grad, v.grad, core.sinks.grad]
+    if on_tp:
+        results = [x.full_tensor() for x in results]
+    dist.all_reduce(results[-1], group=axes["cp"].get_group())
+    return [*gather(sequence, *results[:-1]), results[-1]]
+
+
+@pytest.mark.parametrize("on_tp", [False, True], ids=["plain", "tp"])
+def test_core_with_scores(pool: Any, on_tp: bool) -> None:
+    q, k, v, dout = make_qkv(B, H, K, S, D)
+    leaves = [x.requires_grad_() for x in (q, k, v, SinkCore().sinks)]
+    out, _ = dense_attention(*leaves[:3], dense_mask(S), softcap=0.8, sinks=leaves[3])
+    want = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    for got in pool(4).run(core_with_scores, on_tp):
+        torch.testing.assert_close(got, want, **TOLERANCE)
 
 
 class OddCore(nn.Module):

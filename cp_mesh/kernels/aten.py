@@ -15,7 +15,7 @@ import torch
 from einops import reduce
 from torch import Tensor
 
-from cp_mesh.kernels.contract import Capability, Pairs
+from cp_mesh.kernels.contract import Capability, Pairs, Scores
 from cp_mesh.kernels.merge import BackwardTile, merging_kernel
 from cp_mesh.masks import CAUSAL, Band
 
@@ -35,22 +35,22 @@ def _full_precision(x: Tensor) -> Tensor:
     return x.float() if x.dtype in _HALF else x
 
 
-def _cpu_flash_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scale: float) -> tuple[Tensor, Tensor]:
+def _cpu_flash_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scores: Scores) -> tuple[Tensor, Tensor]:
     q, k, v = (_full_precision(x) for x in (q, k, v))
-    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, cover == CAUSAL, scale=scale)
+    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, cover == CAUSAL, scale=scores.scale)
 
 
 def _cpu_flash_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
     assert t.out is not None
     dout, q, k, v, out = (_full_precision(x) for x in (t.dout, t.q, t.k, t.v, t.out))
     return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout, q, k, v, out, t.lse, 0.0, t.cover == CAUSAL, scale=t.scale
+        dout, q, k, v, out, t.lse, 0.0, t.cover == CAUSAL, scale=t.scores.scale
     )
 
 
-def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scale: float) -> tuple[Tensor, Tensor]:
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scores: Scores) -> tuple[Tensor, Tensor]:
     out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, cover == CAUSAL, False, scale=scale
+        q, k, v, None, True, 0.0, cover == CAUSAL, False, scale=scores.scale
     )
     return out, lse.reshape(q.shape[:3])
 
@@ -61,12 +61,12 @@ def _cudnn_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
     lse = t.lse.contiguous()[..., None]
     return _aten._scaled_dot_product_cudnn_attention_backward(
         t.dout, t.q, t.k, t.v, t.out, lse, seed, offset, None, None, None, t.q.shape[2], t.k.shape[2], 0.0,
-        t.cover == CAUSAL, scale=t.scale,
+        t.cover == CAUSAL, scale=t.scores.scale,
     )  # fmt: skip
 
 
-def _fa2_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scale: float) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, cover == CAUSAL, False, scale=scale)
+def _fa2_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scores: Scores) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, cover == CAUSAL, False, scale=scores.scale)
     return out, lse
 
 
@@ -76,7 +76,7 @@ def _fa2_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
     lse = t.lse.contiguous()
     return _aten._scaled_dot_product_flash_attention_backward(
         t.dout, t.q, t.k, t.v, t.out, lse, None, None, t.q.shape[2], t.k.shape[2], 0.0, t.cover == CAUSAL, state, state,
-        scale=t.scale,
+        scale=t.scores.scale,
     )  # fmt: skip
 
 
@@ -86,9 +86,11 @@ def _expand_heads(x: Tensor, num_heads: int) -> Tensor:
     return x.repeat_interleave(groups, dim=1) if groups > 1 else x
 
 
-def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scale: float) -> tuple[Tensor, Tensor]:
+def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scores: Scores) -> tuple[Tensor, Tensor]:
     k, v = _expand_heads(k, q.shape[1]), _expand_heads(v, q.shape[1])
-    out, lse, *_ = _aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, cover == CAUSAL, scale=scale)
+    out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
+        q, k, v, None, True, 0.0, cover == CAUSAL, scale=scores.scale
+    )
     return out, lse[:, :, : q.shape[2]]
 
 
@@ -99,7 +101,7 @@ def _efficient_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
     _, seed, offset = _philox(t.q.device)
     dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
         t.dout, t.q, _expand_heads(t.k, num_heads), _expand_heads(t.v, num_heads), None, t.out, lse, seed, offset,
-        0.0, [True, True, True, False], t.cover == CAUSAL, scale=t.scale,
+        0.0, [True, True, True, False], t.cover == CAUSAL, scale=t.scores.scale,
     )  # fmt: skip
     # summed in fp32: the heads of a group are partial gradients like any other
     dk, dv = (reduce(x.float(), "b (k g) s d -> b k s d", "sum", k=num_kv_heads) for x in (dk, dv))

@@ -43,11 +43,15 @@ class OutputSum:
         if not out.shape[2]:
             return
         if len(self._pieces) == MAX_PIECES:
-            self._pieces = [(0, *self._merged(self._pieces[0][1], self._dtype))]
+            self._pieces = [(0, *self._merged(self._pieces[0][1], self._dtype, None))]
         self._pieces.append((begin, out, lse))
 
     def finish(
-        self, like: Tensor, dtype: torch.dtype, into: tuple[Tensor, Tensor] | None = None
+        self,
+        like: Tensor,
+        dtype: torch.dtype,
+        into: tuple[Tensor, Tensor] | None = None,
+        sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """out [B, H, S, Dv] and lse [B, H, S].
 
@@ -55,6 +59,7 @@ class OutputSum:
             like: [B, H, S, any]; out is dense, its memory in like's order of batch, heads and rows, head dim last.
             dtype: of out; lse is contiguous, in the accumulation dtype.
             into: out and lse to be written and returned instead, of any strides; lse in the accumulation dtype.
+            sinks: [H] in the accumulation dtype: out is scaled by sigmoid(lse - sink), and lse is not changed.
 
         Returns:
             out and lse; without ``into`` they may be a piece itself where a single piece has all rows.
@@ -63,28 +68,28 @@ class OutputSum:
             lse = (
                 into[1] if into[1].is_contiguous() else torch.empty_like(into[1], memory_format=torch.contiguous_format)
             )
-            self._merge(into[0], lse)
+            self._merge(into[0], lse, sinks)
             return into[0], lse if lse is into[1] else into[1].copy_(lse)
-        if len(self._pieces) == 1 and self._pieces[0][1].shape == self._shape:
+        if sinks is None and len(self._pieces) == 1 and self._pieces[0][1].shape == self._shape:
             _, out, lse = self._pieces[0]
             strides = zip(out.stride(), _strides(self._shape, like), self._shape, strict=True)
             ready = out.dtype == dtype and all(has == wanted or size == 1 for has, wanted, size in strides)
             return out if ready else self._empty(like, dtype).copy_(out), lse.to(self._dtype).contiguous()
-        return self._merged(like, dtype)
+        return self._merged(like, dtype, sinks)
 
     def _empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.empty_strided(self._shape, _strides(self._shape, like), dtype=dtype, device=self._device)
 
-    def _merged(self, like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _merged(self, like: Tensor, dtype: torch.dtype, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         out, lse = self._empty(like, dtype), torch.empty(self._shape[:3], dtype=self._dtype, device=self._device)
-        self._merge(out, lse)
+        self._merge(out, lse, sinks)
         return out, lse
 
-    def _merge(self, out: Tensor, lse: Tensor) -> None:
+    def _merge(self, out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
         if self._pieces and _fused(self._dtype, self._device):
             from cp_mesh.kernels.combine_triton import merge_pieces
 
-            merge_pieces(self._pieces, out, lse)
+            merge_pieces(self._pieces, out, lse, sinks)
             return
         running = torch.zeros_like(out, dtype=self._dtype)
         total, largest = torch.zeros_like(lse), lse.fill_(float("-inf"))
@@ -98,8 +103,11 @@ class OutputSum:
             total[:, :, rows] += weight
             running[:, :, rows].addcmul_(piece.to(self._dtype), weight[..., None])
         running.div_(torch.where(total == 0, 1.0, total)[..., None])
-        out.copy_(running)
         largest.add_(total.log_())  # it is lse
+        if sinks is not None:
+            # NaN where neither has a weight: the row is 0
+            running.mul_(torch.sigmoid(lse - sinks[:, None]).nan_to_num_(0.0)[..., None])
+        out.copy_(running)
 
 
 class RowSum:

@@ -21,19 +21,24 @@ BLOCK_ELEMENTS = 4096
 NUM_WARPS = 4
 
 
-def merge_pieces(pieces: Sequence[tuple[int, Tensor, Tensor]], out: Tensor, lse: Tensor) -> None:
+def merge_pieces(
+    pieces: Sequence[tuple[int, Tensor, Tensor]], out: Tensor, lse: Tensor, sinks: Tensor | None = None
+) -> None:
     """Write the merged out [B, H, S, Dv], of any strides, and lse [B, H, S], contiguous fp32.
 
     Args:
         pieces: at least one (begin, out [B, H, n, Dv], lse [B, H, n]): rows begin to begin + n, any strides and dtypes.
+        out, lse: where the results are written.
+        sinks: fp32 [H], contiguous; out is scaled by sigmoid(lse - sink).
     """
     assert lse.dtype == torch.float32 and lse.is_contiguous()
+    assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())
     _, outs, lses = zip(*pieces, strict=True)
     rows = tuple(_unspecialised(begin, x.shape[2], *piece_lse.stride()) for begin, x, piece_lse in pieces)
     grid, sizes = _blocks(out)
     with torch.cuda.device_of(out):
         merge_kernel[grid](
-            outs, tuple(x.stride() for x in outs), lses, rows, out, out.stride(), lse, *out.shape[1:3], **sizes
+            outs, tuple(x.stride() for x in outs), lses, rows, out, out.stride(), lse, sinks, *out.shape[1:3], **sizes
         )
 
 
@@ -106,6 +111,7 @@ def merge_kernel(
     out,
     strides,
     lse,
+    sinks,
     num_heads,
     num_rows,
     HEAD_DIM: tl.constexpr,
@@ -130,9 +136,12 @@ def merge_kernel(
     no_key = total == 0
     total = tl.where(no_key, 1.0, total)
     merged *= (1 / total)[:, None]
+    merged_lse = tl.where(no_key, float("-inf"), largest + tl.log(total))
+    if sinks is not None:
+        # finite where there is no key: -inf - -inf is NaN, and these rows are 0
+        merged *= (1 / (1 + tl.exp(tl.load(sinks + head) - tl.where(no_key, 0.0, merged_lse))))[:, None]
     inside = (rows < num_rows)[:, None] & (cols < HEAD_DIM)[None, :]
     tl.store(_pointers(out, strides, batch, head, rows, cols), merged.to(out.dtype.element_ty), mask=inside)
-    merged_lse = tl.where(no_key, float("-inf"), largest + tl.log(total))
     tl.store(lse + (batch * num_heads + head) * num_rows + rows, merged_lse, mask=rows < num_rows)
 
 

@@ -12,7 +12,7 @@ in the accumulation dtype (fp64 for fp64 inputs, else fp32); a row with no key h
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -33,6 +33,32 @@ class Pairs:
     def allowed(self, q_rows: Tensor, k_rows: Tensor) -> Tensor:
         """bool [B or 1, len(q_rows), len(k_rows)] from int64 local indices."""
         return self.mask.allowed(self.q_pos[q_rows], self.k_pos[k_rows])
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """What a score is: softcap(scale · q·k), with softcap(x) = cap · tanh(x / cap); then the mask.
+
+    Attributes:
+        scale: factor on q·k.
+        softcap: the bound of the scores, > 0; None: there is none.
+        sinks: [H], accumulation dtype: logits that join the denominator of the head's rows and bring no value. No tile
+            knows of them: `ForwardPass.finish` scales out, and leaves lse as it is; a backward is given the lse that
+            includes them, and so returns the right gradients.
+    """
+
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What a kernel must be able to do, by the names of `Capability.features`."""
+        return frozenset({"softcap"} if self.softcap else ())
+
+    def heads(self, begin: int, end: int) -> Scores:
+        """Those of the query heads begin to end."""
+        return replace(self, sinks=None if self.sinks is None else self.sinks[begin:end])
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +119,8 @@ class Capability:
         v_head_dim: whether v's head dim may differ from q's and k's.
         differentiable_lse: whether a gradient of lse is accepted.
         deterministic: whether the backward is bitwise reproducible.
+        features: what of `Scores.features` it serves.
+        deterministic_features: those whose gradients are bitwise reproducible; None: all of them.
         min_keys: fewest keys in a tile.
         only_on: if given, the compute capabilities (major, minor) that the kernel was made for.
         lacking: what must be installed first, in words; None if the kernel can be called. It may import packages. The
@@ -109,6 +137,8 @@ class Capability:
     v_head_dim: bool = False
     differentiable_lse: bool = False
     deterministic: bool = True
+    features: frozenset[str] = frozenset()
+    deterministic_features: frozenset[str] | None = None
     min_keys: int = 1
     only_on: tuple[tuple[int, int], ...] = ()
     lacking: Callable[[], str | None] = lambda: None
@@ -127,11 +157,12 @@ class Request:
     differentiable_lse: bool
     deterministic: bool
     min_keys: int
+    features: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A named kernel: ``begin_forward(q, v_head_dim, scale)``, ``begin_backward(dout, q, out, lse, delta, scale)``.
+    """A named kernel: ``begin_forward(q, v_head_dim, scores)``, ``begin_backward(dout, q, out, lse, delta, scores)``.
 
     The backward is given the *global* lse, that of all keys, and the global out, or delta = rowsum(dout · out) - dlse
     if it ``uses_delta``; so partial gradients add up to the whole. Where a kernel ``rounds``, they come back in the
@@ -140,8 +171,8 @@ class Kernel:
 
     name: str
     capability: Capability
-    begin_forward: Callable[[Tensor, int, float], ForwardPass]
-    begin_backward: Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, float], BackwardPass]
+    begin_forward: Callable[[Tensor, int, Scores], ForwardPass]
+    begin_backward: Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Scores], BackwardPass]
     uses_delta: bool
     rounds: bool
 
@@ -188,6 +219,12 @@ def shortfalls(capability: Capability, request: Request) -> list[str]:
         missing.append("a gradient through lse")
     if request.deterministic and not capability.deterministic:
         missing.append("a deterministic backward")
+    reproducible = capability.deterministic_features
+    for feature in sorted(request.features):
+        if feature not in capability.features:
+            missing.append(f"scores with {feature}")
+        elif request.deterministic and reproducible is not None and feature not in reproducible:
+            missing.append(f"a deterministic gradient of {feature}")
     if request.min_keys < capability.min_keys:
         missing.append(f"tiles of {request.min_keys} keys (needs {capability.min_keys})")
     # Asked last, and only where it decides: the answer may import a package.

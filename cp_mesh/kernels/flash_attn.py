@@ -5,9 +5,10 @@ stride and rows that start at multiples of 16 bytes, and write gradients into su
 given the global out and lse they return a tile's share of the gradients, rounded to the inputs' dtype. None of them
 waits for the device.
 
-FlashAttention-4 compiles at the first call of each variant: dtype, head dims, heads per kv head, which sides of the
-band are bounded, one block of rows or more. Lengths, strides, the bounds themselves and the scale are no part of it, so
-the tiles of a ring share a few variants. A variant must have been compiled before it is captured in a CUDA graph.
+FlashAttention-4 compiles at the first call of each variant: dtype, head dims, heads per kv head, the softcap, which
+sides of the band are bounded, one block of rows or more. Lengths, strides, the bounds themselves and the scale are no
+part of it, so the tiles of a ring share a few variants. A variant must have been compiled before it is captured in a
+CUDA graph. Its softcap computes tanh with a relative error of 2⁻¹¹.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from cp_mesh.kernels.contract import Capability, Pairs
+from cp_mesh.kernels.contract import Capability, Pairs, Scores
 from cp_mesh.kernels.merge import BackwardTile, merging_kernel
 from cp_mesh.masks import CAUSAL, Band
 
@@ -29,8 +30,8 @@ _HALF = (torch.bfloat16, torch.float16)
 
 # Parameters that the calls below pass by name: other releases, and other packages of that name, have others.
 _FA4_CALLS = {
-    "_flash_attn_fwd": {"softmax_scale", "window_size_left", "window_size_right", "return_lse"},
-    "_flash_attn_bwd": {"softmax_scale", "window_size_left", "window_size_right", "dk", "dv"},
+    "_flash_attn_fwd": {"softmax_scale", "softcap", "window_size_left", "window_size_right", "return_lse"},
+    "_flash_attn_bwd": {"softmax_scale", "softcap", "window_size_left", "window_size_right", "dk", "dv"},
 }
 _FA2_CALLS = {
     "_flash_attn_forward": {"softmax_scale", "causal", "window_size_left", "softcap", "return_softmax"},
@@ -120,13 +121,13 @@ def _narrow(x: Tensor, dim: int) -> Tensor:
     return x if x.shape[3] == dim else x[..., :dim]
 
 
-def _fa4_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scale: float) -> tuple[Tensor, Tensor]:
+def _fa4_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scores: Scores) -> tuple[Tensor, Tensor]:
     left, right = _window(cover, q.shape[2], k.shape[2])
     dim, v_dim = _fa4_head_dims(q, k, v, backward=False)
     # by keyword, and the first two outputs: both lists have grown between releases
     out, lse = import_module("flash_attn.cute.interface")._flash_attn_fwd(
-        q=_bshd(_widen(q, dim)), k=_bshd(_widen(k, dim)), v=_bshd(_widen(v, v_dim)), softmax_scale=scale,
-        window_size_left=left, window_size_right=right, return_lse=True,
+        q=_bshd(_widen(q, dim)), k=_bshd(_widen(k, dim)), v=_bshd(_widen(v, v_dim)), softmax_scale=scores.scale,
+        softcap=scores.softcap, window_size_left=left, window_size_right=right, return_lse=True,
     )[:2]  # fmt: skip
     return _narrow(_bshd(out), v.shape[3]), lse
 
@@ -138,17 +139,18 @@ def _fa4_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, out, dout = *(_widen(x, dim) for x in (t.q, t.k)), *(_widen(x, v_dim) for x in (t.v, t.out, t.dout))
     dk, dv = _writable(t.dk, k), _writable(t.dv, v)
     dq = import_module("flash_attn.cute.interface")._flash_attn_bwd(
-        q=_bshd(q), k=_bshd(k), v=_bshd(v), out=_bshd(out), dout=_bshd(dout), lse=t.lse, softmax_scale=t.scale,
-        window_size_left=left, window_size_right=right, dk=_bshd(dk), dv=_bshd(dv),
+        q=_bshd(q), k=_bshd(k), v=_bshd(v), out=_bshd(out), dout=_bshd(dout), lse=t.lse, softmax_scale=t.scores.scale,
+        softcap=t.scores.softcap or 0.0, window_size_left=left, window_size_right=right, dk=_bshd(dk), dv=_bshd(dv),
     )[0]  # fmt: skip
     return _narrow(_bshd(dq), t.q.shape[3]), _narrow(dk, t.q.shape[3]), _narrow(dv, t.v.shape[3])
 
 
-def _fa3_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scale: float) -> tuple[Tensor, Tensor]:
+def _fa3_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scores: Scores) -> tuple[Tensor, Tensor]:
     # num_splits=0 lets the kernel split the keys, which costs a second kernel and fp32 partial outputs
     out, lse, *_ = torch.ops.flash_attn_3.fwd(
-        _bshd(q), _bshd(k), _bshd(v), softmax_scale=scale, is_causal=cover == CAUSAL, num_splits=1
-    )
+        _bshd(q), _bshd(k), _bshd(v), softmax_scale=scores.scale, is_causal=cover == CAUSAL,
+        softcap=scores.softcap or 0.0, num_splits=1,
+    )  # fmt: skip
     return _bshd(out), lse
 
 
@@ -159,15 +161,17 @@ def _fa3_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
     # the kernel reads lse as packed rows
     torch.ops.flash_attn_3.bwd(
         _bshd(t.dout), _bshd(t.q), _bshd(t.k), _bshd(t.v), _bshd(t.out), t.lse.contiguous(), dq=_bshd(dq),
-        dk=_bshd(dk), dv=_bshd(dv), softmax_scale=t.scale, is_causal=t.cover == CAUSAL,
+        dk=_bshd(dk), dv=_bshd(dv), softmax_scale=t.scores.scale, is_causal=t.cover == CAUSAL,
+        softcap=t.scores.softcap or 0.0,
     )  # fmt: skip
     return dq, dk, dv
 
 
-def _fa2_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scale: float) -> tuple[Tensor, Tensor]:
+def _fa2_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scores: Scores) -> tuple[Tensor, Tensor]:
     out, lse, *_ = import_module("flash_attn.flash_attn_interface")._flash_attn_forward(
-        _bshd(q), _bshd(k), _bshd(v), dropout_p=0.0, softmax_scale=scale, causal=cover == CAUSAL, window_size_left=-1,
-        window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
+        _bshd(q), _bshd(k), _bshd(v), dropout_p=0.0, softmax_scale=scores.scale, causal=cover == CAUSAL,
+        window_size_left=-1, window_size_right=-1, softcap=scores.softcap or 0.0, alibi_slopes=None,
+        return_softmax=False,
     )  # fmt: skip
     return _bshd(out), lse
 
@@ -178,8 +182,8 @@ def _fa2_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
     # the kernel reads lse as packed rows
     import_module("flash_attn.flash_attn_interface")._flash_attn_backward(
         _bshd(t.dout), _bshd(t.q), _bshd(t.k), _bshd(t.v), _bshd(t.out), t.lse.contiguous(), _bshd(dq), _bshd(dk),
-        _bshd(dv), dropout_p=0.0, softmax_scale=t.scale, causal=t.cover == CAUSAL, window_size_left=-1,
-        window_size_right=-1, softcap=0.0, alibi_slopes=None, deterministic=False,
+        _bshd(dv), dropout_p=0.0, softmax_scale=t.scores.scale, causal=t.cover == CAUSAL, window_size_left=-1,
+        window_size_right=-1, softcap=t.scores.softcap or 0.0, alibi_slopes=None, deterministic=False,
     )  # fmt: skip
     return dq, dk, dv
 
@@ -197,6 +201,7 @@ FA4 = merging_kernel(
         head_dim_multiple=8,
         v_head_dim=True,
         deterministic=False,
+        features=frozenset({"softcap"}),
         lacking=_fa4_lacks,
     ),
     _fa4_forward,
@@ -212,6 +217,7 @@ FA3 = merging_kernel(
         max_head_dim=256,
         head_dim_multiple=8,
         deterministic=False,
+        features=frozenset({"softcap"}),
         lacking=_fa3_lacks,
     ),
     _fa3_forward,
@@ -229,6 +235,7 @@ FA2_PACKAGE = merging_kernel(
         wide_heads_on=((8, 0), (9, 0), (10, 0)),
         head_dim_multiple=8,
         deterministic=False,
+        features=frozenset({"softcap"}),
         lacking=_fa2_lacks,
     ),
     _fa2_forward,

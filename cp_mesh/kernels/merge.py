@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from cp_mesh.kernels.combine import OutputSum, RowSum
-from cp_mesh.kernels.contract import Capability, Kernel, KernelTile, Pairs, Piece, accumulation_dtype
+from cp_mesh.kernels.contract import Capability, Kernel, KernelTile, Pairs, Piece, Scores, accumulation_dtype
 from cp_mesh.masks import CAUSAL, FULL, Band
 from cp_mesh.schedule import split_causal
 
-# (q, k, v, cover, scale) -> the tile's own (out, lse); lse in the units of `contract`
-TileForward = Callable[[Tensor, Tensor, Tensor, Band | Pairs, float], tuple[Tensor, Tensor]]
+# (q, k, v, cover, scores) -> the tile's own (out, lse); lse in the units of `contract`
+TileForward = Callable[[Tensor, Tensor, Tensor, Band | Pairs, Scores], tuple[Tensor, Tensor]]
 # -> the tile's contribution to (dq, dk, dv)
 TileBackward = Callable[["BackwardTile"], tuple[Tensor, Tensor, Tensor]]
 Prepare = Callable[[Sequence[KernelTile]], Sequence[KernelTile]]
@@ -43,7 +43,7 @@ class BackwardTile:
     lse: Tensor
     delta: Tensor | None
     cover: Band | Pairs
-    scale: float
+    scores: Scores
     dk: Tensor | None = None
     dv: Tensor | None = None
 
@@ -69,13 +69,13 @@ def merging_kernel(
     """
     prepare: Prepare = _squares if squares else list
 
-    def begin_forward(q: Tensor, v_head_dim: int, scale: float) -> MergingForward:
-        return MergingForward(forward, prepare, q, v_head_dim, scale)
+    def begin_forward(q: Tensor, v_head_dim: int, scores: Scores) -> MergingForward:
+        return MergingForward(forward, prepare, q, v_head_dim, scores)
 
     def begin_backward(
-        dout: Tensor, q: Tensor, out: Tensor | None, lse: Tensor, delta: Tensor | None, scale: float
+        dout: Tensor, q: Tensor, out: Tensor | None, lse: Tensor, delta: Tensor | None, scores: Scores
     ) -> SummingBackward:
-        return SummingBackward(backward, prepare, dout, q, out, lse, delta, scale)
+        return SummingBackward(backward, prepare, dout, q, out, lse, delta, scores)
 
     return Kernel(name, capability, begin_forward, begin_backward, uses_delta, rounds)
 
@@ -111,8 +111,8 @@ def _rows(x: Tensor, rows: tuple[int, int]) -> Tensor:
 class MergingForward:
     """`contract.ForwardPass` over a tile kernel."""
 
-    def __init__(self, tile_forward: TileForward, prepare: Prepare, q: Tensor, v_head_dim: int, scale: float) -> None:
-        self._tile_forward, self._prepare, self._q, self._scale = tile_forward, prepare, _dense_rows(q), scale
+    def __init__(self, tile_forward: TileForward, prepare: Prepare, q: Tensor, v_head_dim: int, scores: Scores) -> None:
+        self._tile_forward, self._prepare, self._q, self._scores = tile_forward, prepare, _dense_rows(q), scores
         self._like = q
         self._sum = OutputSum((*q.shape[:3], v_head_dim), accumulation_dtype(q.dtype), q.device)
 
@@ -120,11 +120,11 @@ class MergingForward:
         k, v = _dense_rows(k), _dense_rows(v)
         for tile in self._prepare(tiles):
             q_rows = _rows(self._q, tile.q)
-            out, lse = self._tile_forward(q_rows, _rows(k, tile.k), _rows(v, tile.k), tile.cover, self._scale)
+            out, lse = self._tile_forward(q_rows, _rows(k, tile.k), _rows(v, tile.k), tile.cover, self._scores)
             self._sum.add(tile.q[0], out, lse)
 
     def finish(self, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        return self._sum.finish(self._like, self._q.dtype, into)
+        return self._sum.finish(self._like, self._q.dtype, into, self._scores.sinks)
 
 
 class SummingBackward:
@@ -139,9 +139,9 @@ class SummingBackward:
         out: Tensor | None,
         lse: Tensor,
         delta: Tensor | None,
-        scale: float,
+        scores: Scores,
     ) -> None:
-        self._tile_backward, self._prepare, self._scale = tile_backward, prepare, scale
+        self._tile_backward, self._prepare, self._scores = tile_backward, prepare, scores
         self._dout, self._q, self._lse, self._delta = _dense_rows(dout), _dense_rows(q), lse, delta
         self._out = None if out is None else _dense_rows(out)
         self._dtype = accumulation_dtype(q.dtype)
@@ -177,7 +177,7 @@ class SummingBackward:
         k, v = (_rows(_dense_rows(x), tile.k) for x in (k, v))
         if dk is not None and dk.dtype != k.dtype:  # a buffer for fp32 sums: not where a kernel can write
             dk = dv = None
-        dq, dk, dv = self._tile_backward(BackwardTile(dout, q, k, v, out, lse, delta, tile.cover, self._scale, dk, dv))
+        dq, dk, dv = self._tile_backward(BackwardTile(dout, q, k, v, out, lse, delta, tile.cover, self._scores, dk, dv))
         self._dq.add(tile.q[0], dq)
         return Piece(tile.k[0], dk, dv)
 
