@@ -344,8 +344,8 @@ def kernel_types(argument: Any, path: tuple[int, ...], constants: dict, divisibl
     if isinstance(argument, Tensor):
         divisible[path] = [["tt.divisibility", 16]]
         return {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[argument.dtype]
-    if argument == 1:
-        constants[path] = 1
+    if argument is None or argument == 1:
+        constants[path] = argument
         return "constexpr"
     if argument % 16 == 0:
         divisible[path] = [["tt.divisibility", 16]]

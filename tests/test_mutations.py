@@ -145,8 +145,8 @@ MUTATIONS = [
     Mutation(
         "rank among all processes instead of the group's",
         "plan.py",
-        "seq_len, group.size(), group.rank(), options",
-        "seq_len, group.size(), dist.get_rank() // (dist.get_world_size() // group.size()), options",
+        "group.rank(),",
+        "dist.get_rank() // (dist.get_world_size() // group.size()),",
         "parity on the last axis",
     ),
     # The transport.
