@@ -50,6 +50,7 @@ def attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     bias: Tensor | None = None,
     dropout_p: float = 0.0,
     method: str = "auto",
@@ -65,9 +66,11 @@ def attention(
     of a DTensor is the sequence *in layout order*, so ``Shard(seq_dim)`` on cp is an ordinary contiguous shard.
     Grouped-query attention is fewer kv heads, in torch's head order. Inputs are never written.
 
-    Tensors of the scores (sinks) are equal on every cp rank; their gradients are this rank's share, whose sum over
-    ranks is the gradient. Beside DTensors they are local tensors, of this rank's heads, or DTensors on the same mesh,
-    sharded where query's heads are and else replicated; the gradients are then partial.
+    A score is softcap(scale · q·k), less slopes, plus tables and bias, and then masked. Tensors of the scores are equal
+    on every cp rank, but for the rows of a bias; their gradients are this rank's share, whose sum over ranks is the
+    gradient. Beside DTensors they are local tensors, of what this rank holds, or DTensors on the same mesh, sharded
+    where query's heads are (a bias: as query's batch, heads and rows are) and else replicated; their gradients are then
+    partial.
 
     Args:
         query: [B, H, S, D], [B, S, H, D] or packed [T, H, D]; S (T) is this rank's rows for local tensors. float64,
@@ -86,7 +89,11 @@ def attention(
         softcap: bound of the scores: cap · tanh(scale · q·k / cap). None: there is none.
         sinks: [H], logits that join the denominator of each head's softmax and bring no value; H is that of this rank's
             query, for local tensors. lse leaves them out.
-        alibi_slopes, bias, dropout_p: not available yet; anything but the default is refused.
+        alibi_slopes: [H], what a score loses for each token of distance: slope · |p - t|.
+        relative_bias: a table [H, 2R + 1], what a score gains at the distance p - t: table[h, clip(p - t, -R, R) + R].
+        bias: [1 or B, 1 or H, 1 or S, seq_len] in every format, what a score gains: this rank's rows against all keys,
+            in *original* order of keys.
+        dropout_p: not available yet; anything but 0.0 is refused.
         method: "auto" or "ring".
         kernel: "auto", "fa4", "fa3", "cudnn", "fa2", "fa2_package", "efficient", "cpu_flash" or "reference". "auto"
             takes the first that can serve the call; all ranks must have the same packages installed.
@@ -122,9 +129,9 @@ def attention(
         _check_types(layout, mask, seq_len, scale)
         _check_softcap(softcap)
         _check_chunks_wanted(head_chunks)
-        _refuse_unavailable(alibi_slopes, bias, dropout_p)
+        _refuse_unavailable(dropout_p)
         index = layout.tensor if isinstance(layout, Permuted) else None
-        tensors = Tensors(mask.documents, mask.key_padding, index, sinks)
+        tensors = Tensors(mask.documents, mask.key_padding, index, sinks, alibi_slopes, relative_bias, bias)
         query, key, value = _autocast(query, key, value)
         _check_format(query, key, value, seq_dim)
         if isinstance(query, DTensor):
@@ -147,7 +154,9 @@ def attention(
             transport=transport,
             head_chunks=head_chunks or 0,
             deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
-            differentiable_lse=return_lse and torch.is_grad_enabled() and _any_requires_grad(query, key, value),
+            differentiable_lse=return_lse
+            and torch.is_grad_enabled()
+            and _any_requires_grad(query, key, value, alibi_slopes, relative_bias, bias),
         )
         if not compiling:  # this Python is traced once only; in compiled code the op makes the same checks, every call
             q, k, v = (to_bhsd(_to_local(x.detach()), seq_dim) for x in (query, key, value))
@@ -374,14 +383,9 @@ def _score_placements(name: str, x: Tensor, query: DTensor, seq_dim: int) -> tup
     return [row[0] for row in rows], [row[1] for row in rows]
 
 
-def _refuse_unavailable(alibi_slopes: Tensor | None, bias: Tensor | None, dropout_p: float) -> None:
-    for name, given, default in (
-        ("alibi_slopes", alibi_slopes is not None, None),
-        ("bias", bias is not None, None),
-        ("dropout_p", dropout_p != 0.0, 0.0),
-    ):
-        if given:
-            raise UnsupportedError(f"attention: {name} is not available yet; {name}={default} works")
+def _refuse_unavailable(dropout_p: float) -> None:
+    if dropout_p != 0.0:
+        raise UnsupportedError("attention: dropout_p is not available yet; dropout_p=0.0 works")
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -481,5 +485,5 @@ def _to_local_or_none(x: Tensor | None) -> Tensor | None:
     return None if x is None else _to_local(x.detach())
 
 
-def _any_requires_grad(*tensors: Tensor) -> bool:
-    return any(x.requires_grad for x in tensors)
+def _any_requires_grad(*tensors: Tensor | None) -> bool:
+    return any(x is not None and x.requires_grad for x in tensors)

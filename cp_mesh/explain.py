@@ -15,7 +15,7 @@ from cp_mesh.kernels.contract import Kernel, Request, accumulation_dtype
 from cp_mesh.layouts import Layout, ZigZag
 from cp_mesh.masks import Band, Mask
 from cp_mesh.memory import Sizes, extra_memory
-from cp_mesh.plan import SCORE_OPTIONS, Operand, choose_head_chunks
+from cp_mesh.plan import SCORE_OPTIONS, Operand, choose_head_chunks, covers_of
 from cp_mesh.schedule import Schedule, Tile, make_schedule, num_rows
 
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
@@ -44,7 +44,7 @@ def explain(
         seq_len: tokens in the whole sequence.
         cp_size: number of ranks, at most 36 for the picture.
         layout, mask: as in `cp_mesh.attention`.
-        scores: names of the options of the scores that the call uses, as in `cp_mesh.attention`: "softcap", "sinks".
+        scores: names of the options of the scores that the call uses, as in `cp_mesh.attention`.
         device: device type, "cpu" or "cuda", for which ``kernel="auto"`` is resolved.
         compute_capability: that of the CUDA device; None: (9, 0), Hopper, for "cuda".
         dtype: dtype of q, k and v.
@@ -80,17 +80,18 @@ def explain(
             known = ", ".join(SCORE_OPTIONS)
             raise ArgumentError(describe("explain: scores", f"names of {known}", repr(name), "see attention"))
     schedules = [make_schedule(layout, mask, seq_len, cp_size, rank) for rank in range(cp_size)]
+    features = frozenset(scores) - {"sinks"}
     request = Request(
         device,
         compute_capability or ((9, 0) if device == "cuda" else (0, 0)),
         dtype,
-        schedules[0].covers,
+        covers_of(schedules[0], features),
         head_dim,
         head_dim,
         differentiable_lse=False,
         deterministic=False,
         min_keys=schedules[0].min_keys,
-        features=frozenset(scores) - {"sinks"},
+        features=features,
     )
     owner = torch.empty(seq_len, dtype=torch.int64)
     for rank in range(cp_size):

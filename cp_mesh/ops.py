@@ -62,7 +62,7 @@ def _plan(
 def _agree(plan: Plan, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, seq_dim: int) -> None:
     """Check mode: compare everything that must be equal on all cp ranks."""
     shapes = [tuple(to_bhsd(x, seq_dim).shape) for x in (q, k, v)]
-    options = plan.options
+    options, bias = plan.options, None if tensors.bias is None else tensors.bias.shape  # its rows are each rank's own
     require_agreement(
         plan.group,
         {
@@ -77,6 +77,7 @@ def _agree(plan: Plan, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, seq_di
             "sinks": fingerprint(tensors.sinks),
             "alibi_slopes": fingerprint(tensors.alibi_slopes),
             "relative_bias": fingerprint(tensors.relative_bias),
+            "bias": str(bias and (bias[0], bias[1], bias[3])),
             "dropout_seed": fingerprint(tensors.dropout_seed),
             "options": f"scale={options.scale} softcap={options.softcap} "
             f"method={options.method} kernel={options.kernel} "
@@ -154,7 +155,8 @@ def attention_backward_op(
             raise UnsupportedError(f"kernel {plan.kernel.name!r} takes no gradient of lse; kernel='reference' does")
         dlse = _lse_to_bhs(dlse, seq_dim)
     with _no_autocast(q):
-        *grads, of_scores = ring_backward(dout, q, k, v, out, lse, dlse, plan, wanted.split(","))
+        names = wanted.split(",") if wanted else ()
+        *grads, of_scores = ring_backward(dout, q, k, v, out, lse, dlse, plan, names)
     dq, dk, dv = (from_bhsd(x, seq_dim) for x in grads)
     dsinks, dslopes, dtable, dbias = (_graded(getattr(tensors, name), of_scores.get(name), q) for name in GRADED)
     return dq, dk, dv, dsinks, dslopes, dtable, dbias
@@ -262,7 +264,9 @@ def score_placements(name: str, shape: Sequence[int], part: str) -> tuple[Placem
         Its placement and that of its gradient.
     """
     dims = {"heads": 0} if name in ("sinks", "alibi_slopes", "relative_bias") else {}
-    if (dim := dims.get(part)) is not None:
+    if name == "bias":
+        dims = {"batch": 0, "heads": 1, "sequence": 2}
+    if (dim := dims.get(part)) is not None and (name != "bias" or shape[dim] > 1):
         return Shard(dim), Shard(dim)
     return Replicate(), Replicate() if part == "whole" else Partial()
 

@@ -9,7 +9,7 @@ ranks, and the number of local rows where shards are unequal. Check mode finds b
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
@@ -21,7 +21,16 @@ from torch import Tensor
 
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe
 from cp_mesh.kernels import KERNELS, choose_kernel
-from cp_mesh.kernels.contract import Kernel, KernelTile, Pairs, Request, Scores, accumulation_dtype, shortfalls
+from cp_mesh.kernels.contract import (
+    POSITIONAL,
+    Kernel,
+    KernelTile,
+    Pairs,
+    Request,
+    Scores,
+    accumulation_dtype,
+    shortfalls,
+)
 from cp_mesh.layouts import Layout, parse_layout
 from cp_mesh.masks import Band, Mask, parse_mask
 from cp_mesh.schedule import Schedule, Stage, Tile, make_schedule
@@ -29,7 +38,7 @@ from cp_mesh.transport import TRANSPORTS, make_transport
 from cp_mesh.transport.contract import Transport
 
 METHODS = ("auto", "ring")
-SCORE_OPTIONS = ("softcap", "sinks")
+SCORE_OPTIONS = ("softcap", "sinks", "alibi_slopes", "relative_bias", "bias")
 """Names of arguments of `cp_mesh.attention` that change the scores."""
 CHUNK_BYTES = 512 << 20  # K and V that a rank fetches, for the heads of one chunk
 
@@ -124,7 +133,7 @@ class Plan:
         return [KernelTile(tile.q, tile.k, self._cover(tile, stage, queries)) for tile in tiles]
 
     def _cover(self, tile: Tile, stage: Stage | None, queries: bool) -> Band | Pairs:
-        if isinstance(tile.cover, Band):
+        if isinstance(tile.cover, Band) and not self.scores.needs_positions:
             return tile.cover
         own = self._positions(None)
         fetched = self._positions(stage)
@@ -167,7 +176,7 @@ def make_plan(
     Args:
         q: [B, H, S_local, D]; k: [B, K, S_local, D]; v: [B, K, S_local, Dv].
         tensors: documents and key_padding [B or 1, seq_len] or [seq_len], the index of a `Permuted` layout [seq_len],
-            and sinks [H].
+            and the scores' as in `check_scores`.
         seq_len: length of the whole sequence, in tokens.
         group: the cp group.
         options: the call's static options.
@@ -178,7 +187,7 @@ def make_plan(
     # Where the mask or the layout has tensors, the call depends on their content, which is no cache key.
     by_content = tensors.documents, tensors.key_padding, tensors.layout_index
     resolve = _resolve_once if all(x is None for x in by_content) else _resolve
-    check_scores(q, tensors)
+    check_scores(q, tensors, seq_len)
     scores = make_scores(options, tensors, accumulation_dtype(q.dtype))
     layout, mask, schedule, kernel_name, head_chunks, fetches_queries, gradient_dtype = resolve(
         Operand.of(q),
@@ -213,23 +222,42 @@ def make_scores(options: Options, tensors: Tensors, dtype: torch.dtype) -> Score
         options.scale,
         options.softcap or None,
         None if tensors.sinks is None else tensors.sinks.to(dtype).contiguous(),
+        None if tensors.alibi_slopes is None else tensors.alibi_slopes.to(dtype).contiguous(),
+        None if tensors.relative_bias is None else tensors.relative_bias.to(dtype).contiguous(),
+        tensors.bias,
     )
 
 
-def check_scores(q: Tensor, tensors: Tensors) -> None:
+def covers_of(schedule: Schedule, features: Collection[str]) -> frozenset[str]:
+    """The covers of the tiles that a kernel will see, on all ranks."""
+    positional = bool(schedule.covers) and not POSITIONAL.isdisjoint(features)
+    return frozenset({"pairs"}) if positional else schedule.covers
+
+
+def check_scores(q: Tensor, tensors: Tensors, seq_len: int) -> None:
     """Shapes, dtypes and devices of the scores' tensors against those of this rank's q [B, H, S_local, D]."""
-    H = q.shape[1]
-    for name, shape in (("sinks", (H,)),):
+    B, H, S, _ = q.shape
+    shapes: dict[str, tuple[tuple[int | None, ...], ...]] = {  # the sizes that each dim may have; None: odd ones
+        "sinks": ((H,),),
+        "alibi_slopes": ((H,),),
+        "relative_bias": ((H,), (None,)),
+        "bias": ((1, B), (1, H), (1, S), (seq_len,)),
+    }
+    for name, dims in shapes.items():
         x = getattr(tensors, name)
         if x is None:
             continue
-        if tuple(x.shape) != shape or not x.is_floating_point():
+        fits = x.ndim == len(dims) and all(
+            size in allowed or (allowed == (None,) and size % 2) for size, allowed in zip(x.shape, dims, strict=True)
+        )
+        if not fits or not x.is_floating_point():
+            words = ("odd" if allowed == (None,) else " or ".join(map(str, allowed)) for allowed in dims)
             raise ArgumentError(
                 describe(
                     name,
-                    f"floating point, shape {list(shape)}: of the query heads on this rank",
+                    f"floating point, shape [{', '.join(words)}] with the query heads on this rank",
                     f"{x.dtype} {tuple(x.shape)}",
-                    "with heads sharded, give each rank those of its heads",
+                    "with heads or rows sharded, give each rank those that it holds",
                 )
             )
         if x.device != q.device:
@@ -297,7 +325,7 @@ def _resolve(
         device=q.device.type,
         compute_capability=_compute_capability(q.device),
         dtype=q.dtype,
-        covers=schedule.covers,
+        covers=covers_of(schedule, features),
         head_dim=q.shape[3],
         v_head_dim=v.shape[3],
         differentiable_lse=options.differentiable_lse,
@@ -317,7 +345,9 @@ def _resolve(
     head_chunks = choose_head_chunks(options.head_chunks, q, k, v, schedule)
     rounded = kernel.rounds and not schedule.overlapping
     gradient_dtype = q.dtype if rounded else accumulation_dtype(q.dtype)
-    fetches_queries = kernel.uses_delta and _queries_are_fewer(q, k, v, schedule, gradient_dtype)
+    # the rows of a bias are those of this rank's queries, and do not travel
+    may_fetch_queries = kernel.uses_delta and "bias" not in features
+    fetches_queries = may_fetch_queries and _queries_are_fewer(q, k, v, schedule, gradient_dtype)
     return layout, mask, schedule, kernel.name, head_chunks, fetches_queries, gradient_dtype
 
 

@@ -20,12 +20,13 @@ Heads may be computed in chunks, one after the other: buffers are those of one c
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from cp_mesh.kernels.combine import RowSum
-from cp_mesh.kernels.contract import KernelTile, Scores, accumulation_dtype, make_delta
+from cp_mesh.kernels.contract import KernelTile, ScoreGradients, Scores, accumulation_dtype, make_delta
 from cp_mesh.plan import Plan
 from cp_mesh.transport.contract import Transport
 from cp_mesh.transport.packing import Packing
@@ -45,8 +46,8 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, T
         return _forward(q, k, v, plan.scores, plan, None)
     out = q.new_empty((*q.shape[:3], v.shape[3]))
     lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
-    for (q_c, k_c, v_c, out_c, lse_c), scores in _by_head_chunks((q, k, v, out, lse), plan):
-        _forward(q_c, k_c, v_c, scores, plan, (out_c, lse_c))
+    for heads, (q_c, k_c, v_c, out_c, lse_c) in _by_head_chunks((q, k, v, out, lse), plan):
+        _forward(q_c, k_c, v_c, plan.scores.heads(*heads), plan, (out_c, lse_c))
     return out, lse
 
 
@@ -84,13 +85,15 @@ def ring_backward(
         out, lse: the forward's results.
         dlse: [B, H, S_local] or None, the gradient of lse.
         plan: the forward's plan.
-        wanted: "sinks", to have its gradient.
+        wanted: which of sinks, alibi_slopes, relative_bias and bias need a gradient.
 
     Returns:
         dq, dk, dv in the inputs' dtype; and what was wanted by name, this rank's share of a sum over ranks, in the
         accumulation dtype.
     """
     of_scores = {}
+    scores = replace(plan.scores, wanted=frozenset(wanted) - {"sinks"})
+    of_tiles = ScoreGradients.zeros(scores, accumulation_dtype(q.dtype))
     if (sinks := plan.scores.sinks) is not None:
         if "sinks" in wanted:
             of_scores["sinks"] = gradient_of_sinks(dout, out, lse, sinks)
@@ -101,9 +104,11 @@ def ring_backward(
         kept, visit = make_delta(dout, out, dlse), _visit_queries if plan.fetches_queries else _visit_keys
     else:
         kept, visit = out, _visit_keys
-    for chunk, scores in _by_head_chunks((dout, q, k, v, kept, lse, *grads), plan):
+    for heads, chunk in _by_head_chunks((dout, q, k, v, kept, lse, *grads), plan):
         with plan.open_transport() as transport:
-            visit(*chunk, scores=scores, plan=plan, transport=transport)
+            of_chunk = visit(*chunk, scores=scores.heads(*heads), plan=plan, transport=transport)
+        of_tiles.part(heads=heads).add_(of_chunk)
+    of_scores |= {name: getattr(of_tiles, name) for name in scores.wanted}
     dq, dk, dv = grads
     return dq, dk, dv, of_scores
 
@@ -135,7 +140,7 @@ def _visit_keys(
     scores: Scores,
     plan: Plan,
     transport: Transport,
-) -> None:
+) -> ScoreGradients:
     """Write dq, dk and dv of these heads; keys and values travel, and their gradients home."""
     route, dtype = plan.schedule.keys, accumulation_dtype(q.dtype)
     incoming = transport.fetch((k, v), route)
@@ -164,6 +169,7 @@ def _visit_keys(
     backward.finish(dq)
     dk_sum.finish(dk)
     dv_sum.finish(dv)
+    return backward.score_gradients()
 
 
 def _visit_queries(
@@ -180,7 +186,7 @@ def _visit_queries(
     scores: Scores,
     plan: Plan,
     transport: Transport,
-) -> None:
+) -> ScoreGradients:
     """Write dq, dk and dv of these heads; queries travel with what their gradients need, and dq home."""
     route, dtype = plan.schedule.queries, accumulation_dtype(q.dtype)
     # One dtype on the wire: lse and delta have no other that is exact.
@@ -188,6 +194,7 @@ def _visit_queries(
     incoming = transport.fetch(travelling, route)
     outgoing = transport.deliver(Packing.of((q,), dtype), route)
     dq_sum, dk_sum, dv_sum = (RowSum(x.shape, dtype, x.device) for x in (q, k, v))
+    of_scores = ScoreGradients.zeros(scores, dtype)
 
     def visit(q: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tiles: Sequence[KernelTile], into: Tensor) -> None:
         backward = plan.kernel.begin_backward(dout, q, None, lse, delta, scores)
@@ -195,6 +202,7 @@ def _visit_queries(
             dk_sum.add(piece.begin, piece.dk)
             dv_sum.add(piece.begin, piece.dv)
         backward.finish(into)
+        of_scores.add_(backward.score_gradients())
 
     def collect() -> None:
         for arrived in outgoing.collect():
@@ -215,15 +223,19 @@ def _visit_queries(
     dq_sum.finish(dq)
     dk_sum.finish(dk)
     dv_sum.finish(dv)
+    return of_scores
 
 
-def _by_head_chunks(tensors: Sequence[Tensor], plan: Plan) -> Iterator[tuple[tuple[Tensor, ...], Scores]]:
-    """Views of [B, heads, ...] tensors: a chunk of the kv heads at a time, with the query heads that read them."""
+def _by_head_chunks(tensors: Sequence[Tensor], plan: Plan) -> Iterator[tuple[tuple[int, int], tuple[Tensor, ...]]]:
+    """Views of [B, heads, ...] tensors: a chunk of the kv heads at a time, with the query heads that read them.
+
+    The first tensor has query heads, whose range comes with the views.
+    """
     if plan.head_chunks == 1:  # most calls; a view of each tensor takes as long on the host as a kernel's launch
-        yield tuple(tensors), plan.scores
+        yield (0, tensors[0].shape[1]), tuple(tensors)
         return
     first = 0
     for chunk in zip(*(x.chunk(plan.head_chunks, dim=1) for x in tensors), strict=True):
         heads = chunk[0].shape[1]
-        yield chunk, plan.scores.heads(first, first + heads)
+        yield (first, first + heads), chunk
         first += heads

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_mesh.agreement import check_mode
 from cp_mesh.attention import attention
 from cp_mesh.errors import ArgumentError, describe
-from cp_mesh.kernels.contract import Kernel, KernelTile, Pairs, Scores, make_delta
+from cp_mesh.kernels.contract import Kernel, KernelTile, Pairs, Scores, accumulation_dtype, make_delta
 from cp_mesh.kernels.reference import REFERENCE
 from cp_mesh.layouts import Contiguous, Layout, Permuted, ZigZag
 from cp_mesh.masks import Mask
@@ -91,8 +91,9 @@ def verify(
         mesh: the 1-D mesh of the cp axis; call on all of its ranks.
         layout, mask, kernel, transport, head_chunks, deterministic: as in `cp_mesh.attention`; prove the settings that
             will train. A mask with tensors needs ``seq_len``, their length.
-        scores: options of the scores by their names in `cp_mesh.attention`: softcap, sinks. Tensors are equal on all
-            ranks; gradients of theirs are summed over ranks and compared too.
+        scores: options of the scores by their names in `cp_mesh.attention`: softcap, sinks, alibi_slopes,
+            relative_bias, bias. Tensors are equal on all ranks, a bias is that of the whole sequence, [.., S or 1, S]
+            in original order; their gradients are compared too.
         seq_len: tokens in the whole sequence; None: 256 per rank. O(seq_len²) work on every rank.
         batch, num_heads, num_kv_heads, head_dim: sizes of q, k, v.
         dtype: dtype of q, k, v.
@@ -129,8 +130,11 @@ def verify(
     whole_tensors = {name: x.detach().to(device) for name, x in given.items() if isinstance(x, Tensor)}
     if dtype == torch.float64:  # else their gradients were rounded to less
         whole_tensors |= {name: x.double() for name, x in whole_tensors.items() if x.is_floating_point()}
-    leaves = {name: x.clone().requires_grad_() for name, x in whole_tensors.items() if x.is_floating_point()}
-    settings |= given | whole_tensors | leaves
+    held = dict(whole_tensors)
+    if "bias" in held and held["bias"].shape[2] > 1:
+        held["bias"] = held["bias"][:, :, rows]
+    leaves = {name: x.clone().requires_grad_() for name, x in held.items() if x.is_floating_point()}
+    settings |= given | held | leaves
     with check_mode():
         out = attention(*local, mesh=mesh, seq_dim=2, seq_len=seq_len, **settings)
         with torch.no_grad():
@@ -139,18 +143,21 @@ def verify(
     grads = torch.autograd.grad(out, [*local, *leaves.values()], dout[:, :, rows])
     options = Options(layout.spec(), mask.spec(), head_dim**-0.5, given.get("softcap") or 0.0, kernel=kernel)
     index = layout.tensor if isinstance(layout, Permuted) else None
-    tensors = Tensors(mask.documents, mask.key_padding, index, **whole_tensors)
+    tensors = Tensors(mask.documents, mask.key_padding, index, **held)
     plan = make_plan(q[:, :, rows], k[:, :, rows], v[:, :, rows], tensors, seq_len, group, options)
-    exact_scores = make_scores(options, tensors, torch.float64)
+    whole_scores = [
+        replace(make_scores(options, Tensors(**whole_tensors), to), wanted=frozenset(leaves) - {"sinks"})
+        for to in (torch.float64, accumulation_dtype(dtype))
+    ]
     whole = (0, seq_len)
     positions = torch.arange(seq_len, device=device)
     specification = [KernelTile(whole, whole, Pairs(mask.to(positions.device), positions, positions))]
-    exact = _one_device(REFERENCE, specification, exact_scores, *(x.double() for x in (q, k, v, dout)))
+    exact = _one_device(REFERENCE, specification, whole_scores[0], *(x.double() for x in (q, k, v, dout)))
     single = exact
     if dtype != torch.float64:
         schedule = make_schedule(Contiguous(), mask, seq_len, 1, 0)
         tiles = replace(plan, layout=Contiguous(), schedule=schedule).local_tiles
-        single = _one_device(plan.kernel, tiles, plan.scores, q, k, v, dout)
+        single = _one_device(plan.kernel, tiles, whole_scores[1], q, k, v, dout)
     errors, ratios = {}, {}
     for name, got, want, alone in zip(NAMES, (out, lse, *grads[:3]), exact, single, strict=False):
         hidden = want == float("-inf")  # lse of a query that sees no key
@@ -169,14 +176,19 @@ def verify(
         errors[name], ratios[name] = worst.tolist()
     for name, got in zip(leaves, grads[3:], strict=True):
         total, want, alone = got.double(), exact[-1][name].double(), single[-1][name].double()
-        dist.all_reduce(total, group=group)
+        if name == "bias" and want.shape[2] > 1:  # of this rank's rows alone
+            want, alone = want[:, :, rows], alone[:, :, rows]
+        else:
+            dist.all_reduce(total, group=group)
         error = (total - want).square().mean().sqrt()
         # They are few numbers, which scatter around the error of one device: that of rounding them comes on top.
         rounding = torch.finfo(dtype).eps * want.square().mean().sqrt()
         allowed = torch.full_like(error, 1e-10)
         if dtype != torch.float64:
             allowed = 1.5 * (alone - want).square().mean().sqrt() + rounding
-        errors[f"d{name}"], ratios[f"d{name}"] = error.item(), (error / allowed).nan_to_num(float("inf")).item()
+        worst = torch.stack([error, error / allowed]).nan_to_num(float("inf"))
+        dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
+        errors[f"d{name}"], ratios[f"d{name}"] = worst.tolist()
     report = Report(plan.kernel.name, errors, ratios)
     if not report.passed:
         raise VerificationError(report)
@@ -191,14 +203,15 @@ def _one_device(
     forward.step(k, v, tiles)
     out, lse = forward.finish()
     delta = make_delta(dout, out) if kernel.uses_delta else None
-    of_scores, of_all = {}, lse
+    of_sinks, of_all = {}, lse
     if scores.sinks is not None:
-        of_scores["sinks"] = gradient_of_sinks(dout, out, lse, scores.sinks)
+        of_sinks["sinks"] = gradient_of_sinks(dout, out, lse, scores.sinks)
         of_all, _ = include_sinks(lse, None, scores.sinks)
     backward = kernel.begin_backward(dout, q, out, of_all, delta, scores)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     backward.step(k, v, tiles, (dk, dv))
-    return out, lse, backward.finish(torch.empty_like(q)), dk, dv, of_scores
+    of_tensors = of_sinks | vars(backward.score_gradients())
+    return out, lse, backward.finish(torch.empty_like(q)), dk, dv, of_tensors
 
 
 def _rms(x: Tensor) -> Tensor:

@@ -76,6 +76,21 @@ SCORES: dict[str, Callable[[int, int, int], dict[str, Any]]] = {
     "softcap": lambda B, H, S: {"softcap": 1.5},
     "sinks": lambda B, H, S: {"sinks": _numbers(H, S, H) - 1},
     "softcap and sinks": lambda B, H, S: {"softcap": 0.7, "sinks": _numbers(H, S, H)},
+    "alibi": lambda B, H, S: {"alibi_slopes": _numbers(H, S, H).abs() / 4},
+    "table": lambda B, H, S: {"relative_bias": _numbers(H, S, H, 7)},
+    "table of one entry": lambda B, H, S: {"relative_bias": _numbers(H, S, H, 1)},
+    "table of all distances": lambda B, H, S: {"relative_bias": _numbers(H, S, H, 2 * S + 3)},
+    "bias": lambda B, H, S: {"bias": _numbers(H, S, B, H, S, S)},
+    "bias of all heads": lambda B, H, S: {"bias": _numbers(H, S, B, 1, S, S)},
+    "bias of all rows": lambda B, H, S: {"bias": _numbers(H, S, 1, H, 1, S)},
+    "softcap and alibi": lambda B, H, S: {"softcap": 0.7, "alibi_slopes": _numbers(H, S, H)},
+    "every score": lambda B, H, S: {
+        "softcap": 0.7,
+        "sinks": _numbers(H, S, H),
+        "alibi_slopes": _numbers(1, S, H) / 4,
+        "relative_bias": _numbers(2, S, H, 5),
+        "bias": _numbers(3, S, B, H, S, S),
+    },
 }
 """Options of the scores: of batch size, query heads and length; tensors are those of the whole sequence."""
 BANDS = ("causal", "full")

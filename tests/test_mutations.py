@@ -361,6 +361,82 @@ MUTATIONS = [
         "parity",
     ),
     Mutation(
+        "distances of local rows",
+        "plan.py",
+        "if isinstance(tile.cover, Band) and not self.scores.needs_positions:\n            return tile.cover\n",
+        "if isinstance(tile.cover, Band) and not self.scores.needs_positions:\n            return tile.cover\n"
+        "        if isinstance(tile.cover, Band):\n"
+        "            return Pairs(self._device_mask, torch.arange(*tile.q), torch.arange(*tile.k))\n",
+        "parity",
+    ),
+    Mutation(
+        "slopes of the first heads in every chunk",
+        "kernels/contract.py",
+        "self.alibi_slopes[begin:end]",
+        "self.alibi_slopes[: end - begin]",
+        "parity",
+    ),
+    Mutation(
+        "gradients of slopes replace those of other visits",
+        "ring.py",
+        "        of_scores.add_(backward.score_gradients())\n",
+        "        of_scores.part().alibi_slopes is not None and of_scores.alibi_slopes.zero_()\n"
+        "        of_scores.add_(backward.score_gradients())\n",
+        "parity",
+    ),
+    Mutation(
+        "gradients of a table are those of the last tile",
+        "kernels/merge.py",
+        "            self._of_scores.part(rows=tile.q).add_(gradients)\n",
+        "            self._of_scores.relative_bias is not None and self._of_scores.relative_bias.zero_()\n"
+        "            self._of_scores.part(rows=tile.q).add_(gradients)\n",
+        "parity",
+    ),
+    Mutation(
+        "the distances of a table are clipped one early",
+        "kernels/reference.py",
+        "table[:, distance.clamp(-reach, reach) + reach]",
+        "table[:, distance.clamp(1 - reach, reach) + reach]",
+        "parity",
+    ),
+    Mutation(
+        "clipped distances have no gradient",
+        "kernels/reference.py",
+        "    total[:, 0] += (dscores * behind).sum((1, 2))\n",
+        "",
+        "parity",
+    ),
+    Mutation(
+        "columns of a bias in the order of the tile",
+        "kernels/reference.py",
+        "bias = bias.index_select(3, cover.k_pos)",
+        "bias = bias.narrow(3, 0, len(cover.k_pos))",
+        "parity",
+    ),
+    Mutation(
+        "every tile has the first rows of a bias",
+        "kernels/merge.py",
+        "            scores = self._scores.rows(*tile.q)\n            out,",
+        "            scores = self._scores.rows(0, tile.q[1] - tile.q[0])\n            out,",
+        "parity",
+    ),
+    Mutation(
+        "queries travel without their bias",
+        "plan.py",
+        'may_fetch_queries = kernel.uses_delta and "bias" not in features',
+        "may_fetch_queries = kernel.uses_delta",
+        "parity",
+    ),
+    Mutation(
+        "softcap after the biases",
+        "kernels/reference.py",
+        '    x = torch.einsum("bkgid,bkjd->bkgij", q, k) * scores.scale\n',
+        '    x = torch.einsum("bkgid,bkjd->bkgij", q, k) * scores.scale\n'
+        "    if scores.softcap and scores.alibi_slopes is not None:\n"
+        "        x = x + _biases(scores, cover, first_row, q.shape[3], k.shape[1])\n",
+        "parity",
+    ),
+    Mutation(
         "DTensors' gradients of sinks pass for those of all ranks",
         "ops.py",
         'Replicate() if part == "whole" else Partial()',
@@ -545,6 +621,11 @@ FEW = [
     Case("zigzag", "key padding", 13, GQA, scores="sinks", head_chunks=3),
     Case("striped", "causal", 13, MHA, scores="softcap and sinks"),
     Case("contiguous", "causal", 13, scores="sinks"),
+    Case("zigzag", "causal", 13, MHA, scores="softcap and alibi"),
+    Case("contiguous", "window", 13, GQA, 1, scores="every score", head_chunks=3),
+    Case("zigzag", "full", 13, MHA, scores="table"),
+    Case("zigzag", "causal", 13, MHA, scores="bias"),
+    Case("shuffled", "full", 13, GQA, scores="bias of all rows", head_chunks=3),
     Case("striped", "causal", 13, GQA, 2, "cpu_flash", scores="sinks"),
 ]
 

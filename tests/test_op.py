@@ -50,8 +50,9 @@ def tensor_arguments(case: str) -> tuple[Tensors, dict[str, Any]]:
     }[case]
 
 
-def scores(H: int, B: int = 1) -> Tensors:
-    return Tensors(sinks=torch.randn(H, dtype=torch.float64))
+def scores(H: int) -> Tensors:
+    given = {"sinks": (H,), "alibi_slopes": (H,), "relative_bias": (H, 5), "bias": (1, H, S, S)}
+    return Tensors(**{name: torch.randn(shape, dtype=torch.float64) for name, shape in given.items()})
 
 
 TENSORS = ("no tensors", "documents", "all tensors", "cpu_flash", "scores")
@@ -89,12 +90,14 @@ def real_and_fake(rank: int, seq_dim: int, dtype: torch.dtype, Dv: int) -> None:
     out, lse = ops.attention_op(q, k, v, *arguments)
     assert out.is_contiguous() and lse.is_contiguous()
     # Gradients arrive with any strides: of a sum they are expanded, of a transposed result transposed.
-    grads = ops.attention_backward_op(dout.expand_as(out), q, k, v, out, lse, torch.ones_like(lse), *arguments, "sinks")
+    grads = ops.attention_backward_op(
+        dout.expand_as(out), q, k, v, out, lse, torch.ones_like(lse), *arguments, "sinks,bias"
+    )
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:
         fq, fk, fv, fdout = (mode.from_tensor(x) for x in (q, k, v, dout))
         arguments = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in arguments]
         fout, flse = ops.attention_op(fq, fk, fv, *arguments)
-        fgrads = ops.attention_backward_op(fdout, fq, fk, fv, fout, flse, flse, *arguments, "sinks")
+        fgrads = ops.attention_backward_op(fdout, fq, fk, fv, fout, flse, flse, *arguments, "sinks,bias")
     assert describe((fout, flse)) == describe((out, lse))
     assert describe(fgrads) == describe(grads)
 

@@ -300,7 +300,7 @@ CASES: dict[str, Case] = {
     "a kernel without softcap": refused(UNSUPPORTED, "kernel='cpu_flash'", "scores with softcap", "kernel='reference'")(
         lambda: attend(kernel="cpu_flash", softcap=30.0)
     ),
-    "sinks of other heads": refused(ARGUMENT, "sinks", "shape [8]: of the query heads on this rank", "(4,)")(
+    "sinks of other heads": refused(ARGUMENT, "sinks", "shape [8] with the query heads on this rank", "(4,)")(
         lambda: attend(sinks=random(K))
     ),
     "sinks of every row": refused(ARGUMENT, "sinks", "shape [8]", "(2, 8, 6)")(
@@ -315,7 +315,7 @@ CASES: dict[str, Case] = {
     "sinks elsewhere": refused(ARGUMENT, "sinks", "a tensor on cpu", "meta")(
         lambda: attend(sinks=torch.zeros(H, device="meta"))
     ),
-    "sinks of all heads beside heads on tp": refused(ARGUMENT, "sinks", "shape [4]", "(8,)", "heads sharded")(
+    "sinks of all heads beside heads on tp": refused(ARGUMENT, "sinks", "shape [4]", "(8,)", "heads or rows sharded")(
         lambda: attend_placed(cp_tp(), (SHARD_SEQ, Shard(1)), sinks=random(H))
     ),
     "sinks replicated beside heads on tp": refused(ARGUMENT, "sinks's placements", "Shard(dim=0)", "Replicate()")(
@@ -330,11 +330,39 @@ CASES: dict[str, Case] = {
     "a DTensor of sinks beside local tensors": refused(ARGUMENT, "sinks's placements", "a local tensor, as query is")(
         lambda: attend(sinks=place((H,), cp(), REPLICATE))
     ),
-    "alibi": refused(UNSUPPORTED, "alibi_slopes is not available yet", "alibi_slopes=None works")(
-        lambda: attend(alibi_slopes=random(H))
+    "slopes of the kv heads": refused(ARGUMENT, "alibi_slopes", "shape [8]", "(4,)")(
+        lambda: attend(alibi_slopes=random(K))
     ),
-    "bias": refused(UNSUPPORTED, "bias is not available yet", "bias=None works")(
-        lambda: attend(bias=random(B, H, ROWS, S))
+    "a table of even width": refused(ARGUMENT, "relative_bias", "shape [8, odd]", "(8, 6)")(
+        lambda: attend(relative_bias=random(H, 6))
+    ),
+    "a table for each row of the batch": refused(ARGUMENT, "relative_bias", "shape [8, odd]", "(2, 8, 7)")(
+        lambda: attend(relative_bias=random(B, H, 7))
+    ),
+    "bias of local keys": refused(ARGUMENT, "bias", "shape [1 or 2, 1 or 8, 1 or 6, 24]", "(2, 8, 6, 6)")(
+        lambda: attend(bias=random(B, H, ROWS, ROWS))
+    ),
+    "bias of all rows": refused(ARGUMENT, "bias", "1 or 6, 24]", "(2, 8, 24, 24)", "rows sharded")(
+        lambda: attend(bias=random(B, H, S, S))
+    ),
+    "bias without heads": refused(ARGUMENT, "bias", "1 or 6, 24]", "(6, 24)")(lambda: attend(bias=random(ROWS, S))),
+    "a mask for a bias": refused(ARGUMENT, "bias", "floating point", "torch.bool")(
+        lambda: attend(bias=torch.ones(1, 1, ROWS, S, dtype=torch.bool))
+    ),
+    "bias of all heads beside heads on tp": refused(ARGUMENT, "bias", "1 or 4, 1 or 12, 24]", "(2, 8, 12, 24)")(
+        lambda: attend_placed(cp_tp(), (SHARD_SEQ, Shard(1)), bias=random(B, H, S // 2, S))
+    ),
+    "a DTensor of a bias with replicated rows": refused(ARGUMENT, "bias's placements", "Shard(dim=2)")(
+        lambda: attend_placed(cp(), (SHARD_SEQ,), bias=place((B, H, S, S), cp(), REPLICATE))
+    ),
+    "a kernel without positions": refused(UNSUPPORTED, "'pairs' tiles", "scores with alibi_slopes", "'reference'")(
+        lambda: attend(kernel="cpu_flash", alibi_slopes=random(H))
+    ),
+    "a kernel without tables": refused(UNSUPPORTED, "scores with relative_bias", "kernel='reference'")(
+        lambda: attend(kernel="cpu_flash", relative_bias=random(H, 7))
+    ),
+    "a kernel without bias": refused(UNSUPPORTED, "scores with bias", "kernel='reference'")(
+        lambda: attend(kernel="cpu_flash", bias=random(B, H, ROWS, S))
     ),
     "ulysses": refused(UNSUPPORTED, "method='ulysses'", "not exist yet", "method='ring' works")(
         lambda: attend(method="ulysses")

@@ -184,6 +184,9 @@ class Spy:
     def finish(self, *args):
         return self.inner.finish(*args)
 
+    def score_gradients(self):
+        return self.inner.score_gradients()
+
 
 def overlap(rank: int) -> list[tuple[list[str], list[str]]]:
     """Events of forward and backward for causal layouts in which all ranks compute in every step."""

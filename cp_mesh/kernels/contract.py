@@ -12,7 +12,7 @@ in the accumulation dtype (fp64 for fp64 inputs, else fp32); a row with no key h
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 import torch
@@ -35,9 +35,17 @@ class Pairs:
         return self.mask.allowed(self.q_pos[q_rows], self.k_pos[k_rows])
 
 
+POSITIONAL = frozenset({"alibi_slopes", "relative_bias", "bias", "dropout"})
+"""Features of scores that depend on positions; with any of them every tile's cover is a `Pairs`."""
+
+
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """What a score is: softcap(scale · q·k), with softcap(x) = cap · tanh(x / cap); then the mask.
+    """What a score of head h, query position p and key position t is, before the mask:
+
+        softcap(scale · q·k) - slope[h] · |p - t| + table[h, clip(p - t, -R, R) + R] + bias[b, h, row, t]
+
+    with softcap(x) = cap · tanh(x / cap).
 
     Attributes:
         scale: factor on q·k.
@@ -45,20 +53,77 @@ class Scores:
         sinks: [H], accumulation dtype: logits that join the denominator of the head's rows and bring no value. No tile
             knows of them: `ForwardPass.finish` scales out, and leaves lse as it is; a backward is given the lse that
             includes them, and so returns the right gradients.
+        alibi_slopes: [H], accumulation dtype.
+        relative_bias: the table [H, 2R + 1], accumulation dtype.
+        bias: [1 or B, 1 or H, 1 or rows, seq_len], any floating dtype: q's rows, or the tile's, by key *position*.
+        wanted: which of the last three need a gradient.
     """
 
     scale: float
     softcap: float | None = None
     sinks: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    relative_bias: Tensor | None = None
+    bias: Tensor | None = None
+    wanted: frozenset[str] = frozenset()
 
     @property
     def features(self) -> frozenset[str]:
         """What a kernel must be able to do, by the names of `Capability.features`."""
-        return frozenset({"softcap"} if self.softcap else ())
+        names = ("softcap", "alibi_slopes", "relative_bias", "bias")
+        return frozenset(name for name in names if getattr(self, name) is not None)
+
+    @property
+    def needs_positions(self) -> bool:
+        """Whether tiles must tell their positions."""
+        return not self.features.isdisjoint(POSITIONAL)
 
     def heads(self, begin: int, end: int) -> Scores:
         """Those of the query heads begin to end."""
-        return replace(self, sinks=None if self.sinks is None else self.sinks[begin:end])
+        return replace(
+            self,
+            sinks=None if self.sinks is None else self.sinks[begin:end],
+            alibi_slopes=None if self.alibi_slopes is None else self.alibi_slopes[begin:end],
+            relative_bias=None if self.relative_bias is None else self.relative_bias[begin:end],
+            bias=_part(self.bias, 1, begin, end),
+        )
+
+    def rows(self, begin: int, end: int) -> Scores:
+        """Those of the query rows begin to end."""
+        return replace(self, bias=_part(self.bias, 2, begin, end))
+
+
+def _part(bias: Tensor | None, dim: int, begin: int, end: int) -> Tensor | None:
+    return bias if bias is None or bias.shape[dim] == 1 else bias.narrow(dim, begin, end - begin)
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreGradients:
+    """Gradients of `Scores.wanted`, in the accumulation dtype: the sums over some rows of queries and some keys."""
+
+    alibi_slopes: Tensor | None = None
+    relative_bias: Tensor | None = None
+    bias: Tensor | None = None
+
+    @classmethod
+    def zeros(cls, scores: Scores, dtype: torch.dtype) -> ScoreGradients:
+        """Of the shapes of the scores' tensors."""
+        given = {name: getattr(scores, name) for name in scores.wanted}
+        return cls(**{name: torch.zeros_like(x, dtype=dtype) for name, x in given.items()})
+
+    def part(self, heads: tuple[int, int] | None = None, rows: tuple[int, int] | None = None) -> ScoreGradients:
+        """Views of a range of heads, or of a range of rows."""
+        slopes, table, bias = self.alibi_slopes, self.relative_bias, self.bias
+        if heads is not None:
+            slopes, table = (None if x is None else x[heads[0] : heads[1]] for x in (slopes, table))
+            bias = _part(bias, 1, *heads)
+        return ScoreGradients(slopes, table, bias if rows is None else _part(bias, 2, *rows))
+
+    def add_(self, other: ScoreGradients) -> None:
+        """Add in place."""
+        for field in fields(self):
+            if (x := getattr(self, field.name)) is not None:
+                x += getattr(other, field.name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +168,9 @@ class BackwardPass(Protocol):
 
     def finish(self, into: Tensor) -> Tensor:
         """Write dq, rounded once, to a tensor [B, H, S, D] and return it."""
+
+    def score_gradients(self) -> ScoreGradients:
+        """The gradients of `Scores.wanted` from all steps, of q's heads and rows."""
 
 
 @dataclass(frozen=True)

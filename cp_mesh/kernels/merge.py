@@ -15,14 +15,23 @@ import torch
 from torch import Tensor
 
 from cp_mesh.kernels.combine import OutputSum, RowSum
-from cp_mesh.kernels.contract import Capability, Kernel, KernelTile, Pairs, Piece, Scores, accumulation_dtype
+from cp_mesh.kernels.contract import (
+    Capability,
+    Kernel,
+    KernelTile,
+    Pairs,
+    Piece,
+    ScoreGradients,
+    Scores,
+    accumulation_dtype,
+)
 from cp_mesh.masks import CAUSAL, FULL, Band
 from cp_mesh.schedule import split_causal
 
 # (q, k, v, cover, scores) -> the tile's own (out, lse); lse in the units of `contract`
 TileForward = Callable[[Tensor, Tensor, Tensor, Band | Pairs, Scores], tuple[Tensor, Tensor]]
-# -> the tile's contribution to (dq, dk, dv)
-TileBackward = Callable[["BackwardTile"], tuple[Tensor, Tensor, Tensor]]
+# -> the tile's contribution to (dq, dk, dv), and to the gradients of `Scores.wanted` if there are any
+TileBackward = Callable[["BackwardTile"], tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, ScoreGradients]]
 Prepare = Callable[[Sequence[KernelTile]], Sequence[KernelTile]]
 
 
@@ -30,6 +39,7 @@ Prepare = Callable[[Sequence[KernelTile]], Sequence[KernelTile]]
 class BackwardTile:
     """What a tile's gradients depend on; out, lse and delta are those of all keys, for the tile's rows.
 
+    The bias of ``scores`` is that of the tile's rows.
     delta = rowsum(dout · out) - dlse, float32 (float64), is given to kernels that read it, and out to the others.
     dk and dv, if given, are where the kernel may write these gradients: [B, K, n, D] views of k's dtype with unit last
     stride. It returns those very tensors then, or others, which are copied.
@@ -120,7 +130,8 @@ class MergingForward:
         k, v = _dense_rows(k), _dense_rows(v)
         for tile in self._prepare(tiles):
             q_rows = _rows(self._q, tile.q)
-            out, lse = self._tile_forward(q_rows, _rows(k, tile.k), _rows(v, tile.k), tile.cover, self._scores)
+            scores = self._scores.rows(*tile.q)
+            out, lse = self._tile_forward(q_rows, _rows(k, tile.k), _rows(v, tile.k), tile.cover, scores)
             self._sum.add(tile.q[0], out, lse)
 
     def finish(self, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
@@ -146,6 +157,7 @@ class SummingBackward:
         self._out = None if out is None else _dense_rows(out)
         self._dtype = accumulation_dtype(q.dtype)
         self._dq = RowSum(q.shape, self._dtype, q.device)
+        self._of_scores = ScoreGradients.zeros(scores, self._dtype)
 
     def step(
         self, k: Tensor, v: Tensor, tiles: Sequence[KernelTile], into: tuple[Tensor, Tensor] | None = None
@@ -177,12 +189,20 @@ class SummingBackward:
         k, v = (_rows(_dense_rows(x), tile.k) for x in (k, v))
         if dk is not None and dk.dtype != k.dtype:  # a buffer for fp32 sums: not where a kernel can write
             dk = dv = None
-        dq, dk, dv = self._tile_backward(BackwardTile(dout, q, k, v, out, lse, delta, tile.cover, self._scores, dk, dv))
+        scores = self._scores.rows(*tile.q)
+        dq, dk, dv, *of_scores = self._tile_backward(
+            BackwardTile(dout, q, k, v, out, lse, delta, tile.cover, scores, dk, dv)
+        )
+        for gradients in of_scores:
+            self._of_scores.part(rows=tile.q).add_(gradients)
         self._dq.add(tile.q[0], dq)
         return Piece(tile.k[0], dk, dv)
 
     def finish(self, into: Tensor) -> Tensor:
         return self._dq.finish(into)
+
+    def score_gradients(self) -> ScoreGradients:
+        return self._of_scores
 
 
 def _partition(ranges: Sequence[tuple[int, int]], length: int) -> bool:

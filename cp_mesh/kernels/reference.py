@@ -1,6 +1,6 @@
 """The specification: attention in plain PyTorch, any device, fp64-capable, every mask. No other kernel imports it.
 
-Memory is O(ROWS x keys of the tile). With S = softcap(X), X = scale·QKᵀ and P = exp(S - lse): dV = PᵀdO,
+Memory is O(ROWS x keys of the tile). With S = softcap(X) + biases, X = scale·QKᵀ and P = exp(S - lse): dV = PᵀdO,
 dS = P ∘ (dO Vᵀ - delta), dX = dS ∘ softcap'(X), dQ = scale·dX K, dK = scale·dXᵀ Q, where
 delta = rowsum(dO ∘ O) - dlse (FlashAttention-2, arXiv:2307.08691, alg. 2).
 """
@@ -11,7 +11,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from cp_mesh.kernels.contract import Capability, Pairs, Scores, accumulation_dtype
+from cp_mesh.kernels.contract import Capability, Pairs, ScoreGradients, Scores, accumulation_dtype
 from cp_mesh.kernels.merge import BackwardTile, merging_kernel
 from cp_mesh.masks import Band
 
@@ -28,10 +28,64 @@ def _scores(q: Tensor, k: Tensor, cover: Band | Pairs, first_row: int, scores: S
     if scores.softcap is not None:
         tanh = torch.tanh(x / scores.softcap)
         x, slope = scores.softcap * tanh, 1 - tanh.square()
+    if scores.needs_positions:
+        x = x + _biases(scores, cover, first_row, q.shape[3], k.shape[1]).to(x.dtype)
     rows = torch.arange(first_row, first_row + q.shape[3], device=q.device)
     allowed = cover.allowed(rows, torch.arange(k.shape[2], device=q.device))
     allowed = rearrange(allowed, "... i j -> ... 1 1 i j")  # [i, j] broadcasts, [B, i, j] aligns with the batch
     return x.masked_fill(~allowed, float("-inf")), slope
+
+
+def _distance(cover: Band | Pairs, first_row: int, num_rows: int) -> Tensor:
+    """int64 [rows, Sk]: positions of the queries less those of the keys."""
+    assert isinstance(cover, Pairs), "scores that need positions get them"
+    return cover.q_pos[first_row : first_row + num_rows, None] - cover.k_pos
+
+
+def _biases(scores: Scores, cover: Band | Pairs, first_row: int, num_rows: int, num_kv_heads: int) -> Tensor:
+    """What is added to scores: broadcasts to [B, K, G, rows, Sk]."""
+    distance, K = _distance(cover, first_row, num_rows), num_kv_heads
+    total = torch.zeros((), device=distance.device)
+    if (slopes := scores.alibi_slopes) is not None:
+        total = total - rearrange(slopes, "(k g) -> k g 1 1", k=K) * distance.abs()
+    if (table := scores.relative_bias) is not None:
+        reach = table.shape[1] // 2
+        total = total + rearrange(table[:, distance.clamp(-reach, reach) + reach], "(k g) i j -> k g i j", k=K)
+    if (bias := scores.rows(first_row, first_row + num_rows).bias) is not None:
+        assert isinstance(cover, Pairs)
+        bias = bias.index_select(3, cover.k_pos)
+        bias = bias[:, None] if bias.shape[1] == 1 else rearrange(bias, "b (k g) i j -> b k g i j", k=K)
+        total = total + bias
+    return total
+
+
+def _add_gradients(total: ScoreGradients, dscores: Tensor, cover: Band | Pairs, first_row: int) -> None:
+    """Add what dscores [B, H, rows, Sk] of the query rows ``first_row`` onwards contribute."""
+    num_rows = dscores.shape[2]
+    distance = _distance(cover, first_row, num_rows)
+    if total.alibi_slopes is not None:
+        total.alibi_slopes.sub_((dscores * distance.abs()).sum((0, 2, 3)))
+    if total.relative_bias is not None:
+        total.relative_bias.add_(_table_gradient(dscores.sum(0), distance, total.relative_bias.shape[1]))
+    bias = total.part(rows=(first_row, first_row + num_rows)).bias
+    if bias is not None:
+        assert isinstance(cover, Pairs)
+        bias[..., cover.k_pos] += dscores.sum_to_size((*bias.shape[:3], dscores.shape[3]))
+
+
+def _table_gradient(dscores: Tensor, distance: Tensor, width: int) -> Tensor:
+    """[H, width] from [H, rows, Sk]. A query's distances differ, so each has a bin of its own: no sum depends on order.
+
+    The outermost bins, of clipped distances, are summed apart.
+    """
+    reach = width // 2
+    bins = torch.where(distance.abs() < reach, distance + reach, width)
+    of_rows = dscores.new_zeros((*dscores.shape[:2], width + 1)).scatter_(2, bins.expand_as(dscores), dscores)
+    total = of_rows.sum(1)[:, :width]
+    behind = distance <= -reach
+    total[:, 0] += (dscores * behind).sum((1, 2))
+    total[:, -1] += (dscores * ((distance >= reach) & ~behind)).sum((1, 2))
+    return total
 
 
 def _grouped(x: Tensor, num_kv_heads: int, dtype: torch.dtype) -> Tensor:
@@ -55,7 +109,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scores: Score
     )
 
 
-def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradients]:
     dtype, num_kv_heads = accumulation_dtype(tile.q.dtype), tile.k.shape[1]
     q, dout = (_grouped(x, num_kv_heads, dtype) for x in (tile.q, tile.dout))
     assert tile.delta is not None
@@ -63,17 +117,20 @@ def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
     k, v = tile.k.to(dtype), tile.v.to(dtype)
     finite = torch.where(lse == float("-inf"), 0.0, lse)
     dqs, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
+    of_scores = ScoreGradients.zeros(tile.scores, dtype)
     for begin in range(0, q.shape[3], ROWS):
         rows = slice(begin, begin + ROWS)
         q_rows, dout_rows = q[:, :, :, rows], dout[:, :, :, rows]
         x, slope = _scores(q_rows, k, tile.cover, begin, tile.scores)
         probs = torch.exp(x - finite[:, :, :, rows])
         dscores = probs * (torch.einsum("bkgid,bkjd->bkgij", dout_rows, v) - delta[:, :, :, rows])
+        if tile.scores.wanted:
+            _add_gradients(of_scores, dscores.flatten(1, 2), tile.cover, begin)
         dx = dscores * slope * tile.scores.scale
         dqs.append(torch.einsum("bkgij,bkjd->bkgid", dx, k))
         dk += torch.einsum("bkgij,bkgid->bkjd", dx, q_rows)
         dv += torch.einsum("bkgij,bkgid->bkjd", probs, dout_rows)
-    return rearrange(torch.cat(dqs, dim=3), "b k g s d -> b (k g) s d"), dk, dv
+    return rearrange(torch.cat(dqs, dim=3), "b k g s d -> b (k g) s d"), dk, dv, of_scores
 
 
 REFERENCE = merging_kernel(
@@ -84,7 +141,7 @@ REFERENCE = merging_kernel(
         covers=("full", "causal", "window", "pairs"),
         v_head_dim=True,
         differentiable_lse=True,
-        features=frozenset({"softcap"}),
+        features=frozenset({"softcap", "alibi_slopes", "relative_bias", "bias"}),
     ),
     _forward,
     _backward,
