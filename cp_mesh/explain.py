@@ -5,16 +5,19 @@ Needs no ranks and no device. The figures come from the schedule that the ring r
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from cp_mesh.errors import ArgumentError, describe
-from cp_mesh.kernels import KERNELS, choose_kernel
+from cp_mesh.kernels import KERNELS
 from cp_mesh.kernels.contract import Kernel, Request, accumulation_dtype
 from cp_mesh.layouts import Layout, ZigZag
 from cp_mesh.masks import Band, Mask
 from cp_mesh.memory import Sizes, extra_memory
-from cp_mesh.plan import Operand, choose_head_chunks
+from cp_mesh.plan import Operand, choose_head_chunks, choose_schedule
 from cp_mesh.schedule import Schedule, Tile, make_schedule, num_rows
+from cp_mesh.segments import Segments
 
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
@@ -71,24 +74,28 @@ def explain(
     for name, tensor in (("documents", mask.documents), ("key_padding", mask.key_padding)):
         if tensor is not None and tensor.shape[-1] != seq_len:
             raise ArgumentError(describe(f"Mask.{name}", f"{seq_len} tokens", tensor.shape[-1], "pass their seq_len"))
-    schedules = [make_schedule(layout, mask, seq_len, cp_size, rank) for rank in range(cp_size)]
-    request = Request(
-        device,
-        compute_capability or ((9, 0) if device == "cuda" else (0, 0)),
-        dtype,
-        schedules[0].covers,
-        head_dim,
-        head_dim,
-        differentiable_lse=False,
-        deterministic=False,
-        min_keys=schedules[0].min_keys,
-    )
+
+    def request(schedule: Schedule) -> Request:
+        return Request(
+            device,
+            compute_capability or ((9, 0) if device == "cuda" else (0, 0)),
+            dtype,
+            schedule.covers,
+            head_dim,
+            head_dim,
+            differentiable_lse=False,
+            deterministic=False,
+            min_keys=schedule.min_keys,
+        )
+
+    first, kernel = choose_schedule("auto", partial(make_schedule, layout, mask, seq_len, cp_size, 0), request)
+    segments = "segments" in first.covers
+    schedules = [make_schedule(layout, mask, seq_len, cp_size, rank, segments) for rank in range(cp_size)]
     owner = torch.empty(seq_len, dtype=torch.int64)
     for rank in range(cp_size):
         owner[layout.positions(seq_len, cp_size, rank)] = rank
     width = min(columns, seq_len)
     strip = "".join(_DIGITS[int(owner[column * seq_len // width])] for column in range(width))
-    kernel = choose_kernel("auto", request)
     mean = sum(schedule.pairs for schedule in schedules) / cp_size
     lines = [
         f"{layout.spec()} layout, {seq_len} tokens on {cp_size} ranks, kernel auto = {kernel.name}",
@@ -132,7 +139,9 @@ def _rank_lines(schedule: Schedule, mean: float, memory: str) -> list[str]:
 
 def _tile_words(tile: Tile) -> str:
     cover = tile.cover
-    if not isinstance(cover, Band):
+    if isinstance(cover, Segments):
+        words = f"{max(map(len, cover.blocks))} blocks of documents"
+    elif not isinstance(cover, Band):
         words = "by mask"
     elif cover.lo is None and cover.hi is None:
         words = "full"

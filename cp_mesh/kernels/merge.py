@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +19,11 @@ from cp_mesh.kernels.combine import OutputSum, RowSum
 from cp_mesh.kernels.contract import Capability, Kernel, KernelTile, Pairs, Piece, accumulation_dtype
 from cp_mesh.masks import CAUSAL, FULL, Band
 from cp_mesh.schedule import split_causal
+from cp_mesh.segments import Segments
 
-# (q, k, v, cover, scale) -> the tile's own (out, lse); lse in the units of `contract`
-TileForward = Callable[[Tensor, Tensor, Tensor, Band | Pairs, float], tuple[Tensor, Tensor]]
+# (q, k, v, cover, scale) -> the tile's own (out, lse); lse in the units of `contract`. The cover is of a kind that the
+# kernel's capability names.
+TileForward = Callable[[Tensor, Tensor, Tensor, Any, float], tuple[Tensor, Tensor]]
 # -> the tile's contribution to (dq, dk, dv)
 TileBackward = Callable[["BackwardTile"], tuple[Tensor, Tensor, Tensor]]
 Prepare = Callable[[Sequence[KernelTile]], Sequence[KernelTile]]
@@ -42,7 +45,7 @@ class BackwardTile:
     out: Tensor | None
     lse: Tensor
     delta: Tensor | None
-    cover: Band | Pairs
+    cover: Band | Pairs | Segments
     scale: float
     dk: Tensor | None = None
     dv: Tensor | None = None

@@ -13,11 +13,12 @@ from torch import Tensor
 from cp_mesh.kernels.contract import Capability, Pairs, accumulation_dtype
 from cp_mesh.kernels.merge import BackwardTile, merging_kernel
 from cp_mesh.masks import Band
+from cp_mesh.segments import Segments
 
 ROWS = 512  # query rows whose scores are held at a time
 
 
-def _scores(q: Tensor, k: Tensor, cover: Band | Pairs, first_row: int, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, cover: Band | Pairs | Segments, first_row: int, scale: float) -> Tensor:
     """Masked scores [B, K, G, rows, Sk] of query rows ``first_row`` onwards; q [B, K, G, rows, D]."""
     scores = torch.einsum("bkgid,bkjd->bkgij", q, k) * scale
     rows = torch.arange(first_row, first_row + q.shape[3], device=q.device)
@@ -31,7 +32,7 @@ def _grouped(x: Tensor, num_kv_heads: int, dtype: torch.dtype) -> Tensor:
     return rearrange(x.to(dtype), "b (k g) s d -> b k g s d", k=num_kv_heads)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scale: float) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs | Segments, scale: float) -> tuple[Tensor, Tensor]:
     dtype = accumulation_dtype(q.dtype)
     q, k, v = _grouped(q, k.shape[1], dtype), k.to(dtype), v.to(dtype)
     outs, lses = [], []
@@ -72,7 +73,7 @@ REFERENCE = merging_kernel(
     Capability(
         devices=("cpu", "cuda"),
         dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
-        covers=("full", "causal", "window", "pairs"),
+        covers=("full", "causal", "window", "pairs", "segments"),
         v_head_dim=True,
         differentiable_lse=True,
     ),
