@@ -6,17 +6,19 @@ Needs no ranks and no device. The figures come from the schedule that the ring r
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 
 import torch
 
 from cp_mesh.errors import ArgumentError, describe
-from cp_mesh.kernels import KERNELS, choose_kernel
+from cp_mesh.kernels import KERNELS
 from cp_mesh.kernels.contract import Kernel, Request, accumulation_dtype
 from cp_mesh.layouts import Layout, ZigZag
 from cp_mesh.masks import Band, Mask
 from cp_mesh.memory import Sizes, extra_memory
-from cp_mesh.plan import SCORE_OPTIONS, Operand, choose_head_chunks, covers_of
+from cp_mesh.plan import SCORE_OPTIONS, Operand, choose_head_chunks, choose_schedule, covers_of
 from cp_mesh.schedule import Schedule, Tile, make_schedule, num_rows
+from cp_mesh.segments import Segments
 
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
@@ -79,26 +81,31 @@ def explain(
         if name not in SCORE_OPTIONS:
             known = ", ".join(SCORE_OPTIONS)
             raise ArgumentError(describe("explain: scores", f"names of {known}", repr(name), "see attention"))
-    schedules = [make_schedule(layout, mask, seq_len, cp_size, rank) for rank in range(cp_size)]
     features = frozenset(scores) - {"sinks"}
-    request = Request(
-        device,
-        compute_capability or ((9, 0) if device == "cuda" else (0, 0)),
-        dtype,
-        covers_of(schedules[0], features),
-        head_dim,
-        head_dim,
-        differentiable_lse=False,
-        deterministic=False,
-        min_keys=schedules[0].min_keys,
-        features=features,
-    )
+
+    def request(schedule: Schedule) -> Request:
+        return Request(
+            device,
+            compute_capability or ((9, 0) if device == "cuda" else (0, 0)),
+            dtype,
+            covers_of(schedule, features),
+            head_dim,
+            head_dim,
+            differentiable_lse=False,
+            deterministic=False,
+            min_keys=schedule.min_keys,
+            features=features,
+        )
+
+    make = partial(make_schedule, layout, mask, seq_len, cp_size, 0)
+    first, kernel = choose_schedule("auto", make, request, features)
+    segments = "segments" in first.covers
+    schedules = [make_schedule(layout, mask, seq_len, cp_size, rank, segments) for rank in range(cp_size)]
     owner = torch.empty(seq_len, dtype=torch.int64)
     for rank in range(cp_size):
         owner[layout.positions(seq_len, cp_size, rank)] = rank
     width = min(columns, seq_len)
     strip = "".join(_DIGITS[int(owner[column * seq_len // width])] for column in range(width))
-    kernel = choose_kernel("auto", request)
     mean = sum(schedule.pairs for schedule in schedules) / cp_size
     lines = [
         f"{layout.spec()} layout, {seq_len} tokens on {cp_size} ranks, kernel auto = {kernel.name}",
@@ -142,7 +149,9 @@ def _rank_lines(schedule: Schedule, mean: float, memory: str) -> list[str]:
 
 def _tile_words(tile: Tile) -> str:
     cover = tile.cover
-    if not isinstance(cover, Band):
+    if isinstance(cover, Segments):
+        words = f"{max(map(len, cover.blocks))} blocks of documents"
+    elif not isinstance(cover, Band):
         words = "by mask"
     elif cover.lo is None and cover.hi is None:
         words = "full"

@@ -9,11 +9,11 @@ ranks, and the number of local rows where shards are unequal. Check mode finds b
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, fields
-from functools import cached_property, lru_cache
-from typing import NamedTuple
+from functools import cached_property, lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from cp_mesh.kernels.contract import (
 from cp_mesh.layouts import Layout, parse_layout
 from cp_mesh.masks import Band, Mask, parse_mask
 from cp_mesh.schedule import Schedule, Stage, Tile, make_schedule
+from cp_mesh.segments import Segments
 from cp_mesh.transport import TRANSPORTS, make_transport
 from cp_mesh.transport.contract import Transport
 
@@ -132,8 +133,8 @@ class Plan:
     def _kernel_tiles(self, tiles: Sequence[Tile], stage: Stage | None, queries: bool) -> list[KernelTile]:
         return [KernelTile(tile.q, tile.k, self._cover(tile, stage, queries)) for tile in tiles]
 
-    def _cover(self, tile: Tile, stage: Stage | None, queries: bool) -> Band | Pairs:
-        if isinstance(tile.cover, Band) and not self.scores.needs_positions:
+    def _cover(self, tile: Tile, stage: Stage | None, queries: bool) -> Band | Pairs | Segments:
+        if isinstance(tile.cover, Segments) or (isinstance(tile.cover, Band) and not self.scores.needs_positions):
             return tile.cover
         own = self._positions(None)
         fetched = self._positions(stage)
@@ -184,16 +185,19 @@ def make_plan(
     Raises:
         ArgumentError, UnsupportedError: see the messages, and above for which are raised on every rank.
     """
-    # Where the mask or the layout has tensors, the call depends on their content, which is no cache key.
-    by_content = tensors.documents, tensors.key_padding, tensors.layout_index
-    resolve = _resolve_once if all(x is None for x in by_content) else _resolve
     check_scores(q, tensors, seq_len)
     scores = make_scores(options, tensors, accumulation_dtype(q.dtype))
+    by_content = tensors.documents, tensors.key_padding, tensors.layout_index
+    resolve: Callable[..., Any] = _resolve
+    if all(x is None for x in by_content):
+        resolve = _resolve_once
+    elif all(x is None or x.device.type == "cpu" for x in by_content):  # elsewhere comparing contents would wait
+        resolve = _resolve_contents
     layout, mask, schedule, kernel_name, head_chunks, fetches_queries, gradient_dtype = resolve(
         Operand.of(q),
         Operand.of(k),
         Operand.of(v),
-        *by_content,
+        *(None if x is None else _Content(x) if resolve is _resolve_contents else x for x in by_content),
         scores.features,
         seq_len,
         group.size(),
@@ -320,23 +324,28 @@ def _resolve(
                     "give the same whole-sequence tensor on every cp rank; it is never sharded",
                 )
             )
-    schedule = make_schedule(layout, mask, seq_len, cp_size, cp_rank)
-    request = Request(
-        device=q.device.type,
-        compute_capability=_compute_capability(q.device),
-        dtype=q.dtype,
-        covers=covers_of(schedule, features),
-        head_dim=q.shape[3],
-        v_head_dim=v.shape[3],
-        differentiable_lse=options.differentiable_lse,
-        deterministic=options.deterministic,
-        min_keys=schedule.min_keys,
-        features=features,
-    )
-    kernel = choose_kernel(options.kernel, request)
+
+    def request(schedule: Schedule) -> Request:
+        return Request(
+            device=q.device.type,
+            compute_capability=_compute_capability(q.device),
+            dtype=q.dtype,
+            covers=covers_of(schedule, features),
+            head_dim=q.shape[3],
+            v_head_dim=v.shape[3],
+            differentiable_lse=options.differentiable_lse,
+            deterministic=options.deterministic,
+            min_keys=schedule.min_keys,
+            features=features,
+        )
+
+    make = partial(make_schedule, layout, mask, seq_len, cp_size, cp_rank)
+    schedule, kernel = choose_schedule(options.kernel, make, request, features)
     if kernel.name == "reference" and options.kernel == "auto" and q.device.type == "cuda":
         fast = [name for name, other in KERNELS.items() if other.capability.devices == ("cuda",)]
-        lacks = "; ".join(f"{name}: {', '.join(shortfalls(KERNELS[name].capability, request))}" for name in fast)
+        lacks = "; ".join(
+            f"{name}: {', '.join(shortfalls(KERNELS[name].capability, request(schedule)))}" for name in fast
+        )
         warnings.warn(
             f"cp_mesh: no fast kernel can serve this call ({lacks}); the reference kernel runs, exact but slow. "
             "kernel='reference' asks for it without this warning",
@@ -352,6 +361,72 @@ def _resolve(
 
 
 _resolve_once = lru_cache(maxsize=256, typed=True)(_resolve)
+
+
+class _Content:
+    """A tensor on the host as a key of a cache: equal keys have equal elements.
+
+    Neither identity nor `Tensor._version` would do: NumPy writes to memory that it shares with a tensor unseen, as data
+    loaders do. Comparing is linear in the sequence, about 50 µs for 64K tokens.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        sample = tensor.flatten()[:: max(1, tensor.numel() // 64)]
+        self._hash = hash((tensor.shape, tensor.dtype, tuple(sample.tolist())))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Content) or self.tensor.dtype != other.tensor.dtype:
+            return False
+        return torch.equal(self.tensor, other.tensor)
+
+    def keep(self) -> Tensor:
+        """A copy of the tensor, by which the key goes from now on: the caller may write to the tensor."""
+        self.tensor = self.tensor.clone()
+        return self.tensor
+
+
+@lru_cache(maxsize=16, typed=True)
+def _resolve_contents(
+    q: Operand,
+    k: Operand,
+    v: Operand,
+    documents: Any,
+    key_padding: Any,
+    index: Any,
+    *arguments: Any,
+) -> tuple[Layout, Mask, Schedule, str, int, bool, torch.dtype]:
+    """`_resolve` with documents, key padding and index, as `_Content`."""
+    documents, key_padding, index = (
+        None if content is None else content.keep() for content in (documents, key_padding, index)
+    )
+    return _resolve(q, k, v, documents, key_padding, index, *arguments)
+
+
+def choose_schedule(
+    name: str, make: Callable[[bool], Schedule], request: Callable[[Schedule], Request], features: Collection[str]
+) -> tuple[Schedule, Kernel]:
+    """The schedule and its kernel: with tiles by documents where a fast kernel takes them, else where none takes pairs.
+
+    Args:
+        name: of the kernel, or "auto".
+        make: the schedule, with ``True`` by documents, where they are known.
+        request: what a schedule needs of its kernel.
+        features: of the scores; those that read positions need tiles which tell theirs.
+    """
+    schedule = make(POSITIONAL.isdisjoint(features))
+    if "segments" in schedule.covers:
+        wanted = request(schedule)
+        able = [x for x in KERNELS.values() if name in ("auto", x.name) and not shortfalls(x.capability, wanted)]
+        if able and able[0].name != "reference":
+            return schedule, able[0]
+        pairs = make(False)
+        if not able or choose_kernel(name, request(pairs)).name != "reference":
+            schedule = pairs
+    return schedule, choose_kernel(name, request(schedule))
 
 
 def choose_head_chunks(wanted: int, q: Operand, k: Operand, v: Operand, schedule: Schedule) -> int:

@@ -12,17 +12,31 @@ visited before those above it, and each side needs one call a stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from cp_mesh.layouts import Layout, Permuted, Piece, Run
 from cp_mesh.masks import CAUSAL, EMPTY, FULL, Band, Cover, Mask, parse_mask
+from cp_mesh.segments import (
+    RECEIVER,
+    SOURCE,
+    Segments,
+    any_windows,
+    deal,
+    document_blocks,
+    place,
+    shares_keys,
+    unions,
+)
 
 Rows = tuple[int, int]  # begin, end of local rows
+Ranges = tuple[Rows, ...]
+Fetch = tuple[tuple[int, Ranges], ...]  # source, its rows
 MAX_STAGE = 4  # steps in a stage at most: a stage's buffer is received while another is read
 
 
@@ -32,12 +46,14 @@ class Tile:
 
     q: Rows
     k: Rows
-    cover: Cover
+    cover: Cover | Segments
 
     @property
     def pairs(self) -> int:
         """Allowed pairs; for a PARTIAL tile the area, an upper bound."""
         num_q, num_k = self.q[1] - self.q[0], self.k[1] - self.k[0]
+        if isinstance(self.cover, Segments):
+            return self.cover.pairs
         return self.cover.count(num_q, num_k) if isinstance(self.cover, Band) else num_q * num_k
 
 
@@ -54,8 +70,8 @@ class Stage:
     """
 
     steps: tuple[int, ...]
-    fetch: tuple[tuple[int, tuple[Rows, ...]], ...]
-    serve: tuple[tuple[int, tuple[Rows, ...]], ...]
+    fetch: Fetch
+    serve: Fetch
     tiles: tuple[Tile, ...]
 
     @property
@@ -94,7 +110,8 @@ class Schedule:
         keys: the active steps in stages, as a pass that fetches keys takes them.
         queries: the same for a backward that fetches the queries that see some of this rank's keys.
         overlapping: whether, on any rank, two kernel calls of a stage give gradients of the same row.
-        covers: kinds of tile that occur on any rank: "full", "causal", "window", "pairs"; the same on every rank.
+        covers: kinds of tile that occur on any rank: "full", "causal", "window", "pairs", "segments" (with "window" if
+            a band of theirs is neither full nor causal); the same on every rank.
         min_keys: fewest keys of any kernel call on any rank (after `split_causal`); the same on every rank.
     """
 
@@ -145,7 +162,9 @@ def num_rows(ranges: Iterable[Rows]) -> int:
     return sum(end - begin for begin, end in ranges)
 
 
-def make_schedule(layout: Layout, mask: Mask, seq_len: int, cp_size: int, cp_rank: int) -> Schedule:
+def make_schedule(
+    layout: Layout, mask: Mask, seq_len: int, cp_size: int, cp_rank: int, segments: bool = False
+) -> Schedule:
     """The schedule of one rank.
 
     Args:
@@ -154,7 +173,10 @@ def make_schedule(layout: Layout, mask: Mask, seq_len: int, cp_size: int, cp_ran
         seq_len: length of the whole sequence, in tokens.
         cp_size: number of ranks.
         cp_rank: the rank.
+        segments: tiles by documents (`Segments`) where `document_blocks` can tell them, instead of PARTIAL ones.
     """
+    if segments and (blocks := document_blocks(layout, mask, seq_len, cp_size)) is not None:
+        return _schedule_of_blocks(blocks, layout, seq_len, cp_size, cp_rank)
     if mask.host_documents or isinstance(layout, Permuted):  # depends on tensors, whose content is no cache key
         return _make_schedule(layout, mask, seq_len, cp_size, cp_rank)
     return _cached_schedule(layout, mask.spec(), mask.elementwise, seq_len, cp_size, cp_rank)
@@ -174,38 +196,97 @@ def _make_schedule(layout: Layout, mask: Mask, seq_len: int, cp_size: int, cp_ra
     grid = [  # [receiver][source]
         [tiles_between(q_shard, k_shard, mask, q_shard is k_shard) for k_shard in shards] for q_shard in shards
     ]
+    every_tile = [tile for row in grid for tiles in row for tile in tiles]
     # [receiver][source]: rows that travel if keys do, and if queries do
     rows = _travelling([[_union(tile.k for tile in tiles) for tiles in row] for row in grid])
     query_rows = _travelling([[_union(t.q for t in grid[source][rank]) for source in ranks] for rank in ranks])
-    every_tile = [tile for row in grid for tiles in row for tile in tiles]
-    active = tuple(step for step in ranks[1:] if any(rows[rank][(rank - step) % cp_size] for rank in ranks))
-    stages = {rank: _stages(_groups(active), rows, grid[rank], rank, queries=False) for rank in ranks}
-    # Whoever needs this rank's keys in step i is i ranks ahead; its queries are fetched in step -i.
-    back = _groups(tuple(sorted(-step % cp_size for step in active)))
-    return Schedule(
-        cp_rank=cp_rank,
-        shard_lens=tuple(sum(piece.length for piece in shard) for shard in shards),
-        tiles=tuple(grid[cp_rank]),
-        fetch=tuple(rows[cp_rank]),
-        serve=tuple(rows[rank][cp_rank] for rank in ranks),
-        active_steps=active,
-        keys=Route(stages[cp_rank], _counts(rows)),
-        queries=Route(
-            _stages(back, query_rows, [row[cp_rank] for row in grid], cp_rank, queries=True), _counts(query_rows)
-        ),
-        overlapping=any(_overlap(stage.tiles) for rank in ranks for stage in stages[rank]),
+
+    def arrange(fetch: Fetch, rank: int, queries: bool) -> list[Tile]:
+        placed, offset = [], 0
+        for source, ranges in fetch:
+            tiles = grid[source][rank] if queries else grid[rank][source]
+            placed += [_place(tile, ranges, offset, queries) for tile in tiles]
+            offset += num_rows(ranges)
+        by_other = sorted(placed, key=lambda tile: (tile.k, tile.q) if queries else (tile.q, tile.k))
+        return _merge_full(by_other, along_q=queries)
+
+    stages = [_stages(rows, partial(arrange, rank=rank, queries=False), rank) for rank in ranks]
+    return _schedule(
+        cp_rank, shards, grid[cp_rank], rows, query_rows,
+        keys=stages[cp_rank],
+        queries=_stages(query_rows, partial(arrange, rank=cp_rank, queries=True), cp_rank),
+        overlapping=any(_overlap(stage.tiles) for row in stages for stage in row),
         covers=frozenset(_kind(tile.cover) for tile in every_tile),
         min_keys=min((_fewest_keys(tile) for tile in every_tile), default=1 << 30),
+    )  # fmt: skip
+
+
+def _schedule_of_blocks(blocks: Sequence[Tensor], layout: Layout, seq_len: int, cp_size: int, cp_rank: int) -> Schedule:
+    """The same from the blocks of all ranks, see `document_blocks`."""
+
+    rows, query_rows = (_travelling(unions(blocks, cp_size, queries)) for queries in (False, True))
+    own = [table[table[:, RECEIVER] == cp_rank] for table in blocks]
+    own_keys = [table[table[:, SOURCE] == cp_rank] for table in blocks]
+
+    def dealt(tables: Sequence[Tensor], queries: bool = False) -> list[Tile]:
+        return [Tile(q, k, cover) for q, k, cover in deal(tables, queries)]
+
+    return _schedule(
+        cp_rank,
+        [layout.runs(seq_len, cp_size, rank) for rank in range(cp_size)],
+        [dealt([table[table[:, SOURCE] == source] for table in own]) for source in range(cp_size)],
+        rows,
+        query_rows,
+        keys=_stages(rows, lambda fetch: dealt([place(x, fetch, False) for x in own]), cp_rank),
+        queries=_stages(query_rows, lambda fetch: dealt([place(x, fetch, True) for x in own_keys], True), cp_rank),
+        overlapping=any(shares_keys(table, cp_size) for table in blocks),
+        covers=frozenset(["segments", *(["window"] if any_windows(blocks) else [])]),
+        min_keys=1,
     )
 
 
-def _travelling(rows: list[list[tuple[Rows, ...]]]) -> list[list[tuple[Rows, ...]]]:
+def _schedule(
+    cp_rank: int,
+    shards: Sequence[tuple[Piece, ...]],
+    tiles: Sequence[Sequence[Tile]],
+    rows: list[list[Ranges]],
+    query_rows: list[list[Ranges]],
+    *,
+    keys: tuple[Stage, ...],
+    queries: tuple[Stage, ...],
+    overlapping: bool,
+    covers: frozenset[str],
+    min_keys: int,
+) -> Schedule:
+    return Schedule(
+        cp_rank=cp_rank,
+        shard_lens=tuple(sum(piece.length for piece in shard) for shard in shards),
+        tiles=tuple(map(tuple, tiles)),
+        fetch=tuple(rows[cp_rank]),
+        serve=tuple(row[cp_rank] for row in rows),
+        active_steps=_active(rows),
+        keys=Route(keys, _counts(rows)),
+        queries=Route(queries, _counts(query_rows)),
+        overlapping=overlapping,
+        covers=covers,
+        min_keys=min_keys,
+    )
+
+
+def _travelling(rows: list[list[Ranges]]) -> list[list[Ranges]]:
     """Without a rank's own rows, which stay where they are."""
     return [[() if source == rank else row[source] for source in range(len(row))] for rank, row in enumerate(rows)]
 
 
-def _counts(rows: list[list[tuple[Rows, ...]]]) -> tuple[tuple[int, ...], ...]:
+def _counts(rows: list[list[Ranges]]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(num_rows(ranges) for ranges in row) for row in rows)
+
+
+def _active(rows: list[list[Ranges]]) -> tuple[int, ...]:
+    """Steps in which some rank fetches rows. Whoever needs a rank's keys in step i is i ranks ahead; its queries, if
+    they travel instead, are fetched in step -i."""
+    size = len(rows)
+    return tuple(step for step in range(1, size) if any(rows[rank][(rank - step) % size] for rank in range(size)))
 
 
 def _groups(active: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -216,26 +297,15 @@ def _groups(active: tuple[int, ...]) -> list[tuple[int, ...]]:
     return groups
 
 
-def _stages(
-    groups: list[tuple[int, ...]],
-    rows: list[list[tuple[Rows, ...]]],
-    tiles: Sequence[tuple[Tile, ...]],
-    rank: int,
-    queries: bool,
-) -> tuple[Stage, ...]:
-    """The stages of one rank; ``rows`` [receiver][source] travel, ``tiles`` [source] are computed where they arrive."""
+def _stages(rows: list[list[Ranges]], arrange: Callable[[Fetch], list[Tile]], rank: int) -> tuple[Stage, ...]:
+    """The stages of one rank; ``rows`` [receiver][source] travel, ``arrange`` tells the tiles of what it fetches."""
     cp_size, stages = len(rows), []
-    for steps in groups:
+    for steps in _groups(_active(rows)):
         sources = sorted((rank - step) % cp_size for step in steps)
         receivers = sorted((rank + step) % cp_size for step in steps)
         fetch = tuple((source, rows[rank][source]) for source in sources if rows[rank][source])
         serve = tuple((receiver, rows[receiver][rank]) for receiver in receivers if rows[receiver][rank])
-        placed, offset = [], 0
-        for source, ranges in fetch:
-            placed += [_place(tile, ranges, offset, queries) for tile in tiles[source]]
-            offset += num_rows(ranges)
-        by_other = sorted(placed, key=lambda tile: (tile.k, tile.q) if queries else (tile.q, tile.k))
-        stages.append(Stage(steps, fetch, serve, tuple(_merge_full(by_other, along_q=queries))))
+        stages.append(Stage(steps, fetch, serve, tuple(arrange(fetch))))
     return tuple(stages)
 
 
@@ -260,7 +330,7 @@ def _overlap(tiles: Iterable[Tile]) -> bool:
     return any(a[1] > b[0] for a, b in pairwise(sorted(keys)))
 
 
-def _kind(cover: Cover) -> str:
+def _kind(cover: Cover | Segments) -> str:
     if not isinstance(cover, Band):
         return "pairs"
     return "window" if cover.hi is not None else "full" if cover.lo is None else "causal"

@@ -155,7 +155,8 @@ def verify(
     exact = _one_device(REFERENCE, specification, whole_scores[0], *(x.double() for x in (q, k, v, dout)))
     single = exact
     if dtype != torch.float64:
-        schedule = make_schedule(Contiguous(), mask, seq_len, 1, 0)
+        segments = "segments" in plan.schedule.covers
+        schedule = make_schedule(Contiguous(), mask, seq_len, 1, 0, segments)
         tiles = replace(plan, layout=Contiguous(), schedule=schedule).local_tiles
         single = _one_device(plan.kernel, tiles, whole_scores[1], q, k, v, dout)
     errors, ratios = {}, {}

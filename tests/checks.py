@@ -23,9 +23,10 @@ import cp_mesh
 from cp_mesh.layouts import Layout, Permuted, Run
 from cp_mesh.masks import PARTIAL, Band, Mask
 from cp_mesh.schedule import Rows, Schedule, Tile, make_schedule, num_rows, split_causal
+from cp_mesh.segments import Segments
 
 
-def coverage(layout: Layout, mask: Mask, want: Tensor, cp_size: int) -> list[str]:
+def coverage(layout: Layout, mask: Mask, want: Tensor, cp_size: int, segments: bool = False) -> list[str]:
     """What is wrong with the schedules of all ranks: they must compute every allowed pair exactly once, and no other.
 
     Args:
@@ -33,9 +34,10 @@ def coverage(layout: Layout, mask: Mask, want: Tensor, cp_size: int) -> list[str
         mask: the mask.
         want: bool [B or 1, S, S] in original order, what the mask must allow.
         cp_size: number of ranks.
+        segments: ask for tiles by documents.
     """
     S = want.shape[-1]
-    schedules = [make_schedule(layout, mask, S, cp_size, rank) for rank in range(cp_size)]
+    schedules = [make_schedule(layout, mask, S, cp_size, rank, segments) for rank in range(cp_size)]
     lens = schedules[0].shard_lens
     begins = [0, *accumulate(lens)]
     order = layout.permutation(S, cp_size)
@@ -50,6 +52,9 @@ def coverage(layout: Layout, mask: Mask, want: Tensor, cp_size: int) -> list[str
                     problems.append(f"rank {rank}, source {source}: {tile} leaves the shards {lens}")
                 elif tile.cover == PARTIAL:  # the kernel asks Mask.allowed, which test_masks.py proves
                     times[:, rows, keys] += want[:, rows, keys]
+                elif isinstance(tile.cover, Segments):
+                    times[:, rows, keys] += segment_pairs(tile)
+                    problems += segment_problems(tile)
                 else:
                     shape = tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]
                     times[:, rows, keys] += band_pairs(tile.cover, *shape).int()
@@ -87,11 +92,54 @@ def staged_pairs(schedules: Sequence[Schedule], want: Tensor, begins: Sequence[i
                     keys = (own if name == "queries" else fetched)[tile.k[0] : tile.k[1]]
                     assert (len(rows), len(keys)) == (tile.q[1] - tile.q[0], tile.k[1] - tile.k[0])
                     block = (slice(None), rows[:, None], keys)
-                    partial = tile.cover == PARTIAL
-                    counts[name][block] += (
-                        want[block] if partial else band_pairs(tile.cover, len(rows), len(keys)).int()
-                    )
+                    if tile.cover == PARTIAL:
+                        counts[name][block] += want[block]
+                    elif isinstance(tile.cover, Segments):
+                        counts[name][block] += segment_pairs(tile)
+                        assert not segment_problems(tile), segment_problems(tile)
+                    else:
+                        counts[name][block] += band_pairs(tile.cover, len(rows), len(keys)).int()
     return counts
+
+
+def segment_pairs(tile: Tile) -> Tensor:
+    """int [B or 1, rows, keys]: how often the blocks of a tile name each pair, from the definition of their band."""
+    assert isinstance(tile.cover, Segments)
+    left, right = tile.cover.left, tile.cover.right
+    times = torch.zeros(len(tile.cover.blocks), tile.q[1] - tile.q[0], tile.k[1] - tile.k[0], dtype=torch.int)
+    for b, blocks in enumerate(tile.cover.blocks):
+        for q, q_end, k, k_end in blocks.tolist():
+            shift = (k_end - k) - (q_end - q)
+            band = Band(None if right is None else -right - shift, None if left is None else left - shift)
+            times[b, q:q_end, k:k_end] += band_pairs(band, q_end - q, k_end - k).int()
+    return times
+
+
+def segment_problems(tile: Tile) -> list[str]:
+    """Blocks fill their tile, have rows and keys of their own, no row or key for nothing, and are counted rightly."""
+    cover, times = tile.cover, segment_pairs(tile)
+    assert isinstance(cover, Segments)
+    problems, shape = [], times.shape[1:]
+    taken = [torch.zeros(len(cover.blocks), n, dtype=torch.int) for n in shape]
+    for b, blocks in enumerate(cover.blocks):
+        for q, q_end, k, k_end in blocks.tolist():
+            taken[0][b, q:q_end] += 1
+            taken[1][b, k:k_end] += 1
+            part = times[b, q:q_end, k:k_end]
+            if not part.numel() or not part.any(0).all() or not part.any(1).all():
+                problems.append(f"{tile.q} x {tile.k}: {(q, q_end, k, k_end)} has rows or keys for nothing")
+    if any(int(x.max()) > 1 for x in taken):
+        problems.append(f"{tile.q} x {tile.k}: two blocks share rows or keys")
+    if any((blocks[1:, :4:2] < blocks[:-1, 1:4:2]).any() for blocks in cover.blocks):
+        problems.append(f"{tile.q} x {tile.k}: blocks are not in order")
+    if not all(x[:, end].any() for x in taken for end in (0, -1)):
+        problems.append(f"{tile.q} x {tile.k} is larger than its blocks")
+    if cover.pairs != -(-int(times.sum()) // len(times)):
+        problems.append(f"{tile.q} x {tile.k}: counts {cover.pairs} pairs, has {times.sum()}")
+    rows, keys = (torch.arange(n) for n in shape)
+    if not torch.equal(cover.allowed(rows, keys).int(), times):
+        problems.append(f"{tile.q} x {tile.k}: allows other pairs than its blocks")
+    return problems
 
 
 @cache
@@ -132,7 +180,7 @@ def _fetch_problems(
     """Rows fetched and served agree, hold all tiles, and are no more than needed where the mask is a band."""
     problems, schedule = [], schedules[rank]
     pieces = layout.runs(want.shape[-1], len(schedules), rank)
-    exact = not mask.elementwise and all(isinstance(piece, Run) for piece in pieces)
+    exact = all(isinstance(piece, Run) for piece in pieces) and (not mask.elementwise or "segments" in schedule.covers)
     for source, ranges in enumerate(schedule.fetch):
         where = f"rank {rank} from {source}"
         if source == rank:
@@ -141,7 +189,9 @@ def _fetch_problems(
         if ranges != schedules[source].serve[rank]:
             problems.append(f"{where}: fetches {ranges}, is served {schedules[source].serve[rank]}")
         if any(
-            not any(begin <= tile.k[0] and tile.k[1] <= end for begin, end in ranges) for tile in schedule.tiles[source]
+            not any(begin <= first and last <= end for begin, end in ranges)
+            for tile in schedule.tiles[source]
+            for first, last in key_ranges(tile)
         ):
             problems.append(f"{where}: a tile reads rows outside of {ranges}")
         if any(before[1] >= after[0] for before, after in pairwise(ranges)):
@@ -156,6 +206,13 @@ def _fetch_problems(
         if num_rows(ranges) * 10 != schedule.fetch_bytes(10)[step]:
             problems.append(f"{where}: counts {schedule.fetch_bytes(10)[step]} bytes for {ranges}")
     return problems
+
+
+def key_ranges(tile: Tile) -> list[Rows]:
+    """Keys of a tile, or of its blocks."""
+    if not isinstance(tile.cover, Segments):
+        return [tile.k]
+    return [(tile.k[0] + k, tile.k[0] + k_end) for blocks in tile.cover.blocks for _, _, k, k_end in blocks.tolist()]
 
 
 def needed_rows(block: Tensor) -> tuple[Rows, ...]:

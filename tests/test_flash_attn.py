@@ -203,33 +203,74 @@ def calls() -> Calls:
     return Calls()
 
 
-@pytest.fixture
-def fa4(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
+def sequences(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k, num_q, num_k) -> list:
+    """(rows, keys) of each sequence, as slices."""
+    n = len(seqused_q)
+    assert all(x.dtype == torch.int32 for x in (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k))
+    assert len(cu_seqlens_q) == len(cu_seqlens_k) == n + 1 and len(seqused_k) == n
+    found = []
+    for begins, lens, longest, total in (
+        (cu_seqlens_q.tolist(), seqused_q.tolist(), max_seqlen_q, num_q),
+        (cu_seqlens_k.tolist(), seqused_k.tolist(), max_seqlen_k, num_k),
+    ):
+        # what the backward pads by the number of a sequence must not meet the next
+        assert all(begin + length <= after for begin, length, after in zip(begins, lens, begins[1:], strict=False))
+        assert max(lens) == longest and begins[-2] + lens[-1] <= begins[-1] <= total and min(lens) > 0
+        found.append([slice(begin, begin + length) for begin, length in zip(begins, lens, strict=False)])
+    return list(zip(*found, strict=True))
+
+
+def fa4_functions(calls: Calls) -> dict[str, Callable]:
     def window(causal: bool, left: int | None, right: int | None) -> tuple[int | None, int | None]:
         if left is not None and right is not None and left < 0 and right < 0:
             left = right = None  # so the package says: both negative is no window at all
         return left, 0 if causal else right
 
-    def forward(q, k, v, qv=None, *, softmax_scale, causal=False, softcap=None, window_size_left=None,
-                window_size_right=None, return_lse=False):  # fmt: skip
+    def forward(q, k, v, qv=None, *, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
+                max_seqlen_q=None, max_seqlen_k=None, softmax_scale, causal=False, softcap=None, window_size_left=None,
+                window_size_right=None, return_lse=False, out=None, lse=None):  # fmt: skip
         calls.append(("fwd", locals()))
         left, right = window(causal, window_size_left, window_size_right)
+        if cu_seqlens_q is not None:
+            assert out.shape == (*q.shape[:2], v.shape[2]) and lse.shape == (q.shape[1], q.shape[0])
+            told = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
+            for rows, keys in sequences(*told, len(q), len(k)):
+                keep = bottom_right(rows.stop - rows.start, keys.stop - keys.start, left, right)
+                part = stand_in_forward(q[None, rows], k[None, keys], v[None, keys], softmax_scale, softcap, keep)
+                out[rows], lse[:, rows] = part[0][0], part[1][0]
+            return out, lse if return_lse else None, None, None, None
+        assert out is None and lse is None
         keep = bottom_right(q.shape[1], k.shape[1], left, right)
         out, lse = stand_in_forward(q, k, v, softmax_scale, softcap, keep)
         return out, lse if return_lse else None, None, None, None
 
     def backward(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
-                 window_size_right=None, *, deterministic=False, dq=None, dk=None, dv=None):  # fmt: skip
+                 window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
+                 max_seqlen_q=None, max_seqlen_k=None, *, deterministic=False, dq=None, dk=None,
+                 dv=None):  # fmt: skip
         calls.append(("bwd", locals()))
-        assert q.shape[2] == k.shape[2] or q.shape[3] == v.shape[3], "GQA backward requires head_dim == head_dim_v"
+        assert q.shape[-2] == k.shape[-2] or q.shape[-1] == v.shape[-1], "GQA backward requires equal head dims"
         dq, dk, dv = (torch.empty_like(x) if dx is None else dx for x, dx in ((q, dq), (k, dk), (v, dv)))
         assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
         left, right = window(causal, window_size_left, window_size_right)
+        if cu_seqlens_q is not None:
+            told = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
+            for rows, keys in sequences(*told, len(q), len(k)):
+                keep = bottom_right(rows.stop - rows.start, keys.stop - keys.start, left, right)
+                ours = (dout[None, rows], q[None, rows], k[None, keys], v[None, keys], out[None, rows])
+                grads = (dq[None, rows], dk[None, keys], dv[None, keys])
+                stand_in_backward(*ours, lse[None, :, rows], softmax_scale, softcap, keep, *grads)
+            return dq, dk, dv
         keep = bottom_right(q.shape[1], k.shape[1], left, right)
         stand_in_backward(dout, q, k, v, out, lse, softmax_scale, softcap, keep, dq, dk, dv)
         return dq, dk, dv
 
-    install(monkeypatch, "flash_attn.cute.interface", _flash_attn_fwd=forward, _flash_attn_bwd=backward)
+    return {"_flash_attn_fwd": forward, "_flash_attn_bwd": backward}
+
+
+@pytest.fixture
+def fa4(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
+    install(monkeypatch, "flash_attn.cute.interface", **fa4_functions(calls))
 
 
 _FA3_FORWARD = (

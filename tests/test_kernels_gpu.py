@@ -20,7 +20,9 @@ KERNEL_DTYPES = [("cudnn", "bfloat16"), ("cudnn", "float16"), ("fa2", "bfloat16"
 KERNEL_DTYPES += [("efficient", "float32"), ("reference", "float32")]
 
 
-def play_ring(kernel, layout: Layout, mask: Mask, cp_size: int, q, k, v, dout) -> list[torch.Tensor]:
+def play_ring(
+    kernel, layout: Layout, mask: Mask, cp_size: int, q, k, v, dout, segments: bool = False
+) -> list[torch.Tensor]:
     """(out, lse, dq, dk, dv) of the whole sequence, in original order."""
     seq_len, dtype = q.shape[2], torch.float64 if q.dtype == torch.float64 else torch.float32
     options = Options(layout.spec(), mask.spec(), q.shape[3] ** -0.5)
@@ -30,7 +32,7 @@ def play_ring(kernel, layout: Layout, mask: Mask, cp_size: int, q, k, v, dout) -
     lse = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
     dk, dv = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
     for rank in range(cp_size):
-        schedule = make_schedule(layout, mask, seq_len, cp_size, rank)
+        schedule = make_schedule(layout, mask, seq_len, cp_size, rank, segments)
         plan = Plan(options, layout, mask, seq_len, schedule, kernel, scores, None, q.device, 1, False, q.dtype)
         fetched = [(rows[rank], plan.local_tiles)]
         for stage in schedule.keys.stages:
@@ -81,5 +83,38 @@ def test_error_is_that_of_one_device(name, dtype, layout, causal, seq_len, heads
         assert got.isfinite().all(), what
         # 1e-6 of the signal: the rounding of fp32 sums, where the single-device error happens to be less
         allowed = 1.5 * block_rms(single - want) + 1e-6 * block_rms(want)
+        excess = (block_rms(got - want) / allowed).max().item()
+        assert excess <= 1, f"{what}: {excess:.2f} times the allowed error"
+
+
+@pytest.mark.parametrize("layout", [Contiguous(), ZigZag(), Striped()], ids=lambda layout: layout.spec())
+@pytest.mark.parametrize("window", [None, (100, None)])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 64), (8, 2, 128)])
+def test_documents_as_sequences(layout, window, heads, kv_heads, head_dim) -> None:
+    """Tokens alone, primes, one document longer than a shard, and rows outside of every sequence of a call."""
+    kernel, seq_len = KERNELS["fa4"], 1030
+    if lacking := kernel.capability.lacking():
+        pytest.skip(lacking)
+    generator = torch.Generator("cuda").manual_seed(heads)
+
+    def draw(num_heads: int) -> torch.Tensor:
+        shape = (2, num_heads, seq_len, head_dim)
+        return torch.randn(shape, generator=generator, device="cuda", dtype=torch.float64).to(torch.bfloat16)
+
+    q, k, v, dout = draw(heads), draw(kv_heads), draw(kv_heads), draw(heads)
+    lens = [[1, 1, 131, 7, 600, 2, 288], [300, 1, 1, 129, 127, 128, 344]]
+    ids = torch.stack([torch.repeat_interleave(torch.arange(7), torch.tensor(row)) for row in lens])
+    mask = Mask(documents=ids, window=window)
+    doubles = [x.double() for x in (q, k, v, dout)]
+    exact = play_ring(KERNELS["reference"], Contiguous(), Mask(documents=ids.cuda(), window=window), 1, *doubles)
+    one_device = play_ring(kernel, Contiguous(), mask, 1, q, k, v, dout, segments=True)
+    ring = play_ring(kernel, layout, mask, 4, q, k, v, dout, segments=True)
+    for what, want, single, got in zip(("out", "lse", "dq", "dk", "dv"), exact, one_device, ring, strict=True):
+        assert got.isfinite().all() and single.isfinite().all(), what
+        # dq of a token alone is 0, and a document of one token has errors of any ratio: signal counts as in `verify`
+        signal = block_rms(want)
+        relative = (single.double() - want).square().mean().sqrt() / want.square().mean().sqrt()
+        assert relative < 0.01, what
+        allowed = 1.5 * torch.maximum(block_rms(single - want), relative * signal) + 1e-6 * signal
         excess = (block_rms(got - want) / allowed).max().item()
         assert excess <= 1, f"{what}: {excess:.2f} times the allowed error"

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from cp_mesh.masks import Band, Mask
 from cp_mesh.schedule import Rows
+from cp_mesh.segments import Segments
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +133,7 @@ class KernelTile:
 
     q: Rows
     k: Rows
-    cover: Band | Pairs
+    cover: Band | Pairs | Segments
 
 
 class ForwardPass(Protocol):
@@ -181,7 +182,8 @@ class Capability:
         devices: device types.
         dtypes: dtypes of q, k and v.
         compute_capability: least CUDA compute capability, (0, 0) on the CPU.
-        covers: tile covers: "full", "causal" (any lower-bounded band), "window", "pairs" (masks read from tensors).
+        covers: tile covers: "full", "causal" (any lower-bounded band), "window", "pairs" (masks read from tensors),
+            "segments" (documents known on the host).
         max_head_dim: largest head dim; head dims are multiples of ``head_dim_multiple``.
         wide_heads_on: if given, the compute capabilities on which head dims above 192 have a backward.
         v_head_dim: whether v's head dim may differ from q's and k's.

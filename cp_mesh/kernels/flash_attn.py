@@ -14,24 +14,30 @@ CUDA graph. Its softcap computes tanh with a relative error of 2⁻¹¹.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from functools import lru_cache
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cp_mesh.kernels.contract import Capability, Pairs, Scores
+from cp_mesh.kernels.contract import Capability, Pairs, Scores, accumulation_dtype
 from cp_mesh.kernels.merge import BackwardTile, merging_kernel
 from cp_mesh.masks import CAUSAL, Band
+from cp_mesh.segments import Segments
 
 _HALF = (torch.bfloat16, torch.float16)
 
 
 # Parameters that the calls below pass by name: other releases, and other packages of that name, have others.
+_SEQUENCES = frozenset(f"{name}_{side}" for name in ("cu_seqlens", "seqused", "max_seqlen") for side in "qk")
 _FA4_CALLS = {
-    "_flash_attn_fwd": {"softmax_scale", "softcap", "window_size_left", "window_size_right", "return_lse"},
-    "_flash_attn_bwd": {"softmax_scale", "softcap", "window_size_left", "window_size_right", "dk", "dv"},
+    "_flash_attn_fwd": {"softmax_scale", "softcap", "window_size_left", "window_size_right", "return_lse", "out", "lse"}
+    | _SEQUENCES,
+    "_flash_attn_bwd": {"softmax_scale", "softcap", "window_size_left", "window_size_right", "dq", "dk", "dv"}
+    | _SEQUENCES,
 }
 _FA2_CALLS = {
     "_flash_attn_forward": {"softmax_scale", "causal", "window_size_left", "softcap", "return_softmax"},
@@ -121,7 +127,11 @@ def _narrow(x: Tensor, dim: int) -> Tensor:
     return x if x.shape[3] == dim else x[..., :dim]
 
 
-def _fa4_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scores: Scores) -> tuple[Tensor, Tensor]:
+def _fa4_forward(
+    q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs | Segments, scores: Scores
+) -> tuple[Tensor, Tensor]:
+    if isinstance(cover, Segments):
+        return _fa4_segments_forward(q, k, v, cover, scores)
     left, right = _window(cover, q.shape[2], k.shape[2])
     dim, v_dim = _fa4_head_dims(q, k, v, backward=False)
     # by keyword, and the first two outputs: both lists have grown between releases
@@ -134,6 +144,8 @@ def _fa4_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scores: S
 
 def _fa4_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
     assert t.out is not None, "uses_delta is not set"
+    if isinstance(t.cover, Segments):
+        return _fa4_segments_backward(t, t.out, t.cover)
     left, right = _window(t.cover, t.q.shape[2], t.k.shape[2])
     dim, v_dim = _fa4_head_dims(t.q, t.k, t.v, backward=True)
     q, k, v, out, dout = *(_widen(x, dim) for x in (t.q, t.k)), *(_widen(x, v_dim) for x in (t.v, t.out, t.dout))
@@ -143,6 +155,52 @@ def _fa4_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
         softcap=t.scores.softcap or 0.0, window_size_left=left, window_size_right=right, dk=_bshd(dk), dv=_bshd(dv),
     )[0]  # fmt: skip
     return _narrow(_bshd(dq), t.q.shape[3]), _narrow(dk, t.q.shape[3]), _narrow(dv, t.v.shape[3])
+
+
+def _by_batch_row(cover: Segments, x: Tensor) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The batch rows that have blocks, each with the arguments that say them; one call takes one batch row.
+
+    ``seqused`` tells how long a sequence is whatever begins after it, so sequences may leave rows and keys out. Those
+    the kernel neither reads nor writes.
+    """
+    tables = cover.on(x.device)
+    for row in range(x.shape[0]):
+        t = tables[row if len(tables) > 1 else 0]
+        if t.max_q:
+            yield row, {
+                "cu_seqlens_q": t.q_begins, "cu_seqlens_k": t.k_begins, "seqused_q": t.q_lens, "seqused_k": t.k_lens,
+                "max_seqlen_q": t.max_q, "max_seqlen_k": t.max_k,
+                "window_size_left": cover.left, "window_size_right": cover.right,
+            }  # fmt: skip
+
+
+def _fa4_segments_forward(q: Tensor, k: Tensor, v: Tensor, cover: Segments, scores: Scores) -> tuple[Tensor, Tensor]:
+    dim, v_dim = _fa4_head_dims(q, k, v, backward=False)
+    # rows of no block keep these values: they have no key
+    out = q.new_zeros((q.shape[0], q.shape[2], q.shape[1], v_dim))
+    lse = q.new_full(q.shape[:3], float("-inf"), dtype=accumulation_dtype(q.dtype))
+    q, k, wide_v = _bshd(_widen(q, dim)), _bshd(_widen(k, dim)), _bshd(_widen(v, v_dim))
+    for row, sequences in _by_batch_row(cover, q):
+        import_module("flash_attn.cute.interface")._flash_attn_fwd(
+            q=q[row], k=k[row], v=wide_v[row], softmax_scale=scores.scale, softcap=scores.softcap,
+            return_lse=True, out=out[row], lse=lse[row],
+            **sequences,
+        )  # fmt: skip
+    return _narrow(_bshd(out), v.shape[3]), lse
+
+
+def _fa4_segments_backward(t: BackwardTile, out: Tensor, cover: Segments) -> tuple[Tensor, Tensor, Tensor]:
+    dim, v_dim = _fa4_head_dims(t.q, t.k, t.v, backward=True)
+    q, k, v, out, dout = *(_widen(x, dim) for x in (t.q, t.k)), *(_widen(x, v_dim) for x in (t.v, out, t.dout))
+    dq, dk, dv = torch.zeros_like(q), _writable(t.dk, k).zero_(), _writable(t.dv, v).zero_()
+    for row, sequences in _by_batch_row(cover, q):
+        q_, k_, v_, out_, dout_, dq_, dk_, dv_ = (_bshd(x)[row] for x in (q, k, v, out, dout, dq, dk, dv))
+        import_module("flash_attn.cute.interface")._flash_attn_bwd(
+            q=q_, k=k_, v=v_, out=out_, dout=dout_, lse=t.lse[row], softmax_scale=t.scores.scale,
+            softcap=t.scores.softcap or 0.0, dq=dq_, dk=dk_, dv=dv_,
+            **sequences,
+        )  # fmt: skip
+    return _narrow(dq, t.q.shape[3]), _narrow(dk, t.q.shape[3]), _narrow(dv, t.v.shape[3])
 
 
 def _fa3_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scores: Scores) -> tuple[Tensor, Tensor]:
@@ -196,7 +254,7 @@ FA4 = merging_kernel(
         compute_capability=(9, 0),
         # it has kernels for Blackwell, with other limits of head dims; nothing was run there
         only_on=((9, 0),),
-        covers=("full", "causal", "window"),
+        covers=("full", "causal", "window", "segments"),
         max_head_dim=256,
         head_dim_multiple=8,
         v_head_dim=True,

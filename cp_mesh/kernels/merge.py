@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,9 +28,11 @@ from cp_mesh.kernels.contract import (
 )
 from cp_mesh.masks import CAUSAL, FULL, Band
 from cp_mesh.schedule import split_causal
+from cp_mesh.segments import Segments
 
-# (q, k, v, cover, scores) -> the tile's own (out, lse); lse in the units of `contract`
-TileForward = Callable[[Tensor, Tensor, Tensor, Band | Pairs, Scores], tuple[Tensor, Tensor]]
+# (q, k, v, cover, scores) -> the tile's own (out, lse); lse in the units of `contract`. The cover is of a kind that the
+# kernel's capability names.
+TileForward = Callable[[Tensor, Tensor, Tensor, Any, Scores], tuple[Tensor, Tensor]]
 # -> the tile's contribution to (dq, dk, dv), and to the gradients of `Scores.wanted` if there are any
 TileBackward = Callable[["BackwardTile"], tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, ScoreGradients]]
 Prepare = Callable[[Sequence[KernelTile]], Sequence[KernelTile]]
@@ -52,7 +55,7 @@ class BackwardTile:
     out: Tensor | None
     lse: Tensor
     delta: Tensor | None
-    cover: Band | Pairs
+    cover: Band | Pairs | Segments
     scores: Scores
     dk: Tensor | None = None
     dv: Tensor | None = None

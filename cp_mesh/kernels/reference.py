@@ -14,11 +14,14 @@ from torch import Tensor
 from cp_mesh.kernels.contract import Capability, Pairs, ScoreGradients, Scores, accumulation_dtype
 from cp_mesh.kernels.merge import BackwardTile, merging_kernel
 from cp_mesh.masks import Band
+from cp_mesh.segments import Segments
 
 ROWS = 512  # query rows whose scores are held at a time
 
 
-def _scores(q: Tensor, k: Tensor, cover: Band | Pairs, first_row: int, scores: Scores) -> tuple[Tensor, Tensor | float]:
+def _scores(
+    q: Tensor, k: Tensor, cover: Band | Pairs | Segments, first_row: int, scores: Scores
+) -> tuple[Tensor, Tensor | float]:
     """Masked scores [B, K, G, rows, Sk] of query rows ``first_row`` onwards, and their derivatives by scale · q·k.
 
     q is [B, K, G, rows, D].
@@ -36,13 +39,13 @@ def _scores(q: Tensor, k: Tensor, cover: Band | Pairs, first_row: int, scores: S
     return x.masked_fill(~allowed, float("-inf")), slope
 
 
-def _distance(cover: Band | Pairs, first_row: int, num_rows: int) -> Tensor:
+def _distance(cover: Band | Pairs | Segments, first_row: int, num_rows: int) -> Tensor:
     """int64 [rows, Sk]: positions of the queries less those of the keys."""
     assert isinstance(cover, Pairs), "scores that need positions get them"
     return cover.q_pos[first_row : first_row + num_rows, None] - cover.k_pos
 
 
-def _biases(scores: Scores, cover: Band | Pairs, first_row: int, num_rows: int, num_kv_heads: int) -> Tensor:
+def _biases(scores: Scores, cover: Band | Pairs | Segments, first_row: int, num_rows: int, num_kv_heads: int) -> Tensor:
     """What is added to scores: broadcasts to [B, K, G, rows, Sk]."""
     distance, K = _distance(cover, first_row, num_rows), num_kv_heads
     total = torch.zeros((), device=distance.device)
@@ -59,7 +62,7 @@ def _biases(scores: Scores, cover: Band | Pairs, first_row: int, num_rows: int, 
     return total
 
 
-def _add_gradients(total: ScoreGradients, dscores: Tensor, cover: Band | Pairs, first_row: int) -> None:
+def _add_gradients(total: ScoreGradients, dscores: Tensor, cover: Band | Pairs | Segments, first_row: int) -> None:
     """Add what dscores [B, H, rows, Sk] of the query rows ``first_row`` onwards contribute."""
     num_rows = dscores.shape[2]
     distance = _distance(cover, first_row, num_rows)
@@ -93,7 +96,7 @@ def _grouped(x: Tensor, num_kv_heads: int, dtype: torch.dtype) -> Tensor:
     return rearrange(x.to(dtype), "b (k g) s d -> b k g s d", k=num_kv_heads)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scores: Scores) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs | Segments, scores: Scores) -> tuple[Tensor, Tensor]:
     dtype = accumulation_dtype(q.dtype)
     q, k, v = _grouped(q, k.shape[1], dtype), k.to(dtype), v.to(dtype)
     outs, lses = [], []
@@ -138,7 +141,7 @@ REFERENCE = merging_kernel(
     Capability(
         devices=("cpu", "cuda"),
         dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
-        covers=("full", "causal", "window", "pairs"),
+        covers=("full", "causal", "window", "pairs", "segments"),
         v_head_dim=True,
         differentiable_lse=True,
         features=frozenset({"softcap", "alibi_slopes", "relative_bias", "bias"}),

@@ -1,0 +1,340 @@
+"""Documents as segments: every pair once, in calls that kernels of unequal sequences can take, planned once a mask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from cases import LAYOUTS, gap
+from checks import GQA, Case, coverage, parity_on_ranks, report
+from dense import dense_attention, dense_mask, make_qkv
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import mesh
+from test_flash_attn import Calls, fa4_functions, install
+from test_kernels_gpu import play_ring
+from torch import Tensor
+
+import cp_mesh
+from cp_mesh import Contiguous, Mask, Permuted, Striped, ZigZag, plan
+from cp_mesh.kernels import KERNELS, flash_attn
+from cp_mesh.kernels.contract import Request
+from cp_mesh.plan import Options, choose_schedule
+from cp_mesh.schedule import make_schedule
+from cp_mesh.segments import Segments
+
+RUNS = ("contiguous", "zigzag", "striped")
+
+
+def ids_of(*rows: list[int]) -> Tensor:
+    """Ids [B, S] from the lengths of the documents of each batch row."""
+    return torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in rows])
+
+
+DOCUMENTS = {
+    "one": ids_of([24]),
+    "single tokens": ids_of([1] * 24),
+    "primes": ids_of([2, 3, 5, 7, 1, 5, 1]),
+    "one longer than a shard": ids_of([3, 17, 4]),
+    "an empty tail": ids_of([5, 6, 13]),
+    "at the edges of shards": ids_of([6, 6, 6, 6]),
+    "unlike in every batch row": ids_of([1, 22, 1], [8, 8, 8], [24]),
+    "of any order": torch.tensor([[5] * 9 + [-1] * 2 + [3] * 13]),
+}
+CONDITIONS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "full": {"causal": False},
+    "window": {"window": (3, None)},
+    "two-sided window": {"causal": False, "window": (4, 1)},
+    "window ahead": {"causal": False, "window": (None, 2)},
+    "length": {"causal": False, "length": 20},
+    "causal and length": {"length": 20},
+}
+
+
+@pytest.mark.parametrize("layout", RUNS)
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_every_pair_once(layout, name):
+    problems = []
+    for (what, options), cp_size in product(CONDITIONS.items(), range(1, 9) if name == "primes" else (2, 3, 8)):
+        mask = Mask(documents=DOCUMENTS[name], **options)
+        want = dense_mask(24, documents=DOCUMENTS[name], **options)
+        assert "segments" in make_schedule(LAYOUTS[layout](24), mask, 24, cp_size, 0, True).covers
+        found = coverage(LAYOUTS[layout](24), mask, want, cp_size, segments=True)
+        problems += [f"{what}, cp={cp_size}: {problem}" for problem in found]
+    report([problems])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lens=st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=8), min_size=1, max_size=2),
+    S=st.integers(1, 60),
+    cp_size=st.integers(1, 8),
+    layout=st.sampled_from(RUNS),
+    condition=st.sampled_from(list(CONDITIONS)),
+)
+def test_any_documents(lens, S, cp_size, layout, condition):
+    rows = [ids_of([*row, S])[0, :S] for row in lens]
+    options = {"documents": torch.stack(rows), **CONDITIONS[condition]}
+    report([coverage(LAYOUTS[layout](S), Mask(**options), dense_mask(S, **options), cp_size, segments=True)])
+
+
+def blocks_of(layout, ids: Tensor, cp_size: int, rank: int, **options) -> list[tuple]:
+    """(left, right, blocks) of the local tiles, then of each stage."""
+    schedule = make_schedule(layout, Mask(documents=ids, **options), ids.shape[-1], cp_size, rank, True)
+    visits = [schedule.local_tiles, *(stage.tiles for stage in schedule.keys.stages)]
+    described = []
+    for tiles in visits:
+        assert all(isinstance(tile.cover, Segments) for tile in tiles)
+        offsets = [torch.tensor([tile.q[0], tile.q[0], tile.k[0], tile.k[0]]) for tile in tiles]
+        described.append(
+            [
+                (tile.cover.left, tile.cover.right, (tile.cover.blocks[0] + offset).tolist())
+                for tile, offset in zip(tiles, offsets, strict=True)
+            ]
+        )
+    return described
+
+
+def test_blocks_by_hand():
+    """Twelve tokens on two ranks, three each run of zigzag: documents of 2, 8 and 2 tokens."""
+    ids = ids_of([2, 8, 2])
+    # rank 0 has 0 1 2 and 9 10 11: causal squares of all its documents in one call, then the long one against rank 1
+    local, stage = blocks_of(ZigZag(), ids, 2, 0)
+    assert local == [(None, 0, [[0, 2, 0, 2], [2, 4, 2, 4], [4, 6, 4, 6]])]
+    assert stage == [(None, None, [[3, 4, 0, 6]])]
+    local, stage = blocks_of(ZigZag(), ids, 2, 1)
+    assert local == [(None, 0, [[0, 6, 0, 6]])]
+    assert stage == [(None, None, [[0, 6, 0, 1]])]
+    # a stripe against a later one: the diagonal is ahead of it, so one row and one key less
+    local, stage = blocks_of(Striped(), ids, 2, 0)
+    assert local == [(None, 0, [[0, 1, 0, 1], [1, 5, 1, 5], [5, 6, 5, 6]])]
+    assert stage == [(None, 0, [[2, 5, 0, 3]])]
+
+
+@pytest.mark.parametrize("cp_size", (2, 4, 8))
+def test_a_stage_is_one_call(cp_size):
+    """However many documents there are: causal, in layouts of runs; only what lies across an edge is fetched."""
+    generator = torch.Generator().manual_seed(cp_size)
+    ids = torch.randint(0, 2, (1, 960), generator=generator).cumsum(1)
+    for layout, rank in product((Contiguous(), ZigZag()), range(cp_size)):
+        for tiles in blocks_of(layout, ids, cp_size, rank):
+            assert len(tiles) <= 1
+
+
+STAY = {
+    "an id that comes back": {"documents": torch.tensor([[0, 0, 1, 1, 0, 0, 0, 0]])},
+    "key padding": {"documents": ids_of([4, 4]), "key_padding": torch.ones(1, 8, dtype=torch.bool)},
+    "prefix": {"documents": ids_of([4, 4]), "prefix": 2},
+    "documents on the device": {"documents": ids_of([4, 4]).to("meta")},
+    "no documents": {},
+}
+
+
+@pytest.mark.parametrize("name", STAY)
+def test_what_stays_as_it_is(name):
+    mask = Mask(**STAY[name])
+    for layout, rank in product((Contiguous(), ZigZag()), range(2)):
+        assert "segments" not in make_schedule(layout, mask, 8, 2, rank, True).covers
+    documents = Mask(documents=ids_of([4, 4]))
+    assert "segments" not in make_schedule(Permuted(range(7, -1, -1)), documents, 8, 2, 0, True).covers
+
+
+def test_too_many_bands_stay_as_they_are():
+    """A window gives every edge of a run, in a long document, a band of its own."""
+    ids, mask = ids_of([5] * 19 + [5]), {"causal": False, "window": (2, 2)}
+    few = make_schedule(Contiguous(), Mask(documents=ids, **mask), 100, 5, 0, True)
+    assert "segments" in few.covers
+    with mock.patch.object(cp_mesh.segments, "MAX_BANDS", 0):
+        many = make_schedule(Contiguous(), Mask(documents=ids, **mask), 100, 5, 0, True)
+    assert many.covers == {"pairs"}
+
+
+# --- a kernel of unequal sequences, whose package a stand-in plays
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
+    calls = Calls()
+    install(monkeypatch, "flash_attn.cute.interface", **fa4_functions(calls))
+    yield calls
+    flash_attn._module.cache_clear()
+
+
+def whole(mask: Mask, q, k, v, dout, options: dict[str, Any]) -> list[Tensor]:
+    S = q.shape[2]
+    allowed = dense_mask(S, **options, documents=torch.atleast_2d(mask.documents))
+    qkv = [x.clone().requires_grad_() for x in (q, k, v)]
+    out, lse = dense_attention(*qkv, allowed)
+    return [out.detach(), lse.detach(), *torch.autograd.grad(out, qkv, dout)]
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+@pytest.mark.parametrize("layout", RUNS)
+def test_fa4_is_given_sequences(calls, layout, name):
+    ids = DOCUMENTS[name]
+    B = max(2, len(ids))
+    q, k, v, dout = make_qkv(B, 4, 2, 24, 8, 8)
+    for (what, options), cp_size in product(CONDITIONS.items(), (1, 2, 3, 4)):
+        mask = Mask(documents=ids, **options)
+        got = play_ring(KERNELS["fa4"], LAYOUTS[layout](24), mask, cp_size, q, k, v, dout, segments=True)
+        for result, a, b in zip(
+            ("out", "lse", "dq", "dk", "dv"), got, whole(mask, q, k, v, dout, options), strict=True
+        ):
+            assert gap(a, b) <= 1e-10, (what, cp_size, result)
+    assert all(arguments["cu_seqlens_q"] is not None for _, arguments in calls)
+
+
+@pytest.mark.parametrize(("heads", "dims"), [((2, 2), (8, 8)), ((3, 1), (8, 8)), ((2, 2), (8, 16)), ((4, 2), (16, 8))])
+def test_fa4_heads_and_head_dims(calls, heads, dims):
+    ids = ids_of([3, 17, 4])
+    q, k, v, dout = make_qkv(1, *heads, 24, *dims)
+    mask = Mask(documents=ids)
+    got = play_ring(KERNELS["fa4"], ZigZag(), mask, 3, q, k, v, dout, segments=True)
+    for a, b in zip(got, whole(mask, q, k, v, dout, {}), strict=True):
+        assert gap(a, b) <= 1e-10
+
+
+def test_bounds_that_are_not_there_are_none(calls):
+    """A bound is part of what the package compiles for; documents of a causal mask take two variants."""
+    q, k, v, dout = make_qkv(1, 2, 2, 24, 8)
+    for layout in (Contiguous(), ZigZag(), Striped()):
+        play_ring(KERNELS["fa4"], layout, Mask(documents=ids_of([2, 13, 1, 8])), 4, q, k, v, dout, segments=True)
+    bounds = {(arguments["window_size_left"], arguments["window_size_right"]) for _, arguments in calls}
+    assert bounds == {(None, None), (None, 0)}
+
+
+def fa4_on_cpu(**changes: Any) -> Any:
+    """FA4 as a kernel of the CPU in float64, for the length of a `with`."""
+    capability = replace(
+        KERNELS["fa4"].capability, devices=("cpu",), dtypes=(torch.float64,), compute_capability=(0, 0), only_on=(),
+        head_dim_multiple=1, **changes,
+    )  # fmt: skip
+    return mock.patch.dict(KERNELS, fa4=replace(KERNELS["fa4"], capability=capability))
+
+
+def fa4_on_ranks(rank: int, cp_size: int, cases: list[Case]) -> list[str]:
+    calls = Calls()
+    with pytest.MonkeyPatch.context() as patch, fa4_on_cpu():
+        install(patch, "flash_attn.cute.interface", **fa4_functions(calls))
+        plan._resolve_contents.cache_clear()
+        problems = parity_on_ranks(rank, (cp_size,), ("cp",), cases)
+        plan._resolve_contents.cache_clear()
+    flash_attn._module.cache_clear()
+    return problems if calls else [*problems, "the kernel was never called"]
+
+
+@pytest.mark.parametrize("cp_size", (1, 2, 4))
+def test_fa4_over_a_ring(pool, cp_size):
+    """Communication and all: what a kernel of sequences computes is dense attention, in every format."""
+    masks = [{"documents": ids, **CONDITIONS[c]} for ids in DOCUMENTS.values() for c in ("causal", "two-sided window")]
+    cases = [
+        Case(layout, mask, 24, GQA, seq_dim, kernel="fa4", sizes=(max(len(mask["documents"]), 1), 8, 8))
+        for (layout, mask), seq_dim in zip(product(RUNS, masks), [0, 1, 2] * 16, strict=True)
+        if seq_dim or len(mask["documents"]) == 1
+    ]
+    report(pool(cp_size).run(fa4_on_ranks, cp_size, cases, timeout=300))
+
+
+# --- which schedule a kernel is given
+
+H200 = Request("cuda", (9, 0), torch.bfloat16, frozenset(), 128, 128, False, False, 1)
+
+
+def chosen(name: str = "auto", request: Request = H200) -> tuple[str, bool]:
+    """The kernel, and whether it is given segments."""
+    mask = Mask(documents=ids_of([3, 17, 4]))
+    schedule, kernel = choose_schedule(
+        name,
+        lambda segments: make_schedule(ZigZag(), mask, 24, 2, 0, segments),
+        lambda schedule: replace(request, covers=schedule.covers, min_keys=schedule.min_keys),
+        (),
+    )
+    return kernel.name, "segments" in schedule.covers
+
+
+def test_segments_for_who_takes_them(calls):
+    assert chosen() == chosen("fa4") == ("fa4", True)
+    assert chosen("reference") == ("reference", True)
+    assert chosen(request=replace(H200, device="cpu", compute_capability=(0, 0))) == ("reference", True)
+
+
+def test_pairs_for_who_takes_those():
+    pairs = replace(KERNELS["fa3"].capability, covers=("full", "causal", "pairs"), lacking=lambda: None)
+    with mock.patch.dict(KERNELS, fa3=replace(KERNELS["fa3"], capability=pairs)):
+        assert chosen() == chosen("fa3") == ("fa3", False)
+    with pytest.raises(cp_mesh.UnsupportedError, match="'pairs' tiles"):
+        chosen("cudnn")
+
+
+# --- planned once
+
+
+class Group:
+    """What planning reads of a process group."""
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return 1
+
+
+def planned(documents: Tensor, spec: str = "1,,,0,") -> plan.Plan:
+    q, k, v, _ = make_qkv(1, 2, 2, 12, 8)
+    return plan.make_plan(q, k, v, plan.Tensors(documents), 24, Group(), Options("zigzag", spec, 1.0))
+
+
+def test_a_mask_is_planned_once():
+    ids = ids_of([3, 17, 4])
+    first = planned(ids)
+    assert planned(ids).schedule is first.schedule and planned(ids.clone()).schedule is first.schedule
+    assert planned(ids, "0,,,0,").schedule is not first.schedule
+    assert planned(ids.int()).schedule is not first.schedule and planned(ids[0]).schedule is not first.schedule
+
+
+def test_what_is_written_to_documents_is_seen():
+    """By torch or by NumPy, which leaves no trace in the tensor; and what was planned does not change."""
+    numbers = ids_of([3, 17, 4]).numpy().copy()
+    ids = torch.from_numpy(numbers)
+    first = planned(ids)
+    numbers[0, 10:] = 7
+    second = planned(ids)
+    assert second.schedule is not first.schedule and torch.equal(second.mask.documents, ids)
+    assert torch.equal(first.mask.documents, ids_of([3, 17, 4]))
+    ids[0, :2] = 9
+    assert planned(ids).schedule not in (first.schedule, second.schedule)
+    assert planned(ids_of([3, 17, 4])).schedule is first.schedule
+
+
+def traffic(rank: int) -> list[str]:
+    """Rows of documents that lie within a shard, or behind every query of another, do not travel."""
+    from recording import recording
+
+    axis, S, problems = mesh((4,), ("cp",)), 24, []
+    for layout, ids in product((Contiguous(), ZigZag(), Striped()), DOCUMENTS.values()):
+        allowed = dense_mask(S, documents=ids).any(0)
+        shards = [layout.positions(S, 4, r) for r in range(4)]
+        need = [[0 if i == j else int(allowed[a][:, b].any(0).sum()) for j, b in enumerate(shards)]
+                for i, a in enumerate(shards)]  # fmt: skip
+        active = [step for step in (1, 2, 3) if any(need[r][(r - step) % 4] for r in range(4))]
+        q, k, v, dout = (x[:, :, shards[rank]].requires_grad_() for x in make_qkv(len(ids), 2, 1, S, 4, 3))
+        with recording(axis) as notes:
+            out = cp_mesh.attention(q, k, v, mesh=axis, layout=layout, mask=Mask(documents=ids))
+            out.backward(dout)
+        stages = [steps for steps in (active[:1], active[1:3], active[3:]) if steps]
+        want = [[need[rank][r] if (rank - r) % 4 in steps else 0 for r in range(4)] for steps in stages]
+        row = len(ids) * (4 + 3)
+        got = [[n // row for n in sent.origin] for sent in notes.sent[: len(stages)]]
+        if got != want or len(notes.sent) != 3 * len(stages):
+            problems.append(f"rank {rank}, {layout}, {ids.tolist()}: {got} in {len(notes.sent)} hops, expected {want}")
+    return problems
+
+
+def test_only_rows_that_some_query_sees_travel(pool):
+    report(pool(4).run(traffic))
