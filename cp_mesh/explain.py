@@ -80,7 +80,7 @@ def explain(
             known = ", ".join(SCORE_OPTIONS)
             raise ArgumentError(describe("explain: scores", f"names of {known}", repr(name), "see attention"))
     schedules = [make_schedule(layout, mask, seq_len, cp_size, rank) for rank in range(cp_size)]
-    features = frozenset(scores) - {"sinks"}
+    features = frozenset({"dropout_p": "dropout"}.get(name, name) for name in scores) - {"sinks", "dropout_seed"}
     request = Request(
         device,
         compute_capability or ((9, 0) if device == "cuda" else (0, 0)),
