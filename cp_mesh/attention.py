@@ -53,6 +53,7 @@ def attention(
     relative_bias: Tensor | None = None,
     bias: Tensor | None = None,
     dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
     method: str = "auto",
     kernel: str = "auto",
     transport: str = "auto",
@@ -93,7 +94,10 @@ def attention(
         relative_bias: a table [H, 2R + 1], what a score gains at the distance p - t: table[h, clip(p - t, -R, R) + R].
         bias: [1 or B, 1 or H, 1 or S, seq_len] in every format, what a score gains: this rank's rows against all keys,
             in *original* order of keys.
-        dropout_p: not available yet; anything but 0.0 is refused.
+        dropout_p: the probability with which a weight is dropped after the softmax, below 1; lse sees none of it.
+        dropout_seed: an int, or int64 of one number or two (seed, offset), needed for dropout: equal on all cp ranks,
+            and another in every layer and step. What is dropped depends on it, on positions, and on the indices of head
+            and batch row, which are global for DTensors and local else: the same for every layout and cp size.
         method: "auto" or "ring".
         kernel: "auto", "fa4", "fa3", "cudnn", "fa2", "fa2_package", "efficient", "cpu_flash" or "reference". "auto"
             takes the first that can serve the call; all ranks must have the same packages installed.
@@ -129,9 +133,11 @@ def attention(
         _check_types(layout, mask, seq_len, scale)
         _check_softcap(softcap)
         _check_chunks_wanted(head_chunks)
-        _refuse_unavailable(dropout_p)
+        _check_dropout(dropout_p, dropout_seed)
         index = layout.tensor if isinstance(layout, Permuted) else None
         tensors = Tensors(mask.documents, mask.key_padding, index, sinks, alibi_slopes, relative_bias, bias)
+        if dropout_p:
+            tensors = tensors._replace(dropout_seed=seed_tensor(dropout_seed, query.device))
         query, key, value = _autocast(query, key, value)
         _check_format(query, key, value, seq_dim)
         if isinstance(query, DTensor):
@@ -149,6 +155,9 @@ def attention(
             mask=mask.spec(),
             scale=1 / math.sqrt(query.shape[-1]) if scale is None else float(guard_scalar(scale)),
             softcap=0.0 if softcap is None else float(guard_scalar(softcap)),
+            dropout_p=float(guard_scalar(dropout_p)),
+            first_head=_first(query, 2 if seq_dim == 1 else 1) if dropout_p else 0,
+            first_batch=_first(query, 0) if dropout_p and seq_dim != 0 else 0,
             method=method,
             kernel=kernel,
             transport=transport,
@@ -359,7 +368,7 @@ def local_scores(scores: Mapping[str, Any], query: DTensor, seq_dim: int) -> dic
 def check_score_placements(scores: Mapping[str, Any], query: Tensor, seq_dim: int) -> None:
     """Refuse tensors of the scores that are none, and DTensors that are not placed as query's heads and batch are."""
     for name, x in scores.items():
-        if name in (*GRADED, "dropout_seed") and not isinstance(x, Tensor | None):
+        if name in GRADED and not isinstance(x, Tensor | None):
             raise ArgumentError(describe(name, "a tensor", type(x).__name__, "use torch.tensor"))
         if not isinstance(x, DTensor):
             continue
@@ -383,9 +392,32 @@ def _score_placements(name: str, x: Tensor, query: DTensor, seq_dim: int) -> tup
     return [row[0] for row in rows], [row[1] for row in rows]
 
 
-def _refuse_unavailable(dropout_p: float) -> None:
-    if dropout_p != 0.0:
-        raise UnsupportedError("attention: dropout_p is not available yet; dropout_p=0.0 works")
+def _check_dropout(dropout_p: object, seed: object) -> None:
+    if isinstance(dropout_p, bool | Tensor) or not 0 <= dropout_p < 1:  # type: ignore[operator]
+        raise ArgumentError(describe("dropout_p", "a probability below 1", dropout_p, "dropout_p=0.0 drops nothing"))
+    if dropout_p and seed is None:
+        hint = "pass a number that is equal on all cp ranks and another in every layer and step"
+        raise ArgumentError(describe("dropout_seed", "an int or an int64 tensor beside dropout_p", None, hint))
+    if not isinstance(seed, int | torch.SymInt | Tensor | None) or isinstance(seed, bool):
+        raise ArgumentError(describe("dropout_seed", "an int or an int64 tensor", repr(seed), "round it first"))
+    if isinstance(seed, int) and not 0 <= seed < 2**63:
+        raise ArgumentError(describe("dropout_seed", "0 <= seed < 2**63", seed, "take it modulo 2**63"))
+
+
+def seed_tensor(seed: Any, device: torch.device | str) -> Tensor:
+    """int64; of a number, by a fill on the device, which waits for nothing."""
+    return seed if isinstance(seed, Tensor) else torch.full((1,), seed, dtype=torch.int64, device=device)
+
+
+def _first(x: Tensor, dim: int) -> int:
+    """The global index of this rank's first one in a dim of a DTensor that shards evenly; 0 for a local tensor."""
+    index, parts = 0, 1
+    if isinstance(x, DTensor):
+        for axis, placement in enumerate(x.placements):
+            if placement == Shard(dim):
+                index = index * x.device_mesh.size(axis) + x.device_mesh.get_local_rank(axis)
+                parts *= x.device_mesh.size(axis)
+    return index * (x.shape[dim] // parts)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -81,7 +81,7 @@ def explain(
         if name not in SCORE_OPTIONS:
             known = ", ".join(SCORE_OPTIONS)
             raise ArgumentError(describe("explain: scores", f"names of {known}", repr(name), "see attention"))
-    features = frozenset(scores) - {"sinks"}
+    features = frozenset({"dropout_p": "dropout"}.get(name, name) for name in scores) - {"sinks", "dropout_seed"}
 
     def request(schedule: Schedule) -> Request:
         return Request(

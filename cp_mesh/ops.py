@@ -79,7 +79,7 @@ def _agree(plan: Plan, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, seq_di
             "relative_bias": fingerprint(tensors.relative_bias),
             "bias": str(bias and (bias[0], bias[1], bias[3])),
             "dropout_seed": fingerprint(tensors.dropout_seed),
-            "options": f"scale={options.scale} softcap={options.softcap} "
+            "options": f"scale={options.scale} softcap={options.softcap} dropout_p={options.dropout_p} "
             f"method={options.method} kernel={options.kernel} "
             f"transport={options.transport} head_chunks={options.head_chunks} deterministic={options.deterministic}",
             "kernel": plan.kernel.name,

@@ -50,6 +50,9 @@ _OTHER_ATTENTION = (
 )
 
 
+_SCORE_OPTIONS = frozenset(SCORE_OPTIONS) - {"dropout_p"}  # which the SDPA call tells
+
+
 class ContextParallel(ParallelStyle):
     """Makes the attention core that it is applied to attend over the whole sequence.
 
@@ -64,9 +67,10 @@ class ContextParallel(ParallelStyle):
         mask: the mask, or a function of the wrapped module's call arguments that returns it, for masks that change
             with the batch: ``mask=lambda q, k, v, documents: Mask(documents=documents)``. It must depend on its
             arguments alone: activation checkpointing calls it again in the backward.
-        scores: options of the scores by their names in `cp_mesh.attention` (softcap, sinks), or a function of the
+        scores: options of the scores by their names in `cp_mesh.attention` (softcap, sinks, ...), or a function of the
             wrapped module and its call arguments that returns them, for tensors: ``scores=lambda core, q, k, v:
-            {"sinks": core.sinks}``. It too must depend on these alone.
+            {"sinks": core.sinks}``. It too must depend on these alone. ``dropout_p`` is that of the SDPA call, and
+            needs a ``dropout_seed`` here, another in every layer and step; heads are counted from this tp rank's first.
         kernel, method, transport, head_chunks, deterministic: as in `cp_mesh.attention`.
 
     Raises:
@@ -531,10 +535,12 @@ def _claim(module: nn.Module, mesh: DeviceMesh, sequence: ShardedSequence, style
 
 
 def _check_scores(scores: Mapping[str, Any]) -> Mapping[str, Any]:
-    if not isinstance(scores, Mapping) or set(scores) - set(SCORE_OPTIONS):
+    if not isinstance(scores, Mapping) or set(scores) - _SCORE_OPTIONS:
         got = [*scores] if isinstance(scores, Mapping) else type(scores).__name__
         hint = "see cp_mesh.attention"
-        raise ArgumentError(describe("ContextParallel.scores", f"names of {', '.join(SCORE_OPTIONS)}", got, hint))
+        raise ArgumentError(
+            describe("ContextParallel.scores", f"names of {', '.join(sorted(_SCORE_OPTIONS))}", got, hint)
+        )
     return scores
 
 

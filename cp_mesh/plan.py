@@ -39,7 +39,7 @@ from cp_mesh.transport import TRANSPORTS, make_transport
 from cp_mesh.transport.contract import Transport
 
 METHODS = ("auto", "ring")
-SCORE_OPTIONS = ("softcap", "sinks", "alibi_slopes", "relative_bias", "bias")
+SCORE_OPTIONS = ("softcap", "sinks", "alibi_slopes", "relative_bias", "bias", "dropout_p", "dropout_seed")
 """Names of arguments of `cp_mesh.attention` that change the scores."""
 CHUNK_BYTES = 512 << 20  # K and V that a rank fetches, for the heads of one chunk
 
@@ -55,6 +55,9 @@ class Options:
     mask: str
     scale: float
     softcap: float = 0.0
+    dropout_p: float = 0.0
+    first_head: int = 0
+    first_batch: int = 0
     method: str = "auto"
     kernel: str = "auto"
     transport: str = "auto"
@@ -68,11 +71,11 @@ class Options:
     @classmethod
     @lru_cache(maxsize=256)
     def parse(cls, spec: str) -> Options:
-        layout, mask, scale, softcap, method, kernel, transport, chunks, *flags = spec.split("|")
-        deterministic, differentiable_lse = (flag == "True" for flag in flags)
+        layout, mask, *scores, method, kernel, transport, chunks, deterministic, differentiable_lse = spec.split("|")
+        scale, softcap, dropout_p, first_head, first_batch = scores
         return cls(
-            layout, mask, float(scale), float(softcap), method, kernel, transport, int(chunks),
-            deterministic, differentiable_lse,
+            layout, mask, float(scale), float(softcap), float(dropout_p), int(first_head), int(first_batch),
+            method, kernel, transport, int(chunks), deterministic == "True", differentiable_lse == "True",
         )  # fmt: skip
 
 
@@ -222,6 +225,7 @@ def make_plan(
 
 def make_scores(options: Options, tensors: Tensors, dtype: torch.dtype) -> Scores:
     """What the passes are told of the scores; ``dtype`` is the accumulation dtype."""
+    seed = tensors.dropout_seed
     return Scores(
         options.scale,
         options.softcap or None,
@@ -229,6 +233,10 @@ def make_scores(options: Options, tensors: Tensors, dtype: torch.dtype) -> Score
         None if tensors.alibi_slopes is None else tensors.alibi_slopes.to(dtype).contiguous(),
         None if tensors.relative_bias is None else tensors.relative_bias.to(dtype).contiguous(),
         tensors.bias,
+        options.dropout_p,
+        None if seed is None else torch.nn.functional.pad(seed.reshape(-1), (0, 2 - seed.numel())),
+        options.first_head,
+        options.first_batch,
     )
 
 
@@ -247,14 +255,22 @@ def check_scores(q: Tensor, tensors: Tensors, seq_len: int) -> None:
         "relative_bias": ((H,), (None,)),
         "bias": ((1, B), (1, H), (1, S), (seq_len,)),
     }
-    for name, dims in shapes.items():
+    seed = tensors.dropout_seed
+    if seed is not None and (seed.ndim > 1 or seed.numel() not in (1, 2) or seed.dtype != torch.int64):
+        hint = "torch.tensor([seed, offset])"
+        raise ArgumentError(describe("dropout_seed", "int64 [1] or [2]", f"{seed.dtype} {tuple(seed.shape)}", hint))
+    for name, dims in (shapes | {"dropout_seed": ()}).items():
         x = getattr(tensors, name)
         if x is None:
             continue
-        fits = x.ndim == len(dims) and all(
-            size in allowed or (allowed == (None,) and size % 2) for size, allowed in zip(x.shape, dims, strict=True)
+        fits = name == "dropout_seed" or (
+            x.ndim == len(dims)
+            and all(
+                size in allowed or (allowed == (None,) and size % 2)
+                for size, allowed in zip(x.shape, dims, strict=True)
+            )
         )
-        if not fits or not x.is_floating_point():
+        if not fits or x.is_floating_point() == (name == "dropout_seed"):
             words = ("odd" if allowed == (None,) else " or ".join(map(str, allowed)) for allowed in dims)
             raise ArgumentError(
                 describe(

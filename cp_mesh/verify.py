@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_mesh.agreement import check_mode
-from cp_mesh.attention import attention
+from cp_mesh.attention import attention, seed_tensor
 from cp_mesh.errors import ArgumentError, describe
 from cp_mesh.kernels.contract import Kernel, KernelTile, Pairs, Scores, accumulation_dtype, make_delta
 from cp_mesh.kernels.reference import REFERENCE
@@ -92,8 +92,8 @@ def verify(
         layout, mask, kernel, transport, head_chunks, deterministic: as in `cp_mesh.attention`; prove the settings that
             will train. A mask with tensors needs ``seq_len``, their length.
         scores: options of the scores by their names in `cp_mesh.attention`: softcap, sinks, alibi_slopes,
-            relative_bias, bias. Tensors are equal on all ranks, a bias is that of the whole sequence, [.., S or 1, S]
-            in original order; their gradients are compared too.
+            relative_bias, bias, dropout_p, dropout_seed. Tensors are equal on all ranks, a bias is that of the whole
+            sequence, [.., S or 1, S] in original order; their gradients are compared too.
         seq_len: tokens in the whole sequence; None: 256 per rank. O(seq_len²) work on every rank.
         batch, num_heads, num_kv_heads, head_dim: sizes of q, k, v.
         dtype: dtype of q, k, v.
@@ -127,6 +127,8 @@ def verify(
     settings: dict[str, Any] = {"layout": layout, "mask": mask, "kernel": kernel, "transport": transport}
     settings |= {"head_chunks": head_chunks, "deterministic": deterministic}
     given = dict(scores or {})
+    if given.get("dropout_p"):
+        given["dropout_seed"] = seed_tensor(given.get("dropout_seed", 0), device)
     whole_tensors = {name: x.detach().to(device) for name, x in given.items() if isinstance(x, Tensor)}
     if dtype == torch.float64:  # else their gradients were rounded to less
         whole_tensors |= {name: x.double() for name, x in whole_tensors.items() if x.is_floating_point()}
@@ -141,7 +143,8 @@ def verify(
             _, lse = attention(*local, mesh=mesh, seq_dim=2, seq_len=seq_len, return_lse=True, **settings)
     assert isinstance(out, Tensor)
     grads = torch.autograd.grad(out, [*local, *leaves.values()], dout[:, :, rows])
-    options = Options(layout.spec(), mask.spec(), head_dim**-0.5, given.get("softcap") or 0.0, kernel=kernel)
+    softcap, dropout_p = given.get("softcap") or 0.0, given.get("dropout_p", 0.0)
+    options = Options(layout.spec(), mask.spec(), head_dim**-0.5, softcap, dropout_p, kernel=kernel)
     index = layout.tensor if isinstance(layout, Permuted) else None
     tensors = Tensors(mask.documents, mask.key_padding, index, **held)
     plan = make_plan(q[:, :, rows], k[:, :, rows], v[:, :, rows], tensors, seq_len, group, options)

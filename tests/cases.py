@@ -84,6 +84,14 @@ SCORES: dict[str, Callable[[int, int, int], dict[str, Any]]] = {
     "bias of all heads": lambda B, H, S: {"bias": _numbers(H, S, B, 1, S, S)},
     "bias of all rows": lambda B, H, S: {"bias": _numbers(H, S, 1, H, 1, S)},
     "softcap and alibi": lambda B, H, S: {"softcap": 0.7, "alibi_slopes": _numbers(H, S, H)},
+    "dropout": lambda B, H, S: {"dropout_p": 0.3, "dropout_seed": 2**40 + 12345},
+    "dropout, a seed and an offset": lambda B, H, S: {"dropout_p": 0.5, "dropout_seed": torch.tensor([7, 2**32 - 1])},
+    "dropout, sinks and alibi": lambda B, H, S: {
+        "dropout_p": 0.2,
+        "dropout_seed": S,
+        "sinks": _numbers(H, S, H),
+        "alibi_slopes": _numbers(1, S, H) / 4,
+    },
     "every score": lambda B, H, S: {
         "softcap": 0.7,
         "sinks": _numbers(H, S, H),

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import LAYOUTS, SCORES, gap, make_mask, pairs, pairs_of
-from dense import dense_attention, make_qkv
+from dense import dense_attention, dense_dropout, make_qkv
 from ranks import mesh
 from recording import recording
 from torch import Tensor
@@ -302,7 +302,11 @@ def oracle(
 
 def dense_scores(options: dict[str, Any], B: int, H: int, S: int) -> dict[str, Any]:
     """The oracle's arguments for options of `cp_mesh.attention`; new tensors."""
-    return {name: x.clone() if isinstance(x, Tensor) else x for name, x in options.items()}
+    given = {name: x.clone() if isinstance(x, Tensor) else x for name, x in options.items()}
+    if (p := given.pop("dropout_p", 0.0)) > 0:
+        seed = given.pop("dropout_seed")
+        given["kept"] = dense_dropout(B, H, S, p, *(seed.tolist() if isinstance(seed, Tensor) else [seed]))
+    return given
 
 
 def local_scores(options: dict[str, Any], rows: Tensor) -> dict[str, Any]:

@@ -117,6 +117,16 @@ CASES = {
         lambda: {"bias": torch.zeros(2, 1, 8, S)},
         lambda: {"bias": torch.zeros(2, 4, 8, S)},
     ),
+    "dropout": Case(
+        ("same options", "dropout_p=0.5"),
+        lambda: {"dropout_p": 0.5, "dropout_seed": 1},
+        lambda: {"dropout_p": 0.25, "dropout_seed": 1},
+    ),
+    "seed": Case(
+        ("same dropout_seed",),
+        lambda: {"dropout_p": 0.5, "dropout_seed": 1},
+        lambda: {"dropout_p": 0.5, "dropout_seed": 2},
+    ),
     "softcap": Case(("same options", "softcap=30.0", "softcap=0.0"), lambda: {"softcap": 30.0}),
     "an option that cannot be": Case(
         ("cp rank 1 refused its arguments", "ArgumentError: softcap"),

@@ -16,7 +16,7 @@ from ranks import mesh, num_collectives
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import cp_mesh
@@ -76,6 +76,14 @@ def local_tensors(rank: int, backend: str) -> None:
         return out, lse, masked, bshd.transpose(1, 2), packed
 
     assert_compiles(every_format, backend, q, k, v)
+    bias = sequence.shard(torch.linspace(-1, 1, S * S, dtype=torch.float64).view(1, 1, S, S), dim=2)
+    sinks, slopes = torch.linspace(-1, 1, 2 * H, dtype=torch.float64).chunk(2)
+
+    def scored(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, slopes: Tensor, bias: Tensor) -> Tensor:
+        given = {"softcap": 2.0, "sinks": sinks, "alibi_slopes": slopes, "bias": bias}
+        return attention(q, k, v, mesh=axis, dropout_p=0.2, dropout_seed=11, **given)
+
+    assert_compiles(scored, backend, q, k, v, sinks, slopes, bias)
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(every_format, backend=backend)(q, k, v), every_format(q, k, v))
 
@@ -97,11 +105,14 @@ def dtensors(rank: int, backend: str, tp: int) -> None:
     q, k, v, _ = (place(x) for x in make_qkv(B, H, K, S, D))
     documents = torch.arange(S).expand(B, S) // 7
 
-    def both(q: DTensor, k: DTensor, v: DTensor) -> tuple[Tensor, ...]:
-        out, lse = attention(q, k, v, return_lse=True)
-        return out, lse, attention(q, k, v, mask=Mask(documents=documents))
+    sinks = distribute_tensor(torch.linspace(-1, 1, H, dtype=torch.float64), axes, [Replicate(), Shard(0)])
 
-    assert_compiles(both, backend, q, k, v)
+    def both(q: DTensor, k: DTensor, v: DTensor, sinks: DTensor) -> tuple[Tensor, ...]:
+        out, lse = attention(q, k, v, return_lse=True)
+        scored = attention(q, k, v, sinks=sinks, softcap=2.0)
+        return out, lse, scored, attention(q, k, v, mask=Mask(documents=documents), sinks=sinks)
+
+    assert_compiles(both, backend, q, k, v, sinks)
 
 
 @pytest.mark.parametrize(("backend", "tp"), [("aot_eager", 2), ("inductor", 1)])

@@ -103,7 +103,7 @@ def verified(rank: int) -> list[str]:
     assert report.passed and report.kernel == "reference" and "dsinks" in str(report)
     tensors = {"alibi_slopes": sinks, "relative_bias": torch.randn(4, 9, generator=torch.Generator().manual_seed(0))}
     tensors |= {"bias": torch.linspace(-1, 1, 31 * 31).view(1, 1, 31, 31)}
-    report = cp_mesh.verify(axis, seq_len=31, scores=tensors)
+    report = cp_mesh.verify(axis, seq_len=31, scores=tensors | {"dropout_p": 0.2, "dropout_seed": 3})
     assert set(report.errors) == {"out", "lse", "dq", "dk", "dv", *(f"d{name}" for name in tensors)}
     with mock.patch("cp_mesh.ring.gradient_of_sinks", lambda *x: 0.9 * gradient_of_sinks(*x)):
         try:

@@ -24,6 +24,7 @@ from cp_mesh.kernels.contract import (
     make_delta,
     shortfalls,
 )
+from cp_mesh.kernels.reference import philox
 from cp_mesh.masks import Band, Mask
 from cp_mesh.schedule import Tile, trim
 
@@ -261,6 +262,21 @@ def test_results_of_one_tile_are_not_views_of_a_kernel_buffer(kernel):
         results.append(forward.finish())
     want, _ = dense_attention(q, k, v, torch.ones(1, 4, 4, dtype=torch.bool), SCALE)
     assert gap(results[0][0], want) <= 1e-12
+
+
+def test_philox_is_that_of_its_authors():
+    """The known answers of Random123's kat_vectors."""
+    full = 0xFFFFFFFF
+    for key, counter, words in (
+        ((0, 0), (0, 0, 0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((full, full), (full, full, full, full), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0xA4093822, 0x299F31D0),
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ):
+        assert tuple(map(int, philox([torch.tensor(x) for x in key], [torch.tensor(x) for x in counter]))) == words
 
 
 CPU = Request(

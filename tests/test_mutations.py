@@ -437,6 +437,41 @@ MUTATIONS = [
         "parity",
     ),
     Mutation(
+        "dropout of the first heads in every chunk",
+        "kernels/contract.py",
+        "first_head=self.first_head + begin",
+        "first_head=self.first_head",
+        "parity",
+    ),
+    Mutation(
+        "dropout of the first heads on every tp rank",
+        "attention.py",
+        "first_head=_first(query, 2 if seq_dim == 1 else 1) if dropout_p else 0,",
+        "first_head=0,",
+        "scores of DTensors",
+    ),
+    Mutation(
+        "dropout by local rows",
+        "kernels/reference.py",
+        "    q_pos = cover.q_pos[first_row : first_row + num_rows, None]\n",
+        "    q_pos = torch.arange(first_row, first_row + num_rows)[:, None]\n",
+        "parity",
+    ),
+    Mutation(
+        "dropped weights keep their gradient",
+        "kernels/reference.py",
+        "dprobs, used = dprobs * kept, probs * kept",
+        "dprobs, used = dprobs, probs * kept",
+        "parity",
+    ),
+    Mutation(
+        "the offset of a seed is lost",
+        "plan.py",
+        "torch.nn.functional.pad(seed.reshape(-1), (0, 2 - seed.numel()))",
+        "torch.nn.functional.pad(seed.reshape(-1)[:1], (0, 1))",
+        "parity",
+    ),
+    Mutation(
         "DTensors' gradients of sinks pass for those of all ranks",
         "ops.py",
         'Replicate() if part == "whole" else Partial()',
@@ -626,6 +661,8 @@ FEW = [
     Case("zigzag", "full", 13, MHA, scores="table"),
     Case("zigzag", "causal", 13, MHA, scores="bias"),
     Case("shuffled", "full", 13, GQA, scores="bias of all rows", head_chunks=3),
+    Case("striped", "causal", 13, MHA, scores="dropout, sinks and alibi", head_chunks=3),
+    Case("zigzag", "documents", 13, GQA, scores="dropout, a seed and an offset"),
     Case("striped", "causal", 13, GQA, 2, "cpu_flash", scores="sinks"),
 ]
 

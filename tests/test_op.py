@@ -46,13 +46,14 @@ def tensor_arguments(case: str) -> tuple[Tensors, dict[str, Any]]:
         "documents": (Tensors(documents[:1]), {"mask": "0,,,0,"}),
         "all tensors": (Tensors(documents[:1], keep, torch.arange(S).flip(0)), {"layout": "permuted"}),
         "cpu_flash": (Tensors(sinks=torch.randn(H)), {"kernel": "cpu_flash", "differentiable_lse": False}),
-        "scores": (scores(H), {"softcap": 2.0}),
+        "scores": (scores(H), {"softcap": 2.0, "dropout_p": 0.3}),
     }[case]
 
 
 def scores(H: int) -> Tensors:
     given = {"sinks": (H,), "alibi_slopes": (H,), "relative_bias": (H, 5), "bias": (1, H, S, S)}
-    return Tensors(**{name: torch.randn(shape, dtype=torch.float64) for name, shape in given.items()})
+    tensors = {name: torch.randn(shape, dtype=torch.float64) for name, shape in given.items()}
+    return Tensors(**tensors, dropout_seed=torch.tensor([3]))
 
 
 TENSORS = ("no tensors", "documents", "all tensors", "cpu_flash", "scores")
@@ -86,7 +87,7 @@ def describe(tensors: tuple[Tensor, ...]) -> list[tuple]:
 
 def real_and_fake(rank: int, seq_dim: int, dtype: torch.dtype, Dv: int) -> None:
     q, k, v, dout = inputs(seq_dim, dtype, requires_grad=False, Dv=Dv)
-    arguments = (*scores(H), *tail(seq_dim, kernel="reference"))
+    arguments = (*scores(H), *tail(seq_dim, kernel="reference", dropout_p=0.3))
     out, lse = ops.attention_op(q, k, v, *arguments)
     assert out.is_contiguous() and lse.is_contiguous()
     # Gradients arrive with any strides: of a sum they are expanded, of a transposed result transposed.

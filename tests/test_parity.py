@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from cases import BANDS, LAYOUTS, MASKS, SCORES, gap
 from checks import GQA, MHA, MQA, Case, call, parity_on_ranks, report, to_format
-from dense import dense_attention, make_qkv
+from dense import dense_attention, dense_dropout, make_qkv
 from ranks import mesh
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -117,6 +117,26 @@ def test_scores_of_a_kernel_that_knows_nothing_of_them(pool):
     report(pool(3).run(parity_on_ranks, (3,), ("cp",), cases))
 
 
+def dropped(rank: int, layout: str, S: int) -> tuple[Tensor, Tensor]:
+    """Which weights of this rank's rows are dropped: values are one-hot, so that out is the weights."""
+    axis, layout = mesh((dist.get_world_size(),), ("cp",)), LAYOUTS[layout](S)
+    rows = layout.positions(S, axis.size(), rank)
+    q, k = torch.zeros(2, 6, len(rows), 4), torch.zeros(2, 3, len(rows), 4)
+    v = torch.eye(S)[rows].expand(2, 3, -1, -1)
+    options = {"dropout_p": 0.4, "dropout_seed": 99, "mask": cp_mesh.Mask(causal=False)}
+    return rows, cp_mesh.attention(q, k, v, mesh=axis, seq_len=S, layout=layout, **options) == 0
+
+
+@pytest.mark.parametrize("layout", ("contiguous", "zigzag", "striped", "shuffled"))
+def test_dropout_is_the_same_for_every_layout_and_number_of_ranks(pool, layout):
+    S = 24
+    want = dense_dropout(2, 6, S, 0.4, 99) == 0
+    assert 0.35 < want.double().mean() < 0.45
+    for cp_size in (1, 2, 4):
+        for rows, got in pool(cp_size).run(dropped, layout, S):
+            assert torch.equal(got, want[:, :, rows])
+
+
 def plain_calls(rank: int) -> list[str]:
     """Calls as users write them: no length, the kernel left to choose, a loss that expands its gradient."""
     axis, S = mesh((3,), ("cp",)), 12
@@ -182,7 +202,7 @@ def dtensors(
             mask = replace(mask, **own)
         given, summed = {}, {}
         for j, (name, x) in enumerate(scores.items()):
-            if not isinstance(x, Tensor):
+            if not isinstance(x, Tensor) or not x.is_floating_point():
                 given[name] = x
                 continue
             in_order = x.ndim == 4 and x.shape[2] > 1

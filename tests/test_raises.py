@@ -285,8 +285,27 @@ CASES: dict[str, Case] = {
         lambda: attend(layout=Permuted([0, 0, *range(2, S)]))
     ),
     # Options.
-    "dropout": refused(UNSUPPORTED, "dropout_p is not available yet", "dropout_p=0.0 works")(
+    "dropout without a seed": refused(ARGUMENT, "dropout_seed", "None", "equal on all cp ranks")(
         lambda: attend(dropout_p=0.1)
+    ),
+    "dropout of everything": refused(ARGUMENT, "dropout_p", "a probability below 1", "got 1.0")(
+        lambda: attend(dropout_p=1.0, dropout_seed=1)
+    ),
+    "negative dropout": refused(ARGUMENT, "dropout_p", "got -0.1")(lambda: attend(dropout_p=-0.1, dropout_seed=1)),
+    "a negative seed": refused(ARGUMENT, "dropout_seed", "0 <= seed < 2**63", "got -1")(
+        lambda: attend(dropout_p=0.1, dropout_seed=-1)
+    ),
+    "a fraction for a seed": refused(ARGUMENT, "dropout_seed", "an int or an int64 tensor", "0.5")(
+        lambda: attend(dropout_p=0.1, dropout_seed=0.5)
+    ),
+    "three seeds": refused(ARGUMENT, "dropout_seed", "int64 [1] or [2]", "(3,)")(
+        lambda: attend(dropout_p=0.1, dropout_seed=torch.zeros(3, dtype=torch.int64))
+    ),
+    "a seed of int32": refused(ARGUMENT, "dropout_seed", "int64 [1] or [2]", "torch.int32")(
+        lambda: attend(dropout_p=0.1, dropout_seed=torch.zeros(1, dtype=torch.int32))
+    ),
+    "a kernel without dropout": refused(UNSUPPORTED, "scores with dropout", "kernel='reference'")(
+        lambda: attend(kernel="cpu_flash", dropout_p=0.1, dropout_seed=1)
     ),
     "a softcap of zero": refused(ARGUMENT, "softcap", "a positive number or None", "got 0.0")(
         lambda: attend(softcap=0.0)
@@ -508,7 +527,10 @@ CASES: dict[str, Case] = {
     "a causal mask, a call that is not": refused(ARGUMENT, "is_causal", "expected True", "got False", "agree")(
         lambda: run_core(Core(is_causal=False))
     ),
-    "dropout inside": refused(UNSUPPORTED, "dropout_p is not available yet")(lambda: run_core(Core(dropout_p=0.1))),
+    "dropout inside without a seed": refused(ARGUMENT, "dropout_seed", "None")(lambda: run_core(Core(dropout_p=0.1))),
+    "dropout_p in the style": refused(ARGUMENT, "ContextParallel.scores", "'dropout_p'")(
+        lambda: run_core(Core(dropout_p=0.1), scores={"dropout_p": 0.1, "dropout_seed": 1})
+    ),
     "fewer kv heads unsaid": refused(ARGUMENT, "heads", "8 kv heads", "got 4", "enable_gqa=True")(
         lambda: run_core(Core(enable_gqa=False))
     ),
@@ -524,7 +546,7 @@ CASES: dict[str, Case] = {
     "a mask function without a mask": refused(ARGUMENT, "mask", "Mask", "None")(
         lambda: run_core(Core(), mask=lambda q, k, v: None)
     ),
-    "an unknown option of the scores": refused(ARGUMENT, "ContextParallel.scores", "softcap, sinks", "'cap'")(
+    "an unknown option of the scores": refused(ARGUMENT, "ContextParallel.scores", "sinks, softcap", "'cap'")(
         lambda: run_core(Core(), scores={"cap": 30.0})
     ),
     "scores that are no options": refused(ARGUMENT, "ContextParallel.scores", "NoneType")(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import types
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from dense import dense_attention, dense_mask, make_qkv
+from dense import dense_attention, dense_dropout, dense_mask, make_qkv
 from model import Core, DenseCore, Model, V, batch, tensor_parallel_plan
 from ranks import mesh, num_collectives
 from torch import Tensor, nn
@@ -122,12 +121,16 @@ def test_core_of_dtensors(pool: Any, whole_mesh: bool, documents: Tensor | None)
         assert_close(results, expected(documents=documents))
 
 
-class SinkCore(Core):
-    """A core with a parameter that its style reads, and what it computes on one rank."""
+class SinkCore(nn.Module):
+    """A core with a parameter that its style reads, and dropout."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sinks = nn.Parameter(torch.linspace(-1, 1, H, dtype=torch.float64))
+        self.dropout_p = 0.3
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, softcap: float) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout_p, is_causal=True, enable_gqa=True)
 
 
 def core_with_scores(rank: int, on_tp: bool) -> list[Tensor]:
@@ -136,12 +139,12 @@ def core_with_scores(rank: int, on_tp: bool) -> list[Tensor]:
     sequence, core = ShardedSequence(axes["cp"], ZigZag()), SinkCore()
 
     def scores(core: nn.Module, q: Tensor, k: Tensor, v: Tensor, softcap: float) -> dict[str, Any]:
-        return {"sinks": core.sinks, "softcap": softcap}
+        return {"sinks": core.sinks, "softcap": softcap, "dropout_seed": 5}
 
     style = ContextParallel(sequence, scores=scores, mask=lambda q, k, v, softcap: Mask())
-    core.forward = types.MethodType(lambda self, q, k, v, softcap: Core.forward(self, q, k, v), core)
     q, k, v, dout = shard_whole(sequence)
     if on_tp:
+        core.dropout_p = 0.0  # which would count heads from each tp rank's first
         core.sinks = nn.Parameter(distribute_tensor(core.sinks.detach(), axes["tp"], [Shard(0)]))
         q, k, v, dout = (distribute_tensor(x, axes["tp"], [Shard(1)]) for x in (q, k, v, dout))
     core = copy.deepcopy(parallelize(core, axes["cp"], {"": style}))
@@ -159,7 +162,8 @@ def core_with_scores(rank: int, on_tp: bool) -> list[Tensor]:
 def test_core_with_scores(pool: Any, on_tp: bool) -> None:
     q, k, v, dout = make_qkv(B, H, K, S, D)
     leaves = [x.requires_grad_() for x in (q, k, v, SinkCore().sinks)]
-    out, _ = dense_attention(*leaves[:3], dense_mask(S), softcap=0.8, sinks=leaves[3])
+    kept = None if on_tp else dense_dropout(B, H, S, 0.3, 5)
+    out, _ = dense_attention(*leaves[:3], dense_mask(S), softcap=0.8, sinks=leaves[3], kept=kept)
     want = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
     for got in pool(4).run(core_with_scores, on_tp):
         torch.testing.assert_close(got, want, **TOLERANCE)

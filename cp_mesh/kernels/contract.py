@@ -57,7 +57,14 @@ class Scores:
         alibi_slopes: [H], accumulation dtype.
         relative_bias: the table [H, 2R + 1], accumulation dtype.
         bias: [1 or B, 1 or H, 1 or rows, seq_len], any floating dtype: q's rows, or the tile's, by key *position*.
-        wanted: which of the last three need a gradient.
+        dropout_p: the probability with which a normalised weight is dropped, 0 <= p < 1; the others are scaled by
+            1 / (1 - p), and lse sees none of it.
+        dropout_seed: int64 [2] on q's device, (seed, offset). Whether the weight of (batch row b, h, p, t) is dropped
+            is a function of these numbers alone: it is if ``philox(key, counter)[0] < floor(dropout_p * 2**32)``, with
+            key = (low, high 32 bits of seed), counter = (t, p, h, b + offset) modulo 2**32 and Philox-4x32-10 of Salmon
+            et al. 2011, doi:10.1145/2063384.2063405.
+        first_head, first_batch: the global indices of q's first head and batch row, for dropout.
+        wanted: which of alibi_slopes, relative_bias and bias need a gradient.
     """
 
     scale: float
@@ -66,13 +73,18 @@ class Scores:
     alibi_slopes: Tensor | None = None
     relative_bias: Tensor | None = None
     bias: Tensor | None = None
+    dropout_p: float = 0.0
+    dropout_seed: Tensor | None = None
+    first_head: int = 0
+    first_batch: int = 0
     wanted: frozenset[str] = frozenset()
 
     @property
     def features(self) -> frozenset[str]:
         """What a kernel must be able to do, by the names of `Capability.features`."""
         names = ("softcap", "alibi_slopes", "relative_bias", "bias")
-        return frozenset(name for name in names if getattr(self, name) is not None)
+        given = frozenset(name for name in names if getattr(self, name) is not None)
+        return given | {"dropout"} if self.dropout_p else given
 
     @property
     def needs_positions(self) -> bool:
@@ -87,6 +99,7 @@ class Scores:
             alibi_slopes=None if self.alibi_slopes is None else self.alibi_slopes[begin:end],
             relative_bias=None if self.relative_bias is None else self.relative_bias[begin:end],
             bias=_part(self.bias, 1, begin, end),
+            first_head=self.first_head + begin,
         )
 
     def rows(self, begin: int, end: int) -> Scores:

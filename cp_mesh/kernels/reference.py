@@ -2,10 +2,13 @@
 
 Memory is O(ROWS x keys of the tile). With S = softcap(X) + biases, X = scale·QKᵀ and P = exp(S - lse): dV = PᵀdO,
 dS = P ∘ (dO Vᵀ - delta), dX = dS ∘ softcap'(X), dQ = scale·dX K, dK = scale·dXᵀ Q, where
-delta = rowsum(dO ∘ O) - dlse (FlashAttention-2, arXiv:2307.08691, alg. 2).
+delta = rowsum(dO ∘ O) - dlse, and dropout acts on P before V and on dO Vᵀ (FlashAttention-2, arXiv:2307.08691, alg. 2).
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import torch
 from einops import rearrange
@@ -91,6 +94,31 @@ def _table_gradient(dscores: Tensor, distance: Tensor, width: int) -> Tensor:
     return total
 
 
+def _kept(scores: Scores, cover: Band | Pairs, first_row: int, probs: Tensor) -> Tensor:
+    """The factors of dropout on probs [B, K, G, rows, Sk] of the query rows ``first_row`` onwards: 0 or 1 / (1 - p)."""
+    assert isinstance(cover, Pairs) and scores.dropout_seed is not None
+    B, K, G, num_rows, _ = probs.shape
+    seed, offset = scores.dropout_seed.unbind()
+    heads = torch.arange(scores.first_head, scores.first_head + K * G, device=probs.device).view(K, G, 1, 1)
+    rows = torch.arange(scores.first_batch, scores.first_batch + B, device=probs.device).view(B, 1, 1, 1, 1)
+    q_pos = cover.q_pos[first_row : first_row + num_rows, None]
+    word, *_ = philox((seed, seed >> 32), (cover.k_pos, q_pos, heads, rows + offset))
+    return (word >= math.floor(scores.dropout_p * 2**32)).to(probs.dtype) / (1 - scores.dropout_p)
+
+
+def philox(key: Sequence[Tensor], counter: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Philox-4x32-10: four words of 32 bits, from two and four of which the low 32 bits count; int64 that broadcast."""
+    low = 0xFFFFFFFF
+    k0, k1 = (x & low for x in key)
+    c0, c1, c2, c3 = (x & low for x in counter)
+    for _ in range(10):
+        # 64 bits of unsigned products: the same bits as those of int64
+        a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (b >> 32) & low ^ c1 ^ k0, b & low, (a >> 32) & low ^ c3 ^ k1, a & low
+        k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
+    return c0, c1, c2, c3
+
+
 def _grouped(x: Tensor, num_kv_heads: int, dtype: torch.dtype) -> Tensor:
     """[B, H, S, D] -> [B, K, G, S, D] in the accumulation dtype."""
     return rearrange(x.to(dtype), "b (k g) s d -> b k g s d", k=num_kv_heads)
@@ -104,7 +132,10 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs | Segments, sc
         x, _ = _scores(q[:, :, :, begin : begin + ROWS], k, cover, begin, scores)
         lse = torch.logsumexp(x, dim=-1)
         finite = torch.where(lse == float("-inf"), 0.0, lse)  # a row with no key: all weights exp(-inf) = 0
-        outs.append(torch.einsum("bkgij,bkjd->bkgid", torch.exp(x - finite[..., None]), v))
+        probs = torch.exp(x - finite[..., None])
+        if scores.dropout_p:
+            probs = probs * _kept(scores, cover, begin, probs)
+        outs.append(torch.einsum("bkgij,bkjd->bkgid", probs, v))
         lses.append(lse)
     return (
         rearrange(torch.cat(outs, dim=3), "b k g s d -> b (k g) s d"),
@@ -126,13 +157,17 @@ def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradient
         q_rows, dout_rows = q[:, :, :, rows], dout[:, :, :, rows]
         x, slope = _scores(q_rows, k, tile.cover, begin, tile.scores)
         probs = torch.exp(x - finite[:, :, :, rows])
-        dscores = probs * (torch.einsum("bkgid,bkjd->bkgij", dout_rows, v) - delta[:, :, :, rows])
+        dprobs, used = torch.einsum("bkgid,bkjd->bkgij", dout_rows, v), probs
+        if tile.scores.dropout_p:
+            kept = _kept(tile.scores, tile.cover, begin, probs)
+            dprobs, used = dprobs * kept, probs * kept
+        dscores = probs * (dprobs - delta[:, :, :, rows])
         if tile.scores.wanted:
             _add_gradients(of_scores, dscores.flatten(1, 2), tile.cover, begin)
         dx = dscores * slope * tile.scores.scale
         dqs.append(torch.einsum("bkgij,bkjd->bkgid", dx, k))
         dk += torch.einsum("bkgij,bkgid->bkjd", dx, q_rows)
-        dv += torch.einsum("bkgij,bkgid->bkjd", probs, dout_rows)
+        dv += torch.einsum("bkgij,bkgid->bkjd", used, dout_rows)
     return rearrange(torch.cat(dqs, dim=3), "b k g s d -> b (k g) s d"), dk, dv, of_scores
 
 
@@ -144,7 +179,7 @@ REFERENCE = merging_kernel(
         covers=("full", "causal", "window", "pairs", "segments"),
         v_head_dim=True,
         differentiable_lse=True,
-        features=frozenset({"softcap", "alibi_slopes", "relative_bias", "bias"}),
+        features=frozenset({"softcap", "alibi_slopes", "relative_bias", "bias", "dropout"}),
     ),
     _forward,
     _backward,
