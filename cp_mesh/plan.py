@@ -148,7 +148,7 @@ def make_plan(
     Args:
         q: [B, H, S_local, D]; k: [B, K, S_local, D]; v: [B, K, S_local, Dv].
         documents, key_padding: the mask's tensors, [B or 1, seq_len] or [seq_len].
-        index: the index of a `Permuted` layout, [seq_len].
+        index: the `Layout.tensor` of the layout.
         seq_len: length of the whole sequence, in tokens.
         group: the cp group.
         options: the call's static options.

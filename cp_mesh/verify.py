@@ -20,7 +20,7 @@ from cp_mesh.attention import attention
 from cp_mesh.errors import ArgumentError, describe
 from cp_mesh.kernels.contract import Kernel, KernelTile, Pairs, make_delta
 from cp_mesh.kernels.reference import REFERENCE
-from cp_mesh.layouts import Contiguous, Layout, Permuted, ZigZag
+from cp_mesh.layouts import Contiguous, Layout, ZigZag
 from cp_mesh.masks import Mask
 from cp_mesh.plan import Options, make_plan
 from cp_mesh.schedule import make_schedule
@@ -127,7 +127,7 @@ def verify(
     assert isinstance(out, Tensor)
     grads = torch.autograd.grad(out, local, dout[:, :, rows])
     options = Options(layout.spec(), mask.spec(), head_dim**-0.5, kernel=kernel)
-    index = layout.tensor if isinstance(layout, Permuted) else None
+    index = layout.tensor
     plan = make_plan(
         q[:, :, rows], k[:, :, rows], v[:, :, rows], mask.documents, mask.key_padding, index, seq_len, group, options
     )
