@@ -2,9 +2,10 @@
 
 from cp_mesh.agreement import check_mode
 from cp_mesh.attention import attention
+from cp_mesh.balancing import balance
 from cp_mesh.errors import ArgumentError, RankMismatchError, UnsupportedError
 from cp_mesh.explain import explain
-from cp_mesh.layouts import Contiguous, Layout, Permuted, Striped, ZigZag
+from cp_mesh.layouts import Balanced, Contiguous, Layout, Permuted, Striped, ZigZag
 from cp_mesh.masks import Mask
 from cp_mesh.parallel import ContextParallel, ShardedModel, checkpoint_context_fn, parallelize, sum_gradients
 from cp_mesh.sequence import ShardedSequence, cross_entropy
@@ -12,6 +13,7 @@ from cp_mesh.verify import VerificationError, verify
 
 __all__ = [
     "ArgumentError",
+    "Balanced",
     "ContextParallel",
     "Contiguous",
     "Layout",
@@ -25,6 +27,7 @@ __all__ = [
     "VerificationError",
     "ZigZag",
     "attention",
+    "balance",
     "check_mode",
     "checkpoint_context_fn",
     "cross_entropy",

@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from cp_mesh.agreement import announce_refusal, checking
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe
-from cp_mesh.layouts import LAYOUTS, Layout, Permuted, ZigZag, chunk_bounds, parse_layout
+from cp_mesh.layouts import LAYOUTS, Layout, ZigZag, chunk_bounds, parse_layout
 from cp_mesh.masks import Mask
 from cp_mesh.ops import GRADED, attention_op, score_placements, to_bhsd
 from cp_mesh.plan import Options, Tensors, check_tensors, make_plan
@@ -134,8 +134,7 @@ def attention(
         _check_softcap(softcap)
         _check_chunks_wanted(head_chunks)
         _check_dropout(dropout_p, dropout_seed)
-        index = layout.tensor if isinstance(layout, Permuted) else None
-        tensors = Tensors(mask.documents, mask.key_padding, index, sinks, alibi_slopes, relative_bias, bias)
+        tensors = Tensors(mask.documents, mask.key_padding, layout.tensor, sinks, alibi_slopes, relative_bias, bias)
         if dropout_p:
             tensors = tensors._replace(dropout_seed=seed_tensor(dropout_seed, query.device))
         query, key, value = _autocast(query, key, value)
@@ -328,7 +327,7 @@ def _check_types(layout: object, mask: object, seq_len: object, scale: object) -
     if LAYOUTS.get(layout.spec().partition(":")[0]) is not type(layout):
         hint = "the op rebuilds layouts by name: list your class in cp_mesh.layouts.LAYOUTS"
         raise ArgumentError(describe("layout", f"one of {', '.join(LAYOUTS)}", type(layout).__name__, hint))
-    if not torch.compiler.is_compiling() and not isinstance(layout, Permuted) and parse_layout(layout.spec()) != layout:
+    if not torch.compiler.is_compiling() and layout.tensor is None and parse_layout(layout.spec()) != layout:
         hint = 'put its integer fields into spec(), "name:1,2", and make it a frozen dataclass'
         raise ArgumentError(describe("layout", f"{layout} from its spec", parse_layout(layout.spec()), hint))
     if type(mask) is not Mask:

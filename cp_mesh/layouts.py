@@ -12,8 +12,11 @@ Integer fields go into ``spec`` as "name:1,2" and are read back by `parse_layout
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -81,6 +84,11 @@ class Layout(ABC):
     @abstractmethod
     def spec(self) -> str:
         """A short string from which `parse_layout` rebuilds the layout (together with its index, if it has one)."""
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """What travels beside the spec, an int64 CPU tensor; None if the spec says all."""
+        return None
 
     def multiple(self, cp_size: int) -> int:
         """Sequence lengths divisible by this give every rank equally many tokens, evenly split in runs."""
@@ -237,20 +245,85 @@ class Permuted(Layout):
         return hash(("permuted", self.tensor.numel(), self.tensor[:8].sum().item()))
 
 
+@dataclass(frozen=True, eq=False)
+class Balanced(Layout):
+    """Runs of positions in any order, cut in `torch.chunk` sizes; `cp_mesh.balance` makes one for a mask.
+
+    Args:
+        table: int64 tensor or sequence [num_runs, 2], first position and length of each run in layout order; every
+            position of the sequence is in one of them. Kept on the CPU.
+
+    Raises:
+        ArgumentError: if the runs are no permutation of the sequence, or are later used with another ``seq_len``.
+
+    >>> [Balanced([[0, 1], [5, 2], [1, 4]]).positions(7, 2, r).tolist() for r in range(2)]
+    [[0, 5, 6, 1], [2, 3, 4]]
+    """
+
+    table: Tensor | Sequence[Sequence[int]] = field()
+
+    def __post_init__(self) -> None:
+        table = torch.as_tensor(self.table).detach().to("cpu", torch.int64, copy=True)
+        object.__setattr__(self, "table", table)
+        begins, order = table[:, 0].sort() if table.ndim == 2 and table.shape[1] == 2 else (None, None)
+        if begins is None or not torch.equal(begins, (lens := table[order, 1]).cumsum(0) - lens) or (lens <= 0).any():
+            raise ArgumentError(
+                f"Balanced: expected runs [num_runs, 2] of first position and length that hold every position once, got"
+                f" shape {tuple(table.shape)} with gaps, overlaps or lengths below 1; cp_mesh.balance makes valid ones"
+            )
+
+    @property
+    def tensor(self) -> Tensor:
+        """The runs as an int64 CPU tensor [num_runs, 2]."""
+        assert isinstance(self.table, Tensor)
+        return self.table
+
+    @cached_property
+    def _runs(self) -> tuple[list[Run], list[int]]:
+        """The runs in layout order, and how many rows come before each."""
+        rows = [Run(begin, 1, length) for begin, length in self.tensor.tolist()]
+        return rows, list(accumulate((run.length for run in rows), initial=0))
+
+    def runs(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Piece, ...]:
+        rows, before = self._runs
+        if seq_len != before[-1]:
+            raise ArgumentError(
+                f"Balanced: expected seq_len {before[-1]}, the length of its runs, got {seq_len};"
+                " make the layout for the (padded) sequence"
+            )
+        begin, end = chunk_bounds(seq_len, cp_size, cp_rank)
+        first, last = bisect_right(before, begin) - 1, bisect_left(before, end)
+        cut = [
+            rows[i].slice(max(0, begin - before[i]), min(rows[i].length, end - before[i])) for i in range(first, last)
+        ]
+        return _non_empty(*cut)
+
+    def spec(self) -> str:
+        return "balanced"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Balanced) and torch.equal(self.tensor, other.tensor)
+
+    def __hash__(self) -> int:
+        return hash(("balanced", len(self.tensor), self.tensor[:8].sum().item()))
+
+
 LAYOUTS: dict[str, type[Layout]] = {
     "contiguous": Contiguous,
     "zigzag": ZigZag,
     "striped": Striped,
     "permuted": Permuted,
+    "balanced": Balanced,
 }
 
 
 def parse_layout(spec: str, index: Tensor | None = None) -> Layout:
-    """Rebuild a layout from its `Layout.spec`, and from its index for `Permuted`."""
-    if spec == "permuted":
-        assert index is not None, "a permuted layout travels with its index"
-        layout = object.__new__(Permuted)  # validated where the caller made it; sorting it again, every call, is wasted
-        object.__setattr__(layout, "index", index)
+    """Rebuild a layout from its `Layout.spec`, and from its `Layout.tensor` if it has one."""
+    if spec in ("permuted", "balanced"):
+        assert index is not None, f"a {spec} layout travels with its tensor"
+        # validated where the caller made it; sorting it again, every call, is wasted
+        layout = object.__new__(LAYOUTS[spec])
+        object.__setattr__(layout, "index" if spec == "permuted" else "table", index)
         return layout
     name, _, fields = spec.partition(":")
     return LAYOUTS[name](*(int(field) for field in fields.split(",") if field))

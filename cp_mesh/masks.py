@@ -8,8 +8,10 @@ windowed mask bounds the distance ``q_pos - k_pos = (a - b) + s·(i - j)``, so i
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from typing import Literal
 
 import torch
@@ -255,6 +257,29 @@ class Mask:
         hi = None if d_max is None or q_high - k_low <= d_max else (d_max - offset) // stride  # floor
         band = Band(lo, hi)
         return self._document_cover(q, k, band) if band.count(q.length, k.length) else EMPTY
+
+    def near(self, q: Sequence[Piece], k: Sequence[Piece]) -> Iterable[tuple[int, int]]:
+        """(j, i) of pieces k[j] and q[i] that may be no EMPTY tile, key piece after key piece.
+
+        Where there are hundreds of pieces, most pairs lie apart, and asking `tile` of each would take seconds.
+        """
+        if len(q) * len(k) < 256:
+            return product(range(len(k)), range(len(q)))
+        (q_low, q_high), (k_low, k_high) = (torch.tensor([piece.bounds() for piece in side]).T for side in (q, k))
+        apart = torch.zeros(len(k), len(q), dtype=torch.bool)
+        if self.causal:
+            apart |= (k_low[:, None] > q_high) & (k_low >= self.prefix)[:, None]
+        left, right = self.window or (None, None)
+        if left is not None:
+            apart |= q_low - k_high[:, None] > left
+        if right is not None:
+            apart |= k_low[:, None] - q_high > right
+        if self.host_documents:
+            (q_low, q_high), (k_low, k_high) = (
+                torch.tensor([self._id_ranges(piece) for piece in side]).unbind(2) for side in (q, k)
+            )
+            apart |= ((q_low > k_high[:, None]) | (q_high < k_low[:, None])).all(2)
+        return [(j, i) for j, i in (~apart).nonzero().tolist()]
 
     def _document_cover(self, q: Piece, k: Piece, cover: Cover) -> Cover:
         """Weaken a cover found from distances by the conditions that live in tensors."""

@@ -179,8 +179,8 @@ def make_plan(
 
     Args:
         q: [B, H, S_local, D]; k: [B, K, S_local, D]; v: [B, K, S_local, Dv].
-        tensors: documents and key_padding [B or 1, seq_len] or [seq_len], the index of a `Permuted` layout [seq_len],
-            and the scores' as in `check_scores`.
+        tensors: documents and key_padding [B or 1, seq_len] or [seq_len], the `Layout.tensor` of the layout, and the
+            scores' as in `check_scores`.
         seq_len: length of the whole sequence, in tokens.
         group: the cp group.
         options: the call's static options.

@@ -20,7 +20,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from cp_mesh.layouts import Layout, Permuted, Piece, Run
+from cp_mesh.layouts import Layout, Piece, Run
 from cp_mesh.masks import CAUSAL, EMPTY, FULL, Band, Cover, Mask, parse_mask
 from cp_mesh.segments import (
     RECEIVER,
@@ -177,7 +177,7 @@ def make_schedule(
     """
     if segments and (blocks := document_blocks(layout, mask, seq_len, cp_size)) is not None:
         return _schedule_of_blocks(blocks, layout, seq_len, cp_size, cp_rank)
-    if mask.host_documents or isinstance(layout, Permuted):  # depends on tensors, whose content is no cache key
+    if mask.host_documents or layout.tensor is not None:  # depends on tensors, whose content is no cache key
         return _make_schedule(layout, mask, seq_len, cp_size, cp_rank)
     return _cached_schedule(layout, mask.spec(), mask.elementwise, seq_len, cp_size, cp_rank)
 
@@ -351,12 +351,13 @@ def tiles_between(
         length = sum(piece.length for piece in q_shard)
         return (Tile((0, length), (0, length), CAUSAL),) if length else ()
     columns: dict[Rows, list[Tile]] = {}
-    for k_begin, k_piece in _with_offsets(_cut(k_shard, mask.cuts())):
-        for q_begin, q_piece in _with_offsets(q_shard):
-            cover = mask.tile(q_piece, k_piece)
-            if cover != EMPTY:
-                k_rows = (k_begin, k_begin + k_piece.length)
-                columns.setdefault(k_rows, []).append(Tile((q_begin, q_begin + q_piece.length), k_rows, cover))
+    q_pieces, k_pieces = _with_offsets(q_shard), _with_offsets(_cut(k_shard, mask.cuts()))
+    for j, i in mask.near([piece for _, piece in q_pieces], [piece for _, piece in k_pieces]):
+        (k_begin, k_piece), (q_begin, q_piece) = k_pieces[j], q_pieces[i]
+        cover = mask.tile(q_piece, k_piece)
+        if cover != EMPTY:
+            k_rows = (k_begin, k_begin + k_piece.length)
+            columns.setdefault(k_rows, []).append(Tile((q_begin, q_begin + q_piece.length), k_rows, cover))
     stacked = [tile for column in columns.values() for tile in _merge_full(column, along_q=True)]
     return tuple(trim(tile) for tile in _merge_full(sorted(stacked, key=lambda t: (t.q, t.k)), along_q=False))
 

@@ -21,7 +21,7 @@ from cp_mesh.attention import attention, seed_tensor
 from cp_mesh.errors import ArgumentError, describe
 from cp_mesh.kernels.contract import Kernel, KernelTile, Pairs, Scores, accumulation_dtype, make_delta
 from cp_mesh.kernels.reference import REFERENCE
-from cp_mesh.layouts import Contiguous, Layout, Permuted, ZigZag
+from cp_mesh.layouts import Contiguous, Layout, ZigZag
 from cp_mesh.masks import Mask
 from cp_mesh.plan import Options, Tensors, make_plan, make_scores
 from cp_mesh.ring import gradient_of_sinks, include_sinks
@@ -145,8 +145,7 @@ def verify(
     grads = torch.autograd.grad(out, [*local, *leaves.values()], dout[:, :, rows])
     softcap, dropout_p = given.get("softcap") or 0.0, given.get("dropout_p", 0.0)
     options = Options(layout.spec(), mask.spec(), head_dim**-0.5, softcap, dropout_p, kernel=kernel)
-    index = layout.tensor if isinstance(layout, Permuted) else None
-    tensors = Tensors(mask.documents, mask.key_padding, index, **held)
+    tensors = Tensors(mask.documents, mask.key_padding, layout.tensor, **held)
     plan = make_plan(q[:, :, rows], k[:, :, rows], v[:, :, rows], tensors, seq_len, group, options)
     whole_scores = [
         replace(make_scores(options, Tensors(**whole_tensors), to), wanted=frozenset(leaves) - {"sinks"})

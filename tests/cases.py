@@ -14,6 +14,7 @@ import torch
 from dense import dense_mask
 from torch import Tensor
 
+from cp_mesh.balancing import balance
 from cp_mesh.layouts import Contiguous, Layout, Permuted, Striped, ZigZag
 from cp_mesh.masks import Mask
 
@@ -22,6 +23,7 @@ LAYOUTS: dict[str, Callable[[int], Layout]] = {
     "zigzag": lambda S: ZigZag(),
     "striped": lambda S: Striped(),
     "shuffled": lambda S: Permuted(torch.randperm(S, generator=torch.Generator().manual_seed(S))),
+    "balanced": lambda S: balance(Mask(documents=_ids(2, S)), S, 3),
     "reversed": lambda S: Permuted(range(S - 1, -1, -1)),
 }
 

@@ -32,6 +32,7 @@ FLOORS: dict[str, int] = {
     "errors": 0,
     "layouts": 0,
     "masks": 0,
+    "balancing": 0,
     "segments": 0,
     "schedule": 0,
     # 1: know one thing each, not each other
@@ -264,6 +265,7 @@ def test_public_names_are_explained(name: str) -> None:
 
 
 RAISING = [
+    "Balanced",
     "ContextParallel",
     "Mask",
     "Permuted",
@@ -271,6 +273,7 @@ RAISING = [
     "ShardedSequence",
     "ShardedSequence.shard",
     "attention",
+    "balance",
     "cross_entropy",
     "parallelize",
     "sum_gradients",

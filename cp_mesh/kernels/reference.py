@@ -94,7 +94,7 @@ def _table_gradient(dscores: Tensor, distance: Tensor, width: int) -> Tensor:
     return total
 
 
-def _kept(scores: Scores, cover: Band | Pairs, first_row: int, probs: Tensor) -> Tensor:
+def _kept(scores: Scores, cover: Band | Pairs | Segments, first_row: int, probs: Tensor) -> Tensor:
     """The factors of dropout on probs [B, K, G, rows, Sk] of the query rows ``first_row`` onwards: 0 or 1 / (1 - p)."""
     assert isinstance(cover, Pairs) and scores.dropout_seed is not None
     B, K, G, num_rows, _ = probs.shape

@@ -16,6 +16,7 @@ import time
 import torch
 from torch import Tensor
 
+from cp_mesh.balancing import balance
 from cp_mesh.layouts import Contiguous, Layout, Striped, ZigZag
 from cp_mesh.masks import Mask
 from cp_mesh.plan import Options, make_plan
@@ -56,7 +57,7 @@ def milliseconds(layout: Layout, mask: Mask, seq_len: int, num_ranks: int) -> li
     options, times = Options(layout.spec(), mask.spec(), 1.0), []
     for _ in range(2):
         begin = time.perf_counter()
-        make_plan(q, q, q, mask.documents, None, None, seq_len, OneOf(num_ranks), options)
+        make_plan(q, q, q, mask.documents, None, layout.tensor, seq_len, OneOf(num_ranks), options)
         times.append((time.perf_counter() - begin) * 1e3)
     return times
 
@@ -73,7 +74,7 @@ def main() -> None:
     for seed in range(options.seeds):
         lens = document_lengths(seq_len, options.median, seed=seed)
         mask = Mask(documents=document_ids(lens))
-        for layout in (Contiguous(), ZigZag(), Striped()):
+        for layout in (Contiguous(), ZigZag(), Striped(), balance(mask, seq_len, num_ranks)):
             first, later = milliseconds(layout, mask, seq_len, num_ranks)
             ranks = [make_schedule(layout, mask, seq_len, num_ranks, rank, segments=True) for rank in range(num_ranks)]
             calls = max(len(x.local_tiles) + sum(len(stage.tiles) for stage in x.keys.stages) for x in ranks)

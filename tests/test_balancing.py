@@ -1,0 +1,159 @@
+"""Balanced layouts: equal tokens, equal work, whole documents on one rank where that costs no balance."""
+
+import doctest
+from itertools import pairwise, product
+
+import pytest
+import torch
+from cases import LAYOUTS, MASKS, gap
+from dense import dense_mask
+
+import cp_mesh.balancing
+from cp_mesh import ArgumentError, Balanced, Mask, UnsupportedError, ZigZag, balance
+from cp_mesh.layouts import Run, chunk_bounds
+from cp_mesh.schedule import make_schedule
+
+
+def lognormal(S: int, seed: int, median: float = 512, sigma: float = 1.5) -> list[int]:
+    """Lengths of documents that fill S tokens, none longer than a quarter of it."""
+    generator, lens = torch.Generator().manual_seed(seed), []
+    while (left := S - sum(lens)) > 0:
+        drawn = round(median * float((sigma * torch.randn((), generator=generator)).exp()))
+        lens.append(min(left, S // 4, max(1, drawn)))
+    return lens
+
+
+def ids_of(lens: list[int]) -> torch.Tensor:
+    return torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(lens))[None]
+
+
+def schedules(layout, mask: Mask, S: int, cp_size: int) -> list:
+    return [make_schedule(layout, mask, S, cp_size, rank, segments=True) for rank in range(cp_size)]
+
+
+@pytest.mark.parametrize(("S", "cp_size"), [(65536, 2), (65536, 4), (65536, 8), (131072, 16), (1 << 20, 8)])
+@pytest.mark.parametrize("seed", range(6))
+def test_packed_documents(S, cp_size, seed):
+    """Work within 1 % of equal, equal shards, and hardly more rows fetched than in zigzag, which is far from equal."""
+    lens = lognormal(S, seed)
+    mask = Mask(documents=ids_of(lens))
+    layout = balance(mask, S, cp_size)
+    ranks = schedules(layout, mask, S, cp_size)
+    share = sum(n * (n + 1) // 2 for n in lens) / cp_size
+    assert ranks[0].shard_lens == (S // cp_size,) * cp_size
+    assert all(abs(schedule.pairs - share) <= 0.01 * share for schedule in ranks)
+    zigzag = make_schedule(ZigZag(), mask, S, cp_size, 0, segments=True)
+    assert ranks[0].keys.num_rows <= zigzag.keys.num_rows + S * cp_size // 8
+    assert not ranks[0].overlapping
+    for schedule in ranks:
+        assert len(schedule.local_tiles) == 1 and all(len(stage.tiles) <= 2 for stage in schedule.keys.stages)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_most_documents_stay_whole(seed):
+    S, cp_size = 65536, 8
+    lens = lognormal(S, seed)
+    layout = balance(Mask(documents=ids_of(lens)), S, cp_size)
+    owner = torch.empty(S, dtype=torch.int64)
+    for rank in range(cp_size):
+        owner[layout.positions(S, cp_size, rank)] = rank
+    cut = sum(len(part.unique()) > 1 for part in owner.split(lens))
+    assert cut <= 2 * cp_size and cut < len(lens) / 2
+    assert all(len(part.unique()) <= 2 for part in owner.split(lens) if len(part) < 100)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_weights_are_the_keys_that_a_position_sees(name):
+    S = 31
+    options = MASKS[name](2, S)
+    if "key_padding" in options or "scattered" in name:
+        return
+    want = dense_mask(S, **options).sum((0, 2))
+    assert torch.equal(cp_mesh.balancing._weights(Mask(**options), S), want)
+
+
+@pytest.mark.parametrize("name", [name for name in MASKS if "padding" not in name and name != "everything"])
+@pytest.mark.parametrize("S", (0, 1, 7, 96, 97))
+def test_any_mask_and_length(name, S):
+    """Shards of `torch.chunk` sizes, of runs in order; ids that come back are only less well balanced."""
+    for cp_size in (1, 2, 3, 8):
+        layout = balance(Mask(**MASKS[name](2, S)), S, cp_size)
+        for rank in range(cp_size):
+            begin, end = chunk_bounds(S, cp_size, rank)
+            positions = layout.positions(S, cp_size, rank)
+            assert len(positions) == end - begin and torch.equal(positions, positions.sort().values)
+            runs = layout.runs(S, cp_size, rank)
+            assert all(isinstance(a, Run) and a.last + 1 < b.start for a, b in pairwise(runs))
+
+
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [({}, 0.01), ({"window": (64, None)}, 0.02), ({"causal": False}, 0.0), ({"causal": False, "window": (40, 8)}, 0.02),
+     ({"prefix": 100}, 0.02), ({"documents": torch.stack([torch.arange(960) // 7, torch.arange(960) // 480])}, 0.01)],
+)  # fmt: skip
+def test_other_masks(options, tolerance):
+    S = 960
+    want = dense_mask(S, **options).sum((0, 2)).double()
+    for cp_size in (2, 4, 8):
+        layout = balance(Mask(**options), S, cp_size)
+        work = torch.stack([want[layout.positions(S, cp_size, rank)].sum() for rank in range(cp_size)])
+        assert gap(work / work.mean(), torch.ones(cp_size)) <= tolerance
+
+
+def test_one_document_is_zigzag_and_a_full_mask_contiguous():
+    for S, cp_size in product((24, 96), (2, 3, 4)):
+        for rank in range(cp_size):
+            assert balance(Mask(), S, cp_size).runs(S, cp_size, rank) == ZigZag().runs(S, cp_size, rank)
+            assert len(balance(Mask(causal=False), S, cp_size).runs(S, cp_size, rank)) == 1
+
+
+def test_example_of_the_docs():
+    results = doctest.testmod(cp_mesh.balancing)
+    assert results.attempted == 3 and not results.failed
+
+
+def test_many_runs_are_scheduled_in_bounded_work():
+    """A tile is asked for where pieces may meet, not for every pair of runs."""
+    S, cp_size = 4096, 8
+    mask = Mask(documents=(torch.arange(S) // 16)[None])
+    order = torch.arange(0, S, 16).view(32, 8).T.flatten()
+    layout = Balanced(torch.stack([order, torch.full_like(order, 16)], dim=1))
+    asked = []
+    tile = Mask.tile
+
+    def counted(self, q, k):
+        asked.append(1)
+        return tile(self, q, k)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Mask, "tile", counted)
+        make_schedule(layout, mask, S, cp_size, 0)
+    assert len(asked) == 256  # of 65536
+
+
+@pytest.mark.parametrize(
+    "table", [[[0, 4], [5, 3]], [[0, 4], [3, 5]], [[1, 4]], [[0, 0], [0, 4]], [0, 4], [[0, 4, 1]], [[0, -1], [-1, 5]]]
+)
+def test_tables_that_must_be_refused(table):
+    with pytest.raises(ArgumentError, match=r"Balanced: expected runs \[num_runs, 2\].*cp_mesh\.balance makes valid"):
+        Balanced(table)
+
+
+def test_another_length_is_refused():
+    with pytest.raises(ArgumentError, match=r"Balanced: expected seq_len 4, the length of its runs, got 5"):
+        Balanced([[0, 4]]).positions(5, 2, 0)
+
+
+def test_masks_that_are_not_read_are_refused():
+    with pytest.raises(UnsupportedError, match=r"balance: expected a mask of positions"):
+        balance(Mask(key_padding=torch.ones(1, 8, dtype=torch.bool)), 8, 2)
+    with pytest.raises(UnsupportedError, match=r"got meta"):
+        balance(Mask(documents=torch.zeros(1, 8, dtype=torch.int64, device="meta")), 8, 2)
+
+
+def test_balanced_is_a_frozen_value_with_a_table_of_its_own():
+    table = torch.tensor([[4, 2], [0, 4]])
+    layout = Balanced(table)
+    table.zero_()
+    assert layout.positions(6, 1, 0).tolist() == [4, 5, 0, 1, 2, 3] and layout == Balanced([[4, 2], [0, 4]])
+    assert layout != Balanced([[0, 4], [4, 2]]) and layout != LAYOUTS["zigzag"](6)
