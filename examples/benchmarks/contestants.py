@@ -26,7 +26,7 @@ from raw_kernels import RAW_KERNELS, RawKernel, bottom_right, swap
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_mesh import Contiguous, Mask, Striped, ZigZag, attention
+from cp_mesh import Contiguous, Mask, Striped, ZigZag, attention, balance
 from cp_mesh.kernels import KERNELS
 from cp_mesh.layouts import Layout
 from cp_mesh.masks import Band
@@ -275,6 +275,7 @@ class SingleGPU(Contestant):
 
 
 LAYOUTS = {layout.spec(): layout for layout in (ZigZag(), Striped(), Contiguous())}
+balanced = lru_cache(balance)  # masks compare by identity, and `Case.mask` keeps them
 
 
 class CPMesh(Contestant):
@@ -284,7 +285,7 @@ class CPMesh(Contestant):
 
     def __init__(self, mesh: DeviceMesh, method: str, layout: str, kernel: str, transport: str) -> None:
         self.name = f"cp_mesh/{method}/{layout}/{kernel}/{transport}"
-        self.kernel, self._layout, self._mesh, self._transport = kernel, LAYOUTS[layout], mesh, transport
+        self.kernel, self._layout, self._mesh, self._transport = kernel, LAYOUTS.get(layout), mesh, transport
         self._options = {"method": method, "kernel": kernel, "transport": transport}
         self.capturable = transport == "symmetric_memory" or mesh.size() == 1
 
@@ -292,14 +293,16 @@ class CPMesh(Contestant):
         return None
 
     def layout(self, case: Case) -> Layout:
-        return self._layout
+        return self._layout or balanced(case.mask, case.seq_len, case.cp_size)
 
     def symmetric_bytes(self) -> int:
         return symmetric_memory_bytes() if self._transport == "symmetric_memory" else 0
 
     def setup(self, case: Case, inputs: Inputs) -> Run:
+        layout = self.layout(case)
+
         def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attention(q, k, v, mesh=self._mesh, seq_dim=1, layout=self._layout, mask=case.mask, **self._options)
+            return attention(q, k, v, mesh=self._mesh, seq_dim=1, layout=layout, mask=case.mask, **self._options)
 
         return AutogradRun(function, [inputs.q, inputs.k, inputs.v, inputs.dout])
 
@@ -542,7 +545,7 @@ def all_contestants(mesh: DeviceMesh, kernels: list[str]) -> list[Contestant]:
     field += [
         CPMesh(mesh, method, layout, kernel, transport)
         for method in METHODS
-        for layout in LAYOUTS
+        for layout in (*LAYOUTS, "balanced")
         for kernel in [*kernels, "triton" if mesh.device_type == "cuda" else "reference"]
         if kernel in KERNELS
         for transport in TRANSPORTS
