@@ -178,3 +178,34 @@ def cu_seqlens(rank: int, bounds: tuple[int, ...]) -> list[str]:
     want, _ = dense_attention(*whole[:3], dense_mask(S, documents=ids[None]))
     got = sharded(ZigZag(), Mask.from_cu_seqlens(torch.tensor(bounds)), whole)[0]
     return [] if (got - want).abs().max() <= 1e-10 else [f"{bounds}"]
+
+
+def sinks_count(rank: int) -> list[str]:
+    """A sink takes weight from every row, and its gradient, summed over ranks, is that of one device."""
+    problems = []
+    q, k, v, dout = make_qkv(1, H, K, S, D)
+    sinks = torch.linspace(-1, 2, H, dtype=q.dtype)
+    dense = sinks.clone().requires_grad_()
+    out, lse = dense_attention(q, k, v, dense_mask(S))
+    (out * torch.sigmoid(lse - dense[:, None])[..., None]).backward(dout)
+    assert dense.grad is not None
+    for name, layout in LAYOUTS.items():
+        rows = layout.positions(S, CP, rank)
+        mine = sinks.clone().requires_grad_()
+        options = {"mesh": mesh((CP,), ("cp",)), "layout": layout, "seq_len": S}
+        plain = cp_mesh.attention(*(x[:, :, rows] for x in (q, k, v)), **options)
+        out = cp_mesh.attention(*(x[:, :, rows] for x in (q, k, v)), sinks=mine, **options)
+        out.backward(dout[:, :, rows])
+        assert mine.grad is not None
+        if not (out.abs() < plain.abs()).all():
+            problems.append(f"{name}: some rows did not move")
+        share = mine.grad.clone()
+        dist.all_reduce(mine.grad)
+        if not (share != 0).all() or not (mine.grad - dense.grad).abs().max() <= 1e-10:
+            problems.append(f"{name}: gradient of the sinks")
+    return problems
+
+
+def test_sinks_are_not_dropped(pool: Any) -> None:
+    """prime-rl 3397: sinks that took no part, and got no gradient, in a ring."""
+    report(pool(CP).run(sinks_count))
