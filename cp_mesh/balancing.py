@@ -9,8 +9,8 @@ Every position weighs the keys that it sees. Documents are dealt to one rank aft
     is taken whole, and the next densest document goes on.
 
 Its rows are then sorted by position, and neighbours joined. So most documents stay on one rank, and one that is cut is
-cut in one or two runs a rank, the first rank's outermost: a stage is a call or two, as in zigzag. Planning is a pass over
-the documents for each rank.
+cut in one or two runs a rank, the first rank's outermost: a stage is a call or two, as in zigzag. Planning is a pass
+over the documents for each rank.
 """
 
 from __future__ import annotations
