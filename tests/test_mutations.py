@@ -16,20 +16,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_balancing
 import test_gradients
 import test_kernels
 import test_layouts
 import test_masks
 import test_parity
 import test_seeds
+import test_segments
 import test_sequence
 import test_traffic
 import torch
-from cases import LAYOUTS, make_mask, pairs
+from cases import LAYOUTS, make_mask, pairs, pairs_of
 from checks import GQA, MHA, MQA, Case, coverage, parity_on_ranks, report
 from ranks import Pool
 
 import cp_mesh
+from cp_mesh import Mask
 from cp_mesh.kernels import KERNELS
 
 PACKAGE = Path(cp_mesh.__file__).parent
@@ -122,8 +125,8 @@ MUTATIONS = [
     Mutation(
         "queries come from where the keys would",
         "schedule.py",
-        "back = _groups(tuple(sorted(-step % cp_size for step in active)))",
-        "back = _groups(active)",
+        "[[_union(t.q for t in grid[source][rank]) for source in ranks] for rank in ranks]",
+        "[[_union(t.q for t in grid[rank][source]) for source in ranks] for rank in ranks]",
         "parity",
     ),
     Mutation(
@@ -581,9 +584,73 @@ MUTATIONS = [
     Mutation(
         "steps that nobody needs are taken",
         "schedule.py",
-        "step for step in ranks[1:] if any(rows[rank][(rank - step) % cp_size] for rank in ranks)",
-        "step for step in ranks[1:]",
+        "step for step in range(1, size) if any(rows[rank][(rank - step) % size] for rank in range(size))",
+        "step for step in range(1, size)",
         "traffic",
+    ),
+    # Documents as sequences, plans by content, balanced layouts.
+    Mutation(
+        "causal blocks aligned to the upper left",
+        "segments.py",
+        "shift = k_end - q_end  #",
+        "shift = torch.zeros_like(k_end)  #",
+        "segments",
+    ),
+    Mutation(
+        "a stripe sees the diagonal of a later one",
+        "segments.py",
+        "_ceil_div(nearest - (q_low - k_low), step)",
+        "(nearest - (q_low - k_low)).div(step, rounding_mode='floor')",
+        "segments",
+    ),
+    Mutation(
+        "an id that comes back is another document",
+        "segments.py",
+        "    if len(ids[begins].unique()) != len(begins):\n        return None\n",
+        "",
+        "segments",
+    ),
+    Mutation(
+        "blocks of a call share rows",
+        "segments.py",
+        "(blocks[1:, 0] >= blocks[:-1, 1]) & (blocks[1:, 2] >= blocks[:-1, 3])",
+        "blocks[1:, 2] >= blocks[:-1, 3]",
+        "segments",
+    ),
+    Mutation(
+        "keys are not counted where they lie in the buffer",
+        "segments.py",
+        "    blocks[:, begin] += moved\n    blocks[:, end] += moved\n",
+        "    del moved\n",
+        "segments",
+    ),
+    Mutation(
+        "rows outside of all sequences are not cleared",
+        "kernels/flash_attn.py",
+        "out = q.new_zeros((q.shape[0], q.shape[2], q.shape[1], v_dim))",
+        "out = q.new_full((q.shape[0], q.shape[2], q.shape[1], v_dim), float('nan'))",
+        "sequences",
+    ),
+    Mutation(
+        "gradients of keys outside of all sequences are not cleared",
+        "kernels/flash_attn.py",
+        "_writable(t.dk, k).zero_(), _writable(t.dv, v).zero_()",
+        "_writable(t.dk, k).fill_(1.0), _writable(t.dv, v).zero_()",
+        "sequences",
+    ),
+    Mutation(
+        "a plan outlives the content of its mask",
+        "plan.py",
+        "        self.tensor = self.tensor.clone()\n",
+        "",
+        "planned once",
+    ),
+    Mutation(
+        "documents are dealt out by tokens alone",
+        "balancing.py",
+        "head = bisect_left(range(tokens + 1), -wanted, key=lambda head: -of_head(head))",
+        "head = tokens",
+        "balance",
     ),
     # Selective checkpointing, the data and the loss.
     Mutation(
@@ -667,6 +734,19 @@ FEW = [
 ]
 
 
+SEQUENCES = [
+    Case(
+        layout,
+        {"documents": torch.tensor([[0] * 4 + [1] * 17 + [2] * 3, [0] * 12 + [1] * 12])},
+        24,
+        GQA,
+        kernel="fa4",
+        sizes=(2, 8, 8),
+    )
+    for layout in ("zigzag", "striped", "balanced")
+]
+
+
 def quick(rank: int, name: str) -> list[str]:
     """Checks that need no other rank."""
     problems = []
@@ -674,6 +754,14 @@ def quick(rank: int, name: str) -> list[str]:
         masks = ("causal", "causal and length", "window", "documents", "everything")
         for S, cp_size, layout, mask in product((7, 12), (2, 3), LAYOUTS, masks):
             problems += coverage(LAYOUTS[layout](S), make_mask(mask, 2, S), pairs(mask, 2, S), cp_size)
+        return problems
+    if name == "segments":
+        runs = ("contiguous", "zigzag", "striped", "balanced")
+        documents = [torch.tensor([[0] * 3 + [1] * 6 + [2] * 3]), torch.tensor([[0, 0, 1, 1, 0, 0, 0, 2, 2, 3, 3, 3]])]
+        for cp_size, layout, ids, window in product((1, 2, 3), runs, documents, (None, (2, None))):
+            options = {"documents": ids, "window": window}
+            want = pairs_of(options, 12)
+            problems += coverage(LAYOUTS[layout](12), Mask(**options), want, cp_size, segments=True)
         return problems
     calls: dict[str, list[tuple[Callable[..., None], Any]]] = {
         "layouts": [
@@ -687,6 +775,8 @@ def quick(rank: int, name: str) -> list[str]:
             ),
             (test_masks.test_documents_from_cumulative_lengths, ([0, 3, 5], [0, 0, 0, 1, 1], torch.int64)),
         ],
+        "planned once": [(test_segments.test_what_is_written_to_documents_is_seen, ())],
+        "balance": [(test_balancing.test_packed_documents, (65536, 4, 1))],
         "kernels": [
             (test_kernels.test_each_step_returns_gradients_of_its_own, (KERNELS["reference"],)),
             (test_kernels.test_partial_results_add_up, (KERNELS["cpu_flash"], GQA)),
@@ -710,6 +800,10 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "layouts": lambda pool: report(pool(1).run(quick, "layouts")),
     "masks": lambda pool: report(pool(1).run(quick, "masks")),
     "kernels": lambda pool: report(pool(1).run(quick, "kernels")),
+    "segments": lambda pool: report(pool(1).run(quick, "segments")),
+    "sequences": lambda pool: report(pool(3).run(test_segments.fa4_on_ranks, 3, SEQUENCES)),
+    "planned once": lambda pool: report(pool(1).run(quick, "planned once")),
+    "balance": lambda pool: report(pool(1).run(quick, "balance")),
     "parity": few,
     "parity on the last axis": lambda pool: report(
         pool(4).run(parity_on_ranks, (2, 2), ("other", "cp"), [Case("zigzag", "causal", 13)])
