@@ -249,29 +249,20 @@ def covers_of(schedule: Schedule, features: Collection[str]) -> frozenset[str]:
 def check_scores(q: Tensor, tensors: Tensors, seq_len: int) -> None:
     """Shapes, dtypes and devices of the scores' tensors against those of this rank's q [B, H, S_local, D]."""
     B, H, S, _ = q.shape
-    shapes: dict[str, tuple[tuple[int | None, ...], ...]] = {  # the sizes that each dim may have; None: odd ones
+    shapes: dict[str, tuple[tuple[int, ...], ...]] = {  # the sizes that each dim may have; none: odd ones
         "sinks": ((H,),),
         "alibi_slopes": ((H,),),
-        "relative_bias": ((H,), (None,)),
+        "relative_bias": ((H,), ()),
         "bias": ((1, B), (1, H), (1, S), (seq_len,)),
     }
-    seed = tensors.dropout_seed
-    if seed is not None and (seed.ndim > 1 or seed.numel() not in (1, 2) or seed.dtype != torch.int64):
-        hint = "torch.tensor([seed, offset])"
-        raise ArgumentError(describe("dropout_seed", "int64 [1] or [2]", f"{seed.dtype} {tuple(seed.shape)}", hint))
-    for name, dims in (shapes | {"dropout_seed": ()}).items():
-        x = getattr(tensors, name)
-        if x is None:
+    for name, dims in shapes.items():
+        if (x := getattr(tensors, name)) is None:
             continue
-        fits = name == "dropout_seed" or (
-            x.ndim == len(dims)
-            and all(
-                size in allowed or (allowed == (None,) and size % 2)
-                for size, allowed in zip(x.shape, dims, strict=True)
-            )
+        fits = x.ndim == len(dims) and all(
+            size in allowed if allowed else size % 2 for size, allowed in zip(x.shape, dims, strict=True)
         )
-        if not fits or x.is_floating_point() == (name == "dropout_seed"):
-            words = ("odd" if allowed == (None,) else " or ".join(map(str, allowed)) for allowed in dims)
+        if not fits or not x.is_floating_point():
+            words = (" or ".join(map(str, allowed)) or "odd" for allowed in dims)
             raise ArgumentError(
                 describe(
                     name,
@@ -280,7 +271,12 @@ def check_scores(q: Tensor, tensors: Tensors, seq_len: int) -> None:
                     "with heads or rows sharded, give each rank those that it holds",
                 )
             )
-        if x.device != q.device:
+    seed = tensors.dropout_seed
+    if seed is not None and (seed.ndim > 1 or seed.numel() not in (1, 2) or seed.dtype != torch.int64):
+        hint = "torch.tensor([seed, offset])"
+        raise ArgumentError(describe("dropout_seed", "int64 [1] or [2]", f"{seed.dtype} {tuple(seed.shape)}", hint))
+    for name in (*shapes, "dropout_seed"):
+        if (x := getattr(tensors, name)) is not None and x.device != q.device:
             raise ArgumentError(describe(name, f"a tensor on {q.device}", x.device, "move it there"))
 
 

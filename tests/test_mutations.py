@@ -281,42 +281,42 @@ MUTATIONS = [
         "kernels/reference.py",
         "dx = dscores * slope * tile.scores.scale",
         "dx = dscores * tile.scores.scale",
-        "parity",
+        "scores",
     ),
     Mutation(
         "softcap is lost on the way to the kernel",
         "plan.py",
         "        options.softcap or None,\n",
         "        None,\n",
-        "parity",
+        "scores",
     ),
     Mutation(
         "gradients of sinks are those of all ranks on each of them",
         "ring.py",
         'of_scores["sinks"] = gradient_of_sinks(dout, out, lse, sinks)',
         'of_scores["sinks"] = plan.group.size() * gradient_of_sinks(dout, out, lse, sinks)',
-        "parity",
+        "scores",
     ),
     Mutation(
         "gradients of sinks are those of the first rows",
         "ring.py",
         "return -(taken * make_delta(dout, out)).sum((0, 2))",
         "return -(taken * make_delta(dout, out))[:, :, :3].sum((0, 2))",
-        "parity",
+        "scores",
     ),
     Mutation(
         "gradients of sinks are those of one rank",
         "ring.py",
         'of_scores["sinks"] = gradient_of_sinks(dout, out, lse, sinks)',
         'of_scores["sinks"] = gradient_of_sinks(dout, out, lse, sinks) * (plan.group.rank() == 0)',
-        "parity",
+        "scores",
     ),
     Mutation(
         "the gradient of a sink has the other sign",
         "ring.py",
         "return -(taken * make_delta(dout, out)).sum((0, 2))",
         "return (taken * make_delta(dout, out)).sum((0, 2))",
-        "parity",
+        "scores",
     ),
     Mutation(
         "a sink for each tile",
@@ -325,7 +325,7 @@ MUTATIONS = [
         "            if (sinks := self._scores.sinks) is not None:\n"
         "                out = out * torch.sigmoid(lse - sinks[:, None]).nan_to_num_(0.0)[..., None].to(out.dtype)\n"
         "            self._sum.add(tile.q[0], out, lse)\n",
-        "parity",
+        "scores",
     ),
     Mutation(
         "a sink in lse",
@@ -333,35 +333,35 @@ MUTATIONS = [
         "            running.mul_(torch.sigmoid(lse - sinks[:, None])",
         "            largest.copy_(torch.logaddexp(lse, sinks[:, None]))\n"
         "            running.mul_(torch.sigmoid(lse - sinks[:, None])",
-        "parity",
+        "scores",
     ),
     Mutation(
         "no sink where a single tile has all rows",
         "kernels/combine.py",
         "if sinks is None and len(self._pieces) == 1",
         "if len(self._pieces) == 1",
-        "parity",
+        "scores",
     ),
     Mutation(
         "no sink in the backward",
         "ring.py",
         "return torch.logaddexp(lse, sinks[:, None]), dlse",
         "return lse, dlse",
-        "parity",
+        "scores",
     ),
     Mutation(
         "the gradient of lse as if lse had the sink",
         "ring.py",
         "dlse * (1 + torch.exp(sinks[:, None] - lse))",
         "dlse",
-        "parity",
+        "scores",
     ),
     Mutation(
         "sinks of the first heads in every chunk",
         "kernels/contract.py",
         "self.sinks[begin:end]",
         "self.sinks[: end - begin]",
-        "parity",
+        "scores",
     ),
     Mutation(
         "distances of local rows",
@@ -370,14 +370,14 @@ MUTATIONS = [
         "if isinstance(tile.cover, Band) and not self.scores.needs_positions:\n            return tile.cover\n"
         "        if isinstance(tile.cover, Band):\n"
         "            return Pairs(self._device_mask, torch.arange(*tile.q), torch.arange(*tile.k))\n",
-        "parity",
+        "scores",
     ),
     Mutation(
         "slopes of the first heads in every chunk",
         "kernels/contract.py",
         "self.alibi_slopes[begin:end]",
         "self.alibi_slopes[: end - begin]",
-        "parity",
+        "scores",
     ),
     Mutation(
         "gradients of slopes replace those of other visits",
@@ -385,7 +385,7 @@ MUTATIONS = [
         "        of_scores.add_(backward.score_gradients())\n",
         "        of_scores.part().alibi_slopes is not None and of_scores.alibi_slopes.zero_()\n"
         "        of_scores.add_(backward.score_gradients())\n",
-        "parity",
+        "scores",
     ),
     Mutation(
         "gradients of a table are those of the last tile",
@@ -393,42 +393,42 @@ MUTATIONS = [
         "            self._of_scores.part(rows=tile.q).add_(gradients)\n",
         "            self._of_scores.relative_bias is not None and self._of_scores.relative_bias.zero_()\n"
         "            self._of_scores.part(rows=tile.q).add_(gradients)\n",
-        "parity",
+        "scores",
     ),
     Mutation(
         "the distances of a table are clipped one early",
         "kernels/reference.py",
         "table[:, distance.clamp(-reach, reach) + reach]",
         "table[:, distance.clamp(1 - reach, reach) + reach]",
-        "parity",
+        "scores",
     ),
     Mutation(
         "clipped distances have no gradient",
         "kernels/reference.py",
         "    total[:, 0] += (dscores * behind).sum((1, 2))\n",
         "",
-        "parity",
+        "scores",
     ),
     Mutation(
         "columns of a bias in the order of the tile",
         "kernels/reference.py",
         "bias = bias.index_select(3, cover.k_pos)",
         "bias = bias.narrow(3, 0, len(cover.k_pos))",
-        "parity",
+        "scores",
     ),
     Mutation(
         "every tile has the first rows of a bias",
         "kernels/merge.py",
         "            scores = self._scores.rows(*tile.q)\n            out,",
         "            scores = self._scores.rows(0, tile.q[1] - tile.q[0])\n            out,",
-        "parity",
+        "scores",
     ),
     Mutation(
         "queries travel without their bias",
         "plan.py",
         'may_fetch_queries = kernel.uses_delta and "bias" not in features',
         "may_fetch_queries = kernel.uses_delta",
-        "parity",
+        "scores",
     ),
     Mutation(
         "softcap after the biases",
@@ -437,14 +437,14 @@ MUTATIONS = [
         '    x = torch.einsum("bkgid,bkjd->bkgij", q, k) * scores.scale\n'
         "    if scores.softcap and scores.alibi_slopes is not None:\n"
         "        x = x + _biases(scores, cover, first_row, q.shape[3], k.shape[1])\n",
-        "parity",
+        "scores",
     ),
     Mutation(
         "dropout of the first heads in every chunk",
         "kernels/contract.py",
         "first_head=self.first_head + begin",
         "first_head=self.first_head",
-        "parity",
+        "scores",
     ),
     Mutation(
         "dropout of the first heads on every tp rank",
@@ -458,21 +458,21 @@ MUTATIONS = [
         "kernels/reference.py",
         "    q_pos = cover.q_pos[first_row : first_row + num_rows, None]\n",
         "    q_pos = torch.arange(first_row, first_row + num_rows)[:, None]\n",
-        "parity",
+        "scores",
     ),
     Mutation(
         "dropped weights keep their gradient",
         "kernels/reference.py",
         "dprobs, used = dprobs * kept, probs * kept",
         "dprobs, used = dprobs, probs * kept",
-        "parity",
+        "scores",
     ),
     Mutation(
         "the offset of a seed is lost",
         "plan.py",
         "torch.nn.functional.pad(seed.reshape(-1), (0, 2 - seed.numel()))",
         "torch.nn.functional.pad(seed.reshape(-1)[:1], (0, 1))",
-        "parity",
+        "scores",
     ),
     Mutation(
         "DTensors' gradients of sinks pass for those of all ranks",
@@ -719,6 +719,9 @@ FEW = [
     Case("zigzag", "scattered documents", 13),
     Case("zigzag", "causal", 13, GQA, 2, "cpu_flash"),
     Case("striped", "causal", 13, MQA, 2, "cpu_flash"),
+]
+
+SCORED = [
     Case("zigzag", "causal", 13, GQA, 0, scores="softcap"),
     Case("zigzag", "key padding", 13, GQA, scores="sinks", head_chunks=3),
     Case("striped", "causal", 13, MHA, scores="softcap and sinks"),
@@ -790,9 +793,9 @@ def quick(rank: int, name: str) -> list[str]:
     return problems
 
 
-def few(pool: Any) -> None:
+def few(pool: Any, cases: list[Case]) -> None:
     """On a group that delivers at the wait; see recording.py."""
-    report(pool(3).run(parity_on_ranks, (3,), ("cp",), FEW, True, timeout=20.0))
+    report(pool(3).run(parity_on_ranks, (3,), ("cp",), cases, True, timeout=20.0))
 
 
 CHECKS: dict[str, Callable[[Any], None]] = {
@@ -804,7 +807,8 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "sequences": lambda pool: report(pool(3).run(test_segments.fa4_on_ranks, 3, SEQUENCES)),
     "planned once": lambda pool: report(pool(1).run(quick, "planned once")),
     "balance": lambda pool: report(pool(1).run(quick, "balance")),
-    "parity": few,
+    "parity": lambda pool: few(pool, FEW),
+    "scores": lambda pool: few(pool, SCORED),
     "parity on the last axis": lambda pool: report(
         pool(4).run(parity_on_ranks, (2, 2), ("other", "cp"), [Case("zigzag", "causal", 13)])
     ),
@@ -815,7 +819,15 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "sums in fp32": lambda pool: test_seeds.test_gradients_are_summed_in_fp32(pool, torch.bfloat16),
     "head order": test_seeds.test_heads_are_grouped_in_torchs_order,
     "low precision": lambda pool: test_parity.test_low_precision(pool, torch.bfloat16, 1.5, "reference"),
-    "scores of DTensors": lambda pool: test_parity.test_scores_of_dtensors(pool, (2, 2), ("cp", "tp"), {"tp": "heads"}),
+    "scores of DTensors": lambda pool: report(
+        pool(4).run(
+            test_parity.dtensors,
+            (2, 2),
+            ("cp", "tp"),
+            {"tp": "heads"},
+            [Case("zigzag", "causal", 16, (8, 4), seq_dim, scores="dropout, sinks and alibi") for seq_dim in (2, 1)],
+        )
+    ),
     "traffic": test_traffic.test_by_hand,
     "overlap": test_traffic.test_hops_are_under_way_while_tiles_are_computed,
     "recompute": test_traffic.test_selective_recompute_does_not_replay_the_ring,
