@@ -25,7 +25,7 @@ from test_kernels_gpu import block_rms, play_ring
 from torch import Tensor
 
 from cp_mesh.kernels import triton_attention
-from cp_mesh.kernels.contract import KernelTile, Pairs, make_delta, shortfalls
+from cp_mesh.kernels.contract import KernelTile, Pairs, Scores, make_delta, shortfalls
 from cp_mesh.kernels.merge import BackwardTile
 from cp_mesh.kernels.triton_attention import TRITON, Blocks, Config, config_for, triton_kernel
 from cp_mesh.masks import Band, Mask
@@ -136,12 +136,12 @@ def test_strides_and_gradients_in_place(order: tuple[int, ...], cover: str) -> N
     allowed = what.allowed(*(torch.arange(n, device=DEVICE) for n in (37, 21))).reshape(1, 37, 21).cpu()
     want = dense(*(x.double().cpu() for x in (q, k, v, dout, dlse)), allowed)
     q_, k_, v_, dout_ = (padded(x, order) for x in (q, k, v, dout))
-    out, lse = triton_attention._forward(SMALL if INTERPRETED else None, q_, k_, v_, what, 0.3)
+    out, lse = triton_attention._forward(SMALL if INTERPRETED else None, q_, k_, v_, what, Scores(0.3))
     assert (out.stride(1) < out.stride(2)) == (q_.stride(1) < q_.stride(2))
     columns = torch.full((2, 37, 2, 3), torch.nan, device=DEVICE).transpose(1, 2)
     lse_, delta_ = columns[..., 0].copy_(lse), columns[..., 2].copy_(make_delta(dout, out, dlse))
     dk, dv = (padded(torch.full_like(x, 7.0), order) for x in (k, v))
-    tile = BackwardTile(dout_, q_, k_, v_, None, lse_, delta_, what, 0.3, dk, dv)
+    tile = BackwardTile(dout_, q_, k_, v_, None, lse_, delta_, what, Scores(0.3), dk, dv)
     dq, *same = triton_attention._backward(SMALL if INTERPRETED else None, tile)
     assert same[0] is dk and same[1] is dv
     assert_near(dict(zip(NAMES, (out, lse, dq, dk, dv), strict=True)), want, torch.float32)
@@ -184,7 +184,7 @@ def test_blocks_that_are_visited(name: str, stride: int, keys_inside: bool) -> N
     cover = Pairs(mask, q_pos, k_pos)
     blocks = Blocks(16, 32)
     rows = triton_attention._MaskRows(cover, (blocks, Blocks(32, 16)))
-    *_, listed, counts = rows.visits(blocks, keys_inside).tensors
+    *_, listed, counts, _ = rows.visits(blocks, keys_inside).tensors
     none, every = excluded(mask.allowed(q_pos, k_pos), 16, 32)
     if not keys_inside:
         none, every = none.transpose(1, 2), every.transpose(1, 2)
@@ -220,9 +220,9 @@ def test_excluded_blocks_are_not_read(name: str) -> None:
         allowed = mask.allowed(at[50 : 50 + num_q], at[:num_k])
     q, k, v, dout = (x.to(DEVICE) for x in make_qkv(1, 1, 1, 80, 8, dtype=torch.float32))
     q, dout, k, v = q[:, :, :num_q], dout[:, :, :num_q], k[:, :, :num_k], v[:, :, :num_k]
-    clean_out, lse = triton_attention._forward(config, q, k, v, cover, 0.3)
+    clean_out, lse = triton_attention._forward(config, q, k, v, cover, Scores(0.3))
     delta = make_delta(dout, clean_out)
-    clean = triton_attention._backward(config, BackwardTile(dout, q, k, v, None, lse, delta, cover, 0.3))
+    clean = triton_attention._backward(config, BackwardTile(dout, q, k, v, None, lse, delta, cover, Scores(0.3)))
 
     def poisoned(x: Tensor, size: int, empty: Tensor) -> Tensor:
         """[blocks, 1, S, D]: batch row b lacks the blocks of ``size`` rows that ``empty`` [blocks, others] names."""
@@ -239,15 +239,15 @@ def test_excluded_blocks_are_not_read(name: str) -> None:
         keys, values = poisoned(k, blocks.k, empty), poisoned(v, blocks.k, empty)
         many = [x.expand(n, *x.shape[1:]) for x in (q, dout, lse, delta)]
         if gradients:
-            tile = BackwardTile(many[1], many[0], keys, values, None, many[2], many[3], cover, 0.3)
+            tile = BackwardTile(many[1], many[0], keys, values, None, many[2], many[3], cover, Scores(0.3))
             check(triton_attention._backward(config, tile)[0], clean[0], blocks.q)
         else:
-            check(triton_attention._forward(config, many[0], keys, values, cover, 0.3)[0], clean_out, blocks.q)
+            check(triton_attention._forward(config, many[0], keys, values, cover, Scores(0.3))[0], clean_out, blocks.q)
     blocks = config.key_gradients
     empty = excluded(allowed, blocks.q, blocks.k)[0][0].T
     queries, douts = poisoned(q, blocks.q, empty), poisoned(dout, blocks.q, empty)
     many = [x.expand(len(empty), *x.shape[1:]) for x in (k, v, lse, delta)]
-    tile = BackwardTile(douts, queries, *many[:2], None, *many[2:], cover, 0.3)
+    tile = BackwardTile(douts, queries, *many[:2], None, *many[2:], cover, Scores(0.3))
     for got, want in zip(triton_attention._backward(config, tile)[1:], clean[1:], strict=True):
         check(got, want, blocks.k)
 
@@ -376,8 +376,8 @@ def test_compiles_without_spills(
     q, k, v, dout = empty(8, dim), empty(2, dim), empty(2, v_dim), empty(8, v_dim)
     statistics, what = torch.empty(1, 8, 300), COVERS[cover](torch.arange(300))
     with mock.patch.multiple(triton_attention_kernels, **kernels):
-        triton_attention._forward(None, q, k, v, what, 0.3)
-        triton_attention._backward(None, BackwardTile(dout, q, k, v, None, statistics, statistics, what, 0.3))
+        triton_attention._forward(None, q, k, v, what, Scores(0.3))
+        triton_attention._backward(None, BackwardTile(dout, q, k, v, None, statistics, statistics, what, Scores(0.3)))
     assert len(compiled) == (3 if cover == "band" else 5)
     log = capsys.readouterr().out
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
@@ -435,9 +435,9 @@ def gpu_call(cover: Band | Pairs, S: int, dtype: torch.dtype = torch.bfloat16) -
         return torch.randn(2, heads, S, 64, device="cuda", generator=generator).to(dtype)
 
     q, k, v, dout = draw(4), draw(2), draw(2), draw(4)
-    out, lse = triton_attention._forward(None, q, k, v, cover, 0.3)
+    out, lse = triton_attention._forward(None, q, k, v, cover, Scores(0.3))
     delta = make_delta(dout, out)
-    return [out, lse, *triton_attention._backward(None, BackwardTile(dout, q, k, v, None, lse, delta, cover, 0.3))]
+    return [out, lse, *triton_attention._backward(None, BackwardTile(dout, q, k, v, None, lse, delta, cover, Scores(0.3)))]
 
 
 def gpu_pairs(S: int) -> Pairs:
@@ -458,10 +458,10 @@ def test_waits_for_nothing_repeats_and_is_captured() -> None:
             torch.cuda.set_sync_debug_mode("default")
         assert all(torch.equal(a, b) for a, b in zip(want, again, strict=True))
         q, k, v = (torch.randn(2, heads, 700, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2))
-        alone = triton_attention._forward(None, q, k, v, cover, 0.3)
+        alone = triton_attention._forward(None, q, k, v, cover, Scores(0.3))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured = triton_attention._forward(None, q, k, v, cover, 0.3)
+            captured = triton_attention._forward(None, q, k, v, cover, Scores(0.3))
         graph.replay()
         assert all(torch.equal(a, b) for a, b in zip(alone, captured, strict=True))
 

@@ -12,7 +12,7 @@ in the accumulation dtype (fp64 for fp64 inputs, else fp32); a row with no key h
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -33,6 +33,69 @@ class Pairs:
     def allowed(self, q_rows: Tensor, k_rows: Tensor) -> Tensor:
         """bool [B or 1, len(q_rows), len(k_rows)] from int64 local indices."""
         return self.mask.allowed(self.q_pos[q_rows], self.k_pos[k_rows])
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """What a score is; the mask comes last.
+
+    score(h, p, t) = softcap(scale · q·k) - slope[h] · abs(p - t) + table[h, clip(p - t, -R, R) + R] + bias[b, h, row, t]
+    with softcap(x) = cap · tanh(x / cap), at the global positions p of the query and t of the key.
+
+    Attributes:
+        scale: factor on q·k.
+        softcap: the bound, > 0.
+        alibi_slopes: [H], accumulation dtype.
+        relative_bias: [H, 2R+1], accumulation dtype.
+        bias: [1 or B, 1 or H, 1 or query rows, S], any float dtype; columns by key position.
+        dropout_p: probability, below 1, with which a normalised weight is dropped; others are scaled by its complement.
+        dropout_seed: int64 [2], (seed, offset), on q's device.
+        first_head, first_batch: global indices of q's first head and batch row, which key dropout.
+        wanted: names of those of alibi_slopes, relative_bias and bias that need a gradient.
+    """
+
+    scale: float
+    softcap: float | None = None
+    alibi_slopes: Tensor | None = None
+    relative_bias: Tensor | None = None
+    bias: Tensor | None = None
+    dropout_p: float = 0.0
+    dropout_seed: Tensor | None = None
+    first_head: int = 0
+    first_batch: int = 0
+    wanted: frozenset[str] = frozenset()
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What a kernel must be able to do, by the names of `Capability.features`."""
+        names = ("softcap", "alibi_slopes", "relative_bias", "bias")
+        dropout = {"dropout"} if self.dropout_p else set()
+        return frozenset({name for name in names if getattr(self, name) is not None} | dropout)
+
+    @property
+    def needs_positions(self) -> bool:
+        """Whether a score depends on more than its query and key."""
+        return bool(self.features - {"softcap"})
+
+    def heads(self, begin: int, end: int) -> Scores:
+        """Those of the query heads begin to end."""
+        slopes, table, bias = self.alibi_slopes, self.relative_bias, self.bias
+        return replace(
+            self,
+            alibi_slopes=None if slopes is None else slopes[begin:end],
+            relative_bias=None if table is None else table[begin:end],
+            bias=bias if bias is None or bias.shape[1] == 1 else bias[:, begin:end],
+            first_head=self.first_head + begin,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreGradients:
+    """Partial sums in the accumulation dtype, of the inputs' shapes; None where `Scores.wanted` lacks it."""
+
+    alibi_slopes: Tensor | None = None
+    relative_bias: Tensor | None = None
+    bias: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +156,8 @@ class Capability:
         v_head_dim: whether v's head dim may differ from q's and k's.
         differentiable_lse: whether a gradient of lse is accepted.
         deterministic: whether the backward is bitwise reproducible.
+        features: what of `Scores.features` it serves.
+        deterministic_features: those whose gradients are bitwise reproducible; None: all of them.
         min_keys: fewest keys in a tile.
         only_on: if given, the compute capabilities (major, minor) that the kernel was made for.
         lacking: what must be installed first, in words; None if the kernel can be called. It may import packages. The
@@ -109,6 +174,8 @@ class Capability:
     v_head_dim: bool = False
     differentiable_lse: bool = False
     deterministic: bool = True
+    features: frozenset[str] = frozenset()
+    deterministic_features: frozenset[str] | None = None
     min_keys: int = 1
     only_on: tuple[tuple[int, int], ...] = ()
     lacking: Callable[[], str | None] = lambda: None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cp_mesh.kernels.combine import OutputSum, RowSum
-from cp_mesh.kernels.contract import Capability, Kernel, KernelTile, Pairs, Piece, accumulation_dtype
+from cp_mesh.kernels.contract import Capability, Kernel, KernelTile, Pairs, Piece, Scores, accumulation_dtype
 from cp_mesh.masks import CAUSAL, FULL, Band
 from cp_mesh.schedule import split_causal
 
@@ -43,9 +43,13 @@ class BackwardTile:
     lse: Tensor
     delta: Tensor | None
     cover: Band | Pairs
-    scale: float
+    scores: Scores
     dk: Tensor | None = None
     dv: Tensor | None = None
+
+    @property
+    def scale(self) -> float:
+        return self.scores.scale
 
 
 def merging_kernel(
@@ -177,7 +181,8 @@ class SummingBackward:
         k, v = (_rows(_dense_rows(x), tile.k) for x in (k, v))
         if dk is not None and dk.dtype != k.dtype:  # a buffer for fp32 sums: not where a kernel can write
             dk = dv = None
-        dq, dk, dv = self._tile_backward(BackwardTile(dout, q, k, v, out, lse, delta, tile.cover, self._scale, dk, dv))
+        scores = Scores(self._scale)
+        dq, dk, dv = self._tile_backward(BackwardTile(dout, q, k, v, out, lse, delta, tile.cover, scores, dk, dv))
         self._dq.add(tile.q[0], dq)
         return Piece(tile.k[0], dk, dv)
 

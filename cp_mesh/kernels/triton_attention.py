@@ -1,7 +1,7 @@
 """The library's own attention kernel, in Triton: any mask, any layout, any head dims, a gradient of lse, no atomics.
 
 It reads the mask at the positions of its rows, so it takes windows, documents, key padding, a prefix and permuted
-layouts, and visits no block of pairs that the mask excludes (`cp_mesh.kernels.triton_attention_kernels`). The backward
+layouts, and visits no block of pairs that the mask excludes (`cp_mesh.kernels.triton_visits`). The backward
 is two kernels, one that writes dk and dv and one that writes dq; each sums in a fixed order.
 
 Nothing waits for the device. Lengths, bounds, positions and documents are no part of a compiled variant; head dims,
@@ -11,6 +11,7 @@ ranks compute alike. A variant must have been compiled before it is captured in 
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_mesh.kernels.contract import Capability, Kernel, Pairs
+from cp_mesh.kernels.contract import Capability, Kernel, Pairs, ScoreGradients, Scores
 from cp_mesh.kernels.merge import BackwardTile, merging_kernel
 from cp_mesh.masks import Band, Mask
 
@@ -80,9 +81,11 @@ def triton_kernel(config: Config | None = None) -> Kernel:
             max_head_dim=256,
             v_head_dim=True,
             differentiable_lse=True,
+            features=frozenset({"softcap", "alibi_slopes", "relative_bias", "bias", "dropout"}),
+            deterministic_features=frozenset({"softcap", "alibi_slopes", "bias", "dropout"}),
             lacking=_lacks,
         ),
-        partial(_forward, config),
+        lambda q, k, v, cover, scale: _forward(config, q, k, v, cover, Scores(scale)),
         partial(_backward, config),
         uses_delta=True,
     )
@@ -94,38 +97,41 @@ def _lacks() -> str | None:
 
 
 def _forward(
-    config: Config | None, q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scale: float
+    config: Config | None, q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scores: Scores
 ) -> tuple[Tensor, Tensor]:
-    from cp_mesh.kernels.triton_attention_kernels import forward_kernel
+    from cp_mesh.kernels.triton_forward import forward_kernel
 
     blocks = (config or config_for(q.dtype, max(q.shape[3], v.shape[3]))).forward
     out, lse = _empty_like(q, v.shape[3]), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     with torch.cuda.device_of(q):
         rows = None if isinstance(cover, Band) else _MaskRows(cover, (blocks,))
-        _launch(forward_kernel, blocks, cover, rows, (q, k, v, out, lse), (q, k, v, out), (), scale)
+        _Launch(cover, rows, scores)(forward_kernel, blocks, (q, k, v), (), (out, lse))
     return out, lse
 
 
-def _backward(config: Config | None, t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
-    from cp_mesh.kernels.triton_attention_kernels import key_gradients_kernel, query_gradients_kernel
+def _backward(
+    config: Config | None, t: BackwardTile
+) -> tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, ScoreGradients]:
+    from cp_mesh.kernels.triton_backward import bias_gradient_kernel, key_gradients_kernel, query_gradients_kernel
 
     assert t.delta is not None, "uses_delta is set"
-    config = config or config_for(t.q.dtype, max(t.q.shape[3], t.v.shape[3]))
+    config, scores = config or config_for(t.q.dtype, max(t.q.shape[3], t.v.shape[3])), t.scores
     by_key, by_query = config.key_gradients, config.query_gradients
     dq = _empty_like(t.q, t.q.shape[3])
     dk, dv = (_empty_like(x, x.shape[3]) if into is None else into for x, into in ((t.k, t.dk), (t.v, t.dv)))
+    lse, delta = t.lse, t.delta
+    if lse.stride() != delta.stride() or lse.stride(2) != 1:
+        lse, delta = lse.contiguous(), delta.contiguous()
     read = (t.q, t.k, t.v, t.dout)
-    strides = (*t.lse.stride(), *t.delta.stride())
+    parts = _ScoreParts(scores, t.q, by_query)
     with torch.cuda.device_of(t.q):
         rows = None if isinstance(t.cover, Band) else _MaskRows(t.cover, (by_key, by_query))
-        for kernel, blocks, written in (
-            (key_gradients_kernel, by_key, (dk, dv)),
-            (query_gradients_kernel, by_query, (dq,)),
-        ):
-            tensors = (*read, t.lse, t.delta, *written)
-            of_keys = kernel is key_gradients_kernel
-            _launch(kernel, blocks, t.cover, rows, tensors, (*read, *written), strides, t.scale, of_keys=of_keys)
-    return dq, dk, dv
+        launch = _Launch(t.cover, rows, scores)
+        launch(key_gradients_kernel, by_key, read, (lse, delta), (dk, dv), of_keys=True)
+        launch(query_gradients_kernel, by_query, read, (lse, delta), (dq,), (parts.slopes, parts.table, parts.ends))
+        if parts.bias is not None:
+            launch.bias_gradient(bias_gradient_kernel, by_query, read, (lse, delta), parts.bias)
+    return (dq, dk, dv, parts.sum()) if scores.wanted else (dq, dk, dv)
 
 
 def _empty_like(x: Tensor, dim: int) -> Tensor:
@@ -136,62 +142,157 @@ def _empty_like(x: Tensor, dim: int) -> Tensor:
     return x.new_empty((B, H, S, dim))
 
 
-def _launch(
-    kernel: Any,
-    blocks: Blocks,
-    cover: Band | Pairs,
-    rows: _MaskRows | None,
-    tensors: Sequence[Tensor],
-    strided: Sequence[Tensor],
-    strides: Sequence[int],
-    scale: float,
-    *,
-    of_keys: bool = False,
-) -> None:
-    """Launch one of the three kernels.
+class _ScoreParts:
+    """Where the kernels write the wanted gradients of scores."""
 
-    Args:
-        kernel, blocks: what to launch.
-        cover, rows: the mask; ``rows`` is None for a band.
-        tensors: the kernel's first arguments; q, k and v come first.
-        strided: those of them that are [B, H, S, D], with unit last stride.
-        strides: of the others.
-        scale: of the scores.
-        of_keys: whether a program owns a block of keys, or of queries.
-    """
-    q, k, v = tensors[:3]
-    num_q, num_k = q.shape[2], k.shape[2]
-    assert max(num_q, num_k) < MAX_ROWS and all(x.stride(3) == 1 or x.shape[3] == 1 for x in strided)
-    num_blocks = -(-num_k // blocks.k) if of_keys else -(-num_q // blocks.q)
-    num_programs = q.shape[0] * (k if of_keys else q).shape[1] * num_blocks
-    if not num_programs:
-        return
-    visits = None if rows is None else rows.visits(blocks, keys_inside=not of_keys)
-    lo, hi = _bounds(cover, num_q, num_k) if isinstance(cover, Band) else (0, 0)
-    kernel[(num_programs,)](
-        *tensors,
-        *(x.stride()[:3] for x in strided),
-        *strides,
-        None if visits is None else visits.tensors,
-        q.shape[1],
-        num_q,
-        num_k,
-        1 if visits is None else visits.num_masks,
-        lo,
-        hi,
-        scale,
-        GROUP=q.shape[1] // k.shape[1],
-        HEAD_DIM=q.shape[3],
-        V_HEAD_DIM=v.shape[3],
-        BLOCK_DIM=_block_dim(q.shape[3]),
-        BLOCK_V_DIM=_block_dim(v.shape[3]),
-        BLOCK_Q=blocks.q,
-        BLOCK_K=blocks.k,
-        PAIRS=visits is not None,
-        DOCUMENTS=visits is not None and visits.documents,
-        num_warps=blocks.num_warps,
-        num_stages=blocks.num_stages,
+    def __init__(self, scores: Scores, q: Tensor, blocks: Blocks) -> None:
+        B, H, num_q, _ = q.shape
+        shape = (B, H, -(-num_q // blocks.q))
+
+        def zeros(name: str, *shape: int) -> Tensor | None:
+            return torch.zeros(shape, dtype=torch.float32, device=q.device) if name in scores.wanted else None
+
+        self.slopes = zeros("alibi_slopes", *shape)
+        self.ends = zeros("relative_bias", 2, *shape)
+        self.table = None if scores.relative_bias is None else zeros("relative_bias", *scores.relative_bias.shape)
+        self.bias = None if scores.bias is None else zeros("bias", *scores.bias.shape)
+
+    def sum(self) -> ScoreGradients:
+        if self.table is not None and self.ends is not None:
+            first, last = self.ends.sum((1, 3))
+            self.table[:, 0] += first
+            self.table[:, -1] += last
+        return ScoreGradients(None if self.slopes is None else self.slopes.sum((0, 2)), self.table, self.bias)
+
+
+class _Launch:
+    """Launches kernels on one tile: their first arguments are tensors that they read, then those that they write."""
+
+    def __init__(self, cover: Band | Pairs, rows: _MaskRows | None, scores: Scores) -> None:
+        assert not (scores.needs_positions and rows is None), "the plan gives positions"
+        self._cover, self._rows, self._scores = cover, rows, scores
+
+    def __call__(
+        self,
+        kernel: Any,
+        blocks: Blocks,
+        read: Sequence[Tensor],
+        rows: Sequence[Tensor],
+        written: Sequence[Tensor | None],
+        more: Sequence[Any] = (),
+        *,
+        of_keys: bool = False,
+        grid: tuple[int, ...] | None = None,
+        **flags: bool,
+    ) -> None:
+        """Launch a kernel.
+
+        Args:
+            kernel, blocks: what to launch.
+            read: q, k, v and dout, if it reads that, with unit last stride.
+            rows: lse and delta, if it reads them, of equal strides.
+            written: tensors of four dims with unit last stride, and lse.
+            more: its last arguments.
+            of_keys: whether a program owns a block of keys, or of queries.
+            grid: of programs; None: one for each block.
+            flags: its last constants.
+        """
+        q, k, v = read[:3]
+        num_q, num_k = q.shape[2], k.shape[2]
+        blocks_of = [x for x in (*read, *written) if x is not None and x.ndim == 4]
+        assert max(num_q, num_k) < MAX_ROWS and all(x.stride(3) == 1 or x.shape[3] == 1 for x in blocks_of)
+        if grid is None:
+            num_blocks = -(-num_k // blocks.k) if of_keys else -(-num_q // blocks.q)
+            grid = (q.shape[0] * (k if of_keys else q).shape[1] * num_blocks,)
+        if not min(grid):
+            return
+        visits = None if self._rows is None else self._rows.visits(blocks, keys_inside=not of_keys)
+        tensors, numbers = _score_arguments(self._scores)
+        described, sizes = all(_describable(x) for x in read), (blocks.q, blocks.k, blocks.k, blocks.q)
+        kernel[grid](
+            *((_descriptor(x, size) for x, size in zip(read, sizes, strict=False)) if described else read),
+            *rows,
+            *written,
+            *(None if described else x.stride()[:3] for x in read),
+            *(None if x is None else x.stride()[:3] for x in written if x is None or x.ndim == 4),
+            *(x.stride()[:2] for x in rows[:1]),
+            None if visits is None else visits.tensors,
+            tensors,
+            numbers,
+            q.shape[1],
+            num_q,
+            num_k,
+            1 if visits is None else visits.num_masks,
+            *(_bounds(self._cover, num_q, num_k) if isinstance(self._cover, Band) else (0, 0)),
+            self._scores.scale,
+            *more,
+            GROUP=q.shape[1] // k.shape[1],
+            HEAD_DIM=q.shape[3],
+            V_HEAD_DIM=v.shape[3],
+            BLOCK_DIM=_block_dim(q.shape[3]),
+            BLOCK_V_DIM=_block_dim(v.shape[3]),
+            BLOCK_Q=blocks.q,
+            BLOCK_K=blocks.k,
+            PAIRS=visits is not None,
+            DOCUMENTS=visits is not None and visits.documents,
+            # the largest product has the largest score only if scale is positive
+            SCALED=bool(self._scores.features) or self._scores.scale <= 0,
+            POSITIONS=self._scores.needs_positions,
+            num_warps=blocks.num_warps,
+            num_stages=blocks.num_stages,
+            **flags,
+        )
+
+    def bias_gradient(
+        self, kernel: Any, blocks: Blocks, read: Sequence[Tensor], rows: Sequence[Tensor], dbias: Tensor
+    ) -> None:
+        """A program for each block of dbias, which sums over the dims that it lacks."""
+        q, k = read[:2]
+        each = [size == whole for size, whole in zip(dbias.shape, q.shape[:3], strict=False)]
+        counts = (q.shape[0], q.shape[1], -(-q.shape[2] // blocks.q))
+        others = math.prod(count if own else 1 for own, count in zip(each, counts, strict=True))
+        self(
+            kernel, blocks, read, rows, (dbias,), (q.shape[0],), grid=(-(-k.shape[2] // blocks.k), others),
+            EACH_BATCH=each[0], EACH_HEAD=each[1], EACH_ROW=each[2],
+        )  # fmt: skip
+
+
+def _describable(x: Tensor) -> bool:
+    """Whether the hardware, which must have the means, can copy blocks of [B, H, S, D] by itself."""
+    if x.is_cuda and torch.cuda.get_device_capability(x.device) < (9, 0):
+        return False
+    strides = [stride for stride, size in zip(x.stride()[:3], x.shape, strict=False) if size > 1]
+    aligned = x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0 for stride in strides)
+    return aligned and x.numel() > 0 and 0 not in strides
+
+
+def _descriptor(x: Tensor, rows: int) -> Any:
+    """Of blocks of rows. A dim of size 1 has any stride, which must be aligned all the same."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    strides = [16 if size == 1 else stride for stride, size in zip(x.stride()[:3], x.shape, strict=False)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, _block_dim(x.shape[3])])
+
+
+def _score_arguments(scores: Scores) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """The kernels' ``scores`` and ``numbers``."""
+    slopes, table, bias = scores.alibi_slopes, scores.relative_bias, scores.bias
+    dropout = None if not scores.dropout_p else (scores.dropout_seed, 1 / (1 - scores.dropout_p))
+    tensors = (
+        None if scores.softcap is None else float(scores.softcap),
+        None if slopes is None else slopes.contiguous(),
+        None if table is None else table.contiguous(),
+        bias,
+        dropout,
     )
+    radius = 0 if table is None else table.shape[1] // 2
+    threshold = math.floor(scores.dropout_p * 2**32) - 2**31  # as a signed number of 32 bits
+    columns, strides = 0, (0, 0, 0, 0)
+    if bias is not None:
+        columns = bias.shape[3]
+        strides = tuple(0 if size == 1 else stride for size, stride in zip(bias.shape[:3], bias.stride(), strict=False))
+        strides = (*strides, bias.stride(3))
+    return tensors, (radius, threshold, scores.first_head, scores.first_batch, columns, *strides)
 
 
 def _block_dim(dim: int) -> int:
@@ -227,16 +328,16 @@ class _MaskRows:
         self._q, self._k = self._read(mask, cover.q_pos, keys=False), self._read(mask, cover.k_pos, keys=True)
 
     def _read(self, mask: Mask, positions: Tensor, keys: bool) -> dict[str, Tensor]:
-        from cp_mesh.kernels.triton_attention_kernels import rows_kernel
+        from cp_mesh.kernels.triton_visits import rows_kernel
 
-        positions = positions.contiguous()
+        positions = positions.contiguous()  # read as such by the kernels
         num_rows, num_grains = positions.numel(), -(-positions.numel() // self._grain)
 
         def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=positions.device)
 
         firsts = empty(self._num_masks, num_rows)
-        result = {"firsts": firsts, "lasts": empty(self._num_masks, num_rows) if keys else firsts}
+        result = {"positions": positions, "firsts": firsts, "lasts": empty(self._num_masks, num_rows) if keys else firsts}
         result["bounds"] = empty(4, self._num_masks, num_grains)
         if mask.documents is not None:  # compared as they are: 64 bits only where they have them
             dtype = torch.int64 if mask.documents.dtype == torch.int64 else torch.int32
@@ -267,7 +368,7 @@ class _MaskRows:
 
     def visits(self, blocks: Blocks, keys_inside: bool) -> _Visits:
         """For programs that own blocks of queries and loop over keys, or the reverse."""
-        from cp_mesh.kernels.triton_attention_kernels import blocks_kernel
+        from cp_mesh.kernels.triton_visits import blocks_kernel
 
         (outer, num_outer, outer_rows), (inner, num_inner, inner_rows) = (
             (self._q, self._num_q, blocks.q),
@@ -296,7 +397,7 @@ class _MaskRows:
             )
         q, k = self._q, self._k
         ids = (q["ids"], k["ids"]) if self._documents else (q["firsts"], k["firsts"])  # not read
-        tensors = (q["firsts"], k["firsts"], k["lasts"], *ids, listed, counts)
+        tensors = (q["firsts"], k["firsts"], k["lasts"], *ids, listed, counts, k["positions"])
         return _Visits(tensors, self._num_masks, self._documents)
 
 
