@@ -54,7 +54,10 @@ FLOORS: dict[str, int] = {
 }
 """Floors of modules and of subpackages, whose modules may import one another."""
 
-NEEDS_TRITON = {"kernels.combine_triton"}
+NEEDS_TRITON = {
+    f"kernels.{name}"
+    for name in ("combine_triton", "triton_tiles", "triton_visits", "triton_forward", "triton_backward")
+}
 
 STATE: dict[str, str] = {
     "agreement._enabled": "check mode; a context variable",

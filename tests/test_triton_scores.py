@@ -123,7 +123,9 @@ def triton(tensors: list[Tensor], cover: Band | Pairs, scores: Scores) -> dict[s
     return {name: x.cpu() for name, x in got.items()}
 
 
-def check(scores: Scores, cover: Band | Pairs, dtype: torch.dtype = torch.float32, heads: tuple[int, int] = (2, 1)) -> None:
+def check(
+    scores: Scores, cover: Band | Pairs, dtype: torch.dtype = torch.float32, heads: tuple[int, int] = (2, 1)
+) -> None:
     tensors = [x.to(dtype) if i < 4 else x.float() for i, x in enumerate(inputs(heads, NUM_Q, NUM_K, v_dim=4))]
     rows, columns = torch.arange(NUM_Q), torch.arange(NUM_K)
     p, t = (cover.q_pos, cover.k_pos) if isinstance(cover, Pairs) else (rows, columns)

@@ -39,8 +39,8 @@ class Pairs:
 class Scores:
     """What a score is; the mask comes last.
 
-    score(h, p, t) = softcap(scale · q·k) - slope[h] · abs(p - t) + table[h, clip(p - t, -R, R) + R] + bias[b, h, row, t]
-    with softcap(x) = cap · tanh(x / cap), at the global positions p of the query and t of the key.
+    score(h, p, t) = softcap(scale · q·k) - slope[h] · abs(p - t) + table[h, clip(p - t, -R, R) + R] + bias[b, h, i, t]
+    with softcap(x) = cap · tanh(x / cap), at the global positions p of the query, in local row i, and t of the key.
 
     Attributes:
         scale: factor on q·k.

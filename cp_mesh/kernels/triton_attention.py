@@ -27,6 +27,7 @@ from cp_mesh.kernels.merge import BackwardTile, merging_kernel
 from cp_mesh.masks import Band, Mask
 
 MAX_ROWS = 1 << 30  # of a tile: band bounds and local indices are computed in 32 bits
+LOG2_E = math.log2(math.e)
 UNLIMITED = (1 << 31) - 1  # a distance: positions are checked to be below it
 
 
@@ -42,24 +43,29 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Config:
-    """Blocks of the three kernels."""
+    """Blocks of the kernels; ``apart`` computes dk and dv in two, where the sums of both do not fit in registers."""
 
     forward: Blocks
     key_gradients: Blocks
     query_gradients: Blocks
+    apart: bool = False
 
 
-def config_for(dtype: torch.dtype, head_dim: int) -> Config:
-    """The static table; ``head_dim`` is the larger of the two."""
-    configs = FLOAT_CONFIGS if dtype == torch.float32 else HALF_CONFIGS
+def config_for(dtype: torch.dtype, head_dim: int, scored: bool = False) -> Config:
+    """The static table; ``head_dim`` is the larger of the two, ``scored`` whether scores have features."""
+    configs = FLOAT_CONFIGS if dtype == torch.float32 else SCORED_CONFIGS if scored else HALF_CONFIGS
     return next(config for largest, config in configs if head_dim <= largest)
 
 
-# By the largest head dim; the largest blocks that compile for Hopper without spilled registers, whatever the mask.
+# By the largest head dim. The fastest on a Hopper GPU for 128; for others, those like them that spill no registers.
 HALF_CONFIGS = (
-    (64, Config(Blocks(128, 64, 8, 3), Blocks(64, 128, 8), Blocks(128, 64, 8, 3))),
-    (128, Config(Blocks(128, 64, 8, 3), Blocks(32, 128, 8, 3), Blocks(128, 64, 8, 3))),
-    (256, Config(Blocks(128, 32, 8), Blocks(32, 32, 8), Blocks(128, 32, 8))),
+    (64, Config(Blocks(64, 64, 4, 3), Blocks(64, 64), Blocks(64, 64, 4, 3))),
+    (128, Config(Blocks(64, 64, 4, 3), Blocks(64, 64), Blocks(128, 64, 8, 3))),
+    (256, Config(Blocks(128, 32, 8), Blocks(32, 128, 8), Blocks(128, 32, 8), apart=True)),
+)
+SCORED_CONFIGS = (
+    (128, Config(Blocks(64, 32, 4, 3), Blocks(32, 64), Blocks(64, 32, 4, 3))),
+    (256, Config(Blocks(64, 32), Blocks(32, 64), Blocks(64, 16), apart=True)),
 )
 # There are no exact products of fp32 on tensor cores: they are computed in registers, in which small blocks fit.
 FLOAT_CONFIGS = (
@@ -101,11 +107,11 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     from cp_mesh.kernels.triton_forward import forward_kernel
 
-    blocks = (config or config_for(q.dtype, max(q.shape[3], v.shape[3]))).forward
+    config = config or config_for(q.dtype, max(q.shape[3], v.shape[3]), bool(scores.features))
     out, lse = _empty_like(q, v.shape[3]), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     with torch.cuda.device_of(q):
-        rows = None if isinstance(cover, Band) else _MaskRows(cover, (blocks,))
-        _Launch(cover, rows, scores)(forward_kernel, blocks, (q, k, v), (), (out, lse))
+        rows = None if isinstance(cover, Band) else _MaskRows(cover, (config.forward,))
+        _Launch(cover, rows, scores)(forward_kernel, config.forward, (q, k, v), (), (out, lse))
     return out, lse
 
 
@@ -115,22 +121,23 @@ def _backward(
     from cp_mesh.kernels.triton_backward import bias_gradient_kernel, key_gradients_kernel, query_gradients_kernel
 
     assert t.delta is not None, "uses_delta is set"
-    config, scores = config or config_for(t.q.dtype, max(t.q.shape[3], t.v.shape[3])), t.scores
+    scores = t.scores
+    config = config or config_for(t.q.dtype, max(t.q.shape[3], t.v.shape[3]), bool(scores.features))
     by_key, by_query = config.key_gradients, config.query_gradients
     dq = _empty_like(t.q, t.q.shape[3])
     dk, dv = (_empty_like(x, x.shape[3]) if into is None else into for x, into in ((t.k, t.dk), (t.v, t.dv)))
-    lse, delta = t.lse, t.delta
-    if lse.stride() != delta.stride() or lse.stride(2) != 1:
-        lse, delta = lse.contiguous(), delta.contiguous()
+    # once a tile, and not once a block of keys; inf makes all weights of a row 0
+    rows_read = (torch.where(t.lse == -torch.inf, torch.inf, t.lse * LOG2_E).contiguous(), t.delta.contiguous())
     read = (t.q, t.k, t.v, t.dout)
     parts = _ScoreParts(scores, t.q, by_query)
     with torch.cuda.device_of(t.q):
         rows = None if isinstance(t.cover, Band) else _MaskRows(t.cover, (by_key, by_query))
         launch = _Launch(t.cover, rows, scores)
-        launch(key_gradients_kernel, by_key, read, (lse, delta), (dk, dv), of_keys=True)
-        launch(query_gradients_kernel, by_query, read, (lse, delta), (dq,), (parts.slopes, parts.table, parts.ends))
-        if parts.bias is not None:
-            launch.bias_gradient(bias_gradient_kernel, by_query, read, (lse, delta), parts.bias)
+        for written in ((dk, None), (None, dv)) if config.apart else ((dk, dv),):
+            launch(key_gradients_kernel, by_key, read, rows_read, written, of_keys=True)
+        launch(query_gradients_kernel, by_query, read, rows_read, (dq,), (parts.slopes, parts.table, parts.ends))
+        if parts.bias is not None and t.q.numel():
+            launch.bias_gradient(bias_gradient_kernel, by_query, read, rows_read, parts.bias)
     return (dq, dk, dv, parts.sum()) if scores.wanted else (dq, dk, dv)
 
 
@@ -190,7 +197,7 @@ class _Launch:
         Args:
             kernel, blocks: what to launch.
             read: q, k, v and dout, if it reads that, with unit last stride.
-            rows: lse and delta, if it reads them, of equal strides.
+            rows: lse and delta, if it reads them, contiguous.
             written: tensors of four dims with unit last stride, and lse.
             more: its last arguments.
             of_keys: whether a program owns a block of keys, or of queries.
@@ -215,7 +222,6 @@ class _Launch:
             *written,
             *(None if described else x.stride()[:3] for x in read),
             *(None if x is None else x.stride()[:3] for x in written if x is None or x.ndim == 4),
-            *(x.stride()[:2] for x in rows[:1]),
             None if visits is None else visits.tensors,
             tensors,
             numbers,
@@ -287,11 +293,11 @@ def _score_arguments(scores: Scores) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     )
     radius = 0 if table is None else table.shape[1] // 2
     threshold = math.floor(scores.dropout_p * 2**32) - 2**31  # as a signed number of 32 bits
-    columns, strides = 0, (0, 0, 0, 0)
+    columns, strides = 0, [0, 0, 0, 0]
     if bias is not None:
         columns = bias.shape[3]
-        strides = tuple(0 if size == 1 else stride for size, stride in zip(bias.shape[:3], bias.stride(), strict=False))
-        strides = (*strides, bias.stride(3))
+        strides = [0 if size == 1 else stride for size, stride in zip(bias.shape[:3], bias.stride(), strict=False)]
+        strides += [bias.stride(3)]
     return tensors, (radius, threshold, scores.first_head, scores.first_batch, columns, *strides)
 
 
@@ -337,7 +343,11 @@ class _MaskRows:
             return torch.empty(shape, dtype=dtype, device=positions.device)
 
         firsts = empty(self._num_masks, num_rows)
-        result = {"positions": positions, "firsts": firsts, "lasts": empty(self._num_masks, num_rows) if keys else firsts}
+        result = {
+            "positions": positions,
+            "firsts": firsts,
+            "lasts": empty(self._num_masks, num_rows) if keys else firsts,
+        }
         result["bounds"] = empty(4, self._num_masks, num_grains)
         if mask.documents is not None:  # compared as they are: 64 bits only where they have them
             dtype = torch.int64 if mask.documents.dtype == torch.int64 else torch.int32

@@ -2,7 +2,7 @@
 
 With x the products, s the scores, w the weights exp(s - lse) and m what dropout multiplies them by: dv = (m · w)ᵀ dout,
 ds = w · (m · (dout vᵀ) - delta), dx = ds · ds/dx, dq = scale · dx k and dk = scale · dxᵀ q. Gradients of slopes, table
-and bias are sums of ds. ``lse`` and ``delta`` are [B, H, Sq] with unit last stride; row_strides are their others.
+and bias are sums of ds. ``lse`` (in base 2, inf for a row without a key) and ``delta`` are [B, H, Sq], contiguous.
 """
 
 # Triton reads annotations as code, and takes none but its own.
@@ -14,12 +14,18 @@ import triton
 import triton.language as tl
 
 from cp_mesh.kernels.triton_tiles import LOG2_E, RUNTIME, kept, load, scored, statistics, store
-from cp_mesh.kernels.triton_visits import allowed_pairs, inner_block, key_positions, keys_seen, program, queries_at, visits
+from cp_mesh.kernels.triton_visits import (
+    allowed_pairs,
+    inner_block,
+    key_positions,
+    keys_seen,
+    program,
+    queries_at,
+    visits,
+)
 
-BACKWARD_RUNTIME = ("row_strides", *RUNTIME)
 
-
-@triton.jit(do_not_specialize=BACKWARD_RUNTIME)
+@triton.jit(do_not_specialize=RUNTIME)
 def key_gradients_kernel(
     q,
     k,
@@ -35,7 +41,6 @@ def key_gradients_kernel(
     dout_strides,
     dk_strides,
     dv_strides,
-    row_strides,
     pairs,
     scores,
     numbers,
@@ -60,27 +65,33 @@ def key_gradients_kernel(
 ):
     """Write dk, dv or both of a block of keys, summed over the heads that read it; scores are transposed here."""
     batch, kv_head, block = program(num_heads // GROUP, tl.cdiv(num_k, BLOCK_K), LAST_FIRST=False)
-    mask_row, first = batch % num_masks, block * BLOCK_K
+    mask_row, first = (batch % num_masks).to(tl.int64), block * BLOCK_K
     keys = load(k, k_strides, batch, kv_head, first, num_k, HEAD_DIM, BLOCK_K, BLOCK_DIM, True)
     if dk is not None:
         values = load(v, v_strides, batch, kv_head, first, num_k, V_HEAD_DIM, BLOCK_K, BLOCK_V_DIM, True)
         dk_sum = tl.zeros([BLOCK_K, BLOCK_DIM], tl.float32)
     if dv is not None:
         dv_sum = tl.zeros([BLOCK_K, BLOCK_V_DIM], tl.float32)
-    firsts, lasts, k_ids = keys_seen(first, num_k, mask_row, lo, hi, pairs, BLOCK_K, PAIRS, DOCUMENTS)
-    t = key_positions(first, num_k, pairs, BLOCK_K) if POSITIONS else firsts
+    t = key_positions(first, num_k, pairs, BLOCK_K) if POSITIONS else first + tl.arange(0, BLOCK_K)
     num_partial, num_full, begin, before = visits(
         block, mask_row, num_k, num_q, -hi, -lo, pairs, BLOCK_K, BLOCK_Q, PAIRS
     )
     unit = LOG2_E if SCALED else scale * LOG2_E
     for masked in tl.static_range(2):
         count = num_partial if masked else num_full
+        if masked:
+            firsts, lasts, k_ids = keys_seen(first, num_k, mask_row, lo, hi, pairs, BLOCK_K, PAIRS, DOCUMENTS)
         # counted, as a division by the count would let the compiler take it for positive
-        head, n = kv_head * GROUP, 0
+        n = 0
+        next_block = inner_block(n, count, num_q, num_full, begin, before, pairs, BLOCK_Q, PAIRS, masked)
+        next_head = kv_head * GROUP
         for _ in range(count * GROUP):
-            other = BLOCK_Q * inner_block(n, num_q, num_full, begin, before, pairs, BLOCK_Q, PAIRS, masked)
+            other, head = BLOCK_Q * next_block, next_head
+            n = tl.where(n + 1 == count, 0, n + 1)
+            next_head += (n == 0).to(tl.int32)
+            next_block = inner_block(n, count, num_q, num_full, begin, before, pairs, BLOCK_Q, PAIRS, masked)
             queries = load(q, q_strides, batch, head, other, num_q, HEAD_DIM, BLOCK_Q, BLOCK_DIM, masked)
-            base, shift = statistics(lse, delta, row_strides, batch, head, other, num_q, BLOCK_Q)
+            base, shift = statistics(lse, delta, batch, head, num_heads, other, num_q, 0.0, BLOCK_Q, masked)
             x = tl.dot(keys, queries.T, input_precision="ieee")
             if masked or POSITIONS:
                 at, ids = queries_at(other, num_q, mask_row, pairs, BLOCK_Q, PAIRS, DOCUMENTS)
@@ -108,17 +119,13 @@ def key_gradients_kernel(
                 if SCALED:
                     dx *= slope
                 dk_sum = tl.dot(dx.to(queries.dtype), queries, dk_sum, input_precision="ieee")
-            n += 1
-            last = n == count
-            n = tl.where(last, 0, n)
-            head += last.to(tl.int64)
     if dk is not None:
         store(dk, dk_strides, batch, kv_head, first, num_k, dk_sum * scale, HEAD_DIM, BLOCK_K, BLOCK_DIM)
     if dv is not None:
         store(dv, dv_strides, batch, kv_head, first, num_k, dv_sum, V_HEAD_DIM, BLOCK_K, BLOCK_V_DIM)
 
 
-@triton.jit(do_not_specialize=BACKWARD_RUNTIME)
+@triton.jit(do_not_specialize=RUNTIME)
 def query_gradients_kernel(
     q,
     k,
@@ -132,7 +139,6 @@ def query_gradients_kernel(
     v_strides,
     dout_strides,
     dq_strides,
-    row_strides,
     pairs,
     scores,
     numbers,
@@ -165,15 +171,13 @@ def query_gradients_kernel(
     """
     num_blocks = tl.cdiv(num_q, BLOCK_Q)
     batch, head, block = program(num_heads, num_blocks, LAST_FIRST=True)
-    kv_head, mask_row, first = head // GROUP, batch % num_masks, block * BLOCK_Q
+    kv_head, mask_row, first = head // GROUP, (batch % num_masks).to(tl.int64), block * BLOCK_Q
     queries = load(q, q_strides, batch, head, first, num_q, HEAD_DIM, BLOCK_Q, BLOCK_DIM, True)
     douts = load(dout, dout_strides, batch, head, first, num_q, V_HEAD_DIM, BLOCK_Q, BLOCK_V_DIM, True)
-    base, shift = statistics(lse, delta, row_strides, batch, head, first, num_q, BLOCK_Q)
+    base, shift = statistics(lse, delta, batch, head, num_heads, first, num_q, float("inf"), BLOCK_Q, True)
     at, ids = queries_at(first, num_q, mask_row, pairs, BLOCK_Q, PAIRS, DOCUMENTS)
     rows = first + tl.arange(0, BLOCK_Q)
-    num_partial, num_full, begin, before = visits(
-        block, mask_row, num_q, num_k, lo, hi, pairs, BLOCK_Q, BLOCK_K, PAIRS
-    )
+    num_partial, num_full, begin, before = visits(block, mask_row, num_q, num_k, lo, hi, pairs, BLOCK_Q, BLOCK_K, PAIRS)
     unit = LOG2_E if SCALED else scale * LOG2_E
     dq_sum = tl.zeros([BLOCK_Q, BLOCK_DIM], tl.float32)
     if dslopes is not None:
@@ -182,8 +186,11 @@ def query_gradients_kernel(
         dfirst = tl.zeros([BLOCK_Q], tl.float32)
         dlast = tl.zeros([BLOCK_Q], tl.float32)
     for masked in tl.static_range(2):
-        for n in range(num_partial if masked else num_full):
-            other = BLOCK_K * inner_block(n, num_k, num_full, begin, before, pairs, BLOCK_K, PAIRS, masked)
+        count = num_partial if masked else num_full
+        key_block = inner_block(0, count, num_k, num_full, begin, before, pairs, BLOCK_K, PAIRS, masked)
+        for n in range(count):
+            other = BLOCK_K * key_block
+            key_block = inner_block(n + 1, count, num_k, num_full, begin, before, pairs, BLOCK_K, PAIRS, masked)
             keys = load(k, k_strides, batch, kv_head, other, num_k, HEAD_DIM, BLOCK_K, BLOCK_DIM, masked)
             x = tl.dot(queries, keys.T, input_precision="ieee")
             if SCALED:
@@ -208,7 +215,9 @@ def query_gradients_kernel(
                 dlast += tl.sum(tl.where(distance >= radius, dx, 0.0), 1)
                 dfirst += tl.sum(tl.where((distance <= -radius) & (distance < radius), dx, 0.0), 1)
                 between = (tl.abs(distance) < radius) & (dx != 0)
-                tl.atomic_add(dtable + head * (2 * radius + 1) + radius + distance, dx, mask=between, sem="relaxed")
+                tl.atomic_add(
+                    dtable + head.to(tl.int64) * (2 * radius + 1) + radius + distance, dx, mask=between, sem="relaxed"
+                )
             if SCALED:
                 dx *= slope
             dq_sum = tl.dot(dx.to(keys.dtype), keys, dq_sum, input_precision="ieee")
@@ -221,7 +230,7 @@ def query_gradients_kernel(
         tl.store(dends + tl.num_programs(0) + place, tl.sum(dlast, 0))
 
 
-@triton.jit(do_not_specialize=(*BACKWARD_RUNTIME, "dbias_strides", "num_batch"))
+@triton.jit(do_not_specialize=(*RUNTIME, "dbias_strides", "num_batch"))
 def bias_gradient_kernel(
     q,
     k,
@@ -235,7 +244,6 @@ def bias_gradient_kernel(
     v_strides,
     dout_strides,
     dbias_strides,
-    row_strides,
     pairs,
     scores,
     numbers,
@@ -282,9 +290,9 @@ def bias_gradient_kernel(
     total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
     for step in range(batches * heads * blocks):
         first = (first_block + step % blocks) * BLOCK_Q
-        head = (first_head + step // blocks % heads).to(tl.int64)
-        batch = (first_batch + step // blocks // heads).to(tl.int64)
-        mask_row, kv_head = batch % num_masks, head // GROUP
+        head = first_head + step // blocks % heads
+        batch = first_batch + step // blocks // heads
+        mask_row, kv_head = (batch % num_masks).to(tl.int64), head // GROUP
         at, ids = queries_at(first, num_q, mask_row, pairs, BLOCK_Q, PAIRS, DOCUMENTS)
         firsts, lasts, k_ids = keys_seen(other, num_k, mask_row, lo, hi, pairs, BLOCK_K, PAIRS, DOCUMENTS)
         allowed = allowed_pairs(at[:, None], ids[:, None], firsts[None, :], lasts[None, :], k_ids[None, :], DOCUMENTS)
@@ -295,7 +303,7 @@ def bias_gradient_kernel(
             keys = load(k, k_strides, batch, kv_head, other, num_k, HEAD_DIM, BLOCK_K, BLOCK_DIM, True)
             x = tl.dot(queries, keys.T, input_precision="ieee")
             x, _ = scored(x, scale, batch, head, at[:, None], t[None, :], rows[:, None], num_q, scores, numbers)
-            base, shift = statistics(lse, delta, row_strides, batch, head, first, num_q, BLOCK_Q)
+            base, shift = statistics(lse, delta, batch, head, num_heads, first, num_q, float("inf"), BLOCK_Q, True)
             weights = tl.where(allowed, tl.exp2(x * LOG2_E - base[:, None]), 0.0)
             douts = load(dout, dout_strides, batch, head, first, num_q, V_HEAD_DIM, BLOCK_Q, BLOCK_V_DIM, True)
             values = load(v, v_strides, batch, kv_head, other, num_k, V_HEAD_DIM, BLOCK_K, BLOCK_V_DIM, True)
@@ -303,7 +311,7 @@ def bias_gradient_kernel(
             if scores[4] is not None:
                 dweights *= kept(batch, head, at[:, None], t[None, :], scores[4], numbers)
             total += weights * (dweights - shift[:, None])
-    dbias += first_batch.to(tl.int64) * dbias_strides[0] + first_head.to(tl.int64) * dbias_strides[1]
+    dbias += tl.cast(first_batch, tl.int64) * dbias_strides[0] + tl.cast(first_head, tl.int64) * dbias_strides[1]
     places = t.to(tl.int64)
     keys_inside = keys_inside & (t < numbers[4])
     if EACH_ROW:

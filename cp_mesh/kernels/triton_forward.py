@@ -15,7 +15,15 @@ import triton
 import triton.language as tl
 
 from cp_mesh.kernels.triton_tiles import LOG2_E, RUNTIME, kept, load, scored, store
-from cp_mesh.kernels.triton_visits import allowed_pairs, inner_block, key_positions, keys_seen, program, queries_at, visits
+from cp_mesh.kernels.triton_visits import (
+    allowed_pairs,
+    inner_block,
+    key_positions,
+    keys_seen,
+    program,
+    queries_at,
+    visits,
+)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -53,20 +61,21 @@ def forward_kernel(
 ):
     """Write out and lse fp32 [B, H, Sq], contiguous, of one block of queries."""
     batch, head, block = program(num_heads, tl.cdiv(num_q, BLOCK_Q), LAST_FIRST=True)
-    kv_head, mask_row, first = head // GROUP, batch % num_masks, block * BLOCK_Q
+    kv_head, mask_row, first = head // GROUP, (batch % num_masks).to(tl.int64), block * BLOCK_Q
     queries = load(q, q_strides, batch, head, first, num_q, HEAD_DIM, BLOCK_Q, BLOCK_DIM, True)
     at, ids = queries_at(first, num_q, mask_row, pairs, BLOCK_Q, PAIRS, DOCUMENTS)
     rows = first + tl.arange(0, BLOCK_Q)
-    num_partial, num_full, begin, before = visits(
-        block, mask_row, num_q, num_k, lo, hi, pairs, BLOCK_Q, BLOCK_K, PAIRS
-    )
+    num_partial, num_full, begin, before = visits(block, mask_row, num_q, num_k, lo, hi, pairs, BLOCK_Q, BLOCK_K, PAIRS)
     unit = LOG2_E if SCALED else scale * LOG2_E
     acc = tl.zeros([BLOCK_Q, BLOCK_V_DIM], tl.float32)
     largest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     for masked in tl.static_range(2):
-        for n in range(num_partial if masked else num_full):
-            other = BLOCK_K * inner_block(n, num_k, num_full, begin, before, pairs, BLOCK_K, PAIRS, masked)
+        count = num_partial if masked else num_full
+        key_block = inner_block(0, count, num_k, num_full, begin, before, pairs, BLOCK_K, PAIRS, masked)
+        for n in range(count):
+            other = BLOCK_K * key_block
+            key_block = inner_block(n + 1, count, num_k, num_full, begin, before, pairs, BLOCK_K, PAIRS, masked)
             keys = load(k, k_strides, batch, kv_head, other, num_k, HEAD_DIM, BLOCK_K, BLOCK_DIM, masked)
             x = tl.dot(queries, keys.T, input_precision="ieee")
             if SCALED:
@@ -94,4 +103,4 @@ def forward_kernel(
     total = tl.where(alone, 1.0, total)
     store(out, out_strides, batch, head, first, num_q, acc / total[:, None], V_HEAD_DIM, BLOCK_Q, BLOCK_V_DIM)
     natural = tl.where(alone, float("-inf"), (largest + tl.log2(total)) / LOG2_E)
-    tl.store(lse + (batch * num_heads + head) * num_q + rows, natural, mask=rows < num_q)
+    tl.store(lse + (batch * num_heads + head).to(tl.int64) * num_q + rows, natural, mask=rows < num_q)

@@ -32,37 +32,41 @@ def load(
     ``x`` is a pointer, or without strides a descriptor of blocks [1, 1, ROWS, COLS], which needs fewer registers.
     """
     if strides is None:
-        return x.load([batch.to(tl.int32), head.to(tl.int32), first, 0]).reshape(ROWS, COLS)
-    rows, cols = tl.arange(0, ROWS), tl.arange(0, COLS)
-    x += batch * strides[0] + head * strides[1] + first.to(tl.int64) * strides[2]
-    pointers = x + rows.to(tl.int64)[:, None] * strides[2] + cols[None, :]
-    if CHECKED and COLS != DIM:
-        return tl.load(pointers, mask=(first + rows < num_rows)[:, None] & (cols < DIM)[None, :], other=0.0)
-    elif CHECKED:
-        return tl.load(pointers, mask=(first + rows < num_rows)[:, None], other=0.0)
-    elif COLS != DIM:
-        return tl.load(pointers, mask=(cols < DIM)[None, :], other=0.0)
+        return x.load([batch, head, first, 0]).reshape(ROWS, COLS)
     else:
-        return tl.load(pointers)
+        rows, cols = tl.arange(0, ROWS), tl.arange(0, COLS)
+        x += batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + first.to(tl.int64) * strides[2]
+        pointers = x + rows.to(tl.int64)[:, None] * strides[2] + cols[None, :]
+        if CHECKED and COLS != DIM:
+            return tl.load(pointers, mask=(first + rows < num_rows)[:, None] & (cols < DIM)[None, :], other=0.0)
+        elif CHECKED:
+            return tl.load(pointers, mask=(first + rows < num_rows)[:, None], other=0.0)
+        elif COLS != DIM:
+            return tl.load(pointers, mask=(cols < DIM)[None, :], other=0.0)
+        else:
+            return tl.load(pointers)
 
 
 @triton.jit
 def store(x, strides, batch, head, first, num_rows, block, DIM: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     rows, cols = tl.arange(0, ROWS), tl.arange(0, COLS)
-    x += batch * strides[0] + head * strides[1] + first.to(tl.int64) * strides[2]
+    x += batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + first.to(tl.int64) * strides[2]
     pointers = x + rows.to(tl.int64)[:, None] * strides[2] + cols[None, :]
     inside = (first + rows < num_rows)[:, None] & (cols < DIM)[None, :]
     tl.store(pointers, block.to(x.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def statistics(lse, delta, row_strides, batch, head, first, num_q, ROWS: tl.constexpr):
-    """lse in base 2 and delta of query rows; all weights of rows without a key, or past the end, become 0."""
+def statistics(
+    lse, delta, batch, head, num_heads, first, num_q, PAST: tl.constexpr, ROWS: tl.constexpr, CHECKED: tl.constexpr
+):
+    """lse and delta of query rows; if CHECKED, rows past the end have lse = PAST and delta = 0."""
     rows = first + tl.arange(0, ROWS)
-    places, inside = batch * row_strides[0] + head * row_strides[1] + rows, rows < num_q
-    natural = tl.load(lse + places, mask=inside, other=float("inf"))
-    natural = tl.where(natural == float("-inf"), float("inf"), natural)
-    return natural * LOG2_E, tl.load(delta + places, mask=inside, other=0.0)
+    place, inside = (batch * num_heads + head).to(tl.int64) * num_q + first + tl.arange(0, ROWS), rows < num_q
+    if CHECKED:
+        return tl.load(lse + place, mask=inside, other=PAST), tl.load(delta + place, mask=inside, other=0.0)
+    else:
+        return tl.load(lse + place), tl.load(delta + place)
 
 
 @triton.jit
@@ -81,10 +85,10 @@ def scored(products, scale, batch, head, p, t, rows, num_q, scores, numbers):
         x -= tl.load(scores[1] + head) * tl.abs(p - t).to(tl.float32)
     if scores[2] is not None:
         radius = numbers[0]
-        table = scores[2] + head * (2 * radius + 1) + radius
+        table = scores[2] + head.to(tl.int64) * (2 * radius + 1) + radius
         x += tl.load(table + tl.minimum(tl.maximum(p - t, -radius), radius))
     if scores[3] is not None:
-        bias = scores[3] + batch * numbers[5] + head * numbers[6]
+        bias = scores[3] + batch.to(tl.int64) * numbers[5] + head.to(tl.int64) * numbers[6]
         places = rows.to(tl.int64) * numbers[7] + t.to(tl.int64) * numbers[8]
         x += tl.load(bias + places, mask=(rows < num_q) & (t < numbers[4]), other=0.0).to(tl.float32)
     return x, derivative

@@ -22,6 +22,8 @@ import triton.language as tl
 
 NEVER = tl.constexpr(2**31 - 1)
 """Above every position: the first position that sees a key which none sees."""
+NOWHERE = tl.constexpr(-(2**31))
+"""Below the first position that sees any key."""
 CHUNK = tl.constexpr(128)
 """Inner blocks that `blocks_kernel` looks at together."""
 
@@ -207,11 +209,16 @@ def visits(
 
 @triton.jit
 def inner_block(
-    n, num_inner, num_full, begin, num_before, pairs, INNER: tl.constexpr, PAIRS: tl.constexpr, MASKED: tl.constexpr
-):
-    """The n-th partial or full block, of what `visits` returned."""
+    n, count, num_inner, num_full, begin, num_before, pairs, INNER: tl.constexpr, PAIRS: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """The n-th of ``count`` partial or full blocks, of what `visits` returned; any number if there is none.
+
+    Loops read it one block ahead: an address that waits for another load would shorten their pipelines.
+    """
     if PAIRS:
-        return tl.load(pairs[5] + begin + (n if MASKED else tl.cdiv(num_inner, INNER) - 1 - n))
+        place = begin + (n if MASKED else tl.cdiv(num_inner, INNER) - 1 - n)
+        return tl.load(pairs[5] + place, mask=n < count, other=0)
     elif MASKED:
         return begin + n + tl.where(n >= num_before, num_full, 0)
     else:
@@ -220,25 +227,27 @@ def inner_block(
 
 @triton.jit
 def program(num_heads, num_blocks, LAST_FIRST: tl.constexpr):
-    """Batch row and head, int64, and block of this program; blocks of a head run side by side."""
+    """Batch row, head and block of this program; blocks of a head run side by side."""
     program = tl.program_id(0)
     block = program % num_blocks
     if LAST_FIRST:  # under a causal mask the last queries have most keys: no long program should start last
         block = num_blocks - 1 - block
     head = program // num_blocks % num_heads
-    return (program // num_blocks // num_heads).to(tl.int64), head.to(tl.int64), block
+    return program // num_blocks // num_heads, head, block
 
 
 @triton.jit
 def queries_at(first, num_q, mask_row, pairs, ROWS: tl.constexpr, PAIRS: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """Positions and ids of query rows; rows past the end have any."""
+    """Positions and ids of query rows; rows past the end see no key."""
     rows = first + tl.arange(0, ROWS)
-    positions, ids = rows, rows
+    ids, inside = rows, rows < num_q
     if PAIRS:
-        place, inside = mask_row * num_q + rows, rows < num_q
-        positions = tl.load(pairs[0] + place, mask=inside, other=0)
+        place = mask_row * num_q + rows
+        positions = tl.load(pairs[0] + place, mask=inside, other=NOWHERE)
         if DOCUMENTS:
             ids = tl.load(pairs[3] + place, mask=inside, other=0)
+    else:
+        positions = tl.where(inside, rows, NOWHERE)
     return positions, ids
 
 
