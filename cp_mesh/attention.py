@@ -99,8 +99,8 @@ def attention(
             and another in every layer and step. What is dropped depends on it, on positions, and on the indices of head
             and batch row, which are global for DTensors and local else: the same for every layout and cp size.
         method: "auto" or "ring".
-        kernel: "auto", "fa4", "fa3", "cudnn", "fa2", "fa2_package", "efficient", "cpu_flash" or "reference". "auto"
-            takes the first that can serve the call; all ranks must have the same packages installed.
+        kernel: "auto", "fa4", "fa3", "cudnn", "fa2", "fa2_package", "efficient", "triton", "cpu_flash" or "reference".
+            "auto" takes the first that can serve the call; all ranks must have the same packages installed.
         transport: "auto", "functional" or "symmetric_memory" (GPUs of one NVLink host; "auto" takes it there).
         head_chunks: compute the kv heads, with their query heads, in this many parts one after the other: buffers of
             rows under way are those of one part, for a little less speed. None: as few as keep what a rank fetches of

@@ -313,14 +313,19 @@ H200 = replace(CPU, device="cuda", compute_capability=(9, 0), dtype=torch.bfloat
         (replace(H200, dtype=torch.float32), "efficient"),
         (replace(H200, dtype=torch.float64), "reference"),
         (replace(H200, compute_capability=(7, 5)), "reference"),
-        (replace(H200, deterministic=True), "reference"),
-        (replace(H200, differentiable_lse=True), "reference"),
-        (replace(H200, covers=frozenset({"causal", "window"})), "reference"),
-        (replace(H200, v_head_dim=128), "reference"),
-        (replace(H200, head_dim=60, v_head_dim=60), "reference"),
+        (replace(H200, covers=frozenset({"full", "pairs"})), "triton"),
+        (replace(H200, features=frozenset({"relative_bias"})), "triton"),
+        (replace(H200, features=frozenset({"relative_bias"}), deterministic=True), "reference"),
+        (replace(H200, deterministic=True), "triton"),
+        (replace(H200, differentiable_lse=True), "triton"),
+        (replace(H200, covers=frozenset({"causal", "window"})), "triton"),
+        (replace(H200, v_head_dim=128), "triton"),
+        (replace(H200, head_dim=60, v_head_dim=60), "triton"),
     ],
 )
 def test_auto_is_a_static_table(request_, name):
+    if name == "triton" and KERNELS[name].capability.lacking():
+        name = "reference"
     assert choose_kernel("auto", request_) is KERNELS[name]
     assert choose_kernel(name, request_) is KERNELS[name]
 

@@ -7,12 +7,14 @@ from cp_mesh.kernels.aten import CPU_FLASH, CUDNN, EFFICIENT, FA2
 from cp_mesh.kernels.contract import Kernel, Request, shortfalls
 from cp_mesh.kernels.flash_attn import FA2_PACKAGE, FA3, FA4
 from cp_mesh.kernels.reference import REFERENCE
+from cp_mesh.kernels.triton_attention import TRITON
 
 KERNELS: dict[str, Kernel] = {
-    kernel.name: kernel for kernel in (FA4, FA3, CUDNN, FA2, FA2_PACKAGE, EFFICIENT, CPU_FLASH, REFERENCE)
+    kernel.name: kernel for kernel in (FA4, FA3, CUDNN, FA2, FA2_PACKAGE, EFFICIENT, TRITON, CPU_FLASH, REFERENCE)
 }
 """In the order of preference. On Hopper FA4 and FA3 are fastest where they are installed, then cuDNN, whose kernels
-were made for it too; FlashAttention-2 comes from the generation before, and PyTorch has its own build of it."""
+were made for it too; FlashAttention-2 comes from the generation before, and PyTorch has its own build of it. The
+library's own Triton kernel takes what others lack: masks read from tensors, scores, determinism, gradients of lse."""
 
 
 def choose_kernel(name: str, request: Request) -> Kernel:

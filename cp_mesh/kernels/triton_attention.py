@@ -1,0 +1,429 @@
+"""The library's own attention kernel, in Triton: any mask, any layout, any head dims, a gradient of lse, no atomics.
+
+It reads the mask at the positions of its rows, so it takes windows, documents, key padding, a prefix and permuted
+layouts, and visits no block of pairs that the mask excludes (`cp_mesh.kernels.triton_visits`). The backward
+is two kernels, one that writes dk and dv and one that writes dq; each sums in a fixed order.
+
+Nothing waits for the device. Lengths, bounds, positions and documents are no part of a compiled variant; head dims,
+the group size, dtypes and whether there are positions and documents are. Block sizes are a static table, so that all
+ranks compute alike. A variant must have been compiled before it is captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cp_mesh.kernels.contract import Capability, Kernel, Pairs, ScoreGradients, Scores
+from cp_mesh.kernels.merge import BackwardTile, merging_kernel
+from cp_mesh.masks import Band, Mask
+
+MAX_ROWS = 1 << 30  # of a tile: band bounds and local indices are computed in 32 bits
+LOG2_E = math.log2(math.e)
+UNLIMITED = (1 << 31) - 1  # a distance: positions are checked to be below it
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Rows of queries and of keys that a program computes together; powers of two, 16 at least."""
+
+    q: int
+    k: int
+    num_warps: int = 4
+    num_stages: int = 2
+
+
+@dataclass(frozen=True)
+class Config:
+    """Blocks of the kernels; ``apart`` computes dk and dv in two, where the sums of both do not fit in registers."""
+
+    forward: Blocks
+    key_gradients: Blocks
+    query_gradients: Blocks
+    apart: bool = False
+
+
+def config_for(dtype: torch.dtype, head_dim: int, scored: bool = False) -> Config:
+    """The static table; ``head_dim`` is the larger of the two, ``scored`` whether scores have features."""
+    configs = FLOAT_CONFIGS if dtype == torch.float32 else SCORED_CONFIGS if scored else HALF_CONFIGS
+    return next(config for largest, config in configs if head_dim <= largest)
+
+
+# By the largest head dim. The fastest on a Hopper GPU for 128; for others, those like them that spill no registers.
+HALF_CONFIGS = (
+    (64, Config(Blocks(64, 64, 4, 3), Blocks(64, 64), Blocks(64, 64, 4, 3))),
+    (128, Config(Blocks(64, 64, 4, 3), Blocks(64, 64), Blocks(128, 64, 8, 3))),
+    (256, Config(Blocks(128, 32, 8), Blocks(32, 128, 8), Blocks(128, 32, 8), apart=True)),
+)
+SCORED_CONFIGS = (
+    (128, Config(Blocks(64, 32, 4, 3), Blocks(32, 64), Blocks(64, 32, 4, 3))),
+    (256, Config(Blocks(64, 32), Blocks(32, 64), Blocks(64, 16), apart=True)),
+)
+# There are no exact products of fp32 on tensor cores: they are computed in registers, in which small blocks fit.
+FLOAT_CONFIGS = (
+    (64, Config(Blocks(32, 32), Blocks(32, 16), Blocks(32, 32))),
+    (128, Config(Blocks(16, 32, 8), Blocks(16, 32, 8), Blocks(16, 32, 8))),
+    (256, Config(Blocks(32, 16, 8), Blocks(16, 32, 8), Blocks(32, 16, 8))),
+)
+
+
+def triton_kernel(config: Config | None = None) -> Kernel:
+    """The kernel, with blocks from the table or, for tests, of these sizes."""
+    return merging_kernel(
+        "triton",
+        Capability(
+            devices=("cuda",),
+            dtypes=(torch.float32, torch.bfloat16, torch.float16),
+            compute_capability=(8, 0),
+            covers=("full", "causal", "window", "pairs"),
+            max_head_dim=256,
+            v_head_dim=True,
+            differentiable_lse=True,
+            features=frozenset({"softcap", "alibi_slopes", "relative_bias", "bias", "dropout"}),
+            deterministic_features=frozenset({"softcap", "alibi_slopes", "bias", "dropout"}),
+            lacking=_lacks,
+        ),
+        partial(_forward, config),
+        partial(_backward, config),
+        uses_delta=True,
+    )
+
+
+def _lacks() -> str | None:
+    found = "triton" in sys.modules or find_spec("triton") is not None
+    return None if found else "package triton (pip install triton)"
+
+
+def _forward(
+    config: Config | None, q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scores: Scores
+) -> tuple[Tensor, Tensor]:
+    from cp_mesh.kernels.triton_forward import forward_kernel
+
+    config = config or config_for(q.dtype, max(q.shape[3], v.shape[3]), bool(scores.features))
+    out, lse = _empty_like(q, v.shape[3]), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    with torch.cuda.device_of(q):
+        rows = None if isinstance(cover, Band) else _MaskRows(cover, (config.forward,))
+        _Launch(cover, rows, scores)(forward_kernel, config.forward, (q, k, v), (), (out, lse))
+    return out, lse
+
+
+def _backward(
+    config: Config | None, t: BackwardTile
+) -> tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, ScoreGradients]:
+    from cp_mesh.kernels.triton_backward import bias_gradient_kernel, key_gradients_kernel, query_gradients_kernel
+
+    assert t.delta is not None, "uses_delta is set"
+    scores, cover = t.scores, t.cover
+    assert isinstance(cover, Band | Pairs), "the chooser gives sequences to kernels that take them"
+    config = config or config_for(t.q.dtype, max(t.q.shape[3], t.v.shape[3]), bool(scores.features))
+    by_key, by_query = config.key_gradients, config.query_gradients
+    dq = _empty_like(t.q, t.q.shape[3])
+    dk, dv = (_empty_like(x, x.shape[3]) if into is None else into for x, into in ((t.k, t.dk), (t.v, t.dv)))
+    # once a tile, and not once a block of keys; inf makes all weights of a row 0
+    rows_read = (torch.where(t.lse == -torch.inf, torch.inf, t.lse * LOG2_E).contiguous(), t.delta.contiguous())
+    read = (t.q, t.k, t.v, t.dout)
+    parts = _ScoreParts(scores, t.q, by_query)
+    with torch.cuda.device_of(t.q):
+        rows = None if isinstance(cover, Band) else _MaskRows(cover, (by_key, by_query))
+        launch = _Launch(cover, rows, scores)
+        for written in ((dk, None), (None, dv)) if config.apart else ((dk, dv),):
+            launch(key_gradients_kernel, by_key, read, rows_read, written, of_keys=True)
+        launch(query_gradients_kernel, by_query, read, rows_read, (dq,), (parts.slopes, parts.table, parts.ends))
+        if parts.bias is not None and t.q.numel():
+            launch.bias_gradient(bias_gradient_kernel, by_query, read, rows_read, parts.bias)
+    return (dq, dk, dv, parts.sum()) if scores.wanted else (dq, dk, dv)
+
+
+def _empty_like(x: Tensor, dim: int) -> Tensor:
+    """[B, H, S, dim] with heads and rows in x's order in memory, where a result of this order needs no copy."""
+    B, H, S, _ = x.shape
+    if x.stride(1) < x.stride(2):
+        return x.new_empty((B, S, H, dim)).transpose(1, 2)
+    return x.new_empty((B, H, S, dim))
+
+
+class _ScoreParts:
+    """Where the kernels write the wanted gradients of scores."""
+
+    def __init__(self, scores: Scores, q: Tensor, blocks: Blocks) -> None:
+        B, H, num_q, _ = q.shape
+        shape = (B, H, -(-num_q // blocks.q))
+
+        def zeros(name: str, *shape: int) -> Tensor | None:
+            return torch.zeros(shape, dtype=torch.float32, device=q.device) if name in scores.wanted else None
+
+        self.slopes = zeros("alibi_slopes", *shape)
+        self.ends = zeros("relative_bias", 2, *shape)
+        self.table = None if scores.relative_bias is None else zeros("relative_bias", *scores.relative_bias.shape)
+        self.bias = None if scores.bias is None else zeros("bias", *scores.bias.shape)
+
+    def sum(self) -> ScoreGradients:
+        if self.table is not None and self.ends is not None:
+            first, last = self.ends.sum((1, 3))
+            self.table[:, 0] += first
+            self.table[:, -1] += last
+        return ScoreGradients(None if self.slopes is None else self.slopes.sum((0, 2)), self.table, self.bias)
+
+
+class _Launch:
+    """Launches kernels on one tile: their first arguments are tensors that they read, then those that they write."""
+
+    def __init__(self, cover: Band | Pairs, rows: _MaskRows | None, scores: Scores) -> None:
+        assert not (scores.needs_positions and rows is None), "the plan gives positions"
+        self._cover, self._rows, self._scores = cover, rows, scores
+
+    def __call__(
+        self,
+        kernel: Any,
+        blocks: Blocks,
+        read: Sequence[Tensor],
+        rows: Sequence[Tensor],
+        written: Sequence[Tensor | None],
+        more: Sequence[Any] = (),
+        *,
+        of_keys: bool = False,
+        grid: tuple[int, ...] | None = None,
+        **flags: bool,
+    ) -> None:
+        """Launch a kernel.
+
+        Args:
+            kernel, blocks: what to launch.
+            read: q, k, v and dout, if it reads that, with unit last stride.
+            rows: lse and delta, if it reads them, contiguous.
+            written: tensors of four dims with unit last stride, and lse.
+            more: its last arguments.
+            of_keys: whether a program owns a block of keys, or of queries.
+            grid: of programs; None: one for each block.
+            flags: its last constants.
+        """
+        q, k, v = read[:3]
+        num_q, num_k = q.shape[2], k.shape[2]
+        blocks_of = [x for x in (*read, *written) if x is not None and x.ndim == 4]
+        assert max(num_q, num_k) < MAX_ROWS and all(x.stride(3) == 1 or x.shape[3] == 1 for x in blocks_of)
+        if grid is None:
+            num_blocks = -(-num_k // blocks.k) if of_keys else -(-num_q // blocks.q)
+            grid = (q.shape[0] * (k if of_keys else q).shape[1] * num_blocks,)
+        if not min(grid):
+            return
+        visits = None if self._rows is None else self._rows.visits(blocks, keys_inside=not of_keys)
+        tensors, numbers = _score_arguments(self._scores)
+        described, sizes = all(_describable(x) for x in read), (blocks.q, blocks.k, blocks.k, blocks.q)
+        kernel[grid](
+            *((_descriptor(x, size) for x, size in zip(read, sizes, strict=False)) if described else read),
+            *rows,
+            *written,
+            *(None if described else x.stride()[:3] for x in read),
+            *(None if x is None else x.stride()[:3] for x in written if x is None or x.ndim == 4),
+            None if visits is None else visits.tensors,
+            tensors,
+            numbers,
+            q.shape[1],
+            num_q,
+            num_k,
+            1 if visits is None else visits.num_masks,
+            *(_bounds(self._cover, num_q, num_k) if isinstance(self._cover, Band) else (0, 0)),
+            self._scores.scale,
+            *more,
+            GROUP=q.shape[1] // k.shape[1],
+            HEAD_DIM=q.shape[3],
+            V_HEAD_DIM=v.shape[3],
+            BLOCK_DIM=_block_dim(q.shape[3]),
+            BLOCK_V_DIM=_block_dim(v.shape[3]),
+            BLOCK_Q=blocks.q,
+            BLOCK_K=blocks.k,
+            PAIRS=visits is not None,
+            DOCUMENTS=visits is not None and visits.documents,
+            # the largest product has the largest score only if scale is positive
+            SCALED=bool(self._scores.features) or self._scores.scale <= 0,
+            POSITIONS=self._scores.needs_positions,
+            num_warps=blocks.num_warps,
+            num_stages=blocks.num_stages,
+            **flags,
+        )
+
+    def bias_gradient(
+        self, kernel: Any, blocks: Blocks, read: Sequence[Tensor], rows: Sequence[Tensor], dbias: Tensor
+    ) -> None:
+        """A program for each block of dbias, which sums over the dims that it lacks."""
+        q, k = read[:2]
+        each = [size == whole for size, whole in zip(dbias.shape, q.shape[:3], strict=False)]
+        counts = (q.shape[0], q.shape[1], -(-q.shape[2] // blocks.q))
+        others = math.prod(count if own else 1 for own, count in zip(each, counts, strict=True))
+        self(
+            kernel, blocks, read, rows, (dbias,), (q.shape[0],), grid=(-(-k.shape[2] // blocks.k), others),
+            EACH_BATCH=each[0], EACH_HEAD=each[1], EACH_ROW=each[2],
+        )  # fmt: skip
+
+
+def _describable(x: Tensor) -> bool:
+    """Whether the hardware, which must have the means, can copy blocks of [B, H, S, D] by itself."""
+    if x.is_cuda and torch.cuda.get_device_capability(x.device) < (9, 0):
+        return False
+    strides = [stride for stride, size in zip(x.stride()[:3], x.shape, strict=False) if size > 1]
+    aligned = x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0 for stride in strides)
+    return aligned and x.numel() > 0 and 0 not in strides
+
+
+def _descriptor(x: Tensor, rows: int) -> Any:
+    """Of blocks of rows. A dim of size 1 has any stride, which must be aligned all the same."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    strides = [16 if size == 1 else stride for stride, size in zip(x.stride()[:3], x.shape, strict=False)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, _block_dim(x.shape[3])])
+
+
+def _score_arguments(scores: Scores) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """The kernels' ``scores`` and ``numbers``."""
+    slopes, table, bias = scores.alibi_slopes, scores.relative_bias, scores.bias
+    dropout = None if not scores.dropout_p else (scores.dropout_seed, 1 / (1 - scores.dropout_p))
+    tensors = (
+        None if scores.softcap is None else float(scores.softcap),
+        None if slopes is None else slopes.contiguous(),
+        None if table is None else table.contiguous(),
+        bias,
+        dropout,
+    )
+    radius = 0 if table is None else table.shape[1] // 2
+    threshold = math.floor(scores.dropout_p * 2**32) - 2**31  # as a signed number of 32 bits
+    columns, strides = 0, [0, 0, 0, 0]
+    if bias is not None:
+        columns = bias.shape[3]
+        strides = [0 if size == 1 else stride for size, stride in zip(bias.shape[:3], bias.stride(), strict=False)]
+        strides += [bias.stride(3)]
+    return tensors, (radius, threshold, scores.first_head, scores.first_batch, columns, *strides)
+
+
+def _block_dim(dim: int) -> int:
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def _bounds(band: Band, num_q: int, num_k: int) -> tuple[int, int]:
+    """(lo, hi) of the same pairs, both finite: no distance is below -num_k or above num_q."""
+    lo = -num_k if band.lo is None else min(max(band.lo, -num_k), num_q)
+    hi = num_q if band.hi is None else min(max(band.hi, -num_k), num_q)
+    return (lo, hi) if lo <= hi else (num_q, num_q)
+
+
+@dataclass(frozen=True)
+class _Visits:
+    """What the kernels read of a mask; ``tensors`` are their ``pairs``."""
+
+    tensors: tuple[Tensor, ...]
+    num_masks: int
+    documents: bool
+
+
+class _MaskRows:
+    """A mask read at the rows of a tile, on the device, for kernels of these blocks."""
+
+    def __init__(self, cover: Pairs, blocks: Sequence[Blocks]) -> None:
+        mask = cover.mask
+        tensors = [torch.atleast_2d(x) for x in (mask.documents, mask.key_padding) if x is not None]
+        self._num_masks = max((len(x) for x in tensors), default=1)
+        self._documents = mask.documents is not None
+        self._grain = min(size for block in blocks for size in (block.q, block.k))
+        self._num_q, self._num_k = cover.q_pos.numel(), cover.k_pos.numel()
+        self._q, self._k = self._read(mask, cover.q_pos, keys=False), self._read(mask, cover.k_pos, keys=True)
+
+    def _read(self, mask: Mask, positions: Tensor, keys: bool) -> dict[str, Tensor]:
+        from cp_mesh.kernels.triton_visits import rows_kernel
+
+        positions = positions.contiguous()  # read as such by the kernels
+        num_rows, num_grains = positions.numel(), -(-positions.numel() // self._grain)
+
+        def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=positions.device)
+
+        firsts = empty(self._num_masks, num_rows)
+        result = {
+            "positions": positions,
+            "firsts": firsts,
+            "lasts": empty(self._num_masks, num_rows) if keys else firsts,
+        }
+        result["bounds"] = empty(4, self._num_masks, num_grains)
+        if mask.documents is not None:  # compared as they are: 64 bits only where they have them
+            dtype = torch.int64 if mask.documents.dtype == torch.int64 else torch.int32
+            result["ids"] = empty(self._num_masks, num_rows, dtype=dtype)
+            result["id_bounds"] = empty(2, self._num_masks, num_grains, dtype=dtype)
+        padding = None if mask.key_padding is None else mask.key_padding.view(torch.uint8)
+        if num_rows:
+            rows_kernel[(num_grains, self._num_masks)](
+                positions,
+                mask.documents,
+                *_strides(mask.documents),
+                padding,
+                *_strides(padding),
+                firsts,
+                result["lasts"],
+                result.get("ids"),
+                result["bounds"],
+                result.get("id_bounds"),
+                num_rows,
+                *_distances(mask),
+                min(mask.prefix, UNLIMITED),
+                UNLIMITED if mask.length is None else min(mask.length, UNLIMITED),
+                KEYS=keys,
+                GRAIN=self._grain,
+                num_warps=1,
+            )
+        return result
+
+    def visits(self, blocks: Blocks, keys_inside: bool) -> _Visits:
+        """For programs that own blocks of queries and loop over keys, or the reverse."""
+        from cp_mesh.kernels.triton_visits import blocks_kernel
+
+        (outer, num_outer, outer_rows), (inner, num_inner, inner_rows) = (
+            (self._q, self._num_q, blocks.q),
+            (self._k, self._num_k, blocks.k),
+        )[:: 1 if keys_inside else -1]
+        num_outer_blocks, num_inner_blocks = -(-num_outer // outer_rows), -(-num_inner // inner_rows)
+        shape = (self._num_masks, num_outer_blocks, num_inner_blocks)
+        listed = torch.empty(shape, dtype=torch.int32, device=self._q["firsts"].device)
+        counts = torch.empty((*shape[:2], 2), dtype=torch.int32, device=listed.device)
+        if num_outer:
+            blocks_kernel[(num_outer_blocks, self._num_masks)](
+                outer["bounds"],
+                outer.get("id_bounds"),
+                inner["bounds"],
+                inner.get("id_bounds"),
+                listed,
+                counts,
+                outer["bounds"].shape[2],
+                inner["bounds"].shape[2],
+                num_inner,
+                INNER_KEYS=keys_inside,
+                OUTER=outer_rows // self._grain,
+                INNER=inner_rows // self._grain,
+                INNER_ROWS=inner_rows,
+                num_warps=4,
+            )
+        q, k = self._q, self._k
+        ids = (q["ids"], k["ids"]) if self._documents else (q["firsts"], k["firsts"])  # not read
+        tensors = (q["firsts"], k["firsts"], k["lasts"], *ids, listed, counts, k["positions"])
+        return _Visits(tensors, self._num_masks, self._documents)
+
+
+def _strides(x: Tensor | None) -> tuple[int, int]:
+    """(mask row, position) of [B or 1, S] or [S]; 0 where it is shared by the batch."""
+    if x is None:
+        return 0, 0
+    return 0 if x.ndim == 1 or len(x) == 1 else x.stride(0), x.stride(-1)
+
+
+def _distances(mask: Mask) -> tuple[int, int, int]:
+    """Bounds of q_pos - k_pos: least, least for keys of the prefix, greatest."""
+    left, right = mask.window or (None, None)
+    ahead = -UNLIMITED if right is None else -min(right, UNLIMITED)
+    return max(ahead, 0) if mask.causal else ahead, ahead, UNLIMITED if left is None else min(left, UNLIMITED)
+
+
+TRITON = triton_kernel()

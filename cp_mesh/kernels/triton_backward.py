@@ -1,0 +1,322 @@
+"""The backward of `cp_mesh.kernels.triton_attention`; legend in `triton_forward`. Needs triton.
+
+With x the products, s the scores, w the weights exp(s - lse) and m what dropout multiplies them by: dv = (m · w)ᵀ dout,
+ds = w · (m · (dout vᵀ) - delta), dx = ds · ds/dx, dq = scale · dx k and dk = scale · dxᵀ q. Gradients of slopes, table
+and bias are sums of ds. ``lse`` (in base 2, inf for a row without a key) and ``delta`` are [B, H, Sq], contiguous.
+"""
+
+# Triton reads annotations as code, and takes none but its own.
+# mypy: disallow-untyped-defs=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from cp_mesh.kernels.triton_tiles import LOG2_E, RUNTIME, kept, load, scored, statistics, store
+from cp_mesh.kernels.triton_visits import (
+    allowed_pairs,
+    inner_block,
+    key_positions,
+    keys_seen,
+    program,
+    queries_at,
+    visits,
+)
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def key_gradients_kernel(
+    q,
+    k,
+    v,
+    dout,
+    lse,
+    delta,
+    dk,
+    dv,
+    q_strides,
+    k_strides,
+    v_strides,
+    dout_strides,
+    dk_strides,
+    dv_strides,
+    pairs,
+    scores,
+    numbers,
+    num_heads,
+    num_q,
+    num_k,
+    num_masks,
+    lo,
+    hi,
+    scale,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_V_DIM: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PAIRS: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    SCALED: tl.constexpr,
+    POSITIONS: tl.constexpr,
+):
+    """Write dk, dv or both of a block of keys, summed over the heads that read it; scores are transposed here."""
+    batch, kv_head, block = program(num_heads // GROUP, tl.cdiv(num_k, BLOCK_K), LAST_FIRST=False)
+    mask_row, first = (batch % num_masks).to(tl.int64), block * BLOCK_K
+    keys = load(k, k_strides, batch, kv_head, first, num_k, HEAD_DIM, BLOCK_K, BLOCK_DIM, True)
+    if dk is not None:
+        values = load(v, v_strides, batch, kv_head, first, num_k, V_HEAD_DIM, BLOCK_K, BLOCK_V_DIM, True)
+        dk_sum = tl.zeros([BLOCK_K, BLOCK_DIM], tl.float32)
+    if dv is not None:
+        dv_sum = tl.zeros([BLOCK_K, BLOCK_V_DIM], tl.float32)
+    t = key_positions(first, num_k, pairs, BLOCK_K) if POSITIONS else first + tl.arange(0, BLOCK_K)
+    num_partial, num_full, begin, before = visits(
+        block, mask_row, num_k, num_q, -hi, -lo, pairs, BLOCK_K, BLOCK_Q, PAIRS
+    )
+    unit = LOG2_E if SCALED else scale * LOG2_E
+    for masked in tl.static_range(2):
+        count = num_partial if masked else num_full
+        if masked:
+            firsts, lasts, k_ids = keys_seen(first, num_k, mask_row, lo, hi, pairs, BLOCK_K, PAIRS, DOCUMENTS)
+        # counted, as a division by the count would let the compiler take it for positive
+        n = 0
+        next_block = inner_block(n, count, num_q, num_full, begin, before, pairs, BLOCK_Q, PAIRS, masked)
+        next_head = kv_head * GROUP
+        for _ in range(count * GROUP):
+            other, head = BLOCK_Q * next_block, next_head
+            n = tl.where(n + 1 == count, 0, n + 1)
+            next_head += (n == 0).to(tl.int32)
+            next_block = inner_block(n, count, num_q, num_full, begin, before, pairs, BLOCK_Q, PAIRS, masked)
+            queries = load(q, q_strides, batch, head, other, num_q, HEAD_DIM, BLOCK_Q, BLOCK_DIM, masked)
+            base, shift = statistics(lse, delta, batch, head, num_heads, other, num_q, 0.0, BLOCK_Q, masked)
+            x = tl.dot(keys, queries.T, input_precision="ieee")
+            if masked or POSITIONS:
+                at, ids = queries_at(other, num_q, mask_row, pairs, BLOCK_Q, PAIRS, DOCUMENTS)
+            if SCALED:
+                rows = other + tl.arange(0, BLOCK_Q)
+                p = at if POSITIONS else rows
+                x, slope = scored(x, scale, batch, head, p[None, :], t[:, None], rows[None, :], num_q, scores, numbers)
+            weights = tl.exp2(x * unit - base[None, :])
+            if masked:
+                allowed = allowed_pairs(
+                    at[None, :], ids[None, :], firsts[:, None], lasts[:, None], k_ids[:, None], DOCUMENTS
+                )
+                weights = tl.where(allowed, weights, 0.0)
+            if POSITIONS and scores[4] is not None:
+                keep = kept(batch, head, p[None, :], t[:, None], scores[4], numbers)
+            douts = load(dout, dout_strides, batch, head, other, num_q, V_HEAD_DIM, BLOCK_Q, BLOCK_V_DIM, masked)
+            if dv is not None:
+                used = weights * keep if POSITIONS and scores[4] is not None else weights
+                dv_sum = tl.dot(used.to(douts.dtype), douts, dv_sum, input_precision="ieee")
+            if dk is not None:
+                dweights = tl.dot(values, douts.T, input_precision="ieee")
+                if POSITIONS and scores[4] is not None:
+                    dweights *= keep
+                dx = weights * (dweights - shift[None, :])
+                if SCALED:
+                    dx *= slope
+                dk_sum = tl.dot(dx.to(queries.dtype), queries, dk_sum, input_precision="ieee")
+    if dk is not None:
+        store(dk, dk_strides, batch, kv_head, first, num_k, dk_sum * scale, HEAD_DIM, BLOCK_K, BLOCK_DIM)
+    if dv is not None:
+        store(dv, dv_strides, batch, kv_head, first, num_k, dv_sum, V_HEAD_DIM, BLOCK_K, BLOCK_V_DIM)
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def query_gradients_kernel(
+    q,
+    k,
+    v,
+    dout,
+    lse,
+    delta,
+    dq,
+    q_strides,
+    k_strides,
+    v_strides,
+    dout_strides,
+    dq_strides,
+    pairs,
+    scores,
+    numbers,
+    num_heads,
+    num_q,
+    num_k,
+    num_masks,
+    lo,
+    hi,
+    scale,
+    dslopes,
+    dtable,
+    dends,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_V_DIM: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PAIRS: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    SCALED: tl.constexpr,
+    POSITIONS: tl.constexpr,
+):
+    """Write dq of one block of queries, and its part of the gradients of slopes and table, where they are given.
+
+    dslopes is fp32 [B, H, blocks]; dtable, fp32 [H, 2R + 1], is added to, but for the first and last distance, of which
+    most pairs may be: they are written to dends, fp32 [2, B, H, blocks].
+    """
+    num_blocks = tl.cdiv(num_q, BLOCK_Q)
+    batch, head, block = program(num_heads, num_blocks, LAST_FIRST=True)
+    kv_head, mask_row, first = head // GROUP, (batch % num_masks).to(tl.int64), block * BLOCK_Q
+    queries = load(q, q_strides, batch, head, first, num_q, HEAD_DIM, BLOCK_Q, BLOCK_DIM, True)
+    douts = load(dout, dout_strides, batch, head, first, num_q, V_HEAD_DIM, BLOCK_Q, BLOCK_V_DIM, True)
+    base, shift = statistics(lse, delta, batch, head, num_heads, first, num_q, float("inf"), BLOCK_Q, True)
+    at, ids = queries_at(first, num_q, mask_row, pairs, BLOCK_Q, PAIRS, DOCUMENTS)
+    rows = first + tl.arange(0, BLOCK_Q)
+    num_partial, num_full, begin, before = visits(block, mask_row, num_q, num_k, lo, hi, pairs, BLOCK_Q, BLOCK_K, PAIRS)
+    unit = LOG2_E if SCALED else scale * LOG2_E
+    dq_sum = tl.zeros([BLOCK_Q, BLOCK_DIM], tl.float32)
+    if dslopes is not None:
+        dslope = tl.zeros([BLOCK_Q], tl.float32)
+    if dtable is not None:
+        dfirst = tl.zeros([BLOCK_Q], tl.float32)
+        dlast = tl.zeros([BLOCK_Q], tl.float32)
+    for masked in tl.static_range(2):
+        count = num_partial if masked else num_full
+        key_block = inner_block(0, count, num_k, num_full, begin, before, pairs, BLOCK_K, PAIRS, masked)
+        for n in range(count):
+            other = BLOCK_K * key_block
+            key_block = inner_block(n + 1, count, num_k, num_full, begin, before, pairs, BLOCK_K, PAIRS, masked)
+            keys = load(k, k_strides, batch, kv_head, other, num_k, HEAD_DIM, BLOCK_K, BLOCK_DIM, masked)
+            x = tl.dot(queries, keys.T, input_precision="ieee")
+            if SCALED:
+                t = key_positions(other, num_k, pairs, BLOCK_K) if POSITIONS else rows
+                x, slope = scored(x, scale, batch, head, at[:, None], t[None, :], rows[:, None], num_q, scores, numbers)
+            weights = tl.exp2(x * unit - base[:, None])
+            if masked:
+                firsts, lasts, k_ids = keys_seen(other, num_k, mask_row, lo, hi, pairs, BLOCK_K, PAIRS, DOCUMENTS)
+                allowed = allowed_pairs(
+                    at[:, None], ids[:, None], firsts[None, :], lasts[None, :], k_ids[None, :], DOCUMENTS
+                )
+                weights = tl.where(allowed, weights, 0.0)
+            values = load(v, v_strides, batch, kv_head, other, num_k, V_HEAD_DIM, BLOCK_K, BLOCK_V_DIM, masked)
+            dweights = tl.dot(douts, values.T, input_precision="ieee")
+            if POSITIONS and scores[4] is not None:
+                dweights *= kept(batch, head, at[:, None], t[None, :], scores[4], numbers)
+            dx = weights * (dweights - shift[:, None])
+            if dslopes is not None:
+                dslope -= tl.sum(dx * tl.abs(at[:, None] - t[None, :]).to(tl.float32), 1)
+            if dtable is not None:
+                distance, radius = at[:, None] - t[None, :], numbers[0]
+                dlast += tl.sum(tl.where(distance >= radius, dx, 0.0), 1)
+                dfirst += tl.sum(tl.where((distance <= -radius) & (distance < radius), dx, 0.0), 1)
+                between = (tl.abs(distance) < radius) & (dx != 0)
+                tl.atomic_add(
+                    dtable + head.to(tl.int64) * (2 * radius + 1) + radius + distance, dx, mask=between, sem="relaxed"
+                )
+            if SCALED:
+                dx *= slope
+            dq_sum = tl.dot(dx.to(keys.dtype), keys, dq_sum, input_precision="ieee")
+    store(dq, dq_strides, batch, head, first, num_q, dq_sum * scale, HEAD_DIM, BLOCK_Q, BLOCK_DIM)
+    place = (batch * num_heads + head) * num_blocks + block
+    if dslopes is not None:
+        tl.store(dslopes + place, tl.sum(dslope, 0))
+    if dtable is not None:
+        tl.store(dends + place, tl.sum(dfirst, 0))
+        tl.store(dends + tl.num_programs(0) + place, tl.sum(dlast, 0))
+
+
+@triton.jit(do_not_specialize=(*RUNTIME, "dbias_strides", "num_batch"))
+def bias_gradient_kernel(
+    q,
+    k,
+    v,
+    dout,
+    lse,
+    delta,
+    dbias,
+    q_strides,
+    k_strides,
+    v_strides,
+    dout_strides,
+    dbias_strides,
+    pairs,
+    scores,
+    numbers,
+    num_heads,
+    num_q,
+    num_k,
+    num_masks,
+    lo,
+    hi,
+    scale,
+    num_batch,
+    EACH_BATCH: tl.constexpr,
+    EACH_HEAD: tl.constexpr,
+    EACH_ROW: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_V_DIM: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PAIRS: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    SCALED: tl.constexpr,
+    POSITIONS: tl.constexpr,
+):
+    """Write dbias fp32 at a block of keys, and of queries if it has rows of its own; else, sum over what it lacks.
+
+    EACH_BATCH, EACH_HEAD and EACH_ROW tell which dims dbias has. It is not written where no pair is allowed.
+    """
+    num_blocks = tl.cdiv(num_q, BLOCK_Q)
+    key_block = tl.program_id(0)
+    outer = tl.program_id(1)
+    first_block = outer % num_blocks if EACH_ROW else 0
+    outer = outer // num_blocks if EACH_ROW else outer
+    first_head = outer % num_heads if EACH_HEAD else 0
+    first_batch = outer // num_heads if EACH_HEAD else outer
+    blocks = 1 if EACH_ROW else num_blocks
+    heads = 1 if EACH_HEAD else num_heads
+    batches = 1 if EACH_BATCH else num_batch
+    other = key_block * BLOCK_K
+    keys_inside = other + tl.arange(0, BLOCK_K) < num_k
+    t = key_positions(other, num_k, pairs, BLOCK_K)
+    total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
+    for step in range(batches * heads * blocks):
+        first = (first_block + step % blocks) * BLOCK_Q
+        head = first_head + step // blocks % heads
+        batch = first_batch + step // blocks // heads
+        mask_row, kv_head = (batch % num_masks).to(tl.int64), head // GROUP
+        at, ids = queries_at(first, num_q, mask_row, pairs, BLOCK_Q, PAIRS, DOCUMENTS)
+        firsts, lasts, k_ids = keys_seen(other, num_k, mask_row, lo, hi, pairs, BLOCK_K, PAIRS, DOCUMENTS)
+        allowed = allowed_pairs(at[:, None], ids[:, None], firsts[None, :], lasts[None, :], k_ids[None, :], DOCUMENTS)
+        rows = first + tl.arange(0, BLOCK_Q)
+        allowed = allowed & (rows < num_q)[:, None]
+        if tl.max(tl.max(allowed.to(tl.int32), 1), 0) > 0:
+            queries = load(q, q_strides, batch, head, first, num_q, HEAD_DIM, BLOCK_Q, BLOCK_DIM, True)
+            keys = load(k, k_strides, batch, kv_head, other, num_k, HEAD_DIM, BLOCK_K, BLOCK_DIM, True)
+            x = tl.dot(queries, keys.T, input_precision="ieee")
+            x, _ = scored(x, scale, batch, head, at[:, None], t[None, :], rows[:, None], num_q, scores, numbers)
+            base, shift = statistics(lse, delta, batch, head, num_heads, first, num_q, float("inf"), BLOCK_Q, True)
+            weights = tl.where(allowed, tl.exp2(x * LOG2_E - base[:, None]), 0.0)
+            douts = load(dout, dout_strides, batch, head, first, num_q, V_HEAD_DIM, BLOCK_Q, BLOCK_V_DIM, True)
+            values = load(v, v_strides, batch, kv_head, other, num_k, V_HEAD_DIM, BLOCK_K, BLOCK_V_DIM, True)
+            dweights = tl.dot(douts, values.T, input_precision="ieee")
+            if scores[4] is not None:
+                dweights *= kept(batch, head, at[:, None], t[None, :], scores[4], numbers)
+            total += weights * (dweights - shift[:, None])
+    dbias += tl.cast(first_batch, tl.int64) * dbias_strides[0] + tl.cast(first_head, tl.int64) * dbias_strides[1]
+    places = t.to(tl.int64)
+    keys_inside = keys_inside & (t < numbers[4])
+    if EACH_ROW:
+        rows = first_block * BLOCK_Q + tl.arange(0, BLOCK_Q)
+        places = rows.to(tl.int64)[:, None] * dbias_strides[2] + places[None, :]
+        tl.store(dbias + places, total, mask=(rows < num_q)[:, None] & keys_inside[None, :])
+    else:
+        tl.store(dbias + places, tl.sum(total, 0), mask=keys_inside)

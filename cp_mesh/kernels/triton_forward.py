@@ -1,0 +1,106 @@
+"""The forward of `cp_mesh.kernels.triton_attention`. Needs triton.
+
+Legend, here and in the backward: q [B, H, Sq, D], k [B, K, Sk, D], v [B, K, Sk, Dv], unit last stride; GROUP = H / K;
+lse in natural log; ``pairs`` as in `triton_visits`, ``scores`` and ``numbers`` as in `triton_tiles`. POSITIONS tells
+that scores depend on positions or rows; SCALED that products are made scores, which then count in natural log, and not
+multiplied by scale when they are exponentiated.
+"""
+
+# Triton reads annotations as code, and takes none but its own.
+# mypy: disallow-untyped-defs=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from cp_mesh.kernels.triton_tiles import LOG2_E, RUNTIME, kept, load, scored, store
+from cp_mesh.kernels.triton_visits import (
+    allowed_pairs,
+    inner_block,
+    key_positions,
+    keys_seen,
+    program,
+    queries_at,
+    visits,
+)
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def forward_kernel(
+    q,
+    k,
+    v,
+    out,
+    lse,
+    q_strides,
+    k_strides,
+    v_strides,
+    out_strides,
+    pairs,
+    scores,
+    numbers,
+    num_heads,
+    num_q,
+    num_k,
+    num_masks,
+    lo,
+    hi,
+    scale,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_V_DIM: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PAIRS: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    SCALED: tl.constexpr,
+    POSITIONS: tl.constexpr,
+):
+    """Write out and lse fp32 [B, H, Sq], contiguous, of one block of queries."""
+    batch, head, block = program(num_heads, tl.cdiv(num_q, BLOCK_Q), LAST_FIRST=True)
+    kv_head, mask_row, first = head // GROUP, (batch % num_masks).to(tl.int64), block * BLOCK_Q
+    queries = load(q, q_strides, batch, head, first, num_q, HEAD_DIM, BLOCK_Q, BLOCK_DIM, True)
+    at, ids = queries_at(first, num_q, mask_row, pairs, BLOCK_Q, PAIRS, DOCUMENTS)
+    rows = first + tl.arange(0, BLOCK_Q)
+    num_partial, num_full, begin, before = visits(block, mask_row, num_q, num_k, lo, hi, pairs, BLOCK_Q, BLOCK_K, PAIRS)
+    unit = LOG2_E if SCALED else scale * LOG2_E
+    acc = tl.zeros([BLOCK_Q, BLOCK_V_DIM], tl.float32)
+    largest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_Q], tl.float32)
+    for masked in tl.static_range(2):
+        count = num_partial if masked else num_full
+        key_block = inner_block(0, count, num_k, num_full, begin, before, pairs, BLOCK_K, PAIRS, masked)
+        for n in range(count):
+            other = BLOCK_K * key_block
+            key_block = inner_block(n + 1, count, num_k, num_full, begin, before, pairs, BLOCK_K, PAIRS, masked)
+            keys = load(k, k_strides, batch, kv_head, other, num_k, HEAD_DIM, BLOCK_K, BLOCK_DIM, masked)
+            x = tl.dot(queries, keys.T, input_precision="ieee")
+            if SCALED:
+                t = key_positions(other, num_k, pairs, BLOCK_K) if POSITIONS else rows
+                x, _ = scored(x, scale, batch, head, at[:, None], t[None, :], rows[:, None], num_q, scores, numbers)
+            if masked:
+                firsts, lasts, k_ids = keys_seen(other, num_k, mask_row, lo, hi, pairs, BLOCK_K, PAIRS, DOCUMENTS)
+                allowed = allowed_pairs(
+                    at[:, None], ids[:, None], firsts[None, :], lasts[None, :], k_ids[None, :], DOCUMENTS
+                )
+                x = tl.where(allowed, x, float("-inf"))
+            new = tl.maximum(largest, tl.max(x, 1) * unit)
+            # a row with no key so far: -inf - -inf is NaN
+            base = tl.where(new == float("-inf"), 0.0, new) if masked or POSITIONS else new
+            weights = tl.exp2(x * unit - base[:, None])
+            decay = tl.exp2(largest - base)
+            total = total * decay + tl.sum(weights, 1)
+            if POSITIONS and scores[4] is not None:
+                weights *= kept(batch, head, at[:, None], t[None, :], scores[4], numbers)
+            acc = acc * decay[:, None]
+            values = load(v, v_strides, batch, kv_head, other, num_k, V_HEAD_DIM, BLOCK_K, BLOCK_V_DIM, masked)
+            acc = tl.dot(weights.to(values.dtype), values, acc, input_precision="ieee")
+            largest = new
+    alone = total == 0
+    total = tl.where(alone, 1.0, total)
+    store(out, out_strides, batch, head, first, num_q, acc / total[:, None], V_HEAD_DIM, BLOCK_Q, BLOCK_V_DIM)
+    natural = tl.where(alone, float("-inf"), (largest + tl.log2(total)) / LOG2_E)
+    tl.store(lse + (batch * num_heads + head).to(tl.int64) * num_q + rows, natural, mask=rows < num_q)

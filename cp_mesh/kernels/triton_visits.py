@@ -1,0 +1,284 @@
+"""Which pairs the attention kernels compute: a mask read at the rows of a tile, and the blocks that it leaves.
+
+Every mask is an interval per key: key j is seen by the query positions ``firsts[j] <= p <= lasts[j]``, if the documents
+are equal. Causality, windows, a prefix, a length and key padding are all said so; a band of local indices is the case
+p = i, firsts[j] = j + lo, lasts[j] = j + hi, which needs no memory.
+
+A program owns an outer block of rows and visits inner blocks: first those of which every pair is allowed, which need no
+mask, then the others. Blocks without an allowed pair are not visited: for a band, blocks follow from its bounds; else
+`blocks_kernel` lists them from the least and greatest position and document of each block.
+
+Legend: a "mask row" is a batch row of the mask, which may be shared by the batch; pairs = (positions of queries,
+firsts, lasts, q_ids, k_ids, blocks, counts, positions of keys), or None for a band.
+"""
+
+# Triton reads annotations as code, and takes none but its own.
+# mypy: disallow-untyped-defs=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+NEVER = tl.constexpr(2**31 - 1)
+"""Above every position: the first position that sees a key which none sees."""
+NOWHERE = tl.constexpr(-(2**31))
+"""Below the first position that sees any key."""
+CHUNK = tl.constexpr(128)
+"""Inner blocks that `blocks_kernel` looks at together."""
+
+
+@triton.jit(
+    debug=True,  # for device_assert, which costs nothing here
+    do_not_specialize=[
+        "num_rows", "document_batch", "document_row", "padding_batch", "padding_row", "lo", "prefix_lo", "hi", "prefix",
+        "length",
+    ],
+)  # fmt: skip
+def rows_kernel(
+    positions,
+    documents,
+    document_batch,
+    document_row,
+    padding,
+    padding_batch,
+    padding_row,
+    firsts,
+    lasts,
+    ids,
+    bounds,
+    id_bounds,
+    num_rows,
+    lo,
+    prefix_lo,
+    hi,
+    prefix,
+    length,
+    KEYS: tl.constexpr,
+    GRAIN: tl.constexpr,
+):
+    """Read the mask at the positions of a grain of rows, and bound what was read.
+
+    Writes firsts, lasts (of queries, lasts is not written and firsts is the position) and ids, [mask rows, rows], and
+    bounds [4, mask rows, grains]: least first, greatest last, greatest first, least last; id_bounds: least, greatest.
+    """
+    grain, mask_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    rows = grain * GRAIN + tl.arange(0, GRAIN)
+    inside = rows < num_rows
+    position = tl.load(positions + rows, mask=inside, other=0)
+    tl.device_assert((position >= 0) & (position < NEVER), "positions must fit in 31 bits")
+    first, last = position, position
+    seen = inside
+    if KEYS:
+        first = tl.maximum(position + tl.where(position < prefix, prefix_lo, lo), -NEVER)
+        last = tl.minimum(position + hi, NEVER)
+        seen = inside & (position < length)
+        if padding is not None:
+            kept = padding + mask_row * padding_batch + position * padding_row
+            seen = seen & (tl.load(kept, mask=inside, other=0) != 0)
+    first = tl.where(seen, first, NEVER).to(tl.int32)
+    last = tl.where(seen, last, -NEVER).to(tl.int32)
+    place = mask_row * num_rows + rows
+    tl.store(firsts + place, first, mask=inside)
+    if KEYS:
+        tl.store(lasts + place, last, mask=inside)
+    field = tl.num_programs(1).to(tl.int64) * tl.num_programs(0)
+    bounds += mask_row * tl.num_programs(0) + grain
+    tl.store(bounds, tl.min(first, 0))
+    tl.store(bounds + field, tl.max(last, 0))
+    tl.store(bounds + 2 * field, tl.max(first, 0))
+    tl.store(bounds + 3 * field, tl.min(last, 0))
+    if documents is not None:
+        ids_dtype = ids.dtype.element_ty
+        document = documents + mask_row * document_batch + position * document_row
+        id = tl.load(document, mask=inside, other=0).to(ids_dtype)
+        tl.store(ids + place, id, mask=inside)
+        id_bounds += mask_row * tl.num_programs(0) + grain
+        tl.store(id_bounds, tl.min(tl.where(seen, id, _greatest(ids_dtype)), 0))
+        tl.store(id_bounds + field, tl.max(tl.where(seen, id, -_greatest(ids_dtype) - 1), 0))
+
+
+@triton.jit
+def _greatest(dtype: tl.constexpr):
+    return tl.full([], (1 << (dtype.primitive_bitwidth - 1)) - 1, dtype)
+
+
+@triton.jit(do_not_specialize=["num_outer", "num_inner", "num_inner_rows"])
+def blocks_kernel(
+    outer,
+    outer_ids,
+    inner,
+    inner_ids,
+    blocks,
+    counts,
+    num_outer,
+    num_inner,
+    num_inner_rows,
+    INNER_KEYS: tl.constexpr,
+    OUTER: tl.constexpr,
+    INNER: tl.constexpr,
+    INNER_ROWS: tl.constexpr,
+):
+    """List the inner blocks to be visited by each outer block: blocks int32 [mask rows, outer blocks, inner blocks].
+
+    Those that need a mask lie at the front, those that do not at the back, from the end; counts [.., 2] of both.
+    A block is OUTER or INNER grains, and INNER_ROWS rows; ``num_outer`` and ``num_inner`` count grains.
+    """
+    block, mask_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    num_masks = tl.num_programs(1).to(tl.int64)
+    grains = block * OUTER + tl.arange(0, OUTER)[None, :]
+    first, last, late_first, early_last = _bounds(outer, grains, mask_row, num_masks, num_outer)
+    least, greatest = first, last
+    if outer_ids is not None:
+        least, greatest = _id_bounds(outer_ids, grains, mask_row, num_masks, num_outer)
+    num_blocks = tl.cdiv(num_inner, INNER)
+    place = mask_row * tl.num_programs(0) + block
+    blocks += place * num_blocks
+    num_partial = tl.zeros([], tl.int32)
+    num_full = tl.zeros([], tl.int32)
+    for begin in range(0, num_blocks, CHUNK):
+        other = begin + tl.arange(0, CHUNK)
+        places = other[:, None] * INNER + tl.arange(0, INNER)[None, :]
+        other_first, other_last, other_late, other_early = _bounds(inner, places, mask_row, num_masks, num_inner)
+        visit = (other < num_blocks) & (other_first <= last) & (other_last >= first)
+        if INNER_KEYS:
+            full = (first >= other_late) & (last <= other_early)
+        else:
+            full = (other_first >= late_first) & (other_last <= early_last)
+        if outer_ids is not None:
+            other_least, other_greatest = _id_bounds(inner_ids, places, mask_row, num_masks, num_inner)
+            visit = visit & (other_least <= greatest) & (other_greatest >= least)
+            full = full & (other_least == other_greatest) & (least == greatest)
+        full = visit & full & ((other + 1) * INNER_ROWS <= num_inner_rows)
+        partial = visit & (full == 0)
+        index = num_partial + tl.cumsum(partial.to(tl.int32), 0) - 1
+        tl.store(blocks + index, other, mask=partial)
+        index = num_blocks - num_full - tl.cumsum(full.to(tl.int32), 0)
+        tl.store(blocks + index, other, mask=full)
+        num_partial += tl.sum(partial.to(tl.int32), 0)
+        num_full += tl.sum(full.to(tl.int32), 0)
+    tl.store(counts + 2 * place, num_partial)
+    tl.store(counts + 2 * place + 1, num_full)
+
+
+@triton.jit
+def _bounds(bounds, grains, mask_row, num_masks, num_grains):
+    """Least first, greatest last, greatest first and least last of rows of grains."""
+    pointers = bounds + mask_row * num_grains + grains
+    field, inside = num_masks * num_grains, grains < num_grains
+    return (
+        tl.min(tl.load(pointers, mask=inside, other=NEVER), 1),
+        tl.max(tl.load(pointers + field, mask=inside, other=-NEVER), 1),
+        tl.max(tl.load(pointers + 2 * field, mask=inside, other=-NEVER), 1),
+        tl.min(tl.load(pointers + 3 * field, mask=inside, other=NEVER), 1),
+    )
+
+
+@triton.jit
+def _id_bounds(bounds, grains, mask_row, num_masks, num_grains):
+    """Least and greatest id of rows of grains."""
+    pointers = bounds + mask_row * num_grains + grains
+    inside, greatest = grains < num_grains, _greatest(bounds.dtype.element_ty)
+    least_id = tl.min(tl.load(pointers, mask=inside, other=greatest), 1)
+    return least_id, tl.max(tl.load(pointers + num_masks * num_grains, mask=inside, other=-greatest - 1), 1)
+
+
+@triton.jit
+def visits(
+    outer, mask_row, num_outer, num_inner, lo, hi, pairs, OUTER: tl.constexpr, INNER: tl.constexpr, PAIRS: tl.constexpr
+):
+    """What `inner_block` needs to number the inner blocks of an outer one: counts (partial, full), and where they are.
+
+    A band allows the inner rows ``outer - hi`` to ``outer - lo`` of an outer row.
+    """
+    if PAIRS:
+        place = mask_row * tl.cdiv(num_outer, OUTER) + outer
+        num_partial, num_full = tl.load(pairs[6] + 2 * place), tl.load(pairs[6] + 2 * place + 1)
+        return num_partial, num_full, place * tl.cdiv(num_inner, INNER), num_partial
+    else:
+        first = outer * OUTER
+        last = tl.minimum(first + OUTER, num_outer) - 1
+        begin_row, end_row = tl.maximum(first - hi, 0), tl.minimum(last - lo + 1, num_inner)
+        begin = begin_row // INNER
+        end = tl.where(begin_row < end_row, tl.cdiv(end_row, INNER), begin)
+        full_begin = tl.minimum(tl.cdiv(tl.maximum(last - hi, 0), INNER), end)
+        full_end = tl.minimum(tl.maximum(first - lo + 1, 0), num_inner) // INNER
+        num_full = tl.maximum(full_end - full_begin, 0)
+        return end - begin - num_full, num_full, begin, full_begin - begin
+
+
+@triton.jit
+def inner_block(
+    n, count, num_inner, num_full, begin, num_before, pairs, INNER: tl.constexpr, PAIRS: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """The n-th of ``count`` partial or full blocks, of what `visits` returned; any number if there is none.
+
+    Loops read it one block ahead: an address that waits for another load would shorten their pipelines.
+    """
+    if PAIRS:
+        place = begin + (n if MASKED else tl.cdiv(num_inner, INNER) - 1 - n)
+        return tl.load(pairs[5] + place, mask=n < count, other=0)
+    elif MASKED:
+        return begin + n + tl.where(n >= num_before, num_full, 0)
+    else:
+        return begin + num_before + n
+
+
+@triton.jit
+def program(num_heads, num_blocks, LAST_FIRST: tl.constexpr):
+    """Batch row, head and block of this program; blocks of a head run side by side."""
+    program = tl.program_id(0)
+    block = program % num_blocks
+    if LAST_FIRST:  # under a causal mask the last queries have most keys: no long program should start last
+        block = num_blocks - 1 - block
+    head = program // num_blocks % num_heads
+    return program // num_blocks // num_heads, head, block
+
+
+@triton.jit
+def queries_at(first, num_q, mask_row, pairs, ROWS: tl.constexpr, PAIRS: tl.constexpr, DOCUMENTS: tl.constexpr):
+    """Positions and ids of query rows; rows past the end see no key."""
+    rows = first + tl.arange(0, ROWS)
+    ids, inside = rows, rows < num_q
+    if PAIRS:
+        place = mask_row * num_q + rows
+        positions = tl.load(pairs[0] + place, mask=inside, other=NOWHERE)
+        if DOCUMENTS:
+            ids = tl.load(pairs[3] + place, mask=inside, other=0)
+    else:
+        positions = tl.where(inside, rows, NOWHERE)
+    return positions, ids
+
+
+@triton.jit
+def keys_seen(first, num_k, mask_row, lo, hi, pairs, ROWS: tl.constexpr, PAIRS: tl.constexpr, DOCUMENTS: tl.constexpr):
+    """Of key rows: the first and last position that see them, and ids; no position sees rows past the end."""
+    rows = first + tl.arange(0, ROWS)
+    inside = rows < num_k
+    ids = rows
+    if PAIRS:
+        place = mask_row * num_k + rows
+        firsts = tl.load(pairs[1] + place, mask=inside, other=NEVER)
+        lasts = tl.load(pairs[2] + place, mask=inside, other=-NEVER)
+        if DOCUMENTS:
+            ids = tl.load(pairs[4] + place, mask=inside, other=0)
+    else:
+        firsts, lasts = tl.where(inside, rows + lo, NEVER), rows + hi
+    return firsts, lasts, ids
+
+
+@triton.jit
+def allowed_pairs(positions, q_ids, firsts, lasts, k_ids, DOCUMENTS: tl.constexpr):
+    """bool of two vectors that broadcast against each other."""
+    allowed = (positions >= firsts) & (positions <= lasts)
+    if DOCUMENTS:
+        allowed = allowed & (q_ids == k_ids)
+    return allowed
+
+
+@triton.jit
+def key_positions(first, num_k, pairs, ROWS: tl.constexpr):
+    """Positions of key rows, which only `Pairs` have; rows past the end have any."""
+    rows = first + tl.arange(0, ROWS)
+    return tl.load(pairs[7] + rows, mask=rows < num_k, other=0).to(tl.int32)

@@ -1,0 +1,508 @@
+"""The Triton attention kernel against the dense oracle: interpreted on CPU tensors, on a GPU, and compiled for Hopper.
+
+With TRITON_INTERPRET=1 the tests of this file run the kernels on CPU tensors, in small blocks; one test starts that
+run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from cases import LAYOUTS, MASKS, gap, make_mask, pairs
+from dense import dense_attention, make_qkv
+from test_kernels import BANDS, H200, band_pairs, dense, inputs, run
+from test_kernels_gpu import block_rms, play_ring
+from torch import Tensor
+
+from cp_mesh.kernels import triton_attention
+from cp_mesh.kernels.contract import KernelTile, Pairs, Scores, make_delta, shortfalls
+from cp_mesh.kernels.merge import BackwardTile
+from cp_mesh.kernels.triton_attention import TRITON, Blocks, Config, config_for, triton_kernel
+from cp_mesh.masks import Band, Mask
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+SMALL = Config(Blocks(16, 32), Blocks(32, 16), Blocks(16, 16))
+FEW = Config(Blocks(16, 32), Blocks(32, 32), Blocks(32, 16))  # fewer programs, for the largest table
+KERNEL = triton_kernel(SMALL) if INTERPRETED else TRITON
+DEVICE = "cpu" if INTERPRETED else "cuda"
+DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.float16, torch.bfloat16)
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 6e-3, torch.bfloat16: 5e-2}  # of the largest value
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+computes = (lambda test: test) if INTERPRETED else pytest.mark.gpu
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="for small blocks, which are interpreted")
+
+
+def assert_near(got: dict[str, Tensor], want: dict[str, Tensor], dtype: torch.dtype) -> None:
+    for name, x in got.items():
+        finite = want[name][want[name].isfinite()].double().abs()
+        largest = max(1.0, finite.max().item() if finite.numel() else 0.0)
+        assert gap(x.cpu(), want[name].cpu()) <= TOLERANCE[dtype] * largest, name
+
+
+def on_device(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> list[Tensor]:
+    """q, k, v, dout in this dtype, and dlse in fp32, if there is one."""
+    return [x.to(DEVICE, dtype if i < 4 else torch.float32) for i, x in enumerate(tensors)]
+
+
+def whole(tensors: list[Tensor], cover: Band | Pairs, kernel: Any = None) -> dict[str, Tensor]:
+    """One tile, its dk and dv returned."""
+    q, k = tensors[:2]
+    tile = KernelTile((0, q.shape[2]), (0, k.shape[2]), cover)
+    return run(kernel or KERNEL, *tensors, [(slice(0, k.shape[2]), [tile])])
+
+
+@computes
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_every_mask_in_every_layout(mask: str, layout: str) -> None:
+    """All ranks of a ring in turn; on a GPU in blocks of the table, so with more tokens."""
+    S, cp_size, heads = (33, 2, (1, 1)) if INTERPRETED else (413, 4, (4, 2))
+    B = 2 if make_mask(mask, 2, S).elementwise else 1
+    q, k, v, dout = make_qkv(B, *heads, S, 20, 12)
+    qkv = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = dense_attention(*qkv, pairs(mask, B, S))
+    want = (out, lse, *torch.autograd.grad(out, qkv, dout))
+    args = on_device((q.detach(), k.detach(), v.detach(), dout), torch.float32)
+    kernel = triton_kernel(FEW) if INTERPRETED else TRITON
+    got = play_ring(kernel, LAYOUTS[layout](S), make_mask(mask, B, S), cp_size, *args)
+    assert_near(dict(zip(NAMES, got, strict=True)), dict(zip(NAMES, want, strict=True)), torch.float32)
+
+
+BAND_DTYPES = [(name, dtype) for name in BANDS for dtype in DTYPES if not INTERPRETED or dtype == torch.float32]
+BAND_DTYPES += [("causal with older keys", torch.float16), ("two-sided window", torch.float16)] if INTERPRETED else []
+
+
+@computes
+@pytest.mark.parametrize(("name", "dtype"), BAND_DTYPES, ids=str)
+def test_every_band(name: str, dtype: torch.dtype) -> None:
+    """Untrimmed bands, odd lengths, grouped heads, another head dim of v, a gradient of lse."""
+    num_q, num_k, heads = (35, 40, (2, 1)) if INTERPRETED else (300, 333, (6, 2))
+    tensors = on_device(inputs(heads, num_q, num_k, v_dim=4), dtype)
+    want = dense(*(x.double().cpu() for x in tensors), band_pairs(BANDS[name], num_q, num_k)[None])
+    assert_near(whole(tensors, BANDS[name]), want, dtype)
+
+
+@computes
+@pytest.mark.parametrize("band", [Band(3, 1), Band(100, None), Band(None, -100)], ids=str)
+def test_a_band_of_no_pair(band: Band) -> None:
+    got = whole(on_device(inputs((2, 1), 20, 40), torch.float32), band)
+    assert (got["lse"] == -torch.inf).all() and all((got[name] == 0).all() for name in ("out", "dq", "dk", "dv"))
+
+
+@computes
+@each_dtype
+@pytest.mark.parametrize(
+    ("dim", "v_dim", "heads"),
+    [(16, 16, (4, 1)), (80, 80, (2, 2)), (96, 33, (3, 1)), (24, 256, (2, 1)), (256, 16, (1, 1))],
+)
+def test_head_dims_and_groups(dim: int, v_dim: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
+    S = 40 if INTERPRETED else 300
+    positions = torch.arange(S)
+    mask = Mask(window=(S // 2, None), key_padding=torch.arange(S) % 7 != 3)
+    tensors = on_device((*make_qkv(1, *heads, S, dim, v_dim), torch.randn(1, heads[0], S)), dtype)
+    want = dense(*(x.double().cpu() for x in tensors), mask.allowed(positions, positions))
+    at = positions.to(DEVICE)
+    assert_near(whole(tensors, Pairs(mask.to(torch.device(DEVICE)), at, at)), want, dtype)
+
+
+def padded(x: Tensor, order: tuple[int, ...]) -> Tensor:
+    """The same values in memory of this order of dims, as every other row of a buffer of NaN, head dims apart."""
+    shape = [x.shape[dim] * (2 if dim == 2 else 1) + (8 if dim == 3 else 0) for dim in order]
+    memory = torch.full(shape, torch.nan, dtype=x.dtype, device=x.device)
+    view = memory.permute([order.index(dim) for dim in range(4)])[:, :, ::2, : x.shape[3]]
+    return view.copy_(x)
+
+
+@computes
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)], ids=str)
+@pytest.mark.parametrize("cover", ["band", "pairs"])
+def test_strides_and_gradients_in_place(order: tuple[int, ...], cover: str) -> None:
+    """Inputs, dk and dv are parts of larger buffers, lse and delta have strides; nothing beside them is touched."""
+    q, k, v, dout, dlse = on_device(inputs((2, 1), 37, 21, v_dim=4), torch.float32)
+    at = torch.arange(74, device=DEVICE)[::2]  # the positions have a stride too
+    what = Band(-2, 9) if cover == "band" else Pairs(Mask(window=(9, 2), causal=False), at[:37], at[:21])
+    allowed = what.allowed(*(torch.arange(n, device=DEVICE) for n in (37, 21))).reshape(1, 37, 21).cpu()
+    want = dense(*(x.double().cpu() for x in (q, k, v, dout, dlse)), allowed)
+    q_, k_, v_, dout_ = (padded(x, order) for x in (q, k, v, dout))
+    out, lse = triton_attention._forward(SMALL if INTERPRETED else None, q_, k_, v_, what, Scores(0.3))
+    assert (out.stride(1) < out.stride(2)) == (q_.stride(1) < q_.stride(2))
+    columns = torch.full((2, 37, 2, 3), torch.nan, device=DEVICE).transpose(1, 2)
+    lse_, delta_ = columns[..., 0].copy_(lse), columns[..., 2].copy_(make_delta(dout, out, dlse))
+    dk, dv = (padded(torch.full_like(x, 7.0), order) for x in (k, v))
+    tile = BackwardTile(dout_, q_, k_, v_, None, lse_, delta_, what, Scores(0.3), dk, dv)
+    dq, *same = triton_attention._backward(SMALL if INTERPRETED else None, tile)
+    assert same[0] is dk and same[1] is dv
+    assert_near(dict(zip(NAMES, (out, lse, dq, dk, dv), strict=True)), want, torch.float32)
+    for x in (dk, dv):
+        assert x._base.isfinite().sum() == x.numel()
+
+
+MASKED = {  # of which every excluded block is known from the least and greatest position and document of blocks
+    "causal": lambda S: Mask(),
+    "window": lambda S: Mask(window=(9, None)),
+    "two-sided window": lambda S: Mask(causal=False, window=(3, 20)),
+    "prefix and window": lambda S: Mask(prefix=20, window=(40, None)),
+    "length": lambda S: Mask(causal=False, length=30),
+    "documents": lambda S: Mask(causal=False, documents=torch.arange(S) // 23),
+    "documents of batch rows": lambda S: Mask(documents=torch.stack([torch.arange(S) // 23, torch.zeros(S).long()])),
+    "documents and window": lambda S: Mask(window=(11, None), documents=(torch.arange(S) // 40).int() - 3),
+    "key padding": lambda S: Mask(causal=False, key_padding=(torch.arange(S) < 10) | (torch.arange(S) > 33)),
+}  # fmt: skip
+
+
+def excluded(allowed: Tensor, q: int, k: int) -> tuple[Tensor, Tensor]:
+    """Of [B, Sq, Sk], by blocks: bool [B, q blocks, k blocks], that no pair is allowed, and that every pair is."""
+    num_q, num_k = allowed.shape[1:]
+
+    def count(pairs: Tensor) -> Tensor:
+        padded = torch.nn.functional.pad(pairs.float(), (0, -num_k % k, 0, -num_q % q))
+        return padded.unflatten(2, (-1, k)).unflatten(1, (-1, q)).sum((2, 4))
+
+    return count(allowed) == 0, count(~allowed) == 0
+
+
+@interpreted
+@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("stride", [1, 3])
+@pytest.mark.parametrize("keys_inside", [True, False])
+def test_blocks_that_are_visited(name: str, stride: int, keys_inside: bool) -> None:
+    """Those with an allowed pair, each once; those of which all pairs are allowed need no mask."""
+    mask = MASKED[name](300)
+    q_pos, k_pos = torch.arange(1, 300, stride)[:90], torch.arange(0, 300, stride)[:83]
+    cover = Pairs(mask, q_pos, k_pos)
+    blocks = Blocks(16, 32)
+    rows = triton_attention._MaskRows(cover, (blocks, Blocks(32, 16)))
+    *_, listed, counts, _ = rows.visits(blocks, keys_inside).tensors
+    none, every = excluded(mask.allowed(q_pos, k_pos), 16, 32)
+    if not keys_inside:
+        none, every = none.transpose(1, 2), every.transpose(1, 2)
+    visits, unmasked = torch.zeros_like(none, dtype=torch.int), torch.zeros_like(none)
+    for b, outer in torch.cartesian_prod(*(torch.arange(n) for n in none.shape[:2])).tolist():
+        num_partial, num_full = counts[b, outer].tolist()
+        full = listed[b, outer].flip(0)[:num_full].tolist()
+        for inner in (*listed[b, outer, :num_partial].tolist(), *full):
+            visits[b, outer, inner] += 1
+        unmasked[b, outer, full] = True
+    assert torch.equal(visits, (~none).int())
+    every[..., -1] = False  # incomplete, which needs a mask in any case
+    assert not (unmasked & ~every).any()
+    whole_blocks = slice(None) if keys_inside else slice(-1)  # keys past the end are seen by none
+    assert torch.equal(unmasked[:, whole_blocks], every[:, whole_blocks])
+
+
+@computes
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # of NumPy, where all that is read is NaN
+@pytest.mark.parametrize("name", [*BANDS, *(f"pairs: {name}" for name in MASKED)])
+def test_excluded_blocks_are_not_read(name: str) -> None:
+    """Batch row b has NaN in all blocks that share no pair with its b-th block, whose results then are those of all."""
+    config = SMALL if INTERPRETED else config_for(torch.float32, 16)
+    num_q, num_k = 40, 49
+    if name in BANDS:
+        cover: Band | Pairs = BANDS[name]
+        allowed = band_pairs(BANDS[name], num_q, num_k)[None]
+    else:
+        mask, at = MASKED[name.removeprefix("pairs: ")](150), torch.arange(150)
+        if mask.documents is not None and mask.documents.ndim == 2:
+            pytest.skip("batch rows mean blocks here")
+        cover = Pairs(mask.to(torch.device(DEVICE)), at[50 : 50 + num_q].to(DEVICE), at[:num_k].to(DEVICE))
+        allowed = mask.allowed(at[50 : 50 + num_q], at[:num_k])
+    q, k, v, dout = (x.to(DEVICE) for x in make_qkv(1, 1, 1, 80, 8, dtype=torch.float32))
+    q, dout, k, v = q[:, :, :num_q], dout[:, :, :num_q], k[:, :, :num_k], v[:, :, :num_k]
+    clean_out, lse = triton_attention._forward(config, q, k, v, cover, Scores(0.3))
+    delta = make_delta(dout, clean_out)
+    clean = triton_attention._backward(config, BackwardTile(dout, q, k, v, None, lse, delta, cover, Scores(0.3)))
+
+    def poisoned(x: Tensor, size: int, empty: Tensor) -> Tensor:
+        """[blocks, 1, S, D]: batch row b lacks the blocks of ``size`` rows that ``empty`` [blocks, others] names."""
+        rows = empty.to(DEVICE).repeat_interleave(size, 1)[:, None, : x.shape[2], None]
+        return torch.where(rows, torch.nan, x.expand(len(empty), *x.shape[1:]))
+
+    def check(got: Tensor, want: Tensor, size: int) -> None:
+        for b, parts in enumerate(zip(got.split(size, 2), want.split(size, 2), strict=True)):
+            assert torch.equal(parts[0][b], parts[1][0])
+
+    for blocks, gradients in ((config.forward, False), (config.query_gradients, True)):
+        empty = excluded(allowed, blocks.q, blocks.k)[0][0]
+        n = len(empty)
+        keys, values = poisoned(k, blocks.k, empty), poisoned(v, blocks.k, empty)
+        many = [x.expand(n, *x.shape[1:]) for x in (q, dout, lse, delta)]
+        if gradients:
+            tile = BackwardTile(many[1], many[0], keys, values, None, many[2], many[3], cover, Scores(0.3))
+            check(triton_attention._backward(config, tile)[0], clean[0], blocks.q)
+        else:
+            check(triton_attention._forward(config, many[0], keys, values, cover, Scores(0.3))[0], clean_out, blocks.q)
+    blocks = config.key_gradients
+    empty = excluded(allowed, blocks.q, blocks.k)[0][0].T
+    queries, douts = poisoned(q, blocks.q, empty), poisoned(dout, blocks.q, empty)
+    many = [x.expand(len(empty), *x.shape[1:]) for x in (k, v, lse, delta)]
+    tile = BackwardTile(douts, queries, *many[:2], None, *many[2:], cover, Scores(0.3))
+    for got, want in zip(triton_attention._backward(config, tile)[1:], clean[1:], strict=True):
+        check(got, want, blocks.k)
+
+
+@computes
+def test_large_positions_and_ids() -> None:
+    """Positions near 2**31, beyond what fp32 tells apart, and ids that differ in the upper 32 bits alone."""
+    mask = Mask(window=(7, None), prefix=3)
+    at = torch.arange(2**31 - 60, 2**31 - 10)
+    tensors = on_device(inputs((2, 1), 50, 50), torch.float32)
+    want = dense(*(x.double().cpu() for x in tensors), mask.allowed(at, at))
+    assert_near(whole(tensors, Pairs(mask, at.to(DEVICE), at.to(DEVICE))), want, torch.float32)
+    ids = Mask(documents=(torch.arange(50) // 11) * 2**32 + 5)
+    at = torch.arange(50)
+    want = dense(*(x.double().cpu() for x in tensors), ids.allowed(at, at))
+    got = whole(tensors, Pairs(ids.to(torch.device(DEVICE)), at.to(DEVICE), at.to(DEVICE)))
+    assert_near(got, want, torch.float32)
+
+
+@computes
+def test_shapes_without_rows() -> None:
+    q, k, v, dout, dlse = on_device(inputs((2, 1), 6, 6), torch.float32)
+    at = torch.arange(6, device=DEVICE)
+    for cover in (Band(0, None), Pairs(Mask(), at, at[:0])):
+        got = whole([q, k[:, :, :0], v[:, :, :0], dout, dlse], cover)
+        assert (got["out"] == 0).all() and (got["lse"] == -torch.inf).all() and (got["dq"] == 0).all()
+    for cover in (Band(0, None), Pairs(Mask(), at[:0], at)):
+        got = whole([q[:, :, :0], k, v, dout[:, :, :0], dlse[:, :, :0]], cover)
+        assert got["out"].numel() == 0 and (got["dk"] == 0).all() and (got["dv"] == 0).all()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="this is that run")
+def test_interpreted() -> None:
+    """The tests above, and those of scores, on CPU tensors."""
+    triton, numpy = pytest.importorskip("triton"), pytest.importorskip("numpy")
+    versions = [tuple(int(part) for part in module.__version__.split(".")[:2]) for module in (triton, numpy)]
+    if versions[0] < (3, 7) and versions[1] >= (2, 4):
+        pytest.skip("this interpreter cannot count to a tensor with this NumPy")
+    files = [Path(__file__).with_name(f"test_triton_{name}.py").resolve() for name in ("attention", "scores")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, files)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    passed = re.search(r"(\d+) passed", result.stdout)
+    assert passed and int(passed[1]) > len(MASKS) * len(LAYOUTS), result.stdout
+
+
+def test_what_it_serves() -> None:
+    anything = replace(
+        H200, covers=frozenset({"full", "causal", "window", "pairs"}), head_dim=20, v_head_dim=256,
+        differentiable_lse=True, deterministic=True, min_keys=1,
+    )  # fmt: skip
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        with mock.patch.dict(sys.modules, {"triton": mock.MagicMock()}):
+            assert shortfalls(TRITON.capability, replace(anything, dtype=dtype)) == []
+        for dim in range(1, 257):
+            assert config_for(dtype, dim).forward.q >= 16
+    with mock.patch.dict(sys.modules), mock.patch.object(triton_attention, "find_spec", lambda name: None):
+        sys.modules.pop("triton", None)
+        assert shortfalls(TRITON.capability, anything) == ["package triton (pip install triton)"]
+    assert shortfalls(TRITON.capability, replace(anything, dtype=torch.float64))
+    assert shortfalls(TRITON.capability, replace(anything, device="cpu"))
+
+
+class HopperDriver:
+    """What Triton asks of a driver before it compiles."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+
+COVERS = {
+    "band": lambda at: Band(0, None),
+    "positions": lambda at: Pairs(Mask(), at, at),
+    "documents": lambda at: Pairs(Mask(documents=torch.zeros(1, 300).long(), key_padding=at >= 0), at, at),
+}
+
+
+FEATURES: dict[str, Any] = {
+    "none": {},
+    "softcap": {"softcap": 30.0},
+    "alibi_slopes": {"alibi_slopes": torch.ones(8)},
+    "relative_bias": {"relative_bias": torch.ones(8, 257)},
+    "bias": {"bias": torch.ones(1, 8, 300, 300, dtype=torch.bfloat16)},
+    "dropout": {"dropout_p": 0.1, "dropout_seed": torch.zeros(2).long()},
+}
+HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+SPILLED = {64: 0, 128: 32, 192: 128, 256: 128}
+"""Bytes that kernels without features may spill, by head dim: bases of addresses, read once a block or outside loops.
+
+Blocks that spill nothing were slower.
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
+@pytest.mark.parametrize(
+    ("dtype", "cover", "dims", "feature"),
+    [
+        *((torch.bfloat16, cover, dims, "none") for cover in COVERS for dims in HEAD_DIMS),
+        *((torch.float32, "documents", dims, "none") for dims in HEAD_DIMS),
+        *((torch.bfloat16, "documents", (128, 128), feature) for feature in FEATURES if feature != "none"),
+    ],
+    ids=lambda x: str(x).removeprefix("torch."),
+)  # fmt: skip
+def test_compiles_for_hopper(
+    dtype: torch.dtype, cover: str, dims: tuple[int, int], feature: str, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    """Without a feature, nearly nothing is spilled; products run on tensor cores, copies beside them."""
+    triton = pytest.importorskip("triton")
+    try:
+        assert triton.knobs.nvidia.ptxas.path
+    except RuntimeError:
+        pytest.skip("needs ptxas")
+    from cp_mesh.kernels import triton_backward, triton_forward, triton_visits
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DUMP_PTXAS_LOG", "1")
+    monkeypatch.setattr(triton.runtime.driver, "_active", HopperDriver())
+    compiled: dict[str, list[Any]] = defaultdict(list)
+
+    def compiling(module: Any, name: str) -> None:
+        kernel = getattr(module, name)
+        # neither what was compiled before, nor left for a GPU of another kind
+        monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
+
+        def record(*arguments: Any, **options: Any) -> None:
+            compiled[name].append(kernel.warmup(*arguments, grid=(1,), **options))
+
+        monkeypatch.setattr(module, name, mock.MagicMock(__getitem__=lambda self, grid: record))
+
+    for module in (triton_visits, triton_forward, triton_backward):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            compiling(module, name)
+
+    def empty(heads: int, last: int) -> Tensor:
+        return torch.empty(1, 300, heads, last, dtype=dtype).transpose(1, 2)
+
+    (dim, v_dim), scores = dims, Scores(0.3, **FEATURES[feature])
+    scores = replace(scores, wanted=scores.features & {"alibi_slopes", "relative_bias", "bias"})
+    q, k, v, dout = empty(8, dim), empty(2, dim), empty(2, v_dim), empty(8, v_dim)
+    statistics, what = torch.empty(1, 8, 300), COVERS[cover](torch.arange(300))
+    triton_attention._forward(None, q, k, v, what, scores)
+    triton_attention._backward(None, BackwardTile(dout, q, k, v, None, statistics, statistics, what, scores))
+    assert len(compiled) == (3 if cover == "band" else 5) + (feature == "bias")
+    log = capsys.readouterr().out
+    spills = [int(stored) for stored in re.findall(r"(\d+) bytes spill stores", log)]
+    assert len(spills) >= len({kernel.hash for kernels in compiled.values() for kernel in kernels})
+    if feature == "none":
+        assert max(spills) <= SPILLED[dim], log
+    assert cover == "band" or "__assertfail" in compiled["rows_kernel"][0].asm["ptx"], "positions above 31 bits"
+    for name, kernels in compiled.items():
+        for kernel in kernels:
+            assert kernel.metadata.shared <= 227 << 10, name
+            if dtype == torch.bfloat16 and name not in ("rows_kernel", "blocks_kernel"):
+                assert "wgmma.mma_async" in kernel.asm["ptx"], name
+                assert "cp.async.bulk.tensor" in kernel.asm["ptx"], name
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, allowed: Tensor) -> list[Tensor]:
+    """out, dq, dk, dv by torch operations in the inputs' dtype."""
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
+    scores = (q @ keys.mT * q.shape[3] ** -0.5).masked_fill(~allowed[:, None], -torch.inf)
+    out = scores.softmax(-1) @ values
+    return [out, *torch.autograd.grad(out, (q, k, v), dout)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="for a GPU")
+@pytest.mark.parametrize("layout", ["zigzag", "striped", "shuffled"])
+@pytest.mark.parametrize("mask", ["causal", "window", "documents", "key padding, both ways", "prefix"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("dim", "v_dim"), [(64, 64), (128, 128), (192, 128), (256, 256), (80, 48)])
+def test_error_is_that_of_plain_operations(mask: str, layout: str, dtype: torch.dtype, dim: int, v_dim: int) -> None:
+    S = 1030
+    at = torch.arange(S)
+    options = {"causal": Mask(), "window": Mask(window=(200, None)), "prefix": Mask(prefix=300)}
+    options["documents"] = Mask(documents=torch.stack([at // 300, at // 170]))
+    options["key padding, both ways"] = Mask(causal=False, key_padding=at % 5 != 2)
+    allowed = options[mask].allowed(at, at).cuda()
+    generator = torch.Generator().manual_seed(dim)
+    shapes = ((4, dim), (2, dim), (2, v_dim), (4, v_dim))
+    q, k, v, dout = (torch.randn(2, h, S, d, generator=generator).to("cuda", dtype) for h, d in shapes)
+    out, *gradients = play_ring(TRITON, LAYOUTS[layout](S), options[mask], 4, q, k, v, dout)
+    yardstick = plain(q, k, v, dout, allowed)
+    exact = plain(*(x.double() for x in (q, k, v, dout)), allowed)
+    for name, got, single, want in zip(("out", "dq", "dk", "dv"), (out, *gradients[1:]), yardstick, exact, strict=True):
+        assert got.isfinite().all(), name
+        limit = 1.5 * block_rms(single.double() - want) + 1e-6 * block_rms(want)
+        excess = (block_rms(got.double() - want) / limit).max().item()
+        assert excess <= 1, f"{name}: {excess:.2f} times the allowed error"
+
+
+def gpu_call(cover: Band | Pairs, S: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    generator = torch.Generator("cuda").manual_seed(S)
+
+    def draw(heads: int) -> Tensor:
+        return torch.randn(2, heads, S, 64, device="cuda", generator=generator).to(dtype)
+
+    q, k, v, dout = draw(4), draw(2), draw(2), draw(4)
+    out, lse = triton_attention._forward(None, q, k, v, cover, Scores(0.3))
+    delta = make_delta(dout, out)
+    return [
+        out,
+        lse,
+        *triton_attention._backward(None, BackwardTile(dout, q, k, v, None, lse, delta, cover, Scores(0.3))),
+    ]
+
+
+def gpu_pairs(S: int) -> Pairs:
+    at = torch.randperm(2 * S, generator=torch.Generator().manual_seed(1))[:S].cuda()
+    ids = (torch.arange(2 * S) // 99).cuda()
+    return Pairs(Mask(window=(S, None), documents=ids, key_padding=ids != 4), at, at)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="for a GPU")
+def test_waits_for_nothing_repeats_and_is_captured() -> None:
+    for cover in (Band(-3, 400), gpu_pairs(700)):
+        want = gpu_call(cover, 700)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            again = gpu_call(cover, 700)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert all(torch.equal(a, b) for a, b in zip(want, again, strict=True))
+        q, k, v = (torch.randn(2, heads, 700, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2))
+        alone = triton_attention._forward(None, q, k, v, cover, Scores(0.3))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = triton_attention._forward(None, q, k, v, cover, Scores(0.3))
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(alone, captured, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="for a GPU")
+def test_other_lengths_and_bounds_compile_nothing() -> None:
+    triton = pytest.importorskip("triton")
+    compiled = []
+    for cover in (Band(0, None), gpu_pairs(97)):
+        gpu_call(cover, 97)
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.jit_cache_hook = lambda **what: compiled.append(what["repr"])
+        for cover, S in ((Band(), 1), (Band(1, 16), 160), (gpu_pairs(1), 1), (gpu_pairs(160), 160)):
+            gpu_call(cover, S)
+    assert not compiled

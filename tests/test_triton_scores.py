@@ -1,0 +1,217 @@
+"""Features of scores in the Triton kernels against a dense oracle: interpreted on CPU tensors, or on a GPU."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from cases import gap
+from test_kernels import inputs
+from test_triton_attention import DEVICE, DTYPES, INTERPRETED, SMALL, TOLERANCE, computes
+from torch import Tensor
+
+from cp_mesh.kernels import triton_attention
+from cp_mesh.kernels.contract import Pairs, Scores, make_delta
+from cp_mesh.kernels.merge import BackwardTile
+from cp_mesh.kernels.triton_attention import TRITON
+from cp_mesh.masks import Band, Mask
+
+CONFIG = SMALL if INTERPRETED else None
+NUM_Q, NUM_K, S = (20, 40, 44) if INTERPRETED else (300, 333, 350)
+LEARNED = ("alibi_slopes", "relative_bias", "bias")
+BIAS = (2, 2, NUM_Q, S)
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "softcap": {"softcap": 0.7},
+    "alibi_slopes": {"alibi_slopes": draw(2) / 8},
+    "relative_bias": {"relative_bias": draw(2, 13)},
+    "bias": {"bias": draw(*BIAS)},
+    "dropout": {"dropout_p": 0.3, "dropout_seed": torch.tensor([-(2**40) + 77, 2**33 + 5])},
+}
+assert TRITON.capability.features == set(FEATURES)
+
+
+def rounds(*counter: Tensor, key: tuple[int, int]) -> list[Tensor]:
+    """Philox-4x32-10 (Salmon et al., SC 2011) of 32-bit words in int64."""
+    low = 0xFFFFFFFF
+
+    def multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
+        upper, lower = a * (b >> 16), a * (b & 0xFFFF)
+        return (upper + (lower >> 16)) >> 16, ((upper << 16) + lower) & low
+
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        (high0, low0), (high1, low1) = multiply(0xD2511F53, c0), multiply(0xCD9E8D57, c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
+    return [c0, c1, c2, c3]
+
+
+def test_rounds_are_philox() -> None:
+    """Vectors of Random123."""
+    zero = torch.zeros((), dtype=torch.int64)
+    assert rounds(*(zero,) * 4, key=(0, 0)) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    ones = zero + 0xFFFFFFFF
+    assert rounds(*(ones,) * 4, key=(0xFFFFFFFF,) * 2) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+
+
+def kept(scores: Scores, B: int, H: int, p: Tensor, t: Tensor) -> Tensor:
+    """bool [B, H, Sq, Sk]."""
+    low, (seed, offset) = 0xFFFFFFFF, scores.dropout_seed.tolist()
+    heads = torch.arange(scores.first_head, scores.first_head + H)[None, :, None, None]
+    batch = torch.arange(scores.first_batch, scores.first_batch + B)[:, None, None, None]
+    word = rounds(t, p[:, None], heads, (batch + offset) & low, key=(seed & low, (seed >> 32) & low))[0]
+    return word >= math.floor(scores.dropout_p * 2**32)
+
+
+def dense(tensors: list[Tensor], allowed: Tensor, p: Tensor, t: Tensor, scores: Scores) -> dict[str, Tensor]:
+    """Everything in fp64 by autograd."""
+    q, k, v, dout, dlse = (x.double() for x in tensors)
+    learned = {name: x.double() for name in LEARNED if (x := getattr(scores, name)) is not None}
+    leaves = {"dq": q, "dk": k, "dv": v} | learned
+    for x in leaves.values():
+        x.requires_grad_()
+    B, H, group = *q.shape[:2], q.shape[1] // k.shape[1]
+    x = q @ k.repeat_interleave(group, 1).mT * scores.scale
+    if scores.softcap is not None:
+        x = scores.softcap * torch.tanh(x / scores.softcap)
+    distance = p[:, None] - t
+    if "alibi_slopes" in learned:
+        x = x - learned["alibi_slopes"][:, None, None] * distance.abs()
+    if "relative_bias" in learned:
+        radius = learned["relative_bias"].shape[1] // 2
+        x = x + learned["relative_bias"][:, distance.clamp(-radius, radius) + radius]
+    if "bias" in learned:
+        x = x + learned["bias"][..., t]
+    x = x.masked_fill(~allowed[:, None] | (x == -torch.inf), -torch.inf)
+    lse = torch.logsumexp(x, -1)
+    weights = torch.exp(x - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+    if scores.dropout_p:
+        weights = weights * kept(scores, B, H, p, t) / (1 - scores.dropout_p)
+    out = weights @ v.repeat_interleave(group, 1)
+    gradients = torch.autograd.grad((out, lse), list(leaves.values()), (dout, dlse))
+    return {"out": out, "lse": lse} | dict(zip(leaves, gradients, strict=True))
+
+
+def triton(tensors: list[Tensor], cover: Band | Pairs, scores: Scores) -> dict[str, Tensor]:
+    def move(x: Any) -> Any:
+        return x.to(DEVICE) if isinstance(x, Tensor) else x
+
+    scores = replace(scores, **{name: move(value) for name, value in vars(scores).items()})
+    scores = replace(scores, wanted=frozenset(name for name in LEARNED if getattr(scores, name) is not None))
+    q, k, v, dout, dlse = (x.to(DEVICE) for x in tensors)
+    if isinstance(cover, Pairs):
+        cover = Pairs(cover.mask.to(torch.device(DEVICE)), move(cover.q_pos), move(cover.k_pos))
+    out, lse = triton_attention._forward(CONFIG, q, k, v, cover, scores)
+    tile = BackwardTile(dout, q, k, v, None, lse, make_delta(dout, out, dlse), cover, scores)
+    dq, dk, dv, *more = triton_attention._backward(CONFIG, tile)
+    got = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    assert len(more) == bool(scores.wanted)
+    for name in scores.wanted:
+        got[name] = getattr(more[0], name)
+        assert got[name].dtype == torch.float32 and got[name].shape == getattr(scores, name).shape
+    return {name: x.cpu() for name, x in got.items()}
+
+
+def check(
+    scores: Scores, cover: Band | Pairs, dtype: torch.dtype = torch.float32, heads: tuple[int, int] = (2, 1)
+) -> None:
+    tensors = [x.to(dtype) if i < 4 else x.float() for i, x in enumerate(inputs(heads, NUM_Q, NUM_K, v_dim=4))]
+    rows, columns = torch.arange(NUM_Q), torch.arange(NUM_K)
+    p, t = (cover.q_pos, cover.k_pos) if isinstance(cover, Pairs) else (rows, columns)
+    allowed = cover.allowed(rows, columns)
+    want = dense(tensors, allowed if allowed.ndim == 3 else allowed[None], p, t, scores)
+    for name, x in triton(tensors, cover, scores).items():
+        finite = want[name][want[name].isfinite()].abs()
+        largest = max(1.0, finite.max().item() if finite.numel() else 0.0)
+        assert gap(x, want[name]) <= TOLERANCE[dtype] * largest, name
+
+
+def shuffled(mask: Mask) -> Pairs:
+    order = torch.randperm(S, generator=torch.Generator().manual_seed(3))
+    return Pairs(mask, order[:NUM_Q], order.flip(0)[:NUM_K])
+
+
+def in_order(mask: Mask) -> Pairs:
+    return Pairs(mask, torch.arange(S)[-NUM_Q:], torch.arange(S)[:NUM_K])
+
+
+TOGETHER = [names for n in (1, 2) for names in combinations(FEATURES, n)] + [tuple(FEATURES)]
+
+
+@computes
+@pytest.mark.parametrize("names", TOGETHER, ids="+".join)
+@pytest.mark.parametrize("dtype", DTYPES if not INTERPRETED else [torch.float32], ids=str)
+def test_features_alone_and_together(names: tuple[str, ...], dtype: torch.dtype) -> None:
+    """Masked and unmasked blocks; rows without a key; documents that differ along the batch."""
+    scores = Scores(0.3)
+    for name in names:
+        scores = replace(scores, **FEATURES[name])
+    ids = torch.stack([torch.arange(S) // 15, torch.zeros(S).long()])
+    check(scores, in_order(Mask()) if len(names) == 2 else shuffled(Mask(documents=ids)), dtype)
+
+
+@computes
+@pytest.mark.parametrize("shape", [(b, h, r, S) for b in (1, 2) for h in (1, 2) for r in (1, NUM_Q)], ids=str)
+def test_a_bias_of_any_dims(shape: tuple[int, ...]) -> None:
+    """-inf excludes a pair, and here whole rows and blocks; columns that no key has get a gradient of 0."""
+    bias = draw(*shape).transpose(2, 3).contiguous().transpose(2, 3)
+    bias[..., 7] = -torch.inf
+    bias[:, :1, -1:] = -torch.inf
+    check(Scores(0.3, bias=bias), in_order(Mask(causal=False, window=(20, 9))))
+
+
+@computes
+@pytest.mark.parametrize("radius", [0, 1, 100])
+def test_radii(radius: int) -> None:
+    check(Scores(0.3, relative_bias=draw(2, 2 * radius + 1)), in_order(Mask(causal=False)))
+
+
+@computes
+@pytest.mark.parametrize("scale", [0.3, 0.0, -0.3])
+def test_scales_and_a_softcap_without_positions(scale: float) -> None:
+    check(Scores(scale), Band(-3, 20))
+    check(Scores(scale, softcap=0.5), Band(-3, 20))
+
+
+@computes
+def test_heads_and_batch_rows_are_global() -> None:
+    """For dropout; and each head has its slope and its row of the table."""
+    scores = Scores(0.3, dropout_p=0.5, dropout_seed=torch.tensor([3, 2**32 - 8]), first_head=70000, first_batch=7)
+    check(scores, in_order(Mask()))
+    scores = Scores(0.3, alibi_slopes=draw(4) / 8, relative_bias=draw(4, 7), bias=draw(1, 4, NUM_Q, S))
+    check(scores, shuffled(Mask()), heads=(4, 2))
+    part = scores.heads(2, 4)
+    assert part.first_head == 2 and all(getattr(part, name).shape[name == "bias"] == 2 for name in LEARNED)
+
+
+@computes
+def test_large_positions() -> None:
+    """Distances that fp32 tells apart, at positions that it does not."""
+    start = 2**31 - 200 if INTERPRETED else 2**31 - 2000
+    at = start + torch.arange(max(NUM_Q, NUM_K))
+    cover = Pairs(Mask(), at[:NUM_Q], at[:NUM_K])
+    check(Scores(0.3, alibi_slopes=draw(2) / 8, relative_bias=draw(2, 9), **FEATURES["dropout"]), cover)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="for a GPU")
+@pytest.mark.parametrize("name", sorted(FEATURES))
+def test_gradients_repeat_as_declared(name: str) -> None:
+    tensors = [x.float() for x in inputs((2, 1), NUM_Q, NUM_K, v_dim=4)]
+    runs = [triton(tensors, shuffled(Mask()), replace(Scores(0.3), **FEATURES[name])) for _ in range(5)]
+    reproducible = TRITON.capability.deterministic_features
+    assert reproducible is not None
+    for run in runs[1:]:
+        for key, x in run.items():
+            assert key not in reproducible | {"out", "lse", "dq", "dk", "dv"} or torch.equal(x, runs[0][key]), key
