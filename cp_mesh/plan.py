@@ -11,10 +11,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -38,6 +39,7 @@ from cp_mesh.segments import Segments
 from cp_mesh.transport import TRANSPORTS, make_transport
 from cp_mesh.transport.contract import Transport
 
+Resolved = tuple[Layout, Mask, Schedule, str, int, bool, torch.dtype, dict[Any, list[KernelTile]]]
 METHODS = ("auto", "ring")
 SCORE_OPTIONS = ("softcap", "sinks", "alibi_slopes", "relative_bias", "bias", "dropout_p", "dropout_seed")
 """Names of arguments of `cp_mesh.attention` that change the scores."""
@@ -66,7 +68,7 @@ class Options:
     differentiable_lse: bool = False
 
     def spec(self) -> str:
-        return "|".join(str(getattr(self, field.name)) for field in fields(self))
+        return "|".join(str(getattr(self, item.name)) for item in fields(self))
 
     @classmethod
     @lru_cache(maxsize=256)
@@ -101,6 +103,8 @@ class Plan:
         fetches_queries: whether the backward moves queries and their gradients instead of keys and values.
         gradient_dtype: in which dk and dv travel: as the kernel returned them, if it rounds them and no two of a
             message belong to one row; else the accumulation dtype, so that every sum is rounded once.
+        kept: tiles as kernels are given them, by stage and CUDA stream; shared by the plans of equal calls, so that
+            positions, masks and what kernels prepare of them come to the device once a batch and not once a layer.
     """
 
     options: Options
@@ -115,6 +119,7 @@ class Plan:
     head_chunks: int
     fetches_queries: bool
     gradient_dtype: torch.dtype
+    kept: dict[Any, list[KernelTile]] = field(default_factory=dict)
 
     @property
     def local_tiles(self) -> list[KernelTile]:
@@ -134,7 +139,13 @@ class Plan:
         return closing(make_transport(self.options.transport, self.group, self.schedule, self.device))
 
     def _kernel_tiles(self, tiles: Sequence[Tile], stage: Stage | None, queries: bool) -> list[KernelTile]:
-        return [KernelTile(tile.q, tile.k, self._cover(tile, stage, queries)) for tile in tiles]
+        key = id(stage), queries, _stream(self.device)
+        if (kept := self.kept.get(key)) is not None:
+            return kept
+        made = [KernelTile(tile.q, tile.k, self._cover(tile, stage, queries)) for tile in tiles]
+        if key[2] is not None:
+            self.kept[key] = made
+        return made
 
     def _cover(self, tile: Tile, stage: Stage | None, queries: bool) -> Band | Pairs | Segments:
         if isinstance(tile.cover, Segments) or (isinstance(tile.cover, Band) and not self.scores.needs_positions):
@@ -196,7 +207,7 @@ def make_plan(
         resolve = _resolve_once
     elif all(x is None or x.device.type == "cpu" for x in by_content):  # elsewhere comparing contents would wait
         resolve = _resolve_contents
-    layout, mask, schedule, kernel_name, head_chunks, fetches_queries, gradient_dtype = resolve(
+    layout, mask, schedule, kernel_name, head_chunks, fetches_queries, gradient_dtype, kept = resolve(
         Operand.of(q),
         Operand.of(k),
         Operand.of(v),
@@ -220,6 +231,7 @@ def make_plan(
         head_chunks=head_chunks,
         fetches_queries=fetches_queries,
         gradient_dtype=gradient_dtype,
+        kept=kept,
     )
 
 
@@ -280,6 +292,13 @@ def check_scores(q: Tensor, tensors: Tensors, seq_len: int) -> None:
             raise ArgumentError(describe(name, f"a tensor on {q.device}", x.device, "move it there"))
 
 
+def _stream(device: torch.device) -> int | None:
+    """The CUDA stream that device memory made now belongs to; None if it belongs to a graph that is being captured."""
+    if device.type != "cuda":
+        return 0
+    return None if torch.cuda.is_current_stream_capturing() else torch.cuda.current_stream(device).cuda_stream
+
+
 @dataclass(frozen=True)
 class Operand:
     """What planning reads of a [B, H, S, D] tensor."""
@@ -305,8 +324,8 @@ def _resolve(
     cp_size: int,
     cp_rank: int,
     options: Options,
-) -> tuple[Layout, Mask, Schedule, str, int, bool, torch.dtype]:
-    """Layout, mask, schedule, the kernel's name, and the last three fields of the plan."""
+) -> Resolved:
+    """Layout, mask, schedule, the kernel's name, and the last four fields of the plan."""
     _check_choice("method", options.method, METHODS, "ring", later=("all_gather", "ulysses", "hybrid"))
     _check_choice("transport", options.transport, TRANSPORTS, "functional", later=())
     check_tensors(q, k, v)
@@ -369,7 +388,7 @@ def _resolve(
     # the rows of a bias are those of this rank's queries, and do not travel
     may_fetch_queries = kernel.uses_delta and "bias" not in features
     fetches_queries = may_fetch_queries and _queries_are_fewer(q, k, v, schedule, gradient_dtype)
-    return layout, mask, schedule, kernel.name, head_chunks, fetches_queries, gradient_dtype
+    return layout, mask, schedule, kernel.name, head_chunks, fetches_queries, gradient_dtype, {}
 
 
 _resolve_once = lru_cache(maxsize=256, typed=True)(_resolve)
@@ -393,7 +412,8 @@ class _Content:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Content) or self.tensor.dtype != other.tensor.dtype:
             return False
-        return torch.equal(self.tensor, other.tensor)
+        # NumPy: on one thread, which other processes on the cores do not hold up
+        return np.array_equal(self.tensor.numpy(), other.tensor.numpy())
 
     def keep(self) -> Tensor:
         """A copy of the tensor, by which the key goes from now on: the caller may write to the tensor."""
@@ -410,7 +430,7 @@ def _resolve_contents(
     key_padding: Any,
     index: Any,
     *arguments: Any,
-) -> tuple[Layout, Mask, Schedule, str, int, bool, torch.dtype]:
+) -> Resolved:
     """`_resolve` with documents, key padding and index, as `_Content`."""
     documents, key_padding, index = (
         None if content is None else content.keep() for content in (documents, key_padding, index)

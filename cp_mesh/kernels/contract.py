@@ -12,8 +12,8 @@ in the accumulation dtype (fp64 for fp64 inputs, else fp32); a row with no key h
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Protocol
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,11 +25,15 @@ from cp_mesh.segments import Segments
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """The allowed pairs of a tile that is no band: the mask itself, and the positions of the tile's rows."""
+    """The allowed pairs of a tile that is no band: the mask itself, and the positions of the tile's rows.
+
+    ``kept`` holds what a kernel prepared of them: a plan gives all layers the same object, on one stream.
+    """
 
     mask: Mask
     q_pos: Tensor
     k_pos: Tensor
+    kept: dict[Any, Any] = field(default_factory=dict)
 
     def allowed(self, q_rows: Tensor, k_rows: Tensor) -> Tensor:
         """bool [B or 1, len(q_rows), len(k_rows)] from int64 local indices."""
@@ -135,9 +139,9 @@ class ScoreGradients:
 
     def add_(self, other: ScoreGradients) -> None:
         """Add in place."""
-        for field in fields(self):
-            if (x := getattr(self, field.name)) is not None:
-                x += getattr(other, field.name)
+        for item in fields(self):
+            if (x := getattr(self, item.name)) is not None:
+                x += getattr(other, item.name)
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,6 +28,7 @@ from cp_mesh.masks import Band, Mask
 
 MAX_ROWS = 1 << 30  # of a tile: band bounds and local indices are computed in 32 bits
 LOG2_E = math.log2(math.e)
+MAX_KEPT = 1 << 18  # entries of a list of blocks that is kept for other layers: 1 MiB
 UNLIMITED = (1 << 31) - 1  # a distance: positions are checked to be below it
 
 
@@ -110,7 +111,7 @@ def _forward(
     config = config or config_for(q.dtype, max(q.shape[3], v.shape[3]), bool(scores.features))
     out, lse = _empty_like(q, v.shape[3]), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     with torch.cuda.device_of(q):
-        rows = None if isinstance(cover, Band) else _MaskRows(cover, (config.forward,))
+        rows = None if isinstance(cover, Band) else _mask_rows(cover, (config.forward,))
         _Launch(cover, rows, scores)(forward_kernel, config.forward, (q, k, v), (), (out, lse))
     return out, lse
 
@@ -132,7 +133,7 @@ def _backward(
     read = (t.q, t.k, t.v, t.dout)
     parts = _ScoreParts(scores, t.q, by_query)
     with torch.cuda.device_of(t.q):
-        rows = None if isinstance(cover, Band) else _MaskRows(cover, (by_key, by_query))
+        rows = None if isinstance(cover, Band) else _mask_rows(cover, (by_key, by_query))
         launch = _Launch(cover, rows, scores)
         for written in ((dk, None), (None, dv)) if config.apart else ((dk, dv),):
             launch(key_gradients_kernel, by_key, read, rows_read, written, of_keys=True)
@@ -322,6 +323,14 @@ class _Visits:
     documents: bool
 
 
+def _mask_rows(cover: Pairs, blocks: tuple[Blocks, ...]) -> _MaskRows:
+    """Made once for a cover: it depends on the mask alone, which layers share."""
+    if blocks not in cover.kept:
+        cover.kept[blocks] = _MaskRows(cover, blocks)
+    rows: _MaskRows = cover.kept[blocks]
+    return rows
+
+
 class _MaskRows:
     """A mask read at the rows of a tile, on the device, for kernels of these blocks."""
 
@@ -333,6 +342,7 @@ class _MaskRows:
         self._grain = min(size for block in blocks for size in (block.q, block.k))
         self._num_q, self._num_k = cover.q_pos.numel(), cover.k_pos.numel()
         self._q, self._k = self._read(mask, cover.q_pos, keys=False), self._read(mask, cover.k_pos, keys=True)
+        self._visits: dict[tuple[Blocks, bool], _Visits] = {}
 
     def _read(self, mask: Mask, positions: Tensor, keys: bool) -> dict[str, Tensor]:
         from cp_mesh.kernels.triton_visits import rows_kernel
@@ -379,6 +389,8 @@ class _MaskRows:
 
     def visits(self, blocks: Blocks, keys_inside: bool) -> _Visits:
         """For programs that own blocks of queries and loop over keys, or the reverse."""
+        if (kept := self._visits.get((blocks, keys_inside))) is not None:
+            return kept
         from cp_mesh.kernels.triton_visits import blocks_kernel
 
         (outer, num_outer, outer_rows), (inner, num_inner, inner_rows) = (
@@ -409,7 +421,10 @@ class _MaskRows:
         q, k = self._q, self._k
         ids = (q["ids"], k["ids"]) if self._documents else (q["firsts"], k["firsts"])  # not read
         tensors = (q["firsts"], k["firsts"], k["lasts"], *ids, listed, counts, k["positions"])
-        return _Visits(tensors, self._num_masks, self._documents)
+        visits = _Visits(tensors, self._num_masks, self._documents)
+        if listed.numel() <= MAX_KEPT:
+            self._visits[blocks, keys_inside] = visits
+        return visits
 
 
 def _strides(x: Tensor | None) -> tuple[int, int]:
