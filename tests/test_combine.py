@@ -380,7 +380,7 @@ def compiled_for_hopper(launch: Callable[[], None], kernel_name: str) -> Any:
 
 @pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
 @pytest.mark.parametrize(("count", "dim"), [(2, 128), (MAX_PIECES, 128), (MAX_PIECES, 256), (MAX_PIECES, 80)])
-@pytest.mark.parametrize("kernel", ["merge_kernel", "sum_kernel"])
+@pytest.mark.parametrize("kernel", ["merge_kernel", "merge_kernel with sinks", "sum_kernel"])
 def test_compiles_without_spills(kernel: str, count: int, dim: int, tmp_path: Path, monkeypatch, capsys) -> None:
     triton = pytest.importorskip("triton")
     try:
@@ -396,8 +396,10 @@ def test_compiles_without_spills(kernel: str, count: int, dim: int, tmp_path: Pa
         return torch.empty(1, num_rows, 8, dim, dtype=torch.bfloat16).transpose(1, 2)
 
     pieces = [(7 * i, empty(100 + i), torch.empty(1, 8, 100 + i)) for i in range(count)]
-    if kernel == "merge_kernel":
-        compiled = compiled_for_hopper(lambda: merge_pieces(pieces, empty(200), torch.empty(1, 8, 200)), kernel)
+    if kernel != "sum_kernel":
+        kernel, _, with_sinks = kernel.partition(" ")
+        sinks = torch.empty(8) if with_sinks else None
+        compiled = compiled_for_hopper(lambda: merge_pieces(pieces, empty(200), torch.empty(1, 8, 200), sinks), kernel)
     else:
         compiled = compiled_for_hopper(lambda: sum_pieces([piece[:2] for piece in pieces], empty(200)), kernel)
     ptx = compiled.asm["ptx"]
