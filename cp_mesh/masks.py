@@ -73,8 +73,8 @@ class Mask:
         causal: t <= p, relaxed by ``prefix``.
         window: ``(left, right)`` inclusive distances in tokens, None unlimited: ``p - t <= left``, ``t - p <= right``.
         documents: integer ids [B, S] or [S] of the *whole* sequence in original order, the same on every cp rank:
-            id[p] == id[t]. Ids compare by equality only. On the CPU they let the schedule skip what is masked, and
-            where no id comes back, fast kernels take documents as sequences.
+            id[p] == id[t]. Ids compare by equality only. On the CPU they let the schedule skip what is masked,
+            and fast kernels take them as sequences, unless an id comes back after another.
         key_padding: bool [B, S] or [S] of the whole sequence, True = keep; applies to keys only.
         prefix: keys at positions below it are visible to all queries, whatever ``causal`` says (window still applies).
         length: keys at positions >= length are padding that no query sees. None: there is no padding.
