@@ -24,7 +24,7 @@ import cp_mesh
 
 PACKAGE = Path(cp_mesh.__file__).parent
 MAX_LINES = 600
-MAX_LINES_BELOW_STYLES = 5000  # floors 0 to 3
+MAX_LINES_BELOW_STYLES = 6000  # floors 0 to 3
 MAX_IMPORT_SECONDS = 1.0
 
 FLOORS: dict[str, int] = {
