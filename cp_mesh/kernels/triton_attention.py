@@ -1,12 +1,14 @@
-"""The library's own attention kernel, in Triton: any mask, any layout, any head dims, a gradient of lse, no atomics.
+"""The library's own attention kernel, in Triton: any mask, layout, head dims and features of scores, a gradient of lse.
 
 It reads the mask at the positions of its rows, so it takes windows, documents, key padding, a prefix and permuted
-layouts, and visits no block of pairs that the mask excludes (`cp_mesh.kernels.triton_visits`). The backward
-is two kernels, one that writes dk and dv and one that writes dq; each sums in a fixed order.
+layouts, and visits no block of pairs that the mask excludes (`cp_mesh.kernels.triton_visits`). The backward is a kernel
+that writes dk and dv, one that writes dq and, if asked, one for the gradient of a bias. All sum in a fixed order, but
+for the gradient of a relative bias, which the second adds up atomically, save for the two ends of the table.
 
 Nothing waits for the device. Lengths, bounds, positions and documents are no part of a compiled variant; head dims,
-the group size, dtypes and whether there are positions and documents are. Block sizes are a static table, so that all
-ranks compute alike. A variant must have been compiled before it is captured in a CUDA graph.
+the group size, dtypes, the features of scores, and whether there are positions, documents and aligned rows are. Block
+sizes are a static table, so that all ranks compute alike. A variant must have been compiled before it is captured in a
+CUDA graph.
 """
 
 from __future__ import annotations
@@ -266,8 +268,8 @@ class _Launch:
 
 
 def _describable(x: Tensor) -> bool:
-    """Whether the hardware, which must have the means, can copy blocks of [B, H, S, D] by itself."""
-    if x.is_cuda and torch.cuda.get_device_capability(x.device) < (9, 0):
+    """Whether the hardware is to copy blocks of [B, H, S, D]; for fp32 products, pointers need fewer registers."""
+    if x.element_size() > 2 or (x.is_cuda and torch.cuda.get_device_capability(x.device) < (9, 0)):
         return False
     strides = [stride for stride, size in zip(x.stride()[:3], x.shape, strict=False) if size > 1]
     aligned = x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0 for stride in strides)

@@ -297,7 +297,6 @@ def bias_gradient_kernel(
         firsts, lasts, k_ids = keys_seen(other, num_k, mask_row, lo, hi, pairs, BLOCK_K, PAIRS, DOCUMENTS)
         allowed = allowed_pairs(at[:, None], ids[:, None], firsts[None, :], lasts[None, :], k_ids[None, :], DOCUMENTS)
         rows = first + tl.arange(0, BLOCK_Q)
-        allowed = allowed & (rows < num_q)[:, None]
         if tl.max(tl.max(allowed.to(tl.int32), 1), 0) > 0:
             queries = load(q, q_strides, batch, head, first, num_q, HEAD_DIM, BLOCK_Q, BLOCK_DIM, True)
             keys = load(k, k_strides, batch, kv_head, other, num_k, HEAD_DIM, BLOCK_K, BLOCK_DIM, True)
