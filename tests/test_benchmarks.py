@@ -18,6 +18,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import attention as benchmark  # noqa: E402
 import contestants as field  # noqa: E402
+import planning  # noqa: E402
 import plot  # noqa: E402
 import raw_kernels  # noqa: E402
 import report  # noqa: E402
@@ -161,6 +162,14 @@ def test_floor_has_the_pairs_of_a_zigzag_rank(cp_size: int, monkeypatch: pytest.
             pairs[0] = 0
             run.forward()
             assert pairs[0] == L * L * cp_size // (2 if causal else 1), (causal, rank)
+
+
+def test_planning_counts_what_it_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    planning.main(["--seq-len", "256", "--ranks", "2", "--seeds", "1"])
+    rows = [line.split(",") for line in capsys.readouterr().out.splitlines()]
+    shares = {row[2]: float(row[-1]) for row in rows[1:]}
+    assert list(shares) == ["contiguous", "zigzag", "striped", "balanced"]
+    assert shares["balanced"] <= 1.03 and all(share >= 1 for share in shares.values())
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -90,12 +90,12 @@ class Case:
 
 
 @lru_cache
-def document_lengths(seq_len: int, seed: int = 0) -> tuple[int, ...]:
-    """Lognormal lengths of median 512, capped at a quarter of the sequence, until it is full."""
+def document_lengths(seq_len: int, seed: int = 0, median: float = 512) -> tuple[int, ...]:
+    """Lognormal lengths with sigma 1.5, at most a quarter of the sequence, until it is full."""
     generator = torch.Generator().manual_seed(seed)
     lengths: list[int] = []
     while (left := seq_len - sum(lengths)) > 0:
-        drawn = int(512 * math.exp(1.5 * float(torch.randn((), generator=generator))))
+        drawn = int(median * math.exp(1.5 * float(torch.randn((), generator=generator))))
         lengths.append(max(1, min(drawn, seq_len // 4, left)))
     return tuple(lengths)
 

@@ -11,29 +11,26 @@ is the mean).
 from __future__ import annotations
 
 import argparse
+import sys
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from cp_mesh.balancing import balance
-from cp_mesh.layouts import Contiguous, Layout, Striped, ZigZag
-from cp_mesh.masks import Mask
-from cp_mesh.plan import Options, make_plan
-from cp_mesh.schedule import make_schedule
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).parent)]  # a checkout not installed
+
+from contestants import document_lengths  # noqa: E402
+
+from cp_mesh.balancing import balance  # noqa: E402
+from cp_mesh.layouts import Contiguous, Layout, Striped, ZigZag  # noqa: E402
+from cp_mesh.masks import Mask  # noqa: E402
+from cp_mesh.plan import Options, Tensors, make_plan  # noqa: E402
+from cp_mesh.schedule import make_schedule  # noqa: E402
 
 
-def document_lengths(seq_len: int, median: float = 512, sigma: float = 1.5, seed: int = 0) -> list[int]:
-    """Lognormal lengths, at most a quarter of the sequence, that fill it."""
-    generator, lens, left = torch.Generator().manual_seed(seed), [], seq_len
-    while left:
-        drawn = median * float((sigma * torch.randn((), generator=generator)).exp())
-        lens.append(min(left, max(1, seq_len // 4), max(1, round(drawn))))
-        left -= lens[-1]
-    return lens
-
-
-def document_ids(lens: list[int]) -> Tensor:
+def document_ids(lens: Sequence[int]) -> Tensor:
     """[1, sum of lens]."""
     return torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(lens))[None]
 
@@ -57,22 +54,22 @@ def milliseconds(layout: Layout, mask: Mask, seq_len: int, num_ranks: int) -> li
     options, times = Options(layout.spec(), mask.spec(), 1.0), []
     for _ in range(2):
         begin = time.perf_counter()
-        make_plan(q, q, q, mask.documents, None, layout.tensor, seq_len, OneOf(num_ranks), options)
+        make_plan(q, q, q, Tensors(mask.documents, None, layout.tensor), seq_len, OneOf(num_ranks), options)
         times.append((time.perf_counter() - begin) * 1e3)
     return times
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seq-len", type=int, default=65536)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--median", type=float, default=512)
     parser.add_argument("--seeds", type=int, default=3)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     seq_len, num_ranks = options.seq_len, options.ranks
     print("seed,documents,layout,first ms,later ms,calls,fetched shards,largest share")
     for seed in range(options.seeds):
-        lens = document_lengths(seq_len, options.median, seed=seed)
+        lens = document_lengths(seq_len, seed, options.median)
         mask = Mask(documents=document_ids(lens))
         for layout in (Contiguous(), ZigZag(), Striped(), balance(mask, seq_len, num_ranks)):
             first, later = milliseconds(layout, mask, seq_len, num_ranks)
