@@ -86,5 +86,5 @@ def require_agreement(group: dist.ProcessGroup, fields: Mapping[str, str]) -> No
             shown = "; ".join(f"cp rank {rank}: {value}" for rank, value in enumerate(values))
             raise RankMismatchError(
                 f"attention: expected the same {name} on every cp rank, got {shown}; "
-                "build layout, mask and lengths from one ShardedSequence on every rank"
+                "give every rank equal arguments; one ShardedSequence holds layout and length for all"
             )

@@ -393,7 +393,7 @@ def _score_placements(name: str, x: Tensor, query: DTensor, seq_dim: int) -> tup
 
 def _check_dropout(dropout_p: object, seed: object) -> None:
     if isinstance(dropout_p, bool | Tensor) or not 0 <= dropout_p < 1:  # type: ignore[operator]
-        raise ArgumentError(describe("dropout_p", "a probability below 1", dropout_p, "dropout_p=0.0 drops nothing"))
+        raise ArgumentError(describe("dropout_p", "a probability in [0, 1)", dropout_p, "dropout_p=0.0 drops nothing"))
     if dropout_p and seed is None:
         hint = "pass a number that is equal on all cp ranks and another in every layer and step"
         raise ArgumentError(describe("dropout_seed", "an int or an int64 tensor beside dropout_p", None, hint))

@@ -21,7 +21,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from cp_mesh.errors import UnsupportedError, describe
+from cp_mesh.errors import ArgumentError, UnsupportedError, describe
 from cp_mesh.layouts import Balanced, chunk_bounds
 from cp_mesh.masks import Mask
 
@@ -41,6 +41,7 @@ def balance(mask: Mask, seq_len: int, cp_size: int) -> Balanced:
         A layout with shards of `torch.chunk` sizes: equal where ``cp_size`` divides ``seq_len``.
 
     Raises:
+        ArgumentError: if the documents are not ``seq_len`` tokens.
         UnsupportedError: if the mask has documents on a device, or key padding.
 
     >>> documents = torch.tensor([0] * 8 + [1] * 2 + [2] * 2 + [3] * 4)
@@ -53,6 +54,9 @@ def balance(mask: Mask, seq_len: int, cp_size: int) -> Balanced:
         raise UnsupportedError(
             describe("balance", "a mask of positions and documents on the CPU", what, "documents.cpu(), no padding")
         )
+    if mask.documents is not None and mask.documents.shape[-1] != seq_len:
+        hint = "pass their seq_len"
+        raise ArgumentError(describe("balance: mask.documents", f"{seq_len} tokens", mask.documents.shape[-1], hint))
     bounds, weights = _documents(mask, seq_len), _weights(mask, seq_len)
     work = [0, *weights.cumsum(0).tolist()]
     parts = _light_to_dense([(begin, end) for begin, end in pairwise(bounds) if end > begin], work)

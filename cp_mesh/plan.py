@@ -39,7 +39,7 @@ from cp_mesh.segments import Segments
 from cp_mesh.transport import TRANSPORTS, make_transport
 from cp_mesh.transport.contract import Transport
 
-Resolved = tuple[Layout, Mask, Schedule, str, int, bool, torch.dtype, dict[Any, list[KernelTile]]]
+Resolved = tuple[Layout, Mask, Schedule, str, int, bool, torch.dtype, dict[Any, Any]]
 METHODS = ("auto", "ring")
 SCORE_OPTIONS = ("softcap", "sinks", "alibi_slopes", "relative_bias", "bias", "dropout_p", "dropout_seed")
 """Names of arguments of `cp_mesh.attention` that change the scores."""
@@ -119,7 +119,7 @@ class Plan:
     head_chunks: int
     fetches_queries: bool
     gradient_dtype: torch.dtype
-    kept: dict[Any, list[KernelTile]] = field(default_factory=dict)
+    kept: dict[Any, tuple[Sequence[Tile], list[KernelTile]]] = field(default_factory=dict)
 
     @property
     def local_tiles(self) -> list[KernelTile]:
@@ -139,12 +139,12 @@ class Plan:
         return closing(make_transport(self.options.transport, self.group, self.schedule, self.device))
 
     def _kernel_tiles(self, tiles: Sequence[Tile], stage: Stage | None, queries: bool) -> list[KernelTile]:
-        key = id(stage), queries, _stream(self.device)
-        if (kept := self.kept.get(key)) is not None:
-            return kept
+        key = id(tiles), queries, _stream(self.device)
+        if key in self.kept:
+            return self.kept[key][1]
         made = [KernelTile(tile.q, tile.k, self._cover(tile, stage, queries)) for tile in tiles]
         if key[2] is not None:
-            self.kept[key] = made
+            self.kept[key] = tiles, made  # the tiles are held, so that no others get their id
         return made
 
     def _cover(self, tile: Tile, stage: Stage | None, queries: bool) -> Band | Pairs | Segments:

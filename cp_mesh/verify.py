@@ -23,7 +23,7 @@ from cp_mesh.kernels.contract import Kernel, KernelTile, Pairs, Scores, accumula
 from cp_mesh.kernels.reference import REFERENCE
 from cp_mesh.layouts import Contiguous, Layout, ZigZag
 from cp_mesh.masks import Mask
-from cp_mesh.plan import Options, Tensors, make_plan, make_scores
+from cp_mesh.plan import SCORE_OPTIONS, Options, Tensors, make_plan, make_scores
 from cp_mesh.ring import gradient_of_sinks, include_sinks
 from cp_mesh.schedule import make_schedule
 
@@ -127,6 +127,9 @@ def verify(
     settings: dict[str, Any] = {"layout": layout, "mask": mask, "kernel": kernel, "transport": transport}
     settings |= {"head_chunks": head_chunks, "deterministic": deterministic}
     given = dict(scores or {})
+    if unknown := set(given) - {*SCORE_OPTIONS, "scale"}:
+        names = f"names of scale, {', '.join(SCORE_OPTIONS)}"
+        raise ArgumentError(describe("verify: scores", names, sorted(unknown), "see cp_mesh.attention"))
     if given.get("dropout_p"):
         given["dropout_seed"] = seed_tensor(given.get("dropout_seed", 0), device)
     whole_tensors = {name: x.detach().to(device) for name, x in given.items() if isinstance(x, Tensor)}
@@ -144,7 +147,8 @@ def verify(
     assert isinstance(out, Tensor)
     grads = torch.autograd.grad(out, [*local, *leaves.values()], dout[:, :, rows])
     softcap, dropout_p = given.get("softcap") or 0.0, given.get("dropout_p", 0.0)
-    options = Options(layout.spec(), mask.spec(), head_dim**-0.5, softcap, dropout_p, kernel=kernel)
+    scale = given.get("scale") or head_dim**-0.5
+    options = Options(layout.spec(), mask.spec(), scale, softcap, dropout_p, kernel=kernel)
     tensors = Tensors(mask.documents, mask.key_padding, layout.tensor, **held)
     plan = make_plan(q[:, :, rows], k[:, :, rows], v[:, :, rows], tensors, seq_len, group, options)
     whole_scores = [

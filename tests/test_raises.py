@@ -288,7 +288,7 @@ CASES: dict[str, Case] = {
     "dropout without a seed": refused(ARGUMENT, "dropout_seed", "None", "equal on all cp ranks")(
         lambda: attend(dropout_p=0.1)
     ),
-    "dropout of everything": refused(ARGUMENT, "dropout_p", "a probability below 1", "got 1.0")(
+    "dropout of everything": refused(ARGUMENT, "dropout_p", "a probability in [0, 1)", "got 1.0")(
         lambda: attend(dropout_p=1.0, dropout_seed=1)
     ),
     "negative dropout": refused(ARGUMENT, "dropout_p", "got -0.1")(lambda: attend(dropout_p=-0.1, dropout_seed=1)),

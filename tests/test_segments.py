@@ -365,3 +365,8 @@ def test_fa4_on_gpu(layout: str, condition: str, heads: tuple[int, int]) -> None
         assert x.isfinite().all() and block_rms(single - want).max() <= 2e-2 * block_rms(want).max(), name
         allowed = 1.5 * block_rms(single - want) + 1e-6 * block_rms(want) + 1e-30
         assert (block_rms(x - want) / allowed).max() <= 1, f"{name}: {(block_rms(x - want) / allowed).max():.2f}"
+
+
+def test_balance_wants_all_tokens() -> None:
+    with pytest.raises(cp_mesh.ArgumentError, match="128 tokens, got 24"):
+        cp_mesh.balance(Mask(documents=ids_of([24])), 128, 2)
