@@ -67,7 +67,9 @@ def balance(mask: Mask, seq_len: int, cp_size: int) -> Balanced:
         share = sum(work[end] - work[begin] for begin, end in parts) * (end - begin) / left if left else 0.0
         taken, parts = _take(parts, end - begin, share, work)
         order += _joined(taken)
-    return Balanced(torch.tensor([(begin, end - begin) for begin, end in order], dtype=torch.int64).view(-1, 2))
+    return Balanced(
+        torch.tensor([(begin, end - begin) for begin, end in order], dtype=torch.int64, device="cpu").view(-1, 2)
+    )
 
 
 def _take(parts: list[Part], tokens: int, share: float, work: list[int]) -> tuple[list[Part], list[Part]]:
@@ -164,7 +166,7 @@ def _joined(parts: list[Part]) -> list[Part]:
 
 def _documents(mask: Mask, seq_len: int) -> list[int]:
     """Positions where a document of some batch row begins, and the end."""
-    starts = torch.zeros(seq_len, dtype=torch.bool)
+    starts = torch.zeros(seq_len, dtype=torch.bool, device="cpu")
     starts[:1] = True
     if mask.documents is not None:
         ids = torch.atleast_2d(mask.documents)
@@ -174,14 +176,14 @@ def _documents(mask: Mask, seq_len: int) -> list[int]:
 
 def _weights(mask: Mask, seq_len: int) -> Tensor:
     """Keys that each position sees, over all batch rows: int64 [seq_len]."""
-    position, total = torch.arange(seq_len), torch.zeros(seq_len, dtype=torch.int64)
+    position, total = torch.arange(seq_len, device="cpu"), torch.zeros(seq_len, dtype=torch.int64, device="cpu")
     left, right = mask.window or (None, None)
-    rows = torch.atleast_2d(mask.documents) if mask.documents is not None else torch.zeros(1, seq_len)
+    rows = torch.atleast_2d(mask.documents) if mask.documents is not None else torch.zeros(1, seq_len, device="cpu")
     for ids in rows:
-        new = torch.ones(seq_len, dtype=torch.bool)
+        new = torch.ones(seq_len, dtype=torch.bool, device="cpu")
         new[1:] = ids[1:] != ids[:-1]
         document = new.cumsum(0) - 1
-        edges = torch.cat([new.nonzero().flatten(), torch.tensor([seq_len])])
+        edges = torch.cat([new.nonzero().flatten(), torch.tensor([seq_len], device="cpu")])
         first, last = edges[document], edges[document + 1] - 1
         if mask.length is not None:
             last = last.clamp(max=mask.length - 1)

@@ -263,7 +263,8 @@ class Balanced(Layout):
     table: Tensor | Sequence[Sequence[int]] = field()
 
     def __post_init__(self) -> None:
-        table = torch.as_tensor(self.table).detach().to("cpu", torch.int64, copy=True)
+        given = self.table if isinstance(self.table, Tensor) else torch.tensor(self.table, device="cpu")
+        table = given.detach().to("cpu", torch.int64, copy=True)
         object.__setattr__(self, "table", table)
         begins, order = table[:, 0].sort() if table.ndim == 2 and table.shape[1] == 2 else (None, None)
         if begins is None or not torch.equal(begins, (lens := table[order, 1]).cumsum(0) - lens) or (lens <= 0).any():

@@ -164,7 +164,11 @@ def attention_backward_op(
 
 def _graded(x: Tensor | None, grad: Tensor | None, q: Tensor) -> Tensor:
     """A new tensor: the gradient as the op returns it."""
-    return q.new_empty(0) if x is None or grad is None else grad.to(x.dtype, copy=True)
+    return (
+        q.new_empty(0)
+        if x is None or grad is None
+        else grad.to(x.dtype, copy=True, memory_format=torch.contiguous_format)
+    )
 
 
 @attention_op.register_fake

@@ -148,8 +148,19 @@ class Plan:
         return made
 
     def _cover(self, tile: Tile, stage: Stage | None, queries: bool) -> Band | Pairs | Segments:
-        if isinstance(tile.cover, Segments) or (isinstance(tile.cover, Band) and not self.scores.needs_positions):
+        if isinstance(tile.cover, Band) and not self.scores.needs_positions:
             return tile.cover
+        if _stream(self.device) is None:
+            raise UnsupportedError(
+                describe(
+                    "CUDA graph capture",
+                    "a mask and scores that are said without tensors",
+                    "documents, key padding, a Permuted layout, or scores that read positions",
+                    "these are copied to the device, which a capture cannot do: leave attention out of the graph",
+                )
+            )
+        if isinstance(tile.cover, Segments):  # one for each stream, as its tables on the device belong to one
+            return Segments(tile.cover.blocks, tile.cover.left, tile.cover.right)
         own = self._positions(None)
         fetched = self._positions(stage)
         q_pos, k_pos = (fetched, own) if queries else (own, fetched)
@@ -203,10 +214,10 @@ def make_plan(
     scores = make_scores(options, tensors, accumulation_dtype(q.dtype))
     by_content = tensors.documents, tensors.key_padding, tensors.layout_index
     resolve: Callable[..., Any] = _resolve
-    if all(x is None for x in by_content):
+    if all(x is None for x in by_content) and not scores.needs_positions:
         resolve = _resolve_once
     elif all(x is None or x.device.type == "cpu" for x in by_content):  # elsewhere comparing contents would wait
-        resolve = _resolve_contents
+        resolve = _resolve_contents  # fewer are kept: they hold memory of the device
     layout, mask, schedule, kernel_name, head_chunks, fetches_queries, gradient_dtype, kept = resolve(
         Operand.of(q),
         Operand.of(k),

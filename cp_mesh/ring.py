@@ -114,9 +114,13 @@ def ring_backward(
 
 
 def include_sinks(lse: Tensor, dlse: Tensor | None, sinks: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The lse of all keys and the sink, [B, H, S], and the gradient of lse in units of these smaller probabilities."""
+    """The lse of all keys and the sink, [B, H, S], and the gradient of lse in units of these smaller probabilities.
+
+    Where a sink is above lse by 88 or more (float32), these are 0 in float32, and a gradient of that lse is infinite.
+    """
     if dlse is not None:
-        dlse = torch.where(lse == float("-inf"), 0.0, dlse * (1 + torch.exp(sinks[:, None] - lse)))
+        none = (lse == float("-inf")) | (dlse == 0)  # the factor may be infinite, and 0 times that is NaN
+        dlse = torch.where(none, 0.0, dlse * (1 + torch.exp(sinks[:, None] - lse)))
     return torch.logaddexp(lse, sinks[:, None]), dlse
 
 

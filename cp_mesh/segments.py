@@ -144,7 +144,7 @@ def document_blocks(layout: Layout, mask: Mask, seq_len: int, cp_size: int) -> t
             runs.append((rank, rows[rank], run.start, run.stride, run.length))
             rows[rank] += run.length
     increasing = all(a.bounds()[1] < b.bounds()[0] for shard in shards for a, b in pairwise(shard))
-    table = torch.tensor(runs, dtype=torch.int64).view(-1, 5)
+    table = torch.tensor(runs, dtype=torch.int64, device="cpu").view(-1, 5)
     assert mask.documents is not None
     tables = []
     for ids in torch.atleast_2d(mask.documents):
@@ -167,11 +167,11 @@ def _bands(blocks: Tensor) -> Tensor:
 
 def _document_bounds(ids: Tensor) -> Tensor | None:
     """Where documents begin, and the end: int64 [num_docs + 1]; None if an id comes back after another."""
-    edges = torch.tensor([True]).expand(min(1, len(ids)))
+    edges = torch.tensor([True], device="cpu").expand(min(1, len(ids)))
     begins = torch.cat([edges, ids[1:] != ids[:-1]]).nonzero().flatten()
     if len(ids[begins].unique()) != len(begins):
         return None
-    return torch.cat([begins, torch.tensor([len(ids)])])
+    return torch.cat([begins, torch.tensor([len(ids)], device="cpu")])
 
 
 def _cut_runs(runs: Tensor, bounds: Tensor) -> Tensor:
@@ -265,7 +265,7 @@ def join_full(blocks: Tensor, same: Sequence[int], along: tuple[int, int]) -> Te
         blocks = blocks[blocks[:, column].argsort(stable=True)]
     columns = list(same)
     follows = (blocks[1:, columns] == blocks[:-1, columns]).all(1) & (blocks[1:, begin] == blocks[:-1, end])
-    group = torch.cat([torch.zeros(1, dtype=torch.int64), (~follows).cumsum(0)])
+    group = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), (~follows).cumsum(0)])
     joined = _per_group(group, blocks)
     joined[:, end] = _per_group(group, blocks[:, end], last=True)
     return torch.cat([others, joined])
@@ -284,7 +284,7 @@ def unions(blocks: Iterable[Tensor], cp_size: int, queries: bool) -> list[list[t
     owner = (ranges[:, 0] * cp_size + ranges[:, 1]) * NONE
     begins, order = (owner + ranges[:, 2]).sort()
     ends = (owner + ranges[:, 3])[order].cummax(0).values
-    new = torch.cat([torch.ones(min(1, len(begins)), dtype=torch.bool), begins[1:] > ends[:-1]])
+    new = torch.cat([torch.ones(min(1, len(begins)), dtype=torch.bool, device="cpu"), begins[1:] > ends[:-1]])
     lasts = _per_group(new.cumsum(0), ends, last=True)
     found: list[list[list[tuple[int, int]]]] = [[[] for _ in range(cp_size)] for _ in range(cp_size)]
     for begin, end in zip(begins[new].tolist(), lasts.tolist(), strict=True):
@@ -309,7 +309,8 @@ def place(blocks: Tensor, fetch: Iterable[tuple[int, Iterable]], queries: bool) 
         queries: whether queries are fetched.
     """
     other, begin, end = (RECEIVER, Q, Q_END) if queries else (SOURCE, K, K_END)
-    ranges = torch.tensor([(source, *rows) for source, parts in fetch for rows in parts], dtype=torch.int64).view(-1, 3)
+    rows = [(source, *rows) for source, parts in fetch for rows in parts]
+    ranges = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 3)
     blocks = blocks[torch.isin(blocks[:, other], ranges[:, 0])]
     lens = ranges[:, 2] - ranges[:, 1]
     which = torch.searchsorted(
@@ -337,7 +338,7 @@ def deal(blocks: Sequence[Tensor], queries: bool) -> list[tuple[tuple[int, int],
         for parts in zip_longest(*(_layers(x, queries) for x in chosen), fillvalue=blocks[0].new_empty(0, 4)):
             every = torch.cat(parts)
             (q, k), (q_end, k_end) = every[:, 0::2].amin(0).tolist(), every[:, 1::2].amax(0).tolist()
-            within = tuple(part - torch.tensor([q, q, k, k]) for part in parts)
+            within = tuple(part - torch.tensor([q, q, k, k], device="cpu") for part in parts)
             bounds = (None if bound == NONE else bound for bound in (left, right))
             tiles.append(((q, q_end), (k, k_end), Segments(within, *bounds)))
     return tiles
@@ -376,13 +377,13 @@ def _following(blocks: Tensor) -> Tensor:
 
 def _expand(counts: Tensor) -> tuple[Tensor, Tensor]:
     """For ``counts[i]`` entries of each i: i, and the number of the entry among those of i."""
-    which = torch.repeat_interleave(torch.arange(len(counts)), counts)
-    return which, torch.arange(len(which)) - (counts.cumsum(0) - counts)[which]
+    which = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), counts)
+    return which, torch.arange(len(which), device="cpu") - (counts.cumsum(0) - counts)[which]
 
 
 def _per_group(group: Tensor, values: Tensor, last: bool = False) -> Tensor:
     """The first or last value of each group; groups are numbered in order and contiguous."""
-    edges = torch.ones(len(group), dtype=torch.bool)
+    edges = torch.ones(len(group), dtype=torch.bool, device="cpu")
     if last:
         edges[:-1] = group[1:] != group[:-1]
     else:

@@ -366,8 +366,8 @@ MUTATIONS = [
     Mutation(
         "distances of local rows",
         "plan.py",
-        "not self.scores.needs_positions):\n            return tile.cover\n",
-        "not self.scores.needs_positions):\n            return tile.cover\n"
+        "not self.scores.needs_positions:\n            return tile.cover\n",
+        "not self.scores.needs_positions:\n            return tile.cover\n"
         "        if isinstance(tile.cover, Band):\n"
         "            return Pairs(self._device_mask, torch.arange(*tile.q), torch.arange(*tile.k))\n",
         "scores",

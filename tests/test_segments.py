@@ -370,3 +370,28 @@ def test_fa4_on_gpu(layout: str, condition: str, heads: tuple[int, int]) -> None
 def test_balance_wants_all_tokens() -> None:
     with pytest.raises(cp_mesh.ArgumentError, match="128 tokens, got 24"):
         cp_mesh.balance(Mask(documents=ids_of([24])), 128, 2)
+
+
+def test_planning_stays_on_the_host() -> None:
+    """Whatever the default device is."""
+    mask = Mask(documents=ids_of([5, 6, 13]), length=20)
+    with torch.device("meta"):
+        layout = cp_mesh.balance(mask, 24, 2)
+        for each in (ZigZag(), layout):
+            schedule = make_schedule(each, mask, 24, 2, 1, True)
+            assert schedule.covers and schedule.keys.num_rows <= 24
+
+
+def test_each_stream_has_its_own_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of the device belongs to a stream; a graph's own memory to that graph, so a capture is refused."""
+    ids = ids_of([3, 17, 4])
+    first, again = planned(ids), planned(ids)
+    assert first.local_tiles is again.local_tiles
+    monkeypatch.setattr(plan, "_stream", lambda device: 9)
+    other = planned(ids).local_tiles
+    monkeypatch.setattr(plan, "_stream", lambda device: 0)
+    ours = planned(ids).local_tiles
+    assert all(a.cover is not b.cover for a, b in zip(ours, other, strict=True)) and len(ours)
+    monkeypatch.setattr(plan, "_stream", lambda device: None)
+    with pytest.raises(cp_mesh.UnsupportedError, match="capture"):
+        planned(ids).local_tiles  # noqa: B018
