@@ -262,7 +262,7 @@ class _Launch:
         counts = (q.shape[0], q.shape[1], -(-q.shape[2] // blocks.q))
         others = math.prod(count if own else 1 for own, count in zip(each, counts, strict=True))
         self(
-            kernel, blocks, read, rows, (dbias,), (q.shape[0],), grid=(-(-k.shape[2] // blocks.k), others),
+            kernel, blocks, read, rows, (dbias,), (q.shape[0],), grid=(others, -(-k.shape[2] // blocks.k)),
             EACH_BATCH=each[0], EACH_HEAD=each[1], EACH_ROW=each[2],
         )  # fmt: skip
 

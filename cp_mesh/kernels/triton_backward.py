@@ -275,8 +275,8 @@ def bias_gradient_kernel(
     EACH_BATCH, EACH_HEAD and EACH_ROW tell which dims dbias has. It is not written where no pair is allowed.
     """
     num_blocks = tl.cdiv(num_q, BLOCK_Q)
-    key_block = tl.program_id(0)
-    outer = tl.program_id(1)
+    outer = tl.program_id(0)  # there may be more of them than a grid's second dim takes, 65535
+    key_block = tl.program_id(1)
     first_block = outer % num_blocks if EACH_ROW else 0
     outer = outer // num_blocks if EACH_ROW else outer
     first_head = outer % num_heads if EACH_HEAD else 0
