@@ -43,6 +43,7 @@ Resolved = tuple[Layout, Mask, Schedule, str, int, bool, torch.dtype, dict[Any, 
 METHODS = ("auto", "ring")
 SCORE_OPTIONS = ("softcap", "sinks", "alibi_slopes", "relative_bias", "bias", "dropout_p", "dropout_seed")
 """Names of arguments of `cp_mesh.attention` that change the scores."""
+BANDS = frozenset({"full", "causal", "window"})  # covers that are numbers, of which nothing comes to the device
 CHUNK_BYTES = 512 << 20  # K and V that a rank fetches, for the heads of one chunk
 
 
@@ -150,15 +151,6 @@ class Plan:
     def _cover(self, tile: Tile, stage: Stage | None, queries: bool) -> Band | Pairs | Segments:
         if isinstance(tile.cover, Band) and not self.scores.needs_positions:
             return tile.cover
-        if _stream(self.device) is None:
-            raise UnsupportedError(
-                describe(
-                    "CUDA graph capture",
-                    "a mask and scores that are said without tensors",
-                    "documents, key padding, a Permuted layout, or scores that read positions",
-                    "these are copied to the device, which a capture cannot do: leave attention out of the graph",
-                )
-            )
         if isinstance(tile.cover, Segments):  # one for each stream, as its tables on the device belong to one
             return Segments(tile.cover.blocks, tile.cover.left, tile.cover.right)
         own = self._positions(None)
@@ -229,6 +221,15 @@ def make_plan(
         group.rank(),
         options,
     )
+    if not covers_of(schedule, scores.features) <= BANDS and _stream(q.device) is None:
+        raise UnsupportedError(
+            describe(
+                "CUDA graph capture",
+                "a mask and scores that are said without tensors",
+                "documents, key padding, a Permuted layout, or scores that read positions",
+                "these are copied to the device, which a capture cannot do: leave attention out of the graph",
+            )
+        )
     return Plan(
         options=options,
         layout=layout,

@@ -394,4 +394,4 @@ def test_each_stream_has_its_own_tables(monkeypatch: pytest.MonkeyPatch) -> None
     assert all(a.cover is not b.cover for a, b in zip(ours, other, strict=True)) and len(ours)
     monkeypatch.setattr(plan, "_stream", lambda device: None)
     with pytest.raises(cp_mesh.UnsupportedError, match="capture"):
-        planned(ids).local_tiles  # noqa: B018
+        planned(ids)
