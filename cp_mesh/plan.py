@@ -410,7 +410,7 @@ class _Content:
     """A tensor on the host as a key of a cache: equal keys have equal elements.
 
     Neither identity nor `Tensor._version` would do: NumPy writes to memory that it shares with a tensor unseen, as data
-    loaders do. Comparing is linear in the sequence, about 50 µs for 64K tokens.
+    loaders do. Comparing is linear in the sequence (examples/benchmarks/planning.py).
     """
 
     def __init__(self, tensor: Tensor) -> None:

@@ -108,7 +108,7 @@ class Scores:
 
     def rows(self, begin: int, end: int) -> Scores:
         """Those of the query rows begin to end."""
-        return replace(self, bias=_part(self.bias, 2, begin, end))
+        return self if self.bias is None else replace(self, bias=_part(self.bias, 2, begin, end))
 
 
 def _part(bias: Tensor | None, dim: int, begin: int, end: int) -> Tensor | None:
