@@ -72,7 +72,7 @@ SCORED_CONFIGS = (
 )
 # There are no exact products of fp32 on tensor cores: they are computed in registers, in which small blocks fit.
 FLOAT_CONFIGS = (
-    (64, Config(Blocks(32, 32), Blocks(32, 16), Blocks(32, 32))),
+    (64, Config(Blocks(32, 16), Blocks(32, 16), Blocks(32, 16))),
     (128, Config(Blocks(16, 32, 8), Blocks(16, 32, 8), Blocks(16, 32, 8))),
     (256, Config(Blocks(32, 16, 8), Blocks(16, 32, 8), Blocks(32, 16, 8))),
 )
