@@ -37,6 +37,26 @@ class DenseCore(nn.Module):
         return dense_attention(q, k, v, dense_mask(q.shape[2], documents=documents))[0]
 
 
+class ScoredCore(Core):
+    """With learnable tensors of the scores, of this rank's heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinks, self.slopes = nn.Parameter(torch.empty(H)), nn.Parameter(torch.empty(H))
+        self.table = nn.Parameter(torch.empty(H, 9))
+
+    def scores(self) -> dict[str, Any]:
+        """Options of `cp_mesh.attention` and of `dense_attention`."""
+        return {"sinks": self.sinks, "alibi_slopes": self.slopes, "relative_bias": self.table, "softcap": 2.0}
+
+
+class DenseScoredCore(ScoredCore):
+    """The oracle in its place."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+        return dense_attention(q, k, v, dense_mask(q.shape[2], documents=documents), **self.scores())[0]
+
+
 class Block(nn.Module):
     def __init__(self, core: Callable[[], nn.Module]) -> None:
         super().__init__()

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from model import DenseCore, Model, batch, tensor_parallel_plan
+from model import Core, DenseCore, DenseScoredCore, Model, ScoredCore, batch, tensor_parallel_plan
 from ranks import mesh
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.checkpoint import checkpoint
 
@@ -42,9 +42,10 @@ class Setup:
     S: int = 24
     none_on_first_half: bool = False
     checkpoint: str = "none"
+    scores: bool = False
 
     def __str__(self) -> str:
-        flags = ("fsdp", "sequence_parallel", "documents", "none_on_first_half")
+        flags = ("fsdp", "sequence_parallel", "documents", "none_on_first_half", "scores")
         words = [f"dp{self.dp}-cp{self.cp}-tp{self.tp}", self.layout.spec(), f"S{self.S}"]
         words += [flag for flag in flags if getattr(self, flag)]
         return "-".join(words + [self.checkpoint] * (self.checkpoint != "none"))
@@ -70,6 +71,10 @@ SETUPS = [
     # Recomputation.
     Setup(cp=2, tp=2, checkpoint="full", documents=True),
     Setup(cp=2, tp=2, checkpoint="selective"),
+    # Parameters inside the attention: what a rank finds of their gradients is a sum over its own queries.
+    Setup(cp=4, fsdp=False, scores=True),
+    Setup(dp=2, cp=2, documents=True, scores=True),
+    Setup(cp=2, tp=2, layout=Striped(), S=22, checkpoint="full", scores=True),
 ]
 
 
@@ -86,12 +91,23 @@ def mask(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Ma
     return Mask(documents=documents)
 
 
+def local_scores(core: ScoredCore, *arguments: Tensor | None) -> dict[str, Any]:
+    """Of this rank's heads, as q is."""
+    options = core.scores().items()
+    return {name: value.to_local() if isinstance(value, DTensor) else value for name, value in options}
+
+
 def spread(setup: Setup, axes: DeviceMesh, sequence: ShardedSequence) -> nn.Module:
     """The model over the mesh, in the order of the docs: tp, cp, checkpointing, FSDP."""
-    model = Model()
+    model = Model(ScoredCore if setup.scores else Core)
     if setup.tp > 1:
         cp_mesh.parallelize(model, axes["tp"], tensor_parallel_plan(setup.sequence_parallel))
-    styles = {"": ShardedModel(sequence), "layers.*.core": ContextParallel(sequence, mask=mask)}
+        for layer in model.layers:
+            for name, parameter in list(layer.core.named_parameters()):
+                heads = distribute_tensor(parameter.detach(), axes["tp"], [Shard(0)])
+                layer.core.register_parameter(name, nn.Parameter(heads))
+    core = ContextParallel(sequence, mask=mask, scores=local_scores if setup.scores else None)
+    styles = {"": ShardedModel(sequence), "layers.*.core": core}
     cp_mesh.parallelize(model, axes["cp"], styles)
     if setup.checkpoint != "none":
         options = {"context_fn": cp_mesh.checkpoint_context_fn} if setup.checkpoint == "selective" else {}
@@ -154,7 +170,7 @@ def gradients(rank: int, setup: Setup) -> dict[str, Any]:
 
 def gradients_of_one(setup: Setup) -> dict[str, Any]:
     """The same step of one rank, which imports nothing of cp_mesh."""
-    model, arguments = Model(DenseCore), make_batch(setup)
+    model, arguments = Model(DenseScoredCore if setup.scores else DenseCore), make_batch(setup)
     labels = arguments.pop("labels")
     logits = model(**{"positions": torch.arange(setup.S)} | arguments)
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
