@@ -33,7 +33,7 @@ from cp_mesh.kernels.contract import (
     shortfalls,
 )
 from cp_mesh.layouts import Layout, parse_layout
-from cp_mesh.masks import Band, Mask, parse_mask
+from cp_mesh.masks import PARTIAL, Band, Mask, parse_mask
 from cp_mesh.schedule import Schedule, Stage, Tile, make_schedule
 from cp_mesh.segments import Segments
 from cp_mesh.transport import TRANSPORTS, make_transport
@@ -143,10 +143,15 @@ class Plan:
         key = id(tiles), queries, _stream(self.device)
         if key in self.kept:
             return self.kept[key][1]
-        made = [KernelTile(tile.q, tile.k, self._cover(tile, stage, queries)) for tile in tiles]
+        given = _joined(tiles) if self.kernel.joins and not self._banded(tiles) else tiles
+        made = [KernelTile(tile.q, tile.k, self._cover(tile, stage, queries)) for tile in given]
         if key[2] is not None:
             self.kept[key] = tiles, made  # the tiles are held, so that no others get their id
         return made
+
+    def _banded(self, tiles: Sequence[Tile]) -> bool:
+        """Whether no tile needs its positions."""
+        return not self.scores.needs_positions and all(isinstance(tile.cover, Band) for tile in tiles)
 
     def _cover(self, tile: Tile, stage: Stage | None, queries: bool) -> Band | Pairs | Segments:
         if isinstance(tile.cover, Band) and not self.scores.needs_positions:
@@ -178,6 +183,15 @@ class Plan:
             ]
             self._device_positions[stage] = torch.cat(positions).to(self.device)
         return self._device_positions[stage]
+
+
+def _joined(tiles: Sequence[Tile]) -> list[Tile]:
+    """The smallest tile that holds all of these: what else it holds is not allowed, or they would hold it too."""
+    if not tiles:
+        return []
+    q = min(tile.q[0] for tile in tiles), max(tile.q[1] for tile in tiles)
+    k = min(tile.k[0] for tile in tiles), max(tile.k[1] for tile in tiles)
+    return [Tile(q, k, PARTIAL)]
 
 
 def make_plan(

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,11 +25,13 @@ from test_kernels import BANDS, H200, band_pairs, dense, inputs, run
 from test_kernels_gpu import block_rms, play_ring
 from torch import Tensor
 
-from cp_mesh.kernels import triton_attention
+from cp_mesh.kernels import KERNELS, triton_attention
 from cp_mesh.kernels.contract import KernelTile, Pairs, Scores, make_delta, shortfalls
 from cp_mesh.kernels.merge import BackwardTile
 from cp_mesh.kernels.triton_attention import TRITON, Blocks, Config, config_for, triton_kernel
 from cp_mesh.masks import Band, Mask
+from cp_mesh.plan import Options, Plan, Tensors, make_scores
+from cp_mesh.schedule import make_schedule
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SMALL = Config(Blocks(16, 32), Blocks(32, 16), Blocks(16, 16))
@@ -78,6 +81,39 @@ def test_every_mask_in_every_layout(mask: str, layout: str) -> None:
     kernel = triton_kernel(FEW) if INTERPRETED else TRITON
     got = play_ring(kernel, LAYOUTS[layout](S), make_mask(mask, B, S), cp_size, *args)
     assert_near(dict(zip(NAMES, got, strict=True)), dict(zip(NAMES, want, strict=True)), torch.float32)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "balanced"])
+@pytest.mark.parametrize("mask", ["documents", "key padding", "window"])
+def test_tiles_with_positions_are_one(mask: str, layout: str) -> None:
+    """A kernel that skips blocks by itself is called once a step; bands stay bands for it, and others get all tiles."""
+    S, several = 64, 0
+    what = make_mask(mask, 2, S)
+    options = Options(layout, what.spec(), 1.0)
+    schedule = make_schedule(LAYOUTS[layout](S), what, S, 2, 0)
+    for slopes, kernel in product((None, torch.ones(1)), (TRITON, KERNELS["reference"])):
+        scores = make_scores(options, Tensors(alibi_slopes=slopes), torch.float32)
+        args = (
+            LAYOUTS[layout](S),
+            what,
+            S,
+            schedule,
+            kernel,
+            scores,
+            None,
+            torch.device("cpu"),
+            1,
+            False,
+            torch.float32,
+        )
+        plan = Plan(options, *args)
+        made = [(schedule.local_tiles, plan.local_tiles), *((x.tiles, plan.tiles(x)) for x in schedule.keys.stages)]
+        for tiles, given in made:
+            banded = slopes is None and all(isinstance(tile.cover, Band) for tile in tiles)
+            assert len(given) == (1 if kernel is TRITON and not banded else len(tiles))
+            assert all(isinstance(tile.cover, Band) for tile in given) == banded
+            several += len(tiles) > 1
+    assert several
 
 
 BAND_DTYPES = [(name, dtype) for name in BANDS for dtype in DTYPES if not INTERPRETED or dtype == torch.float32]

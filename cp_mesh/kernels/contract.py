@@ -253,7 +253,8 @@ class Kernel:
 
     The backward is given the *global* lse, that of all keys, and the global out, or delta = rowsum(dout · out) - dlse
     if it ``uses_delta``; so partial gradients add up to the whole. Where a kernel ``rounds``, they come back in the
-    inputs' dtype, else in the accumulation dtype.
+    inputs' dtype, else in the accumulation dtype. A kernel that ``joins`` finds the blocks of `Pairs` that count by
+    itself, so the tiles of a step are given to it as one.
     """
 
     name: str
@@ -262,6 +263,7 @@ class Kernel:
     begin_backward: Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Scores], BackwardPass]
     uses_delta: bool
     rounds: bool
+    joins: bool = False
 
 
 def make_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:

@@ -70,6 +70,7 @@ def merging_kernel(
     squares: bool = False,
     uses_delta: bool = False,
     rounds: bool = True,
+    joins: bool = False,
 ) -> Kernel:
     """A `Kernel` from two functions that compute single tiles.
 
@@ -79,6 +80,7 @@ def merging_kernel(
         squares: give them nothing but full tiles and square causal ones.
         uses_delta: the backward reads delta instead of computing it from out.
         rounds: partial gradients come back in the inputs' dtype, not in the accumulation dtype.
+        joins: the tile functions skip what does not count of `Pairs`, however large and in whatever order.
     """
     prepare: Prepare = _squares if squares else list
 
@@ -90,7 +92,7 @@ def merging_kernel(
     ) -> SummingBackward:
         return SummingBackward(backward, prepare, dout, q, out, lse, delta, scores)
 
-    return Kernel(name, capability, begin_forward, begin_backward, uses_delta, rounds)
+    return Kernel(name, capability, begin_forward, begin_backward, uses_delta, rounds, joins)
 
 
 def _squares(tiles: Sequence[KernelTile]) -> list[KernelTile]:
