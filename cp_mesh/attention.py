@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -166,7 +167,10 @@ def attention(
             and torch.is_grad_enabled()
             and _any_requires_grad(query, key, value, alibi_slopes, relative_bias, bias),
         )
-        if not compiling:  # this Python is traced once only; in compiled code the op makes the same checks, every call
+        # Compiled code traces this Python once only, and there the op makes the same checks, every call. A fake mask has
+        # no content to plan by.
+        contents = tensors.documents, tensors.key_padding, tensors.layout_index
+        if not compiling and not any(isinstance(x, FakeTensor) for x in contents):
             q, k, v = (to_bhsd(_to_local(x.detach()), seq_dim) for x in (query, key, value))
             make_plan(q, k, v, Tensors(*map(_to_local_or_none, tensors)), seq_len, axis.group, options)
     except Exception as error:

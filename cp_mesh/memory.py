@@ -18,6 +18,9 @@ Per row, in one of n head chunks: F = B·(K/n)·(D + Dv) elements of keys and va
 
 Functional collectives have no symmetric memory. They hold the keys of stage s and of the next, packed copies of the
 rows that the next one serves, gradients of stages s - 1 and s on their way, and those that arrived.
+
+Not counted: gradients of the scores' tensors while they are summed in fp32. That of a dense bias is 4 bytes an element
+of the bias, on top of the result.
 """
 
 from __future__ import annotations

@@ -92,8 +92,8 @@ def verify(
         layout, mask, kernel, transport, head_chunks, deterministic: as in `cp_mesh.attention`; prove the settings that
             will train. A mask with tensors needs ``seq_len``, their length.
         scores: options of the scores by their names in `cp_mesh.attention`: softcap, sinks, alibi_slopes,
-            relative_bias, bias, dropout_p, dropout_seed. Tensors are equal on all ranks, a bias is that of the whole
-            sequence, [.., S or 1, S] in original order; their gradients are compared too.
+            relative_bias, bias, dropout_p, dropout_seed (0 if left out). Tensors are equal on all ranks, a bias is that
+            of the whole sequence, [.., S or 1, S] in original order; their gradients are compared too.
         seq_len: tokens in the whole sequence; None: 256 per rank. O(seq_len²) work on every rank.
         batch, num_heads, num_kv_heads, head_dim: sizes of q, k, v.
         dtype: dtype of q, k, v.

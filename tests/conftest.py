@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from interpreted import Interpreted
 from poison import poisoned
 from ranks import Pool
 
@@ -54,6 +55,15 @@ def pool() -> Iterator[Pools]:
     pools = Pools()
     yield pools
     pools.close()
+
+
+@pytest.fixture(scope="session")
+def interpreted(request: pytest.FixtureRequest) -> Iterator[Interpreted]:
+    """``interpreted(file)``; see interpreted.py."""
+    asking = {item.path for item in request.session.items if "interpreted" in getattr(item, "fixturenames", ())}
+    runs = Interpreted(asking)
+    yield runs
+    runs.close()
 
 
 @pytest.fixture(autouse=True)

@@ -6,10 +6,7 @@ With TRITON_INTERPRET=1 the tests of this file run the Triton kernels on CPU ten
 from __future__ import annotations
 
 import math
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,12 +14,12 @@ from unittest import mock
 
 import pytest
 import torch
+from interpreted import INTERPRETED, Interpreted, is_that_run
 from torch import Tensor
 
 from cp_mesh.kernels import combine
 from cp_mesh.kernels.combine import MAX_PIECES, OutputSum, RowSum
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HALF = torch.float16 if INTERPRETED else torch.bfloat16  # numpy, which the interpreter uses, has no bfloat16
 DEVICES = ["cpu"] if INTERPRETED else ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 B, H, S = 2, 3, 70
@@ -325,16 +322,10 @@ def test_which_route_is_taken(device: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="this is that run")
-def test_triton_interpreted() -> None:
+@is_that_run
+def test_triton_interpreted(interpreted: Interpreted) -> None:
     """The tests above, on CPU tensors, by the Triton kernels."""
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).resolve())]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
-    passed = re.search(r"(\d+) passed", result.stdout)
-    assert passed and int(passed[1]) > 2 * 2 * 2 * len(CASES), result.stdout
+    assert interpreted(__file__) > 2 * 2 * 2 * len(CASES)
 
 
 def kernel_types(argument: Any, path: tuple[int, ...], constants: dict, divisible: dict) -> Any:

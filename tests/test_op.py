@@ -115,6 +115,23 @@ def call(*tensors: Tensor, **options: Any) -> Any:
     return attention(*tensors, mesh=mesh((dist.get_world_size(),), ("cp",)), **options)
 
 
+def shapes_of_fakes(rank: int, seq_dim: int) -> list[tuple[int, ...]]:
+    """Of out and of gradients, as tools that estimate memory see them: no mask has a content."""
+    with FakeTensorMode(allow_non_fake_inputs=False):
+        q, k, v = (torch.empty(x.shape, requires_grad=True) for x in inputs(seq_dim, torch.float32)[:3])
+        mask = Mask(documents=torch.arange(S) // 5, key_padding=torch.ones(S, dtype=torch.bool))
+        out = call(q, k, v, seq_dim=seq_dim, seq_len=S, mask=mask)
+        out.sum().backward()
+        return [tuple(x.shape) for x in (out, q.grad, k.grad, v.grad)]
+
+
+@pytest.mark.parametrize("seq_dim", FORMATS)
+def test_masks_of_fakes(pool: Any, seq_dim: int) -> None:
+    q, k, v = inputs(seq_dim, torch.float32)[:3]
+    want = [tuple(x.shape) for x in (q, q, k, v)]
+    assert pool(1).run(shapes_of_fakes, seq_dim) == [want]
+
+
 def expected(*required: str) -> dict[str, Tensor]:
     q, k, v, dout = make_qkv(B, H, K, S, D)
     leaves = {"q": q.requires_grad_(), "k": k.requires_grad_(), "v": v.requires_grad_()}

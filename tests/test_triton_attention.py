@@ -1,14 +1,12 @@
 """The Triton attention kernel against the dense oracle: interpreted on CPU tensors, on a GPU, and compiled for Hopper.
 
-With TRITON_INTERPRET=1 the tests of this file run the kernels on CPU tensors, in small blocks; one test starts that
+With TRITON_INTERPRET=1 the tests of this file run the kernels on CPU tensors, in small blocks; one test awaits that
 run.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from collections import defaultdict
 from dataclasses import replace
@@ -21,6 +19,7 @@ import pytest
 import torch
 from cases import LAYOUTS, MASKS, gap, make_mask, pairs
 from dense import dense_attention, make_qkv
+from interpreted import INTERPRETED, Interpreted, is_that_run
 from test_kernels import BANDS, H200, band_pairs, dense, inputs, run
 from test_kernels_gpu import block_rms, play_ring
 from torch import Tensor
@@ -33,7 +32,6 @@ from cp_mesh.masks import Band, Mask
 from cp_mesh.plan import Options, Plan, Tensors, make_scores
 from cp_mesh.schedule import make_schedule
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SMALL = Config(Blocks(16, 32), Blocks(32, 16), Blocks(16, 16))
 FEW = Config(Blocks(16, 32), Blocks(32, 32), Blocks(32, 16))  # fewer programs, for the largest table
 KERNEL = triton_kernel(SMALL) if INTERPRETED else TRITON
@@ -44,7 +42,7 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 
 computes = (lambda test: test) if INTERPRETED else pytest.mark.gpu
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="for small blocks, which are interpreted")
+small_blocks = pytest.mark.skipif(not INTERPRETED, reason="for small blocks, which are interpreted")
 
 
 def assert_near(got: dict[str, Tensor], want: dict[str, Tensor], dtype: torch.dtype) -> None:
@@ -209,7 +207,7 @@ def excluded(allowed: Tensor, q: int, k: int) -> tuple[Tensor, Tensor]:
     return count(allowed) == 0, count(~allowed) == 0
 
 
-@interpreted
+@small_blocks
 @pytest.mark.parametrize("name", MASKED)
 @pytest.mark.parametrize("stride", [1, 3])
 @pytest.mark.parametrize("keys_inside", [True, False])
@@ -316,20 +314,10 @@ def test_shapes_without_rows() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="this is that run")
-def test_interpreted() -> None:
-    """The tests above, and those of scores, on CPU tensors."""
-    triton, numpy = pytest.importorskip("triton"), pytest.importorskip("numpy")
-    versions = [tuple(int(part) for part in module.__version__.split(".")[:2]) for module in (triton, numpy)]
-    if versions[0] < (3, 7) and versions[1] >= (2, 4):
-        pytest.skip("this interpreter cannot count to a tensor with this NumPy")
-    files = [Path(__file__).with_name(f"test_triton_{name}.py").resolve() for name in ("attention", "scores")]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, files)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
-    passed = re.search(r"(\d+) passed", result.stdout)
-    assert passed and int(passed[1]) > len(MASKS) * len(LAYOUTS), result.stdout
+@is_that_run
+def test_interpreted(interpreted: Interpreted) -> None:
+    """The tests above, on CPU tensors."""
+    assert interpreted(__file__) > len(MASKS) * len(LAYOUTS)
 
 
 def test_what_it_serves() -> None:

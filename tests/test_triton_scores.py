@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from cases import gap
+from interpreted import INTERPRETED, Interpreted, is_that_run
 from test_kernels import inputs
-from test_triton_attention import DEVICE, DTYPES, INTERPRETED, SMALL, TOLERANCE, computes
+from test_triton_attention import DEVICE, DTYPES, SMALL, TOLERANCE, computes
 from torch import Tensor
 
 from cp_mesh.kernels import triton_attention
@@ -215,3 +216,10 @@ def test_gradients_repeat_as_declared(name: str) -> None:
     for run in runs[1:]:
         for key, x in run.items():
             assert key not in reproducible | {"out", "lse", "dq", "dk", "dv"} or torch.equal(x, runs[0][key]), key
+
+
+@pytest.mark.slow
+@is_that_run
+def test_interpreted(interpreted: Interpreted) -> None:
+    """The tests above, on CPU tensors."""
+    assert interpreted(__file__) > 2 * len(FEATURES)
