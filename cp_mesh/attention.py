@@ -167,8 +167,8 @@ def attention(
             and torch.is_grad_enabled()
             and _any_requires_grad(query, key, value, alibi_slopes, relative_bias, bias),
         )
-        # Compiled code traces this Python once only, and there the op makes the same checks, every call. A fake mask has
-        # no content to plan by.
+        # Compiled code traces this Python once only, and there the op makes the same checks, every call. Fakes have no
+        # content to plan by.
         contents = tensors.documents, tensors.key_padding, tensors.layout_index
         if not compiling and not any(isinstance(x, FakeTensor) for x in contents):
             q, k, v = (to_bhsd(_to_local(x.detach()), seq_dim) for x in (query, key, value))

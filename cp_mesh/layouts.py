@@ -266,6 +266,8 @@ class Balanced(Layout):
         given = self.table if isinstance(self.table, Tensor) else torch.tensor(self.table, device="cpu")
         table = given.detach().to("cpu", torch.int64, copy=True)
         object.__setattr__(self, "table", table)
+        if torch.compiler.is_compiling():
+            return  # content is not to be had there; `parse_layout` looks at it
         begins, order = table[:, 0].sort() if table.ndim == 2 and table.shape[1] == 2 else (None, None)
         if begins is None or not torch.equal(begins, (lens := table[order, 1]).cumsum(0) - lens) or (lens <= 0).any():
             raise ArgumentError(
@@ -320,11 +322,14 @@ LAYOUTS: dict[str, type[Layout]] = {
 
 def parse_layout(spec: str, index: Tensor | None = None) -> Layout:
     """Rebuild a layout from its `Layout.spec`, and from its `Layout.tensor` if it has one."""
-    if spec in ("permuted", "balanced"):
-        assert index is not None, f"a {spec} layout travels with its tensor"
+    if spec == "balanced":
+        assert index is not None, "a balanced layout travels with its runs"
+        return Balanced(index)
+    if spec == "permuted":
+        assert index is not None, "a permuted layout travels with its index"
         # validated where the caller made it; sorting it again, every call, is wasted
-        layout = object.__new__(LAYOUTS[spec])
-        object.__setattr__(layout, "index" if spec == "permuted" else "table", index)
+        layout = object.__new__(Permuted)
+        object.__setattr__(layout, "index", index)
         return layout
     name, _, fields = spec.partition(":")
     return LAYOUTS[name](*(int(field) for field in fields.split(",") if field))

@@ -14,6 +14,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -32,6 +33,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from cp_mesh.agreement import announce_refusal, checking
 from cp_mesh.attention import attention, check_placements, check_score_placements, local_scores, wrap
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe
+from cp_mesh.layouts import Layout
 from cp_mesh.masks import Mask
 from cp_mesh.plan import SCORE_OPTIONS
 from cp_mesh.sequence import ShardedSequence
@@ -53,6 +55,15 @@ _OTHER_ATTENTION = (
 _SCORE_OPTIONS = frozenset(SCORE_OPTIONS) - {"dropout_p"}  # which the SDPA call tells
 
 
+@dataclass(frozen=True)
+class _Call:
+    """What one call of an attention core attends with; the mask is that of the padded sequence."""
+
+    sequence: ShardedSequence
+    mask: Mask
+    scores: Mapping[str, Any]
+
+
 class ContextParallel(ParallelStyle):
     """Makes the attention core that it is applied to attend over the whole sequence.
 
@@ -71,6 +82,9 @@ class ContextParallel(ParallelStyle):
             wrapped module and its call arguments that returns them, for tensors: ``scores=lambda core, q, k, v:
             {"sinks": core.sinks}``. It too must depend on these alone. ``dropout_p`` is that of the SDPA call, and
             needs a ``dropout_seed`` here, another in every layer and step; heads are counted from this tp rank's first.
+        layout: for layouts that change with the batch, a function of the wrapped module's call arguments that returns
+            the layout, which must depend on these alone: ``layout=lambda q, k, v, documents, runs: Balanced(runs)``.
+            None: the sequence's. The data, `ShardedModel` and the labels need the same (`ShardedSequence.balanced`).
         kernel, method, transport, head_chunks, deterministic: as in `cp_mesh.attention`.
 
     Raises:
@@ -84,6 +98,7 @@ class ContextParallel(ParallelStyle):
         *,
         mask: Mask | Callable[..., Mask] = Mask(causal=True),  # noqa: B008 - frozen
         scores: Mapping[str, Any] | Callable[..., Mapping[str, Any]] | None = None,
+        layout: Callable[..., Layout] | None = None,
         kernel: str = "auto",
         method: str = "auto",
         transport: str = "auto",
@@ -96,7 +111,7 @@ class ContextParallel(ParallelStyle):
                     "ContextParallel.mask", "a Mask or a function that returns one", type(mask).__name__, "Mask(...)"
                 )
             )
-        self.sequence, self.mask = sequence, mask
+        self.sequence, self.mask, self.layout = sequence, mask, layout
         self.scores = scores if callable(scores) else _check_scores(scores or {})
         self.options: dict[str, Any] = {
             "kernel": kernel,
@@ -117,9 +132,7 @@ class ContextParallel(ParallelStyle):
         # Bound, not a closure over the module: a deep copy of the module must run its own parameters.
         @functools.wraps(type(module).forward)
         def context_parallel_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            interception = _Interception(
-                style, style.mask_of_call(*args, **kwargs), style.scores_of_call(self, *args, **kwargs)
-            )
+            interception = _Interception(style, style.of_call(self, *args, **kwargs))
             inner = self.__dict__.get(_INNER)
             with interception:
                 result = type(self).forward(self, *args, **kwargs) if inner is None else inner(*args, **kwargs)
@@ -137,9 +150,10 @@ class ContextParallel(ParallelStyle):
         module.forward = types.MethodType(context_parallel_forward, module)
         return module
 
-    def mask_of_call(self, *args: Any, **kwargs: Any) -> Mask:
-        """The mask of the padded sequence for one call of the wrapped module, whose arguments these are."""
+    def of_call(self, module: nn.Module, *args: Any, **kwargs: Any) -> _Call:
+        """What one call of the wrapped module attends with; these are its arguments."""
         try:
+            sequence = _with_layout("ContextParallel", self.sequence, self.layout, *args, **kwargs)
             mask = self.mask if isinstance(self.mask, Mask) else self.mask(*args, **kwargs)
             if not isinstance(mask, Mask):
                 raise ArgumentError(
@@ -147,17 +161,8 @@ class ContextParallel(ParallelStyle):
                         "ContextParallel.mask", "a function that returns a Mask", type(mask).__name__, "return one"
                     )
                 )
-            return self.sequence.mask(mask)
-        except Exception as error:
-            self._announce(error)
-            raise
-
-    def scores_of_call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
-        """The options of the scores for one call of the wrapped module, whose arguments these are."""
-        if not callable(self.scores):
-            return self.scores
-        try:
-            return _check_scores(self.scores(module, *args, **kwargs))
+            scores = _check_scores(self.scores(module, *args, **kwargs)) if callable(self.scores) else self.scores
+            return _Call(sequence, sequence.mask(mask), scores)
         except Exception as error:
             self._announce(error)
             raise
@@ -168,8 +173,7 @@ class ContextParallel(ParallelStyle):
 
     def sharded_sdpa(
         self,
-        mask: Mask,
-        scores: Mapping[str, Any],
+        call: _Call,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -182,7 +186,7 @@ class ContextParallel(ParallelStyle):
         """`F.scaled_dot_product_attention` over the whole sequence, for one intercepted call.
 
         Args:
-            mask, scores: the style's for this call.
+            call: the style's for the module's call.
             query, key, value: [B, H or K, S_local, D], plain or DTensors.
             attn_mask, dropout_p, is_causal, scale, enable_gqa: as in `F.scaled_dot_product_attention`.
 
@@ -190,13 +194,13 @@ class ContextParallel(ParallelStyle):
             ArgumentError, UnsupportedError: as in `ContextParallel`; in check mode all ranks hear of it.
         """
         try:
-            self._check_call(mask, scores, query, key, value, attn_mask, is_causal, enable_gqa)
+            self._check_call(call, query, key, value, attn_mask, is_causal, enable_gqa)
         except Exception as error:
             self._announce(error)
             raise
-        sequence, tensors = self.sequence, (query, key, value)
+        sequence, tensors = call.sequence, (query, key, value)
 
-        def call(query: Tensor, key: Tensor, value: Tensor, scores: Mapping[str, Any]) -> Tensor:
+        def attend(query: Tensor, key: Tensor, value: Tensor, scores: Mapping[str, Any]) -> Tensor:
             result = attention(
                 query,
                 key,
@@ -205,7 +209,7 @@ class ContextParallel(ParallelStyle):
                 seq_dim=2,
                 seq_len=sequence.seq_len,
                 layout=sequence.layout,
-                mask=mask,
+                mask=call.mask,
                 scale=scale,
                 dropout_p=dropout_p,
                 **scores,
@@ -215,16 +219,15 @@ class ContextParallel(ParallelStyle):
             return result
 
         if not isinstance(query, DTensor) or _has_axis(query.device_mesh, sequence.mesh):
-            return call(*tensors, scores)
+            return attend(*tensors, call.scores)
         # DTensors over tp alone: the rows of this rank, with heads sharded. No collective runs over their mesh.
         q, k, v = (x.to_local(grad_placements=x.placements) for x in tensors if isinstance(x, DTensor))
-        out = call(q, k, v, local_scores(scores, query, seq_dim=2))
+        out = attend(q, k, v, local_scores(call.scores, query, seq_dim=2))
         return wrap(out, query.device_mesh, query.placements, (*query.shape[:-1], value.shape[-1]))
 
     def _check_call(
         self,
-        mask: Mask,
-        scores: Mapping[str, Any],
+        call: _Call,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -234,17 +237,17 @@ class ContextParallel(ParallelStyle):
     ) -> None:
         if isinstance(query, DTensor) and not _has_axis(query.device_mesh, self.sequence.mesh):
             check_placements(query, key, value, None, seq_dim=2)
-            check_score_placements(scores, query, seq_dim=2)
+            check_score_placements(call.scores, query, seq_dim=2)
         if attn_mask is not None:
             raise UnsupportedError(
                 "ContextParallel: a tensor attn_mask cannot be read on positions; say it as ContextParallel(mask="
                 "Mask(causal=, window=, documents=, key_padding=, prefix=)) and call SDPA without attn_mask"
             )
-        if is_causal != mask.causal:
+        if is_causal != call.mask.causal:
             raise ArgumentError(
                 describe(
                     "is_causal",
-                    f"{mask.causal}, as in the style's mask",
+                    f"{call.mask.causal}, as in the style's mask",
                     is_causal,
                     "make the call and the style agree",
                 )
@@ -258,15 +261,15 @@ class ContextParallel(ParallelStyle):
 class _Interception(TorchFunctionMode):
     """Lives for one forward of one module: turns its SDPA calls into the style's, and counts them."""
 
-    def __init__(self, style: ContextParallel, mask: Mask, scores: Mapping[str, Any]) -> None:
+    def __init__(self, style: ContextParallel, call: _Call) -> None:
         super().__init__()
-        self.style, self.mask, self.scores, self.calls = style, mask, scores, 0
+        self.style, self.call, self.calls = style, call, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             self.calls += 1
-            return self.style.sharded_sdpa(self.mask, self.scores, *args, **kwargs)
+            return self.style.sharded_sdpa(self.call, *args, **kwargs)
         if func in _OTHER_ATTENTION:
             name = getattr(func, "__name__", str(func))
             raise UnsupportedError(
@@ -307,6 +310,8 @@ class ShardedModel(ParallelStyle):
         gather_output: gather the output along dim 1, in original order; otherwise it stays sharded, as the loss wants.
         watch: look for self-attention outside of the plan in the first eager forward. False for models that also attend
             to sequences which are not sharded, such as a vision tower.
+        layout: for layouts that change with the batch, a function of the forward's arguments by name that returns the
+            layout, as the attention styles do: ``layout=lambda runs, **others: Balanced(runs)``. None: the sequence's.
 
     Raises:
         ArgumentError: at application if the module has no such arguments; in the first eager forward, if the model
@@ -321,9 +326,10 @@ class ShardedModel(ParallelStyle):
         positions: str | None = "positions",
         gather_output: bool = False,
         watch: bool = True,
+        layout: Callable[..., Layout] | None = None,
     ) -> None:
         self.sequence, self.inputs, self.positions, self.gather_output = sequence, inputs, positions, gather_output
-        self.watch = watch
+        self.watch, self.layout = watch, layout
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         parameters = inspect.signature(module.forward).parameters
@@ -355,7 +361,7 @@ class ShardedModel(ParallelStyle):
                 )
             return (), style.shard_inputs(given | kwargs)
 
-        def gather_output(_module: nn.Module, _args: tuple, output: Tensor) -> Tensor:
+        def gather_output(_module: nn.Module, _args: tuple, kwargs: dict, output: Tensor) -> Tensor:
             if not isinstance(output, Tensor):
                 raise ArgumentError(
                     describe(
@@ -365,7 +371,7 @@ class ShardedModel(ParallelStyle):
                         "unshard it yourself",
                     )
                 )
-            return style.sequence.unshard(output, dim=1)
+            return style.sequence_of_call(kwargs).unshard(output, dim=1)
 
         # The first eager forward looks for attention that no style made parallel. A mode costs a Python call for every
         # operation, and compiled blocks would be compiled for it anew, so later ones run without.
@@ -389,8 +395,12 @@ class ShardedModel(ParallelStyle):
         module.forward = types.MethodType(watched_forward, module)
         module.register_forward_pre_hook(shard_inputs, with_kwargs=True)
         if self.gather_output:
-            module.register_forward_hook(gather_output)
+            module.register_forward_hook(gather_output, with_kwargs=True)
         return module
+
+    def sequence_of_call(self, arguments: dict[str, Any]) -> ShardedSequence:
+        """The sequence of one forward with these arguments."""
+        return _with_layout("ShardedModel", self.sequence, self.layout, **arguments)
 
     def shard_inputs(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The forward's arguments by name, with this rank's rows of the inputs and with positions."""
@@ -398,16 +408,29 @@ class ShardedModel(ParallelStyle):
         present = [name for name in self.inputs if given.get(name) is not None]
         if not present:
             raise ArgumentError(describe("ShardedModel", f"one of {self.inputs} in the call", list(given), "pass it"))
-        whole = given[present[0]]
+        whole, sequence = given[present[0]], self.sequence_of_call(arguments)
         for name in present:
-            given[name] = self.sequence.shard({name: given[name]}, dim=1)[name]
+            given[name] = sequence.shard({name: given[name]}, dim=1)[name]
         if self.positions is not None:
             ids = given.get(self.positions)
             if ids is None:
-                given[self.positions] = self.sequence.positions(whole.shape[1], device=whole.device)
+                given[self.positions] = sequence.positions(whole.shape[1], device=whole.device)
             else:
-                given[self.positions] = self.sequence.shard({"positions": ids}, dim=ids.ndim - 1)["positions"]
+                given[self.positions] = sequence.shard({"positions": ids}, dim=ids.ndim - 1)["positions"]
         return given
+
+
+def _with_layout(
+    style: str, sequence: ShardedSequence, layout: Callable[..., Layout] | None, *args: Any, **kwargs: Any
+) -> ShardedSequence:
+    """The sequence in the layout that a style's function returns for these arguments."""
+    if layout is None:
+        return sequence
+    if not isinstance(found := layout(*args, **kwargs), Layout):
+        raise ArgumentError(
+            describe(f"{style}.layout", "a function that returns a Layout", type(found).__name__, "return one")
+        )
+    return replace(sequence, layout=found)
 
 
 def parallelize(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> nn.Module:

@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import MappingKey, tree_map_with_path
 
+from cp_mesh.balancing import balance
 from cp_mesh.errors import ArgumentError, describe
-from cp_mesh.layouts import Layout, ZigZag
+from cp_mesh.layouts import Contiguous, Layout, ZigZag
 from cp_mesh.masks import Mask
 
 WHOLE = ("documents", "key_padding", "cu_seqlens")
@@ -79,6 +80,28 @@ class ShardedSequence:
     def seq_len(self) -> int | None:
         """Tokens in the whole sequence with padding, or None if it is read from the tensors."""
         return None if self.length is None else self._sharded_len(self.length)
+
+    def balanced(self, mask: Mask) -> ShardedSequence:
+        """This sequence in the layout in which every rank computes an equal share of one batch's mask.
+
+        Args:
+            mask: of the sequence without padding; its documents, if any, on the CPU.
+
+        Raises:
+            ArgumentError, UnsupportedError: as in `cp_mesh.balance`, and without documents and ``length``.
+
+        Example:
+            >>> packed = sequence.balanced(Mask(documents=documents))  # doctest: +SKIP
+            >>> labels = packed.shard({"labels": labels})["labels"]  # doctest: +SKIP
+            >>> logits = model(tokens, documents=documents, runs=packed.layout.tensor)  # doctest: +SKIP
+        """
+        even = replace(self, layout=Contiguous())  # padded as the new layout will be
+        mask, seq_len = even.mask(mask), even.seq_len
+        if seq_len is None:
+            if mask.documents is None:
+                raise ArgumentError(describe("balanced", "documents, or a sequence with a length", None, "set length="))
+            seq_len = even._sharded_len(mask.documents.shape[-1])
+        return replace(self, layout=balance(mask, seq_len, self.cp_size))
 
     def shard(self, tree: Any, dim: int = 1, *, pad_value: int | None = None) -> Any:
         """This rank's rows of every tensor of a pytree.

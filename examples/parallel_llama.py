@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 
 import torch
 from llama import Llama
@@ -20,7 +21,24 @@ from torch.distributed.tensor.parallel import (
 
 import cp_mesh
 
-LAYOUTS = {"contiguous": cp_mesh.Contiguous(), "zigzag": cp_mesh.ZigZag(), "striped": cp_mesh.Striped()}
+# "balanced" is made anew for every batch; Contiguous pads the sequence as it does.
+LAYOUTS = {
+    "balanced": cp_mesh.Contiguous(),
+    "contiguous": cp_mesh.Contiguous(),
+    "zigzag": cp_mesh.ZigZag(),
+    "striped": cp_mesh.Striped(),
+}
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What goes through the model in the place of documents.
+
+    FSDP2 moves tensors among a model's arguments to the device, where the host does not read them; this it leaves.
+    """
+
+    mask: cp_mesh.Mask
+    layout: cp_mesh.Layout
 
 
 def apply_tensor_parallel(model: Llama, tp: DeviceMesh, sequence_parallel: bool) -> None:
@@ -67,12 +85,18 @@ def apply_context_parallel(model: Llama, cp: DeviceMesh, sequence: cp_mesh.Shard
         sequence: Which rank holds which tokens.
     """
 
-    def mask(q, k, v, documents=None):  # called with what the core is called with
-        return cp_mesh.Mask(causal=True, documents=documents)
+    def mask(q, k, v, packed):  # called with what the core is called with
+        return packed.mask
+
+    def layout(q, k, v, packed):
+        return packed.layout
+
+    def layout_of_inputs(documents, **others):  # called with what the model is called with, by name
+        return documents.layout
 
     plan = {
-        "": cp_mesh.ShardedModel(sequence, inputs=("tokens",), positions="positions"),
-        "layers.*.attention.core": cp_mesh.ContextParallel(sequence, mask=mask),
+        "": cp_mesh.ShardedModel(sequence, inputs=("tokens",), positions="positions", layout=layout_of_inputs),
+        "layers.*.attention.core": cp_mesh.ContextParallel(sequence, mask=mask, layout=layout),
     }
     cp_mesh.parallelize(model, cp, plan)
 

@@ -42,7 +42,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--cp", type=int, default=1, help="context parallel ranks")
     add("--tp", type=int, default=1, help="tensor parallel ranks")
     add("--sequence-parallel", action="store_true", help="with --tp: norms on sequence shards too")
-    add("--layout", choices=("contiguous", "zigzag", "striped"), default="zigzag")
+    add("--layout", choices=("balanced", "contiguous", "striped", "zigzag"), default="zigzag")
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--dim", type=int, default=256)
     add("--layers", type=int, default=4)
@@ -86,7 +86,7 @@ class Setup:
     device: torch.device
     model: Llama
     rows: slice  # of the global batch, for this rank
-    loss: Callable[[Tensor, Tensor], Tensor]  # (logits, labels) -> a share of the mean loss over all tokens
+    share_of_loss: Callable[[dict[str, Tensor]], Tensor]  # of these rows, on the CPU; of the mean over all tokens
     total: Callable[[Tensor], Tensor]  # sum of the shares of all ranks
     world_size: int = 1
     is_first: bool = True
@@ -118,10 +118,12 @@ def plain_setup(args: argparse.Namespace) -> Setup:
     if args.precision == "bf16":
         model.forward = torch.autocast(device.type, torch.bfloat16)(model.forward)
 
-    def loss(logits: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE)
+    def share_of_loss(batch: dict[str, Tensor]) -> Tensor:
+        batch = {name: tensor.to(device) for name, tensor in batch.items()}
+        labels = batch.pop("labels")
+        return F.cross_entropy(model(**batch).flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE)
 
-    return Setup(device, model, slice(None), loss, total=lambda share: share)
+    return Setup(device, model, slice(None), share_of_loss, total=lambda share: share)
 
 
 def mesh_setup(args: argparse.Namespace) -> Setup:
@@ -158,9 +160,13 @@ def mesh_setup(args: argparse.Namespace) -> Setup:
     checkpoint_and_compile(model, args, **{"context_fn": cp_mesh.checkpoint_context_fn} if selective else {})
     parallel.apply_fsdp(model, data, args.precision)
 
-    def loss(logits: Tensor, labels: Tensor) -> Tensor:
-        shard = sequence.shard({"labels": labels})["labels"]
-        return cp_mesh.cross_entropy(logits, shard, data, ignore_index=IGNORE)
+    def share_of_loss(batch: dict[str, Tensor]) -> Tensor:
+        mask = cp_mesh.Mask(documents=batch.pop("documents", None))
+        spread = sequence.balanced(mask) if args.layout == "balanced" else sequence
+        batch = {name: tensor.to(device) for name, tensor in batch.items()}
+        labels = spread.shard({"labels": batch.pop("labels")})["labels"]
+        logits = model(**batch, documents=parallel.Packed(mask, spread.layout))
+        return cp_mesh.cross_entropy(logits, labels, data, ignore_index=IGNORE)
 
     def total(share: Tensor) -> Tensor:
         dist.all_reduce(share, group=data.get_group())
@@ -169,7 +175,13 @@ def mesh_setup(args: argparse.Namespace) -> Setup:
     rows = args.batch_size // dp
     rank = mesh.get_local_rank("dp")
     return Setup(
-        device, model, slice(rank * rows, (rank + 1) * rows), loss, total, world_size, is_first=dist.get_rank() == 0
+        device,
+        model,
+        slice(rank * rows, (rank + 1) * rows),
+        share_of_loss,
+        total,
+        world_size,
+        is_first=dist.get_rank() == 0,
     )
 
 
@@ -233,14 +245,9 @@ def train(args: argparse.Namespace, setup: Setup) -> None:
     )
     first_step = load(args.resume, model, optimizer) if args.resume else 0
 
-    def share_of_loss(batch: dict[str, Tensor]) -> Tensor:
-        batch = {name: tensor.to(device) for name, tensor in batch.items()}
-        labels = batch.pop("labels")
-        return setup.loss(model(**batch), labels)
-
     @torch.no_grad()
     def evaluate() -> float:
-        shares = [share_of_loss(held_out.batch(i, setup.rows)) for i in range(args.eval_batches)]
+        shares = [setup.share_of_loss(held_out.batch(i, setup.rows)) for i in range(args.eval_batches)]
         return setup.total(torch.stack(shares).mean()).item()
 
     table = Table(args.out / "metrics.csv", first_step) if setup.is_first else None
@@ -255,7 +262,7 @@ def train(args: argparse.Namespace, setup: Setup) -> None:
         rate = learning_rate(args, step)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        loss = share_of_loss(training.batch(step, setup.rows))
+        loss = setup.share_of_loss(training.batch(step, setup.rows))
         loss.backward()
         if args.dump and step == first_step:
             for name, parameter in model.named_parameters():

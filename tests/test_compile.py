@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import test_gradients
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
@@ -161,6 +162,37 @@ def blocks(rank: int, cp: int, tp: int, backend: str) -> None:
 @pytest.mark.parametrize(("cp", "tp", "backend"), [(2, 2, "aot_eager"), (1, 2, "inductor")])
 def test_compiled_blocks(pool: Any, cp: int, tp: int, backend: str) -> None:
     pool(cp * tp).run(blocks, cp, tp, backend, timeout=180.0)
+
+
+def packed_blocks(rank: int) -> int:
+    """How often the core was compiled for batches whose masks and layouts travel as objects, with unlike numbers of
+    runs."""
+    axis = mesh((2,), ("cp",))
+    sequence, core = ShardedSequence(axis), Core()
+    style = ContextParallel(sequence, mask=test_gradients.mask, layout=test_gradients.layout_of_core)
+    cp_mesh.parallelize(core, axis, {"": style})
+    counter, runs = CompileCounterWithBackend("aot_eager"), set()
+    compiled = torch.compile(core, backend=counter, fullgraph=True)
+    for seed in range(5):
+        ids = batch(1, S, seed)["documents"]
+        packed = sequence.balanced(Mask(documents=ids))
+        runs.add(len(packed.layout.tensor))
+        whole = make_qkv(1, H, K, S, D)
+        q, k, v, dout = (packed.shard(x, dim=2).requires_grad_() for x in whole)
+        out = compiled(q, k, v, test_gradients.Packed(Mask(documents=ids), packed.layout))
+        out.backward(dout.detach())
+        leaves = [x.detach().requires_grad_() for x in whole[:3]]
+        want, _ = dense_attention(*leaves, dense_mask(S, documents=ids))
+        want.backward(whole[3])
+        torch.testing.assert_close(packed.unshard(out.detach(), dim=2), want.detach(), rtol=1e-10, atol=1e-10)
+        for x, leaf in zip((q, k, v), leaves, strict=True):
+            torch.testing.assert_close(packed.unshard(x.grad, dim=2), leaf.grad, rtol=1e-10, atol=1e-10)
+    assert len(runs) > 1
+    return counter.frame_count
+
+
+def test_layouts_that_change_compile_twice(pool: Any) -> None:
+    assert max(pool(2).run(packed_blocks)) <= 2
 
 
 def whole_model(rank: int, backend: str) -> None:

@@ -21,7 +21,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.checkpoint import checkpoint
 
 import cp_mesh
-from cp_mesh import ContextParallel, Contiguous, Mask, ShardedModel, ShardedSequence, Striped, ZigZag
+from cp_mesh import Balanced, ContextParallel, Contiguous, Mask, ShardedModel, ShardedSequence, Striped, ZigZag
+from cp_mesh.layouts import Layout
 
 B = 4  # rows of all data-parallel ranks
 TOLERANCE = 1e-10  # relative to the largest entry of each parameter's gradient
@@ -43,9 +44,10 @@ class Setup:
     none_on_first_half: bool = False
     checkpoint: str = "none"
     scores: bool = False
+    packed: bool = False  # documents in a layout that is balanced for the batch
 
     def __str__(self) -> str:
-        flags = ("fsdp", "sequence_parallel", "documents", "none_on_first_half", "scores")
+        flags = ("fsdp", "sequence_parallel", "documents", "none_on_first_half", "scores", "packed")
         words = [f"dp{self.dp}-cp{self.cp}-tp{self.tp}", self.layout.spec(), f"S{self.S}"]
         words += [flag for flag in flags if getattr(self, flag)]
         return "-".join(words + [self.checkpoint] * (self.checkpoint != "none"))
@@ -71,6 +73,9 @@ SETUPS = [
     # Recomputation.
     Setup(cp=2, tp=2, checkpoint="full", documents=True),
     Setup(cp=2, tp=2, checkpoint="selective"),
+    # Every batch of a dp rank in a layout of its own; padding, recomputation.
+    Setup(cp=3, S=21, documents=True, packed=True, fsdp=False),
+    Setup(dp=2, cp=2, documents=True, packed=True, checkpoint="full"),
     # Parameters inside the attention: what a rank finds of their gradients is a sum over its own queries.
     Setup(cp=4, fsdp=False, scores=True),
     Setup(dp=2, cp=2, documents=True, scores=True),
@@ -87,8 +92,24 @@ def make_batch(setup: Setup) -> dict[str, Tensor]:
     return whole
 
 
-def mask(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Mask:
-    return Mask(documents=documents)
+@dataclass(frozen=True)
+class Packed:
+    """What travels through the model in the documents' place: FSDP2 leaves it where it is."""
+
+    mask: Mask
+    layout: Layout
+
+
+def mask(q: Tensor, k: Tensor, v: Tensor, documents: Any = None) -> Mask:
+    return documents.mask if isinstance(documents, Packed) else Mask(documents=documents)
+
+
+def layout_of_core(q: Tensor, k: Tensor, v: Tensor, documents: Packed) -> Layout:
+    return documents.layout
+
+
+def layout_of_model(documents: Packed, **others: Any) -> Layout:
+    return documents.layout
 
 
 def local_scores(core: ScoredCore, *arguments: Tensor | None) -> dict[str, Any]:
@@ -106,8 +127,10 @@ def spread(setup: Setup, axes: DeviceMesh, sequence: ShardedSequence) -> nn.Modu
             for name, parameter in list(layer.core.named_parameters()):
                 heads = distribute_tensor(parameter.detach(), axes["tp"], [Shard(0)])
                 layer.core.register_parameter(name, nn.Parameter(heads))
-    core = ContextParallel(sequence, mask=mask, scores=local_scores if setup.scores else None)
-    styles = {"": ShardedModel(sequence), "layers.*.core": core}
+    scores, layout = local_scores if setup.scores else None, layout_of_core if setup.packed else None
+    core = ContextParallel(sequence, mask=mask, scores=scores, layout=layout)
+    root = ShardedModel(sequence, layout=layout_of_model if setup.packed else None)
+    styles = {"": root, "layers.*.core": core}
     cp_mesh.parallelize(model, axes["cp"], styles)
     if setup.checkpoint != "none":
         options = {"context_fn": cp_mesh.checkpoint_context_fn} if setup.checkpoint == "selective" else {}
@@ -153,6 +176,11 @@ def gradients(rank: int, setup: Setup) -> dict[str, Any]:
     model = spread(setup, axes, sequence)
     rows = slice(axes.get_local_rank("dp") * B // setup.dp, (axes.get_local_rank("dp") + 1) * B // setup.dp)
     arguments = {name: tensor[rows] for name, tensor in make_batch(setup).items()}
+    if setup.packed:
+        given = Mask(documents=arguments["documents"])
+        sequence = sequence.balanced(given)
+        assert isinstance(sequence.layout, Balanced) and sequence.seq_len == -(-setup.S // setup.cp) * setup.cp
+        arguments["documents"] = Packed(given, sequence.layout)
     labels = sequence.shard({"labels": arguments.pop("labels")})["labels"]
     loss = cp_mesh.cross_entropy(model(**arguments), labels, data)
     loss.backward()

@@ -1,0 +1,51 @@
+"""Test files run anew with TRITON_INTERPRET=1, where Triton's interpreter runs kernels on CPU tensors.
+
+Such a run is one thread that takes minutes: those that a session will ask for start together, beside the other tests.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+is_that_run = pytest.mark.skipif(INTERPRETED, reason="this is that run")
+
+
+class Interpreted:
+    """Runs of test files; calling it with a file waits for that one's."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._runs = {}
+        for file in files:
+            log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - read when the run has ended
+            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
+            environment = os.environ | {"TRITON_INTERPRET": "1"}
+            self._runs[file] = subprocess.Popen(command, stdout=log, stderr=log, env=environment), log
+
+    def __call__(self, file: str) -> int:
+        """The number of tests that passed; those of this file, which must not have failed."""
+        triton, numpy = pytest.importorskip("triton"), pytest.importorskip("numpy")
+        versions = [tuple(int(part) for part in module.__version__.split(".")[:2]) for module in (triton, numpy)]
+        if versions[0] < (3, 7) and versions[1] >= (2, 4):
+            pytest.skip("this interpreter cannot count to a tensor with this NumPy")
+        run, log = self._runs[Path(file).resolve()]
+        status = run.wait(timeout=1200)
+        log.seek(0)
+        output = log.read()
+        assert status == 0, output
+        passed = re.search(r"(\d+) passed", output)
+        return int(passed[1]) if passed else 0
+
+    def close(self) -> None:
+        for run, log in self._runs.values():
+            run.kill()
+            run.wait()
+            log.close()
