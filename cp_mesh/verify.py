@@ -190,7 +190,8 @@ def verify(
             dist.all_reduce(total, group=group)
         error = (total - want).square().mean().sqrt()
         # They are few numbers, which scatter around the error of one device: that of rounding them comes on top.
-        rounding = torch.finfo(dtype).eps * want.square().mean().sqrt()
+        eps = max(torch.finfo(x).eps for x in (dtype, got.dtype))
+        rounding = eps * want.square().mean().sqrt()
         allowed = torch.full_like(error, 1e-10)
         if dtype != torch.float64:
             allowed = 1.5 * (alone - want).square().mean().sqrt() + rounding

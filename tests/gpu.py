@@ -31,6 +31,7 @@ def commands(gpus: int) -> dict[str, tuple[list[str], dict[str, str], int]]:
         "stream sanitizer": ([*torchrun, str(gpus), races, "--only", "stalled"], {"TORCH_CUDA_SANITIZER": "1"}, 60),
         "memcheck": ([*memcheck, *torchrun, "2", races, "--only", "exceptions"], {}, 240),
         "low precision": ([*torchrun, str(gpus), str(TESTS / "test_gpu.py")], {}, 300),
+        "masks and scores": ([*torchrun, str(gpus), str(TESTS / "test_gpu.py"), "--scores"], {}, 400),
     }
 
 

@@ -1,10 +1,12 @@
 """The low-precision gate: sharding may cost half of one kernel's own rounding error, and no more.
 
-    torchrun --nproc-per-node 2 tests/test_gpu.py     # a table; exits with 1 if any line fails
-    pytest tests/test_gpu.py                          # the same on two GPUs, and a small part of it on the CPU
+    torchrun --nproc-per-node 2 tests/test_gpu.py             # a table; exits with 1 if any line fails
+    torchrun --nproc-per-node 2 tests/test_gpu.py --scores    # that of masks and scores; every backward 20 times
+    pytest tests/test_gpu.py                                  # the same on two GPUs, and a small part of it on the CPU
 
 Errors are RMS over blocks of 128 rows of a head, against fp64, of the sequence in its original order. They are compared
-with those of the same kernel on a mesh of one rank that sees the whole sequence.
+with those of the same kernel on a mesh of one rank that sees the whole sequence. Masks and scores are compared by
+`cp_mesh.verify`, whose rule is the same but for blocks that one device rounded by luck.
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ from torch import Tensor
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # torchrun of a checkout that is not installed
 
-from cp_mesh import Contiguous, Mask, Striped, ZigZag, attention
+from cp_mesh import Contiguous, Mask, Striped, ZigZag, attention, balance, verify
 from cp_mesh.kernels import KERNELS as TABLE
+from cp_mesh.verify import VerificationError
 
 BLOCK = 128
 FACTOR = 1.5
@@ -180,6 +183,151 @@ def line(case: Case, figures: dict[str, tuple[float, float]]) -> str:
     return f"{case}  {ratios}  {'ok' if passes(figures) else 'WRONG'}"
 
 
+@dataclass(frozen=True)
+class Scored:
+    """A mask and features of the scores for `cp_mesh.verify`."""
+
+    kernel: str
+    dtype: str
+    layout: str
+    mask: str
+    features: tuple[str, ...]
+    head_dim: int = 128
+    seq_len: int = 2050
+
+    def __str__(self) -> str:
+        words = "+".join(self.features) or "none"
+        return f"{self.kernel:10}{self.dtype:9} {self.layout:11}{self.mask:10} D{self.head_dim:<4} {words:44}"
+
+
+LEARNED = ("sinks", "alibi_slopes", "relative_bias", "bias")
+FEATURES = ("softcap", *LEARNED, "dropout_p")
+SCORED_HEADS = (8, 2)
+
+
+def scores(case: Scored) -> dict[str, Any]:
+    """The options of the features, equal on every rank."""
+    H, S = SCORED_HEADS[0], case.seq_len
+    generator = torch.Generator().manual_seed(1)
+    given = {
+        "softcap": 5.0,
+        "sinks": torch.randn(H, generator=generator),
+        "alibi_slopes": 2.0 ** -torch.arange(1, H + 1),
+        "relative_bias": torch.randn(H, 129, generator=generator),
+        "bias": torch.randn(1, H, S, S, generator=generator).bfloat16(),
+        "dropout_p": 0.1,
+    }
+    return {name: given[name] for name in case.features}
+
+
+def masks(case: Scored) -> Mask:
+    lens = [1, 17, case.seq_len // 3, 130 if case.seq_len > 1000 else 7, 64]
+    documents = torch.repeat_interleave(torch.arange(6), torch.tensor([*lens, case.seq_len - sum(lens)]))[None]
+    return {
+        "causal": Mask(),
+        "full": Mask(causal=False),
+        "window": Mask(window=(300, None)),
+        "documents": Mask(documents=documents),
+        "padding": Mask(key_padding=torch.arange(case.seq_len) % 7 != 3),
+    }[case.mask]
+
+
+def scored_cases(kernels: tuple[str, ...]) -> Iterator[Scored]:
+    """What a kernel has, alone and all at once."""
+    for kernel in kernels:
+        has = TABLE[kernel].capability
+        known = tuple(x for x in FEATURES if x == "sinks" or x.removesuffix("_p") in has.features)
+        takes = {"causal": "causal", "window": "window", "documents": "segments", "padding": "pairs"}
+        able = [mask for mask, cover in takes.items() if {cover, "pairs"} & set(has.covers)]
+        some = [((), mask, layout) for mask in able for layout in ("zigzag", "striped", "balanced")]
+        some += [((name,), "causal", "zigzag") for name in known]
+        some += [(known, mask, "striped" if mask == "causal" else "balanced") for mask in able if known]
+        for features, mask, layout in some:
+            yield Scored(kernel, "bfloat16", layout, mask, features)
+        yield Scored(kernel, "float16", "zigzag", able[-1], known)
+
+
+def run_scored(rank: int, chosen: list[Scored], echo: bool = False) -> list[tuple[float, str]]:
+    """By case the largest error over what is allowed (inf if none was found), and its line."""
+    axis, results = mesh((dist.get_world_size(),), ("cp",)), []
+    for case in chosen:
+        mask = masks(case)
+        balanced = case.layout == "balanced"
+        layout = (
+            balance(replace(mask, key_padding=None), case.seq_len, axis.size()) if balanced else LAYOUTS[case.layout]
+        )
+        H, K = SCORED_HEADS
+        try:
+            report = verify(
+                axis, layout=layout, mask=mask, scores=scores(case), seq_len=case.seq_len, num_heads=H,
+                num_kv_heads=K, head_dim=case.head_dim, dtype=getattr(torch, case.dtype), kernel=case.kernel,
+            )  # fmt: skip
+        except VerificationError as error:
+            report = error.report
+        worst = max(report.ratios.values())
+        ratios = "  ".join(f"{name} {ratio:4.2f}" for name, ratio in report.ratios.items())
+        results.append((worst, f"{case}  {ratios}  {'ok' if worst <= 1 else 'WRONG'}"))
+        if echo and rank == 0:
+            print(results[-1][1], flush=True)
+    return results
+
+
+def repeats(rank: int, kernel: str, features: tuple[str, ...], times: int) -> bool:
+    """Whether out and every gradient are bitwise the same in each of some runs, between which others run."""
+    on_gpu = device().type == "cuda"
+    case = Scored(
+        kernel, "bfloat16" if on_gpu else "float32", "zigzag", "documents", features, 64, 2050 if on_gpu else 258
+    )
+    axis, dtype = mesh((dist.get_world_size(),), ("cp",)), getattr(torch, case.dtype)
+    rows = ZigZag().positions(case.seq_len, axis.size(), axis.get_local_rank())
+    generator = torch.Generator().manual_seed(2)
+    whole = (torch.randn(B, heads, case.seq_len, 64, generator=generator) for heads in (8, 2, 2, 8))
+    q, k, v, dout = (x[:, :, rows].to(device(), dtype) for x in whole)
+    given = {name: x.to(device()) if isinstance(x, Tensor) else x for name, x in scores(case).items()}
+    if "bias" in given:
+        given["bias"] = given["bias"][:, :, rows.to(device())]
+    seed = {"dropout_seed": 7} if "dropout_p" in given else {}
+    leaves = [x.requires_grad_() for x in (q, k, v, *(x for x in given.values() if isinstance(x, Tensor)))]
+    options = {"layout": ZigZag(), "mask": masks(case), "kernel": kernel, "deterministic": True} | seed
+
+    def run() -> list[Tensor]:
+        out = attention(q, k, v, mesh=axis, seq_len=case.seq_len, **given, **options)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    first, same = run(), True
+    for _ in range(times - 1):
+        attention(k.detach(), k.detach(), v.detach(), mesh=axis, seq_len=case.seq_len, kernel=kernel)
+        same &= all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
+    return same
+
+
+REPEATED = [(), ("softcap", "sinks"), ("alibi_slopes",), ("bias", "dropout_p")]
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("kernel", ["cudnn", "triton", *FLASH])
+def test_masks_and_scores(pool: Any, kernel: str) -> None:
+    results, *_ = pool(2, "nccl").run(run_scored, list(scored_cases((kernel,))), timeout=600.0)
+    assert not (wrong := [line for worst, line in results if not worst <= 1]), "\n".join(wrong)
+
+
+def test_masks_and_scores_on_the_cpu(pool: Any) -> None:
+    chosen = [replace(case, head_dim=16, seq_len=258) for case in scored_cases(("reference",))]
+    chosen += [Scored("cpu_flash", "bfloat16", "zigzag", "causal", ("sinks",), 16, 258)]
+    results, *_ = pool(2).run(run_scored, chosen)
+    assert not (wrong := [line for worst, line in results if not worst <= 1]), "\n".join(wrong)
+
+
+def test_backward_repeats_on_the_cpu(pool: Any) -> None:
+    assert all(pool(2).run(repeats, "reference", ("softcap", "bias", "dropout_p"), 3))
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("features", REPEATED, ids="+".join)
+def test_deterministic_backward_repeats(pool: Any, features: tuple[str, ...]) -> None:
+    assert all(pool(2, "nccl").run(repeats, "triton", features, 20))
+
+
 @pytest.mark.multigpu
 @pytest.mark.parametrize(("kernel", "dtype"), KERNELS["cuda"])
 def test_low_precision_gate(pool: Any, kernel: str, dtype: str) -> None:
@@ -206,6 +354,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if on_gpu else "cpu")
     parser.add_argument("--kernel", help="only this one")
     parser.add_argument("--seq-len", nargs="+", type=int, default=LENGTHS)
+    parser.add_argument("--scores", action="store_true", help="masks and scores instead")
     args = parser.parse_args()
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -217,8 +366,20 @@ def main() -> None:
         hardware = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
         print(f"{dist.get_world_size()} ranks on {hardware}, torch {torch.__version__}")
         print(f"Worst block's error over that of one rank; allowed is {FACTOR}, plus {FP32_ROUNDING} of the signal.")
-    results = run_gate(rank, chosen, echo=True)
-    num_wrong = sum(not passes(figures) for figures in results)
+    if args.scores:
+        wanted = ("cudnn", "triton", *FLASH) if args.device == "cuda" else ("cpu_flash", "reference")
+        listed = list(scored_cases(tuple(x for x in wanted if args.kernel in (None, x))))
+        listed = [replace(case, seq_len=max(args.seq_len)) for case in listed]
+        results: list[Any] = run_scored(rank, listed, echo=True)
+        num_wrong = sum(not worst <= 1 for worst, _ in results)
+        for features in REPEATED:
+            results.append(repeats(rank, "triton" if args.device == "cuda" else "reference", features, 20))
+            num_wrong += not results[-1]
+            if rank == 0:
+                print(f"20 deterministic runs, {'+'.join(features) or 'none'}: {'equal' if results[-1] else 'WRONG'}")
+    else:
+        results = run_gate(rank, chosen, echo=True)
+        num_wrong = sum(not passes(figures) for figures in results)
     if rank == 0:
         print(f"{len(results) - num_wrong} of {len(results)} cases passed")
     dist.barrier()
