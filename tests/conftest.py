@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from hopper import Hopper
 from interpreted import Interpreted
 from poison import poisoned
 from ranks import Pool
@@ -64,6 +66,12 @@ def interpreted(request: pytest.FixtureRequest) -> Iterator[Interpreted]:
     runs = Interpreted(asking)
     yield runs
     runs.close()
+
+
+@pytest.fixture
+def hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Hopper:
+    """``hopper(launch, *modules)``; see hopper.py."""
+    return Hopper(tmp_path, monkeypatch, capsys)
 
 
 @pytest.fixture(autouse=True)

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from hopper import Hopper
 from interpreted import INTERPRETED, Interpreted, is_that_run
 from torch import Tensor
 
@@ -328,74 +326,28 @@ def test_triton_interpreted(interpreted: Interpreted) -> None:
     assert interpreted(__file__) > 2 * 2 * 2 * len(CASES)
 
 
-def kernel_types(argument: Any, path: tuple[int, ...], constants: dict, divisible: dict) -> Any:
-    """What Triton derives from an argument when it compiles a launch; tensors start at multiples of 16 bytes."""
-    if isinstance(argument, tuple):
-        return tuple(kernel_types(item, (*path, i), constants, divisible) for i, item in enumerate(argument))
-    if isinstance(argument, Tensor):
-        divisible[path] = [["tt.divisibility", 16]]
-        return {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[argument.dtype]
-    if argument is None or argument == 1:
-        constants[path] = argument
-        return "constexpr"
-    if argument % 16 == 0:
-        divisible[path] = [["tt.divisibility", 16]]
-    return "i32" if argument < 2**31 else "i64"
-
-
-def compiled_for_hopper(launch: Callable[[], None], kernel_name: str) -> Any:
-    """The kernel of a launch compiled for sm_90, not run."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    from cp_mesh.kernels import combine_triton
-
-    kernel, compiled = getattr(combine_triton, kernel_name), []
-
-    def record(*arguments: Any, num_warps: int, **sizes: Any) -> None:
-        names, constants, divisible = kernel.arg_names, {}, {}
-        types = {
-            name: "i32" if name.startswith("num_") else kernel_types(argument, (index,), constants, divisible)
-            for index, (name, argument) in enumerate(zip(names, arguments, strict=False))
-        }
-        types |= dict.fromkeys(sizes, "constexpr")
-        constants |= {(names.index(name),): size for name, size in sizes.items()}
-        source = triton.compiler.ASTSource(kernel, types, constants, divisible)
-        target = GPUTarget("cuda", 90, 32)
-        compiled.append(triton.compile(source, target=target, options={"num_warps": num_warps}))
-
-    with mock.patch.object(combine_triton, kernel_name, mock.MagicMock(__getitem__=lambda self, grid: record)):
-        launch()
-    return compiled[0]
-
-
 @pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
 @pytest.mark.parametrize(("count", "dim"), [(2, 128), (MAX_PIECES, 128), (MAX_PIECES, 256), (MAX_PIECES, 80)])
 @pytest.mark.parametrize("kernel", ["merge_kernel", "merge_kernel with sinks", "sum_kernel"])
-def test_compiles_without_spills(kernel: str, count: int, dim: int, tmp_path: Path, monkeypatch, capsys) -> None:
-    triton = pytest.importorskip("triton")
-    try:
-        assert triton.knobs.nvidia.ptxas.path
-    except RuntimeError:
-        pytest.skip("needs ptxas")
-    from cp_mesh.kernels.combine_triton import merge_pieces, sum_pieces
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("TRITON_DUMP_PTXAS_LOG", "1")
+def test_compiles_without_spills(kernel: str, count: int, dim: int, hopper: Hopper) -> None:
+    from cp_mesh.kernels import combine_triton
 
     def empty(num_rows: int) -> Tensor:
         return torch.empty(1, num_rows, 8, dim, dtype=torch.bfloat16).transpose(1, 2)
 
     pieces = [(7 * i, empty(100 + i), torch.empty(1, 8, 100 + i)) for i in range(count)]
-    if kernel != "sum_kernel":
-        kernel, _, with_sinks = kernel.partition(" ")
-        sinks = torch.empty(8) if with_sinks else None
-        compiled = compiled_for_hopper(lambda: merge_pieces(pieces, empty(200), torch.empty(1, 8, 200), sinks), kernel)
-    else:
-        compiled = compiled_for_hopper(lambda: sum_pieces([piece[:2] for piece in pieces], empty(200)), kernel)
+
+    def launch() -> None:
+        if kernel == "sum_kernel":
+            combine_triton.sum_pieces([piece[:2] for piece in pieces], empty(200))
+        else:
+            sinks = torch.empty(8) if "sinks" in kernel else None
+            combine_triton.merge_pieces(pieces, empty(200), torch.empty(1, 8, 200), sinks)
+
+    done = hopper(launch, combine_triton)
+    ((compiled,),) = done.kernels.values()
     ptx = compiled.asm["ptx"]
-    report = capsys.readouterr().out
-    assert "0 bytes spill stores, 0 bytes spill loads" in report, report
+    assert done.spills == [0], done.log
     # All of bf16 moves 16 bytes at a time: 128 threads cover 4096 elements with four loads each.
     assert len(re.findall(r"ld\.global[.\w]*\.v4\.b32", ptx)) == 4 * count
     assert len(re.findall(r"st\.global[.\w]*\.v4\.b32", ptx)) == 4

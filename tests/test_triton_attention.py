@@ -6,12 +6,9 @@ run.
 
 from __future__ import annotations
 
-import re
 import sys
-from collections import defaultdict
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,6 +16,7 @@ import pytest
 import torch
 from cases import LAYOUTS, MASKS, gap, make_mask, pairs
 from dense import dense_attention, make_qkv
+from hopper import Hopper
 from interpreted import INTERPRETED, Interpreted, is_that_run
 from test_kernels import BANDS, H200, band_pairs, dense, inputs, run
 from test_kernels_gpu import block_rms, play_ring
@@ -337,21 +335,6 @@ def test_what_it_serves() -> None:
     assert shortfalls(TRITON.capability, replace(anything, device="cpu"))
 
 
-class HopperDriver:
-    """What Triton asks of a driver before it compiles."""
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
-
-
 COVERS = {
     "band": lambda at: Band(0, None),
     "positions": lambda at: Pairs(Mask(), at, at),
@@ -387,34 +370,10 @@ Blocks that spill nothing were slower.
     ids=lambda x: str(x).removeprefix("torch."),
 )  # fmt: skip
 def test_compiles_for_hopper(
-    dtype: torch.dtype, cover: str, dims: tuple[int, int], feature: str, tmp_path: Path, monkeypatch, capsys
+    dtype: torch.dtype, cover: str, dims: tuple[int, int], feature: str, hopper: Hopper
 ) -> None:
     """Without a feature, nearly nothing is spilled; products run on tensor cores, copies beside them."""
-    triton = pytest.importorskip("triton")
-    try:
-        assert triton.knobs.nvidia.ptxas.path
-    except RuntimeError:
-        pytest.skip("needs ptxas")
     from cp_mesh.kernels import triton_backward, triton_forward, triton_visits
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("TRITON_DUMP_PTXAS_LOG", "1")
-    monkeypatch.setattr(triton.runtime.driver, "_active", HopperDriver())
-    compiled: dict[str, list[Any]] = defaultdict(list)
-
-    def compiling(module: Any, name: str) -> None:
-        kernel = getattr(module, name)
-        # neither what was compiled before, nor left for a GPU of another kind
-        monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
-
-        def record(*arguments: Any, **options: Any) -> None:
-            compiled[name].append(kernel.warmup(*arguments, grid=(1,), **options))
-
-        monkeypatch.setattr(module, name, mock.MagicMock(__getitem__=lambda self, grid: record))
-
-    for module in (triton_visits, triton_forward, triton_backward):
-        for name in [name for name in vars(module) if name.endswith("_kernel")]:
-            compiling(module, name)
 
     def empty(heads: int, last: int) -> Tensor:
         return torch.empty(1, 300, heads, last, dtype=dtype).transpose(1, 2)
@@ -423,16 +382,20 @@ def test_compiles_for_hopper(
     scores = replace(scores, wanted=scores.features & {"alibi_slopes", "relative_bias", "bias"})
     q, k, v, dout = empty(8, dim), empty(2, dim), empty(2, v_dim), empty(8, v_dim)
     statistics, what = torch.empty(1, 8, 300), COVERS[cover](torch.arange(300))
-    triton_attention._forward(None, q, k, v, what, scores)
-    triton_attention._backward(None, BackwardTile(dout, q, k, v, None, statistics, statistics, what, scores))
-    assert len(compiled) == (3 if cover == "band" else 5) + (feature == "bias")
-    log = capsys.readouterr().out
-    spills = [int(stored) for stored in re.findall(r"(\d+) bytes spill stores", log)]
-    assert len(spills) >= len({kernel.hash for kernels in compiled.values() for kernel in kernels})
+
+    def launch() -> None:
+        triton_attention._forward(None, q, k, v, what, scores)
+        tile = BackwardTile(dout, q, k, v, None, statistics, statistics, what, scores)
+        triton_attention._backward(None, tile)
+
+    compiled = hopper(launch, triton_visits, triton_forward, triton_backward)
+    assert len(compiled.kernels) == (3 if cover == "band" else 5) + (feature == "bias")
+    spills = compiled.spills
     if feature == "none":
-        assert max(spills) <= SPILLED[dim], log
-    assert cover == "band" or "__assertfail" in compiled["rows_kernel"][0].asm["ptx"], "positions above 31 bits"
-    for name, kernels in compiled.items():
+        assert max(spills) <= SPILLED[dim], compiled.log
+    rows = compiled.kernels.get("rows_kernel")
+    assert cover == "band" or "__assertfail" in rows[0].asm["ptx"], "positions above 31 bits"
+    for name, kernels in compiled.kernels.items():
         for kernel in kernels:
             assert kernel.metadata.shared <= 227 << 10, name
             if dtype == torch.bfloat16 and name not in ("rows_kernel", "blocks_kernel"):
