@@ -7,8 +7,9 @@ from cp_mesh.errors import ArgumentError, RankMismatchError, UnsupportedError
 from cp_mesh.explain import explain
 from cp_mesh.layouts import Balanced, Contiguous, Layout, Permuted, Striped, ZigZag
 from cp_mesh.masks import Mask
-from cp_mesh.parallel import ContextParallel, ShardedModel, checkpoint_context_fn, parallelize, sum_gradients
+from cp_mesh.parallel import checkpoint_context_fn, parallelize, sum_gradients
 from cp_mesh.sequence import ShardedSequence, cross_entropy
+from cp_mesh.styles import ContextParallel, ShardedModel
 from cp_mesh.verify import VerificationError, verify
 
 __all__ = [

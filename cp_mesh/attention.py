@@ -167,12 +167,12 @@ def attention(
             and torch.is_grad_enabled()
             and _any_requires_grad(query, key, value, alibi_slopes, relative_bias, bias),
         )
-        # Compiled code traces this Python once only, and there the op makes the same checks, every call. Fakes have no
-        # content to plan by.
-        contents = tensors.documents, tensors.key_padding, tensors.layout_index
-        if not compiling and not any(isinstance(x, FakeTensor) for x in contents):
+        if not compiling:  # this Python is traced once only; in compiled code the op makes the same checks, every call
             q, k, v = (to_bhsd(_to_local(x.detach()), seq_dim) for x in (query, key, value))
-            make_plan(q, k, v, Tensors(*map(_to_local_or_none, tensors)), seq_len, axis.group, options)
+            local = Tensors(*map(_to_local_or_none, tensors))
+            if any(isinstance(x, FakeTensor) for x in (mask.documents, mask.key_padding)):  # no content to plan by
+                local = local._replace(documents=None, key_padding=None)
+            make_plan(q, k, v, local, seq_len, axis.group, options)
     except Exception as error:
         group = None if compiling or not checking() else _group_that_waits(query, mesh)
         if group is not None:

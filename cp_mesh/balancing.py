@@ -57,7 +57,7 @@ def balance(mask: Mask, seq_len: int, cp_size: int) -> Balanced:
     if mask.documents is not None and mask.documents.shape[-1] != seq_len:
         hint = "pass their seq_len"
         raise ArgumentError(describe("balance: mask.documents", f"{seq_len} tokens", mask.documents.shape[-1], hint))
-    bounds, weights = _documents(mask, seq_len), _weights(mask, seq_len)
+    bounds, weights = _documents(mask, seq_len), keys_seen(mask, seq_len)
     work = [0, *weights.cumsum(0).tolist()]
     parts = _light_to_dense([(begin, end) for begin, end in pairwise(bounds) if end > begin], work)
     order: list[Part] = []
@@ -174,8 +174,13 @@ def _documents(mask: Mask, seq_len: int) -> list[int]:
     return [*starts.nonzero().flatten().tolist(), seq_len]
 
 
-def _weights(mask: Mask, seq_len: int) -> Tensor:
-    """Keys that each position sees, over all batch rows: int64 [seq_len]."""
+def keys_seen(mask: Mask, seq_len: int) -> Tensor:
+    """Keys that each position sees, over all batch rows: int64 [seq_len].
+
+    Args:
+        mask: without key padding; its documents, if any, on the CPU.
+        seq_len: tokens in the whole sequence.
+    """
     position, total = torch.arange(seq_len, device="cpu"), torch.zeros(seq_len, dtype=torch.int64, device="cpu")
     left, right = mask.window or (None, None)
     rows = torch.atleast_2d(mask.documents) if mask.documents is not None else torch.zeros(1, seq_len, device="cpu")

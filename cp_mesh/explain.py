@@ -10,14 +10,23 @@ from functools import partial
 
 import torch
 
+from cp_mesh.balancing import keys_seen
 from cp_mesh.errors import ArgumentError, describe
 from cp_mesh.kernels import KERNELS
-from cp_mesh.kernels.contract import Kernel, Request, accumulation_dtype
+from cp_mesh.kernels.contract import Request, accumulation_dtype
 from cp_mesh.layouts import Layout, ZigZag
 from cp_mesh.masks import Band, Mask
 from cp_mesh.memory import Sizes, extra_memory
-from cp_mesh.plan import SCORE_OPTIONS, Operand, choose_head_chunks, choose_schedule, covers_of
-from cp_mesh.schedule import Schedule, Tile, make_schedule, num_rows
+from cp_mesh.plan import (
+    SCORE_OPTIONS,
+    Operand,
+    choose_head_chunks,
+    choose_schedule,
+    covers_of,
+    joins,
+    travels_rounded,
+)
+from cp_mesh.schedule import Schedule, Tile, joined, make_schedule, num_rows
 from cp_mesh.segments import Segments
 
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
@@ -106,7 +115,12 @@ def explain(
         owner[layout.positions(seq_len, cp_size, rank)] = rank
     width = min(columns, seq_len)
     strip = "".join(_DIGITS[int(owner[column * seq_len // width])] for column in range(width))
-    mean = sum(schedule.pairs for schedule in schedules) / cp_size
+    as_one = joins(kernel, first, features)
+    pairs = [schedule.pairs for schedule in schedules]
+    if mask.host_documents and mask.key_padding is None:
+        seen = keys_seen(mask, seq_len)
+        pairs = [int(seen[layout.positions(seq_len, cp_size, rank)].sum()) for rank in range(cp_size)]
+    mean = sum(pairs) / cp_size
     lines = [
         f"{layout.spec()} layout, {seq_len} tokens on {cp_size} ranks, kernel auto = {kernel.name}",
         f"owner {strip}",
@@ -119,31 +133,33 @@ def explain(
                 Operand(torch.Size((batch, heads, rows, head_dim)), dtype, torch.device(device))
                 for heads in (num_heads, num_kv_heads or num_heads)
             )
-            memory = _memory_words(q, k, schedule, kernel, head_chunks or 0)
-        lines += _rank_lines(schedule, mean, memory)
+            rounded = travels_rounded(kernel, schedule, features)
+            memory = _memory_words(q, k, schedule, rounded, as_one, head_chunks or 0)
+        share = pairs[schedule.cp_rank] / mean if mean else 0.0
+        lines += _rank_lines(schedule, share, memory, as_one)
     return "\n".join(lines)
 
 
-def _memory_words(q: Operand, k: Operand, schedule: Schedule, kernel: Kernel, head_chunks: int) -> str:
+def _memory_words(q: Operand, k: Operand, schedule: Schedule, rounded: bool, as_one: bool, head_chunks: int) -> str:
     chunks = choose_head_chunks(head_chunks, q, k, k, schedule)
-    rounded = kernel.rounds and not schedule.overlapping
     gradient_itemsize = (q.dtype if rounded else accumulation_dtype(q.dtype)).itemsize
     sizes = Sizes(
         q.shape[0], q.shape[1], k.shape[1], q.shape[3], k.shape[3], q.dtype.itemsize, gradient_itemsize
     )  # fmt: skip
-    memory = extra_memory(schedule, sizes, chunks, "symmetric_memory" if q.device.type == "cuda" else "functional")
+    transport = "symmetric_memory" if q.device.type == "cuda" else "functional"
+    memory = extra_memory(schedule, sizes, chunks, transport, as_one)
     parts = f" in {chunks} head chunks" if chunks > 1 else ""
     return f", extra memory {memory.peak / 2**30:.3g} GiB ({memory.symmetric / 2**30:.3g} symmetric){parts}"
 
 
-def _rank_lines(schedule: Schedule, mean: float, memory: str) -> list[str]:
-    share = schedule.pairs / mean if mean else 0.0
+def _rank_lines(schedule: Schedule, share: float, memory: str, as_one: bool) -> list[str]:
     lines = [f"rank {schedule.cp_rank}: {schedule.shard_lens[schedule.cp_rank]} rows, work {share:.2f}{memory}"]
     for step in range(schedule.cp_size):
         source = schedule.source(step)
-        tiles = ", ".join(_tile_words(tile) for tile in schedule.tiles[source]) or "nothing"
+        tiles = schedule.tiles[source]
+        words = ", ".join(_tile_words(tile) for tile in (joined(tiles) if as_one else tiles)) or "nothing"
         received = f"; receives {num_rows(schedule.fetch[source])} key rows" if step else ""
-        lines.append(f"  step {step} from rank {source}: {tiles}{received}")
+        lines.append(f"  step {step} from rank {source}: {words}{received}")
     return lines
 
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cp_mesh.schedule import Schedule, Tile
+from cp_mesh.schedule import Schedule, Tile, joined
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Sizes:
     """What the formula reads of q, k and v: of all heads of this rank, and bytes of an element.
 
     ``gradient_itemsize`` is that of dk and dv as they travel: 2 for half precision where the kernel rounds them and no
-    two tiles of a message share rows (zigzag and striped causal, full), else 4; 8 for float64.
+    two tiles of a message share rows (zigzag and striped causal, full; joined tiles), else 4; 8 for float64.
     """
 
     batch: int
@@ -61,7 +61,9 @@ class ExtraMemory:
         return max(self.forward, self.backward) + self.symmetric
 
 
-def extra_memory(schedule: Schedule, sizes: Sizes, head_chunks: int, transport: str) -> ExtraMemory:
+def extra_memory(
+    schedule: Schedule, sizes: Sizes, head_chunks: int, transport: str, joins: bool = False
+) -> ExtraMemory:
     """The formula above for one rank.
 
     Args:
@@ -69,6 +71,7 @@ def extra_memory(schedule: Schedule, sizes: Sizes, head_chunks: int, transport: 
         sizes: of its tensors.
         head_chunks: number of parts that the kv heads are computed in.
         transport: "symmetric_memory" or "functional".
+        joins: whether the kernel is given the tiles of a step as one (`cp_mesh.plan.joins`).
     """
     route = schedule.keys
     heads, kv_heads = sizes.num_heads // head_chunks, sizes.num_kv_heads // head_chunks
@@ -84,6 +87,7 @@ def extra_memory(schedule: Schedule, sizes: Sizes, head_chunks: int, transport: 
 
     # One visit is a stage, and the local tiles at the end; keys, gradients and partial results at that time.
     visits = [*(stage.tiles for stage in route.stages), schedule.local_tiles]
+    visits = [joined(tiles) for tiles in visits] if joins else visits
     forward = sum(fetched) * key_row + sum(map(_rows, visits[-1])) * out_row
     forward = max(forward, sum(_rows(tile) for tiles in visits for tile in tiles) * out_row)
     backward, tile_rows, arrived = 0, 0, 0

@@ -1,436 +1,26 @@
-"""ParallelStyles: what turns a plain model context-parallel, and `parallelize`, which fails closed.
+"""`parallelize`, which fails closed, and what training around the styles needs.
 
-`ContextParallel` wraps an attention core. During its forward a `TorchFunctionMode` that lives for this one call turns
-`F.scaled_dot_product_attention` into the sharded one; nothing global is patched. Inside the module tensors stay as
-the model made them (plain, or DTensors over tp, or over the whole mesh) instead of being re-wrapped as DTensors over
-cp: shards of unequal length have no DTensor, and no model code has to be DTensor-proof. Order of application:
-tensor parallelism on ``mesh["tp"]``, then this on ``mesh["cp"]``, then checkpointing, compile and FSDP2.
+Order of application: tensor parallelism on ``mesh["tp"]``, then this on ``mesh["cp"]``, then checkpointing, compile and
+FSDP2.
 """
 
 from __future__ import annotations
 
 import difflib
-import functools
-import inspect
-import types
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.nn.attention.flex_attention import flex_attention
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from cp_mesh.agreement import announce_refusal, checking
-from cp_mesh.attention import attention, check_placements, check_score_placements, local_scores, wrap
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe
-from cp_mesh.layouts import Layout
-from cp_mesh.masks import Mask
-from cp_mesh.plan import SCORE_OPTIONS
-from cp_mesh.sequence import ShardedSequence
-
-_MARK = "_cp_mesh_style"  # set on modules that a style was applied to
-_WATCHED = "_cp_mesh_watched"  # a ShardedModel whose attention was found covered
-_RANKS = "_cp_mesh_ranks"  # the ranks of its cp axis
-_INNER = "_cp_mesh_inner_forward"  # a forward that was set on the instance before the style's
-# Other attention than SDPA: local to a shard, so wrong. Of flex_attention a function mode sees the operator.
-_OTHER_ATTENTION = (
-    flex_attention,
-    torch.ops.higher_order.flex_attention,
-    F.multi_head_attention_forward,
-    torch._native_multi_head_attention,
-    torch._transformer_encoder_layer_fwd,
-)
-
-
-_SCORE_OPTIONS = frozenset(SCORE_OPTIONS) - {"dropout_p"}  # which the SDPA call tells
-
-
-@dataclass(frozen=True)
-class _Call:
-    """What one call of an attention core attends with; the mask is that of the padded sequence."""
-
-    sequence: ShardedSequence
-    mask: Mask
-    scores: Mapping[str, Any]
-
-
-class ContextParallel(ParallelStyle):
-    """Makes the attention core that it is applied to attend over the whole sequence.
-
-    The module's forward must call `F.scaled_dot_product_attention` on [B, H, S_local, D] tensors at least once, with
-    ``is_causal`` equal to the mask's ``causal`` and no ``attn_mask``: local shapes cannot tell what a tensor mask
-    means. Attention that does not go through it (`flex_attention`, `nn.MultiheadAttention`) is refused where a function
-    mode can see it; aten operators called directly are not seen. Everything else about the module is free, and what it
-    returns is returned as it is.
-
-    Args:
-        sequence: the sequence object that also shards the data.
-        mask: the mask, or a function of the wrapped module's call arguments that returns it, for masks that change
-            with the batch: ``mask=lambda q, k, v, documents: Mask(documents=documents)``. It must depend on its
-            arguments alone: activation checkpointing calls it again in the backward.
-        scores: options of the scores by their names in `cp_mesh.attention` (softcap, sinks, ...), or a function of the
-            wrapped module and its call arguments that returns them, for tensors: ``scores=lambda core, q, k, v:
-            {"sinks": core.sinks}``. It too must depend on these alone. ``dropout_p`` is that of the SDPA call, and
-            needs a ``dropout_seed`` here, another in every layer and step; heads are counted from this tp rank's first.
-        layout: for layouts that change with the batch, a function of the wrapped module's call arguments that returns
-            the layout, which must depend on these alone: ``layout=lambda q, k, v, documents, runs: Balanced(runs)``.
-            None: the sequence's. The data, `ShardedModel` and the labels need the same (`ShardedSequence.balanced`).
-        kernel, method, transport, head_chunks, deterministic: as in `cp_mesh.attention`.
-
-    Raises:
-        ArgumentError, UnsupportedError: at application on a wrong mesh, a repeated application or a cross-attention
-            module; in the forward if no attention call was intercepted or if it disagrees with the mask.
-    """
-
-    def __init__(
-        self,
-        sequence: ShardedSequence,
-        *,
-        mask: Mask | Callable[..., Mask] = Mask(causal=True),  # noqa: B008 - frozen
-        scores: Mapping[str, Any] | Callable[..., Mapping[str, Any]] | None = None,
-        layout: Callable[..., Layout] | None = None,
-        kernel: str = "auto",
-        method: str = "auto",
-        transport: str = "auto",
-        head_chunks: int | None = None,
-        deterministic: bool | None = None,
-    ) -> None:
-        if not isinstance(mask, Mask) and not callable(mask):
-            raise ArgumentError(
-                describe(
-                    "ContextParallel.mask", "a Mask or a function that returns one", type(mask).__name__, "Mask(...)"
-                )
-            )
-        self.sequence, self.mask, self.layout = sequence, mask, layout
-        self.scores = scores if callable(scores) else _check_scores(scores or {})
-        self.options: dict[str, Any] = {
-            "kernel": kernel,
-            "method": method,
-            "transport": transport,
-            "head_chunks": head_chunks,
-            "deterministic": deterministic,
-        }
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if "cross" in type(module).__name__.lower():
-            raise UnsupportedError(_cross_attention(type(module).__name__))
-        _claim(module, device_mesh, self.sequence, self)
-        style, name = self, type(module).__name__
-        if "forward" in module.__dict__:  # replaced by somebody before us
-            module.__dict__[_INNER] = module.__dict__["forward"]
-
-        # Bound, not a closure over the module: a deep copy of the module must run its own parameters.
-        @functools.wraps(type(module).forward)
-        def context_parallel_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            interception = _Interception(style, style.of_call(self, *args, **kwargs))
-            inner = self.__dict__.get(_INNER)
-            with interception:
-                result = type(self).forward(self, *args, **kwargs) if inner is None else inner(*args, **kwargs)
-            if interception.calls == 0:
-                raise ArgumentError(
-                    describe(
-                        f"ContextParallel({name})",
-                        "a call of F.scaled_dot_product_attention in its forward",
-                        "none",
-                        "apply the style to the module that calls it; otherwise each rank attends to its shard alone",
-                    )
-                )
-            return result
-
-        module.forward = types.MethodType(context_parallel_forward, module)
-        return module
-
-    def of_call(self, module: nn.Module, *args: Any, **kwargs: Any) -> _Call:
-        """What one call of the wrapped module attends with; these are its arguments."""
-        try:
-            sequence = _with_layout("ContextParallel", self.sequence, self.layout, *args, **kwargs)
-            mask = self.mask if isinstance(self.mask, Mask) else self.mask(*args, **kwargs)
-            if not isinstance(mask, Mask):
-                raise ArgumentError(
-                    describe(
-                        "ContextParallel.mask", "a function that returns a Mask", type(mask).__name__, "return one"
-                    )
-                )
-            scores = _check_scores(self.scores(module, *args, **kwargs)) if callable(self.scores) else self.scores
-            return _Call(sequence, sequence.mask(mask), scores)
-        except Exception as error:
-            self._announce(error)
-            raise
-
-    def _announce(self, error: Exception) -> None:
-        if not torch.compiler.is_compiling() and checking():
-            announce_refusal(self.sequence.mesh.get_group(), error)
-
-    def sharded_sdpa(
-        self,
-        call: _Call,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        """`F.scaled_dot_product_attention` over the whole sequence, for one intercepted call.
-
-        Args:
-            call: the style's for the module's call.
-            query, key, value: [B, H or K, S_local, D], plain or DTensors.
-            attn_mask, dropout_p, is_causal, scale, enable_gqa: as in `F.scaled_dot_product_attention`.
-
-        Raises:
-            ArgumentError, UnsupportedError: as in `ContextParallel`; in check mode all ranks hear of it.
-        """
-        try:
-            self._check_call(call, query, key, value, attn_mask, is_causal, enable_gqa)
-        except Exception as error:
-            self._announce(error)
-            raise
-        sequence, tensors = call.sequence, (query, key, value)
-
-        def attend(query: Tensor, key: Tensor, value: Tensor, scores: Mapping[str, Any]) -> Tensor:
-            result = attention(
-                query,
-                key,
-                value,
-                mesh=sequence.mesh,
-                seq_dim=2,
-                seq_len=sequence.seq_len,
-                layout=sequence.layout,
-                mask=call.mask,
-                scale=scale,
-                dropout_p=dropout_p,
-                **scores,
-                **self.options,
-            )
-            assert isinstance(result, Tensor)
-            return result
-
-        if not isinstance(query, DTensor) or _has_axis(query.device_mesh, sequence.mesh):
-            return attend(*tensors, call.scores)
-        # DTensors over tp alone: the rows of this rank, with heads sharded. No collective runs over their mesh.
-        q, k, v = (x.to_local(grad_placements=x.placements) for x in tensors if isinstance(x, DTensor))
-        out = attend(q, k, v, local_scores(call.scores, query, seq_dim=2))
-        return wrap(out, query.device_mesh, query.placements, (*query.shape[:-1], value.shape[-1]))
-
-    def _check_call(
-        self,
-        call: _Call,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None,
-        is_causal: bool,
-        enable_gqa: bool,
-    ) -> None:
-        if isinstance(query, DTensor) and not _has_axis(query.device_mesh, self.sequence.mesh):
-            check_placements(query, key, value, None, seq_dim=2)
-            check_score_placements(call.scores, query, seq_dim=2)
-        if attn_mask is not None:
-            raise UnsupportedError(
-                "ContextParallel: a tensor attn_mask cannot be read on positions; say it as ContextParallel(mask="
-                "Mask(causal=, window=, documents=, key_padding=, prefix=)) and call SDPA without attn_mask"
-            )
-        if is_causal != call.mask.causal:
-            raise ArgumentError(
-                describe(
-                    "is_causal",
-                    f"{call.mask.causal}, as in the style's mask",
-                    is_causal,
-                    "make the call and the style agree",
-                )
-            )
-        if not enable_gqa and query.shape[-3] != key.shape[-3]:
-            raise ArgumentError(
-                describe("heads", f"{query.shape[-3]} kv heads", key.shape[-3], "pass enable_gqa=True, as SDPA wants")
-            )
-
-
-class _Interception(TorchFunctionMode):
-    """Lives for one forward of one module: turns its SDPA calls into the style's, and counts them."""
-
-    def __init__(self, style: ContextParallel, call: _Call) -> None:
-        super().__init__()
-        self.style, self.call, self.calls = style, call, 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            self.calls += 1
-            return self.style.sharded_sdpa(self.call, *args, **kwargs)
-        if func in _OTHER_ATTENTION:
-            name = getattr(func, "__name__", str(func))
-            raise UnsupportedError(
-                f"ContextParallel: {name} is not available yet; call F.scaled_dot_product_attention "
-                "and say the mask as ContextParallel(mask=Mask(...))"
-            )
-        return func(*args, **kwargs)
-
-
-class _Watch(TorchFunctionMode):
-    """Refuses self-attention that is not inside a `ContextParallel` module: it would see one shard."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            given = dict(zip(("query", "key"), args, strict=False)) | kwargs
-            if given["query"].shape[-2] == given["key"].shape[-2]:
-                raise ArgumentError(
-                    describe(
-                        "ShardedModel",
-                        "every self-attention in a ContextParallel module",
-                        "F.scaled_dot_product_attention outside of one, where each rank attends to its shard alone",
-                        "name that module in the plan; watch=False if it attends to another sequence, which is whole",
-                    )
-                )
-        return func(*args, **kwargs)
-
-
-class ShardedModel(ParallelStyle):
-    """Makes a root module take whole batches: shards inputs, supplies positions, optionally gathers the output.
-
-    Args:
-        sequence: the sequence object that the attention styles share.
-        inputs: names of forward arguments that hold [B, S, ...] tensors of the whole sequence, equal on all cp ranks.
-        positions: name of the forward argument that takes int64 positions for the rotary embedding. If the caller
-            leaves it out it gets the positions of this rank's rows, [S_local]; if given, whole-sequence position ids
-            [S] or [B, S] are sharded like tokens. None for models without positions.
-        gather_output: gather the output along dim 1, in original order; otherwise it stays sharded, as the loss wants.
-        watch: look for self-attention outside of the plan in the first eager forward. False for models that also attend
-            to sequences which are not sharded, such as a vision tower.
-        layout: for layouts that change with the batch, a function of the forward's arguments by name that returns the
-            layout, as the attention styles do: ``layout=lambda runs, **others: Balanced(runs)``. None: the sequence's.
-
-    Raises:
-        ArgumentError: at application if the module has no such arguments; in the first eager forward, if the model
-            calls self-attention outside of the modules that `ContextParallel` was applied to.
-    """
-
-    def __init__(
-        self,
-        sequence: ShardedSequence,
-        *,
-        inputs: tuple[str, ...] = ("tokens",),
-        positions: str | None = "positions",
-        gather_output: bool = False,
-        watch: bool = True,
-        layout: Callable[..., Layout] | None = None,
-    ) -> None:
-        self.sequence, self.inputs, self.positions, self.gather_output = sequence, inputs, positions, gather_output
-        self.watch, self.layout = watch, layout
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        parameters = inspect.signature(module.forward).parameters
-        names = [name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_POSITIONAL]
-        for name in (*self.inputs, *([self.positions] if self.positions else [])):
-            if name not in names:
-                raise ArgumentError(
-                    describe(
-                        f"ShardedModel({type(module).__name__})",
-                        f"a forward argument named {name!r}",
-                        names,
-                        "name the model's own arguments in inputs= and positions=",
-                    )
-                )
-        _claim(module, device_mesh, self.sequence, self)
-        style = self
-
-        # Functions, not bound methods: a deep copy of the module would copy the style, and its mesh with it.
-        def shard_inputs(_module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-            given = dict(zip(names, args, strict=False))
-            if len(args) > len(names) or given.keys() & kwargs.keys():
-                raise ArgumentError(
-                    describe(
-                        "ShardedModel",
-                        f"arguments {', '.join(names)}, each once",
-                        f"{len(args)} + {[*kwargs]}",
-                        "see forward",
-                    )
-                )
-            return (), style.shard_inputs(given | kwargs)
-
-        def gather_output(_module: nn.Module, _args: tuple, kwargs: dict, output: Tensor) -> Tensor:
-            if not isinstance(output, Tensor):
-                raise ArgumentError(
-                    describe(
-                        "ShardedModel.gather_output",
-                        "one tensor as output",
-                        type(output).__name__,
-                        "unshard it yourself",
-                    )
-                )
-            return style.sequence_of_call(kwargs).unshard(output, dim=1)
-
-        # The first eager forward looks for attention that no style made parallel. A mode costs a Python call for every
-        # operation, and compiled blocks would be compiled for it anew, so later ones run without.
-        def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            inner = self.__dict__.get(_INNER)
-            return type(self).forward(self, *args, **kwargs) if inner is None else inner(*args, **kwargs)
-
-        @functools.wraps(type(module).forward)
-        def watched_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or not style.watch or self.__dict__.get(_WATCHED):
-                return run(self, *args, **kwargs)
-            if any(part._compiled_call_impl is not None for part in self.modules()):
-                return run(self, *args, **kwargs)
-            with _Watch():
-                result = run(self, *args, **kwargs)
-            self.__dict__[_WATCHED] = True
-            return result
-
-        if "forward" in module.__dict__:
-            module.__dict__[_INNER] = module.__dict__["forward"]
-        module.forward = types.MethodType(watched_forward, module)
-        module.register_forward_pre_hook(shard_inputs, with_kwargs=True)
-        if self.gather_output:
-            module.register_forward_hook(gather_output, with_kwargs=True)
-        return module
-
-    def sequence_of_call(self, arguments: dict[str, Any]) -> ShardedSequence:
-        """The sequence of one forward with these arguments."""
-        return _with_layout("ShardedModel", self.sequence, self.layout, **arguments)
-
-    def shard_inputs(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The forward's arguments by name, with this rank's rows of the inputs and with positions."""
-        given = dict(arguments)
-        present = [name for name in self.inputs if given.get(name) is not None]
-        if not present:
-            raise ArgumentError(describe("ShardedModel", f"one of {self.inputs} in the call", list(given), "pass it"))
-        whole, sequence = given[present[0]], self.sequence_of_call(arguments)
-        for name in present:
-            given[name] = sequence.shard({name: given[name]}, dim=1)[name]
-        if self.positions is not None:
-            ids = given.get(self.positions)
-            if ids is None:
-                given[self.positions] = sequence.positions(whole.shape[1], device=whole.device)
-            else:
-                given[self.positions] = sequence.shard({"positions": ids}, dim=ids.ndim - 1)["positions"]
-        return given
-
-
-def _with_layout(
-    style: str, sequence: ShardedSequence, layout: Callable[..., Layout] | None, *args: Any, **kwargs: Any
-) -> ShardedSequence:
-    """The sequence in the layout that a style's function returns for these arguments."""
-    if layout is None:
-        return sequence
-    if not isinstance(found := layout(*args, **kwargs), Layout):
-        raise ArgumentError(
-            describe(f"{style}.layout", "a function that returns a Layout", type(found).__name__, "return one")
-        )
-    return replace(sequence, layout=found)
+from cp_mesh.styles import RANKS, ContextParallel, ShardedModel, cross_attention
 
 
 def parallelize(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> nn.Module:
@@ -447,7 +37,8 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Parallel
 
     Raises:
         ArgumentError: if a key matches no module, two keys match one module, the mesh is not 1-D, or a style is
-            applied twice. Nothing is applied then, except that a repeated application is found on its way.
+            applied twice, or some styles of a sequence have a ``layout`` and others have none. Nothing is applied then,
+            except that a repeated application is found on its way.
         UnsupportedError: if `ContextParallel` meets a module named as cross-attention.
 
     Example:
@@ -457,6 +48,7 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Parallel
         raise ArgumentError(
             describe("parallelize: mesh", "one axis of a DeviceMesh", mesh, 'pass mesh["cp"], one axis at a time')
         )
+    _check_layouts(plan)
     modules = dict(module.named_modules())
     chosen: dict[str, tuple[str, ParallelStyle]] = {}
     for key, style in plan.items():
@@ -478,7 +70,7 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Parallel
                     )
                 )
             if isinstance(style, ContextParallel) and "cross" in name.lower():
-                raise UnsupportedError(_cross_attention(name))
+                raise UnsupportedError(cross_attention(name))
             chosen[name] = (key, style)
     for name, (_, style) in chosen.items():
         style._apply(modules[name], mesh)
@@ -502,7 +94,7 @@ def sum_gradients(model: nn.Module) -> None:
         raise ArgumentError(
             describe("sum_gradients", "a model under fully_shard", type(model).__name__, "call it first")
         )
-    cp_ranks = {rank for module in model.modules() for rank in getattr(module, _RANKS, ())}
+    cp_ranks = {rank for module in model.modules() for rank in getattr(module, RANKS, ())}
     for name, parameter in model.named_parameters():
         summed = set(parameter.device_mesh.mesh.flatten().tolist()) if isinstance(parameter, DTensor) else set()
         if parameter.requires_grad and len(cp_ranks) > 1 and not cp_ranks <= summed:
@@ -538,40 +130,6 @@ def checkpoint_context_fn() -> Any:
     return create_selective_checkpoint_contexts(_save_attention)
 
 
-def _claim(module: nn.Module, mesh: DeviceMesh, sequence: ShardedSequence, style: ParallelStyle) -> None:
-    """Check that the style fits, then mark the module as taken; called when nothing else can fail."""
-    name = type(style).__name__
-    if mesh.ndim != 1:
-        raise ArgumentError(describe(f"{name}: mesh", "one axis", f"{mesh.ndim} axes", 'pass mesh["cp"]'))
-    if hasattr(module, _MARK):
-        raise ArgumentError(
-            describe(
-                name, "a module without a style", f"{type(module).__name__} with {getattr(module, _MARK)}", "apply once"
-            )
-        )
-    if not _has_axis(mesh, sequence.mesh):
-        raise ArgumentError(
-            describe("mesh", f"the axis of the ShardedSequence, {sequence.mesh}", mesh, "apply the style to that axis")
-        )
-    setattr(module, _MARK, name)
-    setattr(module, _RANKS, tuple(dist.get_process_group_ranks(sequence.mesh.get_group())))
-
-
-def _check_scores(scores: Mapping[str, Any]) -> Mapping[str, Any]:
-    if not isinstance(scores, Mapping) or set(scores) - _SCORE_OPTIONS:
-        got = [*scores] if isinstance(scores, Mapping) else type(scores).__name__
-        hint = "see cp_mesh.attention"
-        raise ArgumentError(
-            describe("ContextParallel.scores", f"names of {', '.join(sorted(_SCORE_OPTIONS))}", got, hint)
-        )
-    return scores
-
-
-def _has_axis(mesh: DeviceMesh, axis: DeviceMesh) -> bool:
-    wanted = axis.get_group().group_name
-    return any(mesh.get_group(i).group_name == wanted for i in range(mesh.ndim))
-
-
 def _matches(key: str, name: str) -> bool:
     if not key or not name:  # the root has its own key; no wildcard means it
         return key == name
@@ -579,8 +137,20 @@ def _matches(key: str, name: str) -> bool:
     return len(parts) == len(atoms) and all(fnmatchcase(p, a) for p, a in zip(parts, atoms, strict=True))
 
 
-def _cross_attention(name: str) -> str:
-    return (
-        f"ContextParallel: {name!r} is cross-attention, whose keys are not the sharded sequence; "
-        "leave it out of the plan and keep its keys replicated over cp"
-    )
+def _check_layouts(plan: Mapping[str, ParallelStyle]) -> None:
+    """Refuse a plan in which a root's layout changes with the batch and a core's does not, or the reverse."""
+    styles = {key: style for key, style in plan.items() if isinstance(style, ContextParallel | ShardedModel)}
+    for root_key, root in styles.items():
+        for key, style in styles.items():
+            one_changes = (root.layout is None) != (style.layout is None)
+            if isinstance(root, ShardedModel) and root.sequence == style.sequence and one_changes:
+                with_one, without = (key, root_key) if root.layout is None else (root_key, key)
+                hint = "give both functions that return one layout for a batch"
+                raise ArgumentError(
+                    describe(
+                        "layout=",
+                        "in all styles of a sequence, or in none",
+                        f"{with_one!r} has, {without!r} lacks it",
+                        hint,
+                    )
+                )

@@ -33,8 +33,8 @@ from cp_mesh.kernels.contract import (
     shortfalls,
 )
 from cp_mesh.layouts import Layout, parse_layout
-from cp_mesh.masks import PARTIAL, Band, Mask, parse_mask
-from cp_mesh.schedule import Schedule, Stage, Tile, make_schedule
+from cp_mesh.masks import Band, Mask, parse_mask
+from cp_mesh.schedule import Schedule, Stage, Tile, joined, make_schedule
 from cp_mesh.segments import Segments
 from cp_mesh.transport import TRANSPORTS, make_transport
 from cp_mesh.transport.contract import Transport
@@ -143,15 +143,11 @@ class Plan:
         key = id(tiles), queries, _stream(self.device)
         if key in self.kept:
             return self.kept[key][1]
-        given = _joined(tiles) if self.kernel.joins and not self._banded(tiles) else tiles
+        given = joined(tiles) if joins(self.kernel, self.schedule, self.scores.features) else tiles
         made = [KernelTile(tile.q, tile.k, self._cover(tile, stage, queries)) for tile in given]
         if key[2] is not None:
             self.kept[key] = tiles, made  # the tiles are held, so that no others get their id
         return made
-
-    def _banded(self, tiles: Sequence[Tile]) -> bool:
-        """Whether no tile needs its positions."""
-        return not self.scores.needs_positions and all(isinstance(tile.cover, Band) for tile in tiles)
 
     def _cover(self, tile: Tile, stage: Stage | None, queries: bool) -> Band | Pairs | Segments:
         if isinstance(tile.cover, Band) and not self.scores.needs_positions:
@@ -183,15 +179,6 @@ class Plan:
             ]
             self._device_positions[stage] = torch.cat(positions).to(self.device)
         return self._device_positions[stage]
-
-
-def _joined(tiles: Sequence[Tile]) -> list[Tile]:
-    """The smallest tile that holds all of these: what else it holds is not allowed, or they would hold it too."""
-    if not tiles:
-        return []
-    q = min(tile.q[0] for tile in tiles), max(tile.q[1] for tile in tiles)
-    k = min(tile.k[0] for tile in tiles), max(tile.k[1] for tile in tiles)
-    return [Tile(q, k, PARTIAL)]
 
 
 def make_plan(
@@ -282,6 +269,16 @@ def covers_of(schedule: Schedule, features: Collection[str]) -> frozenset[str]:
     """The covers of the tiles that a kernel will see, on all ranks."""
     positional = bool(schedule.covers) and not POSITIONAL.isdisjoint(features)
     return frozenset({"pairs"}) if positional else schedule.covers
+
+
+def joins(kernel: Kernel, schedule: Schedule, features: Collection[str]) -> bool:
+    """Whether the kernel is given the tiles of a step as one that tells its positions; equal on all ranks."""
+    return kernel.joins and "pairs" in covers_of(schedule, features)
+
+
+def travels_rounded(kernel: Kernel, schedule: Schedule, features: Collection[str]) -> bool:
+    """Whether dk and dv travel as the kernel rounded them: no two of a message belong to one row."""
+    return kernel.rounds and (joins(kernel, schedule, features) or not schedule.overlapping)
 
 
 def check_scores(q: Tensor, tensors: Tensors, seq_len: int) -> None:
@@ -409,8 +406,7 @@ def _resolve(
             stacklevel=2,
         )
     head_chunks = choose_head_chunks(options.head_chunks, q, k, v, schedule)
-    rounded = kernel.rounds and not schedule.overlapping
-    gradient_dtype = q.dtype if rounded else accumulation_dtype(q.dtype)
+    gradient_dtype = q.dtype if travels_rounded(kernel, schedule, features) else accumulation_dtype(q.dtype)
     # the rows of a bias are those of this rank's queries, and do not travel
     may_fetch_queries = kernel.uses_delta and "bias" not in features
     fetches_queries = may_fetch_queries and _queries_are_fewer(q, k, v, schedule, gradient_dtype)

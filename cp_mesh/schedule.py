@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from cp_mesh.layouts import Layout, Piece, Run
-from cp_mesh.masks import CAUSAL, EMPTY, FULL, Band, Cover, Mask, parse_mask
+from cp_mesh.masks import CAUSAL, EMPTY, FULL, PARTIAL, Band, Cover, Mask, parse_mask
 from cp_mesh.segments import (
     RECEIVER,
     SOURCE,
@@ -360,6 +360,15 @@ def tiles_between(
             columns.setdefault(k_rows, []).append(Tile((q_begin, q_begin + q_piece.length), k_rows, cover))
     stacked = [tile for column in columns.values() for tile in _merge_full(column, along_q=True)]
     return tuple(trim(tile) for tile in _merge_full(sorted(stacked, key=lambda t: (t.q, t.k)), along_q=False))
+
+
+def joined(tiles: Sequence[Tile]) -> tuple[Tile, ...]:
+    """The smallest tile that holds all of these: what else it holds is not allowed, or they would hold it too."""
+    if not tiles:
+        return ()
+    q = min(tile.q[0] for tile in tiles), max(tile.q[1] for tile in tiles)
+    k = min(tile.k[0] for tile in tiles), max(tile.k[1] for tile in tiles)
+    return (Tile(q, k, PARTIAL),)
 
 
 def trim(tile: Tile) -> Tile:

@@ -93,7 +93,7 @@ class ShardedSequence:
         Example:
             >>> packed = sequence.balanced(Mask(documents=documents))  # doctest: +SKIP
             >>> labels = packed.shard({"labels": labels})["labels"]  # doctest: +SKIP
-            >>> logits = model(tokens, documents=documents, runs=packed.layout.tensor)  # doctest: +SKIP
+            >>> logits = model(tokens, mask=Mask(documents=documents), layout=packed.layout)  # doctest: +SKIP
         """
         even = replace(self, layout=Contiguous())  # padded as the new layout will be
         mask, seq_len = even.mask(mask), even.seq_len

@@ -69,7 +69,7 @@ def test_weights_are_the_keys_that_a_position_sees(name):
     if "key_padding" in options or "scattered" in name:
         return
     want = dense_mask(S, **options).sum((0, 2))
-    assert torch.equal(cp_mesh.balancing._weights(Mask(**options), S), want)
+    assert torch.equal(cp_mesh.balancing.keys_seen(Mask(**options), S), want)
 
 
 @pytest.mark.parametrize("name", [name for name in MASKS if "padding" not in name and name != "everything"])

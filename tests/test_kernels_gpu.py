@@ -11,7 +11,7 @@ from cp_mesh.kernels import KERNELS
 from cp_mesh.kernels.contract import make_delta
 from cp_mesh.layouts import Contiguous, Layout, Striped, ZigZag
 from cp_mesh.masks import Mask
-from cp_mesh.plan import Options, Plan, Tensors, make_scores
+from cp_mesh.plan import Options, Plan, Tensors, make_scores, travels_rounded
 from cp_mesh.schedule import make_schedule
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -47,7 +47,7 @@ def play_ring(
         out_rows, lse_rows = out[:, :, rows[rank]], lse[:, :, rows[rank]]
         delta = make_delta(local[1], out_rows) if kernel.uses_delta else None
         backward = kernel.begin_backward(local[1], local[0], out_rows, lse_rows, delta, scores)
-        wire = q.dtype if kernel.rounds and not schedule.overlapping else dtype
+        wire = q.dtype if travels_rounded(kernel, schedule, scores.features) else dtype
         for index, tiles in fetched:
             written = [torch.empty_like(x[:, :, index], dtype=wire) for x in (k, v)]
             backward.step(k[:, :, index], v[:, :, index], tiles, tuple(written))

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import test_balancing
+import test_changing_layouts
 import test_gradients
 import test_kernels
 import test_layouts
@@ -696,6 +697,36 @@ MUTATIONS = [
         "gradients of one rank",
     ),
     Mutation(
+        "positions in the layout of another batch",
+        "styles.py",
+        "given[self.positions] = sequence.positions(",
+        "given[self.positions] = self.sequence.positions(",
+        "changing layouts",
+    ),
+    Mutation(
+        "an output gathered in the layout of another batch",
+        "styles.py",
+        "return style.gather(sequence, output)",
+        "return style.gather(style.sequence, output)",
+        "changing layouts",
+    ),
+    Mutation(
+        "a core may have another layout than its root",
+        "styles.py",
+        "    if root[1].layout != sequence.layout:\n",
+        "    if False:\n",
+        "layouts agree",
+    ),
+    Mutation(
+        "runs that are no permutation are believed",
+        "layouts.py",
+        "        return Balanced(index)\n",
+        "        layout = object.__new__(Balanced)\n"
+        '        object.__setattr__(layout, "table", index)\n'
+        "        return layout\n",
+        "runs",
+    ),
+    Mutation(
         "FSDP takes the mean",
         "parallel.py",
         "module.set_gradient_divide_factor(1.0)",
@@ -778,6 +809,7 @@ def quick(rank: int, name: str) -> list[str]:
             ),
             (test_masks.test_documents_from_cumulative_lengths, ([0, 3, 5], [0, 0, 0, 1, 1], torch.int64)),
         ],
+        "runs": [(test_changing_layouts.test_runs_that_compiled_code_did_not_read_are_checked, ())],
         "planned once": [(test_segments.test_what_is_written_to_documents_is_seen, ())],
         "balance": [(test_balancing.test_packed_documents, (65536, 4, 1))],
         "kernels": [
@@ -788,7 +820,7 @@ def quick(rank: int, name: str) -> list[str]:
     for test, arguments in calls[name]:
         try:
             test(*arguments)
-        except (AssertionError, RuntimeError) as error:
+        except (AssertionError, RuntimeError, pytest.fail.Exception) as error:
             problems.append(f"{test.__name__}: {str(error)[:200]}")
     return problems
 
@@ -831,6 +863,9 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "traffic": test_traffic.test_by_hand,
     "overlap": test_traffic.test_hops_are_under_way_while_tiles_are_computed,
     "recompute": test_traffic.test_selective_recompute_does_not_replay_the_ring,
+    "changing layouts": lambda pool: test_changing_layouts.test_whole_model(pool, 24, False),
+    "layouts agree": test_changing_layouts.test_a_core_in_another_layout_than_its_root_is_refused,
+    "runs": lambda pool: report(pool(1).run(quick, "runs")),
     "loss": lambda pool: test_sequence.test_cross_entropy(pool, "ragged", 3, 1),
     "gradients of one rank": lambda pool: test_gradients.test_gradients_are_those_of_one_rank(
         pool, test_gradients.Setup(cp=3, S=22)

@@ -47,6 +47,7 @@ FLOORS: dict[str, int] = {
     "attention": 3,
     "sequence": 3,
     # 4: what trainers touch
+    "styles": 4,
     "parallel": 4,
     "verify": 4,
     "explain": 4,
@@ -71,6 +72,7 @@ STATE: dict[str, str] = {
     "kernels.KERNELS": "the table of kernels, never written",
     "layouts.LAYOUTS": "the table of layouts, never written",
     "ops._library": "keeps the autocast rules registered",
+    "styles._ROOT": "the root whose forward runs; a context variable",
     "plan._resolve_once": "a cache of a pure function",
     "plan._resolve_contents": "a cache of a pure function, by the content of tensors",
     "schedule._cached_schedule": "a cache of a pure function",

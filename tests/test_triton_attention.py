@@ -27,7 +27,7 @@ from cp_mesh.kernels.contract import KernelTile, Pairs, Scores, make_delta, shor
 from cp_mesh.kernels.merge import BackwardTile
 from cp_mesh.kernels.triton_attention import TRITON, Blocks, Config, config_for, triton_kernel
 from cp_mesh.masks import Band, Mask
-from cp_mesh.plan import Options, Plan, Tensors, make_scores
+from cp_mesh.plan import Options, Plan, Tensors, make_scores, travels_rounded
 from cp_mesh.schedule import make_schedule
 
 SMALL = Config(Blocks(16, 32), Blocks(32, 16), Blocks(16, 16))
@@ -104,11 +104,13 @@ def test_tiles_with_positions_are_one(mask: str, layout: str) -> None:
         )
         plan = Plan(options, *args)
         made = [(schedule.local_tiles, plan.local_tiles), *((x.tiles, plan.tiles(x)) for x in schedule.keys.stages)]
+        with_positions = slopes is not None or "pairs" in schedule.covers
         for tiles, given in made:
-            banded = slopes is None and all(isinstance(tile.cover, Band) for tile in tiles)
-            assert len(given) == (1 if kernel is TRITON and not banded else len(tiles))
-            assert all(isinstance(tile.cover, Band) for tile in given) == banded
+            assert len(given) == (1 if kernel is TRITON and with_positions else len(tiles))
+            assert with_positions or all(isinstance(tile.cover, Band) for tile in given)
             several += len(tiles) > 1
+        if kernel is TRITON and with_positions:
+            assert travels_rounded(kernel, schedule, scores.features)
     assert several
 
 

@@ -1,0 +1,500 @@
+"""ParallelStyles: what turns a plain model context-parallel.
+
+`ContextParallel` wraps an attention core. During its forward a `TorchFunctionMode` that lives for this one call turns
+`F.scaled_dot_product_attention` into the sharded one; nothing global is patched. Inside the module tensors stay as
+the model made them (plain, or DTensors over tp, or over the whole mesh) instead of being re-wrapped as DTensors over
+cp: shards of unequal length have no DTensor, and no model code has to be DTensor-proof. `ShardedModel` wraps the root.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn.attention.flex_attention import flex_attention
+from torch.overrides import TorchFunctionMode
+
+from cp_mesh.agreement import announce_refusal, checking
+from cp_mesh.attention import attention, check_placements, check_score_placements, local_scores, wrap
+from cp_mesh.errors import ArgumentError, UnsupportedError, describe
+from cp_mesh.layouts import Layout
+from cp_mesh.masks import Mask
+from cp_mesh.plan import SCORE_OPTIONS
+from cp_mesh.sequence import ShardedSequence
+
+_MARK = "_cp_mesh_style"  # set on modules that a style was applied to
+_WATCHED = "_cp_mesh_watched"  # a ShardedModel whose attention was found covered
+RANKS = "_cp_mesh_ranks"  # the ranks of its cp axis
+_INNER = "_cp_mesh_inner_forward"  # a forward that was set on the instance before the style's
+# Other attention than SDPA: local to a shard, so wrong. Of flex_attention a function mode sees the operator.
+_OTHER_ATTENTION = (
+    flex_attention,
+    torch.ops.higher_order.flex_attention,
+    F.multi_head_attention_forward,
+    torch._native_multi_head_attention,
+    torch._transformer_encoder_layer_fwd,
+)
+
+
+# (the style's own sequence, in the layout of the batch) while a ShardedModel runs eagerly
+_ROOT: ContextVar[tuple[ShardedSequence, ShardedSequence] | None] = ContextVar("cp_mesh_root", default=None)
+_SCORE_OPTIONS = frozenset(SCORE_OPTIONS) - {"dropout_p"}  # which the SDPA call tells
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What one call of an attention core attends with; the mask is that of the padded sequence."""
+
+    sequence: ShardedSequence
+    mask: Mask
+    scores: Mapping[str, Any]
+
+
+class ContextParallel(ParallelStyle):
+    """Makes the attention core that it is applied to attend over the whole sequence.
+
+    The module's forward must call `F.scaled_dot_product_attention` on [B, H, S_local, D] tensors at least once, with
+    ``is_causal`` equal to the mask's ``causal`` and no ``attn_mask``: local shapes cannot tell what a tensor mask
+    means. Attention that does not go through it (`flex_attention`, `nn.MultiheadAttention`) is refused where a function
+    mode can see it; aten operators called directly are not seen. Everything else about the module is free, and what it
+    returns is returned as it is.
+
+    Args:
+        sequence: the sequence object that also shards the data.
+        mask: the mask, or a function of the wrapped module's call arguments that returns it, for masks that change
+            with the batch: ``mask=lambda q, k, v, documents: Mask(documents=documents)``. It must depend on its
+            arguments alone: activation checkpointing calls it again in the backward.
+        scores: options of the scores by their names in `cp_mesh.attention` (softcap, sinks, ...), or a function of the
+            wrapped module and its call arguments that returns them, for tensors: ``scores=lambda core, q, k, v:
+            {"sinks": core.sinks}``. It too must depend on these alone. ``dropout_p`` is that of the SDPA call, and
+            needs a ``dropout_seed`` here, another in every layer and step; heads are counted from this tp rank's first.
+        layout: for layouts that change with the batch, a function of the wrapped module's call arguments that returns
+            the layout, and like ``mask`` depends on these alone: ``layout=lambda q, k, v, packed: packed.layout``.
+            Pass it on as an object: FSDP2 moves tensors to the device. None: the sequence's. Data, labels and
+            `ShardedModel` need the same (`ShardedSequence.balanced`).
+        kernel, method, transport, head_chunks, deterministic: as in `cp_mesh.attention`.
+
+    Raises:
+        ArgumentError, UnsupportedError: at application on a wrong mesh, a repeated application or a cross-attention
+            module; in the forward if no attention call was intercepted or if it disagrees with the mask.
+    """
+
+    def __init__(
+        self,
+        sequence: ShardedSequence,
+        *,
+        mask: Mask | Callable[..., Mask] = Mask(causal=True),  # noqa: B008 - frozen
+        scores: Mapping[str, Any] | Callable[..., Mapping[str, Any]] | None = None,
+        layout: Callable[..., Layout] | None = None,
+        kernel: str = "auto",
+        method: str = "auto",
+        transport: str = "auto",
+        head_chunks: int | None = None,
+        deterministic: bool | None = None,
+    ) -> None:
+        if not isinstance(mask, Mask) and not callable(mask):
+            raise ArgumentError(
+                describe(
+                    "ContextParallel.mask", "a Mask or a function that returns one", type(mask).__name__, "Mask(...)"
+                )
+            )
+        _check_layout("ContextParallel", layout)
+        self.sequence, self.mask, self.layout = sequence, mask, layout
+        self.scores = scores if callable(scores) else _check_scores(scores or {})
+        self.options: dict[str, Any] = {
+            "kernel": kernel,
+            "method": method,
+            "transport": transport,
+            "head_chunks": head_chunks,
+            "deterministic": deterministic,
+        }
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if "cross" in type(module).__name__.lower():
+            raise UnsupportedError(cross_attention(type(module).__name__))
+        claim(module, device_mesh, self.sequence, self)
+        style, name = self, type(module).__name__
+        if "forward" in module.__dict__:  # replaced by somebody before us
+            module.__dict__[_INNER] = module.__dict__["forward"]
+
+        # Bound, not a closure over the module: a deep copy of the module must run its own parameters.
+        @functools.wraps(type(module).forward)
+        def context_parallel_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            interception = _Interception(style, style.of_call(self, *args, **kwargs))
+            inner = self.__dict__.get(_INNER)
+            with interception:
+                result = type(self).forward(self, *args, **kwargs) if inner is None else inner(*args, **kwargs)
+            if interception.calls == 0:
+                raise ArgumentError(
+                    describe(
+                        f"ContextParallel({name})",
+                        "a call of F.scaled_dot_product_attention in its forward",
+                        "none",
+                        "apply the style to the module that calls it; otherwise each rank attends to its shard alone",
+                    )
+                )
+            return result
+
+        module.forward = types.MethodType(context_parallel_forward, module)
+        return module
+
+    def of_call(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> _Call:
+        """What one call of the wrapped module attends with; these are its arguments."""
+        try:
+            sequence = _with_layout(self, *args, **kwargs)
+            _check_root(sequence, self.sequence)
+            mask = self.mask if isinstance(self.mask, Mask) else self.mask(*args, **kwargs)
+            if not isinstance(mask, Mask):
+                raise ArgumentError(
+                    describe(
+                        "ContextParallel.mask", "a function that returns a Mask", type(mask).__name__, "return one"
+                    )
+                )
+            scores = _check_scores(self.scores(module, *args, **kwargs)) if callable(self.scores) else self.scores
+            return _Call(sequence, sequence.mask(mask), scores)
+        except Exception as error:
+            _announce(self.sequence, error)
+            raise
+
+    def sharded_sdpa(
+        self,
+        call: _Call,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """`F.scaled_dot_product_attention` over the whole sequence, for one intercepted call.
+
+        Args:
+            call: the style's for the module's call.
+            query, key, value: [B, H or K, S_local, D], plain or DTensors.
+            attn_mask, dropout_p, is_causal, scale, enable_gqa: as in `F.scaled_dot_product_attention`.
+
+        Raises:
+            ArgumentError, UnsupportedError: as in `ContextParallel`; in check mode all ranks hear of it.
+        """
+        try:
+            self._check_call(call, query, key, value, attn_mask, is_causal, enable_gqa)
+        except Exception as error:
+            _announce(self.sequence, error)
+            raise
+        sequence, tensors = call.sequence, (query, key, value)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, scores: Mapping[str, Any]) -> Tensor:
+            result = attention(
+                query,
+                key,
+                value,
+                mesh=sequence.mesh,
+                seq_dim=2,
+                seq_len=sequence.seq_len,
+                layout=sequence.layout,
+                mask=call.mask,
+                scale=scale,
+                dropout_p=dropout_p,
+                **scores,
+                **self.options,
+            )
+            assert isinstance(result, Tensor)
+            return result
+
+        if not isinstance(query, DTensor) or has_axis(query.device_mesh, sequence.mesh):
+            return attend(*tensors, call.scores)
+        # DTensors over tp alone: the rows of this rank, with heads sharded. No collective runs over their mesh.
+        q, k, v = (x.to_local(grad_placements=x.placements) for x in tensors if isinstance(x, DTensor))
+        out = attend(q, k, v, local_scores(call.scores, query, seq_dim=2))
+        return wrap(out, query.device_mesh, query.placements, (*query.shape[:-1], value.shape[-1]))
+
+    def _check_call(
+        self,
+        call: _Call,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        enable_gqa: bool,
+    ) -> None:
+        if isinstance(query, DTensor) and not has_axis(query.device_mesh, self.sequence.mesh):
+            check_placements(query, key, value, None, seq_dim=2)
+            check_score_placements(call.scores, query, seq_dim=2)
+        if attn_mask is not None:
+            raise UnsupportedError(
+                "ContextParallel: a tensor attn_mask cannot be read on positions; say it as ContextParallel(mask="
+                "Mask(causal=, window=, documents=, key_padding=, prefix=)) and call SDPA without attn_mask"
+            )
+        if is_causal != call.mask.causal:
+            raise ArgumentError(
+                describe(
+                    "is_causal",
+                    f"{call.mask.causal}, as in the style's mask",
+                    is_causal,
+                    "make the call and the style agree",
+                )
+            )
+        if not enable_gqa and query.shape[-3] != key.shape[-3]:
+            raise ArgumentError(
+                describe("heads", f"{query.shape[-3]} kv heads", key.shape[-3], "pass enable_gqa=True, as SDPA wants")
+            )
+
+
+class _Interception(TorchFunctionMode):
+    """Lives for one forward of one module: turns its SDPA calls into the style's, and counts them."""
+
+    def __init__(self, style: ContextParallel, call: _Call) -> None:
+        super().__init__()
+        self.style, self.call, self.calls = style, call, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            self.calls += 1
+            return self.style.sharded_sdpa(self.call, *args, **kwargs)
+        if func in _OTHER_ATTENTION:
+            name = getattr(func, "__name__", str(func))
+            raise UnsupportedError(
+                f"ContextParallel: {name} is not available yet; call F.scaled_dot_product_attention "
+                "and say the mask as ContextParallel(mask=Mask(...))"
+            )
+        return func(*args, **kwargs)
+
+
+class _Watch(TorchFunctionMode):
+    """Refuses self-attention that is not inside a `ContextParallel` module: it would see one shard."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            given = dict(zip(("query", "key"), args, strict=False)) | kwargs
+            if given["query"].shape[-2] == given["key"].shape[-2]:
+                raise ArgumentError(
+                    describe(
+                        "ShardedModel",
+                        "every self-attention in a ContextParallel module",
+                        "F.scaled_dot_product_attention outside of one, where each rank attends to its shard alone",
+                        "name that module in the plan; watch=False if it attends to another sequence, which is whole",
+                    )
+                )
+        return func(*args, **kwargs)
+
+
+class ShardedModel(ParallelStyle):
+    """Makes a root module take whole batches: shards inputs, supplies positions, optionally gathers the output.
+
+    Args:
+        sequence: the sequence object that the attention styles share.
+        inputs: names of forward arguments that hold [B, S, ...] tensors of the whole sequence, equal on all cp ranks.
+        positions: name of the forward argument that takes int64 positions for the rotary embedding. If the caller
+            leaves it out it gets the positions of this rank's rows, [S_local]; if given, whole-sequence position ids
+            [S] or [B, S] are sharded like tokens. None for models without positions.
+        gather_output: gather the output along dim 1, in original order; otherwise it stays sharded, as the loss wants.
+        watch: look for self-attention outside of the plan in the first eager forward. False for models that also attend
+            to sequences which are not sharded, such as a vision tower.
+        layout: for layouts that change with the batch, a function of the forward's arguments by name that returns the
+            layout, that of all attention styles: ``layout=lambda packed, **others: packed.layout``. None: the
+            sequence's. With it the root is not compiled as a whole; its blocks may be.
+
+    Raises:
+        ArgumentError: at application if the module has no such arguments; in the first eager forward, if the model
+            calls self-attention outside of the modules that `ContextParallel` was applied to.
+    """
+
+    def __init__(
+        self,
+        sequence: ShardedSequence,
+        *,
+        inputs: tuple[str, ...] = ("tokens",),
+        positions: str | None = "positions",
+        gather_output: bool = False,
+        watch: bool = True,
+        layout: Callable[..., Layout] | None = None,
+    ) -> None:
+        _check_layout("ShardedModel", layout)
+        self.sequence, self.inputs, self.positions, self.gather_output = sequence, inputs, positions, gather_output
+        self.watch, self.layout = watch, layout
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        parameters = inspect.signature(module.forward).parameters
+        names = [name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_POSITIONAL]
+        for name in (*self.inputs, *([self.positions] if self.positions else [])):
+            if name not in names:
+                raise ArgumentError(
+                    describe(
+                        f"ShardedModel({type(module).__name__})",
+                        f"a forward argument named {name!r}",
+                        names,
+                        "name the model's own arguments in inputs= and positions=",
+                    )
+                )
+        claim(module, device_mesh, self.sequence, self)
+        style = self
+
+        # The first eager forward looks for attention that no style made parallel. A mode costs a Python call for every
+        # operation, and compiled blocks would be compiled for it anew, so later ones run without.
+        def run(self: nn.Module, arguments: dict[str, Any]) -> Any:
+            inner = self.__dict__.get(_INNER)
+            return type(self).forward(self, **arguments) if inner is None else inner(**arguments)
+
+        def run_watched(self: nn.Module, arguments: dict[str, Any]) -> Any:
+            compiled = any(part._compiled_call_impl is not None for part in self.modules())
+            if compiled or not style.watch or self.__dict__.get(_WATCHED):
+                return run(self, arguments)
+            with _Watch():
+                result = run(self, arguments)
+            self.__dict__[_WATCHED] = True
+            return result
+
+        # A function, not a bound method: a deep copy of the module would copy the style, and its mesh with it.
+        @functools.wraps(type(module).forward)
+        def sharded_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            given = dict(zip(names, args, strict=False))
+            if len(args) > len(names) or given.keys() & kwargs.keys():
+                raise ArgumentError(
+                    describe(
+                        "ShardedModel",
+                        f"arguments {', '.join(names)}, each once",
+                        f"{len(args)} + {[*kwargs]}",
+                        "see forward",
+                    )
+                )
+            try:
+                sequence, arguments = style.shard_inputs(given | kwargs)
+            except Exception as error:
+                _announce(style.sequence, error)
+                raise
+            if torch.compiler.is_compiling():
+                output = run(self, arguments)
+            else:
+                token = _ROOT.set((style.sequence, sequence))
+                try:
+                    output = run_watched(self, arguments)
+                finally:
+                    _ROOT.reset(token)
+            return style.gather(sequence, output) if style.gather_output else output
+
+        if "forward" in module.__dict__:
+            module.__dict__[_INNER] = module.__dict__["forward"]
+        module.forward = types.MethodType(sharded_forward, module)
+        return module
+
+    def gather(self, sequence: ShardedSequence, output: Any) -> Tensor:
+        """The whole output of a forward in original order; ``sequence`` is that forward's."""
+        if not isinstance(output, Tensor):
+            got, hint = type(output).__name__, "unshard it yourself"
+            raise ArgumentError(describe("ShardedModel.gather_output", "one tensor as output", got, hint))
+        return sequence.unshard(output, dim=1)
+
+    def shard_inputs(self, arguments: dict[str, Any]) -> tuple[ShardedSequence, dict[str, Any]]:
+        """The sequence of one forward, and its arguments by name, with this rank's rows of the inputs and positions."""
+        given = dict(arguments)
+        present = [name for name in self.inputs if given.get(name) is not None]
+        if not present:
+            raise ArgumentError(describe("ShardedModel", f"one of {self.inputs} in the call", list(given), "pass it"))
+        whole, sequence = given[present[0]], _with_layout(self, **arguments)
+        for name in present:
+            given[name] = sequence.shard({name: given[name]}, dim=1)[name]
+        if self.positions is not None:
+            ids = given.get(self.positions)
+            if ids is None:
+                given[self.positions] = sequence.positions(whole.shape[1], device=whole.device)
+            else:
+                given[self.positions] = sequence.shard({"positions": ids}, dim=ids.ndim - 1)["positions"]
+        return sequence, given
+
+
+def _with_layout(style: ContextParallel | ShardedModel, /, *args: Any, **kwargs: Any) -> ShardedSequence:
+    """The style's sequence, in the layout that its function returns for these arguments."""
+    if style.layout is None:
+        return style.sequence
+    found = style.layout(*args, **kwargs)
+    if not isinstance(found, Layout):
+        name = type(style).__name__
+        raise ArgumentError(
+            describe(f"{name}.layout", "a function that returns a Layout", type(found).__name__, "return one")
+        )
+    return replace(style.sequence, layout=found)
+
+
+def _check_root(sequence: ShardedSequence, given: ShardedSequence) -> None:
+    """Refuse an attention core whose layout is not that of the rows which its root sharded.
+
+    Args:
+        sequence: in the layout of the core's call.
+        given: the core's style's own.
+    """
+    if torch.compiler.is_compiling() or (root := _ROOT.get()) is None or root[0] != given:
+        return
+    if root[1].layout != sequence.layout:
+        hint = "give ShardedModel and ContextParallel functions that return one layout for a batch"
+        got = f"{sequence.layout.spec()} in the core, {root[1].layout.spec()} at the root"
+        raise ArgumentError(describe("layout", "one for the whole model", got, hint))
+
+
+def _check_layout(style: str, layout: Any) -> None:
+    if layout is not None and not callable(layout):
+        hint = "a layout for all batches is the sequence's, ShardedSequence(..., layout=)"
+        raise ArgumentError(describe(f"{style}.layout", "a function that returns a Layout", layout, hint))
+
+
+def _announce(sequence: ShardedSequence, error: Exception) -> None:
+    """In check mode: let the ranks that wait for this one raise, too."""
+    if not torch.compiler.is_compiling() and checking():
+        announce_refusal(sequence.mesh.get_group(), error)
+
+
+def claim(module: nn.Module, mesh: DeviceMesh, sequence: ShardedSequence, style: ParallelStyle) -> None:
+    """Check that the style fits, then mark the module as taken; called when nothing else can fail."""
+    name = type(style).__name__
+    if mesh.ndim != 1:
+        raise ArgumentError(describe(f"{name}: mesh", "one axis", f"{mesh.ndim} axes", 'pass mesh["cp"]'))
+    if hasattr(module, _MARK):
+        raise ArgumentError(
+            describe(
+                name, "a module without a style", f"{type(module).__name__} with {getattr(module, _MARK)}", "apply once"
+            )
+        )
+    if not has_axis(mesh, sequence.mesh):
+        raise ArgumentError(
+            describe("mesh", f"the axis of the ShardedSequence, {sequence.mesh}", mesh, "apply the style to that axis")
+        )
+    setattr(module, _MARK, name)
+    setattr(module, RANKS, tuple(dist.get_process_group_ranks(sequence.mesh.get_group())))
+
+
+def _check_scores(scores: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(scores, Mapping) or set(scores) - _SCORE_OPTIONS:
+        got = [*scores] if isinstance(scores, Mapping) else type(scores).__name__
+        hint = "see cp_mesh.attention"
+        raise ArgumentError(
+            describe("ContextParallel.scores", f"names of {', '.join(sorted(_SCORE_OPTIONS))}", got, hint)
+        )
+    return scores
+
+
+def has_axis(mesh: DeviceMesh, axis: DeviceMesh) -> bool:
+    wanted = axis.get_group().group_name
+    return any(mesh.get_group(i).group_name == wanted for i in range(mesh.ndim))
+
+
+def cross_attention(name: str) -> str:
+    return (
+        f"ContextParallel: {name!r} is cross-attention, whose keys are not the sharded sequence; "
+        "leave it out of the plan and keep its keys replicated over cp"
+    )

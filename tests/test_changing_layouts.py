@@ -1,0 +1,235 @@
+"""Layouts that change with the batch: what the styles' functions return is what data, model and loss go by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from dense import dense_attention, dense_mask
+from ranks import mesh, num_collectives
+from torch import Tensor, nn
+
+import cp_mesh
+from cp_mesh import (
+    ArgumentError,
+    Balanced,
+    ContextParallel,
+    Contiguous,
+    Layout,
+    Mask,
+    ShardedModel,
+    ShardedSequence,
+    Striped,
+    UnsupportedError,
+    ZigZag,
+    balance,
+    parallelize,
+)
+from cp_mesh.layouts import parse_layout
+from cp_mesh.memory import Sizes, extra_memory
+from cp_mesh.schedule import joined, make_schedule
+
+B, H, D = 2, 2, 4
+
+
+class Core(nn.Module):
+    """Its argument names are those of the docs, which are also those of the library's own functions."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, layout: Layout, module: int = 0) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class Model(nn.Module):
+    """[B, S] tokens to [B, S, H * D]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = Core()
+
+    def forward(self, tokens: Tensor, positions: Tensor, mask: Mask, layout: Layout, style: int = 0) -> Tensor:
+        q, k, v = features(tokens, positions)
+        return self.core(q, k, v, mask=mask, layout=layout, module=1).transpose(1, 2).flatten(2)
+
+
+def features(tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+    """q, k, v [B, H, S, D], of which q and k depend on positions [S] or [B, S]."""
+    x = torch.sin(tokens[:, None, :, None] * torch.arange(1, H * D + 1).view(H, 1, D)).double()
+    turn = torch.cos(0.1 * positions.double())
+    turn = turn[:, None, :, None] if positions.ndim == 2 else turn[:, None]
+    return x * turn, (x + 1) * turn, x
+
+
+def batch(S: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Tokens, and documents unlike in every row."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.rand(B, S, generator=generator) < 4 / S
+    return torch.randint(1, 9, (B, S), generator=generator), starts.cumsum(1)
+
+
+def plan(sequence: ShardedSequence, **options: Any) -> dict[str, Any]:
+    """As docs/masks.md has it."""
+    return {
+        "": ShardedModel(sequence, layout=lambda layout, **others: layout, **options),
+        "core": ContextParallel(
+            sequence, mask=lambda q, k, v, mask, layout, **_: mask, layout=lambda q, k, v, mask, layout, **_: layout
+        ),
+    }
+
+
+def on_ranks(rank: int, S: int, own_positions: bool) -> list[Tensor]:
+    """Whole outputs of three batches, from one model."""
+    axis, results = mesh((dist.get_world_size(),), ("cp",)), []
+    sequence = ShardedSequence(axis, length=S)
+    model = parallelize(Model(), axis, plan(sequence, gather_output=True))
+    for seed in range(3):
+        tokens, documents = batch(S, seed)
+        mask = Mask(documents=documents)
+        packed = sequence.balanced(mask)
+        given = {"positions": torch.arange(S).expand(B, S) % 5} if own_positions else {}
+        results.append(model(tokens, mask=mask, layout=packed.layout, style=1, **given))
+    return results
+
+
+@pytest.mark.parametrize("own_positions", [False, True])
+@pytest.mark.parametrize("S", [24, 22])
+def test_whole_model(pool: Any, S: int, own_positions: bool) -> None:
+    want = []
+    for seed in range(3):
+        tokens, documents = batch(S, seed)
+        positions = torch.arange(S) % 5 if own_positions else torch.arange(S)
+        out, _ = dense_attention(*features(tokens, positions), dense_mask(S, documents=documents))
+        want.append(out.transpose(1, 2).flatten(2))
+    for got in pool(3).run(on_ranks, S, own_positions):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+def by_length(rank: int) -> Tensor:
+    """A layout that is a function of the whole tokens; the output is gathered by that of the whole tokens too."""
+    axis = mesh((2,), ("cp",))
+    sequence = ShardedSequence(axis)
+    styles = plan(sequence, gather_output=True)
+    styles[""] = ShardedModel(
+        sequence, gather_output=True, layout=lambda tokens, **_: ZigZag() if tokens.shape[1] > 12 else Contiguous()
+    )
+    tokens, _ = batch(16, 0)
+    return parallelize(Model(), axis, styles)(tokens, mask=Mask(), layout=ZigZag())
+
+
+def test_the_functions_see_whole_arguments(pool: Any) -> None:
+    tokens, _ = batch(16, 0)
+    out, _ = dense_attention(*features(tokens, torch.arange(16)), dense_mask(16))
+    for got in pool(2).run(by_length):
+        torch.testing.assert_close(got, out.transpose(1, 2).flatten(2), rtol=1e-10, atol=1e-10)
+
+
+def disagreeing(rank: int) -> int:
+    """Collectives that had begun when the core's layout was found to be another."""
+    axis = mesh((2,), ("cp",))
+    sequence = ShardedSequence(axis)
+    styles = plan(sequence) | {
+        "core": ContextParallel(
+            sequence, mask=lambda q, k, v, mask, layout, **_: mask, layout=lambda q, k, v, mask, layout, **_: Striped()
+        )
+    }
+    model, (tokens, _) = parallelize(Model(), axis, styles), batch(16, 0)
+    assert model(tokens, mask=Mask(), layout=Striped()).shape == (B, 8, H * D)
+    before = num_collectives()
+    with pytest.raises(ArgumentError, match=r"layout: expected one for the whole model, got striped .* zigzag at the"):
+        model(tokens, mask=Mask(), layout=ZigZag())
+    return num_collectives() - before
+
+
+def test_a_core_in_another_layout_than_its_root_is_refused(pool: Any) -> None:
+    assert pool(2).run(disagreeing) == [0, 0]
+
+
+def one_without(rank: int) -> None:
+    axis = mesh((1,), ("cp",))
+    sequence = ShardedSequence(axis)
+    whole = plan(sequence)
+    for name, plain in (("", ShardedModel(sequence)), ("core", ContextParallel(sequence))):
+        other = next(key for key in whole if key != name)
+        with pytest.raises(ArgumentError, match=f"layout=: expected in all styles .* '{other}' has, '{name}' lacks it"):
+            parallelize(Model(), axis, whole | {name: plain})
+    parallelize(Model(), axis, {"core": whole["core"]})  # whoever has no root shards the data by hand
+
+
+def test_some_styles_with_a_layout_and_some_without_are_refused(pool: Any) -> None:
+    pool(1).run(one_without)
+
+
+def wrong_functions(rank: int) -> None:
+    axis = mesh((1,), ("cp",))
+    sequence = ShardedSequence(axis)
+    for style in (ContextParallel, ShardedModel):
+        with pytest.raises(
+            ArgumentError, match=rf"{style.__name__}.layout: expected a function .*ShardedSequence\(\.\.\., l"
+        ):
+            style(sequence, layout=ZigZag())
+    tokens, documents = batch(16, 0)
+    for name in ("", "core"):
+        styles = plan(sequence)
+        styles[name].layout = lambda *args, **kwargs: "zigzag"
+        with pytest.raises(ArgumentError, match=r"layout: expected a function that returns a Layout, got str"):
+            parallelize(Model(), axis, styles)(tokens, mask=Mask(), layout=ZigZag())
+    with pytest.raises(ArgumentError, match="balanced: expected documents, or a sequence with a length"):
+        sequence.balanced(Mask())
+    with pytest.raises(UnsupportedError, match="balance"):
+        sequence.balanced(Mask(key_padding=torch.ones(16, dtype=torch.bool), documents=documents))
+
+
+def test_what_is_no_layout_is_refused(pool: Any) -> None:
+    pool(1).run(wrong_functions)
+
+
+def test_runs_that_compiled_code_did_not_read_are_checked() -> None:
+    with pytest.raises(ArgumentError, match="Balanced: expected runs"):
+        parse_layout("balanced", torch.tensor([[0, 4], [5, 3]]))
+
+
+def failing_on_one(rank: int) -> None:
+    axis = mesh((2,), ("cp",))
+
+    def layout(**_: Any) -> Layout:
+        if rank == 0:
+            raise KeyError("on purpose")
+        return ZigZag()
+
+    sequence = ShardedSequence(axis)
+    styles = plan(sequence) | {"": ShardedModel(sequence, layout=layout)}
+    model, (tokens, _) = parallelize(Model(), axis, styles), batch(16, 0)
+    with cp_mesh.check_mode():
+        model(tokens, mask=Mask(), layout=ZigZag())
+
+
+def test_in_check_mode_all_ranks_hear_of_a_function_that_fails(pool: Any) -> None:
+    first, second = pool(2).run_expecting_error(failing_on_one)
+    assert first.type == "KeyError" and "on purpose" in second.message and second.type == "RankMismatchError"
+
+
+def test_explain_counts_pairs_of_documents() -> None:
+    """Also where a kernel is given tiles as one, whose areas are more."""
+    S, cp_size = 96, 2
+    documents = torch.arange(S) // 20
+    mask, layout = Mask(documents=documents), balance(Mask(documents=documents), S, cp_size)
+    settings = {"device": "cuda", "dtype": torch.bfloat16, "layout": layout, "mask": mask, "scores": ["alibi_slopes"]}
+    text = cp_mesh.explain(S, cp_size, **settings)
+    allowed = dense_mask(S, documents=documents[None])[0]
+    counts = [allowed[layout.positions(S, cp_size, rank)].sum().item() for rank in range(cp_size)]
+    for rank, count in enumerate(counts):
+        assert f"rank {rank}: 48 rows, work {cp_size * count / sum(counts):.2f}" in text
+
+
+def test_memory_of_joined_tiles() -> None:
+    mask = Mask(documents=torch.arange(64) // 3)
+    layout = Balanced([[32, 16], [0, 16], [16, 16], [48, 16]])
+    schedule, sizes = make_schedule(layout, mask, 64, 2, 0), Sizes(1, 2, 2, 8, 8, 2, 2)
+    one = extra_memory(schedule, sizes, 1, "functional", joins=True)
+    (tile,) = joined(schedule.local_tiles)
+    assert len(schedule.local_tiles) > 1
+    fetched = sum(stage.num_fetched for stage in schedule.keys.stages)
+    assert one.forward == fetched * 2 * (8 + 8) * 2 + (tile.q[1] - tile.q[0]) * 2 * (8 * 2 + 4)
+    assert one.backward != extra_memory(schedule, sizes, 1, "functional").backward
