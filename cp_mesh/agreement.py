@@ -25,8 +25,8 @@ _enabled: ContextVar[bool | None] = ContextVar("cp_mesh_check", default=None)
 def check_mode(enabled: bool = True) -> Iterator[None]:
     """Compare the arguments of every `attention` call in this context over the ranks of its cp group.
 
-    Every rank raises `RankMismatchError` if any argument that must agree does not, and if any rank refused its
-    arguments while others accepted theirs.
+    Also the whole inputs of a `ShardedModel`. Every rank raises `RankMismatchError` if anything that must agree does
+    not, and if any rank refused its arguments while others accepted theirs.
 
     Args:
         enabled: False turns the mode off inside the context. Must be the same on all ranks.
@@ -61,7 +61,9 @@ def fingerprint(tensor: Tensor | None) -> str:
     """
     if tensor is None:
         return "None"
-    content = hashlib.sha1(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
+    # a copy: NumPy pins the memory that it is shown, and FSDP2 frees that of a parameter after its use
+    copy = tensor.detach().to("cpu", copy=True).reshape(-1)
+    content = hashlib.sha1(copy.view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
     return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device.type} {content}"
 
 
@@ -86,5 +88,5 @@ def require_agreement(group: dist.ProcessGroup, fields: Mapping[str, str]) -> No
             shown = "; ".join(f"cp rank {rank}: {value}" for rank, value in enumerate(values))
             raise RankMismatchError(
                 f"attention: expected the same {name} on every cp rank, got {shown}; "
-                "give every rank equal arguments; one ShardedSequence holds layout and length for all"
+                "give every rank of a cp group the same batch and options"
             )

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 import torch
@@ -26,7 +26,7 @@ from cp_mesh.errors import ArgumentError
 
 @dataclass(frozen=True)
 class Run:
-    """Positions ``start + stride * i`` for ``i`` in ``range(length)``."""
+    """Positions ``start + stride * i`` for ``i`` in ``range(length)``; ``stride`` is 1 or more."""
 
     start: int
     stride: int
@@ -318,6 +318,34 @@ LAYOUTS: dict[str, type[Layout]] = {
     "permuted": Permuted,
     "balanced": Balanced,
 }
+
+
+_OWN = frozenset(LAYOUTS.values())  # which hold every position once; others are looked at
+
+
+@lru_cache(maxsize=64)
+def check_layout(layout: Layout, seq_len: int, cp_size: int) -> None:
+    """Refuse a layout, of a class listed later, whose ranks do not hold every position once, in rising runs.
+
+    Raises:
+        ArgumentError: naming a position.
+    """
+    if type(layout) in _OWN:
+        return
+    shards = [layout.runs(seq_len, cp_size, rank) for rank in range(cp_size)]
+    if any(isinstance(piece, Run) and piece.stride < 1 for shard in shards for piece in shard):
+        raise ArgumentError(f"layout {layout.spec()}: expected runs of stride 1 or more; an Index takes any order")
+    positions = torch.cat([piece.positions() for shard in shards for piece in shard]) if any(shards) else torch.zeros(0)
+    outside = (positions < 0) | (positions >= seq_len)
+    if outside.any():
+        raise ArgumentError(f"layout {layout.spec()}: there is no position {int(positions[outside][0])} in {seq_len}")
+    held = torch.bincount(positions.long(), minlength=seq_len)
+    if (wrong := (held != 1).nonzero().flatten()).numel():
+        first = int(wrong[0])
+        raise ArgumentError(
+            f"layout {layout.spec()}: expected every position to be held once by the {cp_size} ranks, got position "
+            f"{first} of {seq_len} held {int(held[first])} times; see runs() of its class"
+        )
 
 
 def parse_layout(spec: str, index: Tensor | None = None) -> Layout:

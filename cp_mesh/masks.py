@@ -97,20 +97,18 @@ class Mask:
     def __post_init__(self) -> None:
         window = self.window
         if window is not None and (not isinstance(window, tuple) or len(window) != 2):
-            raise ArgumentError(f"Mask: expected window=(left, right), got {window!r}; use None for an unlimited side")
+            raise ArgumentError(
+                f"Mask: expected a tuple window=(left, right), got {window!r}; (1023, 0) is a causal window of 1024"
+                " tokens, None an unlimited side"
+            )
         for name, value in (("prefix", self.prefix), ("length", self.length), *(("window", x) for x in window or ())):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int | torch.SymInt)):
                 raise ArgumentError(f"Mask: expected an int for {name}, in tokens, got {value!r}; round it first")
-        if window is not None:
-            if not isinstance(window, tuple) or len(window) != 2:
-                raise ArgumentError(
-                    f"Mask: expected window=(left, right), got {window!r}; use None for an unlimited side"
-                )
-            if any(bound is not None and bound < 0 for bound in window):
-                raise ArgumentError(
-                    f"Mask: expected window bounds >= 0 (inclusive distances in tokens), got {window}; "
-                    "use None for an unlimited side"
-                )
+        if window is not None and any(bound is not None and bound < 0 for bound in window):
+            raise ArgumentError(
+                f"Mask: expected window bounds >= 0 (inclusive distances in tokens), got {window}; "
+                "use None for an unlimited side"
+            )
         if self.prefix < 0 or (self.length is not None and self.length < 0):
             raise ArgumentError(f"Mask: expected prefix >= 0 and length >= 0, got {self.prefix} and {self.length}")
         if self.prefix and not self.causal:
@@ -154,6 +152,9 @@ class Mask:
         Raises:
             ArgumentError: if ``cu_seqlens`` is not of that form.
         """
+        if not isinstance(cu_seqlens, Tensor):
+            got = type(cu_seqlens).__name__
+            raise ArgumentError(f"Mask.from_cu_seqlens: expected a tensor [num_docs + 1], got {got}; use torch.tensor")
         if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype not in _ID_DTYPES:
             raise ArgumentError(
                 f"Mask.from_cu_seqlens: expected an integer tensor [num_docs + 1], got {cu_seqlens.dtype} "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from itertools import product
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe
-from cp_mesh.styles import RANKS, ContextParallel, ShardedModel, cross_attention
+from cp_mesh.sequence import ShardedSequence
+from cp_mesh.styles import RANKS, SUMS, ContextParallel, ShardedModel, cross_attention
 
 
 def parallelize(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> nn.Module:
@@ -37,8 +39,8 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Parallel
 
     Raises:
         ArgumentError: if a key matches no module, two keys match one module, the mesh is not 1-D, or a style is
-            applied twice, or some styles of a sequence have a ``layout`` and others have none. Nothing is applied then,
-            except that a repeated application is found on its way.
+            applied twice, the root and a core have different sequences, or one of them has a ``layout`` and the other
+            none. Nothing is applied then, except that a repeated application is found on its way.
         UnsupportedError: if `ContextParallel` meets a module named as cross-attention.
 
     Example:
@@ -48,7 +50,7 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Parallel
         raise ArgumentError(
             describe("parallelize: mesh", "one axis of a DeviceMesh", mesh, 'pass mesh["cp"], one axis at a time')
         )
-    _check_layouts(plan)
+    _check_sequences(plan)
     modules = dict(module.named_modules())
     chosen: dict[str, tuple[str, ParallelStyle]] = {}
     for key, style in plan.items():
@@ -109,6 +111,7 @@ def sum_gradients(model: nn.Module) -> None:
     for module in sharded:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+        setattr(module, SUMS, True)
 
 
 def _save_attention(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
@@ -137,20 +140,21 @@ def _matches(key: str, name: str) -> bool:
     return len(parts) == len(atoms) and all(fnmatchcase(p, a) for p, a in zip(parts, atoms, strict=True))
 
 
-def _check_layouts(plan: Mapping[str, ParallelStyle]) -> None:
-    """Refuse a plan in which a root's layout changes with the batch and a core's does not, or the reverse."""
-    styles = {key: style for key, style in plan.items() if isinstance(style, ContextParallel | ShardedModel)}
-    for root_key, root in styles.items():
-        for key, style in styles.items():
-            one_changes = (root.layout is None) != (style.layout is None)
-            if isinstance(root, ShardedModel) and root.sequence == style.sequence and one_changes:
-                with_one, without = (key, root_key) if root.layout is None else (root_key, key)
-                hint = "give both functions that return one layout for a batch"
-                raise ArgumentError(
-                    describe(
-                        "layout=",
-                        "in all styles of a sequence, or in none",
-                        f"{with_one!r} has, {without!r} lacks it",
-                        hint,
-                    )
-                )
+def _check_sequences(plan: Mapping[str, ParallelStyle]) -> None:
+    """Refuse a plan whose cores attend over another sequence than the root shards, or in a layout of other making."""
+    roots = {key: style for key, style in plan.items() if isinstance(style, ShardedModel)}
+    cores = {key: style for key, style in plan.items() if isinstance(style, ContextParallel)}
+    for (root_key, root), (key, core) in product(roots.items(), cores.items()):
+        if root.sequence != core.sequence:
+            got = f"{_sequence_words(root.sequence)} at {root_key!r}, {_sequence_words(core.sequence)} in {key!r}"
+            hint = "give all styles the same object; a core of another sequence goes in a plan of its own"
+            raise ArgumentError(describe("sequence", "one for the root and its cores", got, hint))
+        if (root.layout is None) != (core.layout is None):
+            with_one, without = (key, root_key) if root.layout is None else (root_key, key)
+            got = f"{with_one!r} has, {without!r} lacks it"
+            hint = "give both functions that return one layout for a batch"
+            raise ArgumentError(describe("layout=", "in all styles of a sequence, or in none", got, hint))
+
+
+def _sequence_words(sequence: ShardedSequence) -> str:
+    return f"{sequence.layout.spec()} with length={sequence.length}, pad={sequence.pad}"

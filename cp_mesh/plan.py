@@ -32,7 +32,7 @@ from cp_mesh.kernels.contract import (
     accumulation_dtype,
     shortfalls,
 )
-from cp_mesh.layouts import Layout, parse_layout
+from cp_mesh.layouts import Layout, check_layout, parse_layout
 from cp_mesh.masks import Band, Mask, parse_mask
 from cp_mesh.schedule import Schedule, Stage, Tile, joined, make_schedule
 from cp_mesh.segments import Segments
@@ -353,6 +353,7 @@ def _resolve(
     _check_choice("transport", options.transport, TRANSPORTS, "functional", later=())
     check_tensors(q, k, v)
     layout = parse_layout(options.layout, index)
+    check_layout(layout, seq_len, cp_size)
     mask = parse_mask(options.mask, documents, key_padding)
     expected = layout.shard_len(seq_len, cp_size, cp_rank)
     if q.shape[2] != expected:

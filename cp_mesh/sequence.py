@@ -65,6 +65,10 @@ class ShardedSequence:
             raise ArgumentError(
                 describe("ShardedSequence.mesh", "a 1-D DeviceMesh", self.mesh, 'pass the cp axis alone, mesh["cp"]')
             )
+        if not isinstance(self.layout, Layout):
+            raise ArgumentError(
+                describe("ShardedSequence.layout", "a Layout", self.layout, "ZigZag(), with parentheses")
+            )
         if self.length is not None and self.length < 1:
             raise ArgumentError(describe("ShardedSequence.length", "at least 1 token", self.length, "or None"))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+import warnings
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -21,12 +22,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.attention.flex_attention import flex_attention
 from torch.overrides import TorchFunctionMode
 
-from cp_mesh.agreement import announce_refusal, checking
+from cp_mesh.agreement import announce_refusal, checking, fingerprint, require_agreement
 from cp_mesh.attention import attention, check_placements, check_score_placements, local_scores, wrap
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe
 from cp_mesh.layouts import Layout
@@ -36,6 +38,7 @@ from cp_mesh.sequence import ShardedSequence
 
 _MARK = "_cp_mesh_style"  # set on modules that a style was applied to
 _WATCHED = "_cp_mesh_watched"  # a ShardedModel whose attention was found covered
+SUMS = "_cp_mesh_sums"  # set on FSDP2 modules that sum gradients, or that their user was warned of
 RANKS = "_cp_mesh_ranks"  # the ranks of its cp axis
 _INNER = "_cp_mesh_inner_forward"  # a forward that was set on the instance before the style's
 # Other attention than SDPA: local to a shard, so wrong. Of flex_attention a function mode sees the operator.
@@ -48,8 +51,8 @@ _OTHER_ATTENTION = (
 )
 
 
-# (the style's own sequence, in the layout of the batch) while a ShardedModel runs eagerly
-_ROOT: ContextVar[tuple[ShardedSequence, ShardedSequence] | None] = ContextVar("cp_mesh_root", default=None)
+# while a ShardedModel runs eagerly: its sequence, in the layout of the batch
+_ROOT: ContextVar[ShardedSequence | None] = ContextVar("cp_mesh_root", default=None)
 _SCORE_OPTIONS = frozenset(SCORE_OPTIONS) - {"dropout_p"}  # which the SDPA call tells
 
 
@@ -154,7 +157,7 @@ class ContextParallel(ParallelStyle):
         """What one call of the wrapped module attends with; these are its arguments."""
         try:
             sequence = _with_layout(self, *args, **kwargs)
-            _check_root(sequence, self.sequence)
+            _check_root(sequence)
             mask = self.mask if isinstance(self.mask, Mask) else self.mask(*args, **kwargs)
             if not isinstance(mask, Mask):
                 raise ArgumentError(
@@ -353,6 +356,7 @@ class ShardedModel(ParallelStyle):
             return type(self).forward(self, **arguments) if inner is None else inner(**arguments)
 
         def run_watched(self: nn.Module, arguments: dict[str, Any]) -> Any:
+            _warn_of_averages(self, style.sequence)
             compiled = any(part._compiled_call_impl is not None for part in self.modules())
             if compiled or not style.watch or self.__dict__.get(_WATCHED):
                 return run(self, arguments)
@@ -379,10 +383,12 @@ class ShardedModel(ParallelStyle):
             except Exception as error:
                 _announce(style.sequence, error)
                 raise
+            if not torch.compiler.is_compiling() and checking():
+                style.compare(given | kwargs)
             if torch.compiler.is_compiling():
                 output = run(self, arguments)
             else:
-                token = _ROOT.set((style.sequence, sequence))
+                token = _ROOT.set(sequence)
                 try:
                     output = run_watched(self, arguments)
                 finally:
@@ -393,6 +399,12 @@ class ShardedModel(ParallelStyle):
             module.__dict__[_INNER] = module.__dict__["forward"]
         module.forward = types.MethodType(sharded_forward, module)
         return module
+
+    def compare(self, arguments: dict[str, Any]) -> None:
+        """In check mode: raise on every rank if whole inputs or positions among ``arguments`` differ between ranks."""
+        names = [*self.inputs, *([self.positions] if self.positions else [])]
+        found = {name: arguments.get(name) for name in names}
+        require_agreement(self.sequence.mesh.get_group(), {name: fingerprint(x) for name, x in found.items()})
 
     def gather(self, sequence: ShardedSequence, output: Any) -> Tensor:
         """The whole output of a forward in original order; ``sequence`` is that forward's."""
@@ -425,26 +437,36 @@ def _with_layout(style: ContextParallel | ShardedModel, /, *args: Any, **kwargs:
         return style.sequence
     found = style.layout(*args, **kwargs)
     if not isinstance(found, Layout):
-        name = type(style).__name__
-        raise ArgumentError(
-            describe(f"{name}.layout", "a function that returns a Layout", type(found).__name__, "return one")
-        )
+        name, hint = type(style).__name__, "is it in the call? ShardedSequence.balanced(mask).layout makes one"
+        raise ArgumentError(describe(f"{name}.layout", "a function that returns a Layout", type(found).__name__, hint))
     return replace(style.sequence, layout=found)
 
 
-def _check_root(sequence: ShardedSequence, given: ShardedSequence) -> None:
-    """Refuse an attention core whose layout is not that of the rows which its root sharded.
-
-    Args:
-        sequence: in the layout of the core's call.
-        given: the core's style's own.
-    """
-    if torch.compiler.is_compiling() or (root := _ROOT.get()) is None or root[0] != given:
+def _check_root(sequence: ShardedSequence) -> None:
+    """Refuse a core's call in another layout than that of the rows which its root sharded over the same ranks."""
+    root = None if torch.compiler.is_compiling() else _ROOT.get()
+    if root is None or root.mesh != sequence.mesh:
         return
-    if root[1].layout != sequence.layout:
-        hint = "give ShardedModel and ContextParallel functions that return one layout for a batch"
-        got = f"{sequence.layout.spec()} in the core, {root[1].layout.spec()} at the root"
+    if root.layout != sequence.layout:
+        hint = "give ShardedModel and ContextParallel one sequence, or functions that return one layout for a batch"
+        got = f"{sequence.layout.spec()} in the core, {root.layout.spec()} at the root"
         raise ArgumentError(describe("layout", "one for the whole model", got, hint))
+
+
+def _warn_of_averages(module: nn.Module, sequence: ShardedSequence) -> None:
+    """Once: FSDP2 averages the gradients of ranks whose losses are shares of a sum."""
+    if (
+        isinstance(module, FSDPModule)
+        and sequence.cp_size > 1
+        and torch.is_grad_enabled()
+        and not hasattr(module, SUMS)
+    ):
+        setattr(module, SUMS, False)
+        warnings.warn(
+            "cp_mesh: this model is under fully_shard, which averages gradients over its ranks, while losses of "
+            "cp_mesh.cross_entropy are shares of a sum: call cp_mesh.sum_gradients(model) after fully_shard",
+            stacklevel=2,
+        )
 
 
 def _check_layout(style: str, layout: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -323,3 +324,108 @@ def test_attention_outside_the_plan_is_refused(pool: Any, named: bool) -> None:
 
 def test_attention_to_other_sequences_can_be_allowed(pool: Any) -> None:
     pool(2).run(forgotten_core, True, False)
+
+
+def two_sequences(rank: int) -> None:
+    axis = mesh((2,), ("cp",))
+    one, tokens = ShardedSequence(axis, ZigZag(), length=S), torch.arange(S)[None] % 7
+    for other in (ShardedSequence(axis, Striped(), length=S), ShardedSequence(axis, ZigZag(), length=S - 1)):
+        root = ShardedModel(one, positions=None)
+        with pytest.raises(
+            cp_mesh.ArgumentError, match="sequence: expected one for the root and its cores, got zigzag"
+        ):
+            cp_mesh.parallelize(Tiny(), axis, {"": root, "core": ContextParallel(other)})
+    model = cp_mesh.parallelize(Tiny(), axis, {"core": ContextParallel(ShardedSequence(axis, Striped()))})
+    cp_mesh.parallelize(model, axis, {"": ShardedModel(one, positions=None)})
+    with pytest.raises(cp_mesh.ArgumentError, match="got striped in the core, zigzag at the root"):
+        model(tokens)
+
+
+def test_a_root_and_cores_of_unlike_sequences_are_refused(pool: Any) -> None:
+    pool(2).run(two_sequences)
+
+
+@dataclass(frozen=True)
+class Broken(Layout):
+    """Not every position is held once."""
+
+    how: int
+
+    def runs(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple:
+        half = seq_len // 2
+        return {
+            0: (Run(0, 1, half),),
+            1: (Run(half * cp_rank + half - 1, -1, half),),
+            2: (Run(half * cp_rank + cp_rank, 1, half),),
+        }[self.how]
+
+    def spec(self) -> str:
+        return f"broken:{self.how}"
+
+
+def broken_layouts(rank: int) -> None:
+    axis, q = mesh((2,), ("cp",)), torch.randn(1, 1, 8, 4)
+    words = ("position 0 of 16 held 2 times", "runs of stride 1 or more", "no position 16 in 16")
+    for how, message in enumerate(words):
+        with pytest.raises(cp_mesh.ArgumentError, match=message):
+            attention(q, q, q, mesh=axis, layout=Broken(how))
+
+
+def test_layouts_that_lose_tokens_are_refused(pool: Any) -> None:
+    pool(2).run(with_broken_layouts)
+
+
+def with_broken_layouts(rank: int) -> None:
+    layouts_module.LAYOUTS["broken"] = Broken
+    try:
+        broken_layouts(rank)
+    finally:
+        del layouts_module.LAYOUTS["broken"]
+
+
+class SinkCore(Core):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinks = nn.Parameter(torch.zeros(H))
+
+
+def checked_fsdp(rank: int) -> None:
+    """FSDP2 frees parameters after their use: check mode must not hold on to one that it compared."""
+    axis, tokens = mesh((2,), ("cp",)), torch.arange(S)[None] % 7
+    model, sequence = Tiny(), ShardedSequence(axis)
+    model.core = SinkCore()
+    core = ContextParallel(sequence, scores=lambda core, *_: {"sinks": core.sinks})
+    cp_mesh.parallelize(model, axis, {"": ShardedModel(sequence, positions=None), "core": core})
+    fully_shard(model, mesh=axis)
+    cp_mesh.sum_gradients(model)
+    with cp_mesh.check_mode():
+        for _ in range(2):
+            model(tokens).sum().backward()
+        with pytest.raises(cp_mesh.RankMismatchError, match="the same tokens on every cp rank"):
+            model(tokens + rank)
+
+
+def test_check_mode_under_fsdp_and_of_tokens(pool: Any) -> None:
+    pool(2).run(checked_fsdp)
+
+
+def averaged(rank: int) -> list[int]:
+    """Warnings in two forwards without `sum_gradients`, and in one with it."""
+    axis, tokens, counts = mesh((2,), ("cp",)), torch.arange(S)[None] % 7, []
+    for summed in (False, True):
+        model, sequence = Tiny(), ShardedSequence(axis)
+        plan = {"": ShardedModel(sequence, positions=None), "core": ContextParallel(sequence)}
+        cp_mesh.parallelize(model, axis, plan)
+        fully_shard(model, mesh=axis)
+        if summed:
+            cp_mesh.sum_gradients(model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model(tokens)
+            model(tokens)
+        counts.append(sum("cp_mesh.sum_gradients(model)" in str(warning.message) for warning in caught))
+    return counts
+
+
+def test_averaged_gradients_are_warned_of(pool: Any) -> None:
+    assert pool(2).run(averaged) == [[1, 0]] * 2
