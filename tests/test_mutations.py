@@ -713,7 +713,7 @@ MUTATIONS = [
     Mutation(
         "a core may have another layout than its root",
         "styles.py",
-        "    if root[1].layout != sequence.layout:\n",
+        "    if root.layout != sequence.layout:\n",
         "    if False:\n",
         "layouts agree",
     ),
