@@ -7,6 +7,7 @@ each printed. Exits with 1 if any failed or ran past its time.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import subprocess
 import sys
@@ -22,6 +23,7 @@ def commands(gpus: int) -> dict[str, tuple[list[str], dict[str, str], int]]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
     races = str(TESTS / "test_symmetric_memory.py")
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
+    pytest += ["-n", "8"] if importlib.util.find_spec("xdist") else []  # most of the time kernels are being compiled
     # PyTorch probes the driver with calls that fail and are handled: they are no errors of memory.
     memcheck = ["compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no", "--target-processes", "all"]
     memcheck += ["--error-exitcode", "9"]

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from dense import dense_attention, dense_mask
-from ranks import mesh, num_collectives
+from ranks import device, mesh, num_collectives
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import cp_mesh
 from cp_mesh import (
@@ -56,7 +57,8 @@ class Model(nn.Module):
 
 def features(tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
     """q, k, v [B, H, S, D], of which q and k depend on positions [S] or [B, S]."""
-    x = torch.sin(tokens[:, None, :, None] * torch.arange(1, H * D + 1).view(H, 1, D)).double()
+    columns = torch.arange(1, H * D + 1, device=tokens.device).view(H, 1, D)
+    x = torch.sin(tokens[:, None, :, None] * columns).double()
     turn = torch.cos(0.1 * positions.double())
     turn = turn[:, None, :, None] if positions.ndim == 2 else turn[:, None]
     return x * turn, (x + 1) * turn, x
@@ -104,6 +106,44 @@ def test_whole_model(pool: Any, S: int, own_positions: bool) -> None:
         want.append(out.transpose(1, 2).flatten(2))
     for got in pool(3).run(on_ranks, S, own_positions):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+class Scaled(Model):
+    """With a parameter, which FSDP2 needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, H * D).double())
+
+    def forward(self, tokens: Tensor, positions: Tensor, mask: Mask, layout: Layout, style: int = 0) -> Tensor:
+        return super().forward(tokens, positions, mask, layout) * self.scale
+
+
+def under_fsdp(rank: int) -> list[str]:
+    """Where documents were in every core's call: FSDP2 moves the tensors among a root's arguments to the device."""
+    axis, seen = mesh((2,), ("cp",)), []
+    sequence = ShardedSequence(axis)
+    styles = plan(sequence, gather_output=True)
+
+    def mask_of_call(q: Tensor, k: Tensor, v: Tensor, mask: Mask, **_: Any) -> Mask:
+        seen.append(mask.documents.device.type)
+        return mask
+
+    styles["core"].mask = mask_of_call
+    model = fully_shard(parallelize(Scaled().to(device()), axis, styles), mesh=axis)
+    cp_mesh.sum_gradients(model)
+    tokens, documents = batch(24, 0)
+    packed = sequence.balanced(Mask(documents=documents))
+    got = model(tokens, mask=Mask(documents=documents), layout=packed.layout)
+    out, _ = dense_attention(*features(tokens, torch.arange(24)), dense_mask(24, documents=documents))
+    scale = torch.linspace(0.5, 1.5, H * D).double()
+    torch.testing.assert_close(got.cpu(), out.transpose(1, 2).flatten(2) * scale, rtol=1e-10, atol=1e-10)
+    return seen
+
+
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.multigpu)])
+def test_fsdp_leaves_masks_on_the_host(pool: Any, backend: str) -> None:
+    assert pool(2, backend).run(under_fsdp) == [["cpu"]] * 2
 
 
 def by_length(rank: int) -> Tensor:
