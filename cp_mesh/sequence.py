@@ -83,7 +83,11 @@ class ShardedSequence:
     @property
     def seq_len(self) -> int | None:
         """Tokens in the whole sequence with padding, or None if it is read from the tensors."""
-        return None if self.length is None else self._sharded_len(self.length)
+        return self.seq_len_in(self.layout)
+
+    def seq_len_in(self, layout: Layout) -> int | None:
+        """`seq_len` if the sequence were in this ``layout``."""
+        return None if self.length is None else self._sharded_len(self.length, layout)
 
     def balanced(self, mask: Mask) -> ShardedSequence:
         """This sequence in the layout in which every rank computes an equal share of one batch's mask.
@@ -155,20 +159,26 @@ class ShardedSequence:
             raise ArgumentError(describe("seq_len", f"{self.length}, this sequence's length", length, "leave it out"))
         return self.layout.positions(self._sharded_len(length), self.cp_size, self.cp_rank).to(device)
 
-    def mask(self, mask: Mask) -> Mask:
-        """The mask of the padded sequence: its tensors padded, and padding keys hidden where a query could see them."""
-        if self.length is None or self.seq_len == self.length:
+    def mask(self, mask: Mask, layout: Layout | None = None) -> Mask:
+        """The mask of the padded sequence: its tensors padded, and padding keys hidden where a query could see them.
+
+        Args:
+            mask: of the sequence without padding, or with.
+            layout: in which the sequence is padded; None: its own.
+        """
+        seq_len = self.seq_len if layout is None else self.seq_len_in(layout)
+        if self.length is None or seq_len == self.length:
             return mask
         hidden = not mask.causal or mask.prefix > self.length  # a causal query never sees the padding after it
         return replace(
             mask,
             length=min(self.length, self.length if mask.length is None else mask.length) if hidden else mask.length,
-            documents=None if mask.documents is None else self._pad(mask.documents, -1, PADDING["documents"]),
-            key_padding=None if mask.key_padding is None else self._pad(mask.key_padding, -1, 0),
+            documents=None if mask.documents is None else self._pad(mask.documents, -1, PADDING["documents"], seq_len),
+            key_padding=None if mask.key_padding is None else self._pad(mask.key_padding, -1, 0, seq_len),
         )
 
-    def _sharded_len(self, length: int) -> int:
-        multiple = self.layout.multiple(self.cp_size)
+    def _sharded_len(self, length: int, layout: Layout | None = None) -> int:
+        multiple = (self.layout if layout is None else layout).multiple(self.cp_size)
         if length % multiple == 0 or (not self.pad and length == self.length):
             return length
         if self.length is None:
@@ -191,20 +201,20 @@ class ShardedSequence:
             )
         return seq_len
 
-    def _pad(self, x: Tensor, dim: int, value: int) -> Tensor:
-        if self.length is None or self.seq_len is None or x.shape[dim] == self.seq_len:
+    def _pad(self, x: Tensor, dim: int, value: int, seq_len: int | None) -> Tensor:
+        if self.length is None or seq_len is None or x.shape[dim] == seq_len:
             return x
         if x.shape[dim] != self.length:
             raise ArgumentError(
                 describe(
                     f"length of dim {dim}",
-                    self.length if self.length == self.seq_len else f"{self.length}, or {self.seq_len} with padding",
+                    self.length if self.length == seq_len else f"{self.length}, or {seq_len} with padding",
                     x.shape[dim],
                     "pass the whole sequence, which is sharded once",
                 )
             )
         shape = list(x.shape)
-        shape[dim] = self.seq_len - self.length
+        shape[dim] = seq_len - self.length
         return torch.cat([x, x.new_full(shape, value)], dim=dim)
 
     def _shard_leaf(self, path: tuple, leaf: Any, dim: int, pad_value: int | None) -> Any:
@@ -222,7 +232,7 @@ class ShardedSequence:
         if name == "cu_seqlens":
             return self._pad_cu_seqlens(leaf)
         if name in WHOLE:
-            return self._pad(leaf, -1, PADDING.get(str(name), 0))
+            return self._pad(leaf, -1, PADDING.get(str(name), 0), self.seq_len)
         if leaf.ndim <= dim:
             raise ArgumentError(
                 describe(f"shard({name or ''})", f"a sequence dim {dim}", tuple(leaf.shape), "pass dim=, or expand it")
@@ -235,7 +245,7 @@ class ShardedSequence:
             if self.seq_len not in (None, leaf.shape[dim]) and not leaf.is_floating_point():
                 hint = f"pad_value=-100 for labels, 0 for tokens; or one of the names {', '.join(PADDING)}"
                 raise ArgumentError(describe(f"shard({name or ''})", "a pad_value for an integer tensor", None, hint))
-        whole = self._pad(leaf, dim, padding)
+        whole = self._pad(leaf, dim, padding, self.seq_len)
         rows = self.layout.positions(whole.shape[dim], self.cp_size, self.cp_rank).to(leaf.device)
         return whole.index_select(dim, rows)
 

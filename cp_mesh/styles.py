@@ -60,7 +60,7 @@ _SCORE_OPTIONS = frozenset(SCORE_OPTIONS) - {"dropout_p"}  # which the SDPA call
 class _Call:
     """What one call of an attention core attends with; the mask is that of the padded sequence."""
 
-    sequence: ShardedSequence
+    layout: Layout
     mask: Mask
     scores: Mapping[str, Any]
 
@@ -156,8 +156,8 @@ class ContextParallel(ParallelStyle):
     def of_call(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> _Call:
         """What one call of the wrapped module attends with; these are its arguments."""
         try:
-            sequence = _with_layout(self, *args, **kwargs)
-            _check_root(sequence)
+            layout = _layout_of_call(self, *args, **kwargs)
+            _check_root(self.sequence, layout)
             mask = self.mask if isinstance(self.mask, Mask) else self.mask(*args, **kwargs)
             if not isinstance(mask, Mask):
                 raise ArgumentError(
@@ -166,7 +166,7 @@ class ContextParallel(ParallelStyle):
                     )
                 )
             scores = _check_scores(self.scores(module, *args, **kwargs)) if callable(self.scores) else self.scores
-            return _Call(sequence, sequence.mask(mask), scores)
+            return _Call(layout, self.sequence.mask(mask, layout), scores)
         except Exception as error:
             _announce(self.sequence, error)
             raise
@@ -198,7 +198,7 @@ class ContextParallel(ParallelStyle):
         except Exception as error:
             _announce(self.sequence, error)
             raise
-        sequence, tensors = call.sequence, (query, key, value)
+        sequence, tensors = self.sequence, (query, key, value)
 
         def attend(query: Tensor, key: Tensor, value: Tensor, scores: Mapping[str, Any]) -> Tensor:
             result = attention(
@@ -207,8 +207,8 @@ class ContextParallel(ParallelStyle):
                 value,
                 mesh=sequence.mesh,
                 seq_dim=2,
-                seq_len=sequence.seq_len,
-                layout=sequence.layout,
+                seq_len=sequence.seq_len_in(call.layout),
+                layout=call.layout,
                 mask=call.mask,
                 scale=scale,
                 dropout_p=dropout_p,
@@ -419,7 +419,9 @@ class ShardedModel(ParallelStyle):
         present = [name for name in self.inputs if given.get(name) is not None]
         if not present:
             raise ArgumentError(describe("ShardedModel", f"one of {self.inputs} in the call", list(given), "pass it"))
-        whole, sequence = given[present[0]], _with_layout(self, **arguments)
+        whole, sequence = given[present[0]], self.sequence
+        if self.layout is not None:
+            sequence = replace(sequence, layout=_layout_of_call(self, **arguments))
         for name in present:
             given[name] = sequence.shard({name: given[name]}, dim=1)[name]
         if self.positions is not None:
@@ -431,25 +433,25 @@ class ShardedModel(ParallelStyle):
         return sequence, given
 
 
-def _with_layout(style: ContextParallel | ShardedModel, /, *args: Any, **kwargs: Any) -> ShardedSequence:
-    """The style's sequence, in the layout that its function returns for these arguments."""
+def _layout_of_call(style: ContextParallel | ShardedModel, /, *args: Any, **kwargs: Any) -> Layout:
+    """The layout that the style's function returns for these arguments, or its sequence's."""
     if style.layout is None:
-        return style.sequence
+        return style.sequence.layout
     found = style.layout(*args, **kwargs)
     if not isinstance(found, Layout):
         name, hint = type(style).__name__, "is it in the call? ShardedSequence.balanced(mask).layout makes one"
         raise ArgumentError(describe(f"{name}.layout", "a function that returns a Layout", type(found).__name__, hint))
-    return replace(style.sequence, layout=found)
+    return found
 
 
-def _check_root(sequence: ShardedSequence) -> None:
+def _check_root(sequence: ShardedSequence, layout: Layout) -> None:
     """Refuse a core's call in another layout than that of the rows which its root sharded over the same ranks."""
     root = None if torch.compiler.is_compiling() else _ROOT.get()
     if root is None or root.mesh != sequence.mesh:
         return
-    if root.layout != sequence.layout:
+    if root.layout != layout:
         hint = "give ShardedModel and ContextParallel one sequence, or functions that return one layout for a batch"
-        got = f"{sequence.layout.spec()} in the core, {root.layout.spec()} at the root"
+        got = f"{layout.spec()} in the core, {root.layout.spec()} at the root"
         raise ArgumentError(describe("layout", "one for the whole model", got, hint))
 
 

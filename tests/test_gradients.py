@@ -186,6 +186,8 @@ def gradients(rank: int, setup: Setup) -> dict[str, Any]:
     loss.backward()
     for parameter in model.parameters():
         if not setup.fsdp:
+            if isinstance(parameter.grad, DTensor):  # PyTorch 2.11 does not clip partial sums
+                parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
             grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
             dist.all_reduce(grad, group=data.get_group())
     before = {name: whole(parameter.grad).clone() for name, parameter in model.named_parameters()}

@@ -678,8 +678,8 @@ MUTATIONS = [
     Mutation(
         "padding counts as tokens",
         "sequence.py",
-        "whole = self._pad(leaf, dim, padding)",
-        "whole = self._pad(leaf, dim, 0)",
+        "whole = self._pad(leaf, dim, padding, self.seq_len)",
+        "whole = self._pad(leaf, dim, 0, self.seq_len)",
         "gradients of one rank",
     ),
     Mutation(
@@ -713,7 +713,7 @@ MUTATIONS = [
     Mutation(
         "a core may have another layout than its root",
         "styles.py",
-        "    if root.layout != sequence.layout:\n",
+        "    if root.layout != layout:\n",
         "    if False:\n",
         "layouts agree",
     ),
