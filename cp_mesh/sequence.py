@@ -166,7 +166,7 @@ class ShardedSequence:
             mask: of the sequence without padding, or with.
             layout: in which the sequence is padded; None: its own.
         """
-        seq_len = self.seq_len if layout is None else self.seq_len_in(layout)
+        seq_len = self.seq_len_in(self.layout if layout is None else layout)
         if self.length is None or seq_len == self.length:
             return mask
         hidden = not mask.causal or mask.prefix > self.length  # a causal query never sees the padding after it

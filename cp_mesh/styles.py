@@ -49,8 +49,6 @@ _OTHER_ATTENTION = (
     torch._native_multi_head_attention,
     torch._transformer_encoder_layer_fwd,
 )
-
-
 # while a ShardedModel runs eagerly: its sequence, in the layout of the batch
 _ROOT: ContextVar[ShardedSequence | None] = ContextVar("cp_mesh_root", default=None)
 _SCORE_OPTIONS = frozenset(SCORE_OPTIONS) - {"dropout_p"}  # which the SDPA call tells
@@ -77,7 +75,7 @@ class ContextParallel(ParallelStyle):
     Args:
         sequence: the sequence object that also shards the data.
         mask: the mask, or a function of the wrapped module's call arguments that returns it, for masks that change
-            with the batch: ``mask=lambda q, k, v, documents: Mask(documents=documents)``. It must depend on its
+            with the batch: ``mask=lambda q, k, v, mask: mask`` of a core that is called with one. It must depend on its
             arguments alone: activation checkpointing calls it again in the backward.
         scores: options of the scores by their names in `cp_mesh.attention` (softcap, sinks, ...), or a function of the
             wrapped module and its call arguments that returns them, for tensors: ``scores=lambda core, q, k, v:
@@ -127,7 +125,7 @@ class ContextParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if "cross" in type(module).__name__.lower():
             raise UnsupportedError(cross_attention(type(module).__name__))
-        claim(module, device_mesh, self.sequence, self)
+        _claim(module, device_mesh, self.sequence, self)
         style, name = self, type(module).__name__
         if "forward" in module.__dict__:  # replaced by somebody before us
             module.__dict__[_INNER] = module.__dict__["forward"]
@@ -218,7 +216,7 @@ class ContextParallel(ParallelStyle):
             assert isinstance(result, Tensor)
             return result
 
-        if not isinstance(query, DTensor) or has_axis(query.device_mesh, sequence.mesh):
+        if not isinstance(query, DTensor) or _has_axis(query.device_mesh, sequence.mesh):
             return attend(*tensors, call.scores)
         # DTensors over tp alone: the rows of this rank, with heads sharded. No collective runs over their mesh.
         q, k, v = (x.to_local(grad_placements=x.placements) for x in tensors if isinstance(x, DTensor))
@@ -235,7 +233,7 @@ class ContextParallel(ParallelStyle):
         is_causal: bool,
         enable_gqa: bool,
     ) -> None:
-        if isinstance(query, DTensor) and not has_axis(query.device_mesh, self.sequence.mesh):
+        if isinstance(query, DTensor) and not _has_axis(query.device_mesh, self.sequence.mesh):
             check_placements(query, key, value, None, seq_dim=2)
             check_score_placements(call.scores, query, seq_dim=2)
         if attn_mask is not None:
@@ -346,7 +344,7 @@ class ShardedModel(ParallelStyle):
                         "name the model's own arguments in inputs= and positions=",
                     )
                 )
-        claim(module, device_mesh, self.sequence, self)
+        _claim(module, device_mesh, self.sequence, self)
         style = self
 
         # The first eager forward looks for attention that no style made parallel. A mode costs a Python call for every
@@ -383,11 +381,11 @@ class ShardedModel(ParallelStyle):
             except Exception as error:
                 _announce(style.sequence, error)
                 raise
-            if not torch.compiler.is_compiling() and checking():
-                style.compare(given | kwargs)
             if torch.compiler.is_compiling():
                 output = run(self, arguments)
             else:
+                if checking():
+                    style.compare(given | kwargs)
                 token = _ROOT.set(sequence)
                 try:
                     output = run_watched(self, arguments)
@@ -483,7 +481,7 @@ def _announce(sequence: ShardedSequence, error: Exception) -> None:
         announce_refusal(sequence.mesh.get_group(), error)
 
 
-def claim(module: nn.Module, mesh: DeviceMesh, sequence: ShardedSequence, style: ParallelStyle) -> None:
+def _claim(module: nn.Module, mesh: DeviceMesh, sequence: ShardedSequence, style: ParallelStyle) -> None:
     """Check that the style fits, then mark the module as taken; called when nothing else can fail."""
     name = type(style).__name__
     if mesh.ndim != 1:
@@ -494,7 +492,7 @@ def claim(module: nn.Module, mesh: DeviceMesh, sequence: ShardedSequence, style:
                 name, "a module without a style", f"{type(module).__name__} with {getattr(module, _MARK)}", "apply once"
             )
         )
-    if not has_axis(mesh, sequence.mesh):
+    if not _has_axis(mesh, sequence.mesh):
         raise ArgumentError(
             describe("mesh", f"the axis of the ShardedSequence, {sequence.mesh}", mesh, "apply the style to that axis")
         )
@@ -512,7 +510,7 @@ def _check_scores(scores: Mapping[str, Any]) -> Mapping[str, Any]:
     return scores
 
 
-def has_axis(mesh: DeviceMesh, axis: DeviceMesh) -> bool:
+def _has_axis(mesh: DeviceMesh, axis: DeviceMesh) -> bool:
     wanted = axis.get_group().group_name
     return any(mesh.get_group(i).group_name == wanted for i in range(mesh.ndim))
 

@@ -429,3 +429,12 @@ def averaged(rank: int) -> list[int]:
 
 def test_averaged_gradients_are_warned_of(pool: Any) -> None:
     assert pool(2).run(averaged) == [[1, 0]] * 2
+
+
+def other_scales(rank: int) -> None:
+    for scale in (0.5, None):
+        assert cp_mesh.verify(mesh((2,), ("cp",)), scores={"scale": scale}, seq_len=24).passed
+
+
+def test_verify_follows_its_scale(pool: Any) -> None:
+    pool(2).run(other_scales)
