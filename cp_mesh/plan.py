@@ -231,13 +231,14 @@ def make_plan(
                 "these are copied to the device, which a capture cannot do: leave attention out of the graph",
             )
         )
+    kernel = KERNELS[kernel_name]
     return Plan(
         options=options,
         layout=layout,
         mask=mask,
         seq_len=seq_len,
         schedule=schedule,
-        kernel=KERNELS[kernel_name],
+        kernel=kernel.reproducible if options.deterministic and kernel.reproducible else kernel,
         scores=scores,
         group=group,
         device=q.device,

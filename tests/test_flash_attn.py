@@ -12,14 +12,18 @@ from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from cases import gap
 from dense import dense_attention
+from ranks import mesh
 from torch import Tensor
 
-from cp_mesh.kernels import flash_attn
+from cp_mesh import attention
+from cp_mesh.kernels import KERNELS, flash_attn
 from cp_mesh.kernels.contract import Request, Scores, shortfalls
 from cp_mesh.kernels.merge import BackwardTile
 from cp_mesh.masks import CAUSAL, FULL, Band
@@ -551,8 +555,34 @@ def test_absent_packages_are_named(kernel, monkeypatch) -> None:
 def test_packages_that_are_there_are_found(kernel, request) -> None:
     request.getfixturevalue(LACKS[kernel][0])
     assert shortfalls(kernel.capability, REQUEST) == []
-    (other,) = shortfalls(kernel.capability, replace(REQUEST, deterministic=True))
-    assert other == "a deterministic backward"
+    others = shortfalls(kernel.capability, replace(REQUEST, deterministic=True))
+    assert others == ([] if kernel is flash_attn.FA4 else ["a deterministic backward"])
+
+
+@pytest.mark.parametrize("cover", ["window", "segments"])
+def test_fa4_is_deterministic_where_it_was_tried(fa4, cover: str) -> None:
+    request = replace(REQUEST, covers=frozenset({"full", cover}), deterministic=True)
+    assert shortfalls(flash_attn.FA4.capability, request) == [f"a deterministic backward of '{cover}' tiles"]
+
+
+def deterministic_calls(rank: int, deterministic: bool) -> list[bool]:
+    """Whether each backward call was asked to be."""
+    calls = Calls()
+    options: dict[str, Any] = {"devices": ("cpu",), "dtypes": (torch.float64,), "compute_capability": (0, 0)}
+    here = replace(flash_attn.FA4, capability=replace(flash_attn.FA4.capability, only_on=(), **options))
+    with pytest.MonkeyPatch.context() as patch, mock.patch.dict(KERNELS, fa4=here):
+        install(patch, "flash_attn.cute.interface", **fa4_functions(calls))
+        q, k, v = (torch.randn(1, 2, 8, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+        axis = mesh((2,), ("cp",))
+        attention(q, k, v, mesh=axis, kernel="fa4", deterministic=deterministic).sum().backward()
+    flash_attn._module.cache_clear()
+    return [given["deterministic"] for given in calls.of("bwd")]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_deterministic_call_has_the_reproducible_backward(pool, deterministic: bool) -> None:
+    for asked in pool(2).run(deterministic_calls, deterministic):
+        assert asked and set(asked) == {deterministic}
 
 
 def test_windows_and_machines() -> None:

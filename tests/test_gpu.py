@@ -272,7 +272,7 @@ def run_scored(rank: int, chosen: list[Scored], echo: bool = False) -> list[tupl
     return results
 
 
-def repeats(rank: int, kernel: str, features: tuple[str, ...], times: int) -> bool:
+def repeats(rank: int, kernel: str, mask: str, features: tuple[str, ...], times: int) -> bool:
     """Whether out and every gradient are bitwise the same in each of some runs, between which others run."""
     on_gpu = device().type == "cuda"
     case = Scored(
@@ -301,7 +301,10 @@ def repeats(rank: int, kernel: str, features: tuple[str, ...], times: int) -> bo
     return same
 
 
-REPEATED = [(), ("softcap", "sinks"), ("alibi_slopes",), ("bias", "dropout_p")]
+REPEATED = [
+    *(("triton", "documents", x) for x in ((), ("softcap", "sinks"), ("alibi_slopes",), ("bias", "dropout_p"))),
+    *(("fa4", mask, ("softcap",)) for mask in ("causal", "full") if "fa4" in FLASH),
+]
 
 
 @pytest.mark.multigpu
@@ -319,13 +322,13 @@ def test_masks_and_scores_on_the_cpu(pool: Any) -> None:
 
 
 def test_backward_repeats_on_the_cpu(pool: Any) -> None:
-    assert all(pool(2).run(repeats, "reference", ("softcap", "bias", "dropout_p"), 3))
+    assert all(pool(2).run(repeats, "reference", "documents", ("softcap", "bias", "dropout_p"), 3))
 
 
 @pytest.mark.multigpu
-@pytest.mark.parametrize("features", REPEATED, ids="+".join)
-def test_deterministic_backward_repeats(pool: Any, features: tuple[str, ...]) -> None:
-    assert all(pool(2, "nccl").run(repeats, "triton", features, 20))
+@pytest.mark.parametrize(("kernel", "mask", "features"), REPEATED, ids=str)
+def test_deterministic_backward_repeats(pool: Any, kernel: str, mask: str, features: tuple[str, ...]) -> None:
+    assert all(pool(2, "nccl").run(repeats, kernel, mask, features, 20))
 
 
 @pytest.mark.multigpu
@@ -372,11 +375,13 @@ def main() -> None:
         listed = [replace(case, seq_len=max(args.seq_len)) for case in listed]
         results: list[Any] = run_scored(rank, listed, echo=True)
         num_wrong = sum(not worst <= 1 for worst, _ in results)
-        for features in REPEATED:
-            results.append(repeats(rank, "triton" if args.device == "cuda" else "reference", features, 20))
+        for kernel, mask, features in REPEATED:
+            kernel = kernel if args.device == "cuda" else "reference"
+            results.append(repeats(rank, kernel, mask, features, 20))
             num_wrong += not results[-1]
             if rank == 0:
-                print(f"20 deterministic runs, {'+'.join(features) or 'none'}: {'equal' if results[-1] else 'WRONG'}")
+                verdict, words = "equal" if results[-1] else "WRONG", "+".join(features) or "none"
+                print(f"20 deterministic runs, {kernel}, {mask}, {words}: {verdict}")
     else:
         results = run_gate(rank, chosen, echo=True)
         num_wrong = sum(not passes(figures) for figures in results)

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import test_balancing
 import test_changing_layouts
+import test_flash_attn
 import test_gradients
 import test_kernels
 import test_layouts
@@ -697,6 +698,13 @@ MUTATIONS = [
         "gradients of one rank",
     ),
     Mutation(
+        "the backward is another one where it should repeat",
+        "plan.py",
+        "kernel.reproducible if options.deterministic and kernel.reproducible else kernel",
+        "kernel",
+        "deterministic",
+    ),
+    Mutation(
         "positions in the layout of another batch",
         "styles.py",
         "given[self.positions] = sequence.positions(",
@@ -863,6 +871,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "traffic": test_traffic.test_by_hand,
     "overlap": test_traffic.test_hops_are_under_way_while_tiles_are_computed,
     "recompute": test_traffic.test_selective_recompute_does_not_replay_the_ring,
+    "deterministic": lambda pool: test_flash_attn.test_a_deterministic_call_has_the_reproducible_backward(pool, True),
     "changing layouts": lambda pool: test_changing_layouts.test_whole_model(pool, 24, False),
     "layouts agree": test_changing_layouts.test_a_core_in_another_layout_than_its_root_is_refused,
     "runs": lambda pool: report(pool(1).run(quick, "runs")),

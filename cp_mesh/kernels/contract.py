@@ -205,7 +205,8 @@ class Capability:
         wide_heads_on: if given, the compute capabilities on which head dims above 192 have a backward.
         v_head_dim: whether v's head dim may differ from q's and k's.
         differentiable_lse: whether a gradient of lse is accepted.
-        deterministic: whether the backward is bitwise reproducible.
+        deterministic: whether the backward is bitwise reproducible, or `Kernel.reproducible` is.
+        deterministic_covers: those of which it is; None: all of them.
         features: what of `Scores.features` it serves.
         deterministic_features: those whose gradients are bitwise reproducible; None: all of them.
         min_keys: fewest keys in a tile.
@@ -224,6 +225,7 @@ class Capability:
     v_head_dim: bool = False
     differentiable_lse: bool = False
     deterministic: bool = True
+    deterministic_covers: frozenset[str] | None = None
     features: frozenset[str] = frozenset()
     deterministic_features: frozenset[str] | None = None
     min_keys: int = 1
@@ -255,6 +257,8 @@ class Kernel:
     if it ``uses_delta``; so partial gradients add up to the whole. Where a kernel ``rounds``, they come back in the
     inputs' dtype, else in the accumulation dtype. A kernel that ``joins`` finds the blocks of `Pairs` that count by
     itself, so the tiles of a step are given to it as one.
+
+    ``reproducible`` is the kernel for calls that ask for a deterministic backward, where that is another one.
     """
 
     name: str
@@ -264,6 +268,7 @@ class Kernel:
     uses_delta: bool
     rounds: bool
     joins: bool = False
+    reproducible: Kernel | None = None
 
 
 def make_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
@@ -308,6 +313,9 @@ def shortfalls(capability: Capability, request: Request) -> list[str]:
         missing.append("a gradient through lse")
     if request.deterministic and not capability.deterministic:
         missing.append("a deterministic backward")
+    elif request.deterministic and capability.deterministic_covers is not None:
+        for cover in sorted(request.covers - capability.deterministic_covers):
+            missing.append(f"a deterministic backward of '{cover}' tiles")
     reproducible = capability.deterministic_features
     for feature in sorted(request.features):
         if feature not in capability.features:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -36,7 +36,16 @@ _SEQUENCES = frozenset(f"{name}_{side}" for name in ("cu_seqlens", "seqused", "m
 _FA4_CALLS = {
     "_flash_attn_fwd": {"softmax_scale", "softcap", "window_size_left", "window_size_right", "return_lse", "out", "lse"}
     | _SEQUENCES,
-    "_flash_attn_bwd": {"softmax_scale", "softcap", "window_size_left", "window_size_right", "dq", "dk", "dv"}
+    "_flash_attn_bwd": {
+        "softmax_scale",
+        "softcap",
+        "window_size_left",
+        "window_size_right",
+        "dq",
+        "dk",
+        "dv",
+        "deterministic",
+    }
     | _SEQUENCES,
 }
 _FA2_CALLS = {
@@ -142,7 +151,7 @@ def _fa4_forward(
     return _narrow(_bshd(out), v.shape[3]), lse
 
 
-def _fa4_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
+def _fa4_backward(t: BackwardTile, deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     assert t.out is not None, "uses_delta is not set"
     if isinstance(t.cover, Segments):
         return _fa4_segments_backward(t, t.out, t.cover)
@@ -153,6 +162,7 @@ def _fa4_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
     dq = import_module("flash_attn.cute.interface")._flash_attn_bwd(
         q=_bshd(q), k=_bshd(k), v=_bshd(v), out=_bshd(out), dout=_bshd(dout), lse=t.lse, softmax_scale=t.scores.scale,
         softcap=t.scores.softcap or 0.0, window_size_left=left, window_size_right=right, dk=_bshd(dk), dv=_bshd(dv),
+        deterministic=deterministic,
     )[0]  # fmt: skip
     return _narrow(_bshd(dq), t.q.shape[3]), _narrow(dk, t.q.shape[3]), _narrow(dv, t.v.shape[3])
 
@@ -246,24 +256,27 @@ def _fa2_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
     return dq, dk, dv
 
 
+_FA4_HAS = Capability(
+    devices=("cuda",),
+    dtypes=_HALF,
+    compute_capability=(9, 0),
+    # it has kernels for Blackwell, with other limits of head dims; nothing was run there
+    only_on=((9, 0),),
+    covers=("full", "causal", "window", "segments"),
+    max_head_dim=256,
+    head_dim_multiple=8,
+    v_head_dim=True,
+    # of windows and sequences it was not tried
+    deterministic_covers=frozenset({"full", "causal"}),
+    features=frozenset({"softcap"}),
+    lacking=_fa4_lacks,
+)
 FA4 = merging_kernel(
     "fa4",
-    Capability(
-        devices=("cuda",),
-        dtypes=_HALF,
-        compute_capability=(9, 0),
-        # it has kernels for Blackwell, with other limits of head dims; nothing was run there
-        only_on=((9, 0),),
-        covers=("full", "causal", "window", "segments"),
-        max_head_dim=256,
-        head_dim_multiple=8,
-        v_head_dim=True,
-        deterministic=False,
-        features=frozenset({"softcap"}),
-        lacking=_fa4_lacks,
-    ),
+    _FA4_HAS,
     _fa4_forward,
     _fa4_backward,
+    reproducible=merging_kernel("fa4", _FA4_HAS, _fa4_forward, partial(_fa4_backward, deterministic=True)),
 )
 FA3 = merging_kernel(
     "fa3",

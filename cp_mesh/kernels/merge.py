@@ -71,6 +71,7 @@ def merging_kernel(
     uses_delta: bool = False,
     rounds: bool = True,
     joins: bool = False,
+    reproducible: Kernel | None = None,
 ) -> Kernel:
     """A `Kernel` from two functions that compute single tiles.
 
@@ -81,6 +82,7 @@ def merging_kernel(
         uses_delta: the backward reads delta instead of computing it from out.
         rounds: partial gradients come back in the inputs' dtype, not in the accumulation dtype.
         joins: the tile functions skip what does not count of `Pairs`, however large and in whatever order.
+        reproducible: as in `Kernel`.
     """
     prepare: Prepare = _squares if squares else list
 
@@ -92,7 +94,7 @@ def merging_kernel(
     ) -> SummingBackward:
         return SummingBackward(backward, prepare, dout, q, out, lse, delta, scores)
 
-    return Kernel(name, capability, begin_forward, begin_backward, uses_delta, rounds, joins)
+    return Kernel(name, capability, begin_forward, begin_backward, uses_delta, rounds, joins, reproducible)
 
 
 def _squares(tiles: Sequence[KernelTile]) -> list[KernelTile]:
