@@ -275,9 +275,7 @@ def run_scored(rank: int, chosen: list[Scored], echo: bool = False) -> list[tupl
 def repeats(rank: int, kernel: str, mask: str, features: tuple[str, ...], times: int) -> bool:
     """Whether out and every gradient are bitwise the same in each of some runs, between which others run."""
     on_gpu = device().type == "cuda"
-    case = Scored(
-        kernel, "bfloat16" if on_gpu else "float32", "zigzag", "documents", features, 64, 2050 if on_gpu else 258
-    )
+    case = Scored(kernel, "bfloat16" if on_gpu else "float32", "zigzag", mask, features, 64, 2050 if on_gpu else 258)
     axis, dtype = mesh((dist.get_world_size(),), ("cp",)), getattr(torch, case.dtype)
     rows = ZigZag().positions(case.seq_len, axis.size(), axis.get_local_rank())
     generator = torch.Generator().manual_seed(2)

@@ -363,7 +363,9 @@ def test_fa4_on_gpu(layout: str, condition: str, heads: tuple[int, int]) -> None
         assert torch.equal(x.isneginf(), blind), f"{name}: rows without a key"
         want, single, x = (y.double().masked_fill(blind, 0) for y in (want, single, x))
         assert x.isfinite().all() and block_rms(single - want).max() <= 2e-2 * block_rms(want).max(), name
-        allowed = 1.5 * block_rms(single - want) + 1e-6 * block_rms(want) + 1e-30
+        # a block that one device rounded by luck counts as the head's mean, as in `cp_mesh.verify`
+        signal, relative = block_rms(want), block_rms(single - want, S) / block_rms(want, S).clamp(min=1e-30)
+        allowed = 1.5 * torch.maximum(block_rms(single - want), relative * signal) + 1e-6 * signal + 1e-30
         assert (block_rms(x - want) / allowed).max() <= 1, f"{name}: {(block_rms(x - want) / allowed).max():.2f}"
 
 

@@ -23,6 +23,7 @@ from cp_mesh.masks import Band, Mask
 
 CONFIG = SMALL if INTERPRETED else None
 NUM_Q, NUM_K, S = (20, 40, 44) if INTERPRETED else (300, 333, 350)
+FP32_ROUNDING = 1e-6
 LEARNED = ("alibi_slopes", "relative_bias", "bias")
 BIAS = (2, 2, NUM_Q, S)
 
@@ -94,14 +95,16 @@ def dense(tensors: list[Tensor], allowed: Tensor, p: Tensor, t: Tensor, scores: 
         x = x + learned["relative_bias"][:, distance.clamp(-radius, radius) + radius]
     if "bias" in learned:
         x = x + learned["bias"][..., t]
+    raw = x
     x = x.masked_fill(~allowed[:, None] | (x == -torch.inf), -torch.inf)
     lse = torch.logsumexp(x, -1)
     weights = torch.exp(x - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
     if scores.dropout_p:
         weights = weights * kept(scores, B, H, p, t) / (1 - scores.dropout_p)
     out = weights @ v.repeat_interleave(group, 1)
-    gradients = torch.autograd.grad((out, lse), list(leaves.values()), (dout, dlse))
-    return {"out": out, "lse": lse} | dict(zip(leaves, gradients, strict=True))
+    *gradients, of_scores = torch.autograd.grad((out, lse), [*leaves.values(), raw], (dout, dlse))
+    results = {"out": out, "lse": lse} | dict(zip(leaves, gradients, strict=True))
+    return results | {"terms of alibi_slopes": (of_scores * distance).square().sum((0, 2, 3)).sqrt()}
 
 
 def triton(tensors: list[Tensor], cover: Band | Pairs, scores: Scores) -> dict[str, Tensor]:
@@ -135,7 +138,9 @@ def check(
     for name, x in triton(tensors, cover, scores).items():
         finite = want[name][want[name].isfinite()].abs()
         largest = max(1.0, finite.max().item() if finite.numel() else 0.0)
-        assert gap(x, want[name]) <= TOLERANCE[dtype] * largest, name
+        # scores of 15 and more have probabilities that are exact to 1e-6 in fp32, and these terms cancel
+        terms = FP32_ROUNDING * want["terms of alibi_slopes"].max().item() if name == "alibi_slopes" else 0.0
+        assert gap(x, want[name]) <= TOLERANCE[dtype] * largest + terms, name
 
 
 def shuffled(mask: Mask) -> Pairs:
