@@ -390,6 +390,45 @@ def check_graph() -> list[str]:
     return problems
 
 
+class Block(torch.nn.Module):
+    """[1, S, 8 D] to the same: projections around attention, and a residual."""
+
+    def __init__(self, axis: Any, transport: str) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"bias": False, "device": device(), "dtype": torch.bfloat16}
+        self.project, self.merge = torch.nn.Linear(8 * D, 12 * D, **options), torch.nn.Linear(8 * D, 8 * D, **options)
+        self.options: dict[str, Any] = {"mesh": axis, "seq_dim": 1, "transport": transport}
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x).unflatten(-1, (12, D)).split([8, 2, 2], dim=2)
+        return x + self.merge(cp_mesh.attention(q, k, v, **self.options).flatten(2))
+
+
+def check_graphed_blocks() -> list[str]:
+    """Two blocks captured by `torch.cuda.make_graphed_callables`: steps on new inputs, gradients of weights too."""
+    axis, problems = gpu_axis(), []
+    eager = [Block(axis, TRANSPORTS[0]) for _ in range(2)]
+    graphed = [Block(axis, TRANSPORTS[1]) for _ in range(2)]
+    for ours, theirs in zip(graphed, eager, strict=True):
+        ours.load_state_dict(theirs.state_dict())
+
+    def inputs(seed: int) -> Tensor:
+        return local_inputs(S, seed=seed)[0].transpose(1, 2).flatten(2).requires_grad_()
+
+    weights = [[weight for block in blocks for weight in block.parameters()] for blocks in (eager, graphed)]
+    replayed = torch.cuda.make_graphed_callables(tuple(graphed), tuple((inputs(0),) for _ in graphed))
+    for step in range(3):
+        results = []
+        for blocks, params in zip((eager, replayed), weights, strict=True):
+            x = inputs(step + 1)
+            out = blocks[1](blocks[0](x))
+            results.append([x.clone() for x in (out, *torch.autograd.grad(out, [x, *params], out.detach()))])
+        pairs = enumerate(zip(*results, strict=True))  # out, and the gradients of x and of the weights
+        problems += [f"step {step} of graphed blocks: result {i} differs" for i, (a, b) in pairs if not close(a, b)]
+        problems += compare(f"eager after step {step}", local_inputs(S - 128 * step, seed=step), axis)
+    return problems
+
+
 def check_streams() -> list[str]:
     """Calls on streams of the caller's, one after the other in turns, with nothing but the memory to order them."""
     axis, problems, pending = gpu_axis(), [], []
@@ -456,6 +495,7 @@ CHECKS: dict[str, Callable[[], list[str]]] = {
     "stalled": check_stalled,
     "layers and checkpointing": check_layers_and_checkpointing,
     "graph": check_graph,
+    "graphed blocks": check_graphed_blocks,
     "streams": check_streams,
     "exceptions": check_exceptions,
     "capture refusals": check_capture_refusals,
