@@ -198,7 +198,7 @@ def race(case: Case, tile: Tile, entries: Sequence[Entry], repeats: int) -> None
 def make_rows(
     case: Case, tile: Tile, entries: Sequence[Entry], fulls: dict[tuple[str, bool], dict[int, dict[str, float]]]
 ) -> list[dict[str, Any]]:
-    """Rows of the CSV; ``fulls`` has the tflops of full tiles by kernel, rows and pass, and is given those of ``tile``."""
+    """Rows of the CSV; ``fulls``, tflops of full tiles by kernel, rows and pass, is given those of a full ``tile``."""
     ms = {(e.kernel, e.deterministic): {name: median(x) for name, x in e.ms.items()} for e in entries if e.ms}
     rows: list[dict[str, Any]] = []
     for entry in entries:
