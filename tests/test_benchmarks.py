@@ -7,7 +7,9 @@ import os
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,10 @@ import planning  # noqa: E402
 import plot  # noqa: E402
 import raw_kernels  # noqa: E402
 import report  # noqa: E402
+import tiles  # noqa: E402
+
+from cp_mesh.kernels import KERNELS  # noqa: E402
+from cp_mesh.kernels.contract import Kernel  # noqa: E402
 
 # The command, with two more contestants: one is wrong, one fails, and that on one rank only.
 WITH_STRANGERS = f"""
@@ -201,3 +207,108 @@ def test_reference_of_the_gate(causal: bool) -> None:
     expected = [out, *torch.autograd.grad(out, (q, k, v), x.dout.transpose(1, 2))]
     for got, y in zip(benchmark.dense_attention(x, case.mask, case.scale), expected, strict=True):
         torch.testing.assert_close(got, y.detach().transpose(1, 2))
+
+
+def rescaled(kernel: Kernel, name: str) -> Kernel:
+    """One whose forward computes something else."""
+
+    def begin_forward(q: torch.Tensor, v_head_dim: int, scores: Any) -> Any:
+        return kernel.begin_forward(q, v_head_dim, replace(scores, scale=2 * scores.scale))
+
+    return replace(kernel, name=name, begin_forward=begin_forward)
+
+
+def tile_rows(path: Path, options: str) -> dict[tuple[str, str, str, str], dict[str, str]]:
+    """Rows of a run on the CPU by tile, length, kernel and determinism."""
+    command = f"--device cpu --heads 4/2 --head-dim 16 --repeats 3 --csv {path} {options}"
+    tiles.main(shlex.split(command))
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == tiles.COLUMNS
+    return {(row["tile"], row["rows"], row["kernel"], row["deterministic"]): row for row in rows}
+
+
+def test_tiles_are_timed_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two more kernels, that the tiles of documents come in both kinds."""
+    general = replace(KERNELS["reference"], name="general")
+    covers = tuple(cover for cover in general.capability.covers if cover != "segments")
+    positional = replace(general, name="positional", capability=replace(general.capability, covers=covers))
+    for kernel in (general, positional):
+        monkeypatch.setitem(KERNELS, kernel.name, kernel)
+    names = ("cpu_flash", "general", "positional")
+    rows = tile_rows(tmp_path / "new" / "tiles.csv", f"--local-len 32 64 --window-len 128 --kernels {' '.join(names)}")
+    lengths = {name: ("128",) if name == "window" else ("32", "64") for name in tiles.TILES}
+    assert set(rows) == {(t, n, k, d) for t in tiles.TILES for n in lengths[t] for k in names for d in "01"}
+    for (tile, length, kernel, deterministic), row in rows.items():
+        if kernel == "cpu_flash" and tile in ("documents", "window"):
+            assert row["status"].startswith("unsupported: ") and not row["fwd_ms"], row
+            continue
+        assert row["status"] == "ok" and int(row["repeats"]) == 3, row
+        assert bool(row["delta_ms"]) == KERNELS[kernel].uses_delta
+        others = [rows[tile, length, name, "0"] for name in names if name != kernel]
+        full = rows["full", "64" if tile == "window" else length, kernel, deterministic]
+        expected = {}
+        for name, factor in (("fwd", 4), ("bwd", 10)):
+            ms = float(row[f"{name}_ms"])
+            assert 0 < float(row[f"{name}_ms_min"]) <= ms <= float(row[f"{name}_ms_max"])
+            expected[f"tflops_{name}"] = factor * 4 * 16 * int(row["pairs"]) / ms / 1e9
+            best = min(float(x[f"{name}_ms"]) for x in others if x["fwd_ms"])
+            expected[f"ratio_best_{name}"] = best / ms
+            assert float(rows[tile, length, row[f"best_{name}"], "0"][f"{name}_ms"]) == best
+            if tile != "full":
+                expected[f"ratio_area_{name}"] = float(row[f"tflops_{name}"]) / float(full[f"tflops_{name}"])
+        if deterministic == "1":
+            expected["ratio_default_bwd"] = float(rows[tile, length, kernel, "0"]["bwd_ms"]) / float(row["bwd_ms"])
+        got = {name: float(x) for name, x in row.items() if name.startswith(("tflops", "ratio")) and x}
+        assert got == pytest.approx(expected, rel=0.01, abs=1e-4), row
+
+
+def test_tiles_that_are_wrong_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flash = KERNELS["cpu_flash"]
+    sometimes = replace(flash, name="sometimes", reproducible=rescaled(flash, "sometimes"))
+    for kernel in (rescaled(flash, "wrong"), sometimes):
+        monkeypatch.setitem(KERNELS, kernel.name, kernel)
+    options = "--local-len 32 --tiles causal strict --kernels cpu_flash wrong sometimes reference triton"
+    rows = tile_rows(tmp_path / "tiles.csv", options)
+    for (_, _, kernel, deterministic), row in rows.items():
+        if kernel == "wrong" or (kernel, deterministic) == ("sometimes", "1"):
+            assert row["status"].startswith("failed the gate: out ") and "dv" in row["status"], row
+        elif kernel in ("cpu_flash", "sometimes"):
+            assert row["status"] == "ok" and float(row["bwd_ms"]) > 0, row
+            continue
+        else:
+            assert row["status"].startswith({"reference": "not run: ", "triton": "unsupported: "}[kernel]), row
+        assert not row["fwd_ms"] and not row["bwd_ms"] and not row["ratio_best_fwd"], row
+
+
+def test_no_tile_is_begun_after_the_time_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiles.main(shlex.split(f"--device cpu --local-len 32 --time-limit 0 --csv {tmp_path / 'tiles.csv'}"))
+    assert "time limit: full 32 32/8" in capsys.readouterr().out and not (tmp_path / "tiles.csv").exists()
+
+
+@pytest.mark.parametrize("name", tiles.TILES)
+def test_tiles_have_the_pairs_they_say(name: str) -> None:
+    """The reference kernel, on which the gate builds, against a dense softmax."""
+    L = 64
+    i, j = torch.arange(L)[:, None], torch.arange(L)
+    document = planning.document_ids(field.document_lengths(L))[0]
+    allowed = {
+        "full": torch.ones(L, L, dtype=torch.bool),
+        "causal": j <= i,
+        "strict": j < i,
+        "half": torch.ones(L, L // 2, dtype=torch.bool),
+        "documents": (j <= i) & (document[:, None] == document),
+        "window": (j <= i) & (i - j < 16),
+    }[name]
+    tile = tiles.make_tile(name, L)
+    assert tile.pairs == int(allowed.sum()) and (tile.rows, tile.keys) == allowed.shape
+    case = field.Case(4, 2, 8, torch.float64, False, L, 1, 0, torch.device("cpu"))
+    x = benchmark.random_inputs(case, L, seed=0)
+    out, dq, dk, dv = tiles.Passes("reference", False, tile, case.scale, x).results()
+    q, k, v = (y.transpose(1, 2).clone().requires_grad_() for y in (x.q, x.k[:, : tile.keys], x.v[:, : tile.keys]))
+    scores = q @ k.repeat_interleave(2, dim=1).mT * case.scale
+    weights = scores.masked_fill(~allowed, -1e30).softmax(-1) * allowed.any(1, keepdim=True)
+    expected = weights @ v.repeat_interleave(2, dim=1)
+    gradients = torch.autograd.grad(expected, (q, k, v), x.dout.transpose(1, 2))
+    for got, y in zip((out, dq, dk, dv), (expected, *gradients), strict=True):
+        torch.testing.assert_close(got, y.detach())
