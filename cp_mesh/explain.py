@@ -13,7 +13,7 @@ import torch
 from cp_mesh.balancing import keys_seen
 from cp_mesh.errors import ArgumentError, describe
 from cp_mesh.kernels import KERNELS
-from cp_mesh.kernels.contract import Request, accumulation_dtype
+from cp_mesh.kernels.contract import Capability, Request, accumulation_dtype
 from cp_mesh.layouts import Layout, ZigZag
 from cp_mesh.masks import Band, Mask
 from cp_mesh.memory import Sizes, extra_memory
@@ -200,7 +200,14 @@ def kernel_table() -> str:
             ", ".join(has.covers),
             ", ".join(sorted(has.features)) or "-",
             dims,
-            *("yes" if flag else "no" for flag in (has.v_head_dim, has.differentiable_lse, has.deterministic)),
+            *("yes" if flag else "no" for flag in (has.v_head_dim, has.differentiable_lse)),
+            _deterministic(has),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _deterministic(has: Capability) -> str:
+    if not has.deterministic or has.deterministic_covers is None:
+        return "yes" if has.deterministic else "no"
+    return ", ".join(cover for cover in has.covers if cover in has.deterministic_covers)
