@@ -25,8 +25,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cp_mesh.kernels.combine import RowSum
-from cp_mesh.kernels.contract import KernelTile, ScoreGradients, Scores, accumulation_dtype, make_delta
+from cp_mesh.kernels.combine import RowSum, make_delta
+from cp_mesh.kernels.contract import KernelTile, ScoreGradients, Scores, accumulation_dtype
 from cp_mesh.plan import Plan
 from cp_mesh.transport.contract import Transport
 from cp_mesh.transport.packing import Packing

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -16,7 +17,7 @@ from interpreted import INTERPRETED, Interpreted, is_that_run
 from torch import Tensor
 
 from cp_mesh.kernels import combine
-from cp_mesh.kernels.combine import MAX_PIECES, OutputSum, RowSum
+from cp_mesh.kernels.combine import MAX_PIECES, OutputSum, RowSum, make_delta
 
 HALF = torch.float16 if INTERPRETED else torch.bfloat16  # numpy, which the interpreter uses, has no bfloat16
 DEVICES = ["cpu"] if INTERPRETED else ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -301,6 +302,29 @@ def test_offsets_beyond_31_bits(device: str) -> None:
 
 
 @each_device
+@each_dtype
+@pytest.mark.parametrize("orders", list(product(ORDERS, ORDERS)), ids="-".join)
+@pytest.mark.parametrize("dim", [5, 80])
+def test_delta(dim: int, orders: tuple[str, str], dtypes: tuple[torch.dtype, ...], device: str) -> None:
+    """Factors of other strides, and of two dtypes; a gradient of lse with the heads last."""
+    generator = torch.Generator().manual_seed(dim)
+    drawn = [torch.randn(B, H, S, dim, generator=generator, dtype=torch.float64) for _ in range(2)]
+    pads = zip(orders, dtypes[::2], (6, 0), strict=True)
+    a, b = (
+        in_order(order, x.shape, dtype, device, pad).copy_(x)
+        for (order, dtype, pad), x in zip(pads, drawn, strict=True)
+    )
+    dlse = torch.randn(B, S, H, generator=generator, dtype=dtypes[1]).to(device).transpose(1, 2)
+    products = a.cpu().double() * b.cpu().double()
+    allowed = 8 * torch.finfo(dtypes[1]).eps * (products.abs().sum(-1) + dlse.cpu().abs())
+    for given in (None, dlse):
+        got = make_delta(a, b, given)
+        want = products.sum(-1) - (0 if given is None else given.cpu().double())
+        assert got.dtype == dtypes[1] and got.shape == (B, H, S) and got.is_contiguous()
+        assert ((got.cpu() - want).abs() <= allowed).all()
+
+
+@each_device
 def test_which_route_is_taken(device: str) -> None:
     """One launch for all pieces where sums are fp32 and the device has Triton; none elsewhere."""
     triton_route = pytest.importorskip("cp_mesh.kernels.combine_triton", exc_type=ImportError)
@@ -309,14 +333,16 @@ def test_which_route_is_taken(device: str) -> None:
         with (
             mock.patch.object(triton_route, "merge_pieces", wraps=triton_route.merge_pieces) as merging,
             mock.patch.object(triton_route, "sum_pieces", wraps=triton_route.sum_pieces) as summing,
+            mock.patch.object(triton_route, "row_dots", wraps=triton_route.row_dots) as dots,
         ):
             merge(pieces, 5, sums, torch.empty(B, H, S, 5, device=device), torch.float32)
             total = RowSum((B, H, S, 5), sums, device)
             for (begin, _), x in zip(pieces.rows, pieces.outs, strict=True):
                 total.add(begin, x)
             total.finish(torch.empty(B, H, S, 5, device=device))
+            make_delta(*torch.ones(2, B, H, S, 5, dtype=sums, device=device))
         launches = int(sums == torch.float32 and (INTERPRETED or device == "cuda"))
-        assert merging.call_count == summing.call_count == launches
+        assert merging.call_count == summing.call_count == dots.call_count == launches
 
 
 @pytest.mark.slow
@@ -328,7 +354,7 @@ def test_triton_interpreted(interpreted: Interpreted) -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
 @pytest.mark.parametrize(("count", "dim"), [(2, 128), (MAX_PIECES, 128), (MAX_PIECES, 256), (MAX_PIECES, 80)])
-@pytest.mark.parametrize("kernel", ["merge_kernel", "merge_kernel with sinks", "sum_kernel"])
+@pytest.mark.parametrize("kernel", ["merge_kernel", "merge_kernel with sinks", "sum_kernel", "dots_kernel"])
 def test_compiles_without_spills(kernel: str, count: int, dim: int, hopper: Hopper) -> None:
     from cp_mesh.kernels import combine_triton
 
@@ -338,7 +364,9 @@ def test_compiles_without_spills(kernel: str, count: int, dim: int, hopper: Hopp
     pieces = [(7 * i, empty(100 + i), torch.empty(1, 8, 100 + i)) for i in range(count)]
 
     def launch() -> None:
-        if kernel == "sum_kernel":
+        if kernel == "dots_kernel":
+            combine_triton.row_dots(empty(200), empty(200), None)
+        elif kernel == "sum_kernel":
             combine_triton.sum_pieces([piece[:2] for piece in pieces], empty(200))
         else:
             sinks = torch.empty(8) if "sinks" in kernel else None
@@ -349,8 +377,9 @@ def test_compiles_without_spills(kernel: str, count: int, dim: int, hopper: Hopp
     ptx = compiled.asm["ptx"]
     assert done.spills == [0], done.log
     # All of bf16 moves 16 bytes at a time: 128 threads cover 4096 elements with four loads each.
-    assert len(re.findall(r"ld\.global[.\w]*\.v4\.b32", ptx)) == 4 * count
-    assert len(re.findall(r"st\.global[.\w]*\.v4\.b32", ptx)) == 4
+    num_read, num_written = (2, 0) if kernel == "dots_kernel" else (count, 1)
+    assert len(re.findall(r"ld\.global[.\w]*\.v4\.b32", ptx)) == 4 * num_read
+    assert len(re.findall(r"st\.global[.\w]*\.v4\.b32", ptx)) == 4 * num_written
     assert not re.search(r"(ld|st)\.global[.\w]*b16", ptx)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cp_mesh.errors import ArgumentError, UnsupportedError
 from cp_mesh.kernels import KERNELS, choose_kernel
+from cp_mesh.kernels.combine import make_delta
 from cp_mesh.kernels.contract import (
     Capability,
     Kernel,
@@ -21,7 +22,6 @@ from cp_mesh.kernels.contract import (
     Request,
     Scores,
     accumulation_dtype,
-    make_delta,
     shortfalls,
 )
 from cp_mesh.kernels.reference import philox

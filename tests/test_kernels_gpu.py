@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cp_mesh.kernels import KERNELS
-from cp_mesh.kernels.contract import make_delta
+from cp_mesh.kernels.combine import make_delta
 from cp_mesh.layouts import Contiguous, Layout, Striped, ZigZag
 from cp_mesh.masks import Mask
 from cp_mesh.plan import Options, Plan, Tensors, make_scores, travels_rounded

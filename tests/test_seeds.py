@@ -14,7 +14,8 @@ from torch import Tensor
 import cp_mesh
 from cp_mesh import Contiguous, Mask, Striped, ZigZag
 from cp_mesh.kernels import KERNELS
-from cp_mesh.kernels.contract import KernelTile, Scores, make_delta
+from cp_mesh.kernels.combine import make_delta
+from cp_mesh.kernels.contract import KernelTile, Scores
 from cp_mesh.masks import CAUSAL, FULL
 
 S, CP = 24, 4

@@ -23,7 +23,8 @@ from test_kernels_gpu import block_rms, play_ring
 from torch import Tensor
 
 from cp_mesh.kernels import KERNELS, triton_attention
-from cp_mesh.kernels.contract import KernelTile, Pairs, Scores, make_delta, shortfalls
+from cp_mesh.kernels.combine import make_delta
+from cp_mesh.kernels.contract import KernelTile, Pairs, Scores, shortfalls
 from cp_mesh.kernels.merge import BackwardTile
 from cp_mesh.kernels.triton_attention import TRITON, Blocks, Config, config_for, triton_kernel
 from cp_mesh.masks import Band, Mask

@@ -16,7 +16,8 @@ from test_triton_attention import DEVICE, DTYPES, SMALL, TOLERANCE, computes
 from torch import Tensor
 
 from cp_mesh.kernels import triton_attention
-from cp_mesh.kernels.contract import Pairs, Scores, make_delta
+from cp_mesh.kernels.combine import make_delta
+from cp_mesh.kernels.contract import Pairs, Scores
 from cp_mesh.kernels.merge import BackwardTile
 from cp_mesh.kernels.triton_attention import TRITON
 from cp_mesh.masks import Band, Mask

@@ -1,4 +1,5 @@
 """Sums of partial results: (out, lse) of tiles, and partial gradients. Pieces are kept, then combined all at once.
+And the sum over the head dim that backwards begin with.
 
 Stock kernels return a partial result per tile. Merging each into a running fp32 sum reads and writes that sum once per
 tile; here the pieces are read once and the result is written once, by one kernel, rounded once. So a piece must keep
@@ -15,6 +16,8 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+
+from cp_mesh.kernels.contract import accumulation_dtype
 
 MAX_PIECES = 8
 """Pieces held before they are folded into one in the accumulation dtype: bounds memory."""
@@ -148,6 +151,17 @@ class RowSum:
         for begin, x in self._pieces:
             total[:, :, begin : begin + x.shape[2]] += x
         return into.copy_(total)
+
+
+def make_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
+    """delta = rowsum(dout · out) - dlse, [B, H, S] in the accumulation dtype, from [B, H, S, Dv] tensors."""
+    dtype = accumulation_dtype(out.dtype)
+    if out.numel() and _fused(dtype, out.device):
+        from cp_mesh.kernels.combine_triton import row_dots
+
+        return row_dots(dout, out, dlse)
+    delta = (dout.to(dtype) * out.to(dtype)).sum(-1)
+    return delta if dlse is None else delta - dlse
 
 
 def _fused(dtype: torch.dtype, device: torch.device) -> bool:

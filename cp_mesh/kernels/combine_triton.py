@@ -1,7 +1,8 @@
 """Triton kernels of `cp_mesh.kernels.combine`: all pieces in one pass over memory. Needs triton.
 
 A program writes a block of rows of one head and reads, of each piece, the rows that the piece has there. Sums are fp32,
-in the order of the pieces, and rounded once.
+in the order of the pieces, and rounded once. `row_dots` is for the begin of a backward: torch would write both factors
+and their product in fp32 first, which took 0.36 ms of a causal backward's 3.9 at 8K rows of 32 heads (H200).
 """
 
 # Triton reads annotations as code, and takes none but its own.
@@ -53,6 +54,16 @@ def sum_pieces(pieces: Sequence[tuple[int, Tensor]], into: Tensor) -> None:
     grid, sizes = _blocks(into)
     with torch.cuda.device_of(into):
         sum_kernel[grid](xs, tuple(x.stride() for x in xs), rows, into, into.stride(), *into.shape[1:3], **sizes)
+
+
+def row_dots(a: Tensor, b: Tensor, minus: Tensor | None) -> Tensor:
+    """The sum over D of a · b, less ``minus`` [B, H, S]: fp32 [B, H, S], contiguous, of [B, H, S, D], any strides."""
+    dots = torch.empty(a.shape[:3], dtype=torch.float32, device=a.device)
+    minus = None if minus is None else minus.float().contiguous()
+    grid, sizes = _blocks(a)
+    with torch.cuda.device_of(a):
+        dots_kernel[grid](a, a.stride(), b, b.stride(), minus, dots, *a.shape[1:3], **sizes)
+    return dots
 
 
 def _unspecialised(*values: int) -> tuple[int, ...]:
@@ -167,6 +178,34 @@ def sum_kernel(
         total += _piece(xs[i], x_strides[i], piece_rows[i], batch, head, rows, cols, HEAD_DIM)
     inside = (rows < num_rows)[:, None] & (cols < HEAD_DIM)[None, :]
     tl.store(_pointers(into, strides, batch, head, rows, cols), total.to(into.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_heads", "num_rows"])
+def dots_kernel(
+    a,
+    a_strides,
+    b,
+    b_strides,
+    minus,
+    dots,
+    num_heads,
+    num_rows,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    HEADS_FIRST: tl.constexpr,
+):
+    batch, head, first = _block(num_heads, num_rows, BLOCK_ROWS, HEADS_FIRST)
+    rows = first + tl.arange(0, BLOCK_ROWS)
+    cols = tl.arange(0, BLOCK_DIM)
+    inside = (rows < num_rows)[:, None] & (cols < HEAD_DIM)[None, :]
+    x = tl.load(_pointers(a, a_strides, batch, head, rows, cols), mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(_pointers(b, b_strides, batch, head, rows, cols), mask=inside, other=0.0).to(tl.float32)
+    total = tl.sum(x * y, 1)
+    place = (batch * num_heads + head) * num_rows + rows
+    if minus is not None:
+        total -= tl.load(minus + place, mask=rows < num_rows, other=0.0)
+    tl.store(dots + place, total, mask=rows < num_rows)
 
 
 @triton.jit

@@ -271,13 +271,6 @@ class Kernel:
     reproducible: Kernel | None = None
 
 
-def make_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
-    """delta = rowsum(dout · out) - dlse, [B, H, S] in the accumulation dtype, from [B, H, S, Dv] tensors."""
-    dtype = accumulation_dtype(out.dtype)
-    delta = (dout.to(dtype) * out.to(dtype)).sum(-1)
-    return delta if dlse is None else delta - dlse
-
-
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp64 for fp64 inputs, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -39,7 +39,8 @@ from raw_kernels import present_kernels, swap  # noqa: E402
 from report import FLOPS, RESULTS, machine  # noqa: E402
 
 from cp_mesh.kernels import KERNELS  # noqa: E402
-from cp_mesh.kernels.contract import KernelTile, Piece, make_delta  # noqa: E402
+from cp_mesh.kernels.combine import make_delta  # noqa: E402
+from cp_mesh.kernels.contract import KernelTile, Piece  # noqa: E402
 from cp_mesh.layouts import Contiguous  # noqa: E402
 from cp_mesh.masks import CAUSAL, FULL, Band, Mask  # noqa: E402
 from cp_mesh.plan import Options, Tensors, make_plan  # noqa: E402
