@@ -58,7 +58,7 @@ class Model(nn.Module):
 def features(tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
     """q, k, v [B, H, S, D], of which q and k depend on positions [S] or [B, S]."""
     columns = torch.arange(1, H * D + 1, device=tokens.device).view(H, 1, D)
-    x = torch.sin(tokens[:, None, :, None] * columns).double()
+    x = torch.sin((tokens[:, None, :, None] * columns).double())
     turn = torch.cos(0.1 * positions.double())
     turn = turn[:, None, :, None] if positions.ndim == 2 else turn[:, None]
     return x * turn, (x + 1) * turn, x
