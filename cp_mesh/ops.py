@@ -11,6 +11,8 @@ this rank's share of a sum over ranks, and empty where they are not wanted.
 """
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -87,8 +89,7 @@ def _agree(plan: Plan, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, seq_di
     )
 
 
-@torch.library.custom_op("cp_mesh::attention", mutates_args=())
-def attention_op(
+def _attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -122,8 +123,7 @@ def attention_op(
     return from_bhsd(out, seq_dim), (lse[0] if seq_dim == 0 else lse).contiguous()
 
 
-@torch.library.custom_op("cp_mesh::attention_backward", mutates_args=())
-def attention_backward_op(
+def _attention_backward(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -171,7 +171,17 @@ def _graded(x: Tensor | None, grad: Tensor | None, q: Tensor) -> Tensor:
     )
 
 
-@attention_op.register_fake
+# Not `torch.library.custom_op`: what that does around a call takes the host longer than all of the ops' own Python.
+_library = torch.library.Library("cp_mesh", "FRAGMENT")
+for _name, _function in (("attention", _attention), ("attention_backward", _attention_backward)):
+    _schema = torch.library.infer_schema(_function, mutates_args=())
+    _library.define(_name + _schema, tags=torch.Tag.pt2_compliant_tag)
+    _library.impl(_name, torch._disable_dynamo(_function), "CompositeExplicitAutograd")
+attention_op = torch.ops.cp_mesh.attention.default
+attention_backward_op = torch.ops.cp_mesh.attention_backward.default
+
+
+@torch.library.register_fake("cp_mesh::attention", lib=_library)
 def _(q, k, v, *args):  # type: ignore[no-untyped-def]
     seq_dim = args[-3]
     lse_shape = (q.shape[1], q.shape[0]) if seq_dim == 0 else (q.shape[0], q.shape[3 - seq_dim], q.shape[seq_dim])
@@ -179,7 +189,7 @@ def _(q, k, v, *args):  # type: ignore[no-untyped-def]
     return out, q.new_empty(lse_shape, dtype=accumulation_dtype(q.dtype))
 
 
-@attention_backward_op.register_fake
+@torch.library.register_fake("cp_mesh::attention_backward", lib=_library)
 def _(dout, q, k, v, out, lse, dlse, *args):  # type: ignore[no-untyped-def]
     tensors, wanted = Tensors(*args[:NUM_TENSORS]), args[-1].split(",")
     graded = {name: getattr(tensors, name) for name in GRADED}
@@ -189,12 +199,65 @@ def _(dout, q, k, v, out, lse, dlse, *args):  # type: ignore[no-untyped-def]
     )
 
 
-def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    *tensors, ctx.seq_len, ctx.seq_dim, ctx.group_name, ctx.spec = inputs
-    if not Options.parse(ctx.spec).differentiable_lse:
-        ctx.mark_non_differentiable(output[1])  # most kernels take no gradient of it, and none must be dropped silently
-    ctx.save_for_backward(*tensors, *output)
-    ctx.set_materialize_grads(False)  # an unused lse must not cost a gradient of zeros, which most kernels refuse
+class _Attention(torch.autograd.Function):
+    """Below autograd in its forward; its backward is the other op."""
+
+    @staticmethod
+    def forward(ctx, keys, *inputs):  # type: ignore[no-untyped-def]
+        out, lse = _below_autograd(attention_op, keys, inputs)
+        *tensors, ctx.seq_len, ctx.seq_dim, ctx.group_name, ctx.spec = inputs
+        if not Options.parse(ctx.spec).differentiable_lse:
+            ctx.mark_non_differentiable(lse)  # most kernels take no gradient of it, and none must be dropped silently
+        ctx.save_for_backward(*tensors, out, lse)
+        ctx.set_materialize_grads(False)  # an unused lse must not cost a gradient of zeros, which most kernels refuse
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):  # type: ignore[no-untyped-def]
+        q, k, v, *tensors, out, lse = ctx.saved_tensors
+        needed = ctx.needs_input_grad[4 : 4 + NUM_TENSORS]
+        wanted = [name for name, need in zip(Tensors._fields, needed, strict=True) if need]
+        if dout is None and dlse is None:
+            return (None,) * len(ctx.needs_input_grad)
+        dout = torch.zeros_like(out) if dout is None else _placed_like(dout, out)
+        dlse = None if dlse is None else _placed_like(dlse, lse)
+        dq, dk, dv, *others = attention_backward_op(
+            dout, q, k, v, out, lse, dlse, *tensors,
+            ctx.seq_len, ctx.seq_dim, ctx.group_name, ctx.spec, ",".join(wanted),
+        )  # fmt: skip
+        of_tensors = {name: grad for name, grad in zip(GRADED, others, strict=True) if name in wanted}
+        return None, dq, dk, dv, *(of_tensors.get(name) for name in Tensors._fields), None, None, None, None
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """Gradients that ``create_graph`` asks for, which have no gradients of their own."""
+
+    @staticmethod
+    def forward(ctx, keys, *inputs):  # type: ignore[no-untyped-def]
+        return _below_autograd(attention_backward_op, keys, inputs)
+
+    @staticmethod
+    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
+        raise UnsupportedError("cp_mesh::attention_backward has no gradient: attention can be differentiated once")
+
+
+def _below_autograd(op: torch._ops.OpOverload, keys: torch._C.DispatchKeySet, inputs: Sequence[Any]) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return op.redispatch(keys & torch._C._after_autograd_keyset, *inputs)
+
+
+def _with_autograd(op: torch._ops.OpOverload, graph: Any, keys: torch._C.DispatchKeySet, *inputs: Any) -> Any:
+    graded = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+    return graph.apply(keys, *inputs) if graded else _below_autograd(op, keys, inputs)
+
+
+_library.impl("attention", partial(_with_autograd, attention_op, _Attention), "Autograd", with_keyset=True)
+_library.impl(
+    "attention_backward",
+    partial(_with_autograd, attention_backward_op, _AttentionBackward),
+    "Autograd",
+    with_keyset=True,
+)
 
 
 def _placed_like(grad: Tensor, x: Tensor) -> Tensor:
@@ -203,25 +266,6 @@ def _placed_like(grad: Tensor, x: Tensor) -> Tensor:
     if isinstance(x, DTensor) and isinstance(grad, DTensor) and grad.placements != x.placements:
         return grad.redistribute(placements=x.placements)
     return grad
-
-
-def _autograd(ctx, dout, dlse):  # type: ignore[no-untyped-def]
-    q, k, v, *tensors, out, lse = ctx.saved_tensors
-    needed = ctx.needs_input_grad[3 : 3 + NUM_TENSORS]
-    wanted = [name for name, need in zip(Tensors._fields, needed, strict=True) if need]
-    if dout is None and dlse is None:
-        return (None,) * len(ctx.needs_input_grad)
-    dout = torch.zeros_like(out) if dout is None else _placed_like(dout, out)
-    dlse = None if dlse is None else _placed_like(dlse, lse)
-    dq, dk, dv, *others = attention_backward_op(
-        dout, q, k, v, out, lse, dlse, *tensors,
-        ctx.seq_len, ctx.seq_dim, ctx.group_name, ctx.spec, ",".join(wanted),
-    )  # fmt: skip
-    of_tensors = {name: grad for name, grad in zip(GRADED, others, strict=True) if name in wanted}
-    return dq, dk, dv, *(of_tensors.get(name) for name in Tensors._fields), None, None, None, None
-
-
-attention_op.register_autograd(_autograd, setup_context=_setup_context)
 
 
 def _register_autocast(library: torch.library.Library, device_type: str) -> None:
@@ -241,7 +285,6 @@ def _register_autocast(library: torch.library.Library, device_type: str) -> None
     library.impl("attention", autocast, key)
 
 
-_library = torch.library.Library("cp_mesh", "FRAGMENT")
 for _device_type in ("cpu", "cuda"):
     _register_autocast(_library, _device_type)
 
