@@ -230,7 +230,7 @@ MUTATIONS = [
     ),
     Mutation(
         "delta without the gradient of lse",
-        "kernels/contract.py",
+        "kernels/combine.py",
         "return delta if dlse is None else delta - dlse",
         "return delta",
         "parity",
