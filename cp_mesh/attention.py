@@ -167,8 +167,9 @@ def attention(
             and torch.is_grad_enabled()
             and _any_requires_grad(query, key, value, alibi_slopes, relative_bias, bias),
         )
-        # The op checks the same in every call, first thing; but not what has no content, and DTensor comes before it.
-        if not compiling and (isinstance(query, (DTensor, FakeTensor)) or query.is_meta):
+        # The op checks the same, first thing; but DTensor comes before it, and its fake where a tensor has no content.
+        given = (x for x in (query, key, value, *tensors) if x is not None)
+        if not compiling and any(isinstance(x, (DTensor, FakeTensor)) or x.is_meta for x in given):
             q, k, v = (to_bhsd(_to_local(x.detach()), seq_dim) for x in (query, key, value))
             local = Tensors(*map(_to_local_or_none, tensors))
             if any(isinstance(x, FakeTensor) for x in (mask.documents, mask.key_padding)):  # no content to plan by
