@@ -28,6 +28,7 @@ from torch import Tensor
 from cp_mesh.kernels.combine import RowSum, make_delta
 from cp_mesh.kernels.contract import KernelTile, ScoreGradients, Scores, accumulation_dtype
 from cp_mesh.plan import Plan
+from cp_mesh.schedule import Stage
 from cp_mesh.transport.contract import Transport
 from cp_mesh.transport.packing import Packing
 
@@ -60,9 +61,13 @@ def _forward(
         forward = plan.kernel.begin_forward(q, v.shape[3], scores)
         if local_tiles := plan.local_tiles:
             forward.step(k, v, local_tiles)
-        for stage in route.stages:
+
+        def visit(stage: Stage) -> None:  # a function, so that what was fetched is given back when it returns
             if (fetched := incoming.next()) is not None:
                 forward.step(fetched[0], fetched[1], plan.tiles(stage))
+
+        for stage in route.stages:
+            visit(stage)
         return forward.finish(into)
 
 
@@ -158,10 +163,13 @@ def _visit_keys(
             dk_sum.add(arrived.begin, arrived.tensors[0])
             dv_sum.add(arrived.begin, arrived.tensors[1])
 
-    for stage in route.stages:
+    def visit(stage: Stage) -> None:  # as in the forward
         fetched, written = incoming.next(), outgoing.buffer(stage)
         if fetched is not None and written is not None:
             backward.step(fetched[0], fetched[1], plan.tiles(stage), (written[0], written[1]))
+
+    for stage in route.stages:
+        visit(stage)
         collect()
         outgoing.send(stage)
     local_tiles = plan.local_tiles
@@ -212,12 +220,15 @@ def _visit_queries(
         for arrived in outgoing.collect():
             dq_sum.add(arrived.begin, arrived.tensors[0])
 
-    for stage in route.stages:
+    def visit_stage(stage: Stage) -> None:
         fetched, written = incoming.next(), outgoing.buffer(stage)
         if fetched is not None and written is not None:
             q_s, dout_s = (x.to(q.dtype) for x in fetched[:2])
             lse_s, delta_s = (x[..., 0] for x in fetched[2:])
             visit(q_s, dout_s, lse_s, delta_s, plan.query_tiles(stage), written[0])
+
+    for stage in route.stages:
+        visit_stage(stage)
         collect()
         outgoing.send(stage)
     local_dq = torch.empty(q.shape, dtype=dtype, device=q.device)

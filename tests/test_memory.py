@@ -6,16 +6,22 @@ The rows are those of one commit: they hold the formula to what was seen, not th
 from __future__ import annotations
 
 import csv
+import weakref
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from ranks import mesh
 
-from cp_mesh import Contiguous, Mask, Striped, ZigZag
+from cp_mesh import Contiguous, Mask, Striped, ZigZag, attention
+from cp_mesh.kernels.merge import MergingForward, SummingBackward
 from cp_mesh.layouts import Layout
 from cp_mesh.memory import ExtraMemory, Sizes, extra_memory
 from cp_mesh.plan import Operand, choose_head_chunks
 from cp_mesh.schedule import make_schedule
+from cp_mesh.transport.functional import FunctionalIncoming
 
 CSV = Path(__file__).parent.parent / "docs" / "results" / "attention_4xh200.csv"
 LAYOUTS: dict[str, Layout] = {"zigzag": ZigZag(), "striped": Striped(), "contiguous": Contiguous()}
@@ -79,3 +85,41 @@ def test_one_rank_needs_no_memory_to_communicate():
     alone = worst_rank(ZigZag(), 8, 8, 1024, 1, 1, "symmetric_memory")
     assert alone.symmetric == 0
     assert alone.forward == 1024 * 8 * (128 * 2 + 4)
+
+
+def held(rank: int) -> tuple[int, list[int]]:
+    """How many fetched tensors there were; and how many are held when the forward is done, and at the last tiles."""
+    fetched: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+    real_next, real_finish, real_step = FunctionalIncoming.next, MergingForward.finish, SummingBackward.step
+
+    def count() -> None:
+        alive.append(sum(ref() is not None for ref in fetched))
+
+    def next_(self: Any) -> Any:
+        tensors = real_next(self)
+        fetched.extend(weakref.ref(x) for x in tensors or ())
+        return tensors
+
+    def finish(self: Any, into: Any = None) -> Any:
+        count()
+        return real_finish(self, into)
+
+    def step(self: Any, k: Any, v: Any, tiles: Any, into: Any = None) -> Any:
+        if into is None:
+            count()
+        return real_step(self, k, v, tiles, into)
+
+    q, k, v = (torch.randn(1, heads, 8, 4, requires_grad=True) for heads in (4, 2, 2))
+    with (
+        mock.patch.object(FunctionalIncoming, "next", next_),
+        mock.patch.object(MergingForward, "finish", finish),
+        mock.patch.object(SummingBackward, "step", step),
+    ):
+        attention(q, k, v, mesh=mesh((4,), ("cp",)), kernel="cpu_flash").sum().backward()
+    return len(fetched), alive
+
+
+def test_what_was_fetched_is_given_back_as_the_formula_says(pool):
+    """k and v of two stages, in both passes."""
+    assert pool(4).run(held) == [(8, [0, 0])] * 4

@@ -57,7 +57,8 @@ MUTATIONS = [
         "stale KV in the backward",
         "ring.py",
         "            backward.step(fetched[0], fetched[1], plan.tiles(stage), (written[0], written[1]))\n",
-        "            kept = fetched if stage is route.stages[0] or kept[0].shape != fetched[0].shape else kept\n"
+        "            kept = vars(incoming).setdefault('kept', fetched)\n"
+        "            kept = kept if kept[0].shape == fetched[0].shape else fetched\n"
         "            backward.step(kept[0], kept[1], plan.tiles(stage), (written[0], written[1]))\n",
         "parity",
     ),
