@@ -9,6 +9,7 @@ Batches, initial weights and therefore losses and gradients do not depend on the
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import os
 import sys
@@ -257,7 +258,10 @@ def train(args: argparse.Namespace, setup: Setup) -> None:
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
     steps = trange(first_step, args.steps, mininterval=1, disable=not setup.is_first)
+    gc.disable()  # a rank that collects garbage lets all others wait: they do it together, between steps
     for step in steps:
+        if step % 50 == 0:
+            gc.collect()
         start = time.perf_counter()
         rate = learning_rate(args, step)
         for group in optimizer.param_groups:
