@@ -3,9 +3,9 @@
 Lengths of documents are lognormal with median ``--median`` and sigma 1.5, capped at a quarter of the sequence. Columns:
 ms in which `balance` makes a layout; ms of the first plan of a batch, and of a later one, which compares contents
 (medians of ``--repeats``; without FlashAttention-4 the first makes tiles of both kinds); ms for each of ``--layers``
-layers, which plan three times (function, op, backward), so that the first plan is spread over them; kernel calls of a
-forward on the rank that has most; rows that the rank which fetches most does fetch, in rows of a shard; the largest
-share of the work (1.00 is the mean).
+layers, which plan twice (forward and backward; a third time with DTensors), so that the first plan is spread over
+them; kernel calls of a forward on the rank that has most; rows that the rank which fetches most does fetch, in rows of
+a shard; the largest share of the work (1.00 is the mean).
 
     python examples/benchmarks/planning.py --seq-len 65536 --ranks 8
 """
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             plan(layout, mask, seq_len, num_ranks)  # once, so that nothing is done for the first time below
             first = median(milliseconds(partial(plan, *pair, seq_len, num_ranks)) for pair in pairs)
             later = median(milliseconds(partial(plan, *pairs[-1], seq_len, num_ranks)) for _ in pairs)
-            a_layer = (first + (3 * options.layers - 1) * later) / options.layers
+            a_layer = (first + (2 * options.layers - 1) * later) / options.layers
             ranks = [make_schedule(layout, mask, seq_len, num_ranks, rank, segments=True) for rank in range(num_ranks)]
             calls = max(len(x.local_tiles) + sum(len(stage.tiles) for stage in x.keys.stages) for x in ranks)
             fetched = max(map(sum, ranks[0].keys.needed)) / (seq_len / num_ranks)
