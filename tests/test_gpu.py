@@ -366,10 +366,8 @@ def main() -> None:
     if rank == 0:
         hardware = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
         print(f"{dist.get_world_size()} ranks on {hardware}, torch {torch.__version__}")
-        if args.scores:
-            print("Worst error over what `cp_mesh.verify` allows.")
-        else:
-            print(f"Worst block's error over that of one rank; allowed is {FACTOR}, plus {FP32_ROUNDING} of the signal.")
+        rule = f"Worst block's error over that of one rank; allowed is {FACTOR}, plus {FP32_ROUNDING} of the signal."
+        print("Worst error over what `cp_mesh.verify` allows." if args.scores else rule)
     if args.scores:
         wanted = ("cudnn", "triton", *FLASH) if args.device == "cuda" else ("cpu_flash", "reference")
         listed = list(scored_cases(tuple(x for x in wanted if args.kernel in (None, x))))

@@ -8,8 +8,8 @@ Contestants that fail the correctness gate, which runs first, are not timed. In 
 after a barrier; a time is that of the slowest rank, and a row has the median, least and most over the repeats. Times of
 "eager" rows are single calls, launches included; "queued" rows (``--queued``) are calls that follow one another without
 a wait, as in training: some forwards, then one backward through all of them; "graph" rows (``--graph``) are replays of
-CUDA graphs. Python collects no garbage meanwhile, as in trainers, which do it between steps. "floor/best" is the fastest
-kernel for each pass. `report.COLUMNS` says what the columns hold.
+CUDA graphs. Python collects no garbage meanwhile, as in trainers, which do it between steps. "floor/best" is the
+fastest kernel for each pass. `report.COLUMNS` says what the columns hold.
 """
 
 from __future__ import annotations
