@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
@@ -229,8 +230,8 @@ class _Attention(torch.autograd.Function):
         return None, dq, dk, dv, *(of_tensors.get(name) for name in Tensors._fields), None, None, None, None
 
 
-class _AttentionBackward(torch.autograd.Function):
-    """Gradients that ``create_graph`` asks for, which have no gradients of their own."""
+class _Gradients(torch.autograd.Function):
+    """What ``create_graph`` asks for: gradients that have none themselves."""
 
     @staticmethod
     def forward(ctx, keys, *inputs):  # type: ignore[no-untyped-def]
@@ -242,22 +243,22 @@ class _AttentionBackward(torch.autograd.Function):
 
 
 def _below_autograd(op: torch._ops.OpOverload, keys: torch._C.DispatchKeySet, inputs: Sequence[Any]) -> Any:
-    with torch._C._AutoDispatchBelowAutograd():
-        return op.redispatch(keys & torch._C._after_autograd_keyset, *inputs)
+    # Views that are made inside are nobody's: a result that is one can be written in place.
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        return op.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *inputs)
 
 
 def _with_autograd(op: torch._ops.OpOverload, graph: Any, keys: torch._C.DispatchKeySet, *inputs: Any) -> Any:
-    graded = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+    tensors = [x for x in inputs if isinstance(x, Tensor)]
+    graded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if not graded and forward_ad._current_level >= 0:  # a Function without a rule for tangents refuses them
+        graded = any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
     return graph.apply(keys, *inputs) if graded else _below_autograd(op, keys, inputs)
 
 
-_library.impl("attention", partial(_with_autograd, attention_op, _Attention), "Autograd", with_keyset=True)
-_library.impl(
-    "attention_backward",
-    partial(_with_autograd, attention_backward_op, _AttentionBackward),
-    "Autograd",
-    with_keyset=True,
-)
+for _op, _graph in ((attention_op, _Attention), (attention_backward_op, _Gradients)):
+    _kernel = torch._disable_dynamo(partial(_with_autograd, _op, _graph))
+    _library.impl(_op._opname, _kernel, "Autograd", with_keyset=True)
 
 
 def _placed_like(grad: Tensor, x: Tensor) -> Tensor:

@@ -370,6 +370,8 @@ def _resolve(
     for name, tensor in (("documents", documents), ("key_padding", key_padding)):
         if tensor is None:
             continue
+        if tensor.is_meta:
+            raise ArgumentError(describe(f"Mask.{name}", "a tensor with content", "one on meta", "keep it on the CPU"))
         ids = torch.atleast_2d(tensor)
         if ids.shape[1] != seq_len or ids.shape[0] not in (1, q.shape[0]):
             raise ArgumentError(

@@ -32,6 +32,8 @@ from cp_mesh import (
     ZigZag,
     attention,
 )
+from cp_mesh.ops import NUM_TENSORS, attention_op
+from cp_mesh.plan import Options
 
 B, H, K, S, D = 2, 4, 2, 24, 8
 TOLERANCE = {"rtol": 1e-11, "atol": 1e-11}
@@ -423,3 +425,23 @@ def test_refusals_in_compiled_code(pool: Any, call: Callable[..., None], says: s
     for error in pool(2).run_expecting_error(call):
         assert error is not None and says in error.message, error
         assert error.num_collectives == 0
+
+
+def breaks_around_a_skipped_call(rank: int) -> list[str]:
+    """Graph breaks where Dynamo leaves out the frame that calls the op, but not what that calls."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    q, k, v, _ = (x.requires_grad_() for x in make_qkv(B, H, K, S, D))
+    arguments = S, 2, mesh((1,), ("cp",)).get_group().group_name, Options("zigzag", Mask().spec(), 0.3).spec()
+
+    @torch.compiler.disable(recursive=False)
+    def skipped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention_op(q, k, v, *[None] * NUM_TENSORS, *arguments)[0]
+
+    torch.compile(lambda *qkv: 2 * skipped(*qkv), backend="eager")(q, k, v).sum().backward()
+    return list(torch._dynamo.utils.counters["graph_break"])
+
+
+def test_the_op_is_not_traced_into(pool: Any) -> None:
+    ((only,),) = pool(1).run(breaks_around_a_skipped_call)
+    assert "torch.compiler.disable" in only

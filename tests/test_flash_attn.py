@@ -22,7 +22,7 @@ from dense import dense_attention
 from ranks import mesh
 from torch import Tensor
 
-from cp_mesh import attention
+from cp_mesh import Mask, attention
 from cp_mesh.kernels import KERNELS, flash_attn
 from cp_mesh.kernels.contract import Request, Scores, shortfalls
 from cp_mesh.kernels.merge import BackwardTile
@@ -565,8 +565,8 @@ def test_fa4_is_deterministic_where_it_was_tried(fa4, cover: str) -> None:
     assert shortfalls(flash_attn.FA4.capability, request) == [f"a deterministic backward of '{cover}' tiles"]
 
 
-def deterministic_calls(rank: int, deterministic: bool) -> list[bool]:
-    """Whether each backward call was asked to be."""
+def deterministic_calls(rank: int, deterministic: bool, mask: Mask) -> list[tuple[Any, ...]]:
+    """Of each backward call whether it was asked to be, and its window."""
     calls = Calls()
     options: dict[str, Any] = {"devices": ("cpu",), "dtypes": (torch.float64,), "compute_capability": (0, 0)}
     here = replace(flash_attn.FA4, capability=replace(flash_attn.FA4.capability, only_on=(), **options))
@@ -574,15 +574,22 @@ def deterministic_calls(rank: int, deterministic: bool) -> list[bool]:
         install(patch, "flash_attn.cute.interface", **fa4_functions(calls))
         q, k, v = (torch.randn(1, 2, 8, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
         axis = mesh((2,), ("cp",))
-        attention(q, k, v, mesh=axis, kernel="fa4", deterministic=deterministic).sum().backward()
+        attention(q, k, v, mesh=axis, mask=mask, kernel="fa4", deterministic=deterministic).sum().backward()
     flash_attn._module.cache_clear()
-    return [given["deterministic"] for given in calls.of("bwd")]
+    return [
+        tuple(given[x] for x in ("deterministic", "window_size_left", "window_size_right")) for given in calls.of("bwd")
+    ]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_deterministic_call_has_the_reproducible_backward(pool, deterministic: bool) -> None:
-    for asked in pool(2).run(deterministic_calls, deterministic):
-        assert asked and set(asked) == {deterministic}
+    """Of full and of causal tiles, which are those that it was tried for: any other band is a window there."""
+    windows = set()
+    for mask in (Mask(), Mask(length=13), Mask(causal=False, window=(None, 4))):
+        for asked in pool(2).run(deterministic_calls, deterministic, mask):
+            assert asked and {x[0] for x in asked} == {deterministic}
+            windows |= {x[1:] for x in asked}
+    assert (windows <= {(None, None), (None, 0)}) == deterministic, windows
 
 
 def test_windows_and_machines() -> None:

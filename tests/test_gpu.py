@@ -272,14 +272,17 @@ def run_scored(rank: int, chosen: list[Scored], echo: bool = False) -> list[tupl
     return results
 
 
-def repeats(rank: int, kernel: str, mask: str, features: tuple[str, ...], times: int) -> bool:
+def repeats(
+    rank: int, kernel: str, mask: str, features: tuple[str, ...], times: int, head_dim: int = 64, kv_heads: int = 2
+) -> bool:
     """Whether out and every gradient are bitwise the same in each of some runs, between which others run."""
     on_gpu = device().type == "cuda"
-    case = Scored(kernel, "bfloat16" if on_gpu else "float32", "zigzag", mask, features, 64, 2050 if on_gpu else 258)
+    dtype_name, seq_len = ("bfloat16", 2050) if on_gpu else ("float32", 258)
+    case = Scored(kernel, dtype_name, "zigzag", mask, features, head_dim, seq_len)
     axis, dtype = mesh((dist.get_world_size(),), ("cp",)), getattr(torch, case.dtype)
     rows = ZigZag().positions(case.seq_len, axis.size(), axis.get_local_rank())
     generator = torch.Generator().manual_seed(2)
-    whole = (torch.randn(B, heads, case.seq_len, 64, generator=generator) for heads in (8, 2, 2, 8))
+    whole = (torch.randn(B, n, seq_len, head_dim, generator=generator) for n in (8, kv_heads, kv_heads, 8))
     q, k, v, dout = (x[:, :, rows].to(device(), dtype) for x in whole)
     given = {name: x.to(device()) if isinstance(x, Tensor) else x for name, x in scores(case).items()}
     if "bias" in given:
@@ -299,9 +302,10 @@ def repeats(rank: int, kernel: str, mask: str, features: tuple[str, ...], times:
     return same
 
 
-REPEATED = [
-    *(("triton", "documents", x) for x in ((), ("softcap", "sinks"), ("alibi_slopes",), ("bias", "dropout_p"))),
-    *(("fa4", mask, ("softcap",)) for mask in ("causal", "full") if "fa4" in FLASH),
+REPEATED: list[tuple[str, str, tuple[str, ...], int, int]] = [  # kernel, mask, features, head dim, kv heads
+    *(("triton", "documents", x, 64, 2) for x in ((), ("softcap", "sinks"), ("alibi_slopes",), ("bias", "dropout_p"))),
+    *(("fa4", mask, ("softcap",), 64, 2) for mask in ("causal", "full") if "fa4" in FLASH),
+    *(("fa4", "causal", (), head_dim, n) for head_dim in (128, 256) for n in (2, 8) if "fa4" in FLASH),
 ]
 
 
@@ -324,9 +328,10 @@ def test_backward_repeats_on_the_cpu(pool: Any) -> None:
 
 
 @pytest.mark.multigpu
-@pytest.mark.parametrize(("kernel", "mask", "features"), REPEATED, ids=str)
-def test_deterministic_backward_repeats(pool: Any, kernel: str, mask: str, features: tuple[str, ...]) -> None:
-    assert all(pool(2, "nccl").run(repeats, kernel, mask, features, 20))
+@pytest.mark.parametrize("repeated", REPEATED, ids=str)
+def test_deterministic_backward_repeats(pool: Any, repeated: tuple[str, str, tuple[str, ...], int, int]) -> None:
+    kernel, mask, features, head_dim, kv_heads = repeated
+    assert all(pool(2, "nccl").run(repeats, kernel, mask, features, 20, head_dim, kv_heads))
 
 
 @pytest.mark.multigpu
@@ -374,13 +379,13 @@ def main() -> None:
         listed = [replace(case, seq_len=max(args.seq_len)) for case in listed]
         results: list[Any] = run_scored(rank, listed, echo=True)
         num_wrong = sum(not worst <= 1 for worst, _ in results)
-        for kernel, mask, features in REPEATED:
+        for kernel, mask, features, head_dim, kv_heads in REPEATED:
             kernel = kernel if args.device == "cuda" else "reference"
-            results.append(repeats(rank, kernel, mask, features, 20))
+            results.append(repeats(rank, kernel, mask, features, 20, head_dim, kv_heads))
             num_wrong += not results[-1]
             if rank == 0:
                 verdict, words = "equal" if results[-1] else "WRONG", "+".join(features) or "none"
-                print(f"20 deterministic runs, {kernel}, {mask}, {words}: {verdict}")
+                print(f"20 deterministic runs, {kernel}, {mask}, D{head_dim}, {kv_heads} kv heads, {words}: {verdict}")
     else:
         results = run_gate(rank, chosen, echo=True)
         num_wrong = sum(not passes(figures) for figures in results)

@@ -706,6 +706,13 @@ MUTATIONS = [
         "deterministic",
     ),
     Mutation(
+        "a deterministic backward of bands that it was not tried for",
+        "kernels/flash_attn.py",
+        "partial(_fa4_backward, deterministic=True), squares=True",
+        "partial(_fa4_backward, deterministic=True)",
+        "deterministic",
+    ),
+    Mutation(
         "positions in the layout of another batch",
         "styles.py",
         "given[self.positions] = sequence.positions(",

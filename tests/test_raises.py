@@ -331,6 +331,9 @@ CASES: dict[str, Case] = {
     "numbers for sinks": refused(ARGUMENT, "sinks", "a tensor", "list", "torch.tensor")(
         lambda: attend(sinks=[0.0] * H)
     ),
+    "documents without content": refused(ARGUMENT, "Mask.documents", "with content", "meta")(
+        lambda: attend(mask=Mask(documents=torch.zeros(B, S, dtype=torch.int64, device="meta")))
+    ),
     "sinks elsewhere": refused(ARGUMENT, "sinks", "a tensor on cpu", "meta")(
         lambda: attend(sinks=torch.zeros(H, device="meta"))
     ),

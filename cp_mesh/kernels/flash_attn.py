@@ -276,7 +276,10 @@ FA4 = merging_kernel(
     _FA4_HAS,
     _fa4_forward,
     _fa4_backward,
-    reproducible=merging_kernel("fa4", _FA4_HAS, _fa4_forward, partial(_fa4_backward, deterministic=True)),
+    # In squares: any other band is a window for FlashAttention-4, and of these that backward was not tried.
+    reproducible=merging_kernel(
+        "fa4", _FA4_HAS, _fa4_forward, partial(_fa4_backward, deterministic=True), squares=True
+    ),
 )
 FA3 = merging_kernel(
     "fa3",
