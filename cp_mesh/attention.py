@@ -167,7 +167,8 @@ def attention(
             and torch.is_grad_enabled()
             and _any_requires_grad(query, key, value, alibi_slopes, relative_bias, bias),
         )
-        # The op checks the same, first thing; but DTensor comes before it, and its fake where a tensor has no content.
+        # The op checks the same in every call, compiled or not, before the first collective. But DTensor's rules come
+        # before it, and its fake instead of it where a tensor has no content.
         given = (x for x in (query, key, value, *tensors) if x is not None)
         if not compiling and any(isinstance(x, (DTensor, FakeTensor)) or x.is_meta for x in given):
             q, k, v = (to_bhsd(_to_local(x.detach()), seq_dim) for x in (query, key, value))

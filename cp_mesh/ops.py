@@ -250,9 +250,11 @@ def _below_autograd(op: torch._ops.OpOverload, keys: torch._C.DispatchKeySet, in
 
 def _with_autograd(op: torch._ops.OpOverload, graph: Any, keys: torch._C.DispatchKeySet, *inputs: Any) -> Any:
     tensors = [x for x in inputs if isinstance(x, Tensor)]
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise UnsupportedError(
+            describe(str(op), "inputs without tangents", "forward-mode derivatives", "use backward()")
+        )
     graded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    if not graded and forward_ad._current_level >= 0:  # a Function without a rule for tangents refuses them
-        graded = any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
     return graph.apply(keys, *inputs) if graded else _below_autograd(op, keys, inputs)
 
 

@@ -219,21 +219,6 @@ def test_double_backward_is_refused(pool: Any, of_lse: bool) -> None:
     assert "attention_backward" in error.message, error.message
 
 
-def forward_mode(rank: int) -> None:
-    q, k, v, _ = (x.detach() for x in inputs(2))
-
-    def attend(q: Tensor) -> Tensor:
-        return call(q, k, v, layout=Contiguous())
-
-    torch.func.jvp(attend, (q,), (torch.ones_like(q),))
-
-
-def test_forward_mode_is_refused(pool: Any) -> None:
-    """Not a tangent of zeros."""
-    (error,) = pool(1).run_expecting_error(forward_mode)
-    assert error is not None and "jvp" in error.message, error
-
-
 def written_in_place(rank: int) -> None:
     q, k, v, _ = inputs(2)
     want, out = 2 * call(q, k, v).detach(), call(q, k, v)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from ranks import mesh, num_collectives
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
@@ -65,6 +66,13 @@ def local(H: int = H, K: int = K, rows: int = ROWS, D: int = D, dtype: torch.dty
 
 def attend(**changed: Any) -> None:
     attention(**local() | changed)
+
+
+def attend_dual(requires_grad: bool) -> None:
+    given = local()
+    with forward_ad.dual_level():
+        value = forward_ad.make_dual(given["value"].requires_grad_(requires_grad), torch.ones_like(given["value"]))
+        attention(**given | {"value": value})
 
 
 def place(shape: tuple[int, ...], device_mesh: DeviceMesh, *placements: Placement) -> DTensor:
@@ -331,6 +339,13 @@ CASES: dict[str, Case] = {
     "numbers for sinks": refused(ARGUMENT, "sinks", "a tensor", "list", "torch.tensor")(
         lambda: attend(sinks=[0.0] * H)
     ),
+    "forward-mode derivatives": refused(UNSUPPORTED, "without tangents", "forward-mode", "backward()")(
+        lambda: torch.func.jvp(lambda q: attention(**local() | {"query": q}), *[(local()["query"],)] * 2)
+    ),
+    "dual tensors that require gradients": refused(UNSUPPORTED, "without tangents", "forward-mode", "backward()")(
+        lambda: attend_dual(True)
+    ),
+    "dual tensors": refused(UNSUPPORTED, "without tangents", "forward-mode", "backward()")(lambda: attend_dual(False)),
     "documents without content": refused(ARGUMENT, "Mask.documents", "with content", "meta")(
         lambda: attend(mask=Mask(documents=torch.zeros(B, S, dtype=torch.int64, device="meta")))
     ),

@@ -73,7 +73,7 @@ STATE: dict[str, str] = {
     "layouts._OWN": "a constant",
     "layouts.check_layout": "a cache of a pure function",
     "layouts.LAYOUTS": "the table of layouts, never written",
-    "ops._library": "keeps the autocast rules registered",
+    "ops._library": "keeps the ops registered",
     "styles._ROOT": "the root whose forward runs; a context variable",
     "plan._resolve_once": "a cache of a pure function",
     "plan._resolve_contents": "a cache of a pure function, by the content of tensors",

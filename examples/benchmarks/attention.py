@@ -21,7 +21,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -426,6 +427,17 @@ def measure_queued(ranks: Ranks, case: Case, contestant: Contestant, run: Run, t
     return [x / times.calls for x in (forward, both - forward, both, *host)]
 
 
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@no_garbage_collection()
 def race(
     ranks: Ranks,
     case: Case,
@@ -435,22 +447,6 @@ def race(
     measure: Callable[..., list[float]] = measure,
 ) -> list[Times]:
     """Everyone in turn, as often as the time allows; slowest rank. ``calls_ms``: repeat calls to fill that time."""
-    gc.collect()
-    gc.disable()
-    try:
-        return _race(ranks, case, runs, args, calls_ms, measure)
-    finally:
-        gc.enable()
-
-
-def _race(
-    ranks: Ranks,
-    case: Case,
-    runs: Sequence[tuple[Contestant, Run]],
-    args: argparse.Namespace,
-    calls_ms: float,
-    measure: Callable[..., list[float]],
-) -> list[Times]:
     all_times = [Times() for _ in runs]
 
     def one_round() -> list[list[float]]:
