@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,19 +17,19 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from cp_mesh.agreement import announce_refusal, checking
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe
+from cp_mesh.kernels.combine import dense_strides
 from cp_mesh.layouts import LAYOUTS, Layout, ZigZag, chunk_bounds, parse_layout
 from cp_mesh.masks import Mask
 from cp_mesh.ops import GRADED, attention_op, score_placements, to_bhsd
 from cp_mesh.plan import Options, Tensors, check_tensors, make_plan
 
 
-@dataclass(frozen=True)
-class _CPAxis:
-    """The cp axis of one call; ``index`` is its place in the DTensors' mesh, None for local tensors."""
+class _CPAxis(NamedTuple):
+    """The cp axis of one call; ``mesh_dim`` is its place in the DTensors' mesh, None for local tensors."""
 
     group: dist.ProcessGroup
     size: int
-    index: int | None
+    mesh_dim: int | None
 
     @property
     def group_name(self) -> str:
@@ -111,7 +110,8 @@ def attention(
             [H, T]; -inf for a query with no key, whose output is 0.
 
     Returns:
-        out in the format and dtype of ``query`` (with value's head dim), contiguous; with ``return_lse`` (out, lse).
+        out in the format and dtype of ``query`` (with value's head dim), dense, its dims in memory in query's order: if
+        that is a transposed view, so is out. With ``return_lse`` (out, lse); lse is contiguous.
 
     Raises:
         ArgumentError: a ValueError: arguments that are wrong or disagree.
@@ -139,9 +139,9 @@ def attention(
         if dropout_p:
             tensors = tensors._replace(dropout_seed=seed_tensor(dropout_seed, query.device))
         query, key, value = _autocast(query, key, value)
-        _check_format(query, key, value, seq_dim)
+        _check_format(query, key, value, seq_dim, compiling)
         if isinstance(query, DTensor):
-            check_placements(query, key, value, axis.index, seq_dim)
+            check_placements(query, key, value, axis.mesh_dim, seq_dim)
             _check_chunks(query.shape[seq_dim], axis.size, layout)
             global_len = query.shape[seq_dim]
             if seq_len not in (None, global_len):
@@ -149,7 +149,8 @@ def attention(
             seq_len = global_len
         elif seq_len is None:
             seq_len = query.shape[seq_dim] * axis.size
-        check_score_placements(dict(zip(Tensors._fields, tensors, strict=True)), query, seq_dim)
+        given = {name: x for name, x in zip(Tensors._fields, tensors, strict=True) if x is not None}
+        check_score_placements(given, query, seq_dim)
         options = Options(
             layout=layout.spec(),
             mask=mask.spec(),
@@ -169,8 +170,9 @@ def attention(
         )
         # The op checks the same in every call, compiled or not, before the first collective. But DTensor's rules come
         # before it, and its fake instead of it where a tensor has no content.
-        given = (x for x in (query, key, value, *tensors) if x is not None)
-        if not compiling and any(isinstance(x, (DTensor, FakeTensor)) or x.is_meta for x in given):
+        if not compiling and any(
+            isinstance(x, (DTensor, FakeTensor)) or x.is_meta for x in (query, key, value, *given.values())
+        ):
             q, k, v = (to_bhsd(_to_local(x.detach()), seq_dim) for x in (query, key, value))
             local = Tensors(*map(_to_local_or_none, tensors))
             if any(isinstance(x, FakeTensor) for x in (mask.documents, mask.key_padding)):  # no content to plan by
@@ -184,7 +186,7 @@ def attention(
 
     arguments = (seq_len, seq_dim, axis.group_name, options.spec())
     # Dispatch refuses plain tensors beside DTensors, and gathers a dim shorter than its axis.
-    plain = any(x is not None and not isinstance(x, DTensor) for x in tensors)
+    plain = isinstance(query, DTensor) and not all(isinstance(x, DTensor) for x in given.values())
     if isinstance(query, DTensor) and (plain or seq_len < axis.size):
         out, lse = _call_on_locals((query, key, value), tensors, query, seq_dim, arguments)
     else:
@@ -218,8 +220,8 @@ def _call_on_locals(
 
 def wrap(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
     """With the global shape said: shards may be unequal, and then a rank cannot infer it."""
-    stride = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
+    stride = dense_strides(shape, local)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def _find_cp_axis(
@@ -435,7 +437,7 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
 
 
-def _check_format(query: Tensor, key: Tensor, value: Tensor, seq_dim: int) -> None:
+def _check_format(query: Tensor, key: Tensor, value: Tensor, seq_dim: int, compiling: bool) -> None:
     ndim = 3 if seq_dim == 0 else 4
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim != ndim:
@@ -443,7 +445,8 @@ def _check_format(query: Tensor, key: Tensor, value: Tensor, seq_dim: int) -> No
             raise ArgumentError(
                 describe(name, f"{form} for seq_dim={seq_dim}", tuple(x.shape), "seq_dim tells the format")
             )
-    check_tensors(*(to_bhsd(x, seq_dim) for x in (query, key, value)))
+    if compiling or isinstance(query, DTensor):  # of others the op sees them whole
+        check_tensors(*(to_bhsd(x, seq_dim) for x in (query, key, value)))
 
 
 def check_placements(query: DTensor, key: Tensor, value: Tensor, cp_axis: int | None, seq_dim: int) -> None:

@@ -13,7 +13,8 @@ import torch
 from cp_mesh.balancing import keys_seen
 from cp_mesh.errors import ArgumentError, describe
 from cp_mesh.kernels import KERNELS
-from cp_mesh.kernels.contract import Capability, Request, accumulation_dtype
+from cp_mesh.kernels.combine import accumulation_dtype
+from cp_mesh.kernels.contract import Capability, Request
 from cp_mesh.layouts import Layout, ZigZag
 from cp_mesh.masks import Band, Mask
 from cp_mesh.memory import Sizes, extra_memory

@@ -5,12 +5,14 @@ One opaque op around the whole loop, with a fake, autograd, autocast and DTensor
 selective-checkpoint policy so that recompute does not replay the ring.
 
 Tensors are in the caller's format, told by ``seq_dim``: 2 = [B, H, S, D], 1 = [B, S, H, D], 0 = packed [T, H, D].
-lse is [B, H, S], or [H, T] when packed. Outputs are contiguous. The string argument is `plan.Options.spec`.
+lse is [B, H, S], or [H, T] when packed. out and the gradients lie in memory as q, k and v do, dense, with the head dim
+last: callers who transpose q, and out back, pay for no copy. The string argument is `plan.Options.spec`.
 The tensors after q, k and v are those of `plan.Tensors`; of the scores' the backward returns gradients too, which are
 this rank's share of a sum over ranks, and empty where they are not wanted.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,7 +27,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from cp_mesh.agreement import announce_refusal, checking, fingerprint, require_agreement
 from cp_mesh.errors import UnsupportedError, describe
-from cp_mesh.kernels.contract import accumulation_dtype
+from cp_mesh.kernels.combine import accumulation_dtype, dense_like
 from cp_mesh.plan import Options, Plan, Tensors, make_plan
 from cp_mesh.ring import ring_backward, ring_forward
 
@@ -40,34 +42,26 @@ def to_bhsd(x: Tensor, seq_dim: int) -> Tensor:
 
 
 def from_bhsd(x: Tensor, seq_dim: int) -> Tensor:
-    """Back from [B, H, S, D] to the caller's format, contiguous."""
-    return (x if seq_dim == 2 else x.transpose(1, 2) if seq_dim == 1 else x[0].transpose(0, 1)).contiguous()
+    """Back from [B, H, S, D] to the caller's format: a view."""
+    return x if seq_dim == 2 else x.transpose(1, 2) if seq_dim == 1 else x[0].transpose(0, 1)
 
 
-def _no_autocast(x: Tensor) -> torch.autocast:
+def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """A backward may run inside the caller's autocast, which would cast the fp32 sums of the kernels."""
-    return torch.autocast(x.device.type, enabled=False)
+    device_type = x.device.type
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
 def _lse_to_bhs(lse: Tensor, seq_dim: int) -> Tensor:
     return lse[None] if seq_dim == 0 else lse
 
 
-def _plan(
-    q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, seq_len: int, seq_dim: int, group_name: str, spec: str
-) -> Plan:
-    group: dist.ProcessGroup = _resolve_process_group(group_name)  # type: ignore[arg-type]
-    options = Options.parse(spec)
-    q, k, v = (to_bhsd(x, seq_dim) for x in (q, k, v))
-    return make_plan(q, k, v, tensors, seq_len, group, options)
-
-
-def _agree(plan: Plan, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, seq_dim: int) -> None:
+def _agree(plan: Plan, group: dist.ProcessGroup, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors) -> None:
     """Check mode: compare everything that must be equal on all cp ranks."""
-    shapes = [tuple(to_bhsd(x, seq_dim).shape) for x in (q, k, v)]
+    shapes = [tuple(x.shape) for x in (q, k, v)]
     options, bias = plan.options, None if tensors.bias is None else tensors.bias.shape  # its rows are each rank's own
     require_agreement(
-        plan.group,
+        group,
         {
             "layout": options.layout,
             "mask": options.mask,
@@ -109,18 +103,18 @@ def _attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention over the cp group; see `cp_mesh.attention` for the arguments. Returns (out, lse)."""
     tensors = Tensors(documents, key_padding, index, sinks, alibi_slopes, relative_bias, bias, dropout_seed)
+    group: dist.ProcessGroup = _resolve_process_group(group_name)  # type: ignore[arg-type]
+    q, k, v = (to_bhsd(x, seq_dim) for x in (q, k, v))
     try:
-        plan = _plan(q, k, v, tensors, seq_len, seq_dim, group_name, spec)
+        plan = make_plan(q, k, v, tensors, seq_len, group, Options.parse(spec))
     except Exception as error:
         if checking():
-            group: dist.ProcessGroup = _resolve_process_group(group_name)  # type: ignore[arg-type]
             announce_refusal(group, error)
         raise
     if checking():
-        _agree(plan, q, k, v, tensors, seq_dim)
-    q, k, v = (to_bhsd(x, seq_dim) for x in (q, k, v))
+        _agree(plan, group, q, k, v, tensors)
     with _no_autocast(q):
-        out, lse = ring_forward(q, k, v, plan)
+        out, lse = ring_forward(q, k, v, plan, group)
     return from_bhsd(out, seq_dim), (lse[0] if seq_dim == 0 else lse).contiguous()
 
 
@@ -148,8 +142,9 @@ def _attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of `attention_op`, given those of its results: of q, k, v, and of those of `GRADED` named in wanted."""
     tensors = Tensors(documents, key_padding, index, sinks, alibi_slopes, relative_bias, bias, dropout_seed)
-    plan = _plan(q, k, v, tensors, seq_len, seq_dim, group_name, spec)
+    group: dist.ProcessGroup = _resolve_process_group(group_name)  # type: ignore[arg-type]
     dout, q, k, v, out = (to_bhsd(x, seq_dim) for x in (dout, q, k, v, out))
+    plan = make_plan(q, k, v, tensors, seq_len, group, Options.parse(spec))
     lse = _lse_to_bhs(lse, seq_dim)
     if dlse is not None:
         if not plan.kernel.capability.differentiable_lse:
@@ -157,7 +152,7 @@ def _attention_backward(
         dlse = _lse_to_bhs(dlse, seq_dim)
     with _no_autocast(q):
         names = wanted.split(",") if wanted else ()
-        *grads, of_scores = ring_backward(dout, q, k, v, out, lse, dlse, plan, names)
+        *grads, of_scores = ring_backward(dout, q, k, v, out, lse, dlse, plan, group, names)
     dq, dk, dv = (from_bhsd(x, seq_dim) for x in grads)
     dsinks, dslopes, dtable, dbias = (_graded(getattr(tensors, name), of_scores.get(name), q) for name in GRADED)
     return dq, dk, dv, dsinks, dslopes, dtable, dbias
@@ -176,26 +171,29 @@ def _graded(x: Tensor | None, grad: Tensor | None, q: Tensor) -> Tensor:
 _library = torch.library.Library("cp_mesh", "FRAGMENT")
 for _name, _function in (("attention", _attention), ("attention_backward", _attention_backward)):
     _schema = torch.library.infer_schema(_function, mutates_args=())
-    _library.define(_name + _schema, tags=torch.Tag.pt2_compliant_tag)
+    # results lie in memory as the inputs do: Inductor may not choose other strides for these than the fakes saw
+    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     _library.impl(_name, torch._disable_dynamo(_function), "CompositeExplicitAutograd")
 attention_op = torch.ops.cp_mesh.attention.default
 attention_backward_op = torch.ops.cp_mesh.attention_backward.default
+_FUNCTIONS: dict[Any, Any] = {attention_op: _attention, attention_backward_op: _attention_backward}
+_DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 
 
 @torch.library.register_fake("cp_mesh::attention", lib=_library)
 def _(q, k, v, *args):  # type: ignore[no-untyped-def]
     seq_dim = args[-3]
-    lse_shape = (q.shape[1], q.shape[0]) if seq_dim == 0 else (q.shape[0], q.shape[3 - seq_dim], q.shape[seq_dim])
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    return out, q.new_empty(lse_shape, dtype=accumulation_dtype(q.dtype))
+    q = to_bhsd(q, seq_dim)
+    lse = q.new_empty(q.shape[1:3] if seq_dim == 0 else q.shape[:3], dtype=accumulation_dtype(q.dtype))
+    return from_bhsd(dense_like(q, v.shape[-1]), seq_dim), lse
 
 
 @torch.library.register_fake("cp_mesh::attention_backward", lib=_library)
 def _(dout, q, k, v, out, lse, dlse, *args):  # type: ignore[no-untyped-def]
-    tensors, wanted = Tensors(*args[:NUM_TENSORS]), args[-1].split(",")
+    tensors, seq_dim, wanted = Tensors(*args[:NUM_TENSORS]), args[-4], args[-1].split(",")
     graded = {name: getattr(tensors, name) for name in GRADED}
     return (
-        *(x.new_empty(x.shape) for x in (q, k, v)),
+        *(from_bhsd(dense_like(to_bhsd(x, seq_dim)), seq_dim) for x in (q, k, v)),
         *(x.new_empty(x.shape) if name in wanted else q.new_empty(0) for name, x in graded.items()),
     )
 
@@ -243,9 +241,12 @@ class _Gradients(torch.autograd.Function):
 
 
 def _below_autograd(op: torch._ops.OpOverload, keys: torch._C.DispatchKeySet, inputs: Sequence[Any]) -> Any:
+    keys &= torch._C._after_ADInplaceOrView_keyset
     # Views that are made inside are nobody's: a result that is one can be written in place.
     with torch._C._AutoDispatchBelowADInplaceOrView():
-        return op.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *inputs)
+        if keys.highestPriorityTypeId() in _DEVICES:  # no DTensor, no mode: nothing is asked but the function below
+            return _FUNCTIONS[op](*inputs)
+        return op.redispatch(keys, *inputs)
 
 
 def _with_autograd(op: torch._ops.OpOverload, graph: Any, keys: torch._C.DispatchKeySet, *inputs: Any) -> Any:

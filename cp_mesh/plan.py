@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe
 from cp_mesh.kernels import KERNELS, choose_kernel
+from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.contract import (
     POSITIONAL,
     Kernel,
@@ -29,7 +30,6 @@ from cp_mesh.kernels.contract import (
     Pairs,
     Request,
     Scores,
-    accumulation_dtype,
     shortfalls,
 )
 from cp_mesh.layouts import Layout, check_layout, parse_layout
@@ -39,7 +39,6 @@ from cp_mesh.segments import Segments
 from cp_mesh.transport import TRANSPORTS, make_transport
 from cp_mesh.transport.contract import Transport
 
-Resolved = tuple[Layout, Mask, Schedule, str, int, bool, torch.dtype, dict[Any, Any]]
 METHODS = ("auto", "ring")
 SCORE_OPTIONS = ("softcap", "sinks", "alibi_slopes", "relative_bias", "bias", "dropout_p", "dropout_seed")
 """Names of arguments of `cp_mesh.attention` that change the scores."""
@@ -47,8 +46,7 @@ BANDS = frozenset({"full", "causal", "window"})  # covers that are numbers, of w
 CHUNK_BYTES = 512 << 20  # K and V that a rank fetches, for the heads of one chunk
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """The static options of a call; `spec` and `parse` are inverse.
 
     ``softcap`` 0 is none, ``head_chunks`` 0 is automatic.
@@ -69,14 +67,14 @@ class Options:
     differentiable_lse: bool = False
 
     def spec(self) -> str:
-        return "|".join(str(getattr(self, item.name)) for item in fields(self))
+        return "|".join(map(str, self))
 
-    @classmethod
+    @staticmethod
     @lru_cache(maxsize=256)
-    def parse(cls, spec: str) -> Options:
+    def parse(spec: str) -> Options:
         layout, mask, *scores, method, kernel, transport, chunks, deterministic, differentiable_lse = spec.split("|")
         scale, softcap, dropout_p, first_head, first_batch = scores
-        return cls(
+        return Options(
             layout, mask, float(scale), float(softcap), float(dropout_p), int(first_head), int(first_batch),
             method, kernel, transport, int(chunks), deterministic == "True", differentiable_lse == "True",
         )  # fmt: skip
@@ -97,15 +95,15 @@ class Tensors(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What one call does on this rank.
+    """What one call does on this rank. Calls that are alike but for the values of their tensors share one.
 
     Attributes:
         head_chunks: parts of the kv heads that are computed one after the other.
         fetches_queries: whether the backward moves queries and their gradients instead of keys and values.
         gradient_dtype: in which dk and dv travel: as the kernel returned them, if it rounds them and no two of a
             message belong to one row; else the accumulation dtype, so that every sum is rounded once.
-        kept: tiles as kernels are given them, by stage and CUDA stream; shared by the plans of equal calls, so that
-            positions, masks and what kernels prepare of them come to the device once a batch and not once a layer.
+        kept: tiles as kernels are given them, and what of masks and positions is on the device, by CUDA stream; shared
+            by the plans of equal calls, so that it comes to the device once a batch and not once a layer.
     """
 
     options: Options
@@ -115,12 +113,11 @@ class Plan:
     schedule: Schedule
     kernel: Kernel
     scores: Scores
-    group: dist.ProcessGroup
     device: torch.device
     head_chunks: int
     fetches_queries: bool
     gradient_dtype: torch.dtype
-    kept: dict[Any, tuple[Sequence[Tile], list[KernelTile]]] = field(default_factory=dict)
+    kept: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def local_tiles(self) -> list[KernelTile]:
@@ -135,41 +132,40 @@ class Plan:
         """Tiles of the queries fetched in a query stage against this rank's keys."""
         return self._kernel_tiles(stage.tiles, stage, queries=True)
 
-    def open_transport(self) -> AbstractContextManager[Transport]:
+    def open_transport(self, group: dist.ProcessGroup) -> AbstractContextManager[Transport]:
         """The transport of one pass over one chunk of heads; closed also after an exception."""
-        return closing(make_transport(self.options.transport, self.group, self.schedule, self.device))
+        return closing(make_transport(self.options.transport, group, self.schedule, self.device))
+
+    @cached_property
+    def reads_tensors(self) -> bool:
+        """Whether tiles come with tensors on the device, not as numbers alone."""
+        return not covers_of(self.schedule, self.scores.features) <= BANDS
 
     def _kernel_tiles(self, tiles: Sequence[Tile], stage: Stage | None, queries: bool) -> list[KernelTile]:
-        key = id(tiles), queries, _stream(self.device)
-        if key in self.kept:
-            return self.kept[key][1]
-        given = joined(tiles) if joins(self.kernel, self.schedule, self.scores.features) else tiles
-        made = [KernelTile(tile.q, tile.k, self._cover(tile, stage, queries)) for tile in given]
-        if key[2] is not None:
-            self.kept[key] = tiles, made  # the tiles are held, so that no others get their id
-        return made
+        stream = _stream(self.device) if self.reads_tensors else 0
 
-    def _cover(self, tile: Tile, stage: Stage | None, queries: bool) -> Band | Pairs | Segments:
+        def make() -> tuple[Sequence[Tile], list[KernelTile]]:
+            given = joined(tiles) if joins(self.kernel, self.schedule, self.scores.features) else tiles
+            # the tiles are held, so that no others get their id
+            return tiles, [KernelTile(tile.q, tile.k, self._cover(tile, stage, queries, stream)) for tile in given]
+
+        return self._keep(("tiles", id(tiles), queries), stream, make)[1]
+
+    def _cover(self, tile: Tile, stage: Stage | None, queries: bool, stream: int | None) -> Band | Pairs | Segments:
         if isinstance(tile.cover, Band) and not self.scores.needs_positions:
             return tile.cover
         if isinstance(tile.cover, Segments):  # one for each stream, as its tables on the device belong to one
             return Segments(tile.cover.blocks, tile.cover.left, tile.cover.right)
-        own = self._positions(None)
-        fetched = self._positions(stage)
+        own = self._positions(None, stream)
+        fetched = self._positions(stage, stream)
         q_pos, k_pos = (fetched, own) if queries else (own, fetched)
-        return Pairs(self._device_mask, q_pos[tile.q[0] : tile.q[1]], k_pos[tile.k[0] : tile.k[1]])
+        mask = self._keep(("mask",), stream, lambda: self.mask.to(self.device))
+        return Pairs(mask, q_pos[tile.q[0] : tile.q[1]], k_pos[tile.k[0] : tile.k[1]])
 
-    @cached_property
-    def _device_mask(self) -> Mask:
-        return self.mask.to(self.device)
+    def _positions(self, stage: Stage | None, stream: int | None) -> Tensor:
+        """Positions of a stage's buffer, or of this rank's rows, on the device."""
 
-    @cached_property
-    def _device_positions(self) -> dict[Stage | None, Tensor]:
-        return {}
-
-    def _positions(self, stage: Stage | None) -> Tensor:
-        """Positions of a stage's buffer, or of this rank's rows, on the device; copied once a call."""
-        if stage not in self._device_positions:
+        def make() -> Tensor:
             rank, size = self.schedule.cp_rank, self.schedule.cp_size
             parts = [(rank, ((0, self.schedule.shard_lens[rank]),))] if stage is None else stage.fetch
             positions = [
@@ -177,8 +173,18 @@ class Plan:
                 for source, ranges in parts
                 for begin, end in ranges
             ]
-            self._device_positions[stage] = torch.cat(positions).to(self.device)
-        return self._device_positions[stage]
+            return torch.cat(positions).to(self.device)
+
+        return self._keep(("positions", stage), stream, make)
+
+    def _keep(self, what: tuple[Any, ...], stream: int | None, make: Callable[[], Any]) -> Any:
+        """What was made before for this stream; memory of a graph that is being captured is nobody else's."""
+        if stream is None:
+            return make()
+        key = *what, stream
+        if key not in self.kept:
+            self.kept[key] = make()
+        return self.kept[key]
 
 
 def make_plan(
@@ -203,26 +209,23 @@ def make_plan(
     Raises:
         ArgumentError, UnsupportedError: see the messages, and above for which are raised on every rank.
     """
-    check_scores(q, tensors, seq_len)
-    scores = make_scores(options, tensors, accumulation_dtype(q.dtype))
     by_content = tensors.documents, tensors.key_padding, tensors.layout_index
-    resolve: Callable[..., Any] = _resolve
-    if all(x is None for x in by_content) and not scores.needs_positions:
-        resolve = _resolve_once
-    elif all(x is None or x.device.type == "cpu" for x in by_content):  # elsewhere comparing contents would wait
-        resolve = _resolve_contents  # fewer are kept: they hold memory of the device
-    layout, mask, schedule, kernel_name, head_chunks, fetches_queries, gradient_dtype, kept = resolve(
-        Operand.of(q),
-        Operand.of(k),
-        Operand.of(v),
-        *(None if x is None else _Content(x) if resolve is _resolve_contents else x for x in by_content),
-        scores.features,
-        seq_len,
-        group.size(),
-        group.rank(),
-        options,
-    )
-    if not covers_of(schedule, scores.features) <= BANDS and _stream(q.device) is None:
+    resolve: Callable[..., Plan] = _resolve_once
+    scores = None
+    if any(x is not None for x in tensors):
+        check_scores(q, tensors, seq_len)
+        scores = make_scores(options, tensors, accumulation_dtype(q.dtype))
+        if scores.needs_positions or any(x is not None for x in by_content):
+            resolve = _resolve
+            if all(x is None or x.device.type == "cpu" for x in by_content):  # elsewhere comparing contents would wait
+                resolve = _resolve_contents  # fewer are kept: they hold memory of the device
+                by_content = tuple(None if x is None else _Content(x) for x in by_content)  # type: ignore[assignment]
+    shapes = Operand.of(q), Operand.of(k), Operand.of(v)
+    features = None if scores is None else scores.features
+    plan = resolve(*shapes, *by_content, features, seq_len, group.size(), group.rank(), options)
+    if scores is not None:
+        plan = replace(plan, scores=scores)
+    if plan.reads_tensors and _stream(q.device) is None:
         raise UnsupportedError(
             describe(
                 "CUDA graph capture",
@@ -231,22 +234,7 @@ def make_plan(
                 "these are copied to the device, which a capture cannot do: leave attention out of the graph",
             )
         )
-    kernel = KERNELS[kernel_name]
-    return Plan(
-        options=options,
-        layout=layout,
-        mask=mask,
-        seq_len=seq_len,
-        schedule=schedule,
-        kernel=kernel.reproducible if options.deterministic and kernel.reproducible else kernel,
-        scores=scores,
-        group=group,
-        device=q.device,
-        head_chunks=head_chunks,
-        fetches_queries=fetches_queries,
-        gradient_dtype=gradient_dtype,
-        kept=kept,
-    )
+    return plan
 
 
 def make_scores(options: Options, tensors: Tensors, dtype: torch.dtype) -> Scores:
@@ -323,8 +311,7 @@ def _stream(device: torch.device) -> int | None:
     return None if torch.cuda.is_current_stream_capturing() else torch.cuda.current_stream(device).cuda_stream
 
 
-@dataclass(frozen=True)
-class Operand:
+class Operand(NamedTuple):
     """What planning reads of a [B, H, S, D] tensor."""
 
     shape: torch.Size
@@ -343,13 +330,15 @@ def _resolve(
     documents: Tensor | None,
     key_padding: Tensor | None,
     index: Tensor | None,
-    features: frozenset[str],
+    of_tensors: frozenset[str] | None,
     seq_len: int,
     cp_size: int,
     cp_rank: int,
     options: Options,
-) -> Resolved:
-    """Layout, mask, schedule, the kernel's name, and the last four fields of the plan."""
+) -> Plan:
+    """The plan; its scores are those without tensors. ``of_tensors`` are the features of those that it will have."""
+    scores = make_scores(options, Tensors(), accumulation_dtype(q.dtype))
+    features = scores.features if of_tensors is None else of_tensors
     _check_choice("method", options.method, METHODS, "ring", later=("all_gather", "ulysses", "hybrid"))
     _check_choice("transport", options.transport, TRANSPORTS, "functional", later=())
     check_tensors(q, k, v)
@@ -414,7 +403,10 @@ def _resolve(
     # the rows of a bias are those of this rank's queries, and do not travel
     may_fetch_queries = kernel.uses_delta and "bias" not in features
     fetches_queries = may_fetch_queries and _queries_are_fewer(q, k, v, schedule, gradient_dtype)
-    return layout, mask, schedule, kernel.name, head_chunks, fetches_queries, gradient_dtype, {}
+    kernel = kernel.reproducible if options.deterministic and kernel.reproducible else kernel
+    return Plan(
+        options, layout, mask, seq_len, schedule, kernel, scores, q.device, head_chunks, fetches_queries, gradient_dtype
+    )
 
 
 _resolve_once = lru_cache(maxsize=256, typed=True)(_resolve)
@@ -456,7 +448,7 @@ def _resolve_contents(
     key_padding: Any,
     index: Any,
     *arguments: Any,
-) -> Resolved:
+) -> Plan:
     """`_resolve` with documents, key padding and index, as `_Content`."""
     documents, key_padding, index = (
         None if content is None else content.keep() for content in (documents, key_padding, index)

@@ -23,40 +23,48 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from cp_mesh.kernels.combine import RowSum, make_delta
-from cp_mesh.kernels.contract import KernelTile, ScoreGradients, Scores, accumulation_dtype
+from cp_mesh.kernels.combine import RowSum, accumulation_dtype, dense_like, finish_sums, make_delta
+from cp_mesh.kernels.contract import KernelTile, ScoreGradients, Scores
 from cp_mesh.plan import Plan
 from cp_mesh.schedule import Stage
 from cp_mesh.transport.contract import Transport
 from cp_mesh.transport.packing import Packing
 
 
-def ring_forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+def ring_forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """Attention of this rank's queries over all keys.
 
     Args:
         q: [B, H, S_local, D]; k: [B, K, S_local, D]; v: [B, K, S_local, Dv], never written.
         plan: the call's plan.
+        group: the cp group.
 
     Returns:
-        out [B, H, S_local, Dv] in q's dtype and lse [B, H, S_local] in fp32 (fp64 for fp64 inputs).
+        out [B, H, S_local, Dv] in q's dtype, as `dense_like` q; lse [B, H, S_local] in fp32 (fp64 for fp64 inputs).
     """
     if plan.head_chunks == 1:
-        return _forward(q, k, v, plan.scores, plan, None)
-    out = q.new_empty((*q.shape[:3], v.shape[3]))
+        return _forward(q, k, v, plan.scores, plan, group, None)
+    out = dense_like(q, v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
     for heads, (q_c, k_c, v_c, out_c, lse_c) in _by_head_chunks((q, k, v, out, lse), plan):
-        _forward(q_c, k_c, v_c, plan.scores.heads(*heads), plan, (out_c, lse_c))
+        _forward(q_c, k_c, v_c, plan.scores.heads(*heads), plan, group, (out_c, lse_c))
     return out, lse
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, scores: Scores, plan: Plan, into: tuple[Tensor, Tensor] | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scores: Scores,
+    plan: Plan,
+    group: dist.ProcessGroup,
+    into: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
     route = plan.schedule.keys
-    with plan.open_transport() as transport:
+    with plan.open_transport(group) as transport:
         incoming = transport.fetch((k, v), route)
         forward = plan.kernel.begin_forward(q, v.shape[3], scores)
         if local_tiles := plan.local_tiles:
@@ -80,6 +88,7 @@ def ring_backward(
     lse: Tensor,
     dlse: Tensor | None,
     plan: Plan,
+    group: dist.ProcessGroup,
     wanted: Collection[str] = (),
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """Gradients of this rank's q, k and v, and of tensors of the scores.
@@ -90,28 +99,29 @@ def ring_backward(
         out, lse: the forward's results.
         dlse: [B, H, S_local] or None, the gradient of lse.
         plan: the forward's plan.
+        group: the cp group.
         wanted: which of sinks, alibi_slopes, relative_bias and bias need a gradient.
 
     Returns:
-        dq, dk, dv in the inputs' dtype; and what was wanted by name, this rank's share of a sum over ranks, in the
-        accumulation dtype.
+        dq, dk, dv in the inputs' dtype, as `dense_like` them; and what was wanted by name, this rank's share of a sum
+        over ranks, in the accumulation dtype.
     """
     of_scores = {}
-    scores = replace(plan.scores, wanted=frozenset(wanted) - {"sinks"})
+    scores = replace(plan.scores, wanted=frozenset(wanted) - {"sinks"}) if wanted else plan.scores
     of_tiles = ScoreGradients.zeros(scores, accumulation_dtype(q.dtype))
     if (sinks := plan.scores.sinks) is not None:
         if "sinks" in wanted:
             of_scores["sinks"] = gradient_of_sinks(dout, out, lse, sinks)
         lse, dlse = include_sinks(lse, dlse, sinks)
-    # in the inputs' order of dims, so that the caller's format needs no copy
-    grads = tuple(torch.empty_like(x) for x in (q, k, v))
+    grads = tuple(dense_like(x) for x in (q, k, v))
     if plan.kernel.uses_delta:
         kept, visit = make_delta(dout, out, dlse), _visit_queries if plan.fetches_queries else _visit_keys
     else:
         kept, visit = out, _visit_keys
     for heads, chunk in _by_head_chunks((dout, q, k, v, kept, lse, *grads), plan):
-        with plan.open_transport() as transport:
-            of_chunk = visit(*chunk, scores=scores.heads(*heads), plan=plan, transport=transport)
+        of_heads = scores if plan.head_chunks == 1 else scores.heads(*heads)
+        with plan.open_transport(group) as transport:
+            of_chunk = visit(*chunk, scores=of_heads, plan=plan, transport=transport)
         of_tiles.part(heads=heads).add_(of_chunk)
     of_scores |= {name: getattr(of_tiles, name) for name in scores.wanted}
     dq, dk, dv = grads
@@ -178,9 +188,7 @@ def _visit_keys(
     for piece in local_pieces:  # after all that arrived, so that the order of the sums is the same in every transport
         dk_sum.add(piece.begin, piece.dk)
         dv_sum.add(piece.begin, piece.dv)
-    backward.finish(dq)
-    dk_sum.finish(dk)
-    dv_sum.finish(dv)
+    backward.finish(dq, [(dk_sum, dk), (dv_sum, dv)])
     return backward.score_gradients()
 
 
@@ -235,9 +243,7 @@ def _visit_queries(
     visit(q, dout, lse, delta, plan.local_tiles, local_dq)
     collect()
     dq_sum.add(0, local_dq)
-    dq_sum.finish(dq)
-    dk_sum.finish(dk)
-    dv_sum.finish(dv)
+    finish_sums([(dq_sum, dq), (dk_sum, dk), (dv_sum, dv)])
     return of_scores
 
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from itertools import pairwise
+from functools import cached_property, lru_cache, partial
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ class Stage:
     serve: Fetch
     tiles: tuple[Tile, ...]
 
-    @property
+    @cached_property
     def num_fetched(self) -> int:
         return sum(num_rows(ranges) for _, ranges in self.fetch)
 
@@ -95,6 +95,11 @@ class Route:
     def num_rows(self) -> int:
         """Rows that all ranks together fetch."""
         return sum(map(sum, self.needed))
+
+    @cached_property
+    def slots(self) -> tuple[tuple[int, ...], ...]:
+        """[receiver][source], the first of a receiver's rows among all that the source gets back; last, how many."""
+        return tuple(zip(*(accumulate(column, initial=0) for column in zip(*self.needed, strict=True)), strict=True))
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_mesh.agreement import check_mode
 from cp_mesh.attention import attention, seed_tensor
 from cp_mesh.errors import ArgumentError, describe
-from cp_mesh.kernels.combine import make_delta
-from cp_mesh.kernels.contract import Kernel, KernelTile, Pairs, Scores, accumulation_dtype
+from cp_mesh.kernels.combine import accumulation_dtype, make_delta
+from cp_mesh.kernels.contract import Kernel, KernelTile, Pairs, Scores
 from cp_mesh.kernels.reference import REFERENCE
 from cp_mesh.layouts import Contiguous, Layout, ZigZag
 from cp_mesh.masks import Mask

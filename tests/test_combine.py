@@ -17,7 +17,7 @@ from interpreted import INTERPRETED, Interpreted, is_that_run
 from torch import Tensor
 
 from cp_mesh.kernels import combine
-from cp_mesh.kernels.combine import MAX_PIECES, OutputSum, RowSum, make_delta
+from cp_mesh.kernels.combine import MAX_PIECES, OutputSum, RowSum, finish_sums, make_delta
 
 HALF = torch.float16 if INTERPRETED else torch.bfloat16  # numpy, which the interpreter uses, has no bfloat16
 DEVICES = ["cpu"] if INTERPRETED else ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -164,6 +164,27 @@ def test_sinks_scale_outputs_and_leave_lse(case: str, dtypes: tuple[torch.dtype,
     assert_rounded_once(lse, want_lse, sums)
     assert (out[lse.isinf()] == 0).all()
     pieces.assert_unchanged()
+
+
+@each_device
+@each_dtype
+def test_several_sums_at_once(dtypes: tuple[torch.dtype, ...], device: str) -> None:
+    """As one by one, to the bit: other heads, head dims, lengths, orders and numbers of pieces beside each other."""
+    dtype, sums, result = dtypes
+    together, alone = [], []
+    for i, case in enumerate(CASES):
+        pieces, dim = Pieces(CASES[case], (5, 80, 16)[i % 3], dtype, device), (5, 80, 16)[i % 3]
+        heads, length = 1 + i % H, S + 7 * (i % 4)
+        total = RowSum((B, heads, length, dim), sums, device)
+        for (begin, _), x in zip(pieces.rows, pieces.outs, strict=True):
+            total.add(begin + i % 3, x[:, :heads, : length - begin - i % 3])
+        into = [in_order(list(ORDERS)[i % 3], (B, heads, length, dim), result, device, pad=16) for _ in range(2)]
+        together.append((total, into[0]))
+        alone.append(total.finish(into[1]))
+    finish_sums(together)
+    for (_, into), one in zip(together, alone, strict=True):
+        assert torch.equal(into, one)
+        assert into._base.isnan().sum() == into.numel() // into.shape[3] * 16
 
 
 @each_device
@@ -367,7 +388,8 @@ def test_compiles_without_spills(kernel: str, count: int, dim: int, hopper: Hopp
         if kernel == "dots_kernel":
             combine_triton.row_dots(empty(200), empty(200), None)
         elif kernel == "sum_kernel":
-            combine_triton.sum_pieces([piece[:2] for piece in pieces], empty(200))
+            rows = [piece[:2] for piece in pieces]
+            combine_triton.sum_pieces([(rows, empty(200)), (rows[:2], empty(200)), (rows[:2], empty(200))])
         else:
             sinks = torch.empty(8) if "sinks" in kernel else None
             combine_triton.merge_pieces(pieces, empty(200), torch.empty(1, 8, 200), sinks)
@@ -377,10 +399,35 @@ def test_compiles_without_spills(kernel: str, count: int, dim: int, hopper: Hopp
     ptx = compiled.asm["ptx"]
     assert done.spills == [0], done.log
     # All of bf16 moves 16 bytes at a time: 128 threads cover 4096 elements with four loads each.
-    num_read, num_written = (2, 0) if kernel == "dots_kernel" else (count, 1)
+    num_read, num_written = {"dots_kernel": (2, 0), "sum_kernel": (count + 4, 3)}.get(kernel, (count, 1))
     assert len(re.findall(r"ld\.global[.\w]*\.v4\.b32", ptx)) == 4 * num_read
     assert len(re.findall(r"st\.global[.\w]*\.v4\.b32", ptx)) == 4 * num_written
     assert not re.search(r"(ld|st)\.global[.\w]*b16", ptx)
+
+
+@pytest.mark.gpu
+def test_a_launch_is_chosen_by_all_that_was_compiled_for() -> None:
+    """Pieces of the same lengths, but of other strides, dtypes and alignments, after one another and again."""
+    for _ in range(2):
+        for dtype, order, shift in product((torch.bfloat16, torch.float32), ORDERS, (0, 1, 8)):
+            memory = torch.randn(2, 2 * 3 * 96 * 64 + shift, device="cuda").to(dtype)[:, shift:]
+            xs = [x.view([(2, 3, 96)[dim] for dim in ORDERS[order]] + [64]) for x in memory]
+            xs = [x.permute(*(ORDERS[order].index(dim) for dim in range(3)), 3) for x in xs]
+            lses = list(torch.randn(2, 2, 3, 96, device="cuda"))
+            total, rows = OutputSum(xs[0].shape, torch.float32, "cuda"), RowSum(xs[0].shape, torch.float32, "cuda")
+            for x, lse in zip(xs, lses, strict=True):
+                total.add(0, x, lse)
+                rows.add(0, x)
+            into = torch.empty_like(memory[0]).view_as(xs[0]) if shift else torch.empty_like(xs[0])
+            want = (xs[0].double() + xs[1].double()).to(dtype)
+            assert torch.equal(rows.finish(into), want), (dtype, order, shift)
+            out, lse = total.finish(xs[0], torch.float32)
+            weights = torch.stack(lses).double().softmax(0)[..., None]
+            close = (out - weights[0] * xs[0].double() - weights[1] * xs[1].double()).abs().max()
+            assert close < 1e-5, (dtype, order, shift, close)
+            assert torch.allclose(lse, torch.stack(lses).logsumexp(0), atol=1e-5)
+            got = make_delta(xs[0], xs[1])
+            assert (got - (xs[0].double() * xs[1].double()).sum(-1)).abs().max() < 1e-4
 
 
 @pytest.mark.gpu

@@ -497,7 +497,7 @@ def test_inputs_are_passed_as_views(name, request, calls) -> None:
     forward, backward = PAIRS[name]
 
     def spy(question: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
-        seen.update(vars(question))
+        seen.update(question._asdict())
         return backward(question)
 
     ask(forward, spy, tile, torch.float64)
@@ -523,7 +523,7 @@ def test_buffers_that_cannot_be_written(name, request) -> None:
     for change in (lambda view: None, shifted, ragged):
 
         def with_buffers(t: BackwardTile, change=change) -> tuple[Tensor, Tensor, Tensor]:
-            t = replace(t, dk=change(t.dk), dv=change(t.dv))
+            t = t._replace(dk=change(t.dk), dv=change(t.dv))
             dq, dk, dv = backward(t)
             assert dk is not t.dk and dv is not t.dv
             return dq, dk, dv

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from cases import LAYOUTS
+from checks import lies_as
 from dense import make_qkv
 from ranks import mesh
 from recording import recording
@@ -36,7 +37,8 @@ def chunked(rank: int, name: str, chunks: list[int | None]) -> list[tuple[list[T
             )
             grads = torch.autograd.grad((out, lse), (q, k, v), (dout, lse.detach()))
         assert not notes.problems, notes.problems
-        assert all(x.is_contiguous() for x in (out, lse, *grads))
+        assert lse.is_contiguous()
+        assert all(lies_as(x, like) for x, like in zip((out, *grads), (q, q, k, v), strict=True))
         results.append(([out.detach(), lse.detach(), *grads], [sent.bytes_received for sent in notes.sent]))
     return results
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cp_mesh.errors import ArgumentError, UnsupportedError
 from cp_mesh.kernels import KERNELS, choose_kernel
-from cp_mesh.kernels.combine import make_delta
+from cp_mesh.kernels.combine import accumulation_dtype, make_delta
 from cp_mesh.kernels.contract import (
     Capability,
     Kernel,
@@ -21,7 +21,6 @@ from cp_mesh.kernels.contract import (
     Piece,
     Request,
     Scores,
-    accumulation_dtype,
     shortfalls,
 )
 from cp_mesh.kernels.reference import philox

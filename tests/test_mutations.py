@@ -187,14 +187,14 @@ MUTATIONS = [
     # Kernels.
     Mutation(
         "fp32 sums of fp64 inputs",
-        "kernels/contract.py",
+        "kernels/combine.py",
         "return torch.float64 if dtype == torch.float64 else torch.float32",
         "return torch.float32",
         "parity",
     ),
     Mutation(
         "sums in the inputs' dtype",
-        "kernels/contract.py",
+        "kernels/combine.py",
         "return torch.float64 if dtype == torch.float64 else torch.float32",
         "return dtype",
         "low precision",
@@ -297,7 +297,7 @@ MUTATIONS = [
         "gradients of sinks are those of all ranks on each of them",
         "ring.py",
         'of_scores["sinks"] = gradient_of_sinks(dout, out, lse, sinks)',
-        'of_scores["sinks"] = plan.group.size() * gradient_of_sinks(dout, out, lse, sinks)',
+        'of_scores["sinks"] = group.size() * gradient_of_sinks(dout, out, lse, sinks)',
         "scores",
     ),
     Mutation(
@@ -311,7 +311,7 @@ MUTATIONS = [
         "gradients of sinks are those of one rank",
         "ring.py",
         'of_scores["sinks"] = gradient_of_sinks(dout, out, lse, sinks)',
-        'of_scores["sinks"] = gradient_of_sinks(dout, out, lse, sinks) * (plan.group.rank() == 0)',
+        'of_scores["sinks"] = gradient_of_sinks(dout, out, lse, sinks) * (group.rank() == 0)',
         "scores",
     ),
     Mutation(
@@ -548,7 +548,7 @@ MUTATIONS = [
     Mutation(
         "masks read by local instead of global index",
         "plan.py",
-        "own = self._positions(None)",
+        "own = self._positions(None, stream)",
         "own = torch.arange(self.schedule.shard_lens[self.schedule.cp_rank])",
         "parity",
     ),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from checks import lies_as
 from dense import dense_attention, dense_mask, make_qkv
 from ranks import mesh
 from torch import Tensor
@@ -86,11 +88,20 @@ def describe(tensors: tuple[Tensor, ...]) -> list[tuple]:
     return [(tuple(x.shape), x.stride(), x.dtype, x.device.type) for x in tensors]
 
 
-def real_and_fake(rank: int, seq_dim: int, dtype: torch.dtype, Dv: int) -> None:
-    q, k, v, dout = inputs(seq_dim, dtype, requires_grad=False, Dv=Dv)
+IN_MEMORY = {
+    "as it is": lambda x: x,
+    "dims turned around": lambda x: x.permute(*reversed(range(x.ndim))).contiguous().permute(*reversed(range(x.ndim))),
+    "part of a fused tensor": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
+    "heads expanded": lambda x: x[:1].expand_as(x),
+}
+
+
+def real_and_fake(rank: int, seq_dim: int, dtype: torch.dtype, Dv: int, in_memory: str) -> None:
+    *qkv, dout = inputs(seq_dim, dtype, requires_grad=False, Dv=Dv)
+    q, k, v = map(IN_MEMORY[in_memory], qkv)
     arguments = (*scores(H), *tail(seq_dim, kernel="reference", dropout_p=0.3))
     out, lse = ops.attention_op(q, k, v, *arguments)
-    assert out.is_contiguous() and lse.is_contiguous()
+    assert lies_as(out, q) and lse.is_contiguous()
     # Gradients arrive with any strides: of a sum they are expanded, of a transposed result transposed.
     grads = ops.attention_backward_op(
         dout.expand_as(out), q, k, v, out, lse, torch.ones_like(lse), *arguments, "sinks,bias"
@@ -102,13 +113,15 @@ def real_and_fake(rank: int, seq_dim: int, dtype: torch.dtype, Dv: int) -> None:
         fgrads = ops.attention_backward_op(fdout, fq, fk, fv, fout, flse, flse, *arguments, "sinks,bias")
     assert describe((fout, flse)) == describe((out, lse))
     assert describe(fgrads) == describe(grads)
+    assert all(lies_as(grad, x) for grad, x in zip(grads, (q, k, v), strict=False))
 
 
 @pytest.mark.parametrize("seq_dim", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_fakes_are_as_the_real(pool: Any, seq_dim: int, dtype: torch.dtype) -> None:
-    for Dv in (D, E):
-        pool(1).run(real_and_fake, seq_dim, dtype, Dv)
+    """And results lie in memory as q, k and v do."""
+    for Dv, in_memory in product((D, E), IN_MEMORY):
+        pool(1).run(real_and_fake, seq_dim, dtype, Dv, in_memory)
 
 
 def call(*tensors: Tensor, **options: Any) -> Any:

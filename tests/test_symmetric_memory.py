@@ -62,9 +62,10 @@ class FileWorkspace:
         self._memory = [torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8) for path in paths]
         dist.barrier(group)
 
-    def rows(self, rank: int, offset: int, num_rows: int, packing: Packing) -> Tensor:
+    def rows(self, rank: int, offset: int, num_rows: int, packing: Packing) -> tuple[Tensor, tuple[Tensor, ...]]:
         part = self._memory[rank][offset : offset + num_rows * packing.row_bytes]
-        return part.view(packing.dtype).view(num_rows, packing.features)
+        buffer = part.view(packing.dtype).view(num_rows, packing.features)
+        return buffer, packing.views(buffer)
 
     def barrier(self, channel: int) -> None:
         dist.barrier(self._group)
@@ -192,8 +193,8 @@ def test_every_layout_and_mask(pool, cp_size):
 
 
 MUTANTS = {
-    "rows are written before peers have read the last ones": ("workspace.barrier(_MAIN)\n        packing", "packing"),
-    "rows are pulled before they are written": ("tensors)\n        workspace.barrier(_MAIN)\n", "tensors)\n"),
+    "rows are written before peers have read the last ones": ("workspace.barrier(_MAIN)\n        _, own", "_, own"),
+    "rows are pulled before they are written": ("copy_(x)\n        workspace.barrier(_MAIN)\n", "copy_(x)\n"),
     "slots are summed before they are complete": ("self._workspace.barrier(_PUSHED)", "pass"),
 }
 

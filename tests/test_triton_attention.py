@@ -97,7 +97,6 @@ def test_tiles_with_positions_are_one(mask: str, layout: str) -> None:
             schedule,
             kernel,
             scores,
-            None,
             torch.device("cpu"),
             1,
             False,

@@ -17,10 +17,13 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from cp_mesh.kernels.contract import accumulation_dtype
-
 MAX_PIECES = 8
 """Pieces held before they are folded into one in the accumulation dtype: bounds memory."""
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp64 for fp64 inputs, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class OutputSum:
@@ -75,13 +78,13 @@ class OutputSum:
             return into[0], lse if lse is into[1] else into[1].copy_(lse)
         if sinks is None and len(self._pieces) == 1 and self._pieces[0][1].shape == self._shape:
             _, out, lse = self._pieces[0]
-            strides = zip(out.stride(), _strides(self._shape, like), self._shape, strict=True)
+            strides = zip(out.stride(), dense_strides(self._shape, like), self._shape, strict=True)
             ready = out.dtype == dtype and all(has == wanted or size == 1 for has, wanted, size in strides)
             return out if ready else self._empty(like, dtype).copy_(out), lse.to(self._dtype).contiguous()
         return self._merged(like, dtype, sinks)
 
     def _empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        return torch.empty_strided(self._shape, _strides(self._shape, like), dtype=dtype, device=self._device)
+        return torch.empty_strided(self._shape, dense_strides(self._shape, like), dtype=dtype, device=self._device)
 
     def _merged(self, like: Tensor, dtype: torch.dtype, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         out, lse = self._empty(like, dtype), torch.empty(self._shape[:3], dtype=self._dtype, device=self._device)
@@ -132,25 +135,39 @@ class RowSum:
         if not x.shape[2]:
             return
         if len(self._pieces) == MAX_PIECES:
-            strides = _strides(self._shape, self._pieces[0][1])
+            strides = dense_strides(self._shape, self._pieces[0][1])
             folded = torch.empty_strided(self._shape, strides, dtype=self._dtype, device=self._device)
             self._pieces = [(0, self.finish(folded))]
         self._pieces.append((begin, x))
 
     def finish(self, into: Tensor) -> Tensor:
         """Write the sum, rounded once to its dtype, into [B, K, S, D] of any strides; rows without a piece become 0."""
-        assert into.shape == self._shape, f"{tuple(into.shape)}, expected {self._shape}"
-        if len(self._pieces) == 1 and self._pieces[0][1].shape == self._shape:
-            return into.copy_(self._pieces[0][1])
-        if self._pieces and _fused(self._dtype, self._device):
-            from cp_mesh.kernels.combine_triton import sum_pieces
+        finish_sums([(self, into)])
+        return into
 
-            sum_pieces(self._pieces, into)
-            return into
+    def _write(self, into: Tensor) -> None:
         total = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
         for begin, x in self._pieces:
             total[:, :, begin : begin + x.shape[2]] += x
-        return into.copy_(total)
+        into.copy_(total)
+
+
+def finish_sums(sums: Sequence[tuple[RowSum, Tensor]]) -> None:
+    """`RowSum.finish` of several sums on one device: a kernel's launch costs the host more than a small sum takes."""
+    together = []
+    for total, into in sums:
+        pieces = total._pieces
+        assert into.shape == total._shape, f"{tuple(into.shape)}, expected {total._shape}"
+        if len(pieces) == 1 and pieces[0][1].shape == into.shape:
+            into.copy_(pieces[0][1])
+        elif pieces and _fused(total._dtype, total._device):
+            together.append((pieces, into))
+        else:
+            total._write(into)
+    if together:
+        from cp_mesh.kernels.combine_triton import sum_pieces
+
+        sum_pieces(together)
 
 
 def make_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
@@ -180,10 +197,16 @@ def _check_piece(begin: int, x: Tensor, shape: tuple[int, ...]) -> None:
     assert x.shape == (B, H, n, D) and 0 <= begin <= S - n, f"rows {begin}+ of {tuple(x.shape)} in {shape}"
 
 
-def _strides(shape: tuple[int, ...], like: Tensor) -> tuple[int, ...]:
-    """Of dense memory in like's order of batch, heads and rows; the head dim is last, as kernels want it."""
-    strides, step = [0, 0, 0, 1], shape[3]
-    for dim in sorted((2, 1, 0), key=like.stride):
+def dense_like(x: Tensor, head_dim: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """An empty [B, H, S, D] tensor, dense, with x's order of dims in memory, but for the head dim, which is last."""
+    shape = x.shape if head_dim is None else (*x.shape[:3], head_dim)
+    return torch.empty_strided(shape, dense_strides(shape, x), dtype=dtype or x.dtype, device=x.device)
+
+
+def dense_strides(shape: Sequence[int], like: Tensor) -> tuple[int, ...]:
+    """Of dense memory in like's order of dims; the last dim is last, as kernels want it."""
+    strides, step = [1] * len(shape), shape[-1]
+    for dim in sorted(range(len(shape) - 2, -1, -1), key=like.stride):
         strides[dim] = step
         step *= shape[dim]
     return tuple(strides)

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from cp_mesh.kernels.combine import RowSum
 from cp_mesh.masks import Band, Mask
 from cp_mesh.schedule import Rows
 from cp_mesh.segments import Segments
@@ -184,8 +185,8 @@ class BackwardPass(Protocol):
         become 0), and else returned as pieces, which may overlap and then add up.
         """
 
-    def finish(self, into: Tensor) -> Tensor:
-        """Write dq, rounded once, to a tensor [B, H, S, D] and return it."""
+    def finish(self, into: Tensor, beside: Sequence[tuple[RowSum, Tensor]] = ()) -> Tensor:
+        """Write dq, rounded once, to a tensor [B, H, S, D] and return it; and other sums beside it, each to its own."""
 
     def score_gradients(self) -> ScoreGradients:
         """The gradients of `Scores.wanted` from all steps, of q's heads and rows."""
@@ -269,11 +270,6 @@ class Kernel:
     rounds: bool
     joins: bool = False
     reproducible: Kernel | None = None
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp64 for fp64 inputs, else fp32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def shortfalls(capability: Capability, request: Request) -> list[str]:

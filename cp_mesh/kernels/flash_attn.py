@@ -14,7 +14,7 @@ CUDA graph. Its softcap computes tanh with a relative error of 2⁻¹¹.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from importlib import import_module
 from types import ModuleType
@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_mesh.kernels.contract import Capability, Pairs, Scores, accumulation_dtype
+from cp_mesh.kernels.combine import accumulation_dtype
+from cp_mesh.kernels.contract import Capability, Pairs, Scores
 from cp_mesh.kernels.merge import BackwardTile, merging_kernel
 from cp_mesh.masks import CAUSAL, Band
 from cp_mesh.segments import Segments
@@ -75,6 +76,10 @@ def _lacks(name: str, calls: dict[str, set[str]], install: str) -> str | None:
         if missing := needed - set(has):
             return f"parameters {', '.join(sorted(missing))} of {name}.{function} ({install})"
     return None
+
+
+_fa4: Callable[[], Any] = partial(_module, "flash_attn.cute.interface")
+_fa2: Callable[[], Any] = partial(_module, "flash_attn.flash_attn_interface")
 
 
 def _fa4_lacks() -> str | None:
@@ -144,7 +149,7 @@ def _fa4_forward(
     left, right = _window(cover, q.shape[2], k.shape[2])
     dim, v_dim = _fa4_head_dims(q, k, v, backward=False)
     # by keyword, and the first two outputs: both lists have grown between releases
-    out, lse = import_module("flash_attn.cute.interface")._flash_attn_fwd(
+    out, lse = _fa4()._flash_attn_fwd(
         q=_bshd(_widen(q, dim)), k=_bshd(_widen(k, dim)), v=_bshd(_widen(v, v_dim)), softmax_scale=scores.scale,
         softcap=scores.softcap, window_size_left=left, window_size_right=right, return_lse=True,
     )[:2]  # fmt: skip
@@ -159,7 +164,7 @@ def _fa4_backward(t: BackwardTile, deterministic: bool = False) -> tuple[Tensor,
     dim, v_dim = _fa4_head_dims(t.q, t.k, t.v, backward=True)
     q, k, v, out, dout = *(_widen(x, dim) for x in (t.q, t.k)), *(_widen(x, v_dim) for x in (t.v, t.out, t.dout))
     dk, dv = _writable(t.dk, k), _writable(t.dv, v)
-    dq = import_module("flash_attn.cute.interface")._flash_attn_bwd(
+    dq = _fa4()._flash_attn_bwd(
         q=_bshd(q), k=_bshd(k), v=_bshd(v), out=_bshd(out), dout=_bshd(dout), lse=t.lse, softmax_scale=t.scores.scale,
         softcap=t.scores.softcap or 0.0, window_size_left=left, window_size_right=right, dk=_bshd(dk), dv=_bshd(dv),
         deterministic=deterministic,
@@ -191,7 +196,7 @@ def _fa4_segments_forward(q: Tensor, k: Tensor, v: Tensor, cover: Segments, scor
     lse = q.new_full(q.shape[:3], float("-inf"), dtype=accumulation_dtype(q.dtype))
     q, k, wide_v = _bshd(_widen(q, dim)), _bshd(_widen(k, dim)), _bshd(_widen(v, v_dim))
     for row, sequences in _by_batch_row(cover, q):
-        import_module("flash_attn.cute.interface")._flash_attn_fwd(
+        _fa4()._flash_attn_fwd(
             q=q[row], k=k[row], v=wide_v[row], softmax_scale=scores.scale, softcap=scores.softcap,
             return_lse=True, out=out[row], lse=lse[row],
             **sequences,
@@ -205,7 +210,7 @@ def _fa4_segments_backward(t: BackwardTile, out: Tensor, cover: Segments) -> tup
     dq, dk, dv = torch.zeros_like(q), _writable(t.dk, k).zero_(), _writable(t.dv, v).zero_()
     for row, sequences in _by_batch_row(cover, q):
         q_, k_, v_, out_, dout_, dq_, dk_, dv_ = (_bshd(x)[row] for x in (q, k, v, out, dout, dq, dk, dv))
-        import_module("flash_attn.cute.interface")._flash_attn_bwd(
+        _fa4()._flash_attn_bwd(
             q=q_, k=k_, v=v_, out=out_, dout=dout_, lse=t.lse[row], softmax_scale=t.scores.scale,
             softcap=t.scores.softcap or 0.0, dq=dq_, dk=dk_, dv=dv_,
             **sequences,
@@ -236,7 +241,7 @@ def _fa3_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _fa2_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scores: Scores) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = import_module("flash_attn.flash_attn_interface")._flash_attn_forward(
+    out, lse, *_ = _fa2()._flash_attn_forward(
         _bshd(q), _bshd(k), _bshd(v), dropout_p=0.0, softmax_scale=scores.scale, causal=cover == CAUSAL,
         window_size_left=-1, window_size_right=-1, softcap=scores.softcap or 0.0, alibi_slopes=None,
         return_softmax=False,
@@ -248,7 +253,7 @@ def _fa2_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
     assert t.out is not None, "uses_delta is not set"
     dq, dk, dv = torch.empty_like(t.q), _writable(t.dk, t.k), _writable(t.dv, t.v)
     # the kernel reads lse as packed rows
-    import_module("flash_attn.flash_attn_interface")._flash_attn_backward(
+    _fa2()._flash_attn_backward(
         _bshd(t.dout), _bshd(t.q), _bshd(t.k), _bshd(t.v), _bshd(t.out), t.lse.contiguous(), _bshd(dq), _bshd(dk),
         _bshd(dv), dropout_p=0.0, softmax_scale=t.scores.scale, causal=t.cover == CAUSAL, window_size_left=-1,
         window_size_right=-1, softcap=t.scores.softcap or 0.0, alibi_slopes=None, deterministic=False,

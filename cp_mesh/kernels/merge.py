@@ -8,14 +8,13 @@ once per tile, which costs five times the memory traffic and rounds no better.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cp_mesh.kernels.combine import OutputSum, RowSum
+from cp_mesh.kernels.combine import OutputSum, RowSum, accumulation_dtype, finish_sums
 from cp_mesh.kernels.contract import (
     Capability,
     Kernel,
@@ -24,7 +23,6 @@ from cp_mesh.kernels.contract import (
     Piece,
     ScoreGradients,
     Scores,
-    accumulation_dtype,
 )
 from cp_mesh.masks import CAUSAL, FULL, Band
 from cp_mesh.schedule import split_causal
@@ -38,8 +36,7 @@ TileBackward = Callable[["BackwardTile"], tuple[Tensor, Tensor, Tensor] | tuple[
 Prepare = Callable[[Sequence[KernelTile]], Sequence[KernelTile]]
 
 
-@dataclass(frozen=True, eq=False)
-class BackwardTile:
+class BackwardTile(NamedTuple):
     """What a tile's gradients depend on; out, lse and delta are those of all keys, for the tile's rows.
 
     The bias of ``scores`` is that of the tile's rows.
@@ -114,11 +111,11 @@ def _dense_rows(x: Tensor) -> Tensor:
 
     SDPA checks this before it calls a stock kernel; called through aten, kernels read other memory instead.
     """
-    unit = 16 // x.element_size()
-    strides = [stride for stride, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1]
-    aligned = not x.is_cuda or (x.data_ptr() % 16 == 0 and all(stride % unit == 0 for stride in strides))
-    # not contiguous(): it returns a contiguous tensor as it is, wherever that starts
-    return x if aligned and x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+    (B, H, S, _), (batch, head, row, last) = x.shape, x.stride()
+    steps = batch * (B > 1) | head * (H > 1) | row * (S > 1)
+    if last == 1 and not (x.is_cuda and (x.data_ptr() | steps * x.element_size()) % 16):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)  # contiguous() returns it as it is, wherever it starts
 
 
 def _rows(x: Tensor, rows: tuple[int, int]) -> Tensor:
@@ -186,8 +183,7 @@ class SummingBackward:
             piece = self._tile(k, v, tile, None, None)
             dk_sum.add(piece.begin, piece.dk)
             dv_sum.add(piece.begin, piece.dv)
-        dk_sum.finish(dk)
-        dv_sum.finish(dv)
+        finish_sums([(dk_sum, dk), (dv_sum, dv)])
         return []
 
     def _tile(self, k: Tensor, v: Tensor, tile: KernelTile, dk: Tensor | None, dv: Tensor | None) -> Piece:
@@ -205,8 +201,9 @@ class SummingBackward:
         self._dq.add(tile.q[0], dq)
         return Piece(tile.k[0], dk, dv)
 
-    def finish(self, into: Tensor) -> Tensor:
-        return self._dq.finish(into)
+    def finish(self, into: Tensor, beside: Sequence[tuple[RowSum, Tensor]] = ()) -> Tensor:
+        finish_sums([(self._dq, into), *beside])
+        return into
 
     def score_gradients(self) -> ScoreGradients:
         return self._of_scores

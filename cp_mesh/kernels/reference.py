@@ -14,7 +14,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from cp_mesh.kernels.contract import Capability, Pairs, ScoreGradients, Scores, accumulation_dtype
+from cp_mesh.kernels.combine import accumulation_dtype
+from cp_mesh.kernels.contract import Capability, Pairs, ScoreGradients, Scores
 from cp_mesh.kernels.merge import BackwardTile, merging_kernel
 from cp_mesh.masks import Band
 from cp_mesh.segments import Segments

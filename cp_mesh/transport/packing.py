@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -32,14 +33,14 @@ class Packing:
     def of(cls, tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Packing:
         """The packing of [B, H, S, D] tensors."""
         shapes = tuple((x.shape[0], x.shape[1], x.shape[3]) for x in tensors)
-        return cls(shapes, dtype or tensors[0].dtype, tensors[0].device)
+        return _packing(shapes, dtype or tensors[0].dtype, tensors[0].device)
 
-    @property
+    @cached_property
     def features(self) -> int:
         """Elements of a row."""
         return sum(batch * heads * head_dim for batch, heads, head_dim in self.shapes)
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         return self.features * self.dtype.itemsize
 
@@ -61,3 +62,6 @@ class Packing:
         """Copy [B, H, rows, D] tensors into a buffer."""
         for view, x in zip(self.views(buffer), tensors, strict=True):
             view.copy_(x)
+
+
+_packing = lru_cache(maxsize=256)(Packing)

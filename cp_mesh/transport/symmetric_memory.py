@@ -37,12 +37,12 @@ from torch import Tensor
 
 from cp_mesh.errors import UnsupportedError
 from cp_mesh.schedule import Route, Schedule, Stage, num_rows
-from cp_mesh.transport.contract import Arrived, split_arrived
+from cp_mesh.transport.contract import Arrived
 from cp_mesh.transport.packing import Packing
 
 _ALIGNMENT = 256  # bytes; copy engines and kernels are fastest on aligned addresses
 _GROWTH = 4  # memory that grows does so by a quarter at least: slowly rising lengths must not make it grow every time
-_MAX_VIEWS = 256  # of one workspace
+_MAX_VIEWS = 1024  # of one workspace
 _MAIN, _PUSHED = 0, 1  # barrier channels: two barriers may be pending at once, on two streams
 
 
@@ -51,8 +51,8 @@ class Workspace(Protocol):
 
     nbytes: int
 
-    def rows(self, rank: int, offset: int, num_rows: int, packing: Packing) -> Tensor:
-        """A buffer [num_rows, features] in a rank's memory, ``offset`` bytes from its begin."""
+    def rows(self, rank: int, offset: int, num_rows: int, packing: Packing) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """A buffer [num_rows, features] in a rank's memory, ``offset`` bytes from its begin; and the tensors in it."""
 
     def barrier(self, channel: int) -> None:
         """On the current stream: wait until every rank's stream got here."""
@@ -84,19 +84,19 @@ class _CudaWorkspace:
         self.nbytes, self.captured, self._timeout_ms = nbytes, False, _timeout_ms(group)
         self._buffer = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
         self._handle = symm_mem.rendezvous(self._buffer, group)
-        self._views: dict[tuple[Any, ...], Tensor] = {}
+        self._views: dict[tuple[Any, ...], tuple[Tensor, tuple[Tensor, ...]]] = {}
 
-    def rows(self, rank: int, offset: int, num_rows: int, packing: Packing) -> Tensor:
-        key = (rank, offset, num_rows, packing.features, packing.dtype)
-        view = self._views.get(key)
-        if view is None:
+    def rows(self, rank: int, offset: int, num_rows: int, packing: Packing) -> tuple[Tensor, tuple[Tensor, ...]]:
+        key = rank, offset, num_rows, packing
+        made = self._views.get(key)
+        if made is None:
             if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
-            # Kept: making one takes longer on the host than the copy that it is for. Its offset counts elements.
-            first = offset // packing.dtype.itemsize
-            view = self._handle.get_buffer(rank, (num_rows, packing.features), packing.dtype, first)
-            self._views[key] = view
-        return view
+            # Kept: making them takes longer on the host than the copy that they are for. The offset counts elements.
+            shape, first = (num_rows, packing.features), offset // packing.dtype.itemsize
+            buffer = self._handle.get_buffer(rank, shape, packing.dtype, first)
+            made = self._views[key] = buffer, packing.views(buffer)
+        return made
 
     def barrier(self, channel: int) -> None:
         self._handle.barrier(channel=channel, timeout_ms=self._timeout_ms)
@@ -114,6 +114,7 @@ class _CudaLane:
         self._forked = False
         # High priority: a barrier is one small block that must not queue behind the blocks of an attention kernel.
         self._stream = torch.cuda.Stream(device, priority=-1)
+        self._entered = torch.cuda.stream(self._stream)
         self._caller = torch.cuda.current_stream(device)
 
     def begin(self, caller: torch.cuda.Stream) -> None:
@@ -125,7 +126,7 @@ class _CudaLane:
         self._forked = True
 
     def entered(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._stream)
+        return self._entered
 
     def mark(self) -> torch.cuda.Event:
         return self._stream.record_event()
@@ -324,7 +325,9 @@ class SymmetricIncoming:
             return
         workspace = memory.workspace("rows", _aligned(max(schedule.shard_lens) * packing.row_bytes), transport.group)
         workspace.barrier(_MAIN)
-        packing.write(workspace.rows(schedule.cp_rank, 0, tensors[0].shape[2], packing), tensors)
+        _, own = workspace.rows(schedule.cp_rank, 0, tensors[0].shape[2], packing)
+        for place, x in zip(own, tensors, strict=True):
+            place.copy_(x)
         workspace.barrier(_MAIN)
         buffers = [packing.empty(stage.num_fetched) for stage in route.stages]
         # After the barrier, and after whatever used the memory of these buffers before.
@@ -333,9 +336,9 @@ class SymmetricIncoming:
             for stage, buffer in zip(route.stages, buffers, strict=True):
                 offset = 0
                 for source, ranges in stage.fetch:
-                    theirs = workspace.rows(source, 0, schedule.shard_lens[source], packing)
                     for begin, end in ranges:
-                        buffer[offset : offset + end - begin].copy_(theirs[begin:end])
+                        theirs, _ = workspace.rows(source, begin * packing.row_bytes, end - begin, packing)
+                        _part(buffer, offset, end - begin).copy_(theirs)
                         offset += end - begin
                 self._under_way.append((buffer, self._lane.mark()))
 
@@ -356,8 +359,8 @@ class SymmetricOutgoing:
         self._num_sent, self._collected = 0, not route.stages
         self._workspace: Workspace | None = None
         if route.stages:
-            most = max(sum(row[owner] for row in route.needed) for owner in range(self._schedule.cp_size))
-            self._workspace = memory.workspace("gradients", _aligned(most * packing.row_bytes), transport.group)
+            nbytes = _aligned(max(route.slots[-1]) * packing.row_bytes)
+            self._workspace = memory.workspace("gradients", nbytes, transport.group)
 
     def buffer(self, stage: Stage) -> tuple[Tensor, ...] | None:
         self._written = self._packing.empty(stage.num_fetched)
@@ -371,9 +374,9 @@ class SymmetricOutgoing:
             offset = 0
             for owner, ranges in stage.fetch:
                 count = num_rows(ranges)
-                first = sum(row[owner] for row in self._route.needed[:rank])
-                slot = self._workspace.rows(owner, first * packing.row_bytes, count, packing)
-                slot.copy_(self._written[offset : offset + count])
+                first = self._route.slots[rank][owner]
+                slot, _ = self._workspace.rows(owner, first * packing.row_bytes, count, packing)
+                slot.copy_(_part(self._written, offset, count))
                 offset += count
             self._num_sent += 1
             if self._num_sent == len(self._route.stages):
@@ -391,13 +394,18 @@ class SymmetricOutgoing:
         self._collected = True
         self._lane.join()
         self._sent.clear()
-        rank, needed = self._schedule.cp_rank, self._route.needed
-        slots = self._workspace.rows(rank, 0, sum(row[rank] for row in needed), self._packing)
+        rank, packing = self._schedule.cp_rank, self._packing
         for stage in self._route.stages:  # the order of sums is that of the other transport
             for receiver, ranges in stage.serve:
-                first = sum(row[rank] for row in needed[:receiver])
-                slot = slots[first : first + needed[receiver][rank]]
-                yield from split_arrived(slot, [(receiver, ranges)], self._packing)
+                first = self._route.slots[receiver][rank]
+                for begin, end in ranges:
+                    yield Arrived(begin, self._workspace.rows(rank, first * packing.row_bytes, end - begin, packing)[1])
+                    first += end - begin
+
+
+def _part(buffer: Tensor, first: int, count: int) -> Tensor:
+    """Rows of a buffer; most have a single source, and are moved whole."""
+    return buffer if buffer.shape[0] == count else buffer[first : first + count]
 
 
 def _aligned(nbytes: int) -> int:

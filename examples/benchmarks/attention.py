@@ -70,6 +70,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds-per-case", type=float, default=10.0, help="fewer repeats if they take longer")
     parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds after which no case is begun")
     parser.add_argument("--graph", action="store_true", help="also time replays of CUDA graphs")
+    parser.add_argument(
+        "--graph-all", action="store_true", help="graphs of rivals over NCCL too: a failed capture may end the process"
+    )
     parser.add_argument("--queued", action="store_true", help="also time eager calls that follow one another")
     parser.add_argument("--graph-max-len", type=int, default=16384, help="local length up to which graphs are timed")
     parser.add_argument("--gate-len", type=int, help="rows per rank in the correctness gate")
@@ -511,8 +514,10 @@ def run_case(
             report.add(case, "queued", able, dict(zip([c.name for c, _ in running], all_times, strict=True)), {})
     else:
         report.add(case, "eager", entrants, {}, {})
-    if args.graph and case.device.type == "cuda" and case.local_len <= args.graph_max_len:
-        able = [entrant for entrant in entrants if entrant.run is not None and entrant.contestant.capturable]
+    if (args.graph or args.graph_all) and case.device.type == "cuda" and case.local_len <= args.graph_max_len:
+        able = [entrant for entrant in entrants if entrant.run is not None]
+        if not args.graph_all:
+            able = [entrant for entrant in able if entrant.contestant.capturable]
         problems = {entrant.contestant.name: capture(ranks, case, entrant) for entrant in able}
         graphs = [(entrant.contestant, entrant.graph) for entrant in able if entrant.graph is not None]
         all_times = race(ranks, case, graphs, args, calls_ms=5.0) if graphs else []

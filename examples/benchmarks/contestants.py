@@ -286,7 +286,7 @@ class CPMesh(Contestant):
     def __init__(self, mesh: DeviceMesh, method: str, layout: str, kernel: str, transport: str) -> None:
         self.name = f"cp_mesh/{method}/{layout}/{kernel}/{transport}"
         self.kernel, self._layout, self._mesh, self._transport = kernel, LAYOUTS.get(layout), mesh, transport
-        self._options = {"method": method, "kernel": kernel, "transport": transport}
+        self._options: dict[str, Any] = {"method": method, "kernel": kernel, "transport": transport}
         self.capturable = transport == "symmetric_memory" or mesh.size() == 1
 
     def unsupported(self, case: Case) -> str | None:
