@@ -312,3 +312,44 @@ def test_tiles_have_the_pairs_they_say(name: str) -> None:
     gradients = torch.autograd.grad(expected, (q, k, v), x.dout.transpose(1, 2))
     for got, y in zip((out, dq, dk, dv), (expected, *gradients), strict=True):
         torch.testing.assert_close(got, y.detach())
+
+
+# One rank of many on the CPU, where a group has no symmetric memory; and a contestant that counts the first keys twice.
+PLAYED = f"""
+import sys
+sys.path.insert(0, {str(BENCHMARKS)!r})
+import cp_mesh.transport, played
+cp_mesh.transport.unavailable = lambda *group: None
+class Twice(played.Played):
+    def setup(self, case, inputs):
+        k = inputs.k.clone()
+        k[:, :2] *= 1.1
+        return super().setup(case, played.Inputs(inputs.q, k, inputs.v, inputs.dout))
+if "--wrong" in sys.argv:
+    sys.argv.remove("--wrong")
+    played.Played = Twice
+played.main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "status"),
+    [("--rank 0 --heads 4/2", "ok"), ("--rank 5 --heads 4/4 --head-chunks 2", "ok"), ("--rank 5 --wrong", "failed")],
+)
+def test_a_rank_is_played(options: str, status: str, tmp_path: Path) -> None:
+    """Its results are those of the attention that it says it computes, and another's are found."""
+    script, table = tmp_path / "play.py", tmp_path / "played.csv"
+    script.write_text(PLAYED)
+    command = f"--device cpu --kernel cpu_flash --local-len 16 --gate-len 16 --head-dim 16 {options} --repeats 2"
+    more = [] if "--heads" in options else ["--heads", "4/2"]
+    done = subprocess.run(
+        [sys.executable, str(script), *shlex.split(command), *more, "--seconds-per-case", "0.01", "--csv", str(table)],
+        capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    with table.open(newline="") as file:
+        of = {row["contestant"]: row for row in csv.DictReader(file) if row["mode"] == "eager"}
+    (row,) = (row for name, row in of.items() if name.startswith("played/"))
+    assert row["status"].startswith(status) and row["seq_len"] == "128", row
+    assert bool(row["fwdbwd_ms"]) == (status == "ok") and of["floor/cpu_flash"]["fwdbwd_ms"]

@@ -15,6 +15,7 @@ import argparse
 import gc
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,12 +44,14 @@ class PlayedWorkspace:
     captured = False
 
     def __init__(self, rank: int, purpose: str, nbytes: int, device: torch.device) -> None:
-        import torch.distributed._symmetric_memory as symm_mem
-
         self.nbytes, self._rank = nbytes, rank
-        # as a group's memory is: beside the caching allocator, which counts neither
-        self._own = symm_mem.empty(nbytes, dtype=torch.uint8, device=device).zero_()
-        self._peers = symm_mem.empty(nbytes, dtype=torch.uint8, device=device) if purpose == "gradients" else self._own
+        empty: Callable[..., Tensor] = torch.empty
+        if device.type == "cuda":  # as a group's memory is: beside the caching allocator, which counts neither
+            import torch.distributed._symmetric_memory as symm_mem
+
+            empty = symm_mem.empty
+        self._own = empty(nbytes, dtype=torch.uint8, device=device).zero_()
+        self._peers = empty(nbytes, dtype=torch.uint8, device=device) if purpose == "gradients" else self._own
         self._views: dict[Any, tuple[Tensor, tuple[Tensor, ...]]] = {}
 
     def rows(self, rank: int, offset: int, num_rows: int, packing: Packing) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -64,13 +67,35 @@ class PlayedWorkspace:
         pass
 
 
+class HostLane:
+    """On the CPU, where there are no streams: all is done at once."""
+
+    def entered(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def fork(self, *_: Any) -> None:
+        pass
+
+    begin = wait = mark = join = fork
+
+
 class PlayedMemory(symmetric.GroupMemory):
     """A group's memory that needs no group."""
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self._device, self._rank, self.obstacle = device, rank, None
         self._workspaces, self._kept, self._done = {}, [], None
-        self.pulls, self.pushes = symmetric._CudaLane(device), symmetric._CudaLane(device)
+        self.pulls, self.pushes = (
+            symmetric._CudaLane(device) if device.type == "cuda" else HostLane() for _ in range(2)
+        )
+
+    def begin(self) -> None:
+        if self._device.type == "cuda":
+            super().begin()
+
+    def end(self) -> None:
+        if self._device.type == "cuda":
+            super().end()
 
     def workspace(self, purpose: str, nbytes: int, group: dist.ProcessGroup) -> Any:
         workspace: Any = self._workspaces.get(purpose)
@@ -82,11 +107,11 @@ class PlayedMemory(symmetric.GroupMemory):
 class PlayedRank(Ranks):
     """One rank, alone."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.device, self.rank, self.size = torch.device("cuda", 0), rank, size
+    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+        self.device, self.rank, self.size = device, rank, size
         dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-        self.mesh = init_device_mesh("cuda", (size,), mesh_dim_names=("cp",))
-        self.alone = init_device_mesh("cuda", (size, 1), mesh_dim_names=("others", "alone"))["alone"]
+        self.mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("cp",))
+        self.alone = init_device_mesh(device.type, (size, 1), mesh_dim_names=("others", "alone"))["alone"]
 
     def reduce(self, values: Any, op: Any) -> Tensor:
         return torch.as_tensor(values, dtype=torch.float64)
@@ -125,7 +150,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=8, help="of the ring")
     parser.add_argument("--rank", type=int, default=0, help="the one that is played")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--local-len", type=int, nargs="+", default=[1024, 4096, 16384, 65536])
+    parser.add_argument("--gate-len", type=int, default=512, help="rows per rank in the correctness gate")
+    parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--heads", nargs="+", default=["32/8"], help="query heads/kv heads")
     parser.add_argument("--layouts", nargs="+", default=["zigzag"])
     parser.add_argument("--kernel", default="fa4", choices=list(RAW_KERNELS))
@@ -153,26 +181,29 @@ class Played(CPMesh):
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
-    torch.cuda.set_device(0)
-    ranks = PlayedRank(args.rank, args.ranks)
+    device = torch.device("cpu")
+    if args.device == "cuda":
+        device = torch.device("cuda", 0)
+        torch.cuda.set_device(device)
+    ranks = PlayedRank(args.rank, args.ranks, device)
     group = ranks.mesh.get_group()
     report = Report(args.csv, machine(ranks.device, 1, args.commit))
-    ours = [Played(ranks, layout, args.kernel, args.head_chunks) for layout in args.layouts]
+    ours: list[Contestant] = [Played(ranks, layout, args.kernel, args.head_chunks) for layout in args.layouts]
     chosen: list[Contestant] = [Floor(args.kernel), *ours]
     ranks.print(f"rank {args.rank} of {args.ranks}, played by one GPU")
     for heads in args.heads:
         num_heads, num_kv_heads = map(int, heads.split("/"))
-        gate_case = Case(
-            num_heads, num_kv_heads, 128, torch.bfloat16, True, 512, args.ranks, args.rank, ranks.device, ""
-        )
-        symmetric._MEMORY[group] = PlayedMemory(args.rank, ranks.device)
+        shape = num_heads, num_kv_heads, args.head_dim, torch.bfloat16
+        gate_case = Case(*shape, True, args.gate_len, args.ranks, args.rank, device, "")
+        symmetric._MEMORY[group] = PlayedMemory(args.rank, device)
         verdicts = {x.name: PlayedGate(ranks, gate_case, x).try_out(x) for x in ours}
         for local_len in args.local_len:
-            symmetric._MEMORY[group] = PlayedMemory(args.rank, ranks.device)
+            symmetric._MEMORY[group] = PlayedMemory(args.rank, device)
             case = replace(gate_case, local_len=local_len)
             run_case(ranks, case, chosen, {chosen[0].name: Verdict(), **verdicts}, args, report)
             gc.collect()
-            torch.cuda.empty_cache()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
     dist.destroy_process_group()
 
 

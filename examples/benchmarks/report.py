@@ -61,7 +61,7 @@ class Report:
     """Rows of the CSV, and the table on the screen."""
 
     def __init__(self, path: Path | None, about: dict[str, Any]) -> None:
-        """``path``: of the CSV; ``about``: what `machine` says."""
+        """``path``: of the CSV; ``about``: what `machine` says, empty on ranks that do not report."""
         self._path, self._about, self._num_rows = path, about, 0
 
     def add(
@@ -91,7 +91,7 @@ class Report:
             if name in all_times:
                 row |= self._figures(case, entrant, all_times[name], medians[name], floors)
             rows.append(row)
-        if case.cp_rank == 0:
+        if self._about:
             self._write(case, rows)
 
     def _speeds(self, ms: list[float], flops: float) -> dict[str, str]:
