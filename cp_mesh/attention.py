@@ -17,7 +17,6 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from cp_mesh.agreement import announce_refusal, checking
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe
-from cp_mesh.kernels.combine import dense_strides
 from cp_mesh.layouts import LAYOUTS, Layout, ZigZag, chunk_bounds, parse_layout
 from cp_mesh.masks import Mask
 from cp_mesh.ops import GRADED, attention_op, score_placements, to_bhsd
@@ -110,8 +109,9 @@ def attention(
             [H, T]; -inf for a query with no key, whose output is 0.
 
     Returns:
-        out in the format and dtype of ``query`` (with value's head dim), dense, its dims in memory in query's order: if
-        that is a transposed view, so is out. With ``return_lse`` (out, lse); lse is contiguous.
+        out in the format and dtype of ``query`` (with value's head dim); contiguous for DTensors, else dense with its
+        dims in memory in query's order: a transposed view for a transposed view. With ``return_lse`` (out, lse); lse is
+        contiguous.
 
     Raises:
         ArgumentError: a ValueError: arguments that are wrong or disagree.
@@ -130,6 +130,9 @@ def attention(
     """
     compiling = torch.compiler.is_compiling()
     try:
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(x, Tensor):
+                raise ArgumentError(describe(name, "a tensor", type(x).__name__, "use torch.as_tensor"))
         axis, seq_dim = _find_cp_axis(query, key, value, mesh, seq_dim)
         _check_types(layout, mask, seq_len, scale)
         _check_softcap(softcap)
@@ -167,6 +170,7 @@ def attention(
             differentiable_lse=return_lse
             and torch.is_grad_enabled()
             and _any_requires_grad(query, key, value, alibi_slopes, relative_bias, bias),
+            as_inputs=not isinstance(query, DTensor),
         )
         # The op checks the same in every call, compiled or not, before the first collective. But DTensor's rules come
         # before it, and its fake instead of it where a tensor has no content.
@@ -218,10 +222,21 @@ def _call_on_locals(
     return wrap(out, mesh, placements, out_shape), wrap(lse, mesh, lse_placements, lse_shape)
 
 
-def wrap(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
-    """With the global shape said: shards may be unequal, and then a rank cannot infer it."""
-    stride = dense_strides(shape, local)
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+def wrap(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], like: DTensor | None = None
+) -> DTensor:
+    """With the global shape said: shards may be unequal, and then a rank cannot infer it.
+
+    Contiguous, or with its dims in memory in the order of ``like``'s spec, which is equal on all ranks: a shard may lie
+    in another order, and one of few rows does not tell any.
+    """
+    dims = range(len(shape) - 2, -1, -1)
+    order = [*reversed(dims if like is None else sorted(dims, key=like.stride)), len(shape) - 1]
+    local = local.permute(order).contiguous().permute([order.index(dim) for dim in range(len(shape))])
+    stride, step = [1] * len(shape), 1
+    for dim in reversed(order):
+        stride[dim], step = step, step * shape[dim]
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
 
 
 def _find_cp_axis(

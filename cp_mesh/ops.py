@@ -5,8 +5,9 @@ One opaque op around the whole loop, with a fake, autograd, autocast and DTensor
 selective-checkpoint policy so that recompute does not replay the ring.
 
 Tensors are in the caller's format, told by ``seq_dim``: 2 = [B, H, S, D], 1 = [B, S, H, D], 0 = packed [T, H, D].
-lse is [B, H, S], or [H, T] when packed. out and the gradients lie in memory as q, k and v do, dense, with the head dim
-last: callers who transpose q, and out back, pay for no copy. The string argument is `plan.Options.spec`.
+lse is [B, H, S], or [H, T] when packed. out and the gradients are dense, contiguous or in memory as q, k and v are
+(``as_inputs``): callers who transpose q, and out back, pay for no copy then. DTensors ask for contiguous ones: their
+shards may lie in another order than their spec says. The string argument is `plan.Options.spec`.
 The tensors after q, k and v are those of `plan.Tensors`; of the scores' the backward returns gradients too, which are
 this rank's share of a sum over ranks, and empty where they are not wanted.
 """
@@ -41,9 +42,10 @@ def to_bhsd(x: Tensor, seq_dim: int) -> Tensor:
     return x if seq_dim == 2 else x.transpose(1, 2) if seq_dim == 1 else x.transpose(0, 1)[None]
 
 
-def from_bhsd(x: Tensor, seq_dim: int) -> Tensor:
-    """Back from [B, H, S, D] to the caller's format: a view."""
-    return x if seq_dim == 2 else x.transpose(1, 2) if seq_dim == 1 else x[0].transpose(0, 1)
+def from_bhsd(x: Tensor, seq_dim: int, spec: str) -> Tensor:
+    """Back from [B, H, S, D] to the caller's format; as it lies, or contiguous."""
+    x = x if seq_dim == 2 else x.transpose(1, 2) if seq_dim == 1 else x[0].transpose(0, 1)
+    return x if Options.parse(spec).as_inputs else x.contiguous()
 
 
 def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
@@ -115,7 +117,7 @@ def _attention(
         _agree(plan, group, q, k, v, tensors)
     with _no_autocast(q):
         out, lse = ring_forward(q, k, v, plan, group)
-    return from_bhsd(out, seq_dim), (lse[0] if seq_dim == 0 else lse).contiguous()
+    return from_bhsd(out, seq_dim, spec), (lse[0] if seq_dim == 0 else lse).contiguous()
 
 
 def _attention_backward(
@@ -153,7 +155,7 @@ def _attention_backward(
     with _no_autocast(q):
         names = wanted.split(",") if wanted else ()
         *grads, of_scores = ring_backward(dout, q, k, v, out, lse, dlse, plan, group, names)
-    dq, dk, dv = (from_bhsd(x, seq_dim) for x in grads)
+    dq, dk, dv = (from_bhsd(x, seq_dim, spec) for x in grads)
     dsinks, dslopes, dtable, dbias = (_graded(getattr(tensors, name), of_scores.get(name), q) for name in GRADED)
     return dq, dk, dv, dsinks, dslopes, dtable, dbias
 
@@ -182,19 +184,19 @@ _DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 
 @torch.library.register_fake("cp_mesh::attention", lib=_library)
 def _(q, k, v, *args):  # type: ignore[no-untyped-def]
-    seq_dim = args[-3]
+    seq_dim, spec = args[-3], args[-1]
     q = to_bhsd(q, seq_dim)
     lse = q.new_empty(q.shape[1:3] if seq_dim == 0 else q.shape[:3], dtype=accumulation_dtype(q.dtype))
-    return from_bhsd(dense_like(q, v.shape[-1]), seq_dim), lse
+    return from_bhsd(dense_like(q, v.shape[-1]), seq_dim, spec), lse
 
 
 @torch.library.register_fake("cp_mesh::attention_backward", lib=_library)
 def _(dout, q, k, v, out, lse, dlse, *args):  # type: ignore[no-untyped-def]
-    tensors, seq_dim, wanted = Tensors(*args[:NUM_TENSORS]), args[-4], args[-1].split(",")
+    tensors, (_, seq_dim, _, spec, wanted) = Tensors(*args[:NUM_TENSORS]), args[NUM_TENSORS:]
     graded = {name: getattr(tensors, name) for name in GRADED}
     return (
-        *(from_bhsd(dense_like(to_bhsd(x, seq_dim)), seq_dim) for x in (q, k, v)),
-        *(x.new_empty(x.shape) if name in wanted else q.new_empty(0) for name, x in graded.items()),
+        *(from_bhsd(dense_like(to_bhsd(x, seq_dim)), seq_dim, spec) for x in (q, k, v)),
+        *(x.new_empty(x.shape) if name in wanted.split(",") else q.new_empty(0) for name, x in graded.items()),
     )
 
 

@@ -49,7 +49,8 @@ CHUNK_BYTES = 512 << 20  # K and V that a rank fetches, for the heads of one chu
 class Options(NamedTuple):
     """The static options of a call; `spec` and `parse` are inverse.
 
-    ``softcap`` 0 is none, ``head_chunks`` 0 is automatic.
+    ``softcap`` 0 is none, ``head_chunks`` 0 is automatic. ``as_inputs``: results lie in memory as the inputs do; else
+    they are contiguous.
     """
 
     layout: str
@@ -65,6 +66,7 @@ class Options(NamedTuple):
     head_chunks: int = 0
     deterministic: bool = False
     differentiable_lse: bool = False
+    as_inputs: bool = False
 
     def spec(self) -> str:
         return "|".join(map(str, self))
@@ -72,11 +74,12 @@ class Options(NamedTuple):
     @staticmethod
     @lru_cache(maxsize=256)
     def parse(spec: str) -> Options:
-        layout, mask, *scores, method, kernel, transport, chunks, deterministic, differentiable_lse = spec.split("|")
+        layout, mask, *scores, method, kernel, transport, chunks, deterministic, lse, as_inputs = spec.split("|")
         scale, softcap, dropout_p, first_head, first_batch = scores
         return Options(
             layout, mask, float(scale), float(softcap), float(dropout_p), int(first_head), int(first_batch),
-            method, kernel, transport, int(chunks), deterministic == "True", differentiable_lse == "True",
+            method, kernel, transport, int(chunks), deterministic == "True", lse == "True",
+            as_inputs == "True",
         )  # fmt: skip
 
 
@@ -213,6 +216,7 @@ def make_plan(
     resolve: Callable[..., Plan] = _resolve_once
     scores = None
     if any(x is not None for x in tensors):
+        check_tensors(q, k, v)
         check_scores(q, tensors, seq_len)
         scores = make_scores(options, tensors, accumulation_dtype(q.dtype))
         if scores.needs_positions or any(x is not None for x in by_content):

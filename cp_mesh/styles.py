@@ -221,7 +221,7 @@ class ContextParallel(ParallelStyle):
         # DTensors over tp alone: the rows of this rank, with heads sharded. No collective runs over their mesh.
         q, k, v = (x.to_local(grad_placements=x.placements) for x in tensors if isinstance(x, DTensor))
         out = attend(q, k, v, local_scores(call.scores, query, seq_dim=2))
-        return wrap(out, query.device_mesh, query.placements, (*query.shape[:-1], value.shape[-1]))
+        return wrap(out, query.device_mesh, query.placements, (*query.shape[:-1], value.shape[-1]), query)
 
     def _check_call(
         self,

@@ -23,6 +23,7 @@ import test_gradients
 import test_kernels
 import test_layouts
 import test_masks
+import test_op
 import test_parity
 import test_seeds
 import test_segments
@@ -185,6 +186,20 @@ MUTATIONS = [
         "parity",
     ),
     # Kernels.
+    Mutation(
+        "results of DTensors lie as their shards do",
+        "attention.py",
+        "as_inputs=not isinstance(query, DTensor)",
+        "as_inputs=True",
+        "specs of DTensors",
+    ),
+    Mutation(
+        "plans are kept for another rank",
+        "plan.py",
+        "features, seq_len, group.size(), group.rank(), options)",
+        "features, seq_len, group.size(), 0, options)",
+        "parity",
+    ),
     Mutation(
         "fp32 sums of fp64 inputs",
         "kernels/combine.py",
@@ -866,6 +881,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "gradients come home": lambda pool: test_seeds.test_gradients_of_keys_come_home(pool, "full"),
     "sums in fp32": lambda pool: test_seeds.test_gradients_are_summed_in_fp32(pool, torch.bfloat16),
     "head order": test_seeds.test_heads_are_grouped_in_torchs_order,
+    "specs of DTensors": lambda pool: test_op.test_dtensors_are_what_their_specs_say(pool, 2, "", "distributed"),
     "low precision": lambda pool: test_parity.test_low_precision(pool, torch.bfloat16, 1.5, "reference"),
     "scores of DTensors": lambda pool: report(
         pool(4).run(

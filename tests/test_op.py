@@ -14,6 +14,7 @@ from dense import dense_attention, dense_mask, make_qkv
 from ranks import mesh
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from cp_mesh import Contiguous, Mask, Permuted, ZigZag, attention, ops
 from cp_mesh.plan import Options, Tensors
@@ -96,12 +97,12 @@ IN_MEMORY = {
 }
 
 
-def real_and_fake(rank: int, seq_dim: int, dtype: torch.dtype, Dv: int, in_memory: str) -> None:
+def real_and_fake(rank: int, seq_dim: int, dtype: torch.dtype, Dv: int, in_memory: str, as_inputs: bool) -> None:
     *qkv, dout = inputs(seq_dim, dtype, requires_grad=False, Dv=Dv)
     q, k, v = map(IN_MEMORY[in_memory], qkv)
-    arguments = (*scores(H), *tail(seq_dim, kernel="reference", dropout_p=0.3))
+    arguments = (*scores(H), *tail(seq_dim, kernel="reference", dropout_p=0.3, as_inputs=as_inputs))
     out, lse = ops.attention_op(q, k, v, *arguments)
-    assert lies_as(out, q) and lse.is_contiguous()
+    assert (lies_as(out, q) if as_inputs else out.is_contiguous()) and lse.is_contiguous()
     # Gradients arrive with any strides: of a sum they are expanded, of a transposed result transposed.
     grads = ops.attention_backward_op(
         dout.expand_as(out), q, k, v, out, lse, torch.ones_like(lse), *arguments, "sinks,bias"
@@ -113,15 +114,49 @@ def real_and_fake(rank: int, seq_dim: int, dtype: torch.dtype, Dv: int, in_memor
         fgrads = ops.attention_backward_op(fdout, fq, fk, fv, fout, flse, flse, *arguments, "sinks,bias")
     assert describe((fout, flse)) == describe((out, lse))
     assert describe(fgrads) == describe(grads)
-    assert all(lies_as(grad, x) for grad, x in zip(grads, (q, k, v), strict=False))
+    for grad, x in zip(grads, (q, k, v), strict=False):
+        assert lies_as(grad, x) if as_inputs else grad.is_contiguous()
 
 
 @pytest.mark.parametrize("seq_dim", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_fakes_are_as_the_real(pool: Any, seq_dim: int, dtype: torch.dtype) -> None:
-    """And results lie in memory as q, k and v do."""
-    for Dv, in_memory in product((D, E), IN_MEMORY):
-        pool(1).run(real_and_fake, seq_dim, dtype, Dv, in_memory)
+    """And results lie in memory as q, k and v do, if that is asked for."""
+    for Dv, in_memory, as_inputs in product((D, E), IN_MEMORY, (False, True)):
+        pool(1).run(real_and_fake, seq_dim, dtype, Dv, in_memory, as_inputs)
+
+
+def strides_of_dtensors(rank: int, shape: tuple[int, ...], seq_dim: int, given: str, beside: str) -> list[Any]:
+    """Strides of specs, after views and a backward through them; shards may lie otherwise than their specs say."""
+    axis, (batch, heads, length, dim) = mesh((dist.get_world_size(),), ("cp",)), shape
+    x = torch.randn(batch, length, heads, dim, generator=torch.Generator().manual_seed(0))
+    x = x if seq_dim == 1 else x.transpose(1, 2)
+    if given == "distributed":
+        leaf = distribute_tensor(x, axis, [Shard(seq_dim)]).requires_grad_()
+        q = leaf
+    else:  # heads to rows
+        leaf = distribute_tensor(x, axis, [Shard(3 - seq_dim)]).requires_grad_()
+        q = leaf.redistribute(placements=[Shard(seq_dim)])
+    options: dict[str, Any] = {"sinks": torch.zeros(heads)} if beside else {}
+    out = attention(q, q, q, layout=Contiguous(), seq_dim=seq_dim, **options)
+    assert isinstance(out, DTensor)
+    rows = out if seq_dim == 1 else out.transpose(1, 2)
+    rows.reshape(batch, length, heads * dim).sum().backward()
+    grad = leaf.grad if seq_dim == 1 else leaf.grad.transpose(1, 2)
+    grad.reshape(batch, length, heads * dim)
+    return [out.stride(), out.is_contiguous(), out.to_local().is_contiguous(), tuple(out.full_tensor().shape)]
+
+
+@pytest.mark.parametrize("given", ["distributed", "redistributed"])
+@pytest.mark.parametrize("beside", ["", "plain sinks"])
+@pytest.mark.parametrize("seq_dim", [1, 2])
+def test_dtensors_are_what_their_specs_say(pool: Any, seq_dim: int, beside: str, given: str) -> None:
+    """On all ranks alike, also where a shard has one row, or none."""
+    for size, length in ((2, 12), (2, 3), (4, 3)):
+        if given == "redistributed" and length % size:
+            continue
+        first, *others = pool(size).run(strides_of_dtensors, (B, H, length, D), seq_dim, given, beside)
+        assert first[1] and all(other == first for other in others), (size, length, first, others)
 
 
 def call(*tensors: Tensor, **options: Any) -> Any:

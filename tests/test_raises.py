@@ -227,6 +227,17 @@ CASES: dict[str, Case] = {
     "cross-attention lengths": refused(UNSUPPORTED, "self-attention", "(6, 5)", "out of the plan")(
         lambda: attend(key=random(B, K, 5, D), value=random(B, K, 5, D))
     ),
+    "another format, with sinks": refused(UNSUPPORTED, "self-attention", "(8, 3)", "seq_dim=1 for [B, S, H, D]")(
+        lambda: attend(
+            query=random(B, ROWS, H, D), key=random(B, ROWS, 3, D), value=random(B, ROWS, 3, D), sinks=random(H)
+        )
+    ),
+    "heads do not divide, with sinks": refused(ARGUMENT, "multiple of kv heads", "8 and 3", "equal number")(
+        lambda: attention(**local(K=3), sinks=random(3))
+    ),
+    "an array": refused(ARGUMENT, "key", "a tensor", "ndarray", "torch.as_tensor")(
+        lambda: attend(key=random(B, K, ROWS, D).numpy())
+    ),
     "three dims for seq_dim 2": refused(ARGUMENT, "query", "[B, H, S, D] for seq_dim=2", "(8, 6, 16)")(
         lambda: attend(query=random(H, ROWS, D))
     ),

@@ -89,7 +89,7 @@ def test_core_of_plain_tensors(pool: Any, layout: Any, documents: Tensor | None,
         assert_close(results, expected(documents=documents))
 
 
-def core_of_dtensors(rank: int, whole_mesh: bool, documents: Tensor | None) -> list[Tensor]:
+def core_of_dtensors(rank: int, whole_mesh: bool, documents: Tensor | None, memory: str) -> list[Tensor]:
     axes = mesh((2, 2), ("cp", "tp"))
     sequence = ShardedSequence(axes["cp"], ZigZag())
     options = {} if documents is None else {"mask": lambda q, k, v, documents: Mask(documents=documents)}
@@ -98,13 +98,21 @@ def core_of_dtensors(rank: int, whole_mesh: bool, documents: Tensor | None) -> l
 
     def place(x: Tensor) -> DTensor:
         heads = x.chunk(2, dim=1)[axes.get_local_rank("tp")]
-        return DTensor.from_local(heads.contiguous(), on, placements, run_check=False)
+        if memory == "transposed":
+            heads = heads.transpose(1, 2).contiguous().transpose(1, 2)
+        shape = list(x.shape) if not whole_mesh else [*x.shape[:2], S, x.shape[3]]
+        spec = torch.empty(shape, device="meta")
+        if memory != "contiguous":
+            spec = spec.transpose(1, 2).contiguous().transpose(1, 2)
+        local = heads if memory == "transposed" else heads.contiguous()
+        return DTensor.from_local(local, on, placements, run_check=False, shape=spec.shape, stride=spec.stride())
 
     q, k, v, dout = (place(x) for x in shard_whole(sequence))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     out = core(q, k, v) if documents is None else core(q, k, v, documents)
     assert type(out) is DTensor and type(out.to_local()) is Tensor
     assert out.placements == q.placements and out.device_mesh == q.device_mesh and out.shape == q.shape
+    assert out.transpose(1, 2).reshape(out.shape[0], out.shape[2], -1).to_local().numel() == out.to_local().numel()
     out.backward(dout)
     results = []
     for x in (out, q.grad, k.grad, v.grad):
@@ -115,9 +123,11 @@ def core_of_dtensors(rank: int, whole_mesh: bool, documents: Tensor | None) -> l
 
 
 @pytest.mark.parametrize("whole_mesh", [False, True], ids=["tp", "whole mesh"])
+@pytest.mark.parametrize("memory", ["contiguous", "transposed", "not as the spec says"])
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["causal", "documents"])
-def test_core_of_dtensors(pool: Any, whole_mesh: bool, documents: Tensor | None) -> None:
-    for results in pool(4).run(core_of_dtensors, whole_mesh, documents):
+def test_core_of_dtensors(pool: Any, whole_mesh: bool, documents: Tensor | None, memory: str) -> None:
+    """Results can be viewed, however the heads lie in memory."""
+    for results in pool(4).run(core_of_dtensors, whole_mesh, documents, memory):
         assert_close(results, expected(documents=documents))
 
 

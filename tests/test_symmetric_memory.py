@@ -195,6 +195,10 @@ def test_every_layout_and_mask(pool, cp_size):
 MUTANTS = {
     "rows are written before peers have read the last ones": ("workspace.barrier(_MAIN)\n        _, own", "_, own"),
     "rows are pulled before they are written": ("copy_(x)\n        workspace.barrier(_MAIN)\n", "copy_(x)\n"),
+    "slots of another sender are read": (
+        "first = self._route.slots[receiver][rank]",
+        "first = self._route.slots[0][rank]",
+    ),
     "slots are summed before they are complete": ("self._workspace.barrier(_PUSHED)", "pass"),
 }
 

@@ -76,7 +76,8 @@ def row_dots(a: Tensor, b: Tensor, minus: Tensor | None) -> Tensor:
 def _launch(kernel: Any, on: Tensor, num_blocks: int, args: tuple[Any, ...]) -> None:
     """As ``kernel[grid](*args)`` on a tensor's device, where Triton looks at every argument, for 40 us and more.
 
-    What it compiled for the same numbers, dtypes and alignments is launched at once."""
+    What it compiled for the same numbers, dtypes and alignments is launched at once. Other lengths take Triton's way.
+    """
     compiled = _compiled(kernel, on.device, _alike(args))
     with torch.cuda.device_of(on):
         if compiled:

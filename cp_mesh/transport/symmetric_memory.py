@@ -37,7 +37,7 @@ from torch import Tensor
 
 from cp_mesh.errors import UnsupportedError
 from cp_mesh.schedule import Route, Schedule, Stage, num_rows
-from cp_mesh.transport.contract import Arrived
+from cp_mesh.transport.contract import Arrived, split_arrived
 from cp_mesh.transport.packing import Packing
 
 _ALIGNMENT = 256  # bytes; copy engines and kernels are fastest on aligned addresses
@@ -336,9 +336,10 @@ class SymmetricIncoming:
             for stage, buffer in zip(route.stages, buffers, strict=True):
                 offset = 0
                 for source, ranges in stage.fetch:
+                    first, last = ranges[0][0], ranges[-1][1]
+                    theirs, _ = workspace.rows(source, first * packing.row_bytes, last - first, packing)
                     for begin, end in ranges:
-                        theirs, _ = workspace.rows(source, begin * packing.row_bytes, end - begin, packing)
-                        _part(buffer, offset, end - begin).copy_(theirs)
+                        _part(buffer, offset, end - begin).copy_(_part(theirs, begin - first, end - begin))
                         offset += end - begin
                 self._under_way.append((buffer, self._lane.mark()))
 
@@ -397,10 +398,12 @@ class SymmetricOutgoing:
         rank, packing = self._schedule.cp_rank, self._packing
         for stage in self._route.stages:  # the order of sums is that of the other transport
             for receiver, ranges in stage.serve:
-                first = self._route.slots[receiver][rank]
-                for begin, end in ranges:
-                    yield Arrived(begin, self._workspace.rows(rank, first * packing.row_bytes, end - begin, packing)[1])
-                    first += end - begin
+                first = self._route.slots[receiver][rank] * packing.row_bytes
+                slot, tensors = self._workspace.rows(rank, first, num_rows(ranges), packing)
+                if len(ranges) == 1:
+                    yield Arrived(ranges[0][0], tensors)
+                else:
+                    yield from split_arrived(slot, [(receiver, ranges)], packing)
 
 
 def _part(buffer: Tensor, first: int, count: int) -> Tensor:
