@@ -17,6 +17,7 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from cp_mesh.agreement import announce_refusal, checking
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe
+from cp_mesh.kernels.combine import dense_strides
 from cp_mesh.layouts import LAYOUTS, Layout, ZigZag, chunk_bounds, parse_layout
 from cp_mesh.masks import Mask
 from cp_mesh.ops import GRADED, attention_op, score_placements, to_bhsd
@@ -230,13 +231,10 @@ def wrap(
     Contiguous, or with its dims in memory in the order of ``like``'s spec, which is equal on all ranks: a shard may lie
     in another order, and one of few rows does not tell any.
     """
-    dims = range(len(shape) - 2, -1, -1)
-    order = [*reversed(dims if like is None else sorted(dims, key=like.stride)), len(shape) - 1]
+    stride = dense_strides(shape, torch.empty(shape, device="meta") if like is None else like)
+    order = sorted(range(len(shape)), key=lambda dim: stride[dim], reverse=True)
     local = local.permute(order).contiguous().permute([order.index(dim) for dim in range(len(shape))])
-    stride, step = [1] * len(shape), 1
-    for dim in reversed(order):
-        stride[dim], step = step, step * shape[dim]
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def _find_cp_axis(

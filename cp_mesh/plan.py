@@ -218,8 +218,9 @@ def make_plan(
     if any(x is not None for x in tensors):
         check_tensors(q, k, v)
         check_scores(q, tensors, seq_len)
-        scores = make_scores(options, tensors, accumulation_dtype(q.dtype))
-        if scores.needs_positions or any(x is not None for x in by_content):
+        if any(x is not None for x in tensors[len(by_content) :]):
+            scores = make_scores(options, tensors, accumulation_dtype(q.dtype))
+        if any(x is not None for x in by_content) or (scores is not None and scores.needs_positions):
             resolve = _resolve
             if all(x is None or x.device.type == "cpu" for x in by_content):  # elsewhere comparing contents would wait
                 resolve = _resolve_contents  # fewer are kept: they hold memory of the device

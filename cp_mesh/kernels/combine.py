@@ -197,10 +197,10 @@ def _check_piece(begin: int, x: Tensor, shape: tuple[int, ...]) -> None:
     assert x.shape == (B, H, n, D) and 0 <= begin <= S - n, f"rows {begin}+ of {tuple(x.shape)} in {shape}"
 
 
-def dense_like(x: Tensor, head_dim: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+def dense_like(x: Tensor, head_dim: int | None = None) -> Tensor:
     """An empty [B, H, S, D] tensor, dense, with x's order of dims in memory, but for the head dim, which is last."""
     shape = x.shape if head_dim is None else (*x.shape[:3], head_dim)
-    return torch.empty_strided(shape, dense_strides(shape, x), dtype=dtype or x.dtype, device=x.device)
+    return torch.empty_strided(shape, dense_strides(shape, x), dtype=x.dtype, device=x.device)
 
 
 def dense_strides(shape: Sequence[int], like: Tensor) -> tuple[int, ...]:
