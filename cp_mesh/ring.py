@@ -112,7 +112,10 @@ def ring_backward(
     if (sinks := plan.scores.sinks) is not None:
         if "sinks" in wanted:
             of_scores["sinks"] = gradient_of_sinks(dout, out, lse, sinks)
-        lse, dlse = include_sinks(lse, dlse, sinks)
+        if dlse is None:
+            lse = include_sinks(lse, sinks)
+        else:
+            dout = dout * share_of_keys(lse, sinks).to(dout.dtype)[..., None]
     grads = tuple(dense_like(x) for x in (q, k, v))
     if plan.kernel.uses_delta:
         kept, visit = make_delta(dout, out, dlse), _visit_queries if plan.fetches_queries else _visit_keys
@@ -128,15 +131,19 @@ def ring_backward(
     return dq, dk, dv, of_scores
 
 
-def include_sinks(lse: Tensor, dlse: Tensor | None, sinks: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The lse of all keys and the sink, [B, H, S], and the gradient of lse in units of these smaller probabilities.
+def include_sinks(lse: Tensor, sinks: Tensor) -> Tensor:
+    """The lse [B, H, S] of all keys and the sink: what a backward is given where no gradient comes through lse."""
+    return torch.logaddexp(lse, sinks[:, None])
 
-    Where a sink is above lse by 88 or more (float32), these are 0 in float32, and a gradient of that lse is infinite.
+
+def share_of_keys(lse: Tensor, sinks: Tensor) -> Tensor:
+    """[B, H, S], what the sink leaves to the keys: w = exp(lse) / (exp(lse) + exp(sink)); 0 for a query with no key.
+
+    With P the softmax without sinks, out = w·PV and dS = P ∘ (w·dO Vᵀ - w·rowsum(dO ∘ out) + dlse), dV = Pᵀ(w·dO). So a
+    backward that is given w·dO and the lse *without* sinks is right, whatever the sinks are. Given the lse with sinks,
+    it would need dlse / w, which is infinite in float32 where a sink is above lse by 88.
     """
-    if dlse is not None:
-        none = (lse == float("-inf")) | (dlse == 0)  # the factor may be infinite, and 0 times that is NaN
-        dlse = torch.where(none, 0.0, dlse * (1 + torch.exp(sinks[:, None] - lse)))
-    return torch.logaddexp(lse, sinks[:, None]), dlse
+    return torch.sigmoid(lse - sinks[:, None]).nan_to_num_(0.0)  # NaN where neither has a weight
 
 
 def gradient_of_sinks(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

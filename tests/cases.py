@@ -77,6 +77,8 @@ SCORES: dict[str, Callable[[int, int, int], dict[str, Any]]] = {
     "plain": lambda B, H, S: {},
     "softcap": lambda B, H, S: {"softcap": 1.5},
     "sinks": lambda B, H, S: {"sinks": _numbers(H, S, H) - 1},
+    # exp of these is 0 or infinite even in float64
+    "sinks far above and below": lambda B, H, S: {"sinks": torch.tensor([800.0, -800.0, 0.0] * H).double()[:H]},
     "softcap and sinks": lambda B, H, S: {"softcap": 0.7, "sinks": _numbers(H, S, H)},
     "alibi": lambda B, H, S: {"alibi_slopes": _numbers(H, S, H).abs() / 4},
     "table": lambda B, H, S: {"relative_bias": _numbers(H, S, H, 7)},

@@ -363,15 +363,22 @@ MUTATIONS = [
     Mutation(
         "no sink in the backward",
         "ring.py",
-        "return torch.logaddexp(lse, sinks[:, None]), dlse",
-        "return lse, dlse",
+        "return torch.logaddexp(lse, sinks[:, None])",
+        "return lse",
         "scores",
     ),
     Mutation(
         "the gradient of lse as if lse had the sink",
         "ring.py",
-        "dlse * (1 + torch.exp(sinks[:, None] - lse))",
-        "dlse",
+        "        if dlse is None:\n            lse = include_sinks",
+        "        if True:\n            lse = include_sinks",
+        "scores",
+    ),
+    Mutation(
+        "the sink takes nothing where a gradient comes through lse",
+        "ring.py",
+        "dout = dout * share_of_keys(lse, sinks).to(dout.dtype)[..., None]",
+        "pass",
         "scores",
     ),
     Mutation(
