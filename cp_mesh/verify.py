@@ -1,8 +1,8 @@
 """Prove a configuration on the ranks that will train with it; ``torchrun --nproc-per-node 8 -m cp_mesh`` is a tour.
 
 Every rank draws the same random sequence, runs its part through `cp_mesh.attention`, forward and backward, and compares
-with attention over the whole sequence in fp64, computed from the mask's boolean specification alone: no layout,
-schedule or transport takes part in it.
+with attention over the whole sequence in fp64, made of plain matrix products from the mask's boolean specification
+(`cp_mesh.dense`): no layout, schedule, kernel or transport takes part in it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_mesh.agreement import check_mode
 from cp_mesh.attention import attention, seed_tensor
+from cp_mesh.dense import Dense, dense_attention
 from cp_mesh.errors import ArgumentError, describe
 from cp_mesh.kernels.combine import accumulation_dtype, make_delta
-from cp_mesh.kernels.contract import Kernel, KernelTile, Pairs, Scores
-from cp_mesh.kernels.reference import REFERENCE
+from cp_mesh.kernels.contract import Kernel, KernelTile, Scores
 from cp_mesh.layouts import Contiguous, Layout, ZigZag
 from cp_mesh.masks import Mask
 from cp_mesh.plan import SCORE_OPTIONS, Options, Tensors, make_plan, make_scores
@@ -30,6 +30,10 @@ from cp_mesh.schedule import make_schedule
 
 BLOCK = 128  # rows of a head over which an RMS error is taken
 NAMES = ("out", "lse", "dq", "dk", "dv")
+EXACT = 1e-10  # RMS error that float64 may have
+OWN_FACTOR = 1.5  # of the error of the same kernel on one device
+PLAIN_FACTOR = 2.0  # of the error of plain products of the same dtype
+SUM_ROUNDING = 1e-6  # of the signal, for sums in float32
 
 
 class VerificationError(AssertionError):
@@ -48,19 +52,24 @@ class Report:
         kernel: the kernel that ran.
         errors: worst RMS error over blocks of 128 rows and head, by tensor, against fp64.
         ratios: worst ratio of that error to the allowed one, by tensor; at most 1 passes.
+        of_one_device: worst ratio of the error of the same kernel on one device to what plain products of the dtype
+            allow, by tensor; above 1 the kernel is wrong before anything is sharded. Empty for float64.
     """
 
     kernel: str
     errors: dict[str, float]
     ratios: dict[str, float]
+    of_one_device: dict[str, float]
 
     @property
     def passed(self) -> bool:
-        return all(ratio <= 1 for ratio in self.ratios.values())
+        return all(ratio <= 1 for ratio in (*self.ratios.values(), *self.of_one_device.values()))
 
     def __str__(self) -> str:
         figures = ", ".join(f"{name} {self.errors[name]:.1e} ({self.ratios[name]:.2f})" for name in self.errors)
-        return f"{'exact' if self.passed else 'WRONG'} [{self.kernel}] RMS error (of allowed): {figures}"
+        wrong = ", ".join(f"{name} ({ratio:.2f})" for name, ratio in self.of_one_device.items() if not ratio <= 1)
+        alone = f"; the kernel is wrong on one device too: {wrong}" if wrong else ""
+        return f"{'exact' if self.passed else 'WRONG'} [{self.kernel}] RMS error (of allowed): {figures}{alone}"
 
 
 def verify(
@@ -83,18 +92,21 @@ def verify(
 ) -> Report:
     """Compare sharded attention with that of one device, on these ranks, in check mode.
 
-    RMS errors over blocks of 128 rows of a head are compared. In float64 they must be at most 1e-10; in lower precision
-    at most 1.5 times the error of the same kernel on one device, plus 1e-6 of the signal for the rounding of fp32 sums.
-    That error is the block's own or, where the block was rounded by luck, the head's relative error times the block's
-    signal: stock kernels round every partial result, so that single blocks scatter around the mean.
+    RMS errors against fp64, over blocks of 128 rows of a head, are compared. In float64 they must be at most 1e-10. In
+    lower precision two rules hold, each plus 1e-6 of the signal for the rounding of float32 sums: at most 1.5 times the
+    error of the same kernel on one device, which bounds what sharding adds; and at most 2 times the error of plain
+    matrix products of the same dtype, which bounds the kernel, on one device and sharded. The other error is the
+    block's own or, where the block was rounded by luck, the head's relative error times the block's signal: kernels
+    round every partial result, so that single blocks scatter around the mean.
 
     Args:
         mesh: the 1-D mesh of the cp axis; call on all of its ranks.
         layout, mask, kernel, transport, head_chunks, deterministic: as in `cp_mesh.attention`; prove the settings that
             will train. A mask with tensors needs ``seq_len``, their length.
         scores: options of the scores by their names in `cp_mesh.attention`: softcap, sinks, alibi_slopes,
-            relative_bias, bias, dropout_p, dropout_seed (0 if left out). Tensors are equal on all ranks, a bias is that
-            of the whole sequence, [.., S or 1, S] in original order; their gradients are compared too.
+            relative_bias, bias, dropout_p, dropout_seed (0 if left out), and scale. Tensors are equal on all
+            ranks, a bias is that of the whole sequence, [.., S or 1, S] in original order; their gradients are
+            compared too.
         seq_len: tokens in the whole sequence; None: 256 per rank. O(seq_len²) work on every rank.
         batch, num_heads, num_kv_heads, head_dim: sizes of q, k, v.
         dtype: dtype of q, k, v.
@@ -153,62 +165,109 @@ def verify(
     options = Options(layout.spec(), mask.spec(), scale, softcap, dropout_p, kernel=kernel, deterministic=fixed)
     tensors = Tensors(mask.documents, mask.key_padding, layout.tensor, **held)
     plan = make_plan(q[:, :, rows], k[:, :, rows], v[:, :, rows], tensors, seq_len, group, options)
-    whole_scores = [
-        replace(make_scores(options, Tensors(**whole_tensors), to), wanted=frozenset(leaves) - {"sinks"})
-        for to in (torch.float64, accumulation_dtype(dtype))
-    ]
-    whole = (0, seq_len)
-    positions = torch.arange(seq_len, device=device)
-    specification = [KernelTile(whole, whole, Pairs(mask.to(positions.device), positions, positions))]
-    exact = _one_device(REFERENCE, specification, whole_scores[0], *(x.double() for x in (q, k, v, dout)))
-    single = exact
+    wide, wanted = accumulation_dtype(dtype), list(leaves)
+    on_device = mask.to(q.device)
+    in_float64 = _dense_scores(scale, given, whole_tensors, torch.float64)
+    exact = dense_attention(q.double(), k.double(), v.double(), dout.double(), on_device, in_float64, wanted)
+    plain, alone = None, None
     if dtype != torch.float64:
-        segments = "segments" in plan.schedule.covers
-        schedule = make_schedule(Contiguous(), mask, seq_len, 1, 0, segments)
+        plain = dense_attention(q, k, v, dout, on_device, _dense_scores(scale, given, whole_tensors, wide), wanted)
+        by_documents = "segments" in plan.schedule.covers
+        schedule = make_schedule(Contiguous(), mask, seq_len, 1, 0, by_documents)
         tiles = replace(plan, layout=Contiguous(), schedule=schedule, kept={}).local_tiles
-        single = _one_device(plan.kernel, tiles, whole_scores[1], q, k, v, dout)
-    errors, ratios = {}, {}
-    for name, got, want, alone in zip(NAMES, (out, lse, *grads[:3]), exact, single, strict=False):
-        hidden = want == float("-inf")  # lse of a query that sees no key
-        wrong_hidden = not torch.equal(got == float("-inf"), hidden[:, :, rows])
-        want, alone = (x.double().masked_fill(hidden, 0.0) for x in (want, alone))
-        relative = _rms(alone - want) / _rms(want).clamp(min=1e-30)
-        got = got.double().masked_fill(hidden[:, :, rows], 0.0)
-        want, alone = want[:, :, rows], alone[:, :, rows]
-        error, signal = _block_rms(got - want), _block_rms(want)
-        allowed = torch.full_like(error, 1e-10)
-        if dtype != torch.float64:
-            allowed = 1.5 * torch.maximum(_block_rms(alone - want), relative * signal) + 1e-6 * signal + 1e-30
-        worst = torch.stack([error.max(), (error / allowed).max()]).nan_to_num(float("inf"))
-        worst[1] = float("inf") if wrong_hidden else worst[1]
-        dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
-        errors[name], ratios[name] = worst.tolist()
-    for name, got in zip(leaves, grads[3:], strict=True):
-        total, want, alone = got.double(), exact[-1][name].double(), single[-1][name].double()
-        if name == "bias" and want.shape[2] > 1:  # of this rank's rows alone
-            want, alone = want[:, :, rows], alone[:, :, rows]
-        else:
-            dist.all_reduce(total, group=group)
-        error = (total - want).square().mean().sqrt()
-        # They are few numbers, which scatter around the error of one device: that of rounding them comes on top.
-        eps = max(torch.finfo(x).eps for x in (dtype, got.dtype))
-        rounding = eps * want.square().mean().sqrt()
-        allowed = torch.full_like(error, 1e-10)
-        if dtype != torch.float64:
-            allowed = 1.5 * (alone - want).square().mean().sqrt() + rounding
-        worst = torch.stack([error, error / allowed]).nan_to_num(float("inf"))
-        dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
-        errors[f"d{name}"], ratios[f"d{name}"] = worst.tolist()
-    report = Report(plan.kernel.name, errors, ratios)
+        of_kernel = make_scores(options, Tensors(**whole_tensors), wide)
+        of_kernel = replace(of_kernel, wanted=frozenset(wanted) - {"sinks"})
+        alone = _one_device(plan.kernel, tiles, of_kernel, q, k, v, dout)
+    dq, dk, dv, *others = grads
+    got = Dense(out.detach(), lse, dq, dk, dv, dict(zip(leaves, others, strict=True)))
+    report = _compare(plan.kernel.name, got, exact, plain, alone, rows, group)
     if not report.passed:
         raise VerificationError(report)
     return report
 
 
+def _dense_scores(scale: float, given: Mapping[str, Any], tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Scores:
+    """The scores of dense attention, from what the user gave: not by way of the options that a call carries."""
+    wide: dict[str, Any] = {name: x.to(dtype) for name, x in tensors.items() if x.is_floating_point()}
+    seed = tensors.get("dropout_seed")
+    if seed is not None:
+        seed = torch.cat([seed.flatten(), seed.new_zeros(2 - seed.numel())])
+    return Scores(scale, given.get("softcap"), dropout_p=given.get("dropout_p", 0.0), dropout_seed=seed, **wide)
+
+
+def _compare(
+    kernel: str,
+    got: Dense,
+    exact: Dense,
+    plain: Dense | None,
+    alone: Dense | None,
+    rows: Tensor,
+    group: dist.ProcessGroup,
+) -> Report:
+    """The figures of all ranks.
+
+    Args:
+        kernel: its name.
+        got: this rank's rows, and its shares of the gradients of the scores' tensors.
+        exact: in float64, of the whole sequence.
+        plain, alone: of the whole sequence, by plain products of the dtype and by the same kernel on one device; None
+            for float64.
+        rows: positions of this rank's rows.
+        group: the cp group.
+    """
+    errors, ratios, of_one_device = {}, {}, {}
+
+    def note(name: str, error: Tensor, allowed: Tensor, of_kernel: Tensor) -> None:
+        worst = torch.stack([error.max(), (error / allowed).max(), of_kernel.max()]).nan_to_num(float("inf"))
+        dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
+        errors[name], ratios[name], of_one_device[name] = worst.tolist()
+
+    for name in NAMES:
+        want, here = getattr(exact, name), getattr(got, name).double()
+        hidden = want == float("-inf")  # lse of a query that sees no key
+        if not torch.equal(here == float("-inf"), hidden[:, :, rows]):
+            here = torch.full_like(here, float("nan"))
+        want, here = want.masked_fill(hidden, 0.0), here.masked_fill(hidden[:, :, rows], 0.0)
+        error = _block_rms(here - want[:, :, rows])
+        allowed, of_kernel = torch.full_like(error, EXACT), torch.zeros_like(error)
+        if plain is not None and alone is not None:
+            of_plain, of_alone = (
+                getattr(other, name).double().masked_fill(hidden, 0.0) - want for other in (plain, alone)
+            )
+            bound = _allowed(of_plain, want, rows, PLAIN_FACTOR)
+            allowed = torch.minimum(bound, _allowed(of_alone, want, rows, OWN_FACTOR))
+            of_kernel = _block_rms(of_alone[:, :, rows]) / bound
+        note(name, error, allowed, of_kernel)
+    for name, grad in got.of_scores.items():
+        total, want = grad.double(), exact.of_scores[name]
+        if name == "bias" and want.shape[2] > 1:  # of this rank's rows alone
+            mine: tuple[Any, ...] = (slice(None), slice(None), rows)
+            want = want[mine]
+        else:
+            dist.all_reduce(total, group=group)
+            mine = ()
+        error, signal = _mean_rms(total - want), _mean_rms(want)
+        allowed, of_kernel = torch.full_like(error, EXACT), torch.zeros_like(error)
+        if plain is not None and alone is not None:
+            # They are few numbers, which scatter around the error of one device: that of rounding them comes on top.
+            rounding = max(torch.finfo(x).eps for x in (got.out.dtype, grad.dtype)) * signal
+            of_plain, of_alone = (_mean_rms(x.of_scores[name][mine].double() - want) for x in (plain, alone))
+            bound = PLAIN_FACTOR * of_plain + rounding
+            allowed, of_kernel = torch.minimum(bound, OWN_FACTOR * of_alone + rounding), of_alone / bound
+        note(f"d{name}", error, allowed, of_kernel)
+    return Report(kernel, errors, ratios, of_one_device if plain is not None else {})
+
+
+def _allowed(off: Tensor, want: Tensor, rows: Tensor, factor: float) -> Tensor:
+    """The error that blocks of these rows may have where another computation is ``off`` by this."""
+    relative, signal = _rms(off) / _rms(want).clamp(min=1e-30), _block_rms(want[:, :, rows])
+    return factor * torch.maximum(_block_rms(off[:, :, rows]), relative * signal) + SUM_ROUNDING * signal + 1e-30
+
+
 def _one_device(
     kernel: Kernel, tiles: list[KernelTile], scores: Scores, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
-) -> tuple[Any, ...]:
-    """(out, lse, dq, dk, dv, gradients of the scores' tensors) of a whole sequence, by one kernel alone."""
+) -> Dense:
+    """A whole sequence by one kernel alone."""
     forward = kernel.begin_forward(q, v.shape[3], scores)
     forward.step(k, v, tiles)
     out, lse = forward.finish()
@@ -216,17 +275,21 @@ def _one_device(
     of_sinks, of_all = {}, lse
     if scores.sinks is not None:
         of_sinks["sinks"] = gradient_of_sinks(dout, out, lse, scores.sinks)
-        of_all, _ = include_sinks(lse, None, scores.sinks)
+        of_all = include_sinks(lse, scores.sinks)
     backward = kernel.begin_backward(dout, q, out, of_all, delta, scores)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     backward.step(k, v, tiles, (dk, dv))
-    of_tensors = of_sinks | vars(backward.score_gradients())
-    return out, lse, backward.finish(torch.empty_like(q)), dk, dv, of_tensors
+    of_tensors = {name: x for name, x in vars(backward.score_gradients()).items() if x is not None}
+    return Dense(out, lse, backward.finish(torch.empty_like(q)), dk, dv, of_sinks | of_tensors)
 
 
 def _rms(x: Tensor) -> Tensor:
     """RMS of every head: [B, H, 1]."""
     return x.flatten(2).square().mean(dim=2, keepdim=True).sqrt()
+
+
+def _mean_rms(x: Tensor) -> Tensor:
+    return x.square().mean().sqrt()
 
 
 def _block_rms(x: Tensor) -> Tensor:

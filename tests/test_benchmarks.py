@@ -9,10 +9,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from ranks import mesh
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "examples" / "benchmarks"
@@ -26,6 +29,7 @@ import raw_kernels  # noqa: E402
 import report  # noqa: E402
 import tiles  # noqa: E402
 
+from cp_mesh import plan  # noqa: E402
 from cp_mesh.kernels import KERNELS  # noqa: E402
 from cp_mesh.kernels.contract import Kernel  # noqa: E402
 
@@ -216,6 +220,26 @@ def rescaled(kernel: Kernel, name: str) -> Kernel:
         return kernel.begin_forward(q, v_head_dim, replace(scores, scale=2 * scores.scale))
 
     return replace(kernel, name=name, begin_forward=begin_forward)
+
+
+def judged(rank: int, wrong: bool) -> tuple[str | None, float]:
+    """What the gate says of a floor, and its largest error: a kernel on one device, with which ours is compared."""
+    ranks = SimpleNamespace(alone=mesh((1,), ("cp",)), attempt=lambda call: (call(), None))
+    case = field.Case(4, 2, 8, torch.float32, True, 16, 1, 0, torch.device("cpu"))
+    floor = SimpleNamespace(unsupported=lambda case: None, kernel="reference", is_ours=False, distributed=False)
+    kernel = rescaled(KERNELS["reference"], "reference") if wrong else KERNELS["reference"]
+    plan._resolve_once.cache_clear()
+    with mock.patch.dict(KERNELS, {"reference": kernel}):
+        verdict = benchmark.Gate(ranks, case).try_out(floor)
+    plan._resolve_once.cache_clear()
+    return verdict.problem, max(verdict.errors)
+
+
+def test_the_gate_bounds_what_one_device_computes(pool: Any) -> None:
+    ((problem, error),) = pool(1).run(judged, False)
+    assert problem is None and error < 1e-6
+    ((problem, error),) = pool(1).run(judged, True)
+    assert problem is not None and problem.startswith("failed the gate: out ") and error > 0.1
 
 
 def tile_rows(path: Path, options: str) -> dict[tuple[str, str, str, str], dict[str, str]]:

@@ -1,4 +1,7 @@
-"""Heads in chunks: the same numbers to the bit, one pass a chunk, smaller buffers; and what is chosen by itself."""
+"""Heads in chunks: the same numbers up to rounding, one pass a chunk, smaller buffers; and what is chosen by itself.
+
+Not the same bits: a matrix product of fewer heads may sum in another order, and whether it does depends on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
-from cases import LAYOUTS
-from checks import lies_as
+from cases import LAYOUTS, gap
+from checks import TOLERANCE, lies_as
 from dense import make_qkv
 from ranks import mesh
 from recording import recording
@@ -44,11 +47,11 @@ def chunked(rank: int, name: str, chunks: list[int | None]) -> list[tuple[list[T
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_results_are_equal_to_the_bit(pool, name):
+def test_results_are_those_of_all_heads_at_once(pool, name):
     for results in pool(2).run(chunked, name, [1, 2, 4, None]):
         whole, bytes_of_whole = results[0]
         for (got, received), num_chunks in zip(results, (1, 2, 4, 1), strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(got, whole, strict=True))
+            assert max(map(gap, got, whole)) <= TOLERANCE
             assert len(received) == num_chunks * len(bytes_of_whole)  # the option is obeyed
             assert sum(received) == sum(bytes_of_whole) and max(received) * num_chunks == max(bytes_of_whole)
 

@@ -21,9 +21,9 @@ from cp_mesh.kernels.contract import (
     Piece,
     Request,
     Scores,
+    philox,
     shortfalls,
 )
-from cp_mesh.kernels.reference import philox
 from cp_mesh.masks import Band, Mask
 from cp_mesh.schedule import Tile, trim
 

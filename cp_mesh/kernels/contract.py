@@ -112,6 +112,22 @@ class Scores:
         return self if self.bias is None else replace(self, bias=_part(self.bias, 2, begin, end))
 
 
+def philox(key: Sequence[Tensor], counter: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Philox-4x32-10, by which dropout is decided: four words of 32 bits from a key of two and a counter of four.
+
+    Of each int64 the low 32 bits count; all broadcast.
+    """
+    low = 0xFFFFFFFF
+    k0, k1 = (x & low for x in key)
+    c0, c1, c2, c3 = (x & low for x in counter)
+    for _ in range(10):
+        # 64 bits of unsigned products: the same bits as those of int64
+        a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (b >> 32) & low ^ c1 ^ k0, b & low, (a >> 32) & low ^ c3 ^ k1, a & low
+        k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
+    return c0, c1, c2, c3
+
+
 def _part(bias: Tensor | None, dim: int, begin: int, end: int) -> Tensor | None:
     return bias if bias is None or bias.shape[dim] == 1 else bias.narrow(dim, begin, end - begin)
 

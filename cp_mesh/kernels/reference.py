@@ -8,14 +8,13 @@ delta = rowsum(dO ∘ O) - dlse, and dropout acts on P before V and on dO Vᵀ (
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
 from cp_mesh.kernels.combine import accumulation_dtype
-from cp_mesh.kernels.contract import Capability, Pairs, ScoreGradients, Scores
+from cp_mesh.kernels.contract import Capability, Pairs, ScoreGradients, Scores, philox
 from cp_mesh.kernels.merge import BackwardTile, merging_kernel
 from cp_mesh.masks import Band
 from cp_mesh.segments import Segments
@@ -105,19 +104,6 @@ def _kept(scores: Scores, cover: Band | Pairs | Segments, first_row: int, probs:
     q_pos = cover.q_pos[first_row : first_row + num_rows, None]
     word, *_ = philox((seed, seed >> 32), (cover.k_pos, q_pos, heads, rows + offset))
     return (word >= math.floor(scores.dropout_p * 2**32)).to(probs.dtype) / (1 - scores.dropout_p)
-
-
-def philox(key: Sequence[Tensor], counter: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Philox-4x32-10: four words of 32 bits, from two and four of which the low 32 bits count; int64 that broadcast."""
-    low = 0xFFFFFFFF
-    k0, k1 = (x & low for x in key)
-    c0, c1, c2, c3 = (x & low for x in counter)
-    for _ in range(10):
-        # 64 bits of unsigned products: the same bits as those of int64
-        a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2
-        c0, c1, c2, c3 = (b >> 32) & low ^ c1 ^ k0, b & low, (a >> 32) & low ^ c3 ^ k1, a & low
-        k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
-    return c0, c1, c2, c3
 
 
 def _grouped(x: Tensor, num_kv_heads: int, dtype: torch.dtype) -> Tensor:

@@ -42,12 +42,15 @@ from report import PASSES, RESULTS, Entrant, Report, Times, machine  # noqa: E40
 
 from cp_mesh import Contiguous, Mask  # noqa: E402
 from cp_mesh import attention as cp_attention  # noqa: E402
+from cp_mesh.dense import dense_attention as plain_products  # noqa: E402
+from cp_mesh.kernels.contract import Scores  # noqa: E402
 from cp_mesh.transport import choose_transport, release  # noqa: E402
 
 T = TypeVar("T")
 
 MASKS = ("causal", "full", "window1024", "documents")
 OWN_FACTOR, OWN_ROUNDING = 1.5, 1e-6  # of the same kernel's error on one device; of the signal, for fp32 sums
+PLAIN_FACTOR = 2.0  # of the error of plain products of the dtype: what kernels may have on one device, and we sharded
 RIVALS_ERROR = 2e-2
 LONG_MS = 200.0  # from here on forward and backward are parts of one timed region: a barrier more would change nothing
 
@@ -170,26 +173,10 @@ def describe(error: Exception) -> str:
 
 
 def dense_attention(x: Inputs, mask: Mask, scale: float) -> tuple[Tensor, ...]:
-    """out, dq, dk, dv of the whole sequence in float64, one kv head after the other; [1, S, heads, D]."""
-    S, K = x.k.shape[1:3]
-    group = x.q.shape[2] // K
-    positions = torch.arange(S, device=x.q.device)
-    hidden = ~mask.to(x.q.device).allowed(positions, positions)[0]
-    results: list[list[Tensor]] = [[], [], [], []]
-    for head in range(K):
-        heads = slice(head * group, (head + 1) * group)
-        q, dout = (y[0, :, heads].transpose(0, 1).double() for y in (x.q, x.dout))  # [group, S, D]
-        k, v = x.k[0, :, head].double(), x.v[0, :, head].double()  # [S, D]
-        scores = q @ k.T * scale
-        p = scores.masked_fill_(hidden, -math.inf).softmax(-1)
-        out = p @ v
-        dp = dout @ v.T
-        ds = p * (dp - (dout * out).sum(-1, keepdim=True))
-        dv = (p.transpose(1, 2) @ dout).sum(0, keepdim=True)
-        dk = (ds.transpose(1, 2) @ q).sum(0, keepdim=True) * scale
-        for result, y in zip(results, (out, ds @ k * scale, dk, dv), strict=True):
-            result.append(y)
-    return tuple(torch.cat(parts).transpose(0, 1)[None] for parts in results)
+    """out, dq, dk, dv of the whole sequence by plain products of the dtype of ``x``; [1, S, heads, D]."""
+    q, k, v, dout = (y.transpose(1, 2) for y in (x.q, x.k, x.v, x.dout))
+    dense = plain_products(q, k, v, dout, mask.to(q.device), Scores(scale))
+    return tuple(getattr(dense, name).transpose(1, 2) for name in RESULTS)
 
 
 def random_inputs(case: Case, length: int, seed: int) -> Inputs:
@@ -214,8 +201,15 @@ class Gate:
     def __init__(self, ranks: Ranks, case: Case) -> None:
         """``case`` has the length of the gate's shards."""
         self._ranks, self._case = ranks, case
-        self._whole = random_inputs(case, case.seq_len, seed=0)
-        self._exact = dense_attention(self._whole, case.mask, case.scale)
+        self._set_up(random_inputs(case, case.seq_len, seed=0))
+
+    def _set_up(self, whole: Inputs) -> None:
+        """What results on these tensors are compared with."""
+        case, self._whole = self._case, whole
+        wide = Inputs(*(y.double() for y in (whole.q, whole.k, whole.v, whole.dout)))
+        self._exact = dense_attention(wide, case.mask, case.scale)
+        plain = self._squares(dense_attention(whole, case.mask, case.scale), self._exact)
+        self._plain = [PLAIN_FACTOR * math.sqrt(error / signal) + OWN_ROUNDING for error, signal in plain]
         self._one_device: dict[str, list[float]] = {}
 
     def one_device(self, kernel: str) -> list[float]:
@@ -243,9 +237,12 @@ class Gate:
         if contestant.kernel and (contestant.is_ours or not contestant.distributed):
             kernel = contestant.kernel
             errors, verdict.problem = self._ranks.attempt(lambda: self.one_device(kernel))
-            if errors is None or not contestant.distributed:
-                return replace(verdict, errors=errors or [])
-            allowed = [OWN_FACTOR * error + OWN_ROUNDING for error in errors]
+            if errors is None:
+                return verdict
+            if not contestant.distributed:
+                return self._judge(errors, self._plain)
+            own = [OWN_FACTOR * error + OWN_ROUNDING for error in errors]
+            allowed = list(map(min, own, self._plain))
         rows = contestant.layout(case).positions(case.seq_len, case.cp_size, case.cp_rank).to(case.device)
         x = Inputs(*(getattr(self._whole, name)[:, rows].contiguous() for name in ("q", "k", "v", "dout")))
 
@@ -261,15 +258,13 @@ class Gate:
         squares, verdict.problem = self._ranks.attempt(lambda: compute(run))
         if squares is None:
             return verdict
-        verdict.errors = [math.sqrt(error / signal) for error, signal in self._ranks.total(squares).tolist()]
-        wrong = [
-            f"{name} {error:.1e} > {most:.1e}"
-            for name, error, most in zip(RESULTS, verdict.errors, allowed, strict=True)
-            if not error <= most
-        ]
-        if wrong:
-            verdict.problem = f"failed the gate: {', '.join(wrong)}"
-        return verdict
+        errors = [math.sqrt(error / signal) for error, signal in self._ranks.total(squares).tolist()]
+        return self._judge(errors, allowed)
+
+    def _judge(self, errors: list[float], allowed: list[float]) -> Verdict:
+        named = zip(RESULTS, errors, allowed, strict=True)
+        wrong = [f"{name} {error:.1e} > {most:.1e}" for name, error, most in named if not error <= most]
+        return Verdict(errors, f"failed the gate: {', '.join(wrong)}" if wrong else None)
 
     def _squares(self, results: Iterable[Tensor], exact: Iterable[Tensor]) -> list[list[float]]:
         """Sums of squares of error and signal, of each result."""

@@ -29,7 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]  # a checkout that is not installed
 
-from attention import Gate, Ranks, T, Verdict, dense_attention, describe, random_inputs, run_case  # noqa: E402
+from attention import Gate, Ranks, T, Verdict, describe, random_inputs, run_case  # noqa: E402
 from contestants import Case, Contestant, CPMesh, Floor, Inputs  # noqa: E402
 from raw_kernels import RAW_KERNELS  # noqa: E402
 from report import Report, machine  # noqa: E402
@@ -135,15 +135,15 @@ class PlayedGate(Gate):
     """Own queries, and no others; own keys at the positions of every rank."""
 
     def __init__(self, ranks: Ranks, case: Case, contestant: Contestant) -> None:
-        self._ranks, self._case, self._one_device = ranks, case, {}
+        self._ranks, self._case = ranks, case
         x, layout = random_inputs(case, case.local_len, seed=0), contestant.layout(case)
-        self._whole = Inputs(*(y.new_zeros(1, case.seq_len, *y.shape[2:]) for y in (x.q, x.k, x.v, x.dout)))
+        whole = Inputs(*(y.new_zeros(1, case.seq_len, *y.shape[2:]) for y in (x.q, x.k, x.v, x.dout)))
         for rank in range(case.cp_size):
             rows = layout.positions(case.seq_len, case.cp_size, rank).to(case.device)
             for name in ("q", "k", "v", "dout"):
                 if name in "kv" or rank == case.cp_rank:
-                    getattr(self._whole, name)[:, rows] = getattr(x, name)
-        self._exact = dense_attention(self._whole, case.mask, case.scale)
+                    getattr(whole, name)[:, rows] = getattr(x, name)
+        self._set_up(whole)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -1,0 +1,205 @@
+"""What `cp_mesh.verify` compares with, and that a bug which one device has too is found in every dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import dense as oracle
+import pytest
+import test_gpu
+import torch
+from cases import MASKS, SCORES, gap, pairs
+from ranks import mesh
+from torch import Tensor
+
+import cp_mesh
+from cp_mesh import Mask, VerificationError, plan, schedule
+from cp_mesh.dense import dense_attention
+from cp_mesh.kernels import KERNELS
+from cp_mesh.kernels.contract import Kernel, Scores
+
+B, H, K, S, D, E = 2, 6, 3, 17, 5, 4
+BY_NAME = ("out", "lse", "dq", "dk", "dv")
+
+
+def scores_of(name: str, dtype: torch.dtype = torch.float64) -> Scores:
+    given = SCORES[name](B, H, S)
+    if (seed := given.get("dropout_seed")) is not None:
+        given["dropout_seed"] = seed if isinstance(seed, Tensor) else torch.tensor([seed, 0])
+    floats = {key: x.to(dtype) for key, x in given.items() if isinstance(x, Tensor) and x.is_floating_point()}
+    return Scores(0.3, **given | floats)
+
+
+def by_oracle(mask: str, scores: Scores, tensors: list[Tensor], wanted: list[str]) -> dict[str, Tensor]:
+    """The same results by the tests' own dense attention and autograd."""
+    q, k, v, dout = tensors
+    leaves = {"dq": q, "dk": k, "dv": v} | {name: getattr(scores, name) for name in wanted}
+    leaves = {name: x.clone().requires_grad_() for name, x in leaves.items()}
+    given = {
+        name: leaves.get(name, getattr(scores, name)) for name in ("sinks", "alibi_slopes", "relative_bias", "bias")
+    }
+    kept = None
+    if scores.dropout_p:
+        assert scores.dropout_seed is not None
+        kept = oracle.dense_dropout(B, H, S, scores.dropout_p, *scores.dropout_seed.tolist())
+    out, lse = oracle.dense_attention(
+        leaves["dq"], leaves["dk"], leaves["dv"], pairs(mask, B, S), scores.scale, softcap=scores.softcap, kept=kept,
+        **given,
+    )  # fmt: skip
+    grads = torch.autograd.grad(out, list(leaves.values()), dout)
+    return {"out": out, "lse": lse, **dict(zip(leaves, grads, strict=True))}
+
+
+@pytest.mark.parametrize("num_scores", [1 << 25, 2 * B * H * S * 3], ids=["at once", "by blocks of rows"])
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("mask", ["causal", "window", "everything", "no key at all"])
+def test_float64_is_dense_attention(mask: str, score: str, num_scores: int) -> None:
+    tensors, scores = list(oracle.make_qkv(B, H, K, S, D, E)), scores_of(score)
+    wanted = [name for name in ("sinks", "alibi_slopes", "relative_bias", "bias") if getattr(scores, name) is not None]
+    with mock.patch("cp_mesh.dense.MAX_SCORES", num_scores):
+        got = dense_attention(*tensors, Mask(**MASKS[mask](B, S)), scores, wanted)
+    assert list(got.of_scores) == sorted(wanted)
+    for name, want in by_oracle(mask, scores, tensors, wanted).items():
+        assert gap(got.of_scores[name] if name in wanted else getattr(got, name), want) <= 1e-12, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_lower_precision_rounds_each_product_and_nothing_else(dtype: torch.dtype) -> None:
+    """Errors are those of the dtype: products in a lower or a higher one would be a power of two away."""
+    tensors = [x.to(dtype) for x in oracle.make_qkv(B, H, K, S, D, E)]
+    mask, scores = Mask(), scores_of("every score", torch.float32)
+    exact = dense_attention(*(x.double() for x in tensors), mask, scores_of("every score"))
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        got = dense_attention(*tensors, mask, scores)
+        assert torch.get_float32_matmul_precision() == "medium"  # the user's setting is back
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    for name in BY_NAME:
+        x, want = getattr(got, name), getattr(exact, name)
+        assert x.dtype == (torch.float32 if name == "lse" else dtype)
+        error = ((x.double() - want).norm() / want.norm()).item() / torch.finfo(dtype).eps
+        assert (0.001 if name == "lse" else 0.1) < error < 3.0, (name, error)  # lse is of scores that softcap bounds
+
+
+# Bugs that the kernel, or the schedule, has on one device as well as on many.
+
+
+def rescaled(kernel: Kernel, of_forward: float, of_backward: float) -> Kernel:
+    """One whose passes have another scale."""
+
+    def begin_forward(q: Tensor, v_head_dim: int, scores: Scores) -> Any:
+        return kernel.begin_forward(q, v_head_dim, replace(scores, scale=of_forward * scores.scale))
+
+    def begin_backward(dout: Tensor, q: Tensor, out: Any, lse: Tensor, delta: Any, scores: Scores) -> Any:
+        return kernel.begin_backward(dout, q, out, lse, delta, replace(scores, scale=of_backward * scores.scale))
+
+    return replace(kernel, begin_forward=begin_forward, begin_backward=begin_backward)
+
+
+def doubled(kernel: Kernel) -> Kernel:
+    """One whose backward returns twice the gradients."""
+
+    def begin_backward(dout: Tensor, *others: Any) -> Any:
+        return kernel.begin_backward(2 * dout, *others[:3], None if others[3] is None else 2 * others[3], others[4])
+
+    return replace(kernel, begin_backward=begin_backward)
+
+
+def near_sighted(self: Mask, q: Any, k: Any, tile: Callable[..., Any] = Mask.tile) -> Any:
+    """A window that ends 10 tokens early between runs of positions."""
+    window = self.window and (self.window[0] - 10, self.window[1])
+    return tile(replace(self, window=window), q, k)
+
+
+BUGS: dict[str, tuple[dict[str, Any], Callable[[Kernel], Any]]] = {
+    "a window too short": ({"mask": Mask(window=(20, 0))}, lambda _: mock.patch.object(Mask, "tile", near_sighted)),
+    "twice the scale": ({}, lambda kernel: rescaled(kernel, 2.0, 2.0)),
+    "twice the scale in the backward": ({}, lambda kernel: rescaled(kernel, 1.0, 2.0)),
+    "twice the gradients": ({}, doubled),
+    "a scale wrong by 2 %": ({}, lambda kernel: rescaled(kernel, 1.02, 1.02)),
+    "no softcap": (
+        {"scores": {"softcap": 1.0}},
+        lambda _: mock.patch(
+            "cp_mesh.plan.make_scores", lambda *x, make=plan.make_scores: replace(make(*x), softcap=None)
+        ),
+    ),
+}
+
+
+@contextmanager
+def planted(bug: str, kernel: str) -> Iterator[None]:
+    """With the bug in this process, and nothing kept of calls without it."""
+    made = BUGS[bug][1](KERNELS[kernel])
+    patch = mock.patch.dict(KERNELS, {kernel: made}) if isinstance(made, Kernel) else made
+
+    def forget() -> None:
+        for cache in (schedule._cached_schedule, plan._resolve_once, plan._resolve_contents):
+            cache.cache_clear()
+
+    forget()
+    try:
+        with patch:
+            yield
+    finally:
+        forget()
+
+
+def verified(rank: int, bug: str, kernel: str) -> dict[str, str]:
+    """What `verify` said by dtype: "exact", or which results it found wrong, sharded and on one device."""
+    axis, words = mesh((2,), ("cp",)), {}
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        call = partial(
+            cp_mesh.verify, axis, seq_len=384, num_heads=2, num_kv_heads=1, head_dim=32, dtype=dtype, kernel=kernel,
+            **BUGS[bug][0],
+        )  # fmt: skip
+        assert call().passed
+        with planted(bug, kernel):
+            try:
+                words[str(dtype)] = str(call())
+            except VerificationError as error:
+                report = error.report
+                words[str(dtype)] = "wrong"
+                assert not report.passed and any(not ratio <= 1 for ratio in report.ratios.values())
+                if dtype != torch.float64 and isinstance(BUGS[bug][1](KERNELS[kernel]), Kernel):
+                    assert any(not ratio <= 1 for ratio in report.of_one_device.values())
+                    assert "the kernel is wrong on one device too" in str(error)
+        assert call().passed
+    return words
+
+
+@pytest.mark.parametrize(
+    ("bug", "kernel"),
+    [(bug, "reference") for bug in BUGS]
+    + [(bug, "cpu_flash") for bug in BUGS if "softcap" not in bug and "window" not in bug],
+)
+def test_verify_finds_what_one_device_has_too(pool: Any, bug: str, kernel: str) -> None:
+    for words in pool(2).run(verified, bug, kernel):
+        assert set(words.values()) == {"wrong"}, words
+
+
+def gated(rank: int, bug: str, kernel: str, dtype: str) -> list[bool]:
+    """Whether the low-precision gate passes, without the bug and with it."""
+    case = test_gpu.Case(kernel, dtype, "zigzag", True, (4, 2), 32, 258)
+    passed = []
+    for patch in (None, bug):
+        test_gpu.one_device.cache_clear()
+        if patch is None:
+            passed.append(test_gpu.passes(test_gpu.worst_ratios(case)))
+            continue
+        with planted(bug, kernel):
+            passed.append(test_gpu.passes(test_gpu.worst_ratios(case)))
+    test_gpu.one_device.cache_clear()
+    return passed
+
+
+@pytest.mark.parametrize("bug", ["twice the scale", "twice the gradients", "a scale wrong by 2 %"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_low_precision_gate_finds_what_one_device_has_too(pool: Any, bug: str, dtype: str) -> None:
+    assert pool(2).run(gated, bug, "cpu_flash", dtype) == [[True, False]] * 2
