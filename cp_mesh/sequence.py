@@ -173,7 +173,7 @@ class ShardedSequence:
         return replace(
             mask,
             length=min(self.length, self.length if mask.length is None else mask.length) if hidden else mask.length,
-            documents=None if mask.documents is None else self._pad(mask.documents, -1, PADDING["documents"], seq_len),
+            documents=None if mask.documents is None else self._pad_documents(mask.documents, seq_len),
             key_padding=None if mask.key_padding is None else self._pad(mask.key_padding, -1, 0, seq_len),
         )
 
@@ -217,6 +217,11 @@ class ShardedSequence:
         shape[dim] = seq_len - self.length
         return torch.cat([x, x.new_full(shape, value)], dim=dim)
 
+    def _pad_documents(self, ids: Tensor, seq_len: int | None) -> Tensor:
+        if ids.dtype == torch.uint8:  # of which every value is some document's id
+            ids = ids.to(torch.int16)
+        return self._pad(ids, -1, PADDING["documents"], seq_len)
+
     def _shard_leaf(self, path: tuple, leaf: Any, dim: int, pad_value: int | None) -> Any:
         name = path[-1].key if path and isinstance(path[-1], MappingKey) else None
         if not isinstance(leaf, Tensor):
@@ -231,6 +236,8 @@ class ShardedSequence:
             raise ArgumentError(describe(f"shard({name or ''})", "local tensors", "a DTensor", "use full_tensor()"))
         if name == "cu_seqlens":
             return self._pad_cu_seqlens(leaf)
+        if name == "documents":
+            return self._pad_documents(leaf, self.seq_len)
         if name in WHOLE:
             return self._pad(leaf, -1, PADDING.get(str(name), 0), self.seq_len)
         if leaf.ndim <= dim:

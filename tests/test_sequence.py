@@ -307,3 +307,18 @@ def test_cross_entropy_of_other_shapes(pool: Any) -> None:
     logits = torch.cat([torch.arange(12.0).view(4, 3) + rank for rank in range(WORLD_SIZE)])
     labels = torch.tensor([0, -1, 2, 1]).repeat(WORLD_SIZE)
     torch.testing.assert_close(sum(shares), F.cross_entropy(logits, labels, ignore_index=-1))
+
+
+def padded_bytes(rank: int) -> list[bool]:
+    """Documents of uint8, of which every value may be an id: the padding is a document of its own."""
+    sequence = ShardedSequence(mesh((2,), ("cp",)), length=21)
+    ids = torch.tensor([255] * 9 + [3] * 12, dtype=torch.uint8)
+    found = []
+    for padded in (sequence.mask(Mask(documents=ids)).documents, sequence.shard({"documents": ids})["documents"]):
+        assert padded is not None
+        found.append(torch.equal(padded[:21].int(), ids.int()) and not bool((padded[21:, None] == padded[:21]).any()))
+    return found
+
+
+def test_padding_is_no_document_of_bytes(pool: Any) -> None:
+    assert pool(2).run(padded_bytes) == [[True, True]] * 2
