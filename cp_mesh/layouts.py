@@ -208,11 +208,10 @@ class Permuted(Layout):
     index: Tensor | Sequence[int] = field()
 
     def __post_init__(self) -> None:
-        index = (
-            torch.as_tensor(self.index, device=None if isinstance(self.index, Tensor) else "cpu")
-            .detach()
-            .to("cpu", torch.int64, copy=True)
-        )
+        given = torch.as_tensor(self.index, device=None if isinstance(self.index, Tensor) else "cpu")
+        if given.numel() and (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool):
+            raise ArgumentError(f"Permuted: expected integers as an index, got {given.dtype}; torch.argsort gives them")
+        index = given.detach().to("cpu", torch.int64, copy=True)
         if index.ndim != 1 or not torch.equal(index.sort().values, torch.arange(index.numel(), device="cpu")):
             raise ArgumentError(
                 f"Permuted: expected a permutation of range(seq_len) as a 1-D index, got shape {tuple(index.shape)}"

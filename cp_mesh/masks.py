@@ -69,6 +69,9 @@ Cover = Band | Literal["empty", "partial"]
 class Mask:
     """A conjunction of conditions on (query position p, key position t).
 
+    A mask copies its tensors when it is made: what is later written to the caller's changes nothing, so that a data
+    loader may fill its buffer with the next batch while the backward of this one runs. Make a mask for each batch.
+
     Args:
         causal: t <= p, relaxed by ``prefix``.
         window: ``(left, right)`` inclusive distances in tokens, None unlimited: ``p - t <= left``, ``t - p <= right``.
@@ -96,13 +99,18 @@ class Mask:
 
     def __post_init__(self) -> None:
         window = self.window
+        if not isinstance(self.causal, bool):
+            raise ArgumentError(
+                f"Mask: expected True or False for causal, got {self.causal!r}; a mask is made by Mask()"
+            )
         if window is not None and (not isinstance(window, tuple) or len(window) != 2):
             raise ArgumentError(
                 f"Mask: expected a tuple window=(left, right), got {window!r}; (1023, 0) is a causal window of 1024"
                 " tokens, None an unlimited side"
             )
         for name, value in (("prefix", self.prefix), ("length", self.length), *(("window", x) for x in window or ())):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | torch.SymInt)):
+            absent = value is None and name != "prefix"
+            if not absent and (isinstance(value, bool) or not isinstance(value, int | torch.SymInt)):
                 raise ArgumentError(f"Mask: expected an int for {name}, in tokens, got {value!r}; round it first")
         if window is not None and any(bound is not None and bound < 0 for bound in window):
             raise ArgumentError(
@@ -129,6 +137,10 @@ class Mask:
                 f"Mask: expected bool key_padding [B, S] or [S] (True = keep), got {key_padding.dtype} "
                 f"{tuple(key_padding.shape)}; an additive mask is `mask == 0`"
             )
+        # NumPy, or another process, writes to memory that it shares with a tensor unseen by autograd.
+        for name, tensor in (("documents", documents), ("key_padding", key_padding)):
+            if tensor is not None:
+                object.__setattr__(self, name, tensor.detach().clone())
 
     @classmethod
     def from_cu_seqlens(
@@ -183,12 +195,8 @@ class Mask:
         """The same mask with its tensors on ``device``."""
         if not self.elementwise:
             return self
-        documents, key_padding = self.documents, self.key_padding
-        return replace(
-            self,
-            documents=None if documents is None else documents.to(device),
-            key_padding=None if key_padding is None else key_padding.to(device),
-        )
+        moved = (None if x is None else x.to(device) for x in (self.documents, self.key_padding))
+        return _holding(self, *moved)
 
     def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         """The specification.
@@ -319,11 +327,13 @@ _ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 def parse_mask(spec: str, documents: Tensor | None, key_padding: Tensor | None) -> Mask:
     """Rebuild a mask from its `Mask.spec` and its tensors."""
     causal, left, right, prefix, length = (int(field) if field else None for field in spec.split(","))
-    return Mask(
-        causal=bool(causal),
-        window=None if left is None and right is None else (left, right),
-        documents=documents,
-        key_padding=key_padding,
-        prefix=prefix or 0,
-        length=length,
-    )
+    window = None if left is None and right is None else (left, right)
+    return _holding(Mask(bool(causal), window, prefix=prefix or 0, length=length), documents, key_padding)
+
+
+def _holding(mask: Mask, documents: Tensor | None, key_padding: Tensor | None) -> Mask:
+    """The mask with these tensors, of which it makes no copy: they are some mask's already."""
+    held = replace(mask, documents=None, key_padding=None)
+    object.__setattr__(held, "documents", documents)
+    object.__setattr__(held, "key_padding", key_padding)
+    return held
