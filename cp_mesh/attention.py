@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,9 @@ from cp_mesh.layouts import LAYOUTS, Layout, ZigZag, chunk_bounds, parse_layout
 from cp_mesh.masks import Mask
 from cp_mesh.ops import GRADED, attention_op, score_placements, to_bhsd
 from cp_mesh.plan import Options, Tensors, check_tensors, make_plan
+
+FORMATS = {0: "[T, H, D]", 1: "[B, S, H, D]", 2: "[B, H, S, D]"}
+"""By the sequence dim."""
 
 
 class _CPAxis(NamedTuple):
@@ -80,8 +84,8 @@ def attention(
         value: like ``key``; its head dim may differ where the kernel allows.
         mesh: the 1-D mesh of the cp axis. Required for local tensors; for DTensors it tells which axis of their mesh
             is cp if ``seq_dim`` is not given and no axis is named "cp".
-        seq_dim: the sequence dim: 2 = [B, H, S, D] (default for local tensors), 1 = [B, S, H, D], 0 = [T, H, D]. Local
-            tensors do not tell, so pass it for the other formats. Read from the placement on the cp axis for DTensors.
+        seq_dim: the sequence dim: 2 = [B, H, S, D], 1 = [B, S, H, D], 0 = [T, H, D]. None: 2, as in SDPA. Neither
+            shapes nor placements tell heads from rows, so pass it for the other formats.
         seq_len: tokens in the whole sequence. None: local length x cp_size (DTensors: their global length). Shards of
             unequal length need it: a rank cannot infer it.
         layout: which positions each rank holds.
@@ -130,14 +134,16 @@ def attention(
     Source: ring attention, Liu et al. 2023, arXiv:2310.01889.
     """
     compiling = torch.compiler.is_compiling()
+    group, given_seq_dim = None, seq_dim
     try:
         for name, x in (("query", query), ("key", key), ("value", value)):
             if not isinstance(x, Tensor):
                 raise ArgumentError(describe(name, "a tensor", type(x).__name__, "use torch.as_tensor"))
         axis, seq_dim = _find_cp_axis(query, key, value, mesh, seq_dim)
-        _check_types(layout, mask, seq_len, scale)
-        _check_softcap(softcap)
-        _check_chunks_wanted(head_chunks)
+        group = axis.group
+        _check_types(layout, mask, seq_len)
+        _check_options(scale, softcap, head_chunks, deterministic, return_lse)
+        _check_names(method=method, kernel=kernel, transport=transport)
         _check_dropout(dropout_p, dropout_seed)
         tensors = Tensors(mask.documents, mask.key_padding, layout.tensor, sinks, alibi_slopes, relative_bias, bias)
         if dropout_p:
@@ -158,9 +164,9 @@ def attention(
         options = Options(
             layout=layout.spec(),
             mask=mask.spec(),
-            scale=1 / math.sqrt(query.shape[-1]) if scale is None else float(guard_scalar(scale)),
-            softcap=0.0 if softcap is None else float(guard_scalar(softcap)),
-            dropout_p=float(guard_scalar(dropout_p)),
+            scale=1 / math.sqrt(query.shape[-1]) if scale is None else _as_float(scale),
+            softcap=0.0 if softcap is None else _as_float(softcap),
+            dropout_p=_as_float(dropout_p),
             first_head=_first(query, 2 if seq_dim == 1 else 1) if dropout_p else 0,
             first_batch=_first(query, 0) if dropout_p and seq_dim != 0 else 0,
             method=method,
@@ -184,9 +190,10 @@ def attention(
                 local = local._replace(documents=None, key_padding=None)
             make_plan(q, k, v, local, seq_len, axis.group, options)
     except Exception as error:
-        group = None if compiling or not checking() else _group_that_waits(query, mesh)
-        if group is not None:
-            announce_refusal(group, error)
+        if not compiling and checking():
+            group = group or _group_that_waits(query, mesh, given_seq_dim)
+            if group is not None:
+                announce_refusal(group, error)
         raise
 
     arguments = (seq_len, seq_dim, axis.group_name, options.spec())
@@ -249,7 +256,7 @@ def _find_cp_axis(
         raise UnsupportedError(
             describe("mesh", "the 1-D DeviceMesh of the cp axis", f"{mesh.ndim} axes", 'pass one axis, mesh["cp"]')
         )
-    if seq_dim not in (None, 0, 1, 2):
+    if seq_dim is not None and (type(seq_dim) is not int or seq_dim not in FORMATS):
         raise ArgumentError(
             describe("seq_dim", "2 [B, H, S, D], 1 [B, S, H, D] or 0 [T, H, D]", seq_dim, "seq_dim=2 is SDPA's format")
         )
@@ -315,33 +322,35 @@ def _find_cp_axis(
                 'pass mesh=mesh["your cp axis"]',
             )
         )
-    placement = query.placements[axes[0]]
     if seq_dim is None:
-        if not isinstance(placement, Shard) or placement.dim not in (0, 1, 2):
-            raise ArgumentError(
-                describe(
-                    "query's placement on the cp axis",
-                    "Shard(seq_dim)",
-                    placement,
-                    "an unsharded sequence needs no context parallelism: shard it, or call SDPA",
+        seq_dim, placement = 2, query.placements[axes[0]]
+        if placement != Shard(seq_dim):
+            hint = "an unsharded sequence needs no context parallelism: shard it, or call SDPA"
+            if placement in (Shard(0), Shard(1)):  # another format, or heads or batch on the wrong axis
+                form = FORMATS[placement.dim]
+                hint = (
+                    f"pass seq_dim={placement.dim} if it is {form}; the cp axis shards the sequence, not heads or batch"
                 )
-            )
-        seq_dim = placement.dim
+            expected = f"Shard({seq_dim}), the sequence of {FORMATS[seq_dim]}"
+            raise ArgumentError(describe("query's placement on the cp axis", expected, placement, hint))
     return _CPAxis(whole.get_group(axes[0]), whole.size(axes[0]), axes[0]), seq_dim
 
 
-def _group_that_waits(query: Tensor, mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+def _group_that_waits(query: Tensor, mesh: DeviceMesh | None, seq_dim: int | None) -> dist.ProcessGroup | None:
     """The cp group, as far as it can be told from arguments of which some were refused."""
     if isinstance(mesh, DeviceMesh) and mesh.ndim == 1:
         return mesh.get_group()
-    if isinstance(query, DTensor):
-        names = query.device_mesh.mesh_dim_names or ()
-        if "cp" in names or query.device_mesh.ndim == 1:
-            return query.device_mesh.get_group(names.index("cp") if "cp" in names else 0)
-    return None
+    if not isinstance(query, DTensor):
+        return None
+    whole, names = query.device_mesh, query.device_mesh.mesh_dim_names or ()
+    sequence = Shard(2 if seq_dim is None else seq_dim)
+    axes = [i for i, placement in enumerate(query.placements) if placement == sequence]
+    if seq_dim is None and "cp" in names:
+        axes = [names.index("cp")]
+    return whole.get_group(axes[0]) if len(axes) == 1 else None
 
 
-def _check_types(layout: object, mask: object, seq_len: object, scale: object) -> None:
+def _check_types(layout: object, mask: object, seq_len: object) -> None:
     if not isinstance(layout, Layout):
         raise ArgumentError(
             describe("layout", "a Layout", repr(layout), "ZigZag(), Striped(), Contiguous(), Permuted(...)")
@@ -357,19 +366,45 @@ def _check_types(layout: object, mask: object, seq_len: object, scale: object) -
         raise ArgumentError(describe("mask", "a Mask", type(mask).__name__, hint))
     if seq_len is not None and (isinstance(seq_len, bool) or not isinstance(seq_len, int | torch.SymInt)):
         raise ArgumentError(describe("seq_len", "an int, tokens in the whole sequence", repr(seq_len), "or None"))
-    if scale is not None and (isinstance(scale, Tensor) or not 0 < scale < math.inf):  # type: ignore[operator]
+
+
+def _check_options(
+    scale: object, softcap: object, head_chunks: object, deterministic: object, return_lse: object
+) -> None:
+    if scale is not None and (not _is_number(scale) or not 0 < scale < math.inf):  # type: ignore[operator]
         hint = "multiply q by a learned or negative scale instead"
-        raise ArgumentError(describe("scale", "a positive number", scale, hint))
-
-
-def _check_softcap(softcap: object) -> None:
-    if softcap is not None and (isinstance(softcap, bool | Tensor) or not 0 < softcap < math.inf):  # type: ignore[operator]
-        raise ArgumentError(describe("softcap", "a positive number or None", softcap, "None leaves scores unbounded"))
-
-
-def _check_chunks_wanted(head_chunks: int | None) -> None:
+        raise ArgumentError(describe("scale", "a positive number", _shown(scale), hint))
+    if softcap is not None and (not _is_number(softcap) or not 0 < softcap < math.inf):  # type: ignore[operator]
+        hint = "None leaves scores unbounded"
+        raise ArgumentError(describe("softcap", "a positive number or None", _shown(softcap), hint))
     if head_chunks is not None and (type(head_chunks) is not int or head_chunks < 1):
         raise ArgumentError(describe("head_chunks", "a positive int or None", repr(head_chunks), "None is automatic"))
+    if deterministic is not None and not isinstance(deterministic, bool):
+        hint = "None follows torch.use_deterministic_algorithms"
+        raise ArgumentError(describe("deterministic", "True, False or None", repr(deterministic), hint))
+    if not isinstance(return_lse, bool):
+        raise ArgumentError(describe("return_lse", "True or False", _shown(return_lse), "it adds a second result"))
+
+
+def _check_names(**names: object) -> None:
+    """Of things that are chosen by name; which names there are is known where they are looked up."""
+    for what, name in names.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ArgumentError(describe(what, "a name", repr(name), f"{what}='auto' works"))
+
+
+def _as_float(x: Any) -> float:
+    """Of Python's numbers, symbolic ones or NumPy's."""
+    return float(guard_scalar(x if isinstance(x, int | float | torch.SymInt | torch.SymFloat) else float(x)))
+
+
+def _shown(x: object) -> object:
+    """As a message says it: "1" is not 1."""
+    return repr(x) if isinstance(x, str) else x
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, numbers.Real | torch.SymInt | torch.SymFloat) and not isinstance(x, bool)
 
 
 def local_scores(scores: Mapping[str, Any], query: DTensor, seq_dim: int) -> dict[str, Any]:
@@ -414,8 +449,9 @@ def _score_placements(name: str, x: Tensor, query: DTensor, seq_dim: int) -> tup
 
 
 def _check_dropout(dropout_p: object, seed: object) -> None:
-    if isinstance(dropout_p, bool | Tensor) or not 0 <= dropout_p < 1:  # type: ignore[operator]
-        raise ArgumentError(describe("dropout_p", "a probability in [0, 1)", dropout_p, "dropout_p=0.0 drops nothing"))
+    if not _is_number(dropout_p) or not 0 <= dropout_p < 1:  # type: ignore[operator]
+        hint = "dropout_p=0.0 drops nothing"
+        raise ArgumentError(describe("dropout_p", "a probability in [0, 1)", _shown(dropout_p), hint))
     if dropout_p and seed is None:
         hint = "pass a number that is equal on all cp ranks and another in every layer and step"
         raise ArgumentError(describe("dropout_seed", "an int or an int64 tensor beside dropout_p", None, hint))
@@ -444,7 +480,7 @@ def _first(x: Tensor, dim: int) -> int:
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """What autocast would make of q, k, v; done here so that checks see the dtypes that the kernel will."""
     device_type = tensors[0].device.type
-    if not torch.is_autocast_enabled(device_type):
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
@@ -454,10 +490,11 @@ def _check_format(query: Tensor, key: Tensor, value: Tensor, seq_dim: int, compi
     ndim = 3 if seq_dim == 0 else 4
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim != ndim:
-            form = {0: "[T, H, D]", 1: "[B, S, H, D]", 2: "[B, H, S, D]"}[seq_dim]
-            raise ArgumentError(
-                describe(name, f"{form} for seq_dim={seq_dim}", tuple(x.shape), "seq_dim tells the format")
-            )
+            expected = f"{FORMATS[seq_dim]} for seq_dim={seq_dim}"
+            raise ArgumentError(describe(name, expected, tuple(x.shape), "seq_dim tells the format"))
+    if query.shape[-1] == 0:
+        got, hint = tuple(query.shape), "scores of no features are all 0"
+        raise ArgumentError(describe("query", "a head dim of 1 or more", got, hint))
     if compiling or isinstance(query, DTensor):  # of others the op sees them whole
         check_tensors(*(to_bhsd(x, seq_dim) for x in (query, key, value)))
 
@@ -495,25 +532,31 @@ def check_placements(query: DTensor, key: Tensor, value: Tensor, cp_axis: int | 
             raise UnsupportedError(
                 describe(here, "no second shard of the sequence", placement, "gather the sequence over this axis first")
             )
-        elif placement == Shard(head_dim):
-            for name, heads in (("query", query.shape[head_dim]), ("kv", key.shape[head_dim])):
-                if heads % mesh.size(i):
-                    raise ArgumentError(
-                        describe(
-                            f"{name} heads",
-                            f"a multiple of axis {names[i]!r}'s size {mesh.size(i)}",
-                            heads,
-                            f"use a size that divides both {query.shape[head_dim]} and {key.shape[head_dim]}",
-                        )
-                    )
-        elif placement == Shard(0) and seq_dim != 0:
-            if query.shape[0] % mesh.size(i):
-                raise ArgumentError(
-                    describe("batch", f"a multiple of {mesh.size(i)}", query.shape[0], "pad or regroup the batch")
-                )
-        else:
+        elif placement != Shard(head_dim) and (placement != Shard(0) or seq_dim == 0):
             hint = "redistribute it first" if isinstance(placement, Partial) else "shard heads or batch instead"
             raise UnsupportedError(describe(here, "Shard of heads or batch, or Replicate", placement, hint))
+    # Several axes may shard one dim: it is their product that has to divide it.
+    sizes = {"query heads": query.shape[head_dim], "kv heads": key.shape[head_dim]}
+    _check_divides(mesh, names, placements, head_dim, sizes, f"use a size that divides {sizes['kv heads']} kv heads")
+    if seq_dim != 0:
+        _check_divides(mesh, names, placements, 0, {"batch": query.shape[0]}, "pad or regroup the batch")
+
+
+def _check_divides(
+    mesh: DeviceMesh,
+    names: Sequence[str],
+    placements: Sequence[Placement],
+    dim: int,
+    sizes: Mapping[str, int],
+    hint: str,
+) -> None:
+    """Refuse sizes of a dim that the axes sharding it do not divide together: its shards would be unequal."""
+    axes = [i for i, placement in enumerate(placements) if placement == Shard(dim)]
+    parts = math.prod(mesh.size(i) for i in axes)
+    for what, size in sizes.items():
+        if size % parts:
+            of = f"axis {names[axes[0]]!r}" if len(axes) == 1 else " x ".join(f"axis {names[i]!r}" for i in axes)
+            raise ArgumentError(describe(what, f"a multiple of {of}'s size {parts}", size, hint))
 
 
 def _check_chunks(length: int, size: int, layout: Layout) -> None:

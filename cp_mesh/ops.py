@@ -12,6 +12,7 @@ The tensors after q, k and v are those of `plan.Tensors`; of the scores' the bac
 this rank's share of a sum over ranks, and empty where they are not wanted.
 """
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -218,8 +219,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, *tensors, out, lse = ctx.saved_tensors
         needed = ctx.needs_input_grad[4 : 4 + NUM_TENSORS]
         wanted = [name for name, need in zip(Tensors._fields, needed, strict=True) if need]
-        if dout is None and dlse is None:
-            return (None,) * len(ctx.needs_input_grad)
+        # Without any gradient too: on the other ranks there may be some, which wait for this one in the ring.
         dout = torch.zeros_like(out) if dout is None else _placed_like(dout, out)
         dlse = None if dlse is None else _placed_like(dlse, lse)
         dq, dk, dv, *others = attention_backward_op(
@@ -258,6 +258,9 @@ def _with_autograd(op: torch._ops.OpOverload, graph: Any, keys: torch._C.Dispatc
             describe(str(op), "inputs without tangents", "forward-mode derivatives", "use backward()")
         )
     graded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if graded and torch._C._are_functorch_transforms_active():
+        hint = "use torch.autograd.grad, or backward()"
+        raise UnsupportedError(describe(str(op), "no transform of torch.func", "torch.func.grad or the like", hint))
     return graph.apply(keys, *inputs) if graded else _below_autograd(op, keys, inputs)
 
 
@@ -342,6 +345,12 @@ def _require_sharded(specs, seq_dim: int, group_name: str) -> None:  # type: ign
                         "shard the sequence on the cp axis alone",
                     )
                 )
+    for spec in specs:
+        for dim in {0, 1, 2} - {seq_dim}:
+            parts = math.prod(mesh.size(axis) for axis, p in enumerate(spec.placements) if p == Shard(dim))
+            if spec.shape[dim] % parts:
+                hint = "use sizes whose product divides it"
+                raise ValueError(describe(f"size of dim {dim}", f"a multiple of {parts}", spec.shape[dim], hint))
 
 
 def _tensor_placements(tensors: Tensors, part: str) -> list[Placement | None]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from ranks import mesh, num_collectives
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cp_mesh import Contiguous, Mask, Permuted, Striped, attention, check_mode
 
@@ -209,6 +209,25 @@ def disagree_compiled(rank: int) -> None:
 def test_dtensors_and_compiled_calls(pool: Any, call: Callable[..., None]) -> None:
     for error in pool(WORLD_SIZE).run_expecting_error(call):
         assert error is not None and error.type == "RankMismatchError", error
+
+
+def refuse_dtensors(rank: int, told: dict[str, Any], odd: dict[str, Any]) -> None:
+    """A refusal on one rank alone, of DTensors whose cp axis has another name."""
+    grid = mesh((1, WORLD_SIZE), ("rest", "sequence"))
+    options: dict[str, Any] = {
+        name: DTensor.from_local(x, grid, (Replicate(), Shard(2))) for name, x in tensors().items()
+    }
+    options |= {"mesh": grid["sequence"]} if told.get("mesh") else told
+    with check_mode():
+        attention(**options | (odd if rank == ODD else {}))
+
+
+@pytest.mark.parametrize("odd", [{"scale": -1.0}, {"kernel": "none of them"}, {"seq_len": 7}, {"mask": None}], ids=str)
+@pytest.mark.parametrize("told", [{"mesh": True}, {"seq_dim": 2}], ids=str)
+def test_a_refusal_is_heard_on_an_axis_of_any_name(pool: Any, told: dict[str, Any], odd: dict[str, Any]) -> None:
+    errors = pool(WORLD_SIZE).run_expecting_error(refuse_dtensors, told, odd, timeout=5.0)
+    for rank, error in enumerate(errors):
+        assert error is not None and error.type == ("ArgumentError" if rank == ODD else "RankMismatchError"), error
 
 
 def refuse_before_the_group(rank: int) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from dense import make_qkv
 from model import Core, DenseCore, DenseScoredCore, Model, ScoredCore, batch, tensor_parallel_plan
 from ranks import mesh
 from torch import Tensor, nn
@@ -223,3 +224,34 @@ def test_gradients_are_those_of_one_rank(pool: Any, setup: Setup) -> None:
             for name, grad in got[when].items():
                 error = (grad - want[when][name]).abs().max() / want[when][name].abs().max()
                 assert error <= TOLERANCE, f"rank {rank}: gradient of {name} {when} clipping is off by {error:.1e}"
+
+
+class Undefined(torch.autograd.Function):
+    """Passes no gradient on: that of its input is undefined, not zero."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+def undefined_on_one_rank(rank: int) -> tuple[Tensor, Tensor]:
+    """dk of this rank, and as it would be if rank 0's gradient of out were zero."""
+    rows, found = cp_mesh.ZigZag().positions(16, 2, rank), []
+    for undefined in (True, False):
+        q, k, v, dout = (x[:, :, rows].clone() for x in make_qkv(1, 2, 1, 16, 4))
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = cp_mesh.attention(*leaves, mesh=mesh((2,), ("cp",)))
+        if rank == 0:
+            out = Undefined.apply(out) if undefined else out * 0.0
+        (out * dout).sum().backward()
+        found.append(k.grad)
+    return tuple(found)
+
+
+def test_a_rank_without_gradient_serves_the_others(pool):
+    for rank, (got, want) in enumerate(pool(2).run(undefined_on_one_rank, timeout=20.0)):
+        assert got is not None and torch.equal(got, want) and (rank == 1 or bool((got != 0).any()))

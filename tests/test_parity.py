@@ -193,7 +193,10 @@ def dtensors(
             for name in ("q", "k", "v", "dout", "dlse")
         )
         if "batch" in parts:  # tensors of the mask are those of this rank's batch rows
-            dp_rank, dp_size = grid.get_coordinate()[parts.index("batch")], shape[parts.index("batch")]
+            dp_rank, dp_size = 0, 1
+            for part, coordinate, axis_size in zip(parts, grid.get_coordinate(), shape, strict=True):
+                if part == "batch":
+                    dp_rank, dp_size = dp_rank * axis_size + coordinate, dp_size * axis_size
             own = {
                 name: x.chunk(dp_size)[dp_rank]
                 for name, x in (("documents", mask.documents), ("key_padding", mask.key_padding))
@@ -213,8 +216,9 @@ def dtensors(
             # Local tensors are taken too: their gradients are this rank's share.
             given[name] = (placed_x if (i + j) % 2 else placed_x.to_local().clone()).requires_grad_()
             summed[f"d{name}"] = [score_placements(name, x.shape, part)[1] for part in parts]
-        # Three ways to tell the cp axis.
+        # Three ways to tell the cp axis; formats other than SDPA's are always said.
         options = ({}, {"mesh": grid["cp"]}, {"seq_dim": case.seq_dim})[i % 3]
+        options |= {"seq_dim": case.seq_dim} if case.seq_dim != 2 else {}
         options |= {"layout": layout, "mask": mask, "kernel": case.kernel} | given
         got = call([x.requires_grad_() for x in (q, k, v)], [dout, dlse], case.through_lse, options)
         for name, on in summed.items():
@@ -233,6 +237,11 @@ def dtensors(
 
 
 HEADS_ON_TP, BATCH_ON_DP = {"tp": "heads"}, {"dp": "batch"}
+TWO_AXES = [  # one dim on two axes: its shards are those of the product
+    ((2, 2, 1), ("tp", "tp2", "cp"), HEADS_ON_TP | {"tp2": "heads"}),
+    ((2, 1, 2), ("dp", "cp", "dp2"), BATCH_ON_DP | {"dp2": "batch"}),
+    ((1, 2, 2), ("dp", "tp", "cp"), HEADS_ON_TP | {"dp": "heads"}),
+]
 
 
 @pytest.mark.parametrize(
@@ -260,6 +269,21 @@ def test_dtensors(pool, shape, names, placed):
                 ("documents", "zigzag", "reference"),
                 ("everything", "shuffled", "reference"),
             ),
+        )
+        if seq_dim or "batch" not in placed.values()
+    ]
+    report(pool(4).run(dtensors, shape, names, placed, cases, timeout=300))
+
+
+@pytest.mark.parametrize(("shape", "names", "placed"), TWO_AXES, ids=str)
+def test_one_dim_on_two_axes(pool, shape, names, placed):
+    """What depends on global indices, as dropout does on heads and batch rows, counts the shards of both axes."""
+    sizes = (4, 5, 4) if "batch" in placed.values() else None
+    cases = [
+        Case(layout, mask, 16, (8, 4), seq_dim, scores=scores, sizes=sizes)
+        for scores, (layout, mask, seq_dim) in product(
+            ("plain", "every score", "dropout, sinks and alibi"),
+            (("zigzag", "causal", 2), ("contiguous", "documents", 1), ("striped", "full", 0)),
         )
         if seq_dim or "batch" not in placed.values()
     ]

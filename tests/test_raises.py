@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from collections import UserDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -49,9 +52,14 @@ def cp_tp(cp_size: int = 2, tp_size: int = 2, names: tuple[str, ...] = ("cp", "t
     return mesh((cp_size, tp_size), names)
 
 
+def two_axes() -> DeviceMesh:
+    """One dim may be sharded on two axes beside cp."""
+    return mesh((2, 2, 1), ("first", "second", "cp"))
+
+
 def make_meshes() -> None:
     """Create every mesh of this file, in one order on all ranks: creation is collective."""
-    cp(), cp_tp(), cp_tp(1, 4), cp_tp(names=("rows", "columns")), cp_tp(names=("dp", "cp"))
+    cp(), cp_tp(), cp_tp(1, 4), cp_tp(names=("rows", "columns")), cp_tp(names=("dp", "cp")), two_axes()
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -262,7 +270,17 @@ CASES: dict[str, Case] = {
     "unequal shards unsaid": refused(ARGUMENT, "local sequence length", "striped", "seq_len=")(
         lambda: attend(layout=Striped(), seq_len=S + 4)
     ),
+    "no features": refused(ARGUMENT, "query", "head dim of 1 or more", "(2, 8, 6, 0)")(lambda: attention(**local(D=0))),
+    "no features, as DTensors": refused(ARGUMENT, "query", "head dim of 1 or more", "(2, 8, 24, 0)")(
+        lambda: attend_placed(cp(), (SHARD_SEQ,), ((B, H, S, 0), (B, K, S, 0), (B, K, S, D)))
+    ),
     # Masks and layouts.
+    "a word for causal": refused(ARGUMENT, "Mask", "True or False for causal", "'x'")(
+        lambda: attend(mask=Mask(causal="x"))
+    ),
+    "an index of fractions": refused(ARGUMENT, "Permuted", "integers", "torch.float32", "torch.argsort")(
+        lambda: attend(layout=Permuted([0.5, 1.5]))
+    ),
     "documents of a shard": refused(ARGUMENT, "Mask.documents", "[2, 24]", "(2, 6)", "never sharded")(
         lambda: attend(mask=Mask(documents=torch.zeros(B, ROWS, dtype=torch.int64)))
     ),
@@ -304,6 +322,25 @@ CASES: dict[str, Case] = {
         lambda: attend(layout=Permuted([0, 0, *range(2, S)]))
     ),
     # Options.
+    "a word for the scale": refused(ARGUMENT, "scale", "a positive number", "'1'")(lambda: attend(scale="1")),
+    "a scale that is not a number": refused(ARGUMENT, "scale", "a positive number", "nan")(
+        lambda: attend(scale=float("nan"))
+    ),
+    "a word for dropout": refused(ARGUMENT, "dropout_p", "a probability", "'0.1'")(
+        lambda: attend(dropout_p="0.1", dropout_seed=1)
+    ),
+    "a number for deterministic": refused(ARGUMENT, "deterministic", "True, False or None", "got 1")(
+        lambda: attend(deterministic=1)
+    ),
+    "a separator in a kernel's name": refused(ARGUMENT, "kernel", "a name", "'a|b'", "kernel='auto' works")(
+        lambda: attend(kernel="a|b")
+    ),
+    "no transport": refused(ARGUMENT, "transport", "a name", "None", "transport='auto' works")(
+        lambda: attend(transport=None)
+    ),
+    "a gradient by torch.func": refused(UNSUPPORTED, "no transform of torch.func", "backward()")(
+        lambda: torch.func.grad(lambda q: attention(**local() | {"query": q}).sum())(local()["query"])
+    ),
     "dropout without a seed": refused(ARGUMENT, "dropout_seed", "None", "equal on all cp ranks")(
         lambda: attend(dropout_p=0.1)
     ),
@@ -444,7 +481,7 @@ CASES: dict[str, Case] = {
     "some DTensors": refused(ARGUMENT, "all DTensors or all local tensors", "Tensor, DTensor, DTensor", "from_local")(
         attend_plain_query
     ),
-    "sequence not sharded": refused(ARGUMENT, "cp", "Shard(seq_dim)", "shard it, or call SDPA")(
+    "sequence not sharded": refused(ARGUMENT, "cp", "Shard(2), the sequence", "shard it, or call SDPA")(
         lambda: attend_placed(cp_tp(), (REPLICATE, Shard(1)))
     ),
     "sequence not sharded, seq_dim given": refused(ARGUMENT, "query's placements", "unsharded sequence")(
@@ -453,7 +490,7 @@ CASES: dict[str, Case] = {
     "sequence not sharded, mesh and seq_dim given": refused(ARGUMENT, "axis 'cp'", "Shard(2), the sequence")(
         lambda: attend_placed(cp_tp(), (REPLICATE, Shard(1)), seq_dim=2, mesh=cp_tp()["cp"])
     ),
-    "sequence on the wrong axis": refused(ARGUMENT, "cp", "Shard(seq_dim)", "unsharded sequence")(
+    "sequence on the wrong axis": refused(ARGUMENT, "cp", "Shard(2), the sequence", "unsharded sequence")(
         lambda: attend_placed(cp_tp(), (REPLICATE, SHARD_SEQ))
     ),
     "sequence on two axes": refused(UNSUPPORTED, "axis 'tp'", "no second shard of the sequence", "gather")(
@@ -468,22 +505,43 @@ CASES: dict[str, Case] = {
     "head dim sharded": refused(UNSUPPORTED, "axis 'tp'", "S(3)", "shard heads or batch instead")(
         lambda: attend_placed(cp_tp(), (SHARD_SEQ, Shard(3)))
     ),
-    "head dim sharded on cp": refused(ARGUMENT, "placement on the cp axis", "S(3)", "Shard(seq_dim)")(
+    "head dim sharded on cp": refused(ARGUMENT, "placement on the cp axis", "S(3)", "Shard(2)")(
         lambda: attend_placed(cp_tp(), (Shard(3), Shard(1)))
     ),
     "kv replicated, q by head": refused(ARGUMENT, "key's placements", "those of query", "shard q, k and v alike")(
         lambda: attend_placed(cp_tp(), (SHARD_SEQ, Shard(1)), kv=(SHARD_SEQ, REPLICATE))
     ),
-    "kv heads that tp cannot divide": refused(ARGUMENT, "kv heads", "axis 'tp'", "size 4", "got 2", "divides both")(
-        lambda: attend_placed(cp_tp(1, 4), (SHARD_SEQ, Shard(1)), heads(8, 2))
-    ),
+    "kv heads that tp cannot divide": refused(
+        ARGUMENT, "kv heads", "axis 'tp'", "size 4", "got 2", "divides 2 kv heads"
+    )(lambda: attend_placed(cp_tp(1, 4), (SHARD_SEQ, Shard(1)), heads(8, 2))),
     "query heads that tp cannot divide": refused(ARGUMENT, "query heads", "axis 'tp'", "size 4", "got 6")(
         lambda: attend_placed(cp_tp(1, 4), (SHARD_SEQ, Shard(1)), heads(6, 6))
     ),
-    "batch that dp cannot divide": refused(ARGUMENT, "batch", "multiple of 2", "got 3", "regroup the batch")(
+    "batch that dp cannot divide": refused(ARGUMENT, "batch", "axis 'dp'", "size 2", "got 3", "regroup the batch")(
         lambda: attend_placed(
             cp_tp(names=("dp", "cp")), (Shard(0), SHARD_SEQ), ((3, H, S, D), (3, K, S, D), (3, K, S, D))
         )
+    ),
+    "kv heads that two axes divide, but not their product": refused(
+        ARGUMENT, "kv heads", "axis 'first' x axis 'second''s size 4", "got 6", "divides 6 kv heads"
+    )(lambda: attend_placed(two_axes(), (Shard(1), Shard(1), SHARD_SEQ), heads(24, 6))),
+    "fewer kv heads than the product of two axes": refused(ARGUMENT, "kv heads", "size 4", "got 2")(
+        lambda: attend_placed(two_axes(), (Shard(1), Shard(1), SHARD_SEQ), heads(4, 2))
+    ),
+    "query heads that two axes divide, but not their product": refused(ARGUMENT, "query heads", "size 4", "got 6")(
+        lambda: attend_placed(two_axes(), (Shard(1), Shard(1), SHARD_SEQ), heads(6, 6))
+    ),
+    "batch that two axes divide, but not their product": refused(ARGUMENT, "batch", "size 4", "got 6", "regroup")(
+        lambda: attend_placed(two_axes(), (Shard(0), Shard(0), SHARD_SEQ), ((6, H, S, D), (6, K, S, D), (6, K, S, D)))
+    ),
+    "heads on the cp axis": refused(ARGUMENT, "Shard(2), the sequence of [B, H, S, D]", "S(1)", "pass seq_dim=1 if")(
+        lambda: attend_placed(cp(), (Shard(1),), heads(H, H))
+    ),
+    "[B, S, H, D] unsaid": refused(ARGUMENT, "Shard(2), the sequence", "S(1)", "seq_dim=1 if it is [B, S, H, D]")(
+        lambda: attend_placed(cp(), (Shard(1),), ((B, S, H, D), (B, S, K, D), (B, S, K, D)))
+    ),
+    "packed unsaid": refused(ARGUMENT, "Shard(2), the sequence", "S(0)", "seq_dim=0 if it is [T, H, D]")(
+        lambda: attend_placed(cp(), (Shard(0),), ((S, H, D), (S, K, D), (S, K, D)))
     ),
     "no axis named cp": refused(ARGUMENT, "cp axis", 'an axis named "cp", or mesh= or seq_dim=', "rows", "columns")(
         lambda: attend_placed(cp_tp(names=("rows", "columns")), (SHARD_SEQ, Shard(1)))
@@ -675,6 +733,62 @@ def test_every_rank_refuses(name: str, outcomes: list[dict[str, Outcome]]) -> No
         missing = [part for part in case.says if part not in message]
         assert not missing, f"rank {rank} does not say {missing}: {message}"
         assert num_collectives == 0
+
+
+# Options of other types and values than those of the table above. A call with them is refused in words of this library,
+# or computes: what would be taken for something else is none of both.
+JUNK: dict[str, Any] = {
+    "None": None, "True": True, "0": 0, "1": 1, "-1": -1, "a fraction": 0.5, "nan": float("nan"), "inf": float("inf"),
+    "a word": "x", "words": "a|b,c:d", "no word": "", "bytes": b"1", "a list": [1], "a dict": {}, "an object": object(),
+    "a type": int, "a tensor": torch.ones(3), "a bool tensor": torch.ones(1, dtype=torch.bool),
+    "a complex number": 1j, "a meta tensor": torch.ones(8, device="meta"), "a numpy number": np.float32(0.5),
+}  # fmt: skip
+MEANINGFUL = {  # what may pass: by option, names of values
+    "scale": {"None", "1", "a fraction", "a numpy number"},
+    "softcap": {"None", "1", "a fraction", "a numpy number"},
+    "dropout_p": {"0", "a fraction", "a numpy number"},  # with a seed
+    "dropout_seed": {"None", "0", "1"},
+    "head_chunks": {"None", "1"},
+    "deterministic": {"None", "True"},
+    "seq_dim": {"None"},
+    "seq_len": {"None"},
+    "causal": {"True"},
+    "prefix": {"0", "1"},
+    "length": {"None", "0", "1"},
+}
+OPTIONAL_TENSORS = {"sinks", "alibi_slopes", "relative_bias", "bias", "documents", "key_padding"}
+
+
+def junk(rank: int) -> list[str]:
+    """Options and values that were neither refused in this library's words nor meant anything."""
+    make_meshes()
+    of_masks = [field.name for field in fields(Mask)]
+    options = [*inspect.signature(attention).parameters, *of_masks]
+    problems = []
+    for option, (name, value) in product(options, JUNK.items()):
+        seed = {"dropout_seed": 1} if option == "dropout_p" else {"dropout_p": 0.5} if option == "dropout_seed" else {}
+        before = num_collectives()
+        try:
+            given = {"mask": Mask(**{option: value})} if option in of_masks else {option: value}
+            attention(**local() | seed | given)
+        except (cp_mesh.ArgumentError, cp_mesh.UnsupportedError) as error:
+            if num_collectives() != before or not str(error):
+                problems.append(f"{option}={name}: refused after a collective: {error}")
+            continue
+        except Exception as error:
+            problems.append(f"{option}={name}: {type(error).__name__}: {error}")
+            continue
+        allowed = MEANINGFUL.get(option, set()) | ({"None"} if option in OPTIONAL_TENSORS else set())
+        if option == "return_lse":
+            allowed = {"True"}
+        if name not in allowed and not (option == "window" and name == "None"):
+            problems.append(f"{option}={name} computed something")
+    return problems
+
+
+def test_nothing_is_taken_for_something_else(pool: Any) -> None:
+    for problems in pool(WORLD_SIZE).run(junk, timeout=120.0):
+        assert not problems, "\n".join(problems)
 
 
 def refused_then_right(rank: int) -> Tensor:
