@@ -259,7 +259,13 @@ def draw_schedules(seed: int) -> tuple[int, str | Layout, dict[str, Any], int, b
         return cp, draw_layout(r, r.choice(("contiguous", "zigzag", "striped", "balanced")), mask, S, cp), mask, S, True
     cp = r.randint(5, 8)
     S = 17 * cp  # every position is a piece: from 256 pairs of them on, pieces are compared as vectors
-    return cp, draw_runs(r, S, 1), draw_mask(r, 2, S), S, False
+    conditions = (
+        {"causal": True, "prefix": 0},
+        {"causal": True, "prefix": r.randint(1, S)},
+        {"window": (r.randint(0, S), None)},
+        {"window": (None, r.randint(0, S))},
+    )
+    return cp, draw_runs(r, S, 1), draw_mask(r, 2, S) | conditions[seed // 2 % 4], S, False
 
 
 def test_every_pair_once():
