@@ -4,7 +4,7 @@ A trial is drawn from its seed: seeds 0 to CP_MESH_CASES - 1 run, or as many fro
 ranks is 1 + seed % 8. The default takes about a minute on two cores; for a longer search, and for one seed again:
 
     CP_MESH_CASES=20000 python3 tests/run.py tests/test_random_cases.py
-    CP_MESH_FIRST_CASE=1234 CP_MESH_CASES=1 python3 tests/run.py tests/test_random_cases.py -k random_cases
+    CP_MESH_FIRST_CASE=1234 CP_MESH_CASES=1 python3 tests/run.py tests/test_random_cases.py
 
 A failure prints the seed and the `Trial`, which can be pasted into `ROWS` to be run every time. test_properties.py
 draws from fewer options on at most four ranks, and has hypothesis reduce what fails.
