@@ -109,6 +109,14 @@ BANDS = ("causal", "full")
 """Masks whose tiles are full or causal, whatever the layout of runs: those that every kernel takes."""
 
 
+def make_scores(scores: str | dict[str, Any], B: int, H: int, S: int) -> dict[str, Any]:
+    """Options of the scores by name, or given one by one: a tuple then stands for a random tensor of that shape."""
+    if isinstance(scores, str):
+        return SCORES[scores](B, H, S)
+    given = enumerate(scores.items())
+    return {name: _numbers(i, S, *x) if isinstance(x, tuple) else x for i, (name, x) in given}
+
+
 def make_mask(name: str, B: int, S: int) -> Mask:
     return Mask(**MASKS[name](B, S))
 
@@ -121,7 +129,7 @@ def pairs(name: str, B: int, S: int) -> Tensor:
 
 def pairs_of(options: dict[str, Any], S: int) -> Tensor:
     """What a mask of these options must allow; documents and key padding may differ in being shared by the batch."""
-    tensors = {name: x for name, x in options.items() if isinstance(x, Tensor)}
+    tensors = {name: torch.atleast_2d(x) for name, x in options.items() if isinstance(x, Tensor)}
     B = max((len(x) for x in tensors.values()), default=1)
     return dense_mask(S, **options | {name: x.expand(B, S) for name, x in tensors.items()})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import LAYOUTS, SCORES, gap, make_mask, pairs, pairs_of
+from cases import LAYOUTS, gap, make_mask, make_scores, pairs, pairs_of
 from dense import dense_attention, dense_dropout, make_qkv
 from ranks import mesh
 from recording import recording
@@ -232,17 +232,19 @@ class Case:
     """A call of `cp_mesh.attention`.
 
     Attributes:
-        layout: a name of `LAYOUTS`, or the index of a permutation.
+        layout: a name of `LAYOUTS`, the index of a permutation, or the layout itself.
         mask: a name of `MASKS`, or the mask's options.
         S: length of the whole sequence.
         heads: numbers of query and kv heads.
         memory: how inputs lie in memory, see `laid_out`.
         sizes: batch size and head dims of keys and values, instead of `dims`.
-        scores: a name of `SCORES`.
+        scores: a name of `SCORES`, or options as `make_scores` takes them.
         head_chunks: as the library takes it.
+        lse_gradient: whether gradients go through lse too; None: where the kernel is the reference.
+        options: other arguments of `cp_mesh.attention`.
     """
 
-    layout: str | Sequence[int]
+    layout: str | Sequence[int] | Layout
     mask: str | dict[str, Any]
     S: int
     heads: tuple[int, int] = GQA
@@ -251,12 +253,14 @@ class Case:
     memory: str = "contiguous"
     scale: float | None = None
     sizes: tuple[int, int, int] | None = None
-    scores: str = "plain"
+    scores: str | dict[str, Any] = "plain"
     head_chunks: int | None = None
+    lse_gradient: bool | None = None
+    options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def through_lse(self) -> bool:
-        return self.kernel == "reference"
+        return self.kernel == "reference" if self.lse_gradient is None else self.lse_gradient
 
     @property
     def dims(self) -> tuple[int, int, int]:
@@ -264,24 +268,30 @@ class Case:
         return self.sizes or ((B if self.seq_dim else 1), D, (E if self.kernel == "reference" else D))
 
     def make_layout(self) -> Layout:
+        if isinstance(self.layout, Layout):
+            return self.layout
         return LAYOUTS[self.layout](self.S) if isinstance(self.layout, str) else Permuted(self.layout)
 
     def make_mask(self) -> Mask:
         return make_mask(self.mask, self.dims[0], self.S) if isinstance(self.mask, str) else Mask(**self.mask)
 
+    def make_scores(self) -> dict[str, Any]:
+        return make_scores(self.scores, self.dims[0], self.heads[0], self.S)
+
     def oracle(self, seed: int) -> dict[str, Tensor]:
         """Inputs and results of dense attention on the whole sequence, fp64, [B, H, S, D]."""
         named = isinstance(self.mask, str)
         allowed = pairs(self.mask, self.dims[0], self.S) if named else pairs_of(self.mask, self.S)
-        # Masks of the table are cached, so that equal ones are one object.
+        # Masks of the table are cached, so that equal ones are one object; others would be kept for nothing.
+        compute = oracle if named and isinstance(self.scores, str) else oracle.__wrapped__
         expanded = self.memory == "expanded"
-        return oracle(allowed, self.heads, self.dims, expanded, self.through_lse, self.scale, seed, self.scores)
+        return compute(allowed, self.heads, self.dims, expanded, self.through_lse, self.scale, seed, self.scores)
 
 
 @lru_cache(maxsize=512)
 def oracle(
     allowed: Tensor, heads: tuple[int, int], dims: tuple[int, int, int], expanded: bool, through_lse: bool,
-    scale: float | None, seed: int, scores: str,
+    scale: float | None, seed: int, scores: str | dict[str, Any],
 ) -> dict[str, Tensor]:  # fmt: skip
     B, D, E = dims
     inputs = make_qkv(B, *heads, allowed.shape[-1], D, E, seed=seed)
@@ -289,7 +299,7 @@ def oracle(
         inputs = tuple(x[:1].expand_as(x) for x in inputs)
     *qkv, dout = inputs
     qkv = [x.detach().clone().requires_grad_() for x in qkv]
-    given = dense_scores(SCORES[scores](B, heads[0], allowed.shape[-1]), B, heads[0], allowed.shape[-1])
+    given = dense_scores(make_scores(scores, B, heads[0], allowed.shape[-1]), B, heads[0], allowed.shape[-1])
     leaves = {name: x.requires_grad_() for name, x in given.items() if isinstance(x, Tensor) and name != "kept"}
     out, lse = dense_attention(*qkv, allowed, scale, **given)
     dlse = torch.randn(lse.shape, dtype=lse.dtype, generator=torch.Generator().manual_seed(seed + 1))
@@ -305,7 +315,7 @@ def dense_scores(options: dict[str, Any], B: int, H: int, S: int) -> dict[str, A
     given = {name: x.clone() if isinstance(x, Tensor) else x for name, x in options.items()}
     if (p := given.pop("dropout_p", 0.0)) > 0:
         seed = given.pop("dropout_seed")
-        given["kept"] = dense_dropout(B, H, S, p, *(seed.tolist() if isinstance(seed, Tensor) else [seed]))
+        given["kept"] = dense_dropout(B, H, S, p, *(seed.flatten().tolist() if isinstance(seed, Tensor) else [seed]))
     return given
 
 
@@ -370,7 +380,7 @@ def parity(case: Case, axis: DeviceMesh, partial: list[tuple[str, Tensor, Tensor
     layout, (_, _, v_dim) = case.make_layout(), case.dims
     rows = layout.positions(case.S, axis.size(), axis.get_local_rank())
     whole = case.oracle(seed)
-    scores = SCORES[case.scores](case.dims[0], case.heads[0], case.S)
+    scores = case.make_scores()
     of_scores = {f"d{name}" for name in scores}
     shared = {name for name in of_scores & set(whole) if whole[name].ndim < 4 or whole[name].shape[2] == 1}
     local = {name: x.index_select(2, rows) for name, x in whole.items() if name not in shared}
@@ -380,7 +390,7 @@ def parity(case: Case, axis: DeviceMesh, partial: list[tuple[str, Tensor, Tensor
     qkv = [given[name].requires_grad_() for name in "qkv"]
     options = {"mesh": axis, "seq_dim": case.seq_dim, "seq_len": case.S, "layout": layout, "mask": case.make_mask()}
     options |= {"scale": case.scale, "kernel": case.kernel, "head_chunks": case.head_chunks}
-    options |= local_scores(scores, rows)
+    options |= local_scores(scores, rows) | case.options
     got = call(qkv, [given["dout"], want["dlse"]], case.through_lse, options)
     problems = []
     for name, value in got.items():

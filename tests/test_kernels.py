@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from itertools import product
+from unittest import mock
 
 import pytest
 import torch
@@ -323,10 +324,17 @@ H200 = replace(CPU, device="cuda", compute_capability=(9, 0), dtype=torch.bfloat
     ],
 )
 def test_auto_is_a_static_table(request_, name):
+    """Without the optional packages, whether or not they are installed here."""
     if name == "triton" and KERNELS[name].capability.lacking():
         name = "reference"
-    assert choose_kernel("auto", request_) is KERNELS[name]
-    assert choose_kernel(name, request_) is KERNELS[name]
+    optional = {other: KERNELS[other] for other in ("fa4", "fa3", "fa2_package")}
+    absent = {
+        other: replace(kernel, capability=replace(kernel.capability, lacking=lambda: "absent"))
+        for other, kernel in optional.items()
+    }
+    with mock.patch.dict(KERNELS, absent):
+        assert choose_kernel("auto", request_) is KERNELS[name]
+        assert choose_kernel(name, request_) is KERNELS[name]
 
 
 @pytest.mark.parametrize(

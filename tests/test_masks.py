@@ -113,6 +113,31 @@ def test_tile_of_chunks_is_what_ring_attention_calls_it():
     assert Mask().tile(stripes[0], stripes[1]) == Band(1, None)  # strict: the diagonal itself lies ahead
 
 
+NEAR = {
+    "causal": {},
+    "prefix": {"prefix": 7},
+    "window behind": {"causal": False, "window": (5, None)},
+    "window ahead": {"causal": False, "window": (None, 4)},
+    "documents": {"causal": False, "documents": torch.arange(36)[None] // 5},
+}
+"""Each has one of the conditions by which `Mask.near` leaves pairs of pieces out."""
+
+
+@pytest.mark.parametrize("name", NEAR)
+def test_near_pieces_are_those_with_an_allowed_pair(name):
+    """Of 256 pairs of pieces and more, which are compared all at once; the first and last positions of both count."""
+    mask, want = Mask(**NEAR[name]), dense_mask(36, **NEAR[name])[0]
+    pieces, start = [], 0
+    for length in (1, 2, 3) * 6:  # pieces begin at 7, the prefix, and at 6
+        pieces.append(Run(start, 1, length))
+        start += length
+    queries, keys = pieces[::-1], pieces[:16]
+    assert start == 36 and len(queries) * len(keys) >= 256
+    pairs = product(enumerate(keys), enumerate(queries))
+    seen = [(j, i) for (j, k), (i, q) in pairs if want[q.positions()][:, k.positions()].any()]
+    assert list(mask.near(queries, keys)) == seen
+
+
 def test_tiles_of_sorted_documents_are_skipped():
     mask = Mask(causal=False, documents=torch.tensor([[0, 0, 1, 1], [3, 3, 3, 4]]))
     assert mask.tile(Run(0, 1, 2), Run(2, 1, 2)) == PARTIAL  # row 1 sees across

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_aten_kernels
 import test_balancing
 import test_changing_layouts
 import test_flash_attn
@@ -37,6 +38,7 @@ from ranks import Pool
 import cp_mesh
 from cp_mesh import Mask
 from cp_mesh.kernels import KERNELS
+from cp_mesh.masks import CAUSAL
 
 PACKAGE = Path(cp_mesh.__file__).parent
 
@@ -117,6 +119,41 @@ MUTATIONS = [
         "ring.py",
         "forward.step(fetched[0], fetched[1], plan.tiles(stage))",
         "forward.step(fetched[0], fetched[1], plan.tiles(route.stages[0]))",
+        "parity",
+    ),
+    Mutation(
+        "the forward stops after two stages",
+        "ring.py",
+        "        for stage in route.stages:\n            visit(stage)\n",
+        "        for stage in route.stages[:2]:\n            visit(stage)\n",
+        "parity on six ranks",
+    ),
+    Mutation(
+        "the backward stops after two stages of keys",
+        "ring.py",
+        "    for stage in route.stages:\n        visit(stage)\n",
+        "    for stage in route.stages[:2]:\n        visit(stage)\n",
+        "parity on six ranks",
+    ),
+    Mutation(
+        "the backward stops after two stages of queries",
+        "ring.py",
+        "    for stage in route.stages:\n        visit_stage(stage)\n",
+        "    for stage in route.stages[:2]:\n        visit_stage(stage)\n",
+        "parity on six ranks",
+    ),
+    Mutation(
+        "chunks of heads lose the scale in the forward",
+        "ring.py",
+        "_forward(q_c, k_c, v_c, plan.scores.heads(*heads), plan,",
+        "_forward(q_c, k_c, v_c, replace(plan.scores.heads(*heads), scale=q.shape[3] ** -0.5), plan,",
+        "parity",
+    ),
+    Mutation(
+        "chunks of heads lose the scale in the backward",
+        "ring.py",
+        "scores if plan.head_chunks == 1 else scores.heads(*heads)",
+        "scores if plan.head_chunks == 1 else replace(scores.heads(*heads), scale=q.shape[3] ** -0.5)",
         "parity",
     ),
     Mutation(
@@ -292,6 +329,27 @@ MUTATIONS = [
         "flash_attention_for_cpu(q, k, v, 0.0, cover == CAUSAL",
         "flash_attention_for_cpu(q, k, v, 0.0, False",
         "parity",
+    ),
+    Mutation(
+        "gradients of a group's heads are added to those of other kv heads",
+        "kernels/aten.py",
+        '"b (k g) s d -> b k s d", "sum"',
+        '"b (g k) s d -> b k s d", "sum"',
+        "heads of efficient attention",
+    ),
+    Mutation(
+        "kv heads are repeated in another order",
+        "kernels/aten.py",
+        "x.repeat_interleave(groups, dim=1)",
+        "x.repeat(1, groups, 1, 1)",
+        "heads of efficient attention",
+    ),
+    Mutation(
+        "the backward repeats values in another order than keys",
+        "kernels/aten.py",
+        "_expand_heads(t.v, num_heads), None,",
+        "t.v.repeat(1, num_heads // num_kv_heads, 1, 1), None,",
+        "heads of efficient attention",
     ),
     # Scores.
     Mutation(
@@ -575,6 +633,41 @@ MUTATIONS = [
         "parity",
     ),
     Mutation(
+        "a piece is not near itself",
+        "masks.py",
+        "apart |= (k_low[:, None] > q_high) &",
+        "apart |= (k_low[:, None] >= q_high) &",
+        "near pieces",
+    ),
+    Mutation(
+        "the last key of a prefix is not near",
+        "masks.py",
+        "(k_low >= self.prefix)[:, None]",
+        "(k_low + 1 >= self.prefix)[:, None]",
+        "near pieces",
+    ),
+    Mutation(
+        "the oldest keys of a window are not near",
+        "masks.py",
+        "apart |= q_low - k_high[:, None] > left",
+        "apart |= q_low - k_high[:, None] >= left",
+        "near pieces",
+    ),
+    Mutation(
+        "the farthest keys ahead are not near",
+        "masks.py",
+        "apart |= k_low[:, None] - q_high > right",
+        "apart |= k_low[:, None] - q_high >= right",
+        "near pieces",
+    ),
+    Mutation(
+        "keys of the last document of a piece are not near",
+        "masks.py",
+        "((q_low > k_high[:, None]) |",
+        "((q_low >= k_high[:, None]) |",
+        "near pieces",
+    ),
+    Mutation(
         "the last tokens are dropped",
         "layouts.py",
         "size = -(-seq_len // num_chunks)",
@@ -668,6 +761,20 @@ MUTATIONS = [
         "plan.py",
         "        self.tensor = self.tensor.clone()\n",
         "",
+        "planned once",
+    ),
+    Mutation(
+        "plans are told apart by a sample of their tensors",
+        "plan.py",
+        "return np.array_equal(self.tensor.numpy(), other.tensor.numpy())",
+        "return self._hash == other._hash",
+        "planned once",
+    ),
+    Mutation(
+        "plans are told apart by the first elements of their tensors",
+        "plan.py",
+        "return np.array_equal(self.tensor.numpy(), other.tensor.numpy())",
+        "return np.array_equal(self.tensor.numpy()[..., :128], other.tensor.numpy()[..., :128])",
         "planned once",
     ),
     Mutation(
@@ -788,6 +895,7 @@ FEW = [
     Case("zigzag", "scattered documents", 13),
     Case("zigzag", "causal", 13, GQA, 2, "cpu_flash"),
     Case("striped", "causal", 13, MQA, 2, "cpu_flash"),
+    Case("zigzag", "causal", 13, GQA, scale=0.7, head_chunks=3),
 ]
 
 SCORED = [
@@ -848,7 +956,17 @@ def quick(rank: int, name: str) -> list[str]:
             (test_masks.test_documents_from_cumulative_lengths, ([0, 3, 5], [0, 0, 0, 1, 1], torch.int64)),
         ],
         "runs": [(test_changing_layouts.test_runs_that_compiled_code_did_not_read_are_checked, ())],
-        "planned once": [(test_segments.test_what_is_written_to_documents_is_seen, ())],
+        "planned once": [
+            (test_segments.test_what_is_written_to_documents_is_seen, ()),
+            *(
+                (test_segments.test_plans_are_told_apart_by_every_element_of_a_tensor, (name,))
+                for name in ("documents", "key_padding", "layout_index")
+            ),
+        ],
+        "near pieces": [
+            (test_masks.test_near_pieces_are_those_with_an_allowed_pair, (name,)) for name in test_masks.NEAR
+        ],
+        "heads of efficient attention": [(test_aten_kernels.test_a_tile, ("GQA", CAUSAL))],
         "balance": [(test_balancing.test_packed_documents, (65536, 4, 1))],
         "kernels": [
             (test_kernels.test_each_step_returns_gradients_of_its_own, (KERNELS["reference"],)),
@@ -876,6 +994,8 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "segments": lambda pool: report(pool(1).run(quick, "segments")),
     "sequences": lambda pool: report(pool(3).run(test_segments.fa4_on_ranks, 3, SEQUENCES)),
     "planned once": lambda pool: report(pool(1).run(quick, "planned once")),
+    "near pieces": lambda pool: report(pool(1).run(quick, "near pieces")),
+    "heads of efficient attention": lambda pool: report(pool(1).run(quick, "heads of efficient attention")),
     "balance": lambda pool: report(pool(1).run(quick, "balance")),
     "parity": lambda pool: few(pool, FEW),
     "scores": lambda pool: few(pool, SCORED),
@@ -884,6 +1004,9 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     ),
     "parity on four ranks": lambda pool: report(
         pool(4).run(parity_on_ranks, (4,), ("cp",), [Case("zigzag", "causal", 13), Case("striped", "full", 16, GQA)])
+    ),
+    "parity on six ranks": lambda pool: report(
+        pool(6).run(parity_on_ranks, (6,), ("cp",), [Case("zigzag", "causal", 13, heads) for heads in (GQA, MHA)])
     ),
     "gradients come home": lambda pool: test_seeds.test_gradients_of_keys_come_home(pool, "full"),
     "sums in fp32": lambda pool: test_seeds.test_gradients_are_summed_in_fp32(pool, torch.bfloat16),

@@ -167,12 +167,20 @@ def test_calls_without_options(pool):
 
 
 def dtensors(
-    rank: int, shape: tuple[int, ...], names: tuple[str, ...], placed: dict[str, str], cases: Sequence[Case]
+    rank: int,
+    shape: tuple[int, ...],
+    names: tuple[str, ...],
+    placed: dict[str, str],
+    cases: Sequence[Case],
+    turn: int = 0,
 ) -> list[str]:
-    """DTensors over a whole mesh: the sequence on cp, and as `placed` says heads and the batch on other axes."""
+    """DTensors over a whole mesh: the sequence on cp, and as `placed` says heads and the batch on other axes.
+
+    How the cp axis is told, and which tensors of the scores are DTensors, changes with each case, from ``turn`` on.
+    """
     grid, problems = mesh(shape, names), []
     parts = [placed.get(name, "sequence" if name == "cp" else "whole") for name in names]
-    for i, case in enumerate(cases):
+    for i, case in enumerate(cases, turn):
         dims = {2: {"batch": 0, "heads": 1, "sequence": 2}, 1: {"batch": 0, "sequence": 1, "heads": 2}}
         dims[0] = {"sequence": 0, "heads": 1}
         lse_dims = {"heads": 0, "sequence": 1} if case.seq_dim == 0 else dims[2]
@@ -182,7 +190,7 @@ def dtensors(
         )
         layout, mask = case.make_layout(), case.make_mask()
         order = layout.permutation(case.S, grid["cp"].size())
-        whole, scores = case.oracle(0), SCORES[case.scores](case.dims[0], case.heads[0], case.S)
+        whole, scores = case.oracle(0), case.make_scores()
         want = {
             name: to_format(x.index_select(2, order), case.seq_dim)
             for name, x in whole.items()
@@ -200,7 +208,7 @@ def dtensors(
             own = {
                 name: x.chunk(dp_size)[dp_rank]
                 for name, x in (("documents", mask.documents), ("key_padding", mask.key_padding))
-                if x is not None and len(x) > 1
+                if x is not None and x.ndim > 1 and len(x) > 1
             }
             mask = replace(mask, **own)
         given, summed = {}, {}
@@ -219,13 +227,16 @@ def dtensors(
         # Three ways to tell the cp axis; formats other than SDPA's are always said.
         options = ({}, {"mesh": grid["cp"]}, {"seq_dim": case.seq_dim})[i % 3]
         options |= {"seq_dim": case.seq_dim} if case.seq_dim != 2 else {}
-        options |= {"layout": layout, "mask": mask, "kernel": case.kernel} | given
+        options |= {"layout": layout, "mask": mask, "kernel": case.kernel, "scale": case.scale}
+        options |= {"head_chunks": case.head_chunks} | given | case.options
         got = call([x.requires_grad_() for x in (q, k, v)], [dout, dlse], case.through_lse, options)
         for name, on in summed.items():
             x = got.pop(name)
             if isinstance(x, DTensor) and list(x.placements) != on:
                 problems.append(f"rank {rank}: {case}: {name} is placed {x.placements}")
-            x = x if isinstance(x, DTensor) else DTensor.from_local(x, grid, on, run_check=False)
+            if not isinstance(x, DTensor):  # shards may be unequal, so the shape is told
+                like = want[name]
+                x = DTensor.from_local(x, grid, on, run_check=False, shape=like.shape, stride=like.stride())
             if not (off := gap(x.full_tensor(), want[name])) <= 1e-10:
                 problems.append(f"rank {rank}: {case}: {name} is off by {off:.1e}")
         for name, x in got.items():

@@ -267,7 +267,9 @@ def test_segments_for_who_takes_them(calls):
 
 def test_pairs_for_who_takes_those():
     pairs = replace(KERNELS["fa3"].capability, covers=("full", "causal", "pairs"), lacking=lambda: None)
-    with mock.patch.dict(KERNELS, fa3=replace(KERNELS["fa3"], capability=pairs)):
+    absent = replace(KERNELS["fa4"].capability, lacking=lambda: "absent")
+    fa3, fa4 = replace(KERNELS["fa3"], capability=pairs), replace(KERNELS["fa4"], capability=absent)
+    with mock.patch.dict(KERNELS, fa3=fa3, fa4=fa4):
         assert chosen() == chosen("fa3") == ("fa3", False)
     with pytest.raises(cp_mesh.UnsupportedError, match="'pairs' tiles"):
         chosen("cudnn")
@@ -287,8 +289,12 @@ class Group:
 
 
 def planned(documents: Tensor, spec: str = "1,,,0,") -> plan.Plan:
-    q, k, v, _ = make_qkv(1, 2, 2, 12, 8)
-    return plan.make_plan(q, k, v, plan.Tensors(documents), 24, Group(), Options("zigzag", spec, 1.0))
+    return planned_with(24, "zigzag", spec, documents=documents)
+
+
+def planned_with(seq_len: int, layout: str = "zigzag", spec: str = "1,,,0,", **tensors: Tensor) -> plan.Plan:
+    q, k, v, _ = make_qkv(1, 2, 2, seq_len // 2, 8)
+    return plan.make_plan(q, k, v, plan.Tensors(**tensors), seq_len, Group(), Options(layout, spec, 1.0))
 
 
 def test_a_mask_is_planned_once():
@@ -311,6 +317,27 @@ def test_what_is_written_to_documents_is_seen():
     ids[0, :2] = 9
     assert planned(ids).schedule not in (first.schedule, second.schedule)
     assert planned(ids_of([3, 17, 4])).schedule is first.schedule
+
+
+@pytest.mark.parametrize("name", ("documents", "key_padding", "layout_index"))
+def test_plans_are_told_apart_by_every_element_of_a_tensor(name):
+    """Of 160 elements, more than go into the hash by which a plan is looked up."""
+    first = {
+        "documents": ids_of([50, 110]),
+        "key_padding": torch.ones(1, 160, dtype=torch.bool),
+        "layout_index": torch.arange(160),
+    }[name]
+    layout = "permuted" if name == "layout_index" else "zigzag"
+    for i in range(160):
+        other = first.clone()
+        if name == "layout_index":
+            other[[i, i - 1]] = first[[i - 1, i]]
+        else:
+            other[0, i] = 1 - first[0, i].long()
+        for tensor in (first, other):
+            made = planned_with(160, layout, **{name: tensor})
+            held = made.layout.tensor if name == "layout_index" else getattr(made.mask, name)
+            assert torch.equal(held, tensor), f"element {i}"
 
 
 def traffic(rank: int) -> list[str]:
