@@ -493,7 +493,7 @@ def _check_format(query: Tensor, key: Tensor, value: Tensor, seq_dim: int, compi
             expected = f"{FORMATS[seq_dim]} for seq_dim={seq_dim}"
             raise ArgumentError(describe(name, expected, tuple(x.shape), "seq_dim tells the format"))
     if query.shape[-1] == 0:
-        got, hint = tuple(query.shape), "scores of no features are all 0"
+        got, hint = tuple(query.shape), "queries and keys need at least one feature"
         raise ArgumentError(describe("query", "a head dim of 1 or more", got, hint))
     if compiling or isinstance(query, DTensor):  # of others the op sees them whole
         check_tensors(*(to_bhsd(x, seq_dim) for x in (query, key, value)))
@@ -555,8 +555,8 @@ def _check_divides(
     parts = math.prod(mesh.size(i) for i in axes)
     for what, size in sizes.items():
         if size % parts:
-            of = f"axis {names[axes[0]]!r}" if len(axes) == 1 else " x ".join(f"axis {names[i]!r}" for i in axes)
-            raise ArgumentError(describe(what, f"a multiple of {of}'s size {parts}", size, hint))
+            of = f"axis {names[axes[0]]!r}" if len(axes) == 1 else f"axes {' x '.join(repr(names[i]) for i in axes)}"
+            raise ArgumentError(describe(what, f"a multiple of {parts}, the size of {of}", size, hint))
 
 
 def _check_chunks(length: int, size: int, layout: Layout) -> None:

@@ -101,7 +101,7 @@ class Mask:
         window = self.window
         if not isinstance(self.causal, bool):
             raise ArgumentError(
-                f"Mask: expected True or False for causal, got {self.causal!r}; a mask is made by Mask()"
+                f"Mask: expected True or False for causal, got {self.causal!r}; Mask(causal=False) sees all"
             )
         if window is not None and (not isinstance(window, tuple) or len(window) != 2):
             raise ArgumentError(

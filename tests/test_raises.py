@@ -512,28 +512,30 @@ CASES: dict[str, Case] = {
         lambda: attend_placed(cp_tp(), (SHARD_SEQ, Shard(1)), kv=(SHARD_SEQ, REPLICATE))
     ),
     "kv heads that tp cannot divide": refused(
-        ARGUMENT, "kv heads", "axis 'tp'", "size 4", "got 2", "divides 2 kv heads"
+        ARGUMENT, "kv heads", "4, the size of axis 'tp'", "got 2", "divides 2 kv heads"
     )(lambda: attend_placed(cp_tp(1, 4), (SHARD_SEQ, Shard(1)), heads(8, 2))),
-    "query heads that tp cannot divide": refused(ARGUMENT, "query heads", "axis 'tp'", "size 4", "got 6")(
+    "query heads that tp cannot divide": refused(ARGUMENT, "query heads", "4, the size of axis 'tp'", "got 6")(
         lambda: attend_placed(cp_tp(1, 4), (SHARD_SEQ, Shard(1)), heads(6, 6))
     ),
-    "batch that dp cannot divide": refused(ARGUMENT, "batch", "axis 'dp'", "size 2", "got 3", "regroup the batch")(
+    "batch that dp cannot divide": refused(
+        ARGUMENT, "batch", "multiple of 2", "axis 'dp'", "got 3", "regroup the batch"
+    )(
         lambda: attend_placed(
             cp_tp(names=("dp", "cp")), (Shard(0), SHARD_SEQ), ((3, H, S, D), (3, K, S, D), (3, K, S, D))
         )
     ),
     "kv heads that two axes divide, but not their product": refused(
-        ARGUMENT, "kv heads", "axis 'first' x axis 'second''s size 4", "got 6", "divides 6 kv heads"
+        ARGUMENT, "kv heads", "4, the size of axes 'first' x 'second'", "got 6", "divides 6 kv heads"
     )(lambda: attend_placed(two_axes(), (Shard(1), Shard(1), SHARD_SEQ), heads(24, 6))),
-    "fewer kv heads than the product of two axes": refused(ARGUMENT, "kv heads", "size 4", "got 2")(
+    "fewer kv heads than the product of two axes": refused(ARGUMENT, "kv heads", "multiple of 4", "got 2")(
         lambda: attend_placed(two_axes(), (Shard(1), Shard(1), SHARD_SEQ), heads(4, 2))
     ),
-    "query heads that two axes divide, but not their product": refused(ARGUMENT, "query heads", "size 4", "got 6")(
-        lambda: attend_placed(two_axes(), (Shard(1), Shard(1), SHARD_SEQ), heads(6, 6))
-    ),
-    "batch that two axes divide, but not their product": refused(ARGUMENT, "batch", "size 4", "got 6", "regroup")(
-        lambda: attend_placed(two_axes(), (Shard(0), Shard(0), SHARD_SEQ), ((6, H, S, D), (6, K, S, D), (6, K, S, D)))
-    ),
+    "query heads that two axes divide, but not their product": refused(
+        ARGUMENT, "query heads", "multiple of 4", "got 6"
+    )(lambda: attend_placed(two_axes(), (Shard(1), Shard(1), SHARD_SEQ), heads(6, 6))),
+    "batch that two axes divide, but not their product": refused(
+        ARGUMENT, "batch", "multiple of 4", "got 6", "regroup"
+    )(lambda: attend_placed(two_axes(), (Shard(0), Shard(0), SHARD_SEQ), ((6, H, S, D), (6, K, S, D), (6, K, S, D)))),
     "heads on the cp axis": refused(ARGUMENT, "Shard(2), the sequence of [B, H, S, D]", "S(1)", "pass seq_dim=1 if")(
         lambda: attend_placed(cp(), (Shard(1),), heads(H, H))
     ),

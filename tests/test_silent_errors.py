@@ -92,7 +92,7 @@ def uneven_heads(rank: int) -> None:
 
 def test_cores_on_tp_refuse_uneven_heads_on_every_rank(pool: Any) -> None:
     for error in pool(4).run_expecting_error(uneven_heads):
-        assert error is not None and error.type == "ArgumentError" and "multiple of axis 'tp'" in error.message
+        assert error is not None and error.type == "ArgumentError" and "the size of axis 'tp'" in error.message
 
 
 class WithMultihead(Core):
