@@ -59,7 +59,7 @@ def steps(rank: int, name: str) -> list[float]:
 
 @pytest.mark.parametrize("name", MADE_OF)
 def test_the_backward_is_that_of_the_forwards_mask(pool: Any, name: str) -> None:
-    assert pool(2).run(steps, name) == [[0.0, 0.0]] * 2
+    assert all(max(gaps) <= 1e-12 for gaps in pool(2).run(steps, name))
 
 
 @pytest.mark.parametrize("name", ["documents", "key_padding"])
