@@ -73,7 +73,7 @@ def extra_memory(
         transport: "symmetric_memory" or "functional".
         joins: whether the kernel is given the tiles of a step as one (`cp_mesh.plan.joins`).
     """
-    route = schedule.keys
+    route = schedule.route
     heads, kv_heads = sizes.num_heads // head_chunks, sizes.num_kv_heads // head_chunks
     row = sizes.batch * kv_heads * (sizes.head_dim + sizes.v_head_dim)
     key_row, gradient_row = row * sizes.itemsize, row * sizes.gradient_itemsize

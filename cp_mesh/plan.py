@@ -102,7 +102,6 @@ class Plan:
 
     Attributes:
         head_chunks: parts of the kv heads that are computed one after the other.
-        fetches_queries: whether the backward moves queries and their gradients instead of keys and values.
         gradient_dtype: in which dk and dv travel: as the kernel returned them, if it rounds them and no two of a
             message belong to one row; else the accumulation dtype, so that every sum is rounded once.
         kept: tiles as kernels are given them, and what of masks and positions is on the device, by CUDA stream; shared
@@ -118,22 +117,17 @@ class Plan:
     scores: Scores
     device: torch.device
     head_chunks: int
-    fetches_queries: bool
     gradient_dtype: torch.dtype
     kept: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def local_tiles(self) -> list[KernelTile]:
         """Tiles of this rank's queries against its own keys."""
-        return self._kernel_tiles(self.schedule.local_tiles, None, queries=False)
+        return self._kernel_tiles(self.schedule.local_tiles, None)
 
     def tiles(self, stage: Stage) -> list[KernelTile]:
         """Tiles of this rank's queries against the keys fetched in a stage."""
-        return self._kernel_tiles(stage.tiles, stage, queries=False)
-
-    def query_tiles(self, stage: Stage) -> list[KernelTile]:
-        """Tiles of the queries fetched in a query stage against this rank's keys."""
-        return self._kernel_tiles(stage.tiles, stage, queries=True)
+        return self._kernel_tiles(stage.tiles, stage)
 
     def open_transport(self, group: dist.ProcessGroup) -> AbstractContextManager[Transport]:
         """The transport of one pass over one chunk of heads; closed also after an exception."""
@@ -144,24 +138,22 @@ class Plan:
         """Whether tiles come with tensors on the device, not as numbers alone."""
         return not covers_of(self.schedule, self.scores.features) <= BANDS
 
-    def _kernel_tiles(self, tiles: Sequence[Tile], stage: Stage | None, queries: bool) -> list[KernelTile]:
+    def _kernel_tiles(self, tiles: Sequence[Tile], stage: Stage | None) -> list[KernelTile]:
         stream = _stream(self.device) if self.reads_tensors else 0
 
         def make() -> tuple[Sequence[Tile], list[KernelTile]]:
             given = joined(tiles) if joins(self.kernel, self.schedule, self.scores.features) else tiles
-            # the tiles are held, so that no others get their id
-            return tiles, [KernelTile(tile.q, tile.k, self._cover(tile, stage, queries, stream)) for tile in given]
+            # keep a reference: the key is id(tiles), which Python may give to others once these are gone
+            return tiles, [KernelTile(tile.q, tile.k, self._cover(tile, stage, stream)) for tile in given]
 
-        return self._keep(("tiles", id(tiles), queries), stream, make)[1]
+        return self._keep(("tiles", id(tiles)), stream, make)[1]
 
-    def _cover(self, tile: Tile, stage: Stage | None, queries: bool, stream: int | None) -> Band | Pairs | Segments:
+    def _cover(self, tile: Tile, stage: Stage | None, stream: int | None) -> Band | Pairs | Segments:
         if isinstance(tile.cover, Band) and not self.scores.needs_positions:
             return tile.cover
         if isinstance(tile.cover, Segments):  # one for each stream, as its tables on the device belong to one
             return Segments(tile.cover.blocks, tile.cover.left, tile.cover.right)
-        own = self._positions(None, stream)
-        fetched = self._positions(stage, stream)
-        q_pos, k_pos = (fetched, own) if queries else (own, fetched)
+        q_pos, k_pos = self._positions(None, stream), self._positions(stage, stream)
         mask = self._keep(("mask",), stream, lambda: self.mask.to(self.device))
         return Pairs(mask, q_pos[tile.q[0] : tile.q[1]], k_pos[tile.k[0] : tile.k[1]])
 
@@ -405,13 +397,8 @@ def _resolve(
         )
     head_chunks = choose_head_chunks(options.head_chunks, q, k, v, schedule)
     gradient_dtype = q.dtype if travels_rounded(kernel, schedule, features) else accumulation_dtype(q.dtype)
-    # the rows of a bias are those of this rank's queries, and do not travel
-    may_fetch_queries = kernel.uses_delta and "bias" not in features
-    fetches_queries = may_fetch_queries and _queries_are_fewer(q, k, v, schedule, gradient_dtype)
     kernel = kernel.reproducible if options.deterministic and kernel.reproducible else kernel
-    return Plan(
-        options, layout, mask, seq_len, schedule, kernel, scores, q.device, head_chunks, fetches_queries, gradient_dtype
-    )
+    return Plan(options, layout, mask, seq_len, schedule, kernel, scores, q.device, head_chunks, gradient_dtype)
 
 
 _resolve_once = lru_cache(maxsize=256, typed=True)(_resolve)
@@ -497,32 +484,9 @@ def choose_head_chunks(wanted: int, q: Operand, k: Operand, v: Operand, schedule
             )
         return wanted
     total = (
-        q.shape[0] * max(map(sum, schedule.keys.needed)) * num_kv_heads * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
+        q.shape[0] * max(map(sum, schedule.route.needed)) * num_kv_heads * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
     )
     return next((n for n in range(1, num_kv_heads) if num_kv_heads % n == 0 and total <= n * CHUNK_BYTES), num_kv_heads)
-
-
-def backward_bytes(
-    q: Operand, k: Operand, v: Operand, schedule: Schedule, gradient_dtype: torch.dtype
-) -> tuple[int, int]:
-    """Bytes that all ranks together receive in the backward: visiting keys, and visiting queries.
-
-    A row of keys brings K and V and sends dk and dv home. A row of queries brings q, dout, lse and delta in the
-    accumulation dtype and sends dq home in it.
-    """
-    heads, kv_heads, head_dim, v_head_dim = q.shape[1], k.shape[1], q.shape[3], v.shape[3]
-    size = accumulation_dtype(q.dtype).itemsize
-    key_row = kv_heads * (head_dim + v_head_dim) * (k.dtype.itemsize + gradient_dtype.itemsize)
-    query_row = heads * (2 * head_dim + v_head_dim + 2) * size
-    return (
-        q.shape[0] * key_row * schedule.keys.num_rows,
-        q.shape[0] * query_row * schedule.queries.num_rows,
-    )
-
-
-def _queries_are_fewer(q: Operand, k: Operand, v: Operand, schedule: Schedule, gradient_dtype: torch.dtype) -> bool:
-    keys, queries = backward_bytes(q, k, v, schedule, gradient_dtype)
-    return queries < keys
 
 
 def _compute_capability(device: torch.device) -> tuple[int, int]:

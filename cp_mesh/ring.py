@@ -11,9 +11,6 @@ Liu et al. 2023 (arXiv:2310.01889). Who owns what on rank r, in the stage that v
 The next stage is always under way while one computes. The forward computes the local tiles first, so that the first
 fetch hides behind them; the backward last, so that the last delivery of dk and dv hides.
 
-A backward may visit queries instead: (q, dout, lse, delta) travel, dq goes home, and dk, dv stay. It moves fewer bytes
-where kv heads are as many as query heads, and needs a kernel that reads delta, which today the reference alone does.
-
 Heads may be computed in chunks, one after the other: buffers are those of one chunk.
 """
 
@@ -26,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_mesh.kernels.combine import RowSum, accumulation_dtype, dense_like, finish_sums, make_delta
-from cp_mesh.kernels.contract import KernelTile, ScoreGradients, Scores
+from cp_mesh.kernels.combine import RowSum, accumulation_dtype, dense_like, make_delta
+from cp_mesh.kernels.contract import ScoreGradients, Scores
 from cp_mesh.plan import Plan
 from cp_mesh.schedule import Stage
 from cp_mesh.transport.contract import Transport
@@ -63,7 +60,7 @@ def _forward(
     group: dist.ProcessGroup,
     into: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
-    route = plan.schedule.keys
+    route = plan.schedule.route
     with plan.open_transport(group) as transport:
         incoming = transport.fetch((k, v), route)
         forward = plan.kernel.begin_forward(q, v.shape[3], scores)
@@ -117,14 +114,11 @@ def ring_backward(
         else:
             dout = dout * share_of_keys(lse, sinks).to(dout.dtype)[..., None]
     grads = tuple(dense_like(x) for x in (q, k, v))
-    if plan.kernel.uses_delta:
-        kept, visit = make_delta(dout, out, dlse), _visit_queries if plan.fetches_queries else _visit_keys
-    else:
-        kept, visit = out, _visit_keys
-    for heads, chunk in _by_head_chunks((dout, q, k, v, kept, lse, *grads), plan):
+    out_or_delta = make_delta(dout, out, dlse) if plan.kernel.uses_delta else out
+    for heads, chunk in _by_head_chunks((dout, q, k, v, out_or_delta, lse, *grads), plan):
         of_heads = scores if plan.head_chunks == 1 else scores.heads(*heads)
         with plan.open_transport(group) as transport:
-            of_chunk = visit(*chunk, scores=of_heads, plan=plan, transport=transport)
+            of_chunk = _backward(*chunk, scores=of_heads, plan=plan, transport=transport)
         of_tiles.part(heads=heads).add_(of_chunk)
     of_scores |= {name: getattr(of_tiles, name) for name in scores.wanted}
     dq, dk, dv = grads
@@ -152,7 +146,7 @@ def gradient_of_sinks(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> 
     return -(taken * make_delta(dout, out)).sum((0, 2))
 
 
-def _visit_keys(
+def _backward(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -168,7 +162,7 @@ def _visit_keys(
     transport: Transport,
 ) -> ScoreGradients:
     """Write dq, dk and dv of these heads; keys and values travel, and their gradients home."""
-    route, dtype = plan.schedule.keys, accumulation_dtype(q.dtype)
+    route, dtype = plan.schedule.route, accumulation_dtype(q.dtype)
     incoming = transport.fetch((k, v), route)
     outgoing = transport.deliver(Packing.of((k, v), plan.gradient_dtype), route)
     out, delta = (None, out_or_delta) if plan.kernel.uses_delta else (out_or_delta, None)
@@ -197,61 +191,6 @@ def _visit_keys(
         dv_sum.add(piece.begin, piece.dv)
     backward.finish(dq, [(dk_sum, dk), (dv_sum, dv)])
     return backward.score_gradients()
-
-
-def _visit_queries(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    delta: Tensor,
-    lse: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    *,
-    scores: Scores,
-    plan: Plan,
-    transport: Transport,
-) -> ScoreGradients:
-    """Write dq, dk and dv of these heads; queries travel with what their gradients need, and dq home."""
-    route, dtype = plan.schedule.queries, accumulation_dtype(q.dtype)
-    # One dtype on the wire: lse and delta have no other that is exact.
-    travelling = [x.to(dtype) for x in (q, dout, lse[..., None], delta[..., None])]
-    incoming = transport.fetch(travelling, route)
-    outgoing = transport.deliver(Packing.of((q,), dtype), route)
-    dq_sum, dk_sum, dv_sum = (RowSum(x.shape, dtype, x.device) for x in (q, k, v))
-    of_scores = ScoreGradients.zeros(scores, dtype)
-
-    def visit(q: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tiles: Sequence[KernelTile], into: Tensor) -> None:
-        backward = plan.kernel.begin_backward(dout, q, None, lse, delta, scores)
-        for piece in backward.step(k, v, tiles):
-            dk_sum.add(piece.begin, piece.dk)
-            dv_sum.add(piece.begin, piece.dv)
-        backward.finish(into)
-        of_scores.add_(backward.score_gradients())
-
-    def collect() -> None:
-        for arrived in outgoing.collect():
-            dq_sum.add(arrived.begin, arrived.tensors[0])
-
-    def visit_stage(stage: Stage) -> None:
-        fetched, written = incoming.next(), outgoing.buffer(stage)
-        if fetched is not None and written is not None:
-            q_s, dout_s = (x.to(q.dtype) for x in fetched[:2])
-            lse_s, delta_s = (x[..., 0] for x in fetched[2:])
-            visit(q_s, dout_s, lse_s, delta_s, plan.query_tiles(stage), written[0])
-
-    for stage in route.stages:
-        visit_stage(stage)
-        collect()
-        outgoing.send(stage)
-    local_dq = torch.empty(q.shape, dtype=dtype, device=q.device)
-    visit(q, dout, lse, delta, plan.local_tiles, local_dq)
-    collect()
-    dq_sum.add(0, local_dq)
-    finish_sums([(dq_sum, dq), (dk_sum, dk), (dv_sum, dv)])
-    return of_scores
 
 
 def _by_head_chunks(tensors: Sequence[Tensor], plan: Plan) -> Iterator[tuple[tuple[int, int], tuple[Tensor, ...]]]:

@@ -65,8 +65,7 @@ class Stage:
         steps: the ring steps; the same on every rank.
         fetch: (source, its row ranges) of what this rank receives; sources that it needs nothing of are left out.
         serve: (receiver, this rank's row ranges) of what it sends.
-        tiles: tiles whose fetched rows (``k`` of a tile of `Schedule.keys`, ``q`` of one of `Schedule.queries`) are
-            rows of the buffer.
+        tiles: tiles whose keys are rows of the buffer.
     """
 
     steps: tuple[int, ...]
@@ -81,7 +80,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Route:
-    """What travels in one pass if keys do, or if queries do.
+    """What travels in a pass.
 
     Attributes:
         stages: this rank's, in order; all ranks have the same number of them.
@@ -112,8 +111,7 @@ class Schedule:
         fetch: row ranges of each source that this rank needs, [cp_size]; its own entry is empty.
         serve: row ranges of this rank that each receiver needs, [cp_size].
         active_steps: steps >= 1 in which some rank moves rows; the same on every rank.
-        keys: the active steps in stages, as a pass that fetches keys takes them.
-        queries: the same for a backward that fetches the queries that see some of this rank's keys.
+        route: the active steps in stages.
         overlapping: whether, on any rank, two kernel calls of a stage give gradients of the same row.
         covers: kinds of tile that occur on any rank: "full", "causal", "window", "pairs", "segments" (with "window" if
             a band of theirs is neither full nor causal); the same on every rank.
@@ -126,8 +124,7 @@ class Schedule:
     fetch: tuple[tuple[Rows, ...], ...]
     serve: tuple[tuple[Rows, ...], ...]
     active_steps: tuple[int, ...]
-    keys: Route
-    queries: Route
+    route: Route
     overlapping: bool
     covers: frozenset[str]
     min_keys: int
@@ -202,24 +199,19 @@ def _make_schedule(layout: Layout, mask: Mask, seq_len: int, cp_size: int, cp_ra
         [tiles_between(q_shard, k_shard, mask, q_shard is k_shard) for k_shard in shards] for q_shard in shards
     ]
     every_tile = [tile for row in grid for tiles in row for tile in tiles]
-    # [receiver][source]: rows that travel if keys do, and if queries do
     rows = _travelling([[_union(tile.k for tile in tiles) for tiles in row] for row in grid])
-    query_rows = _travelling([[_union(t.q for t in grid[source][rank]) for source in ranks] for rank in ranks])
 
-    def arrange(fetch: Fetch, rank: int, queries: bool) -> list[Tile]:
+    def arrange(fetch: Fetch, rank: int) -> list[Tile]:
         placed, offset = [], 0
         for source, ranges in fetch:
-            tiles = grid[source][rank] if queries else grid[rank][source]
-            placed += [_place(tile, ranges, offset, queries) for tile in tiles]
+            placed += [_place(tile, ranges, offset) for tile in grid[rank][source]]
             offset += num_rows(ranges)
-        by_other = sorted(placed, key=lambda tile: (tile.k, tile.q) if queries else (tile.q, tile.k))
-        return _merge_full(by_other, along_q=queries)
+        return _merge_full(sorted(placed, key=lambda tile: (tile.q, tile.k)), along_q=False)
 
-    stages = [_stages(rows, partial(arrange, rank=rank, queries=False), rank) for rank in ranks]
+    stages = [_stages(rows, partial(arrange, rank=rank), rank) for rank in ranks]
     return _schedule(
-        cp_rank, shards, grid[cp_rank], rows, query_rows,
-        keys=stages[cp_rank],
-        queries=_stages(query_rows, partial(arrange, rank=cp_rank, queries=True), cp_rank),
+        cp_rank, shards, grid[cp_rank], rows,
+        stages=stages[cp_rank],
         overlapping=any(_overlap(stage.tiles) for row in stages for stage in row),
         covers=frozenset(_kind(tile.cover) for tile in every_tile),
         min_keys=min((_fewest_keys(tile) for tile in every_tile), default=1 << 30),
@@ -229,21 +221,18 @@ def _make_schedule(layout: Layout, mask: Mask, seq_len: int, cp_size: int, cp_ra
 def _schedule_of_blocks(blocks: Sequence[Tensor], layout: Layout, seq_len: int, cp_size: int, cp_rank: int) -> Schedule:
     """The same from the blocks of all ranks, see `document_blocks`."""
 
-    rows, query_rows = (_travelling(unions(blocks, cp_size, queries)) for queries in (False, True))
+    rows = _travelling(unions(blocks, cp_size))
     own = [table[table[:, RECEIVER] == cp_rank] for table in blocks]
-    own_keys = [table[table[:, SOURCE] == cp_rank] for table in blocks]
 
-    def dealt(tables: Sequence[Tensor], queries: bool = False) -> list[Tile]:
-        return [Tile(q, k, cover) for q, k, cover in deal(tables, queries)]
+    def dealt(tables: Sequence[Tensor]) -> list[Tile]:
+        return [Tile(q, k, cover) for q, k, cover in deal(tables)]
 
     return _schedule(
         cp_rank,
         [layout.runs(seq_len, cp_size, rank) for rank in range(cp_size)],
         [dealt([table[table[:, SOURCE] == source] for table in own]) for source in range(cp_size)],
         rows,
-        query_rows,
-        keys=_stages(rows, lambda fetch: dealt([place(x, fetch, False) for x in own]), cp_rank),
-        queries=_stages(query_rows, lambda fetch: dealt([place(x, fetch, True) for x in own_keys], True), cp_rank),
+        stages=_stages(rows, lambda fetch: dealt([place(x, fetch) for x in own]), cp_rank),
         overlapping=any(shares_keys(table, cp_size) for table in blocks),
         covers=frozenset(["segments", *(["window"] if any_windows(blocks) else [])]),
         min_keys=1,
@@ -255,10 +244,8 @@ def _schedule(
     shards: Sequence[tuple[Piece, ...]],
     tiles: Sequence[Sequence[Tile]],
     rows: list[list[Ranges]],
-    query_rows: list[list[Ranges]],
     *,
-    keys: tuple[Stage, ...],
-    queries: tuple[Stage, ...],
+    stages: tuple[Stage, ...],
     overlapping: bool,
     covers: frozenset[str],
     min_keys: int,
@@ -270,8 +257,7 @@ def _schedule(
         fetch=tuple(rows[cp_rank]),
         serve=tuple(row[cp_rank] for row in rows),
         active_steps=_active(rows),
-        keys=Route(keys, _counts(rows)),
-        queries=Route(queries, _counts(query_rows)),
+        route=Route(stages, _counts(rows)),
         overlapping=overlapping,
         covers=covers,
         min_keys=min_keys,
@@ -288,8 +274,7 @@ def _counts(rows: list[list[Ranges]]) -> tuple[tuple[int, ...], ...]:
 
 
 def _active(rows: list[list[Ranges]]) -> tuple[int, ...]:
-    """Steps in which some rank fetches rows. Whoever needs a rank's keys in step i is i ranks ahead; its queries, if
-    they travel instead, are fetched in step -i."""
+    """Steps in which some rank fetches rows. Whoever needs a rank's keys in step i is i ranks ahead."""
     size = len(rows)
     return tuple(step for step in range(1, size) if any(rows[rank][(rank - step) % size] for rank in range(size)))
 
@@ -314,13 +299,12 @@ def _stages(rows: list[list[Ranges]], arrange: Callable[[Fetch], list[Tile]], ra
     return tuple(stages)
 
 
-def _place(tile: Tile, ranges: tuple[Rows, ...], offset: int, queries: bool) -> Tile:
-    """The tile with its fetched rows counted in the stage's buffer, where ``ranges`` begin at ``offset``."""
-    first, last = tile.q if queries else tile.k
+def _place(tile: Tile, ranges: tuple[Rows, ...], offset: int) -> Tile:
+    """The tile with its keys counted in the stage's buffer, where ``ranges`` begin at ``offset``."""
+    first, last = tile.k
     for begin, end in ranges:
         if begin <= first and last <= end:
-            moved = (first - begin + offset, last - begin + offset)
-            return Tile(moved, tile.k, tile.cover) if queries else Tile(tile.q, moved, tile.cover)
+            return Tile(tile.q, (first - begin + offset, last - begin + offset), tile.cover)
         offset += end - begin
     raise AssertionError("a tile lies within one fetched range")
 

@@ -276,11 +276,9 @@ def any_windows(blocks: Iterable[Tensor]) -> bool:
     return any(((x[:, LEFT] < NONE) | ((x[:, RIGHT] != 0) & (x[:, RIGHT] < NONE))).any() for x in blocks)
 
 
-def unions(blocks: Iterable[Tensor], cp_size: int, queries: bool) -> list[list[tuple[tuple[int, int], ...]]]:
-    """[receiver][source]: ranges of the source's keys that blocks of any batch row name, or of its queries if those
-    travel, to whoever holds the keys; each row once."""
-    receiver, source, begin, end = (SOURCE, RECEIVER, Q, Q_END) if queries else (RECEIVER, SOURCE, K, K_END)
-    ranges = torch.cat([table[:, [receiver, source, begin, end]] for table in blocks])
+def unions(blocks: Iterable[Tensor], cp_size: int) -> list[list[tuple[tuple[int, int], ...]]]:
+    """[receiver][source]: ranges of the source's keys that blocks of any batch row name, each row once."""
+    ranges = torch.cat([table[:, [RECEIVER, SOURCE, K, K_END]] for table in blocks])
     owner = (ranges[:, 0] * cp_size + ranges[:, 1]) * NONE
     begins, order = (owner + ranges[:, 2]).sort()
     ends = (owner + ranges[:, 3])[order].cummax(0).values
@@ -300,34 +298,29 @@ def shares_keys(blocks: Tensor, cp_size: int) -> bool:
     return bool(((owner + blocks[:, K_END])[order][:-1] > begins[1:]).any())
 
 
-def place(blocks: Tensor, fetch: Iterable[tuple[int, Iterable]], queries: bool) -> Tensor:
-    """A rank's blocks with what it fetches, their fetched rows counted in the buffer where they lie range after range.
+def place(blocks: Tensor, fetch: Iterable[tuple[int, Iterable]]) -> Tensor:
+    """The blocks of a rank with what it fetches, their keys counted in the buffer where they lie range after range.
 
     Args:
-        blocks: those of the rank's queries, or if ``queries`` of its keys.
+        blocks: those of the rank's queries.
         fetch: (source, its row ranges) in the order of the buffer, sources ascending.
-        queries: whether queries are fetched.
     """
-    other, begin, end = (RECEIVER, Q, Q_END) if queries else (SOURCE, K, K_END)
     rows = [(source, *rows) for source, parts in fetch for rows in parts]
     ranges = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 3)
-    blocks = blocks[torch.isin(blocks[:, other], ranges[:, 0])]
+    blocks = blocks[torch.isin(blocks[:, SOURCE], ranges[:, 0])]
     lens = ranges[:, 2] - ranges[:, 1]
-    which = torch.searchsorted(
-        ranges[:, 0] * NONE + ranges[:, 1], blocks[:, other] * NONE + blocks[:, begin], right=True
-    )
+    which = torch.searchsorted(ranges[:, 0] * NONE + ranges[:, 1], blocks[:, SOURCE] * NONE + blocks[:, K], right=True)
     moved = (lens.cumsum(0) - lens - ranges[:, 1])[which - 1]
-    blocks[:, begin] += moved
-    blocks[:, end] += moved
-    return join_full(blocks, (K, K_END), (Q, Q_END)) if queries else join_full(blocks, (Q, Q_END), (K, K_END))
+    blocks[:, K] += moved
+    blocks[:, K_END] += moved
+    return join_full(blocks, (Q, Q_END), (K, K_END))
 
 
-def deal(blocks: Sequence[Tensor], queries: bool) -> list[tuple[tuple[int, int], tuple[int, int], Segments]]:
+def deal(blocks: Sequence[Tensor]) -> list[tuple[tuple[int, int], tuple[int, int], Segments]]:
     """(rows, keys, cover) of tiles: blocks of one band in layers, as one kernel call takes them.
 
     Args:
         blocks: tables by batch row, rows and keys counted in the buffers that the tiles read.
-        queries: whether those buffers hold queries; they hold source after source.
     """
     if any(((table[:, LEFT] == NONE) & (table[:, RIGHT] == 0)).any() for table in blocks):
         blocks = [_single_pairs_causal(table) for table in blocks]
@@ -335,7 +328,7 @@ def deal(blocks: Sequence[Tensor], queries: bool) -> list[tuple[tuple[int, int],
     for band in torch.cat([_bands(table) for table in blocks]).unique():
         chosen = [table[_bands(table) == band] for table in blocks]
         left, right = next(table[0, [LEFT, RIGHT]].tolist() for table in chosen if len(table))
-        for parts in zip_longest(*(_layers(x, queries) for x in chosen), fillvalue=blocks[0].new_empty(0, 4)):
+        for parts in zip_longest(*(_layers(x) for x in chosen), fillvalue=blocks[0].new_empty(0, 4)):
             every = torch.cat(parts)
             (q, k), (q_end, k_end) = every[:, 0::2].amin(0).tolist(), every[:, 1::2].amax(0).tolist()
             within = tuple(part - torch.tensor([q, q, k, k], device="cpu") for part in parts)
@@ -352,7 +345,7 @@ def _single_pairs_causal(blocks: Tensor) -> Tensor:
     return blocks
 
 
-def _layers(blocks: Tensor, queries: bool) -> list[Tensor]:
+def _layers(blocks: Tensor) -> list[Tensor]:
     """Blocks [n, 4] dealt out in layers, in each of which both rows and keys follow one another.
 
     Chains that do so already, which are all blocks of a source or large parts of them, go to the first layer that has
@@ -360,7 +353,7 @@ def _layers(blocks: Tensor, queries: bool) -> list[Tensor]:
     """
     if not len(blocks):
         return []
-    blocks = blocks[blocks[:, Q if queries else K].argsort(stable=True)][:, [Q, Q_END, K, K_END]]
+    blocks = blocks[blocks[:, K].argsort(stable=True)][:, [Q, Q_END, K, K_END]]
     layers: list[Tensor] = []
     for chain in blocks.tensor_split((~_following(blocks)).nonzero().flatten() + 1):
         joined = (torch.cat([layer, chain]) for layer in layers)

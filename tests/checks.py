@@ -60,7 +60,7 @@ def coverage(layout: Layout, mask: Mask, want: Tensor, cp_size: int, segments: b
                     times[:, rows, keys] += band_pairs(tile.cover, *shape).int()
                     problems += band_problems(tile.cover, *shape)
         problems += _fetch_problems(layout, mask, want, schedules, rank, begins)
-    for what, counted in ({"tiles": times} | staged_pairs(schedules, want, begins)).items():
+    for what, counted in {"tiles": times, "stages": staged_pairs(schedules, want, begins)}.items():
         if not torch.equal(counted, want):
             b, i, j = (counted != want).nonzero()[0].tolist()
             pair = f"query {order[i]}, key {order[j]} of row {b}"
@@ -68,37 +68,33 @@ def coverage(layout: Layout, mask: Mask, want: Tensor, cp_size: int, segments: b
     return problems
 
 
-def staged_pairs(schedules: Sequence[Schedule], want: Tensor, begins: Sequence[int]) -> dict[str, Tensor]:
-    """How often each pair is computed by the local tiles and the stages, if keys travel and if queries do.
+def staged_pairs(schedules: Sequence[Schedule], want: Tensor, begins: Sequence[int]) -> Tensor:
+    """How often each pair is computed by the local tiles and the stages.
 
     The rows of a stage's buffer are looked up in what its sources hold, as a transport fills it.
     """
-    counts = {"keys": torch.zeros_like(want), "queries": torch.zeros_like(want)}
+    counts = torch.zeros_like(want)
     for rank, schedule in enumerate(schedules):
         own = torch.arange(begins[rank], begins[rank + 1])
-        for name, route in (("keys", schedule.keys), ("queries", schedule.queries)):
-            visits = [(own, schedule.local_tiles)]
-            for stage in route.stages:
-                parts = [
-                    torch.arange(begins[s] + begin, begins[s] + end)
-                    for s, ranges in stage.fetch
-                    for begin, end in ranges
-                ]
-                visits.append((torch.cat([own[:0], *parts]), stage.tiles))
-                assert stage.num_fetched == len(visits[-1][0])
-            for fetched, tiles in visits:
-                for tile in tiles:
-                    rows = (fetched if name == "queries" else own)[tile.q[0] : tile.q[1]]
-                    keys = (own if name == "queries" else fetched)[tile.k[0] : tile.k[1]]
-                    assert (len(rows), len(keys)) == (tile.q[1] - tile.q[0], tile.k[1] - tile.k[0])
-                    block = (slice(None), rows[:, None], keys)
-                    if tile.cover == PARTIAL:
-                        counts[name][block] += want[block]
-                    elif isinstance(tile.cover, Segments):
-                        counts[name][block] += segment_pairs(tile)
-                        assert not segment_problems(tile), segment_problems(tile)
-                    else:
-                        counts[name][block] += band_pairs(tile.cover, len(rows), len(keys)).int()
+        visits = [(own, schedule.local_tiles)]
+        for stage in schedule.route.stages:
+            parts = [
+                torch.arange(begins[s] + begin, begins[s] + end) for s, ranges in stage.fetch for begin, end in ranges
+            ]
+            visits.append((torch.cat([own[:0], *parts]), stage.tiles))
+            assert stage.num_fetched == len(visits[-1][0])
+        for fetched, tiles in visits:
+            for tile in tiles:
+                rows, keys = own[tile.q[0] : tile.q[1]], fetched[tile.k[0] : tile.k[1]]
+                assert (len(rows), len(keys)) == (tile.q[1] - tile.q[0], tile.k[1] - tile.k[0])
+                block = (slice(None), rows[:, None], keys)
+                if tile.cover == PARTIAL:
+                    counts[block] += want[block]
+                elif isinstance(tile.cover, Segments):
+                    counts[block] += segment_pairs(tile)
+                    assert not segment_problems(tile), segment_problems(tile)
+                else:
+                    counts[block] += band_pairs(tile.cover, len(rows), len(keys)).int()
     return counts
 
 

@@ -43,10 +43,10 @@ def test_packed_documents(S, cp_size, seed):
     assert ranks[0].shard_lens == (S // cp_size,) * cp_size
     assert all(abs(schedule.pairs - share) <= 0.01 * share for schedule in ranks)
     zigzag = make_schedule(ZigZag(), mask, S, cp_size, 0, segments=True)
-    assert ranks[0].keys.num_rows <= zigzag.keys.num_rows + S * cp_size // 8
+    assert ranks[0].route.num_rows <= zigzag.route.num_rows + S * cp_size // 8
     assert not ranks[0].overlapping
     for schedule in ranks:
-        assert len(schedule.local_tiles) == 1 and all(len(stage.tiles) <= 2 for stage in schedule.keys.stages)
+        assert len(schedule.local_tiles) == 1 and all(len(stage.tiles) <= 2 for stage in schedule.route.stages)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -270,6 +270,6 @@ def test_memory_of_joined_tiles() -> None:
     one = extra_memory(schedule, sizes, 1, "functional", joins=True)
     (tile,) = joined(schedule.local_tiles)
     assert len(schedule.local_tiles) > 1
-    fetched = sum(stage.num_fetched for stage in schedule.keys.stages)
+    fetched = sum(stage.num_fetched for stage in schedule.route.stages)
     assert one.forward == fetched * 2 * (8 + 8) * 2 + (tile.q[1] - tile.q[0]) * 2 * (8 * 2 + 4)
     assert one.backward != extra_memory(schedule, sizes, 1, "functional").backward

@@ -36,9 +36,9 @@ def play_ring(
     dk, dv = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
     for rank in range(cp_size):
         schedule = make_schedule(layout, mask, seq_len, cp_size, rank, segments)
-        plan = Plan(options, layout, mask, seq_len, schedule, kernel, scores, q.device, 1, False, q.dtype)
+        plan = Plan(options, layout, mask, seq_len, schedule, kernel, scores, q.device, 1, q.dtype)
         fetched = [(rows[rank], plan.local_tiles)]
-        for stage in schedule.keys.stages:
+        for stage in schedule.route.stages:
             if stage.fetch:
                 index = [rows[source][begin:end] for source, ranges in stage.fetch for begin, end in ranges]
                 fetched.append((torch.cat(index), plan.tiles(stage)))

@@ -129,17 +129,10 @@ MUTATIONS = [
         "parity on six ranks",
     ),
     Mutation(
-        "the backward stops after two stages of keys",
+        "the backward stops after two stages",
         "ring.py",
         "    for stage in route.stages:\n        visit(stage)\n",
         "    for stage in route.stages[:2]:\n        visit(stage)\n",
-        "parity on six ranks",
-    ),
-    Mutation(
-        "the backward stops after two stages of queries",
-        "ring.py",
-        "    for stage in route.stages:\n        visit_stage(stage)\n",
-        "    for stage in route.stages[:2]:\n        visit_stage(stage)\n",
         "parity on six ranks",
     ),
     Mutation(
@@ -154,20 +147,6 @@ MUTATIONS = [
         "ring.py",
         "scores if plan.head_chunks == 1 else scores.heads(*heads)",
         "scores if plan.head_chunks == 1 else replace(scores.heads(*heads), scale=q.shape[3] ** -0.5)",
-        "parity",
-    ),
-    Mutation(
-        "gradients of queries land on the first rows",
-        "ring.py",
-        "dq_sum.add(arrived.begin, arrived.tensors[0])",
-        "dq_sum.add(0, arrived.tensors[0])",
-        "parity",
-    ),
-    Mutation(
-        "queries come from where the keys would",
-        "schedule.py",
-        "[[_union(t.q for t in grid[source][rank]) for source in ranks] for rank in ranks]",
-        "[[_union(t.q for t in grid[rank][source]) for source in ranks] for rank in ranks]",
         "parity",
     ),
     Mutation(
@@ -463,11 +442,10 @@ MUTATIONS = [
         "scores",
     ),
     Mutation(
-        "gradients of slopes replace those of other visits",
+        "gradients of slopes land on the first heads",
         "ring.py",
-        "        of_scores.add_(backward.score_gradients())\n",
-        "        of_scores.part().alibi_slopes is not None and of_scores.alibi_slopes.zero_()\n"
-        "        of_scores.add_(backward.score_gradients())\n",
+        "of_tiles.part(heads=heads).add_(of_chunk)",
+        "of_tiles.part(heads=(0, heads[1] - heads[0])).add_(of_chunk)",
         "scores",
     ),
     Mutation(
@@ -504,13 +482,6 @@ MUTATIONS = [
         "kernels/merge.py",
         "            scores = self._scores.rows(*tile.q)\n            out,",
         "            scores = self._scores.rows(0, tile.q[1] - tile.q[0])\n            out,",
-        "scores",
-    ),
-    Mutation(
-        "queries travel without their bias",
-        "plan.py",
-        'may_fetch_queries = kernel.uses_delta and "bias" not in features',
-        "may_fetch_queries = kernel.uses_delta",
         "scores",
     ),
     Mutation(

@@ -88,7 +88,7 @@ def test_any_documents(lens, S, cp_size, layout, condition):
 def blocks_of(layout, ids: Tensor, cp_size: int, rank: int, **options) -> list[tuple]:
     """(left, right, blocks) of the local tiles, then of each stage."""
     schedule = make_schedule(layout, Mask(documents=ids, **options), ids.shape[-1], cp_size, rank, True)
-    visits = [schedule.local_tiles, *(stage.tiles for stage in schedule.keys.stages)]
+    visits = [schedule.local_tiles, *(stage.tiles for stage in schedule.route.stages)]
     described = []
     for tiles in visits:
         assert all(isinstance(tile.cover, Segments) for tile in tiles)
@@ -408,7 +408,7 @@ def test_planning_stays_on_the_host() -> None:
         layout = cp_mesh.balance(mask, 24, 2)
         for each in (ZigZag(), layout):
             schedule = make_schedule(each, mask, 24, 2, 1, True)
-            assert schedule.covers and schedule.keys.num_rows <= 24
+            assert schedule.covers and schedule.route.num_rows <= 24
 
 
 def test_each_stream_has_its_own_tables(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,7 @@ NEEDS_TRITON = {
 
 STATE: dict[str, str] = {
     "agreement._enabled": "check mode; a context variable",
+    "attention.FORMATS": "a table, never written",
     "transport.symmetric_memory._MEMORY": "what outlives a call, by group, weakly",
     "kernels.combine._triton_runs": "a cache of a fact about a device",
     "kernels.combine_triton._compiled": "a cache of what Triton compiled, by what for",

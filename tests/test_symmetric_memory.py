@@ -185,7 +185,7 @@ def test_every_layout_and_mask(pool, cp_size):
     masks = ("causal", "full", "window", "prefix", "documents", "no key at all")
     cases = [(layout, mask, S, {}) for layout in LAYOUTS for mask in masks for S in (31, 0, 47)]
     random.Random(cp_size).shuffle(cases)
-    # kv heads as many as query heads: the backward moves queries. Chunks: one pass each, through the same memory.
+    # Chunks: one pass each, through the same memory.
     cases += [(layout, "causal", 29, {"heads": (4, 4)}) for layout in LAYOUTS]
     cases += [("zigzag", "causal", 29, {"heads": (8, 4), "head_chunks": chunks}) for chunks in (1, 2, 4)]
     with tempfile.TemporaryDirectory() as folder:

@@ -93,8 +93,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             later = median(milliseconds(partial(plan, *pairs[-1], seq_len, num_ranks)) for _ in pairs)
             a_layer = (first + (2 * options.layers - 1) * later) / options.layers
             ranks = [make_schedule(layout, mask, seq_len, num_ranks, rank, segments=True) for rank in range(num_ranks)]
-            calls = max(len(x.local_tiles) + sum(len(stage.tiles) for stage in x.keys.stages) for x in ranks)
-            fetched = max(map(sum, ranks[0].keys.needed)) / (seq_len / num_ranks)
+            calls = max(len(x.local_tiles) + sum(len(stage.tiles) for stage in x.route.stages) for x in ranks)
+            fetched = max(map(sum, ranks[0].route.needed)) / (seq_len / num_ranks)
             share = max(x.pairs for x in ranks) / (sum(x.pairs for x in ranks) / num_ranks)
             name = layout.spec().partition(":")[0]
             print(
