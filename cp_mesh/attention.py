@@ -94,7 +94,7 @@ def attention(
         softcap: bound of the scores: cap · tanh(scale · q·k / cap). None: there is none.
         sinks: [H], logits that join the denominator of each head's softmax and bring no value; H is that of this rank's
             query, for local tensors. lse leaves them out.
-        alibi_slopes: [H], what a score loses for each token of distance: slope · |p - t|.
+        alibi_slopes: [H], ALiBi slopes: subtracts slope · |p - t| from a score.
         relative_bias: a table [H, 2R + 1], what a score gains at the distance p - t: table[h, clip(p - t, -R, R) + R].
         bias: [1 or B, 1 or H, 1 or S, seq_len] in every format, what a score gains: this rank's rows against all keys,
             in *original* order of keys.
@@ -422,7 +422,7 @@ def local_scores(scores: Mapping[str, Any], query: DTensor, seq_dim: int) -> dic
 
 
 def check_score_placements(scores: Mapping[str, Any], query: Tensor, seq_dim: int) -> None:
-    """Refuse tensors of the scores that are none, and DTensors that are not placed as query's heads and batch are."""
+    """Refuse what is no tensor, and DTensors whose placements do not match query's."""
     for name, x in scores.items():
         if name in GRADED and not isinstance(x, Tensor | None):
             raise ArgumentError(describe(name, "a tensor", type(x).__name__, "use torch.tensor"))

@@ -148,7 +148,7 @@ def _nonempty(*parts: Part) -> list[Part]:
 
 
 SLACK = 0.002
-"""Part of a rank's work that one run less may cost."""
+"""Imbalance, as a part of a rank's work, that is accepted where it saves a run."""
 
 
 def _light_to_dense(parts: list[Part], work: list[int]) -> list[Part]:

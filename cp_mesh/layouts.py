@@ -319,7 +319,7 @@ LAYOUTS: dict[str, type[Layout]] = {
 }
 
 
-_OWN = frozenset(LAYOUTS.values())  # which hold every position once; others are looked at
+_OWN = frozenset(LAYOUTS.values())  # partitions by construction; only users' layouts are checked
 
 
 @lru_cache(maxsize=64)

@@ -269,9 +269,9 @@ class Mask:
         return self._document_cover(q, k, band) if band.count(q.length, k.length) else EMPTY
 
     def near(self, q: Sequence[Piece], k: Sequence[Piece]) -> Iterable[tuple[int, int]]:
-        """Pairs (j, i) of pieces k[j] and q[i] that may be no EMPTY tile, key piece after key piece.
+        """Candidate pairs (j, i) of pieces k[j] and q[i], by key piece; provably empty ones are left out.
 
-        Where there are hundreds of pieces, most pairs lie apart, and asking `tile` of each would take seconds.
+        With hundreds of pieces most pairs are empty, and asking `tile` of each would take seconds.
         """
         if len(q) * len(k) < 256:
             return product(range(len(k)), range(len(q)))

@@ -44,7 +44,7 @@ def to_bhsd(x: Tensor, seq_dim: int) -> Tensor:
 
 
 def from_bhsd(x: Tensor, seq_dim: int, spec: str) -> Tensor:
-    """Back from [B, H, S, D] to the caller's format; as it lies, or contiguous."""
+    """Back from [B, H, S, D] to the caller's format; keeps the memory order, or makes it contiguous (``as_inputs``)."""
     x = x if seq_dim == 2 else x.transpose(1, 2) if seq_dim == 1 else x[0].transpose(0, 1)
     return x if Options.parse(spec).as_inputs else x.contiguous()
 

@@ -1,7 +1,8 @@
 """Plan: one call's options, validated against its tensors and resolved to a layout, mask, schedule and kernel.
 
-`Options` is what the op carries as a string; `make_plan` is run on every rank before the first collective and is the
-one place where a call is refused. Its checks read what a rank can see alone. What they read is equal on all ranks, so
+`Options` is what the op carries as a string; `make_plan` is run on every rank before the first collective. What depends
+on local tensors alone is refused here; `cp_mesh.attention` refuses what only it sees (types, DTensors' placements). The
+checks read what a rank can see alone. What they read is equal on all ranks, so
 all ranks raise alike, except for two things that only ranks together can compare: arguments that differ between
 ranks, and the number of local rows where shards are unequal. Check mode finds both on every rank.
 """
@@ -42,7 +43,7 @@ from cp_mesh.transport.contract import Transport
 METHODS = ("auto", "ring")
 SCORE_OPTIONS = ("softcap", "sinks", "alibi_slopes", "relative_bias", "bias", "dropout_p", "dropout_seed")
 """Names of arguments of `cp_mesh.attention` that change the scores."""
-BANDS = frozenset({"full", "causal", "window"})  # covers that are numbers, of which nothing comes to the device
+BANDS = frozenset({"full", "causal", "window"})  # tile kinds given by integers; nothing is copied to the device
 CHUNK_BYTES = 512 << 20  # K and V that a rank fetches, for the heads of one chunk
 
 

@@ -1,4 +1,4 @@
-"""Segments: documents as blocks of rows against blocks of keys, which stock kernels take as sequences in one call.
+"""Segments: packed documents as variable-length sequences, one varlen call for each tile.
 
 Documents that are runs of positions cut every shard in pieces that belong to one document. Between a piece of queries
 and a piece of keys of the same document causal and window conditions are a band; trimmed to the rows and keys that it

@@ -73,7 +73,7 @@ STATE: dict[str, str] = {
     "kernels.KERNELS": "the table of kernels, never written",
     "layouts._OWN": "a constant",
     "layouts.check_layout": "a cache of a pure function",
-    "layouts.LAYOUTS": "the table of layouts, never written",
+    "layouts.LAYOUTS": "the table of layouts, to which users add their own",
     "ops._FUNCTIONS": "a table, never written",
     "ops._library": "keeps the ops registered",
     "styles._ROOT": "the root whose forward runs; a context variable",

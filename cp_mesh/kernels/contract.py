@@ -272,8 +272,8 @@ class Kernel:
 
     The backward is given the *global* lse, that of all keys, and the global out, or delta = rowsum(dout · out) - dlse
     if it ``uses_delta``; so partial gradients add up to the whole. Where a kernel ``rounds``, they come back in the
-    inputs' dtype, else in the accumulation dtype. A kernel that ``joins`` finds the blocks of `Pairs` that count by
-    itself, so the tiles of a step are given to it as one.
+    inputs' dtype, else in the accumulation dtype. A kernel that ``joins`` skips masked blocks of
+    `Pairs` itself: all tiles of a step are passed in one call.
 
     ``reproducible`` is the kernel for calls that ask for a deterministic backward, where that is another one.
     """
