@@ -737,8 +737,8 @@ MUTATIONS = [
     Mutation(
         "an output gathered in the layout of another batch",
         "styles.py",
-        "return style.gather(sequence, output)",
-        "return style.gather(style.sequence, output)",
+        "return self.gather(root.sequence, output)",
+        "return self.gather(self.sequence, output)",
         "changing layouts",
     ),
     Mutation(
