@@ -54,9 +54,18 @@ class ContextParallel(ParallelStyle):
 
     The module's forward must call `F.scaled_dot_product_attention` on [B, H, S_local, D] tensors at least once, with
     ``is_causal`` equal to the mask's ``causal`` and no ``attn_mask``: local shapes cannot tell what a tensor mask
-    means. Attention that does not go through it (`flex_attention`, `nn.MultiheadAttention`) is refused where a function
-    mode can see it; aten operators called directly are not seen. Everything else about the module is free, and what it
-    returns is returned as it is.
+    means. Other attention of PyTorch (`flex_attention`, `nn.MultiheadAttention`, operators of aten) is refused there,
+    and so is a checkpoint that the core itself begins: checkpoint the module that holds the core. Not seen are
+    torch.jit.script, C++, other threads, matmul with softmax, kernels of other packages, and in compiled code bodies of
+    higher-order operators such as torch.cond. Everything else about the module is free, and what it returns is returned
+    as it is.
+
+    Under a `ShardedModel` every SDPA call must have the rows that the root sharded, unless ``sequence`` has a length of
+    its own, which then counts. Without either, each call's own rows are taken for this rank's whole shard. A root that
+    is compiled as a whole with ``watch=False`` does not compare them.
+
+    The module's class becomes a subclass of the same name, so `copy.copy` and `copy.deepcopy` make modules with the
+    style. Pickling is refused, as a style holds process groups: save the state_dict.
 
     Args:
         sequence: the sequence object that also shards the data.
@@ -222,7 +231,9 @@ class ContextParallel(ParallelStyle):
         if attn_mask is not None:
             raise UnsupportedError(
                 "ContextParallel: a tensor attn_mask cannot be read on positions; say it as ContextParallel(mask="
-                "Mask(causal=, window=, documents=, key_padding=, prefix=)) and call SDPA without attn_mask"
+                "Mask(causal=, window=, documents=, key_padding=, prefix=)) and call SDPA without attn_mask. Any other "
+                "mask is, exactly, a bias of 0 and -inf, mask=Mask(causal=False) with scores={'bias': [1 or B, 1 or H, "
+                "rows of this rank, all keys]}; that needs memory for each pair and the Triton or reference kernel"
             )
         if is_causal != call.mask.causal:
             raise ArgumentError(
@@ -249,15 +260,20 @@ class ShardedModel(ParallelStyle):
             leaves it out it gets the positions of this rank's rows, [S_local]; if given, whole-sequence position ids
             [S] or [B, S] are sharded like tokens. None for models without positions.
         gather_output: gather the output along dim 1, in original order; otherwise it stays sharded, as the loss wants.
-        watch: look for self-attention outside of the plan in the first eager forward. False for models that also attend
-            to sequences which are not sharded, such as a vision tower.
+        watch: refuse self-attention outside of the plan: attention, by any function of PyTorch, in which query and key
+            have equal lengths. Eager code is looked at in the model's first forward, compiled code whenever it is
+            traced, which costs nothing when it runs. What Python does not call by a function of PyTorch is not seen, as
+            in `ContextParallel`; nor, in compiled code, what is checkpointed, unless
+            ``torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint`` is True. False for models that also
+            attend to sequences which are not sharded, such as a vision tower.
         layout: for layouts that change with the batch, a function of the forward's arguments by name that returns the
             layout, that of all attention styles: ``layout=lambda packed, **others: packed.layout``. None: the
             sequence's. With it the root is not compiled as a whole; its blocks may be.
 
     Raises:
-        ArgumentError: at application if the module has no such arguments; in the first eager forward, if the model
-            calls self-attention outside of the modules that `ContextParallel` was applied to.
+        ArgumentError: at application if the module has no such arguments; in the forward, if the model calls
+            self-attention outside of the modules that `ContextParallel` was applied to (see ``watch``), or a core
+            attends to other rows than the root sharded.
     """
 
     def __init__(

@@ -3,7 +3,9 @@
 Both are `TorchFunctionMode`s. Such a mode sees what Python code calls while it is active: functions of torch and
 torch.nn.functional, and operators of PyTorch (torch.ops.aten), in eager mode and while torch.compile traces. It does
 not see code of torch.jit.script, calls made in C++ or in another thread, attention written as matmul and softmax, or
-the kernels of other packages.
+the kernels of other packages; nor, while torch.compile traces, private functions such as
+torch._scaled_dot_product_attention_math (its operator, torch.ops.aten._scaled_dot_product_attention_math, it does see),
+and what is in the body of a higher-order operator, such as torch.cond.
 """
 
 from __future__ import annotations

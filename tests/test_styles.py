@@ -259,6 +259,34 @@ def test_checkpoint_inside_a_core_is_refused(pool: Any, use_reentrant: bool) -> 
         assert "checkpoint the module that holds the core" in error.message
 
 
+def any_mask(rank: int) -> list[Tensor]:
+    """A tensor mask, as a bias of this rank's rows and all keys."""
+    axis = mesh((2,), ("cp",))
+    sequence, core = ShardedSequence(axis), Core()
+    core.forward = lambda q, k, v, bias: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    scores = {"scores": lambda core, q, k, v, bias: {"bias": bias}, "mask": Mask(causal=False)}
+    core = make_core(axis, core, **scores)
+    q, k, v, dout = shard_whole(sequence)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    bias = torch.zeros(1, 1, S, S, dtype=q.dtype).masked_fill(~MASK, -torch.inf)
+    out = core(q, k, v, sequence.shard(bias, dim=2))
+    out.backward(dout)
+    return gather(sequence, out, q.grad, k.grad, v.grad)
+
+
+MASK = (torch.arange(S)[:, None] * 7 + torch.arange(S) * 5) % 3 != 0
+
+
+def test_any_mask_is_a_bias(pool: Any) -> None:
+    """As the message says that refuses a tensor attn_mask."""
+    q, k, v, dout = make_qkv(B, H, K, S, D)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=MASK, enable_gqa=True)
+    want = [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+    for results in pool(2).run(any_mask):
+        assert_close(results, want)
+
+
 # Whole models.
 
 
