@@ -64,6 +64,7 @@ def attention(
     head_chunks: int | None = None,
     deterministic: bool | None = None,
     return_lse: bool = False,
+    _of_root: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over a sequence sharded on the cp axis of a mesh.
 
@@ -112,6 +113,7 @@ def attention(
         deterministic: True asks for a bitwise reproducible backward. None: `torch.use_deterministic_algorithms`.
         return_lse: also return the log-sum-exp of the scaled scores, natural log, float32 (float64), [B, H, S] or
             [H, T]; -inf for a query with no key, whose output is 0.
+        _of_root: not for users; `ContextParallel` says that the sequence is that of the `ShardedModel` around it.
 
     Returns:
         out in the format and dtype of ``query`` (with value's head dim); contiguous for DTensors, else dense with its
@@ -178,6 +180,7 @@ def attention(
             and torch.is_grad_enabled()
             and _any_requires_grad(query, key, value, alibi_slopes, relative_bias, bias),
             as_inputs=not isinstance(query, DTensor),
+            of_root=_of_root,
         )
         # The op checks the same in every call, compiled or not, before the first collective. But DTensor's rules come
         # before it, and its fake instead of it where a tensor has no content.

@@ -28,10 +28,11 @@ from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 
 from cp_mesh.agreement import announce_refusal, checking, fingerprint, require_agreement
-from cp_mesh.errors import UnsupportedError, describe
+from cp_mesh.errors import ArgumentError, UnsupportedError, describe
 from cp_mesh.kernels.combine import accumulation_dtype, dense_like
 from cp_mesh.plan import Options, Plan, Tensors, make_plan
 from cp_mesh.ring import ring_backward, ring_forward
+from cp_mesh.sequence import ROOT
 
 NUM_TENSORS = len(Tensors._fields)
 GRADED = ("sinks", "alibi_slopes", "relative_bias", "bias")
@@ -57,6 +58,23 @@ def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
 
 def _lse_to_bhs(lse: Tensor, seq_dim: int) -> Tensor:
     return lse[None] if seq_dim == 0 else lse
+
+
+def length_of_call(arguments: Sequence[Any]) -> tuple[str, int | None]:
+    """The group of a call of `attention_op`, and its tokens if they must be those of the model's root."""
+    seq_len, _, group_name, spec = arguments[-4:]
+    return group_name, seq_len if Options.parse(spec).of_root else None
+
+
+def check_length(seq_len: int, expected: int) -> None:
+    """Refuse a core whose rows are not those of its root. ``seq_len`` is that of its call, rows times ranks."""
+    if seq_len != expected:
+        hint = (
+            "does the core attend to a part of its rows, or call SDPA on [B, S, H, D], where it takes [B, H, S, D]? A "
+            "core of another sequence needs a ShardedSequence with its length="
+        )
+        got = f"{seq_len} by the rows of the SDPA call"
+        raise ArgumentError(describe("ContextParallel", f"attention over the root's {expected} tokens", got, hint))
 
 
 def _agree(plan: Plan, group: dist.ProcessGroup, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors) -> None:
@@ -109,7 +127,10 @@ def _attention(
     group: dist.ProcessGroup = _resolve_process_group(group_name)  # type: ignore[arg-type]
     q, k, v = (to_bhsd(x, seq_dim) for x in (q, k, v))
     try:
-        plan = make_plan(q, k, v, tensors, seq_len, group, Options.parse(spec))
+        options, root = Options.parse(spec), ROOT.get()
+        if options.of_root and root is not None and root.sequence.mesh.get_group().group_name == group_name:
+            check_length(seq_len, root.seq_len)
+        plan = make_plan(q, k, v, tensors, seq_len, group, options)
     except Exception as error:
         if checking():
             announce_refusal(group, error)

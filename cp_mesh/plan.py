@@ -51,7 +51,7 @@ class Options(NamedTuple):
     """The static options of a call; `spec` and `parse` are inverse.
 
     ``softcap`` 0 is none, ``head_chunks`` 0 is automatic. ``as_inputs``: results lie in memory as the inputs do; else
-    they are contiguous.
+    they are contiguous. ``of_root``: ``seq_len`` must be that of the `ShardedModel` in whose forward the call is.
     """
 
     layout: str
@@ -68,6 +68,7 @@ class Options(NamedTuple):
     deterministic: bool = False
     differentiable_lse: bool = False
     as_inputs: bool = False
+    of_root: bool = False
 
     def spec(self) -> str:
         return "|".join(map(str, self))
@@ -75,12 +76,12 @@ class Options(NamedTuple):
     @staticmethod
     @lru_cache(maxsize=256)
     def parse(spec: str) -> Options:
-        layout, mask, *scores, method, kernel, transport, chunks, deterministic, lse, as_inputs = spec.split("|")
+        layout, mask, *scores, method, kernel, transport, chunks, deterministic, lse, as_inputs, root = spec.split("|")
         scale, softcap, dropout_p, first_head, first_batch = scores
         return Options(
             layout, mask, float(scale), float(softcap), float(dropout_p), int(first_head), int(first_batch),
             method, kernel, transport, int(chunks), deterministic == "True", lse == "True",
-            as_inputs == "True",
+            as_inputs == "True", root == "True",
         )  # fmt: skip
 
 

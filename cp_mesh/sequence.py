@@ -8,8 +8,9 @@ Labels are shifted before the sequence is sharded: the token after a shard's las
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -266,6 +267,17 @@ class ShardedSequence:
                 describe("cu_seqlens", f"an end at length {self.length}", end, "let the documents cover the sequence")
             )
         return torch.cat([cu_seqlens, cu_seqlens.new_tensor([self.seq_len])])
+
+
+class Root(NamedTuple):
+    """A `ShardedModel` whose forward runs: its sequence, in the layout of the batch, and its tokens with padding."""
+
+    sequence: ShardedSequence
+    seq_len: int
+
+
+ROOT: ContextVar[Root | None] = ContextVar("cp_mesh_root", default=None)
+"""The innermost root whose forward runs in eager mode; torch.compile cannot trace it."""
 
 
 class _Unshard(torch.autograd.Function):

@@ -1,56 +1,42 @@
 """ParallelStyles: what turns a plain model context-parallel.
 
 `ContextParallel` wraps an attention core. During its forward a `TorchFunctionMode` that lives for this one call turns
-`F.scaled_dot_product_attention` into the sharded one; nothing global is patched. Inside the module tensors stay as
-the model made them (plain, or DTensors over tp, or over the whole mesh) instead of being re-wrapped as DTensors over
-cp: shards of unequal length have no DTensor, and no model code has to be DTensor-proof. `ShardedModel` wraps the root.
+`F.scaled_dot_product_attention` into the sharded one (`watching.py`); no function of torch is patched. Inside the
+module tensors stay as the model made them (plain, or DTensors over tp, or over the whole mesh) instead of being
+re-wrapped as DTensors over cp: shards of unequal length have no DTensor, and no model code has to be DTensor-proof.
+`ShardedModel` wraps the root. A style takes the place of its module's forward as `forwards.py` says.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import types
 import warnings
 from collections.abc import Callable, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.nn.attention.flex_attention import flex_attention
-from torch.overrides import TorchFunctionMode
 
 from cp_mesh.agreement import announce_refusal, checking, fingerprint, require_agreement
 from cp_mesh.attention import attention, check_placements, check_score_placements, local_scores, wrap
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe
+from cp_mesh.forwards import STYLE, replace_forward, replaced
 from cp_mesh.layouts import Layout
 from cp_mesh.masks import Mask
 from cp_mesh.plan import SCORE_OPTIONS
-from cp_mesh.sequence import ShardedSequence
+from cp_mesh.sequence import ROOT, Root, ShardedSequence
+from cp_mesh.watching import Interception, Watch, unwatched, watch_encoders, watching
 
-_MARK = "_cp_mesh_style"  # set on modules that a style was applied to
 _WATCHED = "_cp_mesh_watched"  # a ShardedModel whose attention was found covered
 SUMS = "_cp_mesh_sums"  # set on FSDP2 modules that sum gradients, or that their user was warned of
 RANKS = "_cp_mesh_ranks"  # the ranks of its cp axis
-_INNER = "_cp_mesh_inner_forward"  # a forward that was set on the instance before the style's
-# Other attention than SDPA: local to a shard, so wrong. Of flex_attention a function mode sees the operator.
-_OTHER_ATTENTION = (
-    flex_attention,
-    torch.ops.higher_order.flex_attention,
-    F.multi_head_attention_forward,
-    torch._native_multi_head_attention,
-    torch._transformer_encoder_layer_fwd,
-)
-# while a ShardedModel runs eagerly: its sequence, in the layout of the batch
-_ROOT: ContextVar[ShardedSequence | None] = ContextVar("cp_mesh_root", default=None)
 _SCORE_OPTIONS = frozenset(SCORE_OPTIONS) - {"dropout_p"}  # which the SDPA call tells
 
 
@@ -68,9 +54,18 @@ class ContextParallel(ParallelStyle):
 
     The module's forward must call `F.scaled_dot_product_attention` on [B, H, S_local, D] tensors at least once, with
     ``is_causal`` equal to the mask's ``causal`` and no ``attn_mask``: local shapes cannot tell what a tensor mask
-    means. Attention that does not go through it (`flex_attention`, `nn.MultiheadAttention`) is refused where a function
-    mode can see it; aten operators called directly are not seen. Everything else about the module is free, and what it
-    returns is returned as it is.
+    means. Other attention of PyTorch (`flex_attention`, `nn.MultiheadAttention`, operators of aten) is refused there,
+    and so is a checkpoint that the core itself begins: checkpoint the module that holds the core. Not seen are
+    torch.jit.script, C++, other threads, matmul with softmax, kernels of other packages, and in compiled code bodies of
+    higher-order operators such as torch.cond. Everything else about the module is free, and what it returns is returned
+    as it is.
+
+    Under a `ShardedModel` every SDPA call must have the rows that the root sharded, unless ``sequence`` has a length of
+    its own, which then counts. Without either, each call's own rows are taken for this rank's whole shard. A root that
+    is compiled as a whole with ``watch=False`` does not compare them.
+
+    The module's class becomes a subclass of the same name, so `copy.copy` and `copy.deepcopy` make modules with the
+    style. Pickling is refused, as a style holds process groups: save the state_dict.
 
     Args:
         sequence: the sequence object that also shards the data.
@@ -126,30 +121,26 @@ class ContextParallel(ParallelStyle):
         if "cross" in type(module).__name__.lower():
             raise UnsupportedError(cross_attention(type(module).__name__))
         _claim(module, device_mesh, self.sequence, self)
-        style, name = self, type(module).__name__
-        if "forward" in module.__dict__:  # replaced by somebody before us
-            module.__dict__[_INNER] = module.__dict__["forward"]
-
-        # Bound, not a closure over the module: a deep copy of the module must run its own parameters.
-        @functools.wraps(type(module).forward)
-        def context_parallel_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            interception = _Interception(style, style.of_call(self, *args, **kwargs))
-            inner = self.__dict__.get(_INNER)
-            with interception:
-                result = type(self).forward(self, *args, **kwargs) if inner is None else inner(*args, **kwargs)
-            if interception.calls == 0:
-                raise ArgumentError(
-                    describe(
-                        f"ContextParallel({name})",
-                        "a call of F.scaled_dot_product_attention in its forward",
-                        "none",
-                        "apply the style to the module that calls it; otherwise each rank attends to its shard alone",
-                    )
-                )
-            return result
-
-        module.forward = types.MethodType(context_parallel_forward, module)
+        replace_forward(module, STYLE, type(self).__name__, self._run)
         return module
+
+    def _run(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's forward, whose SDPA calls attend over the whole sequence."""
+        call = self.of_call(module, *args, **kwargs)
+        attend, announce = functools.partial(self.sharded_sdpa, call), functools.partial(_announce, self.sequence)
+        interception = Interception(attend, announce)
+        with unwatched(), interception:
+            result = forward(*args, **kwargs)
+        if interception.calls == 0:
+            raise ArgumentError(
+                describe(
+                    f"ContextParallel({type(module).__name__})",
+                    "a call of F.scaled_dot_product_attention in its forward",
+                    "none",
+                    "apply the style to the module that calls it; otherwise each rank attends to its shard alone",
+                )
+            )
+        return result
 
     def of_call(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> _Call:
         """What one call of the wrapped module attends with; these are its arguments."""
@@ -210,6 +201,7 @@ class ContextParallel(ParallelStyle):
                 mask=call.mask,
                 scale=scale,
                 dropout_p=dropout_p,
+                _of_root=sequence.length is None,
                 **scores,
                 **self.options,
             )
@@ -239,7 +231,9 @@ class ContextParallel(ParallelStyle):
         if attn_mask is not None:
             raise UnsupportedError(
                 "ContextParallel: a tensor attn_mask cannot be read on positions; say it as ContextParallel(mask="
-                "Mask(causal=, window=, documents=, key_padding=, prefix=)) and call SDPA without attn_mask"
+                "Mask(causal=, window=, documents=, key_padding=, prefix=)) and call SDPA without attn_mask. Any other "
+                "mask is, exactly, a bias of 0 and -inf, mask=Mask(causal=False) with scores={'bias': [1 or B, 1 or H, "
+                "rows of this rank, all keys]}; that needs memory for each pair and the Triton or reference kernel"
             )
         if is_causal != call.mask.causal:
             raise ArgumentError(
@@ -256,46 +250,6 @@ class ContextParallel(ParallelStyle):
             )
 
 
-class _Interception(TorchFunctionMode):
-    """Lives for one forward of one module: turns its SDPA calls into the style's, and counts them."""
-
-    def __init__(self, style: ContextParallel, call: _Call) -> None:
-        super().__init__()
-        self.style, self.call, self.calls = style, call, 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            self.calls += 1
-            return self.style.sharded_sdpa(self.call, *args, **kwargs)
-        if func in _OTHER_ATTENTION:
-            name = getattr(func, "__name__", str(func))
-            raise UnsupportedError(
-                f"ContextParallel: {name} is not available yet; call F.scaled_dot_product_attention "
-                "and say the mask as ContextParallel(mask=Mask(...))"
-            )
-        return func(*args, **kwargs)
-
-
-class _Watch(TorchFunctionMode):
-    """Refuses self-attention that is not inside a `ContextParallel` module: it would see one shard."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            given = dict(zip(("query", "key"), args, strict=False)) | kwargs
-            if given["query"].shape[-2] == given["key"].shape[-2]:
-                raise ArgumentError(
-                    describe(
-                        "ShardedModel",
-                        "every self-attention in a ContextParallel module",
-                        "F.scaled_dot_product_attention outside of one, where each rank attends to its shard alone",
-                        "name that module in the plan; watch=False if it attends to another sequence, which is whole",
-                    )
-                )
-        return func(*args, **kwargs)
-
-
 class ShardedModel(ParallelStyle):
     """Makes a root module take whole batches: shards inputs, supplies positions, optionally gathers the output.
 
@@ -306,15 +260,20 @@ class ShardedModel(ParallelStyle):
             leaves it out it gets the positions of this rank's rows, [S_local]; if given, whole-sequence position ids
             [S] or [B, S] are sharded like tokens. None for models without positions.
         gather_output: gather the output along dim 1, in original order; otherwise it stays sharded, as the loss wants.
-        watch: look for self-attention outside of the plan in the first eager forward. False for models that also attend
-            to sequences which are not sharded, such as a vision tower.
+        watch: refuse self-attention outside of the plan: attention, by any function of PyTorch, in which query and key
+            have equal lengths. Eager code is looked at in the model's first forward, compiled code whenever it is
+            traced, which costs nothing when it runs. What Python does not call by a function of PyTorch is not seen, as
+            in `ContextParallel`; nor, in compiled code, what is checkpointed, unless
+            ``torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint`` is True. False for models that also
+            attend to sequences which are not sharded, such as a vision tower.
         layout: for layouts that change with the batch, a function of the forward's arguments by name that returns the
             layout, that of all attention styles: ``layout=lambda packed, **others: packed.layout``. None: the
             sequence's. With it the root is not compiled as a whole; its blocks may be.
 
     Raises:
-        ArgumentError: at application if the module has no such arguments; in the first eager forward, if the model
-            calls self-attention outside of the modules that `ContextParallel` was applied to.
+        ArgumentError: at application if the module has no such arguments; in the forward, if the model calls
+            self-attention outside of the modules that `ContextParallel` was applied to (see ``watch``), or a core
+            attends to other rows than the root sharded.
     """
 
     def __init__(
@@ -345,58 +304,58 @@ class ShardedModel(ParallelStyle):
                     )
                 )
         _claim(module, device_mesh, self.sequence, self)
-        style = self
-
-        # The first eager forward looks for attention that no style made parallel. A mode costs a Python call for every
-        # operation, and compiled blocks would be compiled for it anew, so later ones run without.
-        def run(self: nn.Module, arguments: dict[str, Any]) -> Any:
-            inner = self.__dict__.get(_INNER)
-            return type(self).forward(self, **arguments) if inner is None else inner(**arguments)
-
-        def run_watched(self: nn.Module, arguments: dict[str, Any]) -> Any:
-            _warn_of_averages(self, style.sequence)
-            compiled = any(part._compiled_call_impl is not None for part in self.modules())
-            if compiled or not style.watch or self.__dict__.get(_WATCHED):
-                return run(self, arguments)
-            with _Watch():
-                result = run(self, arguments)
-            self.__dict__[_WATCHED] = True
-            return result
-
-        # A function, not a bound method: a deep copy of the module would copy the style, and its mesh with it.
-        @functools.wraps(type(module).forward)
-        def sharded_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            given = dict(zip(names, args, strict=False))
-            if len(args) > len(names) or given.keys() & kwargs.keys():
-                raise ArgumentError(
-                    describe(
-                        "ShardedModel",
-                        f"arguments {', '.join(names)}, each once",
-                        f"{len(args)} + {[*kwargs]}",
-                        "see forward",
-                    )
-                )
-            try:
-                sequence, arguments = style.shard_inputs(given | kwargs)
-            except Exception as error:
-                _announce(style.sequence, error)
-                raise
-            if torch.compiler.is_compiling():
-                output = run(self, arguments)
-            else:
-                if checking():
-                    style.compare(given | kwargs)
-                token = _ROOT.set(sequence)
-                try:
-                    output = run_watched(self, arguments)
-                finally:
-                    _ROOT.reset(token)
-            return style.gather(sequence, output) if style.gather_output else output
-
-        if "forward" in module.__dict__:
-            module.__dict__[_INNER] = module.__dict__["forward"]
-        module.forward = types.MethodType(sharded_forward, module)
+        replace_forward(module, STYLE, type(self).__name__, functools.partial(self._run, names))
+        if self.watch:
+            watch_encoders(module)
         return module
+
+    def _run(
+        self, names: list[str], module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """The root's forward on this rank's rows; ``names`` are those of its arguments."""
+        given = dict(zip(names, args, strict=False))
+        if len(args) > len(names) or given.keys() & kwargs.keys():
+            raise ArgumentError(
+                describe(
+                    "ShardedModel",
+                    f"arguments {', '.join(names)}, each once",
+                    f"{len(args)} + {[*kwargs]}",
+                    "see forward",
+                )
+            )
+        try:
+            root, arguments = self.shard_inputs(given | kwargs)
+        except Exception as error:
+            _announce(self.sequence, error)
+            raise
+        if torch.compiler.is_compiling():
+            output = self._run_traced(root, forward, arguments)
+        else:
+            if checking():
+                self.compare(given | kwargs)
+            token = ROOT.set(root)
+            try:
+                output = self._run_eagerly(module, forward, arguments)
+            finally:
+                ROOT.reset(token)
+        return self.gather(root.sequence, output) if self.gather_output else output
+
+    def _run_traced(self, root: Root, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        """The forward while torch.compile traces it; what is looked for then costs nothing when the code runs."""
+        if not self.watch:
+            return forward(**arguments)
+        with Watch(root.sequence.mesh.get_group().group_name, root.seq_len):
+            return forward(**arguments)
+
+    def _run_eagerly(self, module: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        """The eager forward. Only the first one is watched: a mode costs a Python call for every operation."""
+        _warn_of_averages(module, self.sequence)
+        if not self.watch or module.__dict__.get(_WATCHED):
+            return forward(**arguments)
+        with watching(module):
+            result = forward(**arguments)
+        module.__dict__[_WATCHED] = True
+        return result
 
     def compare(self, arguments: dict[str, Any]) -> None:
         """In check mode: raise on every rank if whole inputs or positions among ``arguments`` differ between ranks."""
@@ -411,8 +370,8 @@ class ShardedModel(ParallelStyle):
             raise ArgumentError(describe("ShardedModel.gather_output", "one tensor as output", got, hint))
         return sequence.unshard(output, dim=1)
 
-    def shard_inputs(self, arguments: dict[str, Any]) -> tuple[ShardedSequence, dict[str, Any]]:
-        """The sequence of one forward, and its arguments by name, with this rank's rows of the inputs and positions."""
+    def shard_inputs(self, arguments: dict[str, Any]) -> tuple[Root, dict[str, Any]]:
+        """The root of one forward, and its arguments by name, with this rank's rows of the inputs and positions."""
         given = dict(arguments)
         present = [name for name in self.inputs if given.get(name) is not None]
         if not present:
@@ -428,7 +387,7 @@ class ShardedModel(ParallelStyle):
                 given[self.positions] = sequence.positions(whole.shape[1], device=whole.device)
             else:
                 given[self.positions] = sequence.shard({"positions": ids}, dim=ids.ndim - 1)["positions"]
-        return sequence, given
+        return Root(sequence, whole.shape[1] if sequence.seq_len is None else sequence.seq_len), given
 
 
 def _layout_of_call(style: ContextParallel | ShardedModel, /, *args: Any, **kwargs: Any) -> Layout:
@@ -444,9 +403,10 @@ def _layout_of_call(style: ContextParallel | ShardedModel, /, *args: Any, **kwar
 
 def _check_root(sequence: ShardedSequence, layout: Layout) -> None:
     """Refuse a core's call in another layout than that of the rows which its root sharded over the same ranks."""
-    root = None if torch.compiler.is_compiling() else _ROOT.get()
-    if root is None or root.mesh != sequence.mesh:
+    found = None if torch.compiler.is_compiling() else ROOT.get()
+    if found is None or found.sequence.mesh != sequence.mesh:
         return
+    root = found.sequence
     if root.layout != layout:
         hint = "give ShardedModel and ContextParallel one sequence, or functions that return one layout for a batch"
         got = f"{layout.spec()} in the core, {root.layout.spec()} at the root"
@@ -482,21 +442,17 @@ def _announce(sequence: ShardedSequence, error: Exception) -> None:
 
 
 def _claim(module: nn.Module, mesh: DeviceMesh, sequence: ShardedSequence, style: ParallelStyle) -> None:
-    """Check that the style fits, then mark the module as taken; called when nothing else can fail."""
+    """Check that the style fits; called when nothing else can fail."""
     name = type(style).__name__
     if mesh.ndim != 1:
         raise ArgumentError(describe(f"{name}: mesh", "one axis", f"{mesh.ndim} axes", 'pass mesh["cp"]'))
-    if hasattr(module, _MARK):
-        raise ArgumentError(
-            describe(
-                name, "a module without a style", f"{type(module).__name__} with {getattr(module, _MARK)}", "apply once"
-            )
-        )
+    if (other := replaced(module, STYLE)) is not None:
+        got = f"{type(module).__name__} with {other.name}"
+        raise ArgumentError(describe(name, "a module without a style", got, "apply once"))
     if not _has_axis(mesh, sequence.mesh):
         raise ArgumentError(
             describe("mesh", f"the axis of the ShardedSequence, {sequence.mesh}", mesh, "apply the style to that axis")
         )
-    setattr(module, _MARK, name)
     setattr(module, RANKS, tuple(dist.get_process_group_ranks(sequence.mesh.get_group())))
 
 

@@ -226,7 +226,8 @@ def _outcome(rank: int, request: bytes) -> bytes | Raised:
         kinds = tuple(kind.__name__ for kind in type(error).__mro__)
         return Raised(kinds, str(error), "".join(traceback.format_exception(error)), num_collectives() - begin)
     finally:
-        if counters["frames"]:  # else compiled graphs of one test count against the next one's recompile limit
+        # else compiled graphs of one test count against the next one's recompile limit; full graphs count no frames
+        if counters["frames"] or counters["stats"]:
             torch._dynamo.reset()
             counters.clear()
         sys.stdout.flush()

@@ -19,6 +19,7 @@ import pytest
 import test_aten_kernels
 import test_balancing
 import test_changing_layouts
+import test_copies
 import test_flash_attn
 import test_gradients
 import test_kernels
@@ -29,7 +30,9 @@ import test_parity
 import test_seeds
 import test_segments
 import test_sequence
+import test_styles
 import test_traffic
+import test_watching
 import torch
 from cases import LAYOUTS, make_mask, pairs, pairs_of
 from checks import GQA, MHA, MQA, Case, coverage, parity_on_ranks, report
@@ -822,8 +825,8 @@ MUTATIONS = [
     Mutation(
         "an output gathered in the layout of another batch",
         "styles.py",
-        "return style.gather(sequence, output)",
-        "return style.gather(style.sequence, output)",
+        "return self.gather(root.sequence, output)",
+        "return self.gather(self.sequence, output)",
         "changing layouts",
     ),
     Mutation(
@@ -832,6 +835,48 @@ MUTATIONS = [
         "    if root.layout != layout:\n",
         "    if False:\n",
         "layouts agree",
+    ),
+    Mutation(
+        "attention of modules outside of the plan is let through",
+        "watching.py",
+        '    "multi_head_attention_forward": 0,\n',
+        "",
+        "outside of the plan",
+    ),
+    Mutation(
+        "compiled blocks are not watched",
+        "watching.py",
+        '                replace_forward(inner, WATCH, "Watch", _watched)\n',
+        "                pass\n",
+        "outside of the plan, compiled",
+    ),
+    Mutation(
+        "a core may checkpoint its attention",
+        "watching.py",
+        " or _inside_checkpoint():",
+        ":",
+        "checkpoints in cores",
+    ),
+    Mutation(
+        "a core may attend to other rows than its root's",
+        "ops.py",
+        "        if options.of_root and root is not None and ",
+        "        if False and root is not None and ",
+        "rows of the root",
+    ),
+    Mutation(
+        "a copy that the module's class makes has no style",
+        "forwards.py",
+        "        return _like(self.module, self.make(*args))\n",
+        "        return self.make(*args)\n",
+        "copies",
+    ),
+    Mutation(
+        "compiled cores do not tell the forward of an instance",
+        "forwards.py",
+        "inner, replacement = getattr(self, of_instance), getattr(self, key)",
+        "inner, replacement = self.__dict__.get(of_instance), self.__dict__.get(key)",
+        "compiled cores",
     ),
     Mutation(
         "runs that are no permutation are believed",
@@ -999,6 +1044,18 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "deterministic": lambda pool: test_flash_attn.test_a_deterministic_call_has_the_reproducible_backward(pool, True),
     "changing layouts": lambda pool: test_changing_layouts.test_whole_model(pool, 24, False),
     "layouts agree": test_changing_layouts.test_a_core_in_another_layout_than_its_root_is_refused,
+    "outside of the plan": lambda pool: report(pool(2).run(test_watching.found, "not", False, ("MHA",))),
+    "outside of the plan, compiled": lambda pool: report(
+        pool(2).run(test_watching.found, "blocks in place", True, ("SDPA",))
+    ),
+    "checkpoints in cores": lambda pool: test_styles.test_checkpoint_inside_a_core_is_refused(pool, False),
+    "rows of the root": lambda pool: test_watching.test_cores_that_attend_to_other_rows_are_refused(
+        pool, test_watching.part_of_rows, "blocks in place", False
+    ),
+    "copies": lambda pool: test_copies.test_copies_have_the_style_and_their_own_attributes(
+        pool, test_copies.OwnReduce, "deepcopy"
+    ),
+    "compiled cores": test_watching.test_compiled_cores_of_one_class_are_told_apart,
     "runs": lambda pool: report(pool(1).run(quick, "runs")),
     "loss": lambda pool: test_sequence.test_cross_entropy(pool, "ragged", 3, 1),
     "gradients of one rank": lambda pool: test_gradients.test_gradients_are_those_of_one_rank(

@@ -765,7 +765,8 @@ def junk(rank: int) -> list[str]:
     """Options and values that were neither refused in this library's words nor meant anything."""
     make_meshes()
     of_masks = [field.name for field in fields(Mask)]
-    options = [*inspect.signature(attention).parameters, *of_masks]
+    public = [name for name in inspect.signature(attention).parameters if not name.startswith("_")]
+    options = [*public, *of_masks]
     problems = []
     for option, (name, value) in product(options, JUNK.items()):
         seed = {"dropout_seed": 1} if option == "dropout_p" else {"dropout_p": 0.5} if option == "dropout_seed" else {}

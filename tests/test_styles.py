@@ -29,6 +29,7 @@ from cp_mesh import (
     ZigZag,
     parallelize,
 )
+from cp_mesh.forwards import STYLE, replaced
 
 B, H, K, S, D = 2, 4, 2, 24, 6
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-10}
@@ -225,30 +226,65 @@ def test_nothing_is_patched(pool: Any) -> None:
 
 
 class CheckpointedInside(nn.Module):
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return checkpoint(Core(), q, k, v, use_reentrant=False)
+        return checkpoint(Core(), q, k, v, use_reentrant=self.use_reentrant)
 
 
-def checkpointed(rank: int, inside: bool) -> list[Tensor]:
+def checkpointed(rank: int, inside: bool, use_reentrant: bool) -> list[Tensor]:
     axis = mesh((2,), ("cp",))
     sequence = ShardedSequence(axis)
-    core = make_core(axis, CheckpointedInside() if inside else Core())
+    core = make_core(axis, CheckpointedInside(use_reentrant) if inside else Core())
     q, k, v, dout = shard_whole(sequence)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out = core(q, k, v) if inside else checkpoint(core, q, k, v, use_reentrant=False)
+    out = core(q, k, v) if inside else checkpoint(core, q, k, v, use_reentrant=use_reentrant)
     out.backward(dout)
     return gather(sequence, out, q.grad, k.grad, v.grad)
 
 
-def test_checkpoint_around_a_core(pool: Any) -> None:
-    for results in pool(2).run(checkpointed, False):
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint_around_a_core(pool: Any, use_reentrant: bool) -> None:
+    for results in pool(2).run(checkpointed, False, use_reentrant):
         assert_close(results, expected())
 
 
-def test_checkpoint_inside_a_core_is_no_silent_error(pool: Any) -> None:
-    """The recomputation runs outside the style's forward, so its attention is local: PyTorch's check sees it."""
-    for error in pool(2).run_expecting_error(checkpointed, True):
-        assert error is not None and error.type == "CheckpointError"
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint_inside_a_core_is_refused(pool: Any, use_reentrant: bool) -> None:
+    """The recomputation would run outside of the style's forward, where attention is local."""
+    for error in pool(2).run_expecting_error(checkpointed, True, use_reentrant):
+        assert error is not None and error.type == "UnsupportedError" and error.num_collectives == 0
+        assert "checkpoint the module that holds the core" in error.message
+
+
+def any_mask(rank: int) -> list[Tensor]:
+    """A tensor mask, as a bias of this rank's rows and all keys."""
+    axis = mesh((2,), ("cp",))
+    sequence, core = ShardedSequence(axis), Core()
+    core.forward = lambda q, k, v, bias: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    scores = {"scores": lambda core, q, k, v, bias: {"bias": bias}, "mask": Mask(causal=False)}
+    core = make_core(axis, core, **scores)
+    q, k, v, dout = shard_whole(sequence)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    bias = torch.zeros(1, 1, S, S, dtype=q.dtype).masked_fill(~MASK, -torch.inf)
+    out = core(q, k, v, sequence.shard(bias, dim=2))
+    out.backward(dout)
+    return gather(sequence, out, q.grad, k.grad, v.grad)
+
+
+MASK = (torch.arange(S)[:, None] * 7 + torch.arange(S) * 5) % 3 != 0
+
+
+def test_any_mask_is_a_bias(pool: Any) -> None:
+    """As the message says that refuses a tensor attn_mask."""
+    q, k, v, dout = make_qkv(B, H, K, S, D)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=MASK, enable_gqa=True)
+    want = [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+    for results in pool(2).run(any_mask):
+        assert_close(results, want)
 
 
 # Whole models.
@@ -366,6 +402,10 @@ def test_whole_model_over_cp_and_tp(pool: Any, dtensors: bool) -> None:
 # Plans.
 
 
+def styled(module: nn.Module) -> bool:
+    return replaced(module, STYLE) is not None
+
+
 def plans(rank: int) -> None:
     axis = mesh((2,), ("cp",))
     sequence = ShardedSequence(axis)
@@ -373,9 +413,9 @@ def plans(rank: int) -> None:
     model = Model()
     with pytest.raises(ArgumentError, match=r"plan key: .*'layers\.\*\.cores'.*near it: layers\.\d\.core"):
         parallelize(model, axis, {"layers.*.core": ContextParallel(sequence), "layers.*.cores": ColwiseParallel()})
-    assert all("forward" not in vars(layer.core) for layer in model.layers)
+    assert all(not styled(layer.core) for layer in model.layers)
     parallelize(model, axis, {"layers.0.core": ContextParallel(sequence), "": ShardedModel(sequence)})
-    assert "forward" in vars(model.layers[0].core) and "forward" not in vars(model.layers[1].core)
+    assert styled(model.layers[0].core) and not styled(model.layers[1].core)
     with pytest.raises(ArgumentError, match="apply once"):
         parallelize(model, axis, {"layers.*.core": ContextParallel(sequence)})
     with pytest.raises(ArgumentError, match=r"ShardedModel: expected .*apply once"):
@@ -385,7 +425,7 @@ def plans(rank: int) -> None:
         parallelize(Model(), axis, {"*.core": ContextParallel(sequence)})
     # Styles of PyTorch live in the same plan as ours.
     model = parallelize(Model(), axis, {"head": ColwiseParallel(), "layers.*.core": ContextParallel(sequence)})
-    assert isinstance(model.head.weight, DTensor) and "forward" in vars(model.layers[1].core)
+    assert isinstance(model.head.weight, DTensor) and styled(model.layers[1].core)
 
 
 def test_plans(pool: Any) -> None:
@@ -414,8 +454,8 @@ def wildcard(rank: int) -> bool:
     axis = mesh((2,), ("cp",))
     root = nn.ModuleDict({"a": Core(), "b": Core()})
     parallelize(root, axis, {"*": ContextParallel(ShardedSequence(axis))})
-    assert all("forward" in vars(core) for core in root.values())
-    return "forward" in vars(root)
+    assert all(styled(core) for core in root.values())
+    return styled(root)
 
 
 def test_a_wildcard_leaves_the_root_alone(pool: Any) -> None:

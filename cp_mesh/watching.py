@@ -1,0 +1,244 @@
+"""Seeing calls of attention: those of a core become sharded ones, those outside of the plan are refused.
+
+Both are `TorchFunctionMode`s. Such a mode sees what Python code calls while it is active: functions of torch and
+torch.nn.functional, and operators of PyTorch (torch.ops.aten), in eager mode and while torch.compile traces. It does
+not see code of torch.jit.script, calls made in C++ or in another thread, attention written as matmul and softmax, or
+the kernels of other packages; nor, while torch.compile traces, private functions such as
+torch._scaled_dot_product_attention_math (its operator, torch.ops.aten._scaled_dot_product_attention_math, it does see),
+and what is in the body of a higher-order operator, such as torch.cond.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+
+from cp_mesh.errors import ArgumentError, UnsupportedError, describe
+from cp_mesh.forwards import FILE, STYLE, WATCH, check_class, replace_forward, replaced
+from cp_mesh.ops import attention_op, check_length, length_of_call
+
+# The functions that attend, by name (torch.compile guards every look-up of a function, none of a name), and the dim of
+# query and key that counts rows; None: it always is self-attention. `nn.MultiheadAttention` hands on [L, N, E].
+_DIMS = {
+    **dict.fromkeys(
+        (
+            "scaled_dot_product_attention",
+            "_scaled_dot_product_attention_math",
+            "_scaled_dot_product_attention_math_for_mps",
+            "_scaled_dot_product_flash_attention",
+            "_scaled_dot_product_flash_attention_for_cpu",
+            "_scaled_dot_product_efficient_attention",
+            "_scaled_dot_product_cudnn_attention",
+            "_scaled_dot_product_fused_attention_overrideable",
+            "_cudnn_attention_forward",
+            "_native_multi_head_attention",
+            "_triton_multi_head_attention",
+            "_triton_scaled_dot_attention",
+            "flex_attention",
+        ),
+        -2,
+    ),
+    **dict.fromkeys(("_flash_attention_forward", "_efficient_attention_forward", "_varlen_attn"), -3),
+    "multi_head_attention_forward": 0,
+    "_transformer_encoder_layer_fwd": None,
+}
+ROWS = _DIMS | {f"{name}.default": dim for name, dim in _DIMS.items()}  # and as operators are named
+ATTENTION = frozenset(ROWS)
+# What torch.compile makes of torch.utils.checkpoint: an operator, in whose body the mode that sees it is not active.
+CHECKPOINTS = frozenset(("tag_activation_checkpoint", "wrap_activation_checkpoint"))
+
+
+def _call(func: Any, args: Any, kwargs: Any) -> Any:
+    if func is Tensor.unflatten:  # torch.compile traces a call of the method, but not what the function holds
+        return args[0].unflatten(*args[1:], **kwargs)
+    return func(*args, **kwargs)
+
+
+class Interception(TorchFunctionMode):
+    """Lives for one forward of one core: turns its SDPA calls into the style's, and counts them.
+
+    Args:
+        attend: called instead of `F.scaled_dot_product_attention`.
+        announce: told of what is refused here, before it is raised.
+    """
+
+    def __init__(self, attend: Callable[..., Any], announce: Callable[[Exception], None]) -> None:
+        super().__init__()
+        self.attend, self.announce, self.calls = attend, announce, 0
+        self.graded = torch.is_grad_enabled()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name not in ATTENTION and name not in CHECKPOINTS:
+            return _call(func, args, kwargs)
+        try:
+            if name in ATTENTION and func is not F.scaled_dot_product_attention:
+                raise UnsupportedError(
+                    f"ContextParallel: {name} is not available yet; call F.scaled_dot_product_attention "
+                    "and say the mask as ContextParallel(mask=Mask(...))"
+                )
+            if name in CHECKPOINTS or (self.graded and not torch.is_grad_enabled()) or _inside_checkpoint():
+                raise UnsupportedError(
+                    "ContextParallel: attention inside of a checkpoint, or of no_grad, that the core itself begins is "
+                    "not available: the backward would recompute it outside of the core, from this rank's rows alone; "
+                    "checkpoint the module that holds the core, checkpoint(block, x, use_reentrant=False)"
+                )
+        except Exception as error:
+            self.announce(error)
+            raise
+        self.calls += 1
+        return self.attend(*args, **kwargs)
+
+
+def _inside_checkpoint() -> bool:
+    """Whether torch.utils.checkpoint was called between the core's forward and here."""
+    if torch.compiler.is_compiling():
+        return False  # a checkpoint that is traced is seen as an operator
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != FILE:
+        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+class Watch(TorchFunctionMode):
+    """Refuses self-attention outside of cores: it would see one shard.
+
+    Args:
+        group_name, seq_len: while a root is traced, its cp group and the tokens of its whole sequence, which are then
+            compared with those of its cores. Roots in eager mode have `ops.ROOT` for that.
+    """
+
+    def __init__(self, group_name: str | None = None, seq_len: int | None = None) -> None:
+        super().__init__()
+        self.group_name, self.seq_len = group_name, seq_len
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in ATTENTION:
+            dim = ROWS[name]
+            if dim is None or _rows("query", 0, dim, args, kwargs) == _rows("key", 1, dim, args, kwargs):
+                _refuse(name)
+        elif name in CHECKPOINTS and torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint:
+            body = functools.partial(_watched_body, self.group_name, self.seq_len, args[0])
+            return func(body, *args[1:], **kwargs)
+        elif func is attention_op and self.seq_len is not None:
+            group_name, seq_len = length_of_call(args)
+            if seq_len is not None and group_name == self.group_name:
+                check_length(seq_len, self.seq_len)
+        return _call(func, args, kwargs)
+
+
+def _rows(name: str, place: int, dim: int, args: Any, kwargs: Any) -> int:
+    given = args[place] if len(args) > place else kwargs[name]
+    rows: int = given.shape[dim]
+    return rows
+
+
+def _watched_body(
+    group_name: str | None, seq_len: int | None, body: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    with Watch(group_name, seq_len):
+        return body(*args, **kwargs)
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ArgumentError(
+        describe(
+            "ShardedModel",
+            "every self-attention in a ContextParallel module",
+            f"{name} outside of one, where each rank attends to its shard alone",
+            "name the module that calls F.scaled_dot_product_attention in the plan; watch=False if this attends to "
+            "another sequence, which is whole",
+        )
+    )
+
+
+def watch_encoders(root: nn.Module) -> None:
+    """Refuse calls of `nn.TransformerEncoderLayer` in evaluation that torch.compile traces.
+
+    They may take PyTorch's fast path, an operator that Dynamo does not show to function modes.
+    """
+    for module in root.modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and replaced(module, WATCH) is None:
+            replace_forward(module, WATCH, "Watch", _encode)
+
+
+def _encode(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling() and not module.training:
+        _refuse("nn.TransformerEncoderLayer")
+    return forward(*args, **kwargs)
+
+
+@contextmanager
+def watching(root: nn.Module) -> Iterator[None]:
+    """Refuse attention outside of the plan in one eager forward of ``root``.
+
+    Parts that are compiled are traced inside of a watch of their own, now and whenever they are traced again, and
+    called without this one: torch.compile would compile them for this forward, and anew for the next one. Once traced,
+    a watch costs nothing.
+    """
+    watch = Watch()
+    with ExitStack() as stack:
+        for part in root.modules():
+            check_class(part)
+        for part, entry in _compiled_parts(root):
+            inner = part._modules["_orig_mod"] if entry == "forward" else part
+            assert isinstance(inner, nn.Module)
+            if replaced(inner, WATCH) is None and replaced(inner, STYLE) is None:
+                replace_forward(inner, WATCH, "Watch", _watched)
+            stack.callback(part.__dict__.__setitem__, entry, part.__dict__[entry])
+            part.__dict__[entry] = functools.partial(_without, watch, part.__dict__[entry])
+        stack.enter_context(watch)
+        yield
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Without the watch of an eager root: in a core, which sees its own attention."""
+    watch = None if torch.compiler.is_compiling() else _get_current_function_mode()
+    if not isinstance(watch, Watch):
+        yield
+        return
+    watch.__exit__(None, None, None)
+    try:
+        yield
+    finally:
+        watch.__enter__()
+
+
+def _watched(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with Watch():
+        return forward(*args, **kwargs)
+
+
+def _without(watch: Watch, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if _get_current_function_mode() is not watch:
+        return call(*args, **kwargs)
+    with unwatched():
+        return call(*args, **kwargs)
+
+
+def _compiled_parts(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Compiled modules below ``module`` that lie in no other one and in no core, and the attribute that calls them."""
+    dynamo = sys.modules.get("torch._dynamo")  # which is loaded by the first torch.compile
+    for part in module.children():
+        if part.__dict__.get("_compiled_call_impl") is not None:
+            yield part, "_compiled_call_impl"
+        elif dynamo is not None and isinstance(part, dynamo.OptimizedModule):
+            yield part, "forward"
+        elif replaced(part, STYLE) is None:
+            yield from _compiled_parts(part)
