@@ -51,7 +51,9 @@ def announce_refusal(group: dist.ProcessGroup, error: Exception) -> None:
         group: the cp group.
         error: what this rank is about to raise.
     """
-    require_agreement(group, {"error": f"{type(error).__name__}: {error}"})
+    if not getattr(error, "_cp_mesh_announced", False):  # once, however many frames it passes through
+        error._cp_mesh_announced = True  # type: ignore[attr-defined]
+        require_agreement(group, {"error": f"{type(error).__name__}: {error}"})
 
 
 def fingerprint(tensor: Tensor | None) -> str:

@@ -24,6 +24,7 @@ from cp_mesh.masks import Mask
 from cp_mesh.ops import GRADED, attention_op, score_placements, to_bhsd
 from cp_mesh.plan import Options, Tensors, check_tensors, make_plan
 
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 FORMATS = {0: "[T, H, D]", 1: "[B, S, H, D]", 2: "[B, H, S, D]"}
 """By the sequence dim."""
 
@@ -398,7 +399,7 @@ def _check_names(**names: object) -> None:
 
 def _as_float(x: Any) -> float:
     """Of Python's numbers, symbolic ones or NumPy's."""
-    return float(guard_scalar(x if isinstance(x, int | float | torch.SymInt | torch.SymFloat) else float(x)))
+    return float(guard_scalar(x if isinstance(x, _NUMBERS) else float(x)))
 
 
 def _shown(x: object) -> object:
@@ -407,7 +408,9 @@ def _shown(x: object) -> object:
 
 
 def _is_number(x: object) -> bool:
-    return isinstance(x, numbers.Real | torch.SymInt | torch.SymFloat) and not isinstance(x, bool)
+    return type(x) in (float, int) or (
+        isinstance(x, numbers.Real | torch.SymInt | torch.SymFloat) and not isinstance(x, bool)
+    )
 
 
 def local_scores(scores: Mapping[str, Any], query: DTensor, seq_dim: int) -> dict[str, Any]:
@@ -540,7 +543,8 @@ def check_placements(query: DTensor, key: Tensor, value: Tensor, cp_axis: int | 
             raise UnsupportedError(describe(here, "Shard of heads or batch, or Replicate", placement, hint))
     # Several axes may shard one dim: it is their product that has to divide it.
     sizes = {"query heads": query.shape[head_dim], "kv heads": key.shape[head_dim]}
-    _check_divides(mesh, names, placements, head_dim, sizes, f"use a size that divides {sizes['kv heads']} kv heads")
+    hint = f"shard heads over axes whose sizes together divide {sizes['query heads']} and {sizes['kv heads']}"
+    _check_divides(mesh, names, placements, head_dim, sizes, hint)
     if seq_dim != 0:
         _check_divides(mesh, names, placements, 0, {"batch": query.shape[0]}, "pad or regroup the batch")
 

@@ -32,6 +32,13 @@ class Replacement:
     def __deepcopy__(self, memo: dict[int, Any]) -> Replacement:
         return self
 
+    def __reduce__(self) -> Any:
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    """What is read back instead of a replacement."""
+
 
 def replace_forward(module: nn.Module, key: str, name: str, run: Callable[..., Any]) -> None:
     """Make ``module(*args, **kwargs)`` run ``run(module, forward, *args, **kwargs)``.
@@ -93,8 +100,9 @@ def _subclass(base: type[nn.Module], key: str) -> type[nn.Module]:
     code.__code__ = code.__code__.replace(co_name=f"forward of {base.__module__}.{base.__qualname__}")
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-        make, *rest = cast(tuple[Any, ...], super(made, self).__reduce_ex__(protocol))
-        return _Copier(make, self), *rest
+        make, arguments, *rest = cast(tuple[Any, ...], super(made, self).__reduce_ex__(protocol))
+        plain = tuple(base if argument is type(self) else argument for argument in arguments)
+        return _Copier(make, self), plain, *rest
 
     members = {"forward": forward, "__reduce_ex__": __reduce_ex__, "__doc__": base.__doc__}
     members |= {_mark(key): True, key: None, of_instance: None}
@@ -120,8 +128,15 @@ def _like(module: nn.Module, twin: nn.Module) -> nn.Module:
     return twin
 
 
+def _itself(make: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    return make
+
+
 class _Copier:
-    """What ``__reduce_ex__`` gives to `copy`, which calls it, and to `pickle`, which cannot write it."""
+    """What ``__reduce_ex__`` gives to `copy`, which calls it, and to `pickle`, which cannot write that of a style.
+
+    A module that is only watched is read back as a plain one.
+    """
 
     def __init__(self, make: Callable[..., nn.Module], module: nn.Module) -> None:
         self.make, self.module = make, module
@@ -130,6 +145,8 @@ class _Copier:
         return _like(self.module, self.make(*args))
 
     def __reduce__(self) -> Any:
+        if STYLE not in self.module.__dict__:
+            return _itself, (self.make,)
         raise UnsupportedError(
             f"{type(self.module).__name__}: a module with a style of cp_mesh cannot be pickled, as the style holds "
             "process groups; save model.state_dict(), then build the model and call parallelize where it is loaded"

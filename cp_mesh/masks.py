@@ -139,8 +139,11 @@ class Mask:
             )
         # NumPy, or another process, writes to memory that it shares with a tensor unseen by autograd.
         for name, tensor in (("documents", documents), ("key_padding", key_padding)):
-            if tensor is not None:
-                object.__setattr__(self, name, tensor.detach().clone())
+            if tensor is not None and not hasattr(tensor, _OWNED):  # some mask's already, as in dataclasses.replace
+                own = tensor.detach().clone()
+                if not torch.compiler.is_compiling():
+                    setattr(own, _OWNED, True)
+                object.__setattr__(self, name, own)
 
     @classmethod
     def from_cu_seqlens(
@@ -321,6 +324,7 @@ class Mask:
         )
 
 
+_OWNED = "_cp_mesh_owned"  # set on tensors that a mask copied
 _ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 

@@ -112,7 +112,7 @@ def ring_backward(
         if dlse is None:
             lse = include_sinks(lse, sinks)
         else:
-            dout = dout * share_of_keys(lse, sinks).to(dout.dtype)[..., None]
+            dout = (dout * share_of_keys(lse, sinks)[..., None]).to(dout.dtype)  # rounded once
     grads = tuple(dense_like(x) for x in (q, k, v))
     out_or_delta = make_delta(dout, out, dlse) if plan.kernel.uses_delta else out
     for heads, chunk in _by_head_chunks((dout, q, k, v, out_or_delta, lse, *grads), plan):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -269,11 +269,19 @@ class ShardedSequence:
         return torch.cat([cu_seqlens, cu_seqlens.new_tensor([self.seq_len])])
 
 
-class Root(NamedTuple):
-    """A `ShardedModel` whose forward runs: its sequence, in the layout of the batch, and its tokens with padding."""
+@dataclass
+class Root:
+    """A `ShardedModel` whose forward runs.
+
+    Attributes:
+        sequence: its sequence, in the layout of the batch.
+        seq_len: tokens of the sequence, with padding.
+        cores: calls of cores in this forward so far; of those that are not compiled.
+    """
 
     sequence: ShardedSequence
     seq_len: int
+    cores: int = 0
 
 
 ROOT: ContextVar[Root | None] = ContextVar("cp_mesh_root", default=None)

@@ -13,7 +13,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,12 +32,27 @@ from cp_mesh.layouts import Layout
 from cp_mesh.masks import Mask
 from cp_mesh.plan import SCORE_OPTIONS
 from cp_mesh.sequence import ROOT, Root, ShardedSequence
-from cp_mesh.watching import Interception, Watch, unwatched, watch_encoders, watching
+from cp_mesh.watching import Interception, Watch, unwatched, watch_encoders, watched, watching
 
 _WATCHED = "_cp_mesh_watched"  # a ShardedModel whose attention was found covered
 SUMS = "_cp_mesh_sums"  # set on FSDP2 modules that sum gradients, or that their user was warned of
 RANKS = "_cp_mesh_ranks"  # the ranks of its cp axis
 _SCORE_OPTIONS = frozenset(SCORE_OPTIONS) - {"dropout_p"}  # which the SDPA call tells
+
+
+@dataclass
+class _Watched:
+    """Which forwards of a `ShardedModel` were watched.
+
+    Attributes:
+        module: the id of the module.
+        counts: how many cores a watched forward called, by (training, gradients).
+        due: modes in which a forward called another number of cores since: the next one is watched.
+    """
+
+    module: int
+    counts: dict[tuple[bool, bool], set[int]] = field(default_factory=dict)
+    due: set[tuple[bool, bool]] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -129,17 +144,18 @@ class ContextParallel(ParallelStyle):
         call = self.of_call(module, *args, **kwargs)
         attend, announce = functools.partial(self.sharded_sdpa, call), functools.partial(_announce, self.sequence)
         interception = Interception(attend, announce)
-        with unwatched(), interception:
-            result = forward(*args, **kwargs)
+        if watched():
+            with unwatched(), interception:
+                result = forward(*args, **kwargs)
+        else:
+            with interception:
+                result = forward(*args, **kwargs)
         if interception.calls == 0:
-            raise ArgumentError(
-                describe(
-                    f"ContextParallel({type(module).__name__})",
-                    "a call of F.scaled_dot_product_attention in its forward",
-                    "none",
-                    "apply the style to the module that calls it; otherwise each rank attends to its shard alone",
-                )
-            )
+            what, expected = f"ContextParallel({type(module).__name__})", "a call of F.scaled_dot_product_attention"
+            hint = "apply the style to the module that calls it; otherwise each rank attends to its shard alone"
+            error = ArgumentError(describe(what, f"{expected} in its forward", "none", hint))
+            _announce(self.sequence, error)
+            raise error
         return result
 
     def of_call(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> _Call:
@@ -314,16 +330,10 @@ class ShardedModel(ParallelStyle):
     ) -> Any:
         """The root's forward on this rank's rows; ``names`` are those of its arguments."""
         given = dict(zip(names, args, strict=False))
-        if len(args) > len(names) or given.keys() & kwargs.keys():
-            raise ArgumentError(
-                describe(
-                    "ShardedModel",
-                    f"arguments {', '.join(names)}, each once",
-                    f"{len(args)} + {[*kwargs]}",
-                    "see forward",
-                )
-            )
         try:
+            if len(args) > len(names) or given.keys() & kwargs.keys():
+                expected, got = f"arguments {', '.join(names)}, each once", f"{len(args)} + {[*kwargs]}"
+                raise ArgumentError(describe("ShardedModel", expected, got, "see forward"))
             root, arguments = self.shard_inputs(given | kwargs)
         except Exception as error:
             _announce(self.sequence, error)
@@ -335,7 +345,7 @@ class ShardedModel(ParallelStyle):
                 self.compare(given | kwargs)
             token = ROOT.set(root)
             try:
-                output = self._run_eagerly(module, forward, arguments)
+                output = self._run_eagerly(root, module, forward, arguments)
             finally:
                 ROOT.reset(token)
         return self.gather(root.sequence, output) if self.gather_output else output
@@ -347,14 +357,35 @@ class ShardedModel(ParallelStyle):
         with Watch(root.sequence.mesh.get_group().group_name, root.seq_len):
             return forward(**arguments)
 
-    def _run_eagerly(self, module: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        """The eager forward. Only the first one is watched: a mode costs a Python call for every operation."""
+    def _run_eagerly(
+        self, root: Root, module: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any]
+    ) -> Any:
+        """The eager forward.
+
+        A watch costs a Python call for every operation, so only the first forward is watched: of a model in training
+        and in evaluation, with gradients and without; and the one after a forward that called another number of cores
+        than those before, as it does when a core was replaced.
+        """
         _warn_of_averages(module, self.sequence)
-        if not self.watch or module.__dict__.get(_WATCHED):
+        if not self.watch:
             return forward(**arguments)
-        with watching(module):
-            result = forward(**arguments)
-        module.__dict__[_WATCHED] = True
+        record: _Watched | None = module.__dict__.get(_WATCHED)
+        if record is None or record.module != id(module):  # a copy may be changed before it runs
+            record = module.__dict__[_WATCHED] = _Watched(id(module))
+        mode = module.training, torch.is_grad_enabled()
+        if mode not in record.counts or mode in record.due:
+            try:
+                with watching(module):
+                    result = forward(**arguments)
+            except ArgumentError as error:
+                _announce(self.sequence, error)
+                raise
+            record.counts.setdefault(mode, set()).add(root.cores)
+            record.due.discard(mode)
+            return result
+        result = forward(**arguments)
+        if root.cores not in record.counts[mode]:
+            record.due.add(mode)
         return result
 
     def compare(self, arguments: dict[str, Any]) -> None:
@@ -406,6 +437,7 @@ def _check_root(sequence: ShardedSequence, layout: Layout) -> None:
     found = None if torch.compiler.is_compiling() else ROOT.get()
     if found is None or found.sequence.mesh != sequence.mesh:
         return
+    found.cores += 1
     root = found.sequence
     if root.layout != layout:
         hint = "give ShardedModel and ContextParallel one sequence, or functions that return one layout for a batch"

@@ -85,7 +85,7 @@ class Interception(TorchFunctionMode):
         try:
             if name in ATTENTION and func is not F.scaled_dot_product_attention:
                 raise UnsupportedError(
-                    f"ContextParallel: {name} is not available yet; call F.scaled_dot_product_attention "
+                    f"ContextParallel: {name} is not available in a core; call F.scaled_dot_product_attention "
                     "and say the mask as ContextParallel(mask=Mask(...))"
                 )
             if name in CHECKPOINTS or (self.graded and not torch.is_grad_enabled()) or _inside_checkpoint():
@@ -132,7 +132,7 @@ class Watch(TorchFunctionMode):
             dim = ROWS[name]
             if dim is None or _rows("query", 0, dim, args, kwargs) == _rows("key", 1, dim, args, kwargs):
                 _refuse(name)
-        elif name in CHECKPOINTS and torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint:
+        elif name in CHECKPOINTS:  # traced: Dynamo does not show its body to a mode outside of it
             body = functools.partial(_watched_body, self.group_name, self.seq_len, args[0])
             return func(body, *args[1:], **kwargs)
         elif func is attention_op and self.seq_len is not None:
@@ -142,10 +142,10 @@ class Watch(TorchFunctionMode):
         return _call(func, args, kwargs)
 
 
-def _rows(name: str, place: int, dim: int, args: Any, kwargs: Any) -> int:
-    given = args[place] if len(args) > place else kwargs[name]
-    rows: int = given.shape[dim]
-    return rows
+def _rows(name: str, place: int, dim: int, args: Any, kwargs: Any) -> int | None:
+    """Rows of the query or key of a call; None where it has another name, so that the call counts as self-attention."""
+    given = args[place] if len(args) > place else kwargs.get(name)
+    return None if given is None else given.shape[dim]
 
 
 def _watched_body(
@@ -206,13 +206,16 @@ def watching(root: nn.Module) -> Iterator[None]:
         yield
 
 
+def watched() -> bool:
+    """Whether the watch of an eager root is the innermost mode."""
+    return not torch.compiler.is_compiling() and isinstance(_get_current_function_mode(), Watch)
+
+
 @contextmanager
 def unwatched() -> Iterator[None]:
     """Without the watch of an eager root: in a core, which sees its own attention."""
-    watch = None if torch.compiler.is_compiling() else _get_current_function_mode()
-    if not isinstance(watch, Watch):
-        yield
-        return
+    watch = _get_current_function_mode()
+    assert isinstance(watch, Watch)
     watch.__exit__(None, None, None)
     try:
         yield

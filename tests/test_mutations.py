@@ -417,7 +417,7 @@ MUTATIONS = [
     Mutation(
         "the sink takes nothing where a gradient comes through lse",
         "ring.py",
-        "dout = dout * share_of_keys(lse, sinks).to(dout.dtype)[..., None]",
+        "dout = (dout * share_of_keys(lse, sinks)[..., None]).to(dout.dtype)  # rounded once",
         "pass",
         "scores",
     ),

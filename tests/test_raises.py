@@ -512,7 +512,7 @@ CASES: dict[str, Case] = {
         lambda: attend_placed(cp_tp(), (SHARD_SEQ, Shard(1)), kv=(SHARD_SEQ, REPLICATE))
     ),
     "kv heads that tp cannot divide": refused(
-        ARGUMENT, "kv heads", "4, the size of axis 'tp'", "got 2", "divides 2 kv heads"
+        ARGUMENT, "kv heads", "4, the size of axis 'tp'", "got 2", "together divide 8 and 2"
     )(lambda: attend_placed(cp_tp(1, 4), (SHARD_SEQ, Shard(1)), heads(8, 2))),
     "query heads that tp cannot divide": refused(ARGUMENT, "query heads", "4, the size of axis 'tp'", "got 6")(
         lambda: attend_placed(cp_tp(1, 4), (SHARD_SEQ, Shard(1)), heads(6, 6))
@@ -525,7 +525,7 @@ CASES: dict[str, Case] = {
         )
     ),
     "kv heads that two axes divide, but not their product": refused(
-        ARGUMENT, "kv heads", "4, the size of axes 'first' x 'second'", "got 6", "divides 6 kv heads"
+        ARGUMENT, "kv heads", "4, the size of axes 'first' x 'second'", "got 6", "together divide 24 and 6"
     )(lambda: attend_placed(two_axes(), (Shard(1), Shard(1), SHARD_SEQ), heads(24, 6))),
     "fewer kv heads than the product of two axes": refused(ARGUMENT, "kv heads", "multiple of 4", "got 2")(
         lambda: attend_placed(two_axes(), (Shard(1), Shard(1), SHARD_SEQ), heads(4, 2))
