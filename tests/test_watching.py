@@ -143,11 +143,13 @@ def tokens_of(length: int = S) -> Tensor:
     return torch.arange(2 * length).view(2, length) % 7
 
 
-def found(rank: int, compiled: str, fullgraph: bool, ways: tuple[str, ...] = tuple(WAYS)) -> list[str]:
+def found(
+    rank: int, compiled: str, fullgraph: bool, ways: tuple[str, ...] = tuple(WAYS), modes: tuple[str, ...] = MODES
+) -> list[str]:
     """What was wrong with any way of calling attention, compiled in one way."""
     sequence, wrong = ShardedSequence(mesh((2,), ("cp",))), []
     warnings.simplefilter("ignore")
-    for way, planned, mode in product(ways, (True, False), MODES):
+    for way, planned, mode in product(ways, (True, False), modes):
         if planned and way in RIGHT:
             continue
         torch._dynamo.reset()
@@ -172,12 +174,17 @@ def found(rank: int, compiled: str, fullgraph: bool, ways: tuple[str, ...] = tup
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fullgraph", [False, True], ids=["", "fullgraph"])
-@pytest.mark.parametrize("compiled", COMPILED)
-def test_no_way_to_call_attention_is_silent(pool: Any, compiled: str, fullgraph: bool) -> None:
-    if fullgraph != compiled.endswith("in place"):
-        pytest.skip("one way to compile in full graphs, and one with breaks, for blocks and for models")
-    for wrong in pool(2).run(found, compiled, fullgraph, timeout=300.0):
+@pytest.mark.parametrize("compiled", ["not", "blocks in place", "model in place"])
+def test_no_way_to_call_attention_is_silent(pool: Any, compiled: str) -> None:
+    for wrong in pool(2).run(found, compiled, True, timeout=300.0):
+        assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", ["blocks", "model"])
+def test_graph_breaks_hide_no_attention(pool: Any, compiled: str) -> None:
+    """Dynamo takes minutes to fail, so a few of the ways, wrapped by torch.compile and with breaks allowed."""
+    for wrong in pool(2).run(found, compiled, False, ("SDPA", "MHA", "encoder layer"), MODES[2:], timeout=300.0):
         assert not wrong, "\n".join(wrong)
 
 
