@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 
 import cp_mesh
 from cp_mesh import ArgumentError, ContextParallel, Mask, ShardedModel, ShardedSequence, UnsupportedError, parallelize
+from cp_mesh.forwards import WATCH, replaced
 
 H, S, D = 2, 16, 4
 
@@ -186,3 +187,24 @@ def other_classes(rank: int) -> None:
 
 def test_classes_on_top_and_in_place_of_the_styles(pool: Any) -> None:
     pool(2).run(other_classes)
+
+
+def only_watched(rank: int) -> None:
+    """A module that has no style, but was compiled below a root, can be pickled: it is read back as a plain one."""
+    model = make(Core())
+    model.head = nn.Linear(3, 3)
+    model.head.compile(backend="eager")
+    model(TOKENS)
+    assert replaced(model.head, WATCH) is not None
+    x = torch.randn(2, 3)
+    plain = pickle.loads(pickle.dumps(model.head))
+    assert type(plain) is nn.Linear and replaced(plain, WATCH) is None
+    torch.testing.assert_close(plain(x), model.head(x))
+    twin = copy.deepcopy(model.head)
+    assert replaced(twin, WATCH) is not None
+    with pytest.raises(UnsupportedError, match="cannot be pickled"):
+        pickle.dumps(model)
+
+
+def test_what_is_only_watched_can_be_pickled(pool: Any) -> None:
+    pool(2).run(only_watched)

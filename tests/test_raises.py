@@ -626,10 +626,10 @@ CASES: dict[str, Case] = {
     "no attention call inside": refused(ARGUMENT, "ContextParallel(Silent)", "F.scaled_dot_product_attention", "none")(
         lambda: run_core(Silent())
     ),
-    "flex_attention inside": refused(FROM_DYNAMO, "flex_attention is not available yet", "Mask(...)")(
+    "flex_attention inside": refused(FROM_DYNAMO, "flex_attention is not available in a core", "Mask(...)")(
         lambda: run_core(Flex())
     ),
-    "flex_attention beside SDPA": refused(FROM_DYNAMO, "flex_attention is not available yet", "Mask(...)")(
+    "flex_attention beside SDPA": refused(FROM_DYNAMO, "flex_attention is not available in a core", "Mask(...)")(
         lambda: run_core(FlexBesideSDPA())
     ),
     "a mask function without a mask": refused(ARGUMENT, "mask", "Mask", "None")(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
 from collections.abc import Callable
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -353,22 +355,104 @@ class CheckpointedBlock(Block):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-def checkpointed_blocks(rank: int, compiled: str, planned: str) -> None:
+def checkpointed_blocks(rank: int, compiled: str, planned: str, skips: bool) -> None:
     sequence = ShardedSequence(mesh((2,), ("cp",)))
     model = Model(Core(), Core()).double()
     for layer in model.layers:
         layer.__class__ = CheckpointedBlock
     plan = {"": ShardedModel(sequence, positions=None), planned: ContextParallel(sequence)}
     cp_mesh.parallelize(model, sequence.mesh, plan)
-    with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
+    with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=skips):
         compile_parts(model, compiled, backend="aot_eager", fullgraph=True)(tokens_of()).sum().backward()
 
 
+@pytest.mark.parametrize("skips", [False, True], ids="skips={}".format)
 @pytest.mark.parametrize("compiled", ["not", "blocks in place", "model"])
-def test_a_watch_sees_into_checkpoints(pool: Any, compiled: str) -> None:
-    pool(2).run(checkpointed_blocks, compiled, "layers.*.core")
-    for error in pool(2).run_expecting_error(checkpointed_blocks, compiled, "layers.0.core"):
+def test_a_watch_sees_into_checkpoints(pool: Any, compiled: str, skips: bool) -> None:
+    """Whatever Dynamo's setting, whose default is False."""
+    pool(2).run(checkpointed_blocks, compiled, "layers.*.core", skips)
+    for error in pool(2).run_expecting_error(checkpointed_blocks, compiled, "layers.0.core", skips):
         assert error is not None and "every self-attention in a ContextParallel module" in error.message
+
+
+class FastInEvaluation(Core):
+    """Attends by a path of its own in evaluation: outside of the core that the plan names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = Core()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.core(q, k, v) if self.training else super().forward(q, k, v)
+
+
+def changed_later(rank: int, how: str) -> None:
+    """A right forward, then one in which a layer attends outside of the plan."""
+    core = FastInEvaluation() if how == "evaluation" else Core()
+    sequence = ShardedSequence(mesh((2,), ("cp",)))
+    planned = "layers.0.core.core" if how == "evaluation" else "layers.*.core"
+    model = Model(core) if how == "evaluation" else Model(core, Core())
+    plan = {"": ShardedModel(sequence, positions=None), planned: ContextParallel(sequence)}
+    model = cp_mesh.parallelize(model.double(), sequence.mesh, plan)
+    model(tokens_of())
+    if how == "evaluation":
+        model.eval()
+    elif how == "a copy":
+        model = copy.deepcopy(model)
+        model.layers[1].core = Core()
+    else:
+        model.layers[1].core = Core()
+        model(tokens_of())  # which is seen to have called a core less
+    model(tokens_of())
+
+
+@pytest.mark.parametrize("how", ["evaluation", "a copy", "a core replaced"])
+def test_what_changes_after_the_first_forward_is_watched_again(pool: Any, how: str) -> None:
+    for error in pool(2).run_expecting_error(changed_later, how):
+        assert error is not None and "every self-attention in a ContextParallel module" in error.message
+
+
+def watched_counts(rank: int) -> list[int]:
+    """Watched forwards of a model that skips layers now and then: one for each number of cores, and no more."""
+
+    class Skipping(Model):
+        def forward(self, tokens: Tensor, layers: int = 2) -> Tensor:
+            x = self.embedding(tokens)
+            for layer in self.layers[:layers]:
+                x = layer(x)
+            return x
+
+    sequence, counts = ShardedSequence(mesh((2,), ("cp",))), []
+    model = Skipping(Core(), Core()).double()
+    plan = {"": ShardedModel(sequence, positions=None), "layers.*.core": ContextParallel(sequence)}
+    cp_mesh.parallelize(model, sequence.mesh, plan)
+    real = cp_mesh.styles.watching
+    with mock.patch("cp_mesh.styles.watching", lambda module: counts.append(1) or real(module)):
+        for layers in (2, 2, 1, 1, 2, 1, 2, 1, 1):
+            model(tokens_of(), layers=layers)
+    return [len(counts)]
+
+
+def test_a_model_that_skips_layers_is_watched_a_few_times(pool: Any) -> None:
+    assert pool(2).run(watched_counts) == [[2]] * 2
+
+
+def announced(rank: int, how: str) -> None:
+    """In check mode: rank 1 alone is refused by the watch, or by a core without attention."""
+    sequence = ShardedSequence(mesh((2,), ("cp",)))
+    odd = rank == 1
+    model = Model(ByHeads(lambda q, k, v: q) if odd and how == "no attention" else Core(), Core()).double()
+    planned = "layers.0.core" if odd and how == "outside" else "layers.*.core"
+    plan = {"": ShardedModel(sequence, positions=None), planned: ContextParallel(sequence)}
+    cp_mesh.parallelize(model, sequence.mesh, plan)
+    with cp_mesh.check_mode():
+        model(tokens_of())
+
+
+@pytest.mark.parametrize("how", ["outside", "no attention"])
+def test_in_check_mode_the_others_hear_of_it(pool: Any, how: str) -> None:
+    for rank, error in enumerate(pool(2).run_expecting_error(announced, how, timeout=10.0)):
+        assert error is not None and error.type == ("ArgumentError" if rank else "RankMismatchError"), error
 
 
 def tripled(core: nn.Module) -> nn.Module:
