@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from durations import Durations
 from hopper import Hopper
 from interpreted import Interpreted
 from poison import poisoned
@@ -15,11 +16,17 @@ from ranks import Pool
 MAX_LIVE_RANKS = 12
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--durations-csv", type=Path, metavar="FILE", help="append what each test file took to FILE")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs one CUDA device")
     config.addinivalue_line("markers", "multigpu(count): needs two CUDA devices, or count")
     config.addinivalue_line("markers", "slow: takes more than about ten seconds")
     config.addinivalue_line("markers", "unpoisoned: memory from torch.empty is left as it comes, here and on the ranks")
+    if path := config.getoption("--durations-csv"):
+        config.pluginmanager.register(Durations(path, "full"))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
