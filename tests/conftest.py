@@ -2,24 +2,64 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from durations import Durations
 from hopper import Hopper
-from interpreted import Interpreted
+from hypothesis import settings
+from interpreted import INTERPRETED, Interpreted
 from poison import poisoned
 from ranks import Pool
 
 MAX_LIVE_RANKS = 12
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="run everything, not only the quick form; see run.py")
+    parser.addoption("--durations-csv", type=Path, metavar="FILE", help="append what each test file took to FILE")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs one CUDA device")
     config.addinivalue_line("markers", "multigpu(count): needs two CUDA devices, or count")
-    config.addinivalue_line("markers", "slow: takes more than about ten seconds")
+    config.addinivalue_line("markers", "full: run with --full only, or by its node id")
     config.addinivalue_line("markers", "unpoisoned: memory from torch.empty is left as it comes, here and on the ranks")
+    full = config.getoption("--full")
+    # On CI the same examples in every run.
+    examples = {"max_examples": 1000 if full else 100, "deadline": None, "derandomize": bool(os.environ.get("CI"))}
+    settings.register_profile("form", **examples)
+    settings.load_profile("form")
+    if path := config.getoption("--durations-csv"):
+        config.pluginmanager.register(Durations(path, "full" if full else "quick"))
+
+
+LEFT_OUT = pytest.StashKey[int]()
+
+
+@pytest.hookimpl(trylast=True)  # what -k leaves out is not counted
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=is_interpreted)  # last, as they wait for what runs beside the others
+    if config.getoption("--full") or all("::" in arg for arg in config.args):  # node ids ask for what they name
+        return
+    left_out = [item for item in items if item.get_closest_marker("full")]
+    config.stash[LEFT_OUT] = len(left_out)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if left_out := config.stash.get(LEFT_OUT, 0):
+        terminalreporter.write_line(f"quick form: {left_out} more in the full form, --full")
+
+
+@pytest.fixture(scope="session")
+def full(request: pytest.FixtureRequest) -> bool:
+    """Whether this is the full form."""
+    return request.config.getoption("--full")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -62,10 +102,20 @@ def pool() -> Iterator[Pools]:
 @pytest.fixture(scope="session")
 def interpreted(request: pytest.FixtureRequest) -> Iterator[Interpreted]:
     """``interpreted(file)``; see interpreted.py."""
-    asking = {item.path for item in request.session.items if "interpreted" in getattr(item, "fixturenames", ())}
-    runs = Interpreted(asking)
+    runs = Interpreted({item.path for item in request.session.items if is_interpreted(item)})
     yield runs
     runs.close()
+
+
+def is_interpreted(item: pytest.Item) -> bool:
+    return "interpreted" in getattr(item, "fixturenames", ())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interpreting(request: pytest.FixtureRequest) -> None:
+    """Begins the interpreted runs before the first test."""
+    if not INTERPRETED and any(is_interpreted(item) for item in request.session.items):
+        request.getfixturevalue("interpreted")
 
 
 @pytest.fixture

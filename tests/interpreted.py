@@ -1,6 +1,6 @@
 """Test files run anew with TRITON_INTERPRET=1, where Triton's interpreter runs kernels on CPU tensors.
 
-Such a run is one thread that takes minutes: those that a session will ask for start together, beside the other tests.
+Such a run is one thread that takes minutes: those that a session will ask for start together, before its first test.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Interpreted:
         self._runs = {}
         for file in files:
             log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - read when the run has ended
-            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
+            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--full", str(file)]
             environment = os.environ | {"TRITON_INTERPRET": "1"}
             self._runs[file] = subprocess.Popen(command, stdout=log, stderr=log, env=environment), log
 

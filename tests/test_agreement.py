@@ -205,7 +205,7 @@ def disagree_compiled(rank: int) -> None:
         torch.compile(lambda: attention(**options), backend="eager", fullgraph=True)()
 
 
-@pytest.mark.parametrize("call", [disagree_by_dtensors, disagree_compiled])
+@pytest.mark.parametrize("call", [disagree_by_dtensors, pytest.param(disagree_compiled, marks=pytest.mark.full)])
 def test_dtensors_and_compiled_calls(pool: Any, call: Callable[..., None]) -> None:
     for error in pool(WORLD_SIZE).run_expecting_error(call):
         assert error is not None and error.type == "RankMismatchError", error

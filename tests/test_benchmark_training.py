@@ -65,7 +65,7 @@ def test_flops_are_those_of_llama_3_8b() -> None:
     assert trainers == 6 * matrices * seq_len + 3 * attention_forward
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_all_variants_train_the_same_model(tmp_path: Path) -> None:
     variants = ["cp_mesh", "torch_allgather", "torch_alltoall"]
     rows, printed, code = run(Path(__file__), tmp_path / "rows.csv", "--variants", *variants)
@@ -87,7 +87,7 @@ def test_all_variants_train_the_same_model(tmp_path: Path) -> None:
     assert "18 forward rings" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_without_a_kernel_the_rival_is_refused(tmp_path: Path) -> None:
     rows, printed, code = run(BENCHMARKS / "training.py", tmp_path / "rows.csv", "--recompute", "full")
     assert code == 0, printed
@@ -98,7 +98,7 @@ def test_without_a_kernel_the_rival_is_refused(tmp_path: Path) -> None:
     assert rows[1]["loss"] == rows[1]["step_ms_median"] == ""
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_variants_that_disagree_are_not_timed(tmp_path: Path) -> None:
     rows, printed, code = run(Path(__file__), tmp_path / "rows.csv", "--lend-wrong-kernel")
     assert code != 0

@@ -86,7 +86,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_rows_tell_what_was_measured(rows: list[dict[str, str]]) -> None:
     assert tuple(rows[0]) == report.COLUMNS
     causal = {row["contestant"]: row for row in rows if row["mask"] == "causal"}
@@ -116,7 +116,7 @@ def test_rows_tell_what_was_measured(rows: list[dict[str, str]]) -> None:
     assert float(packed["tflops_fwd"]) * float(packed["fwd_ms"]) == pytest.approx(flops / 1e9, rel=0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_gate_lets_nobody_wrong_be_timed(rows: list[dict[str, str]]) -> None:
     for row in rows:
         if row["contestant"].startswith("stranger/"):
@@ -130,7 +130,7 @@ def test_gate_lets_nobody_wrong_be_timed(rows: list[dict[str, str]]) -> None:
     assert float(status[OURS]["err_dk"]) < 1e-2
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_those_who_cannot_run_say_why(rows: list[dict[str, str]]) -> None:
     for row in rows:
         assert row["status"], row
@@ -138,7 +138,7 @@ def test_those_who_cannot_run_say_why(rows: list[dict[str, str]]) -> None:
             assert row["status"].startswith(("not run: ", "unsupported: ", "failed the gate: ", "error: ")), row
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_pictures_come_from_the_table(rows: list[dict[str, str]], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     table = tmp_path / "table.csv"
@@ -252,6 +252,7 @@ def tile_rows(path: Path, options: str) -> dict[tuple[str, str, str, str], dict[
     return {(row["tile"], row["rows"], row["kernel"], row["deterministic"]): row for row in rows}
 
 
+@pytest.mark.full
 def test_tiles_are_timed_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two more kernels, that the tiles of documents come in both kinds."""
     general = replace(KERNELS["reference"], name="general")
@@ -356,7 +357,7 @@ played.main()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "status"),
     [("--rank 0 --heads 4/2", "ok"), ("--rank 5 --heads 4/4 --head-chunks 2", "ok"), ("--rank 5 --wrong", "failed")],

@@ -366,7 +366,7 @@ def test_which_route_is_taken(device: str) -> None:
         assert merging.call_count == summing.call_count == dots.call_count == launches
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @is_that_run
 def test_triton_interpreted(interpreted: Interpreted) -> None:
     """The tests above, on CPU tensors, by the Triton kernels."""
@@ -374,7 +374,10 @@ def test_triton_interpreted(interpreted: Interpreted) -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
-@pytest.mark.parametrize(("count", "dim"), [(2, 128), (MAX_PIECES, 128), (MAX_PIECES, 256), (MAX_PIECES, 80)])
+@pytest.mark.parametrize(
+    ("count", "dim"),
+    [(2, 128), *(pytest.param(MAX_PIECES, dim, marks=pytest.mark.full) for dim in (128, 256, 80))],
+)
 @pytest.mark.parametrize("kernel", ["merge_kernel", "merge_kernel with sinks", "sum_kernel", "dots_kernel"])
 def test_compiles_without_spills(kernel: str, count: int, dim: int, hopper: Hopper) -> None:
     from cp_mesh.kernels import combine_triton

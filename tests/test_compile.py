@@ -37,7 +37,7 @@ from cp_mesh.plan import Options
 
 B, H, K, S, D = 2, 4, 2, 24, 8
 TOLERANCE = {"rtol": 1e-11, "atol": 1e-11}
-BACKENDS = ["aot_eager", "inductor"]
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)]
 
 
 def step(fn: Callable[..., Any], *inputs: Tensor) -> list[Tensor]:
@@ -118,7 +118,7 @@ def dtensors(rank: int, backend: str, tp: int) -> None:
     assert_compiles(both, backend, q, k, v, sinks)
 
 
-@pytest.mark.parametrize(("backend", "tp"), [("aot_eager", 2), ("inductor", 1)])
+@pytest.mark.parametrize(("backend", "tp"), [("aot_eager", 2), pytest.param("inductor", 1, marks=pytest.mark.full)])
 def test_dtensors(pool: Any, backend: str, tp: int) -> None:
     pool(2 * tp).run(dtensors, backend, tp, timeout=180.0)
 
@@ -161,6 +161,7 @@ def blocks(rank: int, cp: int, tp: int, backend: str) -> None:
         torch.testing.assert_close(compiled[name], want, **TOLERANCE, msg=lambda m, name=name: f"{name}: {m}")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("cp", "tp", "backend"), [(2, 2, "aot_eager"), (1, 2, "inductor")])
 def test_compiled_blocks(pool: Any, cp: int, tp: int, backend: str) -> None:
     pool(cp * tp).run(blocks, cp, tp, backend, timeout=180.0)
@@ -193,6 +194,7 @@ def packed_blocks(rank: int) -> int:
     return counter.frame_count
 
 
+@pytest.mark.full
 def test_layouts_that_change_compile_twice(pool: Any) -> None:
     assert max(pool(2).run(packed_blocks)) <= 2
 
@@ -208,6 +210,7 @@ def whole_model(rank: int, backend: str) -> None:
         torch.testing.assert_close(compiled[name], want, **TOLERANCE, msg=lambda m, name=name: f"{name}: {m}")
 
 
+@pytest.mark.full
 def test_whole_model(pool: Any) -> None:
     pool(2).run(whole_model, "aot_eager")
 
@@ -247,6 +250,7 @@ def lengths(rank: int, kind: str) -> int:
     return counter.frame_count
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["local", "DTensors", "style", "documents"])
 def test_five_lengths_compile_twice(pool: Any, kind: str) -> None:
     assert max(pool(2).run(lengths, kind)) <= 2
@@ -288,7 +292,7 @@ def autocast(rank: int, compiled: bool) -> None:
                 assert call(q, k, v).dtype == torch.float32
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)], ids=["eager", "compiled"])
 def test_autocast(pool: Any, compiled: bool) -> None:
     pool(2).run(autocast, compiled)
 
@@ -326,8 +330,9 @@ def recomputed(rank: int, how: str, backend: str | None) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("how", "backend"),
-    [(how, backend) for how in ("none", "full", "selective") for backend in (None, "aot_eager")]
-    + [("selective", "inductor")],
+    [(how, None) for how in ("none", "full", "selective")]
+    + [pytest.param(how, "aot_eager", marks=pytest.mark.full) for how in ("none", "full", "selective")]
+    + [pytest.param("selective", "inductor", marks=pytest.mark.full)],
     ids=str,
 )
 def test_checkpointing(pool: Any, how: str, backend: str | None) -> None:

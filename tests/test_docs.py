@@ -15,16 +15,6 @@ def test_kernel_table_is_that_of_the_code() -> None:
     assert kernel_table() in (ROOT / "docs" / "kernels.md").read_text()
 
 
-def test_readme_starts_with_the_two_commands_and_stays_short() -> None:
-    text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) < 120
-    block = re.search(r"```sh\n(.*?)```", text, re.S)
-    assert block is not None
-    commands = [line.split("#")[0].strip() for line in block.group(1).splitlines()]
-    assert commands == ["python3 examples/quickstart.py", "python3 tests/run.py"]
-    assert "python3 tests/run.py" in (ROOT / ".ci" / "run").read_text()
-
-
 def test_links_and_names_in_the_documents_exist() -> None:
     for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         text = document.read_text()

@@ -28,7 +28,7 @@ def train(out: Path, *options: str, launcher: list[str] | None = None) -> dict:
     return torch.load(dump)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_trainer_on_a_mesh_equals_plain_and_resumes(tmp_path: Path) -> None:
     options = shlex.split("--cp 2 --tp 2 --checkpoint-activations selective --save-every 2 --eval-every 4 --save")
     mesh = train(tmp_path / "mesh", *options, str(tmp_path / "checkpoints"), launcher=FOUR_RANKS)
@@ -48,7 +48,7 @@ def test_trainer_on_a_mesh_equals_plain_and_resumes(tmp_path: Path) -> None:
         assert on_mesh == pytest.approx(on_one_rank, rel=1e-5), column
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_trainer_with_a_layout_for_each_batch(tmp_path: Path) -> None:
     options = shlex.split("--dp 2 --cp 2 --layout balanced --restart-positions --compile aot_eager")
     mesh = train(tmp_path / "mesh", *options, launcher=FOUR_RANKS)
@@ -56,6 +56,7 @@ def test_trainer_with_a_layout_for_each_batch(tmp_path: Path) -> None:
     assert mesh["losses"] == pytest.approx(plain["losses"], abs=1e-5)
 
 
+@pytest.mark.full
 def test_attention_equals_sdpa_on_three_ranks() -> None:
     """1000 rows do not divide by 3: the sequence is padded."""
     launcher = shlex.split("-m torch.distributed.run --standalone --nproc-per-node 3")

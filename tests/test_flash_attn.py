@@ -637,7 +637,13 @@ def test_nothing_is_imported_for_calls_that_it_cannot_serve(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["import cutlass_that_is_not_there", "raise RuntimeError('another ABI')", "def _flash_attn_fwd(q, k, v): pass"],
+    [
+        "import cutlass_that_is_not_there",
+        *(
+            pytest.param(text, marks=pytest.mark.full)
+            for text in ("raise RuntimeError('another ABI')", "def _flash_attn_fwd(q, k, v): pass")
+        ),
+    ],
 )
 def test_packages_that_do_not_work_are_passed_over(tmp_path, text) -> None:
     """As flash-attn 2.8.3 brings a flash_attn.cute that lacks its needs, and other parameters."""

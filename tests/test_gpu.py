@@ -327,6 +327,7 @@ def test_masks_and_scores(pool: Any, kernel: str) -> None:
     assert not (wrong := [line for worst, line in results if not worst <= 1]), "\n".join(wrong)
 
 
+@pytest.mark.full
 def test_masks_and_scores_on_the_cpu(pool: Any) -> None:
     chosen = [replace(case, head_dim=16, seq_len=258) for case in scored_cases(("reference",))]
     chosen += [Scored("cpu_flash", "bfloat16", "zigzag", "causal", ("sinks",), 16, 258)]

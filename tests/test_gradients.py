@@ -83,6 +83,14 @@ SETUPS = [
     Setup(cp=2, tp=2, layout=Striped(), S=22, checkpoint="full", scores=True),
 ]
 
+QUICK = (
+    Setup(cp=3, S=22, documents=True),
+    Setup(cp=2, tp=2, sequence_parallel=True, documents=True, S=22),
+    Setup(dp=2, cp=2, documents=True, packed=True, checkpoint="full"),
+    Setup(dp=2, cp=2, documents=True, scores=True),
+)
+"""Those of the quick form."""
+
 
 def make_batch(setup: Setup) -> dict[str, Tensor]:
     whole = batch(B, setup.S)
@@ -212,7 +220,9 @@ def gradients_of_one(setup: Setup) -> dict[str, Any]:
     return {"loss": loss.detach(), "before": before, "after": after, "norm": norm}
 
 
-@pytest.mark.parametrize("setup", SETUPS, ids=str)
+@pytest.mark.parametrize(
+    "setup", [pytest.param(setup, marks=[] if setup in QUICK else pytest.mark.full) for setup in SETUPS], ids=str
+)
 def test_gradients_are_those_of_one_rank(pool: Any, setup: Setup) -> None:
     want = gradients_of_one(setup)
     assert want["norm"] > 10 * LARGEST_NORM  # else clipping would leave the gradients as they are

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from cases import BANDS, LAYOUTS, MASKS, SCORES, gap
 from checks import GQA, MHA, MQA, Case, call, parity_on_ranks, report, to_format
+from covering import Row, covering_array
 from dense import dense_attention, dense_dropout, make_qkv
 from ranks import mesh
 from torch import Tensor
@@ -23,28 +25,55 @@ HEADS, SEQ_DIMS = (GQA, MHA, MQA), (2, 1, 0)
 MEMORIES = ("contiguous", "transposed", "sliced", "strided", "expanded", "transposed", "sliced")
 
 
-def table(S: int, rounds: int = 1, masks: Sequence[str] = tuple(MASKS)) -> list[Case]:
-    """Every layout with every mask; heads, format and memory take turns, all nine of the former in nine rounds."""
+FACTORS = {
+    "cp_size": (1, 2, 3, 4),
+    "layout": tuple(LAYOUTS),
+    "mask": tuple(MASKS),
+    "scores": tuple(SCORES),
+    "S": (0, 1, 2, 3, 7, 31, 97),
+    "heads": HEADS,
+    "seq_dim": SEQ_DIMS,
+    "memory": tuple(dict.fromkeys(MEMORIES)),
+    "head_chunks": (None, 1, 3),
+    "scale": (None, 0.7),
+    "lse_gradient": (True, False),
+}
+"""The options of a call of the reference kernel, and the values that take part in the parity gate."""
+
+
+def goes_together(row: Row) -> bool:
+    """A packed call has no batch to expand, and three chunks need three kv heads."""
+    is_expanded, is_packed = row.get("memory") == "expanded", row.get("seq_dim") == 0
+    return not (is_expanded and is_packed) and not (row.get("heads") == MQA and row.get("head_chunks") == 3)
+
+
+@cache
+def calls_of(strength: int) -> list[Row]:
+    """Calls in which every two options, or every three, have all of their values together."""
+    return covering_array(FACTORS, strength, goes_together)
+
+
+def cases_of(strength: int, cp_size: int) -> list[Case]:
+    rows = [row for row in calls_of(strength) if row["cp_size"] == cp_size]
+    return [Case(**{name: x for name, x in row.items() if name != "cp_size"}) for row in rows]
+
+
+@pytest.mark.parametrize("cp_size", FACTORS["cp_size"])
+@pytest.mark.parametrize("strength", (2, pytest.param(3, marks=pytest.mark.full)), ids=("pairs", "triples"))
+def test_options_together(pool, strength, cp_size):
+    cases = cases_of(strength, cp_size)
+    for begin in range(0, len(cases), 200):
+        report(pool(cp_size).run(parity_on_ranks, (cp_size,), ("cp",), cases[begin : begin + 200], timeout=300))
+
+
+def table(S: int, masks: Sequence[str] = tuple(MASKS)) -> list[Case]:
+    """Every layout with every mask; heads, format and memory take turns."""
     cases = []
-    for turn, (i, (mask, layout)) in product(range(rounds), enumerate(product(masks, LAYOUTS))):
-        heads, seq_dim = HEADS[(i + turn) % 3], SEQ_DIMS[(i // 3 + turn // 3) % 3]
-        memory = MEMORIES[(i + turn) % 7]
+    for i, (mask, layout) in enumerate(product(masks, LAYOUTS)):
+        memory, seq_dim = MEMORIES[i % 7], SEQ_DIMS[i // 3 % 3]
         memory = "sliced" if memory == "expanded" and seq_dim == 0 else memory  # there is no batch to expand
-        cases.append(Case(layout, mask, S, heads, seq_dim, "reference", memory))
+        cases.append(Case(layout, mask, S, HEADS[i % 3], seq_dim, "reference", memory))
     return cases
-
-
-@pytest.mark.parametrize("S", (0, 1, 2, 3, 31, 97))
-@pytest.mark.parametrize("cp_size", (1, 2, 3, 4))
-def test_every_layout_and_mask(pool, cp_size, S):
-    report(pool(cp_size).run(parity_on_ranks, (cp_size,), ("cp",), table(S), timeout=300))
-
-
-@pytest.mark.parametrize(("cp_size", "rounds"), [(1, 3), (2, 9), (3, 3), (4, 3)])
-def test_every_layout_mask_format_and_number_of_heads(pool, cp_size, rounds):
-    cases = table(7, rounds)
-    assert len({(case.layout, case.mask, case.heads, case.seq_dim) for case in cases}) == len(cases)
-    report(pool(cp_size).run(parity_on_ranks, (cp_size,), ("cp",), cases, timeout=300))
 
 
 @pytest.mark.parametrize(
@@ -92,22 +121,6 @@ def test_scale_is_used(pool):
         Case("zigzag", mask, 13, scale=0.7, kernel=kernel) for mask in BANDS for kernel in ("reference", "cpu_flash")
     ]
     report(pool(3).run(parity_on_ranks, (3,), ("cp",), cases))
-
-
-def scored(S: int) -> list[Case]:
-    """Every option of the scores with every layout; masks, heads, formats and head chunks take turns."""
-    masks = ("causal", "full", "window", "documents", "everything", "key padding", "no key at all")
-    return [
-        Case(layout, masks[i % 7], S, HEADS[i % 3], SEQ_DIMS[i // 3 % 3], scores=scores, head_chunks=(1, 3)[i % 4 == 3])
-        for i, (scores, layout) in enumerate(product(SCORES, LAYOUTS))
-        if HEADS[i % 3] != MQA or i % 4 != 3
-    ]
-
-
-@pytest.mark.parametrize("cp_size", (1, 2, 3, 4))
-def test_scores(pool, cp_size):
-    for S in (3, 31):
-        report(pool(cp_size).run(parity_on_ranks, (cp_size,), ("cp",), scored(S), timeout=300))
 
 
 def test_scores_of_a_kernel_that_knows_nothing_of_them(pool):
@@ -260,11 +273,16 @@ TWO_AXES = [  # one dim on two axes: its shards are those of the product
     [
         ((4,), ("cp",), {}),
         ((2, 2), ("cp", "tp"), HEADS_ON_TP),
-        ((2, 2), ("tp", "cp"), HEADS_ON_TP),
-        ((2, 2), ("cp", "tp"), {}),
-        ((2, 2), ("dp", "cp"), BATCH_ON_DP),
         ((2, 2, 1), ("dp", "cp", "tp"), HEADS_ON_TP | BATCH_ON_DP),
-        ((1, 2, 2), ("dp", "cp", "tp"), HEADS_ON_TP | BATCH_ON_DP),
+        *(
+            pytest.param(*setting, marks=pytest.mark.full)
+            for setting in (
+                ((2, 2), ("tp", "cp"), HEADS_ON_TP),
+                ((2, 2), ("cp", "tp"), {}),
+                ((2, 2), ("dp", "cp"), BATCH_ON_DP),
+                ((1, 2, 2), ("dp", "cp", "tp"), HEADS_ON_TP | BATCH_ON_DP),
+            )
+        ),
     ],
     ids=str,
 )
@@ -306,13 +324,14 @@ def test_one_dim_on_two_axes(pool, shape, names, placed):
     [((2, 2), ("cp", "tp"), HEADS_ON_TP), ((2, 2), ("dp", "cp"), BATCH_ON_DP), ((1, 2, 2), ("cp", "tp", "dp"), {})],
     ids=str,
 )
-def test_scores_of_dtensors(pool, shape, names, placed):
+def test_scores_of_dtensors(pool, full, shape, names, placed):
+    """In the quick form layout, mask and format take turns."""
+    settings = (("zigzag", "causal", 2), ("contiguous", "documents", 1), ("striped", "full", 0))
+    settings = [setting for setting in settings if setting[2] or "batch" not in placed.values()]
     cases = [
         Case(layout, mask, 16, (8, 4), seq_dim, scores=scores)
-        for scores, (layout, mask, seq_dim) in product(
-            SCORES, (("zigzag", "causal", 2), ("contiguous", "documents", 1), ("striped", "full", 0))
-        )
-        if seq_dim or "batch" not in placed.values()
+        for i, scores in enumerate(SCORES)
+        for layout, mask, seq_dim in (settings if full else [settings[i % len(settings)]])
     ]
     report(pool(4).run(dtensors, shape, names, placed, cases, timeout=300))
 
@@ -327,6 +346,7 @@ def test_dtensors_of_unequal_shards(pool):
     report(pool(4).run(dtensors, (4,), ("cp",), {}, cases, timeout=300))
 
 
+@pytest.mark.full
 def test_dtensors_shorter_than_the_axis(pool):
     """Some ranks hold no row at all, which DTensor by itself does not shard."""
     cases = [Case(layout, mask, S, (4, 2)) for layout in ("contiguous", "shuffled") for mask in MASKS for S in (1, 3)]
@@ -374,7 +394,7 @@ def low_precision(rank: int, dtype: torch.dtype, kernel: str, limit: float) -> l
 @pytest.mark.parametrize(
     ("dtype", "limit"),
     # In fp32 no last rounding hides that a merge rounds about as much as a kernel does.
-    [(torch.float32, 2.0), (torch.bfloat16, 1.5), (torch.float16, 1.5)],
+    [(torch.float32, 2.0), (torch.bfloat16, 1.5), pytest.param(torch.float16, 1.5, marks=pytest.mark.full)],
     ids=str,
 )
 def test_low_precision(pool, dtype, limit, kernel):

@@ -1,6 +1,8 @@
-"""Properties over layouts, masks, sizes and meshes that nobody listed: coverage in this process, parity on ranks."""
+"""Properties over layouts, masks, sizes and meshes that nobody listed: coverage in this process, parity on ranks.
 
-import os
+The number of examples is that of the form, see conftest.py.
+"""
+
 from typing import Any
 
 import torch
@@ -10,8 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cp_mesh.masks import Mask
-
-FIXED = bool(os.environ.get("CI"))  # the same examples in every run
 
 
 def bound(S: int) -> st.SearchStrategy[int | None]:
@@ -58,7 +58,6 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=1000, deadline=None, derandomize=FIXED)
 @given(st.data())
 def test_every_pair_once(data):
     S, cp_size = data.draw(st.integers(0, 24), "S"), data.draw(st.integers(1, 9), "cp_size")
@@ -77,7 +76,7 @@ MESHES = [
 
 
 # Few examples of many cases: an example costs a call of the pool, and a case of a failing one is found by shrinking.
-@settings(max_examples=100, deadline=None, derandomize=FIXED)
+@settings(max_examples=settings().max_examples // 10)
 @given(grid=st.sampled_from(MESHES), drawn=st.lists(cases(), min_size=1, max_size=4), recorded=st.booleans())
 def test_parity(pool, grid, drawn, recorded):
     shape, names = grid

@@ -1,7 +1,8 @@
 """Random calls of `cp_mesh.attention` on 1 to 8 ranks against dense attention, over all of its options at once.
 
 A trial is drawn from its seed: seeds 0 to CP_MESH_CASES - 1 run, or as many from CP_MESH_FIRST_CASE on. The number of
-ranks is 1 + seed % 8. The default takes about a minute on two cores; for a longer search, and for one seed again:
+ranks is 1 + seed % 8. The default is 400 seeds, about a minute on two cores, and 48 in the quick form; for a longer
+search, and for one seed again:
 
     CP_MESH_CASES=20000 python3 tests/run.py tests/test_random_cases.py
     CP_MESH_FIRST_CASE=1234 CP_MESH_CASES=1 python3 tests/run.py tests/test_random_cases.py
@@ -30,7 +31,6 @@ from cp_mesh import Mask, balance
 from cp_mesh.layouts import Balanced, Layout
 
 FIRST = int(os.environ.get("CP_MESH_FIRST_CASE", "0"))
-COUNT = int(os.environ.get("CP_MESH_CASES", "400"))
 WORLDS = range(1, 9)
 BATCH = 20  # trials in one call of a pool
 
@@ -238,10 +238,15 @@ def trials_on_ranks(rank: int, trials: Sequence[int | Trial]) -> list[str]:
     return problems
 
 
+@pytest.fixture
+def seeds(full: bool) -> range:
+    return range(FIRST, FIRST + int(os.environ.get("CP_MESH_CASES", "400" if full else "48")))
+
+
 @pytest.mark.parametrize("size", WORLDS)
-def test_random_cases(pool, size):
+def test_random_cases(pool, seeds, size):
     trials: list[int | Trial] = [row for row in ROWS if torch.Size(row.shape).numel() == size]
-    trials += [seed for seed in range(FIRST, FIRST + COUNT) if 1 + seed % 8 == size]
+    trials += [seed for seed in seeds if 1 + seed % 8 == size]
     for begin in range(0, len(trials), BATCH):
         report(pool(size).run(trials_on_ranks, trials[begin : begin + BATCH], timeout=300))
 
@@ -268,9 +273,9 @@ def draw_schedules(seed: int) -> tuple[int, str | Layout, dict[str, Any], int, b
     return cp, draw_runs(r, S, 1), draw_mask(r, 2, S) | conditions[seed // 2 % 4], S, False
 
 
-def test_every_pair_once():
+def test_every_pair_once(seeds):
     problems = []
-    for seed in range(FIRST, FIRST + max(1, COUNT // 20)):
+    for seed in seeds[: max(1, len(seeds) // 20)]:
         cp, layout, mask, S, segments = draw_schedules(seed)
         found = coverage(Case(layout, mask, S).make_layout(), Mask(**mask), pairs_of(mask, S), cp, segments)
         problems += [f"seed {seed}: cp={cp}, layout={layout!r}, {mask}, S={S}: {problem}" for problem in found]

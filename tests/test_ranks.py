@@ -182,7 +182,7 @@ def test_poison_is_complete():
     assert torch.empty(3, requires_grad=True).requires_grad
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.full)])
 def test_poison_is_inert_under_compile(backend):
     x = torch.ones(3, requires_grad=True)
     for on in (True, False, True):

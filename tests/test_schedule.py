@@ -1,14 +1,16 @@
 """The coverage gate: scheduled pairs are the dense mask, each exactly once; and what a schedule tells of its cost."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
+from functools import cache
 from itertools import cycle, product
-from typing import Any
 
 import pytest
 import torch
 from cases import LAYOUTS, MASKS, make_mask, pairs
 from checks import coverage, report
+from covering import Row, covering_array
 from dense import dense_mask
+from torch import Tensor
 
 from cp_mesh.layouts import Contiguous, Permuted, Striped, ZigZag
 from cp_mesh.masks import Band, Mask
@@ -17,41 +19,67 @@ from cp_mesh.schedule import Schedule, Tile, make_schedule, num_rows, split_caus
 WINDOWS = (None, (2, None), (0, 0), (3, 1), (None, 2), (None, 0), (100, 0))
 
 
-def conditions(S: int) -> Iterator[dict[str, Any]]:
-    """Every combination of distance conditions, alone and with tensors that take turns."""
-    generator = torch.Generator().manual_seed(S)
-    ids = torch.randint(0, 4, (2, S), generator=generator).sort(dim=1).values
-    keep = torch.rand(2, S, generator=generator) > 0.3
-    tensors = cycle([{"documents": ids}, {"key_padding": keep}, {"documents": ids, "key_padding": keep}])
-    for causal, window, prefix, length in product((True, False), WINDOWS, (0, 1, 4), (None, max(0, S - 3))):
-        if not prefix or causal:
-            options = {"causal": causal, "window": window, "prefix": prefix, "length": length}
-            yield options
-            yield {**options, **next(tensors)}
-
-
 # Lengths below, at and just off multiples of cp and of 2 cp, and cp - 1.
 SMALL = [(S, cp_size) for S in (0, 1, 2, 3, 5, 8) for cp_size in (1, 2, 3, 4)]
 LARGE = [(7, 8), (8, 8), (9, 4), (12, 3), (13, 4), (13, 5), (12, 6), (6, 7)]
+CONDITIONS = {
+    "size": (*SMALL, *LARGE),
+    "layout": ("contiguous", "zigzag", "striped", "shuffled"),
+    "causal": (True, False),
+    "window": WINDOWS,
+    "prefix": (0, 1, 4),
+    "has_length": (False, True),
+    "tensors": ((), ("documents",), ("key_padding",), ("documents", "key_padding")),
+}
+"""Length and number of ranks, layout, distance conditions, and conditions that are tensors."""
 
 
-@pytest.mark.parametrize("layout", ("contiguous", "zigzag", "striped", "shuffled"))
-def test_every_pair_once(layout):
-    wanted = {S: [(c, dense_mask(S, **c)) for c in conditions(S)] for S in {S for S, _ in SMALL + LARGE}}
-    problems, num_cases = [], 0
-    for S, cp_size in SMALL + LARGE:
-        for options, want in wanted[S]:
-            num_cases += 1
-            found = coverage(LAYOUTS[layout](S), Mask(**options), want, cp_size)
-            problems += [f"S={S}, cp={cp_size}, {options}: {problem}" for problem in found]
-    assert num_cases > 3000
+def is_causal_if_prefixed(row: Row) -> bool:
+    return row.get("causal", True) or not row.get("prefix")
+
+
+@cache
+def tensors_of(S: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(S)
+    ids = torch.randint(0, 4, (2, S), generator=generator).sort(dim=1).values
+    return {"documents": ids, "key_padding": torch.rand(2, S, generator=generator) > 0.3}
+
+
+def covered(rows: Iterable[Row]) -> None:
+    problems = []
+    for row in rows:
+        S, cp_size = row["size"]
+        options = {name: row[name] for name in ("causal", "window", "prefix")}
+        options |= {"length": max(0, S - 3) if row["has_length"] else None}
+        options |= {name: tensors_of(S)[name] for name in row["tensors"]}
+        found = coverage(LAYOUTS[row["layout"]](S), Mask(**options), dense_mask(S, **options), cp_size)
+        problems += [f"S={S}, cp={cp_size}, {row['layout']}, {options}: {problem}" for problem in found]
     report([problems])
 
 
+def test_every_pair_once():
+    """Where every three of the conditions have all of their values together."""
+    covered(covering_array(CONDITIONS, 3, is_causal_if_prefixed))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", CONDITIONS["layout"])
+def test_every_pair_once_under_all_conditions(layout):
+    """Every combination of distance conditions, alone and with tensors that take turns."""
+    names = ("size", "causal", "window", "prefix", "has_length")
+    tensors, num_cases = cycle(CONDITIONS["tensors"][1:]), 0
+    for values in product(*(CONDITIONS[name] for name in names)):
+        row = {"layout": layout, **dict(zip(names, values, strict=True))}
+        if is_causal_if_prefixed(row):
+            covered([row | {"tensors": ()}, row | {"tensors": next(tensors)}])
+            num_cases += 2
+    assert num_cases > 3000
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_pair_once_in_longer_sequences(layout):
-    problems = []
-    for name, (S, cp_size) in product(MASKS, ((31, 4), (40, 5), (97, 3), (64, 8), (97, 8))):
+def test_every_pair_once_in_longer_sequences(layout, full):
+    problems, sizes = [], ((31, 4), (97, 8), (40, 5), (97, 3), (64, 8))
+    for name, (S, cp_size) in product(MASKS, sizes if full else sizes[:2]):
         found = coverage(LAYOUTS[layout](S), make_mask(name, 2, S), pairs(name, 2, S), cp_size)
         problems += [f"S={S}, cp={cp_size}, {name}: {problem}" for problem in found]
     report([problems])

@@ -179,7 +179,9 @@ def on_files(rank: int, folder: str, cases: list[tuple[str, str, int, dict[str, 
     return problems
 
 
-@pytest.mark.parametrize("cp_size", (2, 3, 4))
+@pytest.mark.parametrize(
+    "cp_size", (pytest.param(2, marks=pytest.mark.full), 3, pytest.param(4, marks=pytest.mark.full))
+)
 def test_every_layout_and_mask(pool, cp_size):
     """On the double. Shapes shrink and grow from call to call, so stale rows of a call before would be read."""
     masks = ("causal", "full", "window", "prefix", "documents", "no key at all")
@@ -218,7 +220,9 @@ def mutated(rank: int, folder: str, old: str, new: str) -> int:
         return len(on_files(rank, folder, cases))
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize(
+    "mutant", [pytest.param(name, marks=[pytest.mark.full] * (i > 0)) for i, name in enumerate(MUTANTS)]
+)
 def test_a_missing_barrier_is_found(pool, mutant):
     """Naps on the ranks give a race room: the checks above would see it."""
     with tempfile.TemporaryDirectory() as folder:

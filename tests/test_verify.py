@@ -174,10 +174,13 @@ def verified(rank: int, bug: str, kernel: str) -> dict[str, str]:
     return words
 
 
+OF_ANY_KERNEL = [bug for bug in BUGS if "softcap" not in bug and "window" not in bug]
+
+
 @pytest.mark.parametrize(
     ("bug", "kernel"),
-    [(bug, "reference") for bug in BUGS]
-    + [(bug, "cpu_flash") for bug in BUGS if "softcap" not in bug and "window" not in bug],
+    [(bug, "cpu_flash") for bug in OF_ANY_KERNEL]
+    + [pytest.param(bug, "reference", marks=[pytest.mark.full] * (bug in OF_ANY_KERNEL)) for bug in BUGS],
 )
 def test_verify_finds_what_one_device_has_too(pool: Any, bug: str, kernel: str) -> None:
     for words in pool(2).run(verified, bug, kernel):
@@ -200,6 +203,9 @@ def gated(rank: int, bug: str, kernel: str, dtype: str) -> list[bool]:
 
 
 @pytest.mark.parametrize("bug", ["twice the scale", "twice the gradients", "a scale wrong by 2 %"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    "dtype",
+    ["bfloat16", pytest.param("float16", marks=pytest.mark.full), pytest.param("float32", marks=pytest.mark.full)],
+)
 def test_the_low_precision_gate_finds_what_one_device_has_too(pool: Any, bug: str, dtype: str) -> None:
     assert pool(2).run(gated, bug, "cpu_flash", dtype) == [[True, False]] * 2
