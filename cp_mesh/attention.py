@@ -559,7 +559,9 @@ def _check_divides(
 ) -> None:
     """Refuse sizes of a dim that the axes sharding it do not divide together: its shards would be unequal."""
     axes = [i for i, placement in enumerate(placements) if placement == Shard(dim)]
-    parts = math.prod(mesh.size(i) for i in axes)
+    parts = 1
+    for i in axes:  # not math.prod, which Dynamo does not trace in torch 2.11
+        parts *= mesh.size(i)
     for what, size in sizes.items():
         if size % parts:
             of = f"axis {names[axes[0]]!r}" if len(axes) == 1 else f"axes {' x '.join(repr(names[i]) for i in axes)}"

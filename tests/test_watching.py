@@ -175,14 +175,14 @@ def found(
     return wrong
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("compiled", ["not", "blocks in place", "model in place"])
 def test_no_way_to_call_attention_is_silent(pool: Any, compiled: str) -> None:
     for wrong in pool(2).run(found, compiled, True, timeout=300.0):
         assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("compiled", ["blocks", "model"])
 def test_graph_breaks_hide_no_attention(pool: Any, compiled: str) -> None:
     """Dynamo takes minutes to fail, so a few of the ways, wrapped by torch.compile and with breaks allowed."""
