@@ -122,7 +122,7 @@ def _save_attention(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> Checkpoi
 def checkpoint_context_fn() -> Any:
     """Selective checkpointing that recomputes everything but attention, so that recompute does not replay the ring.
 
-    Under torch.compile, checkpointing of any kind around a `ContextParallel` module needs
+    If torch.compile complains of side effects in a checkpoint around a `ContextParallel` module, set
     ``torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True``: the mode that intercepts attention
     is a side effect to Dynamo, and it is safe to skip in the backward, where the saved result is used.
 

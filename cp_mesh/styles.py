@@ -277,11 +277,12 @@ class ShardedModel(ParallelStyle):
             [S] or [B, S] are sharded like tokens. None for models without positions.
         gather_output: gather the output along dim 1, in original order; otherwise it stays sharded, as the loss wants.
         watch: refuse self-attention outside of the plan: attention, by any function of PyTorch, in which query and key
-            have equal lengths. Eager code is looked at in the model's first forward, compiled code whenever it is
-            traced, which costs nothing when it runs. What Python does not call by a function of PyTorch is not seen, as
-            in `ContextParallel`; nor, in compiled code, what is checkpointed, unless
-            ``torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint`` is True. False for models that also
-            attend to sequences which are not sharded, such as a vision tower.
+            have equal lengths. Eager code is looked at in the first forward in training and in evaluation, with and
+            without gradients, and again after a forward that called another number of cores than before; compiled code
+            whenever it is traced, which costs nothing when it runs. What Python does not call by a function of PyTorch
+            is not seen, as in `ContextParallel`, nor is attention to more or fewer keys than queries, which is taken
+            for cross-attention. False for models that also attend to sequences which are not sharded, such as a vision
+            tower.
         layout: for layouts that change with the batch, a function of the forward's arguments by name that returns the
             layout, that of all attention styles: ``layout=lambda packed, **others: packed.layout``. None: the
             sequence's. With it the root is not compiled as a whole; its blocks may be.

@@ -1,4 +1,4 @@
-"""`--durations-csv FILE`: appends what each test file took, with set-up and teardown, and the whole run in a last row.
+"""`--durations-csv=FILE`: appends what each test file took, with set-up and teardown, and the whole run in a last row.
 
 Columns: commit, form ("quick" or "full"), file, seconds, tests (those that ran; skipped ones are not counted). The
 seconds of files add up to less than the whole, which also has collection and the end of pools.

@@ -3,7 +3,7 @@
 Without `--full` it is the quick form: every gate, with fewer cases. `--full` is everything; it alone runs tests marked
 `full`. Other arguments are pytest's: a file or -k runs what it names of the quick form; a node id (`file::test`) runs
 in either form. `pytest` without this script does the same, in an environment that has cp_mesh and its tools.
-`--durations-csv FILE` appends what each test file took; so docs/results/test_durations.csv was made.
+`--durations-csv=FILE` appends what each test file took; so docs/results/test_durations.csv was made.
 """
 
 import os
