@@ -574,8 +574,8 @@ MUTATIONS = [
     Mutation(
         "documents lost on the way to the kernel",
         "masks.py",
-        "        documents=documents,\n        key_padding=key_padding,\n        prefix=prefix or 0",
-        "        documents=None,\n        key_padding=key_padding,\n        prefix=prefix or 0",
+        "length=length), documents, key_padding)",
+        "length=length), None, key_padding)",
         "parity",
     ),
     Mutation(
@@ -588,8 +588,8 @@ MUTATIONS = [
     Mutation(
         "key padding lost on the way to the kernel",
         "masks.py",
-        "        key_padding=key_padding,\n        prefix=prefix or 0",
-        "        key_padding=None,\n        prefix=prefix or 0",
+        "length=length), documents, key_padding)",
+        "length=length), documents, None)",
         "parity",
     ),
     Mutation("a document starts a token late", "masks.py", "torch.int64), right=True)", "torch.int64))", "masks"),
