@@ -603,8 +603,8 @@ MUTATIONS = [
     Mutation(
         "masks read by local instead of global index",
         "plan.py",
-        "own = self._positions(None, stream)",
-        "own = torch.arange(self.schedule.shard_lens[self.schedule.cp_rank])",
+        "q_pos, k_pos = self._positions(None, stream),",
+        "q_pos, k_pos = torch.arange(self.schedule.shard_lens[self.schedule.cp_rank]),",
         "parity",
     ),
     Mutation(
@@ -713,7 +713,7 @@ MUTATIONS = [
     Mutation(
         "keys are not counted where they lie in the buffer",
         "segments.py",
-        "    blocks[:, begin] += moved\n    blocks[:, end] += moved\n",
+        "    blocks[:, K] += moved\n    blocks[:, K_END] += moved\n",
         "    del moved\n",
         "segments",
     ),
