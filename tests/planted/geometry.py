@@ -1,0 +1,328 @@
+"""Bugs of masks, layouts, the schedule, documents as sequences, and balanced layouts.
+
+Those of the schedule change what `make_schedule` returns: every rank's, so that the ranks agree on what travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from planted.seams import in_area, with_arguments, with_call, with_result
+
+# --- masks
+plant = in_area("masks")
+
+
+def without(seen: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Of `Mask.allowed`: pairs that are not allowed any more, told by a function of the mask and the distance."""
+
+    def make(allowed: Any) -> Any:
+        def mutant(self: Any, q_pos: Any, k_pos: Any) -> Any:
+            return allowed(self, q_pos, k_pos) & ~seen(self, q_pos[:, None] - k_pos)
+
+        return mutant
+
+    return make
+
+
+def of_other_mask(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Of `Mask.allowed`: what another mask allows."""
+    return lambda allowed: lambda self, q_pos, k_pos: allowed(change(self), q_pos, k_pos)
+
+
+plant("strict instead of inclusive diagonal", "masks:Mask.allowed", "masks")(
+    without(lambda mask, distance: (distance == 0) & mask.causal)
+)
+plant("window off by one", "masks:Mask.allowed", "masks")(
+    without(lambda mask, distance: distance == ((mask.window or (None,))[0] or torch.inf))
+)
+plant("documents ignored", "masks:Mask.allowed", "masks")(of_other_mask(lambda mask: replace(mask, documents=None)))
+plant("padding is not hidden", "masks:Mask.allowed", "masks")(
+    of_other_mask(lambda mask: mask if mask.length is None else replace(mask, length=mask.length + 1))
+)
+
+
+@plant("a document starts a token late", "masks:Mask.from_cu_seqlens", "masks")
+def _(from_cu_seqlens: Any) -> Any:
+    def late(mask: Any) -> Any:
+        ids = mask.documents
+        return replace(mask, documents=torch.cat([ids[:1], ids[:-1]]))
+
+    return with_result(from_cu_seqlens, late)
+
+
+def asked(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Of `Pairs.allowed`, by which a kernel reads the mask: what other `Pairs` allow."""
+    return lambda allowed: lambda self, q_rows, k_rows: allowed(change(self), q_rows, k_rows)
+
+
+plant("documents lost on the way to the kernel", "kernels.contract:Pairs.allowed", "parity")(
+    asked(lambda pairs: replace(pairs, mask=replace(pairs.mask, documents=None)))
+)
+plant("key padding lost on the way to the kernel", "kernels.contract:Pairs.allowed", "parity")(
+    asked(lambda pairs: replace(pairs, mask=replace(pairs.mask, key_padding=None)))
+)
+plant("masks read by local instead of global index", "kernels.contract:Pairs.allowed", "parity")(
+    asked(lambda pairs: replace(pairs, q_pos=torch.arange(len(pairs.q_pos))))
+)
+plant("a batch row has the key padding of another", "kernels.contract:Pairs.allowed", "parity")(
+    lambda allowed: lambda self, q_rows, k_rows: allowed(self, q_rows, k_rows).flip(0)
+)
+
+
+def far(condition: Callable[..., bool]) -> Callable[[Any], Any]:
+    """Of `Mask.near`: without the pairs of pieces of which the condition holds."""
+
+    def make(near: Any) -> Any:
+        def mutant(self: Any, q: Any, k: Any) -> Any:
+            return [(j, i) for j, i in near(self, q, k) if not condition(self, q[i], k[j])]
+
+        return mutant
+
+    return make
+
+
+def bound(mask: Any, side: int) -> int | None:
+    return None if mask.window is None else mask.window[side]
+
+
+plant("a piece is not near itself", "masks:Mask.near", "near pieces")(far(lambda mask, q, k: mask.causal and q == k))
+plant("the last key of a prefix is not near", "masks:Mask.near", "near pieces")(
+    far(lambda mask, q, k: k.bounds()[0] == mask.prefix - 1)
+)
+plant("the oldest keys of a window are not near", "masks:Mask.near", "near pieces")(
+    far(lambda mask, q, k: q.bounds()[0] - k.bounds()[1] == bound(mask, 0))
+)
+plant("the farthest keys ahead are not near", "masks:Mask.near", "near pieces")(
+    far(lambda mask, q, k: k.bounds()[0] - q.bounds()[1] == bound(mask, 1))
+)
+plant("keys of the last document of a piece are not near", "masks:Mask.near", "near pieces")(
+    far(
+        lambda mask, q, k: mask.documents is not None
+        and bool((mask.documents[..., q.positions()].amin(-1) == mask.documents[..., k.positions()].amax(-1)).all())
+    )
+)
+
+
+# --- layouts
+plant = in_area("layouts")
+
+
+@plant("the last tokens are dropped", "layouts:chunk_bounds", "layouts")
+def _(chunk_bounds: Any) -> Any:
+    return lambda seq_len, num_chunks, chunk: (
+        seq_len // num_chunks * chunk,
+        seq_len // num_chunks * (chunk + 1),
+    )
+
+
+@plant("inverse and permutation mixed up", "layouts:Layout.inverse", "layouts")
+def _(inverse: Any) -> Any:
+    return lambda self, seq_len, cp_size: self.permutation(seq_len, cp_size)
+
+
+@plant("stripes begin a token late", "layouts:Striped.runs", "layouts")
+def _(runs: Any) -> Any:
+    return with_result(runs, lambda pieces: tuple(replace(run, start=run.start + 1) for run in pieces))
+
+
+@plant("runs that are no permutation are believed", "layouts:parse_layout", "runs")
+def _(parse_layout: Any) -> Any:
+    def mutant(spec: str, index: Any = None) -> Any:
+        if spec != "balanced":
+            return parse_layout(spec, index)
+        from cp_mesh.layouts import Balanced
+
+        layout = object.__new__(Balanced)
+        object.__setattr__(layout, "table", index)
+        return layout
+
+    return mutant
+
+
+# --- the schedule
+plant = in_area("the schedule")
+
+
+def of_tiles(change: Callable[[Any, bool], Any]) -> Callable[[Any], Any]:
+    """Of `make_schedule`: every tile is what a function makes of it, or none.
+
+    The function is told whether the keys are this rank's own.
+    """
+
+    def changed(schedule: Any) -> Any:
+        def every(tiles: Any, local: bool) -> tuple[Any, ...]:
+            made = (change(tile, local) for tile in tiles)
+            return tuple(tile for tile in made if tile is not None)
+
+        stages = tuple(replace(stage, tiles=every(stage.tiles, False)) for stage in schedule.route.stages)
+        tiles = tuple(every(x, source == schedule.cp_rank) for source, x in enumerate(schedule.tiles))
+        return replace(schedule, tiles=tiles, route=replace(schedule.route, stages=stages))
+
+    return lambda make_schedule: with_result(make_schedule, changed)
+
+
+def moved(lo: int = 0, hi: int = 0, where: Callable[[Any, bool], bool] = lambda tile, local: True) -> Any:
+    """Of `make_schedule`: the bounds of bands are others."""
+
+    def change(tile: Any, local: bool) -> Any:
+        from cp_mesh.masks import Band
+
+        cover = tile.cover
+        if not isinstance(cover, Band) or not where(tile, local):
+            return tile
+        bounds = None if cover.lo is None else cover.lo + lo, None if cover.hi is None else cover.hi + hi
+        return replace(tile, cover=Band(*bounds))
+
+    return of_tiles(change)
+
+
+def is_band(cover: Any) -> bool:
+    from cp_mesh.masks import Band
+
+    return isinstance(cover, Band)
+
+
+plant("strict diagonal between runs", "schedule:make_schedule", "coverage")(moved(lo=1))
+plant("inclusive diagonal between stripes of later ranks", "schedule:make_schedule", "coverage")(
+    moved(lo=-1, where=lambda tile, local: not local)
+)
+plant("window between runs off by one", "schedule:make_schedule", "coverage")(moved(hi=-1))
+plant("window counted from local rows", "schedule:make_schedule", "coverage")(
+    moved(hi=1, where=lambda tile, local: not local)
+)
+plant("rows after the causal square are dropped", "schedule:split_causal", "coverage")(
+    lambda split: with_result(split, lambda parts: parts and (parts[:-1] if not parts[-1][2] else parts) or parts)
+)
+plant("local tiles are left out", "schedule:make_schedule", "coverage")(
+    of_tiles(lambda tile, local: None if local else tile)
+)
+plant("tiles of other ranks lose their last key", "schedule:make_schedule", "coverage")(
+    of_tiles(
+        lambda tile, local: tile
+        if local or tile.k[1] - tile.k[0] < 2 or not is_band(tile.cover)
+        else replace(tile, k=(tile.k[0], tile.k[1] - 1))
+    )
+)
+plant("a tile's keys are counted from the start of the buffer", "schedule:make_schedule", "coverage")(
+    of_tiles(lambda tile, local: tile if local else replace(tile, k=(0, tile.k[1] - tile.k[0])))
+)
+
+
+@plant("documents of the first row stand for all", "schedule:make_schedule", "coverage")
+def _(make_schedule: Any) -> Any:
+    def first(mask: Any) -> Any:
+        return mask if mask.documents is None else replace(mask, documents=torch.atleast_2d(mask.documents)[:1])
+
+    return with_arguments(make_schedule, mask=first)
+
+
+@plant("steps that nobody needs are taken", "schedule:make_schedule", "traffic")
+def _(make_schedule: Any) -> Any:
+    def more(schedule: Any) -> Any:
+        from cp_mesh.schedule import Stage
+
+        idle = [step for step in range(1, schedule.cp_size) if step not in schedule.active_steps]
+        stages = (*schedule.route.stages, *(Stage((step,), (), (), ()) for step in idle))
+        return replace(
+            schedule,
+            active_steps=tuple(range(1, schedule.cp_size)),
+            route=replace(schedule.route, stages=stages),
+        )
+
+    return with_result(make_schedule, more)
+
+
+@plant("sources of a stage are served but not fetched", "schedule:make_schedule", "coverage")
+def _(make_schedule: Any) -> Any:
+    return with_result(make_schedule, lambda schedule: replace(schedule, fetch=((),) * schedule.cp_size))
+
+
+@plant("the schedule of the rank among all processes", "schedule:make_schedule", "parity on the last axis")
+def _(make_schedule: Any) -> Any:
+    import torch.distributed as dist
+
+    def among_all(cp_rank: int, cp_size: int) -> dict[str, Any]:
+        return {"cp_rank": dist.get_rank() // (dist.get_world_size() // cp_size)}
+
+    return with_call(make_schedule, among_all)
+
+
+@plant("the schedule of rank 0 on every rank", "schedule:make_schedule", "parity")
+def _(make_schedule: Any) -> Any:
+    return with_arguments(make_schedule, cp_rank=lambda cp_rank: 0)
+
+
+# --- documents
+plant = in_area("documents as sequences")
+
+
+@plant("an id that comes back is another document", "schedule:make_schedule", "segments")
+def _(make_schedule: Any) -> Any:
+    def by_runs(mask: Any) -> Any:
+        if mask.documents is None:
+            return mask
+        ids = torch.atleast_2d(mask.documents)
+        new = torch.ones_like(ids)
+        new[:, 1:] = ids[:, 1:] != ids[:, :-1]
+        return replace(mask, documents=new.cumsum(1))
+
+    return with_arguments(make_schedule, mask=by_runs)
+
+
+def of_blocks(change: Callable[[Any, bool], Any]) -> Callable[[Any], Any]:
+    """Of `make_schedule`: tiles by documents have other `Segments`."""
+
+    def changed(tile: Any, local: bool) -> Any:
+        from cp_mesh.segments import Segments
+
+        return replace(tile, cover=change(tile.cover, local)) if isinstance(tile.cover, Segments) else tile
+
+    return of_tiles(changed)
+
+
+def unaligned(cover: Any, local: bool) -> Any:
+    """As if the corners on the upper left were aligned: wrong where a block has more keys than rows."""
+    left, right = cover.left, cover.right
+    shift = next((int((b[0, 3] - b[0, 2]) - (b[0, 1] - b[0, 0])) for b in cover.blocks if len(b)), 0)
+    return replace(
+        cover, left=None if left is None else max(0, left + shift), right=None if right is None else right - shift
+    )
+
+
+plant("causal blocks aligned to the upper left", "schedule:make_schedule", "segments")(of_blocks(unaligned))
+plant("a stripe sees the diagonal of a later one", "schedule:make_schedule", "segments")(
+    of_blocks(lambda x, local: x if local or x.right is None else replace(x, right=x.right + 1))
+)
+
+
+def shared(cover: Any, local: bool) -> Any:
+    """Blocks of which each begins a row early."""
+
+    def early(blocks: Any) -> Any:
+        blocks = blocks.clone()
+        blocks[1:, 0] -= 1
+        return blocks
+
+    return replace(cover, blocks=tuple(map(early, cover.blocks)))
+
+
+plant("blocks of a call share rows", "schedule:make_schedule", "segments")(of_blocks(shared))
+plant("the last document of a tile is left out", "schedule:make_schedule", "segments")(
+    of_blocks(lambda cover, local: replace(cover, blocks=tuple(blocks[:-1] for blocks in cover.blocks)))
+)
+plant("keys are not counted where they lie in the buffer", "schedule:make_schedule", "segments")(
+    of_tiles(lambda tile, local: tile if local else replace(tile, k=(0, tile.k[1] - tile.k[0])))
+)
+
+
+# --- balanced layouts
+plant = in_area("balanced layouts")
+
+
+@plant("documents are dealt out by tokens alone", "balancing:balance", "balance")
+def _(balance: Any) -> Any:
+    return with_arguments(balance, mask=lambda mask: replace(mask, documents=None))

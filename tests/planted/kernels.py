@@ -1,0 +1,476 @@
+"""Bugs of kernels on one tile, of merging their partial results, and of what they make of scores."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from einops import rearrange
+from planted.seams import in_area, with_arguments, with_call, with_result
+
+# --- kernels
+plant = in_area("kernels")
+
+
+@plant("fp32 sums of fp64 inputs", "kernels.combine:accumulation_dtype", "parity")
+def _(accumulation_dtype: Any) -> Any:
+    return lambda dtype: torch.float32
+
+
+@plant("sums in the inputs' dtype", "kernels.combine:accumulation_dtype", "low precision")
+def _(accumulation_dtype: Any) -> Any:
+    return lambda dtype: dtype
+
+
+@plant("rows that no tile reaches keep what was in the buffer", "kernels.merge:SummingBackward.step", "parity")
+def _(step: Any) -> Any:
+    def mutant(self: Any, k: Any, v: Any, tiles: Any, into: Any = None) -> Any:
+        before = [x.clone() for x in into or ()]
+        pieces = step(self, k, v, tiles, into)
+        untouched = torch.ones(k.shape[2], dtype=torch.bool)
+        for tile in tiles:
+            untouched[tile.k[0] : tile.k[1]] = False
+        for x, old in zip(into or (), before, strict=True):
+            x[:, :, untouched] = old[:, :, untouched]
+        return pieces
+
+    return mutant
+
+
+@plant("a step goes on from the gradients of the step before", "kernels.merge:SummingBackward.step", "kernels")
+def _(step: Any) -> Any:
+    def mutant(self: Any, k: Any, v: Any, tiles: Any, into: Any = None) -> Any:
+        pieces = step(self, k, v, tiles, into)
+        before = vars(self).get("before")
+        if into is None:
+            vars(self)["before"] = [(piece.dk, piece.dv) for piece in pieces]
+        elif before and before[0][0].shape == into[0].shape:
+            into[0].add_(before[0][0])
+        return pieces
+
+    return mutant
+
+
+@plant("dk of the first tile of several is added twice", "kernels.merge:SummingBackward.step", "parity")
+def _(step: Any) -> Any:
+    def mutant(self: Any, k: Any, v: Any, tiles: Any, into: Any = None) -> Any:
+        pieces = step(self, k, v, tiles, into)
+        if into is not None and len(tiles) > 1:
+            into[0][:, :, tiles[0].k[0] : tiles[0].k[1]].mul_(2.0)
+        return pieces
+
+    return mutant
+
+
+@plant("a partial gradient lands on the first rows", "kernels.combine:RowSum.add", "kernels")
+def _(add: Any) -> Any:
+    return with_arguments(add, begin=lambda begin: 0)
+
+
+@plant("the last of many partial gradients is left out", "kernels.combine:RowSum.add", "kernels")
+def _(add: Any) -> Any:
+    def mutant(self: Any, begin: int, x: Any) -> None:
+        count = vars(self)["count"] = vars(self).get("count", 0) + 1
+        if count < 3:
+            add(self, begin, x)
+
+    return mutant
+
+
+@plant("delta without the gradient of lse", "kernels.combine:make_delta", "parity")
+def _(make_delta: Any) -> Any:
+    return with_arguments(make_delta, dlse=lambda dlse: None)
+
+
+@plant("the caller's queries are scaled in place", "kernels.reference:REFERENCE", "parity")
+def _(kernel: Any) -> Any:
+    def begin_forward(q: Any, v_head_dim: int, scores: Any) -> Any:
+        return kernel.begin_forward(q.mul_(scores.scale), v_head_dim, replace(scores, scale=1.0))
+
+    return replace(kernel, begin_forward=begin_forward)
+
+
+@plant("heads of a group interleaved", "kernels.reference:_grouped", "head order")
+def _(grouped: Any) -> Any:
+    return lambda x, num_kv_heads, dtype: rearrange(x.to(dtype), "b (g k) s d -> b k g s d", k=num_kv_heads)
+
+
+@plant("causal tiles computed as full ones", "kernels.aten:CPU_FLASH", "parity")
+def _(kernel: Any) -> Any:
+    def begin_forward(*given: Any) -> Any:
+        from cp_mesh.masks import FULL
+
+        begun = kernel.begin_forward(*given)
+        step = begun.step
+        begun.step = lambda k, v, tiles: step(
+            k, v, [replace(tile, cover=FULL) if tile.q == (0, given[0].shape[2]) else tile for tile in tiles]
+        )
+        return begun
+
+    return replace(kernel, begin_forward=begin_forward)
+
+
+@plant("the backward computes causal tiles as full ones", "kernels.aten:CPU_FLASH", "parity")
+def _(kernel: Any) -> Any:
+    def begin_backward(*given: Any) -> Any:
+        from cp_mesh.masks import FULL
+
+        begun = kernel.begin_backward(*given)
+        step = begun.step
+        begun.step = lambda k, v, tiles, *into: step(
+            k, v, [replace(tile, cover=FULL) if tile.q == (0, given[1].shape[2]) else tile for tile in tiles], *into
+        )
+        return begun
+
+    return replace(kernel, begin_backward=begin_backward)
+
+
+@plant("bands that are no squares go to a kernel of squares", "kernels.merge:merging_kernel", "parity")
+def _(merging_kernel: Any) -> Any:
+    return with_arguments(merging_kernel, squares=lambda squares: False)
+
+
+@plant("kv heads are repeated in another order", "kernels.aten:_expand_heads", "heads of efficient attention")
+def _(expand_heads: Any) -> Any:
+    return lambda x, num_heads: x.repeat(1, num_heads // x.shape[1], 1, 1)
+
+
+@plant(
+    "gradients of a group's heads are added to those of other kv heads", "kernels.aten:_efficient_backward",
+    "heads of efficient attention",
+)  # fmt: skip
+def _(backward: Any) -> Any:
+    return with_result(backward, lambda grads: (grads[0], *(x.roll(1, dims=1) for x in grads[1:])))
+
+
+@plant(
+    "the backward repeats values in another order than keys", "kernels.aten:_efficient_backward",
+    "heads of efficient attention",
+)  # fmt: skip
+def _(backward: Any) -> Any:
+    return with_arguments(backward, t=lambda tile: tile._replace(v=tile.v.roll(1, dims=1)))
+
+
+@plant("rows outside of all sequences are not cleared", "kernels.flash_attn:_fa4_segments_forward", "sequences")
+def _(forward: Any) -> Any:
+    def uncleared(results: Any) -> Any:
+        out, lse = results
+        return out.masked_fill(torch.isneginf(lse)[..., None], torch.nan), lse
+
+    return with_result(forward, uncleared)
+
+
+@plant(
+    "gradients of keys outside of all sequences are not cleared", "kernels.flash_attn:_fa4_segments_backward",
+    "sequences",
+)  # fmt: skip
+def _(backward: Any) -> Any:
+    def uncleared(grads: Any) -> Any:
+        dq, dk, dv = grads
+        return dq, dk.masked_fill_((dk == 0).all(-1, keepdim=True), 1.0), dv
+
+    return with_result(backward, uncleared)
+
+
+@plant("the backward is another one where it should repeat", "kernels.flash_attn:FA4", "deterministic")
+def _(kernel: Any) -> Any:
+    return replace(kernel, reproducible=None)
+
+
+@plant("a deterministic backward of bands that it was not tried for", "kernels.merge:merging_kernel", "deterministic")
+def _(merging_kernel: Any) -> Any:
+    return with_arguments(merging_kernel, squares=lambda squares: False)
+
+
+# --- merging
+plant = in_area("merging")
+
+
+def remembering(output_sum: Any) -> Any:
+    """An `OutputSum` that keeps what it was given, for mutants to look at."""
+
+    class Remembering(output_sum):
+        def __init__(self, shape: Any, dtype: Any, device: Any) -> None:
+            super().__init__(shape, dtype, device)
+            self.of, self.given = (tuple(shape), dtype, device), []
+
+        def add(self, begin: int, out: Any, lse: Any) -> None:
+            self.given.append((begin, out, lse))
+            super().add(begin, out, lse)
+
+        @property
+        def largest(self) -> Any:
+            """The largest lse of a row, [B, H, S]."""
+            shape, dtype, device = self.of
+            largest = torch.full(shape[:3], -torch.inf, dtype=dtype, device=device)
+            for begin, out, lse in self.given:
+                rows = largest[:, :, begin : begin + out.shape[2]]
+                torch.maximum(rows, lse.to(dtype), out=rows)
+            return largest
+
+    return Remembering
+
+
+@plant("the merge leaves lse as it was", "kernels.combine:OutputSum", "parity")
+def _(output_sum: Any) -> Any:
+    class Mutant(remembering(output_sum)):
+        def finish(self, *args: Any, **kwargs: Any) -> Any:
+            out, lse = super().finish(*args, **kwargs)
+            return out, lse.copy_(self.largest)
+
+    return Mutant
+
+
+@plant("the merge does not divide by the sum of weights", "kernels.combine:OutputSum", "parity")
+def _(output_sum: Any) -> Any:
+    class Mutant(remembering(output_sum)):
+        def finish(self, *args: Any, **kwargs: Any) -> Any:
+            out, lse = super().finish(*args, **kwargs)
+            return out.mul_(torch.exp(lse - self.largest).nan_to_num(0.0)[..., None]), lse
+
+    return Mutant
+
+
+@plant("rows without keys are merged to NaN", "kernels.combine:OutputSum.finish", "parity")
+def _(finish: Any) -> Any:
+    def with_nan(results: Any) -> Any:
+        out, lse = results
+        return out.masked_fill_(torch.isneginf(lse)[..., None], torch.nan), lse
+
+    return with_result(finish, with_nan)
+
+
+@plant("partial outputs are added without weights", "kernels.combine:OutputSum.add", "kernels")
+def _(add: Any) -> Any:
+    return with_arguments(add, lse=lambda lse: lse.clamp(-1e-6, 1e-6))
+
+
+@plant("more pieces than are held are folded without the first", "kernels.combine:OutputSum.add", "parity on six ranks")
+def _(add: Any) -> Any:
+    def mutant(self: Any, begin: int, out: Any, lse: Any) -> None:
+        count = vars(self)["count"] = vars(self).get("count", 0) + 1
+        if count < 3:
+            add(self, begin, out, lse)
+
+    return mutant
+
+
+# --- scores
+plant = in_area("scores")
+
+
+@plant("the derivative of softcap is left out", "kernels.reference:_scores", "scores")
+def _(scores: Any) -> Any:
+    return with_result(scores, lambda results: (results[0], 1.0))
+
+
+@plant("softcap is lost on the way to the kernel", "plan:make_scores", "scores")
+def _(make_scores: Any) -> Any:
+    return with_result(make_scores, lambda scores: replace(scores, softcap=None))
+
+
+@plant("softcap after the biases", "kernels.reference:_scores", "scores")
+def _(masked_scores: Any) -> Any:
+    def mutant(q: Any, k: Any, cover: Any, first_row: int, scores: Any) -> Any:
+        if not scores.softcap or scores.alibi_slopes is None:
+            return masked_scores(q, k, cover, first_row, scores)
+        x, _ = masked_scores(q, k, cover, first_row, replace(scores, softcap=None))
+        tanh = torch.tanh(x / scores.softcap)
+        return (scores.softcap * tanh).masked_fill(torch.isneginf(x), -torch.inf), 1 - tanh.square()
+
+    return mutant
+
+
+@plant("gradients of sinks are those of all ranks on each of them", "ring:gradient_of_sinks", "scores")
+def _(gradient_of_sinks: Any) -> Any:
+    return with_result(gradient_of_sinks, lambda gradient: gradient * torch.distributed.get_world_size())
+
+
+@plant("gradients of sinks are those of the first rows", "ring:gradient_of_sinks", "scores")
+def _(gradient_of_sinks: Any) -> Any:
+    def first(x: Any) -> Any:
+        return x[:, :, :3]
+
+    return with_arguments(gradient_of_sinks, dout=first, out=first, lse=first)
+
+
+@plant("gradients of sinks are those of one rank", "ring:gradient_of_sinks", "scores")
+def _(gradient_of_sinks: Any) -> Any:
+    return with_result(gradient_of_sinks, lambda gradient: gradient * (torch.distributed.get_rank() == 0))
+
+
+@plant("the gradient of a sink has the other sign", "ring:gradient_of_sinks", "scores")
+def _(gradient_of_sinks: Any) -> Any:
+    return with_result(gradient_of_sinks, torch.neg)
+
+
+@plant("a sink for each tile", "kernels.combine:OutputSum", "scores")
+def _(output_sum: Any) -> Any:
+    class Mutant(remembering(output_sum)):
+        def finish(self, like: Any, dtype: Any, into: Any = None, sinks: Any = None) -> Any:
+            if sinks is None:
+                return super().finish(like, dtype, into)
+            again = output_sum(*self.of)
+            for begin, out, lse in self.given:
+                left = torch.sigmoid(lse - sinks[:, None]).nan_to_num(0.0)
+                again.add(begin, out * left[..., None].to(out.dtype), lse)
+            return again.finish(like, dtype, into, sinks)
+
+    return Mutant
+
+
+@plant("a sink in lse", "kernels.combine:OutputSum.finish", "scores")
+def _(finish: Any) -> Any:
+    def mutant(self: Any, like: Any, dtype: Any, into: Any = None, sinks: Any = None) -> Any:
+        out, lse = finish(self, like, dtype, into, sinks)
+        return out, lse if sinks is None else lse.copy_(torch.logaddexp(lse, sinks[:, None]))
+
+    return mutant
+
+
+@plant("no sink where a single tile has all rows", "kernels.combine:OutputSum", "scores")
+def _(output_sum: Any) -> Any:
+    class Mutant(remembering(output_sum)):
+        def finish(self, like: Any, dtype: Any, into: Any = None, sinks: Any = None) -> Any:
+            single = len(self.given) == 1 and self.given[0][1].shape == self.of[0]
+            return super().finish(like, dtype, into, None if single else sinks)
+
+    return Mutant
+
+
+@plant("no sink in the backward", "ring:include_sinks", "scores")
+def _(include_sinks: Any) -> Any:
+    return lambda lse, sinks: lse
+
+
+@plant("the gradient of lse as if lse had the sink", "ring:ring_backward", "scores")
+def _(backward: Any) -> Any:
+    def with_sink(lse: Any, dlse: Any, plan: Any) -> dict[str, Any]:
+        sinks = plan.scores.sinks
+        return {} if dlse is None or sinks is None else {"lse": torch.logaddexp(lse, sinks[:, None])}
+
+    return with_call(backward, with_sink)
+
+
+@plant("the sink takes nothing where a gradient comes through lse", "ring:share_of_keys", "scores")
+def _(share_of_keys: Any) -> Any:
+    return lambda lse, sinks: torch.ones_like(lse)
+
+
+@plant("sinks of the first heads in every chunk", "kernels.contract:Scores.heads", "scores")
+def _(heads: Any) -> Any:
+    def mutant(self: Any, begin: int, end: int) -> Any:
+        part = heads(self, begin, end)
+        return part if part.sinks is None else replace(part, sinks=self.sinks[: end - begin])
+
+    return mutant
+
+
+@plant("slopes of the first heads in every chunk", "kernels.contract:Scores.heads", "scores")
+def _(heads: Any) -> Any:
+    def mutant(self: Any, begin: int, end: int) -> Any:
+        part = heads(self, begin, end)
+        return part if part.alibi_slopes is None else replace(part, alibi_slopes=self.alibi_slopes[: end - begin])
+
+    return mutant
+
+
+@plant("tables of the first heads in every chunk", "kernels.contract:Scores.heads", "scores")
+def _(heads: Any) -> Any:
+    def mutant(self: Any, begin: int, end: int) -> Any:
+        part = heads(self, begin, end)
+        return part if part.relative_bias is None else replace(part, relative_bias=self.relative_bias[: end - begin])
+
+    return mutant
+
+
+@plant("dropout of the first heads in every chunk", "kernels.contract:Scores.heads", "scores")
+def _(heads: Any) -> Any:
+    return lambda self, begin, end: replace(heads(self, begin, end), first_head=self.first_head)
+
+
+@plant("gradients of slopes land on the first heads", "kernels.contract:ScoreGradients.part", "scores")
+def _(part: Any) -> Any:
+    return with_arguments(part, heads=lambda heads: heads and (0, heads[1] - heads[0]))
+
+
+@plant("gradients of a table are those of the last tile", "kernels.contract:ScoreGradients.add_", "scores")
+def _(add: Any) -> Any:
+    def mutant(self: Any, other: Any) -> None:
+        if self.relative_bias is not None:
+            self.relative_bias.zero_()
+        add(self, other)
+
+    return mutant
+
+
+@plant("every tile has the first rows of a bias", "kernels.contract:Scores.rows", "scores")
+def _(rows: Any) -> Any:
+    return lambda self, begin, end: rows(self, 0, end - begin)
+
+
+def local(cover: Any) -> Any:
+    """`Pairs` whose positions are counted in the tile."""
+    return replace(cover, q_pos=torch.arange(len(cover.q_pos)), k_pos=torch.arange(len(cover.k_pos)))
+
+
+@plant("distances of local rows", "kernels.reference:_distance", "scores")
+def _(distance: Any) -> Any:
+    return with_arguments(distance, cover=local)
+
+
+@plant("dropout by local rows", "kernels.reference:_kept", "scores")
+def _(kept: Any) -> Any:
+    return with_arguments(kept, cover=lambda cover: replace(cover, q_pos=torch.arange(len(cover.q_pos))))
+
+
+@plant("the distances of a table are clipped one early", "kernels.reference:_biases", "scores")
+def _(biases: Any) -> Any:
+    def clipped(scores: Any) -> Any:
+        table = scores.relative_bias
+        return scores if table is None else replace(scores, relative_bias=torch.cat([table[:, 1:2], table[:, 1:]], 1))
+
+    return with_arguments(biases, scores=clipped)
+
+
+@plant("clipped distances have no gradient", "kernels.reference:_table_gradient", "scores")
+def _(table_gradient: Any) -> Any:
+    def unclipped(dscores: Any, distance: Any, width: int) -> dict[str, Any]:
+        return {"dscores": dscores * (distance.abs() < width // 2)}
+
+    return with_call(table_gradient, unclipped)
+
+
+@plant("columns of a bias in the order of the tile", "kernels.reference:_biases", "scores")
+def _(biases: Any) -> Any:
+    def by_tile(scores: Any, cover: Any) -> dict[str, Any]:
+        if scores.bias is None:
+            return {}
+        bias = scores.bias.clone()
+        bias[..., cover.k_pos] = scores.bias[..., : len(cover.k_pos)]
+        return {"scores": replace(scores, bias=bias)}
+
+    return with_call(biases, by_tile)
+
+
+@plant("the backward drops no weights", "kernels.reference:REFERENCE", "scores")
+def _(kernel: Any) -> Any:
+    return replace(
+        kernel, begin_backward=lambda *given: kernel.begin_backward(*given[:-1], replace(given[-1], dropout_p=0.0))
+    )
+
+
+@plant("weights that are kept are not scaled", "kernels.reference:_kept", "scores")
+def _(kept: Any) -> Any:
+    return with_result(kept, lambda factors: factors.sign())
+
+
+@plant("the offset of a seed is lost", "plan:make_scores", "scores")
+def _(make_scores: Any) -> Any:
+    def without_offset(scores: Any) -> Any:
+        if scores.dropout_seed is None:
+            return scores
+        return replace(scores, dropout_seed=scores.dropout_seed * torch.tensor([1, 0]))
+
+    return with_result(make_scores, without_offset)

@@ -1,0 +1,271 @@
+"""Bugs of the ring loop, of the transport beneath it, and of gradients on their way home."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from typing import Any
+
+import torch
+from planted.seams import Namespace, in_area, with_arguments, with_call, with_result
+
+# --- the loop
+plant = in_area("the loop")
+
+
+@plant("stale KV in the backward", "kernels.merge:SummingBackward.step", "parity")
+def _(step: Any) -> Any:
+    def mutant(self: Any, k: Any, v: Any, tiles: Any, into: Any = None) -> Any:
+        if into is not None:  # rows that were fetched
+            kept = vars(self).setdefault("kept", (k, v))
+            k, v = kept if kept[0].shape == k.shape else (k, v)
+        return step(self, k, v, tiles, into)
+
+    return mutant
+
+
+@plant("stale KV in the forward", "kernels.merge:MergingForward.step", "parity")
+def _(step: Any) -> Any:
+    def mutant(self: Any, k: Any, v: Any, tiles: Any) -> None:
+        kept = vars(self).setdefault("kept", (k, v))
+        step(self, *(kept if kept[0].shape == k.shape else (k, v)), tiles)
+
+    return mutant
+
+
+@plant("tiles of another stage", "plan:Plan.tiles", "parity")
+def _(tiles: Any) -> Any:
+    return lambda self, stage: tiles(self, self.schedule.route.stages[0])
+
+
+def two_stages(plan: Any) -> Any:
+    """A plan that ends after two stages."""
+    route = replace(plan.schedule.route, stages=plan.schedule.route.stages[:2])
+    return replace(plan, schedule=replace(plan.schedule, route=route))
+
+
+@plant("the forward stops after two stages", "ring:ring_forward", "parity on six ranks")
+def _(forward: Any) -> Any:
+    return with_arguments(forward, plan=two_stages)
+
+
+@plant("the backward stops after two stages", "ring:ring_backward", "parity on six ranks")
+def _(backward: Any) -> Any:
+    return with_arguments(backward, plan=two_stages)
+
+
+def without_scale(kernel: Any, begin: str) -> Any:
+    """A kernel whose passes over chunks of heads after the first have the scale that is taken if none is given."""
+    begins = getattr(kernel, begin)
+    place = 0 if begin == "begin_forward" else 1  # of q
+
+    def mutant(*given: Any) -> Any:
+        *others, scores = given
+        if scores.first_head:
+            scores = replace(scores, scale=given[place].shape[3] ** -0.5)
+        return begins(*others, scores)
+
+    return replace(kernel, **{begin: mutant})
+
+
+@plant("chunks of heads lose the scale in the forward", "kernels.reference:REFERENCE", "parity")
+def _(kernel: Any) -> Any:
+    return without_scale(kernel, "begin_forward")
+
+
+@plant("chunks of heads lose the scale in the backward", "kernels.reference:REFERENCE", "parity")
+def _(kernel: Any) -> Any:
+    return without_scale(kernel, "begin_backward")
+
+
+@plant("the next hop starts after the step", "transport.functional:FunctionalTransport.fetch", "overlap")
+def _(fetch: Any) -> Any:
+    class Late:
+        """Starts to fetch a stage when it is asked for."""
+
+        def __init__(self, transport: Any, tensors: Any, route: Any) -> None:
+            self.transport, self.tensors, self.stages, self.route = transport, tensors, deque(route.stages), route
+
+        def next(self) -> Any:
+            route = replace(self.route, stages=(self.stages.popleft(),))
+            return fetch(self.transport, self.tensors, route).next()
+
+    return Late
+
+
+# --- gradients
+plant = in_area("gradients")
+
+
+@plant(
+    "dk and dv swapped on their way home", "transport.functional:FunctionalOutgoing.buffer",
+    "parity", "gradients come home",
+)  # fmt: skip
+def _(buffer: Any) -> Any:
+    return with_result(buffer, lambda views: views and tuple(reversed(views)))
+
+
+@plant(
+    "delivered gradients replace those of other ranks", "transport.functional:FunctionalOutgoing.collect",
+    "gradients come home",
+)  # fmt: skip
+def _(collect: Any) -> Any:
+    def mutant(self: Any) -> Any:
+        for arrived in collect(self):
+            delivered = vars(self).setdefault("delivered", {})
+            before = delivered.get(arrived.begin)
+            delivered[arrived.begin] = arrived.tensors
+            if before is not None and before[0].shape == arrived.tensors[0].shape:
+                arrived = replace(
+                    arrived, tensors=tuple(x - y for x, y in zip(arrived.tensors, before, strict=True))
+                )
+            yield arrived
+
+    return mutant
+
+
+@plant("the last delivery is not added", "transport.functional:FunctionalTransport.deliver", "parity")
+def _(deliver: Any) -> Any:
+    class Forgetful:
+        def __init__(self, transport: Any, packing: Any, route: Any) -> None:
+            self.outgoing, self.left = deliver(transport, packing, route), len(route.stages)
+            self.buffer = self.outgoing.buffer
+
+        def send(self, stage: Any) -> None:
+            self.outgoing.send(stage)
+            self.left -= 1
+
+        def collect(self) -> Any:
+            arrived = list(self.outgoing.collect())
+            return arrived if self.left else []
+
+    return Forgetful
+
+
+@plant("gradients land on the first rows of a shard", "transport.contract:split_arrived", "parity")
+def _(split: Any) -> Any:
+    return with_result(split, lambda arrived: (replace(part, begin=0) for part in arrived))
+
+
+@plant("local dv is not added", "kernels.merge:SummingBackward.step", "parity")
+def _(step: Any) -> Any:
+    return with_result(step, lambda pieces: [replace(piece, dv=torch.zeros_like(piece.dv)) for piece in pieces])
+
+
+@plant("local dk is not added", "kernels.merge:SummingBackward.step", "parity")
+def _(step: Any) -> Any:
+    return with_result(step, lambda pieces: [replace(piece, dk=torch.zeros_like(piece.dk)) for piece in pieces])
+
+
+@plant("sums of gradients begin with what was in memory", "kernels.combine:RowSum.__init__", "parity")
+def _(init: Any) -> Any:
+    def mutant(self: Any, shape: Any, dtype: Any, device: Any) -> None:
+        init(self, shape, dtype, device)
+        self.add(0, torch.full(tuple(shape), 7.0, dtype=dtype, device=device))
+
+    return mutant
+
+
+@plant("gradients are summed in half precision", "kernels.combine:RowSum.__init__", "sums in fp32")
+def _(init: Any) -> Any:
+    return with_arguments(init, dtype=lambda _: torch.bfloat16)
+
+
+@plant("gradients travel in bf16", "transport.functional:FunctionalTransport.deliver", "parity")
+def _(deliver: Any) -> Any:
+    return with_arguments(deliver, packing=lambda packing: replace(packing, dtype=torch.bfloat16))
+
+
+@plant("dk that travels is counted twice", "kernels.merge:SummingBackward.step", "gradients come home")
+def _(step: Any) -> Any:
+    def mutant(self: Any, k: Any, v: Any, tiles: Any, into: Any = None) -> Any:
+        pieces = step(self, k, v, tiles, into)
+        if into is not None:
+            into[0].mul_(2.0)
+        return pieces
+
+    return mutant
+
+
+@plant("the gradient of a rank's own keys goes to its neighbour", "ring:ring_backward", "gradients come home")
+def _(backward: Any) -> Any:
+    import torch.distributed as dist
+
+    def mutant(*args: Any, **kwargs: Any) -> Any:
+        dq, dk, dv, of_scores = backward(*args, **kwargs)
+        group, size = dist.group.WORLD, dist.get_world_size()
+        gathered = [torch.empty_like(dk) for _ in range(size)]
+        dist.all_gather(gathered, dk.contiguous(), group)
+        return dq, gathered[(dist.get_rank() - 1) % size], dv, of_scores
+
+    return mutant
+
+
+# --- the transport
+plant = in_area("the transport")
+
+
+@plant("a missing wait", "transport.functional:_funcol", "parity")
+def _(collectives: Any) -> Any:
+    return Namespace(collectives, wait_tensor=lambda x: x)
+
+
+@plant("rows for another rank are served", "transport.functional:FunctionalTransport.exchange", "parity on four ranks")
+def _(exchange: Any) -> Any:
+    def reversed_parts(sent: Any, to: Any) -> dict[str, Any]:
+        parts = sent.split([count for _, count in to])
+        return {"sent": torch.cat(parts[::-1])}
+
+    return with_call(exchange, reversed_parts)
+
+
+@plant("a range is served from the start of the shard", "transport.functional:FunctionalTransport.fetch", "parity")
+def _(fetch: Any) -> Any:
+    def from_start(route: Any) -> Any:
+        stages = tuple(
+            replace(stage, serve=tuple((rank, tuple((0, end - begin) for begin, end in ranges)) for rank, ranges in stage.serve))
+            for stage in route.stages
+        )
+        return replace(route, stages=stages)
+
+    return with_arguments(fetch, route=from_start)
+
+
+@plant("batch rows change places on the way", "transport.functional:FunctionalIncoming.next", "parity")
+def _(receive: Any) -> Any:
+    return with_result(receive, lambda rows: rows and tuple(x.flip(0) for x in rows))
+
+
+@plant("a buffer is sent before it is written", "transport.functional:FunctionalOutgoing.buffer", "parity")
+def _(buffer: Any) -> Any:
+    return with_result(buffer, lambda views: views and tuple(torch.empty_like(x) for x in views))
+
+
+@plant("whole shards are fetched for a window", "transport.functional:FunctionalTransport.fetch", "traffic")
+def _(fetch: Any) -> Any:
+    class Whole:
+        def __init__(self, transport: Any, tensors: Any, route: Any) -> None:
+            self.stages = deque(route.stages)
+            own = tensors[0].shape[2]
+            whole = [
+                replace(
+                    stage,
+                    fetch=tuple((rank, ((0, own),)) for rank, _ in stage.fetch),  # shards are equal in that check
+                    serve=tuple((rank, ((0, own),)) for rank, _ in stage.serve),
+                )
+                for stage in route.stages
+            ]
+            self.own, self.incoming = own, fetch(transport, tensors, replace(route, stages=tuple(whole)))
+
+        def next(self) -> Any:
+            stage, rows = self.stages.popleft(), self.incoming.next()
+            if rows is None:
+                return None
+            needed = [
+                torch.arange(begin, end) + i * self.own
+                for i, (_, ranges) in enumerate(stage.fetch)
+                for begin, end in ranges
+            ]
+            return tuple(x[:, :, torch.cat(needed)] for x in rows)
+
+    return Whole

@@ -1,0 +1,76 @@
+"""What the checks run on ranks; imported there with what it needs alone, as every bug has ranks of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+
+def origin(rank: int) -> str:
+    import cp_mesh
+
+    return cp_mesh.__file__
+
+
+def outcomes(rank: int, tests: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]) -> list[str]:
+    """What fails of these tests with their arguments."""
+    problems = []
+    for test, arguments in tests:
+        try:
+            test(*arguments)
+        except (AssertionError, RuntimeError, pytest.fail.Exception) as error:
+            problems.append(f"{test.__name__}: {str(error)[:200]}")
+    return problems
+
+
+def every_coverage(rank: int) -> list[str]:
+    from cases import LAYOUTS, make_mask, pairs
+    from checks import coverage
+
+    problems = []
+    masks = ("causal", "causal and length", "window", "documents", "everything")
+    for S, cp_size, layout, mask in product((7, 12), (2, 3), LAYOUTS, masks):
+        problems += coverage(LAYOUTS[layout](S), make_mask(mask, 2, S), pairs(mask, 2, S), cp_size)
+    return problems
+
+
+def every_layout(rank: int) -> list[str]:
+    import test_layouts
+    from cases import LAYOUTS
+
+    tests = (test_layouts.test_every_position_is_held_once, test_layouts.test_permutation_and_inverse)
+    return outcomes(rank, [(test, (make, 7)) for test in tests for make in LAYOUTS.values()])
+
+
+def every_segments(rank: int) -> list[str]:
+    from cases import LAYOUTS, pairs_of
+    from checks import coverage
+
+    from cp_mesh import Mask
+
+    problems = []
+    runs = ("contiguous", "zigzag", "striped", "balanced")
+    documents = [torch.tensor([[0] * 3 + [1] * 6 + [2] * 3]), torch.tensor([[0, 0, 1, 1, 0, 0, 0, 2, 2, 3, 3, 3]])]
+    for cp_size, layout, ids, window in product((1, 2, 3), runs, documents, (None, (2, None))):
+        options = {"documents": ids, "window": window}
+        problems += coverage(LAYOUTS[layout](12), Mask(**options), pairs_of(options, 12), cp_size, segments=True)
+    return problems
+
+
+def kernel_steps(rank: int) -> list[str]:
+    import test_kernels
+    from checks import GQA
+
+    from cp_mesh.kernels import KERNELS
+
+    return outcomes(
+        rank,
+        [
+            (test_kernels.test_each_step_returns_gradients_of_its_own, (KERNELS["reference"],)),
+            (test_kernels.test_partial_results_add_up, (KERNELS["cpu_flash"], GQA)),
+        ],
+    )

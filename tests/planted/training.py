@@ -1,0 +1,200 @@
+"""Bugs of plans, of the op and its DTensor rules, of data, loss and styles, and of what is watched."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import torch
+from planted.seams import in_area, with_arguments, with_result
+
+# --- plans
+plant = in_area("plans that are kept")
+
+
+@plant("a plan outlives the content of its mask", "plan:_Content.keep", "planned once")
+def _(keep: Any) -> Any:
+    return lambda self: self.tensor
+
+
+@plant("plans are told apart by a sample of their tensors", "plan:_Content.__eq__", "planned once")
+def _(equal: Any) -> Any:
+    return lambda self, other: hash(self) == hash(other)
+
+
+@plant("plans are told apart by the first elements of their tensors", "plan:_Content.__eq__", "planned once")
+def _(equal: Any) -> Any:
+    return lambda self, other: torch.equal(self.tensor[..., :128], other.tensor[..., :128])
+
+
+# --- the op
+plant = in_area("the op and DTensors")
+
+
+@plant("results of DTensors lie as their shards do", "ops:from_bhsd", "specs of DTensors")
+def _(from_bhsd: Any) -> Any:
+    return lambda x, seq_dim, spec: (
+        x if seq_dim == 2 else x.transpose(1, 2) if seq_dim == 1 else x[0].transpose(0, 1)
+    )
+
+
+@plant("dropout of the first heads on every tp rank", "attention:_first", "scores of DTensors")
+def _(first: Any) -> Any:
+    return lambda x, dim: 0
+
+
+@plant("DTensors' gradients of sinks pass for those of all ranks", "ops:score_placements", "scores of DTensors")
+def _(score_placements: Any) -> Any:
+    from torch.distributed.tensor import Partial, Replicate
+
+    def whole(placements: Any) -> Any:
+        given, gradient = placements
+        return given, Replicate() if isinstance(gradient, Partial) else gradient
+
+    return with_result(score_placements, whole)
+
+
+@plant("a core may attend to other rows than its root's", "ops:check_length", "rows of the root")
+def _(check_length: Any) -> Any:
+    return lambda seq_len, expected: None
+
+
+# --- data and loss
+plant = in_area("data and loss")
+
+
+@plant("mean of the loss by rank", "sequence:cross_entropy", "loss", "gradients of one rank")
+def _(cross_entropy: Any) -> Any:
+    import torch.nn.functional as F
+
+    def mutant(logits: Any, labels: Any, mesh: Any, *, ignore_index: int = -100) -> Any:
+        return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=ignore_index)
+
+    return mutant
+
+
+@plant("padding counts as tokens", "sequence:PADDING", "gradients of one rank")
+def _(padding: Any) -> Any:
+    return {**padding, "labels": 0}
+
+
+@plant("the last token is dropped with the padding", "sequence:ShardedSequence.unshard", "loss")
+def _(unshard: Any) -> Any:
+    def mutant(self: Any, x: Any, dim: int = 1) -> Any:
+        whole = unshard(self, x, dim)
+        return whole if self.length is None else whole.narrow(dim, 0, self.length - 1)
+
+    return mutant
+
+
+@plant("the gradient of a gathered output is that of one rank", "sequence:_Unshard.backward", "loss")
+def _(backward: Any) -> Any:
+    return with_result(backward, lambda grads: (grads[0] / 3, *grads[1:]))
+
+
+@plant("positions count from the shard's start", "sequence:ShardedSequence.positions", "gradients of one rank")
+def _(positions: Any) -> Any:
+    return with_result(positions, lambda rows: torch.arange(len(rows), device=rows.device))
+
+
+@plant("labels are sharded in another layout", "sequence:ShardedSequence.shard", "gradients of one rank")
+def _(shard: Any) -> Any:
+    def mutant(self: Any, tree: Any, *args: Any, **kwargs: Any) -> Any:
+        from cp_mesh.layouts import Contiguous, Striped
+
+        if isinstance(tree, dict) and "labels" in tree:
+            layout = Striped() if self.layout == Contiguous() else Contiguous()
+            return shard(replace(self, layout=layout), tree, *args, **kwargs)
+        return shard(self, tree, *args, **kwargs)
+
+    return mutant
+
+
+@plant("FSDP takes the mean", "parallel:sum_gradients", "gradients of one rank")
+def _(sum_gradients: Any) -> Any:
+    def mutant(model: Any) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        sum_gradients(model)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(3.0)
+
+    return mutant
+
+
+@plant("recompute replays the ring", "parallel:checkpoint_context_fn", "recompute")
+def _(context_fn: Any) -> Any:
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    def everything(_ctx: Any, _op: Any, *_args: Any, **_kwargs: Any) -> Any:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return lambda: create_selective_checkpoint_contexts(everything)
+
+
+# --- styles
+plant = in_area("styles")
+
+
+@plant("positions in the layout of another batch", "styles:ShardedModel.shard_inputs", "changing layouts")
+def _(shard_inputs: Any) -> Any:
+    def mutant(self: Any, arguments: Any) -> Any:
+        root, given = shard_inputs(self, arguments)
+        if self.positions is not None and arguments.get(self.positions) is None:
+            given[self.positions] = self.sequence.positions(root.seq_len)
+        return root, given
+
+    return mutant
+
+
+@plant("an output gathered in the layout of another batch", "styles:ShardedModel.gather", "changing layouts")
+def _(gather: Any) -> Any:
+    return lambda self, sequence, output: gather(self, self.sequence, output)
+
+
+@plant("a core may have another layout than its root", "styles:_check_root", "layouts agree")
+def _(check_root: Any) -> Any:
+    return lambda sequence, layout: None
+
+
+@plant("a copy that the module's class makes has no style", "forwards:_like", "copies")
+def _(like: Any) -> Any:
+    return lambda module, twin: twin
+
+
+@plant("compiled cores do not tell the forward of an instance", "forwards:_subclass", "compiled cores")
+def _(subclass: Any) -> Any:
+    def mutant(base: Any, key: str) -> Any:
+        made, of_instance = subclass(base, key), f"{key}_forward_of_instance"
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            inner = self.__dict__.get(of_instance)  # torch.compile does not guard that a key is missing
+            if inner is None:
+                inner = functools.partial(base.forward, self)
+            return self.__dict__[key].run(self, inner, *args, **kwargs)
+
+        made.forward = forward
+        return made
+
+    return mutant
+
+
+# --- watching
+plant = in_area("watching")
+
+
+@plant("attention of modules outside of the plan is let through", "watching:ATTENTION", "outside of the plan")
+def _(attention: Any) -> Any:
+    return attention - {"multi_head_attention_forward"}
+
+
+@plant("compiled blocks are not watched", "watching:_watched", "outside of the plan, compiled")
+def _(watched: Any) -> Any:
+    return lambda module, forward, *args, **kwargs: forward(*args, **kwargs)
+
+
+@plant("a core may checkpoint its attention", "watching:_inside_checkpoint", "checkpoints in cores")
+def _(inside_checkpoint: Any) -> Any:
+    return lambda: False
