@@ -177,6 +177,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "runs": lambda pool: alone(
         pool, (test_changing_layouts.test_runs_that_compiled_code_did_not_read_are_checked, ())
     ),
+    "round trip": lambda pool: test_sequence.test_round_trip_and_its_gradient(pool, "zigzag", 3),
     "loss": lambda pool: test_sequence.test_cross_entropy(pool, "ragged", 3, 1),
     "gradients of one rank": lambda pool: test_gradients.test_gradients_are_those_of_one_rank(
         pool, test_gradients.Setup(cp=3, S=22)
@@ -285,4 +286,5 @@ def test_bug_is_found(mutation, check, copy, own_pool, monkeypatch):
         CHECKS[check](own_pool)
     assert own_pool.pools, "a mutant that cannot be imported proves nothing"
     words = str(found.value)
+    print(words)  # shown by -rP
     assert not any(error in words for error in BROKEN), words

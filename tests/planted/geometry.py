@@ -111,12 +111,9 @@ plant("keys of the last document of a piece are not near", "masks:Mask.near", "n
 plant = in_area("layouts")
 
 
-@plant("the last tokens are dropped", "layouts:chunk_bounds", "layouts")
-def _(chunk_bounds: Any) -> Any:
-    return lambda seq_len, num_chunks, chunk: (
-        seq_len // num_chunks * chunk,
-        seq_len // num_chunks * (chunk + 1),
-    )
+@plant("the last tokens are dropped", "layouts:Contiguous.runs", "layouts")
+def _(runs: Any) -> Any:
+    return with_call(runs, lambda seq_len, cp_size: {"seq_len": seq_len // cp_size * cp_size})
 
 
 @plant("inverse and permutation mixed up", "layouts:Layout.inverse", "layouts")
@@ -124,9 +121,14 @@ def _(inverse: Any) -> Any:
     return lambda self, seq_len, cp_size: self.permutation(seq_len, cp_size)
 
 
-@plant("stripes begin a token late", "layouts:Striped.runs", "layouts")
+@plant("two ranks hold one stripe", "layouts:Striped.runs", "layouts")
 def _(runs: Any) -> Any:
-    return with_result(runs, lambda pieces: tuple(replace(run, start=run.start + 1) for run in pieces))
+    return with_arguments(runs, cp_rank=lambda cp_rank: max(0, cp_rank - 1))
+
+
+@plant("all ranks hold the chunks of the last one", "layouts:ZigZag.runs", "layouts")
+def _(runs: Any) -> Any:
+    return with_call(runs, lambda cp_rank, cp_size: {"cp_rank": cp_size - 1})
 
 
 @plant("runs that are no permutation are believed", "layouts:parse_layout", "runs")
@@ -186,7 +188,19 @@ def is_band(cover: Any) -> bool:
     return isinstance(cover, Band)
 
 
-plant("strict diagonal between runs", "schedule:make_schedule", "coverage")(moved(lo=1))
+@plant("strict diagonal between runs", "schedule:make_schedule", "coverage")
+def _(make_schedule: Any) -> Any:
+    def strict(tile: Any, local: bool) -> Any:
+        from cp_mesh.masks import CAUSAL
+
+        (q, q_end), (k, k_end) = tile.q, tile.k
+        if tile.cover != CAUSAL or q_end - q < 2 or k_end - k < 2:
+            return tile
+        return replace(tile, q=(q + 1, q_end), k=(k, k_end - 1))  # which is causal too, one row smaller
+
+    return of_tiles(strict)(make_schedule)
+
+
 plant("inclusive diagonal between stripes of later ranks", "schedule:make_schedule", "coverage")(
     moved(lo=-1, where=lambda tile, local: not local)
 )
@@ -284,16 +298,16 @@ def of_blocks(change: Callable[[Any, bool], Any]) -> Callable[[Any], Any]:
     return of_tiles(changed)
 
 
-def unaligned(cover: Any, local: bool) -> Any:
-    """As if the corners on the upper left were aligned: wrong where a block has more keys than rows."""
-    left, right = cover.left, cover.right
-    shift = next((int((b[0, 3] - b[0, 2]) - (b[0, 1] - b[0, 0])) for b in cover.blocks if len(b)), 0)
-    return replace(
-        cover, left=None if left is None else max(0, left + shift), right=None if right is None else right - shift
-    )
+@plant("blocks aligned to the upper left", "segments:Segments.bands", "segments")
+def _(bands: Any) -> Any:
+    def mutant(self: Any, blocks: Any) -> Any:
+        lo, hi = bands(self, blocks)
+        shift = (blocks[:, 3] - blocks[:, 2]) - (blocks[:, 1] - blocks[:, 0])
+        return lo + shift, hi + shift
+
+    return mutant
 
 
-plant("causal blocks aligned to the upper left", "schedule:make_schedule", "segments")(of_blocks(unaligned))
 plant("a stripe sees the diagonal of a later one", "schedule:make_schedule", "segments")(
     of_blocks(lambda x, local: x if local or x.right is None else replace(x, right=x.right + 1))
 )

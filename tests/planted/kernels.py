@@ -23,17 +23,16 @@ def _(accumulation_dtype: Any) -> Any:
     return lambda dtype: dtype
 
 
-@plant("rows that no tile reaches keep what was in the buffer", "kernels.merge:SummingBackward.step", "parity")
+@plant("tiles that share keys overwrite each other's gradients", "kernels.merge:SummingBackward.step", "parity")
 def _(step: Any) -> Any:
     def mutant(self: Any, k: Any, v: Any, tiles: Any, into: Any = None) -> Any:
-        before = [x.clone() for x in into or ()]
-        pieces = step(self, k, v, tiles, into)
-        untouched = torch.ones(k.shape[2], dtype=torch.bool)
-        for tile in tiles:
-            untouched[tile.k[0] : tile.k[1]] = False
-        for x, old in zip(into or (), before, strict=True):
-            x[:, :, untouched] = old[:, :, untouched]
-        return pieces
+        pieces = [piece for tile in tiles for piece in step(self, k, v, [tile])]
+        if into is None:
+            return pieces
+        for piece in pieces:
+            rows = slice(piece.begin, piece.begin + piece.dk.shape[2])
+            into[0][:, :, rows], into[1][:, :, rows] = piece.dk, piece.dv
+        return []
 
     return mutant
 
@@ -124,11 +123,6 @@ def _(kernel: Any) -> Any:
         return begun
 
     return replace(kernel, begin_backward=begin_backward)
-
-
-@plant("bands that are no squares go to a kernel of squares", "kernels.merge:merging_kernel", "parity")
-def _(merging_kernel: Any) -> Any:
-    return with_arguments(merging_kernel, squares=lambda squares: False)
 
 
 @plant("kv heads are repeated in another order", "kernels.aten:_expand_heads", "heads of efficient attention")

@@ -90,7 +90,7 @@ def _(fetch: Any) -> Any:
             route = replace(self.route, stages=(self.stages.popleft(),))
             return fetch(self.transport, self.tensors, route).next()
 
-    return Late
+    return lambda self, tensors, route: Late(self, tensors, route)
 
 
 # --- gradients
@@ -139,7 +139,7 @@ def _(deliver: Any) -> Any:
             arrived = list(self.outgoing.collect())
             return arrived if self.left else []
 
-    return Forgetful
+    return lambda self, packing, route: Forgetful(self, packing, route)
 
 
 @plant("gradients land on the first rows of a shard", "transport.contract:split_arrived", "parity")
@@ -268,4 +268,4 @@ def _(fetch: Any) -> Any:
             ]
             return tuple(x[:, :, torch.cat(needed)] for x in rows)
 
-    return Whole
+    return lambda self, tensors, route: Whole(self, tensors, route)

@@ -54,9 +54,10 @@ def every_segments(rank: int) -> list[str]:
 
     problems = []
     runs = ("contiguous", "zigzag", "striped", "balanced")
-    documents = [torch.tensor([[0] * 3 + [1] * 6 + [2] * 3]), torch.tensor([[0, 0, 1, 1, 0, 0, 0, 2, 2, 3, 3, 3]])]
-    for cp_size, layout, ids, window in product((1, 2, 3), runs, documents, (None, (2, None))):
-        options = {"documents": ids, "window": window}
+    # the second has a document that comes back; of the third the tail of a document has more rows than keys before it
+    documents = [[0] * 3 + [1] * 6 + [2] * 3, [0, 0, 1, 1, 0, 0, 0, 2, 2, 3, 3, 3], [0] * 4 + [1] * 5 + [2] * 3]
+    for cp_size, layout, ids, left in product((1, 2, 3), runs, documents, (None, 2, 3)):
+        options = {"documents": torch.tensor([ids]), "window": (left, None)}
         problems += coverage(LAYOUTS[layout](12), Mask(**options), pairs_of(options, 12), cp_size, segments=True)
     return problems
 

@@ -88,9 +88,14 @@ def _(unshard: Any) -> Any:
     return mutant
 
 
-@plant("the gradient of a gathered output is that of one rank", "sequence:_Unshard.backward", "loss")
+@plant("the gradient of a gathered output is that of one rank", "sequence:_Unshard.backward", "round trip")
 def _(backward: Any) -> Any:
-    return with_result(backward, lambda grads: (grads[0] / 3, *grads[1:]))
+    def mutant(ctx: Any, grad: Any) -> Any:
+        sequence, rows = ctx.sequence, grad.movedim(ctx.dim, 0)
+        own = sequence.layout.positions(ctx.seq_len, sequence.cp_size, sequence.cp_rank)
+        return rows[own].movedim(0, ctx.dim), None, None, None
+
+    return mutant
 
 
 @plant("positions count from the shard's start", "sequence:ShardedSequence.positions", "gradients of one rank")
