@@ -19,6 +19,14 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 is_that_run = pytest.mark.skipif(INTERPRETED, reason="this is that run")
 
 
+def require_interpreter() -> None:
+    """Skip the test where Triton's interpreter is not there, or does not work."""
+    triton, numpy = pytest.importorskip("triton"), pytest.importorskip("numpy")
+    versions = [tuple(int(part) for part in module.__version__.split(".")[:2]) for module in (triton, numpy)]
+    if versions[0] < (3, 7) and versions[1] >= (2, 4):
+        pytest.skip("this interpreter cannot count to a tensor with this NumPy")
+
+
 class Interpreted:
     """Runs of test files; calling it with a file waits for that one's."""
 
@@ -32,10 +40,7 @@ class Interpreted:
 
     def __call__(self, file: str) -> int:
         """The number of tests that passed; those of this file, which must not have failed."""
-        triton, numpy = pytest.importorskip("triton"), pytest.importorskip("numpy")
-        versions = [tuple(int(part) for part in module.__version__.split(".")[:2]) for module in (triton, numpy)]
-        if versions[0] < (3, 7) and versions[1] >= (2, 4):
-            pytest.skip("this interpreter cannot count to a tensor with this NumPy")
+        require_interpreter()
         run, log = self._runs[Path(file).resolve()]
         status = run.wait(timeout=1200)
         log.seek(0)

@@ -37,8 +37,9 @@ import test_traffic
 import test_watching
 import torch
 from checks import GQA, MHA, MQA, Case, parity_on_ranks, report
+from interpreted import require_interpreter
 from planted import MUTATIONS, Mutation, SeamLost
-from planted.ranks import every_coverage, every_layout, every_segments, kernel_steps, origin, outcomes
+from planted.ranks import every_coverage, every_layout, every_segments, in_triton, kernel_steps, origin, outcomes
 from ranks import Pool
 
 import cp_mesh
@@ -185,8 +186,12 @@ CHECKS: dict[str, Callable[[Any], None]] = {
 }
 
 
+IN_TRITON = {f"{what} in Triton": what for what in ("a band", "documents", "scores", "sums")}
+CHECKS |= {
+    check: lambda pool, what=what: report(pool(1).run(in_triton, what, timeout=120.0))
+    for check, what in IN_TRITON.items()
+}
 
-Found = tuple[Mutation, str]  # a bug and the check that must find it
 
 
 def bugs() -> Iterator[Any]:
@@ -270,8 +275,15 @@ def test_a_lost_seam_is_told():
 
 
 def test_checks_are_green_without_a_bug(own_pool):
-    for check in CHECKS.values():
-        check(own_pool)
+    for name, check in CHECKS.items():
+        if name not in IN_TRITON:
+            check(own_pool)
+
+
+def test_checks_in_triton_are_green_without_a_bug(own_pool):
+    require_interpreter()
+    for name in IN_TRITON:
+        CHECKS[name](own_pool)
 
 
 BROKEN = ("NameError", "SyntaxError", "ImportError", "TypeError", "AttributeError", "SeamLost")
@@ -280,6 +292,8 @@ BROKEN = ("NameError", "SyntaxError", "ImportError", "TypeError", "AttributeErro
 @pytest.mark.parametrize(("mutation", "check"), list(bugs()))
 def test_bug_is_found(mutation, check, copy, own_pool, monkeypatch):
     monkeypatch.setattr("ranks.GRACE", 0.5)
+    if check in IN_TRITON:
+        require_interpreter()
     mutation.find()
     planted.infect(copy, mutation)
     with pytest.raises((Exception, pytest.fail.Exception)) as found:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from importlib import import_module, reload
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -75,3 +78,46 @@ def kernel_steps(rank: int) -> list[str]:
             (test_kernels.test_partial_results_add_up, (KERNELS["cpu_flash"], GQA)),
         ],
     )
+
+
+def in_triton(rank: int, what: str) -> list[str]:
+    """Triton's kernels, run by its interpreter on CPU tensors, which takes seconds: as few and small tiles as can be."""
+    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):  # read where kernels are defined, and where they run
+        for module in ("triton.language.standard", "triton.language.random", "triton.language"):
+            reload(import_module(module))  # torch imported them to be compiled
+        import test_combine
+        import test_triton_scores as scores
+
+        from cp_mesh.kernels import combine
+
+        fused = mock.patch.object(combine, "_fused", lambda dtype, device: dtype == torch.float32)
+        with fused, mock.patch.multiple(scores, NUM_Q=18):  # two blocks of queries, and two of keys
+            if what == "sums":
+                half, single = (test_combine.DTYPES[name] for name in ("half", "float"))
+                return outcomes(
+                    rank,
+                    [
+                        (test_combine.test_outputs_merge, ("overlapping", 5, half, "cpu")),
+                        (test_combine.test_rows_sum, ("overlapping", 5, single, "cpu")),
+                        (test_combine.test_sinks_scale_outputs_and_leave_lse, ("overlapping", single, "cpu")),
+                        (test_combine.test_delta, (5, ("BHSD", "BSHD"), single, "cpu")),
+                    ],
+                )
+            return outcomes(rank, [(scores.check, triton_tile(what))])
+
+
+def triton_tile(what: str) -> tuple[Any, Any]:
+    """Scores and cover; blocks of which all pairs, some and none are allowed."""
+    import test_triton_scores as scores
+
+    from cp_mesh.kernels.contract import Scores
+    from cp_mesh.masks import Band, Mask
+
+    if what == "a band":
+        return Scores(0.3), Band(-15, 12)
+    if what == "documents":
+        ids = torch.stack([torch.arange(scores.S) // 15, torch.zeros(scores.S, dtype=torch.int64)])
+        return Scores(0.3), scores.in_order(Mask(documents=ids, window=(17, None)))
+    options = {name: x for feature in scores.FEATURES.values() for name, x in feature.items()}
+    options |= {"bias": scores.draw(2, 2, scores.NUM_Q, scores.S)}
+    return Scores(0.3, first_head=7, first_batch=3, **options), scores.in_order(Mask())

@@ -1,0 +1,140 @@
+"""Bugs of the Triton kernels, which the checks run in Triton's interpreter.
+
+A seam is the Python that launches a kernel, or a device function: a kernel finds those by their names when it runs, so
+they are replaced like any other function. No kernel's source is quoted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from planted.seams import in_area, with_arguments, with_call, with_result
+
+plant = in_area("kernels in Triton")
+
+
+def result(change: Any) -> Any:
+    """Of a device function: its result is changed."""
+    return lambda device_function: lambda *args, **kwargs: change(device_function(*args, **kwargs))
+
+
+@plant("strict instead of inclusive diagonal in Triton", "kernels.triton_attention:_bounds", "a band in Triton")
+def _(bounds: Any) -> Any:
+    return with_result(bounds, lambda found: (found[0] + 1, found[1]))
+
+
+@plant("a band is wider by a key in Triton", "kernels.triton_attention:_bounds", "a band in Triton")
+def _(bounds: Any) -> Any:
+    return with_result(bounds, lambda found: (found[0], found[1] + 1))
+
+
+plant("the last block of keys that is masked is left out", "kernels.triton_visits:visits", "a band in Triton")(
+    result(lambda found: (found[0] - 1, *found[1:]))
+)
+plant("blocks of which all pairs are allowed are left out", "kernels.triton_visits:visits", "a band in Triton")(
+    result(lambda found: (found[0], found[1] - found[1], *found[2:]))
+)
+plant("delta is left out in Triton", "kernels.triton_tiles:statistics", "a band in Triton")(
+    result(lambda found: (found[0], found[1] * 0.0))
+)
+
+
+@plant("lse in natural log where powers of two are read", "kernels.triton_attention:LOG2_E", "a band in Triton")
+def _(log2_e: float) -> float:
+    return 1.0
+
+
+@plant("a block is read a row late", "kernels.triton_tiles:load", "a band in Triton")
+def _(load: Any) -> Any:
+    return lambda x, strides, batch, head, first, *others: load(x, strides, batch, head, first + 1, *others)
+
+
+@plant("window off by one in Triton", "kernels.triton_attention:_distances", "documents in Triton")
+def _(distances: Any) -> Any:
+    return with_result(distances, lambda found: (found[0], found[1], found[2] - 1))
+
+
+@plant("documents ignored in Triton", "kernels.triton_visits:allowed_pairs", "documents in Triton")
+def _(allowed_pairs: Any) -> Any:
+    return lambda *given: allowed_pairs(*given[:-1], False)
+
+
+@plant("documents of the first row stand for all in Triton", "kernels.triton_attention:_strides", "documents in Triton")
+def _(strides: Any) -> Any:
+    return with_result(strides, lambda found: (0, found[1]))
+
+
+@plant("bounds of ids leave a document out", "kernels.triton_visits:_id_bounds", "documents in Triton")
+def _(id_bounds: Any) -> Any:
+    return lambda *given: (id_bounds(*given)[1], id_bounds(*given)[1])
+
+
+plant("the derivative of softcap is left out in Triton", "kernels.triton_tiles:scored", "scores in Triton")(
+    result(lambda found: (found[0], 1.0))
+)
+
+
+def with_score_arguments(change: Any) -> Any:
+    """Of what kernels are given of scores: (softcap, slopes, table, bias, dropout) and numbers."""
+    return lambda score_arguments: with_result(score_arguments, lambda found: change(*found))
+
+
+plant("softcap is lost on the way to Triton", "kernels.triton_attention:_score_arguments", "scores in Triton")(
+    with_score_arguments(lambda tensors, numbers: ((None, *tensors[1:]), numbers))
+)
+plant("kept weights are not scaled in Triton", "kernels.triton_attention:_score_arguments", "scores in Triton")(
+    with_score_arguments(lambda tensors, numbers: ((*tensors[:4], tensors[4] and (tensors[4][0], 1.0)), numbers))
+)
+plant("dropout counts heads from this rank's first", "kernels.triton_attention:_score_arguments", "scores in Triton")(
+    with_score_arguments(lambda tensors, numbers: (tensors, (*numbers[:2], 0, *numbers[3:])))
+)
+plant("dropout counts rows of the batch from the first", "kernels.triton_attention:_score_arguments", "scores in Triton")(
+    with_score_arguments(lambda tensors, numbers: (tensors, (*numbers[:3], 0, *numbers[4:])))
+)
+plant("a table is read around another middle", "kernels.triton_attention:_score_arguments", "scores in Triton")(
+    with_score_arguments(lambda tensors, numbers: (tensors, (numbers[0] - 1, *numbers[1:])))
+)
+
+
+@plant("clipped distances have no gradient in Triton", "kernels.triton_attention:_ScoreParts.sum", "scores in Triton")
+def _(add_up: Any) -> Any:
+    def mutant(self: Any) -> Any:
+        self.ends = None if self.ends is None else torch.zeros_like(self.ends)
+        return add_up(self)
+
+    return mutant
+
+
+@plant("slopes have the gradient of the first block of rows", "kernels.triton_attention:_ScoreParts.sum", "scores in Triton")
+def _(add_up: Any) -> Any:
+    def mutant(self: Any) -> Any:
+        self.slopes = None if self.slopes is None else self.slopes[:, :, :1]
+        return add_up(self)
+
+    return mutant
+
+
+@plant("a merge in Triton without weights", "kernels.combine_triton:_piece_lse", "sums in Triton")
+def _(piece_lse: Any) -> Any:
+    return lambda *given: piece_lse(*given) * 0.0
+
+
+@plant("a merge in Triton without sinks", "kernels.combine_triton:merge_pieces", "sums in Triton")
+def _(merge_pieces: Any) -> Any:
+    return with_arguments(merge_pieces, sinks=lambda sinks: None)
+
+
+@plant("a piece is read from the first row on", "kernels.combine_triton:_piece", "sums in Triton")
+def _(piece: Any) -> Any:
+    return lambda x, strides, piece_rows, *others: piece(x, strides, (piece_rows[0] * 0, *piece_rows[1:]), *others)
+
+
+@plant("the last piece of a sum in Triton is left out", "kernels.combine_triton:sum_pieces", "sums in Triton")
+def _(sum_pieces: Any) -> Any:
+    return with_arguments(sum_pieces, sums=lambda sums: [(pieces[:-1], into) for pieces, into in sums])
+
+
+@plant("delta in Triton without the gradient of lse", "kernels.combine_triton:row_dots", "sums in Triton")
+def _(row_dots: Any) -> Any:
+    return with_call(row_dots, lambda minus: {"minus": None})
