@@ -18,6 +18,7 @@ from typing import Any
 
 import planted
 import pytest
+import test_agreement
 import test_aten_kernels
 import test_balancing
 import test_changing_layouts
@@ -34,6 +35,7 @@ import test_segments
 import test_sequence
 import test_styles
 import test_traffic
+import test_verify
 import test_watching
 import torch
 from checks import GQA, MHA, MQA, Case, parity_on_ranks, report
@@ -103,6 +105,12 @@ def few(pool: Any, cases: list[Case]) -> None:
     """One after the other, up to the first that fails, on a group that delivers at the wait; see recording.py."""
     for case in cases:
         report(pool(3).run(parity_on_ranks, (3,), ("cp",), [case], True, timeout=20.0))
+
+
+def every_disagreement(pool: Any) -> None:
+    raised = pool(3).run(test_agreement.disagree)
+    for name in test_agreement.CASES:
+        test_agreement.test_every_rank_raises(name, raised)
 
 
 CHECKS: dict[str, Callable[[Any], None]] = {
@@ -175,6 +183,10 @@ CHECKS: dict[str, Callable[[Any], None]] = {
         pool, test_copies.OwnReduce, "deepcopy"
     ),
     "compiled cores": test_watching.test_compiled_cores_of_one_class_are_told_apart,
+    "check mode": every_disagreement,
+    "verify": lambda pool: test_verify.test_verify_finds_what_one_device_has_too(
+        pool, "a scale wrong by 2 %", "cpu_flash"
+    ),
     "runs": lambda pool: alone(
         pool, (test_changing_layouts.test_runs_that_compiled_code_did_not_read_are_checked, ())
     ),
