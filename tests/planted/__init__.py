@@ -1,4 +1,31 @@
-"""Bugs that this field is known for, planted in copies of the package; test_mutations.py shows that each is found."""
+"""Bugs that this field is known for, planted in copies of the package; test_mutations.py shows that each is found.
+
+How many there are, by what they break:
+
+masks                       14
+layouts                      5
+the schedule                13
+documents as sequences       6
+balanced layouts             1
+kernels in Triton           24
+kernels                     19
+merging                      5
+scores                      28
+the loop                     8
+gradients                   11
+the transport               10
+plans that are kept          3
+the op and DTensors          4
+data and loss                8
+styles                       5
+watching                     3
+check mode and verify        5
+in all                     172
+
+To add one, write ``@plant(name, seam, *checks)`` over a function that is given what is at the seam and returns what
+takes its place; see seams.py. No bug quotes source: those of Triton kernels are planted in the Python that launches
+them, or in device functions, which Triton's interpreter finds by name.
+"""
 
 from planted import geometry, in_triton, kernels, loop, training
 from planted.seams import MUTATIONS, Mutation, SeamLost, infect

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+
 from planted.seams import in_area, with_arguments, with_call, with_result
 
 # --- masks
@@ -101,8 +102,10 @@ plant("the farthest keys ahead are not near", "masks:Mask.near", "near pieces")(
 )
 plant("keys of the last document of a piece are not near", "masks:Mask.near", "near pieces")(
     far(
-        lambda mask, q, k: mask.documents is not None
-        and bool((mask.documents[..., q.positions()].amin(-1) == mask.documents[..., k.positions()].amax(-1)).all())
+        lambda mask, q, k: (
+            mask.documents is not None
+            and bool((mask.documents[..., q.positions()].amin(-1) == mask.documents[..., k.positions()].amax(-1)).all())
+        )
     )
 )
 
@@ -208,17 +211,23 @@ plant("window between runs off by one", "schedule:make_schedule", "coverage")(mo
 plant("window counted from local rows", "schedule:make_schedule", "coverage")(
     moved(hi=1, where=lambda tile, local: not local)
 )
-plant("rows after the causal square are dropped", "schedule:split_causal", "coverage")(
-    lambda split: with_result(split, lambda parts: parts and (parts[:-1] if not parts[-1][2] else parts) or parts)
-)
+
+
+@plant("rows after the causal square are dropped", "schedule:split_causal", "coverage")
+def _(split: Any) -> Any:
+    return with_result(split, lambda parts: parts[:-1] if parts and len(parts) > 1 and not parts[-1][2] else parts)
+
+
 plant("local tiles are left out", "schedule:make_schedule", "coverage")(
     of_tiles(lambda tile, local: None if local else tile)
 )
 plant("tiles of other ranks lose their last key", "schedule:make_schedule", "coverage")(
     of_tiles(
-        lambda tile, local: tile
-        if local or tile.k[1] - tile.k[0] < 2 or not is_band(tile.cover)
-        else replace(tile, k=(tile.k[0], tile.k[1] - 1))
+        lambda tile, local: (
+            tile
+            if local or tile.k[1] - tile.k[0] < 2 or not is_band(tile.cover)
+            else replace(tile, k=(tile.k[0], tile.k[1] - 1))
+        )
     )
 )
 plant("a tile's keys are counted from the start of the buffer", "schedule:make_schedule", "coverage")(

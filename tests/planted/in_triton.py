@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from planted.seams import in_area, with_arguments, with_call, with_result
 
 plant = in_area("kernels in Triton")
@@ -89,7 +90,7 @@ plant("kept weights are not scaled in Triton", "kernels.triton_attention:_score_
 plant("dropout counts heads from this rank's first", "kernels.triton_attention:_score_arguments", "scores in Triton")(
     with_score_arguments(lambda tensors, numbers: (tensors, (*numbers[:2], 0, *numbers[3:])))
 )
-plant("dropout counts rows of the batch from the first", "kernels.triton_attention:_score_arguments", "scores in Triton")(
+plant("dropout counts batch rows from the first", "kernels.triton_attention:_score_arguments", "scores in Triton")(
     with_score_arguments(lambda tensors, numbers: (tensors, (*numbers[:3], 0, *numbers[4:])))
 )
 plant("a table is read around another middle", "kernels.triton_attention:_score_arguments", "scores in Triton")(
@@ -106,7 +107,7 @@ def _(add_up: Any) -> Any:
     return mutant
 
 
-@plant("slopes have the gradient of the first block of rows", "kernels.triton_attention:_ScoreParts.sum", "scores in Triton")
+@plant("slopes have the gradient of the first rows", "kernels.triton_attention:_ScoreParts.sum", "scores in Triton")
 def _(add_up: Any) -> Any:
     def mutant(self: Any) -> Any:
         self.slopes = None if self.slopes is None else self.slopes[:, :, :1]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from einops import rearrange
+
 from planted.seams import in_area, with_arguments, with_call, with_result
 
 # --- kernels

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import torch
+
 from planted.seams import Namespace, in_area, with_arguments, with_call, with_result
 
 # --- the loop
@@ -116,9 +118,7 @@ def _(collect: Any) -> Any:
             before = delivered.get(arrived.begin)
             delivered[arrived.begin] = arrived.tensors
             if before is not None and before[0].shape == arrived.tensors[0].shape:
-                arrived = replace(
-                    arrived, tensors=tuple(x - y for x, y in zip(arrived.tensors, before, strict=True))
-                )
+                arrived = replace(arrived, tensors=tuple(x - y for x, y in zip(arrived.tensors, before, strict=True)))
             yield arrived
 
     return mutant
@@ -222,11 +222,11 @@ def _(exchange: Any) -> Any:
 @plant("a range is served from the start of the shard", "transport.functional:FunctionalTransport.fetch", "parity")
 def _(fetch: Any) -> Any:
     def from_start(route: Any) -> Any:
-        stages = tuple(
-            replace(stage, serve=tuple((rank, tuple((0, end - begin) for begin, end in ranges)) for rank, ranges in stage.serve))
-            for stage in route.stages
-        )
-        return replace(route, stages=stages)
+        stages = []
+        for stage in route.stages:
+            serve = ((rank, tuple((0, end - begin) for begin, end in ranges)) for rank, ranges in stage.serve)
+            stages.append(replace(stage, serve=tuple(serve)))
+        return replace(route, stages=tuple(stages))
 
     return with_arguments(fetch, route=from_start)
 
@@ -269,3 +269,52 @@ def _(fetch: Any) -> Any:
             return tuple(x[:, :, torch.cat(needed)] for x in rows)
 
     return lambda self, tensors, route: Whole(self, tensors, route)
+
+
+def with_workspaces(wrap: Any) -> Any:
+    """Of `group_memory`: its workspaces are made other ones, by a function of what one is for, itself, and the rank."""
+
+    def make(group_memory: Any) -> Any:
+        def mutant(group: Any, device: Any) -> Any:
+            memory = group_memory(group, device)
+
+            def workspace(purpose: str, *others: Any) -> Any:
+                return wrap(purpose, memory.workspace(purpose, *others), group.rank())
+
+            return Namespace(memory, workspace=workspace)
+
+        return mutant
+
+    return make
+
+
+def without_barrier(purpose: str, number: int) -> Any:
+    """Without the barrier of this number of every use of the workspaces for this purpose."""
+
+    def wrap(what: str, workspace: Any, rank: int) -> Any:
+        calls = count()
+
+        def barrier(channel: int) -> None:
+            if what != purpose or next(calls) != number:
+                workspace.barrier(channel)
+
+        return Namespace(workspace, barrier=barrier)
+
+    return with_workspaces(wrap)
+
+
+MEMORY = "transport.symmetric_memory:group_memory"
+plant("rows are written before peers have read the last ones", MEMORY, "symmetric memory")(without_barrier("rows", 0))
+plant("rows are pulled before they are written", MEMORY, "symmetric memory")(without_barrier("rows", 1))
+plant("slots are summed before they are complete", MEMORY, "symmetric memory")(without_barrier("gradients", 0))
+
+
+@plant("slots of another sender are read", MEMORY, "symmetric memory")
+def _(group_memory: Any) -> Any:
+    def wrap(what: str, workspace: Any, own: int) -> Any:
+        def rows(rank: int, offset: int, *others: Any) -> Any:
+            return workspace.rows(rank, 0 if what == "gradients" and rank == own else offset, *others)
+
+        return Namespace(workspace, rows=rows)
+
+    return with_workspaces(wrap)(group_memory)

@@ -81,7 +81,7 @@ def kernel_steps(rank: int) -> list[str]:
 
 
 def in_triton(rank: int, what: str) -> list[str]:
-    """Triton's kernels, run by its interpreter on CPU tensors, which takes seconds: as few and small tiles as can be."""
+    """Triton's kernels in its interpreter, on CPU tensors; that takes seconds, so tiles are few and small."""
     with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):  # read where kernels are defined, and where they run
         for module in ("triton.language.standard", "triton.language.random", "triton.language"):
             reload(import_module(module))  # torch imported them to be compiled

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+
 from planted.seams import in_area, with_arguments, with_result
 
 # --- plans
@@ -34,9 +35,7 @@ plant = in_area("the op and DTensors")
 
 @plant("results of DTensors lie as their shards do", "ops:from_bhsd", "specs of DTensors")
 def _(from_bhsd: Any) -> Any:
-    return lambda x, seq_dim, spec: (
-        x if seq_dim == 2 else x.transpose(1, 2) if seq_dim == 1 else x[0].transpose(0, 1)
-    )
+    return lambda x, seq_dim, spec: x if seq_dim == 2 else x.transpose(1, 2) if seq_dim == 1 else x[0].transpose(0, 1)
 
 
 @plant("dropout of the first heads on every tp rank", "attention:_first", "scores of DTensors")
