@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+from checks import forget_plans
 from ranks import mesh
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,7 +30,6 @@ import raw_kernels  # noqa: E402
 import report  # noqa: E402
 import tiles  # noqa: E402
 
-from cp_mesh import plan  # noqa: E402
 from cp_mesh.kernels import KERNELS  # noqa: E402
 from cp_mesh.kernels.contract import Kernel  # noqa: E402
 
@@ -228,10 +228,10 @@ def judged(rank: int, wrong: bool) -> tuple[str | None, float]:
     case = field.Case(4, 2, 8, torch.float32, True, 16, 1, 0, torch.device("cpu"))
     floor = SimpleNamespace(unsupported=lambda case: None, kernel="reference", is_ours=False, distributed=False)
     kernel = rescaled(KERNELS["reference"], "reference") if wrong else KERNELS["reference"]
-    plan._resolve_once.cache_clear()
+    forget_plans()
     with mock.patch.dict(KERNELS, {"reference": kernel}):
         verdict = benchmark.Gate(ranks, case).try_out(floor)
-    plan._resolve_once.cache_clear()
+    forget_plans()
     return verdict.problem, max(verdict.errors)
 
 
