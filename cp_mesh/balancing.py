@@ -178,7 +178,7 @@ def _joined(parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def _documents(mask: Mask, seq_len: int) -> tuple[Documents, ...]:
     """Of each batch row that differs."""
-    return (Documents(np.array([0, seq_len]), False),) if mask.documents is None else mask.runs()
+    return (Documents(np.array([0, seq_len]), np.zeros(1, dtype=np.int64)),) if mask.documents is None else mask.runs()
 
 
 def keys_seen(mask: Mask, seq_len: int) -> Array:

@@ -70,10 +70,9 @@ def pieces_of(layout: Layout, seq_len: int, cp_size: int) -> Pieces:
             stride = piece.stride if isinstance(piece, Run) else 1
             rows.append((rank, begin, *piece.bounds(), stride, piece.length, isinstance(piece, Run)))
             begin += piece.length
-    *columns, is_run = np.array(rows, dtype=np.int64).reshape(-1, 7).T.copy()
-    unset = np.zeros_like(is_run)
-    of_keys: list[Any] = [unset, unset, np.ones_like(is_run, dtype=np.bool_)]
-    return Pieces(unset, *columns, is_run.astype(np.bool_), *of_keys)
+    columns: list[Any] = [*np.array(rows, dtype=np.int64).reshape(-1, 7).T.copy()]
+    unset, is_run = np.zeros_like(columns[0]), columns.pop().astype(np.bool_)
+    return Pieces(*[unset, *columns, is_run, unset, unset, np.ones_like(is_run)])
 
 
 def cut(pieces: Pieces, edges: Array) -> tuple[Pieces, Array]:
@@ -169,18 +168,18 @@ def block_table(q: Pieces, i: Array, k: Pieces, j: Array, opaque: bool, keep_own
         cuts_lo, cuts_hi = (cuts_lo | ~other) & ~free_lo, (cuts_hi | ~other) & ~free_hi
     shift = k_end - q_end  # from the upper left corner to the lower right one
     left, right = np.where(cuts_hi, hi + shift, NONE), np.where(cuts_lo, -lo - shift, NONE)
-    table = np.stack([q.rank, k.rank, q.row + q_begin, q.row + q_end, k.row + k_begin, k.row + k_end, left, right], 1)
+    table = np.stack([q.rank, k.rank, q.row + q_begin, q.row + q_end, k.row + k_begin, k.row + k_end, left, right]).T
     kept = (lo <= hi) & (q_begin < q_end) & (k_begin < k_end)
     if not bands.all():
         table, kept = np.where(bands[:, None], table, _whole(q, k)), kept | ~bands
-    return table if kept.all() else table[kept]
+    return table if kept.all() else table.T[:, kept].T
 
 
 def _whole(q: Pieces, k: Pieces) -> Array:
     """Blocks of all rows and keys, of which only `Mask.allowed` tells the pairs."""
     ends = q.row + q.length, k.row + k.length
     pairs = np.full_like(q.row, PAIRS)
-    return np.stack([q.rank, k.rank, q.row, ends[0], k.row, ends[1], pairs, np.zeros_like(pairs)], 1)
+    return np.stack([q.rank, k.rank, q.row, ends[0], k.row, ends[1], pairs, np.zeros_like(pairs)]).T  # by columns
 
 
 def own_causal(pieces: Pieces) -> Array:

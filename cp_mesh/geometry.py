@@ -11,16 +11,13 @@ there the blocks of all ranks are few enough to be made.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import torch
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
-from torch import Tensor
 
 from cp_mesh.blocks import (
     K_END,
@@ -48,7 +45,7 @@ from cp_mesh.blocks import (
     unions,
 )
 from cp_mesh.layouts import Layout
-from cp_mesh.masks import NONE, Mask, parse_mask
+from cp_mesh.masks import NONE, Documents, Mask, parse_mask
 from cp_mesh.owned import Content
 
 MAX_BANDS = 8
@@ -115,9 +112,9 @@ def _geometry(
     mask = parse_mask(mask_spec, *(None if x is None else x.tensor for x in (ids, padding)))
     pieces = pieces_of(layout, seq_len, cp_size)
     if documents and ids is not None and padding is None and pieces.regular.all():
-        tables = _document_blocks(pieces, mask, seq_len, cp_size)
-        if tables is not None:
-            return _OfDocuments(pieces, tables, cp_size)
+        of_documents = _OfDocuments.made(pieces, mask, seq_len, cp_size)
+        if of_documents is not None:
+            return of_documents
     return _OfPieces(layout, pieces, mask, seq_len, cp_size)
 
 
@@ -134,11 +131,9 @@ class _OfPieces:
         self._opaque = mask.elementwise
         order = is_order(mask) and not self._opaque
         self._one_tile = increasing(pieces, cp_size) if order else np.zeros(cp_size, dtype=bool)
-        self._ids_q = self._ids_k = None
+        self._documents: list[tuple[Array, Array]] = []  # by batch row, bounds of pieces of queries and of keys
         if mask.documents is not None:
-            positions = layout.permutation(seq_len, cp_size)
-            ids = torch.atleast_2d(mask.documents)[:, positions]
-            self._ids_q, self._ids_k = (_id_bounds(ids, x, self.shard_lens) for x in (pieces, self._k))
+            self._documents = [(_label_bounds(x, pieces), _label_bounds(x, self._k)) for x in mask.runs()]
         self.facts = self._survey()
 
     def of_receiver(self, rank: int) -> tuple[Array, ...]:
@@ -162,9 +157,11 @@ class _OfPieces:
             others = (q_rank[:, None] != k_rank) | ~self._one_tile[q_rank][:, None]
             seen &= others
             full &= others
-        if self._ids_q is not None and self._ids_k is not None:
-            (q_low, q_high), (k_low, k_high) = self._ids_q[:, :, q, None], self._ids_k[:, :, None, k]
-            seen &= ((q_low <= k_high) & (k_low <= q_high)).any(0)
+        if self._documents:
+            meet = np.zeros_like(seen)
+            for (q_low, q_high), (k_low, k_high) in self._documents:
+                meet |= (q_low[q, None] <= k_high[k]) & (k_low[k] <= q_high[q, None])
+            seen &= meet
         return seen, full
 
     def _survey(self) -> Facts:
@@ -321,61 +318,104 @@ def active_steps(needed: Array) -> tuple[int, ...]:
 
 
 class _OfDocuments:
-    """Blocks of packed documents, made for all ranks at once."""
+    """Blocks of packed documents: pieces of one document, by batch row, meet within it."""
 
-    def __init__(self, pieces: Pieces, tables: tuple[Array, ...], cp_size: int) -> None:
-        self.shard_lens, self._tables = _shard_lens(pieces, cp_size), tables
-        away = [table[table[:, RECEIVER] != table[:, SOURCE]] for table in tables]
-        self._away = np.concatenate(away)
-        owner = self._away[:, RECEIVER] * cp_size + self._away[:, SOURCE]
-        owner, begins, ends = unions(owner, self._away[:, K], self._away[:, K_END])
-        needed = np.bincount(owner, ends - begins, cp_size * cp_size).astype(np.int64).reshape(cp_size, cp_size)
-        windows = any("window" in _kinds(table) for table in tables)
-        covers = frozenset(["segments", *(["window"] if windows else [])])
-        self.facts = Facts(needed, active_steps(needed), any(_shares_keys(table, cp_size) for table in away), covers, 1)
+    facts: Facts
+
+    def __init__(self, pieces: Pieces, mask: Mask, seq_len: int, cp_size: int) -> None:
+        self.shard_lens, self._cp_size, self._causal = _shard_lens(pieces, cp_size), cp_size, mask.causal
+        self._rising = increasing(pieces, cp_size) & is_order(mask)
+        self._rows = []
+        for documents in mask.runs():
+            q, part = cut(pieces, documents.edges)
+            q = q._replace(document=part).at(part.argsort(kind="stable"))
+            self._rows.append((q, keys_of(q, mask, seq_len)))
+
+    @classmethod
+    def made(cls, pieces: Pieces, mask: Mask, seq_len: int, cp_size: int) -> _OfDocuments | None:
+        """None if an id comes back, if blocks are no bands, or bands too many."""
+        if any(documents.come_back for documents in mask.runs()):
+            return None
+        made = cls(pieces, mask, seq_len, cp_size)
+        facts = made._survey()
+        if facts is None:
+            return None
+        made.facts = facts
+        return made
 
     def of_receiver(self, rank: int) -> tuple[Array, ...]:
-        return tuple(table[table[:, RECEIVER] == rank] for table in self._tables)
+        return tuple(self._blocks(q, k, np.flatnonzero(q.rank == rank)) for q, k in self._rows)
 
     def of_source(self, rank: int) -> Array:
-        return self._away[self._away[:, SOURCE] == rank]
+        tables = []
+        for q, k in self._rows:
+            k = k.at(k.rank == rank)
+            i, j = _same_document(q.document, k.document)
+            tables.append(block_table(q, i, k, j, opaque=False, keep_own=True))
+        table = np.concatenate(tables)
+        return table[table[:, RECEIVER] != rank]
 
-
-def _document_blocks(pieces: Pieces, mask: Mask, seq_len: int, cp_size: int) -> tuple[Array, ...] | None:
-    """Tables of all ranks by batch row; None if an id comes back, if blocks are no bands, or bands too many."""
-    rising = increasing(pieces, cp_size) & is_order(mask)
-    tables = []
-    for documents in mask.runs():
-        if documents.come_back:
-            return None
-        q, part = cut(pieces, documents.edges)
-        q = q._replace(document=part).at(part.argsort(kind="stable"))
-        k = keys_of(q, mask, seq_len)
-        first = np.searchsorted(k.document, q.document)
-        i, place = expand(np.searchsorted(k.document, q.document, side="right") - first)
-        j = first[i] + place
-        others = (q.rank[i] != k.rank[j]) | ~rising[q.rank[i]]
+    def _blocks(self, q: Pieces, k: Pieces, i: Array) -> Array:
+        """Of the queries ``i``, sorted by document, against all keys of their documents."""
+        q = q.at(i)
+        i, j = _same_document(q.document, k.document)
+        others = (q.rank[i] != k.rank[j]) | ~self._rising[q.rank[i]]
         blocks = block_table(q, i[others], k, j[others], opaque=False, keep_own=True)
-        if (blocks[:, LEFT] == PAIRS).any():
-            return None
-        blocks = np.concatenate([own_causal(q.at(rising[q.rank])), squares(blocks) if mask.causal else blocks])
-        tables.append(join_full(blocks, (RECEIVER, SOURCE, K, K_END), Q, Q_END))
-    every = np.concatenate(tables)
-    bands = np.unique(every[:, [RECEIVER, LEFT, RIGHT]], axis=0)
-    few = not len(bands) or np.bincount(bands[:, 0]).max() <= MAX_BANDS
-    return tuple(tables) if few else None
+        blocks = np.concatenate([own_causal(q.at(self._rising[q.rank])), squares(blocks) if self._causal else blocks])
+        return join_full(blocks, (RECEIVER, SOURCE, K, K_END), Q, Q_END)
+
+    def _survey(self) -> Facts | None:
+        """Look at the documents of all ranks, some at a time; None if some blocks are no bands, or bands too many."""
+        size, overlapping, windows = self._cp_size, False, False
+        bands, rows = np.empty((0, 2), dtype=np.int64), []  # receiver, and both bounds in one number
+        for q, k in self._rows:
+            of_row = []
+            num_keys = np.searchsorted(k.document, q.document, "right") - np.searchsorted(k.document, q.document)
+            chunk = np.cumsum(num_keys) // CHUNK
+            for number in range(int(chunk.max(initial=0)) + 1):
+                blocks = self._blocks(q, k, np.flatnonzero(chunk == number))
+                if (blocks[:, LEFT] == PAIRS).any():
+                    return None
+                bands = np.concatenate([bands, _bands(blocks)])
+                bands = np.unique(bands, axis=0)
+                if len(bands) and np.bincount(bands[:, 0]).max() > MAX_BANDS:
+                    return None
+                windows |= "window" in _kinds(blocks)
+                away = blocks[blocks[:, RECEIVER] != blocks[:, SOURCE]]
+                overlapping |= _shares_keys(away, size)
+                owner = away[:, RECEIVER] * size + away[:, SOURCE]
+                of_row.append(np.stack(unions(owner, away[:, K], away[:, K_END])))
+            rows.append(np.concatenate(of_row, axis=1))
+        owner, begin, end = np.concatenate(rows, axis=1)
+        owner, begin, end = unions(owner, begin, end) if len(rows) > 1 else (owner, begin, end)
+        needed = np.bincount(owner, end - begin, size * size).astype(np.int64).reshape(size, size)
+        covers = frozenset(["segments", *(["window"] if windows else [])])
+        return Facts(needed, active_steps(needed), overlapping, covers, 1)
 
 
-def _id_bounds(ids: Tensor, pieces: Pieces, shard_lens: Sequence[int]) -> Array:
-    """Smallest and largest document id of each piece: [2, batch rows, pieces]; ``ids`` are those of rank after rank."""
-    in_order = ids.numpy()
+def _same_document(q: Array, k: Array) -> tuple[Array, Array]:
+    """Indices of all pairs of pieces of one document, from the documents of q and of k, sorted."""
+    first = np.searchsorted(k, q)
+    i, place = expand(np.searchsorted(k, q, side="right") - first)
+    return i, first[i] + place
+
+
+def _label_bounds(documents: Documents, pieces: Pieces) -> Array:
+    """Smallest and largest document of each piece, or of what lies between its positions: [2, pieces]."""
     if not pieces.num:
-        return np.zeros((2, len(in_order), 0), dtype=np.int64)
-    lens = np.array(shard_lens)
-    first = (np.cumsum(lens) - lens)[pieces.rank] + pieces.row
-    edges = np.stack([first, first + pieces.length], 1).reshape(-1)  # what lies between two pieces is left out
-    edges = edges[:-1] if edges[-1] == in_order.shape[1] else edges
-    return np.stack([bound.reduceat(in_order, edges, axis=1)[:, ::2] for bound in (np.minimum, np.maximum)])
+        return np.zeros((2, 0), dtype=np.int64)
+    first = np.searchsorted(documents.edges, pieces.low, side="right") - 1
+    last = np.searchsorted(documents.edges, pieces.high, side="right")
+    labels = np.r_[documents.labels, 0]  # so that an end may be named
+    edges = np.stack([first, last], 1).reshape(-1)
+    return np.stack([bound.reduceat(labels, edges)[::2] for bound in (np.minimum, np.maximum)])
+
+
+def _bands(blocks: Array) -> Array:
+    """The bands of each receiver, once: [n, 2], receiver, and both bounds in one number."""
+    bands, which = np.unique(blocks[:, LEFT] * (4 * NONE) + blocks[:, RIGHT], return_inverse=True)
+    number = np.flatnonzero(np.bincount(blocks[:, RECEIVER] * len(bands) + which.reshape(-1)))
+    return np.stack([number // max(1, len(bands)), bands[number % max(1, len(bands))]], 1)
 
 
 def _kinds(blocks: Array) -> set[str]:

@@ -79,18 +79,24 @@ class Documents:
     """The documents of one sequence as runs of positions.
 
     Attributes:
-        edges: int64 [num_documents + 1], where each begins, and the end of the sequence.
-        come_back: whether some id occurs in two runs, which are then one document all the same.
+        edges: int64 [num_runs + 1], where each begins, and the end of the sequence.
+        labels: int64 [num_runs], the number of the first run that has its id; two runs of one id are one document.
+        come_back: whether some id does have two runs.
     """
 
     edges: NDArray[np.int64]
-    come_back: bool
+    labels: NDArray[np.int64]
+
+    @property
+    def come_back(self) -> bool:
+        return bool((self.labels != np.arange(len(self.labels))).any())
 
     @classmethod
     def of(cls, ids: NDArray[Any]) -> Documents:
         """From the id of each position, [S]."""
         begins = np.flatnonzero(np.r_[np.ones(min(1, len(ids)), dtype=bool), ids[1:] != ids[:-1]])
-        return cls(np.r_[begins, len(ids)], len(np.unique(ids[begins])) < len(begins))
+        _, first, which = np.unique(ids[begins], return_index=True, return_inverse=True)
+        return cls(np.r_[begins, len(ids)], first[which])
 
 
 @dataclass(frozen=True, eq=False)

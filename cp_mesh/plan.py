@@ -33,7 +33,7 @@ from cp_mesh.kernels.contract import (
     shortfalls,
 )
 from cp_mesh.layouts import Layout, check_layout, parse_layout
-from cp_mesh.masks import Band, Mask, parse_mask
+from cp_mesh.masks import NONE, Band, Mask, parse_mask
 from cp_mesh.owned import Content
 from cp_mesh.schedule import Schedule, Stage, Tile, joined, make_schedule
 from cp_mesh.segments import Segments
@@ -345,6 +345,8 @@ def _resolve(
     check_tensors(q, k, v)
     documents, key_padding = (None if x is None else x.tensor for x in (ids, padding))
     layout = parse_layout(options.layout, None if index is None else index.tensor)
+    if seq_len >= NONE:
+        raise UnsupportedError(describe("seq_len", f"fewer than {NONE} tokens", seq_len, "split the sequence"))
     check_layout(layout, seq_len, cp_size)
     mask = parse_mask(options.mask, documents, key_padding)
     expected = layout.shard_len(seq_len, cp_size, cp_rank)

@@ -175,11 +175,16 @@ def test_floor_has_the_pairs_of_a_zigzag_rank(cp_size: int, monkeypatch: pytest.
 
 
 def test_planning_counts_what_it_plans(capsys: pytest.CaptureFixture[str]) -> None:
-    planning.main(["--seq-len", "256", "--ranks", "2", "--seeds", "1"])
-    rows = [line.split(",") for line in capsys.readouterr().out.splitlines()]
-    shares = {row[2]: float(row[-1]) for row in rows[1:]}
-    assert list(shares) == ["contiguous", "zigzag", "striped", "balanced"]
-    assert shares["balanced"] <= 1.03 and all(share >= 1 for share in shares.values())
+    sizes = ["--seq-len", "4096", "--ranks", "4", "--document-ranks", "4", "--shortest", "20", "--longest", "200"]
+    planning.main([*sizes, "--repeats", "1"])
+    names, *rows = (line.split(",") for line in capsys.readouterr().out.splitlines())
+    found = {(row[2], row[4]): dict(zip(names, row, strict=True)) for row in rows}
+    assert float(found["causal", "zigzag"]["fetched_shards"]) == 3.0 and found["causal", "zigzag"]["calls"] == "4"
+    assert found["full", "striped"]["calls"] == "3" and float(found["causal", "contiguous"]["fetched_shards"]) == 3.0
+    packed = {name: row for (mask, name), row in found.items() if mask == "documents"}
+    assert list(packed) == ["contiguous", "zigzag", "striped", "balanced"]
+    assert int(packed["balanced"]["documents"]) > 20 and 0 < float(packed["balanced"]["fetched_shards"]) < 1
+    assert float(packed["balanced"]["balance_ms"]) > 0 and float(packed["zigzag"]["balance_ms"]) == 0
 
 
 @pytest.mark.parametrize("causal", [True, False])
