@@ -22,6 +22,7 @@ import pytest
 import test_agreement
 import test_aten_kernels
 import test_balancing
+import test_blocks
 import test_changing_layouts
 import test_copies
 import test_flash_attn
@@ -41,7 +42,16 @@ import torch
 from checks import GQA, MHA, MQA, Case, parity_on_ranks, report
 from interpreted import require_interpreter
 from planted import MUTATIONS, Mutation, SeamLost
-from planted.ranks import every_coverage, every_layout, every_segments, in_triton, kernel_steps, origin, outcomes
+from planted.ranks import (
+    every_coverage,
+    every_fact,
+    every_layout,
+    every_segments,
+    in_triton,
+    kernel_steps,
+    origin,
+    outcomes,
+)
 from planted.seams import with_arguments
 from ranks import Pool
 
@@ -143,9 +153,12 @@ CHECKS: dict[str, Callable[[Any], None]] = {
             for name in ("documents", "key_padding", "layout_index")
         ),
     ),
-    "near pieces": lambda pool: alone(
-        pool, *((test_masks.test_near_pieces_are_those_with_an_allowed_pair, (name,)) for name in test_masks.NEAR)
+    "blocks": lambda pool: alone(
+        pool,
+        (test_blocks.test_reaches_are_the_mask, ()),
+        *((test_blocks.test_blocks_of_runs_are_exact, (mask, 3)) for mask in ("causal", "two-sided window", "prefix")),
     ),
+    "facts": lambda pool: report(pool(1).run(every_fact)),
     "heads of efficient attention": lambda pool: alone(pool, (test_aten_kernels.test_a_tile, ("GQA", CAUSAL))),
     "balance": lambda pool: alone(pool, (test_balancing.test_packed_documents, (65536, 4, 1))),
     "parity": lambda pool: few(pool, FEW),

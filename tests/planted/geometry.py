@@ -74,40 +74,63 @@ plant("a batch row has the key padding of another", "kernels.contract:Pairs.allo
 )
 
 
-def far(condition: Callable[..., bool]) -> Callable[[Any], Any]:
-    """Of `Mask.near`: without the pairs of pieces of which the condition holds."""
+# --- reaches
+plant = in_area("masks as integers")
 
-    def make(near: Any) -> Any:
-        def mutant(self: Any, q: Any, k: Any) -> Any:
-            return [(j, i) for j, i in near(self, q, k) if not condition(self, q[i], k[j])]
+
+def of_reaches(change: Callable[[Any, Any], dict[str, int]]) -> Callable[[Any], Any]:
+    """Of `Mask.reaches`: fields of every reach are others, told by a function of the mask and the reach."""
+
+    def make(reaches: Any) -> Any:
+        def mutant(self: Any, seq_len: int) -> Any:
+            changed = (reach._replace(**change(self, reach)) for reach in reaches(self, seq_len))
+            return tuple(reach for reach in changed if reach.begin < reach.end)
 
         return mutant
 
     return make
 
 
-def bound(mask: Any, side: int) -> int | None:
-    return None if mask.window is None else mask.window[side]
+plant("a query does not see itself", "masks:Mask.reaches", "blocks")(
+    of_reaches(lambda mask, reach: {"nearest": 1} if reach.nearest == 0 else {})
+)
+plant("the last key of a prefix is no part of it", "masks:Mask.reaches", "blocks")(
+    of_reaches(lambda mask, reach: {"end": reach.end - 1} if reach.end == mask.prefix else {})
+)
+plant("the oldest keys of a window are not seen", "masks:Mask.reaches", "blocks")(
+    of_reaches(lambda mask, reach: {"farthest": reach.farthest - 1})
+)
+plant("the farthest keys ahead are not seen", "masks:Mask.reaches", "blocks")(
+    of_reaches(lambda mask, reach: {"nearest": reach.nearest + 1} if reach.nearest < 0 else {})
+)
+plant("the key after the last is seen", "masks:Mask.reaches", "blocks")(
+    of_reaches(lambda mask, reach: {"end": reach.end + 1} if reach.end == mask.length else {})
+)
 
 
-plant("a piece is not near itself", "masks:Mask.near", "near pieces")(far(lambda mask, q, k: mask.causal and q == k))
-plant("the last key of a prefix is not near", "masks:Mask.near", "near pieces")(
-    far(lambda mask, q, k: k.bounds()[0] == mask.prefix - 1)
-)
-plant("the oldest keys of a window are not near", "masks:Mask.near", "near pieces")(
-    far(lambda mask, q, k: q.bounds()[0] - k.bounds()[1] == bound(mask, 0))
-)
-plant("the farthest keys ahead are not near", "masks:Mask.near", "near pieces")(
-    far(lambda mask, q, k: k.bounds()[0] - q.bounds()[1] == bound(mask, 1))
-)
-plant("keys of the last document of a piece are not near", "masks:Mask.near", "near pieces")(
-    far(
-        lambda mask, q, k: (
-            mask.documents is not None
-            and bool((mask.documents[..., q.positions()].amin(-1) == mask.documents[..., k.positions()].amax(-1)).all())
-        )
-    )
-)
+@plant("pieces at the end of a window are left out", "blocks:grid", "coverage")
+def _(grid: Any) -> Any:
+    return with_arguments(grid, k=lambda k: k._replace(farthest=k.farthest - 1))
+
+
+@plant("pieces that see themselves alone are left out", "blocks:grid", "coverage")
+def _(grid: Any) -> Any:
+    return with_arguments(grid, k=lambda k: k._replace(nearest=k.nearest + 1))
+
+
+@plant("pieces that share their last document alone are left out", "geometry:_label_bounds", "coverage")
+def _(label_bounds: Any) -> Any:
+    return with_result(label_bounds, lambda bounds: (bounds[0], bounds[1] - 1))
+
+
+@plant("rows that travel are counted without those seen in part", "geometry:_OfPieces._counts_of_keys", "facts")
+def _(counts_of_keys: Any) -> Any:
+    return with_result(counts_of_keys, lambda counts: counts * 0)
+
+
+@plant("a step in which few ranks fetch is taken for idle", "geometry:active_steps", "coverage")
+def _(active_steps: Any) -> Any:
+    return with_result(active_steps, lambda steps: steps[:-1])
 
 
 # --- layouts
@@ -164,8 +187,8 @@ def of_tiles(change: Callable[[Any, bool], Any]) -> Callable[[Any], Any]:
             return tuple(tile for tile in made if tile is not None)
 
         stages = tuple(replace(stage, tiles=every(stage.tiles, False)) for stage in schedule.route.stages)
-        tiles = tuple(every(x, source == schedule.cp_rank) for source, x in enumerate(schedule.tiles))
-        return replace(schedule, tiles=tiles, route=replace(schedule.route, stages=stages))
+        route = replace(schedule.route, stages=stages)
+        return replace(schedule, local_tiles=every(schedule.local_tiles, True), route=route)
 
     return lambda make_schedule: with_result(make_schedule, changed)
 

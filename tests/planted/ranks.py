@@ -49,6 +49,23 @@ def every_layout(rank: int) -> list[str]:
     return outcomes(rank, [(test, (make, 7)) for test in tests for make in LAYOUTS.values()])
 
 
+def every_fact(rank: int) -> list[str]:
+    from cases import LAYOUTS
+    from test_blocks import facts_of_all_blocks
+
+    from cp_mesh import Mask
+    from cp_mesh.geometry import geometry
+
+    problems = []
+    masks = ({}, {"window": (5, 0)}, {"prefix": 9}, {"causal": False})
+    for options, layout, cp_size in product(masks, ("contiguous", "zigzag", "striped"), (2, 3, 5)):
+        given = LAYOUTS[layout](31), Mask(**options), 31, cp_size, False
+        facts, want = geometry(*given).facts, facts_of_all_blocks(*given)
+        if facts.needed.tolist() != want["needed"] or facts.overlapping != want["overlapping"]:
+            problems.append(f"{layout}, {options}, {cp_size} ranks: {facts}, not {want}")
+    return problems
+
+
 def every_segments(rank: int) -> list[str]:
     from cases import LAYOUTS, pairs_of
     from checks import coverage
