@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cp_mesh.kernels.combine import accumulation_dtype
-from cp_mesh.kernels.contract import Scores, philox
+from cp_mesh.kernels.scores import Scores, philox
 from cp_mesh.masks import Mask
 
 MAX_SCORES = 1 << 25  # scores that are held at a time

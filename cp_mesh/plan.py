@@ -23,15 +23,8 @@ from torch import Tensor
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe
 from cp_mesh.kernels import KERNELS, choose_kernel
 from cp_mesh.kernels.combine import accumulation_dtype
-from cp_mesh.kernels.contract import (
-    POSITIONAL,
-    Kernel,
-    KernelTile,
-    Pairs,
-    Request,
-    Scores,
-    shortfalls,
-)
+from cp_mesh.kernels.contract import Kernel, KernelTile, Pairs, Request, shortfalls
+from cp_mesh.kernels.scores import POSITIONAL, Scores
 from cp_mesh.layouts import Layout, check_layout, parse_layout
 from cp_mesh.masks import NONE, Band, Mask, parse_mask
 from cp_mesh.owned import Content

@@ -15,17 +15,8 @@ from torch import Tensor
 from cp_mesh.errors import ArgumentError, UnsupportedError
 from cp_mesh.kernels import KERNELS, choose_kernel
 from cp_mesh.kernels.combine import accumulation_dtype, make_delta
-from cp_mesh.kernels.contract import (
-    Capability,
-    Kernel,
-    KernelTile,
-    Pairs,
-    Piece,
-    Request,
-    Scores,
-    philox,
-    shortfalls,
-)
+from cp_mesh.kernels.contract import Capability, Kernel, KernelTile, Pairs, Piece, Request, shortfalls
+from cp_mesh.kernels.scores import Scores, philox
 from cp_mesh.masks import Band, Mask
 
 SCALE = 0.3

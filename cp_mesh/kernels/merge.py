@@ -15,15 +15,8 @@ import torch
 from torch import Tensor
 
 from cp_mesh.kernels.combine import OutputSum, RowSum, accumulation_dtype, finish_sums
-from cp_mesh.kernels.contract import (
-    Capability,
-    Kernel,
-    KernelTile,
-    Pairs,
-    Piece,
-    ScoreGradients,
-    Scores,
-)
+from cp_mesh.kernels.contract import Capability, Kernel, KernelTile, Pairs, Piece
+from cp_mesh.kernels.scores import ScoreGradients, Scores
 from cp_mesh.masks import CAUSAL, FULL, Band
 from cp_mesh.schedule import split_causal
 from cp_mesh.segments import Segments
