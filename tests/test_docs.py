@@ -370,6 +370,7 @@ PAGES = {
     "README.md": Page(4, readme_names, check_readme),
     "docs/index.md": Page(2, check=check_index),
     "docs/concepts.md": Page(1),
+    "docs/kernels.md": Page(1),
     "docs/masks.md": Page(2, recipe_names, check_masks),
     "docs/gradients.md": Page(2, gradient_names, check_gradients),
     "docs/numerics.md": Page(2, mesh_names),
