@@ -136,9 +136,8 @@ def commands(path: Path) -> list[list[str]]:
     """Commands of the shell blocks, and inline code that begins like one; the page's own variables are filled in."""
     variables: dict[str, str] = {}
     found = []
-    inline = [
-        Block("", 0, code + "\n") for code in re.findall(r"`((?:python3?|torchrun|pip) [^`]+)`", path.read_text())
-    ]
+    texts = re.findall(r"`((?:python3?|torchrun|pip) [^`]+)`", path.read_text())
+    inline = [Block("", 0, " ".join(text.split()) + "\n") for text in texts]
     for block in blocks(path, "sh") + inline:
         for line in re.sub(r"\\?\n +", " ", block.code.replace("\\\n", " ")).splitlines():
             for name, value in variables.items():

@@ -100,7 +100,7 @@ def attention_page(name: str) -> str:
         cases[key][row["mode"]].append(row)
     parts = [
         head_of(name, machine_of(rows)),
-        "TFLOP/s per GPU, forward and backward together; medians of the slowest rank.\n",
+        "TFLOP/s per GPU, forward and backward together; medians of the slowest rank. The last run of a case counts.\n",
     ]
     for (mask, heads, commit), modes in cases.items():
         parts.append(f"## {mask}, heads {heads}, commit {commit}\n")
