@@ -32,6 +32,7 @@ sys.path += [str(ROOT / "examples"), str(ROOT / "examples" / "benchmarks"), str(
 
 import draw  # noqa: E402
 import llama  # noqa: E402
+import plot  # noqa: E402
 import tables  # noqa: E402
 
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -114,16 +115,22 @@ def test_tables_are_those_of_the_files() -> None:
     assert set(shown) == set(tables.REGIONS)
 
 
-@pytest.mark.full
-def test_pictures_of_speed_are_drawn_from_the_files(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    import plot
+def test_pictures_of_speed_are_of_the_files() -> None:
+    for name in ("speed", "against", "memory"):
+        text = (tables.RESULTS / f"{name}.svg").read_text()
+        assert plot.figures_drawn() in text, f"{name}.svg: run python examples/benchmarks/plot.py --page"
 
+
+@pytest.mark.full
+def test_pictures_of_speed_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     written = plot.main(["--page", "--out", str(tmp_path)])
-    assert {path.name for path in written} == {"speed.svg", "against.svg", "memory.svg"}
-    for path in written:
-        assert (tables.RESULTS / path.name).exists()
-        assert "</svg>" in path.read_text()
+    assert [path.name for path in written] == ["speed.svg", "against.svg", "memory.svg"]
+    assert all("</svg>" in path.read_text() for path in written)
+    rows = plot.page_rows("attention_2xh200.csv", "3225b69")
+    drawn = plot.best_of(rows, ("32", "8"), ("queued",))["cp_mesh"]
+    line = f"| {' | '.join(f'{x:.0f}' for x in drawn.values())} |"
+    assert line in tables.REGIONS["speed on 2 GPUs"]()
 
 
 # ---- commands

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -154,8 +155,14 @@ def draw_page(out: Path) -> list[Path]:
     for name, figure in (("speed", speed), ("against", against), ("memory", memory)):
         for axes in figure.axes:  # once all lines are there: it ends the scaling by what is drawn
             axes.set_ylim(bottom=0)
-        written.append(_save(figure, out / f"{name}.svg"))
+        written.append(_save(figure, out / f"{name}.svg", figures_drawn()))
     return written
+
+
+def figures_drawn() -> str:
+    """What the files of `draw_page` are marked with, so that a test sees which figures they were drawn from."""
+    files = [(tables.RESULTS / name).read_bytes() for name, _, _ in MACHINES]
+    return f"figures {hashlib.sha256(b''.join(files)).hexdigest()[:16]}"
 
 
 def _lengths_below(axes: Any, rows: list[Row]) -> None:
@@ -167,12 +174,12 @@ def _lengths_below(axes: Any, rows: list[Row]) -> None:
     axes.set_xlabel("rows a GPU")
 
 
-def _save(figure: Any, path: Path) -> Path:
+def _save(figure: Any, path: Path, description: str | None = None) -> Path:
     """No date and no random ids: the same table gives the same file."""
     from matplotlib import rc_context
 
     with rc_context({"svg.hashsalt": "cp_mesh"}):
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        figure.savefig(path, metadata={"Date": None, "Description": description} if path.suffix == ".svg" else None)
     return path
 
 
