@@ -305,7 +305,7 @@ def speed_table(name: str, commit: str, heads: tuple[str, str], modes: Sequence[
             line("Ulysses, same kernel", ["ulysses/fa4"], modes),
             line("ring-flash-attention, same kernel, best variant", RING_FLASH, modes),
             line("PyTorch `context_parallel`, better variant", TORCH, modes),
-            line("the same work on one GPU, no communication", ["floor/fa4"], modes),
+            line("the same work on one GPU: no communication, no graph", ["floor/fa4"], modes),
         ],
     )
 
