@@ -118,7 +118,7 @@ def explain(
     strip = "".join(_DIGITS[int(owner[column * seq_len // width])] for column in range(width))
     as_one = joins(kernel, first, features)
     pairs = [schedule.pairs for schedule in schedules]
-    if mask.host_documents and mask.key_padding is None:
+    if mask.documents is not None and mask.key_padding is None:
         seen = keys_seen(mask, seq_len)
         pairs = [int(seen[layout.positions(seq_len, cp_size, rank)].sum()) for rank in range(cp_size)]
     mean = sum(pairs) / cp_size

@@ -101,7 +101,7 @@ def extra_memory(
         arrived += served[i] if i < len(served) and not on_wires else 0
     symmetric = 0
     if on_wires and route.stages:
-        symmetric = max(schedule.shard_lens) * key_row + max(route.slots[-1]) * gradient_row
+        symmetric = max(schedule.shard_lens) * key_row + route.most_served * gradient_row
     return ExtraMemory(forward, backward, symmetric)
 
 

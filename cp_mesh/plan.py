@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -34,7 +33,8 @@ from cp_mesh.kernels.contract import (
     shortfalls,
 )
 from cp_mesh.layouts import Layout, check_layout, parse_layout
-from cp_mesh.masks import Band, Mask, parse_mask
+from cp_mesh.masks import NONE, Band, Mask, parse_mask
+from cp_mesh.owned import Content
 from cp_mesh.schedule import Schedule, Stage, Tile, joined, make_schedule
 from cp_mesh.segments import Segments
 from cp_mesh.transport import TRANSPORTS, make_transport
@@ -206,22 +206,24 @@ def make_plan(
     Raises:
         ArgumentError, UnsupportedError: see the messages, and above for which are raised on every rank.
     """
-    by_content = tensors.documents, tensors.key_padding, tensors.layout_index
+    of_mask = {"Mask.documents": tensors.documents, "Mask.key_padding": tensors.key_padding}
+    for name, x in of_mask.items():
+        if x is not None and x.is_meta:
+            raise ArgumentError(describe(name, "a tensor with content", "one on meta", "keep it on the CPU"))
+    read = tensors.documents, tensors.key_padding, tensors.layout_index
+    contents = [None if x is None else Content.of(x) for x in read]
     resolve: Callable[..., Plan] = _resolve_once
     scores = None
     if any(x is not None for x in tensors):
         check_tensors(q, k, v)
         check_scores(q, tensors, seq_len)
-        if any(x is not None for x in tensors[len(by_content) :]):
+        if any(x is not None for x in tensors[len(read) :]):
             scores = make_scores(options, tensors, accumulation_dtype(q.dtype))
-        if any(x is not None for x in by_content) or (scores is not None and scores.needs_positions):
-            resolve = _resolve
-            if all(x is None or x.device.type == "cpu" for x in by_content):  # elsewhere comparing contents would wait
-                resolve = _resolve_contents  # fewer are kept: they hold memory of the device
-                by_content = tuple(None if x is None else _Content(x) for x in by_content)  # type: ignore[assignment]
+        if any(x is not None for x in read) or (scores is not None and scores.needs_positions):
+            resolve = _resolve_few  # they hold memory of the device
     shapes = Operand.of(q), Operand.of(k), Operand.of(v)
     features = None if scores is None else scores.features
-    plan = resolve(*shapes, *by_content, features, seq_len, group.size(), group.rank(), options)
+    plan = resolve(*shapes, *contents, features, seq_len, group.size(), group.rank(), options)
     if scores is not None:
         plan = replace(plan, scores=scores)
     if plan.reads_tensors and _stream(q.device) is None:
@@ -326,9 +328,9 @@ def _resolve(
     q: Operand,
     k: Operand,
     v: Operand,
-    documents: Tensor | None,
-    key_padding: Tensor | None,
-    index: Tensor | None,
+    ids: Content | None,
+    padding: Content | None,
+    index: Content | None,
     of_tensors: frozenset[str] | None,
     seq_len: int,
     cp_size: int,
@@ -341,7 +343,10 @@ def _resolve(
     _check_choice("method", options.method, METHODS, "ring", later=("all_gather", "ulysses", "hybrid"))
     _check_choice("transport", options.transport, TRANSPORTS, "functional", later=())
     check_tensors(q, k, v)
-    layout = parse_layout(options.layout, index)
+    documents, key_padding = (None if x is None else x.tensor for x in (ids, padding))
+    layout = parse_layout(options.layout, None if index is None else index.tensor)
+    if seq_len >= NONE:
+        raise UnsupportedError(describe("seq_len", f"fewer than {NONE} tokens", seq_len, "split the sequence"))
     check_layout(layout, seq_len, cp_size)
     mask = parse_mask(options.mask, documents, key_padding)
     expected = layout.shard_len(seq_len, cp_size, cp_rank)
@@ -358,10 +363,7 @@ def _resolve(
     for name, tensor in (("documents", documents), ("key_padding", key_padding)):
         if tensor is None:
             continue
-        if tensor.is_meta:
-            raise ArgumentError(describe(f"Mask.{name}", "a tensor with content", "one on meta", "keep it on the CPU"))
-        ids = torch.atleast_2d(tensor)
-        if ids.shape[1] != seq_len or ids.shape[0] not in (1, q.shape[0]):
+        if tensor.shape[-1] != seq_len or (tensor.ndim == 2 and tensor.shape[0] not in (1, q.shape[0])):
             raise ArgumentError(
                 describe(
                     f"Mask.{name}",
@@ -406,48 +408,7 @@ def _resolve(
 _resolve_once = lru_cache(maxsize=256, typed=True)(_resolve)
 
 
-class _Content:
-    """A tensor on the host as a key of a cache: equal keys have equal elements.
-
-    Neither identity nor `Tensor._version` would do: NumPy writes to memory that it shares with a tensor unseen, as data
-    loaders do. Comparing is linear in the sequence (examples/benchmarks/planning.py).
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        sample = tensor.flatten()[:: max(1, tensor.numel() // 64)]
-        self._hash = hash((tensor.shape, tensor.dtype, tuple(sample.tolist())))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Content) or self.tensor.dtype != other.tensor.dtype:
-            return False
-        # NumPy: on one thread, which other processes on the cores do not hold up
-        return np.array_equal(self.tensor.numpy(), other.tensor.numpy())
-
-    def keep(self) -> Tensor:
-        """A copy of the tensor, by which the key goes from now on: the caller may write to the tensor."""
-        self.tensor = self.tensor.clone()
-        return self.tensor
-
-
-@lru_cache(maxsize=16, typed=True)
-def _resolve_contents(
-    q: Operand,
-    k: Operand,
-    v: Operand,
-    documents: Any,
-    key_padding: Any,
-    index: Any,
-    *arguments: Any,
-) -> Plan:
-    """`_resolve` with documents, key padding and index, as `_Content`."""
-    documents, key_padding, index = (
-        None if content is None else content.keep() for content in (documents, key_padding, index)
-    )
-    return _resolve(q, k, v, documents, key_padding, index, *arguments)
+_resolve_few = lru_cache(maxsize=16, typed=True)(_resolve)
 
 
 def choose_schedule(
@@ -485,9 +446,7 @@ def choose_head_chunks(wanted: int, q: Operand, k: Operand, v: Operand, schedule
                 )
             )
         return wanted
-    total = (
-        q.shape[0] * max(map(sum, schedule.route.needed)) * num_kv_heads * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
-    )
+    total = q.shape[0] * schedule.route.most_fetched * num_kv_heads * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
     return next((n for n in range(1, num_kv_heads) if num_kv_heads % n == 0 and total <= n * CHUNK_BYTES), num_kv_heads)
 
 

@@ -9,6 +9,7 @@ from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,9 +21,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_mesh
-from cp_mesh.layouts import Layout, Permuted, Run
-from cp_mesh.masks import PARTIAL, Band, Mask
-from cp_mesh.schedule import Rows, Schedule, Tile, make_schedule, num_rows, split_causal
+from cp_mesh import geometry, plan
+from cp_mesh.blocks import block_table, pieces_of
+from cp_mesh.layouts import Contiguous, Layout, Permuted, Run
+from cp_mesh.masks import NONE, PARTIAL, Band, Mask
+from cp_mesh.schedule import Rows, Schedule, Tile, make_schedule, num_rows, split_causal, tiles_of
 from cp_mesh.segments import Segments
 
 
@@ -66,6 +69,22 @@ def coverage(layout: Layout, mask: Mask, want: Tensor, cp_size: int, segments: b
             pair = f"query {order[i]}, key {order[j]} of row {b}"
             problems.append(f"{what}, {pair}: computed {counted[b, i, j]} times instead of {want[b, i, j]}")
     return problems
+
+
+def band_tile(band: Band, num_q: int, num_k: int) -> Tile:
+    """The tile, trimmed, of a run of queries and a run of keys between which a mask is this band."""
+    nearest, farthest = (-NONE if band.lo is None else band.lo), (NONE if band.hi is None else band.hi)
+    q, k = (pieces_of(Contiguous(), n, 1) for n in (num_q, num_k))
+    k = k._replace(nearest=k.nearest + nearest, farthest=k.farthest + farthest)
+    only = np.zeros(1, dtype=np.int64)
+    (tile,) = tiles_of([block_table(q, only, k, only, opaque=False)], by_documents=False)
+    return tile
+
+
+def forget_plans() -> None:
+    """Nothing is kept of earlier calls, so that what a test patches is asked again."""
+    for kept in (plan._resolve_once, plan._resolve_few, geometry._geometry):
+        kept.cache_clear()
 
 
 def staged_pairs(schedules: Sequence[Schedule], want: Tensor, begins: Sequence[int]) -> Tensor:

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from cases import gap
+from checks import band_tile
 from dense import dense_attention, make_qkv
 from torch import Tensor
 
@@ -26,7 +27,6 @@ from cp_mesh.kernels.contract import (
     shortfalls,
 )
 from cp_mesh.masks import Band, Mask
-from cp_mesh.schedule import Tile, trim
 
 SCALE = 0.3
 SCORES = Scores(SCALE)
@@ -117,9 +117,8 @@ def serves(kernel: Kernel, band: Band) -> bool:
 @pytest.mark.parametrize("band", BANDS.values(), ids=BANDS)
 def test_every_band(kernel, band):
     for (num_q, num_k), heads in product(SHAPES, HEADS):
-        tile = trim(Tile((0, num_q), (0, num_k), band))
         allowed = band_pairs(band, num_q, num_k)
-        if not allowed.any() or not serves(kernel, tile.cover):
+        if not allowed.any() or not serves(kernel, (tile := band_tile(band, num_q, num_k)).cover):
             continue
         q, k, v, dout, dlse = inputs(heads, num_q, num_k)
         dlse = dlse if kernel.name == "reference" else None

@@ -7,14 +7,14 @@ from itertools import cycle, product
 import pytest
 import torch
 from cases import LAYOUTS, MASKS, make_mask, pairs
-from checks import coverage, report
+from checks import band_tile, coverage, report
 from covering import Row, covering_array
 from dense import dense_mask
 from torch import Tensor
 
 from cp_mesh.layouts import Contiguous, Permuted, Striped, ZigZag
 from cp_mesh.masks import Band, Mask
-from cp_mesh.schedule import Schedule, Tile, make_schedule, num_rows, split_causal, trim
+from cp_mesh.schedule import Schedule, Tile, make_schedule, num_rows, split_causal, tiles_of
 
 WINDOWS = (None, (2, None), (0, 0), (3, 1), (None, 2), (None, 0), (100, 0))
 
@@ -89,6 +89,12 @@ def schedules(layout, mask, S: int, cp_size: int) -> list[Schedule]:
     return [make_schedule(layout, mask, S, cp_size, rank) for rank in range(cp_size)]
 
 
+def unjoined(schedule: Schedule) -> Iterable[Tile]:
+    """Its tiles before neighbouring full ones are joined along keys: one for each block."""
+    (blocks,) = schedule.blocks
+    return (tile for row in range(len(blocks)) for tile in tiles_of([blocks[row : row + 1]], by_documents=False))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MASKS)
 def test_what_all_ranks_must_know_alike(layout, name):
@@ -99,7 +105,7 @@ def test_what_all_ranks_must_know_alike(layout, name):
         for schedule in ranks:
             assert schedule.cp_size == cp_size and sum(schedule.shard_lens) == S
             steps |= {step for step in range(1, cp_size) if schedule.fetch[schedule.source(step)]}
-            for tile in (tile for tiles in schedule.tiles for tile in tiles):
+            for tile in unjoined(schedule):
                 if not isinstance(tile.cover, Band):
                     covers.add("pairs")
                     calls = [tile.k]
@@ -215,10 +221,10 @@ def test_schedules_with_tensors_are_not_mistaken_for_one_another():
 
 
 def test_a_strict_diagonal_is_trimmed_to_a_causal_one():
-    assert trim(Tile((0, 4), (0, 4), Band(1, None))) == Tile((1, 4), (0, 3), Band(0, None))
-    assert trim(Tile((2, 6), (3, 7), Band(None, None))) == Tile((2, 6), (3, 7), Band())
-    assert trim(Tile((0, 4), (0, 4), Band(-3, 3))) == Tile((0, 4), (0, 4), Band())
-    assert trim(Tile((0, 4), (0, 9), Band(0, 1))) == Tile((0, 4), (0, 4), Band(0, 1))
+    assert band_tile(Band(1, None), 4, 4) == Tile((1, 4), (0, 3), Band(0, None))
+    assert band_tile(Band(None, None), 4, 4) == Tile((0, 4), (0, 4), Band())
+    assert band_tile(Band(-3, 3), 4, 4) == Tile((0, 4), (0, 4), Band())
+    assert band_tile(Band(0, 1), 4, 9) == Tile((0, 4), (0, 4), Band(0, 1))
 
 
 @pytest.mark.parametrize(
