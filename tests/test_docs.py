@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from dense import dense_attention, dense_mask
+from test_structure import FLOORS
 from torch import Tensor, nn
 
 import cp_mesh
@@ -92,6 +93,17 @@ def test_every_page_is_in_the_site() -> None:
     nav = re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text().partition("nav:\n")[2].partition("theme:")[0])
     pages = {name.removeprefix("docs/") for name in NAMES if name.startswith("docs/")}
     assert set(nav) == pages - {f"results/{name}" for name in tables.PAGES}
+
+
+def test_every_module_is_in_its_place() -> None:
+    """In the tree of files, and on its floor."""
+    contributing, design = (NAMES[f"docs/{name}.md"].read_text() for name in ("contributing", "design"))
+    for name, floor in FLOORS.items():
+        if name != "__main__":
+            file = f"{name}/" if (ROOT / "cp_mesh" / name).is_dir() else f"{name}.py"
+            assert re.search(rf"^  .*\b{file}", contributing, re.MULTILINE), f"docs/contributing.md lacks {file}"
+            row = re.search(rf"^\| L{floor} \|.*$", design, re.MULTILINE)
+            assert row and f"`{file.removesuffix('.py')}`" in row[0], f"docs/design.md lacks {name} on floor {floor}"
 
 
 # ---- pictures and tables

@@ -17,13 +17,6 @@ Row = dict[str, str]
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = ROOT / "docs" / "results"
 DOCUMENTS = ("README.md", "docs/performance.md", "docs/numerics.md")  # which hold tables of `REGIONS`
-COMMITS = {  # of files whose rows do not say it; docs/results/README.md tells how each was made
-    "low_precision_2xh200.csv": "3aa3a1d",
-    "low_precision_4xh200.csv": "04054dc",
-    "scores_2xh200.csv": "3aa3a1d",
-    "verify_4xh200.csv": "04054dc",
-    "planning_cpu.csv": "0db3b7f",
-}
 MODES = {
     "queued": "calls that follow one another, as in training",
     "eager": "single calls, the device idle before each",
@@ -38,6 +31,15 @@ TORCH = ("torch/allgather", "torch/alltoall")
 def read(name: str) -> list[Row]:
     with (RESULTS / name).open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def commit_of(name: str) -> str:
+    """Of a file whose rows do not say it: what docs/results/README.md says."""
+    text = (RESULTS / "README.md").read_text()
+    paragraph = re.search(rf"^\*\*`{re.escape(name)}`\*\*.*?\n\n", text, re.MULTILINE | re.DOTALL)
+    assert paragraph, f"docs/results/README.md does not tell how {name} was made"
+    commits = re.findall(r"\bat ([0-9a-f]{7})\b", paragraph[0])
+    return commits[0] if commits else re.findall(r"at commit ([0-9a-f]{7}) where nothing else is said", text)[0]
 
 
 def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -183,8 +185,8 @@ def training_table() -> str:
 def planning_page() -> str:
     name = "planning_cpu.csv"
     rows = read(name)
-    what = "Planning a batch of packed documents: 64K tokens, lognormal documents, 8 ranks, 2 CPU cores"
-    return head_of(name, f"{what}, commit {COMMITS[name]}") + "\n" + markdown(list(rows[0]), map(Row.values, rows))
+    what = f"Planning on the host, `examples/benchmarks/planning.py`, CPU cores, commit {commit_of(name)}"
+    return head_of(name, what) + "\n" + markdown(list(rows[0]), map(Row.values, rows))
 
 
 Error = tuple[str, str, str, dict[str, float], dict[str, float]]
@@ -225,7 +227,7 @@ def scores_table() -> str:
 
 def low_precision_page() -> str:
     name = "low_precision_2xh200.csv"
-    machine = f"{(RESULTS / name).read_text().splitlines()[0]}, commit {COMMITS[name]}"
+    machine = f"{(RESULTS / name).read_text().splitlines()[0]}, commit {commit_of(name)}"
     what = (
         "The worst RMS error over blocks of 128 rows of a head, over all layouts, masks, heads and lengths of the file."
     )
@@ -239,12 +241,12 @@ def low_precision_4_page() -> str:
         groups[row["kernel"], row["dtype"]].append(max(float(row[f"{x}_ratio"]) for x in ("out", "dq", "dk", "dv")))
     lines = [[*key, str(len(worst)), f"{max(worst):.2f}"] for key, worst in groups.items()]
     table = markdown(["kernel", "dtype", "cases", "sharded, of one device's (limit 1.5)"], lines)
-    return f"{head_of(name, f'4x NVIDIA H200, commit {COMMITS[name]}')}\n{table}"
+    return f"{head_of(name, f'4x NVIDIA H200, commit {commit_of(name)}')}\n{table}"
 
 
 def scores_page() -> str:
     name = "scores_2xh200.csv"
-    machine = f"{(RESULTS / name).read_text().splitlines()[0]}, commit {COMMITS[name]}"
+    machine = f"{(RESULTS / name).read_text().splitlines()[0]}, commit {commit_of(name)}"
     runs = [line for line in (RESULTS / name).read_text().splitlines() if "deterministic runs" in line]
     equal = sum(line.endswith(": equal") for line in runs)
     what = f"Masks and scores. Deterministic backwards, 20 runs each: the same bits in {equal} of {len(runs)} cases."
@@ -254,7 +256,7 @@ def scores_page() -> str:
 def verify_page() -> str:
     name = "verify_4xh200.csv"
     rows = read(name)
-    machine = f"{rows[0]['hardware']}, torch {rows[0]['torch']}, commit {COMMITS[name]}"
+    machine = f"{rows[0]['hardware']}, torch {rows[0]['torch']}, commit {commit_of(name)}"
     return f"{head_of(name, machine)}\n{VERIFY_WORDS}\n\n{verify_table()}"
 
 
