@@ -62,7 +62,7 @@ class ForwardPass(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class KeyGradients:
     """Gradients of key rows from ``begin`` on: dk [B, K, n, D], dv [B, K, n, Dv], not to be written."""
 
     begin: int
@@ -75,7 +75,7 @@ class BackwardPass(Protocol):
 
     def step(
         self, k: Tensor, v: Tensor, tiles: Sequence[KernelTile], into: tuple[Tensor, Tensor] | None = None
-    ) -> list[Piece]:
+    ) -> list[KeyGradients]:
         """Add a set of keys to dq.
 
         Their dk and dv are *written* to the views ``into`` if given, every row of them (rows that no tile reaches
@@ -153,7 +153,7 @@ class Kernel:
 
     The backward is given the *global* lse, that of all keys, and the global out, or delta = rowsum(dout · out) - dlse
     if it ``uses_delta``; so partial gradients add up to the whole. Where a kernel ``rounds``, they come back in the
-    inputs' dtype, else in the accumulation dtype. A kernel that ``joins`` skips masked blocks of
+    inputs' dtype, else in the accumulation dtype. A kernel that takes ``one_tile`` skips masked blocks of
     `Pairs` itself: all tiles of a step are passed in one call.
 
     ``reproducible`` is the kernel for calls that ask for a deterministic backward, where that is another one.
@@ -165,7 +165,7 @@ class Kernel:
     begin_backward: Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Scores], BackwardPass]
     uses_delta: bool
     rounds: bool
-    joins: bool = False
+    one_tile: bool = False
     reproducible: Kernel | None = None
 
 

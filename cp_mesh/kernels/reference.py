@@ -66,7 +66,7 @@ def _add_gradients(total: ScoreGradients, dscores: Tensor, where: Where, first_r
             TERMS[name].add_gradient(x, dscores, where)
 
 
-def _kept(scores: Scores, cover: Band | Pairs | Segments, first_row: int, probs: Tensor) -> Tensor:
+def _dropout_factors(scores: Scores, cover: Band | Pairs | Segments, first_row: int, probs: Tensor) -> Tensor:
     """The factors of dropout on probs [B, K, G, rows, Sk] of the query rows ``first_row`` onwards: 0 or 1 / (1 - p)."""
     assert isinstance(cover, Pairs) and scores.dropout_seed is not None
     B, K, G, num_rows, _ = probs.shape
@@ -93,7 +93,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs | Segments, sc
         finite = torch.where(lse == float("-inf"), 0.0, lse)  # a row with no key: all weights exp(-inf) = 0
         probs = torch.exp(x - finite[..., None])
         if scores.dropout_p:
-            probs = probs * _kept(scores, cover, begin, probs)
+            probs = probs * _dropout_factors(scores, cover, begin, probs)
         outs.append(torch.einsum("bkgij,bkjd->bkgid", probs, v))
         lses.append(lse)
     return (
@@ -118,7 +118,7 @@ def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradient
         probs = torch.exp(x - finite[:, :, :, rows])
         dprobs, used = torch.einsum("bkgid,bkjd->bkgij", dout_rows, v), probs
         if tile.scores.dropout_p:
-            kept = _kept(tile.scores, tile.cover, begin, probs)
+            kept = _dropout_factors(tile.scores, tile.cover, begin, probs)
             dprobs, used = dprobs * kept, probs * kept
         dscores = probs * (dprobs - delta[:, :, :, rows])
         if tile.scores.wanted:

@@ -97,7 +97,7 @@ def triton_kernel(config: Config | None = None) -> Kernel:
         partial(_forward, config),
         partial(_backward, config),
         uses_delta=True,
-        joins=True,
+        one_tile=True,
     )
 
 
