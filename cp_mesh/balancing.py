@@ -8,7 +8,7 @@ Every position weighs the keys that it sees. Documents are dealt to one rank aft
     more, so the number taken from its head sets the work, and is chosen to meet the share. If it has too few tokens it
     is taken whole, and the next densest document goes on.
 
-Its rows are then sorted by position, and neighbours joined. So most documents stay on one rank, and one that is cut
+Its rows are then sorted by position, and neighbours merged. So most documents stay on one rank, and one that is cut
 gives a rank one or two runs, the first rank's outermost: a stage is a call or two, as in zigzag. Planning is a pass
 over the documents for each rank.
 """
@@ -68,7 +68,7 @@ def balance(mask: Mask, seq_len: int, cp_size: int) -> Balanced:
         begin, end = chunk_bounds(seq_len, cp_size, rank)
         share = work_left * (end - begin) / tokens_left if tokens_left else 0.0
         taken = _take(parts, end - begin, share, work)
-        order += _joined(taken)
+        order += _with_neighbours(taken)
         tokens_left -= end - begin
         work_left -= sum(work[b] - work[a] for a, b in taken)
     table = np.array([(begin, end - begin) for begin, end in order], dtype=np.int64).reshape(-1, 2)
@@ -167,13 +167,13 @@ SLACK = 0.002
 """Imbalance, as a part of a rank's work, that is accepted where it saves a run."""
 
 
-def _joined(parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    joined: list[tuple[int, int]] = []
+def _with_neighbours(parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
     for begin, end in sorted(parts):
-        if joined and joined[-1][1] == begin:
-            begin = joined.pop()[0]
-        joined.append((begin, end))
-    return joined
+        if merged and merged[-1][1] == begin:
+            begin = merged.pop()[0]
+        merged.append((begin, end))
+    return merged
 
 
 def _documents(mask: Mask, seq_len: int) -> tuple[Documents, ...]:

@@ -23,19 +23,12 @@ from torch import Tensor
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe
 from cp_mesh.kernels import KERNELS, choose_kernel
 from cp_mesh.kernels.combine import accumulation_dtype
-from cp_mesh.kernels.contract import (
-    POSITIONAL,
-    Kernel,
-    KernelTile,
-    Pairs,
-    Request,
-    Scores,
-    shortfalls,
-)
+from cp_mesh.kernels.contract import Kernel, KernelTile, Pairs, Request, shortfalls
+from cp_mesh.kernels.scores import POSITIONAL, Scores
 from cp_mesh.layouts import Layout, check_layout, parse_layout
 from cp_mesh.masks import NONE, Band, Mask, parse_mask
 from cp_mesh.owned import Content
-from cp_mesh.schedule import Schedule, Stage, Tile, joined, make_schedule
+from cp_mesh.schedule import Schedule, Stage, Tile, enclosing, make_schedule
 from cp_mesh.segments import Segments
 from cp_mesh.transport import TRANSPORTS, make_transport
 from cp_mesh.transport.contract import Transport
@@ -144,7 +137,7 @@ class Plan:
         stream = _stream(self.device) if self.reads_tensors else 0
 
         def make() -> tuple[Sequence[Tile], list[KernelTile]]:
-            given = joined(tiles) if joins(self.kernel, self.schedule, self.scores.features) else tiles
+            given = enclosing(tiles) if as_one_tile(self.kernel, self.schedule, self.scores.features) else tiles
             # keep a reference: the key is id(tiles), which Python may give to others once these are gone
             return tiles, [KernelTile(tile.q, tile.k, self._cover(tile, stage, stream)) for tile in given]
 
@@ -261,14 +254,14 @@ def covers_of(schedule: Schedule, features: Collection[str]) -> frozenset[str]:
     return frozenset({"pairs"}) if positional else schedule.covers
 
 
-def joins(kernel: Kernel, schedule: Schedule, features: Collection[str]) -> bool:
+def as_one_tile(kernel: Kernel, schedule: Schedule, features: Collection[str]) -> bool:
     """Whether the kernel is given the tiles of a step as one that tells its positions; equal on all ranks."""
-    return kernel.joins and "pairs" in covers_of(schedule, features)
+    return kernel.one_tile and "pairs" in covers_of(schedule, features)
 
 
 def travels_rounded(kernel: Kernel, schedule: Schedule, features: Collection[str]) -> bool:
     """Whether dk and dv travel as the kernel rounded them: no two of a message belong to one row."""
-    return kernel.rounds and (joins(kernel, schedule, features) or not schedule.overlapping)
+    return kernel.rounds and (as_one_tile(kernel, schedule, features) or not schedule.overlapping)
 
 
 def check_scores(q: Tensor, tensors: Tensors, seq_len: int) -> None:

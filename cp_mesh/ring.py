@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_mesh.kernels.combine import RowSum, accumulation_dtype, dense_like, make_delta
-from cp_mesh.kernels.contract import ScoreGradients, Scores
+from cp_mesh.kernels.scores import ScoreGradients, Scores
 from cp_mesh.plan import Plan
 from cp_mesh.schedule import Stage
 from cp_mesh.transport.contract import Transport

@@ -39,11 +39,11 @@ class Tile:
     cover: Cover | Segments
 
     @property
-    def pairs(self) -> int:
+    def num_pairs(self) -> int:
         """Allowed pairs; for a PARTIAL tile the area, an upper bound."""
         num_q, num_k = self.q[1] - self.q[0], self.k[1] - self.k[0]
         if isinstance(self.cover, Segments):
-            return self.cover.pairs
+            return self.cover.num_pairs
         return self.cover.count(num_q, num_k) if isinstance(self.cover, Band) else num_q * num_k
 
 
@@ -152,13 +152,13 @@ class Schedule:
         return (self.cp_rank + step) % self.cp_size
 
     @property
-    def pairs(self) -> int:
+    def num_pairs(self) -> int:
         """Query-key pairs that this rank computes (an upper bound where tiles are PARTIAL)."""
-        return sum(tile.pairs for tiles in self.tiles for tile in tiles)
+        return sum(tile.num_pairs for tiles in self.tiles for tile in tiles)
 
     def flops(self, batch: int, num_heads: int, head_dim: int, v_head_dim: int | None = None) -> int:
         """Floating-point operations of this rank's forward; the backward takes 2.5 times as many (D = Dv)."""
-        return 2 * self.pairs * batch * num_heads * (head_dim + (v_head_dim or head_dim))
+        return 2 * self.num_pairs * batch * num_heads * (head_dim + (v_head_dim or head_dim))
 
     def fetch_bytes(self, row_bytes: int) -> tuple[int, ...]:
         """Bytes that this rank receives in each step, [cp_size]; ``row_bytes`` is one token's K and V."""
@@ -272,7 +272,7 @@ def tiles_of(tables: Sequence[Array], by_documents: bool) -> tuple[Tile, ...]:
     return tuple(tiles)
 
 
-def joined(tiles: Sequence[Tile]) -> tuple[Tile, ...]:
+def enclosing(tiles: Sequence[Tile]) -> tuple[Tile, ...]:
     """The smallest tile that holds all of these: what else it holds is not allowed, or they would hold it too."""
     if not tiles:
         return ()

@@ -43,7 +43,7 @@ class Segments:
         return -right - shift, left - shift
 
     @property
-    def pairs(self) -> int:
+    def num_pairs(self) -> int:
         """Allowed pairs, the mean over batch rows rounded up."""
         total = 0
         for blocks in self.blocks:

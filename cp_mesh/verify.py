@@ -21,7 +21,8 @@ from cp_mesh.attention import attention, seed_tensor
 from cp_mesh.dense import Dense, dense_attention
 from cp_mesh.errors import ArgumentError, describe
 from cp_mesh.kernels.combine import accumulation_dtype, make_delta
-from cp_mesh.kernels.contract import Kernel, KernelTile, Scores
+from cp_mesh.kernels.contract import Kernel, KernelTile
+from cp_mesh.kernels.scores import Scores
 from cp_mesh.layouts import Contiguous, Layout, ZigZag
 from cp_mesh.masks import Mask
 from cp_mesh.plan import SCORE_OPTIONS, Options, Tensors, make_plan, make_scores

@@ -149,8 +149,8 @@ def segment_problems(tile: Tile) -> list[str]:
         problems.append(f"{tile.q} x {tile.k}: blocks are not in order")
     if not all(x[:, end].any() for x in taken for end in (0, -1)):
         problems.append(f"{tile.q} x {tile.k} is larger than its blocks")
-    if cover.pairs != -(-int(times.sum()) // len(times)):
-        problems.append(f"{tile.q} x {tile.k}: counts {cover.pairs} pairs, has {times.sum()}")
+    if cover.num_pairs != -(-int(times.sum()) // len(times)):
+        problems.append(f"{tile.q} x {tile.k}: counts {cover.num_pairs} pairs, has {times.sum()}")
     rows, keys = (torch.arange(n) for n in shape)
     if not torch.equal(cover.allowed(rows, keys).int(), times):
         problems.append(f"{tile.q} x {tile.k}: allows other pairs than its blocks")
@@ -173,7 +173,7 @@ def band_pairs(band: Band, num_q: int, num_k: int) -> Tensor:
 def band_problems(band: Band, num_q: int, num_k: int) -> list[str]:
     """A tile's band is counted rightly, and cut in full rectangles and square causal tiles if it has no upper bound."""
     want, tile = band_pairs(band, num_q, num_k), f"{band} of {num_q} rows and {num_k} keys"
-    count = Tile((0, num_q), (0, num_k), band).pairs
+    count = Tile((0, num_q), (0, num_k), band).num_pairs
     problems = [] if count == want.sum() else [f"{tile}: counts {count} pairs, has {want.sum()}"]
     parts = split_causal(band, num_q, num_k)
     if (parts is None) != (band.hi is not None):

@@ -331,7 +331,7 @@ def test_tiles_have_the_pairs_they_say(name: str) -> None:
         "window": (j <= i) & (i - j < 16),
     }[name]
     tile = tiles.make_tile(name, L)
-    assert tile.pairs == int(allowed.sum()) and (tile.rows, tile.keys) == allowed.shape
+    assert tile.num_pairs == int(allowed.sum()) and (tile.rows, tile.keys) == allowed.shape
     case = field.Case(4, 2, 8, torch.float64, False, L, 1, 0, torch.device("cpu"))
     x = benchmark.random_inputs(case, L, seed=0)
     out, dq, dk, dv = tiles.Passes("reference", False, tile, case.scale, x).results()

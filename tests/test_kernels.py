@@ -15,17 +15,8 @@ from torch import Tensor
 from cp_mesh.errors import ArgumentError, UnsupportedError
 from cp_mesh.kernels import KERNELS, choose_kernel
 from cp_mesh.kernels.combine import accumulation_dtype, make_delta
-from cp_mesh.kernels.contract import (
-    Capability,
-    Kernel,
-    KernelTile,
-    Pairs,
-    Piece,
-    Request,
-    Scores,
-    philox,
-    shortfalls,
-)
+from cp_mesh.kernels.contract import Capability, Kernel, KernelTile, KeyGradients, Pairs, Request, shortfalls
+from cp_mesh.kernels.scores import Scores, philox
 from cp_mesh.masks import Band, Mask
 
 SCALE = 0.3
@@ -79,7 +70,7 @@ def run(kernel: Kernel, q, k, v, dout, dlse, steps: list[tuple[slice, list[Kerne
         if i % 2:
             written = tuple(torch.full_like(x, torch.nan, dtype=dtype) for x in (k_s, v_s))
             assert backward.step(k_s, v_s, tiles, written) == []
-            pieces = [Piece(0, *written)]
+            pieces = [KeyGradients(0, *written)]
         else:
             pieces = backward.step(k_s, v_s, tiles)
         for piece in pieces:

@@ -10,7 +10,7 @@ import torch
 from cp_mesh.dense import dense_attention
 from cp_mesh.kernels import KERNELS
 from cp_mesh.kernels.combine import make_delta
-from cp_mesh.kernels.contract import Scores
+from cp_mesh.kernels.scores import Scores
 from cp_mesh.layouts import Contiguous, Layout, Striped, ZigZag
 from cp_mesh.masks import Mask
 from cp_mesh.plan import Options, Plan, Tensors, make_scores, travels_rounded

@@ -132,11 +132,11 @@ def test_source_and_receiver_are_inverse():
 @pytest.mark.parametrize("cp_size", (2, 3, 4, 8))
 def test_causal_work_is_balanced(cp_size):
     S, whole = 48 * cp_size, 48 * cp_size * (48 * cp_size + 1) // 2
-    zigzag = [schedule.pairs for schedule in schedules(ZigZag(), Mask(), S, cp_size)]
+    zigzag = [schedule.num_pairs for schedule in schedules(ZigZag(), Mask(), S, cp_size)]
     assert zigzag == [whole // cp_size] * cp_size
-    striped = [schedule.pairs for schedule in schedules(Striped(), Mask(), S, cp_size)]
+    striped = [schedule.num_pairs for schedule in schedules(Striped(), Mask(), S, cp_size)]
     assert sum(striped) == whole and max(striped) - min(striped) == (cp_size - 1) * (S // cp_size)  # less than one row
-    contiguous = [schedule.pairs for schedule in schedules(Contiguous(), Mask(), S, cp_size)]
+    contiguous = [schedule.num_pairs for schedule in schedules(Contiguous(), Mask(), S, cp_size)]
     assert sum(contiguous) == whole and contiguous == sorted(contiguous)
 
 
@@ -150,7 +150,7 @@ def test_a_full_mask_takes_a_call_for_each_source():
     for layout in (Contiguous(), ZigZag(), Striped()):
         for schedule in schedules(layout, Mask(causal=False), 24, 4):
             assert [len(tiles) for tiles in schedule.tiles] == [1, 1, 1, 1]
-            assert schedule.covers == {"full"} and schedule.pairs == 24 * 6
+            assert schedule.covers == {"full"} and schedule.num_pairs == 24 * 6
 
 
 def test_a_causal_mask_takes_a_call_for_each_source():
@@ -186,7 +186,7 @@ def test_a_two_sided_window_fetches_both_halos():
 def test_a_window_of_one_token_needs_no_ring():
     for layout in (Contiguous(), ZigZag(), Striped()):
         for schedule in schedules(layout, Mask(window=(0, 0)), 24, 4):
-            assert schedule.active_steps == () and schedule.pairs == 6
+            assert schedule.active_steps == () and schedule.num_pairs == 6
 
 
 def test_causal_traffic():

@@ -24,8 +24,9 @@ from torch import Tensor
 
 from cp_mesh.kernels import KERNELS, triton_attention
 from cp_mesh.kernels.combine import make_delta
-from cp_mesh.kernels.contract import KernelTile, Pairs, Scores, shortfalls
+from cp_mesh.kernels.contract import KernelTile, Pairs, shortfalls
 from cp_mesh.kernels.merge import BackwardTile
+from cp_mesh.kernels.scores import Scores
 from cp_mesh.kernels.triton_attention import TRITON, Blocks, Config, config_for, triton_kernel
 from cp_mesh.masks import Band, Mask
 from cp_mesh.plan import Options, Plan, Tensors, make_scores, travels_rounded

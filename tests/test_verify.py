@@ -22,7 +22,8 @@ import cp_mesh
 from cp_mesh import Mask, VerificationError, plan
 from cp_mesh.dense import dense_attention
 from cp_mesh.kernels import KERNELS
-from cp_mesh.kernels.contract import Kernel, Scores
+from cp_mesh.kernels.contract import Kernel
+from cp_mesh.kernels.scores import Scores
 
 B, H, K, S, D, E = 2, 6, 3, 17, 5, 4
 BY_NAME = ("out", "lse", "dq", "dk", "dv")

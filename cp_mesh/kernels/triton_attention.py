@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_mesh.kernels.contract import Capability, Kernel, Pairs, ScoreGradients, Scores
+from cp_mesh.kernels.contract import Capability, Kernel, Pairs
 from cp_mesh.kernels.merge import BackwardTile, merging_kernel
+from cp_mesh.kernels.scores import ScoreGradients, Scores
 from cp_mesh.masks import NONE, Band, Mask
 
 MAX_ROWS = 1 << 30  # of a tile: band bounds and local indices are computed in 32 bits
@@ -96,7 +97,7 @@ def triton_kernel(config: Config | None = None) -> Kernel:
         partial(_forward, config),
         partial(_backward, config),
         uses_delta=True,
-        joins=True,
+        one_tile=True,
     )
 
 
