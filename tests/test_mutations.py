@@ -297,7 +297,7 @@ def test_every_seam_exists():
 
 
 def test_a_lost_seam_is_told():
-    for seam in ("nowhere:ring_forward", "ring:nothing", "kernels.combine:RowSum.nothing"):
+    for seam in ("nowhere:ring_forward", "ring:nothing", "kernels.combine:RowSum.nothing", "ring:RowSum.add"):
         with pytest.raises(SeamLost, match=f"'a bug' is planted at {seam}, which does not exist any more"):
             Mutation("a bug", "nothing", seam, ("parity",), lambda original: original).find()
     lost = Mutation("a bug", "nothing", "ring:ring_forward", ("parity",), lambda f: with_arguments(f, nothing=id))

@@ -11,7 +11,7 @@ balanced layouts             1
 kernels in Triton           24
 kernels                     19
 merging                      5
-scores                      28
+scores                      30
 the loop                     8
 gradients                   11
 the transport               10
@@ -21,7 +21,7 @@ data and loss                8
 styles                       5
 watching                     3
 check mode and verify        5
-in all                     177
+in all                     179
 
 To add one, write ``@plant(name, seam, *checks)`` over a function that is given what is at the seam and returns what
 takes its place; see seams.py. No bug quotes source: those of Triton kernels are planted in the Python that launches

@@ -53,7 +53,7 @@ def _(load: Any) -> Any:
 
 @plant("window off by one in Triton", "kernels.triton_attention:_distances", "documents in Triton")
 def _(distances: Any) -> Any:
-    return with_result(distances, lambda found: (found[0], found[1], found[2] - 1))
+    return with_result(distances, lambda found: (*found[:2], found[2] - 1, *found[3:]))
 
 
 @plant("documents ignored in Triton", "kernels.triton_visits:allowed_pairs", "documents in Triton")

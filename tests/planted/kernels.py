@@ -353,7 +353,7 @@ def _(share_of_keys: Any) -> Any:
     return lambda lse, sinks: torch.ones_like(lse)
 
 
-@plant("sinks of the first heads in every chunk", "kernels.contract:Scores.heads", "scores")
+@plant("sinks of the first heads in every chunk", "kernels.scores:Scores.heads", "scores")
 def _(heads: Any) -> Any:
     def mutant(self: Any, begin: int, end: int) -> Any:
         part = heads(self, begin, end)
@@ -362,7 +362,7 @@ def _(heads: Any) -> Any:
     return mutant
 
 
-@plant("slopes of the first heads in every chunk", "kernels.contract:Scores.heads", "scores")
+@plant("slopes of the first heads in every chunk", "kernels.scores:Scores.heads", "scores")
 def _(heads: Any) -> Any:
     def mutant(self: Any, begin: int, end: int) -> Any:
         part = heads(self, begin, end)
@@ -371,7 +371,7 @@ def _(heads: Any) -> Any:
     return mutant
 
 
-@plant("tables of the first heads in every chunk", "kernels.contract:Scores.heads", "scores")
+@plant("tables of the first heads in every chunk", "kernels.scores:Scores.heads", "scores")
 def _(heads: Any) -> Any:
     def mutant(self: Any, begin: int, end: int) -> Any:
         part = heads(self, begin, end)
@@ -380,17 +380,17 @@ def _(heads: Any) -> Any:
     return mutant
 
 
-@plant("dropout of the first heads in every chunk", "kernels.contract:Scores.heads", "scores")
+@plant("dropout of the first heads in every chunk", "kernels.scores:Scores.heads", "scores")
 def _(heads: Any) -> Any:
     return lambda self, begin, end: replace(heads(self, begin, end), first_head=self.first_head)
 
 
-@plant("gradients of slopes land on the first heads", "kernels.contract:ScoreGradients.part", "scores")
+@plant("gradients of slopes land on the first heads", "kernels.scores:ScoreGradients.part", "scores")
 def _(part: Any) -> Any:
     return with_arguments(part, heads=lambda heads: heads and (0, heads[1] - heads[0]))
 
 
-@plant("gradients of a table are those of the last tile", "kernels.contract:ScoreGradients.add_", "scores")
+@plant("gradients of a table are those of the last tile", "kernels.scores:ScoreGradients.add_", "scores")
 def _(add: Any) -> Any:
     def mutant(self: Any, other: Any) -> None:
         if self.relative_bias is not None:
@@ -400,53 +400,50 @@ def _(add: Any) -> Any:
     return mutant
 
 
-@plant("every tile has the first rows of a bias", "kernels.contract:Scores.rows", "scores")
+@plant("every tile has the first rows of a bias", "kernels.scores:Scores.rows", "scores")
 def _(rows: Any) -> Any:
     return lambda self, begin, end: rows(self, 0, end - begin)
 
 
-def local(cover: Any) -> Any:
-    """`Pairs` whose positions are counted in the tile."""
-    return replace(cover, q_pos=torch.arange(len(cover.q_pos)), k_pos=torch.arange(len(cover.k_pos)))
-
-
-@plant("distances of local rows", "kernels.reference:_distance", "scores")
+@plant("distances of local rows", "kernels.scores:Where.distance", "scores")
 def _(distance: Any) -> Any:
-    return with_arguments(distance, cover=local)
+    return lambda self: torch.arange(len(self.q_pos))[:, None] - torch.arange(len(self.k_pos))
 
 
-@plant("dropout by local rows", "kernels.reference:_kept", "scores")
-def _(kept: Any) -> Any:
-    return with_arguments(kept, cover=lambda cover: replace(cover, q_pos=torch.arange(len(cover.q_pos))))
+@plant("dropout by local rows", "kernels.reference:_dropout_factors", "scores")
+def _(factors: Any) -> Any:
+    return with_arguments(factors, cover=lambda cover: replace(cover, q_pos=torch.arange(len(cover.q_pos))))
 
 
-@plant("the distances of a table are clipped one early", "kernels.reference:_biases", "scores")
-def _(biases: Any) -> Any:
-    def clipped(scores: Any) -> Any:
-        table = scores.relative_bias
-        return scores if table is None else replace(scores, relative_bias=torch.cat([table[:, 1:2], table[:, 1:]], 1))
-
-    return with_arguments(biases, scores=clipped)
+@plant("the distances of a table are clipped one early", "kernels.scores:RelativeBias.added", "scores")
+def _(added: Any) -> Any:
+    return with_arguments(added, x=lambda table: torch.cat([table[:, 1:2], table[:, 1:]], 1))
 
 
-@plant("clipped distances have no gradient", "kernels.reference:_table_gradient", "scores")
-def _(table_gradient: Any) -> Any:
-    def unclipped(dscores: Any, distance: Any, width: int) -> dict[str, Any]:
-        return {"dscores": dscores * (distance.abs() < width // 2)}
+@plant("clipped distances have no gradient", "kernels.scores:RelativeBias.add_gradient", "scores")
+def _(add_gradient: Any) -> Any:
+    def unclipped(total: Any, dscores: Any, where: Any) -> dict[str, Any]:
+        return {"dscores": dscores * (where.distance.abs() < total.shape[1] // 2)}
 
-    return with_call(table_gradient, unclipped)
+    return with_call(add_gradient, unclipped)
 
 
-@plant("columns of a bias in the order of the tile", "kernels.reference:_biases", "scores")
-def _(biases: Any) -> Any:
-    def by_tile(scores: Any, cover: Any) -> dict[str, Any]:
-        if scores.bias is None:
-            return {}
-        bias = scores.bias.clone()
-        bias[..., cover.k_pos] = scores.bias[..., : len(cover.k_pos)]
-        return {"scores": replace(scores, bias=bias)}
+@plant("columns of a bias in the order of the tile", "kernels.scores:Bias.added", "scores")
+def _(added: Any) -> Any:
+    return lambda self, x, where: x[..., : len(where.k_pos)]
 
-    return with_call(biases, by_tile)
+
+@plant("gradients of a bias in the order of the tile", "kernels.scores:Bias.add_gradient", "scores")
+def _(add_gradient: Any) -> Any:
+    def by_tile(where: Any) -> dict[str, Any]:
+        return {"where": where._replace(k_pos=torch.arange(len(where.k_pos)))}
+
+    return with_call(add_gradient, by_tile)
+
+
+@plant("slopes without the sign of their gradient", "kernels.scores:AlibiSlopes.add_gradient", "scores")
+def _(add_gradient: Any) -> Any:
+    return with_arguments(add_gradient, dscores=lambda dscores: -dscores)
 
 
 @plant("the backward drops no weights", "kernels.reference:REFERENCE", "scores")
@@ -456,7 +453,7 @@ def _(kernel: Any) -> Any:
     )
 
 
-@plant("weights that are kept are not scaled", "kernels.reference:_kept", "scores")
+@plant("weights that are kept are not scaled", "kernels.reference:_dropout_factors", "scores")
 def _(kept: Any) -> Any:
     return with_result(kept, lambda factors: factors.sign())
 

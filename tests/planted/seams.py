@@ -57,17 +57,21 @@ class Mutation:
         Raises:
             SeamLost: if there is nothing.
         """
-        *outer, last = self.seam.partition(":")[2].split(".")
+        names = self.seam.partition(":")[2].split(".")
         try:
-            owner: Any = import_module(self.module)
-            for name in outer:
-                owner = vars(owner)[name]
-            return owner, last, vars(owner)[last]
+            found: list[Any] = [import_module(self.module)]
+            for name in names:
+                found.append(vars(found[-1])[name])
+            is_defined = inspect.isfunction(found[1]) or inspect.isclass(found[1])
+            home = found[1].__module__ if is_defined else self.module
+            if home != self.module and home.startswith(f"{PACKAGE}."):
+                raise KeyError(f"{names[0]} is imported from {home}")
         except (ImportError, KeyError) as error:
             raise SeamLost(
                 f"{self.name!r} is planted at {self.seam}, which does not exist any more ({error}): plant it at another"
                 f" name, in {self.make.__module__}"
             ) from error
+        return found[-2], names[-1], found[-1]
 
     def plant(self) -> None:
         """Bind the name anew, in this process."""
