@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -260,9 +261,20 @@ def _(scores: Any) -> Any:
     return with_result(scores, lambda results: (results[0], 1.0))
 
 
-@plant("softcap is lost on the way to the kernel", "plan:make_scores", "scores")
-def _(make_scores: Any) -> Any:
-    return with_result(make_scores, lambda scores: replace(scores, softcap=None))
+def with_scores(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Of a kernel: its passes are given other scores."""
+
+    def make(kernel: Any) -> Any:
+        begins = kernel.begin_forward, kernel.begin_backward
+        forward, backward = (lambda *given, begin=begin: begin(*given[:-1], change(given[-1])) for begin in begins)
+        return replace(kernel, begin_forward=forward, begin_backward=backward)
+
+    return make
+
+
+plant("softcap is lost on the way to the kernel", "kernels.reference:REFERENCE", "scores")(
+    with_scores(lambda scores: replace(scores, softcap=None))
+)
 
 
 @plant("softcap after the biases", "kernels.reference:_scores", "scores")
@@ -458,11 +470,9 @@ def _(kept: Any) -> Any:
     return with_result(kept, lambda factors: factors.sign())
 
 
-@plant("the offset of a seed is lost", "plan:make_scores", "scores")
-def _(make_scores: Any) -> Any:
-    def without_offset(scores: Any) -> Any:
-        if scores.dropout_seed is None:
-            return scores
-        return replace(scores, dropout_seed=scores.dropout_seed * torch.tensor([1, 0]))
+def without_offset(scores: Any) -> Any:
+    seed = scores.dropout_seed
+    return scores if seed is None else replace(scores, dropout_seed=seed * torch.tensor([1, 0]))
 
-    return with_result(make_scores, without_offset)
+
+plant("the offset of a seed is lost", "kernels.reference:REFERENCE", "scores")(with_scores(without_offset))

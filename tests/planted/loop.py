@@ -35,9 +35,14 @@ def _(step: Any) -> Any:
     return mutant
 
 
-@plant("tiles of another stage", "plan:Plan.tiles", "parity")
-def _(tiles: Any) -> Any:
-    return lambda self, stage: tiles(self, self.schedule.route.stages[0])
+@plant("tiles of another stage", "schedule:make_schedule", "parity")
+def _(make_schedule: Any) -> Any:
+    def mixed_up(schedule: Any) -> Any:
+        stages = schedule.route.stages
+        stages = tuple(replace(stage, tiles=other.tiles) for stage, other in zip(stages, reversed(stages), strict=True))
+        return replace(schedule, route=replace(schedule.route, stages=stages))
+
+    return with_result(make_schedule, mixed_up)
 
 
 def two_stages(plan: Any) -> Any:
