@@ -11,13 +11,15 @@ import torch
 import torch.distributed as dist
 from checks import lies_as
 from dense import dense_attention, dense_mask, make_qkv
+from model import Core
 from ranks import mesh
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from cp_mesh import Contiguous, Mask, Permuted, ZigZag, attention, ops
-from cp_mesh.plan import Options, Tensors
+import cp_mesh
+from cp_mesh import ContextParallel, Contiguous, Mask, Permuted, ShardedSequence, ZigZag, attention, ops
+from cp_mesh.call import Options, Tensors
 
 B, H, K, S, D, E = 2, 4, 2, 12, 6, 5
 FORMATS = (2, 1, 0)
@@ -180,6 +182,31 @@ def test_masks_of_fakes(pool: Any, seq_dim: int) -> None:
     q, k, v = inputs(seq_dim, torch.float32)[:3]
     want = [tuple(x.shape) for x in (q, q, k, v)]
     assert pool(1).run(shapes_of_fakes, seq_dim) == [want]
+
+
+def by_group(rank: int, compiled: bool) -> None:
+    """A process group in place of the mesh, for local tensors, DTensors and the sequence kit."""
+    axis = mesh((2,), ("cp",))
+    group = axis.get_group()
+    sequence = ShardedSequence(group, ZigZag())
+    assert (sequence.cp_size, sequence.cp_rank, sequence.mesh.get_group()) == (2, rank, group)
+    qkv = [sequence.shard(x, dim=2) for x in make_qkv(B, H, K, S, D)[:3]]
+    placed = [DTensor.from_local(x, axis, [Shard(2)], run_check=False) for x in qkv]
+    want = attention(*qkv, mesh=axis)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, mesh=group)
+
+    attend = torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend
+    assert torch.equal(attend(*qkv), want)
+    assert torch.equal(attend(*placed).to_local(), want)
+    core = cp_mesh.parallelize(Core(), sequence.mesh, {"": ContextParallel(sequence)})
+    assert torch.equal(core(*qkv), want)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_process_group_for_the_mesh(pool: Any, compiled: bool) -> None:
+    pool(2).run(by_group, compiled)
 
 
 def expected(*required: str) -> dict[str, Tensor]:
