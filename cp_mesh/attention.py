@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -177,8 +178,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor | 
                 refuse(name, "a tensor", type(x).__name__, "use torch.as_tensor")
         axis = find_cp_axis((query, key, value), asked.mesh, asked.seq_dim)
         group = axis.group
-        _check_types(asked.layout, asked.mask, asked.seq_len)
-        _check_options(asked)
+        _check_asked(asked)
         query, key, value = autocast(query, key, value)
         call = _make_call(query, key, value, axis, asked)
     except Exception as error:
@@ -241,65 +241,44 @@ def _make_call(query: Tensor, key: Tensor, value: Tensor, axis: CPAxis, asked: A
     )
     call = Call(tensors, seq_len, axis.seq_dim, axis.group.group_name, options)
     if not torch.compiler.is_compiling():
-        _plan_fakes((query, key, value), call, axis.group)
+        _plan_fakes((query, key, value, *tensors), call, axis.group)
     return call
 
 
-def _plan_fakes(qkv: tuple[Tensor, ...], call: Call, group: dist.ProcessGroup) -> None:
+def _plan_fakes(every: Sequence[Tensor | None], call: Call, group: dist.ProcessGroup) -> None:
     """What the op refuses when it plans, compiled or not. Where a tensor has no content, its fake runs instead."""
-    with torch.no_grad():
-        every: list[Any] = [x.to_local() if isinstance(x, DTensor) else x for x in (*qkv, *call.tensors)]
-    if not any(isinstance(x, FakeTensor) or (x is not None and x.is_meta) for x in every):
+    if isinstance(every[0], DTensor):
+        with torch.no_grad():
+            every = [x.to_local() if isinstance(x, DTensor) else x for x in every]
+    if not any(isinstance(x, FakeTensor) or x.is_meta for x in every if x is not None):
         return
     tensors = Tensors(*every[3:])
     if any(isinstance(x, FakeTensor) for x in tensors[:2]):  # no content to plan by
         tensors = tensors._replace(documents=None, key_padding=None)
-    q, k, v = map(call.format.to_bhsd, every[:3])
+    q, k, v = (call.format.to_bhsd(x) for x in every[:3] if x is not None)
     make_plan(q, k, v, tensors, call.seq_len, group, call.options)
 
 
-def _check_types(layout: object, mask: object, seq_len: object) -> None:
-    if not isinstance(layout, Layout):
-        refuse("layout", "a Layout", repr(layout), "ZigZag(), Striped(), Contiguous(), Permuted(...)")
-    if LAYOUTS.get(layout.spec().partition(":")[0]) is not type(layout):
+def _check_asked(asked: Asked) -> None:
+    """Refuse what is wrong by itself."""
+    for name, is_right, expected, hint in _RULES:
+        if not is_right(x := getattr(asked, name)):
+            refuse(
+                name,
+                expected,
+                (f"{x}" if x.ndim == 0 else type(x).__name__) if isinstance(x, Tensor) else repr(x),
+                hint,
+            )
+    layout, spec = asked.layout, asked.layout.spec()
+    if LAYOUTS.get(spec.partition(":")[0]) is not type(layout):
         hint = "the op rebuilds layouts by name: list your class in cp_mesh.layouts.LAYOUTS"
         refuse("layout", f"one of {', '.join(LAYOUTS)}", type(layout).__name__, hint)
-    if not torch.compiler.is_compiling() and layout.tensor is None and parse_layout(layout.spec()) != layout:
+    if not torch.compiler.is_compiling() and layout.tensor is None and parse_layout(spec) != layout:
         hint = 'put its integer fields into spec(), "name:1,2", and make it a frozen dataclass'
-        refuse("layout", f"{layout} from its spec", parse_layout(layout.spec()), hint)
-    if type(mask) is not Mask:
-        hint = "say it on positions, Mask(causal=, window=, documents=, key_padding=, prefix=)"
-        refuse("mask", "a Mask", type(mask).__name__, hint)
-    if seq_len is not None and (isinstance(seq_len, bool) or not isinstance(seq_len, int | torch.SymInt)):
-        refuse("seq_len", "an int, tokens in the whole sequence", repr(seq_len), "or None")
-
-
-def _check_options(asked: Asked) -> None:
-    scale, softcap, dropout_p, seed = asked.scale, asked.softcap, asked.dropout_p, asked.dropout_seed
-    if scale is not None and (not _is_number(scale) or not 0 < scale < math.inf):
-        refuse("scale", "a positive number", _shown(scale), "multiply q by a learned or negative scale instead")
-    if softcap is not None and (not _is_number(softcap) or not 0 < softcap < math.inf):
-        refuse("softcap", "a positive number or None", _shown(softcap), "None leaves scores unbounded")
-    if asked.head_chunks is not None and (type(asked.head_chunks) is not int or asked.head_chunks < 1):
-        refuse("head_chunks", "a positive int or None", repr(asked.head_chunks), "None is automatic")
-    if asked.deterministic is not None and not isinstance(asked.deterministic, bool):
-        hint = "None follows torch.use_deterministic_algorithms"
-        refuse("deterministic", "True, False or None", repr(asked.deterministic), hint)
-    if not isinstance(asked.return_lse, bool):
-        refuse("return_lse", "True or False", _shown(asked.return_lse), "it adds a second result")
-    # Which names there are is known where they are looked up.
-    for what, name in (("method", asked.method), ("kernel", asked.kernel), ("transport", asked.transport)):
-        if not isinstance(name, str) or not name.isidentifier():
-            refuse(what, "a name", repr(name), f"{what}='auto' works")
-    if not _is_number(dropout_p) or not 0 <= dropout_p < 1:
-        refuse("dropout_p", "a probability in [0, 1)", _shown(dropout_p), "dropout_p=0.0 drops nothing")
-    if dropout_p and seed is None:
+        refuse("layout", f"{layout} from its spec", parse_layout(spec), hint)
+    if asked.dropout_p and asked.dropout_seed is None:
         hint = "pass a number that is equal on all cp ranks and another in every layer and step"
         refuse("dropout_seed", "an int or an int64 tensor beside dropout_p", None, hint)
-    if not isinstance(seed, int | torch.SymInt | Tensor | None) or isinstance(seed, bool):
-        refuse("dropout_seed", "an int or an int64 tensor", repr(seed), "round it first")
-    if isinstance(seed, int) and not 0 <= seed < 2**63:
-        refuse("dropout_seed", "0 <= seed < 2**63", seed, "take it modulo 2**63")
 
 
 def _check_format(query: Tensor, key: Tensor, value: Tensor, form: Format) -> None:
@@ -319,12 +298,35 @@ def _as_float(x: Any) -> float:
     return float(guard_scalar(x if isinstance(x, _NUMBERS) else float(x)))
 
 
-def _shown(x: object) -> object:
-    """As a message says it: "1" is not 1."""
-    return repr(x) if isinstance(x, str) else x
-
-
 def _is_number(x: object) -> bool:
     return type(x) in (float, int) or (
         isinstance(x, numbers.Real | torch.SymInt | torch.SymFloat) and not isinstance(x, bool)
     )
+
+
+def _is_int(x: object) -> bool:
+    return isinstance(x, int | torch.SymInt) and not isinstance(x, bool)
+
+
+# What each keyword must be: its name, whether a value is right, and what a refusal expects and advises. Which names of
+# kernels and the like there are is known where they are looked up.
+_RULES: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
+    ("layout", lambda x: isinstance(x, Layout), "a Layout", "ZigZag(), Striped(), Contiguous(), Permuted(...)"),
+    ("mask", lambda x: type(x) is Mask, "a Mask", "Mask(causal=, window=, documents=, key_padding=, prefix=)"),
+    ("seq_len", lambda x: x is None or _is_int(x), "an int, tokens in the whole sequence", "or None"),
+    ("scale", lambda x: x is None or (_is_number(x) and 0 < x < math.inf), "a positive number or None",
+     "multiply q by a learned or negative scale instead"),
+    ("softcap", lambda x: x is None or (_is_number(x) and 0 < x < math.inf), "a positive number or None",
+     "None leaves scores unbounded"),
+    ("head_chunks", lambda x: x is None or (type(x) is int and x > 0), "a positive int or None", "None is automatic"),
+    ("deterministic", lambda x: x is None or isinstance(x, bool), "True, False or None",
+     "None follows torch.use_deterministic_algorithms"),
+    ("return_lse", lambda x: isinstance(x, bool), "True or False", "it adds a second result"),
+    ("method", lambda x: isinstance(x, str) and x.isidentifier(), "a name", "method='auto' works"),
+    ("kernel", lambda x: isinstance(x, str) and x.isidentifier(), "a name", "kernel='auto' works"),
+    ("transport", lambda x: isinstance(x, str) and x.isidentifier(), "a name", "transport='auto' works"),
+    ("dropout_p", lambda x: _is_number(x) and 0 <= x < 1, "a probability in [0, 1)", "dropout_p=0.0 drops nothing"),
+    ("dropout_seed", lambda x: x is None or isinstance(x, Tensor) or _is_int(x), "an int or an int64 tensor",
+     "round it first"),
+    ("dropout_seed", lambda x: not isinstance(x, int) or 0 <= x < 2**63, "0 <= seed < 2**63", "take it modulo 2**63"),
+)  # fmt: skip

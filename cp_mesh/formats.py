@@ -29,12 +29,16 @@ class Format:
         return "batch" not in self.dims
 
     def to_bhsd(self, x: Tensor) -> Tensor:
-        """A [B, H, S, D] view of q, k, v or out."""
-        return x.transpose(0, 1)[None] if self.is_packed else x.transpose(1, self.dims["heads"])
+        """q, k, v or out as [B, H, S, D]: itself, or a view."""
+        if self.is_packed:
+            return x.transpose(0, 1)[None]
+        return x if self.dims["heads"] == 1 else x.transpose(1, 2)
 
     def from_bhsd(self, x: Tensor) -> Tensor:
-        """Back from [B, H, S, D]: a view, too."""
-        return x[0].transpose(0, 1) if self.is_packed else x.transpose(1, self.dims["heads"])
+        """Back from [B, H, S, D]: itself, or a view."""
+        if self.is_packed:
+            return x[0].transpose(0, 1)
+        return x if self.dims["heads"] == 1 else x.transpose(1, 2)
 
     def lse_to_bhs(self, lse: Tensor) -> Tensor:
         """A [B, H, S] view of lse."""

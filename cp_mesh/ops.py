@@ -25,7 +25,7 @@ from torch.distributed.tensor.experimental import implicit_replication, register
 from torch.distributed.tensor.placement_types import Placement
 
 from cp_mesh.agreement import announce_refusal, checking, fingerprint, require_agreement
-from cp_mesh.call import GRADED, NUM_TENSORS, SCHEMA, Call, Options, Tensors, autocast
+from cp_mesh.call import GRADED, NUM_TENSORS, SCHEMA, Call, Tensors, autocast
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.formats import FORMATS
 from cp_mesh.kernels.combine import accumulation_dtype, dense_like
@@ -135,26 +135,18 @@ def _graded(x: Tensor | None, grad: Tensor | None, q: Tensor) -> Tensor:
 # Not `torch.library.custom_op` and `register_autograd`: what these do around a call takes the host REGISTRATION longer
 # (examples/benchmarks/registration.py).
 _library = torch.library.Library("cp_mesh", "FRAGMENT")
-_RESULTS = {"attention": 2, "attention_backward": 3 + len(GRADED)}
-for _schema, _function in (
-    (f"attention(Tensor q, Tensor k, Tensor v, {SCHEMA})", _attention),
-    (
-        "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, "
-        f"{SCHEMA}, str wanted)",
-        _attention_backward,
-    ),
+_OWN = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse"
+for _schema in (
+    f"attention(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor, Tensor)",
+    f"attention_backward({_OWN}, {SCHEMA}, str wanted) -> ({', '.join(['Tensor'] * (3 + len(GRADED)))})",
 ):
-    _name = _schema.partition("(")[0]
-    _results = ", ".join(["Tensor"] * _RESULTS[_name])
     # results lie in memory as the inputs do: Inductor may not choose other strides for these than the fakes saw
-    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-    _library.define(f"{_schema} -> ({_results})", tags=tags)
-    _library.impl(_name, torch._disable_dynamo(_function), "CompositeExplicitAutograd")
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
 attention_op = torch.ops.cp_mesh.attention.default
 attention_backward_op = torch.ops.cp_mesh.attention_backward.default
 _FUNCTIONS: dict[Any, Any] = {attention_op: _attention, attention_backward_op: _attention_backward}
-_OWN_TENSORS = {attention_op: 3, attention_backward_op: 7}
-"""How many tensors come before those of `Call`."""
+for _op, _function in _FUNCTIONS.items():
+    _library.impl(_op._opname, torch._disable_dynamo(_function), "CompositeExplicitAutograd")
 _DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 
 
@@ -182,8 +174,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, keys, *inputs):  # type: ignore[no-untyped-def]
         out, lse = _below_autograd(attention_op, keys, inputs)
-        *tensors, ctx.seq_len, ctx.seq_dim, ctx.group_name, ctx.spec = inputs
-        if not Options.parse(ctx.spec).differentiable_lse:
+        tensors, ctx.others = inputs[: 3 + NUM_TENSORS], inputs[3 + NUM_TENSORS :]
+        if not Call.read(inputs[3:]).options.differentiable_lse:
             ctx.mark_non_differentiable(lse)  # most kernels take no gradient of it, and none must be dropped silently
         ctx.save_for_backward(*tensors, out, lse)
         ctx.set_materialize_grads(False)  # an unused lse must not cost a gradient of zeros, which most kernels refuse
@@ -197,15 +189,13 @@ class _Attention(torch.autograd.Function):
         # Without any gradient too: on the other ranks there may be some, which wait for this one in the ring.
         dout = torch.zeros_like(out) if dout is None else _placed_like(dout, out)
         dlse = None if dlse is None else _placed_like(dlse, lse)
-        dq, dk, dv, *others = attention_backward_op(
-            dout, q, k, v, out, lse, dlse, *tensors,
-            ctx.seq_len, ctx.seq_dim, ctx.group_name, ctx.spec, ",".join(wanted),
-        )  # fmt: skip
-        named, of_tensors = dict(zip(GRADED, others, strict=True)), dict.fromkeys(Tensors._fields)
+        given = (dout, q, k, v, out, lse, dlse, *tensors, *ctx.others, ",".join(wanted))
+        dq, dk, dv, *grads = attention_backward_op(*given)
+        named, of_tensors = dict(zip(GRADED, grads, strict=True)), dict.fromkeys(Tensors._fields)
         for name in wanted:  # of a plain tensor beside DTensors: this rank's share
             plain = isinstance(q, DTensor) and not isinstance(getattr(Tensors(*tensors), name), DTensor)
             of_tensors[name] = named[name].to_local() if plain else named[name]
-        return None, dq, dk, dv, *of_tensors.values(), None, None, None, None
+        return None, dq, dk, dv, *of_tensors.values(), *[None] * len(ctx.others)
 
 
 class _Gradients(torch.autograd.Function):
@@ -233,14 +223,15 @@ def _below_autograd(op: torch._ops.OpOverload, keys: torch._C.DispatchKeySet, in
 
 def _dispatch_dtensors(op: torch._ops.OpOverload, keys: torch._C.DispatchKeySet, inputs: Sequence[Any]) -> Any:
     """By the sharding rule, with plain tensors beside DTensors, which autograd never sees as DTensors."""
-    begin = _OWN_TENSORS[op]
-    own, arguments = inputs[:begin], inputs[begin:]
-    tensors = Tensors(*arguments[:NUM_TENSORS])
+    begin = 3 if op is attention_op else 7
+    end = begin + NUM_TENSORS
+    tensors, form = Tensors(*inputs[begin:end]), FORMATS[inputs[end + 1]]
     if all(x is None or isinstance(x, DTensor) for x in tensors):
         return op.redispatch(keys, *inputs)
-    placed = place_beside(tensors._asdict(), own[0], FORMATS[arguments[NUM_TENSORS + 1]])
+    placed = place_beside(tensors._asdict(), inputs[0], form)
+    # It would be turned off at the end for a caller who turned it on.
     with nullcontext() if DTensor._op_dispatcher._allow_implicit_replication else implicit_replication():
-        return op.redispatch(keys, *own, *placed, *arguments[NUM_TENSORS:])
+        return op.redispatch(keys, *inputs[:begin], *placed, *inputs[end:])
 
 
 def _with_autograd(op: torch._ops.OpOverload, graph: Any, keys: torch._C.DispatchKeySet, *inputs: Any) -> Any:

@@ -51,80 +51,69 @@ def find_cp_axis(
     if num not in (0, 3):
         hint = "wrap the others with DTensor.from_local, or unwrap with to_local()"
         refuse("q, k, v", "all DTensors or all local tensors", ", ".join(type(x).__name__ for x in qkv), hint)
-    if isinstance(query, DTensor):
-        return _axis_of_dtensors(query, mesh, seq_dim)
-    if mesh is None:
-        hint = 'local tensors do not tell their mesh: after init_process_group, pass mesh=mesh["cp"]'
-        refuse("mesh", ONE_AXIS, None, hint)
-    if isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None:
-        refuse("mesh", "a mesh that holds this rank", mesh, "call attention on the ranks of the mesh only")
-    group = mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh
-    return CPAxis(group, group.size(), 2 if seq_dim is None else seq_dim, None)
+    if not isinstance(query, DTensor):
+        if mesh is None:
+            hint = 'local tensors do not tell their mesh: after init_process_group, pass mesh=mesh["cp"]'
+            refuse("mesh", ONE_AXIS, None, hint)
+        if isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None:
+            refuse("mesh", "a mesh that holds this rank", mesh, "call attention on the ranks of the mesh only")
+        group = _group_of(mesh)
+        return CPAxis(group, group.size(), 2 if seq_dim is None else seq_dim, None)
+
+    whole, placements, axes = query.device_mesh, query.placements, _candidates(query, mesh, seq_dim)
+    if not axes and mesh is not None:
+        refuse("mesh", f"an axis of the DTensors' mesh {whole}", mesh, "leave mesh out")
+    if not axes and seq_dim is None:
+        got, hint = f"axes {whole.mesh_dim_names or whole.ndim}", 'pass mesh=mesh["your cp axis"]'
+        refuse("cp axis", 'an axis named "cp", or mesh= or seq_dim=', got, hint)
+    if not axes:
+        refuse("query's placements", f"Shard({seq_dim}) on the cp axis", placements, UNSHARDED)
+    if len(axes) > 1:
+        expected, hint = "the sequence sharded on one axis", "flatten the axes"
+        refuse("query's placements", expected, placements, hint, UnsupportedError)
+    if seq_dim is None and (placement := placements[axes[0]]) != Shard(2):
+        hint = UNSHARDED
+        if placement in (Shard(0), Shard(1)):  # another format, or heads or batch on the wrong axis
+            hint = f"pass seq_dim={placement.dim} if it is {FORMATS[placement.dim].name}; "
+            hint += "the cp axis shards the sequence, not heads or batch"
+        expected = f"Shard(2), the sequence of {FORMATS[2].name}"
+        refuse("query's placement on the cp axis", expected, placement, hint)
+    return CPAxis(whole.get_group(axes[0]), whole.size(axes[0]), 2 if seq_dim is None else seq_dim, axes[0])
 
 
-def _axis_of_dtensors(query: DTensor, mesh: DeviceMesh | dist.ProcessGroup | None, seq_dim: int | None) -> CPAxis:
+def _group_of(mesh: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
+    return mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh
+
+
+def _candidates(query: DTensor, mesh: DeviceMesh | dist.ProcessGroup | None, seq_dim: int | None) -> list[int]:
+    """The axes of query's mesh that can be cp by what was given."""
     whole, names = query.device_mesh, query.device_mesh.mesh_dim_names or ()
     if mesh is not None:
-        wanted = (mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh).group_name
+        wanted = _group_of(mesh).group_name
         axes = [i for i in range(whole.ndim) if whole.get_group(i).group_name == wanted]
         if len(axes) > 1 and isinstance(mesh, DeviceMesh):  # axes of one rank may share one group, but not a name
             axes = [i for i in axes if names and mesh.mesh_dim_names == (names[i],)] or axes
-        if not axes:
-            refuse("mesh", f"an axis of the DTensors' mesh {whole}", mesh, "leave mesh out")
-    elif seq_dim is not None:
-        axes = [i for i, p in enumerate(query.placements) if p == Shard(seq_dim)]
-        if not axes:
-            refuse("query's placements", f"Shard({seq_dim}) on the cp axis", query.placements, UNSHARDED)
-        if len(axes) > 1:
-            expected, got = "the sequence sharded on one axis", query.placements
-            refuse("query's placements", expected, got, "flatten the axes", UnsupportedError)
-    elif "cp" in names:
-        axes = [names.index("cp")]
-    elif whole.ndim == 1 and not names:
-        axes = [0]
-    else:
-        expected, hint = 'an axis named "cp", or mesh= or seq_dim=', 'pass mesh=mesh["your cp axis"]'
-        refuse("cp axis", expected, f"axes {names or whole.ndim}", hint)
-    if seq_dim is None:
-        seq_dim, placement = 2, query.placements[axes[0]]
-        if placement != Shard(seq_dim):
-            hint = UNSHARDED
-            if placement in (Shard(0), Shard(1)):  # another format, or heads or batch on the wrong axis
-                form = FORMATS[placement.dim].name
-                hint = f"pass seq_dim={placement.dim} if it is {form}; "
-                hint += "the cp axis shards the sequence, not heads or batch"
-            expected = f"Shard({seq_dim}), the sequence of {FORMATS[seq_dim].name}"
-            refuse("query's placement on the cp axis", expected, placement, hint)
-    return CPAxis(whole.get_group(axes[0]), whole.size(axes[0]), seq_dim, axes[0])
+        return axes[:1]
+    if seq_dim is not None:
+        return [i for i, placement in enumerate(query.placements) if placement == Shard(seq_dim)]
+    if "cp" in names:
+        return [names.index("cp")]
+    return [0] if whole.ndim == 1 and not names else []
 
 
 def group_that_waits(query: Any, mesh: Any, seq_dim: Any) -> dist.ProcessGroup | None:
     """The cp group, as far as it can be told from arguments of which some were refused."""
-    if isinstance(mesh, dist.ProcessGroup):
-        return mesh
-    if isinstance(mesh, DeviceMesh) and mesh.ndim == 1:
-        return mesh.get_group()
+    if isinstance(mesh, dist.ProcessGroup) or (isinstance(mesh, DeviceMesh) and mesh.ndim == 1):
+        return _group_of(mesh)
     if not isinstance(query, DTensor):
         return None
-    whole, names = query.device_mesh, query.device_mesh.mesh_dim_names or ()
-    sequence = Shard(2 if seq_dim is None else seq_dim)
-    axes = [i for i, placement in enumerate(query.placements) if placement == sequence]
-    if seq_dim is None and "cp" in names:
-        axes = [names.index("cp")]
-    return whole.get_group(axes[0]) if len(axes) == 1 else None
+    axes = _candidates(query, None, seq_dim) or _candidates(query, None, 2)
+    return query.device_mesh.get_group(axes[0]) if len(axes) == 1 else None
 
 
 def score_placements(name: str, shape: Sequence[int], part: str) -> tuple[Placement, Placement]:
-    """A tensor of the call beside q, k and v, on an axis that shards this part of q, or nothing ("whole").
-
-    Args:
-        name: its name in `call.Tensors`.
-        shape: its shape; of a bias, dims of one row, head or batch row are never sharded.
-        part: what the axis does to q.
-
-    Returns:
-        Its placement and that of its gradient.
-    """
+    """The placements of a tensor of `call.Tensors`, by its name and shape, and of its gradient, on an axis that shards
+    this part of q, or nothing ("whole")."""
     dims = {"heads": 0} if name in ("sinks", "alibi_slopes", "relative_bias") else {}
     if name == "bias":
         dims = {"batch": 0, "heads": 1, "sequence": 2}
@@ -165,13 +154,7 @@ def place_beside(tensors: Mapping[str, Tensor | None], query: DTensor, form: For
 
 
 def local_scores(scores: Mapping[str, Any], query: DTensor, form: Format) -> dict[str, Any]:
-    """The same with local tensors for DTensors, whose gradients become DTensors again.
-
-    Args:
-        scores: options of the scores by name.
-        query: the DTensor beside which they are placed rightly.
-        form: its format.
-    """
+    """Options of the scores by name, with local tensors for DTensors, whose gradients become DTensors again."""
     return {
         name: x.to_local(grad_placements=_beside(name, x, query, form)[1]) if isinstance(x, DTensor) else x
         for name, x in scores.items()
@@ -235,10 +218,7 @@ def check_score_placements(scores: Mapping[str, Any], query: Tensor, form: Forma
 def check_placements(query: DTensor, key: Tensor, value: Tensor, cp_axis: int | None, form: Format) -> None:
     """Refuse placements that would make the ring wrong, or make DTensor silently gather what the user sharded.
 
-    Args:
-        query, key, value: DTensors of one format.
-        cp_axis: the axis of their mesh that shards the sequence, None if none of its axes does.
-        form: the format.
+    ``cp_axis`` is the axis of their mesh that shards the sequence, None if none of its axes does.
     """
     mesh, placements = query.device_mesh, query.placements
     for name, x in (("key", key), ("value", value)):

@@ -65,7 +65,9 @@ def register_ways() -> dict[str, Callable[..., Any]]:
         name, schema = op._opname, str(op._schema).partition("(")[2]
         library.define(f"{name}({schema}")
         library.impl(name, torch.compiler.disable(function), "CompositeExplicitAutograd")
-        custom = torch.library.custom_op(f"cp_mesh_by_custom_op::{name}", function, mutates_args=(), schema=f"({schema}")
+        custom = torch.library.custom_op(
+            f"cp_mesh_by_custom_op::{name}", function, mutates_args=(), schema=f"({schema}"
+        )
         if name == "attention":
             custom.register_autograd(
                 lambda ctx, *grads: backward_by(torch.ops.cp_mesh_by_custom_op.attention_backward.default)(ctx, *grads),
