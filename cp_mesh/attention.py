@@ -263,12 +263,7 @@ def _check_asked(asked: Asked) -> None:
     """Refuse what is wrong by itself."""
     for name, is_right, expected, hint in _RULES:
         if not is_right(x := getattr(asked, name)):
-            refuse(
-                name,
-                expected,
-                (f"{x}" if x.ndim == 0 else type(x).__name__) if isinstance(x, Tensor) else repr(x),
-                hint,
-            )
+            refuse(name, expected, _shown(x), hint)
     layout, spec = asked.layout, asked.layout.spec()
     if LAYOUTS.get(spec.partition(":")[0]) is not type(layout):
         hint = "the op rebuilds layouts by name: list your class in cp_mesh.layouts.LAYOUTS"
@@ -296,6 +291,11 @@ def _check_format(query: Tensor, key: Tensor, value: Tensor, form: Format) -> No
 def _as_float(x: Any) -> float:
     """Of Python's numbers, symbolic ones or NumPy's."""
     return float(guard_scalar(x if isinstance(x, _NUMBERS) else float(x)))
+
+
+def _shown(x: object) -> str:
+    """As a message says it: "1" is not 1, and a tensor is long."""
+    return (type(x).__name__ if x.ndim else f"{x}") if isinstance(x, Tensor) else repr(x)
 
 
 def _is_number(x: object) -> bool:

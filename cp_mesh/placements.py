@@ -40,7 +40,7 @@ def find_cp_axis(
     qkv: tuple[Tensor, Tensor, Tensor], mesh: DeviceMesh | dist.ProcessGroup | None, seq_dim: int | None
 ) -> CPAxis:
     """The cp axis and the sequence dim, from the placements of DTensors or from the arguments."""
-    if not (mesh is None or isinstance(mesh, DeviceMesh) or isinstance(mesh, dist.ProcessGroup)):  # noqa: SIM101 - Dynamo
+    if not (mesh is None or isinstance(mesh, DeviceMesh) or isinstance(mesh, dist.ProcessGroup)):  # noqa: SIM101 - for Dynamo
         refuse("mesh", f"{ONE_AXIS}, or its ProcessGroup", type(mesh).__name__, 'pass mesh["cp"]')
     if isinstance(mesh, DeviceMesh) and mesh.ndim != 1:
         refuse("mesh", ONE_AXIS, f"{mesh.ndim} axes", 'pass one axis, mesh["cp"]', UnsupportedError)
