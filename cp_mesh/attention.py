@@ -188,7 +188,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor | 
                 announce_refusal(group, error)
         raise
     if isinstance(query, DTensor) and call.seq_len < axis.size:
-        # Not by the sharding rule: DTensor gathers a dim that is shorter than its axis. No other call goes this way.
+        # DTensor gathers a dim that is shorter than its axis. All others go by dispatch, but for those of a core over tp
+        # alone, which have no cp axis: `ContextParallel` takes them apart.
         tensors = Tensors(**local_scores(call.tensors._asdict(), query, call.format))
         q, k, v = (x.to_local(grad_placements=query.placements) for x in (query, key, value))  # type: ignore[attr-defined]
         out, lse = attention_op(q, k, v, *call._replace(tensors=tensors).arguments())
@@ -246,7 +247,7 @@ def _make_call(query: Tensor, key: Tensor, value: Tensor, axis: CPAxis, asked: A
 
 
 def _plan_fakes(every: Sequence[Tensor | None], call: Call, group: dist.ProcessGroup) -> None:
-    """What the op refuses when it plans, compiled or not. Where a tensor has no content, its fake runs instead."""
+    """Refuse tensors without content as the op does when it plans: of these its fake runs, which refuses nothing."""
     if isinstance(every[0], DTensor):
         with torch.no_grad():
             every = [x.to_local() if isinstance(x, DTensor) else x for x in every]
@@ -312,7 +313,8 @@ def _is_int(x: object) -> bool:
 # kernels and the like there are is known where they are looked up.
 _RULES: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ("layout", lambda x: isinstance(x, Layout), "a Layout", "ZigZag(), Striped(), Contiguous(), Permuted(...)"),
-    ("mask", lambda x: type(x) is Mask, "a Mask", "Mask(causal=, window=, documents=, key_padding=, prefix=)"),
+    ("mask", lambda x: type(x) is Mask, "a Mask",
+     "say it on positions, Mask(causal=, window=, documents=, key_padding=, prefix=)"),
     ("seq_len", lambda x: x is None or _is_int(x), "an int, tokens in the whole sequence", "or None"),
     ("scale", lambda x: x is None or (_is_number(x) and 0 < x < math.inf), "a positive number or None",
      "multiply q by a learned or negative scale instead"),

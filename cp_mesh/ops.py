@@ -61,6 +61,7 @@ def check_length(seq_len: int, expected: int) -> None:
 def _agree(plan: Plan, group: dist.ProcessGroup, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors) -> None:
     """Check mode: compare everything that must be equal on all cp ranks."""
     options, bias = plan.options, None if tensors.bias is None else tensors.bias.shape  # its rows are each rank's own
+    others = tensors._replace(bias=None)
     names = ("scale", "softcap", "dropout_p", "method", "kernel", "transport", "head_chunks", "deterministic")
     require_agreement(
         group,
@@ -70,7 +71,7 @@ def _agree(plan: Plan, group: dist.ProcessGroup, q: Tensor, k: Tensor, v: Tensor
             "seq_len": str(plan.seq_len),
             "batch, heads and head dims": str([(x.shape[0], x.shape[1], x.shape[3]) for x in (q, k, v)]),
             "dtype": str(q.dtype),
-            **{name.replace("_i", " i"): fingerprint(x) for name, x in tensors._replace(bias=None)._asdict().items()},
+            **{name.replace("layout_", "layout "): fingerprint(x) for name, x in others._asdict().items()},
             "bias": str(bias and (bias[0], bias[1], bias[3])),
             "options": " ".join(f"{name}={getattr(options, name)}" for name in names),
             "kernel": plan.kernel.name,
@@ -132,8 +133,8 @@ def _graded(x: Tensor | None, grad: Tensor | None, q: Tensor) -> Tensor:
     return grad.to(x.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-# Not `torch.library.custom_op` and `register_autograd`: what these do around a call takes the host REGISTRATION longer
-# (examples/benchmarks/registration.py).
+# Not by `torch.library.custom_op` or `register_autograd`: what these do around a forward that needs gradients takes the
+# host 70 us or more (examples/benchmarks/registration.py, docs/results/registration_cpu.csv).
 _library = torch.library.Library("cp_mesh", "FRAGMENT")
 _OWN = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse"
 for _schema in (
@@ -270,7 +271,7 @@ for _key in ("AutocastCPU", "AutocastCUDA"):
     _library.impl("attention", partial(_cast_and_call, _keys), _key)
 
 
-def _beside(tensors: Tensors, part: str) -> list[Placement | None]:
+def _placed(tensors: Tensors, part: str) -> list[Placement | None]:
     named = zip(Tensors._fields, tensors, strict=True)
     return [None if x is None else score_placements(name, x.shape, part)[0] for name, x in named]
 
@@ -280,7 +281,7 @@ def _(q, k, v, *arguments):  # type: ignore[no-untyped-def]
     call = Call.read(arguments)
     require_sharded((q, k, v), call.seq_dim, call.group_name)
     rows = call.format.rows()
-    return [([x, lse], [x, x, x, *_beside(call.tensors, part), *[None] * 4]) for part, x, lse in rows]
+    return [([x, lse], [x, x, x, *_placed(call.tensors, part), *[None] * 4]) for part, x, lse in rows]
 
 
 @register_sharding(attention_backward_op)
@@ -292,5 +293,5 @@ def _(dout, q, k, v, out, lse, dlse, *arguments):  # type: ignore[no-untyped-def
     for part, x, on_lse in call.format.rows():
         grads = [Replicate() if y is None else score_placements(name, y.shape, part)[1] for name, y in graded.items()]
         given = [x] * 5 + [on_lse, None if dlse is None else on_lse]
-        rows.append(([x, x, x, *grads], [*given, *_beside(call.tensors, part), *[None] * 5]))
+        rows.append(([x, x, x, *grads], [*given, *_placed(call.tensors, part), *[None] * 5]))
     return rows

@@ -24,6 +24,7 @@ from cp_mesh.kernels.combine import dense_strides
 from cp_mesh.layouts import Layout, chunk_bounds
 
 ONE_AXIS = "the 1-D DeviceMesh of the cp axis"
+_WHOLE = ("documents", "key_padding", "layout_index")  # tensors of the whole sequence, on the host or the device
 UNSHARDED = "an unsharded sequence needs no context parallelism: shard it, or call SDPA"
 
 
@@ -132,25 +133,21 @@ def _beside(name: str, x: Tensor, query: DTensor, form: Format) -> tuple[list[Pl
 def place_beside(tensors: Mapping[str, Tensor | None], query: DTensor, form: Format) -> list[Tensor | None]:
     """The same with DTensors for plain tensors of the scores, of which each rank holds its part.
 
-    Documents, key padding and the index of a layout stay plain, as they may be on the host, from which
-    `DTensor.from_local` would move them. They are replicated, and DTensor's dispatch can be told so.
+    Those in `_WHOLE` stay plain: they may be on the host, from which `DTensor.from_local` would move them. They are
+    replicated, and DTensor's dispatch can be told so.
     """
-    placed: list[Tensor | None] = []
+    mesh, placed = query.device_mesh, dict(tensors)
     for name, x in tensors.items():
-        if x is None or isinstance(x, DTensor) or name not in (*GRADED, "dropout_seed"):
-            placed.append(x)
+        if x is None or isinstance(x, DTensor) or name in _WHOLE:
             continue
         placements, shape = _beside(name, x, query, form)[0], list(x.shape)
         for has, of_query in zip(placements, query.placements, strict=True):
             if isinstance(has, Shard) and isinstance(of_query, Shard):
                 shape[has.dim] = query.shape[of_query.dim]
-        stride = torch.empty(shape, device="meta").stride()
-        placed.append(
-            DTensor.from_local(
-                x.detach(), query.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
-            )
-        )
-    return placed
+        like = torch.empty(shape, device="meta")
+        options: dict[str, Any] = {"run_check": False, "shape": like.shape, "stride": like.stride()}
+        placed[name] = DTensor.from_local(x.detach(), mesh, placements, **options)
+    return list(placed.values())
 
 
 def local_scores(scores: Mapping[str, Any], query: DTensor, form: Format) -> dict[str, Any]:
@@ -197,11 +194,13 @@ def first_index(x: Tensor, dim: int | None) -> int:
 
 
 def check_score_placements(scores: Mapping[str, Any], query: Tensor, form: Format) -> None:
-    """Refuse what is no tensor, and DTensors whose placements do not match query's."""
+    """Refuse what is no tensor, and what does not lie where query does."""
     for name, x in scores.items():
         if name in GRADED and not isinstance(x, Tensor | None):
             refuse(name, "a tensor", type(x).__name__, "use torch.tensor")
         if not isinstance(x, DTensor):
+            if isinstance(query, DTensor) and name not in _WHOLE and isinstance(x, Tensor) and x.device != query.device:
+                refuse(name, f"a tensor on {query.device}", x.device, "move it there")  # else it would be moved
             continue
         expected = "a local tensor, as query is"
         if isinstance(query, DTensor):

@@ -403,6 +403,9 @@ CASES: dict[str, Case] = {
     "sinks elsewhere": refused(ARGUMENT, "sinks", "a tensor on cpu", "meta")(
         lambda: attend(sinks=torch.zeros(H, device="meta"))
     ),
+    "sinks elsewhere than DTensors": refused(ARGUMENT, "sinks", "a tensor on cpu", "meta", "move it there")(
+        lambda: attend_placed(cp(), (SHARD_SEQ,), sinks=torch.zeros(H, device="meta"))
+    ),
     "sinks of all heads beside heads on tp": refused(ARGUMENT, "sinks", "shape [4]", "(8,)", "heads or rows sharded")(
         lambda: attend_placed(cp_tp(), (SHARD_SEQ, Shard(1)), sinks=random(H))
     ),
