@@ -188,8 +188,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor | 
                 announce_refusal(group, error)
         raise
     if isinstance(query, DTensor) and call.seq_len < axis.size:
-        # DTensor gathers a dim that is shorter than its axis. All others go by dispatch, but for those of a core over tp
-        # alone, which have no cp axis: `ContextParallel` takes them apart.
+        # DTensor gathers a dim that is shorter than its axis. All others go by dispatch, but for those of a core over
+        # tp alone, which have no cp axis: `ContextParallel` takes them apart.
         tensors = Tensors(**local_scores(call.tensors._asdict(), query, call.format))
         q, k, v = (x.to_local(grad_placements=query.placements) for x in (query, key, value))  # type: ignore[attr-defined]
         out, lse = attention_op(q, k, v, *call._replace(tensors=tensors).arguments())
