@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 
 class ArgumentError(ValueError):
     """An argument is wrong in itself, or disagrees with another one."""
@@ -18,3 +20,8 @@ class RankMismatchError(RuntimeError):
 def describe(what: str, expected: object, got: object, hint: str) -> str:
     """One sentence in the house form."""
     return f"{what}: expected {expected}, got {got}; {hint}"
+
+
+def refuse(what: str, expected: object, got: object, hint: str, error: type[Exception] = ArgumentError) -> NoReturn:
+    """Raise with that sentence."""
+    raise error(describe(what, expected, got, hint))

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 
 from cp_mesh.balancing import keys_seen
+from cp_mesh.call import SCORE_OPTIONS, Operand
 from cp_mesh.errors import ArgumentError, describe
 from cp_mesh.kernels import KERNELS
 from cp_mesh.kernels.combine import accumulation_dtype
@@ -18,15 +19,7 @@ from cp_mesh.kernels.contract import Capability, Request
 from cp_mesh.layouts import Layout, ZigZag
 from cp_mesh.masks import Band, Mask
 from cp_mesh.memory import Sizes, extra_memory
-from cp_mesh.plan import (
-    SCORE_OPTIONS,
-    Operand,
-    as_one_tile,
-    choose_head_chunks,
-    choose_schedule,
-    covers_of,
-    travels_rounded,
-)
+from cp_mesh.plan import as_one_tile, choose_head_chunks, choose_schedule, covers_of, travels_rounded
 from cp_mesh.schedule import Schedule, Tile, enclosing, make_schedule, num_rows
 from cp_mesh.segments import Segments
 

@@ -4,15 +4,13 @@ One opaque op around the whole loop, with a fake, autograd, autocast and DTensor
 ``[Shard(seq) on cp, Shard(head) on tp, Shard(batch) on dp]``, is one node under torch.compile, and can be named in a
 selective-checkpoint policy so that recompute does not replay the ring.
 
-Tensors are in the caller's format, told by ``seq_dim``: 2 = [B, H, S, D], 1 = [B, S, H, D], 0 = packed [T, H, D].
-lse is [B, H, S], or [H, T] when packed. out and the gradients are dense, contiguous or in memory as q, k and v are
-(``as_inputs``): callers who transpose q, and out back, pay for no copy then. DTensors ask for contiguous ones: their
-shards may lie in another order than their spec says. The string argument is `plan.Options.spec`.
-The tensors after q, k and v are those of `plan.Tensors`; of the scores' the backward returns gradients too, which are
-this rank's share of a sum over ranks, and empty where they are not wanted.
+Tensors are in the caller's format, told by ``seq_dim`` (`formats.py`). out and the gradients are dense, contiguous or
+in memory as q, k and v are (``as_inputs``): callers who transpose q, and out back, pay for no copy then. DTensors ask
+for contiguous ones: their shards may lie in another order than their spec says. What follows q, k and v is a
+`call.Call`. Of the tensors of the scores the backward returns gradients too, which are this rank's share of a sum over
+ranks, and empty where they are not wanted.
 """
 
-import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -22,32 +20,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.experimental import register_sharding
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.experimental import implicit_replication, register_sharding
 from torch.distributed.tensor.placement_types import Placement
 
 from cp_mesh.agreement import announce_refusal, checking, fingerprint, require_agreement
-from cp_mesh.errors import ArgumentError, UnsupportedError, describe
+from cp_mesh.call import GRADED, NUM_TENSORS, SCHEMA, Call, Tensors, autocast
+from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.formats import FORMATS
 from cp_mesh.kernels.combine import accumulation_dtype, dense_like
-from cp_mesh.plan import Options, Plan, Tensors, make_plan
+from cp_mesh.placements import place_beside, require_sharded, score_placements
+from cp_mesh.plan import Plan, make_plan
 from cp_mesh.ring import ring_backward, ring_forward
 from cp_mesh.sequence import ROOT
-
-NUM_TENSORS = len(Tensors._fields)
-GRADED = ("sinks", "alibi_slopes", "relative_bias", "bias")
-"""Tensors of the scores that have a gradient, in the order in which the backward op returns theirs."""
-
-
-def to_bhsd(x: Tensor, seq_dim: int) -> Tensor:
-    """A [B, H, S, D] view of a tensor in the caller's format."""
-    return x if seq_dim == 2 else x.transpose(1, 2) if seq_dim == 1 else x.transpose(0, 1)[None]
-
-
-def from_bhsd(x: Tensor, seq_dim: int, spec: str) -> Tensor:
-    """Back from [B, H, S, D] to the caller's format; keeps the memory order, or makes it contiguous (``as_inputs``)."""
-    x = x if seq_dim == 2 else x.transpose(1, 2) if seq_dim == 1 else x[0].transpose(0, 1)
-    return x if Options.parse(spec).as_inputs else x.contiguous()
 
 
 def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
@@ -56,14 +41,10 @@ def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
-def _lse_to_bhs(lse: Tensor, seq_dim: int) -> Tensor:
-    return lse[None] if seq_dim == 0 else lse
-
-
 def length_of_call(arguments: Sequence[Any]) -> tuple[str, int | None]:
     """The group of a call of `attention_op`, and its tokens if they must be those of the model's root."""
-    seq_len, _, group_name, spec = arguments[-4:]
-    return group_name, seq_len if Options.parse(spec).of_root else None
+    call = Call.read(arguments[3:])
+    return call.group_name, call.seq_len if call.options.of_root else None
 
 
 def check_length(seq_len: int, expected: int) -> None:
@@ -74,151 +55,117 @@ def check_length(seq_len: int, expected: int) -> None:
             "core of another sequence needs a ShardedSequence with its length="
         )
         got = f"{seq_len} by the rows of the SDPA call"
-        raise ArgumentError(describe("ContextParallel", f"attention over the root's {expected} tokens", got, hint))
+        refuse("ContextParallel", f"attention over the root's {expected} tokens", got, hint)
 
 
 def _agree(plan: Plan, group: dist.ProcessGroup, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors) -> None:
     """Check mode: compare everything that must be equal on all cp ranks."""
-    shapes = [tuple(x.shape) for x in (q, k, v)]
     options, bias = plan.options, None if tensors.bias is None else tensors.bias.shape  # its rows are each rank's own
+    others = tensors._replace(bias=None)
+    names = ("scale", "softcap", "dropout_p", "method", "kernel", "transport", "head_chunks", "deterministic")
     require_agreement(
         group,
         {
             "layout": options.layout,
             "mask": options.mask,
             "seq_len": str(plan.seq_len),
-            "batch, heads and head dims": str([(shape[0], shape[1], shape[3]) for shape in shapes]),
+            "batch, heads and head dims": str([(x.shape[0], x.shape[1], x.shape[3]) for x in (q, k, v)]),
             "dtype": str(q.dtype),
-            "documents": fingerprint(tensors.documents),
-            "key_padding": fingerprint(tensors.key_padding),
-            "layout index": fingerprint(tensors.layout_index),
-            "sinks": fingerprint(tensors.sinks),
-            "alibi_slopes": fingerprint(tensors.alibi_slopes),
-            "relative_bias": fingerprint(tensors.relative_bias),
+            **{name.replace("layout_", "layout "): fingerprint(x) for name, x in others._asdict().items()},
             "bias": str(bias and (bias[0], bias[1], bias[3])),
-            "dropout_seed": fingerprint(tensors.dropout_seed),
-            "options": f"scale={options.scale} softcap={options.softcap} dropout_p={options.dropout_p} "
-            f"method={options.method} kernel={options.kernel} "
-            f"transport={options.transport} head_chunks={options.head_chunks} deterministic={options.deterministic}",
+            "options": " ".join(f"{name}={getattr(options, name)}" for name in names),
             "kernel": plan.kernel.name,
         },
     )
 
 
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    documents: Tensor | None,
-    key_padding: Tensor | None,
-    index: Tensor | None,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    relative_bias: Tensor | None,
-    bias: Tensor | None,
-    dropout_seed: Tensor | None,
-    seq_len: int,
-    seq_dim: int,
-    group_name: str,
-    spec: str,
-) -> tuple[Tensor, Tensor]:
-    """Attention over the cp group; see `cp_mesh.attention` for the arguments. Returns (out, lse)."""
-    tensors = Tensors(documents, key_padding, index, sinks, alibi_slopes, relative_bias, bias, dropout_seed)
-    group: dist.ProcessGroup = _resolve_process_group(group_name)  # type: ignore[arg-type]
-    q, k, v = (to_bhsd(x, seq_dim) for x in (q, k, v))
+def _attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """Attention over the cp group. Returns (out, lse)."""
+    call = Call.read(arguments)
+    form, group = call.format, call.group
+    q, k, v = map(form.to_bhsd, (q, k, v))
     try:
-        options, root = Options.parse(spec), ROOT.get()
-        if options.of_root and root is not None and root.sequence.mesh.get_group().group_name == group_name:
-            check_length(seq_len, root.seq_len)
-        plan = make_plan(q, k, v, tensors, seq_len, group, options)
+        root = ROOT.get()
+        if call.options.of_root and root is not None and root.sequence.mesh.get_group().group_name == call.group_name:
+            check_length(call.seq_len, root.seq_len)
+        plan = make_plan(q, k, v, call.tensors, call.seq_len, group, call.options)
     except Exception as error:
         if checking():
             announce_refusal(group, error)
         raise
     if checking():
-        _agree(plan, group, q, k, v, tensors)
+        _agree(plan, group, q, k, v, call.tensors)
     with _no_autocast(q):
         out, lse = ring_forward(q, k, v, plan, group)
-    return from_bhsd(out, seq_dim, spec), (lse[0] if seq_dim == 0 else lse).contiguous()
+    return _as_asked(out, call), form.lse_from_bhs(lse).contiguous()
 
 
 def _attention_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    documents: Tensor | None,
-    key_padding: Tensor | None,
-    index: Tensor | None,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    relative_bias: Tensor | None,
-    bias: Tensor | None,
-    dropout_seed: Tensor | None,
-    seq_len: int,
-    seq_dim: int,
-    group_name: str,
-    spec: str,
-    wanted: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *arguments: Any
+) -> tuple[Tensor, ...]:
     """Gradients of `attention_op`, given those of its results: of q, k, v, and of those of `GRADED` named in wanted."""
-    tensors = Tensors(documents, key_padding, index, sinks, alibi_slopes, relative_bias, bias, dropout_seed)
-    group: dist.ProcessGroup = _resolve_process_group(group_name)  # type: ignore[arg-type]
-    dout, q, k, v, out = (to_bhsd(x, seq_dim) for x in (dout, q, k, v, out))
-    plan = make_plan(q, k, v, tensors, seq_len, group, Options.parse(spec))
-    lse = _lse_to_bhs(lse, seq_dim)
+    call, wanted = Call.read(arguments[:-1]), arguments[-1]
+    form, group = call.format, call.group
+    dout, q, k, v, out = map(form.to_bhsd, (dout, q, k, v, out))
+    plan = make_plan(q, k, v, call.tensors, call.seq_len, group, call.options)
+    lse = form.lse_to_bhs(lse)
     if dlse is not None:
         if not plan.kernel.capability.differentiable_lse:
             raise UnsupportedError(f"kernel {plan.kernel.name!r} takes no gradient of lse; kernel='reference' does")
-        dlse = _lse_to_bhs(dlse, seq_dim)
+        dlse = form.lse_to_bhs(dlse)
     with _no_autocast(q):
         names = wanted.split(",") if wanted else ()
         *grads, of_scores = ring_backward(dout, q, k, v, out, lse, dlse, plan, group, names)
-    dq, dk, dv = (from_bhsd(x, seq_dim, spec) for x in grads)
-    dsinks, dslopes, dtable, dbias = (_graded(getattr(tensors, name), of_scores.get(name), q) for name in GRADED)
-    return dq, dk, dv, dsinks, dslopes, dtable, dbias
+    dq, dk, dv = (_as_asked(x, call) for x in grads)
+    return dq, dk, dv, *(_graded(getattr(call.tensors, name), of_scores.get(name), q) for name in GRADED)
+
+
+def _as_asked(x: Tensor, call: Call) -> Tensor:
+    """A [B, H, S, D] result in the caller's format; keeps its memory order, or is made contiguous."""
+    x = call.format.from_bhsd(x)
+    return x if call.options.as_inputs else x.contiguous()
 
 
 def _graded(x: Tensor | None, grad: Tensor | None, q: Tensor) -> Tensor:
     """A new tensor: the gradient as the op returns it."""
-    return (
-        q.new_empty(0)
-        if x is None or grad is None
-        else grad.to(x.dtype, copy=True, memory_format=torch.contiguous_format)
-    )
+    if x is None or grad is None:
+        return q.new_empty(0)
+    return grad.to(x.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-# Not `torch.library.custom_op`: what that does around a call takes the host longer than all of the ops' own Python.
+# Not by `torch.library.custom_op` or `register_autograd`: what these do around a forward that needs gradients takes the
+# host 70 us or more (examples/benchmarks/registration.py, docs/results/registration_cpu.csv).
 _library = torch.library.Library("cp_mesh", "FRAGMENT")
-for _name, _function in (("attention", _attention), ("attention_backward", _attention_backward)):
-    _schema = torch.library.infer_schema(_function, mutates_args=())
+_OWN = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse"
+for _schema in (
+    f"attention(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor, Tensor)",
+    f"attention_backward({_OWN}, {SCHEMA}, str wanted) -> ({', '.join(['Tensor'] * (3 + len(GRADED)))})",
+):
     # results lie in memory as the inputs do: Inductor may not choose other strides for these than the fakes saw
-    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-    _library.impl(_name, torch._disable_dynamo(_function), "CompositeExplicitAutograd")
+    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
 attention_op = torch.ops.cp_mesh.attention.default
 attention_backward_op = torch.ops.cp_mesh.attention_backward.default
 _FUNCTIONS: dict[Any, Any] = {attention_op: _attention, attention_backward_op: _attention_backward}
+for _op, _function in _FUNCTIONS.items():
+    _library.impl(_op._opname, torch._disable_dynamo(_function), "CompositeExplicitAutograd")
 _DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 
 
 @torch.library.register_fake("cp_mesh::attention", lib=_library)
-def _(q, k, v, *args):  # type: ignore[no-untyped-def]
-    seq_dim, spec = args[-3], args[-1]
-    q = to_bhsd(q, seq_dim)
-    lse = q.new_empty(q.shape[1:3] if seq_dim == 0 else q.shape[:3], dtype=accumulation_dtype(q.dtype))
-    return from_bhsd(dense_like(q, v.shape[-1]), seq_dim, spec), lse
+def _(q, k, v, *arguments):  # type: ignore[no-untyped-def]
+    call = Call.read(arguments)
+    q = call.format.to_bhsd(q)
+    lse = call.format.lse_from_bhs(q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype)))
+    return _as_asked(dense_like(q, v.shape[-1]), call), lse
 
 
 @torch.library.register_fake("cp_mesh::attention_backward", lib=_library)
-def _(dout, q, k, v, out, lse, dlse, *args):  # type: ignore[no-untyped-def]
-    tensors, (_, seq_dim, _, spec, wanted) = Tensors(*args[:NUM_TENSORS]), args[NUM_TENSORS:]
-    graded = {name: getattr(tensors, name) for name in GRADED}
+def _(dout, q, k, v, out, lse, dlse, *arguments):  # type: ignore[no-untyped-def]
+    call, wanted = Call.read(arguments[:-1]), arguments[-1].split(",")
+    graded = {name: getattr(call.tensors, name) for name in GRADED}
     return (
-        *(from_bhsd(dense_like(to_bhsd(x, seq_dim)), seq_dim, spec) for x in (q, k, v)),
-        *(x.new_empty(x.shape) if name in wanted.split(",") else q.new_empty(0) for name, x in graded.items()),
+        *(_as_asked(dense_like(call.format.to_bhsd(x)), call) for x in (q, k, v)),
+        *(x.new_empty(x.shape) if name in wanted else q.new_empty(0) for name, x in graded.items()),
     )
 
 
@@ -228,8 +175,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, keys, *inputs):  # type: ignore[no-untyped-def]
         out, lse = _below_autograd(attention_op, keys, inputs)
-        *tensors, ctx.seq_len, ctx.seq_dim, ctx.group_name, ctx.spec = inputs
-        if not Options.parse(ctx.spec).differentiable_lse:
+        tensors, ctx.others = inputs[: 3 + NUM_TENSORS], inputs[3 + NUM_TENSORS :]
+        if not Call.read(inputs[3:]).options.differentiable_lse:
             ctx.mark_non_differentiable(lse)  # most kernels take no gradient of it, and none must be dropped silently
         ctx.save_for_backward(*tensors, out, lse)
         ctx.set_materialize_grads(False)  # an unused lse must not cost a gradient of zeros, which most kernels refuse
@@ -243,12 +190,13 @@ class _Attention(torch.autograd.Function):
         # Without any gradient too: on the other ranks there may be some, which wait for this one in the ring.
         dout = torch.zeros_like(out) if dout is None else _placed_like(dout, out)
         dlse = None if dlse is None else _placed_like(dlse, lse)
-        dq, dk, dv, *others = attention_backward_op(
-            dout, q, k, v, out, lse, dlse, *tensors,
-            ctx.seq_len, ctx.seq_dim, ctx.group_name, ctx.spec, ",".join(wanted),
-        )  # fmt: skip
-        of_tensors = {name: grad for name, grad in zip(GRADED, others, strict=True) if name in wanted}
-        return None, dq, dk, dv, *(of_tensors.get(name) for name in Tensors._fields), None, None, None, None
+        given = (dout, q, k, v, out, lse, dlse, *tensors, *ctx.others, ",".join(wanted))
+        dq, dk, dv, *grads = attention_backward_op(*given)
+        named, of_tensors = dict(zip(GRADED, grads, strict=True)), dict.fromkeys(Tensors._fields)
+        for name in wanted:  # of a plain tensor beside DTensors: this rank's share
+            plain = isinstance(q, DTensor) and not isinstance(getattr(Tensors(*tensors), name), DTensor)
+            of_tensors[name] = named[name].to_local() if plain else named[name]
+        return None, dq, dk, dv, *of_tensors.values(), *[None] * len(ctx.others)
 
 
 class _Gradients(torch.autograd.Function):
@@ -269,19 +217,32 @@ def _below_autograd(op: torch._ops.OpOverload, keys: torch._C.DispatchKeySet, in
     with torch._C._AutoDispatchBelowADInplaceOrView():
         if keys.highestPriorityTypeId() in _DEVICES:  # no DTensor, no mode: nothing is asked but the function below
             return _FUNCTIONS[op](*inputs)
+        if isinstance(inputs[0], DTensor):
+            return _dispatch_dtensors(op, keys, inputs)
         return op.redispatch(keys, *inputs)
+
+
+def _dispatch_dtensors(op: torch._ops.OpOverload, keys: torch._C.DispatchKeySet, inputs: Sequence[Any]) -> Any:
+    """By the sharding rule, with plain tensors beside DTensors, which autograd never sees as DTensors."""
+    begin = 3 if op is attention_op else 7
+    end = begin + NUM_TENSORS
+    tensors, form = Tensors(*inputs[begin:end]), FORMATS[inputs[end + 1]]
+    if all(x is None or isinstance(x, DTensor) for x in tensors):
+        return op.redispatch(keys, *inputs)
+    placed = place_beside(tensors._asdict(), inputs[0], form)
+    # It would be turned off at the end for a caller who turned it on.
+    with nullcontext() if DTensor._op_dispatcher._allow_implicit_replication else implicit_replication():
+        return op.redispatch(keys, *inputs[:begin], *placed, *inputs[end:])
 
 
 def _with_autograd(op: torch._ops.OpOverload, graph: Any, keys: torch._C.DispatchKeySet, *inputs: Any) -> Any:
     tensors = [x for x in inputs if isinstance(x, Tensor)]
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise UnsupportedError(
-            describe(str(op), "inputs without tangents", "forward-mode derivatives", "use backward()")
-        )
+        refuse(str(op), "inputs without tangents", "forward-mode derivatives", "use backward()", UnsupportedError)
     graded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if graded and torch._C._are_functorch_transforms_active():
-        hint = "use torch.autograd.grad, or backward()"
-        raise UnsupportedError(describe(str(op), "no transform of torch.func", "torch.func.grad or the like", hint))
+        got, hint = "torch.func.grad or the like", "use torch.autograd.grad, or backward()"
+        refuse(str(op), "no transform of torch.func", got, hint, UnsupportedError)
     return graph.apply(keys, *inputs) if graded else _below_autograd(op, keys, inputs)
 
 
@@ -298,104 +259,39 @@ def _placed_like(grad: Tensor, x: Tensor) -> Tensor:
     return grad
 
 
-def _register_autocast(library: torch.library.Library, device_type: str) -> None:
-    """Cast q, k, v to the autocast dtype, as `F.scaled_dot_product_attention` does; fp64 is left alone there too.
-
-    `CustomOpDef.register_autocast` fixes the dtype when it is registered; the one in force at the call is wanted.
-    """
-    key = f"Autocast{device_type.upper()}"
-    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-
-    def autocast(q, k, v, *args):  # type: ignore[no-untyped-def]
-        dtype = torch.get_autocast_dtype(device_type)
-        cast = [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v)]
-        with torch._C._ExcludeDispatchKeyGuard(keys):
-            return torch.ops.cp_mesh.attention.default(*cast, *args)
-
-    library.impl("attention", autocast, key)
+def _cast_and_call(keys: torch._C.DispatchKeySet, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Any:
+    """`CustomOpDef.register_autocast` fixes the dtype when it is registered; the one in force at the call is wanted."""
+    cast = autocast(q, k, v)
+    with torch._C._ExcludeDispatchKeyGuard(keys):
+        return attention_op(*cast, *arguments)
 
 
-for _device_type in ("cpu", "cuda"):
-    _register_autocast(_library, _device_type)
+for _key in ("AutocastCPU", "AutocastCUDA"):
+    _keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _key))
+    _library.impl("attention", partial(_cast_and_call, _keys), _key)
 
 
-def _placements(seq_dim: int) -> list[tuple[str, Placement, Placement]]:
-    """For each way to place an axis: its name, the placement of q, k and v in the caller's format, and that of lse."""
-    head_dim = 2 if seq_dim == 1 else 1
-    rows: list[tuple[str, Placement, Placement]] = [("sequence", Shard(seq_dim), Shard(1 if seq_dim == 0 else 2))]
-    rows.append(("heads", Shard(head_dim), Shard(0 if seq_dim == 0 else 1)))
-    if seq_dim != 0:
-        rows.append(("batch", Shard(0), Shard(0)))
-    return [*rows, ("whole", Replicate(), Replicate())]
-
-
-def score_placements(name: str, shape: Sequence[int], part: str) -> tuple[Placement, Placement]:
-    """A tensor of the scores on an axis that shards the sequence, heads or batch of q, or nothing ("whole").
-
-    Args:
-        name: its name in `plan.Tensors`.
-        shape: its global shape.
-        part: what the axis does to q.
-
-    Returns:
-        Its placement and that of its gradient.
-    """
-    dims = {"heads": 0} if name in ("sinks", "alibi_slopes", "relative_bias") else {}
-    if name == "bias":
-        dims = {"batch": 0, "heads": 1, "sequence": 2}
-    if (dim := dims.get(part)) is not None and (name != "bias" or shape[dim] > 1):
-        return Shard(dim), Shard(dim)
-    return Replicate(), Replicate() if part == "whole" else Partial()
-
-
-def _require_sharded(specs, seq_dim: int, group_name: str) -> None:  # type: ignore[no-untyped-def]
-    """The cp axis, and no other, shards the sequence. `attention` checks this with better words; this is the guard
-    for direct calls of the op, whose rule would otherwise let DTensor choose other placements."""
-    mesh = specs[0].mesh
-    for axis in range(mesh.ndim):
-        if mesh.size(axis) == 1:
-            continue  # every placement is the whole there, and axes of one rank may share one group
-        is_cp = mesh.get_group(axis).group_name == group_name
-        for spec in specs:
-            if (spec.placements[axis] == Shard(seq_dim)) != is_cp:
-                raise ValueError(
-                    describe(
-                        f"placement on mesh axis {axis}",
-                        f"Shard({seq_dim}) exactly on the cp axis",
-                        tuple(spec.placements),
-                        "shard the sequence on the cp axis alone",
-                    )
-                )
-    for spec in specs:
-        for dim in {0, 1, 2} - {seq_dim}:
-            parts = math.prod(mesh.size(axis) for axis, p in enumerate(spec.placements) if p == Shard(dim))
-            if spec.shape[dim] % parts:
-                hint = "use sizes whose product divides it"
-                raise ValueError(describe(f"size of dim {dim}", f"a multiple of {parts}", spec.shape[dim], hint))
-
-
-def _tensor_placements(tensors: Tensors, part: str) -> list[Placement | None]:
+def _placed(tensors: Tensors, part: str) -> list[Placement | None]:
     named = zip(Tensors._fields, tensors, strict=True)
     return [None if x is None else score_placements(name, x.shape, part)[0] for name, x in named]
 
 
-@register_sharding(torch.ops.cp_mesh.attention.default)
-def _(q, k, v, *args):  # type: ignore[no-untyped-def]
-    tensors, (_, seq_dim, group_name, _) = Tensors(*args[:NUM_TENSORS]), args[NUM_TENSORS:]
-    _require_sharded((q, k, v), seq_dim, group_name)
-    return [
-        ([x, lse], [x, x, x, *_tensor_placements(tensors, part), *[None] * 4]) for part, x, lse in _placements(seq_dim)
-    ]
+@register_sharding(attention_op)
+def _(q, k, v, *arguments):  # type: ignore[no-untyped-def]
+    call = Call.read(arguments)
+    require_sharded((q, k, v), call.seq_dim, call.group_name)
+    rows = call.format.rows()
+    return [([x, lse], [x, x, x, *_placed(call.tensors, part), *[None] * 4]) for part, x, lse in rows]
 
 
-@register_sharding(torch.ops.cp_mesh.attention_backward.default)
-def _(dout, q, k, v, out, lse, dlse, *args):  # type: ignore[no-untyped-def]
-    tensors, (_, seq_dim, group_name, _, wanted) = Tensors(*args[:NUM_TENSORS]), args[NUM_TENSORS:]
-    _require_sharded((q, k, v, out), seq_dim, group_name)
-    graded = {name: getattr(tensors, name) if name in wanted.split(",") else None for name in GRADED}
+@register_sharding(attention_backward_op)
+def _(dout, q, k, v, out, lse, dlse, *arguments):  # type: ignore[no-untyped-def]
+    call, wanted = Call.read(arguments[:-1]), arguments[-1].split(",")
+    require_sharded((q, k, v, out), call.seq_dim, call.group_name)
+    graded = {name: getattr(call.tensors, name) if name in wanted else None for name in GRADED}
     rows = []
-    for part, x, on_lse in _placements(seq_dim):
+    for part, x, on_lse in call.format.rows():
         grads = [Replicate() if y is None else score_placements(name, y.shape, part)[1] for name, y in graded.items()]
         given = [x] * 5 + [on_lse, None if dlse is None else on_lse]
-        rows.append(([x, x, x, *grads], [*given, *_tensor_placements(tensors, part), *[None] * 5]))
+        rows.append(([x, x, x, *grads], [*given, *_placed(call.tensors, part), *[None] * 5]))
     return rows

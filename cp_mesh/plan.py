@@ -14,12 +14,13 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cp_mesh.call import Operand, Options, Tensors, check_choice, check_scores, check_tensors, make_scores
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe
 from cp_mesh.kernels import KERNELS, choose_kernel
 from cp_mesh.kernels.combine import accumulation_dtype
@@ -34,61 +35,8 @@ from cp_mesh.transport import TRANSPORTS, make_transport
 from cp_mesh.transport.contract import Transport
 
 METHODS = ("auto", "ring")
-SCORE_OPTIONS = ("softcap", "sinks", "alibi_slopes", "relative_bias", "bias", "dropout_p", "dropout_seed")
-"""Names of arguments of `cp_mesh.attention` that change the scores."""
 BANDS = frozenset({"full", "causal", "window"})  # tile kinds given by integers; nothing is copied to the device
 CHUNK_BYTES = 512 << 20  # K and V that a rank fetches, for the heads of one chunk
-
-
-class Options(NamedTuple):
-    """The static options of a call; `spec` and `parse` are inverse.
-
-    ``softcap`` 0 is none, ``head_chunks`` 0 is automatic. ``as_inputs``: results lie in memory as the inputs do; else
-    they are contiguous. ``of_root``: ``seq_len`` must be that of the `ShardedModel` in whose forward the call is.
-    """
-
-    layout: str
-    mask: str
-    scale: float
-    softcap: float = 0.0
-    dropout_p: float = 0.0
-    first_head: int = 0
-    first_batch: int = 0
-    method: str = "auto"
-    kernel: str = "auto"
-    transport: str = "auto"
-    head_chunks: int = 0
-    deterministic: bool = False
-    differentiable_lse: bool = False
-    as_inputs: bool = False
-    of_root: bool = False
-
-    def spec(self) -> str:
-        return "|".join(map(str, self))
-
-    @staticmethod
-    @lru_cache(maxsize=256)
-    def parse(spec: str) -> Options:
-        layout, mask, *scores, method, kernel, transport, chunks, deterministic, lse, as_inputs, root = spec.split("|")
-        scale, softcap, dropout_p, first_head, first_batch = scores
-        return Options(
-            layout, mask, float(scale), float(softcap), float(dropout_p), int(first_head), int(first_batch),
-            method, kernel, transport, int(chunks), deterministic == "True", lse == "True",
-            as_inputs == "True", root == "True",
-        )  # fmt: skip
-
-
-class Tensors(NamedTuple):
-    """The tensors of a call beside q, k and v, on this rank, in the order in which the op takes them."""
-
-    documents: Tensor | None = None
-    key_padding: Tensor | None = None
-    layout_index: Tensor | None = None
-    sinks: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-    relative_bias: Tensor | None = None
-    bias: Tensor | None = None
-    dropout_seed: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,23 +179,6 @@ def make_plan(
     return plan
 
 
-def make_scores(options: Options, tensors: Tensors, dtype: torch.dtype) -> Scores:
-    """What the passes are told of the scores; ``dtype`` is the accumulation dtype."""
-    seed = tensors.dropout_seed
-    return Scores(
-        options.scale,
-        options.softcap or None,
-        None if tensors.sinks is None else tensors.sinks.to(dtype).contiguous(),
-        None if tensors.alibi_slopes is None else tensors.alibi_slopes.to(dtype).contiguous(),
-        None if tensors.relative_bias is None else tensors.relative_bias.to(dtype).contiguous(),
-        tensors.bias,
-        options.dropout_p,
-        None if seed is None else torch.nn.functional.pad(seed.reshape(-1), (0, 2 - seed.numel())),
-        options.first_head,
-        options.first_batch,
-    )
-
-
 def covers_of(schedule: Schedule, features: Collection[str]) -> frozenset[str]:
     """The covers of the tiles that a kernel will see, on all ranks."""
     positional = bool(schedule.covers) and not POSITIONAL.isdisjoint(features)
@@ -264,57 +195,11 @@ def travels_rounded(kernel: Kernel, schedule: Schedule, features: Collection[str
     return kernel.rounds and (as_one_tile(kernel, schedule, features) or not schedule.overlapping)
 
 
-def check_scores(q: Tensor, tensors: Tensors, seq_len: int) -> None:
-    """Shapes, dtypes and devices of the scores' tensors against those of this rank's q [B, H, S_local, D]."""
-    B, H, S, _ = q.shape
-    shapes: dict[str, tuple[tuple[int, ...], ...]] = {  # the sizes that each dim may have; none: odd ones
-        "sinks": ((H,),),
-        "alibi_slopes": ((H,),),
-        "relative_bias": ((H,), ()),
-        "bias": ((1, B), (1, H), (1, S), (seq_len,)),
-    }
-    for name, dims in shapes.items():
-        if (x := getattr(tensors, name)) is None:
-            continue
-        fits = x.ndim == len(dims) and all(
-            size in allowed if allowed else size % 2 for size, allowed in zip(x.shape, dims, strict=True)
-        )
-        if not fits or not x.is_floating_point():
-            words = (" or ".join(map(str, allowed)) or "odd" for allowed in dims)
-            raise ArgumentError(
-                describe(
-                    name,
-                    f"floating point, shape [{', '.join(words)}] with the query heads on this rank",
-                    f"{x.dtype} {tuple(x.shape)}",
-                    "with heads or rows sharded, give each rank those that it holds",
-                )
-            )
-    seed = tensors.dropout_seed
-    if seed is not None and (seed.ndim > 1 or seed.numel() not in (1, 2) or seed.dtype != torch.int64):
-        hint = "torch.tensor([seed, offset])"
-        raise ArgumentError(describe("dropout_seed", "int64 [1] or [2]", f"{seed.dtype} {tuple(seed.shape)}", hint))
-    for name in (*shapes, "dropout_seed"):
-        if (x := getattr(tensors, name)) is not None and x.device != q.device:
-            raise ArgumentError(describe(name, f"a tensor on {q.device}", x.device, "move it there"))
-
-
 def _stream(device: torch.device) -> int | None:
     """The CUDA stream that device memory made now belongs to; None if it belongs to a graph that is being captured."""
     if device.type != "cuda":
         return 0
     return None if torch.cuda.is_current_stream_capturing() else torch.cuda.current_stream(device).cuda_stream
-
-
-class Operand(NamedTuple):
-    """What planning reads of a [B, H, S, D] tensor."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, x: Tensor) -> Operand:
-        return cls(x.shape, x.dtype, x.device)
 
 
 def _resolve(
@@ -333,8 +218,8 @@ def _resolve(
     """The plan; its scores are those without tensors. ``of_tensors`` are the features of those that it will have."""
     scores = make_scores(options, Tensors(), accumulation_dtype(q.dtype))
     features = scores.features if of_tensors is None else of_tensors
-    _check_choice("method", options.method, METHODS, "ring", later=("all_gather", "ulysses", "hybrid"))
-    _check_choice("transport", options.transport, TRANSPORTS, "functional", later=())
+    check_choice("method", options.method, METHODS, "ring", later=("all_gather", "ulysses", "hybrid"))
+    check_choice("transport", options.transport, TRANSPORTS, "functional", later=())
     check_tensors(q, k, v)
     documents, key_padding = (None if x is None else x.tensor for x in (ids, padding))
     layout = parse_layout(options.layout, None if index is None else index.tensor)
@@ -446,58 +331,3 @@ def choose_head_chunks(wanted: int, q: Operand, k: Operand, v: Operand, schedule
 def _compute_capability(device: torch.device) -> tuple[int, int]:
     """(0, 0) where the numbers do not mean NVIDIA's: no stock CUDA kernel is chosen there."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" and not torch.version.hip else (0, 0)
-
-
-def check_tensors(q: Operand | Tensor, k: Operand | Tensor, v: Operand | Tensor) -> None:
-    """Shapes, dtypes and devices of [B, H, S, D] tensors, local or global."""
-    if len({q.dtype, k.dtype, v.dtype}) > 1:
-        raise ArgumentError(
-            describe("q, k, v", "one dtype", f"{q.dtype}, {k.dtype}, {v.dtype}", "cast them to a common dtype")
-        )
-    if q.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        raise ArgumentError(
-            describe("q, k, v", "float64, float32, bfloat16 or float16", q.dtype, "cast them to bfloat16")
-        )
-    if len({q.device, k.device, v.device}) > 1:
-        raise ArgumentError(
-            describe("q, k, v", "one device", f"{q.device}, {k.device}, {v.device}", "move them to one device")
-        )
-    if not q.shape[0] == k.shape[0] == v.shape[0]:
-        raise ArgumentError(
-            describe("q, k, v", "one batch size", (q.shape[0], k.shape[0], v.shape[0]), "expand the smaller batch")
-        )
-    if k.shape[1:3] != v.shape[1:3]:
-        raise ArgumentError(
-            describe(
-                "k and v", "equal heads and lengths", (tuple(k.shape), tuple(v.shape)), "only the head dim may differ"
-            )
-        )
-    if q.shape[2] != k.shape[2]:
-        raise UnsupportedError(
-            describe(
-                "q and k",
-                "equal sequence lengths (self-attention)",
-                (q.shape[2], k.shape[2]),
-                "pass seq_dim=1 for [B, S, H, D]; leave cross-attention out of the plan, with keys replicated over cp",
-            )
-        )
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ArgumentError(
-            describe(
-                "heads",
-                "query heads that are a multiple of kv heads",
-                f"{q.shape[1]} and {k.shape[1]}",
-                "each kv head serves an equal number of consecutive query heads",
-            )
-        )
-    if q.shape[3] != k.shape[3]:
-        raise ArgumentError(describe("q and k", "one head dim", (q.shape[3], k.shape[3]), "only v's may differ"))
-
-
-def _check_choice(what: str, got: str, allowed: tuple[str, ...], nearest: str, later: tuple[str, ...]) -> None:
-    if got in allowed:
-        return
-    hint = f"{what}={nearest!r} works"
-    if got in later:
-        raise UnsupportedError(f"{what}={got!r} does not exist yet; {hint}")
-    raise ArgumentError(describe(what, f"one of {', '.join(allowed)}", repr(got), hint))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -41,7 +42,7 @@ class ShardedSequence:
     """A sequence sharded over one mesh axis in a layout.
 
     Args:
-        mesh: the 1-D mesh of the cp axis.
+        mesh: the 1-D mesh of the cp axis, or its ProcessGroup, of which a mesh is made.
         layout: which positions each rank holds.
         length: tokens in the whole sequence. Needed where it is not a multiple of ``layout.multiple(cp_size)``: then
             it is padded, or with ``pad=False`` cut in unequal shards. None: any multiple, read from the tensors.
@@ -62,6 +63,9 @@ class ShardedSequence:
     pad: bool = True
 
     def __post_init__(self) -> None:
+        if isinstance(self.mesh, dist.ProcessGroup):
+            device_type = "cuda" if "nccl" in dist.get_backend(self.mesh) else "cpu"
+            object.__setattr__(self, "mesh", DeviceMesh.from_group(self.mesh, device_type))
         if not isinstance(self.mesh, DeviceMesh) or self.mesh.ndim != 1:
             raise ArgumentError(
                 describe("ShardedSequence.mesh", "a 1-D DeviceMesh", self.mesh, 'pass the cp axis alone, mesh["cp"]')

@@ -14,7 +14,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,12 +25,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_mesh.agreement import announce_refusal, checking, fingerprint, require_agreement
-from cp_mesh.attention import attention, check_placements, check_score_placements, local_scores, wrap
+from cp_mesh.attention import Asked, attend
+from cp_mesh.call import SCORE_OPTIONS
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe
+from cp_mesh.formats import FORMATS
 from cp_mesh.forwards import STYLE, replace_forward, replaced
 from cp_mesh.layouts import Layout
 from cp_mesh.masks import Mask
-from cp_mesh.plan import SCORE_OPTIONS
+from cp_mesh.placements import check_placements, check_score_placements, local_scores, wrap
 from cp_mesh.sequence import ROOT, Root, ShardedSequence
 from cp_mesh.watching import Interception, Watch, unwatched, watch_encoders, watched, watching
 
@@ -205,30 +207,22 @@ class ContextParallel(ParallelStyle):
             raise
         sequence, tensors = self.sequence, (query, key, value)
 
-        def attend(query: Tensor, key: Tensor, value: Tensor, scores: Mapping[str, Any]) -> Tensor:
-            result = attention(
-                query,
-                key,
-                value,
-                mesh=sequence.mesh,
-                seq_dim=2,
-                seq_len=sequence.seq_len_in(call.layout),
-                layout=call.layout,
-                mask=call.mask,
-                scale=scale,
-                dropout_p=dropout_p,
-                _of_root=sequence.length is None,
-                **scores,
-                **self.options,
-            )
-            assert isinstance(result, Tensor)
-            return result
-
+        asked = Asked(
+            mesh=sequence.mesh,
+            seq_dim=2,
+            seq_len=sequence.seq_len_in(call.layout),
+            layout=call.layout,
+            mask=call.mask,
+            scale=scale,
+            dropout_p=dropout_p,
+            of_root=sequence.length is None,
+            **self.options,
+        )
         if not isinstance(query, DTensor) or _has_axis(query.device_mesh, sequence.mesh):
-            return attend(*tensors, call.scores)
+            return cast(Tensor, attend(*tensors, asked._replace(**call.scores)))
         # DTensors over tp alone: the rows of this rank, with heads sharded. No collective runs over their mesh.
         q, k, v = (x.to_local(grad_placements=x.placements) for x in tensors if isinstance(x, DTensor))
-        out = attend(q, k, v, local_scores(call.scores, query, seq_dim=2))
+        out = cast(Tensor, attend(q, k, v, asked._replace(**local_scores(call.scores, query, FORMATS[2]))))
         return wrap(out, query.device_mesh, query.placements, (*query.shape[:-1], value.shape[-1]), query)
 
     def _check_call(
@@ -242,8 +236,8 @@ class ContextParallel(ParallelStyle):
         enable_gqa: bool,
     ) -> None:
         if isinstance(query, DTensor) and not _has_axis(query.device_mesh, self.sequence.mesh):
-            check_placements(query, key, value, None, seq_dim=2)
-            check_score_placements(call.scores, query, seq_dim=2)
+            check_placements(query, key, value, None, FORMATS[2])
+            check_score_placements(call.scores, query, FORMATS[2])
         if attn_mask is not None:
             raise UnsupportedError(
                 "ContextParallel: a tensor attn_mask cannot be read on positions; say it as ContextParallel(mask="

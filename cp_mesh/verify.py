@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_mesh.agreement import check_mode
-from cp_mesh.attention import attention, seed_tensor
+from cp_mesh.attention import attention
+from cp_mesh.call import SCORE_OPTIONS, Options, Tensors, make_scores, seed_tensor
 from cp_mesh.dense import Dense, dense_attention
 from cp_mesh.errors import ArgumentError, describe
 from cp_mesh.kernels.combine import accumulation_dtype, make_delta
@@ -25,7 +26,7 @@ from cp_mesh.kernels.contract import Kernel, KernelTile
 from cp_mesh.kernels.scores import Scores
 from cp_mesh.layouts import Contiguous, Layout, ZigZag
 from cp_mesh.masks import Mask
-from cp_mesh.plan import SCORE_OPTIONS, Options, Tensors, make_plan, make_scores
+from cp_mesh.plan import make_plan
 from cp_mesh.ring import gradient_of_sinks, include_sinks
 from cp_mesh.schedule import make_schedule
 

@@ -32,8 +32,8 @@ from cp_mesh import (
     ZigZag,
     attention,
 )
-from cp_mesh.ops import NUM_TENSORS, attention_op
-from cp_mesh.plan import Options
+from cp_mesh.call import NUM_TENSORS, Options
+from cp_mesh.ops import attention_op
 
 B, H, K, S, D = 2, 4, 2, 24, 8
 TOLERANCE = {"rtol": 1e-11, "atol": 1e-11}
@@ -110,12 +110,15 @@ def dtensors(rank: int, backend: str, tp: int) -> None:
 
     sinks = distribute_tensor(torch.linspace(-1, 1, H, dtype=torch.float64), axes, [Replicate(), Shard(0)])
 
-    def both(q: DTensor, k: DTensor, v: DTensor, sinks: DTensor) -> tuple[Tensor, ...]:
+    slopes = torch.linspace(0, 1, H // tp, dtype=torch.float64)  # plain: of this rank's heads
+
+    def both(q: DTensor, k: DTensor, v: DTensor, sinks: DTensor, slopes: Tensor) -> tuple[Tensor, ...]:
         out, lse = attention(q, k, v, return_lse=True)
         scored = attention(q, k, v, sinks=sinks, softcap=2.0)
-        return out, lse, scored, attention(q, k, v, mask=Mask(documents=documents), sinks=sinks)
+        beside = attention(q, k, v, mask=Mask(documents=documents), sinks=sinks, alibi_slopes=slopes)
+        return out, lse, scored, beside
 
-    assert_compiles(both, backend, q, k, v, sinks)
+    assert_compiles(both, backend, q, k, v, sinks, slopes)
 
 
 @pytest.mark.parametrize(("backend", "tp"), [("aot_eager", 2), pytest.param("inductor", 1, marks=pytest.mark.full)])

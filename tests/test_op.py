@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
@@ -11,14 +13,19 @@ import torch
 import torch.distributed as dist
 from checks import lies_as
 from dense import dense_attention, dense_mask, make_qkv
+from model import Core
 from ranks import mesh
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from cp_mesh import Contiguous, Mask, Permuted, ZigZag, attention, ops
-from cp_mesh.plan import Options, Tensors
+import cp_mesh
+from cp_mesh import ContextParallel, Contiguous, Mask, Permuted, ShardedSequence, ZigZag, attention, ops
+from cp_mesh.call import Options, Tensors
 
+attention_module = sys.modules["cp_mesh.attention"]  # whose name in the package is the function
 B, H, K, S, D, E = 2, 4, 2, 12, 6, 5
 FORMATS = (2, 1, 0)
 
@@ -180,6 +187,78 @@ def test_masks_of_fakes(pool: Any, seq_dim: int) -> None:
     q, k, v = inputs(seq_dim, torch.float32)[:3]
     want = [tuple(x.shape) for x in (q, q, k, v)]
     assert pool(1).run(shapes_of_fakes, seq_dim) == [want]
+
+
+class Seen(TorchDispatchMode):
+    """Whether the ops were called on DTensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, bool]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (ops.attention_op, ops.attention_backward_op):
+            self.calls.append((func._opname, isinstance(args[0], DTensor)))
+        return func(*args, **(kwargs or {}))
+
+
+def by_dispatch(rank: int, S: int, implicit: bool) -> tuple[list[tuple[str, bool]], int]:
+    """How the ops see DTensors with plain tensors beside them, and how many plans a forward makes."""
+    axis, plans = mesh((2,), ("cp",)), []
+    sequence = ShardedSequence(axis, Contiguous(), length=S, pad=False)
+    placed = [
+        DTensor.from_local(
+            sequence.shard(x, dim=2), axis, [Shard(2)], run_check=False, shape=x.shape, stride=x.stride()
+        ).requires_grad_()
+        for x in make_qkv(B, H, K, S, D)[:3]
+    ]
+    sinks, ids = torch.zeros(H, dtype=torch.float64, requires_grad=True), torch.arange(S) // 3
+    make_plan = ops.make_plan
+    with Seen() as seen, pytest.MonkeyPatch.context() as patch, implicit_replication() if implicit else nullcontext():
+        patch.setattr(ops, "make_plan", lambda *given: plans.append(given) or make_plan(*given))
+        patch.setattr(attention_module, "make_plan", ops.make_plan)
+        out = attention(*placed, layout=Contiguous(), mask=Mask(documents=ids), sinks=sinks)
+        num_plans = len(plans)
+        assert DTensor._op_dispatcher._allow_implicit_replication == implicit
+        out.sum().backward()
+    assert type(sinks.grad) is Tensor and isinstance(placed[0].grad, DTensor)
+    return seen.calls, num_plans
+
+
+@pytest.mark.parametrize("implicit", [False, True])
+def test_dtensors_are_dispatched_and_planned_once(pool: Any, implicit: bool) -> None:
+    """But for a sequence that is shorter than the axis, which dispatch would gather."""
+    for length, whole in ((S, True), (1, False)):
+        seen = [("attention", whole), ("attention_backward", whole)]
+        for calls, num_plans in pool(2).run(by_dispatch, length, implicit):
+            # a mode sees the op before and after DTensor takes its arguments apart
+            assert calls[0] == seen[0] and seen[1] in calls and num_plans == 1, calls
+            assert whole or not any(on_dtensors for _, on_dtensors in calls)
+
+
+def by_group(rank: int, compiled: bool) -> None:
+    """A process group in place of the mesh, for local tensors, DTensors and the sequence kit."""
+    axis = mesh((2,), ("cp",))
+    group = axis.get_group()
+    sequence = ShardedSequence(group, ZigZag())
+    assert (sequence.cp_size, sequence.cp_rank, sequence.mesh.get_group()) == (2, rank, group)
+    qkv = [sequence.shard(x, dim=2) for x in make_qkv(B, H, K, S, D)[:3]]
+    placed = [DTensor.from_local(x, axis, [Shard(2)], run_check=False) for x in qkv]
+    want = attention(*qkv, mesh=axis)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, mesh=group)
+
+    attend = torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend
+    assert torch.equal(attend(*qkv), want)
+    assert torch.equal(attend(*placed).to_local(), want)
+    core = cp_mesh.parallelize(Core(), sequence.mesh, {"": ContextParallel(sequence)})
+    assert torch.equal(core(*qkv), want)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_process_group_for_the_mesh(pool: Any, compiled: bool) -> None:
+    pool(2).run(by_group, compiled)
 
 
 def expected(*required: str) -> dict[str, Tensor]:

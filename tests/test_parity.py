@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import cp_mesh
 from cp_mesh import ZigZag
-from cp_mesh.ops import score_placements
+from cp_mesh.placements import score_placements
 
 HEADS, SEQ_DIMS = (GQA, MHA, MQA), (2, 1, 0)
 MEMORIES = ("contiguous", "transposed", "sliced", "strided", "expanded", "transposed", "sliced")

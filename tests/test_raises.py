@@ -260,8 +260,11 @@ CASES: dict[str, Case] = {
         lambda: attend(mesh=None)
     ),
     "2-D mesh": refused(UNSUPPORTED, "mesh", "1-D DeviceMesh", "2 axes", 'mesh["cp"]')(lambda: attend(mesh=cp_tp())),
-    "a group for a mesh": refused(ARGUMENT, "mesh", "1-D DeviceMesh", "ProcessGroup", 'mesh["cp"]')(
-        lambda: attend(mesh=cp().get_group())
+    "a name for a mesh": refused(ARGUMENT, "mesh", "1-D DeviceMesh", "or its ProcessGroup", "str", 'mesh["cp"]')(
+        lambda: attend(mesh="cp")
+    ),
+    "a group of another axis": refused(ARGUMENT, "mesh", "an axis of the DTensors' mesh", "leave mesh out")(
+        lambda: attend_placed(cp_tp(), (SHARD_SEQ, Shard(1)), mesh=cp().get_group())
     ),
     "seq_len of other shards": refused(ARGUMENT, "local sequence length", "seq_len=32", "got 6 rows", "seq_len=24")(
         lambda: attend(seq_len=32)
@@ -399,6 +402,9 @@ CASES: dict[str, Case] = {
     ),
     "sinks elsewhere": refused(ARGUMENT, "sinks", "a tensor on cpu", "meta")(
         lambda: attend(sinks=torch.zeros(H, device="meta"))
+    ),
+    "sinks elsewhere than DTensors": refused(ARGUMENT, "sinks", "a tensor on cpu", "meta", "move it there")(
+        lambda: attend_placed(cp(), (SHARD_SEQ,), sinks=torch.zeros(H, device="meta"))
     ),
     "sinks of all heads beside heads on tp": refused(ARGUMENT, "sinks", "shape [4]", "(8,)", "heads or rows sharded")(
         lambda: attend_placed(cp_tp(), (SHARD_SEQ, Shard(1)), sinks=random(H))

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 import cp_mesh
 from cp_mesh import ContextParallel, Contiguous, Layout, Mask, ShardedModel, ShardedSequence, Striped, ZigZag, attention
 from cp_mesh import layouts as layouts_module
+from cp_mesh.call import Options
 from cp_mesh.layouts import Run
 from cp_mesh.ops import attention_op
-from cp_mesh.plan import Options
 
 B, H, K, S, D = 2, 4, 2, 16, 8
 

@@ -32,10 +32,13 @@ FLOORS: dict[str, int] = {
     "transport": 1,
     "agreement": 1,
     # 2: the loops, on local tensors and a group
+    "formats": 2,
+    "call": 2,
     "plan": 2,
     "ring": 2,
     "memory": 2,
     # 3: the doors
+    "placements": 3,
     "ops": 3,
     "attention": 3,
     "sequence": 3,

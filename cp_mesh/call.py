@@ -1,0 +1,213 @@
+"""A call of attention as one record: which tensors and options it has, and how an op carries them.
+
+`cp_mesh.attention` makes a `Call` of what it was given; the ops, their fakes and their sharding rules read it back from
+their arguments. What the tensors of a call must be to fit one another is checked here, by all who check it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, get_type_hints
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.formats import FORMATS, Format
+from cp_mesh.kernels.contract import Scores
+
+SCORE_OPTIONS = ("softcap", "sinks", "alibi_slopes", "relative_bias", "bias", "dropout_p", "dropout_seed")
+"""Names of arguments of `cp_mesh.attention` that change the scores."""
+GRADED = ("sinks", "alibi_slopes", "relative_bias", "bias")
+"""Tensors of the scores that have a gradient, in the order in which the backward op returns theirs."""
+
+
+class Options(NamedTuple):
+    """The static options of a call; `spec` and `parse` are inverse.
+
+    ``softcap`` 0 is none, ``head_chunks`` 0 is automatic. ``as_inputs``: results lie in memory as the inputs do; else
+    they are contiguous. ``of_root``: ``seq_len`` must be that of the `ShardedModel` in whose forward the call is.
+    """
+
+    layout: str
+    mask: str
+    scale: float
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    first_head: int = 0
+    first_batch: int = 0
+    method: str = "auto"
+    kernel: str = "auto"
+    transport: str = "auto"
+    head_chunks: int = 0
+    deterministic: bool = False
+    differentiable_lse: bool = False
+    as_inputs: bool = False
+    of_root: bool = False
+
+    def spec(self) -> str:
+        return "|".join(map(str, self))
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def parse(spec: str) -> Options:
+        fields = zip(_KINDS, spec.split("|"), strict=True)
+        values: list[Any] = [text == "True" if kind is bool else kind(text) for kind, text in fields]
+        return Options(*values)
+
+
+_KINDS = tuple(get_type_hints(Options).values())
+
+
+class Tensors(NamedTuple):
+    """The tensors of a call beside q, k and v, on this rank, in the order in which the op takes them."""
+
+    documents: Tensor | None = None
+    key_padding: Tensor | None = None
+    layout_index: Tensor | None = None
+    sinks: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    relative_bias: Tensor | None = None
+    bias: Tensor | None = None
+    dropout_seed: Tensor | None = None
+
+
+NUM_TENSORS = len(Tensors._fields)
+SCHEMA = f"Tensor? {', Tensor? '.join(Tensors._fields)}, SymInt seq_len, int seq_dim, str group_name, str spec"
+"""Of what `Call.arguments` returns."""
+
+
+class Call(NamedTuple):
+    """One call, but for q, k and v: what an op takes after its own tensors. ``seq_len``: of the whole sequence."""
+
+    tensors: Tensors
+    seq_len: int
+    seq_dim: int
+    group_name: str
+    options: Options
+
+    def arguments(self) -> tuple[Any, ...]:
+        return *self.tensors, self.seq_len, self.seq_dim, self.group_name, self.options.spec()
+
+    @classmethod
+    def read(cls, arguments: Sequence[Any]) -> Call:
+        seq_len, seq_dim, group_name, spec = arguments[NUM_TENSORS:]
+        return cls(Tensors(*arguments[:NUM_TENSORS]), seq_len, seq_dim, group_name, Options.parse(spec))
+
+    @property
+    def format(self) -> Format:
+        return FORMATS[self.seq_dim]
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The cp group."""
+        return _resolve_process_group(self.group_name)  # type: ignore[arg-type]
+
+
+class Operand(NamedTuple):
+    """What planning reads of a [B, H, S, D] tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, x: Tensor) -> Operand:
+        return cls(x.shape, x.dtype, x.device)
+
+
+def seed_tensor(seed: Any, device: torch.device | str) -> Tensor:
+    """int64; of a number, by a fill on the device, which waits for nothing."""
+    return seed if isinstance(seed, Tensor) else torch.full((1,), seed, dtype=torch.int64, device=device)
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """q, k and v in the autocast dtype, as `F.scaled_dot_product_attention` casts them: not fp64."""
+    device_type = tensors[0].device.type
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
+def make_scores(options: Options, tensors: Tensors, dtype: torch.dtype) -> Scores:
+    """What the passes are told of the scores; ``dtype`` is the accumulation dtype."""
+    seed = tensors.dropout_seed
+    cast: dict[str, Any] = {
+        name: None if (x := getattr(tensors, name)) is None else x.to(dtype).contiguous()
+        for name in ("sinks", "alibi_slopes", "relative_bias")
+    }
+    return Scores(
+        options.scale,
+        options.softcap or None,
+        bias=tensors.bias,
+        dropout_p=options.dropout_p,
+        dropout_seed=None if seed is None else torch.nn.functional.pad(seed.reshape(-1), (0, 2 - seed.numel())),
+        first_head=options.first_head,
+        first_batch=options.first_batch,
+        **cast,
+    )
+
+
+def check_choice(what: str, got: str, allowed: tuple[str, ...], nearest: str, later: tuple[str, ...]) -> None:
+    """Refuse a name that is none of those allowed; ``later`` are names of what does not exist yet."""
+    if got in later:
+        raise UnsupportedError(f"{what}={got!r} does not exist yet; {what}={nearest!r} works")
+    if got not in allowed:
+        refuse(what, f"one of {', '.join(allowed)}", repr(got), f"{what}={nearest!r} works")
+
+
+def check_tensors(q: Operand | Tensor, k: Operand | Tensor, v: Operand | Tensor) -> None:
+    """Shapes, dtypes and devices of [B, H, S, D] tensors, local or global."""
+    if len({q.dtype, k.dtype, v.dtype}) > 1:
+        refuse("q, k, v", "one dtype", f"{q.dtype}, {k.dtype}, {v.dtype}", "cast them to a common dtype")
+    if q.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        refuse("q, k, v", "float64, float32, bfloat16 or float16", q.dtype, "cast them to bfloat16")
+    if len({q.device, k.device, v.device}) > 1:
+        refuse("q, k, v", "one device", f"{q.device}, {k.device}, {v.device}", "move them to one device")
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        refuse("q, k, v", "one batch size", (q.shape[0], k.shape[0], v.shape[0]), "expand the smaller batch")
+    if k.shape[1:3] != v.shape[1:3]:
+        both = tuple(k.shape), tuple(v.shape)
+        refuse("k and v", "equal heads and lengths", both, "only the head dim may differ")
+    if q.shape[2] != k.shape[2]:
+        hint = "pass seq_dim=1 for [B, S, H, D]; leave cross-attention out of the plan, with keys replicated over cp"
+        got = q.shape[2], k.shape[2]
+        refuse("q and k", "equal sequence lengths (self-attention)", got, hint, UnsupportedError)
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        hint = "each kv head serves an equal number of consecutive query heads"
+        refuse("heads", "query heads that are a multiple of kv heads", f"{q.shape[1]} and {k.shape[1]}", hint)
+    if q.shape[3] != k.shape[3]:
+        refuse("q and k", "one head dim", (q.shape[3], k.shape[3]), "only v's may differ")
+
+
+def check_scores(q: Tensor, tensors: Tensors, seq_len: int) -> None:
+    """Shapes, dtypes and devices of the scores' tensors against those of this rank's q [B, H, S_local, D]."""
+    B, H, S, _ = q.shape
+    shapes: dict[str, tuple[tuple[int, ...], ...]] = {  # the sizes that each dim may have; none: odd ones
+        "sinks": ((H,),),
+        "alibi_slopes": ((H,),),
+        "relative_bias": ((H,), ()),
+        "bias": ((1, B), (1, H), (1, S), (seq_len,)),
+    }
+    for name, dims in shapes.items():
+        if (x := getattr(tensors, name)) is None:
+            continue
+        fits = x.ndim == len(dims) and all(
+            size in allowed if allowed else size % 2 for size, allowed in zip(x.shape, dims, strict=True)
+        )
+        if not fits or not x.is_floating_point():
+            words = ", ".join(" or ".join(map(str, allowed)) or "odd" for allowed in dims)
+            expected = f"floating point, shape [{words}] with the query heads on this rank"
+            hint = "with heads or rows sharded, give each rank those that it holds"
+            refuse(name, expected, f"{x.dtype} {tuple(x.shape)}", hint)
+    seed = tensors.dropout_seed
+    if seed is not None and (seed.ndim > 1 or seed.numel() not in (1, 2) or seed.dtype != torch.int64):
+        hint = "torch.tensor([seed, offset])"
+        refuse("dropout_seed", "int64 [1] or [2]", f"{seed.dtype} {tuple(seed.shape)}", hint)
+    for name in (*shapes, "dropout_seed"):
+        if (x := getattr(tensors, name)) is not None and x.device != q.device:
+            refuse(name, f"a tensor on {q.device}", x.device, "move it there")

@@ -1,0 +1,66 @@
+"""The formats of a caller's tensors: which dim of q, k, v, out and lse is which."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+
+@dataclass(frozen=True)
+class Format:
+    """Where batch, heads and sequence lie. The last dim of q, k, v and out is the head dim; lse has none.
+
+    Attributes:
+        name: as in messages and docs.
+        dims: dims of q, k, v and out by part, "batch", "heads" or "sequence"; packed tensors have no batch.
+        lse_dims: the same of lse.
+    """
+
+    name: str
+    dims: dict[str, int]
+    lse_dims: dict[str, int]
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether documents lie one after the other in place of a batch."""
+        return "batch" not in self.dims
+
+    def to_bhsd(self, x: Tensor) -> Tensor:
+        """q, k, v or out as [B, H, S, D]: itself, or a view."""
+        if self.is_packed:
+            return x.transpose(0, 1)[None]
+        return x if self.dims["heads"] == 1 else x.transpose(1, 2)
+
+    def from_bhsd(self, x: Tensor) -> Tensor:
+        """Back from [B, H, S, D]: itself, or a view."""
+        if self.is_packed:
+            return x[0].transpose(0, 1)
+        return x if self.dims["heads"] == 1 else x.transpose(1, 2)
+
+    def lse_to_bhs(self, lse: Tensor) -> Tensor:
+        """A [B, H, S] view of lse."""
+        return lse[None] if self.is_packed else lse
+
+    def lse_from_bhs(self, lse: Tensor) -> Tensor:
+        """Back from [B, H, S]."""
+        return lse[0] if self.is_packed else lse
+
+    def part(self, placement: Placement) -> str:
+        """What a mesh axis with this placement shards of q: a part, or "whole" for none."""
+        return next((part for part, dim in self.dims.items() if placement == Shard(dim)), "whole")
+
+    def rows(self) -> list[tuple[str, Placement, Placement]]:
+        """The ways to place q on a mesh axis: the part that is sharded, the placement of q and that of lse."""
+        sharded = [(part, Shard(dim), Shard(self.lse_dims[part])) for part, dim in self.dims.items()]
+        return [*sharded, ("whole", Replicate(), Replicate())]
+
+
+FORMATS = {
+    2: Format("[B, H, S, D]", {"batch": 0, "heads": 1, "sequence": 2}, {"batch": 0, "heads": 1, "sequence": 2}),
+    1: Format("[B, S, H, D]", {"batch": 0, "sequence": 1, "heads": 2}, {"batch": 0, "heads": 1, "sequence": 2}),
+    0: Format("[T, H, D]", {"sequence": 0, "heads": 1}, {"heads": 0, "sequence": 1}),
+}
+"""By the sequence dim."""

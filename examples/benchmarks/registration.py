@@ -1,0 +1,146 @@
+"""What each way to register the ops with PyTorch costs the host, in microseconds a call.
+
+One rank, tiny tensors, the same functions below: the ways differ in what runs around them.
+
+- "own": as `cp_mesh/ops.py` does it, with `Library.impl` and an autograd kernel of its own;
+- "register_autograd": `Library.impl` and `torch.library.register_autograd`;
+- "custom_op": `torch.library.custom_op` and its `register_autograd`.
+
+In each repeat every way runs once, ``--calls`` calls that follow one another, forward alone without gradients
+("no_grad"), forward with gradients ("forward"), and forward and backward ("both"); on a GPU nothing waits for the
+device within them. Medians and least of the repeats are written to ``--csv``; results of the ways are compared first.
+
+    python examples/benchmarks/registration.py --csv registration.csv
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).parent)]  # a checkout not installed
+
+from report import machine  # noqa: E402
+
+from cp_mesh import ops  # noqa: E402
+from cp_mesh.call import NUM_TENSORS, Call, Options, Tensors  # noqa: E402
+from cp_mesh.masks import Mask  # noqa: E402
+
+PASSES = ("no_grad", "forward", "both")
+FUNCTIONS = {ops.attention_op: ops._attention, ops.attention_backward_op: ops._attention_backward}
+
+
+def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.seq_len, ctx.seq_dim, ctx.group_name, ctx.spec = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*tensors, *output)
+    ctx.set_materialize_grads(False)
+
+
+def backward_by(op: Callable[..., Any]) -> Callable[..., Any]:
+    def backward(ctx: Any, dout: Tensor, dlse: None) -> tuple[Tensor | None, ...]:
+        q, k, v, *tensors, out, lse = ctx.saved_tensors
+        call = ctx.seq_len, ctx.seq_dim, ctx.group_name, ctx.spec
+        dq, dk, dv, *_ = op(dout, q, k, v, out, lse, dlse, *tensors, *call, "")
+        return dq, dk, dv, *[None] * (NUM_TENSORS + len(call))
+
+    return backward
+
+
+def register_ways() -> dict[str, Callable[..., Any]]:
+    """The attention op by way of registration."""
+    library = torch.library.Library("cp_mesh_by_library", "DEF")
+    for op, function in FUNCTIONS.items():
+        name, schema = op._opname, str(op._schema).partition("(")[2]
+        library.define(f"{name}({schema}")
+        library.impl(name, torch.compiler.disable(function), "CompositeExplicitAutograd")
+        custom = torch.library.custom_op(
+            f"cp_mesh_by_custom_op::{name}", function, mutates_args=(), schema=f"({schema}"
+        )
+        if name == "attention":
+            custom.register_autograd(
+                lambda ctx, *grads: backward_by(torch.ops.cp_mesh_by_custom_op.attention_backward.default)(ctx, *grads),
+                setup_context=keep,
+            )
+    torch.library.register_autograd(
+        "cp_mesh_by_library::attention",
+        backward_by(torch.ops.cp_mesh_by_library.attention_backward.default),
+        setup_context=keep,
+        lib=library,
+    )
+    LIBRARIES.append(library)
+    return {
+        "own": ops.attention_op,
+        "register_autograd": torch.ops.cp_mesh_by_library.attention.default,
+        "custom_op": torch.ops.cp_mesh_by_custom_op.attention.default,
+    }
+
+
+LIBRARIES: list[torch.library.Library] = []  # whose ops are gone when they are
+
+
+def run(op: Callable[..., Any], inputs: Sequence[Tensor], arguments: tuple[Any, ...], which: str) -> list[Tensor]:
+    """Results of one call."""
+    if which == "no_grad":
+        with torch.no_grad():
+            return [op(*inputs, *arguments)[0]]
+    out = op(*inputs, *arguments)[0]
+    return [out] if which == "forward" else [out, *torch.autograd.grad(out, inputs, torch.ones_like(out))]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument("--calls", type=int, default=50)
+    parser.add_argument("--commit", help="recorded in the rows (default: ask git)")
+    parser.add_argument("--csv", type=Path, required=True)
+    options = parser.parse_args(argv)
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        store = dist.FileStore(f"{folder}/store", 1)
+        dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=0, world_size=1)
+        group: Any = dist.group.WORLD
+        inputs = [torch.randn(1, 2, options.rows, 64, device=device, dtype=torch.bfloat16) for _ in range(3)]
+        inputs = [x.requires_grad_() for x in inputs]
+        spec = Options("zigzag", Mask().spec(), 0.125, as_inputs=True)
+        arguments = Call(Tensors(), options.rows, 2, group.group_name, spec).arguments()
+        ways = register_ways()
+        for which in PASSES:
+            first, *others = (run(op, inputs, arguments, which) for op in ways.values())
+            assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True)), which
+        found: dict[tuple[str, str], list[float]] = {(way, which): [] for which in PASSES for way in ways}
+        for _ in range(options.repeats):
+            for (way, which), times in found.items():
+                if on_gpu:
+                    torch.cuda.synchronize()
+                begin = time.perf_counter()
+                for _ in range(options.calls):
+                    run(ways[way], inputs, arguments, which)
+                times.append((time.perf_counter() - begin) / options.calls * 1e6)
+        dist.destroy_process_group()
+    about = machine(device, 1, options.commit) | {"rows": options.rows, "repeats": options.repeats}
+    with options.csv.open("a", newline="") as file:
+        writer = csv.writer(file)
+        if file.tell() == 0:
+            writer.writerow([*about, "way", "pass", "us", "us_min"])
+        for (way, which), times in found.items():
+            row = [way, which, f"{median(times):.1f}", f"{min(times):.1f}"]
+            writer.writerow([*about.values(), *row])
+            print(",".join(row))
+
+
+if __name__ == "__main__":
+    main()
