@@ -49,17 +49,31 @@ plant("plans are told apart by the first elements of their tensors", "owned:Cont
 plant = in_area("the op and DTensors")
 
 
-@plant("results of DTensors lie as their shards do", "ops:from_bhsd", "specs of DTensors")
-def _(from_bhsd: Any) -> Any:
-    return lambda x, seq_dim, spec: x if seq_dim == 2 else x.transpose(1, 2) if seq_dim == 1 else x[0].transpose(0, 1)
+def in_string(**others: Any) -> Any:
+    """Of `Options.parse`, which reads what an op carries as a string: these options are others."""
+    return lambda parse: with_result(parse, lambda options: options._replace(**others))
 
 
-@plant("dropout of the first heads on every tp rank", "attention:_first", "scores of DTensors")
-def _(first: Any) -> Any:
-    return lambda x, dim: 0
+PARSE = "call:Options.parse"
+plant("the scale is lost in the op's string", PARSE, "parity")(in_string(scale=1.0))
+plant("a gradient of lse is lost in the op's string", PARSE, "parity")(in_string(differentiable_lse=False))
+plant("a call that should repeat loses that in the op's string", PARSE, "deterministic")(in_string(deterministic=False))
+plant("results of DTensors lie as their shards do", PARSE, "specs of DTensors")(in_string(as_inputs=True))
+plant("dropout of the first heads on every tp rank", PARSE, "scores of DTensors")(in_string(first_head=0))
 
 
-@plant("DTensors' gradients of sinks pass for those of all ranks", "ops:score_placements", "scores of DTensors")
+@plant("sinks and slopes change places among an op's arguments", "call:Call.read", "scores")
+def _(read: Any) -> Any:
+    def swapped(call: Any) -> Any:
+        tensors = call.tensors
+        if tensors.sinks is None or tensors.alibi_slopes is None:
+            return call
+        return call._replace(tensors=tensors._replace(sinks=tensors.alibi_slopes, alibi_slopes=tensors.sinks))
+
+    return with_result(read, swapped)
+
+
+@plant("DTensors' gradients of sinks pass for those of all ranks", "placements:score_placements", "scores of DTensors")
 def _(score_placements: Any) -> Any:
     from torch.distributed.tensor import Partial, Replicate
 
