@@ -5,9 +5,9 @@ How many there are, by what they break:
 masks                        9
 masks as integers           10
 layouts                      5
-the schedule                13
+the schedule                14
 documents as sequences       6
-balanced layouts             1
+balanced layouts             2
 kernels in Triton           24
 kernels                     19
 merging                      5
@@ -21,7 +21,7 @@ data and loss                8
 styles                       5
 watching                     3
 check mode and verify        5
-in all                     183
+in all                     185
 
 To add one, write ``@plant(name, seam, *checks)`` over a function that is given what is at the seam and returns what
 takes its place; see seams.py. No bug quotes source: those of Triton kernels are planted in the Python that launches

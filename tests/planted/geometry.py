@@ -231,9 +231,17 @@ plant("inclusive diagonal between stripes of later ranks", "schedule:make_schedu
     moved(lo=-1, where=lambda tile, local: not local)
 )
 plant("window between runs off by one", "schedule:make_schedule", "coverage")(moved(hi=-1))
-plant("window counted from local rows", "schedule:make_schedule", "coverage")(
+plant("the window against keys of other ranks is a key wider", "schedule:make_schedule", "coverage")(
     moved(hi=1, where=lambda tile, local: not local)
 )
+
+
+@plant("bands counted from local rows", "blocks:block_table", "coverage")
+def _(block_table: Any) -> Any:
+    def by_row(pieces: Any) -> Any:
+        return pieces._replace(low=pieces.row, high=pieces.row + pieces.length - 1)
+
+    return with_arguments(block_table, q=by_row, k=by_row)
 
 
 @plant("rows after the causal square are dropped", "schedule:split_causal", "coverage")
@@ -372,3 +380,8 @@ plant = in_area("balanced layouts")
 @plant("documents are dealt out by tokens alone", "balancing:balance", "balance")
 def _(balance: Any) -> Any:
     return with_arguments(balance, mask=lambda mask: replace(mask, documents=None))
+
+
+@plant("every key of a document counts as work of every query", "balancing:keys_seen", "balance")
+def _(keys_seen: Any) -> Any:
+    return with_arguments(keys_seen, mask=lambda mask: replace(mask, causal=False))
