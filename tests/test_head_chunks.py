@@ -111,7 +111,7 @@ def verified(rank: int) -> list[str]:
     tensors |= {"bias": torch.linspace(-1, 1, 31 * 31).view(1, 1, 31, 31)}
     report = cp_mesh.verify(axis, seq_len=31, scores=tensors | {"dropout_p": 0.2, "dropout_seed": 3})
     assert set(report.errors) == {"out", "lse", "dq", "dk", "dv", *(f"d{name}" for name in tensors)}
-    with mock.patch("cp_mesh.ring.gradient_of_sinks", lambda *x: 0.9 * gradient_of_sinks(*x)):
+    with mock.patch("cp_mesh.methods.ring.gradient_of_sinks", lambda *x: 0.9 * gradient_of_sinks(*x)):
         try:
             cp_mesh.verify(axis, seq_len=31, scores={"sinks": sinks})
         except cp_mesh.VerificationError as error:

@@ -130,7 +130,7 @@ class Sinks(Term):
         raise NotImplementedError("sinks are no scores of keys: the pass applies them when it ends")
 
     def add_gradient(self, total: Tensor, dscores: Tensor, where: Where) -> None:
-        raise NotImplementedError("see `cp_mesh.ring.gradient_of_sinks`")
+        raise NotImplementedError("see `cp_mesh.methods.ring.gradient_of_sinks`")
 
 
 TERMS: dict[str, Term] = {term.name: term for term in (Sinks(), AlibiSlopes(), RelativeBias(), Bias())}
