@@ -19,7 +19,9 @@ from cp_mesh.kernels.contract import Capability, Request
 from cp_mesh.layouts import Layout, ZigZag
 from cp_mesh.masks import Band, Mask
 from cp_mesh.memory import Sizes, extra_memory
-from cp_mesh.plan import as_one_tile, choose_head_chunks, choose_schedule, covers_of, travels_rounded
+from cp_mesh.methods.contract import as_one_tile, covers_of
+from cp_mesh.methods.ring import choose_head_chunks, travels_rounded
+from cp_mesh.plan import choose_schedule
 from cp_mesh.schedule import Schedule, Tile, enclosing, make_schedule, num_rows
 from cp_mesh.segments import Segments
 

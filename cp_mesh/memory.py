@@ -71,7 +71,7 @@ def extra_memory(
         sizes: of its tensors.
         head_chunks: number of parts that the kv heads are computed in.
         transport: "symmetric_memory" or "functional".
-        one_tile: whether the kernel is given the tiles of a step as one (`cp_mesh.plan.as_one_tile`).
+        one_tile: whether the kernel is given the tiles of a step as one (`cp_mesh.methods.contract.as_one_tile`).
     """
     route = schedule.route
     heads, kv_heads = sizes.num_heads // head_chunks, sizes.num_kv_heads // head_chunks

@@ -22,9 +22,11 @@ from torch import Tensor
 
 import cp_mesh
 from cp_mesh import Contiguous, Mask, Permuted, Striped, ZigZag, plan
+from cp_mesh.call import Options
 from cp_mesh.kernels import KERNELS, flash_attn
 from cp_mesh.kernels.contract import Request
-from cp_mesh.plan import Options, choose_schedule
+from cp_mesh.methods import contract
+from cp_mesh.plan import choose_schedule
 from cp_mesh.schedule import make_schedule
 from cp_mesh.segments import Segments
 
@@ -420,11 +422,11 @@ def test_each_stream_has_its_own_tables(monkeypatch: pytest.MonkeyPatch) -> None
     ids = ids_of([3, 17, 4])
     first, again = planned(ids), planned(ids)
     assert first.local_tiles is again.local_tiles
-    monkeypatch.setattr(plan, "_stream", lambda device: 9)
+    monkeypatch.setattr(contract, "stream_of", lambda device: 9)
     other = planned(ids).local_tiles
-    monkeypatch.setattr(plan, "_stream", lambda device: 0)
+    monkeypatch.setattr(contract, "stream_of", lambda device: 0)
     ours = planned(ids).local_tiles
     assert all(a.cover is not b.cover for a, b in zip(ours, other, strict=True)) and len(ours)
-    monkeypatch.setattr(plan, "_stream", lambda device: None)
+    monkeypatch.setattr(contract, "stream_of", lambda device: None)
     with pytest.raises(cp_mesh.UnsupportedError, match="capture"):
         planned(ids)

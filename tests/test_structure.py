@@ -35,7 +35,7 @@ FLOORS: dict[str, int] = {
     "formats": 2,
     "call": 2,
     "plan": 2,
-    "ring": 2,
+    "methods": 2,
     "memory": 2,
     # 3: the doors
     "placements": 3,

@@ -53,11 +53,15 @@ class Term(ABC):
             () if dim == "distances" else (of_q[dim],) if dim == "keys" else (*one, of_q[dim]) for dim in self.dims
         )
 
-    def narrow(self, x: Tensor, dim: Dim, begin: int, end: int) -> Tensor:
+    def dim_of(self, what: Dim, shape: Sequence[int]) -> int | None:
+        """Which dim of a tensor of this shape runs over batch, heads or rows of q; None if it is the same for all."""
+        dim = self.dims.index(what) if what in self.dims else len(shape)
+        return None if dim >= len(shape) or (self.broadcasts and shape[dim] == 1) else dim
+
+    def narrow(self, x: Tensor, what: Dim, begin: int, end: int) -> Tensor:
         """Its part for some heads or rows of q; ``x`` itself if it is the same for all."""
-        if dim not in self.dims or (self.broadcasts and x.shape[self.dims.index(dim)] == 1):
-            return x
-        return x.narrow(self.dims.index(dim), begin, end - begin)
+        dim = self.dim_of(what, x.shape)
+        return x if dim is None else x.narrow(dim, begin, end - begin)
 
     @abstractmethod
     def added(self, x: Tensor, where: Where) -> Tensor:
@@ -126,7 +130,7 @@ class Sinks(Term):
         raise NotImplementedError("sinks are no scores of keys: the pass applies them when it ends")
 
     def add_gradient(self, total: Tensor, dscores: Tensor, where: Where) -> None:
-        raise NotImplementedError("see `cp_mesh.ring.gradient_of_sinks`")
+        raise NotImplementedError("see `cp_mesh.methods.ring.gradient_of_sinks`")
 
 
 TERMS: dict[str, Term] = {term.name: term for term in (Sinks(), AlibiSlopes(), RelativeBias(), Bias())}

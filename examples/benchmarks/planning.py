@@ -36,9 +36,10 @@ from contestants import document_lengths  # noqa: E402
 
 from cp_mesh import geometry, plan  # noqa: E402
 from cp_mesh.balancing import balance  # noqa: E402
+from cp_mesh.call import Options, Tensors  # noqa: E402
 from cp_mesh.layouts import Contiguous, Layout, Striped, ZigZag  # noqa: E402
 from cp_mesh.masks import Mask  # noqa: E402
-from cp_mesh.plan import Options, Tensors, make_plan  # noqa: E402
+from cp_mesh.plan import make_plan  # noqa: E402
 from cp_mesh.schedule import make_schedule  # noqa: E402
 
 MASKS = {
