@@ -289,12 +289,12 @@ def _(masked_scores: Any) -> Any:
     return mutant
 
 
-@plant("gradients of sinks are those of all ranks on each of them", "ring:gradient_of_sinks", "scores")
+@plant("gradients of sinks are those of all ranks on each of them", "methods.ring:gradient_of_sinks", "scores")
 def _(gradient_of_sinks: Any) -> Any:
     return with_result(gradient_of_sinks, lambda gradient: gradient * torch.distributed.get_world_size())
 
 
-@plant("gradients of sinks are those of the first rows", "ring:gradient_of_sinks", "scores")
+@plant("gradients of sinks are those of the first rows", "methods.ring:gradient_of_sinks", "scores")
 def _(gradient_of_sinks: Any) -> Any:
     def first(x: Any) -> Any:
         return x[:, :, :3]
@@ -302,12 +302,12 @@ def _(gradient_of_sinks: Any) -> Any:
     return with_arguments(gradient_of_sinks, dout=first, out=first, lse=first)
 
 
-@plant("gradients of sinks are those of one rank", "ring:gradient_of_sinks", "scores")
+@plant("gradients of sinks are those of one rank", "methods.ring:gradient_of_sinks", "scores")
 def _(gradient_of_sinks: Any) -> Any:
     return with_result(gradient_of_sinks, lambda gradient: gradient * (torch.distributed.get_rank() == 0))
 
 
-@plant("the gradient of a sink has the other sign", "ring:gradient_of_sinks", "scores")
+@plant("the gradient of a sink has the other sign", "methods.ring:gradient_of_sinks", "scores")
 def _(gradient_of_sinks: Any) -> Any:
     return with_result(gradient_of_sinks, torch.neg)
 
@@ -346,21 +346,21 @@ def _(output_sum: Any) -> Any:
     return Mutant
 
 
-@plant("no sink in the backward", "ring:include_sinks", "scores")
+@plant("no sink in the backward", "methods.ring:include_sinks", "scores")
 def _(include_sinks: Any) -> Any:
     return lambda lse, sinks: lse
 
 
-@plant("the gradient of lse as if lse had the sink", "ring:ring_backward", "scores")
-def _(backward: Any) -> Any:
+@plant("the gradient of lse as if lse had the sink", "methods.ring:RING", "scores")
+def _(method: Any) -> Any:
     def with_sink(lse: Any, dlse: Any, plan: Any) -> dict[str, Any]:
         sinks = plan.scores.sinks
         return {} if dlse is None or sinks is None else {"lse": torch.logaddexp(lse, sinks[:, None])}
 
-    return with_call(backward, with_sink)
+    return replace(method, backward=with_call(method.backward, with_sink))
 
 
-@plant("the sink takes nothing where a gradient comes through lse", "ring:share_of_keys", "scores")
+@plant("the sink takes nothing where a gradient comes through lse", "methods.ring:share_of_keys", "scores")
 def _(share_of_keys: Any) -> Any:
     return lambda lse, sinks: torch.ones_like(lse)
 

@@ -51,14 +51,14 @@ def two_stages(plan: Any) -> Any:
     return replace(plan, schedule=replace(plan.schedule, route=route))
 
 
-@plant("the forward stops after two stages", "ring:ring_forward", "parity on six ranks")
-def _(forward: Any) -> Any:
-    return with_arguments(forward, plan=two_stages)
+@plant("the forward stops after two stages", "methods.ring:RING", "parity on six ranks")
+def _(method: Any) -> Any:
+    return replace(method, forward=with_arguments(method.forward, plan=two_stages))
 
 
-@plant("the backward stops after two stages", "ring:ring_backward", "parity on six ranks")
-def _(backward: Any) -> Any:
-    return with_arguments(backward, plan=two_stages)
+@plant("the backward stops after two stages", "methods.ring:RING", "parity on six ranks")
+def _(method: Any) -> Any:
+    return replace(method, backward=with_arguments(method.backward, plan=two_stages))
 
 
 def without_scale(kernel: Any, begin: str) -> Any:
@@ -192,18 +192,18 @@ def _(step: Any) -> Any:
     return mutant
 
 
-@plant("the gradient of a rank's own keys goes to its neighbour", "ring:ring_backward", "gradients come home")
-def _(backward: Any) -> Any:
+@plant("the gradient of a rank's own keys goes to its neighbour", "methods.ring:RING", "gradients come home")
+def _(method: Any) -> Any:
     import torch.distributed as dist
 
     def mutant(*args: Any, **kwargs: Any) -> Any:
-        dq, dk, dv, of_scores = backward(*args, **kwargs)
+        dq, dk, dv, of_scores = method.backward(*args, **kwargs)
         group, size = dist.group.WORLD, dist.get_world_size()
         gathered = [torch.empty_like(dk) for _ in range(size)]
         dist.all_gather(gathered, dk.contiguous(), group)
         return dq, gathered[(dist.get_rank() - 1) % size], dv, of_scores
 
-    return mutant
+    return replace(method, backward=mutant)
 
 
 # --- the transport

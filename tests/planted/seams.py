@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -67,9 +68,10 @@ class Mutation:
             if home != self.module and home.startswith(f"{PACKAGE}."):
                 raise KeyError(f"{names[0]} is imported from {home}")
         except (ImportError, KeyError) as error:
+            homes = ", ".join(_homes(names[0])) or "no module"
             raise SeamLost(
-                f"{self.name!r} is planted at {self.seam}, which does not exist any more ({error}): plant it at another"
-                f" name, in {self.make.__module__}"
+                f"{self.name!r} is planted at {self.seam}, which does not exist any more ({error}; {names[0]} is in"
+                f" {homes}): plant it at another name, in {self.make.__module__}"
             ) from error
         return found[-2], names[-1], found[-1]
 
@@ -84,6 +86,12 @@ class Mutation:
         if isinstance(original, classmethod | staticmethod):
             return type(original)(self.make(original.__func__))
         return property(self.make(original.fget)) if isinstance(original, property) else self.make(original)
+
+
+def _homes(name: str) -> list[str]:
+    """The modules that define a name, of those that were imported."""
+    modules = [module for key, module in sys.modules.items() if key.startswith(f"{PACKAGE}.")]
+    return [x.__name__ for x in modules if getattr(vars(x).get(name), "__module__", None) == x.__name__]
 
 
 def in_area(area: str) -> Callable[..., Callable[[Callable[[Any], Any]], Callable[[Any], Any]]]:
