@@ -83,9 +83,12 @@ class Mutation:
     def made(self) -> Any:
         """What takes the place of what is there; of a classmethod, staticmethod or property, of its function."""
         original = self.find()[2]
-        if isinstance(original, classmethod | staticmethod):
-            return type(original)(self.make(original.__func__))
-        return property(self.make(original.fget)) if isinstance(original, property) else self.make(original)
+        try:
+            if isinstance(original, classmethod | staticmethod):
+                return type(original)(self.make(original.__func__))
+            return property(self.make(original.fget)) if isinstance(original, property) else self.make(original)
+        except SeamLost as error:
+            raise SeamLost(f"{self.name!r}, in {self.make.__module__}: {error}") from None
 
 
 def _homes(name: str) -> list[str]:
