@@ -309,7 +309,7 @@ def test_a_lost_seam_is_told():
             Mutation("a bug", "nothing", seam, ("parity",), lambda original: original).find()
     seam = "methods.ring:ring_forward"
     lost = Mutation("a bug", "nothing", seam, ("parity",), lambda f: with_arguments(f, nothing=id))
-    with pytest.raises(SeamLost, match="'a bug', in test_mutations: .*ring_forward has no argument nothing"):
+    with pytest.raises(SeamLost, match=r"'a bug', in test_mutations: .*ring_forward has no argument nothing"):
         lost.made()
 
 
