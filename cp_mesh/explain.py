@@ -12,7 +12,7 @@ import torch
 
 from cp_mesh.balancing import keys_seen
 from cp_mesh.call import SCORE_OPTIONS, Operand
-from cp_mesh.errors import ArgumentError, describe
+from cp_mesh.errors import refuse
 from cp_mesh.kernels import KERNELS
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.contract import Capability, Request
@@ -78,14 +78,14 @@ def explain(
       step 1 from rank 0: q[0:8] x k[0:4] full; receives 4 key rows
     """
     if not 1 <= cp_size <= len(_DIGITS):
-        raise ArgumentError(describe("cp_size", f"1 to {len(_DIGITS)}", cp_size, "explain a smaller one"))
+        refuse("cp_size", f"1 to {len(_DIGITS)}", cp_size, "explain a smaller one")
     for name, tensor in (("documents", mask.documents), ("key_padding", mask.key_padding)):
         if tensor is not None and tensor.shape[-1] != seq_len:
-            raise ArgumentError(describe(f"Mask.{name}", f"{seq_len} tokens", tensor.shape[-1], "pass their seq_len"))
+            refuse(f"Mask.{name}", f"{seq_len} tokens", tensor.shape[-1], "pass their seq_len")
     for name in scores:
         if name not in SCORE_OPTIONS:
             known = ", ".join(SCORE_OPTIONS)
-            raise ArgumentError(describe("explain: scores", f"names of {known}", repr(name), "see attention"))
+            refuse("explain: scores", f"names of {known}", repr(name), "see attention")
     features = frozenset({"dropout_p": "dropout"}.get(name, name) for name in scores) - {"sinks", "dropout_seed"}
 
     def request(schedule: Schedule) -> Request:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_mesh.call import Operand, Options, Tensors, check_choice, check_scores, check_tensors, make_scores
-from cp_mesh.errors import ArgumentError, UnsupportedError, describe
+from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.kernels import KERNELS, choose_kernel
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.contract import Kernel, Request, shortfalls
@@ -58,7 +58,7 @@ def make_plan(
     of_mask = {"Mask.documents": tensors.documents, "Mask.key_padding": tensors.key_padding}
     for name, x in of_mask.items():
         if x is not None and x.is_meta:
-            raise ArgumentError(describe(name, "a tensor with content", "one on meta", "keep it on the CPU"))
+            refuse(name, "a tensor with content", "one on meta", "keep it on the CPU")
     read = tensors.documents, tensors.key_padding, tensors.layout_index
     contents = [None if x is None else Content.of(x) for x in read]
     resolve: Callable[..., Plan] = _resolve_once
@@ -76,13 +76,12 @@ def make_plan(
     if scores is not None:
         plan = replace(plan, scores=scores)
     if plan.copies_in_capture:
-        raise UnsupportedError(
-            describe(
-                "CUDA graph capture",
-                "a mask and scores that are said without tensors",
-                "documents, key padding, a Permuted layout, or scores that read positions",
-                "these are copied to the device, which a capture cannot do: leave attention out of the graph",
-            )
+        refuse(
+            "CUDA graph capture",
+            "a mask and scores that are said without tensors",
+            "documents, key padding, a Permuted layout, or scores that read positions",
+            "these are copied to the device, which a capture cannot do: leave attention out of the graph",
+            UnsupportedError,
         )
     return plan
 
@@ -109,31 +108,27 @@ def _resolve(
     documents, key_padding = (None if x is None else x.tensor for x in (ids, padding))
     layout = parse_layout(options.layout, None if index is None else index.tensor)
     if seq_len >= NONE:
-        raise UnsupportedError(describe("seq_len", f"fewer than {NONE} tokens", seq_len, "split the sequence"))
+        refuse("seq_len", f"fewer than {NONE} tokens", seq_len, "split the sequence", UnsupportedError)
     check_layout(layout, seq_len, cp_size)
     mask = parse_mask(options.mask, documents, key_padding)
     expected = layout.shard_len(seq_len, cp_size, cp_rank)
     if q.shape[2] != expected:
-        raise ArgumentError(
-            describe(
-                "local sequence length",
-                f"{expected} rows (rank {cp_rank} of {cp_size}, {options.layout} layout, seq_len={seq_len})",
-                f"{q.shape[2]} rows",
-                f"shard with this layout, or pass the seq_len that was sharded (shards of unequal length need it; "
-                f"equal ones would mean seq_len={q.shape[2] * cp_size})",
-            )
+        refuse(
+            "local sequence length",
+            f"{expected} rows (rank {cp_rank} of {cp_size}, {options.layout} layout, seq_len={seq_len})",
+            f"{q.shape[2]} rows",
+            f"shard with this layout, or pass the seq_len that was sharded (shards of unequal length need it; "
+            f"equal ones would mean seq_len={q.shape[2] * cp_size})",
         )
     for name, tensor in (("documents", documents), ("key_padding", key_padding)):
         if tensor is None:
             continue
         if tensor.shape[-1] != seq_len or (tensor.ndim == 2 and tensor.shape[0] not in (1, q.shape[0])):
-            raise ArgumentError(
-                describe(
-                    f"Mask.{name}",
-                    f"shape [{q.shape[0]}, {seq_len}] of the whole sequence in original order",
-                    tuple(tensor.shape),
-                    "give the same whole-sequence tensor on every cp rank; it is never sharded",
-                )
+            refuse(
+                f"Mask.{name}",
+                f"shape [{q.shape[0]}, {seq_len}] of the whole sequence in original order",
+                tuple(tensor.shape),
+                "give the same whole-sequence tensor on every cp rank; it is never sharded",
             )
 
     def request(schedule: Schedule) -> Request:

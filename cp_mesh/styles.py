@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from cp_mesh.agreement import announce_refusal, checking, fingerprint, require_agreement
 from cp_mesh.attention import Asked, attend
 from cp_mesh.call import SCORE_OPTIONS
-from cp_mesh.errors import ArgumentError, UnsupportedError, describe
+from cp_mesh.errors import ArgumentError, UnsupportedError, describe, refuse
 from cp_mesh.formats import FORMATS
 from cp_mesh.forwards import STYLE, replace_forward, replaced
 from cp_mesh.layouts import Layout
@@ -118,11 +118,7 @@ class ContextParallel(ParallelStyle):
         deterministic: bool | None = None,
     ) -> None:
         if not isinstance(mask, Mask) and not callable(mask):
-            raise ArgumentError(
-                describe(
-                    "ContextParallel.mask", "a Mask or a function that returns one", type(mask).__name__, "Mask(...)"
-                )
-            )
+            refuse("ContextParallel.mask", "a Mask or a function that returns one", type(mask).__name__, "Mask(...)")
         _check_layout("ContextParallel", layout)
         self.sequence, self.mask, self.layout = sequence, mask, layout
         self.scores = scores if callable(scores) else _check_scores(scores or {})
@@ -167,11 +163,7 @@ class ContextParallel(ParallelStyle):
             _check_root(self.sequence, layout)
             mask = self.mask if isinstance(self.mask, Mask) else self.mask(*args, **kwargs)
             if not isinstance(mask, Mask):
-                raise ArgumentError(
-                    describe(
-                        "ContextParallel.mask", "a function that returns a Mask", type(mask).__name__, "return one"
-                    )
-                )
+                refuse("ContextParallel.mask", "a function that returns a Mask", type(mask).__name__, "return one")
             scores = _check_scores(self.scores(module, *args, **kwargs)) if callable(self.scores) else self.scores
             return _Call(layout, self.sequence.mask(mask, layout), scores)
         except Exception as error:
@@ -246,18 +238,14 @@ class ContextParallel(ParallelStyle):
                 "rows of this rank, all keys]}; that needs memory for each pair and the Triton or reference kernel"
             )
         if is_causal != call.mask.causal:
-            raise ArgumentError(
-                describe(
-                    "is_causal",
-                    f"{call.mask.causal}, as in the style's mask",
-                    is_causal,
-                    "make the call and the style agree",
-                )
+            refuse(
+                "is_causal",
+                f"{call.mask.causal}, as in the style's mask",
+                is_causal,
+                "make the call and the style agree",
             )
         if not enable_gqa and query.shape[-3] != key.shape[-3]:
-            raise ArgumentError(
-                describe("heads", f"{query.shape[-3]} kv heads", key.shape[-3], "pass enable_gqa=True, as SDPA wants")
-            )
+            refuse("heads", f"{query.shape[-3]} kv heads", key.shape[-3], "pass enable_gqa=True, as SDPA wants")
 
 
 class ShardedModel(ParallelStyle):
@@ -306,13 +294,11 @@ class ShardedModel(ParallelStyle):
         names = [name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_POSITIONAL]
         for name in (*self.inputs, *([self.positions] if self.positions else [])):
             if name not in names:
-                raise ArgumentError(
-                    describe(
-                        f"ShardedModel({type(module).__name__})",
-                        f"a forward argument named {name!r}",
-                        names,
-                        "name the model's own arguments in inputs= and positions=",
-                    )
+                refuse(
+                    f"ShardedModel({type(module).__name__})",
+                    f"a forward argument named {name!r}",
+                    names,
+                    "name the model's own arguments in inputs= and positions=",
                 )
         _claim(module, device_mesh, self.sequence, self)
         replace_forward(module, STYLE, type(self).__name__, functools.partial(self._run, names))
@@ -328,7 +314,7 @@ class ShardedModel(ParallelStyle):
         try:
             if len(args) > len(names) or given.keys() & kwargs.keys():
                 expected, got = f"arguments {', '.join(names)}, each once", f"{len(args)} + {[*kwargs]}"
-                raise ArgumentError(describe("ShardedModel", expected, got, "see forward"))
+                refuse("ShardedModel", expected, got, "see forward")
             root, arguments = self.shard_inputs(given | kwargs)
         except Exception as error:
             _announce(self.sequence, error)
@@ -393,7 +379,7 @@ class ShardedModel(ParallelStyle):
         """The whole output of a forward in original order; ``sequence`` is that forward's."""
         if not isinstance(output, Tensor):
             got, hint = type(output).__name__, "unshard it yourself"
-            raise ArgumentError(describe("ShardedModel.gather_output", "one tensor as output", got, hint))
+            refuse("ShardedModel.gather_output", "one tensor as output", got, hint)
         return sequence.unshard(output, dim=1)
 
     def shard_inputs(self, arguments: dict[str, Any]) -> tuple[Root, dict[str, Any]]:
@@ -401,7 +387,7 @@ class ShardedModel(ParallelStyle):
         given = dict(arguments)
         present = [name for name in self.inputs if given.get(name) is not None]
         if not present:
-            raise ArgumentError(describe("ShardedModel", f"one of {self.inputs} in the call", list(given), "pass it"))
+            refuse("ShardedModel", f"one of {self.inputs} in the call", list(given), "pass it")
         whole, sequence = given[present[0]], self.sequence
         if self.layout is not None:
             sequence = replace(sequence, layout=_layout_of_call(self, **arguments))
@@ -423,7 +409,7 @@ def _layout_of_call(style: ContextParallel | ShardedModel, /, *args: Any, **kwar
     found = style.layout(*args, **kwargs)
     if not isinstance(found, Layout):
         name, hint = type(style).__name__, "is it in the call? ShardedSequence.balanced(mask).layout makes one"
-        raise ArgumentError(describe(f"{name}.layout", "a function that returns a Layout", type(found).__name__, hint))
+        refuse(f"{name}.layout", "a function that returns a Layout", type(found).__name__, hint)
     return found
 
 
@@ -437,7 +423,7 @@ def _check_root(sequence: ShardedSequence, layout: Layout) -> None:
     if root.layout != layout:
         hint = "give ShardedModel and ContextParallel one sequence, or functions that return one layout for a batch"
         got = f"{layout.spec()} in the core, {root.layout.spec()} at the root"
-        raise ArgumentError(describe("layout", "one for the whole model", got, hint))
+        refuse("layout", "one for the whole model", got, hint)
 
 
 def _warn_of_averages(module: nn.Module, sequence: ShardedSequence) -> None:
@@ -459,7 +445,7 @@ def _warn_of_averages(module: nn.Module, sequence: ShardedSequence) -> None:
 def _check_layout(style: str, layout: Any) -> None:
     if layout is not None and not callable(layout):
         hint = "a layout for all batches is the sequence's, ShardedSequence(..., layout=)"
-        raise ArgumentError(describe(f"{style}.layout", "a function that returns a Layout", layout, hint))
+        refuse(f"{style}.layout", "a function that returns a Layout", layout, hint)
 
 
 def _announce(sequence: ShardedSequence, error: Exception) -> None:
@@ -472,14 +458,12 @@ def _claim(module: nn.Module, mesh: DeviceMesh, sequence: ShardedSequence, style
     """Check that the style fits; called when nothing else can fail."""
     name = type(style).__name__
     if mesh.ndim != 1:
-        raise ArgumentError(describe(f"{name}: mesh", "one axis", f"{mesh.ndim} axes", 'pass mesh["cp"]'))
+        refuse(f"{name}: mesh", "one axis", f"{mesh.ndim} axes", 'pass mesh["cp"]')
     if (other := replaced(module, STYLE)) is not None:
         got = f"{type(module).__name__} with {other.name}"
-        raise ArgumentError(describe(name, "a module without a style", got, "apply once"))
+        refuse(name, "a module without a style", got, "apply once")
     if not _has_axis(mesh, sequence.mesh):
-        raise ArgumentError(
-            describe("mesh", f"the axis of the ShardedSequence, {sequence.mesh}", mesh, "apply the style to that axis")
-        )
+        refuse("mesh", f"the axis of the ShardedSequence, {sequence.mesh}", mesh, "apply the style to that axis")
     setattr(module, RANKS, tuple(dist.get_process_group_ranks(sequence.mesh.get_group())))
 
 
@@ -487,9 +471,7 @@ def _check_scores(scores: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(scores, Mapping) or set(scores) - _SCORE_OPTIONS:
         got = [*scores] if isinstance(scores, Mapping) else type(scores).__name__
         hint = "see cp_mesh.attention"
-        raise ArgumentError(
-            describe("ContextParallel.scores", f"names of {', '.join(sorted(_SCORE_OPTIONS))}", got, hint)
-        )
+        refuse("ContextParallel.scores", f"names of {', '.join(sorted(_SCORE_OPTIONS))}", got, hint)
     return scores
 
 
