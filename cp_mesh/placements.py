@@ -25,6 +25,11 @@ from cp_mesh.layouts import Layout, chunk_bounds
 
 ONE_AXIS = "the 1-D DeviceMesh of the cp axis"
 _WHOLE = ("documents", "key_padding", "layout_index")  # tensors of the whole sequence, on the host or the device
+_SHARDED = {
+    **dict.fromkeys(("sinks", "alibi_slopes", "relative_bias"), {"heads": 0}),
+    "bias": {"batch": 0, "heads": 1, "sequence": 2},
+}
+"""Dims that follow a part of q, by name; a bias of one row, head or batch row has none there."""
 UNSHARDED = "an unsharded sequence needs no context parallelism: shard it, or call SDPA"
 
 
@@ -115,10 +120,7 @@ def group_that_waits(query: Any, mesh: Any, seq_dim: Any) -> dist.ProcessGroup |
 def score_placements(name: str, shape: Sequence[int], part: str) -> tuple[Placement, Placement]:
     """The placements of a tensor of `call.Tensors`, by its name and shape, and of its gradient, on an axis that shards
     this part of q, or nothing ("whole")."""
-    dims = {"heads": 0} if name in ("sinks", "alibi_slopes", "relative_bias") else {}
-    if name == "bias":
-        dims = {"batch": 0, "heads": 1, "sequence": 2}
-    dim = dims.get(part)
+    dim = _SHARDED.get(name, {}).get(part)
     if dim is not None and dim < len(shape) and (name != "bias" or shape[dim] > 1):
         return Shard(dim), Shard(dim)
     return Replicate(), Replicate() if part == "whole" else Partial()
