@@ -26,7 +26,9 @@ from cp_mesh.layouts import Layout, chunk_bounds
 ONE_AXIS = "the 1-D DeviceMesh of the cp axis"
 _WHOLE = ("documents", "key_padding", "layout_index")  # tensors of the whole sequence, on the host or the device
 _SHARDED = {
-    **dict.fromkeys(("sinks", "alibi_slopes", "relative_bias"), {"heads": 0}),
+    "sinks": {"heads": 0},
+    "alibi_slopes": {"heads": 0},
+    "relative_bias": {"heads": 0},
     "bias": {"batch": 0, "heads": 1, "sequence": 2},
 }
 """Dims that follow a part of q, by name; a bias of one row, head or batch row has none there."""
