@@ -8,32 +8,33 @@ Every position weighs the keys that it sees. Documents are dealt to one rank aft
     more, so the number taken from its head sets the work, and is chosen to meet the share. If it has too few tokens it
     is taken whole, and the next densest document goes on.
 
-Its rows are then sorted by position, and neighbours joined. So most documents stay on one rank, and one that is cut
+Its rows are then sorted by position, and neighbours merged. So most documents stay on one rank, and one that is cut
 gives a rank one or two runs, the first rank's outermost: a stage is a call or two, as in zigzag. Planning is a pass
 over the documents for each rank.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
 
+from cp_mesh.blocks import Array
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe
 from cp_mesh.layouts import Balanced, chunk_bounds
-from cp_mesh.masks import Mask
-
-Part = tuple[int, int]  # begin, end of positions
+from cp_mesh.masks import NONE, Documents, Mask
 
 
 def balance(mask: Mask, seq_len: int, cp_size: int) -> Balanced:
     """A layout in which every rank computes an equal share of a mask, made anew for every batch of documents.
 
     Args:
-        mask: its documents, if any, are on the CPU. Rows of a batch share a layout: their work is added up. An id that
-            comes back counts as another document.
+        mask: of positions and documents. Rows of a batch share a layout: their work is added up. An id that comes back
+            counts as another document.
         seq_len: tokens in the whole sequence.
         cp_size: number of ranks for which it is balanced; the layout is valid for others too.
 
@@ -42,90 +43,105 @@ def balance(mask: Mask, seq_len: int, cp_size: int) -> Balanced:
 
     Raises:
         ArgumentError: if the documents are not ``seq_len`` tokens.
-        UnsupportedError: if the mask has documents on a device, or key padding.
+        UnsupportedError: if the mask has key padding, or documents without content (on meta).
 
     >>> documents = torch.tensor([0] * 8 + [1] * 2 + [2] * 2 + [3] * 4)
     >>> layout = balance(Mask(documents=documents), 16, 2)
     >>> [layout.positions(16, 2, rank).tolist() for rank in range(2)]
     [[0, 1, 2, 3, 4, 7, 8, 9], [5, 6, 10, 11, 12, 13, 14, 15]]
     """
-    if mask.key_padding is not None or (mask.documents is not None and not mask.host_documents):
-        what = "key_padding" if mask.key_padding is not None else mask.documents.device  # type: ignore[union-attr]
-        raise UnsupportedError(
-            describe("balance", "a mask of positions and documents on the CPU", what, "documents.cpu(), no padding")
-        )
+    if mask.key_padding is not None or (mask.documents is not None and mask.documents.is_meta):
+        what = "key_padding" if mask.key_padding is not None else "meta"
+        hint = "documents with content, no padding"
+        raise UnsupportedError(describe("balance", "a mask of positions and documents", what, hint))
     if mask.documents is not None and mask.documents.shape[-1] != seq_len:
         hint = "pass their seq_len"
         raise ArgumentError(describe("balance: mask.documents", f"{seq_len} tokens", mask.documents.shape[-1], hint))
-    bounds, weights = _documents(mask, seq_len), keys_seen(mask, seq_len)
-    work = [0, *weights.cumsum(0).tolist()]
-    parts = _light_to_dense([(begin, end) for begin, end in pairwise(bounds) if end > begin], work)
-    order: list[Part] = []
+    edges = np.unique(np.concatenate([x.edges for x in _documents(mask, seq_len)])).tolist()
+    work = memoryview(np.r_[0, keys_seen(mask, seq_len).cumsum()])  # before each position, and in all
+    parts: list[Part] = []  # light to dense
+    for begin, end in pairwise(edges):
+        _insert(parts, begin, end, work)
+    order: list[tuple[int, int]] = []
+    tokens_left, work_left = seq_len, work[seq_len]
     for rank in range(cp_size):
         begin, end = chunk_bounds(seq_len, cp_size, rank)
-        left = sum(end - begin for begin, end in parts)
-        share = sum(work[end] - work[begin] for begin, end in parts) * (end - begin) / left if left else 0.0
-        taken, parts = _take(parts, end - begin, share, work)
-        order += _joined(taken)
-    return Balanced(
-        torch.tensor([(begin, end - begin) for begin, end in order], dtype=torch.int64, device="cpu").view(-1, 2)
-    )
+        share = work_left * (end - begin) / tokens_left if tokens_left else 0.0
+        taken = _take(parts, end - begin, share, work)
+        order += _with_neighbours(taken)
+        tokens_left -= end - begin
+        work_left -= sum(work[b] - work[a] for a, b in taken)
+    table = np.array([(begin, end - begin) for begin, end in order], dtype=np.int64).reshape(-1, 2)
+    return Balanced(torch.from_numpy(table))
 
 
-def _take(parts: list[Part], tokens: int, share: float, work: list[int]) -> tuple[list[Part], list[Part]]:
-    """Parts of ``tokens`` positions in all whose work is near ``share``, and what is left; ``parts`` light to dense."""
-    taken: list[Part] = []
-    parts = list(parts)
+class Part(NamedTuple):
+    """Positions ``begin`` to ``end``, by the mean work of one."""
+
+    density: float
+    begin: int
+    end: int
+
+    @property
+    def num(self) -> int:
+        return self.end - self.begin
+
+
+def _insert(parts: list[Part], begin: int, end: int, work: Sequence[int]) -> None:
+    if end > begin:
+        insort(parts, Part((work[end] - work[begin]) / (end - begin), begin, end))
+
+
+def _take(parts: list[Part], tokens: int, share: float, work: Sequence[int]) -> list[tuple[int, int]]:
+    """Take parts of ``tokens`` positions in all whose work is near ``share``; ``parts`` go light to dense."""
+    taken: list[tuple[int, int]] = []
     while tokens and parts:
-        dense = parts.pop()
-        density = _density(dense, work)
+        density, begin, end = dense = parts.pop()
         whole, rest, excess = 0, tokens, tokens * density - share  # if all were of that density
         for part in parts:
-            saved = density * _len(part) - _work(part, work)
-            if _len(part) > rest or saved > excess:
+            saved = (density - part.density) * part.num
+            if part.num > rest or saved > excess:
                 break
-            whole, rest, excess = whole + 1, rest - _len(part), excess - saved
+            whole, rest, excess = whole + 1, rest - part.num, excess - saved
         # the next light one, as much of it as meets the share
-        cut = 0
-        if whole < len(parts) and excess > 0:
-            saved = density - _density(parts[whole], work)
-            cut = min(rest, _len(parts[whole]), round(excess / saved) if saved > 0 else rest)
-        if rest - cut > _len(dense):
-            taken.append(dense)
-            tokens, share = tokens - _len(dense), share - _work(dense, work)
+        cut, light = 0, parts[whole] if whole < len(parts) else None
+        if light is not None and excess > 0:
+            saved = density - light.density
+            cut = min(rest, light.num, round(excess / saved) if saved > 0 else rest)
+        if rest - cut > dense.num:
+            taken.append((begin, end))
+            tokens, share = tokens - dense.num, share - (work[end] - work[begin])
             continue
-        options = []
-        for size in {0, cut, _len(parts[whole]) if cut else 0}:
-            if not 0 <= rest - size <= _len(dense):
+        wanted = share - sum(part.density * part.num for part in parts[:whole])
+        best: tuple[tuple[float, bool], list[tuple[int, int]], list[tuple[int, int]], bool] | None = None
+        for size in {0, cut, light.num if light is not None and cut else 0}:
+            if not 0 <= rest - size <= dense.num:
                 continue
-            light, others, is_cut = parts[:whole], parts[whole:], False
-            if size:
-                some, left = _peel(others[0], size, size * _density(others[0], work), work)
-                light, others, is_cut = [*light, *some], [*left, *others[1:]], bool(left)
-            wanted = share - sum(_work(part, work) for part in light)
-            ends, middle = _peel(dense, rest - size, wanted, work)
-            error = abs(sum(_work(part, work) for part in ends) - wanted)
-            options.append((max(error, SLACK * share), is_cut, [*light, *ends], [*others, *middle]))
-        _, _, chosen, left = min(options, key=lambda option: option[:2])
-        return [*taken, *chosen], _light_to_dense(left, work)
-    return taken, parts
+            some: list[tuple[int, int]] = []
+            left: list[tuple[int, int]] = []
+            if size and light is not None:
+                some, left = _peel(light, size, size * light.density, work)
+            wanted_here = wanted - sum(work[b] - work[a] for a, b in some)
+            ends, middle = _peel(dense, rest - size, wanted_here, work)
+            error = abs(sum(work[b] - work[a] for a, b in ends) - wanted_here)
+            rank = max(error, SLACK * share), bool(size and left)
+            if best is None or rank < best[0]:
+                best = rank, [*some, *ends], [*left, *middle], bool(size)
+        assert best is not None
+        _, chosen, left, uses_light = best
+        taken += [(part.begin, part.end) for part in parts[:whole]] + chosen
+        del parts[: whole + uses_light]
+        for a, b in left:
+            _insert(parts, a, b, work)
+        return taken
+    return taken
 
 
-def _len(part: Part) -> int:
-    return part[1] - part[0]
-
-
-def _work(part: Part, work: list[int]) -> int:
-    return work[part[1]] - work[part[0]]
-
-
-def _density(part: Part, work: list[int]) -> float:
-    return _work(part, work) / _len(part)
-
-
-def _peel(part: Part, tokens: int, wanted: float, work: list[int]) -> tuple[list[Part], list[Part]]:
+def _peel(
+    part: Part, tokens: int, wanted: float, work: Sequence[int]
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Take ``tokens`` from the head and the tail of a part, so that their work is near ``wanted``: (taken, left)."""
-    begin, end = part
+    _, begin, end = part
 
     def of_head(head: int) -> int:
         return work[begin + head] - work[begin] + work[end] - work[end - (tokens - head)]
@@ -143,7 +159,7 @@ def _peel(part: Part, tokens: int, wanted: float, work: list[int]) -> tuple[list
     return _nonempty((begin, cut), (back, end)), _nonempty((cut, back))
 
 
-def _nonempty(*parts: Part) -> list[Part]:
+def _nonempty(*parts: tuple[int, int]) -> list[tuple[int, int]]:
     return [part for part in parts if part[1] > part[0]]
 
 
@@ -151,52 +167,37 @@ SLACK = 0.002
 """Imbalance, as a part of a rank's work, that is accepted where it saves a run."""
 
 
-def _light_to_dense(parts: list[Part], work: list[int]) -> list[Part]:
-    return sorted(parts, key=lambda part: _density(part, work))
-
-
-def _joined(parts: list[Part]) -> list[Part]:
-    joined: list[Part] = []
+def _with_neighbours(parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
     for begin, end in sorted(parts):
-        if joined and joined[-1][1] == begin:
-            begin = joined.pop()[0]
-        joined.append((begin, end))
-    return joined
+        if merged and merged[-1][1] == begin:
+            begin = merged.pop()[0]
+        merged.append((begin, end))
+    return merged
 
 
-def _documents(mask: Mask, seq_len: int) -> list[int]:
-    """Positions where a document of some batch row begins, and the end."""
-    starts = torch.zeros(seq_len, dtype=torch.bool, device="cpu")
-    starts[:1] = True
-    if mask.documents is not None:
-        ids = torch.atleast_2d(mask.documents)
-        starts[1:] |= (ids[:, 1:] != ids[:, :-1]).any(0)
-    return [*starts.nonzero().flatten().tolist(), seq_len]
+def _documents(mask: Mask, seq_len: int) -> tuple[Documents, ...]:
+    """Of each batch row that differs."""
+    return (Documents(np.array([0, seq_len]), np.zeros(1, dtype=np.int64)),) if mask.documents is None else mask.runs()
 
 
-def keys_seen(mask: Mask, seq_len: int) -> Tensor:
+def keys_seen(mask: Mask, seq_len: int) -> Array:
     """Keys that each position sees, over all batch rows: int64 [seq_len].
 
     Args:
-        mask: without key padding; its documents, if any, on the CPU.
+        mask: without key padding.
         seq_len: tokens in the whole sequence.
     """
-    position, total = torch.arange(seq_len, device="cpu"), torch.zeros(seq_len, dtype=torch.int64, device="cpu")
-    left, right = mask.window or (None, None)
-    rows = torch.atleast_2d(mask.documents) if mask.documents is not None else torch.zeros(1, seq_len, device="cpu")
-    for ids in rows:
-        new = torch.ones(seq_len, dtype=torch.bool, device="cpu")
-        new[1:] = ids[1:] != ids[:-1]
-        document = new.cumsum(0) - 1
-        edges = torch.cat([new.nonzero().flatten(), torch.tensor([seq_len], device="cpu")])
-        first, last = edges[document], edges[document + 1] - 1
-        if mask.length is not None:
-            last = last.clamp(max=mask.length - 1)
-        if mask.causal:
-            last = torch.minimum(last, position.clamp(min=mask.prefix - 1))
-        if left is not None:
-            first = torch.maximum(first, position - left)
-        if right is not None:
-            last = torch.minimum(last, position + right)
-        total += (last - first + 1).clamp(min=0)
+    position, total = np.arange(seq_len), np.zeros(seq_len, dtype=np.int64)
+    for documents in _documents(mask, seq_len):
+        lens = np.diff(documents.edges)
+        for reach in mask.reaches(seq_len):
+            first = np.repeat(np.maximum(documents.edges[:-1], reach.begin), lens)
+            last = np.repeat(np.minimum(documents.edges[1:], reach.end), lens)
+            if reach.farthest < NONE:
+                np.maximum(first, position - reach.farthest, out=first)
+            if reach.nearest > -NONE:
+                np.minimum(last, position + (1 - reach.nearest), out=last)
+            last -= first
+            total += np.maximum(last, 0, out=last)
     return total

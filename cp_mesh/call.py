@@ -17,11 +17,11 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.formats import FORMATS, Format
-from cp_mesh.kernels.contract import Scores
+from cp_mesh.kernels.scores import TERMS, Scores
 
 SCORE_OPTIONS = ("softcap", "sinks", "alibi_slopes", "relative_bias", "bias", "dropout_p", "dropout_seed")
 """Names of arguments of `cp_mesh.attention` that change the scores."""
-GRADED = ("sinks", "alibi_slopes", "relative_bias", "bias")
+GRADED = tuple(TERMS)
 """Tensors of the scores that have a gradient, in the order in which the backward op returns theirs."""
 
 
@@ -137,13 +137,12 @@ def make_scores(options: Options, tensors: Tensors, dtype: torch.dtype) -> Score
     """What the passes are told of the scores; ``dtype`` is the accumulation dtype."""
     seed = tensors.dropout_seed
     cast: dict[str, Any] = {
-        name: None if (x := getattr(tensors, name)) is None else x.to(dtype).contiguous()
-        for name in ("sinks", "alibi_slopes", "relative_bias")
+        name: x if x is None or TERMS[name].broadcasts else x.to(dtype).contiguous()
+        for name, x in ((name, getattr(tensors, name)) for name in TERMS)
     }
     return Scores(
         options.scale,
         options.softcap or None,
-        bias=tensors.bias,
         dropout_p=options.dropout_p,
         dropout_seed=None if seed is None else torch.nn.functional.pad(seed.reshape(-1), (0, 2 - seed.numel())),
         first_head=options.first_head,
@@ -186,16 +185,11 @@ def check_tensors(q: Operand | Tensor, k: Operand | Tensor, v: Operand | Tensor)
 
 def check_scores(q: Tensor, tensors: Tensors, seq_len: int) -> None:
     """Shapes, dtypes and devices of the scores' tensors against those of this rank's q [B, H, S_local, D]."""
-    B, H, S, _ = q.shape
-    shapes: dict[str, tuple[tuple[int, ...], ...]] = {  # the sizes that each dim may have; none: odd ones
-        "sinks": ((H,),),
-        "alibi_slopes": ((H,),),
-        "relative_bias": ((H,), ()),
-        "bias": ((1, B), (1, H), (1, S), (seq_len,)),
-    }
-    for name, dims in shapes.items():
+    of_q = {"batch": q.shape[0], "heads": q.shape[1], "rows": q.shape[2], "keys": seq_len}
+    for name, term in TERMS.items():
         if (x := getattr(tensors, name)) is None:
             continue
+        dims = term.sizes(of_q)
         fits = x.ndim == len(dims) and all(
             size in allowed if allowed else size % 2 for size, allowed in zip(x.shape, dims, strict=True)
         )
@@ -208,6 +202,6 @@ def check_scores(q: Tensor, tensors: Tensors, seq_len: int) -> None:
     if seed is not None and (seed.ndim > 1 or seed.numel() not in (1, 2) or seed.dtype != torch.int64):
         hint = "torch.tensor([seed, offset])"
         refuse("dropout_seed", "int64 [1] or [2]", f"{seed.dtype} {tuple(seed.shape)}", hint)
-    for name in (*shapes, "dropout_seed"):
+    for name in (*TERMS, "dropout_seed"):
         if (x := getattr(tensors, name)) is not None and x.device != q.device:
             refuse(name, f"a tensor on {q.device}", x.device, "move it there")

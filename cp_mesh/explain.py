@@ -19,8 +19,10 @@ from cp_mesh.kernels.contract import Capability, Request
 from cp_mesh.layouts import Layout, ZigZag
 from cp_mesh.masks import Band, Mask
 from cp_mesh.memory import Sizes, extra_memory
-from cp_mesh.plan import choose_head_chunks, choose_schedule, covers_of, joins, travels_rounded
-from cp_mesh.schedule import Schedule, Tile, joined, make_schedule, num_rows
+from cp_mesh.methods.contract import as_one_tile, covers_of
+from cp_mesh.methods.ring import choose_head_chunks, travels_rounded
+from cp_mesh.plan import choose_schedule
+from cp_mesh.schedule import Schedule, Tile, enclosing, make_schedule, num_rows
 from cp_mesh.segments import Segments
 
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
@@ -109,9 +111,9 @@ def explain(
         owner[layout.positions(seq_len, cp_size, rank)] = rank
     width = min(columns, seq_len)
     strip = "".join(_DIGITS[int(owner[column * seq_len // width])] for column in range(width))
-    as_one = joins(kernel, first, features)
-    pairs = [schedule.pairs for schedule in schedules]
-    if mask.host_documents and mask.key_padding is None:
+    as_one = as_one_tile(kernel, first, features)
+    pairs = [schedule.num_pairs for schedule in schedules]
+    if mask.documents is not None and mask.key_padding is None:
         seen = keys_seen(mask, seq_len)
         pairs = [int(seen[layout.positions(seq_len, cp_size, rank)].sum()) for rank in range(cp_size)]
     mean = sum(pairs) / cp_size
@@ -151,7 +153,7 @@ def _rank_lines(schedule: Schedule, share: float, memory: str, as_one: bool) -> 
     for step in range(schedule.cp_size):
         source = schedule.source(step)
         tiles = schedule.tiles[source]
-        words = ", ".join(_tile_words(tile) for tile in (joined(tiles) if as_one else tiles)) or "nothing"
+        words = ", ".join(_tile_words(tile) for tile in (enclosing(tiles) if as_one else tiles)) or "nothing"
         received = f"; receives {num_rows(schedule.fetch[source])} key rows" if step else ""
         lines.append(f"  step {step} from rank {source}: {words}{received}")
     return lines

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from cp_mesh.errors import ArgumentError
+from cp_mesh.owned import Content, owned
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,7 @@ class Permuted(Layout):
         given = torch.as_tensor(self.index, device=None if isinstance(self.index, Tensor) else "cpu")
         if given.numel() and (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool):
             raise ArgumentError(f"Permuted: expected integers as an index, got {given.dtype}; torch.argsort gives them")
-        index = given.detach().to("cpu", torch.int64, copy=True)
+        index = owned(given, torch.int64)
         if index.ndim != 1 or not torch.equal(index.sort().values, torch.arange(index.numel(), device="cpu")):
             raise ArgumentError(
                 f"Permuted: expected a permutation of range(seq_len) as a 1-D index, got shape {tuple(index.shape)}"
@@ -238,10 +239,10 @@ class Permuted(Layout):
         return "permuted"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Permuted) and torch.equal(self.tensor, other.tensor)
+        return isinstance(other, Permuted) and Content.of(self.tensor) == Content.of(other.tensor)
 
     def __hash__(self) -> int:
-        return hash(("permuted", self.tensor.numel(), self.tensor[:8].sum().item()))
+        return hash(("permuted", Content.of(self.tensor)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,7 +264,7 @@ class Balanced(Layout):
 
     def __post_init__(self) -> None:
         given = self.table if isinstance(self.table, Tensor) else torch.tensor(self.table, device="cpu")
-        table = given.detach().to("cpu", torch.int64, copy=True)
+        table = owned(given, torch.int64)
         object.__setattr__(self, "table", table)
         if torch.compiler.is_compiling():
             return  # content is not to be had there; `parse_layout` looks at it
@@ -304,10 +305,10 @@ class Balanced(Layout):
         return "balanced"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Balanced) and torch.equal(self.tensor, other.tensor)
+        return isinstance(other, Balanced) and Content.of(self.tensor) == Content.of(other.tensor)
 
     def __hash__(self) -> int:
-        return hash(("balanced", len(self.tensor), self.tensor[:8].sum().item()))
+        return hash(("balanced", Content.of(self.tensor)))
 
 
 LAYOUTS: dict[str, type[Layout]] = {

@@ -1,25 +1,24 @@
 """Mask: who may attend to whom, said on positions.
 
-Two faces. `Mask.allowed` is the specification: a boolean for every (query position, key position). `Mask.tile`
-classifies a block of rows against a block of keys for the schedule: between two runs of equal stride s, a causal or
-windowed mask bounds the distance ``q_pos - k_pos = (a - b) + s·(i - j)``, so in local indices it is exactly a band
-``lo <= i - j <= hi``, which stock kernels take directly.
+Two faces. `Mask.allowed` is the specification: a boolean for every (query position, key position). `Mask.reaches` says
+the same of its integers as bounds of the distance ``p - t``: between two runs of equal stride s that distance is
+``(a - b) + s·(i - j)``, so in local indices a mask is exactly a band ``lo <= i - j <= hi``, which stock kernels take
+directly (`cp_mesh.blocks`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import product
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from cp_mesh.errors import ArgumentError
-from cp_mesh.layouts import Piece, Run
+from cp_mesh.owned import is_owned, owned, read_once
 
 
 @dataclass(frozen=True)
@@ -60,24 +59,60 @@ def _pairs_from(bound: int, num_q: int, num_k: int) -> int:
 
 FULL = Band()
 CAUSAL = Band(0, None)
-EMPTY: Literal["empty"] = "empty"
 PARTIAL: Literal["partial"] = "partial"  # only Mask.allowed tells which pairs
-Cover = Band | Literal["empty", "partial"]
+Cover = Band | Literal["partial"]
+NONE = 1 << 30
+"""In integers, a bound that is not there; positions are below it."""
+
+
+class Reach(NamedTuple):
+    """Keys at positions ``begin <= t < end`` are seen by queries p with ``nearest <= p - t <= farthest``."""
+
+    begin: int
+    end: int
+    nearest: int
+    farthest: int
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """The documents of one sequence as runs of positions.
+
+    Attributes:
+        edges: int64 [num_runs + 1], where each begins, and the end of the sequence.
+        labels: int64 [num_runs], the number of the first run that has its id; two runs of one id are one document.
+        come_back: whether some id does have two runs.
+    """
+
+    edges: NDArray[np.int64]
+    labels: NDArray[np.int64]
+
+    @property
+    def come_back(self) -> bool:
+        return bool((self.labels != np.arange(len(self.labels))).any())
+
+    @classmethod
+    def of(cls, ids: NDArray[Any]) -> Documents:
+        """From the id of each position, [S]."""
+        begins = np.flatnonzero(np.r_[np.ones(min(1, len(ids)), dtype=bool), ids[1:] != ids[:-1]])
+        _, first, which = np.unique(ids[begins], return_index=True, return_inverse=True)
+        return cls(np.r_[begins, len(ids)], first[which])
 
 
 @dataclass(frozen=True, eq=False)
 class Mask:
     """A conjunction of conditions on (query position p, key position t).
 
-    A mask copies its tensors when it is made: what is later written to the caller's changes nothing, so that a data
-    loader may fill its buffer with the next batch while the backward of this one runs. Make a mask for each batch.
+    A mask copies its tensors to the host when it is made: what is later written to the caller's changes nothing, so
+    that a data loader may fill its buffer with the next batch while the backward of this one runs. Tensors on a device
+    are waited for, once. Make a mask for each batch; what its documents are is read once, not in every layer.
 
     Args:
         causal: t <= p, relaxed by ``prefix``.
         window: ``(left, right)`` inclusive distances in tokens, None unlimited: ``p - t <= left``, ``t - p <= right``.
         documents: integer ids [B, S] or [S] of the *whole* sequence in original order, the same on every cp rank:
-            id[p] == id[t]. Ids compare by equality only. On the CPU they let the schedule skip what is masked,
-            and fast kernels take them as sequences, unless an id comes back after another.
+            id[p] == id[t]. Ids compare by equality only. They let the schedule skip what is masked, and fast kernels
+            take them as sequences, unless an id comes back after another.
         key_padding: bool [B, S] or [S] of the whole sequence, True = keep; applies to keys only.
         prefix: keys at positions below it are visible to all queries, whatever ``causal`` says (window still applies).
         length: keys at positions >= length are padding that no query sees. None: there is no padding.
@@ -137,13 +172,9 @@ class Mask:
                 f"Mask: expected bool key_padding [B, S] or [S] (True = keep), got {key_padding.dtype} "
                 f"{tuple(key_padding.shape)}; an additive mask is `mask == 0`"
             )
-        # NumPy, or another process, writes to memory that it shares with a tensor unseen by autograd.
         for name, tensor in (("documents", documents), ("key_padding", key_padding)):
-            if tensor is not None and not hasattr(tensor, _OWNED):  # some mask's already, as in dataclasses.replace
-                own = tensor.detach().clone()
-                if not torch.compiler.is_compiling():
-                    setattr(own, _OWNED, True)
-                object.__setattr__(self, name, own)
+            if tensor is not None and not is_owned(tensor):  # some mask's already, as in dataclasses.replace
+                object.__setattr__(self, name, owned(tensor))
 
     @classmethod
     def from_cu_seqlens(
@@ -189,11 +220,6 @@ class Mask:
         """Whether some condition is read from a tensor, so that no tile is a pure band."""
         return self.documents is not None or self.key_padding is not None
 
-    @property
-    def host_documents(self) -> bool:
-        """Whether tiles can be skipped by documents: ids that are read on the host."""
-        return self.documents is not None and self.documents.device.type == "cpu"
-
     def to(self, device: torch.device) -> Mask:
         """The same mask with its tensors on ``device``."""
         if not self.elementwise:
@@ -231,89 +257,36 @@ class Mask:
             keep = keep & torch.atleast_2d(self.key_padding)[:, None, k_pos]
         return keep
 
-    def cuts(self) -> list[int]:
-        """Key positions at which the distance condition changes: between two cuts every tile of runs is a band."""
-        return sorted({cut for cut in (self.prefix, self.length) if cut})
+    def reaches(self, seq_len: int) -> tuple[Reach, ...]:
+        """What its integers mean, said once: which keys are seen at which distances.
 
-    def tile(self, q: Piece, k: Piece) -> Cover:
-        """Classify the block of rows ``q`` against keys ``k``; neither may be empty.
+        Everything but `allowed`, the specification, derives from these: the schedule's tiles, the weights that
+        `cp_mesh.balance` shares out, and what the Triton kernel reads at each row. Documents and key padding then take
+        pairs away.
 
-        `PARTIAL` sends the kernel to `allowed`; `EMPTY` and a `Band` are exact.
+        Args:
+            seq_len: tokens in the whole sequence.
+
+        Returns:
+            Reaches in order of their keys, which follow one another from position 0; keys after the last are hidden.
         """
-        (q_low, q_high), (k_low, k_high) = q.bounds(), k.bounds()
-        if self.length is not None and k_low >= self.length:
-            return EMPTY
-        # distance d = p - t must lie in [d_min, d_max]; None is unbounded
-        d_min: int | None = None
-        d_max: int | None = None
-        if self.window is not None:
-            d_max = self.window[0]
-            d_min = None if self.window[1] is None else -self.window[1]
-        if self.causal and k_high >= self.prefix:
-            if k_low < self.prefix and q_low < k_high:  # some keys relaxed, some not: cuts() avoids this for runs
-                return self._document_cover(q, k, PARTIAL)
-            d_min = 0 if d_min is None else max(0, d_min)
-        if (d_min is not None and q_high - k_low < d_min) or (d_max is not None and q_low - k_high > d_max):
-            return EMPTY
-        if self.length is not None and k_high >= self.length:
-            return self._document_cover(q, k, PARTIAL)
-        free = (d_min is None or q_low - k_high >= d_min) and (d_max is None or q_high - k_low <= d_max)
-        if free:
-            return self._document_cover(q, k, FULL)
-        if not (isinstance(q, Run) and isinstance(k, Run)):
-            return self._document_cover(q, k, PARTIAL)
-        stride = k.stride if q.length == 1 else q.stride  # a run of one row has any stride
-        if k.length > 1 and k.stride != stride:
-            return self._document_cover(q, k, PARTIAL)
-        offset = q.start - k.start
-        lo = None if d_min is None or q_low - k_high >= d_min else -((offset - d_min) // stride)  # ceil
-        hi = None if d_max is None or q_high - k_low <= d_max else (d_max - offset) // stride  # floor
-        band = Band(lo, hi)
-        return self._document_cover(q, k, band) if band.count(q.length, k.length) else EMPTY
-
-    def near(self, q: Sequence[Piece], k: Sequence[Piece]) -> Iterable[tuple[int, int]]:
-        """Candidate pairs (j, i) of pieces k[j] and q[i], by key piece; provably empty ones are left out.
-
-        With hundreds of pieces most pairs are empty, and asking `tile` of each would take seconds.
-        """
-        if len(q) * len(k) < 256:
-            return product(range(len(k)), range(len(q)))
-        (q_low, q_high), (k_low, k_high) = (torch.tensor([piece.bounds() for piece in side]).T for side in (q, k))
-        apart = torch.zeros(len(k), len(q), dtype=torch.bool)
-        if self.causal:
-            apart |= (k_low[:, None] > q_high) & (k_low >= self.prefix)[:, None]
         left, right = self.window or (None, None)
-        if left is not None:
-            apart |= q_low - k_high[:, None] > left
-        if right is not None:
-            apart |= k_low[:, None] - q_high > right
-        if self.host_documents:
-            (q_low, q_high), (k_low, k_high) = (
-                torch.tensor([self._id_ranges(piece) for piece in side]).unbind(2) for side in (q, k)
-            )
-            apart |= ((q_low > k_high[:, None]) | (q_high < k_low[:, None])).all(2)
-        return [(j, i) for j, i in (~apart).nonzero().tolist()]
+        farthest = NONE if left is None else min(left, NONE)
+        ahead = -NONE if right is None else -min(right, NONE)
+        behind = max(ahead, 0) if self.causal else ahead
+        end = seq_len if self.length is None else min(self.length, seq_len)
+        prefix = min(self.prefix, end)
+        parts = (Reach(0, prefix, ahead, farthest), Reach(prefix, end, behind, farthest))
+        return tuple(part for part in parts if part.begin < part.end)
 
-    def _document_cover(self, q: Piece, k: Piece, cover: Cover) -> Cover:
-        """Weaken a cover found from distances by the conditions that live in tensors."""
-        if self.host_documents:
-            # Ranges of ids are enough to skip tiles of sorted documents, and safe for any ids.
-            q_ranges, k_ranges = self._id_ranges(q), self._id_ranges(k)
-            if all(q[1] < k[0] or k[1] < q[0] for q, k in zip(q_ranges, k_ranges, strict=True)):
-                return EMPTY
-        return PARTIAL if self.elementwise else cover
+    def runs(self) -> tuple[Documents, ...]:
+        """The documents of each batch row (one if they share them), read from the ids once and then remembered.
 
-    @cached_property
-    def _known_id_ranges(self) -> dict[Piece, list[tuple[int, int]]]:
-        return {}
-
-    def _id_ranges(self, piece: Piece) -> list[tuple[int, int]]:
-        """Smallest and largest document id of a piece, for every batch row; read once by a mask, so once a plan."""
-        if piece not in self._known_id_ranges:
-            assert self.documents is not None
-            low, high = torch.aminmax(torch.atleast_2d(self.documents)[:, piece.positions()], dim=1)
-            self._known_id_ranges[piece] = list(zip(low.tolist(), high.tolist(), strict=True))
-        return self._known_id_ranges[piece]
+        Raises:
+            ArgumentError: if the ids have no content (meta tensors).
+        """
+        assert self.documents is not None
+        return read_once(self.documents, _read_documents)
 
     def spec(self) -> str:
         """The scalar options as a short string; `parse_mask` rebuilds the mask from it and the tensors."""
@@ -324,7 +297,10 @@ class Mask:
         )
 
 
-_OWNED = "_cp_mesh_owned"  # set on tensors that a mask copied
+def _read_documents(ids: Tensor) -> tuple[Documents, ...]:
+    return tuple(Documents.of(row) for row in torch.atleast_2d(ids).numpy())
+
+
 _ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cp_mesh.schedule import Schedule, Tile, joined
+from cp_mesh.schedule import Schedule, Tile, enclosing
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class ExtraMemory:
 
 
 def extra_memory(
-    schedule: Schedule, sizes: Sizes, head_chunks: int, transport: str, joins: bool = False
+    schedule: Schedule, sizes: Sizes, head_chunks: int, transport: str, one_tile: bool = False
 ) -> ExtraMemory:
     """The formula above for one rank.
 
@@ -71,7 +71,7 @@ def extra_memory(
         sizes: of its tensors.
         head_chunks: number of parts that the kv heads are computed in.
         transport: "symmetric_memory" or "functional".
-        joins: whether the kernel is given the tiles of a step as one (`cp_mesh.plan.joins`).
+        one_tile: whether the kernel is given the tiles of a step as one (`cp_mesh.methods.contract.as_one_tile`).
     """
     route = schedule.route
     heads, kv_heads = sizes.num_heads // head_chunks, sizes.num_kv_heads // head_chunks
@@ -87,7 +87,7 @@ def extra_memory(
 
     # One visit is a stage, and the local tiles at the end; keys, gradients and partial results at that time.
     visits = [*(stage.tiles for stage in route.stages), schedule.local_tiles]
-    visits = [joined(tiles) for tiles in visits] if joins else visits
+    visits = [enclosing(tiles) for tiles in visits] if one_tile else visits
     forward = sum(fetched) * key_row + sum(map(_rows, visits[-1])) * out_row
     forward = max(forward, sum(_rows(tile) for tiles in visits for tile in tiles) * out_row)
     backward, tile_rows, arrived = 0, 0, 0
@@ -101,7 +101,7 @@ def extra_memory(
         arrived += served[i] if i < len(served) and not on_wires else 0
     symmetric = 0
     if on_wires and route.stages:
-        symmetric = max(schedule.shard_lens) * key_row + max(route.slots[-1]) * gradient_row
+        symmetric = max(schedule.shard_lens) * key_row + route.most_served * gradient_row
     return ExtraMemory(forward, backward, symmetric)
 
 

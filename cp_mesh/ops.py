@@ -29,9 +29,9 @@ from cp_mesh.call import GRADED, NUM_TENSORS, SCHEMA, Call, Tensors, autocast
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.formats import FORMATS
 from cp_mesh.kernels.combine import accumulation_dtype, dense_like
+from cp_mesh.methods import Plan
 from cp_mesh.placements import place_beside, require_sharded, score_placements
-from cp_mesh.plan import Plan, make_plan
-from cp_mesh.ring import ring_backward, ring_forward
+from cp_mesh.plan import make_plan
 from cp_mesh.sequence import ROOT
 
 
@@ -96,7 +96,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor
     if checking():
         _agree(plan, group, q, k, v, call.tensors)
     with _no_autocast(q):
-        out, lse = ring_forward(q, k, v, plan, group)
+        out, lse = plan.method.forward(q, k, v, plan, group)
     return _as_asked(out, call), form.lse_from_bhs(lse).contiguous()
 
 
@@ -115,7 +115,7 @@ def _attention_backward(
         dlse = form.lse_to_bhs(dlse)
     with _no_autocast(q):
         names = wanted.split(",") if wanted else ()
-        *grads, of_scores = ring_backward(dout, q, k, v, out, lse, dlse, plan, group, names)
+        *grads, of_scores = plan.method.backward(dout, q, k, v, out, lse, dlse, plan, group, names)
     dq, dk, dv = (_as_asked(x, call) for x in grads)
     return dq, dk, dv, *(_graded(getattr(call.tensors, name), of_scores.get(name), q) for name in GRADED)
 

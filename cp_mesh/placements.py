@@ -21,17 +21,12 @@ from cp_mesh.call import GRADED
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.formats import FORMATS, Format
 from cp_mesh.kernels.combine import dense_strides
+from cp_mesh.kernels.scores import TERMS, Dim
 from cp_mesh.layouts import Layout, chunk_bounds
 
+_OF_TERMS: dict[str, Dim] = {"batch": "batch", "heads": "heads", "sequence": "rows"}  # parts of q, as terms call them
 ONE_AXIS = "the 1-D DeviceMesh of the cp axis"
 _WHOLE = ("documents", "key_padding", "layout_index")  # tensors of the whole sequence, on the host or the device
-_SHARDED = {
-    "sinks": {"heads": 0},
-    "alibi_slopes": {"heads": 0},
-    "relative_bias": {"heads": 0},
-    "bias": {"batch": 0, "heads": 1, "sequence": 2},
-}
-"""Dims that follow a part of q, by name; a bias of one row, head or batch row has none there."""
 UNSHARDED = "an unsharded sequence needs no context parallelism: shard it, or call SDPA"
 
 
@@ -122,8 +117,8 @@ def group_that_waits(query: Any, mesh: Any, seq_dim: Any) -> dist.ProcessGroup |
 def score_placements(name: str, shape: Sequence[int], part: str) -> tuple[Placement, Placement]:
     """The placements of a tensor of `call.Tensors`, by its name and shape, and of its gradient, on an axis that shards
     this part of q, or nothing ("whole")."""
-    dim = _SHARDED.get(name, {}).get(part)
-    if dim is not None and dim < len(shape) and (name != "bias" or shape[dim] > 1):
+    dim = TERMS[name].dim_of(_OF_TERMS[part], shape) if name in TERMS and part in _OF_TERMS else None
+    if dim is not None:
         return Shard(dim), Shard(dim)
     return Replicate(), Replicate() if part == "whole" else Partial()
 

@@ -10,13 +10,10 @@ ranks, and the number of local rows where shards are unequal. Check mode finds b
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
-from typing import Any
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from functools import lru_cache, partial
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,111 +22,15 @@ from cp_mesh.call import Operand, Options, Tensors, check_choice, check_scores, 
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe
 from cp_mesh.kernels import KERNELS, choose_kernel
 from cp_mesh.kernels.combine import accumulation_dtype
-from cp_mesh.kernels.contract import (
-    POSITIONAL,
-    Kernel,
-    KernelTile,
-    Pairs,
-    Request,
-    Scores,
-    shortfalls,
-)
-from cp_mesh.layouts import Layout, check_layout, parse_layout
-from cp_mesh.masks import Band, Mask, parse_mask
-from cp_mesh.schedule import Schedule, Stage, Tile, joined, make_schedule
-from cp_mesh.segments import Segments
-from cp_mesh.transport import TRANSPORTS, make_transport
-from cp_mesh.transport.contract import Transport
-
-METHODS = ("auto", "ring")
-BANDS = frozenset({"full", "causal", "window"})  # tile kinds given by integers; nothing is copied to the device
-CHUNK_BYTES = 512 << 20  # K and V that a rank fetches, for the heads of one chunk
-
-
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """What one call does on this rank. Calls that are alike but for the values of their tensors share one.
-
-    Attributes:
-        head_chunks: parts of the kv heads that are computed one after the other.
-        gradient_dtype: in which dk and dv travel: as the kernel returned them, if it rounds them and no two of a
-            message belong to one row; else the accumulation dtype, so that every sum is rounded once.
-        kept: tiles as kernels are given them, and what of masks and positions is on the device, by CUDA stream; shared
-            by the plans of equal calls, so that it comes to the device once a batch and not once a layer.
-    """
-
-    options: Options
-    layout: Layout
-    mask: Mask
-    seq_len: int
-    schedule: Schedule
-    kernel: Kernel
-    scores: Scores
-    device: torch.device
-    head_chunks: int
-    gradient_dtype: torch.dtype
-    kept: dict[Any, Any] = field(default_factory=dict)
-
-    @property
-    def local_tiles(self) -> list[KernelTile]:
-        """Tiles of this rank's queries against its own keys."""
-        return self._kernel_tiles(self.schedule.local_tiles, None)
-
-    def tiles(self, stage: Stage) -> list[KernelTile]:
-        """Tiles of this rank's queries against the keys fetched in a stage."""
-        return self._kernel_tiles(stage.tiles, stage)
-
-    def open_transport(self, group: dist.ProcessGroup) -> AbstractContextManager[Transport]:
-        """The transport of one pass over one chunk of heads; closed also after an exception."""
-        return closing(make_transport(self.options.transport, group, self.schedule, self.device))
-
-    @cached_property
-    def reads_tensors(self) -> bool:
-        """Whether tiles come with tensors on the device, not as numbers alone."""
-        return not covers_of(self.schedule, self.scores.features) <= BANDS
-
-    def _kernel_tiles(self, tiles: Sequence[Tile], stage: Stage | None) -> list[KernelTile]:
-        stream = _stream(self.device) if self.reads_tensors else 0
-
-        def make() -> tuple[Sequence[Tile], list[KernelTile]]:
-            given = joined(tiles) if joins(self.kernel, self.schedule, self.scores.features) else tiles
-            # keep a reference: the key is id(tiles), which Python may give to others once these are gone
-            return tiles, [KernelTile(tile.q, tile.k, self._cover(tile, stage, stream)) for tile in given]
-
-        return self._keep(("tiles", id(tiles)), stream, make)[1]
-
-    def _cover(self, tile: Tile, stage: Stage | None, stream: int | None) -> Band | Pairs | Segments:
-        if isinstance(tile.cover, Band) and not self.scores.needs_positions:
-            return tile.cover
-        if isinstance(tile.cover, Segments):  # one for each stream, as its tables on the device belong to one
-            return Segments(tile.cover.blocks, tile.cover.left, tile.cover.right)
-        q_pos, k_pos = self._positions(None, stream), self._positions(stage, stream)
-        mask = self._keep(("mask",), stream, lambda: self.mask.to(self.device))
-        return Pairs(mask, q_pos[tile.q[0] : tile.q[1]], k_pos[tile.k[0] : tile.k[1]])
-
-    def _positions(self, stage: Stage | None, stream: int | None) -> Tensor:
-        """Positions of a stage's buffer, or of this rank's rows, on the device."""
-
-        def make() -> Tensor:
-            rank, size = self.schedule.cp_rank, self.schedule.cp_size
-            parts = [(rank, ((0, self.schedule.shard_lens[rank]),))] if stage is None else stage.fetch
-            positions = [
-                self.layout.positions(self.seq_len, size, source)[begin:end]
-                for source, ranges in parts
-                for begin, end in ranges
-            ]
-            return torch.cat(positions).to(self.device)
-
-        return self._keep(("positions", stage), stream, make)
-
-    def _keep(self, what: tuple[Any, ...], stream: int | None, make: Callable[[], Any]) -> Any:
-        """What was made before for this stream; memory of a graph that is being captured is nobody else's."""
-        if stream is None:
-            return make()
-        key = *what, stream
-        if key not in self.kept:
-            self.kept[key] = make()
-        return self.kept[key]
+from cp_mesh.kernels.contract import Kernel, Request, shortfalls
+from cp_mesh.kernels.scores import POSITIONAL
+from cp_mesh.layouts import check_layout, parse_layout
+from cp_mesh.masks import NONE, parse_mask
+from cp_mesh.methods import choose_method
+from cp_mesh.methods.contract import Plan, covers_of
+from cp_mesh.owned import Content
+from cp_mesh.schedule import Schedule
+from cp_mesh.transport import TRANSPORTS
 
 
 def make_plan(
@@ -154,25 +55,27 @@ def make_plan(
     Raises:
         ArgumentError, UnsupportedError: see the messages, and above for which are raised on every rank.
     """
-    by_content = tensors.documents, tensors.key_padding, tensors.layout_index
+    of_mask = {"Mask.documents": tensors.documents, "Mask.key_padding": tensors.key_padding}
+    for name, x in of_mask.items():
+        if x is not None and x.is_meta:
+            raise ArgumentError(describe(name, "a tensor with content", "one on meta", "keep it on the CPU"))
+    read = tensors.documents, tensors.key_padding, tensors.layout_index
+    contents = [None if x is None else Content.of(x) for x in read]
     resolve: Callable[..., Plan] = _resolve_once
     scores = None
     if any(x is not None for x in tensors):
         check_tensors(q, k, v)
         check_scores(q, tensors, seq_len)
-        if any(x is not None for x in tensors[len(by_content) :]):
+        if any(x is not None for x in tensors[len(read) :]):
             scores = make_scores(options, tensors, accumulation_dtype(q.dtype))
-        if any(x is not None for x in by_content) or (scores is not None and scores.needs_positions):
-            resolve = _resolve
-            if all(x is None or x.device.type == "cpu" for x in by_content):  # elsewhere comparing contents would wait
-                resolve = _resolve_contents  # fewer are kept: they hold memory of the device
-                by_content = tuple(None if x is None else _Content(x) for x in by_content)  # type: ignore[assignment]
+        if any(x is not None for x in read) or (scores is not None and scores.needs_positions):
+            resolve = _resolve_few  # they hold memory of the device
     shapes = Operand.of(q), Operand.of(k), Operand.of(v)
     features = None if scores is None else scores.features
-    plan = resolve(*shapes, *by_content, features, seq_len, group.size(), group.rank(), options)
+    plan = resolve(*shapes, *contents, features, seq_len, group.size(), group.rank(), options)
     if scores is not None:
         plan = replace(plan, scores=scores)
-    if plan.reads_tensors and _stream(q.device) is None:
+    if plan.copies_in_capture:
         raise UnsupportedError(
             describe(
                 "CUDA graph capture",
@@ -184,36 +87,13 @@ def make_plan(
     return plan
 
 
-def covers_of(schedule: Schedule, features: Collection[str]) -> frozenset[str]:
-    """The covers of the tiles that a kernel will see, on all ranks."""
-    positional = bool(schedule.covers) and not POSITIONAL.isdisjoint(features)
-    return frozenset({"pairs"}) if positional else schedule.covers
-
-
-def joins(kernel: Kernel, schedule: Schedule, features: Collection[str]) -> bool:
-    """Whether the kernel is given the tiles of a step as one that tells its positions; equal on all ranks."""
-    return kernel.joins and "pairs" in covers_of(schedule, features)
-
-
-def travels_rounded(kernel: Kernel, schedule: Schedule, features: Collection[str]) -> bool:
-    """Whether dk and dv travel as the kernel rounded them: no two of a message belong to one row."""
-    return kernel.rounds and (joins(kernel, schedule, features) or not schedule.overlapping)
-
-
-def _stream(device: torch.device) -> int | None:
-    """The CUDA stream that device memory made now belongs to; None if it belongs to a graph that is being captured."""
-    if device.type != "cuda":
-        return 0
-    return None if torch.cuda.is_current_stream_capturing() else torch.cuda.current_stream(device).cuda_stream
-
-
 def _resolve(
     q: Operand,
     k: Operand,
     v: Operand,
-    documents: Tensor | None,
-    key_padding: Tensor | None,
-    index: Tensor | None,
+    ids: Content | None,
+    padding: Content | None,
+    index: Content | None,
     of_tensors: frozenset[str] | None,
     seq_len: int,
     cp_size: int,
@@ -223,10 +103,13 @@ def _resolve(
     """The plan; its scores are those without tensors. ``of_tensors`` are the features of those that it will have."""
     scores = make_scores(options, Tensors(), accumulation_dtype(q.dtype))
     features = scores.features if of_tensors is None else of_tensors
-    check_choice("method", options.method, METHODS, "ring", later=("all_gather", "ulysses", "hybrid"))
+    method = choose_method(options.method)
     check_choice("transport", options.transport, TRANSPORTS, "functional", later=())
     check_tensors(q, k, v)
-    layout = parse_layout(options.layout, index)
+    documents, key_padding = (None if x is None else x.tensor for x in (ids, padding))
+    layout = parse_layout(options.layout, None if index is None else index.tensor)
+    if seq_len >= NONE:
+        raise UnsupportedError(describe("seq_len", f"fewer than {NONE} tokens", seq_len, "split the sequence"))
     check_layout(layout, seq_len, cp_size)
     mask = parse_mask(options.mask, documents, key_padding)
     expected = layout.shard_len(seq_len, cp_size, cp_rank)
@@ -243,10 +126,7 @@ def _resolve(
     for name, tensor in (("documents", documents), ("key_padding", key_padding)):
         if tensor is None:
             continue
-        if tensor.is_meta:
-            raise ArgumentError(describe(f"Mask.{name}", "a tensor with content", "one on meta", "keep it on the CPU"))
-        ids = torch.atleast_2d(tensor)
-        if ids.shape[1] != seq_len or ids.shape[0] not in (1, q.shape[0]):
+        if tensor.shape[-1] != seq_len or (tensor.ndim == 2 and tensor.shape[0] not in (1, q.shape[0])):
             raise ArgumentError(
                 describe(
                     f"Mask.{name}",
@@ -270,7 +150,7 @@ def _resolve(
             features=features,
         )
 
-    make = partial(make_schedule, layout, mask, seq_len, cp_size, cp_rank)
+    make = partial(method.make_schedule, layout, mask, seq_len, cp_size, cp_rank)
     schedule, kernel = choose_schedule(options.kernel, make, request, features)
     if kernel.name == "reference" and options.kernel == "auto" and q.device.type == "cuda":
         fast = [name for name, other in KERNELS.items() if other.capability.devices == ("cuda",)]
@@ -282,57 +162,15 @@ def _resolve(
             "kernel='reference' asks for it without this warning",
             stacklevel=2,
         )
-    head_chunks = choose_head_chunks(options.head_chunks, q, k, v, schedule)
-    gradient_dtype = q.dtype if travels_rounded(kernel, schedule, features) else accumulation_dtype(q.dtype)
+    settings = method.settle(options, q, k, v, schedule, kernel, features)
     kernel = kernel.reproducible if options.deterministic and kernel.reproducible else kernel
-    return Plan(options, layout, mask, seq_len, schedule, kernel, scores, q.device, head_chunks, gradient_dtype)
+    return Plan(options, layout, mask, seq_len, schedule, kernel, scores, q.device, method, settings)
 
 
 _resolve_once = lru_cache(maxsize=256, typed=True)(_resolve)
 
 
-class _Content:
-    """A tensor on the host as a key of a cache: equal keys have equal elements.
-
-    Neither identity nor `Tensor._version` would do: NumPy writes to memory that it shares with a tensor unseen, as data
-    loaders do. Comparing is linear in the sequence (examples/benchmarks/planning.py).
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        sample = tensor.flatten()[:: max(1, tensor.numel() // 64)]
-        self._hash = hash((tensor.shape, tensor.dtype, tuple(sample.tolist())))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Content) or self.tensor.dtype != other.tensor.dtype:
-            return False
-        # NumPy: on one thread, which other processes on the cores do not hold up
-        return np.array_equal(self.tensor.numpy(), other.tensor.numpy())
-
-    def keep(self) -> Tensor:
-        """A copy of the tensor, by which the key goes from now on: the caller may write to the tensor."""
-        self.tensor = self.tensor.clone()
-        return self.tensor
-
-
-@lru_cache(maxsize=16, typed=True)
-def _resolve_contents(
-    q: Operand,
-    k: Operand,
-    v: Operand,
-    documents: Any,
-    key_padding: Any,
-    index: Any,
-    *arguments: Any,
-) -> Plan:
-    """`_resolve` with documents, key padding and index, as `_Content`."""
-    documents, key_padding, index = (
-        None if content is None else content.keep() for content in (documents, key_padding, index)
-    )
-    return _resolve(q, k, v, documents, key_padding, index, *arguments)
+_resolve_few = lru_cache(maxsize=16, typed=True)(_resolve)
 
 
 def choose_schedule(
@@ -356,24 +194,6 @@ def choose_schedule(
         if not able or choose_kernel(name, request(pairs)).name != "reference":
             schedule = pairs
     return schedule, choose_kernel(name, request(schedule))
-
-
-def choose_head_chunks(wanted: int, q: Operand, k: Operand, v: Operand, schedule: Schedule) -> int:
-    """The number of chunks asked for, or the fewest in which no rank fetches more than `CHUNK_BYTES` of K and V."""
-    num_kv_heads = k.shape[1]
-    if wanted:
-        if num_kv_heads % wanted:
-            near = max(n for n in range(1, wanted + 1) if num_kv_heads % n == 0)
-            raise ArgumentError(
-                describe(
-                    "head_chunks", f"a divisor of the {num_kv_heads} kv heads", wanted, f"head_chunks={near} works"
-                )
-            )
-        return wanted
-    total = (
-        q.shape[0] * max(map(sum, schedule.route.needed)) * num_kv_heads * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
-    )
-    return next((n for n in range(1, num_kv_heads) if num_kv_heads % n == 0 and total <= n * CHUNK_BYTES), num_kv_heads)
 
 
 def _compute_capability(device: torch.device) -> tuple[int, int]:

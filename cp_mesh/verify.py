@@ -22,11 +22,12 @@ from cp_mesh.call import SCORE_OPTIONS, Options, Tensors, make_scores, seed_tens
 from cp_mesh.dense import Dense, dense_attention
 from cp_mesh.errors import ArgumentError, describe
 from cp_mesh.kernels.combine import accumulation_dtype, make_delta
-from cp_mesh.kernels.contract import Kernel, KernelTile, Scores
+from cp_mesh.kernels.contract import Kernel, KernelTile
+from cp_mesh.kernels.scores import Scores
 from cp_mesh.layouts import Contiguous, Layout, ZigZag
 from cp_mesh.masks import Mask
+from cp_mesh.methods.ring import gradient_of_sinks, include_sinks
 from cp_mesh.plan import make_plan
-from cp_mesh.ring import gradient_of_sinks, include_sinks
 from cp_mesh.schedule import make_schedule
 
 BLOCK = 128  # rows of a head over which an RMS error is taken
@@ -175,7 +176,7 @@ def verify(
         plain = dense_attention(q, k, v, dout, on_device, _dense_scores(scale, given, whole_tensors, wide), wanted)
         by_documents = "segments" in plan.schedule.covers
         schedule = make_schedule(Contiguous(), mask, seq_len, 1, 0, by_documents)
-        tiles = replace(plan, layout=Contiguous(), schedule=schedule, kept={}).local_tiles
+        tiles = replace(plan, layout=Contiguous(), schedule=schedule, prepared={}).local_tiles
         of_kernel = make_scores(options, Tensors(**whole_tensors), wide)
         of_kernel = replace(of_kernel, wanted=frozenset(wanted) - {"sinks"})
         alone = _one_device(plan.kernel, tiles, of_kernel, q, k, v, dout)

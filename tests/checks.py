@@ -9,6 +9,7 @@ from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,9 +21,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_mesh
-from cp_mesh.layouts import Layout, Permuted, Run
-from cp_mesh.masks import PARTIAL, Band, Mask
-from cp_mesh.schedule import Rows, Schedule, Tile, make_schedule, num_rows, split_causal
+from cp_mesh import geometry, plan
+from cp_mesh.blocks import block_table, pieces_of
+from cp_mesh.layouts import Contiguous, Layout, Permuted, Run
+from cp_mesh.masks import NONE, PARTIAL, Band, Mask
+from cp_mesh.schedule import Rows, Schedule, Tile, make_schedule, num_rows, split_causal, tiles_of
 from cp_mesh.segments import Segments
 
 
@@ -66,6 +69,22 @@ def coverage(layout: Layout, mask: Mask, want: Tensor, cp_size: int, segments: b
             pair = f"query {order[i]}, key {order[j]} of row {b}"
             problems.append(f"{what}, {pair}: computed {counted[b, i, j]} times instead of {want[b, i, j]}")
     return problems
+
+
+def band_tile(band: Band, num_q: int, num_k: int) -> Tile:
+    """The tile, trimmed, of a run of queries and a run of keys between which a mask is this band."""
+    nearest, farthest = (-NONE if band.lo is None else band.lo), (NONE if band.hi is None else band.hi)
+    q, k = (pieces_of(Contiguous(), n, 1) for n in (num_q, num_k))
+    k = k._replace(nearest=k.nearest + nearest, farthest=k.farthest + farthest)
+    only = np.zeros(1, dtype=np.int64)
+    (tile,) = tiles_of([block_table(q, only, k, only, opaque=False)], by_documents=False)
+    return tile
+
+
+def forget_plans() -> None:
+    """Nothing is kept of earlier calls, so that what a test patches is asked again."""
+    for kept in (plan._resolve_once, plan._resolve_few, geometry._geometry):
+        kept.cache_clear()
 
 
 def staged_pairs(schedules: Sequence[Schedule], want: Tensor, begins: Sequence[int]) -> Tensor:
@@ -130,8 +149,8 @@ def segment_problems(tile: Tile) -> list[str]:
         problems.append(f"{tile.q} x {tile.k}: blocks are not in order")
     if not all(x[:, end].any() for x in taken for end in (0, -1)):
         problems.append(f"{tile.q} x {tile.k} is larger than its blocks")
-    if cover.pairs != -(-int(times.sum()) // len(times)):
-        problems.append(f"{tile.q} x {tile.k}: counts {cover.pairs} pairs, has {times.sum()}")
+    if cover.num_pairs != -(-int(times.sum()) // len(times)):
+        problems.append(f"{tile.q} x {tile.k}: counts {cover.num_pairs} pairs, has {times.sum()}")
     rows, keys = (torch.arange(n) for n in shape)
     if not torch.equal(cover.allowed(rows, keys).int(), times):
         problems.append(f"{tile.q} x {tile.k}: allows other pairs than its blocks")
@@ -154,7 +173,7 @@ def band_pairs(band: Band, num_q: int, num_k: int) -> Tensor:
 def band_problems(band: Band, num_q: int, num_k: int) -> list[str]:
     """A tile's band is counted rightly, and cut in full rectangles and square causal tiles if it has no upper bound."""
     want, tile = band_pairs(band, num_q, num_k), f"{band} of {num_q} rows and {num_k} keys"
-    count = Tile((0, num_q), (0, num_k), band).pairs
+    count = Tile((0, num_q), (0, num_k), band).num_pairs
     problems = [] if count == want.sum() else [f"{tile}: counts {count} pairs, has {want.sum()}"]
     parts = split_causal(band, num_q, num_k)
     if (parts is None) != (band.hi is not None):

@@ -41,7 +41,7 @@ def test_packed_documents(S, cp_size, seed):
     ranks = schedules(layout, mask, S, cp_size)
     share = sum(n * (n + 1) // 2 for n in lens) / cp_size
     assert ranks[0].shard_lens == (S // cp_size,) * cp_size
-    assert all(abs(schedule.pairs - share) <= 0.01 * share for schedule in ranks)
+    assert all(abs(schedule.num_pairs - share) <= 0.01 * share for schedule in ranks)
     zigzag = make_schedule(ZigZag(), mask, S, cp_size, 0, segments=True)
     assert ranks[0].route.num_rows <= zigzag.route.num_rows + S * cp_size // 8
     assert not ranks[0].overlapping
@@ -69,7 +69,7 @@ def test_weights_are_the_keys_that_a_position_sees(name):
     if "key_padding" in options or "scattered" in name:
         return
     want = dense_mask(S, **options).sum((0, 2))
-    assert torch.equal(cp_mesh.balancing.keys_seen(Mask(**options), S), want)
+    assert cp_mesh.balancing.keys_seen(Mask(**options), S).tolist() == want.tolist()
 
 
 @pytest.mark.parametrize("name", [name for name in MASKS if "padding" not in name and name != "everything"])
@@ -113,22 +113,13 @@ def test_example_of_the_docs():
 
 
 def test_many_runs_are_scheduled_in_bounded_work():
-    """A tile is asked for where pieces may meet, not for every pair of runs."""
+    """A block is made where pieces may meet, not for every pair of runs."""
     S, cp_size = 4096, 8
     mask = Mask(documents=(torch.arange(S) // 16)[None])
     order = torch.arange(0, S, 16).view(32, 8).T.flatten()
     layout = Balanced(torch.stack([order, torch.full_like(order, 16)], dim=1))
-    asked = []
-    tile = Mask.tile
-
-    def counted(self, q, k):
-        asked.append(1)
-        return tile(self, q, k)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Mask, "tile", counted)
-        make_schedule(layout, mask, S, cp_size, 0)
-    assert len(asked) == 256  # of 65536
+    schedule = make_schedule(layout, mask, S, cp_size, 0)
+    assert len(schedule.blocks[0]) == 32  # of 8192
 
 
 @pytest.mark.parametrize(

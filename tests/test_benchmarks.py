@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+from checks import forget_plans
 from ranks import mesh
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,7 +30,6 @@ import raw_kernels  # noqa: E402
 import report  # noqa: E402
 import tiles  # noqa: E402
 
-from cp_mesh import plan  # noqa: E402
 from cp_mesh.kernels import KERNELS  # noqa: E402
 from cp_mesh.kernels.contract import Kernel  # noqa: E402
 
@@ -175,11 +175,16 @@ def test_floor_has_the_pairs_of_a_zigzag_rank(cp_size: int, monkeypatch: pytest.
 
 
 def test_planning_counts_what_it_plans(capsys: pytest.CaptureFixture[str]) -> None:
-    planning.main(["--seq-len", "256", "--ranks", "2", "--seeds", "1"])
-    rows = [line.split(",") for line in capsys.readouterr().out.splitlines()]
-    shares = {row[2]: float(row[-1]) for row in rows[1:]}
-    assert list(shares) == ["contiguous", "zigzag", "striped", "balanced"]
-    assert shares["balanced"] <= 1.03 and all(share >= 1 for share in shares.values())
+    sizes = ["--seq-len", "4096", "--ranks", "4", "--document-ranks", "4", "--shortest", "20", "--longest", "200"]
+    planning.main([*sizes, "--repeats", "1"])
+    names, *rows = (line.split(",") for line in capsys.readouterr().out.splitlines())
+    found = {(row[2], row[4]): dict(zip(names, row, strict=True)) for row in rows}
+    assert float(found["causal", "zigzag"]["fetched_shards"]) == 3.0 and found["causal", "zigzag"]["calls"] == "4"
+    assert found["full", "striped"]["calls"] == "3" and float(found["causal", "contiguous"]["fetched_shards"]) == 3.0
+    packed = {name: row for (mask, name), row in found.items() if mask == "documents"}
+    assert list(packed) == ["contiguous", "zigzag", "striped", "balanced"]
+    assert int(packed["balanced"]["documents"]) > 20 and 0 < float(packed["balanced"]["fetched_shards"]) < 1
+    assert float(packed["balanced"]["balance_ms"]) > 0 and float(packed["zigzag"]["balance_ms"]) == 0
 
 
 def test_registration_times_every_way(tmp_path: Path) -> None:
@@ -239,10 +244,10 @@ def judged(rank: int, wrong: bool) -> tuple[str | None, float]:
     case = field.Case(4, 2, 8, torch.float32, True, 16, 1, 0, torch.device("cpu"))
     floor = SimpleNamespace(unsupported=lambda case: None, kernel="reference", is_ours=False, distributed=False)
     kernel = rescaled(KERNELS["reference"], "reference") if wrong else KERNELS["reference"]
-    plan._resolve_once.cache_clear()
+    forget_plans()
     with mock.patch.dict(KERNELS, {"reference": kernel}):
         verdict = benchmark.Gate(ranks, case).try_out(floor)
-    plan._resolve_once.cache_clear()
+    forget_plans()
     return verdict.problem, max(verdict.errors)
 
 
@@ -337,7 +342,7 @@ def test_tiles_have_the_pairs_they_say(name: str) -> None:
         "window": (j <= i) & (i - j < 16),
     }[name]
     tile = tiles.make_tile(name, L)
-    assert tile.pairs == int(allowed.sum()) and (tile.rows, tile.keys) == allowed.shape
+    assert tile.num_pairs == int(allowed.sum()) and (tile.rows, tile.keys) == allowed.shape
     case = field.Case(4, 2, 8, torch.float64, False, L, 1, 0, torch.device("cpu"))
     x = benchmark.random_inputs(case, L, seed=0)
     out, dq, dk, dv = tiles.Passes("reference", False, tile, case.scale, x).results()

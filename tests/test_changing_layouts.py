@@ -31,7 +31,7 @@ from cp_mesh import (
 )
 from cp_mesh.layouts import parse_layout
 from cp_mesh.memory import Sizes, extra_memory
-from cp_mesh.schedule import joined, make_schedule
+from cp_mesh.schedule import enclosing, make_schedule
 
 B, H, D = 2, 2, 4
 
@@ -267,8 +267,8 @@ def test_memory_of_joined_tiles() -> None:
     mask = Mask(documents=torch.arange(64) // 3)
     layout = Balanced([[32, 16], [0, 16], [16, 16], [48, 16]])
     schedule, sizes = make_schedule(layout, mask, 64, 2, 0), Sizes(1, 2, 2, 8, 8, 2, 2)
-    one = extra_memory(schedule, sizes, 1, "functional", joins=True)
-    (tile,) = joined(schedule.local_tiles)
+    one = extra_memory(schedule, sizes, 1, "functional", one_tile=True)
+    (tile,) = enclosing(schedule.local_tiles)
     assert len(schedule.local_tiles) > 1
     fetched = sum(stage.num_fetched for stage in schedule.route.stages)
     assert one.forward == fetched * 2 * (8 + 8) * 2 + (tile.q[1] - tile.q[0]) * 2 * (8 * 2 + 4)

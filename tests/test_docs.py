@@ -1,14 +1,70 @@
-"""What the documents say is what the code does."""
+"""What the documents say is what the code does: their code runs, their commands exist, their figures are the files'."""
 
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import os
 import re
+import shlex
+import sys
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
 
+import pytest
+import ranks
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from dense import dense_attention, dense_mask
+from test_structure import FLOORS
+from torch import Tensor, nn
 
 import cp_mesh
 from cp_mesh.explain import kernel_table
+from cp_mesh.layouts import LAYOUTS
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path += [str(ROOT / "examples"), str(ROOT / "examples" / "benchmarks"), str(ROOT / "docs")]
+
+import draw  # noqa: E402
+import llama  # noqa: E402
+import plot  # noqa: E402
+import tables  # noqa: E402
+
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+NAMES = {str(path.relative_to(ROOT)): path for path in DOCUMENTS}
+NEEDS_A_GPU = "# needs a GPU"
+
+
+class Block(NamedTuple):
+    """A fenced block of a document; ``line`` is that of its first line."""
+
+    language: str
+    line: int
+    code: str
+
+
+def blocks(path: Path, *languages: str) -> list[Block]:
+    """All fenced blocks of these languages."""
+    found: list[Block] = []
+    opened: tuple[str, str, int] | None = None
+    lines: list[str] = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        fence = re.match(r"^( *)```(\w*)$", line)
+        if opened is None and fence:
+            opened, lines = (fence[1], fence[2], number + 1), []
+        elif opened is not None and fence and not fence[2]:
+            found.append(Block(opened[1], opened[2], "\n".join(lines) + "\n"))
+            opened = None
+        elif opened is not None:
+            lines.append(line.removeprefix(opened[0]))
+    assert opened is None, f"{path.name}: the block of line {opened[2]} does not end"
+    return [block for block in found if block.language in languages]
 
 
 def test_kernel_table_is_that_of_the_code() -> None:
@@ -16,14 +72,400 @@ def test_kernel_table_is_that_of_the_code() -> None:
 
 
 def test_links_and_names_in_the_documents_exist() -> None:
-    for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+    for document in DOCUMENTS:
         text = document.read_text()
         for target in re.findall(r"\]\(([^)#:]+)\)", text):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
-        for name in re.findall(r"`(?:cp_mesh|tests|examples|docs)/[\w./]+\.(?:py|md|csv)`", text):
+        for name in re.findall(r"`(?:cp_mesh|tests|examples|docs)/[\w./]+\.(?:py|md|csv)", text):
             assert (ROOT / name.strip("`")).exists(), f"{document.name} names {name}"
         for name in re.findall(r"`cp_mesh\.(\w+)", text):
             assert hasattr(cp_mesh, name), f"{document.name} names cp_mesh.{name}"
+
+
+def test_every_public_name_is_in_the_api() -> None:
+    listed = re.findall(r"^::: cp_mesh\.(\w+)\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    assert sorted(name for _, name in listed) == sorted(cp_mesh.__all__)
+    for module, name in listed:
+        assert getattr(cp_mesh, name).__module__ == f"cp_mesh.{module}", name
+
+
+def test_every_page_is_in_the_site() -> None:
+    nav = re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text().partition("nav:\n")[2].partition("theme:")[0])
+    pages = {name.removeprefix("docs/") for name in NAMES if name.startswith("docs/")}
+    assert set(nav) == pages - {f"results/{name}" for name in tables.PAGES}
+
+
+def test_every_module_is_in_its_place() -> None:
+    """In the tree of files, and on its floor."""
+    contributing, design = (NAMES[f"docs/{name}.md"].read_text() for name in ("contributing", "design"))
+    for name, floor in FLOORS.items():
+        if name != "__main__":
+            file = f"{name}/" if (ROOT / "cp_mesh" / name).is_dir() else f"{name}.py"
+            assert re.search(rf"^  .*\b{file}", contributing, re.MULTILINE), f"docs/contributing.md lacks {file}"
+            row = re.search(rf"^\| L{floor} \|.*$", design, re.MULTILINE)
+            assert row and f"`{file.removesuffix('.py')}`" in row[0], f"docs/design.md lacks {name} on floor {floor}"
+
+
+# ---- pictures and tables
+
+
+def test_pictures_are_those_of_the_library() -> None:
+    drawn = draw.pictures()
+    assert {path.name for path in draw.FOLDER.iterdir()} == set(drawn)
+    for name, text in drawn.items():
+        assert (draw.FOLDER / name).read_text() == text, f"{name}: run python docs/draw.py"
+
+
+def test_tables_are_those_of_the_files() -> None:
+    for name, make in tables.PAGES.items():
+        assert (tables.RESULTS / name).read_text() == make(), f"{name}: run python examples/benchmarks/tables.py"
+    shown = []
+    for name in tables.DOCUMENTS:
+        text = (ROOT / name).read_text()
+        assert tables.with_tables(text) == text, f"{name}: run python examples/benchmarks/tables.py"
+        shown += re.findall(r"<!-- table: (.+?) -->", text)
+    assert set(shown) == set(tables.REGIONS)
+
+
+def test_pictures_of_speed_are_of_the_files() -> None:
+    for name in ("speed", "against", "memory"):
+        text = (tables.RESULTS / f"{name}.svg").read_text()
+        assert plot.figures_drawn() in text, f"{name}.svg: run python examples/benchmarks/plot.py --page"
+
+
+@pytest.mark.full
+def test_pictures_of_speed_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    written = plot.main(["--page", "--out", str(tmp_path)])
+    assert [path.name for path in written] == ["speed.svg", "against.svg", "memory.svg"]
+    assert all("</svg>" in path.read_text() for path in written)
+    rows = plot.page_rows("attention_2xh200.csv", "3225b69")
+    drawn = plot.best_of(rows, ("32", "8"), ("queued",))["cp_mesh"]
+    line = f"| {' | '.join(f'{x:.0f}' for x in drawn.values())} |"
+    assert line in tables.REGIONS["speed on 2 GPUs"]()
+
+
+# ---- commands
+
+
+READERS_OWN = {"train.py", "FILE.csv"}  # what a reader writes
+
+
+def commands(path: Path) -> list[list[str]]:
+    """Commands of the shell blocks, and inline code that begins like one; the page's own variables are filled in."""
+    variables: dict[str, str] = {}
+    found = []
+    texts = re.findall(r"`((?:python3?|torchrun|pip) [^`]+)`", path.read_text())
+    inline = [Block("", 0, " ".join(text.split()) + "\n") for text in texts]
+    for block in blocks(path, "sh") + inline:
+        for line in re.sub(r"\\?\n +", " ", block.code.replace("\\\n", " ")).splitlines():
+            for name, value in variables.items():
+                line = line.replace(f"${name}", value)
+            if setting := re.match(r'^(\w+)="(.*)"$', line.strip()):
+                variables[setting[1]] = setting[2]
+            elif words := shlex.split(line, comments=True):
+                found.append(words)
+    return found
+
+
+def options_of(script: Path) -> str:
+    """Where a script's options are defined."""
+    if script.name == "run.py":  # of pytest
+        return (ROOT / "tests" / "conftest.py").read_text()
+    return script.read_text()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_commands_exist(name: str) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for words in commands(NAMES[name]):
+        program, script, rest = words[0], None, words[1:]
+        if program == "pip":
+            assert rest[0] == "install", words
+            for extra in re.findall(r"^(?:\.|cp_mesh)\[(\w+)\]$", rest[1]):
+                assert extra in extras, words
+            continue
+        if program == ".ci/run":
+            assert (ROOT / program).exists()
+            continue
+        assert program in ("python", "python3", "torchrun"), words
+        for i, word in enumerate(rest):
+            if word == "-m":
+                assert rest[i + 1] == "cp_mesh", words
+                script = ROOT / "cp_mesh" / "__main__.py"
+            elif word.endswith(".py") and script is None and word not in READERS_OWN:
+                script = ROOT / word
+                assert script.exists(), words
+            elif word.startswith("--"):
+                option = word.split("=")[0]
+                if program == "torchrun" and script is None:
+                    assert option in ("--nproc-per-node", "--standalone"), words
+                elif script is not None:
+                    assert f'"{option}"' in options_of(script), f"{option} of {script.name}: {words}"
+            elif re.match(r"^(tests|docs|examples)/", word):
+                assert (ROOT / word.partition("::")[0]).exists(), words
+
+
+# ---- code
+
+
+def whole(seed: int, *shape: int) -> Tensor:
+    """Equal on all ranks."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def integers(high: int, *shape: int) -> Tensor:
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(0))
+
+
+class Attention(nn.Module):
+    """As in docs/index.md, called with whatever else the model is called with."""
+
+    def __init__(self, dim: int, num_heads: int, sinks: bool) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.sinks = nn.Parameter(torch.zeros(num_heads)) if sinks else None
+
+    def forward(self, x: Tensor, mask: Any = None, layout: Any = None) -> Tensor:
+        q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(out.transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    """Hands on what its attention modules are called with."""
+
+    def __init__(self, sinks: bool = False, dim: int = 32, num_heads: int = 4) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(64, dim), nn.Embedding(256, dim)
+        self.layers = nn.ModuleList(nn.ModuleDict({"attention": Attention(dim, num_heads, sinks)}) for _ in range(2))
+        self.head = nn.Linear(dim, 64)
+        self.double()
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.3, generator=generator)
+
+    def forward(self, tokens: Tensor, positions: Tensor, mask: Any = None, layout: Any = None) -> Tensor:
+        x = self.token(tokens) + self.position(positions)
+        for layer in self.layers:
+            given = [y for y in (mask, layout) if y is not None]
+            x = x + layer["attention"](x, *given)
+        return self.head(x)
+
+    def dense(self, tokens: Tensor, masks: list[cp_mesh.Mask], **scores: Any) -> Tensor:
+        """The logits of one rank; a mask for each layer. No code of the library attends."""
+        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1]))
+        for layer, mask in zip(self.layers, masks, strict=True):
+            module = layer["attention"]
+            q, k, v = (y.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for y in module.qkv(x).chunk(3, dim=-1))
+            out = attend(q, k, v, mask, sinks=module.sinks, **scores)
+            x = x + module.out(out.transpose(1, 2).flatten(2))
+        return self.head(x)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: cp_mesh.Mask, **scores: Any) -> Tensor:
+    """Attention of one device by the oracle of the tests."""
+    options = {"causal": mask.causal, "window": mask.window, "documents": mask.documents}
+    return dense_attention(q, k, v, dense_mask(q.shape[2], **options), **scores)[0]
+
+
+def close(a: Any, b: Any, tolerance: float = 1e-10) -> None:
+    torch.testing.assert_close(a, b, rtol=0, atol=tolerance, check_dtype=False)
+
+
+class Page(NamedTuple):
+    """A page with Python blocks: ranks, the names that it takes for granted, and what must hold at its end."""
+
+    world_size: int
+    names: Callable[[int], dict[str, Any]] = lambda rank: {}
+    check: Callable[[dict[str, Any]], None] = lambda names: None
+
+
+S = 64  # tokens of the pages' sequences
+
+
+def readme_names(rank: int) -> dict[str, Any]:
+    """2 x 2 ranks; 61 tokens, which they do not divide."""
+    model = llama.Llama(llama.LlamaConfig(64, 32, 2, 4, 2), core=llama.CoreAttention)
+    model.init_weights(0)
+    text = integers(64, 4, 62)
+    rows = slice(2 * (rank // 2), 2 * (rank // 2) + 2)
+    layout = cp_mesh.ZigZag().positions(S, 2, rank % 2)
+    q, k, v = (whole(i, 1, 4, S, 16) for i in range(3))
+    return {
+        "device": "cpu", "dp": 2, "cp": 2, "seq_len": 61, "model": model, "twin": copy.deepcopy(model), "text": text,
+        "tokens": text[rows, :-1], "labels": text[rows, 1:], "positions_of_rank": layout, "whole": (q, k, v),
+        "q": q[:, :, layout], "k": k[:, :, layout], "v": v[:, :, layout],
+    }  # fmt: skip
+
+
+def check_readme(names: dict[str, Any]) -> None:
+    loss, text, twin, model = names["loss"].detach().clone(), names["text"], names["twin"], names["model"]
+    dist.all_reduce(loss, group=names["data"].get_group())
+    expected = F.cross_entropy(twin(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+    expected.backward()
+    close(loss, expected.detach(), 1e-5)
+    gradients = dict(model.named_parameters())
+    for name, parameter in twin.named_parameters():
+        found = gradients[name].grad.full_tensor()
+        close(found, parameter.grad, 1e-5 * float(parameter.grad.abs().max()))
+    dense = F.scaled_dot_product_attention(*names["whole"], is_causal=True)  # 64 tokens are within the window
+    close(names["out"], dense[:, :, names["positions_of_rank"]])
+
+
+def check_index(names: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    plain, text = names["Model"](), names["text"]
+    logits = plain(text[:, :-1], torch.arange(names["seq_len"]))
+    close(names["losses"][0], F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten()).item(), 1e-4)
+    assert names["losses"][-1] < names["losses"][0]
+
+
+def recipe_names(rank: int) -> dict[str, Any]:
+    mesh = ranks.mesh((1, 2), ("dp", "cp"))
+    sequence = cp_mesh.ShardedSequence(mesh["cp"], length=S)
+    q, k, v = (whole(i, 2, 4, S, 16) for i in range(3))
+    documents = torch.tensor([[0] * 40 + [1] * 3 + [2] * 21, [0] * 10 + [1] * 50 + [2] * 4])
+    models = {f"{name}model": Model() for name in ("", "packed_", "balanced_")} | {
+        "model_with_sinks": Model(sinks=True)
+    }
+    return {
+        "mesh": mesh, "data": mesh["dp", "cp"]._flatten("dp_cp"), "sequence": sequence, "seq_len": S, "cp_size": 2,
+        "tokens": integers(64, 2, S), "labels": integers(64, 2, S + 1)[:, 1:], "documents": documents,
+        "cu_seqlens": torch.tensor([0, 10, 10, S]), "whole_q": q, "whole_k": k, "whole_v": v, **models,
+        **dict(zip("qkv", sequence.shard((q, k, v), dim=2), strict=True)),
+    }  # fmt: skip
+
+
+def check_masks(names: dict[str, Any]) -> None:
+    """The logits of the last block, and the attention of the balanced one; `Results` kept those of the others."""
+    sequence, tokens, documents = (names[name] for name in ("sequence", "tokens", "documents"))
+    packed = cp_mesh.Mask(documents=documents)
+    causal, kept = cp_mesh.Mask(), names["kept"]
+    window = cp_mesh.Mask(window=(1023, 0))
+    close(sequence.unshard(kept[0]["logits"]), names["model"].dense(tokens, [window, causal]))
+    q, k, v = (names[f"whole_{name}"] for name in "qkv")
+    rows = sequence.positions()
+    close(kept[1]["out"], attend(q, k, v, packed)[:, :, rows])
+    assert names["one_row"].documents.tolist() == [1 - int(i < 10) + int(i >= 10) for i in range(S)]
+    close(sequence.unshard(kept[2]["logits"]), names["packed_model"].dense(tokens, [packed, packed]))
+    masks = [names["styles"][f"layers.{i}.attention"].mask(None, packed) for i in range(2)]
+    assert [mask.window for mask in masks] == [(63, 0), (127, 0)]
+    assert all(torch.equal(mask.documents, documents) for mask in masks)
+    close(kept[4]["out"], attend(q, k, v, packed)[:, :, names["rows"]])
+    assert kept[5]["local_labels"].shape == (2, S // 2)
+    close(names["packed"].unshard(kept[5]["logits"]), names["balanced_model"].dense(tokens, [packed, packed]))
+    scored = names["model_with_sinks"].dense(tokens, [packed, packed], softcap=50.0)
+    close(sequence.unshard(kept[6]["logits"]), scored)
+
+
+def gradient_names(rank: int) -> dict[str, Any]:
+    names = recipe_names(rank)
+    plan = {
+        "": cp_mesh.ShardedModel(names["sequence"], inputs=("tokens",), positions="positions"),
+        "layers.*.attention": cp_mesh.ContextParallel(names["sequence"]),
+    }
+    names["twin"] = copy.deepcopy(names["model"])
+    cp_mesh.parallelize(names["model"], names["mesh"]["cp"], plan)
+    return names
+
+
+def check_gradients(names: dict[str, Any]) -> None:
+    twin = names["twin"]
+    logits = twin.dense(names["tokens"], [cp_mesh.Mask()] * 2)
+    F.cross_entropy(logits.flatten(0, 1), names["labels"].flatten()).backward()
+    gradients = dict(names["model"].named_parameters())
+    for name, parameter in twin.named_parameters():
+        close(gradients[name].grad, parameter.grad)
+
+
+def mesh_names(rank: int) -> dict[str, Any]:
+    return {"mesh": {"cp": ranks.mesh((2,), ("cp",))}}
+
+
+PAGES = {
+    "README.md": Page(4, readme_names, check_readme),
+    "docs/index.md": Page(2, check=check_index),
+    "docs/concepts.md": Page(1),
+    "docs/kernels.md": Page(1),
+    "docs/masks.md": Page(2, recipe_names, check_masks),
+    "docs/gradients.md": Page(2, gradient_names, check_gradients),
+    "docs/numerics.md": Page(2, mesh_names),
+    "docs/performance.md": Page(1),
+    "docs/contributing.md": Page(2, mesh_names),
+}
+NOT_RUN = [("docs/performance.md", "CUDAGraph")]
+"""Blocks that need a GPU: their page, and a word of each. `tests/test_symmetric_memory.py` does the same on GPUs."""
+
+
+def run_page(rank: int, name: str) -> None:
+    """Runs the blocks of a page in order, in one namespace, and compares what they print with what the page shows."""
+    page, path = PAGES[name], NAMES[name]
+    names: dict[str, Any] = {"__name__": "__main__", "kept": []} | page.names(rank)
+    known = dict(LAYOUTS)
+    printed = ""
+    environment = mock.patch.dict(os.environ, {"WORLD_SIZE": str(page.world_size)})  # as torchrun sets it
+    # The processes live on: a script that ends its group, as scripts do, must not end that of the tests.
+    with environment, mock.patch.object(dist, "destroy_process_group"):
+        try:
+            for block in blocks(path, "python", "text"):
+                if block.language == "text":
+                    if printed:
+                        assert block.code == printed, f"{name}:{block.line} shows something else than is printed"
+                    printed = ""
+                elif not block.code.startswith(NEEDS_A_GPU):
+                    # lines as in the document, for tracebacks
+                    code = compile("\n" * (block.line - 1) + block.code, str(path), "exec")
+                    with contextlib.redirect_stdout(io.StringIO()) as out:
+                        exec(code, names)
+                    names["kept"].append({key: names[key] for key in ("out", "logits", "local_labels") if key in names})
+                    printed = out.getvalue()
+            page.check(names)
+        finally:
+            LAYOUTS.clear()
+            LAYOUTS.update(known)
+
+
+def test_every_page_with_code_is_run() -> None:
+    assert {name for name, path in NAMES.items() if blocks(path, "python")} == set(PAGES)
+    left_out = [
+        (name, block.code) for name in PAGES for block in blocks(NAMES[name], "python") if NEEDS_A_GPU in block.code
+    ]
+    assert len(left_out) == len(NOT_RUN)
+    for (name, code), (page, word) in zip(left_out, NOT_RUN, strict=True):
+        assert name == page and word in code
+        compile(code, name, "exec")
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_code_of_the_documents_runs(name: str, pool: Callable[..., ranks.Pool]) -> None:
+    pool(PAGES[name].world_size).run(run_page, name, timeout=120)
+
+
+def test_readme_shows_what_is_refused(pool: Callable[..., ranks.Pool]) -> None:
+    """What its table says is refused for now; whoever builds one of these finds README here."""
+    for refused in pool(2).run(refusals):
+        assert all(kind == "UnsupportedError" for kind in refused.values()), refused
+
+
+def refusals(rank: int) -> dict[str, str]:
+    mesh = ranks.mesh((2,), ("cp",))
+    q, k, v = (whole(i, 1, 2, 8, 8) for i in range(3))
+    found = {}
+    for name, query, options in (
+        *((method, q, {"method": method}) for method in ("all_gather", "ulysses", "hybrid")),
+        ("decoding", q[:, :, :1], {}),
+    ):
+        try:
+            cp_mesh.attention(query, k, v, mesh=mesh, **options)
+            found[name] = "nothing"
+        except Exception as error:
+            found[name] = type(error).__name__
+    return found
+
+
+# ---- explain
 
 
 def test_explain_shows_owners_work_and_traffic() -> None:

@@ -24,8 +24,9 @@ from torch import Tensor
 
 from cp_mesh import Mask, attention
 from cp_mesh.kernels import KERNELS, flash_attn
-from cp_mesh.kernels.contract import Request, Scores, shortfalls
+from cp_mesh.kernels.contract import Request, shortfalls
 from cp_mesh.kernels.merge import BackwardTile
+from cp_mesh.kernels.scores import Scores
 from cp_mesh.masks import CAUSAL, FULL, Band
 
 SCALE = 0.3

@@ -36,7 +36,7 @@ if __name__ == "__main__":
 from cp_mesh import Contiguous, Mask, Striped, ZigZag, attention, balance, verify
 from cp_mesh.dense import dense_attention as plain_products
 from cp_mesh.kernels import KERNELS as TABLE
-from cp_mesh.kernels.contract import Scores
+from cp_mesh.kernels.scores import Scores
 from cp_mesh.verify import VerificationError
 
 BLOCK = 128

@@ -8,25 +8,16 @@ from unittest import mock
 import pytest
 import torch
 from cases import gap
+from checks import band_tile
 from dense import dense_attention, make_qkv
 from torch import Tensor
 
 from cp_mesh.errors import ArgumentError, UnsupportedError
 from cp_mesh.kernels import KERNELS, choose_kernel
 from cp_mesh.kernels.combine import accumulation_dtype, make_delta
-from cp_mesh.kernels.contract import (
-    Capability,
-    Kernel,
-    KernelTile,
-    Pairs,
-    Piece,
-    Request,
-    Scores,
-    philox,
-    shortfalls,
-)
+from cp_mesh.kernels.contract import Capability, Kernel, KernelTile, KeyGradients, Pairs, Request, shortfalls
+from cp_mesh.kernels.scores import Scores, philox
 from cp_mesh.masks import Band, Mask
-from cp_mesh.schedule import Tile, trim
 
 SCALE = 0.3
 SCORES = Scores(SCALE)
@@ -79,7 +70,7 @@ def run(kernel: Kernel, q, k, v, dout, dlse, steps: list[tuple[slice, list[Kerne
         if i % 2:
             written = tuple(torch.full_like(x, torch.nan, dtype=dtype) for x in (k_s, v_s))
             assert backward.step(k_s, v_s, tiles, written) == []
-            pieces = [Piece(0, *written)]
+            pieces = [KeyGradients(0, *written)]
         else:
             pieces = backward.step(k_s, v_s, tiles)
         for piece in pieces:
@@ -117,9 +108,8 @@ def serves(kernel: Kernel, band: Band) -> bool:
 @pytest.mark.parametrize("band", BANDS.values(), ids=BANDS)
 def test_every_band(kernel, band):
     for (num_q, num_k), heads in product(SHAPES, HEADS):
-        tile = trim(Tile((0, num_q), (0, num_k), band))
         allowed = band_pairs(band, num_q, num_k)
-        if not allowed.any() or not serves(kernel, tile.cover):
+        if not allowed.any() or not serves(kernel, (tile := band_tile(band, num_q, num_k)).cover):
             continue
         q, k, v, dout, dlse = inputs(heads, num_q, num_k)
         dlse = dlse if kernel.name == "reference" else None

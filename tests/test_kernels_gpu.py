@@ -7,13 +7,15 @@ that every tile which a kernel meets in a ring is met here.
 import pytest
 import torch
 
+from cp_mesh.call import Options, Tensors, make_scores
 from cp_mesh.dense import dense_attention
 from cp_mesh.kernels import KERNELS
 from cp_mesh.kernels.combine import make_delta
-from cp_mesh.kernels.contract import Scores
+from cp_mesh.kernels.scores import Scores
 from cp_mesh.layouts import Contiguous, Layout, Striped, ZigZag
 from cp_mesh.masks import Mask
-from cp_mesh.plan import Options, Plan, Tensors, make_scores, travels_rounded
+from cp_mesh.methods import METHODS, Plan
+from cp_mesh.methods.ring import RingSettings, travels_rounded
 from cp_mesh.schedule import make_schedule
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -36,7 +38,18 @@ def play_ring(
     dk, dv = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
     for rank in range(cp_size):
         schedule = make_schedule(layout, mask, seq_len, cp_size, rank, segments)
-        plan = Plan(options, layout, mask, seq_len, schedule, kernel, scores, q.device, 1, q.dtype)
+        plan = Plan(
+            options,
+            layout,
+            mask,
+            seq_len,
+            schedule,
+            kernel,
+            scores,
+            q.device,
+            METHODS["ring"],
+            RingSettings(1, q.dtype),
+        )
         fetched = [(rows[rank], plan.local_tiles)]
         for stage in schedule.route.stages:
             if stage.fetch:

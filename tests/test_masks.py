@@ -1,4 +1,4 @@
-"""The mask's two faces, `allowed` and `tile`, against the oracle that asks pair by pair."""
+"""Masks against the oracle that asks pair by pair; `test_blocks.py` has what the schedule makes of them."""
 
 import doctest
 from itertools import product
@@ -10,8 +10,7 @@ from dense import dense_mask
 
 import cp_mesh.masks
 from cp_mesh.errors import ArgumentError
-from cp_mesh.layouts import Index, Run
-from cp_mesh.masks import CAUSAL, EMPTY, FULL, PARTIAL, Band, Mask, parse_mask
+from cp_mesh.masks import Band, Mask, parse_mask
 
 each_mask = pytest.mark.parametrize("name", MASKS)
 
@@ -65,83 +64,6 @@ def test_specs_tell_masks_apart():
     options = [{}, {"causal": False}, {"window": (0, None)}, {"window": (None, 0)}, {"prefix": 1}, {"length": 0}]
     options += [{"window": (1, 11)}, {"window": (11, 1)}, {"window": (1, None), "prefix": 1}, {"length": 1}]
     assert len({Mask(**option).spec() for option in options}) == len(options)
-
-
-@each_mask
-@pytest.mark.parametrize("stride", (1, 3))
-def test_tile_is_exact_or_partial(name, stride):
-    """Over every two runs of a stride: EMPTY has no pair, a band has exactly the mask's, PARTIAL may be anything."""
-    S, B = 13, 2
-    mask, want = make_mask(name, B, S), pairs(name, B, S)
-    runs = [Run(start, stride, n) for start in range(S) for n in (1, 2, 4) if start + stride * (n - 1) < S]
-    partial = 0
-    for q, k in product(runs, runs):
-        cover, block = mask.tile(q, k), want[:, q.positions()][:, :, k.positions()]
-        if cover == EMPTY:
-            assert not block.any(), (q, k)
-        elif cover == PARTIAL:
-            partial += 1
-        else:
-            got = cover.allowed(everything(q.length), everything(k.length))
-            assert torch.equal(got.expand_as(block), block) and got.any(), (q, k, cover)
-    cut = any(word in name for word in ("prefix", "length"))  # the schedule cuts runs where these begin or end
-    if not mask.elementwise and not cut:
-        assert partial == 0
-
-
-@each_mask
-def test_tile_takes_listed_positions_and_unlike_strides(name):
-    S, B = 13, 2
-    mask, want = make_mask(name, B, S), pairs(name, B, S)
-    pieces = [Run(0, 1, 5), Run(1, 3, 4), Run(12, 7, 1), Index(torch.tensor([9, 2, 4])), Index(torch.tensor([0]))]
-    for q, k in product(pieces, pieces):
-        cover, block = mask.tile(q, k), want[:, q.positions()][:, :, k.positions()]
-        if cover == EMPTY:
-            assert not block.any(), (q, k)
-        elif cover != PARTIAL:
-            got = cover.allowed(everything(q.length), everything(k.length))
-            assert torch.equal(got.expand_as(block), block), (q, k, cover)
-
-
-def test_tile_of_chunks_is_what_ring_attention_calls_it():
-    first, second = Run(0, 1, 4), Run(4, 1, 4)
-    assert Mask().tile(first, first) == CAUSAL
-    assert Mask().tile(second, first) == FULL
-    assert Mask().tile(first, second) == EMPTY
-    stripes = [Run(rank, 3, 4) for rank in range(3)]
-    assert Mask().tile(stripes[1], stripes[0]) == CAUSAL
-    assert Mask().tile(stripes[0], stripes[1]) == Band(1, None)  # strict: the diagonal itself lies ahead
-
-
-NEAR = {
-    "causal": {},
-    "prefix": {"prefix": 7},
-    "window behind": {"causal": False, "window": (5, None)},
-    "window ahead": {"causal": False, "window": (None, 4)},
-    "documents": {"causal": False, "documents": torch.arange(36)[None] // 5},
-}
-"""Each has one of the conditions by which `Mask.near` leaves pairs of pieces out."""
-
-
-@pytest.mark.parametrize("name", NEAR)
-def test_near_pieces_are_those_with_an_allowed_pair(name):
-    """Of 256 pairs of pieces and more, which are compared all at once; the first and last positions of both count."""
-    mask, want = Mask(**NEAR[name]), dense_mask(36, **NEAR[name])[0]
-    pieces, start = [], 0
-    for length in (1, 2, 3) * 6:  # pieces begin at 7, the prefix, and at 6
-        pieces.append(Run(start, 1, length))
-        start += length
-    queries, keys = pieces[::-1], pieces[:16]
-    assert start == 36 and len(queries) * len(keys) >= 256
-    pairs = product(enumerate(keys), enumerate(queries))
-    seen = [(j, i) for (j, k), (i, q) in pairs if want[q.positions()][:, k.positions()].any()]
-    assert list(mask.near(queries, keys)) == seen
-
-
-def test_tiles_of_sorted_documents_are_skipped():
-    mask = Mask(causal=False, documents=torch.tensor([[0, 0, 1, 1], [3, 3, 3, 4]]))
-    assert mask.tile(Run(0, 1, 2), Run(2, 1, 2)) == PARTIAL  # row 1 sees across
-    assert mask.tile(Run(0, 1, 2), Run(3, 1, 1)) == EMPTY
 
 
 @pytest.mark.parametrize("lo", (None, -3, -1, 0, 1, 3))

@@ -16,10 +16,11 @@ import torch
 from ranks import mesh
 
 from cp_mesh import Contiguous, Mask, Striped, ZigZag, attention
+from cp_mesh.call import Operand
 from cp_mesh.kernels.merge import MergingForward, SummingBackward
 from cp_mesh.layouts import Layout
 from cp_mesh.memory import ExtraMemory, Sizes, extra_memory
-from cp_mesh.plan import Operand, choose_head_chunks
+from cp_mesh.methods.ring import choose_head_chunks
 from cp_mesh.schedule import make_schedule
 from cp_mesh.transport.functional import FunctionalIncoming
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from checks import forget_plans
 from ranks import mesh, num_collectives
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -35,7 +36,6 @@ from cp_mesh import (
     Striped,
     ZigZag,
     attention,
-    schedule,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -717,7 +717,7 @@ def refuse(rank: int) -> tuple[int, dict[str, Outcome]]:
         except Exception as error:
             kinds = tuple(kind.__name__ for kind in type(error).__mro__)
             outcomes[name] = kinds, str(error), num_collectives() - before
-        schedule._cached_schedule.cache_clear()  # see test_a_refused_call_leaves_nothing_behind
+        forget_plans()  # see test_a_refused_call_leaves_nothing_behind
     return by_valid_call, outcomes
 
 
@@ -801,14 +801,14 @@ def test_nothing_is_taken_for_something_else(pool: Any) -> None:
 
 
 def refused_then_right(rank: int) -> Tensor:
-    schedule._cached_schedule.cache_clear()
+    forget_plans()
     arguments = local()
     try:
         with pytest.raises((ValueError, RuntimeError)):
             attention(**arguments, seq_len=float(S))
         return attention(**arguments, seq_len=S)
     finally:
-        schedule._cached_schedule.cache_clear()
+        forget_plans()
 
 
 def test_a_refused_call_leaves_nothing_behind(pool: Any) -> None:

@@ -7,14 +7,14 @@ from itertools import cycle, product
 import pytest
 import torch
 from cases import LAYOUTS, MASKS, make_mask, pairs
-from checks import coverage, report
+from checks import band_tile, coverage, report
 from covering import Row, covering_array
 from dense import dense_mask
 from torch import Tensor
 
 from cp_mesh.layouts import Contiguous, Permuted, Striped, ZigZag
 from cp_mesh.masks import Band, Mask
-from cp_mesh.schedule import Schedule, Tile, make_schedule, num_rows, split_causal, trim
+from cp_mesh.schedule import Schedule, Tile, make_schedule, num_rows, split_causal, tiles_of
 
 WINDOWS = (None, (2, None), (0, 0), (3, 1), (None, 2), (None, 0), (100, 0))
 
@@ -89,6 +89,12 @@ def schedules(layout, mask, S: int, cp_size: int) -> list[Schedule]:
     return [make_schedule(layout, mask, S, cp_size, rank) for rank in range(cp_size)]
 
 
+def unjoined(schedule: Schedule) -> Iterable[Tile]:
+    """Its tiles before neighbouring full ones are joined along keys: one for each block."""
+    (blocks,) = schedule.blocks
+    return (tile for row in range(len(blocks)) for tile in tiles_of([blocks[row : row + 1]], by_documents=False))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MASKS)
 def test_what_all_ranks_must_know_alike(layout, name):
@@ -99,7 +105,7 @@ def test_what_all_ranks_must_know_alike(layout, name):
         for schedule in ranks:
             assert schedule.cp_size == cp_size and sum(schedule.shard_lens) == S
             steps |= {step for step in range(1, cp_size) if schedule.fetch[schedule.source(step)]}
-            for tile in (tile for tiles in schedule.tiles for tile in tiles):
+            for tile in unjoined(schedule):
                 if not isinstance(tile.cover, Band):
                     covers.add("pairs")
                     calls = [tile.k]
@@ -126,11 +132,11 @@ def test_source_and_receiver_are_inverse():
 @pytest.mark.parametrize("cp_size", (2, 3, 4, 8))
 def test_causal_work_is_balanced(cp_size):
     S, whole = 48 * cp_size, 48 * cp_size * (48 * cp_size + 1) // 2
-    zigzag = [schedule.pairs for schedule in schedules(ZigZag(), Mask(), S, cp_size)]
+    zigzag = [schedule.num_pairs for schedule in schedules(ZigZag(), Mask(), S, cp_size)]
     assert zigzag == [whole // cp_size] * cp_size
-    striped = [schedule.pairs for schedule in schedules(Striped(), Mask(), S, cp_size)]
+    striped = [schedule.num_pairs for schedule in schedules(Striped(), Mask(), S, cp_size)]
     assert sum(striped) == whole and max(striped) - min(striped) == (cp_size - 1) * (S // cp_size)  # less than one row
-    contiguous = [schedule.pairs for schedule in schedules(Contiguous(), Mask(), S, cp_size)]
+    contiguous = [schedule.num_pairs for schedule in schedules(Contiguous(), Mask(), S, cp_size)]
     assert sum(contiguous) == whole and contiguous == sorted(contiguous)
 
 
@@ -144,7 +150,7 @@ def test_a_full_mask_takes_a_call_for_each_source():
     for layout in (Contiguous(), ZigZag(), Striped()):
         for schedule in schedules(layout, Mask(causal=False), 24, 4):
             assert [len(tiles) for tiles in schedule.tiles] == [1, 1, 1, 1]
-            assert schedule.covers == {"full"} and schedule.pairs == 24 * 6
+            assert schedule.covers == {"full"} and schedule.num_pairs == 24 * 6
 
 
 def test_a_causal_mask_takes_a_call_for_each_source():
@@ -180,7 +186,7 @@ def test_a_two_sided_window_fetches_both_halos():
 def test_a_window_of_one_token_needs_no_ring():
     for layout in (Contiguous(), ZigZag(), Striped()):
         for schedule in schedules(layout, Mask(window=(0, 0)), 24, 4):
-            assert schedule.active_steps == () and schedule.pairs == 6
+            assert schedule.active_steps == () and schedule.num_pairs == 6
 
 
 def test_causal_traffic():
@@ -215,10 +221,10 @@ def test_schedules_with_tensors_are_not_mistaken_for_one_another():
 
 
 def test_a_strict_diagonal_is_trimmed_to_a_causal_one():
-    assert trim(Tile((0, 4), (0, 4), Band(1, None))) == Tile((1, 4), (0, 3), Band(0, None))
-    assert trim(Tile((2, 6), (3, 7), Band(None, None))) == Tile((2, 6), (3, 7), Band())
-    assert trim(Tile((0, 4), (0, 4), Band(-3, 3))) == Tile((0, 4), (0, 4), Band())
-    assert trim(Tile((0, 4), (0, 9), Band(0, 1))) == Tile((0, 4), (0, 4), Band(0, 1))
+    assert band_tile(Band(1, None), 4, 4) == Tile((1, 4), (0, 3), Band(0, None))
+    assert band_tile(Band(None, None), 4, 4) == Tile((0, 4), (0, 4), Band())
+    assert band_tile(Band(-3, 3), 4, 4) == Tile((0, 4), (0, 4), Band())
+    assert band_tile(Band(0, 1), 4, 9) == Tile((0, 4), (0, 4), Band(0, 1))
 
 
 @pytest.mark.parametrize(

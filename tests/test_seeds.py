@@ -15,7 +15,8 @@ import cp_mesh
 from cp_mesh import Contiguous, Mask, Striped, ZigZag
 from cp_mesh.kernels import KERNELS
 from cp_mesh.kernels.combine import make_delta
-from cp_mesh.kernels.contract import KernelTile, Scores
+from cp_mesh.kernels.contract import KernelTile
+from cp_mesh.kernels.scores import Scores
 from cp_mesh.masks import CAUSAL, FULL
 
 S, CP = 24, 4

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from cases import LAYOUTS, gap
-from checks import GQA, Case, coverage, parity_on_ranks, report
+from checks import GQA, Case, coverage, forget_plans, parity_on_ranks, report
 from dense import dense_attention, dense_mask, make_qkv
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,9 +22,11 @@ from torch import Tensor
 
 import cp_mesh
 from cp_mesh import Contiguous, Mask, Permuted, Striped, ZigZag, plan
+from cp_mesh.call import Options
 from cp_mesh.kernels import KERNELS, flash_attn
 from cp_mesh.kernels.contract import Request
-from cp_mesh.plan import Options, choose_schedule
+from cp_mesh.methods import contract
+from cp_mesh.plan import choose_schedule
 from cp_mesh.schedule import make_schedule
 from cp_mesh.segments import Segments
 
@@ -57,6 +59,8 @@ CONDITIONS: dict[str, dict[str, Any]] = {
     "window ahead": {"causal": False, "window": (None, 2)},
     "length": {"causal": False, "length": 20},
     "causal and length": {"length": 20},
+    "prefix": {"prefix": 9},
+    "prefix of a window": {"prefix": 9, "window": (4, None)},
 }
 
 
@@ -134,8 +138,6 @@ def test_a_stage_is_one_call(cp_size):
 STAY = {
     "an id that comes back": {"documents": torch.tensor([[0, 0, 1, 1, 0, 0, 0, 0]])},
     "key padding": {"documents": ids_of([4, 4]), "key_padding": torch.ones(1, 8, dtype=torch.bool)},
-    "prefix": {"documents": ids_of([4, 4]), "prefix": 2},
-    "documents on the device": {"documents": ids_of([4, 4]).to("meta")},
     "no documents": {},
 }
 
@@ -154,7 +156,8 @@ def test_too_many_bands_stay_as_they_are():
     ids, mask = ids_of([5] * 19 + [5]), {"causal": False, "window": (2, 2)}
     few = make_schedule(Contiguous(), Mask(documents=ids, **mask), 100, 5, 0, True)
     assert "segments" in few.covers
-    with mock.patch.object(cp_mesh.segments, "MAX_BANDS", 0):
+    with mock.patch.object(cp_mesh.geometry, "MAX_BANDS", 0):
+        forget_plans()
         many = make_schedule(Contiguous(), Mask(documents=ids, **mask), 100, 5, 0, True)
     assert many.covers == {"pairs"}
 
@@ -226,9 +229,9 @@ def fa4_on_ranks(rank: int, cp_size: int, cases: list[Case]) -> list[str]:
     calls = Calls()
     with pytest.MonkeyPatch.context() as patch, fa4_on_cpu():
         install(patch, "flash_attn.cute.interface", **fa4_functions(calls))
-        plan._resolve_contents.cache_clear()
+        forget_plans()
         problems = parity_on_ranks(rank, (cp_size,), ("cp",), cases)
-        plan._resolve_contents.cache_clear()
+        forget_plans()
     flash_attn._module.cache_clear()
     return problems if calls else [*problems, "the kernel was never called"]
 
@@ -419,11 +422,11 @@ def test_each_stream_has_its_own_tables(monkeypatch: pytest.MonkeyPatch) -> None
     ids = ids_of([3, 17, 4])
     first, again = planned(ids), planned(ids)
     assert first.local_tiles is again.local_tiles
-    monkeypatch.setattr(plan, "_stream", lambda device: 9)
+    monkeypatch.setattr(contract, "stream_of", lambda device: 9)
     other = planned(ids).local_tiles
-    monkeypatch.setattr(plan, "_stream", lambda device: 0)
+    monkeypatch.setattr(contract, "stream_of", lambda device: 0)
     ours = planned(ids).local_tiles
     assert all(a.cover is not b.cover for a, b in zip(ours, other, strict=True)) and len(ours)
-    monkeypatch.setattr(plan, "_stream", lambda device: None)
+    monkeypatch.setattr(contract, "stream_of", lambda device: None)
     with pytest.raises(cp_mesh.UnsupportedError, match="capture"):
         planned(ids)

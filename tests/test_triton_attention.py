@@ -22,13 +22,16 @@ from test_kernels import BANDS, H200, band_pairs, dense, inputs, run
 from test_kernels_gpu import block_rms, play_ring
 from torch import Tensor
 
+from cp_mesh.call import Options, Tensors, make_scores
 from cp_mesh.kernels import KERNELS, triton_attention
 from cp_mesh.kernels.combine import make_delta
-from cp_mesh.kernels.contract import KernelTile, Pairs, Scores, shortfalls
+from cp_mesh.kernels.contract import KernelTile, Pairs, shortfalls
 from cp_mesh.kernels.merge import BackwardTile
+from cp_mesh.kernels.scores import Scores
 from cp_mesh.kernels.triton_attention import TRITON, Blocks, Config, config_for, triton_kernel
 from cp_mesh.masks import Band, Mask
-from cp_mesh.plan import Options, Plan, Tensors, make_scores, travels_rounded
+from cp_mesh.methods import METHODS, Plan
+from cp_mesh.methods.ring import RingSettings, travels_rounded
 from cp_mesh.schedule import make_schedule
 
 SMALL = Config(Blocks(16, 32), Blocks(32, 16), Blocks(16, 16))
@@ -98,8 +101,8 @@ def test_tiles_with_positions_are_one(mask: str, layout: str) -> None:
             kernel,
             scores,
             torch.device("cpu"),
-            1,
-            torch.float32,
+            METHODS["ring"],
+            RingSettings(1, torch.float32),
         )
         plan = Plan(options, *args)
         made = [(schedule.local_tiles, plan.local_tiles), *((x.tiles, plan.tiles(x)) for x in schedule.route.stages)]

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from cp_mesh.kernels import triton_attention
 from cp_mesh.kernels.combine import make_delta
-from cp_mesh.kernels.contract import Pairs, Scores
+from cp_mesh.kernels.contract import Pairs
 from cp_mesh.kernels.merge import BackwardTile
+from cp_mesh.kernels.scores import Scores
 from cp_mesh.kernels.triton_attention import TRITON
 from cp_mesh.masks import Band, Mask
 

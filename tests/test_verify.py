@@ -14,14 +14,16 @@ import pytest
 import test_gpu
 import torch
 from cases import MASKS, SCORES, gap, pairs
+from checks import forget_plans
 from ranks import mesh
 from torch import Tensor
 
 import cp_mesh
-from cp_mesh import Mask, VerificationError, plan, schedule
+from cp_mesh import Mask, VerificationError, plan
 from cp_mesh.dense import dense_attention
 from cp_mesh.kernels import KERNELS
-from cp_mesh.kernels.contract import Kernel, Scores
+from cp_mesh.kernels.contract import Kernel
+from cp_mesh.kernels.scores import Scores
 
 B, H, K, S, D, E = 2, 6, 3, 17, 5, 4
 BY_NAME = ("out", "lse", "dq", "dk", "dv")
@@ -112,14 +114,14 @@ def doubled(kernel: Kernel) -> Kernel:
     return replace(kernel, begin_backward=begin_backward)
 
 
-def near_sighted(self: Mask, q: Any, k: Any, tile: Callable[..., Any] = Mask.tile) -> Any:
+def near_sighted(self: Mask, seq_len: int, reaches: Callable[..., Any] = Mask.reaches) -> Any:
     """A window that ends 10 tokens early between runs of positions."""
     window = self.window and (self.window[0] - 10, self.window[1])
-    return tile(replace(self, window=window), q, k)
+    return reaches(replace(self, window=window), seq_len)
 
 
 BUGS: dict[str, tuple[dict[str, Any], Callable[[Kernel], Any]]] = {
-    "a window too short": ({"mask": Mask(window=(20, 0))}, lambda _: mock.patch.object(Mask, "tile", near_sighted)),
+    "a window too short": ({"mask": Mask(window=(20, 0))}, lambda _: mock.patch.object(Mask, "reaches", near_sighted)),
     "twice the scale": ({}, lambda kernel: rescaled(kernel, 2.0, 2.0)),
     "twice the scale in the backward": ({}, lambda kernel: rescaled(kernel, 1.0, 2.0)),
     "twice the gradients": ({}, doubled),
@@ -139,16 +141,12 @@ def planted(bug: str, kernel: str) -> Iterator[None]:
     made = BUGS[bug][1](KERNELS[kernel])
     patch = mock.patch.dict(KERNELS, {kernel: made}) if isinstance(made, Kernel) else made
 
-    def forget() -> None:
-        for cache in (schedule._cached_schedule, plan._resolve_once, plan._resolve_contents):
-            cache.cache_clear()
-
-    forget()
+    forget_plans()
     try:
         with patch:
             yield
     finally:
-        forget()
+        forget_plans()
 
 
 def verified(rank: int, bug: str, kernel: str) -> dict[str, str]:

@@ -15,8 +15,9 @@ import torch
 from einops import reduce
 from torch import Tensor
 
-from cp_mesh.kernels.contract import Capability, Pairs, Scores
+from cp_mesh.kernels.contract import Capability, Pairs
 from cp_mesh.kernels.merge import BackwardTile, merging_kernel
+from cp_mesh.kernels.scores import Scores
 from cp_mesh.masks import CAUSAL, Band
 
 _aten = torch.ops.aten

@@ -12,13 +12,14 @@ in the accumulation dtype (fp64 for fp64 inputs, else fp32); a row with no key h
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from cp_mesh.kernels.combine import RowSum
+from cp_mesh.kernels.scores import ScoreGradients, Scores
 from cp_mesh.masks import Band, Mask
 from cp_mesh.schedule import Rows
 from cp_mesh.segments import Segments
@@ -41,126 +42,6 @@ class Pairs:
         return self.mask.allowed(self.q_pos[q_rows], self.k_pos[k_rows])
 
 
-POSITIONAL = frozenset({"alibi_slopes", "relative_bias", "bias", "dropout"})
-"""Features of scores that depend on positions; with any of them every tile's cover is a `Pairs`."""
-
-
-@dataclass(frozen=True, eq=False)
-class Scores:
-    """What a score of head h, query position p and key position t is, before the mask:
-
-        softcap(scale · q·k) - slope[h] · |p - t| + table[h, clip(p - t, -R, R) + R] + bias[b, h, row, t]
-
-    with softcap(x) = cap · tanh(x / cap).
-
-    Attributes:
-        scale: factor on q·k.
-        softcap: the bound of the scores, > 0; None: there is none.
-        sinks: [H], accumulation dtype: logits that join the denominator of the head's rows and bring no value. No tile
-            knows of them: `ForwardPass.finish` scales out, and leaves lse as it is; a backward is given the lse that
-            includes them, and so returns the right gradients.
-        alibi_slopes: [H], accumulation dtype.
-        relative_bias: the table [H, 2R + 1], accumulation dtype.
-        bias: [1 or B, 1 or H, 1 or rows, seq_len], any floating dtype: q's rows, or the tile's, by key *position*.
-        dropout_p: the probability with which a normalised weight is dropped, 0 <= p < 1; the others are scaled by
-            1 / (1 - p), and lse sees none of it.
-        dropout_seed: int64 [2] on q's device, (seed, offset). Whether the weight of (batch row b, h, p, t) is dropped
-            is a function of these numbers alone: it is if ``philox(key, counter)[0] < floor(dropout_p * 2**32)``, with
-            key = (low, high 32 bits of seed), counter = (t, p, h, b + offset) modulo 2**32 and Philox-4x32-10 of Salmon
-            et al. 2011, doi:10.1145/2063384.2063405.
-        first_head, first_batch: the global indices of q's first head and batch row, for dropout.
-        wanted: which of alibi_slopes, relative_bias and bias need a gradient.
-    """
-
-    scale: float
-    softcap: float | None = None
-    sinks: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-    relative_bias: Tensor | None = None
-    bias: Tensor | None = None
-    dropout_p: float = 0.0
-    dropout_seed: Tensor | None = None
-    first_head: int = 0
-    first_batch: int = 0
-    wanted: frozenset[str] = frozenset()
-
-    @property
-    def features(self) -> frozenset[str]:
-        """What a kernel must be able to do, by the names of `Capability.features`."""
-        names = ("softcap", "alibi_slopes", "relative_bias", "bias")
-        given = frozenset(name for name in names if getattr(self, name) is not None)
-        return given | {"dropout"} if self.dropout_p else given
-
-    @property
-    def needs_positions(self) -> bool:
-        """Whether tiles must tell their positions."""
-        return not self.features.isdisjoint(POSITIONAL)
-
-    def heads(self, begin: int, end: int) -> Scores:
-        """Those of the query heads begin to end."""
-        return replace(
-            self,
-            sinks=None if self.sinks is None else self.sinks[begin:end],
-            alibi_slopes=None if self.alibi_slopes is None else self.alibi_slopes[begin:end],
-            relative_bias=None if self.relative_bias is None else self.relative_bias[begin:end],
-            bias=_part(self.bias, 1, begin, end),
-            first_head=self.first_head + begin,
-        )
-
-    def rows(self, begin: int, end: int) -> Scores:
-        """Those of the query rows begin to end."""
-        return self if self.bias is None else replace(self, bias=_part(self.bias, 2, begin, end))
-
-
-def philox(key: Sequence[Tensor], counter: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Philox-4x32-10, by which dropout is decided: four words of 32 bits from a key of two and a counter of four.
-
-    Of each int64 the low 32 bits count; all broadcast.
-    """
-    low = 0xFFFFFFFF
-    k0, k1 = (x & low for x in key)
-    c0, c1, c2, c3 = (x & low for x in counter)
-    for _ in range(10):
-        # 64 bits of unsigned products: the same bits as those of int64
-        a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2
-        c0, c1, c2, c3 = (b >> 32) & low ^ c1 ^ k0, b & low, (a >> 32) & low ^ c3 ^ k1, a & low
-        k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
-    return c0, c1, c2, c3
-
-
-def _part(bias: Tensor | None, dim: int, begin: int, end: int) -> Tensor | None:
-    return bias if bias is None or bias.shape[dim] == 1 else bias.narrow(dim, begin, end - begin)
-
-
-@dataclass(frozen=True, eq=False)
-class ScoreGradients:
-    """Gradients of `Scores.wanted`, in the accumulation dtype: the sums over some rows of queries and some keys."""
-
-    alibi_slopes: Tensor | None = None
-    relative_bias: Tensor | None = None
-    bias: Tensor | None = None
-
-    @classmethod
-    def zeros(cls, scores: Scores, dtype: torch.dtype) -> ScoreGradients:
-        """Of the shapes of the scores' tensors."""
-        given = {name: getattr(scores, name) for name in scores.wanted}
-        return cls(**{name: torch.zeros_like(x, dtype=dtype) for name, x in given.items()})
-
-    def part(self, heads: tuple[int, int] | None = None, rows: tuple[int, int] | None = None) -> ScoreGradients:
-        """Views of a range of heads, or of a range of rows."""
-        slopes, table, bias = self.alibi_slopes, self.relative_bias, self.bias
-        if heads is not None:
-            slopes, table = (None if x is None else x[heads[0] : heads[1]] for x in (slopes, table))
-            bias = _part(bias, 1, *heads)
-        return ScoreGradients(slopes, table, bias if rows is None else _part(bias, 2, *rows))
-
-    def add_(self, other: ScoreGradients) -> None:
-        """Add in place."""
-        for item in fields(self):
-            if (x := getattr(self, item.name)) is not None:
-                x += getattr(other, item.name)
-
-
 @dataclass(frozen=True, eq=False)
 class KernelTile:
     """Rows of q against rows of the given k and v, and which pairs count."""
@@ -181,7 +62,7 @@ class ForwardPass(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class KeyGradients:
     """Gradients of key rows from ``begin`` on: dk [B, K, n, D], dv [B, K, n, Dv], not to be written."""
 
     begin: int
@@ -194,7 +75,7 @@ class BackwardPass(Protocol):
 
     def step(
         self, k: Tensor, v: Tensor, tiles: Sequence[KernelTile], into: tuple[Tensor, Tensor] | None = None
-    ) -> list[Piece]:
+    ) -> list[KeyGradients]:
         """Add a set of keys to dq.
 
         Their dk and dv are *written* to the views ``into`` if given, every row of them (rows that no tile reaches
@@ -272,7 +153,7 @@ class Kernel:
 
     The backward is given the *global* lse, that of all keys, and the global out, or delta = rowsum(dout · out) - dlse
     if it ``uses_delta``; so partial gradients add up to the whole. Where a kernel ``rounds``, they come back in the
-    inputs' dtype, else in the accumulation dtype. A kernel that ``joins`` skips masked blocks of
+    inputs' dtype, else in the accumulation dtype. A kernel that takes ``one_tile`` skips masked blocks of
     `Pairs` itself: all tiles of a step are passed in one call.
 
     ``reproducible`` is the kernel for calls that ask for a deterministic backward, where that is another one.
@@ -284,7 +165,7 @@ class Kernel:
     begin_backward: Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Scores], BackwardPass]
     uses_delta: bool
     rounds: bool
-    joins: bool = False
+    one_tile: bool = False
     reproducible: Kernel | None = None
 
 

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from cp_mesh.kernels.combine import accumulation_dtype
-from cp_mesh.kernels.contract import Capability, Pairs, Scores
+from cp_mesh.kernels.contract import Capability, Pairs
 from cp_mesh.kernels.merge import BackwardTile, merging_kernel
+from cp_mesh.kernels.scores import Scores
 from cp_mesh.masks import CAUSAL, Band
 from cp_mesh.segments import Segments
 

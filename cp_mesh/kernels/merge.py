@@ -15,15 +15,8 @@ import torch
 from torch import Tensor
 
 from cp_mesh.kernels.combine import OutputSum, RowSum, accumulation_dtype, finish_sums
-from cp_mesh.kernels.contract import (
-    Capability,
-    Kernel,
-    KernelTile,
-    Pairs,
-    Piece,
-    ScoreGradients,
-    Scores,
-)
+from cp_mesh.kernels.contract import Capability, Kernel, KernelTile, KeyGradients, Pairs
+from cp_mesh.kernels.scores import ScoreGradients, Scores
 from cp_mesh.masks import CAUSAL, FULL, Band
 from cp_mesh.schedule import split_causal
 from cp_mesh.segments import Segments
@@ -67,7 +60,7 @@ def merging_kernel(
     squares: bool = False,
     uses_delta: bool = False,
     rounds: bool = True,
-    joins: bool = False,
+    one_tile: bool = False,
     reproducible: Kernel | None = None,
 ) -> Kernel:
     """A `Kernel` from two functions that compute single tiles.
@@ -78,7 +71,7 @@ def merging_kernel(
         squares: give them nothing but full tiles and square causal ones.
         uses_delta: the backward reads delta instead of computing it from out.
         rounds: partial gradients come back in the inputs' dtype, not in the accumulation dtype.
-        joins: the tile functions skip what does not count of `Pairs`, however large and in whatever order.
+        one_tile: the tile functions skip what does not count of `Pairs`, however large and in whatever order.
         reproducible: as in `Kernel`.
     """
     prepare: Prepare = _squares if squares else list
@@ -91,7 +84,7 @@ def merging_kernel(
     ) -> SummingBackward:
         return SummingBackward(backward, prepare, dout, q, out, lse, delta, scores)
 
-    return Kernel(name, capability, begin_forward, begin_backward, uses_delta, rounds, joins, reproducible)
+    return Kernel(name, capability, begin_forward, begin_backward, uses_delta, rounds, one_tile, reproducible)
 
 
 def _squares(tiles: Sequence[KernelTile]) -> list[KernelTile]:
@@ -165,7 +158,7 @@ class SummingBackward:
 
     def step(
         self, k: Tensor, v: Tensor, tiles: Sequence[KernelTile], into: tuple[Tensor, Tensor] | None = None
-    ) -> list[Piece]:
+    ) -> list[KeyGradients]:
         parts = self._prepare(tiles)
         if into is None:
             return [self._tile(k, v, tile, None, None) for tile in parts]
@@ -186,7 +179,7 @@ class SummingBackward:
         finish_sums([(dk_sum, dk), (dv_sum, dv)])
         return []
 
-    def _tile(self, k: Tensor, v: Tensor, tile: KernelTile, dk: Tensor | None, dv: Tensor | None) -> Piece:
+    def _tile(self, k: Tensor, v: Tensor, tile: KernelTile, dk: Tensor | None, dv: Tensor | None) -> KeyGradients:
         dout, q, lse = (_rows(x, tile.q) for x in (self._dout, self._q, self._lse))
         out, delta = (None if x is None else _rows(x, tile.q) for x in (self._out, self._delta))
         k, v = (_rows(_dense_rows(x), tile.k) for x in (k, v))
@@ -199,7 +192,7 @@ class SummingBackward:
         for gradients in of_scores:
             self._of_scores.part(rows=tile.q).add_(gradients)
         self._dq.add(tile.q[0], dq)
-        return Piece(tile.k[0], dk, dv)
+        return KeyGradients(tile.k[0], dk, dv)
 
     def finish(self, into: Tensor, beside: Sequence[tuple[RowSum, Tensor]] = ()) -> Tensor:
         finish_sums([(self._dq, into), *beside])

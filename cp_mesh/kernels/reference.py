@@ -14,8 +14,9 @@ from einops import rearrange
 from torch import Tensor
 
 from cp_mesh.kernels.combine import accumulation_dtype
-from cp_mesh.kernels.contract import Capability, Pairs, ScoreGradients, Scores, philox
+from cp_mesh.kernels.contract import Capability, Pairs
 from cp_mesh.kernels.merge import BackwardTile, merging_kernel
+from cp_mesh.kernels.scores import ADDED, TERMS, ScoreGradients, Scores, Where, philox
 from cp_mesh.masks import Band
 from cp_mesh.segments import Segments
 
@@ -35,66 +36,37 @@ def _scores(
         tanh = torch.tanh(x / scores.softcap)
         x, slope = scores.softcap * tanh, 1 - tanh.square()
     if scores.needs_positions:
-        x = x + _biases(scores, cover, first_row, q.shape[3], k.shape[1]).to(x.dtype)
+        x = x + _added(scores, _where(cover, first_row, q.shape[3]), first_row, k.shape[1]).to(x.dtype)
     rows = torch.arange(first_row, first_row + q.shape[3], device=q.device)
     allowed = cover.allowed(rows, torch.arange(k.shape[2], device=q.device))
     allowed = rearrange(allowed, "... i j -> ... 1 1 i j")  # [i, j] broadcasts, [B, i, j] aligns with the batch
     return x.masked_fill(~allowed, float("-inf")), slope
 
 
-def _distance(cover: Band | Pairs | Segments, first_row: int, num_rows: int) -> Tensor:
-    """int64 [rows, Sk]: positions of the queries less those of the keys."""
+def _where(cover: Band | Pairs | Segments, first_row: int, num_rows: int) -> Where:
     assert isinstance(cover, Pairs), "scores that need positions get them"
-    return cover.q_pos[first_row : first_row + num_rows, None] - cover.k_pos
+    return Where(cover.q_pos[first_row : first_row + num_rows], cover.k_pos)
 
 
-def _biases(scores: Scores, cover: Band | Pairs | Segments, first_row: int, num_rows: int, num_kv_heads: int) -> Tensor:
+def _added(scores: Scores, where: Where, first_row: int, num_kv_heads: int) -> Tensor:
     """What is added to scores: broadcasts to [B, K, G, rows, Sk]."""
-    distance, K = _distance(cover, first_row, num_rows), num_kv_heads
-    total = torch.zeros((), device=distance.device)
-    if (slopes := scores.alibi_slopes) is not None:
-        total = total - rearrange(slopes, "(k g) -> k g 1 1", k=K) * distance.abs()
-    if (table := scores.relative_bias) is not None:
-        reach = table.shape[1] // 2
-        total = total + rearrange(table[:, distance.clamp(-reach, reach) + reach], "(k g) i j -> k g i j", k=K)
-    if (bias := scores.rows(first_row, first_row + num_rows).bias) is not None:
-        assert isinstance(cover, Pairs)
-        bias = bias.index_select(3, cover.k_pos)
-        bias = bias[:, None] if bias.shape[1] == 1 else rearrange(bias, "b (k g) i j -> b k g i j", k=K)
-        total = total + bias
-    return total
+    scores = scores.rows(first_row, first_row + len(where.q_pos))
+    total = torch.zeros((1, 1, 1, 1), device=where.q_pos.device)
+    for name in ADDED:
+        if (x := getattr(scores, name)) is not None:
+            total = total + TERMS[name].added(x, where)
+    return total[:, None] if total.shape[1] == 1 else rearrange(total, "b (k g) i j -> b k g i j", k=num_kv_heads)
 
 
-def _add_gradients(total: ScoreGradients, dscores: Tensor, cover: Band | Pairs | Segments, first_row: int) -> None:
+def _add_gradients(total: ScoreGradients, dscores: Tensor, where: Where, first_row: int) -> None:
     """Add what dscores [B, H, rows, Sk] of the query rows ``first_row`` onwards contribute."""
-    num_rows = dscores.shape[2]
-    distance = _distance(cover, first_row, num_rows)
-    if total.alibi_slopes is not None:
-        total.alibi_slopes.sub_((dscores * distance.abs()).sum((0, 2, 3)))
-    if total.relative_bias is not None:
-        total.relative_bias.add_(_table_gradient(dscores.sum(0), distance, total.relative_bias.shape[1]))
-    bias = total.part(rows=(first_row, first_row + num_rows)).bias
-    if bias is not None:
-        assert isinstance(cover, Pairs)
-        bias[..., cover.k_pos] += dscores.sum_to_size((*bias.shape[:3], dscores.shape[3]))
+    of_rows = total.part(rows=(first_row, first_row + dscores.shape[2]))
+    for name in ADDED:
+        if (x := getattr(of_rows, name)) is not None:
+            TERMS[name].add_gradient(x, dscores, where)
 
 
-def _table_gradient(dscores: Tensor, distance: Tensor, width: int) -> Tensor:
-    """[H, width] from [H, rows, Sk]. A query's distances differ, so each has a bin of its own: no sum depends on order.
-
-    The outermost bins, of clipped distances, are summed apart.
-    """
-    reach = width // 2
-    bins = torch.where(distance.abs() < reach, distance + reach, width)
-    of_rows = dscores.new_zeros((*dscores.shape[:2], width + 1)).scatter_(2, bins.expand_as(dscores), dscores)
-    total = of_rows.sum(1)[:, :width]
-    behind = distance <= -reach
-    total[:, 0] += (dscores * behind).sum((1, 2))
-    total[:, -1] += (dscores * ((distance >= reach) & ~behind)).sum((1, 2))
-    return total
-
-
-def _kept(scores: Scores, cover: Band | Pairs | Segments, first_row: int, probs: Tensor) -> Tensor:
+def _dropout_factors(scores: Scores, cover: Band | Pairs | Segments, first_row: int, probs: Tensor) -> Tensor:
     """The factors of dropout on probs [B, K, G, rows, Sk] of the query rows ``first_row`` onwards: 0 or 1 / (1 - p)."""
     assert isinstance(cover, Pairs) and scores.dropout_seed is not None
     B, K, G, num_rows, _ = probs.shape
@@ -121,7 +93,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs | Segments, sc
         finite = torch.where(lse == float("-inf"), 0.0, lse)  # a row with no key: all weights exp(-inf) = 0
         probs = torch.exp(x - finite[..., None])
         if scores.dropout_p:
-            probs = probs * _kept(scores, cover, begin, probs)
+            probs = probs * _dropout_factors(scores, cover, begin, probs)
         outs.append(torch.einsum("bkgij,bkjd->bkgid", probs, v))
         lses.append(lse)
     return (
@@ -146,11 +118,12 @@ def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradient
         probs = torch.exp(x - finite[:, :, :, rows])
         dprobs, used = torch.einsum("bkgid,bkjd->bkgij", dout_rows, v), probs
         if tile.scores.dropout_p:
-            kept = _kept(tile.scores, tile.cover, begin, probs)
+            kept = _dropout_factors(tile.scores, tile.cover, begin, probs)
             dprobs, used = dprobs * kept, probs * kept
         dscores = probs * (dprobs - delta[:, :, :, rows])
         if tile.scores.wanted:
-            _add_gradients(of_scores, dscores.flatten(1, 2), tile.cover, begin)
+            where = _where(tile.cover, begin, q_rows.shape[3])
+            _add_gradients(of_scores, dscores.flatten(1, 2), where, begin)
         dx = dscores * slope * tile.scores.scale
         dqs.append(torch.einsum("bkgij,bkjd->bkgid", dx, k))
         dk += torch.einsum("bkgij,bkgid->bkjd", dx, q_rows)
@@ -166,7 +139,7 @@ REFERENCE = merging_kernel(
         covers=("full", "causal", "window", "pairs", "segments"),
         v_head_dim=True,
         differentiable_lse=True,
-        features=frozenset({"softcap", "alibi_slopes", "relative_bias", "bias", "dropout"}),
+        features=frozenset({"softcap", *ADDED, "dropout"}),
     ),
     _forward,
     _backward,

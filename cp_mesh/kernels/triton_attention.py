@@ -24,14 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_mesh.kernels.contract import Capability, Kernel, Pairs, ScoreGradients, Scores
+from cp_mesh.kernels.contract import Capability, Kernel, Pairs
 from cp_mesh.kernels.merge import BackwardTile, merging_kernel
-from cp_mesh.masks import Band, Mask
+from cp_mesh.kernels.scores import ScoreGradients, Scores
+from cp_mesh.masks import NONE, Band, Mask
 
 MAX_ROWS = 1 << 30  # of a tile: band bounds and local indices are computed in 32 bits
 LOG2_E = math.log2(math.e)
 MAX_KEPT = 1 << 18  # entries of a list of blocks that is kept for other layers: 1 MiB
-UNLIMITED = (1 << 31) - 1  # a distance: positions are checked to be below it
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def triton_kernel(config: Config | None = None) -> Kernel:
         partial(_forward, config),
         partial(_backward, config),
         uses_delta=True,
-        joins=True,
+        one_tile=True,
     )
 
 
@@ -382,8 +382,6 @@ class _MaskRows:
                 result.get("id_bounds"),
                 num_rows,
                 *_distances(mask),
-                min(mask.prefix, UNLIMITED),
-                UNLIMITED if mask.length is None else min(mask.length, UNLIMITED),
                 KEYS=keys,
                 GRAIN=self._grain,
                 num_warps=1,
@@ -437,11 +435,13 @@ def _strides(x: Tensor | None) -> tuple[int, int]:
     return 0 if x.ndim == 1 or len(x) == 1 else x.stride(0), x.stride(-1)
 
 
-def _distances(mask: Mask) -> tuple[int, int, int]:
-    """Bounds of q_pos - k_pos: least, least for keys of the prefix, greatest."""
-    left, right = mask.window or (None, None)
-    ahead = -UNLIMITED if right is None else -min(right, UNLIMITED)
-    return max(ahead, 0) if mask.causal else ahead, ahead, UNLIMITED if left is None else min(left, UNLIMITED)
+def _distances(mask: Mask) -> tuple[int, int, int, int, int]:
+    """Least distance q_pos - k_pos, least for keys of the prefix, greatest; where the prefix and all keys end."""
+    reaches = mask.reaches(NONE)  # of a sequence of any length
+    if not reaches:
+        return 0, 0, 0, 0, 0
+    first, last = reaches[0], reaches[-1]
+    return last.nearest, first.nearest, last.farthest, last.begin, last.end
 
 
 TRITON = triton_kernel()

@@ -360,7 +360,7 @@ class SymmetricOutgoing:
         self._num_sent, self._collected = 0, not route.stages
         self._workspace: Workspace | None = None
         if route.stages:
-            nbytes = _aligned(max(route.slots[-1]) * packing.row_bytes)
+            nbytes = _aligned(route.most_served * packing.row_bytes)
             self._workspace = memory.workspace("gradients", nbytes, transport.group)
 
     def buffer(self, stage: Stage) -> tuple[Tensor, ...] | None:

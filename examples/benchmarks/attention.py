@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 examples/benchmarks/attention.py --csv attention.csv       # everything, on 4 GPUs
     torchrun --nproc-per-node 2 examples/benchmarks/attention.py --quick                   # a look
-    python examples/benchmarks/plot.py attention.csv --out docs                            # the pictures
+    python examples/benchmarks/plot.py attention.csv                                       # the pictures
 
 Contestants that fail the correctness gate, which runs first, are not timed. In each repeat every contestant runs once,
 after a barrier; a time is that of the slowest rank, and a row has the median, least and most over the repeats. Times of
@@ -43,7 +43,7 @@ from report import PASSES, RESULTS, Entrant, Report, Times, machine  # noqa: E40
 from cp_mesh import Contiguous, Mask  # noqa: E402
 from cp_mesh import attention as cp_attention  # noqa: E402
 from cp_mesh.dense import dense_attention as plain_products  # noqa: E402
-from cp_mesh.kernels.contract import Scores  # noqa: E402
+from cp_mesh.kernels.scores import Scores  # noqa: E402
 from cp_mesh.transport import choose_transport, release  # noqa: E402
 
 T = TypeVar("T")

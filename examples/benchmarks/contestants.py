@@ -30,7 +30,7 @@ from cp_mesh import Contiguous, Mask, Striped, ZigZag, attention, balance
 from cp_mesh.kernels import KERNELS
 from cp_mesh.layouts import Layout
 from cp_mesh.masks import Band
-from cp_mesh.plan import METHODS
+from cp_mesh.methods import METHODS
 from cp_mesh.transport import TRANSPORTS, symmetric_memory_bytes
 
 

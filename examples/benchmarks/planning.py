@@ -1,21 +1,28 @@
-"""What planning packed documents costs on the host, and what it finds. Needs no ranks and no device.
+"""What planning costs on the host, up to a million tokens on 1024 ranks. Needs no ranks and no device.
 
-Lengths of documents are lognormal with median ``--median`` and sigma 1.5, capped at a quarter of the sequence. Columns:
-ms in which `balance` makes a layout; ms of the first plan of a batch, and of a later one, which compares contents
-(medians of ``--repeats``; without FlashAttention-4 the first makes tiles of both kinds); ms for each of ``--layers``
-layers, which plan twice (forward and backward; a third time with DTensors), so that the first plan is spread over
-them; kernel calls of a forward on the rank that has most; rows that the rank which fetches most does fetch, in rows of
-a shard; the largest share of the work (1.00 is the mean).
+Rows of the CSV, for each mask, layout and number of ranks; milliseconds are medians of ``--repeats``, of the middle
+rank. A first schedule is made with nothing kept of earlier ones, though the code is warm.
 
-    python examples/benchmarks/planning.py --seq-len 65536 --ranks 8
+    balance_ms      `balance` makes a layout (packed documents in a balanced layout; every batch)
+    read_ms         a Mask is made of the ids and its documents are read (every batch)
+    first_ms        the first schedule of the mask, layout and lengths: by documents, as FlashAttention-4 takes them
+    later_us        a plan of the same again, in microseconds, as every further layer and the backward need one
+    calls           kernel calls of a forward on this rank
+    fetched_shards  rows that the rank which fetches most does fetch, in rows of a shard
+
+Documents are as long as ``--shortest`` to ``--longest`` tokens (uniform), or lognormal with ``--median``, sigma 1.5.
+
+    python examples/benchmarks/planning.py --csv planning_cpu.csv
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass, fields
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -27,16 +34,38 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).par
 
 from contestants import document_lengths  # noqa: E402
 
+from cp_mesh import geometry, plan  # noqa: E402
 from cp_mesh.balancing import balance  # noqa: E402
+from cp_mesh.call import Options, Tensors  # noqa: E402
 from cp_mesh.layouts import Contiguous, Layout, Striped, ZigZag  # noqa: E402
 from cp_mesh.masks import Mask  # noqa: E402
-from cp_mesh.plan import Options, Tensors, make_plan  # noqa: E402
+from cp_mesh.plan import make_plan  # noqa: E402
 from cp_mesh.schedule import make_schedule  # noqa: E402
 
+MASKS = {
+    "causal": {},
+    "window 4096": {"window": (4095, 0)},
+    "prefix 4096": {"prefix": 4096},
+    "full": {"causal": False},
+}
+LATER = 200  # plans again, whose mean is one measurement
 
-def document_ids(lens: Sequence[int]) -> Tensor:
-    """[1, sum of lens]."""
-    return torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(lens))[None]
+
+@dataclass(frozen=True)
+class Row:
+    """See the head of this file."""
+
+    seq_len: int
+    ranks: int
+    mask: str
+    documents: int
+    layout: str
+    balance_ms: float
+    read_ms: float
+    first_ms: float
+    later_us: float
+    calls: int
+    fetched_shards: float
 
 
 class OneOf:
@@ -52,54 +81,98 @@ class OneOf:
         return self._size // 2
 
 
+def document_ids(lens: Sequence[int]) -> Tensor:
+    """[1, sum of lens]."""
+    return torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(lens))[None]
+
+
 def milliseconds(fn: Callable[[], object]) -> float:
     begin = time.perf_counter()
     fn()
     return (time.perf_counter() - begin) * 1e3
 
 
-def plan(layout: Layout, mask: Mask, seq_len: int, num_ranks: int) -> None:
-    q = torch.empty(1, 1, layout.shard_len(seq_len, num_ranks, num_ranks // 2), 128, dtype=torch.bfloat16)
+def forget() -> None:
+    """Nothing is kept of earlier plans."""
+    for kept in (plan._resolve_once, plan._resolve_few, geometry._geometry):
+        kept.cache_clear()
+
+
+def planner(layout: Layout, mask: Mask, seq_len: int, num_ranks: int) -> Callable[[], plan.Plan]:
+    """Makes the plan that a call makes."""
+    rows = layout.shard_len(seq_len, num_ranks, num_ranks // 2)
+    q, k = (torch.empty(1, heads, rows, 1, dtype=torch.bfloat16) for heads in (8, 1))
     options = Options(layout.spec(), mask.spec(), 1.0)
-    make_plan(q, q, q, Tensors(mask.documents, None, layout.tensor), seq_len, OneOf(num_ranks), options)
+    tensors = Tensors(mask.documents, None, layout.tensor)
+    return partial(make_plan, q, k, k, tensors, seq_len, OneOf(num_ranks), options)
+
+
+def measured(layout: Layout, mask: Mask, seq_len: int, num_ranks: int, repeats: int) -> tuple[float, float, int, float]:
+    """first_ms, later_us, calls and fetched_shards."""
+    make = planner(layout, mask, seq_len, num_ranks)
+    scheduled = partial(make_schedule, layout, mask, seq_len, num_ranks, num_ranks // 2, True)
+    first, later = [], []
+    for _ in range(repeats):
+        forget()
+        first.append(milliseconds(scheduled))
+        make()
+        later.append(milliseconds(lambda: [make() for _ in range(LATER)]) / LATER * 1e3)
+    schedule = scheduled()
+    calls = len(schedule.local_tiles) + sum(len(stage.tiles) for stage in schedule.route.stages)
+    return median(first), median(later), calls, schedule.route.most_fetched / (seq_len / num_ranks)
+
+
+def of_masks(seq_len: int, num_ranks: int, repeats: int) -> Iterator[Row]:
+    for (name, options), layout in ((x, y) for x in MASKS.items() for y in (Contiguous(), ZigZag(), Striped())):
+        found = measured(layout, Mask(**options), seq_len, num_ranks, repeats)
+        yield Row(seq_len, num_ranks, name, 1, layout.spec(), 0.0, 0.0, *found)
+
+
+def of_documents(lens: Sequence[int], num_ranks: int, repeats: int) -> Iterator[Row]:
+    seq_len, ids = sum(lens), document_ids(lens)
+    for name in ("contiguous", "zigzag", "striped", "balanced"):
+        read, solve = [], []
+        for _ in range(repeats):
+            mask = Mask(documents=ids)
+            read.append(milliseconds(lambda: Mask(documents=ids).runs()))
+            if name == "balanced":
+                solve.append(milliseconds(partial(balance, Mask(documents=ids), seq_len, num_ranks)))
+        plain: dict[str, Layout] = {"contiguous": Contiguous(), "zigzag": ZigZag(), "striped": Striped()}
+        layout = plain[name] if name in plain else balance(mask, seq_len, num_ranks)
+        found = measured(layout, mask, seq_len, num_ranks, repeats)
+        yield Row(seq_len, num_ranks, "documents", len(lens), name, median(solve or [0.0]), median(read), *found)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seq-len", type=int, default=65536)
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--median", type=float, default=512)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=15)
-    options = parser.parse_args(argv)
-    seq_len, num_ranks = options.seq_len, options.ranks
-    batches = [
-        Mask(documents=document_ids(document_lengths(seq_len, seed, options.median)))
-        for seed in range(1000, 1000 + options.repeats)
-    ]
-    print("seed,documents,layout,balance ms,first ms,later ms,ms a layer,calls,fetched shards,largest share")
-    for seed in range(options.seeds):
-        lens = document_lengths(seq_len, seed, options.median)
-        mask = Mask(documents=document_ids(lens))
-        for layout in (Contiguous(), ZigZag(), Striped(), balance(mask, seq_len, num_ranks)):
-            made = [layout if layout.tensor is None else balance(batch, seq_len, num_ranks) for batch in batches]
-            solve = 0.0
-            if layout.tensor is not None:
-                solve = median(milliseconds(partial(balance, batch, seq_len, num_ranks)) for batch in batches)
-            pairs = list(zip(made, batches, strict=True))
-            plan(layout, mask, seq_len, num_ranks)  # once, so that nothing is done for the first time below
-            first = median(milliseconds(partial(plan, *pair, seq_len, num_ranks)) for pair in pairs)
-            later = median(milliseconds(partial(plan, *pairs[-1], seq_len, num_ranks)) for _ in pairs)
-            a_layer = (first + (2 * options.layers - 1) * later) / options.layers
-            ranks = [make_schedule(layout, mask, seq_len, num_ranks, rank, segments=True) for rank in range(num_ranks)]
-            calls = max(len(x.local_tiles) + sum(len(stage.tiles) for stage in x.route.stages) for x in ranks)
-            fetched = max(map(sum, ranks[0].route.needed)) / (seq_len / num_ranks)
-            share = max(x.pairs for x in ranks) / (sum(x.pairs for x in ranks) / num_ranks)
-            name = layout.spec().partition(":")[0]
-            print(
-                f"{seed},{len(lens)},{name},{solve:.1f},{first:.1f},{later:.3f},{a_layer:.2f},{calls},{fetched:.2f},{share:.2f}"
-            )
+    parser.add_argument("--seq-len", type=int, default=1 << 20)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 128, 1024])
+    parser.add_argument("--document-ranks", type=int, nargs="+", default=[8, 128])
+    parser.add_argument("--shortest", type=int, default=200)
+    parser.add_argument("--longest", type=int, default=5000)
+    parser.add_argument("--median", type=float, help="lognormal documents of this median instead")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--csv", help="write the rows to this file")
+    args = parser.parse_args(argv)
+    lens = lognormal_or_uniform(args)
+    rows = [row for num_ranks in args.ranks for row in of_masks(args.seq_len, num_ranks, args.repeats)]
+    rows += [row for num_ranks in args.document_ranks for row in of_documents(lens, num_ranks, args.repeats)]
+    names = [field.name for field in fields(Row)]
+    table = [[f"{x:.3g}" if isinstance(x, float) else str(x) for x in astuple(row)] for row in rows]
+    print("\n".join(",".join(line) for line in [names, *table]))
+    if args.csv:
+        with open(args.csv, "w", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows([names, *table])
+
+
+def lognormal_or_uniform(args: argparse.Namespace) -> list[int]:
+    """Lengths of documents that fill the sequence."""
+    if args.median:
+        return document_lengths(args.seq_len, 0, args.median)
+    generator, lens = torch.Generator().manual_seed(0), []
+    while (left := args.seq_len - sum(lens)) > 0:
+        lens.append(min(left, int(torch.randint(args.shortest, args.longest + 1, (), generator=generator))))
+    return lens
 
 
 if __name__ == "__main__":

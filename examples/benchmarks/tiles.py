@@ -38,12 +38,13 @@ from planning import OneOf, document_ids, milliseconds  # noqa: E402
 from raw_kernels import present_kernels, swap  # noqa: E402
 from report import FLOPS, RESULTS, machine  # noqa: E402
 
+from cp_mesh.call import Options, Tensors  # noqa: E402
 from cp_mesh.kernels import KERNELS  # noqa: E402
 from cp_mesh.kernels.combine import make_delta  # noqa: E402
-from cp_mesh.kernels.contract import KernelTile, Piece  # noqa: E402
+from cp_mesh.kernels.contract import KernelTile, KeyGradients  # noqa: E402
 from cp_mesh.layouts import Contiguous  # noqa: E402
 from cp_mesh.masks import CAUSAL, FULL, Band, Mask  # noqa: E402
-from cp_mesh.plan import Options, Tensors, make_plan  # noqa: E402
+from cp_mesh.plan import make_plan  # noqa: E402
 
 TILES = ("full", "causal", "strict", "half", "documents", "window")  # full first: others are compared with it
 GATE_LEN, FILL_MS, MAX_CALLS = 512, 10.0, 20
@@ -67,7 +68,7 @@ class Tile:
     name: str
     rows: int
     keys: int
-    pairs: int
+    num_pairs: int
     mask: Mask
     given: KernelTile | None = None
 
@@ -110,7 +111,7 @@ class Passes:
     def delta(self) -> Tensor:
         return make_delta(self._dout, self._out)
 
-    def backward(self) -> tuple[Tensor, list[Piece]]:
+    def backward(self) -> tuple[Tensor, list[KeyGradients]]:
         out, delta = (None, self.delta()) if self._kernel.uses_delta else (self._out, None)
         running = self._kernel.begin_backward(self._dout, self._q, out, self._lse, delta, self._scores)
         pieces = running.step(self._k, self._v, self._tiles)
@@ -209,7 +210,9 @@ def make_rows(
         if key not in ms:
             continue
         row |= {"repeats": len(entry.ms["fwd"])} | {f"{name}_ms": f"{x:.5g}" for name, x in ms[key].items()}
-        tflops = {p: FLOPS[p] * 4 * case.heads * case.head_dim * tile.pairs / ms[key][p] / 1e9 for p in ("fwd", "bwd")}
+        tflops = {
+            p: FLOPS[p] * 4 * case.heads * case.head_dim * tile.num_pairs / ms[key][p] / 1e9 for p in ("fwd", "bwd")
+        }
         if tile.name == "full":
             fulls.setdefault(key, {})[tile.rows] = tflops
         for name, speed in tflops.items():
@@ -280,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             race(case, tile, entries, args.repeats)
             heading = {
                 "date": datetime.now(UTC).isoformat(timespec="seconds"),
-                "tile": name, "rows": rows, "keys": tile.keys, "pairs": tile.pairs,
+                "tile": name, "rows": rows, "keys": tile.keys, "pairs": tile.num_pairs,
                 "heads_q": num_heads, "heads_kv": num_kv_heads, "head_dim": args.head_dim, "dtype": args.dtype,
             }  # fmt: skip
             write(args.csv, about | heading, make_rows(case, tile, entries, fulls))

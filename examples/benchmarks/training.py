@@ -47,7 +47,8 @@ from metrics import flops_per_token, peak_flops  # noqa: E402
 from parallel_llama import apply_fsdp  # noqa: E402
 
 import cp_mesh  # noqa: E402
-from cp_mesh.plan import Options, Tensors, make_plan  # noqa: E402
+from cp_mesh.call import Options, Tensors  # noqa: E402
+from cp_mesh.plan import make_plan  # noqa: E402
 from cp_mesh.transport import choose_transport, symmetric_memory_bytes  # noqa: E402
 
 COLUMNS = (
@@ -198,7 +199,7 @@ class CPMeshVariant:
         group = self.mesh.get_group()
         plan = make_plan(q, k, k, Tensors(), seq_len, group, options)
         transport = choose_transport(args.transport, group, device)
-        return f"kernel={plan.kernel.name} transport={transport} head_chunks={plan.head_chunks}"
+        return f"kernel={plan.kernel.name} transport={transport} head_chunks={plan.settings.head_chunks}"
 
     @staticmethod
     def context_fn() -> Any:

@@ -18,17 +18,64 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cp_mesh.call import Operand, Options
+from cp_mesh.errors import refuse
 from cp_mesh.kernels.combine import RowSum, accumulation_dtype, dense_like, make_delta
-from cp_mesh.kernels.contract import ScoreGradients, Scores
-from cp_mesh.plan import Plan
-from cp_mesh.schedule import Stage
+from cp_mesh.kernels.contract import Kernel
+from cp_mesh.kernels.scores import ScoreGradients, Scores
+from cp_mesh.methods.contract import Method, Plan, as_one_tile
+from cp_mesh.schedule import Schedule, Stage, make_schedule
 from cp_mesh.transport.contract import Transport
 from cp_mesh.transport.packing import Packing
+
+CHUNK_BYTES = 512 << 20  # K and V that a rank fetches, for the heads of one chunk
+
+
+class RingSettings(NamedTuple):
+    """What the ring decides for a call.
+
+    Attributes:
+        head_chunks: parts of the kv heads that are computed one after the other.
+        gradient_dtype: in which dk and dv travel: as the kernel returned them, if it rounds them and no two of a
+            message belong to one row; else the accumulation dtype, so that every sum is rounded once.
+    """
+
+    head_chunks: int
+    gradient_dtype: torch.dtype
+
+
+def settle(
+    options: Options, q: Operand, k: Operand, v: Operand, schedule: Schedule, kernel: Kernel, features: Collection[str]
+) -> RingSettings:
+    """The settings of a call; see `Method.settle`."""
+    rounded = travels_rounded(kernel, schedule, features)
+    return RingSettings(
+        choose_head_chunks(options.head_chunks, q, k, v, schedule), q.dtype if rounded else accumulation_dtype(q.dtype)
+    )
+
+
+def travels_rounded(kernel: Kernel, schedule: Schedule, features: Collection[str]) -> bool:
+    """Whether dk and dv travel as the kernel rounded them: no two of a message belong to one row."""
+    return kernel.rounds and (as_one_tile(kernel, schedule, features) or not schedule.overlapping)
+
+
+def choose_head_chunks(wanted: int, q: Operand, k: Operand, v: Operand, schedule: Schedule) -> int:
+    """The number of chunks asked for, or the fewest in which no rank fetches more than `CHUNK_BYTES` of K and V."""
+    num_kv_heads = k.shape[1]
+    if wanted:
+        if num_kv_heads % wanted:
+            near = max(n for n in range(1, wanted + 1) if num_kv_heads % n == 0)
+            expected = f"a divisor of the {num_kv_heads} kv heads"
+            refuse("head_chunks", expected, wanted, f"head_chunks={near} works")
+        return wanted
+    total = q.shape[0] * schedule.route.most_fetched * num_kv_heads * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
+    return next((n for n in range(1, num_kv_heads) if num_kv_heads % n == 0 and total <= n * CHUNK_BYTES), num_kv_heads)
 
 
 def ring_forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
@@ -42,7 +89,7 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.Proces
     Returns:
         out [B, H, S_local, Dv] in q's dtype, as `dense_like` q; lse [B, H, S_local] in fp32 (fp64 for fp64 inputs).
     """
-    if plan.head_chunks == 1:
+    if plan.settings.head_chunks == 1:
         return _forward(q, k, v, plan.scores, plan, group, None)
     out = dense_like(q, v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
@@ -116,7 +163,7 @@ def ring_backward(
     grads = tuple(dense_like(x) for x in (q, k, v))
     out_or_delta = make_delta(dout, out, dlse) if plan.kernel.uses_delta else out
     for heads, chunk in _by_head_chunks((dout, q, k, v, out_or_delta, lse, *grads), plan):
-        of_heads = scores if plan.head_chunks == 1 else scores.heads(*heads)
+        of_heads = scores if plan.settings.head_chunks == 1 else scores.heads(*heads)
         with plan.open_transport(group) as transport:
             of_chunk = _backward(*chunk, scores=of_heads, plan=plan, transport=transport)
         of_tiles.part(heads=heads).add_(of_chunk)
@@ -164,7 +211,7 @@ def _backward(
     """Write dq, dk and dv of these heads; keys and values travel, and their gradients home."""
     route, dtype = plan.schedule.route, accumulation_dtype(q.dtype)
     incoming = transport.fetch((k, v), route)
-    outgoing = transport.deliver(Packing.of((k, v), plan.gradient_dtype), route)
+    outgoing = transport.deliver(Packing.of((k, v), plan.settings.gradient_dtype), route)
     out, delta = (None, out_or_delta) if plan.kernel.uses_delta else (out_or_delta, None)
     backward = plan.kernel.begin_backward(dout, q, out, lse, delta, scores)
     dk_sum, dv_sum = (RowSum(x.shape, dtype, x.device) for x in (k, v))
@@ -198,11 +245,16 @@ def _by_head_chunks(tensors: Sequence[Tensor], plan: Plan) -> Iterator[tuple[tup
 
     The first tensor has query heads, whose range comes with the views.
     """
-    if plan.head_chunks == 1:  # most calls; a view of each tensor takes as long on the host as a kernel's launch
+    if (
+        plan.settings.head_chunks == 1
+    ):  # most calls; a view of each tensor takes as long on the host as a kernel's launch
         yield (0, tensors[0].shape[1]), tuple(tensors)
         return
     first = 0
-    for chunk in zip(*(x.chunk(plan.head_chunks, dim=1) for x in tensors), strict=True):
+    for chunk in zip(*(x.chunk(plan.settings.head_chunks, dim=1) for x in tensors), strict=True):
         heads = chunk[0].shape[1]
         yield (first, first + heads), chunk
         first += heads
+
+
+RING = Method("ring", make_schedule, settle, ring_forward, ring_backward)

@@ -1,0 +1,21 @@
+"""The methods: how rows move between ranks, and in which order tiles are computed. One file each."""
+
+from cp_mesh.call import check_choice
+from cp_mesh.methods.contract import Method, Plan
+from cp_mesh.methods.ring import RING
+
+METHODS: dict[str, Method] = {method.name: method for method in (RING,)}
+
+
+def choose_method(name: str) -> Method:
+    """The method of a name, or for "auto" the first.
+
+    Raises:
+        ArgumentError: for unknown names.
+        UnsupportedError: for methods that do not exist yet.
+    """
+    check_choice("method", name, ("auto", *METHODS), "ring", later=("all_gather", "ulysses", "hybrid"))
+    return METHODS["ring" if name == "auto" else name]
+
+
+__all__ = ["METHODS", "Method", "Plan", "choose_method"]

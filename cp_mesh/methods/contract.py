@@ -1,0 +1,160 @@
+"""The contract between planning and the methods, which move rows between ranks and have kernels compute tiles.
+
+A `Method` is one file beside this one. It says which schedule it runs, decides what only it needs (its settings), and
+has a forward and a backward on this rank's [B, H, S, D] tensors. What it computes does not depend on it: the same
+masks, layouts, scores and kernels in every method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cp_mesh.call import Operand, Options
+from cp_mesh.kernels.contract import Kernel, KernelTile, Pairs
+from cp_mesh.kernels.scores import POSITIONAL, Scores
+from cp_mesh.layouts import Layout
+from cp_mesh.masks import Band, Mask
+from cp_mesh.schedule import Schedule, Stage, Tile, enclosing
+from cp_mesh.segments import Segments
+from cp_mesh.transport import make_transport
+from cp_mesh.transport.contract import Transport
+
+BANDS = frozenset({"full", "causal", "window"})  # tile kinds given by integers; nothing is copied to the device
+OfScores = dict[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Method:
+    """One way to compute attention over ranks. Everything that it decides is equal on all ranks.
+
+    Attributes:
+        name: as in ``cp_mesh.attention(method=)``.
+        make_schedule: (layout, mask, seq_len, cp_size, cp_rank, by documents) -> this rank's schedule.
+        settle: (options, q, k, v, schedule, kernel, features of the scores) -> the plan's settings; refuses options
+            that it cannot serve.
+        forward: (q, k, v, plan, group) -> out [B, H, S_local, Dv] and lse [B, H, S_local].
+        backward: (dout, q, k, v, out, lse, dlse, plan, group, wanted) -> dq, dk, dv, and the gradients of the scores'
+            tensors named in wanted, this rank's share.
+    """
+
+    name: str
+    make_schedule: Callable[[Layout, Mask, int, int, int, bool], Schedule]
+    settle: Callable[[Options, Operand, Operand, Operand, Schedule, Kernel, Collection[str]], Any]
+    forward: Callable[[Tensor, Tensor, Tensor, Plan, dist.ProcessGroup], tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor, OfScores]]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What one call does on this rank. Calls that are alike but for the values of their tensors share one.
+
+    Attributes:
+        method: how rows move and in which order tiles are computed.
+        settings: what the method decided for this call, see its file.
+        prepared: tiles as kernels are given them, and what of masks and positions is on the device, by CUDA stream;
+            shared by the plans of equal calls, so that it comes to the device once a batch and not once a layer.
+    """
+
+    options: Options
+    layout: Layout
+    mask: Mask
+    seq_len: int
+    schedule: Schedule
+    kernel: Kernel
+    scores: Scores
+    device: torch.device
+    method: Method
+    settings: Any
+    prepared: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def local_tiles(self) -> list[KernelTile]:
+        """Tiles of this rank's queries against its own keys."""
+        return self._kernel_tiles(self.schedule.local_tiles, None)
+
+    def tiles(self, stage: Stage) -> list[KernelTile]:
+        """Tiles of this rank's queries against the keys fetched in a stage."""
+        return self._kernel_tiles(stage.tiles, stage)
+
+    def open_transport(self, group: dist.ProcessGroup) -> AbstractContextManager[Transport]:
+        """The transport of one pass over one chunk of heads; closed also after an exception."""
+        return closing(make_transport(self.options.transport, group, self.schedule, self.device))
+
+    @cached_property
+    def reads_tensors(self) -> bool:
+        """Whether tiles come with tensors on the device, not as numbers alone."""
+        return not covers_of(self.schedule, self.scores.features) <= BANDS
+
+    @property
+    def copies_in_capture(self) -> bool:
+        """Whether tensors would be copied to the device while a CUDA graph is captured, which cannot be."""
+        return self.reads_tensors and stream_of(self.device) is None
+
+    def _kernel_tiles(self, tiles: Sequence[Tile], stage: Stage | None) -> list[KernelTile]:
+        stream = stream_of(self.device) if self.reads_tensors else 0
+
+        def make() -> tuple[Sequence[Tile], list[KernelTile]]:
+            given = enclosing(tiles) if as_one_tile(self.kernel, self.schedule, self.scores.features) else tiles
+            # keep a reference: the key is id(tiles), which Python may give to others once these are gone
+            return tiles, [KernelTile(tile.q, tile.k, self._cover(tile, stage, stream)) for tile in given]
+
+        return self._prepare(("tiles", id(tiles)), stream, make)[1]
+
+    def _cover(self, tile: Tile, stage: Stage | None, stream: int | None) -> Band | Pairs | Segments:
+        if isinstance(tile.cover, Band) and not self.scores.needs_positions:
+            return tile.cover
+        if isinstance(tile.cover, Segments):  # one for each stream, as its tables on the device belong to one
+            return Segments(tile.cover.blocks, tile.cover.left, tile.cover.right)
+        q_pos, k_pos = self._positions(None, stream), self._positions(stage, stream)
+        mask = self._prepare(("mask",), stream, lambda: self.mask.to(self.device))
+        return Pairs(mask, q_pos[tile.q[0] : tile.q[1]], k_pos[tile.k[0] : tile.k[1]])
+
+    def _positions(self, stage: Stage | None, stream: int | None) -> Tensor:
+        """Positions of a stage's buffer, or of this rank's rows, on the device."""
+
+        def make() -> Tensor:
+            rank, size = self.schedule.cp_rank, self.schedule.cp_size
+            parts = [(rank, ((0, self.schedule.shard_lens[rank]),))] if stage is None else stage.fetch
+            positions = [
+                self.layout.positions(self.seq_len, size, source)[begin:end]
+                for source, ranges in parts
+                for begin, end in ranges
+            ]
+            return torch.cat(positions).to(self.device)
+
+        return self._prepare(("positions", stage), stream, make)
+
+    def _prepare(self, what: tuple[Any, ...], stream: int | None, make: Callable[[], Any]) -> Any:
+        """What was made before for this stream; memory of a graph that is being captured is nobody else's."""
+        if stream is None:
+            return make()
+        key = *what, stream
+        if key not in self.prepared:
+            self.prepared[key] = make()
+        return self.prepared[key]
+
+
+def covers_of(schedule: Schedule, features: Collection[str]) -> frozenset[str]:
+    """The covers of the tiles that a kernel will see, on all ranks."""
+    positional = bool(schedule.covers) and not POSITIONAL.isdisjoint(features)
+    return frozenset({"pairs"}) if positional else schedule.covers
+
+
+def as_one_tile(kernel: Kernel, schedule: Schedule, features: Collection[str]) -> bool:
+    """Whether the kernel is given the tiles of a step as one that tells its positions; equal on all ranks."""
+    return kernel.one_tile and "pairs" in covers_of(schedule, features)
+
+
+def stream_of(device: torch.device) -> int | None:
+    """The CUDA stream that device memory made now belongs to; None if it belongs to a graph that is being captured."""
+    if device.type != "cuda":
+        return 0
+    return None if torch.cuda.is_current_stream_capturing() else torch.cuda.current_stream(device).cuda_stream

@@ -1,0 +1,81 @@
+"""Tensors on the host that belong to a mask or a layout: what was read of them is remembered, not read again.
+
+Neither identity nor `Tensor._version` tells that a caller's tensor is what it was: NumPy, as in a data loader, writes
+unseen to memory that it shares with a tensor. So masks and layouts copy their tensors, nobody else writes to the copy,
+and what planning reads of it is kept on it. A tensor that nobody owns is read in every call.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cp_mesh.errors import ArgumentError, describe
+
+T = TypeVar("T")
+_NOTES = "_cp_mesh_notes"  # on an owned tensor: what was read of it, by what reads it
+
+
+def owned(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A copy on the CPU that nobody else writes to; a meta tensor stays one."""
+    device = "meta" if tensor.is_meta else "cpu"
+    copy = tensor.detach().to(device, dtype or tensor.dtype, copy=True, memory_format=torch.contiguous_format)
+    if not torch.compiler.is_compiling():
+        setattr(copy, _NOTES, {})
+    return copy
+
+
+def is_owned(tensor: Tensor) -> bool:
+    return hasattr(tensor, _NOTES)
+
+
+def read_once(tensor: Tensor, read: Callable[[Tensor], T]) -> T:
+    """What ``read`` says of a tensor on the host, remembered on it if it is owned and nothing wrote to it since.
+
+    Raises:
+        ArgumentError: if the tensor has no content.
+    """
+    if tensor.device.type != "cpu":
+        raise ArgumentError(
+            describe("a mask's tensor", "one with content on the CPU", tensor.device, "make a Mask of it")
+        )
+    notes: dict[Any, Any] | None = getattr(tensor, _NOTES, None)
+    if notes is None:
+        return read(tensor)
+    key = read, tensor._version
+    if key not in notes:
+        notes[key] = read(tensor)
+    result: T = notes[key]
+    return result
+
+
+class Content:
+    """A tensor on the host as a key of a cache: tensors of equal content are equal keys.
+
+    Attributes:
+        tensor: an owned one.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, flat = tensor, tensor.flatten().numpy()
+        # where values change, and to what: all there is, and little for documents and padding
+        begins = np.flatnonzero(np.r_[np.ones(min(1, len(flat)), dtype=bool), flat[1:] != flat[:-1]])
+        digest = hashlib.blake2b(begins.tobytes() + flat[begins].tobytes(), digest_size=16)
+        self._key = tuple(tensor.shape), tensor.dtype, digest.digest()
+        self._hash = hash(self._key)
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Content:
+        """Of an owned tensor what is known of it; of others, also on a device, what a copy holds now."""
+        return read_once(tensor if is_owned(tensor) else owned(tensor), cls)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Content) and self._key == other._key)

@@ -1,0 +1,400 @@
+"""Write the tables of the documents from the committed figures: `python examples/benchmarks/tables.py`.
+
+For each file of figures in docs/results there is a page of tables beside it. A few small tables stand in README.md and
+in pages of docs/, between a line `<!-- table: NAME -->` and a line `<!-- end -->`; these are written in place.
+`tests/test_docs.py` makes all of them again and compares, so no figure can be edited by hand.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+Row = dict[str, str]
+ROOT = Path(__file__).resolve().parent.parent.parent
+RESULTS = ROOT / "docs" / "results"
+DOCUMENTS = ("README.md", "docs/performance.md", "docs/numerics.md")  # which hold tables of `REGIONS`
+MODES = {
+    "queued": "calls that follow one another, as in training",
+    "eager": "single calls, the device idle before each",
+    "graph": "replays of a CUDA graph of forward and backward",
+}
+KERNELS = {"fa4": "FlashAttention-4", "fa2": "FlashAttention-2", "cudnn": "cuDNN", "triton": "Triton"}
+OURS = "cp_mesh/ring/zigzag/fa4/symmetric_memory"
+RING_FLASH = ("ring_flash_attn/zigzag/fa4", "ring_flash_attn/stripe/fa4", "ring_flash_attn/llama3/fa4")
+TORCH = ("torch/allgather", "torch/alltoall")
+
+
+def read(name: str) -> list[Row]:
+    with (RESULTS / name).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def commit_of(name: str) -> str:
+    """Of a file whose rows do not say it: what docs/results/README.md says."""
+    text = (RESULTS / "README.md").read_text()
+    paragraph = re.search(rf"^\*\*`{re.escape(name)}`\*\*.*?\n\n", text, re.MULTILINE | re.DOTALL)
+    assert paragraph, f"docs/results/README.md does not tell how {name} was made"
+    commits = re.findall(r"\bat ([0-9a-f]{7})\b", paragraph[0])
+    return commits[0] if commits else re.findall(r"at commit ([0-9a-f]{7}) where nothing else is said", text)[0]
+
+
+def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    body = (f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *lines))
+    return "\n".join(body) + "\n"
+
+
+def short(length: int) -> str:
+    return f"{length // 1024}K" if length >= 1024 and length % 1024 == 0 else str(length)
+
+
+def label(contestant: str) -> str:
+    """What a contestant of the benchmark is, in words."""
+    kind, *rest = contestant.split("/")
+    kernel = KERNELS.get(rest[-1], rest[-1])
+    match kind:
+        case "cp_mesh":
+            _, layout, name, transport = rest
+            over = ", over NCCL" if transport == "functional" else ""
+            return f"cp_mesh, {layout}, {KERNELS[name]}{over}"
+        case "played":
+            return f"cp_mesh, {rest[1]}, {kernel}, its peers played"
+        case "floor":
+            return f"floor: the same tiles on one GPU, {kernel}"
+        case "single_gpu":
+            return f"the whole sequence on one GPU, {kernel}"
+        case "ulysses":
+            return f"Ulysses, {kernel}"
+        case "torch":
+            return f"PyTorch context_parallel, {rest[0]}, cuDNN"
+        case _:
+            return f"ring-flash-attention, {rest[0]}, {kernel}"
+
+
+RANKS = ("floor", "cp_mesh", "played", "ulysses", "torch", "ring_flash_attn", "single_gpu")
+
+
+def order(contestant: str) -> tuple[int, str]:
+    return RANKS.index(contestant.split("/")[0]), contestant
+
+
+def compared(rows: Sequence[Row], column: str, digits: int) -> str:
+    """A line for each contestant, a column for each number of rows a GPU."""
+    lengths = sorted({int(row["local_len"]) for row in rows})
+    cells = {(row["contestant"], int(row["local_len"])): row[column] for row in rows if row[column]}
+    names = sorted({name for name, _ in cells}, key=order)
+    lines = []
+    for name in names:
+        figures = [cells.get((name, length)) for length in lengths]
+        lines.append([label(name), *(f"{float(x):.{digits}f}" if x else "" for x in figures)])
+    return markdown(["rows a GPU", *map(short, lengths)], lines)
+
+
+def attention_page(name: str) -> str:
+    """TFLOP/s of every mask, heads, commit and mode of a file of `attention.py`, and memory."""
+    rows = [row for row in read(name) if row["fwdbwd_ms"] and row["contestant"] != "floor/best"]
+    cases: dict[tuple[str, str, str], dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        key = row["mask"], f"{row['heads_q']}/{row['heads_kv']}", row["commit"]
+        cases[key][row["mode"]].append(row)
+    parts = [
+        head_of(name, machine_of(rows)),
+        "TFLOP/s per GPU, forward and backward together; medians of the slowest rank. The last run of a case counts.\n",
+    ]
+    for (mask, heads, commit), modes in cases.items():
+        parts.append(f"## {mask}, heads {heads}, commit {commit}\n")
+        for mode, words in MODES.items():
+            if mode in modes:
+                parts.append(f"*{mode}*: {words}\n\n{compared(modes[mode], 'tflops_fwdbwd', 0)}")
+        if any(row["extra_mem_gib"] for row in modes["eager"]):
+            table = compared(modes["eager"], "extra_mem_gib", 2)
+            parts.append(f"Extra memory, GiB beyond inputs and results, single calls\n\n{table}")
+    return "\n".join(parts)
+
+
+def machine_of(rows: Sequence[Row]) -> str:
+    row = rows[0]
+    gpus = f"{row['world_size']}x {row['gpu']}" if "world_size" in row else row["gpu"]
+    return f"{gpus}, torch {row['torch']}, {row['packages']}, {row['dtype']}, head dim {row['head_dim']}"
+
+
+def head_of(name: str, machine: str) -> str:
+    return (
+        f"# {name.removesuffix('.csv')}\n\nMade by `examples/benchmarks/tables.py` from [{name}]({name}); do not edit."
+        f" How it was measured: [results](README.md).\n\n{machine}.\n"
+    )
+
+
+def tiles_page() -> str:
+    name = "tiles_h200.csv"
+    rows = [row for row in read(name) if row["fwd_ms"]]
+    parts = [
+        head_of(name, machine_of(rows)),
+        "Kernels alone: TFLOP/s of one tile, forward / backward, on the pairs that the mask allows. *Strict* is what"
+        " striped computes of other ranks' keys, *half* what zigzag does. *deterministic*: asked for the same bits in"
+        " every run.\n",
+    ]
+    for commit in sorted({row["commit"] for row in rows}):
+        own = [row for row in rows if row["commit"] == commit]
+        kernels = list(dict.fromkeys((row["kernel"], row["deterministic"]) for row in own))
+        lines = []
+        for tile, num_q, num_k in dict.fromkeys((row["tile"], row["rows"], row["keys"]) for row in own):
+            cells = {
+                (
+                    row["kernel"],
+                    row["deterministic"],
+                ): f"{float(row['tflops_fwd']):.0f} / {float(row['tflops_bwd']):.0f}"
+                for row in own
+                if (row["tile"], row["rows"], row["keys"]) == (tile, num_q, num_k) and row["bwd_ms"]
+            }
+            size = f"{tile}, {short(int(num_q))} x {short(int(num_k))}"
+            lines.append([size, *(cells.get(kernel, "") for kernel in kernels)])
+        heads = [KERNELS[kernel] + (", deterministic" if int(fixed) else "") for kernel, fixed in kernels]
+        parts.append(f"## commit {commit}\n\n{markdown(['tile', *heads], lines)}")
+    return "\n".join(parts)
+
+
+def training_page() -> str:
+    name = "training_4xh200.csv"
+    rows = read(name)
+    row = rows[0]
+    machine = f"{row['world']}x {row['gpu']}, torch {row['torch']}, commit {row['commit']}, {row['precision']}"
+    what = f"{row['layers']} layers of Llama-3-8B's shape, {int(row['seq_len']):,} tokens, FSDP2"
+    what += f", {row['recompute']} recomputation"
+    return f"{head_of(name, machine)}\n{what}.\n\n{training_table()}"
+
+
+def training_table() -> str:
+    names = {"cp_mesh": "cp_mesh", "torch_allgather": "PyTorch context_parallel, all-gather"}
+    lines = [
+        [
+            names[row["variant"]],
+            f"{float(row['step_ms_median']):.0f}",
+            f"{100 * float(row['mfu']):.1f} %",
+            f"{float(row['peak_gib']):.1f}",
+            f"{float(row['loss']):.5f}",
+        ]
+        for row in read("training_4xh200.csv")
+    ]
+    return markdown(["", "ms a step", "of peak FLOP/s", "peak memory, GiB", "loss"], lines)
+
+
+def planning_page() -> str:
+    name = "planning_cpu.csv"
+    rows = read(name)
+    what = f"Planning on the host, `examples/benchmarks/planning.py`, CPU cores, commit {commit_of(name)}"
+    return head_of(name, what) + "\n" + markdown(list(rows[0]), map(Row.values, rows))
+
+
+Error = tuple[str, str, str, dict[str, float], dict[str, float]]
+LINE = re.compile(r"^(\w+) +(bfloat16|float16|float32) +(.*?) +(\w+ [\d.]+/[\d.]+ .*) +(\w+)$")
+
+
+def errors(name: str) -> list[Error]:
+    """Of a printed table: kernel, dtype, case, sharded errors as a share of the limit's base, those of one device."""
+    found = []
+    for line in (RESULTS / name).read_text().splitlines():
+        if match := LINE.match(line.strip()):
+            kernel, dtype, case, figures, verdict = match.groups()
+            assert verdict == "ok", line
+            pairs = re.findall(r"(\w+) ([\d.]+)/([\d.]+)", figures)
+            sharded, alone = ({x[0]: float(x[i]) for x in pairs} for i in (1, 2))
+            found.append((kernel, dtype, " ".join(case.split()), sharded, alone))
+    return found
+
+
+def errors_table(name: str, of_sharded: str) -> str:
+    groups: dict[tuple[str, str], list[Error]] = defaultdict(list)
+    for error in errors(name):
+        groups[error[:2]].append(error)
+    lines = []
+    for (kernel, dtype), own in groups.items():
+        worst = [f"{max(max(error[i].values()) for error in own):.2f}" for i in (3, 4)]  # type: ignore[union-attr]
+        lines.append([kernel, dtype, str(len(own)), *worst])
+    return markdown(["kernel", "dtype", "cases", of_sharded, "one device, of what it may have (limit 1)"], lines)
+
+
+def low_precision_table() -> str:
+    return errors_table("low_precision_2xh200.csv", "sharded, of one device's (limit 1.5)")
+
+
+def scores_table() -> str:
+    return errors_table("scores_2xh200.csv", "sharded, of what it may have (limit 1)")
+
+
+def low_precision_page() -> str:
+    name = "low_precision_2xh200.csv"
+    machine = f"{(RESULTS / name).read_text().splitlines()[0]}, commit {commit_of(name)}"
+    what = (
+        "The worst RMS error over blocks of 128 rows of a head, over all layouts, masks, heads and lengths of the file."
+    )
+    return f"{head_of(name, machine)}\n{what}\n\n{low_precision_table()}"
+
+
+def low_precision_4_page() -> str:
+    name = "low_precision_4xh200.csv"
+    groups: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for row in read(name):
+        groups[row["kernel"], row["dtype"]].append(max(float(row[f"{x}_ratio"]) for x in ("out", "dq", "dk", "dv")))
+    lines = [[*key, str(len(worst)), f"{max(worst):.2f}"] for key, worst in groups.items()]
+    table = markdown(["kernel", "dtype", "cases", "sharded, of one device's (limit 1.5)"], lines)
+    return f"{head_of(name, f'4x NVIDIA H200, commit {commit_of(name)}')}\n{table}"
+
+
+def scores_page() -> str:
+    name = "scores_2xh200.csv"
+    machine = f"{(RESULTS / name).read_text().splitlines()[0]}, commit {commit_of(name)}"
+    runs = [line for line in (RESULTS / name).read_text().splitlines() if "deterministic runs" in line]
+    equal = sum(line.endswith(": equal") for line in runs)
+    what = f"Masks and scores. Deterministic backwards, 20 runs each: the same bits in {equal} of {len(runs)} cases."
+    return f"{head_of(name, machine)}\n{what}\n\n{scores_table()}"
+
+
+def verify_page() -> str:
+    name = "verify_4xh200.csv"
+    rows = read(name)
+    machine = f"{rows[0]['hardware']}, torch {rows[0]['torch']}, commit {commit_of(name)}"
+    return f"{head_of(name, machine)}\n{VERIFY_WORDS}\n\n{verify_table()}"
+
+
+VERIFY_WORDS = (
+    "What `python -m cp_mesh` measured: the worst RMS error against float64 of contiguous, zigzag and striped."
+)
+
+
+def verify_table() -> str:
+    groups: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
+    for row in read("verify_4xh200.csv"):
+        groups[row["dtype"], row["kernel"], row["mask"]].append(row)
+    names = ("out", "lse", "dq", "dk", "dv")
+    lines = []
+    for key, own in groups.items():
+        worst = [f"{max(float(row[f'{x}_rms_error']) for row in own):.0e}" for x in names]
+        of_allowed = max(float(row[f"{x}_of_allowed"]) for row in own for x in names)
+        lines.append([*key, *worst, f"{of_allowed:.2f}"])
+    return markdown(["dtype", "kernel", "mask", *names, "of what is allowed"], lines)
+
+
+def speed_table(name: str, commit: str, heads: tuple[str, str], modes: Sequence[str] = ("queued",)) -> str:
+    """One number a cell: cp_mesh, the others' best variants, and the same tiles without communication."""
+    rows = [
+        row
+        for row in read(name)
+        if row["fwdbwd_ms"]
+        and (row["commit"], row["mask"], row["heads_q"], row["heads_kv"]) == (commit, "causal", *heads)
+    ]
+    speeds = {(row["contestant"], row["mode"], int(row["local_len"])): float(row["tflops_fwdbwd"]) for row in rows}
+    lengths = sorted({length for _, _, length in speeds})
+
+    def line(words: str, contestants: Sequence[str], mode_of: Sequence[str]) -> list[str]:
+        cells = [words]
+        for length in lengths:
+            found = [speeds.get((name, mode, length)) for mode in mode_of[:1] for name in contestants]
+            if not any(found):  # where calls in a row were not measured, single ones
+                found = [speeds.get((name, mode, length)) for mode in mode_of[1:] for name in contestants]
+            best = max((x for x in found if x), default=None)
+            cells.append("" if best is None else f"{best:.0f}")
+        return cells
+
+    return markdown(
+        ["rows a GPU", *map(short, lengths)],
+        [
+            line("cp_mesh, zigzag, FlashAttention-4", [OURS], modes),
+            line("the same in a CUDA graph", [OURS], ["graph"]),
+            line("Ulysses, same kernel", ["ulysses/fa4"], modes),
+            line("ring-flash-attention, same kernel, best variant", RING_FLASH, modes),
+            line("PyTorch `context_parallel`, better variant", TORCH, modes),
+            line("the same work on one GPU: no communication, no graph", ["floor/fa4"], modes),
+        ],
+    )
+
+
+def documents_table() -> str:
+    """Packed documents, FlashAttention-4: both machines, balanced against zigzag."""
+    lines = []
+    for name in ("masks_2xh200.csv", "masks_4xh200.csv"):
+        speeds = {}
+        for row in read(name):  # later commits replace earlier ones
+            if row["fwdbwd_ms"] and (row["mask"], row["mode"]) == ("documents", "queued") and row["kernel"] == "fa4":
+                layout = row["contestant"].split("/")[2]
+                speeds[int(row["local_len"]), layout] = row
+        for length in sorted({length for length, _ in speeds}):
+            row = speeds[length, "balanced"]
+            cells = [f"{float(speeds[length, layout]['tflops_fwdbwd']):.0f}" for layout in ("balanced", "zigzag")]
+            gpus = f"{row['world_size']} H200s"
+            lines.append([gpus, short(length), short(int(row["seq_len"])), *cells, row["commit"]])
+    return markdown(["", "rows a GPU", "tokens", "`balance`", "zigzag", "commit"], lines)
+
+
+def memory_table() -> str:
+    rows = [
+        row
+        for row in read("attention_4xh200.csv")
+        if row["extra_mem_gib"] and (row["commit"], row["mode"], row["heads_q"], row["heads_kv"]) == MEMORY_OF
+    ]
+    lengths = sorted({int(row["local_len"]) for row in rows})
+    cells = {(row["contestant"], int(row["local_len"])): float(row["extra_mem_gib"]) for row in rows}
+    names = (OURS, "ulysses/fa4", *TORCH, RING_FLASH[0])
+    lines = [[label(name), *(f"{cells[name, x]:.2f}" for x in lengths)] for name in names]
+    return markdown(["rows a GPU", *map(short, lengths)], lines)
+
+
+MEMORY_OF = ("14bfd52", "eager", "32", "8")  # commit, mode, heads
+
+PAGES: dict[str, Callable[[], str]] = {
+    **{
+        f"{stem}.md": (lambda name=f"{stem}.csv": attention_page(name))  # type: ignore[misc]
+        for stem in (
+            "attention_2xh200",
+            "attention_4xh200",
+            "graphs_2xh200",
+            "host_2xh200",
+            "host_mend_2xh200",
+            "masks_2xh200",
+            "masks_4xh200",
+            "played_h200",
+        )
+    },
+    "tiles_h200.md": tiles_page,
+    "training_4xh200.md": training_page,
+    "planning_cpu.md": planning_page,
+    "low_precision_2xh200.md": low_precision_page,
+    "low_precision_4xh200.md": low_precision_4_page,
+    "scores_2xh200.md": scores_page,
+    "verify_4xh200.md": verify_page,
+}
+"""Pages of docs/results by name."""
+
+REGIONS: dict[str, Callable[[], str]] = {
+    "speed on 2 GPUs": lambda: speed_table("attention_2xh200.csv", "3225b69", ("32", "8")),
+    "speed on 4 GPUs": lambda: speed_table("attention_4xh200.csv", "a916445", ("32", "8"), ("queued", "eager")),
+    "documents": documents_table,
+    "memory": memory_table,
+    "training": training_table,
+    "low precision": low_precision_table,
+    "scores": scores_table,
+    "verify": verify_table,
+}
+"""Tables that stand in `DOCUMENTS`, by the name in their first line."""
+
+REGION = re.compile(r"(<!-- table: (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+def with_tables(text: str) -> str:
+    """A document with its tables made anew."""
+    return REGION.sub(lambda match: f"{match[1]}\n{REGIONS[match[2]]()}\n{match[4]}", text)
+
+
+def main() -> None:
+    for name, make in PAGES.items():
+        (RESULTS / name).write_text(make())
+    for name in DOCUMENTS:
+        path = ROOT / name
+        path.write_text(with_tables(path.read_text()))
+
+
+if __name__ == "__main__":
+    main()
