@@ -20,9 +20,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from cp_mesh.cores import ContextParallel, cross_attention
 from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.root import ShardedModel
 from cp_mesh.sequence import ShardedSequence
-from cp_mesh.styles import RANKS, SUMS, ContextParallel, ShardedModel, cross_attention
+from cp_mesh.styles import RANKS, SUMS
 
 
 def parallelize(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> nn.Module:

@@ -131,21 +131,8 @@ def _resolve(
                 "give the same whole-sequence tensor on every cp rank; it is never sharded",
             )
 
-    def request(schedule: Schedule) -> Request:
-        return Request(
-            device=q.device.type,
-            compute_capability=_compute_capability(q.device),
-            dtype=q.dtype,
-            covers=covers_of(schedule, features),
-            head_dim=q.shape[3],
-            v_head_dim=v.shape[3],
-            differentiable_lse=options.differentiable_lse,
-            deterministic=options.deterministic,
-            min_keys=schedule.min_keys,
-            features=features,
-        )
-
     make = partial(method.make_schedule, layout, mask, seq_len, cp_size, cp_rank)
+    request = partial(request_of, q, v, options, features)
     schedule, kernel = choose_schedule(options.kernel, make, request, features)
     if kernel.name == "reference" and options.kernel == "auto" and q.device.type == "cuda":
         fast = [name for name, other in KERNELS.items() if other.capability.devices == ("cuda",)]
@@ -189,6 +176,25 @@ def choose_schedule(
         if not able or choose_kernel(name, request(pairs)).name != "reference":
             schedule = pairs
     return schedule, choose_kernel(name, request(schedule))
+
+
+def request_of(
+    q: Operand, v: Operand, options: Options, features: frozenset[str], schedule: Schedule,
+    compute_capability: tuple[int, int] | None = None,
+) -> Request:  # fmt: skip
+    """What a call needs of its kernel; ``compute_capability`` is that of q's device if it is not given."""
+    return Request(
+        device=q.device.type,
+        compute_capability=compute_capability or _compute_capability(q.device),
+        dtype=q.dtype,
+        covers=covers_of(schedule, features),
+        head_dim=q.shape[3],
+        v_head_dim=v.shape[3],
+        differentiable_lse=options.differentiable_lse,
+        deterministic=options.deterministic,
+        min_keys=schedule.min_keys,
+        features=features,
+    )
 
 
 def _compute_capability(device: torch.device) -> tuple[int, int]:
