@@ -3,13 +3,14 @@
 from cp_mesh.agreement import check_mode
 from cp_mesh.attention import attention
 from cp_mesh.balancing import balance
+from cp_mesh.cores import ContextParallel
 from cp_mesh.errors import ArgumentError, RankMismatchError, UnsupportedError
 from cp_mesh.explain import explain
 from cp_mesh.layouts import Balanced, Contiguous, Layout, Permuted, Striped, ZigZag
 from cp_mesh.masks import Mask
 from cp_mesh.parallel import checkpoint_context_fn, parallelize, sum_gradients
+from cp_mesh.root import ShardedModel
 from cp_mesh.sequence import ShardedSequence, cross_entropy
-from cp_mesh.styles import ContextParallel, ShardedModel
 from cp_mesh.verify import VerificationError, verify
 
 __all__ = [

@@ -260,9 +260,38 @@ def _plan_fakes(every: Sequence[Tensor | None], call: Call, group: dist.ProcessG
     make_plan(q, k, v, tensors, call.seq_len, group, call.options)
 
 
+def _rules() -> tuple[tuple[str, Callable[[Any], bool], str, str], ...]:
+    """What each keyword must be: its name, whether a value is right, and what a refusal expects and advises.
+
+    Which names of kernels and the like there are is known where they are looked up. Not a constant: torch.compile would
+    guard all of its parts.
+    """
+    return (
+        ("layout", lambda x: isinstance(x, Layout), "a Layout", "ZigZag(), Striped(), Contiguous(), Permuted(...)"),
+        ("mask", lambda x: type(x) is Mask, "a Mask",
+         "say it on positions, Mask(causal=, window=, documents=, key_padding=, prefix=)"),
+        ("seq_len", lambda x: x is None or _is_int(x), "an int, tokens in the whole sequence", "or None"),
+        ("scale", _is_positive, "a positive number or None", "multiply q by a learned or negative scale instead"),
+        ("softcap", _is_positive, "a positive number or None", "None leaves scores unbounded"),
+        ("head_chunks", lambda x: x is None or (type(x) is int and x > 0), "a positive int or None",
+         "None is automatic"),
+        ("deterministic", lambda x: x is None or isinstance(x, bool), "True, False or None",
+         "None follows torch.use_deterministic_algorithms"),
+        ("return_lse", lambda x: isinstance(x, bool), "True or False", "it adds a second result"),
+        ("method", _is_name, "a name", "method='auto' works"),
+        ("kernel", _is_name, "a name", "kernel='auto' works"),
+        ("transport", _is_name, "a name", "transport='auto' works"),
+        ("dropout_p", lambda x: _is_number(x) and 0 <= x < 1, "a probability in [0, 1)", "dropout_p=0.0 drops nothing"),
+        ("dropout_seed", lambda x: x is None or isinstance(x, Tensor) or _is_int(x), "an int or an int64 tensor",
+         "round it first"),
+        ("dropout_seed", lambda x: not isinstance(x, int) or 0 <= x < 2**63, "0 <= seed < 2**63",
+         "take it modulo 2**63"),
+    )  # fmt: skip
+
+
 def _check_asked(asked: Asked) -> None:
     """Refuse what is wrong by itself."""
-    for name, is_right, expected, hint in _RULES:
+    for name, is_right, expected, hint in _rules():
         if not is_right(x := getattr(asked, name)):
             refuse(name, expected, _shown(x), hint)
     layout, spec = asked.layout, asked.layout.spec()
@@ -305,30 +334,13 @@ def _is_number(x: object) -> bool:
     )
 
 
+def _is_positive(x: object) -> bool:
+    return x is None or (_is_number(x) and 0 < x < math.inf)  # type: ignore[operator]
+
+
+def _is_name(x: object) -> bool:
+    return isinstance(x, str) and x.isidentifier()
+
+
 def _is_int(x: object) -> bool:
     return isinstance(x, int | torch.SymInt) and not isinstance(x, bool)
-
-
-# What each keyword must be: its name, whether a value is right, and what a refusal expects and advises. Which names of
-# kernels and the like there are is known where they are looked up.
-_RULES: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
-    ("layout", lambda x: isinstance(x, Layout), "a Layout", "ZigZag(), Striped(), Contiguous(), Permuted(...)"),
-    ("mask", lambda x: type(x) is Mask, "a Mask",
-     "say it on positions, Mask(causal=, window=, documents=, key_padding=, prefix=)"),
-    ("seq_len", lambda x: x is None or _is_int(x), "an int, tokens in the whole sequence", "or None"),
-    ("scale", lambda x: x is None or (_is_number(x) and 0 < x < math.inf), "a positive number or None",
-     "multiply q by a learned or negative scale instead"),
-    ("softcap", lambda x: x is None or (_is_number(x) and 0 < x < math.inf), "a positive number or None",
-     "None leaves scores unbounded"),
-    ("head_chunks", lambda x: x is None or (type(x) is int and x > 0), "a positive int or None", "None is automatic"),
-    ("deterministic", lambda x: x is None or isinstance(x, bool), "True, False or None",
-     "None follows torch.use_deterministic_algorithms"),
-    ("return_lse", lambda x: isinstance(x, bool), "True or False", "it adds a second result"),
-    ("method", lambda x: isinstance(x, str) and x.isidentifier(), "a name", "method='auto' works"),
-    ("kernel", lambda x: isinstance(x, str) and x.isidentifier(), "a name", "kernel='auto' works"),
-    ("transport", lambda x: isinstance(x, str) and x.isidentifier(), "a name", "transport='auto' works"),
-    ("dropout_p", lambda x: _is_number(x) and 0 <= x < 1, "a probability in [0, 1)", "dropout_p=0.0 drops nothing"),
-    ("dropout_seed", lambda x: x is None or isinstance(x, Tensor) or _is_int(x), "an int or an int64 tensor",
-     "round it first"),
-    ("dropout_seed", lambda x: not isinstance(x, int) or 0 <= x < 2**63, "0 <= seed < 2**63", "take it modulo 2**63"),
-)  # fmt: skip

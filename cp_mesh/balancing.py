@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from cp_mesh.blocks import Array
-from cp_mesh.errors import ArgumentError, UnsupportedError, describe
+from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.layouts import Balanced, chunk_bounds
 from cp_mesh.masks import NONE, Documents, Mask
 
@@ -53,10 +53,10 @@ def balance(mask: Mask, seq_len: int, cp_size: int) -> Balanced:
     if mask.key_padding is not None or (mask.documents is not None and mask.documents.is_meta):
         what = "key_padding" if mask.key_padding is not None else "meta"
         hint = "documents with content, no padding"
-        raise UnsupportedError(describe("balance", "a mask of positions and documents", what, hint))
+        refuse("balance", "a mask of positions and documents", what, hint, UnsupportedError)
     if mask.documents is not None and mask.documents.shape[-1] != seq_len:
         hint = "pass their seq_len"
-        raise ArgumentError(describe("balance: mask.documents", f"{seq_len} tokens", mask.documents.shape[-1], hint))
+        refuse("balance: mask.documents", f"{seq_len} tokens", mask.documents.shape[-1], hint)
     edges = np.unique(np.concatenate([x.edges for x in _documents(mask, seq_len)])).tolist()
     work = memoryview(np.r_[0, keys_seen(mask, seq_len).cumsum()])  # before each position, and in all
     parts: list[Part] = []  # light to dense

@@ -11,17 +11,17 @@ from functools import partial
 import torch
 
 from cp_mesh.balancing import keys_seen
-from cp_mesh.call import SCORE_OPTIONS, Operand
-from cp_mesh.errors import ArgumentError, describe
+from cp_mesh.call import SCORE_OPTIONS, Operand, Options
+from cp_mesh.errors import refuse
 from cp_mesh.kernels import KERNELS
 from cp_mesh.kernels.combine import accumulation_dtype
-from cp_mesh.kernels.contract import Capability, Request
+from cp_mesh.kernels.contract import Capability
 from cp_mesh.layouts import Layout, ZigZag
 from cp_mesh.masks import Band, Mask
 from cp_mesh.memory import Sizes, extra_memory
-from cp_mesh.methods.contract import as_one_tile, covers_of
+from cp_mesh.methods.contract import as_one_tile
 from cp_mesh.methods.ring import choose_head_chunks, travels_rounded
-from cp_mesh.plan import choose_schedule
+from cp_mesh.plan import choose_schedule, request_of
 from cp_mesh.schedule import Schedule, Tile, enclosing, make_schedule, num_rows
 from cp_mesh.segments import Segments
 
@@ -78,30 +78,22 @@ def explain(
       step 1 from rank 0: q[0:8] x k[0:4] full; receives 4 key rows
     """
     if not 1 <= cp_size <= len(_DIGITS):
-        raise ArgumentError(describe("cp_size", f"1 to {len(_DIGITS)}", cp_size, "explain a smaller one"))
+        refuse("cp_size", f"1 to {len(_DIGITS)}", cp_size, "explain a smaller one")
     for name, tensor in (("documents", mask.documents), ("key_padding", mask.key_padding)):
         if tensor is not None and tensor.shape[-1] != seq_len:
-            raise ArgumentError(describe(f"Mask.{name}", f"{seq_len} tokens", tensor.shape[-1], "pass their seq_len"))
+            refuse(f"Mask.{name}", f"{seq_len} tokens", tensor.shape[-1], "pass their seq_len")
     for name in scores:
         if name not in SCORE_OPTIONS:
             known = ", ".join(SCORE_OPTIONS)
-            raise ArgumentError(describe("explain: scores", f"names of {known}", repr(name), "see attention"))
+            refuse("explain: scores", f"names of {known}", repr(name), "see attention")
     features = frozenset({"dropout_p": "dropout"}.get(name, name) for name in scores) - {"sinks", "dropout_seed"}
 
-    def request(schedule: Schedule) -> Request:
-        return Request(
-            device,
-            compute_capability or ((9, 0) if device == "cuda" else (0, 0)),
-            dtype,
-            covers_of(schedule, features),
-            head_dim,
-            head_dim,
-            differentiable_lse=False,
-            deterministic=False,
-            min_keys=schedule.min_keys,
-            features=features,
-        )
+    def of_heads(num: int, rows: int = 1) -> Operand:
+        return Operand(torch.Size((batch, num, rows, head_dim)), dtype, torch.device(device))
 
+    capability = compute_capability or ((9, 0) if device == "cuda" else (0, 0))
+    any_heads, options = of_heads(1), Options(layout.spec(), mask.spec(), 1.0)
+    request = partial(request_of, any_heads, any_heads, options, features, compute_capability=capability)
     make = partial(make_schedule, layout, mask, seq_len, cp_size, 0)
     first, kernel = choose_schedule("auto", make, request, features)
     segments = "segments" in first.covers
@@ -125,10 +117,7 @@ def explain(
         memory = ""
         if num_heads is not None:
             rows = schedule.shard_lens[schedule.cp_rank]
-            q, k = (
-                Operand(torch.Size((batch, heads, rows, head_dim)), dtype, torch.device(device))
-                for heads in (num_heads, num_kv_heads or num_heads)
-            )
+            q, k = (of_heads(num, rows) for num in (num_heads, num_kv_heads or num_heads))
             rounded = travels_rounded(kernel, schedule, features)
             memory = _memory_words(q, k, schedule, rounded, as_one, head_chunks or 0)
         share = pairs[schedule.cp_rank] / mean if mean else 0.0

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from cp_mesh.errors import ArgumentError, UnsupportedError, describe
+from cp_mesh.errors import UnsupportedError, refuse
 
 FILE = __file__
 STYLE = "_cp_mesh_style"  # keys of `replace_forward`: a style's forward
@@ -67,7 +67,7 @@ def check_class(module: nn.Module) -> None:
     style = replaced(module, STYLE)
     if style is not None and not hasattr(type(module), _mark(STYLE)):
         what, hint = f"{type(module).__name__} with {style.name}", "change module.__class__ before parallelize"
-        raise ArgumentError(describe(what, "the class that the style gave it", "another one", hint))
+        refuse(what, "the class that the style gave it", "another one", hint)
 
 
 def _of_instance(key: str) -> str:
@@ -92,7 +92,7 @@ def _subclass(base: type[nn.Module], key: str) -> type[nn.Module]:
             return replacement.run(self, inner, *args, **kwargs)
         if key == STYLE:
             got, hint = "an object of its class alone", "build the plain module and call parallelize on it"
-            raise ArgumentError(describe(type(self).__name__, "a module that has its style", got, hint))
+            refuse(type(self).__name__, "a module that has its style", got, hint)
         return inner(*args, **kwargs)
 
     # Code of its own: torch.compile counts recompilations, and keeps what varied between calls, by code.

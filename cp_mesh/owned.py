@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cp_mesh.errors import ArgumentError, describe
+from cp_mesh.errors import refuse
 
 T = TypeVar("T")
 _NOTES = "_cp_mesh_notes"  # on an owned tensor: what was read of it, by what reads it
@@ -41,9 +41,7 @@ def read_once(tensor: Tensor, read: Callable[[Tensor], T]) -> T:
         ArgumentError: if the tensor has no content.
     """
     if tensor.device.type != "cpu":
-        raise ArgumentError(
-            describe("a mask's tensor", "one with content on the CPU", tensor.device, "make a Mask of it")
-        )
+        refuse("a mask's tensor", "one with content on the CPU", tensor.device, "make a Mask of it")
     notes: dict[Any, Any] | None = getattr(tensor, _NOTES, None)
     if notes is None:
         return read(tensor)

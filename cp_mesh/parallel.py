@@ -20,9 +20,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from cp_mesh.errors import ArgumentError, UnsupportedError, describe
+from cp_mesh.cores import ContextParallel, cross_attention
+from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.root import ShardedModel
 from cp_mesh.sequence import ShardedSequence
-from cp_mesh.styles import RANKS, SUMS, ContextParallel, ShardedModel, cross_attention
+from cp_mesh.styles import RANKS, SUMS
 
 
 def parallelize(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> nn.Module:
@@ -47,30 +49,20 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Parallel
         >>> parallelize(model, mesh["cp"], {"layers.*.attention.core": ContextParallel(sequence)})  # doctest: +SKIP
     """
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
-        raise ArgumentError(
-            describe("parallelize: mesh", "one axis of a DeviceMesh", mesh, 'pass mesh["cp"], one axis at a time')
-        )
+        refuse("parallelize: mesh", "one axis of a DeviceMesh", mesh, 'pass mesh["cp"], one axis at a time')
     _check_sequences(plan)
     modules = dict(module.named_modules())
     chosen: dict[str, tuple[str, ParallelStyle]] = {}
     for key, style in plan.items():
         if not isinstance(style, ParallelStyle):
-            raise ArgumentError(
-                describe(f"parallelize: style of {key!r}", "an instance of a ParallelStyle", style, "write Style(...)")
-            )
+            refuse(f"parallelize: style of {key!r}", "an instance of a ParallelStyle", style, "write Style(...)")
         matches = [name for name in modules if _matches(key, name)]
         if not matches:
             close = difflib.get_close_matches(key, modules, n=3) or list(modules)[1:4]
-            raise ArgumentError(
-                describe("parallelize: plan key", "the name of a module", repr(key), f"near it: {', '.join(close)}")
-            )
+            refuse("parallelize: plan key", "the name of a module", repr(key), f"near it: {', '.join(close)}")
         for name in matches:
             if name in chosen:
-                raise ArgumentError(
-                    describe(
-                        "parallelize", "one plan key a module", f"{chosen[name][0]!r}, {key!r} for {name!r}", "drop one"
-                    )
-                )
+                refuse("parallelize", "one plan key a module", f"{chosen[name][0]!r}, {key!r} for {name!r}", "drop one")
             if isinstance(style, ContextParallel) and "cross" in name.lower():
                 raise UnsupportedError(cross_attention(name))
             chosen[name] = (key, style)
@@ -93,20 +85,16 @@ def sum_gradients(model: nn.Module) -> None:
     """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not sharded:
-        raise ArgumentError(
-            describe("sum_gradients", "a model under fully_shard", type(model).__name__, "call it first")
-        )
+        refuse("sum_gradients", "a model under fully_shard", type(model).__name__, "call it first")
     cp_ranks = {rank for module in model.modules() for rank in getattr(module, RANKS, ())}
     for name, parameter in model.named_parameters():
         summed = set(parameter.device_mesh.mesh.flatten().tolist()) if isinstance(parameter, DTensor) else set()
         if parameter.requires_grad and len(cp_ranks) > 1 and not cp_ranks <= summed:
-            raise ArgumentError(
-                describe(
-                    f"sum_gradients: parameter {name}",
-                    f"fully_shard over a mesh that holds the cp ranks {sorted(cp_ranks)}",
-                    f"ranks {sorted(summed)}" if summed else "no mesh",
-                    'fully_shard the root too, on mesh["dp", "cp"]._flatten()',
-                )
+            refuse(
+                f"sum_gradients: parameter {name}",
+                f"fully_shard over a mesh that holds the cp ranks {sorted(cp_ranks)}",
+                f"ranks {sorted(summed)}" if summed else "no mesh",
+                'fully_shard the root too, on mesh["dp", "cp"]._flatten()',
             )
     for module in sharded:
         module.set_gradient_divide_factor(1.0)
@@ -148,12 +136,12 @@ def _check_sequences(plan: Mapping[str, ParallelStyle]) -> None:
         if root.sequence != core.sequence:
             got = f"{_sequence_words(root.sequence)} at {root_key!r}, {_sequence_words(core.sequence)} in {key!r}"
             hint = "give all styles the same object; a core of another sequence goes in a plan of its own"
-            raise ArgumentError(describe("sequence", "one for the root and its cores", got, hint))
+            refuse("sequence", "one for the root and its cores", got, hint)
         if (root.layout is None) != (core.layout is None):
             with_one, without = (key, root_key) if root.layout is None else (root_key, key)
             got = f"{with_one!r} has, {without!r} lacks it"
             hint = "give both functions that return one layout for a batch"
-            raise ArgumentError(describe("layout=", "in all styles of a sequence, or in none", got, hint))
+            refuse("layout=", "in all styles of a sequence, or in none", got, hint)
 
 
 def _sequence_words(sequence: ShardedSequence) -> str:

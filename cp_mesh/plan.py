@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_mesh.call import Operand, Options, Tensors, check_choice, check_scores, check_tensors, make_scores
-from cp_mesh.errors import ArgumentError, UnsupportedError, describe
+from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.kernels import KERNELS, choose_kernel
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.contract import Kernel, Request, shortfalls
@@ -58,7 +58,7 @@ def make_plan(
     of_mask = {"Mask.documents": tensors.documents, "Mask.key_padding": tensors.key_padding}
     for name, x in of_mask.items():
         if x is not None and x.is_meta:
-            raise ArgumentError(describe(name, "a tensor with content", "one on meta", "keep it on the CPU"))
+            refuse(name, "a tensor with content", "one on meta", "keep it on the CPU")
     read = tensors.documents, tensors.key_padding, tensors.layout_index
     contents = [None if x is None else Content.of(x) for x in read]
     resolve: Callable[..., Plan] = _resolve_once
@@ -76,13 +76,12 @@ def make_plan(
     if scores is not None:
         plan = replace(plan, scores=scores)
     if plan.copies_in_capture:
-        raise UnsupportedError(
-            describe(
-                "CUDA graph capture",
-                "a mask and scores that are said without tensors",
-                "documents, key padding, a Permuted layout, or scores that read positions",
-                "these are copied to the device, which a capture cannot do: leave attention out of the graph",
-            )
+        refuse(
+            "CUDA graph capture",
+            "a mask and scores that are said without tensors",
+            "documents, key padding, a Permuted layout, or scores that read positions",
+            "these are copied to the device, which a capture cannot do: leave attention out of the graph",
+            UnsupportedError,
         )
     return plan
 
@@ -109,48 +108,31 @@ def _resolve(
     documents, key_padding = (None if x is None else x.tensor for x in (ids, padding))
     layout = parse_layout(options.layout, None if index is None else index.tensor)
     if seq_len >= NONE:
-        raise UnsupportedError(describe("seq_len", f"fewer than {NONE} tokens", seq_len, "split the sequence"))
+        refuse("seq_len", f"fewer than {NONE} tokens", seq_len, "split the sequence", UnsupportedError)
     check_layout(layout, seq_len, cp_size)
     mask = parse_mask(options.mask, documents, key_padding)
     expected = layout.shard_len(seq_len, cp_size, cp_rank)
     if q.shape[2] != expected:
-        raise ArgumentError(
-            describe(
-                "local sequence length",
-                f"{expected} rows (rank {cp_rank} of {cp_size}, {options.layout} layout, seq_len={seq_len})",
-                f"{q.shape[2]} rows",
-                f"shard with this layout, or pass the seq_len that was sharded (shards of unequal length need it; "
-                f"equal ones would mean seq_len={q.shape[2] * cp_size})",
-            )
+        refuse(
+            "local sequence length",
+            f"{expected} rows (rank {cp_rank} of {cp_size}, {options.layout} layout, seq_len={seq_len})",
+            f"{q.shape[2]} rows",
+            f"shard with this layout, or pass the seq_len that was sharded (shards of unequal length need it; "
+            f"equal ones would mean seq_len={q.shape[2] * cp_size})",
         )
     for name, tensor in (("documents", documents), ("key_padding", key_padding)):
         if tensor is None:
             continue
         if tensor.shape[-1] != seq_len or (tensor.ndim == 2 and tensor.shape[0] not in (1, q.shape[0])):
-            raise ArgumentError(
-                describe(
-                    f"Mask.{name}",
-                    f"shape [{q.shape[0]}, {seq_len}] of the whole sequence in original order",
-                    tuple(tensor.shape),
-                    "give the same whole-sequence tensor on every cp rank; it is never sharded",
-                )
+            refuse(
+                f"Mask.{name}",
+                f"shape [{q.shape[0]}, {seq_len}] of the whole sequence in original order",
+                tuple(tensor.shape),
+                "give the same whole-sequence tensor on every cp rank; it is never sharded",
             )
 
-    def request(schedule: Schedule) -> Request:
-        return Request(
-            device=q.device.type,
-            compute_capability=_compute_capability(q.device),
-            dtype=q.dtype,
-            covers=covers_of(schedule, features),
-            head_dim=q.shape[3],
-            v_head_dim=v.shape[3],
-            differentiable_lse=options.differentiable_lse,
-            deterministic=options.deterministic,
-            min_keys=schedule.min_keys,
-            features=features,
-        )
-
     make = partial(method.make_schedule, layout, mask, seq_len, cp_size, cp_rank)
+    request = partial(request_of, q, v, options, features)
     schedule, kernel = choose_schedule(options.kernel, make, request, features)
     if kernel.name == "reference" and options.kernel == "auto" and q.device.type == "cuda":
         fast = [name for name, other in KERNELS.items() if other.capability.devices == ("cuda",)]
@@ -194,6 +176,25 @@ def choose_schedule(
         if not able or choose_kernel(name, request(pairs)).name != "reference":
             schedule = pairs
     return schedule, choose_kernel(name, request(schedule))
+
+
+def request_of(
+    q: Operand, v: Operand, options: Options, features: frozenset[str], schedule: Schedule,
+    compute_capability: tuple[int, int] | None = None,
+) -> Request:  # fmt: skip
+    """What a call needs of its kernel; ``compute_capability`` is that of q's device if it is not given."""
+    return Request(
+        device=q.device.type,
+        compute_capability=compute_capability or _compute_capability(q.device),
+        dtype=q.dtype,
+        covers=covers_of(schedule, features),
+        head_dim=q.shape[3],
+        v_head_dim=v.shape[3],
+        differentiable_lse=options.differentiable_lse,
+        deterministic=options.deterministic,
+        min_keys=schedule.min_keys,
+        features=features,
+    )
 
 
 def _compute_capability(device: torch.device) -> tuple[int, int]:

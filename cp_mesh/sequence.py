@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import MappingKey, tree_map_with_path
 
 from cp_mesh.balancing import balance
-from cp_mesh.errors import ArgumentError, describe
+from cp_mesh.errors import refuse
 from cp_mesh.layouts import Contiguous, Layout, ZigZag
 from cp_mesh.masks import Mask
 
@@ -67,15 +67,11 @@ class ShardedSequence:
             device_type = "cuda" if "nccl" in dist.get_backend(self.mesh) else "cpu"
             object.__setattr__(self, "mesh", DeviceMesh.from_group(self.mesh, device_type))
         if not isinstance(self.mesh, DeviceMesh) or self.mesh.ndim != 1:
-            raise ArgumentError(
-                describe("ShardedSequence.mesh", "a 1-D DeviceMesh", self.mesh, 'pass the cp axis alone, mesh["cp"]')
-            )
+            refuse("ShardedSequence.mesh", "a 1-D DeviceMesh", self.mesh, 'pass the cp axis alone, mesh["cp"]')
         if not isinstance(self.layout, Layout):
-            raise ArgumentError(
-                describe("ShardedSequence.layout", "a Layout", self.layout, "ZigZag(), with parentheses")
-            )
+            refuse("ShardedSequence.layout", "a Layout", self.layout, "ZigZag(), with parentheses")
         if self.length is not None and self.length < 1:
-            raise ArgumentError(describe("ShardedSequence.length", "at least 1 token", self.length, "or None"))
+            refuse("ShardedSequence.length", "at least 1 token", self.length, "or None")
 
     @property
     def cp_size(self) -> int:
@@ -112,7 +108,7 @@ class ShardedSequence:
         mask, seq_len = even.mask(mask), even.seq_len
         if seq_len is None:
             if mask.documents is None:
-                raise ArgumentError(describe("balanced", "documents, or a sequence with a length", None, "set length="))
+                refuse("balanced", "documents, or a sequence with a length", None, "set length=")
             seq_len = even._sharded_len(mask.documents.shape[-1])
         return replace(self, layout=balance(mask, seq_len, self.cp_size))
 
@@ -159,9 +155,9 @@ class ShardedSequence:
         """
         length = self.length if seq_len is None else seq_len
         if length is None:
-            raise ArgumentError(describe("seq_len", "the length of the whole sequence", None, "or set length="))
+            refuse("seq_len", "the length of the whole sequence", None, "or set length=")
         if self.length is not None and length not in (self.length, self.seq_len):
-            raise ArgumentError(describe("seq_len", f"{self.length}, this sequence's length", length, "leave it out"))
+            refuse("seq_len", f"{self.length}, this sequence's length", length, "leave it out")
         return self.layout.positions(self._sharded_len(length), self.cp_size, self.cp_rank).to(device)
 
     def mask(self, mask: Mask, layout: Layout | None = None) -> Mask:
@@ -187,13 +183,11 @@ class ShardedSequence:
         if length % multiple == 0 or (not self.pad and length == self.length):
             return length
         if self.length is None:
-            raise ArgumentError(
-                describe(
-                    "sequence length",
-                    f"a multiple of {multiple}",
-                    length,
-                    f"ShardedSequence(..., length={length}) pads it, and with pad=False cuts unequal shards",
-                )
+            refuse(
+                "sequence length",
+                f"a multiple of {multiple}",
+                length,
+                f"ShardedSequence(..., length={length}) pads it, and with pad=False cuts unequal shards",
             )
         return -(-length // multiple) * multiple
 
@@ -201,22 +195,18 @@ class ShardedSequence:
         seq_len = local_len * self.cp_size if self.seq_len is None else self.seq_len
         expected = self.layout.shard_len(seq_len, self.cp_size, self.cp_rank)
         if local_len != expected:
-            raise ArgumentError(
-                describe("local rows", expected, local_len, "shard with this ShardedSequence, or set its length")
-            )
+            refuse("local rows", expected, local_len, "shard with this ShardedSequence, or set its length")
         return seq_len
 
     def _pad(self, x: Tensor, dim: int, value: int, seq_len: int | None) -> Tensor:
         if self.length is None or seq_len is None or x.shape[dim] == seq_len:
             return x
         if x.shape[dim] != self.length:
-            raise ArgumentError(
-                describe(
-                    f"length of dim {dim}",
-                    self.length if self.length == seq_len else f"{self.length}, or {seq_len} with padding",
-                    x.shape[dim],
-                    "pass the whole sequence, which is sharded once",
-                )
+            refuse(
+                f"length of dim {dim}",
+                self.length if self.length == seq_len else f"{self.length}, or {seq_len} with padding",
+                x.shape[dim],
+                "pass the whole sequence, which is sharded once",
             )
         shape = list(x.shape)
         shape[dim] = seq_len - self.length
@@ -232,13 +222,9 @@ class ShardedSequence:
         if not isinstance(leaf, Tensor):
             if leaf is None or isinstance(leaf, bool | int | float | str):
                 return leaf
-            raise ArgumentError(
-                describe(
-                    f"shard({name or ''})", "tensors and plain values", type(leaf).__name__, "convert it to tensors"
-                )
-            )
+            refuse(f"shard({name or ''})", "tensors and plain values", type(leaf).__name__, "convert it to tensors")
         if isinstance(leaf, DTensor):
-            raise ArgumentError(describe(f"shard({name or ''})", "local tensors", "a DTensor", "use full_tensor()"))
+            refuse(f"shard({name or ''})", "local tensors", "a DTensor", "use full_tensor()")
         if name == "cu_seqlens":
             return self._pad_cu_seqlens(leaf)
         if name == "documents":
@@ -246,9 +232,7 @@ class ShardedSequence:
         if name in WHOLE:
             return self._pad(leaf, -1, PADDING.get(str(name), 0), self.seq_len)
         if leaf.ndim <= dim:
-            raise ArgumentError(
-                describe(f"shard({name or ''})", f"a sequence dim {dim}", tuple(leaf.shape), "pass dim=, or expand it")
-            )
+            refuse(f"shard({name or ''})", f"a sequence dim {dim}", tuple(leaf.shape), "pass dim=, or expand it")
         if self.length is None:
             self._sharded_len(leaf.shape[dim])
         padding = PADDING.get(str(name)) if pad_value is None else pad_value
@@ -256,7 +240,7 @@ class ShardedSequence:
             padding = 0
             if self.seq_len not in (None, leaf.shape[dim]) and not leaf.is_floating_point():
                 hint = f"pad_value=-100 for labels, 0 for tokens; or one of the names {', '.join(PADDING)}"
-                raise ArgumentError(describe(f"shard({name or ''})", "a pad_value for an integer tensor", None, hint))
+                refuse(f"shard({name or ''})", "a pad_value for an integer tensor", None, hint)
         whole = self._pad(leaf, dim, padding, self.seq_len)
         rows = self.layout.positions(whole.shape[dim], self.cp_size, self.cp_rank).to(leaf.device)
         return whole.index_select(dim, rows)
@@ -267,9 +251,7 @@ class ShardedSequence:
         if self.length is None or end == self.seq_len:
             return cu_seqlens
         if end != self.length:
-            raise ArgumentError(
-                describe("cu_seqlens", f"an end at length {self.length}", end, "let the documents cover the sequence")
-            )
+            refuse("cu_seqlens", f"an end at length {self.length}", end, "let the documents cover the sequence")
         return torch.cat([cu_seqlens, cu_seqlens.new_tensor([self.seq_len])])
 
 
@@ -341,15 +323,9 @@ def cross_entropy(logits: Tensor, labels: Tensor, mesh: DeviceMesh, *, ignore_in
         ArgumentError: on DTensors, or if labels do not have the shape of logits without the vocabulary.
     """
     if isinstance(logits, DTensor) or isinstance(labels, DTensor):
-        raise ArgumentError(
-            describe(
-                "logits and labels", "local tensors", "DTensors", "gather the vocabulary and pass logits.to_local()"
-            )
-        )
+        refuse("logits and labels", "local tensors", "DTensors", "gather the vocabulary and pass logits.to_local()")
     if logits.shape[:-1] != labels.shape:
-        raise ArgumentError(
-            describe("labels", f"shape {tuple(logits.shape[:-1])}", tuple(labels.shape), "shard both with one sequence")
-        )
+        refuse("labels", f"shape {tuple(logits.shape[:-1])}", tuple(labels.shape), "shard both with one sequence")
     count = (labels != ignore_index).sum()
     for axis in range(mesh.ndim):
         name = mesh.get_group(axis).group_name

@@ -20,7 +20,7 @@ from cp_mesh.agreement import check_mode
 from cp_mesh.attention import attention
 from cp_mesh.call import SCORE_OPTIONS, Options, Tensors, make_scores, seed_tensor
 from cp_mesh.dense import Dense, dense_attention
-from cp_mesh.errors import ArgumentError, describe
+from cp_mesh.errors import refuse
 from cp_mesh.kernels.combine import accumulation_dtype, make_delta
 from cp_mesh.kernels.contract import Kernel, KernelTile
 from cp_mesh.kernels.scores import Scores
@@ -125,7 +125,7 @@ def verify(
         exact [reference] RMS error (of allowed): out 1.9e-16 (0.00), ...
     """
     if mesh.ndim != 1:
-        raise ArgumentError(describe("verify: mesh", "the 1-D DeviceMesh of the cp axis", mesh, 'pass mesh["cp"]'))
+        refuse("verify: mesh", "the 1-D DeviceMesh of the cp axis", mesh, 'pass mesh["cp"]')
     device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else "cpu"
     size, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
     seq_len = seq_len or 256 * size
@@ -144,7 +144,7 @@ def verify(
     given = dict(scores or {})
     if unknown := set(given) - {*SCORE_OPTIONS, "scale"}:
         names = f"names of scale, {', '.join(SCORE_OPTIONS)}"
-        raise ArgumentError(describe("verify: scores", names, sorted(unknown), "see cp_mesh.attention"))
+        refuse("verify: scores", names, sorted(unknown), "see cp_mesh.attention")
     if given.get("dropout_p"):
         given["dropout_seed"] = seed_tensor(given.get("dropout_seed", 0), device)
     whole_tensors = {name: x.detach().to(device) for name, x in given.items() if isinstance(x, Tensor)}

@@ -23,7 +23,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
-from cp_mesh.errors import ArgumentError, UnsupportedError, describe
+from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.forwards import FILE, STYLE, WATCH, check_class, replace_forward, replaced
 from cp_mesh.ops import attention_op, check_length, length_of_call
 
@@ -156,14 +156,12 @@ def _watched_body(
 
 
 def _refuse(name: str) -> NoReturn:
-    raise ArgumentError(
-        describe(
-            "ShardedModel",
-            "every self-attention in a ContextParallel module",
-            f"{name} outside of one, where each rank attends to its shard alone",
-            "name the module that calls F.scaled_dot_product_attention in the plan; watch=False if this attends to "
-            "another sequence, which is whole",
-        )
+    refuse(
+        "ShardedModel",
+        "every self-attention in a ContextParallel module",
+        f"{name} outside of one, where each rank attends to its shard alone",
+        "name the module that calls F.scaled_dot_product_attention in the plan; watch=False if this attends to "
+        "another sequence, which is whole",
     )
 
 

@@ -187,6 +187,17 @@ def test_planning_counts_what_it_plans(capsys: pytest.CaptureFixture[str]) -> No
     assert float(packed["balanced"]["balance_ms"]) > 0 and float(packed["zigzag"]["balance_ms"]) == 0
 
 
+def test_registration_times_every_way(tmp_path: Path) -> None:
+    """In a process of its own: it registers ops and begins a process group."""
+    path = tmp_path / "registration.csv"
+    command = [sys.executable, str(BENCHMARKS / "registration.py"), "--repeats", "1", "--calls", "1"]
+    subprocess.run([*command, "--csv", str(path)], check=True, timeout=120, capture_output=True)
+    with path.open() as file:
+        rows = [(row["way"], row["pass"], float(row["us"]) > 0) for row in csv.DictReader(file)]
+    ways, passes = ("own", "register_autograd", "custom_op"), ("no_grad", "forward", "both")
+    assert rows == [(way, which, True) for which in passes for way in ways]
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_bottom_right_tiles_equal_the_end_of_a_square(causal: bool) -> None:
     """llama3 shards queries only; a kernel that aligns top-left is given two tiles."""

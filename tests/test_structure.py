@@ -46,6 +46,8 @@ FLOORS: dict[str, int] = {
     "forwards": 4,
     "watching": 4,
     "styles": 4,
+    "cores": 4,
+    "root": 4,
     "parallel": 4,
     "dense": 4,
     "verify": 4,

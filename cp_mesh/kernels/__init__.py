@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cp_mesh.errors import ArgumentError, UnsupportedError, describe
+from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.kernels.aten import CPU_FLASH, CUDNN, EFFICIENT, FA2
 from cp_mesh.kernels.contract import Kernel, Request, shortfalls
 from cp_mesh.kernels.flash_attn import FA2_PACKAGE, FA3, FA4
@@ -35,7 +35,7 @@ def choose_kernel(name: str, request: Request) -> Kernel:
         return able[0]
     if name not in KERNELS:
         known = ", ".join(["auto", *KERNELS])
-        raise ArgumentError(describe("kernel", f"one of {known}", repr(name), "kernel='auto' picks one that works"))
+        refuse("kernel", f"one of {known}", repr(name), "kernel='auto' picks one that works")
     missing = shortfalls(KERNELS[name].capability, request)
     if missing:
         hint = f"kernel={able[0].name!r} can serve this call" if able else "no kernel can serve this call"

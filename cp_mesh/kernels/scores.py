@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -180,13 +181,13 @@ class Scores:
     first_batch: int = 0
     wanted: frozenset[str] = frozenset()
 
-    @property
+    @cached_property
     def features(self) -> frozenset[str]:
         """What a kernel must be able to do, by the names of `Capability.features`."""
         given = frozenset(name for name in ("softcap", *ADDED) if getattr(self, name) is not None)
         return given | {"dropout"} if self.dropout_p else given
 
-    @property
+    @cached_property
     def needs_positions(self) -> bool:
         """Whether tiles must tell their positions."""
         return not self.features.isdisjoint(POSITIONAL)

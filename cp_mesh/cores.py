@@ -1,0 +1,254 @@
+"""`ContextParallel`: the style of an attention core.
+
+During the core's forward a `TorchFunctionMode` that lives for this one call turns `F.scaled_dot_product_attention` into
+the sharded one (`watching.py`); no function of torch is patched. Inside the module tensors stay as the model made them
+(plain, or DTensors over tp, or over the whole mesh) instead of being re-wrapped as DTensors over cp: shards of unequal
+length have no DTensor, and no model code has to be DTensor-proof. A style takes the place of its module's forward as
+`forwards.py` says.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from cp_mesh.attention import Asked, attend
+from cp_mesh.call import SCORE_OPTIONS
+from cp_mesh.errors import ArgumentError, UnsupportedError, describe, refuse
+from cp_mesh.formats import FORMATS
+from cp_mesh.forwards import STYLE, replace_forward
+from cp_mesh.layouts import Layout
+from cp_mesh.masks import Mask
+from cp_mesh.placements import check_placements, check_score_placements, local_scores, wrap
+from cp_mesh.sequence import ROOT, ShardedSequence
+from cp_mesh.styles import announce, check_layout, claim, has_axis, layout_of_call
+from cp_mesh.watching import Interception, unwatched, watched
+
+_SCORE_OPTIONS = frozenset(SCORE_OPTIONS) - {"dropout_p"}  # which the SDPA call tells
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What one call of an attention core attends with; the mask is that of the padded sequence."""
+
+    layout: Layout
+    mask: Mask
+    scores: Mapping[str, Any]
+
+
+class ContextParallel(ParallelStyle):
+    """Makes the attention core that it is applied to attend over the whole sequence.
+
+    The module's forward must call `F.scaled_dot_product_attention` on [B, H, S_local, D] tensors at least once, with
+    ``is_causal`` equal to the mask's ``causal`` and no ``attn_mask``: local shapes cannot tell what a tensor mask
+    means. Other attention of PyTorch (`flex_attention`, `nn.MultiheadAttention`, operators of aten) is refused there,
+    and so is a checkpoint that the core itself begins: checkpoint the module that holds the core. Not seen are
+    torch.jit.script, C++, other threads, matmul with softmax, kernels of other packages, and in compiled code bodies of
+    higher-order operators such as torch.cond. Everything else about the module is free, and what it returns is returned
+    as it is.
+
+    Under a `ShardedModel` every SDPA call must have the rows that the root sharded, unless ``sequence`` has a length of
+    its own, which then counts. Without either, each call's own rows are taken for this rank's whole shard. A root that
+    is compiled as a whole with ``watch=False`` does not compare them.
+
+    The module's class becomes a subclass of the same name, so `copy.copy` and `copy.deepcopy` make modules with the
+    style. Pickling is refused, as a style holds process groups: save the state_dict.
+
+    Args:
+        sequence: the sequence object that also shards the data.
+        mask: the mask, or a function of the wrapped module's call arguments that returns it, for masks that change
+            with the batch: ``mask=lambda q, k, v, mask: mask`` of a core that is called with one. It must depend on its
+            arguments alone: activation checkpointing calls it again in the backward.
+        scores: options of the scores by their names in `cp_mesh.attention` (softcap, sinks, ...), or a function of the
+            wrapped module and its call arguments that returns them, for tensors: ``scores=lambda core, q, k, v:
+            {"sinks": core.sinks}``. It too must depend on these alone. ``dropout_p`` is that of the SDPA call, and
+            needs a ``dropout_seed`` here, another in every layer and step; heads are counted from this tp rank's first.
+        layout: for layouts that change with the batch, a function of the wrapped module's call arguments that returns
+            the layout, and like ``mask`` depends on these alone: ``layout=lambda q, k, v, packed: packed.layout``.
+            Pass it on as an object: FSDP2 moves tensors to the device. None: the sequence's. Data, labels and
+            `ShardedModel` need the same (`ShardedSequence.balanced`).
+        kernel, method, transport, head_chunks, deterministic: as in `cp_mesh.attention`.
+
+    Raises:
+        ArgumentError, UnsupportedError: at application on a wrong mesh, a repeated application or a cross-attention
+            module; in the forward if no attention call was intercepted or if it disagrees with the mask.
+    """
+
+    def __init__(
+        self,
+        sequence: ShardedSequence,
+        *,
+        mask: Mask | Callable[..., Mask] = Mask(causal=True),  # noqa: B008 - frozen
+        scores: Mapping[str, Any] | Callable[..., Mapping[str, Any]] | None = None,
+        layout: Callable[..., Layout] | None = None,
+        kernel: str = "auto",
+        method: str = "auto",
+        transport: str = "auto",
+        head_chunks: int | None = None,
+        deterministic: bool | None = None,
+    ) -> None:
+        if not isinstance(mask, Mask) and not callable(mask):
+            refuse("ContextParallel.mask", "a Mask or a function that returns one", type(mask).__name__, "Mask(...)")
+        check_layout("ContextParallel", layout)
+        self.sequence, self.mask, self.layout = sequence, mask, layout
+        self.scores = scores if callable(scores) else _check_scores(scores or {})
+        self.options: dict[str, Any] = {
+            "kernel": kernel,
+            "method": method,
+            "transport": transport,
+            "head_chunks": head_chunks,
+            "deterministic": deterministic,
+        }
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if "cross" in type(module).__name__.lower():
+            raise UnsupportedError(cross_attention(type(module).__name__))
+        claim(module, device_mesh, self.sequence, self)
+        replace_forward(module, STYLE, type(self).__name__, self._run)
+        return module
+
+    def _run(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's forward, whose SDPA calls attend over the whole sequence."""
+        call = self.of_call(module, *args, **kwargs)
+        told = functools.partial(announce, self.sequence)
+        interception = Interception(functools.partial(self.sharded_sdpa, call), told)
+        if watched():
+            with unwatched(), interception:
+                result = forward(*args, **kwargs)
+        else:
+            with interception:
+                result = forward(*args, **kwargs)
+        if interception.calls == 0:
+            what, expected = f"ContextParallel({type(module).__name__})", "a call of F.scaled_dot_product_attention"
+            hint = "apply the style to the module that calls it; otherwise each rank attends to its shard alone"
+            error = ArgumentError(describe(what, f"{expected} in its forward", "none", hint))
+            announce(self.sequence, error)
+            raise error
+        return result
+
+    def of_call(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> _Call:
+        """What one call of the wrapped module attends with; these are its arguments."""
+        try:
+            layout = layout_of_call(self, *args, **kwargs)
+            _check_root(self.sequence, layout)
+            mask = self.mask if isinstance(self.mask, Mask) else self.mask(*args, **kwargs)
+            if not isinstance(mask, Mask):
+                refuse("ContextParallel.mask", "a function that returns a Mask", type(mask).__name__, "return one")
+            scores = _check_scores(self.scores(module, *args, **kwargs)) if callable(self.scores) else self.scores
+            return _Call(layout, self.sequence.mask(mask, layout), scores)
+        except Exception as error:
+            announce(self.sequence, error)
+            raise
+
+    def sharded_sdpa(
+        self,
+        call: _Call,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """`F.scaled_dot_product_attention` over the whole sequence, for one intercepted call.
+
+        Args:
+            call: the style's for the module's call.
+            query, key, value: [B, H or K, S_local, D], plain or DTensors.
+            attn_mask, dropout_p, is_causal, scale, enable_gqa: as in `F.scaled_dot_product_attention`.
+
+        Raises:
+            ArgumentError, UnsupportedError: as in `ContextParallel`; in check mode all ranks hear of it.
+        """
+        try:
+            self._check_call(call, query, key, value, attn_mask, is_causal, enable_gqa)
+        except Exception as error:
+            announce(self.sequence, error)
+            raise
+        sequence, tensors = self.sequence, (query, key, value)
+
+        asked = Asked(
+            mesh=sequence.mesh,
+            seq_dim=2,
+            seq_len=sequence.seq_len_in(call.layout),
+            layout=call.layout,
+            mask=call.mask,
+            scale=scale,
+            dropout_p=dropout_p,
+            of_root=sequence.length is None,
+            **self.options,
+        )
+        if not isinstance(query, DTensor) or has_axis(query.device_mesh, sequence.mesh):
+            return cast(Tensor, attend(*tensors, asked._replace(**call.scores)))
+        # DTensors over tp alone: the rows of this rank, with heads sharded. No collective runs over their mesh.
+        q, k, v = (x.to_local(grad_placements=x.placements) for x in tensors if isinstance(x, DTensor))
+        out = cast(Tensor, attend(q, k, v, asked._replace(**local_scores(call.scores, query, FORMATS[2]))))
+        return wrap(out, query.device_mesh, query.placements, (*query.shape[:-1], value.shape[-1]), query)
+
+    def _check_call(
+        self,
+        call: _Call,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        enable_gqa: bool,
+    ) -> None:
+        if isinstance(query, DTensor) and not has_axis(query.device_mesh, self.sequence.mesh):
+            check_placements(query, key, value, None, FORMATS[2])
+            check_score_placements(call.scores, query, FORMATS[2])
+        if attn_mask is not None:
+            raise UnsupportedError(
+                "ContextParallel: a tensor attn_mask cannot be read on positions; say it as ContextParallel(mask="
+                "Mask(causal=, window=, documents=, key_padding=, prefix=)) and call SDPA without attn_mask. Any other "
+                "mask is, exactly, a bias of 0 and -inf, mask=Mask(causal=False) with scores={'bias': [1 or B, 1 or H, "
+                "rows of this rank, all keys]}; that needs memory for each pair and the Triton or reference kernel"
+            )
+        if is_causal != call.mask.causal:
+            refuse(
+                "is_causal",
+                f"{call.mask.causal}, as in the style's mask",
+                is_causal,
+                "make the call and the style agree",
+            )
+        if not enable_gqa and query.shape[-3] != key.shape[-3]:
+            refuse("heads", f"{query.shape[-3]} kv heads", key.shape[-3], "pass enable_gqa=True, as SDPA wants")
+
+
+def _check_root(sequence: ShardedSequence, layout: Layout) -> None:
+    """Refuse a core's call in another layout than that of the rows which its root sharded over the same ranks."""
+    found = None if torch.compiler.is_compiling() else ROOT.get()
+    if found is None or found.sequence.mesh != sequence.mesh:
+        return
+    found.cores += 1
+    root = found.sequence
+    if root.layout != layout:
+        hint = "give ShardedModel and ContextParallel one sequence, or functions that return one layout for a batch"
+        got = f"{layout.spec()} in the core, {root.layout.spec()} at the root"
+        refuse("layout", "one for the whole model", got, hint)
+
+
+def _check_scores(scores: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(scores, Mapping) or set(scores) - _SCORE_OPTIONS:
+        got = [*scores] if isinstance(scores, Mapping) else type(scores).__name__
+        hint = "see cp_mesh.attention"
+        refuse("ContextParallel.scores", f"names of {', '.join(sorted(_SCORE_OPTIONS))}", got, hint)
+    return scores
+
+
+def cross_attention(name: str) -> str:
+    return (
+        f"ContextParallel: {name!r} is cross-attention, whose keys are not the sharded sequence; "
+        "leave it out of the plan and keep its keys replicated over cp"
+    )
