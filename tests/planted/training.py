@@ -172,7 +172,7 @@ def _(context_fn: Any) -> Any:
 plant = in_area("styles")
 
 
-@plant("positions in the layout of another batch", "styles:ShardedModel.shard_inputs", "changing layouts")
+@plant("positions in the layout of another batch", "root:ShardedModel.shard_inputs", "changing layouts")
 def _(shard_inputs: Any) -> Any:
     def mutant(self: Any, arguments: Any) -> Any:
         root, given = shard_inputs(self, arguments)
@@ -183,12 +183,12 @@ def _(shard_inputs: Any) -> Any:
     return mutant
 
 
-@plant("an output gathered in the layout of another batch", "styles:ShardedModel.gather", "changing layouts")
+@plant("an output gathered in the layout of another batch", "root:ShardedModel.gather", "changing layouts")
 def _(gather: Any) -> Any:
     return lambda self, sequence, output: gather(self, self.sequence, output)
 
 
-@plant("a core may have another layout than its root", "styles:_check_root", "layouts agree")
+@plant("a core may have another layout than its root", "cores:_check_root", "layouts agree")
 def _(check_root: Any) -> Any:
     return lambda sequence, layout: None
 
