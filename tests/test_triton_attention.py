@@ -469,8 +469,9 @@ def gpu_call(cover: Band | Pairs, S: int, dtype: torch.dtype = torch.bfloat16) -
 
 def gpu_pairs(S: int) -> Pairs:
     at = torch.randperm(2 * S, generator=torch.Generator().manual_seed(1))[:S].cuda()
-    ids = (torch.arange(2 * S) // 99).cuda()
-    return Pairs(Mask(window=(S, None), documents=ids, key_padding=ids != 4), at, at)
+    ids = torch.arange(2 * S) // 99
+    mask = Mask(window=(S, None), documents=ids, key_padding=ids != 4)
+    return Pairs(mask.to(at.device), at, at)
 
 
 @pytest.mark.gpu

@@ -31,6 +31,7 @@ from cp_mesh.masks import NONE, Band, Mask
 
 MAX_ROWS = 1 << 30  # of a tile: band bounds and local indices are computed in 32 bits
 LOG2_E = math.log2(math.e)
+UNLIMITED = (1 << 31) - 1  # a distance: the kernels check that positions are below it
 MAX_KEPT = 1 << 18  # entries of a list of blocks that is kept for other layers: 1 MiB
 
 
@@ -441,7 +442,8 @@ def _distances(mask: Mask) -> tuple[int, int, int, int, int]:
     if not reaches:
         return 0, 0, 0, 0, 0
     first, last = reaches[0], reaches[-1]
-    return last.nearest, first.nearest, last.farthest, last.begin, last.end
+    bounds = last.nearest, first.nearest, last.farthest, last.begin, last.end
+    return tuple(x if abs(x) < NONE else UNLIMITED if x > 0 else -UNLIMITED for x in bounds)  # type: ignore[return-value]
 
 
 TRITON = triton_kernel()
