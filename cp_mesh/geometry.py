@@ -51,7 +51,7 @@ from cp_mesh.owned import Content
 MAX_BANDS = 8
 """Bands of one rank at most, each of which takes calls of its own; documents of other masks are tiles of pairs."""
 MANY_KEYS = 1 << 30
-CHUNK = 1 << 18  # pairs of pieces that are looked at together: their booleans stay in the cache
+CHUNK = 1 << 17  # pairs of pieces that are looked at together: their booleans stay in the cache
 FEW = 1 << 12  # blocks that are made as fast as it is found out which of them are alike
 
 
@@ -202,7 +202,7 @@ class _OfPieces:
         # layouts those are all pieces, so the blocks of alike pairs are made once.
         part = seen & ~full
         one_call = (by_rank.count_true(part) == 1) & ~whole & away
-        alone = part & one_call[by_rank.group]
+        alone = part & by_rank.spread(one_call)
         i, j = _indices(alone)
         counts = np.where(whole & away, k.length, 0)
         counts[by_rank.group[i], j] = self._counts_of_keys(found, rows[i], j)
@@ -287,6 +287,8 @@ class Groups(NamedTuple):
     def count_true(self, x: NDArray[np.bool_]) -> NDArray[Any]:
         """How many rows of each group are true: [groups, ...] of x [rows, ...]."""
         longest = int(self.num.max())
+        if longest == 1:
+            return x.view(np.uint8)
         total: NDArray[Any] = x[self.first].astype(np.uint8 if longest < 256 else np.int64)
         for place in range(1, longest):  # faster than `reduceat`
             more = np.flatnonzero(self.num > place)
@@ -295,6 +297,10 @@ class Groups(NamedTuple):
             else:
                 total[more] += x[self.first[more] + place]
         return total
+
+    def spread(self, x: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """[rows, ...] from what is said of groups, [groups, ...]."""
+        return x if len(self.first) == len(self.group) else x[self.group]
 
     def sum_columns(self, x: Array) -> Array:
         """[n, groups] of x [n, rows]."""
