@@ -134,7 +134,7 @@ def _graded(x: Tensor | None, grad: Tensor | None, q: Tensor) -> Tensor:
 
 
 # Not by `torch.library.custom_op` or `register_autograd`: what these do around a forward that needs gradients takes the
-# host 70 us or more (examples/benchmarks/registration.py, docs/results/registration_cpu.csv).
+# host 60 us or more, forward and backward 100 or more (examples/benchmarks/registration.py; docs/results/registration_*.csv).
 _library = torch.library.Library("cp_mesh", "FRAGMENT")
 _OWN = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse"
 for _schema in (

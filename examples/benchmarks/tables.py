@@ -352,6 +352,7 @@ PAGES: dict[str, Callable[[], str]] = {
             "attention_4xh200",
             "graphs_2xh200",
             "host_2xh200",
+            "house_2xh200",
             "host_mend_2xh200",
             "masks_2xh200",
             "masks_4xh200",
