@@ -133,8 +133,8 @@ def _graded(x: Tensor | None, grad: Tensor | None, q: Tensor) -> Tensor:
     return grad.to(x.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-# Not by `torch.library.custom_op` or `register_autograd`: what these do around a forward that needs gradients takes the
-# host 60 us or more, forward and backward 100 or more (examples/benchmarks/registration.py; docs/results/registration_*.csv).
+# Not by `torch.library.custom_op` or `register_autograd`: these take the host 60 us more for a forward that needs
+# gradients, and 100 us for both passes (examples/benchmarks/registration.py; docs/results/registration_*.csv).
 _library = torch.library.Library("cp_mesh", "FRAGMENT")
 _OWN = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse"
 for _schema in (
