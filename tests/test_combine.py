@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from itertools import product
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -433,6 +434,23 @@ def test_a_launch_is_chosen_by_all_that_was_compiled_for() -> None:
             assert (got - (xs[0].double() * xs[1].double()).sum(-1)).abs().max() < 1e-4
 
 
+def test_numbers_of_pieces_are_few_to_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 to 8 pieces are launched as 1, 2, 4 or 8, also where sums of unlike numbers are written together."""
+    combine_triton = pytest.importorskip("cp_mesh.kernels.combine_triton")
+    launched: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(combine_triton, "_launch", lambda kernel, on, blocks, args: launched.append(args))
+    x, lse, into = torch.zeros(1, 2, 8, 16), torch.zeros(1, 2, 8), torch.zeros(1, 2, 8, 16)
+    found: dict[int, set[int]] = {}
+    for num in range(1, MAX_PIECES + 1):
+        combine_triton.merge_pieces([(0, x, lse)] * num, into, lse)
+        combine_triton.sum_pieces([([(0, x)] * num, into), ([(0, x)], into)])
+        merged, summed = launched[-2][0], launched[-1][0]
+        found[num] = {len(merged), *map(len, summed)}
+        assert sum(piece.shape[2] for piece in merged) == 8 * num
+        assert [sum(piece.shape[2] for piece in pieces) for pieces in summed] == [8 * num, 8]
+    assert found == {1: {1}, 2: {2}, 3: {4}, 4: {4}, 5: {8}, 6: {8}, 7: {8}, 8: {8}}
+
+
 @pytest.mark.gpu
 def test_other_lengths_compile_nothing() -> None:
     triton = pytest.importorskip("triton")
@@ -452,4 +470,5 @@ def test_other_lengths_compile_nothing() -> None:
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.jit_cache_hook = lambda **what: compiled.append(what["repr"])
         total([1, 160, 17])
+        total([1, 160, 17, 20])
     assert not compiled

@@ -1,8 +1,11 @@
 """Triton kernels of `cp_mesh.kernels.combine`: all pieces in one pass over memory. Needs triton.
 
 A program writes a block of rows of one head and reads, of each piece, the rows that the piece has there. Sums are fp32,
-in the order of the pieces, and rounded once. `row_dots` is for the begin of a backward: torch would write both factors
-and their product in fp32 first, which took 0.36 ms of a causal backward's 3.9 at 8K rows of 32 heads (H200).
+in the order of the pieces, and rounded once. How many pieces there are changes with the batch, so they are filled up
+with empty ones to a power of two: few kernels are compiled, and an empty piece reads nothing.
+
+`row_dots` is for the begin of a backward: torch would write both factors and their product in fp32 first, which took
+0.36 ms of a causal backward's 3.9 at 8K rows of 32 heads (H200).
 """
 
 # Triton reads annotations as code, and takes none but its own.
@@ -36,6 +39,8 @@ def merge_pieces(
     """
     assert lse.dtype == torch.float32 and lse.is_contiguous()
     assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())
+    begin, x, piece_lse = pieces[0]
+    pieces = [*pieces, *[(begin, x[:, :, :0], piece_lse[:, :, :0])] * _missing(len(pieces))]
     _, outs, lses = zip(*pieces, strict=True)
     rows = tuple(_unspecialised(begin, x.shape[2], *piece_lse.stride()) for begin, x, piece_lse in pieces)
     num_blocks, sizes = _blocks(out)
@@ -53,9 +58,10 @@ def sum_pieces(sums: Sequence[tuple[Sequence[tuple[int, Tensor]], Tensor]]) -> N
     """
     block_dim = triton.next_power_of_2(max(into.shape[3] for _, into in sums))
     block_rows = max(1, BLOCK_ELEMENTS // block_dim)
-    of_sums, num_blocks = [], 0
+    of_sums, num_blocks, most = [], 0, max(len(pieces) for pieces, _ in sums)
     for pieces, into in sums:
         B, H, S, D = into.shape
+        pieces = [*pieces, *[(0, pieces[0][1][:, :, :0])] * (most + _missing(most) - len(pieces))]
         xs = tuple(x for _, x in pieces)
         rows = tuple(_unspecialised(begin, x.shape[2]) for begin, x in pieces)
         sizes, strides = _unspecialised(num_blocks, B, H, S), into.stride()
@@ -92,6 +98,11 @@ def _launch(kernel: Any, on: Tensor, num_blocks: int, args: tuple[Any, ...]) -> 
 def _compiled(kernel: Any, device: torch.device, alike: Any) -> list[CompiledKernel]:
     """Where what was compiled is kept."""
     return []
+
+
+def _missing(num: int) -> int:
+    """How many empty pieces make it a power of two, for each of which one kernel is compiled."""
+    return int(triton.next_power_of_2(num)) - num
 
 
 def _alike(arg: Any) -> Any:
