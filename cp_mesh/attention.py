@@ -19,6 +19,7 @@ from cp_mesh.agreement import announce_refusal, checking
 from cp_mesh.call import Call, Options, Tensors, autocast, check_tensors, seed_tensor
 from cp_mesh.errors import refuse
 from cp_mesh.formats import FORMATS, Format
+from cp_mesh.kernels.scores import ADDED
 from cp_mesh.layouts import LAYOUTS, Layout, ZigZag, parse_layout
 from cp_mesh.masks import Mask
 from cp_mesh.ops import attention_op
@@ -219,7 +220,7 @@ def _make_call(query: Tensor, key: Tensor, value: Tensor, axis: CPAxis, asked: A
         seq_len = length * axis.size
     given = {name: x for name, x in zip(Tensors._fields, tensors, strict=True) if x is not None}
     check_score_placements(given, query, form)
-    graded = (query, key, value, asked.alibi_slopes, asked.relative_bias, asked.bias)
+    graded = (query, key, value, *(getattr(asked, name) for name in ADDED))
     fixed = torch.are_deterministic_algorithms_enabled() if asked.deterministic is None else asked.deterministic
     options = Options(
         layout=layout.spec(),

@@ -19,7 +19,7 @@ from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.formats import FORMATS, Format
 from cp_mesh.kernels.scores import TERMS, Scores
 
-SCORE_OPTIONS = ("softcap", "sinks", "alibi_slopes", "relative_bias", "bias", "dropout_p", "dropout_seed")
+SCORE_OPTIONS = ("softcap", *TERMS, "dropout_p", "dropout_seed")
 """Names of arguments of `cp_mesh.attention` that change the scores."""
 GRADED = tuple(TERMS)
 """Tensors of the scores that have a gradient, in the order in which the backward op returns theirs."""

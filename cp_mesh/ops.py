@@ -29,6 +29,7 @@ from cp_mesh.call import GRADED, NUM_TENSORS, SCHEMA, Call, Tensors, autocast
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.formats import FORMATS
 from cp_mesh.kernels.combine import accumulation_dtype, dense_like
+from cp_mesh.kernels.scores import OF_ROWS, TERMS
 from cp_mesh.methods import Plan
 from cp_mesh.placements import place_beside, require_sharded, score_placements
 from cp_mesh.plan import make_plan
@@ -60,8 +61,13 @@ def check_length(seq_len: int, expected: int) -> None:
 
 def _agree(plan: Plan, group: dist.ProcessGroup, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors) -> None:
     """Check mode: compare everything that must be equal on all cp ranks."""
-    options, bias = plan.options, None if tensors.bias is None else tensors.bias.shape  # its rows are each rank's own
-    others = tensors._replace(bias=None)
+    options, given = plan.options, tensors._asdict()
+    # of terms by row each rank has its own: what they are like must agree
+    alike = {
+        name: tuple(size for size, dim in zip(x.shape, TERMS[name].dims, strict=True) if dim != "rows")
+        for name in OF_ROWS
+        if (x := given.pop(name)) is not None
+    }
     names = ("scale", "softcap", "dropout_p", "method", "kernel", "transport", "head_chunks", "deterministic")
     require_agreement(
         group,
@@ -71,8 +77,8 @@ def _agree(plan: Plan, group: dist.ProcessGroup, q: Tensor, k: Tensor, v: Tensor
             "seq_len": str(plan.seq_len),
             "batch, heads and head dims": str([(x.shape[0], x.shape[1], x.shape[3]) for x in (q, k, v)]),
             "dtype": str(q.dtype),
-            **{name.replace("layout_", "layout "): fingerprint(x) for name, x in others._asdict().items()},
-            "bias": str(bias and (bias[0], bias[1], bias[3])),
+            **{name.replace("layout_", "layout "): fingerprint(x) for name, x in given.items()},
+            **{name: str(alike.get(name)) for name in OF_ROWS},
             "options": " ".join(f"{name}={getattr(options, name)}" for name in names),
             "kernel": plan.kernel.name,
         },

@@ -23,7 +23,7 @@ from cp_mesh.dense import Dense, dense_attention
 from cp_mesh.errors import refuse
 from cp_mesh.kernels.combine import accumulation_dtype, make_delta
 from cp_mesh.kernels.contract import Kernel, KernelTile
-from cp_mesh.kernels.scores import Scores
+from cp_mesh.kernels.scores import TERMS, Scores
 from cp_mesh.layouts import Contiguous, Layout, ZigZag
 from cp_mesh.masks import Mask
 from cp_mesh.methods.ring import gradient_of_sinks, include_sinks
@@ -150,9 +150,7 @@ def verify(
     whole_tensors = {name: x.detach().to(device) for name, x in given.items() if isinstance(x, Tensor)}
     if dtype == torch.float64:  # else their gradients were rounded to less
         whole_tensors |= {name: x.double() for name, x in whole_tensors.items() if x.is_floating_point()}
-    held = dict(whole_tensors)
-    if "bias" in held and held["bias"].shape[2] > 1:
-        held["bias"] = held["bias"][:, :, rows]
+    held = {name: x[_own(name, x, rows)] for name, x in whole_tensors.items()}
     leaves = {name: x.clone().requires_grad_() for name, x in held.items() if x.is_floating_point()}
     settings |= given | held | leaves
     with check_mode():
@@ -186,6 +184,12 @@ def verify(
     if not report.passed:
         raise VerificationError(report)
     return report
+
+
+def _own(name: str, x: Tensor, rows: Tensor) -> tuple[Any, ...]:
+    """The part of a tensor of the scores that this rank holds, as an index: its rows of a term by row, or all."""
+    dim = TERMS[name].dim_of("rows", x.shape) if name in TERMS else None
+    return (...,) if dim is None else (*[slice(None)] * dim, rows)
 
 
 def _dense_scores(scale: float, given: Mapping[str, Any], tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Scores:
@@ -242,12 +246,10 @@ def _compare(
         note(name, error, allowed, of_kernel)
     for name, grad in got.of_scores.items():
         total, want = grad.double(), exact.of_scores[name]
-        if name == "bias" and want.shape[2] > 1:  # of this rank's rows alone
-            mine: tuple[Any, ...] = (slice(None), slice(None), rows)
-            want = want[mine]
-        else:
+        mine = _own(name, want, rows)
+        if mine == (...,):
             dist.all_reduce(total, group=group)
-            mine = ()
+        want = want[mine]
         error, signal = _mean_rms(total - want), _mean_rms(want)
         allowed, of_kernel = torch.full_like(error, EXACT), torch.zeros_like(error)
         if plain is not None and alone is not None:

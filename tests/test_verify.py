@@ -23,7 +23,7 @@ from cp_mesh import Mask, VerificationError, plan
 from cp_mesh.dense import dense_attention
 from cp_mesh.kernels import KERNELS
 from cp_mesh.kernels.contract import Kernel
-from cp_mesh.kernels.scores import Scores
+from cp_mesh.kernels.scores import TERMS, Scores
 
 B, H, K, S, D, E = 2, 6, 3, 17, 5, 4
 BY_NAME = ("out", "lse", "dq", "dk", "dv")
@@ -42,9 +42,7 @@ def by_oracle(mask: str, scores: Scores, tensors: list[Tensor], wanted: list[str
     q, k, v, dout = tensors
     leaves = {"dq": q, "dk": k, "dv": v} | {name: getattr(scores, name) for name in wanted}
     leaves = {name: x.clone().requires_grad_() for name, x in leaves.items()}
-    given = {
-        name: leaves.get(name, getattr(scores, name)) for name in ("sinks", "alibi_slopes", "relative_bias", "bias")
-    }
+    given = {name: leaves.get(name, getattr(scores, name)) for name in TERMS}
     kept = None
     if scores.dropout_p:
         assert scores.dropout_seed is not None
@@ -62,7 +60,7 @@ def by_oracle(mask: str, scores: Scores, tensors: list[Tensor], wanted: list[str
 @pytest.mark.parametrize("mask", ["causal", "window", "everything", "no key at all"])
 def test_float64_is_dense_attention(mask: str, score: str, num_scores: int) -> None:
     tensors, scores = list(oracle.make_qkv(B, H, K, S, D, E)), scores_of(score)
-    wanted = [name for name in ("sinks", "alibi_slopes", "relative_bias", "bias") if getattr(scores, name) is not None]
+    wanted = [name for name in TERMS if getattr(scores, name) is not None]
     with mock.patch("cp_mesh.dense.MAX_SCORES", num_scores):
         got = dense_attention(*tensors, Mask(**MASKS[mask](B, S)), scores, wanted)
     assert list(got.of_scores) == sorted(wanted)

@@ -58,12 +58,13 @@ def _added(scores: Scores, where: Where, first_row: int, num_kv_heads: int) -> T
     return total[:, None] if total.shape[1] == 1 else rearrange(total, "b (k g) i j -> b k g i j", k=num_kv_heads)
 
 
-def _add_gradients(total: ScoreGradients, dscores: Tensor, where: Where, first_row: int) -> None:
+def _add_gradients(total: ScoreGradients, scores: Scores, dscores: Tensor, where: Where, first_row: int) -> None:
     """Add what dscores [B, H, rows, Sk] of the query rows ``first_row`` onwards contribute."""
-    of_rows = total.part(rows=(first_row, first_row + dscores.shape[2]))
+    rows = first_row, first_row + dscores.shape[2]
+    total, scores = total.part(rows=rows), scores.rows(*rows)
     for name in ADDED:
-        if (x := getattr(of_rows, name)) is not None:
-            TERMS[name].add_gradient(x, dscores, where)
+        if (grad := getattr(total, name)) is not None:
+            TERMS[name].add_gradient(grad, getattr(scores, name), dscores, where)
 
 
 def _dropout_factors(scores: Scores, cover: Band | Pairs | Segments, first_row: int, probs: Tensor) -> Tensor:
@@ -123,7 +124,7 @@ def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradient
         dscores = probs * (dprobs - delta[:, :, :, rows])
         if tile.scores.wanted:
             where = _where(tile.cover, begin, q_rows.shape[3])
-            _add_gradients(of_scores, dscores.flatten(1, 2), where, begin)
+            _add_gradients(of_scores, tile.scores, dscores.flatten(1, 2), where, begin)
         dx = dscores * slope * tile.scores.scale
         dqs.append(torch.einsum("bkgij,bkjd->bkgid", dx, k))
         dk += torch.einsum("bkgij,bkgid->bkjd", dx, q_rows)

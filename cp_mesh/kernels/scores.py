@@ -2,9 +2,8 @@
 
 A `Term` is one tensor that changes scores: which dims it has (so its shape is checked, and it is sliced and placed on a
 mesh, by one rule), what it adds to a score and what gradient it gets. The reference kernel applies terms as they are
-written here; a fast kernel has code of its own for those that it names in `Capability.features`. To add one: a subclass
-and an entry in `TERMS` here, a field of that name in `Scores`, `ScoreGradients` and `cp_mesh.call.Tensors`, and the
-argument of `cp_mesh.attention`.
+written here; a fast kernel has code of its own for those that it names in `Capability.features`. How to add one:
+"Add a score term" in docs/contributing.md.
 """
 
 from __future__ import annotations
@@ -41,11 +40,13 @@ class Term(ABC):
         name: its name as an argument and in `Scores`.
         dims: what its dims run over.
         broadcasts: whether dims of the batch, heads and rows may have size 1, for all.
+        of_keys: whether it is added to scores of keys; else the pass applies it when it ends.
     """
 
     name: ClassVar[str]
     dims: ClassVar[tuple[Dim, ...]]
     broadcasts: ClassVar[bool] = False
+    of_keys: ClassVar[bool] = True
 
     def sizes(self, of_q: dict[str, int]) -> tuple[tuple[int, ...], ...]:
         """The sizes that each dim may have, from those of q and the number of keys; none: odd ones."""
@@ -69,8 +70,8 @@ class Term(ABC):
         """What it adds to scores: broadcasts to [B, H, rows, keys]; ``x`` is narrowed to these heads and rows."""
 
     @abstractmethod
-    def add_gradient(self, total: Tensor, dscores: Tensor, where: Where) -> None:
-        """Add to its gradient ``total`` what gradients of scores [B, H, rows, keys] contribute."""
+    def add_gradient(self, total: Tensor, x: Tensor, dscores: Tensor, where: Where) -> None:
+        """Add to its gradient ``total``, like ``x``, what gradients of scores [B, H, rows, keys] contribute."""
 
 
 class AlibiSlopes(Term):
@@ -81,7 +82,7 @@ class AlibiSlopes(Term):
     def added(self, x: Tensor, where: Where) -> Tensor:
         return -(x[:, None, None] * where.distance.abs())
 
-    def add_gradient(self, total: Tensor, dscores: Tensor, where: Where) -> None:
+    def add_gradient(self, total: Tensor, x: Tensor, dscores: Tensor, where: Where) -> None:
         total.sub_((dscores * where.distance.abs()).sum((0, 2, 3)))
 
 
@@ -94,7 +95,7 @@ class RelativeBias(Term):
         reach = x.shape[1] // 2
         return x[:, where.distance.clamp(-reach, reach) + reach]
 
-    def add_gradient(self, total: Tensor, dscores: Tensor, where: Where) -> None:
+    def add_gradient(self, total: Tensor, x: Tensor, dscores: Tensor, where: Where) -> None:
         """A query's distances differ, so each has a bin of its own: no sum depends on order.
 
         The outermost bins, of clipped distances, are summed apart.
@@ -118,26 +119,28 @@ class Bias(Term):
     def added(self, x: Tensor, where: Where) -> Tensor:
         return x.index_select(3, where.k_pos)
 
-    def add_gradient(self, total: Tensor, dscores: Tensor, where: Where) -> None:
+    def add_gradient(self, total: Tensor, x: Tensor, dscores: Tensor, where: Where) -> None:
         total[..., where.k_pos] += dscores.sum_to_size((*total.shape[:3], dscores.shape[3]))
 
 
 class Sinks(Term):
     """A logit of each head that joins the softmax's denominator. Tiles do not see it: see `Scores.sinks`."""
 
-    name, dims = "sinks", ("heads",)
+    name, dims, of_keys = "sinks", ("heads",), False
 
     def added(self, x: Tensor, where: Where) -> Tensor:
         raise NotImplementedError("sinks are no scores of keys: the pass applies them when it ends")
 
-    def add_gradient(self, total: Tensor, dscores: Tensor, where: Where) -> None:
+    def add_gradient(self, total: Tensor, x: Tensor, dscores: Tensor, where: Where) -> None:
         raise NotImplementedError("see `cp_mesh.methods.ring.gradient_of_sinks`")
 
 
 TERMS: dict[str, Term] = {term.name: term for term in (Sinks(), AlibiSlopes(), RelativeBias(), Bias())}
 """In the order in which the ops take them, and return their gradients."""
-ADDED = ("alibi_slopes", "relative_bias", "bias")
+ADDED = tuple(name for name, term in TERMS.items() if term.of_keys)
 """Terms that are added to scores; they read positions."""
+OF_ROWS = tuple(name for name, term in TERMS.items() if "rows" in term.dims)
+"""Terms of which each rank holds the rows of its queries."""
 POSITIONAL = frozenset({*ADDED, "dropout"})
 """Features of scores that depend on positions; with any of them every tile's cover is a `Pairs`."""
 
@@ -199,7 +202,8 @@ class Scores:
 
     def rows(self, begin: int, end: int) -> Scores:
         """Those of the query rows begin to end."""
-        return self if self.bias is None else replace(self, **_narrowed(self, TERMS, "rows", begin, end))
+        narrowed = _narrowed(self, OF_ROWS, "rows", begin, end)
+        return replace(self, **narrowed) if narrowed else self
 
 
 @dataclass(frozen=True, eq=False)
