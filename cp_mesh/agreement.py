@@ -57,10 +57,7 @@ def announce_refusal(group: dist.ProcessGroup, error: Exception) -> None:
 
 
 def fingerprint(tensor: Tensor | None) -> str:
-    """Shape, dtype, device type and a hash of the content; reads the tensor on the host.
-
-    The device type counts because the schedule skips tiles by documents that it can read on the host.
-    """
+    """Shape, dtype, device type and a hash of the content; reads the tensor on the host."""
     if tensor is None:
         return "None"
     # a copy: NumPy pins the memory that it is shown, and FSDP2 frees that of a parameter after its use

@@ -57,7 +57,7 @@ def balance(mask: Mask, seq_len: int, cp_size: int) -> Balanced:
     if mask.documents is not None and mask.documents.shape[-1] != seq_len:
         hint = "pass their seq_len"
         refuse("balance: mask.documents", f"{seq_len} tokens", mask.documents.shape[-1], hint)
-    edges = np.unique(np.concatenate([x.edges for x in _documents(mask, seq_len)])).tolist()
+    edges = np.unique(np.concatenate([[0, seq_len], *(x.edges for x in _documents(mask, seq_len))])).tolist()
     work = memoryview(np.r_[0, keys_seen(mask, seq_len).cumsum()])  # before each position, and in all
     parts: list[Part] = []  # light to dense
     for begin, end in pairwise(edges):

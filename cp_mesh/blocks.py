@@ -216,6 +216,10 @@ def squares(blocks: Array) -> Array:
     loose = (blocks[:, LEFT] == NONE) & (blocks[:, RIGHT] > 0) & (blocks[:, RIGHT] < NONE)
     if not loose.any():
         return blocks
+    all_seen = loose & (blocks[:, RIGHT] >= blocks[:, Q_END] - blocks[:, Q] - 1)
+    blocks = blocks.copy()
+    blocks[all_seen, RIGHT] = NONE
+    loose &= ~all_seen
     causal, full = blocks[loose], blocks[loose]
     cut_at = causal[:, Q_END] - causal[:, RIGHT]
     causal[:, Q_END], causal[:, RIGHT] = cut_at, 0

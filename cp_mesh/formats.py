@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
@@ -24,7 +23,7 @@ class Format:
     dims: dict[str, int]
     lse_dims: dict[str, int]
 
-    @cached_property
+    @property
     def is_packed(self) -> bool:
         """Whether documents lie one after the other in place of a batch."""
         return "batch" not in self.dims

@@ -129,11 +129,15 @@ class _OfPieces:
         self.shard_lens = _shard_lens(pieces, cp_size)
         self._q, self._k, self._cp_size = pieces, keys_of(pieces, mask, seq_len), cp_size
         self._opaque = mask.elementwise
-        order = is_order(mask) and not self._opaque
-        self._one_tile = increasing(pieces, cp_size) if order else np.zeros(cp_size, dtype=bool)
+        compares_order = is_order(mask) and not self._opaque
+        self._one_tile = increasing(pieces, cp_size) if compares_order else np.zeros(cp_size, dtype=bool)
         self._documents: list[tuple[Array, Array]] = []  # by batch row, bounds of pieces of queries and of keys
         if mask.documents is not None:
-            self._documents = [(_label_bounds(x, pieces), _label_bounds(x, self._k)) for x in mask.runs()]
+            simple = pieces.regular.all() and (pieces.stride == 1).all()
+            order = None if simple else layout.permutation(seq_len, cp_size).numpy()
+            self._documents = [
+                (self._label_bounds(x, pieces, order), self._label_bounds(x, self._k, order)) for x in mask.runs()
+            ]
         self.facts = self._survey()
 
     def of_receiver(self, rank: int) -> tuple[Array, ...]:
@@ -144,6 +148,24 @@ class _OfPieces:
     def of_source(self, rank: int) -> Array:
         table = self._table(np.arange(self._q.num), np.flatnonzero(self._k.rank == rank))
         return table[table[:, RECEIVER] != rank]
+
+    def _label_bounds(self, documents: Documents, pieces: Pieces, order: Array | None) -> Array:
+        """Smallest and largest document of each piece: [2, pieces]. ``order``: the positions of rank after rank; None:
+        every piece is a run of stride 1."""
+        if not pieces.num:
+            return np.zeros((2, 0), dtype=np.int64)
+        labels = documents.labels
+        if order is None:
+            first = np.searchsorted(documents.edges, pieces.low, side="right") - 1
+            last = np.searchsorted(documents.edges, pieces.high, side="right")
+        else:
+            lens = np.array(self.shard_lens)
+            labels = np.repeat(labels, np.diff(documents.edges))[order]
+            first = (np.cumsum(lens) - lens)[pieces.rank] + pieces.row
+            last = first + pieces.length
+        edges = np.stack([first, last], 1).reshape(-1)
+        labels = np.r_[labels, 0]  # so that an end may be named
+        return np.stack([bound.reduceat(labels, edges)[::2] for bound in (np.minimum, np.maximum)])
 
     def _table(self, q: Array, k: Array) -> Array:
         i, j = _indices(self._seen(q, k)[0])
@@ -223,7 +245,7 @@ class _OfPieces:
         """How many keys each block of q[i] and k[j] names: those alike in lengths and offset are looked at once."""
         q, k, alike, num = self._q, self._k, np.arange(len(i)), len(i)
         if len(i) > FEW and q.regular.all() and k.regular.all():
-            (q_kind, q_kinds), (k_kind, k_kinds) = self._kinds
+            (q_kind, q_kinds), (k_kind, k_kinds) = self._like
             offset = q.low[i] - k.low[j]
             lowest = int(offset.min())
             range_of = (int(offset.max()) - lowest + 1) * q_kinds * k_kinds
@@ -241,7 +263,7 @@ class _OfPieces:
         return keys[alike]
 
     @cached_property
-    def _kinds(self) -> tuple[tuple[Array, int], tuple[Array, int]]:
+    def _like(self) -> tuple[tuple[Array, int], tuple[Array, int]]:
         """A number for all that matters of a piece but its position, and how many there are: of queries and of keys."""
         kinds = []
         for x in (self._q, self._k):
@@ -377,7 +399,9 @@ class _OfDocuments:
         for q, k in self._rows:
             of_row = []
             num_keys = np.searchsorted(k.document, q.document, "right") - np.searchsorted(k.document, q.document)
+            of_one = Groups.of(q.document * size + q.rank) if q.num else None  # what one rank holds of a document
             chunk = np.cumsum(num_keys) // CHUNK
+            chunk = chunk if of_one is None else chunk[of_one.first][of_one.group]
             for number in range(int(chunk.max(initial=0)) + 1):
                 blocks = self._blocks(q, k, np.flatnonzero(chunk == number))
                 if (blocks[:, LEFT] == PAIRS).any():
@@ -386,7 +410,8 @@ class _OfDocuments:
                 bands = np.unique(bands, axis=0)
                 if len(bands) and np.bincount(bands[:, 0]).max() > MAX_BANDS:
                     return None
-                windows |= "window" in _kinds(blocks)
+                left, right = blocks[:, LEFT], blocks[:, RIGHT]
+                windows |= bool(((left < NONE) | ((right != 0) & (right < NONE))).any())
                 away = blocks[blocks[:, RECEIVER] != blocks[:, SOURCE]]
                 overlapping |= _shares_keys(away, size)
                 owner = away[:, RECEIVER] * size + away[:, SOURCE]
@@ -404,17 +429,6 @@ def _same_document(q: Array, k: Array) -> tuple[Array, Array]:
     first = np.searchsorted(k, q)
     i, place = expand(np.searchsorted(k, q, side="right") - first)
     return i, first[i] + place
-
-
-def _label_bounds(documents: Documents, pieces: Pieces) -> Array:
-    """Smallest and largest document of each piece, or of what lies between its positions: [2, pieces]."""
-    if not pieces.num:
-        return np.zeros((2, 0), dtype=np.int64)
-    first = np.searchsorted(documents.edges, pieces.low, side="right") - 1
-    last = np.searchsorted(documents.edges, pieces.high, side="right")
-    labels = np.r_[documents.labels, 0]  # so that an end may be named
-    edges = np.stack([first, last], 1).reshape(-1)
-    return np.stack([bound.reduceat(labels, edges)[::2] for bound in (np.minimum, np.maximum)])
 
 
 def _bands(blocks: Array) -> Array:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -220,6 +221,9 @@ class Permuted(Layout):
             )
         object.__setattr__(self, "index", index)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state | {"index": owned(state["index"])})  # of a copy, or in another process
+
     @property
     def tensor(self) -> Tensor:
         """The index as an int64 CPU tensor [seq_len]."""
@@ -274,6 +278,9 @@ class Balanced(Layout):
                 f"Balanced: expected runs [num_runs, 2] of first position and length that hold every position once, got"
                 f" shape {tuple(table.shape)} with gaps, overlaps or lengths below 1; cp_mesh.balance makes valid ones"
             )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state | {"table": owned(state["table"])})  # of a copy, or in another process
 
     @property
     def tensor(self) -> Tensor:

@@ -176,6 +176,11 @@ class Mask:
             if tensor is not None and not is_owned(tensor):  # some mask's already, as in dataclasses.replace
                 object.__setattr__(self, name, owned(tensor))
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """From another process, or a copy: its tensors are this mask's own."""
+        tensors = {name: state[name] for name in ("documents", "key_padding") if state[name] is not None}
+        vars(self).update(state | {name: owned(x) for name, x in tensors.items()})
+
     @classmethod
     def from_cu_seqlens(
         cls,
@@ -193,7 +198,7 @@ class Mask:
             causal, window: as in `Mask`.
 
         Returns:
-            A mask with ``documents`` [S] on the device of ``cu_seqlens``.
+            A mask with ``documents`` [S].
 
         Raises:
             ArgumentError: if ``cu_seqlens`` is not of that form.
@@ -232,7 +237,7 @@ class Mask:
 
         Args:
             q_pos: int64 [Lq] positions of the queries.
-            k_pos: int64 [Lk] positions of the keys, on the same device (as the mask's tensors).
+            k_pos: int64 [Lk] positions of the keys, on the same device.
 
         Returns:
             bool [B, Lq, Lk]; B is 1 where nothing depends on the batch.
@@ -251,10 +256,10 @@ class Mask:
             keep &= (k_pos < self.length)[None, :]
         keep = keep[None]
         if self.documents is not None:
-            ids = torch.atleast_2d(self.documents)
+            ids = torch.atleast_2d(self.documents).to(q_pos.device)
             keep = keep & (ids[:, q_pos, None] == ids[:, None, k_pos])
         if self.key_padding is not None:
-            keep = keep & torch.atleast_2d(self.key_padding)[:, None, k_pos]
+            keep = keep & torch.atleast_2d(self.key_padding).to(k_pos.device)[:, None, k_pos]
         return keep
 
     def reaches(self, seq_len: int) -> tuple[Reach, ...]:

@@ -18,15 +18,27 @@ from torch import Tensor
 from cp_mesh.errors import refuse
 
 T = TypeVar("T")
-_NOTES = "_cp_mesh_notes"  # on an owned tensor: what was read of it, by what reads it
+_NOTES = "_cp_mesh_notes"  # on an owned tensor: what was read of it
+
+
+class _Notes(dict[Any, Any]):
+    """What was read of one tensor, by what reads it and the version of the tensor; no part of a copy of the tensor."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Notes:
+        return _Notes()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Notes, ()
 
 
 def owned(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """A copy on the CPU that nobody else writes to; a meta tensor stays one."""
     device = "meta" if tensor.is_meta else "cpu"
-    copy = tensor.detach().to(device, dtype or tensor.dtype, copy=True, memory_format=torch.contiguous_format)
-    if not torch.compiler.is_compiling():
-        setattr(copy, _NOTES, {})
+    if torch.compiler.is_compiling():
+        return tensor.detach().to(device, dtype or tensor.dtype, copy=True, memory_format=torch.contiguous_format)
+    with torch.inference_mode(False):  # tensors of inference have no version
+        copy = tensor.detach().to(device, dtype or tensor.dtype, copy=True, memory_format=torch.contiguous_format)
+    setattr(copy, _NOTES, _Notes())
     return copy
 
 
@@ -41,8 +53,8 @@ def read_once(tensor: Tensor, read: Callable[[Tensor], T]) -> T:
         ArgumentError: if the tensor has no content.
     """
     if tensor.device.type != "cpu":
-        refuse("a mask's tensor", "one with content on the CPU", tensor.device, "make a Mask of it")
-    notes: dict[Any, Any] | None = getattr(tensor, _NOTES, None)
+        refuse("a tensor of a mask or layout", "one with content", tensor.device, "make it of a tensor with content")
+    notes: _Notes | None = getattr(tensor, _NOTES, None)
     if notes is None:
         return read(tensor)
     key = read, tensor._version
@@ -59,21 +71,26 @@ class Content:
         tensor: an owned one.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor, flat = tensor, tensor.flatten().numpy()
-        # where values change, and to what: all there is, and little for documents and padding
-        begins = np.flatnonzero(np.r_[np.ones(min(1, len(flat)), dtype=bool), flat[1:] != flat[:-1]])
-        digest = hashlib.blake2b(begins.tobytes() + flat[begins].tobytes(), digest_size=16)
-        self._key = tuple(tensor.shape), tensor.dtype, digest.digest()
-        self._hash = hash(self._key)
+    def __init__(self, tensor: Tensor, key: tuple[Any, ...]) -> None:
+        self.tensor, self._key = tensor, key
 
     @classmethod
     def of(cls, tensor: Tensor) -> Content:
         """Of an owned tensor what is known of it; of others, also on a device, what a copy holds now."""
-        return read_once(tensor if is_owned(tensor) else owned(tensor), cls)
+        tensor = tensor if is_owned(tensor) else owned(tensor)
+        return cls(tensor, read_once(tensor, _digest))
 
     def __hash__(self) -> int:
-        return self._hash
+        return hash(self._key)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Content) and self._key == other._key)
+
+
+def _digest(tensor: Tensor) -> tuple[Any, ...]:
+    """Equal for tensors of equal content. No part of the tensor: what is noted on it must not keep it alive."""
+    flat = tensor.flatten().numpy()
+    # where values change, and to what: all there is, and little for documents and padding
+    begins = np.flatnonzero(np.r_[np.ones(min(1, len(flat)), dtype=bool), flat[1:] != flat[:-1]])
+    digest = hashlib.blake2b(begins.tobytes() + flat[begins].tobytes(), digest_size=16)
+    return tuple(tensor.shape), tensor.dtype, digest.digest()

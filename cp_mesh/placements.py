@@ -1,8 +1,8 @@
 """DTensors of a call: which mesh axis is cp, how mesh axes place each tensor, and what is refused of that.
 
 The placements of every tensor of an op follow from those of q: a mesh axis shards the sequence, heads or batch, or
-nothing. `row` says so for one axis; the sharding rules of the ops, the checks of the door and what wraps plain tensors
-read it there.
+nothing. `Format.rows` and `score_placements` say so for one axis; the sharding rules of the ops, the checks of the door
+and what wraps plain tensors read it there.
 """
 
 from __future__ import annotations

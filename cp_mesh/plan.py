@@ -1,10 +1,9 @@
 """Plan: one call's options, validated against its tensors and resolved to a layout, mask, schedule and kernel.
 
-`Options` is what the op carries as a string; `make_plan` is run on every rank before the first collective. What depends
-on local tensors alone is refused here; `cp_mesh.attention` refuses what only it sees (types, DTensors' placements). The
-checks read what a rank can see alone. What they read is equal on all ranks, so
-all ranks raise alike, except for two things that only ranks together can compare: arguments that differ between
-ranks, and the number of local rows where shards are unequal. Check mode finds both on every rank.
+`make_plan` is run on every rank before the first collective. What depends on local tensors alone is refused here;
+`cp_mesh.attention` refuses what only it sees (types, DTensors' placements). What these checks read is equal on all
+ranks if the ranks' arguments are, so all ranks raise alike. Two things only ranks together can find out: arguments that
+differ between ranks, and a wrong number of local rows where shards are unequal. Check mode compares both.
 """
 
 from __future__ import annotations

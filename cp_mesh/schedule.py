@@ -32,7 +32,7 @@ MAX_STAGE = 4  # steps in a stage at most: a stage's buffer is received while an
 
 @dataclass(frozen=True)
 class Tile:
-    """A block of local query rows against a block of one source's local key rows; ``cover`` is never EMPTY."""
+    """A block of local query rows against a block of one source's local key rows, of which some pairs count."""
 
     q: Rows
     k: Rows
@@ -190,7 +190,7 @@ def make_schedule(
     fetch = unions(away[:, SOURCE], away[:, K], away[:, K_END])
     asked = found.of_source(cp_rank)
     fetched, served = _by_rank(fetch, cp_size), _by_rank(unions(asked[:, 0], asked[:, K], asked[:, K_END]), cp_size)
-    groups, placed = _groups(steps), []
+    groups = _groups(steps)
     stage_of = np.full(cp_size, -1)  # by source; this rank's own rows are in none
     for number, group in enumerate(groups):
         stage_of[[(cp_rank - step) % cp_size for step in group]] = number

@@ -94,7 +94,7 @@ class ShardedSequence:
         """This sequence in the layout in which every rank computes an equal share of one batch's mask.
 
         Args:
-            mask: of the sequence without padding; its documents, if any, on the CPU.
+            mask: of the sequence without padding, of positions and documents.
 
         Raises:
             ArgumentError, UnsupportedError: as in `cp_mesh.balance`, and without documents and ``length``.

@@ -201,6 +201,8 @@ def _fetch_problems(
         if source == rank:
             problems += [f"{where}: fetches its own {ranges}"] if ranges else []
             continue
+        if num_rows(ranges) != schedule.route.needed[rank][source]:
+            problems.append(f"{where}: fetches {ranges}, counted {schedule.route.needed[rank][source]} rows")
         if ranges != schedules[source].serve[rank]:
             problems.append(f"{where}: fetches {ranges}, is served {schedules[source].serve[rank]}")
         if any(

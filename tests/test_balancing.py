@@ -130,6 +130,12 @@ def test_tables_that_must_be_refused(table):
         Balanced(table)
 
 
+def test_no_batch_row_and_no_token():
+    empty = Mask(documents=torch.zeros(0, 8, dtype=torch.int64))
+    assert sorted(balance(empty, 8, 2).permutation(8, 2).tolist()) == list(range(8))
+    assert balance(Mask(documents=torch.zeros(1, 0, dtype=torch.int64)), 0, 2).permutation(0, 2).tolist() == []
+
+
 def test_another_length_is_refused():
     with pytest.raises(ArgumentError, match=r"Balanced: expected seq_len 4, the length of its runs, got 5"):
         Balanced([[0, 4]]).positions(5, 2, 0)

@@ -173,6 +173,25 @@ def test_facts_are_those_of_the_blocks(layout, S, cp_size, mask, documents, seed
         assert facts.overlapping == want["overlapping"]
 
 
+@pytest.mark.parametrize("chunk", (1, 7, 30))
+@pytest.mark.parametrize("name", ("zigzag", "striped", "balanced"))
+def test_facts_do_not_depend_on_how_many_are_looked_at_together(monkeypatch, name, chunk):
+    S = 60
+    ids = torch.repeat_interleave(torch.arange(4), torch.tensor([3, 40, 11, 6]))
+    for options in ({}, {"prefix": 20}, {"window": (7, None)}, {"causal": False}):
+        mask, layout = Mask(documents=ids, **options), LAYOUTS[name](S)
+        for by_documents, cp_size in product((False, True), (3, 5)):
+            forget_plans()
+            want = geometry.geometry(layout, mask, S, cp_size, by_documents).facts
+            with monkeypatch.context() as patch:
+                patch.setattr(geometry, "CHUNK", chunk)
+                patch.setattr(geometry, "FEW", 0)
+                forget_plans()
+                got = geometry.geometry(layout, mask, S, cp_size, by_documents).facts
+            assert got.needed.tolist() == want.needed.tolist() and got[1:] == want[1:]
+    forget_plans()
+
+
 SIZES = {64: (0, 1, 31, 63), 256: (0, 100, 255), 1024: (0, 511, 1023)}
 LARGE = {
     "causal": {},

@@ -13,7 +13,7 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from dense import dense_attention, dense_mask, make_qkv
 from model import Core, Model, batch, tensor_parallel_plan
-from ranks import mesh, num_collectives
+from ranks import Pool, mesh, num_collectives
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh
@@ -453,3 +453,23 @@ def breaks_around_a_skipped_call(rank: int) -> list[str]:
 def test_the_op_is_not_traced_into(pool: Any) -> None:
     ((only,),) = pool(1).run(breaks_around_a_skipped_call)
     assert "torch.compiler.disable" in only
+
+
+def first_call(rank: int) -> bool:
+    axis = mesh((1,), ("cp",))
+    q, k, v = make_qkv(1, 2, 2, 8, 4)[:3]
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return cp_mesh.attention(q, k, v, mesh=axis)
+
+    compiled = torch.compile(fn, backend="eager", fullgraph=True)(q, k, v)
+    return torch.equal(compiled, fn(q, k, v))
+
+
+def test_the_first_call_of_a_process_may_be_compiled() -> None:
+    """What is made on first use must be made so that Dynamo can trace it."""
+    pool = Pool(1)
+    try:
+        assert pool.run(first_call) == [True]
+    finally:
+        pool.close()

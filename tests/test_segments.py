@@ -61,6 +61,7 @@ CONDITIONS: dict[str, dict[str, Any]] = {
     "causal and length": {"length": 20},
     "prefix": {"prefix": 9},
     "prefix of a window": {"prefix": 9, "window": (4, None)},
+    "prefix that sees ahead": {"prefix": 9, "window": (None, 3)},
 }
 
 

@@ -1,0 +1,78 @@
+"""Tensors that masks and layouts own: in inference, in copies, in other processes, and when they are freed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cp_mesh import Balanced, Mask, Permuted, ZigZag, balance
+from cp_mesh.owned import Content, is_owned, read_once
+from cp_mesh.schedule import make_schedule
+
+IDS = torch.arange(24) // 7
+
+
+def rows(mask: Mask) -> list[Any]:
+    return [make_schedule(ZigZag(), mask, 24, 2, rank, True).fetch for rank in range(2)]
+
+
+def test_in_inference() -> None:
+    with torch.inference_mode():
+        mask = Mask(documents=torch.arange(24) // 7)
+        layout = balance(mask, 24, 2)
+        assert rows(mask) == rows(Mask(documents=IDS)) and hash(layout) == hash(balance(Mask(documents=IDS), 24, 2))
+        assert hash(Permuted(torch.arange(24))) == hash(Permuted(range(24)))
+    assert rows(mask) == rows(Mask(documents=IDS))
+    assert not mask.documents.is_inference()
+
+
+@pytest.mark.parametrize("how", ("pickle", "deepcopy"))
+def test_copies_own_their_tensors(how: str) -> None:
+    mask, layout = Mask(documents=IDS, key_padding=IDS > 0), Balanced([[8, 16], [0, 8]])
+    rows(mask)
+    copied, other = (pickle.loads(pickle.dumps(x)) if how == "pickle" else copy.deepcopy(x) for x in (mask, layout))
+    assert is_owned(copied.documents) and is_owned(copied.key_padding) and is_owned(other.tensor)
+    assert copied.documents.data_ptr() != mask.documents.data_ptr()
+    assert torch.equal(copied.documents, mask.documents) and copied.spec() == mask.spec() and other == layout
+    copied.documents.fill_(0)  # which no user should; what was read of the first is not the copy's
+    assert len(copied.runs()[0].edges) == 2 and len(mask.runs()[0].edges) == 5
+
+
+def test_what_is_read_is_read_once() -> None:
+    asked: list[int] = []
+
+    def read(tensor: Tensor) -> int:
+        asked.append(1)
+        return int(tensor.sum())
+
+    mask = Mask(documents=IDS)
+    assert [read_once(mask.documents, read) for _ in range(3)] == [int(IDS.sum())] * 3 and len(asked) == 1
+    mask.documents.add_(1)
+    assert read_once(mask.documents, read) == int(IDS.sum()) + 24 and len(asked) == 2
+    assert [read_once(IDS, read) for _ in range(2)] == [int(IDS.sum())] * 2 and len(asked) == 4  # nobody's
+
+
+def test_documents_are_freed_without_the_garbage_collector() -> None:
+    """Trainers turn it off: what is noted on a tensor must not keep the tensor."""
+    gc.disable()
+    try:
+        mask = Mask(documents=IDS)
+        mask.runs(), Content.of(mask.documents)
+        freed = weakref.ref(mask.documents)
+        del mask
+        assert freed() is None
+    finally:
+        gc.enable()
+
+
+def test_allowed_takes_positions_of_another_device() -> None:
+    mask = Mask(documents=IDS, key_padding=IDS > 0)
+    at = torch.arange(24, device="meta")
+    assert mask.allowed(at, at).device.type == "meta"
