@@ -118,7 +118,7 @@ def _(grid: Any) -> Any:
     return with_arguments(grid, k=lambda k: k._replace(nearest=k.nearest + 1))
 
 
-@plant("pieces that share their last document alone are left out", "geometry:_label_bounds", "coverage")
+@plant("pieces that share their last document alone are left out", "geometry:_OfPieces._label_bounds", "coverage")
 def _(label_bounds: Any) -> Any:
     return with_result(label_bounds, lambda bounds: (bounds[0], bounds[1] - 1))
 
