@@ -98,7 +98,7 @@ class Capability:
         dtypes: dtypes of q, k and v.
         compute_capability: least CUDA compute capability, (0, 0) on the CPU.
         covers: tile covers: "full", "causal" (any lower-bounded band), "window", "pairs" (masks read from tensors),
-            "segments" (documents known on the host).
+            "segments" (packed documents, as sequences).
         max_head_dim: largest head dim; head dims are multiples of ``head_dim_multiple``.
         wide_heads_on: if given, the compute capabilities on which head dims above 192 have a backward.
         v_head_dim: whether v's head dim may differ from q's and k's.
