@@ -269,6 +269,9 @@ CASES: dict[str, Case] = {
     "seq_len of other shards": refused(ARGUMENT, "local sequence length", "seq_len=32", "got 6 rows", "seq_len=24")(
         lambda: attend(seq_len=32)
     ),
+    "a sequence of a billion tokens": refused(UNSUPPORTED, "seq_len", "fewer than 1073741824 tokens", "split")(
+        lambda: attend(seq_len=1 << 30)
+    ),
     "a float for a length": refused(ARGUMENT, "seq_len", "24.0")(lambda: attend(seq_len=float(S))),
     "unequal shards unsaid": refused(ARGUMENT, "local sequence length", "striped", "seq_len=")(
         lambda: attend(layout=Striped(), seq_len=S + 4)
