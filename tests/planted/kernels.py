@@ -148,7 +148,7 @@ def _(backward: Any) -> Any:
     return with_arguments(backward, t=lambda tile: tile._replace(v=tile.v.roll(1, dims=1)))
 
 
-@plant("rows outside of all sequences are not cleared", "kernels.flash_attn:_fa4_segments_forward", "sequences")
+@plant("rows outside of all sequences are not cleared", "kernels.flash_attn_4:_forward", "sequences")
 def _(forward: Any) -> Any:
     def uncleared(results: Any) -> Any:
         out, lse = results
@@ -158,7 +158,7 @@ def _(forward: Any) -> Any:
 
 
 @plant(
-    "gradients of keys outside of all sequences are not cleared", "kernels.flash_attn:_fa4_segments_backward",
+    "gradients of keys outside of all sequences are not cleared", "kernels.flash_attn_4:_backward",
     "sequences",
 )  # fmt: skip
 def _(backward: Any) -> Any:
@@ -169,7 +169,7 @@ def _(backward: Any) -> Any:
     return with_result(backward, uncleared)
 
 
-@plant("the backward is another one where it should repeat", "kernels.flash_attn:FA4", "deterministic")
+@plant("the backward is another one where it should repeat", "kernels.flash_attn_4:FA4", "deterministic")
 def _(kernel: Any) -> Any:
     return replace(kernel, reproducible=None)
 

@@ -1,0 +1,45 @@
+"""Kernels that are compiled when first met: one rank of a host compiles, the others load what it wrote to disk."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PATIENCE = 60.0
+"""Seconds to wait for another rank's compilation. A kernel takes 1 to 10; a rank that waited in vain compiles it too.
+Without an end two ranks could wait for each other: one for this lock, one, in a launch, for the other's next kernel."""
+
+
+@contextmanager
+def one_rank_compiles() -> Iterator[None]:
+    """Hold a lock of this user on this host, for a first call that may compile. Where there are no locks, none is held.
+
+    Compilers that look for others' results before they begin, and write their own, then compile once a host.
+    """
+    try:
+        import fcntl  # not on Windows
+
+        folder = Path(tempfile.gettempdir()) / getpass.getuser() / "cp_mesh"
+        folder.mkdir(parents=True, exist_ok=True)
+        file = os.open(folder / "compiling.lock", os.O_WRONLY | os.O_CREAT, 0o600)
+    except (ImportError, OSError, KeyError):
+        yield
+        return
+    try:
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.02)
+        yield
+    finally:
+        os.close(file)  # and with it the lock

@@ -1,0 +1,359 @@
+"""FlashAttention-4 (package flash-attn-4): what is compiled, and calls that skip its Python.
+
+Calls are as in `flash_attn`. Its softcap computes tanh with a relative error of 2⁻¹¹.
+
+**Variants.** It compiles a kernel when a kind of call is first met: dtype, head dims, heads per kv head, softcap, which
+sides of the band are bounded, packed sequences or not, and whether a sequence may be longer than a block. Lengths,
+strides, the bounds themselves and the scale are no part of it. Calls with packed sequences are made alike: the longest
+sequence is said to be `LONGEST` at least, and `MOST_SEQUENCES` go into a call, above which another kernel is used. So
+packed documents take two variants, full and causal, of each pass, whatever the batch. What is compiled is kept on disk
+(`FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=0` in the environment is respected), and one rank of a host compiles at a time.
+A variant must have been compiled before it is captured in a CUDA graph.
+
+**Host time.** Its Python takes 73 us of a forward call and 95 of a backward, to check arguments and to find what it
+compiled (Dao-AILab/flash-attention, issue 2426). So the first call of a kind goes through its Python, and what it
+launches is noted; if that is what `_forward_launches` and `_backward_launches` say, later calls launch it at once. A
+release that differs, short tiles and deterministic calls keep its Python.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cp_mesh.kernels.combine import accumulation_dtype
+from cp_mesh.kernels.compiling import one_rank_compiles
+from cp_mesh.kernels.contract import Capability, Pairs
+from cp_mesh.kernels.flash_attn import HALF, bshd, import_once, lacks, window_of, writable
+from cp_mesh.kernels.merge import BackwardTile, merging_kernel
+from cp_mesh.kernels.scores import Scores
+from cp_mesh.masks import Band
+from cp_mesh.segments import Segments
+
+LONGEST = 1024
+MOST_SEQUENCES = 256
+SHORT = 256  # rows or keys up to which one block may hold a tile, for which other kernels are compiled
+
+_PACKED = {f"{name}_{side}" for name in ("cu_seqlens", "seqused", "max_seqlen") for side in "qk"}
+_BOTH = {"softmax_scale", "softcap", "window_size_left", "window_size_right"} | _PACKED
+# Parameters that the calls below pass by name: other releases, and other packages of that name, have others.
+_CALLS = {
+    "_flash_attn_fwd": _BOTH | {"return_lse", "out", "lse"},
+    "_flash_attn_bwd": _BOTH | {"dq", "dk", "dv", "deterministic"},
+}
+
+
+def _package() -> Any:
+    # read when the package is imported, whose default is to compile in every process anew
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    return import_once("flash_attn.cute.interface")
+
+
+def _lacks() -> str | None:
+    _package()
+    return lacks("flash_attn.cute.interface", _CALLS, "pip install cp_mesh[flash]")
+
+
+class Packed(NamedTuple):
+    """Sequences of one call, int32: where their rows and keys begin [n + 1], how many there are [n]; and the most."""
+
+    q_begins: Tensor
+    k_begins: Tensor
+    q_lens: Tensor
+    k_lens: Tensor
+    max_q: int
+    max_k: int
+
+
+class Call(NamedTuple):
+    """One call of either pass; q, k and v are [B, S, H, D], or [S, H, D] with packed sequences.
+
+    Attributes:
+        left, right: the band, aligned to the bottom right; None is unbounded.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    left: int | None
+    right: int | None
+    scale: float
+    softcap: float | None
+    packed: Packed | None = None
+
+    @property
+    def causal(self) -> bool:
+        return self.left is None and self.right == 0
+
+    def keywords(self) -> dict[str, Any]:
+        """Of both passes, for the package's Python."""
+        told: dict[str, Any] = {
+            "softmax_scale": self.scale,
+            "window_size_left": self.left,
+            "window_size_right": self.right,
+        }
+        if self.packed is not None:
+            told |= {"cu_seqlens_q": self.packed.q_begins, "cu_seqlens_k": self.packed.k_begins}
+            told |= {"seqused_q": self.packed.q_lens, "seqused_k": self.packed.k_lens}
+            told |= {"max_seqlen_q": max(self.packed.max_q, LONGEST), "max_seqlen_k": max(self.packed.max_k, LONGEST)}
+        return {"q": self.q, "k": self.k, "v": self.v} | told
+
+    def kind(self, name: str, *more: Any) -> tuple[Any, ...]:
+        """Equal for calls that launch the same compiled kernels."""
+        tensors = (self.q, self.k, self.v)
+        return (
+            name, self.q.device, self.q.dtype, self.q.shape[-1], self.v.shape[-1], self.q.shape[-2] // self.k.shape[-2],
+            self.left is None, self.right is None, self.causal, self.softcap, self.packed is None,
+            self.packed is None and (self.q.shape[1] <= SHORT, self.k.shape[1] <= SHORT),
+            tuple(0 in x.stride() for x in tensors), *more,
+        )  # fmt: skip
+
+    @property
+    def may_be_direct(self) -> bool:
+        longer = self.packed is not None or min(self.q.shape[1], self.k.shape[1]) > SHORT
+        return longer and not any(0 in x.stride() for x in (self.q, self.k, self.v))
+
+
+Launches = list[tuple[Any, ...]]  # the arguments of one compiled kernel after the other
+_compiled: dict[tuple[Any, ...], tuple[Callable[..., Any], ...]] = {}
+"""By kind, what is launched at once; nothing for kinds that keep the package's Python."""
+_noting = threading.RLock()
+
+
+def _run(
+    kind: tuple[Any, ...], may_be_direct: bool, python: Callable[[], Any], launches: Callable[[], Launches]
+) -> None:
+    """Do what ``python`` does, by itself or by launching what it once did for a call of this kind."""
+    compiled = _compiled.get(kind)
+    if compiled:
+        for kernel, arguments in zip(compiled, launches(), strict=True):
+            kernel(*arguments)
+    elif compiled is None:
+        with _noting, one_rank_compiles():
+            noted = _noted(python)
+        direct = may_be_direct and _same([arguments for _, arguments in noted], launches)
+        _compiled[kind] = tuple(kernel for kernel, _ in noted) if direct else ()
+    else:
+        python()
+
+
+class _Noting:
+    """Stands for a cache of compiled kernels: those taken from it are noted when this thread launches them."""
+
+    def __init__(self, cache: Any, noted: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> None:
+        self._cache, self._noted, self._thread = cache, noted, threading.get_ident()
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._cache
+
+    def __setitem__(self, key: Any, kernel: Any) -> None:
+        self._cache[key] = kernel
+
+    def __getitem__(self, key: Any) -> Callable[..., Any]:
+        kernel = self._cache[key]
+
+        def launch(*arguments: Any) -> Any:
+            if threading.get_ident() == self._thread:
+                self._noted.append((kernel, arguments))
+            return kernel(*arguments)
+
+        return launch
+
+
+def _noted(python: Callable[[], Any]) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Call ``python``; which compiled kernels it launched, with their arguments."""
+    noted: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+    functions = [x for x in vars(_package()).values() if hasattr(x, "compile_cache")]
+    caches = [function.compile_cache for function in functions]
+    try:
+        for function, cache in zip(functions, caches, strict=True):
+            function.compile_cache = _Noting(cache, noted)
+        python()
+    finally:
+        for function, cache in zip(functions, caches, strict=True):
+            function.compile_cache = cache
+    return noted
+
+
+def _same(noted: Launches, launches: Callable[[], Launches]) -> bool:
+    """Whether ours do the same: tensors that are given are the very same, buffers that each call makes are alike."""
+    try:
+        ours = launches()
+    except (AttributeError, TypeError):  # of a release that differs
+        return False
+    if [len(x) for x in noted] != [len(x) for x in ours]:
+        return False
+    buffers: dict[int, int] = {}
+    for theirs, own in zip(sum(noted, ()), sum(ours, ()), strict=True):
+        if isinstance(theirs, Tensor) and isinstance(own, Tensor):
+            alike = (theirs.shape, theirs.stride(), theirs.dtype) == (own.shape, own.stride(), own.dtype)
+            if not alike or buffers.setdefault(own.data_ptr(), theirs.data_ptr()) != theirs.data_ptr():
+                return False
+        elif isinstance(theirs, Tensor) or isinstance(own, Tensor) or type(theirs) is not type(own) or theirs != own:
+            return False
+    return True
+
+
+def _forward_launches(call: Call, out: Tensor, lse: Tensor) -> Launches:
+    """One kernel; as release 4.0.0b36 launches it on compute capability 9.0."""
+    left, right = (None, None) if call.causal else (call.left, call.right)
+    aux = _package().AuxData(None, None)
+    packed = call.packed[:4] if call.packed else (None,) * 4
+    return [(call.q, call.k, call.v, out, lse, call.scale, *packed, None, left, right, None, None, aux, None, None)]
+
+
+def _backward_launches(
+    call: Call, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
+) -> Launches:
+    """What prepares, the kernel itself, and what rounds its fp32 sums: of dq, and of dk and dv where heads share keys.
+
+    The sums of dq are cleared by the first. Buffers are as release 4.0.0b36 makes them.
+    """
+    q, k = call.q, call.k
+    tile = _package()._tile_size_bwd_sm90(
+        q.shape[-1], call.v.shape[-1], call.causal, not call.causal and (call.left, call.right) != (None, None)
+    )
+    wide = [
+        -(-dim // step) * step for step in [64 if tile.dKV_swapAB else 32] for dim in (q.shape[-1], call.v.shape[-1])
+    ]
+    left, right = (None, None) if call.causal else (call.left, call.right)
+    q_begins, k_begins, q_lens, k_lens = call.packed[:4] if call.packed else (None,) * 4
+
+    def padded(x: Tensor, begins: Tensor | None, block: int) -> int:
+        return -(-(x.shape[-3] + (0 if begins is None else len(begins) * block)) // block) * block
+
+    rows, keys = padded(q, q_begins, tile.m_block_size), padded(k, k_begins, tile.n_block_size)
+    before = q.shape[:-3]
+    delta, lse_log2 = (q.new_empty((*before, q.shape[-2], rows), dtype=torch.float32) for _ in range(2))
+    dq_sum = q.new_empty((*before, q.shape[-2], rows * wide[0]), dtype=torch.float32)
+    of_q, of_k = (q_begins, q_lens), (k_begins, k_lens)
+    after = [(dq_sum, dq, call.scale, *of_q, None, None)]
+    dk_sum, dv_sum = dk, dv
+    if q.shape[-2] != k.shape[-2]:
+        dk_sum, dv_sum = (k.new_zeros((*before, k.shape[-2], keys * dim), dtype=torch.float32) for dim in wide)
+        after += [(dk_sum, dk, call.scale, *of_k, None, None), (dv_sum, dv, 1.0, *of_k, None, None)]
+    return [
+        (out, dout, delta, lse, lse_log2, dq_sum, *of_q, None, None, None, 1.0, None, None),
+        (q, k, call.v, dout, lse_log2, delta, dq_sum, dk_sum, dv_sum, call.scale, q_begins, k_begins, q_lens, k_lens,
+         left, right, None, None, None, _package().AuxData(None, None), None, None),
+        *after,
+    ]  # fmt: skip
+
+
+def _run_forward(call: Call, out: Tensor, lse: Tensor) -> None:
+    def python() -> None:
+        _package()._flash_attn_fwd(**call.keywords(), softcap=call.softcap, return_lse=True, out=out, lse=lse)
+
+    _run(call.kind("forward"), call.may_be_direct, python, lambda: _forward_launches(call, out, lse))
+
+
+def _run_backward(
+    call: Call, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, deterministic: bool = False
+) -> None:
+    def python() -> None:
+        _package()._flash_attn_bwd(
+            **call.keywords(), out=out, dout=dout, lse=lse, softcap=call.softcap or 0.0, dq=dq, dk=dk, dv=dv,
+            deterministic=deterministic,
+        )  # fmt: skip
+
+    kind, may_be_direct = call.kind("backward", deterministic), call.may_be_direct and not deterministic
+    _run(kind, may_be_direct, python, lambda: _backward_launches(call, dout, out, lse, dq, dk, dv))
+
+
+def _head_dims(q: Tensor, k: Tensor, v: Tensor, *, backward: bool) -> tuple[int, int]:
+    """The head dims to call it with: of the pairs that differ, some do not compile; (192, 128) has its own kernels."""
+    head_dim, v_head_dim, grouped = q.shape[3], v.shape[3], q.shape[1] != k.shape[1]
+    if head_dim == v_head_dim or ((head_dim, v_head_dim) == (192, 128) and not (backward and grouped)):
+        return head_dim, v_head_dim
+    return max(head_dim, v_head_dim), max(head_dim, v_head_dim)
+
+
+def _widen(x: Tensor, dim: int) -> Tensor:
+    """With zeros after the end of the last dim, which change no score and no output."""
+    return x if x.shape[3] == dim else torch.nn.functional.pad(x, (0, dim - x.shape[3]))
+
+
+def _narrow(x: Tensor, dim: int) -> Tensor:
+    """The first ``dim`` of the last dim; the same object if that is all, which tells the caller its buffer was used."""
+    return x if x.shape[3] == dim else x[..., :dim]
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs | Segments, scores: Scores) -> tuple[Tensor, Tensor]:
+    (dim, v_dim), (B, H, S, _) = _head_dims(q, k, v, backward=False), q.shape
+    out, lse = q.new_empty((B, S, H, v_dim)), q.new_empty((B, H, S), dtype=accumulation_dtype(q.dtype))
+    q_, k_, v_ = (bshd(_widen(x, to)) for x, to in ((q, dim), (k, dim), (v, v_dim)))
+    if isinstance(cover, Segments):
+        out.zero_(), lse.fill_(float("-inf"))  # rows of no block have no key
+        for row, packed in _by_batch_row(cover, q):
+            call = Call(q_[row], k_[row], v_[row], cover.left, cover.right, scores.scale, scores.softcap, packed)
+            _run_forward(call, out[row], lse[row])
+    else:
+        left, right = window_of(cover, S, k.shape[2])
+        _run_forward(Call(q_, k_, v_, left, right, scores.scale, scores.softcap), out, lse)
+    return _narrow(bshd(out), v.shape[3]), lse
+
+
+def _backward(t: BackwardTile, deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    assert t.out is not None, "uses_delta is not set"
+    dim, v_dim = _head_dims(t.q, t.k, t.v, backward=True)
+    q, k, v, dout, out = *(_widen(x, dim) for x in (t.q, t.k)), *(_widen(x, v_dim) for x in (t.v, t.dout, t.out))
+    grads = dq, dk, dv = torch.empty_like(q), writable(t.dk, k), writable(t.dv, v)
+    q_, k_, v_, dout_, out_, dq_, dk_, dv_ = (bshd(x) for x in (q, k, v, dout, out, *grads))
+    scale, softcap = t.scores.scale, t.scores.softcap
+    if isinstance(t.cover, Segments):
+        for x in grads:  # rows and keys of no block
+            x.zero_()
+        for row, packed in _by_batch_row(t.cover, q):
+            call = Call(q_[row], k_[row], v_[row], t.cover.left, t.cover.right, scale, softcap, packed)
+            _run_backward(call, dout_[row], out_[row], t.lse[row], dq_[row], dk_[row], dv_[row], deterministic)
+    else:
+        left, right = window_of(t.cover, t.q.shape[2], t.k.shape[2])
+        call = Call(q_, k_, v_, left, right, scale, softcap)
+        _run_backward(call, dout_, out_, t.lse, dq_, dk_, dv_, deterministic)
+    return _narrow(dq, t.q.shape[3]), _narrow(dk, t.q.shape[3]), _narrow(dv, t.v.shape[3])
+
+
+def _by_batch_row(cover: Segments, x: Tensor) -> Iterator[tuple[int, Packed]]:
+    """Batch row and sequences of each call: a call takes sequences of one batch row.
+
+    Their lengths are told beside where they begin, so sequences may leave rows and keys out. Those the kernel neither
+    reads nor writes.
+    """
+    tables = cover.on(x.device)
+    for row in range(x.shape[0]):
+        t = tables[row if len(tables) > 1 else 0]
+        for i in range(0, len(t.q_lens), MOST_SEQUENCES):
+            j = i + MOST_SEQUENCES
+            begins = t.q_begins[i : j + 1], t.k_begins[i : j + 1]
+            yield row, Packed(*begins, t.q_lens[i:j], t.k_lens[i:j], t.max_q, t.max_k)
+
+
+_HAS = Capability(
+    devices=("cuda",),
+    dtypes=HALF,
+    compute_capability=(9, 0),
+    # it has kernels for Blackwell, with other limits of head dims; nothing was run there
+    only_on=((9, 0),),
+    covers=("full", "causal", "window", "segments"),
+    max_head_dim=256,
+    head_dim_multiple=8,
+    v_head_dim=True,
+    # of windows and sequences it was not tried
+    deterministic_covers=frozenset({"full", "causal"}),
+    features=frozenset({"softcap"}),
+    lacking=_lacks,
+)
+FA4 = merging_kernel(
+    "fa4",
+    _HAS,
+    _forward,
+    _backward,
+    # In squares: any other band is a window for FlashAttention-4, and of these that backward was not tried.
+    reproducible=merging_kernel("fa4", _HAS, _forward, partial(_backward, deterministic=True), squares=True),
+)
