@@ -435,20 +435,23 @@ def test_a_launch_is_chosen_by_all_that_was_compiled_for() -> None:
 
 
 def test_numbers_of_pieces_are_few_to_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """1 to 8 pieces are launched as 1, 2, 4 or 8, also where sums of unlike numbers are written together."""
+    """1 to 8 pieces are launched as 2 or 8, also where sums of unlike numbers are written together; one that begins
+    with the fp32 sum of earlier ones as 8, and the empty pieces have the dtype of the others."""
     combine_triton = pytest.importorskip("cp_mesh.kernels.combine_triton")
     launched: list[tuple[Any, ...]] = []
     monkeypatch.setattr(combine_triton, "_launch", lambda kernel, on, blocks, args: launched.append(args))
-    x, lse, into = torch.zeros(1, 2, 8, 16), torch.zeros(1, 2, 8), torch.zeros(1, 2, 8, 16)
-    found: dict[int, set[int]] = {}
-    for num in range(1, MAX_PIECES + 1):
-        combine_triton.merge_pieces([(0, x, lse)] * num, into, lse)
-        combine_triton.sum_pieces([([(0, x)] * num, into), ([(0, x)], into)])
-        merged, summed = launched[-2][0], launched[-1][0]
-        found[num] = {len(merged), *map(len, summed)}
-        assert sum(piece.shape[2] for piece in merged) == 8 * num
-        assert [sum(piece.shape[2] for piece in pieces) for pieces in summed] == [8 * num, 8]
-    assert found == {1: {1}, 2: {2}, 3: {4}, 4: {4}, 5: {8}, 6: {8}, 7: {8}, 8: {8}}
+    x, lse, into = torch.zeros(1, 2, 8, 16, dtype=HALF), torch.zeros(1, 2, 8), torch.zeros(1, 2, 8, 16)
+    for folded in (0, 1):
+        for num in range(1, MAX_PIECES + 1 - folded):
+            pieces = [into] * folded + [x] * num
+            combine_triton.merge_pieces([(0, piece, lse) for piece in pieces], into, lse)
+            combine_triton.sum_pieces([([(0, piece) for piece in pieces], into), ([(0, x)], into)])
+            merged, (summed, other) = launched[-2][0], launched[-1][0]
+            expected = 8 if folded or num > 2 else 2
+            assert len(merged) == len(summed) == len(other) == expected
+            for group, real in ((merged, len(pieces)), (summed, len(pieces)), (other, 1)):
+                assert sum(piece.shape[2] for piece in group) == 8 * real
+            assert [piece.dtype for piece in merged[folded:]] == [HALF] * (expected - folded)
 
 
 @pytest.mark.gpu

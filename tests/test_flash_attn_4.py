@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -44,9 +46,8 @@ class Package:
     def functions(self) -> dict[str, Any]:
         names = ("_flash_attn_fwd", "_flash_attn_bwd", "_bwd_preprocess", "_bwd_postprocess_convert")
         functions: dict[str, Any] = {name: self.python(name) for name in names}
-        kernels = (self.fwd_kernel, self.bwd_kernel, self.pre_kernel, self.post_kernel)
-        for function, kernel in zip(functions.values(), kernels, strict=True):
-            function.compile_cache = {"key": kernel}
+        for function in functions.values():
+            function.compile_cache = {}
         sizes = SimpleNamespace(m_block_size=BLOCK_Q, n_block_size=BLOCK_K, dKV_swapAB=False)
         self.names = functions
         return functions | {"AuxData": AuxData, "_tile_size_bwd_sm90": lambda *arguments: sizes}
@@ -58,24 +59,43 @@ class Package:
 
         return call
 
-    def launch(self, name: str, *arguments: Any) -> None:
-        self.names[name].compile_cache["key"](*arguments)
+    def launch(self, name: str, kernel: Callable, compiled_in: tuple, *arguments: Any) -> None:
+        function = self.names[name]
+        if (kernel, compiled_in) not in function.compile_cache:
+            function.compile_cache[kernel, compiled_in] = partial(kernel, *compiled_in)
+        function.compile_cache[kernel, compiled_in](*arguments)
 
     def flash_attn_fwd(self, q, k, v, softmax_scale, softcap, window_size_left, window_size_right, return_lse, out, lse,
                        cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None,
                        max_seqlen_k=None):  # fmt: skip
-        self.softcap = softcap  # compiled in
-        self.causal, *bounds = _resolved(window_size_left, window_size_right)
+        causal, *bounds = _resolved(window_size_left, window_size_right)
         packed = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
-        self.launch("_flash_attn_fwd", q, k, v, out, lse, softmax_scale, *packed, None, *bounds, None, None,
-                    AuxData(None, None), None, None, *self.more)  # fmt: skip
+        self.launch(
+            "_flash_attn_fwd",
+            self.fwd_kernel,
+            (causal, softcap),
+            q,
+            k,
+            v,
+            out,
+            lse,
+            softmax_scale,
+            *packed,
+            None,
+            *bounds,
+            None,
+            None,
+            AuxData(None, None),
+            None,
+            None,
+            *self.more,
+        )
         return out, lse
 
     def flash_attn_bwd(self, q, k, v, out, dout, lse, softmax_scale, softcap, window_size_left, window_size_right, dq,
                        dk, dv, deterministic, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
                        max_seqlen_q=None, max_seqlen_k=None):  # fmt: skip
-        self.softcap = softcap or None
-        self.causal, *bounds = _resolved(window_size_left, window_size_right)
+        causal, *bounds = _resolved(window_size_left, window_size_right)
         before, heads = q.shape[:-3], q.shape[-2]
 
         def rows(x: Tensor, begins: Tensor | None, block: int) -> int:
@@ -88,42 +108,79 @@ class Package:
         of_q, of_k = (cu_seqlens_q, seqused_q), (cu_seqlens_k, seqused_k)
         grouped = heads != k.shape[-2]
         dk_sum, dv_sum = (torch.zeros(*before, k.shape[-2], num_k * n) for n in (wide, v_wide)) if grouped else (dk, dv)
-        self.launch("_bwd_preprocess", out, dout, delta, lse, lse_log2, dq_sum, *of_q, None, None, None, 1.0, None,
-                    None)  # fmt: skip
-        self.launch("_flash_attn_bwd", q, k, v, dout, lse_log2, delta, dq_sum, dk_sum, dv_sum, softmax_scale,
-                    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *bounds, None, None, None, AuxData(None, None),
-                    None, None)  # fmt: skip
-        self.launch("_bwd_postprocess_convert", dq_sum, dq, softmax_scale, *of_q, None, None)
+        self.launch(
+            "_bwd_preprocess",
+            self.pre_kernel,
+            (),
+            out,
+            dout,
+            delta,
+            lse,
+            lse_log2,
+            dq_sum,
+            *of_q,
+            None,
+            None,
+            None,
+            1.0,
+            None,
+            None,
+        )
+        self.launch(
+            "_flash_attn_bwd",
+            self.bwd_kernel,
+            (causal, softcap or None),
+            q,
+            k,
+            v,
+            dout,
+            lse_log2,
+            delta,
+            dq_sum,
+            dk_sum,
+            dv_sum,
+            softmax_scale,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            seqused_q,
+            seqused_k,
+            *bounds,
+            None,
+            None,
+            None,
+            AuxData(None, None),
+            None,
+            None,
+        )
+        self.launch("_bwd_postprocess_convert", self.post_kernel, (), dq_sum, dq, softmax_scale, *of_q, None, None)
         if grouped:
-            self.launch("_bwd_postprocess_convert", dk_sum, dk, softmax_scale, *of_k, None, None)
-            self.launch("_bwd_postprocess_convert", dv_sum, dv, 1.0, *of_k, None, None)
+            self.launch("_bwd_postprocess_convert", self.post_kernel, (), dk_sum, dk, softmax_scale, *of_k, None, None)
+            self.launch("_bwd_postprocess_convert", self.post_kernel, (), dv_sum, dv, 1.0, *of_k, None, None)
         return dq, dk, dv
 
-    def fwd_kernel(self, q, k, v, out, lse, scale, *others: Any) -> None:
+    def fwd_kernel(self, causal, softcap, q, k, v, out, lse, scale, *others: Any) -> None:
         for rows, keys in _parts(q, k, *others[:4]):
-            keep = bottom_right(rows.stop - rows.start, keys.stop - keys.start, *self.bounds(*others[5:7]))
+            keep = bottom_right(rows.stop - rows.start, keys.stop - keys.start, *_bounds(causal, *others[5:7]))
             x = (_batched(x)[:, part] for x, part in ((q, rows), (k, keys), (v, keys)))
             for into, part in zip((_batched(out)[:, rows], _rows_of(lse, rows)),
-                                  stand_in_forward(*x, scale, self.softcap, keep), strict=True):  # fmt: skip
+                                  stand_in_forward(*x, scale, softcap, keep), strict=True):  # fmt: skip
                 into.copy_(part)
-
-    def bounds(self, left: int | None, right: int | None) -> tuple[int | None, int | None]:
-        return left, 0 if self.causal else right
 
     def pre_kernel(self, out, dout, delta, lse, lse_log2, dq_sum, *others: Any) -> None:
         self.out, self.lse = out, lse  # the stand-in's backward takes them instead of what is prepared of them
         dq_sum.zero_()
         delta.zero_()
 
-    def bwd_kernel(self, q, k, v, dout, lse_log2, delta, dq_sum, dk_sum, dv_sum, scale, q_begins, k_begins, q_lens,
+    def bwd_kernel(self, causal, softcap, q, k, v, dout, lse_log2, delta, dq_sum, dk_sum, dv_sum, scale,
+                   q_begins, k_begins, q_lens,
                    k_lens, left, right, *others: Any) -> None:  # fmt: skip
         assert not delta.any()
         for rows, keys in _parts(q, k, q_begins, k_begins, q_lens, k_lens):
-            keep = bottom_right(rows.stop - rows.start, keys.stop - keys.start, *self.bounds(left, right))
+            keep = bottom_right(rows.stop - rows.start, keys.stop - keys.start, *_bounds(causal, left, right))
             given = [_batched(x)[:, part] for x, part in ((dout, rows), (q, rows), (k, keys), (v, keys))]
             grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given[1:]]
             lse = _rows_of(self.lse, rows)
-            stand_in_backward(*given, _batched(self.out)[:, rows], lse, scale, self.softcap, keep, *grads)
+            stand_in_backward(*given, _batched(self.out)[:, rows], lse, scale, softcap, keep, *grads)
             for into, x, part, of, factor in zip((dq_sum, dk_sum, dv_sum), grads, (rows, keys, keys), (q, k, v),
                                                  (scale, scale, 1.0), strict=True):  # fmt: skip
                 if into.ndim == of.ndim and into.shape == of.shape:  # no sum: written as it is
@@ -141,6 +198,10 @@ class Package:
 
 def _resolved(left: int | None, right: int | None) -> tuple[bool, int | None, int | None]:
     return (True, None, None) if left is None and right == 0 else (False, left, right)
+
+
+def _bounds(causal: bool, left: int | None, right: int | None) -> tuple[int | None, int | None]:
+    return left, 0 if causal else right
 
 
 def _batched(x: Tensor) -> Tensor:
@@ -170,14 +231,20 @@ def calls() -> Calls:
     return Calls()
 
 
-@pytest.fixture
-def package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, calls: Calls) -> Iterator[Package]:
-    found = Package(calls, **getattr(request, "param", {}))
-    install(monkeypatch, "flash_attn.cute.interface", **found.functions())
-    flash_attn_4._compiled.clear()
-    yield found
+@contextmanager
+def installed(calls: Calls, **options: bool) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        install(patch, "flash_attn.cute.interface", **Package(calls, **options).functions())
+        flash_attn_4._compiled.clear()
+        yield
     flash_attn_4._compiled.clear()
     flash_attn.import_once.cache_clear()
+
+
+@pytest.fixture
+def package(calls: Calls) -> Iterator[None]:
+    with installed(calls):
+        yield
 
 
 def draw(*shape: int) -> Tensor:
@@ -190,16 +257,18 @@ def blocks_of(*lens: int) -> Segments:
     return Segments((torch.tensor([[b, b + n, b, b + n] for b, n in zip(begins, lens, strict=True)]),), None, 0)
 
 
-def attend(cover: Any, num_q: int, num_k: int, heads: int, kv_heads: int, deterministic: bool = False) -> None:
+def attend(cover: Any, num_q: int, num_k: int, heads: int, kv_heads: int, deterministic: bool = False,
+           softcap: float | None = None) -> None:  # fmt: skip
     """One tile in both passes, compared with the dense formula."""
     q, k, v, dout = draw(1, num_q, heads, 8), *(draw(1, num_k, kv_heads, 8) for _ in range(2)), draw(1, num_q, heads, 8)
     rows, keys = torch.arange(num_q), torch.arange(num_k)
     allowed = cover.allowed(rows, keys) if isinstance(cover, Segments) else cover.allowed(rows, keys)[None]
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    out, lse = dense_attention(*leaves, allowed, 0.3)
+    out, lse = dense_attention(*leaves, allowed, 0.3, softcap=softcap)
     want = torch.autograd.grad(out, leaves, dout.double())
-    got_out, got_lse = flash_attn_4._forward(q, k, v, cover, Scores(0.3))
-    tile = BackwardTile(dout, q, k, v, got_out, got_lse, None, cover, Scores(0.3))
+    scores = Scores(0.3, softcap)
+    got_out, got_lse = flash_attn_4._forward(q, k, v, cover, scores)
+    tile = BackwardTile(dout, q, k, v, got_out, got_lse, None, cover, scores)
     got = flash_attn_4._backward(tile, deterministic)
     for mine, right in zip((got_out, *got), (out, *want), strict=True):
         assert gap(mine, right) <= 1e-5
@@ -219,7 +288,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=str)
 @pytest.mark.parametrize("name", TILES)
-def test_later_calls_skip_its_python(package: Package, calls: Calls, name: str, heads: tuple[int, int]) -> None:
+def test_later_calls_skip_its_python(package: None, calls: Calls, name: str, heads: tuple[int, int]) -> None:
     """With other lengths, bounds and numbers of sequences too; numbers are right before and after."""
     attend(*TILES[name], *heads)
     assert [called for called, _ in calls] == ["_flash_attn_fwd", "_flash_attn_bwd"]
@@ -228,14 +297,26 @@ def test_later_calls_skip_its_python(package: Package, calls: Calls, name: str, 
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("package", [{"extra": True}], indirect=True)
-def test_a_release_that_differs_keeps_its_python(package: Package, calls: Calls) -> None:
-    for _ in range(2):
-        attend(*TILES["causal"], 2, 2)
+def test_kinds_have_kernels_of_their_own() -> None:
+    """Numbers are right whatever else was launched before."""
+    calls = Calls()
+    with installed(calls):
+        for tile in (*TILES.values(), *OTHERS.values()):
+            for heads in ((2, 2), (4, 2)):
+                attend(*tile, *heads)
+                attend(*tile, *heads, softcap=1.5)
+    assert len(calls) == 2 * len(TILES) * 2 * 2
+
+
+def test_a_release_that_differs_keeps_its_python() -> None:
+    calls = Calls()
+    with installed(calls, extra=True):
+        for _ in range(2):
+            attend(*TILES["causal"], 2, 2)
     assert [called for called, _ in calls] == ["_flash_attn_fwd", "_flash_attn_bwd", "_flash_attn_fwd"]
 
 
-def test_another_block_size_keeps_its_python(package: Package, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_block_size_keeps_its_python(package: None, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers would have other sizes than the compiled kernels take."""
     module = sys.modules["flash_attn.cute.interface"]
     other = SimpleNamespace(m_block_size=2 * BLOCK_Q, n_block_size=BLOCK_K, dKV_swapAB=False)
@@ -245,7 +326,7 @@ def test_another_block_size_keeps_its_python(package: Package, calls: Calls, mon
     assert [called for called, _ in calls] == ["_flash_attn_fwd", "_flash_attn_bwd", "_flash_attn_bwd"]
 
 
-def test_short_tiles_and_deterministic_ones_keep_its_python(package: Package, calls: Calls) -> None:
+def test_short_tiles_and_deterministic_ones_keep_its_python(package: None, calls: Calls) -> None:
     """For short tiles it has kernels of their own; deterministic ones take buffers that are not ours to know."""
     for _ in range(2):
         attend(CAUSAL, 40, 40, 2, 2)
@@ -255,7 +336,7 @@ def test_short_tiles_and_deterministic_ones_keep_its_python(package: Package, ca
     assert [called for called, _ in calls[4:]] == ["_flash_attn_fwd", "_flash_attn_bwd", "_flash_attn_bwd"]
 
 
-def test_sequences_of_any_number_are_one_variant(package: Package, calls: Calls) -> None:
+def test_sequences_of_any_number_are_one_variant(package: None, calls: Calls) -> None:
     """The longest is said to be as long as several blocks, and more than 256 sequences take several calls."""
     cover = blocks_of(*[1] * (2 * MOST_SEQUENCES + 3))
     length = 3 * len(cover.blocks[0]) - 2
@@ -266,7 +347,7 @@ def test_sequences_of_any_number_are_one_variant(package: Package, calls: Calls)
         assert len(call["seqused_q"]) == MOST_SEQUENCES and call["max_seqlen_q"] == call["max_seqlen_k"] == 1024
 
 
-def test_results_are_cached_on_disk_by_default(monkeypatch: pytest.MonkeyPatch, package: Package) -> None:
+def test_results_are_cached_on_disk_by_default(monkeypatch: pytest.MonkeyPatch, package: None) -> None:
     """Unless the environment says something else; the package reads it when it is imported."""
     name = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
     for before, after in ((None, "1"), ("0", "0")):

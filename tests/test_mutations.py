@@ -26,6 +26,7 @@ import test_blocks
 import test_changing_layouts
 import test_copies
 import test_flash_attn
+import test_flash_attn_4
 import test_gradients
 import test_masks
 import test_op
@@ -189,6 +190,11 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "traffic": test_traffic.test_by_hand,
     "overlap": test_traffic.test_hops_are_under_way_while_tiles_are_computed,
     "recompute": test_traffic.test_selective_recompute_does_not_replay_the_ring,
+    "kernels launched directly": lambda pool: alone(
+        pool,
+        (test_flash_attn_4.test_kinds_have_kernels_of_their_own, ()),
+        (test_flash_attn_4.test_a_release_that_differs_keeps_its_python, ()),
+    ),
     "deterministic": lambda pool: test_flash_attn.test_a_deterministic_call_has_the_reproducible_backward(pool, True),
     "changing layouts": lambda pool: test_changing_layouts.test_whole_model(pool, 24, False),
     "layouts agree": test_changing_layouts.test_a_core_in_another_layout_than_its_root_is_refused,

@@ -148,25 +148,23 @@ def _(backward: Any) -> Any:
     return with_arguments(backward, t=lambda tile: tile._replace(v=tile.v.roll(1, dims=1)))
 
 
-@plant("rows outside of all sequences are not cleared", "kernels.flash_attn_4:_forward", "sequences")
-def _(forward: Any) -> Any:
-    def uncleared(results: Any) -> Any:
-        out, lse = results
-        return out.masked_fill(torch.isneginf(lse)[..., None], torch.nan), lse
+@plant("rows outside of all sequences are not cleared", "kernels.flash_attn_4:_run_forward", "sequences")
+def _(run: Any) -> Any:
+    def uncleared(call: Any, out: Any, lse: Any) -> None:
+        run(call, out, lse)
+        out.masked_fill_(torch.isneginf(lse).mT[..., None], torch.nan)
 
-    return with_result(forward, uncleared)
+    return uncleared
 
 
-@plant(
-    "gradients of keys outside of all sequences are not cleared", "kernels.flash_attn_4:_backward",
-    "sequences",
-)  # fmt: skip
-def _(backward: Any) -> Any:
-    def uncleared(grads: Any) -> Any:
-        dq, dk, dv = grads
-        return dq, dk.masked_fill_((dk == 0).all(-1, keepdim=True), 1.0), dv
+@plant("gradients of keys outside of all sequences are not cleared", "kernels.flash_attn_4:_run_backward", "sequences")
+def _(run: Any) -> Any:
+    def uncleared(*given: Any) -> None:
+        run(*given)
+        dk = given[5]
+        dk.masked_fill_((dk == 0).all(-1, keepdim=True), 1.0)
 
-    return with_result(backward, uncleared)
+    return uncleared
 
 
 @plant("the backward is another one where it should repeat", "kernels.flash_attn_4:FA4", "deterministic")
@@ -180,6 +178,31 @@ def _(merging_kernel: Any) -> Any:
 
 
 # --- merging
+@plant("fp32 sums of dk are not cleared", "kernels.flash_attn_4:_backward_launches", "kernels launched directly")
+def _(launches: Any) -> Any:
+    def uncleared(found: Any) -> Any:
+        if len(found) == 5:
+            found[1][7].add_(1.0)
+        return found
+
+    return with_result(launches, uncleared)
+
+
+@plant("calls of unlike bands share a kernel", "kernels.flash_attn_4:Call.kind", "kernels launched directly")
+def _(kind: Any) -> Any:
+    return with_result(kind, lambda found: (*found[:6], *found[9:]))
+
+
+@plant("another softcap shares a kernel", "kernels.flash_attn_4:Call.kind", "kernels launched directly")
+def _(kind: Any) -> Any:
+    return with_result(kind, lambda found: (*found[:9], *found[10:]))
+
+
+@plant("what a release launches is not compared", "kernels.flash_attn_4:_same", "kernels launched directly")
+def _(same: Any) -> Any:
+    return lambda noted, launches: True
+
+
 plant = in_area("merging")
 
 
