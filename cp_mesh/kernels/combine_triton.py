@@ -2,7 +2,7 @@
 
 A program writes a block of rows of one head and reads, of each piece, the rows that the piece has there. Sums are fp32,
 in the order of the pieces, and rounded once. How many pieces there are changes with the batch, so they are filled up
-with empty ones to two or to eight, `MAX_PIECES`: few kernels are compiled, and an empty piece reads nothing.
+with empty ones to two or to eight: few kernels are compiled, and an empty piece reads nothing.
 
 `row_dots` is for the begin of a backward: torch would write both factors and their product in fp32 first, which took
 0.36 ms of a causal backward's 3.9 at 8K rows of 32 heads (H200).
@@ -23,9 +23,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
-from cp_mesh.kernels.combine import MAX_PIECES
-
 BLOCK_ELEMENTS = 4096
+FEW, MANY = 2, 8  # pieces that a kernel is compiled for; no more than `combine.MAX_PIECES` are held
 NUM_WARPS = 4
 
 
@@ -106,7 +105,7 @@ def _compiled(kernel: Any, device: torch.device, alike: Any) -> list[CompiledKer
 def _filled(pieces: Sequence[Tensor]) -> int:
     """How many pieces, with empty ones after them, a kernel is launched for. A sum of earlier ones, whose dtype is
     another, only begins the larger number."""
-    return 2 if len(pieces) <= 2 and pieces[0].dtype == pieces[-1].dtype else max(MAX_PIECES, len(pieces))
+    return FEW if len(pieces) <= FEW and pieces[0].dtype == pieces[-1].dtype else max(MANY, len(pieces))
 
 
 def _alike(arg: Any) -> Any:
