@@ -26,7 +26,7 @@ from raw_kernels import RAW_KERNELS, RawKernel, bottom_right, swap
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_mesh import Contiguous, Mask, Striped, ZigZag, attention, balance
+from cp_mesh import Contiguous, Mask, ShardedSequence, Striped, ZigZag, attention
 from cp_mesh.kernels import KERNELS
 from cp_mesh.layouts import Layout
 from cp_mesh.masks import Band
@@ -90,13 +90,13 @@ class Case:
 
 
 @lru_cache
-def document_lengths(seq_len: int, seed: int = 0, median: float = 512) -> tuple[int, ...]:
-    """Lognormal lengths with sigma 1.5, at most a quarter of the sequence, until it is full."""
-    generator = torch.Generator().manual_seed(seed)
+def document_lengths(seq_len: int, seed: int = 0, median: float = 512, longest: int | None = None) -> tuple[int, ...]:
+    """Lognormal lengths with sigma 1.5, at most ``longest`` or a quarter of the sequence, until it is full."""
+    generator, longest = torch.Generator().manual_seed(seed), longest or seq_len // 4
     lengths: list[int] = []
     while (left := seq_len - sum(lengths)) > 0:
         drawn = int(median * math.exp(1.5 * float(torch.randn((), generator=generator))))
-        lengths.append(max(1, min(drawn, seq_len // 4, left)))
+        lengths.append(max(1, min(drawn, longest, left)))
     return tuple(lengths)
 
 
@@ -275,7 +275,12 @@ class SingleGPU(Contestant):
 
 
 LAYOUTS = {layout.spec(): layout for layout in (ZigZag(), Striped(), Contiguous())}
-balanced = lru_cache(balance)  # masks compare by identity, and `Case.mask` keeps them
+
+
+@lru_cache
+def balanced(mask: Mask, mesh: DeviceMesh, seq_len: int) -> Layout:
+    """As a trainer asks for it. Masks compare by identity, and cases keep theirs."""
+    return ShardedSequence(mesh, length=seq_len).balanced(mask).layout
 
 
 class CPMesh(Contestant):
@@ -293,7 +298,7 @@ class CPMesh(Contestant):
         return None
 
     def layout(self, case: Case) -> Layout:
-        return self._layout or balanced(case.mask, case.seq_len, case.cp_size)
+        return self._layout or balanced(case.mask, self._mesh, case.seq_len)
 
     def symmetric_bytes(self) -> int:
         return symmetric_memory_bytes() if self._transport == "symmetric_memory" else 0
