@@ -386,21 +386,21 @@ class Ulysses(Contestant):
 class _UlyssesFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: RawKernel, case: Case) -> Tensor:
-        q, k, v = _heads_to_sequence([q, k, v], case)
+        q, k, v = heads_to_sequence([q, k, v], case)
         out, lse = kernel.forward(q, k, v, case.causal, case.scale)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.kernel, ctx.case = kernel, case
-        return _sequence_to_heads([out], case)[0]
+        return sequence_to_heads([out], case)[0]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        (dout,) = _heads_to_sequence([dout], ctx.case)
+        (dout,) = heads_to_sequence([dout], ctx.case)
         gradients = ctx.kernel.backward(dout, q, k, v, out, lse, ctx.case.causal, ctx.case.scale)
-        return (*_sequence_to_heads(list(gradients), ctx.case), None, None)
+        return (*sequence_to_heads(list(gradients), ctx.case), None, None)
 
 
-def _heads_to_sequence(tensors: list[Tensor], case: Case) -> list[Tensor]:
+def heads_to_sequence(tensors: list[Tensor], case: Case) -> list[Tensor]:
     """[1, L, heads, D] each -> [1, S, heads / cp, D] views of one buffer."""
     size, L, D = case.cp_size, case.local_len, case.head_dim
     sent = torch.cat([x.reshape(L, size, -1, D).transpose(0, 1) for x in tensors], dim=2).contiguous()
@@ -410,7 +410,7 @@ def _heads_to_sequence(tensors: list[Tensor], case: Case) -> list[Tensor]:
     return list(received.view(1, case.seq_len, -1, D).split(counts, dim=2))
 
 
-def _sequence_to_heads(tensors: list[Tensor], case: Case) -> list[Tensor]:
+def sequence_to_heads(tensors: list[Tensor], case: Case) -> list[Tensor]:
     """[1, S, heads / cp, D] each -> [1, L, heads, D]."""
     size, L, D = case.cp_size, case.local_len, case.head_dim
     sent = torch.cat(tensors, dim=2).view(size, L, -1, D).contiguous()
