@@ -420,12 +420,12 @@ def test_a_summary_of_steps() -> None:
     """Nothing counts before step 5 but the first steps' seconds; a batch with more work is no stall."""
     seconds = [9.0, 1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 8.0, 2.0, 6.0, 2.0]
     again = [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 4.0, 1.0, 1.0, 1.0]
-    triton, fa4 = [2, 3, 3, 3, 4, 4, 4, 5, 5, 5, 5], [1, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3]
-    found = batches.summarize(torch.tensor([seconds, again, triton, fa4], dtype=torch.float64), [50] * 5 + [11] * 6)
+    counts = [[2] * 5 + [4] * 6, [1] * 8 + [3] * 3, [0] * 9 + [2] * 2]
+    found = batches.summarize(torch.tensor([seconds, again, *counts], dtype=torch.float64), [50] * 5 + [11] * 6)
     expected = {
         "first_s": 9, "first5_s": 13, "median_s": 2, "worst_s": 8, "worst_over_median": 4, "above_median": 2,
         "worst_stall": 3, "stalls": 1, "tokens_per_s": 3, "tokens_per_s_again": round(66 / 9), "rate_ratio": 9 / 22,
-        "triton": 5, "fa4": 3, "late": 2,
+        "triton": 4, "fa4": 3, "late": 2,
     }  # fmt: skip
     assert {name: float(value) for name, value in found.items()} == pytest.approx(expected, abs=1e-4)
 
@@ -475,6 +475,7 @@ def test_steps_of_batches(launcher: str, options: str, status: str, tmp_path: Pa
     with table.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert tuple(rows[0]) == batches.COLUMNS and (done.returncode == 0) == (status == "ok"), done.stderr
+    assert f"| {rows[0]['layout']} | 4/2 | {rows[0]['mask']} | " in done.stdout
     assert all(row["status"].startswith(status) and bool(row["median_s"]) == (status == "ok") for row in rows), rows
     if status != "ok":
         assert not steps.exists()
@@ -490,3 +491,25 @@ def test_steps_of_batches(launcher: str, options: str, status: str, tmp_path: Pa
         assert float(row["tokens_per_s"]) == pytest.approx(rate, rel=0.01)
         assert float(row["worst_s"]) == pytest.approx(max(x[0] for x in last), rel=0.01)
         assert float(row["first_s"]) == pytest.approx(float(of_row[0]["seconds"]), abs=1e-3)
+
+
+def test_layouts_take_turns_on_batches_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each batch twice, nobody's mask seen before; what is compiled late is counted of each layout in its own steps."""
+    args = batches.parse_arguments(shlex.split("--device cpu --heads 4/2 --head-dim 8 --seq-len 16 --batches 8"))
+    ranks = SimpleNamespace(size=2, rank=0, device=torch.device("cpu"), largest=torch.tensor)
+    triton, fa4 = iter([1, 3, *[3] * 8, *[4] * 4, 5, 5]), iter([0] * 8 + [2] * 8)
+    monkeypatch.setattr(batches, "triton_variants", lambda: next(triton))
+    monkeypatch.setattr(batches, "fa4_variants", lambda: {"forward": next(fa4)})
+    taken: list[tuple[str, batches.Batch]] = []
+    monkeypatch.setattr(batches, "step", lambda ranks, who, batch, *_: taken.append((who.name, batch)) or 1.0)
+    contestants: Any = [SimpleNamespace(name=name) for name in ("one", "other")]
+    found = batches.race(ranks, args, "4/2", "documents", contestants)  # type: ignore[arg-type]
+    assert found["one"].tolist()[batches.TRITON :] == [
+        [1, 3, 3, 3, 3, 4, 4, 5],
+        [0, 0, 0, 0, 2, 2, 2, 2],
+        [0, 0, 0, 0, 0, 1, 1, 2],
+    ]
+    assert found["other"].tolist()[batches.LATE] == [0] * 5 + [1, 1, 2]
+    assert [name for name, _ in taken] == ["one", "one", "other", "other"] * 8
+    assert taken[::2] == taken[1::2] and len({id(batch) for _, batch in taken}) == 16
+    assert all(a.lengths == b.lengths for (_, a), (_, b) in zip(taken[::4], taken[2::4], strict=True))

@@ -31,9 +31,9 @@ fetch, but wait for no other:
                           again
     tokens_per_s          over all steps after; `tokens_per_s_again` of the second runs, `rate_ratio` the former of the
                           latter
-    triton, fa4           variants compiled or loaded by the rank that has most, by this layout and those before it in
-                          the process; `late`: those that came after
-    fa4_caches            the same by FlashAttention-4's caches, of rank 0
+    triton, fa4           variants that the process of the rank that has most compiled or loaded until the end of these
+                          steps; layouts that take turns share them. `late`: those that came after
+    fa4_caches            variants by FlashAttention-4's caches, of rank 0, before any gate
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ from attention import Gate, Ranks, random_inputs  # noqa: E402
 from contestants import LAYOUTS, Case, CPMesh, Inputs, document_lengths  # noqa: E402
 from played import Played, PlayedGate, PlayedMemory, PlayedRank  # noqa: E402
 from report import append, machine  # noqa: E402
+from tables import batches_table  # noqa: E402
 
 from cp_mesh import Mask, ShardedSequence  # noqa: E402
 from cp_mesh.masks import Band  # noqa: E402
@@ -82,7 +83,7 @@ STEP_COLUMNS = (
     *("commit", "gpu", "world_size", "start", "played", "layout", "heads_q", "heads_kv", "mask", "step", "documents"),
     *("tokens", "pairs", "seconds", "again_s", "triton", "fa4"),
 )
-SECONDS, AGAIN, TRITON, FA4 = range(4)  # rows of what `race` returns
+SECONDS, AGAIN, TRITON, FA4, LATE = range(5)  # rows of what `race` returns
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -182,7 +183,7 @@ def garbage_as(how: str) -> Iterator[None]:
 def race(
     ranks: Ranks, args: argparse.Namespace, heads: str, mask: str, contestants: Sequence[CPMesh]
 ) -> dict[str, Tensor]:
-    """By name of the contestant, [4, batches]: `SECONDS`, `AGAIN`, `TRITON`, `FA4`; each of the rank that has most."""
+    """By name of the contestant, [5, batches]: `SECONDS`, `AGAIN`, `TRITON`... of the rank that has most."""
     longest = make_batch(args, ranks, heads, "documents", 0, args.seq_len)
     x = random_inputs(longest, longest.local_len, seed=1 + ranks.rank)
     tokens = torch.zeros(1, args.seq_len, dtype=torch.int64, device=ranks.device)
@@ -196,8 +197,9 @@ def race(
                 batch = make_batch(args, ranks, heads, mask, seed, args.seq_len)
                 first = step(ranks, contestant, batch, data, x, args.layers)
                 variants = triton_variants(), sum(fa4_variants().values())
+                early = variants if seed < WARM else found[contestant.name][WARM - 1][TRITON:LATE]
                 again = step(ranks, contestant, batch, data, x, args.layers)
-                found[contestant.name].append((first, again, *variants))
+                found[contestant.name].append((first, again, *variants, sum(variants) - sum(early)))
     return {name: ranks.largest(rows).T for name, rows in found.items()}
 
 
@@ -223,7 +225,7 @@ def summarize(times: Tensor, tokens: Sequence[int]) -> dict[str, Any]:
     seconds, again = times[SECONDS, WARM:], times[AGAIN, WARM:]
     median, num_tokens = statistics.median(seconds.tolist()), sum(tokens[WARM:])
     rates = num_tokens / float(seconds.sum()), num_tokens / float(again.sum())
-    variants, stalls = times[[TRITON, FA4]].long(), seconds / again
+    stalls = seconds / again
     stalls /= statistics.median(stalls.tolist())
     return {
         "first_s": f"{times[SECONDS, 0]:.3f}",
@@ -237,9 +239,7 @@ def summarize(times: Tensor, tokens: Sequence[int]) -> dict[str, Any]:
         "tokens_per_s": f"{rates[0]:.0f}",
         "tokens_per_s_again": f"{rates[1]:.0f}",
         "rate_ratio": f"{rates[0] / rates[1]:.4f}",
-        "triton": int(variants[0, -1]),
-        "fa4": int(variants[1, -1]),
-        "late": int((variants[:, -1] - variants[:, WARM - 1]).sum()),
+        **{name: int(times[row, -1]) for name, row in (("triton", TRITON), ("fa4", FA4), ("late", LATE))},
     }
 
 
@@ -277,32 +277,33 @@ def groups(args: argparse.Namespace) -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
-def write(args: argparse.Namespace, ranks: Ranks, about: dict[str, Any], mask: str, times: Tensor, status: str) -> None:
-    """The rows of one layout."""
+def written(
+    args: argparse.Namespace, ranks: Ranks, about: dict[str, Any], mask: str, times: Tensor, status: str
+) -> dict[str, str]:
+    """The row of one layout, after it and those of its steps are in the files."""
     batches = [make_batch(args, ranks, about["heads"], mask, seed, args.seq_len) for seed in range(args.batches)]
     about = about | {"mask": mask, "played": args.played or ""}
     about["heads_q"], about["heads_kv"] = about["heads"].split("/")
     figures = summarize(times, [batch.seq_len for batch in batches]) if status == "ok" else {}
-    caches = " ".join(f"{name}={size}" for name, size in fa4_variants().items())
     settings = {name: getattr(args, name) for name in ("head_dim", "median", "window", "seq_len", "layers", "batches")}
-    row = about | settings | figures | {"gc": args.gc, "kernel": args.kernel, "fa4_caches": caches, "status": status}
-    words = [f"{name} {value}" for name, value in (figures | {"status": status}).items()]
-    ranks.print(f"{about['layout']} {about['heads']} {mask}: {', '.join(words)}")
+    facts = about | settings | figures | {"gc": args.gc, "kernel": args.kernel, "status": status}
+    row = {name: str(facts.get(name, "")) for name in COLUMNS}
     if args.csv:
-        append(args.csv, COLUMNS, [{name: row.get(name, "") for name in COLUMNS}])
+        append(args.csv, COLUMNS, [row])
     if args.steps_csv and status == "ok":
         rows = []
-        for i, (batch, (seconds, again, triton, fa4)) in enumerate(zip(batches, times.T.tolist(), strict=True)):
+        for i, (batch, (seconds, again, triton, fa4)) in enumerate(zip(batches, times[:LATE].T.tolist(), strict=True)):
             facts = about | {"step": i, "documents": len(batch.lengths), "tokens": batch.seq_len}
             facts |= {"pairs": batch.num_pairs, "seconds": f"{seconds:.5f}", "again_s": f"{again:.5f}"}
             facts |= {"triton": int(triton), "fa4": int(fa4)}
             rows.append({name: facts[name] for name in STEP_COLUMNS})
         append(args.steps_csv, STEP_COLUMNS, rows)
+    return row
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
-    start = use_caches(args.caches)
+    start, caches = use_caches(args.caches), ""
     times: dict[tuple[str, str, str], Tensor] = {}
     status: dict[tuple[str, str, str], str] = {}
     for ranks in groups(args):
@@ -314,6 +315,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 case = heads, mask, layout
                 now = found[contestant.name]
                 times[case] = torch.maximum(times[case], now) if case in times else now
+        caches = caches or " ".join(f"{name}={size}" for name, size in fa4_variants().items())
         for heads, mask in cases:
             for layout, contestant in contestants.items():
                 case = heads, mask, layout
@@ -322,9 +324,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         last = ranks
     if last.rank == 0 or args.played:
         about = machine(last.device, 1 if args.played else last.size, args.commit) | {"start": start}
+        rows = []
         for (heads, mask, layout), figures in times.items():
-            facts = about | {"heads": heads, "layout": layout}
-            write(args, last, facts, mask, figures, status[heads, mask, layout])
+            facts = about | {"heads": heads, "layout": layout, "fa4_caches": caches}
+            rows.append(written(args, last, facts, mask, figures, status[heads, mask, layout]))
+        print(batches_table(rows), flush=True)
     if any(text != "ok" for text in status.values()):
         sys.exit(1)
 
