@@ -1,4 +1,4 @@
-"""The training benchmark on two CPU ranks: both variants train the model that one rank trains; wrong ones are caught.
+"""The training benchmark on two CPU ranks: all variants train the model that one rank trains; wrong ones are caught.
 
 PyTorch's `context_parallel` has no kernel on CPUs. Run as a script, this file lends it one, its own ring around the CPU
 kernel, and goes on with the benchmark.
@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "examples" / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import tables  # noqa: E402
 import training  # noqa: E402
 
 TINY = shlex.split(
@@ -45,6 +47,7 @@ def run(script: Path, path: Path, *options: str) -> tuple[list[dict[str, str]], 
 def check_against_one_rank(row: dict[str, str]) -> None:
     """The loss and the gradient norm are those of the benchmark's model and batch without any mesh."""
     args = training.parse_arguments(TINY)
+    (args.seq_len,) = args.seq_len
     model = training.Llama(training.llama_config(args))
     model.init_weights(args.seed)
     tokens, labels = training.make_batch(args)
@@ -67,35 +70,39 @@ def test_flops_are_those_of_llama_3_8b() -> None:
 
 @pytest.mark.full
 def test_all_variants_train_the_same_model(tmp_path: Path) -> None:
-    variants = ["cp_mesh", "torch_allgather", "torch_alltoall"]
-    rows, printed, code = run(Path(__file__), tmp_path / "rows.csv", "--variants", *variants)
+    variants = ["cp_mesh", "torch_allgather", "torch_alltoall", "ulysses"]
+    rows, printed, code = run(Path(__file__), tmp_path / "rows.csv", "--variants", *variants, "--seq-len", "64", "32")
     assert code == 0, printed
-    assert [row["variant"] for row in rows] == variants
+    assert [(row["seq_len"], row["variant"]) for row in rows] == [(n, x) for n in ("64", "32") for x in variants]
     for row in rows:
         assert tuple(row) == training.COLUMNS
         assert row["status"] == "ok"
-        check_against_one_rank(row)
+        if row["seq_len"] == "64":
+            check_against_one_rank(row)
         assert float(row["grad_difference"]) < 1e-5
         assert int(row["steps"]) == 2
         assert 0 < float(row["step_ms_min"]) <= float(row["step_ms_median"]) <= float(row["step_ms_max"])
     settings = [row["settings"] for row in rows]
     assert settings[0].startswith("kernel=cpu_flash transport=functional")
-    assert [text.split()[1:] for text in settings[1:]] == [
+    assert [text.split()[1:] for text in settings[1:3]] == [
         [f"rotate={rotation}", "kv_heads=native"] for rotation in ("allgather", "alltoall")
     ]
-    # For each of the two: once to ask it, then 2 layers in 4 forwards, none of them computed again.
-    assert "18 forward rings" in printed
+    # For each of the two and each length: once to ask it, then 2 layers in 4 forwards, none of them computed again.
+    assert "36 forward rings" in printed
+    assert "| ms a step (GiB) | 64 tokens, eager | 32 tokens, eager |" in printed
 
 
 @pytest.mark.full
 def test_without_a_kernel_the_rival_is_refused(tmp_path: Path) -> None:
-    rows, printed, code = run(BENCHMARKS / "training.py", tmp_path / "rows.csv", "--recompute", "full")
+    options = ("--recompute", "full", "--compile", "aot_eager")
+    rows, printed, code = run(BENCHMARKS / "training.py", tmp_path / "rows.csv", *options)
     assert code == 0, printed
-    assert [row["variant"] for row in rows] == ["cp_mesh", "torch_allgather"]
-    check_against_one_rank(rows[0])
-    assert rows[0]["status"] == "ok" and rows[0]["steps"] == "2"
-    assert rows[1]["status"].startswith("refused: NotImplementedError")
-    assert rows[1]["loss"] == rows[1]["step_ms_median"] == ""
+    assert [row["variant"] for row in rows] == ["cp_mesh", "ulysses", "torch_allgather"]
+    for row in rows[:2]:
+        check_against_one_rank(row)
+        assert row["status"] == "ok" and row["steps"] == "2" and row["blocks"] == "aot_eager"
+    assert rows[2]["status"].startswith("refused: NotImplementedError")
+    assert rows[2]["loss"] == rows[2]["step_ms_median"] == ""
 
 
 @pytest.mark.full
@@ -103,8 +110,42 @@ def test_variants_that_disagree_are_not_timed(tmp_path: Path) -> None:
     rows, printed, code = run(Path(__file__), tmp_path / "rows.csv", "--lend-wrong-kernel")
     assert code != 0
     assert "the variants disagree" in printed
-    assert rows[1]["status"].startswith("differs from cp_mesh")
-    assert [row["step_ms_median"] for row in rows] == ["", ""]
+    assert rows[2]["status"].startswith("differs from cp_mesh")
+    assert [row["step_ms_median"] for row in rows] == [""] * len(rows)
+    assert [row["status"] == "ok" for row in rows] == [True, True, False]
+
+
+def test_a_rival_that_raises_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(variant: SimpleNamespace) -> tuple[float, float, dict]:
+        if variant.name in raising:
+            raise ValueError("on purpose")
+        return 1.0, 1.0, {}
+
+    monkeypatch.setattr(training, "say", lambda text: None)
+    variants = [SimpleNamespace(name=name, settings="", refusal=None) for name in ("cp_mesh", "ulysses", "other")]
+    args = SimpleNamespace(precision="fp32")
+    trainer: Any = SimpleNamespace(
+        variants=variants, args=args, check=check, gradient_difference=lambda a, b: (0.0, "somewhere")
+    )
+    figures = {variant.name: training.Figures() for variant in variants}
+    raising = {"ulysses"}
+    training.compare(trainer, figures)
+    assert [figures[x.name].status for x in variants] == ["ok", "refused: ValueError: on purpose", "ok"]
+    raising = {"cp_mesh"}
+    with pytest.raises(ValueError, match="on purpose"):
+        training.compare(trainer, figures)
+
+
+def test_the_table_of_steps() -> None:
+    rows = [
+        {"variant": "ulysses", "blocks": "eager", "seq_len": "8192", "step_ms_median": "12.6", "peak_gib": "3.25"},
+        {"variant": "cp_mesh", "blocks": "eager", "seq_len": "8192", "step_ms_median": "11.4", "peak_gib": ""},
+        {"variant": "cp_mesh", "blocks": "inductor", "seq_len": "100", "step_ms_median": "9.0", "peak_gib": "1.00"},
+        {"variant": "ulysses", "blocks": "inductor", "seq_len": "100", "status": "refused: 3 kv heads"},
+    ]
+    head, _, *lines = tables.steps_table(rows).splitlines()
+    assert head == "| ms a step (GiB) | 8K tokens, eager | 100 tokens, compiled |"
+    assert lines == ["| cp_mesh | 11 | 9 (1.00) |", "| Ulysses, same kernel | 13 (3.25) | refused |"]
 
 
 def lend_kernel(calls: list[str], right: bool) -> None:

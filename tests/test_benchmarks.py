@@ -23,6 +23,7 @@ BENCHMARKS = ROOT / "examples" / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import attention as benchmark  # noqa: E402
+import batches  # noqa: E402
 import contestants as field  # noqa: E402
 import planning  # noqa: E402
 import plot  # noqa: E402
@@ -394,3 +395,121 @@ def test_a_rank_is_played(options: str, status: str, tmp_path: Path) -> None:
     (row,) = (row for name, row in of.items() if name.startswith("played/"))
     assert row["status"].startswith(status) and row["seq_len"] == "128", row
     assert bool(row["fwdbwd_ms"]) == (status == "ok") and of["floor/cpu_flash"]["fwdbwd_ms"]
+
+
+def batch(mask: str, seed: int, seq_len: int = 96) -> batches.Batch:
+    args = batches.parse_arguments(["--device", "cpu", "--seq-len", "96", "--median", "10", "--window", "6"])
+    ranks = SimpleNamespace(size=2, rank=0, device=torch.device("cpu"))
+    return batches.make_batch(args, ranks, "4/2", mask, seed, seq_len)
+
+
+@pytest.mark.parametrize("mask", ["documents", "window", "causal"])
+def test_batches_differ(mask: str) -> None:
+    made = [batch(mask, seed) for seed in range(8)]
+    assert len({x.lengths for x in made}) > 5 and made[0].lengths == batch(mask, 0).lengths
+    for x in made:
+        seen = x.mask.allowed(torch.arange(x.seq_len), torch.arange(x.seq_len))
+        assert x.num_pairs == int(seen.sum()) and sum(x.lengths) == x.seq_len == 2 * x.local_len
+        assert x.mask is x.mask and x.mask is not batch(mask, 0).mask, "a batch that is new has a mask to plan for"
+        assert (mask == "causal" and 48 <= x.seq_len <= 96 and x.seq_len % 4 == 0) or x.seq_len == 96
+    short = batch(mask, 0, seq_len=48)  # as the gate has it
+    assert short.seq_len <= 48 and (mask != "window" or short.window == (2, 0))
+
+
+def test_a_summary_of_steps() -> None:
+    """Nothing counts before step 5 but the first steps' seconds; a batch with more work is no stall."""
+    seconds = [9.0, 1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 8.0, 2.0, 6.0, 2.0]
+    again = [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 4.0, 1.0, 1.0, 1.0]
+    counts = [[2] * 5 + [4] * 6, [1] * 8 + [3] * 3, [0] * 9 + [2] * 2]
+    found = batches.summarize(torch.tensor([seconds, again, *counts], dtype=torch.float64), [50] * 5 + [11] * 6)
+    expected = {
+        "first_s": 9, "first5_s": 13, "median_s": 2, "worst_s": 8, "worst_over_median": 4, "above_median": 2,
+        "worst_stall": 3, "stalls": 1, "tokens_per_s": 3, "tokens_per_s_again": round(66 / 9), "rate_ratio": 9 / 22,
+        "triton": 4, "fa4": 3, "late": 2,
+    }  # fmt: skip
+    assert {name: float(value) for name, value in found.items()} == pytest.approx(expected, abs=1e-4)
+
+
+def test_variants_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("triton")
+    kernel = triton.runtime.jit.JITFunction(test_variants_are_counted)  # under the interpreter jit makes others
+    kernel.device_caches[0] = ({"a variant": None, "another": None}, {}, None, None, None)
+    before = batches.triton_variants(), batches.fa4_variants()
+    for name in ("cp_mesh.kernels.one", "cp_mesh.kernels.two", "elsewhere"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(imported=kernel))
+    functions = [lambda: None for _ in range(3)]
+    functions[0].compile_cache = SimpleNamespace(cache={"key": None})  # type: ignore[attr-defined]
+    functions[1].compile_cache = {"key": None, "other": None}  # type: ignore[attr-defined]
+    interface = SimpleNamespace(_forward=functions[0], _backward=functions[1], _other=functions[2])
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
+    assert batches.triton_variants() == before[0] + 2, "a kernel is counted once, wherever it is imported"
+    assert before[1] == {} and batches.fa4_variants() == {"forward": 1, "backward": 2}
+
+
+# As `PLAYED`, for this benchmark.
+BATCHES = PLAYED.replace("import cp_mesh.transport, played", "import cp_mesh.transport, played, batches").replace(
+    "played.Played = Twice\nplayed.main()", "batches.Played = Twice\nbatches.main()"
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("launcher", "options", "status"),
+    [
+        ("-m torch.distributed.run --standalone --nproc-per-node 2", "--layouts balanced zigzag", "ok"),
+        ("", "--played all/3 --mask window causal --layouts balanced", "ok"),
+        ("", "--played 1/3 --layouts contiguous --wrong", "failed the gate"),
+    ],
+)
+def test_steps_of_batches(launcher: str, options: str, status: str, tmp_path: Path) -> None:
+    script, table, steps = (tmp_path / name for name in ("play.py", "batches.csv", "steps.csv"))
+    script.write_text(BATCHES)
+    script = BENCHMARKS / "batches.py" if launcher else script
+    sizes = "--device cpu --heads 4/2 --head-dim 16 --seq-len 96 --median 10 --window 6 --layers 1 --batches 7"
+    command = f"{launcher} {script} {sizes} {options} --gate-len 16 --csv {table} --steps-csv {steps}"
+    done = subprocess.run(
+        [sys.executable, *shlex.split(command)],
+        capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert table.exists(), done.stdout + done.stderr
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == batches.COLUMNS and (done.returncode == 0) == (status == "ok"), done.stderr
+    assert f"| {rows[0]['layout']} | 4/2 | {rows[0]['mask']} | " in done.stdout
+    assert all(row["status"].startswith(status) and bool(row["median_s"]) == (status == "ok") for row in rows), rows
+    if status != "ok":
+        assert not steps.exists()
+        return
+    with steps.open(newline="") as file:
+        taken = list(csv.DictReader(file))
+    assert tuple(taken[0]) == batches.STEP_COLUMNS
+    for row in rows:
+        of_row = [x for x in taken if (x["layout"], x["mask"]) == (row["layout"], row["mask"])]
+        assert [int(x["step"]) for x in of_row] == list(range(7)) and len({x["pairs"] for x in of_row}) > 2
+        last = [(float(x["seconds"]), float(x["again_s"]), int(x["tokens"])) for x in of_row[5:]]
+        rate = sum(x[2] for x in last) / sum(x[0] for x in last)
+        assert float(row["tokens_per_s"]) == pytest.approx(rate, rel=0.01)
+        assert float(row["worst_s"]) == pytest.approx(max(x[0] for x in last), rel=0.01)
+        assert float(row["first_s"]) == pytest.approx(float(of_row[0]["seconds"]), abs=1e-3)
+
+
+def test_layouts_take_turns_on_batches_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each batch twice, nobody's mask seen before; what is compiled late is counted of each layout in its own steps."""
+    args = batches.parse_arguments(shlex.split("--device cpu --heads 4/2 --head-dim 8 --seq-len 16 --batches 8"))
+    ranks = SimpleNamespace(size=2, rank=0, device=torch.device("cpu"), largest=torch.tensor)
+    triton, fa4 = iter([1, 3, *[3] * 8, *[4] * 4, 5, 5]), iter([0] * 8 + [2] * 8)
+    monkeypatch.setattr(batches, "triton_variants", lambda: next(triton))
+    monkeypatch.setattr(batches, "fa4_variants", lambda: {"forward": next(fa4)})
+    taken: list[tuple[str, batches.Batch]] = []
+    monkeypatch.setattr(batches, "step", lambda ranks, who, batch, *_: taken.append((who.name, batch)) or 1.0)
+    contestants: Any = [SimpleNamespace(name=name) for name in ("one", "other")]
+    found = batches.race(ranks, args, "4/2", "documents", contestants)  # type: ignore[arg-type]
+    assert found["one"].tolist()[batches.TRITON :] == [
+        [1, 3, 3, 3, 3, 4, 4, 5],
+        [0, 0, 0, 0, 2, 2, 2, 2],
+        [0, 0, 0, 0, 0, 1, 1, 2],
+    ]
+    assert found["other"].tolist()[batches.LATE] == [0] * 5 + [1, 1, 2]
+    assert [name for name, _ in taken] == ["one", "one", "other", "other"] * 8
+    assert taken[::2] == taken[1::2] and len({id(batch) for _, batch in taken}) == 16
+    assert all(a.lengths == b.lengths for (_, a), (_, b) in zip(taken[::4], taken[2::4], strict=True))

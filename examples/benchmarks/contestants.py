@@ -26,7 +26,7 @@ from raw_kernels import RAW_KERNELS, RawKernel, bottom_right, swap
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_mesh import Contiguous, Mask, Striped, ZigZag, attention, balance
+from cp_mesh import Contiguous, Mask, ShardedSequence, Striped, ZigZag, attention
 from cp_mesh.kernels import KERNELS
 from cp_mesh.layouts import Layout
 from cp_mesh.masks import Band
@@ -90,13 +90,13 @@ class Case:
 
 
 @lru_cache
-def document_lengths(seq_len: int, seed: int = 0, median: float = 512) -> tuple[int, ...]:
-    """Lognormal lengths with sigma 1.5, at most a quarter of the sequence, until it is full."""
-    generator = torch.Generator().manual_seed(seed)
+def document_lengths(seq_len: int, seed: int = 0, median: float = 512, longest: int | None = None) -> tuple[int, ...]:
+    """Lognormal lengths with sigma 1.5, at most ``longest`` or a quarter of the sequence, until it is full."""
+    generator, longest = torch.Generator().manual_seed(seed), longest or seq_len // 4
     lengths: list[int] = []
     while (left := seq_len - sum(lengths)) > 0:
         drawn = int(median * math.exp(1.5 * float(torch.randn((), generator=generator))))
-        lengths.append(max(1, min(drawn, seq_len // 4, left)))
+        lengths.append(max(1, min(drawn, longest, left)))
     return tuple(lengths)
 
 
@@ -275,7 +275,12 @@ class SingleGPU(Contestant):
 
 
 LAYOUTS = {layout.spec(): layout for layout in (ZigZag(), Striped(), Contiguous())}
-balanced = lru_cache(balance)  # masks compare by identity, and `Case.mask` keeps them
+
+
+@lru_cache
+def balanced(mask: Mask, mesh: DeviceMesh, seq_len: int) -> Layout:
+    """As a trainer asks for it. Masks compare by identity, and cases keep theirs."""
+    return ShardedSequence(mesh, length=seq_len).balanced(mask).layout
 
 
 class CPMesh(Contestant):
@@ -293,7 +298,7 @@ class CPMesh(Contestant):
         return None
 
     def layout(self, case: Case) -> Layout:
-        return self._layout or balanced(case.mask, case.seq_len, case.cp_size)
+        return self._layout or balanced(case.mask, self._mesh, case.seq_len)
 
     def symmetric_bytes(self) -> int:
         return symmetric_memory_bytes() if self._transport == "symmetric_memory" else 0
@@ -381,21 +386,21 @@ class Ulysses(Contestant):
 class _UlyssesFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: RawKernel, case: Case) -> Tensor:
-        q, k, v = _heads_to_sequence([q, k, v], case)
+        q, k, v = heads_to_sequence([q, k, v], case)
         out, lse = kernel.forward(q, k, v, case.causal, case.scale)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.kernel, ctx.case = kernel, case
-        return _sequence_to_heads([out], case)[0]
+        return sequence_to_heads([out], case)[0]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        (dout,) = _heads_to_sequence([dout], ctx.case)
+        (dout,) = heads_to_sequence([dout], ctx.case)
         gradients = ctx.kernel.backward(dout, q, k, v, out, lse, ctx.case.causal, ctx.case.scale)
-        return (*_sequence_to_heads(list(gradients), ctx.case), None, None)
+        return (*sequence_to_heads(list(gradients), ctx.case), None, None)
 
 
-def _heads_to_sequence(tensors: list[Tensor], case: Case) -> list[Tensor]:
+def heads_to_sequence(tensors: list[Tensor], case: Case) -> list[Tensor]:
     """[1, L, heads, D] each -> [1, S, heads / cp, D] views of one buffer."""
     size, L, D = case.cp_size, case.local_len, case.head_dim
     sent = torch.cat([x.reshape(L, size, -1, D).transpose(0, 1) for x in tensors], dim=2).contiguous()
@@ -405,7 +410,7 @@ def _heads_to_sequence(tensors: list[Tensor], case: Case) -> list[Tensor]:
     return list(received.view(1, case.seq_len, -1, D).split(counts, dim=2))
 
 
-def _sequence_to_heads(tensors: list[Tensor], case: Case) -> list[Tensor]:
+def sequence_to_heads(tensors: list[Tensor], case: Case) -> list[Tensor]:
     """[1, S, heads / cp, D] each -> [1, L, heads, D]."""
     size, L, D = case.cp_size, case.local_len, case.head_dim
     sent = torch.cat(tensors, dim=2).view(size, L, -1, D).contiguous()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import statistics
 import subprocess
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -138,14 +139,18 @@ class Report:
                 print(TABLE_HEAD, flush=True)
             print(table_line(about | row), flush=True)
             self._num_rows += 1
-        if self._path is None:
-            return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            if file.tell() == 0:
-                writer.writeheader()
-            writer.writerows(about | row for row in rows)
+        if self._path is not None:
+            append(self._path, COLUMNS, [about | row for row in rows])
+
+
+def append(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Rows at the end of a CSV, which is begun if it is not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        if file.tell() == 0:
+            writer.writeheader()
+        writer.writerows(rows)
 
 
 TABLE_HEAD = (

@@ -167,11 +167,50 @@ def training_page() -> str:
     return f"{head_of(name, machine)}\n{what}.\n\n{training_table()}"
 
 
+TRAINERS = {
+    "cp_mesh": "cp_mesh",
+    "ulysses": "Ulysses, same kernel",
+    "torch_allgather": "PyTorch context_parallel, all-gather",
+    "torch_alltoall": "PyTorch context_parallel, all-to-all",
+}
+
+
+def steps_table(rows: Sequence[Row]) -> str:
+    """Of `training.py`: milliseconds a step and GiB at most, by length."""
+    columns = list(dict.fromkeys((row["blocks"], row["seq_len"]) for row in rows))
+    cells = {(row["variant"], row["blocks"], row["seq_len"]): "refused" for row in rows}
+    for row in rows:
+        if row.get("step_ms_median"):
+            cell = f"{float(row['step_ms_median']):.0f}" + (f" ({row['peak_gib']})" if row.get("peak_gib") else "")
+            cells[row["variant"], row["blocks"], row["seq_len"]] = cell
+    head = [
+        f"{short(int(length))} tokens, {'eager' if blocks == 'eager' else 'compiled'}" for blocks, length in columns
+    ]
+    names = [name for name in TRAINERS if any(row["variant"] == name for row in rows)]
+    lines = [[TRAINERS[name], *(cells.get((name, *column), "") for column in columns)] for name in names]
+    return markdown(["ms a step (GiB)", *head], lines)
+
+
+def batches_table(rows: Sequence[Row]) -> str:
+    """Of `batches.py`: rates, stalls and what was compiled."""
+    head = ["layout", "heads", "mask", "tokens/s", "of the batch again", "first step, s", "median, ms", "worst stall"]
+    lines = []
+    for row in rows:
+        line = [row["layout"], f"{row['heads_q']}/{row['heads_kv']}", row["mask"]]
+        if row["status"] != "ok":
+            lines.append([*line, row["status"], *[""] * 6])
+            continue
+        speed = f"{float(row['tokens_per_s']):,.0f}", f"{float(row['rate_ratio']):.2f}", f"{float(row['first_s']):.1f}"
+        stalls = f"{float(row['worst_stall']):.2f}", row["stalls"]
+        variants = f"{row['triton']} + {row['fa4']}, {row['late']} late"
+        lines.append([*line, *speed, f"{1e3 * float(row['median_s']):.1f}", *stalls, variants])
+    return markdown([*head, "above 1.3", "compiled: Triton + FlashAttention-4"], lines)
+
+
 def training_table() -> str:
-    names = {"cp_mesh": "cp_mesh", "torch_allgather": "PyTorch context_parallel, all-gather"}
     lines = [
         [
-            names[row["variant"]],
+            TRAINERS[row["variant"]],
             f"{float(row['step_ms_median']):.0f}",
             f"{100 * float(row['mfu']):.1f} %",
             f"{float(row['peak_gib']):.1f}",

@@ -1,28 +1,31 @@
-"""Training steps of the same Llama with cp_mesh and with PyTorch's `context_parallel`, side by side.
+"""Training steps of the same Llama with cp_mesh, with PyTorch's `context_parallel` and with Ulysses, side by side.
 
-    torchrun --nproc-per-node 4 examples/benchmarks/training.py --seq-len 131072 --layers 8 --csv training.csv
+    torchrun --nproc-per-node 4 examples/benchmarks/training.py --seq-len 8192 131072 --layers 8 --csv training.csv
+    torchrun --nproc-per-node 4 examples/benchmarks/training.py --compile       # blocks compiled
 
 The layers are those of Llama-3-8B; the vocabulary is 32,768 of its 128,256 tokens, as few layers with the whole one
 would measure the output matrix. Weights, FSDP2, optimizer, loss, recomputation and the head-tail placement of tokens
-are the same objects or the same code for all variants; only the way to a context-parallel attention differs. Before
-anything is timed, losses and gradients on one batch must agree; then whole steps take turns: forward, backward,
-gradient clipping, AdamW.
+are the same objects or the same code for all variants (Ulysses holds contiguous tokens); only the way to a
+context-parallel attention differs. Before anything is timed, losses and gradients on one batch must agree; then whole
+steps take turns: forward, backward, gradient clipping, AdamW. A rival that raises is left out, and its status says why.
+Garbage is collected between rounds only.
 
-Columns. `step_ms_*`: of the slowest rank. `mfu` and `mfu_trainer`: `model_flops` over the vendor's dense bf16 peak.
-`peak_gib`: the largest of PyTorch's allocator on any rank, with cp_mesh's symmetric memory, which that allocator does
-not see; NCCL's buffers are not in it. `grad_difference`: `Trainer.gradient_difference` from the first variant.
+Columns. `blocks`: "eager", or the backend that compiles them. `step_ms_*`: of the slowest rank. `mfu` and
+`mfu_trainer`: `model_flops` over the vendor's dense bf16 peak. `peak_gib`: the largest of PyTorch's allocator on any
+rank, with cp_mesh's symmetric memory, which that allocator does not see; NCCL's buffers are not in it.
+`grad_difference`: `Trainer.gradient_difference` from the first variant.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
+import gc
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import date, timedelta
@@ -40,23 +43,28 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "examples")]  # a checkout that is not installed, and the trainer's files
+# a checkout that is not installed, the trainer's files, and the other benchmarks
+sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(Path(__file__).parent)]
 
+from contestants import Case, heads_to_sequence, sequence_to_heads  # noqa: E402
 from llama import CoreAttention, Llama, LlamaConfig  # noqa: E402
 from metrics import flops_per_token, peak_flops  # noqa: E402
 from parallel_llama import apply_fsdp  # noqa: E402
+from raw_kernels import RAW_KERNELS, present_kernels, swap  # noqa: E402
+from report import append  # noqa: E402
+from tables import steps_table  # noqa: E402
 
 import cp_mesh  # noqa: E402
 from cp_mesh.call import Options, Tensors  # noqa: E402
 from cp_mesh.plan import make_plan  # noqa: E402
-from cp_mesh.transport import choose_transport, symmetric_memory_bytes  # noqa: E402
+from cp_mesh.transport import choose_transport, release, symmetric_memory_bytes  # noqa: E402
 
 COLUMNS = (
-    *("date", "commit", "gpu", "world", "torch", "variant", "settings", "layers", "seq_len", "vocab", "precision"),
-    *("recompute", "steps", "step_ms_median", "step_ms_min", "step_ms_max", "tokens_per_s_per_gpu", "mfu"),
+    *("date", "commit", "gpu", "world", "torch", "variant", "settings", "blocks", "layers", "seq_len", "vocab"),
+    *("precision", "recompute", "steps", "step_ms_median", "step_ms_min", "step_ms_max", "tokens_per_s_per_gpu", "mfu"),
     *("mfu_trainer", "peak_gib", "loss", "grad_norm", "grad_difference", "status"),
 )
-VARIANTS = ("cp_mesh", "torch_allgather", "torch_alltoall")
+VARIANTS = ("cp_mesh", "ulysses", "torch_allgather", "torch_alltoall")
 TORCH_KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -68,7 +76,8 @@ TIMEOUT = timedelta(minutes=3)
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--seq-len", type=int, default=131072, help="tokens of the one sequence in a step")
+    add("--seq-len", type=int, nargs="+", default=[131072], help="tokens of the one sequence in a step")
+    add("--compile", nargs="?", const="inductor", metavar="BACKEND", help="compile each block")
     add("--layers", type=int, default=4)
     add("--dim", type=int, default=4096)
     add("--heads", type=int, default=32)
@@ -77,9 +86,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--vocab", type=int, default=32768)
     add("--precision", choices=("bf16", "fp32"), default="bf16")
     add("--recompute", choices=("selective", "full", "none"), default="selective", help="selective: all but attention")
-    add("--variants", nargs="+", choices=VARIANTS, default=["cp_mesh", "torch_allgather"])
+    add("--variants", nargs="+", choices=VARIANTS, default=["cp_mesh", "ulysses", "torch_allgather"])
     add("--kernel", default="auto", help="of cp_mesh")
     add("--transport", default="auto", help="of cp_mesh")
+    add("--ulysses-kernel", choices=tuple(RAW_KERNELS), help="default: the best that is there")
     add("--torch-kernel", choices=tuple(TORCH_KERNELS), default="cudnn", help="of PyTorch's context_parallel on CUDA")
     add("--torch-kv", choices=("auto", "native", "expanded"), default="auto", help="its kv heads: see TorchVariant")
     add("--warmup", type=int, default=2, help="rounds before the measured ones")
@@ -130,12 +140,88 @@ class StockCore(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
+class UlyssesCore(nn.Module):
+    """An all-to-all of heads around a kernel that sees the whole sequence."""
+
+    kernel = ""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+        return torch.ops.cp_mesh_benchmark.ulysses(q, k, v, self.kernel)[0]
+
+
+def _case(q: Tensor, k: Tensor) -> Case:
+    """[1, H, L, D] tensors as `contestants` knows them."""
+    heads, rows, head_dim = q.shape[1:]
+    world = dist.get_world_size(), dist.get_rank()
+    return Case(heads, k.shape[1], head_dim, q.dtype, True, rows, *world, q.device)
+
+
+def _ulysses(q: Tensor, k: Tensor, v: Tensor, kernel: str) -> tuple[Tensor, Tensor, Tensor]:
+    """out [1, H, L, D], what the kernel gave of it [1, S, H / cp, D], and lse."""
+    case = _case(q, k)
+    out, lse = RAW_KERNELS[kernel].forward(*heads_to_sequence([*map(swap, (q, k, v))], case), True, case.scale)
+    return swap(sequence_to_heads([out], case)[0].contiguous()), out.contiguous(), lse.contiguous()
+
+
+def _ulysses_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kernel: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    case = _case(q, k)
+    gathered = heads_to_sequence([*map(swap, (dout, q, k, v))], case)
+    gradients = RAW_KERNELS[kernel].backward(*gathered, out, lse, True, case.scale)
+    dq, dk, dv = (swap(x.contiguous()) for x in sequence_to_heads(list(gradients), case))
+    return dq, dk, dv
+
+
+def _ulysses_like(q: Tensor, k: Tensor, v: Tensor, kernel: str) -> tuple[Tensor, Tensor, Tensor]:
+    heads, rows, head_dim = q.shape[1:]
+    heads, seq_len = heads // dist.get_world_size(), rows * dist.get_world_size()
+    whole, lse = q.new_empty(1, seq_len, heads, head_dim), q.new_empty(1, heads, seq_len, dtype=torch.float32)
+    return _like(q), whole, lse
+
+
+def _like(x: Tensor) -> Tensor:
+    """A result of [1, H, L, D] as it lies in memory: row by row."""
+    return swap(swap(x).new_empty(swap(x).shape))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    *qkv, ctx.kernel = inputs
+    ctx.save_for_backward(*qkv, *output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, dout: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    return *torch.ops.cp_mesh_benchmark.ulysses_backward(dout, *ctx.saved_tensors, ctx.kernel), None
+
+
+# An op, as cp_mesh's is: a graph of torch.compile does not break at it, and selective recomputation can save it. What
+# it saves are its results; q, k and v travel again beside dout, which spares their memory.
+_library = torch.library.Library("cp_mesh_benchmark", "DEF")
+_library.define("ulysses(Tensor q, Tensor k, Tensor v, str kernel) -> (Tensor, Tensor, Tensor)")
+_library.define(
+    "ulysses_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, str kernel)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+_library.impl("ulysses", torch.compiler.disable(_ulysses), "CompositeExplicitAutograd")
+_library.impl("ulysses_backward", torch.compiler.disable(_ulysses_backward), "CompositeExplicitAutograd")
+torch.library.register_fake("cp_mesh_benchmark::ulysses", _ulysses_like, lib=_library)
+torch.library.register_fake(
+    "cp_mesh_benchmark::ulysses_backward", lambda dout, q, k, v, *_: (_like(q), _like(k), _like(v)), lib=_library
+)
+torch.library.register_autograd("cp_mesh_benchmark::ulysses", _gradients, setup_context=_keep, lib=_library)
+
+
 class SwitchedCore(nn.Module):
-    """An attention core a library, without weights; `chosen` names the one that is called."""
+    """An attention core a variant, without weights; `chosen` names the one that is called.
+
+    What is chosen is a string that differs by variant: compiled blocks ask for which one they were compiled.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.cp_mesh, self.torch = CoreAttention(), StockCore()
+        self.cp_mesh, self.ulysses = CoreAttention(), UlyssesCore()
+        self.torch_allgather, self.torch_alltoall = StockCore(), StockCore()
         self.chosen = "cp_mesh"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
@@ -143,7 +229,7 @@ class SwitchedCore(nn.Module):
 
 
 class WholeBatches(nn.Module):
-    """The root that cp_mesh's plan shards inputs for; PyTorch's variant calls `model` with shards of its own."""
+    """The root that cp_mesh's plan shards inputs for; other variants call `model` with shards of their own."""
 
     def __init__(self, model: Llama) -> None:
         super().__init__()
@@ -154,9 +240,9 @@ class WholeBatches(nn.Module):
 
 
 class Variant(Protocol):
-    name: str
+    name: str  # and that of its core in `SwitchedCore`
     settings: str
-    core: str  # the one of `SwitchedCore`
+    refusal: str | None  # why it does not take part
 
     @staticmethod
     def context_fn() -> Any:
@@ -169,14 +255,20 @@ class Variant(Protocol):
 class CPMeshVariant:
     """cp_mesh as `examples/train_llama.py` uses it."""
 
-    name, core = "cp_mesh", "cp_mesh"
+    name, refusal = "cp_mesh", None
 
     def __init__(self, root: WholeBatches, mesh: DeviceMesh, args: argparse.Namespace, device: torch.device) -> None:
         self.root, self.mesh = root, mesh
         self.sequence = cp_mesh.ShardedSequence(mesh, cp_mesh.ZigZag(), length=args.seq_len)
         style = cp_mesh.ContextParallel(self.sequence, kernel=args.kernel, transport=args.transport)
+        root_style = cp_mesh.ShardedModel(
+            self.sequence,
+            inputs=("tokens",),
+            positions="positions",
+            watch=not args.compile,  # the rivals' attention in the same compiled blocks is not in the plan
+        )
         plan = {
-            "": cp_mesh.ShardedModel(self.sequence, inputs=("tokens",), positions="positions"),
+            "": root_style,
             "model.layers.*.attention.core.cp_mesh": style,
         }
         cp_mesh.parallelize(root, mesh, plan)
@@ -212,14 +304,16 @@ class CPMeshVariant:
         return loss.detach()
 
 
+def in_words(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
 class TorchVariant:
     """PyTorch's `context_parallel` around forward and backward, with tokens, labels and positions as its buffers.
 
     It is given its kv heads as they are. Where it refuses grouped-query attention ("auto" asks it with a short
     sequence) they are repeated, and the settings say so.
     """
-
-    core = "torch"
 
     def __init__(
         self, root: WholeBatches, mesh: DeviceMesh, args: argparse.Namespace, device: torch.device, rotation: str
@@ -228,7 +322,6 @@ class TorchVariant:
         self.name = f"torch_{rotation}"
         self.backend = TORCH_KERNELS[args.torch_kernel] if device.type == "cuda" else None
         self.refusal: str | None = None
-        self._cores = [module for module in root.modules() if isinstance(module, StockCore)]
         expand = args.torch_kv == "expanded"
         refusal = self._refusal(args, expand)
         why = ""
@@ -236,8 +329,8 @@ class TorchVariant:
             why, expand = f" ({refusal})", True
             refusal = self._refusal(args, expand)
         self.refusal = refusal
-        for core in self._cores:
-            core.expand = expand
+        for block in root.model.layers:
+            getattr(block.attention.core, self.name).expand = expand
         kernel = args.torch_kernel if self.backend else "cpu"
         self.settings = f"kernel={kernel} rotate={rotation} kv_heads={'expanded' if expand else 'native'}{why}"
 
@@ -253,7 +346,7 @@ class TorchVariant:
             with self._active([torch.zeros(rows * self.mesh.size(), device=self.device)], [0]):
                 core(q, k, v).float().sum().backward()
         except (NotImplementedError, RuntimeError, ValueError, AssertionError) as error:
-            return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            return in_words(error)
         return None
 
     @contextmanager
@@ -286,6 +379,34 @@ class TorchVariant:
         return loss.detach()
 
 
+class UlyssesVariant:
+    """Each rank holds a chunk of the tokens, and while it attends a part of the heads."""
+
+    name = "ulysses"
+
+    def __init__(self, root: WholeBatches, mesh: DeviceMesh, args: argparse.Namespace, device: torch.device) -> None:
+        self.model, self.mesh = root.model, mesh
+        kernel = args.ulysses_kernel or present_kernels(device)[0]
+        for block in self.model.layers:
+            block.attention.core.ulysses.kernel = kernel
+        self.settings, self.refusal = f"kernel={kernel}", None
+        if args.kv_heads % mesh.size() or args.seq_len % mesh.size():
+            self.refusal = f"{args.kv_heads} kv heads and {args.seq_len} tokens over {mesh.size()} ranks"
+
+    @staticmethod
+    def context_fn() -> Any:
+        return create_selective_checkpoint_contexts([torch.ops.cp_mesh_benchmark.ulysses.default])
+
+    def loss_and_backward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        tokens, labels, positions = (
+            x.chunk(self.mesh.size(), -1)[self.mesh.get_local_rank()] for x in (tokens, labels, positions)
+        )
+        loss = cp_mesh.cross_entropy(self.model(tokens, positions), labels, self.mesh)
+        loss.backward()
+        return loss.detach()
+
+
 @dataclass
 class Figures:
     """What was found out about a variant; times in ms, of the slowest rank."""
@@ -307,14 +428,13 @@ class Trainer:
             self.model = Llama(llama_config(args), SwitchedCore)
         self.model.init_weights(args.seed)
         root = WholeBatches(self.model)
-        self.variants: list[Variant] = []
-        self.refused: list[TorchVariant] = []
-        for name in args.variants:
-            if name == "cp_mesh":
-                self.variants.append(CPMeshVariant(root, mesh, args, device))
-                continue
-            variant = TorchVariant(root, mesh, args, device, rotation=name.removeprefix("torch_"))
-            (self.refused if variant.refusal else self.variants).append(variant)
+        self.variants = [self._variant(name, root, args) for name in args.variants]
+        self.checkpoints = {variant.name: self._checkpoint(variant) for variant in self.variants}
+        if args.compile:
+            # cp_mesh and context_parallel enter modes inside a block: no side effect that recomputation must repeat.
+            torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+            for block in self.model.layers:
+                block.compile(backend=args.compile, dynamic=False)
         # A group of its own, else FSDP's collectives would queue with those of PyTorch's context_parallel.
         data = DeviceMesh.from_group(dist.new_group(timeout=TIMEOUT), device.type, mesh_dim_names=("data",))
         apply_fsdp(self.model, data, args.precision)
@@ -323,15 +443,25 @@ class Trainer:
         )
         self.tokens, self.labels = (x.to(device) for x in make_batch(args))
 
+    def _variant(self, name: str, root: WholeBatches, args: argparse.Namespace) -> Variant:
+        given = root, self.mesh, args, self.device
+        if name in ("cp_mesh", "ulysses"):
+            return CPMeshVariant(*given) if name == "cp_mesh" else UlyssesVariant(*given)
+        return TorchVariant(*given, rotation=name.removeprefix("torch_"))
+
+    def _checkpoint(self, variant: Variant) -> Callable[..., Tensor] | None:
+        """Made once: compiled blocks ask whether it is the one that they were compiled for."""
+        if self.args.recompute == "none":
+            return None
+        saves: dict[str, Any] = {"context_fn": variant.context_fn} if self.args.recompute == "selective" else {}
+        return partial(checkpoint, use_reentrant=False, **saves)
+
     def loss_and_backward(self, variant: Variant) -> Tensor:
         """This rank's share of the loss, with gradients in place of those before."""
         self.optimizer.zero_grad()
-        saves: dict[str, Any] = {"context_fn": variant.context_fn} if self.args.recompute == "selective" else {}
         for block in self.model.layers:
-            block.attention.core.chosen = variant.core
-            block.checkpoint = None
-            if self.args.recompute != "none":
-                block.checkpoint = partial(checkpoint, use_reentrant=False, **saves)
+            block.attention.core.chosen = variant.name
+            block.checkpoint = self.checkpoints[variant.name]
         return variant.loss_and_backward(self.tokens, self.labels)
 
     def clip(self) -> Tensor:
@@ -398,7 +528,18 @@ def compare(trainer: Trainer, figures: dict[str, Figures]) -> None:
     reference: tuple[float, float, dict[str, Tensor]] | None = None
     for variant in trainer.variants:
         found = figures[variant.name]
-        result = trainer.check(variant)
+        if variant.refusal:
+            found.status = f"refused: {variant.refusal}"
+            say(f"{variant.name} [{variant.settings}] {found.status}")
+            continue
+        try:
+            result = trainer.check(variant)
+        except Exception as error:
+            if variant.name == "cp_mesh":
+                raise
+            found.status = f"refused: {in_words(error)}"
+            say(f"{variant.name} [{variant.settings}] {found.status}")
+            continue
         found.loss, found.grad_norm = result[:2]
         reference = reference or result
         found.grad_difference, where = trainer.gradient_difference(reference[2], result[2])
@@ -420,13 +561,15 @@ def compare(trainer: Trainer, figures: dict[str, Figures]) -> None:
 def measure(trainer: Trainer, figures: dict[str, Figures]) -> None:
     """Rounds of one step of every variant each."""
     args, cuda = trainer.args, trainer.device.type == "cuda"
+    variants = [variant for variant in trainer.variants if figures[variant.name].status == "ok"]
     begin = time.perf_counter()
     for i in range(args.warmup + args.steps):
         # The ranks' clocks differ; they must agree on the end.
         if i > args.warmup and trainer.largest(time.perf_counter() - begin) > args.seconds:
             say(f"--seconds {args.seconds:g}: the end after {i - args.warmup} measured rounds")
             break
-        for variant in trainer.variants:
+        gc.collect()
+        for variant in variants:
             if cuda:
                 torch.cuda.reset_peak_memory_stats()
             milliseconds = trainer.timed_step(variant)
@@ -435,14 +578,14 @@ def measure(trainer: Trainer, figures: dict[str, Figures]) -> None:
             found = figures[variant.name]
             found.step_ms.append(milliseconds)
             if cuda:
-                own = symmetric_memory_bytes() if variant.core == "cp_mesh" else 0
+                own = symmetric_memory_bytes() if variant.name == "cp_mesh" else 0
                 peak = trainer.largest(torch.cuda.max_memory_allocated() + own)
                 found.peak_bytes = max(found.peak_bytes, peak)
 
 
-def row(trainer: Trainer, variant: Variant, figures: Figures) -> dict[str, object]:
+def row(trainer: Trainer, variant: Variant, figures: Figures) -> dict[str, str]:
     args, world = trainer.args, trainer.mesh.size()
-    values: dict[str, object] = {
+    values: dict[str, Any] = {
         "date": date.today().isoformat(),
         "commit": commit(),
         "gpu": torch.cuda.get_device_name() if trainer.device.type == "cuda" else "cpu",
@@ -450,6 +593,7 @@ def row(trainer: Trainer, variant: Variant, figures: Figures) -> dict[str, objec
         "torch": torch.__version__,
         "variant": variant.name,
         "settings": variant.settings,
+        "blocks": args.compile or "eager",
         "layers": args.layers,
         "seq_len": args.seq_len,
         "vocab": args.vocab,
@@ -473,7 +617,7 @@ def row(trainer: Trainer, variant: Variant, figures: Figures) -> dict[str, objec
                 ("mfu", "mfu_trainer"), model_flops(trainer.model.config, args.seq_len), strict=True
             ):
                 values[name] = f"{flops / (median / 1e3 * world * peak):.4f}"
-    return values
+    return {name: str(value) for name, value in values.items()}
 
 
 def commit() -> str:
@@ -485,19 +629,25 @@ def commit() -> str:
         return "unknown"
 
 
-def append(path: Path, rows: list[dict[str, object]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        if is_new:
-            writer.writeheader()
-        writer.writerows(rows)
-
-
 def say(text: str) -> None:
     if dist.get_rank() == 0:
         print(text, flush=True)
+
+
+def rows_of(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> tuple[list[dict[str, str]], bool]:
+    """The rows of one length, and whether the variants agree."""
+    trainer = Trainer(args, mesh, device)
+    figures = {name: Figures() for name in args.variants}
+    compare(trainer, figures)
+    agree = all(found.status == "ok" or found.status.startswith("refused: ") for found in figures.values())
+    if agree:
+        measure(trainer, figures)
+    else:
+        say("the variants disagree: nothing was timed")
+    rows = [row(trainer, variant, figures[variant.name]) for variant in trainer.variants]
+    for values in rows:
+        say(", ".join(f"{name} {values[name]}" for name in COLUMNS[5:] if values.get(name)))
+    return rows, agree
 
 
 def main() -> None:
@@ -508,23 +658,20 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo", timeout=TIMEOUT)
     mesh = init_device_mesh(args.device, (dist.get_world_size(),), mesh_dim_names=("cp",))
-    trainer = Trainer(args, mesh, device)
-    figures = {name: Figures() for name in args.variants}
-    for variant in trainer.refused:
-        figures[variant.name].status = f"refused: {variant.refusal}"
-        say(f"{variant.name} [{variant.settings}] refused: {variant.refusal}")
-    compare(trainer, figures)
-    agree = all(figures[variant.name].status == "ok" for variant in trainer.variants)
-    if agree:
-        measure(trainer, figures)
-    by_name: dict[str, Variant] = {variant.name: variant for variant in [*trainer.variants, *trainer.refused]}
-    rows = [row(trainer, by_name[name], figures[name]) for name in args.variants]
-    for values in rows:
-        say(", ".join(f"{name} {values[name]}" for name in COLUMNS[5:] if values.get(name) not in (None, "")))
+    gc.disable()
+    rows, agree = [], True
+    for seq_len in args.seq_len:
+        of_length = argparse.Namespace(**vars(args) | {"seq_len": seq_len})
+        found, agrees = rows_of(of_length, mesh, device)
+        rows, agree = rows + found, agree and agrees
+        torch._dynamo.reset()
+        gc.collect()
+        release(mesh.get_group())  # each length is charged for its own needs only
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
     if args.csv and dist.get_rank() == 0:
-        append(args.csv, rows)
-    if not agree:
-        say("the variants disagree: nothing was timed")
+        append(args.csv, COLUMNS, rows)
+    say(steps_table(rows))
     dist.barrier()  # Python must not end while a thread of gloo still lets go of the last collective's tensors
     dist.destroy_process_group()
     sys.exit(0 if agree else 1)
