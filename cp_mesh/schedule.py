@@ -18,7 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
-from cp_mesh.blocks import K_END, PAIRS, Q_END, SOURCE, Array, K, Q, join_full, unions
+from cp_mesh.blocks import K_END, PAIRS, Q_END, SOURCE, Array, K, Q, causal_parts, join_full, unions
 from cp_mesh.geometry import geometry
 from cp_mesh.layouts import Layout
 from cp_mesh.masks import NONE, PARTIAL, Band, Cover, Mask
@@ -294,13 +294,12 @@ def split_causal(band: Band, num_q: int, num_k: int) -> list[tuple[Rows, Rows, b
         return None
     if band.lo is None:
         return [((0, num_q), (0, num_k), False)]
-    seen_by_all = -band.lo  # keys below it are visible to row 0 already
-    assert seen_by_all >= 0, "split_causal takes trimmed tiles"
-    square = num_k - seen_by_all
-    parts = [((0, num_q), (0, seen_by_all), False)] if seen_by_all else []
-    parts.append(((0, square), (seen_by_all, num_k), True))
-    if square < num_q:
-        parts.append(((square, num_q), (seen_by_all, num_k), False))
+    before, square, after = causal_parts(num_q, num_k, num_q - num_k - band.lo)
+    assert before >= 0, "split_causal takes trimmed tiles"
+    parts = [((0, num_q), (0, before), False)] if before else []
+    parts.append(((0, square), (before, num_k), True))
+    if after:
+        parts.append(((square, num_q), (before, num_k), False))
     return parts
 
 

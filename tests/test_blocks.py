@@ -15,7 +15,7 @@ from dense import dense_mask
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_mesh import Balanced, Contiguous, Mask, Striped, ZigZag, balance, geometry
+from cp_mesh import Balanced, Contiguous, Mask, Striped, ZigZag, balance, by_documents, by_runs, geometry
 from cp_mesh.blocks import K_END, LEFT, PAIRS, Q_END, RIGHT, K, Q, block_table, keys_of, pieces_of
 from cp_mesh.layouts import Index, Layout, Piece, Run
 from cp_mesh.masks import NONE, Band
@@ -166,9 +166,9 @@ def test_facts_are_those_of_the_blocks(layout, S, cp_size, mask, documents, seed
         chosen = LAYOUTS[layout](S)
     ids = (torch.rand(1, S, generator=generator) > 0.8).cumsum(1)
     whole = Mask(**mask, documents=ids if documents else None)
-    for by_documents in {False, documents}:
-        facts = geometry.geometry(chosen, whole, S, cp_size, by_documents).facts
-        want = facts_of_all_blocks(chosen, whole, S, cp_size, by_documents)
+    for segments in {False, documents}:
+        facts = geometry.geometry(chosen, whole, S, cp_size, segments).facts
+        want = facts_of_all_blocks(chosen, whole, S, cp_size, segments)
         assert facts.needed.tolist() == want["needed"]
         assert facts.overlapping == want["overlapping"]
 
@@ -180,14 +180,15 @@ def test_facts_do_not_depend_on_how_many_are_looked_at_together(monkeypatch, nam
     ids = torch.repeat_interleave(torch.arange(4), torch.tensor([3, 40, 11, 6]))
     for options in ({}, {"prefix": 20}, {"window": (7, None)}, {"causal": False}):
         mask, layout = Mask(documents=ids, **options), LAYOUTS[name](S)
-        for by_documents, cp_size in product((False, True), (3, 5)):
+        for segments, cp_size in product((False, True), (3, 5)):
             forget_plans()
-            want = geometry.geometry(layout, mask, S, cp_size, by_documents).facts
+            want = geometry.geometry(layout, mask, S, cp_size, segments).facts
             with monkeypatch.context() as patch:
-                patch.setattr(geometry, "CHUNK", chunk)
-                patch.setattr(geometry, "FEW", 0)
+                for module in (by_runs, by_documents):
+                    patch.setattr(module, "CHUNK", chunk)
+                patch.setattr(by_runs, "FEW", 0)
                 forget_plans()
-                got = geometry.geometry(layout, mask, S, cp_size, by_documents).facts
+                got = geometry.geometry(layout, mask, S, cp_size, segments).facts
             assert got.needed.tolist() == want.needed.tolist() and got[1:] == want[1:]
     forget_plans()
 

@@ -118,17 +118,17 @@ def _(grid: Any) -> Any:
     return with_arguments(grid, k=lambda k: k._replace(nearest=k.nearest + 1))
 
 
-@plant("pieces that share their last document alone are left out", "geometry:_OfPieces._label_bounds", "coverage")
+@plant("pieces that share their last document alone are left out", "by_runs:ByRuns._label_bounds", "coverage")
 def _(label_bounds: Any) -> Any:
     return with_result(label_bounds, lambda bounds: (bounds[0], bounds[1] - 1))
 
 
-@plant("rows that travel are counted without those seen in part", "geometry:_OfPieces._counts_of_keys", "facts")
+@plant("rows that travel are counted without those seen in part", "by_runs:ByRuns._counts_of_keys", "facts")
 def _(counts_of_keys: Any) -> Any:
     return with_result(counts_of_keys, lambda counts: counts * 0)
 
 
-@plant("a step in which few ranks fetch is taken for idle", "geometry:active_steps", "coverage")
+@plant("a step in which few ranks fetch is taken for idle", "facts:active_steps", "coverage")
 def _(active_steps: Any) -> Any:
     return with_result(active_steps, lambda steps: steps[:-1])
 
