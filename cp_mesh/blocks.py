@@ -249,6 +249,11 @@ def squares(blocks: Array) -> Array:
     return np.concatenate([blocks[~loose], until, rest])
 
 
+def bands_of(blocks: Array) -> Array:
+    """Both bounds of each block as one number."""
+    return np.asarray(blocks[:, LEFT] * (4 * NONE) + blocks[:, RIGHT])
+
+
 def cut_in_two(blocks: Array) -> bool:
     """Whether a causal block has rows after its square: two calls with the same keys."""
     causal, _, _, after = parts_of(blocks)

@@ -32,7 +32,7 @@ from cp_mesh.blocks import (
     shares_keys,
     unions,
 )
-from cp_mesh.facts import Facts, Found, Groups
+from cp_mesh.facts import Facts, Found, Groups, alike, blocks_of_alike
 from cp_mesh.layouts import Layout
 from cp_mesh.masks import NONE, Documents, Mask
 
@@ -160,35 +160,19 @@ class ByRuns:
         np.add.at(found.needed.reshape(-1), owner, ends - begins)
 
     def _counts_of_keys(self, found: Found, i: Array, j: Array) -> Array:
-        """How many keys each block of q[i] and k[j] names: those alike in lengths and offset are looked at once."""
-        q, k, alike, num = self._q, self._k, np.arange(len(i)), len(i)
+        """How many keys each block of q[i] and k[j] names."""
+        q, k, number = self._q, self._k, np.arange(len(i))
         if len(i) > FEW and q.regular.all() and k.regular.all():
-            (q_kind, q_kinds), (k_kind, k_kinds) = self._like
-            offset = q.low[i] - k.low[j]
-            lowest = int(offset.min())
-            range_of = (int(offset.max()) - lowest + 1) * q_kinds * k_kinds
-            if range_of <= 2 * len(i):
-                alike, num = ((offset - lowest) * q_kinds + q_kind[i]) * k_kinds + k_kind[j], range_of
-        chosen = np.full(num, -1)
-        chosen[alike] = np.arange(len(i))
-        chosen = chosen[chosen >= 0]
-        q, k, here = q.at(i[chosen]), k.at(j[chosen]), np.arange(len(chosen))
-        # a rank of its own for each pair, so that its block tells which it is
-        blocks = found.add(block_table(q._replace(rank=here), here, k, here, opaque=False))
+            of_q, of_k = self._alike
+            number = of_q[i] + of_k[j]
+        blocks, keys = blocks_of_alike(q, i, k, j, number)
+        found.add(blocks)
         found.overlapping |= cut_in_two(blocks)
-        keys = np.zeros(num, dtype=np.int64)
-        keys[alike[chosen[blocks[:, RECEIVER]]]] = blocks[:, K_END] - blocks[:, K]
-        return keys[alike]
+        return keys
 
     @cached_property
-    def _like(self) -> tuple[tuple[Array, int], tuple[Array, int]]:
-        """A number for all that matters of a piece but its position, and how many there are: of queries and of keys."""
-        kinds = []
-        for x in (self._q, self._k):
-            columns = np.stack([x.length, x.stride, x.nearest, x.farthest, x.whole])
-            of_each, which = np.unique(columns, axis=1, return_inverse=True)
-            kinds.append((which.reshape(-1), of_each.shape[1]))
-        return kinds[0], kinds[1]
+    def _alike(self) -> tuple[Array, Array]:
+        return alike(self._q, self._k)
 
 
 def _indices(x: NDArray[np.bool_]) -> tuple[Array, Array]:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from cp_mesh.blocks import LEFT, MANY_KEYS, PAIRS, RIGHT, Array, fewest_keys
+from cp_mesh.blocks import K_END, LEFT, MANY_KEYS, PAIRS, RECEIVER, RIGHT, Array, K, Pieces, block_table, fewest_keys
 from cp_mesh.masks import NONE
 
 
@@ -64,6 +64,40 @@ def active_steps(needed: Array) -> tuple[int, ...]:
     twice = np.tile(needed > 0, 2)
     by_step = as_strided(twice[:, size:], (size, size), (twice.strides[0] + 1, -1))  # [receiver, step]
     return tuple(np.flatnonzero(by_step.any(0)).tolist())
+
+
+def alike(q: Pieces, k: Pieces) -> tuple[Array, Array]:
+    """A number for each run of queries and of keys; where their sums are equal, pairs differ in their place alone."""
+    q_kind, k_kind = (_numbered(x.length, x.stride, x.nearest, x.farthest, x.whole) for x in (q, k))
+    k_kinds = int(k_kind.max(initial=0)) + 1
+    num_kinds = (int(q_kind.max(initial=0)) + 1) * k_kinds
+    return q.low * num_kinds + q_kind * k_kinds, k_kind - k.low * num_kinds
+
+
+def _numbered(*columns: Any) -> Array:
+    """Small numbers, equal for rows that are equal in all columns."""
+    number = np.zeros(len(columns[0]), dtype=np.int64)
+    for column in columns:
+        if (column[1:] != column[:-1]).any():
+            values, which = np.unique(column, return_inverse=True)
+            number = number * len(values) + which
+    return number
+
+
+def blocks_of_alike(q: Pieces, i: Array, k: Pieces, j: Array, number: Array) -> tuple[Array, Array]:
+    """The blocks of pairs of pieces, one of all of the same number, and how many keys that of each pair names."""
+    number = number - (number.min() if len(number) else 0)
+    if (num := int(number.max(initial=-1)) + 1) > 2 * len(number):
+        number, num = np.arange(len(number)), len(number)
+    chosen = np.full(num, -1)
+    chosen[number] = np.arange(len(number))
+    chosen = chosen[chosen >= 0]
+    # a rank of its own for each pair, so that its block tells which it is
+    here = np.arange(len(chosen))
+    blocks = block_table(q.at(i[chosen])._replace(rank=here), here, k.at(j[chosen]), here, opaque=False)
+    keys = np.zeros(num, dtype=np.int64)
+    keys[number[chosen[blocks[:, RECEIVER]]]] = blocks[:, K_END] - blocks[:, K]
+    return blocks, keys[number]
 
 
 class Groups(NamedTuple):

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -223,10 +224,10 @@ def make_schedule(
 
 
 def _by_rank(ranges: tuple[Array, Array, Array], cp_size: int) -> list[Ranges]:
-    found: list[list[Rows]] = [[] for _ in range(cp_size)]
-    for rank, begin, end in zip(*(x.tolist() for x in ranges), strict=True):
-        found[rank].append((begin, end))
-    return [tuple(x) for x in found]
+    rank, begin, end = ranges
+    pairs = tuple(zip(begin.tolist(), end.tolist(), strict=True))
+    firsts = np.searchsorted(rank, np.arange(cp_size + 1)).tolist()
+    return [pairs[first:last] for first, last in pairwise(firsts)]
 
 
 def of_group(tables: Sequence[Array], number: int) -> list[Array]:

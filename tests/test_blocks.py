@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from cp_mesh import Balanced, Contiguous, Mask, Striped, ZigZag, balance, by_doc
 from cp_mesh.blocks import K_END, LEFT, PAIRS, Q_END, RIGHT, K, Q, block_table, keys_of, pieces_of
 from cp_mesh.layouts import Index, Layout, Piece, Run
 from cp_mesh.masks import NONE, Band
-from cp_mesh.schedule import make_schedule
+from cp_mesh.schedule import make_schedule, num_rows
 
 each_mask = pytest.mark.parametrize("name", MASKS)
 
@@ -167,10 +168,13 @@ def test_facts_are_those_of_the_blocks(layout, S, cp_size, mask, documents, seed
     ids = (torch.rand(1, S, generator=generator) > 0.8).cumsum(1)
     whole = Mask(**mask, documents=ids if documents else None)
     for segments in {False, documents}:
-        facts = geometry.geometry(chosen, whole, S, cp_size, segments).facts
         want = facts_of_all_blocks(chosen, whole, S, cp_size, segments)
-        assert facts.needed.tolist() == want["needed"]
-        assert facts.overlapping == want["overlapping"]
+        for few in (by_documents.FEW, 0):  # alike pairs of large documents only, or of all
+            with mock.patch.object(by_documents, "FEW", few):
+                geometry._geometry.cache_clear()
+                facts = geometry.geometry(chosen, whole, S, cp_size, segments).facts
+            assert facts.needed.tolist() == want["needed"]
+            assert facts.overlapping == want["overlapping"]
 
 
 @pytest.mark.parametrize("chunk", (1, 7, 30))
@@ -186,7 +190,7 @@ def test_facts_do_not_depend_on_how_many_are_looked_at_together(monkeypatch, nam
             with monkeypatch.context() as patch:
                 for module in (by_runs, by_documents):
                     patch.setattr(module, "CHUNK", chunk)
-                patch.setattr(by_runs, "FEW", 0)
+                    patch.setattr(module, "FEW", 0)
                 forget_plans()
                 got = geometry.geometry(layout, mask, S, cp_size, segments).facts
             assert got.needed.tolist() == want.needed.tolist() and got[1:] == want[1:]
@@ -250,8 +254,10 @@ def test_packed_documents_of_many_ranks():
     lens = lens[: int((lens.cumsum(0) < S).sum())].tolist()
     ids = torch.repeat_interleave(torch.arange(len(lens) + 1), torch.tensor([*lens, S - sum(lens)]))
     mask = Mask(documents=ids)
-    for layout in (balance(mask, S, cp_size), ZigZag()):
+    for layout in (balance(mask, S, cp_size), ZigZag(), Striped()):
         for rank in (0, 77, 127):
             schedule = make_schedule(layout, mask, S, cp_size, rank, True)
             assert schedule.covers == {"segments"}
+            assert schedule.route.needed[rank].tolist() == [num_rows(rows) for rows in schedule.fetch]
+            assert schedule.route.needed[:, rank].tolist() == [num_rows(rows) for rows in schedule.serve]
             sampled(schedule, layout, mask, S, 4)
