@@ -149,7 +149,15 @@ def facts_of_all_blocks(layout: Layout, mask: Mask, S: int, cp_size: int, docume
     S=st.integers(1, 64),
     cp_size=st.integers(1, 9),
     mask=st.sampled_from(
-        ({}, {"window": (5, 0)}, {"causal": False, "window": (4, 2)}, {"prefix": 9}, {"causal": False})
+        (
+            {},
+            {"window": (5, 0)},
+            {"causal": False, "window": (4, 2)},
+            {"causal": False, "window": (None, 2)},
+            {"prefix": 9},
+            {"length": 20},
+            {"causal": False},
+        )
     ),
     documents=st.booleans(),
     seed=st.integers(0, 3),
@@ -182,7 +190,13 @@ def test_facts_are_those_of_the_blocks(layout, S, cp_size, mask, documents, seed
 def test_facts_do_not_depend_on_how_many_are_looked_at_together(monkeypatch, name, chunk):
     S = 60
     ids = torch.repeat_interleave(torch.arange(4), torch.tensor([3, 40, 11, 6]))
-    for options in ({}, {"prefix": 20}, {"window": (7, None)}, {"causal": False}):
+    for options in (
+        {},
+        {"prefix": 20},
+        {"window": (7, None)},
+        {"causal": False},
+        {"causal": False, "window": (None, 2)},
+    ):
         mask, layout = Mask(documents=ids, **options), LAYOUTS[name](S)
         for segments, cp_size in product((False, True), (3, 5)):
             forget_plans()
