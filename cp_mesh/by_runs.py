@@ -37,6 +37,7 @@ from cp_mesh.layouts import Layout
 from cp_mesh.masks import NONE, Documents, Mask
 
 CHUNK = 1 << 17  # pairs of pieces that are looked at together: their booleans stay in the cache
+SHORT = 64  # keys of a piece, more than any kernel needs: it is not asked whether its neighbours join it
 FEW = 1 << 12  # blocks that are made as fast as it is found out which of them are alike
 
 
@@ -133,9 +134,9 @@ class ByRuns:
             starts[by_rank.first] = full[by_rank.first]
             calls = by_rank.count_true(starts)
         whole = calls > 0
-        if (keys := whole.any(0)).any():
+        if whole.any():
             found.covers.add("pairs" if self._opaque else "full")
-            found.min_keys = min(found.min_keys, int(k.length[keys].min()))
+            found.min_keys = min(found.min_keys, self._fewest_keys(full, whole, by_rank))
         away = ranks[:, None] != k.rank
         found.overlapping |= bool((calls[away] > 1).any())
         # Of a piece that is seen in part, by one piece of the receiver, only the number of keys matters. In striped
@@ -158,6 +159,19 @@ class ByRuns:
         blocks = blocks[~in_whole]
         owner, begins, ends = unions(blocks[:, RECEIVER] * size + blocks[:, SOURCE], blocks[:, K], blocks[:, K_END])
         np.add.at(found.needed.reshape(-1), owner, ends - begins)
+
+    def _fewest_keys(self, full: NDArray[np.bool_], whole: NDArray[np.bool_], by_rank: Groups) -> int:
+        """Of the calls of whole pieces. Neighbours in a shard, of which the same queries see all, are one call."""
+        k = self._k
+        fewest = int(k.length[whole.any(0)].min())
+        if self._opaque or fewest >= SHORT:
+            return fewest
+        follows = (k.rank[1:] == k.rank[:-1]) & (k.row[1:] == (k.row + k.length)[:-1])
+        begins = np.ones(whole.shape, dtype=bool)
+        begins[:, 1:] = ~follows | (by_rank.count_true(full[:, 1:] != full[:, :-1]) > 0)
+        first = np.flatnonzero(begins)
+        keys = np.add.reduceat(np.tile(k.length, len(whole)), first)
+        return int(keys[whole.reshape(-1)[first]].min())
 
     def _counts_of_keys(self, found: Found, i: Array, j: Array) -> Array:
         """How many keys each block of q[i] and k[j] names."""

@@ -21,7 +21,8 @@ class Facts(NamedTuple):
         active_steps: steps >= 1 in which some rank fetches rows.
         overlapping: whether, on any rank, two kernel calls of a stage give gradients of the same row.
         covers: kinds of tile that occur on any rank, see `Schedule`.
-        min_keys: fewest keys of any kernel call on any rank, before neighbouring full tiles are joined.
+        min_keys: fewest keys of any kernel call on any rank, or fewer: full tiles of different sources, or of pieces
+            that are seen in part, count before they are joined.
     """
 
     needed: Array

@@ -118,8 +118,7 @@ class Schedule:
         overlapping: whether, on any rank, two kernel calls of a stage give gradients of the same row.
         covers: kinds of tile that occur on any rank: "full", "causal", "window", "pairs", "segments" (with "window" if
             a band of theirs is neither full nor causal); the same on every rank.
-        min_keys: fewest keys of any kernel call on any rank (after `split_causal`, before neighbouring full tiles are
-            joined); the same on every rank.
+        min_keys: fewest keys of any kernel call on any rank, or a little less, see `Facts`; the same on every rank.
     """
 
     cp_rank: int
