@@ -21,7 +21,6 @@ from cp_mesh.blocks import (
     block_table,
     cut,
     cut_in_two,
-    expand,
     increasing,
     is_order,
     join_full,
@@ -132,9 +131,8 @@ class ByDocuments:
         for chunk in self._chunks(q, k, large):
             x = q.at(chunk)
             y = k.at(slice(*np.searchsorted(k.document, [x.document[0], x.document[-1] + 1])))
-            i, j = _same(x.document, y.document)
-            away = x.rank[i] != y.rank[j]
-            i, j = i[away], j[away]
+            (begin, end), (own, after) = _places(x.document, y.document), _places(_owners(x, size), _owners(y, size))
+            i, j = np.concatenate([_pairs(begin, own), _pairs(after, end)], axis=1)
             of_q, of_k = alike(x, y)
             blocks, keys = blocks_of_alike(x, i, y, j, of_q[i] + of_k[j])
             found.overlapping |= cut_in_two(blocks)
@@ -187,11 +185,22 @@ def _owners(pieces: Pieces, cp_size: int) -> Array:
 
 def _num_keys(q: Pieces, k: Pieces) -> Array:
     """Pieces of keys that each piece of queries is paired with."""
-    return np.searchsorted(k.document, q.document, "right") - np.searchsorted(k.document, q.document)
+    begin, end = _places(q.document, k.document)
+    return end - begin
 
 
-def _same(q: Array, k: Array) -> tuple[Array, Array]:
-    """Indices of all pairs of pieces with the same number in q and in k, which rise."""
-    first = np.searchsorted(k, q)
-    i, place = expand(np.searchsorted(k, q, side="right") - first)
-    return i, first[i] + place
+def _places(q: Array, k: Array) -> tuple[Array, Array]:
+    """Where in k, which rises, each number of q begins and ends."""
+    return np.searchsorted(k, q), np.searchsorted(k, q, side="right")
+
+
+def _pairs(begin: Array, end: Array) -> Array:
+    """All i and j with begin[i] <= j < end[i]: [2, n]."""
+    num = end - begin
+    i = np.repeat(np.arange(len(num)), num)
+    return np.stack([i, np.arange(len(i)) + np.repeat(begin - np.cumsum(num) + num, num)])
+
+
+def _same(q: Array, k: Array) -> Array:
+    """All pairs of equal numbers in q and in k, which rises."""
+    return _pairs(*_places(q, k))
