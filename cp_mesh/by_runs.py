@@ -154,8 +154,13 @@ class ByRuns:
         if not len(blocks):
             return
         piece = np.searchsorted(k.rank * NONE + k.row, blocks[:, SOURCE] * NONE + blocks[:, K], side="right") - 1
-        in_whole = whole[np.searchsorted(ranks, blocks[:, RECEIVER]), piece]
-        found.overlapping |= bool(in_whole.any()) or shares_keys(blocks, size)
+        receiver = np.searchsorted(ranks, blocks[:, RECEIVER])
+        in_whole = whole[receiver, piece]
+        also = np.zeros_like(whole)  # pieces that other rows see in full, in a call of their own or the same
+        also[receiver[in_whole], piece[in_whole]] = True
+        i, j = _indices(full & by_rank.spread(also))
+        every = np.concatenate([blocks, block_table(q, i, k, j, opaque=False)])
+        found.overlapping |= shares_keys(join_full(every, (RECEIVER, SOURCE, K, K_END), Q, Q_END), size)
         blocks = blocks[~in_whole]
         owner, begins, ends = unions(blocks[:, RECEIVER] * size + blocks[:, SOURCE], blocks[:, K], blocks[:, K_END])
         np.add.at(found.needed.reshape(-1), owner, ends - begins)

@@ -13,7 +13,7 @@ import torch
 from cases import LAYOUTS, MASKS, make_mask, pairs
 from checks import band_pairs, forget_plans
 from dense import dense_mask
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cp_mesh import Balanced, Contiguous, Mask, Striped, ZigZag, balance, by_documents, by_runs, geometry
@@ -144,6 +144,7 @@ def facts_of_all_blocks(layout: Layout, mask: Mask, S: int, cp_size: int, docume
 
 
 @settings(max_examples=80, deadline=None)
+@example("zigzag", 13, 5, {"window": (5, 0)}, False, 0)  # rows that see a piece in full, and a row of the next run
 @given(
     layout=st.sampled_from(("contiguous", "zigzag", "striped", "balanced", "runs")),
     S=st.integers(1, 64),
