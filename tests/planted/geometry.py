@@ -128,6 +128,17 @@ def _(counts_of_keys: Any) -> Any:
     return with_result(counts_of_keys, lambda counts: counts * 0)
 
 
+@plant("rows of documents that travel are not counted by alike pairs", "by_documents:ByDocuments._add_alike", "facts")
+def _(add_alike: Any) -> Any:
+    def uncounted(self: Any, found: Any, *given: Any) -> Any:
+        needed = found.needed.copy()
+        result = add_alike(self, found, *given)
+        found.needed = needed
+        return result
+
+    return uncounted
+
+
 @plant("a step in which few ranks fetch is taken for idle", "facts:active_steps", "coverage")
 def _(active_steps: Any) -> Any:
     return with_result(active_steps, lambda steps: steps[:-1])
