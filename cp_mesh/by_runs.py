@@ -136,7 +136,7 @@ class ByRuns:
         whole = calls > 0
         if whole.any():
             found.covers.add("pairs" if self._opaque else "full")
-            found.min_keys = min(found.min_keys, self._fewest_keys(full, whole, by_rank))
+            found.min_keys = min(found.min_keys, self._fewest_keys(full, whole, by_rank, found.min_keys))
         away = ranks[:, None] != k.rank
         found.overlapping |= bool((calls[away] > 1).any())
         # Of a piece that is seen in part, by one piece of the receiver, only the number of keys matters. In striped
@@ -165,11 +165,11 @@ class ByRuns:
         owner, begins, ends = unions(blocks[:, RECEIVER] * size + blocks[:, SOURCE], blocks[:, K], blocks[:, K_END])
         np.add.at(found.needed.reshape(-1), owner, ends - begins)
 
-    def _fewest_keys(self, full: NDArray[np.bool_], whole: NDArray[np.bool_], by_rank: Groups) -> int:
+    def _fewest_keys(self, full: NDArray[np.bool_], whole: NDArray[np.bool_], by_rank: Groups, known: int) -> int:
         """Of the calls of whole pieces. Neighbours in a shard, of which the same queries see all, are one call."""
         k = self._k
         fewest = int(k.length[whole.any(0)].min())
-        if self._opaque or fewest >= SHORT:
+        if self._opaque or fewest >= min(SHORT, known):  # joined ones have no fewer
             return fewest
         follows = (k.rank[1:] == k.rank[:-1]) & (k.row[1:] == (k.row + k.length)[:-1])
         begins = np.ones(whole.shape, dtype=bool)
