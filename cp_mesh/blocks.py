@@ -24,6 +24,7 @@ from cp_mesh.masks import NONE, Mask
 
 Array = NDArray[np.int64]
 RECEIVER, SOURCE, Q, Q_END, K, K_END, LEFT, RIGHT = range(8)  # columns of a table of blocks
+MANY_KEYS = 1 << 30
 PAIRS = -NONE
 """In LEFT: no band says which pairs of the block are allowed, only `Mask.allowed` does."""
 
@@ -73,6 +74,10 @@ def pieces_of(layout: Layout, seq_len: int, cp_size: int) -> Pieces:
     columns: list[Any] = [*np.array(rows, dtype=np.int64).reshape(-1, 7).T.copy()]
     unset, is_run = np.zeros_like(columns[0]), columns.pop().astype(np.bool_)
     return Pieces(*[unset, *columns, is_run, unset, unset, np.ones_like(is_run)])
+
+
+def shard_lens_of(pieces: Pieces, cp_size: int) -> tuple[int, ...]:
+    return tuple(np.bincount(pieces.rank, pieces.length, cp_size).astype(int).tolist())
 
 
 def cut(pieces: Pieces, edges: Array) -> tuple[Pieces, Array]:
@@ -211,20 +216,63 @@ def is_order(mask: Mask) -> bool:
     return mask.causal and mask.window is None and mask.length is None and not mask.prefix and mask.key_padding is None
 
 
+def causal_parts(num_q: Any, num_k: Any, right: Any) -> tuple[Any, Any, Any]:
+    """The parts in which causal blocks are computed, given as numbers or arrays: rows, keys, and the bound ``right``.
+
+    Returns:
+        Keys that all rows see, rows (and further keys) of the causal square, and rows after it, which see all keys.
+    """
+    square = num_q - right
+    return num_k - square, square, right
+
+
+def parts_of(blocks: Array) -> tuple[NDArray[np.bool_], Array, Array, Array]:
+    """Which blocks are causal, and their `causal_parts`; those of others mean nothing."""
+    num_q, num_k = blocks[:, Q_END] - blocks[:, Q], blocks[:, K_END] - blocks[:, K]
+    causal = (blocks[:, LEFT] == NONE) & (blocks[:, RIGHT] < NONE)
+    return causal, *causal_parts(num_q, num_k, blocks[:, RIGHT])
+
+
 def squares(blocks: Array) -> Array:
     """Causal blocks whose last rows see all keys, cut in rows that end with the keys and a full block of the others."""
-    loose = (blocks[:, LEFT] == NONE) & (blocks[:, RIGHT] > 0) & (blocks[:, RIGHT] < NONE)
+    causal, _, square, after = parts_of(blocks)
+    loose = causal & (after > 0)
     if not loose.any():
         return blocks
-    all_seen = loose & (blocks[:, RIGHT] >= blocks[:, Q_END] - blocks[:, Q] - 1)
+    all_seen = loose & (square <= 1)
     blocks = blocks.copy()
     blocks[all_seen, RIGHT] = NONE
     loose &= ~all_seen
-    causal, full = blocks[loose], blocks[loose]
-    cut_at = causal[:, Q_END] - causal[:, RIGHT]
-    causal[:, Q_END], causal[:, RIGHT] = cut_at, 0
-    full[:, Q], full[:, RIGHT] = cut_at, NONE
-    return np.concatenate([blocks[~loose], causal, full])
+    until, rest = blocks[loose], blocks[loose]
+    until[:, Q_END] = rest[:, Q] = until[:, Q] + square[loose]
+    until[:, RIGHT], rest[:, RIGHT] = 0, NONE
+    return np.concatenate([blocks[~loose], until, rest])
+
+
+def bands_of(blocks: Array) -> Array:
+    """Both bounds of each block as one number."""
+    return np.asarray(blocks[:, LEFT] * (4 * NONE) + blocks[:, RIGHT])
+
+
+def cut_in_two(blocks: Array) -> bool:
+    """Whether a causal block has rows after its square: two calls with the same keys."""
+    causal, _, _, after = parts_of(blocks)
+    return bool((causal & (after > 0)).any())
+
+
+def fewest_keys(blocks: Array) -> int:
+    """Of the calls of these blocks."""
+    causal, before, square, _ = parts_of(blocks)
+    keys = np.where(causal, square, blocks[:, K_END] - blocks[:, K])
+    return int(min(keys.min(initial=MANY_KEYS), before[causal & (before > 0)].min(initial=MANY_KEYS)))
+
+
+def shares_keys(blocks: Array, cp_size: int) -> bool:
+    """Whether two calls of one receiver have keys of a source in common."""
+    owner = (blocks[:, RECEIVER] * cp_size + blocks[:, SOURCE]) * NONE
+    order = (owner + blocks[:, K]).argsort(kind="stable")
+    begins, ends = (owner + blocks[:, K])[order], (owner + blocks[:, K_END])[order]
+    return cut_in_two(blocks) or bool((ends[:-1] > begins[1:]).any())
 
 
 def join_full(blocks: Array, same: Sequence[int], begin: int, end: int) -> Array:

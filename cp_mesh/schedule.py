@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
-from cp_mesh.blocks import K_END, PAIRS, Q_END, SOURCE, Array, K, Q, join_full, unions
+from cp_mesh.blocks import K_END, PAIRS, Q_END, SOURCE, Array, K, Q, causal_parts, join_full, unions
 from cp_mesh.geometry import geometry
 from cp_mesh.layouts import Layout
 from cp_mesh.masks import NONE, PARTIAL, Band, Cover, Mask
@@ -117,8 +118,7 @@ class Schedule:
         overlapping: whether, on any rank, two kernel calls of a stage give gradients of the same row.
         covers: kinds of tile that occur on any rank: "full", "causal", "window", "pairs", "segments" (with "window" if
             a band of theirs is neither full nor causal); the same on every rank.
-        min_keys: fewest keys of any kernel call on any rank (after `split_causal`, before neighbouring full tiles are
-            joined); the same on every rank.
+        min_keys: fewest keys of any kernel call on any rank, or a little less, see `Facts`; the same on every rank.
     """
 
     cp_rank: int
@@ -223,10 +223,10 @@ def make_schedule(
 
 
 def _by_rank(ranges: tuple[Array, Array, Array], cp_size: int) -> list[Ranges]:
-    found: list[list[Rows]] = [[] for _ in range(cp_size)]
-    for rank, begin, end in zip(*(x.tolist() for x in ranges), strict=True):
-        found[rank].append((begin, end))
-    return [tuple(x) for x in found]
+    rank, begin, end = ranges
+    pairs = tuple(zip(begin.tolist(), end.tolist(), strict=True))
+    firsts = np.searchsorted(rank, np.arange(cp_size + 1)).tolist()
+    return [pairs[first:last] for first, last in pairwise(firsts)]
 
 
 def of_group(tables: Sequence[Array], number: int) -> list[Array]:
@@ -294,13 +294,12 @@ def split_causal(band: Band, num_q: int, num_k: int) -> list[tuple[Rows, Rows, b
         return None
     if band.lo is None:
         return [((0, num_q), (0, num_k), False)]
-    seen_by_all = -band.lo  # keys below it are visible to row 0 already
-    assert seen_by_all >= 0, "split_causal takes trimmed tiles"
-    square = num_k - seen_by_all
-    parts = [((0, num_q), (0, seen_by_all), False)] if seen_by_all else []
-    parts.append(((0, square), (seen_by_all, num_k), True))
-    if square < num_q:
-        parts.append(((square, num_q), (seen_by_all, num_k), False))
+    before, square, after = causal_parts(num_q, num_k, num_q - num_k - band.lo)
+    assert before >= 0, "split_causal takes trimmed tiles"
+    parts = [((0, num_q), (0, before), False)] if before else []
+    parts.append(((0, square), (before, num_k), True))
+    if after:
+        parts.append(((square, num_q), (before, num_k), False))
     return parts
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,14 +13,14 @@ import torch
 from cases import LAYOUTS, MASKS, make_mask, pairs
 from checks import band_pairs, forget_plans
 from dense import dense_mask
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cp_mesh import Balanced, Contiguous, Mask, Striped, ZigZag, balance, geometry
+from cp_mesh import Balanced, Contiguous, Mask, Striped, ZigZag, balance, by_documents, by_runs, geometry
 from cp_mesh.blocks import K_END, LEFT, PAIRS, Q_END, RIGHT, K, Q, block_table, keys_of, pieces_of
 from cp_mesh.layouts import Index, Layout, Piece, Run
 from cp_mesh.masks import NONE, Band
-from cp_mesh.schedule import make_schedule
+from cp_mesh.schedule import make_schedule, num_rows
 
 each_mask = pytest.mark.parametrize("name", MASKS)
 
@@ -143,12 +144,21 @@ def facts_of_all_blocks(layout: Layout, mask: Mask, S: int, cp_size: int, docume
 
 
 @settings(max_examples=80, deadline=None)
+@example("zigzag", 13, 5, {"window": (5, 0)}, False, 0)  # rows that see a piece in full, and a row of the next run
 @given(
     layout=st.sampled_from(("contiguous", "zigzag", "striped", "balanced", "runs")),
     S=st.integers(1, 64),
     cp_size=st.integers(1, 9),
     mask=st.sampled_from(
-        ({}, {"window": (5, 0)}, {"causal": False, "window": (4, 2)}, {"prefix": 9}, {"causal": False})
+        (
+            {},
+            {"window": (5, 0)},
+            {"causal": False, "window": (4, 2)},
+            {"causal": False, "window": (None, 2)},
+            {"prefix": 9},
+            {"length": 20},
+            {"causal": False},
+        )
     ),
     documents=st.booleans(),
     seed=st.integers(0, 3),
@@ -166,11 +176,14 @@ def test_facts_are_those_of_the_blocks(layout, S, cp_size, mask, documents, seed
         chosen = LAYOUTS[layout](S)
     ids = (torch.rand(1, S, generator=generator) > 0.8).cumsum(1)
     whole = Mask(**mask, documents=ids if documents else None)
-    for by_documents in {False, documents}:
-        facts = geometry.geometry(chosen, whole, S, cp_size, by_documents).facts
-        want = facts_of_all_blocks(chosen, whole, S, cp_size, by_documents)
-        assert facts.needed.tolist() == want["needed"]
-        assert facts.overlapping == want["overlapping"]
+    for segments in {False, documents}:
+        want = facts_of_all_blocks(chosen, whole, S, cp_size, segments)
+        for few in (by_documents.FEW, 0):  # alike pairs of large documents only, or of all
+            with mock.patch.object(by_documents, "FEW", few):
+                geometry._geometry.cache_clear()
+                facts = geometry.geometry(chosen, whole, S, cp_size, segments).facts
+            assert facts.needed.tolist() == want["needed"]
+            assert facts.overlapping == want["overlapping"]
 
 
 @pytest.mark.parametrize("chunk", (1, 7, 30))
@@ -178,16 +191,23 @@ def test_facts_are_those_of_the_blocks(layout, S, cp_size, mask, documents, seed
 def test_facts_do_not_depend_on_how_many_are_looked_at_together(monkeypatch, name, chunk):
     S = 60
     ids = torch.repeat_interleave(torch.arange(4), torch.tensor([3, 40, 11, 6]))
-    for options in ({}, {"prefix": 20}, {"window": (7, None)}, {"causal": False}):
+    for options in (
+        {},
+        {"prefix": 20},
+        {"window": (7, None)},
+        {"causal": False},
+        {"causal": False, "window": (None, 2)},
+    ):
         mask, layout = Mask(documents=ids, **options), LAYOUTS[name](S)
-        for by_documents, cp_size in product((False, True), (3, 5)):
+        for segments, cp_size in product((False, True), (3, 5)):
             forget_plans()
-            want = geometry.geometry(layout, mask, S, cp_size, by_documents).facts
+            want = geometry.geometry(layout, mask, S, cp_size, segments).facts
             with monkeypatch.context() as patch:
-                patch.setattr(geometry, "CHUNK", chunk)
-                patch.setattr(geometry, "FEW", 0)
+                for module in (by_runs, by_documents):
+                    patch.setattr(module, "CHUNK", chunk)
+                    patch.setattr(module, "FEW", 0)
                 forget_plans()
-                got = geometry.geometry(layout, mask, S, cp_size, by_documents).facts
+                got = geometry.geometry(layout, mask, S, cp_size, segments).facts
             assert got.needed.tolist() == want.needed.tolist() and got[1:] == want[1:]
     forget_plans()
 
@@ -249,8 +269,10 @@ def test_packed_documents_of_many_ranks():
     lens = lens[: int((lens.cumsum(0) < S).sum())].tolist()
     ids = torch.repeat_interleave(torch.arange(len(lens) + 1), torch.tensor([*lens, S - sum(lens)]))
     mask = Mask(documents=ids)
-    for layout in (balance(mask, S, cp_size), ZigZag()):
+    for layout in (balance(mask, S, cp_size), ZigZag(), Striped()):
         for rank in (0, 77, 127):
             schedule = make_schedule(layout, mask, S, cp_size, rank, True)
             assert schedule.covers == {"segments"}
+            assert schedule.route.needed[rank].tolist() == [num_rows(rows) for rows in schedule.fetch]
+            assert schedule.route.needed[:, rank].tolist() == [num_rows(rows) for rows in schedule.serve]
             sampled(schedule, layout, mask, S, 4)

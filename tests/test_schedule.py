@@ -1,8 +1,8 @@
 """The coverage gate: scheduled pairs are the dense mask, each exactly once; and what a schedule tells of its cost."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
-from itertools import cycle, product
+from itertools import chain, cycle, product
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from covering import Row, covering_array
 from dense import dense_mask
 from torch import Tensor
 
+from cp_mesh.blocks import MANY_KEYS
 from cp_mesh.layouts import Contiguous, Permuted, Striped, ZigZag
 from cp_mesh.masks import Band, Mask
 from cp_mesh.schedule import Schedule, Tile, make_schedule, num_rows, split_causal, tiles_of
@@ -89,10 +90,15 @@ def schedules(layout, mask, S: int, cp_size: int) -> list[Schedule]:
     return [make_schedule(layout, mask, S, cp_size, rank) for rank in range(cp_size)]
 
 
-def unjoined(schedule: Schedule) -> Iterable[Tile]:
-    """Its tiles before neighbouring full ones are joined along keys: one for each block."""
-    (blocks,) = schedule.blocks
-    return (tile for row in range(len(blocks)) for tile in tiles_of([blocks[row : row + 1]], by_documents=False))
+def calls_of(tiles: Iterable[Tile]) -> Iterator[tuple[str, int]]:
+    """The kind of each tile, and the keys of each of its kernel calls."""
+    for tile in tiles:
+        num_q, num_k = tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]
+        if not isinstance(tile.cover, Band) or tile.cover.hi is not None:
+            yield ("window" if isinstance(tile.cover, Band) else "pairs"), num_k
+        else:
+            for _, (begin, end), _ in split_causal(tile.cover, num_q, num_k):
+                yield ("full" if tile.cover.lo is None else "causal"), end - begin
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -101,25 +107,33 @@ def test_what_all_ranks_must_know_alike(layout, name):
     """Steps, kinds of tiles and the fewest keys of a call are those of all ranks together, on every rank."""
     for S, cp_size in ((13, 3), (31, 4), (2, 4)):
         ranks = schedules(LAYOUTS[layout](S), make_mask(name, 2, S), S, cp_size)
-        steps, covers, fewest = set(), set(), 1 << 30
+        steps = {step for x in ranks for step in range(1, cp_size) if x.fetch[x.source(step)]}
+        unjoined = [
+            call
+            for schedule in ranks
+            for blocks in (schedule.blocks[0][row : row + 1] for row in range(len(schedule.blocks[0])))
+            for call in calls_of(tiles_of([blocks], by_documents=False))
+        ]
         for schedule in ranks:
             assert schedule.cp_size == cp_size and sum(schedule.shard_lens) == S
-            steps |= {step for step in range(1, cp_size) if schedule.fetch[schedule.source(step)]}
-            for tile in unjoined(schedule):
-                if not isinstance(tile.cover, Band):
-                    covers.add("pairs")
-                    calls = [tile.k]
-                elif tile.cover.hi is not None:
-                    covers.add("window")
-                    calls = [tile.k]
-                else:
-                    covers.add("full" if tile.cover.lo is None else "causal")
-                    shape = tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]
-                    calls = [part[1] for part in split_causal(tile.cover, *shape)]
-                fewest = min(fewest, *(end - begin for begin, end in calls))
-        for schedule in ranks:
             assert set(schedule.active_steps) == steps and sorted(schedule.active_steps) == list(schedule.active_steps)
-            assert schedule.covers == covers and schedule.min_keys == fewest
+            assert schedule.covers == {kind for kind, _ in unjoined}
+            assert min((keys for _, keys in unjoined), default=MANY_KEYS) <= schedule.min_keys <= fewest_keys(ranks)
+
+
+def fewest_keys(ranks: Iterable[Schedule]) -> int:
+    """Of any kernel call of these ranks."""
+    stages = ((schedule.local_tiles, *(stage.tiles for stage in schedule.route.stages)) for schedule in ranks)
+    return min((keys for tiles in chain.from_iterable(stages) for _, keys in calls_of(tiles)), default=MANY_KEYS)
+
+
+@pytest.mark.parametrize("name", ("causal", "full", "window", "prefix"))
+@pytest.mark.parametrize(("S", "cp_size"), ((61, 8), (64, 8), (57, 4), (31, 4)))
+def test_fewest_keys_are_those_of_the_calls_that_are_made(name, S, cp_size):
+    """A run of one token is a call with its neighbours. 61 tokens in zigzag chunks of 4 leave one for the last."""
+    for layout in ("contiguous", "zigzag", "striped"):
+        ranks = schedules(LAYOUTS[layout](S), make_mask(name, 2, S), S, cp_size)
+        assert {schedule.min_keys for schedule in ranks} == {fewest_keys(ranks)}, layout
 
 
 def test_source_and_receiver_are_inverse():

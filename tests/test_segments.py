@@ -157,7 +157,7 @@ def test_too_many_bands_stay_as_they_are():
     ids, mask = ids_of([5] * 19 + [5]), {"causal": False, "window": (2, 2)}
     few = make_schedule(Contiguous(), Mask(documents=ids, **mask), 100, 5, 0, True)
     assert "segments" in few.covers
-    with mock.patch.object(cp_mesh.geometry, "MAX_BANDS", 0):
+    with mock.patch.object(cp_mesh.by_documents, "MAX_BANDS", 0):
         forget_plans()
         many = make_schedule(Contiguous(), Mask(documents=ids, **mask), 100, 5, 0, True)
     assert many.covers == {"pairs"}

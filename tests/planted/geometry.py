@@ -118,17 +118,28 @@ def _(grid: Any) -> Any:
     return with_arguments(grid, k=lambda k: k._replace(nearest=k.nearest + 1))
 
 
-@plant("pieces that share their last document alone are left out", "geometry:_OfPieces._label_bounds", "coverage")
+@plant("pieces that share their last document alone are left out", "by_runs:ByRuns._label_bounds", "coverage")
 def _(label_bounds: Any) -> Any:
     return with_result(label_bounds, lambda bounds: (bounds[0], bounds[1] - 1))
 
 
-@plant("rows that travel are counted without those seen in part", "geometry:_OfPieces._counts_of_keys", "facts")
+@plant("rows that travel are counted without those seen in part", "by_runs:ByRuns._counts_of_keys", "facts")
 def _(counts_of_keys: Any) -> Any:
     return with_result(counts_of_keys, lambda counts: counts * 0)
 
 
-@plant("a step in which few ranks fetch is taken for idle", "geometry:active_steps", "coverage")
+@plant("rows of documents that travel are not counted by alike pairs", "by_documents:ByDocuments._add_alike", "facts")
+def _(add_alike: Any) -> Any:
+    def uncounted(self: Any, found: Any, *given: Any) -> Any:
+        needed = found.needed.copy()
+        result = add_alike(self, found, *given)
+        found.needed = needed
+        return result
+
+    return uncounted
+
+
+@plant("a step in which few ranks fetch is taken for idle", "facts:active_steps", "coverage")
 def _(active_steps: Any) -> Any:
     return with_result(active_steps, lambda steps: steps[:-1])
 

@@ -53,14 +53,18 @@ def every_fact(rank: int) -> list[str]:
     from cases import LAYOUTS
     from test_blocks import facts_of_all_blocks
 
-    from cp_mesh import Mask
+    from cp_mesh import Mask, by_documents
     from cp_mesh.geometry import geometry
 
     problems = []
     masks = ({}, {"window": (5, 0)}, {"prefix": 9}, {"causal": False})
-    for options, layout, cp_size in product(masks, ("contiguous", "zigzag", "striped"), (2, 3, 5)):
-        given = LAYOUTS[layout](31), Mask(**options), 31, cp_size, False
-        facts, want = geometry(*given).facts, facts_of_all_blocks(*given)
+    packed = torch.arange(31) // 13
+    for options, layout, cp_size, documents in product(
+        masks, ("contiguous", "zigzag", "striped"), (2, 3, 5), (None, packed)
+    ):
+        given = LAYOUTS[layout](31), Mask(**options, documents=documents), 31, cp_size, documents is not None
+        with mock.patch.object(by_documents, "FEW", 0):  # alike pairs of all documents, not of large ones alone
+            facts, want = geometry(*given).facts, facts_of_all_blocks(*given)
         if facts.needed.tolist() != want["needed"] or facts.overlapping != want["overlapping"]:
             problems.append(f"{layout}, {options}, {cp_size} ranks: {facts}, not {want}")
     return problems
