@@ -50,7 +50,12 @@ START_TIMEOUT = 120.0  # seconds; a spawned rank imports torch and creates a CUD
 GRACE = 5.0  # seconds the other ranks get to report after the first one failed
 STACK_SIGNAL = signal.SIGVTALRM  # LLVM, and so Triton, takes SIGUSR1 and SIGUSR2 for itself
 __tracebackhide__ = True  # pytest then shows the line of the test, not of this module
-PRELOAD = ["torch.distributed.tensor.parallel", "torch.distributed.fsdp", "torch._dynamo.trace_rules", "pytest"]
+# What ranks would import one by one with cp_mesh and the tests: half a second each.
+PRELOAD = [
+    *("torch.distributed.tensor.parallel", "torch.distributed.fsdp", "torch._dynamo.trace_rules", "torch.export"),
+    *("torch._inductor.compile_fx", "torch._dynamo.testing", "functorch.compile", "triton", "einops", "numpy.typing"),
+    *("pytest", "hypothesis"),
+]
 
 
 @dataclass(frozen=True)

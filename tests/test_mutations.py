@@ -319,12 +319,14 @@ def test_a_lost_seam_is_told():
         lost.made()
 
 
+@pytest.mark.full  # the quick form runs most of them as the tests that they are
 def test_checks_are_green_without_a_bug(own_pool):
     for name, check in CHECKS.items():
         if name not in IN_TRITON:
             check(own_pool)
 
 
+@pytest.mark.full
 def test_checks_in_triton_are_green_without_a_bug(own_pool):
     require_interpreter()
     for name in IN_TRITON:
