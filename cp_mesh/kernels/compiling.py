@@ -11,15 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 PATIENCE = 60.0
-"""Seconds to wait for another rank's compilation. A kernel takes 1 to 10; a rank that waited in vain compiles it too.
-Without an end two ranks could wait for each other: one for this lock, one, in a launch, for the other's next kernel."""
+"""Seconds to wait for another rank's compilation, which takes 1 to 10; a rank that waited in vain compiles it too."""
 
 
 @contextmanager
 def one_rank_compiles() -> Iterator[None]:
-    """Hold a lock of this user on this host, for a first call that may compile. Where there are no locks, none is held.
+    """Hold a lock of this user on this host, while something is compiled. Where there are no locks, none is held.
 
-    Compilers that look for others' results before they begin, and write their own, then compile once a host.
+    Compilers that look for others' results before they begin, and write their own, then compile once a host. What is
+    done inside must not wait for other ranks, nor for the device, which may wait for other ranks.
     """
     try:
         import fcntl  # not on Windows

@@ -18,14 +18,17 @@ release that differs, short tiles and deterministic calls keep its Python.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.compiling import one_rank_compiles
@@ -127,20 +130,36 @@ _noting = threading.RLock()
 
 
 def _run(
-    kind: tuple[Any, ...], may_be_direct: bool, python: Callable[[], Any], launches: Callable[[], Launches]
+    kind: tuple[Any, ...],
+    may_be_direct: bool,
+    name: str,
+    told: Callable[[], dict[str, Any]],
+    launches: Callable[[], Launches],
 ) -> None:
-    """Do what ``python`` does, by itself or by launching what it once did for a call of this kind."""
+    """Call the package's function of that name, or launch what it once launched for a call of this kind."""
     compiled = _compiled.get(kind)
     if compiled:
         for kernel, arguments in zip(compiled, launches(), strict=True):
             kernel(*arguments)
     elif compiled is None:
-        with _noting, one_rank_compiles():
-            noted = _noted(python)
+        _compile(name, told())
+        with _noting:
+            noted = _noted(name, told())
         direct = may_be_direct and _same([arguments for _, arguments in noted], launches)
         _compiled[kind] = tuple(kernel for kernel, _ in noted) if direct else ()
     else:
-        python()
+        getattr(_package(), name)(**told())
+
+
+def _compile(name: str, told: dict[str, Any]) -> None:
+    """Have a call's kernels compiled, by one rank of the host, and launch nothing.
+
+    A launch under the lock could wait for a peer: the device may be in a barrier, and loading code waits for the
+    device. With fake tensors the package compiles alone; where it cannot, the call itself compiles.
+    """
+    with one_rank_compiles(), suppress(Exception), FakeTensorMode() as mode:
+        fakes = {key: mode.from_tensor(x) if isinstance(x, Tensor) else x for key, x in told.items()}
+        getattr(_package(), name)(**fakes)
 
 
 class _Noting:
@@ -166,15 +185,15 @@ class _Noting:
         return launch
 
 
-def _noted(python: Callable[[], Any]) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """Call ``python``; which compiled kernels it launched, with their arguments."""
+def _noted(name: str, told: dict[str, Any]) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Call the package's function; which compiled kernels it launched, with their arguments."""
     noted: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
     functions = [x for x in vars(_package()).values() if hasattr(x, "compile_cache")]
     caches = [function.compile_cache for function in functions]
     try:
         for function, cache in zip(functions, caches, strict=True):
             function.compile_cache = _Noting(cache, noted)
-        python()
+        getattr(_package(), name)(**told)
     finally:
         for function, cache in zip(functions, caches, strict=True):
             function.compile_cache = cache
@@ -230,13 +249,16 @@ def _backward_launches(
 
     rows, keys = padded(q, q_begins, tile.m_block_size), padded(k, k_begins, tile.n_block_size)
     before = q.shape[:-3]
-    delta, lse_log2 = (q.new_empty((*before, q.shape[-2], rows), dtype=torch.float32) for _ in range(2))
+    # one allocation for two buffers: each takes the host 3 us, and clearing it a launch more
+    delta, lse_log2 = q.new_empty((2, *before, q.shape[-2], rows), dtype=torch.float32)
     dq_sum = q.new_empty((*before, q.shape[-2], rows * wide[0]), dtype=torch.float32)
     of_q, of_k = (q_begins, q_lens), (k_begins, k_lens)
-    after = [(dq_sum, dq, call.scale, *of_q, None, None)]
+    after: Launches = [(dq_sum, dq, call.scale, *of_q, None, None)]
     dk_sum, dv_sum = dk, dv
     if q.shape[-2] != k.shape[-2]:
-        dk_sum, dv_sum = (k.new_zeros((*before, k.shape[-2], keys * dim), dtype=torch.float32) for dim in wide)
+        sizes = [(*before, k.shape[-2], keys * dim) for dim in wide]
+        sums = k.new_zeros(sum(map(math.prod, sizes)), dtype=torch.float32).split([math.prod(size) for size in sizes])
+        dk_sum, dv_sum = (x.view(size) for x, size in zip(sums, sizes, strict=True))
         after += [(dk_sum, dk, call.scale, *of_k, None, None), (dv_sum, dv, 1.0, *of_k, None, None)]
     return [
         (out, dout, delta, lse, lse_log2, dq_sum, *of_q, None, None, None, 1.0, None, None),
@@ -247,23 +269,23 @@ def _backward_launches(
 
 
 def _run_forward(call: Call, out: Tensor, lse: Tensor) -> None:
-    def python() -> None:
-        _package()._flash_attn_fwd(**call.keywords(), softcap=call.softcap, return_lse=True, out=out, lse=lse)
+    def told() -> dict[str, Any]:
+        return call.keywords() | {"softcap": call.softcap, "return_lse": True, "out": out, "lse": lse}
 
-    _run(call.kind("forward"), call.may_be_direct, python, lambda: _forward_launches(call, out, lse))
+    launches = partial(_forward_launches, call, out, lse)
+    _run(call.kind("forward"), call.may_be_direct, "_flash_attn_fwd", told, launches)
 
 
 def _run_backward(
     call: Call, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, deterministic: bool = False
 ) -> None:
-    def python() -> None:
-        _package()._flash_attn_bwd(
-            **call.keywords(), out=out, dout=dout, lse=lse, softcap=call.softcap or 0.0, dq=dq, dk=dk, dv=dv,
-            deterministic=deterministic,
-        )  # fmt: skip
+    def told() -> dict[str, Any]:
+        tensors = {"out": out, "dout": dout, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+        return call.keywords() | tensors | {"softcap": call.softcap or 0.0, "deterministic": deterministic}
 
+    launches = partial(_backward_launches, call, dout, out, lse, dq, dk, dv)
     kind, may_be_direct = call.kind("backward", deterministic), call.may_be_direct and not deterministic
-    _run(kind, may_be_direct, python, lambda: _backward_launches(call, dout, out, lse, dq, dk, dv))
+    _run(kind, may_be_direct, "_flash_attn_bwd", told, launches)
 
 
 def _head_dims(q: Tensor, k: Tensor, v: Tensor, *, backward: bool) -> tuple[int, int]:
