@@ -74,8 +74,12 @@ def kept(scores: Scores, B: int, H: int, p: Tensor, t: Tensor) -> Tensor:
     low, (seed, offset) = 0xFFFFFFFF, scores.dropout_seed.tolist()
     heads = torch.arange(scores.first_head, scores.first_head + H)[None, :, None, None]
     batch = torch.arange(scores.first_batch, scores.first_batch + B)[:, None, None, None]
-    word = rounds(t, p[:, None], heads, (batch + offset) & low, key=(seed & low, (seed >> 32) & low))[0]
-    return word >= math.floor(scores.dropout_p * 2**32)
+    key, nothing = (seed & low, (seed >> 32) & low), torch.zeros_like(t)
+    left, right, *_ = rounds(p[:, None], nothing[:1], heads, (batch + offset) & low, key=key)
+    left = left ^ rounds(t, nothing + 1, nothing, nothing, key=key)[0]
+    mixed = 0x7FEB352D * left & low
+    mixed = 0x846CA68B * (mixed ^ (mixed >> 15) ^ right) & low
+    return mixed >= math.floor(scores.dropout_p * 2**32)
 
 
 def dense(tensors: list[Tensor], allowed: Tensor, p: Tensor, t: Tensor, scores: Scores) -> dict[str, Tensor]:

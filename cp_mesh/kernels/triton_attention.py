@@ -26,12 +26,13 @@ from torch import Tensor
 
 from cp_mesh.kernels.contract import Capability, Kernel, Pairs
 from cp_mesh.kernels.merge import BackwardTile, merging_kernel
-from cp_mesh.kernels.scores import ScoreGradients, Scores
+from cp_mesh.kernels.scores import ADDED, ScoreGradients, Scores
 from cp_mesh.masks import NONE, Band, Mask
 
 MAX_ROWS = 1 << 30  # of a tile: band bounds and local indices are computed in 32 bits
 LOG2_E = math.log2(math.e)
 UNLIMITED = (1 << 31) - 1  # a distance: the kernels check that positions are below it
+LEAST_UNIT = 1e-6  # of scores: what is added is divided by it, and it must be positive for maxima
 MAX_KEPT = 1 << 18  # entries of a list of blocks that is kept for other layers: 1 MiB
 
 
@@ -57,7 +58,9 @@ class Config:
 
 def config_for(dtype: torch.dtype, head_dim: int, scored: bool = False) -> Config:
     """The static table; ``head_dim`` is the larger of the two, ``scored`` whether scores have features."""
-    configs = FLOAT_CONFIGS if dtype == torch.float32 else SCORED_CONFIGS if scored else HALF_CONFIGS
+    if dtype != torch.float32 and scored and head_dim > 128:
+        return WIDE_SCORED_CONFIG
+    configs = FLOAT_CONFIGS if dtype == torch.float32 else HALF_CONFIGS
     return next(config for largest, config in configs if head_dim <= largest)
 
 
@@ -67,10 +70,7 @@ HALF_CONFIGS = (
     (128, Config(Blocks(64, 64, 4, 3), Blocks(64, 64), Blocks(128, 64, 8, 3))),
     (256, Config(Blocks(128, 32, 8), Blocks(32, 128, 8), Blocks(128, 32, 8), apart=True)),
 )
-SCORED_CONFIGS = (
-    (128, Config(Blocks(64, 32, 4, 3), Blocks(32, 64), Blocks(64, 32, 4, 3))),
-    (256, Config(Blocks(64, 32), Blocks(32, 64), Blocks(64, 16), apart=True)),
-)
+WIDE_SCORED_CONFIG = Config(Blocks(64, 32), Blocks(32, 64), Blocks(64, 16), apart=True)
 # There are no exact products of fp32 on tensor cores: they are computed in registers, in which small blocks fit.
 FLOAT_CONFIGS = (
     (64, Config(Blocks(32, 16), Blocks(32, 16), Blocks(32, 16))),
@@ -116,7 +116,7 @@ def _forward(
     out, lse = _empty_like(q, v.shape[3]), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     with torch.cuda.device_of(q):
         rows = None if isinstance(cover, Band) else _mask_rows(cover, (config.forward,))
-        _Launch(cover, rows, scores)(forward_kernel, config.forward, (q, k, v), (), (out, lse))
+        _Launch(cover, rows, scores, q)(forward_kernel, config.forward, (q, k, v), (), (out, lse))
     return out, lse
 
 
@@ -138,7 +138,7 @@ def _backward(
     parts = _ScoreParts(scores, t.q, by_query)
     with torch.cuda.device_of(t.q):
         rows = None if isinstance(cover, Band) else _mask_rows(cover, (by_key, by_query))
-        launch = _Launch(cover, rows, scores)
+        launch = _Launch(cover, rows, scores, t.q)
         for written in ((dk, None), (None, dv)) if config.apart else ((dk, dv),):
             launch(key_gradients_kernel, by_key, read, rows_read, written, of_keys=True)
         launch(query_gradients_kernel, by_query, read, rows_read, (dq,), (parts.slopes, parts.table, parts.ends))
@@ -181,9 +181,10 @@ class _ScoreParts:
 class _Launch:
     """Launches kernels on one tile: their first arguments are tensors that they read, then those that they write."""
 
-    def __init__(self, cover: Band | Pairs, rows: _MaskRows | None, scores: Scores) -> None:
+    def __init__(self, cover: Band | Pairs, rows: _MaskRows | None, scores: Scores, q: Tensor) -> None:
         assert not (scores.needs_positions and rows is None), "the plan gives positions"
         self._cover, self._rows, self._scores = cover, rows, scores
+        self._words = _dropout_words(cover, scores, q) if scores.dropout_p else None
 
     def __call__(
         self,
@@ -219,8 +220,9 @@ class _Launch:
             grid = (q.shape[0] * (k if of_keys else q).shape[1] * num_blocks,)
         if not min(grid):
             return
-        visits = None if self._rows is None else self._rows.visits(blocks, keys_inside=not of_keys)
-        tensors, numbers = _score_arguments(self._scores)
+        affine = not self._scores.features.isdisjoint(ADDED)
+        visits = None if self._rows is None else self._rows.visits(blocks, keys_inside=not of_keys, affine=affine)
+        tensors, numbers = _score_arguments(self._scores, self._words)
         described, sizes = all(_describable(x) for x in read), (blocks.q, blocks.k, blocks.k, blocks.q)
         kernel[grid](
             *((_descriptor(x, size) for x, size in zip(read, sizes, strict=False)) if described else read),
@@ -247,9 +249,8 @@ class _Launch:
             BLOCK_K=blocks.k,
             PAIRS=visits is not None,
             DOCUMENTS=visits is not None and visits.documents,
-            # the largest product has the largest score only if scale is positive
-            SCALED=bool(self._scores.features) or self._scores.scale <= 0,
-            POSITIONS=self._scores.needs_positions,
+            SCALED=self._scores.scale < LEAST_UNIT,
+            POSITIONS=affine,
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,
             **flags,
@@ -286,10 +287,28 @@ def _descriptor(x: Tensor, rows: int) -> Any:
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, _block_dim(x.shape[3])])
 
 
-def _score_arguments(scores: Scores) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+def _dropout_words(cover: Band | Pairs, scores: Scores, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """First and second words of queries [B, H, Sq], and words of keys [Sk]; int32."""
+    from cp_mesh.kernels.triton_dropout import words_kernel
+
+    assert isinstance(cover, Pairs) and scores.dropout_seed is not None
+    B, H, num_q, _ = q.shape
+    queries, keys = (torch.empty(shape, dtype=torch.int32, device=q.device) for shape in ((2, B, H, num_q), cover.k_pos.shape))
+    for words, positions, count in ((queries, cover.q_pos, B * H), (keys, cover.k_pos, 1)):
+        if words.numel():
+            words_kernel[(-(-len(positions) // 256), count)](
+                scores.dropout_seed, positions.contiguous(), words, len(positions), H, scores.first_head,
+                scores.first_batch, KEYS=words is keys, ROWS=256,
+            )  # fmt: skip
+    return queries[0], queries[1], keys
+
+
+def _score_arguments(
+    scores: Scores, words: tuple[Tensor, Tensor, Tensor] | None
+) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     """The kernels' ``scores`` and ``numbers``."""
     slopes, table, bias = scores.alibi_slopes, scores.relative_bias, scores.bias
-    dropout = None if not scores.dropout_p else (scores.dropout_seed, 1 / (1 - scores.dropout_p))
+    dropout = None if words is None else (*words, 1 / (1 - scores.dropout_p))
     tensors = (
         None if scores.softcap is None else float(scores.softcap),
         None if slopes is None else slopes.contiguous(),
@@ -304,7 +323,7 @@ def _score_arguments(scores: Scores) -> tuple[tuple[Any, ...], tuple[int, ...]]:
         columns = bias.shape[3]
         strides = [0 if size == 1 else stride for size, stride in zip(bias.shape[:3], bias.stride(), strict=False)]
         strides += [bias.stride(3)]
-    return tensors, (radius, threshold, scores.first_head, scores.first_batch, columns, *strides)
+    return tensors, (radius, threshold, columns, *strides)
 
 
 def _block_dim(dim: int) -> int:
@@ -346,7 +365,7 @@ class _MaskRows:
         self._grain = min(size for block in blocks for size in (block.q, block.k))
         self._num_q, self._num_k = cover.q_pos.numel(), cover.k_pos.numel()
         self._q, self._k = self._read(mask, cover.q_pos, keys=False), self._read(mask, cover.k_pos, keys=True)
-        self._visits: dict[tuple[Blocks, bool], _Visits] = {}
+        self._visits: dict[tuple[Blocks, bool, bool], _Visits] = {}
 
     def _read(self, mask: Mask, positions: Tensor, keys: bool) -> dict[str, Tensor]:
         from cp_mesh.kernels.triton_visits import rows_kernel
@@ -363,7 +382,7 @@ class _MaskRows:
             "firsts": firsts,
             "lasts": empty(self._num_masks, num_rows) if keys else firsts,
         }
-        result["bounds"] = empty(4, self._num_masks, num_grains)
+        result["bounds"], result["runs"] = empty(4, self._num_masks, num_grains), empty(3, num_grains)
         if mask.documents is not None:  # compared as they are: 64 bits only where they have them
             dtype = torch.int64 if mask.documents.dtype == torch.int64 else torch.int32
             result["ids"] = empty(self._num_masks, num_rows, dtype=dtype)
@@ -381,6 +400,7 @@ class _MaskRows:
                 result.get("ids"),
                 result["bounds"],
                 result.get("id_bounds"),
+                result["runs"],
                 num_rows,
                 *_distances(mask),
                 KEYS=keys,
@@ -389,9 +409,12 @@ class _MaskRows:
             )
         return result
 
-    def visits(self, blocks: Blocks, keys_inside: bool) -> _Visits:
-        """For programs that own blocks of queries and loop over keys, or the reverse."""
-        if (kept := self._visits.get((blocks, keys_inside))) is not None:
+    def visits(self, blocks: Blocks, keys_inside: bool, affine: bool) -> _Visits:
+        """For programs that own blocks of queries and loop over keys, or the reverse.
+
+        If ``affine``, blocks whose distances are not affine and of one sign count as masked.
+        """
+        if (kept := self._visits.get((blocks, keys_inside, affine))) is not None:
             return kept
         from cp_mesh.kernels.triton_visits import blocks_kernel
 
@@ -409,6 +432,7 @@ class _MaskRows:
                 outer.get("id_bounds"),
                 inner["bounds"],
                 inner.get("id_bounds"),
+                (outer["runs"], inner["runs"]) if affine else None,
                 listed,
                 counts,
                 outer["bounds"].shape[2],
@@ -425,7 +449,7 @@ class _MaskRows:
         tensors = (q["firsts"], k["firsts"], k["lasts"], *ids, listed, counts, k["positions"])
         visits = _Visits(tensors, self._num_masks, self._documents)
         if listed.numel() <= MAX_KEPT:
-            self._visits[blocks, keys_inside] = visits
+            self._visits[blocks, keys_inside, affine] = visits
         return visits
 
 

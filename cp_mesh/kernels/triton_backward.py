@@ -13,14 +13,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from cp_mesh.kernels.triton_tiles import LOG2_E, RUNTIME, kept, load, scored, statistics, store
+from cp_mesh.kernels.triton_dropout import kept, key_words, query_words
+from cp_mesh.kernels.triton_tiles import LOG2_E, RUNTIME, load, score_unit, scored, slope_of, statistics, store
 from cp_mesh.kernels.triton_visits import (
     allowed_pairs,
     inner_block,
+    key_distances,
     key_positions,
     keys_seen,
     program,
     queries_at,
+    query_distances,
     visits,
 )
 
@@ -73,10 +76,12 @@ def key_gradients_kernel(
     if dv is not None:
         dv_sum = tl.zeros([BLOCK_K, BLOCK_V_DIM], tl.float32)
     t = key_positions(first, num_k, pairs, BLOCK_K) if POSITIONS else first + tl.arange(0, BLOCK_K)
+    if scores[4] is not None:
+        words = key_words(scores[4], first, num_k, BLOCK_K)
     num_partial, num_full, begin, before = visits(
         block, mask_row, num_k, num_q, -hi, -lo, pairs, BLOCK_K, BLOCK_Q, PAIRS
     )
-    unit = LOG2_E if SCALED else scale * LOG2_E
+    unit = score_unit(scale, scores, SCALED) * LOG2_E
     for masked in tl.static_range(2):
         count = num_partial if masked else num_full
         if masked:
@@ -87,41 +92,48 @@ def key_gradients_kernel(
         next_head = kv_head * GROUP
         for _ in range(count * GROUP):
             other, head = BLOCK_Q * next_block, next_head
+            slope = slope_of(scores, head)
             n = tl.where(n + 1 == count, 0, n + 1)
             next_head += (n == 0).to(tl.int32)
             next_block = inner_block(n, count, num_q, num_full, begin, before, pairs, BLOCK_Q, PAIRS, masked)
             queries = load(q, q_strides, batch, head, other, num_q, HEAD_DIM, BLOCK_Q, BLOCK_DIM, masked)
             base, shift = statistics(lse, delta, batch, head, num_heads, other, num_q, 0.0, BLOCK_Q, masked)
             x = tl.dot(keys, queries.T, input_precision="ieee")
-            if masked or POSITIONS:
+            rows = other + tl.arange(0, BLOCK_Q)
+            at, ids = rows, rows
+            if masked:
                 at, ids = queries_at(other, num_q, mask_row, pairs, BLOCK_Q, PAIRS, DOCUMENTS)
-            if SCALED:
-                rows = other + tl.arange(0, BLOCK_Q)
-                p = at if POSITIONS else rows
-                x, slope = scored(x, scale, batch, head, p[None, :], t[:, None], rows[None, :], num_q, scores, numbers)
+            near, along, step, sign = query_distances(t, first, at, other, pairs, BLOCK_Q, POSITIONS, not masked)
+            x, derivative = scored(
+                x, scale, slope, batch, head, near[:, None], along[None, :], step, sign, t[:, None], rows[None, :], num_q,
+                scores, numbers, SCALED, not masked, keys.dtype == tl.float32,
+            )  # fmt: skip
             weights = tl.exp2(x * unit - base[None, :])
             if masked:
                 allowed = allowed_pairs(
                     at[None, :], ids[None, :], firsts[:, None], lasts[:, None], k_ids[:, None], DOCUMENTS
                 )
                 weights = tl.where(allowed, weights, 0.0)
-            if POSITIONS and scores[4] is not None:
-                keep = kept(batch, head, p[None, :], t[:, None], scores[4], numbers)
+            if scores[4] is not None:
+                one, two = query_words(scores[4], batch, head, num_heads, other, num_q, BLOCK_Q)
+                keep = kept(one[None, :], two[None, :], words[:, None], numbers)
             douts = load(dout, dout_strides, batch, head, other, num_q, V_HEAD_DIM, BLOCK_Q, BLOCK_V_DIM, masked)
             if dv is not None:
-                used = weights * keep if POSITIONS and scores[4] is not None else weights
+                used = tl.where(keep, weights, 0.0) if scores[4] is not None else weights
                 dv_sum = tl.dot(used.to(douts.dtype), douts, dv_sum, input_precision="ieee")
             if dk is not None:
+                if scores[0] is not None:
+                    weights *= derivative  # before the product, which leaves no registers for both
                 dweights = tl.dot(values, douts.T, input_precision="ieee")
-                if POSITIONS and scores[4] is not None:
-                    dweights *= keep
+                if scores[4] is not None:
+                    dweights = tl.where(keep, dweights, 0.0) * scores[4][3]
                 dx = weights * (dweights - shift[None, :])
-                if SCALED:
-                    dx *= slope
                 dk_sum = tl.dot(dx.to(queries.dtype), queries, dk_sum, input_precision="ieee")
     if dk is not None:
         store(dk, dk_strides, batch, kv_head, first, num_k, dk_sum * scale, HEAD_DIM, BLOCK_K, BLOCK_DIM)
     if dv is not None:
+        if scores[4] is not None:
+            dv_sum *= scores[4][3]
         store(dv, dv_strides, batch, kv_head, first, num_k, dv_sum, V_HEAD_DIM, BLOCK_K, BLOCK_V_DIM)
 
 
@@ -178,7 +190,9 @@ def query_gradients_kernel(
     at, ids = queries_at(first, num_q, mask_row, pairs, BLOCK_Q, PAIRS, DOCUMENTS)
     rows = first + tl.arange(0, BLOCK_Q)
     num_partial, num_full, begin, before = visits(block, mask_row, num_q, num_k, lo, hi, pairs, BLOCK_Q, BLOCK_K, PAIRS)
-    unit = LOG2_E if SCALED else scale * LOG2_E
+    slope, unit = slope_of(scores, head), score_unit(scale, scores, SCALED) * LOG2_E
+    if scores[4] is not None:
+        one, two = query_words(scores[4], batch, head, num_heads, first, num_q, BLOCK_Q)
     dq_sum = tl.zeros([BLOCK_Q, BLOCK_DIM], tl.float32)
     if dslopes is not None:
         dslope = tl.zeros([BLOCK_Q], tl.float32)
@@ -191,11 +205,13 @@ def query_gradients_kernel(
         for n in range(count):
             other = BLOCK_K * key_block
             key_block = inner_block(n + 1, count, num_k, num_full, begin, before, pairs, BLOCK_K, PAIRS, masked)
+            near, along, step, sign, t = key_distances(at, first, other, num_k, pairs, BLOCK_K, POSITIONS, not masked)
             keys = load(k, k_strides, batch, kv_head, other, num_k, HEAD_DIM, BLOCK_K, BLOCK_DIM, masked)
             x = tl.dot(queries, keys.T, input_precision="ieee")
-            if SCALED:
-                t = key_positions(other, num_k, pairs, BLOCK_K) if POSITIONS else rows
-                x, slope = scored(x, scale, batch, head, at[:, None], t[None, :], rows[:, None], num_q, scores, numbers)
+            x, derivative = scored(
+                x, scale, slope, batch, head, near[:, None], along[None, :], step, sign, t[None, :], rows[:, None], num_q,
+                scores, numbers, SCALED, not masked, queries.dtype == tl.float32,
+            )  # fmt: skip
             weights = tl.exp2(x * unit - base[:, None])
             if masked:
                 firsts, lasts, k_ids = keys_seen(other, num_k, mask_row, lo, hi, pairs, BLOCK_K, PAIRS, DOCUMENTS)
@@ -205,21 +221,25 @@ def query_gradients_kernel(
                 weights = tl.where(allowed, weights, 0.0)
             values = load(v, v_strides, batch, kv_head, other, num_k, V_HEAD_DIM, BLOCK_K, BLOCK_V_DIM, masked)
             dweights = tl.dot(douts, values.T, input_precision="ieee")
-            if POSITIONS and scores[4] is not None:
-                dweights *= kept(batch, head, at[:, None], t[None, :], scores[4], numbers)
+            if scores[4] is not None:
+                words = key_words(scores[4], other, num_k, BLOCK_K)
+                keep = kept(one[:, None], two[:, None], words[None, :], numbers)
+                dweights = tl.where(keep, dweights, 0.0) * scores[4][3]
             dx = weights * (dweights - shift[:, None])
-            if dslopes is not None:
-                dslope -= tl.sum(dx * tl.abs(at[:, None] - t[None, :]).to(tl.float32), 1)
+            if dslopes is not None and masked:
+                dslope -= tl.sum(dx * tl.abs(near[:, None] + along[None, :] * step).to(tl.float32), 1)
+            elif dslopes is not None:
+                dslope -= (tl.sum(dx, 1) * near + tl.sum(dx * along.to(tl.float32)[None, :], 1) * step) * sign
             if dtable is not None:
-                distance, radius = at[:, None] - t[None, :], numbers[0]
+                distance, radius = near[:, None] + along[None, :] * step, numbers[0]
                 dlast += tl.sum(tl.where(distance >= radius, dx, 0.0), 1)
                 dfirst += tl.sum(tl.where((distance <= -radius) & (distance < radius), dx, 0.0), 1)
                 between = (tl.abs(distance) < radius) & (dx != 0)
                 tl.atomic_add(
                     dtable + head.to(tl.int64) * (2 * radius + 1) + radius + distance, dx, mask=between, sem="relaxed"
                 )
-            if SCALED:
-                dx *= slope
+            if scores[0] is not None:
+                dx *= derivative
             dq_sum = tl.dot(dx.to(keys.dtype), keys, dq_sum, input_precision="ieee")
     store(dq, dq_strides, batch, head, first, num_q, dq_sum * scale, HEAD_DIM, BLOCK_Q, BLOCK_DIM)
     place = (batch * num_heads + head) * num_blocks + block
@@ -287,6 +307,9 @@ def bias_gradient_kernel(
     other = key_block * BLOCK_K
     keys_inside = other + tl.arange(0, BLOCK_K) < num_k
     t = key_positions(other, num_k, pairs, BLOCK_K)
+    unit = score_unit(scale, scores, SCALED) * LOG2_E
+    if scores[4] is not None:
+        words = key_words(scores[4], other, num_k, BLOCK_K)
     total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
     for step in range(batches * heads * blocks):
         first = (first_block + step % blocks) * BLOCK_Q
@@ -301,18 +324,23 @@ def bias_gradient_kernel(
             queries = load(q, q_strides, batch, head, first, num_q, HEAD_DIM, BLOCK_Q, BLOCK_DIM, True)
             keys = load(k, k_strides, batch, kv_head, other, num_k, HEAD_DIM, BLOCK_K, BLOCK_DIM, True)
             x = tl.dot(queries, keys.T, input_precision="ieee")
-            x, _ = scored(x, scale, batch, head, at[:, None], t[None, :], rows[:, None], num_q, scores, numbers)
+            x, _ = scored(
+                x, scale, slope_of(scores, head), batch, head, at[:, None], t[None, :], -1, 1.0, t[None, :], rows[:, None],
+                num_q, scores, numbers, SCALED, False, queries.dtype == tl.float32,
+            )  # fmt: skip
             base, shift = statistics(lse, delta, batch, head, num_heads, first, num_q, float("inf"), BLOCK_Q, True)
-            weights = tl.where(allowed, tl.exp2(x * LOG2_E - base[:, None]), 0.0)
+            weights = tl.where(allowed, tl.exp2(x * unit - base[:, None]), 0.0)
             douts = load(dout, dout_strides, batch, head, first, num_q, V_HEAD_DIM, BLOCK_Q, BLOCK_V_DIM, True)
             values = load(v, v_strides, batch, kv_head, other, num_k, V_HEAD_DIM, BLOCK_K, BLOCK_V_DIM, True)
             dweights = tl.dot(douts, values.T, input_precision="ieee")
             if scores[4] is not None:
-                dweights *= kept(batch, head, at[:, None], t[None, :], scores[4], numbers)
+                one, two = query_words(scores[4], batch, head, num_heads, first, num_q, BLOCK_Q)
+                keep = kept(one[:, None], two[:, None], words[None, :], numbers)
+                dweights = tl.where(keep, dweights, 0.0) * scores[4][3]
             total += weights * (dweights - shift[:, None])
     dbias += tl.cast(first_batch, tl.int64) * dbias_strides[0] + tl.cast(first_head, tl.int64) * dbias_strides[1]
     places = t.to(tl.int64)
-    keys_inside = keys_inside & (t < numbers[4])
+    keys_inside = keys_inside & (t < numbers[2])
     if EACH_ROW:
         rows = first_block * BLOCK_Q + tl.arange(0, BLOCK_Q)
         places = rows.to(tl.int64)[:, None] * dbias_strides[2] + places[None, :]
