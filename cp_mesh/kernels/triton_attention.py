@@ -55,6 +55,12 @@ class Config:
     query_gradients: Blocks
     apart: bool = False
 
+    @property
+    def table_gradient(self) -> Blocks:
+        """Square, so that all blocks of a diagonal have the same distances; several programs hide each other's loads."""
+        size = min(self.query_gradients.q, self.query_gradients.k)
+        return Blocks(size, size, num_stages=1)
+
 
 def config_for(dtype: torch.dtype, head_dim: int, scored: bool = False) -> Config:
     """The static table; ``head_dim`` is the larger of the two, ``scored`` whether scores have features."""
@@ -123,7 +129,12 @@ def _forward(
 def _backward(
     config: Config | None, t: BackwardTile
 ) -> tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, ScoreGradients]:
-    from cp_mesh.kernels.triton_backward import bias_gradient_kernel, key_gradients_kernel, query_gradients_kernel
+    from cp_mesh.kernels.triton_backward import (
+        bias_gradient_kernel,
+        key_gradients_kernel,
+        query_gradients_kernel,
+        table_gradient_kernel,
+    )
 
     assert t.delta is not None, "uses_delta is set"
     scores, cover = t.scores, t.cover
@@ -137,11 +148,13 @@ def _backward(
     read = (t.q, t.k, t.v, t.dout)
     parts = _ScoreParts(scores, t.q, by_query)
     with torch.cuda.device_of(t.q):
-        rows = None if isinstance(cover, Band) else _mask_rows(cover, (by_key, by_query))
+        rows = None if isinstance(cover, Band) else _mask_rows(cover, (by_key, by_query, config.table_gradient))
         launch = _Launch(cover, rows, scores, t.q)
         for written in ((dk, None), (None, dv)) if config.apart else ((dk, dv),):
             launch(key_gradients_kernel, by_key, read, rows_read, written, of_keys=True)
-        launch(query_gradients_kernel, by_query, read, rows_read, (dq,), (parts.slopes, parts.table, parts.ends))
+        launch(query_gradients_kernel, by_query, read, rows_read, (dq,), (parts.slopes,))
+        if parts.table is not None:
+            launch.table_gradient(table_gradient_kernel, config.table_gradient, read, rows_read, parts.table)
         if parts.bias is not None and t.q.numel():
             launch.bias_gradient(bias_gradient_kernel, by_query, read, rows_read, parts.bias)
     return (dq, dk, dv, parts.sum()) if scores.wanted else (dq, dk, dv)
@@ -166,15 +179,10 @@ class _ScoreParts:
             return torch.zeros(shape, dtype=torch.float32, device=q.device) if name in scores.wanted else None
 
         self.slopes = zeros("alibi_slopes", *shape)
-        self.ends = zeros("relative_bias", 2, *shape)
         self.table = None if scores.relative_bias is None else zeros("relative_bias", *scores.relative_bias.shape)
         self.bias = None if scores.bias is None else zeros("bias", *scores.bias.shape)
 
     def sum(self) -> ScoreGradients:
-        if self.table is not None and self.ends is not None:
-            first, last = self.ends.sum((1, 3))
-            self.table[:, 0] += first
-            self.table[:, -1] += last
         return ScoreGradients(None if self.slopes is None else self.slopes.sum((0, 2)), self.table, self.bias)
 
 
@@ -197,7 +205,7 @@ class _Launch:
         *,
         of_keys: bool = False,
         grid: tuple[int, ...] | None = None,
-        **flags: bool,
+        **flags: int,
     ) -> None:
         """Launch a kernel.
 
@@ -255,6 +263,20 @@ class _Launch:
             num_stages=blocks.num_stages,
             **flags,
         )
+
+    def table_gradient(
+        self, kernel: Any, blocks: Blocks, read: Sequence[Tensor], rows: Sequence[Tensor], dtable: Tensor
+    ) -> None:
+        """A program for each diagonal of blocks, batch row and head."""
+        assert self._rows is not None
+        q, k = read[:2]
+        longest = max(-(-q.shape[2] // blocks.q), -(-k.shape[2] // blocks.k))
+        if not k.shape[2]:
+            return
+        self(
+            kernel, blocks, read, rows, (dtable,), self._rows.bounds, grid=(2 * longest - 1, q.shape[0] * q.shape[1]),
+            GRAIN=self._rows.grain,
+        )  # fmt: skip
 
     def bias_gradient(
         self, kernel: Any, blocks: Blocks, read: Sequence[Tensor], rows: Sequence[Tensor], dbias: Tensor
@@ -362,7 +384,7 @@ class _MaskRows:
         tensors = [torch.atleast_2d(x) for x in (mask.documents, mask.key_padding) if x is not None]
         self._num_masks = max((len(x) for x in tensors), default=1)
         self._documents = mask.documents is not None
-        self._grain = min(size for block in blocks for size in (block.q, block.k))
+        self.grain = min(size for block in blocks for size in (block.q, block.k))
         self._num_q, self._num_k = cover.q_pos.numel(), cover.k_pos.numel()
         self._q, self._k = self._read(mask, cover.q_pos, keys=False), self._read(mask, cover.k_pos, keys=True)
         self._visits: dict[tuple[Blocks, bool, bool], _Visits] = {}
@@ -371,7 +393,7 @@ class _MaskRows:
         from cp_mesh.kernels.triton_visits import rows_kernel
 
         positions = positions.contiguous()  # read as such by the kernels
-        num_rows, num_grains = positions.numel(), -(-positions.numel() // self._grain)
+        num_rows, num_grains = positions.numel(), -(-positions.numel() // self.grain)
 
         def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=positions.device)
@@ -404,10 +426,16 @@ class _MaskRows:
                 num_rows,
                 *_distances(mask),
                 KEYS=keys,
-                GRAIN=self._grain,
+                GRAIN=self.grain,
                 num_warps=1,
             )
         return result
+
+    @property
+    def bounds(self) -> tuple[Any, ...]:
+        """Of grains of queries and of keys, and how many of both there are."""
+        q, k = self._q["bounds"], self._k["bounds"]
+        return (q, k), q.shape[2], k.shape[2]
 
     def visits(self, blocks: Blocks, keys_inside: bool, affine: bool) -> _Visits:
         """For programs that own blocks of queries and loop over keys, or the reverse.
@@ -439,8 +467,8 @@ class _MaskRows:
                 inner["bounds"].shape[2],
                 num_inner,
                 INNER_KEYS=keys_inside,
-                OUTER=outer_rows // self._grain,
-                INNER=inner_rows // self._grain,
+                OUTER=outer_rows // self.grain,
+                INNER=inner_rows // self.grain,
                 INNER_ROWS=inner_rows,
                 num_warps=4,
             )

@@ -223,6 +223,29 @@ def _run(runs, grains, num_grains):
 
 
 @triton.jit
+def diagonal_visits(
+    diagonal, mask_row, num_masks, bounds, num_q_blocks, num_k_blocks, num_grains_q, num_grains_k, Q: tl.constexpr,
+    K: tl.constexpr,
+):  # fmt: skip
+    """Begin and end of the blocks of queries that may see the block of keys ``diagonal`` blocks before them.
+
+    Blocks are Q and K grains; ``bounds`` of queries and of keys are those of `rows_kernel`.
+    """
+    first, last = tl.maximum(diagonal, 0), tl.minimum(num_q_blocks, num_k_blocks + diagonal)
+    begin, end = last, first
+    for chunk in range(first, last, CHUNK):
+        blocks = chunk + tl.arange(0, CHUNK)
+        rows = blocks[:, None] * Q + tl.arange(0, Q)[None, :]
+        keys = (blocks - diagonal)[:, None] * K + tl.arange(0, K)[None, :]
+        q_first, q_last, _, _ = _bounds(bounds[0], rows, mask_row, num_masks, num_grains_q)
+        k_first, k_last, _, _ = _bounds(bounds[1], keys, mask_row, num_masks, num_grains_k)
+        visit = (blocks < last) & (k_first <= q_last) & (k_last >= q_first)
+        begin = tl.minimum(begin, tl.min(tl.where(visit, blocks, last), 0))
+        end = tl.maximum(end, tl.max(tl.where(visit, blocks + 1, first), 0))
+    return begin, end
+
+
+@triton.jit
 def visits(
     outer, mask_row, num_outer, num_inner, lo, hi, pairs, OUTER: tl.constexpr, INNER: tl.constexpr, PAIRS: tl.constexpr
 ):

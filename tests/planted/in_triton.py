@@ -132,13 +132,17 @@ plant("a table is read around another middle", "kernels.triton_attention:_score_
 )
 
 
-@plant("clipped distances have no gradient in Triton", "kernels.triton_attention:_ScoreParts.sum", "scores in Triton")
-def _(add_up: Any) -> Any:
-    def mutant(self: Any) -> Any:
-        self.ends = None if self.ends is None else torch.zeros_like(self.ends)
-        return add_up(self)
+@plant("clipped distances have no gradient in Triton", "kernels.triton_backward:add_to_table", "scores in Triton")
+def _(add_to_table: Any) -> Any:
+    def mutant(dtable: Any, total: Any, distance: Any, radius: Any) -> None:
+        add_to_table(dtable, total * ((distance < radius) & (distance > radius * -1)), distance, radius)
 
     return mutant
+
+
+@plant("diagonals of blocks are begun one late", "kernels.triton_visits:diagonal_visits", "scores in Triton")
+def _(diagonal_visits: Any) -> Any:
+    return result(lambda found: (found[0] + 1, found[1]))(diagonal_visits)
 
 
 @plant("slopes have the gradient of the first rows", "kernels.triton_attention:_ScoreParts.sum", "scores in Triton")
