@@ -8,7 +8,6 @@ tests have the same rule: at most twice the error of the plain formula (github.c
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -75,8 +75,8 @@ def dense_dropout(B: int, H: int, S: int, p: float, seed: int, offset: int = 0) 
     """fp64 [B, H, S, S], what dropout multiplies normalised weights by: 0, or 1 / (1 - p).
 
     Philox-4x32-10, Salmon et al. 2011, with key (seed) makes two words of a query from the counter (position, 0, head,
-    batch row + offset) and one of a key from (position, 1, 0, 0). Two products mix the query's first word xor the key's,
-    and between them its second one; the result is compared with p · 2³².
+    batch row + offset) and one of a key from (position, 1, 0, 0). Two products mix the query's first word xor the
+    key's, and between them its second one; the result is compared with p · 2³².
     """
     low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
 

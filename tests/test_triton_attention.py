@@ -235,7 +235,9 @@ def affine_and_of_one_sign(q_pos: Tensor, k_pos: Tensor, q: int, k: int) -> Tens
 
 @small_blocks
 @pytest.mark.parametrize("name", MASKED)
-@pytest.mark.parametrize(("at", "stride"), [("a run", 1), ("a run", 3), ("two runs", 1), ("two runs", 2), ("shuffled", 1)])
+@pytest.mark.parametrize(
+    ("at", "stride"), [("a run", 1), ("a run", 3), ("two runs", 1), ("two runs", 2), ("shuffled", 1)]
+)
 @pytest.mark.parametrize("keys_inside", [True, False])
 @pytest.mark.parametrize("affine", [True, False], ids=["affine", ""])
 def test_blocks_that_are_visited(name: str, at: str, stride: int, keys_inside: bool, affine: bool) -> None:

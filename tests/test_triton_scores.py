@@ -225,7 +225,9 @@ def in_runs(step: int, q_block: int, k_block: int, causal: bool = True) -> Pairs
 
 
 @computes
-@pytest.mark.parametrize("names", [*((name,) for name in FEATURES if name != "softcap"), ("softcap", *LEARNED)], ids="+".join)
+@pytest.mark.parametrize(
+    "names", [*((name,) for name in FEATURES if name != "softcap"), ("softcap", *LEARNED)], ids="+".join
+)
 @pytest.mark.parametrize(("step", "causal"), [(1, False), (3, True)], ids=["full", "causal"])
 def test_blocks_of_runs(names: tuple[str, ...], step: int, causal: bool) -> None:
     """Blocks whose distances are told by two numbers, of either sign, in every kernel; and others beside them."""

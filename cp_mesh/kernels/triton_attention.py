@@ -2,8 +2,8 @@
 
 It reads the mask at the positions of its rows, so it takes windows, documents, key padding, a prefix and permuted
 layouts, and visits no block of pairs that the mask excludes (`cp_mesh.kernels.triton_visits`). The backward is a kernel
-that writes dk and dv, one that writes dq and, if asked, one for the gradient of a bias. All sum in a fixed order, but
-for the gradient of a relative bias, which the second adds up atomically, save for the two ends of the table.
+that writes dk and dv, one that writes dq and, if asked, one for the gradient of a bias or of a table of relative
+distances. All sum in a fixed order, but the last, which adds sums of many blocks to the table atomically.
 
 Nothing waits for the device. Lengths, bounds, positions and documents are no part of a compiled variant; head dims,
 the group size, dtypes, the features of scores, and whether there are positions, documents and aligned rows are. Block
@@ -57,7 +57,7 @@ class Config:
 
     @property
     def table_gradient(self) -> Blocks:
-        """Square, so that all blocks of a diagonal have the same distances; several programs hide each other's loads."""
+        """Square, so that all blocks of a diagonal have the same distances; programs hide each other's loads."""
         size = min(self.query_gradients.q, self.query_gradients.k)
         return Blocks(size, size, num_stages=1)
 
@@ -315,7 +315,9 @@ def _dropout_words(cover: Band | Pairs, scores: Scores, q: Tensor) -> tuple[Tens
 
     assert isinstance(cover, Pairs) and scores.dropout_seed is not None
     B, H, num_q, _ = q.shape
-    queries, keys = (torch.empty(shape, dtype=torch.int32, device=q.device) for shape in ((2, B, H, num_q), cover.k_pos.shape))
+    queries, keys = (
+        torch.empty(shape, dtype=torch.int32, device=q.device) for shape in ((2, B, H, num_q), cover.k_pos.shape)
+    )
     for words, positions, count in ((queries, cover.q_pos, B * H), (keys, cover.k_pos, 1)):
         if words.numel():
             words_kernel[(-(-len(positions) // 256), count)](

@@ -2,7 +2,8 @@
 
 With x the products, s the scores, w the weights exp(s - lse) and m what dropout multiplies them by: dv = (m · w)ᵀ dout,
 ds = w · (m · (dout vᵀ) - delta), dx = ds · ds/dx, dq = scale · dx k and dk = scale · dxᵀ q. Gradients of slopes, table
-and bias are sums of ds; those of table and bias have kernels of their own, which visit blocks in the order of their sums. ``lse`` (in base 2, inf for a row without a key) and ``delta`` are [B, H, Sq], contiguous.
+and bias are sums of ds; those of table and bias have kernels of their own, which visit blocks in the order of their
+sums. ``lse`` (in base 2, inf for a row without a key) and ``delta`` are [B, H, Sq], contiguous.
 """
 
 # Triton reads annotations as code, and takes none but its own.
@@ -14,7 +15,7 @@ import triton
 import triton.language as tl
 
 from cp_mesh.kernels.triton_dropout import kept, key_words, query_words
-from cp_mesh.kernels.triton_tiles import LOG2_E, RUNTIME, load, score_unit, scored, slope_of, statistics, store
+from cp_mesh.kernels.triton_tiles import LOG2_E, RUNTIME, bias_of, load, score_unit, scored, slope_of, statistics, store
 from cp_mesh.kernels.triton_visits import (
     allowed_pairs,
     diagonal_visits,
@@ -99,15 +100,16 @@ def key_gradients_kernel(
             next_block = inner_block(n, count, num_q, num_full, begin, before, pairs, BLOCK_Q, PAIRS, masked)
             queries = load(q, q_strides, batch, head, other, num_q, HEAD_DIM, BLOCK_Q, BLOCK_DIM, masked)
             base, shift = statistics(lse, delta, batch, head, num_heads, other, num_q, 0.0, BLOCK_Q, masked)
-            x = tl.dot(keys, queries.T, input_precision="ieee")
             rows = other + tl.arange(0, BLOCK_Q)
+            bias = bias_of(scores, batch, head, t[:, None], rows[None, :], num_q, numbers, not masked)
+            x = tl.dot(keys, queries.T, input_precision="ieee")
             at, ids = rows, rows
             if masked:
                 at, ids = queries_at(other, num_q, mask_row, pairs, BLOCK_Q, PAIRS, DOCUMENTS)
             near, along, step, sign = query_distances(t, first, at, other, pairs, BLOCK_Q, POSITIONS, not masked)
             x, derivative = scored(
-                x, scale, slope, batch, head, near[:, None], along[None, :], step, sign, t[:, None], rows[None, :], num_q,
-                scores, numbers, SCALED, not masked, keys.dtype == tl.float32,
+                x, scale, slope, bias, head, near[:, None], along[None, :], step, sign, scores, numbers, SCALED,
+                not masked, keys.dtype == tl.float32,
             )  # fmt: skip
             weights = tl.exp2(x * unit - base[None, :])
             if masked:
@@ -175,7 +177,7 @@ def query_gradients_kernel(
     SCALED: tl.constexpr,
     POSITIONS: tl.constexpr,
 ):
-    """Write dq of one block of queries, and its part of the gradient of slopes if dslopes, fp32 [B, H, blocks], is given."""
+    """Write dq of one block of queries, and its part of the gradient of slopes to dslopes, fp32 [B, H, blocks]."""
     num_blocks = tl.cdiv(num_q, BLOCK_Q)
     batch, head, block = program(num_heads, num_blocks, LAST_FIRST=True)
     kv_head, mask_row, first = head // GROUP, (batch % num_masks).to(tl.int64), block * BLOCK_Q
@@ -199,10 +201,11 @@ def query_gradients_kernel(
             key_block = inner_block(n + 1, count, num_k, num_full, begin, before, pairs, BLOCK_K, PAIRS, masked)
             near, along, step, sign, t = key_distances(at, first, other, num_k, pairs, BLOCK_K, POSITIONS, not masked)
             keys = load(k, k_strides, batch, kv_head, other, num_k, HEAD_DIM, BLOCK_K, BLOCK_DIM, masked)
+            bias = bias_of(scores, batch, head, t[None, :], rows[:, None], num_q, numbers, not masked)
             x = tl.dot(queries, keys.T, input_precision="ieee")
             x, derivative = scored(
-                x, scale, slope, batch, head, near[:, None], along[None, :], step, sign, t[None, :], rows[:, None], num_q,
-                scores, numbers, SCALED, not masked, queries.dtype == tl.float32,
+                x, scale, slope, bias, head, near[:, None], along[None, :], step, sign, scores, numbers, SCALED,
+                not masked, queries.dtype == tl.float32,
             )  # fmt: skip
             weights = tl.exp2(x * unit - base[:, None])
             if masked:
@@ -305,9 +308,10 @@ def bias_gradient_kernel(
             queries = load(q, q_strides, batch, head, first, num_q, HEAD_DIM, BLOCK_Q, BLOCK_DIM, True)
             keys = load(k, k_strides, batch, kv_head, other, num_k, HEAD_DIM, BLOCK_K, BLOCK_DIM, True)
             x = tl.dot(queries, keys.T, input_precision="ieee")
+            bias = bias_of(scores, batch, head, t[None, :], rows[:, None], num_q, numbers, False)
             x, _ = scored(
-                x, scale, slope_of(scores, head), batch, head, at[:, None], t[None, :], -1, 1.0, t[None, :], rows[:, None],
-                num_q, scores, numbers, SCALED, False, queries.dtype == tl.float32,
+                x, scale, slope_of(scores, head), bias, head, at[:, None], t[None, :], -1, 1.0, scores, numbers, SCALED,
+                False, queries.dtype == tl.float32,
             )  # fmt: skip
             base, shift = statistics(lse, delta, batch, head, num_heads, first, num_q, float("inf"), BLOCK_Q, True)
             weights = tl.where(allowed, tl.exp2(x * unit - base[:, None]), 0.0)
@@ -404,9 +408,11 @@ def table_gradient_kernel(
         queries = load(q, q_strides, batch, head, first, num_q, HEAD_DIM, BLOCK_Q, BLOCK_DIM, True)
         keys = load(k, k_strides, batch, kv_head, other, num_k, HEAD_DIM, BLOCK_K, BLOCK_DIM, True)
         x = tl.dot(queries, keys.T, input_precision="ieee")
+        at_rows = first + tl.arange(0, BLOCK_Q)
+        bias = bias_of(scores, batch, head, t[None, :], at_rows[:, None], num_q, numbers, False)
         x, _ = scored(
-            x, scale, slope, batch, head, at[:, None], t[None, :], -1, 1.0, t[None, :],
-            (first + tl.arange(0, BLOCK_Q))[:, None], num_q, scores, numbers, SCALED, False, queries.dtype == tl.float32,
+            x, scale, slope, bias, head, at[:, None], t[None, :], -1, 1.0, scores, numbers, SCALED, False,
+            queries.dtype == tl.float32,
         )  # fmt: skip
         base, shift = statistics(lse, delta, batch, head, num_heads, first, num_q, float("inf"), BLOCK_Q, True)
         weights = tl.where(allowed, tl.exp2(x * unit - base[:, None]), 0.0)
@@ -423,7 +429,7 @@ def table_gradient_kernel(
 
 @triton.jit
 def add_to_table(dtable, total, distance, radius):
-    """Add gradients of pairs of these distances; ``dtable`` is at distance 0. Most pairs may be those that are clipped."""
+    """Add gradients of pairs of these distances; ``dtable`` points at distance 0. Most distances may be clipped."""
     between = (tl.abs(distance) < radius) & (total != 0)
     tl.atomic_add(dtable + distance, total, mask=between, sem="relaxed")
     last, first = distance >= radius, (distance <= -radius) & (distance < radius)

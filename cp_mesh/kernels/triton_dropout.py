@@ -1,7 +1,7 @@
 """Which weights dropout keeps, in Triton: words of queries and keys, made once a call, and what decides a pair.
 
-`Scores.dropout_seed` has the definition. Philox of every pair would take longer than attention; that of rows takes next to
-nothing, and two products mix the words of a pair.
+`Scores.dropout_seed` has the definition. Philox of every pair would take longer than attention; that of rows takes
+next to nothing, and two products mix the words of a pair.
 """
 
 # Triton reads annotations as code, and takes none but its own.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
 
 @triton.jit(do_not_specialize=["num_rows", "num_heads", "first_head", "first_batch"])
 def words_kernel(

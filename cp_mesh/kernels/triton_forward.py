@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from cp_mesh.kernels.triton_dropout import kept, key_words, query_words
-from cp_mesh.kernels.triton_tiles import LOG2_E, RUNTIME, load, score_unit, scored, slope_of, store
+from cp_mesh.kernels.triton_tiles import LOG2_E, RUNTIME, bias_of, load, score_unit, scored, slope_of, store
 from cp_mesh.kernels.triton_visits import (
     allowed_pairs,
     inner_block,
@@ -80,10 +80,11 @@ def forward_kernel(
             key_block = inner_block(n + 1, count, num_k, num_full, begin, before, pairs, BLOCK_K, PAIRS, masked)
             near, along, step, sign, t = key_distances(at, first, other, num_k, pairs, BLOCK_K, POSITIONS, not masked)
             keys = load(k, k_strides, batch, kv_head, other, num_k, HEAD_DIM, BLOCK_K, BLOCK_DIM, masked)
+            bias = bias_of(scores, batch, head, t[None, :], rows[:, None], num_q, numbers, not masked)
             x = tl.dot(queries, keys.T, input_precision="ieee")
             x, _ = scored(
-                x, scale, slope, batch, head, near[:, None], along[None, :], step, sign, t[None, :], rows[:, None], num_q,
-                scores, numbers, SCALED, not masked, queries.dtype == tl.float32,
+                x, scale, slope, bias, head, near[:, None], along[None, :], step, sign, scores, numbers, SCALED,
+                not masked, queries.dtype == tl.float32,
             )  # fmt: skip
             if masked:
                 firsts, lasts, k_ids = keys_seen(other, num_k, mask_row, lo, hi, pairs, BLOCK_K, PAIRS, DOCUMENTS)

@@ -8,9 +8,9 @@ Distances are the sum of a part of each row and a part of each column. In blocks
 step apart and all distances have one sign (`cp_mesh.kernels.triton_visits`), so two numbers tell all columns.
 
 Legend: scores = (softcap, slopes [H], table [H, 2R + 1], bias [B, H, Sq, S], dropout), each or None; dropout = (first
-words of queries [B, H, Sq], second words, words of keys [Sk], what kept weights are multiplied by); numbers = (R, threshold
-of dropout, columns of the bias, its four strides), which are never compiled into a kernel; slopes and table are contiguous,
-fp32.
+words of queries [B, H, Sq], second words, words of keys [Sk], what kept weights are multiplied by); numbers = (R,
+threshold of dropout, columns of the bias, its four strides), which are never compiled into a kernel; slopes and table
+are contiguous, fp32.
 """
 
 # Triton reads annotations as code, and takes none but its own.
@@ -94,10 +94,18 @@ else:
 
     @triton.jit
     def gather(pointers):
-        """fp32 that nothing writes. Triton would copy them to shared memory ahead, one by one, where this is a load."""
-        return tl.inline_asm_elementwise(
-            "ld.global.nc.f32 $0, [$1];", "=f,l", [pointers], dtype=tl.float32, is_pure=True, pack=1
-        )
+        """Load what nothing writes, where it is needed: Triton would stage it in shared memory, number by number."""
+        dtype: tl.constexpr = pointers.dtype.element_ty
+        if dtype == tl.float32:
+            return tl.inline_asm_elementwise(
+                "ld.global.nc.f32 $0, [$1];", "=f,l", [pointers], dtype=tl.float32, is_pure=True, pack=1
+            )
+        elif dtype.primitive_bitwidth == 16:
+            return tl.inline_asm_elementwise(
+                "ld.global.nc.b16 $0, [$1];", "=h,l", [pointers], dtype=tl.int16, is_pure=True, pack=1
+            ).to(dtype, bitcast=True)
+        else:
+            return tl.load(pointers)
 
 
 @triton.jit
@@ -125,14 +133,32 @@ def slope_of(scores, head):
 
 
 @triton.jit
+def bias_of(scores, batch, head, t, rows, num_q, numbers, ALL: tl.constexpr):
+    """Of positions of keys and rows of queries, which broadcast; to be read before products are waited for.
+
+    If ALL, all keys are there.
+    """
+    if scores[3] is None:
+        return 0.0
+    elif ALL:
+        bias = scores[3] + batch.to(tl.int64) * numbers[3] + head.to(tl.int64) * numbers[4]
+        places = tl.minimum(rows, num_q - 1).to(tl.int64) * numbers[5]
+        return gather((bias + places) + t.to(tl.int64) * numbers[6])
+    else:
+        bias = scores[3] + batch.to(tl.int64) * numbers[3] + head.to(tl.int64) * numbers[4]
+        places = rows.to(tl.int64) * numbers[5] + t.to(tl.int64) * numbers[6]
+        return tl.load(bias + places, mask=(rows < num_q) & (t < numbers[2]), other=0.0)
+
+
+@triton.jit
 def scored(
-    products, scale, slope, batch, head, near, along, step, sign, t, rows, num_q, scores, numbers,
+    products, scale, slope, bias, head, near, along, step, sign, scores, numbers,
     SCALED: tl.constexpr, ONE_SIGN: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Scores of products in their unit, and their derivative by scale · product.
 
-    Distances are near + along · step, all of this sign if ONE_SIGN; ``t`` and ``rows`` are positions of keys and rows
-    of queries. These broadcast to the products, and are not read without scores that need them. EXACT is for fp32.
+    Distances are near + along · step, all of this sign if ONE_SIGN; they broadcast to the products, and are not read
+    without scores that need them. ``slope`` and ``bias`` are what is added to natural scores. EXACT is for fp32.
     """
     x, derivative = products, 1.0
     if scores[0] is not None:
@@ -154,8 +180,5 @@ def scored(
         table = scores[2] + head.to(tl.int64) * (2 * radius + 1) + radius
         x += gather(table + tl.minimum(tl.maximum(near + along * step, -radius), radius)) * per_unit
     if scores[3] is not None:
-        bias = scores[3] + batch.to(tl.int64) * numbers[3] + head.to(tl.int64) * numbers[4]
-        places = rows.to(tl.int64) * numbers[5] + t.to(tl.int64) * numbers[6]
-        x += tl.load(bias + places, mask=(rows < num_q) & (t < numbers[2]), other=0.0).to(tl.float32) * per_unit
+        x += bias.to(tl.float32) * per_unit
     return x, derivative
-

@@ -8,8 +8,8 @@ A program owns an outer block of rows and visits inner blocks: first those of wh
 mask, then the others. Blocks without an allowed pair are not visited: for a band, blocks follow from its bounds; else
 `blocks_kernel` lists them from the least and greatest position and document of each block.
 
-Scores that read distances want blocks whose distances are affine in rows and keys, and of one sign. Blocks of which they
-are not count as blocks that need a mask: kernels read positions row by row in those alone.
+Scores that read distances want blocks whose distances are affine in rows and keys, and of one sign. Other blocks count
+as blocks that need a mask: kernels read positions row by row in those alone.
 
 Legend: a "mask row" is a batch row of the mask, which may be shared by the batch; pairs = (positions of queries,
 firsts, lasts, q_ids, k_ids, blocks, counts, positions of keys), or None for a band.
@@ -142,8 +142,8 @@ def blocks_kernel(
     """List the inner blocks to be visited by each outer block: blocks int32 [mask rows, outer blocks, inner blocks].
 
     Those that need a mask lie at the front, those that do not at the back, from the end; counts [.., 2] of both.
-    A block is OUTER or INNER grains, and INNER_ROWS rows; ``num_outer`` and ``num_inner`` count grains. ``runs`` of outer
-    and inner rows are given if blocks whose distances are not affine, or not of one sign, are to be masked.
+    A block is OUTER or INNER grains, and INNER_ROWS rows; ``num_outer`` and ``num_inner`` count grains. ``runs`` of
+    outer and inner rows are given if blocks whose distances are not affine, or not of one sign, are to be masked.
     """
     block, mask_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     num_masks = tl.num_programs(1).to(tl.int64)
@@ -231,7 +231,8 @@ def diagonal_visits(
 
     Blocks are Q and K grains; ``bounds`` of queries and of keys are those of `rows_kernel`.
     """
-    first, last = tl.maximum(diagonal, 0), tl.minimum(num_q_blocks, num_k_blocks + diagonal)
+    first = tl.maximum(diagonal, 0)
+    last = tl.maximum(tl.minimum(num_q_blocks, num_k_blocks + diagonal), first)
     begin, end = last, first
     for chunk in range(first, last, CHUNK):
         blocks = chunk + tl.arange(0, CHUNK)
@@ -347,13 +348,11 @@ def key_positions(first, num_k, pairs, ROWS: tl.constexpr):
 
 
 @triton.jit
-def key_distances(
-    at, first, other, num_k, pairs, ROWS: tl.constexpr, POSITIONS: tl.constexpr, ONE_SIGN: tl.constexpr
-):
+def key_distances(at, first, other, num_k, pairs, ROWS: tl.constexpr, POSITIONS: tl.constexpr, ONE_SIGN: tl.constexpr):
     """Of queries at positions ``at``, the block from row ``first`` on, and the keys from row ``other`` on.
 
-    Returns near, along, step and sign: distances are near + along · step, all of this sign if ONE_SIGN; and the positions
-    of the keys. Without POSITIONS these are any numbers.
+    Returns near, along, step and sign: distances are near + along · step, all of this sign if ONE_SIGN; and the
+    positions of the keys. Without POSITIONS these are any numbers.
     """
     along = tl.arange(0, ROWS)
     if not POSITIONS:
@@ -367,10 +366,8 @@ def key_distances(
 
 
 @triton.jit
-def query_distances(
-    t, first, at, other, pairs, ROWS: tl.constexpr, POSITIONS: tl.constexpr, ONE_SIGN: tl.constexpr
-):
-    """near, along, step and sign of keys at positions ``t``, from row ``first`` on, and the queries ``at`` from ``other``."""
+def query_distances(t, first, at, other, pairs, ROWS: tl.constexpr, POSITIONS: tl.constexpr, ONE_SIGN: tl.constexpr):
+    """The first four of keys at positions ``t``, from row ``first`` on, and queries ``at``, from row ``other`` on."""
     along = tl.arange(0, ROWS)
     if not POSITIONS:
         return t, along, 1, 1.0

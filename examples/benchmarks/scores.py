@@ -1,12 +1,13 @@
-"""What scores cost: the Triton kernel with each feature, another checkout of it, and compiled flex_attention, on one GPU.
+"""What scores cost: the Triton kernel with each feature, another checkout of it, and compiled flex_attention.
 
-A tile is what one rank computes in one step: ``causal`` of one device, and what the second of two ranks computes with the
-first one's keys, in the zigzag and in the striped layout. Features: softcap, ALiBi, a learned table of relative distances
-(``table``: to 128 tokens, ``wide``: as many as there are), a dense bias of each head, the same with its gradient, dropout.
+A tile is what one rank computes in one step: ``causal`` of one device, and what the second of two ranks computes with
+the first one's keys, in the zigzag and in the striped layout. Features: softcap, ALiBi, a learned table of relative
+distances (``table``: to 128 tokens, ``wide``: as many as there are), a dense bias of each head, the same with its
+gradient, dropout. One GPU.
 
-Contestants are processes which hold their kernels compiled and take turns, repeat by repeat. A time is that of one call,
-the median over repeats of some calls that follow one another. Before it is timed, each one computes a short causal
-sequence, and may have twice the error of plain products in bfloat16, against float64.
+Contestants are processes which hold their kernels compiled and take turns, repeat by repeat. A time is that of one
+call, the median over repeats of some calls that follow one another. Before it is timed, each one computes a short
+causal sequence, and may have twice the error of plain products in bfloat16, against float64.
 
     python examples/benchmarks/scores.py --old ../before --out results
 """
@@ -165,7 +166,9 @@ class Flex:
         self.rows = self.keys = rows
         self.pairs = rows * (rows + 1) // 2
         self._x = inputs(rows, rows, device)
-        tensors = [x.requires_grad_(bool(learned(feature))) for x in score_tensors(feature, rows, rows, device).values()]
+        tensors = [
+            x.requires_grad_(bool(learned(feature))) for x in score_tensors(feature, rows, rows, device).values()
+        ]
         for x in self._x[:3]:
             x.requires_grad_()
         mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, rows, rows, device=device)
@@ -246,7 +249,9 @@ class Contestant:
         command = [sys.executable, __file__, "--worker", name, "--rows", str(args.rows), "--device", args.device]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(tree), str(HERE)))}
         self.name, self.usable = name, dict[tuple[str, str], dict[str, Any]]()
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
 
     def ask(self, feature: str, tile: str, repeats: int) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None

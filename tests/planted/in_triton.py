@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from planted.seams import in_area, with_arguments, with_call, with_result
 
 plant = in_area("kernels in Triton")
