@@ -437,7 +437,7 @@ def test_compiles_for_hopper(
         triton_attention._backward(None, tile)
 
     compiled = hopper(launch, triton_visits, triton_dropout, triton_forward, triton_backward)
-    assert len(compiled.kernels) == (3 if cover == "band" else 5) + (feature in ("bias", "dropout"))
+    assert len(compiled.kernels) == (3 if cover == "band" else 5) + (feature in ("relative_bias", "bias", "dropout"))
     spills = compiled.spills
     if feature == "none":
         assert max(spills) <= SPILLED[dim], compiled.log

@@ -58,8 +58,7 @@ class Config:
     @property
     def table_gradient(self) -> Blocks:
         """Square, so that all blocks of a diagonal have the same distances; programs hide each other's loads."""
-        size = min(self.query_gradients.q, self.query_gradients.k)
-        return Blocks(size, size, num_stages=1)
+        return Blocks(self.key_gradients.k, self.key_gradients.k, num_stages=1)
 
 
 def config_for(dtype: torch.dtype, head_dim: int, scored: bool = False) -> Config:
