@@ -396,7 +396,7 @@ PAGES = {
     "docs/contributing.md": Page(2, mesh_names),
 }
 NOT_RUN = [("docs/kernels.md", "warm_up"), ("docs/performance.md", "CUDAGraph")]
-"""Blocks that need a GPU: their page, and a word of each. `test_warming.py` and `test_symmetric_memory.py` do the same."""
+"""Blocks that need a GPU: page and a word of each. `test_warming.py` and `test_symmetric_memory.py` do the same."""
 
 
 def run_page(rank: int, name: str) -> None:
