@@ -97,7 +97,7 @@ class ByDocuments:
             few: pairs of pieces of a document above which alike ones are looked at once. All receivers then count as
                 having all bands of these, so only without such documents a None is sure.
         """
-        size, found, ranges = self._cp_size, _Found(self._cp_size), []
+        size, found, ranges = self._cp_size, _DocumentFacts(self._cp_size), []
         for q, k in self._rows:
             large, of_row = self._large(q, k, few), [np.empty((3, 0), dtype=np.int64)]
             for i in self._chunks(q, k, np.flatnonzero(~large)):
@@ -123,8 +123,8 @@ class ByDocuments:
         alone = np.maximum.reduceat(of_one.num[of_one.group], of_document.first) == 1
         return (alone & (of_document.num * _num_keys(q, k)[of_document.first] > few))[of_document.group]
 
-    def _add_alike(self, found: _Found, q: Pieces, k: Pieces, large: Array) -> bool:
-        """Look at documents of which every rank has one piece, at alike pairs of pieces once; False as in `_Found`."""
+    def _add_alike(self, found: _DocumentFacts, q: Pieces, k: Pieces, large: Array) -> bool:
+        """Look at documents of which every rank has one piece, alike pairs once; False as in `_DocumentFacts`."""
         size, receivers = self._cp_size, np.unique(q.rank[large])
         if not found.add(self._blocks(q, k, large, own=True)):
             return False
@@ -151,7 +151,7 @@ class ByDocuments:
         return np.split(i, first[1:][chunk[1:] != chunk[:-1]])
 
 
-class _Found:
+class _DocumentFacts:
     """`Facts`, as far as they are known: ``needed`` is [receiver * cp_size + source]."""
 
     def __init__(self, cp_size: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -76,7 +77,8 @@ def warm_up(
         result = attention(q, k, v, mesh=mesh, seq_len=seq_len, layout=placed, mask=each, **options)
         out = result if isinstance(result, Tensor) else result[0]
         torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
-    _sums(*(x.detach()[:, :, :64] for x in (q, k, v)))
+    q, k, v = (x.detach()[:, :, :64] for x in (q, k, v))
+    _sums(q, k, v, options.get("sinks"))
     if on_gpu:
         torch.cuda.synchronize(device)
 
@@ -96,18 +98,20 @@ def _masks(mask: Mask, seq_len: int) -> Iterator[Mask]:
         yield replace(mask, documents=ids)
 
 
-def _sums(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Of two and of more partial results, and of more than are held: how many a batch has is not known before."""
-    sums, group = accumulation_dtype(q.dtype), (q, k, v)
-    for count in (2, MAX_PIECES, MAX_PIECES + 1):
+def _sums(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
+    """Of two partial results, of more, and of more than are held, once and twice: how many a batch has is not known."""
+    sums, numbers = accumulation_dtype(q.dtype), (2, MAX_PIECES, MAX_PIECES + 1, 2 * MAX_PIECES + 1)
+    sinks = None if sinks is None else sinks.detach().to(sums)
+    for count, other in product(numbers, repeat=2):
+        totals = [RowSum(x.shape, sums, x.device) for x in (q, k, v)]
+        for total, x, num in zip(totals, (q, k, v), (count, other, other), strict=True):
+            for _ in range(num):
+                total.add(0, torch.zeros_like(x))
+        written = [(total, torch.empty_like(x)) for total, x in zip(totals, (q, k, v), strict=True)]
+        for some in (written[:1], written[1:], written):
+            finish_sums(some)
+    for count in numbers:
         outputs = OutputSum((*q.shape[:3], v.shape[3]), sums, q.device)
-        for_q, for_k, for_v = totals = [RowSum(x.shape, sums, x.device) for x in group]
         for _ in range(count):
             outputs.add(0, q.new_zeros((*q.shape[:3], v.shape[3])), q.new_zeros(q.shape[:3], dtype=sums))
-            for total, x in zip(totals, group, strict=True):
-                total.add(0, torch.zeros_like(x))
-        outputs.finish(q, q.dtype)
-        dq, dk, dv = (torch.empty_like(x) for x in group)
-        finish_sums([(for_q, dq)])
-        finish_sums([(for_k, dk), (for_v, dv)])
-        finish_sums([(for_q, dq), (for_k, dk), (for_v, dv)])
+        outputs.finish(q, q.dtype, sinks=sinks)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from test_flash_attn import Calls, bottom_right, install, stand_in_backward, sta
 from torch import Tensor
 from torch._guards import active_fake_mode
 
+from cp_mesh.errors import UnsupportedError
 from cp_mesh.kernels import flash_attn, flash_attn_4
 from cp_mesh.kernels.flash_attn_4 import FA4, MOST_SEQUENCES
 from cp_mesh.kernels.merge import BackwardTile
@@ -41,8 +43,8 @@ class Package:
     Sums of dq, dk and dv pass from kernel to kernel in fp32 buffers, [heads, rows * D] in each batch row.
     """
 
-    def __init__(self, calls: Calls, extra: bool = False) -> None:
-        self.calls, self.more = calls, (None,) * extra
+    def __init__(self, calls: Calls, extra: bool = False, swapped: bool = False) -> None:
+        self.calls, self.more, self.swapped = calls, (None,) * extra, swapped
 
     def functions(self) -> dict[str, Any]:
         names = ("_flash_attn_fwd", "_flash_attn_bwd", "_bwd_preprocess", "_bwd_postprocess_convert")
@@ -78,8 +80,7 @@ class Package:
             self.fwd_kernel,
             (causal, softcap),
             q,
-            k,
-            v,
+            *((v, k) if self.swapped else (k, v)),
             out,
             lse,
             softmax_scale,
@@ -102,8 +103,9 @@ class Package:
         before, heads = q.shape[:-3], q.shape[-2]
 
         def rows(x: Tensor, begins: Tensor | None, block: int) -> int:
-            num = x.shape[-3] if begins is None else x.shape[-3] + len(begins) * block
-            return (num + block - 1) // block * block
+            if begins is None:
+                return (x.shape[-3] + block - 1) // block * block
+            return (x.shape[-3] + len(begins) * block - 1) // block * block
 
         num_q, num_k = rows(q, cu_seqlens_q, BLOCK_Q), rows(k, cu_seqlens_k, BLOCK_K)
         wide, v_wide = (-(-x.shape[-1] // 32) * 32 for x in (q, v))
@@ -132,7 +134,7 @@ class Package:
         self.launch(
             "_flash_attn_bwd",
             self.bwd_kernel,
-            (causal, softcap or None),
+            (causal, softcap or None, 0 in dout.stride()),
             q,
             k,
             v,
@@ -162,6 +164,7 @@ class Package:
         return dq, dk, dv
 
     def fwd_kernel(self, causal, softcap, q, k, v, out, lse, scale, *others: Any) -> None:
+        k, v = (v, k) if self.swapped else (k, v)
         for rows, keys in _parts(q, k, *others[:4]):
             keep = bottom_right(rows.stop - rows.start, keys.stop - keys.start, *_bounds(causal, *others[5:7]))
             x = (_batched(x)[:, part] for x, part in ((q, rows), (k, keys), (v, keys)))
@@ -174,9 +177,9 @@ class Package:
         dq_sum.zero_()
         delta.zero_()
 
-    def bwd_kernel(self, causal, softcap, q, k, v, dout, lse_log2, delta, dq_sum, dk_sum, dv_sum, scale,
-                   q_begins, k_begins, q_lens,
-                   k_lens, left, right, *others: Any) -> None:  # fmt: skip
+    def bwd_kernel(self, causal, softcap, spread, q, k, v, dout, lse_log2, delta, dq_sum, dk_sum, dv_sum, scale,
+                   q_begins, k_begins, q_lens, k_lens, left, right, *others: Any) -> None:  # fmt: skip
+        assert spread == (0 in dout.stride()), "compiled for other strides"
         assert not delta.any()
         for rows, keys in _parts(q, k, q_begins, k_begins, q_lens, k_lens):
             keep = bottom_right(rows.stop - rows.start, keys.stop - keys.start, *_bounds(causal, left, right))
@@ -237,7 +240,10 @@ def calls() -> Calls:
 @contextmanager
 def installed(calls: Calls, **options: bool) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
+        install(patch, "flash_attn.cute.cache_utils", CUTE_DSL_CACHE_ENABLED=True)
+        kept = sys.modules["flash_attn.cute.cache_utils"]
         install(patch, "flash_attn.cute.interface", **Package(calls, **options).functions())
+        patch.setitem(sys.modules, "flash_attn.cute.cache_utils", kept)
         flash_attn_4._compiled.clear()
         yield
     flash_attn_4._compiled.clear()
@@ -261,9 +267,11 @@ def blocks_of(*lens: int) -> Segments:
 
 
 def attend(cover: Any, num_q: int, num_k: int, heads: int, kv_heads: int, deterministic: bool = False,
-           softcap: float | None = None) -> None:  # fmt: skip
+           softcap: float | None = None, spread: bool = False) -> None:  # fmt: skip
     """One tile in both passes, compared with the dense formula."""
     q, k, v, dout = draw(1, num_q, heads, 8), *(draw(1, num_k, kv_heads, 8) for _ in range(2)), draw(1, num_q, heads, 8)
+    if spread:  # over heads, as the gradient of their sum is
+        dout = dout[:, :1].expand_as(dout)
     rows, keys = torch.arange(num_q), torch.arange(num_k)
     allowed = cover.allowed(rows, keys) if isinstance(cover, Segments) else cover.allowed(rows, keys)[None]
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
@@ -318,6 +326,30 @@ def test_a_release_that_differs_keeps_its_python() -> None:
         for _ in range(2):
             attend(*TILES["causal"], 2, 2)
     assert [called for called, _ in calls] == ["_flash_attn_fwd", "_flash_attn_bwd", "_flash_attn_fwd"]
+
+
+def test_a_release_that_takes_keys_for_values_keeps_its_python() -> None:
+    """Tensors alike in everything but where they are."""
+    calls = Calls()
+    with installed(calls, swapped=True):
+        for _ in range(2):
+            attend(*TILES["causal"], 2, 2)
+    assert [called for called, _ in calls] == ["_flash_attn_fwd", "_flash_attn_bwd", "_flash_attn_fwd"]
+
+
+def test_a_gradient_that_is_spread_over_heads_has_kernels_of_its_own(package: None, calls: Calls) -> None:
+    """Strides of zero are compiled for: of a sum over heads, say."""
+    for spread in (True, False, True, False):
+        attend(*TILES["causal"], 2, 2, spread=spread)
+    passes = [called for called, _ in calls]
+    assert passes.count("_flash_attn_fwd") == 1 and passes.count("_flash_attn_bwd") == 3  # never kept where spread
+
+
+def test_a_kind_that_is_new_in_a_capture_is_refused(package: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(UnsupportedError, match="warm_up"):
+        flash_attn_4._refuse_in_capture(mock.Mock(is_cuda=True))
+    flash_attn_4._refuse_in_capture(torch.zeros(1))
 
 
 def test_another_block_size_keeps_its_python(package: None, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:

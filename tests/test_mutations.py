@@ -194,6 +194,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
         pool,
         (test_flash_attn_4.test_kinds_have_kernels_of_their_own, ()),
         (test_flash_attn_4.test_a_release_that_differs_keeps_its_python, ()),
+        (test_flash_attn_4.test_a_release_that_takes_keys_for_values_keeps_its_python, ()),
     ),
     "deterministic": lambda pool: test_flash_attn.test_a_deterministic_call_has_the_reproducible_backward(pool, True),
     "changing layouts": lambda pool: test_changing_layouts.test_whole_model(pool, 24, False),

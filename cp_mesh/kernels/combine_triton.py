@@ -90,7 +90,7 @@ def _like(x: Tensor | None) -> Like | None:
 class _Ready:
     """A launch for tensors that are alike, kept: the kernel, how many blocks, and the arguments that are no tensors.
 
-    ``runner`` is what Triton compiled for them, called at once: its own look at every argument takes 40 us and more.
+    ``runner`` is what Triton compiled for them, called at once, without its look at every argument (host time).
     """
 
     kernel: Any

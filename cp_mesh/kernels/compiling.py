@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PATIENCE = 60.0
@@ -30,16 +30,18 @@ def one_rank_compiles() -> Iterator[None]:
     except (ImportError, OSError, KeyError):
         yield
         return
+    deadline = time.monotonic() + PATIENCE
     try:
-        deadline = time.monotonic() + PATIENCE
-        while True:
+        while time.monotonic() < deadline:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except OSError:
-                if time.monotonic() > deadline:
-                    break
+            except BlockingIOError:
                 time.sleep(0.02)
+            except OSError:  # a file system without locks
+                break
         yield
     finally:
-        os.close(file)  # and with it the lock
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_UN)  # a process that was forked meanwhile has the file open too
+        os.close(file)

@@ -10,9 +10,9 @@ packed documents take two variants, full and causal, of each pass, whatever the 
 (`FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=0` in the environment is respected), and one rank of a host compiles at a time.
 A variant must have been compiled before it is captured in a CUDA graph.
 
-**Host time.** Its Python takes 73 us of a forward call and 95 of a backward, to check arguments and to find what it
-compiled (Dao-AILab/flash-attention, issue 2426). So the first call of a kind goes through its Python, and what it
-launches is noted; if that is what `_forward_launches` and `_backward_launches` say, later calls launch it at once. A
+**Host time.** Its Python checks arguments and looks for what it compiled: 73 us of a forward call and 95 of a backward
+(Dao-AILab/flash-attention, issue 2426). So the first call of a kind goes through its Python, and what it
+launches is recorded; if that is what `_forward_launches` and `_backward_launches` say, later calls launch it at once. A
 release that differs, short tiles and deterministic calls keep its Python.
 """
 
@@ -21,8 +21,8 @@ from __future__ import annotations
 import math
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
+from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.compiling import one_rank_compiles
 from cp_mesh.kernels.contract import Capability, Pairs
@@ -40,7 +41,7 @@ from cp_mesh.masks import Band
 from cp_mesh.segments import Segments
 
 LONGEST = 1024
-MOST_SEQUENCES = 256
+MOST_SEQUENCES = 256  # its BIN_BATCH_SEARCH_THRESH
 SHORT = 256  # rows or keys up to which one block may hold a tile, for which other kernels are compiled
 
 _PACKED = {f"{name}_{side}" for name in ("cu_seqlens", "seqused", "max_seqlen") for side in "qk"}
@@ -96,16 +97,16 @@ class Call(NamedTuple):
 
     def keywords(self) -> dict[str, Any]:
         """Of both passes, for the package's Python."""
-        told: dict[str, Any] = {
+        given: dict[str, Any] = {
             "softmax_scale": self.scale,
             "window_size_left": self.left,
             "window_size_right": self.right,
         }
         if self.packed is not None:
-            told |= {"cu_seqlens_q": self.packed.q_begins, "cu_seqlens_k": self.packed.k_begins}
-            told |= {"seqused_q": self.packed.q_lens, "seqused_k": self.packed.k_lens}
-            told |= {"max_seqlen_q": max(self.packed.max_q, LONGEST), "max_seqlen_k": max(self.packed.max_k, LONGEST)}
-        return {"q": self.q, "k": self.k, "v": self.v} | told
+            given |= {"cu_seqlens_q": self.packed.q_begins, "cu_seqlens_k": self.packed.k_begins}
+            given |= {"seqused_q": self.packed.q_lens, "seqused_k": self.packed.k_lens}
+            given |= {"max_seqlen_q": max(self.packed.max_q, LONGEST), "max_seqlen_k": max(self.packed.max_k, LONGEST)}
+        return {"q": self.q, "k": self.k, "v": self.v} | given
 
     def kind(self, name: str, *more: Any) -> tuple[Any, ...]:
         """Equal for calls that launch the same compiled kernels."""
@@ -126,14 +127,14 @@ class Call(NamedTuple):
 Launches = list[tuple[Any, ...]]  # the arguments of one compiled kernel after the other
 _compiled: dict[tuple[Any, ...], tuple[Callable[..., Any], ...]] = {}
 """By kind, what is launched at once; nothing for kinds that keep the package's Python."""
-_noting = threading.RLock()
+_recording = threading.Lock()
 
 
 def _run(
     kind: tuple[Any, ...],
     may_be_direct: bool,
     name: str,
-    told: Callable[[], dict[str, Any]],
+    keywords: Callable[[], dict[str, Any]],
     launches: Callable[[], Launches],
 ) -> None:
     """Call the package's function of that name, or launch what it once launched for a call of this kind."""
@@ -142,31 +143,58 @@ def _run(
         for kernel, arguments in zip(compiled, launches(), strict=True):
             kernel(*arguments)
     elif compiled is None:
-        _compile(name, told())
-        with _noting:
-            noted = _noted(name, told())
-        direct = may_be_direct and _same([arguments for _, arguments in noted], launches)
-        _compiled[kind] = tuple(kernel for kernel, _ in noted) if direct else ()
+        given = keywords()
+        _refuse_in_capture(given["q"])
+        _compile(name, given)
+        with _recording:
+            recorded = _recorded(name, given)
+        pointers = {x.data_ptr() for x in given.values() if isinstance(x, Tensor)}
+        direct = may_be_direct and _same([arguments for _, arguments in recorded], launches, pointers)
+        _compiled[kind] = tuple(kernel for kernel, _ in recorded) if direct else ()
     else:
-        getattr(_package(), name)(**told())
+        getattr(_package(), name)(**keywords())
 
 
-def _compile(name: str, told: dict[str, Any]) -> None:
-    """Have a call's kernels compiled, by one rank of the host, and launch nothing.
+def _refuse_in_capture(x: Tensor) -> None:
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        refuse(
+            "CUDA graph capture",
+            "kernels that are compiled",
+            "a call of FlashAttention-4 of a new kind",
+            "run one forward and backward with these shapes before the capture, or cp_mesh.warm_up",
+            UnsupportedError,
+        )
+
+
+def _compile(name: str, given: dict[str, Any]) -> None:
+    """Where the package keeps results on disk: have one rank of the host compile a call's kernels, and launch nothing.
 
     A launch under the lock could wait for a peer: the device may be in a barrier, and loading code waits for the
     device. With fake tensors the package compiles alone; where it cannot, the call itself compiles.
     """
-    with one_rank_compiles(), suppress(Exception), FakeTensorMode() as mode:
-        fakes = {key: mode.from_tensor(x) if isinstance(x, Tensor) else x for key, x in told.items()}
-        getattr(_package(), name)(**fakes)
+    if not getattr(import_once("flash_attn.cute.cache_utils"), "CUTE_DSL_CACHE_ENABLED", False):
+        return
+    mode = FakeTensorMode()  # whose first use imports for a second, outside of the lock
+    fakes = {key: mode.from_tensor(x) if isinstance(x, Tensor) else x for key, x in given.items()}
+    try:
+        with one_rank_compiles(), mode:
+            getattr(_package(), name)(**fakes)
+    except Exception as error:
+        warnings.warn(
+            f"FlashAttention-4 does not compile with fake tensors, so every rank compiles for itself:"
+            f" {type(error).__name__}: {error}",
+            stacklevel=2,
+        )
 
 
-class _Noting:
-    """Stands for a cache of compiled kernels: those taken from it are noted when this thread launches them."""
+class _RecordingCache:
+    """Stands for a cache of compiled kernels: those taken from it are recorded when this thread launches them."""
 
-    def __init__(self, cache: Any, noted: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> None:
-        self._cache, self._noted, self._thread = cache, noted, threading.get_ident()
+    def __init__(self, cache: Any, recorded: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> None:
+        self._cache, self._recorded, self._thread = cache, recorded, threading.get_ident()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
 
     def __contains__(self, key: Any) -> bool:
         return key in self._cache
@@ -179,40 +207,42 @@ class _Noting:
 
         def launch(*arguments: Any) -> Any:
             if threading.get_ident() == self._thread:
-                self._noted.append((kernel, arguments))
+                self._recorded.append((kernel, arguments))
             return kernel(*arguments)
 
         return launch
 
 
-def _noted(name: str, told: dict[str, Any]) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
+def _recorded(name: str, given: dict[str, Any]) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
     """Call the package's function; which compiled kernels it launched, with their arguments."""
-    noted: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+    recorded: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
     functions = [x for x in vars(_package()).values() if hasattr(x, "compile_cache")]
     caches = [function.compile_cache for function in functions]
     try:
         for function, cache in zip(functions, caches, strict=True):
-            function.compile_cache = _Noting(cache, noted)
-        getattr(_package(), name)(**told)
+            function.compile_cache = _RecordingCache(cache, recorded)
+        getattr(_package(), name)(**given)
     finally:
         for function, cache in zip(functions, caches, strict=True):
             function.compile_cache = cache
-    return noted
+    return recorded
 
 
-def _same(noted: Launches, launches: Callable[[], Launches]) -> bool:
-    """Whether ours do the same: tensors that are given are the very same, buffers that each call makes are alike."""
+def _same(recorded: Launches, launches: Callable[[], Launches], given: set[int]) -> bool:
+    """Whether ours do the same: tensors that were ``given`` are the very same, buffers of the call are alike."""
     try:
         ours = launches()
     except (AttributeError, TypeError):  # of a release that differs
         return False
-    if [len(x) for x in noted] != [len(x) for x in ours]:
+    if [len(x) for x in recorded] != [len(x) for x in ours]:
         return False
     buffers: dict[int, int] = {}
-    for theirs, own in zip(sum(noted, ()), sum(ours, ()), strict=True):
+    for theirs, own in zip(sum(recorded, ()), sum(ours, ()), strict=True):
         if isinstance(theirs, Tensor) and isinstance(own, Tensor):
             alike = (theirs.shape, theirs.stride(), theirs.dtype) == (own.shape, own.stride(), own.dtype)
-            if not alike or buffers.setdefault(own.data_ptr(), theirs.data_ptr()) != theirs.data_ptr():
+            # a begin of sequences may be their copy of ours, as it must lie at 16 bytes
+            swapped = theirs.data_ptr() in given and theirs.data_ptr() != own.data_ptr()
+            if not alike or swapped or buffers.setdefault(own.data_ptr(), theirs.data_ptr()) != theirs.data_ptr():
                 return False
         elif isinstance(theirs, Tensor) or isinstance(own, Tensor) or type(theirs) is not type(own) or theirs != own:
             return False
@@ -245,11 +275,11 @@ def _backward_launches(
     q_begins, k_begins, q_lens, k_lens = call.packed[:4] if call.packed else (None,) * 4
 
     def padded(x: Tensor, begins: Tensor | None, block: int) -> int:
-        return -(-(x.shape[-3] + (0 if begins is None else len(begins) * block)) // block) * block
+        return (x.shape[-3] + (block if begins is None else len(begins) * block) - 1) // block * block
 
     rows, keys = padded(q, q_begins, tile.m_block_size), padded(k, k_begins, tile.n_block_size)
     before = q.shape[:-3]
-    # one allocation for two buffers: each takes the host 3 us, and clearing it a launch more
+    # one allocation for two buffers, and one launch that clears two: host time
     delta, lse_log2 = q.new_empty((2, *before, q.shape[-2], rows), dtype=torch.float32)
     dq_sum = q.new_empty((*before, q.shape[-2], rows * wide[0]), dtype=torch.float32)
     of_q, of_k = (q_begins, q_lens), (k_begins, k_lens)
@@ -269,23 +299,24 @@ def _backward_launches(
 
 
 def _run_forward(call: Call, out: Tensor, lse: Tensor) -> None:
-    def told() -> dict[str, Any]:
+    def keywords() -> dict[str, Any]:
         return call.keywords() | {"softcap": call.softcap, "return_lse": True, "out": out, "lse": lse}
 
     launches = partial(_forward_launches, call, out, lse)
-    _run(call.kind("forward"), call.may_be_direct, "_flash_attn_fwd", told, launches)
+    _run(call.kind("forward"), call.may_be_direct, "_flash_attn_fwd", keywords, launches)
 
 
 def _run_backward(
     call: Call, dout: Tensor, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, deterministic: bool = False
 ) -> None:
-    def told() -> dict[str, Any]:
+    def keywords() -> dict[str, Any]:
         tensors = {"out": out, "dout": dout, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
         return call.keywords() | tensors | {"softcap": call.softcap or 0.0, "deterministic": deterministic}
 
     launches = partial(_backward_launches, call, dout, out, lse, dq, dk, dv)
-    kind, may_be_direct = call.kind("backward", deterministic), call.may_be_direct and not deterministic
-    _run(kind, may_be_direct, "_flash_attn_bwd", told, launches)
+    spread = 0 in dout.stride()  # of a sum over heads, say: it is compiled for, as those of q, k and v are
+    may_be_direct = call.may_be_direct and not deterministic and not spread
+    _run(call.kind("backward", deterministic, spread), may_be_direct, "_flash_attn_bwd", keywords, launches)
 
 
 def _head_dims(q: Tensor, k: Tensor, v: Tensor, *, backward: bool) -> tuple[int, int]:

@@ -188,7 +188,7 @@ class GroupMemory:
             self._done.record(self._current_stream())
 
     def _current_stream(self) -> torch.cuda.Stream:
-        """`torch.cuda.current_stream`, which takes the host 6 us; most often it is the same."""
+        """`torch.cuda.current_stream`, which is slow on the host; most often it is the same."""
         address = torch._C._cuda_getCurrentRawStream(self._device.index)
         if self._current is None or self._current[0] != address:
             self._current = address, torch.cuda.current_stream(self._device)

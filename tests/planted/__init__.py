@@ -9,7 +9,7 @@ the schedule                14
 documents as sequences       6
 balanced layouts             2
 kernels in Triton           24
-kernels                     23
+kernels                     24
 merging                      5
 scores                      30
 the loop                     8
