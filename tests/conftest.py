@@ -122,7 +122,11 @@ def is_interpreted(item: pytest.Item) -> bool:
 @pytest.fixture(scope="session", autouse=True)
 def _interpreting(request: pytest.FixtureRequest) -> None:
     """Begins the interpreted runs before the first test, beside which one process has a core to spare."""
-    if not INTERPRETED and not is_worker(request.config) and any(is_interpreted(item) for item in request.session.items):
+    if (
+        not INTERPRETED
+        and not is_worker(request.config)
+        and any(is_interpreted(item) for item in request.session.items)
+    ):
         request.getfixturevalue("interpreted")
 
 
