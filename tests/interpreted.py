@@ -1,7 +1,6 @@
 """Test files run anew with TRITON_INTERPRET=1, where Triton's interpreter runs kernels on CPU tensors.
 
 Such a run is one thread that takes minutes: those that a session will ask for start together, before its first test.
-Of several processes that share the tests (pytest-xdist) each starts a run when it comes to it.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -32,10 +30,8 @@ def require_interpreter() -> None:
 class Interpreted:
     """Runs of test files; calling it with a file waits for that one's."""
 
-    def __init__(self) -> None:
-        self._runs: dict[Path, tuple[subprocess.Popen, Any]] = {}
-
-    def start(self, files: Iterable[Path]) -> None:
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._runs = {}
         for file in files:
             log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - read when the run has ended
             command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--full", str(file)]
@@ -45,10 +41,7 @@ class Interpreted:
     def __call__(self, file: str) -> int:
         """The number of tests that passed; those of this file, which must not have failed."""
         require_interpreter()
-        path = Path(file).resolve()
-        if path not in self._runs:
-            self.start([path])
-        run, log = self._runs[path]
+        run, log = self._runs[Path(file).resolve()]
         status = run.wait(timeout=1200)
         log.seek(0)
         output = log.read()
