@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from durations import Durations
 from hopper import Hopper
 from hypothesis import settings
-from interpreted import INTERPRETED, Interpreted
+from interpreted import INTERPRETED, Interpreted, patch_once_a_launch
 from poison import poisoned
 from ranks import Pool
 
@@ -28,6 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "multigpu(count): needs two CUDA devices, or count")
     config.addinivalue_line("markers", "full: run with --full only, or by its node id")
     config.addinivalue_line("markers", "unpoisoned: memory from torch.empty is left as it comes, here and on the ranks")
+    if INTERPRETED and find_spec("triton"):
+        patch_once_a_launch()
     full = config.getoption("--full")
     # On CI the same examples in every run.
     examples = {"max_examples": 1000 if full else 100, "deadline": None, "derandomize": bool(os.environ.get("CI"))}

@@ -5,6 +5,7 @@ Such a run is one thread that takes minutes: those that a session will ask for s
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +27,31 @@ def require_interpreter() -> None:
     versions = [tuple(int(part) for part in module.__version__.split(".")[:2]) for module in (triton, numpy)]
     if versions[0] < (3, 7) and versions[1] >= (2, 4):
         pytest.skip("this interpreter cannot count to a tensor with this NumPy")
+
+
+@functools.cache  # once a process
+def patch_once_a_launch() -> None:
+    """Keep the interpreter from looking through triton.language at each call of a device function: a third of its time.
+
+    The launch has replaced what is in there, so nothing is found again.
+    """
+    from triton.runtime import interpreter
+
+    patch_lang, launch, patched = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
+
+    def launch_anew(self: Any, *args: Any, **kwargs: Any) -> None:
+        patched.clear()
+        launch(self, *args, **kwargs)
+
+    def patch_new(fn: Any) -> Any:
+        languages = (interpreter.tl, interpreter.tl.core)
+        seen = tuple(any(value is language for value in fn.__globals__.values()) for language in languages)
+        if seen in patched:
+            return interpreter._LangPatchScope()
+        patched.add(seen)
+        return patch_lang(fn)
+
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_new, launch_anew
 
 
 class Interpreted:
