@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from durations import Durations
 from hopper import Hopper
 from hypothesis import settings
-from interpreted import INTERPRETED, Interpreted
+from interpreted import INTERPRETED, Interpreted, patch_once_a_launch
 from poison import poisoned
 from ranks import Pool
 
@@ -28,12 +29,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "multigpu(count): needs two CUDA devices, or count")
     config.addinivalue_line("markers", "full: run with --full only, or by its node id")
     config.addinivalue_line("markers", "unpoisoned: memory from torch.empty is left as it comes, here and on the ranks")
+    if INTERPRETED and find_spec("triton"):
+        patch_once_a_launch()
     full = config.getoption("--full")
     # On CI the same examples in every run.
     examples = {"max_examples": 1000 if full else 100, "deadline": None, "derandomize": bool(os.environ.get("CI"))}
     settings.register_profile("form", **examples)
     settings.load_profile("form")
-    if (path := config.getoption("--durations-csv")) and not is_worker(config):
+    if path := config.getoption("--durations-csv"):
         config.pluginmanager.register(Durations(path, "full" if full else "quick"))
 
 
@@ -42,8 +45,7 @@ LEFT_OUT = pytest.StashKey[int]()
 
 @pytest.hookimpl(trylast=True)  # what -k leaves out is not counted
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # One process waits for such runs last, as they go on beside it; several take these long ones first.
-    items.sort(key=is_interpreted, reverse=is_worker(config))
+    items.sort(key=is_interpreted)  # last, as they wait for what runs beside the others
     if config.getoption("--full") or all("::" in arg for arg in config.args):  # node ids ask for what they name
         return
     left_out = [item for item in items if item.get_closest_marker("full")]
@@ -55,11 +57,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if left_out := config.stash.get(LEFT_OUT, 0):
         terminalreporter.write_line(f"quick form: {left_out} more in the full form, --full")
-
-
-def is_worker(config: pytest.Config) -> bool:
-    """Whether this is one of several processes of pytest-xdist, not the one that began them."""
-    return hasattr(config, "workerinput")
 
 
 @pytest.fixture(scope="session")
@@ -108,9 +105,7 @@ def pool() -> Iterator[Pools]:
 @pytest.fixture(scope="session")
 def interpreted(request: pytest.FixtureRequest) -> Iterator[Interpreted]:
     """``interpreted(file)``; see interpreted.py."""
-    runs = Interpreted()
-    if not is_worker(request.config):
-        runs.start({item.path for item in request.session.items if is_interpreted(item)})
+    runs = Interpreted({item.path for item in request.session.items if is_interpreted(item)})
     yield runs
     runs.close()
 
@@ -121,12 +116,8 @@ def is_interpreted(item: pytest.Item) -> bool:
 
 @pytest.fixture(scope="session", autouse=True)
 def _interpreting(request: pytest.FixtureRequest) -> None:
-    """Begins the interpreted runs before the first test, beside which one process has a core to spare."""
-    if (
-        not INTERPRETED
-        and not is_worker(request.config)
-        and any(is_interpreted(item) for item in request.session.items)
-    ):
+    """Begins the interpreted runs before the first test."""
+    if not INTERPRETED and any(is_interpreted(item) for item in request.session.items):
         request.getfixturevalue("interpreted")
 
 

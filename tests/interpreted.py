@@ -1,11 +1,11 @@
 """Test files run anew with TRITON_INTERPRET=1, where Triton's interpreter runs kernels on CPU tensors.
 
 Such a run is one thread that takes minutes: those that a session will ask for start together, before its first test.
-Of several processes that share the tests (pytest-xdist) each starts a run when it comes to it.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -29,13 +29,36 @@ def require_interpreter() -> None:
         pytest.skip("this interpreter cannot count to a tensor with this NumPy")
 
 
+@functools.cache  # once a process
+def patch_once_a_launch() -> None:
+    """Keep the interpreter from looking through triton.language at each call of a device function: a third of its time.
+
+    The launch has replaced what is in there, so nothing is found again.
+    """
+    from triton.runtime import interpreter
+
+    patch_lang, launch, patched = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
+
+    def launch_anew(self: Any, *args: Any, **kwargs: Any) -> None:
+        patched.clear()
+        launch(self, *args, **kwargs)
+
+    def patch_new(fn: Any) -> Any:
+        languages = (interpreter.tl, interpreter.tl.core)
+        seen = tuple(any(value is language for value in fn.__globals__.values()) for language in languages)
+        if seen in patched:
+            return interpreter._LangPatchScope()
+        patched.add(seen)
+        return patch_lang(fn)
+
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_new, launch_anew
+
+
 class Interpreted:
     """Runs of test files; calling it with a file waits for that one's."""
 
-    def __init__(self) -> None:
-        self._runs: dict[Path, tuple[subprocess.Popen, Any]] = {}
-
-    def start(self, files: Iterable[Path]) -> None:
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._runs = {}
         for file in files:
             log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - read when the run has ended
             command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--full", str(file)]
@@ -45,10 +68,7 @@ class Interpreted:
     def __call__(self, file: str) -> int:
         """The number of tests that passed; those of this file, which must not have failed."""
         require_interpreter()
-        path = Path(file).resolve()
-        if path not in self._runs:
-            self.start([path])
-        run, log = self._runs[path]
+        run, log = self._runs[Path(file).resolve()]
         status = run.wait(timeout=1200)
         log.seek(0)
         output = log.read()

@@ -54,7 +54,7 @@ __tracebackhide__ = True  # pytest then shows the line of the test, not of this 
 PRELOAD = [
     *("torch.distributed.tensor.parallel", "torch.distributed.fsdp", "torch._dynamo.trace_rules", "torch.export"),
     *("torch._inductor.compile_fx", "torch._dynamo.testing", "functorch.compile", "triton", "einops", "numpy.typing"),
-    *("pytest", "hypothesis"),
+    *("torch.distributed.tensor.experimental._attention", "pytest", "hypothesis", "preloaded"),
 ]
 
 

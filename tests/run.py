@@ -22,6 +22,4 @@ if __name__ == "__main__":
     # Several ranks share the cores: more threads in each only get in one another's way.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.chdir(ROOT)
-    # A process a core, for most tests leave the other cores idle; four hold as many ranks as a large machine should.
-    workers = min(os.cpu_count() or 1, 4)
-    sys.exit(pytest.main(["-n", str(workers), "--dist", "worksteal", *sys.argv[1:]]))
+    sys.exit(pytest.main(sys.argv[1:]))

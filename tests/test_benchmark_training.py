@@ -7,9 +7,7 @@ kernel, and goes on with the benchmark.
 from __future__ import annotations
 
 import csv
-import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from scripts import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "examples" / "benchmarks"
@@ -34,14 +33,10 @@ TINY = shlex.split(
 
 def run(script: Path, path: Path, *options: str) -> tuple[list[dict[str, str]], str, int]:
     """The rows that two ranks wrote, what they printed, and the exit code."""
-    launcher = shlex.split("-m torch.distributed.run --standalone --nproc-per-node 2")
-    command = [sys.executable, *launcher, str(script), *TINY, *options, "--csv", str(path)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-    printed = done.stdout + done.stderr
-    assert path.exists(), printed
+    done = run_script(script, [*TINY, *options, "--csv", path], num_ranks=2)
+    assert path.exists(), done.printed
     with path.open(newline="") as file:
-        return list(csv.DictReader(file)), printed, done.returncode
+        return list(csv.DictReader(file)), done.printed, done.returncode
 
 
 def check_against_one_rank(row: dict[str, str]) -> None:

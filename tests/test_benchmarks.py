@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import csv
-import os
 import shlex
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +15,7 @@ import pytest
 import torch
 from checks import forget_plans
 from ranks import mesh
+from scripts import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "examples" / "benchmarks"
@@ -40,6 +39,10 @@ import sys
 sys.path.insert(0, {str(BENCHMARKS)!r})
 import attention, contestants
 import torch.distributed as dist
+from torch.distributed.tensor._decompositions import DecompShardingStrategy
+
+# PyTorch would look for a way to shard what its rivals call, which is not there, for ten seconds each time.
+DecompShardingStrategy.has_decomp = staticmethod(lambda op: False)
 
 class Wrong(contestants.Ulysses):
     def setup(self, case, inputs):
@@ -78,11 +81,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     directory = tmp_path_factory.mktemp("benchmark")
     script, table = directory / "with_strangers.py", directory / "results" / "attention.csv"
     script.write_text(WITH_STRANGERS)
-    launcher = shlex.split("-m torch.distributed.run --standalone --nproc-per-node 2")
-    command = [sys.executable, *launcher, str(script), *shlex.split(OPTIONS), "--csv", str(table)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_script(script, [*shlex.split(OPTIONS), "--csv", table], num_ranks=2)
+    assert done.returncode == 0, done.printed
     with table.open(newline="") as file:
         return list(csv.DictReader(file))
 
@@ -191,8 +191,8 @@ def test_planning_counts_what_it_plans(capsys: pytest.CaptureFixture[str]) -> No
 def test_registration_times_every_way(tmp_path: Path) -> None:
     """In a process of its own: it registers ops and begins a process group."""
     path = tmp_path / "registration.csv"
-    command = [sys.executable, str(BENCHMARKS / "registration.py"), "--repeats", "1", "--calls", "1"]
-    subprocess.run([*command, "--csv", str(path)], check=True, timeout=120, capture_output=True)
+    done = run_script(BENCHMARKS / "registration.py", ["--repeats", "1", "--calls", "1", "--csv", path])
+    assert done.returncode == 0, done.printed
     with path.open() as file:
         rows = [(row["way"], row["pass"], float(row["us"]) > 0) for row in csv.DictReader(file)]
     ways, passes = ("own", "register_autograd", "custom_op"), ("no_grad", "forward", "both")
@@ -385,11 +385,8 @@ def test_a_rank_is_played(options: str, status: str, tmp_path: Path) -> None:
     script.write_text(PLAYED)
     command = f"--device cpu --kernel cpu_flash --local-len 16 --gate-len 16 --head-dim 16 {options} --repeats 2"
     more = [] if "--heads" in options else ["--heads", "4/2"]
-    done = subprocess.run(
-        [sys.executable, str(script), *shlex.split(command), *more, "--seconds-per-case", "0.01", "--csv", str(table)],
-        capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_script(script, [*shlex.split(command), *more, "--seconds-per-case", "0.01", "--csv", table])
+    assert done.returncode == 0, done.printed
     with table.open(newline="") as file:
         of = {row["contestant"]: row for row in csv.DictReader(file) if row["mode"] == "eager"}
     (row,) = (row for name, row in of.items() if name.startswith("played/"))
@@ -454,28 +451,25 @@ BATCHES = PLAYED.replace("import cp_mesh.transport, played", "import cp_mesh.tra
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("launcher", "options", "status"),
+    ("num_ranks", "options", "status"),
     [
-        ("-m torch.distributed.run --standalone --nproc-per-node 2", "--layouts balanced zigzag", "ok"),
-        ("", "--played all/3 --mask window causal --layouts balanced", "ok"),
-        ("", "--played 1/3 --layouts contiguous --wrong", "failed the gate"),
+        (2, "--layouts balanced zigzag", "ok"),
+        (None, "--played all/3 --mask window causal --layouts balanced", "ok"),
+        (None, "--played 1/3 --layouts contiguous --wrong", "failed the gate"),
     ],
 )
-def test_steps_of_batches(launcher: str, options: str, status: str, tmp_path: Path) -> None:
+def test_steps_of_batches(num_ranks: int | None, options: str, status: str, tmp_path: Path) -> None:
     script, table, steps = (tmp_path / name for name in ("play.py", "batches.csv", "steps.csv"))
     script.write_text(BATCHES)
-    script = BENCHMARKS / "batches.py" if launcher else script
+    script = BENCHMARKS / "batches.py" if num_ranks else script
     sizes = "--device cpu --heads 4/2 --head-dim 16 --seq-len 96 --median 10 --window 6 --layers 1 --batches 7"
-    command = f"{launcher} {script} {sizes} {options} --gate-len 16 --csv {table} --steps-csv {steps}"
-    done = subprocess.run(
-        [sys.executable, *shlex.split(command)],
-        capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert table.exists(), done.stdout + done.stderr
+    command = f"{sizes} {options} --gate-len 16 --csv {table} --steps-csv {steps}"
+    done = run_script(script, shlex.split(command), num_ranks)
+    assert table.exists(), done.printed
     with table.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert tuple(rows[0]) == batches.COLUMNS and (done.returncode == 0) == (status == "ok"), done.stderr
-    assert f"| {rows[0]['layout']} | 4/2 | {rows[0]['mask']} | " in done.stdout
+    assert tuple(rows[0]) == batches.COLUMNS and (done.returncode == 0) == (status == "ok"), done.printed
+    assert f"| {rows[0]['layout']} | 4/2 | {rows[0]['mask']} | " in done.printed
     assert all(row["status"].startswith(status) and bool(row["median_s"]) == (status == "ok") for row in rows), rows
     if status != "ok":
         assert not steps.exists()

@@ -11,27 +11,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from scripts import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
-FOUR_RANKS = shlex.split("-m torch.distributed.run --standalone --nproc-per-node 4")
 # 61 tokens: neither cp nor tp divides them.
 SMALL = shlex.split("--device cpu --dim 32 --layers 2 --seq-len 61 --batch-size 2 --steps 4 --warmup 1 --documents")
 
 
-def train(out: Path, *options: str, launcher: list[str] | None = None) -> dict:
+def train(out: Path, *options: str, num_ranks: int | None = None) -> dict:
     dump = out / "dump.pt"
-    trainer = [*(launcher or []), str(ROOT / "examples" / "train_llama.py")]
-    command = [sys.executable, *trainer, *SMALL, *options, "--out", str(out), "--dump", str(dump)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
+    arguments = [*SMALL, *options, "--out", out, "--dump", dump]
+    done = run_script(ROOT / "examples" / "train_llama.py", arguments, num_ranks)
+    assert done.returncode == 0, done.printed
     return torch.load(dump)
 
 
 @pytest.mark.full
 def test_trainer_on_a_mesh_equals_plain_and_resumes(tmp_path: Path) -> None:
     options = shlex.split("--cp 2 --tp 2 --checkpoint-activations selective --save-every 2 --eval-every 4 --save")
-    mesh = train(tmp_path / "mesh", *options, str(tmp_path / "checkpoints"), launcher=FOUR_RANKS)
+    mesh = train(tmp_path / "mesh", *options, str(tmp_path / "checkpoints"), num_ranks=4)
     plain = train(tmp_path / "plain", "--plain", "--eval-every", "4")
     resumed = train(tmp_path / "resumed", "--plain", "--resume", str(tmp_path / "checkpoints" / "step_2"))
 
@@ -51,7 +49,7 @@ def test_trainer_on_a_mesh_equals_plain_and_resumes(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_trainer_with_a_layout_for_each_batch(tmp_path: Path) -> None:
     options = shlex.split("--dp 2 --cp 2 --layout balanced --restart-positions --compile aot_eager")
-    mesh = train(tmp_path / "mesh", *options, launcher=FOUR_RANKS)
+    mesh = train(tmp_path / "mesh", *options, num_ranks=4)
     plain = train(tmp_path / "plain", "--plain", "--restart-positions")
     assert mesh["losses"] == pytest.approx(plain["losses"], abs=1e-5)
 

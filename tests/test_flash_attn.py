@@ -639,6 +639,7 @@ def chosen(device, capability):
 """
 
 
+@pytest.mark.full
 def test_nothing_is_imported_for_calls_that_it_cannot_serve(tmp_path) -> None:
     broken(tmp_path, "raise SystemExit('imported')")
     run_with(tmp_path, CHOOSE + "assert chosen('cpu', (0, 0)) == 'cpu_flash' and chosen('cuda', (7, 5)) == 'reference'")

@@ -205,7 +205,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     ),
     "checkpoints in cores": lambda pool: test_styles.test_checkpoint_inside_a_core_is_refused(pool, False),
     "rows of the root": lambda pool: test_watching.test_cores_that_attend_to_other_rows_are_refused(
-        pool, test_watching.part_of_rows, "blocks in place", False
+        pool, "blocks in place", test_watching.part_of_rows, False
     ),
     "copies": lambda pool: test_copies.test_copies_have_the_style_and_their_own_attributes(
         pool, test_copies.OwnReduce, "deepcopy"
@@ -214,7 +214,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "symmetric memory": race,
     "check mode": every_disagreement,
     "verify": lambda pool: test_verify.test_verify_finds_what_one_device_has_too(
-        pool, "a scale wrong by 2 %", "cpu_flash"
+        pool, False, "a scale wrong by 2 %", "cpu_flash"
     ),
     "runs": lambda pool: alone(pool, (test_changing_layouts.test_runs_that_compiled_code_did_not_read_are_checked, ())),
     "round trip": lambda pool: test_sequence.test_round_trip_and_its_gradient(pool, "zigzag", 3),

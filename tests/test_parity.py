@@ -60,7 +60,9 @@ def cases_of(strength: int, cp_size: int) -> list[Case]:
 
 @pytest.mark.parametrize("cp_size", FACTORS["cp_size"])
 @pytest.mark.parametrize("strength", (2, pytest.param(3, marks=pytest.mark.full)), ids=("pairs", "triples"))
-def test_options_together(pool, strength, cp_size):
+def test_options_together(pool, full, strength, cp_size):
+    if full and strength == 2:
+        pytest.skip("all pairs are in the triples")
     cases = cases_of(strength, cp_size)
     for begin in range(0, len(cases), 200):
         report(pool(cp_size).run(parity_on_ranks, (cp_size,), ("cp",), cases[begin : begin + 200], timeout=300))
@@ -80,8 +82,8 @@ def table(S: int, masks: Sequence[str] = tuple(MASKS)) -> list[Case]:
     ("shape", "names"),
     [
         ((2, 2), ("cp", "tp")),
-        ((2, 2), ("dp", "cp")),
-        ((2, 2, 1), ("cp", "dp", "tp")),
+        pytest.param((2, 2), ("dp", "cp"), marks=pytest.mark.full),
+        pytest.param((2, 2, 1), ("cp", "dp", "tp"), marks=pytest.mark.full),
         ((2, 1, 2), ("dp", "tp", "cp")),
     ],
     ids=str,
@@ -101,7 +103,7 @@ def banded(memories: Sequence[str]) -> list[Case]:
     ]
 
 
-@pytest.mark.parametrize("cp_size", (1, 2, 3, 4))
+@pytest.mark.parametrize("cp_size", (*(pytest.param(size, marks=pytest.mark.full) for size in (1, 2)), 3, 4))
 def test_cpu_flash(pool, cp_size):
     report(pool(cp_size).run(parity_on_ranks, (cp_size,), ("cp",), banded(("contiguous", "strided"))))
 
@@ -110,9 +112,10 @@ def test_cpu_flash_of_inputs_in_any_memory(pool):
     report(pool(2).run(parity_on_ranks, (2,), ("cp",), banded(("transposed", "sliced"))))
 
 
-def test_nothing_is_read_before_it_is_there_nor_written_while_it_is_sent(pool):
+def test_nothing_is_read_before_it_is_there_nor_written_while_it_is_sent(pool, full):
     """On a group that delivers at the wait, NaN until then, and compares what was sent with what is there then."""
-    cases = table(13) + [Case(layout, "causal", 13, kernel="cpu_flash") for layout in ("zigzag", "striped")]
+    cases = table(13, masks=tuple(MASKS) if full else ("causal", "full", "window", "documents", "everything"))
+    cases += [Case(layout, "causal", 13, kernel="cpu_flash") for layout in ("zigzag", "striped")]
     report(pool(3).run(parity_on_ranks, (3,), ("cp",), cases, True, timeout=300))
 
 
@@ -262,7 +265,7 @@ def dtensors(
 
 HEADS_ON_TP, BATCH_ON_DP = {"tp": "heads"}, {"dp": "batch"}
 TWO_AXES = [  # one dim on two axes: its shards are those of the product
-    ((2, 2, 1), ("tp", "tp2", "cp"), HEADS_ON_TP | {"tp2": "heads"}),
+    pytest.param((2, 2, 1), ("tp", "tp2", "cp"), HEADS_ON_TP | {"tp2": "heads"}, marks=pytest.mark.full),
     ((2, 1, 2), ("dp", "cp", "dp2"), BATCH_ON_DP | {"dp2": "batch"}),
     ((1, 2, 2), ("dp", "tp", "cp"), HEADS_ON_TP | {"dp": "heads"}),
 ]
@@ -305,13 +308,13 @@ def test_dtensors(pool, shape, names, placed):
 
 
 @pytest.mark.parametrize(("shape", "names", "placed"), TWO_AXES, ids=str)
-def test_one_dim_on_two_axes(pool, shape, names, placed):
+def test_one_dim_on_two_axes(pool, full, shape, names, placed):
     """What depends on global indices, as dropout does on heads and batch rows, counts the shards of both axes."""
     sizes = (4, 5, 4) if "batch" in placed.values() else None
     cases = [
         Case(layout, mask, 16, (8, 4), seq_dim, scores=scores, sizes=sizes)
         for scores, (layout, mask, seq_dim) in product(
-            ("plain", "every score", "dropout, sinks and alibi"),
+            (*(["plain"] if full else []), "every score", "dropout, sinks and alibi"),
             (("zigzag", "causal", 2), ("contiguous", "documents", 1), ("striped", "full", 0)),
         )
         if seq_dim or "batch" not in placed.values()
@@ -321,7 +324,11 @@ def test_one_dim_on_two_axes(pool, shape, names, placed):
 
 @pytest.mark.parametrize(
     ("shape", "names", "placed"),
-    [((2, 2), ("cp", "tp"), HEADS_ON_TP), ((2, 2), ("dp", "cp"), BATCH_ON_DP), ((1, 2, 2), ("cp", "tp", "dp"), {})],
+    [
+        ((2, 2), ("cp", "tp"), HEADS_ON_TP),
+        ((2, 2), ("dp", "cp"), BATCH_ON_DP),
+        pytest.param((1, 2, 2), ("cp", "tp", "dp"), {}, marks=pytest.mark.full),
+    ],
     ids=str,
 )
 def test_scores_of_dtensors(pool, full, shape, names, placed):
@@ -336,12 +343,16 @@ def test_scores_of_dtensors(pool, full, shape, names, placed):
     report(pool(4).run(dtensors, shape, names, placed, cases, timeout=300))
 
 
-def test_dtensors_of_unequal_shards(pool):
-    """DTensor cuts 97 in 25, 25, 25 and 22, and 5 in 2, 2, 1 and 0; contiguous and permuted layouts do as well."""
+def test_dtensors_of_unequal_shards(pool, full):
+    """DTensor cuts 97 in 25, 25, 25 and 22, and 5 in 2, 2, 1 and 0; contiguous and permuted layouts do as well.
+
+    In the quick form the formats take turns.
+    """
     masks = ("causal", "full", "documents")
     cases = [
         Case(layout, mask, S, (4, 2), seq_dim)
-        for S, layout, mask, seq_dim in product((97, 5), ("contiguous", "shuffled"), masks, (2, 1, 0))
+        for i, (S, layout, mask) in enumerate(product((97, 5), ("contiguous", "shuffled"), masks))
+        for seq_dim in (SEQ_DIMS if full else SEQ_DIMS[i % 3 :][:1])
     ]
     report(pool(4).run(dtensors, (4,), ("cp",), {}, cases, timeout=300))
 
@@ -390,11 +401,22 @@ def low_precision(rank: int, dtype: torch.dtype, kernel: str, limit: float) -> l
     return problems
 
 
-@pytest.mark.parametrize("kernel", ("reference", "cpu_flash"))
 @pytest.mark.parametrize(
-    ("dtype", "limit"),
+    ("dtype", "limit", "kernel"),
     # In fp32 no last rounding hides that a merge rounds about as much as a kernel does.
-    [(torch.float32, 2.0), (torch.bfloat16, 1.5), pytest.param(torch.float16, 1.5, marks=pytest.mark.full)],
+    [
+        (torch.float32, 2.0, "reference"),
+        (torch.bfloat16, 1.5, "cpu_flash"),
+        *(
+            pytest.param(*setting, marks=pytest.mark.full)
+            for setting in (
+                (torch.float32, 2.0, "cpu_flash"),
+                (torch.bfloat16, 1.5, "reference"),
+                (torch.float16, 1.5, "reference"),
+                (torch.float16, 1.5, "cpu_flash"),
+            )
+        ),
+    ],
     ids=str,
 )
 def test_low_precision(pool, dtype, limit, kernel):

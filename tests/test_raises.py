@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -18,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from checks import forget_plans
 from ranks import mesh, num_collectives
+from scripts import run_script
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,7 +37,6 @@ from cp_mesh import (
     attention,
 )
 
-ROOT = Path(__file__).resolve().parent.parent
 WORLD_SIZE = 4
 B, H, K, S, D = 2, 8, 4, 24, 16  # batch, query heads, kv heads, whole sequence, head dim
 ROWS = S // WORLD_SIZE
@@ -829,9 +827,10 @@ for call in (lambda: cp_mesh.attention(q, q, q), lambda: cp_mesh.ShardedSequence
 """
 
 
-def test_no_process_group() -> None:
-    command = [sys.executable, "-c", NO_PROCESS_GROUP]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, cwd=ROOT).stdout.splitlines()
+def test_no_process_group(tmp_path: Path) -> None:
+    script = tmp_path / "no_process_group.py"
+    script.write_text(NO_PROCESS_GROUP)
+    said = run_script(script, []).printed.splitlines()
     assert len(said) == 2
     assert 'after init_process_group, pass mesh=mesh["cp"]' in said[0]
     assert said[1].startswith("ShardedSequence.mesh: expected a 1-D DeviceMesh, got None")

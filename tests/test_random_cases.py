@@ -1,8 +1,8 @@
 """Random calls of `cp_mesh.attention` on 1 to 8 ranks against dense attention, over all of its options at once.
 
 A trial is drawn from its seed: seeds 0 to CP_MESH_CASES - 1 run, or as many from CP_MESH_FIRST_CASE on. The number of
-ranks is 1 + seed % 8. The default is 400 seeds, about a minute on two cores, and 48 in the quick form; for a longer
-search, and for one seed again:
+ranks is 1 + seed % 8. The default is 400 seeds, about a minute on two cores, and in the quick form 48 without those of
+5 and 7 ranks, which differ least from 6 and 8. For a longer search, and for one seed again:
 
     CP_MESH_CASES=20000 python3 tests/run.py tests/test_random_cases.py
     CP_MESH_FIRST_CASE=1234 CP_MESH_CASES=1 python3 tests/run.py tests/test_random_cases.py
@@ -239,8 +239,10 @@ def trials_on_ranks(rank: int, trials: Sequence[int | Trial]) -> list[str]:
 
 
 @pytest.fixture
-def seeds(full: bool) -> range:
-    return range(FIRST, FIRST + int(os.environ.get("CP_MESH_CASES", "400" if full else "48")))
+def seeds(full: bool) -> Sequence[int]:
+    if (asked := os.environ.get("CP_MESH_CASES")) or full:
+        return range(FIRST, FIRST + int(asked or 400))
+    return [seed for seed in range(FIRST, FIRST + 48) if 1 + seed % 8 not in (5, 7)]
 
 
 @pytest.mark.parametrize("size", WORLDS)

@@ -207,7 +207,7 @@ def across(rank: int, compiled: str) -> None:
     compile_parts(model, compiled, backend="eager", fullgraph=True)(tokens_of())
 
 
-@pytest.mark.parametrize("compiled", ["not", "blocks in place", "model"])
+@pytest.mark.parametrize("compiled", ["not", "blocks in place", pytest.param("model", marks=pytest.mark.full)])
 def test_attention_to_another_length_passes(pool: Any, compiled: str) -> None:
     pool(2).run(across, compiled)
 
@@ -243,7 +243,13 @@ class Recomputed(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("compiled", "recompute"), [(how, False) for how in COMPILED[1:]] + [("blocks in place", True), ("blocks", True)]
+    ("compiled", "recompute"),
+    [
+        ("blocks in place", False),
+        ("blocks in place", True),
+        *(pytest.param(how, False, marks=pytest.mark.full) for how in COMPILED[2:]),
+        pytest.param("blocks", True, marks=pytest.mark.full),
+    ],
 )
 def test_a_watch_compiles_nothing_twice(pool: Any, compiled: str, recompute: bool) -> None:
     with_watch, without = (pool(2).run(compilations, compiled, watch, recompute) for watch in (True, False))
@@ -292,11 +298,19 @@ def other_rows(rank: int, attend: Callable[..., Tensor], compiled: str, padded: 
     compile_parts(model, compiled, backend="eager", fullgraph=True)(tokens_of())
 
 
-@pytest.mark.parametrize("attend", [part_of_rows, other_format])
-@pytest.mark.parametrize("compiled", COMPILED)
-@pytest.mark.parametrize("padded", [False, True], ids=["", "length"])
+@pytest.mark.parametrize(
+    ("compiled", "attend", "padded"),
+    # In the quick form each function once, with a length once, eager and compiled.
+    [
+        pytest.param(
+            compiled, attend, padded, id=f"{compiled}-{attend.__name__}{'-length' * padded}",
+            marks=[pytest.mark.full] * (compiled not in COMPILED[:2] or padded != (attend is other_format)),
+        )
+        for compiled, attend, padded in product(COMPILED, (part_of_rows, other_format), (False, True))
+    ],
+)  # fmt: skip
 def test_cores_that_attend_to_other_rows_are_refused(
-    pool: Any, attend: Callable[..., Tensor], compiled: str, padded: bool
+    pool: Any, compiled: str, attend: Callable[..., Tensor], padded: bool
 ) -> None:
     for error in pool(2).run_expecting_error(other_rows, attend, compiled, padded):
         assert error is not None and error.num_collectives == 0
@@ -342,7 +356,7 @@ def checkpointed_inside(rank: int, use_reentrant: bool, fullgraph: bool) -> str:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("fullgraph", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_checkpoint_inside_a_compiled_core_is_right_or_refused(
     pool: Any, use_reentrant: bool, fullgraph: bool
 ) -> None:
@@ -366,8 +380,8 @@ def checkpointed_blocks(rank: int, compiled: str, planned: str, skips: bool) -> 
         compile_parts(model, compiled, backend="aot_eager", fullgraph=True)(tokens_of()).sum().backward()
 
 
-@pytest.mark.parametrize("skips", [False, True], ids="skips={}".format)
-@pytest.mark.parametrize("compiled", ["not", "blocks in place", "model"])
+@pytest.mark.parametrize("skips", [False, pytest.param(True, marks=pytest.mark.full)], ids="skips={}".format)
+@pytest.mark.parametrize("compiled", ["not", "blocks in place", pytest.param("model", marks=pytest.mark.full)])
 def test_a_watch_sees_into_checkpoints(pool: Any, compiled: str, skips: bool) -> None:
     """Whatever Dynamo's setting, whose default is False."""
     pool(2).run(checkpointed_blocks, compiled, "layers.*.core", skips)

@@ -8,7 +8,7 @@ layouts                      5
 the schedule                14
 documents as sequences       6
 balanced layouts             2
-kernels in Triton           24
+kernels in Triton           30
 kernels                     24
 merging                      5
 scores                      30
@@ -21,7 +21,7 @@ data and loss                8
 styles                       5
 watching                     3
 check mode and verify        5
-in all                     190
+in all                     197
 
 To add one, write ``@plant(name, seam, *checks)`` over a function that is given what is at the seam and returns what
 takes its place; see seams.py. No bug quotes source: those of Triton kernels are planted in the Python that launches
