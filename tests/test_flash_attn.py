@@ -29,6 +29,7 @@ from cp_mesh.kernels.contract import Request, shortfalls
 from cp_mesh.kernels.merge import BackwardTile
 from cp_mesh.kernels.scores import Scores
 from cp_mesh.masks import CAUSAL, FULL, Band
+from cp_mesh.segments import Segments
 
 SCALE = 0.3
 
@@ -713,6 +714,30 @@ def test_fa4_on_gpu_takes_every_band(band, heads) -> None:
         tile = Tile(band, num_q, num_k, *heads, 128, 128)
         if tile.allowed(torch.device("cpu")).any():
             close(*ask(*pair, tile, torch.bfloat16, "cuda", tile.dim**-0.5), tile)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=str)
+def test_fa4_on_gpu_is_launched_directly(heads) -> None:
+    """All kinds of a causal model, after their first call; a gradient that was spread over heads leaves no trace."""
+    gpu_pair(flash_attn_4.FA4)
+    blocks = torch.tensor([[b, e, b, e] for b, e in ((0, 100), (100, 500), (510, 1024))])
+    q, k, v, dout = (
+        torch.randn(1, 1024, n, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        for n in (heads[0], heads[1], heads[1], heads[0])
+    )
+    scores = Scores(64**-0.5)
+    for cover in (FULL, CAUSAL, Segments((blocks,), None, None), Segments((blocks,), None, 0)):
+        flash_attn_4._compiled.clear()
+        out, lse = flash_attn_4._forward(q, k, v, cover, scores)
+        found = []
+        for given in (dout[:, :1].expand_as(dout), dout, dout):
+            found.append(flash_attn_4._backward(BackwardTile(given, q, k, v, out, lse, None, cover, scores)))
+        again = flash_attn_4._forward(q, k, v, cover, scores)
+        assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+        assert all(gap(x, y.double()) <= 2**-7 for x, y in zip(found[1], found[2], strict=True))
+        kept = {kind[0]: len(kernels) for kind, kernels in flash_attn_4._compiled.items() if kernels}
+        assert kept == {"forward": 1, "backward": 3 if heads[0] == heads[1] else 5}
 
 
 @pytest.mark.gpu
