@@ -12,6 +12,7 @@ from cp_mesh.parallel import checkpoint_context_fn, parallelize, sum_gradients
 from cp_mesh.root import ShardedModel
 from cp_mesh.sequence import ShardedSequence, cross_entropy
 from cp_mesh.verify import VerificationError, verify
+from cp_mesh.warming import warm_up
 
 __all__ = [
     "ArgumentError",
@@ -37,4 +38,5 @@ __all__ = [
     "parallelize",
     "sum_gradients",
     "verify",
+    "warm_up",
 ]

@@ -8,7 +8,6 @@ tests have the same rule: at most twice the error of the plain formula (github.c
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cp_mesh.kernels.combine import accumulation_dtype
-from cp_mesh.kernels.scores import Scores, philox
+from cp_mesh.kernels.scores import Scores, kept_weights
 from cp_mesh.masks import Mask
 
 MAX_SCORES = 1 << 25  # scores that are held at a time
@@ -110,18 +109,9 @@ def _attend(
     denominator = lse if scores.sinks is None else torch.logaddexp(lse, scores.sinks[:, None])
     weights = (x - denominator[..., None]).exp().masked_fill(blind[..., None], 0.0)
     if scores.dropout_p:
-        weights = weights * _dropout_factors(scores, q.shape[0], q.shape[1], q_pos, k_pos).to(weights.dtype)
+        kept = kept_weights(scores, q.shape[0], q.shape[1], q_pos, k_pos)
+        weights = weights * (kept.double() / (1 - scores.dropout_p)).to(weights.dtype)
     return weights.to(dtype) @ v, lse.masked_fill(blind, -torch.inf)
-
-
-def _dropout_factors(scores: Scores, batch: int, num_heads: int, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-    """What dropout multiplies weights by, 0 or 1 / (1 - p), [B, H, rows, S]; `Scores` says which numbers decide."""
-    assert scores.dropout_seed is not None
-    seed, offset = scores.dropout_seed.unbind()
-    heads = torch.arange(num_heads, device=q_pos.device)[:, None, None]
-    batches = torch.arange(batch, device=q_pos.device)[:, None, None, None]
-    word, *_ = philox((seed, seed >> 32), (k_pos, q_pos[:, None], heads, batches + offset))
-    return (word >= math.floor(scores.dropout_p * 2**32)).double() / (1 - scores.dropout_p)
 
 
 @contextmanager

@@ -74,20 +74,29 @@ def dense_attention(
 def dense_dropout(B: int, H: int, S: int, p: float, seed: int, offset: int = 0) -> Tensor:
     """fp64 [B, H, S, S], what dropout multiplies normalised weights by: 0, or 1 / (1 - p).
 
-    Philox-4x32-10, Salmon et al. 2011: key (seed), counter (key position, query position, head, batch row + offset), of
-    which the first of four words is compared with p · 2³².
+    Philox-4x32-10, Salmon et al. 2011, with key (seed) makes two words of a query from the counter (position, 0, head,
+    batch row + offset) and one of a key from (position, 1, 0, 0). Two products mix the query's first word xor the
+    key's, and between them its second one; the result is compared with p · 2³².
     """
     low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
-    rows, heads, i, j = np.meshgrid(*(np.arange(n, dtype=np.uint64) for n in (B, H, S, S)), indexing="ij")
-    counter = [j, i, heads, (rows + np.uint64(offset)) & low]
-    key = [np.uint64(seed) & low, np.uint64(seed) >> shift]
-    for _ in range(10):
-        first, third = np.uint64(0xD2511F53) * counter[0], np.uint64(0xCD9E8D57) * counter[2]
-        counter = [
-            (third >> shift) ^ counter[1] ^ key[0], third & low, (first >> shift) ^ counter[3] ^ key[1], first & low
-        ]  # fmt: skip
-        key = [np.uint64((int(k) + add) % 2**32) for k, add in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True)]
-    return torch.from_numpy((counter[0] >= int(p * 2**32)) / (1 - p))
+
+    def words(*counter: np.ndarray) -> list[np.ndarray]:
+        key = [np.uint64(seed) & low, np.uint64(seed) >> shift]
+        for _ in range(10):
+            first, third = np.uint64(0xD2511F53) * counter[0], np.uint64(0xCD9E8D57) * counter[2]
+            counter = (
+                (third >> shift) ^ counter[1] ^ key[0], third & low, (first >> shift) ^ counter[3] ^ key[1], first & low
+            )  # fmt: skip
+            key = [np.uint64((int(k) + add) % 2**32) for k, add in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True)]
+        return list(counter)
+
+    rows, heads, i = np.meshgrid(*(np.arange(n, dtype=np.uint64) for n in (B, H, S)), indexing="ij")
+    nothing = np.zeros(S, dtype=np.uint64)
+    left, right, *_ = words(i, np.zeros_like(i), heads, (rows + np.uint64(offset)) & low)
+    left = left[..., None] ^ words(np.arange(S, dtype=np.uint64), nothing + np.uint64(1), nothing, nothing)[0]
+    mixed = np.uint64(0x7FEB352D) * left & low
+    mixed = np.uint64(0x846CA68B) * (mixed ^ (mixed >> np.uint64(15)) ^ right[..., None]) & low
+    return torch.from_numpy((mixed >= int(p * 2**32)) / (1 - p))
 
 
 def dense_mask(

@@ -439,7 +439,7 @@ def test_numbers_of_pieces_are_few_to_a_kernel(monkeypatch: pytest.MonkeyPatch) 
     with the fp32 sum of earlier ones as 8, and the empty pieces have the dtype of the others."""
     combine_triton = pytest.importorskip("cp_mesh.kernels.combine_triton")
     launched: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(combine_triton, "_launch", lambda kernel, on, blocks, args: launched.append(args))
+    monkeypatch.setattr(combine_triton, "_launch", lambda ready, on, args: launched.append(args))
     x, lse, into = torch.zeros(1, 2, 8, 16, dtype=HALF), torch.zeros(1, 2, 8), torch.zeros(1, 2, 8, 16)
     for folded in (0, 1):
         for num in range(1, MAX_PIECES + 1 - folded):
@@ -447,10 +447,11 @@ def test_numbers_of_pieces_are_few_to_a_kernel(monkeypatch: pytest.MonkeyPatch) 
             combine_triton.merge_pieces([(0, piece, lse) for piece in pieces], into, lse)
             combine_triton.sum_pieces([([(0, piece) for piece in pieces], into), ([(0, x)], into)])
             merged, (summed, other) = launched[-2][0], launched[-1][0]
+            of_merged, (of_summed, of_other) = launched[-2][3], launched[-1][2]
             expected = 8 if folded or num > 2 else 2
             assert len(merged) == len(summed) == len(other) == expected
-            for group, real in ((merged, len(pieces)), (summed, len(pieces)), (other, 1)):
-                assert sum(piece.shape[2] for piece in group) == 8 * real
+            for rows, real in ((of_merged, len(pieces)), (of_summed, len(pieces)), (of_other, 1)):
+                assert [(count - 3) // 2 for _, count, *_ in rows] == [8] * real + [0] * (expected - real)
             assert [piece.dtype for piece in merged[folded:]] == [HALF] * (expected - folded)
 
 

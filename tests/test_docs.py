@@ -395,8 +395,8 @@ PAGES = {
     "docs/performance.md": Page(1),
     "docs/contributing.md": Page(2, mesh_names),
 }
-NOT_RUN = [("docs/performance.md", "CUDAGraph")]
-"""Blocks that need a GPU: their page, and a word of each. `tests/test_symmetric_memory.py` does the same on GPUs."""
+NOT_RUN = [("docs/kernels.md", "warm_up"), ("docs/performance.md", "CUDAGraph")]
+"""Blocks that need a GPU: page and a word of each. `test_warming.py` and `test_symmetric_memory.py` do the same."""
 
 
 def run_page(rank: int, name: str) -> None:

@@ -1,5 +1,6 @@
 """Kernels that run on the CPU, through their contract, against the oracle; and how a kernel is chosen."""
 
+import math
 import re
 from dataclasses import replace
 from itertools import product
@@ -16,7 +17,7 @@ from cp_mesh.errors import ArgumentError, UnsupportedError
 from cp_mesh.kernels import KERNELS, choose_kernel
 from cp_mesh.kernels.combine import accumulation_dtype, make_delta
 from cp_mesh.kernels.contract import Capability, Kernel, KernelTile, KeyGradients, Pairs, Request, shortfalls
-from cp_mesh.kernels.scores import Scores, philox
+from cp_mesh.kernels.scores import Scores, kept_weights, philox
 from cp_mesh.masks import Band, Mask
 
 SCALE = 0.3
@@ -267,6 +268,25 @@ def test_philox_is_that_of_its_authors():
         ),
     ):
         assert tuple(map(int, philox([torch.tensor(x) for x in key], [torch.tensor(x) for x in counter]))) == words
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_dropped_weights_are_as_even_as_independent_ones(p):
+    """Of rows, columns and heads of a mask: counts, correlations, the largest one, and the largest singular value."""
+    n = 768
+    scores = Scores(1.0, dropout_p=p, dropout_seed=torch.tensor([11, 3]))
+    at = torch.arange(n)
+    dropped = (~kept_weights(scores, 1, 2, at, at)[0]).double()
+    first, second = (dropped - p) / math.sqrt(p * (1 - p))
+    assert abs(first.sum().item()) < 4 * n  # n² terms of variance 1
+    for x, y in ((first, first), (first.T, first.T), (first, second), (first[:, :-1], first[:, 1:])):
+        products = x @ y.T / math.sqrt(x.shape[1])
+        if x is y or x.data_ptr() == y.data_ptr():
+            assert abs(x.sum(1).square().mean().item() / x.shape[1] - 1) < 0.2
+            products.fill_diagonal_(0.0)
+        assert abs(products.square().mean().item() - 1) < 0.02
+        assert products.abs().max().item() < 7.5
+    assert abs(torch.linalg.svdvals(first)[0].item() / math.sqrt(n) - 2) < 0.05
 
 
 CPU = Request(

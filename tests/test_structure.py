@@ -55,6 +55,7 @@ FLOORS: dict[str, int] = {
     "dense": 4,
     "verify": 4,
     "explain": 4,
+    "warming": 4,
     # the door of the command line
     "__main__": 5,
 }

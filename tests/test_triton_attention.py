@@ -209,21 +209,52 @@ def excluded(allowed: Tensor, q: int, k: int) -> tuple[Tensor, Tensor]:
     return count(allowed) == 0, count(~allowed) == 0
 
 
+AT = {
+    "a run": lambda stride: (torch.arange(1, 300, stride)[:90], torch.arange(0, 300, stride)[:83]),
+    "two runs": lambda stride: (
+        torch.cat([torch.arange(40), torch.arange(200, 250)]),
+        torch.cat([torch.arange(5, 300, stride)[:64], torch.arange(200, 219)]),
+    ),
+    "shuffled": lambda stride: (torch.randperm(90) * 3, torch.cat([torch.randperm(40), torch.arange(60, 103)])),
+}
+
+
+def affine_and_of_one_sign(q_pos: Tensor, k_pos: Tensor, q: int, k: int) -> Tensor:
+    """Of blocks of q and k rows, bool [q blocks, k blocks], by every distance."""
+
+    def even(x: Tensor) -> bool:
+        return len(x) > 1 and len((x[1:] - x[:-1]).unique()) == 1
+
+    found = [
+        [even(rows) and even(keys) and abs((rows[:, None] - keys).sign().sum()) == rows.numel() * keys.numel()]
+        for rows in q_pos.split(q)
+        for keys in k_pos.split(k)
+    ]
+    return torch.tensor(found).view(-(-len(q_pos) // q), -(-len(k_pos) // k))
+
+
 @small_blocks
 @pytest.mark.parametrize("name", MASKED)
-@pytest.mark.parametrize("stride", [1, 3])
+@pytest.mark.parametrize(
+    ("at", "stride"), [("a run", 1), ("a run", 3), ("two runs", 1), ("two runs", 2), ("shuffled", 1)]
+)
 @pytest.mark.parametrize("keys_inside", [True, False])
-def test_blocks_that_are_visited(name: str, stride: int, keys_inside: bool) -> None:
-    """Those with an allowed pair, each once; those of which all pairs are allowed need no mask."""
-    mask = MASKED[name](300)
-    q_pos, k_pos = torch.arange(1, 300, stride)[:90], torch.arange(0, 300, stride)[:83]
+@pytest.mark.parametrize("affine", [True, False], ids=["affine", ""])
+def test_blocks_that_are_visited(name: str, at: str, stride: int, keys_inside: bool, affine: bool) -> None:
+    """Those with an allowed pair, each once; those of which all pairs are allowed need no mask.
+
+    If distances must be ``affine``, no other block goes without a mask. Bounds of two runs know less than pairs do.
+    """
+    torch.manual_seed(0)
+    mask, (q_pos, k_pos) = MASKED[name](300), AT[at](stride)
     cover = Pairs(mask, q_pos, k_pos)
     blocks = Blocks(16, 32)
     rows = triton_attention._MaskRows(cover, (blocks, Blocks(32, 16)))
-    *_, listed, counts, _ = rows.visits(blocks, keys_inside).tensors
+    *_, listed, counts, _ = rows.visits(blocks, keys_inside, affine).tensors
     none, every = excluded(mask.allowed(q_pos, k_pos), 16, 32)
+    even = affine_and_of_one_sign(q_pos, k_pos, 16, 32)
     if not keys_inside:
-        none, every = none.transpose(1, 2), every.transpose(1, 2)
+        none, every, even = none.transpose(1, 2), every.transpose(1, 2), even.T
     visits, unmasked = torch.zeros_like(none, dtype=torch.int), torch.zeros_like(none)
     for b, outer in torch.cartesian_prod(*(torch.arange(n) for n in none.shape[:2])).tolist():
         num_partial, num_full = counts[b, outer].tolist()
@@ -231,11 +262,16 @@ def test_blocks_that_are_visited(name: str, stride: int, keys_inside: bool) -> N
         for inner in (*listed[b, outer, :num_partial].tolist(), *full):
             visits[b, outer, inner] += 1
         unmasked[b, outer, full] = True
-    assert torch.equal(visits, (~none).int())
+    if at == "a run":
+        assert torch.equal(visits, (~none).int())
+    else:
+        assert visits.max() == 1 and ((visits == 1) | none).all()
+    assert not (unmasked & ~every).any() and not (affine and (unmasked & ~even).any())
     every[..., -1] = False  # incomplete, which needs a mask in any case
-    assert not (unmasked & ~every).any()
     whole_blocks = slice(None) if keys_inside else slice(-1)  # keys past the end are seen by none
-    assert torch.equal(unmasked[:, whole_blocks], every[:, whole_blocks])
+    if at == "a run":
+        wanted = every & even if affine else every
+        assert torch.equal(unmasked[:, whole_blocks], wanted[:, whole_blocks])
 
 
 @computes
@@ -385,7 +421,7 @@ def test_compiles_for_hopper(
     dtype: torch.dtype, cover: str, dims: tuple[int, int], feature: str, hopper: Hopper
 ) -> None:
     """Without a feature, nearly nothing is spilled; products run on tensor cores, copies beside them."""
-    from cp_mesh.kernels import triton_backward, triton_forward, triton_visits
+    from cp_mesh.kernels import triton_backward, triton_dropout, triton_forward, triton_visits
 
     def empty(heads: int, last: int) -> Tensor:
         return torch.empty(1, 300, heads, last, dtype=dtype).transpose(1, 2)
@@ -400,8 +436,8 @@ def test_compiles_for_hopper(
         tile = BackwardTile(dout, q, k, v, None, statistics, statistics, what, scores)
         triton_attention._backward(None, tile)
 
-    compiled = hopper(launch, triton_visits, triton_forward, triton_backward)
-    assert len(compiled.kernels) == (3 if cover == "band" else 5) + (feature == "bias")
+    compiled = hopper(launch, triton_visits, triton_dropout, triton_forward, triton_backward)
+    assert len(compiled.kernels) == (3 if cover == "band" else 5) + (feature in ("relative_bias", "bias", "dropout"))
     spills = compiled.spills
     if feature == "none":
         assert max(spills) <= SPILLED[dim], compiled.log
@@ -410,7 +446,7 @@ def test_compiles_for_hopper(
     for name, kernels in compiled.kernels.items():
         for kernel in kernels:
             assert kernel.metadata.shared <= 227 << 10, name
-            if dtype == torch.bfloat16 and name not in ("rows_kernel", "blocks_kernel"):
+            if dtype == torch.bfloat16 and name not in ("rows_kernel", "blocks_kernel", "words_kernel"):
                 assert "wgmma.mma_async" in kernel.asm["ptx"], name
                 assert "cp.async.bulk.tensor" in kernel.asm["ptx"], name
 

@@ -74,8 +74,12 @@ def kept(scores: Scores, B: int, H: int, p: Tensor, t: Tensor) -> Tensor:
     low, (seed, offset) = 0xFFFFFFFF, scores.dropout_seed.tolist()
     heads = torch.arange(scores.first_head, scores.first_head + H)[None, :, None, None]
     batch = torch.arange(scores.first_batch, scores.first_batch + B)[:, None, None, None]
-    word = rounds(t, p[:, None], heads, (batch + offset) & low, key=(seed & low, (seed >> 32) & low))[0]
-    return word >= math.floor(scores.dropout_p * 2**32)
+    key, nothing = (seed & low, (seed >> 32) & low), torch.zeros_like(t)
+    left, right, *_ = rounds(p[:, None], nothing[:1], heads, (batch + offset) & low, key=key)
+    left = left ^ rounds(t, nothing + 1, nothing, nothing, key=key)[0]
+    mixed = 0x7FEB352D * left & low
+    mixed = 0x846CA68B * (mixed ^ (mixed >> 15) ^ right) & low
+    return mixed >= math.floor(scores.dropout_p * 2**32)
 
 
 def dense(tensors: list[Tensor], allowed: Tensor, p: Tensor, t: Tensor, scores: Scores) -> dict[str, Tensor]:
@@ -132,8 +136,9 @@ def triton(tensors: list[Tensor], cover: Band | Pairs, scores: Scores) -> dict[s
 def check(
     scores: Scores, cover: Band | Pairs, dtype: torch.dtype = torch.float32, heads: tuple[int, int] = (2, 1)
 ) -> None:
-    tensors = [x.to(dtype) if i < 4 else x.float() for i, x in enumerate(inputs(heads, NUM_Q, NUM_K, v_dim=4))]
-    rows, columns = torch.arange(NUM_Q), torch.arange(NUM_K)
+    num_q, num_k = (len(cover.q_pos), len(cover.k_pos)) if isinstance(cover, Pairs) else (NUM_Q, NUM_K)
+    tensors = [x.to(dtype) if i < 4 else x.float() for i, x in enumerate(inputs(heads, num_q, num_k, v_dim=4))]
+    rows, columns = torch.arange(num_q), torch.arange(num_k)
     p, t = (cover.q_pos, cover.k_pos) if isinstance(cover, Pairs) else (rows, columns)
     allowed = cover.allowed(rows, columns)
     want = dense(tensors, allowed if allowed.ndim == 3 else allowed[None], p, t, scores)
@@ -210,6 +215,29 @@ def test_large_positions() -> None:
     at = start + torch.arange(max(NUM_Q, NUM_K))
     cover = Pairs(Mask(), at[:NUM_Q], at[:NUM_K])
     check(Scores(0.3, alibi_slopes=draw(2) / 8, relative_bias=draw(2, 9), **FEATURES["dropout"]), cover)
+
+
+def in_runs(step: int, q_block: int, k_block: int, causal: bool = True) -> Pairs:
+    """Two runs of keys, which share a block, then a run of queries at another step and one before most keys."""
+    k_pos = torch.cat([torch.arange(k_block + 4) * step, torch.arange(2 * k_block) + 2 * k_block * step])
+    q_pos = torch.cat([torch.arange(q_block + 6) * 2 + k_pos[-3], torch.arange(q_block) + 3])
+    return Pairs(Mask(causal=causal), q_pos, k_pos)
+
+
+@computes
+@pytest.mark.parametrize(
+    "names", [*((name,) for name in FEATURES if name != "softcap"), ("softcap", *LEARNED)], ids="+".join
+)
+@pytest.mark.parametrize(("step", "causal"), [(1, False), (3, True)], ids=["full", "causal"])
+def test_blocks_of_runs(names: tuple[str, ...], step: int, causal: bool) -> None:
+    """Blocks whose distances are told by two numbers, of either sign, in every kernel; and others beside them."""
+    cover = in_runs(step, 32 if INTERPRETED else 128, 32 if INTERPRETED else 128, causal)
+    scores = Scores(0.3)
+    for name in names:
+        scores = replace(scores, **FEATURES[name])
+    if "bias" in names:
+        scores = replace(scores, bias=draw(2, 2, len(cover.q_pos), int(cover.k_pos.max()) + 1))
+    check(scores, cover)
 
 
 @pytest.mark.gpu

@@ -13,7 +13,8 @@ with empty ones to two or to eight: few kernels are compiled, and an empty piece
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -40,15 +41,13 @@ def merge_pieces(
     """
     assert lse.dtype == torch.float32 and lse.is_contiguous()
     assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())
-    begin, x, piece_lse = pieces[-1]
-    missing = _filled([x for _, x, _ in pieces]) - len(pieces)
-    pieces = [*pieces, *[(begin, x[:, :, :0], piece_lse[:, :, :0])] * missing]
-    _, outs, lses = zip(*pieces, strict=True)
-    rows = tuple(_unspecialised(begin, x.shape[2], *piece_lse.stride()) for begin, x, piece_lse in pieces)
-    num_blocks, sizes = _blocks(out)
-    strides = tuple(x.stride() for x in outs)
-    args = outs, strides, lses, rows, out, out.stride(), lse, sinks, *out.shape[1:3], *sizes
-    _launch(merge_kernel, out, num_blocks, args)
+    begins, outs, lses = zip(*pieces, strict=True)
+    ready = _merge(begins, *(tuple(map(_like, xs)) for xs in (outs, lses)), *map(_like, (out, lse, sinks)), out.device)
+    rows, strides, sizes = ready.numbers
+    # pieces that fill up have no rows: which tensor is named does not matter
+    missing = len(rows) - len(outs)
+    outs, lses = outs + outs[-1:] * missing, lses + lses[-1:] * missing
+    _launch(ready, out, (outs, strides, lses, rows, out, out.stride(), lse, sinks, *out.shape[1:3], *sizes))
 
 
 def sum_pieces(sums: Sequence[tuple[Sequence[tuple[int, Tensor]], Tensor]]) -> None:
@@ -58,61 +57,97 @@ def sum_pieces(sums: Sequence[tuple[Sequence[tuple[int, Tensor]], Tensor]]) -> N
         sums: of each, at least one piece (begin, x [B, K, n, D]), rows begin to begin + n, any strides and dtypes; and
             where it is written.
     """
-    block_dim = triton.next_power_of_2(max(into.shape[3] for _, into in sums))
-    block_rows = max(1, BLOCK_ELEMENTS // block_dim)
-    of_sums, num_blocks, filled = [], 0, max(_filled([x for _, x in pieces]) for pieces, _ in sums)
-    for pieces, into in sums:
-        B, H, S, D = into.shape
-        pieces = [*pieces, *[(0, pieces[-1][1][:, :, :0])] * (filled - len(pieces))]
-        xs = tuple(x for _, x in pieces)
-        rows = tuple(_unspecialised(begin, x.shape[2]) for begin, x in pieces)
-        sizes, strides = _unspecialised(num_blocks, B, H, S), into.stride()
-        of_sums.append((xs, tuple(x.stride() for x in xs), rows, into, strides, sizes, D, strides[1] < strides[2]))
-        num_blocks += B * H * triton.cdiv(S, block_rows)
-    _launch(sum_kernel, sums[0][1], num_blocks, (*zip(*of_sums, strict=True), block_rows, block_dim))
+    ready = _sum(
+        tuple((tuple((begin, _like(x)) for begin, x in pieces), _like(into)) for pieces, into in sums),
+        sums[0][1].device,
+    )
+    rows, *numbers = ready.numbers
+    xs = tuple(
+        tuple(x for _, x in pieces) + (pieces[-1][1],) * (len(of_sum) - len(pieces))
+        for (pieces, _), of_sum in zip(sums, rows, strict=True)
+    )
+    strides, into_strides, sizes, *rest = numbers
+    _launch(ready, sums[0][1], (xs, strides, rows, tuple(into for _, into in sums), into_strides, sizes, *rest))
 
 
 def row_dots(a: Tensor, b: Tensor, minus: Tensor | None) -> Tensor:
     """The sum over D of a · b, less ``minus`` [B, H, S]: fp32 [B, H, S], contiguous, of [B, H, S, D], any strides."""
     dots = torch.empty(a.shape[:3], dtype=torch.float32, device=a.device)
     minus = None if minus is None else minus.float().contiguous()
-    num_blocks, sizes = _blocks(a)
-    _launch(dots_kernel, a, num_blocks, (a, a.stride(), b, b.stride(), minus, dots, *a.shape[1:3], *sizes))
+    ready = _dots(*map(_like, (a, b, minus)), a.device)
+    _launch(ready, a, (a, a.stride(), b, b.stride(), minus, dots, *a.shape[1:3], *ready.numbers))
     return dots
 
 
-def _launch(kernel: Any, on: Tensor, num_blocks: int, args: tuple[Any, ...]) -> None:
-    """As ``kernel[grid](*args)`` on a tensor's device, where Triton looks at every argument, for 40 us and more.
+Like = tuple[torch.Size, tuple[int, ...], torch.dtype, int]  # what Triton may compile for; and the shape
 
-    What it compiled for the same numbers, dtypes and alignments is launched at once. Other lengths take Triton's way.
+
+def _like(x: Tensor | None) -> Like | None:
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
+
+
+@dataclass(eq=False)
+class _Ready:
+    """A launch for tensors that are alike, kept: the kernel, how many blocks, and the arguments that are no tensors.
+
+    ``runner`` is what Triton compiled for them, called at once: its own look at every argument takes 40 us and more.
     """
-    compiled = _compiled(kernel, on.device, _alike(args))
+
+    kernel: Any
+    num_blocks: int
+    numbers: tuple[Any, ...]
+    runner: Callable[..., Any] | None = None
+
+
+def _launch(ready: _Ready, on: Tensor, args: tuple[Any, ...]) -> None:
+    """As ``kernel[grid](*args)`` on a tensor's device."""
     with torch.cuda.device_of(on):
-        if compiled:
-            compiled[0][(num_blocks, 1, 1)](*args)
+        if ready.runner is not None:
+            ready.runner(*args)
             return
-        ready = kernel[(num_blocks,)](*args, num_warps=NUM_WARPS)
-    if on.is_cuda and isinstance(ready, CompiledKernel):
-        compiled.append(ready)
+        compiled = ready.kernel[(ready.num_blocks,)](*args, num_warps=NUM_WARPS)
+    if on.is_cuda and isinstance(compiled, CompiledKernel):
+        ready.runner = compiled[(ready.num_blocks, 1, 1)]
 
 
 @lru_cache(maxsize=1024)
-def _compiled(kernel: Any, device: torch.device, alike: Any) -> list[CompiledKernel]:
-    """Where what was compiled is kept."""
-    return []
+def _merge(begins: tuple[int, ...], outs: tuple[Like, ...], lses: tuple[Like, ...], out: Like, *others: Any) -> _Ready:
+    """Rows and strides of all pieces, also of those that fill up, and sizes. Others: lse, sinks and the device."""
+    missing = _filled([dtype for _, _, dtype, _ in outs]) - len(outs)
+    pieces = zip(begins, outs, lses, strict=True)
+    rows = [_unspecialised(begin, x[0][2], *lse[1]) for begin, x, lse in pieces]
+    rows += [_unspecialised(0, 0, *lses[-1][1])] * missing
+    strides = [x[1] for x in (*outs, *outs[-1:] * missing)]
+    num_blocks, sizes = _blocks(out)
+    return _Ready(merge_kernel, num_blocks, (tuple(rows), tuple(strides), sizes))
 
 
-def _filled(pieces: Sequence[Tensor]) -> int:
+@lru_cache(maxsize=1024)
+def _sum(sums: tuple[tuple[tuple[tuple[int, Like], ...], Like], ...], device: torch.device) -> _Ready:
+    """Of each sum: rows and strides of its pieces, strides of the result, sizes, head dim, whether heads come first."""
+    block_dim = triton.next_power_of_2(max(shape[3] for _, (shape, *_) in sums))
+    block_rows = max(1, BLOCK_ELEMENTS // block_dim)
+    num_blocks, filled = 0, max(_filled([dtype for _, (_, _, dtype, _) in pieces]) for pieces, _ in sums)
+    numbers = []
+    for pieces, ((B, H, S, D), into_strides, *_) in sums:
+        missing = filled - len(pieces)
+        rows = [_unspecialised(begin, shape[2]) for begin, (shape, *_) in pieces] + [_unspecialised(0, 0)] * missing
+        strides = [x[1] for _, x in (*pieces, *pieces[-1:] * missing)]
+        sizes = _unspecialised(num_blocks, B, H, S)
+        numbers.append((tuple(rows), tuple(strides), into_strides, sizes, D, into_strides[1] < into_strides[2]))
+        num_blocks += B * H * triton.cdiv(S, block_rows)
+    return _Ready(sum_kernel, num_blocks, (*zip(*numbers, strict=True), block_rows, block_dim))
+
+
+@lru_cache(maxsize=1024)
+def _dots(a: Like, *others: Any) -> _Ready:
+    return _Ready(dots_kernel, *_blocks(a))
+
+
+def _filled(dtypes: Sequence[torch.dtype]) -> int:
     """How many pieces, with empty ones after them, a kernel is launched for. A sum of earlier ones, whose dtype is
     another, only begins the larger number."""
-    return FEW if len(pieces) <= FEW and pieces[0].dtype == pieces[-1].dtype else max(MANY, len(pieces))
-
-
-def _alike(arg: Any) -> Any:
-    """Equal for arguments for which Triton compiles the same."""
-    if isinstance(arg, tuple) and arg and not isinstance(arg[0], int):
-        return tuple(map(_alike, arg))
-    return (arg.dtype, arg.data_ptr() % 16) if isinstance(arg, Tensor) else arg
+    return FEW if len(dtypes) <= FEW and dtypes[0] == dtypes[-1] else max(MANY, len(dtypes))
 
 
 def _unspecialised(*values: int) -> tuple[int, ...]:
@@ -120,12 +155,12 @@ def _unspecialised(*values: int) -> tuple[int, ...]:
     return tuple(2 * value + 3 for value in values)
 
 
-def _blocks(out: Tensor) -> tuple[int, tuple[int, int, int, bool]]:
+def _blocks(out: Like) -> tuple[int, tuple[int, int, int, bool]]:
     """How many blocks, and the compile-time sizes: HEAD_DIM, BLOCK_ROWS, BLOCK_DIM, HEADS_FIRST."""
-    B, H, S, D = out.shape
+    (B, H, S, D), strides, *_ = out
     block_dim = triton.next_power_of_2(D)
     block_rows = max(1, BLOCK_ELEMENTS // block_dim)
-    return B * H * triton.cdiv(S, block_rows), (D, block_rows, block_dim, out.stride(1) < out.stride(2))
+    return B * H * triton.cdiv(S, block_rows), (D, block_rows, block_dim, strides[1] < strides[2])
 
 
 @triton.jit

@@ -7,8 +7,6 @@ delta = rowsum(dO ∘ O) - dlse, and dropout acts on P before V and on dO Vᵀ (
 
 from __future__ import annotations
 
-import math
-
 import torch
 from einops import rearrange
 from torch import Tensor
@@ -16,7 +14,7 @@ from torch import Tensor
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.contract import Capability, Pairs
 from cp_mesh.kernels.merge import BackwardTile, merging_kernel
-from cp_mesh.kernels.scores import ADDED, TERMS, ScoreGradients, Scores, Where, philox
+from cp_mesh.kernels.scores import ADDED, TERMS, ScoreGradients, Scores, Where, kept_weights
 from cp_mesh.masks import Band
 from cp_mesh.segments import Segments
 
@@ -69,14 +67,9 @@ def _add_gradients(total: ScoreGradients, scores: Scores, dscores: Tensor, where
 
 def _dropout_factors(scores: Scores, cover: Band | Pairs | Segments, first_row: int, probs: Tensor) -> Tensor:
     """The factors of dropout on probs [B, K, G, rows, Sk] of the query rows ``first_row`` onwards: 0 or 1 / (1 - p)."""
-    assert isinstance(cover, Pairs) and scores.dropout_seed is not None
     B, K, G, num_rows, _ = probs.shape
-    seed, offset = scores.dropout_seed.unbind()
-    heads = torch.arange(scores.first_head, scores.first_head + K * G, device=probs.device).view(K, G, 1, 1)
-    rows = torch.arange(scores.first_batch, scores.first_batch + B, device=probs.device).view(B, 1, 1, 1, 1)
-    q_pos = cover.q_pos[first_row : first_row + num_rows, None]
-    word, *_ = philox((seed, seed >> 32), (cover.k_pos, q_pos, heads, rows + offset))
-    return (word >= math.floor(scores.dropout_p * 2**32)).to(probs.dtype) / (1 - scores.dropout_p)
+    kept = kept_weights(scores, B, K * G, *_where(cover, first_row, num_rows))
+    return rearrange(kept, "b (k g) i j -> b k g i j", k=K).to(probs.dtype) / (1 - scores.dropout_p)
 
 
 def _grouped(x: Tensor, num_kv_heads: int, dtype: torch.dtype) -> Tensor:

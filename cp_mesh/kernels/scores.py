@@ -8,6 +8,7 @@ written here; a fast kernel has code of its own for those that it names in `Capa
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -165,9 +166,11 @@ class Scores:
         dropout_p: the probability with which a normalised weight is dropped, 0 <= p < 1; the others are scaled by
             1 / (1 - p), and lse sees none of it.
         dropout_seed: int64 [2] on q's device, (seed, offset). Whether the weight of (batch row b, h, p, t) is dropped
-            is a function of these numbers alone: it is if ``philox(key, counter)[0] < floor(dropout_p * 2**32)``, with
-            key = (low, high 32 bits of seed), counter = (t, p, h, b + offset) modulo 2**32 and Philox-4x32-10 of Salmon
-            et al. 2011, doi:10.1145/2063384.2063405.
+            is a function of these numbers alone: it is if a word of the pair is below floor(dropout_p * 2**32). With
+            Philox-4x32-10 of Salmon et al. 2011, doi:10.1145/2063384.2063405, and key = (low, high 32 bits of seed),
+            a query has the first two words, x and y, of the counter (p, 0, h, b + offset), modulo 2**32, and a key the
+            first word z of (t, 1, 0, 0). The pair's is (u ^ u >> 15 ^ y) · 0x846CA68B with u = (x ^ z) · 0x7FEB352D,
+            modulo 2**32: one step of a published hash, lowbias32 (github.com/skeeto/hash-prospector).
         first_head, first_batch: the global indices of q's first head and batch row, for dropout.
         wanted: which of alibi_slopes, relative_bias and bias need a gradient.
     """
@@ -251,3 +254,18 @@ def philox(key: Sequence[Tensor], counter: Sequence[Tensor]) -> tuple[Tensor, ..
         c0, c1, c2, c3 = (b >> 32) & low ^ c1 ^ k0, b & low, (a >> 32) & low ^ c3 ^ k1, a & low
         k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
     return c0, c1, c2, c3
+
+
+def kept_weights(scores: Scores, num_batch: int, num_heads: int, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+    """bool [B, H, rows, keys]: which weights dropout keeps; `Scores.dropout_seed` says how that is decided."""
+    assert scores.dropout_seed is not None
+    low, zero = 0xFFFFFFFF, torch.zeros((), dtype=torch.int64, device=q_pos.device)
+    seed, offset = scores.dropout_seed.unbind()
+    heads = torch.arange(scores.first_head, scores.first_head + num_heads, device=q_pos.device)[:, None, None]
+    batches = torch.arange(scores.first_batch, scores.first_batch + num_batch, device=q_pos.device)
+    key = seed, seed >> 32
+    x, y, *_ = philox(key, (q_pos[:, None], zero, heads, batches[:, None, None, None] + offset))
+    z, *_ = philox(key, (k_pos, zero + 1, zero, zero))
+    word = (x ^ z) * 0x7FEB352D & low
+    word = (word ^ word >> 15 ^ y) * 0x846CA68B & low
+    return word >= math.floor(scores.dropout_p * 2**32)

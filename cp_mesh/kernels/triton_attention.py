@@ -2,8 +2,8 @@
 
 It reads the mask at the positions of its rows, so it takes windows, documents, key padding, a prefix and permuted
 layouts, and visits no block of pairs that the mask excludes (`cp_mesh.kernels.triton_visits`). The backward is a kernel
-that writes dk and dv, one that writes dq and, if asked, one for the gradient of a bias. All sum in a fixed order, but
-for the gradient of a relative bias, which the second adds up atomically, save for the two ends of the table.
+that writes dk and dv, one that writes dq and, if asked, one for the gradient of a bias or of a table of relative
+distances. All sum in a fixed order, but the last, which adds sums of many blocks to the table atomically.
 
 Nothing waits for the device. Lengths, bounds, positions and documents are no part of a compiled variant; head dims,
 the group size, dtypes, the features of scores, and whether there are positions, documents and aligned rows are. Block
@@ -26,12 +26,13 @@ from torch import Tensor
 
 from cp_mesh.kernels.contract import Capability, Kernel, Pairs
 from cp_mesh.kernels.merge import BackwardTile, merging_kernel
-from cp_mesh.kernels.scores import ScoreGradients, Scores
+from cp_mesh.kernels.scores import ADDED, ScoreGradients, Scores
 from cp_mesh.masks import NONE, Band, Mask
 
 MAX_ROWS = 1 << 30  # of a tile: band bounds and local indices are computed in 32 bits
 LOG2_E = math.log2(math.e)
 UNLIMITED = (1 << 31) - 1  # a distance: the kernels check that positions are below it
+LEAST_UNIT = 1e-6  # of scores: what is added is divided by it, and it must be positive for maxima
 MAX_KEPT = 1 << 18  # entries of a list of blocks that is kept for other layers: 1 MiB
 
 
@@ -54,10 +55,17 @@ class Config:
     query_gradients: Blocks
     apart: bool = False
 
+    @property
+    def table_gradient(self) -> Blocks:
+        """Square, so that all blocks of a diagonal have the same distances; programs hide each other's loads."""
+        return Blocks(self.key_gradients.k, self.key_gradients.k, num_stages=1)
+
 
 def config_for(dtype: torch.dtype, head_dim: int, scored: bool = False) -> Config:
     """The static table; ``head_dim`` is the larger of the two, ``scored`` whether scores have features."""
-    configs = FLOAT_CONFIGS if dtype == torch.float32 else SCORED_CONFIGS if scored else HALF_CONFIGS
+    if dtype != torch.float32 and scored and head_dim > 128:
+        return WIDE_SCORED_CONFIG
+    configs = FLOAT_CONFIGS if dtype == torch.float32 else HALF_CONFIGS
     return next(config for largest, config in configs if head_dim <= largest)
 
 
@@ -67,10 +75,7 @@ HALF_CONFIGS = (
     (128, Config(Blocks(64, 64, 4, 3), Blocks(64, 64), Blocks(128, 64, 8, 3))),
     (256, Config(Blocks(128, 32, 8), Blocks(32, 128, 8), Blocks(128, 32, 8), apart=True)),
 )
-SCORED_CONFIGS = (
-    (128, Config(Blocks(64, 32, 4, 3), Blocks(32, 64), Blocks(64, 32, 4, 3))),
-    (256, Config(Blocks(64, 32), Blocks(32, 64), Blocks(64, 16), apart=True)),
-)
+WIDE_SCORED_CONFIG = Config(Blocks(64, 32), Blocks(32, 64), Blocks(64, 16), apart=True)
 # There are no exact products of fp32 on tensor cores: they are computed in registers, in which small blocks fit.
 FLOAT_CONFIGS = (
     (64, Config(Blocks(32, 16), Blocks(32, 16), Blocks(32, 16))),
@@ -116,14 +121,19 @@ def _forward(
     out, lse = _empty_like(q, v.shape[3]), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     with torch.cuda.device_of(q):
         rows = None if isinstance(cover, Band) else _mask_rows(cover, (config.forward,))
-        _Launch(cover, rows, scores)(forward_kernel, config.forward, (q, k, v), (), (out, lse))
+        _Launch(cover, rows, scores, q)(forward_kernel, config.forward, (q, k, v), (), (out, lse))
     return out, lse
 
 
 def _backward(
     config: Config | None, t: BackwardTile
 ) -> tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, ScoreGradients]:
-    from cp_mesh.kernels.triton_backward import bias_gradient_kernel, key_gradients_kernel, query_gradients_kernel
+    from cp_mesh.kernels.triton_backward import (
+        bias_gradient_kernel,
+        key_gradients_kernel,
+        query_gradients_kernel,
+        table_gradient_kernel,
+    )
 
     assert t.delta is not None, "uses_delta is set"
     scores, cover = t.scores, t.cover
@@ -137,11 +147,13 @@ def _backward(
     read = (t.q, t.k, t.v, t.dout)
     parts = _ScoreParts(scores, t.q, by_query)
     with torch.cuda.device_of(t.q):
-        rows = None if isinstance(cover, Band) else _mask_rows(cover, (by_key, by_query))
-        launch = _Launch(cover, rows, scores)
+        rows = None if isinstance(cover, Band) else _mask_rows(cover, (by_key, by_query, config.table_gradient))
+        launch = _Launch(cover, rows, scores, t.q)
         for written in ((dk, None), (None, dv)) if config.apart else ((dk, dv),):
             launch(key_gradients_kernel, by_key, read, rows_read, written, of_keys=True)
-        launch(query_gradients_kernel, by_query, read, rows_read, (dq,), (parts.slopes, parts.table, parts.ends))
+        launch(query_gradients_kernel, by_query, read, rows_read, (dq,), (parts.slopes,))
+        if parts.table is not None:
+            launch.table_gradient(table_gradient_kernel, config.table_gradient, read, rows_read, parts.table)
         if parts.bias is not None and t.q.numel():
             launch.bias_gradient(bias_gradient_kernel, by_query, read, rows_read, parts.bias)
     return (dq, dk, dv, parts.sum()) if scores.wanted else (dq, dk, dv)
@@ -166,24 +178,20 @@ class _ScoreParts:
             return torch.zeros(shape, dtype=torch.float32, device=q.device) if name in scores.wanted else None
 
         self.slopes = zeros("alibi_slopes", *shape)
-        self.ends = zeros("relative_bias", 2, *shape)
         self.table = None if scores.relative_bias is None else zeros("relative_bias", *scores.relative_bias.shape)
         self.bias = None if scores.bias is None else zeros("bias", *scores.bias.shape)
 
     def sum(self) -> ScoreGradients:
-        if self.table is not None and self.ends is not None:
-            first, last = self.ends.sum((1, 3))
-            self.table[:, 0] += first
-            self.table[:, -1] += last
         return ScoreGradients(None if self.slopes is None else self.slopes.sum((0, 2)), self.table, self.bias)
 
 
 class _Launch:
     """Launches kernels on one tile: their first arguments are tensors that they read, then those that they write."""
 
-    def __init__(self, cover: Band | Pairs, rows: _MaskRows | None, scores: Scores) -> None:
+    def __init__(self, cover: Band | Pairs, rows: _MaskRows | None, scores: Scores, q: Tensor) -> None:
         assert not (scores.needs_positions and rows is None), "the plan gives positions"
         self._cover, self._rows, self._scores = cover, rows, scores
+        self._words = _dropout_words(cover, scores, q) if scores.dropout_p else None
 
     def __call__(
         self,
@@ -196,7 +204,7 @@ class _Launch:
         *,
         of_keys: bool = False,
         grid: tuple[int, ...] | None = None,
-        **flags: bool,
+        **flags: int,
     ) -> None:
         """Launch a kernel.
 
@@ -219,8 +227,9 @@ class _Launch:
             grid = (q.shape[0] * (k if of_keys else q).shape[1] * num_blocks,)
         if not min(grid):
             return
-        visits = None if self._rows is None else self._rows.visits(blocks, keys_inside=not of_keys)
-        tensors, numbers = _score_arguments(self._scores)
+        affine = not self._scores.features.isdisjoint(ADDED)
+        visits = None if self._rows is None else self._rows.visits(blocks, keys_inside=not of_keys, affine=affine)
+        tensors, numbers = _score_arguments(self._scores, self._words)
         described, sizes = all(_describable(x) for x in read), (blocks.q, blocks.k, blocks.k, blocks.q)
         kernel[grid](
             *((_descriptor(x, size) for x, size in zip(read, sizes, strict=False)) if described else read),
@@ -247,13 +256,26 @@ class _Launch:
             BLOCK_K=blocks.k,
             PAIRS=visits is not None,
             DOCUMENTS=visits is not None and visits.documents,
-            # the largest product has the largest score only if scale is positive
-            SCALED=bool(self._scores.features) or self._scores.scale <= 0,
-            POSITIONS=self._scores.needs_positions,
+            SCALED=self._scores.scale < LEAST_UNIT,
+            POSITIONS=affine,
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,
             **flags,
         )
+
+    def table_gradient(
+        self, kernel: Any, blocks: Blocks, read: Sequence[Tensor], rows: Sequence[Tensor], dtable: Tensor
+    ) -> None:
+        """A program for each diagonal of blocks, batch row and head."""
+        assert self._rows is not None
+        q, k = read[:2]
+        longest = max(-(-q.shape[2] // blocks.q), -(-k.shape[2] // blocks.k))
+        if not k.shape[2]:
+            return
+        self(
+            kernel, blocks, read, rows, (dtable,), self._rows.bounds, grid=(2 * longest - 1, q.shape[0] * q.shape[1]),
+            GRAIN=self._rows.grain,
+        )  # fmt: skip
 
     def bias_gradient(
         self, kernel: Any, blocks: Blocks, read: Sequence[Tensor], rows: Sequence[Tensor], dbias: Tensor
@@ -286,10 +308,30 @@ def _descriptor(x: Tensor, rows: int) -> Any:
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, _block_dim(x.shape[3])])
 
 
-def _score_arguments(scores: Scores) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+def _dropout_words(cover: Band | Pairs, scores: Scores, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """First and second words of queries [B, H, Sq], and words of keys [Sk]; int32."""
+    from cp_mesh.kernels.triton_dropout import words_kernel
+
+    assert isinstance(cover, Pairs) and scores.dropout_seed is not None
+    B, H, num_q, _ = q.shape
+    queries, keys = (
+        torch.empty(shape, dtype=torch.int32, device=q.device) for shape in ((2, B, H, num_q), cover.k_pos.shape)
+    )
+    for words, positions, count in ((queries, cover.q_pos, B * H), (keys, cover.k_pos, 1)):
+        if words.numel():
+            words_kernel[(-(-len(positions) // 256), count)](
+                scores.dropout_seed, positions.contiguous(), words, len(positions), H, scores.first_head,
+                scores.first_batch, KEYS=words is keys, ROWS=256,
+            )  # fmt: skip
+    return queries[0], queries[1], keys
+
+
+def _score_arguments(
+    scores: Scores, words: tuple[Tensor, Tensor, Tensor] | None
+) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     """The kernels' ``scores`` and ``numbers``."""
     slopes, table, bias = scores.alibi_slopes, scores.relative_bias, scores.bias
-    dropout = None if not scores.dropout_p else (scores.dropout_seed, 1 / (1 - scores.dropout_p))
+    dropout = None if words is None else (*words, 1 / (1 - scores.dropout_p))
     tensors = (
         None if scores.softcap is None else float(scores.softcap),
         None if slopes is None else slopes.contiguous(),
@@ -304,7 +346,7 @@ def _score_arguments(scores: Scores) -> tuple[tuple[Any, ...], tuple[int, ...]]:
         columns = bias.shape[3]
         strides = [0 if size == 1 else stride for size, stride in zip(bias.shape[:3], bias.stride(), strict=False)]
         strides += [bias.stride(3)]
-    return tensors, (radius, threshold, scores.first_head, scores.first_batch, columns, *strides)
+    return tensors, (radius, threshold, columns, *strides)
 
 
 def _block_dim(dim: int) -> int:
@@ -343,16 +385,16 @@ class _MaskRows:
         tensors = [torch.atleast_2d(x) for x in (mask.documents, mask.key_padding) if x is not None]
         self._num_masks = max((len(x) for x in tensors), default=1)
         self._documents = mask.documents is not None
-        self._grain = min(size for block in blocks for size in (block.q, block.k))
+        self.grain = min(size for block in blocks for size in (block.q, block.k))
         self._num_q, self._num_k = cover.q_pos.numel(), cover.k_pos.numel()
         self._q, self._k = self._read(mask, cover.q_pos, keys=False), self._read(mask, cover.k_pos, keys=True)
-        self._visits: dict[tuple[Blocks, bool], _Visits] = {}
+        self._visits: dict[tuple[Blocks, bool, bool], _Visits] = {}
 
     def _read(self, mask: Mask, positions: Tensor, keys: bool) -> dict[str, Tensor]:
         from cp_mesh.kernels.triton_visits import rows_kernel
 
         positions = positions.contiguous()  # read as such by the kernels
-        num_rows, num_grains = positions.numel(), -(-positions.numel() // self._grain)
+        num_rows, num_grains = positions.numel(), -(-positions.numel() // self.grain)
 
         def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=positions.device)
@@ -363,7 +405,7 @@ class _MaskRows:
             "firsts": firsts,
             "lasts": empty(self._num_masks, num_rows) if keys else firsts,
         }
-        result["bounds"] = empty(4, self._num_masks, num_grains)
+        result["bounds"], result["runs"] = empty(4, self._num_masks, num_grains), empty(3, num_grains)
         if mask.documents is not None:  # compared as they are: 64 bits only where they have them
             dtype = torch.int64 if mask.documents.dtype == torch.int64 else torch.int32
             result["ids"] = empty(self._num_masks, num_rows, dtype=dtype)
@@ -381,17 +423,27 @@ class _MaskRows:
                 result.get("ids"),
                 result["bounds"],
                 result.get("id_bounds"),
+                result["runs"],
                 num_rows,
                 *_distances(mask),
                 KEYS=keys,
-                GRAIN=self._grain,
+                GRAIN=self.grain,
                 num_warps=1,
             )
         return result
 
-    def visits(self, blocks: Blocks, keys_inside: bool) -> _Visits:
-        """For programs that own blocks of queries and loop over keys, or the reverse."""
-        if (kept := self._visits.get((blocks, keys_inside))) is not None:
+    @property
+    def bounds(self) -> tuple[Any, ...]:
+        """Of grains of queries and of keys, and how many of both there are."""
+        q, k = self._q["bounds"], self._k["bounds"]
+        return (q, k), q.shape[2], k.shape[2]
+
+    def visits(self, blocks: Blocks, keys_inside: bool, affine: bool) -> _Visits:
+        """For programs that own blocks of queries and loop over keys, or the reverse.
+
+        If ``affine``, blocks whose distances are not affine and of one sign count as masked.
+        """
+        if (kept := self._visits.get((blocks, keys_inside, affine))) is not None:
             return kept
         from cp_mesh.kernels.triton_visits import blocks_kernel
 
@@ -409,14 +461,15 @@ class _MaskRows:
                 outer.get("id_bounds"),
                 inner["bounds"],
                 inner.get("id_bounds"),
+                (outer["runs"], inner["runs"]) if affine else None,
                 listed,
                 counts,
                 outer["bounds"].shape[2],
                 inner["bounds"].shape[2],
                 num_inner,
                 INNER_KEYS=keys_inside,
-                OUTER=outer_rows // self._grain,
-                INNER=inner_rows // self._grain,
+                OUTER=outer_rows // self.grain,
+                INNER=inner_rows // self.grain,
                 INNER_ROWS=inner_rows,
                 num_warps=4,
             )
@@ -425,7 +478,7 @@ class _MaskRows:
         tensors = (q["firsts"], k["firsts"], k["lasts"], *ids, listed, counts, k["positions"])
         visits = _Visits(tensors, self._num_masks, self._documents)
         if listed.numel() <= MAX_KEPT:
-            self._visits[blocks, keys_inside] = visits
+            self._visits[blocks, keys_inside, affine] = visits
         return visits
 
 

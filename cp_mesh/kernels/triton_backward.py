@@ -2,7 +2,8 @@
 
 With x the products, s the scores, w the weights exp(s - lse) and m what dropout multiplies them by: dv = (m · w)ᵀ dout,
 ds = w · (m · (dout vᵀ) - delta), dx = ds · ds/dx, dq = scale · dx k and dk = scale · dxᵀ q. Gradients of slopes, table
-and bias are sums of ds. ``lse`` (in base 2, inf for a row without a key) and ``delta`` are [B, H, Sq], contiguous.
+and bias are sums of ds; those of table and bias have kernels of their own, which visit blocks in the order of their
+sums. ``lse`` (in base 2, inf for a row without a key) and ``delta`` are [B, H, Sq], contiguous.
 """
 
 # Triton reads annotations as code, and takes none but its own.
@@ -13,14 +14,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from cp_mesh.kernels.triton_tiles import LOG2_E, RUNTIME, kept, load, scored, statistics, store
+from cp_mesh.kernels.triton_dropout import kept, key_words, query_words
+from cp_mesh.kernels.triton_tiles import LOG2_E, RUNTIME, bias_of, load, score_unit, scored, slope_of, statistics, store
 from cp_mesh.kernels.triton_visits import (
     allowed_pairs,
+    diagonal_visits,
     inner_block,
+    key_distances,
     key_positions,
     keys_seen,
     program,
     queries_at,
+    query_distances,
     visits,
 )
 
@@ -73,10 +78,12 @@ def key_gradients_kernel(
     if dv is not None:
         dv_sum = tl.zeros([BLOCK_K, BLOCK_V_DIM], tl.float32)
     t = key_positions(first, num_k, pairs, BLOCK_K) if POSITIONS else first + tl.arange(0, BLOCK_K)
+    if scores[4] is not None:
+        words = key_words(scores[4], first, num_k, BLOCK_K)
     num_partial, num_full, begin, before = visits(
         block, mask_row, num_k, num_q, -hi, -lo, pairs, BLOCK_K, BLOCK_Q, PAIRS
     )
-    unit = LOG2_E if SCALED else scale * LOG2_E
+    unit = score_unit(scale, scores, SCALED) * LOG2_E
     for masked in tl.static_range(2):
         count = num_partial if masked else num_full
         if masked:
@@ -87,41 +94,49 @@ def key_gradients_kernel(
         next_head = kv_head * GROUP
         for _ in range(count * GROUP):
             other, head = BLOCK_Q * next_block, next_head
+            slope = slope_of(scores, head)
             n = tl.where(n + 1 == count, 0, n + 1)
             next_head += (n == 0).to(tl.int32)
             next_block = inner_block(n, count, num_q, num_full, begin, before, pairs, BLOCK_Q, PAIRS, masked)
             queries = load(q, q_strides, batch, head, other, num_q, HEAD_DIM, BLOCK_Q, BLOCK_DIM, masked)
             base, shift = statistics(lse, delta, batch, head, num_heads, other, num_q, 0.0, BLOCK_Q, masked)
+            rows = other + tl.arange(0, BLOCK_Q)
+            bias = bias_of(scores, batch, head, t[:, None], rows[None, :], num_q, numbers, not masked)
             x = tl.dot(keys, queries.T, input_precision="ieee")
-            if masked or POSITIONS:
+            at, ids = rows, rows
+            if masked:
                 at, ids = queries_at(other, num_q, mask_row, pairs, BLOCK_Q, PAIRS, DOCUMENTS)
-            if SCALED:
-                rows = other + tl.arange(0, BLOCK_Q)
-                p = at if POSITIONS else rows
-                x, slope = scored(x, scale, batch, head, p[None, :], t[:, None], rows[None, :], num_q, scores, numbers)
+            near, along, step, sign = query_distances(t, first, at, other, pairs, BLOCK_Q, POSITIONS, not masked)
+            x, derivative = scored(
+                x, scale, slope, bias, head, near[:, None], along[None, :], step, sign, scores, numbers, SCALED,
+                not masked, keys.dtype == tl.float32,
+            )  # fmt: skip
             weights = tl.exp2(x * unit - base[None, :])
             if masked:
                 allowed = allowed_pairs(
                     at[None, :], ids[None, :], firsts[:, None], lasts[:, None], k_ids[:, None], DOCUMENTS
                 )
                 weights = tl.where(allowed, weights, 0.0)
-            if POSITIONS and scores[4] is not None:
-                keep = kept(batch, head, p[None, :], t[:, None], scores[4], numbers)
+            if scores[4] is not None:
+                one, two = query_words(scores[4], batch, head, num_heads, other, num_q, BLOCK_Q)
+                keep = kept(one[None, :], two[None, :], words[:, None], numbers)
             douts = load(dout, dout_strides, batch, head, other, num_q, V_HEAD_DIM, BLOCK_Q, BLOCK_V_DIM, masked)
             if dv is not None:
-                used = weights * keep if POSITIONS and scores[4] is not None else weights
+                used = tl.where(keep, weights, 0.0) if scores[4] is not None else weights
                 dv_sum = tl.dot(used.to(douts.dtype), douts, dv_sum, input_precision="ieee")
             if dk is not None:
+                if scores[0] is not None:
+                    weights *= derivative  # before the product, which leaves no registers for both
                 dweights = tl.dot(values, douts.T, input_precision="ieee")
-                if POSITIONS and scores[4] is not None:
-                    dweights *= keep
+                if scores[4] is not None:
+                    dweights = tl.where(keep, dweights, 0.0) * scores[4][3]
                 dx = weights * (dweights - shift[None, :])
-                if SCALED:
-                    dx *= slope
                 dk_sum = tl.dot(dx.to(queries.dtype), queries, dk_sum, input_precision="ieee")
     if dk is not None:
         store(dk, dk_strides, batch, kv_head, first, num_k, dk_sum * scale, HEAD_DIM, BLOCK_K, BLOCK_DIM)
     if dv is not None:
+        if scores[4] is not None:
+            dv_sum *= scores[4][3]
         store(dv, dv_strides, batch, kv_head, first, num_k, dv_sum, V_HEAD_DIM, BLOCK_K, BLOCK_V_DIM)
 
 
@@ -150,8 +165,6 @@ def query_gradients_kernel(
     hi,
     scale,
     dslopes,
-    dtable,
-    dends,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     V_HEAD_DIM: tl.constexpr,
@@ -164,11 +177,7 @@ def query_gradients_kernel(
     SCALED: tl.constexpr,
     POSITIONS: tl.constexpr,
 ):
-    """Write dq of one block of queries, and its part of the gradients of slopes and table, where they are given.
-
-    dslopes is fp32 [B, H, blocks]; dtable, fp32 [H, 2R + 1], is added to, but for the first and last distance, of which
-    most pairs may be: they are written to dends, fp32 [2, B, H, blocks].
-    """
+    """Write dq of one block of queries, and its part of the gradient of slopes to dslopes, fp32 [B, H, blocks]."""
     num_blocks = tl.cdiv(num_q, BLOCK_Q)
     batch, head, block = program(num_heads, num_blocks, LAST_FIRST=True)
     kv_head, mask_row, first = head // GROUP, (batch % num_masks).to(tl.int64), block * BLOCK_Q
@@ -178,24 +187,26 @@ def query_gradients_kernel(
     at, ids = queries_at(first, num_q, mask_row, pairs, BLOCK_Q, PAIRS, DOCUMENTS)
     rows = first + tl.arange(0, BLOCK_Q)
     num_partial, num_full, begin, before = visits(block, mask_row, num_q, num_k, lo, hi, pairs, BLOCK_Q, BLOCK_K, PAIRS)
-    unit = LOG2_E if SCALED else scale * LOG2_E
+    slope, unit = slope_of(scores, head), score_unit(scale, scores, SCALED) * LOG2_E
+    if scores[4] is not None:
+        one, two = query_words(scores[4], batch, head, num_heads, first, num_q, BLOCK_Q)
     dq_sum = tl.zeros([BLOCK_Q, BLOCK_DIM], tl.float32)
     if dslopes is not None:
         dslope = tl.zeros([BLOCK_Q], tl.float32)
-    if dtable is not None:
-        dfirst = tl.zeros([BLOCK_Q], tl.float32)
-        dlast = tl.zeros([BLOCK_Q], tl.float32)
     for masked in tl.static_range(2):
         count = num_partial if masked else num_full
         key_block = inner_block(0, count, num_k, num_full, begin, before, pairs, BLOCK_K, PAIRS, masked)
         for n in range(count):
             other = BLOCK_K * key_block
             key_block = inner_block(n + 1, count, num_k, num_full, begin, before, pairs, BLOCK_K, PAIRS, masked)
+            near, along, step, sign, t = key_distances(at, first, other, num_k, pairs, BLOCK_K, POSITIONS, not masked)
             keys = load(k, k_strides, batch, kv_head, other, num_k, HEAD_DIM, BLOCK_K, BLOCK_DIM, masked)
+            bias = bias_of(scores, batch, head, t[None, :], rows[:, None], num_q, numbers, not masked)
             x = tl.dot(queries, keys.T, input_precision="ieee")
-            if SCALED:
-                t = key_positions(other, num_k, pairs, BLOCK_K) if POSITIONS else rows
-                x, slope = scored(x, scale, batch, head, at[:, None], t[None, :], rows[:, None], num_q, scores, numbers)
+            x, derivative = scored(
+                x, scale, slope, bias, head, near[:, None], along[None, :], step, sign, scores, numbers, SCALED,
+                not masked, queries.dtype == tl.float32,
+            )  # fmt: skip
             weights = tl.exp2(x * unit - base[:, None])
             if masked:
                 firsts, lasts, k_ids = keys_seen(other, num_k, mask_row, lo, hi, pairs, BLOCK_K, PAIRS, DOCUMENTS)
@@ -205,29 +216,22 @@ def query_gradients_kernel(
                 weights = tl.where(allowed, weights, 0.0)
             values = load(v, v_strides, batch, kv_head, other, num_k, V_HEAD_DIM, BLOCK_K, BLOCK_V_DIM, masked)
             dweights = tl.dot(douts, values.T, input_precision="ieee")
-            if POSITIONS and scores[4] is not None:
-                dweights *= kept(batch, head, at[:, None], t[None, :], scores[4], numbers)
+            if scores[4] is not None:
+                words = key_words(scores[4], other, num_k, BLOCK_K)
+                keep = kept(one[:, None], two[:, None], words[None, :], numbers)
+                dweights = tl.where(keep, dweights, 0.0) * scores[4][3]
             dx = weights * (dweights - shift[:, None])
-            if dslopes is not None:
-                dslope -= tl.sum(dx * tl.abs(at[:, None] - t[None, :]).to(tl.float32), 1)
-            if dtable is not None:
-                distance, radius = at[:, None] - t[None, :], numbers[0]
-                dlast += tl.sum(tl.where(distance >= radius, dx, 0.0), 1)
-                dfirst += tl.sum(tl.where((distance <= -radius) & (distance < radius), dx, 0.0), 1)
-                between = (tl.abs(distance) < radius) & (dx != 0)
-                tl.atomic_add(
-                    dtable + head.to(tl.int64) * (2 * radius + 1) + radius + distance, dx, mask=between, sem="relaxed"
-                )
-            if SCALED:
-                dx *= slope
+            if dslopes is not None and masked:
+                dslope -= tl.sum(dx * tl.abs(near[:, None] + along[None, :] * step).to(tl.float32), 1)
+            elif dslopes is not None:
+                dslope -= (tl.sum(dx, 1) * near + tl.sum(dx * along.to(tl.float32)[None, :], 1) * step) * sign
+            if scores[0] is not None:
+                dx *= derivative
             dq_sum = tl.dot(dx.to(keys.dtype), keys, dq_sum, input_precision="ieee")
     store(dq, dq_strides, batch, head, first, num_q, dq_sum * scale, HEAD_DIM, BLOCK_Q, BLOCK_DIM)
     place = (batch * num_heads + head) * num_blocks + block
     if dslopes is not None:
         tl.store(dslopes + place, tl.sum(dslope, 0))
-    if dtable is not None:
-        tl.store(dends + place, tl.sum(dfirst, 0))
-        tl.store(dends + tl.num_programs(0) + place, tl.sum(dlast, 0))
 
 
 @triton.jit(do_not_specialize=(*RUNTIME, "dbias_strides", "num_batch"))
@@ -287,6 +291,9 @@ def bias_gradient_kernel(
     other = key_block * BLOCK_K
     keys_inside = other + tl.arange(0, BLOCK_K) < num_k
     t = key_positions(other, num_k, pairs, BLOCK_K)
+    unit = score_unit(scale, scores, SCALED) * LOG2_E
+    if scores[4] is not None:
+        words = key_words(scores[4], other, num_k, BLOCK_K)
     total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
     for step in range(batches * heads * blocks):
         first = (first_block + step % blocks) * BLOCK_Q
@@ -301,21 +308,132 @@ def bias_gradient_kernel(
             queries = load(q, q_strides, batch, head, first, num_q, HEAD_DIM, BLOCK_Q, BLOCK_DIM, True)
             keys = load(k, k_strides, batch, kv_head, other, num_k, HEAD_DIM, BLOCK_K, BLOCK_DIM, True)
             x = tl.dot(queries, keys.T, input_precision="ieee")
-            x, _ = scored(x, scale, batch, head, at[:, None], t[None, :], rows[:, None], num_q, scores, numbers)
+            bias = bias_of(scores, batch, head, t[None, :], rows[:, None], num_q, numbers, False)
+            x, _ = scored(
+                x, scale, slope_of(scores, head), bias, head, at[:, None], t[None, :], -1, 1.0, scores, numbers, SCALED,
+                False, queries.dtype == tl.float32,
+            )  # fmt: skip
             base, shift = statistics(lse, delta, batch, head, num_heads, first, num_q, float("inf"), BLOCK_Q, True)
-            weights = tl.where(allowed, tl.exp2(x * LOG2_E - base[:, None]), 0.0)
+            weights = tl.where(allowed, tl.exp2(x * unit - base[:, None]), 0.0)
             douts = load(dout, dout_strides, batch, head, first, num_q, V_HEAD_DIM, BLOCK_Q, BLOCK_V_DIM, True)
             values = load(v, v_strides, batch, kv_head, other, num_k, V_HEAD_DIM, BLOCK_K, BLOCK_V_DIM, True)
             dweights = tl.dot(douts, values.T, input_precision="ieee")
             if scores[4] is not None:
-                dweights *= kept(batch, head, at[:, None], t[None, :], scores[4], numbers)
+                one, two = query_words(scores[4], batch, head, num_heads, first, num_q, BLOCK_Q)
+                keep = kept(one[:, None], two[:, None], words[None, :], numbers)
+                dweights = tl.where(keep, dweights, 0.0) * scores[4][3]
             total += weights * (dweights - shift[:, None])
     dbias += tl.cast(first_batch, tl.int64) * dbias_strides[0] + tl.cast(first_head, tl.int64) * dbias_strides[1]
     places = t.to(tl.int64)
-    keys_inside = keys_inside & (t < numbers[4])
+    keys_inside = keys_inside & (t < numbers[2])
     if EACH_ROW:
         rows = first_block * BLOCK_Q + tl.arange(0, BLOCK_Q)
         places = rows.to(tl.int64)[:, None] * dbias_strides[2] + places[None, :]
         tl.store(dbias + places, total, mask=(rows < num_q)[:, None] & keys_inside[None, :])
     else:
         tl.store(dbias + places, tl.sum(total, 0), mask=keys_inside)
+
+
+@triton.jit(do_not_specialize=(*RUNTIME, "num_grains_q", "num_grains_k"))
+def table_gradient_kernel(
+    q,
+    k,
+    v,
+    dout,
+    lse,
+    delta,
+    dtable,
+    q_strides,
+    k_strides,
+    v_strides,
+    dout_strides,
+    pairs,
+    scores,
+    numbers,
+    num_heads,
+    num_q,
+    num_k,
+    num_masks,
+    lo,
+    hi,
+    scale,
+    bounds,
+    num_grains_q,
+    num_grains_k,
+    GRAIN: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_V_DIM: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PAIRS: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    SCALED: tl.constexpr,
+    POSITIONS: tl.constexpr,
+):
+    """Add to dtable fp32 [H, 2R + 1] what the blocks of one diagonal contribute; ``bounds`` of queries and of keys.
+
+    Within two runs of positions all blocks of a diagonal have the same distances: their gradients are summed as blocks,
+    and added atomically once for many.
+    """
+    num_q_blocks, num_k_blocks = tl.cdiv(num_q, BLOCK_Q), tl.cdiv(num_k, BLOCK_K)
+    # 0, 1, -1, 2, ...: the longest first
+    diagonal = (tl.program_id(0) + 1) // 2 * tl.where(tl.program_id(0) % 2 == 1, 1, -1)
+    head, batch = tl.program_id(1) % num_heads, tl.program_id(1) // num_heads
+    mask_row, kv_head = (batch % num_masks).to(tl.int64), head // GROUP
+    unit, slope = score_unit(scale, scores, SCALED) * LOG2_E, slope_of(scores, head)
+    dtable += head.to(tl.int64) * (2 * numbers[0] + 1) + numbers[0]
+    total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
+    before = tl.full([], 0, tl.int32)
+    rows_before, keys_before = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
+    begin, end = diagonal_visits(
+        diagonal, mask_row, num_masks, bounds, num_q_blocks, num_k_blocks, num_grains_q, num_grains_k, BLOCK_Q // GRAIN,
+        BLOCK_K // GRAIN,
+    )  # fmt: skip
+    for n in range(end - begin):
+        first, other = (begin + n) * BLOCK_Q, (begin + n - diagonal) * BLOCK_K
+        at, ids = queries_at(first, num_q, mask_row, pairs, BLOCK_Q, PAIRS, DOCUMENTS)
+        t = key_positions(other, num_k, pairs, BLOCK_K)
+        first_at, first_t = tl.load(pairs[0] + first).to(tl.int32), tl.load(pairs[7] + other).to(tl.int32)
+        distance, rows, keys_at = first_at - first_t, at - first_at, t - first_t
+        changed = tl.max((rows != rows_before).to(tl.int32), 0) + tl.max((keys_at != keys_before).to(tl.int32), 0)
+        if changed + (distance != before).to(tl.int32) > 0:
+            add_to_table(dtable, total, before + rows_before[:, None] - keys_before[None, :], numbers[0])
+            total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
+            before, rows_before, keys_before = distance, rows, keys_at
+        firsts, lasts, k_ids = keys_seen(other, num_k, mask_row, lo, hi, pairs, BLOCK_K, PAIRS, DOCUMENTS)
+        allowed = allowed_pairs(at[:, None], ids[:, None], firsts[None, :], lasts[None, :], k_ids[None, :], DOCUMENTS)
+        queries = load(q, q_strides, batch, head, first, num_q, HEAD_DIM, BLOCK_Q, BLOCK_DIM, True)
+        keys = load(k, k_strides, batch, kv_head, other, num_k, HEAD_DIM, BLOCK_K, BLOCK_DIM, True)
+        x = tl.dot(queries, keys.T, input_precision="ieee")
+        at_rows = first + tl.arange(0, BLOCK_Q)
+        bias = bias_of(scores, batch, head, t[None, :], at_rows[:, None], num_q, numbers, False)
+        x, _ = scored(
+            x, scale, slope, bias, head, at[:, None], t[None, :], -1, 1.0, scores, numbers, SCALED, False,
+            queries.dtype == tl.float32,
+        )  # fmt: skip
+        base, shift = statistics(lse, delta, batch, head, num_heads, first, num_q, float("inf"), BLOCK_Q, True)
+        weights = tl.where(allowed, tl.exp2(x * unit - base[:, None]), 0.0)
+        douts = load(dout, dout_strides, batch, head, first, num_q, V_HEAD_DIM, BLOCK_Q, BLOCK_V_DIM, True)
+        values = load(v, v_strides, batch, kv_head, other, num_k, V_HEAD_DIM, BLOCK_K, BLOCK_V_DIM, True)
+        dweights = tl.dot(douts, values.T, input_precision="ieee")
+        if scores[4] is not None:
+            one, two = query_words(scores[4], batch, head, num_heads, first, num_q, BLOCK_Q)
+            words = key_words(scores[4], other, num_k, BLOCK_K)
+            dweights = tl.where(kept(one[:, None], two[:, None], words[None, :], numbers), dweights, 0.0) * scores[4][3]
+        total += weights * (dweights - shift[:, None])
+    add_to_table(dtable, total, before + rows_before[:, None] - keys_before[None, :], numbers[0])
+
+
+@triton.jit
+def add_to_table(dtable, total, distance, radius):
+    """Add gradients of pairs of these distances; ``dtable`` points at distance 0. Most distances may be clipped."""
+    between = (tl.abs(distance) < radius) & (total != 0)
+    tl.atomic_add(dtable + distance, total, mask=between, sem="relaxed")
+    last, first = distance >= radius, (distance <= -radius) & (distance < radius)
+    of_last, of_first = tl.sum(tl.where(last, total, 0.0), 1), tl.sum(tl.where(first, total, 0.0), 1)
+    ends = dtable + tl.zeros_like(of_last).to(tl.int32)
+    tl.atomic_add(ends + radius, of_last, mask=of_last != 0, sem="relaxed")
+    tl.atomic_add(ends - radius, of_first, mask=of_first != 0, sem="relaxed")

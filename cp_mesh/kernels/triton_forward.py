@@ -2,8 +2,7 @@
 
 Legend, here and in the backward: q [B, H, Sq, D], k [B, K, Sk, D], v [B, K, Sk, Dv], unit last stride; GROUP = H / K;
 lse in natural log; ``pairs`` as in `triton_visits`, ``scores`` and ``numbers`` as in `triton_tiles`. POSITIONS tells
-that scores depend on positions or rows; SCALED that products are made scores, which then count in natural log, and not
-multiplied by scale when they are exponentiated.
+that scores depend on positions or rows; SCALED that products are multiplied by scale before anything else.
 """
 
 # Triton reads annotations as code, and takes none but its own.
@@ -14,11 +13,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from cp_mesh.kernels.triton_tiles import LOG2_E, RUNTIME, kept, load, scored, store
+from cp_mesh.kernels.triton_dropout import kept, key_words, query_words
+from cp_mesh.kernels.triton_tiles import LOG2_E, RUNTIME, bias_of, load, score_unit, scored, slope_of, store
 from cp_mesh.kernels.triton_visits import (
     allowed_pairs,
     inner_block,
-    key_positions,
+    key_distances,
     keys_seen,
     program,
     queries_at,
@@ -66,7 +66,9 @@ def forward_kernel(
     at, ids = queries_at(first, num_q, mask_row, pairs, BLOCK_Q, PAIRS, DOCUMENTS)
     rows = first + tl.arange(0, BLOCK_Q)
     num_partial, num_full, begin, before = visits(block, mask_row, num_q, num_k, lo, hi, pairs, BLOCK_Q, BLOCK_K, PAIRS)
-    unit = LOG2_E if SCALED else scale * LOG2_E
+    slope, unit = slope_of(scores, head), score_unit(scale, scores, SCALED) * LOG2_E
+    if scores[4] is not None:
+        one, two = query_words(scores[4], batch, head, num_heads, first, num_q, BLOCK_Q)
     acc = tl.zeros([BLOCK_Q, BLOCK_V_DIM], tl.float32)
     largest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
@@ -76,11 +78,14 @@ def forward_kernel(
         for n in range(count):
             other = BLOCK_K * key_block
             key_block = inner_block(n + 1, count, num_k, num_full, begin, before, pairs, BLOCK_K, PAIRS, masked)
+            near, along, step, sign, t = key_distances(at, first, other, num_k, pairs, BLOCK_K, POSITIONS, not masked)
             keys = load(k, k_strides, batch, kv_head, other, num_k, HEAD_DIM, BLOCK_K, BLOCK_DIM, masked)
+            bias = bias_of(scores, batch, head, t[None, :], rows[:, None], num_q, numbers, not masked)
             x = tl.dot(queries, keys.T, input_precision="ieee")
-            if SCALED:
-                t = key_positions(other, num_k, pairs, BLOCK_K) if POSITIONS else rows
-                x, _ = scored(x, scale, batch, head, at[:, None], t[None, :], rows[:, None], num_q, scores, numbers)
+            x, _ = scored(
+                x, scale, slope, bias, head, near[:, None], along[None, :], step, sign, scores, numbers, SCALED,
+                not masked, queries.dtype == tl.float32,
+            )  # fmt: skip
             if masked:
                 firsts, lasts, k_ids = keys_seen(other, num_k, mask_row, lo, hi, pairs, BLOCK_K, PAIRS, DOCUMENTS)
                 allowed = allowed_pairs(
@@ -93,14 +98,18 @@ def forward_kernel(
             weights = tl.exp2(x * unit - base[:, None])
             decay = tl.exp2(largest - base)
             total = total * decay + tl.sum(weights, 1)
-            if POSITIONS and scores[4] is not None:
-                weights *= kept(batch, head, at[:, None], t[None, :], scores[4], numbers)
+            if scores[4] is not None:
+                words = key_words(scores[4], other, num_k, BLOCK_K)
+                weights = tl.where(kept(one[:, None], two[:, None], words[None, :], numbers), weights, 0.0)
             acc = acc * decay[:, None]
             values = load(v, v_strides, batch, kv_head, other, num_k, V_HEAD_DIM, BLOCK_K, BLOCK_V_DIM, masked)
             acc = tl.dot(weights.to(values.dtype), values, acc, input_precision="ieee")
             largest = new
     alone = total == 0
     total = tl.where(alone, 1.0, total)
-    store(out, out_strides, batch, head, first, num_q, acc / total[:, None], V_HEAD_DIM, BLOCK_Q, BLOCK_V_DIM)
+    acc /= total[:, None]
+    if scores[4] is not None:
+        acc *= scores[4][3]
+    store(out, out_strides, batch, head, first, num_q, acc, V_HEAD_DIM, BLOCK_Q, BLOCK_V_DIM)
     natural = tl.where(alone, float("-inf"), (largest + tl.log2(total)) / LOG2_E)
     tl.store(lse + (batch * num_heads + head).to(tl.int64) * num_q + rows, natural, mask=rows < num_q)

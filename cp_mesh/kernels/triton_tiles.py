@@ -1,11 +1,16 @@
-"""What the attention kernels do with one tile in registers: read and write rows, make scores of products, drop weights.
+"""What the attention kernels do with one tile in registers: read and write rows, make scores of products.
 
 A score is softcap(scale · q·k) - slope · abs(p - t) + table[clip(p - t, -R, R) + R] + bias, where p and t are the
-positions of the query and the key. Kernels keep the products q·k as they are where a score is no more than scale · q·k.
+positions of the query and the key. Kernels keep scores in a unit of their own, so that making them costs least: a score
+is `score_unit` times what `scored` returns, which is q·k itself, or its tanh, plus what is added, divided by the unit.
 
-Legend: scores = (softcap, slopes [H], table [H, 2R + 1], bias [B, H, Sq, S], (seed int64 [2], what kept weights are
-multiplied by)), each or None; numbers = (R, threshold of dropout, first head, first batch row, columns of the bias, its
-four strides), which are never compiled into a kernel; slopes and table are contiguous, fp32.
+Distances are the sum of a part of each row and a part of each column. In blocks that need no mask the columns are one
+step apart and all distances have one sign (`cp_mesh.kernels.triton_visits`), so two numbers tell all columns.
+
+Legend: scores = (softcap, slopes [H], table [H, 2R + 1], bias [B, H, Sq, S], dropout), each or None; dropout = (first
+words of queries [B, H, Sq], second words, words of keys [Sk], what kept weights are multiplied by); numbers = (R,
+threshold of dropout, columns of the bias, its four strides), which are never compiled into a kernel; slopes and table
+are contiguous, fp32.
 """
 
 # Triton reads annotations as code, and takes none but its own.
@@ -15,6 +20,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton import knobs
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -69,36 +75,110 @@ def statistics(
         return tl.load(lse + place), tl.load(delta + place)
 
 
-@triton.jit
-def scored(products, scale, batch, head, p, t, rows, num_q, scores, numbers):
-    """Scores of products, and their derivative by scale · product; ``p``, ``t`` and ``rows`` broadcast to them.
+if knobs.runtime.interpret:  # the interpreter runs no assembly
 
-    Without features that need them, ``p`` and ``t`` are not read.
-    """
-    x = products * scale
-    derivative = 1.0
+    @triton.jit
+    def fast_tanh(x):
+        return exact_tanh(x)
+
+    @triton.jit
+    def gather(pointers):
+        return tl.load(pointers)
+
+else:
+
+    @triton.jit
+    def fast_tanh(x):
+        """With a relative error of 2^-11, in one instruction."""
+        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+    @triton.jit
+    def gather(pointers):
+        """Load what nothing writes, where it is needed: Triton would stage it in shared memory, number by number."""
+        dtype: tl.constexpr = pointers.dtype.element_ty
+        if dtype == tl.float32:
+            return tl.inline_asm_elementwise(
+                "ld.global.nc.f32 $0, [$1];", "=f,l", [pointers], dtype=tl.float32, is_pure=True, pack=1
+            )
+        elif dtype.primitive_bitwidth == 16:
+            return tl.inline_asm_elementwise(
+                "ld.global.nc.b16 $0, [$1];", "=h,l", [pointers], dtype=tl.int16, is_pure=True, pack=1
+            ).to(dtype, bitcast=True)
+        else:
+            return tl.load(pointers)
+
+
+@triton.jit
+def exact_tanh(x):
+    """Exact for large arguments too, where exp2 gives 0 or inf."""
+    return 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2_E)))
+
+
+@triton.jit
+def score_unit(scale, scores, SCALED: tl.constexpr):
+    """What a score is, divided by what `scored` returns of it; positive, as the largest of both must be the same."""
     if scores[0] is not None:
-        # exact for large arguments, where exp2 gives 0 or inf
-        tanh = 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2_E / scores[0])))
-        x, derivative = tanh * scores[0], 1.0 - tanh * tanh
+        return scores[0]
+    else:
+        return 1.0 if SCALED else scale
+
+
+@triton.jit
+def slope_of(scores, head):
+    """Of the head; to be read before products are waited for."""
     if scores[1] is not None:
-        x -= tl.load(scores[1] + head) * tl.abs(p - t).to(tl.float32)
+        return tl.load(scores[1] + head)
+    else:
+        return 0.0
+
+
+@triton.jit
+def bias_of(scores, batch, head, t, rows, num_q, numbers, ALL: tl.constexpr):
+    """Of positions of keys and rows of queries, which broadcast; to be read before products are waited for.
+
+    If ALL, all keys are there.
+    """
+    if scores[3] is None:
+        return 0.0
+    elif ALL:
+        bias = scores[3] + batch.to(tl.int64) * numbers[3] + head.to(tl.int64) * numbers[4]
+        places = tl.minimum(rows, num_q - 1).to(tl.int64) * numbers[5]
+        return gather((bias + places) + t.to(tl.int64) * numbers[6])
+    else:
+        bias = scores[3] + batch.to(tl.int64) * numbers[3] + head.to(tl.int64) * numbers[4]
+        places = rows.to(tl.int64) * numbers[5] + t.to(tl.int64) * numbers[6]
+        return tl.load(bias + places, mask=(rows < num_q) & (t < numbers[2]), other=0.0)
+
+
+@triton.jit
+def scored(
+    products, scale, slope, bias, head, near, along, step, sign, scores, numbers,
+    SCALED: tl.constexpr, ONE_SIGN: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Scores of products in their unit, and their derivative by scale · product.
+
+    Distances are near + along · step, all of this sign if ONE_SIGN; they broadcast to the products, and are not read
+    without scores that need them. ``slope`` and ``bias`` are what is added to natural scores. EXACT is for fp32.
+    """
+    x, derivative = products, 1.0
+    if scores[0] is not None:
+        x = products * (scale / scores[0])
+        x = exact_tanh(x) if EXACT else fast_tanh(x)
+        derivative = 1.0 - x * x
+    elif SCALED:
+        x = products * scale
+    per_unit = 1.0 / score_unit(scale, scores, SCALED)
+    if scores[1] is not None:
+        slope *= per_unit
+        if ONE_SIGN:
+            slope *= sign
+            x = (x - near.to(tl.float32) * slope) - along.to(tl.float32) * (slope * step)
+        else:
+            x -= tl.abs(near + along * step).to(tl.float32) * slope
     if scores[2] is not None:
         radius = numbers[0]
         table = scores[2] + head.to(tl.int64) * (2 * radius + 1) + radius
-        x += tl.load(table + tl.minimum(tl.maximum(p - t, -radius), radius))
+        x += gather(table + tl.minimum(tl.maximum(near + along * step, -radius), radius)) * per_unit
     if scores[3] is not None:
-        bias = scores[3] + batch.to(tl.int64) * numbers[5] + head.to(tl.int64) * numbers[6]
-        places = rows.to(tl.int64) * numbers[7] + t.to(tl.int64) * numbers[8]
-        x += tl.load(bias + places, mask=(rows < num_q) & (t < numbers[4]), other=0.0).to(tl.float32)
+        x += bias.to(tl.float32) * per_unit
     return x, derivative
-
-
-@triton.jit
-def kept(batch, head, p, t, dropout, numbers):
-    """What dropout multiplies the weights by: 0, or 1 / (1 - probability)."""
-    offset = tl.load(dropout[0] + 1)
-    fourth = (batch + numbers[3] + offset).to(tl.uint32)
-    word, _, _, _ = tl.philox(tl.load(dropout[0]), t, p, (head + numbers[2]).to(tl.uint32), fourth)
-    # as signed numbers, like the threshold, which has 32 bits
-    return tl.where((word ^ 0x80000000).to(tl.int32, bitcast=True) < numbers[1], 0.0, dropout[1])

@@ -8,6 +8,9 @@ A program owns an outer block of rows and visits inner blocks: first those of wh
 mask, then the others. Blocks without an allowed pair are not visited: for a band, blocks follow from its bounds; else
 `blocks_kernel` lists them from the least and greatest position and document of each block.
 
+Scores that read distances want blocks whose distances are affine in rows and keys, and of one sign. Other blocks count
+as blocks that need a mask: kernels read positions row by row in those alone.
+
 Legend: a "mask row" is a batch row of the mask, which may be shared by the batch; pairs = (positions of queries,
 firsts, lasts, q_ids, k_ids, blocks, counts, positions of keys), or None for a band.
 """
@@ -48,6 +51,7 @@ def rows_kernel(
     ids,
     bounds,
     id_bounds,
+    runs,
     num_rows,
     lo,
     prefix_lo,
@@ -60,13 +64,16 @@ def rows_kernel(
     """Read the mask at the positions of a grain of rows, and bound what was read.
 
     Writes firsts, lasts (of queries, lasts is not written and firsts is the position) and ids, [mask rows, rows], and
-    bounds [4, mask rows, grains]: least first, greatest last, greatest first, least last; id_bounds: least, greatest.
+    bounds [4, mask rows, grains]: least first, greatest last, greatest first, least last; id_bounds: least, greatest;
+    runs [3, grains]: least and greatest position, and the step from each row to the next one, or NEVER if steps differ.
     """
     grain, mask_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     rows = grain * GRAIN + tl.arange(0, GRAIN)
     inside = rows < num_rows
     position = tl.load(positions + rows, mask=inside, other=0)
     tl.device_assert((position >= 0) & (position < NEVER), "positions must fit in 31 bits")
+    if mask_row == 0:
+        _write_run(runs, grain, position, tl.load(positions + rows + 1, mask=rows + 1 < num_rows, other=-1), inside)
     first, last = position, position
     seen = inside
     if KEYS:
@@ -99,6 +106,18 @@ def rows_kernel(
 
 
 @triton.jit
+def _write_run(runs, grain, position, following, inside):
+    """``following`` are the positions of the next rows, -1 past the last one."""
+    step = tl.where(following < 0, NOWHERE, following - position)
+    steps = tl.max(step, 0)
+    same = (tl.min(tl.where(step == NOWHERE, steps, step), 0) == steps) & (steps != NOWHERE)
+    runs += grain
+    tl.store(runs, tl.min(tl.where(inside, position, NEVER), 0).to(tl.int32))
+    tl.store(runs + tl.num_programs(0), tl.max(tl.where(inside, position, -1), 0).to(tl.int32))
+    tl.store(runs + 2 * tl.num_programs(0), tl.where(same, steps, NEVER).to(tl.int32))
+
+
+@triton.jit
 def _greatest(dtype: tl.constexpr):
     return tl.full([], (1 << (dtype.primitive_bitwidth - 1)) - 1, dtype)
 
@@ -109,6 +128,7 @@ def blocks_kernel(
     outer_ids,
     inner,
     inner_ids,
+    runs,
     blocks,
     counts,
     num_outer,
@@ -122,7 +142,8 @@ def blocks_kernel(
     """List the inner blocks to be visited by each outer block: blocks int32 [mask rows, outer blocks, inner blocks].
 
     Those that need a mask lie at the front, those that do not at the back, from the end; counts [.., 2] of both.
-    A block is OUTER or INNER grains, and INNER_ROWS rows; ``num_outer`` and ``num_inner`` count grains.
+    A block is OUTER or INNER grains, and INNER_ROWS rows; ``num_outer`` and ``num_inner`` count grains. ``runs`` of
+    outer and inner rows are given if blocks whose distances are not affine, or not of one sign, are to be masked.
     """
     block, mask_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     num_masks = tl.num_programs(1).to(tl.int64)
@@ -131,6 +152,8 @@ def blocks_kernel(
     least, greatest = first, last
     if outer_ids is not None:
         least, greatest = _id_bounds(outer_ids, grains, mask_row, num_masks, num_outer)
+    if runs is not None:
+        lowest, highest, affine = _run(runs[0], grains, num_outer)
     num_blocks = tl.cdiv(num_inner, INNER)
     place = mask_row * tl.num_programs(0) + block
     blocks += place * num_blocks
@@ -149,6 +172,9 @@ def blocks_kernel(
             other_least, other_greatest = _id_bounds(inner_ids, places, mask_row, num_masks, num_inner)
             visit = visit & (other_least <= greatest) & (other_greatest >= least)
             full = full & (other_least == other_greatest) & (least == greatest)
+        if runs is not None:
+            other_lowest, other_highest, other_affine = _run(runs[1], places, num_inner)
+            full = full & affine & other_affine & ((lowest > other_highest) | (highest < other_lowest))
         full = visit & full & ((other + 1) * INNER_ROWS <= num_inner_rows)
         partial = visit & (full == 0)
         index = num_partial + tl.cumsum(partial.to(tl.int32), 0) - 1
@@ -181,6 +207,43 @@ def _id_bounds(bounds, grains, mask_row, num_masks, num_grains):
     inside, greatest = grains < num_grains, _greatest(bounds.dtype.element_ty)
     least_id = tl.min(tl.load(pointers, mask=inside, other=greatest), 1)
     return least_id, tl.max(tl.load(pointers + num_masks * num_grains, mask=inside, other=-greatest - 1), 1)
+
+
+@triton.jit
+def _run(runs, grains, num_grains):
+    """Least and greatest position of rows of grains, and whether all are one step apart."""
+    pointers, inside = runs + grains, grains < num_grains
+    steps = pointers + 2 * num_grains
+    slowest = tl.min(tl.load(steps, mask=inside, other=NEVER), 1)
+    return (
+        tl.min(tl.load(pointers, mask=inside, other=NEVER), 1),
+        tl.max(tl.load(pointers + num_grains, mask=inside, other=-1), 1),
+        (slowest == tl.max(tl.load(steps, mask=inside, other=NOWHERE), 1)) & (slowest != NEVER),
+    )
+
+
+@triton.jit
+def diagonal_visits(
+    diagonal, mask_row, num_masks, bounds, num_q_blocks, num_k_blocks, num_grains_q, num_grains_k, Q: tl.constexpr,
+    K: tl.constexpr,
+):  # fmt: skip
+    """Begin and end of the blocks of queries that may see the block of keys ``diagonal`` blocks before them.
+
+    Blocks are Q and K grains; ``bounds`` of queries and of keys are those of `rows_kernel`.
+    """
+    first = tl.maximum(diagonal, 0)
+    last = tl.maximum(tl.minimum(num_q_blocks, num_k_blocks + diagonal), first)
+    begin, end = last, first
+    for chunk in range(first, last, CHUNK):
+        blocks = chunk + tl.arange(0, CHUNK)
+        rows = blocks[:, None] * Q + tl.arange(0, Q)[None, :]
+        keys = (blocks - diagonal)[:, None] * K + tl.arange(0, K)[None, :]
+        q_first, q_last, _, _ = _bounds(bounds[0], rows, mask_row, num_masks, num_grains_q)
+        k_first, k_last, _, _ = _bounds(bounds[1], keys, mask_row, num_masks, num_grains_k)
+        visit = (blocks < last) & (k_first <= q_last) & (k_last >= q_first)
+        begin = tl.minimum(begin, tl.min(tl.where(visit, blocks, last), 0))
+        end = tl.maximum(end, tl.max(tl.where(visit, blocks + 1, first), 0))
+    return begin, end
 
 
 @triton.jit
@@ -282,3 +345,46 @@ def key_positions(first, num_k, pairs, ROWS: tl.constexpr):
     """Positions of key rows, which only `Pairs` have; rows past the end have any."""
     rows = first + tl.arange(0, ROWS)
     return tl.load(pairs[7] + rows, mask=rows < num_k, other=0).to(tl.int32)
+
+
+@triton.jit
+def key_distances(at, first, other, num_k, pairs, ROWS: tl.constexpr, POSITIONS: tl.constexpr, ONE_SIGN: tl.constexpr):
+    """Of queries at positions ``at``, the block from row ``first`` on, and the keys from row ``other`` on.
+
+    Returns near, along, step and sign: distances are near + along · step, all of this sign if ONE_SIGN; and the
+    positions of the keys. Without POSITIONS these are any numbers.
+    """
+    along = tl.arange(0, ROWS)
+    if not POSITIONS:
+        return at, along, 1, 1.0, along
+    elif ONE_SIGN:
+        begin, step = _steps(pairs[7], other)
+        return at - begin, along, -step, _sign(tl.load(pairs[0] + first), begin), begin + along * step
+    else:
+        t = key_positions(other, num_k, pairs, ROWS)
+        return at, t, -1, 1.0, t
+
+
+@triton.jit
+def query_distances(t, first, at, other, pairs, ROWS: tl.constexpr, POSITIONS: tl.constexpr, ONE_SIGN: tl.constexpr):
+    """The first four of keys at positions ``t``, from row ``first`` on, and queries ``at``, from row ``other`` on."""
+    along = tl.arange(0, ROWS)
+    if not POSITIONS:
+        return t, along, 1, 1.0
+    elif ONE_SIGN:
+        begin, step = _steps(pairs[0], other)
+        return begin - t, along, step, _sign(begin, tl.load(pairs[7] + first))
+    else:
+        return -t, at, 1, 1.0
+
+
+@triton.jit
+def _steps(positions, first):
+    """Position of a row, and how far the next one is from it."""
+    begin = tl.load(positions + first).to(tl.int32)
+    return begin, tl.load(positions + first + 1).to(tl.int32) - begin
+
+
+@triton.jit
+def _sign(p, t):
+    return tl.where(p > t, 1.0, -1.0)

@@ -191,6 +191,29 @@ def steps_table(rows: Sequence[Row]) -> str:
     return markdown(["ms a step (GiB)", *head], lines)
 
 
+FEATURES, NOT_RUN = ("plain", "softcap", "alibi", "table", "wide", "bias", "learned bias", "dropout"), "does not run"
+
+
+def scores_speed_page() -> str:
+    """TFLOP/s of `scores.py`: forward / both passes, and both over the plain kernel of the same contestant."""
+    rows = read("scores_speed_h200.csv")
+    parts = [head_of("scores_speed_h200.csv", f"{rows[0]['gpu']}, torch {rows[0]['torch']}, {rows[0]['packages']}")]
+    names = {"ours": "now", "old": "at 415b90d", "flex": "flex_attention, compiled"}
+    for tile in dict.fromkeys(row["tile"] for row in rows):
+        cells = {(row["feature"], row["contestant"]): _forward_and_both(row) for row in rows if row["tile"] == tile}
+        asked = [name for name in names if cells[FEATURES[0], name] != NOT_RUN]
+        lines = [[feature, *(cells[feature, name] for name in asked)] for feature in FEATURES]
+        head = ["", *(names[name] for name in asked)]
+        parts.append(f"## {tile}, commit {rows[0]['commit']}\n\n{markdown(head, lines)}")
+    return "\n".join(parts)
+
+
+def _forward_and_both(row: Row) -> str:
+    if not row["tflops_both"]:
+        return NOT_RUN
+    return f"{float(row['tflops_fwd']):.0f} / {float(row['tflops_both']):.0f} ({float(row['of_plain_both']):.2f})"
+
+
 def batches_table(rows: Sequence[Row]) -> str:
     """Of `batches.py`: rates, stalls and what was compiled."""
     head = ["layout", "heads", "mask", "tokens/s", "of the batch again", "first step, s", "median, ms", "worst stall"]
@@ -404,6 +427,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "low_precision_2xh200.md": low_precision_page,
     "low_precision_4xh200.md": low_precision_4_page,
     "scores_2xh200.md": scores_page,
+    "scores_speed_h200.md": scores_speed_page,
     "verify_4xh200.md": verify_page,
 }
 """Pages of docs/results by name."""

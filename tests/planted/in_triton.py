@@ -6,9 +6,8 @@ they are replaced like any other function. No kernel's source is quoted.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
-
-import torch
 
 from planted.seams import in_area, with_arguments, with_call, with_result
 
@@ -85,26 +84,63 @@ plant("softcap is lost on the way to Triton", "kernels.triton_attention:_score_a
     with_score_arguments(lambda tensors, numbers: ((None, *tensors[1:]), numbers))
 )
 plant("kept weights are not scaled in Triton", "kernels.triton_attention:_score_arguments", "scores in Triton")(
-    with_score_arguments(lambda tensors, numbers: ((*tensors[:4], tensors[4] and (tensors[4][0], 1.0)), numbers))
+    with_score_arguments(lambda tensors, numbers: ((*tensors[:4], tensors[4] and (*tensors[4][:3], 1.0)), numbers))
 )
-plant("dropout counts heads from this rank's first", "kernels.triton_attention:_score_arguments", "scores in Triton")(
-    with_score_arguments(lambda tensors, numbers: (tensors, (*numbers[:2], 0, *numbers[3:])))
+
+
+@plant("dropout counts heads from this rank's first", "kernels.triton_attention:_dropout_words", "scores in Triton")
+def _(dropout_words: Any) -> Any:
+    return lambda cover, scores, q: dropout_words(cover, replace(scores, first_head=0), q)
+
+
+@plant("dropout counts batch rows from the first", "kernels.triton_attention:_dropout_words", "scores in Triton")
+def _(dropout_words: Any) -> Any:
+    return lambda cover, scores, q: dropout_words(cover, replace(scores, first_batch=0), q)
+
+
+plant("words of queries are not mixed with those of keys", "kernels.triton_dropout:key_words", "scores in Triton")(
+    result(lambda words: words ^ words)
 )
-plant("dropout counts batch rows from the first", "kernels.triton_attention:_score_arguments", "scores in Triton")(
-    with_score_arguments(lambda tensors, numbers: (tensors, (*numbers[:3], 0, *numbers[4:])))
+
+
+@plant("the second word of a query is lost", "kernels.triton_dropout:query_words", "scores in Triton")
+def _(query_words: Any) -> Any:
+    def mutant(*given: Any) -> Any:
+        one, two = query_words(*given)
+        return one, two ^ two
+
+    return mutant
+
+
+plant("the sign of a block's distances is turned", "kernels.triton_visits:_sign", "scores in Triton")(
+    result(lambda sign: sign * -1.0)
 )
+plant("the next position is taken for one step away", "kernels.triton_visits:_steps", "scores in Triton")(
+    result(lambda found: (found[0], found[1] * 0 + 1))
+)
+
+
+@plant("a block that two runs share counts as one run", "kernels.triton_visits:_run", "scores in Triton")
+def _(run: Any) -> Any:
+    return result(lambda found: (found[0], found[1], found[2] | True))(run)
+
+
 plant("a table is read around another middle", "kernels.triton_attention:_score_arguments", "scores in Triton")(
     with_score_arguments(lambda tensors, numbers: (tensors, (numbers[0] - 1, *numbers[1:])))
 )
 
 
-@plant("clipped distances have no gradient in Triton", "kernels.triton_attention:_ScoreParts.sum", "scores in Triton")
-def _(add_up: Any) -> Any:
-    def mutant(self: Any) -> Any:
-        self.ends = None if self.ends is None else torch.zeros_like(self.ends)
-        return add_up(self)
+@plant("clipped distances have no gradient in Triton", "kernels.triton_backward:add_to_table", "scores in Triton")
+def _(add_to_table: Any) -> Any:
+    def mutant(dtable: Any, total: Any, distance: Any, radius: Any) -> None:
+        add_to_table(dtable, total * ((distance < radius) & (distance > radius * -1)), distance, radius)
 
     return mutant
+
+
+@plant("diagonals of blocks are begun one late", "kernels.triton_visits:diagonal_visits", "scores in Triton")
+def _(diagonal_visits: Any) -> Any:
+    return result(lambda found: (found[0] + 1, found[1]))(diagonal_visits)
 
 
 @plant("slopes have the gradient of the first rows", "kernels.triton_attention:_ScoreParts.sum", "scores in Triton")

@@ -131,7 +131,7 @@ def triton_tile(what: str) -> tuple[Any, Any]:
     """Scores and cover; blocks of which all pairs, some and none are allowed."""
     import test_triton_scores as scores
 
-    from cp_mesh.kernels.contract import Scores
+    from cp_mesh.kernels.contract import Pairs, Scores
     from cp_mesh.masks import Band, Mask
 
     if what == "a band":
@@ -140,5 +140,7 @@ def triton_tile(what: str) -> tuple[Any, Any]:
         ids = torch.stack([torch.arange(scores.S) // 15, torch.zeros(scores.S, dtype=torch.int64)])
         return Scores(0.3), scores.in_order(Mask(documents=ids, window=(17, None)))
     options = {name: x for feature in scores.FEATURES.values() for name, x in feature.items()}
-    options |= {"bias": scores.draw(2, 2, scores.NUM_Q, scores.S)}
-    return Scores(0.3, first_head=7, first_batch=3, **options), scores.in_order(Mask())
+    # the second block of keys is of two runs; the third has keys that some queries precede
+    cover = Pairs(Mask(), torch.arange(34) * 2 + 75, torch.cat([torch.arange(20) * 3, torch.arange(60, 80)]))
+    options |= {"bias": scores.draw(2, 2, 34, 80)}
+    return Scores(0.3, first_head=7, first_batch=3, **options), cover

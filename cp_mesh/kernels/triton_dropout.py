@@ -1,0 +1,59 @@
+"""Which weights dropout keeps, in Triton: words of queries and keys, made once a call, and what decides a pair.
+
+`Scores.dropout_seed` has the definition. Philox of every pair would take longer than attention; that of rows takes
+next to nothing, and two products mix the words of a pair.
+"""
+
+# Triton reads annotations as code, and takes none but its own.
+# mypy: disallow-untyped-defs=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_heads", "first_head", "first_batch"])
+def words_kernel(
+    seed, positions, words, num_rows, num_heads, first_head, first_batch, KEYS: tl.constexpr, ROWS: tl.constexpr
+):
+    """Write words int32: of keys [num_rows], or of queries, [2, B, H, num_rows]; a program has ROWS of a head."""
+    program, count = tl.program_id(1), tl.num_programs(1).to(tl.int64)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = rows < num_rows
+    position = tl.load(positions + rows, mask=inside, other=0).to(tl.int32)
+    if KEYS:
+        word, _, _, _ = tl.philox(tl.load(seed), position, 1, 0, 0)
+        tl.store(words + rows, word.to(tl.int32, bitcast=True), mask=inside)
+    else:
+        head, batch = (program % num_heads + first_head).to(tl.uint32), program // num_heads + first_batch
+        fourth = (batch + tl.load(seed + 1)).to(tl.uint32)
+        first, second, _, _ = tl.philox(tl.load(seed), position, 0, head, fourth)
+        words += program.to(tl.int64) * num_rows + rows
+        tl.store(words, first.to(tl.int32, bitcast=True), mask=inside)
+        tl.store(words + count * num_rows, second.to(tl.int32, bitcast=True), mask=inside)
+
+
+@triton.jit
+def query_words(dropout, batch, head, num_heads, first, num_q, ROWS: tl.constexpr):
+    """Both words of query rows; rows past the end have any."""
+    rows = first + tl.arange(0, ROWS)
+    place, inside = (batch * num_heads + head).to(tl.int64) * num_q + rows, rows < num_q
+    one, two = tl.load(dropout[0] + place, mask=inside, other=0), tl.load(dropout[1] + place, mask=inside, other=0)
+    return one.to(tl.uint32, bitcast=True), two.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def key_words(dropout, first, num_k, ROWS: tl.constexpr):
+    """Words of key rows; rows past the end have any."""
+    rows = first + tl.arange(0, ROWS)
+    return tl.load(dropout[2] + rows, mask=rows < num_k, other=0).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def kept(one, two, key, numbers):
+    """Whether weights are kept, from words that broadcast."""
+    word = (one ^ key) * 0x7FEB352D
+    word = (word ^ (word >> 15) ^ two) * 0x846CA68B
+    # the threshold is a signed number, since numbers of 32 bits are compiled as such
+    return word >= (numbers[1].to(tl.uint32, bitcast=True) ^ 0x80000000)

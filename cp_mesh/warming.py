@@ -1,0 +1,113 @@
+"""Compile before the first step what calls of these sizes need, and let the transport's memory grow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from cp_mesh.attention import attention
+from cp_mesh.balancing import balance
+from cp_mesh.errors import refuse
+from cp_mesh.kernels.combine import MAX_PIECES, OutputSum, RowSum, accumulation_dtype, finish_sums
+from cp_mesh.layouts import Layout, ZigZag
+from cp_mesh.masks import Mask
+
+
+def warm_up(
+    mesh: DeviceMesh | dist.ProcessGroup,
+    *,
+    seq_len: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    v_head_dim: int | None = None,
+    batch: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    layout: Layout | str = ZigZag(),  # noqa: B008 - frozen
+    mask: Mask = Mask(causal=True),  # noqa: B008 - frozen
+    documents: bool = False,
+    **options: Any,
+) -> None:
+    """Run attention of these sizes forward and backward, on every rank of the mesh, so that training compiles nothing.
+
+    Without it the first steps compile, 1 to 10 seconds for each kernel that is met first. What is compiled is kept on
+    disk, by Triton and by FlashAttention-4, and a second start loads it. A CUDA graph needs a warm-up, by this or by a
+    step.
+
+    Args:
+        mesh: the 1-D mesh of the cp axis, or its ProcessGroup.
+        seq_len: tokens in the whole sequence.
+        num_heads, num_kv_heads: of this rank: after tensor parallelism.
+        head_dim, v_head_dim, batch, dtype: sizes of q, k and v, whose memory is [B, S, H, D] as a projection leaves it.
+        layout: as in `cp_mesh.attention`, or "balanced": one for each batch of documents.
+        mask: the mask, without its documents.
+        documents: batches will have packed documents: a few mixes of lengths are run.
+        options: further keywords of `cp_mesh.attention`, as the model gives them.
+
+    Raises:
+        ArgumentError, UnsupportedError: as `cp_mesh.attention` does for these arguments.
+
+    Example:
+        >>> warm_up(mesh["cp"], seq_len=131072, num_heads=32, num_kv_heads=8, head_dim=128, documents=True,
+        ...         layout="balanced")  # doctest: +SKIP
+    """
+    if mask.documents is not None or mask.key_padding is not None:
+        refuse("warm_up: mask", "a mask without tensors", "documents or key padding", "pass documents=True")
+    if isinstance(layout, str) and layout != "balanced":
+        refuse("warm_up: layout", "a layout or 'balanced'", repr(layout), "layout=ZigZag()")
+    group = mesh if isinstance(mesh, dist.ProcessGroup) else mesh.get_group()
+    size, rank = group.size(), group.rank()
+    on_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config(group)
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    for each in _masks(mask, seq_len) if documents else [mask]:
+        placed = balance(each, seq_len, size) if isinstance(layout, str) else layout
+        rows = placed.shard_len(seq_len, size, rank)
+        q, k, v = (
+            torch.zeros(batch, rows, heads, dim, dtype=dtype, device=device).transpose(1, 2).requires_grad_()
+            for heads, dim in ((num_heads, head_dim), (num_kv_heads, head_dim), (num_kv_heads, v_head_dim or head_dim))
+        )
+        result = attention(q, k, v, mesh=mesh, seq_len=seq_len, layout=placed, mask=each, **options)
+        out = result if isinstance(result, Tensor) else result[0]
+        torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+    _sums(*(x.detach()[:, :, :64] for x in (q, k, v)))
+    if on_gpu:
+        torch.cuda.synchronize(device)
+
+
+def _masks(mask: Mask, seq_len: int) -> Iterator[Mask]:
+    """With one document, with two of unlike lengths, with many alike, and with lengths as data has them."""
+    tokens = torch.arange(seq_len)
+    spread = torch.Generator().manual_seed(0)
+    few = max(2, seq_len // 64)  # tokens of a document
+    ends = torch.empty(seq_len).log_normal_(math.log(few), 1.5, generator=spread).ceil().cumsum(0)
+    for ids in (
+        torch.zeros(seq_len, dtype=torch.int64),
+        (tokens >= seq_len // 3).long(),
+        tokens // few,
+        torch.searchsorted(ends.long(), tokens, right=True),
+    ):
+        yield replace(mask, documents=ids)
+
+
+def _sums(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Of two and of more partial results, and of more than are held: how many a batch has is not known before."""
+    sums, group = accumulation_dtype(q.dtype), (q, k, v)
+    for count in (2, MAX_PIECES, MAX_PIECES + 1):
+        outputs = OutputSum((*q.shape[:3], v.shape[3]), sums, q.device)
+        for_q, for_k, for_v = totals = [RowSum(x.shape, sums, x.device) for x in group]
+        for _ in range(count):
+            outputs.add(0, q.new_zeros((*q.shape[:3], v.shape[3])), q.new_zeros(q.shape[:3], dtype=sums))
+            for total, x in zip(totals, group, strict=True):
+                total.add(0, torch.zeros_like(x))
+        outputs.finish(q, q.dtype)
+        dq, dk, dv = (torch.empty_like(x) for x in group)
+        finish_sums([(for_q, dq)])
+        finish_sums([(for_k, dk), (for_v, dv)])
+        finish_sums([(for_q, dq), (for_k, dk), (for_v, dv)])
