@@ -5,7 +5,8 @@ Per row, in one of n head chunks: F = B·(K/n)·(D + Dv) elements of keys and va
     symmetric memory, kept from call to call
         local rows · F                                 K and V where others can read them
         rows that others fetch · F                     a slot for the gradients that each of them computes; every rank
-                                                       allocates what the rank that serves most needs
+                                                       allocates what the rank that serves most needs. On two ranks it
+                                                       lies where the rows did, and the larger of the two counts
     forward, at its end
         rows of all tiles · B·(H/n)·(Dv elements + 4)  partial outputs and their lse, merged once
         and, while the first tile is computed, all rows fetched · F
@@ -15,6 +16,8 @@ Per row, in one of n head chunks: F = B·(K/n)·(D + Dv) elements of keys and va
         rows of the tiles so far · Q                   partial dq, summed once
         rows of the tile · Q · 4 bytes                 the kernel's own fp32 dq, and with grouped queries
         keys of the tile · F · 4 bytes                 its fp32 dk and dv
+        less, in one chunk, the results                dq, dk and dv, made after the last tile; at that time all partial
+                                                       dq are held, and dk and dv of the local keys
 
 Functional collectives have no symmetric memory. They hold the keys of stage s and of the next, packed copies of the
 rows that the next one serves, gradients of stages s - 1 and s on their way, and those that arrived.
@@ -97,11 +100,16 @@ def extra_memory(
         sent = sum(fetched[max(0, i - (2 if on_wires else 1)) : i + 1])
         own = max((_rows(tile) * own_row + _keys(tile) * key_sum_row for tile in tiles), default=0)
         local = sum(map(_keys, tiles)) * gradient_row if i == len(fetched) else 0
-        backward = max(backward, keys * key_row + (sent + arrived) * gradient_row + tile_rows * dq_row + own + local)
+        pieces = tile_rows * dq_row + arrived * gradient_row + local
+        backward = max(backward, keys * key_row + sent * gradient_row + pieces + own)
         arrived += served[i] if i < len(served) and not on_wires else 0
+    if head_chunks == 1:
+        num_rows = schedule.shard_lens[schedule.cp_rank]
+        backward = max(backward - num_rows * (dq_row + key_row), pieces)
     symmetric = 0
     if on_wires and route.stages:
-        symmetric = max(schedule.shard_lens) * key_row + route.most_served * gradient_row
+        parts = max(schedule.shard_lens) * key_row, route.most_served * gradient_row
+        symmetric = max(parts) if schedule.cp_size == 2 else sum(parts)
     return ExtraMemory(forward, backward, symmetric)
 
 

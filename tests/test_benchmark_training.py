@@ -12,11 +12,14 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from ranks import mesh
 from scripts import run_script
+from torch.multiprocessing.reductions import StorageWeakRef
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "examples" / "benchmarks"
@@ -85,6 +88,33 @@ def test_all_variants_train_the_same_model(tmp_path: Path) -> None:
     # For each of the two and each length: once to ask it, then 2 layers in 4 forwards, none of them computed again.
     assert "36 forward rings" in printed
     assert "| ms a step (GiB) | 64 tokens, eager | 32 tokens, eager |" in printed
+
+
+def logits_in_backward(rank: int) -> dict[str, bool]:
+    """Of each variant, whether its logits are still held when the backward begins."""
+    args = training.parse_arguments([*TINY, "--variants", "cp_mesh", "ulysses"])
+    (args.seq_len,) = args.seq_len
+    trainer = training.Trainer(args, mesh((2,), ("cp",)), torch.device("cpu"))
+    storages: list[StorageWeakRef] = []
+    trainer.model.output.register_forward_hook(
+        lambda module, inputs, output: storages.append(StorageWeakRef(output.untyped_storage()))
+    )
+    held: dict[str, bool] = {}
+    for variant in trainer.variants:
+        storages.clear()
+
+        def backward(loss: torch.Tensor, name: str = variant.name) -> None:
+            (storage,) = storages
+            held[name] = not storage.expired()
+
+        with mock.patch.object(torch.Tensor, "backward", backward):
+            trainer.loss_and_backward(variant)
+    return held
+
+
+def test_logits_are_given_back_before_the_backward(pool: Any) -> None:
+    """No gradient needs them: logits that a variable names add a tenth to the peak."""
+    assert pool(2).run(logits_in_backward) == [{"cp_mesh": False, "ulysses": False}] * 2
 
 
 @pytest.mark.full

@@ -160,15 +160,16 @@ def ring_backward(
             lse = include_sinks(lse, sinks)
         else:
             dout = (dout * share_of_keys(lse, sinks)[..., None]).to(dout.dtype)  # rounded once
-    grads = tuple(dense_like(x) for x in (q, k, v))
+    # of a single chunk they are made at its end, when the kernels' own buffers are free
+    grads = tuple(dense_like(x) for x in (q, k, v)) if plan.settings.head_chunks > 1 else ()
     out_or_delta = make_delta(dout, out, dlse) if plan.kernel.uses_delta else out
     for heads, chunk in _by_head_chunks((dout, q, k, v, out_or_delta, lse, *grads), plan):
         of_heads = scores if plan.settings.head_chunks == 1 else scores.heads(*heads)
         with plan.open_transport(group) as transport:
-            of_chunk = _backward(*chunk, scores=of_heads, plan=plan, transport=transport)
+            written, of_chunk = _backward(*chunk, scores=of_heads, plan=plan, transport=transport)
         of_tiles.part(heads=heads).add_(of_chunk)
     of_scores |= {name: getattr(of_tiles, name) for name in scores.wanted}
-    dq, dk, dv = grads
+    dq, dk, dv = grads or written
     return dq, dk, dv, of_scores
 
 
@@ -200,15 +201,12 @@ def _backward(
     v: Tensor,
     out_or_delta: Tensor,
     lse: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    *,
+    *into: Tensor,
     scores: Scores,
     plan: Plan,
     transport: Transport,
-) -> ScoreGradients:
-    """Write dq, dk and dv of these heads; keys and values travel, and their gradients home."""
+) -> tuple[tuple[Tensor, ...], ScoreGradients]:
+    """dq, dk and dv of these heads, written into tensors that are given or made; keys travel, their gradients home."""
     route, dtype = plan.schedule.route, accumulation_dtype(q.dtype)
     incoming = transport.fetch((k, v), route)
     outgoing = transport.deliver(Packing.of((k, v), plan.settings.gradient_dtype), route)
@@ -236,8 +234,9 @@ def _backward(
     for piece in local_pieces:  # after all that arrived, so that the order of the sums is the same in every transport
         dk_sum.add(piece.begin, piece.dk)
         dv_sum.add(piece.begin, piece.dv)
+    dq, dk, dv = into or tuple(dense_like(x) for x in (q, k, v))
     backward.finish(dq, [(dk_sum, dk), (dv_sum, dv)])
-    return backward.score_gradients()
+    return (dq, dk, dv), backward.score_gradients()
 
 
 def _by_head_chunks(tensors: Sequence[Tensor], plan: Plan) -> Iterator[tuple[tuple[int, int], tuple[Tensor, ...]]]:

@@ -298,8 +298,8 @@ class CPMeshVariant:
         return cp_mesh.checkpoint_context_fn()
 
     def loss_and_backward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        logits = self.root(tokens)
-        loss = cp_mesh.cross_entropy(logits, self.sequence.shard({"labels": labels})["labels"], self.mesh)
+        labels = self.sequence.shard({"labels": labels})["labels"]
+        loss = cp_mesh.cross_entropy(self.root(tokens), labels, self.mesh)  # a name would hold the logits in backward
         loss.backward()
         return loss.detach()
 
