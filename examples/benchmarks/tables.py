@@ -230,6 +230,16 @@ def batches_table(rows: Sequence[Row]) -> str:
     return markdown([*head, "above 1.3", "compiled: Triton + FlashAttention-4"], lines)
 
 
+def batches_page() -> str:
+    rows = read("batches_2xh200.csv")
+    parts = [head_of("batches_2xh200.csv", f"{rows[0]['world_size']}x {rows[0]['gpu']}, {rows[0]['packages']}")]
+    for commit, start in dict.fromkeys((row["commit"], row["start"]) for row in rows):
+        some = [row for row in rows if (row["commit"], row["start"]) == (commit, start)]
+        words = f"{some[0]['layers']} layer, {some[0]['batches']} batches of {some[0]['seq_len']} tokens"
+        parts.append(f"## {start} start, commit {commit}\n\n{words}.\n\n{batches_table(some)}")
+    return "\n".join(parts)
+
+
 def training_table() -> str:
     lines = [
         [
@@ -412,6 +422,7 @@ PAGES: dict[str, Callable[[], str]] = {
         for stem in (
             "attention_2xh200",
             "attention_4xh200",
+            "direct_2xh200",
             "graphs_2xh200",
             "host_2xh200",
             "house_2xh200",
@@ -421,6 +432,7 @@ PAGES: dict[str, Callable[[], str]] = {
             "played_h200",
         )
     },
+    "batches_2xh200.md": batches_page,
     "tiles_h200.md": tiles_page,
     "training_4xh200.md": training_page,
     "planning_cpu.md": planning_page,
