@@ -266,10 +266,12 @@ def test_explain_counts_pairs_of_documents() -> None:
 def test_memory_of_joined_tiles() -> None:
     mask = Mask(documents=torch.arange(64) // 3)
     layout = Balanced([[32, 16], [0, 16], [16, 16], [48, 16]])
-    schedule, sizes = make_schedule(layout, mask, 64, 2, 0), Sizes(1, 2, 2, 8, 8, 2, 2)
+    schedule, sizes = make_schedule(layout, mask, 64, 2, 0), Sizes(1, 4, 2, 8, 8, 2, 2)
     one = extra_memory(schedule, sizes, 1, "functional", one_tile=True)
     (tile,) = enclosing(schedule.local_tiles)
     assert len(schedule.local_tiles) > 1
     fetched = sum(stage.num_fetched for stage in schedule.route.stages)
-    assert one.forward == fetched * 2 * (8 + 8) * 2 + (tile.q[1] - tile.q[0]) * 2 * (8 * 2 + 4)
-    assert one.backward != extra_memory(schedule, sizes, 1, "functional").backward
+    assert one.forward == fetched * 2 * (8 + 8) * 2 + (tile.q[1] - tile.q[0]) * 4 * (8 * 2 + 4)
+    more = tile.q[1] - tile.q[0] - 16, tile.k[1] - tile.k[0] - 16  # rows and keys than the largest of several
+    sums = more[0] * 4 * 8 * 4 + more[1] * 2 * (8 + 8) * 4  # the kernel's, fp32
+    assert one.backward == extra_memory(schedule, sizes, 1, "functional").backward + sums

@@ -439,7 +439,7 @@ def test_numbers_of_pieces_are_few_to_a_kernel(monkeypatch: pytest.MonkeyPatch) 
     with the fp32 sum of earlier ones as 8, and the empty pieces have the dtype of the others."""
     combine_triton = pytest.importorskip("cp_mesh.kernels.combine_triton")
     launched: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(combine_triton, "_launch", lambda ready, on, args: launched.append(args))
+    monkeypatch.setattr(combine_triton, "_launch", lambda kernel, ready, on, args: launched.append(args))
     x, lse, into = torch.zeros(1, 2, 8, 16, dtype=HALF), torch.zeros(1, 2, 8), torch.zeros(1, 2, 8, 16)
     for folded in (0, 1):
         for num in range(1, MAX_PIECES + 1 - folded):

@@ -47,7 +47,9 @@ def merge_pieces(
     # pieces that fill up have no rows: which tensor is named does not matter
     missing = len(rows) - len(outs)
     outs, lses = outs + outs[-1:] * missing, lses + lses[-1:] * missing
-    _launch(ready, out, (outs, strides, lses, rows, out, out.stride(), lse, sinks, *out.shape[1:3], *sizes))
+    _launch(
+        merge_kernel, ready, out, (outs, strides, lses, rows, out, out.stride(), lse, sinks, *out.shape[1:3], *sizes)
+    )
 
 
 def sum_pieces(sums: Sequence[tuple[Sequence[tuple[int, Tensor]], Tensor]]) -> None:
@@ -67,7 +69,9 @@ def sum_pieces(sums: Sequence[tuple[Sequence[tuple[int, Tensor]], Tensor]]) -> N
         for (pieces, _), of_sum in zip(sums, rows, strict=True)
     )
     strides, into_strides, sizes, *rest = numbers
-    _launch(ready, sums[0][1], (xs, strides, rows, tuple(into for _, into in sums), into_strides, sizes, *rest))
+    _launch(
+        sum_kernel, ready, sums[0][1], (xs, strides, rows, tuple(into for _, into in sums), into_strides, sizes, *rest)
+    )
 
 
 def row_dots(a: Tensor, b: Tensor, minus: Tensor | None) -> Tensor:
@@ -75,7 +79,7 @@ def row_dots(a: Tensor, b: Tensor, minus: Tensor | None) -> Tensor:
     dots = torch.empty(a.shape[:3], dtype=torch.float32, device=a.device)
     minus = None if minus is None else minus.float().contiguous()
     ready = _dots(*map(_like, (a, b, minus)), a.device)
-    _launch(ready, a, (a, a.stride(), b, b.stride(), minus, dots, *a.shape[1:3], *ready.numbers))
+    _launch(dots_kernel, ready, a, (a, a.stride(), b, b.stride(), minus, dots, *a.shape[1:3], *ready.numbers))
     return dots
 
 
@@ -88,24 +92,23 @@ def _like(x: Tensor | None) -> Like | None:
 
 @dataclass(eq=False)
 class _Ready:
-    """A launch for tensors that are alike, kept: the kernel, how many blocks, and the arguments that are no tensors.
+    """A launch for tensors that are alike, kept: how many blocks, and the arguments that are no tensors.
 
     ``runner`` is what Triton compiled for them, called at once, without its look at every argument (host time).
     """
 
-    kernel: Any
     num_blocks: int
     numbers: tuple[Any, ...]
     runner: Callable[..., Any] | None = None
 
 
-def _launch(ready: _Ready, on: Tensor, args: tuple[Any, ...]) -> None:
+def _launch(kernel: Any, ready: _Ready, on: Tensor, args: tuple[Any, ...]) -> None:
     """As ``kernel[grid](*args)`` on a tensor's device."""
     with torch.cuda.device_of(on):
         if ready.runner is not None:
             ready.runner(*args)
             return
-        compiled = ready.kernel[(ready.num_blocks,)](*args, num_warps=NUM_WARPS)
+        compiled = kernel[(ready.num_blocks,)](*args, num_warps=NUM_WARPS)
     if on.is_cuda and isinstance(compiled, CompiledKernel):
         ready.runner = compiled[(ready.num_blocks, 1, 1)]
 
@@ -119,7 +122,7 @@ def _merge(begins: tuple[int, ...], outs: tuple[Like, ...], lses: tuple[Like, ..
     rows += [_unspecialised(0, 0, *lses[-1][1])] * missing
     strides = [x[1] for x in (*outs, *outs[-1:] * missing)]
     num_blocks, sizes = _blocks(out)
-    return _Ready(merge_kernel, num_blocks, (tuple(rows), tuple(strides), sizes))
+    return _Ready(num_blocks, (tuple(rows), tuple(strides), sizes))
 
 
 @lru_cache(maxsize=1024)
@@ -136,12 +139,12 @@ def _sum(sums: tuple[tuple[tuple[tuple[int, Like], ...], Like], ...], device: to
         sizes = _unspecialised(num_blocks, B, H, S)
         numbers.append((tuple(rows), tuple(strides), into_strides, sizes, D, into_strides[1] < into_strides[2]))
         num_blocks += B * H * triton.cdiv(S, block_rows)
-    return _Ready(sum_kernel, num_blocks, (*zip(*numbers, strict=True), block_rows, block_dim))
+    return _Ready(num_blocks, (*zip(*numbers, strict=True), block_rows, block_dim))
 
 
 @lru_cache(maxsize=1024)
 def _dots(a: Like, *others: Any) -> _Ready:
-    return _Ready(dots_kernel, *_blocks(a))
+    return _Ready(*_blocks(a))
 
 
 def _filled(dtypes: Sequence[torch.dtype]) -> int:
