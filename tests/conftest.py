@@ -36,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
     examples = {"max_examples": 1000 if full else 100, "deadline": None, "derandomize": bool(os.environ.get("CI"))}
     settings.register_profile("form", **examples)
     settings.load_profile("form")
-    if path := config.getoption("--durations-csv"):
+    if (path := config.getoption("--durations-csv")) and not is_worker(config):
         config.pluginmanager.register(Durations(path, "full" if full else "quick"))
 
 
@@ -45,7 +45,8 @@ LEFT_OUT = pytest.StashKey[int]()
 
 @pytest.hookimpl(trylast=True)  # what -k leaves out is not counted
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(key=is_interpreted)  # last, as they wait for what runs beside the others
+    # One process waits for such runs last, as they go on beside it; several take these long ones first.
+    items.sort(key=is_interpreted, reverse=is_worker(config))
     if config.getoption("--full") or all("::" in arg for arg in config.args):  # node ids ask for what they name
         return
     left_out = [item for item in items if item.get_closest_marker("full")]
@@ -55,8 +56,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if left_out := config.stash.get(LEFT_OUT, 0):
-        terminalreporter.write_line(f"quick form: {left_out} more in the full form, --full")
+    shared = not config.getoption("--full") and config.getoption("numprocesses", None)  # then others have counted
+    if left_out := config.stash.get(LEFT_OUT, 0) or shared:
+        number = "" if shared else f"{left_out} "
+        terminalreporter.write_line(f"quick form: {number}more in the full form, --full")
+
+
+def is_worker(config: pytest.Config) -> bool:
+    """Whether this is one of several processes of pytest-xdist, not the one that began them."""
+    return hasattr(config, "workerinput")
 
 
 @pytest.fixture(scope="session")
@@ -105,7 +113,9 @@ def pool() -> Iterator[Pools]:
 @pytest.fixture(scope="session")
 def interpreted(request: pytest.FixtureRequest) -> Iterator[Interpreted]:
     """``interpreted(file)``; see interpreted.py."""
-    runs = Interpreted({item.path for item in request.session.items if is_interpreted(item)})
+    runs = Interpreted()
+    if not is_worker(request.config):
+        runs.start({item.path for item in request.session.items if is_interpreted(item)})
     yield runs
     runs.close()
 
@@ -116,8 +126,12 @@ def is_interpreted(item: pytest.Item) -> bool:
 
 @pytest.fixture(scope="session", autouse=True)
 def _interpreting(request: pytest.FixtureRequest) -> None:
-    """Begins the interpreted runs before the first test."""
-    if not INTERPRETED and any(is_interpreted(item) for item in request.session.items):
+    """Begins the interpreted runs before the first test, beside which one process has a core to spare."""
+    if (
+        not INTERPRETED
+        and not is_worker(request.config)
+        and any(is_interpreted(item) for item in request.session.items)
+    ):
         request.getfixturevalue("interpreted")
 
 

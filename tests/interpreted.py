@@ -57,8 +57,10 @@ def patch_once_a_launch() -> None:
 class Interpreted:
     """Runs of test files; calling it with a file waits for that one's."""
 
-    def __init__(self, files: Iterable[Path]) -> None:
-        self._runs = {}
+    def __init__(self) -> None:
+        self._runs: dict[Path, tuple[subprocess.Popen, Any]] = {}
+
+    def start(self, files: Iterable[Path]) -> None:
         for file in files:
             log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - read when the run has ended
             command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--full", str(file)]
@@ -68,7 +70,10 @@ class Interpreted:
     def __call__(self, file: str) -> int:
         """The number of tests that passed; those of this file, which must not have failed."""
         require_interpreter()
-        run, log = self._runs[Path(file).resolve()]
+        path = Path(file).resolve()
+        if path not in self._runs:
+            self.start([path])
+        run, log = self._runs[path]
         status = run.wait(timeout=1200)
         log.seek(0)
         output = log.read()

@@ -22,4 +22,8 @@ if __name__ == "__main__":
     # Several ranks share the cores: more threads in each only get in one another's way.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.chdir(ROOT)
-    sys.exit(pytest.main(sys.argv[1:]))
+    arguments = sys.argv[1:]
+    if not any(Path(argument.partition("::")[0]).exists() for argument in arguments):
+        # Two processes, as half of the tests leave a core idle; what is named runs in this one, which --pdb needs.
+        arguments = ["-n", "2", "--dist", "worksteal", *arguments]
+    sys.exit(pytest.main(arguments))
