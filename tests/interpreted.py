@@ -1,6 +1,7 @@
 """Test files run anew with TRITON_INTERPRET=1, where Triton's interpreter runs kernels on CPU tensors.
 
 Such a run is one thread that takes minutes: those that a session will ask for start together, before its first test.
+Of several processes that share the tests (pytest-xdist) each starts a run when it comes to it.
 """
 
 from __future__ import annotations
