@@ -7,12 +7,16 @@ import inspect
 import json
 import subprocess
 import sys
+import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import cp_mesh
+
+CHECKOUT = Path(__file__).parent.parent
 
 PACKAGE = Path(cp_mesh.__file__).parent
 
@@ -160,3 +164,12 @@ def test_the_face() -> None:
     public = {name for name, value in vars(cp_mesh).items() if name[0] != "_" and not inspect.ismodule(value)}
     assert public == set(cp_mesh.__all__)
     assert all(getattr(cp_mesh, name) is not None for name in cp_mesh.__all__)
+
+
+def test_every_folder_is_installed() -> None:
+    """A checkout imports what a wheel may lack: a folder that the build settings leave out, or that is no package."""
+    settings = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
+    folders = {path.parent for path in (CHECKOUT / "cp_mesh").rglob("*.py")}
+    names = {".".join(folder.relative_to(CHECKOUT).parts) for folder in folders if (folder / "__init__.py").exists()}
+    assert len(names) == len(folders) >= 4
+    assert all(any(fnmatch(name, pattern) for pattern in settings["include"]) for name in names)
