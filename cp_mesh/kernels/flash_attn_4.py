@@ -131,8 +131,9 @@ _recording = threading.Lock()
 
 
 def _run(
+    call: Call,
     kind: tuple[Any, ...],
-    may_be_direct: bool,
+    keeps_python: bool,
     name: str,
     keywords: Callable[[], dict[str, Any]],
     launches: Callable[[], Launches],
@@ -149,6 +150,7 @@ def _run(
         with _recording:
             recorded = _recorded(name, given)
         pointers = {x.data_ptr() for x in given.values() if isinstance(x, Tensor)}
+        may_be_direct = call.may_be_direct and not keeps_python
         direct = may_be_direct and _same([arguments for _, arguments in recorded], launches, pointers)
         _compiled[kind] = tuple(kernel for kernel, _ in recorded) if direct else ()
     else:
@@ -303,7 +305,7 @@ def _run_forward(call: Call, out: Tensor, lse: Tensor) -> None:
         return call.keywords() | {"softcap": call.softcap, "return_lse": True, "out": out, "lse": lse}
 
     launches = partial(_forward_launches, call, out, lse)
-    _run(call.kind("forward"), call.may_be_direct, "_flash_attn_fwd", keywords, launches)
+    _run(call, call.kind("forward"), False, "_flash_attn_fwd", keywords, launches)
 
 
 def _run_backward(
@@ -315,8 +317,8 @@ def _run_backward(
 
     launches = partial(_backward_launches, call, dout, out, lse, dq, dk, dv)
     spread = 0 in dout.stride()  # of a sum over heads, say: it is compiled for, as those of q, k and v are
-    may_be_direct = call.may_be_direct and not deterministic and not spread
-    _run(call.kind("backward", deterministic, spread), may_be_direct, "_flash_attn_bwd", keywords, launches)
+    kind = call.kind("backward", deterministic, spread)
+    _run(call, kind, deterministic or spread, "_flash_attn_bwd", keywords, launches)
 
 
 def _head_dims(q: Tensor, k: Tensor, v: Tensor, *, backward: bool) -> tuple[int, int]:
