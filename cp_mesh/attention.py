@@ -131,13 +131,15 @@ def attention(
             and another in every layer and step. What is dropped depends on it, on positions, and on the indices of head
             and batch row, which are global for DTensors and local else: the same for every layout and cp size.
         method: how keys come to queries. "ring": by stages, one under way while another is computed. "all_gather":
-            all at once behind the local blocks, for the fewest kernel calls. "auto" takes the ring.
+            all at once behind the local blocks, for the fewest kernel calls. "ulysses": each rank computes some heads
+            of the whole sequence; the ranks must divide the query heads, and the transport is functional collectives.
+            "auto" takes the ring.
         kernel: "auto", "fa4", "fa3", "cudnn", "fa2", "fa2_package", "efficient", "triton", "cpu_flash" or "reference".
             "auto" takes the first that can serve the call; all ranks must have the same packages installed.
         transport: "auto", "functional" or "symmetric_memory" (GPUs of one NVLink host; "auto" takes it there).
         head_chunks: compute the kv heads, with their query heads, in this many parts one after the other: buffers of
             rows under way are those of one part, for a little less speed. None: as few as keep what a rank fetches of
-            K and V within 512 MiB a part (`cp_mesh/memory.py` has the formula of the memory).
+            K and V within 512 MiB a part (`cp_mesh/memory.py` has the formula of the memory); of Ulysses one part.
         deterministic: True asks for a bitwise reproducible backward. None: `torch.use_deterministic_algorithms`.
         return_lse: also return the log-sum-exp of the scaled scores, natural log, float32 (float64), [B, H, S] or
             [H, T]; -inf for a query with no key, whose output is 0.
@@ -160,7 +162,8 @@ def attention(
         >>> out.shape  # doctest: +SKIP
         torch.Size([1, 8, 512, 64])
 
-    Source: ring attention, Liu et al. 2023, arXiv:2310.01889; all-gather, Llama 3, arXiv:2407.21783.
+    Source: ring attention, Liu et al. 2023, arXiv:2310.01889; all-gather, Llama 3, arXiv:2407.21783;
+    Ulysses, Jacobs et al. 2023, arXiv:2309.14509.
     """
     return attend(
         query, key, value,

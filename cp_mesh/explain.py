@@ -12,7 +12,7 @@ import torch
 
 from cp_mesh.balancing import keys_seen
 from cp_mesh.call import SCORE_OPTIONS, Operand, Options
-from cp_mesh.errors import refuse
+from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.kernels import KERNELS
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.contract import Capability
@@ -97,6 +97,9 @@ def explain(
     capability = compute_capability or ((9, 0) if device == "cuda" else (0, 0))
     any_heads, options = of_heads(1), Options(layout.spec(), mask.spec(), 1.0)
     request = partial(request_of, any_heads, any_heads, options, features, compute_capability=capability)
+    if choose_method(method).name == "ulysses":
+        hint = "explain(seq_len, 1) shows what each rank computes, of num_heads / cp_size heads; method='ring' works"
+        refuse("explain", "a method whose ranks fetch keys", f"method={method!r}", hint, UnsupportedError)
     make_schedule = choose_method(method).make_schedule
     make = partial(make_schedule, layout, mask, seq_len, cp_size, 0)
     first, kernel = choose_schedule("auto", make, request, features)

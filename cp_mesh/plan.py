@@ -143,7 +143,7 @@ def _resolve(
             "kernel='reference' asks for it without this warning",
             stacklevel=2,
         )
-    settings = method.settle(options, q, k, v, schedule, kernel, features)
+    settings = method.settle(options, q, k, v, schedule, kernel, features, cp_size)
     kernel = kernel.reproducible if options.deterministic and kernel.reproducible else kernel
     return Plan(options, layout, mask, seq_len, schedule, kernel, scores, q.device, method, settings)
 

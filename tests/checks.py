@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -432,7 +433,13 @@ def lies_as(x: Tensor, like: Tensor) -> bool:
 
 def serves(method: str, cp_size: int, heads: tuple[int, int], head_chunks: int | None) -> bool:
     """Whether a method computes so many query and kv heads in so many chunks; else it must refuse."""
-    return heads[1] % (head_chunks or 1) == 0
+    num_heads, kv_heads = heads
+    if method == "ulysses":
+        if num_heads % cp_size:
+            return False
+        # A rank's query heads in groups as large as divide both its heads and those of one kv head.
+        kv_heads = num_heads // cp_size // math.gcd(num_heads // cp_size, num_heads // kv_heads)
+    return kv_heads % (head_chunks or 1) == 0
 
 
 def parity_on_ranks(

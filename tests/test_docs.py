@@ -454,7 +454,7 @@ def refusals(rank: int) -> dict[str, str]:
     q, k, v = (whole(i, 1, 2, 8, 8) for i in range(3))
     found = {}
     for name, query, options in (
-        *((method, q, {"method": method}) for method in ("ulysses", "hybrid")),
+        ("hybrid", q, {"method": "hybrid"}),
         ("decoding", q[:, :, :1], {}),
     ):
         try:

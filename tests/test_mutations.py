@@ -103,6 +103,16 @@ GATHERED = [
     )
 ]
 
+SWAPPED = [
+    Case("contiguous", "causal", 13, GQA, method="ulysses"),
+    Case("zigzag", "causal", 13, GQA, method="ulysses"),
+    Case("striped", "causal", 13, MQA, kernel="cpu_flash", method="ulysses"),
+    Case("shuffled", "everything", 13, (12, 4), head_chunks=4, method="ulysses"),
+    Case("zigzag", "causal", 13, GQA, scores="every score", method="ulysses"),
+    Case("zigzag", "causal", 13, GQA, scores="bias of all rows", method="ulysses"),
+    Case("contiguous", "full", 13, GQA, scores="dropout, sinks and alibi", method="ulysses"),
+]
+
 SEQUENCES = [
     Case(
         layout,
@@ -181,11 +191,13 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "parity on six ranks": lambda pool: report(
         pool(6).run(parity_on_ranks, (6,), ("cp",), [Case("zigzag", "causal", 13, heads) for heads in (GQA, MHA)])
     ),
-    "gradients come home": lambda pool: test_seeds.test_gradients_of_keys_come_home(pool, "full"),
-    "sums in fp32": lambda pool: test_seeds.test_gradients_are_summed_in_fp32(pool, torch.bfloat16),
+    "gradients come home": lambda pool: test_seeds.test_gradients_of_keys_come_home(pool, "full", "ring"),
+    "sums in fp32": lambda pool: test_seeds.test_gradients_are_summed_in_fp32(pool, torch.bfloat16, "ring"),
+    "sums of Ulysses": lambda pool: test_seeds.test_gradients_are_summed_in_fp32(pool, torch.bfloat16, "ulysses"),
+    "Ulysses": lambda pool: few(pool, SWAPPED),
     "head order": test_seeds.test_heads_are_grouped_in_torchs_order,
     "specs of DTensors": lambda pool: test_op.test_dtensors_are_what_their_specs_say(pool, 2, "", "distributed"),
-    "low precision": lambda pool: test_parity.test_low_precision(pool, torch.bfloat16, 1.5, "reference"),
+    "low precision": lambda pool: test_parity.test_low_precision(pool, torch.bfloat16, 1.5, "reference", "ring"),
     "scores of DTensors": lambda pool: report(
         pool(4).run(
             test_parity.dtensors,

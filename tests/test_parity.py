@@ -1,5 +1,6 @@
 """The parity gate: in fp64 over gloo, results and all gradients equal dense attention to 1e-10."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -13,7 +14,7 @@ from cases import BANDS, LAYOUTS, MASKS, SCORES, gap
 from checks import GQA, MHA, MQA, Case, call, parity_on_ranks, report, serves, to_format
 from covering import Row, covering_array
 from dense import dense_attention, dense_dropout, make_qkv
-from ranks import mesh
+from ranks import mesh, num_collectives
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -102,6 +103,39 @@ def test_options_of_other_methods(pool, full, method, strength, cp_size):
     cases = cases_of(calls_by(method, strength), cp_size, method)
     for begin in range(0, len(cases), 200):
         report(pool(cp_size).run(parity_on_ranks, (cp_size,), ("cp",), cases[begin : begin + 200], timeout=300))
+
+
+def refusals(rank: int, method: str, cells: Sequence[tuple[tuple[int, int], int | None]]) -> list[str]:
+    """What is wrong with the refusals of numbers of heads and chunks: each comes before the first collective."""
+    axis, problems = mesh((dist.get_world_size(),), ("cp",)), []
+    for heads, head_chunks in cells:
+        q, k, v, _ = make_qkv(1, *heads, 8, 4)
+        before, said = num_collectives(), "nothing"
+        try:
+            cp_mesh.attention(q, k, v, mesh=axis, method=method, head_chunks=head_chunks)
+        except (cp_mesh.UnsupportedError, cp_mesh.ArgumentError) as error:
+            said = str(error)
+        nearest = re.search(r"(method='ring'|head_chunks=\d+) works", said)
+        if nearest is None or num_collectives() > before:
+            problems.append(f"{heads} heads in {head_chunks} chunks: {said}")
+        elif (works := re.search(r"head_chunks=(\d+)", nearest[0])) is not None:
+            cp_mesh.attention(q, k, v, mesh=axis, method=method, head_chunks=int(works[1]))
+        else:
+            cp_mesh.attention(q, k, v, mesh=axis, method="ring", head_chunks=None)
+    return problems
+
+
+@pytest.mark.parametrize("cp_size", FACTORS["cp_size"])
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_not_served_is_refused(pool, method, cp_size):
+    """Every other number of heads and chunks of the table is a call of the tests above."""
+    cells = [
+        (heads, head_chunks)
+        for heads, head_chunks in product(OF_METHODS["heads"], FACTORS["head_chunks"])
+        if not serves(method, cp_size, heads, head_chunks)
+    ]
+    assert cells
+    report(pool(cp_size).run(refusals, method, cells))
 
 
 def table(S: int, masks: Sequence[str] = tuple(MASKS)) -> list[Case]:
@@ -396,6 +430,29 @@ def test_scores_of_dtensors(pool, full, shape, names, placed):
     report(pool(4).run(dtensors, shape, names, placed, cases, timeout=300))
 
 
+@pytest.mark.parametrize(
+    ("shape", "names", "placed"),
+    [
+        ((2, 2), ("cp", "tp"), HEADS_ON_TP),
+        pytest.param((2, 2), ("dp", "cp"), BATCH_ON_DP, marks=pytest.mark.full),
+        pytest.param((4,), ("cp",), {}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_dtensors_of_other_methods(pool, full, shape, names, placed):
+    """In the quick form the scores take turns; shards of 15 rows are unequal."""
+    settings = (("zigzag", "causal", 2, 16), ("contiguous", "documents", 1, 15), ("striped", "full", 0, 16))
+    settings = [setting for setting in settings if setting[2] or "batch" not in placed.values()]
+    cases = [
+        Case(layout, mask, S, (8, 4), seq_dim, scores=scores, method=method)
+        for method in OTHERS
+        for i, scores in enumerate(SCORES)
+        for layout, mask, seq_dim, S in (settings if full else [settings[i % len(settings)]])
+        if full or scores in ("plain", "every score", "dropout, sinks and alibi")
+    ]
+    report(pool(4).run(dtensors, shape, names, placed, cases, timeout=300))
+
+
 def test_dtensors_of_unequal_shards(pool, full):
     """DTensor cuts 97 in 25, 25, 25 and 22, and 5 in 2, 2, 1 and 0; contiguous and permuted layouts do as well.
 
@@ -425,16 +482,17 @@ def rms(x: Tensor) -> Tensor:
     return torch.stack([block.square().mean((2, 3)).sqrt() for block in x.split(128, dim=2)])
 
 
-def low_precision(rank: int, dtype: torch.dtype, kernel: str, limit: float) -> list[str]:
+def low_precision(rank: int, dtype: torch.dtype, kernel: str, limit: float, method: str) -> list[str]:
     """Errors against fp64 are at most `limit` times those of the same kernel on one device, by head and 128 rows."""
     axis, alone, S, problems = mesh((3,), ("cp",)), mesh((3, 1), ("other", "cp"))["cp"], 768, []
     layout = ZigZag()
-    q, k, v, dout = (x.to(dtype) for x in make_qkv(2, 4, 2, S, 16, seed=3))
+    heads = (6, 2) if method == "ulysses" else (4, 2)  # each kv head is sent to more ranks than one
+    q, k, v, dout = (x.to(dtype) for x in make_qkv(2, *heads, S, 16, seed=3))
     rows = layout.positions(S, 3, rank)
 
     def results(axis: Any, *inputs: Tensor) -> dict[str, Tensor]:
         q, k, v, dout = (x.clone().requires_grad_() for x in inputs)
-        out = cp_mesh.attention(q, k, v, mesh=axis, layout=layout, kernel=kernel)
+        out = cp_mesh.attention(q, k, v, mesh=axis, layout=layout, kernel=kernel, method=method)
         return dict(zip(NAMES, (out.detach(), *torch.autograd.grad(out, (q, k, v), dout.detach())), strict=True))
 
     def whole(x: Tensor) -> Tensor:
@@ -472,5 +530,6 @@ def low_precision(rank: int, dtype: torch.dtype, kernel: str, limit: float) -> l
     ],
     ids=str,
 )
-def test_low_precision(pool, dtype, limit, kernel):
-    report(pool(3).run(low_precision, dtype, kernel, limit))
+@pytest.mark.parametrize("method", ["ring", *(pytest.param(method, marks=pytest.mark.full) for method in OTHERS)])
+def test_low_precision(pool, dtype, limit, kernel, method):
+    report(pool(3).run(low_precision, dtype, kernel, limit, method))

@@ -456,13 +456,26 @@ CASES: dict[str, Case] = {
     "a kernel without bias": refused(UNSUPPORTED, "scores with bias", "kernel='reference'")(
         lambda: attend(kernel="cpu_flash", bias=random(B, H, ROWS, S))
     ),
-    "ulysses": refused(UNSUPPORTED, "method='ulysses'", "not exist yet", "method='ring' works")(
-        lambda: attend(method="ulysses")
+    "ulysses of heads that ranks do not divide": refused(
+        UNSUPPORTED, "method='ulysses'", "a multiple of the 4 cp ranks, got 6", "method='ring' works, or 3 cp ranks"
+    )(lambda: attend(method="ulysses", **local(H=6, K=3))),
+    "ulysses over symmetric memory": refused(
+        UNSUPPORTED, "method='ulysses'", "transport='symmetric_memory'", "'functional' works", "method='ring'"
+    )(lambda: attend(method="ulysses", transport="symmetric_memory")),
+    "ulysses in too many chunks": refused(
+        ARGUMENT,
+        "method='ulysses': head_chunks",
+        "a divisor of the 1 kv heads of a rank, got 4",
+        "head_chunks=1",
+        "method='ring'",
+    )(lambda: attend(method="ulysses", head_chunks=4)),
+    "ulysses explained": refused(UNSUPPORTED, "explain", "method='ulysses'", "method='ring'")(
+        lambda: cp_mesh.explain(64, 2, method="ulysses")
     ),
     "hybrid": refused(UNSUPPORTED, "method='hybrid'", "not exist yet", "method='ring' works")(
         lambda: attend(method="hybrid")
     ),
-    "unknown method": refused(ARGUMENT, "method", "auto, ring, all_gather", "'rings'", "method='ring' works")(
+    "unknown method": refused(ARGUMENT, "method", "auto, ring, all_gather, ulysses", "'rings'", "method='ring' works")(
         lambda: attend(method="rings")
     ),
     "symmetric memory": refused(UNSUPPORTED, "transport='symmetric_memory'", "transport='functional' works")(
@@ -658,7 +671,7 @@ CASES: dict[str, Case] = {
         lambda: cp_mesh.explain(64, 2, scores=["cap"])
     ),
     "an unknown kernel inside": refused(ARGUMENT, "kernel", "'flash'")(lambda: run_core(Core(), kernel="flash")),
-    "ulysses inside": refused(UNSUPPORTED, "method='ulysses'")(lambda: run_core(Core(), method="ulysses")),
+    "hybrid inside": refused(UNSUPPORTED, "method='hybrid'")(lambda: run_core(Core(), method="hybrid")),
     "heads placed unlike": refused(ARGUMENT, "those of query", "shard q, k and v alike")(run_mixed_placements),
     "keys of another length inside": refused(UNSUPPORTED, "self-attention", "out of the plan")(
         lambda: run_core(Core(), tensors=(random(B, H, ROWS, D), random(B, K, 5, D), random(B, K, 5, D)))

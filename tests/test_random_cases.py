@@ -13,6 +13,7 @@ draws from fewer options on at most four ranks, and has hypothesis reduce what f
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,12 +24,13 @@ from typing import Any
 import pytest
 import torch
 from cases import pairs_of
-from checks import GQA, MHA, Case, coverage, parity_on_ranks, report
+from checks import GQA, MHA, Case, coverage, parity_on_ranks, report, serves
 from test_parity import dtensors
 from torch import Tensor
 
 from cp_mesh import Mask, balance
 from cp_mesh.layouts import Balanced, Layout
+from cp_mesh.methods import METHODS
 
 FIRST = int(os.environ.get("CP_MESH_FIRST_CASE", "0"))
 WORLDS = range(1, 9)
@@ -82,7 +84,9 @@ def draw_trial(seed: int) -> Trial:
     B = dp * r.randint(1, 3) if seq_dim else 1
     local_kv_heads = r.randint(1, 3)
     K = tp * local_kv_heads
-    H = K * r.randint(1, 3)
+    H, method = K * r.randint(1, 3), r.choice(("auto", *METHODS))
+    if method == "ulysses":  # heads that ranks divide
+        H = tp * math.lcm(local_kv_heads, cp) * r.randint(1, 2)
     S = r.randint(0, cp + 1) if r.random() < 0.25 else r.randint(0, 60)
     kind = r.choice(("contiguous", "zigzag", "striped", "permuted", *(["balanced", "runs"] if S else [])))
     if placed is not None:  # shards of DTensors have torch.chunk sizes
@@ -103,7 +107,8 @@ def draw_trial(seed: int) -> Trial:
         scale=r.choice((None, round(r.uniform(0.05, 2.0), 3))),
         sizes=(B, D, D if flash else r.randint(1, 6)),
         scores=scores,
-        head_chunks=r.choice((None, *(n for n in (1, 2, 3) if local_kv_heads % n == 0))),
+        head_chunks=r.choice([n for n in (None, 1, 2, 3) if serves(method, cp, (H // tp, local_kv_heads), n)]),
+        method=method,
         lse_gradient=not flash and r.random() < 0.5,
         options=draw_options(r, placed is None and lengths_are_equal(layout, S, cp)),
     )
@@ -205,7 +210,6 @@ def draw_scores(r: Random, B: int, H: int, S: int) -> dict[str, Any]:
 
 def draw_options(r: Random, lengths_are_equal: bool) -> dict[str, Any]:
     options: dict[str, Any] = {
-        "method": r.choice(("auto", "ring", "all_gather")),
         "transport": r.choice(("auto", "functional")),
         "deterministic": r.choice((None, False, True)),
     }

@@ -18,6 +18,7 @@ from cp_mesh.kernels.combine import make_delta
 from cp_mesh.kernels.contract import KernelTile
 from cp_mesh.kernels.scores import Scores
 from cp_mesh.masks import CAUSAL, FULL
+from cp_mesh.methods import METHODS
 
 S, CP = 24, 4
 LAYOUTS = {"contiguous": Contiguous(), "zigzag": ZigZag(), "striped": Striped()}
@@ -34,7 +35,7 @@ def dense_gradients(name: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) ->
 # of it after the last pass, and moves them on by a number of ranks that depends on how many passes there were.
 
 
-def homecoming(rank: int, name: str) -> list[str]:
+def homecoming(rank: int, name: str, method: str) -> list[str]:
     """Only one rank's queries have a gradient: dk and dv of every rank must be what that rank alone contributes."""
     problems = []
     for layout_name, layout in LAYOUTS.items():
@@ -46,7 +47,7 @@ def homecoming(rank: int, name: str) -> list[str]:
             for kernel in ("reference", "cpu_flash") if name != "window" else ("reference",):
                 local = [x[:, :, rows[rank]].requires_grad_() for x in (q, k, v)]
                 out = cp_mesh.attention(
-                    *local, mesh=mesh((CP,), ("cp",)), layout=layout, mask=MASKS[name], kernel=kernel
+                    *local, mesh=mesh((CP,), ("cp",)), layout=layout, mask=MASKS[name], kernel=kernel, method=method
                 )
                 got = torch.autograd.grad(out, local, one[:, :, rows[rank]])
                 for grad, a, b in zip(("dq", "dk", "dv"), got, wanted, strict=True):
@@ -55,10 +56,13 @@ def homecoming(rank: int, name: str) -> list[str]:
     return problems
 
 
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=[pytest.mark.full] * (name != "ring")) for name in METHODS]
+)
 @pytest.mark.parametrize("name", MASKS)
-def test_gradients_of_keys_come_home(pool, name):
+def test_gradients_of_keys_come_home(pool, name, method):
     """A window takes fewer passes than there are ranks, which is where the number of last moves goes wrong."""
-    report(pool(CP).run(homecoming, name))
+    report(pool(CP).run(homecoming, name, method))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -71,7 +75,7 @@ def test_the_data_tells_ranks_and_tensors_apart(layout):
     assert all(gap(a, b) > 0.1 for i, a in enumerate(shards) for b in shards[:i])
 
 
-def half_precision(rank: int, dtype: torch.dtype) -> list[float]:
+def half_precision(rank: int, dtype: torch.dtype, method: str) -> list[float]:
     """Share of the elements of dq, dk and dv that are not the fp32 sum rounded once."""
     layout, inputs = ZigZag(), [x.to(dtype) for x in make_qkv(1, 4, 2, S * 8, 6)]
     rows = layout.positions(S * 8, CP, rank)
@@ -85,17 +89,21 @@ def half_precision(rank: int, dtype: torch.dtype) -> list[float]:
     backward.step(k, v, [KernelTile(whole, whole, FULL)], (dk, dv))
     local = [x[:, :, rows].requires_grad_() for x in (q, k, v)]
     out = cp_mesh.attention(
-        *local, mesh=mesh((CP,), ("cp",)), layout=layout, mask=Mask(causal=False), kernel="reference"
+        *local, mesh=mesh((CP,), ("cp",)), layout=layout, mask=Mask(causal=False), kernel="reference", method=method
     )
     got = torch.autograd.grad(out, local, dout[:, :, rows])
     wanted = (backward.finish(torch.empty_like(q)), dk, dv)
     return [(a != b[:, :, rows]).double().mean().item() for a, b in zip(got, wanted, strict=True)]
 
 
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
-def test_gradients_are_summed_in_fp32(pool, dtype):
-    """Sums that pass through half precision at each of four ranks differ in about half of their elements."""
-    for shares in pool(CP).run(half_precision, dtype):
+def test_gradients_are_summed_in_fp32(pool, dtype, method):
+    """Sums that pass through half precision at each of four ranks differ in about half of their elements.
+
+    In Ulysses two ranks compute with each kv head.
+    """
+    for shares in pool(CP).run(half_precision, dtype, method):
         assert max(shares) < 0.05, shares
 
 

@@ -79,6 +79,26 @@ def core_of_plain_tensors(rank: int, layout: Any, documents: Tensor | None) -> l
     return gather(sequence, out, q.grad, k.grad, v.grad)
 
 
+def core_by(rank: int, method: str) -> tuple[list[Tensor], int]:
+    axis = mesh((4,), ("cp",))
+    sequence = ShardedSequence(axis, ZigZag())
+    core, (q, k, v, dout) = make_core(axis, method=method), shard_whole(sequence)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    before = num_collectives()
+    out = core(q, k, v)
+    out.backward(dout)
+    count = num_collectives() - before
+    return gather(sequence, out, q.grad, k.grad, v.grad), count
+
+
+@pytest.mark.parametrize(("method", "count"), [("auto", 6), ("ring", 6), ("all_gather", 3), ("ulysses", 7)])
+def test_the_method_of_a_core(pool: Any, method: str, count: int) -> None:
+    """It is used: each has its number of collectives."""
+    for results, made in pool(4).run(core_by, method):
+        assert_close(results, expected())
+        assert made == count
+
+
 DOCUMENTS = torch.tensor([[i // 7 for i in range(S)], [i % 3 for i in range(S)]])
 
 

@@ -106,6 +106,41 @@ def test_only_rows_that_are_needed_move(pool, method, cp_size):
         report([problems])
 
 
+def swaps(S: int, cp_size: int, rank: int, itemsize: int, sums: int) -> list[tuple[list[int], list[int], int]]:
+    """(elements to each rank, from each, itemsize) of Ulysses' all-to-alls, of 6 query heads that read 3 kv heads.
+
+    On two ranks each computes 3 of these, the first or the last two by one kv head and the other by another: equal
+    groups take 3 kv heads.
+    """
+    rows = [len(ZigZag().positions(S, cp_size, r)) for r in range(cp_size)]
+    heads, kv_heads = 6 // cp_size, {2: 3, 3: 1}[cp_size]
+
+    def hop(features: int, size: int, home: bool = False) -> tuple[list[int], list[int], int]:
+        own, whole = [rows[rank] * B * features] * cp_size, [n * B * features for n in rows]
+        return (whole, own, size) if home else (own, whole, size)
+
+    qkv, of_kv = heads * D + kv_heads * (D + E), itemsize if cp_size == 3 else sums
+    forward = [hop(qkv, itemsize), hop(heads * E, itemsize, True), hop(heads, sums, True)]
+    backward = [hop(qkv + heads * E, itemsize), hop(2 * heads, sums)]
+    return forward + backward + [hop(heads * D, itemsize, True), hop(kv_heads * (D + E), of_kv, True)]
+
+
+@pytest.mark.parametrize("cp_size", (2, 3))
+def test_ulysses_swaps_heads_for_rows(pool, cp_size):
+    """q, k and v out, out and lse home; again with dout, lse and delta, and the gradients home.
+
+    Those of kv heads that were sent twice travel in fp32, to be summed in it.
+    """
+    for dtype, itemsize, sums in ((torch.bfloat16, 2, 4), (torch.float64, 8, 8)):
+        cases = [("zigzag", "causal", 31), ("zigzag", "window", 12)]
+        for rank, results in enumerate(pool(cp_size).run(passes, cases, dtype, "ulysses")):
+            for (_, _, S), (forward, backward) in zip(cases, results, strict=True):
+                sent = [(x.to, x.origin, x.itemsize) for x in forward + backward]
+                assert sent == swaps(S, cp_size, rank, itemsize, sums)
+    for results in pool(cp_size).run(passes, [("zigzag", "causal", 0)], torch.float64, "ulysses"):
+        assert results == [([], [])]
+
+
 def received(results: list[list[tuple[list[Sent], list[Sent]]]], case: int) -> list[tuple[list[int], list[int]]]:
     """Rows that each rank receives, hop by hop, forward and backward."""
     return [

@@ -4,8 +4,9 @@ from cp_mesh.call import check_choice
 from cp_mesh.methods.all_gather import ALL_GATHER
 from cp_mesh.methods.contract import Method, Plan
 from cp_mesh.methods.ring import RING
+from cp_mesh.methods.ulysses import ULYSSES
 
-METHODS: dict[str, Method] = {method.name: method for method in (RING, ALL_GATHER)}
+METHODS: dict[str, Method] = {method.name: method for method in (RING, ALL_GATHER, ULYSSES)}
 
 
 def choose_method(name: str) -> Method:
@@ -15,7 +16,7 @@ def choose_method(name: str) -> Method:
         ArgumentError: for unknown names.
         UnsupportedError: for methods that do not exist yet.
     """
-    check_choice("method", name, ("auto", *METHODS), "ring", later=("ulysses", "hybrid"))
+    check_choice("method", name, ("auto", *METHODS), "ring", later=("hybrid",))
     return METHODS["ring" if name == "auto" else name]
 
 

@@ -38,8 +38,8 @@ class Method:
     Attributes:
         name: as in ``cp_mesh.attention(method=)``.
         make_schedule: (layout, mask, seq_len, cp_size, cp_rank, by documents) -> this rank's schedule.
-        settle: (options, q, k, v, schedule, kernel, features of the scores) -> the plan's settings; refuses options
-            that it cannot serve.
+        settle: (options, q, k, v, schedule, kernel, features of the scores, cp_size) -> the plan's settings; refuses
+            options that it cannot serve.
         forward: (q, k, v, plan, group) -> out [B, H, S_local, Dv] and lse [B, H, S_local].
         backward: (dout, q, k, v, out, lse, dlse, plan, group, wanted) -> dq, dk, dv, and the gradients of the scores'
             tensors named in wanted, this rank's share.
@@ -47,7 +47,7 @@ class Method:
 
     name: str
     make_schedule: Callable[[Layout, Mask, int, int, int, bool], Schedule]
-    settle: Callable[[Options, Operand, Operand, Operand, Schedule, Kernel, Collection[str]], Any]
+    settle: Callable[[Options, Operand, Operand, Operand, Schedule, Kernel, Collection[str], int], Any]
     forward: Callable[[Tensor, Tensor, Tensor, Plan, dist.ProcessGroup], tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor, OfScores]]
 
@@ -106,7 +106,7 @@ class Plan:
             # keep a reference: the key is id(tiles), which Python may give to others once these are gone
             return tiles, [KernelTile(tile.q, tile.k, self._cover(tile, stage, stream)) for tile in given]
 
-        return self._prepare(("tiles", id(tiles)), stream, make)[1]
+        return self.prepare(("tiles", id(tiles)), stream, make)[1]
 
     def _cover(self, tile: Tile, stage: Stage | None, stream: int | None) -> Band | Pairs | Segments:
         if isinstance(tile.cover, Band) and not self.scores.needs_positions:
@@ -114,7 +114,7 @@ class Plan:
         if isinstance(tile.cover, Segments):  # one for each stream, as its tables on the device belong to one
             return Segments(tile.cover.blocks, tile.cover.left, tile.cover.right)
         q_pos, k_pos = self._positions(None, stream), self._positions(stage, stream)
-        mask = self._prepare(("mask",), stream, lambda: self.mask.to(self.device))
+        mask = self.prepare(("mask",), stream, lambda: self.mask.to(self.device))
         return Pairs(mask, q_pos[tile.q[0] : tile.q[1]], k_pos[tile.k[0] : tile.k[1]])
 
     def _positions(self, stage: Stage | None, stream: int | None) -> Tensor:
@@ -130,9 +130,9 @@ class Plan:
             ]
             return torch.cat(positions).to(self.device)
 
-        return self._prepare(("positions", stage), stream, make)
+        return self.prepare(("positions", stage), stream, make)
 
-    def _prepare(self, what: tuple[Any, ...], stream: int | None, make: Callable[[], Any]) -> Any:
+    def prepare(self, what: tuple[Any, ...], stream: int | None, make: Callable[[], Any]) -> Any:
         """What was made before for this stream; memory of a graph that is being captured is nobody else's."""
         if stream is None:
             return make()

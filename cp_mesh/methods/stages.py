@@ -1,4 +1,4 @@
-"""Attention by stages of fetched keys, on local tensors: what the ring and all-gather share.
+"""Attention by stages of fetched keys, on local tensors: what the ring and all-gather share, and Ulysses in part.
 
 Who owns what on rank r, in the stage that visits sources s, s', ...:
 
@@ -51,8 +51,9 @@ class StageSettings(NamedTuple):
 
 
 def settle(
-    options: Options, q: Operand, k: Operand, v: Operand, schedule: Schedule, kernel: Kernel, features: Collection[str]
-) -> StageSettings:
+    options: Options, q: Operand, k: Operand, v: Operand, schedule: Schedule, kernel: Kernel,
+    features: Collection[str], cp_size: int,
+) -> StageSettings:  # fmt: skip
     """The settings of a call; see `Method.settle`."""
     rounded = travels_rounded(kernel, schedule, features)
     return StageSettings(

@@ -19,7 +19,7 @@ from cp_mesh.transport.packing import Packing
 _funcol = torch.ops._c10d_functional
 
 
-class _Exchange:
+class Exchange:
     """One all-to-all under way. ``sent`` is kept until the collective has read it."""
 
     def __init__(self, sent: Tensor, sent_rows: list[int], received_rows: list[int], group_name: str) -> None:
@@ -54,14 +54,14 @@ class FunctionalTransport:
     def close(self) -> None:
         pass
 
-    def exchange(self, sent: Tensor, to: Sequence[tuple[int, int]], origin: Sequence[tuple[int, int]]) -> _Exchange:
+    def exchange(self, sent: Tensor, to: Sequence[tuple[int, int]], origin: Sequence[tuple[int, int]]) -> Exchange:
         """Start an all-to-all of rows; ``to`` and ``origin`` are (rank, number of rows)."""
         sent_rows, received_rows = [0] * self._size, [0] * self._size
         for rank, count in to:
             sent_rows[rank] = count
         for rank, count in origin:
             received_rows[rank] = count
-        return _Exchange(sent, sent_rows, received_rows, self._group_name)
+        return Exchange(sent, sent_rows, received_rows, self._group_name)
 
 
 class FunctionalIncoming:
@@ -72,7 +72,7 @@ class FunctionalIncoming:
         self._packing = Packing.of(tensors)
         self._under_way = self._start()
 
-    def _start(self) -> _Exchange | None:
+    def _start(self) -> Exchange | None:
         if not self._stages:
             return None
         stage, packing = self._stages.popleft(), self._packing
@@ -95,7 +95,7 @@ class FunctionalOutgoing:
     def __init__(self, transport: FunctionalTransport, packing: Packing) -> None:
         self._transport, self._packing = transport, packing
         self._written: Tensor | None = None
-        self._under_way: deque[tuple[Stage, _Exchange]] = deque()
+        self._under_way: deque[tuple[Stage, Exchange]] = deque()
 
     def buffer(self, stage: Stage) -> tuple[Tensor, ...] | None:
         self._written = self._packing.empty(stage.num_fetched)

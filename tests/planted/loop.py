@@ -237,6 +237,94 @@ def _(method: Any) -> Any:
     return replace(method, make_schedule=make_schedule)
 
 
+@plant("heads go to other ranks", "transport.heads:HeadExchange.to_heads", "Ulysses")
+def _(to_heads: Any) -> Any:
+    return with_arguments(to_heads, tensors=lambda tensors: [x.flip(1) for x in tensors])
+
+
+@plant("heads come home in another order", "transport.heads:Home.send", "Ulysses")
+def _(send: Any) -> Any:
+    return with_result(send, lambda arrive: lambda: tuple(x.flip(1) for x in arrive()))
+
+
+@plant("rows of all heads stay in the order of the layout", "transport.heads:HeadExchange.__init__", "Ulysses")
+def _(init: Any) -> Any:
+    return with_arguments(init, order=lambda _: None)
+
+
+@plant("rows go home in the order of positions", "transport.heads:Home.send", "Ulysses")
+def _(send: Any) -> Any:
+    def mutant(self: Any) -> Any:
+        swap = vars(self)["_swap"]
+        order, swap.order = swap.order, None
+        try:
+            return send(self)
+        finally:
+            swap.order = order
+
+    return mutant
+
+
+@plant("gradients of a kv head that was sent twice are not summed", "methods.ulysses:_Call.summed", "Ulysses")
+def _(summed: Any) -> Any:
+    def mutant(self: Any, arrived: Any, x: Any) -> Any:
+        return arrived[:, :: arrived.shape[1] // x.shape[1]].to(x.dtype)
+
+    return mutant
+
+
+@plant("gradients of a kv head that was sent twice count twice", "methods.ulysses:_Call.summed", "Ulysses")
+def _(summed: Any) -> Any:
+    def mutant(self: Any, arrived: Any, x: Any) -> Any:
+        return summed(self, arrived, x) * (arrived.shape[1] // x.shape[1])
+
+    return mutant
+
+
+@plant("kv heads that are sent twice go in turn", "methods.ulysses:_Call.repeated", "Ulysses")
+def _(repeated: Any) -> Any:
+    def mutant(self: Any, x: Any) -> Any:
+        return x.repeat(1, repeated(self, x).shape[1] // x.shape[1], 1, 1)
+
+    return mutant
+
+
+@plant("gradients of kv heads are rounded before they are summed", "methods.ulysses:ULYSSES", "sums of Ulysses")
+def _(method: Any) -> Any:
+    rounded = with_result(method.settle, lambda settings: settings._replace(gradient_dtype=torch.bfloat16))
+    return replace(method, settle=rounded)
+
+
+@plant("scores are those of the first heads on every rank", "methods.ulysses:_Call", "Ulysses")
+def _(call: Any) -> Any:
+    class Mutant(call):
+        def by_parts(self, tensors: Any) -> Any:
+            num = self.scores.alibi_slopes
+            if num is not None:
+                self.scores = replace(self.scores, alibi_slopes=self.plan.scores.alibi_slopes[: len(num)])
+            return super().by_parts(tensors)
+
+    return Mutant
+
+
+@plant("dropout counts heads from the rank's first one", "methods.ulysses:_Call", "Ulysses")
+def _(call: Any) -> Any:
+    class Mutant(call):
+        def by_parts(self, tensors: Any) -> Any:
+            self.scores = replace(self.scores, first_head=0)
+            return super().by_parts(tensors)
+
+    return Mutant
+
+
+@plant("shares of scores are of other heads", "methods.ulysses:_Call.shares", "Ulysses")
+def _(shares: Any) -> Any:
+    def rolled(found: Any) -> Any:
+        return {name: x if name == "bias" else x.roll(1, 0) for name, x in found.items()}
+
+    return with_result(shares, rolled)
+
+
 # --- the transport
 plant = in_area("the transport")
 

@@ -1,0 +1,242 @@
+"""Ulysses, Jacobs et al. 2023 (arXiv:2309.14509): each rank computes some heads of the whole sequence.
+
+An all-to-all gives rank r the rows of all ranks for its heads, ordered by position, so that its kernels see the problem
+of one device: the mask as it is, in one contiguous shard, whatever the layout. Another one brings out and lse home. Who
+owns what, with h = H / cp:
+
+    q, k, v, out, lse    [B, heads, S_local, D], all heads of this rank's rows
+    q_h, k_h, ...        [B, h, S, D], this rank's heads of all rows, by position
+
+Where kv heads do not divide by the ranks each is sent several times, as many as make the groups of query heads equal on
+every rank; its gradients are then summed in fp32 where it came from. Terms of the scores by head are cut to the rank's
+heads, and rows of a bias travel as those of q do. Sinks and delta are dealt with before, on the rank's own rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cp_mesh.call import Operand, Options
+from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.kernels.combine import accumulation_dtype, dense_like
+from cp_mesh.kernels.contract import Kernel
+from cp_mesh.kernels.scores import TERMS, ScoreGradients, Scores
+from cp_mesh.layouts import Contiguous, Layout, Piece, Run
+from cp_mesh.masks import Mask
+from cp_mesh.methods.contract import Method, Plan, stream_of
+from cp_mesh.methods.stages import backward_of_heads, begin_backward, forward_of_heads
+from cp_mesh.schedule import Schedule, make_schedule
+from cp_mesh.transport.heads import HeadExchange
+
+
+class UlyssesSettings(NamedTuple):
+    """What is decided for a call.
+
+    Attributes:
+        head_chunks: parts of a rank's heads that are exchanged and computed one after the other.
+        repeats: how often each kv head is sent.
+        gradient_dtype: in which dk and dv travel: rounded where they are complete, else the accumulation dtype.
+    """
+
+    head_chunks: int
+    repeats: int
+    gradient_dtype: torch.dtype
+
+
+def whole_sequence(
+    layout: Layout, mask: Mask, seq_len: int, cp_size: int, cp_rank: int, segments: bool = False
+) -> Schedule:
+    """The schedule of one device; see `Method.make_schedule`."""
+    return make_schedule(Contiguous(), mask, seq_len, 1, 0, segments)
+
+
+def settle(
+    options: Options, q: Operand, k: Operand, v: Operand, schedule: Schedule, kernel: Kernel,
+    features: Collection[str], cp_size: int,
+) -> UlyssesSettings:  # fmt: skip
+    """The settings of a call; see `Method.settle`."""
+    num_heads, num_kv_heads = q.shape[1], k.shape[1]
+    if num_heads % cp_size:
+        near = max(n for n in range(1, cp_size) if num_heads % n == 0)
+        expected, hint = f"a multiple of the {cp_size} cp ranks", f"method='ring' works, or {near} cp ranks"
+        refuse("method='ulysses': query heads", expected, num_heads, hint, UnsupportedError)
+    if options.transport == "symmetric_memory":
+        hint = "transport='functional' works, and method='ring' goes over symmetric memory"
+        refuse("method='ulysses'", "functional collectives", f"transport={options.transport!r}", hint, UnsupportedError)
+    per_kv_head, of_rank = num_heads // num_kv_heads, num_heads // cp_size
+    group = math.gcd(per_kv_head, of_rank)  # consecutive query heads that read one kv head, on every rank alike
+    chunks, of_kv = options.head_chunks or 1, of_rank // group
+    if of_kv % chunks:
+        near = max(n for n in range(1, chunks) if of_kv % n == 0)
+        expected, hint = f"a divisor of the {of_kv} kv heads of a rank", f"head_chunks={near} works, or method='ring'"
+        refuse("method='ulysses': head_chunks", expected, chunks, hint)
+    repeats = per_kv_head // group
+    return UlyssesSettings(chunks, repeats, q.dtype if repeats == 1 else accumulation_dtype(q.dtype))
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Attention of this rank's queries over all keys; see `cp_mesh.methods.stages.forward_by_stages`."""
+    call, sums = _Call(plan, group, q.shape[1], plan.scores), accumulation_dtype(q.dtype)
+    out, lse = dense_like(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=sums)
+    tensors = q, call.repeated(k), call.repeated(v), out, lse[..., None]
+    for scores, (*qkv, out_part, lse_part) in call.by_parts(tensors):
+        q_h, k_h, v_h = call.swap.to_heads(qkv)()
+        batch, heads = q_h.shape[:2]
+        of_out = call.swap.home(((batch, heads, v.shape[3]),), q.dtype, q.device)
+        of_lse = call.swap.home(((batch, heads, 1),), sums, q.device)
+        forward_of_heads(q_h, k_h, v_h, scores, call.plan, group, (of_out.tensors[0], of_lse.tensors[0][..., 0]))
+        arriving = of_out.send(), of_lse.send()
+        for part, arrive in zip((out_part, lse_part), arriving, strict=True):
+            (x,) = arrive()
+            part.copy_(x)
+    return out, lse
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    plan: Plan,
+    group: dist.ProcessGroup,
+    wanted: Collection[str] = (),
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """Gradients; see `cp_mesh.methods.stages.backward_by_stages`."""
+    given = begin_backward(dout, out, lse, dlse, plan, wanted)
+    call, settings, sums = _Call(plan, group, q.shape[1], given.scores), plan.settings, accumulation_dtype(q.dtype)
+    of_scores = ScoreGradients.zeros(call.scores, sums)
+    rows, numbers = [given.dout, q, call.repeated(k), call.repeated(v)], [given.lse[..., None]]
+    if plan.kernel.uses_delta:
+        numbers.append(given.out_or_delta[..., None])
+    else:
+        rows.append(given.out_or_delta)
+    dq, dk, dv = dense_like(q), call.sent_back(k, settings.gradient_dtype), call.sent_back(v, settings.gradient_dtype)
+    first = 0
+    for scores, parts in call.by_parts((*rows, *numbers, dq, dk, dv)):
+        arriving = call.swap.to_heads(parts[: len(rows)]), call.swap.to_heads(parts[len(rows) : -3])
+        dout_h, q_h, k_h, v_h, *out_h = arriving[0]()
+        lse_h, *delta_h = (x[..., 0].contiguous() for x in arriving[1]())  # kernels read rows with stride 1
+        shapes = [(x.shape[0], x.shape[1], x.shape[3]) for x in (q_h, k_h, v_h)]
+        of_q = call.swap.home(shapes[:1], q.dtype, q.device)
+        of_kv = call.swap.home(shapes[1:], settings.gradient_dtype, q.device)
+        tensors = dout_h, q_h, k_h, v_h, *out_h, *delta_h, lse_h, *of_q.tensors, *of_kv.tensors
+        _, of_part = backward_of_heads(*tensors, scores=scores, plan=call.plan, group=group)
+        of_scores.part(heads=(first, first + q_h.shape[1])).add_(of_part)
+        first += q_h.shape[1]
+        returning = of_q.send(), of_kv.send()
+        for part, x in zip(parts[-3:], (x for arrive in returning for x in arrive()), strict=True):
+            part.copy_(x)
+    dk, dv = call.summed(dk, k), call.summed(dv, v)
+    return dq, dk, dv, given.of_scores | call.shares(given.scores, of_scores)
+
+
+class _Call:
+    """What one pass needs to compute this rank's heads.
+
+    Attributes:
+        swap: the all-to-alls.
+        plan: of one device.
+        scores: of this rank's heads, and all rows.
+    """
+
+    def __init__(self, plan: Plan, group: dist.ProcessGroup, num_heads: int, scores: Scores) -> None:
+        self._size, self._settings = group.size(), plan.settings
+        shard_lens, order = _places(plan, group.size())
+        self.swap, self.plan = HeadExchange(group, shard_lens, order), replace(plan, layout=Contiguous())
+        self._own_rows, of_rank = shard_lens[group.rank()], num_heads // group.size()
+        self._heads = group.rank() * of_rank, (group.rank() + 1) * of_rank
+        self.scores = scores.heads(*self._heads)
+        # Of a rank with one row a bias may be that of all rows, or of its own.
+        self._bias_travels = scores.bias is not None and (scores.bias.shape[2] != 1 or min(shard_lens) < 2)
+        if scores.bias is not None and self._bias_travels:
+            bias = scores.bias.expand(-1, -1, self._own_rows, -1)
+            alike = bias.shape[1] == 1  # for all heads
+            by_rank = bias[:, None].expand(-1, self._size, -1, -1, -1) if alike else bias.unflatten(1, (self._size, -1))
+            self.scores = replace(self.scores, bias=self.swap.to_heads((by_rank,))()[0])
+
+    def by_parts(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Scores, tuple[Tensor, ...]]]:
+        """Views [B, cp_size, heads, S_local, D] of [B, heads, S_local, D] tensors, a chunk of each rank's at a time.
+
+        With them come the scores of this rank's chunk; the first tensor has query heads.
+        """
+        chunks = self._settings.head_chunks
+        by_rank = [x.unflatten(1, (self._size, chunks, x.shape[1] // (self._size * chunks))) for x in tensors]
+        num_heads = by_rank[0].shape[3]
+        for chunk in range(chunks):
+            heads = chunk * num_heads, (chunk + 1) * num_heads
+            yield self.scores if chunks == 1 else self.scores.heads(*heads), tuple(x[:, :, chunk] for x in by_rank)
+
+    def repeated(self, x: Tensor) -> Tensor:
+        """kv heads as often as they are sent."""
+        return x if self._settings.repeats == 1 else x.repeat_interleave(self._settings.repeats, dim=1)
+
+    def sent_back(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Where gradients of `repeated` kv heads arrive."""
+        if self._settings.repeats == 1:
+            return dense_like(x)
+        return x.new_empty((x.shape[0], x.shape[1] * self._settings.repeats, *x.shape[2:]), dtype=dtype)
+
+    def summed(self, arrived: Tensor, x: Tensor) -> Tensor:
+        """The gradient of x, rounded once."""
+        if self._settings.repeats == 1:
+            return arrived
+        return dense_like(x).copy_(arrived.unflatten(1, (x.shape[1], self._settings.repeats)).sum(2))
+
+    def shares(self, scores: Scores, of_own: ScoreGradients) -> dict[str, Tensor]:
+        """This rank's shares of the gradients of tensors of the scores, from those of its heads and all rows."""
+        found = {}
+        for name in scores.wanted:
+            x, grad = getattr(scores, name), getattr(of_own, name)
+            if name == "bias" and self._bias_travels:
+                home = self.swap.home(((*grad.shape[:2], grad.shape[3]),), grad.dtype, grad.device)
+                home.tensors[0].copy_(grad)
+                found[name] = home.send()()[0].flatten(1, 2).sum_to_size(x.shape)
+            else:
+                found[name] = torch.zeros_like(x, dtype=grad.dtype)
+                TERMS[name].narrow(found[name], "heads", *self._heads).add_(grad)
+        return found
+
+
+def _places(plan: Plan, cp_size: int) -> tuple[list[int], Tensor | None]:
+    """Rows of every rank, and the order of all rows as `HeadExchange` takes it; kept with the plan."""
+    stream = stream_of(plan.device)
+
+    def make() -> tuple[list[int], Tensor | None]:
+        by_rank = [plan.layout.runs(plan.seq_len, cp_size, rank) for rank in range(cp_size)]
+        pieces = [piece for of_rank in by_rank for piece in of_rank]
+        return [sum(piece.length for piece in of_rank) for of_rank in by_rank], _order(pieces, plan.device)
+
+    if stream is None and plan.layout.tensor is not None:
+        hint = "leave attention out of the graph, or use method='ring'"
+        got = f"{plan.layout.spec()}, whose order is copied to the device"
+        refuse("CUDA graph capture with method='ulysses'", "a layout without a tensor", got, hint, UnsupportedError)
+    places: tuple[list[int], Tensor | None] = plan.prepare(("places",), stream, make)
+    return places
+
+
+def _order(pieces: Sequence[Piece], device: torch.device) -> Tensor | None:
+    begin, parts, rises = 0, [], True
+    for piece in pieces:
+        if isinstance(piece, Run):  # made on the device: nothing is copied, so that a CUDA graph may hold it
+            parts.append(
+                torch.arange(piece.start, piece.start + piece.stride * piece.length, piece.stride, device=device)
+            )
+            rises &= piece.start == begin and (piece.stride == 1 or piece.length == 1)
+        else:
+            parts.append(piece.values.to(device))
+            rises = False
+        begin += piece.length
+    return None if rises else torch.cat(parts)
+
+
+ULYSSES = Method("ulysses", whole_sequence, settle, forward, backward)
