@@ -37,6 +37,7 @@ from cp_mesh import Contiguous, Mask, Striped, ZigZag, attention, balance, verif
 from cp_mesh.dense import dense_attention as plain_products
 from cp_mesh.kernels import KERNELS as TABLE
 from cp_mesh.kernels.scores import Scores
+from cp_mesh.methods import METHODS
 from cp_mesh.verify import VerificationError
 
 BLOCK = 128
@@ -203,10 +204,12 @@ class Scored:
     features: tuple[str, ...]
     head_dim: int = 128
     seq_len: int = 2050
+    method: str = "auto"
 
     def __str__(self) -> str:
         words = "+".join(self.features) or "none"
-        return f"{self.kernel:10}{self.dtype:9} {self.layout:11}{self.mask:10} D{self.head_dim:<4} {words:44}"
+        method = "" if self.method == "auto" else f" by {self.method}"
+        return f"{self.kernel:10}{self.dtype:9} {self.layout:11}{self.mask:10} D{self.head_dim:<4} {words:44}{method}"
 
 
 LEARNED = ("sinks", "alibi_slopes", "relative_bias", "bias")
@@ -254,6 +257,10 @@ def scored_cases(kernels: tuple[str, ...]) -> Iterator[Scored]:
         for features, mask, layout in some:
             yield Scored(kernel, "bfloat16", layout, mask, features)
         yield Scored(kernel, "float16", "zigzag", able[-1], known)
+        for method in METHODS:
+            if method != "ring":
+                for features, mask in (((), able[0]), ((), able[-1]), (known, able[0])):
+                    yield Scored(kernel, "bfloat16", "zigzag", mask, features, method=method)
 
 
 def run_scored(rank: int, chosen: list[Scored], echo: bool = False) -> list[tuple[float, str]]:
@@ -270,6 +277,7 @@ def run_scored(rank: int, chosen: list[Scored], echo: bool = False) -> list[tupl
             report = verify(
                 axis, layout=layout, mask=mask, scores=scores(case), seq_len=case.seq_len, num_heads=H,
                 num_kv_heads=K, head_dim=case.head_dim, dtype=getattr(torch, case.dtype), kernel=case.kernel,
+                method=case.method,
             )  # fmt: skip
         except VerificationError as error:
             report = error.report

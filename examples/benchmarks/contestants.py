@@ -291,10 +291,13 @@ class CPMesh(Contestant):
     def __init__(self, mesh: DeviceMesh, method: str, layout: str, kernel: str, transport: str) -> None:
         self.name = f"cp_mesh/{method}/{layout}/{kernel}/{transport}"
         self.kernel, self._layout, self._mesh, self._transport = kernel, LAYOUTS.get(layout), mesh, transport
+        self._method = method
         self._options: dict[str, Any] = {"method": method, "kernel": kernel, "transport": transport}
         self.capturable = transport == "symmetric_memory" or mesh.size() == 1
 
     def unsupported(self, case: Case) -> str | None:
+        if self._method == "ulysses" and case.heads % case.cp_size:
+            return f"{case.heads} query heads over {case.cp_size} ranks"
         return None
 
     def layout(self, case: Case) -> Layout:
@@ -554,7 +557,7 @@ def all_contestants(mesh: DeviceMesh, kernels: list[str]) -> list[Contestant]:
         for kernel in [*kernels, "triton" if mesh.device_type == "cuda" else "reference"]
         if kernel in KERNELS
         for transport in TRANSPORTS
-        if "auto" not in (method, transport)
+        if "auto" not in (method, transport) and (method, transport) != ("ulysses", "symmetric_memory")
     ]
     for rotation in ("allgather", "alltoall"):
         field += [TorchCP(mesh, rotation), TorchCP(mesh, rotation, expand=True)]
@@ -574,6 +577,6 @@ def default_patterns(kernels: list[str], present: list[str], transport: str) -> 
     fast = [kernel for kernel in present if kernel != "fa2" or len(present) == 1]
     patterns = [f"{kind}/{kernel}" for kind in ("floor", "single_gpu") for kernel in fast]
     for kernel in kernels:
-        patterns.append(f"cp_mesh/*/zigzag/{kernel}/{transport}")
+        patterns += [f"cp_mesh/*/zigzag/{kernel}/{transport}", f"cp_mesh/ulysses/contiguous/{kernel}/functional"]
         patterns += [f"ring_flash_attn/*/{kernel}", f"ulysses/{kernel}"]
     return [*patterns, "torch/*"]
