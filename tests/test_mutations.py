@@ -143,9 +143,9 @@ def every_disagreement(pool: Any) -> None:
         test_agreement.test_every_rank_raises(name, raised)
 
 
-def race(pool: Any) -> None:
+def race(pool: Any, **options: Any) -> None:
     """Over the double of symmetric memory; naps on the ranks give a race room."""
-    cases = [(name, "causal", 31 + i, {}) for i, name in enumerate(("zigzag", "striped", "contiguous") * 8)]
+    cases = [(name, "causal", 31 + i, options) for i, name in enumerate(("zigzag", "striped", "contiguous") * 8)]
     with tempfile.TemporaryDirectory() as folder:
         report(pool(3).run(test_symmetric_memory.on_files, folder, cases, timeout=120.0))
 
@@ -234,6 +234,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     ),
     "compiled cores": test_watching.test_compiled_cores_of_one_class_are_told_apart,
     "symmetric memory": race,
+    "symmetric memory of Ulysses": lambda pool: race(pool, method="ulysses"),
     "check mode": every_disagreement,
     "verify": lambda pool: test_verify.test_verify_finds_what_one_device_has_too(
         pool, False, "a scale wrong by 2 %", "cpu_flash"

@@ -460,7 +460,7 @@ CASES: dict[str, Case] = {
         UNSUPPORTED, "method='ulysses'", "a multiple of the 4 cp ranks, got 6", "method='ring' works, or 3 cp ranks"
     )(lambda: attend(method="ulysses", **local(H=6, K=3))),
     "ulysses over symmetric memory": refused(
-        UNSUPPORTED, "method='ulysses'", "transport='symmetric_memory'", "'functional' works", "method='ring'"
+        UNSUPPORTED, "transport='symmetric_memory'", "transport='functional' works"
     )(lambda: attend(method="ulysses", transport="symmetric_memory")),
     "ulysses in too many chunks": refused(
         ARGUMENT,

@@ -91,7 +91,7 @@ def core_by(rank: int, method: str) -> tuple[list[Tensor], int]:
     return gather(sequence, out, q.grad, k.grad, v.grad), count
 
 
-@pytest.mark.parametrize(("method", "count"), [("auto", 6), ("ring", 6), ("all_gather", 3), ("ulysses", 7)])
+@pytest.mark.parametrize(("method", "count"), [("auto", 6), ("ring", 6), ("all_gather", 3), ("ulysses", 4)])
 def test_the_method_of_a_core(pool: Any, method: str, count: int) -> None:
     """It is used: each has its number of collectives."""
     for results, made in pool(4).run(core_by, method):

@@ -41,6 +41,7 @@ if __name__ == "__main__":
 import cp_mesh
 from cp_mesh import Contiguous, Mask, Striped, ZigZag
 from cp_mesh.errors import UnsupportedError
+from cp_mesh.methods import METHODS
 from cp_mesh.transport import choose_transport
 from cp_mesh.transport import symmetric_memory as symmetric
 from cp_mesh.transport.packing import Packing
@@ -189,7 +190,10 @@ def test_every_layout_and_mask(pool, full, cp_size):
     # Chunks: one pass each, through the same memory.
     cases += [(layout, "causal", 29, {"heads": (4, 4)}) for layout in LAYOUTS]
     cases += [("zigzag", "causal", 29, {"heads": (8, 4), "head_chunks": chunks}) for chunks in (1, 2, 4)]
-    cases += [(layout, "documents", S, {"method": "all_gather"}) for layout in LAYOUTS for S in (31, 47)]
+    for method in METHODS:
+        heads = {"heads": (12, 6 // cp_size)} if method == "ulysses" else {}
+        cases += [(layout, "documents", S, {"method": method} | heads) for layout in LAYOUTS for S in (31, 2, 47)]
+    random.Random(cp_size).shuffle(cases)
     with tempfile.TemporaryDirectory() as folder:
         report(pool(cp_size).run(on_files, folder, cases, timeout=120.0))
 

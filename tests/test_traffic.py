@@ -119,10 +119,19 @@ def swaps(S: int, cp_size: int, rank: int, itemsize: int, sums: int) -> list[tup
         own, whole = [rows[rank] * B * features] * cp_size, [n * B * features for n in rows]
         return (whole, own, size) if home else (own, whole, size)
 
-    qkv, of_kv = heads * D + kv_heads * (D + E), itemsize if cp_size == 3 else sums
-    forward = [hop(qkv, itemsize), hop(heads * E, itemsize, True), hop(heads, sums, True)]
-    backward = [hop(qkv + heads * E, itemsize), hop(2 * heads, sums)]
-    return forward + backward + [hop(heads * D, itemsize, True), hop(kv_heads * (D + E), of_kv, True)]
+    def by_dtype(*features: tuple[int, int], home: bool = False) -> list[tuple[list[int], list[int], int]]:
+        """What travels together, in messages of one dtype."""
+        sizes = dict.fromkeys(size for _, size in features)
+        return [hop(sum(n for n, other in features if other == size), size, home) for size in sizes]
+
+    q, kv, out, number = heads * D, kv_heads * (D + E), heads * E, heads
+    of_kv = itemsize if cp_size == 3 else sums
+    return [
+        *by_dtype((q + kv, itemsize)),
+        *by_dtype((out, itemsize), (number, sums), home=True),
+        *by_dtype((out + q + kv, itemsize), (2 * number, sums)),
+        *by_dtype((q, itemsize), (kv, of_kv), home=True),
+    ]
 
 
 @pytest.mark.parametrize("cp_size", (2, 3))

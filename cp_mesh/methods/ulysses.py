@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -33,6 +34,8 @@ from cp_mesh.masks import Mask
 from cp_mesh.methods.contract import Method, Plan, stream_of
 from cp_mesh.methods.stages import backward_of_heads, begin_backward, forward_of_heads
 from cp_mesh.schedule import Schedule, make_schedule
+from cp_mesh.transport import make_swaps
+from cp_mesh.transport.contract import Swaps
 from cp_mesh.transport.heads import HeadExchange
 
 
@@ -67,9 +70,6 @@ def settle(
         near = max(n for n in range(1, cp_size) if num_heads % n == 0)
         expected, hint = f"a multiple of the {cp_size} cp ranks", f"method='ring' works, or {near} cp ranks"
         refuse("method='ulysses': query heads", expected, num_heads, hint, UnsupportedError)
-    if options.transport == "symmetric_memory":
-        hint = "transport='functional' works, and method='ring' goes over symmetric memory"
-        refuse("method='ulysses'", "functional collectives", f"transport={options.transport!r}", hint, UnsupportedError)
     per_kv_head, of_rank = num_heads // num_kv_heads, num_heads // cp_size
     group = math.gcd(per_kv_head, of_rank)  # consecutive query heads that read one kv head, on every rank alike
     chunks, of_kv = options.head_chunks or 1, of_rank // group
@@ -83,19 +83,19 @@ def settle(
 
 def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """Attention of this rank's queries over all keys; see `cp_mesh.methods.stages.forward_by_stages`."""
-    call, sums = _Call(plan, group, q.shape[1], plan.scores), accumulation_dtype(q.dtype)
-    out, lse = dense_like(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=sums)
-    tensors = q, call.repeated(k), call.repeated(v), out, lse[..., None]
-    for scores, (*qkv, out_part, lse_part) in call.by_parts(tensors):
-        q_h, k_h, v_h = call.swap.to_heads(qkv)()
-        batch, heads = q_h.shape[:2]
-        of_out = call.swap.home(((batch, heads, v.shape[3]),), q.dtype, q.device)
-        of_lse = call.swap.home(((batch, heads, 1),), sums, q.device)
-        forward_of_heads(q_h, k_h, v_h, scores, call.plan, group, (of_out.tensors[0], of_lse.tensors[0][..., 0]))
-        arriving = of_out.send(), of_lse.send()
-        for part, arrive in zip((out_part, lse_part), arriving, strict=True):
-            (x,) = arrive()
-            part.copy_(x)
+    out, lse = dense_like(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
+    with _opened(plan, group) as swaps:
+        call = _Call(plan, group, swaps, q.shape[1], plan.scores)
+        tensors = q, call.repeated(k), call.repeated(v), out, lse[..., None]
+        for scores, (*qkv, out_part, lse_part) in call.by_parts(tensors):
+            q_h, k_h, v_h = call.exchange.to_heads(qkv)()
+            batch, heads = q_h.shape[:2]
+            likes = (batch, heads, v.shape[3], q.dtype), (batch, heads, 1, lse.dtype)
+            home = call.exchange.home(likes, q.device)
+            out_h, lse_h = home.tensors
+            forward_of_heads(q_h, k_h, v_h, scores, call.plan, group, (out_h, lse_h[..., 0]))
+            for part, x in zip((out_part, lse_part), home.send()(), strict=True):
+                part.copy_(x)
     return out, lse
 
 
@@ -112,47 +112,47 @@ def backward(
     wanted: Collection[str] = (),
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """Gradients; see `cp_mesh.methods.stages.backward_by_stages`."""
-    given = begin_backward(dout, out, lse, dlse, plan, wanted)
-    call, settings, sums = _Call(plan, group, q.shape[1], given.scores), plan.settings, accumulation_dtype(q.dtype)
-    of_scores = ScoreGradients.zeros(call.scores, sums)
-    rows, numbers = [given.dout, q, call.repeated(k), call.repeated(v)], [given.lse[..., None]]
-    if plan.kernel.uses_delta:
-        numbers.append(given.out_or_delta[..., None])
-    else:
-        rows.append(given.out_or_delta)
-    dq, dk, dv = dense_like(q), call.sent_back(k, settings.gradient_dtype), call.sent_back(v, settings.gradient_dtype)
-    first = 0
-    for scores, parts in call.by_parts((*rows, *numbers, dq, dk, dv)):
-        arriving = call.swap.to_heads(parts[: len(rows)]), call.swap.to_heads(parts[len(rows) : -3])
-        dout_h, q_h, k_h, v_h, *out_h = arriving[0]()
-        lse_h, *delta_h = (x[..., 0].contiguous() for x in arriving[1]())  # kernels read rows with stride 1
-        shapes = [(x.shape[0], x.shape[1], x.shape[3]) for x in (q_h, k_h, v_h)]
-        of_q = call.swap.home(shapes[:1], q.dtype, q.device)
-        of_kv = call.swap.home(shapes[1:], settings.gradient_dtype, q.device)
-        tensors = dout_h, q_h, k_h, v_h, *out_h, *delta_h, lse_h, *of_q.tensors, *of_kv.tensors
-        _, of_part = backward_of_heads(*tensors, scores=scores, plan=call.plan, group=group)
-        of_scores.part(heads=(first, first + q_h.shape[1])).add_(of_part)
-        first += q_h.shape[1]
-        returning = of_q.send(), of_kv.send()
-        for part, x in zip(parts[-3:], (x for arrive in returning for x in arrive()), strict=True):
-            part.copy_(x)
-    dk, dv = call.summed(dk, k), call.summed(dv, v)
-    return dq, dk, dv, given.of_scores | call.shares(given.scores, of_scores)
+    given, dtype = begin_backward(dout, out, lse, dlse, plan, wanted), plan.settings.gradient_dtype
+    with _opened(plan, group) as swaps:
+        call = _Call(plan, group, swaps, q.shape[1], given.scores)
+        of_scores = ScoreGradients.zeros(call.scores, accumulation_dtype(q.dtype))
+        out_or_delta = given.out_or_delta[..., None] if plan.kernel.uses_delta else given.out_or_delta
+        inputs = given.dout, q, call.repeated(k), call.repeated(v), out_or_delta, given.lse[..., None]
+        dq, dk, dv = dense_like(q), call.sent_back(k), call.sent_back(v)
+        first = 0
+        for scores, (*parts, dq_part, dk_part, dv_part) in call.by_parts((*inputs, dq, dk, dv)):
+            dout_h, q_h, k_h, v_h, out_or_delta_h, lse_h = call.exchange.to_heads(parts)()
+            # kernels read numbers of rows with stride 1
+            out_or_delta_h = out_or_delta_h[..., 0].contiguous() if plan.kernel.uses_delta else out_or_delta_h
+            tensors = dout_h, q_h, k_h, v_h, out_or_delta_h, lse_h[..., 0].contiguous()
+            dtypes = zip((q_h, k_h, v_h), (q.dtype, dtype, dtype), strict=True)
+            home = call.exchange.home([(x.shape[0], x.shape[1], x.shape[3], own) for x, own in dtypes], q.device)
+            _, of_part = backward_of_heads(*tensors, *home.tensors, scores=scores, plan=call.plan, group=group)
+            of_scores.part(heads=(first, first + q_h.shape[1])).add_(of_part)
+            first += q_h.shape[1]
+            for part, x in zip((dq_part, dk_part, dv_part), home.send()(), strict=True):
+                part.copy_(x)
+        shares = call.shares(given.scores, of_scores)
+    return dq, call.summed(dk, k), call.summed(dv, v), given.of_scores | shares
+
+
+def _opened(plan: Plan, group: dist.ProcessGroup) -> AbstractContextManager[Swaps]:
+    return closing(make_swaps(plan.options.transport, group, plan.seq_len, plan.device))
 
 
 class _Call:
     """What one pass needs to compute this rank's heads.
 
     Attributes:
-        swap: the all-to-alls.
+        exchange: heads against rows.
         plan: of one device.
         scores: of this rank's heads, and all rows.
     """
 
-    def __init__(self, plan: Plan, group: dist.ProcessGroup, num_heads: int, scores: Scores) -> None:
+    def __init__(self, plan: Plan, group: dist.ProcessGroup, swaps: Swaps, num_heads: int, scores: Scores) -> None:
         self._size, self._settings = group.size(), plan.settings
         shard_lens, order = _places(plan, group.size())
-        self.swap, self.plan = HeadExchange(group, shard_lens, order), replace(plan, layout=Contiguous())
+        self.exchange, self.plan = HeadExchange(swaps, group, shard_lens, order), replace(plan, layout=Contiguous())
         self._own_rows, of_rank = shard_lens[group.rank()], num_heads // group.size()
         self._heads = group.rank() * of_rank, (group.rank() + 1) * of_rank
         self.scores = scores.heads(*self._heads)
@@ -162,7 +162,7 @@ class _Call:
             bias = scores.bias.expand(-1, -1, self._own_rows, -1)
             alike = bias.shape[1] == 1  # for all heads
             by_rank = bias[:, None].expand(-1, self._size, -1, -1, -1) if alike else bias.unflatten(1, (self._size, -1))
-            self.scores = replace(self.scores, bias=self.swap.to_heads((by_rank,))()[0])
+            self.scores = replace(self.scores, bias=self.exchange.to_heads((by_rank,))()[0])
 
     def by_parts(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Scores, tuple[Tensor, ...]]]:
         """Views [B, cp_size, heads, S_local, D] of [B, heads, S_local, D] tensors, a chunk of each rank's at a time.
@@ -180,11 +180,12 @@ class _Call:
         """kv heads as often as they are sent."""
         return x if self._settings.repeats == 1 else x.repeat_interleave(self._settings.repeats, dim=1)
 
-    def sent_back(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def sent_back(self, x: Tensor) -> Tensor:
         """Where gradients of `repeated` kv heads arrive."""
         if self._settings.repeats == 1:
             return dense_like(x)
-        return x.new_empty((x.shape[0], x.shape[1] * self._settings.repeats, *x.shape[2:]), dtype=dtype)
+        heads = x.shape[1] * self._settings.repeats
+        return x.new_empty((x.shape[0], heads, *x.shape[2:]), dtype=self._settings.gradient_dtype)
 
     def summed(self, arrived: Tensor, x: Tensor) -> Tensor:
         """The gradient of x, rounded once."""
@@ -198,7 +199,7 @@ class _Call:
         for name in scores.wanted:
             x, grad = getattr(scores, name), getattr(of_own, name)
             if name == "bias" and self._bias_travels:
-                home = self.swap.home(((*grad.shape[:2], grad.shape[3]),), grad.dtype, grad.device)
+                home = self.exchange.home([(*grad.shape[:2], grad.shape[3], grad.dtype)], grad.device)
                 home.tensors[0].copy_(grad)
                 found[name] = home.send()()[0].flatten(1, 2).sum_to_size(x.shape)
             else:

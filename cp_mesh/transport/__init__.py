@@ -7,11 +7,17 @@ import torch.distributed as dist
 
 from cp_mesh.errors import UnsupportedError
 from cp_mesh.schedule import Schedule
-from cp_mesh.transport.contract import Transport
-from cp_mesh.transport.functional import FunctionalTransport
-from cp_mesh.transport.symmetric_memory import SymmetricTransport, release, symmetric_memory_bytes, unavailable
+from cp_mesh.transport.contract import Swaps, Transport
+from cp_mesh.transport.functional import FunctionalSwaps, FunctionalTransport
+from cp_mesh.transport.symmetric_memory import (
+    SymmetricSwaps,
+    SymmetricTransport,
+    release,
+    symmetric_memory_bytes,
+    unavailable,
+)
 
-__all__ = ["TRANSPORTS", "choose_transport", "make_transport", "release", "symmetric_memory_bytes"]
+__all__ = ["TRANSPORTS", "choose_transport", "make_swaps", "make_transport", "release", "symmetric_memory_bytes"]
 
 TRANSPORTS = ("auto", "functional", "symmetric_memory")
 
@@ -44,3 +50,10 @@ def make_transport(name: str, group: dist.ProcessGroup, schedule: Schedule, devi
     if schedule.active_steps and choose_transport(name, group, device) == "symmetric_memory":
         return SymmetricTransport(group, schedule, device)
     return FunctionalTransport(group, schedule)
+
+
+def make_swaps(name: str, group: dist.ProcessGroup, seq_len: int, device: torch.device) -> Swaps:
+    """All-to-alls for one pass; see `choose_transport`. Where there is no row, nothing is asked."""
+    if seq_len and choose_transport(name, group, device) == "symmetric_memory":
+        return SymmetricSwaps(group, device)
+    return FunctionalSwaps(group)

@@ -10,9 +10,9 @@ A pass opens a transport, fetches and delivers in the order of the stages, and c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -56,6 +56,37 @@ class Transport(Protocol):
 
     def deliver(self, packing: Packing, route: Route) -> Outgoing:
         """Prepare to send gradients with this packing to the owners of the rows fetched on this route."""
+
+    def close(self) -> None:
+        """The pass is over, perhaps by an exception: memory of its buffers may be used again."""
+
+
+class Swap(NamedTuple):
+    """An all-to-all of rows as one rank sees it. A buffer holds what goes to one rank after what goes to another.
+
+    Attributes:
+        to: rows for each rank, [cp_size].
+        origin: rows from each rank, [cp_size].
+        firsts: where this rank's rows begin in the buffer of each rank, [cp_size].
+        most: rows of the largest buffer of any rank.
+    """
+
+    to: list[int]
+    origin: list[int]
+    firsts: list[int]
+    most: int
+
+
+class Swaps(Protocol):
+    """The all-to-alls of one pass, one after the other."""
+
+    def start(
+        self, packings: Sequence[Packing], write: Callable[[Sequence[Tensor]], None], swap: Swap
+    ) -> Callable[[], Sequence[Tensor]]:
+        """Start to move buffers [rows, features], one of each packing, which ``write`` fills.
+
+        What is returned waits for what came from all ranks, in rank order.
+        """
 
     def close(self) -> None:
         """The pass is over, perhaps by an exception: memory of its buffers may be used again."""

@@ -6,20 +6,20 @@ A collective is asynchronous until its wait; one stage is under way while anothe
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from cp_mesh.schedule import Route, Rows, Schedule, Stage, num_rows
-from cp_mesh.transport.contract import Arrived, split_arrived
+from cp_mesh.transport.contract import Arrived, Swap, split_arrived
 from cp_mesh.transport.packing import Packing
 
 _funcol = torch.ops._c10d_functional
 
 
-class Exchange:
+class _Exchange:
     """One all-to-all under way. ``sent`` is kept until the collective has read it."""
 
     def __init__(self, sent: Tensor, sent_rows: list[int], received_rows: list[int], group_name: str) -> None:
@@ -54,14 +54,32 @@ class FunctionalTransport:
     def close(self) -> None:
         pass
 
-    def exchange(self, sent: Tensor, to: Sequence[tuple[int, int]], origin: Sequence[tuple[int, int]]) -> Exchange:
+    def exchange(self, sent: Tensor, to: Sequence[tuple[int, int]], origin: Sequence[tuple[int, int]]) -> _Exchange:
         """Start an all-to-all of rows; ``to`` and ``origin`` are (rank, number of rows)."""
         sent_rows, received_rows = [0] * self._size, [0] * self._size
         for rank, count in to:
             sent_rows[rank] = count
         for rank, count in origin:
             received_rows[rank] = count
-        return Exchange(sent, sent_rows, received_rows, self._group_name)
+        return _Exchange(sent, sent_rows, received_rows, self._group_name)
+
+
+class FunctionalSwaps:
+    """All-to-alls of all rows, over functional collectives."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group_name = group.group_name
+
+    def start(
+        self, packings: Sequence[Packing], write: Callable[[Sequence[Tensor]], None], swap: Swap
+    ) -> Callable[[], Sequence[Tensor]]:
+        sent = [packing.empty(sum(swap.to)) for packing in packings]
+        write(sent)
+        under_way = [_Exchange(buffer, swap.to, swap.origin, self._group_name) for buffer in sent]
+        return lambda: [exchange.wait() for exchange in under_way]
+
+    def close(self) -> None:
+        pass
 
 
 class FunctionalIncoming:
@@ -72,7 +90,7 @@ class FunctionalIncoming:
         self._packing = Packing.of(tensors)
         self._under_way = self._start()
 
-    def _start(self) -> Exchange | None:
+    def _start(self) -> _Exchange | None:
         if not self._stages:
             return None
         stage, packing = self._stages.popleft(), self._packing
@@ -95,7 +113,7 @@ class FunctionalOutgoing:
     def __init__(self, transport: FunctionalTransport, packing: Packing) -> None:
         self._transport, self._packing = transport, packing
         self._written: Tensor | None = None
-        self._under_way: deque[tuple[Stage, Exchange]] = deque()
+        self._under_way: deque[tuple[Stage, _Exchange]] = deque()
 
     def buffer(self, stage: Stage) -> tuple[Tensor, ...] | None:
         self._written = self._packing.empty(stage.num_fetched)

@@ -26,8 +26,9 @@ from __future__ import annotations
 import importlib.util
 import socket
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import accumulate
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -37,7 +38,7 @@ from torch import Tensor
 
 from cp_mesh.errors import UnsupportedError
 from cp_mesh.schedule import Route, Schedule, Stage, num_rows
-from cp_mesh.transport.contract import Arrived, split_arrived
+from cp_mesh.transport.contract import Arrived, Swap, split_arrived
 from cp_mesh.transport.packing import Packing
 
 _ALIGNMENT = 256  # bytes; copy engines and kernels are fastest on aligned addresses
@@ -415,6 +416,42 @@ class SymmetricOutgoing:
                     yield Arrived(ranges[0][0], tensors)
                 else:
                     yield from split_arrived(slot, [(receiver, ranges)], packing)
+
+
+class SymmetricSwaps:
+    """All-to-alls of all rows: each rank publishes what it sends, and pulls what is meant for it from each other.
+
+    On the caller's stream, as what arrives is waited for at once. The barrier before rows are written is that of a
+    pass: all ranks have pulled what the all-to-all before published.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._memory, self._group = group_memory(group, device), group
+        self._memory.begin()
+
+    def start(
+        self, packings: Sequence[Packing], write: Callable[[Sequence[Tensor]], None], swap: Swap
+    ) -> Callable[[], Sequence[Tensor]]:
+        rank, size = self._group.rank(), self._group.size()
+        offsets = [*accumulate((_aligned(swap.most * packing.row_bytes) for packing in packings), initial=0)]
+        workspace = self._memory.workspace("rows", offsets.pop(), self._group)
+        workspace.barrier(_MAIN)
+        places = [*zip(offsets, packings, strict=True)]
+        write([workspace.rows(rank, offset, sum(swap.to), packing)[0] for offset, packing in places])
+        workspace.barrier(_MAIN)
+        received = [packing.empty(sum(swap.origin)) for packing in packings]
+        begins = [*accumulate(swap.origin, initial=0)]
+        for source in ((rank - step) % size for step in range(size)):  # no two ranks pull from one at a time
+            count = swap.origin[source]
+            for (offset, packing), buffer in zip(places, received, strict=True):
+                if count:
+                    first = offset + swap.firsts[source] * packing.row_bytes
+                    rows, _ = workspace.rows(source, first, count, packing)
+                    buffer[begins[source] : begins[source] + count].copy_(rows)
+        return lambda: received
+
+    def close(self) -> None:
+        self._memory.end()
 
 
 def _part(buffer: Tensor, first: int, count: int) -> Tensor:

@@ -557,7 +557,7 @@ def all_contestants(mesh: DeviceMesh, kernels: list[str]) -> list[Contestant]:
         for kernel in [*kernels, "triton" if mesh.device_type == "cuda" else "reference"]
         if kernel in KERNELS
         for transport in TRANSPORTS
-        if "auto" not in (method, transport) and (method, transport) != ("ulysses", "symmetric_memory")
+        if "auto" not in (method, transport)
     ]
     for rotation in ("allgather", "alltoall"):
         field += [TorchCP(mesh, rotation), TorchCP(mesh, rotation, expand=True)]
@@ -577,6 +577,6 @@ def default_patterns(kernels: list[str], present: list[str], transport: str) -> 
     fast = [kernel for kernel in present if kernel != "fa2" or len(present) == 1]
     patterns = [f"{kind}/{kernel}" for kind in ("floor", "single_gpu") for kernel in fast]
     for kernel in kernels:
-        patterns += [f"cp_mesh/*/zigzag/{kernel}/{transport}", f"cp_mesh/ulysses/contiguous/{kernel}/functional"]
+        patterns += [f"cp_mesh/*/zigzag/{kernel}/{transport}", f"cp_mesh/ulysses/contiguous/{kernel}/{transport}"]
         patterns += [f"ring_flash_attn/*/{kernel}", f"ulysses/{kernel}"]
     return [*patterns, "torch/*"]

@@ -252,15 +252,14 @@ def _(init: Any) -> Any:
     return with_arguments(init, order=lambda _: None)
 
 
-@plant("rows go home in the order of positions", "transport.heads:Home.send", "Ulysses")
+@plant("rows go home in the order of positions", "transport.heads:HeadExchange.send_home", "Ulysses")
 def _(send: Any) -> Any:
-    def mutant(self: Any) -> Any:
-        swap = vars(self)["_swap"]
-        order, swap.order = swap.order, None
+    def mutant(self: Any, *args: Any) -> Any:
+        order, self._order = self._order, None
         try:
-            return send(self)
+            return send(self, *args)
         finally:
-            swap.order = order
+            self._order = order
 
     return mutant
 
@@ -428,8 +427,9 @@ def without_barrier(purpose: str, number: int) -> Any:
 
 
 MEMORY = "transport.symmetric_memory:group_memory"
-plant("rows are written before peers have read the last ones", MEMORY, "symmetric memory")(without_barrier("rows", 0))
-plant("rows are pulled before they are written", MEMORY, "symmetric memory")(without_barrier("rows", 1))
+OF_ROWS = "symmetric memory", "symmetric memory of Ulysses"
+plant("rows are written before peers have read the last ones", MEMORY, *OF_ROWS)(without_barrier("rows", 0))
+plant("rows are pulled before they are written", MEMORY, *OF_ROWS)(without_barrier("rows", 1))
 plant("slots are summed before they are complete", MEMORY, "symmetric memory")(without_barrier("gradients", 0))
 
 
