@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -264,12 +265,13 @@ def check_two_hundred_calls() -> list[str]:
     axis, problems, pending = gpu_axis(), [], []
     draw = random.Random(7)
     for call in range(200):
-        heads = draw.choice([(8, 2), (4, 4), (6, 3)])
+        heads, method = draw.choice([(8, 2), (4, 4), (6, 3)]), draw.choice([*METHODS])
+        method = "ring" if heads[0] % dist.get_world_size() else method
         layout = draw.choice([ZigZag(), Striped(), Contiguous()])
         seq_len = dist.get_world_size() * 128 * draw.randint(1, 16) - draw.choice([0, 0, 1, 77])  # unequal shards too
         length = layout.shard_len(seq_len, dist.get_world_size(), dist.get_rank())
         options = {"layout": layout, "mask": Mask(causal=draw.random() < 0.7), "head_chunks": draw.choice([None, 1])}
-        options["seq_len"] = seq_len
+        options |= {"seq_len": seq_len, "method": method}
         inputs = local_inputs(length, heads, seed=call)
         got = attend(inputs, axis, TRANSPORTS[1], **options)
         pending.append((f"call {call}: {length} {heads} {options}", inputs, options, got))
@@ -349,20 +351,21 @@ def check_layers_and_checkpointing() -> list[str]:
 def check_graph() -> list[str]:
     """A captured forward and backward, replayed on new inputs, between eager calls of other shapes that grow memory."""
     axis, problems = gpu_axis(), []
-    for heads in ((8, 2), (4, 4)):
+    for method, heads in product(METHODS, ((8, 2), (8, 8))):
         static = local_inputs(S, heads)
-        attend(static, axis, TRANSPORTS[1])
+        attend(static, axis, TRANSPORTS[1], method=method)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            results = attend(static, axis, TRANSPORTS[1])
+            results = attend(static, axis, TRANSPORTS[1], method=method)
         for replay in range(4):
             fresh = local_inputs(S, heads, seed=replay + 1)
             for x, new in zip(static, fresh, strict=True):
                 x.copy_(new)
             graph.replay()
             got = [x.clone() for x in results]
-            problems += different(f"replay {replay}, {heads}", attend(fresh, axis, TRANSPORTS[0]), got)
+            wanted = attend(fresh, axis, TRANSPORTS[0], method=method)
+            problems += different(f"replay {replay} by {method}, {heads}", wanted, got)
             other = local_inputs(S + 256 * replay, heads, seed=replay)
             problems += compare(f"eager after replay {replay}", other, axis)
     return problems
