@@ -51,6 +51,7 @@ def main() -> None:
                 dtype=getattr(torch, dtype),
                 kernel=kernel,
                 method=method,
+                num_heads=4 * (mesh.size() if method == "ulysses" else 1),  # heads that the ranks divide
                 seq_len=seq_len,
             )
         except VerificationError as error:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ import torch
 from cases import MASKS, SCORES, gap, pairs
 from checks import forget_plans
 from ranks import mesh
+from scripts import run_script
 from torch import Tensor
 
 import cp_mesh
@@ -24,6 +26,7 @@ from cp_mesh.dense import dense_attention
 from cp_mesh.kernels import KERNELS
 from cp_mesh.kernels.contract import Kernel
 from cp_mesh.kernels.scores import TERMS, Scores
+from cp_mesh.methods import METHODS
 
 B, H, K, S, D, E = 2, 6, 3, 17, 5, 4
 BY_NAME = ("out", "lse", "dq", "dk", "dv")
@@ -206,3 +209,14 @@ def gated(rank: int, bug: str, kernel: str, dtype: str) -> list[bool]:
 )
 def test_the_low_precision_gate_finds_what_one_device_has_too(pool: Any, bug: str, dtype: str) -> None:
     assert pool(2).run(gated, bug, "cpu_flash", dtype) == [[True, False]] * 2
+
+
+@pytest.mark.full
+def test_the_command_line_takes_methods():
+    """Three ranks do not divide the four heads that the others are proved with."""
+    script = Path(cp_mesh.__file__).parent / "__main__.py"
+    done = run_script(script, ["--device", "cpu", "--seq-len", "50", "--method", *METHODS], num_ranks=3)
+    assert done.returncode == 0, done.printed
+    for method in METHODS:
+        lines = [line for line in done.printed.splitlines() if f"  {method}  exact [" in line]
+        assert len(lines) == 6, done.printed  # three layouts, causal and full

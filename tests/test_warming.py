@@ -24,7 +24,7 @@ def calls_made(rank: int, **given: Any) -> list[dict[str, Any]]:
     def recorded(q: Any, k: Any, v: Any, **keywords: Any) -> Any:
         call = {"shapes": [tuple(x.shape) for x in (q, k, v)], "layout": keywords["layout"].spec().partition(":")[0]}
         call |= {"documents": keywords["mask"].documents, "softcap": keywords.get("softcap"), "backward": False}
-        call |= {"window": keywords["mask"].window}
+        call |= {"window": keywords["mask"].window, "method": keywords.get("method")}
         made.append(call)
         q.register_hook(lambda grad: call.update(backward=True))
         return attention(q, k, v, **keywords)
@@ -35,9 +35,10 @@ def calls_made(rank: int, **given: Any) -> list[dict[str, Any]]:
 
 
 def test_both_passes_run_with_the_sizes_and_options(pool: Any) -> None:
-    for (call,) in pool(2).run(WithKeywords(layout=Striped(), softcap=3.0, mask=Mask(window=(5, 0)))):
+    for (call,) in pool(2).run(WithKeywords(layout=Striped(), softcap=3.0, mask=Mask(window=(5, 0)), method="ulysses")):
         assert call["shapes"] == [(2, 4, 63, 8), (2, 2, 63, 8), (2, 2, 63, 16)]
         assert (call["layout"], call["softcap"], call["backward"]) == ("striped", 3.0, True)
+        assert call["method"] == "ulysses"
         assert call["window"] == (5, 0) and call["documents"] is None
 
 

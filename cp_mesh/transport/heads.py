@@ -7,6 +7,7 @@ that whoever computes on all rows sees one plain sequence. Tensors of one dtype 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import accumulate
 
 import torch
@@ -45,7 +46,8 @@ class HeadExchange:
 
     def to_heads(self, tensors: Sequence[Tensor]) -> Arrive:
         """Start sending rank r the heads [:, r] of [B, cp_size, heads, S_local, D]; [B, heads, S, D] by position."""
-        packings = _Packings([(x.shape[0], x.shape[2], x.shape[4], x.dtype) for x in tensors], tensors[0].device)
+        likes = tuple((x.shape[0], x.shape[2], x.shape[4], x.dtype) for x in tensors)
+        packings = _packings(likes, tensors[0].device)
 
         def write(buffers: Sequence[Tensor]) -> None:
             for view, x in zip(packings.views(buffers), tensors, strict=True):
@@ -63,7 +65,7 @@ class HeadExchange:
 
     def home(self, likes: Sequence[Like], device: torch.device) -> Home:
         """What this rank computes of its heads, to be sent to the owners of the rows."""
-        return Home(self, _Packings(likes, device))
+        return Home(self, _packings(tuple(likes), device))
 
     def send_home(self, packings: _Packings, computed: Sequence[Tensor]) -> Arrive:
         """See `Home.send`."""
@@ -123,3 +125,6 @@ class _Packings:
         """The tensors [B, heads, rows, D] that lie in the buffers, in their own order."""
         parts = {x.dtype: iter(x.views(buffer)) for x, buffer in zip(self.each, buffers, strict=True)}
         return tuple(next(parts[dtype]) for dtype in self._dtypes)
+
+
+_packings = lru_cache(maxsize=256)(_Packings)
