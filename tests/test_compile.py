@@ -76,7 +76,8 @@ def local_tensors(rank: int, backend: str) -> None:
         masked = attention(q, k, v, mesh=axis, mask=Mask(causal=False, documents=documents, key_padding=keep))
         bshd = attention(*(x.transpose(1, 2) for x in (q, k, v)), mesh=axis, seq_dim=1, layout=Striped())
         packed = attention(*(x[0].transpose(0, 1) for x in (q, k, v)), mesh=axis, seq_dim=0, layout=permuted)
-        return out, lse, masked, bshd.transpose(1, 2), packed
+        methods = (attention(q, k, v, mesh=axis, method=method) for method in ("all_gather", "ulysses"))
+        return out, lse, masked, bshd.transpose(1, 2), packed, *methods
 
     assert_compiles(every_format, backend, q, k, v)
     bias = sequence.shard(torch.linspace(-1, 1, S * S, dtype=torch.float64).view(1, 1, S, S), dim=2)
