@@ -36,7 +36,7 @@ from cp_mesh.methods.stages import backward_of_heads, begin_backward, forward_of
 from cp_mesh.schedule import Schedule, make_schedule
 from cp_mesh.transport import make_swaps
 from cp_mesh.transport.contract import Swaps
-from cp_mesh.transport.heads import HeadExchange
+from cp_mesh.transport.heads import HeadExchange, Home
 
 
 class UlyssesSettings(NamedTuple):
@@ -84,17 +84,20 @@ def settle(
 def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """Attention of this rank's queries over all keys; see `cp_mesh.methods.stages.forward_by_stages`."""
     out, lse = dense_like(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
+
+    def compute(scores: Scores, qkv: Sequence[Tensor]) -> Home:  # a function, so that what arrived is given back
+        q_h, k_h, v_h = call.exchange.to_heads(qkv)()
+        batch, heads = q_h.shape[:2]
+        home = call.exchange.home(((batch, heads, v.shape[3], q.dtype), (batch, heads, 1, lse.dtype)), q.device)
+        out_h, lse_h = home.tensors
+        forward_of_heads(q_h, k_h, v_h, scores, call.plan, group, (out_h, lse_h[..., 0]))
+        return home
+
     with _opened(plan, group) as swaps:
         call = _Call(plan, group, swaps, q.shape[1], plan.scores)
         tensors = q, call.repeated(k), call.repeated(v), out, lse[..., None]
         for scores, (*qkv, out_part, lse_part) in call.by_parts(tensors):
-            q_h, k_h, v_h = call.exchange.to_heads(qkv)()
-            batch, heads = q_h.shape[:2]
-            likes = (batch, heads, v.shape[3], q.dtype), (batch, heads, 1, lse.dtype)
-            home = call.exchange.home(likes, q.device)
-            out_h, lse_h = home.tensors
-            forward_of_heads(q_h, k_h, v_h, scores, call.plan, group, (out_h, lse_h[..., 0]))
-            for part, x in zip((out_part, lse_part), home.send()(), strict=True):
+            for part, x in zip((out_part, lse_part), compute(scores, qkv).send()(), strict=True):
                 part.copy_(x)
     return out, lse
 
@@ -113,23 +116,27 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """Gradients; see `cp_mesh.methods.stages.backward_by_stages`."""
     given, dtype = begin_backward(dout, out, lse, dlse, plan, wanted), plan.settings.gradient_dtype
+    uses_delta = plan.kernel.uses_delta
+
+    def compute(scores: Scores, parts: Sequence[Tensor]) -> tuple[Home, ScoreGradients]:  # as in the forward
+        dout_h, q_h, k_h, v_h, out_or_delta_h, lse_h = call.exchange.to_heads(parts)()
+        likes = [(*x.shape[:2], x.shape[3], own) for x, own in ((q_h, q.dtype), (k_h, dtype), (v_h, dtype))]
+        home = call.exchange.home(likes, q.device)
+        # kernels read numbers of rows with stride 1
+        out_or_delta_h = out_or_delta_h[..., 0].contiguous() if uses_delta else out_or_delta_h
+        tensors = dout_h, q_h, k_h, v_h, out_or_delta_h, lse_h[..., 0].contiguous(), *home.tensors
+        return home, backward_of_heads(*tensors, scores=scores, plan=call.plan, group=group)[1]
+
     with _opened(plan, group) as swaps:
         call = _Call(plan, group, swaps, q.shape[1], given.scores)
-        of_scores = ScoreGradients.zeros(call.scores, accumulation_dtype(q.dtype))
-        out_or_delta = given.out_or_delta[..., None] if plan.kernel.uses_delta else given.out_or_delta
+        of_scores, heads = ScoreGradients.zeros(call.scores, accumulation_dtype(q.dtype)), 0
+        out_or_delta = given.out_or_delta[..., None] if uses_delta else given.out_or_delta
         inputs = given.dout, q, call.repeated(k), call.repeated(v), out_or_delta, given.lse[..., None]
         dq, dk, dv = dense_like(q), call.sent_back(k), call.sent_back(v)
-        first = 0
         for scores, (*parts, dq_part, dk_part, dv_part) in call.by_parts((*inputs, dq, dk, dv)):
-            dout_h, q_h, k_h, v_h, out_or_delta_h, lse_h = call.exchange.to_heads(parts)()
-            # kernels read numbers of rows with stride 1
-            out_or_delta_h = out_or_delta_h[..., 0].contiguous() if plan.kernel.uses_delta else out_or_delta_h
-            tensors = dout_h, q_h, k_h, v_h, out_or_delta_h, lse_h[..., 0].contiguous()
-            dtypes = zip((q_h, k_h, v_h), (q.dtype, dtype, dtype), strict=True)
-            home = call.exchange.home([(x.shape[0], x.shape[1], x.shape[3], own) for x, own in dtypes], q.device)
-            _, of_part = backward_of_heads(*tensors, *home.tensors, scores=scores, plan=call.plan, group=group)
-            of_scores.part(heads=(first, first + q_h.shape[1])).add_(of_part)
-            first += q_h.shape[1]
+            home, of_part = compute(scores, parts)
+            of_scores.part(heads=(heads, heads + dq_part.shape[2])).add_(of_part)
+            heads += dq_part.shape[2]
             for part, x in zip((dq_part, dk_part, dv_part), home.send()(), strict=True):
                 part.copy_(x)
         shares = call.shares(given.scores, of_scores)
