@@ -10,7 +10,7 @@ A pass opens a transport, fetches and delivers in the order of the stages, and c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +18,9 @@ from torch import Tensor
 
 from cp_mesh.schedule import Route, Rows, Stage
 from cp_mesh.transport.packing import Packing
+
+Copy = Callable[[Sequence[tuple[Tensor, Tensor]]], None]
+"""Copies tensors [B, H, rows, D] into others, all on one device."""
 
 
 @dataclass(frozen=True, eq=False)
