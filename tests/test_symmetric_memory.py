@@ -42,6 +42,8 @@ if __name__ == "__main__":
 import cp_mesh
 from cp_mesh import Contiguous, Mask, Striped, ZigZag
 from cp_mesh.errors import UnsupportedError
+from cp_mesh.memory import Sizes, extra_memory
+from cp_mesh.schedule import make_schedule
 from cp_mesh.transport import choose_transport
 from cp_mesh.transport import symmetric_memory as symmetric
 from cp_mesh.transport.packing import Packing
@@ -197,6 +199,29 @@ def test_every_layout_and_mask(pool, full, cp_size):
     cases += [("zigzag", "causal", 29, {"heads": (8, 4), "head_chunks": chunks}) for chunks in (1, 2, 4)]
     with tempfile.TemporaryDirectory() as folder:
         report(pool(cp_size).run(on_files, folder, cases, timeout=120.0))
+
+
+def bytes_of_group(rank: int, folder: str, dtype: torch.dtype) -> tuple[int, int, list[str]]:
+    """Symmetric memory that passes of both kinds take, what the formula says, and where results are wrong."""
+    size, gradient_dtype = dist.get_world_size(), torch.float32
+    axis, (H, S_local, D) = mesh((size,), ("cp",)), (2, 16, 32)
+    schedule = make_schedule(ZigZag(), Mask(causal=True), size * S_local, size, rank)
+    sizes = Sizes(1, H, H, D, D, dtype.itemsize, gradient_dtype.itemsize)
+    with double(axis.get_group(), folder):
+        inputs = [torch.randn(1, H, S_local, D).to(dtype) for _ in range(4)]
+        problems = compare("", inputs, axis, kernel="reference")
+        workspaces: Any = symmetric._MEMORY[axis.get_group()]._workspaces
+        taken = sum(workspace.nbytes for workspace in workspaces.values())
+    return taken, extra_memory(schedule, sizes, 1, TRANSPORTS[1]).symmetric, problems
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("cp_size", (2, 3))
+def test_the_memory_of_a_group_is_what_the_formula_says(pool, cp_size, dtype):
+    """On the double: rows in the inputs' dtype, and gradients that travel in fp32; of two ranks in one place."""
+    with tempfile.TemporaryDirectory() as folder:
+        for taken, formula, problems in pool(cp_size).run(bytes_of_group, folder, dtype):
+            assert taken == formula > 0 and not problems, problems
 
 
 def chosen(rank: int) -> tuple[str, str]:

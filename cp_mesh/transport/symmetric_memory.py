@@ -2,7 +2,8 @@
 
 A pass publishes its rows in memory that every rank of the group can read; peers pull what they need on a side stream,
 stage after stage, none waiting for another rank's hop. Gradients are pushed into slots of their owner's memory, one
-slot a sender, on a second stream.
+slot a sender, on a second stream. Of two ranks the slot lies where the rows did: their one reader has pulled them all
+before it sends.
 
 What keeps it correct, with no state that a CUDA graph's replay could miss:
 
@@ -406,8 +407,9 @@ class SymmetricOutgoing:
         self._num_sent, self._collected = 0, not route.stages
         self._workspace: Workspace | None = None
         if route.stages:
+            purpose = "rows" if self._schedule.cp_size == 2 else "gradients"
             nbytes = _aligned(route.most_served * packing.row_bytes)
-            self._workspace = memory.workspace("gradients", nbytes, transport.group)
+            self._workspace = memory.workspace(purpose, nbytes, transport.group)
 
     def buffer(self, stage: Stage) -> tuple[Tensor, ...] | None:
         self._written = self._packing.empty(stage.num_fetched)
