@@ -179,7 +179,8 @@ def _compile(name: str, given: dict[str, Any]) -> None:
     mode = FakeTensorMode()  # whose first use imports for a second, outside of the lock
     fakes = {key: mode.from_tensor(x) if isinstance(x, Tensor) else x for key, x in given.items()}
     try:
-        with one_rank_compiles(), mode:
+        with one_rank_compiles(), mode, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the package's, of fake tensors: nothing that a user could change
             getattr(_package(), name)(**fakes)
     except Exception as error:
         warnings.warn(
