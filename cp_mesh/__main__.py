@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
     parser.add_argument("--dtype", nargs="+", default=["bfloat16"] if cuda else ["float64"])
     parser.add_argument("--kernel", nargs="+", default=["auto"])
+    parser.add_argument("--method", nargs="+", default=["auto"])
     parser.add_argument("--seq-len", nargs="+", type=int, default=[None], help="tokens; default 256 a rank")
     parser.add_argument("--csv", type=Path, help="append the figures, one row a configuration")
     args = parser.parse_args()
@@ -39,8 +40,8 @@ def main() -> None:
     mesh = init_device_mesh(args.device, (dist.get_world_size(),), mesh_dim_names=("cp",))
     hardware = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     failed = False
-    for dtype, kernel, seq_len, layout, causal in itertools.product(
-        args.dtype, args.kernel, args.seq_len, (Contiguous(), ZigZag(), Striped()), (True, False)
+    for dtype, kernel, method, seq_len, layout, causal in itertools.product(
+        args.dtype, args.kernel, args.method, args.seq_len, (Contiguous(), ZigZag(), Striped()), (True, False)
     ):
         try:
             report = verify(
@@ -49,16 +50,18 @@ def main() -> None:
                 mask=Mask(causal=causal),
                 dtype=getattr(torch, dtype),
                 kernel=kernel,
+                method=method,
                 seq_len=seq_len,
             )
         except VerificationError as error:
             report, failed = error.report, True
         if dist.get_rank() == 0:
             case = [dtype, seq_len or 256 * mesh.size(), layout.spec(), "causal" if causal else "full"]
-            print(*case, report, sep="  ", flush=True)
+            by = report.kernel if method == "auto" else f"{method}/{report.kernel}"
+            print(*case, report if method == "auto" else f"{method}  {report}", sep="  ", flush=True)
             if args.csv:
                 figures = [f"{table[name]:.3g}" for name in NAMES for table in (report.errors, report.ratios)]
-                _append(args.csv, [f"{mesh.size()}x {hardware}", torch.__version__, *case, report.kernel, *figures])
+                _append(args.csv, [f"{mesh.size()}x {hardware}", torch.__version__, *case, by, *figures])
     dist.barrier()  # gloo may still hold tensors of the last collective, which an exiting Python cannot release
     dist.destroy_process_group()
     raise SystemExit(int(failed))

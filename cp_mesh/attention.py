@@ -131,7 +131,8 @@ def attention(
         dropout_seed: an int, or int64 of one number or two (seed, offset), needed for dropout: equal on all cp ranks,
             and another in every layer and step. What is dropped depends on it, on positions, and on the indices of head
             and batch row, which are global for DTensors and local else: the same for every layout and cp size.
-        method: "auto" or "ring".
+        method: how keys come to queries. "ring": by stages, one under way while another is computed. "all_gather":
+            all at once behind the local blocks, for the fewest kernel calls. "auto" takes the ring.
         kernel: "auto", "fa4", "fa3", "cudnn", "fa2", "fa2_package", "efficient", "triton", "cpu_flash" or "reference".
             "auto" takes the first that can serve the call; all ranks must have the same packages installed.
         transport: "auto", "functional" or "symmetric_memory" (GPUs of one NVLink host; "auto" takes it there).
@@ -160,7 +161,7 @@ def attention(
         >>> out.shape  # doctest: +SKIP
         torch.Size([1, 8, 512, 64])
 
-    Source: ring attention, Liu et al. 2023, arXiv:2310.01889.
+    Source: ring attention, Liu et al. 2023, arXiv:2310.01889; all-gather, Llama 3, arXiv:2407.21783.
     """
     return attend(
         query, key, value,

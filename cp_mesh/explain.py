@@ -1,6 +1,6 @@
 """Show what a layout, a mask and a cp size mean: who owns which tokens, who computes what, what travels.
 
-Needs no ranks and no device. The figures come from the schedule that the ring runs.
+Needs no ranks and no device. The figures come from the schedule that a call runs.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from cp_mesh.kernels.contract import Capability
 from cp_mesh.layouts import Layout, ZigZag
 from cp_mesh.masks import Band, Mask
 from cp_mesh.memory import Sizes, extra_memory
+from cp_mesh.methods import choose_method
 from cp_mesh.methods.contract import as_one_tile
-from cp_mesh.methods.ring import choose_head_chunks, travels_rounded
+from cp_mesh.methods.stages import choose_head_chunks, travels_rounded
 from cp_mesh.plan import choose_schedule, request_of
-from cp_mesh.schedule import Schedule, Tile, enclosing, make_schedule, num_rows
+from cp_mesh.schedule import Schedule, Tile, enclosing, num_rows
 from cp_mesh.segments import Segments
 
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
@@ -43,6 +44,7 @@ def explain(
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
     head_chunks: int | None = None,
+    method: str = "auto",
     columns: int = 64,
 ) -> str:
     """A text picture of one configuration.
@@ -59,6 +61,7 @@ def explain(
         batch, num_heads, num_kv_heads: sizes of q, k and v on one rank; with ``num_heads`` the extra memory is told
             (`cp_mesh/memory.py`). None kv heads: as many as query heads.
         head_chunks: as in `cp_mesh.attention`.
+        method: as in `cp_mesh.attention`, of those that fetch keys: "auto", "ring" or "all_gather".
         columns: width of the ownership strip.
 
     Returns:
@@ -94,6 +97,7 @@ def explain(
     capability = compute_capability or ((9, 0) if device == "cuda" else (0, 0))
     any_heads, options = of_heads(1), Options(layout.spec(), mask.spec(), 1.0)
     request = partial(request_of, any_heads, any_heads, options, features, compute_capability=capability)
+    make_schedule = choose_method(method).make_schedule
     make = partial(make_schedule, layout, mask, seq_len, cp_size, 0)
     first, kernel = choose_schedule("auto", make, request, features)
     segments = "segments" in first.covers

@@ -9,7 +9,8 @@ Per row, in one of n head chunks: F = B·(K/n)·(D + Dv) elements of keys and va
                                                        lies where the rows did, and the larger of the two counts
     forward, at its end
         rows of all tiles · B·(H/n)·(Dv elements + 4)  partial outputs and their lse, merged once
-        and, while the first tile is computed, all rows fetched · F
+        and, while the first tile is computed, all rows fetched · F; while stage s is, those fetched in it and later,
+        with the partial outputs so far, less, in one chunk, the results, which are made last
     backward, while stage s is computed, the largest over s
         rows fetched in stage s and later · F          keys that arrived or will
         rows fetched in stages s - 2 to s · F          gradients on their way to the owners
@@ -20,7 +21,10 @@ Per row, in one of n head chunks: F = B·(K/n)·(D + Dv) elements of keys and va
                                                        dq are held, and dk and dv of the local keys
 
 Functional collectives have no symmetric memory. They hold the keys of stage s and of the next, packed copies of the
-rows that the next one serves, gradients of stages s - 1 and s on their way, and those that arrived.
+rows that the next one serves, gradients of stages s - 1 and s on their way, and those that arrived. In the forward the
+local tiles come first, beside the rows of the first stage and the copies that it serves.
+
+All-gather has one stage. For Ulysses there is no formula here: it holds a copy of q, k, v and out of B·(H/cp) heads.
 
 Not counted: gradients of the scores' tensors while they are summed in fp32. That of a dense bias is 4 bytes an element
 of the bias, on top of the result.
@@ -70,7 +74,7 @@ def extra_memory(
     """The formula above for one rank.
 
     Args:
-        schedule: the rank's, from `cp_mesh.schedule.make_schedule(layout, mask, seq_len, cp_size, cp_rank)`.
+        schedule: the rank's, as the method makes it (`cp_mesh.methods.Method.make_schedule`).
         sizes: of its tensors.
         head_chunks: number of parts that the kv heads are computed in.
         transport: "symmetric_memory" or "functional".
@@ -91,20 +95,27 @@ def extra_memory(
     # One visit is a stage, and the local tiles at the end; keys, gradients and partial results at that time.
     visits = [*(stage.tiles for stage in route.stages), schedule.local_tiles]
     visits = [enclosing(tiles) for tiles in visits] if one_tile else visits
-    forward = sum(fetched) * key_row + sum(map(_rows, visits[-1])) * out_row
-    forward = max(forward, sum(_rows(tile) for tiles in visits for tile in tiles) * out_row)
+    keys_held = [
+        sum(fetched[i:]) if on_wires else sum(fetched[i : i + 2]) + sum(served[i + 1 : i + 2])
+        for i in range(len(visits))
+    ]
+    num_rows, tile_rows = schedule.shard_lens[schedule.cp_rank], sum(map(_rows, visits[-1]))
+    results = num_rows * out_row if head_chunks == 1 else 0
+    forward = (sum(fetched) if on_wires else sum(fetched[:1]) + sum(served[:1])) * key_row + tile_rows * out_row
+    for keys, tiles in zip(keys_held, visits[:-1], strict=False):
+        tile_rows += sum(map(_rows, tiles))
+        forward = max(forward, keys * key_row + tile_rows * out_row - results)
+    forward = max(forward, tile_rows * out_row)
     backward, tile_rows, arrived = 0, 0, 0
     for i, tiles in enumerate(visits):
         tile_rows += sum(map(_rows, tiles))
-        keys = sum(fetched[i:]) if on_wires else sum(fetched[i : i + 2]) + sum(served[i + 1 : i + 2])
         sent = sum(fetched[max(0, i - (2 if on_wires else 1)) : i + 1])
         own = max((_rows(tile) * own_row + _keys(tile) * key_sum_row for tile in tiles), default=0)
         local = sum(map(_keys, tiles)) * gradient_row if i == len(fetched) else 0
         pieces = tile_rows * dq_row + arrived * gradient_row + local
-        backward = max(backward, keys * key_row + sent * gradient_row + pieces + own)
+        backward = max(backward, keys_held[i] * key_row + sent * gradient_row + pieces + own)
         arrived += served[i] if i < len(served) and not on_wires else 0
     if head_chunks == 1:
-        num_rows = schedule.shard_lens[schedule.cp_rank]
         backward = max(backward - num_rows * (dq_row + key_row), pieces)
     symmetric = 0
     if on_wires and route.stages:

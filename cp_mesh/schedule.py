@@ -1,18 +1,18 @@
-"""Schedule: the tiles of each ring step, the rows needed from each rank, pairs and bytes. Integers, no ranks.
+"""Schedule: the tiles of each step, the rows needed from each rank, pairs and bytes. Integers, no ranks.
 
 Step i of rank r works on the keys of source ``(r - i) mod cp_size``; step 0 is local. Every rank knows how many rows
 travel between every two (`cp_mesh.geometry`), so senders know what receivers need with no communication, and a step
 that moves nothing anywhere is skipped on all ranks alike.
 
-Steps are taken in stages of 1, 2, 4, 4, ... steps. The rows of a stage lie in one buffer, source after source, so full
-tiles of several sources become one: fewer and larger kernel calls, while a small first stage keeps the wait for it
-short and each stage computes long enough to hide the fetch of the next. A zigzag rank's sources below it are all
-visited before those above it, and each side needs one call a stage.
+Steps are taken in stages, which a method groups as it likes. The rows of a stage lie in one buffer, source after
+source, so full tiles of several sources become one: fewer and larger kernel calls. A zigzag rank's sources below it are
+all visited before those above it, and each side needs one call a stage. The ring's stages are of 1, 2, 4, 4, ... steps:
+a small first one keeps the wait for it short, and each computes long enough to hide the fetch of the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -28,7 +28,8 @@ from cp_mesh.segments import Segments, segments_of
 Rows = tuple[int, int]  # begin, end of local rows
 Ranges = tuple[Rows, ...]
 Fetch = tuple[tuple[int, Ranges], ...]  # source, its rows
-MAX_STAGE = 4  # steps in a stage at most: a stage's buffer is received while another is read
+Grouping = Callable[[tuple[int, ...]], list[tuple[int, ...]]]  # the active steps, in stages
+MAX_STAGE = 4  # steps in a stage of the ring at most: a stage's buffer is received while another is read
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Stage:
     """Consecutive steps whose rows travel together and lie in one buffer, source after source in rank order.
 
     Attributes:
-        steps: the ring steps; the same on every rank.
+        steps: the same on every rank.
         fetch: (source, its row ranges) of what this rank receives; sources that it needs nothing of are left out.
         serve: (receiver, this rank's row ranges) of what it sends.
         tiles: tiles whose keys are rows of the buffer.
@@ -169,8 +170,28 @@ def num_rows(ranges: Iterable[Rows]) -> int:
     return sum(end - begin for begin, end in ranges)
 
 
+def in_rising_stages(active: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Stages of 1, 2, 4, 4, ... steps."""
+    groups, begin, size = [], 0, 1
+    while begin < len(active):
+        groups.append(active[begin : begin + size])
+        begin, size = begin + size, min(2 * size, MAX_STAGE)
+    return groups
+
+
+def in_one_stage(active: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """All steps at once; no stage if there are none."""
+    return [active] if active else []
+
+
 def make_schedule(
-    layout: Layout, mask: Mask, seq_len: int, cp_size: int, cp_rank: int, segments: bool = False
+    layout: Layout,
+    mask: Mask,
+    seq_len: int,
+    cp_size: int,
+    cp_rank: int,
+    segments: bool = False,
+    groups: Grouping = in_rising_stages,
 ) -> Schedule:
     """The schedule of one rank.
 
@@ -181,6 +202,7 @@ def make_schedule(
         cp_size: number of ranks.
         cp_rank: the rank.
         segments: tiles by documents (`Segments`) where these are known to be runs, instead of PARTIAL ones.
+        groups: which steps make a stage, from the active ones; the same on every rank.
     """
     found = geometry(layout, mask, seq_len, cp_size, segments)
     needed, steps, overlapping, covers, min_keys = found.facts
@@ -190,13 +212,13 @@ def make_schedule(
     fetch = unions(away[:, SOURCE], away[:, K], away[:, K_END])
     asked = found.of_source(cp_rank)
     fetched, served = _by_rank(fetch, cp_size), _by_rank(unions(asked[:, 0], asked[:, K], asked[:, K_END]), cp_size)
-    groups = _groups(steps)
+    steps_of = groups(steps)
     stage_of = np.full(cp_size, -1)  # by source; this rank's own rows are in none
-    for number, group in enumerate(groups):
+    for number, group in enumerate(steps_of):
         stage_of[[(cp_rank - step) % cp_size for step in group]] = number
     placed = [_placed(table[table[:, SOURCE] != cp_rank], fetch, stage_of) for table in blocks]
     stages = []
-    for number, group in enumerate(groups):
+    for number, group in enumerate(steps_of):
         sources = sorted((cp_rank - step) % cp_size for step in group)
         receivers = sorted((cp_rank + step) % cp_size for step in group)
         stages.append(
@@ -301,11 +323,3 @@ def split_causal(band: Band, num_q: int, num_k: int) -> list[tuple[Rows, Rows, b
     if after:
         parts.append(((square, num_q), (before, num_k), False))
     return parts
-
-
-def _groups(active: tuple[int, ...]) -> list[tuple[int, ...]]:
-    groups, begin, size = [], 0, 1
-    while begin < len(active):
-        groups.append(active[begin : begin + size])
-        begin, size = begin + size, min(2 * size, MAX_STAGE)
-    return groups

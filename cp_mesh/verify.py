@@ -26,7 +26,7 @@ from cp_mesh.kernels.contract import Kernel, KernelTile
 from cp_mesh.kernels.scores import TERMS, Scores
 from cp_mesh.layouts import Contiguous, Layout, ZigZag
 from cp_mesh.masks import Mask
-from cp_mesh.methods.ring import gradient_of_sinks, include_sinks
+from cp_mesh.methods.stages import gradient_of_sinks, include_sinks
 from cp_mesh.plan import make_plan
 from cp_mesh.schedule import make_schedule
 
@@ -87,6 +87,7 @@ def verify(
     head_dim: int = 64,
     dtype: torch.dtype = torch.float64,
     kernel: str = "auto",
+    method: str = "auto",
     transport: str = "auto",
     head_chunks: int | None = None,
     deterministic: bool | None = None,
@@ -103,8 +104,8 @@ def verify(
 
     Args:
         mesh: the 1-D mesh of the cp axis; call on all of its ranks.
-        layout, mask, kernel, transport, head_chunks, deterministic: as in `cp_mesh.attention`; prove the settings that
-            will train. A mask with tensors needs ``seq_len``, their length.
+        layout, mask, kernel, method, transport, head_chunks, deterministic: as in `cp_mesh.attention`; prove the
+            settings that will train. A mask with tensors needs ``seq_len``, their length.
         scores: options of the scores by their names in `cp_mesh.attention`: softcap, sinks, alibi_slopes,
             relative_bias, bias, dropout_p, dropout_seed (0 if left out), and scale. Tensors are equal on all
             ranks, a bias is that of the whole sequence, [.., S or 1, S] in original order; their gradients are
@@ -140,7 +141,7 @@ def verify(
     rows = layout.positions(seq_len, size, rank).to(device)
     local = [x[:, :, rows].detach().requires_grad_() for x in (q, k, v)]
     settings: dict[str, Any] = {"layout": layout, "mask": mask, "kernel": kernel, "transport": transport}
-    settings |= {"head_chunks": head_chunks, "deterministic": deterministic}
+    settings |= {"method": method, "head_chunks": head_chunks, "deterministic": deterministic}
     given = dict(scores or {})
     if unknown := set(given) - {*SCORE_OPTIONS, "scale"}:
         names = f"names of scale, {', '.join(SCORE_OPTIONS)}"
@@ -162,7 +163,8 @@ def verify(
     softcap, dropout_p = given.get("softcap") or 0.0, given.get("dropout_p", 0.0)
     scale = given.get("scale") or head_dim**-0.5
     fixed = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-    options = Options(layout.spec(), mask.spec(), scale, softcap, dropout_p, kernel=kernel, deterministic=fixed)
+    by_name: dict[str, Any] = {"method": method, "kernel": kernel, "deterministic": fixed}
+    options = Options(layout.spec(), mask.spec(), scale, softcap, dropout_p, **by_name)
     tensors = Tensors(mask.documents, mask.key_padding, layout.tensor, **held)
     plan = make_plan(q[:, :, rows], k[:, :, rows], v[:, :, rows], tensors, seq_len, group, options)
     wide, wanted = accumulation_dtype(dtype), list(leaves)

@@ -257,6 +257,7 @@ class Case:
         sizes: batch size and head dims of keys and values, instead of `dims`.
         scores: a name of `SCORES`, or options as `make_scores` takes them.
         head_chunks: as the library takes it.
+        method: as the library takes it.
         lse_gradient: whether gradients go through lse too; None: where the kernel is the reference.
         options: other arguments of `cp_mesh.attention`.
     """
@@ -272,6 +273,7 @@ class Case:
     sizes: tuple[int, int, int] | None = None
     scores: str | dict[str, Any] = "plain"
     head_chunks: int | None = None
+    method: str = "auto"
     lse_gradient: bool | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -407,6 +409,7 @@ def parity(case: Case, axis: DeviceMesh, partial: list[tuple[str, Tensor, Tensor
     qkv = [given[name].requires_grad_() for name in "qkv"]
     options = {"mesh": axis, "seq_dim": case.seq_dim, "seq_len": case.S, "layout": layout, "mask": case.make_mask()}
     options |= {"scale": case.scale, "kernel": case.kernel, "head_chunks": case.head_chunks}
+    options |= {"method": case.method}
     options |= local_scores(scores, rows) | case.options
     got = call(qkv, [given["dout"], want["dlse"]], case.through_lse, options)
     problems = []
@@ -425,6 +428,11 @@ def lies_as(x: Tensor, like: Tensor) -> bool:
     """Whether a tensor is dense and has its dims in memory in the order of another, the last one last."""
     order = sorted(range(x.ndim - 1), key=like.stride, reverse=True)
     return x.permute(*order, x.ndim - 1).is_contiguous()
+
+
+def serves(method: str, cp_size: int, heads: tuple[int, int], head_chunks: int | None) -> bool:
+    """Whether a method computes so many query and kv heads in so many chunks; else it must refuse."""
+    return heads[1] % (head_chunks or 1) == 0
 
 
 def parity_on_ranks(

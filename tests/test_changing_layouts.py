@@ -272,7 +272,8 @@ def test_memory_of_joined_tiles() -> None:
     assert len(schedule.local_tiles) > 1
     (stage,) = schedule.route.stages
     rows = [q[1] - q[0] for q in (tile.q, *(tile.q for tile in enclosing(stage.tiles)))]
-    assert one.forward == sum(rows) * 4 * (8 * 2 + 4) > stage.num_fetched * 2 * (8 + 8) * 2 + rows[0] * 4 * (8 * 2 + 4)
+    travels = stage.num_fetched + sum(end - begin for _, ranges in stage.serve for begin, end in ranges)
+    assert one.forward == travels * 2 * (8 + 8) * 2 + rows[0] * 4 * (8 * 2 + 4) > sum(rows) * 4 * (8 * 2 + 4)
     more = tile.q[1] - tile.q[0] - 16, tile.k[1] - tile.k[0] - 16  # rows and keys than the largest of several
     sums = more[0] * 4 * 8 * 4 + more[1] * 2 * (8 + 8) * 4  # the kernel's, fp32
     assert one.backward == extra_memory(schedule, sizes, 1, "functional").backward + sums

@@ -454,7 +454,7 @@ def refusals(rank: int) -> dict[str, str]:
     q, k, v = (whole(i, 1, 2, 8, 8) for i in range(3))
     found = {}
     for name, query, options in (
-        *((method, q, {"method": method}) for method in ("all_gather", "ulysses", "hybrid")),
+        *((method, q, {"method": method}) for method in ("ulysses", "hybrid")),
         ("decoding", q[:, :, :1], {}),
     ):
         try:
@@ -487,6 +487,16 @@ def test_explain_tells_the_extra_memory() -> None:
     assert "(0.5 symmetric) in 4 head chunks" in cp_mesh.explain(131072, 8, **settings)
     assert "(0.25 symmetric) in 8 head chunks" in cp_mesh.explain(131072, 8, head_chunks=8, **settings)
     assert "(0 symmetric)" in cp_mesh.explain(96, 3, num_heads=2)
+
+
+def test_explain_takes_a_method() -> None:
+    """The steps are the same; all-gather holds what it fetches at once."""
+    texts = [cp_mesh.explain(8192, 8, num_heads=4, method=method) for method in ("auto", "ring", "all_gather")]
+    assert texts[0] == texts[1] != texts[2]
+    memory = re.compile(r"extra memory ([\d.]+) GiB")
+    assert memory.sub("", texts[1]) == memory.sub("", texts[2])
+    ring, gathered = (max(map(float, memory.findall(text))) for text in texts[1:])
+    assert gathered > ring
 
 
 def test_explain_takes_options_of_scores() -> None:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 import cp_mesh
 from cp_mesh import ArgumentError, Contiguous, Mask, ZigZag, plan
-from cp_mesh.methods import ring
-from cp_mesh.methods.ring import gradient_of_sinks
+from cp_mesh.methods import stages
+from cp_mesh.methods.stages import gradient_of_sinks
 from cp_mesh.schedule import make_schedule
 
 B, H, K, S, D, E = 2, 8, 4, 26, 6, 4
@@ -63,12 +63,12 @@ def test_chunks_keep_the_sequence_of_a_chunk_within_the_budget():
     schedule = make_schedule(Contiguous(), Mask(causal=True), 192, 3, 0)
     total = 128 * 4 * 32 * 2  # bytes of K and V of the 128 tokens that the last rank fetches; this one fetches none
     for budget, wanted in ((total, 1), (total - 1, 2), (total // 2, 2), (total // 2 - 1, 4), (1, 4)):
-        with mock.patch.object(ring, "CHUNK_BYTES", budget):
-            assert ring.choose_head_chunks(0, q, k, k, schedule) == wanted
-    assert ring.choose_head_chunks(0, q, k, k, schedule) == 1
-    assert ring.choose_head_chunks(2, q, k, k, schedule) == 2
-    with mock.patch.object(ring, "CHUNK_BYTES", 1):  # nothing travels: nothing to divide
-        assert ring.choose_head_chunks(0, q, k, k, make_schedule(Contiguous(), Mask(causal=True), 192, 1, 0)) == 1
+        with mock.patch.object(stages, "CHUNK_BYTES", budget):
+            assert stages.choose_head_chunks(0, q, k, k, schedule) == wanted
+    assert stages.choose_head_chunks(0, q, k, k, schedule) == 1
+    assert stages.choose_head_chunks(2, q, k, k, schedule) == 2
+    with mock.patch.object(stages, "CHUNK_BYTES", 1):  # nothing travels: nothing to divide
+        assert stages.choose_head_chunks(0, q, k, k, make_schedule(Contiguous(), Mask(causal=True), 192, 1, 0)) == 1
 
 
 def refused(rank: int) -> list[str]:
@@ -95,11 +95,13 @@ def verified(rank: int) -> list[str]:
 
     def spied(*args, **kwargs):
         made = real(*args, **kwargs)
-        seen.append((made.settings.head_chunks, made.options.transport, made.options.deterministic))
+        seen.append((made.settings.head_chunks, made.method.name, made.options.transport, made.options.deterministic))
         return made
 
     with mock.patch("cp_mesh.ops.make_plan", spied):
-        report = cp_mesh.verify(axis, seq_len=31, head_chunks=2, transport="functional", deterministic=True)
+        report = cp_mesh.verify(
+            axis, seq_len=31, head_chunks=2, method="all_gather", transport="functional", deterministic=True
+        )
     assert report.passed
     sinks = torch.linspace(-1, 1, 4)
     for kernel in ("reference", "cpu_flash"):
@@ -111,7 +113,7 @@ def verified(rank: int) -> list[str]:
     tensors |= {"bias": torch.linspace(-1, 1, 31 * 31).view(1, 1, 31, 31)}
     report = cp_mesh.verify(axis, seq_len=31, scores=tensors | {"dropout_p": 0.2, "dropout_seed": 3})
     assert set(report.errors) == {"out", "lse", "dq", "dk", "dv", *(f"d{name}" for name in tensors)}
-    with mock.patch("cp_mesh.methods.ring.gradient_of_sinks", lambda *x: 0.9 * gradient_of_sinks(*x)):
+    with mock.patch("cp_mesh.methods.stages.gradient_of_sinks", lambda *x: 0.9 * gradient_of_sinks(*x)):
         try:
             cp_mesh.verify(axis, seq_len=31, scores={"sinks": sinks})
         except cp_mesh.VerificationError as error:
@@ -129,4 +131,4 @@ def verified(rank: int) -> list[str]:
 def test_verify_proves_the_settings_that_it_is_given(pool):
     for words in pool(2).run(verified):
         assert words[0].startswith("head_chunks: expected a divisor of the 2 kv heads, got 3")
-        assert words[1:] == ["(2, 'functional', True)"]
+        assert words[1:] == ["(2, 'all_gather', 'functional', True)"]

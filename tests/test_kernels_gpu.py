@@ -15,7 +15,7 @@ from cp_mesh.kernels.scores import Scores
 from cp_mesh.layouts import Contiguous, Layout, Striped, ZigZag
 from cp_mesh.masks import Mask
 from cp_mesh.methods import METHODS, Plan
-from cp_mesh.methods.ring import RingSettings, travels_rounded
+from cp_mesh.methods.stages import StageSettings, travels_rounded
 from cp_mesh.schedule import make_schedule
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -48,7 +48,7 @@ def play_ring(
             scores,
             q.device,
             METHODS["ring"],
-            RingSettings(1, q.dtype),
+            StageSettings(1, q.dtype),
         )
         fetched = [(rows[rank], plan.local_tiles)]
         for stage in schedule.route.stages:

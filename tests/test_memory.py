@@ -22,8 +22,9 @@ from cp_mesh.call import Operand
 from cp_mesh.kernels.merge import MergingForward, SummingBackward
 from cp_mesh.layouts import Layout
 from cp_mesh.memory import ExtraMemory, Sizes, extra_memory
-from cp_mesh.methods import ring
-from cp_mesh.methods.ring import choose_head_chunks
+from cp_mesh.methods import stages
+from cp_mesh.methods.all_gather import ALL_GATHER
+from cp_mesh.methods.stages import choose_head_chunks
 from cp_mesh.schedule import make_schedule
 from cp_mesh.transport.functional import FunctionalIncoming
 
@@ -132,7 +133,24 @@ def test_one_rank_needs_no_memory_to_communicate():
     assert alone.forward == 1024 * 8 * (128 * 2 + 4)
 
 
-def held(rank: int) -> tuple[int, list[int]]:
+@pytest.mark.parametrize("transport", ("functional", "symmetric_memory"))
+def test_all_gather_holds_every_source_at_once(transport):
+    """A full mask on 4 ranks of R rows, by hand: in the forward 3R rows are fetched, and copies of as many are sent."""
+    R, sizes = 16, Sizes(1, 4, 4, 8, 8, 2, 2)
+    schedule = ALL_GATHER.make_schedule(ZigZag(), Mask(causal=False), 4 * R, 4, 1, True)
+    extra = extra_memory(schedule, sizes, 2, transport)
+    key, out, dq, fp32 = 2 * 16 * 2, 2 * (8 * 2 + 4), 2 * 8 * 2, 2 * 8 * 4  # bytes of a row of two heads
+    assert [stage.num_fetched for stage in schedule.route.stages] == [3 * R]
+    copies = 3 * R * key if transport == "functional" else 0
+    assert extra.forward == max(3 * R * key + copies + R * out, 3 * R * key + 2 * R * out)
+    arrived = 3 * R * key if transport == "functional" else 0
+    stage = 3 * R * key + 3 * R * key + R * dq + R * fp32
+    local = 3 * R * key + 2 * R * dq + R * key + arrived + R * fp32
+    assert extra.backward == max(stage, local)
+    assert extra.symmetric == (0 if transport == "functional" else R * key + 3 * R * key)
+
+
+def held(rank: int, method: str) -> tuple[int, list[int]]:
     """How many fetched tensors there were; and how many are held when the forward is done, and at the last tiles."""
     fetched: list[weakref.ref[Any]] = []
     alive: list[int] = []
@@ -161,19 +179,20 @@ def held(rank: int) -> tuple[int, list[int]]:
         mock.patch.object(MergingForward, "finish", finish),
         mock.patch.object(SummingBackward, "step", step),
     ):
-        attention(q, k, v, mesh=mesh((4,), ("cp",)), kernel="cpu_flash").sum().backward()
+        attention(q, k, v, mesh=mesh((4,), ("cp",)), kernel="cpu_flash", method=method).sum().backward()
     return len(fetched), alive
 
 
-def test_what_was_fetched_is_given_back_as_the_formula_says(pool):
-    """k and v of two stages, in both passes."""
-    assert pool(4).run(held) == [(8, [0, 0])] * 4
+@pytest.mark.parametrize(("method", "stages"), (("ring", 2), ("all_gather", 1)))
+def test_what_was_fetched_is_given_back_as_the_formula_says(pool, method, stages):
+    """k and v of each stage, in both passes."""
+    assert pool(4).run(held, method) == [(4 * stages, [0, 0])] * 4
 
 
 def order_of_backward(rank: int, head_chunks: int) -> list[str]:
     """Tiles that are computed and results that are made."""
     order: list[str] = []
-    real_step, real_make = SummingBackward.step, ring.dense_like
+    real_step, real_make = SummingBackward.step, stages.dense_like
 
     def step(self: Any, *given: Any) -> Any:
         order.append("tiles")
@@ -185,7 +204,7 @@ def order_of_backward(rank: int, head_chunks: int) -> list[str]:
 
     q, k, v = (torch.randn(1, 2, 8, 4, requires_grad=True) for _ in range(3))
     out = attention(q, k, v, mesh=mesh((2,), ("cp",)), kernel="cpu_flash", head_chunks=head_chunks)
-    with mock.patch.object(SummingBackward, "step", step), mock.patch.object(ring, "dense_like", make):
+    with mock.patch.object(SummingBackward, "step", step), mock.patch.object(stages, "dense_like", make):
         out.sum().backward()
     return order
 

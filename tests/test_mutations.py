@@ -96,6 +96,14 @@ SCORED = [
 ]
 
 
+GATHERED = [
+    Case("zigzag", mask, 12, GQA, kernel=kernel, method="all_gather")
+    for mask, kernel in (
+        ("full", "reference"),
+        ("full", "cpu_flash"),
+    )
+]
+
 SEQUENCES = [
     Case(
         layout,
@@ -189,6 +197,8 @@ CHECKS: dict[str, Callable[[Any], None]] = {
         )
     ),
     "traffic": test_traffic.test_by_hand,
+    "all-gather": lambda pool: few(pool, GATHERED),
+    "overlap of all-gather": test_traffic.test_all_gather_hides_its_fetch_and_its_delivery,
     "overlap": test_traffic.test_hops_are_under_way_while_tiles_are_computed,
     "recompute": test_traffic.test_selective_recompute_does_not_replay_the_ring,
     "kernels launched directly": lambda pool: alone(
@@ -313,16 +323,16 @@ def test_a_lost_seam_is_told():
     """And where its name is now."""
     combine = "cp_mesh.kernels.combine"
     for seam, home in {
-        "nowhere:ring_forward": "cp_mesh.methods.ring",
+        "nowhere:forward_by_stages": "cp_mesh.methods.stages",
         "methods.ring:nothing": "no module",
         "kernels.combine:RowSum.nothing": combine,
-        "methods.ring:RowSum.add": combine,  # which is imported there
+        "methods.stages:RowSum.add": combine,  # which is imported there
     }.items():
         with pytest.raises(SeamLost, match=rf"'a bug' is planted at {seam}, which does not .* is in {home}\)"):
             Mutation("a bug", "nothing", seam, ("parity",), lambda original: original).find()
-    seam = "methods.ring:ring_forward"
+    seam = "methods.stages:forward_by_stages"
     lost = Mutation("a bug", "nothing", seam, ("parity",), lambda f: with_arguments(f, nothing=id))
-    with pytest.raises(SeamLost, match=r"'a bug', in test_mutations: .*ring_forward has no argument nothing"):
+    with pytest.raises(SeamLost, match=r"'a bug', in test_mutations: .*forward_by_stages has no argument nothing"):
         lost.made()
 
 

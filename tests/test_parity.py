@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import BANDS, LAYOUTS, MASKS, SCORES, gap
-from checks import GQA, MHA, MQA, Case, call, parity_on_ranks, report, to_format
+from checks import GQA, MHA, MQA, Case, call, parity_on_ranks, report, serves, to_format
 from covering import Row, covering_array
 from dense import dense_attention, dense_dropout, make_qkv
 from ranks import mesh
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import cp_mesh
 from cp_mesh import ZigZag
+from cp_mesh.methods import METHODS
 from cp_mesh.placements import score_placements
 
 HEADS, SEQ_DIMS = (GQA, MHA, MQA), (2, 1, 0)
@@ -53,9 +54,9 @@ def calls_of(strength: int) -> list[Row]:
     return covering_array(FACTORS, strength, goes_together)
 
 
-def cases_of(strength: int, cp_size: int) -> list[Case]:
-    rows = [row for row in calls_of(strength) if row["cp_size"] == cp_size]
-    return [Case(**{name: x for name, x in row.items() if name != "cp_size"}) for row in rows]
+def cases_of(calls: Sequence[Row], cp_size: int, method: str = "auto") -> list[Case]:
+    rows = [row for row in calls if row["cp_size"] == cp_size]
+    return [Case(**{name: x for name, x in row.items() if name != "cp_size"}, method=method) for row in rows]
 
 
 @pytest.mark.parametrize("cp_size", FACTORS["cp_size"])
@@ -63,7 +64,42 @@ def cases_of(strength: int, cp_size: int) -> list[Case]:
 def test_options_together(pool, full, strength, cp_size):
     if full and strength == 2:
         pytest.skip("all pairs are in the triples")
-    cases = cases_of(strength, cp_size)
+    cases = cases_of(calls_of(strength), cp_size)
+    for begin in range(0, len(cases), 200):
+        report(pool(cp_size).run(parity_on_ranks, (cp_size,), ("cp",), cases[begin : begin + 200], timeout=300))
+
+
+OTHERS = tuple(name for name in METHODS if name != "ring")
+OF_METHODS = FACTORS | {"heads": (*HEADS, (4, 2), (12, 3))}
+
+
+@cache
+def is_served(method: str, known: tuple[tuple[str, Any], ...]) -> bool:
+    """Whether some call with these options is: the others of those that a method looks at may be any."""
+    names = ("cp_size", "heads", "head_chunks")
+    choices = (OF_METHODS[name] if name not in dict(known) else [dict(known)[name]] for name in names)
+    return any(serves(method, *values) for values in product(*choices))
+
+
+@cache
+def calls_by(method: str, strength: int) -> list[Row]:
+    """As `calls_of`, by another method than the ring."""
+
+    def go_together(row: Row) -> bool:
+        known = tuple((name, row[name]) for name in ("cp_size", "heads", "head_chunks") if name in row)
+        return goes_together(row) and is_served(method, known)
+
+    return covering_array(OF_METHODS, strength, go_together)
+
+
+@pytest.mark.parametrize("cp_size", FACTORS["cp_size"])
+@pytest.mark.parametrize("strength", (1, pytest.param(2, marks=pytest.mark.full)), ids=("each", "pairs"))
+@pytest.mark.parametrize("method", OTHERS)
+def test_options_of_other_methods(pool, full, method, strength, cp_size):
+    """Every mask, score, layout, format and so on; in the full form every two of them."""
+    if full and strength == 1:
+        pytest.skip("each option is in the pairs")
+    cases = cases_of(calls_by(method, strength), cp_size, method)
     for begin in range(0, len(cases), 200):
         report(pool(cp_size).run(parity_on_ranks, (cp_size,), ("cp",), cases[begin : begin + 200], timeout=300))
 
@@ -103,6 +139,15 @@ def banded(memories: Sequence[str]) -> list[Case]:
     ]
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("cp_size", (2, 3))
+@pytest.mark.parametrize("method", OTHERS)
+def test_cpu_flash_of_other_methods(pool, method, cp_size):
+    cases = [replace(case, method=method) for case in banded(("contiguous", "strided"))]
+    cases = [case for case in cases if serves(method, cp_size, case.heads, None)]
+    report(pool(cp_size).run(parity_on_ranks, (cp_size,), ("cp",), cases, timeout=300))
+
+
 @pytest.mark.parametrize("cp_size", (*(pytest.param(size, marks=pytest.mark.full) for size in (1, 2)), 3, 4))
 def test_cpu_flash(pool, cp_size):
     report(pool(cp_size).run(parity_on_ranks, (cp_size,), ("cp",), banded(("contiguous", "strided"))))
@@ -116,6 +161,14 @@ def test_nothing_is_read_before_it_is_there_nor_written_while_it_is_sent(pool, f
     """On a group that delivers at the wait, NaN until then, and compares what was sent with what is there then."""
     cases = table(13, masks=tuple(MASKS) if full else ("causal", "full", "window", "documents", "everything"))
     cases += [Case(layout, "causal", 13, kernel="cpu_flash") for layout in ("zigzag", "striped")]
+    cases += [
+        Case(layout, mask, 13, heads, scores=scores, method=method)
+        for method in OTHERS
+        for layout, mask, heads, scores in (
+            ("zigzag", "causal", GQA, "every score"), ("contiguous", "documents", MHA, "plain"),
+            ("shuffled", "window", MQA, "sinks"), ("striped", "everything", (12, 4), "dropout, sinks and alibi"),
+        )
+    ]  # fmt: skip
     report(pool(3).run(parity_on_ranks, (3,), ("cp",), cases, True, timeout=300))
 
 
@@ -244,7 +297,7 @@ def dtensors(
         options = ({}, {"mesh": grid["cp"]}, {"seq_dim": case.seq_dim})[i % 3]
         options |= {"seq_dim": case.seq_dim} if case.seq_dim != 2 else {}
         options |= {"layout": layout, "mask": mask, "kernel": case.kernel, "scale": case.scale}
-        options |= {"head_chunks": case.head_chunks} | given | case.options
+        options |= {"head_chunks": case.head_chunks, "method": case.method} | given | case.options
         got = call([x.requires_grad_() for x in (q, k, v)], [dout, dlse], case.through_lse, options)
         for name, on in summed.items():
             x = got.pop(name)

@@ -459,7 +459,10 @@ CASES: dict[str, Case] = {
     "ulysses": refused(UNSUPPORTED, "method='ulysses'", "not exist yet", "method='ring' works")(
         lambda: attend(method="ulysses")
     ),
-    "unknown method": refused(ARGUMENT, "method", "auto, ring", "'rings'", "method='ring' works")(
+    "hybrid": refused(UNSUPPORTED, "method='hybrid'", "not exist yet", "method='ring' works")(
+        lambda: attend(method="hybrid")
+    ),
+    "unknown method": refused(ARGUMENT, "method", "auto, ring, all_gather", "'rings'", "method='ring' works")(
         lambda: attend(method="rings")
     ),
     "symmetric memory": refused(UNSUPPORTED, "transport='symmetric_memory'", "transport='functional' works")(

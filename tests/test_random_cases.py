@@ -205,7 +205,7 @@ def draw_scores(r: Random, B: int, H: int, S: int) -> dict[str, Any]:
 
 def draw_options(r: Random, lengths_are_equal: bool) -> dict[str, Any]:
     options: dict[str, Any] = {
-        "method": r.choice(("auto", "ring")),
+        "method": r.choice(("auto", "ring", "all_gather")),
         "transport": r.choice(("auto", "functional")),
         "deterministic": r.choice((None, False, True)),
     }

@@ -197,6 +197,7 @@ def test_every_layout_and_mask(pool, full, cp_size):
     # Chunks: one pass each, through the same memory.
     cases += [(layout, "causal", 29, {"heads": (4, 4)}) for layout in LAYOUTS]
     cases += [("zigzag", "causal", 29, {"heads": (8, 4), "head_chunks": chunks}) for chunks in (1, 2, 4)]
+    cases += [(layout, "documents", S, {"method": "all_gather"}) for layout in LAYOUTS for S in (31, 47)]
     with tempfile.TemporaryDirectory() as folder:
         report(pool(cp_size).run(on_files, folder, cases, timeout=120.0))
 

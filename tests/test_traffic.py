@@ -28,7 +28,9 @@ def local_inputs(layout, S: int, cp_size: int, rank: int, dtype: torch.dtype, v_
     return [x[:, :, rows].requires_grad_() for x in make_qkv(B, 6, K, S, D, v_dim, dtype=dtype)]
 
 
-def passes(rank: int, cases: Sequence[tuple[str, str, int]], dtype: torch.dtype) -> list[tuple[list[Sent], list[Sent]]]:
+def passes(
+    rank: int, cases: Sequence[tuple[str, str, int]], dtype: torch.dtype, method: str = "auto"
+) -> list[tuple[list[Sent], list[Sent]]]:
     """What this rank sent in the forward and in the backward of each case."""
     axis, results = mesh((cp_size := torch.distributed.get_world_size(),), ("cp",)), []
     for name, mask, S in cases:
@@ -36,7 +38,8 @@ def passes(rank: int, cases: Sequence[tuple[str, str, int]], dtype: torch.dtype)
         q, k, v, dout = local_inputs(layout, S, cp_size, rank, dtype)
         before = num_collectives()
         with recording(axis) as notes:
-            out = cp_mesh.attention(q, k, v, mesh=axis, layout=layout, mask=make_mask(mask, B, S), seq_len=S)
+            options = {"layout": layout, "mask": make_mask(mask, B, S), "method": method}
+            out = cp_mesh.attention(q, k, v, mesh=axis, seq_len=S, **options)
             num_forward = notes.hops
             out.backward(dout)
         assert not notes.problems, notes.problems
@@ -55,17 +58,20 @@ def needed(name: str, mask: str, S: int, cp_size: int) -> list[list[int]]:
     ]
 
 
-def stages(need: list[list[int]]) -> list[list[int]]:
-    """The steps in which something moves, as they are taken: one, then two, then four at a time."""
+def stages(need: list[list[int]], method: str) -> list[list[int]]:
+    """The steps in which something moves, as they are taken: one, then two, then four at a time; or all at once."""
     size = len(need)
     active = [step for step in range(1, size) if any(need[r][(r - step) % size] for r in range(size))]
-    return [steps for steps in (active[:1], active[1:3], active[3:7]) if steps]
+    taken = (active,) if method == "all_gather" else (active[:1], active[1:3], active[3:7])
+    return [steps for steps in taken if steps]
 
 
-def hops(need: list[list[int]], rank: int, itemsize: int, home: bool) -> list[tuple[list[int], list[int], int]]:
+def hops(
+    need: list[list[int]], method: str, rank: int, itemsize: int, home: bool
+) -> list[tuple[list[int], list[int], int]]:
     """(elements to each rank, elements from each rank, itemsize) of each stage; `home` for gradients to their owner."""
     size, entries = len(need), []
-    for steps in stages(need):
+    for steps in stages(need, method):
         sources, receivers = ({(rank + sign * step) % size for step in steps} for sign in (-1, 1))
         fetched = [need[rank][r] * ROW if r in sources else 0 for r in range(size)]
         served = [need[r][rank] * ROW if r in receivers else 0 for r in range(size)]
@@ -73,8 +79,11 @@ def hops(need: list[list[int]], rank: int, itemsize: int, home: bool) -> list[tu
     return entries
 
 
-@pytest.mark.parametrize("cp_size", (1, 2, 3, 4))
-def test_only_rows_that_are_needed_move(pool, cp_size):
+@pytest.mark.parametrize(
+    ("method", "cp_size"),
+    [*product(["ring"], (1, 2, 3, 4)), pytest.param("all_gather", 3, marks=pytest.mark.full), ("all_gather", 4)],
+)
+def test_only_rows_that_are_needed_move(pool, method, cp_size):
     """Forward: K and V once. Backward: again, and their gradients home in fp32, or fp64 of fp64 inputs."""
     masks = ("causal", "full", "window", "window of one token", "two-sided window", "window ahead", "prefix", "length",
              "length, prefix and window", "no key at all")  # fmt: skip
@@ -85,13 +94,13 @@ def test_only_rows_that_are_needed_move(pool, cp_size):
     ]
     for dtype, itemsize, grad_itemsize in ((torch.bfloat16, 2, 4), (torch.float64, 8, 8)):
         problems = []
-        for rank, results in enumerate(pool(cp_size).run(passes, cases, dtype)):
+        for rank, results in enumerate(pool(cp_size).run(passes, cases, dtype, method)):
             for case, (forward, backward) in zip(cases, results, strict=True):
                 need = needed(*case, cp_size)
-                fetches = hops(need, rank, itemsize, home=False)
+                fetches = hops(need, method, rank, itemsize, home=False)
                 if [(sent.to, sent.origin, sent.itemsize) for sent in forward] != fetches:
                     problems.append(f"rank {rank}, {case}, forward: sent {forward}, expected {fetches}")
-                both = fetches + hops(need, rank, grad_itemsize, home=True)
+                both = fetches + hops(need, method, rank, grad_itemsize, home=True)
                 if sorted((sent.to, sent.origin, sent.itemsize) for sent in backward) != sorted(both):
                     problems.append(f"rank {rank}, {case}, backward: sent {backward}, expected {both}")
         report([problems])
@@ -188,7 +197,7 @@ class Spy:
         return self.inner.score_gradients()
 
 
-def overlap(rank: int) -> list[tuple[list[str], list[str]]]:
+def overlap(rank: int, method: str) -> list[tuple[list[str], list[str]]]:
     """Events of forward and backward for causal layouts in which all ranks compute in every step."""
     axis, results, real = mesh((4,), ("cp",)), [], KERNELS["cpu_flash"]
     for layout in (ZigZag(), Striped()):
@@ -200,7 +209,7 @@ def overlap(rank: int) -> list[tuple[list[str], list[str]]]:
                 begin_backward=lambda *args: Spy(real.begin_backward(*args), notes.events),
             )
             with mock.patch.dict(KERNELS, cpu_flash=spied):
-                out = cp_mesh.attention(q, k, v, mesh=axis, layout=layout, kernel="cpu_flash")
+                out = cp_mesh.attention(q, k, v, mesh=axis, layout=layout, kernel="cpu_flash", method=method)
                 num_forward = len(notes.events)
                 out.backward(dout)
         results.append((notes.events[:num_forward], notes.events[num_forward:]))
@@ -218,8 +227,15 @@ def in_flight(events: list[str]) -> list[int]:
 
 
 def test_hops_are_under_way_while_tiles_are_computed(pool):
-    for results in pool(4).run(overlap):
+    for results in pool(4).run(overlap, "ring"):
         for forward, backward in results:
             assert in_flight(forward) == [1, 1, 0]  # local first, then stages of one and of two steps
             # In the second stage the delivery of the first; local last, behind which the last delivery hides.
             assert in_flight(backward) == [1, 1, 1]
+
+
+def test_all_gather_hides_its_fetch_and_its_delivery(pool):
+    for results in pool(4).run(overlap, "all_gather"):
+        for forward, backward in results:
+            assert in_flight(forward) == [1, 0]  # local first, then all that was fetched
+            assert in_flight(backward) == [0, 1]  # local last, behind which the delivery hides

@@ -31,7 +31,7 @@ from cp_mesh.kernels.scores import Scores
 from cp_mesh.kernels.triton_attention import TRITON, Blocks, Config, config_for, triton_kernel
 from cp_mesh.masks import Band, Mask
 from cp_mesh.methods import METHODS, Plan
-from cp_mesh.methods.ring import RingSettings, travels_rounded
+from cp_mesh.methods.stages import StageSettings, travels_rounded
 from cp_mesh.schedule import make_schedule
 
 SMALL = Config(Blocks(16, 32), Blocks(32, 16), Blocks(16, 16))
@@ -102,7 +102,7 @@ def test_tiles_with_positions_are_one(mask: str, layout: str) -> None:
             scores,
             torch.device("cpu"),
             METHODS["ring"],
-            RingSettings(1, torch.float32),
+            StageSettings(1, torch.float32),
         )
         plan = Plan(options, *args)
         made = [(schedule.local_tiles, plan.local_tiles), *((x.tiles, plan.tiles(x)) for x in schedule.route.stages)]

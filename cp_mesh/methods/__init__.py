@@ -1,10 +1,11 @@
 """The methods: how rows move between ranks, and in which order tiles are computed. One file each."""
 
 from cp_mesh.call import check_choice
+from cp_mesh.methods.all_gather import ALL_GATHER
 from cp_mesh.methods.contract import Method, Plan
 from cp_mesh.methods.ring import RING
 
-METHODS: dict[str, Method] = {method.name: method for method in (RING,)}
+METHODS: dict[str, Method] = {method.name: method for method in (RING, ALL_GATHER)}
 
 
 def choose_method(name: str) -> Method:
@@ -14,7 +15,7 @@ def choose_method(name: str) -> Method:
         ArgumentError: for unknown names.
         UnsupportedError: for methods that do not exist yet.
     """
-    check_choice("method", name, ("auto", *METHODS), "ring", later=("all_gather", "ulysses", "hybrid"))
+    check_choice("method", name, ("auto", *METHODS), "ring", later=("ulysses", "hybrid"))
     return METHODS["ring" if name == "auto" else name]
 
 

@@ -317,12 +317,12 @@ def _(masked_scores: Any) -> Any:
     return mutant
 
 
-@plant("gradients of sinks are those of all ranks on each of them", "methods.ring:gradient_of_sinks", "scores")
+@plant("gradients of sinks are those of all ranks on each of them", "methods.stages:gradient_of_sinks", "scores")
 def _(gradient_of_sinks: Any) -> Any:
     return with_result(gradient_of_sinks, lambda gradient: gradient * torch.distributed.get_world_size())
 
 
-@plant("gradients of sinks are those of the first rows", "methods.ring:gradient_of_sinks", "scores")
+@plant("gradients of sinks are those of the first rows", "methods.stages:gradient_of_sinks", "scores")
 def _(gradient_of_sinks: Any) -> Any:
     def first(x: Any) -> Any:
         return x[:, :, :3]
@@ -330,12 +330,12 @@ def _(gradient_of_sinks: Any) -> Any:
     return with_arguments(gradient_of_sinks, dout=first, out=first, lse=first)
 
 
-@plant("gradients of sinks are those of one rank", "methods.ring:gradient_of_sinks", "scores")
+@plant("gradients of sinks are those of one rank", "methods.stages:gradient_of_sinks", "scores")
 def _(gradient_of_sinks: Any) -> Any:
     return with_result(gradient_of_sinks, lambda gradient: gradient * (torch.distributed.get_rank() == 0))
 
 
-@plant("the gradient of a sink has the other sign", "methods.ring:gradient_of_sinks", "scores")
+@plant("the gradient of a sink has the other sign", "methods.stages:gradient_of_sinks", "scores")
 def _(gradient_of_sinks: Any) -> Any:
     return with_result(gradient_of_sinks, torch.neg)
 
@@ -374,7 +374,7 @@ def _(output_sum: Any) -> Any:
     return Mutant
 
 
-@plant("no sink in the backward", "methods.ring:include_sinks", "scores")
+@plant("no sink in the backward", "methods.stages:include_sinks", "scores")
 def _(include_sinks: Any) -> Any:
     return lambda lse, sinks: lse
 
@@ -388,7 +388,7 @@ def _(method: Any) -> Any:
     return replace(method, backward=with_call(method.backward, with_sink))
 
 
-@plant("the sink takes nothing where a gradient comes through lse", "methods.ring:share_of_keys", "scores")
+@plant("the sink takes nothing where a gradient comes through lse", "methods.stages:share_of_keys", "scores")
 def _(share_of_keys: Any) -> Any:
     return lambda lse, sinks: torch.ones_like(lse)
 

@@ -206,6 +206,37 @@ def _(method: Any) -> Any:
     return replace(method, backward=mutant)
 
 
+# --- other methods
+plant = in_area("other methods")
+
+
+@plant("all-gather's gradients go to wrong owners", "transport.functional:FunctionalTransport.deliver", "all-gather")
+def _(deliver: Any) -> Any:
+    class Mixed:
+        def __init__(self, transport: Any, packing: Any, route: Any) -> None:
+            self.outgoing = deliver(transport, packing, route)
+            self.collect = self.outgoing.collect
+
+        def buffer(self, stage: Any) -> Any:
+            self.written = self.outgoing.buffer(stage)
+            return self.written
+
+        def send(self, stage: Any) -> None:
+            _, ranges = stage.fetch[0]
+            for x in self.written:
+                x.copy_(x.roll(sum(end - begin for begin, end in ranges), 2))
+            self.outgoing.send(stage)
+
+    return lambda self, packing, route: Mixed(self, packing, route)
+
+
+@plant("all-gather takes the stages of the ring", "methods.all_gather:ALL_GATHER", "overlap of all-gather")
+def _(method: Any) -> Any:
+    from cp_mesh.schedule import make_schedule
+
+    return replace(method, make_schedule=make_schedule)
+
+
 # --- the transport
 plant = in_area("the transport")
 
