@@ -109,6 +109,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--csv", type=Path, help="append one row a variant")
+    add("--commit", help="recorded in the rows (default: ask git)")
     return parser.parse_args(arguments)
 
 
@@ -611,7 +612,7 @@ def row(trainer: Trainer, variant: Variant, figures: Figures) -> dict[str, str]:
     args, world = trainer.args, trainer.mesh.size()
     values: dict[str, Any] = {
         "date": date.today().isoformat(),
-        "commit": commit(),
+        "commit": args.commit or commit(),
         "gpu": torch.cuda.get_device_name() if trainer.device.type == "cuda" else "cpu",
         "world": world,
         "torch": torch.__version__,
