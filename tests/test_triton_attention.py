@@ -420,7 +420,10 @@ Blocks that spill nothing were slower.
 def test_compiles_for_hopper(
     dtype: torch.dtype, cover: str, dims: tuple[int, int], feature: str, hopper: Hopper
 ) -> None:
-    """Without a feature, nearly nothing is spilled; products run on tensor cores, copies beside them."""
+    """Without a feature, nearly nothing is spilled; products run on tensor cores, copies beside them.
+
+    Programs of four warps share a processor with another, which hides what they wait for.
+    """
     from cp_mesh.kernels import triton_backward, triton_dropout, triton_forward, triton_visits
 
     def empty(heads: int, last: int) -> Tensor:
@@ -446,6 +449,8 @@ def test_compiles_for_hopper(
     for name, kernels in compiled.kernels.items():
         for kernel in kernels:
             assert kernel.metadata.shared <= 227 << 10, name
+            if dtype == torch.bfloat16 and max(dims) <= 128 and name in ("forward_kernel", "key_gradients_kernel"):
+                assert 2 * (kernel.metadata.shared + (1 << 10)) <= 228 << 10, f"two programs of {name} do not fit"
             if dtype == torch.bfloat16 and name not in ("rows_kernel", "blocks_kernel", "words_kernel"):
                 assert "wgmma.mma_async" in kernel.asm["ptx"], name
                 assert "cp.async.bulk.tensor" in kernel.asm["ptx"], name

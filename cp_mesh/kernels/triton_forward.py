@@ -75,7 +75,8 @@ def forward_kernel(
     for masked in tl.static_range(2):
         count = num_partial if masked else num_full
         key_block = inner_block(0, count, num_k, num_full, begin, before, pairs, BLOCK_K, PAIRS, masked)
-        for n in range(count):
+        # what masked blocks read besides must leave room for a second program on the processor
+        for n in tl.range(count, num_stages=2 if masked and PAIRS else None):
             other = BLOCK_K * key_block
             key_block = inner_block(n + 1, count, num_k, num_full, begin, before, pairs, BLOCK_K, PAIRS, masked)
             near, along, step, sign, t = key_distances(at, first, other, num_k, pairs, BLOCK_K, POSITIONS, not masked)
