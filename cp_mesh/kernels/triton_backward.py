@@ -107,10 +107,12 @@ def key_gradients_kernel(
             if masked:
                 at, ids = queries_at(other, num_q, mask_row, pairs, BLOCK_Q, PAIRS, DOCUMENTS)
             near, along, step, sign = query_distances(t, first, at, other, pairs, BLOCK_Q, POSITIONS, not masked)
-            x, derivative = scored(
-                x, scale, slope, bias, head, near[:, None], along[None, :], step, sign, scores, numbers, SCALED,
-                not masked, keys.dtype == tl.float32,
+            x, of_columns, derivative = scored(
+                x, scale, slope, bias, head, near, along, step, sign, scores, numbers, SCALED, not masked, 1,
+                keys.dtype == tl.float32,
             )  # fmt: skip
+            if POSITIONS and not masked:
+                base -= of_columns * unit
             weights = tl.exp2(x * unit - base[None, :])
             if masked:
                 allowed = allowed_pairs(
@@ -203,11 +205,12 @@ def query_gradients_kernel(
             keys = load(k, k_strides, batch, kv_head, other, num_k, HEAD_DIM, BLOCK_K, BLOCK_DIM, masked)
             bias = bias_of(scores, batch, head, t[None, :], rows[:, None], num_q, numbers, not masked)
             x = tl.dot(queries, keys.T, input_precision="ieee")
-            x, derivative = scored(
-                x, scale, slope, bias, head, near[:, None], along[None, :], step, sign, scores, numbers, SCALED,
-                not masked, queries.dtype == tl.float32,
+            x, of_rows, derivative = scored(
+                x, scale, slope, bias, head, near, along, step, sign, scores, numbers, SCALED, not masked, 0,
+                queries.dtype == tl.float32,
             )  # fmt: skip
-            weights = tl.exp2(x * unit - base[:, None])
+            of_pairs = base - of_rows * unit if POSITIONS and not masked else base
+            weights = tl.exp2(x * unit - of_pairs[:, None])
             if masked:
                 firsts, lasts, k_ids = keys_seen(other, num_k, mask_row, lo, hi, pairs, BLOCK_K, PAIRS, DOCUMENTS)
                 allowed = allowed_pairs(
@@ -309,9 +312,9 @@ def bias_gradient_kernel(
             keys = load(k, k_strides, batch, kv_head, other, num_k, HEAD_DIM, BLOCK_K, BLOCK_DIM, True)
             x = tl.dot(queries, keys.T, input_precision="ieee")
             bias = bias_of(scores, batch, head, t[None, :], rows[:, None], num_q, numbers, False)
-            x, _ = scored(
-                x, scale, slope_of(scores, head), bias, head, at[:, None], t[None, :], -1, 1.0, scores, numbers, SCALED,
-                False, queries.dtype == tl.float32,
+            x, _, _ = scored(
+                x, scale, slope_of(scores, head), bias, head, at, t, -1, 1.0, scores, numbers, SCALED, False, 0,
+                queries.dtype == tl.float32,
             )  # fmt: skip
             base, shift = statistics(lse, delta, batch, head, num_heads, first, num_q, float("inf"), BLOCK_Q, True)
             weights = tl.where(allowed, tl.exp2(x * unit - base[:, None]), 0.0)
@@ -410,8 +413,8 @@ def table_gradient_kernel(
         x = tl.dot(queries, keys.T, input_precision="ieee")
         at_rows = first + tl.arange(0, BLOCK_Q)
         bias = bias_of(scores, batch, head, t[None, :], at_rows[:, None], num_q, numbers, False)
-        x, _ = scored(
-            x, scale, slope, bias, head, at[:, None], t[None, :], -1, 1.0, scores, numbers, SCALED, False,
+        x, _, _ = scored(
+            x, scale, slope, bias, head, at, t, -1, 1.0, scores, numbers, SCALED, False, 0,
             queries.dtype == tl.float32,
         )  # fmt: skip
         base, shift = statistics(lse, delta, batch, head, num_heads, first, num_q, float("inf"), BLOCK_Q, True)

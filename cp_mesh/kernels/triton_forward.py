@@ -83,9 +83,9 @@ def forward_kernel(
             keys = load(k, k_strides, batch, kv_head, other, num_k, HEAD_DIM, BLOCK_K, BLOCK_DIM, masked)
             bias = bias_of(scores, batch, head, t[None, :], rows[:, None], num_q, numbers, not masked)
             x = tl.dot(queries, keys.T, input_precision="ieee")
-            x, _ = scored(
-                x, scale, slope, bias, head, near[:, None], along[None, :], step, sign, scores, numbers, SCALED,
-                not masked, queries.dtype == tl.float32,
+            x, of_rows, _ = scored(
+                x, scale, slope, bias, head, near, along, step, sign, scores, numbers, SCALED, not masked, 0,
+                queries.dtype == tl.float32,
             )  # fmt: skip
             if masked:
                 firsts, lasts, k_ids = keys_seen(other, num_k, mask_row, lo, hi, pairs, BLOCK_K, PAIRS, DOCUMENTS)
@@ -93,11 +93,16 @@ def forward_kernel(
                     at[:, None], ids[:, None], firsts[None, :], lasts[None, :], k_ids[None, :], DOCUMENTS
                 )
                 x = tl.where(allowed, x, float("-inf"))
-            new = tl.maximum(largest, tl.max(x, 1) * unit)
+            highest = tl.max(x, 1)
+            if POSITIONS and not masked:
+                highest += of_rows
+            new = tl.maximum(largest, highest * unit)
             # a row with no key so far: -inf - -inf is NaN
             base = tl.where(new == float("-inf"), 0.0, new) if masked or POSITIONS else new
-            weights = tl.exp2(x * unit - base[:, None])
             decay = tl.exp2(largest - base)
+            if POSITIONS and not masked:
+                base -= of_rows * unit
+            weights = tl.exp2(x * unit - base[:, None])
             total = total * decay + tl.sum(weights, 1)
             if scores[4] is not None:
                 words = key_words(scores[4], other, num_k, BLOCK_K)

@@ -153,14 +153,16 @@ def bias_of(scores, batch, head, t, rows, num_q, numbers, ALL: tl.constexpr):
 @triton.jit
 def scored(
     products, scale, slope, bias, head, near, along, step, sign, scores, numbers,
-    SCALED: tl.constexpr, ONE_SIGN: tl.constexpr, EXACT: tl.constexpr,
+    SCALED: tl.constexpr, ONE_SIGN: tl.constexpr, BASES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Scores of products in their unit, and their derivative by scale · product.
+    """Scores of products in their unit, less what is added to all that share a base; that; and their derivative.
 
-    Distances are near + along · step, all of this sign if ONE_SIGN; they broadcast to the products, and are not read
-    without scores that need them. ``slope`` and ``bias`` are what is added to natural scores. EXACT is for fp32.
+    Products are [len(near), len(along)]; distances are near + along · step, all of this sign if ONE_SIGN, and are not
+    read without scores that need them. Weights have a base for each row (BASES = 0) or column (1): what a base can take
+    costs nothing for each pair. It is a vector or a number. ``slope`` and ``bias`` are what is added to natural scores,
+    and the derivative is that by scale · product. EXACT is for fp32.
     """
-    x, derivative = products, 1.0
+    x, of_bases, derivative = products, 0.0, 1.0
     if scores[0] is not None:
         x = products * (scale / scores[0])
         x = exact_tanh(x) if EXACT else fast_tanh(x)
@@ -169,16 +171,22 @@ def scored(
         x = products * scale
     per_unit = 1.0 / score_unit(scale, scores, SCALED)
     if scores[1] is not None:
-        slope *= per_unit
         if ONE_SIGN:
-            slope *= sign
-            x = (x - near.to(tl.float32) * slope) - along.to(tl.float32) * (slope * step)
+            slope *= sign * per_unit
+            of_near, of_along = near.to(tl.float32) * -slope, along.to(tl.float32) * (slope * -step)
+            if BASES == 0:
+                of_bases = of_near
+                x += of_along[None, :]
+            else:
+                of_bases = of_along
+                x += of_near[:, None]
         else:
-            x -= tl.abs(near + along * step).to(tl.float32) * slope
+            x -= tl.abs(near[:, None] + along[None, :] * step).to(tl.float32) * (slope * per_unit)
     if scores[2] is not None:
         radius = numbers[0]
         table = scores[2] + head.to(tl.int64) * (2 * radius + 1) + radius
-        x += gather(table + tl.minimum(tl.maximum(near + along * step, -radius), radius)) * per_unit
+        distance = near[:, None] + along[None, :] * step
+        x += gather(table + tl.minimum(tl.maximum(distance, -radius), radius)) * per_unit
     if scores[3] is not None:
         x += bias.to(tl.float32) * per_unit
-    return x, derivative
+    return x, of_bases, derivative
