@@ -240,6 +240,14 @@ def test_blocks_of_runs(names: tuple[str, ...], step: int, causal: bool) -> None
     check(scores, cover)
 
 
+@computes
+@pytest.mark.parametrize("step", [1, 3])
+def test_blocks_of_runs_under_a_long_table(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a table is read pair by pair in blocks of runs too, and its clipped distances with them."""
+    monkeypatch.setattr(triton_attention, "FAR_RADIUS", 1)
+    check(Scores(0.3, **FEATURES["relative_bias"]), in_runs(step, *((32, 32) if INTERPRETED else (128, 128))))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED, reason="for a GPU")
 @pytest.mark.parametrize("name", sorted(FEATURES))

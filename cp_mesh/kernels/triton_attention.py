@@ -33,6 +33,7 @@ MAX_ROWS = 1 << 30  # of a tile: band bounds and local indices are computed in 3
 LOG2_E = math.log2(math.e)
 UNLIMITED = (1 << 31) - 1  # a distance: the kernels check that positions are below it
 LEAST_UNIT = 1e-6  # of scores: what is added is divided by it, and it must be positive for maxima
+FAR_RADIUS = 256  # of the longest table whose clipped distances have blocks of their own
 MAX_KEPT = 1 << 18  # entries of a list of blocks that is kept for other layers: 1 MiB
 
 
@@ -151,7 +152,7 @@ def _backward(
         launch = _Launch(cover, rows, scores, t.q)
         for written in ((dk, None), (None, dv)) if config.apart else ((dk, dv),):
             launch(key_gradients_kernel, by_key, read, rows_read, written, of_keys=True)
-        launch(query_gradients_kernel, by_query, read, rows_read, (dq,), (parts.slopes,))
+        launch(query_gradients_kernel, by_query, read, rows_read, (dq,), (parts.slopes, parts.ends))
         if parts.table is not None:
             launch.table_gradient(table_gradient_kernel, config.table_gradient, read, rows_read, parts.table)
         if parts.bias is not None and t.q.numel():
@@ -179,9 +180,13 @@ class _ScoreParts:
 
         self.slopes = zeros("alibi_slopes", *shape)
         self.table = None if scores.relative_bias is None else zeros("relative_bias", *scores.relative_bias.shape)
+        self.ends = zeros("relative_bias", 2, *shape) if _far(scores) is not None else None
         self.bias = None if scores.bias is None else zeros("bias", *scores.bias.shape)
 
     def sum(self) -> ScoreGradients:
+        if self.table is not None and self.ends is not None:
+            self.table[:, 0] += self.ends[0].sum((0, 2))
+            self.table[:, -1] += self.ends[1].sum((0, 2))
         return ScoreGradients(None if self.slopes is None else self.slopes.sum((0, 2)), self.table, self.bias)
 
 
@@ -228,7 +233,8 @@ class _Launch:
         if not min(grid):
             return
         affine = not self._scores.features.isdisjoint(ADDED)
-        visits = None if self._rows is None else self._rows.visits(blocks, keys_inside=not of_keys, affine=affine)
+        apart = max(1, _far(self._scores) or 1) if affine else None
+        visits = None if self._rows is None else self._rows.visits(blocks, keys_inside=not of_keys, apart=apart)
         tensors, numbers = _score_arguments(self._scores, self._words)
         described, sizes = all(_describable(x) for x in read), (blocks.q, blocks.k, blocks.k, blocks.q)
         kernel[grid](
@@ -258,6 +264,7 @@ class _Launch:
             DOCUMENTS=visits is not None and visits.documents,
             SCALED=self._scores.scale < LEAST_UNIT,
             POSITIONS=affine,
+            FAR=_far(self._scores) is not None,
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,
             **flags,
@@ -289,6 +296,12 @@ class _Launch:
             kernel, blocks, read, rows, (dbias,), (q.shape[0],), grid=(others, -(-k.shape[2] // blocks.k)),
             EACH_BATCH=each[0], EACH_HEAD=each[1], EACH_ROW=each[2],
         )  # fmt: skip
+
+
+def _far(scores: Scores) -> int | None:
+    """The radius of a table that is so short that most distances are clipped."""
+    radius = None if scores.relative_bias is None else scores.relative_bias.shape[1] // 2
+    return radius if radius is not None and radius <= FAR_RADIUS else None
 
 
 def _describable(x: Tensor) -> bool:
@@ -388,7 +401,7 @@ class _MaskRows:
         self.grain = min(size for block in blocks for size in (block.q, block.k))
         self._num_q, self._num_k = cover.q_pos.numel(), cover.k_pos.numel()
         self._q, self._k = self._read(mask, cover.q_pos, keys=False), self._read(mask, cover.k_pos, keys=True)
-        self._visits: dict[tuple[Blocks, bool, bool], _Visits] = {}
+        self._visits: dict[tuple[Blocks, bool, int | None], _Visits] = {}
 
     def _read(self, mask: Mask, positions: Tensor, keys: bool) -> dict[str, Tensor]:
         from cp_mesh.kernels.triton_visits import rows_kernel
@@ -434,16 +447,17 @@ class _MaskRows:
 
     @property
     def bounds(self) -> tuple[Any, ...]:
-        """Of grains of queries and of keys, and how many of both there are."""
-        q, k = self._q["bounds"], self._k["bounds"]
-        return (q, k), q.shape[2], k.shape[2]
+        """Bounds and runs of grains of queries and of keys, and how many of both there are."""
+        q, k = self._q, self._k
+        bounds = (q["bounds"], k["bounds"])
+        return bounds, (q["runs"], k["runs"]), q["bounds"].shape[2], k["bounds"].shape[2]
 
-    def visits(self, blocks: Blocks, keys_inside: bool, affine: bool) -> _Visits:
+    def visits(self, blocks: Blocks, keys_inside: bool, apart: int | None) -> _Visits:
         """For programs that own blocks of queries and loop over keys, or the reverse.
 
-        If ``affine``, blocks whose distances are not affine and of one sign count as masked.
+        If ``apart``, blocks count as masked unless their distances are affine, of one sign, and so long or longer.
         """
-        if (kept := self._visits.get((blocks, keys_inside, affine))) is not None:
+        if (kept := self._visits.get((blocks, keys_inside, apart))) is not None:
             return kept
         from cp_mesh.kernels.triton_visits import blocks_kernel
 
@@ -461,12 +475,13 @@ class _MaskRows:
                 outer.get("id_bounds"),
                 inner["bounds"],
                 inner.get("id_bounds"),
-                (outer["runs"], inner["runs"]) if affine else None,
+                None if apart is None else (outer["runs"], inner["runs"]),
                 listed,
                 counts,
                 outer["bounds"].shape[2],
                 inner["bounds"].shape[2],
                 num_inner,
+                apart or 1,
                 INNER_KEYS=keys_inside,
                 OUTER=outer_rows // self.grain,
                 INNER=inner_rows // self.grain,
@@ -478,7 +493,7 @@ class _MaskRows:
         tensors = (q["firsts"], k["firsts"], k["lasts"], *ids, listed, counts, k["positions"])
         visits = _Visits(tensors, self._num_masks, self._documents)
         if listed.numel() <= MAX_KEPT:
-            self._visits[blocks, keys_inside, affine] = visits
+            self._visits[blocks, keys_inside, apart] = visits
         return visits
 
 

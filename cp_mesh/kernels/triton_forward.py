@@ -14,14 +14,16 @@ import triton
 import triton.language as tl
 
 from cp_mesh.kernels.triton_dropout import kept, key_words, query_words
-from cp_mesh.kernels.triton_tiles import LOG2_E, RUNTIME, bias_of, load, score_unit, scored, slope_of, store
+from cp_mesh.kernels.triton_tiles import LOG2_E, RUNTIME, bias_of, ends_of, load, score_unit, scored, slope_of, store
 from cp_mesh.kernels.triton_visits import (
     allowed_pairs,
     inner_block,
     key_distances,
     keys_seen,
+    position_of,
     program,
     queries_at,
+    run_at,
     visits,
 )
 
@@ -58,15 +60,18 @@ def forward_kernel(
     DOCUMENTS: tl.constexpr,
     SCALED: tl.constexpr,
     POSITIONS: tl.constexpr,
+    FAR: tl.constexpr,
 ):
     """Write out and lse fp32 [B, H, Sq], contiguous, of one block of queries."""
     batch, head, block = program(num_heads, tl.cdiv(num_q, BLOCK_Q), LAST_FIRST=True)
     kv_head, mask_row, first = head // GROUP, (batch % num_masks).to(tl.int64), block * BLOCK_Q
     queries = load(q, q_strides, batch, head, first, num_q, HEAD_DIM, BLOCK_Q, BLOCK_DIM, True)
     at, ids = queries_at(first, num_q, mask_row, pairs, BLOCK_Q, PAIRS, DOCUMENTS)
+    first_at = position_of(pairs, first, POSITIONS, False)
     rows = first + tl.arange(0, BLOCK_Q)
     num_partial, num_full, begin, before = visits(block, mask_row, num_q, num_k, lo, hi, pairs, BLOCK_Q, BLOCK_K, PAIRS)
-    slope, unit = slope_of(scores, head), score_unit(scale, scores, SCALED) * LOG2_E
+    slope, ends = slope_of(scores, head), ends_of(scores, head, numbers, FAR)
+    unit = score_unit(scale, scores, SCALED) * LOG2_E
     if scores[4] is not None:
         one, two = query_words(scores[4], batch, head, num_heads, first, num_q, BLOCK_Q)
     acc = tl.zeros([BLOCK_Q, BLOCK_V_DIM], tl.float32)
@@ -75,17 +80,21 @@ def forward_kernel(
     for masked in tl.static_range(2):
         count = num_partial if masked else num_full
         key_block = inner_block(0, count, num_k, num_full, begin, before, pairs, BLOCK_K, PAIRS, masked)
+        begin_at, step_at = run_at(pairs, key_block, count > 0, BLOCK_K, POSITIONS, not masked, True)
         # what masked blocks read besides must leave room for a second program on the processor
         for n in tl.range(count, num_stages=2 if masked and PAIRS else None):
             other = BLOCK_K * key_block
             key_block = inner_block(n + 1, count, num_k, num_full, begin, before, pairs, BLOCK_K, PAIRS, masked)
-            near, along, step, sign, t = key_distances(at, first, other, num_k, pairs, BLOCK_K, POSITIONS, not masked)
+            near, along, step, sign, t = key_distances(
+                at, first_at, other, (begin_at, step_at), num_k, pairs, BLOCK_K, POSITIONS, not masked
+            )
+            begin_at, step_at = run_at(pairs, key_block, n + 1 < count, BLOCK_K, POSITIONS, not masked, True)
             keys = load(k, k_strides, batch, kv_head, other, num_k, HEAD_DIM, BLOCK_K, BLOCK_DIM, masked)
             bias = bias_of(scores, batch, head, t[None, :], rows[:, None], num_q, numbers, not masked)
             x = tl.dot(queries, keys.T, input_precision="ieee")
             x, of_rows, _ = scored(
-                x, scale, slope, bias, head, near, along, step, sign, scores, numbers, SCALED, not masked, 0,
-                queries.dtype == tl.float32,
+                x, scale, slope, ends, bias, head, near, along, step, sign, scores, numbers, SCALED, not masked, FAR,
+                0, queries.dtype == tl.float32,
             )  # fmt: skip
             if masked:
                 firsts, lasts, k_ids = keys_seen(other, num_k, mask_row, lo, hi, pairs, BLOCK_K, PAIRS, DOCUMENTS)

@@ -133,6 +133,16 @@ def slope_of(scores, head):
 
 
 @triton.jit
+def ends_of(scores, head, numbers, FAR: tl.constexpr):
+    """What the table of the head adds at its first and at its last distance, if FAR; read as `slope_of` is."""
+    if FAR:
+        table = scores[2] + head.to(tl.int64) * (2 * numbers[0] + 1)
+        return tl.load(table), tl.load(table + 2 * numbers[0])
+    else:
+        return 0.0, 0.0
+
+
+@triton.jit
 def bias_of(scores, batch, head, t, rows, num_q, numbers, ALL: tl.constexpr):
     """Of positions of keys and rows of queries, which broadcast; to be read before products are waited for.
 
@@ -152,15 +162,16 @@ def bias_of(scores, batch, head, t, rows, num_q, numbers, ALL: tl.constexpr):
 
 @triton.jit
 def scored(
-    products, scale, slope, bias, head, near, along, step, sign, scores, numbers,
-    SCALED: tl.constexpr, ONE_SIGN: tl.constexpr, BASES: tl.constexpr, EXACT: tl.constexpr,
+    products, scale, slope, ends, bias, head, near, along, step, sign, scores, numbers,
+    SCALED: tl.constexpr, ONE_SIGN: tl.constexpr, FAR: tl.constexpr, BASES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Scores of products in their unit, less what is added to all that share a base; that; and their derivative.
 
-    Products are [len(near), len(along)]; distances are near + along · step, all of this sign if ONE_SIGN, and are not
-    read without scores that need them. Weights have a base for each row (BASES = 0) or column (1): what a base can take
-    costs nothing for each pair. It is a vector or a number. ``slope`` and ``bias`` are what is added to natural scores,
-    and the derivative is that by scale · product. EXACT is for fp32.
+    Products are [len(near), len(along)]; distances are near + along · step, all of this sign if ONE_SIGN, and of the
+    radius of the table or more if FAR too. They are not read without scores that need them. Weights have a base for
+    each row (BASES = 0) or column (1): what a base can take costs nothing for each pair. It is a vector or a number.
+    ``slope``, ``ends`` and ``bias`` are what is added to natural scores, and the derivative is that by scale · product.
+    EXACT is for fp32.
     """
     x, of_bases, derivative = products, 0.0, 1.0
     if scores[0] is not None:
@@ -183,10 +194,13 @@ def scored(
         else:
             x -= tl.abs(near[:, None] + along[None, :] * step).to(tl.float32) * (slope * per_unit)
     if scores[2] is not None:
-        radius = numbers[0]
-        table = scores[2] + head.to(tl.int64) * (2 * radius + 1) + radius
-        distance = near[:, None] + along[None, :] * step
-        x += gather(table + tl.minimum(tl.maximum(distance, -radius), radius)) * per_unit
+        if ONE_SIGN and FAR:
+            of_bases += tl.where(sign > 0, ends[1], ends[0]) * per_unit
+        else:
+            radius = numbers[0]
+            table = scores[2] + head.to(tl.int64) * (2 * radius + 1) + radius
+            distance = near[:, None] + along[None, :] * step
+            x += gather(table + tl.minimum(tl.maximum(distance, -radius), radius)) * per_unit
     if scores[3] is not None:
         x += bias.to(tl.float32) * per_unit
     return x, of_bases, derivative
