@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -121,7 +122,7 @@ def triton(tensors: list[Tensor], cover: Band | Pairs, scores: Scores) -> dict[s
     scores = replace(scores, wanted=frozenset(name for name in LEARNED if getattr(scores, name) is not None))
     q, k, v, dout, dlse = (x.to(DEVICE) for x in tensors)
     if isinstance(cover, Pairs):
-        cover = Pairs(cover.mask.to(torch.device(DEVICE)), move(cover.q_pos), move(cover.k_pos))
+        cover = Pairs(cover.mask.to(torch.device(DEVICE)), move(cover.q_pos), move(cover.k_pos), cover.adjacent)
     out, lse = triton_attention._forward(CONFIG, q, k, v, cover, scores)
     tile = BackwardTile(dout, q, k, v, None, lse, make_delta(dout, out, dlse), cover, scores)
     dq, dk, dv, *more = triton_attention._backward(CONFIG, tile)
@@ -246,6 +247,24 @@ def test_blocks_of_runs_under_a_long_table(step: int, monkeypatch: pytest.Monkey
     """Such a table is read pair by pair in blocks of runs too, and its clipped distances with them."""
     monkeypatch.setattr(triton_attention, "FAR_RADIUS", 1)
     check(Scores(0.3, **FEATURES["relative_bias"]), in_runs(step, *((32, 32) if INTERPRETED else (128, 128))))
+
+
+@computes
+@pytest.mark.parametrize("whole", [(2, 2), (1, 2), (1, 1)], ids=str)
+def test_blocks_of_a_bias(whole: tuple[int, int]) -> None:
+    """Where keys are neighbours its blocks are copied whole, in every kernel; beside others, which are not."""
+    block = 32 if INTERPRETED else 128
+    k_pos = torch.cat([torch.arange(block) * 2, torch.arange(3 * block) + 2 * block])
+    q_pos = torch.cat([torch.arange(block + 8) + 4 * block, torch.arange(block + 5)])
+    cover = Pairs(Mask(), q_pos, k_pos, adjacent=True)
+    scores = Scores(0.3, bias=draw(*whole, len(q_pos), 5 * block).half())
+    with mock.patch.object(triton_attention, "_descriptor", wraps=triton_attention._descriptor) as described:
+        check(scores, cover, torch.float16)
+        copied = [call for call in described.call_args_list if len(call.args) == 3]
+        assert len(copied) == 3, "forward, dk and dv, dq"
+        described.reset_mock()
+        check(scores, replace(cover, adjacent=False), torch.float16)
+        assert all(len(call.args) == 2 for call in described.call_args_list)
 
 
 @pytest.mark.gpu

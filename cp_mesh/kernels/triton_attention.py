@@ -33,6 +33,7 @@ MAX_ROWS = 1 << 30  # of a tile: band bounds and local indices are computed in 3
 LOG2_E = math.log2(math.e)
 UNLIMITED = (1 << 31) - 1  # a distance: the kernels check that positions are below it
 LEAST_UNIT = 1e-6  # of scores: what is added is divided by it, and it must be positive for maxima
+BIAS_BY_BLOCKS = True  # copied beside the products where it can be, and not read pair by pair
 FAR_RADIUS = 256  # of the longest table whose clipped distances have blocks of their own
 MAX_KEPT = 1 << 18  # entries of a list of blocks that is kept for other layers: 1 MiB
 
@@ -220,13 +221,14 @@ class _Launch:
             written: tensors of four dims with unit last stride, and lse.
             more: its last arguments.
             of_keys: whether a program owns a block of keys, or of queries.
-            grid: of programs; None: one for each block.
+            grid: of programs; None: one for each block, which reads blocks of the bias.
             flags: its last constants.
         """
         q, k, v = read[:3]
         num_q, num_k = q.shape[2], k.shape[2]
         blocks_of = [x for x in (*read, *written) if x is not None and x.ndim == 4]
         assert max(num_q, num_k) < MAX_ROWS and all(x.stride(3) == 1 or x.shape[3] == 1 for x in blocks_of)
+        one_each = grid is None
         if grid is None:
             num_blocks = -(-num_k // blocks.k) if of_keys else -(-num_q // blocks.q)
             grid = (q.shape[0] * (k if of_keys else q).shape[1] * num_blocks,)
@@ -234,9 +236,11 @@ class _Launch:
             return
         affine = not self._scores.features.isdisjoint(ADDED)
         apart = max(1, _far(self._scores) or 1) if affine else None
-        visits = None if self._rows is None else self._rows.visits(blocks, keys_inside=not of_keys, apart=apart)
-        tensors, numbers = _score_arguments(self._scores, self._words)
         described, sizes = all(_describable(x) for x in read), (blocks.q, blocks.k, blocks.k, blocks.q)
+        bias_blocks = self._bias_blocks(blocks, q) if one_each else None
+        step = 0 if bias_blocks is None else 1
+        visits = None if self._rows is None else self._rows.visits(blocks, not of_keys, apart, step)
+        tensors, numbers = _score_arguments(self._scores, self._words)
         kernel[grid](
             *((_descriptor(x, size) for x, size in zip(read, sizes, strict=False)) if described else read),
             *rows,
@@ -253,6 +257,7 @@ class _Launch:
             *(_bounds(self._cover, num_q, num_k) if isinstance(self._cover, Band) else (0, 0)),
             self._scores.scale,
             *more,
+            *((bias_blocks,) if one_each else ()),
             GROUP=q.shape[1] // k.shape[1],
             HEAD_DIM=q.shape[3],
             V_HEAD_DIM=v.shape[3],
@@ -269,6 +274,14 @@ class _Launch:
             num_stages=blocks.num_stages,
             **flags,
         )
+
+    def _bias_blocks(self, blocks: Blocks, q: Tensor) -> Any:
+        """A descriptor of blocks of the bias, if keys that are neighbours have neighbouring columns; else None."""
+        bias = self._scores.bias
+        if bias is None or not (isinstance(self._cover, Pairs) and self._cover.adjacent and BIAS_BY_BLOCKS):
+            return None
+        whole = bias.shape[2] == q.shape[2] and bias.stride(3) == 1
+        return _descriptor(bias, blocks.q, blocks.k) if whole and q.element_size() <= 2 and _describable(bias) else None
 
     def table_gradient(
         self, kernel: Any, blocks: Blocks, read: Sequence[Tensor], rows: Sequence[Tensor], dtable: Tensor
@@ -313,12 +326,12 @@ def _describable(x: Tensor) -> bool:
     return aligned and x.numel() > 0 and 0 not in strides
 
 
-def _descriptor(x: Tensor, rows: int) -> Any:
-    """Of blocks of rows. A dim of size 1 has any stride, which must be aligned all the same."""
+def _descriptor(x: Tensor, rows: int, columns: int | None = None) -> Any:
+    """Of blocks of rows, and of columns if told. A dim of size 1 has any stride, which must be aligned all the same."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     strides = [16 if size == 1 else stride for stride, size in zip(x.stride()[:3], x.shape, strict=False)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, _block_dim(x.shape[3])])
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, columns or _block_dim(x.shape[3])])
 
 
 def _dropout_words(cover: Band | Pairs, scores: Scores, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -354,12 +367,13 @@ def _score_arguments(
     )
     radius = 0 if table is None else table.shape[1] // 2
     threshold = math.floor(scores.dropout_p * 2**32) - 2**31  # as a signed number of 32 bits
-    columns, strides = 0, [0, 0, 0, 0]
+    columns, strides, each = 0, [0, 0, 0, 0], [0, 0]
     if bias is not None:
         columns = bias.shape[3]
         strides = [0 if size == 1 else stride for size, stride in zip(bias.shape[:3], bias.stride(), strict=False)]
         strides += [bias.stride(3)]
-    return tensors, (radius, threshold, columns, *strides)
+        each = [int(size > 1) for size in bias.shape[:2]]
+    return tensors, (radius, threshold, columns, *strides, *each)
 
 
 def _block_dim(dim: int) -> int:
@@ -401,7 +415,7 @@ class _MaskRows:
         self.grain = min(size for block in blocks for size in (block.q, block.k))
         self._num_q, self._num_k = cover.q_pos.numel(), cover.k_pos.numel()
         self._q, self._k = self._read(mask, cover.q_pos, keys=False), self._read(mask, cover.k_pos, keys=True)
-        self._visits: dict[tuple[Blocks, bool, int | None], _Visits] = {}
+        self._visits: dict[tuple[Blocks, bool, int | None, int], _Visits] = {}
 
     def _read(self, mask: Mask, positions: Tensor, keys: bool) -> dict[str, Tensor]:
         from cp_mesh.kernels.triton_visits import rows_kernel
@@ -452,12 +466,13 @@ class _MaskRows:
         bounds = (q["bounds"], k["bounds"])
         return bounds, (q["runs"], k["runs"]), q["bounds"].shape[2], k["bounds"].shape[2]
 
-    def visits(self, blocks: Blocks, keys_inside: bool, apart: int | None) -> _Visits:
+    def visits(self, blocks: Blocks, keys_inside: bool, apart: int | None, step: int = 0) -> _Visits:
         """For programs that own blocks of queries and loop over keys, or the reverse.
 
-        If ``apart``, blocks count as masked unless their distances are affine, of one sign, and so long or longer.
+        If ``apart``, blocks count as masked unless their distances are affine, of one sign, and so long or longer,
+        and their keys ``step`` positions apart, if it is not 0.
         """
-        if (kept := self._visits.get((blocks, keys_inside, apart))) is not None:
+        if (kept := self._visits.get((blocks, keys_inside, apart, step))) is not None:
             return kept
         from cp_mesh.kernels.triton_visits import blocks_kernel
 
@@ -482,6 +497,7 @@ class _MaskRows:
                 inner["bounds"].shape[2],
                 num_inner,
                 apart or 1,
+                step,
                 INNER_KEYS=keys_inside,
                 OUTER=outer_rows // self.grain,
                 INNER=inner_rows // self.grain,
@@ -493,7 +509,7 @@ class _MaskRows:
         tensors = (q["firsts"], k["firsts"], k["lasts"], *ids, listed, counts, k["positions"])
         visits = _Visits(tensors, self._num_masks, self._documents)
         if listed.numel() <= MAX_KEPT:
-            self._visits[blocks, keys_inside, apart] = visits
+            self._visits[blocks, keys_inside, apart, step] = visits
         return visits
 
 

@@ -18,6 +18,7 @@ from cp_mesh.kernels.triton_dropout import kept, key_words, query_words
 from cp_mesh.kernels.triton_tiles import (
     LOG2_E,
     RUNTIME,
+    bias_block,
     bias_of,
     ends_of,
     load,
@@ -69,6 +70,7 @@ def key_gradients_kernel(
     lo,
     hi,
     scale,
+    bias_blocks,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     V_HEAD_DIM: tl.constexpr,
@@ -115,9 +117,15 @@ def key_gradients_kernel(
             next_head += (n == 0).to(tl.int32)
             next_block = inner_block(n, count, num_q, num_full, begin, before, pairs, BLOCK_Q, PAIRS, masked)
             queries = load(q, q_strides, batch, head, other, num_q, HEAD_DIM, BLOCK_Q, BLOCK_DIM, masked)
-            base, shift = statistics(lse, delta, batch, head, num_heads, other, num_q, 0.0, BLOCK_Q, masked)
+            base, shift = statistics(
+                lse, delta, batch, head, num_heads, other, num_q, 0.0, BLOCK_Q, masked,
+                bias_blocks is None,
+            )  # fmt: skip
             rows = other + tl.arange(0, BLOCK_Q)
-            bias = bias_of(scores, batch, head, t[:, None], rows[None, :], num_q, numbers, not masked)
+            if bias_blocks is not None and not masked:
+                bias = bias_block(bias_blocks, batch, head, other, first_t, numbers, BLOCK_Q, BLOCK_K).T
+            else:
+                bias = bias_of(scores, batch, head, t[:, None], rows[None, :], num_q, numbers, not masked)
             x = tl.dot(keys, queries.T, input_precision="ieee")
             at, ids = rows, rows
             if masked:
@@ -187,6 +195,7 @@ def query_gradients_kernel(
     scale,
     dslopes,
     dends,
+    bias_blocks,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     V_HEAD_DIM: tl.constexpr,
@@ -209,7 +218,7 @@ def query_gradients_kernel(
     kv_head, mask_row, first = head // GROUP, (batch % num_masks).to(tl.int64), block * BLOCK_Q
     queries = load(q, q_strides, batch, head, first, num_q, HEAD_DIM, BLOCK_Q, BLOCK_DIM, True)
     douts = load(dout, dout_strides, batch, head, first, num_q, V_HEAD_DIM, BLOCK_Q, BLOCK_V_DIM, True)
-    base, shift = statistics(lse, delta, batch, head, num_heads, first, num_q, float("inf"), BLOCK_Q, True)
+    base, shift = statistics(lse, delta, batch, head, num_heads, first, num_q, float("inf"), BLOCK_Q, True, True)
     at, ids = queries_at(first, num_q, mask_row, pairs, BLOCK_Q, PAIRS, DOCUMENTS)
     first_at = position_of(pairs, first, POSITIONS, False)
     rows = first + tl.arange(0, BLOCK_Q)
@@ -233,9 +242,12 @@ def query_gradients_kernel(
             near, along, step, sign, t = key_distances(
                 at, first_at, other, (begin_at, step_at), num_k, pairs, BLOCK_K, POSITIONS, not masked
             )
-            begin_at, step_at = run_at(pairs, key_block, n + 1 < count, BLOCK_K, POSITIONS, not masked, True)
             keys = load(k, k_strides, batch, kv_head, other, num_k, HEAD_DIM, BLOCK_K, BLOCK_DIM, masked)
-            bias = bias_of(scores, batch, head, t[None, :], rows[:, None], num_q, numbers, not masked)
+            if bias_blocks is not None and not masked:
+                bias = bias_block(bias_blocks, batch, head, first, begin_at, numbers, BLOCK_Q, BLOCK_K)
+            else:
+                bias = bias_of(scores, batch, head, t[None, :], rows[:, None], num_q, numbers, not masked)
+            begin_at, step_at = run_at(pairs, key_block, n + 1 < count, BLOCK_K, POSITIONS, not masked, True)
             x = tl.dot(queries, keys.T, input_precision="ieee")
             x, of_rows, derivative = scored(
                 x, scale, slope, ends, bias, head, near, along, step, sign, scores, numbers, SCALED, not masked, FAR,
@@ -358,7 +370,9 @@ def bias_gradient_kernel(
                 x, scale, slope_of(scores, head), (0.0, 0.0), bias, head, at, t, -1, 1.0, scores, numbers, SCALED,
                 False, False, 0, queries.dtype == tl.float32,
             )  # fmt: skip
-            base, shift = statistics(lse, delta, batch, head, num_heads, first, num_q, float("inf"), BLOCK_Q, True)
+            base, shift = statistics(
+                lse, delta, batch, head, num_heads, first, num_q, float("inf"), BLOCK_Q, True, True
+            )
             weights = tl.where(allowed, tl.exp2(x * unit - base[:, None]), 0.0)
             douts = load(dout, dout_strides, batch, head, first, num_q, V_HEAD_DIM, BLOCK_Q, BLOCK_V_DIM, True)
             values = load(v, v_strides, batch, kv_head, other, num_k, V_HEAD_DIM, BLOCK_K, BLOCK_V_DIM, True)
@@ -462,7 +476,7 @@ def table_gradient_kernel(
             x, scale, slope, (0.0, 0.0), bias, head, at, t, -1, 1.0, scores, numbers, SCALED, False, False,
             0, queries.dtype == tl.float32,
         )  # fmt: skip
-        base, shift = statistics(lse, delta, batch, head, num_heads, first, num_q, float("inf"), BLOCK_Q, True)
+        base, shift = statistics(lse, delta, batch, head, num_heads, first, num_q, float("inf"), BLOCK_Q, True, True)
         weights = tl.where(allowed, tl.exp2(x * unit - base[:, None]), 0.0)
         douts = load(dout, dout_strides, batch, head, first, num_q, V_HEAD_DIM, BLOCK_Q, BLOCK_V_DIM, True)
         values = load(v, v_strides, batch, kv_head, other, num_k, V_HEAD_DIM, BLOCK_K, BLOCK_V_DIM, True)

@@ -14,7 +14,18 @@ import triton
 import triton.language as tl
 
 from cp_mesh.kernels.triton_dropout import kept, key_words, query_words
-from cp_mesh.kernels.triton_tiles import LOG2_E, RUNTIME, bias_of, ends_of, load, score_unit, scored, slope_of, store
+from cp_mesh.kernels.triton_tiles import (
+    LOG2_E,
+    RUNTIME,
+    bias_block,
+    bias_of,
+    ends_of,
+    load,
+    score_unit,
+    scored,
+    slope_of,
+    store,
+)
 from cp_mesh.kernels.triton_visits import (
     allowed_pairs,
     inner_block,
@@ -49,6 +60,7 @@ def forward_kernel(
     lo,
     hi,
     scale,
+    bias_blocks,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     V_HEAD_DIM: tl.constexpr,
@@ -81,16 +93,19 @@ def forward_kernel(
         count = num_partial if masked else num_full
         key_block = inner_block(0, count, num_k, num_full, begin, before, pairs, BLOCK_K, PAIRS, masked)
         begin_at, step_at = run_at(pairs, key_block, count > 0, BLOCK_K, POSITIONS, not masked, True)
-        # what masked blocks read besides must leave room for a second program on the processor
-        for n in tl.range(count, num_stages=2 if masked and PAIRS else None):
+        # what is read besides keys and values must leave room for a second program on the processor
+        for n in tl.range(count, num_stages=2 if (masked and PAIRS) or bias_blocks is not None else None):
             other = BLOCK_K * key_block
             key_block = inner_block(n + 1, count, num_k, num_full, begin, before, pairs, BLOCK_K, PAIRS, masked)
             near, along, step, sign, t = key_distances(
                 at, first_at, other, (begin_at, step_at), num_k, pairs, BLOCK_K, POSITIONS, not masked
             )
-            begin_at, step_at = run_at(pairs, key_block, n + 1 < count, BLOCK_K, POSITIONS, not masked, True)
             keys = load(k, k_strides, batch, kv_head, other, num_k, HEAD_DIM, BLOCK_K, BLOCK_DIM, masked)
-            bias = bias_of(scores, batch, head, t[None, :], rows[:, None], num_q, numbers, not masked)
+            if bias_blocks is not None and not masked:
+                bias = bias_block(bias_blocks, batch, head, first, begin_at, numbers, BLOCK_Q, BLOCK_K)
+            else:
+                bias = bias_of(scores, batch, head, t[None, :], rows[:, None], num_q, numbers, not masked)
+            begin_at, step_at = run_at(pairs, key_block, n + 1 < count, BLOCK_K, POSITIONS, not masked, True)
             x = tl.dot(queries, keys.T, input_precision="ieee")
             x, of_rows, _ = scored(
                 x, scale, slope, ends, bias, head, near, along, step, sign, scores, numbers, SCALED, not masked, FAR,

@@ -9,8 +9,8 @@ step apart and all distances have one sign (`cp_mesh.kernels.triton_visits`), so
 
 Legend: scores = (softcap, slopes [H], table [H, 2R + 1], bias [B, H, Sq, S], dropout), each or None; dropout = (first
 words of queries [B, H, Sq], second words, words of keys [Sk], what kept weights are multiplied by); numbers = (R,
-threshold of dropout, columns of the bias, its four strides), which are never compiled into a kernel; slopes and table
-are contiguous, fp32.
+threshold of dropout, columns of the bias, its four strides, whether it has batch rows, whether it has heads), which are
+never compiled into a kernel; slopes and table are contiguous, fp32.
 """
 
 # Triton reads annotations as code, and takes none but its own.
@@ -64,15 +64,21 @@ def store(x, strides, batch, head, first, num_rows, block, DIM: tl.constexpr, RO
 
 @triton.jit
 def statistics(
-    lse, delta, batch, head, num_heads, first, num_q, PAST: tl.constexpr, ROWS: tl.constexpr, CHECKED: tl.constexpr
-):
-    """lse and delta of query rows; if CHECKED, rows past the end have lse = PAST and delta = 0."""
+    lse, delta, batch, head, num_heads, first, num_q, PAST: tl.constexpr, ROWS: tl.constexpr, CHECKED: tl.constexpr,
+    STAGED: tl.constexpr,
+):  # fmt: skip
+    """lse and delta of query rows; if CHECKED, rows past the end have lse = PAST and delta = 0.
+
+    Unless STAGED or CHECKED, delta takes no shared memory.
+    """
     rows = first + tl.arange(0, ROWS)
     place, inside = (batch * num_heads + head).to(tl.int64) * num_q + first + tl.arange(0, ROWS), rows < num_q
     if CHECKED:
         return tl.load(lse + place, mask=inside, other=PAST), tl.load(delta + place, mask=inside, other=0.0)
-    else:
+    elif STAGED:
         return tl.load(lse + place), tl.load(delta + place)
+    else:
+        return tl.load(lse + place), gather(delta + place)
 
 
 if knobs.runtime.interpret:  # the interpreter runs no assembly
@@ -158,6 +164,12 @@ def bias_of(scores, batch, head, t, rows, num_q, numbers, ALL: tl.constexpr):
         bias = scores[3] + batch.to(tl.int64) * numbers[3] + head.to(tl.int64) * numbers[4]
         places = rows.to(tl.int64) * numbers[5] + t.to(tl.int64) * numbers[6]
         return tl.load(bias + places, mask=(rows < num_q) & (t < numbers[2]), other=0.0)
+
+
+@triton.jit
+def bias_block(blocks, batch, head, row, column, numbers, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """`bias_of` neighbouring keys; ``blocks`` is a descriptor of blocks [1, 1, ROWS, COLS]."""
+    return blocks.load([batch * numbers[7], head * numbers[8], row, column]).reshape(ROWS, COLS)
 
 
 @triton.jit

@@ -122,7 +122,7 @@ def _greatest(dtype: tl.constexpr):
     return tl.full([], (1 << (dtype.primitive_bitwidth - 1)) - 1, dtype)
 
 
-@triton.jit(do_not_specialize=["num_outer", "num_inner", "num_inner_rows", "apart"])
+@triton.jit(do_not_specialize=["num_outer", "num_inner", "num_inner_rows", "apart", "step"])
 def blocks_kernel(
     outer,
     outer_ids,
@@ -135,6 +135,7 @@ def blocks_kernel(
     num_inner,
     num_inner_rows,
     apart,
+    step,
     INNER_KEYS: tl.constexpr,
     OUTER: tl.constexpr,
     INNER: tl.constexpr,
@@ -145,7 +146,7 @@ def blocks_kernel(
     Those that need a mask lie at the front, those that do not at the back, from the end; counts [.., 2] of both.
     A block is OUTER or INNER grains, and INNER_ROWS rows; ``num_outer`` and ``num_inner`` count grains. ``runs`` of
     outer and inner rows are given if blocks are to be masked unless their distances are affine, of one sign, and as
-    long as ``apart``, 1 at least.
+    long as ``apart``, 1 at least, and their keys ``step`` positions apart, if it is not 0.
     """
     block, mask_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     num_masks = tl.num_programs(1).to(tl.int64)
@@ -155,7 +156,7 @@ def blocks_kernel(
     if outer_ids is not None:
         least, greatest = _id_bounds(outer_ids, grains, mask_row, num_masks, num_outer)
     if runs is not None:
-        lowest, highest, affine = _run(runs[0], grains, num_outer)
+        lowest, highest, affine = _run(runs[0], grains, num_outer, 0 if INNER_KEYS else step)
     num_blocks = tl.cdiv(num_inner, INNER)
     place = mask_row * tl.num_programs(0) + block
     blocks += place * num_blocks
@@ -175,7 +176,7 @@ def blocks_kernel(
             visit = visit & (other_least <= greatest) & (other_greatest >= least)
             full = full & (other_least == other_greatest) & (least == greatest)
         if runs is not None:
-            other_lowest, other_highest, other_affine = _run(runs[1], places, num_inner)
+            other_lowest, other_highest, other_affine = _run(runs[1], places, num_inner, step if INNER_KEYS else 0)
             full = (
                 full & affine & other_affine & ((lowest - other_highest >= apart) | (other_lowest - highest >= apart))
             )
@@ -214,15 +215,16 @@ def _id_bounds(bounds, grains, mask_row, num_masks, num_grains):
 
 
 @triton.jit
-def _run(runs, grains, num_grains):
-    """Least and greatest position of rows of grains, and whether all are one step apart."""
+def _run(runs, grains, num_grains, step):
+    """Least and greatest position of rows of grains, and whether all are a step apart: this one, unless it is 0."""
     pointers, inside = runs + grains, grains < num_grains
     steps = pointers + 2 * num_grains
     slowest = tl.min(tl.load(steps, mask=inside, other=NEVER), 1)
+    wanted = (slowest != NEVER) & ((step == 0) | (slowest == step))
     return (
         tl.min(tl.load(pointers, mask=inside, other=NEVER), 1),
         tl.max(tl.load(pointers + num_grains, mask=inside, other=-1), 1),
-        (slowest == tl.max(tl.load(steps, mask=inside, other=NOWHERE), 1)) & (slowest != NEVER),
+        (slowest == tl.max(tl.load(steps, mask=inside, other=NOWHERE), 1)) & wanted,
     )
 
 
@@ -247,8 +249,8 @@ def diagonal_visits(
         k_first, k_last, _, _ = _bounds(bounds[1], keys, mask_row, num_masks, num_grains_k)
         visit = (blocks < last) & (k_first <= q_last) & (k_last >= q_first)
         if runs is not None:
-            q_low, q_high, _ = _run(runs[0], rows, num_grains_q)
-            k_low, k_high, _ = _run(runs[1], keys, num_grains_k)
+            q_low, q_high, _ = _run(runs[0], rows, num_grains_q, 0)
+            k_low, k_high, _ = _run(runs[1], keys, num_grains_k, 0)
             visit = visit & (q_low - k_high < radius) & (k_low - q_high < radius)
         begin = tl.minimum(begin, tl.min(tl.where(visit, blocks, last), 0))
         end = tl.maximum(end, tl.max(tl.where(visit, blocks + 1, first), 0))
