@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from cp_mesh.kernels.triton_dropout import kept, key_words, query_words
+from cp_mesh.kernels.triton_dropout import keep, key_words, query_words
 from cp_mesh.kernels.triton_tiles import (
     LOG2_E,
     RUNTIME,
@@ -96,7 +96,7 @@ def key_gradients_kernel(
     t = key_positions(first, num_k, pairs, BLOCK_K) if POSITIONS else first + tl.arange(0, BLOCK_K)
     first_t = position_of(pairs, first, POSITIONS, True)
     if scores[4] is not None:
-        words = key_words(scores[4], first, num_k, BLOCK_K)
+        words = key_words(scores[4], first, num_k, BLOCK_K, False)
     num_partial, num_full, begin, before = visits(
         block, mask_row, num_k, num_q, -hi, -lo, pairs, BLOCK_K, BLOCK_Q, PAIRS
     )
@@ -148,17 +148,19 @@ def key_gradients_kernel(
                 weights = tl.where(allowed, weights, 0.0)
             if scores[4] is not None:
                 one, two = query_words(scores[4], batch, head, num_heads, other, num_q, BLOCK_Q)
-                keep = kept(one[None, :], two[None, :], words[:, None], numbers)
+                # dropped ones are negative, which needs no register of its own
+                weights = keep(weights, -weights, one[None, :], two[None, :], words[:, None], numbers)
             douts = load(dout, dout_strides, batch, head, other, num_q, V_HEAD_DIM, BLOCK_Q, BLOCK_V_DIM, masked)
             if dv is not None:
-                used = tl.where(keep, weights, 0.0) if scores[4] is not None else weights
+                used = tl.maximum(weights, 0.0) if scores[4] is not None else weights
                 dv_sum = tl.dot(used.to(douts.dtype), douts, dv_sum, input_precision="ieee")
             if dk is not None:
                 if scores[0] is not None:
                     weights *= derivative  # before the product, which leaves no registers for both
                 dweights = tl.dot(values, douts.T, input_precision="ieee")
                 if scores[4] is not None:
-                    dweights = tl.where(keep, dweights, 0.0) * scores[4][3]
+                    dweights = tl.where(weights > 0.0, dweights, 0.0) * scores[4][3]
+                    weights = tl.abs(weights)
                 dx = weights * (dweights - shift[None, :])
                 dk_sum = tl.dot(dx.to(queries.dtype), queries, dk_sum, input_precision="ieee")
     if dk is not None:
@@ -248,6 +250,8 @@ def query_gradients_kernel(
             else:
                 bias = bias_of(scores, batch, head, t[None, :], rows[:, None], num_q, numbers, not masked)
             begin_at, step_at = run_at(pairs, key_block, n + 1 < count, BLOCK_K, POSITIONS, not masked, True)
+            if scores[4] is not None:
+                words = key_words(scores[4], other, num_k, BLOCK_K, not masked)
             x = tl.dot(queries, keys.T, input_precision="ieee")
             x, of_rows, derivative = scored(
                 x, scale, slope, ends, bias, head, near, along, step, sign, scores, numbers, SCALED, not masked, FAR,
@@ -264,9 +268,7 @@ def query_gradients_kernel(
             values = load(v, v_strides, batch, kv_head, other, num_k, V_HEAD_DIM, BLOCK_K, BLOCK_V_DIM, masked)
             dweights = tl.dot(douts, values.T, input_precision="ieee")
             if scores[4] is not None:
-                words = key_words(scores[4], other, num_k, BLOCK_K)
-                keep = kept(one[:, None], two[:, None], words[None, :], numbers)
-                dweights = tl.where(keep, dweights, 0.0) * scores[4][3]
+                dweights = keep(dweights, 0.0, one[:, None], two[:, None], words[None, :], numbers) * scores[4][3]
             dx = weights * (dweights - shift[:, None])
             if dslopes is not None and masked:
                 dslope -= tl.sum(dx * tl.abs(near[:, None] + along[None, :] * step).to(tl.float32), 1)
@@ -350,7 +352,7 @@ def bias_gradient_kernel(
     t = key_positions(other, num_k, pairs, BLOCK_K)
     unit = score_unit(scale, scores, SCALED) * LOG2_E
     if scores[4] is not None:
-        words = key_words(scores[4], other, num_k, BLOCK_K)
+        words = key_words(scores[4], other, num_k, BLOCK_K, False)
     total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
     for step in range(batches * heads * blocks):
         first = (first_block + step % blocks) * BLOCK_Q
@@ -379,8 +381,7 @@ def bias_gradient_kernel(
             dweights = tl.dot(douts, values.T, input_precision="ieee")
             if scores[4] is not None:
                 one, two = query_words(scores[4], batch, head, num_heads, first, num_q, BLOCK_Q)
-                keep = kept(one[:, None], two[:, None], words[None, :], numbers)
-                dweights = tl.where(keep, dweights, 0.0) * scores[4][3]
+                dweights = keep(dweights, 0.0, one[:, None], two[:, None], words[None, :], numbers) * scores[4][3]
             total += weights * (dweights - shift[:, None])
     dbias += tl.cast(first_batch, tl.int64) * dbias_strides[0] + tl.cast(first_head, tl.int64) * dbias_strides[1]
     places = t.to(tl.int64)
@@ -483,8 +484,8 @@ def table_gradient_kernel(
         dweights = tl.dot(douts, values.T, input_precision="ieee")
         if scores[4] is not None:
             one, two = query_words(scores[4], batch, head, num_heads, first, num_q, BLOCK_Q)
-            words = key_words(scores[4], other, num_k, BLOCK_K)
-            dweights = tl.where(kept(one[:, None], two[:, None], words[None, :], numbers), dweights, 0.0) * scores[4][3]
+            words = key_words(scores[4], other, num_k, BLOCK_K, False)
+            dweights = keep(dweights, 0.0, one[:, None], two[:, None], words[None, :], numbers) * scores[4][3]
         total += weights * (dweights - shift[:, None])
     add_to_table(dtable, total, before + rows_before[:, None] - keys_before[None, :], numbers[0], FAR)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from cp_mesh.kernels.triton_dropout import kept, key_words, query_words
+from cp_mesh.kernels.triton_dropout import keep, key_words, query_words
 from cp_mesh.kernels.triton_tiles import (
     LOG2_E,
     RUNTIME,
@@ -106,6 +106,8 @@ def forward_kernel(
             else:
                 bias = bias_of(scores, batch, head, t[None, :], rows[:, None], num_q, numbers, not masked)
             begin_at, step_at = run_at(pairs, key_block, n + 1 < count, BLOCK_K, POSITIONS, not masked, True)
+            if scores[4] is not None:
+                words = key_words(scores[4], other, num_k, BLOCK_K, not masked)
             x = tl.dot(queries, keys.T, input_precision="ieee")
             x, of_rows, _ = scored(
                 x, scale, slope, ends, bias, head, near, along, step, sign, scores, numbers, SCALED, not masked, FAR,
@@ -129,8 +131,7 @@ def forward_kernel(
             weights = tl.exp2(x * unit - base[:, None])
             total = total * decay + tl.sum(weights, 1)
             if scores[4] is not None:
-                words = key_words(scores[4], other, num_k, BLOCK_K)
-                weights = tl.where(kept(one[:, None], two[:, None], words[None, :], numbers), weights, 0.0)
+                weights = keep(weights, 0.0, one[:, None], two[:, None], words[None, :], numbers)
             acc = acc * decay[:, None]
             values = load(v, v_strides, batch, kv_head, other, num_k, V_HEAD_DIM, BLOCK_K, BLOCK_V_DIM, masked)
             acc = tl.dot(weights.to(values.dtype), values, acc, input_precision="ieee")

@@ -91,6 +91,10 @@ if knobs.runtime.interpret:  # the interpreter runs no assembly
     def gather(pointers):
         return tl.load(pointers)
 
+    @triton.jit
+    def choose(words, threshold, x, other):
+        return tl.where(words >= threshold, x, other)
+
 else:
 
     @triton.jit
@@ -106,12 +110,24 @@ else:
             return tl.inline_asm_elementwise(
                 "ld.global.nc.f32 $0, [$1];", "=f,l", [pointers], dtype=tl.float32, is_pure=True, pack=1
             )
+        elif dtype == tl.int32:
+            return tl.inline_asm_elementwise(
+                "ld.global.nc.b32 $0, [$1];", "=r,l", [pointers], dtype=tl.int32, is_pure=True, pack=1
+            )
         elif dtype.primitive_bitwidth == 16:
             return tl.inline_asm_elementwise(
                 "ld.global.nc.b16 $0, [$1];", "=h,l", [pointers], dtype=tl.int16, is_pure=True, pack=1
             ).to(dtype, bitcast=True)
         else:
             return tl.load(pointers)
+
+    @triton.jit
+    def choose(words, threshold, x, other):
+        """fp32 x where words, uint32, are no less, else other; not behind a rounding, where Triton would move it."""
+        return tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ge.u32 p, $1, $2; selp.f32 $0, $3, $4, p; }", "=f,r,r,f,f",
+            [words, threshold, x, other], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
