@@ -380,7 +380,7 @@ def test_what_it_serves() -> None:
 COVERS = {
     "band": lambda at: Band(0, None),
     "positions": lambda at: Pairs(Mask(), at, at),
-    "documents": lambda at: Pairs(Mask(documents=torch.zeros(1, 300).long(), key_padding=at >= 0), at, at),
+    "documents": lambda at: Pairs(Mask(documents=torch.zeros(1, 300).long(), key_padding=at >= 0), at, at, True),
 }
 
 
@@ -390,8 +390,11 @@ FEATURES: dict[str, Any] = {
     "alibi_slopes": {"alibi_slopes": torch.ones(8)},
     "relative_bias": {"relative_bias": torch.ones(8, 257)},
     "bias": {"bias": torch.ones(1, 8, 300, 300, dtype=torch.bfloat16)},
+    "bias by blocks": {"bias": torch.ones(1, 8, 300, 304, dtype=torch.bfloat16)},
+    "long relative_bias": {"relative_bias": torch.ones(8, 2 * triton_attention.FAR_RADIUS + 3)},
     "dropout": {"dropout_p": 0.1, "dropout_seed": torch.zeros(2).long()},
 }
+WITH_A_KERNEL = ("relative_bias", "bias", "blocks", "dropout")
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 SPILLED = {64: 0, 128: 32, 192: 128, 256: 160}
 """Bytes that kernels without features may spill, by head dim: bases of addresses, read once a block or outside loops.
@@ -442,7 +445,7 @@ def test_compiles_for_hopper(
         triton_attention._backward(None, tile)
 
     compiled = hopper(launch, triton_visits, triton_dropout, triton_forward, triton_backward)
-    assert len(compiled.kernels) == (3 if cover == "band" else 5) + (feature in ("relative_bias", "bias", "dropout"))
+    assert len(compiled.kernels) == (3 if cover == "band" else 5) + feature.endswith(WITH_A_KERNEL)
     spills = compiled.spills
     if feature == "none":
         assert max(spills) <= SPILLED[dim], compiled.log

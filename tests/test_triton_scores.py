@@ -16,6 +16,7 @@ from test_kernels import inputs
 from test_triton_attention import DEVICE, DTYPES, SMALL, TOLERANCE, computes
 from torch import Tensor
 
+from cp_mesh.call import Options, Tensors
 from cp_mesh.kernels import triton_attention
 from cp_mesh.kernels.combine import make_delta
 from cp_mesh.kernels.contract import Pairs
@@ -23,6 +24,7 @@ from cp_mesh.kernels.merge import BackwardTile
 from cp_mesh.kernels.scores import Scores
 from cp_mesh.kernels.triton_attention import TRITON
 from cp_mesh.masks import Band, Mask
+from cp_mesh.plan import make_plan
 
 CONFIG = SMALL if INTERPRETED else None
 NUM_Q, NUM_K, S = (20, 40, 44) if INTERPRETED else (300, 333, 350)
@@ -265,6 +267,26 @@ def test_blocks_of_a_bias(whole: tuple[int, int]) -> None:
         described.reset_mock()
         check(scores, replace(cover, adjacent=False), torch.float16)
         assert all(len(call.args) == 2 for call in described.call_args_list)
+
+
+class First:
+    """What planning reads of a process group."""
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(("layout", "adjacent"), [("contiguous", True), ("zigzag", True), ("striped", False)])
+def test_plans_tell_whether_keys_are_neighbours(layout: str, adjacent: bool) -> None:
+    q, k, v = (torch.zeros(1, 2, 32, 8) for _ in range(3))
+    tensors = Tensors(bias=torch.zeros(1, 2, 32, 64))
+    plan = make_plan(q, k, v, tensors, 64, First(), Options(layout, Mask().spec(), 1.0))  # type: ignore[arg-type]
+    covers = [tile.cover for tile in plan.local_tiles]
+    covers += [tile.cover for stage in plan.schedule.route.stages for tile in plan.tiles(stage)]
+    assert covers and all(isinstance(cover, Pairs) and cover.adjacent == adjacent for cover in covers)
 
 
 @pytest.mark.gpu
