@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -182,7 +183,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor | 
                 refuse(name, "a tensor", type(x).__name__, "use torch.as_tensor")
         axis = find_cp_axis((query, key, value), asked.mesh, asked.seq_dim)
         group = axis.group
-        _check_asked(asked)
         query, key, value = autocast(query, key, value)
         call = _make_call(query, key, value, axis, asked)
     except Exception as error:
@@ -204,14 +204,16 @@ def attend(query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor | 
 
 
 def _make_call(query: Tensor, key: Tensor, value: Tensor, axis: CPAxis, asked: Asked) -> Call:
-    """The record of a call whose options are right by themselves; refuses tensors that do not fit one another."""
-    form, seq_len, layout, mask = FORMATS[axis.seq_dim], asked.seq_len, asked.layout, asked.mask
+    """The record of a call; refuses options that are wrong by themselves, and tensors that do not fit one another."""
+    form = FORMATS[axis.seq_dim]
+    _check_format(query, key, value, form)
+    options = _make_options(query, key, value, asked, form)
+    seq_len, layout, mask = asked.seq_len, asked.layout, asked.mask
     tensors = Tensors(
         mask.documents, mask.key_padding, layout.tensor,
         asked.sinks, asked.alibi_slopes, asked.relative_bias, asked.bias,
         seed_tensor(asked.dropout_seed, query.device) if asked.dropout_p else None,
     )  # fmt: skip
-    _check_format(query, key, value, form)
     length = query.shape[axis.seq_dim]
     if isinstance(query, DTensor):
         check_placements(query, key, value, axis.mesh_dim, form)
@@ -223,31 +225,56 @@ def _make_call(query: Tensor, key: Tensor, value: Tensor, axis: CPAxis, asked: A
         seq_len = length * axis.size
     given = {name: x for name, x in zip(Tensors._fields, tensors, strict=True) if x is not None}
     check_score_placements(given, query, form)
-    graded = (query, key, value, *(getattr(asked, name) for name in ADDED))
-    fixed = torch.are_deterministic_algorithms_enabled() if asked.deterministic is None else asked.deterministic
-    options = Options(
-        layout=layout.spec(),
-        mask=mask.spec(),
-        scale=1 / math.sqrt(query.shape[-1]) if asked.scale is None else _as_float(asked.scale),
-        softcap=0.0 if asked.softcap is None else _as_float(asked.softcap),
-        dropout_p=_as_float(asked.dropout_p),
-        first_head=first_index(query, form.dims["heads"]) if asked.dropout_p else 0,
-        first_batch=first_index(query, form.dims.get("batch")) if asked.dropout_p else 0,
-        method=asked.method,
-        kernel=asked.kernel,
-        transport=asked.transport,
-        head_chunks=asked.head_chunks or 0,
-        deterministic=fixed,
-        differentiable_lse=asked.return_lse
-        and torch.is_grad_enabled()
-        and any(x is not None and x.requires_grad for x in graded),
-        as_inputs=not isinstance(query, DTensor),
-        of_root=asked.of_root,
-    )
     call = Call(tensors, seq_len, axis.seq_dim, axis.group.group_name, options)
     if not torch.compiler.is_compiling():
         _plan_fakes((query, key, value, *tensors), call, axis.group)
     return call
+
+
+def _make_options(query: Tensor, key: Tensor, value: Tensor, asked: Asked, form: Format) -> Options:
+    """What the op is told; refuses what is wrong by itself. Layers that ask alike share it: checks take host time."""
+    graded = (query, key, value, *(getattr(asked, name) for name in ADDED))
+    beside = (
+        query.shape[-1],
+        not isinstance(query, DTensor),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in graded),
+    )
+    drops = asked.dropout_seed is not None or type(asked.dropout_p) not in (int, float) or asked.dropout_p != 0
+    if drops or torch.compiler.is_compiling():
+        options = _resolve(*beside, *asked)
+        if not drops:
+            return options
+        heads, rows = (first_index(query, form.dims.get(name)) for name in ("heads", "batch"))
+        return options._replace(first_head=heads, first_batch=rows)
+    named = asked._replace(mesh=None, sinks=None, alibi_slopes=None, relative_bias=None, bias=None)
+    try:
+        return _resolve_once(*beside, *named)
+    except TypeError:  # of something without a hash, which is refused by its name
+        return _resolve(*beside, *named)
+
+
+def _resolve(head_dim: int, is_local: bool, deterministic: bool, graded: bool, *keywords: Any) -> Options:
+    asked = Asked(*keywords)
+    _check_asked(asked)
+    return Options(
+        layout=asked.layout.spec(),
+        mask=asked.mask.spec(),
+        scale=1 / math.sqrt(head_dim) if asked.scale is None else _as_float(asked.scale),
+        softcap=0.0 if asked.softcap is None else _as_float(asked.softcap),
+        dropout_p=_as_float(asked.dropout_p),
+        method=asked.method,
+        kernel=asked.kernel,
+        transport=asked.transport,
+        head_chunks=asked.head_chunks or 0,
+        deterministic=deterministic if asked.deterministic is None else asked.deterministic,
+        differentiable_lse=asked.return_lse and graded,
+        as_inputs=is_local,
+        of_root=asked.of_root,
+    )
+
+
+_resolve_once = lru_cache(maxsize=16, typed=True)(_resolve)  # few: their masks stay alive
 
 
 def _plan_fakes(every: Sequence[Tensor | None], call: Call, group: dist.ProcessGroup) -> None:

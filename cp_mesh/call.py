@@ -48,6 +48,7 @@ class Options(NamedTuple):
     as_inputs: bool = False
     of_root: bool = False
 
+    @lru_cache(maxsize=256)  # noqa: B019 - of few options, which hold no tensors
     def spec(self) -> str:
         return "|".join(map(str, self))
 

@@ -5,7 +5,8 @@ Per row, in one of n head chunks: F = B·(K/n)·(D + Dv) elements of keys and va
     symmetric memory, kept from call to call
         local rows · F                                 K and V where others can read them
         rows that others fetch · F                     a slot for the gradients that each of them computes; every rank
-                                                       allocates what the rank that serves most needs
+                                                       allocates what the rank that serves most needs. On two ranks it
+                                                       lies where the rows did, and the larger of the two counts
     forward, at its end
         rows of all tiles · B·(H/n)·(Dv elements + 4)  partial outputs and their lse, merged once
         and, while the first tile is computed, all rows fetched · F; while stage s is, those fetched in it and later,
@@ -118,7 +119,8 @@ def extra_memory(
         backward = max(backward - num_rows * (dq_row + key_row), pieces)
     symmetric = 0
     if on_wires and route.stages:
-        symmetric = max(schedule.shard_lens) * key_row + route.most_served * gradient_row
+        parts = max(schedule.shard_lens) * key_row, route.most_served * gradient_row
+        symmetric = max(parts) if schedule.cp_size == 2 else sum(parts)
     return ExtraMemory(forward, backward, symmetric)
 
 

@@ -1,8 +1,5 @@
-"""The sequence kit: one object feeds the data, the positions, the style and the loss, so that they cannot disagree.
+"""The sequence kit: one object feeds the data, the positions, the style and the labels, so that they cannot disagree.
 
-Gradient contract. A rank's loss is the *sum* over its own tokens divided by the *global* number of valid tokens, so
-the sum over ranks of the losses is the loss of one rank that sees everything, and the sum over ranks (dp x cp) of
-parameter gradients is its gradient. Reductions are therefore plain sums; `cp_mesh.sum_gradients` tells FSDP2 so.
 Labels are shifted before the sequence is sharded: the token after a shard's last row lives on another rank.
 """
 
@@ -14,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -302,35 +298,3 @@ class _Unshard(torch.autograd.Function):
             _funcol.reduce_scatter_tensor(torch.cat(parts).contiguous(), "sum", size, group.group_name)
         )
         return summed[: lens[sequence.cp_rank]].movedim(0, dim).contiguous(), None, None, None
-
-
-def cross_entropy(logits: Tensor, labels: Tensor, mesh: DeviceMesh, *, ignore_index: int = -100) -> Tensor:
-    """This rank's share of the mean loss: sum over its valid tokens / number of valid tokens over ``mesh``.
-
-    The SUM over the ranks of ``mesh`` is the mean over all tokens, whatever each rank holds, none included; so is the
-    SUM of gradients. Log the sum, not one rank's share.
-
-    Args:
-        logits: [..., V], any floating dtype; computed in float32 at least.
-        labels: int64 [...], shifted before sharding; ``ignore_index`` marks tokens that do not count.
-        mesh: the ranks that hold distinct tokens, e.g. the flattened dp x cp; any number of axes.
-        ignore_index: the label of tokens that do not count.
-
-    Returns:
-        A scalar, float32 (float64 for float64 logits); 0 if no token of the mesh is valid.
-
-    Raises:
-        ArgumentError: on DTensors, or if labels do not have the shape of logits without the vocabulary.
-    """
-    if isinstance(logits, DTensor) or isinstance(labels, DTensor):
-        refuse("logits and labels", "local tensors", "DTensors", "gather the vocabulary and pass logits.to_local()")
-    if logits.shape[:-1] != labels.shape:
-        refuse("labels", f"shape {tuple(logits.shape[:-1])}", tuple(labels.shape), "shard both with one sequence")
-    count = (labels != ignore_index).sum()
-    for axis in range(mesh.ndim):
-        name = mesh.get_group(axis).group_name
-        count = _funcol.wait_tensor(_funcol.all_reduce(count, "sum", name))
-    logits = logits.flatten(0, -2)
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    total = F.cross_entropy(logits, labels.flatten(), ignore_index=ignore_index, reduction="sum")
-    return total / count.clamp(min=1)

@@ -72,9 +72,11 @@ def test_all_variants_train_the_same_model(tmp_path: Path) -> None:
     rows, printed, code = run(Path(__file__), tmp_path / "rows.csv", "--variants", *variants, "--seq-len", "64", "32")
     assert code == 0, printed
     assert [(row["seq_len"], row["variant"]) for row in rows] == [(n, x) for n in ("64", "32") for x in variants]
+    own = {"cp_mesh": "cp_mesh.cross_entropy"}
     for row in rows:
         assert tuple(row) == training.COLUMNS
         assert row["status"] == "ok"
+        assert row["loss_function"] == own.get(row["variant"], "F.cross_entropy")
         if row["seq_len"] == "64":
             check_against_one_rank(row)
         assert float(row["grad_difference"]) < 1e-5
@@ -90,42 +92,54 @@ def test_all_variants_train_the_same_model(tmp_path: Path) -> None:
     assert "| ms a step (GiB) | 64 tokens, eager | 32 tokens, eager |" in printed
 
 
-def logits_in_backward(rank: int) -> dict[str, bool]:
-    """Of each variant, whether its logits are still held when the backward begins."""
-    args = training.parse_arguments([*TINY, "--variants", "cp_mesh", "ulysses"])
+def logits_in_backward(rank: int, loss: str) -> dict[str, list[bool]]:
+    """Of each variant, whether its logits are held when the backward begins, and after that of the loss."""
+    args = training.parse_arguments([*TINY, "--variants", "cp_mesh", "ulysses", "--loss", loss])
     (args.seq_len,) = args.seq_len
     trainer = training.Trainer(args, mesh((2,), ("cp",)), torch.device("cpu"))
-    storages: list[StorageWeakRef] = []
-    trainer.model.output.register_forward_hook(
-        lambda module, inputs, output: storages.append(StorageWeakRef(output.untyped_storage()))
-    )
-    held: dict[str, bool] = {}
+    held: dict[str, list[bool]] = {}
+    real_backward = torch.Tensor.backward
     for variant in trainer.variants:
-        storages.clear()
+        storages: list[StorageWeakRef] = []
+        found = held[variant.name] = []
 
-        def backward(loss: torch.Tensor, name: str = variant.name) -> None:
-            (storage,) = storages
-            held[name] = not storage.expired()
+        def look(*_: Any, storages: list[StorageWeakRef] = storages, found: list[bool] = found) -> None:
+            found.append(not storages[0].expired())
 
+        def watch(module: Any, inputs: Any, output: torch.Tensor, storages: Any = storages, look: Any = look) -> None:
+            storages.append(StorageWeakRef(output.untyped_storage()))
+            assert output.grad_fn is not None
+            output.grad_fn.register_prehook(look)
+
+        def backward(loss: torch.Tensor, look: Any = look) -> None:
+            look()
+            real_backward(loss)
+
+        handle = trainer.model.output.register_forward_hook(watch)
         with mock.patch.object(torch.Tensor, "backward", backward):
             trainer.loss_and_backward(variant)
+        handle.remove()
     return held
 
 
-def test_logits_are_given_back_before_the_backward(pool: Any) -> None:
-    """No gradient needs them: logits that a variable names add a tenth to the peak."""
-    assert pool(2).run(logits_in_backward) == [{"cp_mesh": False, "ulysses": False}] * 2
+@pytest.mark.parametrize("loss", ["own", "torch"])
+def test_logits_are_given_back(loss: str, pool: Any) -> None:
+    """cp_mesh's loss needs them for its gradient, `F.cross_entropy` of a float32 copy does not; and then none does:
+    logits that a variable names add a tenth to the peak."""
+    needed = loss == "own"
+    assert pool(2).run(logits_in_backward, loss) == [{"cp_mesh": [needed, False], "ulysses": [False, False]}] * 2
 
 
 @pytest.mark.full
 def test_without_a_kernel_the_rival_is_refused(tmp_path: Path) -> None:
-    options = ("--recompute", "full", "--compile", "aot_eager")
+    options = ("--recompute", "full", "--compile", "aot_eager", "--loss", "torch")
     rows, printed, code = run(BENCHMARKS / "training.py", tmp_path / "rows.csv", *options)
     assert code == 0, printed
     assert [row["variant"] for row in rows] == ["cp_mesh", "ulysses", "torch_allgather"]
     for row in rows[:2]:
         check_against_one_rank(row)
         assert row["status"] == "ok" and row["steps"] == "2" and row["blocks"] == "aot_eager"
+    assert [row["loss_function"] for row in rows] == ["F.cross_entropy"] * 3
     assert rows[2]["status"].startswith("refused: NotImplementedError")
     assert rows[2]["loss"] == rows[2]["step_ms_median"] == ""
 

@@ -18,7 +18,7 @@ from interpreted import INTERPRETED, Interpreted, is_that_run
 from torch import Tensor
 
 from cp_mesh.kernels import combine
-from cp_mesh.kernels.combine import MAX_PIECES, OutputSum, RowSum, finish_sums, make_delta
+from cp_mesh.kernels.combine import MAX_PIECES, OutputSum, RowSum, copy_together, finish_sums, make_delta
 
 HALF = torch.float16 if INTERPRETED else torch.bfloat16  # numpy, which the interpreter uses, has no bfloat16
 DEVICES = ["cpu"] if INTERPRETED else ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -186,6 +186,24 @@ def test_several_sums_at_once(dtypes: tuple[torch.dtype, ...], device: str) -> N
     for (_, into), one in zip(together, alone, strict=True):
         assert torch.equal(into, one)
         assert into._base.isnan().sum() == into.numel() // into.shape[3] * 16
+
+
+@each_device
+@pytest.mark.parametrize("dtype", (torch.float32, HALF, torch.float64))
+def test_copies_together(dtype: torch.dtype, device: str) -> None:
+    """Every value of rows that lie apart, into rows side by side; nothing beside them is written."""
+    generator = torch.Generator(device).manual_seed(0)
+    sources = [torch.randn(B, S, H, 2 * dim, generator=generator, device=device).to(dtype) for dim in (16, 8)]
+    sources = [x.transpose(1, 2)[..., ::2] for x in sources]
+    buffer = torch.full((S, B * H * 24 + 5), 7.0, dtype=dtype, device=device)
+    places, offset = [], 0
+    for dim in (16, 8):
+        places.append(buffer[:, offset : offset + B * H * dim].view(S, B, H, dim).permute(1, 2, 0, 3))
+        offset += B * H * dim
+    copy_together(list(zip(sources, places, strict=True)))
+    for x, place in zip(sources, places, strict=True):
+        assert torch.equal(x, place)
+    assert bool((buffer[:, offset:] == 7).all())
 
 
 @each_device

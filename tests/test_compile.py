@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import test_gradients
@@ -31,6 +33,7 @@ from cp_mesh import (
     Striped,
     ZigZag,
     attention,
+    loss,
 )
 from cp_mesh.call import NUM_TENSORS, Options
 from cp_mesh.ops import attention_op
@@ -344,6 +347,36 @@ def test_checkpointing(pool: Any, how: str, backend: str | None) -> None:
     ring = 2 * 2  # steps, layers
     replayed = ring * (how == "full")
     assert pool(3).run(recomputed, how, backend, timeout=180.0) == [(ring, 2 * ring + replayed)] * 3
+
+
+# The loss.
+
+
+def losses_of_rows(rank: int, backend: str) -> int:
+    """How many graphs are made for three lengths, each of several chunks, of which there are more or fewer."""
+    axis, dtype = mesh((2,), ("cp",)), torch.float64
+    logits = torch.randn(B, S, 7, generator=torch.Generator().manual_seed(rank), dtype=dtype)
+    labels = torch.arange(B * S).view(B, S) % 7
+    labels[:, ::5] = -100
+
+    def share(logits: Tensor, labels: Tensor) -> Tensor:
+        return cp_mesh.cross_entropy(3 * logits, labels, axis)[None]
+
+    with mock.patch.object(loss, "CHUNK_BYTES", 5 * 7 * 8):
+        assert_compiles(lambda x: share(x, labels), backend, logits)
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend(backend)
+        compiled = torch.compile(share, backend=counter, fullgraph=True, dynamic=True)
+        for length in (S, S // 2, S // 3):
+            x, y = (z[:, :length].clone() for z in (logits, labels))
+            for found, expected in zip(*(step(partial(fn, labels=y), x) for fn in (compiled, share)), strict=True):
+                torch.testing.assert_close(found, expected, **TOLERANCE)
+    return counter.frame_count
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_loss(pool: Any, backend: str) -> None:
+    assert pool(2).run(losses_of_rows, backend, timeout=180.0) == [1, 1]
 
 
 # Nothing leaves the library with a collective in flight.

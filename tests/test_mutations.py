@@ -28,6 +28,7 @@ import test_copies
 import test_flash_attn
 import test_flash_attn_4
 import test_gradients
+import test_loss
 import test_masks
 import test_op
 import test_parity
@@ -242,6 +243,11 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "runs": lambda pool: alone(pool, (test_changing_layouts.test_runs_that_compiled_code_did_not_read_are_checked, ())),
     "round trip": lambda pool: test_sequence.test_round_trip_and_its_gradient(pool, "zigzag", 3),
     "loss": lambda pool: test_sequence.test_cross_entropy(pool, "ragged", 3, 1),
+    "chunks of the loss": lambda pool: alone(
+        pool,
+        (test_loss.test_loss_and_gradient, (torch.float64, "contiguous")),
+        (test_loss.test_chunks_change_nothing, (torch.float64,)),
+    ),
     "gradients of one rank": lambda pool: test_gradients.test_gradients_are_those_of_one_rank(
         pool, test_gradients.Setup(cp=3, S=22)
     ),

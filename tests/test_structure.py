@@ -49,6 +49,7 @@ FLOORS: dict[str, int] = {
     "ops": 3,
     "attention": 3,
     "sequence": 3,
+    "loss": 3,
     # 4: what trainers touch
     "forwards": 4,
     "watching": 4,

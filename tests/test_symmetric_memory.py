@@ -4,15 +4,16 @@
     TORCH_CUDA_SANITIZER=1 torchrun ... --only stalled             # CUDA's stream sanitizer watches a small case
     pytest tests/test_symmetric_memory.py                          # the CPU double; the GPU checks where there are GPUs
 
-Both transports give a kernel the same rows in the same order, so their results are equal to the bit, and any
-difference is a race or a wrong address. The double puts each rank's memory into a file that all ranks map; its
-barrier is gloo's.
+Both transports give a kernel the same rows in the same order, so with deterministic kernels their results are equal to
+the bit, and any difference is a race or a wrong address. The double puts each rank's memory into a file that all ranks
+map; its barrier is gloo's.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import os
 import random
 import sys
@@ -42,7 +43,9 @@ if __name__ == "__main__":
 import cp_mesh
 from cp_mesh import Contiguous, Mask, Striped, ZigZag
 from cp_mesh.errors import UnsupportedError
+from cp_mesh.memory import Sizes, extra_memory
 from cp_mesh.methods import METHODS
+from cp_mesh.schedule import make_schedule
 from cp_mesh.transport import choose_transport
 from cp_mesh.transport import symmetric_memory as symmetric
 from cp_mesh.transport.packing import Packing
@@ -151,12 +154,17 @@ def different(what: str, wanted: list[Tensor], got: list[Tensor]) -> list[str]:
     return [
         f"{what}: {name} differs at {(a != b).sum()} of {a.numel()} elements, by {(a - b).abs().max():.1e}"
         for name, a, b in zip(names, wanted, got, strict=False)
-        if not (close(a, b) if name == "dq" and a.is_cuda else torch.equal(a, b)) or not a.isfinite().all()
+        if not (close(a, b) if by_atomics(name, a) else torch.equal(a, b)) or not a.isfinite().all()
     ]
 
 
+def by_atomics(name: str, x: Tensor) -> bool:
+    """Whether a CUDA kernel may sum it in any order: dq of its blocks of keys, dk and dv of heads that share them."""
+    return x.is_cuda and name in ("dq", "dk", "dv") and not torch.are_deterministic_algorithms_enabled()
+
+
 def close(a: Tensor, b: Tensor) -> bool:
-    """dq of the CUDA kernels is summed by atomics, in any order, so some elements round the other way.
+    """Sums by atomics, in any order: some elements round the other way.
 
     These change the norm by 1e-5; one wrong row of thousands, by 1e-2.
     """
@@ -197,6 +205,29 @@ def test_every_layout_and_mask(pool, full, cp_size):
     random.Random(cp_size).shuffle(cases)
     with tempfile.TemporaryDirectory() as folder:
         report(pool(cp_size).run(on_files, folder, cases, timeout=120.0))
+
+
+def bytes_of_group(rank: int, folder: str, dtype: torch.dtype) -> tuple[int, int, list[str]]:
+    """Symmetric memory that passes of both kinds take, what the formula says, and where results are wrong."""
+    size, gradient_dtype = dist.get_world_size(), torch.float32
+    axis, (H, S_local, D) = mesh((size,), ("cp",)), (2, 16, 32)
+    schedule = make_schedule(ZigZag(), Mask(causal=True), size * S_local, size, rank)
+    sizes = Sizes(1, H, H, D, D, dtype.itemsize, gradient_dtype.itemsize)
+    with double(axis.get_group(), folder):
+        inputs = [torch.randn(1, H, S_local, D).to(dtype) for _ in range(4)]
+        problems = compare("", inputs, axis, kernel="reference")
+        workspaces: Any = symmetric._MEMORY[axis.get_group()]._workspaces
+        taken = sum(workspace.nbytes for workspace in workspaces.values())
+    return taken, extra_memory(schedule, sizes, 1, TRANSPORTS[1]).symmetric, problems
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("cp_size", (2, 3))
+def test_the_memory_of_a_group_is_what_the_formula_says(pool, cp_size, dtype):
+    """On the double: rows in the inputs' dtype, and gradients that travel in fp32; of two ranks in one place."""
+    with tempfile.TemporaryDirectory() as folder:
+        for taken, formula, problems in pool(cp_size).run(bytes_of_group, folder, dtype):
+            assert taken == formula > 0 and not problems, problems
 
 
 def chosen(rank: int) -> tuple[str, str]:
@@ -483,36 +514,47 @@ CHECKS: dict[str, Callable[[], list[str]]] = {
 }
 
 
-def on_gpus(rank: int, name: str) -> list[str]:
-    with poisoned():
-        problems = CHECKS[name]()
-        symmetric.release(gpu_axis().get_group())
+HOW = ("deterministic", "by atomics")
+
+
+def on_gpus(rank: int, name: str, how: str) -> list[str]:
+    """Deterministic kernels give results that are equal to the bit; the others are what users run."""
+    torch.use_deterministic_algorithms(how == HOW[0], warn_only=True)  # of other ops it only warns
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a launch more for every buffer hides races
+    try:
+        with poisoned():
+            problems = CHECKS[name]()
+            symmetric.release(gpu_axis().get_group())
+    finally:
+        torch.use_deterministic_algorithms(False)
     return problems
 
 
 @pytest.mark.multigpu
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", CHECKS)
-def test_on_gpus(pool, name):
-    report(pool(2, "nccl").run(on_gpus, name, timeout=300.0))
+def test_on_gpus(pool, name, how):
+    report(pool(2, "nccl").run(on_gpus, name, how, timeout=300.0))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS))
+    parser.add_argument("--how", nargs="+", choices=HOW, default=list(HOW))
     args = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl")
     failed = False
-    for name in args.only:
+    for name, how in itertools.product(args.only, args.how):
         begin = time.perf_counter()
-        problems = on_gpus(dist.get_rank(), name)
+        problems = on_gpus(dist.get_rank(), name, how)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, problems)
         wrong = [f"rank {rank}: {problem}" for rank, some in enumerate(everyone) for problem in some]
         failed |= bool(wrong)
         if dist.get_rank() == 0:
             verdict = f"WRONG, {len(wrong)} problems, first: {wrong[:3]}" if wrong else "ok"
-            print(f"{name}: {verdict} ({time.perf_counter() - begin:.1f} s)", flush=True)
+            print(f"{name}, {how}: {verdict} ({time.perf_counter() - begin:.1f} s)", flush=True)
     dist.barrier()
     dist.destroy_process_group()
     sys.exit(failed)

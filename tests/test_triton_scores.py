@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from test_kernels import inputs
 from test_triton_attention import DEVICE, DTYPES, SMALL, TOLERANCE, computes
 from torch import Tensor
 
+from cp_mesh.call import Options, Tensors
 from cp_mesh.kernels import triton_attention
 from cp_mesh.kernels.combine import make_delta
 from cp_mesh.kernels.contract import Pairs
@@ -22,6 +24,7 @@ from cp_mesh.kernels.merge import BackwardTile
 from cp_mesh.kernels.scores import Scores
 from cp_mesh.kernels.triton_attention import TRITON
 from cp_mesh.masks import Band, Mask
+from cp_mesh.plan import make_plan
 
 CONFIG = SMALL if INTERPRETED else None
 NUM_Q, NUM_K, S = (20, 40, 44) if INTERPRETED else (300, 333, 350)
@@ -121,7 +124,7 @@ def triton(tensors: list[Tensor], cover: Band | Pairs, scores: Scores) -> dict[s
     scores = replace(scores, wanted=frozenset(name for name in LEARNED if getattr(scores, name) is not None))
     q, k, v, dout, dlse = (x.to(DEVICE) for x in tensors)
     if isinstance(cover, Pairs):
-        cover = Pairs(cover.mask.to(torch.device(DEVICE)), move(cover.q_pos), move(cover.k_pos))
+        cover = Pairs(cover.mask.to(torch.device(DEVICE)), move(cover.q_pos), move(cover.k_pos), cover.adjacent)
     out, lse = triton_attention._forward(CONFIG, q, k, v, cover, scores)
     tile = BackwardTile(dout, q, k, v, None, lse, make_delta(dout, out, dlse), cover, scores)
     dq, dk, dv, *more = triton_attention._backward(CONFIG, tile)
@@ -238,6 +241,52 @@ def test_blocks_of_runs(names: tuple[str, ...], step: int, causal: bool) -> None
     if "bias" in names:
         scores = replace(scores, bias=draw(2, 2, len(cover.q_pos), int(cover.k_pos.max()) + 1))
     check(scores, cover)
+
+
+@computes
+@pytest.mark.parametrize("step", [1, 3])
+def test_blocks_of_runs_under_a_long_table(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a table is read pair by pair in blocks of runs too, and its clipped distances with them."""
+    monkeypatch.setattr(triton_attention, "FAR_RADIUS", 1)
+    check(Scores(0.3, **FEATURES["relative_bias"]), in_runs(step, *((32, 32) if INTERPRETED else (128, 128))))
+
+
+@computes
+@pytest.mark.parametrize("whole", [(2, 2), (1, 2), (1, 1)], ids=str)
+def test_blocks_of_a_bias(whole: tuple[int, int]) -> None:
+    """Where keys are neighbours its blocks are copied whole, in every kernel; beside others, which are not."""
+    block = 32 if INTERPRETED else 128
+    k_pos = torch.cat([torch.arange(block) * 2, torch.arange(3 * block) + 2 * block])
+    q_pos = torch.cat([torch.arange(block + 8) + 4 * block, torch.arange(block + 5)])
+    cover = Pairs(Mask(), q_pos, k_pos, adjacent=True)
+    scores = Scores(0.3, bias=draw(*whole, len(q_pos), 5 * block).half())
+    with mock.patch.object(triton_attention, "_descriptor", wraps=triton_attention._descriptor) as described:
+        check(scores, cover, torch.float16)
+        copied = [call for call in described.call_args_list if len(call.args) == 3]
+        assert len(copied) == 3, "forward, dk and dv, dq"
+        described.reset_mock()
+        check(scores, replace(cover, adjacent=False), torch.float16)
+        assert all(len(call.args) == 2 for call in described.call_args_list)
+
+
+class First:
+    """What planning reads of a process group."""
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(("layout", "adjacent"), [("contiguous", True), ("zigzag", True), ("striped", False)])
+def test_plans_tell_whether_keys_are_neighbours(layout: str, adjacent: bool) -> None:
+    q, k, v = (torch.zeros(1, 2, 32, 8) for _ in range(3))
+    tensors = Tensors(bias=torch.zeros(1, 2, 32, 64))
+    plan = make_plan(q, k, v, tensors, 64, First(), Options(layout, Mask().spec(), 1.0))  # type: ignore[arg-type]
+    covers = [tile.cover for tile in plan.local_tiles]
+    covers += [tile.cover for stage in plan.schedule.route.stages for tile in plan.tiles(stage)]
+    assert covers and all(isinstance(cover, Pairs) and cover.adjacent == adjacent for cover in covers)
 
 
 @pytest.mark.gpu

@@ -170,6 +170,21 @@ def finish_sums(sums: Sequence[tuple[RowSum, Tensor]]) -> None:
         sum_pieces(together)
 
 
+def copy_together(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy tensors [B, K, S, D] into others of their shape and dtype, any strides: in one launch where Triton runs.
+
+    Of strided rows it is twice as fast as torch's copies too. -0 may become 0.
+    """
+    x = copies[0][0]
+    if x.numel() and _fused(accumulation_dtype(x.dtype), x.device):
+        from cp_mesh.kernels.combine_triton import sum_pieces
+
+        sum_pieces([([(0, x)], into) for x, into in copies])
+        return
+    for x, into in copies:
+        into.copy_(x)
+
+
 def make_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
     """delta = rowsum(dout · out) - dlse, [B, H, S] in the accumulation dtype, from [B, H, S, Dv] tensors."""
     dtype = accumulation_dtype(out.dtype)

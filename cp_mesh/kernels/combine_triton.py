@@ -104,10 +104,10 @@ class _Ready:
 
 def _launch(kernel: Any, ready: _Ready, on: Tensor, args: tuple[Any, ...]) -> None:
     """As ``kernel[grid](*args)`` on a tensor's device."""
+    if ready.runner is not None and torch.cuda.current_device() == on.get_device():
+        ready.runner(*args, stream=torch._C._cuda_getCurrentRawStream(on.get_device()))
+        return
     with torch.cuda.device_of(on):
-        if ready.runner is not None:
-            ready.runner(*args)
-            return
         compiled = kernel[(ready.num_blocks,)](*args, num_warps=NUM_WARPS)
     if on.is_cuda and isinstance(compiled, CompiledKernel):
         ready.runner = compiled[(ready.num_blocks, 1, 1)]

@@ -29,12 +29,14 @@ from cp_mesh.segments import Segments
 class Pairs:
     """The allowed pairs of a tile that is no band: the mask itself, and the positions of the tile's rows.
 
-    ``kept`` holds what a kernel prepared of them: a plan gives all layers the same object, on one stream.
+    ``adjacent`` tells that most keys are followed by the sequence's next one. ``kept`` holds what a kernel prepared of
+    them: a plan gives all layers the same object, on one stream.
     """
 
     mask: Mask
     q_pos: Tensor
     k_pos: Tensor
+    adjacent: bool = False
     kept: dict[Any, Any] = field(default_factory=dict)
 
     def allowed(self, q_rows: Tensor, k_rows: Tensor) -> Tensor:

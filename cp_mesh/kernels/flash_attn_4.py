@@ -23,7 +23,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -179,7 +179,8 @@ def _compile(name: str, given: dict[str, Any]) -> None:
     mode = FakeTensorMode()  # whose first use imports for a second, outside of the lock
     fakes = {key: mode.from_tensor(x) if isinstance(x, Tensor) else x for key, x in given.items()}
     try:
-        with one_rank_compiles(), mode:
+        with one_rank_compiles(), mode, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the package's, of fake tensors: nothing that a user could change
             getattr(_package(), name)(**fakes)
     except Exception as error:
         warnings.warn(
@@ -267,19 +268,15 @@ def _backward_launches(
     The sums of dq are cleared by the first. Buffers are as release 4.0.0b36 makes them.
     """
     q, k = call.q, call.k
-    tile = _package()._tile_size_bwd_sm90(
-        q.shape[-1], call.v.shape[-1], call.causal, not call.causal and (call.left, call.right) != (None, None)
-    )
-    wide = [
-        -(-dim // step) * step for step in [64 if tile.dKV_swapAB else 32] for dim in (q.shape[-1], call.v.shape[-1])
-    ]
     left, right = (None, None) if call.causal else (call.left, call.right)
+    local = (left, right) != (None, None)
+    m_block, n_block, *wide = _backward_blocks(_package(), q.shape[-1], call.v.shape[-1], call.causal, local)
     q_begins, k_begins, q_lens, k_lens = call.packed[:4] if call.packed else (None,) * 4
 
     def padded(x: Tensor, begins: Tensor | None, block: int) -> int:
         return (x.shape[-3] + (block if begins is None else len(begins) * block) - 1) // block * block
 
-    rows, keys = padded(q, q_begins, tile.m_block_size), padded(k, k_begins, tile.n_block_size)
+    rows, keys = padded(q, q_begins, m_block), padded(k, k_begins, n_block)
     before = q.shape[:-3]
     # one allocation for two buffers, and one launch that clears two: host time
     delta, lse_log2 = q.new_empty((2, *before, q.shape[-2], rows), dtype=torch.float32)
@@ -289,7 +286,8 @@ def _backward_launches(
     dk_sum, dv_sum = dk, dv
     if q.shape[-2] != k.shape[-2]:
         sizes = [(*before, k.shape[-2], keys * dim) for dim in wide]
-        sums = k.new_zeros(sum(map(math.prod, sizes)), dtype=torch.float32).split([math.prod(size) for size in sizes])
+        counts = [math.prod(size) for size in sizes]
+        sums = k.new_zeros(sum(counts), dtype=torch.float32).split_with_sizes(counts)
         dk_sum, dv_sum = (x.view(size) for x, size in zip(sums, sizes, strict=True))
         after += [(dk_sum, dk, call.scale, *of_k, None, None), (dv_sum, dv, 1.0, *of_k, None, None)]
     return [
@@ -298,6 +296,14 @@ def _backward_launches(
          left, right, None, None, None, _package().AuxData(None, None), None, None),
         *after,
     ]  # fmt: skip
+
+
+@lru_cache
+def _backward_blocks(package: Any, dim: int, v_dim: int, causal: bool, local: bool) -> tuple[int, int, int, int]:
+    """Rows and keys of a block, and the head dims of its fp32 sums."""
+    tile = package._tile_size_bwd_sm90(dim, v_dim, causal, local)
+    step = 64 if tile.dKV_swapAB else 32
+    return tile.m_block_size, tile.n_block_size, *(-(-x // step) * step for x in (dim, v_dim))
 
 
 def _run_forward(call: Call, out: Tensor, lse: Tensor) -> None:

@@ -33,6 +33,8 @@ MAX_ROWS = 1 << 30  # of a tile: band bounds and local indices are computed in 3
 LOG2_E = math.log2(math.e)
 UNLIMITED = (1 << 31) - 1  # a distance: the kernels check that positions are below it
 LEAST_UNIT = 1e-6  # of scores: what is added is divided by it, and it must be positive for maxima
+BIAS_BY_BLOCKS = True  # copied beside the products where it can be, and not read pair by pair
+FAR_RADIUS = 256  # of the longest table whose clipped distances have blocks of their own
 MAX_KEPT = 1 << 18  # entries of a list of blocks that is kept for other layers: 1 MiB
 
 
@@ -151,7 +153,7 @@ def _backward(
         launch = _Launch(cover, rows, scores, t.q)
         for written in ((dk, None), (None, dv)) if config.apart else ((dk, dv),):
             launch(key_gradients_kernel, by_key, read, rows_read, written, of_keys=True)
-        launch(query_gradients_kernel, by_query, read, rows_read, (dq,), (parts.slopes,))
+        launch(query_gradients_kernel, by_query, read, rows_read, (dq,), (parts.slopes, parts.ends))
         if parts.table is not None:
             launch.table_gradient(table_gradient_kernel, config.table_gradient, read, rows_read, parts.table)
         if parts.bias is not None and t.q.numel():
@@ -179,9 +181,13 @@ class _ScoreParts:
 
         self.slopes = zeros("alibi_slopes", *shape)
         self.table = None if scores.relative_bias is None else zeros("relative_bias", *scores.relative_bias.shape)
+        self.ends = zeros("relative_bias", 2, *shape) if _far(scores) is not None else None
         self.bias = None if scores.bias is None else zeros("bias", *scores.bias.shape)
 
     def sum(self) -> ScoreGradients:
+        if self.table is not None and self.ends is not None:
+            self.table[:, 0] += self.ends[0].sum((0, 2))
+            self.table[:, -1] += self.ends[1].sum((0, 2))
         return ScoreGradients(None if self.slopes is None else self.slopes.sum((0, 2)), self.table, self.bias)
 
 
@@ -215,22 +221,26 @@ class _Launch:
             written: tensors of four dims with unit last stride, and lse.
             more: its last arguments.
             of_keys: whether a program owns a block of keys, or of queries.
-            grid: of programs; None: one for each block.
+            grid: of programs; None: one for each block, which reads blocks of the bias.
             flags: its last constants.
         """
         q, k, v = read[:3]
         num_q, num_k = q.shape[2], k.shape[2]
         blocks_of = [x for x in (*read, *written) if x is not None and x.ndim == 4]
         assert max(num_q, num_k) < MAX_ROWS and all(x.stride(3) == 1 or x.shape[3] == 1 for x in blocks_of)
+        one_each = grid is None
         if grid is None:
             num_blocks = -(-num_k // blocks.k) if of_keys else -(-num_q // blocks.q)
             grid = (q.shape[0] * (k if of_keys else q).shape[1] * num_blocks,)
         if not min(grid):
             return
         affine = not self._scores.features.isdisjoint(ADDED)
-        visits = None if self._rows is None else self._rows.visits(blocks, keys_inside=not of_keys, affine=affine)
-        tensors, numbers = _score_arguments(self._scores, self._words)
+        apart = max(1, _far(self._scores) or 1) if affine else None
         described, sizes = all(_describable(x) for x in read), (blocks.q, blocks.k, blocks.k, blocks.q)
+        bias_blocks = self._bias_blocks(blocks, q) if one_each else None
+        step = 0 if bias_blocks is None else 1
+        visits = None if self._rows is None else self._rows.visits(blocks, not of_keys, apart, step)
+        tensors, numbers = _score_arguments(self._scores, self._words)
         kernel[grid](
             *((_descriptor(x, size) for x, size in zip(read, sizes, strict=False)) if described else read),
             *rows,
@@ -247,6 +257,7 @@ class _Launch:
             *(_bounds(self._cover, num_q, num_k) if isinstance(self._cover, Band) else (0, 0)),
             self._scores.scale,
             *more,
+            *((bias_blocks,) if one_each else ()),
             GROUP=q.shape[1] // k.shape[1],
             HEAD_DIM=q.shape[3],
             V_HEAD_DIM=v.shape[3],
@@ -258,10 +269,19 @@ class _Launch:
             DOCUMENTS=visits is not None and visits.documents,
             SCALED=self._scores.scale < LEAST_UNIT,
             POSITIONS=affine,
+            FAR=_far(self._scores) is not None,
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,
             **flags,
         )
+
+    def _bias_blocks(self, blocks: Blocks, q: Tensor) -> Any:
+        """A descriptor of blocks of the bias, if keys that are neighbours have neighbouring columns; else None."""
+        bias = self._scores.bias
+        if bias is None or not (isinstance(self._cover, Pairs) and self._cover.adjacent and BIAS_BY_BLOCKS):
+            return None
+        whole = bias.shape[2] == q.shape[2] and bias.stride(3) == 1
+        return _descriptor(bias, blocks.q, blocks.k) if whole and q.element_size() <= 2 and _describable(bias) else None
 
     def table_gradient(
         self, kernel: Any, blocks: Blocks, read: Sequence[Tensor], rows: Sequence[Tensor], dtable: Tensor
@@ -291,6 +311,12 @@ class _Launch:
         )  # fmt: skip
 
 
+def _far(scores: Scores) -> int | None:
+    """The radius of a table that is so short that most distances are clipped."""
+    radius = None if scores.relative_bias is None else scores.relative_bias.shape[1] // 2
+    return radius if radius is not None and radius <= FAR_RADIUS else None
+
+
 def _describable(x: Tensor) -> bool:
     """Whether the hardware is to copy blocks of [B, H, S, D]; for fp32 products, pointers need fewer registers."""
     if x.element_size() > 2 or (x.is_cuda and torch.cuda.get_device_capability(x.device) < (9, 0)):
@@ -300,12 +326,12 @@ def _describable(x: Tensor) -> bool:
     return aligned and x.numel() > 0 and 0 not in strides
 
 
-def _descriptor(x: Tensor, rows: int) -> Any:
-    """Of blocks of rows. A dim of size 1 has any stride, which must be aligned all the same."""
+def _descriptor(x: Tensor, rows: int, columns: int | None = None) -> Any:
+    """Of blocks of rows, and of columns if told. A dim of size 1 has any stride, which must be aligned all the same."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     strides = [16 if size == 1 else stride for stride, size in zip(x.stride()[:3], x.shape, strict=False)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, _block_dim(x.shape[3])])
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, columns or _block_dim(x.shape[3])])
 
 
 def _dropout_words(cover: Band | Pairs, scores: Scores, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -341,12 +367,13 @@ def _score_arguments(
     )
     radius = 0 if table is None else table.shape[1] // 2
     threshold = math.floor(scores.dropout_p * 2**32) - 2**31  # as a signed number of 32 bits
-    columns, strides = 0, [0, 0, 0, 0]
+    columns, strides, each = 0, [0, 0, 0, 0], [0, 0]
     if bias is not None:
         columns = bias.shape[3]
         strides = [0 if size == 1 else stride for size, stride in zip(bias.shape[:3], bias.stride(), strict=False)]
         strides += [bias.stride(3)]
-    return tensors, (radius, threshold, columns, *strides)
+        each = [int(size > 1) for size in bias.shape[:2]]
+    return tensors, (radius, threshold, columns, *strides, *each)
 
 
 def _block_dim(dim: int) -> int:
@@ -388,7 +415,7 @@ class _MaskRows:
         self.grain = min(size for block in blocks for size in (block.q, block.k))
         self._num_q, self._num_k = cover.q_pos.numel(), cover.k_pos.numel()
         self._q, self._k = self._read(mask, cover.q_pos, keys=False), self._read(mask, cover.k_pos, keys=True)
-        self._visits: dict[tuple[Blocks, bool, bool], _Visits] = {}
+        self._visits: dict[tuple[Blocks, bool, int | None, int], _Visits] = {}
 
     def _read(self, mask: Mask, positions: Tensor, keys: bool) -> dict[str, Tensor]:
         from cp_mesh.kernels.triton_visits import rows_kernel
@@ -434,16 +461,18 @@ class _MaskRows:
 
     @property
     def bounds(self) -> tuple[Any, ...]:
-        """Of grains of queries and of keys, and how many of both there are."""
-        q, k = self._q["bounds"], self._k["bounds"]
-        return (q, k), q.shape[2], k.shape[2]
+        """Bounds and runs of grains of queries and of keys, and how many of both there are."""
+        q, k = self._q, self._k
+        bounds = (q["bounds"], k["bounds"])
+        return bounds, (q["runs"], k["runs"]), q["bounds"].shape[2], k["bounds"].shape[2]
 
-    def visits(self, blocks: Blocks, keys_inside: bool, affine: bool) -> _Visits:
+    def visits(self, blocks: Blocks, keys_inside: bool, apart: int | None, step: int = 0) -> _Visits:
         """For programs that own blocks of queries and loop over keys, or the reverse.
 
-        If ``affine``, blocks whose distances are not affine and of one sign count as masked.
+        If ``apart``, blocks count as masked unless their distances are affine, of one sign, and so long or longer,
+        and their keys ``step`` positions apart, if it is not 0.
         """
-        if (kept := self._visits.get((blocks, keys_inside, affine))) is not None:
+        if (kept := self._visits.get((blocks, keys_inside, apart, step))) is not None:
             return kept
         from cp_mesh.kernels.triton_visits import blocks_kernel
 
@@ -461,12 +490,14 @@ class _MaskRows:
                 outer.get("id_bounds"),
                 inner["bounds"],
                 inner.get("id_bounds"),
-                (outer["runs"], inner["runs"]) if affine else None,
+                None if apart is None else (outer["runs"], inner["runs"]),
                 listed,
                 counts,
                 outer["bounds"].shape[2],
                 inner["bounds"].shape[2],
                 num_inner,
+                apart or 1,
+                step,
                 INNER_KEYS=keys_inside,
                 OUTER=outer_rows // self.grain,
                 INNER=inner_rows // self.grain,
@@ -478,7 +509,7 @@ class _MaskRows:
         tensors = (q["firsts"], k["firsts"], k["lasts"], *ids, listed, counts, k["positions"])
         visits = _Visits(tensors, self._num_masks, self._documents)
         if listed.numel() <= MAX_KEPT:
-            self._visits[blocks, keys_inside, affine] = visits
+            self._visits[blocks, keys_inside, apart, step] = visits
         return visits
 
 

@@ -14,8 +14,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from cp_mesh.kernels.triton_dropout import kept, key_words, query_words
-from cp_mesh.kernels.triton_tiles import LOG2_E, RUNTIME, bias_of, load, score_unit, scored, slope_of, statistics, store
+from cp_mesh.kernels.triton_dropout import keep, key_words, query_words
+from cp_mesh.kernels.triton_tiles import (
+    LOG2_E,
+    RUNTIME,
+    bias_block,
+    bias_of,
+    ends_of,
+    load,
+    score_unit,
+    scored,
+    slope_of,
+    statistics,
+    store,
+)
 from cp_mesh.kernels.triton_visits import (
     allowed_pairs,
     diagonal_visits,
@@ -23,9 +35,11 @@ from cp_mesh.kernels.triton_visits import (
     key_distances,
     key_positions,
     keys_seen,
+    position_of,
     program,
     queries_at,
     query_distances,
+    run_at,
     visits,
 )
 
@@ -56,6 +70,7 @@ def key_gradients_kernel(
     lo,
     hi,
     scale,
+    bias_blocks,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     V_HEAD_DIM: tl.constexpr,
@@ -67,6 +82,7 @@ def key_gradients_kernel(
     DOCUMENTS: tl.constexpr,
     SCALED: tl.constexpr,
     POSITIONS: tl.constexpr,
+    FAR: tl.constexpr,
 ):
     """Write dk, dv or both of a block of keys, summed over the heads that read it; scores are transposed here."""
     batch, kv_head, block = program(num_heads // GROUP, tl.cdiv(num_k, BLOCK_K), LAST_FIRST=False)
@@ -78,8 +94,9 @@ def key_gradients_kernel(
     if dv is not None:
         dv_sum = tl.zeros([BLOCK_K, BLOCK_V_DIM], tl.float32)
     t = key_positions(first, num_k, pairs, BLOCK_K) if POSITIONS else first + tl.arange(0, BLOCK_K)
+    first_t = position_of(pairs, first, POSITIONS, True)
     if scores[4] is not None:
-        words = key_words(scores[4], first, num_k, BLOCK_K)
+        words = key_words(scores[4], first, num_k, BLOCK_K, False)
     num_partial, num_full, begin, before = visits(
         block, mask_row, num_k, num_q, -hi, -lo, pairs, BLOCK_K, BLOCK_Q, PAIRS
     )
@@ -92,25 +109,37 @@ def key_gradients_kernel(
         n = 0
         next_block = inner_block(n, count, num_q, num_full, begin, before, pairs, BLOCK_Q, PAIRS, masked)
         next_head = kv_head * GROUP
+        begin_at, step_at = run_at(pairs, next_block, count > 0, BLOCK_Q, POSITIONS, not masked, False)
         for _ in range(count * GROUP):
             other, head = BLOCK_Q * next_block, next_head
-            slope = slope_of(scores, head)
+            slope, ends = slope_of(scores, head), ends_of(scores, head, numbers, FAR)
             n = tl.where(n + 1 == count, 0, n + 1)
             next_head += (n == 0).to(tl.int32)
             next_block = inner_block(n, count, num_q, num_full, begin, before, pairs, BLOCK_Q, PAIRS, masked)
             queries = load(q, q_strides, batch, head, other, num_q, HEAD_DIM, BLOCK_Q, BLOCK_DIM, masked)
-            base, shift = statistics(lse, delta, batch, head, num_heads, other, num_q, 0.0, BLOCK_Q, masked)
+            base, shift = statistics(
+                lse, delta, batch, head, num_heads, other, num_q, 0.0, BLOCK_Q, masked,
+                bias_blocks is None,
+            )  # fmt: skip
             rows = other + tl.arange(0, BLOCK_Q)
-            bias = bias_of(scores, batch, head, t[:, None], rows[None, :], num_q, numbers, not masked)
+            if bias_blocks is not None and not masked:
+                bias = bias_block(bias_blocks, batch, head, other, first_t, numbers, BLOCK_Q, BLOCK_K).T
+            else:
+                bias = bias_of(scores, batch, head, t[:, None], rows[None, :], num_q, numbers, not masked)
             x = tl.dot(keys, queries.T, input_precision="ieee")
             at, ids = rows, rows
             if masked:
                 at, ids = queries_at(other, num_q, mask_row, pairs, BLOCK_Q, PAIRS, DOCUMENTS)
-            near, along, step, sign = query_distances(t, first, at, other, pairs, BLOCK_Q, POSITIONS, not masked)
-            x, derivative = scored(
-                x, scale, slope, bias, head, near[:, None], along[None, :], step, sign, scores, numbers, SCALED,
-                not masked, keys.dtype == tl.float32,
+            near, along, step, sign = query_distances(
+                t, first_t, at, (begin_at, step_at), BLOCK_Q, POSITIONS, not masked
+            )
+            begin_at, step_at = run_at(pairs, next_block, n < count, BLOCK_Q, POSITIONS, not masked, False)
+            x, of_columns, derivative = scored(
+                x, scale, slope, ends, bias, head, near, along, step, sign, scores, numbers, SCALED, not masked, FAR,
+                1, keys.dtype == tl.float32,
             )  # fmt: skip
+            if POSITIONS and not masked:
+                base -= of_columns * unit
             weights = tl.exp2(x * unit - base[None, :])
             if masked:
                 allowed = allowed_pairs(
@@ -119,17 +148,19 @@ def key_gradients_kernel(
                 weights = tl.where(allowed, weights, 0.0)
             if scores[4] is not None:
                 one, two = query_words(scores[4], batch, head, num_heads, other, num_q, BLOCK_Q)
-                keep = kept(one[None, :], two[None, :], words[:, None], numbers)
+                # dropped ones are negative, which needs no register of its own
+                weights = keep(weights, -weights, one[None, :], two[None, :], words[:, None], numbers)
             douts = load(dout, dout_strides, batch, head, other, num_q, V_HEAD_DIM, BLOCK_Q, BLOCK_V_DIM, masked)
             if dv is not None:
-                used = tl.where(keep, weights, 0.0) if scores[4] is not None else weights
+                used = tl.maximum(weights, 0.0) if scores[4] is not None else weights
                 dv_sum = tl.dot(used.to(douts.dtype), douts, dv_sum, input_precision="ieee")
             if dk is not None:
                 if scores[0] is not None:
                     weights *= derivative  # before the product, which leaves no registers for both
                 dweights = tl.dot(values, douts.T, input_precision="ieee")
                 if scores[4] is not None:
-                    dweights = tl.where(keep, dweights, 0.0) * scores[4][3]
+                    dweights = tl.where(weights > 0.0, dweights, 0.0) * scores[4][3]
+                    weights = tl.abs(weights)
                 dx = weights * (dweights - shift[None, :])
                 dk_sum = tl.dot(dx.to(queries.dtype), queries, dk_sum, input_precision="ieee")
     if dk is not None:
@@ -165,6 +196,8 @@ def query_gradients_kernel(
     hi,
     scale,
     dslopes,
+    dends,
+    bias_blocks,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     V_HEAD_DIM: tl.constexpr,
@@ -176,38 +209,56 @@ def query_gradients_kernel(
     DOCUMENTS: tl.constexpr,
     SCALED: tl.constexpr,
     POSITIONS: tl.constexpr,
+    FAR: tl.constexpr,
 ):
-    """Write dq of one block of queries, and its part of the gradient of slopes to dslopes, fp32 [B, H, blocks]."""
+    """Write dq of one block of queries, and its parts of other gradients, fp32.
+
+    These are those of slopes, dslopes [B, H, blocks], and if FAR of the table's ends, dends [2, B, H, blocks].
+    """
     num_blocks = tl.cdiv(num_q, BLOCK_Q)
     batch, head, block = program(num_heads, num_blocks, LAST_FIRST=True)
     kv_head, mask_row, first = head // GROUP, (batch % num_masks).to(tl.int64), block * BLOCK_Q
     queries = load(q, q_strides, batch, head, first, num_q, HEAD_DIM, BLOCK_Q, BLOCK_DIM, True)
     douts = load(dout, dout_strides, batch, head, first, num_q, V_HEAD_DIM, BLOCK_Q, BLOCK_V_DIM, True)
-    base, shift = statistics(lse, delta, batch, head, num_heads, first, num_q, float("inf"), BLOCK_Q, True)
+    base, shift = statistics(lse, delta, batch, head, num_heads, first, num_q, float("inf"), BLOCK_Q, True, True)
     at, ids = queries_at(first, num_q, mask_row, pairs, BLOCK_Q, PAIRS, DOCUMENTS)
+    first_at = position_of(pairs, first, POSITIONS, False)
     rows = first + tl.arange(0, BLOCK_Q)
     num_partial, num_full, begin, before = visits(block, mask_row, num_q, num_k, lo, hi, pairs, BLOCK_Q, BLOCK_K, PAIRS)
-    slope, unit = slope_of(scores, head), score_unit(scale, scores, SCALED) * LOG2_E
+    slope, ends = slope_of(scores, head), ends_of(scores, head, numbers, FAR)
+    unit = score_unit(scale, scores, SCALED) * LOG2_E
     if scores[4] is not None:
         one, two = query_words(scores[4], batch, head, num_heads, first, num_q, BLOCK_Q)
     dq_sum = tl.zeros([BLOCK_Q, BLOCK_DIM], tl.float32)
     if dslopes is not None:
         dslope = tl.zeros([BLOCK_Q], tl.float32)
+    if dends is not None:
+        dfirst, dlast = tl.zeros([BLOCK_Q], tl.float32), tl.zeros([BLOCK_Q], tl.float32)
     for masked in tl.static_range(2):
         count = num_partial if masked else num_full
         key_block = inner_block(0, count, num_k, num_full, begin, before, pairs, BLOCK_K, PAIRS, masked)
+        begin_at, step_at = run_at(pairs, key_block, count > 0, BLOCK_K, POSITIONS, not masked, True)
         for n in range(count):
             other = BLOCK_K * key_block
             key_block = inner_block(n + 1, count, num_k, num_full, begin, before, pairs, BLOCK_K, PAIRS, masked)
-            near, along, step, sign, t = key_distances(at, first, other, num_k, pairs, BLOCK_K, POSITIONS, not masked)
+            near, along, step, sign, t = key_distances(
+                at, first_at, other, (begin_at, step_at), num_k, pairs, BLOCK_K, POSITIONS, not masked
+            )
             keys = load(k, k_strides, batch, kv_head, other, num_k, HEAD_DIM, BLOCK_K, BLOCK_DIM, masked)
-            bias = bias_of(scores, batch, head, t[None, :], rows[:, None], num_q, numbers, not masked)
+            if bias_blocks is not None and not masked:
+                bias = bias_block(bias_blocks, batch, head, first, begin_at, numbers, BLOCK_Q, BLOCK_K)
+            else:
+                bias = bias_of(scores, batch, head, t[None, :], rows[:, None], num_q, numbers, not masked)
+            begin_at, step_at = run_at(pairs, key_block, n + 1 < count, BLOCK_K, POSITIONS, not masked, True)
+            if scores[4] is not None:
+                words = key_words(scores[4], other, num_k, BLOCK_K, not masked)
             x = tl.dot(queries, keys.T, input_precision="ieee")
-            x, derivative = scored(
-                x, scale, slope, bias, head, near[:, None], along[None, :], step, sign, scores, numbers, SCALED,
-                not masked, queries.dtype == tl.float32,
+            x, of_rows, derivative = scored(
+                x, scale, slope, ends, bias, head, near, along, step, sign, scores, numbers, SCALED, not masked, FAR,
+                0, queries.dtype == tl.float32,
             )  # fmt: skip
-            weights = tl.exp2(x * unit - base[:, None])
+            of_pairs = base - of_rows * unit if POSITIONS and not masked else base
+            weights = tl.exp2(x * unit - of_pairs[:, None])
             if masked:
                 firsts, lasts, k_ids = keys_seen(other, num_k, mask_row, lo, hi, pairs, BLOCK_K, PAIRS, DOCUMENTS)
                 allowed = allowed_pairs(
@@ -217,14 +268,18 @@ def query_gradients_kernel(
             values = load(v, v_strides, batch, kv_head, other, num_k, V_HEAD_DIM, BLOCK_K, BLOCK_V_DIM, masked)
             dweights = tl.dot(douts, values.T, input_precision="ieee")
             if scores[4] is not None:
-                words = key_words(scores[4], other, num_k, BLOCK_K)
-                keep = kept(one[:, None], two[:, None], words[None, :], numbers)
-                dweights = tl.where(keep, dweights, 0.0) * scores[4][3]
+                dweights = keep(dweights, 0.0, one[:, None], two[:, None], words[None, :], numbers) * scores[4][3]
             dx = weights * (dweights - shift[:, None])
             if dslopes is not None and masked:
                 dslope -= tl.sum(dx * tl.abs(near[:, None] + along[None, :] * step).to(tl.float32), 1)
             elif dslopes is not None:
                 dslope -= (tl.sum(dx, 1) * near + tl.sum(dx * along.to(tl.float32)[None, :], 1) * step) * sign
+            if dends is not None and masked:
+                of_first, of_last = clipped_sums(dx, near[:, None] + along[None, :] * step, numbers[0])
+                dfirst, dlast = dfirst + of_first, dlast + of_last
+            elif dends is not None:
+                clipped = tl.sum(dx, 1)
+                dfirst, dlast = dfirst + tl.where(sign > 0, 0.0, clipped), dlast + tl.where(sign > 0, clipped, 0.0)
             if scores[0] is not None:
                 dx *= derivative
             dq_sum = tl.dot(dx.to(keys.dtype), keys, dq_sum, input_precision="ieee")
@@ -232,6 +287,9 @@ def query_gradients_kernel(
     place = (batch * num_heads + head) * num_blocks + block
     if dslopes is not None:
         tl.store(dslopes + place, tl.sum(dslope, 0))
+    if dends is not None:
+        tl.store(dends + place, tl.sum(dfirst, 0))
+        tl.store(dends + tl.num_programs(0) + place, tl.sum(dlast, 0))
 
 
 @triton.jit(do_not_specialize=(*RUNTIME, "dbias_strides", "num_batch"))
@@ -273,6 +331,7 @@ def bias_gradient_kernel(
     DOCUMENTS: tl.constexpr,
     SCALED: tl.constexpr,
     POSITIONS: tl.constexpr,
+    FAR: tl.constexpr,
 ):
     """Write dbias fp32 at a block of keys, and of queries if it has rows of its own; else, sum over what it lacks.
 
@@ -293,7 +352,7 @@ def bias_gradient_kernel(
     t = key_positions(other, num_k, pairs, BLOCK_K)
     unit = score_unit(scale, scores, SCALED) * LOG2_E
     if scores[4] is not None:
-        words = key_words(scores[4], other, num_k, BLOCK_K)
+        words = key_words(scores[4], other, num_k, BLOCK_K, False)
     total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
     for step in range(batches * heads * blocks):
         first = (first_block + step % blocks) * BLOCK_Q
@@ -309,19 +368,20 @@ def bias_gradient_kernel(
             keys = load(k, k_strides, batch, kv_head, other, num_k, HEAD_DIM, BLOCK_K, BLOCK_DIM, True)
             x = tl.dot(queries, keys.T, input_precision="ieee")
             bias = bias_of(scores, batch, head, t[None, :], rows[:, None], num_q, numbers, False)
-            x, _ = scored(
-                x, scale, slope_of(scores, head), bias, head, at[:, None], t[None, :], -1, 1.0, scores, numbers, SCALED,
-                False, queries.dtype == tl.float32,
+            x, _, _ = scored(
+                x, scale, slope_of(scores, head), (0.0, 0.0), bias, head, at, t, -1, 1.0, scores, numbers, SCALED,
+                False, False, 0, queries.dtype == tl.float32,
             )  # fmt: skip
-            base, shift = statistics(lse, delta, batch, head, num_heads, first, num_q, float("inf"), BLOCK_Q, True)
+            base, shift = statistics(
+                lse, delta, batch, head, num_heads, first, num_q, float("inf"), BLOCK_Q, True, True
+            )
             weights = tl.where(allowed, tl.exp2(x * unit - base[:, None]), 0.0)
             douts = load(dout, dout_strides, batch, head, first, num_q, V_HEAD_DIM, BLOCK_Q, BLOCK_V_DIM, True)
             values = load(v, v_strides, batch, kv_head, other, num_k, V_HEAD_DIM, BLOCK_K, BLOCK_V_DIM, True)
             dweights = tl.dot(douts, values.T, input_precision="ieee")
             if scores[4] is not None:
                 one, two = query_words(scores[4], batch, head, num_heads, first, num_q, BLOCK_Q)
-                keep = kept(one[:, None], two[:, None], words[None, :], numbers)
-                dweights = tl.where(keep, dweights, 0.0) * scores[4][3]
+                dweights = keep(dweights, 0.0, one[:, None], two[:, None], words[None, :], numbers) * scores[4][3]
             total += weights * (dweights - shift[:, None])
     dbias += tl.cast(first_batch, tl.int64) * dbias_strides[0] + tl.cast(first_head, tl.int64) * dbias_strides[1]
     places = t.to(tl.int64)
@@ -358,6 +418,7 @@ def table_gradient_kernel(
     hi,
     scale,
     bounds,
+    runs,
     num_grains_q,
     num_grains_k,
     GRAIN: tl.constexpr,
@@ -372,11 +433,13 @@ def table_gradient_kernel(
     DOCUMENTS: tl.constexpr,
     SCALED: tl.constexpr,
     POSITIONS: tl.constexpr,
+    FAR: tl.constexpr,
 ):
-    """Add to dtable fp32 [H, 2R + 1] what the blocks of one diagonal contribute; ``bounds`` of queries and of keys.
+    """Add to dtable fp32 [H, 2R + 1] what the blocks of one diagonal contribute.
 
-    Within two runs of positions all blocks of a diagonal have the same distances: their gradients are summed as blocks,
-    and added atomically once for many.
+    ``bounds`` and ``runs`` are those of queries and of keys. Within two runs of positions all blocks of a diagonal have
+    the same distances: their gradients are summed as blocks, and added atomically once for many. If FAR, clipped
+    distances are left to `query_gradients_kernel`.
     """
     num_q_blocks, num_k_blocks = tl.cdiv(num_q, BLOCK_Q), tl.cdiv(num_k, BLOCK_K)
     # 0, 1, -1, 2, ...: the longest first
@@ -389,8 +452,8 @@ def table_gradient_kernel(
     before = tl.full([], 0, tl.int32)
     rows_before, keys_before = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
     begin, end = diagonal_visits(
-        diagonal, mask_row, num_masks, bounds, num_q_blocks, num_k_blocks, num_grains_q, num_grains_k, BLOCK_Q // GRAIN,
-        BLOCK_K // GRAIN,
+        diagonal, mask_row, num_masks, bounds, runs if FAR else None, numbers[0], num_q_blocks, num_k_blocks,
+        num_grains_q, num_grains_k, BLOCK_Q // GRAIN, BLOCK_K // GRAIN,
     )  # fmt: skip
     for n in range(end - begin):
         first, other = (begin + n) * BLOCK_Q, (begin + n - diagonal) * BLOCK_K
@@ -400,7 +463,7 @@ def table_gradient_kernel(
         distance, rows, keys_at = first_at - first_t, at - first_at, t - first_t
         changed = tl.max((rows != rows_before).to(tl.int32), 0) + tl.max((keys_at != keys_before).to(tl.int32), 0)
         if changed + (distance != before).to(tl.int32) > 0:
-            add_to_table(dtable, total, before + rows_before[:, None] - keys_before[None, :], numbers[0])
+            add_to_table(dtable, total, before + rows_before[:, None] - keys_before[None, :], numbers[0], FAR)
             total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
             before, rows_before, keys_before = distance, rows, keys_at
         firsts, lasts, k_ids = keys_seen(other, num_k, mask_row, lo, hi, pairs, BLOCK_K, PAIRS, DOCUMENTS)
@@ -410,30 +473,40 @@ def table_gradient_kernel(
         x = tl.dot(queries, keys.T, input_precision="ieee")
         at_rows = first + tl.arange(0, BLOCK_Q)
         bias = bias_of(scores, batch, head, t[None, :], at_rows[:, None], num_q, numbers, False)
-        x, _ = scored(
-            x, scale, slope, bias, head, at[:, None], t[None, :], -1, 1.0, scores, numbers, SCALED, False,
-            queries.dtype == tl.float32,
+        x, _, _ = scored(
+            x, scale, slope, (0.0, 0.0), bias, head, at, t, -1, 1.0, scores, numbers, SCALED, False, False,
+            0, queries.dtype == tl.float32,
         )  # fmt: skip
-        base, shift = statistics(lse, delta, batch, head, num_heads, first, num_q, float("inf"), BLOCK_Q, True)
+        base, shift = statistics(lse, delta, batch, head, num_heads, first, num_q, float("inf"), BLOCK_Q, True, True)
         weights = tl.where(allowed, tl.exp2(x * unit - base[:, None]), 0.0)
         douts = load(dout, dout_strides, batch, head, first, num_q, V_HEAD_DIM, BLOCK_Q, BLOCK_V_DIM, True)
         values = load(v, v_strides, batch, kv_head, other, num_k, V_HEAD_DIM, BLOCK_K, BLOCK_V_DIM, True)
         dweights = tl.dot(douts, values.T, input_precision="ieee")
         if scores[4] is not None:
             one, two = query_words(scores[4], batch, head, num_heads, first, num_q, BLOCK_Q)
-            words = key_words(scores[4], other, num_k, BLOCK_K)
-            dweights = tl.where(kept(one[:, None], two[:, None], words[None, :], numbers), dweights, 0.0) * scores[4][3]
+            words = key_words(scores[4], other, num_k, BLOCK_K, False)
+            dweights = keep(dweights, 0.0, one[:, None], two[:, None], words[None, :], numbers) * scores[4][3]
         total += weights * (dweights - shift[:, None])
-    add_to_table(dtable, total, before + rows_before[:, None] - keys_before[None, :], numbers[0])
+    add_to_table(dtable, total, before + rows_before[:, None] - keys_before[None, :], numbers[0], FAR)
 
 
 @triton.jit
-def add_to_table(dtable, total, distance, radius):
-    """Add gradients of pairs of these distances; ``dtable`` points at distance 0. Most distances may be clipped."""
+def add_to_table(dtable, total, distance, radius, FAR: tl.constexpr):
+    """Add gradients of pairs of these distances; ``dtable`` points at distance 0. If FAR, not those that are clipped.
+
+    Most distances may be clipped.
+    """
     between = (tl.abs(distance) < radius) & (total != 0)
     tl.atomic_add(dtable + distance, total, mask=between, sem="relaxed")
+    if not FAR:
+        of_first, of_last = clipped_sums(total, distance, radius)
+        ends = dtable + tl.zeros_like(of_last).to(tl.int32)
+        tl.atomic_add(ends + radius, of_last, mask=of_last != 0, sem="relaxed")
+        tl.atomic_add(ends - radius, of_first, mask=of_first != 0, sem="relaxed")
+
+
+@triton.jit
+def clipped_sums(dx, distance, radius):
+    """Sums over rows of gradients of pairs at the first distance of a table and before, at the last one and after."""
     last, first = distance >= radius, (distance <= -radius) & (distance < radius)
-    of_last, of_first = tl.sum(tl.where(last, total, 0.0), 1), tl.sum(tl.where(first, total, 0.0), 1)
-    ends = dtable + tl.zeros_like(of_last).to(tl.int32)
-    tl.atomic_add(ends + radius, of_last, mask=of_last != 0, sem="relaxed")
-    tl.atomic_add(ends - radius, of_first, mask=of_first != 0, sem="relaxed")
+    return tl.sum(tl.where(first, dx, 0.0), 1), tl.sum(tl.where(last, dx, 0.0), 1)

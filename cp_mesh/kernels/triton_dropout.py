@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from cp_mesh.kernels.triton_tiles import choose, gather
+
 
 @triton.jit(do_not_specialize=["num_rows", "num_heads", "first_head", "first_batch"])
 def words_kernel(
@@ -44,16 +46,19 @@ def query_words(dropout, batch, head, num_heads, first, num_q, ROWS: tl.constexp
 
 
 @triton.jit
-def key_words(dropout, first, num_k, ROWS: tl.constexpr):
-    """Words of key rows; rows past the end have any."""
-    rows = first + tl.arange(0, ROWS)
-    return tl.load(dropout[2] + rows, mask=rows < num_k, other=0).to(tl.uint32, bitcast=True)
+def key_words(dropout, first, num_k, ROWS: tl.constexpr, ALL: tl.constexpr):
+    """Words of key rows; rows past the end have any. If ALL, all are there, and no shared memory is taken."""
+    if ALL:
+        return gather(dropout[2] + first + tl.arange(0, ROWS)).to(tl.uint32, bitcast=True)
+    else:
+        rows = first + tl.arange(0, ROWS)
+        return tl.load(dropout[2] + rows, mask=rows < num_k, other=0).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def kept(one, two, key, numbers):
-    """Whether weights are kept, from words that broadcast."""
+def keep(x, other, one, two, key, numbers):
+    """x, fp32, where weights are kept, else ``other``; from words that broadcast."""
     word = (one ^ key) * 0x7FEB352D
     word = (word ^ (word >> 15) ^ two) * 0x846CA68B
     # the threshold is a signed number, since numbers of 32 bits are compiled as such
-    return word >= (numbers[1].to(tl.uint32, bitcast=True) ^ 0x80000000)
+    return choose(word, numbers[1].to(tl.uint32, bitcast=True) ^ 0x80000000, x, other)

@@ -9,8 +9,8 @@ step apart and all distances have one sign (`cp_mesh.kernels.triton_visits`), so
 
 Legend: scores = (softcap, slopes [H], table [H, 2R + 1], bias [B, H, Sq, S], dropout), each or None; dropout = (first
 words of queries [B, H, Sq], second words, words of keys [Sk], what kept weights are multiplied by); numbers = (R,
-threshold of dropout, columns of the bias, its four strides), which are never compiled into a kernel; slopes and table
-are contiguous, fp32.
+threshold of dropout, columns of the bias, its four strides, whether it has batch rows, whether it has heads), which are
+never compiled into a kernel; slopes and table are contiguous, fp32.
 """
 
 # Triton reads annotations as code, and takes none but its own.
@@ -64,15 +64,21 @@ def store(x, strides, batch, head, first, num_rows, block, DIM: tl.constexpr, RO
 
 @triton.jit
 def statistics(
-    lse, delta, batch, head, num_heads, first, num_q, PAST: tl.constexpr, ROWS: tl.constexpr, CHECKED: tl.constexpr
-):
-    """lse and delta of query rows; if CHECKED, rows past the end have lse = PAST and delta = 0."""
+    lse, delta, batch, head, num_heads, first, num_q, PAST: tl.constexpr, ROWS: tl.constexpr, CHECKED: tl.constexpr,
+    STAGED: tl.constexpr,
+):  # fmt: skip
+    """lse and delta of query rows; if CHECKED, rows past the end have lse = PAST and delta = 0.
+
+    Unless STAGED or CHECKED, delta takes no shared memory.
+    """
     rows = first + tl.arange(0, ROWS)
     place, inside = (batch * num_heads + head).to(tl.int64) * num_q + first + tl.arange(0, ROWS), rows < num_q
     if CHECKED:
         return tl.load(lse + place, mask=inside, other=PAST), tl.load(delta + place, mask=inside, other=0.0)
-    else:
+    elif STAGED:
         return tl.load(lse + place), tl.load(delta + place)
+    else:
+        return tl.load(lse + place), gather(delta + place)
 
 
 if knobs.runtime.interpret:  # the interpreter runs no assembly
@@ -84,6 +90,10 @@ if knobs.runtime.interpret:  # the interpreter runs no assembly
     @triton.jit
     def gather(pointers):
         return tl.load(pointers)
+
+    @triton.jit
+    def choose(words, threshold, x, other):
+        return tl.where(words >= threshold, x, other)
 
 else:
 
@@ -100,12 +110,24 @@ else:
             return tl.inline_asm_elementwise(
                 "ld.global.nc.f32 $0, [$1];", "=f,l", [pointers], dtype=tl.float32, is_pure=True, pack=1
             )
+        elif dtype == tl.int32:
+            return tl.inline_asm_elementwise(
+                "ld.global.nc.b32 $0, [$1];", "=r,l", [pointers], dtype=tl.int32, is_pure=True, pack=1
+            )
         elif dtype.primitive_bitwidth == 16:
             return tl.inline_asm_elementwise(
                 "ld.global.nc.b16 $0, [$1];", "=h,l", [pointers], dtype=tl.int16, is_pure=True, pack=1
             ).to(dtype, bitcast=True)
         else:
             return tl.load(pointers)
+
+    @triton.jit
+    def choose(words, threshold, x, other):
+        """fp32 x where words, uint32, are no less, else other; not behind a rounding, where Triton would move it."""
+        return tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ge.u32 p, $1, $2; selp.f32 $0, $3, $4, p; }", "=f,r,r,f,f",
+            [words, threshold, x, other], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -133,6 +155,16 @@ def slope_of(scores, head):
 
 
 @triton.jit
+def ends_of(scores, head, numbers, FAR: tl.constexpr):
+    """What the table of the head adds at its first and at its last distance, if FAR; read as `slope_of` is."""
+    if FAR:
+        table = scores[2] + head.to(tl.int64) * (2 * numbers[0] + 1)
+        return tl.load(table), tl.load(table + 2 * numbers[0])
+    else:
+        return 0.0, 0.0
+
+
+@triton.jit
 def bias_of(scores, batch, head, t, rows, num_q, numbers, ALL: tl.constexpr):
     """Of positions of keys and rows of queries, which broadcast; to be read before products are waited for.
 
@@ -151,16 +183,25 @@ def bias_of(scores, batch, head, t, rows, num_q, numbers, ALL: tl.constexpr):
 
 
 @triton.jit
-def scored(
-    products, scale, slope, bias, head, near, along, step, sign, scores, numbers,
-    SCALED: tl.constexpr, ONE_SIGN: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """Scores of products in their unit, and their derivative by scale · product.
+def bias_block(blocks, batch, head, row, column, numbers, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """`bias_of` neighbouring keys; ``blocks`` is a descriptor of blocks [1, 1, ROWS, COLS]."""
+    return blocks.load([batch * numbers[7], head * numbers[8], row, column]).reshape(ROWS, COLS)
 
-    Distances are near + along · step, all of this sign if ONE_SIGN; they broadcast to the products, and are not read
-    without scores that need them. ``slope`` and ``bias`` are what is added to natural scores. EXACT is for fp32.
+
+@triton.jit
+def scored(
+    products, scale, slope, ends, bias, head, near, along, step, sign, scores, numbers,
+    SCALED: tl.constexpr, ONE_SIGN: tl.constexpr, FAR: tl.constexpr, BASES: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Scores of products in their unit, less what is added to all that share a base; that; and their derivative.
+
+    Products are [len(near), len(along)]; distances are near + along · step, all of this sign if ONE_SIGN, and of the
+    radius of the table or more if FAR too. They are not read without scores that need them. Weights have a base for
+    each row (BASES = 0) or column (1): what a base can take costs nothing for each pair. It is a vector or a number.
+    ``slope``, ``ends`` and ``bias`` are what is added to natural scores, and the derivative is that by scale · product.
+    EXACT is for fp32.
     """
-    x, derivative = products, 1.0
+    x, of_bases, derivative = products, 0.0, 1.0
     if scores[0] is not None:
         x = products * (scale / scores[0])
         x = exact_tanh(x) if EXACT else fast_tanh(x)
@@ -169,16 +210,25 @@ def scored(
         x = products * scale
     per_unit = 1.0 / score_unit(scale, scores, SCALED)
     if scores[1] is not None:
-        slope *= per_unit
         if ONE_SIGN:
-            slope *= sign
-            x = (x - near.to(tl.float32) * slope) - along.to(tl.float32) * (slope * step)
+            slope *= sign * per_unit
+            of_near, of_along = near.to(tl.float32) * -slope, along.to(tl.float32) * (slope * -step)
+            if BASES == 0:
+                of_bases = of_near
+                x += of_along[None, :]
+            else:
+                of_bases = of_along
+                x += of_near[:, None]
         else:
-            x -= tl.abs(near + along * step).to(tl.float32) * slope
+            x -= tl.abs(near[:, None] + along[None, :] * step).to(tl.float32) * (slope * per_unit)
     if scores[2] is not None:
-        radius = numbers[0]
-        table = scores[2] + head.to(tl.int64) * (2 * radius + 1) + radius
-        x += gather(table + tl.minimum(tl.maximum(near + along * step, -radius), radius)) * per_unit
+        if ONE_SIGN and FAR:
+            of_bases += tl.where(sign > 0, ends[1], ends[0]) * per_unit
+        else:
+            radius = numbers[0]
+            table = scores[2] + head.to(tl.int64) * (2 * radius + 1) + radius
+            distance = near[:, None] + along[None, :] * step
+            x += gather(table + tl.minimum(tl.maximum(distance, -radius), radius)) * per_unit
     if scores[3] is not None:
         x += bias.to(tl.float32) * per_unit
-    return x, derivative
+    return x, of_bases, derivative

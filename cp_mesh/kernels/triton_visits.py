@@ -8,8 +8,8 @@ A program owns an outer block of rows and visits inner blocks: first those of wh
 mask, then the others. Blocks without an allowed pair are not visited: for a band, blocks follow from its bounds; else
 `blocks_kernel` lists them from the least and greatest position and document of each block.
 
-Scores that read distances want blocks whose distances are affine in rows and keys, and of one sign. Other blocks count
-as blocks that need a mask: kernels read positions row by row in those alone.
+Scores that read distances want blocks whose distances are affine in rows and keys, and of one sign; with a short table,
+beyond its reach too. Other blocks count as blocks that need a mask: kernels read positions row by row in those alone.
 
 Legend: a "mask row" is a batch row of the mask, which may be shared by the batch; pairs = (positions of queries,
 firsts, lasts, q_ids, k_ids, blocks, counts, positions of keys), or None for a band.
@@ -122,7 +122,7 @@ def _greatest(dtype: tl.constexpr):
     return tl.full([], (1 << (dtype.primitive_bitwidth - 1)) - 1, dtype)
 
 
-@triton.jit(do_not_specialize=["num_outer", "num_inner", "num_inner_rows"])
+@triton.jit(do_not_specialize=["num_outer", "num_inner", "num_inner_rows", "apart", "step"])
 def blocks_kernel(
     outer,
     outer_ids,
@@ -134,6 +134,8 @@ def blocks_kernel(
     num_outer,
     num_inner,
     num_inner_rows,
+    apart,
+    step,
     INNER_KEYS: tl.constexpr,
     OUTER: tl.constexpr,
     INNER: tl.constexpr,
@@ -143,7 +145,8 @@ def blocks_kernel(
 
     Those that need a mask lie at the front, those that do not at the back, from the end; counts [.., 2] of both.
     A block is OUTER or INNER grains, and INNER_ROWS rows; ``num_outer`` and ``num_inner`` count grains. ``runs`` of
-    outer and inner rows are given if blocks whose distances are not affine, or not of one sign, are to be masked.
+    outer and inner rows are given if blocks are to be masked unless their distances are affine, of one sign, and as
+    long as ``apart``, 1 at least, and their keys ``step`` positions apart, if it is not 0.
     """
     block, mask_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     num_masks = tl.num_programs(1).to(tl.int64)
@@ -153,7 +156,7 @@ def blocks_kernel(
     if outer_ids is not None:
         least, greatest = _id_bounds(outer_ids, grains, mask_row, num_masks, num_outer)
     if runs is not None:
-        lowest, highest, affine = _run(runs[0], grains, num_outer)
+        lowest, highest, affine = _run(runs[0], grains, num_outer, 0 if INNER_KEYS else step)
     num_blocks = tl.cdiv(num_inner, INNER)
     place = mask_row * tl.num_programs(0) + block
     blocks += place * num_blocks
@@ -173,8 +176,10 @@ def blocks_kernel(
             visit = visit & (other_least <= greatest) & (other_greatest >= least)
             full = full & (other_least == other_greatest) & (least == greatest)
         if runs is not None:
-            other_lowest, other_highest, other_affine = _run(runs[1], places, num_inner)
-            full = full & affine & other_affine & ((lowest > other_highest) | (highest < other_lowest))
+            other_lowest, other_highest, other_affine = _run(runs[1], places, num_inner, step if INNER_KEYS else 0)
+            full = (
+                full & affine & other_affine & ((lowest - other_highest >= apart) | (other_lowest - highest >= apart))
+            )
         full = visit & full & ((other + 1) * INNER_ROWS <= num_inner_rows)
         partial = visit & (full == 0)
         index = num_partial + tl.cumsum(partial.to(tl.int32), 0) - 1
@@ -210,26 +215,28 @@ def _id_bounds(bounds, grains, mask_row, num_masks, num_grains):
 
 
 @triton.jit
-def _run(runs, grains, num_grains):
-    """Least and greatest position of rows of grains, and whether all are one step apart."""
+def _run(runs, grains, num_grains, step):
+    """Least and greatest position of rows of grains, and whether all are a step apart: this one, unless it is 0."""
     pointers, inside = runs + grains, grains < num_grains
     steps = pointers + 2 * num_grains
     slowest = tl.min(tl.load(steps, mask=inside, other=NEVER), 1)
+    wanted = (slowest != NEVER) & ((step == 0) | (slowest == step))
     return (
         tl.min(tl.load(pointers, mask=inside, other=NEVER), 1),
         tl.max(tl.load(pointers + num_grains, mask=inside, other=-1), 1),
-        (slowest == tl.max(tl.load(steps, mask=inside, other=NOWHERE), 1)) & (slowest != NEVER),
+        (slowest == tl.max(tl.load(steps, mask=inside, other=NOWHERE), 1)) & wanted,
     )
 
 
 @triton.jit
 def diagonal_visits(
-    diagonal, mask_row, num_masks, bounds, num_q_blocks, num_k_blocks, num_grains_q, num_grains_k, Q: tl.constexpr,
-    K: tl.constexpr,
+    diagonal, mask_row, num_masks, bounds, runs, radius, num_q_blocks, num_k_blocks, num_grains_q, num_grains_k,
+    Q: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """Begin and end of the blocks of queries that may see the block of keys ``diagonal`` blocks before them.
 
-    Blocks are Q and K grains; ``bounds`` of queries and of keys are those of `rows_kernel`.
+    Blocks are Q and K grains; ``bounds`` of queries and of keys are those of `rows_kernel`. With its ``runs``, some of
+    their rows must be less than ``radius`` apart too.
     """
     first = tl.maximum(diagonal, 0)
     last = tl.maximum(tl.minimum(num_q_blocks, num_k_blocks + diagonal), first)
@@ -241,6 +248,10 @@ def diagonal_visits(
         q_first, q_last, _, _ = _bounds(bounds[0], rows, mask_row, num_masks, num_grains_q)
         k_first, k_last, _, _ = _bounds(bounds[1], keys, mask_row, num_masks, num_grains_k)
         visit = (blocks < last) & (k_first <= q_last) & (k_last >= q_first)
+        if runs is not None:
+            q_low, q_high, _ = _run(runs[0], rows, num_grains_q, 0)
+            k_low, k_high, _ = _run(runs[1], keys, num_grains_k, 0)
+            visit = visit & (q_low - k_high < radius) & (k_low - q_high < radius)
         begin = tl.minimum(begin, tl.min(tl.where(visit, blocks, last), 0))
         end = tl.maximum(end, tl.max(tl.where(visit, blocks + 1, first), 0))
     return begin, end
@@ -348,8 +359,30 @@ def key_positions(first, num_k, pairs, ROWS: tl.constexpr):
 
 
 @triton.jit
-def key_distances(at, first, other, num_k, pairs, ROWS: tl.constexpr, POSITIONS: tl.constexpr, ONE_SIGN: tl.constexpr):
-    """Of queries at positions ``at``, the block from row ``first`` on, and the keys from row ``other`` on.
+def position_of(pairs, row, POSITIONS: tl.constexpr, KEYS: tl.constexpr):
+    """Of a row of keys or of queries; without POSITIONS any number."""
+    return tl.load(pairs[7 if KEYS else 0] + row).to(tl.int32) if POSITIONS else row
+
+
+@triton.jit
+def run_at(
+    pairs, block, any_block, ROWS: tl.constexpr, POSITIONS: tl.constexpr, ONE_SIGN: tl.constexpr, KEYS: tl.constexpr
+):
+    """Position of the first row of a block, and how far the next one is from it; any numbers without ``any_block``.
+
+    Only blocks of ONE_SIGN are runs. Loops read it one block ahead, as they do `inner_block`.
+    """
+    if POSITIONS and ONE_SIGN:
+        return _steps(pairs[7 if KEYS else 0], block * ROWS, any_block)
+    else:
+        return 0, 0
+
+
+@triton.jit
+def key_distances(
+    at, first_at, other, run, num_k, pairs, ROWS: tl.constexpr, POSITIONS: tl.constexpr, ONE_SIGN: tl.constexpr
+):
+    """Of queries at positions ``at``, the first of them, and the keys from row ``other`` on, at ``run``.
 
     Returns near, along, step and sign: distances are near + along · step, all of this sign if ONE_SIGN; and the
     positions of the keys. Without POSITIONS these are any numbers.
@@ -358,31 +391,30 @@ def key_distances(at, first, other, num_k, pairs, ROWS: tl.constexpr, POSITIONS:
     if not POSITIONS:
         return at, along, 1, 1.0, along
     elif ONE_SIGN:
-        begin, step = _steps(pairs[7], other)
-        return at - begin, along, -step, _sign(tl.load(pairs[0] + first), begin), begin + along * step
+        begin, step = run
+        return at - begin, along, -step, _sign(first_at, begin), begin + along * step
     else:
         t = key_positions(other, num_k, pairs, ROWS)
         return at, t, -1, 1.0, t
 
 
 @triton.jit
-def query_distances(t, first, at, other, pairs, ROWS: tl.constexpr, POSITIONS: tl.constexpr, ONE_SIGN: tl.constexpr):
-    """The first four of keys at positions ``t``, from row ``first`` on, and queries ``at``, from row ``other`` on."""
+def query_distances(t, first_t, at, run, ROWS: tl.constexpr, POSITIONS: tl.constexpr, ONE_SIGN: tl.constexpr):
+    """The first four of keys at positions ``t``, the first of them, and queries ``at``, at ``run``."""
     along = tl.arange(0, ROWS)
     if not POSITIONS:
         return t, along, 1, 1.0
     elif ONE_SIGN:
-        begin, step = _steps(pairs[0], other)
-        return begin - t, along, step, _sign(begin, tl.load(pairs[7] + first))
+        begin, step = run
+        return begin - t, along, step, _sign(begin, first_t)
     else:
         return -t, at, 1, 1.0
 
 
 @triton.jit
-def _steps(positions, first):
-    """Position of a row, and how far the next one is from it."""
-    begin = tl.load(positions + first).to(tl.int32)
-    return begin, tl.load(positions + first + 1).to(tl.int32) - begin
+def _steps(positions, first, any_block):
+    begin = tl.load(positions + first, mask=any_block, other=0).to(tl.int32)
+    return begin, tl.load(positions + first + 1, mask=any_block, other=0).to(tl.int32) - begin
 
 
 @triton.jit

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_mesh.call import Operand, Options
+from cp_mesh.kernels.combine import copy_together
 from cp_mesh.kernels.contract import Kernel, KernelTile, Pairs
 from cp_mesh.kernels.scores import POSITIONAL, Scores
 from cp_mesh.layouts import Layout
@@ -86,7 +87,7 @@ class Plan:
 
     def open_transport(self, group: dist.ProcessGroup) -> AbstractContextManager[Transport]:
         """The transport of one pass over one chunk of heads; closed also after an exception."""
-        return closing(make_transport(self.options.transport, group, self.schedule, self.device))
+        return closing(make_transport(self.options.transport, group, self.schedule, self.device, copy_together))
 
     @cached_property
     def reads_tensors(self) -> bool:
@@ -113,24 +114,26 @@ class Plan:
             return tile.cover
         if isinstance(tile.cover, Segments):  # one for each stream, as its tables on the device belong to one
             return Segments(tile.cover.blocks, tile.cover.left, tile.cover.right)
-        q_pos, k_pos = self._positions(None, stream), self._positions(stage, stream)
+        (q_pos, _), (k_pos, adjacent) = self._positions(None, stream), self._positions(stage, stream)
         mask = self.prepare(("mask",), stream, lambda: self.mask.to(self.device))
-        return Pairs(mask, q_pos[tile.q[0] : tile.q[1]], k_pos[tile.k[0] : tile.k[1]])
+        return Pairs(mask, q_pos[tile.q[0] : tile.q[1]], k_pos[tile.k[0] : tile.k[1]], adjacent)
 
-    def _positions(self, stage: Stage | None, stream: int | None) -> Tensor:
-        """Positions of a stage's buffer, or of this rank's rows, on the device."""
+    def _positions(self, stage: Stage | None, stream: int | None) -> tuple[Tensor, bool]:
+        """Positions of a stage's buffer, or of this rank's rows, on the device; and whether most are neighbours."""
 
-        def make() -> Tensor:
+        def make() -> tuple[Tensor, bool]:
             rank, size = self.schedule.cp_rank, self.schedule.cp_size
             parts = [(rank, ((0, self.schedule.shard_lens[rank]),))] if stage is None else stage.fetch
-            positions = [
+            parts_at = [
                 self.layout.positions(self.seq_len, size, source)[begin:end]
                 for source, ranges in parts
                 for begin, end in ranges
             ]
-            return torch.cat(positions).to(self.device)
+            positions = torch.cat(parts_at)
+            return positions.to(self.device), 2 * int((positions.diff() == 1).sum()) >= len(positions)
 
-        return self.prepare(("positions", stage), stream, make)
+        found: tuple[Tensor, bool] = self.prepare(("positions", stage), stream, make)
+        return found
 
     def prepare(self, what: tuple[Any, ...], stream: int | None, make: Callable[[], Any]) -> Any:
         """What was made before for this stream; memory of a graph that is being captured is nobody else's."""

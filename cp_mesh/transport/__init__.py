@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from cp_mesh.errors import UnsupportedError
 from cp_mesh.schedule import Schedule
-from cp_mesh.transport.contract import Swaps, Transport
+from cp_mesh.transport.contract import Copy, Swaps, Transport
 from cp_mesh.transport.functional import FunctionalSwaps, FunctionalTransport
 from cp_mesh.transport.symmetric_memory import (
     SymmetricSwaps,
@@ -45,11 +45,13 @@ def choose_transport(name: str, group: dist.ProcessGroup, device: torch.device) 
     return "functional"
 
 
-def make_transport(name: str, group: dist.ProcessGroup, schedule: Schedule, device: torch.device) -> Transport:
+def make_transport(
+    name: str, group: dist.ProcessGroup, schedule: Schedule, device: torch.device, copy: Copy
+) -> Transport:
     """A transport for one pass; see `choose_transport`. Where no rank needs rows of another, nothing is asked."""
     if schedule.active_steps and choose_transport(name, group, device) == "symmetric_memory":
-        return SymmetricTransport(group, schedule, device)
-    return FunctionalTransport(group, schedule)
+        return SymmetricTransport(group, schedule, device, copy)
+    return FunctionalTransport(group, schedule, copy)
 
 
 def make_swaps(name: str, group: dist.ProcessGroup, seq_len: int, device: torch.device) -> Swaps:

@@ -19,6 +19,9 @@ from torch import Tensor
 from cp_mesh.schedule import Route, Rows, Stage
 from cp_mesh.transport.packing import Packing
 
+Copy = Callable[[Sequence[tuple[Tensor, Tensor]]], None]
+"""Copies tensors [B, H, rows, D] into others, all on one device."""
+
 
 @dataclass(frozen=True, eq=False)
 class Arrived:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_mesh.schedule import Route, Rows, Schedule, Stage, num_rows
-from cp_mesh.transport.contract import Arrived, Swap, split_arrived
+from cp_mesh.transport.contract import Arrived, Copy, Swap, split_arrived
 from cp_mesh.transport.packing import Packing
 
 _funcol = torch.ops._c10d_functional
@@ -40,10 +40,11 @@ class FunctionalTransport:
     Args:
         group: the cp group.
         schedule: this rank's schedule.
+        copy: of rows that are sent.
     """
 
-    def __init__(self, group: dist.ProcessGroup, schedule: Schedule) -> None:
-        self._group_name, self._size = group.group_name, schedule.cp_size
+    def __init__(self, group: dist.ProcessGroup, schedule: Schedule, copy: Copy) -> None:
+        self._group_name, self._size, self.copy = group.group_name, schedule.cp_size, copy
 
     def fetch(self, tensors: Sequence[Tensor], route: Route) -> FunctionalIncoming:
         return FunctionalIncoming(self, tensors, route.stages)
@@ -98,7 +99,8 @@ class FunctionalIncoming:
         sent = packing.empty(num_rows(ranges))
         offset = 0
         for begin, end in ranges:
-            packing.write(sent[offset : offset + end - begin], [x[:, :, begin:end] for x in self._tensors])
+            places = packing.views(sent[offset : offset + end - begin])
+            self._transport.copy([(x[:, :, begin:end], place) for x, place in zip(self._tensors, places, strict=True)])
             offset += end - begin
         return self._transport.exchange(sent, _counts(stage.serve), _counts(stage.fetch))
 

@@ -58,10 +58,5 @@ class Packing:
             offset += batch * heads * head_dim
         return tuple(views)
 
-    def write(self, buffer: Tensor, tensors: Sequence[Tensor]) -> None:
-        """Copy [B, H, rows, D] tensors into a buffer."""
-        for view, x in zip(self.views(buffer), tensors, strict=True):
-            view.copy_(x)
-
 
 _packing = lru_cache(maxsize=256)(Packing)

@@ -2,7 +2,8 @@
 
 A pass publishes its rows in memory that every rank of the group can read; peers pull what they need on a side stream,
 stage after stage, none waiting for another rank's hop. Gradients are pushed into slots of their owner's memory, one
-slot a sender, on a second stream.
+slot a sender, on a second stream. Of two ranks the slot lies where the rows did: their one reader has pulled them all
+before it sends.
 
 What keeps it correct, with no state that a CUDA graph's replay could miss:
 
@@ -38,7 +39,7 @@ from torch import Tensor
 
 from cp_mesh.errors import UnsupportedError
 from cp_mesh.schedule import Route, Schedule, Stage, num_rows
-from cp_mesh.transport.contract import Arrived, Swap, split_arrived
+from cp_mesh.transport.contract import Arrived, Copy, Swap, split_arrived
 from cp_mesh.transport.packing import Packing
 
 _ALIGNMENT = 256  # bytes; copy engines and kernels are fastest on aligned addresses
@@ -110,18 +111,37 @@ def _timeout_ms(group: dist.ProcessGroup) -> int:
     return int(timeout.total_seconds() * 1000)
 
 
+class _Switch:
+    """As `torch.cuda.stream` where the stream's device is the current one, and the caller's stream is known: that looks
+    both up with every call, which takes the host longer than the copy that is begun."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.caller = self._stream = stream
+
+    def __enter__(self) -> None:
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.set_stream(self.caller)
+
+
 class _CudaLane:
     def __init__(self, device: torch.device) -> None:
         self._forked = False
         # High priority: a barrier is one small block that must not queue behind the blocks of an attention kernel.
         self._stream = torch.cuda.Stream(device, priority=-1)
-        self._entered = torch.cuda.stream(self._stream)
+        self._switch, self._elsewhere = _Switch(self._stream), torch.cuda.stream(self._stream)
         self._caller = torch.cuda.current_stream(device)
+        self._entered: AbstractContextManager[Any] = self._elsewhere
         self._forking, self._joining = torch.cuda.Event(), torch.cuda.Event()
+        self._marks: list[torch.cuda.Event] = []  # used again by every pass, which waits for all of its own
+        self._num_marks = 0
 
     def begin(self, caller: torch.cuda.Stream) -> None:
         """A pass begins on the caller's stream."""
-        self._caller = caller
+        self._caller = self._switch.caller = caller
+        is_current = torch.cuda.current_device() == caller.device_index
+        self._entered, self._num_marks = self._switch if is_current else self._elsewhere, 0
 
     def fork(self) -> None:
         self._forking.record(self._caller)
@@ -132,7 +152,12 @@ class _CudaLane:
         return self._entered
 
     def mark(self) -> torch.cuda.Event:
-        return self._stream.record_event()
+        if self._num_marks == len(self._marks):
+            self._marks.append(torch.cuda.Event())
+        mark = self._marks[self._num_marks]
+        self._num_marks += 1
+        mark.record(self._stream)
+        return mark
 
     def wait(self, mark: torch.cuda.Event) -> None:
         self._caller.wait_event(mark)
@@ -309,10 +334,11 @@ class SymmetricTransport:
         group: the cp group.
         schedule: this rank's schedule.
         device: this rank's CUDA device.
+        copy: of rows that are published.
     """
 
-    def __init__(self, group: dist.ProcessGroup, schedule: Schedule, device: torch.device) -> None:
-        self.memory, self.schedule, self.group = group_memory(group, device), schedule, group
+    def __init__(self, group: dist.ProcessGroup, schedule: Schedule, device: torch.device, copy: Copy) -> None:
+        self.memory, self.schedule, self.group, self.copy = group_memory(group, device), schedule, group, copy
         self.memory.begin()
 
     def fetch(self, tensors: Sequence[Tensor], route: Route) -> SymmetricIncoming:
@@ -327,35 +353,45 @@ class SymmetricTransport:
 
 
 class SymmetricIncoming:
-    """All stages are pulled ahead, in order, while the caller computes."""
+    """All stages are pulled ahead, in order, while the caller computes.
+
+    Rows are published at once. The pulls, which may begin then, are given to the device when the first stage is asked
+    for: what the caller launched before, its local tiles, need not wait until the host is done with them.
+    """
 
     def __init__(self, transport: SymmetricTransport, tensors: Sequence[Tensor], route: Route) -> None:
         memory, schedule, packing = transport.memory, transport.schedule, Packing.of(tensors)
-        self._lane, self._packing = memory.pulls, packing
+        self._lane, self._packing, self._stages = memory.pulls, packing, route.stages
         self._under_way: deque[tuple[Tensor, Any]] = deque()
         if not route.stages:
             return
         workspace = memory.workspace("rows", _aligned(max(schedule.shard_lens) * packing.row_bytes), transport.group)
         workspace.barrier(_MAIN)
         _, own = workspace.rows(schedule.cp_rank, 0, tensors[0].shape[2], packing)
-        for place, x in zip(own, tensors, strict=True):
-            place.copy_(x)
+        transport.copy(list(zip(tensors, own, strict=True)))
         workspace.barrier(_MAIN)
-        buffers = [packing.empty(stage.num_fetched) for stage in route.stages]
+        self._workspace: Workspace = workspace
+        self._buffers = [packing.empty(stage.num_fetched) for stage in route.stages]
         # After the barrier, and after whatever used the memory of these buffers before.
         self._lane.fork()
+
+    def _pull(self) -> None:
+        packing = self._packing
         with self._lane.entered():
-            for stage, buffer in zip(route.stages, buffers, strict=True):
+            for stage, buffer in zip(self._stages, self._buffers, strict=True):
                 offset = 0
                 for source, ranges in stage.fetch:
                     first, last = ranges[0][0], ranges[-1][1]
-                    theirs, _ = workspace.rows(source, first * packing.row_bytes, last - first, packing)
+                    theirs, _ = self._workspace.rows(source, first * packing.row_bytes, last - first, packing)
                     for begin, end in ranges:
                         _part(buffer, offset, end - begin).copy_(_part(theirs, begin - first, end - begin))
                         offset += end - begin
                 self._under_way.append((buffer, self._lane.mark()))
+        self._buffers = []
 
     def next(self) -> tuple[Tensor, ...] | None:
+        if self._buffers:
+            self._pull()
         buffer, arrived = self._under_way.popleft()
         self._lane.wait(arrived)
         return self._packing.views(buffer) if buffer.shape[0] else None
@@ -372,8 +408,9 @@ class SymmetricOutgoing:
         self._num_sent, self._collected = 0, not route.stages
         self._workspace: Workspace | None = None
         if route.stages:
+            purpose = "rows" if self._schedule.cp_size == 2 else "gradients"
             nbytes = _aligned(route.most_served * packing.row_bytes)
-            self._workspace = memory.workspace("gradients", nbytes, transport.group)
+            self._workspace = memory.workspace(purpose, nbytes, transport.group)
 
     def buffer(self, stage: Stage) -> tuple[Tensor, ...] | None:
         self._written = self._packing.empty(stage.num_fetched)

@@ -2,13 +2,20 @@
 
     torchrun --nproc-per-node 4 examples/benchmarks/training.py --seq-len 8192 131072 --layers 8 --csv training.csv
     torchrun --nproc-per-node 4 examples/benchmarks/training.py --compile       # blocks compiled
+    torchrun --nproc-per-node 4 examples/benchmarks/training.py --loss torch    # one loss function for all
 
 The layers are those of Llama-3-8B; the vocabulary is 32,768 of its 128,256 tokens, as few layers with the whole one
-would measure the output matrix. Weights, FSDP2, optimizer, loss, recomputation and the head-tail placement of tokens
-are the same objects or the same code for all variants (Ulysses holds contiguous tokens); only the way to a
-context-parallel attention differs. Before anything is timed, losses and gradients on one batch must agree; then whole
-steps take turns: forward, backward, gradient clipping, AdamW. A rival that raises is left out, and its status says why.
-Garbage is collected between rounds only.
+would measure the output matrix. Weights, FSDP2, optimizer, recomputation and the head-tail placement of tokens are the
+same objects or the same code for all variants (Ulysses holds contiguous tokens); what differs is the way to a
+context-parallel attention, and the loss function. Before anything is timed, losses and gradients on one batch must
+agree; then whole steps take turns: forward, backward, gradient clipping, AdamW. A rival that raises is left out, and
+its status says why. Garbage is collected between rounds only.
+
+Loss functions: by default each variant has that of its users, cp_mesh `cp_mesh.cross_entropy` and the others
+`F.cross_entropy` of float32 logits. So their memory differs by more than attention. Of bf16 logits the first holds 4
+bytes a logit, the logits and their gradient; the second 12, in float32 the log-softmax, its gradient and that of the
+logits. With few layers and long sequences the second is the peak of a step. `--loss torch` gives `F.cross_entropy` to
+all, and then what differs is attention alone.
 
 Columns. `blocks`: "eager", or the backend that compiles them. `step_ms_*`: of the slowest rank. `mfu` and
 `mfu_trainer`: `model_flops` over the vendor's dense bf16 peak. `peak_gib`: the largest of PyTorch's allocator on any
@@ -61,8 +68,8 @@ from cp_mesh.transport import choose_transport, release, symmetric_memory_bytes 
 
 COLUMNS = (
     *("date", "commit", "gpu", "world", "torch", "variant", "settings", "blocks", "layers", "seq_len", "vocab"),
-    *("precision", "recompute", "steps", "step_ms_median", "step_ms_min", "step_ms_max", "tokens_per_s_per_gpu", "mfu"),
-    *("mfu_trainer", "peak_gib", "loss", "grad_norm", "grad_difference", "status"),
+    *("precision", "recompute", "loss_function", "steps", "step_ms_median", "step_ms_min", "step_ms_max"),
+    *("tokens_per_s_per_gpu", "mfu", "mfu_trainer", "peak_gib", "loss", "grad_norm", "grad_difference", "status"),
 )
 VARIANTS = ("cp_mesh", "ulysses", "torch_allgather", "torch_alltoall")
 TORCH_KERNELS = {
@@ -86,6 +93,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--vocab", type=int, default=32768)
     add("--precision", choices=("bf16", "fp32"), default="bf16")
     add("--recompute", choices=("selective", "full", "none"), default="selective", help="selective: all but attention")
+    add("--loss", choices=("own", "torch"), default="own", help="own: see above; torch: F.cross_entropy for all")
     add("--variants", nargs="+", choices=VARIANTS, default=["cp_mesh", "ulysses", "torch_allgather"])
     add("--kernel", default="auto", help="of cp_mesh")
     add("--transport", default="auto", help="of cp_mesh")
@@ -101,6 +109,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--csv", type=Path, help="append one row a variant")
+    add("--commit", help="recorded in the rows (default: ask git)")
     return parser.parse_args(arguments)
 
 
@@ -124,6 +133,19 @@ def make_batch(args: argparse.Namespace) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(args.seed)
     tokens = torch.randint(args.vocab, (1, args.seq_len + 1), generator=generator)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def loss_function(variant: str, args: argparse.Namespace) -> str:
+    """What a variant computes its loss with."""
+    return "cp_mesh.cross_entropy" if variant == "cp_mesh" and args.loss == "own" else "F.cross_entropy"
+
+
+ShareOfLoss = Callable[[Tensor, Tensor], Tensor]
+"""Of logits [1, L, V] and labels [1, L] of this rank: its share of the mean loss of all tokens but padding."""
+
+
+def share_by_torch(logits: Tensor, labels: Tensor, num_tokens: int) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum") / num_tokens
 
 
 class StockCore(nn.Module):
@@ -248,7 +270,7 @@ class Variant(Protocol):
     def context_fn() -> Any:
         """Selective recomputation: of everything but this variant's attention."""
 
-    def loss_and_backward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+    def loss_and_backward(self, tokens: Tensor, labels: Tensor, share_of_loss: ShareOfLoss) -> Tensor:
         """Whole [1, S] tokens and labels to this rank's share of the loss; gradients are added to the weights."""
 
 
@@ -297,9 +319,9 @@ class CPMeshVariant:
     def context_fn() -> Any:
         return cp_mesh.checkpoint_context_fn()
 
-    def loss_and_backward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+    def loss_and_backward(self, tokens: Tensor, labels: Tensor, share_of_loss: ShareOfLoss) -> Tensor:
         labels = self.sequence.shard({"labels": labels})["labels"]
-        loss = cp_mesh.cross_entropy(self.root(tokens), labels, self.mesh)  # a name would hold the logits in backward
+        loss = share_of_loss(self.root(tokens), labels)  # a name would hold the logits in backward
         loss.backward()
         return loss.detach()
 
@@ -370,11 +392,11 @@ class TorchVariant:
         ]
         return create_selective_checkpoint_contexts(saved)
 
-    def loss_and_backward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+    def loss_and_backward(self, tokens: Tensor, labels: Tensor, share_of_loss: ShareOfLoss) -> Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         tokens, labels = tokens.clone(), labels.clone()  # the context shrinks its buffers in place
         with self._active([tokens, labels, positions], [1, 1, 0]):
-            loss = cp_mesh.cross_entropy(self.model(tokens, positions), labels, self.mesh)
+            loss = share_of_loss(self.model(tokens, positions), labels)
             loss.backward()
         return loss.detach()
 
@@ -397,12 +419,12 @@ class UlyssesVariant:
     def context_fn() -> Any:
         return create_selective_checkpoint_contexts([torch.ops.cp_mesh_benchmark.ulysses.default])
 
-    def loss_and_backward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+    def loss_and_backward(self, tokens: Tensor, labels: Tensor, share_of_loss: ShareOfLoss) -> Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         tokens, labels, positions = (
             x.chunk(self.mesh.size(), -1)[self.mesh.get_local_rank()] for x in (tokens, labels, positions)
         )
-        loss = cp_mesh.cross_entropy(self.model(tokens, positions), labels, self.mesh)
+        loss = share_of_loss(self.model(tokens, positions), labels)
         loss.backward()
         return loss.detach()
 
@@ -462,7 +484,10 @@ class Trainer:
         for block in self.model.layers:
             block.attention.core.chosen = variant.name
             block.checkpoint = self.checkpoints[variant.name]
-        return variant.loss_and_backward(self.tokens, self.labels)
+        share = partial(share_by_torch, num_tokens=self.args.seq_len)
+        if loss_function(variant.name, self.args) == "cp_mesh.cross_entropy":
+            share = partial(cp_mesh.cross_entropy, mesh=self.mesh)
+        return variant.loss_and_backward(self.tokens, self.labels, share)
 
     def clip(self) -> Tensor:
         """Scale gradients to a norm of at most 1; their norm before, of the whole model."""
@@ -587,7 +612,7 @@ def row(trainer: Trainer, variant: Variant, figures: Figures) -> dict[str, str]:
     args, world = trainer.args, trainer.mesh.size()
     values: dict[str, Any] = {
         "date": date.today().isoformat(),
-        "commit": commit(),
+        "commit": args.commit or commit(),
         "gpu": torch.cuda.get_device_name() if trainer.device.type == "cuda" else "cpu",
         "world": world,
         "torch": torch.__version__,
@@ -599,6 +624,7 @@ def row(trainer: Trainer, variant: Variant, figures: Figures) -> dict[str, str]:
         "vocab": args.vocab,
         "precision": args.precision,
         "recompute": args.recompute,
+        "loss_function": loss_function(variant.name, args),
         "steps": len(figures.step_ms),
         "status": figures.status,
     }

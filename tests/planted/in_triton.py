@@ -71,7 +71,7 @@ def _(id_bounds: Any) -> Any:
 
 
 plant("the derivative of softcap is left out in Triton", "kernels.triton_tiles:scored", "scores in Triton")(
-    result(lambda found: (found[0], 1.0))
+    result(lambda found: (*found[:2], 1.0))
 )
 
 
@@ -130,10 +130,11 @@ plant("a table is read around another middle", "kernels.triton_attention:_score_
 )
 
 
-@plant("clipped distances have no gradient in Triton", "kernels.triton_backward:add_to_table", "scores in Triton")
-def _(add_to_table: Any) -> Any:
-    def mutant(dtable: Any, total: Any, distance: Any, radius: Any) -> None:
-        add_to_table(dtable, total * ((distance < radius) & (distance > radius * -1)), distance, radius)
+@plant("clipped distances have no gradient in Triton", "kernels.triton_attention:_ScoreParts.sum", "scores in Triton")
+def _(add_up: Any) -> Any:
+    def mutant(self: Any) -> Any:
+        self.ends = None
+        return add_up(self)
 
     return mutant
 

@@ -433,6 +433,15 @@ plant("rows are pulled before they are written", MEMORY, *OF_ROWS)(without_barri
 plant("slots are summed before they are complete", MEMORY, "symmetric memory")(without_barrier("gradients", 0))
 
 
+@plant("slots lie where other ranks still read rows", MEMORY, "symmetric memory")
+def _(group_memory: Any) -> Any:
+    def mutant(group: Any, device: Any) -> Any:
+        memory = group_memory(group, device)
+        return Namespace(memory, workspace=lambda purpose, *others: memory.workspace("rows", *others))
+
+    return mutant
+
+
 @plant("slots of another sender are read", MEMORY, "symmetric memory")
 def _(group_memory: Any) -> Any:
     def wrap(what: str, workspace: Any, own: int) -> Any:

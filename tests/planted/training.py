@@ -85,7 +85,7 @@ def _(check_length: Any) -> Any:
 plant = in_area("data and loss")
 
 
-@plant("mean of the loss by rank", "sequence:cross_entropy", "loss", "gradients of one rank")
+@plant("mean of the loss by rank", "loss:cross_entropy", "loss", "gradients of one rank")
 def _(cross_entropy: Any) -> Any:
     import torch.nn.functional as F
 
@@ -93,6 +93,34 @@ def _(cross_entropy: Any) -> Any:
         return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=ignore_index)
 
     return mutant
+
+
+@plant("ignored tokens have a gradient", "loss:_TokenLosses.backward", "loss", "chunks of the loss")
+def _(backward: Any) -> Any:
+    def mutant(ctx: Any, dlosses: Any) -> Any:
+        logits, labels, largest, sums = ctx.saved_tensors
+        softmax = (logits - largest).exp() / sums * dlosses[:, None]
+        return backward(ctx, dlosses)[0].where((labels != ctx.ignore_index)[:, None], softmax), None, None
+
+    return mutant
+
+
+@plant("the gradient is not scaled after the first chunk", "loss:_TokenLosses.backward", "chunks of the loss")
+def _(backward: Any) -> Any:
+    def mutant(ctx: Any, dlosses: Any) -> Any:
+        from cp_mesh.loss import _chunks
+
+        first = next(iter(_chunks(ctx.saved_tensors[0])))
+        scale = torch.ones_like(dlosses)
+        scale[first] = dlosses[first]
+        return backward(ctx, scale)
+
+    return mutant
+
+
+@plant("rows that do not fill a chunk are left out", "loss:_chunks", "chunks of the loss")
+def _(chunks: Any) -> Any:
+    return with_result(chunks, lambda rows: list(rows)[:-1])
 
 
 @plant("padding counts as tokens", "sequence:PADDING", "gradients of one rank")

@@ -1,0 +1,134 @@
+"""The loss: each rank's share of the mean, computed in chunks of rows.
+
+Gradient contract. A rank's loss is the *sum* over its own tokens divided by the *global* number of valid tokens, so
+the sum over ranks of the losses is the loss of one rank that sees everything, and the sum over ranks (dp x cp) of
+parameter gradients is its gradient. Reductions are therefore plain sums; `cp_mesh.sum_gradients` tells FSDP2 so.
+
+Logits are the largest tensor of many training steps. `F.cross_entropy` of half precision holds them in float32, with
+their log-softmax and its gradient: 12 bytes for each. Here the backward reads the logits as they were given, with two
+numbers a row, and only one chunk of rows is in float32 at a time.
+
+Shapes: N tokens of this rank, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.kernels.combine import accumulation_dtype
+
+CHUNK_BYTES = 256 << 20
+"""Of a chunk of rows in the dtype that they are computed in. A kernel on as much takes a GPU longer than its launch."""
+
+_funcol = torch.ops._c10d_functional
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, mesh: DeviceMesh, *, ignore_index: int = -100) -> Tensor:
+    """This rank's share of the mean loss: sum over its valid tokens / number of valid tokens over ``mesh``.
+
+    The SUM over the ranks of ``mesh`` is the mean over all tokens, whatever each rank holds, none included; so is the
+    SUM of gradients. Log the sum, not one rank's share. It keeps the logits for its backward, and needs no other
+    memory of their size than their gradient.
+
+    Args:
+        logits: [..., V], float64, float32, bfloat16 or float16; computed in float32 at least.
+        labels: int64 [...], shifted before sharding; ``ignore_index`` marks tokens that do not count.
+        mesh: the ranks that hold distinct tokens, e.g. the flattened dp x cp; any number of axes.
+        ignore_index: the label of tokens that do not count.
+
+    Returns:
+        A scalar, float32 (float64 for float64 logits); 0 if no token of the mesh is valid.
+
+    Raises:
+        ArgumentError: on DTensors, or if labels do not have the shape of logits without the vocabulary.
+        IndexError: on a label outside of the vocabulary, on the CPU; a device assertion on CUDA.
+        UnsupportedError: in a second backward, through the gradient.
+    """
+    if isinstance(logits, DTensor) or isinstance(labels, DTensor):
+        refuse("logits and labels", "local tensors", "DTensors", "gather the vocabulary and pass logits.to_local()")
+    if logits.shape[:-1] != labels.shape:
+        refuse("labels", f"shape {tuple(logits.shape[:-1])}", tuple(labels.shape), "shard both with one sequence")
+    count = (labels != ignore_index).sum()
+    for axis in range(mesh.ndim):
+        name = mesh.get_group(axis).group_name
+        count = _funcol.wait_tensor(_funcol.all_reduce(count, "sum", name))
+    return token_losses(logits.flatten(0, -2), labels.flatten(), ignore_index).sum() / count.clamp(min=1)
+
+
+def token_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    """Losses [N] of logits [N, V] and labels [N], in float32 (float64 for float64 logits); 0 of ignored tokens."""
+    return _TokenLosses.apply(logits, labels, ignore_index)
+
+
+def _chunks(logits: Tensor) -> Iterator[slice]:
+    num_tokens, vocab = logits.shape
+    rows = max(1, CHUNK_BYTES // (vocab * accumulation_dtype(logits.dtype).itemsize))
+    return (slice(begin, begin + rows) for begin in range(0, num_tokens, rows))
+
+
+# Ops, so that torch.compile keeps the loop as it is: traced, it would be unrolled, and once more for each length.
+@torch.library.custom_op("cp_mesh::token_losses", mutates_args=())
+def _token_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses [N]; and of each row, [N, 1], the largest logit and the sum of exp(logit - largest).
+
+    Their log-sum-exp as one number would lose the digits of the sum where logits are large.
+    """
+    largest = logits.amax(1, keepdim=True).to(accumulation_dtype(logits.dtype))
+    sums, losses = torch.empty_like(largest), largest.new_empty(labels.shape)
+    for rows in _chunks(logits):
+        x = logits[rows] - largest[rows]
+        losses[rows] = F.nll_loss(x, labels[rows], ignore_index=ignore_index, reduction="none")
+        torch.sum(x.exp_(), 1, keepdim=True, out=sums[rows])
+    return (losses + sums.squeeze(1).log()).where(labels != ignore_index, 0), largest, sums
+
+
+@torch.library.custom_op("cp_mesh::token_losses_backward", mutates_args=())
+def _token_losses_backward(
+    dlosses: Tensor, logits: Tensor, labels: Tensor, largest: Tensor, sums: Tensor, ignore_index: int
+) -> Tensor:
+    """(softmax - one-hot) * dlosses, rounded once to the dtype of the logits."""
+    dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    counts = labels != ignore_index
+    classes, scale = labels.where(counts, 0)[:, None].long(), dlosses.where(counts, 0)[:, None] / sums
+    for rows in _chunks(logits):
+        x = (logits[rows] - largest[rows]).exp_()
+        x.scatter_add_(1, classes[rows], -sums[rows])
+        torch.mul(x, scale[rows], out=dlogits[rows])
+    return dlogits
+
+
+@_token_losses.register_fake
+def _(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
+    row = logits.new_empty((logits.shape[0], 1), dtype=accumulation_dtype(logits.dtype))
+    return row.new_empty(labels.shape), row, torch.empty_like(row)
+
+
+@_token_losses_backward.register_fake
+def _(dlosses: Tensor, logits: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+def _refuse_second_backward(ctx: Any, *_: Any) -> None:
+    raise UnsupportedError("cp_mesh.cross_entropy has no second derivative: use F.cross_entropy on logits.float()")
+
+
+_token_losses_backward.register_autograd(_refuse_second_backward)
+
+
+class _TokenLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+        losses, *of_rows = _token_losses(logits, labels, ignore_index)
+        ctx.save_for_backward(logits, labels, *of_rows)
+        ctx.ignore_index = ignore_index
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor, None, None]:
+        return _token_losses_backward(dlosses, *ctx.saved_tensors, ctx.ignore_index), None, None
