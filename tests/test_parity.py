@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -103,6 +104,16 @@ def test_options_of_other_methods(pool, full, method, strength, cp_size):
     cases = cases_of(calls_by(method, strength), cp_size, method)
     for begin in range(0, len(cases), 200):
         report(pool(cp_size).run(parity_on_ranks, (cp_size,), ("cp",), cases[begin : begin + 200], timeout=300))
+
+
+def captured(rank: int) -> list[str]:
+    cases = [Case(layout, "causal", 13, method="ulysses") for layout in ("contiguous", "zigzag", "striped")]
+    with mock.patch("cp_mesh.methods.ulysses.stream_of", return_value=None):
+        return parity_on_ranks(rank, (2,), ("cp",), cases)
+
+
+def test_an_order_of_runs_is_made_anew_while_a_graph_is_captured(pool):
+    report(pool(2).run(captured))
 
 
 def refusals(rank: int, method: str, cells: Sequence[tuple[tuple[int, int], int | None]]) -> list[str]:

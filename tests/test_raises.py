@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -72,6 +73,12 @@ def local(H: int = H, K: int = K, rows: int = ROWS, D: int = D, dtype: torch.dty
 
 def attend(**changed: Any) -> None:
     attention(**local() | changed)
+
+
+def attend_captured() -> None:
+    """As while a graph is captured: an index of positions would be copied to the device."""
+    with mock.patch("cp_mesh.methods.ulysses.stream_of", return_value=None):
+        attend(method="ulysses", layout=Permuted(torch.randperm(S, generator=torch.Generator().manual_seed(0))))
 
 
 def attend_dual(requires_grad: bool) -> None:
@@ -469,6 +476,9 @@ CASES: dict[str, Case] = {
         "head_chunks=1",
         "method='ring'",
     )(lambda: attend(method="ulysses", head_chunks=4)),
+    "an order of rows that a CUDA graph cannot hold": refused(
+        UNSUPPORTED, "CUDA graph capture with method='ulysses'", "permuted", "method='ring'"
+    )(attend_captured),
     "ulysses explained": refused(UNSUPPORTED, "explain", "method='ulysses'", "method='ring'")(
         lambda: cp_mesh.explain(64, 2, method="ulysses")
     ),

@@ -2,7 +2,8 @@
 
 The fewest kernel calls and the fewest collectives: one fetch a pass, and one delivery of gradients, which their owners
 sum in fp32. As in the ring only rows that some query of the receiver may see travel. What is fetched is held at once,
-and where the local tiles take less time than the fetch, the rest of it is waited for.
+and where the local tiles take less time than the fetch, the rest of it is waited for; in the backward they hide the
+delivery instead, which is no smaller, and the fetch is waited for.
 """
 
 from cp_mesh.methods.stages import method_of
