@@ -66,10 +66,14 @@ def token_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
     return _TokenLosses.apply(logits, labels, ignore_index)
 
 
-def _chunks(logits: Tensor) -> Iterator[slice]:
-    num_tokens, vocab = logits.shape
-    rows = max(1, CHUNK_BYTES // (vocab * accumulation_dtype(logits.dtype).itemsize))
-    return (slice(begin, begin + rows) for begin in range(0, num_tokens, rows))
+def _chunks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Rows, and where they may be computed, the same memory each time: [rows, V] in the accumulation dtype."""
+    (num_tokens, vocab), dtype = logits.shape, accumulation_dtype(logits.dtype)
+    rows = min(num_tokens, max(1, CHUNK_BYTES // (vocab * dtype.itemsize)))
+    buffer = logits.new_empty((rows, vocab), dtype=dtype)
+    for begin in range(0, num_tokens, rows or 1):
+        end = min(begin + rows, num_tokens)
+        yield slice(begin, end), buffer[: end - begin]
 
 
 # Ops, so that torch.compile keeps the loop as it is: traced, it would be unrolled, and once more for each length.
@@ -81,8 +85,8 @@ def _token_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Te
     """
     largest = logits.amax(1, keepdim=True).to(accumulation_dtype(logits.dtype))
     sums, losses = torch.empty_like(largest), largest.new_empty(labels.shape)
-    for rows in _chunks(logits):
-        x = logits[rows] - largest[rows]
+    for rows, x in _chunks(logits):
+        torch.sub(logits[rows], largest[rows], out=x)
         losses[rows] = F.nll_loss(x, labels[rows], ignore_index=ignore_index, reduction="none")
         torch.sum(x.exp_(), 1, keepdim=True, out=sums[rows])
     return (losses + sums.squeeze(1).log()).where(labels != ignore_index, 0), largest, sums
@@ -96,8 +100,8 @@ def _token_losses_backward(
     dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
     counts = labels != ignore_index
     classes, scale = labels.where(counts, 0)[:, None].long(), dlosses.where(counts, 0)[:, None] / sums
-    for rows in _chunks(logits):
-        x = (logits[rows] - largest[rows]).exp_()
+    for rows, x in _chunks(logits):
+        torch.sub(logits[rows], largest[rows], out=x).exp_()
         x.scatter_add_(1, classes[rows], -sums[rows])
         torch.mul(x, scale[rows], out=dlogits[rows])
     return dlogits

@@ -193,9 +193,10 @@ def test_memory(dtype: torch.dtype) -> None:
 @pytest.mark.unpoisoned
 def test_a_chunk_is_bounded() -> None:
     """256 MiB of float32, or one row."""
-    rows = [chunk.stop - chunk.start for chunk in loss._chunks(torch.empty(65536, 32768, device="meta"))]
-    assert rows == [2048] * 32
-    assert list(loss._chunks(torch.empty(2, 1 << 27, device="meta"))) == [slice(0, 1), slice(1, 2)]
+    chunks = list(loss._chunks(torch.empty(65536, 32768, device="meta")))
+    assert [(rows.stop - rows.start, len(x)) for rows, x in chunks] == [(2048, 2048)] * 32
+    chunks = list(loss._chunks(torch.empty(2, 1 << 27, device="meta")))
+    assert [rows for rows, _ in chunks] == [slice(0, 1), slice(1, 2)]
 
 
 @pytest.mark.gpu
@@ -205,16 +206,16 @@ def test_on_a_gpu(dtype: torch.dtype) -> None:
     """Results, the same each time, also where nothing else is allowed; and memory: one chunk beside the gradient."""
     logits, labels = labelled(dtype, 4096, 8192, "cuda")
     chunk = logits.numel() * (8 if dtype == torch.float64 else 4) // 16
-    torch.use_deterministic_algorithms(True)
-    try:
-        with in_chunks_of(4096 // 16, logits):
+    with in_chunks_of(4096 // 16, logits):
+        torch.use_deterministic_algorithms(True)
+        try:
             again = step(ours, logits, labels)
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            total, grad = step(ours, logits, labels)
-            assert torch.cuda.max_memory_allocated() - before <= logits.nbytes + 1.5 * chunk
-    finally:
-        torch.use_deterministic_algorithms(False)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        total, grad = step(ours, logits, labels)
+        assert torch.cuda.max_memory_allocated() - before <= logits.nbytes + 1.5 * chunk
     assert torch.equal(total, again[0]) and torch.equal(grad, again[1])
     exact, exact_grad = step(torchs, logits.double(), labels)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5

@@ -470,7 +470,7 @@ class _MaskRows:
         """For programs that own blocks of queries and loop over keys, or the reverse.
 
         If ``apart``, blocks count as masked unless their distances are affine, of one sign, and so long or longer,
-        and their keys ``step`` positions apart, if it is not 0.
+        and, if ``step`` is not 0, their keys that many positions apart, from one on that is aligned.
         """
         if (kept := self._visits.get((blocks, keys_inside, apart, step))) is not None:
             return kept

@@ -29,6 +29,8 @@ NOWHERE = tl.constexpr(-(2**31))
 """Below the first position that sees any key."""
 CHUNK = tl.constexpr(128)
 """Inner blocks that `blocks_kernel` looks at together."""
+ALIGNED = tl.constexpr(8)
+"""Positions: 16 bytes of a bias in half precision. Block copies may begin nowhere else (H200: illegal instruction)."""
 
 
 @triton.jit(
@@ -146,7 +148,7 @@ def blocks_kernel(
     Those that need a mask lie at the front, those that do not at the back, from the end; counts [.., 2] of both.
     A block is OUTER or INNER grains, and INNER_ROWS rows; ``num_outer`` and ``num_inner`` count grains. ``runs`` of
     outer and inner rows are given if blocks are to be masked unless their distances are affine, of one sign, and as
-    long as ``apart``, 1 at least, and their keys ``step`` positions apart, if it is not 0.
+    long as ``apart``, 1 at least, and their keys are as `_run` wants them for ``step``.
     """
     block, mask_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     num_masks = tl.num_programs(1).to(tl.int64)
@@ -216,13 +218,17 @@ def _id_bounds(bounds, grains, mask_row, num_masks, num_grains):
 
 @triton.jit
 def _run(runs, grains, num_grains, step):
-    """Least and greatest position of rows of grains, and whether all are a step apart: this one, unless it is 0."""
+    """Least and greatest position of rows of grains, and whether all are a step apart.
+
+    Unless ``step`` is 0: this step, and they begin at a multiple of ALIGNED.
+    """
     pointers, inside = runs + grains, grains < num_grains
     steps = pointers + 2 * num_grains
     slowest = tl.min(tl.load(steps, mask=inside, other=NEVER), 1)
-    wanted = (slowest != NEVER) & ((step == 0) | (slowest == step))
+    least = tl.min(tl.load(pointers, mask=inside, other=NEVER), 1)
+    wanted = (slowest != NEVER) & ((step == 0) | ((slowest == step) & (least % ALIGNED == 0)))
     return (
-        tl.min(tl.load(pointers, mask=inside, other=NEVER), 1),
+        least,
         tl.max(tl.load(pointers + num_grains, mask=inside, other=-1), 1),
         (slowest == tl.max(tl.load(steps, mask=inside, other=NOWHERE), 1)) & wanted,
     )

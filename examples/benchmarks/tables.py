@@ -198,13 +198,17 @@ def scores_speed_page() -> str:
     """TFLOP/s of `scores.py`: forward / both passes, and both over the plain kernel of the same contestant."""
     rows = read("scores_speed_h200.csv")
     parts = [head_of("scores_speed_h200.csv", f"{rows[0]['gpu']}, torch {rows[0]['torch']}, {rows[0]['packages']}")]
-    names = {"ours": "now", "old": "at 415b90d", "flex": "flex_attention, compiled"}
+    # "old" is a checkout of 415b90d, measured beside the commit of its row
+    names = {"ours": "{commit}", "old": "415b90d, at {commit}", "flex": "flex_attention, compiled, at {commit}"}
     for tile in dict.fromkeys(row["tile"] for row in rows):
-        cells = {(row["feature"], row["contestant"]): _forward_and_both(row) for row in rows if row["tile"] == tile}
-        asked = [name for name in names if cells[FEATURES[0], name] != NOT_RUN]
-        lines = [[feature, *(cells[feature, name] for name in asked)] for feature in FEATURES]
-        head = ["", *(names[name] for name in asked)]
-        parts.append(f"## {tile}, commit {rows[0]['commit']}\n\n{markdown(head, lines)}")
+        cells: dict[tuple[str, str], dict[str, str]] = {}
+        for row in rows:
+            if row["tile"] == tile:
+                cells.setdefault((row["contestant"], row["commit"]), {})[row["feature"]] = _forward_and_both(row)
+        asked = [key for name in names for key in cells if key[0] == name and cells[key][FEATURES[0]] != NOT_RUN]
+        lines = [[feature, *(cells[key].get(feature, "") for key in asked)] for feature in FEATURES]
+        head = ["", *(names[name].format(commit=commit) for name, commit in asked)]
+        parts.append(f"## {tile}\n\n{markdown(head, lines)}")
     return "\n".join(parts)
 
 
@@ -233,10 +237,20 @@ def batches_table(rows: Sequence[Row]) -> str:
 def batches_page() -> str:
     rows = read("batches_2xh200.csv")
     parts = [head_of("batches_2xh200.csv", f"{rows[0]['world_size']}x {rows[0]['gpu']}, {rows[0]['packages']}")]
-    for commit, start in dict.fromkeys((row["commit"], row["start"]) for row in rows):
-        some = [row for row in rows if (row["commit"], row["start"]) == (commit, start)]
-        words = f"{some[0]['layers']} layer, {some[0]['batches']} batches of {some[0]['seq_len']} tokens"
-        parts.append(f"## {start} start, commit {commit}\n\n{words}.\n\n{batches_table(some)}")
+
+    def run_of(row: Row) -> tuple[str, ...]:
+        return tuple(row[name] for name in ("commit", "start", "played", "layers", "batches", "seq_len"))
+
+    for run in dict.fromkeys(map(run_of, rows)):
+        commit, start, played, layers, batches, seq_len = run
+        on = (
+            f"one GPU plays {'ranks' if played.startswith('all') else 'rank'} {played.replace('/', ' of ')}"
+            if played
+            else "2 GPUs"
+        )
+        words = f"{on}, {layers} layers, {batches} batches of {int(seq_len):,} tokens"
+        table = batches_table([row for row in rows if run_of(row) == run])
+        parts.append(f"## {start or 'warm'} start, commit {commit}\n\n{words}.\n\n{table}")
     return "\n".join(parts)
 
 
