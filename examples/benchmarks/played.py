@@ -84,7 +84,7 @@ class PlayedMemory(symmetric.GroupMemory):
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self._device, self._rank, self.obstacle = device, rank, None
-        self._workspaces, self._kept, self._done = {}, [], None
+        self._workspaces, self._kept, self._done, self._current = {}, [], None, None
         self.pulls, self.pushes = (
             symmetric._CudaLane(device) if device.type == "cuda" else HostLane() for _ in range(2)
         )
