@@ -167,6 +167,27 @@ def training_page() -> str:
     return f"{head_of(name, machine)}\n{what}.\n\n{training_table()}"
 
 
+def training_2_page() -> str:
+    name = "training_2xh200.csv"
+    rows = read(name)
+    row = rows[0]
+    machine = f"{row['world']}x {row['gpu']}, torch {row['torch']}, commit {row['commit']}, {row['precision']}"
+    losses = {TRAINERS[row["variant"]]: row["loss_function"] for row in rows}
+    what = f"{row['layers']} layers of Llama-3-8B's shape, FSDP2, {row['recompute']} recomputation; the loss by"
+    what += f" {', '.join(f'`{function}` ({variant})' for variant, function in losses.items())}"
+    lines = [
+        [
+            TRAINERS[row["variant"]], row["blocks"], f"{int(row['seq_len']):,}", row["steps"],
+            f"{row['step_ms_min']} to {row['step_ms_max']}", f"{float(row['tokens_per_s_per_gpu']):,.0f}",
+            f"{100 * float(row['mfu']):.1f} %", row["loss"], row["grad_norm"], f"{float(row['grad_difference']):.1e}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    head = ["", "blocks", "tokens", "steps", "ms a step", "tokens/s of a GPU", "of peak FLOP/s", "loss"]
+    head += ["gradient norm", "worst gradient's difference"]
+    return f"{head_of(name, machine)}\n{what}.\n\n{steps_table(rows)}\n{markdown(head, lines)}"
+
+
 TRAINERS = {
     "cp_mesh": "cp_mesh",
     "ulysses": "Ulysses, same kernel",
@@ -248,9 +269,11 @@ def batches_page() -> str:
             if played
             else "2 GPUs"
         )
-        words = f"{on}, {layers} layers, {batches} batches of {int(seq_len):,} tokens"
+        words = f"{on}, {layers} layer{'s' * (layers != '1')}, {batches} batches of {int(seq_len):,} tokens"
         table = batches_table([row for row in rows if run_of(row) == run])
-        parts.append(f"## {start or 'warm'} start, commit {commit}\n\n{words}.\n\n{table}")
+        parts.append(
+            f"## {f'{start} start' if start else 'caches as they were'}, commit {commit}\n\n{words}.\n\n{table}"
+        )
     return "\n".join(parts)
 
 
@@ -444,10 +467,12 @@ PAGES: dict[str, Callable[[], str]] = {
             "masks_2xh200",
             "masks_4xh200",
             "played_h200",
+            "short_2xh200",
         )
     },
     "batches_2xh200.md": batches_page,
     "tiles_h200.md": tiles_page,
+    "training_2xh200.md": training_2_page,
     "training_4xh200.md": training_page,
     "planning_cpu.md": planning_page,
     "low_precision_2xh200.md": low_precision_page,
@@ -464,6 +489,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "documents": documents_table,
     "memory": memory_table,
     "training": training_table,
+    "training on 2 GPUs": lambda: steps_table(read("training_2xh200.csv")),
     "low precision": low_precision_table,
     "scores": scores_table,
     "verify": verify_table,
