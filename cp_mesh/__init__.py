@@ -4,6 +4,7 @@ from cp_mesh.agreement import check_mode
 from cp_mesh.attention import attention
 from cp_mesh.balancing import balance
 from cp_mesh.cores import ContextParallel
+from cp_mesh.decoding import ShardedCache, decode
 from cp_mesh.errors import ArgumentError, RankMismatchError, UnsupportedError
 from cp_mesh.explain import explain
 from cp_mesh.layouts import Balanced, Contiguous, Layout, Permuted, Striped, ZigZag
@@ -24,6 +25,7 @@ __all__ = [
     "Mask",
     "Permuted",
     "RankMismatchError",
+    "ShardedCache",
     "ShardedModel",
     "ShardedSequence",
     "Striped",
@@ -35,6 +37,7 @@ __all__ = [
     "check_mode",
     "checkpoint_context_fn",
     "cross_entropy",
+    "decode",
     "explain",
     "parallelize",
     "sum_gradients",

@@ -25,8 +25,9 @@ _enabled: ContextVar[bool | None] = ContextVar("cp_mesh_check", default=None)
 def check_mode(enabled: bool = True) -> Iterator[None]:
     """Compare the arguments of every `attention` call in this context over the ranks of its cp group.
 
-    Also the whole inputs of a `ShardedModel`. Every rank raises `RankMismatchError` if anything that must agree does
-    not, and if any rank refused its arguments while others accepted theirs.
+    Also the whole inputs of a `ShardedModel`, and what `decode` and `ShardedCache.append` must be given alike. Every
+    rank raises `RankMismatchError` if anything that must agree does not, and if any rank refused its arguments while
+    others accepted theirs.
 
     Args:
         enabled: False turns the mode off inside the context. Must be the same on all ranks.

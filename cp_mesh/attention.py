@@ -207,7 +207,7 @@ def _make_call(query: Tensor, key: Tensor, value: Tensor, axis: CPAxis, asked: A
     """The record of a call; refuses options that are wrong by themselves, and tensors that do not fit one another."""
     form = FORMATS[axis.seq_dim]
     _check_format(query, key, value, form)
-    options = _make_options(query, key, value, asked, form)
+    options = make_options(query, key, value, asked, form)
     seq_len, layout, mask = asked.seq_len, asked.layout, asked.mask
     tensors = Tensors(
         mask.documents, mask.key_padding, layout.tensor,
@@ -231,7 +231,7 @@ def _make_call(query: Tensor, key: Tensor, value: Tensor, axis: CPAxis, asked: A
     return call
 
 
-def _make_options(query: Tensor, key: Tensor, value: Tensor, asked: Asked, form: Format) -> Options:
+def make_options(query: Tensor, key: Tensor, value: Tensor, asked: Asked, form: Format) -> Options:
     """What the op is told; refuses what is wrong by itself. Layers that ask alike share it: checks take host time."""
     graded = (query, key, value, *(getattr(asked, name) for name in ADDED))
     beside = (

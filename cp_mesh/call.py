@@ -160,8 +160,8 @@ def check_choice(what: str, got: str, allowed: tuple[str, ...], nearest: str, la
         refuse(what, f"one of {', '.join(allowed)}", repr(got), f"{what}={nearest!r} works")
 
 
-def check_tensors(q: Operand | Tensor, k: Operand | Tensor, v: Operand | Tensor) -> None:
-    """Shapes, dtypes and devices of [B, H, S, D] tensors, local or global."""
+def check_tensors(q: Operand | Tensor, k: Operand | Tensor, v: Operand | Tensor, *, decoding: bool = False) -> None:
+    """Shapes, dtypes and devices of [B, H, S, D] tensors, local or global; ``decoding``: q has other rows than k."""
     if len({q.dtype, k.dtype, v.dtype}) > 1:
         refuse("q, k, v", "one dtype", f"{q.dtype}, {k.dtype}, {v.dtype}", "cast them to a common dtype")
     if q.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
@@ -173,8 +173,11 @@ def check_tensors(q: Operand | Tensor, k: Operand | Tensor, v: Operand | Tensor)
     if k.shape[1:3] != v.shape[1:3]:
         both = tuple(k.shape), tuple(v.shape)
         refuse("k and v", "equal heads and lengths", both, "only the head dim may differ")
-    if q.shape[2] != k.shape[2]:
-        hint = "pass seq_dim=1 for [B, S, H, D]; leave cross-attention out of the plan, with keys replicated over cp"
+    if q.shape[2] != k.shape[2] and not decoding:
+        hint = (
+            "pass seq_dim=1 for [B, S, H, D]; cp_mesh.decode takes few queries; leave cross-attention out of the plan,"
+            " with keys replicated over cp"
+        )
         got = q.shape[2], k.shape[2]
         refuse("q and k", "equal sequence lengths (self-attention)", got, hint, UnsupportedError)
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:

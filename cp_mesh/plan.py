@@ -133,16 +133,7 @@ def _resolve(
     make = partial(method.make_schedule, layout, mask, seq_len, cp_size, cp_rank)
     request = partial(request_of, q, v, options, features)
     schedule, kernel = choose_schedule(options.kernel, make, request, features)
-    if kernel.name == "reference" and options.kernel == "auto" and q.device.type == "cuda":
-        fast = [name for name, other in KERNELS.items() if other.capability.devices == ("cuda",)]
-        lacks = "; ".join(
-            f"{name}: {', '.join(shortfalls(KERNELS[name].capability, request(schedule)))}" for name in fast
-        )
-        warnings.warn(
-            f"cp_mesh: no fast kernel can serve this call ({lacks}); the reference kernel runs, exact but slow. "
-            "kernel='reference' asks for it without this warning",
-            stacklevel=2,
-        )
+    warn_if_slow(kernel, options.kernel, request(schedule))
     settings = method.settle(options, q, k, v, schedule, kernel, features, cp_size)
     kernel = kernel.reproducible if options.deterministic and kernel.reproducible else kernel
     return Plan(options, layout, mask, seq_len, schedule, kernel, scores, q.device, method, settings)
@@ -152,6 +143,19 @@ _resolve_once = lru_cache(maxsize=256, typed=True)(_resolve)
 
 
 _resolve_few = lru_cache(maxsize=16, typed=True)(_resolve)
+
+
+def warn_if_slow(kernel: Kernel, asked: str, request: Request) -> None:
+    """Warn where "auto" finds nothing but the reference kernel on a GPU."""
+    if kernel.name != "reference" or asked != "auto" or request.device != "cuda":
+        return
+    fast = [name for name, other in KERNELS.items() if other.capability.devices == ("cuda",)]
+    lacks = "; ".join(f"{name}: {', '.join(shortfalls(KERNELS[name].capability, request))}" for name in fast)
+    warnings.warn(
+        f"cp_mesh: no fast kernel can serve this call ({lacks}); the reference kernel runs, exact but slow. "
+        "kernel='reference' asks for it without this warning",
+        stacklevel=3,
+    )
 
 
 def choose_schedule(
@@ -184,7 +188,7 @@ def request_of(
     """What a call needs of its kernel; ``compute_capability`` is that of q's device if it is not given."""
     return Request(
         device=q.device.type,
-        compute_capability=compute_capability or _compute_capability(q.device),
+        compute_capability=compute_capability or compute_capability_of(q.device),
         dtype=q.dtype,
         covers=covers_of(schedule, features),
         head_dim=q.shape[3],
@@ -196,6 +200,6 @@ def request_of(
     )
 
 
-def _compute_capability(device: torch.device) -> tuple[int, int]:
+def compute_capability_of(device: torch.device) -> tuple[int, int]:
     """(0, 0) where the numbers do not mean NVIDIA's: no stock CUDA kernel is chosen there."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" and not torch.version.hip else (0, 0)

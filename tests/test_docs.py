@@ -380,6 +380,37 @@ def check_gradients(names: dict[str, Any]) -> None:
         close(gradients[name].grad, parameter.grad)
 
 
+def decoding_names(rank: int) -> dict[str, Any]:
+    """The page's model, and its weights; all 1000 tokens of a step by hand."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"token": (256, 64), "position": (4096, 64), "head": (256, 64)}
+    shapes |= {f"layers.{i}.{name}": (n * 64, 64) for i in range(2) for name, n in (("qkv", 3), ("out", 1))}
+    weights = {f"{name}.weight": torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
+    weights |= {f"{name}.bias": torch.zeros(shapes[name][0]) for name in shapes if name not in ("token", "position")}
+    whole_q, whole_k, whole_v = (whole(i, 2, heads, 1000, 16) for i, heads in enumerate((4, 2, 2)))
+    return {
+        "mesh": {"cp": ranks.mesh((2,), ("cp",))}, "torch": torch, "whole_q": whole_q, "whole_k": whole_k,
+        "whole_v": whole_v, "weights": weights, "prompt": integers(256, 2, 50),
+    }  # fmt: skip
+
+
+def check_decoding(names: dict[str, Any]) -> None:
+    q, k, v = (names[f"whole_{name}"] for name in "qkv")
+    dense = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    close(names["kept"][1]["out"], dense[:, :, 999:])
+    close(names["again"], dense[:, :, 999:])
+    model, tokens = names["model"], names["prompt"]
+    with torch.no_grad():
+        for _ in range(20):
+            x = model.token(tokens) + model.position(torch.arange(tokens.shape[1]))
+            for layer in model.layers:
+                q, k, v = (y.unflatten(-1, (4, 16)).transpose(1, 2) for y in layer.qkv(x).chunk(3, dim=-1))
+                out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+                x = x + layer.out(out.transpose(1, 2).flatten(2))
+            tokens = torch.cat([tokens, model.head(x)[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(names["text"], tokens[:, 50:]) and len(set(names["text"].flatten().tolist())) > 10
+
+
 def mesh_names(rank: int) -> dict[str, Any]:
     return {"mesh": {"cp": ranks.mesh((2,), ("cp",))}}
 
@@ -390,6 +421,7 @@ PAGES = {
     "docs/concepts.md": Page(1),
     "docs/kernels.md": Page(1),
     "docs/masks.md": Page(2, recipe_names, check_masks),
+    "docs/decoding.md": Page(2, decoding_names, check_decoding),
     "docs/gradients.md": Page(2, gradient_names, check_gradients),
     "docs/numerics.md": Page(2, mesh_names),
     "docs/performance.md": Page(1),
@@ -455,13 +487,19 @@ def refusals(rank: int) -> dict[str, str]:
     found = {}
     for name, query, options in (
         ("hybrid", q, {"method": "hybrid"}),
-        ("decoding", q[:, :, :1], {}),
+        ("fewer queries than keys", q[:, :, :1], {}),
     ):
         try:
             cp_mesh.attention(query, k, v, mesh=mesh, **options)
             found[name] = "nothing"
         except Exception as error:
             found[name] = type(error).__name__
+    try:
+        keep = torch.tensor([True] * 5 + [False] * 3)
+        cp_mesh.decode(q[:, :, :1], k, v, mesh=mesh, mask=cp_mesh.Mask(key_padding=keep))
+        found["rows of unequal lengths"] = "nothing"
+    except Exception as error:
+        found["rows of unequal lengths"] = type(error).__name__
     return found
 
 

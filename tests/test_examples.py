@@ -63,3 +63,10 @@ def test_attention_equals_sdpa_on_three_ranks() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("largest difference") == 3
+
+
+@pytest.mark.full
+def test_generated_tokens_equal_one_device_on_two_ranks() -> None:
+    done = run_script(ROOT / "examples" / "generate.py", [], 2)
+    assert done.returncode == 0, done.printed
+    assert done.printed.count("as one device: True") == 2

@@ -25,6 +25,7 @@ import test_balancing
 import test_blocks
 import test_changing_layouts
 import test_copies
+import test_decoding
 import test_flash_attn
 import test_flash_attn_4
 import test_gradients
@@ -227,6 +228,13 @@ CHECKS: dict[str, Callable[[Any], None]] = {
         pool(2).run(test_watching.found, "blocks in place", True, ("SDPA",))
     ),
     "checkpoints in cores": lambda pool: test_styles.test_checkpoint_inside_a_core_is_refused(pool, False),
+    "decoding": lambda pool: report(
+        pool(3).run(
+            test_decoding.at_positions,
+            [test_decoding.Case("zigzag", "window", 13, 2, "sinks"), test_decoding.Case("striped", "full", 13)],
+        )
+    ),
+    "cache": lambda pool: report(pool(3).run(test_decoding.cached, test_decoding.FEW)),
     "rows of the root": lambda pool: test_watching.test_cores_that_attend_to_other_rows_are_refused(
         pool, "blocks in place", test_watching.part_of_rows, False
     ),

@@ -48,6 +48,7 @@ FLOORS: dict[str, int] = {
     "placements": 3,
     "ops": 3,
     "attention": 3,
+    "decoding": 3,
     "sequence": 3,
     "loss": 3,
     # 4: what trainers touch

@@ -23,6 +23,7 @@ from test_kernels_gpu import block_rms, play_ring
 from torch import Tensor
 
 from cp_mesh.call import Options, Tensors, make_scores
+from cp_mesh.decoding import UNUSED, without_unused
 from cp_mesh.kernels import KERNELS, triton_attention
 from cp_mesh.kernels.combine import make_delta
 from cp_mesh.kernels.contract import KernelTile, Pairs, shortfalls
@@ -339,6 +340,27 @@ def test_large_positions_and_ids() -> None:
     want = dense(*(x.double().cpu() for x in tensors), ids.allowed(at, at))
     got = whole(tensors, Pairs(ids.to(torch.device(DEVICE)), at.to(DEVICE), at.to(DEVICE)))
     assert_near(got, want, torch.float32)
+
+
+@computes
+@pytest.mark.parametrize("slopes", [False, True], ids=["", "alibi"])
+@pytest.mark.parametrize("mask", ["causal", "full", "window", "window ahead", "prefix and window", "length"])
+def test_rows_of_a_cache_that_hold_no_token(mask: str, slopes: bool) -> None:
+    """Few queries in any place; keys in any order, among them blocks and single rows at `UNUSED`, of any content."""
+    q, k, v, _ = (x.to(DEVICE) for x in make_qkv(2, 4, 2, 60, 16, dtype=torch.float32))
+    q_pos, order = torch.tensor([59, 30, 0]), torch.randperm(60, generator=torch.Generator().manual_seed(0))
+    rows = torch.full((130,), UNUSED)
+    rows[:20], rows[40:64], rows[65:81:2], rows[100:108] = order[:20], order[20:44], order[44:52], order[52:]
+    content = torch.where(rows == UNUSED, 0, rows)
+    keys, values = (x[:, :, content] for x in (k, v))
+    given = {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4], device=DEVICE)} if slopes else {}
+    cover = Pairs(without_unused(make_mask(mask, 2, 60)), q_pos.to(DEVICE), rows.to(DEVICE))
+    running = KERNEL.begin_forward(q[:, :, q_pos], 16, Scores(0.25, **given))
+    running.step(keys, values, [KernelTile((0, 3), (0, 130), cover)])
+    out, lse = running.finish()
+    whole = dense_attention(q.cpu(), k.cpu(), v.cpu(), pairs(mask, 2, 60), **{n: x.cpu() for n, x in given.items()})
+    for got, want in zip((out, lse), whole, strict=True):
+        assert gap(got.cpu(), want[:, :, q_pos]) <= 1e-5
 
 
 @computes

@@ -2,6 +2,7 @@
 
 How many there are, by what they break:
 
+decoding                     9
 masks                        9
 masks as integers           11
 layouts                      5
@@ -22,14 +23,25 @@ data and loss               11
 styles                       5
 watching                     3
 check mode and verify        5
-in all                     214
+in all                     223
 
 To add one, write ``@plant(name, seam, *checks)`` over a function that is given what is at the seam and returns what
 takes its place; see seams.py. No bug quotes source: those of Triton kernels are planted in the Python that launches
 them, or in device functions, which Triton's interpreter finds by name.
 """
 
-from planted import geometry, in_triton, kernels, loop, training
+from planted import decoding, geometry, in_triton, kernels, loop, training
 from planted.seams import MUTATIONS, Mutation, SeamLost, infect
 
-__all__ = ["MUTATIONS", "Mutation", "SeamLost", "geometry", "in_triton", "infect", "kernels", "loop", "training"]
+__all__ = [
+    "MUTATIONS",
+    "Mutation",
+    "SeamLost",
+    "decoding",
+    "geometry",
+    "in_triton",
+    "infect",
+    "kernels",
+    "loop",
+    "training",
+]

@@ -1,0 +1,247 @@
+"""Time a decode step of one attention layer: a token's key and value are cached, and its query attends to all tokens.
+
+    torchrun --nproc-per-node 2 examples/benchmarks/decoding.py --csv decoding.csv
+
+Contestants: "one device", `F.scaled_dot_product_attention` over all cached tokens in memory of one device, on every
+rank by itself; "cache", a `ShardedCache` that grows, with 1/N of them a rank; "capacity", one of fixed capacity;
+"graph", the same step replayed as a CUDA graph. Every rank generates the whole prompt, as "one device" needs it.
+
+A gate comes first: some steps after a short prompt, each compared with float64. Of a contestant that fails it, or
+cannot run, only the status is written. In each repeat every contestant takes ``--calls`` steps that follow one another,
+after a barrier; a time is that of one step on the slowest rank, and a row has the median, least and most over the
+repeats. ``gb_per_s`` is what one rank reads of keys and values, over that time: the memory's speed bounds it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).parent)]  # a checkout not installed
+
+from attention import PLAIN_FACTOR, Ranks, milliseconds  # noqa: E402
+from report import append, machine  # noqa: E402
+
+from cp_mesh import ShardedCache, ShardedSequence  # noqa: E402
+from cp_mesh.dense import dense_attention  # noqa: E402
+from cp_mesh.kernels.scores import Scores  # noqa: E402
+from cp_mesh.masks import Mask  # noqa: E402
+
+GATE_STEPS = 6
+ROUNDING = 1e-6  # of the signal: what fp32 sums may add to the bound of the gate
+COLUMNS = (
+    *("date", "commit", "gpu", "world_size", "torch", "cuda", "cudnn", "nccl", "packages"),
+    *("contestant", "batch", "heads_q", "heads_kv", "head_dim", "dtype", "cached", "repeats", "calls_per_time"),
+    *("step_ms", "step_ms_min", "step_ms_max", "ratio_one_device", "gb_per_s"),  # time of "one device" over this time
+    *("error", "bound", "status"),  # RMS error over RMS of the exact result, in the gate; and what it may be
+)
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--cached", type=int, nargs="+", default=[131072], help="tokens of the prompt")
+    add("--batch", type=int, default=1)
+    add("--heads", default="32/8", help="query heads/kv heads")
+    add("--head-dim", type=int, default=128)
+    add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    add("--contestants", nargs="+", choices=tuple(CONTESTANTS), default=list(CONTESTANTS))
+    add("--gate-len", type=int, default=1000, help="tokens of the prompt in the correctness gate")
+    add("--repeats", type=int, default=7)
+    add("--calls", type=int, default=20)
+    add("--csv", type=Path, help="append a row a contestant")
+    add("--commit", help="recorded in the rows (default: ask git)")
+    args = parser.parse_args(argv)
+    if args.calls < 2:
+        parser.error("--calls: 2 or more, as a graph is captured in the second step, before times are taken")
+    if args.contestants[0] != "one device":
+        args.contestants = ["one device", *(name for name in args.contestants if name != "one device")]
+    return args
+
+
+@dataclass
+class Sequences:
+    """q, k and v of a prompt and of the tokens after it, [B, heads, S, D], equal on all ranks."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    prompt: int
+
+    @classmethod
+    def random(cls, args: argparse.Namespace, ranks: Ranks, prompt: int, num_steps: int) -> Sequences:
+        generator = torch.Generator(ranks.device).manual_seed(0)
+        heads, kv_heads = map(int, args.heads.split("/"))
+        options: dict[str, Any] = {
+            "generator": generator, "device": ranks.device, "dtype": getattr(torch, args.dtype)
+        }  # fmt: skip
+        shapes = ((args.batch, n, prompt + num_steps, args.head_dim) for n in (heads, kv_heads, kv_heads))
+        return cls(*(torch.randn(shape, **options) for shape in shapes), prompt)
+
+    def token(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Contiguous copies of one row each."""
+        at = self.prompt + step
+        q, k, v = (x[:, :, at : at + 1].contiguous() for x in (self.q, self.k, self.v))
+        return q, k, v
+
+
+class OneDevice:
+    """All tokens in one tensor, which has room for all that come."""
+
+    def __init__(self, x: Sequences, ranks: Ranks) -> None:
+        self.k, self.v, self.length = x.k.clone(), x.v.clone(), x.prompt
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.k[:, :, self.length], self.v[:, :, self.length] = k[:, :, 0], v[:, :, 0]
+        self.length += 1
+        k, v = self.k[:, :, : self.length], self.v[:, :, : self.length]
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+class Growing:
+    fixed = False
+
+    def __init__(self, x: Sequences, ranks: Ranks) -> None:
+        sequence = ShardedSequence(ranks.mesh, length=x.prompt)
+        self.cache = ShardedCache(sequence, x.k.shape[2] if self.fixed else None)
+        self.cache.prefill(*(sequence.shard(y[:, :, : x.prompt], dim=2) for y in (x.k, x.v)))
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.cache.append(k, v)
+        return self.cache.attend(q)
+
+
+class Fixed(Growing):
+    fixed = True
+
+
+class Graph(Fixed):
+    """The first step is eager, as kernels must be compiled; then one is captured, and replayed for every token."""
+
+    graph: Any = None
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if not hasattr(self, "given"):
+            self.given = [x.clone() for x in (q, k, v)]
+            return super().step(q, k, v)
+        if self.graph is None:
+            if not q.is_cuda:
+                raise NotImplementedError("CUDA graphs need a GPU")
+            torch.cuda.synchronize()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):  # which computes nothing
+                self.out = super().step(*self.given)
+        for x, y in zip(self.given, (q, k, v), strict=True):
+            x.copy_(y)
+        self.graph.replay()
+        return self.out.clone()
+
+
+CONTESTANTS: dict[str, Any] = {"one device": OneDevice, "cache": Growing, "capacity": Fixed, "graph": Graph}
+
+
+def exact(x: Sequences, dtype: torch.dtype) -> Tensor:
+    """The results of the steps by plain products of a dtype."""
+    q, k, v = (y.to(dtype) for y in (x.q, x.k, x.v))
+    with torch.enable_grad():  # it computes gradients too
+        out = dense_attention(q, k, v, torch.zeros_like(q), Mask(), Scores(q.shape[3] ** -0.5)).out
+    return out[:, :, x.prompt :].double()
+
+
+def gate(args: argparse.Namespace, ranks: Ranks) -> tuple[dict[str, tuple[float, str]], float]:
+    """The largest error of each contestant over the ranks, and what became of it; and what the error may be.
+
+    On one device a kernel may have twice the error of plain products of the dtype; we may too, for all ranks together.
+    """
+    x = Sequences.random(args, ranks, args.gate_len, GATE_STEPS)
+    want = exact(x, torch.float64)
+    bound = PLAIN_FACTOR * relative(exact(x, x.q.dtype), want) + ROUNDING
+    found = {}
+    for name in args.contestants:
+        out, problem = ranks.attempt(lambda name=name: run(CONTESTANTS[name](x, ranks), x, GATE_STEPS))  # type: ignore[misc]
+        error = float(ranks.largest(torch.inf if out is None else relative(out.double(), want)))
+        failed = "" if error <= bound else f"failed the gate: {error:.1e} > {bound:.1e}"
+        found[name] = error, problem or failed or "ok"
+    return found, bound
+
+
+def relative(x: Tensor, want: Tensor) -> float:
+    """RMS error over RMS."""
+    error = ((x - want).square().mean() / want.square().mean()).sqrt().item()
+    return torch.inf if error != error else error
+
+
+def run(contestant: Any, x: Sequences, num_steps: int) -> Tensor:
+    return torch.cat([contestant.step(*x.token(step)) for step in range(num_steps)], dim=2)
+
+
+def race(args: argparse.Namespace, ranks: Ranks, names: Sequence[str], cached: int) -> dict[str, list[float]]:
+    """Milliseconds of a step on the slowest rank, repeat by repeat; the first repeat, which warms up, is left out."""
+    x = Sequences.random(args, ranks, cached, (args.repeats + 1) * args.calls + 2)
+    contestants = {name: CONTESTANTS[name](x, ranks) for name in names}
+    times: dict[str, list[float]] = {name: [] for name in names}
+    token = x.token(0)
+    for repeat in range(args.repeats + 1):
+        for name, contestant in contestants.items():
+            ranks.line_up()
+            begin = ranks.mark()
+            for _ in range(args.calls):
+                contestant.step(*token)
+            end = ranks.mark()
+            ranks.synchronize()
+            ms = float(ranks.largest(milliseconds(begin, end))) / args.calls
+            times[name] += [ms] * (repeat > 0)
+    return times
+
+
+@torch.no_grad()
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_arguments(argv)
+    ranks = Ranks(args.device)
+    verdicts, bound = gate(args, ranks)
+    heads, kv_heads = map(int, args.heads.split("/"))
+    about = machine(ranks.device, ranks.size, args.commit) | {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"), "batch": args.batch, "heads_q": heads,
+        "heads_kv": kv_heads, "head_dim": args.head_dim, "dtype": args.dtype, "bound": f"{bound:.1e}",
+    }  # fmt: skip
+    for cached in args.cached:
+        times = race(args, ranks, [name for name, (_, status) in verdicts.items() if status == "ok"], cached)
+        rows = []
+        for name, (error, status) in verdicts.items():
+            row = about | {"contestant": name, "cached": cached, "error": f"{error:.1e}", "status": status}
+            if name in times:
+                ms = statistics.median(times[name])
+                nbytes = 2 * args.batch * kv_heads * args.head_dim * cached * getattr(torch, args.dtype).itemsize
+                nbytes //= 1 if name == "one device" else ranks.size
+                row |= {"repeats": args.repeats, "calls_per_time": args.calls, "step_ms": f"{ms:.4f}"}
+                row |= {"step_ms_min": f"{min(times[name]):.4f}", "step_ms_max": f"{max(times[name]):.4f}"}
+                row["gb_per_s"] = f"{nbytes / ms / 1e6:.4g}"
+                if alone := times.get("one device"):
+                    row["ratio_one_device"] = f"{statistics.median(alone) / ms:.4g}"
+            rows.append(row)
+            figures = "  ".join(
+                f"{row.get(key, ''):>10}" for key in ("step_ms", "ratio_one_device", "gb_per_s", "error")
+            )
+            ranks.print(f"{cached:>9} tokens  {name:12} ms, ratio, GB/s, error: {figures}  {status[:100]}")
+        if args.csv is not None and ranks.rank == 0:
+            append(args.csv, COLUMNS, rows)
+    dist.barrier()
+    dist.destroy_process_group()
+    if any(status.startswith("failed") for _, status in verdicts.values()):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

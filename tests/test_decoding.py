@@ -1,0 +1,633 @@
+"""Decoding: few queries over keys of all ranks equal one device, in every layout, for one small all-gather."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Callable, Sequence
+from itertools import chain, product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import LAYOUTS, MASKS, SCORES, gap, make_mask, make_scores, pairs
+from checks import GQA, MHA, MQA, dense_scores, report
+from dense import dense_attention, make_qkv
+from ranks import mesh, num_collectives
+from scripts import run_script
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from cp_mesh import Mask, ShardedCache, ShardedSequence, ZigZag, check_mode, decode
+from cp_mesh.decoding import UNUSED, places
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+sys.path.append(str(EXAMPLES))
+
+import generate  # noqa: E402
+import llama  # noqa: E402
+
+TOLERANCE = 1e-10
+SAID = [name for name in MASKS if not ({"documents", "key_padding"} & set(MASKS[name](1, 8)))]
+"""Masks without tensors."""
+SERVED = [name for name in SCORES if not ({"bias", "dropout_p"} & set(SCORES[name](1, 1, 8)))]
+HEADS = (GQA, MHA, MQA)
+B = 2
+
+
+class Case(NamedTuple):
+    """A whole sequence of S tokens, of which the last ``num_rows`` are the queries, and what is asked."""
+
+    layout: str
+    mask: str
+    S: int
+    num_rows: int = 1
+    scores: str = "plain"
+    heads: tuple[int, int] = GQA
+    dims: tuple[int, int] = (6, 4)
+    kernel: str = "auto"
+    scale: float | None = None
+
+    def options(self) -> dict[str, Any]:
+        given = make_scores(self.scores, B, self.heads[0], self.S)
+        return given | {"mask": make_mask(self.mask, B, self.S), "kernel": self.kernel, "scale": self.scale}
+
+    def whole(self, end: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The last queries, all keys and values, and what one device computes of them: out and lse.
+
+        ``end``: of a sequence that ends there.
+        """
+        q, k, v = (x[:, :, :end] for x in make_qkv(B, *self.heads, self.S, *self.dims)[:3])
+        given = dense_scores(make_scores(self.scores, B, self.heads[0], self.S), B, self.heads[0], self.S)
+        out, lse = dense_attention(q, k, v, pairs(self.mask, B, self.S)[:, :end, :end], self.scale, **given)
+        rows = slice(-self.num_rows, None)
+        return q[:, :, rows], k, v, out[:, :, rows], lse[:, :, rows]
+
+
+def compared(case: Case, got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], what: str = "") -> list[str]:
+    names = zip(("out", "lse"), got, want, strict=True)
+    return [f"{case}{what}: {name} is off by {gap(x, y):.1e}" for name, x, y in names if not gap(x, y) <= TOLERANCE]
+
+
+def at_positions(rank: int, cases: Sequence[Case]) -> list[str]:
+    """`decode` of each case, by positions."""
+    axis, problems = mesh((dist.get_world_size(),), ("cp",)), []
+    for case in cases:
+        q, k, v, *want = case.whole()
+        rows = LAYOUTS[case.layout](case.S).positions(case.S, axis.size(), rank)
+        given = [q, k[:, :, rows], v[:, :, rows], torch.arange(case.S - case.num_rows, case.S), rows]
+        before = [x.clone() for x in given]
+        calls = num_collectives()
+        got = decode(
+            *given[:3], mesh=axis, q_positions=given[3], k_positions=given[4], return_lse=True, **case.options()
+        )
+        problems += [f"{case}: not one collective"] * (num_collectives() - calls != 1)
+        problems += compared(case, got, tuple(want))
+        problems += [f"{case}: wrote its input"] * (not all(map(torch.equal, given, before)))
+    return problems
+
+
+def decode_cases(full: bool) -> list[Case]:
+    """All layouts and masks, with scores, heads and numbers of rows that take turns; lengths of few tokens leave ranks
+    without keys."""
+    cases = []
+    for i, (layout, mask) in enumerate(product(LAYOUTS, SAID)):
+        for S in (1, 2, 13, 31) if full else ((2, 13)[i % 2],):
+            scores, heads, num_rows = SERVED[i % len(SERVED)], HEADS[i % 3], min((1, 3, S)[i // 2 % 3], S)
+            cases.append(Case(layout, mask, S, num_rows, scores, heads, (6, (4, 6)[i % 2])))
+    cases += [Case("zigzag", "causal", 1), Case("striped", "full", 1, scores="sinks", dims=(6, 6))]
+    return [*cases, Case("zigzag", "window", 13, 2, "softcap", kernel="reference", scale=0.3)]
+
+
+def test_decode_equals_one_device(pool, full):
+    for size in (1, 2, 3, 4) if full else (3,):
+        report(pool(size).run(at_positions, decode_cases(full), timeout=300.0))
+
+
+def test_every_score_is_served(pool):
+    report(pool(3).run(at_positions, [Case("zigzag", "causal", 13, 2, scores, MHA) for scores in SERVED]))
+
+
+def seen_alike(rank: int) -> list[str]:
+    """Without positions all keys count; with ``num_seen`` the first ones do, whatever their positions say."""
+    axis, problems = mesh((3,), ("cp",)), []
+    for case in (
+        Case("zigzag", "causal", 13),
+        Case("zigzag", "causal", 13, 1, "softcap and sinks", MHA, (6, 6)),
+        Case("contiguous", "full", 13, 3, kernel="cpu_flash", dims=(6, 6)),
+        Case("striped", "full", 2, 2, dims=(6, 6), scale=0.7),
+    ):
+        q, k, v, *want = case.whole()
+        rows = LAYOUTS[case.layout](case.S).positions(case.S, 3, rank)
+        got = decode(q, k[:, :, rows], v[:, :, rows], mesh=axis.get_group(), return_lse=True, **case.options())
+        problems += compared(case, got, tuple(want))
+    for case in (Case("striped", "causal", 13, 3, "sinks"), Case("zigzag", "prefix", 13, 2, dims=(6, 6))):
+        q, k, v, *want = case.whole()
+        rows = LAYOUTS[case.layout](case.S).positions(case.S, 3, rank)
+        first = case.S - case.num_rows
+        rows = torch.cat([rows[rows <= first], rows[rows > first]])
+        num_seen = int((rows <= first).sum())
+        hidden = torch.where(rows <= first, UNUSED, rows)
+        where = {"q_positions": torch.arange(first, case.S), "num_seen": num_seen}
+        for positions in (rows, hidden):
+            given = q, k[:, :, rows], v[:, :, rows]
+            got = decode(*given, mesh=axis, k_positions=positions, return_lse=True, **where, **case.options())
+            problems += compared(case, got, tuple(want), " with num_seen")
+        got = decode(*given, mesh=axis, k_positions=hidden, q_positions=where["q_positions"], **case.options())
+        problems += [f"{case}: num_seen is not read"] * (gap(got, want[0]) < 1e-3)
+    return problems
+
+
+def test_keys_that_all_queries_see(pool):
+    report(pool(3).run(seen_alike))
+
+
+# ---- the reduction
+
+
+class Tape(TorchDispatchMode):
+    """What is computed inside, operation by operation; `replay` computes it again, into the same memory, as the replay
+    of a CUDA graph does: no Python runs, and shapes and numbers are those of the first time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, out))
+        return out
+
+    def of(self, namespace: str) -> list[tuple[str, Any]]:
+        return [(func._opname, args[0]) for func, args, *_ in self.calls if func.namespace == namespace]
+
+    def replay(self) -> None:
+        for func, args, kwargs, out in self.calls:
+            again = func(*args, **kwargs)
+            if func.namespace == "_c10d_functional":
+                again = torch.ops._c10d_functional.wait_tensor(again)
+            for new, old in zip(tree_leaves(again), tree_leaves(out), strict=True):
+                if isinstance(new, Tensor) and new.data_ptr() != old.data_ptr():
+                    old.copy_(new)
+
+
+def traffic(rank: int, S: int, dtype: torch.dtype, num_seen: int | None) -> list[tuple[str, int]]:
+    """Collectives of one call, and what this rank gives to each, in bytes."""
+    axis = mesh((3,), ("cp",))
+    q, k, v, _ = make_qkv(B, *GQA, S, 6, 4, dtype=dtype)
+    rows = ZigZag().positions(S, 3, rank)
+    where = {"q_positions": torch.tensor([S - 1]), "k_positions": rows, "num_seen": num_seen}
+    calls = num_collectives()
+    with Tape() as tape:
+        decode(q[:, :, -1:], k[:, :, rows], v[:, :, rows], mesh=axis, **where)
+    assert num_collectives() - calls == 1
+    return [(name, x.nbytes) for name, x in tape.of("_c10d_functional") if name != "wait_tensor"]
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 4), (torch.float32, 4), (torch.float64, 8)])
+def test_one_small_all_gather(pool, dtype, width):
+    """Of out and lse, whatever the length; of two parts where some keys are said to be seen."""
+    for S, num_seen in ((12, None), (96, None), (12, 0)):
+        nbytes = B * GQA[0] * (4 + 1) * width * (1 if num_seen is None else 2)
+        assert pool(3).run(traffic, S, dtype, num_seen) == [[("all_gather_into_tensor", nbytes)]] * 3
+
+
+def low_precision(rank: int, dtype: torch.dtype, dims: tuple[int, int], casting: bool) -> list[str]:
+    axis = mesh((3,), ("cp",))
+    q, k, v, _ = make_qkv(B, *GQA, 96, *dims, dtype=dtype)
+    rows = ZigZag().positions(96, 3, rank)
+    want, _ = dense_attention(q, k, v, pairs("causal", B, 96))
+    want = want[:, :, -1:]
+    with torch.autocast("cpu", torch.bfloat16, enabled=casting):
+        got, lse = decode(q[:, :, -1:], k[:, :, rows], v[:, :, rows], mesh=axis, return_lse=True)
+    assert (got.dtype, lse.dtype) == (dtype, torch.float32)
+    # of a result that was rounded once: half a unit in the last place, and what fp32 sums cost
+    bound = want.abs() * torch.finfo(dtype).eps / 2 * 1.001 + 1e-5
+    off = (got.double() - want).abs()
+    return [f"{dtype}, {dims}: off by {(off / bound).max():.2f} times its bound"] * bool((off > bound).any())
+
+
+def test_partial_results_are_merged_in_fp32(pool):
+    for dtype, dims in product((torch.bfloat16, torch.float16, torch.float32), ((16, 16), (16, 8))):
+        report(pool(3).run(low_precision, dtype, dims, False))
+    report(pool(3).run(low_precision, torch.float32, (16, 8), True))
+
+
+# ---- the cache
+
+
+def test_places_are_those_of_the_rank_with_fewest():
+    for counts, num_new in (([0, 0, 0], 7), ([5, 0, 2], 9), ([1, 4], 1), ([3], 4), ([2, 2, 2, 1], 6)):
+        expected, now = [], list(counts)
+        for _ in range(num_new):
+            owner = min(range(len(now)), key=lambda r: (now[r], r))
+            expected.append((owner, now[owner]))
+            now[owner] += 1
+        assert list(zip(*(x.tolist() for x in places(torch.tensor(counts), num_new)), strict=True)) == expected
+
+
+class Steps(NamedTuple):
+    """A prompt that is prefilled, and the numbers of tokens that are appended together."""
+
+    case: Case  # of the whole sequence; its rows are not read
+    prompt: int
+    steps: tuple[int, ...] = (1, 3, 2, 1, 1)
+    pad: bool = True
+    capacity: int | None = None
+
+
+FEW = [Steps(Case("zigzag", "window", 21), 13), Steps(Case("zigzag", "causal", 19), 11, capacity=20)]
+
+
+def filled(axis: Any, run: Steps) -> ShardedCache:
+    """A cache with the prompt."""
+    sequence = ShardedSequence(axis, LAYOUTS[run.case.layout](run.prompt), length=run.prompt or None, pad=run.pad)
+    cache = ShardedCache(sequence, run.capacity)
+    _, k, v, *_ = run.case.whole()
+    if run.prompt:
+        cache.prefill(*(sequence.shard(x[:, :, : run.prompt], dim=2) for x in (k, v)))
+    return cache
+
+
+def positions_held(cache: ShardedCache) -> list[list[int]]:
+    """By all ranks."""
+    held: list[Any] = [None] * cache.sequence.cp_size
+    own = cache.positions[cache.positions < UNUSED].tolist() if cache.length else []
+    dist.all_gather_object(held, own)
+    return held
+
+
+def cached(rank: int, runs: Sequence[Steps]) -> list[str]:
+    """What is wrong with caches that are filled step by step, and attended to at each step."""
+    axis, problems = mesh((dist.get_world_size(),), ("cp",)), []
+    for run in runs:
+        case, end = run.case, run.prompt
+        _, k, v, *_ = case.whole()
+        cache, options = filled(axis, run), case.options()
+        most = max(map(len, positions_held(cache)))
+        for i, num_new in enumerate(run.steps):
+            begin, end = end, end + num_new
+            before = num_collectives()
+            cache.append(k[:, :, begin:end], v[:, :, begin:end])
+            problems += [f"{run}: append communicates"] * (num_collectives() != before)
+            num_rows = num_new if i % 3 < 2 else 1  # all that came, or the last token alone
+            q, _, _, *want = case._replace(num_rows=num_rows).whole(end)
+            got = cache.attend(q, return_lse=True, **options)
+            problems += compared(case, got, tuple(want), f" at {end} of {run}")
+            held, most = positions_held(cache), max(most, -(-end // axis.size()))
+            if cache.length != end or sorted(chain(*held)) != list(range(end)):
+                problems.append(f"{run}: {cache.length} tokens at {end}, ranks hold {held}")
+            if max(map(len, held)) > most:
+                problems.append(f"{run}: unbalanced, {[len(x) for x in held]}")
+    return problems
+
+
+def cache_runs(full: bool) -> list[Steps]:
+    masks = ("causal", "window", "full", "prefix", "window of one token", "length")
+    runs = []
+    for i, (layout, mask) in enumerate(product(LAYOUTS, masks if full else masks[:3])):
+        prompt, capacity, dims = (13, 12)[i % 2], (None, 21, 40)[(i + i // 3) % 3], (6, (4, 6)[i // 2 % 2])
+        scores = ("plain", "softcap and sinks", "alibi")[(i + i // 6) % 3]
+        case = Case(layout, mask, prompt + 8, 1, scores, HEADS[i // 3 % 3], dims)
+        runs.append(Steps(case, prompt, pad=layout not in ("shuffled", "balanced", "reversed"), capacity=capacity))
+    plain = Case("zigzag", "causal", 8)
+    runs += [Steps(plain, 0, capacity=capacity) for capacity in (None, 8)]  # nothing is prefilled
+    runs += [Steps(plain._replace(S=9), 1, capacity=capacity) for capacity in (None, 9)]  # ranks without keys
+    runs.append(Steps(Case("contiguous", "causal", 90), 82, capacity=None))
+    return runs
+
+
+def test_cache_equals_one_device(pool, full):
+    for size in (1, 2, 3, 4) if full else (3,):
+        runs = cache_runs(full)
+        if size != 3:  # that of tests/cases.py is of three ranks
+            runs = [run for run in runs if run.case.layout != "balanced"]
+        report(pool(size).run(cached, runs, timeout=300.0))
+
+
+def grows(rank: int) -> list[str]:
+    axis = mesh((2,), ("cp",))
+    cache, growing = ShardedCache(ShardedSequence(axis), 10), ShardedCache(ShardedSequence(axis))
+    x, pointers, sizes = torch.ones(1, 1, 1, 2), [], []
+    for _ in range(10):
+        for each in (cache, growing):
+            each.append(x, x)
+        pointers.append((cache.key.data_ptr(), cache.value.data_ptr(), cache.positions.data_ptr(), cache.key.shape))
+        sizes.append(growing.key.shape[2])
+    assert sizes == [(i + 2 - rank) // 2 for i in range(10)], sizes
+    assert len(set(pointers)) == 1 and cache.key.shape[2] == 6, "the memory of a capacity moves"
+    return []
+
+
+def test_memory_of_a_capacity_stays(pool):
+    report(pool(2).run(grows))
+
+
+def replayed(rank: int, scores: str, mask: str) -> list[str]:
+    """One recorded step, replayed on the tokens that follow."""
+    axis, problems = mesh((3,), ("cp",)), []
+    case = Case("zigzag", mask, 26, 26, scores, GQA, (6, 6))
+    q, k, v, *want = case.whole()
+    cache = filled(axis, Steps(case, 13, capacity=26))
+    given = [x[:, :, :1].clone() for x in (q, k, v)]
+    options = case.options()
+
+    def step() -> tuple[Tensor, Tensor]:
+        cache.append(*given[1:])
+        return cache.attend(given[0], return_lse=True, **options)
+
+    def give(token: int) -> None:
+        for x, of in zip(given, (q, k, v), strict=True):
+            x.copy_(of[:, :, token : token + 1])
+
+    give(13)
+    with Tape() as tape:
+        got = step()
+    names = {func._opname for func, *_ in tape.calls}
+    problems += [f"waits for the device: {names}"] * bool(names & {"_local_scalar_dense", "nonzero", "_unique2"})
+    for token in range(13, 26):
+        if token > 13:
+            give(token)
+            tape.replay()
+        problems += compared(case, got, tuple(x[:, :, token : token + 1] for x in want), f" at {token}")
+    try:
+        tape.replay()
+        problems.append("a replay beyond the capacity is not refused")
+    except RuntimeError as error:
+        assert "more tokens than its capacity" in str(error)
+    return problems
+
+
+@pytest.mark.parametrize(
+    ("scores", "mask"), [("plain", "causal"), ("softcap and sinks", "window"), ("alibi", "causal")]
+)
+def test_a_step_of_a_capacity_can_be_replayed(pool, scores, mask):
+    """What a CUDA graph needs: no number that the host reads, no shape and no address changes from step to step."""
+    report(pool(3).run(replayed, scores, mask))
+
+
+def on_gpus(rank: int, capacity: int | None, mask: str) -> list[str]:
+    """Steps in bfloat16, replays of a CUDA graph from the second one on if there is a capacity."""
+    axis, problems = mesh((2,), ("cp",)), []
+    sequence = ShardedSequence(axis, length=300)
+    q, k, v, _ = (x.cuda() for x in make_qkv(B, *GQA, 320, 64, dtype=torch.bfloat16))
+    want, _ = dense_attention(q, k, v, pairs(mask, B, 320).cuda())
+    cache = ShardedCache(sequence, capacity)
+    cache.prefill(*(sequence.shard(x[:, :, :300], dim=2) for x in (k, v)))
+    given = [x[:, :, :1].clone() for x in (q, k, v)]
+    graph = torch.cuda.CUDAGraph()
+
+    def step() -> Tensor:
+        cache.append(*given[1:])
+        return cache.attend(given[0], mask=make_mask(mask, B, 320))
+
+    for token in range(300, 320):
+        for x, of in zip(given, (q, k, v), strict=True):
+            x.copy_(of[:, :, token : token + 1])
+        if capacity is None or token == 300:
+            out = step()
+        else:
+            if token == 301:
+                torch.cuda.synchronize()
+                with torch.cuda.graph(graph):
+                    out = step()
+            graph.replay()
+        if not (off := gap(out, want[:, :, token : token + 1])) <= 2e-2:
+            problems.append(f"{mask}, capacity {capacity}: off by {off:.1e} at {token}")
+    return problems
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("mask", ["causal", "window"])
+@pytest.mark.parametrize("capacity", [None, 320])
+def test_on_gpus(pool, capacity, mask):
+    report(pool(2, "nccl").run(on_gpus, capacity, mask, timeout=300.0))
+
+
+def compiled(rank: int, capacity: int | None) -> list[str]:
+    """Steps inside of a function that torch.compile compiles, but for attention."""
+    axis, problems = mesh((2,), ("cp",)), []
+    case = Case("zigzag", "causal", 16, 16, dims=(6, 6))
+    q, k, v, out, _ = case.whole()
+    cache = filled(axis, Steps(case, 8, capacity=capacity))
+
+    @torch.compile(backend="eager")
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        cache.append(k * 2, v * 2)
+        return cache.attend(q * 2) * 2
+
+    for token in range(8, 16):
+        rows = slice(token, token + 1)
+        got = step(*(x[:, :, rows] / 2 for x in (q, k, v)))
+        problems += [f"wrong at {token}"] * (not gap(got, 2 * out[:, :, rows]) <= TOLERANCE)
+    return problems
+
+
+@pytest.mark.parametrize("capacity", [None, 16])
+def test_a_compiled_step(pool, capacity):
+    report(pool(2).run(compiled, capacity))
+
+
+# ---- what is refused
+
+
+def small(rank: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    where = {"q_positions": torch.tensor([7]), "k_positions": torch.arange(4) + 4 * rank}
+    return torch.ones(1, 2, 1, 4), torch.ones(1, 1, 4, 4), {"mesh": mesh((2,), ("cp",)), **where}
+
+
+def refused_calls(rank: int) -> dict[str, tuple[Callable[[], Any], str]]:
+    """Calls of `decode` that every rank refuses, and words of the message."""
+    q, k, where = small(rank)
+    axis = where["mesh"]
+
+    def call(query=q, key=k, value=k, **options):
+        return lambda: decode(query, key, value, **where | options)
+
+    ids = torch.zeros(8, dtype=torch.int64)
+    return {
+        "no mesh": (call(mesh=None), "mesh"),
+        "DTensor": (call(DTensor.from_local(q, axis)), "local tensor"),
+        "no tensor": (call([1.0]), "use torch.as_tensor"),
+        "gradient": (call(q.clone().requires_grad_()), "torch.no_grad"),
+        "gradient of keys": (call(key=k.clone().requires_grad_()), "torch.no_grad"),
+        "gradient of sinks": (call(sinks=torch.zeros(2).requires_grad_()), "torch.no_grad"),
+        "three dims": (call(q[0]), "transpose other formats"),
+        "no row": (call(q[:, :, :0], q_positions=torch.arange(0)), "at least one row"),
+        "dtypes": (call(q.double()), "one dtype"),
+        "heads": (call(q.repeat(1, 2, 1, 1)[:, 1:], k.repeat(1, 2, 1, 1), k.repeat(1, 2, 1, 1)), "multiple of kv"),
+        "head dims": (call(q[..., :2]), "one head dim"),
+        "documents": (call(mask=Mask(documents=ids)), "without documents"),
+        "key padding": (call(mask=Mask(key_padding=ids == 0)), "without documents and key_padding"),
+        "no mask": (call(mask=None), "a Mask"),
+        "scale": (call(scale=-1.0), "positive"),
+        "softcap": (call(softcap=0.0), "positive"),
+        "sinks": (call(sinks=torch.zeros(3)), "sinks"),
+        "slopes": (call(alibi_slopes=[1.0, 2.0]), "a local tensor"),
+        "kernel": (call(kernel="none"), "one of auto"),
+        "kernel of other devices": (call(kernel="fa2"), "lacks device cpu"),
+        "kernel without pairs": (call(kernel="cpu_flash"), "'pairs' tiles"),
+        "positions of keys alone": (call(q_positions=None), "q_positions"),
+        "positions of queries alone": (call(k_positions=None), "k_positions"),
+        "a window without positions": (call(q_positions=None, k_positions=None, mask=Mask(window=(3, 0))), "a window"),
+        "slopes without positions": (call(q_positions=None, k_positions=None, alibi_slopes=torch.ones(2)), "positions"),
+        "dtype of positions": (call(q_positions=torch.tensor([7.0])), "int64"),
+        "too few positions": (call(k_positions=torch.arange(3)), "int64 (4,)"),
+        "seen without positions": (call(q_positions=None, k_positions=None, num_seen=1), "num_seen"),
+        "seen beside a window": (call(mask=Mask(window=(3, 0)), num_seen=1), "num_seen"),
+        "more seen than held": (call(num_seen=5), "0 to 4 rows"),
+    }  # fmt: skip
+
+
+def refused_by_caches(rank: int) -> dict[str, tuple[Callable[[], Any], str]]:
+    axis = mesh((2,), ("cp",))
+    x, q = torch.ones(1, 1, 1, 4), torch.ones(1, 2, 1, 4)
+
+    def cache(num_tokens: int = 1, capacity: int | None = 4, **options: Any) -> ShardedCache:
+        made = ShardedCache(ShardedSequence(axis, **options), capacity)
+        for _ in range(num_tokens):
+            made.append(x, x)
+        return made
+
+    return {
+        "no sequence": (lambda: ShardedCache(axis), "a ShardedSequence"),
+        "capacity": (lambda: cache(0, 0), "capacity"),
+        "overflow": (lambda: cache(4).append(x, x), "larger capacity"),
+        "overflow at once": (lambda: cache(2).append(x.expand(1, 1, 3, 4), x.expand(1, 1, 3, 4)), "larger capacity"),
+        "a long prompt": (lambda: cache(0, length=6).prefill(*[x.expand(1, 1, 4, 4)] * 2), "larger capacity"),
+        "a second prompt": (lambda: cache().prefill(x, x), "an empty cache"),
+        "rows of another layout": (lambda: cache(0, length=4).prefill(x, x), "2 rows"),
+        "nothing appended": (lambda: cache().append(x[:, :, :0], x[:, :, :0]), "at least one token"),
+        "dtype": (lambda: cache().append(x.double(), x.double()), "as in the cache"),
+        "batch": (lambda: cache().append(x.expand(2, 1, 1, 4), x.expand(2, 1, 1, 4)), "as in the cache"),
+        "kv heads": (lambda: cache().append(x.expand(1, 2, 1, 4), x.expand(1, 2, 1, 4)), "as in the cache"),
+        "head dim": (lambda: cache().append(x[..., :2], x), "as in the cache"),
+        "v head dim": (lambda: cache().append(x, x[..., :2]), "as in the cache"),
+        "keys and values": (lambda: cache().append(x, x.expand(1, 1, 2, 4)), "equal heads and lengths"),
+        "gradient": (lambda: cache().append(x.clone().requires_grad_(), x), "torch.no_grad"),
+        "an empty cache": (lambda: cache(0).key, "prefill or append first"),
+        "more queries than came": (lambda: cache(2).attend(q.expand(1, 2, 2, 4)), "at most 1 rows"),
+        "an option of training": (lambda: cache().attend(q, dropout_p=0.1), "unexpected keyword"),
+    }  # fmt: skip
+
+
+def refusals(rank: int) -> list[str]:
+    problems = []
+    for name, (call, words) in (refused_calls(rank) | refused_by_caches(rank)).items():
+        before = num_collectives()
+        try:
+            call()
+            problems.append(f"{name} is not refused")
+        except (ValueError, NotImplementedError, TypeError) as error:
+            problems += [f"{name}: {error}"] * (words not in str(error))
+        problems += [f"{name} is refused after a collective"] * (num_collectives() != before)
+    return problems
+
+
+def test_what_cannot_be_is_refused_before_the_first_collective(pool):
+    report(pool(2).run(refusals))
+
+
+def disagreements(rank: int) -> list[str]:
+    q, k, where = small(rank)
+    cache = ShardedCache(ShardedSequence(where["mesh"]))
+    x = torch.ones(1, 1, 1, 4)
+    calls = {
+        "query": lambda: decode(q + rank, k, k, **where),
+        "options": lambda: decode(q, k, k, **where, softcap=1.0 + rank),
+        "sinks": lambda: decode(q, k, k, **where, sinks=torch.zeros(2) + rank),
+        "q_positions": lambda: decode(q, k, k, **where | {"q_positions": torch.tensor([7 + rank])}),
+        "refused its arguments": lambda: decode(q, k, k, **where | {"k_positions": torch.arange(4 - rank)}),
+        "value": lambda: cache.append(x, x + rank),
+        "refused its arguments to append": lambda: cache.append(x, x[..., : 4 - rank, :][:, : 1 - rank]),
+        "refused its arguments: no tensor": lambda: decode(q if rank == 0 else None, k, k, **where),
+    }
+    problems = []
+    with check_mode():
+        for words, call in calls.items():
+            try:
+                call()
+                problems.append(f"{words}: not found")
+            except (RuntimeError, ValueError) as error:
+                own = rank == 1 and words.startswith("refused")
+                told = words.split(" to ")[0].split(":")[0] in str(error)
+                problems += [f"{words}: {error}"] * (not told and not own)
+        decode(q, k, k, **where)
+        cache.append(x, x)
+        cache.attend(q)
+    return problems
+
+
+def test_ranks_that_disagree_are_told_in_check_mode(pool):
+    report(pool(2).run(disagreements))
+
+
+# ---- a model
+
+
+def generated(rank: int, layout: str, S: int, capacity: bool) -> tuple[Tensor, Tensor]:
+    """Tokens that a model of random weights generates on all ranks, and on one device."""
+    axis = mesh((dist.get_world_size(),), ("cp",))
+    config = llama.LlamaConfig(64, 32, 2, 4, 2)
+    models = [
+        llama.Llama(config, core=core).double() for core in (generate.CachedAttention, llama.DenseDocumentAttention)
+    ]
+    for model in models:
+        model.init_weights(0)
+        for name, weight in model.named_parameters():
+            if "wq" in name or "wk" in name or "output" in name:
+                weight.data.mul_(8.0)  # peaked attention and logits: tokens depend on positions
+    prompt = torch.randint(64, (B, S), generator=torch.Generator().manual_seed(S))
+    made = LAYOUTS[layout](S - 1)
+    options = {} if layout == "zigzag" else {"layout": made}
+    sharded = generate.generate(models[0], prompt, 12, axis, **options, fixed=capacity)
+    return sharded, generate.generate_alone(models[1], prompt, 12)
+
+
+@pytest.mark.parametrize(
+    ("size", "layout", "S", "capacity"),
+    [(2, "zigzag", 25, False), (3, "zigzag", 20, True), (3, "shuffled", 22, False), (2, "zigzag", 1, False)],
+)
+def test_generated_tokens_are_those_of_one_device(pool, size, layout, S, capacity):
+    for sharded, alone in pool(size).run(generated, layout, S, capacity):
+        assert sharded.shape == (B, 12) and len(set(alone.flatten().tolist())) > 8, "a text that tells nothing"
+        assert torch.equal(sharded, alone)
+
+
+# Ranks weigh alike, if asked: what the gate of the benchmark must find.
+BENCHMARK = f"""
+import sys
+sys.path[:0] = [{str(EXAMPLES / "benchmarks")!r}]
+import decoding, cp_mesh.decoding
+if "--wrong" in sys.argv:
+    sys.argv.remove("--wrong")
+    merge = cp_mesh.decoding.merge
+    cp_mesh.decoding.merge = lambda pieces, *others: merge([(out, 0 * lse) for out, lse in pieces], *others)
+decoding.main()
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("wrong", [False, True])
+def test_benchmark_times_what_passes_its_gate(tmp_path, wrong):
+    script, table = tmp_path / "bench.py", tmp_path / "decoding.csv"
+    script.write_text(BENCHMARK)
+    sizes = "--device cpu --heads 4/2 --head-dim 16 --gate-len 61 --cached 64 96 --repeats 2 --calls 3"
+    done = run_script(script, [*sizes.split(), *["--wrong"] * wrong, "--csv", table], 2)
+    assert table.exists() and (done.returncode == 0) == (not wrong), done.printed
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["contestant"] for row in rows] == ["one device", "cache", "capacity", "graph"] * 2
+    assert [row["cached"] for row in rows[::4]] == ["64", "96"] and {row["world_size"] for row in rows} == {"2"}
+    for row in rows:
+        timed = row["contestant"] != "graph" and not (wrong and row["contestant"] != "one device")
+        begin = "ok" if timed else "unsupported" if row["contestant"] == "graph" else "failed the gate"
+        assert row["status"].startswith(begin) and bool(row["step_ms"]) == timed, row
+        assert not timed or float(row["error"]) <= float(row["bound"])
+        if timed:
+            ratio = float(rows[0 if row["cached"] == "64" else 4]["step_ms"]) / float(row["step_ms"])
+            assert float(row["ratio_one_device"]) == pytest.approx(ratio, rel=0.01)
