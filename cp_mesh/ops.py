@@ -62,6 +62,7 @@ def check_length(seq_len: int, expected: int) -> None:
 def _agree(plan: Plan, group: dist.ProcessGroup, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors) -> None:
     """Check mode: compare everything that must be equal on all cp ranks."""
     options, given = plan.options, tensors._asdict()
+    graded = [name for name in GRADED if (x := given[name]) is not None and x.requires_grad]
     # of terms by row each rank has its own: what they are like must agree
     alike = {
         name: tuple(size for size, dim in zip(x.shape, TERMS[name].dims, strict=True) if dim != "rows")
@@ -79,6 +80,7 @@ def _agree(plan: Plan, group: dist.ProcessGroup, q: Tensor, k: Tensor, v: Tensor
             "dtype": str(q.dtype),
             **{name.replace("layout_", "layout "): fingerprint(x) for name, x in given.items()},
             **{name: str(alike.get(name)) for name in OF_ROWS},
+            "gradients wanted of": ", ".join(graded) or "none",  # Ulysses sends that of a bias
             "options": " ".join(f"{name}={getattr(options, name)}" for name in names),
             "kernel": plan.kernel.name,
         },

@@ -117,6 +117,11 @@ CASES = {
         lambda: {"bias": torch.zeros(2, 1, 8, S)},
         lambda: {"bias": torch.zeros(2, 4, 8, S)},
     ),
+    "a bias that is trained": Case(
+        ("same gradients wanted of", "cp rank 0: none", "cp rank 1: bias"),
+        lambda: {"bias": torch.zeros(2, 4, 8, S, requires_grad=True)},
+        lambda: {"bias": torch.zeros(2, 4, 8, S)},
+    ),
     "dropout": Case(
         ("same options", "dropout_p=0.5"),
         lambda: {"dropout_p": 0.5, "dropout_seed": 1},
