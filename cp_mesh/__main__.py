@@ -1,4 +1,7 @@
-"""Verify every layout, causal and full, on the ranks of this launch: ``torchrun --nproc-per-node 8 -m cp_mesh``."""
+"""Verify every layout, causal and full, on the ranks of this launch: ``torchrun --nproc-per-node 8 -m cp_mesh``.
+
+``python -m cp_mesh explain --seq-len 131072 --cp 8`` explains a configuration, with no ranks.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,105 @@ import argparse
 import csv
 import itertools
 import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from cp_mesh.layouts import Contiguous, Striped, ZigZag
+from cp_mesh.balancing import balance
+from cp_mesh.costs import MACHINES
+from cp_mesh.errors import ArgumentError, UnsupportedError
+from cp_mesh.explain import explain
+from cp_mesh.kernels import KERNELS
+from cp_mesh.layouts import Contiguous, Layout, Striped, ZigZag
 from cp_mesh.masks import Mask
+from cp_mesh.methods import METHODS
+from cp_mesh.transport import TRANSPORTS
 from cp_mesh.verify import NAMES, VerificationError, verify
+
+LAYOUTS: tuple[Layout, ...] = (Contiguous(), ZigZag(), Striped())
 
 
 def main() -> None:
+    """One of the two commands."""
+    if sys.argv[1:2] == ["explain"]:
+        explain_command(sys.argv[2:])
+    else:
+        verify_command()
+
+
+def explain_command(argv: Sequence[str]) -> None:
+    """Print what `cp_mesh.explain` says."""
+    parser = argparse.ArgumentParser(
+        prog="python -m cp_mesh explain",
+        description="What a call will run and why, with predicted times; see cp_mesh.explain. No ranks, no GPU.",
+    )
+    parser.add_argument("--seq-len", type=int, required=True, help="tokens of the whole sequence")
+    parser.add_argument("--cp", type=int, required=True, help="ranks")
+    parser.add_argument("--heads", metavar="H/K", help="query heads/kv heads of a rank: memory and times are told")
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=1)
+    names = [layout.spec() for layout in LAYOUTS]
+    parser.add_argument("--layout", choices=(*names, "balanced"), default="zigzag")
+    parser.add_argument("--full", action="store_true", help="not causal")
+    parser.add_argument("--window", type=int, metavar="N", help="a query sees N tokens back, itself included")
+    parser.add_argument("--prefix", type=int, default=0, metavar="N", help="all queries see the first N tokens")
+    parser.add_argument(
+        "--documents", type=int, nargs="+", metavar="N", help="lengths of packed documents, again and again"
+    )
+    parser.add_argument("--scores", nargs="+", default=(), help="names of options of the scores, as alibi_slopes")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32", "float64"))
+    parser.add_argument("--kernel", default="auto", choices=("auto", *KERNELS))
+    parser.add_argument("--method", default="auto", choices=("auto", *METHODS))
+    parser.add_argument("--transport", default="auto", choices=TRANSPORTS)
+    parser.add_argument("--head-chunks", type=int)
+    parser.add_argument("--machine", choices=tuple(MACHINES))
+    parser.add_argument("--gpus-per-host", type=int)
+    parser.add_argument("--columns", type=int, default=64, help="width of the strip of owners")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw a picture, as a .png or .svg; matplotlib")
+    args = parser.parse_args(argv)
+    heads = [int(num) for num in args.heads.split("/")] if args.heads else [None]
+    documents = None
+    if args.documents:
+        ends = torch.tensor(args.documents).repeat(-(-args.seq_len // max(1, sum(args.documents)))).cumsum(0)
+        documents = torch.bucketize(torch.arange(args.seq_len), ends, right=True)
+    window = None if args.window is None else (args.window - 1, None if args.full else 0)
+    try:
+        mask = Mask(causal=not args.full, window=window, documents=documents, prefix=args.prefix)
+        layouts = {layout.spec(): layout for layout in LAYOUTS}
+        layout = layouts.get(args.layout) or balance(mask, args.seq_len, args.cp)
+        found = explain(
+            args.seq_len,
+            args.cp,
+            layout=layout,
+            mask=mask,
+            scores=args.scores,
+            device=args.device,
+            dtype=getattr(torch, args.dtype),
+            head_dim=args.head_dim,
+            batch=args.batch,
+            num_heads=heads[0],
+            num_kv_heads=heads[-1],
+            head_chunks=args.head_chunks,
+            kernel=args.kernel,
+            method=args.method,
+            transport=args.transport,
+            machine=args.machine,
+            gpus_per_host=args.gpus_per_host,
+            columns=args.columns,
+        )
+        print(found)
+        if args.plot:
+            found.plot(args.plot)
+    except (ArgumentError, UnsupportedError) as error:
+        parser.error(str(error))
+
+
+def verify_command() -> None:
     """Print one line a configuration; exit with 1 if any is wrong."""
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(
@@ -41,7 +131,7 @@ def main() -> None:
     hardware = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     failed = False
     for dtype, kernel, method, seq_len, layout, causal in itertools.product(
-        args.dtype, args.kernel, args.method, args.seq_len, (Contiguous(), ZigZag(), Striped()), (True, False)
+        args.dtype, args.kernel, args.method, args.seq_len, LAYOUTS, (True, False)
     ):
         try:
             report = verify(

@@ -1,32 +1,67 @@
-"""Show what a layout, a mask and a cp size mean: who owns which tokens, who computes what, what travels.
+"""Explain: what a call will run and why, what it moves, holds and takes, and what else there is.
 
-Needs no ranks and no device. The figures come from the schedule that a call runs.
+Needs no ranks and no device: `cp_mesh.variants` has the figures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from functools import partial
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
-from cp_mesh.balancing import keys_seen
-from cp_mesh.call import SCORE_OPTIONS, Operand, Options
-from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.balancing import balance, keys_seen
+from cp_mesh.call import SCORE_OPTIONS, Operand, check_choice
+from cp_mesh.costs import H200, MACHINES, Machine
+from cp_mesh.errors import ArgumentError, UnsupportedError, refuse
 from cp_mesh.kernels import KERNELS
-from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.contract import Capability
-from cp_mesh.layouts import Layout, ZigZag
-from cp_mesh.masks import Band, Mask
-from cp_mesh.memory import Sizes, extra_memory
+from cp_mesh.layouts import Contiguous, Layout, Striped, ZigZag
+from cp_mesh.masks import Mask
 from cp_mesh.methods import choose_method
-from cp_mesh.methods.contract import as_one_tile
-from cp_mesh.methods.stages import choose_head_chunks, travels_rounded
-from cp_mesh.plan import choose_schedule, request_of
-from cp_mesh.schedule import Schedule, Tile, enclosing, num_rows
-from cp_mesh.segments import Segments
+from cp_mesh.telling import advice_lines, alternatives_lines, head_lines, owners_lines, predicted_lines, ranks_lines
+from cp_mesh.transport import TRANSPORTS
+from cp_mesh.variants import Setting, Variant
 
-_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+MOST_CUTS = 100_000  # documents times ranks, from which on striped takes many seconds
+
+
+@dataclass(frozen=True, eq=False)
+class Explanation:
+    """What `explain` found; ``str(explanation)`` is its text.
+
+    Attributes:
+        found: the figures of what was asked for.
+        others: those of other layouts and methods, at the same mask.
+        seq_len, cp_size, mask: as they were given.
+        text: the whole text.
+    """
+
+    found: Variant
+    others: list[Variant]
+    seq_len: int
+    cp_size: int
+    mask: Mask
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def plot(self, path: str | Path, points: int = 512) -> None:
+        """Draw who owns which tokens, and in which stage each pair of the mask is computed, into a picture file.
+
+        Args:
+            path: of the file; its ending says the format, as in matplotlib.
+            points: positions that are drawn at most along each side, evenly spaced.
+
+        Raises:
+            UnsupportedError: if matplotlib is not installed.
+        """
+        from cp_mesh.picture import draw  # matplotlib is not needed for the text
+
+        draw(path, self.found, self.mask, self.seq_len, self.cp_size, points)
 
 
 def explain(
@@ -44,44 +79,67 @@ def explain(
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
     head_chunks: int | None = None,
+    kernel: str = "auto",
     method: str = "auto",
+    transport: str = "auto",
+    machine: Machine | str | None = None,
+    gpus_per_host: int | None = None,
     columns: int = 64,
-) -> str:
-    """A text picture of one configuration.
+) -> Explanation:
+    """What a call will run and why, in a short text and a picture.
 
     Args:
         seq_len: tokens in the whole sequence.
-        cp_size: number of ranks, at most 36 for the picture.
+        cp_size: number of ranks. Above 36 some are looked at: the first ones, those that compute and fetch most, the
+            last.
         layout, mask: as in `cp_mesh.attention`.
         scores: names of the options of the scores that the call uses, as in `cp_mesh.attention`.
-        device: device type, "cpu" or "cuda", for which ``kernel="auto"`` is resolved.
-        compute_capability: that of the CUDA device; None: (9, 0), Hopper, for "cuda".
+        device: device type, "cpu" or "cuda".
+        compute_capability: that of the CUDA device; None: that of ``machine``.
         dtype: dtype of q, k and v.
         head_dim: head dim of q, k and v.
-        batch, num_heads, num_kv_heads: sizes of q, k and v on one rank; with ``num_heads`` the extra memory is told
-            (`cp_mesh/memory.py`). None kv heads: as many as query heads.
-        head_chunks: as in `cp_mesh.attention`.
-        method: as in `cp_mesh.attention`, of those that fetch keys: "auto", "ring" or "all_gather".
+        batch, num_heads, num_kv_heads: sizes of q, k and v on one rank; with ``num_heads`` bytes and the extra memory
+            (`cp_mesh/memory.py`) are told. None kv heads: as many as query heads.
+        kernel: as in `cp_mesh.attention`, but its package need not be installed here; "auto" takes one that is.
+        head_chunks, method, transport: as in `cp_mesh.attention`. "auto" is symmetric memory for "cuda" on one host.
+        machine: what its GPUs and links can do, a `cp_mesh.costs.Machine` or a name of `cp_mesh.costs.MACHINES`; given
+            without ``device`` that is "cuda". None: "h200" for "cuda". With ``num_heads``, and a dtype, kernel and
+            compute capability of which it has rates, times are predicted.
+        gpus_per_host: ranks that share a host; None: as many as the machine has. Ranks 0 to n - 1 are on the first.
         columns: width of the ownership strip.
 
     Returns:
-        Lines: the owner of every token (one sampled per column), the kernel, and for each rank its rows, its share of
-        the work (1.00 is the mean), with ``num_heads`` the peak of what a forward and backward hold beyond inputs and
-        results, and in each step its tiles and the key rows that it receives. The kernel is that of a machine with the
-        packages of this one; memory is that over symmetric memory for "cuda", over functional collectives else.
+        An object to print, or to ``.plot("file.png")``. Its text has the kernel, and those that "auto" passed over; the
+        owner of every token, one sampled a column; a table of ranks: rows, share of the work (1.00 is the mean), kernel
+        calls of a forward, key rows received in each stage, bytes of keys received in a forward, and the peak of what
+        both passes hold beyond inputs and results; predicted times (`cp_mesh/costs.py`), "in a row" those of calls that
+        follow one another, where the longer of device and host counts; other layouts and methods; advice. Memory does
+        not count what Ulysses holds.
+
+    Raises:
+        ArgumentError: for sizes that do not fit together, and unknown names.
+        UnsupportedError: for symmetric memory across hosts or on CPUs.
 
     >>> print(explain(16, 2, layout=ZigZag(), columns=16))
-    zigzag layout, 16 tokens on 2 ranks, kernel auto = cpu_flash
+    zigzag layout, 16 tokens on 2 ranks, method ring, functional
+    kernel auto = cpu_flash
     owner 0000111111110000
-    rank 0: 8 rows, work 1.00
-      step 0 from rank 0: q[0:8] x k[0:8] causal
-      step 1 from rank 1: q[4:8] x k[0:8] full; receives 8 key rows
-    rank 1: 8 rows, work 1.00
-      step 0 from rank 1: q[0:8] x k[0:8] causal
-      step 1 from rank 0: q[0:8] x k[0:4] full; receives 4 key rows
+    rank  rows  work  calls   stage 1
+    0        8  1.00      2  8 from 1
+    1        8  1.00      2  4 from 0
+    layout and method      worst work  key rows moved
+    zigzag ring (this)           1.00               6
+    zigzag all_gather            1.00               6
+    contiguous ring              1.47               4
+    contiguous all_gather        1.47               4
+    striped ring                 1.06               8
+    striped all_gather           1.06               8
+    contiguous ring would move 0.67 of the bytes, but its slowest rank has 1.47 times the mean work.
     """
-    if not 1 <= cp_size <= len(_DIGITS):
-        refuse("cp_size", f"1 to {len(_DIGITS)}", cp_size, "explain a smaller one")
+    if cp_size < 1 or seq_len < 1:
+        refuse("explain", "1 token and 1 rank at least", f"{seq_len} and {cp_size}", "explain(16, 2) works")
+    if columns < 1:
+        refuse("explain: columns", "1 at least", columns, "columns=64 is the default")
     for name, tensor in (("documents", mask.documents), ("key_padding", mask.key_padding)):
         if tensor is not None and tensor.shape[-1] != seq_len:
             refuse(f"Mask.{name}", f"{seq_len} tokens", tensor.shape[-1], "pass their seq_len")
@@ -89,85 +147,92 @@ def explain(
         if name not in SCORE_OPTIONS:
             known = ", ".join(SCORE_OPTIONS)
             refuse("explain: scores", f"names of {known}", repr(name), "see attention")
-    features = frozenset({"dropout_p": "dropout"}.get(name, name) for name in scores) - {"sinks", "dropout_seed"}
+    if isinstance(machine, str):
+        check_choice("explain: machine", machine, tuple(MACHINES), "h200", later=())
+        machine = MACHINES[machine]
+    if machine is not None:
+        device = "cuda"
+    elif device == "cuda":
+        machine = H200
+    if gpus_per_host is None:
+        gpus_per_host = machine.gpus_per_host if machine else cp_size
+    if gpus_per_host < 1:
+        refuse("explain: gpus_per_host", "1 at least", gpus_per_host, "gpus_per_host=8 is that of an H200 host")
+    check_choice("kernel", kernel, ("auto", *KERNELS), "auto", later=())
+    transport = _transport(transport, device, cp_size, gpus_per_host)
+    num_kv_heads = num_kv_heads or num_heads or 1
+    if (num_heads or num_kv_heads) % num_kv_heads:
+        refuse("explain: num_heads", f"a multiple of the {num_kv_heads} kv heads", num_heads, "num_kv_heads=1 works")
 
-    def of_heads(num: int, rows: int = 1) -> Operand:
-        return Operand(torch.Size((batch, num, rows, head_dim)), dtype, torch.device(device))
+    def of_heads(num: int) -> Operand:
+        return Operand(torch.Size((batch, num, 1, head_dim)), dtype, torch.device(device))
 
-    capability = compute_capability or ((9, 0) if device == "cuda" else (0, 0))
-    any_heads, options = of_heads(1), Options(layout.spec(), mask.spec(), 1.0)
-    request = partial(request_of, any_heads, any_heads, options, features, compute_capability=capability)
-    if choose_method(method).name == "ulysses":
-        hint = "explain(seq_len, 1) shows what each rank computes, of num_heads / cp_size heads; method='ring' works"
-        refuse("explain", "a method whose ranks fetch keys", f"method={method!r}", hint, UnsupportedError)
-    make_schedule = choose_method(method).make_schedule
-    make = partial(make_schedule, layout, mask, seq_len, cp_size, 0)
-    first, kernel = choose_schedule("auto", make, request, features)
-    segments = "segments" in first.covers
-    schedules = [make_schedule(layout, mask, seq_len, cp_size, rank, segments) for rank in range(cp_size)]
-    owner = torch.empty(seq_len, dtype=torch.int64)
-    for rank in range(cp_size):
-        owner[layout.positions(seq_len, cp_size, rank)] = rank
-    width = min(columns, seq_len)
-    strip = "".join(_DIGITS[int(owner[column * seq_len // width])] for column in range(width))
-    as_one = as_one_tile(kernel, first, features)
-    pairs = [schedule.num_pairs for schedule in schedules]
-    if mask.documents is not None and mask.key_padding is None:
-        seen = keys_seen(mask, seq_len)
-        pairs = [int(seen[layout.positions(seq_len, cp_size, rank)].sum()) for rank in range(cp_size)]
-    mean = sum(pairs) / cp_size
+    capability = compute_capability or (machine.compute_capability if machine else (0, 0))
+    timed = machine is not None and machine.compute_capability == capability
+    timed = timed and num_heads is not None and dtype.itemsize == 2
+    setting = Setting(
+        seq_len,
+        cp_size,
+        mask,
+        frozenset({"dropout_p": "dropout"}.get(name, name) for name in scores) - {"sinks", "dropout_seed"},
+        of_heads(num_heads or num_kv_heads),
+        of_heads(num_kv_heads),
+        num_heads is not None,
+        kernel,
+        head_chunks or 0,
+        capability,
+        transport,
+        gpus_per_host,
+        replace(machine, gpus_per_host=gpus_per_host) if timed and machine else None,
+        keys_seen(mask, seq_len),
+    )
+    found = setting.look_at(layout, choose_method(method).name)
+    others = list(_others(setting, found))
     lines = [
-        f"{layout.spec()} layout, {seq_len} tokens on {cp_size} ranks, kernel auto = {kernel.name}",
-        f"owner {strip}",
+        *head_lines(setting, found),
+        *owners_lines(found.layout, seq_len, cp_size, columns),
+        *ranks_lines(setting, found),
+        *predicted_lines(setting, found),
+        *alternatives_lines(found, others),
+        *advice_lines(setting, found, others),
     ]
-    for schedule in schedules:
-        memory = ""
-        if num_heads is not None:
-            rows = schedule.shard_lens[schedule.cp_rank]
-            q, k = (of_heads(num, rows) for num in (num_heads, num_kv_heads or num_heads))
-            rounded = travels_rounded(kernel, schedule, features)
-            memory = _memory_words(q, k, schedule, rounded, as_one, head_chunks or 0)
-        share = pairs[schedule.cp_rank] / mean if mean else 0.0
-        lines += _rank_lines(schedule, share, memory, as_one)
-    return "\n".join(lines)
+    return Explanation(found, others, seq_len, cp_size, mask, "\n".join(lines))
 
 
-def _memory_words(q: Operand, k: Operand, schedule: Schedule, rounded: bool, as_one: bool, head_chunks: int) -> str:
-    chunks = choose_head_chunks(head_chunks, q, k, k, schedule)
-    gradient_itemsize = (q.dtype if rounded else accumulation_dtype(q.dtype)).itemsize
-    sizes = Sizes(
-        q.shape[0], q.shape[1], k.shape[1], q.shape[3], k.shape[3], q.dtype.itemsize, gradient_itemsize
-    )  # fmt: skip
-    transport = "symmetric_memory" if q.device.type == "cuda" else "functional"
-    memory = extra_memory(schedule, sizes, chunks, transport, as_one)
-    parts = f" in {chunks} head chunks" if chunks > 1 else ""
-    return f", extra memory {memory.peak / 2**30:.3g} GiB ({memory.symmetric / 2**30:.3g} symmetric){parts}"
+def _transport(name: str, device: str, cp_size: int, gpus_per_host: int) -> str:
+    check_choice("transport", name, TRANSPORTS, "functional", later=())
+    hosts = -(-cp_size // gpus_per_host)
+    if cp_size == 1:
+        return "functional"
+    if device == "cuda" and hosts == 1:
+        return "symmetric_memory" if name == "auto" else name
+    if name == "symmetric_memory":
+        got = f"{hosts} hosts" if device == "cuda" else f"device={device!r}"
+        hint = "transport='functional' works"
+        refuse("transport='symmetric_memory'", "CUDA devices of one host", got, hint, UnsupportedError)
+    return "functional"
 
 
-def _rank_lines(schedule: Schedule, share: float, memory: str, as_one: bool) -> list[str]:
-    lines = [f"rank {schedule.cp_rank}: {schedule.shard_lens[schedule.cp_rank]} rows, work {share:.2f}{memory}"]
-    for step in range(schedule.cp_size):
-        source = schedule.source(step)
-        tiles = schedule.tiles[source]
-        words = ", ".join(_tile_words(tile) for tile in (enclosing(tiles) if as_one else tiles)) or "nothing"
-        received = f"; receives {num_rows(schedule.fetch[source])} key rows" if step else ""
-        lines.append(f"  step {step} from rank {source}: {words}{received}")
-    return lines
-
-
-def _tile_words(tile: Tile) -> str:
-    cover = tile.cover
-    if isinstance(cover, Segments):
-        words = f"{max(map(len, cover.blocks))} blocks of documents"
-    elif not isinstance(cover, Band):
-        words = "by mask"
-    elif cover.lo is None and cover.hi is None:
-        words = "full"
-    elif cover == Band(0, None):
-        words = "causal"
-    else:
-        words = f"band {'' if cover.lo is None else cover.lo}..{'' if cover.hi is None else cover.hi}"
-    return f"q[{tile.q[0]}:{tile.q[1]}] x k[{tile.k[0]}:{tile.k[1]}] {words}"
+def _others(setting: Setting, found: Variant) -> Iterator[Variant]:
+    """Other layouts and methods, where they can be and do not take long to plan."""
+    layouts: list[Layout] = [found.layout]
+    layouts += [layout for layout in (ZigZag(), Contiguous(), Striped()) if layout != found.layout]
+    documents, cp_size = setting.mask.documents, setting.cp_size
+    if documents is not None:
+        if setting.mask.key_padding is None:
+            layouts += [
+                layout for layout in [balance(setting.mask, setting.seq_len, cp_size)] if layout != found.layout
+            ]
+        if sum(len(row.labels) for row in setting.mask.runs()) * cp_size > MOST_CUTS:
+            layouts = [layout for layout in layouts if not isinstance(layout, Striped) or layout == found.layout]
+    variants = [(layout, method) for layout in layouts for method in ("ring", "all_gather")]
+    if setting.knows_heads:
+        variants.append((found.layout, "ulysses"))
+    for layout, method in variants:
+        if (layout, method) != (found.layout, found.method):
+            # heads that ranks or chunks do not divide; a kernel that was asked for may not serve another layout
+            with suppress(UnsupportedError, ArgumentError):
+                yield setting.look_at(layout, method)
 
 
 def kernel_table() -> str:

@@ -26,7 +26,6 @@ from cp_mesh import (
     Striped,
     UnsupportedError,
     ZigZag,
-    balance,
     parallelize,
 )
 from cp_mesh.layouts import parse_layout
@@ -248,19 +247,6 @@ def failing_on_one(rank: int) -> None:
 def test_in_check_mode_all_ranks_hear_of_a_function_that_fails(pool: Any) -> None:
     first, second = pool(2).run_expecting_error(failing_on_one)
     assert first.type == "KeyError" and "on purpose" in second.message and second.type == "RankMismatchError"
-
-
-def test_explain_counts_pairs_of_documents() -> None:
-    """Also where a kernel is given tiles as one, whose areas are more."""
-    S, cp_size = 96, 2
-    documents = torch.arange(S) // 20
-    mask, layout = Mask(documents=documents), balance(Mask(documents=documents), S, cp_size)
-    settings = {"device": "cuda", "dtype": torch.bfloat16, "layout": layout, "mask": mask, "scores": ["alibi_slopes"]}
-    text = cp_mesh.explain(S, cp_size, **settings)
-    allowed = dense_mask(S, documents=documents[None])[0]
-    counts = [allowed[layout.positions(S, cp_size, rank)].sum().item() for rank in range(cp_size)]
-    for rank, count in enumerate(counts):
-        assert f"rank {rank}: 48 rows, work {cp_size * count / sum(counts):.2f}" in text
 
 
 def test_memory_of_joined_tiles() -> None:

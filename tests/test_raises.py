@@ -479,9 +479,9 @@ CASES: dict[str, Case] = {
     "an order of rows that a CUDA graph cannot hold": refused(
         UNSUPPORTED, "CUDA graph capture with method='ulysses'", "permuted", "method='ring'"
     )(attend_captured),
-    "ulysses explained": refused(UNSUPPORTED, "explain", "method='ulysses'", "method='ring'")(
-        lambda: cp_mesh.explain(64, 2, method="ulysses")
-    ),
+    "ulysses explained": refused(
+        UNSUPPORTED, "method='ulysses'", "a multiple of the 2 cp ranks, got 3", "method='ring'"
+    )(lambda: cp_mesh.explain(64, 2, method="ulysses", num_heads=3)),
     "hybrid": refused(UNSUPPORTED, "method='hybrid'", "not exist yet", "method='ring' works")(
         lambda: attend(method="hybrid")
     ),

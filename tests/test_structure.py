@@ -44,6 +44,7 @@ FLOORS: dict[str, int] = {
     "plan": 2,
     "methods": 2,
     "memory": 2,
+    "costs": 2,
     # 3: the doors
     "placements": 3,
     "ops": 3,
@@ -60,6 +61,9 @@ FLOORS: dict[str, int] = {
     "parallel": 4,
     "dense": 4,
     "verify": 4,
+    "variants": 4,
+    "telling": 4,
+    "picture": 4,
     "explain": 4,
     "warming": 4,
     # the door of the command line

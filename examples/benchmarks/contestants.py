@@ -72,7 +72,7 @@ class Case:
 
     @property
     def mask(self) -> Mask:
-        return _mask(self.mask_name, self.seq_len)
+        return mask_of(self.mask_name, self.seq_len)
 
     @property
     def num_pairs(self) -> int:
@@ -101,7 +101,7 @@ def document_lengths(seq_len: int, seed: int = 0, median: float = 512, longest: 
 
 
 @lru_cache
-def _mask(name: str, seq_len: int) -> Mask:
+def mask_of(name: str, seq_len: int) -> Mask:
     if name == "documents":
         bounds = torch.tensor((0, *document_lengths(seq_len))).cumsum(0)
         return Mask.from_cu_seqlens(bounds)

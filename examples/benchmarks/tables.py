@@ -13,6 +13,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import predicted
+import torch
+
+from cp_mesh import explain
+
 Row = dict[str, str]
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -438,6 +443,17 @@ def documents_table() -> str:
     return markdown(["", "rows a GPU", "tokens", "`balance`", "zigzag", "commit"], lines)
 
 
+def predicted_table() -> str:
+    times, errors = predicted.times_table(OURS), predicted.errors_table()
+    return f"{markdown(*times)}\n{markdown(*errors)}"
+
+
+def explained_text() -> str:
+    """What the command of docs/performance.md prints."""
+    sizes = {"num_heads": 32, "num_kv_heads": 8, "dtype": torch.bfloat16}
+    return f"```text\n{explain(131072, 8, machine='h200', kernel='fa4', **sizes)}\n```\n"  # type: ignore[arg-type]
+
+
 def memory_table() -> str:
     rows = [
         row
@@ -488,6 +504,8 @@ REGIONS: dict[str, Callable[[], str]] = {
     "speed on 4 GPUs": lambda: speed_table("attention_4xh200.csv", "a916445", ("32", "8"), ("queued", "eager")),
     "documents": documents_table,
     "memory": memory_table,
+    "explained": explained_text,
+    "predicted": predicted_table,
     "training": training_table,
     "training on 2 GPUs": lambda: steps_table(read("training_2xh200.csv")),
     "low precision": low_precision_table,

@@ -1,0 +1,63 @@
+"""Picture: who owns which tokens, and in which stage each pair of a mask is computed. Drawn by matplotlib."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from cp_mesh.blocks import Array
+from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.masks import Mask
+from cp_mesh.variants import Variant, owners, sampled
+
+MASKED = -1
+
+
+def draw(path: str | Path, variant: Variant, mask: Mask, seq_len: int, cp_size: int, points: int) -> None:
+    """Draw both panels; see `cp_mesh.explain.Explanation.plot`."""
+    try:
+        from matplotlib import colormaps
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+    except ImportError as error:
+        refuse("plot", "matplotlib", str(error), "pip install matplotlib; the text needs none", UnsupportedError)
+    figure = Figure(figsize=(7.5, 8), layout="constrained")
+    FigureCanvasAgg(figure)
+    strip, square = figure.subplots(2, 1, height_ratios=(1, 12))
+    position = sampled(seq_len, points)
+    owner = owners(variant.layout, seq_len, cp_size, position)
+    stage = stages_of_pairs(variant, mask, owner, position)
+    edges = 0, seq_len
+    strip.imshow(owner[None], aspect="auto", cmap="turbo", interpolation="nearest", extent=(*edges, 0, 1))
+    strip.set(
+        yticks=(), title=f"owner of each token: rank 0 (dark blue) to {cp_size - 1} (red), {variant.layout.spec()}"
+    )
+    shown = np.ma.masked_equal(stage, MASKED)
+    num = len(variant.steps) + 1
+    colors = colormaps["viridis_r"].resampled(num)
+    image = square.imshow(
+        shown, cmap=colors, vmin=-0.5, vmax=num - 0.5, interpolation="nearest", extent=(*edges, *edges[::-1])
+    )
+    names = "first batch row, " if mask.documents is not None or mask.key_padding is not None else ""
+    title = f"stage in which a pair is computed, {names}{variant.method}: 0 is local"
+    square.set(xlabel="key position", ylabel="query position", title=title)
+    figure.colorbar(image, ax=square, label="stage", ticks=MaxNLocator(integer=True))
+    figure.savefig(path)
+
+
+def stages_of_pairs(variant: Variant, mask: Mask, owner: Array, position: Array) -> Array:
+    """The stage in which each pair of these positions is computed, 0 the local tiles: int64 [query, key].
+
+    ``owner`` is the rank of each. Where the mask allows no pair, of its first batch row, it is `MASKED`.
+    """
+    cp_size = len(variant.work)
+    stage_of_step = np.zeros(cp_size, dtype=np.int64)
+    for number, steps in enumerate(variant.steps):
+        stage_of_step[list(steps)] = number + 1
+    stage = stage_of_step[(owner[:, None] - owner) % cp_size]
+    tokens = torch.from_numpy(position)
+    stage[~mask.allowed(tokens, tokens)[0].numpy()] = MASKED
+    return stage

@@ -1,0 +1,151 @@
+"""What `cp_mesh.costs` says beside what was measured: the passes of committed figures in which the host did not count.
+
+These are replays of CUDA graphs, and calls in a row which took the host less than three quarters of the time.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+from contestants import LAYOUTS, mask_of  # noqa: E402
+
+from cp_mesh import Contiguous, balance  # noqa: E402
+from cp_mesh.costs import H200, PassCost, staged_costs, ulysses_costs  # noqa: E402
+from cp_mesh.memory import Sizes  # noqa: E402
+from cp_mesh.schedule import Schedule, make_schedule  # noqa: E402
+
+COMMITS = {
+    "attention_2xh200.csv": ("3225b69",),
+    "attention_4xh200.csv": ("97e84d6", "a916445"),
+    "masks_2xh200.csv": ("004bb00", "3225b69"),
+    "masks_4xh200.csv": ("a916445",),
+}
+FITTED = "97e84d6", "3225b69"  # commits of which rows with 32 query heads were fitted to
+HOST_COUNTS = 0.75
+LONG = 65536  # rows of which there are no graphs
+PASSES = "fwd", "bwd"
+AIM = 0.15
+
+
+class Pass(NamedTuple):
+    """A pass that was measured; times in milliseconds, those of the slowest rank."""
+
+    group: str
+    row: dict[str, str]
+    column: str
+    measured: float
+    predicted: PassCost
+
+    @property
+    def ratio(self) -> float:
+        return 1e3 * self.predicted.device / self.measured
+
+    @property
+    def host_ratio(self) -> float:
+        return 1e6 * self.predicted.host / float(self.row[f"host_us_{self.column}"])
+
+    @property
+    def device_counts(self) -> bool:
+        host = float(self.row[f"host_us_{self.column}"]) / 1e3
+        return self.row["mode"] == "graph" or host < HOST_COUNTS * self.measured
+
+
+@cache
+def schedules(layout: str, mask: str, seq_len: int, cp_size: int) -> list[Schedule]:
+    seen = mask_of(mask, seq_len)
+    made = LAYOUTS.get(layout) or balance(seen, seq_len, cp_size)
+    return [make_schedule(made, seen, seq_len, cp_size, rank, True) for rank in range(cp_size)]
+
+
+def costs_of(row: dict[str, str]) -> tuple[PassCost, ...]:
+    """Forward and backward of the slowest rank, in what a row of figures measured."""
+    kind, *rest = row["contestant"].split("/")
+    sizes = Sizes(1, int(row["heads_q"]), int(row["heads_kv"]), int(row["head_dim"]), int(row["head_dim"]), 2, 2)
+    seq_len, cp_size = int(row["seq_len"]), int(row["world_size"])
+    if kind == "ulysses":
+        (whole,) = schedules(Contiguous().spec(), row["mask"], seq_len, 1)
+        return ulysses_costs(whole, cp_size, sizes, H200, rest[0], kept=True)
+    ranks = schedules(rest[1], row["mask"], seq_len, cp_size)
+    costs = [staged_costs(schedule, sizes, H200, rest[2]) for schedule in ranks]
+    return tuple(max(both, key=lambda cost: cost.device) for both in zip(*costs, strict=True))
+
+
+@cache
+def passes() -> tuple[Pass, ...]:
+    """All passes of graphs, and of calls in a row."""
+    return tuple(_passes())
+
+
+def _passes() -> Iterator[Pass]:
+    for name, commits in COMMITS.items():
+        with (ROOT / "docs" / "results" / name).open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        for row in rows:
+            kind, *rest = row["contestant"].split("/")
+            ours = kind == "cp_mesh" and rest[2] in H200.kernels and rest[3] == "symmetric_memory"
+            if not (ours or kind == "ulysses") or row["mode"] == "eager" or row["commit"] not in commits:
+                continue
+            if row["status"] != "ok":
+                continue
+            fitted = row["commit"] in FITTED and row["heads_q"] == "32"
+            group = kind if kind == "ulysses" else rest[2]
+            if row["mask"] not in ("causal", "full"):
+                group = "bands"
+            elif group == "fa4":
+                group = "queued" if row["mode"] == "queued" else "fitted" if fitted else "held"
+            for column, cost in zip(PASSES, costs_of(row), strict=True):
+                yield Pass(group, row, column, float(row[f"{column}_ms"]), cost)
+
+
+GROUPS = {
+    "fitted": "FlashAttention-4 in CUDA graphs, zigzag and striped, 32 heads",
+    "held": "the same with 64 heads, and on another machine: nothing was fitted to these",
+    "queued": "FlashAttention-4, calls in a row",
+    "cudnn": "cuDNN, zigzag",
+    "ulysses": "Ulysses of the benchmark, FlashAttention-4",
+    "bands": "windows and packed documents, FlashAttention-4, calls in a row",
+}
+
+
+def errors_table() -> tuple[Sequence[str], list[Sequence[str]]]:
+    """By group: how many passes, and the least and most of predicted over measured."""
+    ratios: dict[str, list[float]] = defaultdict(list)
+    for entry in passes():
+        if entry.device_counts:
+            ratios[entry.group].append(entry.ratio)
+    lines = []
+    for group, words in GROUPS.items():
+        own = ratios[group]
+        far = sum(abs(ratio - 1) > AIM for ratio in own)
+        lines.append([words, str(len(own)), f"{min(own):.2f} to {max(own):.2f}", str(far)])
+    return ["", "passes", "predicted over measured", f"of them off by more than {100 * AIM:.0f} %"], lines
+
+
+def times_table(contestant: str) -> tuple[Sequence[str], list[Sequence[str]]]:
+    """Measured / predicted milliseconds of forward and backward, by GPUs, heads and rows; later commits count."""
+    cells: dict[tuple[str, str], dict[int, list[Pass]]] = defaultdict(lambda: defaultdict(list))
+    for entry in passes():
+        row = entry.row
+        key, length = (row["world_size"], f"{row['heads_q']}/{row['heads_kv']}"), int(row["local_len"])
+        if row["contestant"] == contestant and row["mask"] == "causal" and (row["mode"] == "graph" or length == LONG):
+            kept = [x for x in cells[key][length] if x.column != entry.column]
+            cells[key][length] = [*kept, entry]
+    lengths = sorted({length for line in cells.values() for length in line})
+    lines = []
+    for (gpus, heads), line in sorted(cells.items()):
+        figures = []
+        for length in lengths:
+            found = line.get(length, [])
+            sums = sum(x.measured for x in found), sum(1e3 * x.predicted.device for x in found)
+            figures.append(" / ".join(f"{x:.3g}" for x in sums) if len(found) == len(PASSES) else "")
+        lines.append([f"{gpus} H200s", heads, *figures])
+    return ["", "heads", *(f"{length // 1024}K" for length in lengths)], lines

@@ -1,0 +1,155 @@
+"""The model of costs against what was measured, and what it must say by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from cp_mesh import Contiguous, Mask, Striped, ZigZag
+from cp_mesh.costs import H200, Machine, PassCost, staged_costs, ulysses_costs
+from cp_mesh.memory import Sizes
+from cp_mesh.methods import METHODS
+from cp_mesh.schedule import Schedule, make_schedule
+
+sys.path.append(str(Path(__file__).parents[1] / "examples" / "benchmarks"))
+
+import predicted
+
+LAYOUTS = {"zigzag": ZigZag(), "striped": Striped(), "contiguous": Contiguous()}
+Costs = tuple[PassCost, PassCost]
+
+
+@lru_cache
+def schedules(layout: str, seq_len: int, cp_size: int, method: str = "ring") -> list[Schedule]:
+    make = METHODS[method].make_schedule
+    return [make(LAYOUTS[layout], Mask(), seq_len, cp_size, rank, False) for rank in range(cp_size)]
+
+
+def slowest(layout: str, sizes: Sizes, seq_len: int, cp_size: int, **options: object) -> Costs:
+    machine, chunks = options.pop("machine", H200), options.pop("head_chunks", 1)
+    ranks = schedules(layout, seq_len, cp_size, **options)
+    costs = [staged_costs(schedule, sizes, machine, "fa4", chunks) for schedule in ranks]
+    return tuple(max(both, key=lambda cost: cost.device) for both in zip(*costs, strict=True))
+
+
+def heads(num: int, num_kv: int) -> Sizes:
+    return Sizes(1, num, num_kv, 128, 128, 2, 2)
+
+
+@pytest.mark.parametrize("group", predicted.GROUPS)
+def test_device_time_is_what_was_measured(group: str) -> None:
+    """Graphs from 1K rows a GPU on, within 15 %; in calls in a row some forwards took longer than in graphs."""
+    within, least = {"queued": (0.19, 60)}.get(group, (0.15, 14))
+    entries = [entry for entry in predicted.passes() if entry.group == group and entry.device_counts]
+    for x in entries:
+        words = (x.row[name] for name in ("contestant", "mask", "heads_q", "heads_kv", "local_len", "mode"))
+        assert abs(x.ratio - 1) <= within, f"{' '.join(words)} {x.column}: {x.ratio:.2f} of {x.measured} ms"
+    assert len(entries) >= least
+
+
+def test_host_time_is_near_what_was_measured() -> None:
+    """Machines and runs differ by a half, so the model may too: 2 GPUs, calls in a row of 1K and 4K rows."""
+    entries = [x for x in predicted.passes() if x.row["mode"] == "queued" and int(x.row["local_len"]) <= 4096]
+    entries = [x for x in entries if x.row["world_size"] == "2" and x.row["contestant"].startswith("cp_mesh")]
+    for x in entries:
+        assert 1 / 1.5 <= x.host_ratio <= 1.5, (x.row["contestant"], x.column, x.host_ratio)
+    assert len(entries) >= 20
+
+
+def test_rows_that_arrive_late_are_exposed() -> None:
+    """Of 1K rows with 32 kv heads on 4 ranks, rows travel longer than the local tile takes; of 64K rows they do not."""
+    short, long = (slowest("zigzag", heads(32, 32), 4 * rows, 4) for rows in (1024, 65536))
+    assert 0 < short[0].exposed < short[0].device and 0 < short[1].exposed < short[1].device
+    assert long[0].exposed == 0 < long[1].exposed  # the backward has nothing to do before the first rows are there
+
+
+def test_one_rank_waits_for_nothing() -> None:
+    for cost in slowest("contiguous", heads(8, 8), 4096, 1):
+        assert cost.exposed == 0 and cost.queued == max(cost.device, cost.host)
+
+
+def test_all_gather_takes_fewer_stages_of_the_host() -> None:
+    ring, gathered = (slowest("zigzag", heads(32, 8), 8 * 4096, 8, method=name) for name in ("ring", "all_gather"))
+    assert all(b.host < a.host for a, b in zip(ring, gathered, strict=True))
+
+
+def test_other_hosts_are_slower() -> None:
+    """Of 8 ranks on 2 hosts rows of the other host arrive at the network's rate, and gradients leave at it."""
+    far = replace(H200, gpus_per_host=4)
+    (near_forward, near_backward), (forward, backward) = (
+        slowest("zigzag", heads(32, 8), 8 * 4096, 8, machine=machine) for machine in (H200, far)
+    )
+    assert near_forward.exposed == 0 < forward.exposed and backward.exposed > 2 * near_backward.exposed
+    faster = slowest("zigzag", heads(32, 8), 8 * 4096, 8, machine=replace(far, network_rate=100e9))
+    assert faster[0].device < forward.device and faster[1].device < backward.device
+    whole = make_schedule(Contiguous(), Mask(), 8 * 4096, 1, 0)
+    one, two = (ulysses_costs(whole, 8, heads(32, 8), machine, "fa4")[0].exposed for machine in (H200, far))
+    assert two > 2 * one
+
+
+def test_ulysses_sends_keys_again_or_keeps_them() -> None:
+    whole = make_schedule(Contiguous(), Mask(), 8 * 4096, 1, 0)
+    again, kept = (ulysses_costs(whole, 8, heads(32, 8), H200, "fa4", kept=kept) for kept in (False, True))
+    assert again[0] == kept[0] and again[1].exposed > kept[1].exposed
+    # 2 kv heads on 8 ranks: each is sent to four, as many bytes as of 8
+    assert ulysses_costs(whole, 8, heads(32, 2), H200, "fa4") == again
+
+
+def test_a_chunk_of_heads_is_a_pass() -> None:
+    whole, half = (slowest("zigzag", heads(32, 8), 8 * 4096, 8, head_chunks=n) for n in (1, 2))
+    of_half = slowest("zigzag", heads(16, 4), 8 * 4096, 8)
+    ulysses = make_schedule(Contiguous(), Mask(), 8 * 4096, 1, 0)
+    whole += ulysses_costs(ulysses, 4, heads(32, 8), H200, "fa4")
+    half += ulysses_costs(ulysses, 4, heads(32, 8), H200, "fa4", head_chunks=2)
+    of_half += ulysses_costs(ulysses, 4, heads(16, 4), H200, "fa4")
+    for a, b, c in zip(whole, half, of_half, strict=True):
+        assert (b.device, b.exposed, b.host) == (2 * c.device, 2 * c.exposed, 2 * c.host)
+        assert b.device > a.device and b.host == 2 * a.host
+
+
+@pytest.mark.parametrize(("cp_size", "rounds"), ((2, 1), (4, 2), (8, 3)))
+def test_barriers_take_longer_of_more_ranks(cp_size: int, rounds: int) -> None:
+    """Two around what is published, one more when gradients have arrived."""
+    schedule, more = make_schedule(ZigZag(), Mask(), cp_size * 4096, cp_size, 0), replace(H200, per_barrier=1.0)
+    costs, slower = (staged_costs(schedule, heads(32, 8), machine, "fa4") for machine in (H200, more))
+    added = [b.device - a.device for a, b in zip(costs, slower, strict=True)]
+    assert added == pytest.approx([2 * rounds, 3 * rounds], rel=1e-4)
+
+
+def fields(thing: object) -> list[str]:
+    return [field.name for field in dataclasses.fields(thing) if isinstance(getattr(thing, field.name), float)]
+
+
+def total(machine: Machine) -> float:
+    """Of both passes, device and host: causal on 2 hosts, a window on one, Ulysses on one."""
+    far, near = replace(machine, gpus_per_host=4), replace(machine, gpus_per_host=8)
+    costs: list[PassCost] = []
+    for of, mask in ((far, Mask()), (near, Mask(window=(2000, 0)))):
+        costs += staged_costs(make_schedule(ZigZag(), mask, 8 * 1024, 8, 0), heads(32, 8), of, "fa4")
+    costs += ulysses_costs(make_schedule(Contiguous(), Mask(), 8 * 1024, 1, 0), 8, heads(32, 8), near, "fa4")
+    return sum(cost.device + cost.host for cost in costs)
+
+
+@pytest.mark.parametrize("name", fields(H200))
+def test_every_number_of_a_machine_counts(name: str) -> None:
+    assert total(replace(H200, **{name: 2 * getattr(H200, name)})) != total(H200)
+
+
+@pytest.mark.parametrize("name", fields(H200.host_forward))
+@pytest.mark.parametrize("of", ("host_forward", "host_backward"))
+def test_every_number_of_the_host_counts(name: str, of: str) -> None:
+    time = getattr(H200, of)
+    assert total(replace(H200, **{of: replace(time, **{name: 2 * getattr(time, name)})})) > total(H200)
+
+
+@pytest.mark.parametrize("name", fields(H200.kernels["fa4"][0]))
+@pytest.mark.parametrize("which", (0, 1))
+def test_every_number_of_a_kernel_counts(name: str, which: int) -> None:
+    rates = list(H200.kernels["fa4"])
+    rates[which] = replace(rates[which], **{name: 2 * getattr(rates[which], name) + 1e-9})
+    assert total(replace(H200, kernels={"fa4": tuple(rates)})) != total(H200)

@@ -1,0 +1,454 @@
+"""What `explain` says: its figures are those of schedules and formulas, every option counts, the text is short."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from dense import dense_mask
+
+import cp_mesh.__main__ as command
+from cp_mesh import Contiguous, Mask, Permuted, Striped, UnsupportedError, ZigZag, balance, explain
+from cp_mesh.costs import H200, staged_costs, ulysses_costs
+from cp_mesh.errors import ArgumentError
+from cp_mesh.memory import Sizes
+from cp_mesh.picture import MASKED, stages_of_pairs
+from cp_mesh.schedule import make_schedule
+from cp_mesh.variants import owners
+
+ON_GPU: dict[str, Any] = {
+    "device": "cuda",
+    "dtype": torch.bfloat16,
+    "num_heads": 32,
+    "num_kv_heads": 8,
+    "kernel": "fa4",
+}
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = torch.arange(96) // 20
+
+
+def lines_of(found: object, first: str) -> list[str]:
+    """Words of the lines that begin so."""
+    return [line for line in str(found).splitlines() if line.startswith(first)]
+
+
+# ---- figures
+
+
+def test_owners_work_and_traffic() -> None:
+    found = explain(96, 3, layout=Contiguous(), mask=Mask(window=(4, 0)), columns=6)
+    assert "owner 001122" in str(found) and "kernel auto = reference" in str(found)
+    assert [x.received for x in found.found.ranks] == [(0,), (4,), (4,)]  # the halo; rank 0 needs nobody
+    table = [line.split() for line in str(found).splitlines() if line[:1] in "012"]
+    assert table == [["0", "32", "0.96", "1", "-"], *([x, "32", "1.02", "2", "4", "from", y] for x, y in ("10", "21"))]
+
+
+def test_work_is_a_share_of_the_mean() -> None:
+    causal = explain(96, 3, layout=Contiguous()).found.work
+    assert causal.tolist() == sorted(causal) and causal[2] > 1.5 > 1.0 > causal[0] and causal.sum() == pytest.approx(3)
+
+
+@pytest.mark.parametrize("layout", (Striped(), Permuted(torch.randperm(96)), balance(Mask(documents=DOCUMENTS), 96, 2)))
+def test_work_counts_pairs_of_documents(layout: Any) -> None:
+    """Also where a kernel is given tiles as one, whose areas are more."""
+    found = explain(96, 2, layout=layout, mask=Mask(documents=DOCUMENTS), scores=["alibi_slopes"], device="cuda")
+    allowed = dense_mask(96, documents=DOCUMENTS[None])[0]
+    counts = [allowed[layout.positions(96, 2, rank)].sum().item() for rank in range(2)]
+    assert found.found.work.tolist() == pytest.approx([2 * count / sum(counts) for count in counts])
+
+
+def test_extra_memory() -> None:
+    grouped = explain(131072, 8, **ON_GPU).found
+    peaks = [x.memory.peak / 2**30 for x in grouped.ranks if x.memory]
+    assert len(peaks) == 8 and f"{max(peaks):.3g}" == "1.94"  # as docs/performance.md says
+    assert grouped.ranks[0].memory and grouped.ranks[0].memory.symmetric == 2**29
+    for wanted, chunks in ((None, 4), (8, 8)):
+        found = explain(131072, 8, **ON_GPU | {"num_kv_heads": None, "head_chunks": wanted})
+        assert f"{chunks} head chunks" in str(found) and found.found.chunks == chunks
+
+
+def test_times_are_those_of_the_slowest_rank() -> None:
+    found = explain(8 * 4096, 8, layout=Contiguous(), **ON_GPU)
+    sizes = Sizes(1, 32, 8, 128, 128, 2, 2)
+    schedules = [make_schedule(Contiguous(), Mask(), 8 * 4096, 8, rank) for rank in range(8)]
+    costs = [staged_costs(schedule, sizes, H200, "fa4") for schedule in schedules]
+    assert found.found.costs == tuple(max(both, key=lambda cost: cost.queued) for both in zip(*costs, strict=True))
+    both = lines_of(found, "both")[0].split()
+    assert float(both[-2]) == pytest.approx(1e3 * found.found.seconds, rel=0.01)
+    flops = 3.5 * 4 * 32 * 128 * (8 * 4096) ** 2 / 2 / 8
+    assert float(both[-1]) == pytest.approx(flops / found.found.seconds / 1e12, abs=1)
+    (ulysses,) = (x for x in found.others if x.method == "ulysses")
+    whole = make_schedule(Contiguous(), Mask(), 8 * 4096, 1, 0)
+    assert ulysses.costs == ulysses_costs(whole, 8, sizes, H200, "fa4")
+
+
+def test_rates_and_bytes_count_every_batch_row() -> None:
+    """Two rows of a batch, each with documents of its own."""
+    documents = torch.stack([torch.arange(4096) // 1000, torch.arange(4096) // 300])
+    mask, allowed = Mask(documents=documents), dense_mask(4096, documents=documents)
+    found = explain(4096, 4, layout=Contiguous(), mask=mask, batch=2, **ON_GPU)
+    flops = 3.5 * 4 * 32 * 128 * allowed.sum().item() / 4
+    assert float(lines_of(found, "both")[0].split()[-1]) == pytest.approx(flops / found.found.seconds / 1e12, abs=0.51)
+    schedules = [make_schedule(Contiguous(), mask, 4096, 4, rank, True) for rank in range(4)]
+    calls = [sum(map(len, (x.local_tiles, *(stage.tiles for stage in x.route.stages)))) for x in schedules]
+    assert [x.calls for x in found.found.ranks] == calls and "segments" in schedules[0].covers
+    rows = [x.near for x in found.found.ranks]
+    first = next(line for line in str(found).splitlines() if line.startswith("1  "))
+    assert first.split()[-4:-2] == [str(2 * 4 * rows[1]), "KiB"]  # 4 KiB a row and batch row
+    assert found.found.moved == 2 * sum(rows) / 4 * 2 * 128 * 8 * 6
+
+
+def test_gradients_travel_as_the_method_decides() -> None:
+    """In fp32 where two calls of a stage give gradients of one row; Ulysses sends out where no delta is read."""
+    mask = Mask(window=(2500, 0))
+    twice = explain(4096, 4, mask=mask, **ON_GPU)
+    assert make_schedule(ZigZag(), mask, 4096, 4, 0).overlapping
+    rows = sum(x.near for x in twice.found.ranks) / 4
+    assert twice.found.moved == rows * 2 * 128 * 8 * (2 * 2 + 4)
+    exact = explain(4096, 4, method="ulysses", num_heads=8, dtype=torch.float64, kernel="reference")
+    assert exact.found.moved == 1024 * 3 / 4 * 128 * (5 * 8 + 6 * 8) * 8
+
+
+def test_bytes_by_link() -> None:
+    """4 ranks on 2 hosts: rank 0 of contiguous fetches nothing, rank 3 one shard of its host and two of the other."""
+    found = explain(4 * 4096, 4, layout=Contiguous(), gpus_per_host=2, **ON_GPU)
+    assert [(x.near, x.far) for x in found.found.ranks] == [(0, 0), (4096, 0), (0, 2 * 4096), (4096, 2 * 4096)]
+    assert lines_of(found, "3 ")[0].split()[-6:-2] == ["16", "MiB", "32", "MiB"]  # of 4 KiB a row: 8 heads, K and V
+    assert "functional over 2 hosts" in str(found)
+    alone = explain(4 * 4096, 4, layout=Contiguous(), **ON_GPU)
+    assert "network" not in str(alone)
+    ring = 6 * 4096 / 4 * 2 * 128 * 8 * 6  # key rows a rank, twice, and their gradients, in bf16
+    assert found.found.moved == alone.found.moved == ring
+    ulysses, at_home = (next(y for y in x.others if y.method == "ulysses") for x in (found, alone))
+    assert ulysses.seconds > at_home.seconds and ulysses.moved == 4096 * 3 / 4 * (6 * 32 + 6 * 8) * 128 * 2
+
+
+# ---- choices
+
+
+def test_kernel_and_what_was_passed_over() -> None:
+    on_gpu = {"device": "cuda", "dtype": torch.bfloat16}
+    assert "kernel auto = cudnn" in str(explain(96, 3, scores=["sinks"], **on_gpu))
+    capped = str(explain(96, 3, scores={"softcap": 30.0}, **on_gpu))
+    assert "kernel auto = triton; passed over: " in capped and "cudnn" in capped and "scores with softcap" in capped
+    assert "kernel auto = reference" in str(explain(96, 3, scores=["softcap", "sinks"]))
+    named = explain(96, 3, mask=Mask(documents=DOCUMENTS), kernel="fa4", **on_gpu)
+    assert "kernel fa4\n" in str(named) and named.found.kernel.name == "fa4"
+    assert named.found.ranks[0].costs is None  # no heads, no times
+
+
+def test_methods_differ_in_stages() -> None:
+    found = {method: explain(8192, 8, num_heads=4, method=method).found for method in ("auto", "ring", "all_gather")}
+    assert found["auto"].steps == found["ring"].steps == ((1,), (2, 3), (4, 5, 6, 7))
+    assert found["all_gather"].steps == (tuple(range(1, 8)),) and found["all_gather"].moved == found["ring"].moved
+    assert found["all_gather"].memory > found["ring"].memory
+
+
+def test_ulysses_computes_heads_of_all_rows() -> None:
+    """Every rank is alike: its heads in one call, no rows by stages; kv heads are sent where they are read."""
+    found = explain(4 * 4096, 4, method="ulysses", **ON_GPU)
+    (rank,) = found.found.ranks
+    assert (rank.rows, rank.work, rank.calls, rank.received) == (4096, 1.0, 1, ())
+    assert "method ulysses" in str(found) and "all ranks are alike" in str(found) and "CUDA graph" not in str(found)
+    whole = make_schedule(Contiguous(), Mask(), 4 * 4096, 1, 0)
+    assert found.found.costs == ulysses_costs(whole, 4, Sizes(1, 32, 8, 128, 128, 2, 2), H200, "fa4")
+    assert not any(x.method == "ulysses" for x in found.others) and found.others[0].method == "ring"
+    few = explain(4 * 4096, 4, method="ulysses", **ON_GPU | {"num_kv_heads": 2})
+    assert few.found.moved == 4096 * 3 / 4 * 128 * ((6 * 32 + 4 * 4) * 2 + 2 * 4 * 4)  # as of 4, gradients in fp32
+    chunked = explain(4 * 4096, 4, method="ulysses", head_chunks=2, **ON_GPU)
+    assert chunked.found.chunks == 2 and chunked.found.ranks[0].calls == 2
+    assert chunked.found.costs[0].device > found.found.costs[0].device
+    assert explain(4 * 4096, 4, method="ulysses").found.ranks[0].rows == 4096  # also of heads that are not told
+
+
+def test_alternatives() -> None:
+    """Other layouts and methods, balanced where there are documents; Ulysses where heads divide."""
+
+    def names(found: Any) -> list[str]:
+        return [f"{x.layout.spec()} {x.method}" for x in found.others]
+
+    plain = ["zigzag all_gather", "contiguous ring", "contiguous all_gather", "striped ring", "striped all_gather"]
+    assert names(explain(96, 3)) == plain == names(explain(96, 3, **ON_GPU))  # 32 heads on 3 ranks
+    assert names(explain(96, 4, **ON_GPU)) == [*plain, "zigzag ulysses"]
+    packed = explain(96, 3, mask=Mask(documents=DOCUMENTS))
+    assert names(packed) == [*plain, "balanced ring", "balanced all_gather"]
+    balanced = balance(Mask(documents=DOCUMENTS), 96, 3)
+    assert sum(name.startswith("balanced") for name in names(explain(96, 3, layout=balanced, mask=packed.mask))) == 1
+    many = Mask(documents=torch.arange(65536) // 8)
+    assert not any("striped" in name for name in names(explain(65536, 16, mask=many)))
+
+
+def said(*sizes: int, **options: Any) -> str:
+    """The text as one line."""
+    return " ".join(str(explain(*sizes, **options)).split())
+
+
+def test_advice() -> None:
+    unbalanced = said(131072, 8, layout=Contiguous(), **ON_GPU)
+    faster = re.search(r"zigzag ring would be faster: .* 1.00 times the mean work: (0.\d\d) times the", unbalanced)
+    assert faster and 0.5 < float(faster[1]) < 0.6
+    found = said(131072, 8, **ON_GPU)
+    but = "but its slowest rank has 1.87 times the mean work: 1.85 times the time"
+    assert f"contiguous ring would move 0.67 of the bytes, {but}." in found
+    assert "would be faster" not in found and "CUDA graph" not in found
+    window = said(131072, 8, mask=Mask(window=(63, 0)))
+    assert "contiguous ring would move 0.50 of the bytes, and its slowest rank has as much work." in window
+    assert "The host takes longer than the GPU: in a CUDA graph" in said(4096, 4, **ON_GPU)
+    assert "is not installed here: kernel=" not in found
+    with mock.patch("cp_mesh.variants.shortfalls", lambda capability, request: ["package of it (pip)"]):
+        assert "fa4 is not installed here: kernel='fa4'" in said(131072, 8, **ON_GPU | {"kernel": "auto"})
+
+
+def test_kernels_without_rates_have_no_times() -> None:
+    triton = explain(4096, 4, **ON_GPU | {"kernel": "triton"})
+    assert triton.found.seconds is None and "no times: on NVIDIA H200 only fa4 and cudnn were measured" in str(triton)
+    assert explain(4096, 4, **ON_GPU | {"dtype": torch.float32, "kernel": "auto"}).found.seconds is None
+    ampere = explain(4096, 4, compute_capability=(8, 0), **ON_GPU | {"kernel": "auto"})
+    assert ampere.found.seconds is None and "H200" not in str(ampere)
+    assert explain(4096, 4, compute_capability=(9, 0), **ON_GPU).found.seconds
+
+
+def test_one_rank_and_a_mask_that_lets_nobody_see() -> None:
+    """No rows travel, so there is nothing to choose a transport for."""
+    alone = explain(4096, 1, **ON_GPU | {"transport": "symmetric_memory"})
+    assert "1 rank, method ring, functional" in str(alone) and alone.found.costs[0].exposed == 0
+    nobody = explain(4096, 4, mask=Mask(length=0), **ON_GPU)
+    assert not nobody.found.work.any() and nobody.found.moved == 0
+
+
+# ---- options
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "layout": {"layout": Striped()},
+    "mask": {"mask": Mask(causal=False)},
+    "scores": {"scores": ["softcap"]},
+    "device": {"device": "cpu", "dtype": torch.float32, "kernel": "auto"},
+    "compute_capability": {"compute_capability": (8, 0), "kernel": "auto"},
+    "dtype": {"dtype": torch.float32, "kernel": "auto"},
+    "head_dim": {"head_dim": 64},
+    "batch": {"batch": 2},
+    "num_heads": {"num_heads": 16},
+    "num_kv_heads": {"num_kv_heads": 4},
+    "head_chunks": {"head_chunks": 2},
+    "kernel": {"kernel": "cudnn"},
+    "method": {"method": "all_gather"},
+    "transport": {"transport": "functional"},
+    "gpus_per_host": {"gpus_per_host": 2},
+    "columns": {"columns": 32},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_counts(name: str) -> None:
+    assert str(explain(16384, 4, **ON_GPU | OPTIONS[name])) != str(explain(16384, 4, **ON_GPU))
+
+
+def test_a_machine_is_given_by_name_or_as_it_is() -> None:
+    settings = {name: ON_GPU[name] for name in ON_GPU if name != "device"}
+    by_default, by_name = explain(16384, 4, **ON_GPU), explain(16384, 4, machine="h200", **settings)
+    assert str(by_default) == str(by_name)
+    slow = explain(16384, 4, machine=replace(H200, name="a slow one", link_rate=1e9), **settings)
+    assert "predicted, a slow one" in str(slow) and slow.found.seconds > by_name.found.seconds
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    (
+        ({"machine": "h100"}, ArgumentError, "machine: expected one of h200, got 'h100'; .*machine='h200' works"),
+        ({"transport": "nccl"}, ArgumentError, "transport='functional' works"),
+        ({"transport": "symmetric_memory"}, UnsupportedError, "of one host, got device='cpu'.*'functional' works"),
+        (ON_GPU | {"transport": "symmetric_memory", "gpus_per_host": 2}, UnsupportedError, "got 2 hosts"),
+        ({"gpus_per_host": 0}, ArgumentError, "gpus_per_host: expected 1 at least, got 0; gpus_per_host=8"),
+        ({"kernel": "flash"}, ArgumentError, "one of auto, fa4.*got 'flash'; kernel='auto' works"),
+        ({"kernel": "fa4"}, UnsupportedError, "kernel='fa4' lacks device cpu.*kernel='auto' works"),
+        ({"method": "tree"}, ArgumentError, "method='ring' works"),
+        ({"num_heads": 6, "num_kv_heads": 4}, ArgumentError, "a multiple of the 4 kv heads, got 6; num_kv_heads="),
+        ({"num_heads": 8, "head_chunks": 3}, ArgumentError, "a divisor of the 8 kv heads, got 3; head_chunks=2 works"),
+        ({"mask": Mask(documents=DOCUMENTS)}, ArgumentError, "Mask.documents: expected 64 tokens, got 96"),
+        ({"scores": ["cap"]}, ArgumentError, "names of softcap, sinks.*got 'cap'"),
+        ({"columns": 0}, ArgumentError, "columns: expected 1 at least, got 0; columns=64"),
+    ),
+)
+def test_refusals(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        explain(64, 4, **options)
+
+
+def test_no_ranks_and_no_tokens_are_refused() -> None:
+    for sizes in ((0, 2), (16, 0)):
+        with pytest.raises(ArgumentError, match=r"explain\(16, 2\) works"):
+            explain(*sizes)
+
+
+# ---- text
+
+
+@pytest.mark.parametrize("cp_size", (1, 2, 8, 36, 64, 200))
+@pytest.mark.parametrize("method", ("ring", "all_gather"))
+def test_text_fits(cp_size: int, method: str) -> None:
+    for options in (ON_GPU, ON_GPU | {"mask": Mask(window=(1023, 0)), "kernel": "auto"}, {}):
+        text = str(explain(cp_size * 1024, cp_size, method=method, layout=Contiguous(), **options))
+        assert max(map(len, text.splitlines())) <= 100, text
+        assert len(text.splitlines()) <= 36, text
+
+
+def test_of_many_ranks_the_worst_are_looked_at() -> None:
+    found = explain(64 * 256, 64, layout=Contiguous(), **ON_GPU)
+    ranks = [x.rank for x in found.found.ranks]
+    assert ranks[:3] == [0, 1, 2] and ranks[-1] == 63 and len(ranks) < 10  # contiguous: the last has most of all
+    assert len(found.found.work) == 64 and f"{64 - len(ranks)} ranks are left out; times and memory are" in str(found)
+    turned = Permuted(torch.arange(64 * 256).view(64, 256).roll(41, 0).flatten())  # now rank 40 has
+    assert 40 in [x.rank for x in explain(64 * 256, 64, layout=turned).found.ranks]
+    # rank 40 has one long document, 11 fetches most, and 24, the first of a host, most from another
+    begins = {16 * i for i in range(64 * 16)} - {256 * 40 + 16 * i for i in range(1, 16)}
+    begins -= set(range(9 * 256 + 16, 12 * 256, 16)) | set(range(23 * 256 + 16, 25 * 256, 16))
+    ids = torch.tensor([i in begins for i in range(64 * 256)]).cumsum(0)
+    fetching = explain(64 * 256, 64, layout=Contiguous(), mask=Mask(documents=ids), **ON_GPU).found
+    assert fetching.work.argmax() == 11 and {11, 24} < {x.rank for x in fetching.ranks}
+    begins |= set(range(9 * 256 + 16, 12 * 256, 16)) | set(range(23 * 256 + 16, 25 * 256, 16))
+    ids = torch.tensor([i in begins for i in range(64 * 256)]).cumsum(0)
+    working = explain(64 * 256, 64, layout=Contiguous(), mask=Mask(documents=ids), **ON_GPU).found
+    assert working.work.argmax() == 40 and 40 in [x.rank for x in working.ranks] and working.moved == 0
+    twelve = explain(12 * 256, 12, layout=Contiguous())
+    assert len(twelve.found.ranks) == 12 and "3 ranks are left out" in str(twelve)
+    assert lines_of(explain(64 * 256, 64, layout=Contiguous()), "owner")[0].split()[1:3] == ["0", "3"]
+
+
+def test_stages_that_do_not_fit_are_summed() -> None:
+    found = explain(64 * 256, 64, layout=Contiguous(), **ON_GPU)
+    last = re.sub(r"from [\d,]+", "", lines_of(found, "63")[0]).split()
+    assert "stages 4-17" in str(found) and last[4:8] == ["256", "512", "1024", str(56 * 256)]
+
+
+@pytest.mark.full
+def test_many_ranks_take_seconds() -> None:
+    """16M tokens on 1024 ranks; 5 to 9 seconds on the two cores where it was written."""
+    for mask in (Mask(), Mask(window=(4095, 0)), Mask(documents=torch.arange(1 << 24) // 40000)):
+        begin = time.perf_counter()
+        found = explain(1 << 24, 1024, mask=mask, **ON_GPU)
+        assert time.perf_counter() - begin < 60 and found.found.seconds and len(found.found.work) == 1024
+
+
+# ---- picture
+
+
+@pytest.mark.parametrize(
+    "mask", (Mask(), Mask(window=(9, 4), causal=False), Mask(documents=DOCUMENTS, key_padding=torch.arange(96) < 90))
+)
+@pytest.mark.parametrize("layout", (ZigZag(), Striped(), Permuted(torch.randperm(96)), Contiguous()))
+@pytest.mark.parametrize("method", ("ring", "all_gather"))
+def test_picture_has_the_stage_of_each_pair(layout: Any, mask: Mask, method: str) -> None:
+    found = explain(96, 4, layout=layout, mask=mask, method=method).found
+    position = np.arange(96)
+    owner = owners(layout, 96, 4, position)
+    drawn = stages_of_pairs(found, mask, owner, position)
+    expected = np.full((96, 96), MASKED)
+    for rank in range(4):
+        rows = layout.positions(96, 4, rank).numpy()
+        assert (owner[rows] == rank).all()
+        expected[np.ix_(rows, rows)] = 0
+        for number, steps in enumerate(found.steps, 1):
+            for step in steps:
+                expected[np.ix_(rows, layout.positions(96, 4, (rank - step) % 4).numpy())] = number
+    allowed = mask.allowed(*[torch.arange(96)] * 2)[0].numpy()
+    assert (drawn == np.where(allowed, expected, MASKED)).all() and (drawn > 0).any()
+
+
+def test_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = explain(100_000, 8, mask=Mask(window=(20_000, 0)))
+    paths = [tmp_path / name for name in ("coarse.png", "fine.png")]
+    for path, points in zip(paths, (16, 512), strict=True):
+        found.plot(path, points)
+        assert path.read_bytes().startswith(b"\x89PNG")
+    assert paths[0].read_bytes() != paths[1].read_bytes()
+
+
+def test_plot_without_matplotlib(tmp_path: Path) -> None:
+    with mock.patch.dict(sys.modules, {"matplotlib.figure": None}):
+        with pytest.raises(UnsupportedError, match=r"plot: expected matplotlib.*pip install matplotlib"):
+            explain(16, 2).plot(tmp_path / "a.png")
+
+
+# ---- command line
+
+
+BASE = ["--seq-len", "16384", "--cp", "4"]
+COMMANDS: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "nothing": ([], {}),
+    "--heads": (["--heads", "32/8"], {"num_heads": 32, "num_kv_heads": 8}),
+    "one number of --heads": (["--heads", "32"], {"num_heads": 32}),
+    "--head-dim": (["--heads", "4/1", "--head-dim", "64"], {"num_heads": 4, "num_kv_heads": 1, "head_dim": 64}),
+    "--batch": (["--heads", "4/1", "--batch", "3"], {"num_heads": 4, "num_kv_heads": 1, "batch": 3}),
+    "--layout": (["--layout", "striped"], {"layout": Striped()}),
+    "--full": (["--full"], {"mask": Mask(causal=False)}),
+    "--window": (["--window", "4096"], {"mask": Mask(window=(4095, 0))}),
+    "--window of --full": (["--window", "4096", "--full"], {"mask": Mask(causal=False, window=(4095, None))}),
+    "--prefix": (["--prefix", "512"], {"mask": Mask(prefix=512)}),
+    "--documents": (["--documents", "1000", "200"], {"mask": Mask(documents=torch.arange(16384) // 600)}),
+    "--scores": (["--scores", "softcap", "sinks"], {"scores": ["softcap", "sinks"]}),
+    "--device": (["--device", "cpu"], {"device": "cpu"}),
+    "--dtype": (["--dtype", "float32"], {"dtype": torch.float32}),
+    "--kernel": (["--kernel", "fa4"], {"kernel": "fa4"}),
+    "--method": (["--method", "all_gather"], {"method": "all_gather"}),
+    "--transport": (["--transport", "functional"], {"transport": "functional"}),
+    "--head-chunks": (["--heads", "4/2", "--head-chunks", "2"], {"num_heads": 4, "num_kv_heads": 2, "head_chunks": 2}),
+    "--machine": (["--machine", "h200", "--device", "cpu"], {"machine": "h200"}),
+    "--gpus-per-host": (["--gpus-per-host", "2"], {"gpus_per_host": 2}),
+    "--columns": (["--columns", "20"], {"columns": 20}),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_command_says_what_the_function_says(name: str, capsys: Any) -> None:
+    words, options = COMMANDS[name]
+    if name == "--documents":
+        ends = torch.tensor([1000, 200]).repeat(14).cumsum(0)
+        options = {"mask": Mask(documents=torch.bucketize(torch.arange(16384), ends, right=True))}
+    with mock.patch.object(sys, "argv", ["cp_mesh", "explain", *BASE, *words]):
+        command.main()
+    settings = {"device": "cuda", "dtype": torch.bfloat16} | options
+    printed = capsys.readouterr().out
+    assert printed == f"{explain(16384, 4, **settings)}\n"
+    without = settings | {"device": "cpu" if name == "--machine" else "cuda", "dtype": torch.bfloat16}
+    without = {option: without[option] for option in ("device", "dtype")}
+    assert (name == "nothing") == (printed == f"{explain(16384, 4, **without)}\n")
+
+
+def test_command_balances_and_draws(tmp_path: Path, capsys: Any) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "picture.svg"
+    words = ["--layout", "balanced", "--documents", "300", "--plot", str(path)]
+    with mock.patch.object(sys, "argv", ["cp_mesh", "explain", *BASE, *words]):
+        command.main()
+    assert "balanced layout, 16384 tokens" in capsys.readouterr().out and "<svg" in path.read_text()
+
+
+def test_command_of_a_shell() -> None:
+    """With no ranks; and a refusal is an error of the command line."""
+    start = [sys.executable, "-m", "cp_mesh", "explain", *BASE]
+    done = subprocess.run(start, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.startswith("zigzag layout, 16384 tokens on 4 ranks")
+    refused = subprocess.run([*start, "--scores", "cap"], capture_output=True, text=True, check=False, timeout=120)
+    assert refused.returncode == 2 and "names of softcap" in refused.stderr and "Traceback" not in refused.stderr
+
+
+# ---- documents
+
+
+def test_documents_show_what_it_prints() -> None:
+    shown = str(explain(16, 2, columns=16))
+    assert f"```text\n{shown}\n```" in (ROOT / "docs" / "concepts.md").read_text()
+    assert [line.strip() for line in shown.splitlines()] == [
+        line.strip() for line in (explain.__doc__ or "").partition(">>> print")[2].splitlines()[1:-1]
+    ]
