@@ -37,6 +37,7 @@ from cp_mesh.placements import (
 )
 from cp_mesh.plan import make_plan
 
+_ANY_MASK = Mask()
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
 
@@ -248,10 +249,14 @@ def make_options(query: Tensor, key: Tensor, value: Tensor, asked: Asked, form: 
         heads, rows = (first_index(query, form.dims.get(name)) for name in ("heads", "batch"))
         return options._replace(first_head=heads, first_batch=rows)
     named = asked._replace(mesh=None, sinks=None, alibi_slopes=None, relative_bias=None, bias=None)
+    if type(asked.mask) is not Mask or not isinstance(asked.layout, Layout):  # refused by name
+        return _resolve(*beside, *named)
+    specs = asked.layout.spec(), asked.mask.spec()
     try:
-        return _resolve_once(*beside, *named)
+        options = _resolve_once(*specs, *beside, *named._replace(mask=_ANY_MASK))
     except TypeError:  # of something without a hash, which is refused by its name
         return _resolve(*beside, *named)
+    return options
 
 
 def _resolve(head_dim: int, is_local: bool, deterministic: bool, graded: bool, *keywords: Any) -> Options:
@@ -274,7 +279,10 @@ def _resolve(head_dim: int, is_local: bool, deterministic: bool, graded: bool, *
     )
 
 
-_resolve_once = lru_cache(maxsize=16, typed=True)(_resolve)  # few: their masks stay alive
+@lru_cache(maxsize=16, typed=True)
+def _resolve_once(layout: str, mask: str, *others: Any) -> Options:
+    """By what is written of layout and mask: masks are new in every batch, and would stay alive."""
+    return _resolve(*others)._replace(layout=layout, mask=mask)
 
 
 def _plan_fakes(every: Sequence[Tensor | None], call: Call, group: dist.ProcessGroup) -> None:
@@ -370,7 +378,7 @@ def _is_positive(x: object) -> bool:
 
 
 def _is_name(x: object) -> bool:
-    return isinstance(x, str) and x.isidentifier()
+    return isinstance(x, str) and "|" not in x  # which parts the options in the op's string
 
 
 def _is_int(x: object) -> bool:

@@ -7,6 +7,7 @@ their arguments. What the tensors of a call must be to fit one another is checke
 from __future__ import annotations
 
 from collections.abc import Sequence
+from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, NamedTuple, get_type_hints
 
@@ -157,7 +158,8 @@ def check_choice(what: str, got: str, allowed: tuple[str, ...], nearest: str, la
     if got in later:
         raise UnsupportedError(f"{what}={got!r} does not exist yet; {what}={nearest!r} works")
     if got not in allowed:
-        refuse(what, f"one of {', '.join(allowed)}", repr(got), f"{what}={nearest!r} works")
+        close = get_close_matches(got.lower().replace("-", "_"), allowed, 1, cutoff=0.8)
+        refuse(what, f"one of {', '.join(allowed)}", repr(got), f"{what}={[*close, nearest][0]!r} works")
 
 
 def check_tensors(q: Operand | Tensor, k: Operand | Tensor, v: Operand | Tensor, *, decoding: bool = False) -> None:

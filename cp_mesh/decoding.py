@@ -327,7 +327,8 @@ class ShardedCache:
         self.sequence, self.capacity, self.length = sequence, capacity, 0
         self._group, self._rank = sequence.mesh.get_group(), sequence.cp_rank
         self._memory: tuple[Tensor, Tensor, Tensor] | None = None  # of keys, values and positions
-        self._counts = torch.zeros(sequence.cp_size, dtype=torch.int64, device="cpu")  # tokens on each rank
+        with torch.inference_mode(False):
+            self._counts = torch.zeros(sequence.cp_size, dtype=torch.int64, device="cpu")  # tokens on each rank
         self._num_rows = self._num_seen = self._num_new = 0
 
     @property
@@ -400,10 +401,10 @@ class ShardedCache:
     def _append_from_host(self, key: Tensor, value: Tensor) -> None:
         """Without an index on the device: a copy of one would be waited for."""
         owners, rows = places(self._counts, key.shape[2])
-        self._num_seen = int(self._counts[self._rank])
-        self._counts += (owners[:, None] == torch.arange(len(self._counts), device="cpu")).sum(0)
-        self._reserve(key, value, self._counts)
-        memory = self._allocated()
+        counts = self._counts + (owners[:, None] == torch.arange(len(self._counts), device="cpu")).sum(0)
+        self._reserve(key, value, counts)  # before anything changes: it may find no memory
+        self._num_seen, memory = int(self._counts[self._rank]), self._allocated()
+        self._counts.copy_(counts)
         for token, (owner, row) in enumerate(zip(owners.tolist(), rows.tolist(), strict=True)):
             if owner == self._rank:
                 memory[0][:, :, row], memory[1][:, :, row] = key[:, :, token], value[:, :, token]
@@ -485,13 +486,14 @@ class ShardedCache:
         if wanted == have and self._memory is not None:
             return
         # zeros: a weight of 0 times a value that is no number would be none
-        rows = [x.new_zeros((*x.shape[:2], wanted, x.shape[3])) for x in (key, value)]
-        memory = rows[0], rows[1], torch.full((wanted,), UNUSED, device=key.device)
-        for new, old, dim in zip(memory, self._memory or (), (2, 2, 0), strict=False):
-            new.narrow(dim, 0, have).copy_(old)
-        self._memory = memory
-        if self.capacity is not None:
-            self._counts = self._counts.to(key.device)
+        with torch.inference_mode(False):  # tensors made in inference mode could not be written outside of it
+            rows = [x.new_zeros((*x.shape[:2], wanted, x.shape[3])) for x in (key, value)]
+            memory = rows[0], rows[1], torch.full((wanted,), UNUSED, device=key.device)
+            for new, old, dim in zip(memory, self._memory or (), (2, 2, 0), strict=False):
+                new.narrow(dim, 0, have).copy_(old)
+            self._memory = memory
+            if self.capacity is not None:
+                self._counts = self._counts.to(key.device)
 
 
 def places(counts: Tensor, num_new: int) -> tuple[Tensor, Tensor]:

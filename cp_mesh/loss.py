@@ -38,7 +38,8 @@ def cross_entropy(logits: Tensor, labels: Tensor, mesh: DeviceMesh, *, ignore_in
 
     Args:
         logits: [..., V], float64, float32, bfloat16 or float16; computed in float32 at least.
-        labels: int64 [...], shifted before sharding; ``ignore_index`` marks tokens that do not count.
+        labels: int64 [...], shifted before sharding; ``ignore_index`` marks tokens that do not count. One that is not
+            -100 is to be their ``pad_value`` too where `ShardedSequence.shard` pads them.
         mesh: the ranks that hold distinct tokens, e.g. the flattened dp x cp; any number of axes.
         ignore_index: the label of tokens that do not count.
 
@@ -49,6 +50,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, mesh: DeviceMesh, *, ignore_in
         ArgumentError: on DTensors, or if labels do not have the shape of logits without the vocabulary.
         IndexError: on a label outside of the vocabulary, on the CPU; a device assertion on CUDA.
         UnsupportedError: in a second backward, through the gradient.
+        RuntimeError: under the transforms of torch.func, by PyTorch.
     """
     if isinstance(logits, DTensor) or isinstance(labels, DTensor):
         refuse("logits and labels", "local tensors", "DTensors", "gather the vocabulary and pass logits.to_local()")

@@ -49,7 +49,8 @@ class ShardedModel(ParallelStyle):
         inputs: names of forward arguments that hold [B, S, ...] tensors of the whole sequence, equal on all cp ranks.
         positions: name of the forward argument that takes int64 positions for the rotary embedding. If the caller
             leaves it out it gets the positions of this rank's rows, [S_local]; if given, whole-sequence position ids
-            [S] or [B, S] are sharded like tokens. None for models without positions.
+            [S] or [B, S] are sharded like tokens. None for models without positions. Rows of padding have positions up
+            to ``sequence.seq_len - 1``: a table of learned positions needs as many rows, or ``pad=False``.
         gather_output: gather the output along dim 1, in original order; otherwise it stays sharded, as the loss wants.
         watch: refuse self-attention outside of the plan: attention, by any function of PyTorch, in which query and key
             have equal lengths. Eager code is looked at in the first forward in training and in evaluation, with and

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain, product
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -325,6 +326,44 @@ def grows(rank: int) -> list[str]:
 
 def test_memory_of_a_capacity_stays(pool):
     report(pool(2).run(grows))
+
+
+def prefilled_in_inference(rank: int, capacity: int | None) -> list[str]:
+    case, axis = Case("contiguous", "causal", 12, 1), mesh((2,), ("cp",))
+    _, k, v, *_ = case.whole()
+    with torch.inference_mode():
+        cache = filled(axis, Steps(case, 8, capacity=capacity))
+        cache.append(k[:, :, 8:9], v[:, :, 8:9])
+    with torch.no_grad():
+        for token in range(9, 12):
+            cache.append(k[:, :, token : token + 1], v[:, :, token : token + 1])
+        q, _, _, *want = case.whole(12)
+        return compared(case, cache.attend(q, return_lse=True, **case.options()), tuple(want), "")
+
+
+@pytest.mark.parametrize("capacity", (None, 12))
+def test_a_cache_leaves_inference_mode(pool, capacity):
+    """A prompt in `torch.inference_mode`, further tokens without it."""
+    report(pool(2).run(prefilled_in_inference, capacity))
+
+
+def no_memory_at_first(rank: int) -> list[str]:
+    """An append that finds no memory on one rank, and is tried again."""
+    case, axis = Case("contiguous", "causal", 12, 1), mesh((2,), ("cp",))
+    _, k, v, *_ = case.whole()
+    cache = filled(axis, Steps(case, 8))
+    if rank == 1:
+        with mock.patch.object(torch, "full", side_effect=MemoryError):
+            for _ in range(2):
+                with pytest.raises(MemoryError):
+                    cache.append(k[:, :, 8:], v[:, :, 8:])
+    cache.append(k[:, :, 8:], v[:, :, 8:])
+    held = sorted(chain(*positions_held(cache)))
+    return [] if held == list(range(12)) else [f"ranks hold {held}"]
+
+
+def test_an_append_without_memory_changes_nothing(pool):
+    report(pool(2).run(no_memory_at_first))
 
 
 def replayed(rank: int, scores: str, mask: str) -> list[str]:

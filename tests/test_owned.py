@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from cp_mesh import Balanced, Mask, Permuted, ZigZag, balance
+from cp_mesh.attention import Asked, make_options
+from cp_mesh.formats import FORMATS
 from cp_mesh.owned import Content, is_owned, read_once
 from cp_mesh.schedule import make_schedule
 
@@ -21,6 +23,18 @@ IDS = torch.arange(24) // 7
 
 def rows(mask: Mask) -> list[Any]:
     return [make_schedule(ZigZag(), mask, 24, 2, rank, True).fetch for rank in range(2)]
+
+
+def test_options_that_are_kept_hold_no_mask() -> None:
+    q, mask = torch.zeros(1, 2, 8, 4), Mask(documents=IDS)
+    first = make_options(q, q, q, Asked(mask=mask), FORMATS[2])
+    again = make_options(q, q, q, Asked(mask=Mask(documents=IDS)), FORMATS[2])
+    windowed = make_options(q, q, q, Asked(mask=Mask(window=(3, 0))), FORMATS[2])
+    assert first is again and windowed.mask == Mask(window=(3, 0)).spec() != first.mask
+    kept = weakref.ref(mask)
+    del mask
+    gc.collect()
+    assert kept() is None
 
 
 def test_in_inference() -> None:

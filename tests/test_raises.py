@@ -346,6 +346,9 @@ CASES: dict[str, Case] = {
     "a separator in a kernel's name": refused(ARGUMENT, "kernel", "a name", "'a|b'", "kernel='auto' works")(
         lambda: attend(kernel="a|b")
     ),
+    "a method in other letters": refused(
+        ARGUMENT, "method", "one of auto, ring, all_gather, ulysses", "'All-Gather'", "method='all_gather' works"
+    )(lambda: attend(method="All-Gather")),
     "no transport": refused(ARGUMENT, "transport", "a name", "None", "transport='auto' works")(
         lambda: attend(transport=None)
     ),

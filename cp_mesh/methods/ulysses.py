@@ -68,7 +68,8 @@ def settle(
     num_heads, num_kv_heads = q.shape[1], k.shape[1]
     if num_heads % cp_size:
         near = max(n for n in range(1, cp_size) if num_heads % n == 0)
-        expected, hint = f"a multiple of the {cp_size} cp ranks", f"method='ring' works, or {near} cp ranks"
+        expected = f"a multiple of the {cp_size} cp ranks"
+        hint = f"method='ring' works{f', or {near} cp ranks' if near > 1 else ''}"
         refuse("method='ulysses': query heads", expected, num_heads, hint, UnsupportedError)
     per_kv_head, of_rank = num_heads // num_kv_heads, num_heads // cp_size
     group = math.gcd(per_kv_head, of_rank)  # consecutive query heads that read one kv head, on every rank alike
