@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -242,21 +243,18 @@ def make_options(query: Tensor, key: Tensor, value: Tensor, asked: Asked, form: 
         torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in graded),
     )
     drops = asked.dropout_seed is not None or type(asked.dropout_p) not in (int, float) or asked.dropout_p != 0
-    if drops or torch.compiler.is_compiling():
-        options = _resolve(*beside, *asked)
-        if not drops:
-            return options
-        heads, rows = (first_index(query, form.dims.get(name)) for name in ("heads", "batch"))
-        return options._replace(first_head=heads, first_batch=rows)
-    named = asked._replace(mesh=None, sinks=None, alibi_slopes=None, relative_bias=None, bias=None)
-    if type(asked.mask) is not Mask or not isinstance(asked.layout, Layout):  # refused by name
-        return _resolve(*beside, *named)
-    specs = asked.layout.spec(), asked.mask.spec()
-    try:
-        options = _resolve_once(*specs, *beside, *named._replace(mask=_ANY_MASK))
-    except TypeError:  # of something without a hash, which is refused by its name
-        return _resolve(*beside, *named)
-    return options
+    known = type(asked.mask) is Mask and isinstance(asked.layout, Layout)  # others are refused by name
+    if known and not drops and not torch.compiler.is_compiling():
+        named = asked._replace(
+            mesh=None, mask=_ANY_MASK, sinks=None, alibi_slopes=None, relative_bias=None, bias=None
+        )  # fmt: skip
+        with suppress(TypeError):  # of something without a hash, which is refused by name
+            return _resolve_once(asked.layout.spec(), asked.mask.spec(), *beside, *named)
+    options = _resolve(*beside, *asked)
+    if not options.dropout_p:
+        return options
+    heads, rows = (first_index(query, form.dims.get(name)) for name in ("heads", "batch"))
+    return options._replace(first_head=heads, first_batch=rows)
 
 
 def _resolve(head_dim: int, is_local: bool, deterministic: bool, graded: bool, *keywords: Any) -> Options:

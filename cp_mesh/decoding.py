@@ -165,6 +165,10 @@ def _check_tensor(name: str, x: object) -> None:
         refuse(name, "a local tensor", "a DTensor", "pass to_local()", UnsupportedError)
     if x.ndim != 4:
         refuse(name, "[B, heads, rows, head dim]", tuple(x.shape), "transpose other formats")
+    _check_ungraded(name, x)
+
+
+def _check_ungraded(name: str, x: Tensor) -> None:
     if torch.is_grad_enabled() and x.requires_grad:
         hint = "decode under torch.no_grad(), or train with cp_mesh.attention"
         refuse(name, "a tensor that requires no gradient", "requires_grad", hint, UnsupportedError)
@@ -184,11 +188,11 @@ def _prepare(
     check_tensors(query, key, value, decoding=True)
     tensors = Tensors(sinks=asked.sinks, alibi_slopes=asked.alibi_slopes, relative_bias=asked.relative_bias)
     for name in ("sinks", "alibi_slopes", "relative_bias"):
-        if (x := getattr(tensors, name)) is not None and (not isinstance(x, Tensor) or isinstance(x, DTensor)):
+        if (x := getattr(tensors, name)) is None:
+            continue
+        if not isinstance(x, Tensor) or isinstance(x, DTensor):
             refuse(name, "a local tensor", type(x).__name__, "use torch.tensor, or to_local()")
-        if x is not None and torch.is_grad_enabled() and x.requires_grad:
-            hint = "decode under torch.no_grad(), or train with cp_mesh.attention"
-            refuse(name, "a tensor that requires no gradient", "requires_grad", hint, UnsupportedError)
+        _check_ungraded(name, x)
     check_scores(query, tensors, 0)
     scores = make_scores(options, tensors, accumulation_dtype(query.dtype))
     mask = asked.mask
