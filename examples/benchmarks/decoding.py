@@ -5,7 +5,7 @@
 Contestants on one device, on every rank by itself: "sdpa", `F.scaled_dot_product_attention` over all cached tokens;
 "sdpa flash", the same by FlashAttention alone, and "sdpa flash graph", replayed as a CUDA graph; "alone graph", a
 `ShardedCache` of one rank, likewise. On all ranks together: "cache", a `ShardedCache` that grows, with 1/N of the
-tokens a rank; "capacity", one of fixed capacity; "graph", the same step replayed. Every rank generates the whole
+tokens a rank, and "cache fa2", by PyTorch's FlashAttention-2; "capacity", one of fixed capacity; "graph", the same step replayed. Every rank generates the whole
 prompt, as one device needs it. ``of_best`` is a time over that of the fastest contestant on one device.
 
 A gate comes first: some steps after a short prompt, each compared with float64. Of a contestant that fails it, or
@@ -125,7 +125,7 @@ class AloneFlash(Alone):
 
 
 class Growing:
-    fixed, alone = False, False
+    fixed, alone, kernel = False, False, "auto"
 
     def __init__(self, x: Sequences, ranks: Ranks) -> None:
         sequence = ShardedSequence(ranks.alone if self.alone else ranks.mesh, length=x.prompt)
@@ -134,7 +134,11 @@ class Growing:
 
     def step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.cache.append(k, v)
-        return self.cache.attend(q)
+        return self.cache.attend(q, kernel=self.kernel)
+
+
+class GrowingFlash(Growing):
+    kernel = "fa2"
 
 
 class Fixed(Growing):
@@ -180,6 +184,7 @@ CONTESTANTS: dict[str, Any] = {
     "sdpa flash graph": lambda x, ranks: Graph(AloneFlash(x, ranks)),
     "alone graph": lambda x, ranks: Graph(FixedAlone(x, ranks)),
     "cache": Growing,
+    "cache fa2": GrowingFlash,
     "capacity": Fixed,
     "graph": lambda x, ranks: Graph(Fixed(x, ranks)),
 }
