@@ -30,16 +30,17 @@ PROGRAMS_PER_PROCESSOR = 2
 
 @dataclass(frozen=True)
 class Blocks:
-    """Keys that a program reads together, and how many such blocks are on their way."""
+    """Keys that a program reads together, how many such blocks are on their way, and its warps."""
 
     k: int
     num_stages: int
+    num_warps: int = 4
 
 
 def blocks_for(dtype: torch.dtype, head_dim: int) -> Blocks:
     """Two programs of a processor share 227 KiB of memory; products of fp32 are computed in registers."""
     if dtype == torch.float32:
-        return Blocks(32, 2) if head_dim <= 128 else Blocks(16, 2)
+        return Blocks(32, 2, 8) if head_dim <= 128 else Blocks(16, 2, 8)
     return Blocks(64, 3) if head_dim <= 128 else Blocks(32, 3)
 
 
@@ -83,7 +84,7 @@ def attend_few(
             H, num_q, num_k, num_splits, 0 if table is None else table.shape[1] // 2,
             *((0, 0, 0, 0, 0) if pairs is None else distances(pairs.mask)), scores.scale,
             GROUP=group, HEAD_DIM=dim, V_HEAD_DIM=v_dim, BLOCK_DIM=block_dim(dim), BLOCK_V_DIM=block_dim(v_dim),
-            BLOCK_Q=block_q, BLOCK_K=blocks.k, num_warps=4, num_stages=blocks.num_stages,
+            BLOCK_Q=block_q, BLOCK_K=blocks.k, num_warps=blocks.num_warps, num_stages=blocks.num_stages,
         )  # fmt: skip
         merge_splits_kernel[(B * H * num_q,)](
             outs, lses, *into, num_splits, B * H * num_q, V_HEAD_DIM=v_dim, BLOCK_V_DIM=block_dim(v_dim),

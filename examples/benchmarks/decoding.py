@@ -5,8 +5,9 @@
 Contestants on one device, on every rank by itself: "sdpa", `F.scaled_dot_product_attention` over all cached tokens;
 "sdpa flash", the same by FlashAttention alone, and "sdpa flash graph", replayed as a CUDA graph; "alone graph", a
 `ShardedCache` of one rank, likewise. On all ranks together: "cache", a `ShardedCache` that grows, with 1/N of the
-tokens a rank, and "cache fa2", by PyTorch's FlashAttention-2; "capacity", one of fixed capacity; "graph", the same step replayed. Every rank generates the whole
-prompt, as one device needs it. ``of_best`` is a time over that of the fastest contestant on one device.
+tokens a rank, and "cache fa2", by PyTorch's FlashAttention-2; "capacity", one of fixed capacity; "graph", the same
+step replayed. Every rank generates the whole prompt, as one device needs it. ``of_best`` is a time over that of the
+fastest contestant on one device.
 
 A gate comes first: some steps after a short prompt, each compared with float64. Of a contestant that fails it, or
 cannot run, only the status is written. In each repeat every contestant takes ``--calls`` steps that follow one another,
