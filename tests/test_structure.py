@@ -50,6 +50,7 @@ FLOORS: dict[str, int] = {
     "ops": 3,
     "attention": 3,
     "decoding": 3,
+    "cache": 3,
     "sequence": 3,
     "loss": 3,
     # 4: what trainers touch
