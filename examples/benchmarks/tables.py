@@ -27,6 +27,7 @@ MODES = {
     "eager": "single calls, the device idle before each",
     "graph": "replays of a CUDA graph of forward and backward",
 }
+METHODS = {"auto": "auto", "all_gather": "all-gather", "ulysses": "Ulysses"}
 KERNELS = {"fa4": "FlashAttention-4", "fa2": "FlashAttention-2", "cudnn": "cuDNN", "triton": "Triton"}
 OURS = "cp_mesh/ring/zigzag/fa4/symmetric_memory"
 RING_FLASH = ("ring_flash_attn/zigzag/fa4", "ring_flash_attn/stripe/fa4", "ring_flash_attn/llama3/fa4")
@@ -62,9 +63,10 @@ def label(contestant: str) -> str:
     kernel = KERNELS.get(rest[-1], rest[-1])
     match kind:
         case "cp_mesh":
-            _, layout, name, transport = rest
+            method, layout, name, transport = rest
             over = ", over NCCL" if transport == "functional" else ""
-            return f"cp_mesh, {layout}, {KERNELS[name]}{over}"
+            by = "" if method == "ring" else f"{METHODS[method]}, "
+            return f"cp_mesh, {by}{layout}, {KERNELS[name]}{over}"
         case "played":
             return f"cp_mesh, {rest[1]}, {kernel}, its peers played"
         case "floor":
@@ -175,8 +177,9 @@ def training_page() -> str:
 def training_2_page() -> str:
     name = "training_2xh200.csv"
     rows = read(name)
-    row = rows[0]
-    machine = f"{row['world']}x {row['gpu']}, torch {row['torch']}, commit {row['commit']}, {row['precision']}"
+    row, commits = rows[0], {row["blocks"].replace("inductor", "compiled"): row["commit"] for row in rows}
+    machine = f"{row['world']}x {row['gpu']}, torch {row['torch']}, {row['precision']}, at commits "
+    machine += ", ".join(f"{commit} ({blocks})" for blocks, commit in commits.items())
     losses = {TRAINERS[row["variant"]]: row["loss_function"] for row in rows}
     what = f"{row['layers']} layers of Llama-3-8B's shape, FSDP2, {row['recompute']} recomputation; the loss by"
     what += f" {', '.join(f'`{function}` ({variant})' for variant, function in losses.items())}"
@@ -482,6 +485,7 @@ PAGES: dict[str, Callable[[], str]] = {
             "host_mend_2xh200",
             "masks_2xh200",
             "masks_4xh200",
+            "methods_2xh200",
             "played_h200",
             "short_2xh200",
         )
