@@ -8,7 +8,7 @@ Legend: B batch, H query heads, K kv heads, n tokens or query rows, D head dim, 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from cp_mesh.agreement import checking, fingerprint, require_agreement
 from cp_mesh.call import check_tensors
 from cp_mesh.decoding import UNUSED, announcing, check_tensor, decode, hides
 from cp_mesh.errors import refuse
+from cp_mesh.kernels.few_queries import Further
 from cp_mesh.kernels.scores import ADDED
 from cp_mesh.masks import Mask
 from cp_mesh.sequence import ShardedSequence
@@ -63,7 +64,7 @@ class ShardedCache:
         self._group, self._rank = sequence.mesh.get_group(), sequence.cp_rank
         self._memory: tuple[Tensor, Tensor, Tensor] | None = None  # of keys, values and positions
         self._counts = torch.zeros(sequence.cp_size, dtype=torch.int64, device="cpu")  # tokens on each rank
-        self._num_rows = self._num_new = 0
+        self._num_rows = self._num_new = self._begin = 0
         self._further: Further | None = None
 
     @property
@@ -162,16 +163,15 @@ class ShardedCache:
             own = rows[mine]
             positions[own] = self.length + mine.nonzero().flatten()
             counts = int(self._counts[self._rank]) + torch.cat([mine.new_zeros(1), mine]).cumsum(0)
-            self._further = Further(
-                torch.where(mine, rows, self._num_rows - 1), counts, torch.zeros_like(counts[:1]), self.length
+            self._further, self._begin = (
+                Further.planned(torch.where(mine, rows, self._num_rows - 1), counts),
+                self.length,
             )
 
     def _append_on_device(self, key: Tensor, value: Tensor) -> None:
         """Alike in every step: what is not this rank's goes to the last row, which is never read."""
         assert self._further is not None
-        rows = self._further.take(key.shape[2])
-        for to, x in zip(self._allocated(), (key, value), strict=False):
-            to.index_copy_(2, rows, x)
+        self._further.append((key, value), self._allocated()[:2])
 
     @torch._disable_dynamo
     def attend(self, query: Tensor, *, mask: Mask = Mask(causal=True), **options: Any) -> Any:  # noqa: B008 - frozen
@@ -198,7 +198,7 @@ class ShardedCache:
             or (isinstance(mask, Mask) and hides(mask))
             or any(options.get(name) is not None for name in ADDED)
         ):
-            end = self.length if further is None else further.length
+            end = self.length if further is None else further.taken + self._begin
             where |= {"q_positions": torch.arange(-num_rows, 0, device=query.device) + end, "k_positions": positions}
         return decode(query, self.key, self.value, mesh=self.sequence.mesh, mask=mask, **where, **options)
 
@@ -244,39 +244,6 @@ class ShardedCache:
             for new, old, dim in zip(memory, self._memory or (), (2, 2, 0), strict=False):
                 new.narrow(dim, 0, have).copy_(old)
             self._memory = memory
-
-
-class Further(NamedTuple):
-    """Where tokens go that are appended to a capacity, planned for all of them, and how many have come.
-
-    Attributes:
-        rows: int64 [n], of this rank's memory.
-        counts: int64 [n + 1], tokens on this rank before each of them, and after the last one.
-        num_taken: int64 [1].
-        begin: how many tokens there were before.
-    """
-
-    rows: Tensor
-    counts: Tensor
-    num_taken: Tensor
-    begin: int
-
-    def take(self, num_new: int) -> Tensor:
-        """The rows of the next tokens; beyond the last one an error, on GPUs a device-side assertion."""
-        at = self.num_taken if num_new == 1 else self.num_taken + torch.arange(num_new, device=self.rows.device)
-        rows = self.rows.index_select(0, at)
-        self.num_taken.add_(num_new)
-        return rows
-
-    @property
-    def num_keys(self) -> Tensor:
-        """Tokens on this rank, int64 [1]."""
-        return self.counts.index_select(0, self.num_taken)
-
-    @property
-    def length(self) -> Tensor:
-        """Tokens on all ranks, int64 [1]."""
-        return self.num_taken + self.begin
 
 
 def places(counts: Tensor, num_new: int) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,9 @@
-"""Decoding: few queries, equal on all cp ranks, against keys and values that are sharded by sequence.
+"""Decoding: few queries, equal on all cp ranks or sharded, against keys and values that are sharded by sequence.
 
 Every rank attends to the keys that it holds, whichever these are. The results are merged by their lse, after one
 all-gather of both: out = sum over ranks of exp(lse_r - L) · out_r, with L = logsumexp over ranks of lse_r. A rank
-without a key that some query sees has lse = -inf, and weighs nothing.
+without a key that some query sees has lse = -inf, and weighs nothing. Queries that are sharded are gathered first, and
+their results go to the ranks that have them in one all-to-all.
 
 `cp_mesh.cache` keeps the keys. How many of them there are may stand on the device. Rows at the position `UNUSED` hold
 no token, and no query sees them.
@@ -12,6 +13,7 @@ Legend: B batch, H query heads, K kv heads, n query rows, D head dim, Dv that of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -44,15 +46,13 @@ UNUSED = NONE - 1
 _funcol = torch.ops._c10d_functional
 
 
-class Keys(NamedTuple):
-    """Which pairs of this rank's keys count, how many rows of keys there are, and what computes them.
+class Where(NamedTuple):
+    """Which pairs count: the mask (None: all), positions, and on the device how many rows of keys there are."""
 
-    ``num_keys`` is int64 on the device, one number, and None for all rows; ``kernel`` None is `attend_few`.
-    """
-
-    pairs: Pairs | None
+    mask: Mask | None
+    q_positions: Tensor | None
+    k_positions: Tensor | None
     num_keys: Tensor | None
-    kernel: Kernel | None
 
 
 def decode(
@@ -64,6 +64,7 @@ def decode(
     q_positions: Tensor | None = None,
     k_positions: Tensor | None = None,
     num_keys: Tensor | None = None,
+    q_lens: Sequence[int] | None = None,
     mask: Mask = Mask(causal=True),  # noqa: B008 - frozen
     scale: float | None = None,
     softcap: float | None = None,
@@ -73,13 +74,14 @@ def decode(
     kernel: str = "auto",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact attention of few queries, equal on all cp ranks, over keys and values of which each rank holds some rows.
+    """Exact attention of few queries over keys and values of which each cp rank holds some rows.
 
     For inference: no gradients. It costs one all-gather of B · H · n · (Dv + 1) numbers of 4 bytes (8 of float64) a
-    rank, however long the sequence is. `ShardedCache` keeps the keys and calls it.
+    rank, however long the sequence is. `ShardedCache` keeps the keys and calls it. Queries are the same on every rank;
+    with ``q_lens`` each rank has its own, and an all-gather of them and an all-to-all of the numbers take its place.
 
     Args:
-        query: [B, H, n, D], local, the same on every cp rank; float64, float32, bfloat16 or float16.
+        query: [B, H, n, D], local, the same on every cp rank unless ``q_lens``; float64, float32, bfloat16 or float16.
         key: [B, K, rows, D], this rank's keys, in any order; ranks may hold unequal numbers of them, or none. H is a
             multiple of K.
         value: [B, K, rows, Dv]; Dv may differ from D where the kernel allows.
@@ -89,6 +91,7 @@ def decode(
         k_positions: int64 [rows], positions of this rank's keys. No query sees keys at ``cp_mesh.decoding.UNUSED``.
         num_keys: int64 [1] on the device of ``key``: how many of its rows, the first ones, hold keys; others are not
             read. It may differ by rank. None on every rank: all rows do.
+        q_lens: how many query rows each rank has, equal on every rank; some may have none. None: all have the same.
         mask: who may attend to whom, said without tensors.
         scale, softcap, sinks, alibi_slopes, relative_bias: as in `cp_mesh.attention`, equal on every cp rank.
         kernel: as in `cp_mesh.attention`.
@@ -96,14 +99,14 @@ def decode(
             query with no key, whose output is 0. It leaves out sinks.
 
     Returns:
-        out [B, H, n, Dv] in the dtype of ``query``, the same on every rank; with ``return_lse`` (out, lse).
+        out [B, H, n, Dv] in the dtype of ``query``, of this rank's queries; with ``return_lse`` (out, lse).
 
     Raises:
         ArgumentError: arguments that are wrong or disagree.
         UnsupportedError: gradients, DTensors, masks with tensors, or what no kernel can serve.
         RankMismatchError: in check mode, if ranks disagree, the queries' content included.
-        What depends on this rank's own rows, the shape of ``k_positions``, is raised on that rank alone; in check mode
-        (`cp_mesh.check_mode`) on all.
+        What depends on this rank's own rows, the shapes of ``k_positions`` and, with ``q_lens``, of ``query``, is
+        raised on that rank alone; in check mode (`cp_mesh.check_mode`) on all.
 
     Example:
         >>> out = decode(q, cache.key, cache.value, mesh=mesh["cp"])  # q [B, H, 1, D]  # doctest: +SKIP
@@ -114,35 +117,55 @@ def decode(
         mesh=mesh, mask=mask, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes,
         relative_bias=relative_bias, kernel=kernel, return_lse=return_lse,
     )  # fmt: skip
-    out, lse = _decode(query, key, value, asked, q_positions, k_positions, num_keys)
+    where = Where(mask, q_positions, k_positions, num_keys)
+    out, lse = _decode(query, key, value, asked, where, q_lens)
     return (out, lse) if return_lse else out
 
 
 @torch._disable_dynamo  # what is planned here no compiled code could keep
 def _decode(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    asked: Asked,
-    q_positions: Tensor | None,
-    k_positions: Tensor | None,
-    num_keys: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, asked: Asked, where: Where, q_lens: Sequence[int] | None
 ) -> tuple[Tensor, Tensor]:
     with announcing(asked.mesh):
         for name, x in (("query", query), ("key", key), ("value", value)):
             check_tensor(name, x)
-        group = find_cp_axis((query, key, value), asked.mesh, 2).group
-        keys, scores, options = _prepare(query, key, value, asked, q_positions, k_positions, num_keys)
+        axis = find_cp_axis((query, key, value), asked.mesh, 2)
+        num_rows = query.shape[2] if q_lens is None else _check_lens(q_lens, query, axis.group)
+        where, kernel, scores, options = _prepare(query, key, value, asked, where, num_rows)
     if checking():
-        given = {"query": query, **{name: getattr(asked, name) for name in ("sinks", "alibi_slopes", "relative_bias")}}
+        given = {name: getattr(asked, name) for name in ("sinks", "alibi_slopes", "relative_bias")}
         alike = {
             "key and value": str([(x.shape[0], x.shape[1], x.shape[3], x.dtype) for x in (key, value)]),
-            "options": f"{options.spec()} {k_positions is None} {num_keys is None}",
-            "q_positions": fingerprint(q_positions),
+            "options": f"{options.spec()} {where.k_positions is None} {where.num_keys is None}",
+            "q_lens": str(q_lens and list(q_lens)),
         }
-        require_agreement(group, alike | {name: fingerprint(x) for name, x in given.items()})
+        if q_lens is None:
+            given |= {"query": query, "q_positions": where.q_positions}
+        require_agreement(axis.group, alike | {name: fingerprint(x) for name, x in given.items()})
+    without_sinks = replace(scores, sinks=None)  # they count once, not on every rank
     with torch.autocast(query.device.type, enabled=False):  # it would round the fp32 sums of kernels
-        return _attend(query, key, value, keys, scores, group)
+        if q_lens is None:
+            result = _attend(query, key, value, where, kernel, without_sinks)
+            pieces = _from_all(result, (*query.shape[:3], value.shape[3]), axis.group)
+        else:
+            gathered, positions = _gather(query, where.q_positions, q_lens, axis.group)
+            where = where._replace(q_positions=positions)
+            result = _attend(gathered, key, value, where, kernel, without_sinks)
+            pieces = _to_owners(result, (*gathered.shape[:3], value.shape[3]), q_lens, axis.group)
+        return merge(pieces, query, scores.sinks)
+
+
+def _check_lens(q_lens: Sequence[int], query: Tensor, group: dist.ProcessGroup) -> int:
+    """The number of query rows on all ranks."""
+    size = group.size()
+    ints = isinstance(q_lens, Sequence) and all(type(x) is int and x >= 0 for x in q_lens)
+    if not ints or len(q_lens) != size or not sum(q_lens):
+        refuse(
+            "q_lens", f"{size} numbers of rows, one for each rank, not all 0", q_lens, "[x.shape[2] for x in queries]"
+        )
+    if q_lens[group.rank()] != query.shape[2]:
+        refuse("query", f"{q_lens[group.rank()]} rows, as q_lens says", query.shape[2], "tell all ranks its rows")
+    return sum(q_lens)
 
 
 @contextmanager
@@ -174,15 +197,9 @@ def _check_ungraded(name: str, x: Tensor) -> None:
 
 
 def _prepare(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    asked: Asked,
-    q_positions: Tensor | None,
-    k_positions: Tensor | None,
-    num_keys: Tensor | None,
-) -> tuple[Keys, Scores, Options]:
-    """What is computed, and by which kernel; what cannot be is refused."""
+    query: Tensor, key: Tensor, value: Tensor, asked: Asked, where: Where, num_rows: int
+) -> tuple[Where, Kernel | None, Scores, Options]:
+    """Which pairs count, and the kernel for so many queries, None for `attend_few`; what cannot be is refused."""
     options = make_options(query, key, value, asked, FORMATS[2])
     check_tensors(query, key, value, decoding=True)
     tensors = Tensors(sinks=asked.sinks, alibi_slopes=asked.alibi_slopes, relative_bias=asked.relative_bias)
@@ -198,8 +215,9 @@ def _prepare(
     if mask.elementwise:
         hint = "decode sequences of one length, or one document, without them"
         refuse("mask", "a Mask without documents and key_padding", "tensors", hint, UnsupportedError)
-    if query.shape[2] < 1:
+    if num_rows < 1:
         refuse("query", "at least one row", 0, "the queries are the last tokens")
+    q_positions, k_positions, num_keys = where[1:]
     by_position = hides(mask) or scores.needs_positions
     for name, x, rows in (("q_positions", q_positions, query.shape[2]), ("k_positions", k_positions, key.shape[2])):
         if x is None and (by_position or q_positions is not k_positions):
@@ -213,25 +231,13 @@ def _prepare(
         or num_keys.device != key.device
     ):  # fmt: skip
         refuse("num_keys", f"int64 (1,) on {key.device}", num_keys, "torch.tensor([n], device=key.device)")
-    pairs = None
-    if q_positions is not None and k_positions is not None:
-        pairs = Pairs(without_unused(mask), q_positions, k_positions)
-    few = asked.kernel in ("auto", TRITON.name) and query.shape[1] // key.shape[1] * query.shape[2] <= MAX_ROWS
-    if few and not shortfalls(TRITON.capability, _request(query, value, "full" if pairs is None else "pairs", scores)):
-        return Keys(pairs, num_keys, None), scores, options
-    if num_keys is not None:
-        pairs = _without_others(pairs, num_keys, query.shape[2], key.shape[2])
-    request = _request(query, value, "full" if pairs is None else "pairs", scores)
-    return Keys(pairs, None, _choose(asked.kernel, request)), scores, options
-
-
-def _without_others(pairs: Pairs | None, num_keys: Tensor, num_q: int, num_k: int) -> Pairs:
-    """These pairs, or all, where no query sees a row behind the first ones."""
-    rows = torch.arange(num_k, device=num_keys.device)
-    if pairs is None:
-        zeros = torch.zeros(num_q, dtype=torch.int64, device=num_keys.device)
-        pairs = Pairs(without_unused(Mask(causal=False)), zeros, torch.zeros_like(rows))
-    return replace(pairs, k_pos=torch.where(rows < num_keys, pairs.k_pos, UNUSED), kept={})
+    where = where._replace(mask=None if q_positions is None else without_unused(mask))
+    full, group = q_positions is None, query.shape[1] // key.shape[1]
+    few = asked.kernel in ("auto", TRITON.name) and group * num_rows <= MAX_ROWS
+    if few and _takes(TRITON, _request(query, value, full, scores)):
+        return where, None, scores, options
+    request = _request(query, value, full and num_keys is None, scores)
+    return where, _choose(asked.kernel, request), scores, options
 
 
 def without_unused(mask: Mask) -> Mask:
@@ -244,13 +250,13 @@ def hides(mask: Mask) -> bool:
     return mask.window is not None or mask.length is not None
 
 
-def _request(query: Tensor, value: Tensor, cover: str, scores: Scores) -> Request:
+def _request(query: Tensor, value: Tensor, full: bool, scores: Scores) -> Request:
     """What a kernel is asked for, from what is equal on all ranks."""
     return Request(
         device=query.device.type,
         compute_capability=compute_capability_of(query.device),
         dtype=query.dtype,
-        covers=frozenset({cover}),
+        covers=frozenset({"full" if full else "pairs"}),
         head_dim=query.shape[3],
         v_head_dim=value.shape[3],
         differentiable_lse=False,
@@ -261,36 +267,95 @@ def _request(query: Tensor, value: Tensor, cover: str, scores: Scores) -> Reques
 
 
 @lru_cache(maxsize=64)  # every step asks alike
+def _takes(kernel: Kernel, request: Request) -> bool:
+    return not shortfalls(kernel.capability, request)
+
+
+@lru_cache(maxsize=64)
 def _choose(name: str, request: Request) -> Kernel:
     kernel = choose_kernel(name, request)
     warn_if_slow(kernel, name, request)
     return kernel
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, keys: Keys, scores: Scores, group: dist.ProcessGroup
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of all ranks' keys."""
-    shape, dtype = (*query.shape[:3], value.shape[3]), accumulation_dtype(query.dtype)
-    num_rows, without_sinks = query.shape[:3].numel(), replace(scores, sinks=None)
-    result = query.new_empty(num_rows * (shape[3] + 1), dtype=dtype)  # out, then lse
-
-    def views(result: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = result.split([num_rows * shape[3], num_rows])
-        return out.view(shape), lse.view(shape[:3])
-
-    if keys.kernel is None:
-        attend_few(query, key, value, keys.pairs, keys.num_keys, without_sinks, views(result))
-    else:
-        running = keys.kernel.begin_forward(query, shape[3], without_sinks)  # sinks count once, not on every rank
-        if key.shape[2]:
-            running.step(key, value, [KernelTile((0, shape[2]), (0, key.shape[2]), keys.pairs or FULL)])
-        running.finish(views(result))
-    gathered = _funcol.wait_tensor(_funcol.all_gather_into_tensor(result, group.size(), group.group_name))
-    return merge([views(x) for x in gathered.view(group.size(), -1)], query, scores.sinks)
+def _attend(query: Tensor, key: Tensor, value: Tensor, where: Where, kernel: Kernel | None, scores: Scores) -> Tensor:
+    """out [B, H, n, Dv] and then lse [B, H, n] of this rank's keys, flat."""
+    shape = (*query.shape[:3], value.shape[3])
+    result = query.new_empty(math.prod(shape[:3]) * (shape[3] + 1), dtype=accumulation_dtype(query.dtype))
+    into, pairs = _views(result, shape), None
+    if where.mask is not None:
+        assert where.q_positions is not None and where.k_positions is not None
+        pairs = Pairs(where.mask, where.q_positions, where.k_positions)
+    if kernel is None:
+        attend_few(query, key, value, pairs, where.num_keys, scores, into)
+        return result
+    if where.num_keys is not None:
+        pairs = _without_others(pairs, where.num_keys, shape[2], key.shape[2])
+    running = kernel.begin_forward(query, shape[3], scores)
+    if key.shape[2]:
+        running.step(key, value, [KernelTile((0, shape[2]), (0, key.shape[2]), pairs or FULL)])
+    running.finish(into)
+    return result
 
 
-def merge(pieces: Sequence[tuple[Tensor, Tensor]], query: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+def _without_others(pairs: Pairs | None, num_keys: Tensor, num_q: int, num_k: int) -> Pairs:
+    """These pairs, or all, where no query sees a row behind the first ones."""
+    rows = torch.arange(num_k, device=num_keys.device)
+    if pairs is None:
+        zeros = torch.zeros(num_q, dtype=torch.int64, device=num_keys.device)
+        pairs = Pairs(without_unused(Mask(causal=False)), zeros, torch.zeros_like(rows))
+    return replace(pairs, k_pos=torch.where(rows < num_keys, pairs.k_pos, UNUSED), kept={})
+
+
+Pieces = Sequence[tuple[Tensor, Tensor]]
+"""(out, lse) of each rank's keys."""
+
+
+def _views(result: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    num_rows = math.prod(shape[:3])
+    out, lse = result.split([num_rows * shape[3], num_rows])
+    return out.view(*shape), lse.view(*shape[:3])
+
+
+def _from_all(result: Tensor, shape: Sequence[int], group: dist.ProcessGroup) -> Pieces:
+    """All queries' results from all ranks."""
+    if group.size() == 1:
+        return [_views(result, shape)]
+    gathered = result.new_empty((group.size(), len(result)))
+    # NCCL then uses the current stream: two events less in a step that takes 0.1 ms
+    dist.all_gather_into_tensor(gathered.view(-1), result, group)
+    return [_views(x, shape) for x in gathered]
+
+
+def _gather(
+    query: Tensor, q_positions: Tensor | None, q_lens: Sequence[int], group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor | None]:
+    """The queries and positions of all ranks, in their order; both travel as bytes, together."""
+    (B, H, num_rows, D), most = query.shape, max(q_lens)
+    parts = [query.permute(2, 0, 1, 3).reshape(num_rows, B * H * D)]
+    parts += [] if q_positions is None else [q_positions[:, None]]
+    own = torch.cat([x.contiguous().view(torch.uint8) for x in parts], 1)
+    own = torch.cat([own, own.new_zeros((most - num_rows, own.shape[1]))])
+    gathered = _funcol.wait_tensor(_funcol.all_gather_into_tensor(own, group.size(), group.group_name))
+    rows = torch.cat([x[:n] for x, n in zip(gathered.view(group.size(), most, -1), q_lens, strict=True)])
+    of_queries, of_positions = rows.tensor_split([B * H * D * query.element_size()], dim=1)
+    queries = of_queries.contiguous().view(query.dtype).view(-1, B, H, D).permute(1, 2, 0, 3)
+    return queries, None if q_positions is None else of_positions.contiguous().view(torch.int64).flatten()
+
+
+def _to_owners(result: Tensor, shape: Sequence[int], q_lens: Sequence[int], group: dist.ProcessGroup) -> Pieces:
+    """This rank's queries' results from all ranks."""
+    out, lse = _views(result, shape)
+    rows = torch.cat([out, lse[..., None]], -1).permute(2, 0, 1, 3).contiguous()  # sent row by row
+    own = q_lens[group.rank()]
+    received = _funcol.wait_tensor(
+        _funcol.all_to_all_single(rows, [own] * group.size(), list(q_lens), group.group_name)
+    )
+    pieces = received.view(group.size(), own, *rows.shape[1:]).permute(0, 2, 3, 1, 4)
+    return [(x[..., :-1], x[..., -1]) for x in pieces]
+
+
+def merge(pieces: Pieces, query: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """(out, lse) of all keys from those of all parts of all ranks, in their order; out in the dtype of ``query``."""
     total = OutputSum(pieces[0][0].shape, pieces[0][0].dtype, query.device)
     for out, lse in pieces:

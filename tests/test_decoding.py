@@ -146,6 +146,42 @@ def test_keys_that_all_queries_see(pool):
     report(pool(3).run(seen_alike))
 
 
+def sharded(rank: int, cases: Sequence[tuple[Case, tuple[int, ...]]]) -> list[str]:
+    """Each rank has queries of its own, the last of which some ranks have none of."""
+    axis, problems = mesh((3,), ("cp",)), []
+    for case, q_lens in cases:
+        q, k, v, *want = case.whole()
+        rows = LAYOUTS[case.layout](case.S).positions(case.S, 3, rank)
+        begin = sum(q_lens[:rank])
+        mine = slice(begin, begin + q_lens[rank])
+        where = {"q_positions": torch.arange(case.S - case.num_rows, case.S)[mine], "k_positions": rows}
+        for positions in (where, {}) if case.mask == "full" and case.scores == "plain" else (where,):
+            calls = num_collectives()
+            given = q[:, :, mine], k[:, :, rows], v[:, :, rows]
+            got = decode(*given, mesh=axis, q_lens=q_lens, return_lse=True, **positions, **case.options())
+            problems += [f"{case}: not two collectives"] * (num_collectives() - calls != 2)
+            problems += [f"{case}: {x.shape}" for x in got if x.shape[:3] != (B, case.heads[0], q_lens[rank])]
+            problems += compared(case, got, tuple(x[:, :, mine] for x in want), f" of {q_lens}")
+    return problems
+
+
+SHARDED = [
+    (Case("zigzag", "window", 13, 4, "softcap and sinks", dims=(6, 6)), (1, 0, 3)),
+    (Case("striped", "full", 13, 5), (2, 2, 1)),
+]
+
+
+def test_sharded_queries(pool, full):
+    """Of any numbers of rows a rank, with all masks and scores that are served."""
+    lens = [(1, 0, 3), (0, 0, 2), (1, 1, 1), (3, 2, 1), (4, 0, 0)]
+    served = [(mask, SERVED[i % len(SERVED)]) for i, mask in enumerate(SAID)] + [("causal", x) for x in SERVED]
+    cases = list(SHARDED)
+    for i, (mask, scores) in enumerate(served):
+        q_lens, layout = lens[i % len(lens)], list(LAYOUTS)[i % len(LAYOUTS)]
+        cases.append((Case(layout, mask, 13, sum(q_lens), scores, HEADS[i % 3], (6, (4, 6)[i % 2])), q_lens))
+    report(pool(3).run(sharded, cases if full else cases[::2]))
+
+
 # ---- the reduction
 
 
@@ -162,14 +198,17 @@ class Tape(TorchDispatchMode):
         self.calls.append((func, args, kwargs or {}, out))
         return out
 
-    def of(self, namespace: str) -> list[tuple[str, Any]]:
-        return [(func._opname, args[0]) for func, args, *_ in self.calls if func.namespace == namespace]
+    def collectives(self) -> list[tuple[str, int]]:
+        """And how many bytes this rank gives to each."""
+        of_c10d = [(func._opname, args[1].nbytes) for func, args, *_ in self.calls if func.namespace == "c10d"]
+        others = [call for call in self.calls if call[0].namespace == "_c10d_functional"]
+        return of_c10d + [(x._opname, args[0].nbytes) for x, args, *_ in others if x._opname != "wait_tensor"]
 
     def replay(self) -> None:
         for func, args, kwargs, out in self.calls:
             again = func(*args, **kwargs)
-            if func.namespace == "_c10d_functional":
-                again = torch.ops._c10d_functional.wait_tensor(again)
+            if func.namespace == "c10d":
+                again[-1].wait()
             for new, old in zip(tree_leaves(again), tree_leaves(out), strict=True):
                 if isinstance(new, Tensor) and new.data_ptr() != old.data_ptr():
                     old.copy_(new)
@@ -185,7 +224,7 @@ def traffic(rank: int, S: int, dtype: torch.dtype) -> list[tuple[str, int]]:
     with Tape() as tape:
         decode(q[:, :, -1:], k[:, :, rows], v[:, :, rows], mesh=axis, **where)
     assert num_collectives() - calls == 1
-    return [(name, x.nbytes) for name, x in tape.of("_c10d_functional") if name != "wait_tensor"]
+    return tape.collectives()
 
 
 @pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 4), (torch.float32, 4), (torch.float64, 8)])
@@ -193,7 +232,25 @@ def test_one_small_all_gather(pool, dtype, width):
     """Of out and lse, whatever the length."""
     for S in (12, 96):
         nbytes = B * GQA[0] * (4 + 1) * width
-        assert pool(3).run(traffic, S, dtype) == [[("all_gather_into_tensor", nbytes)]] * 3
+        assert pool(3).run(traffic, S, dtype) == [[("_allgather_base_", nbytes)]] * 3
+
+
+def traffic_of_shards(rank: int, with_positions: bool) -> list[tuple[str, int]]:
+    axis = mesh((3,), ("cp",))
+    q, k, v, _ = make_qkv(B, *GQA, 12, 6, 4, dtype=torch.bfloat16)
+    rows, mine = ZigZag().positions(12, 3, rank), slice(*((9, 10), (10, 10), (10, 12))[rank])
+    where = {"q_positions": torch.arange(12)[mine], "k_positions": rows} if with_positions else {}
+    with Tape() as tape:
+        decode(q[:, :, mine], k[:, :, rows], v[:, :, rows], mesh=axis, q_lens=[1, 0, 2], **where)
+    return tape.collectives()
+
+
+@pytest.mark.parametrize("with_positions", [False, True])
+def test_traffic_of_sharded_queries(pool, with_positions):
+    """The most queries that a rank has, with their positions, and all queries' results."""
+    gathered, sent = 2 * (B * GQA[0] * 6 * 2 + 8 * with_positions), 3 * B * GQA[0] * (4 + 1) * 4
+    want = [("all_gather_into_tensor", gathered), ("all_to_all_single", sent)]
+    assert pool(3).run(traffic_of_shards, with_positions) == [want] * 3
 
 
 def low_precision(rank: int, dtype: torch.dtype, dims: tuple[int, int], casting: bool) -> list[str]:
@@ -515,6 +572,11 @@ def refused_calls(rank: int) -> dict[str, tuple[Callable[[], Any], str]]:
         "slopes without positions": (call(q_positions=None, k_positions=None, alibi_slopes=torch.ones(2)), "positions"),
         "dtype of positions": (call(q_positions=torch.tensor([7.0])), "int64"),
         "too few positions": (call(k_positions=torch.arange(3)), "int64 (4,)"),
+        "as many lengths as ranks": (call(q_lens=[1]), "2 numbers of rows"),
+        "lengths that are no ints": (call(q_lens=[1.0, 1]), "2 numbers of rows"),
+        "a number of lengths": (call(q_lens=1), "2 numbers of rows"),
+        "no query at all": (call(q[:, :, :0], q_positions=torch.arange(0), q_lens=[0, 0]), "not all 0"),
+        "other lengths": (call(q_lens=[2, 2]), "as q_lens says"),
         "number of keys": (call(num_keys=4), "int64 (1,)"),
         "dtype of the number of keys": (call(num_keys=torch.tensor([4.0])), "int64 (1,)"),
     }  # fmt: skip
@@ -578,6 +640,7 @@ def disagreements(rank: int) -> list[str]:
         "options": lambda: decode(q, k, k, **where, softcap=1.0 + rank),
         "sinks": lambda: decode(q, k, k, **where, sinks=torch.zeros(2) + rank),
         "q_positions": lambda: decode(q, k, k, **where | {"q_positions": torch.tensor([7 + rank])}),
+        "q_lens": lambda: decode(q, k, k, **where, q_lens=[1, 1] if rank == 0 else [2, 1]),
         "refused its arguments": lambda: decode(q, k, k, **where | {"k_positions": torch.arange(4 - rank)}),
         "value": lambda: cache.append(x, x + rank),
         "refused its arguments to append": lambda: cache.append(x, x[..., : 4 - rank, :][:, : 1 - rank]),

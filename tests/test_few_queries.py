@@ -14,7 +14,7 @@ from torch import Tensor
 from cp_mesh.decoding import without_unused
 from cp_mesh.kernels import few_queries
 from cp_mesh.kernels.contract import Pairs
-from cp_mesh.kernels.few_queries import attend_few
+from cp_mesh.kernels.few_queries import Further, attend_few
 from cp_mesh.kernels.reference import _forward as reference
 from cp_mesh.kernels.scores import Scores
 from cp_mesh.masks import FULL, Mask
@@ -54,7 +54,8 @@ def cases() -> list[Any]:
         for num_keys in ((None, 17, 0)[i % 3],)
         if mask is not None or not scores.keys() & {"alibi_slopes", "relative_bias"}
     ]
-    return [(*case, torch.float16 if i % 4 == 3 else torch.float32) for i, case in enumerate(found)]
+    typed = [(*case, torch.float16 if i % 4 == 3 else torch.float32) for i, case in enumerate(found)]
+    return typed[::3] if INTERPRETED else typed
 
 
 @computes
@@ -81,12 +82,43 @@ def test_few_queries(shape, mask, scores, num_keys, dtype) -> None:
         assert (got - exact)[exact > -torch.inf].abs().max() <= TOLERANCE[dtype] if (exact > -torch.inf).any() else True
 
 
+@computes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_appended_rows(dtype: torch.dtype) -> None:
+    """Rows, numbers and what is counted, in one launch as in several, also of tensors that are views."""
+    generator = torch.Generator().manual_seed(0)
+    rows, mine = torch.tensor([3, 9, 4, 5, 9, 9, 6]), torch.tensor([0, 1, 1, 2, 3, 3, 3, 4])
+    ours, theirs = (
+        (
+            Further.planned(rows.to(DEVICE), 3 + mine.to(DEVICE)),
+            [torch.zeros(2, 3, 10, n, dtype=dtype) for n in (20, 8)],
+        )
+        for _ in range(2)
+    )
+    for num_new in (1, 3, 1, 2):
+        new = [torch.randn(2, num_new, 3, n, generator=generator).to(DEVICE, dtype).transpose(1, 2) for n in (20, 8)]
+        for (further, memory), call in ((ours, Further.append_fused), (theirs, None)):
+            memory[:] = [x.to(DEVICE) for x in memory]
+            if call is not None:
+                call(further, *new, *memory)
+                continue
+            at = rows[int(further.taken) : int(further.taken) + num_new].tolist()
+            for n, row in enumerate(at):
+                for to, x in zip(memory, new, strict=True):
+                    to[:, :, row] = x[:, :, n]
+            further.taken.add_(num_new)
+            further.num_keys.copy_(further.counts[further.taken])
+        assert all(torch.equal(x, y) for x, y in zip(ours[0], theirs[0], strict=True))
+        assert all(torch.equal(x[:, :, :9], y[:, :, :9]) for x, y in zip(ours[1], theirs[1], strict=True))
+
+
 @pytest.mark.full
 @is_that_run
 def test_interpreted(interpreted: Interpreted) -> None:
-    assert interpreted(__file__) >= len(cases())
+    assert interpreted(__file__) == len(cases()[::3]) + 2
 
 
+@is_that_run
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("scored", [False, True])
 def test_nothing_spills_on_hopper(hopper: Hopper, dtype: torch.dtype, scored: bool) -> None:
@@ -100,9 +132,11 @@ def test_nothing_spills_on_hopper(hopper: Hopper, dtype: torch.dtype, scored: bo
 
     def launch() -> None:
         attend_few(q, k, v, pairs if scored else None, torch.tensor([4000]), scores, into)
+        Further.planned(torch.arange(5), torch.arange(6)).append_fused(k[:, :, :1], v[:, :, :1], k, v)
 
     compiled = hopper(launch, few_queries_triton)
-    assert set(compiled.kernels) == {"splits_kernel", "merge_splits_kernel"} and not any(compiled.spills)
+    names = {"splits_kernel", "merge_splits_kernel", "append_kernel"}
+    assert set(compiled.kernels) == names and not any(compiled.spills)
     assert all(
         kernel.metadata.shared * few_queries.PROGRAMS_PER_PROCESSOR <= 227 << 10
         for kernel in compiled.kernels["splits_kernel"]

@@ -12,15 +12,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from cp_mesh.kernels.combine import triton_runs
 from cp_mesh.kernels.contract import Pairs
-from cp_mesh.kernels.merge import _dense_rows as dense_rows
+from cp_mesh.kernels.merge import dense_rows
 from cp_mesh.kernels.scores import Scores
-from cp_mesh.kernels.triton_attention import _block_dim as block_dim
-from cp_mesh.kernels.triton_attention import _distances as distances
+from cp_mesh.kernels.triton_attention import block_dim, distances
 
 MAX_ROWS = 64
 """Rows of queries that share a kv head, up to which they count as few."""
@@ -74,6 +75,7 @@ def attend_few(
     num_splits = max(1, min(most, -(-num_k // blocks.k)))
     parts = q.new_empty(num_splits * B * H * num_q * (v_dim + 1), dtype=torch.float32)
     outs, lses = parts.split([num_splits * B * H * num_q * v_dim, num_splits * B * H * num_q])
+    splits = max(16, 1 << (most - 1).bit_length())
     table, slopes = scores.relative_bias, scores.alibi_slopes
     with torch.cuda.device_of(q):
         splits_kernel[(num_programs * num_splits,)](
@@ -88,8 +90,55 @@ def attend_few(
         )  # fmt: skip
         merge_splits_kernel[(B * H * num_q,)](
             outs, lses, *into, num_splits, B * H * num_q, V_HEAD_DIM=v_dim, BLOCK_V_DIM=block_dim(v_dim),
-            SPLITS=max(16, 1 << (most - 1).bit_length()), CHUNK=16, num_warps=4,
+            SPLITS=splits, CHUNK=min(splits, 64), num_warps=8,
         )  # fmt: skip
+
+
+class Further(NamedTuple):
+    """Where tokens go that are appended to keys and values of fixed shape, and how many have come: on the device.
+
+    Attributes:
+        rows: int64 [n], of this rank's memory, for all tokens that may come.
+        counts: int64 [n + 1], keys on this rank before each of them, and after the last one.
+        taken: int64 [1], how many have come.
+        num_keys: int64 [1], keys on this rank.
+        ticket: int32 [1], 0.
+    """
+
+    rows: Tensor
+    counts: Tensor
+    taken: Tensor
+    num_keys: Tensor
+    ticket: Tensor
+
+    @classmethod
+    def planned(cls, rows: Tensor, counts: Tensor) -> Further:
+        zeros = torch.zeros_like(counts[:1])
+        return cls(rows, counts, zeros, counts[:1].clone(), zeros.to(torch.int32))
+
+    def append(self, new: tuple[Tensor, Tensor], memory: tuple[Tensor, Tensor]) -> None:
+        """Write the next tokens' keys and values [B, K, n, D] to their rows; beyond the last an error of the device."""
+        (key, value), (to_key, to_value), num_new = new, memory, new[0].shape[2]
+        if key.device.type == "cuda" and triton_runs(key.device):
+            self.append_fused(key, value, to_key, to_value)
+            return
+        at = self.taken + torch.arange(num_new, device=self.rows.device)
+        rows = self.rows.index_select(0, at)
+        to_key.index_copy_(2, rows, key)
+        to_value.index_copy_(2, rows, value)
+        self.taken.add_(num_new)
+        self.num_keys.copy_(self.counts.index_select(0, self.taken))
+
+    def append_fused(self, key: Tensor, value: Tensor, to_key: Tensor, to_value: Tensor) -> None:
+        """The same in one launch; both memories have unit last stride."""
+        from cp_mesh.kernels.few_queries_triton import append_kernel
+
+        (B, K, num_new, dim), v_dim, tensors = key.shape, value.shape[3], (key, value, to_key, to_value)
+        with torch.cuda.device_of(key):
+            append_kernel[(B * K,)](
+                *tensors, *(x.stride() for x in tensors), *self, K, num_new, len(self.rows), DIM=dim, V_DIM=v_dim,
+                BLOCK_DIM=block_dim(dim), BLOCK_V_DIM=block_dim(v_dim), num_warps=1,
+            )  # fmt: skip
 
 
 @lru_cache

@@ -155,3 +155,58 @@ def merge_splits_kernel(
     total = tl.where(alone, 1.0, total)
     tl.store(out + row.to(tl.int64) * V_HEAD_DIM + cols, merged / total, mask=cols < V_HEAD_DIM)
     tl.store(lse + row, tl.where(alone, float("-inf"), largest + tl.log(total)))
+
+
+@triton.jit(debug=True, do_not_specialize=["num_heads", "num_new", "num_places"])  # device_assert costs nothing here
+def append_kernel(
+    key,
+    value,
+    to_key,
+    to_value,
+    key_strides,
+    value_strides,
+    to_key_strides,
+    to_value_strides,
+    rows,
+    counts,
+    taken,
+    num_keys,
+    ticket,
+    num_heads,
+    num_new,
+    num_places,
+    DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_V_DIM: tl.constexpr,
+):
+    """Copy rows of one batch row and head to their places; the last program counts them.
+
+    One warp, whose loads of ``taken`` come before its ticket.
+    """
+    batch, head = (tl.program_id(0) // num_heads).to(tl.int64), (tl.program_id(0) % num_heads).to(tl.int64)
+    begin = tl.load(taken)
+    tl.device_assert(begin + num_new <= num_places, "ShardedCache: more tokens than its capacity")
+    cols, v_cols = tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_V_DIM)
+    for n in range(num_new):
+        row = tl.load(rows + begin + n)
+        x = tl.load(
+            key + batch * key_strides[0] + head * key_strides[1] + n * key_strides[2] + cols * key_strides[3],
+            mask=cols < DIM,
+        )
+        to = to_key + batch * to_key_strides[0] + head * to_key_strides[1] + row * to_key_strides[2] + cols
+        tl.store(to, x, mask=cols < DIM)
+        x = tl.load(
+            value
+            + batch * value_strides[0]
+            + head * value_strides[1]
+            + n * value_strides[2]
+            + v_cols * value_strides[3],
+            mask=v_cols < V_DIM,
+        )
+        to = to_value + batch * to_value_strides[0] + head * to_value_strides[1] + row * to_value_strides[2] + v_cols
+        tl.store(to, x, mask=v_cols < V_DIM)
+    if tl.atomic_add(ticket, 1) == tl.num_programs(0) - 1:
+        tl.store(ticket, 0)
+        tl.store(taken, begin + num_new)
+        tl.store(num_keys, tl.load(counts + begin + num_new))

@@ -31,6 +31,16 @@ plant("keys of a window are read one position late", "decoding:decode", "decodin
 )
 
 
+@plant("positions of sharded queries are those of the ranks before", "decoding:_gather", "sharded queries")
+def _(gather: Any) -> Any:
+    return with_result(gather, lambda found: (found[0], None if found[1] is None else found[1].roll(1)))
+
+
+plant("results of sharded queries are merged without the first rank's", "decoding:_to_owners", "sharded queries")(
+    lambda to_owners: with_result(to_owners, lambda pieces: pieces[1:])
+)
+
+
 @plant("a token is kept in the row of the one before", "cache:places", "cache")
 def _(places: Any) -> Any:
     return with_result(places, lambda found: (found[0], (found[1] - 1).clamp(min=0)))
