@@ -65,7 +65,7 @@ def explain_command(argv: Sequence[str]) -> None:
     parser.add_argument("--method", default="auto", choices=("auto", *METHODS))
     parser.add_argument("--transport", default="auto", choices=TRANSPORTS)
     parser.add_argument("--head-chunks", type=int)
-    parser.add_argument("--machine", choices=tuple(MACHINES))
+    parser.add_argument("--machine", help=f"{', '.join(MACHINES)}, or a file that calibrate wrote")
     parser.add_argument("--gpus-per-host", type=int)
     parser.add_argument("--columns", type=int, default=64, help="width of the strip of owners")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw a picture, as a .png or .svg; matplotlib")

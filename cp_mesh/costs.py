@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cp_mesh.masks import FULL, Band
-from cp_mesh.memory import Sizes
+from cp_mesh.memory import Sizes, kv_heads_of_rank
 from cp_mesh.schedule import Fetch, Schedule, Tile, num_rows
 
 
@@ -64,6 +64,7 @@ class Machine:
         gpus_per_host: ranks that share a host; rank r is on host r // gpus_per_host.
         per_launch, per_barrier: seconds of a launch on the device, or a copy, and of a barrier of two ranks.
         host_forward, host_backward: of the host.
+        transport: over which rows travelled when this was measured.
     """
 
     name: str
@@ -78,6 +79,11 @@ class Machine:
     per_barrier: float
     host_forward: HostTime
     host_backward: HostTime
+    transport: str = "symmetric_memory"
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.compute_capability > (0, 0)
 
 
 H200 = Machine(
@@ -208,12 +214,6 @@ def ulysses_costs(
         cost(qkv + exchange(out), forward, 1.0, machine.host_forward),
         cost(there + qkv, backward, 2.5, machine.host_backward),
     )
-
-
-def kv_heads_of_rank(sizes: Sizes, cp_size: int) -> int:
-    """Of Ulysses: those that a rank's query heads read, in groups that are equal on all ranks."""
-    heads = sizes.num_heads // cp_size
-    return heads // math.gcd(sizes.num_heads // sizes.num_kv_heads, heads)
 
 
 class _Links:

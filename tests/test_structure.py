@@ -45,6 +45,8 @@ FLOORS: dict[str, int] = {
     "methods": 2,
     "memory": 2,
     "costs": 2,
+    "machines": 2,
+    "choosing": 2,
     # 3: the doors
     "placements": 3,
     "ops": 3,
