@@ -7,58 +7,68 @@ schedules of chosen ranks, and the numbers of a machine that all ranks agreed on
     else        the least time of forward and backward, each the longer of device and host, of the slowest rank; but the
                 ring, unless another takes at most `FASTER` of its time and holds at most `MORE_BYTES` more at its peak
 
-The ranks that are looked at are the first, the middle one, the last, and the one that fetches most. Masks and layouts
-with tensors are new in every batch: of these only the one that fetches most is looked at.
+The ranks that are looked at are the first, the middle one, the last, and the one that fetches most. A choice takes a
+few milliseconds, and is kept. Packed documents are new in every batch, so they are chosen for as documents of one
+length, in which each token sees as many keys in the mean, to the next of `STEPS` an octave: a few choices serve all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
+import numpy as np
+import torch
+
+from cp_mesh.balancing import balance
 from cp_mesh.call import Operand, Options
 from cp_mesh.costs import Machine
 from cp_mesh.errors import ArgumentError, UnsupportedError
 from cp_mesh.kernels.contract import Kernel
-from cp_mesh.layouts import Layout
-from cp_mesh.masks import Mask
+from cp_mesh.layouts import Balanced, Layout
+from cp_mesh.masks import Mask, parse_mask
 from cp_mesh.memory import Sizes
 from cp_mesh.methods import METHODS, Method
 from cp_mesh.schedule import Schedule
 
 FASTER = 0.97
 MORE_BYTES = 1 << 30
+STEPS = 4
 DEFAULT = "ring"
 
-Resolve = Callable[[Callable[[bool], Schedule]], tuple[Schedule, Kernel]]
 
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Problem:
-    """A call without its method.
+    """A call without its method and its tensors.
 
     Attributes:
         q, k, v: of one rank.
-        options, features, layout, mask, seq_len, cp_size: of the call.
+        options, features, seq_len, cp_size: of the call.
+        layout: None: balanced for the documents.
+        documents: tokens of each, or None.
+        kernel: that of the ring, or what is like it.
         transport: "symmetric_memory" or "functional", as the call will take it.
         machine: of all ranks, or None.
-        resolve: a schedule, from a function that makes it with or without tiles by documents, and its kernel.
+        resolve: of a call and a function that makes a schedule with or without tiles by documents, the schedule and its
+            kernel.
     """
 
     q: Operand
     k: Operand
     v: Operand
     options: Options
-    features: Collection[str]
-    layout: Layout
-    mask: Mask
+    features: frozenset[str]
     seq_len: int
     cp_size: int
+    layout: Layout | None
+    documents: int | None
+    kernel: str
     transport: str
     machine: Machine | None
-    resolve: Resolve
+    resolve: Callable[[Problem, Callable[[bool], Schedule]], tuple[Schedule, Kernel]]
 
 
 class Estimate(NamedTuple):
@@ -83,13 +93,34 @@ class Choice:
     estimates: Mapping[str, Estimate]
 
 
-def choose(problem: Problem, schedule: Schedule) -> Choice:
-    """The method for a call; ``schedule`` is the ring's, of any rank."""
+def layout_and_documents(layout: Layout, mask: Mask) -> tuple[Layout | None, int | None]:
+    """As a `Problem` has them."""
+    length = None
+    if mask.documents is not None:
+        lengths = np.concatenate([np.diff(row.edges) for row in mask.runs()]).astype(float)
+        mean = float((lengths**2).sum() / max(1.0, lengths.sum()))  # over tokens
+        length = round(2 ** (round(math.log2(max(1.0, mean)) * STEPS) / STEPS))
+    return None if isinstance(layout, Balanced) else layout, length
+
+
+@lru_cache(maxsize=256)
+def choose(problem: Problem) -> Choice:
+    """The method for a call."""
     unknown = _unknown(problem)
     if unknown is not None:
         return Choice(DEFAULT, unknown, {})
-    ranks = ranks_to_look_at(problem, schedule)
-    found = {name: estimate(problem, method, ranks) for name, method in METHODS.items()}
+    documents, seq_len, cp_size = problem.documents, problem.seq_len, problem.cp_size
+    mask = parse_mask(
+        problem.options.mask, None if documents is None else torch.arange(seq_len) // min(documents, seq_len), None
+    )
+    layout = problem.layout or balance(mask, seq_len, cp_size)
+    make = {name: partial(x.make_schedule, layout, mask, seq_len, cp_size) for name, x in METHODS.items()}
+    needed = problem.resolve(problem, partial(make[DEFAULT], 0))[0].route.needed
+    ranks = sorted({0, int(needed.sum(1).argmax()), cp_size // 2, cp_size - 1})
+    found = {
+        name: estimate(problem, method, make[name], ranks[:1] if method.alike else ranks)
+        for name, method in METHODS.items()
+    }
     return best_of({name: each for name, each in found.items() if each is not None})
 
 
@@ -97,7 +128,7 @@ def best_of(estimates: Mapping[str, Estimate]) -> Choice:
     """By the rule above, of those that are known."""
     ring = estimates.get(DEFAULT)
     if ring is None:
-        return Choice(DEFAULT, "its kernel was not measured", {})
+        return Choice(DEFAULT, "nothing is known of it", {})
     fit = {name: each for name, each in estimates.items() if each.memory <= ring.memory + MORE_BYTES}
     name, least = min(fit.items(), key=lambda item: item[1].seconds)
     if least.seconds <= FASTER * ring.seconds:
@@ -105,24 +136,16 @@ def best_of(estimates: Mapping[str, Estimate]) -> Choice:
     return Choice(DEFAULT, "no other is faster by 3 %", estimates)
 
 
-def ranks_to_look_at(problem: Problem, schedule: Schedule) -> Sequence[int]:
-    """Equal on all ranks, as ``schedule.route.needed`` is."""
-    most = int(schedule.route.needed.sum(1).argmax())
-    if problem.layout.tensor is not None or problem.mask.documents is not None or problem.mask.key_padding is not None:
-        return (most,)
-    return sorted({0, most, problem.cp_size // 2, problem.cp_size - 1})
-
-
-def estimate(problem: Problem, method: Method, ranks: Sequence[int]) -> Estimate | None:
-    """None where the method cannot serve the call, or its times are not known."""
-    machine, q, k, v = problem.machine, problem.q, problem.k, problem.v
+def estimate(
+    problem: Problem, method: Method, make: Callable[[int, bool], Schedule], ranks: list[int]
+) -> Estimate | None:
+    """Of the slowest of these ranks; None where the method cannot serve the call, or its times are not known."""
+    machine, q, k, v, cp_size = problem.machine, problem.q, problem.k, problem.v, problem.cp_size
     if method.costs is None or method.memory is None or machine is None:
         return None
-    make_of = partial(method.make_schedule, problem.layout, problem.mask, problem.seq_len, problem.cp_size)
-    first, *others = ranks[:1] if method.alike else ranks
     try:
-        schedule, kernel = problem.resolve(partial(make_of, first))
-        settings = method.settle(problem.options, q, k, v, schedule, kernel, problem.features, problem.cp_size)
+        first, kernel = problem.resolve(problem, partial(make, ranks[0]))
+        settings = method.settle(problem.options, q, k, v, first, kernel, problem.features, cp_size)
     except (ArgumentError, UnsupportedError):  # heads that ranks or chunks do not divide; tiles that no kernel takes
         return None
     if kernel.name not in machine.kernels:
@@ -131,10 +154,10 @@ def estimate(problem: Problem, method: Method, ranks: Sequence[int]) -> Estimate
     sizes = Sizes(
         q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype.itemsize, settings.gradient_dtype.itemsize
     )
-    schedules = [schedule, *(make_of(rank, "segments" in schedule.covers) for rank in others)]
-    costs = [method.costs(each, problem.cp_size, sizes, machine, kernel.name, chunks) for each in schedules]
+    schedules = [first, *(make(rank, "segments" in first.covers) for rank in ranks[1:])]
+    costs = [method.costs(each, cp_size, sizes, machine, kernel.name, chunks) for each in schedules]
     of_call = chunks, problem.transport, kernel, problem.features
-    held = [method.memory(each, problem.cp_size, sizes, *of_call) for each in schedules]
+    held = [method.memory(each, cp_size, sizes, *of_call) for each in schedules]
     seconds = sum(max(cost.queued for cost in of_pass) for of_pass in zip(*costs, strict=True))
     return Estimate(seconds, max(memory.peak for memory in held))
 
@@ -149,4 +172,6 @@ def _unknown(problem: Problem) -> str | None:
         return f"times of {problem.q.dtype} were not measured"
     if problem.features:
         return f"times of scores with {', '.join(sorted(problem.features))} were not measured"
+    if problem.kernel not in machine.kernels:
+        return f"kernel {problem.kernel} was not measured"
     return None

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from cp_mesh.masks import FULL, Band
 from cp_mesh.memory import Sizes, kv_heads_of_rank
@@ -69,7 +69,7 @@ class Machine:
 
     name: str
     compute_capability: tuple[int, int]
-    kernels: Mapping[str, tuple[KernelRate, KernelRate]]
+    kernels: Mapping[str, tuple[KernelRate, KernelRate]] = field(hash=False)
     memory_rate: float
     link_rate: float
     network_rate: float

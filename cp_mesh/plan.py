@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from cp_mesh.call import Operand, Options, Tensors, check_choice, check_scores, check_tensors, make_scores
-from cp_mesh.choosing import Choice, Problem, choose
+from cp_mesh.choosing import Choice, Problem, choose, layout_and_documents
 from cp_mesh.costs import Machine
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.kernels import KERNELS, choose_kernel
@@ -102,15 +102,20 @@ def _choice(
     transport = choose_transport(options.transport, group, q.device) if machine is not None else "functional"
 
     def make() -> tuple[Machine | None, Choice]:
-        def resolve(make: Callable[[bool], Schedule]) -> tuple[Schedule, Kernel]:
-            return choose_schedule(options.kernel, make, partial(request_of, q, v, options, features), features)
-
+        of_batch = layout_and_documents(plan.layout, plan.mask)
         sizes = plan.seq_len, plan.schedule.cp_size
-        problem = Problem(q, k, v, options, features, plan.layout, plan.mask, *sizes, transport, machine, resolve)
-        return machine, choose(problem, plan.schedule)  # the machine too: the key is its id
+        kernel = plan.kernel.name
+        problem = Problem(q, k, v, options, features, *sizes, *of_batch, kernel, transport, machine, kernel_of)
+        return machine, choose(problem)  # the machine too: the key is its id
 
     found: tuple[Machine | None, Choice] = plan.prepare(("choice", id(machine), transport), 0, make)
     return found[1]
+
+
+def kernel_of(problem: Problem, make: Callable[[bool], Schedule]) -> tuple[Schedule, Kernel]:
+    """See `Problem.resolve`."""
+    request = partial(request_of, problem.q, problem.v, problem.options, problem.features)
+    return choose_schedule(problem.options.kernel, make, request, problem.features)
 
 
 def _resolve(

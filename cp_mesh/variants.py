@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from cp_mesh.blocks import Array
 from cp_mesh.call import Operand, Options
-from cp_mesh.choosing import DEFAULT, Choice, Problem, choose
+from cp_mesh.choosing import DEFAULT, Choice, Problem, choose, layout_and_documents
 from cp_mesh.costs import Machine, PassCost
 from cp_mesh.errors import UnsupportedError
 from cp_mesh.kernels import KERNELS
@@ -166,12 +166,14 @@ class Setting:
         if not self.knows_heads:
             return Choice(DEFAULT, "without num_heads no times are known", {})
         options, request = self._call(layout)
-        problem = Problem(
-            self.q, self.k, self.k, options, self.features, layout, self.mask, self.seq_len, self.cp_size,
-            self.transport, self.machine, partial(self._resolve, request=request),
-        )  # fmt: skip
         make = partial(METHODS[DEFAULT].make_schedule, layout, self.mask, self.seq_len, self.cp_size, 0)
-        return choose(problem, self._resolve(make, request)[0])
+        kernel = self._resolve(make, request)[1].name
+        sizes, of_batch = (self.seq_len, self.cp_size), layout_and_documents(layout, self.mask)
+        problem = Problem(
+            self.q, self.k, self.k, options, self.features, *sizes, *of_batch, kernel, self.transport, self.machine,
+            lambda _, make: self._resolve(make, request),
+        )  # fmt: skip
+        return choose.__wrapped__(problem)
 
     def look_at(self, layout: Layout, method: str) -> Variant:
         """Its figures, of all ranks or of some."""
