@@ -29,8 +29,8 @@ CPU = replace(
     kernels={"cpu_flash": H200.kernels["fa4"], "reference": H200.kernels["fa4"]},
     transport="functional",
 )
-NO_TIME = HostTime(0.0, 0.0, 0.0)
-SLOW_STAGES = replace(CPU, host_forward=HostTime(0.0, 0.0, 1.0), host_backward=HostTime(0.0, 0.0, 1.0))
+NO_TIME = HostTime(0.0, 0.0, 0.0, 0.0)
+SLOW_STAGES = replace(CPU, host_forward=HostTime(0.0, 0.0, 1.0, 1.0), host_backward=HostTime(0.0, 0.0, 1.0, 1.0))
 SLOW_LINKS = replace(CPU, host_forward=NO_TIME, host_backward=NO_TIME, link_rate=1e3)
 AT_ONCE = KernelRate(1e18, 0.0, 0.0, 0.0, 0.0)
 SLOW_EXCHANGE = replace(  # all-gather is as fast as the ring
@@ -63,7 +63,7 @@ def chosen(seq_len: int, cp_size: int, **options: Any) -> Choice:
 
 def test_what_is_not_known_goes_to_the_ring() -> None:
     assert "not measured" in chosen(8192, 8, device="cpu", dtype=torch.float32, kernel="auto").why
-    slow = replace(H200, host_forward=HostTime(0.0, 0.0, 1.0), host_backward=HostTime(0.0, 0.0, 1.0))
+    slow = replace(H200, host_forward=HostTime(0.0, 0.0, 1.0, 1.0), host_backward=HostTime(0.0, 0.0, 1.0, 1.0))
     assert chosen(8192, 8, machine=slow).method == "all_gather"
     for options, words in (
         ({"transport": "functional"}, "measured over symmetric_memory"),

@@ -68,6 +68,7 @@ FLOORS: dict[str, int] = {
     "picture": 4,
     "explain": 4,
     "warming": 4,
+    "calibrating": 4,
     # the door of the command line
     "__main__": 5,
 }
