@@ -482,6 +482,7 @@ PAGES: dict[str, Callable[[], str]] = {
             "host_mend_2xh200",
             "masks_2xh200",
             "masks_4xh200",
+            "methods_2xh200",
             "played_h200",
             "short_2xh200",
         )
@@ -506,6 +507,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "memory": memory_table,
     "explained": explained_text,
     "predicted": predicted_table,
+    "chosen": lambda: markdown(*predicted.choices_table()),
     "training": training_table,
     "training on 2 GPUs": lambda: steps_table(read("training_2xh200.csv")),
     "low precision": low_precision_table,
