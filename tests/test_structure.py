@@ -45,6 +45,8 @@ FLOORS: dict[str, int] = {
     "methods": 2,
     "memory": 2,
     "costs": 2,
+    "machines": 2,
+    "choosing": 2,
     # 3: the doors
     "placements": 3,
     "ops": 3,
@@ -67,6 +69,7 @@ FLOORS: dict[str, int] = {
     "picture": 4,
     "explain": 4,
     "warming": 4,
+    "calibrating": 4,
     # the door of the command line
     "__main__": 5,
 }

@@ -510,6 +510,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "memory": memory_table,
     "explained": explained_text,
     "predicted": predicted_table,
+    "chosen": lambda: markdown(*predicted.choices_table()),
     "training": training_table,
     "training on 2 GPUs": lambda: steps_table(read("training_2xh200.csv")),
     "low precision": low_precision_table,
