@@ -21,7 +21,12 @@ from cp_mesh import explain
 Row = dict[str, str]
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = ROOT / "docs" / "results"
-DOCUMENTS = ("README.md", "docs/performance.md", "docs/numerics.md")  # which hold tables of `REGIONS`
+DOCUMENTS = (
+    "README.md",
+    "docs/performance.md",
+    "docs/numerics.md",
+    "docs/decoding.md",
+)  # which hold tables of `REGIONS`
 MODES = {
     "queued": "calls that follow one another, as in training",
     "eager": "single calls, the device idle before each",
@@ -285,6 +290,42 @@ def batches_page() -> str:
     return "\n".join(parts)
 
 
+STEPS_OF_DECODING = {
+    "sdpa flash": "one GPU, SDPA's FlashAttention",
+    "sdpa flash graph": "the same in a CUDA graph",
+    "alone graph": "one GPU, a `ShardedCache` of one rank, in a CUDA graph",
+    "cache": "2 GPUs, a `ShardedCache` that grows",
+    "capacity": "2 GPUs, one of fixed capacity",
+    "graph": "the same in a CUDA graph",
+}
+
+
+def decoding_table() -> str:
+    """Of the last commit."""
+    rows = [row for row in read("decoding_2xh200.csv") if row["world_size"] == "2"]
+    rows = [row for row in rows if row["commit"] == rows[-1]["commit"]]
+    cells = {(row["contestant"], row["cached"]): f"{1000 * float(row['step_ms']):.0f}" for row in rows}
+    lengths = list(dict.fromkeys(row["cached"] for row in rows))
+    lines = [[words, *(cells[name, length] for length in lengths)] for name, words in STEPS_OF_DECODING.items()]
+    return markdown(["us a step", *(f"{short(int(length))} tokens" for length in lengths)], lines)
+
+
+def decoding_page() -> str:
+    name = "decoding_2xh200.csv"
+    rows = read(name)
+    lines = [
+        [
+            row["commit"], row["world_size"], short(int(row["cached"])), row["contestant"], row["step_ms"],
+            f"{row['step_ms_min']} to {row['step_ms_max']}", row["of_best"], row["gb_per_s"],
+        ]
+        for row in rows
+    ]  # fmt: skip
+    head = ["commit", "GPUs", "tokens cached", "contestant", "ms a step", "least to most", "of the best on one GPU"]
+    what = f"heads {rows[0]['heads_q']}/{rows[0]['heads_kv']}, one query. `examples/benchmarks/decoding.py` says what"
+    what += " the contestants are. SDPA's default takes cuDNN here, which plans anew at every length"
+    return f"{head_of(name, machine_of(rows))}\n{what}.\n\n{markdown([*head, 'GB/s a GPU'], lines)}"
+
+
 def training_table() -> str:
     lines = [
         [
@@ -491,6 +532,7 @@ PAGES: dict[str, Callable[[], str]] = {
         )
     },
     "batches_2xh200.md": batches_page,
+    "decoding_2xh200.md": decoding_page,
     "tiles_h200.md": tiles_page,
     "training_2xh200.md": training_2_page,
     "training_4xh200.md": training_page,
@@ -511,6 +553,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "explained": explained_text,
     "predicted": predicted_table,
     "chosen": lambda: markdown(*predicted.choices_table()),
+    "decoding": decoding_table,
     "training": training_table,
     "training on 2 GPUs": lambda: steps_table(read("training_2xh200.csv")),
     "low precision": low_precision_table,
