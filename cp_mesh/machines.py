@@ -65,7 +65,9 @@ def _agreed(group: dist.ProcessGroup, device: torch.device, path: str) -> Machin
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     answers = exchange(group, {"machine": table, "problem": problem, "device": name, "host": host_name()})
     if any("machine" not in answer for answer in answers):  # in check mode another rank compares its arguments already
-        raise RankMismatchError(f"{VARIABLE}: expected to be set on all ranks or on none")
+        raise RankMismatchError(
+            f"attention: expected method='auto' on all ranks or on none, and {VARIABLE} set on all or on none"
+        )
     for rank, answer in enumerate(answers):
         if answer["problem"]:
             raise ArgumentError(f"{answer['problem']} (cp rank {rank})")

@@ -6,7 +6,7 @@ many ranks only some are looked at: those that have most to compute and to fetch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -212,12 +212,7 @@ class Setting:
         """As a call does; but a kernel that is asked for by name counts as installed."""
         if self.kernel == "auto":
             return choose_schedule("auto", make, request, self.features)
-        kernel, missing = KERNELS[self.kernel], [""]
-        for schedule in (make(POSITIONAL.isdisjoint(self.features)), make(False)):
-            missing = shortfalls(replace(kernel.capability, lacking=lambda: None), request(schedule))
-            if not missing:
-                return schedule, kernel
-        raise UnsupportedError(f"kernel={self.kernel!r} lacks {'; '.join(missing)}; kernel='auto' works")
+        return named_kernel(self.kernel, make, request, self.features)
 
     def _passed_over(self, kernel: Kernel, requests: Sequence[Request]) -> dict[str, str]:
         """What those that "auto" prefers lack, the first of it; for the tiles, of two kinds, for which it is least."""
@@ -269,6 +264,19 @@ class Setting:
         rows = self.seq_len / self.cp_size * (self.cp_size - 1) / self.cp_size
         of_q = (6 - kernel.uses_delta) * sizes.num_heads
         return rows * width * ((of_q + 2 * of_kv) * sizes.itemsize + of_kv * sizes.gradient_itemsize)
+
+
+def named_kernel(
+    name: str, make: Callable[[bool], Schedule], request: Callable[[Schedule], Request], features: Collection[str]
+) -> tuple[Schedule, Kernel]:
+    """As `choose_schedule`, of a kernel that is asked for by name; its package counts as installed."""
+    kernel, missing = KERNELS[name], [""]
+    for by_documents in (POSITIONAL.isdisjoint(features), False):
+        schedule = make(by_documents)
+        missing = shortfalls(replace(kernel.capability, lacking=lambda: None), request(schedule))
+        if not missing:
+            return schedule, kernel
+    raise UnsupportedError(f"kernel={name!r} lacks {'; '.join(missing)}; kernel='auto' works")
 
 
 def owners(layout: Layout, seq_len: int, cp_size: int, position: Array) -> Array:

@@ -20,7 +20,7 @@ from cp_mesh import Contiguous, Mask, Striped, ZigZag, attention, balance, check
 from cp_mesh.choosing import Choice, Estimate, best_of
 from cp_mesh.costs import H200, HostTime, KernelRate, Machine
 from cp_mesh.errors import ArgumentError, RankMismatchError
-from cp_mesh.machines import VARIABLE, find_machine, from_text, read_machine, to_text, write_machine
+from cp_mesh.machines import VARIABLE, _agreed, find_machine, from_text, read_machine, to_text, write_machine
 
 CPU = replace(
     H200,
@@ -229,7 +229,27 @@ def test_check_mode_finds_a_table_on_some_ranks(pool: Any, tmp_path: Path) -> No
     """Without check mode CPU ranks would wait: the variable is set on all of them or on none."""
     write_machine(CPU, tmp_path / "a.json")
     first, second = pool(2).run(refused_in_check_mode, [str(tmp_path / "a.json"), ""])
-    assert "set on all ranks or on none" in first and "on every cp rank" in second
+    assert "CP_MESH_MACHINE set on all or on none" in first and "on every cp rank" in second
+
+
+@pytest.mark.parametrize(
+    ("names", "hosts", "per_host"),
+    (
+        (["NVIDIA H200"] * 4, ["a"] * 4, 4),
+        (["NVIDIA H200"] * 4, ["a", "a", "b", "b"], 2),
+        (["NVIDIA H200", "NVIDIA H100 80GB HBM3"] * 2, ["a"] * 4, None),
+        (["NVIDIA H100 80GB HBM3"] * 4, ["a"] * 4, None),
+    ),
+)
+def test_the_machine_is_that_of_all_ranks(names: list[str], hosts: list[str], per_host: int | None) -> None:
+    """Numbers of a GPU hold where all ranks have it; how many ranks share a host they tell each other."""
+    answers = [{"machine": "", "problem": "", "device": x, "host": y} for x, y in zip(names, hosts, strict=True)]
+    with (
+        mock.patch("cp_mesh.machines.exchange", return_value=answers),
+        mock.patch("torch.cuda.get_device_name", return_value=names[0]),
+    ):
+        machine = _agreed(mock.Mock(), torch.device("cuda", 0), "")
+    assert machine == (None if per_host is None else replace(H200, gpus_per_host=per_host))
 
 
 # ---- tables as files

@@ -70,6 +70,7 @@ FLOORS: dict[str, int] = {
     "explain": 4,
     "warming": 4,
     "calibrating": 4,
+    "capabilities": 4,
     # the door of the command line
     "__main__": 5,
 }

@@ -17,6 +17,7 @@ import predicted
 import torch
 
 from cp_mesh import explain
+from cp_mesh.capabilities import supported_table
 
 Row = dict[str, str]
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -26,6 +27,7 @@ DOCUMENTS = (
     "docs/performance.md",
     "docs/numerics.md",
     "docs/decoding.md",
+    "docs/kernels.md",
 )  # which hold tables of `REGIONS`
 MODES = {
     "queued": "calls that follow one another, as in training",
@@ -554,6 +556,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "predicted": predicted_table,
     "chosen": lambda: markdown(*predicted.choices_table()),
     "decoding": decoding_table,
+    "supported": supported_table,
     "training": training_table,
     "training on 2 GPUs": lambda: steps_table(read("training_2xh200.csv")),
     "low precision": low_precision_table,

@@ -1,0 +1,102 @@
+"""The table of what is exact and what is refused: every cell that can run here does what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from checks import Case, parity, parity_on_ranks, report
+from ranks import mesh, num_collectives
+
+import cp_mesh
+from cp_mesh.capabilities import EXACT, FEATURES, RANKS, TOKENS, answer, cells, supported_table
+from cp_mesh.kernels import KERNELS
+from cp_mesh.kernels.contract import Capability
+from cp_mesh.methods import METHODS
+
+HERE = ("cpu_flash", "reference")
+SCORES = {"": "plain", "alibi_slopes": "alibi", "relative_bias": "table", "dropout_p": "dropout"}
+
+
+def case_of(words: str, method: str, kernel: str) -> Case:
+    """The cell as a case of the parity gate."""
+    feature = FEATURES[words]
+    options = dict(feature.options)
+    return Case(
+        feature.layout or "zigzag",
+        dict(feature.mask),
+        TOKENS,
+        feature.heads,
+        kernel=kernel,
+        sizes=(2, 8, feature.v_head_dim),
+        scores=SCORES.get(feature.scores, feature.scores),
+        head_chunks=options.pop("head_chunks", None),
+        method=method,
+        lse_gradient=feature.through_lse,
+        options=options,
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kernel", HERE)
+def test_what_is_exact_is(pool: Any, kernel: str, method: str) -> None:
+    """Results and all gradients equal dense attention in float64."""
+    exact = [words for (words, *of), said in cells().items() if of == [method, kernel] and said == EXACT]
+    assert len(exact) >= 8
+    cases = [case_of(words, method, kernel) for words in exact]
+    report(pool(RANKS).run(parity_on_ranks, (RANKS,), ("cp",), cases, timeout=300))
+
+
+def refusals(rank: int, cases: Sequence[Case]) -> list[str]:
+    """Cells that are not refused before the first collective."""
+    axis, problems = mesh((dist.get_world_size(),), ("cp",)), []
+    for case in cases:
+        before = num_collectives()
+        try:
+            parity(case, axis, [])
+            problems.append(f"{case} was not refused")
+        except (cp_mesh.UnsupportedError, cp_mesh.ArgumentError):
+            pass
+        if num_collectives() > before:
+            problems.append(f"{case} was refused after a collective")
+    return problems
+
+
+@pytest.mark.parametrize("kernel", HERE)
+def test_what_is_refused_raises(pool: Any, kernel: str) -> None:
+    refused = [cell for cell, said in cells().items() if cell[2] == kernel and said != EXACT]
+    assert refused
+    cases = [case_of(*cell) for cell in refused]
+    for found in pool(RANKS).run(refusals, cases):
+        assert not found, "\n".join(found)
+
+
+def test_the_table_is_asked_of_the_code() -> None:
+    """A kernel that says it can do more, or less, changes its cells."""
+    table, flash = supported_table(), KERNELS["cpu_flash"]
+    ring = METHODS["ring"]
+    assert answer(FEATURES["softcap"], ring, flash) == "scores with softcap"
+    able: Capability = replace(flash.capability, features=frozenset({"softcap"}), covers=("full", "causal", "pairs"))
+    with mock.patch.dict(KERNELS, cpu_flash=replace(flash, capability=able)):
+        assert answer(FEATURES["softcap"], ring, KERNELS["cpu_flash"]) == EXACT
+        assert supported_table() != table
+    unable = replace(flash.capability, deterministic=False)
+    with mock.patch.dict(KERNELS, cpu_flash=replace(flash, capability=unable)):
+        assert answer(FEATURES["deterministic"], ring, KERNELS["cpu_flash"]) == "a deterministic backward"
+
+
+def test_every_kernel_and_feature_is_in_the_table() -> None:
+    head, _, *rest = supported_table().splitlines()
+    assert [word.strip() for word in head.split("|")[2:-1]] == list(KERNELS)
+    rows = [line for line in rest if line.startswith("|")]
+    assert [row.split("|")[1].strip() for row in rows] == list(FEATURES)
+    assert all(len(row.split("|")) == len(KERNELS) + 3 for row in rows)
+    assert {feature.scores for feature in FEATURES.values()} >= {
+        "softcap", "sinks", "alibi_slopes", "relative_bias", "bias", "dropout_p",
+    }  # fmt: skip
+    assert all(torch.is_tensor(x) is False or len(x) == TOKENS for f in FEATURES.values() for x in f.mask.values())
