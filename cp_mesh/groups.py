@@ -79,8 +79,10 @@ def flat(mesh: DeviceMesh) -> DeviceMesh:
 @torch.compiler.assume_constant_result  # Dynamo would trace it, and cannot
 def _keep_axes(mesh: DeviceMesh) -> bool:
     made = mesh._flatten()
-    group, ranks = made.get_group(), made.mesh.tolist()
-    if ranks != dist.get_process_group_ranks(group):
+    group = made.get_group()
+    if group in _AXES:
+        return True
+    if (ranks := made.mesh.tolist()) != dist.get_process_group_ranks(group):
         names = ", ".join(mesh.mesh_dim_names or ())
         hint = "name the outer axis first and the inner one last, in the order of the whole mesh"
         refuse(f"mesh[{names}]", "ranks that rise along its axes", ranks, hint)
