@@ -115,10 +115,10 @@ def attention(
             float32, bfloat16 or float16; sums are float32 (float64 for float64).
         key: like ``query`` with K heads, H a multiple of K.
         value: like ``key``; its head dim may differ where the kernel allows.
-        mesh: the 1-D mesh of the cp axis, or its ProcessGroup; or a 2-D mesh, ``mesh["cp_ring", "cp_ulysses"]``, whose
-            axes together are the cp axis, the second of which ``method="hybrid"`` exchanges heads over. Required for
-            local tensors; for DTensors it tells which axis of their mesh is cp, or which two, if ``seq_dim`` is not
-            given and no axis is named "cp".
+        mesh: the 1-D mesh of the cp axis, or its ProcessGroup; or a 2-D mesh whose two axes, of names that begin with
+            "cp", are the cp axis together, ``mesh["cp_ring", "cp_ulysses"]``: the hybrid exchanges heads over the
+            second. Required for local tensors; for DTensors it tells which axis of their mesh is cp, or which two, if
+            ``seq_dim`` is not given and no axis is named "cp".
         seq_dim: the sequence dim: 2 = [B, H, S, D], 1 = [B, S, H, D], 0 = [T, H, D]. None: 2, as in SDPA. Neither
             shapes nor placements tell heads from rows, so pass it for the other formats.
         seq_len: tokens in the whole sequence. None: local length x cp_size (DTensors: their global length). Shards of
@@ -193,6 +193,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor | 
                 refuse(name, "a tensor", type(x).__name__, "use torch.as_tensor")
         axis = find_cp_axis((query, key, value), asked.mesh, asked.seq_dim)
         group = axis.group
+        if (degree := degree_of(asked)) != asked.ulysses_degree:
+            asked = asked._replace(ulysses_degree=degree)
         query, key, value = autocast(query, key, value)
         call = _make_call(query, key, value, axis, asked)
     except Exception as error:
@@ -211,6 +213,15 @@ def attend(query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor | 
     else:
         out, lse = attention_op(query, key, value, *call.arguments())
     return (out, lse) if asked.return_lse else out
+
+
+def degree_of(asked: Asked) -> int | None:
+    """The degree that was asked for, or that a mesh of two axes says."""
+    if asked.method != "hybrid" or not isinstance(asked.mesh, DeviceMesh) or asked.mesh.ndim == 1:
+        return asked.ulysses_degree
+    if asked.ulysses_degree not in (None, inner := asked.mesh.size(1)):
+        refuse("ulysses_degree", f"{inner}, as the mesh's second axis has", asked.ulysses_degree, "leave it out")
+    return inner
 
 
 def _make_call(query: Tensor, key: Tensor, value: Tensor, axis: CPAxis, asked: Asked) -> Call:

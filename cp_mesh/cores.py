@@ -75,7 +75,8 @@ class ContextParallel(ParallelStyle):
             the layout, and like ``mask`` depends on these alone: ``layout=lambda q, k, v, packed: packed.layout``.
             Pass it on as an object: FSDP2 moves tensors to the device. None: the sequence's. Data, labels and
             `ShardedModel` need the same (`ShardedSequence.balanced`).
-        kernel, method, transport, ulysses_degree, head_chunks, deterministic: as in `cp_mesh.attention`.
+        kernel, method, transport, ulysses_degree, head_chunks, deterministic: as in `cp_mesh.attention`. The degree
+            is the sequence's if it has one.
 
     Raises:
         ArgumentError, UnsupportedError: at application on a wrong mesh, a repeated application or a cross-attention
@@ -105,7 +106,7 @@ class ContextParallel(ParallelStyle):
             "kernel": kernel,
             "method": method,
             "transport": transport,
-            "ulysses_degree": ulysses_degree,
+            "ulysses_degree": ulysses_degree or (sequence.ulysses_degree if method == "hybrid" else None),
             "head_chunks": head_chunks,
             "deterministic": deterministic,
         }

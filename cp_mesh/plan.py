@@ -19,7 +19,6 @@ from torch import Tensor
 
 from cp_mesh.call import Operand, Options, Tensors, check_choice, check_scores, check_tensors, make_scores
 from cp_mesh.errors import UnsupportedError, refuse
-from cp_mesh.groups import axes_of
 from cp_mesh.kernels import KERNELS, choose_kernel
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.contract import Kernel, Request, shortfalls
@@ -72,12 +71,6 @@ def make_plan(
             resolve = _resolve_few  # they hold memory of the device
     shapes = Operand.of(q), Operand.of(k), Operand.of(v)
     features = None if scores is None else scores.features
-    if options.method == "hybrid" and (axes := axes_of(group)) is not None:
-        degree = axes.inner.size()
-        if options.ulysses_degree not in (0, degree):
-            hint = "leave it out, or pass the ProcessGroup of a mesh of one axis"
-            refuse("ulysses_degree", f"{degree}, that of the mesh", options.ulysses_degree, hint)
-        options = options._replace(ulysses_degree=degree)
     plan = resolve(*shapes, *contents, features, seq_len, group.size(), group.rank(), options)
     if scores is not None:
         plan = replace(plan, scores=scores)
