@@ -193,8 +193,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor | 
                 refuse(name, "a tensor", type(x).__name__, "use torch.as_tensor")
         axis = find_cp_axis((query, key, value), asked.mesh, asked.seq_dim)
         group = axis.group
-        if (degree := degree_of(asked)) != asked.ulysses_degree:
-            asked = asked._replace(ulysses_degree=degree)
+        asked = with_degree(asked)
         query, key, value = autocast(query, key, value)
         call = _make_call(query, key, value, axis, asked)
     except Exception as error:
@@ -215,13 +214,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor | 
     return (out, lse) if asked.return_lse else out
 
 
-def degree_of(asked: Asked) -> int | None:
-    """The degree that was asked for, or that a mesh of two axes says."""
+def with_degree(asked: Asked) -> Asked:
+    """The same with the degree that a mesh of two axes says."""
     if asked.method != "hybrid" or not isinstance(asked.mesh, DeviceMesh) or asked.mesh.ndim == 1:
-        return asked.ulysses_degree
-    if asked.ulysses_degree not in (None, inner := asked.mesh.size(1)):
-        refuse("ulysses_degree", f"{inner}, as the mesh's second axis has", asked.ulysses_degree, "leave it out")
-    return inner
+        return asked
+    given, inner = asked.ulysses_degree, asked.mesh.size(1)
+    if given is not None and (type(given) is not int or given != inner):
+        refuse("ulysses_degree", f"{inner}, as the mesh's second axis has", _shown(given), "leave it out")
+    return asked._replace(ulysses_degree=inner)
 
 
 def _make_call(query: Tensor, key: Tensor, value: Tensor, axis: CPAxis, asked: Asked) -> Call:

@@ -106,7 +106,9 @@ class ContextParallel(ParallelStyle):
             "kernel": kernel,
             "method": method,
             "transport": transport,
-            "ulysses_degree": ulysses_degree or (sequence.ulysses_degree if method == "hybrid" else None),
+            "ulysses_degree": sequence.ulysses_degree
+            if ulysses_degree is None and method == "hybrid"
+            else ulysses_degree,
             "head_chunks": head_chunks,
             "deterministic": deterministic,
         }

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_mesh.agreement import check_mode
-from cp_mesh.attention import Asked, attention, degree_of
+from cp_mesh.attention import Asked, attention, with_degree
 from cp_mesh.call import SCORE_OPTIONS, Options, Tensors, make_scores, seed_tensor
 from cp_mesh.dense import Dense, dense_attention
 from cp_mesh.errors import refuse
@@ -167,8 +167,8 @@ def verify(
     softcap, dropout_p = given.get("softcap") or 0.0, given.get("dropout_p", 0.0)
     scale = given.get("scale") or head_dim**-0.5
     fixed = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-    by_name: dict[str, Any] = {"method": method, "kernel": kernel, "deterministic": fixed}
-    by_name["ulysses_degree"] = degree_of(Asked(axes, method=method, ulysses_degree=ulysses_degree)) or 0
+    degree = with_degree(Asked(axes, method=method, ulysses_degree=ulysses_degree)).ulysses_degree or 0
+    by_name: dict[str, Any] = {"method": method, "kernel": kernel, "deterministic": fixed, "ulysses_degree": degree}
     options = Options(layout.spec(), mask.spec(), scale, softcap, dropout_p, **by_name)
     tensors = Tensors(mask.documents, mask.key_padding, layout.tensor, **held)
     plan = make_plan(q[:, :, rows], k[:, :, rows], v[:, :, rows], tensors, seq_len, group, options)
