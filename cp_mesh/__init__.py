@@ -3,8 +3,9 @@
 from cp_mesh.agreement import check_mode
 from cp_mesh.attention import attention
 from cp_mesh.balancing import balance
+from cp_mesh.cache import ShardedCache
 from cp_mesh.cores import ContextParallel
-from cp_mesh.decoding import ShardedCache, decode
+from cp_mesh.decoding import decode
 from cp_mesh.errors import ArgumentError, RankMismatchError, UnsupportedError
 from cp_mesh.explain import explain
 from cp_mesh.layouts import Balanced, Contiguous, Layout, Permuted, Striped, ZigZag

@@ -1,6 +1,7 @@
 """Verify every layout, causal and full, on the ranks of this launch: ``torchrun --nproc-per-node 8 -m cp_mesh``.
 
 ``python -m cp_mesh explain --seq-len 131072 --cp 8`` explains a configuration, with no ranks.
+``torchrun --nproc-per-node 2 -m cp_mesh calibrate`` measures what predicted times are made of.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from cp_mesh.balancing import balance
+from cp_mesh.calibrating import Shapes, calibrate, table
 from cp_mesh.costs import MACHINES
 from cp_mesh.errors import ArgumentError, UnsupportedError
 from cp_mesh.explain import explain
 from cp_mesh.kernels import KERNELS
 from cp_mesh.layouts import Contiguous, Layout, Striped, ZigZag
+from cp_mesh.machines import write_machine
 from cp_mesh.masks import Mask
 from cp_mesh.methods import METHODS
 from cp_mesh.transport import TRANSPORTS
@@ -32,9 +35,11 @@ LAYOUTS: tuple[Layout, ...] = (Contiguous(), ZigZag(), Striped())
 
 
 def main() -> None:
-    """One of the two commands."""
+    """One of the three commands."""
     if sys.argv[1:2] == ["explain"]:
         explain_command(sys.argv[2:])
+    elif sys.argv[1:2] == ["calibrate"]:
+        calibrate_command(sys.argv[2:])
     else:
         verify_command()
 
@@ -65,7 +70,7 @@ def explain_command(argv: Sequence[str]) -> None:
     parser.add_argument("--method", default="auto", choices=("auto", *METHODS))
     parser.add_argument("--transport", default="auto", choices=TRANSPORTS)
     parser.add_argument("--head-chunks", type=int)
-    parser.add_argument("--machine", choices=tuple(MACHINES))
+    parser.add_argument("--machine", help=f"{', '.join(MACHINES)}, or a file that calibrate wrote")
     parser.add_argument("--gpus-per-host", type=int)
     parser.add_argument("--columns", type=int, default=64, help="width of the strip of owners")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw a picture, as a .png or .svg; matplotlib")
@@ -105,6 +110,50 @@ def explain_command(argv: Sequence[str]) -> None:
             found.plot(args.plot)
     except (ArgumentError, UnsupportedError) as error:
         parser.error(str(error))
+
+
+def calibrate_command(argv: Sequence[str]) -> None:
+    """Measure the machine, print its numbers beside those that come with cp_mesh, and write them to a file."""
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(
+        prog="python -m cp_mesh calibrate",
+        description="Measure what predicted times are made of, in about a minute, and write it to a file. Without "
+        "torchrun: the kernels alone. CP_MESH_MACHINE=FILE has method='auto' and explain read it.",
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
+    parser.add_argument("--dtype", default="bfloat16" if cuda else "float32")
+    parser.add_argument("--heads", metavar="H/K", default="32/8", help="query heads/kv heads of a rank")
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384], help="of a rank")
+    parser.add_argument("--kernel", nargs="+", default=[], choices=tuple(KERNELS), help="default: all that can")
+    parser.add_argument("--calls", type=int, default=10, help="that are timed together")
+    parser.add_argument("--out", type=Path, default=Path("machine.json"), help="the file that is written")
+    args = parser.parse_args(argv)
+    group, rank = None, 0
+    device = torch.device(args.device)
+    if "RANK" in os.environ:
+        if cuda and args.device == "cuda":
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+        mesh = init_device_mesh(args.device, (dist.get_world_size(),), mesh_dim_names=("cp",))
+        group, rank = mesh.get_group(), dist.get_rank()
+    elif args.device == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    heads, *kv_heads = (int(num) for num in args.heads.split("/"))
+    dtype = getattr(torch, args.dtype)
+    shapes = Shapes(sorted(args.rows), heads, kv_heads[0] if kv_heads else heads, args.head_dim, dtype, args.calls)
+    try:
+        found = calibrate(shapes, device, args.kernel, group)
+    except (ArgumentError, UnsupportedError) as error:
+        parser.error(str(error))
+    if rank == 0:
+        write_machine(found.machine, args.out)
+        print(table(found))
+        print(f"written to {args.out}; CP_MESH_MACHINE={args.out} has method='auto' and explain read it")
+    if group is not None:
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def verify_command() -> None:

@@ -52,6 +52,8 @@ def announce_refusal(group: dist.ProcessGroup, error: Exception) -> None:
         group: the cp group.
         error: what this rank is about to raise.
     """
+    if isinstance(error, RankMismatchError):
+        return  # of an exchange, so that every rank knows
     if not getattr(error, "_cp_mesh_announced", False):  # once, however many frames it passes through
         error._cp_mesh_announced = True  # type: ignore[attr-defined]
         require_agreement(group, {"error": f"{type(error).__name__}: {error}"})
@@ -67,6 +69,17 @@ def fingerprint(tensor: Tensor | None) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device.type} {content}"
 
 
+def exchange(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[dict[str, str]]:
+    """The fields of every rank; raises on ranks that refused nothing if another one did, see `require_agreement`."""
+    answers: list[dict[str, str]] = [{} for _ in range(group.size())]
+    dist.all_gather_object(answers, dict(fields), group=group)
+    refused = {rank: answer["error"] for rank, answer in enumerate(answers) if "error" in answer}
+    if refused and "error" not in fields:
+        rank, error = next(iter(refused.items()))
+        raise RankMismatchError(f"attention: cp rank {rank} refused its arguments while this rank did not: {error}")
+    return answers
+
+
 def require_agreement(group: dist.ProcessGroup, fields: Mapping[str, str]) -> None:
     """Exchange ``fields`` over the group and raise on every rank if they differ.
 
@@ -74,14 +87,9 @@ def require_agreement(group: dist.ProcessGroup, fields: Mapping[str, str]) -> No
         group: the cp group.
         fields: values by name; a rank that refused its arguments says so under the name "error".
     """
-    answers: list[dict[str, str]] = [{} for _ in range(group.size())]
-    dist.all_gather_object(answers, dict(fields), group=group)
-    refused = {rank: answer["error"] for rank, answer in enumerate(answers) if "error" in answer}
-    if refused:
-        if "error" in fields:
-            return  # this rank raises its own error
-        rank, error = next(iter(refused.items()))
-        raise RankMismatchError(f"attention: cp rank {rank} refused its arguments while this rank did not: {error}")
+    answers = exchange(group, fields)
+    if "error" in fields:
+        return  # this rank raises its own error
     for name in fields:
         values = [answer.get(name, "missing") for answer in answers]
         if len(set(values)) > 1:

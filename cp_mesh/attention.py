@@ -140,7 +140,10 @@ def attention(
         method: how keys come to queries. "ring": by stages, one under way while another is computed. "all_gather":
             all at once behind the local blocks, for the fewest kernel calls. "ulysses": each rank computes some heads
             of the whole sequence; the ranks must divide the query heads. "hybrid": Ulysses among ``ulysses_degree``
-            neighbours on the cp axis, and a ring between the groups of these. "auto" takes the ring.
+            neighbours on the cp axis, and a ring between the groups of these. "auto" takes the one of the others
+            that is predicted to be fastest in calls that follow one another (`cp_mesh/choosing.py`); `explain` tells
+            which and why. Where times are not known (CPUs, GPUs other than H200, several hosts, scores) that is the
+            ring.
         kernel: "auto", "fa4", "fa3", "cudnn", "fa2", "fa2_package", "efficient", "triton", "cpu_flash" or "reference".
             "auto" takes the first that can serve the call; all ranks must have the same packages installed.
         transport: "auto", "functional" or "symmetric_memory" (GPUs of one NVLink host; "auto" takes it there).

@@ -13,7 +13,8 @@ queries, heads the batch times the query heads:
                         local tiles; a barrier when the last gradients have arrived; sums of all partial gradients
     the host            a pass, its kernel calls and stages. Calls that follow one another take the longer of the two
     Ulysses             an exchange of heads for rows, with the copies before and after it; one device's kernel calls
-                        on the rank's heads; an exchange back
+                        on the rank's heads; an exchange back. Each is two barriers and a few launches, and as many
+                        more as there are ranks; of the benchmark's Ulysses (``kept``) two launches
 
 What a rank waits for others is not in it, but for their rows: take the slowest rank. Errors are in docs/performance.md.
 """
@@ -22,10 +23,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from cp_mesh.masks import FULL, Band
-from cp_mesh.memory import Sizes
+from cp_mesh.memory import Sizes, kv_heads_of_rank
 from cp_mesh.schedule import Fetch, Schedule, Tile, num_rows
 
 
@@ -46,7 +47,8 @@ class HostTime:
 
     per_pass: float
     per_call: float  # more, of the kernel
-    per_stage: float  # more; an exchange counts as one
+    per_stage: float  # more
+    per_exchange: float  # more, of Ulysses
 
 
 @dataclass(frozen=True)
@@ -64,11 +66,12 @@ class Machine:
         gpus_per_host: ranks that share a host; rank r is on host r // gpus_per_host.
         per_launch, per_barrier: seconds of a launch on the device, or a copy, and of a barrier of two ranks.
         host_forward, host_backward: of the host.
+        transport: over which rows travelled when this was measured.
     """
 
     name: str
     compute_capability: tuple[int, int]
-    kernels: Mapping[str, tuple[KernelRate, KernelRate]]
+    kernels: Mapping[str, tuple[KernelRate, KernelRate]] = field(hash=False)
     memory_rate: float
     link_rate: float
     network_rate: float
@@ -78,6 +81,11 @@ class Machine:
     per_barrier: float
     host_forward: HostTime
     host_backward: HostTime
+    transport: str = "symmetric_memory"
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.compute_capability > (0, 0)
 
 
 H200 = Machine(
@@ -94,8 +102,8 @@ H200 = Machine(
     gpus_per_host=8,
     per_launch=4.4e-6,
     per_barrier=5.1e-6,
-    host_forward=HostTime(500e-6, 100e-6, 200e-6),
-    host_backward=HostTime(700e-6, 140e-6, 350e-6),
+    host_forward=HostTime(500e-6, 100e-6, 200e-6, 400e-6),
+    host_backward=HostTime(700e-6, 140e-6, 350e-6, 350e-6),
 )
 """H200s, 8 on an NVLink host. Fitted to docs/results/attention_{2,4}xh200.csv, rows of 32 heads, and to windows and
 documents of masks_{2,4}xh200.csv; the host to 2 GPUs. The network was never measured: 400 Gb/s InfiniBand on paper."""
@@ -196,11 +204,15 @@ def ulysses_costs(
 
     def exchange(nbytes: float) -> float:
         far = nbytes * max(0, cp_size - machine.gpus_per_host) / cp_size
-        return max(nbytes / machine.exchange_rate, far / machine.network_rate) + 2 * machine.per_launch
+        moved = max(nbytes / machine.exchange_rate, far / machine.network_rate)
+        if kept:
+            return moved + 2 * machine.per_launch
+        return moved + (4 + 2 * cp_size) * machine.per_launch + 2 * machine.per_barrier * math.log2(cp_size)
 
     def cost(moved: float, rate: KernelRate, forwards: float, host: HostTime) -> PassCost:
         device = moved + _seconds(whole.local_tiles, of_rank, rate, forwards)
-        return PassCost(device, moved, _host(host, len(whole.local_tiles), 2)).times(head_chunks)
+        of_host = _host(host, len(whole.local_tiles), 0) + 2 * host.per_exchange
+        return PassCost(device, moved, of_host).times(head_chunks)
 
     (forward, backward), qkv = machine.kernels[kernel], exchange(q + k + v)
     there = exchange(out if kept else 2 * out + q + k + v)
@@ -208,12 +220,6 @@ def ulysses_costs(
         cost(qkv + exchange(out), forward, 1.0, machine.host_forward),
         cost(there + qkv, backward, 2.5, machine.host_backward),
     )
-
-
-def kv_heads_of_rank(sizes: Sizes, cp_size: int) -> int:
-    """Of Ulysses: those that a rank's query heads read, in groups that are equal on all ranks."""
-    heads = sizes.num_heads // cp_size
-    return heads // math.gcd(sizes.num_heads // sizes.num_kv_heads, heads)
 
 
 class _Links:

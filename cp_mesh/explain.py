@@ -5,6 +5,7 @@ Needs no ranks and no device: `cp_mesh.variants` has the figures.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -14,13 +15,15 @@ import torch
 
 from cp_mesh.balancing import balance, keys_seen
 from cp_mesh.call import SCORE_OPTIONS, Operand, check_choice
-from cp_mesh.costs import H200, MACHINES, Machine
+from cp_mesh.choosing import Choice
+from cp_mesh.costs import H200, Machine
 from cp_mesh.errors import ArgumentError, UnsupportedError, refuse
 from cp_mesh.kernels import KERNELS
 from cp_mesh.kernels.contract import Capability
 from cp_mesh.layouts import Contiguous, Layout, Striped, ZigZag
+from cp_mesh.machines import VARIABLE, find_machine, read_machine
 from cp_mesh.masks import Mask
-from cp_mesh.methods import choose_method
+from cp_mesh.methods import METHODS, choose_method
 from cp_mesh.telling import advice_lines, alternatives_lines, head_lines, owners_lines, predicted_lines, ranks_lines
 from cp_mesh.transport import TRANSPORTS
 from cp_mesh.variants import Setting, Variant
@@ -35,12 +38,14 @@ class Explanation:
     Attributes:
         found: the figures of what was asked for.
         others: those of other layouts and methods, at the same mask.
+        choice: what "auto" takes and why; None for a method that was named.
         seq_len, cp_size, mask: as they were given.
         text: the whole text.
     """
 
     found: Variant
     others: list[Variant]
+    choice: Choice | None
     seq_len: int
     cp_size: int
     mask: Mask
@@ -102,9 +107,10 @@ def explain(
             (`cp_mesh/memory.py`) are told. None kv heads: as many as query heads.
         kernel: as in `cp_mesh.attention`, but its package need not be installed here; "auto" takes one that is.
         head_chunks, method, transport: as in `cp_mesh.attention`. "auto" is symmetric memory for "cuda" on one host.
-        machine: what its GPUs and links can do, a `cp_mesh.costs.Machine` or a name of `cp_mesh.costs.MACHINES`; given
-            without ``device`` that is "cuda". None: "h200" for "cuda". With ``num_heads``, and a dtype, kernel and
-            compute capability of which it has rates, times are predicted.
+        machine: what its GPUs and links can do, a `cp_mesh.costs.Machine`, a name of `cp_mesh.costs.MACHINES` or the
+            file of a table that ``python -m cp_mesh calibrate`` wrote; it says the ``device``. None: the file that
+            ``CP_MESH_MACHINE`` names, and else "h200" for "cuda". With ``num_heads``, and a dtype, kernel and compute
+            capability of which it has rates, times are predicted, and method "auto" goes by them.
         gpus_per_host: ranks that share a host; None: as many as the machine has. Ranks 0 to n - 1 are on the first.
         columns: width of the ownership strip.
 
@@ -113,8 +119,7 @@ def explain(
         owner of every token, one sampled a column; a table of ranks: rows, share of the work (1.00 is the mean), kernel
         calls of a forward, key rows received in each stage, bytes of keys received in a forward, and the peak of what
         both passes hold beyond inputs and results; predicted times (`cp_mesh/costs.py`), "in a row" those of calls that
-        follow one another, where the longer of device and host counts; other layouts and methods; advice. Memory does
-        not count what Ulysses holds.
+        follow one another, where the longer of device and host counts; other layouts and methods; advice.
 
     Raises:
         ArgumentError: for sizes that do not fit together, and unknown names.
@@ -123,6 +128,7 @@ def explain(
     >>> print(explain(16, 2, layout=ZigZag(), columns=16))
     zigzag layout, 16 tokens on 2 ranks, method ring, functional
     kernel auto = cpu_flash
+    method auto = ring: without num_heads no times are known
     owner 0000111111110000
     rank  rows  work  calls   stage 1
     0        8  1.00      2  8 from 1
@@ -148,11 +154,13 @@ def explain(
             known = ", ".join(SCORE_OPTIONS)
             refuse("explain: scores", f"names of {known}", repr(name), "see attention")
     if isinstance(machine, str):
-        check_choice("explain: machine", machine, tuple(MACHINES), "h200")
-        machine = MACHINES[machine]
+        machine = find_machine(machine)
     if machine is not None:
-        device = "cuda"
-    elif device == "cuda":
+        device = "cuda" if machine.on_gpu else "cpu"
+    elif path := os.environ.get(VARIABLE):
+        machine = read_machine(path)
+        machine = machine if machine.on_gpu == (device == "cuda") else None
+    if machine is None and device == "cuda":
         machine = H200
     if gpus_per_host is None:
         gpus_per_host = machine.gpus_per_host if machine else cp_size
@@ -169,7 +177,7 @@ def explain(
 
     capability = compute_capability or (machine.compute_capability if machine else (0, 0))
     timed = machine is not None and machine.compute_capability == capability
-    timed = timed and num_heads is not None and dtype.itemsize == 2
+    timed = timed and num_heads is not None and (dtype.itemsize == 2 or device == "cpu")
     setting = Setting(
         seq_len,
         cp_size,
@@ -186,20 +194,22 @@ def explain(
         replace(machine, gpus_per_host=gpus_per_host) if timed and machine else None,
         keys_seen(mask, seq_len),
     )
-    if (method := choose_method(method).name) == "hybrid":
+    named = choose_method(method).name
+    if named == "hybrid":
         hint = "method='ring' and method='ulysses' tell of its two parts"
-        refuse("explain: method", "ring, all_gather or ulysses", repr(method), hint, UnsupportedError)
-    found = setting.look_at(layout, method)
+        refuse("explain: method", "ring, all_gather or ulysses", repr(named), hint, UnsupportedError)
+    choice = setting.choose(layout) if method == "auto" else None
+    found = setting.look_at(layout, choice.method if choice else named)
     others = list(_others(setting, found))
     lines = [
-        *head_lines(setting, found),
+        *head_lines(setting, found, choice),
         *owners_lines(found.layout, seq_len, cp_size, columns),
         *ranks_lines(setting, found),
         *predicted_lines(setting, found),
         *alternatives_lines(found, others),
         *advice_lines(setting, found, others),
     ]
-    return Explanation(found, others, seq_len, cp_size, mask, "\n".join(lines))
+    return Explanation(found, others, choice, seq_len, cp_size, mask, "\n".join(lines))
 
 
 def _transport(name: str, device: str, cp_size: int, gpus_per_host: int) -> str:
@@ -228,9 +238,11 @@ def _others(setting: Setting, found: Variant) -> Iterator[Variant]:
             ]
         if sum(len(row.labels) for row in setting.mask.runs()) * cp_size > MOST_CUTS:
             layouts = [layout for layout in layouts if not isinstance(layout, Striped) or layout == found.layout]
-    variants = [(layout, method) for layout in layouts for method in ("ring", "all_gather")]
+    variants = [
+        (layout, name) for layout in layouts for name, method in METHODS.items() if method.costs and not method.alike
+    ]
     if setting.knows_heads:
-        variants.append((found.layout, "ulysses"))
+        variants += [(found.layout, name) for name, method in METHODS.items() if method.alike]
     for layout, method in variants:
         if (layout, method) != (found.layout, found.method):
             # heads that ranks or chunks do not divide; a kernel that was asked for may not serve another layout

@@ -24,8 +24,22 @@ Functional collectives have no symmetric memory. They hold the keys of stage s a
 rows that the next one serves, gradients of stages s - 1 and s on their way, and those that arrived. In the forward the
 local tiles come first, beside the rows of the first stage and the copies that it serves.
 
-All-gather has one stage. For Ulysses and the hybrid there is no formula here: they hold a copy of q, k, v and out, of
-a rank's heads and the rows of its inner group.
+All-gather has one stage; for the hybrid there is no formula yet. Ulysses holds rows of the whole sequence S, of a
+part of a rank's heads, here H/(n·cp) and K as many as these read, R = B·(H·D + K·(D + Dv)) elements of q, k and v, O
+= B·H·(Dv elements + 4) of out and lse:
+
+    symmetric memory                                   the largest buffer that it sends: in the backward, mostly
+    forward    rows · 2·R                              what arrived, and the same in the order of positions
+               rows · (R + 2·O + B·H·4)                while tiles are computed: what arrived, results as the kernel
+                                                       gives them, their place in what is sent, and lse once more
+               rows · 2·O                              out and lse on their way home: what was computed, what arrived
+    backward   rows · 2·(R + B·H·Dv + O)               as above; dout, out (or delta) and lse are there too
+               rows · (R + B·H·Dv + O + 2·R)           while tiles are computed, with gradients as the kernel gives them
+                                                       and where they are sent from, its own fp32 sums as in the ring,
+                                                       and lse, and delta, once more
+               rows · 2·R                              gradients on their way home
+    both       kv heads that are sent several times, as often, and their gradients
+Over functional collectives what is sent is held once more where what arrived is. Contiguous needs no other order.
 
 Not counted: gradients of the scores' tensors while they are summed in fp32. That of a dense bias is 4 bytes an element
 of the bias, on top of the result.
@@ -33,6 +47,7 @@ of the bias, on top of the result.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from cp_mesh.schedule import Schedule, Tile, enclosing
@@ -123,6 +138,56 @@ def extra_memory(
         parts = max(schedule.shard_lens) * key_row, route.most_served * gradient_row
         symmetric = max(parts) if schedule.cp_size == 2 else sum(parts)
     return ExtraMemory(forward, backward, symmetric)
+
+
+def ulysses_memory(
+    whole: Schedule,
+    cp_size: int,
+    sizes: Sizes,
+    head_chunks: int,
+    transport: str,
+    one_tile: bool = False,
+    uses_delta: bool = True,
+) -> ExtraMemory:
+    """The formula above of Ulysses, where ranks hold equally many rows: all are alike.
+
+    Args:
+        whole: the schedule of one device that holds the whole sequence.
+        cp_size: number of ranks.
+        sizes, transport, one_tile: as in `extra_memory`.
+        head_chunks: parts of a rank's heads that are computed one after the other.
+        uses_delta: whether the kernel's backward is given delta instead of out.
+    """
+    rows, of_kv = whole.shard_lens[0], kv_heads_of_rank(sizes, cp_size)
+    B, H, K = sizes.batch, sizes.num_heads // cp_size // head_chunks, of_kv // head_chunks
+    tiles = enclosing(whole.local_tiles) if one_tile else whole.local_tiles
+    tile_rows, tile_keys = sum(map(_rows, tiles)), sum(map(_keys, tiles))
+    q, out, kv = (B * n for n in (H * sizes.head_dim, H * sizes.v_head_dim, K * (sizes.head_dim + sizes.v_head_dim)))
+    e, lse = sizes.itemsize, B * H * 4
+    sent_twice = transport != "symmetric_memory" and cp_size > 1
+
+    qkv, result = (q + kv) * e, out * e + lse
+    given = (q + kv + out) * e + (lse if uses_delta else out * e) + lse
+    home, again = q * e + kv * sizes.gradient_itemsize, lse * (1 + uses_delta)
+    own = max((_rows(tile) * q * 4 + (_keys(tile) * kv * 4 if H > K else 0) for tile in tiles), default=0)
+    ways = 3 if sent_twice else 2  # what was computed, what arrived, and what is sent
+    forward = max(rows * 2 * qkv, rows * (qkv + result + lse) + tile_rows * result, rows * ways * result)
+    computing = rows * (given + home + again) + tile_rows * q * e + tile_keys * kv * e + own
+    backward = max(rows * 2 * given, computing, rows * ways * home)
+    if of_kv * cp_size > sizes.num_kv_heads:
+        repeated = rows // cp_size * kv * cp_size * head_chunks
+        forward += repeated * e
+        backward += repeated * (e + sizes.gradient_itemsize)
+    if uses_delta:
+        backward += rows * lse * head_chunks  # of all heads of a rank's rows
+    symmetric = 0 if sent_twice or cp_size == 1 else rows * max(qkv, result, given, home)
+    return ExtraMemory(forward, backward, symmetric)
+
+
+def kv_heads_of_rank(sizes: Sizes, cp_size: int) -> int:
+    """Of Ulysses: those that a rank's query heads read, in groups that are equal on all ranks."""
+    heads = sizes.num_heads // cp_size
+    return heads // math.gcd(sizes.num_heads // sizes.num_kv_heads, heads)
 
 
 def _rows(tile: Tile) -> int:

@@ -84,6 +84,7 @@ def _agree(plan: Plan, group: dist.ProcessGroup, q: Tensor, k: Tensor, v: Tensor
             "gradients wanted of": ", ".join(graded) or "none",  # Ulysses sends that of a bias
             "options": " ".join(f"{name}={getattr(options, name)}" for name in names),
             "kernel": plan.kernel.name,
+            "method": plan.method.name,
         },
     )
 

@@ -16,20 +16,24 @@ from functools import lru_cache, partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from cp_mesh.call import Operand, Options, Tensors, check_choice, check_scores, check_tensors, make_scores
+from cp_mesh.choosing import Choice, Problem, choose, layout_and_documents
+from cp_mesh.costs import Machine
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.kernels import KERNELS, choose_kernel
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.contract import Kernel, Request, shortfalls
 from cp_mesh.kernels.scores import POSITIONAL
 from cp_mesh.layouts import check_layout, parse_layout
+from cp_mesh.machines import machine_of
 from cp_mesh.masks import NONE, parse_mask
 from cp_mesh.methods import choose_method
 from cp_mesh.methods.contract import Plan, covers_of
 from cp_mesh.owned import Content
 from cp_mesh.schedule import Schedule
-from cp_mesh.transport import TRANSPORTS
+from cp_mesh.transport import TRANSPORTS, choose_transport
 
 
 def make_plan(
@@ -71,7 +75,12 @@ def make_plan(
             resolve = _resolve_few  # they hold memory of the device
     shapes = Operand.of(q), Operand.of(k), Operand.of(v)
     features = None if scores is None else scores.features
-    plan = resolve(*shapes, *contents, features, seq_len, group.size(), group.rank(), options)
+    given = *shapes, *contents, features, seq_len, group.size(), group.rank()
+    plan = resolve(*given, options)
+    if options.method == "auto" and group.size() > 1 and not (q.is_meta or isinstance(q, FakeTensor)):
+        method = _choice(plan, *shapes, group, plan.scores.features if features is None else features).method
+        if method != plan.method.name:
+            plan = resolve(*given, options._replace(method=method))
     if scores is not None:
         plan = replace(plan, scores=scores)
     if plan.copies_in_capture:
@@ -83,6 +92,30 @@ def make_plan(
             UnsupportedError,
         )
     return plan
+
+
+def _choice(
+    plan: Plan, q: Operand, k: Operand, v: Operand, group: dist.ProcessGroup, features: frozenset[str]
+) -> Choice:
+    """The method that "auto" takes for a call, which ``plan`` has as the ring; kept with the plan."""
+    options, machine = plan.options, machine_of(group, q.device)
+    transport = choose_transport(options.transport, group, q.device) if machine is not None else "functional"
+
+    def make() -> tuple[Machine | None, Choice]:
+        of_batch = layout_and_documents(plan.layout, plan.mask)
+        sizes = plan.seq_len, plan.schedule.cp_size
+        kernel = plan.kernel.name
+        problem = Problem(q, k, v, options, features, *sizes, *of_batch, kernel, transport, machine, kernel_of)
+        return machine, choose(problem)  # the machine too: the key is its id
+
+    found: tuple[Machine | None, Choice] = plan.prepare(("choice", id(machine), transport), 0, make)
+    return found[1]
+
+
+def kernel_of(problem: Problem, make: Callable[[bool], Schedule]) -> tuple[Schedule, Kernel]:
+    """See `Problem.resolve`."""
+    request = partial(request_of, problem.q, problem.v, problem.options, problem.features)
+    return choose_schedule(problem.options.kernel, make, request, problem.features)
 
 
 def _resolve(

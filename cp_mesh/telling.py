@@ -5,16 +5,17 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
+from cp_mesh.choosing import FASTER, Choice
 from cp_mesh.layouts import Layout
+from cp_mesh.methods import METHODS
 from cp_mesh.variants import RankFigures, Setting, Variant, owners, sampled
 
 WIDTH = 100  # of the text
 MOST_LINES = 10  # of the table of ranks
-FASTER = 0.97  # of the time, from which on something is called faster
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
-def head_lines(setting: Setting, found: Variant) -> list[str]:
+def head_lines(setting: Setting, found: Variant, choice: Choice | None) -> list[str]:
     kernel = f"kernel {setting.kernel}{f' = {found.kernel.name}' * (setting.kernel == 'auto')}"
     by_reason: dict[str, list[str]] = {}
     for name, lacks in found.passed_over.items():
@@ -26,7 +27,8 @@ def head_lines(setting: Setting, found: Variant) -> list[str]:
     chunks = f", {found.chunks} head chunks" if found.chunks > 1 else ""
     of = f"{setting.seq_len} tokens on {setting.cp_size} rank{'s' * (setting.cp_size > 1)}"
     first = f"{found.layout.spec()} layout, {of}, method {found.method}{chunks}, {over}"
-    return [*_wrapped(first), *_wrapped(kernel)]
+    method = f"method auto = {choice.method}: {choice.why}" if choice else ""
+    return [*_wrapped(first), *_wrapped(kernel), *_wrapped(method)]
 
 
 def owners_lines(layout: Layout, seq_len: int, cp_size: int, columns: int) -> list[str]:
@@ -49,7 +51,7 @@ def ranks_lines(setting: Setting, found: Variant) -> list[str]:
         if len(table[0]) <= WIDTH:
             break
     left = size - len(shown)
-    if found.method == "ulysses":
+    if METHODS[found.method].alike:
         table.append("each rank computes its share of the heads for all rows: all ranks are alike")
     elif left and len(ranks) < size:
         table.append(f"{left} ranks are left out; times and memory are those of the {len(ranks)} that were looked at")
@@ -121,7 +123,7 @@ def alternatives_lines(found: Variant, others: Sequence[Variant]) -> list[str]:
 def advice_lines(setting: Setting, found: Variant, others: Sequence[Variant]) -> list[str]:
     """What would be faster, move less, or show more; a sentence each."""
     words = []
-    alike = [x for x in others if bool(x.costs) == bool(found.costs) and (x.costs or x.method != "ulysses")]
+    alike = [x for x in others if bool(x.costs) == bool(found.costs) and (x.costs or not METHODS[x.method].alike)]
     alike.sort(key=lambda x: (round(_slower(x, found), 2), x.method != found.method))
     best = alike[0] if alike and _slower(alike[0], found) < FASTER else found
     if best is not found:
@@ -157,7 +159,7 @@ def _compared(x: Variant, found: Variant) -> str:
 
 
 def _name(x: Variant) -> str:
-    return f"{x.layout.spec()} {x.method}" if x.method != "ulysses" else "ulysses, any layout"
+    return f"{x.method}, any layout" if METHODS[x.method].alike else f"{x.layout.spec()} {x.method}"
 
 
 def _ms(seconds: float) -> str:

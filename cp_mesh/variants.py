@@ -16,15 +16,16 @@ from numpy.typing import NDArray
 
 from cp_mesh.blocks import Array
 from cp_mesh.call import Operand, Options
-from cp_mesh.costs import Machine, PassCost, kv_heads_of_rank, staged_costs, ulysses_costs
+from cp_mesh.choosing import DEFAULT, Choice, Problem, choose, layout_and_documents
+from cp_mesh.costs import Machine, PassCost
 from cp_mesh.errors import UnsupportedError
 from cp_mesh.kernels import KERNELS
 from cp_mesh.kernels.contract import Kernel, Request, shortfalls
 from cp_mesh.kernels.scores import POSITIONAL
 from cp_mesh.layouts import Layout, Run
 from cp_mesh.masks import Mask
-from cp_mesh.memory import ExtraMemory, Sizes, extra_memory
-from cp_mesh.methods import choose_method
+from cp_mesh.memory import ExtraMemory, Sizes, kv_heads_of_rank
+from cp_mesh.methods import METHODS, Method
 from cp_mesh.methods.contract import as_one_tile
 from cp_mesh.plan import choose_schedule, request_of
 from cp_mesh.schedule import Schedule, enclosing, num_rows
@@ -158,16 +159,32 @@ class Setting:
                     pairs[rank] += self.seen[piece.values.numpy()].sum()
         return pairs / max(1.0, pairs.mean())
 
+    def choose(self, layout: Layout) -> Choice:
+        """The method that "auto" takes."""
+        if self.cp_size == 1:
+            return Choice(DEFAULT, "one rank", {})
+        if not self.knows_heads:
+            return Choice(DEFAULT, "without num_heads no times are known", {})
+        options, request = self._call(layout)
+        make = partial(METHODS[DEFAULT].make_schedule, layout, self.mask, self.seq_len, self.cp_size, 0)
+        kernel = self._resolve(make, request)[1].name
+        sizes, of_batch = (self.seq_len, self.cp_size), layout_and_documents(layout, self.mask)
+        problem = Problem(
+            self.q, self.k, self.k, options, self.features, *sizes, *of_batch, kernel, self.transport, self.machine,
+            lambda _, make: self._resolve(make, request),
+        )  # fmt: skip
+        return choose.__wrapped__(problem)
+
     def look_at(self, layout: Layout, method: str) -> Variant:
         """Its figures, of all ranks or of some."""
-        whole, chosen = method == "ulysses", choose_method(method)  # whole: each rank computes some heads of all rows
-        options, degree = Options(layout.spec(), self.mask.spec(), 1.0, head_chunks=self.head_chunks), self.cp_size
+        chosen = METHODS[method]
+        whole = chosen.alike  # each rank computes some heads of all rows
+        options, request = self._call(layout)
+        degree = self.cp_size
         if self.knows_heads or not whole:
             degree = chosen.choose_degree(options, self.q, self.k, self.cp_size)
         make_of = partial(chosen.make_schedule, layout, self.mask, self.seq_len, self.cp_size, degree=degree)
         make = partial(make_of, 0)
-        capability = self.compute_capability
-        request = partial(request_of, self.q, self.q, options, self.features, compute_capability=capability)
         first, kernel = self._resolve(make, request)
         passed_over = self._passed_over(kernel, [request(schedule) for schedule in (make(True), first)])
         chunks, gradient_itemsize = 1, self.q.dtype.itemsize
@@ -181,12 +198,18 @@ class Setting:
         figures = []
         for rank in range(1) if whole else self._sample(work, first.route.needed):
             schedule = make_of(rank, "segments" in first.covers)
-            figures.append(self._figures(schedule, kernel, sizes, float(work[rank]), chunks, whole))
+            figures.append(self._figures(schedule, chosen, kernel, sizes, float(work[rank]), chunks))
         moved: float = first.route.num_rows / self.cp_size
         if self.knows_heads:
             moved = self._bytes_moved(sizes, moved, whole, kernel)
         steps = tuple(stage.steps for stage in first.route.stages)
         return Variant(layout, method, kernel, work, figures, moved, chunks, passed_over, steps)
+
+    def _call(self, layout: Layout) -> tuple[Options, Callable[[Schedule], Request]]:
+        """Its options, and what a schedule needs of a kernel."""
+        options = Options(layout.spec(), self.mask.spec(), 1.0, head_chunks=self.head_chunks)
+        capability = self.compute_capability
+        return options, partial(request_of, self.q, self.q, options, self.features, compute_capability=capability)
 
     def _resolve(
         self, make: Callable[[bool], Schedule], request: Callable[[Schedule], Request]
@@ -222,7 +245,7 @@ class Setting:
         return sorted({0, 1, 2, *most, self.cp_size // 2, self.cp_size - 1})
 
     def _figures(
-        self, schedule: Schedule, kernel: Kernel, sizes: Sizes, work: float, chunks: int, whole: bool
+        self, schedule: Schedule, method: Method, kernel: Kernel, sizes: Sizes, work: float, chunks: int
     ) -> RankFigures:
         rank, stages = schedule.cp_rank, schedule.route.stages
         one_tile = as_one_tile(kernel, schedule, self.features)
@@ -231,14 +254,11 @@ class Setting:
         parts = [(source, num_rows(ranges)) for stage in stages for source, ranges in stage.fetch]
         near = sum(rows for source, rows in parts if source // self.gpus_per_host == rank // self.gpus_per_host)
         memory = costs = None
-        if self.knows_heads and not whole:
-            memory = extra_memory(schedule, sizes, chunks, self.transport, one_tile)
-        if self.machine is not None and kernel.name in self.machine.kernels:
-            if whole:
-                costs = ulysses_costs(schedule, self.cp_size, sizes, self.machine, kernel.name, chunks)
-            else:
-                costs = staged_costs(schedule, sizes, self.machine, kernel.name, chunks)
-        rows = schedule.shard_lens[rank] // (self.cp_size if whole else 1)
+        if self.knows_heads and method.memory is not None:
+            memory = method.memory(schedule, self.cp_size, sizes, chunks, self.transport, kernel, self.features)
+        if self.machine is not None and kernel.name in self.machine.kernels and method.costs is not None:
+            costs = method.costs(schedule, self.cp_size, sizes, self.machine, kernel.name, chunks)
+        rows = schedule.shard_lens[rank] // (self.cp_size if method.alike else 1)
         return RankFigures(
             rank, rows, work, calls, tuple(stage.num_fetched for stage in stages),
             tuple(tuple(source for source, _ in stage.fetch) for stage in stages),

@@ -1,11 +1,15 @@
 """Greedy text of a Llama whose prompt and cache are sharded over ranks, and the same on one device.
 
+Steps are replays of a CUDA graph where there are GPUs.
+
 torchrun --nproc-per-node 2 examples/generate.py
 """
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -38,7 +42,13 @@ class CachedAttention(nn.Module):
 
 @torch.no_grad()
 def generate(
-    model: Llama, prompt: Tensor, num_tokens: int, mesh: DeviceMesh, layout: Layout = ZIGZAG, fixed: bool = False
+    model: Llama,
+    prompt: Tensor,
+    num_tokens: int,
+    mesh: DeviceMesh,
+    layout: Layout = ZIGZAG,
+    fixed: bool = False,
+    graph: bool = False,
 ) -> Tensor:
     """Generate the most likely tokens.
 
@@ -51,6 +61,7 @@ def generate(
         mesh: 1-D, the cp axis.
         layout: Of all tokens of the prompt but the last one.
         fixed: Whether caches have a fixed capacity.
+        graph: Whether steps from the second one on are replays of a CUDA graph; only with a fixed capacity.
 
     Returns:
         [B, num_tokens] int64, the same on every rank.
@@ -61,11 +72,28 @@ def generate(
         block.attention.core.cache = ShardedCache(sequence, num_prefilled + num_tokens if fixed else None)
     if num_prefilled:
         model(sequence.shard({"tokens": prompt[:, :-1]})["tokens"], sequence.positions(device=prompt.device))
-    tokens = [prompt[:, -1:]]
-    for position in range(num_prefilled, num_prefilled + num_tokens):
-        logits = model(tokens[-1], torch.tensor([position], device=prompt.device))
-        tokens.append(logits.argmax(-1))
-    return torch.cat(tokens[1:], dim=1)
+    token, position = prompt[:, -1:].clone(), torch.tensor([num_prefilled], device=prompt.device)
+
+    def step() -> None:
+        token.copy_(model(token, position).argmax(-1))
+        position.add_(1)
+
+    advance, tokens = step, []
+    for i in range(num_tokens):
+        if graph and i == 1:  # the first step has compiled the kernels
+            advance = captured(step)
+        advance()
+        tokens.append(token.clone())
+    return torch.cat(tokens, dim=1)
+
+
+def captured(step: Callable[[], None]) -> Callable[[], None]:
+    """Replays of a step, which is not run by the capture."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # threads of NCCL ask for events meanwhile
+        step()
+    return graph.replay
 
 
 @torch.no_grad()
@@ -78,14 +106,19 @@ def generate_alone(model: Llama, prompt: Tensor, num_tokens: int) -> Tensor:
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if cuda else "gloo")
+    device = "cuda" if cuda else "cpu"
+    mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("cp",))
     config = LlamaConfig(dim=64, num_layers=2)
-    sharded, plain = Llama(config, core=CachedAttention).double(), Llama(config).double()
+    sharded, plain = Llama(config, core=CachedAttention), Llama(config)
     for model in (sharded, plain):
         model.init_weights(seed=0)
-    prompt = torch.randint(256, (1, 1000), generator=torch.Generator().manual_seed(0))
-    tokens = generate(sharded, prompt, 16, mesh)
+        model.to(device, torch.float32 if cuda else torch.float64)
+    prompt = torch.randint(256, (1, 1000), generator=torch.Generator().manual_seed(0)).to(device)
+    tokens = generate(sharded, prompt, 16, mesh, fixed=cuda, graph=cuda)
     same = torch.equal(tokens, generate_alone(plain, prompt, 16))
     held = sharded.layers[0].attention.core.cache.key.shape[2]
     print(f"rank {dist.get_rank()}: {held} of 1015 tokens cached, as one device: {same}, {tokens.tolist()}", flush=True)

@@ -443,6 +443,14 @@ def test_variants_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert before[1] == {} and batches.fa4_variants() == {"forward": 1, "backward": 2}
 
 
+def test_the_gate_judges_one_device_by_the_rows_it_judges() -> None:
+    """A played rank's own rows: others have no queries, and smaller errors."""
+    gate = benchmark.Gate.__new__(benchmark.Gate)
+    gate._exact, gate._judged = [torch.ones(1, 3, 1, 1)], torch.tensor([1, 2])
+    wrong = torch.tensor([9.0, 1.0, 3.0]).view(1, 3, 1, 1)
+    assert gate._squares_of_one_device([wrong]) == [[4.0, 2.0]]
+
+
 # As `PLAYED`, for this benchmark.
 BATCHES = PLAYED.replace("import cp_mesh.transport, played", "import cp_mesh.transport, played, batches").replace(
     "played.Played = Twice\nplayed.main()", "batches.Played = Twice\nbatches.main()"
@@ -455,6 +463,7 @@ BATCHES = PLAYED.replace("import cp_mesh.transport, played", "import cp_mesh.tra
     [
         (2, "--layouts balanced zigzag", "ok"),
         (None, "--played all/3 --mask window causal --layouts balanced", "ok"),
+        (2, "--layouts zigzag --time-limit 0", "ok"),
         (None, "--played 1/3 --layouts contiguous --wrong", "failed the gate"),
     ],
 )
@@ -477,9 +486,11 @@ def test_steps_of_batches(num_ranks: int | None, options: str, status: str, tmp_
     with steps.open(newline="") as file:
         taken = list(csv.DictReader(file))
     assert tuple(taken[0]) == batches.STEP_COLUMNS
+    num_steps = 6 if "--time-limit" in options else 7
     for row in rows:
         of_row = [x for x in taken if (x["layout"], x["mask"]) == (row["layout"], row["mask"])]
-        assert [int(x["step"]) for x in of_row] == list(range(7)) and len({x["pairs"] for x in of_row}) > 2
+        assert int(row["batches"]) == num_steps
+        assert [int(x["step"]) for x in of_row] == list(range(num_steps)) and len({x["pairs"] for x in of_row}) > 2
         last = [(float(x["seconds"]), float(x["again_s"]), int(x["tokens"])) for x in of_row[5:]]
         rate = sum(x[2] for x in last) / sum(x[0] for x in last)
         assert float(row["tokens_per_s"]) == pytest.approx(rate, rel=0.01)

@@ -43,8 +43,12 @@ def heads(num: int, num_kv: int) -> Sizes:
 
 @pytest.mark.parametrize("group", predicted.GROUPS)
 def test_device_time_is_what_was_measured(group: str) -> None:
-    """Graphs from 1K rows a GPU on, within 15 %; in calls in a row some forwards took longer than in graphs."""
-    within, least = {"queued": (0.19, 60)}.get(group, (0.15, 14))
+    """Graphs from 1K rows a GPU on, within 15 %; in calls in a row some forwards took longer than in graphs.
+
+    Less near are windows of 1K rows, and Ulysses in a layout that needs no other order.
+    """
+    apart = {"queued": (0.19, 60), "stages": (0.17, 50), "short_bands": (0.24, 12), "own_contiguous": (0.3, 25)}
+    within, least = apart.get(group, (0.15, 14))
     entries = [entry for entry in predicted.passes() if entry.group == group and entry.device_counts]
     for x in entries:
         words = (x.row[name] for name in ("contestant", "mask", "heads_q", "heads_kv", "local_len", "mode"))
@@ -59,6 +63,16 @@ def test_host_time_is_near_what_was_measured() -> None:
     for x in entries:
         assert 1 / 1.5 <= x.host_ratio <= 1.5, (x.row["contestant"], x.column, x.host_ratio)
     assert len(entries) >= 20
+
+
+def test_auto_takes_what_was_fastest() -> None:
+    """Within 5 %, at all points but two: there all-gather was faster, which on 2 ranks is what the ring is."""
+    far = {(x.mask, x.heads, x.rows, x.mode) for x in predicted.points() if x.over_best > 1.05}
+    assert far == {("causal", "32/32", 4096, "queued"), ("causal", "32/8", 1024, "queued")}
+    assert len(predicted.points()) >= 40
+    for layout in LAYOUTS:
+        ring, gathered = (schedules(layout, 8192, 2, method)[1] for method in ("ring", "all_gather"))
+        assert ring.route.stages == gathered.route.stages
 
 
 def test_rows_that_arrive_late_are_exposed() -> None:
@@ -88,14 +102,17 @@ def test_other_hosts_are_slower() -> None:
     faster = slowest("zigzag", heads(32, 8), 8 * 4096, 8, machine=replace(far, network_rate=100e9))
     assert faster[0].device < forward.device and faster[1].device < backward.device
     whole = make_schedule(Contiguous(), Mask(), 8 * 4096, 1, 0)
-    one, two = (ulysses_costs(whole, 8, heads(32, 8), machine, "fa4")[0].exposed for machine in (H200, far))
+    at_once = (replace(machine, per_launch=0.0, per_barrier=0.0) for machine in (H200, far))
+    one, two = (ulysses_costs(whole, 8, heads(32, 8), machine, "fa4")[0].exposed for machine in at_once)
     assert two > 2 * one
 
 
 def test_ulysses_sends_keys_again_or_keeps_them() -> None:
     whole = make_schedule(Contiguous(), Mask(), 8 * 4096, 1, 0)
     again, kept = (ulysses_costs(whole, 8, heads(32, 8), H200, "fa4", kept=kept) for kept in (False, True))
-    assert again[0] == kept[0] and again[1].exposed > kept[1].exposed
+    latency = 18 * H200.per_launch + 6 * H200.per_barrier  # 4 + 16 launches instead of 2, and 2 barriers
+    assert again[0].exposed == pytest.approx(kept[0].exposed + 2 * latency)
+    assert again[1].exposed > kept[1].exposed + 2 * latency
     # 2 kv heads on 8 ranks: each is sent to four, as many bytes as of 8
     assert ulysses_costs(whole, 8, heads(32, 2), H200, "fa4") == again
 

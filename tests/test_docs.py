@@ -399,6 +399,8 @@ def check_decoding(names: dict[str, Any]) -> None:
     dense = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     close(names["kept"][1]["out"], dense[:, :, 999:])
     close(names["again"], dense[:, :, 999:])
+    own = names["own"]
+    close(names["mine"], dense[:, :, own])
     model, tokens = names["model"], names["prompt"]
     with torch.no_grad():
         for _ in range(20):

@@ -21,7 +21,7 @@ from cp_mesh import Contiguous, Mask, Striped, ZigZag, attention
 from cp_mesh.call import Operand
 from cp_mesh.kernels.merge import MergingForward, SummingBackward
 from cp_mesh.layouts import Layout
-from cp_mesh.memory import ExtraMemory, Sizes, extra_memory
+from cp_mesh.memory import ExtraMemory, Sizes, extra_memory, ulysses_memory
 from cp_mesh.methods import stages
 from cp_mesh.methods.all_gather import ALL_GATHER
 from cp_mesh.methods.stages import choose_head_chunks
@@ -148,6 +148,44 @@ def test_all_gather_holds_every_source_at_once(transport):
     local = 3 * R * key + 2 * R * dq + R * key + arrived + R * fp32
     assert extra.backward == max(stage, local)
     assert extra.symmetric == (0 if transport == "functional" else R * key + 3 * R * key)
+
+
+def test_ulysses_is_what_was_measured() -> None:
+    """Causal, zigzag and contiguous, on 2 GPUs with FlashAttention-4: within a hundredth, its symmetric memory too."""
+    compared = 0
+    for row in measured("methods_2xh200.csv", "048700a"):
+        if row["contestant"].startswith("cp_mesh/ulysses/") and row["mask"] == "causal" and row["status"] == "ok":
+            whole = make_schedule(Contiguous(), Mask(), int(row["seq_len"]), 1, 0)
+            sizes = Sizes(1, int(row["heads_q"]), int(row["heads_kv"]), 128, 128, 2, 2)
+            formula = ulysses_memory(whole, 2, sizes, 1, "symmetric_memory", uses_delta=False)
+            assert float(row["extra_mem_gib"]) * GIB == pytest.approx(formula.peak, rel=0.01)
+            assert float(row["symmetric_mem_gib"]) * GIB == pytest.approx(formula.symmetric, rel=0.01)
+            compared += 1
+    assert compared >= 22
+
+
+def test_ulysses_by_hand() -> None:
+    """A full mask of S tokens on 4 ranks, 8 query and 2 kv heads, over collectives: kv heads are sent twice."""
+    S, sizes = 64, Sizes(1, 8, 2, 8, 8, 2, 4)
+    whole = make_schedule(Contiguous(), Mask(causal=False), S, 1, 0)
+    extra = ulysses_memory(whole, 4, sizes, 1, "functional")
+    q, kv, lse = 2 * 8, 2 * 8, 2 * 4  # elements of a rank's two heads, and of the kv head that they read; bytes
+    out, repeated = 2 * q + lse, S // 4 * 4 * kv
+    assert extra.forward == S * max(2 * 2 * (q + kv), 2 * (q + kv) + 3 * out - out + lse, 3 * out) + repeated * 2
+    given, home = 2 * (2 * q + kv) + 2 * lse, 2 * q + 4 * kv
+    computing = given + home + 2 * lse + 2 * q + 2 * kv + 4 * q + 4 * kv
+    assert extra.backward == S * (max(2 * given, computing, 3 * home) + lse) + repeated * (2 + 4)
+    assert extra.symmetric == 0
+
+
+def test_heads_in_parts_divide_what_ulysses_holds() -> None:
+    whole = make_schedule(Contiguous(), Mask(), 8192, 1, 0)
+    one, two = (
+        ulysses_memory(whole, 2, Sizes(1, 32, 8, 128, 128, 2, 2), n, "functional", uses_delta=False) for n in (1, 2)
+    )
+    assert (one.forward, one.backward) == (2 * two.forward, 2 * two.backward)
+    alone = ulysses_memory(whole, 1, Sizes(1, 32, 8, 128, 128, 2, 2), 1, "symmetric_memory")
+    assert alone.symmetric == 0
 
 
 def held(rank: int, method: str) -> tuple[int, list[int]]:

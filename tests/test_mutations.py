@@ -246,6 +246,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
             [test_decoding.Case("zigzag", "window", 13, 2, "sinks"), test_decoding.Case("striped", "full", 13)],
         )
     ),
+    "sharded queries": lambda pool: report(pool(3).run(test_decoding.sharded, test_decoding.SHARDED)),
     "cache": lambda pool: report(pool(3).run(test_decoding.cached, test_decoding.FEW)),
     "rows of the root": lambda pool: test_watching.test_cores_that_attend_to_other_rows_are_refused(
         pool, "blocks in place", test_watching.part_of_rows, False
@@ -274,7 +275,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
 }
 
 
-IN_TRITON = {f"{what} in Triton": what for what in ("a band", "documents", "scores", "sums")}
+IN_TRITON = {f"{what} in Triton": what for what in ("a band", "documents", "scores", "sums", "few queries")}
 CHECKS |= {
     check: lambda pool, what=what: report(pool(1).run(in_triton, what, timeout=120.0))
     for check, what in IN_TRITON.items()

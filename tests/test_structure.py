@@ -46,11 +46,14 @@ FLOORS: dict[str, int] = {
     "methods": 2,
     "memory": 2,
     "costs": 2,
+    "machines": 2,
+    "choosing": 2,
     # 3: the doors
     "placements": 3,
     "ops": 3,
     "attention": 3,
     "decoding": 3,
+    "cache": 3,
     "sequence": 3,
     "loss": 3,
     # 4: what trainers touch
@@ -67,6 +70,7 @@ FLOORS: dict[str, int] = {
     "picture": 4,
     "explain": 4,
     "warming": 4,
+    "calibrating": 4,
     # the door of the command line
     "__main__": 5,
 }

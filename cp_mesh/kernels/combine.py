@@ -197,11 +197,11 @@ def make_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
 
 
 def _fused(dtype: torch.dtype, device: torch.device) -> bool:
-    return device.type == "cuda" and dtype == torch.float32 and _triton_runs(device)
+    return device.type == "cuda" and dtype == torch.float32 and triton_runs(device)
 
 
 @lru_cache
-def _triton_runs(device: torch.device) -> bool:
+def triton_runs(device: torch.device) -> bool:
     """Triton comes with PyTorch's CUDA builds and compiles for compute capability 7.5 on; elsewhere torch does it."""
     return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (7, 5)
 

@@ -99,7 +99,7 @@ def _squares(tiles: Sequence[KernelTile]) -> list[KernelTile]:
     return parts
 
 
-def _dense_rows(x: Tensor) -> Tensor:
+def dense_rows(x: Tensor) -> Tensor:
     """With unit stride in the head dim and, on CUDA, rows that start at multiples of 16 bytes.
 
     SDPA checks this before it calls a stock kernel; called through aten, kernels read other memory instead.
@@ -119,12 +119,12 @@ class MergingForward:
     """`contract.ForwardPass` over a tile kernel."""
 
     def __init__(self, tile_forward: TileForward, prepare: Prepare, q: Tensor, v_head_dim: int, scores: Scores) -> None:
-        self._tile_forward, self._prepare, self._q, self._scores = tile_forward, prepare, _dense_rows(q), scores
+        self._tile_forward, self._prepare, self._q, self._scores = tile_forward, prepare, dense_rows(q), scores
         self._like = q
         self._sum = OutputSum((*q.shape[:3], v_head_dim), accumulation_dtype(q.dtype), q.device)
 
     def step(self, k: Tensor, v: Tensor, tiles: Sequence[KernelTile]) -> None:
-        k, v = _dense_rows(k), _dense_rows(v)
+        k, v = dense_rows(k), dense_rows(v)
         for tile in self._prepare(tiles):
             q_rows = _rows(self._q, tile.q)
             scores = self._scores.rows(*tile.q)
@@ -150,8 +150,8 @@ class SummingBackward:
         scores: Scores,
     ) -> None:
         self._tile_backward, self._prepare, self._scores = tile_backward, prepare, scores
-        self._dout, self._q, self._lse, self._delta = _dense_rows(dout), _dense_rows(q), lse, delta
-        self._out = None if out is None else _dense_rows(out)
+        self._dout, self._q, self._lse, self._delta = dense_rows(dout), dense_rows(q), lse, delta
+        self._out = None if out is None else dense_rows(out)
         self._dtype = accumulation_dtype(q.dtype)
         self._dq = RowSum(q.shape, self._dtype, q.device)
         self._of_scores = ScoreGradients.zeros(scores, self._dtype)
@@ -182,7 +182,7 @@ class SummingBackward:
     def _tile(self, k: Tensor, v: Tensor, tile: KernelTile, dk: Tensor | None, dv: Tensor | None) -> KeyGradients:
         dout, q, lse = (_rows(x, tile.q) for x in (self._dout, self._q, self._lse))
         out, delta = (None if x is None else _rows(x, tile.q) for x in (self._out, self._delta))
-        k, v = (_rows(_dense_rows(x), tile.k) for x in (k, v))
+        k, v = (_rows(dense_rows(x), tile.k) for x in (k, v))
         if dk is not None and dk.dtype != k.dtype:  # a buffer for fp32 sums: not where a kernel can write
             dk = dv = None
         scores = self._scores.rows(*tile.q)

@@ -261,8 +261,8 @@ class _Launch:
             GROUP=q.shape[1] // k.shape[1],
             HEAD_DIM=q.shape[3],
             V_HEAD_DIM=v.shape[3],
-            BLOCK_DIM=_block_dim(q.shape[3]),
-            BLOCK_V_DIM=_block_dim(v.shape[3]),
+            BLOCK_DIM=block_dim(q.shape[3]),
+            BLOCK_V_DIM=block_dim(v.shape[3]),
             BLOCK_Q=blocks.q,
             BLOCK_K=blocks.k,
             PAIRS=visits is not None,
@@ -331,7 +331,7 @@ def _descriptor(x: Tensor, rows: int, columns: int | None = None) -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     strides = [16 if size == 1 else stride for stride, size in zip(x.stride()[:3], x.shape, strict=False)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, columns or _block_dim(x.shape[3])])
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, columns or block_dim(x.shape[3])])
 
 
 def _dropout_words(cover: Band | Pairs, scores: Scores, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -376,7 +376,7 @@ def _score_arguments(
     return tensors, (radius, threshold, columns, *strides, *each)
 
 
-def _block_dim(dim: int) -> int:
+def block_dim(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
@@ -452,7 +452,7 @@ class _MaskRows:
                 result.get("id_bounds"),
                 result["runs"],
                 num_rows,
-                *_distances(mask),
+                *distances(mask),
                 KEYS=keys,
                 GRAIN=self.grain,
                 num_warps=1,
@@ -520,7 +520,7 @@ def _strides(x: Tensor | None) -> tuple[int, int]:
     return 0 if x.ndim == 1 or len(x) == 1 else x.stride(0), x.stride(-1)
 
 
-def _distances(mask: Mask) -> tuple[int, int, int, int, int]:
+def distances(mask: Mask) -> tuple[int, int, int, int, int]:
     """Least distance q_pos - k_pos, least for keys of the prefix, greatest; where the prefix and all keys end."""
     reaches = mask.reaches(NONE)  # of a sequence of any length
     if not reaches:

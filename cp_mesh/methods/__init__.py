@@ -11,7 +11,7 @@ METHODS: dict[str, Method] = {method.name: method for method in (RING, ALL_GATHE
 
 
 def choose_method(name: str) -> Method:
-    """The method of a name, or for "auto" the first.
+    """The method of a name; for "auto" the ring, until `cp_mesh.choosing` has chosen.
 
     Raises:
         ArgumentError: for unknown names.

@@ -18,11 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_mesh.call import Operand, Options
+from cp_mesh.costs import Machine, PassCost
 from cp_mesh.kernels.combine import copy_together
 from cp_mesh.kernels.contract import Kernel, KernelTile, Pairs
 from cp_mesh.kernels.scores import POSITIONAL, Scores
 from cp_mesh.layouts import Layout
 from cp_mesh.masks import Band, Mask
+from cp_mesh.memory import ExtraMemory, Sizes
 from cp_mesh.schedule import Schedule, Stage, Tile, enclosing
 from cp_mesh.segments import Segments
 from cp_mesh.transport import make_transport
@@ -46,6 +48,11 @@ class Method:
         forward: (q, k, v, plan, group) -> out [B, H, S_local, Dv] and lse [B, H, S_local].
         backward: (dout, q, k, v, out, lse, dlse, plan, group, wanted) -> dq, dk, dv, and the gradients of the scores'
             tensors named in wanted, this rank's share.
+        costs: (schedule, cp_size, sizes, machine, name of the kernel, head chunks) -> of forward and backward on the
+            schedule's rank (`cp_mesh.costs`). None: not known, so that "auto" never takes it.
+        memory: (schedule, cp_size, sizes, head chunks, transport, kernel, features of the scores) -> beyond inputs and
+            results on the schedule's rank (`cp_mesh.memory`). None: not known.
+        alike: whether all ranks have the schedule of one, which computes some heads of the whole sequence.
     """
 
     name: str
@@ -54,6 +61,9 @@ class Method:
     settle: Callable[[Options, Operand, Operand, Operand, Schedule, Kernel, Collection[str], int], Any]
     forward: Callable[[Tensor, Tensor, Tensor, Plan, dist.ProcessGroup], tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor, OfScores]]
+    costs: Callable[[Schedule, int, Sizes, Machine, str, int], tuple[PassCost, PassCost]] | None = None
+    memory: Callable[[Schedule, int, Sizes, int, str, Kernel, Collection[str]], ExtraMemory] | None = None
+    alike: bool = False
 
 
 @dataclass(frozen=True, eq=False)

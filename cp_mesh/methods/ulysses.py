@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_mesh.call import Operand, Options
+from cp_mesh.costs import ulysses_costs
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.groups import parts_of
 from cp_mesh.kernels.combine import accumulation_dtype, dense_like
@@ -34,7 +35,8 @@ from cp_mesh.kernels.contract import Kernel
 from cp_mesh.kernels.scores import TERMS, ScoreGradients, Scores
 from cp_mesh.layouts import Layout, Piece, Run
 from cp_mesh.masks import Mask
-from cp_mesh.methods.contract import Method, Plan, stream_of
+from cp_mesh.memory import ExtraMemory, Sizes, ulysses_memory
+from cp_mesh.methods.contract import Method, Plan, as_one_tile, stream_of
 from cp_mesh.methods.joined import join, rows_of_group
 from cp_mesh.methods.stages import (
     backward_by_stages,
@@ -296,4 +298,15 @@ def _order(pieces: Sequence[Piece], device: torch.device) -> Tensor | None:
     return None if rises else torch.cat(parts)
 
 
-ULYSSES = Method("ulysses", choose_degree, schedule_of_groups, settle, forward, backward)
+def memory(
+    whole: Schedule, cp_size: int, sizes: Sizes, head_chunks: int, transport: str, kernel: Kernel,
+    features: Collection[str],
+) -> ExtraMemory:  # fmt: skip
+    """What a call holds; see `Method.memory`."""
+    one_tile = as_one_tile(kernel, whole, features)
+    return ulysses_memory(whole, cp_size, sizes, head_chunks, transport, one_tile, kernel.uses_delta)
+
+
+ULYSSES = Method(
+    "ulysses", choose_degree, schedule_of_groups, settle, forward, backward, ulysses_costs, memory, alike=True
+)

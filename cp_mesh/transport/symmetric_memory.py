@@ -179,7 +179,7 @@ class GroupMemory:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._device = device
         answers: list[Any] = [None] * group.size()
-        dist.all_gather_object(answers, (_host(), device.index or 0, _local_obstacle(device)), group=group)
+        dist.all_gather_object(answers, (host_name(), device.index or 0, _local_obstacle(device)), group=group)
         self.obstacle: str | None = _obstacle(answers)
         if self.obstacle is None:
             # What forbids it in the end only a try tells: containers, other backends of symmetric memory.
@@ -280,7 +280,7 @@ def unavailable(group: dist.ProcessGroup, device: torch.device) -> str | None:
     return group_memory(group, device).obstacle
 
 
-def _host() -> str:
+def host_name() -> str:
     """Containers of one machine may share a name, and machines too: the boot id tells them apart."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:

@@ -204,14 +204,15 @@ class Gate:
     def __init__(self, ranks: Ranks, case: Case) -> None:
         """``case`` has the length of the gate's shards."""
         self._ranks, self._case = ranks, case
+        self._judged: slice | Tensor = slice(None)
         self._set_up(random_inputs(case, case.seq_len, seed=0))
 
     def _set_up(self, whole: Inputs) -> None:
-        """What results on these tensors are compared with."""
+        """What results on these tensors are compared with; errors of one device are those of the rows judged."""
         case, self._whole = self._case, whole
         wide = Inputs(*(y.double() for y in (whole.q, whole.k, whole.v, whole.dout)))
         self._exact = dense_attention(wide, case.mask, case.scale)
-        plain = self._squares(dense_attention(whole, case.mask, case.scale), self._exact)
+        plain = self._squares_of_one_device(dense_attention(whole, case.mask, case.scale))
         self._plain = [PLAIN_FACTOR * math.sqrt(error / signal) + OWN_ROUNDING for error, signal in plain]
         self._one_device: dict[str, list[float]] = {}
 
@@ -228,7 +229,7 @@ class Gate:
                 options: dict[str, Any] = {"mask": case.mask, "kernel": kernel, "layout": Contiguous()}
                 out = cp_attention(*qkv, mesh=self._ranks.alone, seq_dim=1, **options)
                 gradients = torch.autograd.grad(out, qkv, x.dout)
-            squares = self._squares((out.detach(), *gradients), self._exact)
+            squares = self._squares_of_one_device((out.detach(), *gradients))
             self._one_device[kernel] = [math.sqrt(error / signal) for error, signal in squares]
         return self._one_device[kernel]
 
@@ -268,6 +269,9 @@ class Gate:
         named = zip(RESULTS, errors, allowed, strict=True)
         wrong = [f"{name} {error:.1e} > {most:.1e}" for name, error, most in named if not error <= most]
         return Verdict(errors, f"failed the gate: {', '.join(wrong)}" if wrong else None)
+
+    def _squares_of_one_device(self, results: Iterable[Tensor]) -> list[list[float]]:
+        return self._squares([x[:, self._judged] for x in results], [x[:, self._judged] for x in self._exact])
 
     def _squares(self, results: Iterable[Tensor], exact: Iterable[Tensor]) -> list[list[float]]:
         """Sums of squares of error and signal, of each result."""

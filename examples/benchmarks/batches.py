@@ -40,6 +40,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import os
 import statistics
 import sys
@@ -100,6 +101,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--window", type=int, default=1024, help="keys that a query sees, itself among them")
     add("--layers", type=int, default=4)
     add("--batches", type=int, default=200)
+    add("--time-limit", type=float, default=math.inf, help="seconds of a race after which no batch is begun")
     add("--gc", choices=("trainer", "auto"), default="trainer")
     add("--kernel", help="default: fa4, on CPUs reference")
     add("--transport", default="auto")
@@ -189,8 +191,11 @@ def race(
     tokens = torch.zeros(1, args.seq_len, dtype=torch.int64, device=ranks.device)
     data = {"tokens": tokens, "labels": tokens}
     found: dict[str, list[tuple[float, ...]]] = {contestant.name: [] for contestant in contestants}
+    begin = time.perf_counter()
     with garbage_as(args.gc):
         for seed in range(args.batches):
+            if seed > WARM and float(ranks.largest([time.perf_counter() - begin])) > args.time_limit:
+                break
             if args.gc == "trainer" and seed % COLLECT == 0:
                 gc.collect()
             for contestant in contestants:
@@ -281,11 +286,12 @@ def written(
     args: argparse.Namespace, ranks: Ranks, about: dict[str, Any], mask: str, times: Tensor, status: str
 ) -> dict[str, str]:
     """The row of one layout, after it and those of its steps are in the files."""
-    batches = [make_batch(args, ranks, about["heads"], mask, seed, args.seq_len) for seed in range(args.batches)]
+    batches = [make_batch(args, ranks, about["heads"], mask, seed, args.seq_len) for seed in range(times.shape[1])]
     about = about | {"mask": mask, "played": args.played or ""}
     about["heads_q"], about["heads_kv"] = about["heads"].split("/")
     figures = summarize(times, [batch.seq_len for batch in batches]) if status == "ok" else {}
-    settings = {name: getattr(args, name) for name in ("head_dim", "median", "window", "seq_len", "layers", "batches")}
+    settings = {name: getattr(args, name) for name in ("head_dim", "median", "window", "seq_len", "layers")}
+    settings["batches"] = len(batches)
     facts = about | settings | figures | {"gc": args.gc, "kernel": args.kernel, "status": status}
     row = {name: str(facts.get(name, "")) for name in COLUMNS}
     if args.csv:
@@ -314,7 +320,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             for layout, contestant in contestants.items():
                 case = heads, mask, layout
                 now = found[contestant.name]
-                times[case] = torch.maximum(times[case], now) if case in times else now
+                kept = times.get(case, now)
+                both = min(kept.shape[1], now.shape[1])  # a time limit may end the races of ranks that are played
+                times[case] = torch.maximum(kept[:, :both], now[:, :both])
         caches = caches or " ".join(f"{name}={size}" for name, size in fa4_variants().items())
         for heads, mask in cases:
             for layout, contestant in contestants.items():

@@ -136,6 +136,7 @@ class PlayedGate(Gate):
 
     def __init__(self, ranks: Ranks, case: Case, contestant: Contestant) -> None:
         self._ranks, self._case = ranks, case
+        # the error of one device is that of this rank's rows: others have no queries, so theirs is smaller
         x, layout = random_inputs(case, case.local_len, seed=0), contestant.layout(case)
         whole = Inputs(*(y.new_zeros(1, case.seq_len, *y.shape[2:]) for y in (x.q, x.k, x.v, x.dout)))
         for rank in range(case.cp_size):
@@ -143,6 +144,7 @@ class PlayedGate(Gate):
             for name in ("q", "k", "v", "dout"):
                 if name in "kv" or rank == case.cp_rank:
                     getattr(whole, name)[:, rows] = getattr(x, name)
+        self._judged = layout.positions(case.seq_len, case.cp_size, case.cp_rank).to(case.device)
         self._set_up(whole)
 
 

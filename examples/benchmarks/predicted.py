@@ -11,25 +11,30 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from contestants import LAYOUTS, mask_of  # noqa: E402
 
-from cp_mesh import Contiguous, balance  # noqa: E402
+from cp_mesh import Contiguous, balance, explain  # noqa: E402
 from cp_mesh.costs import H200, PassCost, staged_costs, ulysses_costs  # noqa: E402
 from cp_mesh.memory import Sizes  # noqa: E402
-from cp_mesh.schedule import Schedule, make_schedule  # noqa: E402
+from cp_mesh.methods import METHODS  # noqa: E402
+from cp_mesh.schedule import Schedule  # noqa: E402
 
 COMMITS = {
     "attention_2xh200.csv": ("3225b69",),
     "attention_4xh200.csv": ("97e84d6", "a916445"),
     "masks_2xh200.csv": ("004bb00", "3225b69"),
     "masks_4xh200.csv": ("a916445",),
+    "methods_2xh200.csv": ("048700a",),
 }
 FITTED = "97e84d6", "3225b69"  # commits of which rows with 32 query heads were fitted to
+METHODS_AT = "048700a"  # all methods side by side
 HOST_COUNTS = 0.75
 LONG = 65536  # rows of which there are no graphs
 PASSES = "fwd", "bwd"
@@ -60,10 +65,10 @@ class Pass(NamedTuple):
 
 
 @cache
-def schedules(layout: str, mask: str, seq_len: int, cp_size: int) -> list[Schedule]:
+def schedules(layout: str, mask: str, seq_len: int, cp_size: int, method: str = "ring") -> list[Schedule]:
     seen = mask_of(mask, seq_len)
     made = LAYOUTS.get(layout) or balance(seen, seq_len, cp_size)
-    return [make_schedule(made, seen, seq_len, cp_size, rank, True) for rank in range(cp_size)]
+    return [METHODS[method].make_schedule(made, seen, seq_len, cp_size, rank, True) for rank in range(cp_size)]
 
 
 def costs_of(row: dict[str, str]) -> tuple[PassCost, ...]:
@@ -71,10 +76,11 @@ def costs_of(row: dict[str, str]) -> tuple[PassCost, ...]:
     kind, *rest = row["contestant"].split("/")
     sizes = Sizes(1, int(row["heads_q"]), int(row["heads_kv"]), int(row["head_dim"]), int(row["head_dim"]), 2, 2)
     seq_len, cp_size = int(row["seq_len"]), int(row["world_size"])
-    if kind == "ulysses":
+    if kind == "ulysses" or rest[0] == "ulysses":
         (whole,) = schedules(Contiguous().spec(), row["mask"], seq_len, 1)
-        return ulysses_costs(whole, cp_size, sizes, H200, rest[0], kept=True)
-    ranks = schedules(rest[1], row["mask"], seq_len, cp_size)
+        theirs = kind == "ulysses"
+        return ulysses_costs(whole, cp_size, sizes, H200, rest[0] if theirs else rest[2], kept=theirs)
+    ranks = schedules(rest[1], row["mask"], seq_len, cp_size, rest[0])
     costs = [staged_costs(schedule, sizes, H200, rest[2]) for schedule in ranks]
     return tuple(max(both, key=lambda cost: cost.device) for both in zip(*costs, strict=True))
 
@@ -96,14 +102,24 @@ def _passes() -> Iterator[Pass]:
                 continue
             if row["status"] != "ok":
                 continue
-            fitted = row["commit"] in FITTED and row["heads_q"] == "32"
-            group = kind if kind == "ulysses" else rest[2]
-            if row["mask"] not in ("causal", "full"):
-                group = "bands"
-            elif group == "fa4":
-                group = "queued" if row["mode"] == "queued" else "fitted" if fitted else "held"
             for column, cost in zip(PASSES, costs_of(row), strict=True):
-                yield Pass(group, row, column, float(row[f"{column}_ms"]), cost)
+                yield Pass(group_of(row), row, column, float(row[f"{column}_ms"]), cost)
+
+
+def group_of(row: dict[str, str]) -> str:
+    """The name in `GROUPS` that a row belongs to."""
+    kind, *rest = row["contestant"].split("/")
+    bands = row["mask"] not in ("causal", "full")
+    if kind == "ulysses":
+        return kind
+    if rest[0] == "ulysses":
+        return "own_ulysses" if rest[1] == "zigzag" else "own_contiguous"
+    if row["commit"] == METHODS_AT:
+        return "short_bands" if bands else "stages"
+    if bands or rest[2] != "fa4":
+        return "bands" if bands else rest[2]
+    fitted = row["commit"] in FITTED and row["heads_q"] == "32"
+    return "queued" if row["mode"] == "queued" else "fitted" if fitted else "held"
 
 
 GROUPS = {
@@ -113,6 +129,10 @@ GROUPS = {
     "cudnn": "cuDNN, zigzag",
     "ulysses": "Ulysses of the benchmark, FlashAttention-4",
     "bands": "windows and packed documents, FlashAttention-4, calls in a row",
+    "stages": "the ring and all-gather later, on another machine: nothing was fitted to these",
+    "short_bands": "windows of 1K rows in CUDA graphs, the same: nothing was fitted to these",
+    "own_ulysses": '`method="ulysses"`, zigzag; its launches and barriers were fitted to these, its rates were not',
+    "own_contiguous": '`method="ulysses"`, contiguous, which needs no other order: the model counts one',
 }
 
 
@@ -128,6 +148,59 @@ def errors_table() -> tuple[Sequence[str], list[Sequence[str]]]:
         far = sum(abs(ratio - 1) > AIM for ratio in own)
         lines.append([words, str(len(own)), f"{min(own):.2f} to {max(own):.2f}", str(far)])
     return ["", "passes", "predicted over measured", f"of them off by more than {100 * AIM:.0f} %"], lines
+
+
+class Point(NamedTuple):
+    """A point of the grid on which all methods were timed, in zigzag over symmetric memory.
+
+    Attributes:
+        method: that "auto" takes.
+        times: ms of forward and backward, by method.
+    """
+
+    mask: str
+    heads: str
+    rows: int
+    mode: str
+    method: str
+    times: dict[str, float]
+
+    @property
+    def over_best(self) -> float:
+        return self.times[self.method] / min(self.times.values())
+
+
+@cache
+def points() -> tuple[Point, ...]:
+    """What "auto" takes at every point, and what all methods took."""
+    times: dict[tuple[str, str, str, int, str], dict[str, float]] = defaultdict(dict)
+    with (ROOT / "docs" / "results" / "methods_2xh200.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            kind, *rest = row["contestant"].split("/")
+            if kind == "cp_mesh" and rest[1:] == ["zigzag", "fa4", "symmetric_memory"] and row["status"] == "ok":
+                key = row["mask"], row["heads_q"], row["heads_kv"], int(row["local_len"]), row["mode"]
+                times[key][rest[0]] = float(row["fwdbwd_ms"])
+    found = []
+    for (mask, heads, kv_heads, rows, mode), measured in times.items():
+        sizes: dict[str, Any] = {"num_heads": int(heads), "num_kv_heads": int(kv_heads), "dtype": torch.bfloat16}
+        choice = explain(2 * rows, 2, mask=mask_of(mask, 2 * rows), machine=H200, kernel="fa4", **sizes).choice
+        assert choice is not None
+        found.append(Point(mask, f"{heads}/{kv_heads}", rows, mode, choice.method, measured))
+    return tuple(found)
+
+
+def choices_table() -> tuple[Sequence[str], list[Sequence[str]]]:
+    """By mask and mode: at how many points "auto" is the fastest or within 5 %, and the farthest."""
+    cells: dict[tuple[str, str], list[Point]] = defaultdict(list)
+    for point in points():
+        cells[point.mask, point.mode].append(point)
+    lines = []
+    for (mask, mode), own in cells.items():
+        near, worst = sum(x.over_best <= 1.05 for x in own), max(own, key=lambda x: x.over_best)
+        taken = ", ".join(sorted({x.method for x in own}))
+        where = f"{worst.over_best:.2f}, heads {worst.heads}, {worst.rows // 1024}K rows"
+        lines.append([mask, mode, taken, f"{near} of {len(own)}", where])
+    return ["", "", "`auto` takes", "within 5 % of the fastest", "farthest"], lines
 
 
 def times_table(contestant: str) -> tuple[Sequence[str], list[Sequence[str]]]:

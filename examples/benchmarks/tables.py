@@ -21,12 +21,18 @@ from cp_mesh import explain
 Row = dict[str, str]
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = ROOT / "docs" / "results"
-DOCUMENTS = ("README.md", "docs/performance.md", "docs/numerics.md")  # which hold tables of `REGIONS`
+DOCUMENTS = (
+    "README.md",
+    "docs/performance.md",
+    "docs/numerics.md",
+    "docs/decoding.md",
+)  # which hold tables of `REGIONS`
 MODES = {
     "queued": "calls that follow one another, as in training",
     "eager": "single calls, the device idle before each",
     "graph": "replays of a CUDA graph of forward and backward",
 }
+METHODS = {"auto": "auto", "all_gather": "all-gather", "ulysses": "Ulysses"}
 KERNELS = {"fa4": "FlashAttention-4", "fa2": "FlashAttention-2", "cudnn": "cuDNN", "triton": "Triton"}
 OURS = "cp_mesh/ring/zigzag/fa4/symmetric_memory"
 RING_FLASH = ("ring_flash_attn/zigzag/fa4", "ring_flash_attn/stripe/fa4", "ring_flash_attn/llama3/fa4")
@@ -62,9 +68,10 @@ def label(contestant: str) -> str:
     kernel = KERNELS.get(rest[-1], rest[-1])
     match kind:
         case "cp_mesh":
-            _, layout, name, transport = rest
+            method, layout, name, transport = rest
             over = ", over NCCL" if transport == "functional" else ""
-            return f"cp_mesh, {layout}, {KERNELS[name]}{over}"
+            by = "" if method == "ring" else f"{METHODS[method]}, "
+            return f"cp_mesh, {by}{layout}, {KERNELS[name]}{over}"
         case "played":
             return f"cp_mesh, {rest[1]}, {kernel}, its peers played"
         case "floor":
@@ -175,8 +182,9 @@ def training_page() -> str:
 def training_2_page() -> str:
     name = "training_2xh200.csv"
     rows = read(name)
-    row = rows[0]
-    machine = f"{row['world']}x {row['gpu']}, torch {row['torch']}, commit {row['commit']}, {row['precision']}"
+    row, commits = rows[0], {row["blocks"].replace("inductor", "compiled"): row["commit"] for row in rows}
+    machine = f"{row['world']}x {row['gpu']}, torch {row['torch']}, {row['precision']}, at commits "
+    machine += ", ".join(f"{commit} ({blocks})" for blocks, commit in commits.items())
     losses = {TRAINERS[row["variant"]]: row["loss_function"] for row in rows}
     what = f"{row['layers']} layers of Llama-3-8B's shape, FSDP2, {row['recompute']} recomputation; the loss by"
     what += f" {', '.join(f'`{function}` ({variant})' for variant, function in losses.items())}"
@@ -280,6 +288,42 @@ def batches_page() -> str:
             f"## {f'{start} start' if start else 'caches as they were'}, commit {commit}\n\n{words}.\n\n{table}"
         )
     return "\n".join(parts)
+
+
+STEPS_OF_DECODING = {
+    "sdpa flash": "one GPU, SDPA's FlashAttention",
+    "sdpa flash graph": "the same in a CUDA graph",
+    "alone graph": "one GPU, a `ShardedCache` of one rank, in a CUDA graph",
+    "cache": "2 GPUs, a `ShardedCache` that grows",
+    "capacity": "2 GPUs, one of fixed capacity",
+    "graph": "the same in a CUDA graph",
+}
+
+
+def decoding_table() -> str:
+    """Of the last commit."""
+    rows = [row for row in read("decoding_2xh200.csv") if row["world_size"] == "2"]
+    rows = [row for row in rows if row["commit"] == rows[-1]["commit"]]
+    cells = {(row["contestant"], row["cached"]): f"{1000 * float(row['step_ms']):.0f}" for row in rows}
+    lengths = list(dict.fromkeys(row["cached"] for row in rows))
+    lines = [[words, *(cells[name, length] for length in lengths)] for name, words in STEPS_OF_DECODING.items()]
+    return markdown(["us a step", *(f"{short(int(length))} tokens" for length in lengths)], lines)
+
+
+def decoding_page() -> str:
+    name = "decoding_2xh200.csv"
+    rows = read(name)
+    lines = [
+        [
+            row["commit"], row["world_size"], short(int(row["cached"])), row["contestant"], row["step_ms"],
+            f"{row['step_ms_min']} to {row['step_ms_max']}", row["of_best"], row["gb_per_s"],
+        ]
+        for row in rows
+    ]  # fmt: skip
+    head = ["commit", "GPUs", "tokens cached", "contestant", "ms a step", "least to most", "of the best on one GPU"]
+    what = f"heads {rows[0]['heads_q']}/{rows[0]['heads_kv']}, one query. `examples/benchmarks/decoding.py` says what"
+    what += " the contestants are. SDPA's default takes cuDNN here, which plans anew at every length"
+    return f"{head_of(name, machine_of(rows))}\n{what}.\n\n{markdown([*head, 'GB/s a GPU'], lines)}"
 
 
 def training_table() -> str:
@@ -482,11 +526,13 @@ PAGES: dict[str, Callable[[], str]] = {
             "host_mend_2xh200",
             "masks_2xh200",
             "masks_4xh200",
+            "methods_2xh200",
             "played_h200",
             "short_2xh200",
         )
     },
     "batches_2xh200.md": batches_page,
+    "decoding_2xh200.md": decoding_page,
     "tiles_h200.md": tiles_page,
     "training_2xh200.md": training_2_page,
     "training_4xh200.md": training_page,
@@ -506,6 +552,8 @@ REGIONS: dict[str, Callable[[], str]] = {
     "memory": memory_table,
     "explained": explained_text,
     "predicted": predicted_table,
+    "chosen": lambda: markdown(*predicted.choices_table()),
+    "decoding": decoding_table,
     "training": training_table,
     "training on 2 GPUs": lambda: steps_table(read("training_2xh200.csv")),
     "low precision": low_precision_table,

@@ -31,26 +31,37 @@ plant("keys of a window are read one position late", "decoding:decode", "decodin
 )
 
 
-@plant("a token is kept in the row of the one before", "decoding:places", "cache")
+@plant("positions of sharded queries are those of the ranks before", "decoding:_gather", "sharded queries")
+def _(gather: Any) -> Any:
+    return with_result(gather, lambda found: (found[0], None if found[1] is None else found[1].roll(1)))
+
+
+plant("results of sharded queries are merged without the first rank's", "decoding:_to_owners", "sharded queries")(
+    lambda to_owners: with_result(to_owners, lambda pieces: pieces[1:])
+)
+
+
+@plant("a token is kept in the row of the one before", "cache:places", "cache")
 def _(places: Any) -> Any:
     return with_result(places, lambda found: (found[0], (found[1] - 1).clamp(min=0)))
 
 
-@plant("a token's keeper is told without those that came before", "decoding:places", "cache")
+@plant("a token's keeper is told without those that came before", "cache:places", "cache")
 def _(places: Any) -> Any:
     return with_arguments(places, counts=torch.zeros_like)
 
 
-@plant("the position of an appended token is off by one", "decoding:ShardedCache.append", "cache")
+@plant("the position of an appended token is off by one", "cache:ShardedCache.append", "cache")
 def _(append: Any) -> Any:
     def mutant(self: Any, key: Any, value: Any) -> None:
         append(self, key, value)
-        self.positions[self.positions == self.length - 1] += 1
+        positions = self._allocated()[2]
+        positions[positions == self.length - 1] += 1
 
     return mutant
 
 
-@plant("padding of the prompt is cached", "decoding:ShardedCache.prefill", "cache")
+@plant("padding of the prompt is cached", "cache:ShardedCache.prefill", "cache")
 def _(prefill: Any) -> Any:
     def mutant(self: Any, key: Any, value: Any) -> None:
         self.sequence = replace(self.sequence, length=self.sequence.seq_len)

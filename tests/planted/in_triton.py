@@ -50,7 +50,7 @@ def _(load: Any) -> Any:
     return lambda x, strides, batch, head, first, *others: load(x, strides, batch, head, first + 1, *others)
 
 
-@plant("window off by one in Triton", "kernels.triton_attention:_distances", "documents in Triton")
+@plant("window off by one in Triton", "kernels.triton_attention:distances", "documents in Triton")
 def _(distances: Any) -> Any:
     return with_result(distances, lambda found: (*found[:2], found[2] - 1, *found[3:]))
 
@@ -176,3 +176,17 @@ def _(sum_pieces: Any) -> Any:
 @plant("delta in Triton without the gradient of lse", "kernels.combine_triton:row_dots", "sums in Triton")
 def _(row_dots: Any) -> Any:
     return with_call(row_dots, lambda minus: {"minus": None})
+
+
+plant("keys behind those that there are are read", "kernels.few_queries:attend_few", "few queries in Triton")(
+    lambda attend_few: with_arguments(attend_few, num_keys=lambda num_keys: None)
+)
+
+
+@plant(
+    "a token is written where the one before belongs",
+    "kernels.few_queries:Further.append_fused",
+    "few queries in Triton",
+)
+def _(append_fused: Any) -> Any:
+    return lambda self, *given: append_fused(self._replace(rows=self.rows.roll(1)), *given)

@@ -126,6 +126,11 @@ def in_triton(rank: int, what: str) -> list[str]:
                         (test_combine.test_delta, (5, ("BHSD", "BSHD"), single, "cpu")),
                     ],
                 )
+            if what == "few queries":
+                import test_few_queries as few
+
+                given = few.SHAPES[0], few.MASKS[2], few.SCORES[1], 17, torch.float32
+                return outcomes(rank, [(few.test_few_queries, given), (few.test_appended_rows, (torch.float32,))])
             return outcomes(rank, [(scores.check, triton_tile(what))])
 
 

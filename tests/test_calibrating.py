@@ -1,0 +1,86 @@
+"""`python -m cp_mesh calibrate`: its fit, and a run end to end on CPU ranks, whose table explain and attention read."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import cp_mesh.calibrating as calibrating
+from cp_mesh import explain
+from cp_mesh.calibrating import Calibration, Shapes, calibrate, fit, table
+from cp_mesh.costs import H200
+from cp_mesh.errors import ArgumentError
+from cp_mesh.machines import read_machine
+
+ROOT = Path(__file__).parents[1]
+TINY = Shapes((16, 32, 64), 4, 2, 8, torch.float32, calls=1)
+
+
+def test_fit_finds_what_the_times_are_made_of() -> None:
+    columns = [[1e12 * n, 100.0 * n**0.5, 1.0] for n in (0.5, 1, 2, 4, 8)]
+    real = np.array([1 / 600e12, 1e-9, 5e-6])
+    assert fit(columns, (np.array(columns) @ real).tolist(), (1e-15, 1e-10, 1e-6)) == pytest.approx(real)
+
+
+def test_fit_keeps_proportions_and_signs() -> None:
+    """What always comes together is told by the proportions of the scale; nothing takes less than no time."""
+    assert fit([[1, 1], [2, 2]], [6.0, 12.0], (1.0, 2.0)) == pytest.approx([2 * 0.6 * 1, 2 * 1.2 * 2])
+    assert fit([[1, 1], [1, 2], [1, 3]], [3.0, 2.0, 1.5], (1.0, 1.0))[1] == 0.0
+
+
+def test_one_device_measures_its_kernels() -> None:
+    found = calibrate(TINY, torch.device("cpu"), ["cpu_flash"])
+    assert found.measured == {"memory_rate", "per_launch"} and list(found.machine.kernels) == ["cpu_flash"]
+    for rate in found.machine.kernels["cpu_flash"]:
+        assert rate.rate > 0 and sum((rate.per_row, rate.per_cut_row, rate.per_call)) >= 0
+    assert found.machine.link_rate == H200.link_rate and found.machine.name == "cpu" and not found.machine.on_gpu
+    lines = table(found).splitlines()
+    assert max(map(len, lines)) < 100 and any(re.match("link rate, GB/s +- +280", line) for line in lines)
+    with pytest.raises(ArgumentError, match=r"kernels: expected some of .*cpu_flash.*got fa4"):
+        calibrate(TINY, torch.device("cpu"), ["fa4"])
+
+
+def test_times_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel of which every call takes a second longer is fitted as such: the clock's seconds are what is fitted."""
+    real = calibrating._Clock.seconds
+    monkeypatch.setattr(calibrating._Clock, "seconds", lambda *given: 1.0 + real(*given))
+    machine = calibrate(TINY, torch.device("cpu"), ["cpu_flash"]).machine
+    forward, backward = machine.kernels["cpu_flash"]
+    assert forward.per_call == pytest.approx(1.0, rel=0.2) == pytest.approx(backward.per_call, rel=0.2)
+    assert machine.per_launch == pytest.approx(1.0, rel=0.2)
+
+
+def test_the_table_has_every_number() -> None:
+    text = table(Calibration(H200, frozenset({*calibrating.FITTED, "host"})))
+    assert "fa4 backward: per row, ns" in text and "host backward: per exchange, us" in text and " - " not in text[60:]
+    for line in text.splitlines()[2:]:
+        assert line.split()[-1] == line.split()[-2], line  # fitted and shipped
+    other = table(Calibration(replace(H200, link_rate=1e9), frozenset(calibrating.FITTED)))
+    assert re.search("link rate, GB/s +1 +280", other)
+
+
+def test_the_command_on_two_ranks(tmp_path: Path) -> None:
+    """It prints its table and writes a file of which explain says times, and which method auto takes."""
+    out = tmp_path / "machine.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "cp_mesh", "calibrate"]
+    command += ["--device", "cpu", "--dtype", "float32", "--heads", "4/2", "--head-dim", "8", "--calls", "1"]
+    command += ["--rows", "16", "32", "64", "--kernel", "cpu_flash", "reference", "--out", str(out)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines[:-1])) < 100 and "cpu, functional" in lines[0] and str(out) in lines[-1]
+    machine = read_machine(out)
+    assert list(machine.kernels) == ["cpu_flash", "reference"] and machine.transport == "functional"
+    assert machine.gpus_per_host == 2 and machine.host_forward != H200.host_forward
+    assert "-" not in {line.split()[-2] for line in lines[2:-1]}  # all was measured
+    found = explain(64, 2, machine=str(out), num_heads=4, num_kv_heads=2, head_dim=8)
+    assert "predicted, cpu" in str(found) and set(found.choice.estimates) == {"ring", "all_gather", "ulysses"}
