@@ -29,8 +29,9 @@ GRADED = tuple(TERMS)
 class Options(NamedTuple):
     """The static options of a call; `spec` and `parse` are inverse.
 
-    ``softcap`` 0 is none, ``head_chunks`` 0 is automatic. ``as_inputs``: results lie in memory as the inputs do; else
-    they are contiguous. ``of_root``: ``seq_len`` must be that of the `ShardedModel` in whose forward the call is.
+    ``softcap`` 0 is none, ``ulysses_degree`` and ``head_chunks`` 0 are automatic. ``as_inputs``: results lie in memory
+    as the inputs do; else they are contiguous. ``of_root``: ``seq_len`` must be that of the `ShardedModel` in whose
+    forward the call is.
     """
 
     layout: str
@@ -43,6 +44,7 @@ class Options(NamedTuple):
     method: str = "auto"
     kernel: str = "auto"
     transport: str = "auto"
+    ulysses_degree: int = 0
     head_chunks: int = 0
     deterministic: bool = False
     differentiable_lse: bool = False
@@ -153,10 +155,8 @@ def make_scores(options: Options, tensors: Tensors, dtype: torch.dtype) -> Score
     )
 
 
-def check_choice(what: str, got: str, allowed: tuple[str, ...], nearest: str, later: tuple[str, ...]) -> None:
-    """Refuse a name that is none of those allowed; ``later`` are names of what does not exist yet."""
-    if got in later:
-        raise UnsupportedError(f"{what}={got!r} does not exist yet; {what}={nearest!r} works")
+def check_choice(what: str, got: str, allowed: tuple[str, ...], nearest: str) -> None:
+    """Refuse a name that is none of those allowed."""
     if got not in allowed:
         close = get_close_matches(got.lower().replace("-", "_"), allowed, 1, cutoff=0.8)
         refuse(what, f"one of {', '.join(allowed)}", repr(got), f"{what}={[*close, nearest][0]!r} works")

@@ -145,15 +145,14 @@ def estimate(
         return None
     try:
         first, kernel = problem.resolve(problem, partial(make, ranks[0]))
-        settings = method.settle(problem.options, q, k, v, first, kernel, problem.features, cp_size)
+        degree = method.choose_degree(problem.options, q, k, cp_size)
+        settings = method.settle(problem.options, q, k, v, first, kernel, problem.features, degree)
     except (ArgumentError, UnsupportedError):  # heads that ranks or chunks do not divide; tiles that no kernel takes
         return None
     if kernel.name not in machine.kernels:
         return None
-    chunks = settings.head_chunks
-    sizes = Sizes(
-        q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype.itemsize, settings.gradient_dtype.itemsize
-    )
+    chunks, of_keys = settings.head_chunks, settings.home_dtype if method.alike else settings.gradient_dtype
+    sizes = Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype.itemsize, of_keys.itemsize)
     schedules = [first, *(make(rank, "segments" in first.covers) for rank in ranks[1:])]
     costs = [method.costs(each, cp_size, sizes, machine, kernel.name, chunks) for each in schedules]
     of_call = chunks, problem.transport, kernel, problem.features

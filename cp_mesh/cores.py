@@ -75,7 +75,8 @@ class ContextParallel(ParallelStyle):
             the layout, and like ``mask`` depends on these alone: ``layout=lambda q, k, v, packed: packed.layout``.
             Pass it on as an object: FSDP2 moves tensors to the device. None: the sequence's. Data, labels and
             `ShardedModel` need the same (`ShardedSequence.balanced`).
-        kernel, method, transport, head_chunks, deterministic: as in `cp_mesh.attention`.
+        kernel, method, transport, ulysses_degree, head_chunks, deterministic: as in `cp_mesh.attention`. The degree
+            is the sequence's if it has one.
 
     Raises:
         ArgumentError, UnsupportedError: at application on a wrong mesh, a repeated application or a cross-attention
@@ -92,6 +93,7 @@ class ContextParallel(ParallelStyle):
         kernel: str = "auto",
         method: str = "auto",
         transport: str = "auto",
+        ulysses_degree: int | None = None,
         head_chunks: int | None = None,
         deterministic: bool | None = None,
     ) -> None:
@@ -104,6 +106,9 @@ class ContextParallel(ParallelStyle):
             "kernel": kernel,
             "method": method,
             "transport": transport,
+            "ulysses_degree": sequence.ulysses_degree
+            if ulysses_degree is None and method == "hybrid"
+            else ulysses_degree,
             "head_chunks": head_chunks,
             "deterministic": deterministic,
         }
@@ -206,7 +211,7 @@ class ContextParallel(ParallelStyle):
         enable_gqa: bool,
     ) -> None:
         if isinstance(query, DTensor) and not has_axis(query.device_mesh, self.sequence.mesh):
-            check_placements(query, key, value, None, FORMATS[2])
+            check_placements(query, key, value, (), FORMATS[2])
             check_score_placements(call.scores, query, FORMATS[2])
         if attn_mask is not None:
             raise UnsupportedError(

@@ -166,7 +166,7 @@ def explain(
         gpus_per_host = machine.gpus_per_host if machine else cp_size
     if gpus_per_host < 1:
         refuse("explain: gpus_per_host", "1 at least", gpus_per_host, "gpus_per_host=8 is that of an H200 host")
-    check_choice("kernel", kernel, ("auto", *KERNELS), "auto", later=())
+    check_choice("kernel", kernel, ("auto", *KERNELS), "auto")
     transport = _transport(transport, device, cp_size, gpus_per_host)
     num_kv_heads = num_kv_heads or num_heads or 1
     if (num_heads or num_kv_heads) % num_kv_heads:
@@ -195,6 +195,9 @@ def explain(
         keys_seen(mask, seq_len),
     )
     named = choose_method(method).name
+    if named == "hybrid":
+        hint = "method='ring' and method='ulysses' tell of its two parts"
+        refuse("explain: method", "ring, all_gather or ulysses", repr(named), hint, UnsupportedError)
     choice = setting.choose(layout) if method == "auto" else None
     found = setting.look_at(layout, choice.method if choice else named)
     others = list(_others(setting, found))
@@ -210,7 +213,7 @@ def explain(
 
 
 def _transport(name: str, device: str, cp_size: int, gpus_per_host: int) -> str:
-    check_choice("transport", name, TRANSPORTS, "functional", later=())
+    check_choice("transport", name, TRANSPORTS, "functional")
     hosts = -(-cp_size // gpus_per_host)
     if cp_size == 1:
         return "functional"
@@ -235,7 +238,9 @@ def _others(setting: Setting, found: Variant) -> Iterator[Variant]:
             ]
         if sum(len(row.labels) for row in setting.mask.runs()) * cp_size > MOST_CUTS:
             layouts = [layout for layout in layouts if not isinstance(layout, Striped) or layout == found.layout]
-    variants = [(layout, name) for layout in layouts for name, method in METHODS.items() if not method.alike]
+    variants = [
+        (layout, name) for layout in layouts for name, method in METHODS.items() if method.costs and not method.alike
+    ]
     if setting.knows_heads:
         variants += [(found.layout, name) for name, method in METHODS.items() if method.alike]
     for layout, method in variants:

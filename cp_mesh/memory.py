@@ -24,8 +24,9 @@ Functional collectives have no symmetric memory. They hold the keys of stage s a
 rows that the next one serves, gradients of stages s - 1 and s on their way, and those that arrived. In the forward the
 local tiles come first, beside the rows of the first stage and the copies that it serves.
 
-All-gather has one stage. Ulysses holds rows of the whole sequence S, of a part of a rank's heads, here H/(n·cp) and K
-as many as these read, R = B·(H·D + K·(D + Dv)) elements of q, k and v, O = B·H·(Dv elements + 4) of out and lse:
+All-gather has one stage; for the hybrid there is no formula yet. Ulysses holds rows of the whole sequence S, of a
+part of a rank's heads, here H/(n·cp) and K as many as these read, R = B·(H·D + K·(D + Dv)) elements of q, k and v, O
+= B·H·(Dv elements + 4) of out and lse:
 
     symmetric memory                                   the largest buffer that it sends: in the backward, mostly
     forward    rows · 2·R                              what arrived, and the same in the order of positions

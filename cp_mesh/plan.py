@@ -135,7 +135,7 @@ def _resolve(
     scores = make_scores(options, Tensors(), accumulation_dtype(q.dtype))
     features = scores.features if of_tensors is None else of_tensors
     method = choose_method(options.method)
-    check_choice("transport", options.transport, TRANSPORTS, "functional", later=())
+    check_choice("transport", options.transport, TRANSPORTS, "functional")
     check_tensors(q, k, v)
     documents, key_padding = (None if x is None else x.tensor for x in (ids, padding))
     layout = parse_layout(options.layout, None if index is None else index.tensor)
@@ -163,11 +163,12 @@ def _resolve(
                 "give the same whole-sequence tensor on every cp rank; it is never sharded",
             )
 
-    make = partial(method.make_schedule, layout, mask, seq_len, cp_size, cp_rank)
+    degree = method.choose_degree(options, q, k, cp_size)
+    make = partial(method.make_schedule, layout, mask, seq_len, cp_size, cp_rank, degree=degree)
     request = partial(request_of, q, v, options, features)
     schedule, kernel = choose_schedule(options.kernel, make, request, features)
     warn_if_slow(kernel, options.kernel, request(schedule))
-    settings = method.settle(options, q, k, v, schedule, kernel, features, cp_size)
+    settings = method.settle(options, q, k, v, schedule, kernel, features, degree)
     kernel = kernel.reproducible if options.deterministic and kernel.reproducible else kernel
     return Plan(options, layout, mask, seq_len, schedule, kernel, scores, q.device, method, settings)
 

@@ -179,14 +179,19 @@ class Setting:
         """Its figures, of all ranks or of some."""
         chosen = METHODS[method]
         whole = chosen.alike  # each rank computes some heads of all rows
-        make_of = partial(chosen.make_schedule, layout, self.mask, self.seq_len, self.cp_size)
-        make, (options, request) = partial(make_of, 0), self._call(layout)
+        options, request = self._call(layout)
+        degree = self.cp_size
+        if self.knows_heads or not whole:
+            degree = chosen.choose_degree(options, self.q, self.k, self.cp_size)
+        make_of = partial(chosen.make_schedule, layout, self.mask, self.seq_len, self.cp_size, degree=degree)
+        make = partial(make_of, 0)
         first, kernel = self._resolve(make, request)
         passed_over = self._passed_over(kernel, [request(schedule) for schedule in (make(True), first)])
         chunks, gradient_itemsize = 1, self.q.dtype.itemsize
         if self.knows_heads or not whole:
-            settings = chosen.settle(options, self.q, self.k, self.k, first, kernel, self.features, self.cp_size)
-            chunks, gradient_itemsize = settings.head_chunks, settings.gradient_dtype.itemsize
+            settings = chosen.settle(options, self.q, self.k, self.k, first, kernel, self.features, degree)
+            of_keys = settings.home_dtype if whole else settings.gradient_dtype
+            chunks, gradient_itemsize = settings.head_chunks, of_keys.itemsize
         batch, num_heads, _, dim = self.q.shape
         sizes = Sizes(batch, num_heads, self.k.shape[1], dim, dim, self.q.dtype.itemsize, gradient_itemsize)
         work = np.ones(self.cp_size) if whole else self.work(layout)

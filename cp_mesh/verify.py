@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_mesh.agreement import check_mode
-from cp_mesh.attention import attention
+from cp_mesh.attention import Asked, attention, with_degree
 from cp_mesh.call import SCORE_OPTIONS, Options, Tensors, make_scores, seed_tensor
 from cp_mesh.dense import Dense, dense_attention
 from cp_mesh.errors import refuse
+from cp_mesh.groups import flat, is_cp_axis
 from cp_mesh.kernels.combine import accumulation_dtype, make_delta
 from cp_mesh.kernels.contract import Kernel, KernelTile
 from cp_mesh.kernels.scores import TERMS, Scores
@@ -89,6 +90,7 @@ def verify(
     kernel: str = "auto",
     method: str = "auto",
     transport: str = "auto",
+    ulysses_degree: int | None = None,
     head_chunks: int | None = None,
     deterministic: bool | None = None,
     seed: int = 0,
@@ -103,9 +105,9 @@ def verify(
     round every partial result, so that single blocks scatter around the mean.
 
     Args:
-        mesh: the 1-D mesh of the cp axis; call on all of its ranks.
-        layout, mask, kernel, method, transport, head_chunks, deterministic: as in `cp_mesh.attention`; prove the
-            settings that will train. A mask with tensors needs ``seq_len``, their length.
+        mesh: as in `cp_mesh.attention`, a DeviceMesh; call on all of its ranks.
+        layout, mask, kernel, method, transport, ulysses_degree, head_chunks, deterministic: as in `cp_mesh.attention`;
+            prove the settings that will train. A mask with tensors needs ``seq_len``, their length.
         scores: options of the scores by their names in `cp_mesh.attention`: softcap, sinks, alibi_slopes,
             relative_bias, bias, dropout_p, dropout_seed (0 if left out), and scale. Tensors are equal on all
             ranks, a bias is that of the whole sequence, [.., S or 1, S] in original order; their gradients are
@@ -125,8 +127,9 @@ def verify(
         >>> print(verify(mesh["cp"], mask=Mask(window=(17, 0))))  # doctest: +SKIP
         exact [reference] RMS error (of allowed): out 1.9e-16 (0.00), ...
     """
-    if mesh.ndim != 1:
-        refuse("verify: mesh", "the 1-D DeviceMesh of the cp axis", mesh, 'pass mesh["cp"]')
+    if not is_cp_axis(mesh):
+        refuse("verify: mesh", "the 1-D DeviceMesh of the cp axis, or a 2-D one of it", mesh, 'pass mesh["cp"]')
+    axes, mesh = mesh, flat(mesh)
     device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else "cpu"
     size, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
     seq_len = seq_len or 256 * size
@@ -142,6 +145,7 @@ def verify(
     local = [x[:, :, rows].detach().requires_grad_() for x in (q, k, v)]
     settings: dict[str, Any] = {"layout": layout, "mask": mask, "kernel": kernel, "transport": transport}
     settings |= {"method": method, "head_chunks": head_chunks, "deterministic": deterministic}
+    settings |= {"ulysses_degree": ulysses_degree}
     given = dict(scores or {})
     if unknown := set(given) - {*SCORE_OPTIONS, "scale"}:
         names = f"names of scale, {', '.join(SCORE_OPTIONS)}"
@@ -155,15 +159,16 @@ def verify(
     leaves = {name: x.clone().requires_grad_() for name, x in held.items() if x.is_floating_point()}
     settings |= given | held | leaves
     with check_mode():
-        out = attention(*local, mesh=mesh, seq_dim=2, seq_len=seq_len, **settings)
+        out = attention(*local, mesh=axes, seq_dim=2, seq_len=seq_len, **settings)
         with torch.no_grad():
-            _, lse = attention(*local, mesh=mesh, seq_dim=2, seq_len=seq_len, return_lse=True, **settings)
+            _, lse = attention(*local, mesh=axes, seq_dim=2, seq_len=seq_len, return_lse=True, **settings)
     assert isinstance(out, Tensor)
     grads = torch.autograd.grad(out, [*local, *leaves.values()], dout[:, :, rows])
     softcap, dropout_p = given.get("softcap") or 0.0, given.get("dropout_p", 0.0)
     scale = given.get("scale") or head_dim**-0.5
     fixed = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-    by_name: dict[str, Any] = {"method": method, "kernel": kernel, "deterministic": fixed}
+    degree = with_degree(Asked(axes, method=method, ulysses_degree=ulysses_degree)).ulysses_degree or 0
+    by_name: dict[str, Any] = {"method": method, "kernel": kernel, "deterministic": fixed, "ulysses_degree": degree}
     options = Options(layout.spec(), mask.spec(), scale, softcap, dropout_p, **by_name)
     tensors = Tensors(mask.documents, mask.key_padding, layout.tensor, **held)
     plan = make_plan(q[:, :, rows], k[:, :, rows], v[:, :, rows], tensors, seq_len, group, options)

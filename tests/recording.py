@@ -17,16 +17,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from cp_mesh import groups
+
 _c10d = torch._C._distributed_c10d
 
 
 @dataclass
 class Sent:
-    """One all-to-all: numbers of elements by peer, the size of an element in bytes, and whether it was waited for."""
+    """One all-to-all: numbers of elements by peer, the size of an element in bytes, and whether it was waited for.
+
+    ``ranks`` are those of its group.
+    """
 
     to: list[int]
     origin: list[int]
     itemsize: int
+    ranks: list[int] = field(default_factory=list, repr=False)
     waited: bool = False
 
     @property
@@ -83,7 +89,7 @@ class _Group(dist.ProcessGroup):
         return "recording"
 
     def alltoall_base(self, received: Tensor, sent: Tensor, origin: list[int], to: list[int], options: Any) -> _Work:
-        entry = Sent(list(to), list(origin), sent.element_size())
+        entry = Sent(list(to), list(origin), sent.element_size(), dist.get_process_group_ranks(self.group))
         self.recording.sent.append(entry)
         self.recording.events.append("start")
         arrived = torch.zeros_like(received)
@@ -93,19 +99,29 @@ class _Group(dist.ProcessGroup):
 
 
 @contextmanager
-def recording(axis: DeviceMesh) -> Iterator[Recording]:
-    """While open, the group of a 1-D mesh is one that records; all ranks of the group must enter it."""
-    group: Any = axis.get_group()
-    name, result = group.group_name, Recording()
-    recorder = _Group(group, result)  # the registry holds it weakly
+def recording(axis: DeviceMesh, degree: int | None = None) -> Iterator[Recording]:
+    """While open, the group of a 1-D mesh is one that records; all ranks of the group must enter it.
+
+    So are its outer and inner groups of this ``degree``.
+    """
+    whole, result = axis.get_group(), Recording()
+    parts: tuple[Any, ...] = ()
+    if degree is not None:
+        groups.parts_of(whole, degree)
+        parts = groups._PARTS[whole][degree]
+    recorders = {group: _Group(group, result) for group in (whole, *parts)}  # the registry holds them weakly
+    if degree is not None:
+        groups._PARTS[recorders[whole]] = {degree: groups.Parts(*parts)}  # which are found by their names
     ranks = dist.distributed_c10d._world.pg_group_ranks
-    ranks[recorder] = ranks[group]  # where DeviceMesh looks up the rank in the group
-    _c10d._unregister_process_group(name)
-    _c10d._register_process_group(name, recorder)
+    for group, recorder in recorders.items():
+        ranks[recorder] = ranks[group]  # where DeviceMesh looks up the rank in the group
+        _c10d._unregister_process_group(group.group_name)
+        _c10d._register_process_group(group.group_name, recorder)
     try:
         yield result
     finally:
-        _c10d._unregister_process_group(name)
-        _c10d._register_process_group(name, group)
-        del ranks[recorder]
+        for group, recorder in recorders.items():
+            _c10d._unregister_process_group(group.group_name)
+            _c10d._register_process_group(group.group_name, group)
+            del ranks[recorder]
     result.problems += [f"never waited for: {entry}" for entry in result.sent if not entry.waited]

@@ -73,13 +73,17 @@ def test_options_together(pool, full, strength, cp_size):
 
 OTHERS = tuple(name for name in METHODS if name != "ring")
 OF_METHODS = FACTORS | {"heads": (*HEADS, (4, 2), (12, 3))}
+SIZES = {name: (4, 6) if name == "hybrid" else FACTORS["cp_size"] for name in OTHERS}
+"""Numbers of ranks: on fewer the hybrid is the ring or Ulysses, on these mostly 2 x 2, 2 x 3 or 3 x 2."""
+OTHERS_ON_RANKS = [(method, size) for method, sizes in SIZES.items() for size in sizes]
 
 
 @cache
 def is_served(method: str, known: tuple[tuple[str, Any], ...]) -> bool:
     """Whether some call with these options is: the others of those that a method looks at may be any."""
     names = ("cp_size", "heads", "head_chunks")
-    choices = (OF_METHODS[name] if name not in dict(known) else [dict(known)[name]] for name in names)
+    of_method = OF_METHODS | {"cp_size": SIZES[method]}
+    choices = (of_method[name] if name not in dict(known) else [dict(known)[name]] for name in names)
     return any(serves(method, *values) for values in product(*choices))
 
 
@@ -91,12 +95,11 @@ def calls_by(method: str, strength: int) -> list[Row]:
         known = tuple((name, row[name]) for name in ("cp_size", "heads", "head_chunks") if name in row)
         return goes_together(row) and is_served(method, known)
 
-    return covering_array(OF_METHODS, strength, go_together)
+    return covering_array(OF_METHODS | {"cp_size": SIZES[method]}, strength, go_together)
 
 
-@pytest.mark.parametrize("cp_size", FACTORS["cp_size"])
+@pytest.mark.parametrize(("method", "cp_size"), OTHERS_ON_RANKS)
 @pytest.mark.parametrize("strength", (1, pytest.param(2, marks=pytest.mark.full)), ids=("each", "pairs"))
-@pytest.mark.parametrize("method", OTHERS)
 def test_options_of_other_methods(pool, full, method, strength, cp_size):
     """Every mask, score, layout, format and so on; in the full form every two of them."""
     if full and strength == 1:
@@ -106,14 +109,15 @@ def test_options_of_other_methods(pool, full, method, strength, cp_size):
         report(pool(cp_size).run(parity_on_ranks, (cp_size,), ("cp",), cases[begin : begin + 200], timeout=300))
 
 
-def captured(rank: int) -> list[str]:
-    cases = [Case(layout, "causal", 13, method="ulysses") for layout in ("contiguous", "zigzag", "striped")]
+def captured(rank: int, method: str) -> list[str]:
+    cases = [Case(layout, "causal", 13, method=method) for layout in ("contiguous", "zigzag", "striped")]
     with mock.patch("cp_mesh.methods.ulysses.stream_of", return_value=None):
-        return parity_on_ranks(rank, (2,), ("cp",), cases)
+        return parity_on_ranks(rank, (dist.get_world_size(),), ("cp",), cases)
 
 
-def test_an_order_of_runs_is_made_anew_while_a_graph_is_captured(pool):
-    report(pool(2).run(captured))
+@pytest.mark.parametrize(("method", "cp_size"), [("ulysses", 2), ("hybrid", 4)])
+def test_an_order_of_runs_is_made_anew_while_a_graph_is_captured(pool, method, cp_size):
+    report(pool(cp_size).run(captured, method))
 
 
 def refusals(rank: int, method: str, cells: Sequence[tuple[tuple[int, int], int | None]]) -> list[str]:
@@ -185,8 +189,7 @@ def banded(memories: Sequence[str]) -> list[Case]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("cp_size", (2, 3))
-@pytest.mark.parametrize("method", OTHERS)
+@pytest.mark.parametrize(("method", "cp_size"), [x for x in OTHERS_ON_RANKS if x[1] in (2, 3) or x == ("hybrid", 4)])
 def test_cpu_flash_of_other_methods(pool, method, cp_size):
     cases = [replace(case, method=method) for case in banded(("contiguous", "strided"))]
     cases = [case for case in cases if serves(method, cp_size, case.heads, None)]
@@ -215,6 +218,9 @@ def test_nothing_is_read_before_it_is_there_nor_written_while_it_is_sent(pool, f
         )
     ]  # fmt: skip
     report(pool(3).run(parity_on_ranks, (3,), ("cp",), cases, True, timeout=300))
+    options = {"ulysses_degree": 2}
+    cases = [replace(case, options=options) for case in cases if case.method == "hybrid" and not case.heads[0] % 2]
+    report(pool(4).run(parity_on_ranks, (4,), ("cp",), cases, True, timeout=300))
 
 
 def test_scale_is_used(pool):
@@ -495,11 +501,11 @@ def rms(x: Tensor) -> Tensor:
 
 def low_precision(rank: int, dtype: torch.dtype, kernel: str, limit: float, method: str) -> list[str]:
     """Errors against fp64 are at most `limit` times those of the same kernel on one device, by head and 128 rows."""
-    axis, alone, S, problems = mesh((3,), ("cp",)), mesh((3, 1), ("other", "cp"))["cp"], 768, []
-    layout = ZigZag()
+    size, S, layout, problems = dist.get_world_size(), 768, ZigZag(), []
+    axis, alone = mesh((size,), ("cp",)), mesh((size, 1), ("other", "cp"))["cp"]
     heads = (6, 2) if method == "ulysses" else (4, 2)  # each kv head is sent to more ranks than one
     q, k, v, dout = (x.to(dtype) for x in make_qkv(2, *heads, S, 16, seed=3))
-    rows = layout.positions(S, 3, rank)
+    rows = layout.positions(S, size, rank)
 
     def results(axis: Any, *inputs: Tensor) -> dict[str, Tensor]:
         q, k, v, dout = (x.clone().requires_grad_() for x in inputs)
@@ -507,9 +513,9 @@ def low_precision(rank: int, dtype: torch.dtype, kernel: str, limit: float, meth
         return dict(zip(NAMES, (out.detach(), *torch.autograd.grad(out, (q, k, v), dout.detach())), strict=True))
 
     def whole(x: Tensor) -> Tensor:
-        shards = [torch.empty_like(x) for _ in range(3)]
+        shards = [torch.empty_like(x) for _ in range(size)]
         dist.all_gather(shards, x)
-        return torch.cat(shards, dim=2)[:, :, layout.inverse(S, 3)]
+        return torch.cat(shards, dim=2)[:, :, layout.inverse(S, size)]
 
     exact_qkv = [x.double().requires_grad_() for x in (q, k, v)]
     exact_out, _ = dense_attention(*exact_qkv, torch.ones(S, S, dtype=torch.bool).tril()[None])
@@ -543,4 +549,4 @@ def low_precision(rank: int, dtype: torch.dtype, kernel: str, limit: float, meth
 )
 @pytest.mark.parametrize("method", ["ring", *(pytest.param(method, marks=pytest.mark.full) for method in OTHERS)])
 def test_low_precision(pool, dtype, limit, kernel, method):
-    report(pool(3).run(low_precision, dtype, kernel, limit, method))
+    report(pool(4 if method == "hybrid" else 3).run(low_precision, dtype, kernel, limit, method))

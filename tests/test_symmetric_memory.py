@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -43,6 +43,7 @@ if __name__ == "__main__":
 import cp_mesh
 from cp_mesh import Contiguous, Mask, Striped, ZigZag
 from cp_mesh.errors import UnsupportedError
+from cp_mesh.groups import known_parts
 from cp_mesh.memory import Sizes, extra_memory
 from cp_mesh.methods import METHODS
 from cp_mesh.schedule import make_schedule
@@ -122,12 +123,21 @@ class FileMemory:
 
 @contextmanager
 def double(group: dist.ProcessGroup, folder: str) -> Iterator[None]:
-    """While open, this group of CPU ranks has symmetric memory."""
+    """While open, this group of CPU ranks has symmetric memory, and so have groups within it."""
+
+    def memory(group: dist.ProcessGroup, device: torch.device) -> Any:
+        if group not in symmetric._MEMORY:
+            own = Path(folder) / "-".join(map(str, dist.get_process_group_ranks(group)))
+            own.mkdir(exist_ok=True)
+            symmetric._MEMORY[group] = FileMemory(group, own)  # type: ignore[assignment]
+        return symmetric._MEMORY[group]
+
     with (
         mock.patch("cp_mesh.transport.unavailable", return_value=None),
+        mock.patch.object(symmetric, "group_memory", memory),
         mock.patch.dict(symmetric._MEMORY.data, clear=True),
     ):
-        symmetric._MEMORY[group] = FileMemory(group, Path(folder))  # type: ignore[assignment]
+        memory(group, torch.device("cpu"))
         yield
 
 
@@ -524,7 +534,9 @@ def on_gpus(rank: int, name: str, how: str) -> list[str]:
     try:
         with poisoned():
             problems = CHECKS[name]()
-            symmetric.release(gpu_axis().get_group())
+            whole = gpu_axis().get_group()
+            for group in (whole, *chain(*known_parts(whole))):
+                symmetric.release(group)
     finally:
         torch.use_deterministic_algorithms(False)
     return problems

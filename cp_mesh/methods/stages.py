@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +30,8 @@ from cp_mesh.errors import refuse
 from cp_mesh.kernels.combine import RowSum, accumulation_dtype, dense_like, make_delta
 from cp_mesh.kernels.contract import Kernel
 from cp_mesh.kernels.scores import ScoreGradients, Scores
+from cp_mesh.layouts import Layout
+from cp_mesh.masks import Mask
 from cp_mesh.memory import ExtraMemory, Sizes, extra_memory
 from cp_mesh.methods.contract import Method, Plan, as_one_tile
 from cp_mesh.schedule import Grouping, Schedule, Stage, make_schedule
@@ -54,7 +55,7 @@ class StageSettings(NamedTuple):
 
 def settle(
     options: Options, q: Operand, k: Operand, v: Operand, schedule: Schedule, kernel: Kernel,
-    features: Collection[str], cp_size: int,
+    features: Collection[str], degree: int,
 ) -> StageSettings:  # fmt: skip
     """The settings of a call; see `Method.settle`."""
     rounded = travels_rounded(kernel, schedule, features)
@@ -288,8 +289,13 @@ def _by_head_chunks(tensors: Sequence[Tensor], plan: Plan) -> Iterator[tuple[tup
 
 def method_of(name: str, groups: Grouping) -> Method:
     """The method that visits sources in these stages."""
-    make = partial(make_schedule, groups=groups)
-    return Method(name, make, settle, forward_by_stages, backward_by_stages, _costs, _memory)
+
+    def make(
+        layout: Layout, mask: Mask, seq_len: int, cp_size: int, cp_rank: int, segments: bool = False, degree: int = 1
+    ) -> Schedule:
+        return make_schedule(layout, mask, seq_len, cp_size, cp_rank, segments, groups)
+
+    return Method(name, lambda *_: 1, make, settle, forward_by_stages, backward_by_stages, _costs, _memory)
 
 
 def _costs(schedule: Schedule, cp_size: int, *of_call: Any) -> tuple[PassCost, PassCost]:

@@ -1,0 +1,128 @@
+"""Groups within the cp group: neighbours in inner groups, and ranks with one place in these in outer groups.
+
+Rank r of a group is ``outer_rank * inner_size + inner_rank``. Groups are made when they are first asked for, and kept
+with the group that they are part of.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from cp_mesh.errors import UnsupportedError, refuse
+
+
+class Parts(NamedTuple):
+    """This rank's groups: ``inner`` has the ranks beside it, ``outer`` those with its rank in other inner groups."""
+
+    outer: dist.ProcessGroup
+    inner: dist.ProcessGroup
+
+
+# No value holds its key, so an entry goes with its group.
+_PARTS: WeakKeyDictionary[dist.ProcessGroup, dict[int, Parts]] = WeakKeyDictionary()  # by the size of inner groups
+_AXES: WeakKeyDictionary[dist.ProcessGroup, list[tuple[str, str]]] = WeakKeyDictionary()  # of flattened meshes
+
+
+def parts_of(group: dist.ProcessGroup, inner_size: int) -> Parts:
+    """The outer and inner group of this rank; the first question about a group and a size is a collective.
+
+    Args:
+        group: of which every rank asks, for the same sizes in the same order.
+        inner_size: ranks of an inner group, a divisor of the group's size that is neither 1 nor all of it.
+
+    Raises:
+        UnsupportedError: on every rank, where PyTorch would give new groups other names on some ranks, and in a CUDA
+            graph capture.
+    """
+    known = _PARTS.setdefault(group, {})
+    if inner_size not in known:
+        known[inner_size] = _make(group, inner_size)
+    return known[inner_size]
+
+
+def known_parts(group: dist.ProcessGroup) -> list[Parts]:
+    """All that `parts_of` has, and needs not make."""
+    return [*_PARTS.get(group, {}).values()]
+
+
+def names_of_axes(group_name: str) -> list[tuple[str, str]]:
+    """Names of the groups of both axes, for each mesh that was made `flat` to the group of this name."""
+    return _AXES.get(_resolve_process_group(group_name), [])  # type: ignore[arg-type]
+
+
+def is_cp_axis(mesh: DeviceMesh) -> bool:
+    """Whether a mesh has one axis, or two that are the cp axis together: their names begin with "cp".
+
+    Of others it cannot be known: a whole mesh of dp and cp has two axes too.
+    """
+    return mesh.ndim == 1 or (mesh.ndim == 2 and all(name[:2] == "cp" for name in mesh.mesh_dim_names or ("", "")))
+
+
+def flat(mesh: DeviceMesh) -> DeviceMesh:
+    """Of a mesh that `is_cp_axis`, the 1-D one: itself, or flattened, of whose group its own are then parts.
+
+    A 2-D mesh has its outer axis first and its inner one last. The first question about it makes a group, by
+    `DeviceMesh._flatten`: on all ranks of the root mesh.
+
+    Raises:
+        ArgumentError: if its ranks do not rise along the inner axis and then along the outer one.
+    """
+    if mesh.ndim == 1:
+        return mesh
+    _keep_axes(mesh)
+    return mesh._flatten()
+
+
+def _keep_axes(mesh: DeviceMesh) -> bool:
+    made, parts = mesh._flatten(), Parts(mesh.get_group(0), mesh.get_group(1))
+    group, names = made.get_group(), (parts.outer.group_name, parts.inner.group_name)
+    if names in _AXES.setdefault(group, []):
+        return True
+    if (ranks := made.mesh.tolist()) != dist.get_process_group_ranks(group):
+        got, hint = f"{ranks} in {mesh.mesh_dim_names}", "name the outer axis first, in the order of the whole mesh"
+        refuse("mesh", "ranks that rise along its axes", got, hint)
+    _AXES[group].append(names)
+    if 1 < mesh.size(1) < len(ranks):
+        _PARTS.setdefault(group, {})[mesh.size(1)] = parts
+    return True
+
+
+# As by `torch.compiler.assume_constant_result`, which imports Dynamo: it cannot trace these.
+vars(names_of_axes)["_dynamo_marked_constant"] = vars(_keep_axes)["_dynamo_marked_constant"] = True
+
+
+def _make(group: dist.ProcessGroup, inner_size: int) -> Parts:
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        hint = "run one forward and backward before the capture"
+        refuse("CUDA graph capture", "groups that are there", "a first call, which makes them", hint, UnsupportedError)
+    size = group.size()
+    inner = [[*range(begin, begin + inner_size)] for begin in range(0, size, inner_size)]
+    outer = [[*range(begin, size, inner_size)] for begin in range(inner_size)]
+    # A new group's name counts the groups that a rank is in, and ranks with other names would never meet.
+    counts: list[int] = [0] * size
+    dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group)
+    if len(set(counts)) > 1:
+        hint = 'pass a mesh of two axes, mesh=mesh["cp_ring", "cp_ulysses"], whose groups are used'
+        got = f"ranks that are in {counts} groups"
+        refuse("groups within the cp group", "ranks that are in equally many groups", got, hint, UnsupportedError)
+    return Parts(_split(group, outer), _split(group, inner))
+
+
+def _split(group: dist.ProcessGroup, parts: list[list[int]]) -> dist.ProcessGroup:
+    """The new group of this rank, of several that have all ranks of a group between them."""
+    if dist.distributed_c10d._get_default_group().bound_device_id is not None:
+        # NCCL then splits communicators, which all ranks of the one that is split must do together.
+        made = dist.split_group(group, parts)
+        assert made is not None, "every rank is in a part"
+        return made
+    ranks = dist.get_process_group_ranks(group)
+    (own,) = ([ranks[i] for i in part] for part in parts if group.rank() in part)
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    timeout, backend = getattr(options, "_timeout", None), dist.get_backend(group)
+    return dist.new_group(own, timeout, backend, use_local_synchronization=True)
