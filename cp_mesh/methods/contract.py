@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_mesh.call import Operand, Options
-from cp_mesh.kernels.combine import copy_together
+from cp_mesh.kernels.combine import RowSum, copy_together
 from cp_mesh.kernels.contract import Kernel, KernelTile, Pairs
 from cp_mesh.kernels.scores import POSITIONAL, Scores
 from cp_mesh.layouts import Layout
@@ -87,7 +87,8 @@ class Plan:
 
     def open_transport(self, group: dist.ProcessGroup) -> AbstractContextManager[Transport]:
         """The transport of one pass over one chunk of heads; closed also after an exception."""
-        return closing(make_transport(self.options.transport, group, self.schedule, self.device, copy_together))
+        made = make_transport(self.options.transport, group, self.schedule, self.device, copy_together, RowSum)
+        return closing(made)
 
     @cached_property
     def reads_tensors(self) -> bool:

@@ -6,9 +6,11 @@ import torch
 import torch.distributed as dist
 
 from cp_mesh.errors import UnsupportedError
+from cp_mesh.groups import parts_of
 from cp_mesh.schedule import Schedule
 from cp_mesh.transport.contract import Copy, Swaps, Transport
 from cp_mesh.transport.functional import FunctionalSwaps, FunctionalTransport
+from cp_mesh.transport.relayed import NewSum, RelayedTransport
 from cp_mesh.transport.symmetric_memory import (
     SymmetricSwaps,
     SymmetricTransport,
@@ -46,12 +48,21 @@ def choose_transport(name: str, group: dist.ProcessGroup, device: torch.device) 
 
 
 def make_transport(
-    name: str, group: dist.ProcessGroup, schedule: Schedule, device: torch.device, copy: Copy
+    name: str, group: dist.ProcessGroup, schedule: Schedule, device: torch.device, copy: Copy, new_sum: NewSum
 ) -> Transport:
     """A transport for one pass; see `choose_transport`. Where no rank needs rows of another, nothing is asked."""
-    if schedule.active_steps and choose_transport(name, group, device) == "symmetric_memory":
-        return SymmetricTransport(group, schedule, device, copy)
-    return FunctionalTransport(group, schedule, copy)
+
+    def direct(group: dist.ProcessGroup) -> Transport:
+        if choose_transport(name, group, device) == "symmetric_memory":
+            return SymmetricTransport(group, max(schedule.shard_lens), device, copy)
+        return FunctionalTransport(group, copy)
+
+    if not schedule.active_steps:
+        return FunctionalTransport(group, copy)
+    if not schedule.route.visits:
+        return direct(group)
+    parts = parts_of(group, schedule.host_size)
+    return RelayedTransport(FunctionalTransport(parts.outer, copy), direct(parts.inner), copy, new_sum)
 
 
 def make_swaps(name: str, group: dist.ProcessGroup, seq_len: int, device: torch.device) -> Swaps:
