@@ -38,6 +38,7 @@ FLOORS: dict[str, int] = {
     "kernels": 1,
     "transport": 1,
     "agreement": 1,
+    "groups": 1,
     # 2: the loops, on local tensors and a group
     "formats": 2,
     "call": 2,

@@ -1,0 +1,102 @@
+"""Groups within the cp group: neighbours in inner groups, and ranks with one place in these in outer groups.
+
+Rank r of a group is ``outer_rank * inner_size + inner_rank``. Groups are made when they are first asked for, and kept
+with the group that they are part of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from cp_mesh.errors import UnsupportedError, refuse
+
+
+class Parts(NamedTuple):
+    """This rank's groups: ``inner`` has the ranks beside it, ``outer`` those with its rank in other inner groups."""
+
+    outer: dist.ProcessGroup
+    inner: dist.ProcessGroup
+
+
+# No value holds its key, so an entry goes with its group.
+_PARTS: WeakKeyDictionary[dist.ProcessGroup, dict[int, Parts]] = WeakKeyDictionary()
+
+
+def parts_of(group: dist.ProcessGroup, inner_size: int) -> Parts:
+    """The outer and inner group of this rank; the first question about a group and a size is a collective.
+
+    Args:
+        group: of which every rank asks, for the same sizes in the same order.
+        inner_size: ranks of an inner group, a divisor of the group's size that is neither 1 nor all of it.
+
+    Raises:
+        UnsupportedError: on every rank, where PyTorch would give new groups other names on some ranks, and in a CUDA
+            graph capture.
+    """
+    known = _PARTS.get(group, {})
+    if inner_size not in known:
+        _PARTS[group] = known | {inner_size: _make(group, inner_size)}
+    return _PARTS[group][inner_size]
+
+
+def made_of(group: dist.ProcessGroup) -> Iterator[dist.ProcessGroup]:
+    """The groups that `parts_of` has of this one, in the order in which it was asked for them."""
+    for parts in _PARTS.get(group, {}).values():
+        yield from parts
+
+
+def group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The group of all ranks of a 2-D mesh, whose own groups are then its parts: outer axis first, inner axis last.
+
+    The first question about a mesh makes the group with `DeviceMesh._flatten`, on all ranks of the root mesh.
+
+    Raises:
+        ArgumentError: if its ranks do not rise along the inner axis and then along the outer one.
+    """
+    flat = mesh._flatten()
+    group, ranks = flat.get_group(), flat.mesh.tolist()
+    if ranks != dist.get_process_group_ranks(group):
+        names = ", ".join(mesh.mesh_dim_names or ())
+        hint = "name the outer axis first and the inner one last, in the order of the whole mesh"
+        refuse(f"mesh[{names}]", "ranks that rise along its axes", ranks, hint)
+    if 1 < mesh.size(1) < len(ranks):
+        known = _PARTS.setdefault(group, {})
+        known.setdefault(mesh.size(1), Parts(mesh.get_group(0), mesh.get_group(1)))
+    return group
+
+
+def _make(group: dist.ProcessGroup, inner_size: int) -> Parts:
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        hint = "run one forward and backward before the capture"
+        refuse("CUDA graph capture", "groups that are there", "a first call, which makes them", hint, UnsupportedError)
+    size = group.size()
+    inner = [[*range(begin, begin + inner_size)] for begin in range(0, size, inner_size)]
+    outer = [[*range(begin, size, inner_size)] for begin in range(inner_size)]
+    # A new group's name counts the groups that a rank is in, and ranks with other names would never meet.
+    counts: list[int] = [0] * size
+    dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group)
+    if len(set(counts)) > 1:
+        hint = 'pass a mesh of two axes, mesh=mesh["cp_ring", "cp_ulysses"], whose groups are used'
+        got = f"ranks that are in {counts} groups"
+        refuse("groups within the cp group", "ranks that are in equally many groups", got, hint, UnsupportedError)
+    return Parts(_split(group, outer), _split(group, inner))
+
+
+def _split(group: dist.ProcessGroup, parts: list[list[int]]) -> dist.ProcessGroup:
+    """The new group of this rank, of several that have all ranks of a group between them."""
+    if dist.distributed_c10d._get_default_group().bound_device_id is not None:
+        # NCCL then splits communicators, which all ranks of the one that is split must do together.
+        made = dist.split_group(group, parts)
+        assert made is not None, "every rank is in a part"
+        return made
+    ranks = dist.get_process_group_ranks(group)
+    (own,) = ([ranks[i] for i in part] for part in parts if group.rank() in part)
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    timeout, backend = getattr(options, "_timeout", None), dist.get_backend(group)
+    return dist.new_group(own, timeout, backend, use_local_synchronization=True)

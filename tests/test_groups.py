@@ -1,0 +1,97 @@
+"""Groups within a group: who is in them, that they are made once, and that no rank waits for one that never comes."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import mesh
+
+from cp_mesh import groups
+from cp_mesh.errors import UnsupportedError
+
+RANKS = dist.get_process_group_ranks
+
+
+def members(rank: int, inner_size: int) -> tuple[list[int], list[int], list[float]]:
+    """Ranks of the outer and inner group, and sums of all ranks over them."""
+    parts = groups.parts_of(mesh((dist.get_world_size(),), ("cp",)).get_group(), inner_size)
+    sums = []
+    for group in parts:
+        value = torch.tensor(2.0**rank)
+        dist.all_reduce(value, group=group)
+        sums.append(value.item())
+    return RANKS(parts.outer), RANKS(parts.inner), sums
+
+
+@pytest.mark.parametrize(("size", "inner_size"), [(4, 2), (6, 2), (6, 3)])
+def test_ranks_of_the_groups(pool, size, inner_size):
+    for rank, (outer, inner, sums) in enumerate(pool(size).run(members, inner_size)):
+        first = rank // inner_size * inner_size
+        assert outer == [*range(rank % inner_size, size, inner_size)]
+        assert inner == [*range(first, first + inner_size)]
+        assert sums == [sum(2.0**r for r in ranks) for ranks in (outer, inner)]
+
+
+def in_one_row(rank: int) -> tuple[list[int], list[int]] | None:
+    """Only one of two cp groups asks; the other has nothing to do with it."""
+    group = mesh((2, 4), ("dp", "cp"))["cp"].get_group()
+    if rank < 4:
+        return None
+    parts = groups.parts_of(group, 2)
+    value = torch.tensor(1.0)
+    dist.all_reduce(value, group=parts.inner)
+    assert value == 2
+    return RANKS(parts.outer), RANKS(parts.inner)
+
+
+def test_other_ranks_need_not_come(pool):
+    assert pool(8).run(in_one_row)[4:] == [([4, 6], [4, 5]), ([5, 7], [4, 5]), ([4, 6], [6, 7]), ([5, 7], [6, 7])]
+
+
+def lives(rank: int) -> list[bool]:
+    """Made once; kept as long as the group is."""
+    group = dist.new_group(range(4))
+    ours = groups.parts_of(group, 2)
+    again = groups.parts_of(group, 2) is ours and [*groups.made_of(group)] == [*ours]
+    gone = weakref.ref(group)
+    timeouts = [x._get_backend(torch.device("cpu")).options._timeout for x in (group, *ours)]
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    return [
+        again,
+        len(set(timeouts)) == 1,
+        gone() is None,
+        not any(parts.inner is ours.inner for known in groups._PARTS.values() for parts in known.values()),
+    ]
+
+
+def test_groups_are_made_once_and_go_with_theirs(pool):
+    assert pool(4).run(lives) == [[True] * 4] * 4
+
+
+def uneven(rank: int) -> None:
+    dist.new_group([0, 1])  # the others are in one group less
+    with pytest.raises(UnsupportedError, match=r"equally many groups.*a mesh of two axes"):
+        groups.parts_of(mesh((4,), ("cp",)).get_group(), 2)
+
+
+def test_names_that_would_differ_are_refused(pool):
+    pool(4).run(uneven)
+    pool(4).close()  # ranks are in unequal numbers of groups now
+
+
+def of_mesh(rank: int) -> tuple[bool, list[int]]:
+    grid = mesh((2, 2, 2), ("dp", "cp_ring", "cp_ulysses"))
+    group = groups.group_of_mesh(grid["cp_ring", "cp_ulysses"])
+    parts = groups.parts_of(group, 2)
+    own = parts.outer is grid.get_group("cp_ring") and parts.inner is grid.get_group("cp_ulysses")
+    return own and groups.group_of_mesh(grid["cp_ring", "cp_ulysses"]) is group, RANKS(group)
+
+
+def test_a_mesh_of_two_axes_has_its_groups(pool):
+    assert pool(8).run(of_mesh) == [(True, [0, 1, 2, 3])] * 4 + [(True, [4, 5, 6, 7])] * 4
