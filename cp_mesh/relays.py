@@ -1,8 +1,8 @@
 """Relays: rows that several ranks of a host need cross to it once, and are read there by all who need them.
 
-The rank in a rank's place on another host is its partner there. What any rank of host h needs of rank (g, j) crosses to
-its partner (h, j), which keeps it in a buffer, as its own rows are kept, for the ranks of its host to read. Gradients of
-these rows go back the same way: (h, j) sums what the ranks of its host computed, and (g, j) gets the sum.
+The rank in a rank's place on another host is its partner there. What any rank of host h needs of rank (g, j) crosses
+to its partner (h, j), which keeps it in a buffer for the ranks of its host to read, as it keeps its own rows. Gradients
+of these rows go back the same way: (h, j) sums what the ranks of its host computed, and (g, j) gets the sum.
 
 From the blocks of all ranks of its host a rank knows what lies where in their buffers; integers only.
 """
@@ -18,8 +18,17 @@ from cp_mesh.geometry import Geometry, geometry
 from cp_mesh.layouts import Layout
 from cp_mesh.masks import NONE, Mask
 from cp_mesh.schedule import (
-    Fetch, Grouping, Ranges, Schedule, Stage, Visit, by_rank, in_rising_stages, make_schedule, num_rows,
-)  # fmt: skip
+    Fetch,
+    Grouping,
+    Ranges,
+    Schedule,
+    Stage,
+    Visit,
+    by_rank,
+    in_rising_stages,
+    make_schedule,
+    num_rows,
+)
 
 
 def by_hosts(host_size: int) -> Grouping:
@@ -68,7 +77,9 @@ def _visits(schedule: Schedule, found: Geometry, host_size: int) -> tuple[Visit,
         own = stages[0] if away and stages[0].steps == (0,) else None
         crosses = Stage((away,), _part(other, shared), _part(to, leaving[to]), ()) if away else None
         rows = num_rows(shared) if away else schedule.shard_lens[schedule.cp_rank]
-        visits.append(Visit(crosses, replace(route, stages=tuple(stages[own is not None :]), needed=needed), own, shared, rows))
+        visits.append(
+            Visit(crosses, replace(route, stages=tuple(stages[own is not None :]), needed=needed), own, shared, rows)
+        )
     return tuple(visits)
 
 

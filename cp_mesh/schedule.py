@@ -9,9 +9,9 @@ source, so full tiles of several sources become one: fewer and larger kernel cal
 all visited before those above it, and each side needs one call a stage. The ring's stages are of 1, 2, 4, 4, ... steps:
 a small first one keeps the wait for it short, and each computes long enough to hide the fetch of the next.
 
-Over hosts of n ranks (the double ring) rank r is ``host * n + place`` and visits host after host, its own first: step i
-works on the keys of host ``(host - i // n) mod hosts``, place ``(place - i mod n) mod n``. With one host, or one rank on
-each, that is the step above.
+Over hosts of n ranks (the double ring) rank r is ``host * n + place`` and visits host after host, its own first: step
+i works on the keys of host ``(host - i // n) mod hosts``, place ``(place - i mod n) mod n``. With one host that is the
+step above.
 """
 
 from __future__ import annotations

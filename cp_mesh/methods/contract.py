@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_mesh.call import Operand, Options
+from cp_mesh.groups import parts_of
 from cp_mesh.kernels.combine import RowSum, copy_together
 from cp_mesh.kernels.contract import Kernel, KernelTile, Pairs
 from cp_mesh.kernels.scores import POSITIONAL, Scores
@@ -25,7 +26,7 @@ from cp_mesh.layouts import Layout
 from cp_mesh.masks import Band, Mask
 from cp_mesh.schedule import Schedule, Stage, Tile, enclosing
 from cp_mesh.segments import Segments
-from cp_mesh.transport import make_transport
+from cp_mesh.transport import FunctionalTransport, RelayedTransport, make_transport
 from cp_mesh.transport.contract import Transport
 
 BANDS = frozenset({"full", "causal", "window"})  # tile kinds given by integers; nothing is copied to the device
@@ -87,7 +88,11 @@ class Plan:
 
     def open_transport(self, group: dist.ProcessGroup) -> AbstractContextManager[Transport]:
         """The transport of one pass over one chunk of heads; closed also after an exception."""
-        made = make_transport(self.options.transport, group, self.schedule, self.device, copy_together, RowSum)
+        schedule, relayed = self.schedule, bool(self.schedule.active_steps and self.schedule.route.visits)
+        outer, inner = parts_of(group, schedule.host_size) if relayed else (group, group)
+        made = make_transport(self.options.transport, inner, schedule, self.device, copy_together)
+        if relayed:
+            made = RelayedTransport(FunctionalTransport(outer, copy_together), made, copy_together, RowSum)
         return closing(made)
 
     @cached_property

@@ -6,11 +6,10 @@ import torch
 import torch.distributed as dist
 
 from cp_mesh.errors import UnsupportedError
-from cp_mesh.groups import parts_of
 from cp_mesh.schedule import Schedule
 from cp_mesh.transport.contract import Copy, Swaps, Transport
 from cp_mesh.transport.functional import FunctionalSwaps, FunctionalTransport
-from cp_mesh.transport.relayed import NewSum, RelayedTransport
+from cp_mesh.transport.relayed import RelayedTransport
 from cp_mesh.transport.symmetric_memory import (
     SymmetricSwaps,
     SymmetricTransport,
@@ -19,7 +18,16 @@ from cp_mesh.transport.symmetric_memory import (
     unavailable,
 )
 
-__all__ = ["TRANSPORTS", "choose_transport", "make_swaps", "make_transport", "release", "symmetric_memory_bytes"]
+__all__ = [
+    "TRANSPORTS",
+    "FunctionalTransport",
+    "RelayedTransport",
+    "choose_transport",
+    "make_swaps",
+    "make_transport",
+    "release",
+    "symmetric_memory_bytes",
+]
 
 TRANSPORTS = ("auto", "functional", "symmetric_memory")
 
@@ -48,21 +56,12 @@ def choose_transport(name: str, group: dist.ProcessGroup, device: torch.device) 
 
 
 def make_transport(
-    name: str, group: dist.ProcessGroup, schedule: Schedule, device: torch.device, copy: Copy, new_sum: NewSum
+    name: str, group: dist.ProcessGroup, schedule: Schedule, device: torch.device, copy: Copy
 ) -> Transport:
     """A transport for one pass; see `choose_transport`. Where no rank needs rows of another, nothing is asked."""
-
-    def direct(group: dist.ProcessGroup) -> Transport:
-        if choose_transport(name, group, device) == "symmetric_memory":
-            return SymmetricTransport(group, max(schedule.shard_lens), device, copy)
-        return FunctionalTransport(group, copy)
-
-    if not schedule.active_steps:
-        return FunctionalTransport(group, copy)
-    if not schedule.route.visits:
-        return direct(group)
-    parts = parts_of(group, schedule.host_size)
-    return RelayedTransport(FunctionalTransport(parts.outer, copy), direct(parts.inner), copy, new_sum)
+    if schedule.active_steps and choose_transport(name, group, device) == "symmetric_memory":
+        return SymmetricTransport(group, max(schedule.shard_lens), device, copy)
+    return FunctionalTransport(group, copy)
 
 
 def make_swaps(name: str, group: dist.ProcessGroup, seq_len: int, device: torch.device) -> Swaps:

@@ -5,8 +5,8 @@ the rank's own rows are (`cp_mesh.schedule.Visit`). The rows of the next host ar
 computed with. Gradients of a host's rows are summed where the rows crossed to, in fp32, when all ranks of the host have
 sent theirs, and cross once; the last of them behind the local tiles.
 
-The order of all sums is fixed: at a relay its own gradients, then those of its host in the order of stages; at the owner
-its own host's, then those of host after host.
+The order of all sums is fixed: at a relay its own gradients, then those of its host in the order of stages; at the
+owner its own host's, then those of host after host.
 """
 
 from __future__ import annotations
