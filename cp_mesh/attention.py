@@ -65,6 +65,7 @@ class Asked(NamedTuple):
     method: str = "auto"
     kernel: str = "auto"
     transport: str = "auto"
+    ulysses_degree: int | None = None
     head_chunks: int | None = None
     deterministic: bool | None = None
     return_lse: bool = False
@@ -92,6 +93,7 @@ def attention(
     method: str = "auto",
     kernel: str = "auto",
     transport: str = "auto",
+    ulysses_degree: int | None = None,
     head_chunks: int | None = None,
     deterministic: bool | None = None,
     return_lse: bool = False,
@@ -113,8 +115,10 @@ def attention(
             float32, bfloat16 or float16; sums are float32 (float64 for float64).
         key: like ``query`` with K heads, H a multiple of K.
         value: like ``key``; its head dim may differ where the kernel allows.
-        mesh: the 1-D mesh of the cp axis, or its ProcessGroup. Required for local tensors; for DTensors it tells which
-            axis of their mesh is cp if ``seq_dim`` is not given and no axis is named "cp".
+        mesh: the 1-D mesh of the cp axis, or its ProcessGroup; or a 2-D mesh, ``mesh["cp_ring", "cp_ulysses"]``, whose
+            axes together are the cp axis, the second of which ``method="hybrid"`` exchanges heads over. Required for
+            local tensors; for DTensors it tells which axis of their mesh is cp, or which two, if ``seq_dim`` is not
+            given and no axis is named "cp".
         seq_dim: the sequence dim: 2 = [B, H, S, D], 1 = [B, S, H, D], 0 = [T, H, D]. None: 2, as in SDPA. Neither
             shapes nor placements tell heads from rows, so pass it for the other formats.
         seq_len: tokens in the whole sequence. None: local length x cp_size (DTensors: their global length). Shards of
@@ -135,10 +139,13 @@ def attention(
             and batch row, which are global for DTensors and local else: the same for every layout and cp size.
         method: how keys come to queries. "ring": by stages, one under way while another is computed. "all_gather":
             all at once behind the local blocks, for the fewest kernel calls. "ulysses": each rank computes some heads
-            of the whole sequence; the ranks must divide the query heads. "auto" takes the ring.
+            of the whole sequence; the ranks must divide the query heads. "hybrid": Ulysses among ``ulysses_degree``
+            neighbours on the cp axis, and a ring between the groups of these. "auto" takes the ring.
         kernel: "auto", "fa4", "fa3", "cudnn", "fa2", "fa2_package", "efficient", "triton", "cpu_flash" or "reference".
             "auto" takes the first that can serve the call; all ranks must have the same packages installed.
         transport: "auto", "functional" or "symmetric_memory" (GPUs of one NVLink host; "auto" takes it there).
+        ulysses_degree: of the hybrid, a divisor of the ranks and of the query heads. None: the size of the second axis
+            of a 2-D mesh; else the largest that divides the ranks and the kv heads, or if that is 1, the query heads.
         head_chunks: compute the kv heads, with their query heads, in this many parts one after the other: buffers of
             rows under way are those of one part, for a little less speed. None: as few as keep what a rank fetches of
             K and V within 512 MiB a part (`cp_mesh/memory.py` has the formula of the memory); of Ulysses one part.
@@ -165,13 +172,14 @@ def attention(
         torch.Size([1, 8, 512, 64])
 
     Source: ring attention, Liu et al. 2023, arXiv:2310.01889; all-gather, Llama 3, arXiv:2407.21783;
-    Ulysses, Jacobs et al. 2023, arXiv:2309.14509.
+    Ulysses, Jacobs et al. 2023, arXiv:2309.14509; the hybrid, Fang and Zhao 2024, arXiv:2405.07719.
     """
     return attend(
         query, key, value,
         Asked(
             mesh, seq_dim, seq_len, layout, mask, scale, softcap, sinks, alibi_slopes, relative_bias, bias, dropout_p,
-            dropout_seed, method, kernel, transport, head_chunks, deterministic, return_lse,
+            dropout_seed, method, kernel, transport, ulysses_degree, head_chunks, deterministic,
+            return_lse,
         ),
     )  # fmt: skip
 
@@ -269,6 +277,7 @@ def _resolve(head_dim: int, is_local: bool, deterministic: bool, graded: bool, *
         method=asked.method,
         kernel=asked.kernel,
         transport=asked.transport,
+        ulysses_degree=asked.ulysses_degree or 0,
         head_chunks=asked.head_chunks or 0,
         deterministic=deterministic if asked.deterministic is None else asked.deterministic,
         differentiable_lse=asked.return_lse and graded,
@@ -310,8 +319,8 @@ def _rules() -> tuple[tuple[str, Callable[[Any], bool], str, str], ...]:
         ("seq_len", lambda x: x is None or _is_int(x), "an int, tokens in the whole sequence", "or None"),
         ("scale", _is_positive, "a positive number or None", "multiply q by a learned or negative scale instead"),
         ("softcap", _is_positive, "a positive number or None", "None leaves scores unbounded"),
-        ("head_chunks", lambda x: x is None or (type(x) is int and x > 0), "a positive int or None",
-         "None is automatic"),
+        ("ulysses_degree", _is_count, "a positive int or None", "None is automatic"),
+        ("head_chunks", _is_count, "a positive int or None", "None is automatic"),
         ("deterministic", lambda x: x is None or isinstance(x, bool), "True, False or None",
          "None follows torch.use_deterministic_algorithms"),
         ("return_lse", lambda x: isinstance(x, bool), "True or False", "it adds a second result"),
@@ -331,6 +340,9 @@ def _check_asked(asked: Asked) -> None:
     for name, is_right, expected, hint in _rules():
         if not is_right(x := getattr(asked, name)):
             refuse(name, expected, _shown(x), hint)
+    if asked.ulysses_degree is not None and asked.method != "hybrid":
+        got, hint = f"{asked.ulysses_degree} with method={asked.method!r}", "method='hybrid' takes it, or leave it out"
+        refuse("ulysses_degree", "None, but with method='hybrid'", got, hint)
     layout, spec = asked.layout, asked.layout.spec()
     if LAYOUTS.get(spec.partition(":")[0]) is not type(layout):
         hint = "the op rebuilds layouts by name: list your class in cp_mesh.layouts.LAYOUTS"
@@ -373,6 +385,10 @@ def _is_number(x: object) -> bool:
 
 def _is_positive(x: object) -> bool:
     return x is None or (_is_number(x) and 0 < x < math.inf)  # type: ignore[operator]
+
+
+def _is_count(x: object) -> bool:
+    return x is None or (type(x) is int and x > 0)
 
 
 def _is_name(x: object) -> bool:

@@ -75,7 +75,7 @@ class ContextParallel(ParallelStyle):
             the layout, and like ``mask`` depends on these alone: ``layout=lambda q, k, v, packed: packed.layout``.
             Pass it on as an object: FSDP2 moves tensors to the device. None: the sequence's. Data, labels and
             `ShardedModel` need the same (`ShardedSequence.balanced`).
-        kernel, method, transport, head_chunks, deterministic: as in `cp_mesh.attention`.
+        kernel, method, transport, ulysses_degree, head_chunks, deterministic: as in `cp_mesh.attention`.
 
     Raises:
         ArgumentError, UnsupportedError: at application on a wrong mesh, a repeated application or a cross-attention
@@ -92,6 +92,7 @@ class ContextParallel(ParallelStyle):
         kernel: str = "auto",
         method: str = "auto",
         transport: str = "auto",
+        ulysses_degree: int | None = None,
         head_chunks: int | None = None,
         deterministic: bool | None = None,
     ) -> None:
@@ -104,6 +105,7 @@ class ContextParallel(ParallelStyle):
             "kernel": kernel,
             "method": method,
             "transport": transport,
+            "ulysses_degree": ulysses_degree,
             "head_chunks": head_chunks,
             "deterministic": deterministic,
         }

@@ -186,7 +186,10 @@ def explain(
         replace(machine, gpus_per_host=gpus_per_host) if timed and machine else None,
         keys_seen(mask, seq_len),
     )
-    found = setting.look_at(layout, choose_method(method).name)
+    if (method := choose_method(method).name) == "hybrid":
+        hint = "method='ring' and method='ulysses' tell of its two parts"
+        refuse("explain: method", "ring, all_gather or ulysses", repr(method), hint, UnsupportedError)
+    found = setting.look_at(layout, method)
     others = list(_others(setting, found))
     lines = [
         *head_lines(setting, found),

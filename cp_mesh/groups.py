@@ -26,6 +26,7 @@ class Parts(NamedTuple):
 
 # No value holds its key, so an entry goes with its group.
 _PARTS: WeakKeyDictionary[dist.ProcessGroup, dict[int, Parts]] = WeakKeyDictionary()
+_AXES: WeakKeyDictionary[dist.ProcessGroup, Parts] = WeakKeyDictionary()
 
 
 def parts_of(group: dist.ProcessGroup, inner_size: int) -> Parts:
@@ -39,20 +40,28 @@ def parts_of(group: dist.ProcessGroup, inner_size: int) -> Parts:
         UnsupportedError: on every rank, where PyTorch would give new groups other names on some ranks, and in a CUDA
             graph capture.
     """
-    known = _PARTS.get(group, {})
+    axes = _AXES.get(group)
+    if axes is not None and axes.inner.size() == inner_size:
+        return axes
+    known = _PARTS.setdefault(group, {})
     if inner_size not in known:
-        _PARTS[group] = known | {inner_size: _make(group, inner_size)}
-    return _PARTS[group][inner_size]
+        known[inner_size] = _make(group, inner_size)
+    return known[inner_size]
+
+
+def axes_of(group: dist.ProcessGroup) -> Parts | None:
+    """The groups of both axes, if this is the `group_of_mesh` of a mesh."""
+    return _AXES.get(group)
 
 
 def made_of(group: dist.ProcessGroup) -> Iterator[dist.ProcessGroup]:
-    """The groups that `parts_of` has of this one, in the order in which it was asked for them."""
+    """The groups that `parts_of` made of this one, in the order in which it was asked for them."""
     for parts in _PARTS.get(group, {}).values():
         yield from parts
 
 
 def group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The group of all ranks of a 2-D mesh, whose own groups are then its parts: outer axis first, inner axis last.
+    """The group of all ranks of a 2-D mesh, whose own groups are then `axes_of` it: outer axis first, inner axis last.
 
     The first question about a mesh makes the group with `DeviceMesh._flatten`, on all ranks of the root mesh.
 
@@ -65,9 +74,7 @@ def group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
         names = ", ".join(mesh.mesh_dim_names or ())
         hint = "name the outer axis first and the inner one last, in the order of the whole mesh"
         refuse(f"mesh[{names}]", "ranks that rise along its axes", ranks, hint)
-    if 1 < mesh.size(1) < len(ranks):
-        known = _PARTS.setdefault(group, {})
-        known.setdefault(mesh.size(1), Parts(mesh.get_group(0), mesh.get_group(1)))
+    _AXES[group] = Parts(mesh.get_group(0), mesh.get_group(1))
     return group
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from cp_mesh.call import Operand, Options, Tensors, check_choice, check_scores, check_tensors, make_scores
 from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.groups import axes_of
 from cp_mesh.kernels import KERNELS, choose_kernel
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.contract import Kernel, Request, shortfalls
@@ -71,6 +72,12 @@ def make_plan(
             resolve = _resolve_few  # they hold memory of the device
     shapes = Operand.of(q), Operand.of(k), Operand.of(v)
     features = None if scores is None else scores.features
+    if options.method == "hybrid" and (axes := axes_of(group)) is not None:
+        degree = axes.inner.size()
+        if options.ulysses_degree not in (0, degree):
+            hint = "leave it out, or pass the ProcessGroup of a mesh of one axis"
+            refuse("ulysses_degree", f"{degree}, that of the mesh", options.ulysses_degree, hint)
+        options = options._replace(ulysses_degree=degree)
     plan = resolve(*shapes, *contents, features, seq_len, group.size(), group.rank(), options)
     if scores is not None:
         plan = replace(plan, scores=scores)
@@ -130,11 +137,12 @@ def _resolve(
                 "give the same whole-sequence tensor on every cp rank; it is never sharded",
             )
 
-    make = partial(method.make_schedule, layout, mask, seq_len, cp_size, cp_rank)
+    degree = method.choose_degree(options, q, k, cp_size)
+    make = partial(method.make_schedule, layout, mask, seq_len, cp_size, cp_rank, degree=degree)
     request = partial(request_of, q, v, options, features)
     schedule, kernel = choose_schedule(options.kernel, make, request, features)
     warn_if_slow(kernel, options.kernel, request(schedule))
-    settings = method.settle(options, q, k, v, schedule, kernel, features, cp_size)
+    settings = method.settle(options, q, k, v, schedule, kernel, features, degree)
     kernel = kernel.reproducible if options.deterministic and kernel.reproducible else kernel
     return Plan(options, layout, mask, seq_len, schedule, kernel, scores, q.device, method, settings)
 

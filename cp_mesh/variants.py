@@ -161,16 +161,20 @@ class Setting:
     def look_at(self, layout: Layout, method: str) -> Variant:
         """Its figures, of all ranks or of some."""
         whole, chosen = method == "ulysses", choose_method(method)  # whole: each rank computes some heads of all rows
-        make_of = partial(chosen.make_schedule, layout, self.mask, self.seq_len, self.cp_size)
-        make, options = partial(make_of, 0), Options(layout.spec(), self.mask.spec(), 1.0, head_chunks=self.head_chunks)
+        options, degree = Options(layout.spec(), self.mask.spec(), 1.0, head_chunks=self.head_chunks), self.cp_size
+        if self.knows_heads or not whole:
+            degree = chosen.choose_degree(options, self.q, self.k, self.cp_size)
+        make_of = partial(chosen.make_schedule, layout, self.mask, self.seq_len, self.cp_size, degree=degree)
+        make = partial(make_of, 0)
         capability = self.compute_capability
         request = partial(request_of, self.q, self.q, options, self.features, compute_capability=capability)
         first, kernel = self._resolve(make, request)
         passed_over = self._passed_over(kernel, [request(schedule) for schedule in (make(True), first)])
         chunks, gradient_itemsize = 1, self.q.dtype.itemsize
         if self.knows_heads or not whole:
-            settings = chosen.settle(options, self.q, self.k, self.k, first, kernel, self.features, self.cp_size)
-            chunks, gradient_itemsize = settings.head_chunks, settings.gradient_dtype.itemsize
+            settings = chosen.settle(options, self.q, self.k, self.k, first, kernel, self.features, degree)
+            of_keys = settings.home_dtype if whole else settings.gradient_dtype
+            chunks, gradient_itemsize = settings.head_chunks, of_keys.itemsize
         batch, num_heads, _, dim = self.q.shape
         sizes = Sizes(batch, num_heads, self.k.shape[1], dim, dim, self.q.dtype.itemsize, gradient_itemsize)
         work = np.ones(self.cp_size) if whole else self.work(layout)

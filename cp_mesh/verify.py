@@ -89,6 +89,7 @@ def verify(
     kernel: str = "auto",
     method: str = "auto",
     transport: str = "auto",
+    ulysses_degree: int | None = None,
     head_chunks: int | None = None,
     deterministic: bool | None = None,
     seed: int = 0,
@@ -104,8 +105,8 @@ def verify(
 
     Args:
         mesh: the 1-D mesh of the cp axis; call on all of its ranks.
-        layout, mask, kernel, method, transport, head_chunks, deterministic: as in `cp_mesh.attention`; prove the
-            settings that will train. A mask with tensors needs ``seq_len``, their length.
+        layout, mask, kernel, method, transport, ulysses_degree, head_chunks, deterministic: as in `cp_mesh.attention`;
+            prove the settings that will train. A mask with tensors needs ``seq_len``, their length.
         scores: options of the scores by their names in `cp_mesh.attention`: softcap, sinks, alibi_slopes,
             relative_bias, bias, dropout_p, dropout_seed (0 if left out), and scale. Tensors are equal on all
             ranks, a bias is that of the whole sequence, [.., S or 1, S] in original order; their gradients are
@@ -142,6 +143,7 @@ def verify(
     local = [x[:, :, rows].detach().requires_grad_() for x in (q, k, v)]
     settings: dict[str, Any] = {"layout": layout, "mask": mask, "kernel": kernel, "transport": transport}
     settings |= {"method": method, "head_chunks": head_chunks, "deterministic": deterministic}
+    settings |= {"ulysses_degree": ulysses_degree}
     given = dict(scores or {})
     if unknown := set(given) - {*SCORE_OPTIONS, "scale"}:
         names = f"names of scale, {', '.join(SCORE_OPTIONS)}"
@@ -164,6 +166,7 @@ def verify(
     scale = given.get("scale") or head_dim**-0.5
     fixed = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     by_name: dict[str, Any] = {"method": method, "kernel": kernel, "deterministic": fixed}
+    by_name["ulysses_degree"] = ulysses_degree or 0
     options = Options(layout.spec(), mask.spec(), scale, softcap, dropout_p, **by_name)
     tensors = Tensors(mask.documents, mask.key_padding, layout.tensor, **held)
     plan = make_plan(q[:, :, rows], k[:, :, rows], v[:, :, rows], tensors, seq_len, group, options)

@@ -3,10 +3,11 @@
 from cp_mesh.call import check_choice
 from cp_mesh.methods.all_gather import ALL_GATHER
 from cp_mesh.methods.contract import Method, Plan
+from cp_mesh.methods.hybrid import HYBRID
 from cp_mesh.methods.ring import RING
 from cp_mesh.methods.ulysses import ULYSSES
 
-METHODS: dict[str, Method] = {method.name: method for method in (RING, ALL_GATHER, ULYSSES)}
+METHODS: dict[str, Method] = {method.name: method for method in (RING, ALL_GATHER, ULYSSES, HYBRID)}
 
 
 def choose_method(name: str) -> Method:
@@ -14,9 +15,8 @@ def choose_method(name: str) -> Method:
 
     Raises:
         ArgumentError: for unknown names.
-        UnsupportedError: for methods that do not exist yet.
     """
-    check_choice("method", name, ("auto", *METHODS), "ring", later=("hybrid",))
+    check_choice("method", name, ("auto", *METHODS), "ring", later=())
     return METHODS["ring" if name == "auto" else name]
 
 

@@ -39,8 +39,10 @@ class Method:
 
     Attributes:
         name: as in ``cp_mesh.attention(method=)``.
-        make_schedule: (layout, mask, seq_len, cp_size, cp_rank, by documents) -> this rank's schedule.
-        settle: (options, q, k, v, schedule, kernel, features of the scores, cp_size) -> the plan's settings; refuses
+        choose_degree: (options, q, k, cp_size) -> how many ranks exchange heads for rows, 1 if none do; refuses those
+            that it cannot serve.
+        make_schedule: (layout, mask, seq_len, cp_size, cp_rank, by documents, degree=) -> this rank's schedule.
+        settle: (options, q, k, v, schedule, kernel, features of the scores, degree) -> the plan's settings; refuses
             options that it cannot serve.
         forward: (q, k, v, plan, group) -> out [B, H, S_local, Dv] and lse [B, H, S_local].
         backward: (dout, q, k, v, out, lse, dlse, plan, group, wanted) -> dq, dk, dv, and the gradients of the scores'
@@ -48,7 +50,8 @@ class Method:
     """
 
     name: str
-    make_schedule: Callable[[Layout, Mask, int, int, int, bool], Schedule]
+    choose_degree: Callable[[Options, Operand, Operand, int], int]
+    make_schedule: Callable[..., Schedule]
     settle: Callable[[Options, Operand, Operand, Operand, Schedule, Kernel, Collection[str], int], Any]
     forward: Callable[[Tensor, Tensor, Tensor, Plan, dist.ProcessGroup], tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor, OfScores]]

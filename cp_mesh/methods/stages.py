@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -30,6 +29,8 @@ from cp_mesh.errors import refuse
 from cp_mesh.kernels.combine import RowSum, accumulation_dtype, dense_like, make_delta
 from cp_mesh.kernels.contract import Kernel
 from cp_mesh.kernels.scores import ScoreGradients, Scores
+from cp_mesh.layouts import Layout
+from cp_mesh.masks import Mask
 from cp_mesh.methods.contract import Method, Plan, as_one_tile
 from cp_mesh.schedule import Grouping, Schedule, Stage, make_schedule
 from cp_mesh.transport.packing import Packing
@@ -52,7 +53,7 @@ class StageSettings(NamedTuple):
 
 def settle(
     options: Options, q: Operand, k: Operand, v: Operand, schedule: Schedule, kernel: Kernel,
-    features: Collection[str], cp_size: int,
+    features: Collection[str], degree: int,
 ) -> StageSettings:  # fmt: skip
     """The settings of a call; see `Method.settle`."""
     rounded = travels_rounded(kernel, schedule, features)
@@ -286,4 +287,10 @@ def _by_head_chunks(tensors: Sequence[Tensor], plan: Plan) -> Iterator[tuple[tup
 
 def method_of(name: str, groups: Grouping) -> Method:
     """The method that visits sources in these stages."""
-    return Method(name, partial(make_schedule, groups=groups), settle, forward_by_stages, backward_by_stages)
+
+    def make(
+        layout: Layout, mask: Mask, seq_len: int, cp_size: int, cp_rank: int, segments: bool = False, degree: int = 1
+    ) -> Schedule:
+        return make_schedule(layout, mask, seq_len, cp_size, cp_rank, segments, groups)
+
+    return Method(name, lambda *_: 1, make, settle, forward_by_stages, backward_by_stages)
