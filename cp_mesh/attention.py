@@ -66,6 +66,7 @@ class Asked(NamedTuple):
     kernel: str = "auto"
     transport: str = "auto"
     ulysses_degree: int | None = None
+    inner_ring_size: int | None = None
     head_chunks: int | None = None
     deterministic: bool | None = None
     return_lse: bool = False
@@ -94,6 +95,7 @@ def attention(
     kernel: str = "auto",
     transport: str = "auto",
     ulysses_degree: int | None = None,
+    inner_ring_size: int | None = None,
     head_chunks: int | None = None,
     deterministic: bool | None = None,
     return_lse: bool = False,
@@ -140,12 +142,15 @@ def attention(
         method: how keys come to queries. "ring": by stages, one under way while another is computed. "all_gather":
             all at once behind the local blocks, for the fewest kernel calls. "ulysses": each rank computes some heads
             of the whole sequence; the ranks must divide the query heads. "hybrid": Ulysses among ``ulysses_degree``
-            neighbours on the cp axis, and a ring between the groups of these. "auto" takes the ring.
+            neighbours on the cp axis, and a ring between the groups of these. "double_ring": a ring in which rows that
+            several ranks of a host need cross to it once. "auto" takes the ring.
         kernel: "auto", "fa4", "fa3", "cudnn", "fa2", "fa2_package", "efficient", "triton", "cpu_flash" or "reference".
             "auto" takes the first that can serve the call; all ranks must have the same packages installed.
         transport: "auto", "functional" or "symmetric_memory" (GPUs of one NVLink host; "auto" takes it there).
         ulysses_degree: of the hybrid, a divisor of the ranks and of the query heads. None: the size of the second axis
             of a 2-D mesh; else the largest that divides the ranks and the kv heads, or if that is 1, the query heads.
+        inner_ring_size: of the double ring, the cp ranks of each host, which follow one another. None: the size of the
+            second axis of a 2-D mesh; else as LOCAL_WORLD_SIZE says, which torchrun sets.
         head_chunks: compute the kv heads, with their query heads, in this many parts one after the other: buffers of
             rows under way are those of one part, for a little less speed. None: as few as keep what a rank fetches of
             K and V within 512 MiB a part (`cp_mesh/memory.py` has the formula of the memory); of Ulysses one part.
@@ -172,13 +177,14 @@ def attention(
         torch.Size([1, 8, 512, 64])
 
     Source: ring attention, Liu et al. 2023, arXiv:2310.01889; all-gather, Llama 3, arXiv:2407.21783;
-    Ulysses, Jacobs et al. 2023, arXiv:2309.14509; the hybrid, Fang and Zhao 2024, arXiv:2405.07719.
+    Ulysses, Jacobs et al. 2023, arXiv:2309.14509; the hybrid, Fang and Zhao 2024, arXiv:2405.07719;
+    the double ring, Gu et al. 2024, arXiv:2406.18485.
     """
     return attend(
         query, key, value,
         Asked(
             mesh, seq_dim, seq_len, layout, mask, scale, softcap, sinks, alibi_slopes, relative_bias, bias, dropout_p,
-            dropout_seed, method, kernel, transport, ulysses_degree, head_chunks, deterministic,
+            dropout_seed, method, kernel, transport, ulysses_degree, inner_ring_size, head_chunks, deterministic,
             return_lse,
         ),
     )  # fmt: skip
@@ -278,6 +284,7 @@ def _resolve(head_dim: int, is_local: bool, deterministic: bool, graded: bool, *
         kernel=asked.kernel,
         transport=asked.transport,
         ulysses_degree=asked.ulysses_degree or 0,
+        inner_ring_size=asked.inner_ring_size or 0,
         head_chunks=asked.head_chunks or 0,
         deterministic=deterministic if asked.deterministic is None else asked.deterministic,
         differentiable_lse=asked.return_lse and graded,
@@ -320,6 +327,7 @@ def _rules() -> tuple[tuple[str, Callable[[Any], bool], str, str], ...]:
         ("scale", _is_positive, "a positive number or None", "multiply q by a learned or negative scale instead"),
         ("softcap", _is_positive, "a positive number or None", "None leaves scores unbounded"),
         ("ulysses_degree", _is_count, "a positive int or None", "None is automatic"),
+        ("inner_ring_size", _is_count, "a positive int or None", "None is automatic"),
         ("head_chunks", _is_count, "a positive int or None", "None is automatic"),
         ("deterministic", lambda x: x is None or isinstance(x, bool), "True, False or None",
          "None follows torch.use_deterministic_algorithms"),
@@ -340,9 +348,10 @@ def _check_asked(asked: Asked) -> None:
     for name, is_right, expected, hint in _rules():
         if not is_right(x := getattr(asked, name)):
             refuse(name, expected, _shown(x), hint)
-    if asked.ulysses_degree is not None and asked.method != "hybrid":
-        got, hint = f"{asked.ulysses_degree} with method={asked.method!r}", "method='hybrid' takes it, or leave it out"
-        refuse("ulysses_degree", "None, but with method='hybrid'", got, hint)
+    for name, method in (("ulysses_degree", "hybrid"), ("inner_ring_size", "double_ring")):
+        if (x := getattr(asked, name)) is not None and asked.method != method:
+            got, hint = f"{x} with method={asked.method!r}", f"method={method!r} takes it, or leave it out"
+            refuse(name, f"None, but with method={method!r}", got, hint)
     layout, spec = asked.layout, asked.layout.spec()
     if LAYOUTS.get(spec.partition(":")[0]) is not type(layout):
         hint = "the op rebuilds layouts by name: list your class in cp_mesh.layouts.LAYOUTS"

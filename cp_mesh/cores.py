@@ -75,7 +75,8 @@ class ContextParallel(ParallelStyle):
             the layout, and like ``mask`` depends on these alone: ``layout=lambda q, k, v, packed: packed.layout``.
             Pass it on as an object: FSDP2 moves tensors to the device. None: the sequence's. Data, labels and
             `ShardedModel` need the same (`ShardedSequence.balanced`).
-        kernel, method, transport, ulysses_degree, head_chunks, deterministic: as in `cp_mesh.attention`.
+        kernel, method, transport, ulysses_degree, inner_ring_size, head_chunks, deterministic: as in
+            `cp_mesh.attention`.
 
     Raises:
         ArgumentError, UnsupportedError: at application on a wrong mesh, a repeated application or a cross-attention
@@ -93,6 +94,7 @@ class ContextParallel(ParallelStyle):
         method: str = "auto",
         transport: str = "auto",
         ulysses_degree: int | None = None,
+        inner_ring_size: int | None = None,
         head_chunks: int | None = None,
         deterministic: bool | None = None,
     ) -> None:
@@ -106,6 +108,7 @@ class ContextParallel(ParallelStyle):
             "method": method,
             "transport": transport,
             "ulysses_degree": ulysses_degree,
+            "inner_ring_size": inner_ring_size,
             "head_chunks": head_chunks,
             "deterministic": deterministic,
         }

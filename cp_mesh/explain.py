@@ -186,8 +186,8 @@ def explain(
         replace(machine, gpus_per_host=gpus_per_host) if timed and machine else None,
         keys_seen(mask, seq_len),
     )
-    if (method := choose_method(method).name) == "hybrid":
-        hint = "method='ring' and method='ulysses' tell of its two parts"
+    if (method := choose_method(method).name) in ("hybrid", "double_ring"):
+        hint = "method='ring' and method='ulysses' tell of its parts"
         refuse("explain: method", "ring, all_gather or ulysses", repr(method), hint, UnsupportedError)
     found = setting.look_at(layout, method)
     others = list(_others(setting, found))

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from cp_mesh.layouts import check_layout, parse_layout
 from cp_mesh.masks import NONE, parse_mask
 from cp_mesh.methods import choose_method
 from cp_mesh.methods.contract import Plan, covers_of
+from cp_mesh.methods.double_ring import ranks_per_host
 from cp_mesh.owned import Content
 from cp_mesh.schedule import Schedule
 from cp_mesh.transport import TRANSPORTS
@@ -72,12 +74,7 @@ def make_plan(
             resolve = _resolve_few  # they hold memory of the device
     shapes = Operand.of(q), Operand.of(k), Operand.of(v)
     features = None if scores is None else scores.features
-    if options.method == "hybrid" and (axes := axes_of(group)) is not None:
-        degree = axes.inner.size()
-        if options.ulysses_degree not in (0, degree):
-            hint = "leave it out, or pass the ProcessGroup of a mesh of one axis"
-            refuse("ulysses_degree", f"{degree}, that of the mesh", options.ulysses_degree, hint)
-        options = options._replace(ulysses_degree=degree)
+    options = with_parts(options, group)
     plan = resolve(*shapes, *contents, features, seq_len, group.size(), group.rank(), options)
     if scores is not None:
         plan = replace(plan, scores=scores)
@@ -90,6 +87,24 @@ def make_plan(
             UnsupportedError,
         )
     return plan
+
+
+def with_parts(options: Options, group: dist.ProcessGroup) -> Options:
+    """The options with the size of the inner groups, where the mesh or the launcher says it."""
+    name = {"hybrid": "ulysses_degree", "double_ring": "inner_ring_size"}.get(options.method)
+    if name is None:
+        return options
+    asked, axes = getattr(options, name), axes_of(group)
+    if axes is not None:
+        size = axes.inner.size()
+        if asked not in (0, size):
+            hint = "leave it out, or pass the ProcessGroup of a mesh of one axis"
+            refuse(name, f"{size}, that of the mesh", asked, hint)
+        told: Any = {name: size}
+        return options._replace(**told)
+    if options.method == "double_ring" and not asked:
+        return options._replace(inner_ring_size=ranks_per_host(dist.get_process_group_ranks(group)))
+    return options
 
 
 def _resolve(

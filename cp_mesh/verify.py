@@ -90,6 +90,7 @@ def verify(
     method: str = "auto",
     transport: str = "auto",
     ulysses_degree: int | None = None,
+    inner_ring_size: int | None = None,
     head_chunks: int | None = None,
     deterministic: bool | None = None,
     seed: int = 0,
@@ -105,8 +106,9 @@ def verify(
 
     Args:
         mesh: the 1-D mesh of the cp axis; call on all of its ranks.
-        layout, mask, kernel, method, transport, ulysses_degree, head_chunks, deterministic: as in `cp_mesh.attention`;
-            prove the settings that will train. A mask with tensors needs ``seq_len``, their length.
+        layout, mask, kernel, method, transport, ulysses_degree, inner_ring_size, head_chunks, deterministic: as in
+            `cp_mesh.attention`; prove the settings that will train. A mask with tensors needs ``seq_len``, their
+            length.
         scores: options of the scores by their names in `cp_mesh.attention`: softcap, sinks, alibi_slopes,
             relative_bias, bias, dropout_p, dropout_seed (0 if left out), and scale. Tensors are equal on all
             ranks, a bias is that of the whole sequence, [.., S or 1, S] in original order; their gradients are
@@ -143,7 +145,7 @@ def verify(
     local = [x[:, :, rows].detach().requires_grad_() for x in (q, k, v)]
     settings: dict[str, Any] = {"layout": layout, "mask": mask, "kernel": kernel, "transport": transport}
     settings |= {"method": method, "head_chunks": head_chunks, "deterministic": deterministic}
-    settings |= {"ulysses_degree": ulysses_degree}
+    settings |= {"ulysses_degree": ulysses_degree, "inner_ring_size": inner_ring_size}
     given = dict(scores or {})
     if unknown := set(given) - {*SCORE_OPTIONS, "scale"}:
         names = f"names of scale, {', '.join(SCORE_OPTIONS)}"

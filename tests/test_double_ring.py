@@ -5,12 +5,28 @@ That its results are exact is shown where those of all methods are, as ranks.py 
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
+from typing import Any
+from unittest import mock
 
 import pytest
-from cases import LAYOUTS, MASKS, make_mask
-from checks import report
+import torch
+import torch.distributed as dist
+from cases import LAYOUTS, MASKS, make_mask, pairs
+from checks import GQA, MHA, MQA, Case, parity_on_ranks, report
+from dense import make_qkv
+from ranks import mesh, num_collectives
+from recording import recording
+from test_traffic import Spy, in_flight
+from torch import Tensor
 
+import cp_mesh
+from cp_mesh.groups import parts_of
+from cp_mesh.kernels import KERNELS
+from cp_mesh.layouts import ZigZag
 from cp_mesh.relays import make_relayed_schedule
 from cp_mesh.schedule import Schedule, Stage
 
@@ -76,3 +92,191 @@ def test_every_stage_gets_the_rows_of_its_tiles(full, cp_size, host_size):
         if brought(schedules, host_size) != wanted:
             problems.append(f"{layout}, {mask}, S={S}")
     report([problems])
+
+
+def on_hosts(rank: int, host_size: int, cases: Sequence[Case], recorded: bool) -> list[str]:
+    """`parity_on_ranks` on hosts of so many ranks, whose groups are made before they are recorded."""
+    size = dist.get_world_size()
+    parts_of(mesh((size,), ("cp",)).get_group(), host_size)
+    cases = [replace(case, options={"inner_ring_size": host_size}) for case in cases]
+    return parity_on_ranks(rank, (size,), ("cp",), cases, recorded)
+
+
+FEW = [
+    Case("zigzag", "causal", 31, GQA, 2, "cpu_flash"),
+    Case("contiguous", "full", 24, MQA, 1),
+    Case("striped", "documents", 31, GQA, 0),
+    Case("shuffled", "everything", 31, MHA),
+    Case("contiguous", "window", 31, MHA),
+    Case("zigzag", "causal", 31, MHA, scores="every score", head_chunks=3),
+    Case("zigzag", "full", 3),
+    Case("zigzag", "causal", 31, MHA, scores="dropout, sinks and alibi"),
+]
+
+
+@pytest.mark.parametrize(
+    ("size", "host_size"),
+    [(4, 2), pytest.param(6, 2, marks=pytest.mark.full), pytest.param(6, 3, marks=pytest.mark.full)],
+)
+def test_nothing_is_read_before_it_is_there_nor_written_while_it_is_sent(pool, size, host_size):
+    """On groups that deliver at the wait, NaN until then, and compare what was sent with what is there then."""
+    cases = [replace(case, method="double_ring") for case in FEW]
+    report(pool(size).run(on_hosts, host_size, cases, True, timeout=120.0))
+
+
+B, K, D, E = 2, 3, 5, 4
+ROW = B * K * (D + E)  # elements of K and V in one row
+
+
+def passes(rank: int, cases: Sequence[tuple[str, str, int]], dtype: torch.dtype, host_size: int | None) -> list[Any]:
+    """What this rank sent in forward and backward of each case: (over which group, to each rank, from each, itemsize).
+
+    By the double ring, or without ``host_size`` by the ring.
+    """
+    axis, results = mesh((size := dist.get_world_size(),), ("cp",)), []
+    outer, inner = parts_of(axis.get_group(), host_size) if host_size else (None, None)
+    names = {group.group_name: name for name, group in (("far", outer), ("near", inner)) if group is not None}
+    options = {"method": "double_ring", "inner_ring_size": host_size} if host_size else {"method": "ring"}
+    for name, mask, S in cases:
+        layout = LAYOUTS[name](S)
+        rows = layout.positions(S, size, rank)
+        q, k, v, dout = (x[:, :, rows].requires_grad_() for x in make_qkv(B, 6, K, S, D, E, dtype=dtype))
+        before = num_collectives()
+        with recording(axis) as notes:
+            given = {"mesh": axis, "seq_len": S, "layout": layout, "mask": make_mask(mask, B, S)}
+            out = cp_mesh.attention(q, k, v, **given, **options)
+            num_forward = notes.hops
+            out.backward(dout)
+        assert not notes.problems and num_collectives() - before == notes.hops, notes.problems
+        sent = [(names.get(x.group, "all"), x.to, x.origin, x.itemsize) for x in notes.sent]
+        results.append((sent[:num_forward], sent[num_forward:]))
+    return results
+
+
+def seen(name: str, mask: str, S: int, size: int) -> list[list[Tensor]]:
+    """[receiver][source]: which of the source's keys some query of the receiver may see, from the dense mask."""
+    allowed, layout = pairs(mask, B, S).any(0), LAYOUTS[name](S)
+    shards = [layout.positions(S, size, rank) for rank in range(size)]
+    return [
+        [torch.zeros(len(k), dtype=torch.bool) if k is q else allowed[q][:, k].any(0) for k in shards] for q in shards
+    ]
+
+
+def hops(need: list[list[Tensor]], host_size: int, rank: int, itemsize: int, sums: int) -> tuple[list[Any], list[Any]]:
+    """Hops between hosts and within this one: of rows, and of their gradients home, which cross in ``sums`` bytes."""
+    size, (host, place) = len(need), divmod(rank, host_size)
+    hosts, rows, gradients = size // host_size, [], []
+
+    def count(x: Tensor) -> int:
+        return int(x.sum()) * ROW
+
+    for away in range(hosts):
+        other, to = (host - away) % hosts, (host + away) % hosts
+        at, sources, receivers = ([h * host_size + p for p in range(host_size)] for h in (host, other, to))
+        steps = [
+            step
+            for step in range(host_size)
+            if (away or step)
+            and any(
+                need[h * host_size + p][(h - away) % hosts * host_size + (p - step) % host_size].any()
+                for h in range(hosts)
+                for p in range(host_size)
+            )
+        ]
+        if away and steps:
+            arrives = count(torch.stack([need[r][sources[place]] for r in at]).any(0))
+            leaves = count(torch.stack([need[r][rank] for r in receivers]).any(0))
+            served, fetched = [leaves * (h == to) for h in range(hosts)], [arrives * (h == other) for h in range(hosts)]
+            rows.append(("far", served, fetched, itemsize))
+            gradients.append(("far", fetched, served, sums))
+        within = [step for step in steps if step]
+        for group in (within[:1], within[1:3], within[3:7]):
+            fetched, served = [0] * host_size, [0] * host_size
+            for step in group:
+                source, receiver = (place - step) % host_size, (place + step) % host_size
+                fetched[source] = count(need[rank][sources[source]])
+                served[receiver] = count(need[at[receiver]][sources[place]])
+            if group:
+                rows.append(("near", served, fetched, itemsize))
+                gradients.append(("near", fetched, served, sums))
+    return rows, gradients
+
+
+@pytest.mark.parametrize(("size", "host_size"), [(4, 2), *(pytest.param(6, n, marks=pytest.mark.full) for n in (2, 3))])
+def test_rows_cross_once_and_only_those_that_a_host_needs(pool, size, host_size):
+    """Forward: rows cross, and go on within the host. Backward: again, and gradients go home, in fp32 of bf16 rows."""
+    masks = ("causal", "full", "window", "window of one token", "window ahead", "prefix", "no key at all")
+    cases = [*product(("contiguous", "zigzag", "striped"), masks, (31,)), ("striped", "full", 2)]
+    for dtype, itemsize, sums in ((torch.bfloat16, 2, 4), (torch.float64, 8, 8)):
+        problems = []
+        for rank, results in enumerate(pool(size).run(passes, cases, dtype, host_size)):
+            for case, (forward, backward) in zip(cases, results, strict=True):
+                rows, gradients = hops(seen(*case, size), host_size, rank, itemsize, sums)
+                if sorted(forward) != sorted(rows):
+                    problems.append(f"rank {rank}, {case}, forward: sent {forward}, expected {rows}")
+                if sorted(backward) != sorted(rows + gradients):
+                    problems.append(f"rank {rank}, {case}, backward: sent {backward}, expected {rows + gradients}")
+        report([problems])
+
+
+def network_bytes(results: list[Any], case: int, host_size: int) -> int:
+    """Bytes that cross from host to host in both passes of a case, over all ranks."""
+    total = 0
+    for rank, of_rank in enumerate(results):
+        for group, to, _, itemsize in itertools.chain(*of_rank[case]):
+            away = [group == "far" or (group == "all" and r // host_size != rank // host_size) for r in range(len(to))]
+            total += itemsize * sum(n for n, crosses in zip(to, away, strict=True) if crosses)
+    return total
+
+
+@pytest.mark.parametrize(("size", "host_size"), [(4, 2), pytest.param(6, 3, marks=pytest.mark.full)])
+def test_the_network_moves_what_hosts_need_not_what_ranks_do(pool, size, host_size):
+    """Where all see all, less by the number of ranks on a host; never more than by the ring."""
+    cases = [("zigzag", "full", 48), ("zigzag", "causal", 48), ("striped", "causal", 48), ("contiguous", "window", 48)]
+    ring, double = (pool(size).run(passes, cases, torch.float64, n) for n in (None, host_size))
+    found = [(network_bytes(ring, i, host_size), network_bytes(double, i, host_size)) for i in range(len(cases))]
+    hosts, itemsize, shard = size // host_size, 8, 48 // size
+    # rows twice and gradients once, of each shard to each other host
+    assert found[0] == (
+        3 * ROW * itemsize * shard * size * (size - host_size),
+        3 * ROW * itemsize * shard * size * (hosts - 1),
+    )
+    assert all(ours <= theirs for theirs, ours in found) and found[0][0] == host_size * found[0][1]
+    # zigzag: a rank that computes with the later half of a shard alone needs less of it than its neighbours do
+    assert found[1][0] > 1.4 * found[1][1] and found[3][1] > 0
+
+
+def overlap(rank: int, host_size: int) -> list[tuple[list[str], list[str]]]:
+    """For both kinds of groups, when hops begin and are waited for among the steps of forward and backward."""
+    axis, real = mesh((size := dist.get_world_size(),), ("cp",)), KERNELS["cpu_flash"]
+    parts, layout = parts_of(axis.get_group(), host_size), ZigZag()
+    rows = layout.positions(48, size, rank)
+    q, k, v, dout = (x[:, :, rows].requires_grad_() for x in make_qkv(B, 6, K, 48, D, D))
+    with recording(axis) as notes:
+        spied = replace(
+            real,
+            begin_forward=lambda *args: Spy(real.begin_forward(*args), notes.events),
+            begin_backward=lambda *args: Spy(real.begin_backward(*args), notes.events),
+        )
+        with mock.patch.dict(KERNELS, cpu_flash=spied):
+            options = {"kernel": "cpu_flash", "method": "double_ring", "inner_ring_size": host_size}
+            out = cp_mesh.attention(q, k, v, mesh=axis, layout=layout, **options)
+            num_forward = len(notes.events)
+            out.backward(dout)
+    events = notes.events[:num_forward], notes.events[num_forward:]
+    return [
+        tuple([x.partition(" ")[0] for x in part if x == "step" or x.endswith(group.group_name)] for part in events)
+        for group in parts
+    ]
+
+
+def test_both_links_are_busy_while_tiles_are_computed(pool):
+    """Three hosts of two ranks: local, the other rank of the host, and twice the partner and its neighbour."""
+    for far, near in pool(6).run(overlap, 2):
+        # The rows of the next host are crossing while a host is visited.
+        assert in_flight(far[0]) == [1, 1, 1, 1, 0, 0]
+        # And when there are none, the gradients of the host before; local last, behind which the last ones hide.
+        assert in_flight(far[1]) == [1, 1, 1, 1, 1, 1]
+        # Within the host rows are fetched behind the local tiles and behind the partner's.
+        assert in_flight(near[0]) == [1, 0, 1, 0, 1, 0]
+        assert in_flight(near[1]) == [0, 1, 0, 1, 0, 0]

@@ -39,8 +39,8 @@ class Method:
 
     Attributes:
         name: as in ``cp_mesh.attention(method=)``.
-        choose_degree: (options, q, k, cp_size) -> how many ranks exchange heads for rows, 1 if none do; refuses those
-            that it cannot serve.
+        choose_degree: (options, q, k, cp_size) -> how many ranks exchange heads for rows, or share a host; 1 if neither
+            matters. Refuses those that it cannot serve.
         make_schedule: (layout, mask, seq_len, cp_size, cp_rank, by documents, degree=) -> this rank's schedule.
         settle: (options, q, k, v, schedule, kernel, features of the scores, degree) -> the plan's settings; refuses
             options that it cannot serve.

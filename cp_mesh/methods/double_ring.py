@@ -12,10 +12,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
 
 from cp_mesh.call import Operand, Options
 from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.layouts import Layout
+from cp_mesh.masks import Mask
 from cp_mesh.methods.contract import Method
 from cp_mesh.methods.ring import RING
 from cp_mesh.methods.stages import backward_by_stages, forward_by_stages, settle
@@ -51,10 +52,12 @@ def choose_degree(options: Options, q: Operand, k: Operand, cp_size: int) -> int
     return wanted
 
 
-def make_schedule(*given: Any, degree: int) -> Schedule:
+def make_schedule(
+    layout: Layout, mask: Mask, seq_len: int, cp_size: int, cp_rank: int, segments: bool = False, *, degree: int
+) -> Schedule:
     """See `Method.make_schedule`; ``degree``: ranks of a host."""
-    cp_size = given[3]
-    return RING.make_schedule(*given) if degree in (1, cp_size) else make_relayed_schedule(*given, host_size=degree)
+    given = layout, mask, seq_len, cp_size, cp_rank, segments
+    return RING.make_schedule(*given) if degree in (1, cp_size) else make_relayed_schedule(*given, degree)
 
 
 DOUBLE_RING = Method("double_ring", choose_degree, make_schedule, settle, forward_by_stages, backward_by_stages)
