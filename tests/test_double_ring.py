@@ -6,9 +6,15 @@ That its results are exact is shown where those of all methods are, as ranks.py 
 from __future__ import annotations
 
 import itertools
+import os
+import random
+import socket
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,6 +26,7 @@ from checks import GQA, MHA, MQA, Case, parity_on_ranks, report
 from dense import make_qkv
 from ranks import mesh, num_collectives
 from recording import recording
+from test_symmetric_memory import attend, different, double
 from test_traffic import Spy, in_flight
 from torch import Tensor
 
@@ -280,3 +287,113 @@ def test_both_links_are_busy_while_tiles_are_computed(pool):
         # Within the host rows are fetched behind the local tiles and behind the partner's.
         assert in_flight(near[0]) == [1, 0, 1, 0, 1, 0]
         assert in_flight(near[1]) == [0, 1, 0, 1, 0, 0]
+
+
+def within_by_memory(rank: int, folder: str, host_size: int) -> list[str]:
+    """What differs when hosts have symmetric memory: nothing may, to the bit."""
+    axis, problems = mesh((size := dist.get_world_size(),), ("cp",)), []
+    outer, inner = parts_of(axis.get_group(), host_size)
+    random.seed(rank)
+    for case in (case for case in FEW * 2 if isinstance(case.scores, str) and case.scores == "plain"):
+        layout = case.make_layout()
+        rows = layout.positions(case.S, size, rank)
+        inputs = [x[:, :, rows] for x in make_qkv(2, *case.heads, case.S, 8, 8)]
+        options = {"mask": case.make_mask(), "layout": layout, "seq_len": case.S, "kernel": case.kernel}
+        options |= {"method": "double_ring", "inner_ring_size": host_size}
+        wanted = attend(inputs, axis, "functional", **options)
+        with double(inner, f"{folder}/{rank // host_size}"), recording(axis) as notes:
+            got = attend(inputs, axis, "auto", **options)
+        problems += different(f"{case}", wanted, got)
+        if not notes.hops or {sent.group for sent in notes.sent} != {outer.group_name}:
+            problems.append(f"{case}: rows moved within the host by collectives")
+    return problems
+
+
+@pytest.mark.parametrize(("size", "host_size"), [(4, 2), pytest.param(6, 3, marks=pytest.mark.full)])
+def test_hosts_may_have_symmetric_memory(pool, tmp_path, size, host_size):
+    """On the double of it, with naps that give a race room."""
+    for host in range(size // host_size):
+        (tmp_path / str(host)).mkdir()
+    report(pool(size).run(within_by_memory, str(tmp_path), host_size, timeout=120.0))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str | None, list[str]]] = {
+    "a size that does not divide": (
+        {"inner_ring_size": 3}, "2", ["a divisor of the 4 cp ranks, got 3", "inner_ring_size=2 works, or method='ring'"]
+    ),
+    "too large": ({"inner_ring_size": 8}, "2", ["a divisor of the 4 cp ranks, got 8", "inner_ring_size=4 works"]),
+    "no size": ({"inner_ring_size": 0}, "2", ["inner_ring_size", "a positive int or None, got 0"]),
+    "a word": ({"inner_ring_size": "2"}, "2", ["inner_ring_size", "a positive int or None, got '2'"]),
+    "another method": (
+        {"method": "ring", "inner_ring_size": 2}, "2",
+        ["inner_ring_size", "None, but with method='double_ring'", "method='double_ring' takes it, or leave it out"],
+    ),
+    "hosts that nobody tells": ({}, None, ["LOCAL_WORLD_SIZE, as torchrun sets it", "got neither", "method='ring'"]),
+    "hosts told wrong": ({}, "two", ["LOCAL_WORLD_SIZE='two'", "pass inner_ring_size", "method='ring'"]),
+    "unequal hosts": ({}, "3", ["as many cp ranks on every host", "got 3, 1", "method='ring' works"]),
+    "symmetric memory between hosts": (
+        {"transport": "symmetric_memory"}, "2", ["auto or functional", "transport='auto' takes it within each host"]
+    ),
+}  # fmt: skip
+
+
+def refusals(rank: int) -> list[str]:
+    axis, problems = mesh((4,), ("cp",)), []
+    q, k, v, _ = make_qkv(1, 4, 2, 8, 4)
+    for name, (options, local_world_size, says) in REFUSED.items():
+        told = {} if local_world_size is None else {"LOCAL_WORLD_SIZE": local_world_size}
+        kept = {key: x for key, x in os.environ.items() if key != "LOCAL_WORLD_SIZE"}
+        before, said = num_collectives(), "nothing"
+        with mock.patch.dict(os.environ, kept | told, clear=True):
+            try:
+                cp_mesh.attention(q, k, v, mesh=axis, **{"method": "double_ring"} | options)
+            except (cp_mesh.ArgumentError, cp_mesh.UnsupportedError) as error:
+                said = str(error)
+        if num_collectives() > before or not all(words in said for words in says):
+            problems.append(f"{name}: {said}")
+    return problems
+
+
+def test_what_is_not_served_is_refused_before_the_first_collective(pool):
+    report(pool(4).run(refusals))
+
+
+def told(rank: int) -> list[int]:
+    """Hops by the ring's groups: the ranks of a host are those of LOCAL_WORLD_SIZE, unless the call says others."""
+    axis, counts = mesh((4,), ("cp",)), []
+    inputs = [x[:, :, :6] for x in make_qkv(1, 4, 2, 24, 4)[:3]]
+    parts_of(axis.get_group(), 2)
+    for local_world_size, options in (("2", {}), ("4", {}), ("1", {}), ("4", {"inner_ring_size": 2})):
+        with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=local_world_size), recording(axis) as notes:
+            cp_mesh.attention(*inputs, mesh=axis, mask=cp_mesh.Mask(causal=False), method="double_ring", **options)
+        counts.append(sum(sent.group != axis.get_group().group_name for sent in notes.sent))
+    return counts
+
+
+def test_ranks_of_a_host_are_those_of_the_launcher(pool):
+    """One crossing, and a hop within the host for either host's rows; on one host, or of one rank each, the ring."""
+    assert pool(4).run(told) == [[3, 0, 0, 3]] * 4
+
+
+@pytest.mark.full
+def test_two_launchers():
+    """Two hosts of two ranks on this machine, each with a torchrun of its own, against one device; and with a bug."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
+    launch += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    script = str(Path(__file__).parent / "two_hosts.py")
+    captured: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    launchers = [
+        subprocess.Popen([*launch, "--node-rank", str(host), script], env=environment, text=True, **captured)
+        for host in range(2)
+    ]
+    try:
+        printed = [launcher.communicate(timeout=120)[0] for launcher in launchers]
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+    assert [launcher.returncode for launcher in launchers] == [0, 0], "\n".join(printed)
+    for host, text in enumerate(printed):
+        assert text.count(f"host {host} of 2: exact") == 2 * 6 and text.count("found a bug") == 2, text

@@ -49,6 +49,12 @@ def choose_degree(options: Options, q: Operand, k: Operand, cp_size: int) -> int
         near = max(n for n in range(1, min(wanted, cp_size) + 1) if cp_size % n == 0)
         expected = f"a divisor of the {cp_size} cp ranks"
         refuse("inner_ring_size", expected, wanted, f"inner_ring_size={near} works, or method='ring'")
+    if options.transport == "symmetric_memory" and wanted < cp_size:  # of which not all hosts may have it
+        expected, hint = (
+            "auto or functional, on several hosts",
+            "transport='auto' takes it within each host that has it",
+        )
+        refuse("method='double_ring': transport", expected, repr(options.transport), hint, UnsupportedError)
     return wanted
 
 
