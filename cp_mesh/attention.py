@@ -232,8 +232,8 @@ def _make_call(query: Tensor, key: Tensor, value: Tensor, axis: CPAxis, asked: A
     )  # fmt: skip
     length = query.shape[axis.seq_dim]
     if isinstance(query, DTensor):
-        check_placements(query, key, value, axis.mesh_dim, form)
-        check_chunks(length, axis.size, layout)
+        check_placements(query, key, value, axis.mesh_dims, form)
+        check_chunks(length, [query.device_mesh.size(dim) for dim in axis.mesh_dims], layout)
         if seq_len not in (None, length):
             refuse("seq_len", f"{length}, the DTensors' length", seq_len, "leave it out")
         seq_len = length

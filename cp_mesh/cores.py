@@ -211,7 +211,7 @@ class ContextParallel(ParallelStyle):
         enable_gqa: bool,
     ) -> None:
         if isinstance(query, DTensor) and not has_axis(query.device_mesh, self.sequence.mesh):
-            check_placements(query, key, value, None, FORMATS[2])
+            check_placements(query, key, value, (), FORMATS[2])
             check_score_placements(call.scores, query, FORMATS[2])
         if attn_mask is not None:
             raise UnsupportedError(

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from cp_mesh.errors import UnsupportedError, refuse
 
@@ -60,22 +61,39 @@ def made_of(group: dist.ProcessGroup) -> Iterator[dist.ProcessGroup]:
         yield from parts
 
 
-def group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The group of all ranks of a 2-D mesh, whose own groups are then `axes_of` it: outer axis first, inner axis last.
+def flat(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh itself if it is 1-D; a 2-D mesh flattened, whose own groups are then `axes_of` the flat one's.
 
-    The first question about a mesh makes the group with `DeviceMesh._flatten`, on all ranks of the root mesh.
+    A 2-D mesh has its outer axis first and its inner one last. The first question about it makes a group, by
+    `DeviceMesh._flatten`: on all ranks of the root mesh.
 
     Raises:
         ArgumentError: if its ranks do not rise along the inner axis and then along the outer one.
     """
-    flat = mesh._flatten()
-    group, ranks = flat.get_group(), flat.mesh.tolist()
-    if ranks != dist.get_process_group_ranks(group):
+    if mesh.ndim == 1:
+        return mesh
+    _keep_axes(mesh)
+    return mesh._flatten()
+
+
+@torch.compiler.assume_constant_result  # Dynamo would trace it, and cannot
+def _keep_axes(mesh: DeviceMesh) -> bool:
+    made = mesh._flatten()
+    group = made.get_group()
+    if group in _AXES:
+        return True
+    if (ranks := made.mesh.tolist()) != dist.get_process_group_ranks(group):
         names = ", ".join(mesh.mesh_dim_names or ())
         hint = "name the outer axis first and the inner one last, in the order of the whole mesh"
         refuse(f"mesh[{names}]", "ranks that rise along its axes", ranks, hint)
     _AXES[group] = Parts(mesh.get_group(0), mesh.get_group(1))
-    return group
+    return True
+
+
+@torch.compiler.assume_constant_result
+def axes_names(group_name: str) -> tuple[str, ...]:
+    """Names of the group's `axes_of`, none if it has none."""
+    return tuple(group.group_name for group in axes_of(_resolve_process_group(group_name)) or ())  # type: ignore[arg-type]
 
 
 def _make(group: dist.ProcessGroup, inner_size: int) -> Parts:

@@ -32,7 +32,7 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Parallel
 
     Args:
         module: the model; changed in place.
-        mesh: one axis of the mesh, 1-D.
+        mesh: one axis of the mesh, 1-D; of a `ShardedSequence` over two axes its ``mesh``.
         plan: styles by module name; ``*`` and other `fnmatch` wildcards match within one part of a dotted name, and
             "" is the root. Styles of PyTorch work too.
 
@@ -49,7 +49,8 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Parallel
         >>> parallelize(model, mesh["cp"], {"layers.*.attention.core": ContextParallel(sequence)})  # doctest: +SKIP
     """
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
-        refuse("parallelize: mesh", "one axis of a DeviceMesh", mesh, 'pass mesh["cp"], one axis at a time')
+        hint = 'pass mesh["cp"], one axis at a time; of a ShardedSequence over two axes, its mesh'
+        refuse("parallelize: mesh", "one axis of a DeviceMesh", mesh, hint)
     _check_sequences(plan)
     modules = dict(module.named_modules())
     chosen: dict[str, tuple[str, ParallelStyle]] = {}

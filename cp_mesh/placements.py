@@ -20,23 +20,26 @@ from torch.distributed.tensor.placement_types import Placement
 from cp_mesh.call import GRADED
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.formats import FORMATS, Format
+from cp_mesh.groups import axes_names, flat
 from cp_mesh.kernels.combine import dense_strides
 from cp_mesh.kernels.scores import TERMS, Dim
 from cp_mesh.layouts import Layout, chunk_bounds
 
 _OF_TERMS: dict[str, Dim] = {"batch": "batch", "heads": "heads", "sequence": "rows"}  # parts of q, as terms call them
 ONE_AXIS = "the 1-D DeviceMesh of the cp axis"
+ONE_OR_TWO = f"{ONE_AXIS}, or a 2-D one of an outer and an inner axis"
 _WHOLE = ("documents", "key_padding", "layout_index")  # tensors of the whole sequence, on the host or the device
 UNSHARDED = "an unsharded sequence needs no context parallelism: shard it, or call SDPA"
 
 
 class CPAxis(NamedTuple):
-    """The cp axis of one call; ``mesh_dim`` is its place in the DTensors' mesh, None for local tensors."""
+    """The cp axis of one call; ``mesh_dims`` is its place in the DTensors' mesh, or two of an outer and an inner axis
+    that are the cp axis together; none for local tensors."""
 
     group: dist.ProcessGroup
     size: int
     seq_dim: int
-    mesh_dim: int | None
+    mesh_dims: tuple[int, ...]
 
 
 def find_cp_axis(
@@ -45,8 +48,9 @@ def find_cp_axis(
     """The cp axis and the sequence dim, from the placements of DTensors or from the arguments."""
     if not (mesh is None or isinstance(mesh, DeviceMesh) or isinstance(mesh, dist.ProcessGroup)):  # noqa: SIM101 - for Dynamo
         refuse("mesh", f"{ONE_AXIS}, or its ProcessGroup", type(mesh).__name__, 'pass mesh["cp"]')
-    if isinstance(mesh, DeviceMesh) and mesh.ndim != 1:
-        refuse("mesh", ONE_AXIS, f"{mesh.ndim} axes", 'pass one axis, mesh["cp"]', UnsupportedError)
+    if isinstance(mesh, DeviceMesh) and mesh.ndim > 2:
+        hint = 'pass one axis, mesh["cp"], or mesh["cp_ring", "cp_ulysses"]'
+        refuse("mesh", ONE_OR_TWO, f"{mesh.ndim} axes", hint, UnsupportedError)
     if seq_dim is not None and (type(seq_dim) is not int or seq_dim not in FORMATS):
         known = "2 [B, H, S, D], 1 [B, S, H, D] or 0 [T, H, D]"
         refuse("seq_dim", known, seq_dim, "seq_dim=2 is SDPA's format")
@@ -61,7 +65,7 @@ def find_cp_axis(
         if isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None:
             refuse("mesh", "a mesh that holds this rank", mesh, "call attention on the ranks of the mesh only")
         group = _group_of(mesh)
-        return CPAxis(group, group.size(), 2 if seq_dim is None else seq_dim, None)
+        return CPAxis(group, group.size(), 2 if seq_dim is None else seq_dim, ())
 
     whole, placements, axes = query.device_mesh, query.placements, _candidates(query, mesh, seq_dim)
     if not axes and mesh is not None:
@@ -71,32 +75,36 @@ def find_cp_axis(
         refuse("cp axis", 'an axis named "cp", or mesh= or seq_dim=', got, hint)
     if not axes:
         refuse("query's placements", f"Shard({seq_dim}) on the cp axis", placements, UNSHARDED)
-    if len(axes) > 1:
-        expected, hint = "the sequence sharded on one axis", "flatten the axes"
+    if len(axes) > 1 and mesh is None:
+        expected, hint = "the sequence sharded on one axis", 'pass both, mesh=mesh["cp_ring", "cp_ulysses"], or flatten'
         refuse("query's placements", expected, placements, hint, UnsupportedError)
-    if seq_dim is None and (placement := placements[axes[0]]) != Shard(2):
+    for placement in {placements[axis] for axis in axes} - {Shard(2)} if seq_dim is None else ():
         hint = UNSHARDED
         if placement in (Shard(0), Shard(1)):  # another format, or heads or batch on the wrong axis
             hint = f"pass seq_dim={placement.dim} if it is {FORMATS[placement.dim].name}; "
             hint += "the cp axis shards the sequence, not heads or batch"
         expected = f"Shard(2), the sequence of {FORMATS[2].name}"
         refuse("query's placement on the cp axis", expected, placement, hint)
-    return CPAxis(whole.get_group(axes[0]), whole.size(axes[0]), 2 if seq_dim is None else seq_dim, axes[0])
+    group = whole.get_group(axes[0]) if mesh is None or len(axes) == 1 else _group_of(mesh)
+    return CPAxis(group, group.size(), 2 if seq_dim is None else seq_dim, tuple(axes))
 
 
 def _group_of(mesh: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
-    return mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh
+    return flat(mesh).get_group() if isinstance(mesh, DeviceMesh) else mesh
 
 
 def _candidates(query: DTensor, mesh: DeviceMesh | dist.ProcessGroup | None, seq_dim: int | None) -> list[int]:
-    """The axes of query's mesh that can be cp by what was given."""
+    """The axes of query's mesh that can be cp by what was given, or that are cp together."""
     whole, names = query.device_mesh, query.device_mesh.mesh_dim_names or ()
     if mesh is not None:
         wanted = _group_of(mesh).group_name
-        axes = [i for i in range(whole.ndim) if whole.get_group(i).group_name == wanted]
+        axes = axes_in(whole, wanted)
         if len(axes) > 1 and isinstance(mesh, DeviceMesh):  # axes of one rank may share one group, but not a name
             axes = [i for i in axes if names and mesh.mesh_dim_names == (names[i],)] or axes
-        return axes[:1]
+        if axes:
+            return axes[:1]
+        axes = [i for name in axes_names(wanted) for i in axes_in(whole, name)[:1]]
+        return axes if len(axes) == 2 else []
     if seq_dim is not None:
         return [i for i, placement in enumerate(query.placements) if placement == Shard(seq_dim)]
     if "cp" in names:
@@ -104,9 +112,14 @@ def _candidates(query: DTensor, mesh: DeviceMesh | dist.ProcessGroup | None, seq
     return [0] if whole.ndim == 1 and not names else []
 
 
+def axes_in(mesh: DeviceMesh, group_name: str) -> list[int]:
+    """The axes of a mesh whose group has this name."""
+    return [i for i in range(mesh.ndim) if mesh.get_group(i).group_name == group_name]
+
+
 def group_that_waits(query: Any, mesh: Any, seq_dim: Any) -> dist.ProcessGroup | None:
     """The cp group, as far as it can be told from arguments of which some were refused."""
-    if isinstance(mesh, dist.ProcessGroup) or (isinstance(mesh, DeviceMesh) and mesh.ndim == 1):
+    if isinstance(mesh, dist.ProcessGroup) or (isinstance(mesh, DeviceMesh) and mesh.ndim <= 2):
         return _group_of(mesh)
     if not isinstance(query, DTensor):
         return None
@@ -213,10 +226,10 @@ def check_score_placements(scores: Mapping[str, Any], query: Tensor, form: Forma
         refuse(f"{name}'s placements", expected, got, hint)
 
 
-def check_placements(query: DTensor, key: Tensor, value: Tensor, cp_axis: int | None, form: Format) -> None:
+def check_placements(query: DTensor, key: Tensor, value: Tensor, cp_axes: Sequence[int], form: Format) -> None:
     """Refuse placements that would make the ring wrong, or make DTensor silently gather what the user sharded.
 
-    ``cp_axis`` is the axis of their mesh that shards the sequence, None if none of its axes does.
+    ``cp_axes`` are the axes of their mesh that shard the sequence.
     """
     mesh, placements = query.device_mesh, query.placements
     for name, x in (("key", key), ("value", value)):
@@ -228,11 +241,11 @@ def check_placements(query: DTensor, key: Tensor, value: Tensor, cp_axis: int | 
     seq_dim, head_dim, batch_dim = form.dims["sequence"], form.dims["heads"], form.dims.get("batch")
     for i, placement in enumerate(placements):
         here = f"placement on mesh axis {names[i]!r}"
-        if i == cp_axis:
+        if i in cp_axes:
             if placement != Shard(seq_dim):
                 refuse(here, f"Shard({seq_dim}), the sequence", placement, "shard the sequence on the cp axis")
         elif placement == Shard(seq_dim):
-            hint = "gather the sequence over this axis first"
+            hint = 'gather the sequence over this axis first, or pass both axes, mesh=mesh["cp_ring", "cp_ulysses"]'
             refuse(here, "no second shard of the sequence", placement, hint, UnsupportedError)
         elif not isinstance(placement, Replicate) and form.part(placement) == "whole":
             hint = "redistribute it first" if isinstance(placement, Partial) else "shard heads or batch instead"
@@ -265,24 +278,30 @@ def num_shards(mesh: DeviceMesh, placements: Sequence[Placement], dim: int) -> i
     return parts
 
 
-def check_chunks(length: int, size: int, layout: Layout) -> None:
-    """DTensor's unequal shards have `torch.chunk` sizes; given others, `full_tensor()` would be silently wrong."""
-    for rank in range(size):
-        begin, end = chunk_bounds(length, size, rank)
-        if layout.shard_len(length, size, rank) != end - begin:
+def check_chunks(length: int, sizes: Sequence[int], layout: Layout) -> None:
+    """DTensor's unequal shards have `torch.chunk` sizes; given others, `full_tensor()` would be silently wrong.
+
+    ``sizes`` are those of the axes that are the cp axis together: each cuts the chunks of the one before.
+    """
+    chunks, size = [length], 1
+    for parts in sizes:
+        bounds = [chunk_bounds(chunk, parts, part) for chunk in chunks for part in range(parts)]
+        chunks, size = [end - begin for begin, end in bounds], size * parts
+    for rank, chunk in enumerate(chunks):
+        if layout.shard_len(length, size, rank) != chunk:
             of_layout = f"which {layout.spec()} gives for multiples of {layout.multiple(size)}"
             hint = "pad the sequence (ShardedSequence does), or pass local tensors with seq_len"
             refuse("DTensor length", f"torch.chunk shards, {of_layout}", length, hint, UnsupportedError)
 
 
 def require_sharded(specs: Sequence[Any], seq_dim: int, group_name: str) -> None:
-    """The cp axis, and no other, shards the sequence. `attention` checks this with better words; this is the guard
-    for direct calls of the op, whose rule would otherwise let DTensor choose other placements."""
-    mesh = specs[0].mesh
+    """The cp axis, or both of its axes, and no other shard the sequence. `attention` checks this with better words;
+    this is the guard for direct calls of the op, whose rule would otherwise let DTensor choose other placements."""
+    mesh, names = specs[0].mesh, {group_name, *axes_names(group_name)}
     for axis in range(mesh.ndim):
         if mesh.size(axis) == 1:
             continue  # every placement is the whole there, and axes of one rank may share one group
-        is_cp = mesh.get_group(axis).group_name == group_name
+        is_cp = mesh.get_group(axis).group_name in names
         for spec in specs:
             if (spec.placements[axis] == Shard(seq_dim)) != is_cp:
                 what, expected = f"placement on mesh axis {axis}", f"Shard({seq_dim}) exactly on the cp axis"

@@ -21,6 +21,7 @@ from cp_mesh.attention import attention
 from cp_mesh.call import SCORE_OPTIONS, Options, Tensors, make_scores, seed_tensor
 from cp_mesh.dense import Dense, dense_attention
 from cp_mesh.errors import refuse
+from cp_mesh.groups import flat
 from cp_mesh.kernels.combine import accumulation_dtype, make_delta
 from cp_mesh.kernels.contract import Kernel, KernelTile
 from cp_mesh.kernels.scores import TERMS, Scores
@@ -105,7 +106,7 @@ def verify(
     round every partial result, so that single blocks scatter around the mean.
 
     Args:
-        mesh: the 1-D mesh of the cp axis; call on all of its ranks.
+        mesh: as in `cp_mesh.attention`, a DeviceMesh; call on all of its ranks.
         layout, mask, kernel, method, transport, ulysses_degree, inner_ring_size, head_chunks, deterministic: as in
             `cp_mesh.attention`; prove the settings that will train. A mask with tensors needs ``seq_len``, their
             length.
@@ -128,8 +129,9 @@ def verify(
         >>> print(verify(mesh["cp"], mask=Mask(window=(17, 0))))  # doctest: +SKIP
         exact [reference] RMS error (of allowed): out 1.9e-16 (0.00), ...
     """
-    if mesh.ndim != 1:
-        refuse("verify: mesh", "the 1-D DeviceMesh of the cp axis", mesh, 'pass mesh["cp"]')
+    if mesh.ndim > 2:
+        refuse("verify: mesh", "the 1-D DeviceMesh of the cp axis, or a 2-D one", mesh, 'pass mesh["cp"]')
+    mesh = flat(mesh)
     device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else "cpu"
     size, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
     seq_len = seq_len or 256 * size

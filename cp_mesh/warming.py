@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_mesh.attention import attention
 from cp_mesh.balancing import balance
 from cp_mesh.errors import refuse
+from cp_mesh.groups import flat
 from cp_mesh.kernels.combine import MAX_PIECES, OutputSum, RowSum, accumulation_dtype, finish_sums
 from cp_mesh.layouts import Layout, ZigZag
 from cp_mesh.masks import Mask
@@ -43,7 +44,7 @@ def warm_up(
     step.
 
     Args:
-        mesh: the 1-D mesh of the cp axis, or its ProcessGroup.
+        mesh: as in `cp_mesh.attention`.
         seq_len: tokens in the whole sequence.
         num_heads, num_kv_heads: of this rank: after tensor parallelism.
         head_dim, v_head_dim, batch, dtype: sizes of q, k and v, whose memory is [B, S, H, D] as a projection leaves it.
@@ -63,7 +64,7 @@ def warm_up(
         refuse("warm_up: mask", "a mask without tensors", "documents or key padding", "pass documents=True")
     if isinstance(layout, str) and layout != "balanced":
         refuse("warm_up: layout", "a layout or 'balanced'", repr(layout), "layout=ZigZag()")
-    group = mesh if isinstance(mesh, dist.ProcessGroup) else mesh.get_group()
+    group = mesh if isinstance(mesh, dist.ProcessGroup) else flat(mesh).get_group()
     size, rank = group.size(), group.rank()
     on_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config(group)
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

@@ -431,15 +431,25 @@ def lies_as(x: Tensor, like: Tensor) -> bool:
     return x.permute(*order, x.ndim - 1).is_contiguous()
 
 
-def serves(method: str, cp_size: int, heads: tuple[int, int], head_chunks: int | None) -> bool:
+def serves(
+    method: str, cp_size: int, heads: tuple[int, int], head_chunks: int | None, degree: int | None = None
+) -> bool:
     """Whether a method computes so many query and kv heads in so many chunks; else it must refuse."""
     num_heads, kv_heads = heads
-    if method == "ulysses":
-        if num_heads % cp_size:
+    if method in ("ulysses", "hybrid"):
+        degree = cp_size if method == "ulysses" else degree or largest_degree(cp_size, heads)
+        if num_heads % degree or cp_size % degree:
             return False
         # A rank's query heads in groups as large as divide both its heads and those of one kv head.
-        kv_heads = num_heads // cp_size // math.gcd(num_heads // cp_size, num_heads // kv_heads)
+        kv_heads = num_heads // degree // math.gcd(num_heads // degree, num_heads // kv_heads)
     return kv_heads % (head_chunks or 1) == 0
+
+
+def largest_degree(cp_size: int, heads: tuple[int, int]) -> int:
+    """What the hybrid takes by itself: of the divisors of the ranks, the largest that divides kv heads, or else q's."""
+    divisors = [n for n in range(2, cp_size + 1) if cp_size % n == 0]
+    dividing = ([n for n in divisors if num % n == 0] for num in (heads[1], heads[0]))
+    return next((found[-1] for found in dividing if found), 1)
 
 
 def parity_on_ranks(
@@ -453,7 +463,8 @@ def parity_on_ranks(
     for case in cases:
         partial: list[tuple[str, Tensor, Tensor]] = []
         try:
-            with recording(grid["cp"]) if recorded else nullcontext() as notes:
+            degree = case.options.get("ulysses_degree") or case.options.get("inner_ring_size")
+            with recording(grid["cp"], degree) if recorded else nullcontext() as notes:
                 problems += parity(case, grid["cp"], partial, seed)
             for name, part, whole in partial:
                 dist.all_reduce(part, group=grid["cp"].get_group())

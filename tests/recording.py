@@ -24,12 +24,15 @@ _c10d = torch._C._distributed_c10d
 
 @dataclass
 class Sent:
-    """One all-to-all: numbers of elements by peer, bytes of one, the name of the group, whether it was waited for."""
+    """One all-to-all: numbers of elements by peer, the size of an element in bytes, and whether it was waited for.
+
+    ``ranks`` are those of its group.
+    """
 
     to: list[int]
     origin: list[int]
     itemsize: int
-    group: str
+    ranks: list[int] = field(default_factory=list, repr=False)
     waited: bool = False
 
     @property
@@ -41,12 +44,21 @@ class Sent:
         return sum(self.origin) * self.itemsize
 
 
+class Event(str):
+    """ "start" or "wait" of an all-to-all, among the ``ranks`` of its group."""
+
+    ranks: list[int]
+
+    @classmethod
+    def of(cls, kind: str, ranks: list[int]) -> Event:
+        event = cls(kind)
+        event.ranks = ranks
+        return event
+
+
 @dataclass
 class Recording:
-    """Everything one rank sent, in order, when it began and was waited for, and what went wrong.
-
-    Events of a part of the group end with its name.
-    """
+    """Everything one rank sent, in order, when it began and was waited for, and what went wrong."""
 
     sent: list[Sent] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
@@ -58,18 +70,15 @@ class Recording:
 
 
 class _Work(_c10d.Work):
-    def __init__(
-        self, work: Any, entry: Sent, recording: Recording, of: str, received: Tensor, arrived: Tensor, sent: Tensor
-    ):
+    def __init__(self, work: Any, entry: Sent, recording: Recording, received: Tensor, arrived: Tensor, sent: Tensor):
         super().__init__()
-        self.of = of
         self.work, self.entry, self.recording = work, entry, recording
         self.received, self.arrived, self.sent, self.version = received, arrived, sent, sent.clone()
 
     def wait(self, timeout: Any = None) -> bool:
         if not self.entry.waited:
             self.entry.waited = True
-            self.recording.events.append(f"wait{self.of}")
+            self.recording.events.append(Event.of("wait", self.entry.ranks))
             self.work.wait()
             self.received.copy_(self.arrived)
             if not torch.equal(self.sent, self.version):
@@ -80,9 +89,9 @@ class _Work(_c10d.Work):
 class _Group(dist.ProcessGroup):
     """All-to-alls of another group; any other collective is refused by the base class."""
 
-    def __init__(self, group: dist.ProcessGroup, recording: Recording, of: str):
+    def __init__(self, group: dist.ProcessGroup, recording: Recording):
         super().__init__(group.rank(), group.size())
-        self.group, self.recording, self.of = group, recording, of
+        self.group, self.recording = group, recording
 
     @property
     def group_name(self) -> str:
@@ -92,24 +101,27 @@ class _Group(dist.ProcessGroup):
         return "recording"
 
     def alltoall_base(self, received: Tensor, sent: Tensor, origin: list[int], to: list[int], options: Any) -> _Work:
-        entry = Sent(list(to), list(origin), sent.element_size(), self.group_name)
+        entry = Sent(list(to), list(origin), sent.element_size(), dist.get_process_group_ranks(self.group))
         self.recording.sent.append(entry)
-        self.recording.events.append(f"start{self.of}")
+        self.recording.events.append(Event.of("start", entry.ranks))
         arrived = torch.zeros_like(received)
         received.fill_(torch.nan)
         work = self.group.alltoall_base(arrived, sent, origin, to, options)
-        return _Work(work, entry, self.recording, self.of, received, arrived, sent)
+        return _Work(work, entry, self.recording, received, arrived, sent)
 
 
 @contextmanager
-def recording(axis: DeviceMesh) -> Iterator[Recording]:
-    """While open, the group of a 1-D mesh and the parts that it has record; all ranks of the group must enter it."""
-    whole: Any = axis.get_group()
-    result, ranks = Recording(), dist.distributed_c10d._world.pg_group_ranks
-    parts = [*groups.made_of(whole)]
-    recorders = {whole: _Group(whole, result, "")}  # kept, as the registry is weak
-    recorders |= {group: _Group(group, result, f" {group.group_name}") for group in parts}
-    groups._PARTS[recorders[whole]] = groups._PARTS.get(whole, {})
+def recording(axis: DeviceMesh, degree: int | None = None) -> Iterator[Recording]:
+    """While open, the group of a 1-D mesh is one that records; all ranks of the group must enter it.
+
+    So are its outer and inner groups of this ``degree``.
+    """
+    whole, result = axis.get_group(), Recording()
+    parts = () if degree is None else groups.parts_of(whole, degree)
+    recorders = {group: _Group(group, result) for group in (whole, *parts)}  # the registry holds them weakly
+    if degree is not None:
+        groups._PARTS[recorders[whole]] = {degree: groups.Parts(*parts)}  # which are found by their names
+    ranks = dist.distributed_c10d._world.pg_group_ranks
     for group, recorder in recorders.items():
         ranks[recorder] = ranks[group]  # where DeviceMesh looks up the rank in the group
         _c10d._unregister_process_group(group.group_name)

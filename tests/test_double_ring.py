@@ -38,6 +38,7 @@ from cp_mesh.relays import make_relayed_schedule
 from cp_mesh.schedule import Schedule, Stage
 
 Rows = list[tuple[int, int]]  # owner, local row
+members = dist.get_process_group_ranks
 
 
 def carry(buffers: list[Rows], stages: list[Stage]) -> list[Rows]:
@@ -102,9 +103,8 @@ def test_every_stage_gets_the_rows_of_its_tiles(full, cp_size, host_size):
 
 
 def on_hosts(rank: int, host_size: int, cases: Sequence[Case], recorded: bool) -> list[str]:
-    """`parity_on_ranks` on hosts of so many ranks, whose groups are made before they are recorded."""
+    """`parity_on_ranks` on hosts of so many ranks."""
     size = dist.get_world_size()
-    parts_of(mesh((size,), ("cp",)).get_group(), host_size)
     cases = [replace(case, options={"inner_ring_size": host_size}) for case in cases]
     return parity_on_ranks(rank, (size,), ("cp",), cases, recorded)
 
@@ -141,21 +141,21 @@ def passes(rank: int, cases: Sequence[tuple[str, str, int]], dtype: torch.dtype,
     By the double ring, or without ``host_size`` by the ring.
     """
     axis, results = mesh((size := dist.get_world_size(),), ("cp",)), []
-    outer, inner = parts_of(axis.get_group(), host_size) if host_size else (None, None)
-    names = {group.group_name: name for name, group in (("far", outer), ("near", inner)) if group is not None}
+    parts = parts_of(axis.get_group(), host_size) if host_size else ()
+    names = {tuple(members(group)): name for group, name in zip(parts, ("far", "near"), strict=False)}
     options = {"method": "double_ring", "inner_ring_size": host_size} if host_size else {"method": "ring"}
     for name, mask, S in cases:
         layout = LAYOUTS[name](S)
         rows = layout.positions(S, size, rank)
         q, k, v, dout = (x[:, :, rows].requires_grad_() for x in make_qkv(B, 6, K, S, D, E, dtype=dtype))
         before = num_collectives()
-        with recording(axis) as notes:
+        with recording(axis, host_size) as notes:
             given = {"mesh": axis, "seq_len": S, "layout": layout, "mask": make_mask(mask, B, S)}
             out = cp_mesh.attention(q, k, v, **given, **options)
             num_forward = notes.hops
             out.backward(dout)
         assert not notes.problems and num_collectives() - before == notes.hops, notes.problems
-        sent = [(names.get(x.group, "all"), x.to, x.origin, x.itemsize) for x in notes.sent]
+        sent = [(names.get(tuple(x.ranks), "all"), x.to, x.origin, x.itemsize) for x in notes.sent]
         results.append((sent[:num_forward], sent[num_forward:]))
     return results
 
@@ -259,7 +259,7 @@ def overlap(rank: int, host_size: int) -> list[tuple[list[str], list[str]]]:
     parts, layout = parts_of(axis.get_group(), host_size), ZigZag()
     rows = layout.positions(48, size, rank)
     q, k, v, dout = (x[:, :, rows].requires_grad_() for x in make_qkv(B, 6, K, 48, D, D))
-    with recording(axis) as notes:
+    with recording(axis, host_size) as notes:
         spied = replace(
             real,
             begin_forward=lambda *args: Spy(real.begin_forward(*args), notes.events),
@@ -271,10 +271,7 @@ def overlap(rank: int, host_size: int) -> list[tuple[list[str], list[str]]]:
             num_forward = len(notes.events)
             out.backward(dout)
     events = notes.events[:num_forward], notes.events[num_forward:]
-    return [
-        tuple([x.partition(" ")[0] for x in part if x == "step" or x.endswith(group.group_name)] for part in events)
-        for group in parts
-    ]
+    return [tuple([x for x in part if x == "step" or x.ranks == members(group)] for part in events) for group in parts]
 
 
 def test_both_links_are_busy_while_tiles_are_computed(pool):
@@ -301,10 +298,10 @@ def within_by_memory(rank: int, folder: str, host_size: int) -> list[str]:
         options = {"mask": case.make_mask(), "layout": layout, "seq_len": case.S, "kernel": case.kernel}
         options |= {"method": "double_ring", "inner_ring_size": host_size}
         wanted = attend(inputs, axis, "functional", **options)
-        with double(inner, f"{folder}/{rank // host_size}"), recording(axis) as notes:
+        with double(inner, f"{folder}/{rank // host_size}"), recording(axis, host_size) as notes:
             got = attend(inputs, axis, "auto", **options)
         problems += different(f"{case}", wanted, got)
-        if not notes.hops or {sent.group for sent in notes.sent} != {outer.group_name}:
+        if not notes.hops or any(sent.ranks != members(outer) for sent in notes.sent):
             problems.append(f"{case}: rows moved within the host by collectives")
     return problems
 
@@ -362,11 +359,10 @@ def told(rank: int) -> list[int]:
     """Hops by the ring's groups: the ranks of a host are those of LOCAL_WORLD_SIZE, unless the call says others."""
     axis, counts = mesh((4,), ("cp",)), []
     inputs = [x[:, :, :6] for x in make_qkv(1, 4, 2, 24, 4)[:3]]
-    parts_of(axis.get_group(), 2)
     for local_world_size, options in (("2", {}), ("4", {}), ("1", {}), ("4", {"inner_ring_size": 2})):
-        with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=local_world_size), recording(axis) as notes:
+        with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=local_world_size), recording(axis, 2) as notes:
             cp_mesh.attention(*inputs, mesh=axis, mask=cp_mesh.Mask(causal=False), method="double_ring", **options)
-        counts.append(sum(sent.group != axis.get_group().group_name for sent in notes.sent))
+        counts.append(sum(sent.ranks != [*range(4)] for sent in notes.sent))
     return counts
 
 

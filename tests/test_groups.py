@@ -87,10 +87,10 @@ def test_names_that_would_differ_are_refused(pool):
 
 def of_mesh(rank: int) -> tuple[bool, list[int]]:
     grid = mesh((2, 2, 2), ("dp", "cp_ring", "cp_ulysses"))
-    group = groups.group_of_mesh(grid["cp_ring", "cp_ulysses"])
+    group = groups.flat(grid["cp_ring", "cp_ulysses"]).get_group()
     parts = groups.parts_of(group, 2)
     own = parts.outer is grid.get_group("cp_ring") and parts.inner is grid.get_group("cp_ulysses")
-    return own and groups.group_of_mesh(grid["cp_ring", "cp_ulysses"]) is group, RANKS(group)
+    return own and groups.flat(grid["cp_ring", "cp_ulysses"]).get_group() is group, RANKS(group)
 
 
 def test_a_mesh_of_two_axes_has_its_groups(pool):

@@ -73,13 +73,17 @@ def test_options_together(pool, full, strength, cp_size):
 
 OTHERS = tuple(name for name in METHODS if name != "ring")
 OF_METHODS = FACTORS | {"heads": (*HEADS, (4, 2), (12, 3))}
+SIZES = {name: (4, 6) if name == "hybrid" else FACTORS["cp_size"] for name in OTHERS}
+"""Numbers of ranks: on fewer the hybrid is the ring or Ulysses, on these mostly 2 x 2, 2 x 3 or 3 x 2."""
+OTHERS_ON_RANKS = [(method, size) for method, sizes in SIZES.items() for size in sizes]
 
 
 @cache
 def is_served(method: str, known: tuple[tuple[str, Any], ...]) -> bool:
     """Whether some call with these options is: the others of those that a method looks at may be any."""
     names = ("cp_size", "heads", "head_chunks")
-    choices = (OF_METHODS[name] if name not in dict(known) else [dict(known)[name]] for name in names)
+    of_method = OF_METHODS | {"cp_size": SIZES[method]}
+    choices = (of_method[name] if name not in dict(known) else [dict(known)[name]] for name in names)
     return any(serves(method, *values) for values in product(*choices))
 
 
@@ -91,12 +95,11 @@ def calls_by(method: str, strength: int) -> list[Row]:
         known = tuple((name, row[name]) for name in ("cp_size", "heads", "head_chunks") if name in row)
         return goes_together(row) and is_served(method, known)
 
-    return covering_array(OF_METHODS, strength, go_together)
+    return covering_array(OF_METHODS | {"cp_size": SIZES[method]}, strength, go_together)
 
 
-@pytest.mark.parametrize("cp_size", FACTORS["cp_size"])
+@pytest.mark.parametrize(("method", "cp_size"), OTHERS_ON_RANKS)
 @pytest.mark.parametrize("strength", (1, pytest.param(2, marks=pytest.mark.full)), ids=("each", "pairs"))
-@pytest.mark.parametrize("method", OTHERS)
 def test_options_of_other_methods(pool, full, method, strength, cp_size):
     """Every mask, score, layout, format and so on; in the full form every two of them."""
     if full and strength == 1:
@@ -185,8 +188,7 @@ def banded(memories: Sequence[str]) -> list[Case]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("cp_size", (2, 3))
-@pytest.mark.parametrize("method", OTHERS)
+@pytest.mark.parametrize(("method", "cp_size"), [x for x in OTHERS_ON_RANKS if x[1] in (2, 3) or x == ("hybrid", 4)])
 def test_cpu_flash_of_other_methods(pool, method, cp_size):
     cases = [replace(case, method=method) for case in banded(("contiguous", "strided"))]
     cases = [case for case in cases if serves(method, cp_size, case.heads, None)]
@@ -215,6 +217,9 @@ def test_nothing_is_read_before_it_is_there_nor_written_while_it_is_sent(pool, f
         )
     ]  # fmt: skip
     report(pool(3).run(parity_on_ranks, (3,), ("cp",), cases, True, timeout=300))
+    options = {"ulysses_degree": 2}
+    cases = [replace(case, options=options) for case in cases if case.method == "hybrid" and not case.heads[0] % 2]
+    report(pool(4).run(parity_on_ranks, (4,), ("cp",), cases, True, timeout=300))
 
 
 def test_scale_is_used(pool):

@@ -122,12 +122,21 @@ class FileMemory:
 
 @contextmanager
 def double(group: dist.ProcessGroup, folder: str) -> Iterator[None]:
-    """While open, this group of CPU ranks has symmetric memory."""
+    """While open, this group of CPU ranks has symmetric memory, and so have groups within it."""
+
+    def memory(group: dist.ProcessGroup, device: torch.device) -> Any:
+        if group not in symmetric._MEMORY:
+            own = Path(folder) / "-".join(map(str, dist.get_process_group_ranks(group)))
+            own.mkdir(exist_ok=True)
+            symmetric._MEMORY[group] = FileMemory(group, own)  # type: ignore[assignment]
+        return symmetric._MEMORY[group]
+
     with (
         mock.patch("cp_mesh.transport.unavailable", return_value=None),
+        mock.patch.object(symmetric, "group_memory", memory),
         mock.patch.dict(symmetric._MEMORY.data, clear=True),
     ):
-        symmetric._MEMORY[group] = FileMemory(group, Path(folder))  # type: ignore[assignment]
+        memory(group, torch.device("cpu"))
         yield
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -147,6 +148,86 @@ def test_ulysses_swaps_heads_for_rows(pool, cp_size):
                 sent = [(x.to, x.origin, x.itemsize) for x in forward + backward]
                 assert sent == swaps(S, cp_size, rank, itemsize, sums)
     for results in pool(cp_size).run(passes, [("zigzag", "causal", 0)], torch.float64, "ulysses"):
+        assert results == [([], [])]
+
+
+def hybrid_hops(
+    case: tuple[str, str, int], degree: int, cp_size: int, rank: int, itemsize: int, sums: int
+) -> tuple[list[Any], list[Any]]:
+    """(ranks of the group, elements to each, from each, itemsize) of a forward and a backward of the hybrid, of 6 query
+    heads that read 3 kv heads, of which each rank computes 3 query heads or 2.
+
+    A rank of 3 query heads reads 2 kv heads, in groups of which 2 and 1 read one: equal groups are of one query head,
+    and take 3 kv heads, with each kv head sent twice.
+    """
+    name, mask, S = case
+    layout, allowed, first = LAYOUTS[name](S), pairs(mask, B, S).any(0), rank // degree * degree
+    shards = [layout.positions(S, cp_size, r) for r in range(cp_size)]
+    inner, outer = [*range(first, first + degree)], [*range(rank % degree, cp_size, degree)]
+    rows = [torch.cat(shards[r - r % degree : r - r % degree + degree]) for r in outer]  # of each inner group
+    need = [[0 if k is q else int(allowed[q][:, k].any(0).sum()) for k in rows] for q in rows]
+    heads, kv_heads = 6 // degree, {2: 3, 3: 1}[degree]
+    numbers, own = [len(shards[r]) for r in inner], len(shards[rank])
+
+    def swap(features: int, size: int, home: bool = False) -> tuple[list[int], list[int], list[int], int]:
+        mine, theirs = [own * B * features] * degree, [n * B * features for n in numbers]
+        return (inner, theirs, mine, size) if home else (inner, mine, theirs, size)
+
+    def travel(size: int, home: bool = False) -> list[tuple[list[int], list[int], list[int], int]]:
+        width, me, hops = B * kv_heads * (D + E), outer.index(rank), []
+        for steps in stages(need, "hybrid"):
+            sources, receivers = ({(me + sign * step) % len(outer) for step in steps} for sign in (-1, 1))
+            fetched = [need[me][r] * width if r in sources else 0 for r in range(len(outer))]
+            served = [need[r][me] * width if r in receivers else 0 for r in range(len(outer))]
+            hops.append((outer, fetched, served, size) if home else (outer, served, fetched, size))
+        return hops
+
+    q, kv, out = heads * D, kv_heads * (D + E), heads * E
+    if itemsize == sums:
+        forward = [swap(q + kv, itemsize), *travel(itemsize), swap(out + heads, itemsize, True)]
+        there, back = [swap(out + q + kv + 2 * heads, itemsize)], [swap(q + kv, itemsize, True)]
+    else:
+        forward = [swap(q + kv, itemsize), *travel(itemsize), swap(out, itemsize, True), swap(heads, sums, True)]
+        there = [swap(out + q + kv, itemsize), swap(2 * heads, sums)]
+        back = [swap(q, itemsize, True), swap(kv, sums, True)] if degree == 2 else [swap(q + kv, itemsize, True)]
+    return forward, [*there, *travel(itemsize), *travel(sums, True), *back]
+
+
+def hybrid_passes(
+    rank: int, cases: Sequence[tuple[str, str, int]], dtype: torch.dtype, degree: int
+) -> list[tuple[list[Any], list[Any]]]:
+    axis, results = mesh((cp_size := torch.distributed.get_world_size(),), ("cp",)), []
+    for name, mask, S in cases:
+        layout = LAYOUTS[name](S)
+        q, k, v, dout = local_inputs(layout, S, cp_size, rank, dtype)
+        options = {"layout": layout, "mask": make_mask(mask, B, S), "method": "hybrid", "ulysses_degree": degree}
+        with recording(axis, degree) as notes:
+            before = num_collectives()
+            out = cp_mesh.attention(q, k, v, mesh=axis, seq_len=S, **options)
+            num_forward = notes.hops
+            out.backward(dout)
+            assert num_collectives() - before == notes.hops, "something was sent past the recording groups"
+        assert not notes.problems, notes.problems
+        sent = [(x.ranks, x.to, x.origin, x.itemsize) for x in notes.sent]
+        results.append((sent[:num_forward], sent[num_forward:]))
+    return results
+
+
+@pytest.mark.parametrize(("cp_size", "degree"), [(4, 2), (6, 2), pytest.param(6, 3, marks=pytest.mark.full)])
+def test_the_hybrid_swaps_in_its_inner_groups_and_fetches_in_its_outer_ones(pool, cp_size, degree):
+    cases = [
+        *product(("contiguous", "zigzag", "striped"), ("causal", "window", "full"), (31,)),
+        ("zigzag", "causal", 6),
+    ]
+    for dtype, itemsize, sums in ((torch.bfloat16, 2, 4), (torch.float64, 8, 8)):
+        for rank, results in enumerate(pool(cp_size).run(hybrid_passes, cases, dtype, degree)):
+            for case, (forward, backward) in zip(cases, results, strict=True):
+                wanted, wanted_backward = hybrid_hops(case, degree, cp_size, rank, itemsize, sums)
+                assert forward == wanted, (rank, case)
+                # In the backward the next fetch starts before the last delivery.
+                assert sorted(backward) == sorted(wanted_backward), (rank, case)
+                assert backward[0] == wanted_backward[0] and backward[-1] == wanted_backward[-1]
+    for results in pool(cp_size).run(hybrid_passes, [("zigzag", "causal", 0)], torch.float64, degree):
         assert results == [([], [])]
 
 
