@@ -105,7 +105,7 @@ def test_every_stage_gets_the_rows_of_its_tiles(full, cp_size, host_size):
 def on_hosts(rank: int, host_size: int, cases: Sequence[Case], recorded: bool) -> list[str]:
     """`parity_on_ranks` on hosts of so many ranks."""
     size = dist.get_world_size()
-    cases = [replace(case, options={"inner_ring_size": host_size}) for case in cases]
+    cases = [replace(case, method="double_ring", options={"inner_ring_size": host_size}) for case in cases]
     return parity_on_ranks(rank, (size,), ("cp",), cases, recorded)
 
 
@@ -127,8 +127,7 @@ FEW = [
 )
 def test_nothing_is_read_before_it_is_there_nor_written_while_it_is_sent(pool, size, host_size):
     """On groups that deliver at the wait, NaN until then, and compare what was sent with what is there then."""
-    cases = [replace(case, method="double_ring") for case in FEW]
-    report(pool(size).run(on_hosts, host_size, cases, True, timeout=120.0))
+    report(pool(size).run(on_hosts, host_size, FEW, True, timeout=120.0))
 
 
 B, K, D, E = 2, 3, 5, 4
