@@ -464,6 +464,7 @@ def parity_on_ranks(
         partial: list[tuple[str, Tensor, Tensor]] = []
         try:
             degree = case.options.get("ulysses_degree") or case.options.get("inner_ring_size")
+            degree = None if degree in (1, grid["cp"].size()) else degree  # there is one group
             with recording(grid["cp"], degree) if recorded else nullcontext() as notes:
                 problems += parity(case, grid["cp"], partial, seed)
             for name, part, whole in partial:

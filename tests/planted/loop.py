@@ -379,9 +379,9 @@ def _(cross: Any) -> Any:
     return mutant
 
 
-@plant("every rank is a host", "methods.double_ring:choose_degree", "network of the double ring")
-def _(choose: Any) -> Any:
-    return lambda *_: 1
+@plant("every rank is a host", "methods.double_ring:DOUBLE_RING", "network of the double ring")
+def _(method: Any) -> Any:
+    return replace(method, choose_degree=lambda *_: 1)
 
 
 @plant(
