@@ -74,7 +74,7 @@ def test_options_together(pool, full, strength, cp_size):
 OTHERS = tuple(name for name in METHODS if name != "ring")
 OF_METHODS = FACTORS | {"heads": (*HEADS, (4, 2), (12, 3))}
 OF_GROUPS = ("hybrid", "double_ring")
-SIZES = {name: (4, 6) if name in OF_GROUPS else FACTORS["cp_size"] for name in OTHERS}
+SIZES = {name: FACTORS["cp_size"] for name in OTHERS} | {"hybrid": (4, 6), "double_ring": (4,)}
 """Numbers of ranks: on fewer these are the ring or Ulysses, here mostly 2 x 2, 2 x 3 or 3 x 2."""
 OTHERS_ON_RANKS = [(method, size) for method, sizes in SIZES.items() for size in sizes]
 
