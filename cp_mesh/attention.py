@@ -117,10 +117,10 @@ def attention(
             float32, bfloat16 or float16; sums are float32 (float64 for float64).
         key: like ``query`` with K heads, H a multiple of K.
         value: like ``key``; its head dim may differ where the kernel allows.
-        mesh: the 1-D mesh of the cp axis, or its ProcessGroup; or a 2-D mesh, ``mesh["cp_ring", "cp_ulysses"]``, whose
-            axes together are the cp axis, the second of which ``method="hybrid"`` exchanges heads over. Required for
-            local tensors; for DTensors it tells which axis of their mesh is cp, or which two, if ``seq_dim`` is not
-            given and no axis is named "cp".
+        mesh: the 1-D mesh of the cp axis, or its ProcessGroup; or a 2-D mesh whose two axes, of names that begin with
+            "cp", are the cp axis together, ``mesh["cp_ring", "cp_ulysses"]``: the hybrid exchanges heads over the
+            second. Required for local tensors; for DTensors it tells which axis of their mesh is cp, or which two, if
+            ``seq_dim`` is not given and no axis is named "cp".
         seq_dim: the sequence dim: 2 = [B, H, S, D], 1 = [B, S, H, D], 0 = [T, H, D]. None: 2, as in SDPA. Neither
             shapes nor placements tell heads from rows, so pass it for the other formats.
         seq_len: tokens in the whole sequence. None: local length x cp_size (DTensors: their global length). Shards of
@@ -199,6 +199,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor | 
                 refuse(name, "a tensor", type(x).__name__, "use torch.as_tensor")
         axis = find_cp_axis((query, key, value), asked.mesh, asked.seq_dim)
         group = axis.group
+        asked = of_axes(asked)
         query, key, value = autocast(query, key, value)
         call = _make_call(query, key, value, axis, asked)
     except Exception as error:
@@ -217,6 +218,19 @@ def attend(query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor | 
     else:
         out, lse = attention_op(query, key, value, *call.arguments())
     return (out, lse) if asked.return_lse else out
+
+
+def of_axes(asked: Asked) -> Asked:
+    """With the size of inner groups that a mesh of two axes says."""
+    is_hybrid = asked.method == "hybrid"
+    if not (is_hybrid or asked.method == "double_ring"):
+        return asked
+    if not isinstance(asked.mesh, DeviceMesh) or asked.mesh.ndim == 1:
+        return asked
+    name, given = ("ulysses_degree", asked.ulysses_degree) if is_hybrid else ("inner_ring_size", asked.inner_ring_size)
+    if given not in (None, inner := asked.mesh.size(1)):
+        refuse(name, f"{inner}, as the mesh's second axis has", given, "leave it out")
+    return asked._replace(ulysses_degree=inner) if is_hybrid else asked._replace(inner_ring_size=inner)
 
 
 def _make_call(query: Tensor, key: Tensor, value: Tensor, axis: CPAxis, asked: Asked) -> Call:

@@ -76,7 +76,7 @@ class ContextParallel(ParallelStyle):
             Pass it on as an object: FSDP2 moves tensors to the device. None: the sequence's. Data, labels and
             `ShardedModel` need the same (`ShardedSequence.balanced`).
         kernel, method, transport, ulysses_degree, inner_ring_size, head_chunks, deterministic: as in
-            `cp_mesh.attention`.
+            `cp_mesh.attention`. The degree is the sequence's if it has one, and so is the size of a mesh of two axes.
 
     Raises:
         ArgumentError, UnsupportedError: at application on a wrong mesh, a repeated application or a cross-attention
@@ -107,8 +107,8 @@ class ContextParallel(ParallelStyle):
             "kernel": kernel,
             "method": method,
             "transport": transport,
-            "ulysses_degree": ulysses_degree,
-            "inner_ring_size": inner_ring_size,
+            "ulysses_degree": ulysses_degree or (sequence.ulysses_degree if method == "hybrid" else None),
+            "inner_ring_size": inner_ring_size or (sequence.ulysses_degree if method == "double_ring" else None),
             "head_chunks": head_chunks,
             "deterministic": deterministic,
         }

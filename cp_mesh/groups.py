@@ -6,7 +6,6 @@ with the group that they are part of.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -26,8 +25,8 @@ class Parts(NamedTuple):
 
 
 # No value holds its key, so an entry goes with its group.
-_PARTS: WeakKeyDictionary[dist.ProcessGroup, dict[int, Parts]] = WeakKeyDictionary()
-_AXES: WeakKeyDictionary[dist.ProcessGroup, Parts] = WeakKeyDictionary()
+_PARTS: WeakKeyDictionary[dist.ProcessGroup, dict[int, Parts]] = WeakKeyDictionary()  # by the size of inner groups
+_AXES: WeakKeyDictionary[dist.ProcessGroup, list[tuple[str, str]]] = WeakKeyDictionary()  # of flattened meshes
 
 
 def parts_of(group: dist.ProcessGroup, inner_size: int) -> Parts:
@@ -41,28 +40,32 @@ def parts_of(group: dist.ProcessGroup, inner_size: int) -> Parts:
         UnsupportedError: on every rank, where PyTorch would give new groups other names on some ranks, and in a CUDA
             graph capture.
     """
-    axes = _AXES.get(group)
-    if axes is not None and axes.inner.size() == inner_size:
-        return axes
     known = _PARTS.setdefault(group, {})
     if inner_size not in known:
         known[inner_size] = _make(group, inner_size)
     return known[inner_size]
 
 
-def axes_of(group: dist.ProcessGroup) -> Parts | None:
-    """The groups of both axes, if this is the `group_of_mesh` of a mesh."""
-    return _AXES.get(group)
+def known_parts(group: dist.ProcessGroup) -> list[Parts]:
+    """All that `parts_of` has, and needs not make."""
+    return [*_PARTS.get(group, {}).values()]
 
 
-def made_of(group: dist.ProcessGroup) -> Iterator[dist.ProcessGroup]:
-    """The groups that `parts_of` made of this one, in the order in which it was asked for them."""
-    for parts in _PARTS.get(group, {}).values():
-        yield from parts
+def names_of_axes(group_name: str) -> list[tuple[str, str]]:
+    """Names of the groups of both axes, for each mesh that was made `flat` to the group of this name."""
+    return _AXES.get(_resolve_process_group(group_name), [])  # type: ignore[arg-type]
+
+
+def is_cp_axis(mesh: DeviceMesh) -> bool:
+    """Whether a mesh has one axis, or two that are the cp axis together: their names begin with "cp".
+
+    Of others it cannot be known: a whole mesh of dp and cp has two axes too.
+    """
+    return mesh.ndim == 1 or (mesh.ndim == 2 and all(name[:2] == "cp" for name in mesh.mesh_dim_names or ("", "")))
 
 
 def flat(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh itself if it is 1-D; a 2-D mesh flattened, whose own groups are then `axes_of` the flat one's.
+    """Of a mesh that `is_cp_axis`, the 1-D one: itself, or flattened, of whose group its own are then parts.
 
     A 2-D mesh has its outer axis first and its inner one last. The first question about it makes a group, by
     `DeviceMesh._flatten`: on all ranks of the root mesh.
@@ -76,24 +79,22 @@ def flat(mesh: DeviceMesh) -> DeviceMesh:
     return mesh._flatten()
 
 
-@torch.compiler.assume_constant_result  # Dynamo would trace it, and cannot
 def _keep_axes(mesh: DeviceMesh) -> bool:
-    made = mesh._flatten()
-    group = made.get_group()
-    if group in _AXES:
+    made, parts = mesh._flatten(), Parts(mesh.get_group(0), mesh.get_group(1))
+    group, names = made.get_group(), (parts.outer.group_name, parts.inner.group_name)
+    if names in _AXES.setdefault(group, []):
         return True
     if (ranks := made.mesh.tolist()) != dist.get_process_group_ranks(group):
-        names = ", ".join(mesh.mesh_dim_names or ())
-        hint = "name the outer axis first and the inner one last, in the order of the whole mesh"
-        refuse(f"mesh[{names}]", "ranks that rise along its axes", ranks, hint)
-    _AXES[group] = Parts(mesh.get_group(0), mesh.get_group(1))
+        got, hint = f"{ranks} in {mesh.mesh_dim_names}", "name the outer axis first, in the order of the whole mesh"
+        refuse("mesh", "ranks that rise along its axes", got, hint)
+    _AXES[group].append(names)
+    if 1 < mesh.size(1) < len(ranks):
+        _PARTS.setdefault(group, {})[mesh.size(1)] = parts
     return True
 
 
-@torch.compiler.assume_constant_result
-def axes_names(group_name: str) -> tuple[str, ...]:
-    """Names of the group's `axes_of`, none if it has none."""
-    return tuple(group.group_name for group in axes_of(_resolve_process_group(group_name)) or ())  # type: ignore[arg-type]
+# As by `torch.compiler.assume_constant_result`, which imports Dynamo: it cannot trace these.
+vars(names_of_axes)["_dynamo_marked_constant"] = vars(_keep_axes)["_dynamo_marked_constant"] = True
 
 
 def _make(group: dist.ProcessGroup, inner_size: int) -> Parts:

@@ -8,6 +8,7 @@ and what wraps plain tensors read it there.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -20,14 +21,14 @@ from torch.distributed.tensor.placement_types import Placement
 from cp_mesh.call import GRADED
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.formats import FORMATS, Format
-from cp_mesh.groups import axes_names, flat
+from cp_mesh.groups import flat, is_cp_axis, names_of_axes
 from cp_mesh.kernels.combine import dense_strides
 from cp_mesh.kernels.scores import TERMS, Dim
 from cp_mesh.layouts import Layout, chunk_bounds
 
 _OF_TERMS: dict[str, Dim] = {"batch": "batch", "heads": "heads", "sequence": "rows"}  # parts of q, as terms call them
 ONE_AXIS = "the 1-D DeviceMesh of the cp axis"
-ONE_OR_TWO = f"{ONE_AXIS}, or a 2-D one of an outer and an inner axis"
+TWO_AXES = 'a 2-D one of two whose names begin with "cp", mesh["cp_ring", "cp_ulysses"]'
 _WHOLE = ("documents", "key_padding", "layout_index")  # tensors of the whole sequence, on the host or the device
 UNSHARDED = "an unsharded sequence needs no context parallelism: shard it, or call SDPA"
 
@@ -48,9 +49,9 @@ def find_cp_axis(
     """The cp axis and the sequence dim, from the placements of DTensors or from the arguments."""
     if not (mesh is None or isinstance(mesh, DeviceMesh) or isinstance(mesh, dist.ProcessGroup)):  # noqa: SIM101 - for Dynamo
         refuse("mesh", f"{ONE_AXIS}, or its ProcessGroup", type(mesh).__name__, 'pass mesh["cp"]')
-    if isinstance(mesh, DeviceMesh) and mesh.ndim > 2:
-        hint = 'pass one axis, mesh["cp"], or mesh["cp_ring", "cp_ulysses"]'
-        refuse("mesh", ONE_OR_TWO, f"{mesh.ndim} axes", hint, UnsupportedError)
+    if isinstance(mesh, DeviceMesh) and not is_cp_axis(mesh):
+        got = f"{mesh.ndim} axes, {mesh.mesh_dim_names}"
+        refuse("mesh", f"{ONE_AXIS}, or {TWO_AXES}", got, 'pass one axis, mesh["cp"]', UnsupportedError)
     if seq_dim is not None and (type(seq_dim) is not int or seq_dim not in FORMATS):
         known = "2 [B, H, S, D], 1 [B, S, H, D] or 0 [T, H, D]"
         refuse("seq_dim", known, seq_dim, "seq_dim=2 is SDPA's format")
@@ -103,8 +104,8 @@ def _candidates(query: DTensor, mesh: DeviceMesh | dist.ProcessGroup | None, seq
             axes = [i for i in axes if names and mesh.mesh_dim_names == (names[i],)] or axes
         if axes:
             return axes[:1]
-        axes = [i for name in axes_names(wanted) for i in axes_in(whole, name)[:1]]
-        return axes if len(axes) == 2 else []
+        pairs = [[i for name in pair for i in axes_in(whole, name)[:1]] for pair in names_of_axes(wanted)]
+        return next((axes for axes in pairs if len(axes) == 2), [])
     if seq_dim is not None:
         return [i for i, placement in enumerate(query.placements) if placement == Shard(seq_dim)]
     if "cp" in names:
@@ -119,7 +120,7 @@ def axes_in(mesh: DeviceMesh, group_name: str) -> list[int]:
 
 def group_that_waits(query: Any, mesh: Any, seq_dim: Any) -> dist.ProcessGroup | None:
     """The cp group, as far as it can be told from arguments of which some were refused."""
-    if isinstance(mesh, dist.ProcessGroup) or (isinstance(mesh, DeviceMesh) and mesh.ndim <= 2):
+    if isinstance(mesh, dist.ProcessGroup) or (isinstance(mesh, DeviceMesh) and is_cp_axis(mesh)):
         return _group_of(mesh)
     if not isinstance(query, DTensor):
         return None
@@ -244,7 +245,7 @@ def check_placements(query: DTensor, key: Tensor, value: Tensor, cp_axes: Sequen
         if i in cp_axes:
             if placement != Shard(seq_dim):
                 refuse(here, f"Shard({seq_dim}), the sequence", placement, "shard the sequence on the cp axis")
-        elif placement == Shard(seq_dim):
+        elif placement == Shard(seq_dim) and mesh.size(i) > 1:
             hint = 'gather the sequence over this axis first, or pass both axes, mesh=mesh["cp_ring", "cp_ulysses"]'
             refuse(here, "no second shard of the sequence", placement, hint, UnsupportedError)
         elif not isinstance(placement, Replicate) and form.part(placement) == "whole":
@@ -297,7 +298,7 @@ def check_chunks(length: int, sizes: Sequence[int], layout: Layout) -> None:
 def require_sharded(specs: Sequence[Any], seq_dim: int, group_name: str) -> None:
     """The cp axis, or both of its axes, and no other shard the sequence. `attention` checks this with better words;
     this is the guard for direct calls of the op, whose rule would otherwise let DTensor choose other placements."""
-    mesh, names = specs[0].mesh, {group_name, *axes_names(group_name)}
+    mesh, names = specs[0].mesh, {group_name, *chain(*names_of_axes(group_name))}
     for axis in range(mesh.ndim):
         if mesh.size(axis) == 1:
             continue  # every placement is the whole there, and axes of one rank may share one group

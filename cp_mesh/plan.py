@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,6 @@ from torch import Tensor
 
 from cp_mesh.call import Operand, Options, Tensors, check_choice, check_scores, check_tensors, make_scores
 from cp_mesh.errors import UnsupportedError, refuse
-from cp_mesh.groups import axes_of
 from cp_mesh.kernels import KERNELS, choose_kernel
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.contract import Kernel, Request, shortfalls
@@ -74,7 +72,8 @@ def make_plan(
             resolve = _resolve_few  # they hold memory of the device
     shapes = Operand.of(q), Operand.of(k), Operand.of(v)
     features = None if scores is None else scores.features
-    options = with_parts(options, group)
+    if options.method == "double_ring" and not options.inner_ring_size:
+        options = options._replace(inner_ring_size=ranks_per_host(dist.get_process_group_ranks(group)))
     plan = resolve(*shapes, *contents, features, seq_len, group.size(), group.rank(), options)
     if scores is not None:
         plan = replace(plan, scores=scores)
@@ -87,24 +86,6 @@ def make_plan(
             UnsupportedError,
         )
     return plan
-
-
-def with_parts(options: Options, group: dist.ProcessGroup) -> Options:
-    """The options with the size of the inner groups, where the mesh or the launcher says it."""
-    name = {"hybrid": "ulysses_degree", "double_ring": "inner_ring_size"}.get(options.method)
-    if name is None:
-        return options
-    asked, axes = getattr(options, name), axes_of(group)
-    if axes is not None:
-        size = axes.inner.size()
-        if asked not in (0, size):
-            hint = "leave it out, or pass the ProcessGroup of a mesh of one axis"
-            refuse(name, f"{size}, that of the mesh", asked, hint)
-        told: Any = {name: size}
-        return options._replace(**told)
-    if options.method == "double_ring" and not asked:
-        return options._replace(inner_ring_size=ranks_per_host(dist.get_process_group_ranks(group)))
-    return options
 
 
 def _resolve(

@@ -18,7 +18,7 @@ from torch.utils._pytree import MappingKey, tree_map_with_path
 
 from cp_mesh.balancing import balance
 from cp_mesh.errors import refuse
-from cp_mesh.groups import flat
+from cp_mesh.groups import flat, is_cp_axis
 from cp_mesh.layouts import Contiguous, Layout, ZigZag
 from cp_mesh.masks import Mask
 
@@ -40,14 +40,16 @@ class ShardedSequence:
 
     Args:
         mesh: the 1-D mesh of the cp axis, or its ProcessGroup, of which a mesh is made; or a 2-D mesh of an outer and
-            an inner axis, which is flattened.
+            an inner axis, whose names begin with "cp", which is flattened.
         layout: which positions each rank holds.
         length: tokens in the whole sequence. Needed where it is not a multiple of ``layout.multiple(cp_size)``: then
             it is padded, or with ``pad=False`` cut in unequal shards. None: any multiple, read from the tensors.
         pad: pad the sequence at its end to a multiple, so that shards are equal.
+        ulysses_degree: that of ``ContextParallel(sequence, method="hybrid")`` unless it has its own. None: of a 2-D
+            mesh, the size of its second axis.
 
     Raises:
-        ArgumentError: if the mesh is neither 1-D nor 2-D.
+        ArgumentError: if the mesh is none of these.
 
     Example:
         >>> sequence = ShardedSequence(mesh["cp"], ZigZag())  # doctest: +SKIP
@@ -59,15 +61,18 @@ class ShardedSequence:
     layout: Layout = ZigZag()  # noqa: RUF009 - frozen
     length: int | None = None
     pad: bool = True
+    ulysses_degree: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.mesh, dist.ProcessGroup):
             device_type = "cuda" if "nccl" in dist.get_backend(self.mesh) else "cpu"
             object.__setattr__(self, "mesh", DeviceMesh.from_group(self.mesh, device_type))
-        if not isinstance(self.mesh, DeviceMesh) or self.mesh.ndim > 2:
-            hint = 'pass the cp axis alone, mesh["cp"], or mesh["cp_ring", "cp_ulysses"]'
-            refuse("ShardedSequence.mesh", "a 1-D DeviceMesh, or a 2-D one", self.mesh, hint)
-        object.__setattr__(self, "mesh", flat(self.mesh))
+        if not isinstance(self.mesh, DeviceMesh) or not is_cp_axis(self.mesh):
+            hint = 'pass the cp axis alone, mesh["cp"], or two of such names, mesh["cp_ring", "cp_ulysses"]'
+            refuse("ShardedSequence.mesh", 'a 1-D DeviceMesh, or a 2-D one of axes "cp..."', self.mesh, hint)
+        if self.mesh.ndim == 2:
+            object.__setattr__(self, "ulysses_degree", self.ulysses_degree or self.mesh.size(1))
+            object.__setattr__(self, "mesh", flat(self.mesh))
         if not isinstance(self.layout, Layout):
             refuse("ShardedSequence.layout", "a Layout", self.layout, "ZigZag(), with parentheses")
         if self.length is not None and self.length < 1:

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from cp_mesh.agreement import announce_refusal, checking
 from cp_mesh.errors import refuse
 from cp_mesh.forwards import STYLE, replaced
-from cp_mesh.groups import axes_names
+from cp_mesh.groups import names_of_axes
 from cp_mesh.layouts import Layout
 from cp_mesh.sequence import ShardedSequence
 
@@ -59,6 +59,5 @@ def claim(module: nn.Module, mesh: DeviceMesh, sequence: ShardedSequence, style:
 
 def has_axis(mesh: DeviceMesh, axis: DeviceMesh) -> bool:
     """Whether a mesh has this axis, or the two that were flattened to it."""
-    name = axis.get_group().group_name
-    names, of_parts = {mesh.get_group(i).group_name for i in range(mesh.ndim)}, axes_names(name)
-    return name in names or (len(of_parts) > 0 and names.issuperset(of_parts))
+    name, names = axis.get_group().group_name, {mesh.get_group(i).group_name for i in range(mesh.ndim)}
+    return name in names or any(names.issuperset(pair) for pair in names_of_axes(name))

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_mesh.agreement import check_mode
-from cp_mesh.attention import attention
+from cp_mesh.attention import Asked, attention, of_axes
 from cp_mesh.call import SCORE_OPTIONS, Options, Tensors, make_scores, seed_tensor
 from cp_mesh.dense import Dense, dense_attention
 from cp_mesh.errors import refuse
-from cp_mesh.groups import flat
+from cp_mesh.groups import flat, is_cp_axis
 from cp_mesh.kernels.combine import accumulation_dtype, make_delta
 from cp_mesh.kernels.contract import Kernel, KernelTile
 from cp_mesh.kernels.scores import TERMS, Scores
@@ -129,9 +129,9 @@ def verify(
         >>> print(verify(mesh["cp"], mask=Mask(window=(17, 0))))  # doctest: +SKIP
         exact [reference] RMS error (of allowed): out 1.9e-16 (0.00), ...
     """
-    if mesh.ndim > 2:
-        refuse("verify: mesh", "the 1-D DeviceMesh of the cp axis, or a 2-D one", mesh, 'pass mesh["cp"]')
-    mesh = flat(mesh)
+    if not is_cp_axis(mesh):
+        refuse("verify: mesh", "the 1-D DeviceMesh of the cp axis, or a 2-D one of it", mesh, 'pass mesh["cp"]')
+    axes, mesh = mesh, flat(mesh)
     device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else "cpu"
     size, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
     seq_len = seq_len or 256 * size
@@ -161,16 +161,18 @@ def verify(
     leaves = {name: x.clone().requires_grad_() for name, x in held.items() if x.is_floating_point()}
     settings |= given | held | leaves
     with check_mode():
-        out = attention(*local, mesh=mesh, seq_dim=2, seq_len=seq_len, **settings)
+        out = attention(*local, mesh=axes, seq_dim=2, seq_len=seq_len, **settings)
         with torch.no_grad():
-            _, lse = attention(*local, mesh=mesh, seq_dim=2, seq_len=seq_len, return_lse=True, **settings)
+            _, lse = attention(*local, mesh=axes, seq_dim=2, seq_len=seq_len, return_lse=True, **settings)
     assert isinstance(out, Tensor)
     grads = torch.autograd.grad(out, [*local, *leaves.values()], dout[:, :, rows])
     softcap, dropout_p = given.get("softcap") or 0.0, given.get("dropout_p", 0.0)
     scale = given.get("scale") or head_dim**-0.5
     fixed = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     by_name: dict[str, Any] = {"method": method, "kernel": kernel, "deterministic": fixed}
-    by_name["ulysses_degree"] = ulysses_degree or 0
+    sizes: dict[str, Any] = {"ulysses_degree": ulysses_degree, "inner_ring_size": inner_ring_size}
+    asked = of_axes(Asked(axes, method=method, **sizes))
+    by_name |= {name: getattr(asked, name) or 0 for name in sizes}
     options = Options(layout.spec(), mask.spec(), scale, softcap, dropout_p, **by_name)
     tensors = Tensors(mask.documents, mask.key_padding, layout.tensor, **held)
     plan = make_plan(q[:, :, rows], k[:, :, rows], v[:, :, rows], tensors, seq_len, group, options)

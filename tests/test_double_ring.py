@@ -21,9 +21,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from cases import LAYOUTS, MASKS, make_mask, pairs
+from cases import LAYOUTS, MASKS, gap, make_mask, pairs
 from checks import GQA, MHA, MQA, Case, parity_on_ranks, report
-from dense import make_qkv
+from dense import dense_attention, make_qkv
 from ranks import mesh, num_collectives
 from recording import recording
 from test_symmetric_memory import attend, different, double
@@ -36,6 +36,7 @@ from cp_mesh.kernels import KERNELS
 from cp_mesh.layouts import ZigZag
 from cp_mesh.relays import make_relayed_schedule
 from cp_mesh.schedule import Schedule, Stage
+from cp_mesh.transport import RelayedTransport
 
 Rows = list[tuple[int, int]]  # owner, local row
 members = dist.get_process_group_ranks
@@ -370,6 +371,42 @@ def told(rank: int) -> list[int]:
 def test_ranks_of_a_host_are_those_of_the_launcher(pool):
     """One crossing, and a hop within the host for either host's rows; on one host, or of one rank each, the ring."""
     assert pool(4).run(told) == [[3, 0, 0, 3]] * 4
+
+
+def on_two_axes(rank: int) -> list[str]:
+    """By the size of the inner axis, whatever the launcher says: results, and sizes that the mesh does not have."""
+    axes, problems = mesh((2, 2), ("cp_outer", "cp_inner")), []
+    whole = make_qkv(1, 4, 2, 24, 4)
+    rows = ZigZag().positions(24, 4, rank)
+    options = {"mesh": axes, "method": "double_ring"}
+    with (
+        mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="4"),
+        mock.patch("cp_mesh.methods.contract.RelayedTransport", wraps=RelayedTransport) as made,
+    ):
+        out = cp_mesh.attention(*(x[:, :, rows] for x in whole[:3]), **options)
+        cp_mesh.verify(axes, method="double_ring", dtype=torch.float64)
+        sequence = cp_mesh.ShardedSequence(axes)
+        core = Core()
+        cp_mesh.parallelize(core, axes, {"": cp_mesh.ContextParallel(sequence, method="double_ring")})
+        other = core(*(x[:, :, rows] for x in whole[:3]))
+        with pytest.raises(cp_mesh.ArgumentError, match="inner_ring_size: expected 2, as the mesh's second axis has"):
+            cp_mesh.attention(*(x[:, :, rows] for x in whole[:3]), inner_ring_size=4, **options)
+    causal = torch.ones(24, 24, dtype=torch.bool).tril()[None]
+    want, _ = dense_attention(*whole[:3], causal)
+    if made.call_count != 5:  # of verify three
+        problems.append(f"{made.call_count} transports over two hosts")
+    return problems + [
+        f"off by {gap(x, want[:, :, rows])}" for x in (out, other) if not gap(x, want[:, :, rows]) <= 1e-10
+    ]
+
+
+class Core(torch.nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def test_a_mesh_of_two_axes_says_the_ranks_of_a_host(pool):
+    report(pool(4).run(on_two_axes))
 
 
 @pytest.mark.full

@@ -1,34 +1,164 @@
-"""The hybrid: Ulysses inside, a ring outside, over one axis and a degree, and over the two axes of a mesh."""
+"""The hybrid: what inner groups hold together, its degree, and the two axes of a mesh as one cp axis.
+
+That it is exact is shown with the other methods in test_parity.py, and what it sends in test_traffic.py.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
 import torch
-from checks import Case, parity, report
-from dense import make_qkv
-from ranks import mesh
+from cases import LAYOUTS, gap
+from checks import report
+from dense import dense_attention, dense_mask, make_qkv
+from model import Core
+from ranks import mesh, num_collectives
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from cp_mesh import ShardedSequence, ZigZag, attention
+from cp_mesh import (
+    ContextParallel,
+    Contiguous,
+    ShardedSequence,
+    Striped,
+    ZigZag,
+    attention,
+    parallelize,
+)
+from cp_mesh.layouts import Layout, Run
+from cp_mesh.methods.joined import join, pieces_of_group, rows_of_group
+
+B, H, K, S, D = 2, 8, 4, 24, 6
 
 
-def on_two_axes(rank: int, cases: list[Case]) -> list[str]:
-    grid = mesh((2, 2), ("cp_ring", "cp_ulysses"))
-    problems = []
-    for case in cases:
-        problems += parity(case, ShardedSequence(grid).mesh, [])
-    q, k, v, _ = make_qkv(2, 4, 2, 24, 6)
-    rows = ZigZag().positions(24, 4, rank)
-    local = [x[:, :, rows] for x in (q, k, v)]
-    got = attention(*local, mesh=grid, method="hybrid")
-    placed = [DTensor.from_local(x, grid, [Shard(2), Shard(2)]) for x in local]
-    out = attention(*placed, mesh=grid, method="hybrid")
-    ring = attention(*local, mesh=grid)
-    print((got - ring).abs().max(), (out.to_local() - got).abs().max(), out.placements)
-    fn = torch.compile(lambda *x: attention(*x, mesh=grid, method="hybrid"), backend="aot_eager", fullgraph=True)
-    print((fn(*local) - got).abs().max())
-    print((fn(*placed).to_local() - got).abs().max())
+def wanted() -> list[Tensor]:
+    """Inputs q, k, v and dout of the whole sequence, then out, dq, dk and dv."""
+    q, k, v, dout = make_qkv(B, H, K, S, D)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out, _ = dense_attention(*leaves, dense_mask(S))
+    return [q, k, v, dout, out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def off(got: Sequence[Tensor], want: Sequence[Tensor], words: str) -> list[str]:
+    """What is wrong with out, dq, dk and dv."""
+    named = zip(("out", "dq", "dk", "dv"), got, want, strict=True)
+    return [f"{words}: {name} is off by {x:.1e}" for name, a, b in named if not (x := gap(a, b)) <= 1e-10]
+
+
+# What inner groups hold.
+
+
+@pytest.mark.parametrize(("cp_size", "degree"), [(4, 2), (6, 2), (6, 3), (4, 4)])
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("length", [0, 3, 13, 48])
+def test_an_inner_group_holds_what_its_ranks_hold(length: int, name: str, cp_size: int, degree: int) -> None:
+    layout, num = LAYOUTS[name](length), cp_size // degree
+    joined = join(layout, degree, cp_size)
+    for group in range(num):
+        whole = joined.positions(length, num, group)
+        given = pieces_of_group(layout, degree, length, cp_size, group)
+        ranks = [layout.positions(length, cp_size, group * degree + rank) for rank in range(degree)]
+        assert torch.equal(torch.cat([*(piece.positions() for piece in given), whole[:0]]), torch.cat(ranks))
+        rows = torch.cat(
+            [*(piece.positions() for piece in rows_of_group(layout, degree, length, cp_size, group)), whole[:0]]
+        )
+        assert torch.equal(whole[rows], torch.cat(ranks))
+        assert torch.equal(rows.sort().values, torch.arange(len(whole)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "runs"),
+    [
+        (Contiguous(), ((Run(0, 1, 6),), (Run(6, 1, 6),))),
+        (ZigZag(), ((Run(0, 1, 3), Run(9, 1, 3)), (Run(3, 1, 6),))),
+        (Striped(), ((Run(0, 4, 3), Run(1, 4, 3)), (Run(2, 4, 3), Run(3, 4, 3)))),
+    ],
+    ids=str,
+)
+def test_few_runs(layout: Layout, runs: tuple[tuple[Run, ...], ...]) -> None:
+    """12 tokens, 4 ranks in 2 groups: as few runs as there can be, so as few kernel calls."""
+    joined = join(layout, 2, 4)
+    if isinstance(layout, ZigZag):
+        layout_of_two = [ZigZag().runs(12, 2, group) for group in range(2)]
+        assert [joined.runs(12, 2, group) for group in range(2)] == layout_of_two
+    assert tuple(joined.runs(12, 2, group) for group in range(2)) == runs
+
+
+# The degree.
+
+
+def collectives_by_degree(rank: int, heads: tuple[int, int], degrees: Sequence[int | None]) -> list[int]:
+    """Collectives of a forward, after a first one that makes the groups."""
+    axis, counts = mesh((4,), ("cp",)), []
+    q, k, v, _ = (x[:, :, ZigZag().positions(S, 4, rank)] for x in make_qkv(1, *heads, S, 4))
+    for degree in degrees:
+        for _ in range(2):
+            before = num_collectives()
+            attention(q, k, v, mesh=axis, method="hybrid", ulysses_degree=degree)
+        counts.append(num_collectives() - before)
+    return counts
+
+
+def test_the_degree_is_used(pool: Any) -> None:
+    """Of the ring two stages, 1 and 2 steps; of two groups a swap, a stage and a swap; of one two swaps."""
+    ring, two, ulysses = 2, 3, 2
+    assert pool(4).run(collectives_by_degree, (8, 4), [1, 2, 4, None]) == [[ring, two, ulysses, ulysses]] * 4
+    assert pool(4).run(collectives_by_degree, (8, 2), [None]) == [[two]] * 4  # as many as divide the kv heads
+    assert pool(4).run(collectives_by_degree, (6, 1), [None]) == [[two]] * 4  # or the query heads
+    assert pool(4).run(collectives_by_degree, (3, 1), [None]) == [[ring]] * 4
+
+
+# Two axes of a mesh.
+
+
+def over_two_axes(rank: int, shape: tuple[int, int], compiled: bool) -> list[str]:
+    """Local tensors, DTensors of both axes and a core, over one mesh."""
+    grid, problems = mesh(shape, ("cp_ring", "cp_ulysses")), []
+    *whole, out, dq, dk, dv = wanted()
+    sequence = ShardedSequence(grid, ZigZag())
+    assert sequence.mesh.ndim == 1 and sequence.cp_rank == rank
+    q, k, v, dout, *results = (sequence.shard(x, dim=2) for x in (*whole, out, dq, dk, dv))
+
+    def hybrid(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return attention(q, k, v, mesh=grid, method="hybrid")
+
+    fn = torch.compile(hybrid, backend="aot_eager", fullgraph=True) if compiled else hybrid
+    core = parallelize(Core(), sequence.mesh, {"": ContextParallel(sequence, method="hybrid")})
+    for words, call, placed in (
+        ("local", fn, False),
+        ("DTensors", fn, True),
+        ("core", core, True),
+        ("core", core, False),
+    ):
+        if compiled and call is core:
+            continue
+        given = [DTensor.from_local(x, grid, [Shard(2)] * 2) if placed else x for x in (q, k, v, dout)]
+        leaves = [x.detach().requires_grad_() for x in given[:3]]
+        before = num_collectives()
+        got = call(*leaves)
+        got.backward(given[3])
+        count, all_of = num_collectives() - before, [got.detach(), *(x.grad for x in leaves)]
+        if placed:
+            assert all(x.placements == (Shard(2), Shard(2)) for x in all_of)
+            all_of = [x.to_local() for x in all_of]
+        problems += off(all_of, results, f"{words} over {shape}")
+        stages, swaps = (0 if shape[0] == 1 else 1), (0 if shape[1] == 1 else 2)
+        stages = 2 if shape[0] == 4 else stages
+        if count != 3 * stages + 2 * swaps:  # fetch, fetch again and deliver; there and home in both passes
+            problems.append(f"{words} over {shape}: {count} collectives")
     return problems
 
 
-def test_two_axes(pool):
-    report(pool(4).run(on_two_axes, [Case("zigzag", "causal", 31, (4, 2), method="hybrid")]))
+@pytest.mark.parametrize(
+    "shape", [(2, 2), pytest.param((1, 4), marks=pytest.mark.full), pytest.param((4, 1), marks=pytest.mark.full)]
+)
+def test_two_axes_are_one(pool: Any, shape: tuple[int, int]) -> None:
+    """Their own groups are used: no other is made."""
+    report(pool(4).run(over_two_axes, shape, False))
+
+
+@pytest.mark.full
+def test_two_axes_compiled(pool: Any) -> None:
+    report(pool(4).run(over_two_axes, (2, 2), True, timeout=180.0))

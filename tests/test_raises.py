@@ -36,6 +36,7 @@ from cp_mesh import (
     Striped,
     ZigZag,
     attention,
+    groups,
 )
 
 WORLD_SIZE = 4
@@ -56,8 +57,13 @@ def two_axes() -> DeviceMesh:
     return mesh((2, 2, 1), ("first", "second", "cp"))
 
 
+def cp_of_two_axes() -> DeviceMesh:
+    return mesh((2, 2), ("cp_ring", "cp_ulysses"))
+
+
 def make_meshes() -> None:
     """Create every mesh of this file, in one order on all ranks: creation is collective."""
+    cp_of_two_axes()._flatten(), groups.parts_of(cp().get_group(), 2)
     cp(), cp_tp(), cp_tp(1, 4), cp_tp(names=("rows", "columns")), cp_tp(names=("dp", "cp")), two_axes()
 
 
@@ -485,10 +491,41 @@ CASES: dict[str, Case] = {
     "ulysses explained": refused(
         UNSUPPORTED, "method='ulysses'", "a multiple of the 2 cp ranks, got 3", "method='ring'"
     )(lambda: cp_mesh.explain(64, 2, method="ulysses", num_heads=3)),
-    "hybrid": refused(UNSUPPORTED, "method='hybrid'", "not exist yet", "method='ring' works")(
-        lambda: attend(method="hybrid")
+    "a degree that ranks do not divide by": refused(
+        ARGUMENT,
+        "method='hybrid': ulysses_degree",
+        "a divisor of the 4 cp ranks and of the 8 query heads, got 3",
+        "ulysses_degree=2 works, or method='ring'",
+    )(lambda: attend(method="hybrid", ulysses_degree=3)),
+    "a degree that heads do not divide by": refused(
+        ARGUMENT, "ulysses_degree", "of the 6 query heads, got 4", "ulysses_degree=2 works, or method='ring'"
+    )(lambda: attend(method="hybrid", ulysses_degree=4, **local(H=6, K=3))),
+    "a degree larger than the axis": refused(ARGUMENT, "ulysses_degree", "got 8", "ulysses_degree=4 works")(
+        lambda: attend(method="hybrid", ulysses_degree=8)
     ),
-    "unknown method": refused(ARGUMENT, "method", "auto, ring, all_gather, ulysses", "'rings'", "method='ring' works")(
+    "a degree of no hybrid": refused(
+        ARGUMENT,
+        "ulysses_degree",
+        "None, but with method='hybrid'",
+        "2 with method='ulysses'",
+        "method='hybrid' takes it",
+    )(lambda: attend(method="ulysses", ulysses_degree=2)),
+    "a degree of the method that auto takes": refused(ARGUMENT, "ulysses_degree", "2 with method='auto'")(
+        lambda: attend(ulysses_degree=2)
+    ),
+    "a degree unlike that of the mesh": refused(
+        ARGUMENT, "ulysses_degree", "2, as the mesh's second axis has, got 4", "leave it out"
+    )(lambda: attend(mesh=cp_of_two_axes(), method="hybrid", ulysses_degree=4)),
+    "hybrid in too many chunks": refused(
+        ARGUMENT, "method='hybrid': head_chunks", "of the 2 kv heads of a rank, got 4", "head_chunks=2", "method='ring'"
+    )(lambda: attend(method="hybrid", ulysses_degree=2, head_chunks=4)),
+    "hybrid over symmetric memory": refused(
+        UNSUPPORTED, "transport='symmetric_memory'", "transport='functional' works"
+    )(lambda: attend(method="hybrid", ulysses_degree=2, transport="symmetric_memory")),
+    "hybrid explained": refused(UNSUPPORTED, "explain: method", "'hybrid'", "method='ring' and method='ulysses'")(
+        lambda: cp_mesh.explain(64, 2, method="hybrid")
+    ),
+    "unknown method": refused(ARGUMENT, "method", "all_gather, ulysses, hybrid", "'rings'", "method='ring' works")(
         lambda: attend(method="rings")
     ),
     "symmetric memory": refused(UNSUPPORTED, "transport='symmetric_memory'", "transport='functional' works")(
@@ -532,7 +569,7 @@ CASES: dict[str, Case] = {
     "sequence on two axes": refused(UNSUPPORTED, "axis 'tp'", "no second shard of the sequence", "gather")(
         lambda: attend_placed(cp_tp(), (SHARD_SEQ, SHARD_SEQ))
     ),
-    "sequence on two axes, seq_dim given": refused(UNSUPPORTED, "the sequence sharded on one axis", "flatten the axes")(
+    "sequence on two axes, seq_dim given": refused(UNSUPPORTED, "the sequence sharded on one axis", "or flatten")(
         lambda: attend_placed(cp_tp(), (SHARD_SEQ, SHARD_SEQ), seq_dim=2)
     ),
     "partial": refused(UNSUPPORTED, "axis 'tp'", "Shard of heads or batch, or Replicate", "redistribute it")(
@@ -684,7 +721,9 @@ CASES: dict[str, Case] = {
         lambda: cp_mesh.explain(64, 2, scores=["cap"])
     ),
     "an unknown kernel inside": refused(ARGUMENT, "kernel", "'flash'")(lambda: run_core(Core(), kernel="flash")),
-    "hybrid inside": refused(UNSUPPORTED, "method='hybrid'")(lambda: run_core(Core(), method="hybrid")),
+    "a degree inside": refused(ARGUMENT, "ulysses_degree", "of the 8 query heads, got 3")(
+        lambda: run_core(Core(), method="hybrid", ulysses_degree=3)
+    ),
     "heads placed unlike": refused(ARGUMENT, "those of query", "shard q, k and v alike")(run_mixed_placements),
     "keys of another length inside": refused(UNSUPPORTED, "self-attention", "out of the plan")(
         lambda: run_core(Core(), tensors=(random(B, H, ROWS, D), random(B, K, 5, D), random(B, K, 5, D)))
@@ -786,6 +825,7 @@ MEANINGFUL = {  # what may pass: by option, names of values
     "softcap": {"None", "1", "a fraction", "a numpy number"},
     "dropout_p": {"0", "a fraction", "a numpy number"},  # with a seed
     "dropout_seed": {"None", "0", "1"},
+    "ulysses_degree": {"None"},
     "head_chunks": {"None", "1"},
     "deterministic": {"None", "True"},
     "seq_dim": {"None"},
@@ -862,4 +902,4 @@ def test_no_process_group(tmp_path: Path) -> None:
     said = run_script(script, []).printed.splitlines()
     assert len(said) == 2
     assert 'after init_process_group, pass mesh=mesh["cp"]' in said[0]
-    assert said[1].startswith("ShardedSequence.mesh: expected a 1-D DeviceMesh, got None")
+    assert said[1].startswith("ShardedSequence.mesh: expected a 1-D DeviceMesh, or a 2-D one")

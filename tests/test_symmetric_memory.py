@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -43,6 +43,7 @@ if __name__ == "__main__":
 import cp_mesh
 from cp_mesh import Contiguous, Mask, Striped, ZigZag
 from cp_mesh.errors import UnsupportedError
+from cp_mesh.groups import known_parts
 from cp_mesh.memory import Sizes, extra_memory
 from cp_mesh.methods import METHODS
 from cp_mesh.schedule import make_schedule
@@ -534,7 +535,9 @@ def on_gpus(rank: int, name: str, how: str) -> list[str]:
     try:
         with poisoned():
             problems = CHECKS[name]()
-            symmetric.release(gpu_axis().get_group())
+            whole = gpu_axis().get_group()
+            for group in (whole, *chain(*known_parts(whole))):
+                symmetric.release(group)
     finally:
         torch.use_deterministic_algorithms(False)
     return problems
