@@ -374,8 +374,8 @@ def test_ranks_of_a_host_are_those_of_the_launcher(pool):
 
 
 def on_two_axes(rank: int) -> list[str]:
-    """By the size of the inner axis, whatever the launcher says: results, and sizes that the mesh does not have."""
-    axes, problems = mesh((2, 2), ("cp_outer", "cp_inner")), []
+    """As the mesh or the option says, whatever the launcher does: results, and sizes that the mesh does not have."""
+    axes, axis, problems = mesh((2, 2), ("cp_outer", "cp_inner")), mesh((4,), ("cp",)), []
     whole = make_qkv(1, 4, 2, 24, 4)
     rows = ZigZag().positions(24, 4, rank)
     options = {"mesh": axes, "method": "double_ring"}
@@ -384,19 +384,21 @@ def on_two_axes(rank: int) -> list[str]:
         mock.patch("cp_mesh.methods.contract.RelayedTransport", wraps=RelayedTransport) as made,
     ):
         out = cp_mesh.attention(*(x[:, :, rows] for x in whole[:3]), **options)
-        cp_mesh.verify(axes, method="double_ring", dtype=torch.float64)
-        sequence = cp_mesh.ShardedSequence(axes)
-        core = Core()
-        cp_mesh.parallelize(core, axes, {"": cp_mesh.ContextParallel(sequence, method="double_ring")})
-        other = core(*(x[:, :, rows] for x in whole[:3]))
+        others = []
+        for of_cp, size in ((axes, None), (axis, 2)):
+            before, options_of = made.call_count, {"method": "double_ring", "inner_ring_size": size}
+            cp_mesh.verify(of_cp, dtype=torch.float64, **options_of)
+            sequence, core = cp_mesh.ShardedSequence(of_cp), Core()
+            cp_mesh.parallelize(core, sequence.mesh, {"": cp_mesh.ContextParallel(sequence, **options_of)})
+            others.append(core(*(x[:, :, rows] for x in whole[:3])))
+            if made.call_count != before + 4:  # of verify three
+                problems.append(f"{of_cp}: {made.call_count - before} transports over two hosts")
         with pytest.raises(cp_mesh.ArgumentError, match="inner_ring_size: expected 2, as the mesh's second axis has"):
             cp_mesh.attention(*(x[:, :, rows] for x in whole[:3]), inner_ring_size=4, **options)
     causal = torch.ones(24, 24, dtype=torch.bool).tril()[None]
     want, _ = dense_attention(*whole[:3], causal)
-    if made.call_count != 5:  # of verify three
-        problems.append(f"{made.call_count} transports over two hosts")
     return problems + [
-        f"off by {gap(x, want[:, :, rows])}" for x in (out, other) if not gap(x, want[:, :, rows]) <= 1e-10
+        f"off by {gap(x, want[:, :, rows])}" for x in (out, *others) if not gap(x, want[:, :, rows]) <= 1e-10
     ]
 
 
@@ -405,8 +407,20 @@ class Core(torch.nn.Module):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
-def test_a_mesh_of_two_axes_says_the_ranks_of_a_host(pool):
+def test_a_mesh_of_two_axes_or_an_option_says_the_ranks_of_a_host(pool):
     report(pool(4).run(on_two_axes))
+
+
+def disagree(rank: int) -> None:
+    q, k, v, _ = make_qkv(1, 4, 2, 6, 4)
+    with cp_mesh.check_mode():
+        options = {"method": "double_ring", "inner_ring_size": 4 if rank == 1 else 2}
+        cp_mesh.attention(q, k, v, mesh=mesh((4,), ("cp",)), seq_len=24, **options)
+
+
+def test_ranks_that_know_other_hosts_are_told_in_check_mode(pool):
+    for raised in pool(4).run_expecting_error(disagree):
+        assert raised.type == "RankMismatchError" and "inner_ring_size=4" in raised.message
 
 
 @pytest.mark.full
