@@ -117,7 +117,10 @@ def recording(axis: DeviceMesh, degree: int | None = None) -> Iterator[Recording
     So are its outer and inner groups of this ``degree``.
     """
     whole, result = axis.get_group(), Recording()
-    parts = () if degree is None else groups.parts_of(whole, degree)
+    parts: tuple[Any, ...] = ()
+    if degree is not None:
+        groups.parts_of(whole, degree)
+        parts = groups._PARTS[whole][degree]
     recorders = {group: _Group(group, result) for group in (whole, *parts)}  # the registry holds them weakly
     if degree is not None:
         groups._PARTS[recorders[whole]] = {degree: groups.Parts(*parts)}  # which are found by their names

@@ -30,6 +30,7 @@ import test_double_ring
 import test_flash_attn
 import test_flash_attn_4
 import test_gradients
+import test_hybrid
 import test_loss
 import test_masks
 import test_op
@@ -116,6 +117,15 @@ SWAPPED = [
     Case("contiguous", "full", 13, GQA, scores="dropout, sinks and alibi", method="ulysses"),
 ]
 
+GROUPED = [
+    Case(layout, mask, 13, heads, scores=scores, method="hybrid", options={"ulysses_degree": 2})
+    for layout, mask, heads, scores in (
+        ("zigzag", "causal", GQA, "plain"),
+        ("striped", "full", (4, 2), "every score"),
+        ("shuffled", "everything", (4, 2), "dropout, sinks and alibi"),
+    )
+]
+
 SEQUENCES = [
     Case(
         layout,
@@ -134,10 +144,10 @@ def alone(pool: Any, *tests: tuple[Callable[..., None], tuple[Any, ...]]) -> Non
     report(pool(1).run(outcomes, tests))
 
 
-def few(pool: Any, cases: list[Case]) -> None:
+def few(pool: Any, cases: list[Case], num_ranks: int = 3) -> None:
     """One after the other, up to the first that fails, on a group that delivers at the wait; see recording.py."""
     for case in cases:
-        report(pool(3).run(parity_on_ranks, (3,), ("cp",), [case], True, timeout=20.0))
+        report(pool(num_ranks).run(parity_on_ranks, (num_ranks,), ("cp",), [case], True, timeout=20.0))
 
 
 def every_disagreement(pool: Any) -> None:
@@ -198,6 +208,8 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "sums in fp32": lambda pool: test_seeds.test_gradients_are_summed_in_fp32(pool, torch.bfloat16, "ring"),
     "sums of Ulysses": lambda pool: test_seeds.test_gradients_are_summed_in_fp32(pool, torch.bfloat16, "ulysses"),
     "Ulysses": lambda pool: few(pool, SWAPPED),
+    "hybrid": lambda pool: few(pool, GROUPED, 4),
+    "degrees": test_hybrid.test_the_degree_is_used,
     "head order": test_seeds.test_heads_are_grouped_in_torchs_order,
     "specs of DTensors": lambda pool: test_op.test_dtensors_are_what_their_specs_say(pool, 2, "", "distributed"),
     "low precision": lambda pool: test_parity.test_low_precision(pool, torch.bfloat16, 1.5, "reference", "ring"),

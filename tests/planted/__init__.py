@@ -15,7 +15,9 @@ merging                      5
 scores                      30
 the loop                     8
 gradients                   11
-other methods               20
+other methods               13
+the hybrid                   7
+the double ring              7
 the transport               11
 plans that are kept          3
 the op and DTensors          8
@@ -23,7 +25,7 @@ data and loss               11
 styles                       5
 watching                     3
 check mode and verify        5
-in all                     230
+in all                     237
 
 To add one, write ``@plant(name, seam, *checks)`` over a function that is given what is at the seam and returns what
 takes its place; see seams.py. No bug quotes source: those of Triton kernels are planted in the Python that launches

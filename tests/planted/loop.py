@@ -290,7 +290,7 @@ def _(repeated: Any) -> Any:
 
 @plant("gradients of kv heads are rounded before they are summed", "methods.ulysses:ULYSSES", "sums of Ulysses")
 def _(method: Any) -> Any:
-    rounded = with_result(method.settle, lambda settings: settings._replace(gradient_dtype=torch.bfloat16))
+    rounded = with_result(method.settle, lambda settings: settings._replace(home_dtype=torch.bfloat16))
     return replace(method, settle=rounded)
 
 
@@ -322,6 +322,68 @@ def _(shares: Any) -> Any:
         return {name: x if name == "bias" else x.roll(1, 0) for name, x in found.items()}
 
     return with_result(shares, rolled)
+
+
+# --- the hybrid
+plant = in_area("the hybrid")
+
+
+@plant("inner groups hold what the others do", "methods.joined:Joined.runs", "hybrid")
+def _(runs: Any) -> Any:
+    return with_arguments(runs, cp_rank=lambda rank: 1 - rank)
+
+
+@plant("rows of an inner group stay in the order of its ranks", "methods.joined:rows_of_group", "hybrid")
+def _(rows: Any) -> Any:
+    def mutant(*args: Any) -> Any:
+        found, begin, given = [], 0, rows(*args)
+        for piece in given:
+            found.append(type(given[0])(begin, 1, piece.length) if hasattr(piece, "stride") else piece)
+            begin += piece.length
+        return found
+
+    return mutant
+
+
+@plant("heads are exchanged in the outer group", "groups:parts_of", "hybrid")
+def _(parts_of: Any) -> Any:
+    return with_result(parts_of, lambda parts: parts._replace(outer=parts.inner, inner=parts.outer))
+
+
+@plant("the ring goes over the inner group", "groups:parts_of", "hybrid")
+def _(parts_of: Any) -> Any:
+    return with_result(parts_of, lambda parts: parts._replace(outer=parts.inner))
+
+
+@plant("dropout counts heads by the place in the ring", "methods.ulysses:_Call", "hybrid")
+def _(call: Any) -> Any:
+    class Mutant(call):
+        def by_parts(self, tensors: Any) -> Any:
+            self.scores = replace(self.scores, first_head=self.outer.rank() * tensors[0].shape[1] // 2)
+            return super().by_parts(tensors)
+
+    return Mutant
+
+
+@plant("gradients of keys are summed once more for each inner group", "methods.hybrid:HYBRID", "hybrid")
+def _(method: Any) -> Any:
+    def mutant(*args: Any) -> Any:
+        dq, dk, dv, of_scores = method.backward(*args)
+        return dq, 2 * dk, 2 * dv, of_scores
+
+    return replace(method, backward=mutant)
+
+
+@plant("the degree that was asked for is left aside", "methods.hybrid:HYBRID", "degrees")
+def _(method: Any) -> Any:
+    def mutant(options: Any, *args: Any) -> int:
+        return method.choose_degree(options._replace(ulysses_degree=0), *args)
+
+    return replace(method, choose_degree=mutant)
+
+
+# --- the double ring
+plant = in_area("the double ring")
 
 
 @plant("rows that crossed are those of the host before", "transport.relayed:RelayedIncoming._begin", "double ring")
