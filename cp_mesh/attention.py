@@ -119,8 +119,8 @@ def attention(
         value: like ``key``; its head dim may differ where the kernel allows.
         mesh: the 1-D mesh of the cp axis, or its ProcessGroup; or a 2-D mesh whose two axes, of names that begin with
             "cp", are the cp axis together, ``mesh["cp_ring", "cp_ulysses"]``: the hybrid exchanges heads over the
-            second. Required for local tensors; for DTensors it tells which axis of their mesh is cp, or which two, if
-            ``seq_dim`` is not given and no axis is named "cp".
+            second, and the double ring takes it for the ranks of a host. Required for local tensors; for DTensors it
+            tells which axis of their mesh is cp, or which two, if ``seq_dim`` is not given and no axis is named "cp".
         seq_dim: the sequence dim: 2 = [B, H, S, D], 1 = [B, S, H, D], 0 = [T, H, D]. None: 2, as in SDPA. Neither
             shapes nor placements tell heads from rows, so pass it for the other formats.
         seq_len: tokens in the whole sequence. None: local length x cp_size (DTensors: their global length). Shards of
@@ -146,7 +146,8 @@ def attention(
             several ranks of a host need cross to it once. "auto" takes the ring.
         kernel: "auto", "fa4", "fa3", "cudnn", "fa2", "fa2_package", "efficient", "triton", "cpu_flash" or "reference".
             "auto" takes the first that can serve the call; all ranks must have the same packages installed.
-        transport: "auto", "functional" or "symmetric_memory" (GPUs of one NVLink host; "auto" takes it there).
+        transport: "auto", "functional" or "symmetric_memory" (GPUs of one NVLink host; "auto" takes it there). Of the
+            double ring within each host; between hosts it is functional.
         ulysses_degree: of the hybrid, a divisor of the ranks and of the query heads. None: the size of the second axis
             of a 2-D mesh; else the largest that divides the ranks and the kv heads, or if that is 1, the query heads.
         inner_ring_size: of the double ring, the cp ranks of each host, which follow one another. None: the size of the
