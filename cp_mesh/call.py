@@ -156,10 +156,8 @@ def make_scores(options: Options, tensors: Tensors, dtype: torch.dtype) -> Score
     )
 
 
-def check_choice(what: str, got: str, allowed: tuple[str, ...], nearest: str, later: tuple[str, ...]) -> None:
-    """Refuse a name that is none of those allowed; ``later`` are names of what does not exist yet."""
-    if got in later:
-        raise UnsupportedError(f"{what}={got!r} does not exist yet; {what}={nearest!r} works")
+def check_choice(what: str, got: str, allowed: tuple[str, ...], nearest: str) -> None:
+    """Refuse a name that is none of those allowed."""
     if got not in allowed:
         close = get_close_matches(got.lower().replace("-", "_"), allowed, 1, cutoff=0.8)
         refuse(what, f"one of {', '.join(allowed)}", repr(got), f"{what}={[*close, nearest][0]!r} works")

@@ -148,7 +148,7 @@ def explain(
             known = ", ".join(SCORE_OPTIONS)
             refuse("explain: scores", f"names of {known}", repr(name), "see attention")
     if isinstance(machine, str):
-        check_choice("explain: machine", machine, tuple(MACHINES), "h200", later=())
+        check_choice("explain: machine", machine, tuple(MACHINES), "h200")
         machine = MACHINES[machine]
     if machine is not None:
         device = "cuda"
@@ -158,7 +158,7 @@ def explain(
         gpus_per_host = machine.gpus_per_host if machine else cp_size
     if gpus_per_host < 1:
         refuse("explain: gpus_per_host", "1 at least", gpus_per_host, "gpus_per_host=8 is that of an H200 host")
-    check_choice("kernel", kernel, ("auto", *KERNELS), "auto", later=())
+    check_choice("kernel", kernel, ("auto", *KERNELS), "auto")
     transport = _transport(transport, device, cp_size, gpus_per_host)
     num_kv_heads = num_kv_heads or num_heads or 1
     if (num_heads or num_kv_heads) % num_kv_heads:
@@ -203,7 +203,7 @@ def explain(
 
 
 def _transport(name: str, device: str, cp_size: int, gpus_per_host: int) -> str:
-    check_choice("transport", name, TRANSPORTS, "functional", later=())
+    check_choice("transport", name, TRANSPORTS, "functional")
     hosts = -(-cp_size // gpus_per_host)
     if cp_size == 1:
         return "functional"

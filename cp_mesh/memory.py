@@ -24,7 +24,8 @@ Functional collectives have no symmetric memory. They hold the keys of stage s a
 rows that the next one serves, gradients of stages s - 1 and s on their way, and those that arrived. In the forward the
 local tiles come first, beside the rows of the first stage and the copies that it serves.
 
-All-gather has one stage. For Ulysses there is no formula here: it holds a copy of q, k, v and out of B·(H/cp) heads.
+All-gather has one stage. For Ulysses and the hybrid there is no formula here: they hold a copy of q, k, v and out, of
+a rank's heads and the rows of its inner group.
 
 Not counted: gradients of the scores' tensors while they are summed in fp32. That of a dense bias is 4 bytes an element
 of the bias, on top of the result.

@@ -105,7 +105,7 @@ def _resolve(
     scores = make_scores(options, Tensors(), accumulation_dtype(q.dtype))
     features = scores.features if of_tensors is None else of_tensors
     method = choose_method(options.method)
-    check_choice("transport", options.transport, TRANSPORTS, "functional", later=())
+    check_choice("transport", options.transport, TRANSPORTS, "functional")
     check_tensors(q, k, v)
     documents, key_padding = (None if x is None else x.tensor for x in (ids, padding))
     layout = parse_layout(options.layout, None if index is None else index.tensor)

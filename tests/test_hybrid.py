@@ -5,6 +5,7 @@ That it is exact is shown with the other methods in test_parity.py, and what it 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,9 +17,11 @@ from dense import dense_attention, dense_mask, make_qkv
 from model import Core
 from ranks import mesh, num_collectives
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from cp_mesh import (
+    ArgumentError,
     ContextParallel,
     Contiguous,
     ShardedSequence,
@@ -26,6 +29,7 @@ from cp_mesh import (
     ZigZag,
     attention,
     parallelize,
+    verify,
 )
 from cp_mesh.layouts import Layout, Run
 from cp_mesh.methods.joined import join, pieces_of_group, rows_of_group
@@ -113,52 +117,83 @@ def test_the_degree_is_used(pool: Any) -> None:
 # Two axes of a mesh.
 
 
-def over_two_axes(rank: int, shape: tuple[int, int], compiled: bool) -> list[str]:
-    """Local tensors, DTensors of both axes and a core, over one mesh."""
-    grid, problems = mesh(shape, ("cp_ring", "cp_ulysses")), []
+def over_two_axes(rank: int, shape: tuple[int, ...], compiled: bool) -> list[str]:
+    """Local tensors, DTensors and a core, over a mesh of two cp axes, and of tp beside them."""
+    grid, problems = mesh(shape, ("cp_ring", "cp_ulysses", "tp")[: len(shape)]), []
     *whole, out, dq, dk, dv = wanted()
-    sequence = ShardedSequence(grid, ZigZag())
-    assert sequence.mesh.ndim == 1 and sequence.cp_rank == rank
-    q, k, v, dout, *results = (sequence.shard(x, dim=2) for x in (*whole, out, dq, dk, dv))
+    cp = grid["cp_ring", "cp_ulysses"]
+    sequence = ShardedSequence(cp, ZigZag())
+    assert sequence.mesh.ndim == 1 and sequence.cp_size == shape[0] * shape[1]
+
+    def own(x: Tensor) -> Tensor:  # of 8 and 4 heads
+        rows = sequence.shard(x, dim=2)
+        return rows if len(shape) == 2 else rows.chunk(2, dim=1)[grid.get_local_rank("tp")].contiguous()
+
+    q, k, v, dout, *results = map(own, (*whole, out, dq, dk, dv))
 
     def hybrid(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return attention(q, k, v, mesh=grid, method="hybrid")
+        return attention(q, k, v, mesh=cp, method="hybrid")
 
-    fn = torch.compile(hybrid, backend="aot_eager", fullgraph=True) if compiled else hybrid
+    function = torch.compile(hybrid, backend="aot_eager", fullgraph=True) if compiled else hybrid
     core = parallelize(Core(), sequence.mesh, {"": ContextParallel(sequence, method="hybrid")})
-    for words, call, placed in (
-        ("local", fn, False),
-        ("DTensors", fn, True),
-        ("core", core, True),
-        ("core", core, False),
-    ):
-        if compiled and call is core:
-            continue
-        given = [DTensor.from_local(x, grid, [Shard(2)] * 2) if placed else x for x in (q, k, v, dout)]
+    everywhere = grid, [Shard(2), Shard(2), Shard(1)][: len(shape)]
+    calls: list[tuple[str, Any, Any]] = [("local", function, None), ("DTensors", function, everywhere)]
+    if not compiled:
+        calls += [("core", core, None), ("core of DTensors", core, everywhere)]
+        calls += [("core of DTensors over tp", core, (grid["tp"], [Shard(1)]))] if len(shape) == 3 else []
+    for words, call, placed in calls:
+        given = [x if placed is None else DTensor.from_local(x, *placed) for x in (q, k, v, dout)]
         leaves = [x.detach().requires_grad_() for x in given[:3]]
         before = num_collectives()
         got = call(*leaves)
         got.backward(given[3])
         count, all_of = num_collectives() - before, [got.detach(), *(x.grad for x in leaves)]
-        if placed:
-            assert all(x.placements == (Shard(2), Shard(2)) for x in all_of)
+        if placed is not None:
+            assert all(list(x.placements) == placed[1] for x in all_of)
             all_of = [x.to_local() for x in all_of]
         problems += off(all_of, results, f"{words} over {shape}")
-        stages, swaps = (0 if shape[0] == 1 else 1), (0 if shape[1] == 1 else 2)
-        stages = 2 if shape[0] == 4 else stages
+        stages, swaps = {1: 0, 2: 1, 4: 2}[shape[0]], 2 * (shape[1] > 1)
         if count != 3 * stages + 2 * swaps:  # fetch, fetch again and deliver; there and home in both passes
             problems.append(f"{words} over {shape}: {count} collectives")
     return problems
 
 
 @pytest.mark.parametrize(
-    "shape", [(2, 2), pytest.param((1, 4), marks=pytest.mark.full), pytest.param((4, 1), marks=pytest.mark.full)]
+    "shape", [(2, 2), (2, 2, 2), *(pytest.param(shape, marks=pytest.mark.full) for shape in ((1, 4), (4, 1)))], ids=str
 )
-def test_two_axes_are_one(pool: Any, shape: tuple[int, int]) -> None:
-    """Their own groups are used: no other is made."""
-    report(pool(4).run(over_two_axes, shape, False))
+def test_two_axes_are_one(pool: Any, shape: tuple[int, ...]) -> None:
+    """Their own groups are used: to make others would be a collective."""
+    report(pool(math.prod(shape)).run(over_two_axes, shape, False))
 
 
 @pytest.mark.full
 def test_two_axes_compiled(pool: Any) -> None:
     report(pool(4).run(over_two_axes, (2, 2), True, timeout=180.0))
+
+
+def wrong_order(rank: int) -> str:
+    grid = DeviceMesh("cpu", torch.tensor([[0, 2], [1, 3]]), mesh_dim_names=("cp_ring", "cp_ulysses"))
+    with pytest.raises(ArgumentError) as raised:
+        ShardedSequence(grid)
+    return str(raised.value)
+
+
+def test_axes_in_another_order_are_refused(pool: Any) -> None:
+    """Ranks of a group are in the order of their numbers, so that of the mesh must be the same."""
+    for words in pool(4).run(wrong_order):
+        assert "ranks that rise along its axes" in words and "name the outer axis first" in words
+
+
+def verified(rank: int) -> list[str]:
+    grid = mesh((2, 2), ("cp_ring", "cp_ulysses"))
+    axis = mesh((4,), ("cp",))
+    sinks = {"sinks": torch.linspace(-1, 1, 4)}
+    return [
+        str(verify(grid, seq_len=37, method="hybrid", scores=sinks)),
+        str(verify(axis, seq_len=37, method="hybrid", ulysses_degree=2, layout=Striped())),
+    ]
+
+
+def test_verify_proves_it(pool: Any) -> None:
+    for reports in pool(4).run(verified):
+        assert all(words.startswith("exact") for words in reports)

@@ -110,14 +110,15 @@ def test_options_of_other_methods(pool, full, method, strength, cp_size):
         report(pool(cp_size).run(parity_on_ranks, (cp_size,), ("cp",), cases[begin : begin + 200], timeout=300))
 
 
-def captured(rank: int) -> list[str]:
-    cases = [Case(layout, "causal", 13, method="ulysses") for layout in ("contiguous", "zigzag", "striped")]
+def captured(rank: int, method: str) -> list[str]:
+    cases = [Case(layout, "causal", 13, method=method) for layout in ("contiguous", "zigzag", "striped")]
     with mock.patch("cp_mesh.methods.ulysses.stream_of", return_value=None):
-        return parity_on_ranks(rank, (2,), ("cp",), cases)
+        return parity_on_ranks(rank, (dist.get_world_size(),), ("cp",), cases)
 
 
-def test_an_order_of_runs_is_made_anew_while_a_graph_is_captured(pool):
-    report(pool(2).run(captured))
+@pytest.mark.parametrize(("method", "cp_size"), [("ulysses", 2), ("hybrid", 4)])
+def test_an_order_of_runs_is_made_anew_while_a_graph_is_captured(pool, method, cp_size):
+    report(pool(cp_size).run(captured, method))
 
 
 def refusals(rank: int, method: str, cells: Sequence[tuple[tuple[int, int], int | None]]) -> list[str]:

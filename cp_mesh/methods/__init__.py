@@ -17,7 +17,7 @@ def choose_method(name: str) -> Method:
     Raises:
         ArgumentError: for unknown names.
     """
-    check_choice("method", name, ("auto", *METHODS), "ring", later=())
+    check_choice("method", name, ("auto", *METHODS), "ring")
     return METHODS["ring" if name == "auto" else name]
 
 

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,6 +44,7 @@ from report import PASSES, RESULTS, Entrant, Report, Times, machine  # noqa: E40
 from cp_mesh import Contiguous, Mask  # noqa: E402
 from cp_mesh import attention as cp_attention  # noqa: E402
 from cp_mesh.dense import dense_attention as plain_products  # noqa: E402
+from cp_mesh.groups import known_parts  # noqa: E402
 from cp_mesh.kernels.scores import Scores  # noqa: E402
 from cp_mesh.transport import choose_transport, release  # noqa: E402
 
@@ -566,7 +568,9 @@ def main(argv: Sequence[str] | None = None, more: Sequence[Contestant] = ()) -> 
                     verdicts[heads, mask] = run_gate(ranks, replace(case, local_len=args.gate_len), chosen)
                 run_case(ranks, case, chosen, verdicts[heads, mask], args, report)
                 gc.collect()
-                release(ranks.mesh.get_group())  # so that the next case is charged for its own needs only
+                whole = ranks.mesh.get_group()
+                for group in (whole, *chain(*known_parts(whole))):
+                    release(group)  # so that the next case is charged for its own needs only
                 if ranks.device.type == "cuda":
                     torch.cuda.empty_cache()
     ranks.print(f"{time.perf_counter() - begin:.0f} s")
