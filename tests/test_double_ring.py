@@ -411,6 +411,28 @@ def test_a_mesh_of_two_axes_or_an_option_says_the_ranks_of_a_host(pool):
     report(pool(4).run(on_two_axes))
 
 
+def compiled(rank: int) -> list[str]:
+    axes, axis, problems = mesh((2, 2), ("cp_outer", "cp_inner")), mesh((4,), ("cp",)), []
+    rows = ZigZag().positions(24, 4, rank)
+    q, k, v, dout = (x[:, :, rows].requires_grad_() for x in make_qkv(1, 4, 2, 24, 4))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        first = cp_mesh.attention(q, k, v, mesh=axes, method="double_ring")
+        return cp_mesh.attention(first, k, v, mesh=axis, method="double_ring", inner_ring_size=2)
+
+    results = []
+    for call in (attend, torch.compile(attend, backend="aot_eager", fullgraph=True)):
+        out = call(q, k, v)
+        results.append([out, *torch.autograd.grad(out, (q, k, v), dout)])
+    for eager, traced in zip(*results, strict=True):
+        problems += [] if torch.equal(eager, traced) else [f"off by {gap(traced, eager)}"]
+    return problems
+
+
+def test_it_compiles_whole(pool):
+    report(pool(4).run(compiled, timeout=120.0))
+
+
 def disagree(rank: int) -> None:
     q, k, v, _ = make_qkv(1, 4, 2, 6, 4)
     with cp_mesh.check_mode():
