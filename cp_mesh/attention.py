@@ -200,7 +200,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor | 
                 refuse(name, "a tensor", type(x).__name__, "use torch.as_tensor")
         axis = find_cp_axis((query, key, value), asked.mesh, asked.seq_dim)
         group = axis.group
-        asked = of_axes(asked)
+        asked = with_degree(asked)
         query, key, value = autocast(query, key, value)
         call = _make_call(query, key, value, axis, asked)
     except Exception as error:
@@ -221,16 +221,17 @@ def attend(query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor | 
     return (out, lse) if asked.return_lse else out
 
 
-def of_axes(asked: Asked) -> Asked:
-    """With the size of inner groups that a mesh of two axes says."""
+def with_degree(asked: Asked) -> Asked:
+    """The same with the size of inner groups that a mesh of two axes says."""
     is_hybrid = asked.method == "hybrid"
     if not (is_hybrid or asked.method == "double_ring"):
         return asked
     if not isinstance(asked.mesh, DeviceMesh) or asked.mesh.ndim == 1:
         return asked
     name, given = ("ulysses_degree", asked.ulysses_degree) if is_hybrid else ("inner_ring_size", asked.inner_ring_size)
-    if given not in (None, inner := asked.mesh.size(1)):
-        refuse(name, f"{inner}, as the mesh's second axis has", given, "leave it out")
+    inner = asked.mesh.size(1)
+    if given is not None and (type(given) is not int or given != inner):
+        refuse(name, f"{inner}, as the mesh's second axis has", _shown(given), "leave it out")
     return asked._replace(ulysses_degree=inner) if is_hybrid else asked._replace(inner_ring_size=inner)
 
 

@@ -103,12 +103,13 @@ class ContextParallel(ParallelStyle):
         check_layout("ContextParallel", layout)
         self.sequence, self.mask, self.layout = sequence, mask, layout
         self.scores = scores if callable(scores) else _check_scores(scores or {})
+        of_axes = sequence.ulysses_degree
         self.options: dict[str, Any] = {
             "kernel": kernel,
             "method": method,
             "transport": transport,
-            "ulysses_degree": ulysses_degree or (sequence.ulysses_degree if method == "hybrid" else None),
-            "inner_ring_size": inner_ring_size or (sequence.ulysses_degree if method == "double_ring" else None),
+            "ulysses_degree": of_axes if ulysses_degree is None and method == "hybrid" else ulysses_degree,
+            "inner_ring_size": of_axes if inner_ring_size is None and method == "double_ring" else inner_ring_size,
             "head_chunks": head_chunks,
             "deterministic": deterministic,
         }

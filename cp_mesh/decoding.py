@@ -84,7 +84,7 @@ def decode(
         key: [B, K, rows, D], this rank's keys, in any order; ranks may hold unequal numbers of them, or none. H is a
             multiple of K.
         value: [B, K, rows, Dv]; Dv may differ from D where the kernel allows.
-        mesh: the 1-D mesh of the cp axis, or its ProcessGroup.
+        mesh: as in `cp_mesh.attention`.
         q_positions: int64 [n], positions of the queries, on their device. None, with ``k_positions``, on every rank:
             all queries see all keys, as one does that comes after them.
         k_positions: int64 [rows], positions of this rank's keys. No query sees keys at ``cp_mesh.decoding.UNUSED``.

@@ -71,7 +71,11 @@ class ShardedSequence:
             hint = 'pass the cp axis alone, mesh["cp"], or two of such names, mesh["cp_ring", "cp_ulysses"]'
             refuse("ShardedSequence.mesh", 'a 1-D DeviceMesh, or a 2-D one of axes "cp..."', self.mesh, hint)
         if self.mesh.ndim == 2:
-            object.__setattr__(self, "ulysses_degree", self.ulysses_degree or self.mesh.size(1))
+            inner = self.mesh.size(1)
+            if self.ulysses_degree not in (None, inner):
+                expected = f"{inner}, as the mesh's second axis has"
+                refuse("ShardedSequence.ulysses_degree", expected, self.ulysses_degree, "leave it out")
+            object.__setattr__(self, "ulysses_degree", inner)
             object.__setattr__(self, "mesh", flat(self.mesh))
         if not isinstance(self.layout, Layout):
             refuse("ShardedSequence.layout", "a Layout", self.layout, "ZigZag(), with parentheses")

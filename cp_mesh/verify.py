@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_mesh.agreement import check_mode
-from cp_mesh.attention import Asked, attention, of_axes
+from cp_mesh.attention import Asked, attention, with_degree
 from cp_mesh.call import SCORE_OPTIONS, Options, Tensors, make_scores, seed_tensor
 from cp_mesh.dense import Dense, dense_attention
 from cp_mesh.errors import refuse
@@ -171,7 +171,7 @@ def verify(
     fixed = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     by_name: dict[str, Any] = {"method": method, "kernel": kernel, "deterministic": fixed}
     sizes: dict[str, Any] = {"ulysses_degree": ulysses_degree, "inner_ring_size": inner_ring_size}
-    asked = of_axes(Asked(axes, method=method, **sizes))
+    asked = with_degree(Asked(axes, method=method, **sizes))
     by_name |= {name: getattr(asked, name) or 0 for name in sizes}
     options = Options(layout.spec(), mask.spec(), scale, softcap, dropout_p, **by_name)
     tensors = Tensors(mask.documents, mask.key_padding, layout.tensor, **held)

@@ -287,6 +287,16 @@ class Case:
         """Batch size and head dims: a packed call has no batch, and only the reference takes unlike head dims."""
         return self.sizes or ((B if self.seq_dim else 1), D, (E if self.kernel == "reference" else D))
 
+    def degree(self, cp_size: int) -> int | None:
+        """Of inner groups, if there are several of several ranks; of the double ring as the call says."""
+        if self.method not in ("hybrid", "double_ring"):
+            return None
+        if self.method == "double_ring":
+            degree = self.options.get("inner_ring_size", 1)
+            return degree if 1 < degree < cp_size else None
+        degree = self.options.get("ulysses_degree") or largest_degree(cp_size, self.heads)
+        return degree if 1 < degree < cp_size else None
+
     def make_layout(self) -> Layout:
         if isinstance(self.layout, Layout):
             return self.layout
@@ -463,9 +473,7 @@ def parity_on_ranks(
     for case in cases:
         partial: list[tuple[str, Tensor, Tensor]] = []
         try:
-            degree = case.options.get("ulysses_degree") or case.options.get("inner_ring_size")
-            degree = None if degree in (1, grid["cp"].size()) else degree  # there is one group
-            with recording(grid["cp"], degree) if recorded else nullcontext() as notes:
+            with recording(grid["cp"], case.degree(grid["cp"].size())) if recorded else nullcontext() as notes:
                 problems += parity(case, grid["cp"], partial, seed)
             for name, part, whole in partial:
                 dist.all_reduce(part, group=grid["cp"].get_group())

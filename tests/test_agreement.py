@@ -93,6 +93,11 @@ CASES = {
     "dtype": Case(("same dtype", "cp rank 1: torch.float32"), lambda: tensors(dtype=torch.float32)),
     "scale": Case(("same options", "scale=0.5"), lambda: {"scale": 0.5}),
     "kernel": Case(("same options", "kernel=reference"), lambda: {"kernel": "reference"}),
+    "degree": Case(
+        ("same options", "ulysses_degree=0", "ulysses_degree=1"),
+        lambda: {"method": "hybrid", "ulysses_degree": 1},
+        lambda: {"method": "hybrid"},
+    ),
     "determinism": Case(("same options", "deterministic=True"), lambda: {"deterministic": True}),
     "sinks": Case(
         ("same sinks", "torch.float64 (4,)"),

@@ -637,6 +637,9 @@ CASES: dict[str, Case] = {
     "sequence over two axes": refused(ARGUMENT, "ShardedSequence.mesh", "1-D DeviceMesh", 'mesh["cp"]')(
         lambda: ShardedSequence(cp_tp())
     ),
+    "sequence of another degree than its mesh": refused(
+        ARGUMENT, "ShardedSequence.ulysses_degree", "2, as the mesh's second axis has, got 4", "leave it out"
+    )(lambda: ShardedSequence(cp_of_two_axes(), ulysses_degree=4)),
     "sequence without mesh": refused(ARGUMENT, "ShardedSequence.mesh", "1-D DeviceMesh", "None")(
         lambda: ShardedSequence(None)
     ),
