@@ -191,7 +191,7 @@ def banded(memories: Sequence[str]) -> list[Case]:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("method", "cp_size"), [(x, n) for x, n in OTHERS_ON_RANKS if n == 4 and x in OF_GROUPS or n in (2, 3)]
+    ("method", "cp_size"), [(x, n) for x, n in OTHERS_ON_RANKS if (n == 4 and x in OF_GROUPS) or n in (2, 3)]
 )
 def test_cpu_flash_of_other_methods(pool, method, cp_size):
     cases = [replace(case, method=method) for case in banded(("contiguous", "strided"))]
