@@ -460,7 +460,7 @@ def test_two_launchers():
         for host in range(2)
     ]
     try:
-        printed = [launcher.communicate(timeout=120)[0] for launcher in launchers]
+        printed = [launcher.communicate(timeout=240)[0] for launcher in launchers]
     finally:
         for launcher in launchers:
             launcher.kill()
