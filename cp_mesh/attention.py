@@ -66,6 +66,7 @@ class Asked(NamedTuple):
     kernel: str = "auto"
     transport: str = "auto"
     ulysses_degree: int | None = None
+    inner_ring_size: int | None = None
     head_chunks: int | None = None
     deterministic: bool | None = None
     return_lse: bool = False
@@ -94,6 +95,7 @@ def attention(
     kernel: str = "auto",
     transport: str = "auto",
     ulysses_degree: int | None = None,
+    inner_ring_size: int | None = None,
     head_chunks: int | None = None,
     deterministic: bool | None = None,
     return_lse: bool = False,
@@ -117,8 +119,8 @@ def attention(
         value: like ``key``; its head dim may differ where the kernel allows.
         mesh: the 1-D mesh of the cp axis, or its ProcessGroup; or a 2-D mesh whose two axes, of names that begin with
             "cp", are the cp axis together, ``mesh["cp_ring", "cp_ulysses"]``: the hybrid exchanges heads over the
-            second. Required for local tensors; for DTensors it tells which axis of their mesh is cp, or which two, if
-            ``seq_dim`` is not given and no axis is named "cp".
+            second, and the double ring takes it for the ranks of a host. Required for local tensors; for DTensors it
+            tells which axis of their mesh is cp, or which two, if ``seq_dim`` is not given and no axis is named "cp".
         seq_dim: the sequence dim: 2 = [B, H, S, D], 1 = [B, S, H, D], 0 = [T, H, D]. None: 2, as in SDPA. Neither
             shapes nor placements tell heads from rows, so pass it for the other formats.
         seq_len: tokens in the whole sequence. None: local length x cp_size (DTensors: their global length). Shards of
@@ -140,15 +142,18 @@ def attention(
         method: how keys come to queries. "ring": by stages, one under way while another is computed. "all_gather":
             all at once behind the local blocks, for the fewest kernel calls. "ulysses": each rank computes some heads
             of the whole sequence; the ranks must divide the query heads. "hybrid": Ulysses among ``ulysses_degree``
-            neighbours on the cp axis, and a ring between the groups of these. "auto" takes the one of the others
-            that is predicted to be fastest in calls that follow one another (`cp_mesh/choosing.py`); `explain` tells
-            which and why. Where times are not known (CPUs, GPUs other than H200, several hosts, scores) that is the
-            ring.
+            neighbours on the cp axis, and a ring between the groups of these. "double_ring": a ring in which rows that
+            several ranks of a host need cross to it once. "auto" takes the ring, all-gather or Ulysses, whichever is
+            predicted to be fastest in calls that follow one another (`cp_mesh/choosing.py`); `explain` tells which and
+            why. Where times are not known (CPUs, GPUs other than H200, several hosts, scores) that is the ring.
         kernel: "auto", "fa4", "fa3", "cudnn", "fa2", "fa2_package", "efficient", "triton", "cpu_flash" or "reference".
             "auto" takes the first that can serve the call; all ranks must have the same packages installed.
-        transport: "auto", "functional" or "symmetric_memory" (GPUs of one NVLink host; "auto" takes it there).
+        transport: "auto", "functional" or "symmetric_memory" (GPUs of one NVLink host; "auto" takes it there). Of the
+            double ring within each host; between hosts it is functional.
         ulysses_degree: of the hybrid, a divisor of the ranks and of the query heads. None: the size of the second axis
             of a 2-D mesh; else the largest that divides the ranks and the kv heads, or if that is 1, the query heads.
+        inner_ring_size: of the double ring, the cp ranks of each host, which follow one another. None: the size of the
+            second axis of a 2-D mesh; else as LOCAL_WORLD_SIZE says, which torchrun sets.
         head_chunks: compute the kv heads, with their query heads, in this many parts one after the other: buffers of
             rows under way are those of one part, for a little less speed. None: as few as keep what a rank fetches of
             K and V within 512 MiB a part (`cp_mesh/memory.py` has the formula of the memory); of Ulysses one part.
@@ -175,13 +180,14 @@ def attention(
         torch.Size([1, 8, 512, 64])
 
     Source: ring attention, Liu et al. 2023, arXiv:2310.01889; all-gather, Llama 3, arXiv:2407.21783;
-    Ulysses, Jacobs et al. 2023, arXiv:2309.14509; the hybrid, Fang and Zhao 2024, arXiv:2405.07719.
+    Ulysses, Jacobs et al. 2023, arXiv:2309.14509; the hybrid, Fang and Zhao 2024, arXiv:2405.07719;
+    the double ring, Gu et al. 2024, arXiv:2406.18485.
     """
     return attend(
         query, key, value,
         Asked(
             mesh, seq_dim, seq_len, layout, mask, scale, softcap, sinks, alibi_slopes, relative_bias, bias, dropout_p,
-            dropout_seed, method, kernel, transport, ulysses_degree, head_chunks, deterministic,
+            dropout_seed, method, kernel, transport, ulysses_degree, inner_ring_size, head_chunks, deterministic,
             return_lse,
         ),
     )  # fmt: skip
@@ -218,13 +224,17 @@ def attend(query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor | 
 
 
 def with_degree(asked: Asked) -> Asked:
-    """The same with the degree that a mesh of two axes says."""
-    if asked.method != "hybrid" or not isinstance(asked.mesh, DeviceMesh) or asked.mesh.ndim == 1:
+    """The same with the size of inner groups that a mesh of two axes says."""
+    is_hybrid = asked.method == "hybrid"
+    if not (is_hybrid or asked.method == "double_ring"):
         return asked
-    given, inner = asked.ulysses_degree, asked.mesh.size(1)
+    if not isinstance(asked.mesh, DeviceMesh) or asked.mesh.ndim == 1:
+        return asked
+    name, given = ("ulysses_degree", asked.ulysses_degree) if is_hybrid else ("inner_ring_size", asked.inner_ring_size)
+    inner = asked.mesh.size(1)
     if given is not None and (type(given) is not int or given != inner):
-        refuse("ulysses_degree", f"{inner}, as the mesh's second axis has", _shown(given), "leave it out")
-    return asked._replace(ulysses_degree=inner)
+        refuse(name, f"{inner}, as the mesh's second axis has", _shown(given), "leave it out")
+    return asked._replace(ulysses_degree=inner) if is_hybrid else asked._replace(inner_ring_size=inner)
 
 
 def _make_call(query: Tensor, key: Tensor, value: Tensor, axis: CPAxis, asked: Asked) -> Call:
@@ -292,6 +302,7 @@ def _resolve(head_dim: int, is_local: bool, deterministic: bool, graded: bool, *
         kernel=asked.kernel,
         transport=asked.transport,
         ulysses_degree=asked.ulysses_degree or 0,
+        inner_ring_size=asked.inner_ring_size or 0,
         head_chunks=asked.head_chunks or 0,
         deterministic=deterministic if asked.deterministic is None else asked.deterministic,
         differentiable_lse=asked.return_lse and graded,
@@ -334,6 +345,7 @@ def _rules() -> tuple[tuple[str, Callable[[Any], bool], str, str], ...]:
         ("scale", _is_positive, "a positive number or None", "multiply q by a learned or negative scale instead"),
         ("softcap", _is_positive, "a positive number or None", "None leaves scores unbounded"),
         ("ulysses_degree", _is_count, "a positive int or None", "None is automatic"),
+        ("inner_ring_size", _is_count, "a positive int or None", "None is automatic"),
         ("head_chunks", _is_count, "a positive int or None", "None is automatic"),
         ("deterministic", lambda x: x is None or isinstance(x, bool), "True, False or None",
          "None follows torch.use_deterministic_algorithms"),
@@ -354,9 +366,10 @@ def _check_asked(asked: Asked) -> None:
     for name, is_right, expected, hint in _rules():
         if not is_right(x := getattr(asked, name)):
             refuse(name, expected, _shown(x), hint)
-    if asked.ulysses_degree is not None and asked.method != "hybrid":
-        got, hint = f"{asked.ulysses_degree} with method={asked.method!r}", "method='hybrid' takes it, or leave it out"
-        refuse("ulysses_degree", "None, but with method='hybrid'", got, hint)
+    for name, method in (("ulysses_degree", "hybrid"), ("inner_ring_size", "double_ring")):
+        if (x := getattr(asked, name)) is not None and asked.method != method:
+            got, hint = f"{x} with method={asked.method!r}", f"method={method!r} takes it, or leave it out"
+            refuse(name, f"None, but with method={method!r}", got, hint)
     layout, spec = asked.layout, asked.layout.spec()
     if LAYOUTS.get(spec.partition(":")[0]) is not type(layout):
         hint = "the op rebuilds layouts by name: list your class in cp_mesh.layouts.LAYOUTS"

@@ -29,9 +29,9 @@ GRADED = tuple(TERMS)
 class Options(NamedTuple):
     """The static options of a call; `spec` and `parse` are inverse.
 
-    ``softcap`` 0 is none, ``ulysses_degree`` and ``head_chunks`` 0 are automatic. ``as_inputs``: results lie in memory
-    as the inputs do; else they are contiguous. ``of_root``: ``seq_len`` must be that of the `ShardedModel` in whose
-    forward the call is.
+    ``softcap`` 0 is none, ``ulysses_degree``, ``inner_ring_size`` and ``head_chunks`` 0 are automatic. ``as_inputs``:
+    results lie in memory as the inputs do; else they are contiguous. ``of_root``: ``seq_len`` must be that of the
+    `ShardedModel` in whose forward the call is.
     """
 
     layout: str
@@ -45,6 +45,7 @@ class Options(NamedTuple):
     kernel: str = "auto"
     transport: str = "auto"
     ulysses_degree: int = 0
+    inner_ring_size: int = 0
     head_chunks: int = 0
     deterministic: bool = False
     differentiable_lse: bool = False

@@ -75,8 +75,8 @@ class ContextParallel(ParallelStyle):
             the layout, and like ``mask`` depends on these alone: ``layout=lambda q, k, v, packed: packed.layout``.
             Pass it on as an object: FSDP2 moves tensors to the device. None: the sequence's. Data, labels and
             `ShardedModel` need the same (`ShardedSequence.balanced`).
-        kernel, method, transport, ulysses_degree, head_chunks, deterministic: as in `cp_mesh.attention`. The degree
-            is the sequence's if it has one.
+        kernel, method, transport, ulysses_degree, inner_ring_size, head_chunks, deterministic: as in
+            `cp_mesh.attention`. The degree is the sequence's if it has one, and so is the size of a mesh of two axes.
 
     Raises:
         ArgumentError, UnsupportedError: at application on a wrong mesh, a repeated application or a cross-attention
@@ -94,6 +94,7 @@ class ContextParallel(ParallelStyle):
         method: str = "auto",
         transport: str = "auto",
         ulysses_degree: int | None = None,
+        inner_ring_size: int | None = None,
         head_chunks: int | None = None,
         deterministic: bool | None = None,
     ) -> None:
@@ -102,13 +103,13 @@ class ContextParallel(ParallelStyle):
         check_layout("ContextParallel", layout)
         self.sequence, self.mask, self.layout = sequence, mask, layout
         self.scores = scores if callable(scores) else _check_scores(scores or {})
+        of_axes = sequence.ulysses_degree
         self.options: dict[str, Any] = {
             "kernel": kernel,
             "method": method,
             "transport": transport,
-            "ulysses_degree": sequence.ulysses_degree
-            if ulysses_degree is None and method == "hybrid"
-            else ulysses_degree,
+            "ulysses_degree": of_axes if ulysses_degree is None and method == "hybrid" else ulysses_degree,
+            "inner_ring_size": of_axes if inner_ring_size is None and method == "double_ring" else inner_ring_size,
             "head_chunks": head_chunks,
             "deterministic": deterministic,
         }

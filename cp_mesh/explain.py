@@ -195,8 +195,8 @@ def explain(
         keys_seen(mask, seq_len),
     )
     named = choose_method(method).name
-    if named == "hybrid":
-        hint = "method='ring' and method='ulysses' tell of its two parts"
+    if named in ("hybrid", "double_ring"):
+        hint = "method='ring' and method='ulysses' tell of its parts"
         refuse("explain: method", "ring, all_gather or ulysses", repr(named), hint, UnsupportedError)
     choice = setting.choose(layout) if method == "auto" else None
     found = setting.look_at(layout, choice.method if choice else named)

@@ -69,8 +69,8 @@ def _agree(plan: Plan, group: dist.ProcessGroup, q: Tensor, k: Tensor, v: Tensor
         for name in OF_ROWS
         if (x := given.pop(name)) is not None
     }
-    names = ("scale", "softcap", "dropout_p", "method", "ulysses_degree", "kernel", "transport", "head_chunks",
-             "deterministic")  # fmt: skip
+    names = ("scale", "softcap", "dropout_p", "method", "ulysses_degree", "inner_ring_size", "kernel",
+             "transport", "head_chunks", "deterministic")  # fmt: skip
     require_agreement(
         group,
         {

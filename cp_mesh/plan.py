@@ -31,6 +31,7 @@ from cp_mesh.machines import machine_of
 from cp_mesh.masks import NONE, parse_mask
 from cp_mesh.methods import choose_method
 from cp_mesh.methods.contract import Plan, covers_of
+from cp_mesh.methods.double_ring import ranks_per_host
 from cp_mesh.owned import Content
 from cp_mesh.schedule import Schedule
 from cp_mesh.transport import TRANSPORTS, choose_transport
@@ -75,6 +76,8 @@ def make_plan(
             resolve = _resolve_few  # they hold memory of the device
     shapes = Operand.of(q), Operand.of(k), Operand.of(v)
     features = None if scores is None else scores.features
+    if options.method == "double_ring" and not options.inner_ring_size:
+        options = options._replace(inner_ring_size=ranks_per_host(dist.get_process_group_ranks(group)))
     given = *shapes, *contents, features, seq_len, group.size(), group.rank()
     plan = resolve(*given, options)
     if options.method == "auto" and group.size() > 1 and not (q.is_meta or isinstance(q, FakeTensor)):

@@ -8,6 +8,10 @@ Steps are taken in stages, which a method groups as it likes. The rows of a stag
 source, so full tiles of several sources become one: fewer and larger kernel calls. A zigzag rank's sources below it are
 all visited before those above it, and each side needs one call a stage. The ring's stages are of 1, 2, 4, 4, ... steps:
 a small first one keeps the wait for it short, and each computes long enough to hide the fetch of the next.
+
+Over hosts of n ranks (the double ring) rank r is ``host * n + place`` and visits host after host, its own first: step
+i works on the keys of host ``(host - i // n) mod hosts``, place ``(place - i mod n) mod n``. With one host that is the
+step above.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -77,10 +82,13 @@ class Route:
     Attributes:
         stages: this rank's, in order; all ranks have the same number of them.
         needed: int64 [receiver, source], how many of the source's rows the receiver fetches; the same on every rank.
+        visits: how the rows come where they cross from host to host once (`cp_mesh.relays`), this rank's host first;
+            none where each rank fetches them from their owners.
     """
 
     stages: tuple[Stage, ...]
     needed: Array
+    visits: tuple[Visit, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -105,6 +113,29 @@ class Route:
 
 
 @dataclass(frozen=True, eq=False)
+class Visit:
+    """The stages that work on the keys of one host, as the ranks of this rank's host share them.
+
+    Each rank holds a buffer that the others read: of this host its own rows; of another one those rows of the rank in
+    its place there that some rank of this host fetches, which cross to it once.
+
+    Attributes:
+        crossing: what this rank receives of the rank in its place on that host, and sends to that in its place on the
+            host which visits this one; ranks are numbers of hosts. None of this host.
+        route: the stages that move rows within this host; ranks are places, and rows those of the buffers.
+        own: the rows of this rank's buffer that it reads itself, as a stage of its own; None if no rank does.
+        shared: the rows of this rank's buffer that gradients arrive for, counted as their owner does.
+        num_rows: of the buffer.
+    """
+
+    crossing: Stage | None
+    route: Route
+    own: Stage | None
+    shared: Ranges
+    num_rows: int
+
+
+@dataclass(frozen=True, eq=False)
 class Schedule:
     """What one rank computes, fetches and serves.
 
@@ -120,6 +151,7 @@ class Schedule:
         covers: kinds of tile that occur on any rank: "full", "causal", "window", "pairs", "segments" (with "window" if
             a band of theirs is neither full nor causal); the same on every rank.
         min_keys: fewest keys of any kernel call on any rank, or a little less, see `Facts`; the same on every rank.
+        host_size: ranks that are visited one after the other before those of the next host; cp_size if there is one.
     """
 
     cp_rank: int
@@ -133,6 +165,7 @@ class Schedule:
     overlapping: bool
     covers: frozenset[str]
     min_keys: int
+    host_size: int
 
     @cached_property
     def tiles(self) -> tuple[tuple[Tile, ...], ...]:
@@ -146,11 +179,11 @@ class Schedule:
 
     def source(self, step: int) -> int:
         """The rank whose keys this rank visits in ``step``."""
-        return (self.cp_rank - step) % self.cp_size
+        return int(_peer(self.cp_rank, -1, step, self.cp_size, self.host_size))
 
     def receiver(self, step: int) -> int:
         """The rank that visits this rank's keys in ``step``."""
-        return (self.cp_rank + step) % self.cp_size
+        return int(_peer(self.cp_rank, 1, step, self.cp_size, self.host_size))
 
     @property
     def num_pairs(self) -> int:
@@ -168,6 +201,19 @@ class Schedule:
 
 def num_rows(ranges: Iterable[Rows]) -> int:
     return sum(end - begin for begin, end in ranges)
+
+
+def _peer(rank: Any, sign: int, step: Any, cp_size: int, host_size: int) -> Any:
+    """The rank that is so many steps behind another one, or ahead of it; of integers or arrays."""
+    hosts, places = step // host_size, step % host_size
+    host, place = rank // host_size + sign * hosts, rank % host_size + sign * places
+    return host % (cp_size // host_size) * host_size + place % host_size
+
+
+def _step(receiver: Array, source: Array, cp_size: int, host_size: int) -> Array:
+    """The step in which receivers visit sources."""
+    hosts = (receiver // host_size - source // host_size) % (cp_size // host_size)
+    return hosts * host_size + (receiver - source) % host_size
 
 
 def in_rising_stages(active: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -192,6 +238,7 @@ def make_schedule(
     cp_rank: int,
     segments: bool = False,
     groups: Grouping = in_rising_stages,
+    host_size: int | None = None,
 ) -> Schedule:
     """The schedule of one rank.
 
@@ -203,24 +250,30 @@ def make_schedule(
         cp_rank: the rank.
         segments: tiles by documents (`Segments`) where these are known to be runs, instead of PARTIAL ones.
         groups: which steps make a stage, from the active ones; the same on every rank.
+        host_size: ranks of a host, a divisor of ``cp_size``; None: all of them.
     """
     found = geometry(layout, mask, seq_len, cp_size, segments)
     needed, steps, overlapping, covers, min_keys = found.facts
+    host_size = host_size or cp_size
+    if host_size < cp_size:
+        receiver, source = np.nonzero(needed)
+        steps = tuple(np.unique(_step(receiver, source, cp_size, host_size)).tolist())
     by_documents, blocks = "segments" in covers, found.of_receiver(cp_rank)
     every = np.concatenate(blocks)
     away = every[every[:, SOURCE] != cp_rank]
     fetch = unions(away[:, SOURCE], away[:, K], away[:, K_END])
     asked = found.of_source(cp_rank)
-    fetched, served = _by_rank(fetch, cp_size), _by_rank(unions(asked[:, 0], asked[:, K], asked[:, K_END]), cp_size)
+    fetched, served = by_rank(fetch, cp_size), by_rank(unions(asked[:, 0], asked[:, K], asked[:, K_END]), cp_size)
     steps_of = groups(steps)
     stage_of = np.full(cp_size, -1)  # by source; this rank's own rows are in none
     for number, group in enumerate(steps_of):
-        stage_of[[(cp_rank - step) % cp_size for step in group]] = number
+        stage_of[_peer(cp_rank, -1, np.array(group), cp_size, host_size)] = number
     placed = [_placed(table[table[:, SOURCE] != cp_rank], fetch, stage_of) for table in blocks]
     stages = []
     for number, group in enumerate(steps_of):
-        sources = sorted((cp_rank - step) % cp_size for step in group)
-        receivers = sorted((cp_rank + step) % cp_size for step in group)
+        sources, receivers = (
+            np.sort(_peer(cp_rank, sign, np.array(group), cp_size, host_size)).tolist() for sign in (-1, 1)
+        )
         stages.append(
             Stage(
                 group,
@@ -241,10 +294,12 @@ def make_schedule(
         overlapping=overlapping,
         covers=covers,
         min_keys=min_keys,
+        host_size=host_size,
     )
 
 
-def _by_rank(ranges: tuple[Array, Array, Array], cp_size: int) -> list[Ranges]:
+def by_rank(ranges: tuple[Array, Array, Array], cp_size: int) -> list[Ranges]:
+    """Ranges of each rank, from what `unions` returns."""
     rank, begin, end = ranges
     pairs = tuple(zip(begin.tolist(), end.tolist(), strict=True))
     firsts = np.searchsorted(rank, np.arange(cp_size + 1)).tolist()

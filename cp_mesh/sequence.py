@@ -46,7 +46,7 @@ class ShardedSequence:
             it is padded, or with ``pad=False`` cut in unequal shards. None: any multiple, read from the tensors.
         pad: pad the sequence at its end to a multiple, so that shards are equal.
         ulysses_degree: that of ``ContextParallel(sequence, method="hybrid")`` unless it has its own. None: of a 2-D
-            mesh, the size of its second axis.
+            mesh, the size of its second axis, which the double ring takes too.
 
     Raises:
         ArgumentError: if the mesh is none of these.

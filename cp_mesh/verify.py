@@ -91,6 +91,7 @@ def verify(
     method: str = "auto",
     transport: str = "auto",
     ulysses_degree: int | None = None,
+    inner_ring_size: int | None = None,
     head_chunks: int | None = None,
     deterministic: bool | None = None,
     seed: int = 0,
@@ -106,8 +107,9 @@ def verify(
 
     Args:
         mesh: as in `cp_mesh.attention`, a DeviceMesh; call on all of its ranks.
-        layout, mask, kernel, method, transport, ulysses_degree, head_chunks, deterministic: as in `cp_mesh.attention`;
-            prove the settings that will train. A mask with tensors needs ``seq_len``, their length.
+        layout, mask, kernel, method, transport, ulysses_degree, inner_ring_size, head_chunks, deterministic: as in
+            `cp_mesh.attention`; prove the settings that will train. A mask with tensors needs ``seq_len``, their
+            length.
         scores: options of the scores by their names in `cp_mesh.attention`: softcap, sinks, alibi_slopes,
             relative_bias, bias, dropout_p, dropout_seed (0 if left out), and scale. Tensors are equal on all
             ranks, a bias is that of the whole sequence, [.., S or 1, S] in original order; their gradients are
@@ -145,7 +147,7 @@ def verify(
     local = [x[:, :, rows].detach().requires_grad_() for x in (q, k, v)]
     settings: dict[str, Any] = {"layout": layout, "mask": mask, "kernel": kernel, "transport": transport}
     settings |= {"method": method, "head_chunks": head_chunks, "deterministic": deterministic}
-    settings |= {"ulysses_degree": ulysses_degree}
+    settings |= {"ulysses_degree": ulysses_degree, "inner_ring_size": inner_ring_size}
     given = dict(scores or {})
     if unknown := set(given) - {*SCORE_OPTIONS, "scale"}:
         names = f"names of scale, {', '.join(SCORE_OPTIONS)}"
@@ -167,8 +169,10 @@ def verify(
     softcap, dropout_p = given.get("softcap") or 0.0, given.get("dropout_p", 0.0)
     scale = given.get("scale") or head_dim**-0.5
     fixed = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-    degree = with_degree(Asked(axes, method=method, ulysses_degree=ulysses_degree)).ulysses_degree or 0
-    by_name: dict[str, Any] = {"method": method, "kernel": kernel, "deterministic": fixed, "ulysses_degree": degree}
+    by_name: dict[str, Any] = {"method": method, "kernel": kernel, "deterministic": fixed}
+    sizes: dict[str, Any] = {"ulysses_degree": ulysses_degree, "inner_ring_size": inner_ring_size}
+    asked = with_degree(Asked(axes, method=method, **sizes))
+    by_name |= {name: getattr(asked, name) or 0 for name in sizes}
     options = Options(layout.spec(), mask.spec(), scale, softcap, dropout_p, **by_name)
     tensors = Tensors(mask.documents, mask.key_padding, layout.tensor, **held)
     plan = make_plan(q[:, :, rows], k[:, :, rows], v[:, :, rows], tensors, seq_len, group, options)

@@ -44,6 +44,18 @@ class Sent:
         return sum(self.origin) * self.itemsize
 
 
+class Event(str):
+    """ "start" or "wait" of an all-to-all, among the ``ranks`` of its group."""
+
+    ranks: list[int]
+
+    @classmethod
+    def of(cls, kind: str, ranks: list[int]) -> Event:
+        event = cls(kind)
+        event.ranks = ranks
+        return event
+
+
 @dataclass
 class Recording:
     """Everything one rank sent, in order, when it began and was waited for, and what went wrong."""
@@ -66,7 +78,7 @@ class _Work(_c10d.Work):
     def wait(self, timeout: Any = None) -> bool:
         if not self.entry.waited:
             self.entry.waited = True
-            self.recording.events.append("wait")
+            self.recording.events.append(Event.of("wait", self.entry.ranks))
             self.work.wait()
             self.received.copy_(self.arrived)
             if not torch.equal(self.sent, self.version):
@@ -91,7 +103,7 @@ class _Group(dist.ProcessGroup):
     def alltoall_base(self, received: Tensor, sent: Tensor, origin: list[int], to: list[int], options: Any) -> _Work:
         entry = Sent(list(to), list(origin), sent.element_size(), dist.get_process_group_ranks(self.group))
         self.recording.sent.append(entry)
-        self.recording.events.append("start")
+        self.recording.events.append(Event.of("start", entry.ranks))
         arrived = torch.zeros_like(received)
         received.fill_(torch.nan)
         work = self.group.alltoall_base(arrived, sent, origin, to, options)

@@ -73,8 +73,9 @@ def test_options_together(pool, full, strength, cp_size):
 
 OTHERS = tuple(name for name in METHODS if name != "ring")
 OF_METHODS = FACTORS | {"heads": (*HEADS, (4, 2), (12, 3))}
-SIZES = {name: (4, 6) if name == "hybrid" else FACTORS["cp_size"] for name in OTHERS}
-"""Numbers of ranks: on fewer the hybrid is the ring or Ulysses, on these mostly 2 x 2, 2 x 3 or 3 x 2."""
+OF_GROUPS = ("hybrid", "double_ring")
+SIZES = {name: FACTORS["cp_size"] for name in OTHERS} | {"hybrid": (4, 6), "double_ring": (4,)}
+"""Numbers of ranks: on fewer these are the ring or Ulysses, here mostly 2 x 2, 2 x 3 or 3 x 2."""
 OTHERS_ON_RANKS = [(method, size) for method, sizes in SIZES.items() for size in sizes]
 
 
@@ -189,7 +190,9 @@ def banded(memories: Sequence[str]) -> list[Case]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("method", "cp_size"), [x for x in OTHERS_ON_RANKS if x[1] in (2, 3) or x == ("hybrid", 4)])
+@pytest.mark.parametrize(
+    ("method", "cp_size"), [(x, n) for x, n in OTHERS_ON_RANKS if (n == 4 and x in OF_GROUPS) or n in (2, 3)]
+)
 def test_cpu_flash_of_other_methods(pool, method, cp_size):
     cases = [replace(case, method=method) for case in banded(("contiguous", "strided"))]
     cases = [case for case in cases if serves(method, cp_size, case.heads, None)]
@@ -549,4 +552,4 @@ def low_precision(rank: int, dtype: torch.dtype, kernel: str, limit: float, meth
 )
 @pytest.mark.parametrize("method", ["ring", *(pytest.param(method, marks=pytest.mark.full) for method in OTHERS)])
 def test_low_precision(pool, dtype, limit, kernel, method):
-    report(pool(4 if method == "hybrid" else 3).run(low_precision, dtype, kernel, limit, method))
+    report(pool(4 if method in OF_GROUPS else 3).run(low_precision, dtype, kernel, limit, method))

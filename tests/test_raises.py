@@ -829,6 +829,7 @@ MEANINGFUL = {  # what may pass: by option, names of values
     "dropout_p": {"0", "a fraction", "a numpy number"},  # with a seed
     "dropout_seed": {"None", "0", "1"},
     "ulysses_degree": {"None"},
+    "inner_ring_size": {"None"},
     "head_chunks": {"None", "1"},
     "deterministic": {"None", "True"},
     "seq_dim": {"None"},

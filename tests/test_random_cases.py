@@ -87,6 +87,7 @@ def draw_trial(seed: int) -> Trial:
     H, method = K * r.randint(1, 3), r.choice(("auto", *METHODS))
     if method == "ulysses":  # heads that ranks divide
         H = tp * math.lcm(local_kv_heads, cp) * r.randint(1, 2)
+    hosts = {"inner_ring_size": math.gcd(cp, 2 + seed % 2)} if method == "double_ring" else {}
     S = r.randint(0, cp + 1) if r.random() < 0.25 else r.randint(0, 60)
     kind = r.choice(("contiguous", "zigzag", "striped", "permuted", *(["balanced", "runs"] if S else [])))
     if placed is not None:  # shards of DTensors have torch.chunk sizes
@@ -110,7 +111,7 @@ def draw_trial(seed: int) -> Trial:
         head_chunks=r.choice([n for n in (None, 1, 2, 3) if serves(method, cp, (H // tp, local_kv_heads), n)]),
         method=method,
         lse_gradient=not flash and r.random() < 0.5,
-        options=draw_options(r, placed is None and lengths_are_equal(layout, S, cp)),
+        options=draw_options(r, placed is None and lengths_are_equal(layout, S, cp)) | hosts,
     )
     if placed is None:
         return Trial(case, shape, names, recorded=r.random() < 0.3)

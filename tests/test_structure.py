@@ -34,6 +34,7 @@ FLOORS: dict[str, int] = {
     "geometry": 0,
     "segments": 0,
     "schedule": 0,
+    "relays": 0,
     # 1: know one thing each, not each other
     "kernels": 1,
     "transport": 1,

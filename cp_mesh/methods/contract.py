@@ -19,7 +19,8 @@ from torch import Tensor
 
 from cp_mesh.call import Operand, Options
 from cp_mesh.costs import Machine, PassCost
-from cp_mesh.kernels.combine import copy_together
+from cp_mesh.groups import parts_of
+from cp_mesh.kernels.combine import RowSum, copy_together
 from cp_mesh.kernels.contract import Kernel, KernelTile, Pairs
 from cp_mesh.kernels.scores import POSITIONAL, Scores
 from cp_mesh.layouts import Layout
@@ -27,7 +28,7 @@ from cp_mesh.masks import Band, Mask
 from cp_mesh.memory import ExtraMemory, Sizes
 from cp_mesh.schedule import Schedule, Stage, Tile, enclosing
 from cp_mesh.segments import Segments
-from cp_mesh.transport import make_transport
+from cp_mesh.transport import FunctionalTransport, RelayedTransport, make_transport
 from cp_mesh.transport.contract import Transport
 
 BANDS = frozenset({"full", "causal", "window"})  # tile kinds given by integers; nothing is copied to the device
@@ -40,8 +41,8 @@ class Method:
 
     Attributes:
         name: as in ``cp_mesh.attention(method=)``.
-        choose_degree: (options, q, k, cp_size) -> how many ranks exchange heads for rows, 1 if none do; refuses those
-            that it cannot serve.
+        choose_degree: (options, q, k, cp_size) -> how many ranks exchange heads for rows, or share a host; 1 if neither
+            matters. Refuses those that it cannot serve.
         make_schedule: (layout, mask, seq_len, cp_size, cp_rank, by documents, degree=) -> this rank's schedule.
         settle: (options, q, k, v, schedule, kernel, features of the scores, degree) -> the plan's settings; refuses
             options that it cannot serve.
@@ -100,7 +101,12 @@ class Plan:
 
     def open_transport(self, group: dist.ProcessGroup) -> AbstractContextManager[Transport]:
         """The transport of one pass over one chunk of heads; closed also after an exception."""
-        return closing(make_transport(self.options.transport, group, self.schedule, self.device, copy_together))
+        schedule, relayed = self.schedule, bool(self.schedule.active_steps and self.schedule.route.visits)
+        outer, inner = parts_of(group, schedule.host_size) if relayed else (group, group)
+        made = make_transport(self.options.transport, inner, schedule, self.device, copy_together)
+        if relayed:
+            made = RelayedTransport(FunctionalTransport(outer, copy_together), made, copy_together, RowSum)
+        return closing(made)
 
     @cached_property
     def reads_tensors(self) -> bool:

@@ -9,6 +9,7 @@ from cp_mesh.errors import UnsupportedError
 from cp_mesh.schedule import Schedule
 from cp_mesh.transport.contract import Copy, Swaps, Transport
 from cp_mesh.transport.functional import FunctionalSwaps, FunctionalTransport
+from cp_mesh.transport.relayed import RelayedTransport
 from cp_mesh.transport.symmetric_memory import (
     SymmetricSwaps,
     SymmetricTransport,
@@ -17,7 +18,16 @@ from cp_mesh.transport.symmetric_memory import (
     unavailable,
 )
 
-__all__ = ["TRANSPORTS", "choose_transport", "make_swaps", "make_transport", "release", "symmetric_memory_bytes"]
+__all__ = [
+    "TRANSPORTS",
+    "FunctionalTransport",
+    "RelayedTransport",
+    "choose_transport",
+    "make_swaps",
+    "make_transport",
+    "release",
+    "symmetric_memory_bytes",
+]
 
 TRANSPORTS = ("auto", "functional", "symmetric_memory")
 
@@ -50,8 +60,8 @@ def make_transport(
 ) -> Transport:
     """A transport for one pass; see `choose_transport`. Where no rank needs rows of another, nothing is asked."""
     if schedule.active_steps and choose_transport(name, group, device) == "symmetric_memory":
-        return SymmetricTransport(group, schedule, device, copy)
-    return FunctionalTransport(group, schedule, copy)
+        return SymmetricTransport(group, max(schedule.shard_lens), device, copy)
+    return FunctionalTransport(group, copy)
 
 
 def make_swaps(name: str, group: dist.ProcessGroup, seq_len: int, device: torch.device) -> Swaps:

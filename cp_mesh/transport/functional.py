@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_mesh.schedule import Route, Rows, Schedule, Stage, num_rows
+from cp_mesh.schedule import Route, Rows, Stage, num_rows
 from cp_mesh.transport.contract import Arrived, Copy, Swap, split_arrived
 from cp_mesh.transport.packing import Packing
 
@@ -38,13 +38,12 @@ class FunctionalTransport:
     """Hops over functional collectives.
 
     Args:
-        group: the cp group.
-        schedule: this rank's schedule.
+        group: the cp group, or a part of it.
         copy: of rows that are sent.
     """
 
-    def __init__(self, group: dist.ProcessGroup, schedule: Schedule, copy: Copy) -> None:
-        self._group_name, self._size, self.copy = group.group_name, schedule.cp_size, copy
+    def __init__(self, group: dist.ProcessGroup, copy: Copy) -> None:
+        self._group_name, self._size, self.copy = group.group_name, group.size(), copy
 
     def fetch(self, tensors: Sequence[Tensor], route: Route) -> FunctionalIncoming:
         return FunctionalIncoming(self, tensors, route.stages)

@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_mesh.errors import UnsupportedError
-from cp_mesh.schedule import Route, Schedule, Stage, num_rows
+from cp_mesh.schedule import Route, Stage, num_rows
 from cp_mesh.transport.contract import Arrived, Copy, Swap, split_arrived
 from cp_mesh.transport.packing import Packing
 
@@ -331,14 +331,14 @@ class SymmetricTransport:
     """Hops of one pass over symmetric memory.
 
     Args:
-        group: the cp group.
-        schedule: this rank's schedule.
+        group: the cp group, or a part of it.
+        most_rows: rows that a rank publishes, at most.
         device: this rank's CUDA device.
         copy: of rows that are published.
     """
 
-    def __init__(self, group: dist.ProcessGroup, schedule: Schedule, device: torch.device, copy: Copy) -> None:
-        self.memory, self.schedule, self.group, self.copy = group_memory(group, device), schedule, group, copy
+    def __init__(self, group: dist.ProcessGroup, most_rows: int, device: torch.device, copy: Copy) -> None:
+        self.memory, self.most_rows, self.group, self.copy = group_memory(group, device), most_rows, group, copy
         self.memory.begin()
 
     def fetch(self, tensors: Sequence[Tensor], route: Route) -> SymmetricIncoming:
@@ -360,14 +360,14 @@ class SymmetricIncoming:
     """
 
     def __init__(self, transport: SymmetricTransport, tensors: Sequence[Tensor], route: Route) -> None:
-        memory, schedule, packing = transport.memory, transport.schedule, Packing.of(tensors)
+        memory, packing = transport.memory, Packing.of(tensors)
         self._lane, self._packing, self._stages = memory.pulls, packing, route.stages
         self._under_way: deque[tuple[Tensor, Any]] = deque()
         if not route.stages:
             return
-        workspace = memory.workspace("rows", _aligned(max(schedule.shard_lens) * packing.row_bytes), transport.group)
+        workspace = memory.workspace("rows", _aligned(transport.most_rows * packing.row_bytes), transport.group)
         workspace.barrier(_MAIN)
-        _, own = workspace.rows(schedule.cp_rank, 0, tensors[0].shape[2], packing)
+        _, own = workspace.rows(transport.group.rank(), 0, tensors[0].shape[2], packing)
         transport.copy(list(zip(tensors, own, strict=True)))
         workspace.barrier(_MAIN)
         self._workspace: Workspace = workspace
@@ -401,14 +401,14 @@ class SymmetricOutgoing:
     """Gradients are pushed to a slot of their own in the owner's memory: slots of a rank lie sender after sender."""
 
     def __init__(self, transport: SymmetricTransport, packing: Packing, route: Route) -> None:
-        memory, self._schedule = transport.memory, transport.schedule
+        memory, self._group = transport.memory, transport.group
         self._lane, self._packing, self._route = memory.pushes, packing, route
         self._written: Tensor | None = None
         self._sent: deque[tuple[Tensor, Any]] = deque()
         self._num_sent, self._collected = 0, not route.stages
         self._workspace: Workspace | None = None
         if route.stages:
-            purpose = "rows" if self._schedule.cp_size == 2 else "gradients"
+            purpose = "rows" if self._group.size() == 2 else "gradients"
             nbytes = _aligned(route.most_served * packing.row_bytes)
             self._workspace = memory.workspace(purpose, nbytes, transport.group)
 
@@ -418,7 +418,7 @@ class SymmetricOutgoing:
 
     def send(self, stage: Stage) -> None:
         assert self._written is not None and self._workspace is not None, "buffer() comes before send()"
-        rank, packing = self._schedule.cp_rank, self._packing
+        rank, packing = self._group.rank(), self._packing
         self._lane.fork()
         with self._lane.entered():
             offset = 0
@@ -444,7 +444,7 @@ class SymmetricOutgoing:
         self._collected = True
         self._lane.join()
         self._sent.clear()
-        rank, packing = self._schedule.cp_rank, self._packing
+        rank, packing = self._group.rank(), self._packing
         for stage in self._route.stages:  # the order of sums is that of the other transport
             for receiver, ranges in stage.serve:
                 first = self._route.slots[receiver][rank] * packing.row_bytes

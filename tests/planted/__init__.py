@@ -17,6 +17,7 @@ the loop                     8
 gradients                   11
 other methods               13
 the hybrid                   7
+the double ring              7
 the transport               11
 plans that are kept          3
 the op and DTensors          8

@@ -382,6 +382,92 @@ def _(method: Any) -> Any:
     return replace(method, choose_degree=mutant)
 
 
+# --- the double ring
+plant = in_area("the double ring")
+
+
+@plant("rows that crossed are those of the host before", "transport.relayed:RelayedIncoming._begin", "double ring")
+def _(begin: Any) -> Any:
+    def mutant(self: Any, rows: Any) -> None:
+        kept = vars(self).setdefault("kept", rows)
+        begin(self, kept if kept[0].shape == rows[0].shape else rows)
+
+    return mutant
+
+
+@plant("gradients are summed twice where they cross", "transport.relayed:RelayedOutgoing._add", "double ring")
+def _(add: Any) -> Any:
+    def mutant(self: Any, arrived: Any) -> None:
+        arrived = list(arrived)
+        add(self, arrived * 2 if self._visit.crossing else arrived)
+
+    return mutant
+
+
+@plant("the last sums of gradients do not come home", "transport.relayed:RelayedOutgoing.collect", "double ring")
+def _(collect: Any) -> Any:
+    def mutant(self: Any) -> Any:
+        is_last, arrived = not self._visits and not self._stages, [*collect(self)]
+        return [] if is_last else arrived
+
+    return mutant
+
+
+@plant("rows cross to the host after, not from the host before", "relays:make_relayed_schedule", "double ring")
+def _(make: Any) -> Any:
+    def turned(visit: Any) -> Any:
+        stage = visit.crossing
+        if stage is None or not stage.fetch or not stage.serve:
+            return visit
+        (source, fetched), (receiver, served) = stage.fetch[0], stage.serve[0]
+        stage = replace(stage, fetch=((receiver, fetched),), serve=((source, served),))
+        return replace(visit, crossing=stage)
+
+    def mixed_up(schedule: Any) -> Any:
+        visits = tuple(map(turned, schedule.route.visits))
+        return replace(schedule, route=replace(schedule.route, visits=visits))
+
+    return with_result(make, mixed_up)
+
+
+@plant("sums are rounded before they cross", "transport.relayed:RelayedOutgoing._cross", "sums of the double ring")
+def _(cross: Any) -> Any:
+    def mutant(self: Any) -> None:
+        for total in self._sums:
+            finish = total.finish
+            total.finish = lambda into, finish=finish: finish(into).copy_(into.bfloat16())
+        cross(self)
+
+    return mutant
+
+
+@plant("every rank is a host", "methods.double_ring:DOUBLE_RING", "network of the double ring")
+def _(method: Any) -> Any:
+    return replace(method, choose_degree=lambda *_: 1)
+
+
+@plant(
+    "rows cross when their host is visited", "transport.relayed:RelayedIncoming.__init__", "overlap of the double ring"
+)
+def _(init: Any) -> Any:
+    from cp_mesh.transport.functional import FunctionalIncoming
+
+    class Late:
+        """Starts to fetch a stage when it is asked for."""
+
+        def __init__(self, transport: Any, tensors: Any, stages: Any) -> None:
+            self.given, self.stages = (transport, tensors), deque(stages)
+
+        def next(self) -> Any:
+            return FunctionalIncoming(*self.given, [self.stages.popleft()]).next()
+
+    def mutant(self: Any, transport: Any, tensors: Any, visits: Any) -> None:
+        init(self, transport, tensors, [replace(visit, crossing=None) for visit in visits])
+        self._outer = Late(transport.outer, tensors, [visit.crossing for visit in visits if visit.crossing])
+
+    return mutant
+
+
 # --- the transport
 plant = in_area("the transport")
 
