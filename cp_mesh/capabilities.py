@@ -90,12 +90,14 @@ def answer(feature: Feature, method: Method, kernel: Kernel) -> str:
         Operand(torch.Size((1, heads, TOKENS // RANKS, dim)), dtype, torch.device(device))
         for heads, dim in zip((feature.heads[0], *feature.heads[1:] * 2), (8, 8, feature.v_head_dim), strict=True)
     )
-    make = partial(method.make_schedule, layout, mask, TOKENS, RANKS, 0)
+    options = options._replace(inner_ring_size=2 if method.name == "double_ring" else 0)
     try:
+        degree = method.choose_degree(options, q, k, RANKS)
+        make = partial(method.make_schedule, layout, mask, TOKENS, RANKS, 0, degree=degree)
         schedule, _ = named_kernel(
             kernel.name, make, partial(request_of, q, v, options, features, compute_capability=capability), features
         )
-        method.settle(options, q, k, v, schedule, kernel, features, RANKS)
+        method.settle(options, q, k, v, schedule, kernel, features, degree)
     except (ArgumentError, UnsupportedError) as error:
         return _short(str(error))
     return EXACT

@@ -136,16 +136,15 @@ def best_of(estimates: Mapping[str, Estimate]) -> Choice:
     return Choice(DEFAULT, "no other is faster by 3 %", estimates)
 
 
-def estimate(
-    problem: Problem, method: Method, make: Callable[[int, bool], Schedule], ranks: list[int]
-) -> Estimate | None:
+def estimate(problem: Problem, method: Method, make: Callable[..., Schedule], ranks: list[int]) -> Estimate | None:
     """Of the slowest of these ranks; None where the method cannot serve the call, or its times are not known."""
     machine, q, k, v, cp_size = problem.machine, problem.q, problem.k, problem.v, problem.cp_size
     if method.costs is None or method.memory is None or machine is None:
         return None
     try:
-        first, kernel = problem.resolve(problem, partial(make, ranks[0]))
         degree = method.choose_degree(problem.options, q, k, cp_size)
+        make = partial(make, degree=degree)
+        first, kernel = problem.resolve(problem, partial(make, ranks[0]))
         settings = method.settle(problem.options, q, k, v, first, kernel, problem.features, degree)
     except (ArgumentError, UnsupportedError):  # heads that ranks or chunks do not divide; tiles that no kernel takes
         return None

@@ -26,7 +26,7 @@ SCORES = {"": "plain", "alibi_slopes": "alibi", "relative_bias": "table", "dropo
 def case_of(words: str, method: str, kernel: str) -> Case:
     """The cell as a case of the parity gate."""
     feature = FEATURES[words]
-    options = dict(feature.options)
+    options = dict(feature.options) | ({"inner_ring_size": 2} if method == "double_ring" else {})
     return Case(
         feature.layout or "zigzag",
         dict(feature.mask),

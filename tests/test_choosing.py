@@ -98,9 +98,9 @@ def test_few_ranks_are_looked_at() -> None:
     looked: list[int] = []
     real = choosing.METHODS["ring"]
 
-    def make(*given: Any) -> Any:
+    def make(*given: Any, **named: Any) -> Any:
         looked.append(given[4])
-        return real.make_schedule(*given)
+        return real.make_schedule(*given, **named)
 
     methods = {**choosing.METHODS, "ring": replace(real, make_schedule=make)}
     with mock.patch.object(choosing, "METHODS", methods):
