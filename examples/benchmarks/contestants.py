@@ -577,6 +577,8 @@ def default_patterns(kernels: list[str], present: list[str], transport: str) -> 
     fast = [kernel for kernel in present if kernel != "fa2" or len(present) == 1]
     patterns = [f"{kind}/{kernel}" for kind in ("floor", "single_gpu") for kernel in fast]
     for kernel in kernels:
-        patterns += [f"cp_mesh/*/zigzag/{kernel}/{transport}", f"cp_mesh/ulysses/contiguous/{kernel}/{transport}"]
+        # of two ranks, or one host, the hybrid and the double ring are Ulysses and the ring
+        patterns += [f"cp_mesh/{name}/zigzag/{kernel}/{transport}" for name in ("ring", "all_gather", "ulysses")]
+        patterns += [f"cp_mesh/ulysses/contiguous/{kernel}/{transport}"]
         patterns += [f"ring_flash_attn/*/{kernel}", f"ulysses/{kernel}"]
     return [*patterns, "torch/*"]
