@@ -1,16 +1,25 @@
-"""Check mode: find disagreements between ranks before the first collective of a call.
+"""Find disagreements between ranks before the first collective of a call.
 
-Off by default: an exchange on every call costs a round trip, and one made by some ranks only is itself a hang. On in
-the tests, in `cp_mesh.verify`, inside ``with check_mode():``, and where the environment sets ``CP_MESH_CHECK=1``.
+The first call of each kind is always compared, through the store in which the process group was made: that needs no
+collective, and a rank that refuses its arguments leaves word there and raises, without waiting for anybody. Later calls
+pay for one look-up.
+
+Check mode compares every call, by a collective. It is on in `cp_mesh.verify`, inside ``with check_mode():``, and where
+the environment sets ``CP_MESH_CHECK=1``. ``check_mode(False)`` and ``CP_MESH_CHECK=0`` turn first calls off as well.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +27,24 @@ from torch import Tensor
 
 from cp_mesh.errors import RankMismatchError
 
+MOST_KINDS = 256
+"""Of calls on one group that are compared; where every batch has another length, a step must not pay for ever."""
+PATIENCE = timedelta(minutes=10)
+"""How long a first call waits for the other ranks."""
+
 _enabled: ContextVar[bool | None] = ContextVar("cp_mesh_check", default=None)
+
+
+@dataclass
+class _Compared:
+    """What this rank compared over one group: how often, which kinds of call, and what it looked at alone."""
+
+    times: int = 0
+    kinds: set[Hashable] = field(default_factory=set)
+    here: set[Hashable] = field(default_factory=set)
+
+
+_compared: weakref.WeakKeyDictionary[dist.ProcessGroup, _Compared] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
@@ -30,7 +56,8 @@ def check_mode(enabled: bool = True) -> Iterator[None]:
     others accepted theirs.
 
     Args:
-        enabled: False turns the mode off inside the context. Must be the same on all ranks.
+        enabled: False turns the mode off inside the context, and the comparison of first calls too. Must be the same
+            on all ranks.
     """
     token = _enabled.set(enabled)
     try:
@@ -45,18 +72,121 @@ def checking() -> bool:
     return os.environ.get("CP_MESH_CHECK", "0") == "1" if enabled is None else enabled
 
 
+def turned_off() -> bool:
+    """Whether somebody asked for no comparison at all."""
+    enabled = _enabled.get()
+    return os.environ.get("CP_MESH_CHECK") == "0" if enabled is None else not enabled
+
+
+def is_first(group: dist.ProcessGroup, kind: Hashable) -> bool:
+    """Whether a call of this kind is to be compared over the group, by `agree_first`; one look-up for later calls.
+
+    Not while a CUDA graph is captured: its first call is the warm-up before. Ranks must count kinds alike, so a kind is
+    made of what must be equal on all of them.
+    """
+    compared = _compared.get(group)
+    if compared is not None and (kind in compared.kinds or len(compared.kinds) >= MOST_KINDS):
+        return False
+    if turned_off() or group.size() == 1 or _store(group) is None:
+        return False
+    return not capturing()
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is captured, in which nothing may be read."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def agree_first(group: dist.ProcessGroup, kind: Hashable, fields: Mapping[str, str]) -> None:
+    """Compare ``fields`` over the group through its store, and raise on every rank if they differ.
+
+    Raises:
+        RankMismatchError: also if a rank refused its arguments, or did not come.
+    """
+    answers = _exchange(group, fields)
+    _require_accepted(answers, fields)
+    _require_equal(answers, fields)
+    _compared[group].kinds.add(kind)
+
+
+def compare_first(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[dict[str, str]]:
+    """What the ranks of the group say, for whoever compares it otherwise than by equality."""
+    if turned_off() or group.size() == 1 or _store(group) is None:
+        return [dict(fields)]
+    answers = _exchange(group, fields)
+    _require_accepted(answers, fields)
+    if any(answer.keys() != fields.keys() for answer in answers):
+        _require_equal(answers, fields)
+    return answers
+
+
+def is_first_here(group: dist.ProcessGroup, kind: Hashable) -> bool:
+    """Whether this rank asks of this kind over the group for the first time; no other rank hears of it."""
+    compared = _compared.get(group)
+    if compared is None:
+        compared = _compared[group] = _Compared()
+    if kind in compared.here or len(compared.here) >= MOST_KINDS or turned_off() or group.size() == 1 or capturing():
+        return False
+    compared.here.add(kind)
+    return True
+
+
+def leave_word(text: str) -> None:
+    """For ranks that learn of a refusal by a collective, and then call `read_word`."""
+    if (store := _store(dist.group.WORLD)) is not None:
+        store.set("cp_mesh/word", text)
+
+
+def read_word() -> str:
+    """What some rank left for the others."""
+    store = _store(dist.group.WORLD)
+    return "" if store is None else store.get("cp_mesh/word").decode()
+
+
+def _store(group: dist.ProcessGroup | None) -> Any:
+    """The store of a group; None where it was made without one."""
+    backend, store = dist.distributed_c10d._world.pg_map.get(group, ("fake", None))  # type: ignore[arg-type]
+    return None if backend == "fake" else store
+
+
+def _exchange(group: dist.ProcessGroup, fields: Mapping[str, str], wait: bool = True) -> list[dict[str, str]]:
+    """What every rank of the group left in the store for this comparison."""
+    compared, store = _compared.setdefault(group, _Compared()), _store(group)
+    keys = [f"cp_mesh/{compared.times}/{rank}" for rank in range(group.size())]
+    compared.times += 1
+    store.set(keys[group.rank()], json.dumps(dict(fields)))
+    if not wait:
+        return []
+    try:
+        store.wait(keys, PATIENCE)
+    except RuntimeError as error:
+        absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        raise RankMismatchError(
+            f"attention: expected every cp rank in the first call of {fields.get('call', 'a kind')}, got none from "
+            f"ranks {absent} in {PATIENCE}; they run other code, or calls of another shape that they had before"
+        ) from error
+    return [json.loads(answer) for answer in store.multi_get(keys)]
+
+
 def announce_refusal(group: dist.ProcessGroup, error: Exception) -> None:
-    """In check mode: tell the other ranks, which may have accepted their arguments, that this one has not.
+    """Tell the other ranks, which may have accepted their arguments, that this one has not.
+
+    In check mode they are waiting for this rank; else they find it in the store if theirs is a first call.
 
     Args:
         group: the cp group.
         error: what this rank is about to raise.
     """
     if isinstance(error, RankMismatchError):
-        return  # of an exchange, so that every rank knows
-    if not getattr(error, "_cp_mesh_announced", False):  # once, however many frames it passes through
-        error._cp_mesh_announced = True  # type: ignore[attr-defined]
-        require_agreement(group, {"error": f"{type(error).__name__}: {error}"})
+        return  # all ranks raise one
+    if getattr(error, "_cp_mesh_announced", False):  # once, however many frames it passes through
+        return
+    error._cp_mesh_announced = True  # type: ignore[attr-defined]
+    said = {"error": f"{type(error).__name__}: {error}"}
+    if checking():
+        require_agreement(group, said)
+    elif not turned_off() and group.size() > 1 and _store(group) is not None:
+        _exchange(group, said, wait=False)
 
 
 def fingerprint(tensor: Tensor | None) -> str:
@@ -73,11 +203,15 @@ def exchange(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[dict[s
     """The fields of every rank; raises on ranks that refused nothing if another one did, see `require_agreement`."""
     answers: list[dict[str, str]] = [{} for _ in range(group.size())]
     dist.all_gather_object(answers, dict(fields), group=group)
+    _require_accepted(answers, fields)
+    return answers
+
+
+def _require_accepted(answers: list[dict[str, str]], fields: Mapping[str, str]) -> None:
     refused = {rank: answer["error"] for rank, answer in enumerate(answers) if "error" in answer}
     if refused and "error" not in fields:
         rank, error = next(iter(refused.items()))
         raise RankMismatchError(f"attention: cp rank {rank} refused its arguments while this rank did not: {error}")
-    return answers
 
 
 def require_agreement(group: dist.ProcessGroup, fields: Mapping[str, str]) -> None:
@@ -88,6 +222,10 @@ def require_agreement(group: dist.ProcessGroup, fields: Mapping[str, str]) -> No
         fields: values by name; a rank that refused its arguments says so under the name "error".
     """
     answers = exchange(group, fields)
+    _require_equal(answers, fields)
+
+
+def _require_equal(answers: list[dict[str, str]], fields: Mapping[str, str]) -> None:
     if "error" in fields:
         return  # this rank raises its own error
     for name in fields:

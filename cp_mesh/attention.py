@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
-from cp_mesh.agreement import announce_refusal, checking
+from cp_mesh.agreement import announce_refusal
 from cp_mesh.call import Call, Options, Tensors, autocast, check_tensors, seed_tensor
 from cp_mesh.errors import refuse
 from cp_mesh.formats import FORMATS, Format
@@ -169,10 +169,10 @@ def attention(
     Raises:
         ArgumentError: a ValueError: arguments that are wrong or disagree.
         UnsupportedError: a NotImplementedError: combinations that cp_mesh refuses.
-        RankMismatchError: in check mode, if ranks disagree.
+        RankMismatchError: if ranks disagree, in the first call of each shape and options, and in check mode.
         What depends on arguments that are equal on all ranks is raised on every rank before the first collective. What
         depends on this rank's own shard, its number of rows where shards are unequal, is raised on that rank alone;
-        in check mode (`cp_mesh.check_mode`) on all.
+        in first calls, and in check mode (`cp_mesh.check_mode`), on all.
 
     Example:
         >>> out = attention(q, k, v, mesh=mesh["cp"], layout=ZigZag())  # q [B, H, S/cp, D]  # doctest: +SKIP
@@ -206,7 +206,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor | 
         query, key, value = autocast(query, key, value)
         call = _make_call(query, key, value, axis, asked)
     except Exception as error:
-        if not compiling and checking():
+        if not compiling:
             group = group or group_that_waits(query, asked.mesh, asked.seq_dim)
             if group is not None:
                 announce_refusal(group, error)
@@ -291,7 +291,7 @@ def make_options(query: Tensor, key: Tensor, value: Tensor, asked: Asked, form: 
 
 def _resolve(head_dim: int, is_local: bool, deterministic: bool, graded: bool, *keywords: Any) -> Options:
     asked = Asked(*keywords)
-    _check_asked(asked)
+    check_asked(asked)
     return Options(
         layout=asked.layout.spec(),
         mask=asked.mask.spec(),
@@ -361,7 +361,7 @@ def _rules() -> tuple[tuple[str, Callable[[Any], bool], str, str], ...]:
     )  # fmt: skip
 
 
-def _check_asked(asked: Asked) -> None:
+def check_asked(asked: Asked) -> None:
     """Refuse what is wrong by itself."""
     for name, is_right, expected, hint in _rules():
         if not is_right(x := getattr(asked, name)):

@@ -10,6 +10,7 @@ length have no DTensor, and no model code has to be DTensor-proof. A style takes
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -20,28 +21,45 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from cp_mesh.attention import Asked, attend
-from cp_mesh.call import SCORE_OPTIONS
+from cp_mesh.attention import Asked, attend, check_asked
+from cp_mesh.call import SCORE_OPTIONS, check_choice
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe, refuse
 from cp_mesh.formats import FORMATS
-from cp_mesh.forwards import STYLE, replace_forward
+from cp_mesh.forwards import STYLE, replace_forward, replaced
+from cp_mesh.kernels import KERNELS
 from cp_mesh.layouts import Layout
 from cp_mesh.masks import Mask
+from cp_mesh.methods import choose_method
 from cp_mesh.placements import check_placements, check_score_placements, local_scores, wrap
 from cp_mesh.sequence import ROOT, ShardedSequence
+from cp_mesh.stated import (
+    Reach,
+    check_mask_read,
+    check_reach,
+    check_scores_stated,
+    check_variables,
+    stated_reach,
+    variables,
+)
 from cp_mesh.styles import announce, check_layout, claim, has_axis, layout_of_call
+from cp_mesh.transport import TRANSPORTS
 from cp_mesh.watching import Interception, unwatched, watched
 
+_LOOKED_AT = "_cp_mesh_looked_at"  # a core whose own words were compared with its style
 _SCORE_OPTIONS = frozenset(SCORE_OPTIONS) - {"dropout_p"}  # which the SDPA call tells
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What one call of an attention core attends with; the mask is that of the padded sequence."""
+    """What one call of an attention core attends with; the mask is that of the padded sequence.
+
+    ``stated``: of a first call, the module's name and what the mask must say.
+    """
 
     layout: Layout
     mask: Mask
     scores: Mapping[str, Any]
+    stated: tuple[str, Reach] | None = None
 
 
 class ContextParallel(ParallelStyle):
@@ -113,13 +131,25 @@ class ContextParallel(ParallelStyle):
             "head_chunks": head_chunks,
             "deterministic": deterministic,
         }
+        check_asked(Asked(**self.options))
+        choose_method(method)
+        check_choice("kernel", kernel, ("auto", *KERNELS), "auto")
+        check_choice("transport", transport, TRANSPORTS, "functional")
+        self._variables = {name: variables(getattr(self, name)) for name in ("mask", "scores", "layout")}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if "cross" in type(module).__name__.lower():
             raise UnsupportedError(cross_attention(type(module).__name__))
+        self.check_functions()
         claim(module, device_mesh, self.sequence, self)
         replace_forward(module, STYLE, type(self).__name__, self._run)
         return module
+
+    def check_functions(self) -> None:
+        """Refuse functions whose variables have changed since the style was made."""
+        for name, before in self._variables.items():
+            if before:
+                check_variables(f"ContextParallel.{name}", getattr(self, name), before)
 
     def _run(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward, whose SDPA calls attend over the whole sequence."""
@@ -145,14 +175,32 @@ class ContextParallel(ParallelStyle):
         try:
             layout = layout_of_call(self, *args, **kwargs)
             _check_root(self.sequence, layout)
-            mask = self.mask if isinstance(self.mask, Mask) else self.mask(*args, **kwargs)
+            first = torch.compiler.is_compiling() or _LOOKED_AT not in module.__dict__
+            if first and not torch.compiler.is_compiling():
+                self.check_functions()
+            mask = self.mask if isinstance(self.mask, Mask) else _ask("mask", self.mask, *args, **kwargs)
             if not isinstance(mask, Mask):
                 refuse("ContextParallel.mask", "a function that returns a Mask", type(mask).__name__, "return one")
-            scores = _check_scores(self.scores(module, *args, **kwargs)) if callable(self.scores) else self.scores
-            return _Call(layout, self.sequence.mask(mask, layout), scores)
+            if isinstance(self.scores, Mapping):  # Dynamo cannot tell whether a dict is callable
+                scores = self.scores
+            else:
+                scores = _check_scores(_ask("scores", self.scores, module, *args, **kwargs))
+            stated = self._first(module, mask, scores, (*args, *kwargs.values())) if first else None
+            return _Call(layout, self.sequence.mask(mask, layout), scores, stated)
         except Exception as error:
             announce(self.sequence, error)
             raise
+
+    def _first(
+        self, module: nn.Module, mask: Mask, scores: Mapping[str, Any], given: tuple[Any, ...]
+    ) -> tuple[str, Reach]:
+        """In the first call of a module: refuse what the module says of its attention and the style does not."""
+        check_scores_stated(module, scores)
+        if isinstance(self.mask, Mask):
+            check_mask_read(module, self.mask, given)
+        if not torch.compiler.is_compiling():
+            module.__dict__[_LOOKED_AT] = True
+        return type(module).__name__, stated_reach(module)
 
     def sharded_sdpa(
         self,
@@ -228,8 +276,18 @@ class ContextParallel(ParallelStyle):
                 is_causal,
                 "make the call and the style agree",
             )
+        if call.stated is not None:
+            rows = query.shape[-2] * self.sequence.cp_size  # DTensors over cp have all of them already
+            check_reach(*call.stated, call.mask, self.sequence.length or rows)
         if not enable_gqa and query.shape[-3] != key.shape[-3]:
             refuse("heads", f"{query.shape[-3]} kv heads", key.shape[-3], "pass enable_gqa=True, as SDPA wants")
+
+
+def cores_of(module: nn.Module) -> list[ContextParallel]:
+    """The styles of the cores in a module."""
+    styles = [replaced(part, STYLE) for part in module.modules()]
+    found = [getattr(style.run, "__self__", None) for style in styles if style is not None]
+    return [style for style in found if isinstance(style, ContextParallel)]
 
 
 def _check_root(sequence: ShardedSequence, layout: Layout) -> None:
@@ -243,6 +301,21 @@ def _check_root(sequence: ShardedSequence, layout: Layout) -> None:
         hint = "give ShardedModel and ContextParallel one sequence, or functions that return one layout for a batch"
         got = f"{layout.spec()} in the core, {root.layout.spec()} at the root"
         refuse("layout", "one for the whole model", got, hint)
+
+
+def _ask(name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """What a style's function returns for a core's call."""
+    try:
+        return function(*args, **kwargs)
+    except TypeError as error:
+        try:
+            inspect.signature(function).bind(*args, **kwargs)
+        except TypeError:
+            given = [*(type(x).__name__ for x in args), *(f"{key}=" for key in kwargs)]
+            expected, hint = f"a function of what the core is called with, ({', '.join(given)})", "take *args, **kwargs"
+            got = f"one of {inspect.signature(function)}"
+            raise ArgumentError(describe(f"ContextParallel.{name}", expected, got, hint)) from error
+        raise
 
 
 def _check_scores(scores: Mapping[str, Any]) -> Mapping[str, Any]:

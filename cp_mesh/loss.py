@@ -15,13 +15,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.agreement import is_first_here, leave_word, read_word
+from cp_mesh.errors import ArgumentError, UnsupportedError, describe, refuse
 from cp_mesh.kernels.combine import accumulation_dtype
+from cp_mesh.seen import forget, from_attention, note_compiled_loss, note_loss, wrong_labels
 
 CHUNK_BYTES = 256 << 20
 """Of a chunk of rows in the dtype that they are computed in. A kernel on as much takes a GPU longer than its launch."""
@@ -29,7 +32,13 @@ CHUNK_BYTES = 256 << 20
 _funcol = torch.ops._c10d_functional
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, mesh: DeviceMesh, *, ignore_index: int = -100) -> Tensor:
+_FLAG = 1 << 44
+"""Added to the number of valid tokens by a rank that found its labels wrong, so that all hear of it in one sum."""
+
+
+def cross_entropy(
+    logits: Tensor, labels: Tensor, mesh: DeviceMesh | dist.ProcessGroup, *, ignore_index: int = -100
+) -> Tensor:
     """This rank's share of the mean loss: sum over its valid tokens / number of valid tokens over ``mesh``.
 
     The SUM over the ranks of ``mesh`` is the mean over all tokens, whatever each rank holds, none included; so is the
@@ -40,15 +49,17 @@ def cross_entropy(logits: Tensor, labels: Tensor, mesh: DeviceMesh, *, ignore_in
         logits: [..., V], float64, float32, bfloat16 or float16; computed in float32 at least.
         labels: int64 [...], shifted before sharding; ``ignore_index`` marks tokens that do not count. One that is not
             -100 is to be their ``pad_value`` too where `ShardedSequence.shard` pads them.
-        mesh: the ranks that hold distinct tokens, e.g. the flattened dp x cp; any number of axes.
+        mesh: the ranks that hold distinct tokens, e.g. the flattened dp x cp; any number of axes, or a ProcessGroup.
         ignore_index: the label of tokens that do not count.
 
     Returns:
         A scalar, float32 (float64 for float64 logits); 0 if no token of the mesh is valid.
 
     Raises:
-        ArgumentError: on DTensors, or if labels do not have the shape of logits without the vocabulary.
-        IndexError: on a label outside of the vocabulary, on the CPU; a device assertion on CUDA.
+        ArgumentError: on DTensors, or if labels do not have the shape of logits without the vocabulary. In the first
+            call also, on every rank of ``mesh``, of labels outside of the vocabulary, and of labels that are known to
+            be other rows' than this rank's: in another layout than attention, or shifted after sharding.
+        IndexError: on a label outside of the vocabulary, on the CPU; a device assertion on CUDA. In later calls.
         UnsupportedError: in a second backward, through the gradient.
         RuntimeError: under the transforms of torch.func, by PyTorch.
     """
@@ -56,11 +67,54 @@ def cross_entropy(logits: Tensor, labels: Tensor, mesh: DeviceMesh, *, ignore_in
         refuse("logits and labels", "local tensors", "DTensors", "gather the vocabulary and pass logits.to_local()")
     if logits.shape[:-1] != labels.shape:
         refuse("labels", f"shape {tuple(logits.shape[:-1])}", tuple(labels.shape), "shard both with one sequence")
-    count = (labels != ignore_index).sum()
-    for axis in range(mesh.ndim):
-        name = mesh.get_group(axis).group_name
-        count = _funcol.wait_tensor(_funcol.all_reduce(count, "sum", name))
-    return token_losses(logits.flatten(0, -2), labels.flatten(), ignore_index).sum() / count.clamp(min=1)
+    groups = groups_of(mesh)
+    count, found = (labels != ignore_index).sum(), None
+    first = not torch.compiler.is_compiling() and any(
+        [is_first_here(group, ("cross_entropy", logits.shape, ignore_index)) for group in groups]
+    )
+    if first and (found := _find_wrong(logits, labels, ignore_index, mesh)) is not None:
+        count = count + _FLAG
+        leave_word(str(found))
+    for group in groups:
+        count = _funcol.wait_tensor(_funcol.all_reduce(count, "sum", group.group_name))
+    if first and (wrong := int(count) // _FLAG) > 0:
+        raise found or ArgumentError(f"on {wrong} other ranks of the mesh: {read_word()}")
+    share = token_losses(logits.flatten(0, -2), labels.flatten(), ignore_index).sum() / count.clamp(min=1)
+    if not torch.compiler.is_compiling():
+        note_loss(share, labels, mesh)
+        forget()
+    return share
+
+
+def groups_of(mesh: DeviceMesh | dist.ProcessGroup) -> list[dist.ProcessGroup]:
+    """The groups of the axes of a mesh, one after the other over which a sum is one over all of its ranks."""
+    if isinstance(mesh, dist.ProcessGroup):
+        return [mesh]
+    if not isinstance(mesh, DeviceMesh):
+        refuse("mesh", "a DeviceMesh or a ProcessGroup", mesh, 'pass mesh["dp", "cp"]._flatten("dp_cp")')
+    return [mesh.get_group(axis) for axis in range(mesh.ndim)]
+
+
+def ranks_of(mesh: DeviceMesh | dist.ProcessGroup) -> list[int]:
+    """All ranks of a mesh, in order."""
+    if isinstance(mesh, dist.ProcessGroup):
+        return sorted(dist.get_process_group_ranks(mesh))
+    return sorted(mesh.mesh.flatten().tolist())
+
+
+def _find_wrong(
+    logits: Tensor, labels: Tensor, ignore_index: int, mesh: DeviceMesh | dist.ProcessGroup
+) -> ArgumentError | None:
+    """What is wrong with this rank's labels, as far as its first loss can tell."""
+    outside = labels[(labels != ignore_index) & ((labels < 0) | (labels >= logits.shape[-1]))]
+    if len(outside):
+        hint = f"pass ignore_index={int(outside[0])}, or pad with shard(..., pad_value={ignore_index})"
+        expected = f"0 <= label < {logits.shape[-1]}, or ignore_index={ignore_index}"
+        return ArgumentError(describe("labels", expected, int(outside[0]), hint))
+    if not from_attention(logits):
+        return None  # of another model than attention was called in last, or of one that is not trained
+    found = wrong_labels(labels, ignore_index, ranks_of(mesh))
+    return ArgumentError(describe("labels", "the next tokens of this rank's rows", *found)) if found else None
 
 
 def token_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
@@ -85,6 +139,7 @@ def _token_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Te
 
     Their log-sum-exp as one number would lose the digits of the sum where logits are large.
     """
+    note_compiled_loss()
     largest = logits.amax(1, keepdim=True).to(accumulation_dtype(logits.dtype))
     sums, losses = torch.empty_like(largest), largest.new_empty(labels.shape)
     for rows, x in _chunks(logits):

@@ -11,20 +11,19 @@ for contiguous ones: their shards may lie in another order than their spec says.
 ranks, and empty where they are not wanted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.experimental import implicit_replication, register_sharding
 from torch.distributed.tensor.placement_types import Placement
 
-from cp_mesh.agreement import announce_refusal, checking, fingerprint, require_agreement
+from cp_mesh.agreement import agree_first, announce_refusal, checking, fingerprint, is_first, require_agreement
 from cp_mesh.call import GRADED, NUM_TENSORS, SCHEMA, Call, Tensors, autocast
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.formats import FORMATS
@@ -33,6 +32,7 @@ from cp_mesh.kernels.scores import OF_ROWS, TERMS
 from cp_mesh.methods import Plan
 from cp_mesh.placements import place_beside, require_sharded, score_placements
 from cp_mesh.plan import make_plan
+from cp_mesh.seen import Rows, note_call
 from cp_mesh.sequence import ROOT
 
 
@@ -59,8 +59,8 @@ def check_length(seq_len: int, expected: int) -> None:
         refuse("ContextParallel", f"attention over the root's {expected} tokens", got, hint)
 
 
-def _agree(plan: Plan, group: dist.ProcessGroup, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors) -> None:
-    """Check mode: compare everything that must be equal on all cp ranks."""
+def _what_must_agree(plan: Plan, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors) -> dict[str, str]:
+    """Everything that must be equal on all cp ranks."""
     options, given = plan.options, tensors._asdict()
     graded = [name for name in GRADED if (x := given[name]) is not None and x.requires_grad]
     # of terms by row each rank has its own: what they are like must agree
@@ -71,22 +71,25 @@ def _agree(plan: Plan, group: dist.ProcessGroup, q: Tensor, k: Tensor, v: Tensor
     }
     names = ("scale", "softcap", "dropout_p", "method", "ulysses_degree", "inner_ring_size", "kernel",
              "transport", "head_chunks", "deterministic")  # fmt: skip
-    require_agreement(
-        group,
-        {
-            "layout": options.layout,
-            "mask": options.mask,
-            "seq_len": str(plan.seq_len),
-            "batch, heads and head dims": str([(x.shape[0], x.shape[1], x.shape[3]) for x in (q, k, v)]),
-            "dtype": str(q.dtype),
-            **{name.replace("layout_", "layout "): fingerprint(x) for name, x in given.items()},
-            **{name: str(alike.get(name)) for name in OF_ROWS},
-            "gradients wanted of": ", ".join(graded) or "none",  # Ulysses sends that of a bias
-            "options": " ".join(f"{name}={getattr(options, name)}" for name in names),
-            "kernel": plan.kernel.name,
-            "method": plan.method.name,
-        },
-    )
+    return {
+        "layout": options.layout,
+        "mask": options.mask,
+        "seq_len": str(plan.seq_len),
+        "batch, heads and head dims": str([(x.shape[0], x.shape[1], x.shape[3]) for x in (q, k, v)]),
+        "dtype": str(q.dtype),
+        **{name.replace("layout_", "layout "): fingerprint(x) for name, x in given.items()},
+        **{name: str(alike.get(name)) for name in OF_ROWS},
+        "gradients wanted of": ", ".join(graded) or "none",  # Ulysses sends that of a bias
+        "options": " ".join(f"{name}={getattr(options, name)}" for name in names),
+        "kernel": plan.kernel.name,
+        "method": plan.method.name,
+    }
+
+
+def _kind(arguments: Sequence[Any], q: Tensor, k: Tensor, v: Tensor, tensors: Tensors) -> Hashable:
+    """What calls of attention have in common of which the first one alone is compared; the same on all ranks."""
+    heads = q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype
+    return arguments[NUM_TENSORS:], heads, tuple(x is not None and (x.requires_grad, x.ndim) for x in tensors)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -100,11 +103,13 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor
             check_length(call.seq_len, root.seq_len)
         plan = make_plan(q, k, v, call.tensors, call.seq_len, group, call.options)
     except Exception as error:
-        if checking():
-            announce_refusal(group, error)
+        announce_refusal(group, error)
         raise
     if checking():
-        _agree(plan, group, q, k, v, call.tensors)
+        require_agreement(group, _what_must_agree(plan, q, k, v, call.tensors))
+    elif is_first(group, kind := _kind(arguments, q, k, v, call.tensors)):
+        agree_first(group, kind, _what_must_agree(plan, q, k, v, call.tensors))
+    note_call(Rows(plan.options.layout, plan.seq_len, call.group_name), (q.shape[0], q.shape[2]))
     with _no_autocast(q):
         out, lse = plan.method.forward(q, k, v, plan, group)
     return _as_asked(out, call), form.lse_from_bhs(lse).contiguous()

@@ -13,21 +13,27 @@ from itertools import product
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from cp_mesh.cores import ContextParallel, cross_attention
 from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.reductions import watch_first_step
 from cp_mesh.root import ShardedModel
+from cp_mesh.rootless import watch_rootless
 from cp_mesh.sequence import ShardedSequence
 from cp_mesh.styles import RANKS, SUMS
 
 
-def parallelize(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> nn.Module:
+def parallelize(
+    module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle], *, watch: bool = True
+) -> nn.Module:
     """`torch.distributed.tensor.parallel.parallelize_module` that fails closed.
 
     Args:
@@ -35,6 +41,10 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Parallel
         mesh: one axis of the mesh, 1-D; of a `ShardedSequence` over two axes its ``mesh``.
         plan: styles by module name; ``*`` and other `fnmatch` wildcards match within one part of a dotted name, and
             "" is the root. Styles of PyTorch work too.
+        watch: without a `ShardedModel`, look at the first eager forward of the module: refuse self-attention outside of
+            the plan, tokens that are the same on every rank, and positions that every rank counts from 0. Compiled
+            code is looked at for attention whenever it is traced. False for modules that also attend to sequences which
+            are not sharded.
 
     Returns:
         The module.
@@ -69,25 +79,39 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Parallel
             chosen[name] = (key, style)
     for name, (_, style) in chosen.items():
         style._apply(modules[name], mesh)
+    styles = [style for _, style in chosen.values()]
+    if any(isinstance(style, ShardedModel | ContextParallel) for style in styles):
+        watch_first_step(module, mesh)
+    if watch and any(isinstance(style, ContextParallel) for style in styles) and "" not in chosen:
+        watch_rootless(module)
     return module
 
 
 def sum_gradients(model: nn.Module) -> None:
-    """Make every FSDP2 module of ``model`` reduce gradients by a plain SUM, as the gradient contract wants.
+    """Make gradients be reduced by a plain SUM, as the gradient contract wants: by FSDP2, or DistributedDataParallel.
 
-    Call it after `fully_shard`. On gloo it also avoids the pre-multiplied sum that gloo does not have.
+    Call it after `fully_shard`, of which it reaches every module, or on what DistributedDataParallel returned. On gloo
+    it also spares FSDP2 the pre-multiplied sum that gloo does not have.
 
     Args:
-        model: the root, with all parameters under `fully_shard` on a mesh that holds the ranks of cp.
+        model: the root, with all parameters under `fully_shard` on a mesh that holds the ranks of cp; or a
+            DistributedDataParallel over them, without a communication hook.
 
     Raises:
-        ArgumentError: if the model holds no FSDP2 module, or if the gradient of some parameter would not be summed
-            over the ranks that a style of this library split the sequence over.
+        ArgumentError: if the model is neither, or if the gradient of some parameter would not be summed over the ranks
+            that a style of this library split the sequence over.
     """
+    cp_ranks = {rank for module in model.modules() for rank in getattr(module, RANKS, ())}
+    if isinstance(model, DistributedDataParallel):
+        ranks = dist.get_process_group_ranks(model.process_group)
+        if not cp_ranks <= set(ranks):
+            hint = "give it the process group of dp x cp"
+            refuse("sum_gradients", f"DistributedDataParallel over the cp ranks {sorted(cp_ranks)}", ranks, hint)
+        model.register_comm_hook(model.process_group, lambda group, bucket: _sum(group, bucket))
+        return
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not sharded:
         refuse("sum_gradients", "a model under fully_shard", type(model).__name__, "call it first")
-    cp_ranks = {rank for module in model.modules() for rank in getattr(module, RANKS, ())}
     for name, parameter in model.named_parameters():
         summed = set(parameter.device_mesh.mesh.flatten().tolist()) if isinstance(parameter, DTensor) else set()
         if parameter.requires_grad and len(cp_ranks) > 1 and not cp_ranks <= summed:
@@ -101,6 +125,11 @@ def sum_gradients(model: nn.Module) -> None:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         setattr(module, SUMS, True)
+
+
+def _sum(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    summed = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
+    return summed.then(lambda done: done.value()[0])
 
 
 def _save_attention(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

@@ -12,17 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from cp_mesh.agreement import checking, fingerprint, require_agreement
-from cp_mesh.errors import ArgumentError, refuse
+from cp_mesh.agreement import agree_first, checking, fingerprint, is_first, require_agreement
+from cp_mesh.cores import cores_of
+from cp_mesh.errors import ArgumentError, describe, refuse
 from cp_mesh.forwards import STYLE, replace_forward
-from cp_mesh.layouts import Layout
-from cp_mesh.sequence import ROOT, Root, ShardedSequence
+from cp_mesh.layouts import Layout, parse_layout
+from cp_mesh.masks import Mask
+from cp_mesh.seen import CALLED, Rows, note_tokens
+from cp_mesh.sequence import PADDING, ROOT, Root, ShardedSequence
 from cp_mesh.styles import SUMS, announce, check_layout, claim, layout_of_call
 from cp_mesh.watching import Watch, watch_encoders, watching
 
+POSITIONS = ("positions", "position_ids", "pos_ids", "input_pos", "cache_position")
+"""Names of forward arguments that take positions."""
 _WATCHED = "_cp_mesh_watched"  # a ShardedModel whose attention was found covered
 
 
@@ -52,6 +58,8 @@ class ShardedModel(ParallelStyle):
             [S] or [B, S] are sharded like tokens. None for models without positions. Rows of padding have positions up
             to ``sequence.seq_len - 1``: a table of learned positions needs as many rows, or ``pad=False``.
         gather_output: gather the output along dim 1, in original order; otherwise it stays sharded, as the loss wants.
+            Its gradient is taken for that of a loss that every cp rank computes alike from the whole output, as
+            `ShardedSequence.gather` does: of `F.cross_entropy(output, labels)`, or of `cross_entropy` over dp alone.
         watch: refuse self-attention outside of the plan: attention, by any function of PyTorch, in which query and key
             have equal lengths. Eager code is looked at in the first forward in training and in evaluation, with and
             without gradients, and again after a forward that called another number of cores than before; compiled code
@@ -109,24 +117,29 @@ class ShardedModel(ParallelStyle):
             if len(args) > len(names) or given.keys() & kwargs.keys():
                 expected, got = f"arguments {', '.join(names)}, each once", f"{len(args)} + {[*kwargs]}"
                 refuse("ShardedModel", expected, got, "see forward")
-            root, arguments = self.shard_inputs(given | kwargs)
+            named = given | kwargs
+            self._check_positions(names, named)
+            root, arguments = self.shard_inputs(self._compared(named) if torch.compiler.is_compiling() else named)
         except Exception as error:
             announce(self.sequence, error)
             raise
         if torch.compiler.is_compiling():
-            output = self._run_traced(root, forward, arguments)
+            output = self._run_traced(root, module, forward, arguments)
         else:
-            if checking():
-                self.compare(given | kwargs)
+            self.compare(named)
             token = ROOT.set(root)
             try:
                 output = self._run_eagerly(root, module, forward, arguments)
+            except Exception as error:
+                announce(self.sequence, error)
+                raise
             finally:
                 ROOT.reset(token)
         return self.gather(root.sequence, output) if self.gather_output else output
 
-    def _run_traced(self, root: Root, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    def _run_traced(self, root: Root, module: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """The forward while torch.compile traces it; what is looked for then costs nothing when the code runs."""
+        _check_masks(module, arguments)
         if not self.watch:
             return forward(**arguments)
         with Watch(root.sequence.mesh.get_group().group_name, root.seq_len):
@@ -149,12 +162,19 @@ class ShardedModel(ParallelStyle):
             record = module.__dict__[_WATCHED] = _Watched(id(module))
         mode = module.training, torch.is_grad_enabled()
         if mode not in record.counts or mode in record.due:
+            _check_masks(module, arguments)
+            for style in cores_of(module):
+                style.check_functions()
             try:
-                with watching(module):
+                with watching(module, self._local_rows(arguments) if self.positions is None else None):
                     result = forward(**arguments)
-            except ArgumentError as error:
-                announce(self.sequence, error)
-                raise
+            except IndexError as error:
+                if self.sequence.length in (None, self.sequence.seq_len):
+                    raise
+                expected = f"tables for {self.sequence.seq_len} positions, with those of padding, and for token 0"
+                hint = "give the table of learned positions as many rows, or ShardedSequence(..., pad=False)"
+                raise ArgumentError(describe("ShardedModel", expected, error, hint)) from error
+            self._warn_of_losses(arguments, result)
             record.counts.setdefault(mode, set()).add(root.cores)
             record.due.discard(mode)
             return result
@@ -163,18 +183,66 @@ class ShardedModel(ParallelStyle):
             record.due.add(mode)
         return result
 
+    def _local_rows(self, arguments: dict[str, Any]) -> int:
+        rows: int = next(arguments[name] for name in self.inputs if arguments.get(name) is not None).shape[1]
+        return rows
+
+    def _check_positions(self, names: list[str], arguments: dict[str, Any]) -> None:
+        """Refuse positions that are left out, or that are not those of the whole sequence."""
+        if self.positions is not None:
+            ids, whole = arguments.get(self.positions), [arguments.get(name) for name in self.inputs]
+            lengths = [self.sequence.length, self.sequence.seq_len, *(x.shape[1] for x in whole if x is not None)]
+            if ids is not None and all(length is None or ids.shape[-1] != length for length in lengths):
+                got, hint = f"{ids.shape[-1]} of them", "leave them out of the call, and each rank gets its own"
+                refuse(f"ShardedModel: {self.positions}", "as many as the inputs have tokens", got, hint)
+            return
+        for name in names:
+            if name in POSITIONS and name not in self.inputs and arguments.get(name) is None:
+                hint = f"ShardedModel(sequence, positions={name!r}) gives each rank those of its rows"
+                got = f"positions=None and none in the call, so that every rank counts its {name} from 0"
+                refuse("ShardedModel", f"a source of the forward's {name}", got, hint)
+
+    def _warn_of_losses(self, arguments: dict[str, Any], output: Any) -> None:
+        """Of a model that was given labels of its rows and returns a loss that is not `cp_mesh.cross_entropy`."""
+        labelled = [name for name in self.inputs if PADDING.get(name) == -100 and arguments.get(name) is not None]
+        loss = output if isinstance(output, Tensor) else _loss_of(output)
+        if labelled and isinstance(loss, Tensor) and loss.ndim == 0 and loss.requires_grad and CALLED.get() is not None:
+            warnings.warn(
+                f"cp_mesh: the model was given this rank's rows of {labelled[0]} and returned a loss of its own: a "
+                "mean over these rows, of labels that it may shift within the shard. Expected this rank's share of the "
+                "loss: leave labels out of inputs, and call cp_mesh.cross_entropy on the logits with shifted labels",
+                stacklevel=2,
+            )
+
     def compare(self, arguments: dict[str, Any]) -> None:
-        """In check mode: raise on every rank if whole inputs or positions among ``arguments`` differ between ranks."""
+        """Raise on every rank if whole inputs or positions among ``arguments`` differ between ranks.
+
+        In the first forward of each shape; in check mode in every one.
+        """
+        group, found = self.sequence.mesh.get_group(), self._whole(arguments)
+        if checking():
+            require_agreement(group, {name: fingerprint(x) for name, x in found.items()})
+        elif is_first(group, kind := _kind(found)):
+            agree_first(group, kind, {name: fingerprint(x) for name, x in found.items()})
+
+    def _compared(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """For a forward that is traced: ``arguments`` that are compared when the code runs, as in `compare`."""
+        name = self.sequence.mesh.get_group().group_name
+        found = {key: x for key, x in self._whole(arguments).items() if x is not None and not x.is_floating_point()}
+        layout, names = self.sequence.layout, " ".join(found)
+        told = layout.spec() if layout.tensor is None and self.sequence.pad else ""
+        return arguments | dict(zip(found, compare_inputs([*found.values()], names, name, told), strict=True))
+
+    def _whole(self, arguments: dict[str, Any]) -> dict[str, Any]:
         names = [*self.inputs, *([self.positions] if self.positions else [])]
-        found = {name: arguments.get(name) for name in names}
-        require_agreement(self.sequence.mesh.get_group(), {name: fingerprint(x) for name, x in found.items()})
+        return {name: arguments.get(name) for name in names}
 
     def gather(self, sequence: ShardedSequence, output: Any) -> Tensor:
         """The whole output of a forward in original order; ``sequence`` is that forward's."""
         if not isinstance(output, Tensor):
-            got, hint = type(output).__name__, "unshard it yourself"
+            got, hint = type(output).__name__, "gather it yourself, by sequence.gather"
             refuse("ShardedModel.gather_output", "one tensor as output", got, hint)
-        return sequence.unshard(output, dim=1)
+        return sequence.gather(output, dim=1)
 
     def shard_inputs(self, arguments: dict[str, Any]) -> tuple[Root, dict[str, Any]]:
         """The root of one forward, and its arguments by name, with this rank's rows of the inputs and positions."""
@@ -186,7 +254,7 @@ class ShardedModel(ParallelStyle):
         if self.layout is not None:
             sequence = replace(sequence, layout=layout_of_call(self, **arguments))
         for name in present:
-            given[name] = sequence.shard({name: given[name]}, dim=1)[name]
+            given[name] = sequence.shard({name: given[name]}, dim=1, pad_value=_padding(name))[name]
         if self.positions is not None:
             ids = given.get(self.positions)
             if ids is None:
@@ -194,6 +262,50 @@ class ShardedModel(ParallelStyle):
             else:
                 given[self.positions] = sequence.shard({"positions": ids}, dim=ids.ndim - 1)["positions"]
         return Root(sequence, whole.shape[1] if sequence.seq_len is None else sequence.seq_len), given
+
+
+def _check_masks(module: nn.Module, arguments: dict[str, Any]) -> None:
+    """Refuse a `Mask` in the call of a model none of whose cores reads one."""
+    given = [name for name, x in arguments.items() if isinstance(x, Mask)]
+    if given and all(isinstance(style.mask, Mask) for style in cores_of(module)):
+        hint = f"ContextParallel(sequence, mask=lambda ..., {given[0]}: {given[0]}) reads it from the core's arguments"
+        refuse("ShardedModel", f"a core that reads {given[0]}", "styles with a mask of their own", hint)
+
+
+def _padding(name: str) -> int:
+    """What pads an input: labels are known by name, and any token does for the others."""
+    return PADDING.get(name, -100 if "label" in name or "target" in name else 0)
+
+
+def _loss_of(output: Any) -> Any:
+    if isinstance(output, dict):
+        return output.get("loss")
+    return output[0] if isinstance(output, tuple) and output else getattr(output, "loss", None)
+
+
+def _kind(inputs: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple((name, None if x is None else (x.shape, x.dtype)) for name, x in inputs.items())
+
+
+# An op, so that compiled code compares when it runs. Its results are copies: an op may not return what it was given.
+@torch.library.custom_op("cp_mesh::compare_inputs", mutates_args=())
+def compare_inputs(inputs: list[Tensor], names: str, group_name: str, layout: str) -> list[Tensor]:
+    """The inputs, compared over the group in the first forward of each shape, and noted as sharded in this layout."""
+    found, group = dict(zip(names.split(), inputs, strict=True)), _resolve_process_group(group_name)  # type: ignore[arg-type]
+    if is_first(group, kind := _kind(found)):
+        agree_first(group, kind, {name: fingerprint(x) for name, x in found.items()})
+    if layout:
+        parsed, size = parse_layout(layout), group.size()
+        for name, x in found.items():
+            multiple = parsed.multiple(size)
+            rows = Rows(layout, -(-x.shape[-1] // multiple) * multiple, group_name)
+            note_tokens(name, x, parsed, rows, group)
+    return [x.clone() for x in inputs]
+
+
+@compare_inputs.register_fake
+def _(inputs: list[Tensor], names: str, group_name: str, layout: str) -> list[Tensor]:
+    return [torch.empty_like(x) for x in inputs]
 
 
 def _warn_of_averages(module: nn.Module, sequence: ShardedSequence) -> None:

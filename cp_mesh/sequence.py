@@ -21,6 +21,7 @@ from cp_mesh.errors import refuse
 from cp_mesh.groups import flat, is_cp_axis
 from cp_mesh.layouts import Contiguous, Layout, ZigZag
 from cp_mesh.masks import Mask
+from cp_mesh.seen import Rows, mark, marked, note_tokens
 
 WHOLE = ("documents", "key_padding", "cu_seqlens")
 """Names of leaves that `ShardedSequence.shard` leaves whole: masks read them by position, on every rank."""
@@ -30,6 +31,7 @@ PADDING = {
     "documents": -1,
 }
 """Values that pad leaves of these names. Floating-point leaves of other names are padded with 0."""
+
 
 _funcol = torch.ops._c10d_functional
 
@@ -146,13 +148,27 @@ class ShardedSequence:
         """The whole tensor in original order, without padding, on every rank.
 
         Differentiable: the gradient of this rank's rows is the *sum* over ranks of their gradients of the whole, as
-        the gradient contract wants. If every rank computes the same loss from the whole, divide it by ``cp_size``.
+        the gradient contract wants. If every rank computes the same loss from the whole, use `gather`.
 
         Args:
             x: this rank's rows, [..., shard_len, ...].
             dim: the sequence dim.
         """
-        whole = _Unshard.apply(x, dim, self, self._len_of_local(x.shape[dim]))
+        return self._unshard(x, dim, 1.0)
+
+    def gather(self, x: Tensor, dim: int = 1) -> Tensor:
+        """`unshard` for a loss that every rank computes alike from the whole: gradients are the *mean* over ranks.
+
+        Then the sum over ranks of parameter gradients is that of one such loss.
+
+        Args:
+            x: this rank's rows, [..., shard_len, ...].
+            dim: the sequence dim.
+        """
+        return self._unshard(x, dim, 1.0 / self.cp_size)
+
+    def _unshard(self, x: Tensor, dim: int, scale: float) -> Tensor:
+        whole = _Unshard.apply(x, dim, self, self._len_of_local(x.shape[dim]), scale)
         return whole if self.length is None else whole.narrow(dim, 0, self.length)
 
     def positions(self, seq_len: int | None = None, device: torch.device | str | None = None) -> Tensor:
@@ -232,6 +248,10 @@ class ShardedSequence:
             if leaf is None or isinstance(leaf, bool | int | float | str):
                 return leaf
             refuse(f"shard({name or ''})", "tensors and plain values", type(leaf).__name__, "convert it to tensors")
+        held = None if torch.compiler.is_compiling() else marked(leaf)
+        if held is not None and held.group_name == self.mesh.get_group().group_name and self.cp_size > 1:
+            got, hint = "rows that shard has returned", "shard once; under a ShardedModel the model takes the whole"
+            refuse(f"shard({name or ''})", "a tensor of the whole sequence", got, hint)
         if isinstance(leaf, DTensor):
             refuse(f"shard({name or ''})", "local tensors", "a DTensor", "use full_tensor()")
         if name == "cu_seqlens":
@@ -252,7 +272,13 @@ class ShardedSequence:
                 refuse(f"shard({name or ''})", "a pad_value for an integer tensor", None, hint)
         whole = self._pad(leaf, dim, padding, self.seq_len)
         rows = self.layout.positions(whole.shape[dim], self.cp_size, self.cp_rank).to(leaf.device)
-        return whole.index_select(dim, rows)
+        local = whole.index_select(dim, rows)
+        if torch.compiler.is_compiling():
+            return local
+        group = self.mesh.get_group()
+        held = Rows(self.layout.spec(), whole.shape[dim], group.group_name)
+        note_tokens(str(name), leaf, self.layout, held, group)
+        return mark(local, held)
 
     def _pad_cu_seqlens(self, cu_seqlens: Tensor) -> Tensor:
         """The padding becomes a document of its own."""
@@ -284,11 +310,12 @@ ROOT: ContextVar[Root | None] = ContextVar("cp_mesh_root", default=None)
 
 
 class _Unshard(torch.autograd.Function):
-    """All-gather of shards that may be unequal, and un-permutation; backward sums over ranks and takes own rows."""
+    """All-gather of shards that may be unequal, and un-permutation; backward sums ``scale`` times the gradients over
+    ranks and takes own rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, sequence: ShardedSequence, seq_len: int) -> Tensor:
-        ctx.dim, ctx.sequence, ctx.seq_len = dim, sequence, seq_len
+    def forward(ctx: Any, x: Tensor, dim: int, sequence: ShardedSequence, seq_len: int, scale: float) -> Tensor:
+        ctx.dim, ctx.sequence, ctx.seq_len, ctx.scale = dim, sequence, seq_len, scale
         layout, size, group = sequence.layout, sequence.cp_size, sequence.mesh.get_group()
         lens = [layout.shard_len(seq_len, size, rank) for rank in range(size)]
         rows = x.movedim(dim, 0)
@@ -299,7 +326,7 @@ class _Unshard(torch.autograd.Function):
         return torch.cat(parts).index_select(0, inverse).movedim(0, dim).contiguous()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         sequence, seq_len, dim = ctx.sequence, ctx.seq_len, ctx.dim
         layout, size, group = sequence.layout, sequence.cp_size, sequence.mesh.get_group()
         lens = [layout.shard_len(seq_len, size, rank) for rank in range(size)]
@@ -310,4 +337,5 @@ class _Unshard(torch.autograd.Function):
         summed = _funcol.wait_tensor(
             _funcol.reduce_scatter_tensor(torch.cat(parts).contiguous(), "sum", size, group.group_name)
         )
-        return summed[: lens[sequence.cp_rank]].movedim(0, dim).contiguous(), None, None, None
+        own = summed[: lens[sequence.cp_rank]].movedim(0, dim).contiguous()
+        return own if ctx.scale == 1 else own * ctx.scale, None, None, None, None

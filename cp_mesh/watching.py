@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
@@ -119,11 +120,14 @@ class Watch(TorchFunctionMode):
     Args:
         group_name, seq_len: while a root is traced, its cp group and the tokens of its whole sequence, which are then
             compared with those of its cores. Roots in eager mode have `ops.ROOT` for that.
+        local_rows: of this rank, in an eager forward without positions: as many that are counted from 0 are warned of.
     """
 
-    def __init__(self, group_name: str | None = None, seq_len: int | None = None) -> None:
+    def __init__(
+        self, group_name: str | None = None, seq_len: int | None = None, local_rows: int | None = None
+    ) -> None:
         super().__init__()
-        self.group_name, self.seq_len = group_name, seq_len
+        self.group_name, self.seq_len, self.local_rows = group_name, seq_len, local_rows
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -139,7 +143,23 @@ class Watch(TorchFunctionMode):
             group_name, seq_len = length_of_call(args)
             if seq_len is not None and group_name == self.group_name:
                 check_length(seq_len, self.seq_len)
+        elif name == "arange" and self.local_rows is not None and _counted(args, kwargs) == self.local_rows:
+            warnings.warn(
+                f"cp_mesh: the model counts {self.local_rows} positions from 0, as many as this rank holds rows: on "
+                "most ranks they are others'. Give its forward an argument for positions, and name it in "
+                "ShardedModel(sequence, positions=...); without a root, pass sequence.positions(seq_len)",
+                stacklevel=2,
+            )
+            self.local_rows = None
         return _call(func, args, kwargs)
+
+
+def _counted(args: Any, kwargs: Any) -> Any:
+    """How far torch.arange counts from 0; None for other ranges."""
+    given = [*args, *(kwargs[name] for name in ("end",) if name in kwargs)]
+    if kwargs.get("start", 0) != 0 or (len(given) > 1 and given[0] != 0):
+        return None
+    return given[min(1, len(given) - 1)] if given else None
 
 
 def _rows(name: str, place: int, dim: int, args: Any, kwargs: Any) -> int | None:
@@ -160,8 +180,8 @@ def _refuse(name: str) -> NoReturn:
         "ShardedModel",
         "every self-attention in a ContextParallel module",
         f"{name} outside of one, where each rank attends to its shard alone",
-        "name the module that calls F.scaled_dot_product_attention in the plan; watch=False if this attends to "
-        "another sequence, which is whole",
+        "name the module that calls F.scaled_dot_product_attention in the plan; watch=False (of ShardedModel, or of "
+        "parallelize without one) if this attends to another sequence, which is whole",
     )
 
 
@@ -182,14 +202,14 @@ def _encode(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs
 
 
 @contextmanager
-def watching(root: nn.Module) -> Iterator[None]:
+def watching(root: nn.Module, local_rows: int | None = None) -> Iterator[None]:
     """Refuse attention outside of the plan in one eager forward of ``root``.
 
     Parts that are compiled are traced inside of a watch of their own, now and whenever they are traced again, and
     called without this one: torch.compile would compile them for this forward, and anew for the next one. Once traced,
     a watch costs nothing.
     """
-    watch = Watch()
+    watch = Watch(local_rows=local_rows)
     with ExitStack() as stack:
         for part in root.modules():
             check_class(part)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import mesh, num_collectives
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from cp_mesh import Contiguous, Mask, Permuted, Striped, attention, check_mode
+import cp_mesh
+from cp_mesh import Contiguous, Mask, Permuted, Striped, agreement, attention, check_mode
 
 WORLD_SIZE = 3
 B, H, K, S, D = 2, 4, 2, 24, 8
@@ -169,23 +173,24 @@ def arguments(rank: int, case: Case) -> dict[str, Any]:
     return tensors() | {"mesh": mesh((3,), ("cp",))} | case.shared() | (case.odd() if rank == ODD else {})
 
 
-def disagree(rank: int) -> dict[str, tuple[str, str] | None]:
-    """What each case raised on this rank."""
+def disagree(rank: int, always: bool) -> dict[str, tuple[str, str] | None]:
+    """What each case raised on this rank, in check mode or in a first call on a new group."""
     raised: dict[str, tuple[str, str] | None] = {}
-    with check_mode():
+    new = {"mesh": dist.new_group()}
+    with check_mode() if always else nullcontext():
         for name, case in CASES.items():
             raised[name] = None
             try:
-                attention(**arguments(rank, case))
+                attention(**arguments(rank, case) | new)
             except Exception as error:
                 raised[name] = type(error).__name__, str(error)
-        attention(**arguments(rank, Case((), dict)))  # the ranks are in step, and equal arguments pass
+        attention(**arguments(rank, Case((), dict)) | new)  # the ranks are in step, and equal arguments pass
     return raised
 
 
-@pytest.fixture(scope="module")
-def raised(pool: Any) -> list[dict[str, tuple[str, str] | None]]:
-    return pool(WORLD_SIZE).run(disagree)
+@pytest.fixture(scope="module", params=[True, False], ids=["check mode", "first call"])
+def raised(pool: Any, request: pytest.FixtureRequest) -> list[dict[str, tuple[str, str] | None]]:
+    return pool(WORLD_SIZE).run(disagree, request.param)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -285,3 +290,39 @@ def test_exchanges_only_where_asked(
     for forward, backward in pool(WORLD_SIZE).run(count, context, environment):
         assert (forward > ring) if exchanges else (forward == ring)
         assert backward == 2 * ring
+
+
+def looked_at(rank: int) -> list[int]:
+    """Comparisons of a first call, of two like it and of one of another window; then with all of it turned off."""
+    counts, group, real = [], dist.new_group(), dist.PrefixStore.set
+    seen: list[str] = []
+    with mock.patch.object(
+        dist.PrefixStore, "set", lambda store, key, value: seen.append(key) or real(store, key, value)
+    ):
+        for mask in (Mask(), Mask(), Mask(), Mask(window=(5, 0))):
+            attention(**tensors(), mesh=group, mask=mask)
+            counts.append(sum(key.startswith("cp_mesh/") for key in seen))
+        with check_mode(False):
+            attention(**tensors(), mesh=group, mask=Mask(window=(4, 0)))
+        with mock.patch.dict("os.environ", {"CP_MESH_CHECK": "0"}):
+            attention(**tensors(), mesh=group, mask=Mask(window=(3, 0)))
+        counts.append(sum(key.startswith("cp_mesh/") for key in seen))
+    return counts
+
+
+def test_later_calls_are_not_compared(pool: Any) -> None:
+    assert pool(WORLD_SIZE).run(looked_at) == [[1, 1, 1, 2, 2]] * WORLD_SIZE
+
+
+def never_come(rank: int) -> float:
+    """One rank stays away from a first call: the others wait in the store, and not for ever."""
+    begin, group = time.perf_counter(), dist.new_group()
+    with mock.patch.object(agreement, "PATIENCE", timedelta(seconds=0.5)):
+        if rank != ODD:
+            with pytest.raises(cp_mesh.RankMismatchError, match=r"got none from ranks \[1\]"):
+                attention(**tensors(), mesh=group)
+    return time.perf_counter() - begin
+
+
+def test_a_first_call_does_not_wait_for_ever(pool: Any) -> None:
+    assert max(pool(WORLD_SIZE).run(never_come)) < 20

@@ -30,6 +30,7 @@ import test_double_ring
 import test_flash_attn
 import test_flash_attn_4
 import test_gradients
+import test_guard
 import test_hybrid
 import test_loss
 import test_masks
@@ -151,7 +152,7 @@ def few(pool: Any, cases: list[Case], num_ranks: int = 3) -> None:
 
 
 def every_disagreement(pool: Any) -> None:
-    raised = pool(3).run(test_agreement.disagree)
+    raised = pool(3).run(test_agreement.disagree, True)
     for name in test_agreement.CASES:
         test_agreement.test_every_rank_raises(name, raised)
 
@@ -272,6 +273,19 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "verify": lambda pool: test_verify.test_verify_finds_what_one_device_has_too(
         pool, False, "a scale wrong by 2 %", "cpu_flash"
     ),
+    "first calls": lambda pool: test_guard.test_batches_that_differ_between_ranks(pool, "content", False),
+    "labels of other rows": lambda pool: test_guard.test_labels_of_other_rows(pool, True),
+    "sharded twice": lambda pool: test_guard.test_what_is_sharded_twice(pool, False),
+    "positions of a root": lambda pool: test_guard.test_positions_of_a_root(pool, False),
+    "variables of a loop": test_guard.test_functions_that_read_the_variable_of_a_loop,
+    "unread masks": lambda pool: test_guard.test_a_mask_that_no_style_reads(pool, False),
+    "windows of modules": lambda pool: test_guard.test_what_the_module_says_and_the_style_does_not(
+        pool, "a window of its layer", False
+    ),
+    "whole tokens": lambda pool: test_guard.test_what_is_refused_without_a_root(pool, "whole", False),
+    "ranks of the loss": lambda pool: test_guard.test_gradients_of_a_wrong_scale_are_refused(pool, "FSDP, loss of cp"),
+    "gradients that are reduced": lambda pool: test_guard.test_gradients_of_a_wrong_scale_are_refused(pool, "none"),
+    "gathered losses": lambda pool: test_guard.test_a_loss_of_gathered_logits_has_the_right_scale(pool, "cp", False),
     "runs": lambda pool: alone(pool, (test_changing_layouts.test_runs_that_compiled_code_did_not_read_are_checked, ())),
     "round trip": lambda pool: test_sequence.test_round_trip_and_its_gradient(pool, "zigzag", 3),
     "loss": lambda pool: test_sequence.test_cross_entropy(pool, "ragged", 3, 1),

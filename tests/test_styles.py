@@ -518,7 +518,11 @@ def leave_out_positions(rank: int, positions: str | None) -> None:
 
 
 def test_positions_are_not_made_up(pool: Any) -> None:
-    """A model with positions under a style that supplies none: the model's own missing argument shows."""
+    """A model with positions under a style that supplies none."""
     for error in pool(2).run_expecting_error(leave_out_positions, None):
-        assert error is not None and error.type == "TypeError" and "'positions'" in error.message
+        assert (
+            error is not None
+            and error.type == "ArgumentError"
+            and "positions=None and none in the call" in error.message
+        )
         assert error.num_collectives == 0

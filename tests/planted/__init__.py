@@ -9,6 +9,7 @@ layouts                      5
 the schedule                14
 documents as sequences       6
 balanced layouts             2
+the guard                   11
 kernels in Triton           32
 kernels                     24
 merging                      5
@@ -25,14 +26,14 @@ data and loss               11
 styles                       5
 watching                     3
 check mode and verify        5
-in all                     241
+in all                     252
 
 To add one, write ``@plant(name, seam, *checks)`` over a function that is given what is at the seam and returns what
 takes its place; see seams.py. No bug quotes source: those of Triton kernels are planted in the Python that launches
 them, or in device functions, which Triton's interpreter finds by name.
 """
 
-from planted import decoding, geometry, in_triton, kernels, loop, training
+from planted import decoding, geometry, guard, in_triton, kernels, loop, training
 from planted.seams import MUTATIONS, Mutation, SeamLost, infect
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "SeamLost",
     "decoding",
     "geometry",
+    "guard",
     "in_triton",
     "infect",
     "kernels",

@@ -1,0 +1,217 @@
+"""What this rank saw of one sequence: what `shard` returned, what was sharded, and how attention was called last.
+
+Labels, tokens and logits are plain tensors, so nothing in them says which rows they are. The first step compares what
+is known of them here: a mark on what `shard` returned, which views and copies lose, and the tokens themselves, of which
+labels usually are the next ones.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.nn.parallel import DistributedDataParallel
+
+from cp_mesh.agreement import capturing, is_first_here
+from cp_mesh.layouts import Contiguous, Layout, Striped, ZigZag
+
+TOKENS = ("tokens", "input_ids", "inputs", "ids", "idx")
+"""Names of leaves of which labels are usually the next ones."""
+_MARK = "_cp_mesh_rows"
+
+
+class Rows(NamedTuple):
+    """Which rows a tensor holds: those of a rank of this group, of a sequence of this length with padding."""
+
+    layout: str
+    seq_len: int
+    group_name: str
+
+
+class Called(NamedTuple):
+    """The last call of attention.
+
+    Attributes:
+        rows: of its keys.
+        shape: [B, rows of this rank].
+        wrapper: before the first loss, the DistributedDataParallel in whose forward it was, by a weak reference.
+    """
+
+    rows: Rows
+    shape: tuple[int, int]
+    wrapper: Callable[[], Any] | None = None
+
+
+class Given(NamedTuple):
+    """The whole tokens [B, S] of the first batch of its shape that this rank sharded, and how."""
+
+    tokens: Tensor
+    layout: Layout
+    rows: Rows
+    cp_size: int
+    cp_rank: int
+
+
+@dataclass
+class Loss:
+    """The first loss since a plan was applied.
+
+    Attributes:
+        mesh: its ranks; None if it ran in compiled code alone.
+        scale: with which factor its backward began; None before.
+        wrapper: as in `Called`.
+        of_whole: whether its logits were gathered, so that all ranks of cp computed it alike.
+    """
+
+    mesh: DeviceMesh | dist.ProcessGroup | None = None
+    scale: float | None = None
+    wrapper: Callable[[], Any] | None = None
+    of_whole: bool = False
+
+    def take_scale(self, grad: Tensor) -> None:
+        """A hook of the loss; waits for the device once."""
+        self.scale = grad.item()
+
+
+LOSS: ContextVar[Loss | None] = ContextVar("cp_mesh_loss", default=None)
+CALLED: ContextVar[Called | None] = ContextVar("cp_mesh_called", default=None)
+GIVEN: ContextVar[Given | None] = ContextVar("cp_mesh_given", default=None)
+"""Holds on to one batch of tokens, until the first loss has looked at it."""
+
+
+def note_tokens(name: str, whole: Tensor, layout: Layout, rows: Rows, group: dist.ProcessGroup) -> None:
+    """Of a tensor that is sharded, by its name; the first batch of each shape is kept for the first loss."""
+    if name in TOKENS and whole.ndim == 2 and not whole.is_floating_point() and is_first_here(group, whole.shape):
+        GIVEN.set(Given(whole, layout, rows, group.size(), group.rank()))
+
+
+def mark(x: Tensor, rows: Rows) -> Tensor:
+    """``x``, which says from now on which rows it holds."""
+    setattr(x, _MARK, rows)
+    return x
+
+
+def marked(x: Any) -> Rows | None:
+    found: Rows | None = getattr(x, _MARK, None)
+    return found
+
+
+def note_call(rows: Rows, shape: tuple[int, int]) -> None:
+    """Of attention, whenever it runs."""
+    wrapper = DistributedDataParallel._get_active_ddp_module() if LOSS.get() is None else None
+    CALLED.set(Called(rows, shape, None if wrapper is None else weakref.ref(wrapper)))
+
+
+def is_whole(labels: Tensor) -> bool:
+    """Whether these are labels of the whole sequence of the last attention, not of this rank's rows."""
+    called = CALLED.get()
+    if called is None or not called.shape[1] < called.rows.seq_len:
+        return False
+    return labels.ndim == 2 and labels.shape[1] > called.shape[1]
+
+
+def note_loss(loss: Tensor, labels: Tensor, mesh: DeviceMesh | dist.ProcessGroup) -> None:
+    """Of a loss that is trained, whenever it runs."""
+    found = LOSS.get()
+    if (found is None or found.mesh is None) and loss.requires_grad and not capturing():
+        called = CALLED.get()
+        LOSS.set(found := Loss(mesh, None, None if called is None else called.wrapper, is_whole(labels)))
+        loss.register_hook(found.take_scale)
+
+
+def note_compiled_loss() -> None:
+    """From inside of the op, which compiled code calls too."""
+    if LOSS.get() is None:
+        LOSS.set(Loss())
+
+
+def forget() -> None:
+    """After a loss: another one may be of other logits."""
+    CALLED.set(None)
+    GIVEN.set(None)
+
+
+_HIDE = ("CompiledFunctionBackward", "CheckpointFunctionBackward")
+"""Nodes of autograd in which attention may be."""
+
+
+def from_attention(x: Tensor) -> bool:
+    """Whether attention is among what a tensor was computed from, or may be, in compiled code: by autograd's graph."""
+    nodes, known = [x.grad_fn], {x.grad_fn}
+    while nodes:
+        node = nodes.pop()
+        if node is None:
+            continue
+        if node.name().endswith("_AttentionBackward") or node.name().endswith(_HIDE):
+            return True
+        for following, _ in node.next_functions:
+            if following not in known:
+                known.add(following)
+                nodes.append(following)
+    return False
+
+
+def wrong_labels(labels: Tensor, ignore_index: int, ranks: list[int]) -> tuple[str, str] | None:
+    """What these labels of a loss over ``ranks`` seem to be, and what mends it; None if they may well be right."""
+    called, given, rows = CALLED.get(), GIVEN.get(), marked(labels)
+    if called is not None and is_whole(labels):
+        if set(dist.get_process_group_ranks(_resolve_process_group(called.rows.group_name))) <= set(ranks):  # type: ignore[arg-type]
+            got = f"{labels.shape[1]} rows, of the whole sequence, beside {called.shape[1]} of attention"
+            return (
+                got,
+                'of gathered logits take F.cross_entropy, or cross_entropy over mesh["dp"], without the cp ranks',
+            )
+        return None
+    if called is not None:
+        if rows is not None and rows.group_name == called.rows.group_name and rows != called.rows:
+            got = f"those of {rows.layout}, {rows.seq_len} tokens, beside attention in {called.rows.layout}"
+            return f"{got}, {called.rows.seq_len}", "shard tokens and labels with one ShardedSequence"
+        batch, length = called.shape
+        short = labels.shape[1] == length - 1 if labels.ndim == 2 else labels.numel() == batch * (length - 1)
+        if short and length > 1 and called.rows.seq_len > length:
+            return f"{length - 1} rows of {length}", _SHIFT
+    if given is None or rows is not None or labels.ndim > 2 or labels.is_floating_point():
+        return None
+    return _unlike_tokens(labels, ignore_index, given)
+
+
+_SHIFT = "shift the whole labels and then shard them: the token after a shard's last row is another rank's"
+
+
+def _unlike_tokens(labels: Tensor, ignore_index: int, given: Given) -> tuple[str, str] | None:
+    """By content: labels that are not the next tokens of this rank's rows, but of other ones."""
+    (batch, length), (seq_len, device) = given.tokens.shape, (given.rows.seq_len, given.tokens.device)
+
+    def positions(layout: Layout) -> Tensor:
+        return layout.positions(seq_len, given.cp_size, given.cp_rank).to(device)
+
+    own = positions(given.layout)
+    if labels.numel() != batch * len(own) or labels.device != device:
+        return None
+    labels = labels.reshape(batch, -1)
+    padded = torch.nn.functional.pad(given.tokens, (0, seq_len + 1 - length), value=ignore_index)
+
+    def are(tokens: Tensor) -> bool:
+        known = (labels != ignore_index) & (tokens != ignore_index)
+        return bool((labels == tokens).masked_select(known).all())
+
+    if are(padded[:, own + 1]):
+        return None
+    local = padded[:, own]
+    if are(torch.cat([local[:, 1:], torch.full_like(local[:, :1], ignore_index)], 1)):
+        return "the next tokens within this rank's shard", _SHIFT
+    for layout in (Contiguous(), ZigZag(), Striped()):
+        if layout != given.layout and are(padded[:, positions(layout) + 1]):
+            got = f"the labels of {layout.spec()} rows, beside tokens in {given.layout.spec()}"
+            return got, 'cut them with sequence.shard({"labels": labels}), not by chunk or another layout'
+    if are(local):
+        return "the tokens themselves, not the next ones", "shift the whole labels by one, and then shard them"
+    return None

@@ -1,0 +1,696 @@
+"""Training set-ups that are wrong raise or warn on every rank, by default; the same set-up done right is silent."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import mesh
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import cp_mesh
+from cp_mesh import ContextParallel, Mask, ShardedModel, ShardedSequence, Striped
+
+B, H, D, V = 2, 2, 8, 11
+C = H * D
+
+
+class Core(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=attn_mask is None)
+
+
+class Model(nn.Module):
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding, self.core, self.head = nn.Embedding(V, C), Core(), nn.Linear(C, V)
+
+    def forward(self, tokens: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        x = self.embedding(tokens).unflatten(-1, (H, D)).transpose(1, 2)
+        return self.head(self.core(x, x, x, attn_mask).transpose(1, 2).flatten(-2))
+
+
+def tokens_of(length: int, seed: int = 0) -> Tensor:
+    return torch.randint(V, (B, length), generator=torch.Generator().manual_seed(seed))
+
+
+def parallel(sequence: ShardedSequence, **options: Any) -> nn.Module:
+    plan = {"": ShardedModel(sequence, positions=None, **options), "core": ContextParallel(sequence)}
+    return cp_mesh.parallelize(Model(), sequence.mesh, plan)
+
+
+def raised(pool: Any, world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """What each rank raised; all must, and soon."""
+    errors = pool(world_size).run_expecting_error(fn, *args, timeout=20.0)
+    assert all(errors), errors
+    return errors
+
+
+# Ranks that disagree. Each test has a length of its own: only the first forward of a shape is compared.
+
+
+def other_batches(rank: int, how: str, compiled: bool, length: int) -> None:
+    model = parallel(ShardedSequence(mesh((2,), ("cp",))))
+    if compiled:
+        model = torch.compile(model, backend="eager", fullgraph=True)
+    torch.manual_seed(0)
+    tokens = tokens_of(length, seed=rank if how == "content" else 0)
+    model(torch.cat([tokens, tokens], 1) if how == "length" and rank else tokens)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("how", ["content", "length"])
+def test_batches_that_differ_between_ranks(pool: Any, how: str, compiled: bool) -> None:
+    length = 40 + 16 * compiled + 32 * (how == "length")
+    for error in raised(pool, 2, other_batches, how, compiled, length):
+        assert error.type == "RankMismatchError" and "the same tokens on every cp rank" in error.message
+        assert "give every rank of a cp group the same batch" in error.message
+    pool(2).run(other_batches, "not", compiled, length)
+
+
+def refused_on_one_rank(rank: int, length: int) -> None:
+    model = parallel(ShardedSequence(mesh((2,), ("cp",))))
+    model(tokens_of(length), torch.ones(length // 2, length // 2).bool() if rank == 0 else None)
+
+
+def test_what_one_rank_refuses_the_others_hear(pool: Any) -> None:
+    """As of models that make a mask from the positions of their shard: it is a plain causal one on some ranks only."""
+    errors = raised(pool, 2, refused_on_one_rank, 36)
+    assert [error.type for error in errors] == ["UnsupportedError", "RankMismatchError"]
+    assert all("a tensor attn_mask cannot be read" in error.message for error in errors)
+
+
+def unlike_terms(rank: int) -> None:
+    axis, q = mesh((2,), ("cp",)), torch.randn(B, H, 5, D, requires_grad=True)
+    bias = torch.zeros(1, H, 5, 10, requires_grad=rank == 0)
+    cp_mesh.attention(q, q, q, mesh=axis, bias=bias, method="ulysses", seq_len=10, layout=cp_mesh.Contiguous())
+
+
+def test_terms_that_only_some_ranks_train(pool: Any) -> None:
+    for error in raised(pool, 2, unlike_terms):
+        assert error.type == "RankMismatchError" and "the same gradients wanted of" in error.message
+
+
+# Labels of other rows than those of the logits.
+
+
+def next_tokens(tokens: Tensor) -> Tensor:
+    return torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], -100)], 1)
+
+
+def labels_of(how: str, tokens: Tensor, sequence: ShardedSequence) -> Tensor:
+    whole, (rank, size) = next_tokens(tokens), (sequence.cp_rank, sequence.cp_size)
+    if how == "chunk":
+        return whole.chunk(size, dim=1)[rank]
+    if how == "shifted after":
+        local = sequence.shard({"x": tokens})["x"]
+        return torch.cat([local[:, 1:], torch.full_like(local[:, :1], -100)], 1)
+    if how == "not shifted":
+        return sequence.shard({"labels": tokens})["labels"].clone()
+    other = Striped() if how.startswith("another layout") else sequence.layout
+    labels = ShardedSequence(sequence.mesh, other).shard({"labels": whole})["labels"]
+    return labels if how in ("right", "another layout") else labels.clone()  # a copy has no mark
+
+
+WRONG_LABELS = {
+    "chunk": ("the labels of contiguous rows, beside tokens in zigzag", "not by chunk"),
+    "shifted after": ("the next tokens within this rank's shard", "shift the whole labels and then shard them"),
+    "not shifted": ("the tokens themselves", "shift the whole labels by one"),
+    "another layout": ("those of striped, ", "beside attention in zigzag", "one ShardedSequence"),
+    "another layout, copied": ("the labels of striped rows, beside tokens in zigzag", "sequence.shard("),
+}
+
+
+def loss_of_labels(rank: int, how: str, root: bool, length: int, compiled: bool = False) -> None:
+    """With a root that takes whole batches, or with tokens that `shard` cut."""
+    axis = mesh((3,), ("cp",))
+    sequence, tokens = ShardedSequence(axis), tokens_of(length)
+    if root:
+        model = parallel(sequence)
+        if compiled:
+            model.compile(backend="aot_eager", fullgraph=True)
+        logits = model(tokens)
+    else:
+        model = cp_mesh.parallelize(Model(), axis, {"core": ContextParallel(sequence)})
+        if compiled:
+            model.compile(backend="aot_eager", fullgraph=True)
+        logits = model(sequence.shard({"tokens": tokens})["tokens"])
+    cp_mesh.cross_entropy(logits, labels_of(how, tokens, sequence), axis).backward()
+
+
+@pytest.mark.parametrize("root", [True, False], ids=["root", "no root"])
+def test_labels_of_other_rows(pool: Any, root: bool) -> None:
+    for i, (how, says) in enumerate(WRONG_LABELS.items()):
+        for error in raised(pool, 3, loss_of_labels, how, root, 60 + 6 * i + 60 * root):
+            assert error.type == "ArgumentError" and "labels: expected the next tokens of this rank's" in error.message
+            assert all(part in error.message for part in says), error.message
+    for i, how in enumerate(("right", "right, copied")):
+        pool(3).run(loss_of_labels, how, root, 24 + 6 * i + 12 * root)
+
+
+@pytest.mark.parametrize("root", [True, False], ids=["root", "no root"])
+def test_labels_of_other_rows_of_a_compiled_model(pool: Any, root: bool) -> None:
+    for error in raised(pool, 3, loss_of_labels, "chunk", root, 216 + 6 * root, True):
+        assert all(part in error.message for part in WRONG_LABELS["chunk"]), error.message
+    pool(3).run(loss_of_labels, "right, copied", root, 228 + 6 * root, True)
+
+
+def shorter_labels(rank: int, flat: bool, length: int) -> None:
+    axis = mesh((3,), ("cp",))
+    sequence, tokens = ShardedSequence(axis), tokens_of(length)
+    local = sequence.shard({"tokens": tokens})["tokens"]
+    model = cp_mesh.parallelize(Model(), axis, {"core": ContextParallel(sequence)})
+    logits, labels = model(local)[:, :-1], local[:, 1:]
+    if flat:
+        logits, labels = logits.flatten(0, 1), labels.flatten()
+    cp_mesh.cross_entropy(logits, labels, axis)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_labels_that_lack_a_row(pool: Any, flat: bool) -> None:
+    for error in raised(pool, 3, shorter_labels, flat, 12 + 6 * flat):
+        assert "labels: expected" in error.message and "shift the whole labels and then shard" in error.message
+
+
+def labels_outside(rank: int) -> None:
+    """As `shard` pads them, in the shard of one rank, under another ignore_index."""
+    axis = mesh((3,), ("cp",))
+    labels = torch.full((B, 7), -100 if rank == 1 else 3)
+    cp_mesh.cross_entropy(torch.randn(B, 7, V), labels, axis, ignore_index=-1)
+
+
+def test_labels_outside_of_the_vocabulary_of_one_rank(pool: Any) -> None:
+    errors = raised(pool, 3, labels_outside)
+    assert "or ignore_index=-1, got -100; pass ignore_index=-100, or pad" in errors[1].message
+    for rank in (0, 2):
+        assert errors[rank].type == "ArgumentError" and "on 1 other ranks" in errors[rank].message
+        assert "or ignore_index=-1, got -100" in errors[rank].message
+
+
+def sharded_twice(rank: int, root: bool, length: int) -> None:
+    sequence = ShardedSequence(mesh((3,), ("cp",)))
+    tokens = sequence.shard({"tokens": tokens_of(length)})["tokens"]
+    if root:
+        parallel(sequence)(tokens)
+    else:
+        sequence.shard({"tokens": tokens})
+
+
+@pytest.mark.parametrize("root", [True, False])
+def test_what_is_sharded_twice(pool: Any, root: bool) -> None:
+    for error in raised(pool, 3, sharded_twice, root, 36):
+        assert "a tensor of the whole sequence, got rows that shard has returned; shard once" in error.message
+
+
+def loss_of_a_group(rank: int) -> list[float]:
+    axis, logits = mesh((3,), ("cp",)), torch.randn(B, 5, V)
+    labels = torch.full((B, 5), 3)
+    with pytest.raises(cp_mesh.ArgumentError, match="mesh: expected a DeviceMesh or a ProcessGroup, got 3"):
+        cp_mesh.cross_entropy(logits, labels, 3)
+    return [
+        cp_mesh.cross_entropy(logits, labels, axis).item(),
+        cp_mesh.cross_entropy(logits, labels, axis.get_group()).item(),
+    ]
+
+
+def test_the_loss_takes_a_process_group(pool: Any) -> None:
+    for by_mesh, by_group in pool(3).run(loss_of_a_group):
+        assert by_mesh == by_group > 0
+
+
+# What a module says of its attention, and its style does not.
+
+
+class Config:
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__ |= fields
+
+
+def stating(**fields: Any) -> Model:
+    model = Model()
+    for name, value in fields.items():
+        setattr(model.core, name, value)
+    return model
+
+
+SLIDING = {"config": Config(sliding_window=4, layer_types=["full_attention", "sliding_attention"]), "layer_idx": 1}
+FULL = SLIDING | {"layer_idx": 0}
+STATED = {
+    "a window": ({"sliding_window": 4}, {}, "window of 4 keys, got a mask without a window", "window=(3, 0)"),
+    "another window": ({"sliding_window": 4}, {"mask": Mask(window=(7, 0))}, "got window=(7, 0)", "window=(3, 0)"),
+    "a window in its config": ({"config": Config(sliding_window=4)}, {}, "window of 4 keys", "window=(3, 0)"),
+    "a window of its layer": (SLIDING, {}, "window of 4 keys", "window=(3, 0)"),
+    "chunks": ({"attention_chunk_size": 4}, {}, "chunks of 4 keys", "documents=positions // 4"),
+    "a softcap": ({"attn_logit_softcapping": 30.0}, {}, "the module's softcap of 30.0, got None", '{"softcap": 30.0}'),
+    "sinks": ({"sinks": torch.zeros(H)}, {}, "the module's sinks in scores, got none", "core.sinks"),
+}  # fmt: skip
+SAID: dict[str, Any] = {
+    "a window": ({"sliding_window": 4}, {"mask": Mask(window=(3, 0))}),
+    "a window of another layer": (FULL, {}),
+    "no window": ({"sliding_window": None, "config": Config(sliding_window=4)}, {}),
+    "a window longer than the sequence": ({"sliding_window": 64}, {}),
+    "an unused window": ({"config": Config(sliding_window=4, use_sliding_window=False)}, {}),
+    "a softcap": ({"attn_logit_softcapping": 30.0}, {"scores": {"softcap": 30.0}}),
+    "sinks": ({"sinks": torch.zeros(H)}, {"scores": {"sinks": torch.zeros(H)}}),
+}
+
+
+def stated(rank: int, fields: dict[str, Any], options: dict[str, Any], compiled: bool) -> None:
+    axis = mesh((2,), ("cp",))
+    sequence = ShardedSequence(axis)
+    model = cp_mesh.parallelize(stating(**fields), axis, {"core": ContextParallel(sequence, **options)})
+    if compiled:
+        model = torch.compile(model, backend="eager", fullgraph=True)
+    model(sequence.shard({"tokens": tokens_of(16)})["tokens"])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("what", STATED)
+def test_what_the_module_says_and_the_style_does_not(pool: Any, what: str, compiled: bool) -> None:
+    fields, options, *says = STATED[what]
+    for error in raised(pool, 2, stated, fields, options, compiled):
+        message = error.message.replace("\\'", "'")  # as Dynamo quotes it
+        assert "ContextParallel(Core): expected the module's" in message, message
+        assert all(part in message for part in says), message
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("what", SAID)
+def test_what_both_say(pool: Any, what: str, compiled: bool) -> None:
+    pool(2).run(stated, *SAID[what], compiled)
+
+
+class Masked(Core):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor:
+        return super().forward(q, k, v)
+
+
+class MaskedModel(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = Masked()
+
+
+def unread_mask(rank: int, reads: bool, compiled: bool) -> None:
+    axis = mesh((2,), ("cp",))
+    sequence = ShardedSequence(axis)
+    options = {"mask": lambda q, k, v, mask: mask} if reads else {}
+    model = cp_mesh.parallelize(MaskedModel(), axis, {"core": ContextParallel(sequence, **options)})
+    run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    run(sequence.shard({"tokens": tokens_of(16)})["tokens"], Mask(window=(3, 0)))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_mask_that_no_style_reads(pool: Any, compiled: bool) -> None:
+    for error in raised(pool, 2, unread_mask, False, compiled):
+        assert "a style that reads the Mask" in error.message and "mask=lambda q, k, v, mask: mask" in error.message
+    pool(2).run(unread_mask, True, compiled)
+
+
+def windows_of_a_loop(rank: int, how: str) -> None:
+    axis = mesh((2,), ("cp",))
+    sequence, cores = ShardedSequence(axis), nn.ModuleList([Core(), Core()])
+    plan = {}
+    for i, window in enumerate((3, 5)):
+        if how == "bound":
+            plan[f"{i}"] = ContextParallel(sequence, mask=lambda q, k, v, window=window: Mask(window=(window, 0)))
+        else:
+            plan[f"{i}"] = ContextParallel(sequence, mask=lambda q, k, v: Mask(window=(window, 0)))  # noqa: B023
+        if how == "a plan a layer":
+            cp_mesh.parallelize(cores, axis, {f"{i}": plan[f"{i}"]})
+    if how != "a plan a layer":
+        cp_mesh.parallelize(cores, axis, plan)
+    for core in cores:
+        core(*(torch.randn(1, H, 8, D) for _ in range(3)))
+
+
+def test_functions_that_read_the_variable_of_a_loop(pool: Any) -> None:
+    """Every layer would get the window of the last one."""
+    for how in ("a plan", "a plan a layer"):
+        for error in raised(pool, 2, windows_of_a_loop, how):
+            assert "ContextParallel.mask: expected a function of its arguments alone: its variable 'window' as it was, "
+            assert "got 3, and now 5; bind it" in error.message and "window=window" in error.message
+    pool(2).run(windows_of_a_loop, "bound")
+
+
+def misspelt(rank: int, options: dict[str, Any]) -> None:
+    ContextParallel(ShardedSequence(mesh((2,), ("cp",))), **options)
+
+
+@pytest.mark.parametrize("name", ["method", "kernel", "transport"])
+def test_misspelt_names_are_refused_where_they_are_written(pool: Any, name: str) -> None:
+    for error in raised(pool, 2, misspelt, {name: "rnig"}):
+        assert f"{name}: expected one of auto" in error.message and "got 'rnig'" in error.message
+
+
+def wrong_arity(rank: int) -> None:
+    axis = mesh((2,), ("cp",))
+    core = cp_mesh.parallelize(Core(), axis, {"": ContextParallel(ShardedSequence(axis), mask=lambda q: Mask())})
+    core(*(torch.randn(1, H, 8, D) for _ in range(3)))
+
+
+def test_a_mask_function_of_other_arguments(pool: Any) -> None:
+    for error in raised(pool, 2, wrong_arity):
+        assert (
+            error.type == "ArgumentError" and "what the core is called with, (Tensor, Tensor, Tensor)" in error.message
+        )
+        assert "got one of (q); take *args, **kwargs" in error.message
+
+
+# Positions, and what else only the root can see.
+
+
+class Positioned(Model):
+    """With learned positions: given, or counted inside."""
+
+    def __init__(self, rows: int = 64) -> None:
+        super().__init__()
+        self.table = nn.Embedding(rows, C)
+
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        if position_ids is None:
+            position_ids = torch.arange(tokens.shape[1])
+        x = (self.embedding(tokens) + self.table(position_ids)).unflatten(-1, (H, D)).transpose(1, 2)
+        return self.head(self.core(x, x, x).transpose(1, 2).flatten(-2))
+
+
+class Counting(Positioned):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens)
+
+
+def positioned(rank: int, positions: str | None, given: int | None, compiled: bool) -> None:
+    sequence = ShardedSequence(mesh((2,), ("cp",)))
+    plan = {"": ShardedModel(sequence, positions=positions), "core": ContextParallel(sequence)}
+    model = cp_mesh.parallelize(Positioned(), sequence.mesh, plan)
+    run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    run(tokens_of(16), None if given is None else torch.arange(given))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_positions_of_a_root(pool: Any, compiled: bool) -> None:
+    for error in raised(pool, 2, positioned, None, None, compiled):
+        assert "a source of the forward's position_ids" in error.message.replace("\\'", "'")
+        assert "positions='position_ids'" in error.message.replace("\\'", "'")
+    for error in raised(pool, 2, positioned, "position_ids", 8, compiled):
+        assert "expected as many as the inputs have tokens, got 8 of them; leave them out" in error.message
+    for given in (None, 16):
+        pool(2).run(positioned, "position_ids", given, compiled)
+
+
+def warned(fn: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fn()
+    return [str(warning.message) for warning in caught if str(warning.message).startswith("cp_mesh:")]
+
+
+def counted_inside(rank: int) -> list[list[str]]:
+    sequence = ShardedSequence(mesh((2,), ("cp",)))
+    plan = {"": ShardedModel(sequence, positions=None), "core": ContextParallel(sequence)}
+    counting = cp_mesh.parallelize(Counting(), sequence.mesh, plan)
+    right = parallel(sequence)
+    return [warned(functools.partial(model, tokens_of(16))) for model in (counting, counting, right)]
+
+
+def test_positions_counted_in_the_model(pool: Any) -> None:
+    for first, second, right in pool(2).run(counted_inside):
+        assert len(first) == 1 and "counts 8 positions from 0, as many as this rank holds rows" in first[0]
+        assert second == right == []
+
+
+def short_table(rank: int, rows: int) -> None:
+    sequence = ShardedSequence(mesh((2,), ("cp",)), length=21)
+    plan = {"": ShardedModel(sequence, positions="position_ids"), "core": ContextParallel(sequence)}
+    cp_mesh.parallelize(Positioned(rows), sequence.mesh, plan)(tokens_of(21))
+
+
+def test_a_table_of_positions_that_is_too_short_for_padding(pool: Any) -> None:
+    errors = raised(pool, 2, short_table, 21)
+    assert [error.type for error in errors] == ["ArgumentError", "RankMismatchError"]  # rank 0 holds the padding
+    assert all("tables for 24 positions" in error.message and "pad=False" in error.message for error in errors)
+    pool(2).run(short_table, 24)
+
+
+class Ids(Model):
+    def forward(self, x_ids: Tensor) -> Tensor:
+        return super().forward(x_ids)
+
+
+def other_names(rank: int) -> None:
+    sequence = ShardedSequence(mesh((2,), ("cp",)), length=21)
+    plan = {"": ShardedModel(sequence, inputs=("x_ids",), positions=None), "core": ContextParallel(sequence)}
+    cp_mesh.parallelize(Ids(), sequence.mesh, plan)(tokens_of(21))
+
+
+def test_inputs_of_any_name_are_padded(pool: Any) -> None:
+    pool(2).run(other_names)
+
+
+class Unread(Model):
+    def forward(self, tokens: Tensor, mask: Mask | None = None) -> Tensor:
+        return super().forward(tokens)
+
+
+def mask_of_a_root(rank: int, compiled: bool) -> None:
+    sequence = ShardedSequence(mesh((2,), ("cp",)))
+    plan = {"": ShardedModel(sequence, positions=None), "core": ContextParallel(sequence)}
+    model = cp_mesh.parallelize(Unread(), sequence.mesh, plan)
+    run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    run(tokens_of(16), Mask(window=(3, 0)))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_mask_that_no_core_reads(pool: Any, compiled: bool) -> None:
+    for error in raised(pool, 2, mask_of_a_root, compiled):
+        assert "ShardedModel: expected a core that reads mask" in error.message and "lambda ..., mask" in error.message
+
+
+class WithLoss(Model):
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.own = own
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        logits = super().forward(tokens)
+        if self.own:
+            return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return cp_mesh.cross_entropy(logits, labels, mesh((2,), ("cp",)))
+
+
+def loss_inside(rank: int, own: bool) -> list[str]:
+    sequence, tokens = ShardedSequence(mesh((2,), ("cp",))), tokens_of(20)
+    root = ShardedModel(sequence, inputs=("tokens", "labels"), positions=None)
+    model = cp_mesh.parallelize(WithLoss(own), sequence.mesh, {"": root, "core": ContextParallel(sequence)})
+    return warned(lambda: model(tokens, next_tokens(tokens)))
+
+
+def test_a_model_that_computes_the_loss_of_its_shard(pool: Any) -> None:
+    for said in pool(2).run(loss_inside, True):
+        assert len(said) == 1 and "this rank's rows of labels" in said[0] and "leave labels out of inputs" in said[0]
+    assert pool(2).run(loss_inside, False) == [[], []]
+
+
+# The scale of gradients: what loss, and how they are reduced.
+
+
+def gathered(rank: int, how: str, compiled: bool) -> list[str]:
+    """A loss of the whole output, over dp x cp = 2 x 2, or over cp = 4."""
+    grid, alone = mesh((2, 2), ("dp", "cp")), mesh((4,), ("cp",))
+    data, axis = (flattened(), grid["cp"]) if "dp" in how else (alone, alone)
+    seeds = (0, 1) if "dp" in how else (0,)
+    tokens = tokens_of(16, seed=grid.get_local_rank("dp") if "dp" in how else 0)
+    model = parallel(ShardedSequence(axis), gather_output=True)
+    if compiled:
+        model.compile(backend="eager")
+    fully_shard(model, mesh=data)
+    cp_mesh.sum_gradients(model)
+    optimizer, whole = torch.optim.SGD(model.parameters(), 0.1), next_tokens(tokens)
+
+    def step() -> None:
+        logits = model(tokens)
+        if "wrong" in how:
+            cp_mesh.cross_entropy(logits, whole, data)
+        elif "dp" in how:
+            cp_mesh.cross_entropy(logits, whole, grid["dp"]).backward()
+        else:
+            F.cross_entropy(logits.flatten(0, 1), whole.flatten()).backward()
+        compare_with_one_rank(model, seeds, 16, keep=True)
+        optimizer.step()
+
+    return warned(step)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("how", ["cp", "dp x cp"])
+def test_a_loss_of_gathered_logits_has_the_right_scale(pool: Any, how: str, compiled: bool) -> None:
+    assert pool(4).run(gathered, how, compiled) == [[]] * 4
+
+
+def test_a_loss_that_counts_gathered_logits_once_a_rank(pool: Any) -> None:
+    for error in raised(pool, 4, gathered, "wrong, dp x cp", False):
+        assert "got 16 rows, of the whole sequence, beside 8 of attention" in error.message
+        assert 'cross_entropy over mesh["dp"]' in error.message
+
+
+def trained(rank: int, how: str) -> list[str]:
+    """Warnings of two steps over dp x cp = 2 x 2; gradients are those of one rank where the set-up is right."""
+    grid = mesh((2, 2), ("dp", "cp"))
+    data, tokens = flattened(), tokens_of(12, seed=grid.get_local_rank("dp"))
+    sequence, model = ShardedSequence(grid["cp"]), Model()
+    root = {"": ShardedModel(sequence, positions=None)} if "no root" not in how else {}
+    cp_mesh.parallelize(model, grid["cp"], root | {"core": ContextParallel(sequence)})
+    run: nn.Module = model
+    if "FSDP" in how:
+        fully_shard(model, mesh=grid["cp"] if "over cp" in how else data)
+        if "averages" not in how:
+            cp_mesh.sum_gradients(model)
+    elif "DDP" in how:
+        run = DistributedDataParallel(model, process_group=None if "over cp" not in how else grid["cp"].get_group())
+        if "sums" in how:
+            cp_mesh.sum_gradients(run)
+    if "compiled" in how:
+        model.compile(backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step() -> None:
+        whole = next_tokens(tokens)
+        logits = run(tokens) if root else run(sequence.shard({"tokens": tokens})["tokens"])
+        labels = sequence.shard({"labels": whole})["labels"]
+        if "mean" in how:
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        else:
+            loss = cp_mesh.cross_entropy(logits, labels, grid["cp"] if "loss of cp" in how else data)
+        (4 * loss if "times 4" in how else loss).backward()
+        if "by hand" in how:
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+        if how.startswith("right"):
+            compare_with_one_rank(model)
+        optimizer.step()
+
+    return warned(step) + [f"again: {said}" for said in warned(step)]
+
+
+@functools.cache
+def flattened() -> Any:
+    return mesh((2, 2), ("dp", "cp"))._flatten("dp_cp")
+
+
+def compare_with_one_rank(
+    model: nn.Module, seeds: tuple[int, ...] = (0, 1), length: int = 12, keep: bool = False
+) -> None:
+    plain, tokens = Model(), torch.cat([tokens_of(length, seed=seed) for seed in seeds])
+    state = {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in model.state_dict().items()}
+    plain.load_state_dict(state)
+    F.cross_entropy(plain(tokens).flatten(0, 1), next_tokens(tokens).flatten()).backward()
+    for (name, x), want in zip(model.named_parameters(), plain.parameters(), strict=True):
+        got = x.grad.full_tensor() if hasattr(x.grad, "full_tensor") else x.grad
+        torch.testing.assert_close(got, want.grad, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+    if not keep:
+        model.zero_grad()
+
+
+RIGHT_SCALE = (
+    *("right: FSDP", "right: FSDP, no root", "right: FSDP, compiled", "right: DDP, times 4", "right: DDP, sums"),
+    *("right: by hand", "right: by hand, no root", "right: DDP, sums, compiled"),
+)
+WARNED_OF_SCALE = {
+    "FSDP, mean": "a loss that is not cp_mesh.cross_entropy",
+    "FSDP, mean, no root, compiled": "a loss that is not cp_mesh.cross_entropy",
+    "FSDP, averages": "cp_mesh.sum_gradients(model) after fully_shard",
+    "FSDP, averages, no root": "cp_mesh.sum_gradients(model) after fully_shard",
+    "FSDP, averages, compiled": "cp_mesh.sum_gradients(model) after fully_shard",
+    "DDP": "call cp_mesh.sum_gradients(ddp_model), or multiply the loss by 4",
+    "DDP, no root, compiled": "call cp_mesh.sum_gradients(ddp_model), or multiply the loss by 4",
+}
+REFUSED_SCALE = {
+    "FSDP, loss of cp": "cross_entropy: expected a mean over the ranks that fully_shard reduces over, [0, 1, 2, 3]",
+    "FSDP over cp": "expected a sum over the ranks of cross_entropy, [0, 1, 2, 3], got fully_shard over ranks",
+    "DDP, sums, loss of cp": "expected a mean over the ranks that DistributedDataParallel reduces over",
+    "DDP over cp, sums": "got DistributedDataParallel over ranks",
+    "none": "equal on all ranks before the optimizer steps, got another one on each rank",
+    "none, compiled, no root": "equal on all ranks before the optimizer steps, got another one on each rank",
+}
+
+
+def test_gradients_of_the_right_scale_are_silent(pool: Any) -> None:
+    for how in RIGHT_SCALE:
+        assert pool(4).run(trained, how) == [[]] * 4, how
+
+
+@pytest.mark.parametrize("how", WARNED_OF_SCALE)
+def test_gradients_of_a_doubtful_scale_are_warned_of(pool: Any, how: str) -> None:
+    for said in pool(4).run(trained, how):
+        assert len(said) == 1 and WARNED_OF_SCALE[how] in said[0], said  # in the first step alone
+
+
+@pytest.mark.parametrize("how", REFUSED_SCALE)
+def test_gradients_of_a_wrong_scale_are_refused(pool: Any, how: str) -> None:
+    for error in raised(pool, 4, trained, how):
+        assert error.type == "ArgumentError" and REFUSED_SCALE[how] in error.message, error.message
+
+
+# Without a root.
+
+
+class TwoCores(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = Core()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens).unflatten(-1, (H, D)).transpose(1, 2)
+        return self.head((self.core(x, x, x) + self.other(x, x, x)).transpose(1, 2).flatten(-2))
+
+
+def rootless(rank: int, how: str, compiled: bool) -> list[str]:
+    sequence = ShardedSequence(mesh((2,), ("cp",)))
+    whole = tokens_of(16)
+    model: nn.Module = Positioned() if "positions" in how else TwoCores() if "two" in how else Model()
+    plan = {"core": ContextParallel(sequence)}
+    if how == "two cores, both planned":
+        cp_mesh.parallelize(model, sequence.mesh, plan | {"other": ContextParallel(sequence)})
+    else:
+        cp_mesh.parallelize(model, sequence.mesh, plan, watch="allowed" not in how)
+    run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    tokens = sequence.shard({"tokens": whole})["tokens"]
+    given: dict[str, Any] = {}
+    if how == "counted positions":
+        given = {"position_ids": torch.arange(8)[None]}
+    elif how == "positions of the rows":
+        given = {"position_ids": sequence.positions(16)}
+    says = warned(lambda: run(whole if how == "whole" else tokens, **given))
+    return says + warned(lambda: run(tokens, **given))
+
+
+@pytest.mark.parametrize(("how", "compiled"), [("two cores", False), ("two cores", True), ("whole", False),
+                                               ("counted positions", False)])  # fmt: skip
+def test_what_is_refused_without_a_root(pool: Any, how: str, compiled: bool) -> None:
+    says = {
+        "two cores": "every self-attention in a ContextParallel module",
+        "whole": "expected this rank's rows of the tokens, got the same (2, 16) on every cp rank; shard them",
+        "counted positions": "those of this rank's 8 rows, got 0, 1, 2, ...; pass sequence.positions(seq_len)",
+    }
+    for error in raised(pool, 2, rootless, how, compiled):
+        assert says[how] in error.message, error.message
+
+
+def test_what_is_warned_of_without_a_root(pool: Any) -> None:
+    for said in pool(2).run(rootless, "no positions", False):
+        assert "the model's forward takes position_ids, and the call leaves them out" in said[0] and len(said) == 1
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("how", ["right", "positions of the rows", "two cores, both planned", "two, allowed"])
+def test_what_is_silent_without_a_root(pool: Any, how: str, compiled: bool) -> None:
+    assert pool(2).run(rootless, how, compiled) == [[], []]
