@@ -15,6 +15,7 @@ from cp_mesh.parallel import checkpoint_context_fn, parallelize, sum_gradients
 from cp_mesh.root import ShardedModel
 from cp_mesh.sequence import ShardedSequence
 from cp_mesh.verify import VerificationError, verify
+from cp_mesh.verify_model import verify_model
 from cp_mesh.warming import warm_up
 
 __all__ = [
@@ -43,5 +44,6 @@ __all__ = [
     "parallelize",
     "sum_gradients",
     "verify",
+    "verify_model",
     "warm_up",
 ]

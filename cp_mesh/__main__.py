@@ -1,5 +1,6 @@
 """Verify every layout, causal and full, on the ranks of this launch: ``torchrun --nproc-per-node 8 -m cp_mesh``.
 
+``torchrun --nproc-per-node 8 -m cp_mesh verify module:factory`` verifies a training set-up, see `verify_model`.
 ``python -m cp_mesh explain --seq-len 131072 --cp 8`` explains a configuration, with no ranks.
 ``torchrun --nproc-per-node 2 -m cp_mesh calibrate`` measures what predicted times are made of.
 """
@@ -8,11 +9,14 @@ from __future__ import annotations
 
 import argparse
 import csv
+import importlib
 import itertools
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -28,18 +32,19 @@ from cp_mesh.layouts import Contiguous, Layout, Striped, ZigZag
 from cp_mesh.machines import write_machine
 from cp_mesh.masks import Mask
 from cp_mesh.methods import METHODS
+from cp_mesh.report import ModelReport
 from cp_mesh.transport import TRANSPORTS
-from cp_mesh.verify import NAMES, VerificationError, verify
+from cp_mesh.verify import NAMES, Report, VerificationError, verify
+from cp_mesh.verify_model import verify_model
 
 LAYOUTS: tuple[Layout, ...] = (Contiguous(), ZigZag(), Striped())
 
 
 def main() -> None:
-    """One of the three commands."""
-    if sys.argv[1:2] == ["explain"]:
-        explain_command(sys.argv[2:])
-    elif sys.argv[1:2] == ["calibrate"]:
-        calibrate_command(sys.argv[2:])
+    """One of the commands."""
+    commands = {"explain": explain_command, "calibrate": calibrate_command, "verify": verify_model_command}
+    if command := commands.get(sys.argv[1] if len(sys.argv) > 1 else ""):
+        command(sys.argv[2:])
     else:
         verify_command()
 
@@ -156,6 +161,61 @@ def calibrate_command(argv: Sequence[str]) -> None:
         dist.destroy_process_group()
 
 
+def verify_model_command(argv: Sequence[str]) -> None:
+    """Print the report of `verify_model`; exit with 1 if anything is wrong."""
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(
+        prog="python -m cp_mesh verify",
+        description="Compare a training step of your model on the ranks of this launch with one rank; see "
+        "cp_mesh.verify_model. Start it with torchrun; without, it runs on one rank.",
+    )
+    parser.add_argument("factory", help="module:function or file.py:function; returns verify_model's arguments, a dict")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
+    parser.add_argument(
+        "--dtype", choices=("float64", "float32", "bfloat16", "float16", "own"), help="default: float64"
+    )
+    parser.add_argument("--probes", action="store_true", help="probes alone, without the reference")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
+    args = parser.parse_args(argv)
+    where, _, name = args.factory.rpartition(":")
+    if not where:
+        parser.error(f"{args.factory}: expected module:function, as in my_trainer:verification")
+    alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    dist.init_process_group("nccl" if args.device == "cuda" else "gloo", **alone)
+    given = dict(getattr(_module(where), name)())
+    if args.dtype is not None:
+        given["dtype"] = None if args.dtype == "own" else getattr(torch, args.dtype)
+    if args.probes:
+        given["reference"] = False
+    try:
+        report = verify_model(**{"progress": True, **given})
+    except VerificationError as error:
+        assert isinstance(error.report, ModelReport)
+        report = error.report
+    if dist.get_rank() == 0:
+        if args.json:
+            args.json.write_text(report.to_json() + "\n")
+        report.print()
+    _leave(not report.passed)
+
+
+def _module(where: str) -> ModuleType:
+    """A module by its name, or a file by its path, beside which its own imports are found."""
+    if not where.endswith(".py"):
+        return importlib.import_module(where)
+    path = Path(where).resolve()
+    sys.path.insert(0, str(path.parent))
+    return importlib.import_module(path.stem)
+
+
+def _leave(failed: bool) -> NoReturn:
+    dist.barrier()  # gloo may still hold tensors of the last collective, which an exiting Python cannot release
+    dist.destroy_process_group()
+    raise SystemExit(int(failed))
+
+
 def verify_command() -> None:
     """Print one line a configuration; exit with 1 if any is wrong."""
     cuda = torch.cuda.is_available()
@@ -194,6 +254,7 @@ def verify_command() -> None:
                 seq_len=seq_len,
             )
         except VerificationError as error:
+            assert isinstance(error.report, Report)
             report, failed = error.report, True
         if dist.get_rank() == 0:
             case = [dtype, seq_len or 256 * mesh.size(), layout.spec(), "causal" if causal else "full"]
@@ -202,9 +263,7 @@ def verify_command() -> None:
             if args.csv:
                 figures = [f"{table[name]:.3g}" for name in NAMES for table in (report.errors, report.ratios)]
                 _append(args.csv, [f"{mesh.size()}x {hardware}", torch.__version__, *case, by, *figures])
-    dist.barrier()  # gloo may still hold tensors of the last collective, which an exiting Python cannot release
-    dist.destroy_process_group()
-    raise SystemExit(int(failed))
+    _leave(failed)
 
 
 def _append(path: Path, row: list[object]) -> None:

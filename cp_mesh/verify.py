@@ -29,6 +29,7 @@ from cp_mesh.layouts import Contiguous, Layout, ZigZag
 from cp_mesh.masks import Mask
 from cp_mesh.methods.stages import gradient_of_sinks, include_sinks
 from cp_mesh.plan import make_plan
+from cp_mesh.report import ModelReport
 from cp_mesh.schedule import make_schedule
 
 BLOCK = 128  # rows of a head over which an RMS error is taken
@@ -40,9 +41,9 @@ SUM_ROUNDING = 1e-6  # of the signal, for sums in float32
 
 
 class VerificationError(AssertionError):
-    """Sharded attention is not the attention of one device; ``report`` holds the figures."""
+    """What is sharded is not what one device computes; ``report`` holds the figures, of `verify` or `verify_model`."""
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: Report | ModelReport) -> None:
         super().__init__(str(report))
         self.report = report
 

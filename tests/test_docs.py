@@ -203,7 +203,7 @@ def test_commands_exist(name: str) -> None:
                 elif script is not None:
                     assert f'"{option}"' in options_of(script), f"{option} of {script.name}: {words}"
             elif re.match(r"^(tests|docs|examples)/", word):
-                assert (ROOT / word.partition("::")[0]).exists(), words
+                assert (ROOT / word.partition(":")[0]).exists(), words
 
 
 # ---- code
@@ -417,6 +417,15 @@ def mesh_names(rank: int) -> dict[str, Any]:
     return {"mesh": {"cp": ranks.mesh((2,), ("cp",))}}
 
 
+def verify_names(rank: int) -> dict[str, Any]:
+    tokens, labels = integers(64, 2, 61), integers(64, 2, 61).roll(-1, 1)
+    return mesh_names(rank) | {"Model": Model, "tokens": tokens, "labels": labels}
+
+
+def check_verify(names: dict[str, Any]) -> None:
+    assert names["report"].passed and names["report"].verdict.startswith("RIGHT")
+
+
 PAGES = {
     "README.md": Page(4, readme_names, check_readme),
     "docs/index.md": Page(2, check=check_index),
@@ -426,6 +435,7 @@ PAGES = {
     "docs/decoding.md": Page(2, decoding_names, check_decoding),
     "docs/gradients.md": Page(2, gradient_names, check_gradients),
     "docs/numerics.md": Page(2, mesh_names),
+    "docs/verify.md": Page(2, verify_names, check_verify),
     "docs/performance.md": Page(1),
     "docs/contributing.md": Page(2, mesh_names),
 }

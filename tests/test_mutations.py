@@ -43,6 +43,7 @@ import test_styles
 import test_symmetric_memory
 import test_traffic
 import test_verify
+import test_verify_model
 import test_watching
 import torch
 from checks import GQA, MHA, MQA, Case, parity_on_ranks, report
@@ -286,6 +287,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "ranks of the loss": lambda pool: test_guard.test_gradients_of_a_wrong_scale_are_refused(pool, "FSDP, loss of cp"),
     "gradients that are reduced": lambda pool: test_guard.test_gradients_of_a_wrong_scale_are_refused(pool, "none"),
     "gathered losses": lambda pool: test_guard.test_a_loss_of_gathered_logits_has_the_right_scale(pool, "cp", False),
+    "verify_model": test_verify_model.look,
     "runs": lambda pool: alone(pool, (test_changing_layouts.test_runs_that_compiled_code_did_not_read_are_checked, ())),
     "round trip": lambda pool: test_sequence.test_round_trip_and_its_gradient(pool, "zigzag", 3),
     "loss": lambda pool: test_sequence.test_cross_entropy(pool, "ragged", 3, 1),

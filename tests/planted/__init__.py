@@ -25,8 +25,8 @@ the op and DTensors          8
 data and loss               11
 styles                       5
 watching                     3
-check mode and verify        5
-in all                     252
+check mode and verify       10
+in all                     257
 
 To add one, write ``@plant(name, seam, *checks)`` over a function that is given what is at the seam and returns what
 takes its place; see seams.py. No bug quotes source: those of Triton kernels are planted in the Python that launches

@@ -1,0 +1,290 @@
+"""Probes: change one thing in the batch and see which logits move. They need no reference, and no cp_mesh in the model.
+
+A tolerance would hide a leak, so what must not depend on a change is compared bit by bit (up to what two equal runs
+differ by), and what must depend on it has to move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from cp_mesh.errors import refuse
+from cp_mesh.masks import Mask
+from cp_mesh.report import Finding
+from cp_mesh.step import IGNORED, Run, Step, inner
+from cp_mesh.traces import clean
+
+# By dtype: shares of the loss by which it is moved along the gradient, and how far the slope may then be off.
+SLOPES = {torch.float64: ((1e-6, 1e-8), 1e-3), torch.float32: ((1e-3, 1e-4, 2e-5), 3e-2)}
+COARSE = ((3e-2, 1e-2), 0.25)
+SAME_GRADIENT = 2.5e-3  # of the sum of a gradient's sizes, by which ranks that hold it may differ
+# By dtype: in steps of the largest logit, what may move as kernels take other tiles: experts that get other tokens.
+STEPS, STEPS_COARSE = {torch.float64: 64, torch.float32: 64}, 2
+LOSS = {torch.float64: 1e-9, torch.float32: 1e-5}
+LOSS_COARSE = 2e-2
+KEYS = 1024  # whose queries are asked of a mask at once
+
+
+def tokens_to_change(step: Step, mask: Mask) -> dict[str, int]:
+    """Positions to change, by what they probe."""
+    length = step.seq_len
+    owner = torch.full((length,), -1, device=step.device)
+    positions = step.positions()
+    if step.ranks.cp and step.ranks.mesh is not None:
+        owner[positions[positions < length]] = step.ranks.mesh.get_local_rank(step.ranks.cp)
+        step.ranks.reduce(owner, dist.ReduceOp.MAX, (step.ranks.cp,))
+    found = {"far token": 0, "last token": length - 1}
+    edges = (owner[1:] != owner[:-1]).nonzero().flatten().tolist()
+    if edges:
+        found["edge of a shard"] = edges[len(edges) // 2]
+    if mask.documents is not None:
+        ids = torch.atleast_2d(mask.documents)[0]
+        ends = (ids[1:] != ids[:-1]).nonzero().flatten().tolist()
+        if ends:
+            found["end of a document"] = ends[0]
+            found["start of a document"] = ends[-1] + 1
+    window = mask.window and mask.window[0]
+    if window is not None and window + 1 < length:
+        found["window edge"] = (length - window - 1) // 2
+    everywhere = sorted({name for names in step.ranks.gather(list(found)) for name in names})
+    return {name: found.get(name, 0) for name in everywhere}  # as many runs on all ranks, whatever their batches
+
+
+def who_moves(masks: Sequence[Mask], token: int, batch: int, length: int) -> Tensor:
+    """bool [B, S]: the positions that a token reaches, layer by layer."""
+    everyone = torch.arange(length)
+    reached = torch.zeros(batch, length, dtype=torch.bool)
+    reached[:, token] = True
+    for mask in masks:
+        now = reached.clone()
+        for keys in everyone[reached.any(0)].split(KEYS):
+            now |= (mask.allowed(everyone, keys) & reached[:, None, keys]).any(2)
+        reached = now
+    return reached
+
+
+def probe_tokens(step: Step, masks: Sequence[Mask], exact: bool, say: Callable[[str], None]) -> Iterator[Finding]:
+    """Who sees whom, by changing single tokens.
+
+    Args:
+        step: the trainer's step.
+        masks: of the layers.
+        exact: whether every position that sees a token has to move; else some on each rank, as low precision may round
+            a small change away.
+        say: told what is being done.
+    """
+    tokens = step.batch[step.tokens]
+    values = tokens.unique()
+    if len(values) < 2:
+        refuse("verify_model: tokens", "at least two different ones", values.tolist(), "give a batch of real tokens")
+    step.positions()
+    with torch.no_grad(), step.agreed():
+        before = step.run()
+        logits = before.logits
+        steps = STEPS.get(logits.dtype, STEPS_COARSE) * torch.finfo(logits.dtype).eps
+        noise = max(float(_moves(step, before, step.run()).max()), steps * float(logits.abs().max()))
+        noise = max(step.ranks.gather(noise))
+    narrowest = min(masks, key=lambda mask: mask.window[0] if mask.window and mask.window[0] is not None else 1 << 60)
+    for what, token in tokens_to_change(step, narrowest).items():
+        say(f"probe: {what}, {token}")
+        other = tokens.clone()
+        other[:, token] = torch.where(tokens[:, token] == values[0], values[-1], values[0])
+        with torch.no_grad(), step.agreed():
+            moved = _moves(step, before, step.run(step.batch | {step.tokens: other})) > noise
+        expected = who_moves(masks, token, len(tokens), step.seq_len).to(moved.device)
+        yield _judge(step, what, token, moved, expected, masks, exact)
+
+
+def _moves(step: Step, a: Run, b: Run) -> Tensor:
+    """float64 [B, S]: by how much the logits of each position differ, equal on all ranks of the same sequences."""
+    found = torch.zeros(len(a.logits), step.seq_len, dtype=torch.float64, device=step.device)
+    real = a.positions < step.seq_len
+    off = (a.logits - b.logits)[:, real].abs().amax(2).double().nan_to_num(float("inf"))
+    found[:, a.positions[real]] = off
+    axes = (*step.ranks.same, *((step.ranks.cp,) if step.ranks.cp else ()))
+    return step.ranks.reduce(found, dist.ReduceOp.MAX, axes)
+
+
+def _judge(
+    step: Step, what: str, token: int, moved: Tensor, expected: Tensor, masks: Sequence[Mask], exact: bool
+) -> Finding:
+    leaks, lost = moved & ~expected, expected & ~moved
+    if not exact:  # a change may be rounded away, but not on a whole rank
+        mine = torch.zeros_like(expected)
+        positions = step.positions()
+        mine[:, positions[positions < step.seq_len]] = True
+        deaf = (expected & mine).any() & ~(moved & expected & mine).any()
+        lost = lost & mine & deaf
+    first = torch.full((2,), step.seq_len, device=step.device)
+    for i, wrong in enumerate((leaks, lost)):
+        if wrong.any():
+            first[i] = wrong.any(0).nonzero()[0, 0]
+    leak, deaf_from = step.ranks.reduce(first, dist.ReduceOp.MIN).tolist()
+    if leak == deaf_from == step.seq_len:
+        return Finding(what, True, note=f"token {token} moves what sees it, and nothing else")
+    if leak < step.seq_len:
+        where = f"position {leak} moves with token {token}"
+        if any(mask.causal for mask in masks) and leak < token:
+            return Finding(what, False, where=where, note="which comes after it: attention is not causal")
+        documents = masks[0].documents
+        if documents is not None and (documents[..., leak] != documents[..., token]).any():
+            return Finding(what, False, where=where, note="which is of another document: packed documents leak")
+        return Finding(what, False, where=where, note="which is outside of its window")
+    where = f"position {deaf_from} does not move with token {token}, which it is to see"
+    return Finding(what, False, where=where, note="if attention has windows, say mask=, one for each layer")
+
+
+def probe_rows(step: Step, run: Run) -> Iterator[Finding]:
+    """Every position has logits on one rank of the cp axis, or on each of them."""
+    count = torch.zeros(step.seq_len, dtype=torch.int64, device=step.device)
+    real = run.positions[run.positions < step.seq_len]
+    count.index_add_(0, real, torch.ones_like(real))
+    if step.ranks.cp:
+        step.ranks.reduce(count, axes=(step.ranks.cp,))
+    wrong = ((count != 1) & (count != step.ranks.cp_size)).nonzero().flatten()
+    mine = (int(wrong[0]), int(count[wrong[0]])) if len(wrong) else (step.seq_len, 0)
+    first, held = min(step.ranks.gather(mine))
+    if first == step.seq_len:
+        yield Finding("rows", True, note=f"all {first} positions have logits")
+        return
+    where = f"position {first}"
+    yield Finding(
+        "rows", False, where=where, note=f"{held} of {step.ranks.cp_size} ranks have its logits, expected one"
+    )
+
+
+def probe_sinks(step: Step) -> Iterator[Finding]:
+    """Parameters named as sinks take part."""
+    for name, parameter in inner(step.model).named_parameters():
+        if "sink" not in name:
+            continue
+        kept = parameter.detach().clone()
+        with torch.no_grad(), step.agreed():
+            before = step.run()
+            parameter.add_(1.0)
+            moved = _moves(step, before, step.run()).amax()
+            parameter.copy_(kept)
+        note = "logits move with it" if moved > 0 else "logits do not move with it: sinks are dropped"
+        moves = bool(step.ranks.reduce(moved, dist.ReduceOp.MIN) > 0)
+        yield Finding("sinks", moves, where=clean(name), note=note)
+        return
+
+
+def probe_loss(step: Step, run: Run, dtype: torch.dtype) -> Iterator[Finding]:
+    """The loss is the mean over valid tokens of the logits that the model gave, with the labels at their positions."""
+    if step.labels not in step.batch:
+        return
+    labels = step.batch[step.labels]
+    real = run.positions < step.seq_len
+    mine = labels[:, run.positions[real]]
+    logits = run.logits.detach()[:, real].double()
+    sums = torch.stack(
+        [
+            torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), mine.flatten(), ignore_index=IGNORED, reduction="sum"
+            ),
+            (mine != IGNORED).sum().double(),
+        ]
+    )
+    whole = run.logits.shape[1] == step.seq_len
+    axes = step.ranks.dp if whole else step.ranks.data
+    total, count = step.ranks.reduce(sums, axes=axes).tolist()
+    want, got = total / max(count, 1), step.total_loss(run.loss)
+    error, allowed = abs(got - want) / max(abs(want), 1e-30), LOSS.get(dtype, LOSS_COARSE)
+    note = f"{got:.6g}; the mean over the valid tokens of these logits is {want:.6g}"
+    if not error <= allowed:
+        note += f": {step_factor(step, got / want)}"
+    yield Finding("loss of the logits", error <= allowed, error, allowed, note=note)
+
+
+def probe_gradients(step: Step, loss: Tensor, dtype: torch.dtype) -> Iterator[Finding]:
+    """Gradients after the trainer's reduction: equal on ranks, and the slope of the ``loss``."""
+    everything = {clean(name): p for name, p in inner(step.model).named_parameters()}
+    parameters = {name: p for name, p in everything.items() if p.grad is not None}
+    worst, first = torch.zeros((), dtype=torch.float64, device=step.device), ""
+    for name, parameter in parameters.items():
+        grad = parameter.grad
+        assert grad is not None
+        whole = (grad.full_tensor() if isinstance(grad, DTensor) else grad).double()
+        sums = torch.stack([whole.sum(), -whole.sum()])
+        size = whole.abs().sum().clamp(min=1e-300)
+        low, high = step.ranks.reduce(sums, dist.ReduceOp.MIN, step.ranks.data)
+        spread = (-high - low) / size
+        worst = torch.maximum(worst, step.ranks.reduce(spread.nan_to_num(float("inf")), dist.ReduceOp.MAX))
+        if not first and not float(spread) <= SAME_GRADIENT:
+            first = name
+    same = float(worst) <= SAME_GRADIENT
+    note = (
+        f"of {len(parameters)} of {len(everything)} parameters, equal on all ranks"
+        if same
+        else "differs between ranks: nothing sums gradients over them"
+    )
+    yield Finding("gradients of ranks", same, float(worst), SAME_GRADIENT, first, note)
+    if not same:
+        return
+    shares, allowed = SLOPES.get(dtype, COARSE)
+    squares = sum(_dot(p.grad, p.grad) for p in parameters.values() if p.grad is not None)
+    if not 0 < squares < float("inf"):
+        yield Finding("scale of gradients", False, note=f"the sum of their squares is {squares}")
+        return
+    best, found = float("inf"), (0.0, 0.0)
+    here = step.total_loss(loss)
+    for share in shares:  # smaller steps, and either side, where the model jumps, as one does that chooses experts
+        for told, moved in _slopes(step, parameters, here, share * abs(here) / (2 * squares)):
+            if moved and abs(told / moved - 1) < best:
+                best, found = abs(told / moved - 1), (told, moved)
+        if all(step.ranks.gather(best <= allowed)):
+            break
+    told, moved = found
+    note = f"by them the loss was to change by {told:.4g}, and it changed by {moved:.4g}"
+    if not best <= allowed and moved:
+        note += f": {step_factor(step, told / moved, allowed)}"
+    yield Finding("scale of gradients", best <= allowed, best, allowed, note=note)
+
+
+def _slopes(step: Step, parameters: Mapping[str, Tensor], here: float, h: float) -> Iterator[tuple[float, float]]:
+    """What the loss, which is ``here``, is to change by along ``h`` times the gradient, and what it changes by.
+
+    From side to side, and on each side. Weights move as far as their dtype lets them.
+    """
+    kept = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    sides = []
+    with torch.no_grad(), step.agreed():
+        for sign in (1, -1):
+            told = 0.0
+            for name, parameter in parameters.items():
+                assert parameter.grad is not None
+                parameter.copy_(kept[name]).add_(parameter.grad, alpha=sign * h)
+                told += _dot(parameter.grad, parameter - kept[name])
+            sides.append((told, step.total_loss(step.run().loss) - here))
+        for name, parameter in parameters.items():
+            parameter.copy_(kept[name])
+    ahead, behind = sides
+    yield ahead[0] - behind[0], ahead[1] - behind[1]
+    yield from sides
+
+
+def _dot(x: Tensor, y: Tensor) -> float:
+    dot = (x.detach().double() * y.double()).sum()
+    return float(dot.full_tensor() if isinstance(dot, DTensor) else dot)
+
+
+def step_factor(step: Step, ratio: float, tolerance: float = 1e-3) -> str:
+    """In words, how many times too large something is."""
+    ranks = step.ranks
+    sizes = {f"the ranks of {axis}": ranks.size(axis) for axis in ranks.axes}
+    sizes |= {f"the ranks of {a} and {b}": ranks.size(a, b) for a, b in pairwise(ranks.data)}
+    sizes["all ranks"] = ranks.size(*ranks.axes)
+    named = [name for name, size in sizes.items() if size > 1 and abs(ratio / size - 1) <= tolerance]
+    if named:
+        return f"{ratio:.4g} times too large, as many as {named[0]}"
+    named = [name for name, size in sizes.items() if size > 1 and abs(ratio * size - 1) <= tolerance]
+    if named:
+        return f"{ratio:.4g} of what it is to be, one over {named[0]}"
+    return f"{ratio:.6g} times what it is to be"

@@ -1,0 +1,103 @@
+"""What `cp_mesh.verify_model` found: a row for each check, a table, JSON, and one line that says it all."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+import textwrap
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+WIDTH = 99
+HEADER = ("check", "", "error", "allowed")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check.
+
+    Attributes:
+        check: what was compared or tried.
+        passed: whether it is right.
+        error: relative to the reference's size, or None where there is no figure.
+        allowed: the largest error that passes.
+        where: the first module, argument, parameter or position that is wrong.
+        note: what it means, or what was compared.
+    """
+
+    check: str
+    passed: bool
+    error: float | None = None
+    allowed: float | None = None
+    where: str = ""
+    note: str = ""
+
+
+@dataclass
+class ModelReport:
+    """What `cp_mesh.verify_model` found, equal on all ranks.
+
+    Attributes:
+        findings: the checks, in order; what comes first is nearest to the cause.
+        seconds: how long it took.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.findings) and all(finding.passed for finding in self.findings)
+
+    @property
+    def verdict(self) -> str:
+        """One line: whether all is right, or the first check that is not."""
+        took = f"({len(self.findings)} checks, {self.seconds:.1f} s)"
+        if self.passed:
+            return f"RIGHT {took}"
+        wrong = next((finding for finding in self.findings if not finding.passed), None)
+        return f"WRONG: {wrong.check}: {_text(wrong)} {took}" if wrong else "WRONG: nothing was checked"
+
+    def to_json(self) -> str:
+        """All of it, as JSON; figures that are not finite are strings."""
+        rows = [{key: _plain(value) for key, value in asdict(finding).items()} for finding in self.findings]
+        said = {"passed": self.passed, "verdict": self.verdict, "seconds": self.seconds}
+        return json.dumps({**said, "findings": rows}, indent=1)
+
+    def __str__(self) -> str:
+        rows = [HEADER, *(_cells(finding) for finding in self.findings)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
+        lines = []
+        for row, finding in zip(rows, [None, *self.findings], strict=True):
+            lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+            lines += textwrap.wrap(_text(finding), WIDTH, initial_indent="    ", subsequent_indent="    ")
+        return "\n".join([*lines, "", *textwrap.wrap(self.verdict, WIDTH)])
+
+    def print(self) -> None:
+        """The table, in colors on a terminal where the package rich is installed; the verdict is the last line."""
+        if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
+            print(self, flush=True)
+            return
+        console, tables = (importlib.import_module(f"rich.{name}") for name in ("console", "table"))
+        table = tables.Table(*HEADER, "where")
+        for finding in self.findings:
+            style = "green" if finding.passed else "bold red"
+            table.add_row(*_cells(finding), _text(finding), style=style)
+        screen = console.Console(highlight=False, markup=False)
+        screen.print(table)
+        screen.print(self.verdict, style="green" if self.passed else "bold red")
+
+
+def _cells(finding: Finding) -> tuple[str, ...]:
+    figures = ("" if x is None else f"{x:.1e}" for x in (finding.error, finding.allowed))
+    return finding.check, "right" if finding.passed else "WRONG", *figures
+
+
+def _text(finding: Finding | None) -> str:
+    return "" if finding is None else "; ".join(text for text in (finding.where, finding.note) if text)
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

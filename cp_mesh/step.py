@@ -1,0 +1,322 @@
+"""One step of a trainer, as `cp_mesh.verify_model` runs it: the ranks, the model, the batch, the loss, whose rows."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+from cp_mesh.agreement import announce_refusal, check_mode, require_agreement
+from cp_mesh.errors import RankMismatchError, refuse
+from cp_mesh.forwards import STYLE, replaced
+from cp_mesh.loss import cross_entropy
+from cp_mesh.root import ShardedModel
+from cp_mesh.sequence import ROOT, ShardedSequence
+from cp_mesh.traces import Trace, traced_modules
+
+Batch = dict[str, Any]
+Loss = Callable[[nn.Module, Batch], Tensor]
+Positions = Tensor | Callable[[Batch], Tensor]
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks, by what they hold.
+
+    Attributes:
+        mesh: None for one process without groups.
+        cp: the axis whose ranks hold other tokens of the same sequences, if there is one.
+        same: axes whose ranks hold the same tokens, as tensor parallelism does.
+    """
+
+    mesh: DeviceMesh | None
+    cp: str | None
+    same: tuple[str, ...]
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh | None, cp: str, same: Sequence[str]) -> Ranks:
+        if mesh is None:
+            return cls(None, None, ())
+        names = mesh.mesh_dim_names
+        if names is None:
+            refuse("verify_model: mesh", "a DeviceMesh whose axes have names", mesh, 'mesh_dim_names=("dp", "cp")')
+        alone = names[0] if len(names) == 1 and names[0] not in same else None
+        return cls(mesh, alone or (cp if cp in names else None), tuple(name for name in names if name in same))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return () if self.mesh is None else tuple(self.mesh.mesh_dim_names or ())
+
+    @property
+    def dp(self) -> tuple[str, ...]:
+        """Axes whose ranks hold other sequences."""
+        return tuple(name for name in self.axes if name not in (self.cp, *self.same))
+
+    @property
+    def data(self) -> tuple[str, ...]:
+        """Axes whose ranks hold other tokens."""
+        return tuple(name for name in self.axes if name not in self.same)
+
+    def size(self, *axes: str) -> int:
+        size = 1
+        for axis in axes:
+            assert self.mesh is not None
+            size *= self.mesh[axis].size()
+        return size
+
+    @property
+    def cp_size(self) -> int:
+        return self.size(self.cp) if self.cp else 1
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        assert self.mesh is not None
+        return self.mesh.get_group(axis)
+
+    def reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM, axes: Sequence[str] | None = None) -> Tensor:
+        """``x`` summed, or as ``op`` says, over the ranks of some axes, all if left out; in place."""
+        for axis in self.axes if axes is None else axes:
+            dist.all_reduce(x, op, group=self.group(axis))
+        return x
+
+    def gather(self, x: Any, axes: Sequence[str] | None = None) -> list[Any]:
+        """What every rank of some axes, all if left out, holds in ``x``."""
+        found = [x]
+        for axis in self.axes if axes is None else axes:
+            answers: list[list[Any]] = [[] for _ in range(self.size(axis))]
+            dist.all_gather_object(answers, found, group=self.group(axis))
+            found = [one for answer in answers for one in answer]
+        return found
+
+    @property
+    def is_first(self) -> bool:
+        return self.mesh is None or dist.get_rank() == 0
+
+
+class Run(NamedTuple):
+    """What one forward gave on this rank: its loss, its logits [B, n, V], and their positions, int64 [n]."""
+
+    loss: Tensor
+    logits: Tensor
+    positions: Tensor
+
+
+@dataclass
+class Step:
+    """The trainer's step.
+
+    Attributes:
+        model: after the plan.
+        loss: returns this rank's loss, on which the trainer calls backward.
+        batch: this rank's, whole sequences.
+        tokens, labels: their names in the batch.
+        copies: of the ranks that hold other tokens, how many count each part of the loss.
+        rows: the user's own word on which positions this rank has.
+    """
+
+    model: nn.Module
+    loss: Loss
+    ranks: Ranks
+    batch: Batch
+    tokens: str
+    labels: str
+    copies: int = 1
+    rows: Positions | None = None
+    seen: Tensor | None = field(default=None, init=False)
+
+    @property
+    def seq_len(self) -> int:
+        return int(self.batch[self.tokens].shape[1])
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.batch[self.tokens].device
+        return device
+
+    @functools.cached_property
+    def sequence(self) -> ShardedSequence | None:
+        """That of the plan."""
+        return sequence_of(self.model)
+
+    def positions(self) -> Tensor:
+        """Of this rank's rows, int64 [n]; while the model runs, of its batch."""
+        root = ROOT.get()
+        if self.rows is not None:
+            return (self.rows(self.batch) if callable(self.rows) else self.rows).to(self.device)
+        if self.seen is None and root is not None:
+            own = root.sequence
+            self.seen = own.layout.positions(root.seq_len, own.cp_size, own.cp_rank).to(self.device)
+        if self.seen is not None:
+            return self.seen
+        if self.sequence is not None:
+            return self.sequence.positions(self.seq_len, self.device)
+        return torch.arange(self.seq_len, device=self.device)
+
+    def run(self, batch: Batch | None = None, trace: Trace | None = None) -> Run:
+        """One forward, with the trainer's loss."""
+        self.seen = None
+        outputs: list[Any] = []
+        model = inner(self.model)
+        with captured(model, outputs), self.watched(model) if trace is None else trace.of(model):
+            loss = self.loss(self.model, dict(batch or self.batch))
+        if not outputs:
+            refuse("verify_model: loss", "a call of the model", "none", "loss(model, batch) runs the model it is given")
+        if not torch.is_grad_enabled():
+            for module in self.model.modules():
+                if isinstance(module, FSDPModule):  # whose parameters are whole until a backward
+                    module.reshard()
+        positions = self.positions()
+        logits = logits_of(outputs[-1])
+        if logits.shape[1] == self.seq_len != len(positions):  # gathered
+            positions = torch.arange(self.seq_len, device=self.device)
+        if logits.shape[1] != len(positions):
+            hint = "rows= says the positions of this rank's rows, int64 [n]"
+            refuse("verify_model: rows of the logits", len(positions), logits.shape[1], hint)
+        return Run(loss, logits, positions)
+
+    @contextmanager
+    def watched(self, model: nn.Module) -> Iterator[None]:
+        """Read the positions of this batch, which the root tells while it runs."""
+
+        def read(*_: Any) -> None:
+            self.positions()
+
+        handles = [module.register_forward_pre_hook(read) for name, module in traced_modules(model) if name]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def total_loss(self, loss: Tensor) -> float:
+        """The loss of all ranks."""
+        axes = self.ranks.data
+        whole = self.ranks.reduce(local(loss.detach()).double().clone(), axes=axes)
+        return float(whole) / self.copies
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """If a rank raises in here, all cp ranks do.
+
+        Attention compares its arguments over the ranks in check mode, and so does the end of this; whoever raises
+        takes part once more, to say so.
+        """
+        if self.ranks.cp is None:
+            yield
+            return
+        group = self.ranks.group(self.ranks.cp)
+        with check_mode():
+            try:
+                yield
+            except RankMismatchError:
+                raise  # all have heard of it
+            except Exception as error:
+                announce_refusal(group, error)
+                raise
+            require_agreement(group, {"step": "done"})
+
+
+def inner(model: nn.Module) -> nn.Module:
+    """The model without DistributedDataParallel."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+@contextmanager
+def captured(model: nn.Module, outputs: list[Any]) -> Iterator[None]:
+    """Add what the model returns inside to a list; of compiled models, too."""
+    compiled = model.__dict__.get("_compiled_call_impl")
+    if compiled is not None:
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            outputs.append(compiled(*args, **kwargs))
+            return outputs[-1]
+
+        model.__dict__["_compiled_call_impl"] = call
+        try:
+            yield
+        finally:
+            model.__dict__["_compiled_call_impl"] = compiled
+        return
+    handle = model.register_forward_hook(lambda module, args, output: outputs.append(output))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def logits_of(output: Any) -> Tensor:
+    """The logits [B, n, V] in what a model returns: the tensor, its "logits", or the first tensor of three dims."""
+    found = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if found is None and isinstance(output, Mapping):
+        found = output.get("logits")
+    if found is None:
+        found = next((x for x in tree_leaves(output) if isinstance(x, Tensor) and x.ndim == 3), None)
+    if not isinstance(found, Tensor) or found.ndim != 3:
+        got = tuple(found.shape) if isinstance(found, Tensor) else type(output).__name__
+        refuse("verify_model: output of the model", "logits [B, S, V]", got, "return them, alone or as .logits")
+    return local(found)
+
+
+def local(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def root_of(model: nn.Module) -> ShardedModel | None:
+    """The `ShardedModel` that was applied to a model or a part of it."""
+    return next((style for style in styles_of(model) if isinstance(style, ShardedModel)), None)
+
+
+def gathers(model: nn.Module) -> bool:
+    """Whether every cp rank has the whole output."""
+    root = root_of(model)
+    return root is not None and root.gather_output
+
+
+def sequence_of(model: nn.Module) -> ShardedSequence | None:
+    """The sequence of the styles that were applied to a model; the root's, if it has one."""
+    style = root_of(model) or next(styles_of(model), None)
+    return None if style is None else style.sequence
+
+
+def styles_of(model: nn.Module) -> Iterator[Any]:
+    """The styles of this library that were applied to a model."""
+    for module in model.modules():
+        if (replacement := replaced(module, STYLE)) is not None:
+            run: Any = replacement.run  # a method of the style, or a partial of one
+            yield getattr(run, "func", run).__self__
+
+
+def loss_of_plan(ranks: Ranks, labels: str) -> Loss:
+    """What README says: the model takes the whole batch, labels are sharded as its rows are."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        given = dict(batch)
+        whole = given.pop(labels)
+        logits = logits_of(model(**given))
+        sequence, axes = sequence_of(model), ranks.dp if gathers(model) else ranks.data
+        mine = whole
+        if sequence is not None and logits.shape[1] != whole.shape[1]:
+            mine = sequence.shard({"labels": whole})["labels"]
+        if ranks.mesh is None or not axes:
+            return mean_loss(logits, mine)
+        return cross_entropy(logits, mine, ranks.mesh[axes])
+
+    return loss
+
+
+def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean over valid tokens, at least in float32."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORED)

@@ -1,0 +1,69 @@
+"""What `cp_mesh.verify_model` is told of the Llama trainer: its model, what spreads it, its batch and its loss.
+
+    torchrun --nproc-per-node 4 -m cp_mesh verify examples/verify_llama.py:packed
+
+Each function at the end is one set-up, on all ranks of the launch.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import parallel_llama as parallel
+import torch
+import torch.distributed as dist
+from data import Corpus, read_text, tokenize
+from llama import CoreAttention, DenseDocumentAttention, Llama, LlamaConfig
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import cp_mesh
+
+SEQ_LEN, ROWS = 125, 2  # tokens, which most numbers of ranks do not divide; batch rows of a data-parallel rank
+
+
+def make_model(core: type[nn.Module], device: torch.device) -> Llama:
+    model = Llama(LlamaConfig(dim=64, num_layers=2), core)
+    model.init_weights(0)
+    return model.to(device)
+
+
+def setup(layout: str = "zigzag", cp: int = 2, tp: int = 1, documents: bool = False) -> dict[str, Any]:
+    """The arguments of `cp_mesh.verify_model`; data-parallel ranks are those that cp and tp leave."""
+    kind = "cuda" if "nccl" in dist.get_backend() else "cpu"
+    device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    cp = min(cp, dist.get_world_size() // tp)
+    dp = dist.get_world_size() // (cp * tp)
+    mesh = init_device_mesh(kind, (dp, cp, tp), mesh_dim_names=("dp", "cp", "tp"))
+    data = mesh["dp", "cp"]._flatten("dp_cp")
+    sequence = cp_mesh.ShardedSequence(mesh["cp"], parallel.LAYOUTS[layout], length=SEQ_LEN)
+
+    def spread(model: Llama) -> None:
+        if tp > 1:
+            parallel.apply_tensor_parallel(model, mesh["tp"], sequence_parallel=False)
+        parallel.apply_context_parallel(model, mesh["cp"], sequence)
+        parallel.apply_fsdp(model, data, "fp32")
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        mask = cp_mesh.Mask(documents=batch.pop("documents", None))
+        own = sequence.balanced(mask) if layout == "balanced" else sequence
+        labels = own.shard({"labels": batch.pop("labels")})["labels"]
+        return cp_mesh.cross_entropy(model(**batch, documents=parallel.Packed(mask, own.layout)), labels, data)
+
+    corpus = Corpus(tokenize(read_text(None)), SEQ_LEN, ROWS * dp, documents, restart_positions=documents)
+    first = ROWS * mesh.get_local_rank("dp")
+    batch = corpus.batch(0, slice(first, first + ROWS))
+    return {
+        "make_model": partial(make_model, CoreAttention, device),
+        "make_reference": partial(make_model, DenseDocumentAttention, device),
+        "plan": spread,
+        "batch": {name: tensor.to(device) for name, tensor in batch.items()},
+        "mesh": mesh,
+        "loss": loss,
+    }
+
+
+zigzag = setup
+packed = partial(setup, "balanced", documents=True)
+tensor_parallel = partial(setup, "striped", tp=2, documents=True)
