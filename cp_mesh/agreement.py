@@ -152,7 +152,9 @@ def _store(group: dist.ProcessGroup | None) -> Any:
 def _exchange(group: dist.ProcessGroup, fields: Mapping[str, str], wait: bool = True) -> list[dict[str, str]]:
     """What every rank of the group left in the store for this comparison."""
     compared, store = _compared.setdefault(group, _Compared()), _store(group)
-    keys = [f"cp_mesh/{compared.times}/{rank}" for rank in range(group.size())]
+    # a group made under the name of one that was destroyed finds in the store what that one left
+    made_before = (store.add(f"cp_mesh/{compared.times}", 1) - 1) // group.size()
+    keys = [f"cp_mesh/{compared.times}/{made_before}/{rank}" for rank in range(group.size())]
     compared.times += 1
     store.set(keys[group.rank()], json.dumps(dict(fields)))
     if not wait:

@@ -326,3 +326,17 @@ def never_come(rank: int) -> float:
 
 def test_a_first_call_does_not_wait_for_ever(pool: Any) -> None:
     assert max(pool(WORLD_SIZE).run(never_come)) < 20
+
+
+def made_anew(rank: int) -> None:
+    """Two comparisons of one number over one store, as when a group is destroyed and made again under its name."""
+    group = mesh((2,), ("cp",)).get_group()
+    for number in range(3):
+        agreement._compared.pop(group, None)
+        dist.barrier(group)
+        time.sleep(0.2 * rank * number)  # what the other rank left before is there already
+        agreement.agree_first(group, number, {"seq_len": str(number)})
+
+
+def test_a_group_that_is_made_anew_reads_nothing_old(pool: Any) -> None:
+    pool(2).run(made_anew)
