@@ -125,12 +125,14 @@ class FileMemory:
 def double(group: dist.ProcessGroup, folder: str) -> Iterator[None]:
     """While open, this group of CPU ranks has symmetric memory, and so have groups within it."""
 
+    group_memory = symmetric.group_memory  # in which bugs are planted
+
     def memory(group: dist.ProcessGroup, device: torch.device) -> Any:
         if group not in symmetric._MEMORY:
             own = Path(folder) / "-".join(map(str, dist.get_process_group_ranks(group)))
             own.mkdir(exist_ok=True)
             symmetric._MEMORY[group] = FileMemory(group, own)  # type: ignore[assignment]
-        return symmetric._MEMORY[group]
+        return group_memory(group, device)
 
     with (
         mock.patch("cp_mesh.transport.unavailable", return_value=None),

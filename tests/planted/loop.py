@@ -232,9 +232,9 @@ def _(deliver: Any) -> Any:
 
 @plant("all-gather takes the stages of the ring", "methods.all_gather:ALL_GATHER", "overlap of all-gather")
 def _(method: Any) -> Any:
-    from cp_mesh.schedule import make_schedule
+    from cp_mesh.methods.ring import RING
 
-    return replace(method, make_schedule=make_schedule)
+    return replace(method, make_schedule=RING.make_schedule)
 
 
 @plant("heads go to other ranks", "transport.heads:HeadExchange.to_heads", "Ulysses")
