@@ -139,7 +139,7 @@ def test_pictures_of_speed_are_drawn(tmp_path: Path) -> None:
     written = plot.main(["--page", "--out", str(tmp_path)])
     assert [path.name for path in written] == ["speed.svg", "against.svg", "memory.svg"]
     assert all("</svg>" in path.read_text() for path in written)
-    rows = plot.page_rows("attention_2xh200.csv", "3225b69")
+    rows = plot.page_rows(*plot.MACHINES[0][:2])
     drawn = plot.best_of(rows, ("32", "8"), ("queued",))["cp_mesh"]
     line = f"| {' | '.join(f'{x:.0f}' for x in drawn.values())} |"
     assert line in tables.REGIONS["speed on 2 GPUs"]()
