@@ -19,13 +19,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_mesh.agreement import capturing, is_first_here
 from cp_mesh.layouts import Contiguous, Layout, Striped, ZigZag
 
 TOKENS = ("tokens", "input_ids", "inputs", "ids", "idx")
 """Names of leaves of which labels are usually the next ones."""
-_MARK = "_cp_mesh_rows"
+_MARKS = WeakTensorKeyDictionary()  # not attributes of tensors, which would be saved with them
 
 
 class Rows(NamedTuple):
@@ -95,12 +96,12 @@ def note_tokens(name: str, whole: Tensor, layout: Layout, rows: Rows, group: dis
 
 def mark(x: Tensor, rows: Rows) -> Tensor:
     """``x``, which says from now on which rows it holds."""
-    setattr(x, _MARK, rows)
+    _MARKS[x] = rows
     return x
 
 
 def marked(x: Any) -> Rows | None:
-    found: Rows | None = getattr(x, _MARK, None)
+    found: Rows | None = _MARKS.get(x) if isinstance(x, Tensor) else None
     return found
 
 

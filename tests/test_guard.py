@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -209,6 +210,17 @@ def sharded_twice(rank: int, root: bool, length: int) -> None:
 def test_what_is_sharded_twice(pool: Any, root: bool) -> None:
     for error in raised(pool, 3, sharded_twice, root, 36):
         assert "a tensor of the whole sequence, got rows that shard has returned; shard once" in error.message
+
+
+def saved(rank: int) -> None:
+    sequence, file = ShardedSequence(mesh((3,), ("cp",))), io.BytesIO()
+    torch.save(sequence.shard({"tokens": tokens_of(36)}), file)
+    file.seek(0)
+    sequence.shard(torch.load(file))  # by default of nothing but weights; what is loaded is a tensor like others
+
+
+def test_what_is_sharded_can_be_saved(pool: Any) -> None:
+    pool(3).run(saved)
 
 
 def loss_of_a_group(rank: int) -> list[float]:
