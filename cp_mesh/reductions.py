@@ -25,7 +25,7 @@ from cp_mesh.agreement import capturing, compare_first, turned_off
 from cp_mesh.errors import ArgumentError, describe, refuse
 from cp_mesh.forwards import STYLE, replaced
 from cp_mesh.loss import groups_of, ranks_of
-from cp_mesh.seen import LOSS, Loss
+from cp_mesh.seen import CALLED, LOSS, Loss
 from cp_mesh.styles import SUMS
 
 _APART = 1e-3
@@ -63,6 +63,7 @@ _first_steps = _FirstSteps()
 def watch_first_step(module: nn.Module, mesh: DeviceMesh) -> None:
     """Look at the gradients of ``module``, which has a plan over ``mesh``, before the first step that takes them."""
     LOSS.set(None)
+    CALLED.set(None)
     if mesh.size() > 1:
         _first_steps.add(module, mesh.get_group())
 

@@ -43,11 +43,13 @@ class Called(NamedTuple):
     Attributes:
         rows: of its keys.
         shape: [B, rows of this rank].
+        alike: whether all calls since the last loss were like it; else nobody knows of which one the logits are.
         wrapper: before the first loss, the DistributedDataParallel in whose forward it was, by a weak reference.
     """
 
     rows: Rows
     shape: tuple[int, int]
+    alike: bool = True
     wrapper: Callable[[], Any] | None = None
 
 
@@ -107,13 +109,22 @@ def marked(x: Any) -> Rows | None:
 
 def note_call(rows: Rows, shape: tuple[int, int]) -> None:
     """Of attention, whenever it runs."""
-    wrapper = DistributedDataParallel._get_active_ddp_module() if LOSS.get() is None else None
-    CALLED.set(Called(rows, shape, None if wrapper is None else weakref.ref(wrapper)))
+    before, found = CALLED.get(), LOSS.get()
+    alike = before is None or (before.alike and (before.rows, before.shape) == (rows, shape))
+    untrained = found is None or found.mesh is None
+    wrapper = DistributedDataParallel._get_active_ddp_module() if untrained else None
+    CALLED.set(Called(rows, shape, alike, None if wrapper is None else weakref.ref(wrapper)))
+
+
+def _called() -> Called | None:
+    """The call of attention that logits come from, if it is known."""
+    called = CALLED.get()
+    return called if called is not None and called.alike else None
 
 
 def is_whole(labels: Tensor) -> bool:
     """Whether these are labels of the whole sequence of the last attention, not of this rank's rows."""
-    called = CALLED.get()
+    called = _called()
     if called is None or not called.shape[1] < called.rows.seq_len:
         return False
     return labels.ndim == 2 and labels.shape[1] > called.shape[1]
@@ -162,7 +173,7 @@ def from_attention(x: Tensor) -> bool:
 
 def wrong_labels(labels: Tensor, ignore_index: int, ranks: list[int]) -> tuple[str, str] | None:
     """What these labels of a loss over ``ranks`` seem to be, and what mends it; None if they may well be right."""
-    called, given, rows = CALLED.get(), GIVEN.get(), marked(labels)
+    called, given, rows = _called(), GIVEN.get(), marked(labels)
     if called is not None and is_whole(labels):
         if set(dist.get_process_group_ranks(_resolve_process_group(called.rows.group_name))) <= set(ranks):  # type: ignore[arg-type]
             got = f"{labels.shape[1]} rows, of the whole sequence, beside {called.shape[1]} of attention"

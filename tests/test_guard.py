@@ -212,6 +212,21 @@ def test_what_is_sharded_twice(pool: Any, root: bool) -> None:
         assert "a tensor of the whole sequence, got rows that shard has returned; shard once" in error.message
 
 
+def two_forwards(rank: int, lengths: tuple[int, int]) -> None:
+    """Before their losses, as of chosen and rejected answers."""
+    axis = mesh((3,), ("cp",))
+    sequence, every = ShardedSequence(axis), [tokens_of(length) for length in lengths]
+    model = cp_mesh.parallelize(Model(), axis, {"core": ContextParallel(sequence)})
+    logits = [model(sequence.shard({"tokens": tokens})["tokens"]) for tokens in every]
+    labels = [labels_of("right", tokens, sequence) for tokens in every]
+    sum(cp_mesh.cross_entropy(x, y, axis) for x, y in zip(logits, labels, strict=True)).backward()
+
+
+@pytest.mark.parametrize("lengths", [(252, 264), (276, 270)])
+def test_two_forwards_of_unlike_lengths_before_their_losses(pool: Any, lengths: tuple[int, int]) -> None:
+    pool(3).run(two_forwards, lengths)
+
+
 def saved(rank: int) -> None:
     sequence, file = ShardedSequence(mesh((3,), ("cp",))), io.BytesIO()
     torch.save(sequence.shard({"tokens": tokens_of(36)}), file)
