@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from cp_mesh.agreement import capturing, is_first_here
+from cp_mesh.agreement import capturing, is_first_here, is_new_here
 from cp_mesh.layouts import Contiguous, Layout, Striped, ZigZag
 
 TOKENS = ("tokens", "input_ids", "inputs", "ids", "idx")
@@ -54,7 +54,7 @@ class Called(NamedTuple):
 
 
 class Given(NamedTuple):
-    """The whole tokens [B, S] of the first batch of its shape that this rank sharded, and how."""
+    """The whole tokens [B, S] of a batch of a shape that no trained loss has had yet, and how they were sharded."""
 
     tokens: Tensor
     layout: Layout
@@ -87,12 +87,15 @@ class Loss:
 LOSS: ContextVar[Loss | None] = ContextVar("cp_mesh_loss", default=None)
 CALLED: ContextVar[Called | None] = ContextVar("cp_mesh_called", default=None)
 GIVEN: ContextVar[Given | None] = ContextVar("cp_mesh_given", default=None)
-"""Holds on to one batch of tokens, until the first loss has looked at it."""
+"""Holds on to one batch of tokens, until a loss has looked at it."""
 
 
 def note_tokens(name: str, whole: Tensor, layout: Layout, rows: Rows, group: dist.ProcessGroup) -> None:
-    """Of a tensor that is sharded, by its name; the first batch of each shape is kept for the first loss."""
-    if name in TOKENS and whole.ndim == 2 and not whole.is_floating_point() and is_first_here(group, whole.shape):
+    """Of a tensor that is sharded, by its name; until a loss of a batch of its shape is trained."""
+    if name not in TOKENS or whole.ndim != 2 or whole.is_floating_point() or not is_new_here(group, whole.shape):
+        return
+    given = GIVEN.get()
+    if given is None or given.tokens.shape != whole.shape:  # a loader may be a batch ahead
         GIVEN.set(Given(whole, layout, rows, group.size(), group.rank()))
 
 
@@ -145,8 +148,10 @@ def note_compiled_loss() -> None:
         LOSS.set(Loss())
 
 
-def forget() -> None:
+def forget(trained: bool) -> None:
     """After a loss: another one may be of other logits."""
+    if trained and (given := GIVEN.get()) is not None:
+        is_first_here(_resolve_process_group(given.rows.group_name), given.tokens.shape)  # type: ignore[arg-type]
     CALLED.set(None)
     GIVEN.set(None)
 

@@ -165,6 +165,23 @@ def test_labels_of_other_rows_of_a_compiled_model(pool: Any, root: bool) -> None
     pool(3).run(loss_of_labels, "right, copied", root, 228 + 6 * root, True)
 
 
+def evaluated_before(rank: int, how: str, length: int) -> None:
+    axis = mesh((3,), ("cp",))
+    sequence = ShardedSequence(axis)
+    model = cp_mesh.parallelize(Model(), axis, {"core": ContextParallel(sequence)})
+    for seed, labelled in ((0, "right"), (1, how)):
+        tokens = tokens_of(length, seed)
+        with torch.set_grad_enabled(seed == 1):
+            logits = model(sequence.shard({"tokens": tokens})["tokens"])
+            cp_mesh.cross_entropy(logits, labels_of(labelled, tokens, sequence), axis)
+
+
+def test_labels_of_other_rows_after_an_evaluation(pool: Any) -> None:
+    for error in raised(pool, 3, evaluated_before, "chunk", 282):
+        assert all(part in error.message for part in WRONG_LABELS["chunk"]), error.message
+    pool(3).run(evaluated_before, "right, copied", 288)
+
+
 def shorter_labels(rank: int, flat: bool, length: int) -> None:
     axis = mesh((3,), ("cp",))
     sequence, tokens = ShardedSequence(axis), tokens_of(length)
@@ -588,6 +605,9 @@ def trained(rank: int, how: str) -> list[str]:
     if "compiled" in how:
         model.compile(backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if "evaluated" in how:
+        with torch.no_grad():
+            cp_mesh.cross_entropy(run(tokens), sequence.shard({"labels": next_tokens(tokens)})["labels"], data)
 
     def step() -> None:
         whole = next_tokens(tokens)
@@ -638,6 +658,7 @@ WARNED_OF_SCALE = {
     "FSDP, averages, no root": "cp_mesh.sum_gradients(model) after fully_shard",
     "FSDP, averages, compiled": "cp_mesh.sum_gradients(model) after fully_shard",
     "DDP": "call cp_mesh.sum_gradients(ddp_model), or multiply the loss by 4",
+    "DDP, evaluated": "call cp_mesh.sum_gradients(ddp_model), or multiply the loss by 4",
     "DDP, no root, compiled": "call cp_mesh.sum_gradients(ddp_model), or multiply the loss by 4",
 }
 REFUSED_SCALE = {
