@@ -16,9 +16,11 @@ from ranks import mesh
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cp_mesh
 from cp_mesh import ContextParallel, Mask, ShardedModel, ShardedSequence, Striped
+from cp_mesh.reductions import _norm
 
 B, H, D, V = 2, 2, 8, 11
 C = H * D
@@ -686,6 +688,21 @@ def test_gradients_of_a_doubtful_scale_are_warned_of(pool: Any, how: str) -> Non
 def test_gradients_of_a_wrong_scale_are_refused(pool: Any, how: str) -> None:
     for error in raised(pool, 4, trained, how):
         assert error.type == "ArgumentError" and REFUSED_SCALE[how] in error.message, error.message
+
+
+class NoCopies(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        assert found.numel() == 1, f"{func} of {tuple(found.shape)}"
+        return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_norm_of_a_gradient_takes_no_memory_of_its_size(dtype: torch.dtype) -> None:
+    grad = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
+    with NoCopies():
+        norm = _norm(grad)
+    torch.testing.assert_close(norm.double(), grad.double().norm(), rtol=1e-5, atol=0)
 
 
 # Without a root.
