@@ -120,15 +120,18 @@ def compare_first(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[d
     return answers
 
 
+def is_new_here(group: dist.ProcessGroup, kind: Hashable) -> bool:
+    """Whether this rank is yet to look at this kind over the group; no other rank hears of it."""
+    here = _compared.setdefault(group, _Compared()).here
+    return not (kind in here or len(here) >= MOST_KINDS or turned_off() or group.size() == 1 or capturing())
+
+
 def is_first_here(group: dist.ProcessGroup, kind: Hashable) -> bool:
-    """Whether this rank asks of this kind over the group for the first time; no other rank hears of it."""
-    compared = _compared.get(group)
-    if compared is None:
-        compared = _compared[group] = _Compared()
-    if kind in compared.here or len(compared.here) >= MOST_KINDS or turned_off() or group.size() == 1 or capturing():
-        return False
-    compared.here.add(kind)
-    return True
+    """`is_new_here`, which is then answered with False."""
+    is_new = is_new_here(group, kind)
+    if is_new:
+        _compared[group].here.add(kind)
+    return is_new
 
 
 def leave_word(text: str) -> None:

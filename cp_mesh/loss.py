@@ -69,9 +69,8 @@ def cross_entropy(
         refuse("labels", f"shape {tuple(logits.shape[:-1])}", tuple(labels.shape), "shard both with one sequence")
     groups = groups_of(mesh)
     count, found = (labels != ignore_index).sum(), None
-    first = not torch.compiler.is_compiling() and any(
-        [is_first_here(group, ("cross_entropy", logits.shape, ignore_index)) for group in groups]
-    )
+    kind = "cross_entropy", logits.shape, ignore_index, logits.requires_grad  # an evaluation may come first
+    first = not torch.compiler.is_compiling() and any([is_first_here(group, kind) for group in groups])
     if first and (found := _find_wrong(logits, labels, ignore_index, mesh)) is not None:
         count = count + _FLAG
         leave_word(str(found))
@@ -82,7 +81,7 @@ def cross_entropy(
     share = token_losses(logits.flatten(0, -2), labels.flatten(), ignore_index).sum() / count.clamp(min=1)
     if not torch.compiler.is_compiling():
         note_loss(share, labels, mesh)
-        forget()
+        forget(share.requires_grad)
     return share
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -24,8 +24,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from cp_mesh.agreement import capturing, compare_first, turned_off
 from cp_mesh.errors import ArgumentError, describe, refuse
 from cp_mesh.forwards import STYLE, replaced
+from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.loss import groups_of, ranks_of
-from cp_mesh.seen import LOSS, Loss
+from cp_mesh.seen import CALLED, LOSS, Loss
 from cp_mesh.styles import SUMS
 
 _APART = 1e-3
@@ -63,6 +64,7 @@ _first_steps = _FirstSteps()
 def watch_first_step(module: nn.Module, mesh: DeviceMesh) -> None:
     """Look at the gradients of ``module``, which has a plan over ``mesh``, before the first step that takes them."""
     LOSS.set(None)
+    CALLED.set(None)
     if mesh.size() > 1:
         _first_steps.add(module, mesh.get_group())
 
@@ -146,10 +148,16 @@ def _wrapper(module: nn.Module) -> DistributedDataParallel | None:
     return found if inside else None
 
 
+def _norm(grad: Tensor) -> Tensor:
+    """Without a copy of the gradient, for which there may be no memory."""
+    grad = grad.coalesce().values() if grad.is_sparse else grad
+    return torch.linalg.vector_norm(grad, dtype=accumulation_dtype(grad.dtype))
+
+
 def _check_equal(group: dist.ProcessGroup, grads: dict[str, Any]) -> None:
     """Refuse gradients of replicated parameters that differ between ranks: nobody reduced them."""
     local = {name: x.to_local() if isinstance(x, DTensor) else x for name, x in grads.items()}
-    norms = torch.stack([x.double().norm() for x in local.values()]).tolist()
+    norms = [float(_norm(x)) for x in local.values()]  # one after the other: they may be on several devices
     answers = compare_first(group, {"gradients": json.dumps(dict(zip(local, norms, strict=True)))})
     found = [json.loads(answer["gradients"]) for answer in answers]
     names = [name for name in grads if all(name in one for one in found)]

@@ -19,13 +19,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from cp_mesh.agreement import capturing, is_first_here
+from cp_mesh.agreement import capturing, is_first_here, is_new_here
 from cp_mesh.layouts import Contiguous, Layout, Striped, ZigZag
 
 TOKENS = ("tokens", "input_ids", "inputs", "ids", "idx")
 """Names of leaves of which labels are usually the next ones."""
-_MARK = "_cp_mesh_rows"
+_MARKS = WeakTensorKeyDictionary()  # not attributes of tensors, which would be saved with them
 
 
 class Rows(NamedTuple):
@@ -42,16 +43,18 @@ class Called(NamedTuple):
     Attributes:
         rows: of its keys.
         shape: [B, rows of this rank].
+        alike: whether all calls since the last loss were like it; else nobody knows of which one the logits are.
         wrapper: before the first loss, the DistributedDataParallel in whose forward it was, by a weak reference.
     """
 
     rows: Rows
     shape: tuple[int, int]
+    alike: bool = True
     wrapper: Callable[[], Any] | None = None
 
 
 class Given(NamedTuple):
-    """The whole tokens [B, S] of the first batch of its shape that this rank sharded, and how."""
+    """The whole tokens [B, S] of a batch of a shape that no trained loss has had yet, and how they were sharded."""
 
     tokens: Tensor
     layout: Layout
@@ -84,35 +87,47 @@ class Loss:
 LOSS: ContextVar[Loss | None] = ContextVar("cp_mesh_loss", default=None)
 CALLED: ContextVar[Called | None] = ContextVar("cp_mesh_called", default=None)
 GIVEN: ContextVar[Given | None] = ContextVar("cp_mesh_given", default=None)
-"""Holds on to one batch of tokens, until the first loss has looked at it."""
+"""Holds on to one batch of tokens, until a loss has looked at it."""
 
 
 def note_tokens(name: str, whole: Tensor, layout: Layout, rows: Rows, group: dist.ProcessGroup) -> None:
-    """Of a tensor that is sharded, by its name; the first batch of each shape is kept for the first loss."""
-    if name in TOKENS and whole.ndim == 2 and not whole.is_floating_point() and is_first_here(group, whole.shape):
+    """Of a tensor that is sharded, by its name; until a loss of a batch of its shape is trained."""
+    if name not in TOKENS or whole.ndim != 2 or whole.is_floating_point() or not is_new_here(group, whole.shape):
+        return
+    given = GIVEN.get()
+    if given is None or given.tokens.shape != whole.shape:  # a loader may be a batch ahead
         GIVEN.set(Given(whole, layout, rows, group.size(), group.rank()))
 
 
 def mark(x: Tensor, rows: Rows) -> Tensor:
     """``x``, which says from now on which rows it holds."""
-    setattr(x, _MARK, rows)
+    _MARKS[x] = rows
     return x
 
 
 def marked(x: Any) -> Rows | None:
-    found: Rows | None = getattr(x, _MARK, None)
+    found: Rows | None = _MARKS.get(x) if isinstance(x, Tensor) else None
     return found
 
 
 def note_call(rows: Rows, shape: tuple[int, int]) -> None:
     """Of attention, whenever it runs."""
-    wrapper = DistributedDataParallel._get_active_ddp_module() if LOSS.get() is None else None
-    CALLED.set(Called(rows, shape, None if wrapper is None else weakref.ref(wrapper)))
+    before, found = CALLED.get(), LOSS.get()
+    alike = before is None or (before.alike and (before.rows, before.shape) == (rows, shape))
+    untrained = found is None or found.mesh is None
+    wrapper = DistributedDataParallel._get_active_ddp_module() if untrained else None
+    CALLED.set(Called(rows, shape, alike, None if wrapper is None else weakref.ref(wrapper)))
+
+
+def _called() -> Called | None:
+    """The call of attention that logits come from, if it is known."""
+    called = CALLED.get()
+    return called if called is not None and called.alike else None
 
 
 def is_whole(labels: Tensor) -> bool:
     """Whether these are labels of the whole sequence of the last attention, not of this rank's rows."""
-    called = CALLED.get()
+    called = _called()
     if called is None or not called.shape[1] < called.rows.seq_len:
         return False
     return labels.ndim == 2 and labels.shape[1] > called.shape[1]
@@ -133,8 +148,10 @@ def note_compiled_loss() -> None:
         LOSS.set(Loss())
 
 
-def forget() -> None:
+def forget(trained: bool) -> None:
     """After a loss: another one may be of other logits."""
+    if trained and (given := GIVEN.get()) is not None:
+        is_first_here(_resolve_process_group(given.rows.group_name), given.tokens.shape)  # type: ignore[arg-type]
     CALLED.set(None)
     GIVEN.set(None)
 
@@ -161,7 +178,7 @@ def from_attention(x: Tensor) -> bool:
 
 def wrong_labels(labels: Tensor, ignore_index: int, ranks: list[int]) -> tuple[str, str] | None:
     """What these labels of a loss over ``ranks`` seem to be, and what mends it; None if they may well be right."""
-    called, given, rows = CALLED.get(), GIVEN.get(), marked(labels)
+    called, given, rows = _called(), GIVEN.get(), marked(labels)
     if called is not None and is_whole(labels):
         if set(dist.get_process_group_ranks(_resolve_process_group(called.rows.group_name))) <= set(ranks):  # type: ignore[arg-type]
             got = f"{labels.shape[1]} rows, of the whole sequence, beside {called.shape[1]} of attention"

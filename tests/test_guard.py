@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,9 +16,11 @@ from ranks import mesh
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cp_mesh
 from cp_mesh import ContextParallel, Mask, ShardedModel, ShardedSequence, Striped
+from cp_mesh.reductions import _norm
 
 B, H, D, V = 2, 2, 8, 11
 C = H * D
@@ -164,6 +167,23 @@ def test_labels_of_other_rows_of_a_compiled_model(pool: Any, root: bool) -> None
     pool(3).run(loss_of_labels, "right, copied", root, 228 + 6 * root, True)
 
 
+def evaluated_before(rank: int, how: str, length: int) -> None:
+    axis = mesh((3,), ("cp",))
+    sequence = ShardedSequence(axis)
+    model = cp_mesh.parallelize(Model(), axis, {"core": ContextParallel(sequence)})
+    for seed, labelled in ((0, "right"), (1, how)):
+        tokens = tokens_of(length, seed)
+        with torch.set_grad_enabled(seed == 1):
+            logits = model(sequence.shard({"tokens": tokens})["tokens"])
+            cp_mesh.cross_entropy(logits, labels_of(labelled, tokens, sequence), axis)
+
+
+def test_labels_of_other_rows_after_an_evaluation(pool: Any) -> None:
+    for error in raised(pool, 3, evaluated_before, "chunk", 282):
+        assert all(part in error.message for part in WRONG_LABELS["chunk"]), error.message
+    pool(3).run(evaluated_before, "right, copied", 288)
+
+
 def shorter_labels(rank: int, flat: bool, length: int) -> None:
     axis = mesh((3,), ("cp",))
     sequence, tokens = ShardedSequence(axis), tokens_of(length)
@@ -209,6 +229,32 @@ def sharded_twice(rank: int, root: bool, length: int) -> None:
 def test_what_is_sharded_twice(pool: Any, root: bool) -> None:
     for error in raised(pool, 3, sharded_twice, root, 36):
         assert "a tensor of the whole sequence, got rows that shard has returned; shard once" in error.message
+
+
+def two_forwards(rank: int, lengths: tuple[int, int]) -> None:
+    """Before their losses, as of chosen and rejected answers."""
+    axis = mesh((3,), ("cp",))
+    sequence, every = ShardedSequence(axis), [tokens_of(length) for length in lengths]
+    model = cp_mesh.parallelize(Model(), axis, {"core": ContextParallel(sequence)})
+    logits = [model(sequence.shard({"tokens": tokens})["tokens"]) for tokens in every]
+    labels = [labels_of("right", tokens, sequence) for tokens in every]
+    sum(cp_mesh.cross_entropy(x, y, axis) for x, y in zip(logits, labels, strict=True)).backward()
+
+
+@pytest.mark.parametrize("lengths", [(252, 264), (276, 270)])
+def test_two_forwards_of_unlike_lengths_before_their_losses(pool: Any, lengths: tuple[int, int]) -> None:
+    pool(3).run(two_forwards, lengths)
+
+
+def saved(rank: int) -> None:
+    sequence, file = ShardedSequence(mesh((3,), ("cp",))), io.BytesIO()
+    torch.save(sequence.shard({"tokens": tokens_of(36)}), file)
+    file.seek(0)
+    sequence.shard(torch.load(file))  # by default of nothing but weights; what is loaded is a tensor like others
+
+
+def test_what_is_sharded_can_be_saved(pool: Any) -> None:
+    pool(3).run(saved)
 
 
 def loss_of_a_group(rank: int) -> list[float]:
@@ -561,6 +607,9 @@ def trained(rank: int, how: str) -> list[str]:
     if "compiled" in how:
         model.compile(backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if "evaluated" in how:
+        with torch.no_grad():
+            cp_mesh.cross_entropy(run(tokens), sequence.shard({"labels": next_tokens(tokens)})["labels"], data)
 
     def step() -> None:
         whole = next_tokens(tokens)
@@ -611,6 +660,7 @@ WARNED_OF_SCALE = {
     "FSDP, averages, no root": "cp_mesh.sum_gradients(model) after fully_shard",
     "FSDP, averages, compiled": "cp_mesh.sum_gradients(model) after fully_shard",
     "DDP": "call cp_mesh.sum_gradients(ddp_model), or multiply the loss by 4",
+    "DDP, evaluated": "call cp_mesh.sum_gradients(ddp_model), or multiply the loss by 4",
     "DDP, no root, compiled": "call cp_mesh.sum_gradients(ddp_model), or multiply the loss by 4",
 }
 REFUSED_SCALE = {
@@ -638,6 +688,21 @@ def test_gradients_of_a_doubtful_scale_are_warned_of(pool: Any, how: str) -> Non
 def test_gradients_of_a_wrong_scale_are_refused(pool: Any, how: str) -> None:
     for error in raised(pool, 4, trained, how):
         assert error.type == "ArgumentError" and REFUSED_SCALE[how] in error.message, error.message
+
+
+class NoCopies(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        assert found.numel() == 1, f"{func} of {tuple(found.shape)}"
+        return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_norm_of_a_gradient_takes_no_memory_of_its_size(dtype: torch.dtype) -> None:
+    grad = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
+    with NoCopies():
+        norm = _norm(grad)
+    torch.testing.assert_close(norm.double(), grad.double().norm(), rtol=1e-5, atol=0)
 
 
 # Without a root.
