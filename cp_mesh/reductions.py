@@ -89,11 +89,12 @@ def check_reduction(module: nn.Module, group: dist.ProcessGroup, grads: dict[str
             stacklevel=3,
         )
     if (fsdp := next((part for part in module.modules() if isinstance(part, FSDPModule)), None)) is not None:
-        _check_fsdp(fsdp, loss)
+        _check_fsdp(fsdp, loss, group, grads)
     elif (wrapper := _wrapper(module)) is not None:
         _check_ranks(
-            loss, dist.get_process_group_ranks(wrapper.process_group), "DistributedDataParallel", "process_group="
-        )
+            loss, dist.get_process_group_ranks(wrapper.process_group), "DistributedDataParallel", "process_group=",
+            group, grads,
+        )  # fmt: skip
         if loss is not None and (loss.scale is None or loss.scale <= 1) and not wrapper._comm_hooks:
             warnings.warn(
                 "cp_mesh: DistributedDataParallel averages gradients, and the loss is this rank's share of a sum: call "
@@ -112,12 +113,12 @@ def _gathers(module: nn.Module) -> bool:
     return bool(getattr(getattr(bound, "__self__", None), "gather_output", False))
 
 
-def _check_fsdp(module: FSDPModule, loss: Loss | None) -> None:
+def _check_fsdp(module: FSDPModule, loss: Loss | None, group: dist.ProcessGroup, grads: dict[str, Any]) -> None:
     state = module._get_fsdp_state()
     parts = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # of older versions
     ranks = {rank for part in parts if part for rank in part.mesh_info.mesh.mesh.flatten().tolist()}
     if ranks:
-        _check_ranks(loss, sorted(ranks), "fully_shard", "mesh=")
+        _check_ranks(loss, sorted(ranks), "fully_shard", "mesh=", group, grads)
     if not hasattr(module, SUMS) and loss is not None and (loss.scale is None or loss.scale <= 1):
         setattr(module, SUMS, False)  # warned once
         warnings.warn(
@@ -127,11 +128,20 @@ def _check_fsdp(module: FSDPModule, loss: Loss | None) -> None:
         )
 
 
-def _check_ranks(loss: Loss | None, ranks: list[int], by: str, option: str) -> None:
+def _check_ranks(
+    loss: Loss | None, ranks: list[int], by: str, option: str, group: dist.ProcessGroup, grads: dict[str, Any]
+) -> None:
+    """Refuse gradients that are reduced over other ranks than those of the loss.
+
+    Over cp the trainer's own code may have summed them: then they are equal.
+    """
     if loss is None or loss.mesh is None or loss.of_whole:
         return
     of_loss = ranks_of(loss.mesh)
     if set(ranks) == set(of_loss):
+        return
+    if set(ranks) < set(of_loss) and set(ranks).isdisjoint({*dist.get_process_group_ranks(group)} - {dist.get_rank()}):
+        _check_equal(group, grads)
         return
     if set(ranks) < set(of_loss):
         got, hint = f"{by} over ranks {ranks}", f"give {by} {option} all of them, as mesh['dp', 'cp']._flatten()"

@@ -570,7 +570,7 @@ def gathered(rank: int, how: str, compiled: bool) -> list[str]:
             cp_mesh.cross_entropy(logits, whole, grid["dp"]).backward()
         else:
             F.cross_entropy(logits.flatten(0, 1), whole.flatten()).backward()
-        compare_with_one_rank(model, seeds, 16, keep=True)
+        compare_with_one_rank(model, seeds, 16)
         optimizer.step()
 
     return warned(step)
@@ -596,7 +596,9 @@ def trained(rank: int, how: str) -> list[str]:
     root = {"": ShardedModel(sequence, positions=None)} if "no root" not in how else {}
     cp_mesh.parallelize(model, grid["cp"], root | {"core": ContextParallel(sequence)})
     run: nn.Module = model
-    if "FSDP" in how:
+    if "FSDP over dp" in how:
+        fully_shard(model, mesh=grid["dp"])
+    elif "FSDP" in how:
         fully_shard(model, mesh=grid["cp"] if "over cp" in how else data)
         if "averages" not in how:
             cp_mesh.sum_gradients(model)
@@ -619,13 +621,17 @@ def trained(rank: int, how: str) -> list[str]:
             loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
         else:
             loss = cp_mesh.cross_entropy(logits, labels, grid["cp"] if "loss of cp" in how else data)
-        (4 * loss if "times 4" in how else loss).backward()
+        (4 * loss if "times 4" in how else 2 * loss if "times 2" in how else loss).backward()
+        if "cp summed" in how:
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad.to_local(), group=grid["cp"].get_group())
         if "by hand" in how:
             for parameter in model.parameters():
                 dist.all_reduce(parameter.grad)
         if how.startswith("right"):
             compare_with_one_rank(model)
         optimizer.step()
+        optimizer.zero_grad()
 
     return warned(step) + [f"again: {said}" for said in warned(step)]
 
@@ -635,9 +641,7 @@ def flattened() -> Any:
     return mesh((2, 2), ("dp", "cp"))._flatten("dp_cp")
 
 
-def compare_with_one_rank(
-    model: nn.Module, seeds: tuple[int, ...] = (0, 1), length: int = 12, keep: bool = False
-) -> None:
+def compare_with_one_rank(model: nn.Module, seeds: tuple[int, ...] = (0, 1), length: int = 12) -> None:
     plain, tokens = Model(), torch.cat([tokens_of(length, seed=seed) for seed in seeds])
     state = {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in model.state_dict().items()}
     plain.load_state_dict(state)
@@ -645,12 +649,11 @@ def compare_with_one_rank(
     for (name, x), want in zip(model.named_parameters(), plain.parameters(), strict=True):
         got = x.grad.full_tensor() if hasattr(x.grad, "full_tensor") else x.grad
         torch.testing.assert_close(got, want.grad, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
-    if not keep:
-        model.zero_grad()
 
 
 RIGHT_SCALE = (
     *("right: FSDP", "right: FSDP, no root", "right: FSDP, compiled", "right: DDP, times 4", "right: DDP, sums"),
+    "right: FSDP over dp, no root, times 2, cp summed",
     *("right: by hand", "right: by hand, no root", "right: DDP, sums, compiled"),
 )
 WARNED_OF_SCALE = {
@@ -665,6 +668,7 @@ WARNED_OF_SCALE = {
 }
 REFUSED_SCALE = {
     "FSDP, loss of cp": "cross_entropy: expected a mean over the ranks that fully_shard reduces over, [0, 1, 2, 3]",
+    "FSDP over dp, no root, times 2": "equal on all ranks before the optimizer steps, got another one on each rank",
     "FSDP over cp": "expected a sum over the ranks of cross_entropy, [0, 1, 2, 3], got fully_shard over ranks",
     "DDP, sums, loss of cp": "expected a mean over the ranks that DistributedDataParallel reduces over",
     "DDP over cp, sums": "got DistributedDataParallel over ranks",
