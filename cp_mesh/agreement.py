@@ -92,6 +92,14 @@ def is_first(group: dist.ProcessGroup, kind: Hashable) -> bool:
     return not capturing()
 
 
+def look_again(group: dist.ProcessGroup) -> None:
+    """Compare first calls once more: there is a new model. Every rank of the group says so at the same place."""
+    for each, compared in _compared.items():
+        compared.here.clear()
+        if each is group:
+            compared.kinds.clear()
+
+
 def capturing() -> bool:
     """Whether a CUDA graph is captured, in which nothing may be read."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

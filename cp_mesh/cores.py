@@ -151,6 +151,11 @@ class ContextParallel(ParallelStyle):
             if before:
                 check_variables(f"ContextParallel.{name}", getattr(self, name), before)
 
+    def check_functions_once(self) -> None:
+        """In the first forward; later ones may bind what they like."""
+        self.check_functions()
+        self._variables = {}
+
     def _run(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward, whose SDPA calls attend over the whole sequence."""
         call = self.of_call(module, *args, **kwargs)
@@ -177,7 +182,7 @@ class ContextParallel(ParallelStyle):
             _check_root(self.sequence, layout)
             first = torch.compiler.is_compiling() or _LOOKED_AT not in module.__dict__
             if first and not torch.compiler.is_compiling():
-                self.check_functions()
+                self.check_functions_once()
             mask = self.mask if isinstance(self.mask, Mask) else _ask("mask", self.mask, *args, **kwargs)
             if not isinstance(mask, Mask):
                 refuse("ContextParallel.mask", "a function that returns a Mask", type(mask).__name__, "return one")

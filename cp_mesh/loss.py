@@ -69,7 +69,8 @@ def cross_entropy(
         refuse("labels", f"shape {tuple(logits.shape[:-1])}", tuple(labels.shape), "shard both with one sequence")
     groups = groups_of(mesh)
     count, found = (labels != ignore_index).sum(), None
-    kind = "cross_entropy", logits.shape, ignore_index, logits.requires_grad  # an evaluation may come first
+    # not of the rows, of which ranks may have unlike numbers; an evaluation may come first
+    kind = "cross_entropy", logits.ndim, logits.shape[-1], ignore_index, logits.requires_grad
     first = not torch.compiler.is_compiling() and any([is_first_here(group, kind) for group in groups])
     if first and (found := _find_wrong(logits, labels, ignore_index, mesh)) is not None:
         count = count + _FLAG

@@ -2,7 +2,8 @@
 
 The loss of a rank is a share of a sum, so gradients must be summed over the ranks of the loss: whether FSDP2,
 DistributedDataParallel or the trainer's own code did, and over which ranks, is known when the optimizer is called. The
-hook that looks is PyTorch's, for all optimizers; it goes with its first look at a model under a plan.
+hook that looks is PyTorch's, for all optimizers. It looks at each model under a plan once, and gives up one that has no
+gradients in the first steps, as a teacher.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from cp_mesh.agreement import capturing, compare_first, turned_off
+from cp_mesh.agreement import capturing, compare_first, look_again, turned_off
 from cp_mesh.errors import ArgumentError, describe, refuse
 from cp_mesh.forwards import STYLE, replaced
 from cp_mesh.kernels.combine import accumulation_dtype
@@ -29,6 +30,8 @@ from cp_mesh.loss import groups_of, ranks_of
 from cp_mesh.seen import CALLED, LOSS, Loss
 from cp_mesh.styles import SUMS
 
+LOOKS = 100
+"""Optimizer steps after which nothing more is expected of a model that had no gradients."""
 _APART = 1e-3
 """Relative: norms of gradients that were reduced are equal but for rounding."""
 
@@ -37,11 +40,11 @@ class _FirstSteps:
     """Models under plans whose gradients were not looked at yet; one hook of PyTorch's optimizers serves all."""
 
     def __init__(self) -> None:
-        self.due: weakref.WeakKeyDictionary[nn.Module, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+        self.due: weakref.WeakKeyDictionary[nn.Module, tuple[dist.ProcessGroup, int]] = weakref.WeakKeyDictionary()
         self.hooked = False
 
     def add(self, module: nn.Module, group: dist.ProcessGroup) -> None:
-        self.due[module] = group
+        self.due[module] = group, LOOKS
         if not self.hooked:
             register_optimizer_step_pre_hook(self.before_step)
             self.hooked = True
@@ -50,12 +53,15 @@ class _FirstSteps:
         if torch.compiler.is_compiling() or not self.due or capturing():
             return
         held = {id(x) for part in optimizer.param_groups for x in part["params"]}
-        for module, group in list(self.due.items()):
+        for module, (group, looks) in list(self.due.items()):
+            self.due[module] = group, looks - 1
             graded = {name: x for name, x in module.named_parameters() if x.grad is not None}
             if any(id(x) in held for x in graded.values()):
                 del self.due[module]
                 if not turned_off():
                     check_reduction(module, group, {name: x.grad for name, x in graded.items()})
+            elif looks <= 1:
+                del self.due[module]
 
 
 _first_steps = _FirstSteps()
@@ -65,6 +71,7 @@ def watch_first_step(module: nn.Module, mesh: DeviceMesh) -> None:
     """Look at the gradients of ``module``, which has a plan over ``mesh``, before the first step that takes them."""
     LOSS.set(None)
     CALLED.set(None)
+    look_again(mesh.get_group())
     if mesh.size() > 1:
         _first_steps.add(module, mesh.get_group())
 
@@ -146,8 +153,12 @@ def _check_ranks(
     if set(ranks) < set(of_loss):
         got, hint = f"{by} over ranks {ranks}", f"give {by} {option} all of them, as mesh['dp', 'cp']._flatten()"
         refuse("gradients", f"a sum over the ranks of cross_entropy, {of_loss}", got, hint)
-    got, hint = f"one over ranks {of_loss}", "give cross_entropy the mesh of all ranks with other tokens"
-    refuse("cross_entropy", f"a mean over the ranks that {by} reduces over, {ranks}", got, hint)
+    expected, got = f"a mean over the ranks that {by} reduces over, {ranks}", f"one over ranks {of_loss}"
+    hint = "give cross_entropy the mesh of all ranks with other tokens"
+    if loss.scale is not None and loss.scale != 1:  # which may make it right
+        warnings.warn(f"cp_mesh: {describe('cross_entropy', expected, got, hint)}", stacklevel=4)
+        return
+    refuse("cross_entropy", expected, got, hint)
 
 
 def _wrapper(module: nn.Module) -> DistributedDataParallel | None:

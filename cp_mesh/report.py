@@ -42,10 +42,12 @@ class ModelReport:
     Attributes:
         findings: the checks, in order; what comes first is nearest to the cause.
         seconds: how long it took.
+        cp_size: the ranks that shared the sequences.
     """
 
     findings: list[Finding] = field(default_factory=list)
     seconds: float = 0.0
+    cp_size: int = 1
 
     @property
     def passed(self) -> bool:
@@ -56,7 +58,7 @@ class ModelReport:
         """One line: whether all is right, or the first check that is not."""
         took = f"({len(self.findings)} checks, {self.seconds:.1f} s)"
         if self.passed:
-            return f"RIGHT {took}"
+            return f"RIGHT {took}{'' if self.cp_size > 1 else ', on one cp rank: no sequence was sharded'}"
         wrong = next((finding for finding in self.findings if not finding.passed), None)
         return f"WRONG: {wrong.check}: {_text(wrong)} {took}" if wrong else "WRONG: nothing was checked"
 

@@ -164,7 +164,7 @@ class ShardedModel(ParallelStyle):
         if mode not in record.counts or mode in record.due:
             _check_masks(module, arguments)
             for style in cores_of(module):
-                style.check_functions()
+                style.check_functions_once()
             try:
                 with watching(module, self._local_rows(arguments) if self.positions is None else None):
                     result = forward(**arguments)

@@ -21,7 +21,7 @@ from cp_mesh.errors import refuse
 from cp_mesh.forwards import STYLE, WATCH, replace_forward, replaced
 from cp_mesh.root import POSITIONS
 from cp_mesh.seen import marked
-from cp_mesh.sequence import ROOT, ShardedSequence
+from cp_mesh.sequence import ROOT, WHOLE, ShardedSequence
 from cp_mesh.styles import announce
 from cp_mesh.watching import Watch, watch_encoders, watching
 
@@ -49,7 +49,7 @@ def _run(names: list[str], module: nn.Module, forward: Callable[..., Any], /, *a
     try:
         rows = _check(styles, names, dict(zip(names, args, strict=False)) | kwargs) if styles else None
         for style in styles:
-            style.check_functions()
+            style.check_functions_once()
         with watching(module, rows):
             result = forward(*args, **kwargs)
     except Exception as error:
@@ -63,7 +63,7 @@ def _run(names: list[str], module: nn.Module, forward: Callable[..., Any], /, *a
 def _check(styles: list[ContextParallel], names: list[str], given: dict[str, Any]) -> int | None:
     """Refuse whole tokens and positions counted on each rank; the rows of this rank if no positions were given."""
     sequence = styles[0].sequence
-    tokens = next((x for name, x in given.items() if name not in POSITIONS and _is_ids(x)), None)
+    tokens = next((x for name, x in given.items() if name not in (*POSITIONS, *WHOLE) and _is_ids(x)), None)
     if tokens is None or sequence.cp_size == 1:
         return None
     if marked(tokens) is None and sequence.length is None:

@@ -137,8 +137,8 @@ def verify_model(
         >>> report.print()  # doctest: +SKIP
     """
     started = time.perf_counter()
-    report = ModelReport()
     ranks = Ranks.of(mesh, cp, same)
+    report = ModelReport(cp_size=ranks.cp_size)
 
     def say(what: str) -> None:
         if progress and ranks.is_first:

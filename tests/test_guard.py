@@ -117,8 +117,9 @@ def labels_of(how: str, tokens: Tensor, sequence: ShardedSequence) -> Tensor:
     if how == "shifted after":
         local = sequence.shard({"x": tokens})["x"]
         return torch.cat([local[:, 1:], torch.full_like(local[:, :1], -100)], 1)
-    if how == "not shifted":
-        return sequence.shard({"labels": tokens})["labels"].clone()
+    if how.startswith("not shifted"):
+        labels = sequence.shard({"labels": tokens})["labels"]
+        return labels if "marked" in how else labels.clone()
     other = Striped() if how.startswith("another layout") else sequence.layout
     labels = ShardedSequence(sequence.mesh, other).shard({"labels": whole})["labels"]
     return labels if how in ("right", "another layout") else labels.clone()  # a copy has no mark
@@ -128,6 +129,7 @@ WRONG_LABELS = {
     "chunk": ("the labels of contiguous rows, beside tokens in zigzag", "not by chunk"),
     "shifted after": ("the next tokens within this rank's shard", "shift the whole labels and then shard them"),
     "not shifted": ("the tokens themselves", "shift the whole labels by one"),
+    "not shifted, marked": ("the tokens themselves", "shift the whole labels by one"),
     "another layout": ("those of striped, ", "beside attention in zigzag", "one ShardedSequence"),
     "another layout, copied": ("the labels of striped rows, beside tokens in zigzag", "sequence.shard("),
 }
@@ -158,6 +160,18 @@ def test_labels_of_other_rows(pool: Any, root: bool) -> None:
             assert all(part in error.message for part in says), error.message
     for i, how in enumerate(("right", "right, copied")):
         pool(3).run(loss_of_labels, how, root, 24 + 6 * i + 12 * root)
+
+
+def models_in_turn(rank: int, how: str, root: bool, length: int) -> None:
+    loss_of_labels(rank, "right", root, length)
+    loss_of_labels(rank, how, root, length)
+
+
+@pytest.mark.parametrize("root", [True, False], ids=["root", "no root"])
+def test_the_first_step_of_another_model_is_looked_at_too(pool: Any, root: bool) -> None:
+    for error in raised(pool, 3, models_in_turn, "chunk", root, 240 + 6 * root):
+        assert all(part in error.message for part in WRONG_LABELS["chunk"]), error.message
+    pool(3).run(models_in_turn, "right", root, 240 + 6 * root)
 
 
 @pytest.mark.parametrize("root", [True, False], ids=["root", "no root"])
@@ -386,6 +400,39 @@ def test_functions_that_read_the_variable_of_a_loop(pool: Any) -> None:
             assert "ContextParallel.mask: expected a function of its arguments alone: its variable 'window' as it was, "
             assert "got 3, and now 5; bind it" in error.message and "window=window" in error.message
     pool(2).run(windows_of_a_loop, "bound")
+
+
+def bound_anew(rank: int, root: bool) -> None:
+    sequence, windows = ShardedSequence(mesh((2,), ("cp",))), 3
+    core = ContextParallel(sequence, mask=lambda *_: Mask(window=(windows, 0)))
+    plan = {"": ShardedModel(sequence, positions=None), "core": core} if root else {"core": core}
+    model = cp_mesh.parallelize(Model(), sequence.mesh, plan)
+    tokens = tokens_of(52) if root else sequence.shard({"tokens": tokens_of(52)})["tokens"]
+    model(tokens)
+    windows = 5
+    with torch.no_grad():
+        model.eval()(tokens)
+
+
+@pytest.mark.parametrize("root", [True, False], ids=["root", "no root"])
+def test_variables_that_are_bound_anew_after_the_first_forward(pool: Any, root: bool) -> None:
+    pool(2).run(bound_anew, root)
+
+
+class OfEmbeddings(Model):
+    def forward(self, x: Tensor, documents: Tensor) -> Tensor:  # type: ignore[override]
+        x = x.unflatten(-1, (H, D)).transpose(1, 2)
+        return self.head(self.core(x, x, x).transpose(1, 2).flatten(-2))
+
+
+def whole_documents(rank: int) -> None:
+    sequence = ShardedSequence(mesh((2,), ("cp",)))
+    model = cp_mesh.parallelize(OfEmbeddings(), sequence.mesh, {"core": ContextParallel(sequence)})
+    model(torch.randn(B, 8, C), documents=tokens_of(16).sort().values)
+
+
+def test_documents_are_whole_on_every_rank(pool: Any) -> None:
+    pool(2).run(whole_documents)
 
 
 def misspelt(rank: int, options: dict[str, Any]) -> None:
