@@ -7,15 +7,15 @@ from cp_mesh.cache import ShardedCache
 from cp_mesh.cores import ContextParallel
 from cp_mesh.decoding import decode
 from cp_mesh.errors import ArgumentError, RankMismatchError, UnsupportedError
-from cp_mesh.explain import explain
+from cp_mesh.explaining.explain import explain
 from cp_mesh.layouts import Balanced, Contiguous, Layout, Permuted, Striped, ZigZag
 from cp_mesh.loss import cross_entropy
 from cp_mesh.masks import Mask
 from cp_mesh.parallel import checkpoint_context_fn, parallelize, sum_gradients
 from cp_mesh.root import ShardedModel
 from cp_mesh.sequence import ShardedSequence
-from cp_mesh.verify import VerificationError, verify
-from cp_mesh.verify_model import verify_model
+from cp_mesh.verifying.verify import VerificationError, verify
+from cp_mesh.verifying.verify_model import verify_model
 from cp_mesh.warming import warm_up
 
 __all__ = [

@@ -26,16 +26,16 @@ from cp_mesh.balancing import balance
 from cp_mesh.calibrating import Shapes, calibrate, table
 from cp_mesh.costs import MACHINES
 from cp_mesh.errors import ArgumentError, UnsupportedError
-from cp_mesh.explain import explain
+from cp_mesh.explaining.explain import explain
 from cp_mesh.kernels import KERNELS
 from cp_mesh.layouts import Contiguous, Layout, Striped, ZigZag
 from cp_mesh.machines import write_machine
 from cp_mesh.masks import Mask
 from cp_mesh.methods import METHODS
-from cp_mesh.report import ModelReport
 from cp_mesh.transport import TRANSPORTS
-from cp_mesh.verify import NAMES, Report, VerificationError, verify
-from cp_mesh.verify_model import verify_model
+from cp_mesh.verifying.report import ModelReport
+from cp_mesh.verifying.verify import NAMES, Report, VerificationError, verify
+from cp_mesh.verifying.verify_model import verify_model
 
 LAYOUTS: tuple[Layout, ...] = (Contiguous(), ZigZag(), Striped())
 
@@ -167,7 +167,7 @@ def verify_model_command(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m cp_mesh verify",
         description="Compare a training step of your model on the ranks of this launch with one rank; see "
-        "cp_mesh.verify_model. Start it with torchrun; without, it runs on one rank.",
+        "cp_mesh.verifying.verify_model. Start it with torchrun; without, it runs on one rank.",
     )
     parser.add_argument("factory", help="module:function or file.py:function; returns verify_model's arguments, a dict")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")

@@ -128,6 +128,18 @@ def compare_first(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[d
     return answers
 
 
+def exchange_first(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[dict[str, str]]:
+    """The fields of every rank before its first call is compared; a rank that refuses instead keeps nobody waiting.
+
+    Through the store where first calls are compared there, else by a collective, so that it is always done.
+    """
+    if checking() or turned_off() or _store(group) is None:
+        return exchange(group, fields)
+    answers = _exchange(group, fields)
+    _require_accepted(answers, fields)
+    return answers
+
+
 def is_new_here(group: dist.ProcessGroup, kind: Hashable) -> bool:
     """Whether this rank is yet to look at this kind over the group; no other rank hears of it."""
     here = _compared.setdefault(group, _Compared()).here

@@ -26,13 +26,7 @@ from cp_mesh.call import SCORE_OPTIONS, check_choice
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe, refuse
 from cp_mesh.formats import FORMATS
 from cp_mesh.forwards import STYLE, replace_forward, replaced
-from cp_mesh.kernels import KERNELS
-from cp_mesh.layouts import Layout
-from cp_mesh.masks import Mask
-from cp_mesh.methods import choose_method
-from cp_mesh.placements import check_placements, check_score_placements, local_scores, wrap
-from cp_mesh.sequence import ROOT, ShardedSequence
-from cp_mesh.stated import (
+from cp_mesh.guard.stated import (
     Reach,
     check_mask_read,
     check_reach,
@@ -41,9 +35,15 @@ from cp_mesh.stated import (
     stated_reach,
     variables,
 )
+from cp_mesh.guard.watching import Interception, unwatched, watched
+from cp_mesh.kernels import KERNELS
+from cp_mesh.layouts import Layout
+from cp_mesh.masks import Mask
+from cp_mesh.methods import choose_method
+from cp_mesh.placements import check_placements, check_score_placements, local_scores, wrap
+from cp_mesh.sequence import ROOT, ShardedSequence
 from cp_mesh.styles import announce, check_layout, claim, has_axis, layout_of_call
 from cp_mesh.transport import TRANSPORTS
-from cp_mesh.watching import Interception, unwatched, watched
 
 _LOOKED_AT = "_cp_mesh_looked_at"  # a core whose own words were compared with its style
 _SCORE_OPTIONS = frozenset(SCORE_OPTIONS) - {"dropout_p"}  # which the SDPA call tells

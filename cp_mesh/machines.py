@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from cp_mesh.agreement import exchange
+from cp_mesh.agreement import exchange_first
 from cp_mesh.costs import MACHINES, HostTime, KernelRate, Machine
 from cp_mesh.errors import ArgumentError, RankMismatchError, UnsupportedError, refuse
 from cp_mesh.transport.symmetric_memory import host_name
@@ -63,7 +63,7 @@ def _agreed(group: dist.ProcessGroup, device: torch.device, path: str) -> Machin
     except ArgumentError as error:
         problem = str(error)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    answers = exchange(group, {"machine": table, "problem": problem, "device": name, "host": host_name()})
+    answers = exchange_first(group, {"machine": table, "problem": problem, "device": name, "host": host_name()})
     if any("machine" not in answer for answer in answers):  # in check mode another rank compares its arguments already
         raise RankMismatchError(
             f"attention: expected method='auto' on all ranks or on none, and {VARIABLE} set on all or on none"

@@ -24,9 +24,9 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from cp_mesh.cores import ContextParallel, cross_attention
 from cp_mesh.errors import UnsupportedError, refuse
-from cp_mesh.reductions import watch_first_step
+from cp_mesh.guard.reductions import watch_first_step
+from cp_mesh.guard.rootless import watch_rootless
 from cp_mesh.root import ShardedModel
-from cp_mesh.rootless import watch_rootless
 from cp_mesh.sequence import ShardedSequence
 from cp_mesh.styles import RANKS, SUMS
 

@@ -20,12 +20,12 @@ from cp_mesh.agreement import agree_first, checking, fingerprint, is_first, requ
 from cp_mesh.cores import cores_of
 from cp_mesh.errors import ArgumentError, describe, refuse
 from cp_mesh.forwards import STYLE, replace_forward
+from cp_mesh.guard.watching import Watch, watch_encoders, watching
 from cp_mesh.layouts import Layout, parse_layout
 from cp_mesh.masks import Mask
 from cp_mesh.seen import CALLED, Rows, note_tokens
 from cp_mesh.sequence import PADDING, ROOT, Root, ShardedSequence
 from cp_mesh.styles import SUMS, announce, check_layout, claim, layout_of_call
-from cp_mesh.watching import Watch, watch_encoders, watching
 
 POSITIONS = ("positions", "position_ids", "pos_ids", "input_pos", "cache_position")
 """Names of forward arguments that take positions."""

@@ -14,7 +14,7 @@ from checks import Case, parity, parity_on_ranks, report
 from ranks import mesh, num_collectives
 
 import cp_mesh
-from cp_mesh.capabilities import EXACT, FEATURES, RANKS, TOKENS, answer, cells, supported_table
+from cp_mesh.explaining.capabilities import EXACT, FEATURES, RANKS, TOKENS, answer, cells, supported_table
 from cp_mesh.kernels import KERNELS
 from cp_mesh.kernels.contract import Capability
 from cp_mesh.methods import METHODS

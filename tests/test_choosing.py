@@ -232,6 +232,20 @@ def test_check_mode_finds_a_table_on_some_ranks(pool: Any, tmp_path: Path) -> No
     assert "CP_MESH_MACHINE set on all or on none" in first and "on every cp rank" in second
 
 
+def refused_on_one_rank(rank: int, table: str) -> None:
+    group, q = torch.distributed.new_group(), torch.randn(1, 2, 7 if rank else 6, 8)
+    with mock.patch.dict(os.environ, {VARIABLE: table}):
+        attention(q, q, q, mesh=group, seq_len=12)
+
+
+def test_a_first_call_that_one_rank_refuses(pool: Any, tmp_path: Path) -> None:
+    """The others ask for the machine then, and do not wait for it."""
+    write_machine(CPU, tmp_path / "a.json")
+    first, second = pool(2).run_expecting_error(refused_on_one_rank, str(tmp_path / "a.json"), timeout=20.0)
+    assert first.type == "RankMismatchError" and "cp rank 1 refused its arguments" in str(first)
+    assert second.type == "ArgumentError" and "local sequence length" in str(second)
+
+
 @pytest.mark.parametrize(
     ("names", "hosts", "per_host"),
     (
@@ -245,7 +259,7 @@ def test_the_machine_is_that_of_all_ranks(names: list[str], hosts: list[str], pe
     """Numbers of a GPU hold where all ranks have it; how many ranks share a host they tell each other."""
     answers = [{"machine": "", "problem": "", "device": x, "host": y} for x, y in zip(names, hosts, strict=True)]
     with (
-        mock.patch("cp_mesh.machines.exchange", return_value=answers),
+        mock.patch("cp_mesh.machines.exchange_first", return_value=answers),
         mock.patch("torch.cuda.get_device_name", return_value=names[0]),
     ):
         machine = _agreed(mock.Mock(), torch.device("cuda", 0), "")

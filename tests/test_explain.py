@@ -20,10 +20,10 @@ import cp_mesh.__main__ as command
 from cp_mesh import Contiguous, Mask, Permuted, Striped, UnsupportedError, ZigZag, balance, explain
 from cp_mesh.costs import H200, staged_costs, ulysses_costs
 from cp_mesh.errors import ArgumentError
+from cp_mesh.explaining.picture import MASKED, stages_of_pairs
+from cp_mesh.explaining.variants import owners
 from cp_mesh.memory import Sizes
-from cp_mesh.picture import MASKED, stages_of_pairs
 from cp_mesh.schedule import make_schedule
-from cp_mesh.variants import owners
 
 ON_GPU: dict[str, Any] = {
     "device": "cuda",
@@ -205,7 +205,7 @@ def test_advice() -> None:
     assert "contiguous ring would move 0.50 of the bytes, and its slowest rank has as much work." in window
     assert "The host takes longer than the GPU: in a CUDA graph" in said(4096, 4, **ON_GPU)
     assert "is not installed here: kernel=" not in found
-    with mock.patch("cp_mesh.variants.shortfalls", lambda capability, request: ["package of it (pip)"]):
+    with mock.patch("cp_mesh.explaining.variants.shortfalls", lambda capability, request: ["package of it (pip)"]):
         assert "fa4 is not installed here: kernel='fa4'" in said(131072, 8, **ON_GPU | {"kernel": "auto"})
 
 

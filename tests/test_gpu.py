@@ -34,11 +34,11 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # torchrun of a checkout that is not installed
 
 from cp_mesh import Contiguous, Mask, Striped, ZigZag, attention, balance, verify
-from cp_mesh.dense import dense_attention as plain_products
 from cp_mesh.kernels import KERNELS as TABLE
 from cp_mesh.kernels.scores import Scores
 from cp_mesh.methods import METHODS
-from cp_mesh.verify import VerificationError
+from cp_mesh.verifying.dense import dense_attention as plain_products
+from cp_mesh.verifying.verify import VerificationError
 
 BLOCK = 128
 FACTOR = 1.5

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cp_mesh
 from cp_mesh import ContextParallel, Mask, ShardedModel, ShardedSequence, Striped
-from cp_mesh.reductions import _norm
+from cp_mesh.guard.reductions import _norm
 
 B, H, D, V = 2, 2, 8, 11
 C = H * D

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from cp_mesh.call import Options, Tensors, make_scores
-from cp_mesh.dense import dense_attention
 from cp_mesh.kernels import KERNELS
 from cp_mesh.kernels.combine import make_delta
 from cp_mesh.kernels.scores import Scores
@@ -17,6 +16,7 @@ from cp_mesh.masks import Mask
 from cp_mesh.methods import METHODS, Plan
 from cp_mesh.methods.stages import StageSettings, travels_rounded
 from cp_mesh.schedule import make_schedule
+from cp_mesh.verifying.dense import dense_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -44,7 +44,7 @@ from cp_mesh import (
     sum_gradients,
     verify_model,
 )
-from cp_mesh.report import Finding, ModelReport
+from cp_mesh.verifying.report import Finding, ModelReport
 
 S, B = 24, 2
 Kwargs = dict[str, Any]

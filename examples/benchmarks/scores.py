@@ -137,8 +137,8 @@ class Ours:
 
     def error(self) -> float:
         """The largest RMS error of a result, over what it may be."""
-        from cp_mesh.dense import dense_attention
         from cp_mesh.masks import Mask
+        from cp_mesh.verifying.dense import dense_attention
 
         args = (Mask(), replace(self._scores), self._scores.wanted)
         exact = dense_attention(*(x.double() for x in (self.q, self.k, self.v, self.dout)), *args)

@@ -17,7 +17,7 @@ import predicted
 import torch
 
 from cp_mesh import explain
-from cp_mesh.capabilities import supported_table
+from cp_mesh.explaining.capabilities import supported_table
 
 Row = dict[str, str]
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -27,7 +27,7 @@ plant("nobody asks whether gradients were reduced", "reductions:_check_equal", "
 
 @plant("a module's window is not read", "stated:stated_reach", "windows of modules")
 def _(stated_reach: Any) -> Any:
-    from cp_mesh.stated import Reach
+    from cp_mesh.guard.stated import Reach
 
     return lambda module: Reach(0, 0)
 

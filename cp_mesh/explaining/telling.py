@@ -6,9 +6,9 @@ import textwrap
 from collections.abc import Sequence
 
 from cp_mesh.choosing import FASTER, Choice
+from cp_mesh.explaining.variants import RankFigures, Setting, Variant, owners, sampled
 from cp_mesh.layouts import Layout
 from cp_mesh.methods import METHODS
-from cp_mesh.variants import RankFigures, Setting, Variant, owners, sampled
 
 WIDTH = 100  # of the text
 MOST_LINES = 10  # of the table of ranks

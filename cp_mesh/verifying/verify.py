@@ -2,7 +2,7 @@
 
 Every rank draws the same random sequence, runs its part through `cp_mesh.attention`, forward and backward, and compares
 with attention over the whole sequence in fp64, made of plain matrix products from the mask's boolean specification
-(`cp_mesh.dense`): no layout, schedule, kernel or transport takes part in it.
+(`cp_mesh.verifying.dense`): no layout, schedule, kernel or transport takes part in it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_mesh.agreement import check_mode
 from cp_mesh.attention import Asked, attention, with_degree
 from cp_mesh.call import SCORE_OPTIONS, Options, Tensors, make_scores, seed_tensor
-from cp_mesh.dense import Dense, dense_attention
 from cp_mesh.errors import refuse
 from cp_mesh.groups import flat, is_cp_axis
 from cp_mesh.kernels.combine import accumulation_dtype, make_delta
@@ -29,8 +28,9 @@ from cp_mesh.layouts import Contiguous, Layout, ZigZag
 from cp_mesh.masks import Mask
 from cp_mesh.methods.stages import gradient_of_sinks, include_sinks
 from cp_mesh.plan import make_plan
-from cp_mesh.report import ModelReport
 from cp_mesh.schedule import make_schedule
+from cp_mesh.verifying.dense import Dense, dense_attention
+from cp_mesh.verifying.report import ModelReport
 
 BLOCK = 128  # rows of a head over which an RMS error is taken
 NAMES = ("out", "lse", "dq", "dk", "dv")

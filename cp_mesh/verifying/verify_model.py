@@ -26,9 +26,9 @@ from cp_mesh.agreement import fingerprint
 from cp_mesh.errors import refuse
 from cp_mesh.masks import Mask
 from cp_mesh.parallel import parallelize
-from cp_mesh.probes import probe_gradients, probe_loss, probe_rows, probe_sinks, probe_tokens, step_factor
-from cp_mesh.report import Finding, ModelReport
-from cp_mesh.step import (
+from cp_mesh.verifying.probes import probe_gradients, probe_loss, probe_rows, probe_sinks, probe_tokens, step_factor
+from cp_mesh.verifying.report import Finding, ModelReport
+from cp_mesh.verifying.step import (
     IGNORED,
     Batch,
     Loss,
@@ -45,8 +45,8 @@ from cp_mesh.step import (
     root_of,
     styles_of,
 )
-from cp_mesh.traces import Pair, Place, Rows, Trace, clean, gaps, pair, rows_of
-from cp_mesh.verify import VerificationError
+from cp_mesh.verifying.traces import Pair, Place, Rows, Trace, clean, gaps, pair, rows_of
+from cp_mesh.verifying.verify import VerificationError
 
 Plan = Mapping[str, ParallelStyle] | Callable[[nn.Module], nn.Module | None] | None
 FACTOR = 16.0  # of what other rounding of the weights does to the reference

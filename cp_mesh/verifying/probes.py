@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from cp_mesh.errors import refuse
 from cp_mesh.masks import Mask
-from cp_mesh.report import Finding
-from cp_mesh.step import IGNORED, Run, Step, inner
-from cp_mesh.traces import clean
+from cp_mesh.verifying.report import Finding
+from cp_mesh.verifying.step import IGNORED, Run, Step, inner
+from cp_mesh.verifying.traces import clean
 
 # By dtype: shares of the loss by which it is moved along the gradient, and how far the slope may then be off.
 SLOPES = {torch.float64: ((1e-6, 1e-8), 1e-3), torch.float32: ((1e-3, 1e-4, 2e-5), 3e-2)}

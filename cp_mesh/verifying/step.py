@@ -24,7 +24,7 @@ from cp_mesh.forwards import STYLE, replaced
 from cp_mesh.loss import cross_entropy
 from cp_mesh.root import ShardedModel
 from cp_mesh.sequence import ROOT, ShardedSequence
-from cp_mesh.traces import Trace, traced_modules
+from cp_mesh.verifying.traces import Trace, traced_modules
 
 Batch = dict[str, Any]
 Loss = Callable[[nn.Module, Batch], Tensor]

@@ -19,11 +19,11 @@ from cp_mesh.agreement import compare_first, fingerprint
 from cp_mesh.cores import ContextParallel, cores_of
 from cp_mesh.errors import refuse
 from cp_mesh.forwards import STYLE, WATCH, replace_forward, replaced
+from cp_mesh.guard.watching import Watch, watch_encoders, watching
 from cp_mesh.root import POSITIONS
 from cp_mesh.seen import marked
 from cp_mesh.sequence import ROOT, WHOLE, ShardedSequence
 from cp_mesh.styles import announce
-from cp_mesh.watching import Watch, watch_encoders, watching
 
 _WATCHED = "_cp_mesh_watched_without_root"
 

@@ -1,6 +1,6 @@
 """Explain: what a call will run and why, what it moves, holds and takes, and what else there is.
 
-Needs no ranks and no device: `cp_mesh.variants` has the figures.
+Needs no ranks and no device: `cp_mesh.explaining.variants` has the figures.
 """
 
 from __future__ import annotations
@@ -18,15 +18,22 @@ from cp_mesh.call import SCORE_OPTIONS, Operand, check_choice
 from cp_mesh.choosing import Choice
 from cp_mesh.costs import H200, Machine
 from cp_mesh.errors import ArgumentError, UnsupportedError, refuse
+from cp_mesh.explaining.telling import (
+    advice_lines,
+    alternatives_lines,
+    head_lines,
+    owners_lines,
+    predicted_lines,
+    ranks_lines,
+)
+from cp_mesh.explaining.variants import Setting, Variant
 from cp_mesh.kernels import KERNELS
 from cp_mesh.kernels.contract import Capability
 from cp_mesh.layouts import Contiguous, Layout, Striped, ZigZag
 from cp_mesh.machines import VARIABLE, find_machine, read_machine
 from cp_mesh.masks import Mask
 from cp_mesh.methods import METHODS, choose_method
-from cp_mesh.telling import advice_lines, alternatives_lines, head_lines, owners_lines, predicted_lines, ranks_lines
 from cp_mesh.transport import TRANSPORTS
-from cp_mesh.variants import Setting, Variant
 
 MOST_CUTS = 100_000  # documents times ranks, from which on striped takes many seconds
 
@@ -64,7 +71,7 @@ class Explanation:
         Raises:
             UnsupportedError: if matplotlib is not installed.
         """
-        from cp_mesh.picture import draw  # matplotlib is not needed for the text
+        from cp_mesh.explaining.picture import draw  # matplotlib is not needed for the text
 
         draw(path, self.found, self.mask, self.seq_len, self.cp_size, points)
 

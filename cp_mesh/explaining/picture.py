@@ -9,14 +9,14 @@ import torch
 
 from cp_mesh.blocks import Array
 from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.explaining.variants import Variant, owners, sampled
 from cp_mesh.masks import Mask
-from cp_mesh.variants import Variant, owners, sampled
 
 MASKED = -1
 
 
 def draw(path: str | Path, variant: Variant, mask: Mask, seq_len: int, cp_size: int, points: int) -> None:
-    """Draw both panels; see `cp_mesh.explain.Explanation.plot`."""
+    """Draw both panels; see `cp_mesh.explaining.explain.Explanation.plot`."""
     try:
         from matplotlib import colormaps
         from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -15,13 +15,13 @@ import torch
 
 from cp_mesh.call import Operand, Options
 from cp_mesh.errors import ArgumentError, UnsupportedError
+from cp_mesh.explaining.variants import named_kernel
 from cp_mesh.kernels import KERNELS
 from cp_mesh.kernels.contract import Kernel
 from cp_mesh.layouts import Layout, Permuted, ZigZag
 from cp_mesh.masks import Mask
 from cp_mesh.methods import METHODS, Method
 from cp_mesh.plan import request_of
-from cp_mesh.variants import named_kernel
 
 RANKS, TOKENS = 4, 32
 EXACT = "exact"

@@ -1,0 +1,1 @@
+"""What is looked at in a training set-up besides attention itself; `docs/guard.md` lists what is found."""

@@ -1,0 +1,1 @@
+"""Proofs: attention, or a whole model with its plan and trainer, against one device."""
