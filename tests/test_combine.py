@@ -421,7 +421,9 @@ def test_compiles_without_spills(kernel: str, count: int, dim: int, hopper: Hopp
     ptx = compiled.asm["ptx"]
     assert done.spills == [0], done.log
     # All of bf16 moves 16 bytes at a time: 128 threads cover 4096 elements with four loads each.
-    num_read, num_written = {"dots_kernel": (2, 0), "sum_kernel": (3 * count, 3)}.get(kernel, (count, 1))
+    # The place for an fp32 sum of earlier pieces, of the larger kernels, takes twice as many.
+    places = count + 2 * (count > 2)
+    num_read, num_written = {"dots_kernel": (2, 0), "sum_kernel": (3 * places, 3)}.get(kernel, (places, 1))
     assert len(re.findall(r"ld\.global[.\w]*\.v4\.b32", ptx)) == 4 * num_read
     assert len(re.findall(r"st\.global[.\w]*\.v4\.b32", ptx)) == 4 * num_written
     assert not re.search(r"(ld|st)\.global[.\w]*b16", ptx)
@@ -452,25 +454,33 @@ def test_a_launch_is_chosen_by_all_that_was_compiled_for() -> None:
             assert (got - (xs[0].double() * xs[1].double()).sum(-1)).abs().max() < 1e-4
 
 
-def test_numbers_of_pieces_are_few_to_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """1 to 8 pieces are launched as 2 or 8, also where sums of unlike numbers are written together; one that begins
-    with the fp32 sum of earlier ones as 8, and the empty pieces have the dtype of the others."""
+def test_few_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of 1 to 8 pieces, one to three together, of unlike numbers and with an fp32 sum of earlier ones or without:
+    two signatures for each dtype of the result. Empty pieces and sums have no rows and no blocks."""
     combine_triton = pytest.importorskip("cp_mesh.kernels.combine_triton")
     launched: list[tuple[Any, ...]] = []
     monkeypatch.setattr(combine_triton, "_launch", lambda kernel, ready, on, args: launched.append(args))
     x, lse, into = torch.zeros(1, 2, 8, 16, dtype=HALF), torch.zeros(1, 2, 8), torch.zeros(1, 2, 8, 16)
-    for folded in (0, 1):
-        for num in range(1, MAX_PIECES + 1 - folded):
-            pieces = [into] * folded + [x] * num
-            combine_triton.merge_pieces([(0, piece, lse) for piece in pieces], into, lse)
-            combine_triton.sum_pieces([([(0, piece) for piece in pieces], into), ([(0, x)], into)])
-            merged, (summed, other) = launched[-2][0], launched[-1][0]
-            of_merged, (of_summed, of_other) = launched[-2][3], launched[-1][2]
-            expected = 8 if folded or num > 2 else 2
-            assert len(merged) == len(summed) == len(other) == expected
-            for rows, real in ((of_merged, len(pieces)), (of_summed, len(pieces)), (of_other, 1)):
-                assert [(count - 3) // 2 for _, count, *_ in rows] == [8] * real + [0] * (expected - real)
-            assert [piece.dtype for piece in merged[folded:]] == [HALF] * (expected - folded)
+    merges, sums = set(), set()
+    for folded, num in product((0, 1), range(1, MAX_PIECES)):
+        pieces = [into] * folded + [x] * num
+        combine_triton.merge_pieces([(0, piece, lse) for piece in pieces], x, lse)
+        merged, rows = launched[-1][0], launched[-1][3]
+        assert sorted((count - 3) // 2 for _, count, *_ in rows) == [0] * (len(merged) - len(pieces)) + [8] * len(
+            pieces
+        )
+        merges.add(tuple(piece.dtype for piece in merged))
+        for others in range(3):
+            together = [([(0, piece) for piece in pieces], x), *[([(0, x)], x)] * others]
+            for some in (together, together[::-1]):
+                combine_triton.sum_pieces(some)
+                all_pieces, _, all_rows, intos, _, sizes, *_ = launched[-1]
+                assert [(num_batches - 3) // 2 for _, num_batches, *_ in sizes] == [1] * len(some) + [0] * (2 - others)
+                for (real, _), xs, rows in zip(some, all_pieces, all_rows, strict=False):
+                    read = [piece for piece, (_, count) in zip(xs, rows, strict=True) if count > 3]
+                    assert len(read) == len(real) and all(one is two for one, (_, two) in zip(read, real, strict=True))
+                sums.add((tuple(tuple(piece.dtype for piece in xs) for xs in all_pieces), len(intos)))
+    assert len(merges) == len(sums) == 2, (merges, sums)
 
 
 @pytest.mark.gpu

@@ -1,8 +1,9 @@
 """Triton kernels of `cp_mesh.kernels.combine`: all pieces in one pass over memory. Needs triton.
 
 A program writes a block of rows of one head and reads, of each piece, the rows that the piece has there. Sums are fp32,
-in the order of the pieces, and rounded once. How many pieces there are changes with the batch, so they are filled up
-with empty ones to two or to eight: few kernels are compiled, and an empty piece reads nothing.
+in the order of the pieces, and rounded once. How many pieces and sums there are changes with the batch, so they are
+filled up with empty ones, which read nothing: pieces to two, or to an fp32 sum of earlier ones and eight more; sums to
+three, as of dq, dk and dv. So few kernels are compiled, and none that only a rare batch needs.
 
 `row_dots` is for the begin of a backward: torch would write both factors and their product in fp32 first, which took
 0.36 ms of a causal backward's 3.9 at 8K rows of 32 heads (H200).
@@ -25,7 +26,8 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 BLOCK_ELEMENTS = 4096
-FEW, MANY = 2, 8  # pieces that a kernel is compiled for; no more than `combine.MAX_PIECES` are held
+FEW, MANY = 2, 9  # places for pieces that a kernel is compiled for; `combine.MAX_PIECES` and a sum of earlier ones
+NUM_SUMS = 3
 NUM_WARPS = 4
 
 
@@ -43,10 +45,8 @@ def merge_pieces(
     assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())
     begins, outs, lses = zip(*pieces, strict=True)
     ready = _merge(begins, *(tuple(map(_like, xs)) for xs in (outs, lses)), *map(_like, (out, lse, sinks)), out.device)
-    rows, strides, sizes = ready.numbers
-    # pieces that fill up have no rows: which tensor is named does not matter
-    missing = len(rows) - len(outs)
-    outs, lses = outs + outs[-1:] * missing, lses + lses[-1:] * missing
+    places, rows, strides, sizes = ready.numbers
+    outs, lses = _placed(outs, places), _placed(lses, places)
     _launch(
         merge_kernel, ready, out, (outs, strides, lses, rows, out, out.stride(), lse, sinks, *out.shape[1:3], *sizes)
     )
@@ -63,15 +63,10 @@ def sum_pieces(sums: Sequence[tuple[Sequence[tuple[int, Tensor]], Tensor]]) -> N
         tuple((tuple((begin, _like(x)) for begin, x in pieces), _like(into)) for pieces, into in sums),
         sums[0][1].device,
     )
-    rows, *numbers = ready.numbers
-    xs = tuple(
-        tuple(x for _, x in pieces) + (pieces[-1][1],) * (len(of_sum) - len(pieces))
-        for (pieces, _), of_sum in zip(sums, rows, strict=True)
-    )
-    strides, into_strides, sizes, *rest = numbers
-    _launch(
-        sum_kernel, ready, sums[0][1], (xs, strides, rows, tuple(into for _, into in sums), into_strides, sizes, *rest)
-    )
+    places, *numbers = ready.numbers
+    sums = [*sums, *[sums[-1]] * (len(places) - len(sums))]
+    xs = tuple(_placed([x for _, x in pieces], each) for (pieces, _), each in zip(sums, places, strict=True))
+    _launch(sum_kernel, ready, sums[0][1], (xs, *numbers[:2], tuple(into for _, into in sums), *numbers[2:]))
 
 
 def row_dots(a: Tensor, b: Tensor, minus: Tensor | None) -> Tensor:
@@ -116,28 +111,33 @@ def _launch(kernel: Any, ready: _Ready, on: Tensor, args: tuple[Any, ...]) -> No
 @lru_cache(maxsize=1024)
 def _merge(begins: tuple[int, ...], outs: tuple[Like, ...], lses: tuple[Like, ...], out: Like, *others: Any) -> _Ready:
     """Rows and strides of all pieces, also of those that fill up, and sizes. Others: lse, sinks and the device."""
-    missing = _filled([dtype for _, _, dtype, _ in outs]) - len(outs)
+    places = _places([dtype for _, _, dtype, _ in outs])
     pieces = zip(begins, outs, lses, strict=True)
     rows = [_unspecialised(begin, x[0][2], *lse[1]) for begin, x, lse in pieces]
-    rows += [_unspecialised(0, 0, *lses[-1][1])] * missing
-    strides = [x[1] for x in (*outs, *outs[-1:] * missing)]
+    rows = [_unspecialised(0, 0, *lses[-1][1]) if i is None else rows[i] for i in places]
+    strides = [outs[-1 if i is None else i][1] for i in places]
     num_blocks, sizes = _blocks(out)
-    return _Ready(num_blocks, (tuple(rows), tuple(strides), sizes))
+    return _Ready(num_blocks, (places, tuple(rows), tuple(strides), sizes))
 
 
 @lru_cache(maxsize=1024)
 def _sum(sums: tuple[tuple[tuple[tuple[int, Like], ...], Like], ...], device: torch.device) -> _Ready:
-    """Of each sum: rows and strides of its pieces, strides of the result, sizes, head dim, whether heads come first."""
+    """Of each sum: places, strides and rows of its pieces; strides of the result, sizes, head dim."""
     block_dim = triton.next_power_of_2(max(shape[3] for _, (shape, *_) in sums))
     block_rows = max(1, BLOCK_ELEMENTS // block_dim)
-    num_blocks, filled = 0, max(_filled([dtype for _, (_, _, dtype, _) in pieces]) for pieces, _ in sums)
+    dtypes = [[dtype for _, (_, _, dtype, _) in pieces] for pieces, _ in sums]
+    num_blocks, many = 0, max(len(_places(each)) for each in dtypes)
     numbers = []
-    for pieces, ((B, H, S, D), into_strides, *_) in sums:
-        missing = filled - len(pieces)
-        rows = [_unspecialised(begin, shape[2]) for begin, (shape, *_) in pieces] + [_unspecialised(0, 0)] * missing
-        strides = [x[1] for _, x in (*pieces, *pieces[-1:] * missing)]
-        sizes = _unspecialised(num_blocks, B, H, S)
-        numbers.append((tuple(rows), tuple(strides), into_strides, sizes, D, into_strides[1] < into_strides[2]))
+    for i in range(max(NUM_SUMS, len(sums))):
+        last = min(i, len(sums) - 1)
+        pieces, ((B, H, S, D), into_strides, *_) = sums[last]
+        B = B if i == last else 0  # one that fills up has no blocks
+        places = _places(dtypes[last], many)
+        rows = [_unspecialised(begin, shape[2]) for begin, (shape, *_) in pieces]
+        rows = [_unspecialised(0, 0) if j is None else rows[j] for j in places]
+        strides = [pieces[-1 if j is None else j][1][1] for j in places]
+        sizes = _unspecialised(num_blocks, B, H, S, int(into_strides[1] < into_strides[2]))
+        numbers.append((places, tuple(strides), tuple(rows), into_strides, sizes, D))
         num_blocks += B * H * triton.cdiv(S, block_rows)
     return _Ready(num_blocks, (*zip(*numbers, strict=True), block_rows, block_dim))
 
@@ -147,10 +147,27 @@ def _dots(a: Like, *others: Any) -> _Ready:
     return _Ready(*_blocks(a))
 
 
-def _filled(dtypes: Sequence[torch.dtype]) -> int:
-    """How many pieces, with empty ones after them, a kernel is launched for. A sum of earlier ones, whose dtype is
-    another, only begins the larger number."""
-    return FEW if len(dtypes) <= FEW and dtypes[0] == dtypes[-1] else max(MANY, len(dtypes))
+Places = tuple[int | None, ...]
+
+
+def _places(dtypes: Sequence[torch.dtype], num: int = 0) -> Places:
+    """Which piece is at each place that a kernel reads, at least ``num``; None: an empty one. Of more than two places
+    the first is for an fp32 sum of earlier pieces, which most batches do not have."""
+    if len(dtypes) <= FEW and dtypes[0] == dtypes[-1] and num <= FEW:
+        return tuple(i if i < len(dtypes) else None for i in range(FEW))
+    filled = (*(() if dtypes[0] == torch.float32 else (None,)), *range(len(dtypes)))
+    return filled + (None,) * (max(MANY, num) - len(filled))
+
+
+def _placed(xs: Sequence[Tensor], places: Places) -> tuple[Tensor, ...]:
+    """The pieces at their places. Empty ones have no rows: of what is named there only the dtype matters."""
+    filled = tuple(xs[-1 if i is None else i] for i in places)
+    return (_nothing(xs[0].device), *filled[1:]) if places[0] is None else filled
+
+
+@lru_cache
+def _nothing(device: torch.device) -> Tensor:
+    return torch.empty(4, dtype=torch.float32, device=device)
 
 
 def _unspecialised(*values: int) -> tuple[int, ...]:
@@ -172,10 +189,10 @@ def _value(value):
 
 
 @triton.jit
-def _block(program, num_heads, num_rows, BLOCK_ROWS: tl.constexpr, HEADS_FIRST: tl.constexpr):
+def _block(program, num_heads, num_rows, BLOCK_ROWS: tl.constexpr, heads_first):
     """Batch row and head, int64, and first row of a program; neighbours in memory run side by side."""
     num_blocks = tl.cdiv(num_rows, BLOCK_ROWS)
-    if HEADS_FIRST:
+    if heads_first:
         head = program % num_heads
         block = program // num_heads % num_blocks
     else:
@@ -244,7 +261,6 @@ def sum_kernel(
     strides,
     sizes,
     HEAD_DIMS: tl.constexpr,
-    HEADS_FIRST: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
@@ -254,7 +270,8 @@ def sum_kernel(
         num_heads, num_rows = _value(sizes[s][2]), _value(sizes[s][3])
         end = begin + num_batches * num_heads * tl.cdiv(num_rows, BLOCK_ROWS)
         if (tl.program_id(0) >= begin) & (tl.program_id(0) < end):
-            batch, head, first = _block(tl.program_id(0) - begin, num_heads, num_rows, BLOCK_ROWS, HEADS_FIRST[s])
+            heads_first = _value(sizes[s][4]) == 1
+            batch, head, first = _block(tl.program_id(0) - begin, num_heads, num_rows, BLOCK_ROWS, heads_first)
             rows = first + tl.arange(0, BLOCK_ROWS)
             total = tl.zeros([BLOCK_ROWS, BLOCK_DIM], tl.float32)
             for i in tl.static_range(len(xs[s])):
