@@ -418,11 +418,13 @@ def test_a_summary_of_steps() -> None:
     seconds = [9.0, 1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 8.0, 2.0, 6.0, 2.0]
     again = [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 4.0, 1.0, 1.0, 1.0]
     counts = [[2] * 5 + [4] * 6, [1] * 8 + [3] * 3, [0] * 9 + [2] * 2]
-    found = batches.summarize(torch.tensor([seconds, again, *counts], dtype=torch.float64), [50] * 5 + [11] * 6)
+    ahead = torch.tensor([[2.0, 3.0], [1.0, 3.0]])
+    steps = torch.tensor([seconds, again, *counts], dtype=torch.float64)
+    found = batches.summarize(steps, [50] * 5 + [11] * 6, ahead, 100)
     expected = {
         "first_s": 9, "first5_s": 13, "median_s": 2, "worst_s": 8, "worst_over_median": 4, "above_median": 2,
         "worst_stall": 3, "stalls": 1, "tokens_per_s": 3, "tokens_per_s_again": round(66 / 9), "rate_ratio": 9 / 22,
-        "triton": 4, "fa4": 3, "late": 2,
+        "ahead_tokens_per_s": 20, "ahead_ratio": 0.8, "triton": 4, "fa4": 3, "late": 2,
     }  # fmt: skip
     assert {name: float(value) for name, value in found.items()} == pytest.approx(expected, abs=1e-4)
 
@@ -471,7 +473,9 @@ def test_steps_of_batches(num_ranks: int | None, options: str, status: str, tmp_
     script, table, steps = (tmp_path / name for name in ("play.py", "batches.csv", "steps.csv"))
     script.write_text(BATCHES)
     script = BENCHMARKS / "batches.py" if num_ranks else script
-    sizes = "--device cpu --heads 4/2 --head-dim 16 --seq-len 96 --median 10 --window 6 --layers 1 --batches 7"
+    sizes = (
+        "--device cpu --heads 4/2 --head-dim 16 --seq-len 96 --median 10 --window 6 --layers 1 --batches 7 --blocks 1"
+    )
     command = f"{sizes} {options} --gate-len 16 --csv {table} --steps-csv {steps}"
     done = run_script(script, shlex.split(command), num_ranks)
     assert table.exists(), done.printed
@@ -496,6 +500,7 @@ def test_steps_of_batches(num_ranks: int | None, options: str, status: str, tmp_
         assert float(row["tokens_per_s"]) == pytest.approx(rate, rel=0.01)
         assert float(row["worst_s"]) == pytest.approx(max(x[0] for x in last), rel=0.01)
         assert float(row["first_s"]) == pytest.approx(float(of_row[0]["seconds"]), abs=1e-3)
+        assert float(row["ahead_tokens_per_s"]) > 0 and float(row["ahead_ratio"]) > 0
 
 
 def test_layouts_take_turns_on_batches_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -506,7 +511,8 @@ def test_layouts_take_turns_on_batches_of_their_own(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(batches, "triton_variants", lambda: next(triton))
     monkeypatch.setattr(batches, "fa4_variants", lambda: {"forward": next(fa4)})
     taken: list[tuple[str, batches.Batch]] = []
-    monkeypatch.setattr(batches, "step", lambda ranks, who, batch, *_: taken.append((who.name, batch)) or 1.0)
+    monkeypatch.setattr(batches, "step", lambda ranks, who, batch, *_: taken.append((who.name, batch)))
+    monkeypatch.setattr(batches, "seconds_of", lambda ranks, steps: [each() for each in steps] and 1.0)
     contestants: Any = [SimpleNamespace(name=name) for name in ("one", "other")]
     found = batches.race(ranks, args, "4/2", "documents", contestants)  # type: ignore[arg-type]
     assert found["one"].tolist()[batches.TRITON :] == [
@@ -518,3 +524,9 @@ def test_layouts_take_turns_on_batches_of_their_own(monkeypatch: pytest.MonkeyPa
     assert [name for name, _ in taken] == ["one", "one", "other", "other"] * 8
     assert taken[::2] == taken[1::2] and len({id(batch) for _, batch in taken}) == 16
     assert all(a.lengths == b.lengths for (_, a), (_, b) in zip(taken[::4], taken[2::4], strict=True))
+    block = batches.BLOCK
+    assert [*batches.seeds_ahead(args)] == [range(8, 8 + block), range(8 + block, 8 + 2 * block)]
+    taken.clear()
+    assert batches.race_ahead(ranks, args, "4/2", "documents", contestants[:1])["one"].tolist() == [[1, 1]] * 2  # type: ignore[arg-type]
+    assert taken[:block] == taken[block : 2 * block] and taken[2 * block : 3 * block] == taken[3 * block :]
+    assert len({id(x) for _, x in taken}) == 2 * block

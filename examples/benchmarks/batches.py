@@ -13,6 +13,10 @@ take turns, each with a mask of its own.
 Masks, all causal: "documents" of lognormal lengths (median ``--median``, sigma 1.5, cut at the sequence's end);
 "window", the same with ``--window``; "causal", one document, whose length changes from half of ``--seq-len`` to all.
 
+A trainer does not wait for the device after every step: the host plans the next batch meanwhile. So after the steps
+``--blocks`` blocks of 20 further batches are run, of each layout in turn, with one wait at the end of a block, and then
+the same batches again.
+
 The correctness gate comes after the steps, on short batches: before them it would compile kernels that the first step
 is to be charged for. Of a layout that fails it only the status is written.
 
@@ -31,8 +35,9 @@ fetch, but wait for no other:
                           again
     tokens_per_s          over all steps after; `tokens_per_s_again` of the second runs, `rate_ratio` the former of the
                           latter
+    ahead_tokens_per_s    and `ahead_ratio`: the same two figures of the blocks
     triton, fa4           variants that the process of the rank that has most compiled or loaded until the end of these
-                          steps; layouts that take turns share them. `late`: those that came after
+                          steps; layouts that take turns share them. `late`: those of them that came after the first 5
     fa4_caches            variants by FlashAttention-4's caches, of rank 0, before any gate
 """
 
@@ -45,10 +50,10 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +77,13 @@ from cp_mesh.transport import symmetric_memory as symmetric  # noqa: E402
 WARM = 5  # steps in which everything may be compiled
 SLOW = 1.3  # times the median
 COLLECT = 50  # steps between collections of garbage
+BLOCK = 20  # batches without a wait between them
 
 COLUMNS = (
     *("commit", "gpu", "world_size", "torch", "cuda", "cudnn", "nccl", "packages"),
     *("start", "played", "layout", "kernel", "heads_q", "heads_kv", "head_dim", "mask", "median", "window", "seq_len"),
     *("layers", "batches", "gc", "first_s", "first5_s", "median_s", "worst_s", "worst_over_median", "above_median"),
-    *("worst_stall", "stalls", "tokens_per_s", "tokens_per_s_again", "rate_ratio"),
+    *("worst_stall", "stalls", "tokens_per_s", "tokens_per_s_again", "rate_ratio", "ahead_tokens_per_s", "ahead_ratio"),
     *("triton", "fa4", "late", "fa4_caches", "status"),
 )
 STEP_COLUMNS = (
@@ -101,6 +107,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--window", type=int, default=1024, help="keys that a query sees, itself among them")
     add("--layers", type=int, default=4)
     add("--batches", type=int, default=200)
+    add("--blocks", type=int, default=2, help="of batches without a wait between them")
     add(
         "--time-limit",
         type=float,
@@ -164,15 +171,21 @@ def make_batch(args: argparse.Namespace, ranks: Ranks, heads: str, mask: str, se
     )  # fmt: skip
 
 
-def step(ranks: Ranks, contestant: CPMesh, batch: Batch, data: dict[str, Tensor], x: Inputs, num_layers: int) -> float:
-    """Seconds on this rank. ``data``: [1, S] tensors of the whole sequence; ``x`` has rows for the longest shard."""
-    ranks.line_up()
-    begin = time.perf_counter()
+def step(ranks: Ranks, contestant: CPMesh, batch: Batch, data: dict[str, Tensor], x: Inputs, num_layers: int) -> None:
+    """``data``: [1, S] tensors of the whole sequence; ``x`` has rows for the longest shard."""
     sequence = ShardedSequence(ranks.mesh, contestant.layout(batch), length=batch.seq_len)
     sequence.shard({name: tensor[:, : batch.seq_len] for name, tensor in data.items()})
     rows = len(sequence.positions().to(ranks.device))
     run = contestant.setup(batch, Inputs(x.q[:, :rows], x.k[:, :rows], x.v[:, :rows], x.dout[:, :rows]))
     run.layers(num_layers)
+
+
+def seconds_of(ranks: Ranks, steps: Sequence[Callable[[], None]]) -> float:
+    """On this rank, until the device is done with all of them."""
+    ranks.line_up()
+    begin = time.perf_counter()
+    for each in steps:
+        each()
     ranks.synchronize()
     return time.perf_counter() - begin
 
@@ -187,14 +200,18 @@ def garbage_as(how: str) -> Iterator[None]:
         gc.enable()
 
 
+def operands(ranks: Ranks, args: argparse.Namespace, heads: str) -> tuple[Inputs, dict[str, Tensor]]:
+    """Rows for the longest shard, and tokens of the whole sequence."""
+    longest = make_batch(args, ranks, heads, "documents", 0, args.seq_len)
+    tokens = torch.zeros(1, args.seq_len, dtype=torch.int64, device=ranks.device)
+    return random_inputs(longest, longest.local_len, seed=1 + ranks.rank), {"tokens": tokens, "labels": tokens}
+
+
 def race(
     ranks: Ranks, args: argparse.Namespace, heads: str, mask: str, contestants: Sequence[CPMesh]
 ) -> dict[str, Tensor]:
     """By name of the contestant, [5, batches]: `SECONDS`, `AGAIN`, `TRITON`... of the rank that has most."""
-    longest = make_batch(args, ranks, heads, "documents", 0, args.seq_len)
-    x = random_inputs(longest, longest.local_len, seed=1 + ranks.rank)
-    tokens = torch.zeros(1, args.seq_len, dtype=torch.int64, device=ranks.device)
-    data = {"tokens": tokens, "labels": tokens}
+    x, data = operands(ranks, args, heads)
     found: dict[str, list[tuple[float, ...]]] = {contestant.name: [] for contestant in contestants}
     begin = 0.0
     with garbage_as(args.gc):
@@ -207,11 +224,34 @@ def race(
                 gc.collect()
             for contestant in contestants:
                 batch = make_batch(args, ranks, heads, mask, seed, args.seq_len)
-                first = step(ranks, contestant, batch, data, x, args.layers)
+                run = partial(step, ranks, contestant, batch, data, x, args.layers)
+                first = seconds_of(ranks, [run])
                 variants = triton_variants(), sum(fa4_variants().values())
                 early = variants if seed < WARM else found[contestant.name][WARM - 1][TRITON:LATE]
-                again = step(ranks, contestant, batch, data, x, args.layers)
+                again = seconds_of(ranks, [run])
                 found[contestant.name].append((first, again, *variants, sum(variants) - sum(early)))
+    return {name: ranks.largest(rows).T for name, rows in found.items()}
+
+
+def seeds_ahead(args: argparse.Namespace) -> list[range]:
+    """Of the batches of each block: others than those of the steps."""
+    begins = [args.batches + BLOCK * i for i in range(args.blocks)]
+    return [range(begin, begin + BLOCK) for begin in begins]
+
+
+def race_ahead(
+    ranks: Ranks, args: argparse.Namespace, heads: str, mask: str, contestants: Sequence[CPMesh]
+) -> dict[str, Tensor]:
+    """By name of the contestant, [2, blocks]: `SECONDS` and `AGAIN` of blocks whose batches do not wait."""
+    x, data = operands(ranks, args, heads)
+    found: dict[str, list[tuple[float, ...]]] = {contestant.name: [] for contestant in contestants}
+    with garbage_as(args.gc):
+        for seeds in seeds_ahead(args):
+            gc.collect()
+            for contestant in contestants:
+                batches = [make_batch(args, ranks, heads, mask, seed, args.seq_len) for seed in seeds]
+                steps = [partial(step, ranks, contestant, batch, data, x, args.layers) for batch in batches]
+                found[contestant.name].append((seconds_of(ranks, steps), seconds_of(ranks, steps)))
     return {name: ranks.largest(rows).T for name, rows in found.items()}
 
 
@@ -232,8 +272,8 @@ def fa4_variants() -> dict[str, int]:
     return {name.strip("_"): size for name, size in sizes.items() if size}
 
 
-def summarize(times: Tensor, tokens: Sequence[int]) -> dict[str, Any]:
-    """The figures of COLUMNS from what `race` returns of a contestant, and the tokens of its batches."""
+def summarize(times: Tensor, tokens: Sequence[int], ahead: Tensor, ahead_tokens: int) -> dict[str, Any]:
+    """The figures of COLUMNS from what `race` and `race_ahead` return of a contestant, and its batches' tokens."""
     seconds, again = times[SECONDS, WARM:], times[AGAIN, WARM:]
     median, num_tokens = statistics.median(seconds.tolist()), sum(tokens[WARM:])
     rates = num_tokens / float(seconds.sum()), num_tokens / float(again.sum())
@@ -251,6 +291,8 @@ def summarize(times: Tensor, tokens: Sequence[int]) -> dict[str, Any]:
         "tokens_per_s": f"{rates[0]:.0f}",
         "tokens_per_s_again": f"{rates[1]:.0f}",
         "rate_ratio": f"{rates[0] / rates[1]:.4f}",
+        "ahead_tokens_per_s": f"{ahead_tokens / float(ahead[SECONDS].sum()):.0f}" if ahead_tokens else "",
+        "ahead_ratio": f"{float(ahead[AGAIN].sum() / ahead[SECONDS].sum()):.4f}" if ahead_tokens else "",
         **{name: int(times[row, -1]) for name, row in (("triton", TRITON), ("fa4", FA4), ("late", LATE))},
     }
 
@@ -290,13 +332,21 @@ def groups(args: argparse.Namespace) -> Iterator[Ranks]:
 
 
 def written(
-    args: argparse.Namespace, ranks: Ranks, about: dict[str, Any], mask: str, times: Tensor, status: str
+    args: argparse.Namespace,
+    ranks: Ranks,
+    about: dict[str, Any],
+    mask: str,
+    times: Tensor,
+    ahead: Tensor,
+    status: str,
 ) -> dict[str, str]:
     """The row of one layout, after it and those of its steps are in the files."""
     batches = [make_batch(args, ranks, about["heads"], mask, seed, args.seq_len) for seed in range(times.shape[1])]
     about = about | {"mask": mask, "played": args.played or ""}
     about["heads_q"], about["heads_kv"] = about["heads"].split("/")
-    figures = summarize(times, [batch.seq_len for batch in batches]) if status == "ok" else {}
+    seeds = [seed for block in seeds_ahead(args) for seed in block]
+    tokens = sum(make_batch(args, ranks, about["heads"], mask, seed, args.seq_len).seq_len for seed in seeds)
+    figures = summarize(times, [batch.seq_len for batch in batches], ahead, tokens) if status == "ok" else {}
     settings = {name: getattr(args, name) for name in ("head_dim", "median", "window", "seq_len", "layers")}
     settings["batches"] = len(batches)
     facts = about | settings | figures | {"gc": args.gc, "kernel": args.kernel, "status": status}
@@ -318,14 +368,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
     start, caches = use_caches(args.caches), ""
     times: dict[tuple[str, str, str], Tensor] = {}
+    ahead: dict[tuple[str, str, str], Tensor] = {}
     status: dict[tuple[str, str, str], str] = {}
     for ranks in groups(args):
         contestants = contestants_of(ranks, args)
         cases = [(heads, mask) for heads in args.heads for mask in args.mask]
         for heads, mask in cases:
             found = race(ranks, args, heads, mask, list(contestants.values()))
+            blocks = race_ahead(ranks, args, heads, mask, list(contestants.values()))
             for layout, contestant in contestants.items():
                 case = heads, mask, layout
+                ahead[case] = torch.maximum(ahead.get(case, blocks[contestant.name]), blocks[contestant.name])
                 now = found[contestant.name]
                 kept = times.get(case, now)
                 both = min(kept.shape[1], now.shape[1])  # a time limit may end the races of ranks that are played
@@ -342,7 +395,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = []
         for (heads, mask, layout), figures in times.items():
             facts = about | {"heads": heads, "layout": layout, "fa4_caches": caches}
-            rows.append(written(args, last, facts, mask, figures, status[heads, mask, layout]))
+            case = heads, mask, layout
+            rows.append(written(args, last, facts, mask, figures, ahead[case], status[case]))
         print(batches_table(rows), flush=True)
     if any(text != "ok" for text in status.values()):
         sys.exit(1)

@@ -256,18 +256,22 @@ def _forward_and_both(row: Row) -> str:
 
 def batches_table(rows: Sequence[Row]) -> str:
     """Of `batches.py`: rates, stalls and what was compiled."""
-    head = ["layout", "heads", "mask", "tokens/s", "of the batch again", "first step, s", "median, ms", "worst stall"]
+    head = ["layout", "heads", "mask", "tokens/s", "of the batch again", "no wait", "first step, s", "median, ms"]
     lines = []
     for row in rows:
         line = [row["layout"], f"{row['heads_q']}/{row['heads_kv']}", row["mask"]]
         if row["status"] != "ok":
-            lines.append([*line, row["status"], *[""] * 6])
+            lines.append([*line, row["status"], *[""] * 7])
             continue
-        speed = f"{float(row['tokens_per_s']):,.0f}", f"{float(row['rate_ratio']):.2f}", f"{float(row['first_s']):.1f}"
+        ahead = (
+            f"{float(row['ahead_tokens_per_s']):,.0f}, {float(row['ahead_ratio']):.2f}" if row["ahead_ratio"] else ""
+        )
+        speed = f"{float(row['tokens_per_s']):,.0f}", f"{float(row['rate_ratio']):.2f}", ahead
         stalls = f"{float(row['worst_stall']):.2f}", row["stalls"]
         variants = f"{row['triton']} + {row['fa4']}, {row['late']} late"
-        lines.append([*line, *speed, f"{1e3 * float(row['median_s']):.1f}", *stalls, variants])
-    return markdown([*head, "above 1.3", "compiled: Triton + FlashAttention-4"], lines)
+        times = f"{float(row['first_s']):.1f}", f"{1e3 * float(row['median_s']):.1f}"
+        lines.append([*line, *speed, *times, *stalls, variants])
+    return markdown([*head, "worst stall", "above 1.3", "compiled: Triton + FlashAttention-4"], lines)
 
 
 def batches_page() -> str:
