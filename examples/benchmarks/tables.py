@@ -192,13 +192,13 @@ def training_2_page() -> str:
     what += f" {', '.join(f'`{function}` ({variant})' for variant, function in losses.items())}"
     lines = [
         [
-            TRAINERS[row["variant"]], row["blocks"], f"{int(row['seq_len']):,}", row["steps"],
+            TRAINERS[row["variant"]], row["commit"], row["blocks"], f"{int(row['seq_len']):,}", row["steps"],
             f"{row['step_ms_min']} to {row['step_ms_max']}", f"{float(row['tokens_per_s_per_gpu']):,.0f}",
             f"{100 * float(row['mfu']):.1f} %", row["loss"], row["grad_norm"], f"{float(row['grad_difference']):.1e}",
         ]
         for row in rows
     ]  # fmt: skip
-    head = ["", "blocks", "tokens", "steps", "ms a step", "tokens/s of a GPU", "of peak FLOP/s", "loss"]
+    head = ["", "commit", "blocks", "tokens", "steps", "ms a step", "tokens/s of a GPU", "of peak FLOP/s", "loss"]
     head += ["gradient norm", "worst gradient's difference"]
     return f"{head_of(name, machine)}\n{what}.\n\n{steps_table(rows)}\n{markdown(head, lines)}"
 
