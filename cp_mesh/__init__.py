@@ -4,6 +4,7 @@ from cp_mesh.agreement import check_mode
 from cp_mesh.attention import attention
 from cp_mesh.balancing import balance
 from cp_mesh.cache import ShardedCache
+from cp_mesh.clipping import clip_grad_norm
 from cp_mesh.cores import ContextParallel
 from cp_mesh.decoding import decode
 from cp_mesh.errors import ArgumentError, RankMismatchError, UnsupportedError
@@ -38,6 +39,7 @@ __all__ = [
     "balance",
     "check_mode",
     "checkpoint_context_fn",
+    "clip_grad_norm",
     "cross_entropy",
     "decode",
     "explain",

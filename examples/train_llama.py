@@ -14,7 +14,6 @@ import math
 import os
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +29,7 @@ from metrics import Table, flops_per_token, peak_flops
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 from tqdm import trange
 
@@ -89,6 +88,7 @@ class Setup:
     rows: slice  # of the global batch, for this rank
     share_of_loss: Callable[[dict[str, Tensor]], Tensor]  # of these rows, on the CPU; of the mean over all tokens
     total: Callable[[Tensor], Tensor]  # sum of the shares of all ranks
+    clip: Callable[..., Tensor] = clip_grad_norm_  # gradients, to a largest norm; returns the norm before
     world_size: int = 1
     is_first: bool = True
 
@@ -181,6 +181,7 @@ def mesh_setup(args: argparse.Namespace) -> Setup:
         slice(rank * rows, (rank + 1) * rows),
         share_of_loss,
         total,
+        cp_mesh.clip_grad_norm,
         world_size,
         is_first=dist.get_rank() == 0,
     )
@@ -189,20 +190,6 @@ def mesh_setup(args: argparse.Namespace) -> Setup:
 def whole(tensor: Tensor) -> Tensor:
     """The value that all ranks' shards make up; a collective."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale the gradients to at most `max_norm`, and return the norm that they had, which is that of one device."""
-    # Norms may lie on dp x cp alone and matrices on tp too; one call takes parameters of one mesh.
-    by_mesh: dict[object, list[nn.Parameter]] = defaultdict(list)
-    for parameter in model.parameters():
-        by_mesh[getattr(parameter, "device_mesh", None)].append(parameter)
-    groups = by_mesh.values()
-    norms = [whole(get_total_norm([parameter.grad for parameter in group])) for group in groups]
-    norm = torch.stack(norms).norm()
-    for group in groups:
-        clip_grads_with_norm_(group, max_norm, norm)
-    return norm
 
 
 def learning_rate(args: argparse.Namespace, step: int) -> float:
@@ -271,7 +258,7 @@ def train(args: argparse.Namespace, setup: Setup) -> None:
         if args.dump and step == first_step:
             for name, parameter in model.named_parameters():
                 gradients[name] = whole(parameter.grad).to("cpu", copy=True)
-        norm = clip_gradients(model, args.clip)
+        norm = setup.clip(model.parameters(), args.clip)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(setup.total(loss.detach()).item())  # waits for the device, so the time below is all of the step

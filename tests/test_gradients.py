@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.checkpoint import checkpoint
 
 import cp_mesh
@@ -166,17 +164,6 @@ def whole(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def clip(model: nn.Module) -> Tensor:
-    """Clip by the global norm; one operation takes only gradients on one mesh, so norms are gathered by mesh."""
-    groups: dict[Any, list[Tensor]] = defaultdict(list)
-    for parameter in model.parameters():
-        groups[getattr(parameter, "device_mesh", None)].append(parameter)
-    norm = torch.stack([whole(get_total_norm([p.grad for p in group])) for group in groups.values()]).norm()
-    for group in groups.values():
-        clip_grads_with_norm_(group, LARGEST_NORM, norm)
-    return norm
-
-
 def gradients(rank: int, setup: Setup) -> dict[str, Any]:
     """One step: the loss of all ranks, whole gradients before and after clipping, and the norm."""
     axes = mesh((setup.dp, setup.cp, setup.tp), ("dp", "cp", "tp"))
@@ -200,7 +187,7 @@ def gradients(rank: int, setup: Setup) -> dict[str, Any]:
             grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
             dist.all_reduce(grad, group=data.get_group())
     before = {name: whole(parameter.grad).clone() for name, parameter in model.named_parameters()}
-    norm = clip(model)
+    norm = cp_mesh.clip_grad_norm(model.parameters(), LARGEST_NORM)
     after = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
     loss = loss.detach()
     dist.all_reduce(loss, group=data.get_group())

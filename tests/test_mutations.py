@@ -24,6 +24,7 @@ import test_aten_kernels
 import test_balancing
 import test_blocks
 import test_changing_layouts
+import test_clipping
 import test_copies
 import test_decoding
 import test_double_ring
@@ -296,6 +297,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
         (test_loss.test_loss_and_gradient, (torch.float64, "contiguous")),
         (test_loss.test_chunks_change_nothing, (torch.float64,)),
     ),
+    "norm on several meshes": test_clipping.test_every_entry_counts_once,
     "gradients of one rank": lambda pool: test_gradients.test_gradients_are_those_of_one_rank(
         pool, test_gradients.Setup(cp=3, S=22)
     ),

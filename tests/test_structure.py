@@ -58,6 +58,7 @@ FLOORS: dict[str, int] = {
     "cache": 3,
     "sequence": 3,
     "loss": 3,
+    "clipping": 3,
     # 4: what trainers touch
     "forwards": 4,
     "styles": 4,

@@ -22,11 +22,11 @@ the double ring              7
 the transport               11
 plans that are kept          3
 the op and DTensors          8
-data and loss               11
+data and loss               13
 styles                       5
 watching                     3
 check mode and verify       10
-in all                     257
+in all                     259
 
 To add one, write ``@plant(name, seam, *checks)`` over a function that is given what is at the seam and returns what
 takes its place; see seams.py. No bug quotes source: those of Triton kernels are planted in the Python that launches

@@ -178,6 +178,20 @@ def _(sum_gradients: Any) -> Any:
     return mutant
 
 
+@plant("the norm counts what ranks hold alike once for each", "clipping:_sharing", "norm on several meshes")
+def _(sharing: Any) -> Any:
+    def mutant(parameter: Any) -> Any:
+        mesh = getattr(parameter, "device_mesh", None)
+        return () if mesh is None else tuple(mesh.get_group(i) for i in range(mesh.ndim))
+
+    return mutant
+
+
+@plant("the norm of a shard passes for that of all", "clipping:_all_reduce", "norm on several meshes")
+def _(all_reduce: Any) -> Any:
+    return lambda values, group, norm_type: values
+
+
 @plant("recompute replays the ring", "parallel:checkpoint_context_fn", "recompute")
 def _(context_fn: Any) -> Any:
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts

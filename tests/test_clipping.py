@@ -1,0 +1,192 @@
+"""`clip_grad_norm`: parameters on several meshes, and on none, against PyTorch's function on one rank."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from ranks import mesh
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from cp_mesh import ArgumentError, clip_grad_norm
+
+NORMS = (1.0, 2.0, 3.0, math.inf)
+LARGEST = 0.5
+
+
+class Model(nn.Module):
+    """What a block with tensor parallelism has: matrices on dp x cp and tp, norms on dp x cp alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.norm = nn.Linear(6, 10), nn.Linear(10, 6), nn.LayerNorm(6)
+        self.scale = nn.Parameter(torch.ones(3))  # its first dim leaves a rank of four without a row
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(self.norm(x)).tanh()) * self.scale.repeat(2)
+
+
+def gradients_of_one(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """The same on every rank."""
+    generator = torch.Generator().manual_seed(1)
+    return {
+        name: torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(dtype)
+        for name, parameter in Model().named_parameters()
+    }
+
+
+def clipped_by_torch(norm_type: float, without: tuple[str, ...] = ()) -> tuple[Tensor, dict[str, Tensor]]:
+    model = Model()
+    for name, grad in gradients_of_one().items():
+        if name not in without:
+            model.get_parameter(name).grad = grad
+    norm = nn.utils.clip_grad_norm_(model.parameters(), LARGEST, norm_type)
+    return norm, {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+
+
+def whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def spread_model() -> nn.Module:
+    """Tensor parallelism by hand, then FSDP2 around the matrices and the norm, but not the scale."""
+    axes = mesh((2, 2, 2), ("dp", "cp", "tp"))
+    model, tp, data = Model(), axes["tp"], axes["dp", "cp"]._flatten("dp_cp")
+    for linear, placements in ((model.up, (Shard(0), Shard(0))), (model.down, (Shard(1), Replicate()))):
+        for name, placement in zip(("weight", "bias"), placements, strict=True):
+            value = getattr(linear, name).detach()
+            setattr(linear, name, nn.Parameter(distribute_tensor(value, tp, [placement])))
+    fully_shard(model, mesh=data, ignored_params={model.scale})
+    return model
+
+
+def clip_spread(rank: int, norm_type: float, without: tuple[str, ...], foreach: bool | None) -> Any:
+    model = spread_model()
+    meshes = {x.device_mesh.mesh_dim_names if isinstance(x, DTensor) else None for x in model.parameters()}
+    for name, grad in gradients_of_one().items():
+        parameter = model.get_parameter(name)
+        if name in without:
+            continue
+        if isinstance(parameter, DTensor):
+            grad = distribute_tensor(grad, parameter.device_mesh, [Replicate()] * parameter.device_mesh.ndim)
+            grad = grad.redistribute(placements=parameter.placements)
+        parameter.grad = grad
+    norm = clip_grad_norm(model.parameters(), LARGEST, norm_type, foreach=foreach)
+    return norm, {name: whole(x.grad) for name, x in model.named_parameters() if x.grad is not None}, len(meshes)
+
+
+@pytest.mark.parametrize("norm_type", NORMS)
+def test_fsdp_cp_and_tp_as_on_one_rank(pool: Any, norm_type: float) -> None:
+    assert_as_on_one_rank(pool, norm_type, (), None)
+
+
+def test_with_foreach_and_parameters_without_gradient(pool: Any) -> None:
+    assert_as_on_one_rank(pool, 2.0, ("up.weight", "scale"), True)
+
+
+def assert_as_on_one_rank(pool: Any, norm_type: float, without: tuple[str, ...], foreach: bool | None) -> None:
+    want, grads = clipped_by_torch(norm_type, without)
+    assert want > 2 * LARGEST
+    found = pool(8).run(clip_spread, norm_type, without, foreach)
+    for norm, got, num_meshes in found:
+        assert num_meshes == 3, "dp x cp, dp x cp x tp, and none"
+        assert norm.dtype == torch.float64 and norm.shape == () and torch.equal(norm, found[0][0])
+        torch.testing.assert_close(norm, want, rtol=1e-12, atol=0.0)
+        torch.testing.assert_close(got, grads, rtol=1e-12, atol=1e-15)
+
+
+def clip_by_placements(rank: int) -> list[float]:
+    """Norms of gradients of ones [4, 4] in each placement, and of partial sums of ones; rank 1 of two lacks one grad."""
+    axes, norms = mesh((2,), ("tp",)), []
+    for placement, given in ((Replicate(), Replicate()), (Shard(0), Shard(0)), (Replicate(), Partial())):
+        parameter = nn.Parameter(distribute_tensor(torch.zeros(4, 4), axes, [placement]))
+        local = torch.ones(2, 4) if placement == Shard(0) else torch.ones(4, 4)
+        parameter.grad = DTensor.from_local(local, axes, [given])
+        norms.append(float(clip_grad_norm(parameter, 1e9)))
+    uneven = nn.Parameter(distribute_tensor(torch.zeros(1, 4), axes, [Shard(0)]))  # no row on the second rank
+    uneven.grad = distribute_tensor(torch.full((1, 4), 3.0), axes, [Shard(0)])
+    norms.append(float(clip_grad_norm([uneven], 1e9, math.inf)))
+    unused = nn.Parameter(distribute_tensor(torch.zeros(4, 4), axes, [Shard(0)]))
+    if rank == 0:
+        unused.grad = distribute_tensor(torch.ones(4, 4), axes, [Shard(0)], src_data_rank=None)
+    norms.append(float(clip_grad_norm([unused], 1e9)))
+    broken = nn.Parameter(distribute_tensor(torch.zeros(4, 4), axes, [Shard(0)]))
+    broken.grad = DTensor.from_local(torch.full((2, 4), math.nan if rank == 0 else 1.0), axes, [Shard(0)])
+    norms += [float(clip_grad_norm([broken], 1e9, norm_type)) for norm_type in (2.0, math.inf)]
+    return norms
+
+
+def test_every_entry_counts_once(pool: Any) -> None:
+    for norms in pool(2).run(clip_by_placements):
+        assert norms[:5] == pytest.approx([4.0, 4.0, 8.0, 3.0, math.sqrt(8)])
+        assert all(math.isnan(norm) for norm in norms[5:]), "nan of one rank is nan on all"
+
+
+def raise_on_nonfinite(rank: int) -> tuple[str, Tensor]:
+    axes = mesh((2,), ("dp",))
+    parameter = nn.Parameter(distribute_tensor(torch.zeros(4), axes, [Shard(0)]))
+    parameter.grad = DTensor.from_local(torch.full((2,), math.inf if rank == 0 else 1.0), axes, [Shard(0)])
+    with pytest.raises(RuntimeError, match="finite norm, got inf") as raised:
+        clip_grad_norm([parameter], 0.1, error_if_nonfinite=True)
+    return str(raised.value), parameter.grad.to_local()
+
+
+def test_error_if_nonfinite_raises_on_every_rank_and_scales_nothing(pool: Any) -> None:
+    (first, _), (second, grad) = pool(2).run(raise_on_nonfinite)
+    assert first == second and torch.equal(grad, torch.ones(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("norm_type", NORMS)
+def test_plain_parameters_as_in_pytorch(norm_type: float, dtype: torch.dtype) -> None:
+    parameters, others = ([nn.Parameter(torch.zeros(3, 5, dtype=dtype)) for _ in range(3)] for _ in range(2))
+    for i, (parameter, other) in enumerate(zip(parameters, others, strict=True)):
+        parameter.grad = torch.randn(3, 5, generator=torch.Generator().manual_seed(i)).to(dtype)
+        other.grad = parameter.grad.clone()
+    norm = clip_grad_norm(iter(parameters), LARGEST, norm_type)
+    want = nn.utils.clip_grad_norm_(others, LARGEST, norm_type)
+    rtol = max(1e-12, 4 * torch.finfo(dtype).eps)
+    torch.testing.assert_close(norm, want.to(norm.dtype), rtol=rtol, atol=0.0)
+    assert norm.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    for parameter, other in zip(parameters, others, strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=rtol, atol=0.0)
+
+
+def test_small_gradients_stay_as_they_are_and_half_precision_is_summed_in_float32() -> None:
+    parameter = nn.Parameter(torch.zeros(300, dtype=torch.float16))
+    parameter.grad = torch.full((300,), 1000.0, dtype=torch.float16)
+    assert float(clip_grad_norm(parameter, math.inf)) == pytest.approx(1000 * math.sqrt(300))  # 1e6 is none of float16
+    before = parameter.grad.clone()
+    clip_grad_norm(parameter, 1e6)
+    assert torch.equal(parameter.grad, before)
+
+
+def test_foreach_is_what_takes_all_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    of_all = torch._foreach_norm
+    monkeypatch.setattr(torch, "_foreach_norm", lambda xs, *a, **k: taken.append(len(xs)) or of_all(xs, *a, **k))
+    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    for foreach in (None, False, True):
+        for parameter in parameters:
+            parameter.grad = torch.ones(2)
+        assert float(clip_grad_norm(parameters, 1.0, foreach=foreach)) == pytest.approx(math.sqrt(6))
+    assert taken == [3]
+
+
+def test_no_gradient_at_all() -> None:
+    for given in ([], [nn.Parameter(torch.ones(2))]):
+        for norm_type in (2.0, math.inf):
+            norm = clip_grad_norm(given, 1.0, norm_type, error_if_nonfinite=True)
+            assert torch.equal(norm, torch.zeros(()))
+
+
+@pytest.mark.parametrize(("name", "value"), [("max_norm", -1.0), ("max_norm", math.nan), ("norm_type", 0.0)])
+def test_refused(name: str, value: float) -> None:
+    with pytest.raises(ArgumentError, match=f"clip_grad_norm: {name}: expected"):
+        clip_grad_norm([nn.Parameter(torch.ones(2))], **{"max_norm": 1.0, name: value})
