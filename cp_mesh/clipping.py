@@ -1,7 +1,7 @@
 """`clip_grad_norm`: the global norm of gradients that lie on several meshes, or on none.
 
-PyTorch's `clip_grad_norm_` takes gradients of one mesh at a time. With tensor parallelism some parameters lie on dp x cp
-alone and others on tp too.
+PyTorch's `clip_grad_norm_` takes gradients of one mesh at a time. With tensor parallelism some parameters lie on
+dp x cp alone and others on tp too.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def clip_grad_norm(
     total = (every.amax() if math.isinf(norm_type) else every.sum() ** (1.0 / norm_type)).to(dtype)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
-            f"clip_grad_norm: expected gradients of finite norm, got {float(total)} as their norm of order {norm_type}; "
-            "no gradient was scaled; error_if_nonfinite=False scales by it nonetheless"
+            f"clip_grad_norm: expected gradients of finite norm, got {float(total)} for norm_type={norm_type}; no gradient "
+            "was scaled, and error_if_nonfinite=False would scale them"
         )
     factor = (max_norm / (total + _EPS)).clamp(max=1.0)
     for alike in _by_device_and_dtype(grads):
@@ -124,7 +124,7 @@ def _power_sum(
     grads: list[Tensor], norm_type: float, dtype: torch.dtype, device: torch.device, foreach: bool | None
 ) -> Tensor:
     """Of this rank's entries: the sum of their powers, or the largest one; float64 [], where powers do not overflow."""
-    norms = []
+    norms: list[Tensor] = []
     for alike in _by_device_and_dtype([grad for grad in grads if grad.numel()]):
         if _at_once(alike[0], foreach):
             norms += torch._foreach_norm(alike, norm_type, dtype=dtype)

@@ -102,7 +102,7 @@ def assert_as_on_one_rank(pool: Any, norm_type: float, without: tuple[str, ...],
 
 
 def clip_by_placements(rank: int) -> list[float]:
-    """Norms of gradients of ones [4, 4] in each placement, and of partial sums of ones; rank 1 of two lacks one grad."""
+    """Norms of gradients of ones in each placement and of partial sums, empty, on one rank alone, and with a nan."""
     axes, norms = mesh((2,), ("tp",)), []
     for placement, given in ((Replicate(), Replicate()), (Shard(0), Shard(0)), (Replicate(), Partial())):
         parameter = nn.Parameter(distribute_tensor(torch.zeros(4, 4), axes, [placement]))

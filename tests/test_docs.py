@@ -375,6 +375,9 @@ def check_gradients(names: dict[str, Any]) -> None:
     twin = names["twin"]
     logits = twin.dense(names["tokens"], [cp_mesh.Mask()] * 2)
     F.cross_entropy(logits.flatten(0, 1), names["labels"].flatten()).backward()
+    norm = nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+    assert norm > 2.0  # else clipping would leave the gradients as they are
+    close(names["norm"], norm)
     gradients = dict(names["model"].named_parameters())
     for name, parameter in twin.named_parameters():
         close(gradients[name].grad, parameter.grad)
