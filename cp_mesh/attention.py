@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from cp_mesh.agreement import announce_refusal
 from cp_mesh.call import Call, Options, Tensors, autocast, check_tensors, seed_tensor
-from cp_mesh.errors import refuse
+from cp_mesh.errors import refuse, written
 from cp_mesh.formats import FORMATS, Format
 from cp_mesh.kernels.scores import ADDED
 from cp_mesh.layouts import LAYOUTS, Layout, ZigZag, parse_layout
@@ -401,7 +401,9 @@ def _as_float(x: Any) -> float:
 
 def _shown(x: object) -> str:
     """As a message says it: "1" is not 1, and a tensor is long."""
-    return (type(x).__name__ if x.ndim else f"{x}") if isinstance(x, Tensor) else repr(x)
+    if isinstance(x, Tensor):
+        return type(x).__name__ if x.ndim else f"{x}"
+    return repr(x) if isinstance(x, str) else written(x)
 
 
 def _is_number(x: object) -> bool:

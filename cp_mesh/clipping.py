@@ -78,8 +78,8 @@ def clip_grad_norm(
     total = (every.amax() if math.isinf(norm_type) else every.sum() ** (1.0 / norm_type)).to(dtype)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
-            f"clip_grad_norm: expected gradients of finite norm, got {float(total)} for norm_type={norm_type}; no gradient "
-            "was scaled, and error_if_nonfinite=False would scale them"
+            f"clip_grad_norm: expected gradients of finite norm, got {float(total)} for norm_type={norm_type}; no "
+            "gradient was scaled, and error_if_nonfinite=False would scale them"
         )
     factor = (max_norm / (total + _EPS)).clamp(max=1.0)
     for alike in _by_device_and_dtype(grads):

@@ -277,7 +277,7 @@ class ContextParallel(ParallelStyle):
         if is_causal != call.mask.causal:
             refuse(
                 "is_causal",
-                f"{call.mask.causal}, as in the style's mask",
+                f"{call.mask.causal}, as in the style's {call.mask}",
                 is_causal,
                 "make the call and the style agree",
             )

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import NoReturn
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Shard
 
 
 class ArgumentError(ValueError):
@@ -19,7 +24,22 @@ class RankMismatchError(RuntimeError):
 
 def describe(what: str, expected: object, got: object, hint: str) -> str:
     """One sentence in the house form."""
-    return f"{what}: expected {expected}, got {got}; {hint}"
+    return f"{what}: expected {written(expected)}, got {written(got)}; {hint}"
+
+
+def written(x: object) -> str:
+    """As users write it, or as they know it: a mesh by its axes, a class by its name; words as they are."""
+    if isinstance(x, DeviceMesh):
+        names = x.mesh_dim_names or [f"axis {i}" for i in range(x.ndim)]
+        return f"DeviceMesh({', '.join(f'{name}={size}' for name, size in zip(names, x.shape, strict=True))})"
+    if isinstance(x, dist.ProcessGroup):
+        return f"ProcessGroup of ranks {dist.get_process_group_ranks(x)}"
+    if isinstance(x, Placement):
+        return f"Shard({x.dim})" if type(x) is Shard else repr(x)
+    if isinstance(x, tuple | list):
+        items = ", ".join(repr(item) if isinstance(item, str) else written(item) for item in x)
+        return f"[{items}]" if isinstance(x, list) else f"({items}{',' * (len(x) == 1)})"
+    return x.__name__ if isinstance(x, type | FunctionType) else f"{x}"
 
 
 def refuse(what: str, expected: object, got: object, hint: str, error: type[Exception] = ArgumentError) -> NoReturn:

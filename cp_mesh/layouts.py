@@ -129,6 +129,13 @@ def chunk_bounds(seq_len: int, num_chunks: int, chunk: int) -> tuple[int, int]:
     return min(size * chunk, seq_len), min(size * (chunk + 1), seq_len)
 
 
+def _listed(entries: Tensor) -> str:
+    """As Python, but for those in the middle of many."""
+    if len(entries) <= 8:
+        return str(entries.tolist())
+    return f"[{', '.join(map(str, entries[:3].tolist()))}, ..., {entries[-1].tolist()}]"
+
+
 def _non_empty(*runs: Run) -> tuple[Run, ...]:
     return tuple(run for run in runs if run.length > 0)
 
@@ -242,6 +249,9 @@ class Permuted(Layout):
     def spec(self) -> str:
         return "permuted"
 
+    def __repr__(self) -> str:
+        return f"Permuted({_listed(self.tensor)})"
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Permuted) and Content.of(self.tensor) == Content.of(other.tensor)
 
@@ -310,6 +320,9 @@ class Balanced(Layout):
 
     def spec(self) -> str:
         return "balanced"
+
+    def __repr__(self) -> str:
+        return f"Balanced({_listed(self.tensor)})"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Balanced) and Content.of(self.tensor) == Content.of(other.tensor)

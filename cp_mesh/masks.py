@@ -181,6 +181,17 @@ class Mask:
         tensors = {name: state[name] for name in ("documents", "key_padding") if state[name] is not None}
         vars(self).update(state | {name: owned(x) for name, x in tensors.items()})
 
+    def __repr__(self) -> str:
+        """The Python that makes it; tensors by dtype and shape."""
+        said = [f"causal={self.causal}"]
+        for name in ("window", "documents", "key_padding", "prefix", "length"):
+            value = getattr(self, name)
+            if isinstance(value, Tensor):
+                value = f"{str(value.dtype).removeprefix('torch.')}{[*value.shape]}"
+            if value is not None and (name, value) != ("prefix", 0):
+                said.append(f"{name}={value}")
+        return f"Mask({', '.join(said)})"
+
     @classmethod
     def from_cu_seqlens(
         cls,

@@ -29,6 +29,7 @@ from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.formats import FORMATS
 from cp_mesh.kernels.combine import accumulation_dtype, dense_like
 from cp_mesh.kernels.scores import OF_ROWS, TERMS
+from cp_mesh.masks import parse_mask
 from cp_mesh.methods import Plan
 from cp_mesh.placements import place_beside, require_sharded, score_placements
 from cp_mesh.plan import make_plan
@@ -73,7 +74,7 @@ def _what_must_agree(plan: Plan, q: Tensor, k: Tensor, v: Tensor, tensors: Tenso
              "transport", "head_chunks", "deterministic")  # fmt: skip
     return {
         "layout": options.layout,
-        "mask": options.mask,
+        "mask": str(parse_mask(options.mask, None, None)),
         "seq_len": str(plan.seq_len),
         "batch, heads and head dims": str([(x.shape[0], x.shape[1], x.shape[3]) for x in (q, k, v)]),
         "dtype": str(q.dtype),

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from cp_mesh.call import GRADED
-from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.errors import UnsupportedError, refuse, written
 from cp_mesh.formats import FORMATS, Format
 from cp_mesh.groups import flat, is_cp_axis, names_of_axes
 from cp_mesh.kernels.combine import dense_strides
@@ -70,7 +70,7 @@ def find_cp_axis(
 
     whole, placements, axes = query.device_mesh, query.placements, _candidates(query, mesh, seq_dim)
     if not axes and mesh is not None:
-        refuse("mesh", f"an axis of the DTensors' mesh {whole}", mesh, "leave mesh out")
+        refuse("mesh", f"an axis of the DTensors' mesh, {written(whole)}", mesh, "leave mesh out")
     if not axes and seq_dim is None:
         got, hint = f"axes {whole.mesh_dim_names or whole.ndim}", 'pass mesh=mesh["your cp axis"]'
         refuse("cp axis", 'an axis named "cp", or mesh= or seq_dim=', got, hint)
@@ -222,8 +222,9 @@ def check_score_placements(scores: Mapping[str, Any], query: Tensor, form: Forma
             pairs = zip(x.placements, wanted, sizes, strict=False)
             if x.device_mesh == mesh and all(size == 1 or has == needs for has, needs, size in pairs):
                 continue
-            expected = f"{tuple(wanted)} on {mesh}"
-        got, hint = f"{x.placements} on {x.device_mesh}", "redistribute it, or pass this rank's part, to_local()"
+            expected = f"{written(tuple(wanted))} on {written(mesh)}"
+        got = f"{written(x.placements)} on {written(x.device_mesh)}"
+        hint = "redistribute it, or pass this rank's part, to_local()"
         refuse(f"{name}'s placements", expected, got, hint)
 
 
@@ -235,9 +236,10 @@ def check_placements(query: DTensor, key: Tensor, value: Tensor, cp_axes: Sequen
     mesh, placements = query.device_mesh, query.placements
     for name, x in (("key", key), ("value", value)):
         if not isinstance(x, DTensor) or x.device_mesh != mesh or x.placements != placements:
-            got = f"{getattr(x, 'placements', 'a plain tensor')} on {getattr(x, 'device_mesh', 'no mesh')}"
+            found = (getattr(x, "placements", "a plain tensor"), getattr(x, "device_mesh", "no mesh"))
+            got = " on ".join(map(written, found))
             hint = "shard q, k and v alike; kv heads that tp cannot divide need a smaller tp, or repeated kv heads"
-            refuse(f"{name}'s placements", f"those of query, {placements}", got, hint)
+            refuse(f"{name}'s placements", f"those of query, {written(placements)} on {written(mesh)}", got, hint)
     names = mesh.mesh_dim_names or [str(i) for i in range(mesh.ndim)]
     seq_dim, head_dim, batch_dim = form.dims["sequence"], form.dims["heads"], form.dims.get("batch")
     for i, placement in enumerate(placements):

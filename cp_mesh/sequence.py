@@ -80,7 +80,8 @@ class ShardedSequence:
             object.__setattr__(self, "ulysses_degree", inner)
             object.__setattr__(self, "mesh", flat(self.mesh))
         if not isinstance(self.layout, Layout):
-            refuse("ShardedSequence.layout", "a Layout", self.layout, "ZigZag(), with parentheses")
+            got = repr(self.layout) if isinstance(self.layout, str) else self.layout
+            refuse("ShardedSequence.layout", "a Layout", got, "ZigZag(), with parentheses")
         if self.length is not None and self.length < 1:
             refuse("ShardedSequence.length", "at least 1 token", self.length, "or None")
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_mesh.agreement import announce_refusal
-from cp_mesh.errors import refuse
+from cp_mesh.errors import refuse, written
 from cp_mesh.forwards import STYLE, replaced
 from cp_mesh.groups import names_of_axes
 from cp_mesh.layouts import Layout
@@ -53,7 +53,8 @@ def claim(module: nn.Module, mesh: DeviceMesh, sequence: ShardedSequence, style:
         got = f"{type(module).__name__} with {other.name}"
         refuse(name, "a module without a style", got, "apply once")
     if not has_axis(mesh, sequence.mesh):
-        refuse("mesh", f"the axis of the ShardedSequence, {sequence.mesh}", mesh, "apply the style to that axis")
+        expected = f"the axis of the ShardedSequence, {written(sequence.mesh)}"
+        refuse("mesh", expected, mesh, "apply the style to that axis")
     setattr(module, RANKS, tuple(dist.get_process_group_ranks(sequence.mesh.get_group())))
 
 

@@ -58,12 +58,17 @@ CASES = {
         lambda: {"layout": Permuted(range(S))},
         lambda: {"layout": Permuted(range(S)[::-1])},
     ),
-    "causal": Case(("same mask", "cp rank 0: 1,,,0,", "cp rank 1: 0,,,0,"), lambda: {"mask": Mask(causal=False)}),
-    "window": Case(
-        ("same mask", "1,4,", "1,3,"), lambda: {"mask": Mask(window=(3, 0))}, lambda: {"mask": Mask(window=(4, 0))}
+    "causal": Case(
+        ("same mask", "cp rank 0: Mask(causal=True);", "cp rank 1: Mask(causal=False);"),
+        lambda: {"mask": Mask(causal=False)},
     ),
-    "prefix": Case(("same mask", "1,,,2,"), lambda: {"mask": Mask(prefix=2)}),
-    "a mask of padding": Case(("same mask", "1,,,0,23"), lambda: {"mask": Mask(length=S - 1)}),
+    "window": Case(
+        ("same mask", "window=(4, 0))", "window=(3, 0))"),
+        lambda: {"mask": Mask(window=(3, 0))},
+        lambda: {"mask": Mask(window=(4, 0))},
+    ),
+    "prefix": Case(("same mask", "Mask(causal=True, prefix=2)"), lambda: {"mask": Mask(prefix=2)}),
+    "a mask of padding": Case(("same mask", "Mask(causal=True, length=23)"), lambda: {"mask": Mask(length=S - 1)}),
     "sequence length": Case(("same seq_len", "cp rank 0: 24", "cp rank 1: 21"), lambda: tensors(rows=7)),
     "local lengths": Case(
         ("cp rank 1 refused its arguments", "ArgumentError: local sequence length", "got 7 rows"),

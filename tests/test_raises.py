@@ -426,13 +426,13 @@ CASES: dict[str, Case] = {
     "sinks of all heads beside heads on tp": refused(ARGUMENT, "sinks", "shape [4]", "(8,)", "heads or rows sharded")(
         lambda: attend_placed(cp_tp(), (SHARD_SEQ, Shard(1)), sinks=random(H))
     ),
-    "sinks replicated beside heads on tp": refused(ARGUMENT, "sinks's placements", "Shard(dim=0)", "Replicate()")(
+    "sinks replicated beside heads on tp": refused(ARGUMENT, "sinks's placements", "Shard(0)", "Replicate()")(
         lambda: attend_placed(cp_tp(), (SHARD_SEQ, Shard(1)), sinks=place((H,), cp_tp(), REPLICATE, REPLICATE))
     ),
     "sinks sharded on cp": refused(ARGUMENT, "sinks's placements", "Replicate()", "redistribute it")(
         lambda: attend_placed(cp(), (SHARD_SEQ,), sinks=place((H,), cp(), Shard(0)))
     ),
-    "sinks of another mesh": refused(ARGUMENT, "sinks's placements", "(Replicate(), Shard(dim=0)) on", "cp=2")(
+    "sinks of another mesh": refused(ARGUMENT, "sinks's placements", "(Replicate(), Shard(0)) on", "cp=2")(
         lambda: attend_placed(cp_tp(), (SHARD_SEQ, Shard(1)), sinks=place((H,), cp_tp()["tp"], Shard(0)))
     ),
     "a DTensor of sinks beside local tensors": refused(ARGUMENT, "sinks's placements", "a local tensor, as query is")(
@@ -460,7 +460,7 @@ CASES: dict[str, Case] = {
     "bias of all heads beside heads on tp": refused(ARGUMENT, "bias", "1 or 4, 1 or 12, 24]", "(2, 8, 12, 24)")(
         lambda: attend_placed(cp_tp(), (SHARD_SEQ, Shard(1)), bias=random(B, H, S // 2, S))
     ),
-    "a DTensor of a bias with replicated rows": refused(ARGUMENT, "bias's placements", "Shard(dim=2)")(
+    "a DTensor of a bias with replicated rows": refused(ARGUMENT, "bias's placements", "Shard(2)")(
         lambda: attend_placed(cp(), (SHARD_SEQ,), bias=place((B, H, S, S), cp(), REPLICATE))
     ),
     "a kernel without positions": refused(UNSUPPORTED, "'pairs' tiles", "scores with alibi_slopes", "'reference'")(
@@ -575,10 +575,10 @@ CASES: dict[str, Case] = {
     "partial": refused(UNSUPPORTED, "axis 'tp'", "Shard of heads or batch, or Replicate", "redistribute it")(
         lambda: attend_placed(cp_tp(), (SHARD_SEQ, Partial()))
     ),
-    "head dim sharded": refused(UNSUPPORTED, "axis 'tp'", "S(3)", "shard heads or batch instead")(
+    "head dim sharded": refused(UNSUPPORTED, "axis 'tp'", "Shard(3)", "shard heads or batch instead")(
         lambda: attend_placed(cp_tp(), (SHARD_SEQ, Shard(3)))
     ),
-    "head dim sharded on cp": refused(ARGUMENT, "placement on the cp axis", "S(3)", "Shard(2)")(
+    "head dim sharded on cp": refused(ARGUMENT, "placement on the cp axis", "Shard(3)", "Shard(2)")(
         lambda: attend_placed(cp_tp(), (Shard(3), Shard(1)))
     ),
     "kv replicated, q by head": refused(ARGUMENT, "key's placements", "those of query", "shard q, k and v alike")(
@@ -609,13 +609,13 @@ CASES: dict[str, Case] = {
     "batch that two axes divide, but not their product": refused(
         ARGUMENT, "batch", "multiple of 4", "got 6", "regroup"
     )(lambda: attend_placed(two_axes(), (Shard(0), Shard(0), SHARD_SEQ), ((6, H, S, D), (6, K, S, D), (6, K, S, D)))),
-    "heads on the cp axis": refused(ARGUMENT, "Shard(2), the sequence of [B, H, S, D]", "S(1)", "pass seq_dim=1 if")(
-        lambda: attend_placed(cp(), (Shard(1),), heads(H, H))
-    ),
-    "[B, S, H, D] unsaid": refused(ARGUMENT, "Shard(2), the sequence", "S(1)", "seq_dim=1 if it is [B, S, H, D]")(
+    "heads on the cp axis": refused(
+        ARGUMENT, "Shard(2), the sequence of [B, H, S, D]", "Shard(1)", "pass seq_dim=1 if"
+    )(lambda: attend_placed(cp(), (Shard(1),), heads(H, H))),
+    "[B, S, H, D] unsaid": refused(ARGUMENT, "Shard(2), the sequence", "Shard(1)", "seq_dim=1 if it is [B, S, H, D]")(
         lambda: attend_placed(cp(), (Shard(1),), ((B, S, H, D), (B, S, K, D), (B, S, K, D)))
     ),
-    "packed unsaid": refused(ARGUMENT, "Shard(2), the sequence", "S(0)", "seq_dim=0 if it is [T, H, D]")(
+    "packed unsaid": refused(ARGUMENT, "Shard(2), the sequence", "Shard(0)", "seq_dim=0 if it is [T, H, D]")(
         lambda: attend_placed(cp(), (Shard(0),), ((S, H, D), (S, K, D), (S, K, D)))
     ),
     "no axis named cp": refused(ARGUMENT, "cp axis", 'an axis named "cp", or mesh= or seq_dim=', "rows", "columns")(

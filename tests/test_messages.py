@@ -1,0 +1,163 @@
+"""What errors print: masks, layouts, meshes and placements as users write them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import mesh
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+import cp_mesh
+from cp_mesh import Balanced, ContextParallel, Contiguous, Mask, Permuted, ShardedSequence, Striped, ZigZag, attention
+from cp_mesh.errors import written
+
+DOCUMENTS = torch.tensor([[0, 0, 1, 1]], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(Contiguous(), ZigZag(), Striped(), Permuted([2, 0, 1]), Balanced([[4, 2], [0, 4]])),
+        *(Mask(), Mask(causal=False), Mask(window=(1023, 0)), Mask(causal=False, window=(None, 3))),
+        *(Mask(prefix=7), Mask(length=0), Mask(window=(5, None), prefix=3, length=9)),
+    ],
+    ids=str,
+)
+def test_what_is_printed_makes_it_again(value: Any) -> None:
+    for text in (str(value), repr(value), written(value)):
+        again = eval(text, vars(cp_mesh))
+        assert type(again) is type(value) and again.spec() == value.spec()
+        assert isinstance(value, Mask) or again == value
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (Mask(), "Mask(causal=True)"),
+        (Mask(documents=DOCUMENTS), "Mask(causal=True, documents=int32[1, 4])"),
+        (Mask(causal=False, key_padding=DOCUMENTS > 0), "Mask(causal=False, key_padding=bool[1, 4])"),
+        (Permuted(range(4096)), "Permuted([0, 1, 2, ..., 4095])"),
+        (Balanced([[i, 1] for i in range(9)]), "Balanced([[0, 1], [1, 1], [2, 1], ..., [8, 1]])"),
+        (torch.bfloat16, "torch.bfloat16"),
+        ((Shard(2), Replicate(), Partial()), "(Shard(2), Replicate(), Partial(sum))"),
+        ((Shard(2),), "(Shard(2),)"),
+        (Shard(1), "Shard(1)"),
+        (torch.Size([2, 3]), "(2, 3)"),
+        (["a name", ZigZag()], "['a name', ZigZag()]"),
+        ("words", "words"),
+        (ZigZag, "ZigZag"),
+        (ContextParallel, "ContextParallel"),
+    ],
+    ids=str,
+)
+def test_written(value: Any, text: str) -> None:
+    assert written(value) == text
+
+
+def rows(*shape: int) -> Tensor:
+    return torch.zeros(shape or (1, 2, 4, 8))
+
+
+def dtensors(*placements: Any) -> list[Tensor]:
+    axes = mesh((2, 2), ("cp", "tp"))
+    return [DTensor.from_local(rows(), axes, each, run_check=False) for each in placements]
+
+
+def style(axes: Any, **options: Any) -> ContextParallel:
+    return ContextParallel(ShardedSequence(axes["cp"]), **options)
+
+
+class Core(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+def call_of_core(axes: Any) -> Any:
+    model = cp_mesh.parallelize(nn.Sequential(Core()), axes["cp"], {"0": style(axes, mask=Mask(window=(3, 0)))})
+    return model[0](rows())
+
+
+ERRORS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a layout by name": (
+        lambda axes: attention(rows(), rows(), rows(), mesh=axes["cp"], layout="zigzag"),
+        "layout: expected a Layout, got 'zigzag'; ZigZag(), ",
+    ),
+    "a layout's class": (
+        lambda axes: attention(rows(), rows(), rows(), mesh=axes["cp"], layout=ZigZag),
+        "layout: expected a Layout, got ZigZag; ZigZag(), ",
+    ),
+    "a layout for a mask": (
+        lambda axes: attention(rows(), rows(), rows(), mesh=axes["cp"], mask=Permuted(range(99))),
+        "mask: expected a Mask, got Permuted([0, 1, 2, ..., 98]); ",
+    ),
+    "the layout of a sequence by name": (
+        lambda axes: ShardedSequence(axes["cp"], "striped"),
+        "ShardedSequence.layout: expected a Layout, got 'striped'; ZigZag(), with parentheses",
+    ),
+    "a whole mesh for a sequence": (lambda axes: ShardedSequence(axes), "got DeviceMesh(cp=2, tp=2); pass the cp axis"),
+    "a whole mesh for a plan": (
+        lambda axes: cp_mesh.parallelize(nn.Sequential(Core()), axes, {"0": style(axes)}),
+        "parallelize: mesh: expected one axis of a DeviceMesh, got DeviceMesh(cp=2, tp=2); pass",
+    ),
+    "another axis for a plan": (
+        lambda axes: cp_mesh.parallelize(nn.Sequential(Core()), axes["tp"], {"0": style(axes)}),
+        "expected the axis of the ShardedSequence, DeviceMesh(cp=2), got DeviceMesh(tp=2); ",
+    ),
+    "a style's class": (
+        lambda axes: cp_mesh.parallelize(nn.Sequential(Core()), axes["cp"], {"0": ContextParallel}),
+        "expected an instance of a ParallelStyle, got ContextParallel; ",
+    ),
+    "a layout in a style": (
+        lambda axes: style(axes, layout=Striped()),
+        "ContextParallel.layout: expected a function that returns a Layout, got Striped(); ",
+    ),
+    "a call and a mask": (
+        call_of_core,
+        "is_causal: expected True, as in the style's Mask(causal=True, window=(3, 0)), got False; ",
+    ),
+    "dtypes": (
+        lambda axes: attention(rows(), rows().bfloat16(), rows(), mesh=axes["cp"]),
+        "q, k, v: expected one dtype, got torch.float32, torch.bfloat16, torch.float32; ",
+    ),
+    "rows of a layout": (
+        lambda axes: attention(rows(), rows(), rows(), mesh=axes["cp"], seq_len=12),
+        "of 2, zigzag layout, seq_len=12), got 4 rows; ",
+    ),
+    "placements": (
+        lambda axes: attention(*dtensors([Shard(2), Replicate()], [Shard(2), Partial()], [Shard(2), Partial()])),
+        "key's placements: expected those of query, (Shard(2), Replicate()) on DeviceMesh(cp=2, tp=2), "
+        "got (Shard(2), Partial(sum)) on DeviceMesh(cp=2, tp=2); ",
+    ),
+    "the group of all ranks": (
+        lambda axes: attention(*dtensors(*[[Shard(2), Replicate()]] * 3), mesh=dist.group.WORLD),
+        "expected an axis of the DTensors' mesh, DeviceMesh(cp=2, tp=2), got ProcessGroup of ranks [0, 1, 2, 3]; ",
+    ),
+}
+
+
+def messages(rank: int) -> dict[str, str]:
+    axes, found = mesh((2, 2), ("cp", "tp")), {}
+    for name, (call, _) in ERRORS.items():
+        with pytest.raises((ValueError, NotImplementedError)) as raised:
+            call(axes)
+        found[name] = str(raised.value)
+    dist.barrier()
+    return found
+
+
+@pytest.fixture(scope="module")
+def printed(pool: Any) -> list[dict[str, str]]:
+    return pool(4).run(messages)
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_an_error_prints_what_users_write(printed: list[dict[str, str]], name: str) -> None:
+    for found in printed:
+        assert ERRORS[name][1] in found[name], found[name]
+        assert not re.search(r"<|object at|tensor\(|stride=|Shard\(dim=|\bS\(|torch\.Size", found[name]), found[name]
