@@ -3,24 +3,29 @@
 ``torchrun --nproc-per-node 8 -m cp_mesh verify module:factory`` verifies a training set-up, see `verify_model`.
 ``python -m cp_mesh explain --seq-len 131072 --cp 8`` explains a configuration, with no ranks.
 ``torchrun --nproc-per-node 2 -m cp_mesh calibrate`` measures what predicted times are made of.
+
+Each ends with one line that says it all. A rank's exit status is 0 if all is right, 1 if something is wrong, and 2 if
+something could not run; torchrun makes 1 of both.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import importlib
 import itertools
 import os
+import shutil
 import sys
-from collections.abc import Sequence
+import textwrap
+import time
+import traceback
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cp_mesh.balancing import balance
 from cp_mesh.calibrating import Shapes, calibrate, table
@@ -33,33 +38,77 @@ from cp_mesh.machines import write_machine
 from cp_mesh.masks import Mask
 from cp_mesh.methods import METHODS
 from cp_mesh.transport import TRANSPORTS
-from cp_mesh.verifying.report import ModelReport
+from cp_mesh.verifying.factory import arguments_of
+from cp_mesh.verifying.report import ModelReport, Progress, show
 from cp_mesh.verifying.verify import NAMES, Report, VerificationError, verify
 from cp_mesh.verifying.verify_model import verify_model
 
 LAYOUTS: tuple[Layout, ...] = (Contiguous(), ZigZag(), Striped())
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+WIDTH = 100
+OWNER_COLUMNS = WIDTH - len("owner ")
+REFUSED = 2  # the exit status of what could not run; 1 is that of what is wrong
 
 
 def main() -> None:
     """One of the commands."""
     commands = {"explain": explain_command, "calibrate": calibrate_command, "verify": verify_model_command}
-    if command := commands.get(sys.argv[1] if len(sys.argv) > 1 else ""):
-        command(sys.argv[2:])
+    first = sys.argv[1] if len(sys.argv) > 1 else ""
+    if first in commands:
+        commands[first](sys.argv[2:])
+    elif first and not first.startswith("-"):
+        _Parser().error(f"expected explain, calibrate, verify, or options alone, got {first!r}")
     else:
-        verify_command()
+        verify_command(sys.argv[1:])
+
+
+class _Parser(argparse.ArgumentParser):
+    """Of 100 columns; of several ranks the first one speaks."""
+
+    def __init__(self, command: str = "", description: str = "") -> None:
+        width = min(WIDTH, shutil.get_terminal_size().columns) - 2
+        super().__init__(
+            prog=f"python -m cp_mesh {command}".strip(),
+            description=description,
+            formatter_class=lambda prog: argparse.HelpFormatter(prog, width=width),
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """What is wrong, and where to read on; torchrun ends all ranks when the first one leaves."""
+        if int(os.environ.get("RANK", 0)):
+            time.sleep(SPEAKING)
+        else:
+            lines = textwrap.wrap(f"{self.prog}: error: {message}", WIDTH)
+            print(*lines, f"see {self.prog} --help", sep="\n", file=sys.stderr, flush=True)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        raise SystemExit(REFUSED)
+
+
+SPEAKING = 1.0  # seconds for which other ranks wait
+
+
+def _heads(text: str) -> tuple[int, int]:
+    """Query and kv heads, of "32/8" or "32"."""
+    try:
+        query, kv = (int(num) for num in (text.split("/") * 2)[:2])
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected query heads/kv heads, as 32/8, got {text!r}") from None
+    return query, kv
 
 
 def explain_command(argv: Sequence[str]) -> None:
     """Print what `cp_mesh.explain` says."""
-    parser = argparse.ArgumentParser(
-        prog="python -m cp_mesh explain",
-        description="What a call will run and why, with predicted times; see cp_mesh.explain. No ranks, no GPU.",
+    parser = _Parser(
+        "explain", "What a call will run and why, with predicted times; see cp_mesh.explain. No ranks, no GPU."
     )
-    parser.add_argument("--seq-len", type=int, required=True, help="tokens of the whole sequence")
-    parser.add_argument("--cp", type=int, required=True, help="ranks")
-    parser.add_argument("--heads", metavar="H/K", help="query heads/kv heads of a rank: memory and times are told")
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--seq-len", type=int, metavar="N", required=True, help="tokens of the whole sequence")
+    parser.add_argument("--cp", type=int, metavar="N", required=True, help="ranks")
+    parser.add_argument(
+        "--heads", type=_heads, metavar="H/K", help="query heads/kv heads of a rank: memory and times are told"
+    )
+    parser.add_argument("--head-dim", type=int, metavar="N", default=128)
+    parser.add_argument("--batch", type=int, metavar="N", default=1)
     names = [layout.spec() for layout in LAYOUTS]
     parser.add_argument("--layout", choices=(*names, "balanced"), default="zigzag")
     parser.add_argument("--full", action="store_true", help="not causal")
@@ -68,123 +117,155 @@ def explain_command(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--documents", type=int, nargs="+", metavar="N", help="lengths of packed documents, again and again"
     )
-    parser.add_argument("--scores", nargs="+", default=(), help="names of options of the scores, as alibi_slopes")
+    parser.add_argument(
+        "--scores", nargs="+", metavar="NAME", default=(), help="names of options of the scores, as alibi_slopes"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32", "float64"))
-    parser.add_argument("--kernel", default="auto", choices=("auto", *KERNELS))
-    parser.add_argument("--method", default="auto", choices=("auto", *METHODS))
+    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
+    _add_names(parser, "--kernel", ("auto", *KERNELS), default="auto")
+    _add_names(parser, "--method", ("auto", *METHODS), default="auto")
     parser.add_argument("--transport", default="auto", choices=TRANSPORTS)
-    parser.add_argument("--head-chunks", type=int)
-    parser.add_argument("--machine", help=f"{', '.join(MACHINES)}, or a file that calibrate wrote")
-    parser.add_argument("--gpus-per-host", type=int)
-    parser.add_argument("--columns", type=int, default=64, help="width of the strip of owners")
+    parser.add_argument("--head-chunks", type=int, metavar="N")
+    parser.add_argument("--machine", metavar="NAME", help=f"{', '.join(MACHINES)}, or a file that calibrate wrote")
+    parser.add_argument("--gpus-per-host", type=int, metavar="N")
+    parser.add_argument(
+        "--columns", type=int, metavar="N", default=64, help=f"of the strip of owners, up to {OWNER_COLUMNS}"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw a picture, as a .png or .svg; matplotlib")
     args = parser.parse_args(argv)
-    heads = [int(num) for num in args.heads.split("/")] if args.heads else [None]
+    if args.columns > OWNER_COLUMNS:
+        parser.error(f"argument --columns: expected at most {OWNER_COLUMNS}, got {args.columns}")
+    heads = args.heads or (None, None)
     documents = None
     if args.documents:
-        ends = torch.tensor(args.documents).repeat(-(-args.seq_len // max(1, sum(args.documents)))).cumsum(0)
+        if min(args.documents) < 1:
+            parser.error(f"argument --documents: expected lengths of 1 token or more, got {args.documents}")
+        ends = torch.tensor(args.documents).repeat(-(-args.seq_len // sum(args.documents))).cumsum(0)
         documents = torch.bucketize(torch.arange(args.seq_len), ends, right=True)
     window = None if args.window is None else (args.window - 1, None if args.full else 0)
     try:
-        mask = Mask(causal=not args.full, window=window, documents=documents, prefix=args.prefix)
-        layouts = {layout.spec(): layout for layout in LAYOUTS}
-        layout = layouts.get(args.layout) or balance(mask, args.seq_len, args.cp)
-        found = explain(
-            args.seq_len,
-            args.cp,
-            layout=layout,
-            mask=mask,
-            scores=args.scores,
-            device=args.device,
-            dtype=getattr(torch, args.dtype),
-            head_dim=args.head_dim,
-            batch=args.batch,
-            num_heads=heads[0],
-            num_kv_heads=heads[-1],
-            head_chunks=args.head_chunks,
-            kernel=args.kernel,
-            method=args.method,
-            transport=args.transport,
-            machine=args.machine,
-            gpus_per_host=args.gpus_per_host,
-            columns=args.columns,
-        )
-        print(found)
+        with Progress()("planning"):
+            mask = Mask(causal=not args.full, window=window, documents=documents, prefix=args.prefix)
+            layouts = {layout.spec(): layout for layout in LAYOUTS}
+            layout = layouts.get(args.layout) or balance(mask, args.seq_len, args.cp)
+            found = explain(
+                args.seq_len,
+                args.cp,
+                layout=layout,
+                mask=mask,
+                scores=args.scores,
+                device=args.device,
+                dtype=getattr(torch, args.dtype),
+                head_dim=args.head_dim,
+                batch=args.batch,
+                num_heads=heads[0],
+                num_kv_heads=heads[1],
+                head_chunks=args.head_chunks,
+                kernel=args.kernel,
+                method=args.method,
+                transport=args.transport,
+                machine=args.machine,
+                gpus_per_host=args.gpus_per_host,
+                columns=args.columns,
+            )
         if args.plot:
             found.plot(args.plot)
     except (ArgumentError, UnsupportedError) as error:
         parser.error(str(error))
+    print(found)
+    show(found.verdict, True)
+
+
+def _add_names(parser: argparse.ArgumentParser, option: str, names: Sequence[str], **options: Any) -> None:
+    """An option that takes one of many names, which its help lists."""
+    parser.add_argument(option, metavar="NAME", choices=names, help=", ".join(names), **options)
 
 
 def calibrate_command(argv: Sequence[str]) -> None:
     """Measure the machine, print its numbers beside those that come with cp_mesh, and write them to a file."""
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        prog="python -m cp_mesh calibrate",
-        description="Measure what predicted times are made of, in about a minute, and write it to a file. Without "
-        "torchrun: the kernels alone. CP_MESH_MACHINE=FILE has method='auto' and explain read it.",
+    parser = _Parser(
+        "calibrate",
+        "Measure what predicted times are made of, in about a minute, and write it to a file. Without torchrun: the "
+        "kernels alone. CP_MESH_MACHINE=FILE has method='auto' and explain read it.",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
-    parser.add_argument("--dtype", default="bfloat16" if cuda else "float32")
-    parser.add_argument("--heads", metavar="H/K", default="32/8", help="query heads/kv heads of a rank")
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384], help="of a rank")
-    parser.add_argument("--kernel", nargs="+", default=[], choices=tuple(KERNELS), help="default: all that can")
-    parser.add_argument("--calls", type=int, default=10, help="that are timed together")
-    parser.add_argument("--out", type=Path, default=Path("machine.json"), help="the file that is written")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16" if cuda else "float32")
+    parser.add_argument("--heads", type=_heads, metavar="H/K", default=(32, 8), help="of a rank; default: 32/8")
+    parser.add_argument("--head-dim", type=int, metavar="N", default=128)
+    parser.add_argument(
+        "--rows", type=int, nargs="+", metavar="N", default=[1024, 2048, 4096, 8192, 16384], help="of a rank"
+    )
+    _add_names(parser, "--kernel", tuple(KERNELS), nargs="+", default=[])
+    parser.add_argument("--calls", type=int, metavar="N", default=10, help="that are timed together")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", default=Path("machine.json"), help="the file that is written"
+    )
     args = parser.parse_args(argv)
+    _require_device(parser, args.device)
     group, rank = None, 0
     device = torch.device(args.device)
     if "RANK" in os.environ:
-        if cuda and args.device == "cuda":
-            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
-        mesh = init_device_mesh(args.device, (dist.get_world_size(),), mesh_dim_names=("cp",))
+        mesh = _mesh(args.device)
         group, rank = mesh.get_group(), dist.get_rank()
-    elif args.device == "cuda":
+    if args.device == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    heads, *kv_heads = (int(num) for num in args.heads.split("/"))
-    dtype = getattr(torch, args.dtype)
-    shapes = Shapes(sorted(args.rows), heads, kv_heads[0] if kv_heads else heads, args.head_dim, dtype, args.calls)
+    heads, kv_heads = args.heads
+    shapes = Shapes(sorted(args.rows), heads, kv_heads, args.head_dim, getattr(torch, args.dtype), args.calls)
+    progress = Progress(rank == 0)
     try:
-        found = calibrate(shapes, device, args.kernel, group)
+        with progress:
+            found = calibrate(shapes, device, args.kernel, group, progress)
     except (ArgumentError, UnsupportedError) as error:
         parser.error(str(error))
     if rank == 0:
         write_machine(found.machine, args.out)
         print(table(found))
-        print(f"written to {args.out}; CP_MESH_MACHINE={args.out} has method='auto' and explain read it")
+        print(f"CP_MESH_MACHINE={args.out} has method='auto' and explain read it")
+        show(f"MEASURED: {found.machine.name} in {progress.seconds:.1f} s, written to {args.out}", True)
     if group is not None:
-        dist.barrier()
-        dist.destroy_process_group()
+        _leave(0)
+
+
+def _require_device(parser: argparse.ArgumentParser, device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        parser.error("argument --device: expected a GPU that PyTorch sees, got none; --device cpu works")
+
+
+def _mesh(device: str) -> DeviceMesh:
+    """All ranks of this launch."""
+    _init(device)
+    return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("cp",))
+
+
+def _init(device: str, **alone: Any) -> None:
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", **alone)
 
 
 def verify_model_command(argv: Sequence[str]) -> None:
     """Print the report of `verify_model`; exit with 1 if anything is wrong."""
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        prog="python -m cp_mesh verify",
-        description="Compare a training step of your model on the ranks of this launch with one rank; see "
-        "cp_mesh.verifying.verify_model. Start it with torchrun; without, it runs on one rank.",
+    parser = _Parser(
+        "verify",
+        "Compare a training step of your model on the ranks of this launch with one rank; see cp_mesh.verify_model. "
+        "Start it with torchrun; without, it runs on one rank.",
     )
     parser.add_argument("factory", help="module:function or file.py:function; returns verify_model's arguments, a dict")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
-    parser.add_argument(
-        "--dtype", choices=("float64", "float32", "bfloat16", "float16", "own"), help="default: float64"
-    )
+    parser.add_argument("--dtype", choices=(*DTYPES, "own"), help="default: float64")
     parser.add_argument("--probes", action="store_true", help="probes alone, without the reference")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
     args = parser.parse_args(argv)
-    where, _, name = args.factory.rpartition(":")
-    if not where:
-        parser.error(f"{args.factory}: expected module:function, as in my_trainer:verification")
-    alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    if args.device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    dist.init_process_group("nccl" if args.device == "cuda" else "gloo", **alone)
-    given = dict(getattr(_module(where), name)())
+    _require_device(parser, args.device)
+    _init(args.device, **({} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}))
+    try:
+        given = arguments_of(args.factory)
+    except ArgumentError as error:
+        if error.__cause__ and dist.get_rank() == 0:
+            traceback.print_exception(error.__cause__)
+        parser.error(str(error))
     if args.dtype is not None:
         given["dtype"] = None if args.dtype == "own" else getattr(torch, args.dtype)
     if args.probes:
@@ -194,6 +275,8 @@ def verify_model_command(argv: Sequence[str]) -> None:
     except VerificationError as error:
         assert isinstance(error.report, ModelReport)
         report = error.report
+    except (ArgumentError, UnsupportedError) as error:
+        parser.error(f"factory {args.factory}: {error}")
     if dist.get_rank() == 0:
         if args.json:
             args.json.write_text(report.to_json() + "\n")
@@ -201,69 +284,100 @@ def verify_model_command(argv: Sequence[str]) -> None:
     _leave(not report.passed)
 
 
-def _module(where: str) -> ModuleType:
-    """A module by its name, or a file by its path, beside which its own imports are found."""
-    if not where.endswith(".py"):
-        return importlib.import_module(where)
-    path = Path(where).resolve()
-    sys.path.insert(0, str(path.parent))
-    return importlib.import_module(path.stem)
-
-
-def _leave(failed: bool) -> NoReturn:
+def _leave(status: int) -> NoReturn:
     dist.barrier()  # gloo may still hold tensors of the last collective, which an exiting Python cannot release
     dist.destroy_process_group()
-    raise SystemExit(int(failed))
+    raise SystemExit(int(status))
 
 
-def verify_command() -> None:
-    """Print one line a configuration; exit with 1 if any is wrong."""
+def verify_command(argv: Sequence[str]) -> None:
+    """Print one line a configuration, and a verdict; exit with 1 if any is wrong, with 2 if any was refused."""
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        prog="python -m cp_mesh",
-        description="Prove cp_mesh on the ranks of this launch: three layouts, causal and full. "
-        "`cp_mesh.verify` proves other masks and settings. Start it with torchrun.",
+    parser = _Parser(
+        description="Prove cp_mesh on the ranks of this launch: three layouts, causal and full. cp_mesh.verify proves "
+        "other masks and settings. Start it with torchrun. Other commands, each with --help: verify (your trainer), "
+        "explain (what will run, without ranks), calibrate (measure this machine)."
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
-    parser.add_argument("--dtype", nargs="+", default=["bfloat16"] if cuda else ["float64"])
-    parser.add_argument("--kernel", nargs="+", default=["auto"])
-    parser.add_argument("--method", nargs="+", default=["auto"])
-    parser.add_argument("--seq-len", nargs="+", type=int, default=[None], help="tokens; default 256 a rank")
-    parser.add_argument("--csv", type=Path, help="append the figures, one row a configuration")
-    args = parser.parse_args()
+    _add_names(parser, "--dtype", DTYPES, nargs="+", default=["bfloat16"] if cuda else ["float64"])
+    _add_names(parser, "--kernel", ("auto", *KERNELS), nargs="+", default=["auto"])
+    _add_names(parser, "--method", ("auto", *METHODS), nargs="+", default=["auto"])
+    parser.add_argument(
+        "--seq-len", nargs="+", type=int, metavar="N", default=[None], help="tokens; default 256 a rank"
+    )
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="append the figures, one row a configuration")
+    args = parser.parse_args(argv)
     if "RANK" not in os.environ:
         parser.error("no ranks: start it with torchrun --nproc-per-node 2 -m cp_mesh")
-    if args.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
-    mesh = init_device_mesh(args.device, (dist.get_world_size(),), mesh_dim_names=("cp",))
+    _require_device(parser, args.device)
+    if any(num is not None and num < 1 for num in args.seq_len):
+        parser.error(f"argument --seq-len: expected 1 token or more, got {args.seq_len}")
+    mesh = _mesh(args.device)
     hardware = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-    failed = False
-    for dtype, kernel, method, seq_len, layout, causal in itertools.product(
-        args.dtype, args.kernel, args.method, args.seq_len, LAYOUTS, (True, False)
-    ):
-        try:
-            report = verify(
-                mesh,
-                layout=layout,
-                mask=Mask(causal=causal),
-                dtype=getattr(torch, dtype),
-                kernel=kernel,
-                method=method,
-                num_heads=4 * (mesh.size() if method == "ulysses" else 1),  # heads that the ranks divide
-                seq_len=seq_len,
-            )
-        except VerificationError as error:
-            assert isinstance(error.report, Report)
-            report, failed = error.report, True
-        if dist.get_rank() == 0:
-            case = [dtype, seq_len or 256 * mesh.size(), layout.spec(), "causal" if causal else "full"]
-            by = report.kernel if method == "auto" else f"{method}/{report.kernel}"
-            print(*case, report if method == "auto" else f"{method}  {report}", sep="  ", flush=True)
-            if args.csv:
-                figures = [f"{table[name]:.3g}" for name in NAMES for table in (report.errors, report.ratios)]
-                _append(args.csv, [f"{mesh.size()}x {hardware}", torch.__version__, *case, by, *figures])
-    _leave(failed)
+    is_first = dist.get_rank() == 0
+    progress, tried, said = Progress(is_first), 0, ""
+    wrong: list[str] = []
+    refused: list[str] = []
+    for dtype, kernel, method, seq_len in itertools.product(args.dtype, args.kernel, args.method, args.seq_len):
+        tokens = seq_len or 256 * mesh.size()
+        if is_first:
+            show(f"{dtype}, {tokens} tokens on {mesh.size()} ranks, kernel {kernel}, method {method}:")
+            show(_row("layout", "mask", "kernel", *NAMES, "of limit", ""))
+        for layout, causal in itertools.product(LAYOUTS, (True, False)):
+            where, tried = (layout.spec(), "causal" if causal else "full"), tried + 1
+            try:
+                with progress(f"{' '.join(where)}, configuration {tried}"):
+                    report = verify(
+                        mesh,
+                        layout=layout,
+                        mask=Mask(causal=causal),
+                        dtype=getattr(torch, dtype),
+                        kernel=kernel,
+                        method=method,
+                        num_heads=4 * (mesh.size() if method == "ulysses" else 1),  # heads that the ranks divide
+                        seq_len=seq_len,
+                    )
+            except VerificationError as error:
+                assert isinstance(error.report, Report)
+                report = error.report
+                wrong.append(f"{dtype} {' '.join(where)}")
+            except (ArgumentError, UnsupportedError) as error:
+                refused.append(f"{dtype} {' '.join(where)}")
+                if is_first:
+                    show(_row(*where, *["-"] * 7, "refused"), False)
+                    for line in textwrap.wrap(str(error), WIDTH - 4) if str(error) != said else ():
+                        show(f"    {line}", False)
+                    said = str(error)
+                continue
+            if is_first:
+                for line in _lines_of(where, report):
+                    show(line, report.passed)
+                if args.csv:
+                    case = [dtype, tokens, *where, report.kernel if method == "auto" else f"{method}/{report.kernel}"]
+                    figures = [f"{table[name]:.3g}" for name in NAMES for table in (report.errors, report.ratios)]
+                    _append(args.csv, [f"{mesh.size()}x {hardware}", torch.__version__, *case, *figures])
+    if is_first:
+        took = f"({tried} configurations on {mesh.size()} ranks, {progress.seconds:.1f} s)"
+        bad, word = (wrong, "WRONG") if wrong else (refused, "REFUSED")
+        show(f"{word}: {len(bad)}, the first is {bad[0]} {took}" if bad else f"RIGHT {took}", not bad)
+    _leave(1 if wrong else REFUSED if refused else 0)
+
+
+def _lines_of(where: tuple[str, str], report: Report) -> Iterator[str]:
+    """RMS errors against one device in float64, and the largest share of what is allowed."""
+    errors = [f"{report.errors[name]:.1e}" for name in NAMES]
+    verdict = "exact" if report.passed else "WRONG"
+    most = max(report.ratios.values(), key=lambda ratio: (ratio != ratio, ratio))  # nan is the worst
+    yield _row(*where, report.kernel, *errors, f"{100 * most:.0f} %", verdict)
+    alone = [f"{name} ({100 * ratio:.0f} %)" for name, ratio in report.of_one_device.items() if not ratio <= 1]
+    if alone:
+        yield f"    the kernel is wrong on one device too: {', '.join(alone)}"
+
+
+def _row(layout: str, mask: str, kernel: str, *figures: str) -> str:
+    *errors, share, verdict = figures
+    cells = [f"{layout:10}", f"{mask:6}", f"{kernel:11}", *(f"{x:>7}" for x in errors), f"{share:>8}", verdict]
+    return f"  {'  '.join(cells)}".rstrip()
 
 
 def _append(path: Path, row: list[object]) -> None:

@@ -65,7 +65,11 @@ class Calibration(NamedTuple):
 
 
 def calibrate(
-    shapes: Shapes, device: torch.device, kernels: Sequence[str] = (), group: dist.ProcessGroup | None = None
+    shapes: Shapes,
+    device: torch.device,
+    kernels: Sequence[str] = (),
+    group: dist.ProcessGroup | None = None,
+    progress: Callable[[str], Any] = lambda what: None,
 ) -> Calibration:
     """Measure; every rank of the group calls it, and gets the same.
 
@@ -74,6 +78,7 @@ def calibrate(
         device: of this rank.
         kernels: names; none: those that can compute causal attention of these shapes here.
         group: None: this device alone, whose links and host are not measured.
+        progress: called with what is measured next.
     """
     clock = _Clock(device, group)
     able = [name for name, kernel in KERNELS.items() if not shortfalls(kernel.capability, _request(shapes, device))]
@@ -82,12 +87,17 @@ def calibrate(
     if not able:
         refuse("calibrate", "a kernel for causal attention", f"{shapes.dtype}, {device.type}", "dtype=bfloat16 works")
     chosen = list(kernels or [name for name in able if name != "reference"] or able)
+    progress("copies on the device")
     copies = fit(*_copies(clock, shapes), (1 / H200.memory_rate, H200.per_launch))
+    rates = {}
+    for name in chosen:
+        progress(f"kernel {name}")
+        rates[name] = _rates(clock, shapes, KERNELS[name])
     machine = replace(
         H200,
         name=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         compute_capability=compute_capability_of(device),
-        kernels={name: _rates(clock, shapes, KERNELS[name]) for name in chosen},
+        kernels=rates,
         memory_rate=_rate(copies[0], H200.memory_rate),
         per_launch=copies[1],
         transport="symmetric_memory" if device.type == "cuda" else "functional",
@@ -96,10 +106,13 @@ def calibrate(
     if group is not None and group.size() > 1:
         transport = choose_transport("auto", group, device)
         machine = replace(machine, transport=transport, gpus_per_host=group.size())
+        progress("fetches from other ranks")
         per_byte, per_barrier = fit(*_fetches(clock, shapes, machine, group), (1 / H200.link_rate, H200.per_barrier))
         machine = replace(machine, link_rate=_rate(per_byte, H200.link_rate), per_barrier=per_barrier)
+        progress("exchanges between ranks")
         (per_byte,) = fit(*_exchanges(clock, shapes, machine, group), (1 / H200.exchange_rate,))
         machine = replace(machine, exchange_rate=_rate(per_byte, H200.exchange_rate))
+        progress("the host")
         forward, backward = _host(clock, shapes, chosen[0], group)
         machine = replace(machine, host_forward=forward, host_backward=backward)
         measured |= {"link_rate", "per_barrier", "exchange_rate", "host"}

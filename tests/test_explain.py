@@ -420,10 +420,12 @@ def test_command_says_what_the_function_says(name: str, capsys: Any) -> None:
         command.main()
     settings = {"device": "cuda", "dtype": torch.bfloat16} | options
     printed = capsys.readouterr().out
-    assert printed == f"{explain(16384, 4, **settings)}\n"
+    found = explain(16384, 4, **settings)
+    assert printed == f"{found}\n{found.verdict}\n"
     without = settings | {"device": "cpu" if name == "--machine" else "cuda", "dtype": torch.bfloat16}
     without = {option: without[option] for option in ("device", "dtype")}
-    assert (name == "nothing") == (printed == f"{explain(16384, 4, **without)}\n")
+    found = explain(16384, 4, **without)
+    assert (name == "nothing") == (printed == f"{found}\n{found.verdict}\n")
 
 
 def test_command_balances_and_draws(tmp_path: Path, capsys: Any) -> None:

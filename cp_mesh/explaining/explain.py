@@ -21,6 +21,7 @@ from cp_mesh.errors import ArgumentError, UnsupportedError, refuse
 from cp_mesh.explaining.telling import (
     advice_lines,
     alternatives_lines,
+    as_bytes,
     head_lines,
     owners_lines,
     predicted_lines,
@@ -60,6 +61,16 @@ class Explanation:
 
     def __repr__(self) -> str:
         return self.text
+
+    @property
+    def verdict(self) -> str:
+        """What runs, how long it is predicted to take, and what it holds, in one line."""
+        words = [f"RUNS: {self.found.layout.spec()} {self.found.method}, kernel {self.found.kernel.name}"]
+        if self.found.seconds is not None:
+            words.append(f"predicted {self.found.seconds * 1e3:.3g} ms for both passes")
+        if self.found.memory is not None:
+            words.append(f"{as_bytes(self.found.memory)} of memory")
+        return ", ".join(words)
 
     def plot(self, path: str | Path, points: int = 512) -> None:
         """Draw who owns which tokens, and in which stage each pair of the mask is computed, into a picture file.

@@ -79,8 +79,8 @@ def _rank_table(
             words = f" from {','.join(map(str, of))}" if sources and rows and len(of) <= 2 else ""
             line.append(f"{rows}{words}" if rows else "-")
         line += [str(sum(x.received[alone:]))] * (alone < num)
-        line += [_bytes(x.near * row_bytes)] * with_bytes + [_bytes(x.far * row_bytes)] * (with_bytes and far)
-        lines.append(line + ([_bytes(x.memory.peak)] if x.memory else []))
+        line += [as_bytes(x.near * row_bytes)] * with_bytes + [as_bytes(x.far * row_bytes)] * (with_bytes and far)
+        lines.append(line + ([as_bytes(x.memory.peak)] if x.memory else []))
     return head, lines
 
 
@@ -114,9 +114,9 @@ def alternatives_lines(found: Variant, others: Sequence[Variant]) -> list[str]:
     lines = []
     for x in (found, *others):
         line = [_name(x) + " (this)" * (x is found), f"{x.work.max():.2f}"]
-        line.append(_bytes(x.moved) if with_bytes else f"{x.moved:.0f}")
+        line.append(as_bytes(x.moved) if with_bytes else f"{x.moved:.0f}")
         line += [_ms(x.seconds) if x.seconds else "-"] * timed
-        lines.append(line + [_bytes(x.memory) if x.memory is not None else "-"] * with_bytes)
+        lines.append(line + [as_bytes(x.memory) if x.memory is not None else "-"] * with_bytes)
     return _table(head, lines)
 
 
@@ -166,7 +166,7 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3g}" if seconds < 1 else f"{1e3 * seconds:.0f}"
 
 
-def _bytes(num: float) -> str:
+def as_bytes(num: float) -> str:
     if not num:
         return "-"
     power = 0

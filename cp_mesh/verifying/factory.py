@@ -1,0 +1,97 @@
+"""The factory of ``python -m cp_mesh verify module:function``: it returns the arguments of `cp_mesh.verify_model`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from cp_mesh.errors import ArgumentError, describe, refuse
+from cp_mesh.verifying.verify_model import verify_model
+
+_ARGUMENTS = "a dict of verify_model's arguments"
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "make_model": (
+        lambda x: callable(x) and not isinstance(x, nn.Module),
+        "a function without arguments that returns the plain model",
+    ),
+    "plan": (lambda x: x is None or callable(x) or isinstance(x, Mapping), "a plan, a function of the model, or None"),
+    "batch": (lambda x: isinstance(x, Mapping), "a dict of whole tensors by the names of the model's arguments"),
+    "mesh": (lambda x: x is None or isinstance(x, DeviceMesh), "a DeviceMesh of all ranks, or None"),
+}
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """What a factory returns.
+
+    Args:
+        text: "module:function" or "file.py:function".
+
+    Raises:
+        ArgumentError: naming the factory and the argument. What the user's own code raised is its cause.
+    """
+    what = f"factory {text}"
+    where, _, name = text.rpartition(":")
+    if not where:
+        refuse(what, "module:function or file.py:function", text, "as in my_trainer:verification")
+    factory = _function(what, _module(what, where), name)
+    try:
+        returned = factory()
+    except Exception as error:
+        raise ArgumentError(describe(what, _ARGUMENTS, _shown(error), "see its traceback")) from error
+    if not isinstance(returned, Mapping):
+        refuse(what, _ARGUMENTS, type(returned), "return {'make_model': ..., 'plan': ..., 'batch': ..., 'mesh': ...}")
+    parameters = inspect.signature(verify_model).parameters
+    for key in returned:
+        if key not in parameters:
+            close = difflib.get_close_matches(str(key), parameters, n=1) or [*parameters]
+            refuse(f"{what}: {key!r}", "the name of an argument of verify_model", key, f"near it: {', '.join(close)}")
+    for key, (is_right, expected) in _KINDS.items():
+        if key not in returned and parameters[key].default is inspect.Parameter.empty:
+            refuse(f"{what}: {key!r}", expected, f"{[*returned]} alone", "add it to the dict")
+        if key in returned and not is_right(returned[key]):
+            refuse(f"{what}: {key!r}", expected, type(returned[key]), "see cp_mesh.verify_model")
+    return dict(returned)
+
+
+def _module(what: str, where: str) -> ModuleType:
+    """A module by its name, or a file by its path, beside which its own imports are found."""
+    expected, hint = "a module that can be imported", "start in its folder, or name a file, path/to/my_trainer.py"
+    if where.endswith(".py"):
+        path = Path(where).resolve()
+        if not path.exists():
+            refuse(what, expected, f"no file {path}", hint)
+        sys.path.insert(0, str(path.parent))
+        where = path.stem
+    try:
+        return importlib.import_module(where)
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and f"{where}.".startswith(f"{error.name}."):
+            raise ArgumentError(describe(what, expected, str(error), hint)) from None
+        raise ArgumentError(describe(what, expected, _shown(error), "see its traceback")) from error
+
+
+def _function(what: str, module: ModuleType, name: str) -> Callable[[], Any]:
+    found = getattr(module, name, None)
+    if not callable(found):
+        own = [key for key, x in vars(module).items() if callable(x) and key[0] != "_"]
+        close = difflib.get_close_matches(name, own, n=3) or own[-3:]
+        got = f"none of that name in {module.__name__}" if found is None else type(found)
+        refuse(what, "a function", got, f"near it: {', '.join(close)}" if close else "it defines none")
+    try:
+        inspect.signature(found).bind()
+    except TypeError as error:
+        refuse(what, "a function that needs no arguments", str(error), "functools.partial binds them")
+    return found
+
+
+def _shown(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,235 @@
+"""`python -m cp_mesh`: what a newcomer reads fits 100 columns, ends with a verdict, and has an exit status."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from scripts import run_script
+
+import cp_mesh
+import cp_mesh.__main__ as command
+from cp_mesh import ArgumentError
+from cp_mesh.verifying import report as reporting
+from cp_mesh.verifying.factory import arguments_of
+from cp_mesh.verifying.report import Progress
+from cp_mesh.verifying.verify import NAMES, Report
+
+SCRIPT = Path(cp_mesh.__file__).parent / "__main__.py"
+VERDICT = r"(RIGHT|WRONG|REFUSED|RUNS|MEASURED)[: (]"
+FACTORIES = """
+import torch
+
+def good(): return {"make_model": torch.nn.Module, "plan": None, "batch": {}}
+def not_a_dict(): return [1]
+def misspelt(): return good() | {"bacth": {}}
+def no_batch(): return {"make_model": torch.nn.Module, "plan": None}
+def a_model(): return good() | {"make_model": torch.nn.Module()}
+def a_tensor(): return good() | {"batch": torch.zeros(2, 8)}
+def a_list(): return good() | {"plan": ["layers.0"]}
+def a_size(): return good() | {"mesh": 8}
+def takes(mesh): return good()
+def raises(): return {}["corpus"]
+number = 7
+"""
+
+
+def run(*words: str) -> None:
+    with mock.patch.object(sys, "argv", ["cp_mesh", *words]):
+        command.main()
+
+
+def widest(text: str) -> int:
+    return max(map(len, text.splitlines()))
+
+
+EXPLAINED = {
+    "documents on two hosts": "--cp 16 --heads 32/8 --gpus-per-host 8 --columns 94 "
+    "--documents 3000 5000 --layout balanced",
+    "many ranks": "--cp 512 --heads 512/512 --method ulysses --columns 94",
+    "scores": "--cp 4 --device cpu --scores alibi_slopes relative_bias --window 64 --prefix 3",
+}
+
+
+@pytest.mark.parametrize("words", EXPLAINED.values(), ids=EXPLAINED)
+def test_an_explanation_fits_and_ends_with_what_runs(words: str, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(reporting, "AFTER", 60.0)
+    run("explain", "--seq-len", "65536", *words.split())
+    printed = capsys.readouterr()
+    assert widest(printed.out) <= 100 and not printed.err
+    assert printed.out.splitlines()[-1].startswith("RUNS: ") and len(re.findall(VERDICT, printed.out)) == 1
+    assert ("of memory" in printed.out.splitlines()[-1]) == ("--heads" in words)
+
+
+@pytest.mark.parametrize("name", ["", "explain", "calibrate", "verify"])
+def test_help_fits(name: str, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "250")
+    with pytest.raises(SystemExit) as left:
+        run(*[name][: len(name)], "--help")
+    assert left.value.code == 0 and 80 < widest(capsys.readouterr().out) <= 100
+
+
+REFUSED = {
+    "an unknown command": (["atention"], "expected explain, calibrate, verify, or options alone, got 'atention'"),
+    "no ranks": (["--seq-len", "64"], "no ranks: start it with torchrun"),
+    "an unknown kernel": (["--kernel", "fa5"], "invalid choice: 'fa5' (choose from 'auto', 'fa4'"),
+    "an unknown dtype": (["--dtype", "float8"], "invalid choice: 'float8'"),
+    "heads": (
+        ["explain", "--seq-len", "64", "--cp", "2", "--heads", "x"],
+        "expected query heads/kv heads, as 32/8, got",
+    ),
+    "no argument": (["explain", "--seq-len", "64"], "required: --cp"),
+    "a method": (
+        ["explain", "--seq-len", "64", "--cp", "2", "--method", "hybrid"],
+        "explain: method: expected ring, all_gather or ulysses, got 'hybrid'; ",
+    ),
+    "columns": (
+        ["explain", "--seq-len", "64", "--cp", "2", "--columns", "95"],
+        "--columns: expected at most 94, got 95",
+    ),
+    "documents": (
+        ["explain", "--seq-len", "64", "--cp", "2", "--documents", "3", "0"],
+        "--documents: expected lengths of 1 token or more, got [3, 0]",
+    ),
+    "the dtype of a calibration": (["calibrate", "--dtype", "float8"], "invalid choice: 'float8'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_run_says_so_in_a_few_lines(name: str, capsys: Any, monkeypatch: Any) -> None:
+    words, says = REFUSED[name]
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit) as left:
+        run(*words)
+    said = capsys.readouterr().err
+    assert left.value.code == 2 and widest(said) <= 100 and len(said.splitlines()) <= 5, said
+    assert says in " ".join(said.split()) and said.rstrip().endswith("--help")
+
+
+def test_the_first_rank_speaks(capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(command, "SPEAKING", 0.0)
+    with pytest.raises(SystemExit) as left:
+        run("--kernel", "fa5")
+    assert left.value.code == 2 and not capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(capsys: Any) -> None:
+    with pytest.raises(SystemExit) as left:
+        run("calibrate", "--device", "cuda")
+    assert left.value.code == 2 and "got none; --device cpu works" in " ".join(capsys.readouterr().err.split())
+
+
+def test_attention_on_two_ranks() -> None:
+    arguments = ["--device", "cpu", "--seq-len", "32", "--kernel", "cpu_flash", "triton", "--dtype", "float64"]
+    done = run_script(SCRIPT, arguments, num_ranks=2)
+    lines = [line for line in done.printed.splitlines() if not re.match(r"\[ *\d+\.\d s\] ", line)]
+    assert done.returncode == 2 and widest(done.printed) <= 100, done.printed
+    assert [line.rpartition(" ")[2] for line in lines].count("exact") == 6
+    assert [line.rpartition(" ")[2] for line in lines].count("refused") == 6
+    assert done.printed.count("kernel='triton' lacks device cpu") == 1
+    assert lines[-1].startswith("REFUSED: 6, the first is float64 contiguous causal (12 configurations on 2 ranks, ")
+
+
+def test_a_row_has_every_figure_and_what_is_wrong() -> None:
+    errors = {name: 10.0**-i for i, name in enumerate(NAMES, 5)}
+    ratios = {name: 0.25 for name in NAMES}
+    (line,) = command._lines_of(("contiguous", "causal"), Report("fa2_package", errors, ratios, {}))
+    assert line.split()[3:8] == ["1.0e-05", "1.0e-06", "1.0e-07", "1.0e-08", "1.0e-09"]
+    assert line.endswith("    25 %  exact") and len(line) <= 100
+    bad = Report("cudnn", errors, ratios | {"dq": float("nan")}, {"out": 0.5, "dk": 3.2})
+    first, second = command._lines_of(("zigzag", "full"), bad)
+    assert first.endswith("nan %  WRONG") and "dk (320 %)" in second and "out" not in second
+
+
+FACTORY_ERRORS = {
+    "without a colon": ("{file}", "expected module:function or file.py:function, got "),
+    "no such file": ("{file}x.py:good", "expected a module that can be imported, got no file "),
+    "no such module": (
+        "my_trainer_that_is_not:good",
+        "got No module named 'my_trainer_that_is_not'; start in its folder",
+    ),
+    "another import": (
+        "{folder}/imports.py:good",
+        "got ModuleNotFoundError: No module named 'nowhere_at_all'; see its",
+    ),
+    "no such function": ("{file}:goof", "expected a function, got none of that name in my_cp_factories; near it: good"),
+    "a number": ("{file}:number", "expected a function, got int; "),
+    "arguments": (
+        "{file}:takes",
+        "expected a function that needs no arguments, got missing a required argument: 'mesh'",
+    ),
+    "it raises": ("{file}:raises", "expected a dict of verify_model's arguments, got KeyError: 'corpus'; see its"),
+    "a list": ("{file}:not_a_dict", "expected a dict of verify_model's arguments, got list; return {{'make_model'"),
+    "a name": (
+        "{file}:misspelt",
+        "'bacth': expected the name of an argument of verify_model, got bacth; near it: batch",
+    ),
+    "none": (
+        "{file}:no_batch",
+        "'batch': expected a dict of whole tensors by the names of the model's arguments, got ['",
+    ),
+    "a model": (
+        "{file}:a_model",
+        "'make_model': expected a function without arguments that returns the plain model, got M",
+    ),
+    "a tensor": (
+        "{file}:a_tensor",
+        "'batch': expected a dict of whole tensors by the names of the model's arguments, got T",
+    ),
+    "a plan": ("{file}:a_list", "'plan': expected a plan, a function of the model, or None, got list; "),
+    "a mesh": ("{file}:a_size", "'mesh': expected a DeviceMesh of all ranks, or None, got int; "),
+}
+
+
+@pytest.fixture
+def factories(tmp_path: Path, monkeypatch: Any) -> Path:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("my_cp_factories", "imports"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    (tmp_path / "imports.py").write_text("import nowhere_at_all\n")
+    (tmp_path / "my_cp_factories.py").write_text(FACTORIES)
+    return tmp_path / "my_cp_factories.py"
+
+
+@pytest.mark.parametrize("name", FACTORY_ERRORS)
+def test_errors_of_a_factory_name_it_and_the_argument(name: str, factories: Path) -> None:
+    text, says = FACTORY_ERRORS[name]
+    text = text.format(file=factories, folder=factories.parent)
+    with pytest.raises(ArgumentError) as raised:
+        arguments_of(text)
+    said = str(raised.value)
+    assert said.startswith(f"factory {text}") and says.format() in said, said
+    assert (raised.value.__cause__ is not None) == ("see its traceback" in said)
+
+
+def test_a_factory_that_is_right(factories: Path) -> None:
+    assert set(arguments_of(f"{factories}:good")) == {"make_model", "plan", "batch"}
+
+
+def test_a_factory_that_raises_is_told_by_the_command(factories: Path) -> None:
+    done = run_script(SCRIPT, ["verify", f"{factories}:raises", "--device", "cpu"])
+    assert done.returncode == 2, done.printed
+    assert 'return {}["corpus"]' in done.printed and "got KeyError: 'corpus'" in " ".join(done.printed.split())
+    assert "cp_mesh/__main__.py" not in done.printed
+
+
+def test_progress_is_told_after_a_second_and_not_before(capsys: Any, monkeypatch: Any) -> None:
+    assert reporting.AFTER == 1.0
+    monkeypatch.setattr(reporting, "AFTER", 0.05)
+    for on in (True, False):
+        progress = Progress(on)
+        with progress("what is quick"):
+            pass
+        with progress("what takes long" + "!" * 200):
+            progress("what takes its place")
+            time.sleep(0.3)
+        said = capsys.readouterr().err
+        assert re.fullmatch(r"\[   0\.\d s\] what takes its place\n" if on else "", said), said
