@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import math
 import os
 import sys
@@ -281,6 +282,8 @@ def train(args: argparse.Namespace, setup: Setup) -> None:
 
 def main() -> None:
     args = parse_arguments()
+    if args.dump:  # PyTorch warns that it gathers whole gradients by one collective after another: once, here
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     train(args, plain_setup(args) if args.plain else mesh_setup(args))
     if args.plain:
         assert "cp_mesh" not in sys.modules, "the plain run is the baseline: it must not import what it checks"

@@ -159,6 +159,7 @@ def commands(path: Path) -> list[list[str]]:
     inline = [Block("", 0, " ".join(text.split()) + "\n") for text in texts]
     for block in blocks(path, "sh") + inline:
         for line in re.sub(r"\\?\n +", " ", block.code.replace("\\\n", " ")).splitlines():
+            line = re.sub(r"^(?:[A-Z_]+=\w+ )+", "", line.strip())  # of the environment
             for name, value in variables.items():
                 line = line.replace(f"${name}", value)
             if setting := re.match(r'^(\w+)="(.*)"$', line.strip()):

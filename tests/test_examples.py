@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from scripts import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "examples"))
+import quickstart  # noqa: E402
+
 # 61 tokens: neither cp nor tp divides them.
 SMALL = shlex.split("--device cpu --dim 32 --layers 2 --seq-len 61 --batch-size 2 --steps 4 --warmup 1 --documents")
 
@@ -52,6 +57,35 @@ def test_trainer_with_a_layout_for_each_batch(tmp_path: Path) -> None:
     mesh = train(tmp_path / "mesh", *options, num_ranks=4)
     plain = train(tmp_path / "plain", "--plain", "--restart-positions")
     assert mesh["losses"] == pytest.approx(plain["losses"], abs=1e-5)
+
+
+def words_of(stderr: str) -> list[str]:
+    """Its lines but for the trainer's progress bar."""
+    return [line for line in re.split(r"[\r\n]+", stderr) if line.strip() and "it/s" not in line and "s/it" not in line]
+
+
+@pytest.mark.full
+def test_the_quick_start_prints_no_warnings(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
+    monkeypatch.setattr(quickstart, "RUN", [*SMALL, "--dim", "32"])
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    four = [*quickstart.FOUR_RANKS, quickstart.TRAINER, "--cp=2", "--tp=2"]
+    assert len(quickstart.train("four ranks", four, "cpu", tmp_path / "four")["losses"]) == 4
+    assert len(quickstart.train("one rank", [quickstart.TRAINER, "--plain"], "cpu", tmp_path / "one")["losses"]) == 4
+    printed = capfd.readouterr()
+    assert "it/s" in printed.err and words_of(printed.err) == []
+    assert [line for line in printed.out.splitlines() if line and line[0] != " "] == ["four ranks:", "one rank:"]
+
+
+@pytest.mark.full
+def test_the_page_of_the_quick_start_prints_no_warnings(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "index.md").read_text()
+    (tmp_path / "train.py").write_text("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)))
+    (setting, *words) = re.findall(r"^(\w+=1) torchrun (.*train.py)", page, re.MULTILINE)[0]
+    command = [sys.executable, "-m", "torch.distributed.run", *shlex.split(*words)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | dict([setting.split("=")])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.count("step ") == 10, done.stderr
+    assert done.stderr == ""
 
 
 @pytest.mark.full
