@@ -27,8 +27,9 @@ class ShardedCache:
     """The keys and values of one attention layer, of which each cp rank holds some tokens, and their positions.
 
     `prefill` takes what a sharded forward of the prompt computed, `append` the keys and values of further tokens, which
-    every rank computes alike and one rank keeps: the one that has fewest. `attend` is their attention. All batch rows
-    have one length. Nothing is communicated but by `attend`, and in check mode by `append`.
+    every rank computes alike and one rank keeps: the one that has fewest. `attend` is their attention. Where the
+    sequence has a length there is a prompt of that length, and `prefill` comes first. All batch rows have one length.
+    Nothing is communicated but by `attend`, and in check mode by `append`.
 
     With a ``capacity`` memory is allocated once, for ceil(capacity / cp_size) tokens a rank and one row more, shapes
     never change, and how far it is filled is counted on the device: made for CUDA graphs, whose replays
@@ -45,7 +46,8 @@ class ShardedCache:
 
     Raises:
         ArgumentError: on shapes, dtypes or devices that change, on more tokens than the capacity, or on calls out of
-            order.
+            order: `append` before a prompt that the sequence tells of, `prefill` of a cache that has tokens, `attend`
+            before `append`.
         UnsupportedError: as in `decode`.
 
     Example:
@@ -129,6 +131,9 @@ class ShardedCache:
             num_new = key.shape[2]
             if num_new < 1:
                 refuse("append", "at least one token", 0, "leave the call out")
+            if not self.length and (prompt := self.sequence.length) is not None:
+                hint = "call prefill first; without a prompt, make the cache with a ShardedSequence without length="
+                refuse("append", f"the {prompt} tokens of the sequence in the cache", "an empty cache", hint)
             self._check_room(self.length + num_new)
         if checking():
             require_agreement(self._group, {"key": fingerprint(key), "value": fingerprint(value)})

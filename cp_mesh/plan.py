@@ -148,12 +148,17 @@ def _resolve(
     mask = parse_mask(options.mask, documents, key_padding)
     expected = layout.shard_len(seq_len, cp_size, cp_rank)
     if q.shape[2] != expected:
+        hint = (
+            "shard with this layout, or pass the seq_len that was sharded (shards of unequal length need it; "
+            f"equal ones would mean seq_len={q.shape[2] * cp_size})"
+        )
+        if max(expected, seq_len - layout.multiple(cp_size)) < q.shape[2] <= seq_len:  # padding left out
+            hint = "these look like whole tokens: shard them, sequence.shard({...}), or let a ShardedModel do it"
         refuse(
             "local sequence length",
             f"{expected} rows (rank {cp_rank} of {cp_size}, {options.layout} layout, seq_len={seq_len})",
             f"{q.shape[2]} rows",
-            f"shard with this layout, or pass the seq_len that was sharded (shards of unequal length need it; "
-            f"equal ones would mean seq_len={q.shape[2] * cp_size})",
+            hint,
         )
     for name, tensor in (("documents", documents), ("key_padding", key_padding)):
         if tensor is None:

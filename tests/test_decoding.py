@@ -600,6 +600,8 @@ def refused_by_caches(rank: int) -> dict[str, tuple[Callable[[], Any], str]]:
         "a long prompt": (lambda: cache(0, length=6).prefill(*[x.expand(1, 1, 4, 4)] * 2), "larger capacity"),
         "a second prompt": (lambda: cache().prefill(x, x), "an empty cache"),
         "rows of another layout": (lambda: cache(0, length=4).prefill(x, x), "2 rows"),
+        "appended before the prompt": (lambda: cache(length=4), "the 4 tokens of the sequence in the cache"),
+        "attended before an append": (lambda: cache(0).attend(q), "at most 0 rows, those of the last append"),
         "nothing appended": (lambda: cache().append(x[:, :, :0], x[:, :, :0]), "at least one token"),
         "dtype": (lambda: cache().append(x.double(), x.double()), "as in the cache"),
         "batch": (lambda: cache().append(x.expand(2, 1, 1, 4), x.expand(2, 1, 1, 4)), "as in the cache"),

@@ -74,13 +74,31 @@ def style(axes: Any, **options: Any) -> ContextParallel:
 
 
 class Core(nn.Module):
+    def forward(self, x: Tensor, is_causal: bool = True) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=is_causal)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Core(), Core()
+
     def forward(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+        return self.second(self.first(x))
 
 
-def call_of_core(axes: Any) -> Any:
-    model = cp_mesh.parallelize(nn.Sequential(Core()), axes["cp"], {"0": style(axes, mask=Mask(window=(3, 0)))})
-    return model[0](rows())
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[0](x)
+
+
+def call_of_core(axes: Any, plan: str = "blocks.*.*", length: int | None = None) -> Model:
+    core = ContextParallel(ShardedSequence(axes["cp"], length=length), mask=Mask(window=(3, 0)))
+    return cp_mesh.parallelize(Model(), axes["cp"], {plan: core})
 
 
 ERRORS: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -118,7 +136,7 @@ ERRORS: dict[str, tuple[Callable[[Any], Any], str]] = {
         "ContextParallel.layout: expected a function that returns a Layout, got Striped(); ",
     ),
     "a call and a mask": (
-        call_of_core,
+        lambda axes: call_of_core(axes).blocks[0].first(rows(), is_causal=False),
         "is_causal: expected True, as in the style's Mask(causal=True, window=(3, 0)), got False; ",
     ),
     "dtypes": (
@@ -128,6 +146,28 @@ ERRORS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "rows of a layout": (
         lambda axes: attention(rows(), rows(), rows(), mesh=axes["cp"], seq_len=12),
         "of 2, zigzag layout, seq_len=12), got 4 rows; ",
+    ),
+    "whole tokens": (
+        lambda axes: attention(rows(1, 2, 8, 8), rows(1, 2, 8, 8), rows(1, 2, 8, 8), mesh=axes["cp"], seq_len=8),
+        "got 8 rows; these look like whole tokens: shard them, sequence.shard({...}), or let a ShardedModel do it",
+    ),
+    "whole tokens of a padded sequence": (
+        lambda axes: call_of_core(axes, length=7)(rows(1, 2, 7, 8)),
+        "got 7 rows; these look like whole tokens: shard them",
+    ),
+    "a layer outside of the plan, without a root": (
+        lambda axes: call_of_core(axes, "blocks.*.first")(rows(1, 2, 4, 8)),
+        "plan: expected every self-attention in a ContextParallel module, got scaled_dot_product_attention outside of "
+        "one, in 'blocks.0.second', where each rank attends to its shard alone; add 'blocks.0.second': ContextPara",
+    ),
+    "a misspelt method": (
+        lambda axes: attention(rows(), rows(), rows(), mesh=axes["cp"], method="all-gahter"),
+        "method: expected one of auto, ring, all_gather, ulysses, hybrid, double_ring, got 'all-gahter'; "
+        "method='all_gather' works",
+    ),
+    "a layout as a method": (
+        lambda axes: attention(rows(), rows(), rows(), mesh=axes["cp"], method="zigzag"),
+        "got 'zigzag'; method='ring' works",
     ),
     "placements": (
         lambda axes: attention(*dtensors([Shard(2), Replicate()], [Shard(2), Partial()], [Shard(2), Partial()])),

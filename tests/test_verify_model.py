@@ -491,7 +491,7 @@ USERS: dict[str, Bug] = {
     "1 a layer left out of the plan": Bug(r"forward: layers\.1\.core, output, position 6", left_out),
     "1 a layer left out, blocks compiled": Bug(r"forward: norm, argument x, position 6", left_out_of_compiled),
     "1 a layer left out, no root": Bug(
-        r"forward: layers\.1\.core, output, position 6|ShardedModel: expected every self-attention",
+        r"forward: layers\.1\.core, output, position 6|plan: expected every self-attention",
         left_out_without_root,
     ),
     "2 a window of the model ignored": Bug(

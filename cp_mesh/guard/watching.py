@@ -121,12 +121,18 @@ class Watch(TorchFunctionMode):
         group_name, seq_len: while a root is traced, its cp group and the tokens of its whole sequence, which are then
             compared with those of its cores. Roots in eager mode have `ops.ROOT` for that.
         local_rows: of this rank, in an eager forward without positions: as many that are counted from 0 are warned of.
+        root: in an eager forward the module that runs, by whose names attention outside of the plan is told.
     """
 
     def __init__(
-        self, group_name: str | None = None, seq_len: int | None = None, local_rows: int | None = None
+        self,
+        group_name: str | None = None,
+        seq_len: int | None = None,
+        local_rows: int | None = None,
+        root: nn.Module | None = None,
     ) -> None:
         super().__init__()
+        self.root = root
         self.group_name, self.seq_len, self.local_rows = group_name, seq_len, local_rows
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -135,7 +141,7 @@ class Watch(TorchFunctionMode):
         if name in ATTENTION:
             dim = ROWS[name]
             if dim is None or _rows("query", 0, dim, args, kwargs) == _rows("key", 1, dim, args, kwargs):
-                _refuse(name)
+                _refuse(name, self.root)
         elif name in CHECKPOINTS:  # traced: Dynamo does not show its body to a mode outside of it
             body = functools.partial(_watched_body, self.group_name, self.seq_len, args[0])
             return func(body, *args[1:], **kwargs)
@@ -175,14 +181,27 @@ def _watched_body(
         return body(*args, **kwargs)
 
 
-def _refuse(name: str) -> NoReturn:
+def _refuse(name: str, root: nn.Module | None = None) -> NoReturn:
+    caller = "" if root is None or torch.compiler.is_compiling() else _calling(root)
+    hint = f"add {caller!r}: ContextParallel(sequence)" if caller else "name the module that calls it in the plan"
     refuse(
-        "ShardedModel",
+        "plan",
         "every self-attention in a ContextParallel module",
-        f"{name} outside of one, where each rank attends to its shard alone",
-        "name the module that calls F.scaled_dot_product_attention in the plan; watch=False (of ShardedModel, or of "
-        "parallelize without one) if this attends to another sequence, which is whole",
+        f"{name} outside of one{f', in {caller!r}' if caller else ''}, where each rank attends to its shard alone",
+        f"{hint}; watch=False (of ShardedModel, or of parallelize without one) if this attends to another sequence, "
+        "which is whole",
     )
+
+
+def _calling(root: nn.Module) -> str:
+    """The name in ``root`` of the innermost of its modules whose method is running."""
+    names = {id(module): name for name, module in root.named_modules()}
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if name := names.get(id(frame.f_locals.get("self"))):
+            return name
+        frame = frame.f_back
+    return ""
 
 
 def watch_encoders(root: nn.Module) -> None:
@@ -209,7 +228,7 @@ def watching(root: nn.Module, local_rows: int | None = None) -> Iterator[None]:
     called without this one: torch.compile would compile them for this forward, and anew for the next one. Once traced,
     a watch costs nothing.
     """
-    watch = Watch(local_rows=local_rows)
+    watch = Watch(local_rows=local_rows, root=root)
     with ExitStack() as stack:
         for part in root.modules():
             check_class(part)

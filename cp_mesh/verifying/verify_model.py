@@ -432,7 +432,9 @@ def _meaning(check: str, place: Place, is_first: bool) -> str:
     if check == "backward":
         return "its gradient differs, though those nearer to the loss agree"
     if place.what.startswith("argument"):
-        return "it differs, though what modules before it return agrees: other rows, or rows at other positions"
+        return (
+            "it differs, though what modules before it return agrees: another mask of attention in between, other rows"
+        )
     return "it differs, though the arguments agree: if this module attends, it sees other tokens"
 
 
