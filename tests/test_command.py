@@ -221,6 +221,21 @@ def test_a_factory_that_raises_is_told_by_the_command(factories: Path) -> None:
     assert "cp_mesh/__main__.py" not in done.printed
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_colors_are_those_of_rich_on_a_terminal(is_there: bool, capsys: Any, monkeypatch: Any) -> None:
+    made = []
+    console = mock.Mock(Console=lambda **_: mock.Mock(print=lambda line, style: made.append((line, style))))
+    monkeypatch.setattr(reporting.importlib.util, "find_spec", lambda name: name if is_there else None)
+    monkeypatch.setattr(reporting.importlib, "import_module", lambda name: {"rich.console": console}[name])
+    reporting.show("not a terminal", True)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    for passed in (True, False, None):
+        reporting.show("a line", passed)
+    plain = capsys.readouterr().out.splitlines()
+    assert plain == (["not a terminal", "a line"] if is_there else ["not a terminal", *["a line"] * 3])
+    assert made == ([("a line", "green"), ("a line", "bold red")] if is_there else [])
+
+
 def test_progress_is_told_after_a_second_and_not_before(capsys: Any, monkeypatch: Any) -> None:
     assert reporting.AFTER == 1.0
     monkeypatch.setattr(reporting, "AFTER", 0.05)
