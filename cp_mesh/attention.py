@@ -216,10 +216,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor | 
         # tp alone, which have no cp axis: `ContextParallel` takes them apart.
         tensors = Tensors(**local_scores(call.tensors._asdict(), query, call.format))
         q, k, v = (x.to_local(grad_placements=query.placements) for x in (query, key, value))  # type: ignore[attr-defined]
-        out, lse = attention_op(q, k, v, *call._replace(tensors=tensors).arguments())
+        out, lse, *_ = attention_op(q, k, v, *call._replace(tensors=tensors).arguments())
         out, lse = wrap_results(out, lse, query, call.format)
     else:
-        out, lse = attention_op(query, key, value, *call.arguments())
+        out, lse, *_ = attention_op(query, key, value, *call.arguments())
     return (out, lse) if asked.return_lse else out
 
 
@@ -308,6 +308,9 @@ def _resolve(head_dim: int, is_local: bool, deterministic: bool, graded: bool, *
         differentiable_lse=asked.return_lse and graded,
         as_inputs=is_local,
         of_root=asked.of_root,
+        # Of what compiled code calls all sizes are known in the trace, where "auto" has not chosen, and inner groups
+        # of unlike ranks have none.
+        keeps=graded and is_local and (asked.method == "ulysses" or not torch.compiler.is_compiling()),
     )
 
 

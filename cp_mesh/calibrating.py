@@ -34,7 +34,7 @@ from cp_mesh.methods import METHODS
 from cp_mesh.plan import compute_capability_of
 from cp_mesh.schedule import num_rows
 from cp_mesh.transport import choose_transport, make_swaps, make_transport
-from cp_mesh.transport.heads import HeadExchange
+from cp_mesh.transport.heads import HeadExchange, by_rank
 
 ROUNDS = 5
 FITTED = ("memory_rate", "link_rate", "exchange_rate", "per_launch", "per_barrier")
@@ -328,13 +328,13 @@ def _exchanges(
         positions = [layout.positions(rows * size, size, rank) for rank in range(size)]
         order = torch.cat(positions).to(clock.device)
         parts = [
-            _random(shapes, clock.device, size * heads, rows).unflatten(1, (size, heads))
+            by_rank(_random(shapes, clock.device, size * heads, rows), size)
             for heads in (max(1, shapes.heads // size), of_kv, of_kv)
         ]
 
         def exchange(parts: Any = parts, order: Tensor = order, rows: int = rows) -> None:
             with closing(make_swaps(machine.transport, group, rows * size, clock.device)) as swaps:
-                HeadExchange(swaps, group, [rows] * size, order).to_heads(parts)()
+                HeadExchange(group, [rows] * size, order).to_heads(swaps, parts)
 
         known = (4 + 2 * size) * machine.per_launch + 2 * machine.per_barrier * math.log2(size)
         columns.append([float(sum(x.nbytes for x in parts))])

@@ -31,7 +31,8 @@ class Options(NamedTuple):
 
     ``softcap`` 0 is none, ``ulysses_degree``, ``inner_ring_size`` and ``head_chunks`` 0 are automatic. ``as_inputs``:
     results lie in memory as the inputs do; else they are contiguous. ``of_root``: ``seq_len`` must be that of the
-    `ShardedModel` in whose forward the call is.
+    `ShardedModel` in whose forward the call is. ``keeps``: tensors that a method made in the forward stay for the
+    backward (`Method.kept_shapes`).
     """
 
     layout: str
@@ -51,6 +52,7 @@ class Options(NamedTuple):
     differentiable_lse: bool = False
     as_inputs: bool = False
     of_root: bool = False
+    keeps: bool = False
 
     @lru_cache(maxsize=256)  # noqa: B019 - of few options, which hold no tensors
     def spec(self) -> str:
@@ -120,8 +122,8 @@ class Operand(NamedTuple):
     device: torch.device
 
     @classmethod
-    def of(cls, x: Tensor) -> Operand:
-        return cls(x.shape, x.dtype, x.device)
+    def of(cls, x: Tensor | Operand) -> Operand:
+        return x if isinstance(x, Operand) else cls(x.shape, x.dtype, x.device)
 
 
 def seed_tensor(seed: Any, device: torch.device | str) -> Tensor:
@@ -190,7 +192,7 @@ def check_tensors(q: Operand | Tensor, k: Operand | Tensor, v: Operand | Tensor,
         refuse("q and k", "one head dim", (q.shape[3], k.shape[3]), "only v's may differ")
 
 
-def check_scores(q: Tensor, tensors: Tensors, seq_len: int) -> None:
+def check_scores(q: Tensor | Operand, tensors: Tensors, seq_len: int) -> None:
     """Shapes, dtypes and devices of the scores' tensors against those of this rank's q [B, H, S_local, D]."""
     of_q = {"batch": q.shape[0], "heads": q.shape[1], "rows": q.shape[2], "keys": seq_len}
     for name, term in TERMS.items():

@@ -14,7 +14,7 @@ queries, heads the batch times the query heads:
     the host            a pass, its kernel calls and stages. Calls that follow one another take the longer of the two
     Ulysses             an exchange of heads for rows, with the copies before and after it; one device's kernel calls
                         on the rank's heads; an exchange back. Each is two barriers and a few launches, and as many
-                        more as there are ranks; of the benchmark's Ulysses (``kept``) two launches
+                        more as there are ranks; of the benchmark's Ulysses (``plain``) two launches
 
 What a rank waits for others is not in it, but for their rows: take the slowest rank. Errors are in docs/performance.md.
 """
@@ -186,16 +186,20 @@ def staged_costs(
 
 
 def ulysses_costs(
-    whole: Schedule, cp_size: int, sizes: Sizes, machine: Machine, kernel: str, head_chunks: int = 1, kept: bool = False
-) -> tuple[PassCost, PassCost]:
+    whole: Schedule, cp_size: int, sizes: Sizes, machine: Machine, kernel: str, head_chunks: int = 1,
+    kept: bool = True, plain: bool = False,
+) -> tuple[PassCost, PassCost]:  # fmt: skip
     """Forward and backward of Ulysses: an exchange of q, k, v; a rank's heads of the whole sequence; out comes home.
 
     Args:
         whole: the schedule of one device that holds the whole sequence.
         cp_size: number of ranks; divides ``sizes.num_heads``. Each kv head is sent to all ranks that read it.
         sizes, machine, kernel, head_chunks: as in `staged_costs`.
-        kept: whether what the forward received, and out, are held for the backward, which else exchanges them again.
+        kept: whether what the forward received, and out, are held for the backward, which else exchanges them again,
+            as it does where kv heads are sent to several ranks.
+        plain: of the benchmark's, whose exchange is two launches.
     """
+    kept &= kv_heads_of_rank(sizes, cp_size) * cp_size == sizes.num_kv_heads
     heads, kv_heads = sizes.num_heads // cp_size // head_chunks, kv_heads_of_rank(sizes, cp_size) // head_chunks
     of_rank, rows = replace(sizes, num_heads=heads, num_kv_heads=kv_heads), whole.shard_lens[0] * sizes.batch
     q, k, out, v = (
@@ -205,9 +209,10 @@ def ulysses_costs(
     def exchange(nbytes: float) -> float:
         far = nbytes * max(0, cp_size - machine.gpus_per_host) / cp_size
         moved = max(nbytes / machine.exchange_rate, far / machine.network_rate)
-        if kept:
+        if plain:
             return moved + 2 * machine.per_launch
-        return moved + (4 + 2 * cp_size) * machine.per_launch + 2 * machine.per_barrier * math.log2(cp_size)
+        launches = 3 + cp_size if kept else 4 + 2 * cp_size  # lse is of another dtype, and is pulled beside
+        return moved + launches * machine.per_launch + 2 * machine.per_barrier * math.log2(cp_size)
 
     def cost(moved: float, rate: KernelRate, forwards: float, host: HostTime) -> PassCost:
         device = moved + _seconds(whole.local_tiles, of_rank, rate, forwards)

@@ -29,17 +29,21 @@ part of a rank's heads, here H/(n·cp) and K as many as these read, R = B·(H·D
 = B·H·(Dv elements + 4) of out and lse:
 
     symmetric memory                                   the largest buffer that it sends: in the backward, mostly
+    kept       rows · (R + O)                          of all parts, from the forward to the backward; in training it is
+                                                       in the place of this rank's own q, k and v
     forward    rows · 2·R                              what arrived, and the same in the order of positions
-               rows · (R + 2·O + B·H·4)                while tiles are computed: what arrived, results as the kernel
-                                                       gives them, their place in what is sent, and lse once more
-               rows · 2·O                              out and lse on their way home: what was computed, what arrived
-    backward   rows · 2·(R + B·H·Dv + O)               as above; dout, out (or delta) and lse are there too
-               rows · (R + B·H·Dv + O + 2·R)           while tiles are computed, with gradients as the kernel gives them
-                                                       and where they are sent from, its own fp32 sums as in the ring,
-                                                       and lse, and delta, once more
+               rows · (R + O)                          while tiles are computed: what arrived, and results; of several
+                                                       tiles as the kernel gives them, and merged
+               rows · (R + O + out)                    out on its way home: what was computed, what arrived
+    backward   rows · 2·B·H·Dv                         beside what is kept: dout, as above
+               rows · (B·H·Dv + R)                     while tiles are computed, with gradients as the kernel gives
+                                                       them, of several tiles also summed, its own fp32 sums as in the
+                                                       ring, and delta
                rows · 2·R                              gradients on their way home
-    both       kv heads that are sent several times, as often, and their gradients
-Over functional collectives what is sent is held once more where what arrived is. Contiguous needs no other order.
+Kv heads that are sent several times are not kept, as they would be more than a rank's own: they, as often as they are
+sent, are held in both passes, lse comes home with out, and the backward holds rows · 2·(R + B·H·Dv + O) when dout, q, k,
+v, out (or delta) and lse have arrived. Over functional collectives what is sent is held once more where what arrived
+is. Contiguous needs no other order.
 
 Not counted: gradients of the scores' tensors while they are summed in fp32. That of a dense bias is 4 bytes an element
 of the bias, on top of the result.
@@ -164,23 +168,27 @@ def ulysses_memory(
     tile_rows, tile_keys = sum(map(_rows, tiles)), sum(map(_keys, tiles))
     q, out, kv = (B * n for n in (H * sizes.head_dim, H * sizes.v_head_dim, K * (sizes.head_dim + sizes.v_head_dim)))
     e, lse = sizes.itemsize, B * H * 4
-    sent_twice = transport != "symmetric_memory" and cp_size > 1
+    ways = 2 if transport == "symmetric_memory" or cp_size == 1 else 3  # computed, arrived, and sent
+    is_kept = of_kv * cp_size == sizes.num_kv_heads and cp_size > 1
 
-    qkv, result = (q + kv) * e, out * e + lse
-    given = (q + kv + out) * e + (lse if uses_delta else out * e) + lse
-    home, again = q * e + kv * sizes.gradient_itemsize, lse * (1 + uses_delta)
+    qkv, result, home = (q + kv) * e, out * e + lse, q * e + kv * sizes.gradient_itemsize
+    given = out * e if is_kept else (q + kv + out) * e + (lse if uses_delta else out * e) + lse
+    of_home = out * e if is_kept else result
+    once = len(tiles) == 1 and (tile_rows, tile_keys) == (rows, rows)  # the kernel's results are those of the pass
+    forward = max(rows * 2 * qkv, rows * (qkv + result * (not once)) + tile_rows * result)
+    sent_home = rows * (result + (ways - 1) * of_home + (qkv if is_kept and head_chunks == 1 else 0))
     own = max((_rows(tile) * q * 4 + (_keys(tile) * kv * 4 if H > K else 0) for tile in tiles), default=0)
-    ways = 3 if sent_twice else 2  # what was computed, what arrived, and what is sent
-    forward = max(rows * 2 * qkv, rows * (qkv + result + lse) + tile_rows * result, rows * ways * result)
-    computing = rows * (given + home + again) + tile_rows * q * e + tile_keys * kv * e + own
-    backward = max(rows * 2 * given, computing, rows * ways * home)
-    if of_kv * cp_size > sizes.num_kv_heads:
+    computing = rows * (given + home * (not once)) + tile_rows * q * e + tile_keys * kv * e + own
+    computing += rows * lse * (uses_delta if is_kept else 1 + uses_delta)
+    forward, backward = max(forward, sent_home), max(rows * 2 * given, computing, rows * ways * home)
+    if is_kept:
+        kept = rows * head_chunks * (qkv + result)
+        forward, backward = forward + (kept if head_chunks > 1 else 0), backward + kept
+    elif cp_size > 1:
         repeated = rows // cp_size * kv * cp_size * head_chunks
         forward += repeated * e
-        backward += repeated * (e + sizes.gradient_itemsize)
-    if uses_delta:
-        backward += rows * lse * head_chunks  # of all heads of a rank's rows
-    symmetric = 0 if sent_twice or cp_size == 1 else rows * max(qkv, result, given, home)
+        backward += repeated * (e + sizes.gradient_itemsize) + (rows * lse * head_chunks if uses_delta else 0)
+    symmetric = rows * max(qkv, of_home, given, home) if transport == "symmetric_memory" and cp_size > 1 else 0
     return ExtraMemory(forward, backward, symmetric)
 
 

@@ -7,8 +7,10 @@ selective-checkpoint policy so that recompute does not replay the ring.
 Tensors are in the caller's format, told by ``seq_dim`` (`formats.py`). out and the gradients are dense, contiguous or
 in memory as q, k and v are (``as_inputs``): callers who transpose q, and out back, pay for no copy then. DTensors ask
 for contiguous ones: their shards may lie in another order than their spec says. What follows q, k and v is a
-`call.Call`. Of the tensors of the scores the backward returns gradients too, which are this rank's share of a sum over
-ranks, and empty where they are not wanted.
+`call.Call`. With `Options.keeps` the forward returns three more tensors, which have elements if its method keeps
+something for the backward: that is given these in place of q, k, v, out and lse. They are results, so that policies of
+checkpointing and compiled code see them. Of the tensors of the scores the backward returns gradients too, which are
+this rank's share of a sum over ranks, and empty where they are not wanted.
 """
 
 from collections.abc import Hashable, Sequence
@@ -24,13 +26,13 @@ from torch.distributed.tensor.experimental import implicit_replication, register
 from torch.distributed.tensor.placement_types import Placement
 
 from cp_mesh.agreement import agree_first, announce_refusal, checking, fingerprint, is_first, require_agreement
-from cp_mesh.call import GRADED, NUM_TENSORS, SCHEMA, Call, Tensors, autocast
+from cp_mesh.call import GRADED, NUM_TENSORS, SCHEMA, Call, Operand, Tensors, autocast
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.formats import FORMATS
 from cp_mesh.kernels.combine import accumulation_dtype, dense_like
 from cp_mesh.kernels.scores import OF_ROWS, TERMS
 from cp_mesh.masks import parse_mask
-from cp_mesh.methods import Plan
+from cp_mesh.methods import METHODS, Plan
 from cp_mesh.placements import place_beside, require_sharded, score_placements
 from cp_mesh.plan import make_plan
 from cp_mesh.seen import Rows, note_call
@@ -93,8 +95,11 @@ def _kind(arguments: Sequence[Any], q: Tensor, k: Tensor, v: Tensor, tensors: Te
     return arguments[NUM_TENSORS:], heads, tuple(x is not None and (x.requires_grad, x.ndim) for x in tensors)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """Attention over the cp group. Returns (out, lse)."""
+def _attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    """Attention over the cp group. Returns out, lse, and what is kept: rows, out and lse of this rank's heads.
+
+    lse has no element where something is kept and it has no gradient.
+    """
     call = Call.read(arguments)
     form, group = call.format, call.group
     q, k, v = map(form.to_bhsd, (q, k, v))
@@ -112,26 +117,54 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor
         agree_first(group, kind, _what_must_agree(plan, q, k, v, call.tensors))
     note_call(Rows(plan.options.layout, plan.seq_len, call.group_name), (q.shape[0], q.shape[2]))
     with _no_autocast(q):
-        out, lse = plan.method.forward(q, k, v, plan, group)
-    return _as_asked(out, call), form.lse_from_bhs(lse).contiguous()
+        out, lse, *kept = plan.method.forward(q, k, v, plan, group)
+    lse = form.lse_from_bhs(lse).contiguous() if lse.ndim > 1 else lse
+    return _as_asked(out, call), lse, *(kept or _nothing(q, lse))
+
+
+def _nothing(q: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(0), q.new_empty(0), lse.new_empty(0)
+
+
+def _without_rows(x: Tensor, seq_dim: int) -> Tensor:
+    """What a backward reads of a tensor whose content it does not need: shape, strides and dtype."""
+    shape = (*x.shape[:seq_dim], 0, *x.shape[seq_dim + 1 :])
+    return torch.empty_strided(shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
 def _attention_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, *arguments: Any
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    kept: Tensor | None,
+    *arguments: Any,
 ) -> tuple[Tensor, ...]:
-    """Gradients of `attention_op`, given those of its results: of q, k, v, and of those of `GRADED` named in wanted."""
+    """Gradients of `attention_op`, given those of its results: of q, k, v, and of those of `GRADED` named in wanted.
+
+    With ``kept``, out and lse are those that the forward kept, and q, k and v are `_without_rows`.
+    """
     call, wanted = Call.read(arguments[:-1]), arguments[-1]
     form, group = call.format, call.group
-    dout, q, k, v, out = map(form.to_bhsd, (dout, q, k, v, out))
-    plan = make_plan(q, k, v, call.tensors, call.seq_len, group, call.options)
-    lse = form.lse_to_bhs(lse)
+    dout, q, k, v = map(form.to_bhsd, (dout, q, k, v))
+    likes = (Operand(torch.Size((*x.shape[:2], dout.shape[2], x.shape[3])), x.dtype, x.device) for x in (q, k, v))
+    q_like, k_like, v_like = likes
+    plan = make_plan(q_like, k_like, v_like, call.tensors, call.seq_len, group, call.options)
+    keywords = {}
+    if kept is None:
+        out, lse = form.to_bhsd(out), form.lse_to_bhs(lse)
+    else:
+        keywords["kept"] = kept
     if dlse is not None:
         if not plan.kernel.capability.differentiable_lse:
             raise UnsupportedError(f"kernel {plan.kernel.name!r} takes no gradient of lse; kernel='reference' does")
         dlse = form.lse_to_bhs(dlse)
     with _no_autocast(q):
         names = wanted.split(",") if wanted else ()
-        *grads, of_scores = plan.method.backward(dout, q, k, v, out, lse, dlse, plan, group, names)
+        *grads, of_scores = plan.method.backward(dout, q, k, v, out, lse, dlse, plan, group, names, **keywords)
     dq, dk, dv = (_as_asked(x, call) for x in grads)
     return dq, dk, dv, *(_graded(getattr(call.tensors, name), of_scores.get(name), q) for name in GRADED)
 
@@ -152,9 +185,9 @@ def _graded(x: Tensor | None, grad: Tensor | None, q: Tensor) -> Tensor:
 # Not by `torch.library.custom_op` or `register_autograd`: these take the host 60 us more for a forward that needs
 # gradients, and 100 us for both passes (examples/benchmarks/registration.py; docs/results/registration_*.csv).
 _library = torch.library.Library("cp_mesh", "FRAGMENT")
-_OWN = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse"
+_OWN = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, Tensor? kept"
 for _schema in (
-    f"attention(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor, Tensor)",
+    f"attention(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     f"attention_backward({_OWN}, {SCHEMA}, str wanted) -> ({', '.join(['Tensor'] * (3 + len(GRADED)))})",
 ):
     # results lie in memory as the inputs do: Inductor may not choose other strides for these than the fakes saw
@@ -170,17 +203,26 @@ _DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 @torch.library.register_fake("cp_mesh::attention", lib=_library)
 def _(q, k, v, *arguments):  # type: ignore[no-untyped-def]
     call = Call.read(arguments)
-    q = call.format.to_bhsd(q)
-    lse = call.format.lse_from_bhs(q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype)))
-    return _as_asked(dense_like(q, v.shape[-1]), call), lse
+    q, k, v = map(call.format.to_bhsd, (q, k, v))
+    method, shapes, dtype = METHODS.get(call.options.method), [], accumulation_dtype(q.dtype)
+    if call.options.keeps and method is not None and method.kept_shapes is not None:
+        size = call.group.size()
+        degree = method.choose_degree(call.options, q, k, size)
+        shapes = method.kept_shapes(q, k, v, call.seq_len, size, degree)
+    if shapes and not call.options.differentiable_lse:
+        lse = q.new_empty(0, dtype=dtype)
+    else:
+        lse = call.format.lse_from_bhs(q.new_empty(q.shape[:3], dtype=dtype))
+    kept = [q.new_empty(shape, dtype=x.dtype) for shape, x in zip(shapes, (q, q, lse), strict=False)]
+    return _as_asked(dense_like(q, v.shape[-1]), call), lse, *(kept or _nothing(q, lse))
 
 
 @torch.library.register_fake("cp_mesh::attention_backward", lib=_library)
-def _(dout, q, k, v, out, lse, dlse, *arguments):  # type: ignore[no-untyped-def]
+def _(dout, q, k, v, out, lse, dlse, kept, *arguments):  # type: ignore[no-untyped-def]
     call, wanted = Call.read(arguments[:-1]), arguments[-1].split(",")
-    graded = {name: getattr(call.tensors, name) for name in GRADED}
+    graded, rows = {name: getattr(call.tensors, name) for name in GRADED}, call.format.to_bhsd(dout).shape[2]
     return (
-        *(_as_asked(dense_like(call.format.to_bhsd(x)), call) for x in (q, k, v)),
+        *(_as_asked(dense_like(call.format.to_bhsd(x), num_rows=rows), call) for x in (q, k, v)),
         *(x.new_empty(x.shape) if name in wanted else q.new_empty(0) for name, x in graded.items()),
     )
 
@@ -190,23 +232,32 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, keys, *inputs):  # type: ignore[no-untyped-def]
-        out, lse = _below_autograd(attention_op, keys, inputs)
-        tensors, ctx.others = inputs[: 3 + NUM_TENSORS], inputs[3 + NUM_TENSORS :]
-        if not Call.read(inputs[3:]).options.differentiable_lse:
-            ctx.mark_non_differentiable(lse)  # most kernels take no gradient of it, and none must be dropped silently
-        ctx.save_for_backward(*tensors, out, lse)
+        out, lse, kept, *of_heads = _below_autograd(attention_op, keys, inputs)
+        qkv, tensors, ctx.others = inputs[:3], inputs[3 : 3 + NUM_TENSORS], inputs[3 + NUM_TENSORS :]
+        call = Call.read(inputs[3:])
+        # most kernels take no gradient of lse, and none must be dropped silently
+        ctx.mark_non_differentiable(*(() if call.options.differentiable_lse else (lse,)), kept, *of_heads)
+        ctx.has_kept, ctx.shape = kept.ndim > 1, out.shape
+        if ctx.has_kept:
+            ctx.save_for_backward(*(_without_rows(x, call.seq_dim) for x in qkv), *tensors, *of_heads, kept)
+        else:
+            ctx.save_for_backward(*qkv, *tensors, out, lse)
         ctx.set_materialize_grads(False)  # an unused lse must not cost a gradient of zeros, which most kernels refuse
-        return out, lse
+        return out, lse, kept, *of_heads
 
     @staticmethod
-    def backward(ctx, dout, dlse):  # type: ignore[no-untyped-def]
-        q, k, v, *tensors, out, lse = ctx.saved_tensors
+    def backward(ctx, dout, dlse, *_):  # type: ignore[no-untyped-def]
+        q, k, v, *tensors, out, lse = ctx.saved_tensors[: 5 + NUM_TENSORS]
+        kept = ctx.saved_tensors[-1] if ctx.has_kept else None
         needed = ctx.needs_input_grad[4 : 4 + NUM_TENSORS]
         wanted = [name for name, need in zip(Tensors._fields, needed, strict=True) if need]
         # Without any gradient too: on the other ranks there may be some, which wait for this one in the ring.
-        dout = torch.zeros_like(out) if dout is None else _placed_like(dout, out)
-        dlse = None if dlse is None else _placed_like(dlse, lse)
-        given = (dout, q, k, v, out, lse, dlse, *tensors, *ctx.others, ",".join(wanted))
+        if kept is None:
+            dout = torch.zeros_like(out) if dout is None else _placed_like(dout, out)
+            dlse = None if dlse is None else _placed_like(dlse, lse)
+        elif dout is None:
+            dout = q.new_zeros(ctx.shape)
+        given = (dout, q, k, v, out, lse, dlse, kept, *tensors, *ctx.others, ",".join(wanted))
         dq, dk, dv, *grads = attention_backward_op(*given)
         named, of_tensors = dict(zip(GRADED, grads, strict=True)), dict.fromkeys(Tensors._fields)
         for name in wanted:  # of a plain tensor beside DTensors: this rank's share
@@ -240,7 +291,7 @@ def _below_autograd(op: torch._ops.OpOverload, keys: torch._C.DispatchKeySet, in
 
 def _dispatch_dtensors(op: torch._ops.OpOverload, keys: torch._C.DispatchKeySet, inputs: Sequence[Any]) -> Any:
     """By the sharding rule, with plain tensors beside DTensors, which autograd never sees as DTensors."""
-    begin = 3 if op is attention_op else 7
+    begin = 3 if op is attention_op else 8
     end = begin + NUM_TENSORS
     tensors, form = Tensors(*inputs[begin:end]), FORMATS[inputs[end + 1]]
     if all(x is None or isinstance(x, DTensor) for x in tensors):
@@ -297,17 +348,19 @@ def _(q, k, v, *arguments):  # type: ignore[no-untyped-def]
     call = Call.read(arguments)
     require_sharded((q, k, v), call.seq_dim, call.group_name)
     rows = call.format.rows()
-    return [([x, lse], [x, x, x, *_placed(call.tensors, part), *[None] * 4]) for part, x, lse in rows]
+    # DTensors keep nothing (`Options.keeps`)
+    nothing = [Replicate()] * 3
+    return [([x, lse, *nothing], [x, x, x, *_placed(call.tensors, part), *[None] * 4]) for part, x, lse in rows]
 
 
 @register_sharding(attention_backward_op)
-def _(dout, q, k, v, out, lse, dlse, *arguments):  # type: ignore[no-untyped-def]
+def _(dout, q, k, v, out, lse, dlse, kept, *arguments):  # type: ignore[no-untyped-def]
     call, wanted = Call.read(arguments[:-1]), arguments[-1].split(",")
     require_sharded((q, k, v, out), call.seq_dim, call.group_name)
     graded = {name: getattr(call.tensors, name) if name in wanted else None for name in GRADED}
     rows = []
     for part, x, on_lse in call.format.rows():
         grads = [Replicate() if y is None else score_placements(name, y.shape, part)[1] for name, y in graded.items()]
-        given = [x] * 5 + [on_lse, None if dlse is None else on_lse]
+        given = [x] * 5 + [on_lse, None if dlse is None else on_lse, None]
         rows.append(([x, x, x, *grads], [*given, *_placed(call.tensors, part), *[None] * 5]))
     return rows

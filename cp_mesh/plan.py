@@ -38,9 +38,9 @@ from cp_mesh.transport import TRANSPORTS, choose_transport
 
 
 def make_plan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | Operand,
+    k: Tensor | Operand,
+    v: Tensor | Operand,
     tensors: Tensors,
     seq_len: int,
     group: dist.ProcessGroup,
@@ -80,7 +80,7 @@ def make_plan(
         options = options._replace(inner_ring_size=ranks_per_host(dist.get_process_group_ranks(group)))
     given = *shapes, *contents, features, seq_len, group.size(), group.rank()
     plan = resolve(*given, options)
-    if options.method == "auto" and group.size() > 1 and not (q.is_meta or isinstance(q, FakeTensor)):
+    if options.method == "auto" and group.size() > 1 and not (q.device.type == "meta" or isinstance(q, FakeTensor)):
         method = _choice(plan, *shapes, group, plan.scores.features if features is None else features).method
         if method != plan.method.name:
             plan = resolve(*given, options._replace(method=method))

@@ -109,10 +109,15 @@ def test_other_hosts_are_slower() -> None:
 
 def test_ulysses_sends_keys_again_or_keeps_them() -> None:
     whole = make_schedule(Contiguous(), Mask(), 8 * 4096, 1, 0)
-    again, kept = (ulysses_costs(whole, 8, heads(32, 8), H200, "fa4", kept=kept) for kept in (False, True))
-    latency = 18 * H200.per_launch + 6 * H200.per_barrier  # 4 + 16 launches instead of 2, and 2 barriers
-    assert again[0].exposed == pytest.approx(kept[0].exposed + 2 * latency)
-    assert again[1].exposed > kept[1].exposed + 2 * latency
+    settings = ({"kept": False}, {}, {"plain": True})
+    again, kept, plain = (ulysses_costs(whole, 8, heads(32, 8), H200, "fa4", **setting) for setting in settings)
+    # 4 + 16 launches, 3 + 8, or 2; and 2 barriers of 3 rounds
+    assert again[0].exposed == pytest.approx(kept[0].exposed + 2 * 9 * H200.per_launch)
+    latency = 9 * H200.per_launch + 6 * H200.per_barrier
+    assert [x.exposed for x in kept] == pytest.approx([x.exposed + 2 * latency for x in plain])
+    # q, k, v and out of 4, 1, 1 and 4 heads a rank, of all rows, once more
+    more = 8 * 4096 * 10 * 128 * 2 / H200.exchange_rate
+    assert again[1].exposed == pytest.approx(kept[1].exposed + more + 2 * 9 * H200.per_launch)
     # 2 kv heads on 8 ranks: each is sent to four, as many bytes as of 8
     assert ulysses_costs(whole, 8, heads(32, 2), H200, "fa4") == again
 

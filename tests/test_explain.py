@@ -115,8 +115,11 @@ def test_gradients_travel_as_the_method_decides() -> None:
     assert make_schedule(ZigZag(), mask, 4096, 4, 0).overlapping
     rows = sum(x.near for x in twice.found.ranks) / 4
     assert twice.found.moved == rows * 2 * 128 * 8 * (2 * 2 + 4)
-    exact = explain(4096, 4, method="ulysses", num_heads=8, dtype=torch.float64, kernel="reference")
-    assert exact.found.moved == 1024 * 3 / 4 * 128 * (5 * 8 + 6 * 8) * 8
+    # 2 kv heads are sent twice each, and travel again with q; of 8, what arrived is kept
+    for kv_heads, moved in ((2, 5 * 8 + 6 * 4), (8, 4 * 8 + 4 * 8)):
+        sizes = {"num_heads": 8, "num_kv_heads": kv_heads, "dtype": torch.float64}
+        exact = explain(4096, 4, method="ulysses", kernel="reference", **sizes)
+        assert exact.found.moved == 1024 * 3 / 4 * 128 * moved * 8
 
 
 def test_bytes_by_link() -> None:
@@ -130,7 +133,7 @@ def test_bytes_by_link() -> None:
     ring = 6 * 4096 / 4 * 2 * 128 * 8 * 6  # key rows a rank, twice, and their gradients, in bf16
     assert found.found.moved == alone.found.moved == ring
     ulysses, at_home = (next(y for y in x.others if y.method == "ulysses") for x in (found, alone))
-    assert ulysses.seconds > at_home.seconds and ulysses.moved == 4096 * 3 / 4 * (6 * 32 + 6 * 8) * 128 * 2
+    assert ulysses.seconds > at_home.seconds and ulysses.moved == 4096 * 3 / 4 * (4 * 32 + 4 * 8) * 128 * 2
 
 
 # ---- choices

@@ -77,9 +77,9 @@ def check_ops(rank: int, seq_dim: int, case: str) -> None:
     torch.library.opcheck(ops.attention_op, (q, k, v, *leaves, *tail(seq_dim, **options)))
     tensors = [None if x is None else x.detach() for x in tensors]
     q, k, v, dout = inputs(seq_dim, requires_grad=False)
-    out, lse = ops.attention_op(q, k, v, *tensors, *tail(seq_dim, **options))
+    out, lse, *_ = ops.attention_op(q, k, v, *tensors, *tail(seq_dim, **options))
     dlse = None if case == "cpu_flash" else torch.randn_like(lse)
-    arguments = (dout, q, k, v, out, lse, dlse, *tensors, *tail(seq_dim, **options))
+    arguments = (dout, q, k, v, out, lse, dlse, None, *tensors, *tail(seq_dim, **options))
     given = [name for name in ops.GRADED if getattr(Tensors(*tensors), name) is not None]
     torch.library.opcheck(ops.attention_backward_op, (*arguments, ",".join(given)))
     torch.library.opcheck(ops.attention_backward_op, (*arguments, ""))
@@ -110,17 +110,17 @@ def real_and_fake(rank: int, seq_dim: int, dtype: torch.dtype, Dv: int, in_memor
     *qkv, dout = inputs(seq_dim, dtype, requires_grad=False, Dv=Dv)
     q, k, v = map(IN_MEMORY[in_memory], qkv)
     arguments = (*scores(H), *tail(seq_dim, kernel="reference", dropout_p=0.3, as_inputs=as_inputs))
-    out, lse = ops.attention_op(q, k, v, *arguments)
+    out, lse, *_ = ops.attention_op(q, k, v, *arguments)
     assert (lies_as(out, q) if as_inputs else out.is_contiguous()) and lse.is_contiguous()
     # Gradients arrive with any strides: of a sum they are expanded, of a transposed result transposed.
     grads = ops.attention_backward_op(
-        dout.expand_as(out), q, k, v, out, lse, torch.ones_like(lse), *arguments, "sinks,bias"
+        dout.expand_as(out), q, k, v, out, lse, torch.ones_like(lse), None, *arguments, "sinks,bias"
     )
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:
         fq, fk, fv, fdout = (mode.from_tensor(x) for x in (q, k, v, dout))
         arguments = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in arguments]
-        fout, flse = ops.attention_op(fq, fk, fv, *arguments)
-        fgrads = ops.attention_backward_op(fdout, fq, fk, fv, fout, flse, flse, *arguments, "sinks,bias")
+        fout, flse, *_ = ops.attention_op(fq, fk, fv, *arguments)
+        fgrads = ops.attention_backward_op(fdout, fq, fk, fv, fout, flse, flse, None, *arguments, "sinks,bias")
     assert describe((fout, flse)) == describe((out, lse))
     assert describe(fgrads) == describe(grads)
     for grad, x in zip(grads, (q, k, v), strict=False):

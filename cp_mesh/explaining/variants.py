@@ -261,14 +261,18 @@ class Setting:
         )  # fmt: skip
 
     def _bytes_moved(self, sizes: Sizes, key_rows: float, whole: bool, kernel: Kernel) -> float:
-        """In both passes, a GPU: keys twice and their gradients; or q, k, v, out and dout, out, q, k, v, dq, dk, dv."""
+        """In both passes, a GPU: keys twice and their gradients; or q, k, v, out, dout, dq, dk, dv.
+
+        Of kv heads that are sent several times q, k, v and out travel again, as they are not kept.
+        """
         width = sizes.batch * sizes.head_dim
         if not whole:
             return key_rows * 2 * width * sizes.num_kv_heads * (2 * sizes.itemsize + sizes.gradient_itemsize)
         of_kv = 2 * self.cp_size * kv_heads_of_rank(sizes, self.cp_size)
         rows = self.seq_len / self.cp_size * (self.cp_size - 1) / self.cp_size
-        of_q = (6 - kernel.uses_delta) * sizes.num_heads
-        return rows * width * ((of_q + 2 * of_kv) * sizes.itemsize + of_kv * sizes.gradient_itemsize)
+        again = of_kv > 2 * sizes.num_kv_heads
+        of_q = (6 - kernel.uses_delta if again else 4) * sizes.num_heads
+        return rows * width * ((of_q + (1 + again) * of_kv) * sizes.itemsize + of_kv * sizes.gradient_itemsize)
 
 
 def named_kernel(

@@ -145,6 +145,13 @@ class RowSum:
         finish_sums([(self, into)])
         return into
 
+    def result(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """The sum, rounded once to a dtype, as `dense_like` a tensor; or the piece itself if it is the only one."""
+        if len(self._pieces) == 1 and self._pieces[0][1].shape == self._shape:
+            return self._pieces[0][1]
+        strides = dense_strides(self._shape, like)
+        return self.finish(torch.empty_strided(self._shape, strides, dtype=dtype, device=self._device))
+
     def _write(self, into: Tensor) -> None:
         total = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
         for begin, x in self._pieces:
@@ -212,9 +219,11 @@ def _check_piece(begin: int, x: Tensor, shape: tuple[int, ...]) -> None:
     assert x.shape == (B, H, n, D) and 0 <= begin <= S - n, f"rows {begin}+ of {tuple(x.shape)} in {shape}"
 
 
-def dense_like(x: Tensor, head_dim: int | None = None) -> Tensor:
+def dense_like(x: Tensor, head_dim: int | None = None, num_rows: int | None = None) -> Tensor:
     """An empty [B, H, S, D] tensor, dense, with x's order of dims in memory, but for the head dim, which is last."""
-    shape = x.shape if head_dim is None else (*x.shape[:3], head_dim)
+    shape: Sequence[int] = x.shape if head_dim is None else (*x.shape[:3], head_dim)
+    if num_rows is not None:
+        shape = *shape[:2], num_rows, shape[3]
     return torch.empty_strided(shape, dense_strides(shape, x), dtype=x.dtype, device=x.device)
 
 

@@ -84,8 +84,11 @@ class BackwardPass(Protocol):
         become 0), and else returned as pieces, which may overlap and then add up.
         """
 
-    def finish(self, into: Tensor, beside: Sequence[tuple[RowSum, Tensor]] = ()) -> Tensor:
-        """Write dq, rounded once, to a tensor [B, H, S, D] and return it; and other sums beside it, each to its own."""
+    def finish(self, into: Tensor | None, beside: Sequence[tuple[RowSum, Tensor]] = ()) -> Tensor:
+        """Write dq, rounded once, to a tensor [B, H, S, D] and return it; and other sums beside it, each to its own.
+
+        Without a tensor, dq of any strides, which may be as a kernel returned it, in its dtype.
+        """
 
     def score_gradients(self) -> ScoreGradients:
         """The gradients of `Scores.wanted` from all steps, of q's heads and rows."""

@@ -194,7 +194,10 @@ class SummingBackward:
         self._dq.add(tile.q[0], dq)
         return KeyGradients(tile.k[0], dk, dv)
 
-    def finish(self, into: Tensor, beside: Sequence[tuple[RowSum, Tensor]] = ()) -> Tensor:
+    def finish(self, into: Tensor | None, beside: Sequence[tuple[RowSum, Tensor]] = ()) -> Tensor:
+        if into is None:
+            finish_sums(beside)
+            return self._dq.result(self._q, self._q.dtype)
         finish_sums([(self._dq, into), *beside])
         return into
 

@@ -200,8 +200,10 @@ class Scores:
 
     def heads(self, begin: int, end: int) -> Scores:
         """Those of the query heads begin to end."""
-        own = replace(self, first_head=self.first_head + begin)
-        return replace(own, **_narrowed(self, TERMS, "heads", begin, end))
+        narrowed = _narrowed(self, TERMS, "heads", begin, end)
+        if not narrowed and not self.dropout_p:
+            return self
+        return replace(self, first_head=self.first_head + begin, **narrowed)
 
     def rows(self, begin: int, end: int) -> Scores:
         """Those of the query rows begin to end."""

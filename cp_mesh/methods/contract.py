@@ -46,13 +46,17 @@ class Method:
         make_schedule: (layout, mask, seq_len, cp_size, cp_rank, by documents, degree=) -> this rank's schedule.
         settle: (options, q, k, v, schedule, kernel, features of the scores, degree) -> the plan's settings; refuses
             options that it cannot serve.
-        forward: (q, k, v, plan, group) -> out [B, H, S_local, Dv] and lse [B, H, S_local].
+        forward: (q, k, v, plan, group) -> out [B, H, S_local, Dv] and lse [B, H, S_local]; and with `Options.keeps`
+            what ``kept_shapes`` says.
         backward: (dout, q, k, v, out, lse, dlse, plan, group, wanted) -> dq, dk, dv, and the gradients of the scores'
-            tensors named in wanted, this rank's share.
+            tensors named in wanted, this rank's share. Of a method that kept something, ``kept`` and others in the
+            place of out and lse; q, k and v have no rows then.
         costs: (schedule, cp_size, sizes, machine, name of the kernel, head chunks) -> of forward and backward on the
             schedule's rank (`cp_mesh.costs`). None: not known, so that "auto" never takes it.
         memory: (schedule, cp_size, sizes, head chunks, transport, kernel, features of the scores) -> beyond inputs and
             results on the schedule's rank (`cp_mesh.memory`). None: not known.
+        kept_shapes: (q, k, v, seq_len, cp_size, degree) -> of the tensors that the forward makes for the backward, if
+            `Options.keeps` asks: they take the place of q, k, v, out and lse. None or no shape: nothing does.
         alike: whether all ranks have the schedule of one, which computes some heads of the whole sequence.
     """
 
@@ -60,10 +64,11 @@ class Method:
     choose_degree: Callable[[Options, Operand, Operand, int], int]
     make_schedule: Callable[..., Schedule]
     settle: Callable[[Options, Operand, Operand, Operand, Schedule, Kernel, Collection[str], int], Any]
-    forward: Callable[[Tensor, Tensor, Tensor, Plan, dist.ProcessGroup], tuple[Tensor, Tensor]]
+    forward: Callable[[Tensor, Tensor, Tensor, Plan, dist.ProcessGroup], tuple[Tensor, ...]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor, OfScores]]
     costs: Callable[[Schedule, int, Sizes, Machine, str, int], tuple[PassCost, PassCost]] | None = None
     memory: Callable[[Schedule, int, Sizes, int, str, Kernel, Collection[str]], ExtraMemory] | None = None
+    kept_shapes: Callable[[Tensor, Tensor, Tensor, int, int, int], list[tuple[int, ...]]] | None = None
     alike: bool = False
 
 

@@ -13,7 +13,7 @@ import math
 from cp_mesh.call import Operand, Options
 from cp_mesh.errors import refuse
 from cp_mesh.methods.contract import Method
-from cp_mesh.methods.ulysses import backward, forward, schedule_of_groups, settle
+from cp_mesh.methods.ulysses import backward, forward, kept_shapes, schedule_of_groups, settle
 
 
 def choose_degree(options: Options, q: Operand, k: Operand, cp_size: int) -> int:
@@ -33,4 +33,4 @@ def choose_degree(options: Options, q: Operand, k: Operand, cp_size: int) -> int
     return degree
 
 
-HYBRID = Method("hybrid", choose_degree, schedule_of_groups, settle, forward, backward)
+HYBRID = Method("hybrid", choose_degree, schedule_of_groups, settle, forward, backward, kept_shapes=kept_shapes)

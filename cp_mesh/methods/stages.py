@@ -17,6 +17,7 @@ Heads may be computed in chunks, one after the other: buffers are those of one c
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ from cp_mesh.masks import Mask
 from cp_mesh.memory import ExtraMemory, Sizes, extra_memory
 from cp_mesh.methods.contract import Method, Plan, as_one_tile
 from cp_mesh.schedule import Grouping, Schedule, Stage, make_schedule
+from cp_mesh.transport.contract import Transport
 from cp_mesh.transport.packing import Packing
 
 CHUNK_BYTES = 512 << 20  # K and V that a rank fetches, for the heads of one chunk
@@ -113,14 +115,14 @@ def forward_of_heads(
 ) -> tuple[Tensor, Tensor]:
     """out and lse of these heads, written into tensors that are given or made."""
     route = plan.schedule.route
-    with plan.open_transport(group) as transport:
-        incoming = transport.fetch((k, v), route)
+    with _transport(plan, group) as transport:
+        incoming = None if transport is None else transport.fetch((k, v), route)
         forward = plan.kernel.begin_forward(q, v.shape[3], scores)
         if local_tiles := plan.local_tiles:
             forward.step(k, v, local_tiles)
 
         def visit(stage: Stage) -> None:  # a function, so that what was fetched is given back when it returns
-            if (fetched := incoming.next()) is not None:
+            if incoming is not None and (fetched := incoming.next()) is not None:
                 forward.step(fetched[0], fetched[1], plan.tiles(stage))
 
         for stage in route.stages:
@@ -155,7 +157,7 @@ def backward_by_stages(
         dq, dk, dv in the inputs' dtype, as `dense_like` them; and what was wanted by name, this rank's share of a sum
         over ranks, in the accumulation dtype.
     """
-    given = begin_backward(dout, out, lse, dlse, plan, wanted)
+    given = begin_backward(dout, out, lse, dlse, plan.scores, plan.kernel, wanted)
     of_tiles = ScoreGradients.zeros(given.scores, accumulation_dtype(q.dtype))
     # of a single chunk they are made at its end, when the kernels' own buffers are free
     grads = tuple(dense_like(x) for x in (q, k, v)) if plan.settings.head_chunks > 1 else ()
@@ -187,19 +189,19 @@ class BackwardRows(NamedTuple):
 
 
 def begin_backward(
-    dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, plan: Plan, wanted: Collection[str]
+    dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, scores: Scores, kernel: Kernel, wanted: Collection[str]
 ) -> BackwardRows:
-    """What comes before the tiles of a backward, on this rank's rows; arguments as in `backward_by_stages`."""
+    """What comes before the tiles of a backward, on some rows and heads; arguments as in `backward_by_stages`."""
     of_scores = {}
-    scores = replace(plan.scores, wanted=frozenset(wanted) - {"sinks"}) if wanted else plan.scores
-    if (sinks := plan.scores.sinks) is not None:
+    scores = replace(scores, wanted=frozenset(wanted) - {"sinks"}) if wanted else scores
+    if (sinks := scores.sinks) is not None:
         if "sinks" in wanted:
             of_scores["sinks"] = gradient_of_sinks(dout, out, lse, sinks)
         if dlse is None:
             lse = include_sinks(lse, sinks)
         else:
             dout = (dout * share_of_keys(lse, sinks)[..., None]).to(dout.dtype)  # rounded once
-    return BackwardRows(dout, make_delta(dout, out, dlse) if plan.kernel.uses_delta else out, lse, scores, of_scores)
+    return BackwardRows(dout, make_delta(dout, out, dlse) if kernel.uses_delta else out, lse, scores, of_scores)
 
 
 def include_sinks(lse: Tensor, sinks: Tensor) -> Tensor:
@@ -234,22 +236,30 @@ def backward_of_heads(
     scores: Scores,
     plan: Plan,
     group: dist.ProcessGroup,
+    as_computed: torch.dtype | None = None,
 ) -> tuple[tuple[Tensor, ...], ScoreGradients]:
-    """dq, dk and dv of these heads, written into tensors that are given or made; keys travel, their gradients home."""
+    """dq, dk and dv of these heads, written into tensors that are given or made; keys travel, their gradients home.
+
+    ``as_computed`` is for a caller who copies them: results may be what a kernel returned, in its dtype, or of any
+    strides; dk and dv that are summed are rounded to this dtype.
+    """
     route, dtype = plan.schedule.route, accumulation_dtype(q.dtype)
-    with plan.open_transport(group) as transport:
-        incoming = transport.fetch((k, v), route)
-        outgoing = transport.deliver(Packing.of((k, v), plan.settings.gradient_dtype), route)
+    with _transport(plan, group) as transport:
+        incoming = outgoing = None
+        if transport is not None:
+            incoming = transport.fetch((k, v), route)
+            outgoing = transport.deliver(Packing.of((k, v), plan.settings.gradient_dtype), route)
         out, delta = (None, out_or_delta) if plan.kernel.uses_delta else (out_or_delta, None)
         backward = plan.kernel.begin_backward(dout, q, out, lse, delta, scores)
         dk_sum, dv_sum = (RowSum(x.shape, dtype, x.device) for x in (k, v))
 
         def collect() -> None:
-            for arrived in outgoing.collect():
+            for arrived in () if outgoing is None else outgoing.collect():
                 dk_sum.add(arrived.begin, arrived.tensors[0])
                 dv_sum.add(arrived.begin, arrived.tensors[1])
 
         def visit(stage: Stage) -> None:  # as in the forward
+            assert incoming is not None and outgoing is not None
             fetched, written = incoming.next(), outgoing.buffer(stage)
             if fetched is not None and written is not None:
                 backward.step(fetched[0], fetched[1], plan.tiles(stage), (written[0], written[1]))
@@ -257,6 +267,7 @@ def backward_of_heads(
         for stage in route.stages:
             visit(stage)
             collect()
+            assert outgoing is not None
             outgoing.send(stage)
         local_tiles = plan.local_tiles
         local_pieces = backward.step(k, v, local_tiles) if local_tiles else []
@@ -265,9 +276,17 @@ def backward_of_heads(
         for piece in local_pieces:
             dk_sum.add(piece.begin, piece.dk)
             dv_sum.add(piece.begin, piece.dv)
+        if as_computed is not None:
+            results = backward.finish(None), dk_sum.result(k, as_computed), dv_sum.result(v, as_computed)
+            return results, backward.score_gradients()
         dq, dk, dv = into or tuple(dense_like(x) for x in (q, k, v))
         backward.finish(dq, [(dk_sum, dk), (dv_sum, dv)])
         return (dq, dk, dv), backward.score_gradients()
+
+
+def _transport(plan: Plan, group: dist.ProcessGroup) -> AbstractContextManager[Transport | None]:
+    """None where nothing travels: a transport takes host time."""
+    return plan.open_transport(group) if plan.schedule.route.stages else nullcontext()
 
 
 def _by_head_chunks(tensors: Sequence[Tensor], plan: Plan) -> Iterator[tuple[tuple[int, int], tuple[Tensor, ...]]]:

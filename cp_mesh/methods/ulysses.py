@@ -49,9 +49,8 @@ from cp_mesh.methods.stages import settle as settle_stages
 from cp_mesh.schedule import Schedule, make_schedule
 from cp_mesh.transport import choose_transport, make_swaps
 from cp_mesh.transport.contract import Swaps
-from cp_mesh.transport.heads import HeadExchange, Home
-
-Places = tuple[list[int], Tensor | None]
+from cp_mesh.transport.heads import HeadExchange, by_rank
+from cp_mesh.transport.packing import make_packing
 
 
 class UlyssesSettings(NamedTuple):
@@ -110,26 +109,61 @@ def settle(
     return UlyssesSettings(*staged, degree, repeats, q.dtype if repeats == 1 else accumulation_dtype(q.dtype))
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Attention of this rank's queries over all keys; see `cp_mesh.methods.stages.forward_by_stages`."""
+def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+    """Attention of this rank's queries over all keys; see `cp_mesh.methods.stages.forward_by_stages`.
+
+    With `Options.keeps` there follow, where they are as large as this rank's own, the q, k and v that arrived
+    [rows, features], out [rows, features] and lse [B, h, rows] of this rank's heads; and lse has no element unless it
+    has a gradient.
+    """
     if plan.settings.degree == 1:
         return forward_by_stages(q, k, v, plan, group)
-    out, lse = dense_like(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
+    keeps, chunks = plan.options.keeps and plan.settings.repeats == 1, plan.settings.head_chunks
+    brings_lse = not keeps or plan.options.differentiable_lse
+    out = dense_like(q, v.shape[3])
+    lse = q.new_empty(q.shape[:3] if brings_lse else 0, dtype=accumulation_dtype(q.dtype))
+    kept: list[Tensor] = []
 
-    def compute(scores: Scores, qkv: Sequence[Tensor]) -> Home:  # a function, so that what arrived is given back
-        q_h, k_h, v_h = call.exchange.to_heads(qkv)()
-        batch, heads = q_h.shape[:2]
-        home = call.exchange.home(((batch, heads, v.shape[3], q.dtype), (batch, heads, 1, lse.dtype)), q.device)
-        out_h, lse_h = home.tensors
-        forward_of_heads(q_h, k_h, v_h, scores, call.plan, call.outer, (out_h, lse_h[..., 0]))
-        return home
+    def compute(chunk: int, scores: Scores, qkv: Sequence[Tensor]) -> list[Tensor]:
+        # a function, so that what arrived is given back
+        arrived = call.exchange.to_heads(call.swaps, qkv)
+        q_h, k_h, v_h = arrived.tensors
+        out_h, lse_h = forward_of_heads(q_h, k_h, v_h, scores, call.plan, call.outer, None)
+        if keeps:
+            parts = arrived.buffers[0], _by_row(out_h), lse_h
+            if chunks > 1:
+                kept.extend(x.new_empty((chunks, *x.shape)) for x in parts if not chunk)
+                for x, part in zip(kept, parts, strict=True):
+                    x[chunk].copy_(part)
+            else:
+                kept.extend(parts)
+        return [out_h, lse_h[..., None]] if brings_lse else [out_h]
 
     with _opened(plan, group, q.shape[1], plan.scores) as call:
-        tensors = q, call.repeated(k), call.repeated(v), out, lse[..., None]
-        for scores, (*qkv, out_part, lse_part) in call.by_parts(tensors):
-            for part, x in zip((out_part, lse_part), compute(scores, qkv).send()(), strict=True):
+        tensors, into = (q, call.repeated(k), call.repeated(v)), (out, lse[..., None]) if brings_lse else (out,)
+        for chunk, (scores, parts) in enumerate(call.by_parts((*tensors, *into))):
+            arrived = call.exchange.home(call.swaps, compute(chunk, scores, parts[:3]))
+            for part, x in zip(parts[3:], arrived, strict=True):
                 part.copy_(x)
-    return out, lse
+    if chunks > 1 and keeps:
+        rows, of_out, of_lse = kept
+        kept = [*(x.view(x.shape[1], -1) for x in (rows, of_out)), of_lse.view(q.shape[0], -1, rows.shape[1])]
+    return out, lse, *kept
+
+
+def _by_row(x: Tensor) -> Tensor:
+    """[rows, features] of a [B, heads, rows, D] tensor that is dense in this order: a view."""
+    return x.permute(2, 0, 1, 3).reshape(x.shape[2], x.shape[0] * x.shape[1] * x.shape[3])
+
+
+def kept_shapes(q: Tensor, k: Tensor, v: Tensor, seq_len: int, cp_size: int, degree: int) -> list[tuple[int, ...]]:
+    """Of what `forward` returns beside out and lse; see `Method.kept_shapes`."""
+    per_kv_head, of_rank = q.shape[1] // k.shape[1], q.shape[1] // degree
+    if degree == 1 or of_rank % per_kv_head:
+        return []
+    rows = seq_len if degree == cp_size else q.shape[2] * degree
+    of_kv, (B, _, _, D), v_dim = k.shape[1] // degree, q.shape, v.shape[3]
+    return [(rows, B * (of_rank * D + of_kv * (D + v_dim))), (rows, B * of_rank * v_dim), (B, of_rank, rows)]
 
 
 def backward(
@@ -143,35 +177,61 @@ def backward(
     plan: Plan,
     group: dist.ProcessGroup,
     wanted: Collection[str] = (),
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    """Gradients; see `cp_mesh.methods.stages.backward_by_stages`."""
+    """Gradients; see `cp_mesh.methods.stages.backward_by_stages`.
+
+    With ``kept``, the q, k and v that arrived in the forward, out and lse are those of this rank's heads too, as the
+    forward returned them, and of q, k and v only shapes without rows, and strides, are read.
+    """
     if plan.settings.degree == 1:
         return backward_by_stages(dout, q, k, v, out, lse, dlse, plan, group, wanted)
-    given, dtype = begin_backward(dout, out, lse, dlse, plan, wanted), plan.settings.home_dtype
-    uses_delta = plan.kernel.uses_delta
+    kernel, dtype, chunks = plan.kernel, plan.settings.home_dtype, plan.settings.head_chunks
+    own = None if kept is not None else begin_backward(dout, out, lse, dlse, plan.scores, kernel, wanted)
+    of_sinks: list[Tensor] = []
 
-    def compute(scores: Scores, parts: Sequence[Tensor]) -> tuple[Home, ScoreGradients]:  # as in the forward
-        dout_h, q_h, k_h, v_h, out_or_delta_h, lse_h = call.exchange.to_heads(parts)()
-        likes = [(*x.shape[:2], x.shape[3], own) for x, own in ((q_h, q.dtype), (k_h, dtype), (v_h, dtype))]
-        home = call.exchange.home(likes, q.device)
-        # kernels read numbers of rows with stride 1
-        out_or_delta_h = out_or_delta_h[..., 0].contiguous() if uses_delta else out_or_delta_h
-        tensors = dout_h, q_h, k_h, v_h, out_or_delta_h, lse_h[..., 0].contiguous(), *home.tensors
-        return home, backward_of_heads(*tensors, scores=scores, plan=call.plan, group=call.outer)[1]
+    def compute(chunk: int, scores: Scores, parts: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], ScoreGradients]:
+        # as in the forward
+        dout_h, *others = call.exchange.to_heads(call.swaps, parts).tensors
+        if kept is None:
+            q_h, k_h, v_h, out_or_delta, lse_h = others
+            # kernels read numbers of rows with stride 1
+            out_or_delta = out_or_delta[..., 0].contiguous() if kernel.uses_delta else out_or_delta
+            given = dout_h, q_h, k_h, v_h, out_or_delta, lse_h[..., 0].contiguous()
+        else:
+            q_h, k_h, v_h, out_h = call.views(kept, out, chunk, (q, k, v))
+            lse_h = lse if chunks == 1 else lse.view(chunks, lse.shape[0], -1, lse.shape[2])[chunk]
+            dlse_h = others[0][..., 0].contiguous() if others else None
+            rows = begin_backward(dout_h, out_h, lse_h, dlse_h, scores, kernel, wanted)
+            of_sinks.extend(rows.of_scores.values())
+            scores, given = rows.scores, (rows.dout, q_h, k_h, v_h, rows.out_or_delta, rows.lse)
+        return backward_of_heads(*given, scores=scores, plan=call.plan, group=call.outer, as_computed=dtype)
 
-    with _opened(plan, group, q.shape[1], given.scores) as call:
+    asked = plan.scores if own is None else own.scores
+    if own is None and wanted:
+        asked = replace(asked, wanted=frozenset(wanted) - {"sinks"})
+    with _opened(plan, group, q.shape[1], asked) as call:
         of_scores, heads = ScoreGradients.zeros(call.scores, accumulation_dtype(q.dtype)), 0
-        out_or_delta = given.out_or_delta[..., None] if uses_delta else given.out_or_delta
-        inputs = given.dout, q, call.repeated(k), call.repeated(v), out_or_delta, given.lse[..., None]
-        dq, dk, dv = dense_like(q), call.sent_back(k), call.sent_back(v)
-        for scores, (*parts, dq_part, dk_part, dv_part) in call.by_parts((*inputs, dq, dk, dv)):
-            home, of_part = compute(scores, parts)
-            of_scores.part(heads=(heads, heads + dq_part.shape[2])).add_(of_part)
-            heads += dq_part.shape[2]
-            for part, x in zip((dq_part, dk_part, dv_part), home.send()(), strict=True):
+        inputs: tuple[Tensor, ...]
+        if own is None:
+            inputs = (dout,) if dlse is None else (dout, dlse[..., None])
+        else:
+            out_or_delta = own.out_or_delta[..., None] if kernel.uses_delta else own.out_or_delta
+            inputs = own.dout, q, call.repeated(k), call.repeated(v), out_or_delta, own.lse[..., None]
+        num_rows = dout.shape[2]
+        dq, dk, dv = dense_like(q, num_rows=num_rows), call.sent_back(k, num_rows), call.sent_back(v, num_rows)
+        for chunk, (scores, (*parts, dq_part, dk_part, dv_part)) in enumerate(call.by_parts((*inputs, dq, dk, dv))):
+            grads, of_part = compute(chunk, scores, parts)
+            num_heads = dq_part.shape[3]
+            if scores.wanted:
+                of_scores.part(heads=(heads, heads + num_heads)).add_(of_part)
+            heads += num_heads
+            arrived = call.exchange.home(call.swaps, grads, (q.dtype, dtype, dtype))
+            del grads
+            for part, x in zip((dq_part, dk_part, dv_part), arrived, strict=True):
                 part.copy_(x)
-        shares = call.shares(given.scores, of_scores)
-    return dq, call.summed(dk, k), call.summed(dv, v), given.of_scores | shares
+        shares = call.shares(asked, of_scores) | (own.of_scores if own is not None else call.share_of_sinks(of_sinks))
+    return dq, call.summed(dk, k), call.summed(dv, v), shares
 
 
 @contextmanager
@@ -181,9 +241,9 @@ def _opened(plan: Plan, group: dist.ProcessGroup, num_heads: int, scores: Scores
     outer, inner = (group, group) if degree == group.size() else parts_of(group, degree)
     if name == "symmetric_memory" and degree < group.size() and plan.seq_len:
         choose_transport(name, group, plan.device)  # parts of a group may differ in what they have
-    places = _places(plan, degree, group)
-    with closing(make_swaps(name, inner, sum(places[0]), plan.device)) as swaps:
-        yield _Call(plan, outer, inner, swaps, places, num_heads, scores)
+    exchange = _exchange(plan, degree, group, inner)
+    with closing(make_swaps(name, inner, exchange.seq_len, plan.device)) as swaps:
+        yield _Call(plan, outer, inner, swaps, exchange, num_heads, scores)
 
 
 class _Call:
@@ -191,7 +251,7 @@ class _Call:
 
     Attributes:
         outer: the group of the ring.
-        exchange: heads against rows, in the inner group.
+        swaps, exchange: heads against rows, in the inner group.
         plan: of the ring of inner groups.
         scores: of this rank's heads, and the rows of its inner group.
     """
@@ -202,46 +262,53 @@ class _Call:
         outer: dist.ProcessGroup,
         inner: dist.ProcessGroup,
         swaps: Swaps,
-        places: Places,
+        exchange: HeadExchange,
         num_heads: int,
         scores: Scores,
     ) -> None:
-        self.outer, self._size, self._settings = outer, inner.size(), plan.settings
-        shard_lens, order = places
-        cp_size = plan.schedule.cp_size * self._size
-        self.exchange = HeadExchange(swaps, inner, shard_lens, order)
-        self.plan = replace(plan, layout=join(plan.layout, self._size, cp_size))
-        self._own_rows, of_rank = shard_lens[inner.rank()], num_heads // self._size
-        self._heads = inner.rank() * of_rank, (inner.rank() + 1) * of_rank
+        self.outer, self.swaps, self.exchange = outer, swaps, exchange
+        self._size, self._settings, self._num_heads = inner.size(), plan.settings, num_heads
+        self.plan = replace(plan, layout=join(plan.layout, self._size, plan.schedule.cp_size * self._size))
+        rank, of_rank = inner.rank(), num_heads // self._size
+        self._heads = rank * of_rank, (rank + 1) * of_rank
         self.scores = scores.heads(*self._heads)
         # Of a rank with one row a bias may be that of all rows, or of its own.
-        self._bias_travels = scores.bias is not None and (scores.bias.shape[2] != 1 or min(shard_lens) < 2)
+        self._bias_travels = scores.bias is not None and (scores.bias.shape[2] != 1 or exchange.fewest_rows < 2)
         if scores.bias is not None and self._bias_travels:
-            bias = scores.bias.expand(-1, -1, self._own_rows, -1)
-            alike = bias.shape[1] == 1  # for all heads
-            by_rank = bias[:, None].expand(-1, self._size, -1, -1, -1) if alike else bias.unflatten(1, (self._size, -1))
-            self.scores = replace(self.scores, bias=self.exchange.to_heads((by_rank,))()[0])
+            bias = scores.bias.expand(-1, -1, exchange.own_rows, -1)
+            bias = bias.expand(-1, self._size, -1, -1) if bias.shape[1] == 1 else bias  # one for all heads
+            arrived = exchange.to_heads(swaps, (by_rank(bias, self._size),))
+            self.scores = replace(self.scores, bias=arrived.tensors[0])
 
     def by_parts(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Scores, tuple[Tensor, ...]]]:
-        """Views [B, U, heads, S_local, D] of [B, heads, S_local, D] tensors, a chunk of each rank's at a time.
+        """Views [U, S_local, B, heads, D] of [B, heads, S_local, D] tensors, a chunk of each rank's at a time.
 
-        With them come the scores of this rank's chunk; the first tensor has query heads.
+        With them come the scores of this rank's chunk.
         """
-        chunks = self._settings.head_chunks
-        by_rank = [x.unflatten(1, (self._size, chunks, x.shape[1] // (self._size * chunks))) for x in tensors]
-        num_heads = by_rank[0].shape[3]
+        chunks, num_heads = self._settings.head_chunks, self._heads[1] - self._heads[0]
         for chunk in range(chunks):
-            heads = chunk * num_heads, (chunk + 1) * num_heads
-            yield self.scores if chunks == 1 else self.scores.heads(*heads), tuple(x[:, :, chunk] for x in by_rank)
+            heads = chunk * num_heads // chunks, (chunk + 1) * num_heads // chunks
+            scores = self.scores if chunks == 1 else self.scores.heads(*heads)
+            yield scores, tuple(by_rank(x, self._size, chunks, chunk) for x in tensors)
+
+    def views(self, kept: Tensor, out: Tensor, chunk: int, likes: Sequence[Tensor]) -> list[Tensor]:
+        """q, k, v and out [B, h, rows, D] of a chunk, of what a forward kept; ``likes`` are [B, heads, any, D]."""
+        chunks = self._settings.head_chunks
+        q, k, v = ((x.shape[0], x.shape[1] // (self._size * chunks), x.shape[3]) for x in likes)
+        found: list[Tensor] = []
+        for buffer, shapes in ((kept, (q, k, v)), (out, ((*q[:2], v[2]),))):
+            of_chunk = buffer if chunks == 1 else buffer.view(chunks, buffer.shape[0], -1)[chunk]
+            found += make_packing(shapes, buffer.dtype, buffer.device).views(of_chunk)
+        return found
 
     def repeated(self, x: Tensor) -> Tensor:
         """kv heads as often as they are sent."""
         return x if self._settings.repeats == 1 else x.repeat_interleave(self._settings.repeats, dim=1)
 
-    def sent_back(self, x: Tensor) -> Tensor:
+    def sent_back(self, x: Tensor, num_rows: int) -> Tensor:
         """Where gradients of `repeated` kv heads arrive."""
         if self._settings.repeats == 1:
-            return dense_like(x)
+            return dense_like(x, num_rows=num_rows)
         heads = x.shape[1] * self._settings.repeats
         return x.new_empty((x.shape[0], heads, *x.shape[2:]), dtype=self._settings.home_dtype)
 
@@ -251,36 +318,44 @@ class _Call:
             return arrived
         return dense_like(x).copy_(arrived.unflatten(1, (x.shape[1], self._settings.repeats)).sum(2))
 
+    def share_of_sinks(self, of_own: Sequence[Tensor]) -> dict[str, Tensor]:
+        """This rank's share of the gradient of sinks [H], from those of its heads, chunk by chunk."""
+        if not of_own:
+            return {}
+        share = of_own[0].new_zeros(self._num_heads)
+        share[slice(*self._heads)] = torch.cat([*of_own])
+        return {"sinks": share}
+
     def shares(self, scores: Scores, of_own: ScoreGradients) -> dict[str, Tensor]:
         """This rank's shares of the gradients of tensors of the scores, from those of its heads and all rows."""
         found = {}
         for name in scores.wanted:
             x, grad = getattr(scores, name), getattr(of_own, name)
             if name == "bias" and self._bias_travels:
-                home = self.exchange.home([(*grad.shape[:2], grad.shape[3], grad.dtype)], grad.device)
-                home.tensors[0].copy_(grad)
-                found[name] = home.send()()[0].flatten(1, 2).sum_to_size(x.shape)
+                (arrived,) = self.exchange.home(self.swaps, (grad,))  # [U, S_local, B, heads, keys]
+                found[name] = arrived.permute(2, 0, 3, 1, 4).flatten(1, 2).sum_to_size(x.shape)
             else:
                 found[name] = torch.zeros_like(x, dtype=grad.dtype)
                 TERMS[name].narrow(found[name], "heads", *self._heads).add_(grad)
         return found
 
 
-def _places(plan: Plan, degree: int, group: dist.ProcessGroup) -> Places:
-    """Rows of every rank of the inner group, and their order as `HeadExchange` takes it; kept with the plan."""
+def _exchange(plan: Plan, degree: int, group: dist.ProcessGroup, inner: dist.ProcessGroup) -> HeadExchange:
+    """Of the inner group; kept with the plan, since it may hold an order on the device."""
     stream, of_group = stream_of(plan.device), (plan.layout, degree, plan.seq_len, group.size())
 
-    def make() -> Places:
+    def make() -> HeadExchange:
         ranks = range(group.rank() // degree * degree, (group.rank() // degree + 1) * degree)
         rows = rows_of_group(*of_group, group.rank() // degree)
-        return [plan.layout.shard_len(plan.seq_len, group.size(), rank) for rank in ranks], _order(rows, plan.device)
+        shard_lens = [plan.layout.shard_len(plan.seq_len, group.size(), rank) for rank in ranks]
+        return HeadExchange(inner, shard_lens, _order(rows, plan.device))
 
     if stream is None and plan.layout.tensor is not None:
         hint = "leave attention out of the graph, or use method='ring'"
         got, what = f"{plan.layout.spec()}, whose order is copied to the device", f"method={plan.options.method!r}"
         refuse(f"CUDA graph capture with {what}", "a layout without a tensor", got, hint, UnsupportedError)
-    places: Places = plan.prepare(("places",), stream, make)
-    return places
+    exchange: HeadExchange = plan.prepare(("exchange",), stream, make)
+    return exchange
 
 
 def _order(pieces: Sequence[Piece], device: torch.device) -> Tensor | None:
@@ -308,5 +383,5 @@ def memory(
 
 
 ULYSSES = Method(
-    "ulysses", choose_degree, schedule_of_groups, settle, forward, backward, ulysses_costs, memory, alike=True
+    "ulysses", choose_degree, schedule_of_groups, settle, forward, backward, ulysses_costs, memory, kept_shapes, True
 )

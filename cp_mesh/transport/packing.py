@@ -33,7 +33,7 @@ class Packing:
     def of(cls, tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Packing:
         """The packing of [B, H, S, D] tensors."""
         shapes = tuple((x.shape[0], x.shape[1], x.shape[3]) for x in tensors)
-        return _packing(shapes, dtype or tensors[0].dtype, tensors[0].device)
+        return make_packing(shapes, dtype or tensors[0].dtype, tensors[0].device)
 
     @cached_property
     def features(self) -> int:
@@ -59,4 +59,5 @@ class Packing:
         return tuple(views)
 
 
-_packing = lru_cache(maxsize=256)(Packing)
+make_packing = lru_cache(maxsize=256)(Packing)
+"""A `Packing`, kept."""

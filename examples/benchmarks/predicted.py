@@ -79,7 +79,7 @@ def costs_of(row: dict[str, str]) -> tuple[PassCost, ...]:
     if kind == "ulysses" or rest[0] == "ulysses":
         (whole,) = schedules(Contiguous().spec(), row["mask"], seq_len, 1)
         theirs = kind == "ulysses"
-        return ulysses_costs(whole, cp_size, sizes, H200, rest[0] if theirs else rest[2], kept=theirs)
+        return ulysses_costs(whole, cp_size, sizes, H200, rest[0] if theirs else rest[2], kept=theirs, plain=theirs)
     ranks = schedules(rest[1], row["mask"], seq_len, cp_size, rest[0])
     costs = [staged_costs(schedule, sizes, H200, rest[2]) for schedule in ranks]
     return tuple(max(both, key=lambda cost: cost.device) for both in zip(*costs, strict=True))
