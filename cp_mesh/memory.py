@@ -41,8 +41,8 @@ part of a rank's heads, here H/(n·cp) and K as many as these read, R = B·(H·D
                                                        ring, and delta
                rows · 2·R                              gradients on their way home
 Kv heads that are sent several times are not kept, as they would be more than a rank's own: they, as often as they are
-sent, are held in both passes, lse comes home with out, and the backward holds rows · 2·(R + B·H·Dv + O) when dout, q, k,
-v, out (or delta) and lse have arrived. Over functional collectives what is sent is held once more where what arrived
+sent, are held in both passes, lse comes home with out, and the backward holds rows · 2·(R + B·H·Dv + O) when dout, q,
+k, v, out (or delta) and lse have arrived. Over functional collectives what is sent is held once more where what arrived
 is. Contiguous needs no other order.
 
 Not counted: gradients of the scores' tensors while they are summed in fp32. That of a dense bias is 4 bytes an element

@@ -115,6 +115,7 @@ SWAPPED = [
     Case("zigzag", "causal", 13, GQA, method="ulysses"),
     Case("striped", "causal", 13, MQA, kernel="cpu_flash", method="ulysses"),
     Case("shuffled", "everything", 13, (12, 4), head_chunks=4, method="ulysses"),
+    Case("zigzag", "causal", 13, (12, 6), head_chunks=2, method="ulysses"),
     Case("zigzag", "causal", 13, GQA, scores="every score", method="ulysses"),
     Case("zigzag", "causal", 13, GQA, scores="bias of all rows", method="ulysses"),
     Case("contiguous", "full", 13, GQA, scores="dropout, sinks and alibi", method="ulysses"),

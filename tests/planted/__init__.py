@@ -16,7 +16,7 @@ merging                      5
 scores                      30
 the loop                     8
 gradients                   11
-other methods               13
+other methods               16
 the hybrid                   7
 the double ring              7
 the transport               11
@@ -26,7 +26,7 @@ data and loss               13
 styles                       5
 watching                     3
 check mode and verify       10
-in all                     259
+in all                     262
 
 To add one, write ``@plant(name, seam, *checks)`` over a function that is given what is at the seam and returns what
 takes its place; see seams.py. No bug quotes source: those of Triton kernels are planted in the Python that launches

@@ -239,12 +239,12 @@ def _(method: Any) -> Any:
 
 @plant("heads go to other ranks", "transport.heads:HeadExchange.to_heads", "Ulysses")
 def _(to_heads: Any) -> Any:
-    return with_arguments(to_heads, tensors=lambda tensors: [x.flip(1) for x in tensors])
+    return with_arguments(to_heads, tensors=lambda tensors: [x.flip(0) for x in tensors])
 
 
-@plant("heads come home in another order", "transport.heads:Home.send", "Ulysses")
-def _(send: Any) -> Any:
-    return with_result(send, lambda arrive: lambda: tuple(x.flip(1) for x in arrive()))
+@plant("heads come home in another order", "transport.heads:HeadExchange.home", "Ulysses")
+def _(home: Any) -> Any:
+    return with_result(home, lambda arrived: tuple(x.flip(0) for x in arrived))
 
 
 @plant("rows of all heads stay in the order of the layout", "transport.heads:HeadExchange.__init__", "Ulysses")
@@ -252,16 +252,31 @@ def _(init: Any) -> Any:
     return with_arguments(init, order=lambda _: None)
 
 
-@plant("rows go home in the order of positions", "transport.heads:HeadExchange.send_home", "Ulysses")
-def _(send: Any) -> Any:
+@plant("rows go home in the order of positions", "transport.heads:HeadExchange.home", "Ulysses")
+def _(home: Any) -> Any:
     def mutant(self: Any, *args: Any) -> Any:
         order, self._order = self._order, None
         try:
-            return send(self, *args)
+            return home(self, *args)
         finally:
             self._order = order
 
     return mutant
+
+
+@plant("every part of the heads is given what the first one kept", "methods.ulysses:_Call.views", "Ulysses")
+def _(views: Any) -> Any:
+    return with_arguments(views, chunk=lambda _: 0)
+
+
+@plant("keys that were kept are values", "methods.ulysses:_Call.views", "Ulysses")
+def _(views: Any) -> Any:
+    return with_result(views, lambda found: [found[0], found[2], found[1], found[3]])
+
+
+@plant("shares of sinks are of other heads", "methods.ulysses:_Call.share_of_sinks", "Ulysses")
+def _(share: Any) -> Any:
+    return with_result(share, lambda found: {name: x.roll(1, 0) for name, x in found.items()})
 
 
 @plant("gradients of a kv head that was sent twice are not summed", "methods.ulysses:_Call.summed", "Ulysses")
@@ -367,8 +382,8 @@ def _(call: Any) -> Any:
 
 @plant("gradients of keys are summed once more for each inner group", "methods.hybrid:HYBRID", "hybrid")
 def _(method: Any) -> Any:
-    def mutant(*args: Any) -> Any:
-        dq, dk, dv, of_scores = method.backward(*args)
+    def mutant(*args: Any, **kept: Any) -> Any:
+        dq, dk, dv, of_scores = method.backward(*args, **kept)
         return dq, 2 * dk, 2 * dv, of_scores
 
     return replace(method, backward=mutant)
