@@ -150,14 +150,13 @@ def _attention_backward(
     call, wanted = Call.read(arguments[:-1]), arguments[-1]
     form, group = call.format, call.group
     dout, q, k, v = map(form.to_bhsd, (dout, q, k, v))
-    likes = (Operand(torch.Size((*x.shape[:2], dout.shape[2], x.shape[3])), x.dtype, x.device) for x in (q, k, v))
-    q_like, k_like, v_like = likes
-    plan = make_plan(q_like, k_like, v_like, call.tensors, call.seq_len, group, call.options)
-    keywords = {}
     if kept is None:
-        out, lse = form.to_bhsd(out), form.lse_to_bhs(lse)
+        plan = make_plan(q, k, v, call.tensors, call.seq_len, group, call.options)
+        out, lse, keywords = form.to_bhsd(out), form.lse_to_bhs(lse), {}
     else:
-        keywords["kept"] = kept
+        rows, keywords = dout.shape[2], {"kept": kept}
+        of_q, of_k, of_v = (Operand(_with_rows(x.shape, rows), x.dtype, x.device) for x in (q, k, v))
+        plan = make_plan(of_q, of_k, of_v, call.tensors, call.seq_len, group, call.options)
     if dlse is not None:
         if not plan.kernel.capability.differentiable_lse:
             raise UnsupportedError(f"kernel {plan.kernel.name!r} takes no gradient of lse; kernel='reference' does")
@@ -167,6 +166,11 @@ def _attention_backward(
         *grads, of_scores = plan.method.backward(dout, q, k, v, out, lse, dlse, plan, group, names, **keywords)
     dq, dk, dv = (_as_asked(x, call) for x in grads)
     return dq, dk, dv, *(_graded(getattr(call.tensors, name), of_scores.get(name), q) for name in GRADED)
+
+
+def _with_rows(shape: torch.Size, num_rows: int) -> torch.Size:
+    batch, heads, _, dim = shape
+    return torch.Size((batch, heads, num_rows, dim))
 
 
 def _as_asked(x: Tensor, call: Call) -> Tensor:
@@ -197,6 +201,7 @@ attention_backward_op = torch.ops.cp_mesh.attention_backward.default
 _FUNCTIONS: dict[Any, Any] = {attention_op: _attention, attention_backward_op: _attention_backward}
 for _op, _function in _FUNCTIONS.items():
     _library.impl(_op._opname, torch._disable_dynamo(_function), "CompositeExplicitAutograd")
+_PLAIN = (Tensor, torch.nn.Parameter)
 _DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 
 
@@ -258,12 +263,26 @@ class _Attention(torch.autograd.Function):
         elif dout is None:
             dout = q.new_zeros(ctx.shape)
         given = (dout, q, k, v, out, lse, dlse, kept, *tensors, *ctx.others, ",".join(wanted))
-        dq, dk, dv, *grads = attention_backward_op(*given)
+        dq, dk, dv, *grads = _call_backward(given)
         named, of_tensors = dict(zip(GRADED, grads, strict=True)), dict.fromkeys(Tensors._fields)
         for name in wanted:  # of a plain tensor beside DTensors: this rank's share
             plain = isinstance(q, DTensor) and not isinstance(getattr(Tensors(*tensors), name), DTensor)
             of_tensors[name] = named[name].to_local() if plain else named[name]
         return None, dq, dk, dv, *of_tensors.values(), *[None] * len(ctx.others)
+
+
+def _call_backward(given: Sequence[Any]) -> tuple[Tensor, ...]:
+    """`attention_backward_op`; where nothing would see the call, past PyTorch's dispatcher, which takes host time."""
+    seen = (
+        torch.is_grad_enabled()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or any(isinstance(x, Tensor) and type(x) not in _PLAIN for x in given)
+    )
+    if seen:
+        return attention_backward_op(*given)
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        return _FUNCTIONS[attention_backward_op](*given)
 
 
 class _Gradients(torch.autograd.Function):

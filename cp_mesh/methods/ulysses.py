@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -139,7 +138,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGrou
                 kept.extend(parts)
         return [out_h, lse_h[..., None]] if brings_lse else [out_h]
 
-    with _opened(plan, group, q.shape[1], plan.scores) as call:
+    with _Call(plan, group, q.shape[1], plan.scores) as call:
         tensors, into = (q, call.repeated(k), call.repeated(v)), (out, lse[..., None]) if brings_lse else (out,)
         for chunk, (scores, parts) in enumerate(call.by_parts((*tensors, *into))):
             arrived = call.exchange.home(call.swaps, compute(chunk, scores, parts[:3]))
@@ -210,7 +209,7 @@ def backward(
     asked = plan.scores if own is None else own.scores
     if own is None and wanted:
         asked = replace(asked, wanted=frozenset(wanted) - {"sinks"})
-    with _opened(plan, group, q.shape[1], asked) as call:
+    with _Call(plan, group, q.shape[1], asked) as call:
         of_scores, heads = ScoreGradients.zeros(call.scores, accumulation_dtype(q.dtype)), 0
         inputs: tuple[Tensor, ...]
         if own is None:
@@ -234,20 +233,8 @@ def backward(
     return dq, call.summed(dk, k), call.summed(dv, v), shares
 
 
-@contextmanager
-def _opened(plan: Plan, group: dist.ProcessGroup, num_heads: int, scores: Scores) -> Iterator[_Call]:
-    degree, name = plan.settings.degree, plan.options.transport
-    # Of a ring of one rank nothing travels, and nothing is asked of its group.
-    outer, inner = (group, group) if degree == group.size() else parts_of(group, degree)
-    if name == "symmetric_memory" and degree < group.size() and plan.seq_len:
-        choose_transport(name, group, plan.device)  # parts of a group may differ in what they have
-    exchange = _exchange(plan, degree, group, inner)
-    with closing(make_swaps(name, inner, exchange.seq_len, plan.device)) as swaps:
-        yield _Call(plan, outer, inner, swaps, exchange, num_heads, scores)
-
-
 class _Call:
-    """What one pass needs to compute this rank's heads.
+    """What one pass needs to compute this rank's heads; entered around it.
 
     Attributes:
         outer: the group of the ring.
@@ -256,29 +243,45 @@ class _Call:
         scores: of this rank's heads, and the rows of its inner group.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        outer: dist.ProcessGroup,
-        inner: dist.ProcessGroup,
-        swaps: Swaps,
-        exchange: HeadExchange,
-        num_heads: int,
-        scores: Scores,
-    ) -> None:
-        self.outer, self.swaps, self.exchange = outer, swaps, exchange
-        self._size, self._settings, self._num_heads = inner.size(), plan.settings, num_heads
-        self.plan = replace(plan, layout=join(plan.layout, self._size, plan.schedule.cp_size * self._size))
-        rank, of_rank = inner.rank(), num_heads // self._size
+    swaps: Swaps
+
+    def __init__(self, plan: Plan, group: dist.ProcessGroup, num_heads: int, scores: Scores) -> None:
+        degree, name = plan.settings.degree, plan.options.transport
+        # Of a ring of one rank nothing travels, and nothing is asked of its group.
+        self.outer, self._inner = (group, group) if degree == group.size() else parts_of(group, degree)
+        if name == "symmetric_memory" and degree < group.size() and plan.seq_len:
+            choose_transport(name, group, plan.device)  # parts of a group may differ in what they have
+        self.exchange = _exchange(plan, degree, group, self._inner)
+        self._size, self._settings, self._num_heads = degree, plan.settings, num_heads
+        self.plan = plan
+        if plan.reads_tensors:  # at positions of the layout
+            self.plan = replace(plan, layout=join(plan.layout, degree, group.size()))
+        rank, of_rank = self._inner.rank(), num_heads // degree
         self._heads = rank * of_rank, (rank + 1) * of_rank
         self.scores = scores.heads(*self._heads)
         # Of a rank with one row a bias may be that of all rows, or of its own.
-        self._bias_travels = scores.bias is not None and (scores.bias.shape[2] != 1 or exchange.fewest_rows < 2)
-        if scores.bias is not None and self._bias_travels:
-            bias = scores.bias.expand(-1, -1, exchange.own_rows, -1)
-            bias = bias.expand(-1, self._size, -1, -1) if bias.shape[1] == 1 else bias  # one for all heads
-            arrived = exchange.to_heads(swaps, (by_rank(bias, self._size),))
-            self.scores = replace(self.scores, bias=arrived.tensors[0])
+        bias = scores.bias
+        self._bias_travels = bias is not None and (bias.shape[2] != 1 or self.exchange.fewest_rows < 2)
+        self._bias = bias if self._bias_travels else None
+
+    def __enter__(self) -> _Call:
+        self.swaps = make_swaps(self.plan.options.transport, self._inner, self.exchange.seq_len, self.plan.device)
+        if self._bias is not None:
+            try:
+                self._exchange_bias(self._bias)
+            except BaseException:
+                self.swaps.close()
+                raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.swaps.close()
+
+    def _exchange_bias(self, bias: Tensor) -> None:
+        bias = bias.expand(-1, -1, self.exchange.own_rows, -1)
+        bias = bias.expand(-1, self._size, -1, -1) if bias.shape[1] == 1 else bias  # one for all heads
+        arrived = self.exchange.to_heads(self.swaps, (by_rank(bias, self._size),))
+        self.scores = replace(self.scores, bias=arrived.tensors[0])
 
     def by_parts(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Scores, tuple[Tensor, ...]]]:
         """Views [U, S_local, B, heads, D] of [B, heads, S_local, D] tensors, a chunk of each rank's at a time.

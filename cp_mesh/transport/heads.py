@@ -156,7 +156,7 @@ class _Packings:
 
     def grouped(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         """Those of each packing."""
-        return [[tensors[i] for i in of_dtype] for of_dtype in self._of]
+        return [list(tensors)] if len(self.each) == 1 else [[tensors[i] for i in of_dtype] for of_dtype in self._of]
 
     def views(self, buffers: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The tensors [B, heads, rows, D] that lie in the buffers, in their own order."""
@@ -173,6 +173,8 @@ class _Packings:
         return self._in_order(found)
 
     def _in_order(self, found: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+        if len(found) == 1:
+            return tuple(found[0])
         placed = {i: x for of_dtype, xs in zip(self._of, found, strict=True) for i, x in zip(of_dtype, xs, strict=True)}
         return tuple(placed[i] for i in range(len(placed)))
 

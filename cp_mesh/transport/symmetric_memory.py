@@ -464,12 +464,13 @@ class SymmetricSwaps:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._memory, self._group = group_memory(group, device), group
+        self._rank, self._size = group.rank(), group.size()
         self._memory.begin()
 
     def start(
         self, packings: Sequence[Packing], write: Callable[[Sequence[Tensor]], None], swap: Swap
     ) -> Callable[[], Sequence[Tensor]]:
-        rank, size = self._group.rank(), self._group.size()
+        rank, size = self._rank, self._size
         offsets = [*accumulate((_aligned(swap.most * packing.row_bytes) for packing in packings), initial=0)]
         workspace = self._memory.workspace("rows", offsets.pop(), self._group)
         workspace.barrier(_MAIN)
@@ -477,14 +478,13 @@ class SymmetricSwaps:
         write([workspace.rows(rank, offset, sum(swap.to), packing)[0] for offset, packing in places])
         workspace.barrier(_MAIN)
         received = [packing.empty(sum(swap.origin)) for packing in packings]
-        begins = [*accumulate(swap.origin, initial=0)]
-        for source in ((rank - step) % size for step in range(size)):  # no two ranks pull from one at a time
-            count = swap.origin[source]
-            for (offset, packing), buffer in zip(places, received, strict=True):
-                if count:
+        for (offset, packing), buffer in zip(places, received, strict=True):
+            parts = buffer.split(swap.origin)
+            for step in range(size):  # no two ranks pull from one at a time
+                source = (rank - step) % size
+                if count := swap.origin[source]:
                     first = offset + swap.firsts[source] * packing.row_bytes
-                    rows, _ = workspace.rows(source, first, count, packing)
-                    buffer[begins[source] : begins[source] + count].copy_(rows)
+                    parts[source].copy_(workspace.rows(source, first, count, packing)[0])
         return lambda: received
 
     def close(self) -> None:
