@@ -135,6 +135,27 @@ def test_fakes_are_as_the_real(pool: Any, seq_dim: int, dtype: torch.dtype) -> N
         pool(1).run(real_and_fake, seq_dim, dtype, Dv, in_memory, as_inputs)
 
 
+def kept_and_fake(rank: int, seq_dim: int) -> None:
+    q, k, v, dout = inputs(seq_dim, requires_grad=False, Dv=E)
+    options = {"method": "ulysses", "keeps": True, "as_inputs": True, "differentiable_lse": False}
+    arguments = (*Tensors(), 2 * S, *tail(seq_dim, **options)[1:])
+    results = ops.attention_op(q, k, v, *arguments)
+    _, lse, kept, *of_heads = results
+    likes = [ops._without_rows(x, seq_dim) for x in (q, k, v)]
+    grads = ops.attention_backward_op(dout, *likes, *of_heads, None, kept, *arguments, "")
+    assert kept.ndim == 2 and not lse.numel() and all(map(lies_as, grads, (q, k, v)))
+    with FakeTensorMode(allow_non_fake_inputs=False) as mode:
+        fakes = [mode.from_tensor(x) for x in (q, k, v, dout, *likes)]
+        fresults = ops.attention_op(*fakes[:3], *arguments)
+        fgrads = ops.attention_backward_op(*fakes[3:], *fresults[3:], None, fresults[2], *arguments, "")
+    assert describe(fresults) == describe(results) and describe(fgrads) == describe(grads)
+
+
+@pytest.mark.parametrize("seq_dim", FORMATS)
+def test_fakes_of_what_is_kept(pool: Any, seq_dim: int) -> None:
+    pool(2).run(kept_and_fake, seq_dim)
+
+
 def strides_of_dtensors(rank: int, shape: tuple[int, ...], seq_dim: int, given: str, beside: str) -> list[Any]:
     """Strides of specs, after views and a backward through them; shards may lie otherwise than their specs say."""
     axis, (batch, heads, length, dim) = mesh((dist.get_world_size(),), ("cp",)), shape
