@@ -6,28 +6,21 @@ differ by), and what must depend on it has to move.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from cp_mesh.errors import refuse
 from cp_mesh.masks import Mask
+from cp_mesh.verifying.models import inner
 from cp_mesh.verifying.report import Finding
-from cp_mesh.verifying.step import IGNORED, Run, Step, inner
+from cp_mesh.verifying.step import Run, Step
 from cp_mesh.verifying.traces import clean
 
-# By dtype: shares of the loss by which it is moved along the gradient, and how far the slope may then be off.
-SLOPES = {torch.float64: ((1e-6, 1e-8), 1e-3), torch.float32: ((1e-3, 1e-4, 2e-5), 3e-2)}
-COARSE = ((3e-2, 1e-2), 0.25)
-SAME_GRADIENT = 2.5e-3  # of the sum of a gradient's sizes, by which ranks that hold it may differ
 # By dtype: in steps of the largest logit, what may move as kernels take other tiles: experts that get other tokens.
 STEPS, STEPS_COARSE = {torch.float64: 64, torch.float32: 64}, 2
-LOSS = {torch.float64: 1e-9, torch.float32: 1e-5}
-LOSS_COARSE = 2e-2
 KEYS = 1024  # whose queries are asked of a mask at once
 
 
@@ -174,117 +167,3 @@ def probe_sinks(step: Step) -> Iterator[Finding]:
         moves = bool(step.ranks.reduce(moved, dist.ReduceOp.MIN) > 0)
         yield Finding("sinks", moves, where=clean(name), note=note)
         return
-
-
-def probe_loss(step: Step, run: Run, dtype: torch.dtype) -> Iterator[Finding]:
-    """The loss is the mean over valid tokens of the logits that the model gave, with the labels at their positions."""
-    if step.labels not in step.batch:
-        return
-    labels = step.batch[step.labels]
-    real = run.positions < step.seq_len
-    mine = labels[:, run.positions[real]]
-    logits = run.logits.detach()[:, real].double()
-    sums = torch.stack(
-        [
-            torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1), mine.flatten(), ignore_index=IGNORED, reduction="sum"
-            ),
-            (mine != IGNORED).sum().double(),
-        ]
-    )
-    whole = run.logits.shape[1] == step.seq_len
-    axes = step.ranks.dp if whole else step.ranks.data
-    total, count = step.ranks.reduce(sums, axes=axes).tolist()
-    want, got = total / max(count, 1), step.total_loss(run.loss)
-    error, allowed = abs(got - want) / max(abs(want), 1e-30), LOSS.get(dtype, LOSS_COARSE)
-    note = f"{got:.6g}; the mean over the valid tokens of these logits is {want:.6g}"
-    if not error <= allowed:
-        note += f": {step_factor(step, got / want)}"
-    yield Finding("loss of the logits", error <= allowed, error, allowed, note=note)
-
-
-def probe_gradients(step: Step, loss: Tensor, dtype: torch.dtype) -> Iterator[Finding]:
-    """Gradients after the trainer's reduction: equal on ranks, and the slope of the ``loss``."""
-    everything = {clean(name): p for name, p in inner(step.model).named_parameters()}
-    parameters = {name: p for name, p in everything.items() if p.grad is not None}
-    worst, first = torch.zeros((), dtype=torch.float64, device=step.device), ""
-    for name, parameter in parameters.items():
-        grad = parameter.grad
-        assert grad is not None
-        whole = (grad.full_tensor() if isinstance(grad, DTensor) else grad).double()
-        sums = torch.stack([whole.sum(), -whole.sum()])
-        size = whole.abs().sum().clamp(min=1e-300)
-        low, high = step.ranks.reduce(sums, dist.ReduceOp.MIN, step.ranks.data)
-        spread = (-high - low) / size
-        worst = torch.maximum(worst, step.ranks.reduce(spread.nan_to_num(float("inf")), dist.ReduceOp.MAX))
-        if not first and not float(spread) <= SAME_GRADIENT:
-            first = name
-    same = float(worst) <= SAME_GRADIENT
-    note = (
-        f"of {len(parameters)} of {len(everything)} parameters, equal on all ranks"
-        if same
-        else "differs between ranks: nothing sums gradients over them"
-    )
-    yield Finding("gradients of ranks", same, float(worst), SAME_GRADIENT, first, note)
-    if not same:
-        return
-    shares, allowed = SLOPES.get(dtype, COARSE)
-    squares = sum(_dot(p.grad, p.grad) for p in parameters.values() if p.grad is not None)
-    if not 0 < squares < float("inf"):
-        yield Finding("scale of gradients", False, note=f"the sum of their squares is {squares}")
-        return
-    best, found = float("inf"), (0.0, 0.0)
-    here = step.total_loss(loss)
-    for share in shares:  # smaller steps, and either side, where the model jumps, as one does that chooses experts
-        for told, moved in _slopes(step, parameters, here, share * abs(here) / (2 * squares)):
-            if moved and abs(told / moved - 1) < best:
-                best, found = abs(told / moved - 1), (told, moved)
-        if all(step.ranks.gather(best <= allowed)):
-            break
-    told, moved = found
-    note = f"by them the loss was to change by {told:.4g}, and it changed by {moved:.4g}"
-    if not best <= allowed and moved:
-        note += f": {step_factor(step, told / moved, allowed)}"
-    yield Finding("scale of gradients", best <= allowed, best, allowed, note=note)
-
-
-def _slopes(step: Step, parameters: Mapping[str, Tensor], here: float, h: float) -> Iterator[tuple[float, float]]:
-    """What the loss, which is ``here``, is to change by along ``h`` times the gradient, and what it changes by.
-
-    From side to side, and on each side. Weights move as far as their dtype lets them.
-    """
-    kept = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    sides = []
-    with torch.no_grad(), step.agreed():
-        for sign in (1, -1):
-            told = 0.0
-            for name, parameter in parameters.items():
-                assert parameter.grad is not None
-                parameter.copy_(kept[name]).add_(parameter.grad, alpha=sign * h)
-                told += _dot(parameter.grad, parameter - kept[name])
-            sides.append((told, step.total_loss(step.run().loss) - here))
-        for name, parameter in parameters.items():
-            parameter.copy_(kept[name])
-    ahead, behind = sides
-    yield ahead[0] - behind[0], ahead[1] - behind[1]
-    yield from sides
-
-
-def _dot(x: Tensor, y: Tensor) -> float:
-    dot = (x.detach().double() * y.double()).sum()
-    return float(dot.full_tensor() if isinstance(dot, DTensor) else dot)
-
-
-def step_factor(step: Step, ratio: float, tolerance: float = 1e-3) -> str:
-    """In words, how many times too large something is."""
-    ranks = step.ranks
-    sizes = {f"the ranks of {axis}": ranks.size(axis) for axis in ranks.axes}
-    sizes |= {f"the ranks of {a} and {b}": ranks.size(a, b) for a, b in pairwise(ranks.data)}
-    sizes["all ranks"] = ranks.size(*ranks.axes)
-    named = [name for name, size in sizes.items() if size > 1 and abs(ratio / size - 1) <= tolerance]
-    if named:
-        return f"{ratio:.4g} times too large, as many as {named[0]}"
-    named = [name for name, size in sizes.items() if size > 1 and abs(ratio * size - 1) <= tolerance]
-    if named:
-        return f"{ratio:.4g} of what it is to be, one over {named[0]}"
-    return f"{ratio:.6g} times what it is to be"

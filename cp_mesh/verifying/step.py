@@ -1,108 +1,30 @@
-"""One step of a trainer, as `cp_mesh.verify_model` runs it: the ranks, the model, the batch, the loss, whose rows."""
+"""One step of a trainer, as `cp_mesh.verify_model` runs it: the model, the batch, the loss, whose rows."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 from cp_mesh.agreement import announce_refusal, check_mode, require_agreement
 from cp_mesh.errors import RankMismatchError, refuse
-from cp_mesh.forwards import STYLE, replaced
 from cp_mesh.loss import cross_entropy
-from cp_mesh.root import ShardedModel
 from cp_mesh.sequence import ROOT, ShardedSequence
+from cp_mesh.verifying.models import captured, gathers, inner, local, logits_of, sequence_of
+from cp_mesh.verifying.ranks import Ranks
 from cp_mesh.verifying.traces import Trace, traced_modules
 
 Batch = dict[str, Any]
 Loss = Callable[[nn.Module, Batch], Tensor]
 Positions = Tensor | Callable[[Batch], Tensor]
 IGNORED = -100
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The ranks, by what they hold.
-
-    Attributes:
-        mesh: None for one process without groups.
-        cp: the axis whose ranks hold other tokens of the same sequences, if there is one.
-        same: axes whose ranks hold the same tokens, as tensor parallelism does.
-    """
-
-    mesh: DeviceMesh | None
-    cp: str | None
-    same: tuple[str, ...]
-
-    @classmethod
-    def of(cls, mesh: DeviceMesh | None, cp: str, same: Sequence[str]) -> Ranks:
-        if mesh is None:
-            return cls(None, None, ())
-        names = mesh.mesh_dim_names
-        if names is None:
-            refuse("verify_model: mesh", "a DeviceMesh whose axes have names", mesh, 'mesh_dim_names=("dp", "cp")')
-        alone = names[0] if len(names) == 1 and names[0] not in same else None
-        return cls(mesh, alone or (cp if cp in names else None), tuple(name for name in names if name in same))
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        return () if self.mesh is None else tuple(self.mesh.mesh_dim_names or ())
-
-    @property
-    def dp(self) -> tuple[str, ...]:
-        """Axes whose ranks hold other sequences."""
-        return tuple(name for name in self.axes if name not in (self.cp, *self.same))
-
-    @property
-    def data(self) -> tuple[str, ...]:
-        """Axes whose ranks hold other tokens."""
-        return tuple(name for name in self.axes if name not in self.same)
-
-    def size(self, *axes: str) -> int:
-        size = 1
-        for axis in axes:
-            assert self.mesh is not None
-            size *= self.mesh[axis].size()
-        return size
-
-    @property
-    def cp_size(self) -> int:
-        return self.size(self.cp) if self.cp else 1
-
-    def group(self, axis: str) -> dist.ProcessGroup:
-        assert self.mesh is not None
-        return self.mesh.get_group(axis)
-
-    def reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM, axes: Sequence[str] | None = None) -> Tensor:
-        """``x`` summed, or as ``op`` says, over the ranks of some axes, all if left out; in place."""
-        for axis in self.axes if axes is None else axes:
-            dist.all_reduce(x, op, group=self.group(axis))
-        return x
-
-    def gather(self, x: Any, axes: Sequence[str] | None = None) -> list[Any]:
-        """What every rank of some axes, all if left out, holds in ``x``."""
-        found = [x]
-        for axis in self.axes if axes is None else axes:
-            answers: list[list[Any]] = [[] for _ in range(self.size(axis))]
-            dist.all_gather_object(answers, found, group=self.group(axis))
-            found = [one for answer in answers for one in answer]
-        return found
-
-    @property
-    def is_first(self) -> bool:
-        return self.mesh is None or dist.get_rank() == 0
 
 
 class Run(NamedTuple):
@@ -228,74 +150,14 @@ class Step:
             require_agreement(group, {"step": "done"})
 
 
-def inner(model: nn.Module) -> nn.Module:
-    """The model without DistributedDataParallel."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
-
-
-@contextmanager
-def captured(model: nn.Module, outputs: list[Any]) -> Iterator[None]:
-    """Add what the model returns inside to a list; of compiled models, too."""
-    compiled = model.__dict__.get("_compiled_call_impl")
-    if compiled is not None:
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            outputs.append(compiled(*args, **kwargs))
-            return outputs[-1]
-
-        model.__dict__["_compiled_call_impl"] = call
-        try:
-            yield
-        finally:
-            model.__dict__["_compiled_call_impl"] = compiled
-        return
-    handle = model.register_forward_hook(lambda module, args, output: outputs.append(output))
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def logits_of(output: Any) -> Tensor:
-    """The logits [B, n, V] in what a model returns: the tensor, its "logits", or the first tensor of three dims."""
-    found = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    if found is None and isinstance(output, Mapping):
-        found = output.get("logits")
-    if found is None:
-        found = next((x for x in tree_leaves(output) if isinstance(x, Tensor) and x.ndim == 3), None)
-    if not isinstance(found, Tensor) or found.ndim != 3:
-        got = tuple(found.shape) if isinstance(found, Tensor) else type(output).__name__
-        refuse("verify_model: output of the model", "logits [B, S, V]", got, "return them, alone or as .logits")
-    return local(found)
-
-
-def local(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
-def root_of(model: nn.Module) -> ShardedModel | None:
-    """The `ShardedModel` that was applied to a model or a part of it."""
-    return next((style for style in styles_of(model) if isinstance(style, ShardedModel)), None)
-
-
-def gathers(model: nn.Module) -> bool:
-    """Whether every cp rank has the whole output."""
-    root = root_of(model)
-    return root is not None and root.gather_output
-
-
-def sequence_of(model: nn.Module) -> ShardedSequence | None:
-    """The sequence of the styles that were applied to a model; the root's, if it has one."""
-    style = root_of(model) or next(styles_of(model), None)
-    return None if style is None else style.sequence
-
-
-def styles_of(model: nn.Module) -> Iterator[Any]:
-    """The styles of this library that were applied to a model."""
-    for module in model.modules():
-        if (replacement := replaced(module, STYLE)) is not None:
-            run: Any = replacement.run  # a method of the style, or a partial of one
-            yield getattr(run, "func", run).__self__
+def run_step(step: Step, reduce_gradients: Callable[[nn.Module], Any] | None, trace: Trace | None = None) -> Run:
+    """Forward, backward, and what the trainer does to gradients then."""
+    with step.agreed():
+        run = step.run(trace=trace)
+        run.loss.backward()
+    if reduce_gradients is not None:
+        reduce_gradients(step.model)
+    return run
 
 
 def loss_of_plan(ranks: Ranks, labels: str) -> Loss:

@@ -287,36 +287,36 @@ def _(announce_refusal: Any) -> Any:
     return lambda group, error: None
 
 
-@plant("verify passes whatever it measured", "verify:Report.passed", "verify")
+@plant("verify passes whatever it measured", "verifying.verify:Report.passed", "verify")
 def _(passed: Any) -> Any:
     return lambda self: True
 
 
-@plant("verify allows what the kernel does on one device", "verify:PLAIN_FACTOR", "verify")
+@plant("verify allows what the kernel does on one device", "verifying.verify:PLAIN_FACTOR", "verify")
 def _(factor: float) -> float:
     return 1e9
 
 
-@plant("verify_model passes whatever it found", "report:ModelReport.passed", "verify_model")
+@plant("verify_model passes whatever it found", "verifying.report:ModelReport.passed", "verify_model")
 def _(passed: Any) -> Any:
     return lambda self: True
 
 
-@plant("verify_model hears of one rank alone", "step:Ranks.gather", "verify_model")
+@plant("verify_model hears of one rank alone", "verifying.ranks:Ranks.gather", "verify_model")
 def _(gather: Any) -> Any:
     return with_result(gather, lambda answers: answers[:1])
 
 
-@plant("verify_model leaves out the last parameter", "verify_model:_compare_gradients", "verify_model")
+@plant("verify_model leaves out the last parameter", "verifying.comparing:compare_gradients", "verify_model")
 def _(compare: Any) -> Any:
     return with_arguments(compare, want=lambda want: dict(list(want.items())[:-1]))
 
 
-@plant("verify_model takes any difference for rounding", "verify_model:FACTOR", "verify_model")
+@plant("verify_model takes any difference for rounding", "verifying.comparing:FACTOR", "verify_model")
 def _(factor: float) -> float:
     return 1e15
 
 
-@plant("probes look for what a token does not reach alone", "probes:_judge", "verify_model")
+@plant("probes look for what a token does not reach alone", "verifying.probes:_judge", "verify_model")
 def _(judge: Any) -> Any:
     return with_call(judge, lambda moved, expected: {"moved": moved & expected})

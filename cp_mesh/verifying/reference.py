@@ -1,0 +1,97 @@
+"""The reference: the plain model on one rank, with the weights of the spread one and the whole batch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from cp_mesh.errors import refuse
+from cp_mesh.verifying.models import inner, local, logits_of, root_of, styles_of
+from cp_mesh.verifying.ranks import Ranks
+from cp_mesh.verifying.step import IGNORED, Batch, Loss, Step, mean_loss
+from cp_mesh.verifying.traces import Trace, clean
+
+JITTER = 2.0**-40  # how weights are changed in float64: enough to round float32 inside of the model otherwise
+
+
+class Reference(NamedTuple):
+    """A run of the whole batch on this rank; ``loss`` and ``grads`` are those of all data-parallel ranks."""
+
+    trace: Trace
+    logits: Tensor
+    loss: float
+    grads: dict[str, Tensor]
+
+
+def make_twin(
+    make: Callable[[], nn.Module], model: nn.Module, dtype: torch.dtype | None, device: torch.device
+) -> nn.Module:
+    """The model for one rank, with the weights of the spread one."""
+    twin = make().to(dtype).to(device)
+    if any(styles_of(twin)) or any(isinstance(parameter, DTensor) for parameter in twin.parameters()):
+        hint = "make_reference= makes the plain model where make_model spreads it"
+        refuse("verify_model: reference", "a model that is not spread", "styles or DTensors in it", hint)
+    spread_out = {clean(name): parameter for name, parameter in inner(model).named_parameters()}
+    names = [name for name, _ in twin.named_parameters()]
+    if unlike := set(names) ^ set(spread_out):
+        hint = "make_reference= makes a model whose parameters have the same names"
+        refuse("verify_model: parameters", "the same names on one rank and in the spread model", sorted(unlike), hint)
+    with torch.no_grad():
+        for name, parameter in twin.named_parameters():
+            whole = local(spread_out[name].detach())
+            if whole.shape != parameter.shape:
+                hint = "shard parameters as DTensors, so that the whole can be compared"
+                refuse(f"verify_model: {name}", tuple(parameter.shape), tuple(whole.shape), hint)
+            parameter.copy_(whole)
+    return twin
+
+
+def loss_of_one_rank(step: Step) -> Loss:
+    root = root_of(step.model)
+    positions = root.positions if root is not None else None  # which the root supplies
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        whole = batch.pop(step.labels)
+        argument = inspect.signature(model.forward).parameters.get(positions or "")
+        if positions and argument and argument.default is argument.empty:
+            batch.setdefault(positions, torch.arange(step.seq_len, device=step.device))
+        return mean_loss(logits_of(model(**batch)), whole)
+
+    return loss
+
+
+def run_reference(ranks: Ranks, step: Step) -> Reference:
+    """One run of the reference; data-parallel ranks weigh by their valid tokens."""
+    labels = step.batch.get(step.labels)
+    valid = torch.ones(()) if labels is None else (labels != IGNORED).sum()
+    valid = valid.double().to(step.device)
+    weight = valid / ranks.reduce(valid.clone(), axes=ranks.dp).clamp(min=1)
+    step.model.zero_grad()
+    trace = Trace(step.seq_len, step.positions)
+    run = step.run(trace=trace)
+    loss = run.loss.nan_to_num() * weight  # the mean over no token at all
+    loss.backward()
+    grads = {
+        name: ranks.reduce(torch.zeros_like(p) if p.grad is None else p.grad.clone(), axes=ranks.dp)
+        for name, p in step.model.named_parameters()
+    }
+    return Reference(
+        trace, run.logits.detach(), float(ranks.reduce(loss.detach().double().clone(), axes=ranks.dp)), grads
+    )
+
+
+@torch.no_grad()
+def jitter(model: nn.Module) -> None:
+    """Change the last bits of all weights, by as much in either direction."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if not parameter.is_floating_point():
+            continue
+        eps = JITTER if parameter.dtype == torch.float64 else torch.finfo(parameter.dtype).eps
+        signs = torch.randint(2, parameter.shape, generator=generator).to(parameter.device) * 2 - 1
+        parameter.mul_((1 + eps * signs.double()).to(parameter.dtype))
