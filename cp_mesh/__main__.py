@@ -255,7 +255,9 @@ def verify_model_command(argv: Sequence[str]) -> None:
     parser.add_argument("factory", help="module:function or file.py:function; returns verify_model's arguments, a dict")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
     parser.add_argument("--dtype", choices=(*DTYPES, "own"), help="default: float64")
-    parser.add_argument("--probes", action="store_true", help="probes alone, without the reference")
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--chunks", action="store_true", help="the reference in less memory, by chunks")
+    either.add_argument("--probes", action="store_true", help="probes alone, without the reference")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
     args = parser.parse_args(argv)
     _require_device(parser, args.device)
@@ -268,8 +270,8 @@ def verify_model_command(argv: Sequence[str]) -> None:
         parser.error(str(error))
     if args.dtype is not None:
         given["dtype"] = None if args.dtype == "own" else getattr(torch, args.dtype)
-    if args.probes:
-        given["reference"] = False
+    if args.probes or args.chunks:
+        given["reference"] = "chunks" if args.chunks else False
     try:
         report = verify_model(**{"progress": True, **given})
     except VerificationError as error:

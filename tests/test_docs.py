@@ -427,7 +427,30 @@ def verify_names(rank: int) -> dict[str, Any]:
 
 
 def check_verify(names: dict[str, Any]) -> None:
+    """What is right passes; the mistakes that the page names, made in its own model, are told as it says."""
     assert names["report"].passed and names["report"].verdict.startswith("RIGHT")
+    own = names["own_report"]
+    assert own.passed and {"far token", "loss of the logits", "gradients of ranks"} <= {x.check for x in own.findings}
+    axis, labels = names["mesh"]["cp"], names["labels"][:, :60]
+    mistakes = {
+        "far token": {"all_gather": lambda part, group: [part, part]},
+        "loss of the logits": {"labels": names["labels"].roll(7 * axis.get_local_rank(), 1)},
+        "gradients of ranks": {"DistributedDataParallel": lambda model, **options: model},
+    }
+    for check, mistake in mistakes.items():
+        with mock.patch.dict(names, mistake), pytest.raises(cp_mesh.VerificationError) as caught:
+            cp_mesh.verify_model(
+                names["own_model"],
+                lambda model: names["DistributedDataParallel"](model, process_group=names["group"]),
+                {"tokens": names["tokens"][:, :60], "labels": labels},
+                axis,
+                loss=lambda model, batch: names["own_loss"](model, batch | {"labels": names["labels"][:, :60]}),
+                rows=names["mine"],
+                total="mean",
+                reference=False,
+            )
+        wrong = {finding.check for finding in caught.value.report.findings if not finding.passed}
+        assert check in wrong, (check, str(caught.value))
 
 
 PAGES = {

@@ -135,13 +135,14 @@ def compare_gradients(
     typical = (everyone / elements) ** 0.5
     got = {clean(name): p for name, p in inner(step.model).named_parameters()}
     errors, allowed, squares = {}, {}, 0.0
-    for name, theirs in want.items():
+    for name in want:
         mine = whole_gradient(got[name])
+        theirs, again = (x[name].to(mine.device) for x in (want, other))
         squares += float(mine.double().square().sum())
         size = max(_rms(theirs), OF_SMALL * typical)
         error = _rms(mine - theirs) / size
         errors[name] = error if error == error else float("inf")
-        allowed[name] = base + FACTOR * _rms(other[name] - theirs) / size
+        allowed[name] = base + FACTOR * _rms(again - theirs) / size
     answers = step.ranks.gather({name: error for name, error in errors.items() if not error <= allowed[name]})
     wrong = [name for name in want if any(name in answer for answer in answers)]
     name = wrong[-1] if wrong else max(errors, key=lambda name: errors[name] / allowed[name])

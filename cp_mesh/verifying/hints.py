@@ -51,7 +51,7 @@ def explain_gradients(step: Step, want: Mapping[str, Tensor], got: Mapping[str, 
         dot = square = own = 0.0
         for name, theirs in want.items():
             mine = ranks.reduce(whole_gradient(got[name]).double().clone(), axes=axes)
-            dot += float((mine * theirs).sum())
+            dot += float((mine * theirs.to(mine.device)).sum())
             square += float(theirs.double().square().sum())
             own += float(mine.square().sum())
         ratio = dot / square if square else float("nan")

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -13,7 +14,7 @@ from cp_mesh.verifying.hints import step_factor
 from cp_mesh.verifying.models import inner
 from cp_mesh.verifying.report import Finding
 from cp_mesh.verifying.step import IGNORED, Run, Step
-from cp_mesh.verifying.traces import clean
+from cp_mesh.verifying.traces import PART, clean
 
 # By dtype: shares of the loss by which it is moved along the gradient, and how far the slope may then be off.
 SLOPES = {torch.float64: ((1e-6, 1e-8), 1e-3), torch.float32: ((1e-3, 1e-4, 2e-5), 3e-2)}
@@ -30,18 +31,16 @@ def probe_loss(step: Step, run: Run, dtype: torch.dtype) -> Iterator[Finding]:
     labels = step.batch[step.labels]
     real = run.positions < step.seq_len
     mine = labels[:, run.positions[real]]
-    logits = run.logits.detach()[:, real].double()
-    sums = torch.stack(
-        [
-            torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1), mine.flatten(), ignore_index=IGNORED, reduction="sum"
-            ),
-            (mine != IGNORED).sum().double(),
-        ]
-    )
+    logits = run.logits.detach()[:, real]
+    rows = max(1, PART // logits[:, 0].numel())
+    sums = [
+        F.cross_entropy(part.double().flatten(0, 1), theirs.flatten(), ignore_index=IGNORED, reduction="sum")
+        for part, theirs in zip(logits.split(rows, 1), mine.split(rows, 1), strict=True)
+    ]
     whole = run.logits.shape[1] == step.seq_len
     axes = step.ranks.dp if whole else step.ranks.data
-    total, count = step.ranks.reduce(sums, axes=axes).tolist()
+    both = torch.stack([torch.stack(sums).sum(), (mine != IGNORED).sum().double()])
+    total, count = step.ranks.reduce(both, axes=axes).tolist()
     want, got = total / max(count, 1), step.total_loss(run.loss)
     error, allowed = abs(got - want) / max(abs(want), 1e-30), LOSS.get(dtype, LOSS_COARSE)
     note = f"{got:.6g}; the mean over the valid tokens of these logits is {want:.6g}"

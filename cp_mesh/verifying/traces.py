@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 NUM_VECTORS = 8
+PART = 1 << 24  # elements of a large tensor that are looked at together
 _WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "module")
 
 
@@ -136,14 +137,14 @@ def rows_of(x: Tensor, seq_len: int, positions: Tensor) -> Rows:
 
 def products(x: Tensor, dim: int) -> Tensor:
     """[length of dim, P] of a tensor: what is kept of its rows."""
-    rows = x.movedim(dim, 0).flatten(1).double() if x.ndim > 1 else x.double()[:, None]
+    rows = x.movedim(dim, 0).flatten(1) if x.ndim > 1 else x[:, None]
     generator = torch.Generator().manual_seed(rows.shape[1])
-    vectors = torch.randn(rows.shape[1], NUM_VECTORS, generator=generator, dtype=torch.float64)
-    return rows @ vectors.to(rows.device)
+    vectors = torch.randn(rows.shape[1], NUM_VECTORS, generator=generator, dtype=torch.float64).to(x.device)
+    return torch.cat([part.double() @ vectors for part in rows.split(max(1, PART // max(1, rows.shape[1])))])
 
 
 def traced_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules that run in eager mode, with their names."""
+    """All modules that run in eager mode, with their names; what wraps a module is left out."""
     dynamo = sys.modules.get("torch._dynamo")
     compiled: list[str] = []
     for name, module in model.named_modules():
@@ -153,7 +154,8 @@ def traced_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if in_place or (dynamo is not None and isinstance(module, dynamo.OptimizedModule)):
             compiled.append(f"{name}." if name else "")
             continue
-        yield clean(name), module
+        if not any(child in _WRAPPERS for child, _ in module.named_children()):
+            yield clean(name), module
 
 
 def named_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:

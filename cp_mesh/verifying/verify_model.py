@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ from cp_mesh.verifying.comparing import (
 from cp_mesh.verifying.models import coarsest, gathers, local
 from cp_mesh.verifying.probes import probe_rows, probe_sinks, probe_tokens
 from cp_mesh.verifying.ranks import Ranks
-from cp_mesh.verifying.reference import jitter, loss_of_one_rank, make_twin, run_reference
+from cp_mesh.verifying.reference import jitter, make_twin, run_reference
 from cp_mesh.verifying.report import Finding, ModelReport
 from cp_mesh.verifying.scales import probe_gradients, probe_loss
 from cp_mesh.verifying.step import Batch, Loss, Positions, Run, Step, loss_of_plan, run_step
@@ -61,7 +61,7 @@ def verify_model(
     total: str | None = None,
     make_reference: Callable[[], nn.Module] | None = None,
     reference_loss: Loss | None = None,
-    reference: bool = True,
+    reference: bool | Literal["chunks"] = True,
     probes: bool = True,
     mask: Mask | Sequence[Mask] | None = None,
     rows: Positions | None = None,
@@ -104,7 +104,9 @@ def verify_model(
             mask; its parameters have the same names. None: ``make_model``.
         reference_loss: as ``loss``, for the whole batch on one rank: the mean over valid tokens. None: cross entropy of
             the model called with the batch but its labels.
-        reference: False: probes alone, in seconds, and for models that one rank cannot hold.
+        reference: "chunks": the same in less memory, one block and some rows of logits at a time, for models whose last
+            linear layer makes the logits and whose loss is the mean over valid tokens. False: probes alone, in seconds,
+            and for models that one rank cannot hold.
         probes: False: the comparison alone.
         mask: what attention is to see, for probes; a sequence of masks, one for each layer, where there are windows.
             None: causal, within documents if the batch has "documents" or positions that restart.
@@ -137,11 +139,16 @@ def verify_model(
 
     if total not in (None, "sum", "mean"):
         refuse("verify_model: total", '"sum" or "mean"', total, "how the losses of ranks make the loss")
+    if reference not in (True, False, "chunks"):
+        refuse("verify_model: reference", 'True, False or "chunks"', reference, "what the step is compared with")
+    if reference == "chunks" and reference_loss is not None:
+        hint = "leave reference_loss out, or reference=True"
+        refuse("verify_model: reference in chunks", "the mean over valid tokens as loss", "reference_loss", hint)
     given = {name: _cast(x, dtype) for name, x in batch.items()}
     tokens = tokens or next((name for name in TOKENS if name in given), None)
     if tokens not in given or given[tokens].ndim != 2:
         refuse("verify_model: batch", f"int64 [B, S] under one of {', '.join(TOKENS)}", [*given], "or say tokens=")
-    if loss is None and (labels not in given):
+    if labels not in given and (loss is None or reference == "chunks"):
         refuse("verify_model: batch", f"labels [B, S] under {labels!r}", [*given], "or say loss= and labels=")
     masks = _masks(mask, given)
     report.findings += compare_batches(ranks, given)
@@ -158,10 +165,13 @@ def verify_model(
             if reduce_gradients is None and isinstance(plan, Mapping):
                 reduce_gradients = lambda model: sum_over(ranks, model)  # noqa: E731
             if reference:
-                say("building the reference")
-                twin = make_twin(make_reference or make_model, model, dtype, step.device)
+                chunks = reference == "chunks"
+                say("building the reference" + " in chunks" * chunks)
+                twin = make_twin(make_reference or make_model, model, dtype, step.device, chunks)
                 report.findings += compare_weights(ranks, twin)
-                run = _compare(report.findings, step, twin, reduce_gradients, reference_loss, gradient_norm, say)
+                run = _compare(
+                    report.findings, step, twin, reduce_gradients, reference_loss, chunks, gradient_norm, say
+                )
             used = coarsest(model)
             if not reference:
                 say("forward and backward")
@@ -209,20 +219,20 @@ def _compare(
     twin: nn.Module,
     reduce_gradients: Callable[[nn.Module], Any] | None,
     loss: Loss | None,
+    chunks: bool,
     gradient_norm: Callable[[nn.Module], Any] | None,
     say: Callable[[str], None],
 ) -> Run:
     """One step; add to ``findings`` what it gives against the reference ``twin``."""
     dtype = coarsest(twin)
-    loss = loss or loss_of_one_rank(step)
-    one_rank = Step(twin, loss, Ranks(None, None, ()), step.batch, step.tokens, step.labels)
     say("reference: forward and backward")
-    want = run_reference(step.ranks, one_rank)
+    want = run_reference(step, twin, loss, chunks)
     say("reference: once more, with other rounding")
     jitter(twin)
-    other = run_reference(step.ranks, one_rank)
-    del twin, one_rank
-    noise = float((other.logits - want.logits).norm() / want.logits.norm())
+    other = run_reference(step, twin, loss, chunks)
+    del twin
+    before, after = (x.logits.by_dim[1] for x in (want, other))
+    noise = float((after - before).norm() / before.norm())
     if not all(step.ranks.gather(noise <= TOO_RANDOM)):
         note = "share of their size by which the reference's logits move from run to run; switch dropout off"
         findings.append(Finding("repeats", False, noise, TOO_RANDOM, note=note))
@@ -235,10 +245,8 @@ def _compare(
     findings += probe_rows(step, run)
     findings.append(compare_rows(step, "forward", [x.forward for x in three], base))
     logits = Place("", "logits", 0)
-    whole = torch.arange(step.seq_len, device=step.device)
-    kept = [(run.logits, run.positions), (want.logits, whole), (other.logits, whole)]
-    of_logits = [{logits: rows_of(x, step.seq_len, positions)} for x, positions in kept]
-    findings.append(compare_rows(step, "logits", of_logits, base))
+    of_logits = (rows_of(run.logits, step.seq_len, run.positions), want.logits, other.logits)
+    findings.append(compare_rows(step, "logits", [{logits: x} for x in of_logits], base))
     findings.append(compare_rows(step, "backward", [x.backward for x in three], base, fit=True))
     findings += probe_loss(step, run, dtype)
     findings.append(compare_losses(step, step.total_loss(run.loss), want.loss, other.loss, base))
