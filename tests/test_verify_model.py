@@ -946,7 +946,7 @@ class Live(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = self.largest = 0
+        self.peak = self.largest = self.at_most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
@@ -955,9 +955,11 @@ class Live(TorchDispatchMode):
             if isinstance(x, Tensor) and (storage := x.untyped_storage())._cdata not in given:
                 self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
                 self.largest = max(self.largest, storage.nbytes())
-        if sum(size for _, size in self.alive.values()) > self.peak:
+                self.at_most += storage.nbytes()
+        if self.at_most > self.peak:  # of those that are gone, some are still counted
             self.alive = {key: kept for key, kept in self.alive.items() if not kept[0].expired()}
-            self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
+            self.at_most = sum(size for _, size in self.alive.values())
+            self.peak = max(self.peak, self.at_most)
         return out
 
 
