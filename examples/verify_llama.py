@@ -17,6 +17,7 @@ from data import Corpus, read_text, tokenize
 from llama import CoreAttention, DenseDocumentAttention, Llama, LlamaConfig
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import cp_mesh
 
@@ -29,7 +30,15 @@ def make_model(core: type[nn.Module], device: torch.device) -> Llama:
     return model.to(device)
 
 
-def setup(layout: str = "zigzag", cp: int = 2, tp: int = 1, documents: bool = False) -> dict[str, Any]:
+def setup(
+    layout: str = "zigzag",
+    cp: int = 2,
+    tp: int = 1,
+    documents: bool = False,
+    sequence_parallel: bool = False,
+    checkpoint_activations: bool = False,
+    seq_len: int = SEQ_LEN,
+) -> dict[str, Any]:
     """The arguments of `cp_mesh.verify_model`; data-parallel ranks are those that cp and tp leave."""
     kind = "cuda" if "nccl" in dist.get_backend() else "cpu"
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
@@ -37,12 +46,15 @@ def setup(layout: str = "zigzag", cp: int = 2, tp: int = 1, documents: bool = Fa
     dp = dist.get_world_size() // (cp * tp)
     mesh = init_device_mesh(kind, (dp, cp, tp), mesh_dim_names=("dp", "cp", "tp"))
     data = mesh["dp", "cp"]._flatten("dp_cp")
-    sequence = cp_mesh.ShardedSequence(mesh["cp"], parallel.LAYOUTS[layout], length=SEQ_LEN)
+    sequence = cp_mesh.ShardedSequence(mesh["cp"], parallel.LAYOUTS[layout], length=seq_len)
 
     def spread(model: Llama) -> None:
         if tp > 1:
-            parallel.apply_tensor_parallel(model, mesh["tp"], sequence_parallel=False)
+            parallel.apply_tensor_parallel(model, mesh["tp"], sequence_parallel)
         parallel.apply_context_parallel(model, mesh["cp"], sequence)
+        if checkpoint_activations:
+            for block in model.layers:
+                block.checkpoint = partial(checkpoint, use_reentrant=False, context_fn=cp_mesh.checkpoint_context_fn)
         parallel.apply_fsdp(model, data, "fp32")
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -51,7 +63,7 @@ def setup(layout: str = "zigzag", cp: int = 2, tp: int = 1, documents: bool = Fa
         labels = own.shard({"labels": batch.pop("labels")})["labels"]
         return cp_mesh.cross_entropy(model(**batch, documents=parallel.Packed(mask, own.layout)), labels, data)
 
-    corpus = Corpus(tokenize(read_text(None)), SEQ_LEN, ROWS * dp, documents, restart_positions=documents)
+    corpus = Corpus(tokenize(read_text(None)), seq_len, ROWS * dp, documents, restart_positions=documents)
     first = ROWS * mesh.get_local_rank("dp")
     batch = corpus.batch(0, slice(first, first + ROWS))
     return {
@@ -66,4 +78,6 @@ def setup(layout: str = "zigzag", cp: int = 2, tp: int = 1, documents: bool = Fa
 
 zigzag = setup
 packed = partial(setup, "balanced", documents=True)
+checkpointed = partial(setup, "contiguous", checkpoint_activations=True)
 tensor_parallel = partial(setup, "striped", tp=2, documents=True)
+sequence_parallel = partial(setup, tp=2, sequence_parallel=True, seq_len=128)  # rows that tp divides

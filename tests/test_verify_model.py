@@ -82,6 +82,16 @@ class WideCore(WindowCore):
     window = 7
 
 
+class OwnWindow(nn.Module):
+    """As in transformers: a window of 16 tokens is a mask of local shapes, and none at all where they fit into it."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+        if q.shape[2] <= 16:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        seen = dense_mask(q.shape[2], window=(15, 0))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+
+
 def windows() -> nn.Module:
     """A model whose layers have windows of 4 and 8 tokens."""
     model = Positioned(WindowCore)
@@ -377,6 +387,24 @@ def unread_mask(axis: DeviceMesh) -> Kwargs:
     return right(axis, batch=data, make_reference=functools.partial(Positioned, DenseCore))
 
 
+def documents_of_the_first_row(axis: DeviceMesh) -> Kwargs:
+    def mask(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Mask:
+        return Mask(documents=documents[0])
+
+    data = whole("tokens labels documents positions")
+    dense = functools.partial(Positioned, DenseCore)
+    return right(axis, batch=data, plan=plan_of(ShardedSequence(axis), mask=mask), make_reference=dense)
+
+
+def nothing_planned_of_compiled(axis: DeviceMesh) -> Kwargs:
+    def spread(model: nn.Module) -> None:
+        parallelize(model, axis, {"": ShardedModel(ShardedSequence(axis), watch=False)})
+        for layer in model.layers:
+            layer.compile(backend="eager")
+
+    return right(axis, plan=spread)
+
+
 def unread_sinks(axis: DeviceMesh) -> Kwargs:
     def scores(core: ScoredCore, *_: Any) -> Kwargs:
         given = core.scores()
@@ -502,8 +530,9 @@ USERS: dict[str, Bug] = {
         r"forward: layers\.1\.core, output, position 6|plan: expected every self-attention",
         left_out_without_root,
     ),
-    "2 a window of the model ignored": Bug(
-        r"forward: layers\.0\.core, output, position 4", lambda axis: right(axis, make_reference=windows)
+    "2 a window that a model drops by local shapes": Bug(
+        r"forward: layers\.0\.core, output, position 16",
+        lambda axis: right(axis, make_model=functools.partial(Positioned, OwnWindow)),
     ),
     "3 a root that gives no positions": Bug(
         r"forward: layers\.0\.core, argument q, position 6|ShardedModel: expected a source of .* positions",
@@ -564,11 +593,13 @@ USERS: dict[str, Bug] = {
 }
 PEERS: dict[str, Bug] = {
     "1 TRL 6843, packed documents attend across": Bug(r"forward: layers\.0\.core, output", unread_mask),
-    "2 axolotl 3608, a batch of many documents": Bug(r"forward: layers\.0\.core, output", unread_mask),
+    "2 axolotl 3608, a batch of many documents": Bug(r"forward: layers\.0\.core, output", documents_of_the_first_row),
     "3 diffusers 14265, stale keys in the backward": Bug(
         r"backward: layers\.1\.wv, output, position", with_core(StaleKV)
     ),
-    "4 Automodel, each rank attends to its own rows": Bug(r"layers\.0\.core, output, position 6", nothing_planned),
+    "4 Automodel, each rank attends to its own rows": Bug(
+        r"forward: norm, argument x, position 6", nothing_planned_of_compiled
+    ),
     "5 torchtitan 723, not dispatched": Bug(r"layers\.0\.core, output, position 6", nothing_planned),
     "6 prime-rl 3397, sinks dropped": Bug(
         r"forward: layers\.0\.core, output, position 0|expected the module's sinks",
@@ -1134,7 +1165,17 @@ def test_the_command(tmp_path: Path, which: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("which", "ranks"), [("zigzag", 2), ("packed", 2), ("packed", 4), ("tensor_parallel", 4)])
+@pytest.mark.parametrize(
+    ("which", "ranks"),
+    [
+        ("zigzag", 2),
+        ("packed", 2),
+        ("packed", 4),
+        ("checkpointed", 2),
+        ("tensor_parallel", 4),
+        ("sequence_parallel", 4),
+    ],
+)
 def test_the_llama_trainer_passes(which: str, ranks: int) -> None:
     root = Path(__file__).resolve().parent.parent
     arguments = ["verify", f"{root / 'examples' / 'verify_llama.py'}:{which}", "--device", "cpu"]
