@@ -15,7 +15,7 @@ import json
 import os
 import weakref
 from collections.abc import Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -31,15 +31,21 @@ MOST_KINDS = 256
 """Of calls on one group that are compared; where every batch has another length, a step must not pay for ever."""
 PATIENCE = timedelta(minutes=10)
 """How long a first call waits for the other ranks."""
+STEP_PATIENCE = timedelta(seconds=10)
+"""How long a first optimizer step does, to which ranks whose optimizer holds nothing of the model do not come."""
 
 _enabled: ContextVar[bool | None] = ContextVar("cp_mesh_check", default=None)
 
 
 @dataclass
 class _Compared:
-    """What this rank compared over one group: how often, which kinds of call, and what it looked at alone."""
+    """What this rank compared over one group: how often, which kinds of call, and what it looked at alone.
+
+    ``plans`` counts models that were given a plan over it.
+    """
 
     times: int = 0
+    plans: int = 0
     kinds: set[Hashable] = field(default_factory=set)
     here: set[Hashable] = field(default_factory=set)
 
@@ -92,12 +98,18 @@ def is_first(group: dist.ProcessGroup, kind: Hashable) -> bool:
     return not capturing()
 
 
-def look_again(group: dist.ProcessGroup) -> None:
-    """Compare first calls once more: there is a new model. Every rank of the group says so at the same place."""
-    for each, compared in _compared.items():
+def look_again(group: dist.ProcessGroup) -> int:
+    """Compare first calls once more: there is a new model. Every rank of the group says so at the same place.
+
+    Returns:
+        How many models it had before.
+    """
+    for compared in _compared.values():
         compared.here.clear()
-        if each is group:
-            compared.kinds.clear()
+    own = _compared.setdefault(group, _Compared())
+    own.kinds.clear()
+    own.plans += 1
+    return own.plans - 1
 
 
 def capturing() -> bool:
@@ -126,6 +138,19 @@ def compare_first(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[d
     if any(answer.keys() != fields.keys() for answer in answers):
         _require_equal(answers, fields)
     return answers
+
+
+def compare_steps(group: dist.ProcessGroup, topic: str, fields: Mapping[str, str]) -> dict[int, dict[str, str]]:
+    """What the ranks that come to a first optimizer step soon say, by rank of the group.
+
+    Args:
+        group: whose ranks are asked.
+        topic: what is compared, another one each time.
+        fields: what this rank says.
+    """
+    if turned_off() or group.size() == 1 or _store(group) is None:
+        return {group.rank(): dict(fields)}
+    return _words(group, topic, fields, STEP_PATIENCE)
 
 
 def exchange_first(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[dict[str, str]]:
@@ -172,25 +197,53 @@ def _store(group: dist.ProcessGroup | None) -> Any:
     return None if backend == "fake" else store
 
 
-def _exchange(group: dist.ProcessGroup, fields: Mapping[str, str], wait: bool = True) -> list[dict[str, str]]:
+def _exchange(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[dict[str, str]]:
     """What every rank of the group left in the store for this comparison."""
-    compared, store = _compared.setdefault(group, _Compared()), _store(group)
-    # a group made under the name of one that was destroyed finds in the store what that one left
-    made_before = (store.add(f"cp_mesh/{compared.times}", 1) - 1) // group.size()
-    keys = [f"cp_mesh/{compared.times}/{made_before}/{rank}" for rank in range(group.size())]
-    compared.times += 1
-    store.set(keys[group.rank()], json.dumps(dict(fields)))
-    if not wait:
-        return []
-    try:
-        store.wait(keys, PATIENCE)
-    except RuntimeError as error:
-        absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+    answers = _words(group, _next_topic(group), fields, PATIENCE)
+    if absent := [rank for rank in range(group.size()) if rank not in answers]:
         raise RankMismatchError(
             f"attention: expected every cp rank in the first call of {fields.get('call', 'a kind')}, got none from "
             f"ranks {absent} in {PATIENCE}; they run other code, or calls of another shape that they had before"
-        ) from error
-    return [json.loads(answer) for answer in store.multi_get(keys)]
+        )
+    return [answers[rank] for rank in range(group.size())]
+
+
+def _next_topic(group: dist.ProcessGroup) -> str:
+    compared = _compared.setdefault(group, _Compared())
+    compared.times += 1
+    return str(compared.times)
+
+
+def _words(
+    group: dist.ProcessGroup, topic: str, fields: Mapping[str, str], patience: timedelta | None
+) -> dict[int, dict[str, str]]:
+    """Leave word in the store, and read that of the ranks of the group which come in time; of none without patience."""
+    store, size = _store(group), group.size()
+    # a group made under the name of one that was destroyed finds in the store what that one left
+    made_before = (store.add(f"cp_mesh/{topic}", 1) - 1) // size
+    keys = [f"cp_mesh/{topic}/{made_before}/{rank}" for rank in range(size)]
+    store.set(keys[group.rank()], json.dumps(dict(fields)))
+    present = []
+    if patience is not None:
+        try:
+            store.wait(keys, patience)
+            present = [*range(size)]
+        except RuntimeError:
+            present = [rank for rank, key in enumerate(keys) if store.check([key])]
+    if len(present) < size:
+        # PyTorch drops this object when it destroys the group; its own handle of the store lives on here
+        handle = dist.PrefixStore("cp_mesh", store)
+        weakref.finalize(store, _take_back, handle, topic, f"{topic}/{made_before}/{group.rank()}", size).atexit = False
+    found = store.multi_get([keys[rank] for rank in present]) if present else []
+    return {rank: json.loads(answer) for rank, answer in zip(present, found, strict=True)}
+
+
+def _take_back(store: dist.Store, topic: str, key: str, size: int) -> None:
+    """A word that not all ranks came to read, so that no group of the same name takes it for one of its own."""
+    with suppress(RuntimeError):  # whoever holds the store may have gone
+        if store.add(topic, 0) % size:
+            store.add(topic, -1)
+            store.delete_key(key)
 
 
 def announce_refusal(group: dist.ProcessGroup, error: Exception) -> None:
@@ -211,7 +264,7 @@ def announce_refusal(group: dist.ProcessGroup, error: Exception) -> None:
     if checking():
         require_agreement(group, said)
     elif not turned_off() and group.size() > 1 and _store(group) is not None:
-        _exchange(group, said, wait=False)
+        _words(group, _next_topic(group), said, None)
 
 
 def fingerprint(tensor: Tensor | None) -> str:

@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor
 from cp_mesh.agreement import is_first_here, leave_word, read_word
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe, refuse
 from cp_mesh.kernels.combine import accumulation_dtype
-from cp_mesh.seen import forget, from_attention, note_compiled_loss, note_loss, wrong_labels
+from cp_mesh.seen import first_leaf, forget, from_attention, is_whole, likeness, wrong_labels
+from cp_mesh.trained import WAITING, Loss, note_compiled_backward, note_trained
 
 CHUNK_BYTES = 256 << 20
 """Of a chunk of rows in the dtype that they are computed in. A kernel on as much takes a GPU longer than its launch."""
@@ -71,7 +72,7 @@ def cross_entropy(
     count, found = (labels != ignore_index).sum(), None
     # not of the rows, of which ranks may have unlike numbers; an evaluation may come first
     kind = "cross_entropy", logits.ndim, logits.shape[-1], ignore_index, logits.requires_grad
-    first = not torch.compiler.is_compiling() and any([is_first_here(group, kind) for group in groups])
+    first = not torch.compiler.is_compiling() and _is_first(groups, kind, logits)
     if first and (found := _find_wrong(logits, labels, ignore_index, mesh)) is not None:
         count = count + _FLAG
         leave_word(str(found))
@@ -81,9 +82,17 @@ def cross_entropy(
         raise found or ArgumentError(f"on {wrong} other ranks of the mesh: {read_word()}")
     share = token_losses(logits.flatten(0, -2), labels.flatten(), ignore_index).sum() / count.clamp(min=1)
     if not torch.compiler.is_compiling():
-        note_loss(share, labels, mesh)
+        if WAITING:
+            alike = likeness(labels, ignore_index) if first and from_attention(logits) else ""
+            note_trained(share, Loss(mesh, is_whole(labels), alike))
         forget(share.requires_grad)
     return share
+
+
+def _is_first(groups: list[dist.ProcessGroup], kind: tuple[Any, ...], logits: Tensor) -> bool:
+    """Whether to look at a loss: the first one of its kind, or of a model while one waits for its first step."""
+    kinds = [kind, (*kind, first_leaf(logits))] if WAITING and logits.requires_grad else [kind]
+    return any([is_first_here(group, each) for group in groups for each in kinds])  # all are noted
 
 
 def groups_of(mesh: DeviceMesh | dist.ProcessGroup) -> list[dist.ProcessGroup]:
@@ -139,7 +148,6 @@ def _token_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Te
 
     Their log-sum-exp as one number would lose the digits of the sum where logits are large.
     """
-    note_compiled_loss()
     largest = logits.amax(1, keepdim=True).to(accumulation_dtype(logits.dtype))
     sums, losses = torch.empty_like(largest), largest.new_empty(labels.shape)
     for rows, x in _chunks(logits):
@@ -154,6 +162,7 @@ def _token_losses_backward(
     dlosses: Tensor, logits: Tensor, labels: Tensor, largest: Tensor, sums: Tensor, ignore_index: int
 ) -> Tensor:
     """(softmax - one-hot) * dlosses, rounded once to the dtype of the logits."""
+    note_compiled_backward()
     dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
     counts = labels != ignore_index
     classes, scale = labels.where(counts, 0)[:, None].long(), dlosses.where(counts, 0)[:, None] / sums

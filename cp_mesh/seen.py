@@ -7,22 +7,18 @@ labels usually are the next ones.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from cp_mesh.agreement import capturing, is_first_here, is_new_here
+from cp_mesh.agreement import is_first_here, is_new_here, turned_off
 from cp_mesh.layouts import Contiguous, Layout, Striped, ZigZag
+from cp_mesh.trained import WAITING, note_wrapper
 
 TOKENS = ("tokens", "input_ids", "inputs", "ids", "idx")
 """Names of leaves of which labels are usually the next ones."""
@@ -44,17 +40,15 @@ class Called(NamedTuple):
         rows: of its keys.
         shape: [B, rows of this rank].
         alike: whether all calls since the last loss were like it; else nobody knows of which one the logits are.
-        wrapper: before the first loss, the DistributedDataParallel in whose forward it was, by a weak reference.
     """
 
     rows: Rows
     shape: tuple[int, int]
     alike: bool = True
-    wrapper: Callable[[], Any] | None = None
 
 
 class Given(NamedTuple):
-    """The whole tokens [B, S] of a batch of a shape that no trained loss has had yet, and how they were sharded."""
+    """The whole tokens [B, S] of a batch that a trained loss is to be compared with, and how they were sharded."""
 
     tokens: Tensor
     layout: Layout
@@ -63,36 +57,16 @@ class Given(NamedTuple):
     cp_rank: int
 
 
-@dataclass
-class Loss:
-    """The first loss since a plan was applied.
-
-    Attributes:
-        mesh: its ranks; None if it ran in compiled code alone.
-        scale: with which factor its backward began; None before.
-        wrapper: as in `Called`.
-        of_whole: whether its logits were gathered, so that all ranks of cp computed it alike.
-    """
-
-    mesh: DeviceMesh | dist.ProcessGroup | None = None
-    scale: float | None = None
-    wrapper: Callable[[], Any] | None = None
-    of_whole: bool = False
-
-    def take_scale(self, grad: Tensor) -> None:
-        """A hook of the loss; waits for the device once."""
-        self.scale = grad.item()
-
-
-LOSS: ContextVar[Loss | None] = ContextVar("cp_mesh_loss", default=None)
 CALLED: ContextVar[Called | None] = ContextVar("cp_mesh_called", default=None)
 GIVEN: ContextVar[Given | None] = ContextVar("cp_mesh_given", default=None)
 """Holds on to one batch of tokens, until a loss has looked at it."""
 
 
 def note_tokens(name: str, whole: Tensor, layout: Layout, rows: Rows, group: dist.ProcessGroup) -> None:
-    """Of a tensor that is sharded, by its name; until a loss of a batch of its shape is trained."""
-    if name not in TOKENS or whole.ndim != 2 or whole.is_floating_point() or not is_new_here(group, whole.shape):
+    """Of a tensor that is sharded, by its name; while a model waits for its first step, or the shape is a new one."""
+    if name not in TOKENS or whole.ndim != 2 or whole.is_floating_point() or group.size() == 1 or turned_off():
+        return
+    if not WAITING and not is_new_here(group, whole.shape):
         return
     given = GIVEN.get()
     if given is None or given.tokens.shape != whole.shape:  # a loader may be a batch ahead
@@ -112,11 +86,10 @@ def marked(x: Any) -> Rows | None:
 
 def note_call(rows: Rows, shape: tuple[int, int]) -> None:
     """Of attention, whenever it runs."""
-    before, found = CALLED.get(), LOSS.get()
+    before = CALLED.get()
     alike = before is None or (before.alike and (before.rows, before.shape) == (rows, shape))
-    untrained = found is None or found.mesh is None
-    wrapper = DistributedDataParallel._get_active_ddp_module() if untrained else None
-    CALLED.set(Called(rows, shape, alike, None if wrapper is None else weakref.ref(wrapper)))
+    CALLED.set(Called(rows, shape, alike))
+    note_wrapper()
 
 
 def _called() -> Called | None:
@@ -131,21 +104,6 @@ def is_whole(labels: Tensor) -> bool:
     if called is None or not called.shape[1] < called.rows.seq_len:
         return False
     return labels.ndim == 2 and labels.shape[1] > called.shape[1]
-
-
-def note_loss(loss: Tensor, labels: Tensor, mesh: DeviceMesh | dist.ProcessGroup) -> None:
-    """Of a loss that is trained, whenever it runs."""
-    found = LOSS.get()
-    if (found is None or found.mesh is None) and loss.requires_grad and not capturing():
-        called = CALLED.get()
-        LOSS.set(found := Loss(mesh, None, None if called is None else called.wrapper, is_whole(labels)))
-        loss.register_hook(found.take_scale)
-
-
-def note_compiled_loss() -> None:
-    """From inside of the op, which compiled code calls too."""
-    if LOSS.get() is None:
-        LOSS.set(Loss())
 
 
 def forget(trained: bool) -> None:
@@ -176,6 +134,22 @@ def from_attention(x: Tensor) -> bool:
     return False
 
 
+MOST_NODES = 64
+"""Of autograd's graph that are looked at for a loss while a model waits for its first step."""
+
+
+def first_leaf(x: Tensor) -> int | None:
+    """What tells the logits of one model from another's: the first parameter that they were computed from."""
+    nodes = [x.grad_fn]
+    for node in nodes:  # which grows
+        if node is None or len(nodes) > MOST_NODES:
+            continue
+        if (leaf := getattr(node, "variable", None)) is not None:
+            return id(leaf)
+        nodes += [following for following, _ in node.next_functions]
+    return None
+
+
 def wrong_labels(labels: Tensor, ignore_index: int, ranks: list[int]) -> tuple[str, str] | None:
     """What these labels of a loss over ``ranks`` seem to be, and what mends it; None if they may well be right."""
     called, given, rows = _called(), GIVEN.get(), marked(labels)
@@ -199,10 +173,41 @@ def wrong_labels(labels: Tensor, ignore_index: int, ranks: list[int]) -> tuple[s
         return None
     with torch._C.DisableTorchFunction():  # a watch over the model's forward may be on, and see what is counted here
         found = _unlike_tokens(labels, ignore_index, given)
-    return found if rows is None or (found is not None and found[0] == _UNSHIFTED) else None
+    return found if rows is None or (found is not None and found[0].startswith((_UNSHIFTED, _RANK))) else None
+
+
+def likeness(labels: Tensor, ignore_index: int) -> str:
+    """Whether labels are the next tokens of this rank's rows, "next", or hardly any is, "other"; "" if nobody knows.
+
+    Labels of one value may be padding, and tell nothing.
+    """
+    given = GIVEN.get()
+    if given is None or labels.ndim > 2 or labels.is_floating_point():
+        return ""
+    with torch._C.DisableTorchFunction():
+        compared = _next_tokens(labels, ignore_index, given)
+        if compared is None:
+            return ""
+        found, tokens = compared
+        known = (found != ignore_index) & (tokens != ignore_index)
+        values, equal = found[known], (found == tokens)[known]
+        if len(values) < LEAST_KNOWN or bool((values == values[0]).all()):
+            return ""
+        return "next" if bool(equal.all()) else "other" if bool(4 * equal.sum() < len(equal)) else ""
+
+
+def _next_tokens(labels: Tensor, ignore_index: int, given: Given) -> tuple[Tensor, Tensor] | None:
+    """Labels as [B, rows], and the next tokens of these rows; None if these are no labels of the rows."""
+    (batch, length), seq_len = given.tokens.shape, given.rows.seq_len
+    own = given.layout.positions(seq_len, given.cp_size, given.cp_rank).to(given.tokens.device)
+    if labels.numel() != batch * len(own) or labels.device != given.tokens.device:
+        return None
+    padded = torch.nn.functional.pad(given.tokens, (0, seq_len + 1 - length), value=ignore_index)
+    return labels.reshape(batch, -1), padded[:, own + 1]
 
 
 _UNSHIFTED = "the tokens themselves, not the next ones"
+_RANK = "the labels of rank "
 _SHIFT = "shift the whole labels and then shard them: the token after a shard's last row is another rank's"
 
 
@@ -214,8 +219,8 @@ def _unlike_tokens(labels: Tensor, ignore_index: int, given: Given) -> tuple[str
     """By content: labels that are not the next tokens of this rank's rows, but of other ones."""
     (batch, length), (seq_len, device) = given.tokens.shape, (given.rows.seq_len, given.tokens.device)
 
-    def positions(layout: Layout) -> Tensor:
-        return layout.positions(seq_len, given.cp_size, given.cp_rank).to(device)
+    def positions(layout: Layout, rank: int = given.cp_rank) -> Tensor:
+        return layout.positions(seq_len, given.cp_size, rank).to(device)
 
     own = positions(given.layout)
     if labels.numel() != batch * len(own) or labels.device != device:
@@ -224,6 +229,8 @@ def _unlike_tokens(labels: Tensor, ignore_index: int, given: Given) -> tuple[str
     padded = torch.nn.functional.pad(given.tokens, (0, seq_len + 1 - length), value=ignore_index)
 
     def are(tokens: Tensor) -> bool:
+        if tokens.shape != labels.shape:
+            return False
         known = (labels != ignore_index) & (tokens != ignore_index)
         return bool(known.sum() >= LEAST_KNOWN) and bool((labels == tokens).masked_select(known).all())
 
@@ -238,4 +245,7 @@ def _unlike_tokens(labels: Tensor, ignore_index: int, given: Given) -> tuple[str
             return got, 'cut them with sequence.shard({"labels": labels}), not by chunk or another layout'
     if are(local):
         return _UNSHIFTED, "shift the whole labels by one, and then shard them"
+    for rank in range(given.cp_size):
+        if rank != given.cp_rank and are(padded[:, positions(given.layout, rank) + 1]):
+            return f"{_RANK}{rank}, on cp rank {given.cp_rank}", 'cut them with sequence.shard({"labels": labels})'
     return None

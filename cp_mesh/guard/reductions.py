@@ -2,15 +2,17 @@
 
 The loss of a rank is a share of a sum, so gradients must be summed over the ranks of the loss: whether FSDP2,
 DistributedDataParallel or the trainer's own code did, and over which ranks, is known when the optimizer is called. The
-hook that looks is PyTorch's, for all optimizers. It looks at each model under a plan once, and gives up one that has no
-gradients in the first steps, as a teacher.
+hook that looks is PyTorch's, for all optimizers. It looks at each model under a plan once (`cp_mesh/trained.py` says
+which losses are its own), and gives up one that has no gradients in the first steps, as a teacher.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import warnings
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,46 +24,62 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from cp_mesh.agreement import capturing, compare_first, look_again, turned_off
+from cp_mesh.agreement import capturing, compare_steps, look_again, turned_off
 from cp_mesh.errors import ArgumentError, describe, refuse
 from cp_mesh.forwards import STYLE, replaced
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.loss import groups_of, ranks_of
-from cp_mesh.seen import CALLED, LOSS, Loss
+from cp_mesh.seen import CALLED
 from cp_mesh.styles import SUMS
+from cp_mesh.trained import (
+    LOOKED_AT,
+    WAITING,
+    WRAPPERS,
+    Loss,
+    Planned,
+    forget_nobodys,
+    in_backward,
+    losses_of,
+)
 
-LOOKS = 100
-"""Optimizer steps after which nothing more is expected of a model that had no gradients."""
 _APART = 1e-3
 """Relative: norms of gradients that were reduced are equal but for rounding."""
 
 
 class _FirstSteps:
-    """Models under plans whose gradients were not looked at yet; one hook of PyTorch's optimizers serves all."""
+    """One hook of PyTorch's optimizers, for all models whose gradients were not looked at yet."""
 
     def __init__(self) -> None:
-        self.due: weakref.WeakKeyDictionary[nn.Module, tuple[dist.ProcessGroup, int]] = weakref.WeakKeyDictionary()
         self.hooked = False
+        self.stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # in this round
 
-    def add(self, module: nn.Module, group: dist.ProcessGroup) -> None:
-        self.due[module] = group, LOOKS
+    def add(self, module: nn.Module, planned: Planned) -> None:
+        WAITING[module] = planned
+        LOOKED_AT.discard(module)
         if not self.hooked:
             register_optimizer_step_pre_hook(self.before_step)
             self.hooked = True
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if torch.compiler.is_compiling() or not self.due or capturing():
+        if torch.compiler.is_compiling() or not WAITING or capturing():
             return
         held = {id(x) for part in optimizer.param_groups for x in part["params"]}
-        for module, (group, looks) in list(self.due.items()):
-            self.due[module] = group, looks - 1
+        again = optimizer in self.stepped  # there may be one for each parameter, so rounds are counted, not steps
+        self.stepped = weakref.WeakSet([optimizer] if again else [*self.stepped, optimizer])
+        for module, planned in list(WAITING.items()):
+            planned.looks -= again
             graded = {name: x for name, x in module.named_parameters() if x.grad is not None}
-            if any(id(x) in held for x in graded.values()):
-                del self.due[module]
-                if not turned_off():
-                    check_reduction(module, group, {name: x.grad for name, x in graded.items()})
-            elif looks <= 1:
-                del self.due[module]
+            taken = {name: x for name, x in graded.items() if id(x) in held}
+            if not taken and planned.looks > 0:
+                continue
+            del WAITING[module]
+            LOOKED_AT.add(module)
+            if taken and not turned_off():
+                # in a backward, gradients of parameters that other optimizers hold may still be on their way
+                looked_at = taken if in_backward() else graded
+                check_reduction(module, planned, {name: x.grad for name, x in looked_at.items()})
+        if not in_backward():
+            forget_nobodys()
 
 
 _first_steps = _FirstSteps()
@@ -69,26 +87,27 @@ _first_steps = _FirstSteps()
 
 def watch_first_step(module: nn.Module, mesh: DeviceMesh) -> None:
     """Look at the gradients of ``module``, which has a plan over ``mesh``, before the first step that takes them."""
-    LOSS.set(None)
     CALLED.set(None)
-    look_again(mesh.get_group())
+    number = look_again(mesh.get_group())
     if mesh.size() > 1:
-        _first_steps.add(module, mesh.get_group())
+        _first_steps.add(module, Planned(mesh.get_group(), number))
 
 
-def check_reduction(module: nn.Module, group: dist.ProcessGroup, grads: dict[str, Any]) -> None:
+def check_reduction(module: nn.Module, planned: Planned, grads: dict[str, Any]) -> None:
     """Refuse gradients that are not sums over the ranks of the loss; warn where it cannot be known.
 
     Args:
         module: the model, or the part of it that has a plan.
-        group: the cp group.
+        planned: its losses, and the cp group.
         grads: of its parameters, by name.
 
     Raises:
         ArgumentError: on every rank.
     """
-    loss = LOSS.get()
-    if loss is None and not _gathers(module):
+    losses = losses_of(planned)
+    found = _Found(planned, losses, grads)
+    _compare_labels(planned, losses)
+    if not losses and not _gathers(module):
         warnings.warn(
             "cp_mesh: an optimizer steps on gradients of a loss that is not cp_mesh.cross_entropy. A rank's loss must "
             "be its share of a sum over all ranks, not the mean of its own rows: cross_entropy(logits, labels, data), "
@@ -96,21 +115,67 @@ def check_reduction(module: nn.Module, group: dist.ProcessGroup, grads: dict[str
             stacklevel=3,
         )
     if (fsdp := next((part for part in module.modules() if isinstance(part, FSDPModule)), None)) is not None:
-        _check_fsdp(fsdp, loss, group, grads)
-    elif (wrapper := _wrapper(module)) is not None:
-        _check_ranks(
-            loss, dist.get_process_group_ranks(wrapper.process_group), "DistributedDataParallel", "process_group=",
-            group, grads,
-        )  # fmt: skip
-        if loss is not None and (loss.scale is None or loss.scale <= 1) and not wrapper._comm_hooks:
+        _check_fsdp(fsdp, found)
+    elif (wrapper := _wrapper(module)) is not None and not in_backward():
+        ranks = dist.get_process_group_ranks(wrapper.process_group)
+        _check_ranks(found, ranks, "DistributedDataParallel", "process_group=")
+        if found.is_averaged(len(ranks)) and not wrapper._comm_hooks:
             warnings.warn(
                 "cp_mesh: DistributedDataParallel averages gradients, and the loss is this rank's share of a sum: call "
                 f"cp_mesh.sum_gradients(ddp_model), or multiply the loss by {wrapper.process_group.size()}",
                 stacklevel=3,
             )
     elif not any(type(part).__name__ == "FullyShardedDataParallel" for part in module.modules()):
-        for over in [group] if loss is None or loss.mesh is None else groups_of(loss.mesh):
-            _check_equal(over, grads)
+        mesh = found.mesh
+        for over in [planned.group] if mesh is None else groups_of(mesh):
+            _check_equal(over, planned, grads)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What is known of a model at its first step: its plan, the losses of its gradients, and these by parameter."""
+
+    planned: Planned
+    losses: list[Loss]
+    grads: dict[str, Any]
+
+    @property
+    def mesh(self) -> DeviceMesh | dist.ProcessGroup | None:
+        """The ranks of its losses; None if they are not known, or not the same of all."""
+        of_ranks = {tuple(ranks_of(x.mesh)): x.mesh for x in self.losses if x.mesh is not None and not x.of_whole}
+        return next(iter(of_ranks.values())) if len(of_ranks) == 1 else None
+
+    @functools.cached_property
+    def factors(self) -> list[float]:
+        """With which the backwards of its losses began; waits for the device."""
+        return [1.0 if x.factor is None else x.factor.item() for x in self.losses]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no loss was multiplied, or all together count once, as those of accumulated gradients."""
+        return all(x == 1 for x in self.factors) or abs(sum(self.factors) - 1) < _APART
+
+    def is_averaged(self, num_ranks: int) -> bool:
+        """Whether a mean of gradients over so many ranks leaves too little of them.
+
+        What makes up for it multiplies the loss by the number of ranks, of accumulated gradients all losses together.
+        """
+        total = sum(self.factors)
+        return bool(self.losses) and (total < 1 + _APART or (self.is_plain and abs(total - num_ranks) > _APART))
+
+
+def _compare_labels(planned: Planned, losses: list[Loss]) -> None:
+    """Warn of labels that are no next tokens on some ranks, while those of the others are."""
+    own = "".join(sorted({x.labels for x in losses}))
+    answers = compare_steps(planned.group, f"labels {planned.number}", {"labels": own})
+    by_kind = {kind: [rank for rank, x in answers.items() if x["labels"] == kind] for kind in ("next", "other")}
+    if all(by_kind.values()):
+        warnings.warn(
+            f"cp_mesh: labels are the next tokens of their rows on cp ranks {by_kind['next']}, and others on "
+            f"{by_kind['other']}. Expected those of one batch on every rank; are they of another batch there, or of "
+            'other rows? Cut them with sequence.shard({"labels": labels}) from the batch that the tokens are from',
+            stacklevel=4,
+        )
 
 
 def _gathers(module: nn.Module) -> bool:
@@ -120,13 +185,13 @@ def _gathers(module: nn.Module) -> bool:
     return bool(getattr(getattr(bound, "__self__", None), "gather_output", False))
 
 
-def _check_fsdp(module: FSDPModule, loss: Loss | None, group: dist.ProcessGroup, grads: dict[str, Any]) -> None:
+def _check_fsdp(module: FSDPModule, found: _Found) -> None:
     state = module._get_fsdp_state()
     parts = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # of older versions
     ranks = {rank for part in parts if part for rank in part.mesh_info.mesh.mesh.flatten().tolist()}
     if ranks:
-        _check_ranks(loss, sorted(ranks), "fully_shard", "mesh=", group, grads)
-    if not hasattr(module, SUMS) and loss is not None and (loss.scale is None or loss.scale <= 1):
+        _check_ranks(found, sorted(ranks), "fully_shard", "mesh=")
+    if not hasattr(module, SUMS) and found.is_averaged(len(ranks)):
         setattr(module, SUMS, False)  # warned once
         warnings.warn(
             "cp_mesh: fully_shard averages gradients over its ranks, while losses of cp_mesh.cross_entropy are shares "
@@ -135,27 +200,25 @@ def _check_fsdp(module: FSDPModule, loss: Loss | None, group: dist.ProcessGroup,
         )
 
 
-def _check_ranks(
-    loss: Loss | None, ranks: list[int], by: str, option: str, group: dist.ProcessGroup, grads: dict[str, Any]
-) -> None:
+def _check_ranks(found: _Found, ranks: list[int], by: str, option: str) -> None:
     """Refuse gradients that are reduced over other ranks than those of the loss.
 
     Over cp the trainer's own code may have summed them: then they are equal.
     """
-    if loss is None or loss.mesh is None or loss.of_whole:
+    if found.mesh is None:
         return
-    of_loss = ranks_of(loss.mesh)
+    of_loss, cp_group = ranks_of(found.mesh), found.planned.group
     if set(ranks) == set(of_loss):
         return
-    if set(ranks) < set(of_loss) and set(ranks).isdisjoint({*dist.get_process_group_ranks(group)} - {dist.get_rank()}):
-        _check_equal(group, grads)
-        return
     if set(ranks) < set(of_loss):
+        if set(ranks).isdisjoint({*dist.get_process_group_ranks(cp_group)} - {dist.get_rank()}):
+            _check_equal(cp_group, found.planned, found.grads)
+            return
         got, hint = f"{by} over ranks {ranks}", f"give {by} {option} all of them, as mesh['dp', 'cp']._flatten()"
         refuse("gradients", f"a sum over the ranks of cross_entropy, {of_loss}", got, hint)
     expected, got = f"a mean over the ranks that {by} reduces over, {ranks}", f"one over ranks {of_loss}"
     hint = "give cross_entropy the mesh of all ranks with other tokens"
-    if loss.scale is not None and loss.scale != 1:  # which may make it right
+    if not found.is_plain:  # which may make it right
         warnings.warn(f"cp_mesh: {describe('cross_entropy', expected, got, hint)}", stacklevel=4)
         return
     refuse("cross_entropy", expected, got, hint)
@@ -163,10 +226,7 @@ def _check_ranks(
 
 def _wrapper(module: nn.Module) -> DistributedDataParallel | None:
     """The wrapper in whose forward the model's attention was called, if there is one."""
-    loss = LOSS.get()
-    found = None if loss is None or loss.wrapper is None else loss.wrapper()
-    inside = found is not None and any(part is module for part in found.modules())
-    return found if inside else None
+    return next((wrapper for wrapper in WRAPPERS if any(part is module for part in wrapper.modules())), None)
 
 
 def _norm(grad: Tensor) -> Tensor:
@@ -175,12 +235,16 @@ def _norm(grad: Tensor) -> Tensor:
     return torch.linalg.vector_norm(grad, dtype=accumulation_dtype(grad.dtype))
 
 
-def _check_equal(group: dist.ProcessGroup, grads: dict[str, Any]) -> None:
-    """Refuse gradients of replicated parameters that differ between ranks: nobody reduced them."""
+def _check_equal(group: dist.ProcessGroup, planned: Planned, grads: dict[str, Any]) -> None:
+    """Refuse gradients of replicated parameters that differ between ranks: nobody reduced them.
+
+    Of the ranks that come: an optimizer may hold parameters of the model on some of them alone.
+    """
     local = {name: x.to_local() if isinstance(x, DTensor) else x for name, x in grads.items()}
     norms = [float(_norm(x)) for x in local.values()]  # one after the other: they may be on several devices
-    answers = compare_first(group, {"gradients": json.dumps(dict(zip(local, norms, strict=True)))})
-    found = [json.loads(answer["gradients"]) for answer in answers]
+    own = {"gradients": json.dumps(dict(zip(local, norms, strict=True)))}
+    answers = compare_steps(group, f"gradients {planned.number}", own)
+    found = [json.loads(answer["gradients"]) for answer in answers.values()]
     names = [name for name in grads if all(name in one for one in found)]
     table = torch.tensor([[one[name] for name in names] for one in found], dtype=torch.float64)
     low, high = table.amin(0), table.amax(0)

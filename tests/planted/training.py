@@ -253,17 +253,17 @@ def _(subclass: Any) -> Any:
 plant = in_area("watching")
 
 
-@plant("attention of modules outside of the plan is let through", "watching:ATTENTION", "outside of the plan")
+@plant("attention of modules outside of the plan is let through", "guard.watching:ATTENTION", "outside of the plan")
 def _(attention: Any) -> Any:
     return attention - {"multi_head_attention_forward"}
 
 
-@plant("compiled blocks are not watched", "watching:_watched", "outside of the plan, compiled")
+@plant("compiled blocks are not watched", "guard.watching:_watched", "outside of the plan, compiled")
 def _(watched: Any) -> Any:
     return lambda module, forward, *args, **kwargs: forward(*args, **kwargs)
 
 
-@plant("a core may checkpoint its attention", "watching:_inside_checkpoint", "checkpoints in cores")
+@plant("a core may checkpoint its attention", "guard.watching:_inside_checkpoint", "checkpoints in cores")
 def _(inside_checkpoint: Any) -> Any:
     return lambda: False
 

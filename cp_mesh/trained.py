@@ -1,0 +1,151 @@
+"""Which losses gave which models their first gradients.
+
+Several models may be trained in one process, in turn or in one backward, and each has a first optimizer step of its own.
+While a model waits for it, every backward of a loss is followed to its end: models whose gradients it changed have this
+loss. So nothing of the graph is read, and compiled code and FSDP2 are followed as eager code is. Once no model waits,
+a loss pays for one look-up.
+
+The state is of the process and not of a context: backwards run in threads of their own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from cp_mesh.agreement import capturing
+
+LOOKS = 100
+"""Rounds of optimizer steps after which nothing more is expected of a model that had no gradients, as a teacher."""
+
+
+@dataclass
+class Loss:
+    """A trained `cross_entropy`.
+
+    Attributes:
+        mesh: its ranks; None if it ran in compiled code alone.
+        of_whole: whether its logits were gathered, so that all ranks of cp computed it alike.
+        labels: "next" if they are the next tokens of this rank's rows, "other" if hardly one is; "" if nobody knows.
+        factor: with which its backward began; None of compiled code.
+    """
+
+    mesh: DeviceMesh | dist.ProcessGroup | None = None
+    of_whole: bool = False
+    labels: str = ""
+    factor: Tensor | None = None
+
+    def begin(self, grad: Tensor) -> None:
+        """A hook of the loss."""
+        self.factor = grad.detach().clone()  # read when a step asks for it, so that nothing waits for the device here
+        _follow(self)
+
+
+@dataclass
+class Planned:
+    """A model under a plan, until the first optimizer step that takes its gradients.
+
+    Attributes:
+        group: the cp group.
+        number: how many plans that group had before.
+        looks: rounds of optimizer steps that are left.
+        losses: whose backwards changed its gradients.
+    """
+
+    group: dist.ProcessGroup
+    number: int
+    looks: int = LOOKS
+    losses: list[Loss] = field(default_factory=list)
+
+
+@dataclass
+class _Backward:
+    """One that runs: its number, the losses that it began with, and all models' gradients before it."""
+
+    number: int
+    losses: list[Loss]
+    before: list[tuple[weakref.ref[nn.Module], Any]]
+
+
+WAITING: weakref.WeakKeyDictionary[nn.Module, Planned] = weakref.WeakKeyDictionary()
+LOOKED_AT: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+WRAPPERS: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+"""In whose forwards attention was called while a model was waiting."""
+_running: list[_Backward] = []  # at most one, the last that began
+_nobodys: list[Loss] = []  # whose backward changed no gradients, such as those of torch.autograd.grad
+
+
+def note_trained(loss: Tensor, found: Loss) -> None:
+    """Of a loss whenever it runs in eager mode; follows its backward if a model waits."""
+    if WAITING and loss.requires_grad and not capturing():
+        loss.register_hook(found.begin)
+
+
+def note_compiled_backward() -> None:
+    """Of the backward of a loss, in compiled code too, where it has no hook."""
+    if WAITING and not (_running and _running[0].number == torch._C._current_graph_task_id()):
+        _follow(Loss())
+
+
+def note_wrapper() -> None:
+    """Of attention, whenever it runs."""
+    if WAITING and (wrapper := DistributedDataParallel._get_active_ddp_module()) is not None:
+        WRAPPERS.add(wrapper)
+
+
+def losses_of(planned: Planned) -> list[Loss]:
+    """The losses of a model that has gradients, as far as they are known."""
+    if planned.losses:
+        return planned.losses
+    return _running[0].losses if in_backward() and _running else _nobodys
+
+
+def forget_nobodys() -> None:
+    """After an optimizer step."""
+    _nobodys.clear()
+
+
+def in_backward() -> bool:
+    """As optimizers that step in hooks of parameters are."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _follow(loss: Loss) -> None:
+    number = torch._C._current_graph_task_id()
+    if not _running or _running[0].number != number:  # one that raised has no end
+        before = [(weakref.ref(module), _gradients(module)) for module in {*WAITING, *LOOKED_AT}]
+        _running[:] = [_Backward(number, [], before)]
+        # behind the callbacks of FSDP2, which reduces the root's gradients in one of them
+        _at_end(lambda: _at_end(_settle))
+    _running[0].losses.append(loss)
+
+
+def _at_end(callback: Any) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def _settle() -> None:
+    """At the end of a backward."""
+    backward, is_theirs = _running.pop(), False
+    for reference, before in backward.before:
+        module = reference()
+        if module is not None and _gradients(module) != before:
+            is_theirs = True
+            if module in WAITING:
+                WAITING[module].losses += backward.losses
+    if not is_theirs:
+        _nobodys.extend(backward.losses)
+
+
+def _gradients(module: nn.Module) -> list[tuple[int, int]]:
+    """What a backward changes of a model's gradients: which tensors they are, and how often they were written to."""
+    grads = [x.grad for x in module.parameters() if x.grad is not None]
+    return [(id(x), (x._local_tensor if isinstance(x, DTensor) else x)._version) for x in grads]
