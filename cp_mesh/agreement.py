@@ -14,12 +14,12 @@ import hashlib
 import json
 import os
 import weakref
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,21 +31,51 @@ MOST_KINDS = 256
 """Of calls on one group that are compared; where every batch has another length, a step must not pay for ever."""
 PATIENCE = timedelta(minutes=10)
 """How long a first call waits for the other ranks."""
+EVERY = 64
+"""Batches, of which one is compared after the first, without waiting for the device or for another rank."""
 STEP_PATIENCE = timedelta(seconds=10)
 """How long a first optimizer step does, to which ranks whose optimizer holds nothing of the model do not come."""
 
 _enabled: ContextVar[bool | None] = ContextVar("cp_mesh_check", default=None)
 
 
+class _Digest(NamedTuple):
+    """A number for each tensor, int64 [n], on its way to the host."""
+
+    numbers: Tensor
+    copied: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, inputs: Sequence[Tensor]) -> _Digest:
+        found = []
+        for x in inputs:
+            flat = x.detach().reshape(-1).to(torch.int64)
+            weights = torch.arange(1, len(flat) + 1, device=x.device) * 0x9E3779B97F4A7C1 + 1  # unlike of all places
+            found.append(((flat + 1) * weights).sum())
+        numbers = torch.stack(found)
+        if not numbers.is_cuda:
+            return cls(numbers, None)
+        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True).copy_(numbers, non_blocking=True)
+        (copied := torch.cuda.Event()).record()
+        return cls(host, copied)
+
+    def is_there(self) -> bool:
+        return self.copied is None or self.copied.query()
+
+
 @dataclass
 class _Compared:
     """What this rank compared over one group: how often, which kinds of call, and what it looked at alone.
 
-    ``plans`` counts models that were given a plan over it.
+    ``plans`` counts models that were given a plan over it, ``batches`` those after the first of a shape; of the last
+    one that is compared ``digest`` was begun, of the one before it ``told`` is the key.
     """
 
     times: int = 0
     plans: int = 0
+    batches: int = 0
+    digest: _Digest | None = None
+    told: str | None = None
     kinds: set[Hashable] = field(default_factory=set)
     here: set[Hashable] = field(default_factory=set)
 
@@ -108,6 +138,7 @@ def look_again(group: dist.ProcessGroup) -> int:
         compared.here.clear()
     own = _compared.setdefault(group, _Compared())
     own.kinds.clear()
+    own.digest = own.told = None
     own.plans += 1
     return own.plans - 1
 
@@ -138,6 +169,41 @@ def compare_first(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[d
     if any(answer.keys() != fields.keys() for answer in answers):
         _require_equal(answers, fields)
     return answers
+
+
+def compare_later(group: dist.ProcessGroup, inputs: Sequence[Tensor]) -> None:
+    """Compare a digest of every `EVERY`-th batch over the group, and wait for nobody.
+
+    The device makes the digest; the next time it is told to the other ranks, and the time after it is compared with
+    theirs: each is there long since.
+
+    Args:
+        group: the cp group.
+        inputs: integers of any shape, equal on all ranks; of one batch.
+
+    Raises:
+        RankMismatchError: if the digests differ, about `EVERY` to ``2 * EVERY`` batches later.
+    """
+    compared = _compared.setdefault(group, _Compared())
+    compared.batches += 1
+    if compared.batches % EVERY or turned_off() or group.size() == 1 or capturing():
+        return
+    if (store := _store(group)) is None:
+        return
+    number, own = compared.batches // EVERY, f"/{group.rank()}"
+    told, compared.told = compared.told, None
+    if told is not None and store.check(keys := [f"{told}/{rank}" for rank in range(group.size())]):
+        if len(values := {*store.multi_get(keys)}) > 1:
+            raise RankMismatchError(
+                f"ShardedModel: expected the same batch on every cp rank, got {len(values)} that differ, about "
+                f"{2 * EVERY} batches ago, though the first ones were equal; seed the loader by dp rank. "
+                "CP_MESH_CHECK=1 compares every batch"
+            )
+    if compared.digest is not None and compared.digest.is_there():
+        compared.told = f"cp_mesh/batch {number - 1}"
+        store.set(compared.told + own, str(compared.digest.numbers.tolist()))
+        store.delete_key(f"cp_mesh/batch {number - 3}{own}")  # all have read it
+    compared.digest = _Digest.of(inputs)
 
 
 def compare_steps(group: dist.ProcessGroup, topic: str, fields: Mapping[str, str]) -> dict[int, dict[str, str]]:

@@ -122,7 +122,7 @@ def _find_wrong(
         return ArgumentError(describe("labels", expected, int(outside[0]), hint))
     if not from_attention(logits):
         return None  # of another model than attention was called in last, or of one that is not trained
-    found = wrong_labels(labels, ignore_index, ranks_of(mesh))
+    found = wrong_labels(logits, labels, ignore_index, ranks_of(mesh))
     return ArgumentError(describe("labels", "the next tokens of this rank's rows", *found)) if found else None
 
 

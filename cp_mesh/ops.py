@@ -35,7 +35,7 @@ from cp_mesh.masks import parse_mask
 from cp_mesh.methods import METHODS, Plan
 from cp_mesh.placements import place_beside, require_sharded, score_placements
 from cp_mesh.plan import make_plan
-from cp_mesh.seen import Rows, note_call
+from cp_mesh.seen import Rows, note_call, warn_of_padding
 from cp_mesh.sequence import ROOT
 
 
@@ -115,6 +115,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor
         require_agreement(group, _what_must_agree(plan, q, k, v, call.tensors))
     elif is_first(group, kind := _kind(arguments, q, k, v, call.tensors)):
         agree_first(group, kind, _what_must_agree(plan, q, k, v, call.tensors))
+        if call.tensors.bias is None:  # which may be -inf there
+            warn_of_padding(group, plan.seq_len, plan.mask)
     note_call(Rows(plan.options.layout, plan.seq_len, call.group_name), (q.shape[0], q.shape[2]))
     with _no_autocast(q):
         out, lse, *kept = plan.method.forward(q, k, v, plan, group)

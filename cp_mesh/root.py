@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from cp_mesh.agreement import agree_first, checking, fingerprint, is_first, require_agreement
+from cp_mesh.agreement import agree_first, checking, compare_later, fingerprint, is_first, require_agreement
 from cp_mesh.cores import cores_of
 from cp_mesh.errors import ArgumentError, describe, refuse
 from cp_mesh.forwards import STYLE, replace_forward
@@ -217,13 +217,15 @@ class ShardedModel(ParallelStyle):
     def compare(self, arguments: dict[str, Any]) -> None:
         """Raise on every rank if whole inputs or positions among ``arguments`` differ between ranks.
 
-        In the first forward of each shape; in check mode in every one.
+        In the first forward of each shape, and some later ones of tokens; in check mode in every one.
         """
         group, found = self.sequence.mesh.get_group(), self._whole(arguments)
         if checking():
             require_agreement(group, {name: fingerprint(x) for name, x in found.items()})
         elif is_first(group, kind := _kind(found)):
             agree_first(group, kind, {name: fingerprint(x) for name, x in found.items()})
+        elif integers := [x for x in found.values() if x is not None and not x.is_floating_point()]:
+            compare_later(group, integers)
 
     def _compared(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """For a forward that is traced: ``arguments`` that are compared when the code runs, as in `compare`."""
@@ -294,6 +296,8 @@ def compare_inputs(inputs: list[Tensor], names: str, group_name: str, layout: st
     found, group = dict(zip(names.split(), inputs, strict=True)), _resolve_process_group(group_name)  # type: ignore[arg-type]
     if is_first(group, kind := _kind(found)):
         agree_first(group, kind, {name: fingerprint(x) for name, x in found.items()})
+    else:
+        compare_later(group, inputs)
     if layout:
         parsed, size = parse_layout(layout), group.size()
         for name, x in found.items():

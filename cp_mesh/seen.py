@@ -7,6 +7,9 @@ labels usually are the next ones.
 
 from __future__ import annotations
 
+import warnings
+import weakref
+from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -18,10 +21,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_mesh.agreement import is_first_here, is_new_here, turned_off
 from cp_mesh.layouts import Contiguous, Layout, Striped, ZigZag
+from cp_mesh.masks import Mask
 from cp_mesh.trained import WAITING, note_wrapper
 
 TOKENS = ("tokens", "input_ids", "inputs", "ids", "idx")
 """Names of leaves of which labels are usually the next ones."""
+_LENGTHS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, int]] = weakref.WeakKeyDictionary()
 _MARKS = WeakTensorKeyDictionary()  # not attributes of tensors, which would be saved with them
 
 
@@ -84,6 +89,23 @@ def marked(x: Any) -> Rows | None:
     return found
 
 
+def note_length(group: dist.ProcessGroup, seq_len: int, length: int) -> None:
+    """Of a tensor of this ``length`` that was padded to ``seq_len`` and sharded; equal if it needed no padding."""
+    _LENGTHS.setdefault(group, {})[seq_len] = length
+
+
+def warn_of_padding(group: dist.ProcessGroup, seq_len: int, mask: Mask) -> None:
+    """In a first call: queries see the padding of the sequence that was sharded last, as no mask hides it."""
+    length = _LENGTHS.get(group, {}).get(seq_len, seq_len)
+    hidden = mask.length is not None or mask.documents is not None or mask.key_padding is not None
+    if length < seq_len and not hidden and (not mask.causal or mask.prefix > length):
+        warnings.warn(
+            f"cp_mesh: a sequence of {length} tokens was padded to {seq_len}, and attention over as many has a mask "
+            "that lets queries see the padding: attention(..., mask=sequence.mask(mask)) hides it",
+            stacklevel=2,
+        )
+
+
 def note_call(rows: Rows, shape: tuple[int, int]) -> None:
     """Of attention, whenever it runs."""
     before = CALLED.get()
@@ -120,18 +142,31 @@ _HIDE = ("CompiledFunctionBackward", "CheckpointFunctionBackward")
 
 def from_attention(x: Tensor) -> bool:
     """Whether attention is among what a tensor was computed from, or may be, in compiled code: by autograd's graph."""
+    return any(name.endswith(("_AttentionBackward", *_HIDE)) for name in _nodes(x))
+
+
+def _of_one_row(x: Tensor) -> bool:
+    """Whether a row was selected of what attention returned, and no other ranks' rows were fetched since."""
+    names = [*_nodes(x)]
+    fetched = any(name.endswith(_HIDE) or any(word in name for word in _COLLECTIVES) for name in names)
+    return "SelectBackward0" in names and not fetched
+
+
+_COLLECTIVES = ("Unshard", "Gather", "gather", "Reduce", "reduce", "AllToAll", "all_to_all", "Redistribute", "ToTorch")
+
+
+def _nodes(x: Tensor) -> Iterator[str]:
+    """The names of the nodes of autograd that a tensor comes from, up to attention."""
     nodes, known = [x.grad_fn], {x.grad_fn}
     while nodes:
         node = nodes.pop()
         if node is None:
             continue
-        if node.name().endswith("_AttentionBackward") or node.name().endswith(_HIDE):
-            return True
-        for following, _ in node.next_functions:
+        yield (name := node.name())
+        for following, _ in () if name.endswith("_AttentionBackward") else node.next_functions:
             if following not in known:
                 known.add(following)
                 nodes.append(following)
-    return False
 
 
 MOST_NODES = 64
@@ -150,7 +185,7 @@ def first_leaf(x: Tensor) -> int | None:
     return None
 
 
-def wrong_labels(labels: Tensor, ignore_index: int, ranks: list[int]) -> tuple[str, str] | None:
+def wrong_labels(logits: Tensor, labels: Tensor, ignore_index: int, ranks: list[int]) -> tuple[str, str] | None:
     """What these labels of a loss over ``ranks`` seem to be, and what mends it; None if they may well be right."""
     called, given, rows = _called(), GIVEN.get(), marked(labels)
     if called is not None and is_whole(labels):
@@ -166,6 +201,8 @@ def wrong_labels(labels: Tensor, ignore_index: int, ranks: list[int]) -> tuple[s
             got = f"those of {rows.layout}, {rows.seq_len} tokens, beside attention in {called.rows.layout}"
             return f"{got}, {called.rows.seq_len}", "shard tokens and labels with one ShardedSequence"
         batch, length = called.shape
+        if labels.shape == (batch,) and length > 1 and called.rows.seq_len > length and _of_one_row(logits):
+            return "one for each sequence, beside logits of this rank's rows alone, such as logits[:, -1]", _LAST
         short = labels.shape[1] == length - 1 if labels.ndim == 2 else labels.numel() == batch * (length - 1)
         if short and length > 1 and called.rows.seq_len > length:
             return f"{length - 1} rows of {length}", _SHIFT
@@ -206,6 +243,7 @@ def _next_tokens(labels: Tensor, ignore_index: int, given: Given) -> tuple[Tenso
     return labels.reshape(batch, -1), padded[:, own + 1]
 
 
+_LAST = "take them of the whole, logits = sequence.unshard(logits); most ranks do not hold the last token"
 _UNSHIFTED = "the tokens themselves, not the next ones"
 _RANK = "the labels of rank "
 _SHIFT = "shift the whole labels and then shard them: the token after a shard's last row is another rank's"

@@ -21,7 +21,7 @@ from cp_mesh.errors import refuse
 from cp_mesh.groups import flat, is_cp_axis
 from cp_mesh.layouts import Contiguous, Layout, ZigZag
 from cp_mesh.masks import Mask
-from cp_mesh.seen import Rows, mark, marked, note_tokens
+from cp_mesh.seen import Rows, mark, marked, note_length, note_tokens
 
 WHOLE = ("documents", "key_padding", "cu_seqlens")
 """Names of leaves that `ShardedSequence.shard` leaves whole: masks read them by position, on every rank."""
@@ -278,6 +278,7 @@ class ShardedSequence:
             return local
         group = self.mesh.get_group()
         held = Rows(self.layout.spec(), whole.shape[dim], group.group_name)
+        note_length(group, whole.shape[dim], leaf.shape[dim] if self.length is None else self.length)
         note_tokens(str(name), leaf, self.layout, held, group)
         return mark(local, held)
 

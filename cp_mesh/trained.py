@@ -1,9 +1,9 @@
 """Which losses gave which models their first gradients.
 
-Several models may be trained in one process, in turn or in one backward, and each has a first optimizer step of its own.
-While a model waits for it, every backward of a loss is followed to its end: models whose gradients it changed have this
-loss. So nothing of the graph is read, and compiled code and FSDP2 are followed as eager code is. Once no model waits,
-a loss pays for one look-up.
+Several models may be trained in one process, in turn or in one backward, and each has a first optimizer step. While a
+model waits for it, every backward of a loss is followed to its end: models whose gradients it changed have this loss.
+So nothing of the graph is read, and compiled code and FSDP2 are followed as eager code is. Once no model waits, a loss
+pays for one look-up.
 
 The state is of the process and not of a context: backwards run in threads of their own.
 """
@@ -68,11 +68,13 @@ class Planned:
 
 @dataclass
 class _Backward:
-    """One that runs: its number, the losses that it began with, and all models' gradients before it."""
+    """One that runs: its number, the losses that it began with, all models' gradients before it, and whether an
+    optimizer took some while it ran."""
 
     number: int
     losses: list[Loss]
     before: list[tuple[weakref.ref[nn.Module], Any]]
+    stepped: bool = False
 
 
 WAITING: weakref.WeakKeyDictionary[nn.Module, Planned] = weakref.WeakKeyDictionary()
@@ -91,7 +93,7 @@ def note_trained(loss: Tensor, found: Loss) -> None:
 
 def note_compiled_backward() -> None:
     """Of the backward of a loss, in compiled code too, where it has no hook."""
-    if WAITING and not (_running and _running[0].number == torch._C._current_graph_task_id()):
+    if WAITING and _current() is None:
         _follow(Loss())
 
 
@@ -103,9 +105,15 @@ def note_wrapper() -> None:
 
 def losses_of(planned: Planned) -> list[Loss]:
     """The losses of a model that has gradients, as far as they are known."""
-    if planned.losses:
-        return planned.losses
-    return _running[0].losses if in_backward() and _running else _nobodys
+    backward = _current()
+    return planned.losses or (_nobodys if backward is None else backward.losses)
+
+
+def note_step() -> bool:
+    """Of an optimizer, before it takes gradients. Whether it is in a backward, as those in hooks of parameters are."""
+    if (backward := _current()) is not None:
+        backward.stepped = True
+    return torch._C._current_graph_task_id() != -1
 
 
 def forget_nobodys() -> None:
@@ -113,19 +121,20 @@ def forget_nobodys() -> None:
     _nobodys.clear()
 
 
-def in_backward() -> bool:
-    """As optimizers that step in hooks of parameters are."""
-    return torch._C._current_graph_task_id() != -1
+def _current() -> _Backward | None:
+    """The backward that runs, if a loss began it; one that raised has no end, and stays the last."""
+    return _running[0] if _running and _running[0].number == torch._C._current_graph_task_id() else None
 
 
 def _follow(loss: Loss) -> None:
-    number = torch._C._current_graph_task_id()
-    if not _running or _running[0].number != number:  # one that raised has no end
+    backward = _current()
+    if backward is None:
         before = [(weakref.ref(module), _gradients(module)) for module in {*WAITING, *LOOKED_AT}]
-        _running[:] = [_Backward(number, [], before)]
+        backward = _Backward(torch._C._current_graph_task_id(), [], before)
+        _running[:] = [backward]
         # behind the callbacks of FSDP2, which reduces the root's gradients in one of them
         _at_end(lambda: _at_end(_settle))
-    _running[0].losses.append(loss)
+    backward.losses.append(loss)
 
 
 def _at_end(callback: Any) -> None:
@@ -134,7 +143,8 @@ def _at_end(callback: Any) -> None:
 
 def _settle() -> None:
     """At the end of a backward."""
-    backward, is_theirs = _running.pop(), False
+    backward = _running.pop()
+    is_theirs = backward.stepped
     for reference, before in backward.before:
         module = reference()
         if module is not None and _gradients(module) != before:

@@ -38,8 +38,8 @@ from cp_mesh.trained import (
     Loss,
     Planned,
     forget_nobodys,
-    in_backward,
     losses_of,
+    note_step,
 )
 
 _APART = 1e-3
@@ -63,6 +63,7 @@ class _FirstSteps:
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if torch.compiler.is_compiling() or not WAITING or capturing():
             return
+        inside = note_step()
         held = {id(x) for part in optimizer.param_groups for x in part["params"]}
         again = optimizer in self.stepped  # there may be one for each parameter, so rounds are counted, not steps
         self.stepped = weakref.WeakSet([optimizer] if again else [*self.stepped, optimizer])
@@ -76,9 +77,9 @@ class _FirstSteps:
             LOOKED_AT.add(module)
             if taken and not turned_off():
                 # in a backward, gradients of parameters that other optimizers hold may still be on their way
-                looked_at = taken if in_backward() else graded
-                check_reduction(module, planned, {name: x.grad for name, x in looked_at.items()})
-        if not in_backward():
+                looked_at = taken if inside else graded
+                check_reduction(module, planned, {name: x.grad for name, x in looked_at.items()}, inside)
+        if not inside:
             forget_nobodys()
 
 
@@ -93,13 +94,14 @@ def watch_first_step(module: nn.Module, mesh: DeviceMesh) -> None:
         _first_steps.add(module, Planned(mesh.get_group(), number))
 
 
-def check_reduction(module: nn.Module, planned: Planned, grads: dict[str, Any]) -> None:
+def check_reduction(module: nn.Module, planned: Planned, grads: dict[str, Any], inside: bool = False) -> None:
     """Refuse gradients that are not sums over the ranks of the loss; warn where it cannot be known.
 
     Args:
         module: the model, or the part of it that has a plan.
         planned: its losses, and the cp group.
         grads: of its parameters, by name.
+        inside: whether the optimizer steps in the backward, before DistributedDataParallel reduces.
 
     Raises:
         ArgumentError: on every rank.
@@ -116,7 +118,7 @@ def check_reduction(module: nn.Module, planned: Planned, grads: dict[str, Any]) 
         )
     if (fsdp := next((part for part in module.modules() if isinstance(part, FSDPModule)), None)) is not None:
         _check_fsdp(fsdp, found)
-    elif (wrapper := _wrapper(module)) is not None and not in_backward():
+    elif (wrapper := _wrapper(module)) is not None and not inside:
         ranks = dist.get_process_group_ranks(wrapper.process_group)
         _check_ranks(found, ranks, "DistributedDataParallel", "process_group=")
         if found.is_averaged(len(ranks)) and not wrapper._comm_hooks:

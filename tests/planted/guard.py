@@ -21,8 +21,12 @@ plant("positions may be left out", "root:ShardedModel._check_positions", "positi
 plant("variables of a loop are not compared", "guard.stated:check_variables", "variables of a loop")(nothing())
 plant("a mask may reach a style that has its own", "guard.stated:check_mask_read", "unread masks")(nothing())
 plant("tokens are not compared without a root", "guard.rootless:_check", "whole tokens")(nothing())
-plant("the ranks of a loss are not those of its gradients", "guard.reductions:_check_ranks", "ranks of the loss")(nothing())
-plant("nobody asks whether gradients were reduced", "guard.reductions:_check_equal", "gradients that are reduced")(nothing())
+plant("the ranks of a loss are not those of its gradients", "guard.reductions:_check_ranks", "ranks of the loss")(
+    nothing()
+)
+plant("nobody asks whether gradients were reduced", "guard.reductions:_check_equal", "gradients that are reduced")(
+    nothing()
+)
 
 
 @plant("a module's window is not read", "guard.stated:stated_reach", "windows of modules")

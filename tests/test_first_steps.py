@@ -1,0 +1,424 @@
+"""The first optimizer step of each model: of several ones, of accumulated gradients, of optimizers of all kinds."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import mesh
+from test_guard import Model, compare_with_one_rank, next_tokens, raised, tokens_of, warned
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import cp_mesh
+from cp_mesh import ContextParallel, ShardedModel, ShardedSequence, agreement
+
+UNREDUCED = "equal on all ranks before the optimizer steps, got another one on each rank"
+
+
+def cp(size: int = 2) -> DeviceMesh:
+    return mesh((size,), ("cp",))
+
+
+def planned(axis: DeviceMesh, root: bool = True, seed: int = 0) -> Model:
+    sequence, model = ShardedSequence(axis), Model(seed)
+    plan = {"": ShardedModel(sequence, positions=None)} if root else {}
+    return cp_mesh.parallelize(model, axis, plan | {"core": ContextParallel(sequence)})
+
+
+def logits_of(run: nn.Module, tokens: Tensor, axis: DeviceMesh, root: bool = True) -> Tensor:
+    return run(tokens if root else ShardedSequence(axis).shard({"tokens": tokens})["tokens"])
+
+
+def labels_of(tokens: Tensor, axis: DeviceMesh) -> Tensor:
+    return ShardedSequence(axis).shard({"labels": next_tokens(tokens)})["labels"]
+
+
+def reduce(model: nn.Module) -> None:
+    for x in model.parameters():
+        dist.all_reduce(x.grad)
+
+
+# Several models.
+
+
+def in_turn(rank: int, how: str, root: bool, compiled: bool) -> list[list[str]]:
+    """Warnings of the first steps of two models, both planned before; the first one is right."""
+    axis, tokens = cp(), tokens_of(16)
+    models = [planned(axis, root, seed) for seed in (0, 1)]
+    steps = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
+
+    def step(number: int) -> None:
+        model, mistake = models[number], how if number == 1 else "right"
+        if compiled:
+            model.compile(backend="aot_eager")
+        logits, labels = logits_of(model, tokens, axis, root), labels_of(tokens, axis)
+        if mistake == "mean":
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        else:
+            labels = next_tokens(tokens).chunk(2, dim=1)[rank] if mistake == "chunk" else labels
+            loss = cp_mesh.cross_entropy(logits, labels, axis)
+        loss.backward()
+        if mistake != "unreduced":
+            reduce(model)
+        if mistake == "right" and number == 0:
+            compare_with_one_rank(model, (0,), 16)
+        steps[number].step()
+        steps[number].zero_grad()
+
+    return [warned(functools.partial(step, number)) for number in (0, 1, 0, 1)]
+
+
+TURNS = [(root, compiled) for root in (True, False) for compiled in (False, True)]
+
+
+@pytest.mark.parametrize(
+    ("root", "compiled"), [TURNS[0], *(pytest.param(*x, marks=pytest.mark.full) for x in TURNS[1:])]
+)
+def test_models_in_turn_have_a_first_step_each(pool: Any, root: bool, compiled: bool) -> None:
+    for first, second, *later in pool(2).run(in_turn, "mean", root, compiled):
+        assert first == [] and later == [[], []]
+        assert len(second) == 1 and "a loss that is not cp_mesh.cross_entropy" in second[0]
+    for how, says in (("chunk", "the labels of contiguous rows, beside tokens in zigzag"), ("unreduced", UNREDUCED)):
+        for error in raised(pool, 2, in_turn, how, root, compiled):
+            assert error.type == "ArgumentError" and says in error.message, error.message
+    assert pool(2).run(in_turn, "right", root, compiled) == [[[]] * 4] * 2
+
+
+def of_unlike_ranks(rank: int) -> list[str]:
+    """One model over dp x cp, and one that every cp group has for itself, in one backward or in two."""
+    grid, tokens = mesh((2, 2), ("dp", "cp")), tokens_of(12)
+    data = [mesh((2, 2), ("dp", "cp"))._flatten("of_unlike_ranks"), grid["cp"]]
+    models = [planned(grid["cp"], seed=seed) for seed in (0, 1)]
+    for model, ranks in zip(models, data, strict=True):
+        fully_shard(model, mesh=ranks)
+        cp_mesh.sum_gradients(model)
+    steps = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
+
+    def step() -> None:
+        for model, ranks, optimizer in zip(models, data, steps, strict=True):
+            cp_mesh.cross_entropy(model(tokens), labels_of(tokens, grid["cp"]), ranks).backward()
+            optimizer.step()
+
+    return warned(step)
+
+
+def test_models_over_unlike_ranks(pool: Any) -> None:
+    assert pool(4).run(of_unlike_ranks) == [[]] * 4
+
+
+def together(rank: int, how: str) -> list[str]:
+    """A student under DistributedDataParallel and a teacher, called between the student and its loss."""
+    axis, tokens = cp(), tokens_of(12)
+    teacher, student = planned(axis, seed=1), DistributedDataParallel(planned(axis))
+    if how == "right":
+        cp_mesh.sum_gradients(student)
+    optimizer = torch.optim.SGD(student.parameters(), 0.1)
+
+    def step() -> None:
+        logits = student(tokens)
+        with torch.no_grad():
+            target = teacher(tokens)
+        cp_mesh.cross_entropy(logits + 0 * target, labels_of(tokens, axis), axis).backward()
+        optimizer.step()
+
+    return warned(step)
+
+
+def test_a_teacher_hides_nothing_of_its_student(pool: Any) -> None:
+    for said in pool(2).run(together, "averages"):
+        assert len(said) == 1 and "cp_mesh.sum_gradients(ddp_model), or multiply the loss by 2" in said[0]
+    assert pool(2).run(together, "right") == [[], []]
+
+
+# Accumulated gradients.
+
+
+def accumulated(rank: int, factor: float, batches: int, sums: bool) -> list[str]:
+    axis = cp()
+    model = planned(axis)
+    run = DistributedDataParallel(model, process_group=axis.get_group())
+    if sums:
+        cp_mesh.sum_gradients(run)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step() -> None:
+        for seed in range(batches):
+            with run.no_sync() if seed < batches - 1 else contextlib.nullcontext():
+                tokens = tokens_of(12, seed)
+                (factor * cp_mesh.cross_entropy(run(tokens), labels_of(tokens, axis), axis)).backward()
+        if factor * batches == (1 if sums else 2):
+            compare_with_one_rank(model, range(batches), 12)
+        optimizer.step()
+
+    return warned(step)
+
+
+@pytest.mark.parametrize(("factor", "batches"), [(1, 2), (0.5, 4), (2, 1)])
+def test_accumulated_gradients_that_are_right(pool: Any, factor: float, batches: int) -> None:
+    """The mean over two ranks of all batches' losses, each multiplied by 2 ranks / batches; or their sum."""
+    assert pool(2).run(accumulated, factor, batches, False) == [[], []]
+    assert pool(2).run(accumulated, 1 / batches, batches, True) == [[], []]
+
+
+@pytest.mark.parametrize(("factor", "batches"), [(0.5, 2), (1, 4)])
+def test_accumulated_gradients_that_are_averaged_over_ranks(pool: Any, factor: float, batches: int) -> None:
+    for said in pool(2).run(accumulated, factor, batches, False):
+        assert len(said) == 1 and "DistributedDataParallel averages gradients" in said[0]
+
+
+# Optimizers of one parameter each, which step in the backward.
+
+
+def in_backward(rank: int, how: str, compiled: bool = False) -> list[str]:
+    axis, tokens = cp(), tokens_of(12)
+    model = planned(axis)
+    run: nn.Module = DistributedDataParallel(model) if "DDP" in how else model
+    if "FSDP" in how:
+        fully_shard(model, mesh=axis)
+        if "averages" not in how:
+            cp_mesh.sum_gradients(model)
+    if compiled:
+        model.compile(backend="aot_eager")
+    optimizers = {x: torch.optim.SGD([x], 0.1) for x in model.parameters()}
+
+    def take(x: nn.Parameter) -> None:
+        if "by hand" in how:
+            dist.all_reduce(x.grad)
+        optimizers[x].step()
+        x.grad = None
+
+    for x in optimizers:
+        x.register_post_accumulate_grad_hook(take)
+
+    def step() -> None:
+        logits, labels = run(tokens), labels_of(tokens, axis)
+        if "mean" in how:
+            F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+        else:
+            cp_mesh.cross_entropy(logits, labels, axis).backward()
+
+    return warned(step) + warned(step)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_optimizers_that_step_in_the_backward(pool: Any, compiled: bool) -> None:
+    for how in ("by hand", "FSDP"):
+        assert pool(2).run(in_backward, how, compiled) == [[], []], how
+    for how, says in {"by hand, mean": "is not cp_mesh.cross_entropy", "FSDP, averages": "after fully_shard"}.items():
+        for said in pool(2).run(in_backward, how, compiled):
+            assert len(said) == 1 and says in said[0], said
+    for how in ("none", "DDP"):  # whose hooks reduce a gradient after these took it
+        for error in raised(pool, 2, in_backward, how, compiled):
+            assert UNREDUCED in error.message, error.message
+
+
+def after_many_steps(rank: int) -> None:
+    """A model that waits while another one, of an optimizer a parameter, makes many steps."""
+    axis, tokens = cp(), tokens_of(8)
+    models = [planned(axis, seed=seed) for seed in (0, 1)]
+    optimizers = [torch.optim.SGD([x], 0.1) for x in models[0].parameters()]
+    for _ in range(40):
+        for x, optimizer in zip(models[0].parameters(), optimizers, strict=True):
+            x.grad = torch.zeros_like(x)
+            optimizer.step()
+    cp_mesh.cross_entropy(models[1](tokens), labels_of(tokens, axis), axis).backward()
+    torch.optim.SGD(models[1].parameters(), 0.1).step()
+
+
+def test_rounds_of_steps_are_counted_and_not_optimizers(pool: Any) -> None:
+    for error in raised(pool, 2, after_many_steps):
+        assert UNREDUCED in error.message, error.message
+
+
+# Ranks that do not come.
+
+
+def on_one_rank_alone(rank: int, reduced: bool) -> list[str]:
+    """The optimizer of the last rank holds nothing of the model."""
+    axis, tokens = cp(3), tokens_of(24)
+    model = planned(axis)
+    other = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([other] if rank == 2 else [*model.parameters()], 0.1)
+
+    def step() -> None:
+        cp_mesh.cross_entropy(model(tokens), labels_of(tokens, axis), axis).backward()
+        if reduced:
+            reduce(model)
+        optimizer.step()
+
+    with mock.patch.object(agreement, "STEP_PATIENCE", timedelta(seconds=0.5)):
+        said = warned(step)
+    if reduced:
+        model(tokens_of(30))  # a first call of another length, which all ranks compare
+    return said
+
+
+def test_ranks_whose_optimizer_holds_nothing_keep_nobody_waiting(pool: Any) -> None:
+    assert pool(3).run(on_one_rank_alone, True, timeout=20.0) == [[]] * 3
+    errors = pool(3).run_expecting_error(on_one_rank_alone, False, timeout=20.0)
+    assert all(error is not None and UNREDUCED in error.message for error in errors[:2]), errors
+
+
+def under_the_name_of(group: dist.ProcessGroup, store: dist.Store) -> None:
+    """A group finds the keys that another one left, as one that is made anew under its name and over its store does."""
+    known = dist.distributed_c10d._world.pg_map
+    known[group] = known[group][0], dist.PrefixStore("of_both", store)
+
+
+def left_alone(rank: int, how: str) -> None:
+    store = dist.distributed_c10d._world.pg_map[dist.group.WORLD][1]
+    for times in range(3):
+        group = dist.new_group()
+        under_the_name_of(group, store)
+        if rank == 1 and how == "refused":
+            agreement.announce_refusal(group, ValueError("only here"))
+        if rank == 1 and how == "waited":
+            with mock.patch.object(agreement, "PATIENCE", timedelta(seconds=0.1)):
+                with pytest.raises(cp_mesh.RankMismatchError, match=r"got none from ranks \[0\]"):
+                    agreement.agree_first(group, 0, {"seq_len": "1"})
+        if times == 1:
+            agreement.look_again(group)  # what a plan counts is of its group too
+        dist.destroy_process_group(group)
+        dist.barrier()
+    group = dist.new_group()
+    under_the_name_of(group, store)
+    with mock.patch.object(agreement, "PATIENCE", timedelta(seconds=5)):
+        for kind in range(2):
+            agreement.agree_first(group, kind, {"seq_len": str(kind)})
+
+
+@pytest.mark.parametrize("how", ["refused", "waited"])
+def test_a_word_that_nobody_came_to_read_is_taken_back(pool: Any, how: str) -> None:
+    pool(2).run(left_alone, how)
+
+
+# Labels of some ranks alone.
+
+
+def labelled(rank: int, how: str, compiled: bool = False) -> list[str]:
+    axis, tokens = cp(3), tokens_of(48)
+    model = planned(axis)
+    if compiled:
+        model.compile(backend="aot_eager")
+    whole = {
+        "another batch": next_tokens(tokens_of(48, 1) if rank == 1 else tokens),
+        "another batch everywhere": next_tokens(tokens_of(48, 1)),
+        "masked on one rank": next_tokens(tokens) if rank != 1 else torch.full_like(tokens, -100),
+        "few known on one rank": next_tokens(tokens) if rank != 1 else next_tokens(tokens_of(48, 1)).where(
+            torch.arange(48) % 24 == 0, -100),
+        "half of a teacher": next_tokens(tokens).where(torch.arange(48) % 2 == 0, tokens_of(48, 1)),
+        "padding on one rank": torch.zeros_like(tokens) if rank != 1 else next_tokens(tokens),
+    }.get(how, next_tokens(tokens))  # fmt: skip
+    labels = ShardedSequence(axis).shard({"labels": whole})["labels"]
+    if how == "another rank's":
+        rows = cp_mesh.ZigZag().positions(48, 3, (rank + 1) % 3)
+        labels = whole[:, rows]
+
+    def step() -> None:
+        cp_mesh.cross_entropy(model(tokens), labels, axis).backward()
+        reduce(model)
+        torch.optim.SGD(model.parameters(), 0.1).step()
+
+    return warned(step)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_labels_that_are_wrong_on_one_rank_alone(pool: Any, compiled: bool) -> None:
+    for said in pool(3).run(labelled, "another batch", compiled):
+        assert len(said) == 1 and "next tokens of their rows on cp ranks [0, 2], and others on [1]" in said[0], said
+
+
+def test_labels_of_another_rank(pool: Any) -> None:
+    errors = raised(pool, 3, labelled, "another rank's")
+    assert "got the labels of rank 1, on cp rank 0; cut them with" in errors[0].message
+    assert "got the labels of rank 0, on cp rank 2; cut them with" in errors[2].message
+    assert "labels: expected the next tokens of this rank's rows, got the labels of" in errors[1].message
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["right", "another batch everywhere", "masked on one rank", "few known on one rank", "half of a teacher",
+     "padding on one rank"],
+)  # fmt: skip
+def test_labels_that_may_well_be_right(pool: Any, how: str) -> None:
+    """Of tuning on answers, of masked or distilled tokens, of padding that counts."""
+    assert pool(3).run(labelled, how) == [[]] * 3
+
+
+def one_row(rank: int, how: str) -> None:
+    axis, tokens = cp(), tokens_of(12)
+    labels, sequence = torch.tensor([1, 2]), ShardedSequence(axis)
+    logits = logits_of(planned(axis, how != "no root"), tokens, axis, how != "no root")
+    if how == "unsharded":
+        logits = sequence.unshard(logits)
+    chosen = logits[torch.tensor([0, 1]), torch.tensor([2, 4])] if how == "of some tokens" else logits[:, -1]
+    cp_mesh.cross_entropy(chosen, labels, axis).backward()
+
+
+def test_the_last_row_of_sharded_logits(pool: Any) -> None:
+    for how in ("root", "no root"):
+        for error in raised(pool, 2, one_row, how):
+            assert "such as logits[:, -1]; take them of the whole, logits = sequence.unshard(logits)" in error.message
+    for how in ("unsharded", "of some tokens"):
+        pool(2).run(one_row, how)
+
+
+# After the first step.
+
+
+def later(rank: int, batches: int, how: str, compiled: bool) -> None:
+    """Batches that differ from the 4th one on; every second one is compared."""
+    axis = cp()
+    model = planned(axis)
+    if compiled:
+        model.compile(backend="eager")
+    with mock.patch.object(agreement, "EVERY", 2), torch.no_grad():
+        for i in range(batches):
+            with cp_mesh.check_mode(False) if how == "off" else contextlib.nullcontext():
+                model(tokens_of(16, seed=100 * rank + i if how != "right" and i > 2 else i))
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_batches_that_begin_to_differ(pool: Any, compiled: bool) -> None:
+    for error in raised(pool, 2, later, 12, "wrong", compiled):
+        assert error.type == "RankMismatchError" and "seed the loader by dp rank" in error.message
+    for how in ("right", "off"):
+        pool(2).run(later, 12, how, compiled)
+
+
+def test_digests_tell_the_places_of_tokens() -> None:
+    tokens = torch.arange(12).reshape(2, 6)
+    digests = [agreement._Digest.of([x]).numbers.item() for x in (tokens, tokens.flip(0), tokens.flip(1), tokens + 1)]
+    assert len({*digests}) == 4
+    assert agreement._Digest.of([tokens, tokens]).numbers.tolist() == 2 * digests[:1]
+
+
+def padded(rank: int, how: str) -> list[str]:
+    axis = cp()
+    sequence = ShardedSequence(axis, length=21 if how != "other sequence" else 24)
+    if how == "other sequence":
+        ShardedSequence(axis, length=21).shard({"tokens": tokens_of(21)})
+    rows = sequence.shard({"tokens": tokens_of(sequence.length)})["tokens"].shape[1]
+    q = torch.randn(1, 2, rows, 8)
+    mask = cp_mesh.Mask(causal=how == "causal")
+    mask = sequence.mask(mask) if how == "hidden" else mask
+    # another scale makes a first call
+    return warned(lambda: [cp_mesh.attention(q, q, q, mesh=axis, mask=mask, scale=len(how)) for _ in range(2)])
+
+
+def test_padding_that_queries_see(pool: Any) -> None:
+    for said in pool(2).run(padded, "seen"):
+        assert len(said) == 1 and "a sequence of 21 tokens was padded to 24" in said[0]
+        assert "mask=sequence.mask(mask)" in said[0]
+    for how in ("causal", "hidden", "other sequence"):
+        assert pool(2).run(padded, how) == [[], []], how
