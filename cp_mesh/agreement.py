@@ -192,13 +192,13 @@ def compare_later(group: dist.ProcessGroup, inputs: Sequence[Tensor]) -> None:
         return
     number, own = compared.batches // EVERY, f"/{group.rank()}"
     told, compared.told = compared.told, None
-    if told is not None and store.check(keys := [f"{told}/{rank}" for rank in range(group.size())]):
-        if len(values := {*store.multi_get(keys)}) > 1:
-            raise RankMismatchError(
-                f"ShardedModel: expected the same batch on every cp rank, got {len(values)} that differ, about "
-                f"{2 * EVERY} batches ago, though the first ones were equal; seed the loader by dp rank. "
-                "CP_MESH_CHECK=1 compares every batch"
-            )
+    keys = [] if told is None else [f"{told}/{rank}" for rank in range(group.size())]
+    if keys and store.check(keys) and len(values := {*store.multi_get(keys)}) > 1:
+        raise RankMismatchError(
+            f"ShardedModel: expected the same batch on every cp rank, got {len(values)} that differ, about "
+            f"{2 * EVERY} batches ago, though the first ones were equal; seed the loader by dp rank. "
+            "CP_MESH_CHECK=1 compares every batch"
+        )
     if compared.digest is not None and compared.digest.is_there():
         compared.told = f"cp_mesh/batch {number - 1}"
         store.set(compared.told + own, str(compared.digest.numbers.tolist()))

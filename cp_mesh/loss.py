@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from cp_mesh.agreement import is_first_here, leave_word, read_word
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe, refuse
 from cp_mesh.kernels.combine import accumulation_dtype
-from cp_mesh.seen import first_leaf, forget, from_attention, is_whole, likeness, wrong_labels
+from cp_mesh.seen import first_leaf, forget, from_attention, is_whole, likeness, tokens_given, wrong_labels
 from cp_mesh.trained import WAITING, Loss, note_compiled_backward, note_trained
 
 CHUNK_BYTES = 256 << 20
@@ -83,8 +83,8 @@ def cross_entropy(
     share = token_losses(logits.flatten(0, -2), labels.flatten(), ignore_index).sum() / count.clamp(min=1)
     if not torch.compiler.is_compiling():
         if WAITING:
-            alike = likeness(labels, ignore_index) if first and from_attention(logits) else ""
-            note_trained(share, Loss(mesh, is_whole(labels), alike))
+            known = (likeness(labels, ignore_index), tokens_given()) if first and from_attention(logits) else ()
+            note_trained(share, Loss(mesh, is_whole(labels), *known))
         forget(share.requires_grad)
     return share
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from cp_mesh.agreement import is_first_here, is_new_here, turned_off
+from cp_mesh.agreement import fingerprint, is_first_here, is_new_here, turned_off
 from cp_mesh.layouts import Contiguous, Layout, Striped, ZigZag
 from cp_mesh.masks import Mask
 from cp_mesh.trained import WAITING, note_wrapper
@@ -142,28 +142,28 @@ _HIDE = ("CompiledFunctionBackward", "CheckpointFunctionBackward")
 
 def from_attention(x: Tensor) -> bool:
     """Whether attention is among what a tensor was computed from, or may be, in compiled code: by autograd's graph."""
-    return any(name.endswith(("_AttentionBackward", *_HIDE)) for name in _nodes(x))
+    return any(node.name().endswith(("_AttentionBackward", *_HIDE)) for node in _nodes(x))
 
 
-def _of_one_row(x: Tensor) -> bool:
-    """Whether a row was selected of what attention returned, and no other ranks' rows were fetched since."""
-    names = [*_nodes(x)]
-    fetched = any(name.endswith(_HIDE) or any(word in name for word in _COLLECTIVES) for name in names)
-    return "SelectBackward0" in names and not fetched
+def _of_one_row(x: Tensor, rows: int) -> bool:
+    """Whether one of a rank's ``rows`` was selected, and nothing fetched from other ranks since."""
+    nodes = _nodes(x, (*_HIDE, *_COLLECTIVES))
+    return any(node.name() == "SelectBackward0" and node._saved_self_sym_sizes[1:2] == (rows,) for node in nodes)
 
 
 _COLLECTIVES = ("Unshard", "Gather", "gather", "Reduce", "reduce", "AllToAll", "all_to_all", "Redistribute", "ToTorch")
 
 
-def _nodes(x: Tensor) -> Iterator[str]:
-    """The names of the nodes of autograd that a tensor comes from, up to attention."""
+def _nodes(x: Tensor, until: tuple[str, ...] = ()) -> Iterator[Any]:
+    """The nodes of autograd that a tensor comes from, up to attention, and to those whose names hold such a word."""
     nodes, known = [x.grad_fn], {x.grad_fn}
     while nodes:
         node = nodes.pop()
         if node is None:
             continue
-        yield (name := node.name())
-        for following, _ in () if name.endswith("_AttentionBackward") else node.next_functions:
+        yield node
+        ends = any(word in node.name() for word in ("_AttentionBackward", *until))
+        for following, _ in () if ends else node.next_functions:
             if following not in known:
                 known.add(following)
                 nodes.append(following)
@@ -201,7 +201,7 @@ def wrong_labels(logits: Tensor, labels: Tensor, ignore_index: int, ranks: list[
             got = f"those of {rows.layout}, {rows.seq_len} tokens, beside attention in {called.rows.layout}"
             return f"{got}, {called.rows.seq_len}", "shard tokens and labels with one ShardedSequence"
         batch, length = called.shape
-        if labels.shape == (batch,) and length > 1 and called.rows.seq_len > length and _of_one_row(logits):
+        if labels.shape == (batch,) and 1 < length < called.rows.seq_len and _of_one_row(logits, length):
             return "one for each sequence, beside logits of this rank's rows alone, such as logits[:, -1]", _LAST
         short = labels.shape[1] == length - 1 if labels.ndim == 2 else labels.numel() == batch * (length - 1)
         if short and length > 1 and called.rows.seq_len > length:
@@ -211,6 +211,12 @@ def wrong_labels(logits: Tensor, labels: Tensor, ignore_index: int, ranks: list[
     with torch._C.DisableTorchFunction():  # a watch over the model's forward may be on, and see what is counted here
         found = _unlike_tokens(labels, ignore_index, given)
     return found if rows is None or (found is not None and found[0].startswith((_UNSHIFTED, _RANK))) else None
+
+
+def tokens_given() -> str:
+    """What the tokens that a loss is compared with are, for other ranks of their cp group."""
+    given = GIVEN.get()
+    return "" if given is None else fingerprint(given.tokens)
 
 
 def likeness(labels: Tensor, ignore_index: int) -> str:

@@ -35,12 +35,14 @@ class Loss:
         mesh: its ranks; None if it ran in compiled code alone.
         of_whole: whether its logits were gathered, so that all ranks of cp computed it alike.
         labels: "next" if they are the next tokens of this rank's rows, "other" if hardly one is; "" if nobody knows.
+        tokens: their fingerprint, those of the whole batch; "" if nobody knows.
         factor: with which its backward began; None of compiled code.
     """
 
     mesh: DeviceMesh | dist.ProcessGroup | None = None
     of_whole: bool = False
     labels: str = ""
+    tokens: str = ""
     factor: Tensor | None = None
 
     def begin(self, grad: Tensor) -> None:

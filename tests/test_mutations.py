@@ -28,6 +28,7 @@ import test_clipping
 import test_copies
 import test_decoding
 import test_double_ring
+import test_first_steps
 import test_flash_attn
 import test_flash_attn_4
 import test_gradients
@@ -289,6 +290,20 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "ranks of the loss": lambda pool: test_guard.test_gradients_of_a_wrong_scale_are_refused(pool, "FSDP, loss of cp"),
     "gradients that are reduced": lambda pool: test_guard.test_gradients_of_a_wrong_scale_are_refused(pool, "none"),
     "gathered losses": lambda pool: test_guard.test_a_loss_of_gathered_logits_has_the_right_scale(pool, "cp", False),
+    "models in turn": lambda pool: test_first_steps.test_models_in_turn_have_a_first_step_each(pool, True, False),
+    "words in the store": lambda pool: (
+        test_first_steps.test_a_word_that_nobody_came_to_read_is_taken_back(pool, "refused"),
+        test_first_steps.test_batches_that_begin_to_differ(pool, False),
+    ),
+    "rows of ranks": lambda pool: (
+        test_first_steps.test_labels_that_are_wrong_on_one_rank_alone(pool, False),
+        test_first_steps.test_the_last_row_of_sharded_logits(pool),
+        test_first_steps.test_padding_that_queries_see(pool),
+    ),
+    "gradients of a step": lambda pool: (
+        test_first_steps.test_optimizers_that_step_in_the_backward(pool, False),
+        test_first_steps.test_accumulated_gradients_that_are_right(pool, 1, 2),
+    ),
     "verify_model": test_verify_model.look,
     "runs": lambda pool: alone(pool, (test_changing_layouts.test_runs_that_compiled_code_did_not_read_are_checked, ())),
     "round trip": lambda pool: test_sequence.test_round_trip_and_its_gradient(pool, "zigzag", 3),

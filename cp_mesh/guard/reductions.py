@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cp_mesh.agreement import capturing, compare_steps, look_again, turned_off
-from cp_mesh.errors import ArgumentError, describe, refuse
+from cp_mesh.errors import ArgumentError, RankMismatchError, describe, refuse
 from cp_mesh.forwards import STYLE, replaced
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.loss import groups_of, ranks_of
@@ -108,7 +108,7 @@ def check_reduction(module: nn.Module, planned: Planned, grads: dict[str, Any], 
     """
     losses = losses_of(planned)
     found = _Found(planned, losses, grads)
-    _compare_labels(planned, losses)
+    _compare_batches(planned, losses)
     if not losses and not _gathers(module):
         warnings.warn(
             "cp_mesh: an optimizer steps on gradients of a loss that is not cp_mesh.cross_entropy. A rank's loss must "
@@ -166,10 +166,15 @@ class _Found:
         return bool(self.losses) and (total < 1 + _APART or (self.is_plain and abs(total - num_ranks) > _APART))
 
 
-def _compare_labels(planned: Planned, losses: list[Loss]) -> None:
-    """Warn of labels that are no next tokens on some ranks, while those of the others are."""
-    own = "".join(sorted({x.labels for x in losses}))
-    answers = compare_steps(planned.group, f"labels {planned.number}", {"labels": own})
+def _compare_batches(planned: Planned, losses: list[Loss]) -> None:
+    """Refuse tokens that are others on each rank; warn of labels that are no next tokens on some of them alone."""
+    own = {name: "".join(sorted({getattr(x, name) for x in losses})) for name in ("tokens", "labels")}
+    answers = compare_steps(planned.group, f"batches {planned.number}", own)
+    if len(found := {x["tokens"] for x in answers.values()} - {""}) > 1:
+        raise RankMismatchError(
+            f"cross_entropy: expected tokens that were sharded from one batch on every cp rank, got {len(found)} that "
+            "differ; give every rank of a cp group the same batch, and seed the loader by dp rank"
+        )
     by_kind = {kind: [rank for rank, x in answers.items() if x["labels"] == kind] for kind in ("next", "other")}
     if all(by_kind.values()):
         warnings.warn(

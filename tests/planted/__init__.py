@@ -9,7 +9,7 @@ layouts                      5
 the schedule                14
 documents as sequences       6
 balanced layouts             2
-the guard                   11
+the guard                   20
 kernels in Triton           32
 kernels                     24
 merging                      5
@@ -26,7 +26,7 @@ data and loss               13
 styles                       5
 watching                     3
 check mode and verify       10
-in all                     262
+in all                     271
 
 To add one, write ``@plant(name, seam, *checks)`` over a function that is given what is at the seam and returns what
 takes its place; see seams.py. No bug quotes source: those of Triton kernels are planted in the Python that launches

@@ -39,3 +39,28 @@ def _(stated_reach: Any) -> Any:
 @plant("gathered outputs have the sum of the ranks' gradients", "sequence:ShardedSequence.gather", "gathered losses")
 def _(gather: Any) -> Any:
     return lambda self, x, dim=1: self.unshard(x, dim)
+
+
+@plant("the first loss is that of every model", "trained:losses_of", "models in turn")
+def _(losses_of: Any) -> Any:
+    first: list[Any] = []
+
+    def mutant(planned: Any) -> Any:
+        first[:] = first or losses_of(planned)
+        return first
+
+    return mutant
+
+
+plant("models are not told apart by their logits", "seen:first_leaf", "models in turn")(nothing())
+plant("a word that nobody read stays in the store", "agreement:_take_back", "words in the store")(nothing())
+plant("later batches are not compared", "agreement:compare_later", "words in the store")(nothing())
+plant("labels are not compared over ranks", "guard.reductions:_compare_batches", "rows of ranks")(nothing())
+plant("a shard's last row passes for the sequence's", "seen:_of_one_row", "rows of ranks")(nothing(False))
+plant("queries may see padding", "seen:warn_of_padding", "rows of ranks")(nothing())
+plant("an optimizer in the backward comes after it", "trained:note_step", "gradients of a step")(nothing(False))
+
+
+@plant("each of the accumulated losses counts alone", "guard.reductions:_Found.is_averaged", "gradients of a step")
+def _(is_averaged: Any) -> Any:
+    return lambda self, num_ranks: any(factor <= 1 for factor in self.factors)
