@@ -68,7 +68,7 @@ class _Compared:
     """What this rank compared over one group: how often, which kinds of call, and what it looked at alone.
 
     ``plans`` counts models that were given a plan over it, ``batches`` those after the first of a shape; of the last
-    one that is compared ``digest`` was begun, of the one before it ``told`` is the key.
+    one that is compared ``digest`` was begun; ``told`` is the key of the one before it, ``read`` of one more before.
     """
 
     times: int = 0
@@ -76,6 +76,7 @@ class _Compared:
     batches: int = 0
     digest: _Digest | None = None
     told: str | None = None
+    read: str | None = None
     kinds: set[Hashable] = field(default_factory=set)
     here: set[Hashable] = field(default_factory=set)
 
@@ -190,19 +191,19 @@ def compare_later(group: dist.ProcessGroup, inputs: Sequence[Tensor]) -> None:
         return
     if (store := _store(group)) is None:
         return
-    number, own = compared.batches // EVERY, f"/{group.rank()}"
-    told, compared.told = compared.told, None
+    if compared.read is not None:  # the last time; since then there were collectives, so others have read it as well
+        store.delete_key(f"{compared.read}/{group.rank()}")
+    told, compared.told, compared.read = compared.told, None, compared.told
     keys = [] if told is None else [f"{told}/{rank}" for rank in range(group.size())]
-    if keys and store.check(keys) and len(values := {*store.multi_get(keys)}) > 1:
+    if keys and store.check(keys) and len(values := {*store.multi_get(keys)} - {b""}) > 1:
         raise RankMismatchError(
             f"ShardedModel: expected the same batch on every cp rank, got {len(values)} that differ, about "
             f"{2 * EVERY} batches ago, though the first ones were equal; seed the loader by dp rank. "
             "CP_MESH_CHECK=1 compares every batch"
         )
     if compared.digest is not None and compared.digest.is_there():
-        compared.told = f"cp_mesh/batch {number - 1}"
-        store.set(compared.told + own, str(compared.digest.numbers.tolist()))
-        store.delete_key(f"cp_mesh/batch {number - 3}{own}")  # all have read it
+        compared.told = f"cp_mesh/batch {compared.batches // EVERY}"
+        store.set(f"{compared.told}/{group.rank()}", str(compared.digest.numbers.tolist()))
     compared.digest = _Digest.of(inputs)
 
 

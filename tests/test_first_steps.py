@@ -396,6 +396,24 @@ def test_batches_that_begin_to_differ(pool: Any, compiled: bool) -> None:
         pool(2).run(later, 12, how, compiled)
 
 
+def left_in_the_store(rank: int) -> list[int]:
+    """Of a group of its own: how many words are there after so many batches, none of them compared at once."""
+    group, tokens = dist.new_group(), tokens_of(8)
+    store, counts = dist.distributed_c10d._world.pg_map[group][1], []
+    with mock.patch.object(agreement, "EVERY", 2):
+        for i in range(24):
+            with cp_mesh.check_mode(False) if i % 10 == 9 else contextlib.nullcontext():  # a round is left out
+                agreement.compare_later(group, [tokens])
+                dist.barrier(group)
+            counts.append(sum(store.check([f"cp_mesh/batch {number}/{rank}"]) for number in range(20)))
+    return counts
+
+
+def test_words_about_batches_do_not_pile_up(pool: Any) -> None:
+    for counts in pool(2).run(left_in_the_store):
+        assert max(counts) == 2 and counts[-1] == 2, counts
+
+
 def test_digests_tell_the_places_of_tokens() -> None:
     tokens = torch.arange(12).reshape(2, 6)
     digests = [agreement._Digest.of([x]).numbers.item() for x in (tokens, tokens.flip(0), tokens.flip(1), tokens + 1)]
