@@ -199,6 +199,15 @@ def test_registration_times_every_way(tmp_path: Path) -> None:
     assert rows == [(way, which, True) for which in passes for way in ways]
 
 
+def test_the_guard_is_timed_beside_none(tmp_path: Path) -> None:
+    path = tmp_path / "guard.csv"
+    done = run_script(BENCHMARKS / "guard.py", ["--repeats", "1", "--calls", "2", "--csv", path], num_ranks=2)
+    assert done.returncode == 0, done.printed
+    with path.open() as file:
+        rows = [(row["what"], row["guard"], float(row["us"]) > 0) for row in csv.DictReader(file)]
+    assert rows == [(what, guard, True) for what in ("attention", "step") for guard in ("on", "off", "without")]
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_bottom_right_tiles_equal_the_end_of_a_square(causal: bool) -> None:
     """llama3 shards queries only; a kernel that aligns top-left is given two tiles."""

@@ -128,8 +128,7 @@ def check_reduction(module: nn.Module, planned: Planned, grads: dict[str, Any], 
                 stacklevel=3,
             )
     elif not any(type(part).__name__ == "FullyShardedDataParallel" for part in module.modules()):
-        mesh = found.mesh
-        for over in [planned.group] if mesh is None else groups_of(mesh):
+        for over in found.groups:
             _check_equal(over, planned, grads)
 
 
@@ -143,8 +142,17 @@ class _Found:
 
     @property
     def mesh(self) -> DeviceMesh | dist.ProcessGroup | None:
-        """The ranks of its losses; None if they are not known, or not the same of all."""
-        of_ranks = {tuple(ranks_of(x.mesh)): x.mesh for x in self.losses if x.mesh is not None and not x.of_whole}
+        """The ranks of its losses; None if they are not known, not the same of all, or without those of cp."""
+        return None if any(x.of_whole for x in self.losses) else self._mesh
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Over which gradients that nothing else reduces must be equal."""
+        return [self.planned.group] if self._mesh is None else groups_of(self._mesh)
+
+    @property
+    def _mesh(self) -> DeviceMesh | dist.ProcessGroup | None:
+        of_ranks = {tuple(ranks_of(x.mesh)): x.mesh for x in self.losses if x.mesh is not None}
         return next(iter(of_ranks.values())) if len(of_ranks) == 1 else None
 
     @functools.cached_property
