@@ -205,7 +205,9 @@ def test_the_guard_is_timed_beside_none(tmp_path: Path) -> None:
     assert done.returncode == 0, done.printed
     with path.open() as file:
         rows = [(row["what"], row["guard"], float(row["us"]) > 0) for row in csv.DictReader(file)]
-    assert rows == [(what, guard, True) for what in ("attention", "step") for guard in ("on", "off", "without")]
+    assert rows == [
+        (what, guard, True) for what in ("attention", "step", "look-ups") for guard in ("on", "off", "without")
+    ]
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -5,8 +5,8 @@
 - "without": the look-ups themselves are replaced by functions that do nothing.
 
 In each repeat every contestant makes ``--calls`` calls that follow one another, forward and backward; a step is a
-`ShardedModel` of one layer with `cross_entropy`, backward, a sum of its gradients and SGD. The first steps, in which
-the guard looks, come before. Figures are microseconds of processor time of the thread that calls: waiting for the other
+`ShardedModel` of one layer with `cross_entropy`, backward, a sum of its gradients and SGD; "look-ups" are those of one
+call of attention, alone. The first steps, in which the guard looks, come before. Figures are microseconds of processor time of the thread that calls: waiting for the other
 rank takes longer than all else. Medians and least of the repeats, of the slowest rank, are written to ``--csv``.
 
     torchrun --nproc-per-node 2 examples/benchmarks/guard.py --csv guard_cpu.csv
@@ -35,7 +35,15 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).par
 
 from report import machine  # noqa: E402
 
-from cp_mesh import ContextParallel, ShardedModel, ShardedSequence, attention, check_mode, cross_entropy  # noqa: E402
+from cp_mesh import (  # noqa: E402
+    ContextParallel,
+    ShardedModel,
+    ShardedSequence,
+    attention,
+    check_mode,
+    cross_entropy,
+    ops,
+)
 from cp_mesh import parallelize as apply  # noqa: E402
 
 LOOK_UPS = {
@@ -101,10 +109,36 @@ def of_steps(axis: DeviceMesh) -> Callable[[], None]:
     return step
 
 
+def of_look_ups(axis: DeviceMesh) -> Callable[[], None]:
+    """What a call of attention asks of the guard, without the call."""
+    given: dict[str, Any] = {}
+
+    def keep(name: str) -> Any:
+        original = getattr(ops, name)
+        return lambda *arguments: (given.__setitem__(name, arguments), original(*arguments))[1]
+
+    with ExitStack() as stack:
+        for name in ("_kind", "note_call"):
+            stack.enter_context(mock.patch.object(ops, name, keep(name)))
+        of_attention(axis)()
+    group = axis.get_group()
+
+    def run() -> None:
+        ops.checking()
+        ops.is_first(group, ops._kind(*given["_kind"]))
+        ops.note_call(*given["note_call"])
+
+    return run
+
+
+WORK = {"attention": of_attention, "step": of_steps, "look-ups": of_look_ups}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--calls", type=int, default=50, help="a repeat, of each contestant")
+    parser.add_argument("--what", nargs="+", choices=WORK, default=[*WORK])
     parser.add_argument("--commit", default="", help="where git does not tell")
     parser.add_argument("--csv", type=Path, required=True)
     options = parser.parse_args()
@@ -112,8 +146,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     axis = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     found: dict[tuple[str, str], list[float]] = {}
-    for what, make in {"attention": of_attention, "step": of_steps}.items():
-        run = make(axis)
+    for what in options.what:
+        run = WORK[what](axis)
         for _ in range(5):
             run()
         for _ in range(options.repeats):
