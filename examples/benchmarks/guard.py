@@ -6,8 +6,9 @@
 
 In each repeat every contestant makes ``--calls`` calls that follow one another, forward and backward; a step is a
 `ShardedModel` of one layer with `cross_entropy`, backward, a sum of its gradients and SGD; "look-ups" are those of one
-call of attention, alone. The first steps, in which the guard looks, come before. Figures are microseconds of processor time of the thread that calls: waiting for the other
-rank takes longer than all else. Medians and least of the repeats, of the slowest rank, are written to ``--csv``.
+call of attention, alone. The first steps, in which the guard looks, come before. Figures are microseconds of processor
+time of the thread that calls: waiting for the other rank takes longer than all else. Medians and least of the repeats,
+of the slowest rank, are written to ``--csv``.
 
     torchrun --nproc-per-node 2 examples/benchmarks/guard.py --csv guard_cpu.csv
 """
