@@ -254,8 +254,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse, *_):  # type: ignore[no-untyped-def]
-        q, k, v, *tensors, out, lse = ctx.saved_tensors[: 5 + NUM_TENSORS]
-        kept = ctx.saved_tensors[-1] if ctx.has_kept else None
+        saved = ctx.saved_tensors  # a checkpoint lets them be asked for once
+        q, k, v, *tensors, out, lse = saved[: 5 + NUM_TENSORS]
+        kept = saved[-1] if ctx.has_kept else None
         needed = ctx.needs_input_grad[4 : 4 + NUM_TENSORS]
         wanted = [name for name, need in zip(Tensors._fields, needed, strict=True) if need]
         # Without any gradient too: on the other ranks there may be some, which wait for this one in the ring.
