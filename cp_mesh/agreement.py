@@ -30,7 +30,7 @@ from cp_mesh.errors import RankMismatchError
 MOST_KINDS = 256
 """Of calls on one group that are compared; where every batch has another length, a step must not pay for ever."""
 PATIENCE = timedelta(minutes=10)
-"""How long a first call waits for the other ranks."""
+"""How long a first call waits for the other ranks, if the timeout of their group is not shorter."""
 EVERY = 64
 """Batches, of which one is compared after the first, without waiting for the device or for another rank."""
 STEP_PATIENCE = timedelta(seconds=10)
@@ -266,11 +266,13 @@ def _store(group: dist.ProcessGroup | None) -> Any:
 
 def _exchange(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[dict[str, str]]:
     """What every rank of the group left in the store for this comparison."""
-    answers = _words(group, _next_topic(group), fields, PATIENCE)
+    patience = min(PATIENCE, timeout_of(group))
+    answers = _words(group, _next_topic(group), fields, patience)
     if absent := [rank for rank in range(group.size()) if rank not in answers]:
         raise RankMismatchError(
             f"attention: expected every cp rank in the first call of {fields.get('call', 'a kind')}, got none from "
-            f"ranks {absent} in {PATIENCE}; they run other code, or calls of another shape that they had before"
+            f"ranks {absent} in {patience}; they ended or are late, run other code, or calls of another shape that "
+            "they had before"
         )
     return [answers[rank] for rank in range(group.size())]
 
@@ -296,7 +298,8 @@ def _words(
             store.wait(keys, patience)
             present = [*range(size)]
         except RuntimeError:
-            present = [rank for rank, key in enumerate(keys) if store.check([key])]
+            with suppress(RuntimeError):  # the store is gone with the rank that served it
+                present = [rank for rank, key in enumerate(keys) if store.check([key])]
     if len(present) < size:
         # PyTorch drops this object when it destroys the group; its own handle of the store lives on here
         handle = dist.PrefixStore("cp_mesh", store)
@@ -311,6 +314,13 @@ def _take_back(store: dist.Store, topic: str, key: str, size: int) -> None:
         if store.add(topic, 0) % size:
             store.add(topic, -1)
             store.delete_key(key)
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """The group's own timeout for collectives."""
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    timeout: timedelta = getattr(options, "_timeout", None) or dist.distributed_c10d.default_pg_timeout
+    return timeout
 
 
 def announce_refusal(group: dist.ProcessGroup, error: Exception) -> None:

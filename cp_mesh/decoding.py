@@ -40,6 +40,7 @@ from cp_mesh.kernels.triton_attention import TRITON
 from cp_mesh.masks import FULL, NONE, Mask
 from cp_mesh.placements import find_cp_axis, group_that_waits
 from cp_mesh.plan import compute_capability_of, warn_if_slow
+from cp_mesh.transport.waiting import wait_for
 
 UNUSED = NONE - 1
 """The position of a row of a cache that holds no token yet."""
@@ -337,7 +338,8 @@ def _gather(
     parts += [] if q_positions is None else [q_positions[:, None]]
     own = torch.cat([x.contiguous().view(torch.uint8) for x in parts], 1)
     own = torch.cat([own, own.new_zeros((most - num_rows, own.shape[1]))])
-    gathered = _funcol.wait_tensor(_funcol.all_gather_into_tensor(own, group.size(), group.group_name))
+    gathered = _funcol.all_gather_into_tensor(own, group.size(), group.group_name)
+    gathered = wait_for(gathered, "decode: queries of other ranks", group.group_name)
     rows = torch.cat([x[:n] for x, n in zip(gathered.view(group.size(), most, -1), q_lens, strict=True)])
     of_queries, of_positions = rows.tensor_split([B * H * D * query.element_size()], dim=1)
     queries = of_queries.contiguous().view(query.dtype).view(-1, B, H, D).permute(1, 2, 0, 3)
@@ -349,9 +351,8 @@ def _to_owners(result: Tensor, shape: Sequence[int], q_lens: Sequence[int], grou
     out, lse = _views(result, shape)
     rows = torch.cat([out, lse[..., None]], -1).permute(2, 0, 1, 3).contiguous()  # sent row by row
     own = q_lens[group.rank()]
-    received = _funcol.wait_tensor(
-        _funcol.all_to_all_single(rows, [own] * group.size(), list(q_lens), group.group_name)
-    )
+    received = _funcol.all_to_all_single(rows, [own] * group.size(), list(q_lens), group.group_name)
+    received = wait_for(received, "decode: results of other ranks", group.group_name)
     pieces = received.view(group.size(), own, *rows.shape[1:]).permute(0, 2, 3, 1, 4)
     return [(x[..., :-1], x[..., -1]) for x in pieces]
 

@@ -26,6 +26,7 @@ from cp_mesh.errors import ArgumentError, UnsupportedError, describe, refuse
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.seen import first_leaf, forget, from_attention, is_whole, likeness, tokens_given, wrong_labels
 from cp_mesh.trained import WAITING, Loss, note_compiled_backward, note_trained
+from cp_mesh.transport.waiting import wait_for
 
 CHUNK_BYTES = 256 << 20
 """Of a chunk of rows in the dtype that they are computed in. A kernel on as much takes a GPU longer than its launch."""
@@ -77,7 +78,8 @@ def cross_entropy(
         count = count + _FLAG
         leave_word(str(found))
     for group in groups:
-        count = _funcol.wait_tensor(_funcol.all_reduce(count, "sum", group.group_name))
+        summed = _funcol.all_reduce(count, "sum", group.group_name)
+        count = wait_for(summed, "cross_entropy: the number of valid tokens", group.group_name)
     if first and (wrong := int(count) // _FLAG) > 0:
         raise found or ArgumentError(f"on {wrong} other ranks of the mesh: {read_word()}")
     share = token_losses(logits.flatten(0, -2), labels.flatten(), ignore_index).sum() / count.clamp(min=1)

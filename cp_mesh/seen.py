@@ -53,13 +53,17 @@ class Called(NamedTuple):
 
 
 class Given(NamedTuple):
-    """The whole tokens [B, S] of a batch that a trained loss is to be compared with, and how they were sharded."""
+    """The whole tokens [B, S] of a batch that a trained loss is to be compared with, and how they were sharded.
+
+    ``group`` is a weak reference: one that was destroyed has nothing to do with the next loss.
+    """
 
     tokens: Tensor
     layout: Layout
     rows: Rows
     cp_size: int
     cp_rank: int
+    group: Callable[[], dist.ProcessGroup | None]
 
 
 CALLED: ContextVar[Called | None] = ContextVar("cp_mesh_called", default=None)
@@ -74,8 +78,8 @@ def note_tokens(name: str, whole: Tensor, layout: Layout, rows: Rows, group: dis
     if not WAITING and not is_new_here(group, whole.shape):
         return
     given = GIVEN.get()
-    if given is None or given.tokens.shape != whole.shape:  # a loader may be a batch ahead
-        GIVEN.set(Given(whole, layout, rows, group.size(), group.rank()))
+    if given is None or given.group() is None or given.tokens.shape != whole.shape:  # a loader may be a batch ahead
+        GIVEN.set(Given(whole, layout, rows, group.size(), group.rank(), weakref.ref(group)))
 
 
 def mark(x: Tensor, rows: Rows) -> Tensor:
@@ -130,8 +134,8 @@ def is_whole(labels: Tensor) -> bool:
 
 def forget(trained: bool) -> None:
     """After a loss: another one may be of other logits."""
-    if trained and (given := GIVEN.get()) is not None:
-        is_first_here(_resolve_process_group(given.rows.group_name), given.tokens.shape)  # type: ignore[arg-type]
+    if trained and (given := GIVEN.get()) is not None and (group := given.group()) is not None:
+        is_first_here(group, given.tokens.shape)
     CALLED.set(None)
     GIVEN.set(None)
 

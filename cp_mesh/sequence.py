@@ -22,6 +22,7 @@ from cp_mesh.groups import flat, is_cp_axis
 from cp_mesh.layouts import Contiguous, Layout, ZigZag
 from cp_mesh.masks import Mask
 from cp_mesh.seen import Rows, mark, marked, note_length, note_tokens
+from cp_mesh.transport.waiting import wait_for
 
 WHOLE = ("documents", "key_padding", "cu_seqlens")
 """Names of leaves that `ShardedSequence.shard` leaves whole: masks read them by position, on every rank."""
@@ -322,7 +323,8 @@ class _Unshard(torch.autograd.Function):
         lens = [layout.shard_len(seq_len, size, rank) for rank in range(size)]
         rows = x.movedim(dim, 0)
         padded = torch.cat([rows, rows.new_zeros(max(lens) - rows.shape[0], *rows.shape[1:])])
-        gathered = _funcol.wait_tensor(_funcol.all_gather_into_tensor(padded.contiguous(), size, group.group_name))
+        gathered = _funcol.all_gather_into_tensor(padded.contiguous(), size, group.group_name)
+        gathered = wait_for(gathered, "unshard: rows of other ranks", group.group_name)
         parts = [part[:length] for part, length in zip(gathered.split(max(lens)), lens, strict=True)]
         inverse = layout.inverse(seq_len, size).to(x.device)
         return torch.cat(parts).index_select(0, inverse).movedim(0, dim).contiguous()
@@ -336,8 +338,7 @@ class _Unshard(torch.autograd.Function):
         parts = [
             torch.cat([part, part.new_zeros(max(lens) - part.shape[0], *part.shape[1:])]) for part in rows.split(lens)
         ]
-        summed = _funcol.wait_tensor(
-            _funcol.reduce_scatter_tensor(torch.cat(parts).contiguous(), "sum", size, group.group_name)
-        )
+        summed = _funcol.reduce_scatter_tensor(torch.cat(parts).contiguous(), "sum", size, group.group_name)
+        summed = wait_for(summed, "unshard: gradients of other ranks", group.group_name)
         own = summed[: lens[sequence.cp_rank]].movedim(0, dim).contiguous()
         return own if ctx.scale == 1 else own * ctx.scale, None, None, None, None

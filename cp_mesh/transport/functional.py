@@ -15,6 +15,7 @@ from torch import Tensor
 from cp_mesh.schedule import Route, Rows, Stage, num_rows
 from cp_mesh.transport.contract import Arrived, Copy, Swap, split_arrived
 from cp_mesh.transport.packing import Packing
+from cp_mesh.transport.waiting import wait_for
 
 _funcol = torch.ops._c10d_functional
 
@@ -24,12 +25,13 @@ class _Exchange:
 
     def __init__(self, sent: Tensor, sent_rows: list[int], received_rows: list[int], group_name: str) -> None:
         self.num_rows, self._sent, self._features = sum(received_rows), sent, sent.shape[1]
+        self._peers, self._group_name = [a + b for a, b in zip(received_rows, sent_rows, strict=True)], group_name
         splits = [[n * self._features for n in counts] for counts in (received_rows, sent_rows)]
         self._received = _funcol.all_to_all_single(sent.view(-1), *splits, group_name)
 
     def wait(self) -> Tensor:
         """The received buffer [rows, features], rank after rank."""
-        received = _funcol.wait_tensor(self._received)
+        received = wait_for(self._received, "attention: rows of other ranks", self._group_name, self._peers)
         del self._sent
         return received.view(self.num_rows, self._features)
 

@@ -1,0 +1,39 @@
+"""Waiting for a functional collective, so that an error of it says what was waited for, and for which ranks.
+
+An error comes to the host over gloo alone; NCCL's ends the process, with the name of the collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+
+def wait_for(started: Tensor, what: str, group_name: str, peers: Sequence[int] | None = None) -> Tensor:
+    """The result of a functional collective.
+
+    Args:
+        started: what the collective returned.
+        what: the rank waits for, with the name of the function that the user called.
+        group_name: of its group.
+        peers: for each rank of the group whether it takes part, 0 or not; None: all do.
+
+    Raises:
+        RuntimeError: if a rank ended, or did not come within the group's timeout.
+    """
+    if torch.compiler.is_compiling():
+        return torch.ops._c10d_functional.wait_tensor(started)
+    try:
+        return torch.ops._c10d_functional.wait_tensor(started)
+    except RuntimeError as error:
+        group = _resolve_process_group(group_name)  # type: ignore[arg-type]
+        ranks = dist.get_process_group_ranks(group)
+        others = [rank for i, rank in enumerate(ranks) if i != group.rank() and (peers is None or peers[i])]
+        raise RuntimeError(
+            f"{what} never came: rank {ranks[group.rank()]} waited for ranks {others}, of which one ended, raised, or "
+            f"came later than the timeout of their group; the rank that printed an error first tells why ({error})"
+        ) from error
