@@ -336,12 +336,18 @@ def announce_refusal(group: dist.ProcessGroup, error: Exception) -> None:
         return  # all ranks raise one
     if getattr(error, "_cp_mesh_announced", False):  # once, however many frames it passes through
         return
-    error._cp_mesh_announced = True  # type: ignore[attr-defined]
+    keep_to_itself(error)
     said = {"error": f"{type(error).__name__}: {error}"}
     if checking():
-        require_agreement(group, said)
+        with suppress(RuntimeError):  # others wait for something else; the error itself must not be lost
+            require_agreement(group, said)
     elif not turned_off() and group.size() > 1 and _store(group) is not None:
         _words(group, _next_topic(group), said, None)
+
+
+def keep_to_itself(error: Exception) -> None:
+    """Tell no other rank of an error: they are past the comparison, and wait for rows."""
+    error._cp_mesh_announced = True  # type: ignore[attr-defined]
 
 
 def fingerprint(tensor: Tensor | None) -> str:
@@ -357,7 +363,13 @@ def fingerprint(tensor: Tensor | None) -> str:
 def exchange(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[dict[str, str]]:
     """The fields of every rank; raises on ranks that refused nothing if another one did, see `require_agreement`."""
     answers: list[dict[str, str]] = [{} for _ in range(group.size())]
-    dist.all_gather_object(answers, dict(fields), group=group)
+    try:
+        dist.all_gather_object(answers, dict(fields), group=group)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"attention: what check mode compares never came from ranks {dist.get_process_group_ranks(group)}, of which "
+            f"one ended, raised, or came later than the timeout of their group ({error})"
+        ) from error
     _require_accepted(answers, fields)
     return answers
 

@@ -25,7 +25,15 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.experimental import implicit_replication, register_sharding
 from torch.distributed.tensor.placement_types import Placement
 
-from cp_mesh.agreement import agree_first, announce_refusal, checking, fingerprint, is_first, require_agreement
+from cp_mesh.agreement import (
+    agree_first,
+    announce_refusal,
+    checking,
+    fingerprint,
+    is_first,
+    keep_to_itself,
+    require_agreement,
+)
 from cp_mesh.call import GRADED, NUM_TENSORS, SCHEMA, Call, Operand, Tensors, autocast
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.formats import FORMATS
@@ -118,8 +126,12 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor
         if call.tensors.bias is None:  # which may be -inf there
             warn_of_padding(group, plan.seq_len, plan.mask)
     note_call(Rows(plan.options.layout, plan.seq_len, call.group_name), (q.shape[0], q.shape[2]))
-    with _no_autocast(q):
-        out, lse, *kept = plan.method.forward(q, k, v, plan, group)
+    try:
+        with _no_autocast(q):
+            out, lse, *kept = plan.method.forward(q, k, v, plan, group)
+    except Exception as error:
+        keep_to_itself(error)
+        raise
     lse = form.lse_from_bhs(lse).contiguous() if lse.ndim > 1 else lse
     return _as_asked(out, call), lse, *(kept or _nothing(q, lse))
 

@@ -38,10 +38,13 @@ class Table:
     def __init__(self, path: Path, first_step: int):
         path.parent.mkdir(parents=True, exist_ok=True)
         self.rows = [row for row in self.read(path) if int(row["step"]) < first_step] if path.exists() else []
-        self.file = path.open("w", newline="")
+        partial = path.with_suffix(".partial")
+        self.file = partial.open("w", newline="")
         self.writer = csv.DictWriter(self.file, COLUMNS)
         self.writer.writeheader()
         self.writer.writerows(self.rows)
+        self.file.flush()
+        partial.replace(path)  # a run that is killed before this leaves the old one
 
     @staticmethod
     def read(path: Path) -> list[dict[str, str]]:

@@ -3,7 +3,10 @@
     torchrun --nproc-per-node 4 examples/train_llama.py --cp 2 --tp 2
     python examples/train_llama.py --plain     # the same run on one device; cp_mesh is never imported
 
-Batches, initial weights and therefore losses and gradients do not depend on the mesh.
+Batches, initial weights and therefore losses and gradients do not depend on the mesh. A run that is killed goes on where
+the last checkpoint was, if the command has --save and --resume of one folder:
+
+    torchrun --nproc-per-node 4 --max-restarts 3 examples/train_llama.py --cp 4 --save DIR --save-every 50 --resume DIR
 """
 
 from __future__ import annotations
@@ -13,12 +16,14 @@ import gc
 import logging
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,7 +70,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--compile", nargs="?", const="inductor", metavar="BACKEND", help="compile each block")
     add("--save", type=Path, metavar="DIR", help="write DIR/step_N")
     add("--save-every", type=int, metavar="N", help="default: at the end only")
-    add("--resume", type=Path, metavar="DIR", help="a step_N, or the last one inside; any mesh, --plain too")
+    resume = "a step_N, or the last one inside; any mesh, --plain too; nothing is needed yet in the DIR of --save"
+    add("--resume", type=Path, metavar="DIR", help=resume)
     add("--eval-every", type=int, metavar="N", help="loss on held-out text")
     add("--eval-batches", type=int, default=4)
     add("--out", type=Path, default=Path("runs/llama"), help="metrics.csv and loss.png")
@@ -200,19 +206,43 @@ def learning_rate(args: argparse.Namespace, step: int) -> float:
     return args.lr * (0.55 + 0.45 * math.cos(math.pi * progress))
 
 
-def save(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Write directory/step_N, which any other mesh, and a plain run, can read."""
+# What the order of the data follows from, with the step. Nothing else is random after the first step: no generator's
+# state is saved.
+DATA = ("text", "seq_len", "batch_size", "documents", "restart_positions", "seed")
+
+
+def state_of(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
+    """What a checkpoint has."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state, "step": step}
-    dcp.save(state, checkpoint_id=directory / f"step_{step}")
+    data = {name: getattr(args, name) for name in DATA}
+    return {"model": model_state, "optimizer": optimizer_state, "step": step, "data": data}
 
 
-def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def save(directory: Path, state: dict[str, Any], is_first: bool) -> None:
+    """Write directory/step_N, which any other mesh, and a plain run, can read. It has that name when it is complete."""
+    complete = directory / f"step_{state['step']}"
+    partial = directory / f"partial_{complete.name}"
+    if is_first:
+        shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+    dcp.save(state, checkpoint_id=partial)  # no rank writes before the first one is here
+    if is_first:
+        shutil.rmtree(complete, ignore_errors=True)
+        partial.rename(complete)
+
+
+def load(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Read a step_N, or the last one in the directory; return N, from which the order of the data follows."""
-    steps = sorted(directory.glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state, "step": 0}
-    dcp.load(state, checkpoint_id=steps[-1] if steps else directory)
+    steps = sorted(args.resume.glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+    found = steps[-1] if steps else args.resume
+    if not (found / ".metadata").exists():
+        if args.resume == args.save:
+            return 0  # the first start of a command that also says how to go on
+        raise ValueError(f"--resume: expected a step_N, or a folder of them, got {args.resume}")
+    state = state_of(args, model, optimizer, 0)
+    wanted = dict(state["data"])
+    dcp.load(state, checkpoint_id=found)
+    if state["data"] != wanted:
+        raise ValueError(f"--resume: expected the data of the checkpoint, {state['data']}, got {wanted}")
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     return state["step"]
 
@@ -232,7 +262,7 @@ def train(args: argparse.Namespace, setup: Setup) -> None:
     optimizer = torch.optim.AdamW(
         model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=device.type == "cuda"
     )
-    first_step = load(args.resume, model, optimizer) if args.resume else 0
+    first_step = load(args, model, optimizer) if args.resume else 0
 
     @torch.no_grad()
     def evaluate() -> float:
@@ -268,7 +298,7 @@ def train(args: argparse.Namespace, setup: Setup) -> None:
         is_last = step + 1 == args.steps
         eval_loss = evaluate() if args.eval_every and (is_last or (step + 1) % args.eval_every == 0) else None
         if args.save and (is_last or (args.save_every and (step + 1) % args.save_every == 0)):
-            save(args.save, model, optimizer, step + 1)
+            save(args.save, state_of(args, model, optimizer, step + 1), setup.is_first)
         if table:
             mfu = tokens_per_s * work / (peak * setup.world_size) if peak else None
             table.append(step, losses[-1], eval_loss, norm.item(), rate, tokens_per_s, mfu)
