@@ -367,7 +367,7 @@ def exchange(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[dict[s
         dist.all_gather_object(answers, dict(fields), group=group)
     except RuntimeError as error:
         raise RuntimeError(
-            f"attention: what check mode compares never came from ranks {dist.get_process_group_ranks(group)}, of which "
+            f"attention: what check mode compares never came from all of ranks {dist.get_process_group_ranks(group)}: "
             f"one ended, raised, or came later than the timeout of their group ({error})"
         ) from error
     _require_accepted(answers, fields)

@@ -78,8 +78,13 @@ def _mark(key: str) -> str:
     return f"{key}_class"
 
 
-@functools.cache
 def _subclass(base: type[nn.Module], key: str) -> type[nn.Module]:
+    """One for all modules of a class; its class knows it weakly, so that both go with them."""
+    made = (each for each in base.__subclasses__() if _mark(key) in vars(each))
+    return next(made, None) or _make_subclass(base, key)
+
+
+def _make_subclass(base: type[nn.Module], key: str) -> type[nn.Module]:
     of_instance = _of_instance(key)
 
     @functools.wraps(base.forward)

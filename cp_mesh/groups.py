@@ -6,6 +6,7 @@ with the group that they are part of.
 
 from __future__ import annotations
 
+import threading
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -26,6 +27,7 @@ class Parts(NamedTuple):
 
 # No value holds its key, so an entry goes with its group.
 _PARTS: WeakKeyDictionary[dist.ProcessGroup, dict[int, Parts]] = WeakKeyDictionary()  # by the size of inner groups
+_MAKING = threading.Lock()
 _AXES: WeakKeyDictionary[dist.ProcessGroup, list[tuple[str, str]]] = WeakKeyDictionary()  # of flattened meshes
 
 
@@ -101,6 +103,22 @@ def _make(group: dist.ProcessGroup, inner_size: int) -> Parts:
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         hint = "run one forward and backward before the capture"
         refuse("CUDA graph capture", "groups that are there", "a first call, which makes them", hint, UnsupportedError)
+    if not _MAKING.acquire(blocking=False):
+        hint = "call attention once over each group, one after the other, before threads do"
+        refuse(
+            "groups within the cp group",
+            "one thread at a time",
+            "two, which would mix their names",
+            hint,
+            UnsupportedError,
+        )
+    try:
+        return _make_alone(group, inner_size)
+    finally:
+        _MAKING.release()
+
+
+def _make_alone(group: dist.ProcessGroup, inner_size: int) -> Parts:
     size = group.size()
     inner = [[*range(begin, begin + inner_size)] for begin in range(0, size, inner_size)]
     outer = [[*range(begin, size, inner_size)] for begin in range(inner_size)]

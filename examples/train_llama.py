@@ -6,7 +6,8 @@
 Batches, initial weights and therefore losses and gradients do not depend on the mesh. A run that is killed goes on where
 the last checkpoint was, if the command has --save and --resume of one folder:
 
-    torchrun --nproc-per-node 4 --max-restarts 3 examples/train_llama.py --cp 4 --save DIR --save-every 50 --resume DIR
+    torchrun --nproc-per-node 4 --max-restarts 3 \
+        examples/train_llama.py --save-every 50 --save DIR --resume DIR
 """
 
 from __future__ import annotations

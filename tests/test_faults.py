@@ -5,18 +5,24 @@ Ranks that are lost are those of pools of their own, with short timeouts.
 
 from __future__ import annotations
 
+import csv
+import ctypes
 import gc
+import os
 import random
 import re
+import shlex
+import shutil
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from weakref import WeakKeyDictionary
 
 import faults
 import pytest
@@ -24,9 +30,21 @@ import torch
 import torch.distributed as dist
 from faults import LENGTH, MOMENTS, ODD, TIMEOUT, Trainer, late, new_mesh, new_world, out_of_memory, step_with
 from ranks import GRACE, Pool, RankFailure, mesh
+from scripts import run_script
+from torch.utils.weak import WeakTensorKeyDictionary
 
 import cp_mesh
-from cp_mesh import Contiguous, Mask, Striped, ZigZag, attention, check_mode
+from cp_mesh import (
+    Contiguous,
+    Mask,
+    Striped,
+    UnsupportedError,
+    ZigZag,
+    attention,
+    check_mode,
+    forwards,
+    groups,
+)
 
 full = pytest.mark.full
 
@@ -65,11 +83,11 @@ def of_ranks(failure: RankFailure, size: int) -> dict[int, str]:
 @pytest.mark.parametrize(
     ("how", "moment", "method"),
     [
-        ("killed", "first call", "ring"),
+        ("killed", "forward", "ring"),
+        pytest.param("killed", "first call", "ring", marks=full),
         pytest.param("raising", "first call", "ring", marks=full),
         pytest.param("raising", "backward", "ring", marks=full),
-        pytest.param("killed", "loss", "all_gather", marks=full),
-        pytest.param("killed", "forward", "ulysses", marks=full),
+        pytest.param("killed", "loss", "ulysses", marks=full),
         pytest.param("killed", "backward", "hybrid", marks=full),
         pytest.param("killed", "forward", "double_ring", marks=full),
     ],
@@ -85,7 +103,9 @@ def test_a_rank_is_lost(lost: Any, how: str, moment: str, method: str) -> None:
         says = f"never came: rank {rank} waited for ranks ["
         if moment == "first call":  # in the store
             says = f"got none from ranks [{ODD}] in 0:00:0{TIMEOUT:.0f}"
-            says = f"cp rank {ODD} refused its arguments while this rank did not: KeyError" if how == "raising" else says
+            says = (
+                f"cp rank {ODD} refused its arguments while this rank did not: KeyError" if how == "raising" else says
+            )
         assert says in text, f"rank {rank}: {text}"
 
 
@@ -94,7 +114,9 @@ def delayed(rank: int) -> list[list[float]]:
     trainers = [Trainer(mesh((3,), ("cp",))) for _ in range(2)]
     losses = [[trainers[0].step(seed) for seed in range(len(MOMENTS))]]
     nothing = [late if rank == ODD else lambda: None for _ in MOMENTS]
-    losses += [[step_with(trainers[1], moment, act, i) for i, (moment, act) in enumerate(zip(MOMENTS, nothing, strict=True))]]
+    losses += [
+        [step_with(trainers[1], moment, act, i) for i, (moment, act) in enumerate(zip(MOMENTS, nothing, strict=True))]
+    ]
     return losses
 
 
@@ -155,7 +177,7 @@ def nans(rank: int, method: str) -> list[tuple[str, dict[str, Rows], dict[str, R
 
 @pytest.mark.parametrize("method", ["ring", *(pytest.param(x, marks=full) for x in [*METHODS][1:])])
 def test_nan_reaches_what_depends_on_it_and_no_more_than_on_one_rank(pool: Any, method: str) -> None:
-    """A kernel multiplies what its mask hides by 0, so NaN is in more rows than depend on it; with a mesh in no more."""
+    """A kernel multiplies what its mask hides by 0, so more rows are NaN than depend on it; on a mesh no others are."""
     ranks = pool(4).run(nans, method)
     for cases in zip(*ranks, strict=True):
         name, _, dense = cases[0]
@@ -220,7 +242,308 @@ def without_memory(rank: int, folder: Path, wheres: list[str], check: bool) -> l
     return problems
 
 
-@pytest.mark.parametrize("check", [False, pytest.param(True, marks=full)])
-def test_out_of_memory_on_one_rank(lost: Any, full: bool, check: bool, tmp_path: Path) -> None:
-    wheres = [*faults.OUT_OF_MEMORY] if full else ["kernel, backward"]
+@pytest.mark.full
+@pytest.mark.parametrize("check", [False, True])
+def test_out_of_memory_on_one_rank(lost: Any, check: bool, tmp_path: Path) -> None:
+    wheres = ["kernel, forward"] if check else [*faults.OUT_OF_MEMORY]
     assert lost(4).run(without_memory, tmp_path, wheres, check, timeout=120.0) == [[]] * 4
+
+
+# New groups in one process, several models, threads.
+
+
+def anew(rank: int, folder: Path) -> list[str]:
+    """All groups are destroyed and made again; what is known of old ones must not be read, nor kept."""
+    problems, want, old = [], None, []
+    for world in range(4):
+        new_world(rank, folder / str(world))
+        axis = new_mesh()
+        trainers = [Trainer(axis, method=method) for method in ("ring", "hybrid")]
+        losses = [trainer.step(0) for trainer in trainers]
+        want = want or losses
+        if losses != want:
+            problems.append(f"world {world}: {losses}, not {want}")
+        # a batch whose loss never comes, in a layout that the next world has not
+        sequence = cp_mesh.ShardedSequence(axis, Striped(), length=LENGTH)
+        sequence.shard({"tokens": faults.batch(2, LENGTH, 0)["tokens"]})
+        old.append([weakref.ref(group) for group in dist.distributed_c10d._world.pg_map])
+        del trainers, sequence, axis
+    new_world(rank, folder / "end")
+    gc.collect()
+    kept = [ref() for refs in old[1:-1] for ref in refs if ref() is not None]  # PyTorch keeps the first and the last
+    if kept or len(old[1]) < 3:
+        problems.append(f"groups are kept: {kept}")
+    return problems
+
+
+@pytest.mark.full
+def test_groups_that_are_made_anew(lost: Any, tmp_path: Path) -> None:
+    assert lost(4).run(anew, tmp_path) == [[]] * 4
+
+
+def of_other_group(rank: int, folder: Path) -> None:
+    """Tokens of a group that was destroyed are not compared with the labels of the next loss, nor looked for."""
+    whole = faults.batch(2, LENGTH, 0)["tokens"]
+    labels = torch.nn.functional.pad(whole[:, 1:], (0, 1), value=-100)
+    for world, layout in enumerate((Striped(), ZigZag())):
+        new_world(rank, folder / str(world))
+        if world:
+            dist.new_group([0, 1])  # so that groups have other names
+        sequence = cp_mesh.ShardedSequence(new_mesh(), layout, length=LENGTH)
+        tokens = sequence.shard({"tokens": whole})["tokens"] if not world else None
+    rows = sequence.positions()
+    x = torch.randn(2, 2, len(rows), 4, requires_grad=True)
+    logits = attention(x, x, x, mesh=sequence.mesh, layout=layout).transpose(1, 2).flatten(2)
+    own = labels[:, rows].clone() % 8  # without a mark
+    cp_mesh.cross_entropy(logits, own, sequence.mesh).backward()
+    assert tokens is None
+
+
+def test_tokens_of_a_group_that_is_gone(lost: Any, tmp_path: Path) -> None:
+    lost(2).run(of_other_group, tmp_path)
+
+
+SETTINGS = {"a": (ZigZag(), "ring"), "b": (Striped(), "ulysses"), "c": (Contiguous(), "hybrid")}
+
+
+def in_turns(rank: int) -> list[str]:
+    """Losses and parameters of models that take turns, pass by pass, equal to the bit those of each one alone."""
+    axis, seeds = mesh((4,), ("cp",)), {name: i for i, name in enumerate(SETTINGS)}
+    alone, together = ({name: Trainer(axis, *SETTINGS[name], seed=seeds[name]) for name in SETTINGS} for _ in range(2))
+    want = {name: [trainer.step(seeds[name] + step) for step in range(2)] for name, trainer in alone.items()}
+    got: dict[str, list[float]] = {name: [] for name in SETTINGS}
+    for step, order in enumerate((["a", "b", "c"], ["c", "a", "b"])):
+        losses = {name: together[name].loss(seeds[name] + step) for name in SETTINGS}
+        for name in order:
+            got[name].append(together[name].finish(losses[name]))
+    problems = [f"{name}: {got[name]}, not {want[name]}" for name in SETTINGS if got[name] != want[name]]
+    for name in SETTINGS:
+        pairs = zip(alone[name].model.parameters(), together[name].model.parameters(), strict=True)
+        problems += [name for x, y in pairs if not torch.equal(x.to_local(), y.to_local())]
+    return problems
+
+
+def test_models_that_take_turns(pool: Any) -> None:
+    assert pool(4).run(in_turns) == [[]] * 4
+
+
+def calls_of(group: dist.ProcessGroup, number: int, results: list[Any]) -> None:
+    """Calls of many shapes, forward and backward; what differs between threads is all of it."""
+    random_, generator = random.Random(number), torch.Generator().manual_seed(number)
+    for _ in range(12):
+        length, layout = random_.randrange(4, 40, 4), random_.choice([ZigZag(), Striped(), Contiguous()])
+        mask = Mask(window=(random_.randrange(1, 9), 0))
+        qkv = [torch.randn(1, 2, length, 4, generator=generator).requires_grad_() for _ in range(3)]
+        with check_mode() if random_.random() < 0.3 else nullcontext():
+            out = attention(*qkv, mesh=group, layout=layout, mask=mask, method=random_.choice(["ring", "ulysses"]))
+        results += [out.detach(), *torch.autograd.grad(out.square().sum(), qkv)]
+
+
+def in_threads(rank: int) -> list[bool]:
+    results: list[list[Any]] = [[] for _ in range(4)]
+    made = [dist.new_group() for _ in results]
+    calls_of(made[0], 0, results[0])
+    calls_of(made[1], 1, results[1])
+    errors: list[Any] = []
+    with mock.patch.object(threading, "excepthook", errors.append):
+        threads = [threading.Thread(target=calls_of, args=(made[i], i - 2, results[i])) for i in (2, 3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not errors, errors[0].exc_value
+    return [torch.equal(x, y) for i in (0, 1) for x, y in zip(results[i], results[i + 2], strict=True)]
+
+
+def test_two_threads_with_groups_of_their_own(pool: Any) -> None:
+    for same in pool(2).run(in_threads):
+        assert len(same) == 96 and all(same)
+
+
+def parts_in_two_threads(rank: int) -> None:
+    group = mesh((4,), ("cp",)).get_group()
+    with groups._MAKING, pytest.raises(UnsupportedError, match="one thread at a time"):
+        groups._make(group, 2)
+
+
+def test_groups_within_a_group_are_made_by_one_thread(pool: Any) -> None:
+    pool(4).run(parts_in_two_threads)
+
+
+def on_two_streams(rank: int) -> list[bool]:
+    """Calls of one plan, whose masks are made on the device, on streams that nothing orders."""
+    axis = mesh((1,), ("cp",))
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.arange(512) // 100
+    results = []
+    for round_ in range(6):
+        inputs = [torch.randn(1, 4, 512, 64, generator=generator).half().cuda().requires_grad_() for _ in range(3)]
+        mask = Mask(documents=ids + (ids > round_))  # a new plan
+        torch.cuda.synchronize()
+        outs = []
+        for stream in [torch.cuda.Stream() for _ in range(3)]:
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(1_000_000)
+                out = attention(*inputs, mesh=axis, mask=mask, alibi_slopes=torch.ones(4, device="cuda"))
+                outs.append([out, *torch.autograd.grad(out.sum(), inputs)])
+        torch.cuda.synchronize()
+        results += [torch.allclose(x, y, atol=1e-2) for other in outs[1:] for x, y in zip(outs[0], other, strict=True)]
+    return results
+
+
+@pytest.mark.gpu
+def test_streams_of_the_callers(pool: Any) -> None:
+    assert all(pool(1, "nccl").run(on_two_streams)[0])
+
+
+# Memory.
+
+
+def cached() -> dict[str, Any]:
+    """All functions of the package that keep results, and all tables of its modules."""
+    found: dict[str, Any] = {}
+    for name, module in [*sys.modules.items()]:
+        if name.partition(".")[0] != "cp_mesh":
+            continue
+        owners = [module, *(x for x in vars(module).values() if isinstance(x, type) and x.__module__ == name)]
+        for owner in owners:
+            for key, member in vars(owner).items():
+                value = getattr(member, "__func__", member)
+                own = getattr(value, "__module__", name) == name
+                if (hasattr(value, "cache_info") and own) or (owner is module and isinstance(value, MutableMapping)):
+                    of = "" if owner is module else f"{owner.__name__}."
+                    found[f"{name.removeprefix('cp_mesh.')}.{of}{key}"] = value
+    return {name: x for name, x in found.items() if not name.rpartition(".")[2].startswith("__")}
+
+
+KEPT_WITH = {
+    "agreement._compared": "a group, at most MOST_KINDS",
+    "groups._PARTS": "a group, by divisors of its size",
+    "groups._AXES": "a group, by axes of its mesh",
+    "machines._KNOWN": "a group",
+    "transport.symmetric_memory._MEMORY": "a group",
+    "seen._MARKS": "a tensor",
+    "kernels.flash_attn_4._compiled": "a compiled kernel of the package, which keeps it too",
+}
+"""Tables without a number that bounds them."""
+
+
+def test_every_cache_is_bounded() -> None:
+    unbounded = set()
+    for name, cache in cached().items():
+        if hasattr(cache, "cache_parameters"):
+            if cache.cache_parameters()["maxsize"] is None:
+                unbounded.add(name)
+        elif type(cache) is not dict or not name.rpartition(".")[2].isupper():  # else a constant
+            unbounded.add(name)
+    assert unbounded == KEPT_WITH.keys()
+    weak = {name for name in KEPT_WITH if isinstance(cached()[name], WeakKeyDictionary | WeakTensorKeyDictionary)}
+    assert KEPT_WITH.keys() - weak == {"kernels.flash_attn_4._compiled"}
+
+
+def test_classes_of_modules_under_a_plan_go_with_them() -> None:
+    class Planned(torch.nn.Linear):
+        pass
+
+    modules = [Planned(2, 2) for _ in range(2)]
+    for module in modules:
+        forwards.replace_forward(module, forwards.STYLE, "style", lambda module, forward, x: forward(x))
+    assert type(modules[0]) is type(modules[1]) is not Planned
+    left = [weakref.ref(Planned), weakref.ref(type(modules[0]))]
+    del Planned, modules, module
+    gc.collect()
+    assert [x() for x in left] == [None, None]
+
+
+def resident() -> float:
+    """Of this process, in MiB, without what is free."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def changing(rank: int, steps: int, begin: int) -> tuple[list[float], int]:
+    """Memory in MiB after ``begin`` and after all steps, each of another shape, and the largest number of entries."""
+    axis, random_ = mesh((2,), ("cp",)), random.Random(0)
+    sizes = []
+    for step in range(steps + 1):
+        if step in (begin, steps):
+            sizes.append(resident())
+        length = random_.randrange(8, 600)
+        layout = random_.choice([ZigZag(), Striped(), Contiguous()])
+        ids = torch.randint(0, length // 8, (1, length), generator=torch.Generator().manual_seed(step)).sort().values
+        documents, method = random_.choice([None, ids]), random_.choice(["ring", "all_gather", "ulysses"])
+        mask = Mask(documents=documents, window=(random_.randrange(1, length), 0))
+        if step % 3 == 0:
+            layout = cp_mesh.balance(Mask(documents=ids), length, 2)
+        sequence = cp_mesh.ShardedSequence(axis, layout, length=length, pad=False)
+        x = sequence.shard({"x": torch.ones(1, length, 8)})["x"].requires_grad_()
+        q = x.unflatten(-1, (2, 4)).transpose(1, 2)
+        options = {"mask": mask, "layout": layout, "seq_len": length, "method": method}
+        attention(q, q, q, mesh=axis, **options).sum().backward()
+    return sizes, max(x.cache_info().currsize if hasattr(x, "cache_info") else len(x) for x in cached().values())
+
+
+GROWTH = 8.0  # MiB
+
+
+def test_memory_does_not_grow_with_shapes(pool: Any, full: bool) -> None:
+    """In 800 steps, once all caches are full; unmended, a cache without a bound grew by TODO."""
+    steps, begin = (1000, 400) if full else (120, 60)
+    for (before, after), entries in pool(2).run(changing, steps, begin, timeout=240.0):
+        assert after - before < GROWTH, f"{before:.1f} to {after:.1f} MiB"
+        assert entries <= 1024
+
+
+# A training run that is killed.
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = shlex.split("--device cpu --dim 32 --layers 2 --seq-len 61 --batch-size 2 --steps 8 --warmup 1 --documents")
+
+
+def train(out: Path, *options: object, num_ranks: int = 2, kill: tuple[object, ...] = ()) -> list[str]:
+    """Losses of all steps so far, as written; ``kill`` is what `killed_trainer.py` takes."""
+    script = ROOT / "tests" / "killed_trainer.py" if kill else ROOT / "examples" / "train_llama.py"
+    done = run_script(script, [*map(str, kill), *SMALL, *map(str, options), "--out", out], num_ranks)
+    assert (done.returncode != 0) == bool(kill), done.printed
+    return [row["loss"] for row in csv.DictReader((out / "metrics.csv").open())]
+
+
+@pytest.mark.full
+def test_a_run_that_is_killed_goes_on(tmp_path: Path) -> None:
+    """Killed in a step, while a rank writes, before a checkpoint has its name; on the same ranks equal to the bit."""
+    want = train(tmp_path / "whole", "--cp", 2)
+    folder, out = tmp_path / "checkpoints", tmp_path / "killed"
+    options = ["--cp", 2, "--save", folder, "--save-every", 2, "--resume", folder]
+    step = random.randint(3, 4)  # the third or fourth: behind one checkpoint
+    assert train(out, *options, kill=(1, "step", step)) == want[: step - 1]
+    assert [path.name for path in folder.iterdir()] == ["step_2"]
+    for rank, moment in ((1, "part"), (0, "complete")):
+        assert train(out, *options, kill=(rank, moment, 1)) == want[:3]
+        assert sorted(path.name for path in folder.iterdir()) == ["partial_step_4", "step_2"]
+        if moment == "part":
+            shutil.copytree(folder, tmp_path / "copy")
+    assert train(out, *options) == want
+    assert sorted(path.name for path in folder.iterdir()) == [f"step_{n}" for n in (2, 4, 6, 8)]
+
+    other = tmp_path / "other"
+    shutil.copytree(tmp_path / "whole", other)
+    resumed = train(other, "--cp", 2, "--dp", 2, "--resume", tmp_path / "copy", num_ranks=4)
+    assert resumed[:2] == want[:2] and resumed[2:] != want[2:]
+    assert [float(loss) for loss in resumed] == pytest.approx([float(loss) for loss in want], abs=1e-5)
+
+
+REFUSED = {
+    "another seed": (["--seed", "1"], "expected the data of the checkpoint"),
+    "no checkpoint": (["--resume", "none"], "expected a step_N, or a folder of them"),
+}
+
+
+@pytest.mark.full
+def test_a_run_does_not_go_on_with_other_data(tmp_path: Path) -> None:
+    train(tmp_path / "whole", "--save", tmp_path / "checkpoints", num_ranks=1)
+    for options, says in REFUSED.values():
+        given = ["--resume", tmp_path / "checkpoints", *options, "--out", tmp_path / "out"]
+        done = run_script(ROOT / "examples" / "train_llama.py", [*SMALL, *given], 1)
+        assert done.returncode != 0 and says in done.printed, done.printed
