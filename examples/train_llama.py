@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 4 examples/train_llama.py --cp 2 --tp 2
     python examples/train_llama.py --plain     # the same run on one device; cp_mesh is never imported
 
-Batches, initial weights and therefore losses and gradients do not depend on the mesh. A run that is killed goes on where
-the last checkpoint was, if the command has --save and --resume of one folder:
+Batches, initial weights and therefore losses and gradients do not depend on the mesh. A run that is killed goes on
+from the last checkpoint, if the command has --save and --resume of one folder:
 
     torchrun --nproc-per-node 4 --max-restarts 3 \
         examples/train_llama.py --save-every 50 --save DIR --resume DIR

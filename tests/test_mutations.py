@@ -29,6 +29,7 @@ import test_copies
 import test_decoding
 import test_double_ring
 import test_first_steps
+import test_faults
 import test_flash_attn
 import test_flash_attn_4
 import test_gradients
@@ -277,6 +278,8 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "verify": lambda pool: test_verify.test_verify_finds_what_one_device_has_too(
         pool, False, "a scale wrong by 2 %", "cpu_flash"
     ),
+    "patience": lambda pool: test_faults.test_a_first_call_waits_as_long_as_its_group(pool),
+    "NaN": lambda pool: test_faults.test_nan_reaches_what_depends_on_it_and_no_more_than_on_one_rank(pool, "ring"),
     "first calls": lambda pool: test_guard.test_batches_that_differ_between_ranks(pool, "content", False),
     "labels of other rows": lambda pool: test_guard.test_labels_of_other_rows(pool, True),
     "sharded twice": lambda pool: test_guard.test_what_is_sharded_twice(pool, False),

@@ -9,7 +9,7 @@ layouts                      5
 the schedule                14
 documents as sequences       6
 balanced layouts             2
-the guard                   20
+the guard                   21
 kernels in Triton           32
 kernels                     24
 merging                      5
@@ -19,14 +19,14 @@ gradients                   11
 other methods               16
 the hybrid                   7
 the double ring              7
-the transport               11
+the transport               12
 plans that are kept          3
 the op and DTensors          8
 data and loss               13
 styles                       5
 watching                     3
 check mode and verify       10
-in all                     271
+in all                     273
 
 To add one, write ``@plant(name, seam, *checks)`` over a function that is given what is at the seam and returns what
 takes its place; see seams.py. No bug quotes source: those of Triton kernels are planted in the Python that launches

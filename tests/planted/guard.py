@@ -64,3 +64,8 @@ plant("an optimizer in the backward comes after it", "trained:note_step", "gradi
 @plant("each of the accumulated losses counts alone", "guard.reductions:_Found.is_averaged", "gradients of a step")
 def _(is_averaged: Any) -> Any:
     return lambda self, num_ranks: any(factor <= 1 for factor in self.factors)
+
+
+@plant("a first call waits longer than its group", "agreement:timeout_of", "patience")
+def _(timeout_of: Any) -> Any:
+    return lambda group: 4 * timeout_of(group)
