@@ -111,7 +111,8 @@ def test_a_rank_is_lost(lost: Any, how: str, moment: str, method: str) -> None:
 
 
 def alone_in_a_first_call(rank: int) -> None:
-    group, x = dist.new_group(timeout=timedelta(seconds=0.5)), torch.zeros(1, 1, 4, 2)
+    group, x = dist.new_group(), torch.zeros(1, 1, 4, 2)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5), group)
     if rank != ODD:
         with pytest.raises(cp_mesh.RankMismatchError, match=r"got none from ranks \[1\] in 0:00:00.5"):
             attention(x, x, x, mesh=group)
@@ -482,7 +483,7 @@ def changing(rank: int, steps: int, begin: int) -> tuple[list[float], int]:
     for step in range(steps + 1):
         if step in (begin, steps):
             sizes.append(resident())
-        length = random_.randrange(8, 600)
+        length = random_.randrange(8, 300)
         layout = random_.choice([ZigZag(), Striped(), Contiguous()])
         ids = torch.randint(0, length // 8, (1, length), generator=torch.Generator().manual_seed(step)).sort().values
         documents, method = random_.choice([None, ids]), random_.choice(["ring", "all_gather", "ulysses"])
@@ -501,7 +502,8 @@ GROWTH = 8.0  # MiB
 
 
 def test_memory_does_not_grow_with_shapes(pool: Any, full: bool) -> None:
-    """In 800 steps, once all caches are full; unmended, a cache without a bound grew by TODO."""
+    """In 600 steps, once caches are full: 4 MiB. With lengths to 400 a cache of geometry without a bound grew 9 and 16,
+    one of plans 14."""
     steps, begin = (1000, 400) if full else (120, 60)
     for (before, after), entries in pool(2).run(changing, steps, begin, timeout=600.0):
         assert after - before < GROWTH, f"{before:.1f} to {after:.1f} MiB"
