@@ -53,7 +53,7 @@ def replace_forward(module: nn.Module, key: str, name: str, run: Callable[..., A
         module.__dict__[_of_instance(key)] = module.__dict__.pop("forward")
     module.__dict__[key] = Replacement(name, run)
     if not hasattr(type(module), _mark(key)):
-        module.__class__ = _subclass(type(module), key)  # type: ignore[arg-type]
+        module.__class__ = _subclass(type(module), key)
 
 
 def replaced(module: nn.Module, key: str) -> Replacement | None:

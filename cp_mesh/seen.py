@@ -55,7 +55,7 @@ class Called(NamedTuple):
 class Given(NamedTuple):
     """The whole tokens [B, S] of a batch that a trained loss is to be compared with, and how they were sharded.
 
-    ``group`` is a weak reference: one that was destroyed has nothing to do with the next loss.
+    ``group`` is a weak reference; see `_given`.
     """
 
     tokens: Tensor
@@ -77,9 +77,15 @@ def note_tokens(name: str, whole: Tensor, layout: Layout, rows: Rows, group: dis
         return
     if not WAITING and not is_new_here(group, whole.shape):
         return
-    given = GIVEN.get()
-    if given is None or given.group() is None or given.tokens.shape != whole.shape:  # a loader may be a batch ahead
+    given = _given()
+    if given is None or given.tokens.shape != whole.shape:  # a loader may be a batch ahead
         GIVEN.set(Given(whole, layout, rows, group.size(), group.rank(), weakref.ref(group)))
+
+
+def _given() -> Given | None:
+    """The batch of tokens that is held; none of a group that was destroyed, which later losses know nothing of."""
+    given = GIVEN.get()
+    return given if given is not None and given.group() in dist.distributed_c10d._world.pg_map else None
 
 
 def mark(x: Tensor, rows: Rows) -> Tensor:
@@ -134,7 +140,7 @@ def is_whole(labels: Tensor) -> bool:
 
 def forget(trained: bool) -> None:
     """After a loss: another one may be of other logits."""
-    if trained and (given := GIVEN.get()) is not None and (group := given.group()) is not None:
+    if trained and (given := _given()) is not None and (group := given.group()) is not None:
         is_first_here(group, given.tokens.shape)
     CALLED.set(None)
     GIVEN.set(None)
@@ -191,7 +197,7 @@ def first_leaf(x: Tensor) -> int | None:
 
 def wrong_labels(logits: Tensor, labels: Tensor, ignore_index: int, ranks: list[int]) -> tuple[str, str] | None:
     """What these labels of a loss over ``ranks`` seem to be, and what mends it; None if they may well be right."""
-    called, given, rows = _called(), GIVEN.get(), marked(labels)
+    called, given, rows = _called(), _given(), marked(labels)
     if called is not None and is_whole(labels):
         if set(dist.get_process_group_ranks(_resolve_process_group(called.rows.group_name))) <= set(ranks):  # type: ignore[arg-type]
             got = f"{labels.shape[1]} rows, of the whole sequence, beside {called.shape[1]} of attention"
