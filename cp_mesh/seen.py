@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -225,7 +225,7 @@ def wrong_labels(logits: Tensor, labels: Tensor, ignore_index: int, ranks: list[
 
 def tokens_given() -> str:
     """What the tokens that a loss is compared with are, for other ranks of their cp group."""
-    given = GIVEN.get()
+    given = _given()
     return "" if given is None else fingerprint(given.tokens)
 
 
@@ -234,7 +234,7 @@ def likeness(labels: Tensor, ignore_index: int) -> str:
 
     Labels of one value may be padding, and tell nothing.
     """
-    given = GIVEN.get()
+    given = _given()
     if given is None or labels.ndim > 2 or labels.is_floating_point():
         return ""
     with torch._C.DisableTorchFunction():

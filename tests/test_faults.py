@@ -434,6 +434,8 @@ KEPT_WITH = {
     "machines._KNOWN": "a group",
     "transport.symmetric_memory._MEMORY": "a group",
     "seen._MARKS": "a tensor",
+    **{f"{name}.WAITING": "a model" for name in ("trained", "seen", "loss", "guard.reductions")},
+    "seen._LENGTHS": "a group",
     "kernels.flash_attn_4._compiled": "a compiled kernel of the package, which keeps it too",
 }
 """Tables without a number that bounds them."""

@@ -28,8 +28,8 @@ import test_clipping
 import test_copies
 import test_decoding
 import test_double_ring
-import test_first_steps
 import test_faults
+import test_first_steps
 import test_flash_attn
 import test_flash_attn_4
 import test_gradients
