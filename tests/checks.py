@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
@@ -20,10 +20,12 @@ from ranks import mesh
 from recording import recording
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
 import cp_mesh
 from cp_mesh import geometry, plan
 from cp_mesh.blocks import block_table, pieces_of
+from cp_mesh.groups import flat
 from cp_mesh.layouts import Contiguous, Layout, Permuted, Run
 from cp_mesh.masks import NONE, PARTIAL, Band, Mask
 from cp_mesh.schedule import Rows, Schedule, Tile, make_schedule, num_rows, split_causal, tiles_of
@@ -241,6 +243,7 @@ def needed_rows(block: Tensor) -> tuple[Rows, ...]:
 
 
 TOLERANCE = 1e-10
+UNITS = 4
 B, D, E = 2, 5, 4  # unlike one another, the heads and most lengths, so that mixed-up dims do not fit
 MHA, GQA, MQA = (3, 3), (6, 3), (3, 1)
 
@@ -254,13 +257,16 @@ class Case:
         mask: a name of `MASKS`, or the mask's options.
         S: length of the whole sequence.
         heads: numbers of query and kv heads.
-        memory: how inputs lie in memory, see `laid_out`.
+        memory: how inputs lie in memory, see `laid_out`; one for all, or of q, k, v and dout.
         sizes: batch size and head dims of keys and values, instead of `dims`.
         scores: a name of `SCORES`, or options as `make_scores` takes them.
         head_chunks: as the library takes it.
         method: as the library takes it.
-        lse_gradient: whether gradients go through lse too; None: where the kernel is the reference.
+        lse_gradient: whether gradients go through lse too, or "alone"; None: where the kernel is the reference.
         options: other arguments of `cp_mesh.attention`.
+        dtype: of q, k and v.
+        frozen: names of inputs and of scores that require no gradient.
+        way: how the call is made, one of `WAYS`.
     """
 
     layout: str | Sequence[int] | Layout
@@ -269,17 +275,20 @@ class Case:
     heads: tuple[int, int] = GQA
     seq_dim: int = 2
     kernel: str = "reference"
-    memory: str = "contiguous"
+    memory: str | tuple[str, ...] = "contiguous"
     scale: float | None = None
     sizes: tuple[int, int, int] | None = None
     scores: str | dict[str, Any] = "plain"
     head_chunks: int | None = None
     method: str = "auto"
-    lse_gradient: bool | None = None
+    lse_gradient: bool | str | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float64
+    frozen: tuple[str, ...] = ()
+    way: str = "eager"
 
     @property
-    def through_lse(self) -> bool:
+    def through_lse(self) -> bool | str:
         return self.kernel == "reference" if self.lse_gradient is None else self.lse_gradient
 
     @property
@@ -315,16 +324,17 @@ class Case:
         # Masks of the table are cached, so that equal ones are one object; others would be kept for nothing.
         compute = oracle if named and isinstance(self.scores, str) else oracle.__wrapped__
         expanded = self.memory == "expanded"
-        return compute(allowed, self.heads, self.dims, expanded, self.through_lse, self.scale, seed, self.scores)
+        given = self.heads, self.dims, expanded, self.through_lse, self.scale, seed, self.scores, self.dtype
+        return compute(allowed, *given)
 
 
 @lru_cache(maxsize=512)
 def oracle(
-    allowed: Tensor, heads: tuple[int, int], dims: tuple[int, int, int], expanded: bool, through_lse: bool,
-    scale: float | None, seed: int, scores: str | dict[str, Any],
+    allowed: Tensor, heads: tuple[int, int], dims: tuple[int, int, int], expanded: bool, through_lse: bool | str,
+    scale: float | None, seed: int, scores: str | dict[str, Any], dtype: torch.dtype,
 ) -> dict[str, Tensor]:  # fmt: skip
     B, D, E = dims
-    inputs = make_qkv(B, *heads, allowed.shape[-1], D, E, seed=seed)
+    inputs = tuple(x.double() for x in make_qkv(B, *heads, allowed.shape[-1], D, E, seed=seed, dtype=dtype))
     if expanded:
         inputs = tuple(x[:1].expand_as(x) for x in inputs)
     *qkv, dout = inputs
@@ -332,9 +342,14 @@ def oracle(
     given = dense_scores(make_scores(scores, B, heads[0], allowed.shape[-1]), B, heads[0], allowed.shape[-1])
     leaves = {name: x.requires_grad_() for name, x in given.items() if isinstance(x, Tensor) and name != "kept"}
     out, lse = dense_attention(*qkv, allowed, scale, **given)
+    accumulated = torch.float64 if dtype == torch.float64 else torch.float32
     dlse = torch.randn(lse.shape, dtype=lse.dtype, generator=torch.Generator().manual_seed(seed + 1))
+    dlse = dlse.to(accumulated).double()
     results, gradients = ((out, lse), (dout, dlse)) if through_lse else ((out,), (dout,))
-    dq, dk, dv, *others = torch.autograd.grad(results, [*qkv, *leaves.values()], gradients)
+    alone = slice(1, None) if through_lse == "alone" else slice(None)
+    dq, dk, dv, *others = torch.autograd.grad(
+        results[alone], [*qkv, *leaves.values()], gradients[alone], materialize_grads=True
+    )
     values = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv, "dout": dout, "dlse": dlse}
     values |= {f"d{name}": x for name, x in zip(leaves, others, strict=True)}
     return {name: x.detach() for name, x in (values | dict(zip("qkv", qkv, strict=True))).items()}
@@ -349,12 +364,13 @@ def dense_scores(options: dict[str, Any], B: int, H: int, S: int) -> dict[str, A
     return given
 
 
-def local_scores(options: dict[str, Any], rows: Tensor) -> dict[str, Any]:
-    """The options of a rank that holds these rows; new leaves."""
+def local_scores(options: dict[str, Any], rows: Tensor, frozen: Sequence[str] = ()) -> dict[str, Any]:
+    """The options of a rank that holds these rows; new leaves, but for those that are frozen."""
     given = {name: x.clone() if isinstance(x, Tensor) else x for name, x in options.items()}
     if "bias" in given and given["bias"].shape[2] > 1:
         given["bias"] = given["bias"].index_select(2, rows)
-    return {n: x.requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in given.items()}
+    graded = {name: isinstance(x, Tensor) and x.is_floating_point() and name not in frozen for name, x in given.items()}
+    return {name: x.requires_grad_() if graded[name] else x for name, x in given.items()}
 
 
 def to_format(x: Tensor, seq_dim: int) -> Tensor:
@@ -381,31 +397,87 @@ def laid_out(x: Tensor, memory: str) -> Tensor:
     raise ValueError(memory)
 
 
-def call(
-    qkv: Sequence[Tensor], gradients: list[Tensor], through_lse: bool, options: dict[str, Any]
-) -> dict[str, Tensor]:
-    """Results of a call of `cp_mesh.attention` and gradients of its inputs, through lse too where that is possible.
+def _checkpointed(*qkv: Tensor, **options: Any) -> Any:
+    return checkpoint(lambda *x: cp_mesh.attention(*x, **options), *qkv, use_reentrant=False)
 
-    Options that require a gradient have theirs under "d" and their name.
+
+def _saved(*qkv: Tensor, **options: Any) -> Any:
+    given = {"use_reentrant": False, "context_fn": cp_mesh.checkpoint_context_fn}
+    return checkpoint(lambda *x: cp_mesh.attention(*x, **options), *qkv, **given)
+
+
+def _cast(*qkv: Tensor, **options: Any) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        return cp_mesh.attention(*qkv, **options)
+
+
+def _compared(*qkv: Tensor, **options: Any) -> Any:
+    with cp_mesh.check_mode():
+        return cp_mesh.attention(*qkv, **options)
+
+
+def _compiled(*qkv: Tensor, **options: Any) -> Any:
+    torch._dynamo.reset()  # else the calls before count against the limit of recompilations
+    return torch.compile(cp_mesh.attention, backend="aot_eager", fullgraph=True)(*qkv, **options)
+
+
+WAYS: dict[str, Callable[..., Any]] = {
+    "eager": lambda *qkv, **options: cp_mesh.attention(*qkv, **options),
+    "checkpoint": _checkpointed,
+    "selective checkpoint": _saved,
+    "autocast": _cast,  # which leaves float64 as it is
+    "check mode": _compared,
+    "compiled": _compiled,
+}
+"""How `cp_mesh.attention` can be called."""
+
+
+def call(
+    qkv: Sequence[Tensor], gradients: list[Tensor], through_lse: bool | str, options: dict[str, Any], way: str = "eager"
+) -> dict[str, Tensor]:
+    """Results of a call of `cp_mesh.attention` and the gradients of what requires one, under "d" and its name.
+
+    They go through lse too, or through lse "alone", where that is possible.
     """
-    leaves = {name: x for name, x in options.items() if isinstance(x, Tensor) and x.requires_grad}
+    given, attend = dict(zip("qkv", qkv, strict=True)) | options, WAYS[way]
+    leaves = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.requires_grad}
     if through_lse:
-        out, lse = cp_mesh.attention(*qkv, return_lse=True, **options)
+        out, lse = attend(*qkv, return_lse=True, **options)
         results = [out, lse]
     else:
         with torch.no_grad():
-            _, lse = cp_mesh.attention(*qkv, return_lse=True, **options)
-        out = cp_mesh.attention(*qkv, **options)
+            _, lse = attend(*qkv, return_lse=True, **options)
+        out = attend(*qkv, **options)
         results, gradients = [out], gradients[:1]
-    dq, dk, dv, *others = torch.autograd.grad(results, [*qkv, *leaves.values()], gradients)
-    named = {f"d{name}": x for name, x in zip(leaves, others, strict=True)}
-    return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv} | named
+    if through_lse == "alone":
+        results, gradients = results[1:], gradients[1:]
+    found = torch.autograd.grad(results, [*leaves.values()], gradients) if leaves else ()
+    return {"out": out, "lse": lse} | {f"d{name}": x for name, x in zip(leaves, found, strict=True)}
 
 
-def parity(case: Case, axis: DeviceMesh, partial: list[tuple[str, Tensor, Tensor]], seed: int = 0) -> list[str]:
+def tolerances(case: Case, whole: dict[str, Tensor]) -> Callable[[str], float]:
+    """What each result may be off by: in float64 as in all gates.
+
+    Of others a few units in the last place of the largest number that its sums could hold: that finds what is wrong, in
+    float32 at least; how often sums are rounded is found by gates of their own.
+    """
+    if case.dtype == torch.float64 or not case.S:
+        return lambda name: TOLERANCE
+    q, k, v, dout, dlse = (max(1.0, whole[name].abs().max().item()) for name in ("q", "k", "v", "dout", "dlse"))
+    (_, D, E), rows, scale = case.dims, case.S * case.heads[0] // case.heads[1], max(1.0, case.scale or 0.0)
+    score, of_score = D * q * k * scale + case.S, E * v * dout + dlse
+    sizes = {"out": v, "lse": 1, "dq": of_score * k * scale, "dk": of_score * q * scale * rows, "dv": dout * rows}
+    unit = UNITS * torch.finfo(case.dtype).eps * score / (1 - case.make_scores().get("dropout_p", 0.0))
+    return lambda name: unit * sizes.get(name, of_score * rows * case.S)
+
+
+def parity(
+    case: Case, axis: DeviceMesh, partial: list[tuple[str, Tensor, Tensor, float]], seed: int = 0, told: Any = None
+) -> list[str]:
     """What is wrong with this rank's part of a call: results and gradients equal the oracle's, inputs are untouched.
 
-    Gradients that are sums over ranks are added to ``partial``: a name, this rank's part, and the whole.
+    Gradients that are sums over ranks are added to ``partial``: a name, this rank's part, the whole, and what it may be
+    off by. ``told``: what the call is given as ``mesh``, if not the axis.
     """
     layout, (_, _, v_dim) = case.make_layout(), case.dims
     rows = layout.positions(case.S, axis.size(), axis.get_local_rank())
@@ -415,19 +487,24 @@ def parity(case: Case, axis: DeviceMesh, partial: list[tuple[str, Tensor, Tensor
     shared = {name for name in of_scores & set(whole) if whole[name].ndim < 4 or whole[name].shape[2] == 1}
     local = {name: x.index_select(2, rows) for name, x in whole.items() if name not in shared}
     want = {name: x if name in of_scores else to_format(x, case.seq_dim) for name, x in local.items()}
-    given = {name: laid_out(want[name], case.memory) for name in ("q", "k", "v", "dout")}
+    memories = (case.memory,) * 4 if isinstance(case.memory, str) else case.memory
+    inputs = zip(("q", "k", "v", "dout"), memories, strict=True)
+    given = {name: laid_out(want[name].to(case.dtype), memory) for name, memory in inputs}
     before = {name: x.clone() for name, x in given.items()}
-    qkv = [given[name].requires_grad_() for name in "qkv"]
-    options = {"mesh": axis, "seq_dim": case.seq_dim, "seq_len": case.S, "layout": layout, "mask": case.make_mask()}
-    options |= {"scale": case.scale, "kernel": case.kernel, "head_chunks": case.head_chunks}
-    options |= {"method": case.method}
-    options |= local_scores(scores, rows) | case.options
-    got = call(qkv, [given["dout"], want["dlse"]], case.through_lse, options)
-    problems = []
+    qkv = [given[name].requires_grad_(name not in case.frozen) for name in "qkv"]
+    accumulated = torch.float64 if case.dtype == torch.float64 else torch.float32
+    options = {"mesh": told or axis, "seq_dim": case.seq_dim, "seq_len": case.S, "layout": layout}
+    options |= {"mask": case.make_mask(), "scale": case.scale, "kernel": case.kernel}
+    options |= {"head_chunks": case.head_chunks, "method": case.method}
+    options |= local_scores(scores, rows, case.frozen) | case.options
+    got = call(qkv, [given["dout"], want["dlse"].to(accumulated)], case.through_lse, options, case.way)
+    problems, tolerance = [], tolerances(case, whole)
     for name, value in got.items():
+        if value.dtype != (dtype := {"lse": accumulated}.get(name, torch.float64 if name in of_scores else case.dtype)):
+            problems.append(f"{case}: {name} is {value.dtype}, not {dtype}")
         if name in shared:
-            partial.append((f"{case}: {name}", value.double(), whole[name]))
-        elif not (off := gap(value, want[name])) <= TOLERANCE:
+            partial.append((f"{case}: {name}", value.double(), whole[name], tolerance(name)))
+        elif not (off := gap(value, want[name])) <= tolerance(name):
             problems.append(f"{case}: {name} is off by {off:.1e}")
     problems += [f"{case}: {name} was written" for name, x in given.items() if not torch.equal(x, before[name])]
     if not lies_as(got["out"], given["q"]) or got["out"].shape[-1] != v_dim:
@@ -463,25 +540,33 @@ def largest_degree(cp_size: int, heads: tuple[int, int]) -> int:
 
 
 def parity_on_ranks(
-    rank: int, shape: tuple[int, ...], names: tuple[str, ...], cases: Sequence[Case], recorded: bool = False
-) -> list[str]:
-    """`parity` of all cases on the axis "cp" of a mesh; each cp group has data of its own."""
+    rank: int, shape: tuple[int, ...], names: tuple[str, ...], cases: Sequence[Case], recorded: bool = False,
+    told: str = "axis",
+) -> list[str]:  # fmt: skip
+    """`parity` of all cases on the axis "cp" of a mesh; each cp group has data of its own.
+
+    ``told``: as what the axis is passed; "axes": all axes whose names begin with "cp" are the cp axis together.
+    """
     grid = mesh(shape, names)
+    axes = tuple(name for name in names if name[:2] == "cp")
+    axis = flat(grid[axes]) if told == "axes" else grid["cp"]
+    passed = {"axis": axis, "group": axis.get_group(), "axes": grid[axes]}[told]
     places = dict(zip(names, grid.get_coordinate(), strict=True))
-    seed = sum(10 * (i + 1) * places[name] for i, name in enumerate(names) if name != "cp")
+    seed = sum(10 * (i + 1) * places[name] for i, name in enumerate(names) if name not in axes)
     problems: list[str] = []
     for case in cases:
-        partial: list[tuple[str, Tensor, Tensor]] = []
+        partial: list[tuple[str, Tensor, Tensor, float]] = []
         try:
-            with recording(grid["cp"], case.degree(grid["cp"].size())) if recorded else nullcontext() as notes:
-                problems += parity(case, grid["cp"], partial, seed)
-            for name, part, whole in partial:
-                dist.all_reduce(part, group=grid["cp"].get_group())
-                if not (off := gap(part, whole)) <= TOLERANCE:
+            with recording(axis, case.degree(axis.size())) if recorded else nullcontext() as notes:
+                problems += parity(case, axis, partial, seed, passed)
+            for name, part, whole, allowed in partial:
+                dist.all_reduce(part, group=axis.get_group())
+                if not (off := gap(part, whole)) <= allowed:
                     problems.append(f"{name} summed over ranks is off by {off:.1e}")
             problems += [f"{case}: {problem}" for problem in notes.problems] if notes else []
         except Exception as error:
-            raise AssertionError(f"{case} raised {type(error).__name__}: {error}") from error
+            error.add_note(f"in {case}")
+            raise
     return [f"rank {rank}: {problem}" for problem in problems]
 
 

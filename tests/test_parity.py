@@ -297,12 +297,15 @@ def dtensors(
     cases: Sequence[Case],
     turn: int = 0,
 ) -> list[str]:
-    """DTensors over a whole mesh: the sequence on cp, and as `placed` says heads and the batch on other axes.
+    """DTensors over a whole mesh: the sequence on cp, or on two axes of such names, and as `placed` says heads and the
+    batch on other axes.
 
     How the cp axis is told, and which tensors of the scores are DTensors, changes with each case, from ``turn`` on.
     """
     grid, problems = mesh(shape, names), []
-    parts = [placed.get(name, "sequence" if name == "cp" else "whole") for name in names]
+    axes = tuple(name for name in names if name[:2] == "cp")
+    cp_axis = grid[axes] if len(axes) > 1 else grid["cp"]
+    parts = [placed.get(name, "sequence" if name in axes else "whole") for name in names]
     for i, case in enumerate(cases, turn):
         dims = {2: {"batch": 0, "heads": 1, "sequence": 2}, 1: {"batch": 0, "sequence": 1, "heads": 2}}
         dims[0] = {"sequence": 0, "heads": 1}
@@ -312,7 +315,7 @@ def dtensors(
             for dims in (dims[case.seq_dim], lse_dims)
         )
         layout, mask = case.make_layout(), case.make_mask()
-        order = layout.permutation(case.S, grid["cp"].size())
+        order = layout.permutation(case.S, cp_axis.size())
         whole, scores = case.oracle(0), case.make_scores()
         want = {
             name: to_format(x.index_select(2, order), case.seq_dim)
@@ -345,16 +348,19 @@ def dtensors(
             own = [score_placements(name, x.shape, part)[0] for part in parts]
             placed_x = distribute_tensor(x, grid, own, src_data_rank=None)
             # Local tensors are taken too: their gradients are this rank's share.
-            given[name] = (placed_x if (i + j) % 2 else placed_x.to_local().clone()).requires_grad_()
+            placed_x = placed_x if (i + j) % 2 else placed_x.to_local().clone()
+            given[name] = placed_x.requires_grad_(name not in case.frozen)
             summed[f"d{name}"] = [score_placements(name, x.shape, part)[1] for part in parts]
         # Three ways to tell the cp axis; formats other than SDPA's are always said.
-        options = ({}, {"mesh": grid["cp"]}, {"seq_dim": case.seq_dim})[i % 3]
+        options = ({}, {"mesh": cp_axis}, {"seq_dim": case.seq_dim})[i % 3 if len(axes) == 1 else 1]
         options |= {"seq_dim": case.seq_dim} if case.seq_dim != 2 else {}
         options |= {"layout": layout, "mask": mask, "kernel": case.kernel, "scale": case.scale}
         options |= {"head_chunks": case.head_chunks, "method": case.method} | given | case.options
-        got = call([x.requires_grad_() for x in (q, k, v)], [dout, dlse], case.through_lse, options)
+        qkv = [x.requires_grad_(name not in case.frozen) for name, x in zip("qkv", (q, k, v), strict=True)]
+        got = call(qkv, [dout, dlse], case.through_lse, options, case.way)
         for name, on in summed.items():
-            x = got.pop(name)
+            if (x := got.pop(name, None)) is None:
+                continue
             if isinstance(x, DTensor) and list(x.placements) != on:
                 problems.append(f"rank {rank}: {case}: {name} is placed {x.placements}")
             if not isinstance(x, DTensor):  # shards may be unequal, so the shape is told

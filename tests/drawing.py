@@ -1,0 +1,661 @@
+"""Random uses of everything public that computes: what is drawn, on which ranks it runs, and what is wrong with it.
+
+There are three kinds: a `Trial` is a call of `attention`, a `Filling` a cache that tokens are appended to or one call
+of `decode`, a `Batch` goes from whole tensors through `ShardedSequence`, attention and loss back to whole tensors. Each
+is data: its `line` is Python that makes it again. `run` is called on every rank and compares with the tests' own
+oracle; `reason` says why the documents allow a refusal, or None where a refusal is a bug.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
+from itertools import pairwise
+from random import Random
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from cases import gap, make_scores, pairs_of
+from checks import TOLERANCE, WAYS, Case, dense_scores, largest_degree, parity_on_ranks, serves
+from dense import dense_attention, make_qkv
+from ranks import mesh
+from test_parity import dtensors
+from torch import Tensor
+
+from cp_mesh import Mask, Permuted, ShardedCache, ShardedSequence, attention, balance, cross_entropy, decode
+from cp_mesh.layouts import LAYOUTS, Balanced, Contiguous, Index, Layout, Run, Striped, ZigZag, chunk_bounds
+from cp_mesh.methods import METHODS
+
+# --- layouts of a user's own
+
+
+@dataclass(frozen=True)
+class Backwards(Layout):
+    """The last chunk first: that of docs/contributing.md."""
+
+    def runs(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Run, ...]:
+        begin, end = chunk_bounds(seq_len, cp_size, cp_size - 1 - cp_rank)
+        return (Run(begin, 1, end - begin),) if end > begin else ()
+
+    def spec(self) -> str:
+        return "backwards"
+
+
+@dataclass(frozen=True)
+class Dealt(Layout):
+    """Blocks of tokens that are dealt to one rank after another; ``listed`` as an index in falling order."""
+
+    block: int
+    listed: int = 0
+
+    def runs(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Run | Index, ...]:
+        begins = range(cp_rank * self.block, seq_len, cp_size * self.block)
+        runs = tuple(Run(begin, 1, min(self.block, seq_len - begin)) for begin in begins)
+        if not self.listed or not runs:
+            return runs
+        return (Index(torch.cat([run.positions() for run in runs]).flip(0)),)
+
+    def spec(self) -> str:
+        return f"dealt:{self.block},{self.listed}"
+
+    def multiple(self, cp_size: int) -> int:
+        return cp_size * self.block
+
+
+OWN: dict[str, type[Layout]] = {"backwards": Backwards, "dealt": Dealt}
+
+
+# --- a call
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A case on a mesh.
+
+    Attributes:
+        case: the call; the group of the axis "cp" computes it, or that of two axes of such names.
+        shape, names: of the mesh. Groups of local tensors along other axes have data of their own.
+        placed: None for local tensors; for DTensors what other axes shard, as `test_parity.dtensors` takes it.
+        turn: how the DTensors of the call are told, as `test_parity.dtensors` takes it.
+        recorded: on a group that delivers at the wait, see recording.py; local tensors only.
+        told: as what the cp axis is passed, as `checks.parity_on_ranks` takes it; local tensors only.
+    """
+
+    case: Case
+    shape: tuple[int, ...]
+    names: tuple[str, ...] = ("cp",)
+    placed: dict[str, str] | None = None
+    turn: int = 0
+    recorded: bool = False
+    told: str = "axis"
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def cp(self) -> int:
+        return math.prod(n for name, n in zip(self.names, self.shape, strict=True) if name[:2] == "cp")
+
+    def run(self, rank: int) -> list[str]:
+        with mock.patch.dict(LAYOUTS, OWN):
+            if self.placed is None:
+                return parity_on_ranks(rank, self.shape, self.names, [self.case], self.recorded, self.told)
+            return dtensors(rank, self.shape, self.names, self.placed, [self.case], self.turn)
+
+    @property
+    def reason(self) -> str | None:
+        case, options, scores, cp = self.case, self.case.options, self.case.scores, self.cp
+        if spoilt := [name for name, value in SPOILT if name in options and repr(options[name]) == repr(value)]:
+            return f"a wrong {spoilt[0]}"
+        if "dropout_p" in scores and "dropout_seed" not in scores:
+            return "dropout without a seed"
+        if case.kernel not in ("auto", "reference", "cpu_flash"):
+            return "a kernel of GPUs"
+        if options.get("transport") == "symmetric_memory":
+            return "symmetric memory on CPUs"
+        if case.kernel == "cpu_flash" and not takes_flash(case):
+            return "what cpu_flash has not"
+        axes = dict(zip(self.names, self.shape, strict=True))
+        placed = (self.placed or {}).items()
+        parts = {part: math.prod(axes[name] for name, x in placed if x == part) for part in PARTS}
+        if any(n % parts["heads"] for n in case.heads) or case.dims[0] % parts["batch"]:
+            return "heads or batch that an axis does not divide"
+        H, K = (n // parts["heads"] for n in case.heads)
+        degree = options.get("ulysses_degree") or (self.shape[1] if self.told == "axes" else None)
+        if case.method == "hybrid" and degree is None:
+            degree = largest_degree(cp, (H, K))
+        if not serves(case.method, cp, (H, K), case.head_chunks, degree):
+            return "heads that ranks or chunks do not divide"
+        if case.method == "double_ring" and cp % options.get("inner_ring_size", 1):
+            return "hosts that do not divide the ranks"
+        if self.placed is not None and not in_chunks(case, cp):
+            return "DTensors of other shards than torch.chunk's"
+        return None
+
+    def cut(self, S: int) -> Trial:
+        """The same of a shorter sequence."""
+        case = self.case
+        mask = {name: x[..., :S] if isinstance(x, Tensor) else x for name, x in case.mask.items()}
+        scores = dict(case.scores)
+        if "bias" in scores:
+            B, H, rows, _ = scores["bias"]
+            scores["bias"] = B, H, min(rows, S), S
+        layout: Any = case.layout
+        if isinstance(layout, list):
+            layout = [i for i in layout if i < S]
+        if isinstance(layout, Balanced):
+            layout = Balanced([[b, min(n, S - b)] for b, n in layout.tensor.tolist() if b < S])
+        return replace(self, case=replace(case, mask=mask, scores=scores, layout=layout, S=S))
+
+
+PARTS = ("batch", "heads")
+SPOILT: tuple[tuple[str, Any], ...] = (
+    ("scale", -1.0), ("softcap", 0.0), ("method", "rings"), ("kernel", "flash"), ("transport", "nvlink"),
+    ("head_chunks", 0), ("ulysses_degree", 0), ("inner_ring_size", -2), ("seq_dim", 3), ("deterministic", 1),
+    ("dropout_p", 1.0), ("mask", None), ("layout", "zigzag"), ("seq_len", 1.5),
+)  # fmt: skip
+"""Arguments that are wrong by themselves."""
+
+
+def takes_flash(case: Case) -> bool:
+    """Whether kernel="cpu_flash" must serve a call: the table of docs/kernels.md."""
+    runs = not isinstance(case.layout, list) and case.layout != Dealt(getattr(case.layout, "block", 1), 1)
+    masks, scores = set(case.mask) <= {"causal", "prefix", "length"}, set(case.scores) <= {"sinks"}
+    return runs and masks and scores and case.dims[1] == case.dims[2] and not case.through_lse
+
+
+def in_chunks(case: Case, cp: int) -> bool:
+    layout = case.make_layout()
+    bounds = [chunk_bounds(case.S, cp, rank) for rank in range(cp)]
+    return all(layout.shard_len(case.S, cp, rank) == end - begin for rank, (begin, end) in enumerate(bounds))
+
+
+def draw_trial(r: Random, size: int) -> Trial:
+    """A call on so many ranks."""
+    shape, names = r.choice(meshes(size)) if r.random() < 0.45 else ((size,), ("cp",))
+    axes = dict(zip(names, shape, strict=True))
+    two_axes = "cp" not in axes
+    cp = math.prod(n for name, n in axes.items() if name[:2] == "cp")
+    placed, parts = None, {"dp": "batch", "tp": "heads"}
+    if r.random() < 0.3:
+        placed = {name: part for name, part in parts.items() if name in axes and r.random() < 0.7}
+    dp, tp = (axes[name] if name in (placed or {}) else 1 for name in ("dp", "tp"))
+    seq_dim = r.choice((1, 2) if dp > 1 else (0, 1, 2))
+    B = dp * r.randint(1, 3) if seq_dim else 1
+    local_kv_heads = r.randint(1, 3)
+    K = tp * local_kv_heads
+    H, method = K * r.randint(1, 3), r.choice(("auto", *METHODS))
+    strict = r.random() < 0.97  # else it may be refused
+    if method == "ulysses" and strict:  # heads that ranks divide
+        H = tp * math.lcm(local_kv_heads, cp) * r.randint(1, 2)
+    degrees = draw_degrees(r, method, cp, H // tp, two_axes, strict)
+    if two_axes and method == "hybrid" and strict:
+        H = tp * math.lcm(local_kv_heads, shape[1]) * r.randint(1, 2)
+    S = r.randint(0, cp + 1) if r.random() < 0.25 else r.randint(0, 60)
+    kinds = ["contiguous", "zigzag", "striped", "permuted", "own", *(["balanced", "runs"] if S else [])]
+    kind = r.choice(kinds)
+    if placed is not None and strict:  # shards of DTensors have torch.chunk sizes
+        kind = r.choice(kinds[:4] + kinds[5:]) if kind == "own" else kind
+        S -= S % (2 * cp if kind == "zigzag" else cp if kind == "striped" or two_axes else 1)
+    mask, scores = draw_mask(r, B, S), draw_scores(r, B, H, S)
+    layout = draw_layout(r, kind, mask, S, cp)
+    D = r.choice((r.randint(1, 6), r.randint(1, 6), 16, 24))
+    E = r.choice((D, r.randint(1, 6), 8))
+    dtype = r.choice((torch.float32, torch.bfloat16, torch.float16)) if placed is None and r.random() < 0.12 else None
+    names_of_inputs = ["q", "k", "v", *(name for name, x in scores.items() if isinstance(x, tuple))]
+    frozen = tuple(n for n in names_of_inputs if r.random() < 0.5) if r.random() < 0.25 else ()
+    memories = ("contiguous", "strided", "transposed", "sliced")
+    memory: Any = r.choice((*memories, *(["expanded"] if seq_dim else [])))
+    case = Case(
+        layout=layout,
+        mask=mask,
+        S=S,
+        heads=(H, K),
+        seq_dim=seq_dim,
+        memory=tuple(r.choice(memories) for _ in range(4)) if r.random() < 0.3 else memory,
+        scale=r.choice((None, round(r.uniform(0.05, 2.0), 3))),
+        sizes=(B, D, E),
+        scores=scores,
+        method=method,
+        lse_gradient=r.choice((False, False, True, "alone")),
+        options=draw_options(r, placed is None and lengths_are_equal(layout, S, cp)) | degrees,
+        dtype=dtype or torch.float64,
+        frozen=frozen,
+        way=draw_way(r, placed is None),
+    )
+    chunks = [n for n in (None, None, 1, 2, 3) if not strict or Trial(replace(case, head_chunks=n), shape, names,
+              placed, told="axes" if two_axes else "axis").reason is None]  # fmt: skip
+    case = replace(case, head_chunks=r.choice(chunks or [None]))
+    case = replace(case, kernel=draw_kernel(r, case))
+    if r.random() < 0.04:
+        name, value = r.choice(SPOILT)
+        case = replace(case, options=case.options | {name: value})
+    if placed is None:
+        told = "axes" if two_axes else r.choice(("axis", "axis", "group"))
+        of_hosts = method == "double_ring" and "inner_ring_size" not in degrees  # whose groups are not known here
+        recorded = case.way == "eager" and told == "axis" and not of_hosts and r.random() < 0.3
+        return Trial(case, shape, names, recorded=recorded, told=told)
+    return Trial(case, shape, names, placed, turn=r.randint(0, 5))
+
+
+def meshes(size: int) -> list[tuple[tuple[int, ...], tuple[str, ...]]]:
+    """Meshes of so many ranks with another axis beside cp, if there is one, or with two axes that are cp."""
+    halves = [] if size % 2 else [((2, size // 2), ("dp", "cp")), ((size // 2, 2), ("cp", "tp"))]
+    eighths = [((2, 2, 2), ("dp", "cp", "tp")), ((4, 2), ("tp", "cp"))] if size == 8 else []
+    twice = ((size // 2, 2) if size % 2 == 0 else (1, size)), ("cp_ring", "cp_ulysses")
+    return [*(halves or [((size, 1), ("cp", "tp"))]), *eighths, twice]
+
+
+def draw_degrees(r: Random, method: str, cp: int, heads: int, two_axes: bool, strict: bool) -> dict[str, int]:
+    """Sizes of inner groups; of a mesh of two axes it tells them."""
+    if two_axes or method not in ("hybrid", "double_ring") or r.random() < 0.3:
+        return {}
+    fits = [n for n in range(1, cp + 1) if cp % n == 0 and (method == "double_ring" or heads % n == 0)]
+    return {"ulysses_degree" if method == "hybrid" else "inner_ring_size": r.choice(fits if strict else range(1, 5))}
+
+
+def draw_way(r: Random, is_local: bool) -> str:
+    if r.random() < 0.8:
+        return "eager"
+    ways = [name for name in WAYS if name not in ("eager", "compiled")]
+    return "compiled" if is_local and r.random() < 0.02 else r.choice(ways)
+
+
+def draw_kernel(r: Random, case: Case) -> str:
+    if r.random() < 0.02:
+        return r.choice(("triton", "cudnn", "fa2", "cpu_flash", "efficient"))
+    return r.choice(("auto", "cpu_flash", "cpu_flash") if takes_flash(case) else ("auto", "reference"))
+
+
+def draw_layout(r: Random, kind: str, mask: dict[str, Any], S: int, cp: int) -> str | list[int] | Layout:
+    if kind == "permuted":
+        return r.sample(range(S), S)
+    if kind == "balanced":
+        return balance(Mask(**{name: x for name, x in mask.items() if name != "key_padding"}), S, cp)
+    if kind == "runs":
+        return draw_runs(r, S, r.choice((2, 4, 20)))
+    if kind == "own":
+        return r.choice((Backwards(), Dealt(r.randint(1, 5)), Dealt(r.randint(1, 5), 1)))
+    return kind
+
+
+def draw_runs(r: Random, S: int, longest: int) -> Balanced:
+    """Runs of at most so many positions, in any order."""
+    edges = [0]
+    while edges[-1] < S:
+        edges.append(min(S, edges[-1] + r.randint(1, longest)))
+    runs = [(begin, end - begin) for begin, end in pairwise(edges)]
+    return Balanced(torch.tensor(r.sample(runs, len(runs)), dtype=torch.int64).view(-1, 2))
+
+
+def draw_mask(r: Random, B: int, S: int) -> dict[str, Any]:
+    """Options of a mask: any conjunction."""
+
+    def bound() -> int | None:
+        return r.choice((None, r.randint(0, 8), r.randint(0, S + 2)))
+
+    options: dict[str, Any] = {"causal": r.random() < 0.6}
+    if r.random() < 0.3:
+        return options
+    if r.random() < 0.35:
+        options["window"] = bound(), bound()
+    if options["causal"] and r.random() < 0.3:
+        options["prefix"] = r.randint(0, S + 2)
+    if r.random() < 0.3:
+        options["length"] = r.randint(0, S + 2)
+    if r.random() < 0.5:
+        dtype = r.choice((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
+        options["documents"] = draw_rows(r, B, dtype, lambda: draw_ids(r, S))
+    if r.random() < 0.25:
+        kept = r.choice((0.3, 0.8, 1.0))
+        options["key_padding"] = draw_rows(r, B, torch.bool, lambda: [r.random() < kept for _ in range(S)])
+    return options
+
+
+def draw_rows(r: Random, B: int, dtype: torch.dtype, row: Callable[[], list[Any]]) -> Tensor:
+    """A tensor [S], [1, S] or [B, S] of drawn rows; what is printed of an empty one makes it again if it is [S]."""
+    first, num_rows = row(), r.choice((None, 1, B))
+    if num_rows is None or not first:
+        return torch.tensor(first, dtype=dtype)
+    return torch.tensor([first, *(row() for _ in range(num_rows - 1))], dtype=dtype)
+
+
+def draw_ids(r: Random, S: int) -> list[int]:
+    """Ids of S tokens: documents one after another, few or many, some that come back, or ids in any order."""
+    kind = r.choice(("few", "many", "returning", "scattered"))
+    if kind == "scattered":
+        return [r.randint(0, 3) for _ in range(S)]
+    ids: list[int] = []
+    names = r.sample(range(100), 100)
+    while len(ids) < S:
+        ids += [r.randint(0, 2) if kind == "returning" else names.pop()] * r.randint(1, 3 if kind == "many" else 30)
+    return ids[:S]
+
+
+def draw_scores(r: Random, B: int, H: int, S: int, by_rows: bool = True) -> dict[str, Any]:
+    """Options of the scores, tensors by their shapes; ``by_rows``: those too that have a number for each pair."""
+    if r.random() < 0.4:
+        return {}
+    drawn: dict[str, Any] = {}
+    for name, value in (
+        ("softcap", round(r.uniform(0.3, 3.0), 3)),
+        ("sinks", (H,)),
+        ("alibi_slopes", (H,)),
+        ("relative_bias", (H, 2 * r.choice((0, 1, 3, S + 1)) + 1)),
+        *([("bias", (r.choice((1, B)), r.choice((1, H)), r.choice((1, S)), S))] if by_rows else []),
+    ):
+        if r.random() < 0.3:
+            drawn[name] = value
+    if by_rows and r.random() < 0.25:
+        drawn["dropout_p"] = r.choice((0.1, 0.5, 0.9))
+        seed, offset = r.randrange(2**63), r.randrange(2**32)
+        drawn["dropout_seed"] = r.choice((seed, torch.tensor(seed), torch.tensor([seed]), torch.tensor([seed, offset])))
+    return drawn
+
+
+def draw_options(r: Random, lengths_are_equal: bool) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "transport": "symmetric_memory" if r.random() < 0.01 else r.choice(("auto", "functional")),
+        "deterministic": r.choice((None, False, True)),
+    }
+    return options | ({"seq_len": None} if lengths_are_equal and r.random() < 0.3 else {})
+
+
+def lengths_are_equal(layout: str | list[int] | Layout, S: int, cp: int) -> bool:
+    made = Case(layout, {}, S).make_layout()
+    return len({made.shard_len(S, cp, rank) for rank in range(cp)}) == 1
+
+
+# --- few queries
+
+
+@dataclass(frozen=True)
+class Filling:
+    """A cache that takes a prompt and then steps of tokens, whose queries attend to all that came; or `decode` itself.
+
+    Attributes:
+        size: number of ranks.
+        layout: who holds which tokens of the prompt.
+        prompt: tokens that are prefilled.
+        steps: numbers of tokens that are appended together.
+        mask, scores: as in `Case`, without tensors that have a number for each token.
+        heads, sizes: as in `Case`.
+        capacity: more tokens than come for which there is room; None: there is no bound.
+        pad: whether the prompt is padded to equal shards.
+        q_lens: not a cache: how many of the last tokens each rank asks for in one call of `decode`; None: a cache.
+        more: of such a call, rows behind the keys that `num_keys` leaves out.
+    """
+
+    size: int
+    layout: str | Layout
+    prompt: int
+    steps: tuple[int, ...] = (1,)
+    mask: dict[str, Any] = field(default_factory=dict)
+    scores: dict[str, Any] = field(default_factory=dict)
+    heads: tuple[int, int] = (2, 1)
+    sizes: tuple[int, int, int] = (1, 4, 4)
+    kernel: str = "auto"
+    scale: float | None = None
+    capacity: int | None = None
+    pad: bool = True
+    q_lens: tuple[int, ...] | None = None
+    more: int = 0
+
+    @property
+    def reason(self) -> str | None:
+        if {"documents", "key_padding"} & set(self.mask):
+            return "decoding has no mask with tensors"
+        if self.kernel == "cpu_flash":
+            return "what cpu_flash has not"
+        return None
+
+    def run(self, rank: int) -> list[str]:
+        with mock.patch.dict(LAYOUTS, OWN):
+            return self._decoded(rank) if self.q_lens else self._cached()
+
+    def _whole(self) -> tuple[Tensor, ...]:
+        B, D, E = self.sizes
+        return make_qkv(B, *self.heads, self.prompt + sum(self.steps), D, E)[:3]
+
+    def _want(self, num_rows: int, end: int) -> tuple[Tensor, Tensor]:
+        """out and lse of the last rows of the first tokens."""
+        B, H = self.sizes[0], self.heads[0]
+        given = dense_scores(make_scores(self.scores, B, H, self.prompt), B, H, self.prompt)
+        q, k, v = (x[:, :, :end] for x in self._whole())
+        out, lse = dense_attention(q, k, v, pairs_of(self.mask, end), self.scale, **given)
+        return out[:, :, end - num_rows :], lse[:, :, end - num_rows :]
+
+    def _options(self) -> dict[str, Any]:
+        given = make_scores(self.scores, self.sizes[0], self.heads[0], self.prompt)
+        return given | {"mask": Mask(**self.mask), "kernel": self.kernel, "scale": self.scale, "return_lse": True}
+
+    def _sequence(self) -> ShardedSequence:
+        layout = Case(self.layout, {}, self.prompt).make_layout()
+        return ShardedSequence(mesh((self.size,), ("cp",)), layout, self.prompt or None, self.pad)
+
+    def _cached(self) -> list[str]:
+        q, k, v = self._whole()
+        sequence, end, problems = self._sequence(), self.prompt, []
+        total = end + sum(self.steps)
+        cache = ShardedCache(sequence, None if self.capacity is None else total + self.capacity)
+        if end:
+            cache.prefill(*(sequence.shard(x[:, :, :end], dim=2) for x in (k, v)))
+        for i, num_new in enumerate(self.steps):
+            begin, end = end, end + num_new
+            cache.append(k[:, :, begin:end], v[:, :, begin:end])
+            num_rows = num_new if i % 3 < 2 else 1  # all that came, or the last token alone
+            got = cache.attend(q[:, :, end - num_rows : end], **self._options())
+            problems += differences(("out", "lse"), got, self._want(num_rows, end), f" after {end} tokens")
+        return problems
+
+    def _decoded(self, rank: int) -> list[str]:
+        assert self.q_lens is not None
+        (q, k, v), S, num_rows = self._whole(), self.prompt + sum(self.steps), sum(self.q_lens)
+        layout = Case(self.layout, {}, S).make_layout()
+        rows = layout.positions(S, self.size, rank)
+        alike, begin = len(self.q_lens) == 1, S - num_rows
+        first = begin + (0 if alike else sum(self.q_lens[:rank]))
+        mine = torch.arange(first, first + (num_rows if alike else self.q_lens[rank]))
+        given: dict[str, Any] = {} if alike else {"q_lens": list(self.q_lens)}
+        if self.more:
+            given["num_keys"] = torch.tensor([len(rows)])
+            rows = torch.cat([rows, torch.arange(self.more) % S])
+        got = decode(
+            q[:, :, mine], k[:, :, rows], v[:, :, rows], mesh=mesh((self.size,), ("cp",)), q_positions=mine,
+            k_positions=rows, **given, **self._options(),
+        )  # fmt: skip
+        return differences(("out", "lse"), got, [x[:, :, mine - begin] for x in self._want(num_rows, S)])
+
+
+def differences(names: Sequence[str], got: Sequence[Tensor], want: Sequence[Tensor], where: str = "") -> list[str]:
+    found = zip(names, got, want, strict=True)
+    return [f"{name}{where} is off by {gap(x, y):.1e}" for name, x, y in found if not gap(x, y) <= TOLERANCE]
+
+
+def draw_filling(r: Random, size: int) -> Filling:
+    """A cache, or one call, on so many ranks."""
+    H = (K := r.randint(1, 3)) * r.randint(1, 3)
+    prompt = r.choice((0, 1, r.randint(2, 40)))
+    B, D, E = r.randint(1, 3), r.randint(1, 8), r.randint(1, 8)
+    by_call = r.random() < 0.4
+    steps = (r.randint(1, 6),) if by_call else tuple(r.randint(1, 4) for _ in range(r.randint(1, 6)))
+    S = prompt + sum(steps)
+    mask = {name: x for name, x in draw_mask(r, 1, S).items() if name not in ("documents", "key_padding")}
+    pad = r.random() < 0.5
+    layout = draw_layout(r, r.choice(("contiguous", "zigzag", "striped", "own")), mask, prompt, size)
+    lens = (sum(steps),) if r.random() < 0.4 else tuple(r.randint(0, 3) for _ in range(size))
+    lens = lens if 0 < sum(lens) <= S else (1,)
+    return Filling(
+        size, layout, prompt, steps, mask, draw_scores(r, B, H, S, by_rows=False), (H, K),
+        (B, D, r.choice((D, E))), r.choice(("auto", "reference")), r.choice((None, 0.3)),
+        None if r.random() < 0.4 else r.randint(0, 9), pad, lens if by_call else None, r.choice((0, 0, 1, 3)),
+    )  # fmt: skip
+
+
+# --- data, attention, loss
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Whole tensors through `ShardedSequence.shard`, attention, `unshard` or `gather`, and `cross_entropy`.
+
+    Attributes:
+        shape, names: of the mesh; rows of a batch differ along the axis "dp".
+        layout: "balanced": for the mask, by `ShardedSequence.balanced`.
+        S: tokens without padding.
+        mask: as in `Case`, of the tokens without padding.
+        heads, sizes: as in `Case`.
+        pad: whether shards are padded to equal lengths.
+        named: whether the length is told; it must be where it is no multiple.
+        vocab: of the logits.
+        valid: the share of labels that count.
+        gathered: whether every rank has the loss of all, by `gather`; else `unshard`.
+    """
+
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+    layout: str | list[int] | Layout
+    S: int
+    mask: dict[str, Any] = field(default_factory=dict)
+    heads: tuple[int, int] = (2, 1)
+    sizes: tuple[int, int, int] = (1, 4, 4)
+    pad: bool = True
+    named: bool = True
+    vocab: int = 5
+    valid: float = 1.0
+    gathered: bool = False
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def reason(self) -> str | None:
+        cp = self.shape[self.names.index("cp")]
+        layout = Contiguous() if self.layout == "balanced" else Case(self.layout, {}, self.S).make_layout()
+        if not self.named and self.S % layout.multiple(cp):
+            return "a length that is no multiple and is not told"
+        if self.layout == "balanced" and not self.named and "documents" not in self.mask:
+            return "balancing without a length"
+        if isinstance(self.layout, list) and self.pad and self.S % cp:
+            return "a permutation of a shorter sequence than the padded one"
+        return None
+
+    def run(self, rank: int) -> list[str]:
+        with mock.patch.dict(LAYOUTS, OWN):
+            return self._run()
+
+    def _run(self) -> list[str]:
+        grid, (B, D, E), S = mesh(self.shape, self.names), self.sizes, self.S
+        axis, seed = grid["cp"], dict(zip(self.names, grid.get_coordinate(), strict=True)).get("dp", 0)
+        mask = Mask(**self.mask)
+        layout = Contiguous() if self.layout == "balanced" else Case(self.layout, {}, S).make_layout()
+        sequence = ShardedSequence(axis, layout, S if self.named else None, self.pad)
+        sequence = sequence.balanced(mask) if self.layout == "balanced" else sequence
+        *inputs, dout = make_qkv(B, *self.heads, S, D, E, seed=seed)
+        of_whole = [x.requires_grad_() for x in inputs]
+        rows = [sequence.shard(x, dim=2) for x in of_whole]
+        seq_len = sequence.seq_len or S
+        out = attention(
+            *rows, mesh=axis, seq_len=seq_len, layout=sequence.layout, mask=sequence.mask(mask), method="ring"
+        )
+        again = (sequence.gather if self.gathered else sequence.unshard)(out, dim=2)
+        shares = 1.0 if self.gathered else torch.arange(1.0, axis.size() + 1)[axis.get_local_rank()].item()
+        found = torch.autograd.grad((again * dout * shares).sum(), of_whole)
+        grads = [x.contiguous() for x in found]  # those of padded tensors are views
+        total = 1.0 if self.gathered else axis.size() * (axis.size() + 1) / 2
+        for x in grads:
+            dist.all_reduce(x, group=axis.get_group())
+        dense = [x.detach().clone().requires_grad_() for x in inputs]
+        want, _ = dense_attention(*dense, pairs_of(self.mask, S))
+        want_grads = torch.autograd.grad((want * dout).sum() * total, dense)
+        problems = differences(("unsharded out", "dq", "dk", "dv"), (again, *grads), (want, *want_grads))
+        positions = torch.arange(S, dtype=torch.float64)
+        problems += differences(
+            ("positions",), (sequence.unshard(sequence.shard(positions, dim=0), dim=0),), (positions,)
+        )
+        held = sequence.positions(S)
+        problems += [] if len(held) == out.shape[2] else [f"{len(held)} positions of {out.shape[2]} rows"]
+        return problems + self._loss(grid, axis, sequence, seed)
+
+    def _loss(self, grid: Any, axis: Any, sequence: ShardedSequence, seed: int) -> list[str]:
+        generator = torch.Generator().manual_seed(99)  # of all dp ranks, as the mean is over all
+        dp, B, S = self.size // axis.size(), self.sizes[0], self.S
+        logits = torch.randn(dp, B, S, self.vocab, generator=generator, dtype=torch.float64) * 3
+        labels = torch.randint(0, self.vocab, (dp, B, S), generator=generator)
+        labels[torch.rand(dp, B, S, generator=generator) >= self.valid] = -100
+        whole = logits.clone().requires_grad_()
+        count = (labels != -100).sum().clamp(min=1)
+        want = F.cross_entropy(whole.flatten(0, -2), labels.flatten(), reduction="sum") / count
+        (want_grad,) = torch.autograd.grad(want, whole)
+        own = logits[seed].clone().requires_grad_()
+        share = cross_entropy(sequence.shard(own), sequence.shard({"labels": labels[seed]})["labels"], grid)
+        grad = torch.autograd.grad(share, own)[0].contiguous()
+        loss = share.detach().clone()
+        dist.all_reduce(loss)
+        dist.all_reduce(grad, group=axis.get_group())
+        return differences(("loss", "dlogits"), (loss, grad), (want, want_grad[seed]))
+
+
+def draw_batch(r: Random, size: int) -> Batch:
+    """A batch on so many ranks."""
+    shape, names = ((2, size // 2), ("dp", "cp")) if size % 2 == 0 and r.random() < 0.3 else ((size,), ("cp",))
+    cp, S, B = shape[-1], r.randint(1, 40), r.randint(1, 3)
+    mask = draw_mask(r, B, S)
+    kind = r.choice(("contiguous", "zigzag", "striped", "own", "balanced", "permuted"))
+    pad = r.random() < 0.6 and kind != "permuted"
+    if kind == "balanced":
+        mask.pop("key_padding", None)
+    layout = kind if kind == "balanced" else draw_layout(r, kind, mask, S, cp)
+    multiple = 1 if kind == "balanced" else Case(layout, {}, S).make_layout().multiple(cp)
+    K = r.randint(1, 2)
+    named = r.random() < 0.8 or S % max(multiple, cp) > 0
+    return Batch(
+        shape, names, layout, S, mask, (K * r.randint(1, 2), K), (B, r.randint(1, 6), r.randint(1, 6)), pad, named,
+        r.choice((2, 5, 17)), r.choice((0.0, 0.5, 0.5, 1.0)), r.random() < 0.5,
+    )  # fmt: skip
+
+
+# --- any of them
+
+Use = Trial | Filling | Batch
+
+
+def draw(seed: str, size: int) -> Use:
+    """What a seed stands for, on so many ranks."""
+    r = Random(seed)
+    return r.choices((draw_trial, draw_filling, draw_batch), (8, 1, 1))[0](r, size)
+
+
+def line(x: Any) -> str:
+    """One line of Python that makes it again, without what is as by default."""
+    if isinstance(x, Trial | Filling | Batch | Case):
+        given = ((field, getattr(x, field.name)) for field in fields(x))
+        told = [f"{field.name}={line(value)}" for field, value in given if not is_default(field, value)]
+        return f"{type(x).__name__}({', '.join(told)})"
+    if isinstance(x, dict):
+        return "{" + ", ".join(f"{name!r}: {line(value)}" for name, value in x.items()) + "}"
+    return " ".join(repr(x).split())
+
+
+def is_default(field: Any, value: Any) -> bool:
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    return default is not MISSING and line(value) == line(default)
+
+
+def read(text: str) -> Use:
+    """The inverse of `line`."""
+    names = {x.__name__: x for x in (Trial, Filling, Batch, Case, Backwards, Dealt, Balanced, Permuted)}
+    names |= {x.__name__: x for x in (Contiguous, Striped, ZigZag)}
+    return eval(text, names | {"tensor": _tensor, "torch": torch})
+
+
+def _tensor(values: Any, size: tuple[int, ...] | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """Of what is printed of a tensor, an empty one's size included."""
+    made = torch.tensor(values, dtype=dtype)
+    return made if size is None else made.view(size)
