@@ -127,8 +127,18 @@ def pairs(name: str, B: int, S: int) -> Tensor:
     return dense_mask(S, **MASKS[name](B, S))
 
 
+def mask_of(options: dict[str, Any]) -> Mask:
+    """The mask of these options; of cumulative lengths "cu_seqlens" by `Mask.from_cu_seqlens`."""
+    others = {name: x for name, x in options.items() if name != "cu_seqlens"}
+    return Mask(**others) if others == options else Mask.from_cu_seqlens(options["cu_seqlens"], **others)
+
+
 def pairs_of(options: dict[str, Any], S: int) -> Tensor:
     """What a mask of these options must allow; documents and key padding may differ in being shared by the batch."""
+    if "cu_seqlens" in options:
+        lens = options["cu_seqlens"].diff().tolist()
+        options = {name: x for name, x in options.items() if name != "cu_seqlens"}
+        options["documents"] = torch.tensor([i for i, length in enumerate(lens) for _ in range(length)])
     tensors = {name: torch.atleast_2d(x) for name, x in options.items() if isinstance(x, Tensor)}
     B = max((len(x) for x in tensors.values()), default=1)
     return dense_mask(S, **options | {name: x.expand(B, S) for name, x in tensors.items()})

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from cases import LAYOUTS, gap, make_mask, make_scores, pairs, pairs_of
+from cases import LAYOUTS, gap, make_mask, make_scores, mask_of, pairs, pairs_of
 from dense import dense_attention, dense_dropout, make_qkv
 from ranks import mesh
 from recording import recording
@@ -312,7 +312,7 @@ class Case:
         return LAYOUTS[self.layout](self.S) if isinstance(self.layout, str) else Permuted(self.layout)
 
     def make_mask(self) -> Mask:
-        return make_mask(self.mask, self.dims[0], self.S) if isinstance(self.mask, str) else Mask(**self.mask)
+        return make_mask(self.mask, self.dims[0], self.S) if isinstance(self.mask, str) else mask_of(self.mask)
 
     def make_scores(self) -> dict[str, Any]:
         return make_scores(self.scores, self.dims[0], self.heads[0], self.S)

@@ -19,14 +19,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from cases import gap, make_scores, pairs_of
+from cases import gap, make_scores, mask_of, pairs_of
 from checks import TOLERANCE, WAYS, Case, dense_scores, largest_degree, parity_on_ranks, serves
 from dense import dense_attention, make_qkv
 from ranks import mesh
 from test_parity import dtensors
 from torch import Tensor
 
-from cp_mesh import Mask, Permuted, ShardedCache, ShardedSequence, attention, balance, cross_entropy, decode
+from cp_mesh import Permuted, ShardedCache, ShardedSequence, attention, balance, cross_entropy, decode
 from cp_mesh.layouts import LAYOUTS, Balanced, Contiguous, Index, Layout, Run, Striped, ZigZag, chunk_bounds
 from cp_mesh.methods import METHODS
 
@@ -141,6 +141,8 @@ class Trial:
         """The same of a shorter sequence."""
         case = self.case
         mask = {name: x[..., :S] if isinstance(x, Tensor) else x for name, x in case.mask.items()}
+        if "cu_seqlens" in mask:
+            mask["cu_seqlens"] = case.mask["cu_seqlens"].clamp(max=S)
         scores = dict(case.scores)
         if "bias" in scores:
             B, H, rows, _ = scores["bias"]
@@ -226,7 +228,7 @@ def draw_trial(r: Random, size: int) -> Trial:
         options=draw_options(r, placed is None and lengths_are_equal(layout, S, cp)) | degrees,
         dtype=dtype or torch.float64,
         frozen=frozen,
-        way=draw_way(r, placed is None),
+        way=draw_way(r, placed is None, dtype is None),
     )
     chunks = [n for n in (None, None, 1, 2, 3) if not strict or Trial(replace(case, head_chunks=n), shape, names,
               placed, told="axes" if two_axes else "axis").reason is None]  # fmt: skip
@@ -259,11 +261,13 @@ def draw_degrees(r: Random, method: str, cp: int, heads: int, two_axes: bool, st
     return {"ulysses_degree" if method == "hybrid" else "inner_ring_size": r.choice(fits if strict else range(1, 5))}
 
 
-def draw_way(r: Random, is_local: bool) -> str:
+def draw_way(r: Random, is_local: bool, is_double: bool) -> str:
     if r.random() < 0.8:
         return "eager"
-    ways = [name for name in WAYS if name not in ("eager", "compiled")]
-    return "compiled" if is_local and r.random() < 0.02 else r.choice(ways)
+    ways = [name for name in WAYS if name != "eager"]
+    way = r.choice(ways) if r.random() < 0.1 else r.choice(ways[:-1])  # compiled calls take seconds
+    runs = (is_local or way != "compiled") and (is_double or way != "autocast")  # which casts others
+    return way if runs else "eager"
 
 
 def draw_kernel(r: Random, case: Case) -> str:
@@ -276,7 +280,7 @@ def draw_layout(r: Random, kind: str, mask: dict[str, Any], S: int, cp: int) -> 
     if kind == "permuted":
         return r.sample(range(S), S)
     if kind == "balanced":
-        return balance(Mask(**{name: x for name, x in mask.items() if name != "key_padding"}), S, cp)
+        return balance(mask_of({name: x for name, x in mask.items() if name != "key_padding"}), S, cp)
     if kind == "runs":
         return draw_runs(r, S, r.choice((2, 4, 20)))
     if kind == "own":
@@ -304,6 +308,9 @@ def draw_mask(r: Random, B: int, S: int) -> dict[str, Any]:
         return options
     if r.random() < 0.35:
         options["window"] = bound(), bound()
+    if S and r.random() < 0.1:
+        edges = sorted(r.randint(0, S) for _ in range(r.randint(0, 6)))
+        return options | {"cu_seqlens": torch.tensor([0, *edges, S], dtype=r.choice((torch.int64, torch.int32)))}
     if options["causal"] and r.random() < 0.3:
         options["prefix"] = r.randint(0, S + 2)
     if r.random() < 0.3:
@@ -408,10 +415,6 @@ class Filling:
 
     @property
     def reason(self) -> str | None:
-        if {"documents", "key_padding"} & set(self.mask):
-            return "decoding has no mask with tensors"
-        if self.kernel == "cpu_flash":
-            return "what cpu_flash has not"
         return None
 
     def run(self, rank: int) -> list[str]:
@@ -432,7 +435,7 @@ class Filling:
 
     def _options(self) -> dict[str, Any]:
         given = make_scores(self.scores, self.sizes[0], self.heads[0], self.prompt)
-        return given | {"mask": Mask(**self.mask), "kernel": self.kernel, "scale": self.scale, "return_lse": True}
+        return given | {"mask": mask_of(self.mask), "kernel": self.kernel, "scale": self.scale, "return_lse": True}
 
     def _sequence(self) -> ShardedSequence:
         layout = Case(self.layout, {}, self.prompt).make_layout()
@@ -477,6 +480,10 @@ def differences(names: Sequence[str], got: Sequence[Tensor], want: Sequence[Tens
     return [f"{name}{where} is off by {gap(x, y):.1e}" for name, x, y in found if not gap(x, y) <= TOLERANCE]
 
 
+BY_NUMBERS = ("causal", "window", "prefix", "length")
+"""Options of masks without tensors: those of decoding."""
+
+
 def draw_filling(r: Random, size: int) -> Filling:
     """A cache, or one call, on so many ranks."""
     H = (K := r.randint(1, 3)) * r.randint(1, 3)
@@ -485,7 +492,7 @@ def draw_filling(r: Random, size: int) -> Filling:
     by_call = r.random() < 0.4
     steps = (r.randint(1, 6),) if by_call else tuple(r.randint(1, 4) for _ in range(r.randint(1, 6)))
     S = prompt + sum(steps)
-    mask = {name: x for name, x in draw_mask(r, 1, S).items() if name not in ("documents", "key_padding")}
+    mask = {name: x for name, x in draw_mask(r, 1, S).items() if name in BY_NUMBERS}
     pad = r.random() < 0.5
     layout = draw_layout(r, r.choice(("contiguous", "zigzag", "striped", "own")), mask, prompt, size)
     lens = (sum(steps),) if r.random() < 0.4 else tuple(r.randint(0, 3) for _ in range(size))
@@ -540,7 +547,7 @@ class Batch:
         layout = Contiguous() if self.layout == "balanced" else Case(self.layout, {}, self.S).make_layout()
         if not self.named and self.S % layout.multiple(cp):
             return "a length that is no multiple and is not told"
-        if self.layout == "balanced" and not self.named and "documents" not in self.mask:
+        if self.layout == "balanced" and not self.named and not {"documents", "cu_seqlens"} & set(self.mask):
             return "balancing without a length"
         if isinstance(self.layout, list) and self.pad and self.S % cp:
             return "a permutation of a shorter sequence than the padded one"
@@ -553,7 +560,7 @@ class Batch:
     def _run(self) -> list[str]:
         grid, (B, D, E), S = mesh(self.shape, self.names), self.sizes, self.S
         axis, seed = grid["cp"], dict(zip(self.names, grid.get_coordinate(), strict=True)).get("dp", 0)
-        mask = Mask(**self.mask)
+        mask = mask_of(self.mask)
         layout = Contiguous() if self.layout == "balanced" else Case(self.layout, {}, S).make_layout()
         sequence = ShardedSequence(axis, layout, S if self.named else None, self.pad)
         sequence = sequence.balanced(mask) if self.layout == "balanced" else sequence

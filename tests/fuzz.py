@@ -3,7 +3,7 @@
     python tests/fuzz.py --seed 1 --cases 500 --ranks 3       # so many, drawn from this seed, on three ranks
     python tests/fuzz.py --minutes 30                         # as long, on 1 to 4 ranks in turn
     python tests/fuzz.py --case "Trial(case=Case(...), ...)"  # one that was printed, again
-    python tests/fuzz.py --planted 10                         # which planted bugs it finds in 10 seconds each
+    python tests/fuzz.py --planted 50                         # which planted bugs it finds in 50 cases each
 
 drawing.py draws the cases. A case fails if a result or a gradient is off by more than parity tests allow; if it raises
 anything but an error of cp_mesh, or that not on every rank with the same words; if it is refused though the documents
@@ -31,7 +31,7 @@ from cp_mesh import ArgumentError, UnsupportedError
 
 BATCH = 20  # cases in one call of a pool
 SECONDS = 60.0  # for one batch; a case takes a few hundredths of one, compiled ones seconds
-SIMPLER = 150  # tries to make a failing case simpler
+SIMPLER = 300  # tries to make a failing case simpler
 RANKS = (1, 2, 3, 4)
 
 
@@ -181,12 +181,10 @@ class Fuzzer:
 
 
 def simpler(use: Use) -> Iterator[Use]:
-    """Cases that differ in one thing, the larger steps first; not all of them can be run."""
-    if isinstance(use, Trial):
-        for S in (use.case.S // 4, use.case.S // 2, use.case.S - 1):
-            if 0 <= S < use.case.S:
-                yield use.cut(S)
+    """Cases that differ in one thing; not all of them can be run."""
     yield from simpler_parts(use)
+    if isinstance(use, Trial):
+        yield from (use.cut(S) for S in (use.case.S // 4, use.case.S // 2, use.case.S - 1) if 0 <= S < use.case.S)
 
 
 def simpler_parts(x: Any) -> Iterator[Any]:
@@ -231,7 +229,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, help="how long")
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS), help="numbers of ranks, in turn")
     parser.add_argument("--case", help="a line that was printed, to run again")
-    parser.add_argument("--planted", type=float, metavar="SECONDS", help="look for each planted bug as long")
+    parser.add_argument("--planted", type=int, metavar="CASES", help="look for each planted bug in so many cases")
     given = parser.parse_args()
     if given.planted:
         from planted.fuzzing import look

@@ -13,7 +13,7 @@ from typing import Any
 import fuzz
 import pytest
 import torch
-from cases import pairs_of
+from cases import mask_of, pairs_of
 from checks import GQA, MHA, WAYS, Case, coverage, report
 from drawing import (
     Batch,
@@ -31,7 +31,6 @@ from fuzz import Fuzzer, Outcome, Verdict, judge
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_mesh import Mask
 from cp_mesh.layouts import Layout
 from cp_mesh.methods import METHODS
 
@@ -71,7 +70,7 @@ def test_cases_are_served_and_of_all_kinds():
     drawn += Counter(use.case.dtype for use in trials) + Counter(type(use.case.layout).__name__ for use in trials)
     wanted = [*WAYS, *METHODS, "axis", "group", "axes", "reference", "cpu_flash", ("cp",), ("dp", "cp"), ("cp", "tp")]
     wanted += [("cp_ring", "cp_ulysses"), "Balanced", "Backwards", "Dealt", "list", "q", "k", "v", "dropout_p", "bias"]
-    wanted += [torch.float32, torch.bfloat16, "window", "documents", "key_padding", "prefix", "length", "alibi_slopes"]
+    wanted += [torch.float32, torch.bfloat16, "window", "documents", "key_padding", "prefix", "length", "cu_seqlens"]
     assert not [name for name in wanted if drawn[name] < 2], drawn
 
 
@@ -163,7 +162,7 @@ def draw_schedules(r: Random, few: bool) -> tuple[int, str | list[int] | Layout,
 
 def covered(r: Random, few: bool) -> None:
     cp, layout, mask, S, segments = draw_schedules(r, few)
-    found = coverage(Case(layout, mask, S).make_layout(), Mask(**mask), pairs_of(mask, S), cp, segments)
+    found = coverage(Case(layout, mask, S).make_layout(), mask_of(mask), pairs_of(mask, S), cp, segments)
     report([[f"cp={cp}, layout={layout!r}, {mask}, S={S}: {problem}" for problem in found]])
 
 
