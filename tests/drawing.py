@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import cache
 from itertools import pairwise
 from random import Random
 from typing import Any
@@ -22,11 +23,15 @@ import torch.nn.functional as F
 from cases import gap, make_scores, mask_of, pairs_of
 from checks import TOLERANCE, WAYS, Case, dense_scores, largest_degree, parity_on_ranks, serves
 from dense import dense_attention, make_qkv
+from interpreted import INTERPRETED, patch_once_a_launch
 from ranks import mesh
 from test_parity import dtensors
 from torch import Tensor
 
 from cp_mesh import Permuted, ShardedCache, ShardedSequence, attention, balance, cross_entropy, decode
+from cp_mesh.kernels import KERNELS
+from cp_mesh.kernels.contract import Kernel
+from cp_mesh.kernels.triton_attention import TRITON, Blocks, Config, triton_kernel
 from cp_mesh.layouts import LAYOUTS, Balanced, Contiguous, Index, Layout, Run, Striped, ZigZag, chunk_bounds
 from cp_mesh.methods import METHODS
 
@@ -102,7 +107,8 @@ class Trial:
         return math.prod(n for name, n in zip(self.names, self.shape, strict=True) if name[:2] == "cp")
 
     def run(self, rank: int) -> list[str]:
-        with mock.patch.dict(LAYOUTS, OWN):
+        kernels = {TRITON.name: triton_on_cpus()} if INTERPRETED else {}
+        with mock.patch.dict(LAYOUTS, OWN), mock.patch.dict(KERNELS, kernels):
             if self.placed is None:
                 return parity_on_ranks(rank, self.shape, self.names, [self.case], self.recorded, self.told)
             return dtensors(rank, self.shape, self.names, self.placed, [self.case], self.turn)
@@ -114,7 +120,7 @@ class Trial:
             return f"a wrong {spoilt[0]}"
         if "dropout_p" in scores and "dropout_seed" not in scores:
             return "dropout without a seed"
-        if case.kernel not in ("auto", "reference", "cpu_flash"):
+        if case.kernel not in ("auto", "reference", "cpu_flash", *([TRITON.name] if INTERPRETED else [])):
             return "a kernel of GPUs"
         if options.get("transport") == "symmetric_memory":
             return "symmetric memory on CPUs"
@@ -633,9 +639,30 @@ def draw_batch(r: Random, size: int) -> Batch:
 Use = Trial | Filling | Batch
 
 
+@cache
+def triton_on_cpus() -> Kernel:
+    """The Triton kernel where Triton's interpreter runs it, in small blocks."""
+    patch_once_a_launch()
+    kernel = triton_kernel(Config(Blocks(16, 32), Blocks(32, 16), Blocks(16, 16)))
+    served = replace(kernel.capability, devices=("cpu",), compute_capability=(0, 0))
+    return replace(kernel, capability=served)
+
+
+def in_triton(use: Trial) -> Trial:
+    """The same of the Triton kernel and few tokens; DTensors stay as they are."""
+    if use.placed is not None or use.reason is not None or use.case.way == "compiled":
+        return use
+    case = use.cut(min(use.case.S, 20)).case
+    options = {name: x for name, x in case.options.items() if name != "seq_len"}
+    case = replace(case, kernel=TRITON.name, dtype=torch.float32, options=options, way="eager")
+    return replace(use, case=case)
+
+
 def draw(seed: str, size: int) -> Use:
-    """What a seed stands for, on so many ranks."""
+    """What a seed stands for, on so many ranks; in Triton's interpreter calls of its kernel."""
     r = Random(seed)
+    if INTERPRETED:
+        return in_triton(draw_trial(r, size))
     return r.choices((draw_trial, draw_filling, draw_batch), (8, 1, 1))[0](r, size)
 
 

@@ -4,6 +4,7 @@
     python tests/fuzz.py --minutes 30                         # as long, on 1 to 4 ranks in turn
     python tests/fuzz.py --case "Trial(case=Case(...), ...)"  # one that was printed, again
     python tests/fuzz.py --planted 50                         # which planted bugs it finds in 50 cases each
+    TRITON_INTERPRET=1 python tests/fuzz.py --cases 20        # calls of the Triton kernel, in its interpreter
 
 drawing.py draws the cases. A case fails if a result or a gradient is off by more than parity tests allow; if it raises
 anything but an error of cp_mesh, or that not on every rank with the same words; if it is refused though the documents
@@ -25,12 +26,13 @@ from itertools import count
 from typing import Any
 
 from drawing import Trial, Use, draw, is_default, line, read
+from interpreted import INTERPRETED
 from ranks import Pool, RankFailure
 
 from cp_mesh import ArgumentError, UnsupportedError
 
 BATCH = 20  # cases in one call of a pool
-SECONDS = 60.0  # for one batch; a case takes a few hundredths of one, compiled ones seconds
+SECONDS = 600.0 if INTERPRETED else 60.0  # for one batch; most cases take a few hundredths of one
 SIMPLER = 300  # tries to make a failing case simpler
 RANKS = (1, 2, 3, 4)
 

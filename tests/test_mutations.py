@@ -32,6 +32,7 @@ import test_faults
 import test_first_steps
 import test_flash_attn
 import test_flash_attn_4
+import test_fuzz
 import test_gradients
 import test_guard
 import test_hybrid
@@ -170,6 +171,7 @@ def race(pool: Any, **options: Any) -> None:
 
 
 CHECKS: dict[str, Callable[[Any], None]] = {
+    "random uses": lambda pool: report([test_fuzz.failures(pool, 3, 50)]),
     "coverage": lambda pool: report(pool(1).run(every_coverage)),
     "layouts": lambda pool: report(pool(1).run(every_layout)),
     "masks": lambda pool: alone(

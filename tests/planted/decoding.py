@@ -18,7 +18,9 @@ def in_pieces(change: Any) -> Any:
     return lambda merge: with_arguments(merge, pieces=lambda pieces: [(out, change(lse)) for out, lse in pieces])
 
 
-plant("lse of ranks is merged in base 2", "decoding:merge", "decoding")(in_pieces(lambda lse: lse * math.log2(math.e)))
+plant("lse of ranks is merged in base 2", "decoding:merge", "decoding", "random uses")(
+    in_pieces(lambda lse: lse * math.log2(math.e))
+)
 plant("ranks weigh alike, whatever they hold", "decoding:merge", "decoding")(in_pieces(torch.zeros_like))
 plant("the last rank's result is lost", "decoding:merge", "decoding")(
     lambda merge: with_arguments(merge, pieces=lambda pieces: pieces[:-1])

@@ -46,7 +46,7 @@ plant("padding is not hidden", "masks:Mask.allowed", "masks")(
 )
 
 
-@plant("a document starts a token late", "masks:Mask.from_cu_seqlens", "masks")
+@plant("a document starts a token late", "masks:Mask.from_cu_seqlens", "masks", "random uses")
 def _(from_cu_seqlens: Any) -> Any:
     def late(mask: Any) -> Any:
         ids = mask.documents
@@ -158,7 +158,7 @@ def _(inverse: Any) -> Any:
     return lambda self, seq_len, cp_size: self.permutation(seq_len, cp_size)
 
 
-@plant("two ranks hold one stripe", "layouts:Striped.runs", "layouts")
+@plant("two ranks hold one stripe", "layouts:Striped.runs", "layouts", "random uses")
 def _(runs: Any) -> Any:
     return with_arguments(runs, cp_rank=lambda cp_rank: max(0, cp_rank - 1))
 
@@ -242,7 +242,7 @@ plant("inclusive diagonal between stripes of later ranks", "schedule:make_schedu
     moved(lo=-1, where=lambda tile, local: not local)
 )
 plant("window between runs off by one", "schedule:make_schedule", "coverage")(moved(hi=-1))
-plant("the window against keys of other ranks is a key wider", "schedule:make_schedule", "coverage")(
+plant("the window against keys of other ranks is a key wider", "schedule:make_schedule", "coverage", "random uses")(
     moved(hi=1, where=lambda tile, local: not local)
 )
 
@@ -277,7 +277,7 @@ plant("a tile's keys are counted from the start of the buffer", "schedule:make_s
 )
 
 
-@plant("documents of the first row stand for all", "schedule:make_schedule", "coverage")
+@plant("documents of the first row stand for all", "schedule:make_schedule", "coverage", "random uses")
 def _(make_schedule: Any) -> Any:
     def first(mask: Any) -> Any:
         return mask if mask.documents is None else replace(mask, documents=torch.atleast_2d(mask.documents)[:1])
