@@ -32,6 +32,7 @@ def look(seed: int, sizes: Sequence[int], num_cases: int, every: int = 1) -> int
         sys.path.insert(0, f"{folder}/infected")
         # no case on CPUs calls those in Triton
         for mutation in [x for x in MUTATIONS.values() if x.area != "kernels in Triton"][::every]:
+            mutation.find()
             copy = Path(folder) / "infected" / "cp_mesh"
             shutil.copytree(clean, copy)
             infect(copy, mutation)
