@@ -55,7 +55,7 @@ def failures(pool: Any, size: int, num_cases: int) -> list[str]:
 
 @pytest.mark.parametrize("size", [pytest.param(n, marks=[pytest.mark.full] * (n in (5, 7))) for n in SIZES])
 def test_random_uses(pool, full, size):
-    report([failures(pool, size, 50 if full else 6)])
+    report([failures(pool, size, 50 if full else 5)])
 
 
 def test_cases_are_served_and_of_all_kinds():
