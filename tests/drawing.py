@@ -323,7 +323,7 @@ def draw_mask(r: Random, B: int, S: int) -> dict[str, Any]:
         options["length"] = r.randint(0, S + 2)
     if r.random() < 0.5:
         dtype = r.choice((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
-        options["documents"] = draw_rows(r, B, dtype, lambda: draw_ids(r, S))
+        options["documents"] = draw_rows(r, B, dtype, lambda: draw_ids(r, S, 0 if dtype == torch.uint8 else -2))
     if r.random() < 0.25:
         kept = r.choice((0.3, 0.8, 1.0))
         options["key_padding"] = draw_rows(r, B, torch.bool, lambda: [r.random() < kept for _ in range(S)])
@@ -338,15 +338,16 @@ def draw_rows(r: Random, B: int, dtype: torch.dtype, row: Callable[[], list[Any]
     return torch.tensor([first, *(row() for _ in range(num_rows - 1))], dtype=dtype)
 
 
-def draw_ids(r: Random, S: int) -> list[int]:
+def draw_ids(r: Random, S: int, least: int) -> list[int]:
     """Ids of S tokens: documents one after another, few or many, some that come back, or ids in any order."""
     kind = r.choice(("few", "many", "returning", "scattered"))
     if kind == "scattered":
-        return [r.randint(0, 3) for _ in range(S)]
+        return [least + r.randint(0, 3) for _ in range(S)]
     ids: list[int] = []
-    names = r.sample(range(100), 100)
+    names = r.sample(range(least, least + 100), 100)
     while len(ids) < S:
-        ids += [r.randint(0, 2) if kind == "returning" else names.pop()] * r.randint(1, 3 if kind == "many" else 30)
+        name = least + r.randint(0, 2) if kind == "returning" else names.pop()
+        ids += [name] * r.randint(1, 3 if kind == "many" else 30)
     return ids[:S]
 
 
