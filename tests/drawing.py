@@ -157,7 +157,8 @@ class Trial:
         if isinstance(layout, list):
             layout = [i for i in layout if i < S]
         if isinstance(layout, Balanced):
-            layout = Balanced([[b, min(n, S - b)] for b, n in layout.tensor.tolist() if b < S])
+            runs = [[begin, min(num, S - begin)] for begin, num in layout.tensor.tolist() if begin < S]
+            layout = Balanced(torch.tensor(runs, dtype=torch.int64).view(-1, 2))
         return replace(self, case=replace(case, mask=mask, scores=scores, layout=layout, S=S))
 
 

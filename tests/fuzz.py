@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from itertools import count
 from typing import Any
 
-from drawing import Trial, Use, draw, is_default, line, read
+from drawing import Trial, Use, draw, line, read
 from interpreted import INTERPRETED
 from ranks import Pool, RankFailure
 
@@ -196,10 +196,12 @@ def simpler_parts(x: Any) -> Iterator[Any]:
             value, default = getattr(x, of.name), of.default
             if of.name in ("shape", "names", "size", "S"):
                 continue
+            if of.name in ("scores", "heads"):  # a default that is a name, or larger
+                default = {} if of.name == "scores" else value
             if of.name == "layout":
-                parts: Any = [name for name in ("contiguous", "zigzag") if value != name][: 1 + (value != "contiguous")]
+                parts: Any = {"contiguous": (), "zigzag": ("contiguous",)}.get(str(value), ("contiguous", "zigzag"))
             else:
-                parts = [] if is_default(of, value) or repr(default).startswith("<dataclasses") else [default]
+                parts = [] if line(value) == line(default) or repr(default).startswith("<dataclasses") else [default]
                 parts = [*parts, *simpler_parts(value)]
             for part in parts:
                 yield replace(x, **{of.name: part})

@@ -112,6 +112,17 @@ class Alone(Fuzzer):
             yield use, Verdict("is wrong" if fails else "exact")
 
 
+@pytest.mark.parametrize("size", (3, 4))
+def test_every_simpler_case_can_be_told(size):
+    """Also after some steps, in which a part takes its default."""
+    for i in range(10):
+        use = draw(f"0:{i}", size)
+        for _ in range(12):
+            steps = list(fuzz.simpler(use))
+            assert all(line(read(line(x))) == line(x) for x in steps)
+            use = steps[i % len(steps)] if steps else use
+
+
 def test_a_failing_case_is_made_simpler():
     found = (draw(f"0:{i}", 3) for i in range(1000))
     use = next(x for x in found if isinstance(x, Trial) and len(x.case.scores) > 3 and x.case.S > 20 and x.case.mask)
