@@ -676,7 +676,11 @@ def line(x: Any) -> str:
         return f"{type(x).__name__}({', '.join(told)})"
     if isinstance(x, dict):
         return "{" + ", ".join(f"{name!r}: {line(value)}" for name, value in x.items()) + "}"
-    return " ".join(repr(x).split())
+    if isinstance(x, Balanced):
+        return f"Balanced({line(x.tensor)})"
+    if isinstance(x, Tensor):  # not its repr, which is shortened, or rounded, as torch is told
+        return f"tensor({x.tolist()}, size={tuple(x.shape)}, dtype={x.dtype})"
+    return repr(x)
 
 
 def is_default(field: Any, value: Any) -> bool:

@@ -77,7 +77,7 @@ def test_cases_are_served_and_of_all_kinds():
 def test_a_line_makes_the_case_again():
     for i in range(300):
         use = draw(f"0:{i}", 1 + i % 4)
-        assert "\n" not in line(use) and line(read(line(use))) == line(use) and repr(read(line(use))) == repr(use)
+        assert "\n" not in line(use) and line(read(line(use))) == line(use)
 
 
 PLAIN = Trial(Case("zigzag", {}, 12), (2,))
