@@ -558,8 +558,8 @@ def parity_on_ranks(
         partial: list[tuple[str, Tensor, Tensor, float]] = []
         try:
             degree = case.degree(axis.size())
-    recorded = recorded and axis.size() % degree == 0  # else the call is refused
-    with recording(axis, degree) if recorded else nullcontext() as notes:
+            divides = degree is None or axis.size() % degree == 0  # else the call is refused
+            with recording(axis, degree) if recorded and divides else nullcontext() as notes:
                 problems += parity(case, axis, partial, seed, passed)
             for name, part, whole, allowed in partial:
                 dist.all_reduce(part, group=axis.get_group())
