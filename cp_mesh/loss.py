@@ -39,7 +39,12 @@ _FLAG = 1 << 44
 
 
 def cross_entropy(
-    logits: Tensor, labels: Tensor, mesh: DeviceMesh | dist.ProcessGroup, *, ignore_index: int = -100
+    logits: Tensor,
+    labels: Tensor,
+    mesh: DeviceMesh | dist.ProcessGroup,
+    *,
+    ignore_index: int = -100,
+    count: int | Tensor | None = None,
 ) -> Tensor:
     """This rank's share of the mean loss: sum over its valid tokens / number of valid tokens over ``mesh``.
 
@@ -53,6 +58,8 @@ def cross_entropy(
             -100 is to be their ``pad_value`` too where `ShardedSequence.shard` pads them.
         mesh: the ranks that hold distinct tokens, e.g. the flattened dp x cp; any number of axes, or a ProcessGroup.
         ignore_index: the label of tokens that do not count.
+        count: what the sum is divided by, equal on all ranks: the valid tokens of several micro-batches, say. None:
+            those of this call over ``mesh``.
 
     Returns:
         A scalar, float32 (float64 for float64 logits); 0 if no token of the mesh is valid.
@@ -70,19 +77,20 @@ def cross_entropy(
     if logits.shape[:-1] != labels.shape:
         refuse("labels", f"shape {tuple(logits.shape[:-1])}", tuple(labels.shape), "shard both with one sequence")
     groups = groups_of(mesh)
-    count, found = (labels != ignore_index).sum(), None
+    valid, found = (labels != ignore_index).sum(), None
     # not of the rows, of which ranks may have unlike numbers; an evaluation may come first
     kind = "cross_entropy", logits.ndim, logits.shape[-1], ignore_index, logits.requires_grad
     first = not torch.compiler.is_compiling() and _is_first(groups, kind, logits)
     if first and (found := _find_wrong(logits, labels, ignore_index, mesh)) is not None:
-        count = count + _FLAG
+        valid = valid + _FLAG
         leave_word(str(found))
-    for group in groups:
-        summed = _funcol.all_reduce(count, "sum", group.group_name)
-        count = wait_for(summed, "cross_entropy: the number of valid tokens", group.group_name)
-    if first and (wrong := int(count) // _FLAG) > 0:
+    for group in groups if count is None or first else ():
+        summed = _funcol.all_reduce(valid, "sum", group.group_name)
+        valid = wait_for(summed, "cross_entropy: the number of valid tokens", group.group_name)
+    if first and (wrong := int(valid) // _FLAG) > 0:
         raise found or ArgumentError(f"on {wrong} other ranks of the mesh: {read_word()}")
-    share = token_losses(logits.flatten(0, -2), labels.flatten(), ignore_index).sum() / count.clamp(min=1)
+    share = token_losses(logits.flatten(0, -2), labels.flatten(), ignore_index).sum()
+    share = share / (valid.clamp(min=1) if count is None else count)
     if not torch.compiler.is_compiling():
         if WAITING:
             known = (likeness(labels, ignore_index), tokens_given()) if first and from_attention(logits) else ()

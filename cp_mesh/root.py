@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,6 +29,8 @@ from cp_mesh.styles import SUMS, announce, check_layout, claim, layout_of_call
 
 POSITIONS = ("positions", "position_ids", "pos_ids", "input_pos", "cache_position")
 """Names of forward arguments that take positions."""
+OUTPUTS = ("logits", "last_hidden_state", "hidden_states")
+"""Names of entries of an output that hold rows along dim 1."""
 _WATCHED = "_cp_mesh_watched"  # a ShardedModel whose attention was found covered
 
 
@@ -58,6 +60,7 @@ class ShardedModel(ParallelStyle):
             [S] or [B, S] are sharded like tokens. None for models without positions. Rows of padding have positions up
             to ``sequence.seq_len - 1``: a table of learned positions needs as many rows, or ``pad=False``.
         gather_output: gather the output along dim 1, in original order; otherwise it stays sharded, as the loss wants.
+            Of a mapping its logits, last_hidden_state and hidden_states.
             Its gradient is taken for that of a loss that every cp rank computes alike from the whole output, as
             `ShardedSequence.gather` does: of `F.cross_entropy(output, labels)`, or of `cross_entropy` over dp alone.
         watch: refuse self-attention outside of the plan: attention, by any function of PyTorch, in which query and key
@@ -129,7 +132,7 @@ class ShardedModel(ParallelStyle):
             self.compare(named)
             token = ROOT.set(root)
             try:
-                output = self._run_eagerly(root, module, forward, arguments)
+                output = self.run_eagerly(root, module, forward, arguments)
             except Exception as error:
                 announce(self.sequence, error)
                 raise
@@ -145,10 +148,8 @@ class ShardedModel(ParallelStyle):
         with Watch(root.sequence.mesh.get_group().group_name, root.seq_len):
             return forward(**arguments)
 
-    def _run_eagerly(
-        self, root: Root, module: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any]
-    ) -> Any:
-        """The eager forward.
+    def run_eagerly(self, root: Root, module: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        """The eager forward of a root, with its ``arguments`` for this rank's rows.
 
         A watch costs a Python call for every operation, so only the first forward is watched: of a model in training
         and in evaluation, with gradients and without; and the one after a forward that called another number of cores
@@ -239,12 +240,29 @@ class ShardedModel(ParallelStyle):
         names = [*self.inputs, *([self.positions] if self.positions else [])]
         return {name: arguments.get(name) for name in names}
 
-    def gather(self, sequence: ShardedSequence, output: Any) -> Tensor:
-        """The whole output of a forward in original order; ``sequence`` is that forward's."""
+    def gather(self, sequence: ShardedSequence, output: Any) -> Any:
+        """The whole output of a forward in original order; ``sequence`` is that forward's.
+
+        Of a mapping, such as an output of Transformers, the entries named in `OUTPUTS`; scalars stay as they are.
+        """
+        if isinstance(output, Mapping):
+            return type(output)({name: self._gather_entry(sequence, name, x) for name, x in output.items()})  # type: ignore[call-arg]
         if not isinstance(output, Tensor):
             got, hint = type(output).__name__, "gather it yourself, by sequence.gather"
             refuse("ShardedModel.gather_output", "one tensor as output", got, hint)
         return sequence.gather(output, dim=1)
+
+    def _gather_entry(self, sequence: ShardedSequence, name: str, entry: Any) -> Any:
+        if name in OUTPUTS and isinstance(entry, tuple):
+            return tuple(sequence.gather(x) for x in entry)
+        if name in OUTPUTS and isinstance(entry, Tensor):
+            return sequence.gather(entry)
+        if not isinstance(entry, Tensor) or entry.ndim > 0:
+            expected = f"entries of the output named {', '.join(OUTPUTS)}, and scalars"
+            refuse(
+                "gather_output", expected, f"{name}, a {type(entry).__name__}", "leave it out, or gather_output=False"
+            )
+        return entry
 
     def shard_inputs(self, arguments: dict[str, Any]) -> tuple[Root, dict[str, Any]]:
         """The root of one forward, and its arguments by name, with this rank's rows of the inputs and positions."""

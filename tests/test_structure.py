@@ -71,8 +71,9 @@ FLOORS: dict[str, int] = {
     "explaining": 4,
     "warming": 4,
     "calibrating": 4,
-    # the door of the command line
+    # the doors of the command line and of other packages
     "__main__": 5,
+    "integrations": 5,
 }
 """Floors of modules and of subpackages, whose modules may import one another."""
 

@@ -1,0 +1,97 @@
+"""Small models of Transformers with random weights, by family; what their configs say is what the tests are about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers as tf
+
+VOCABULARY = 96
+_BASE = {
+    **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+_MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 10}
+_EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
+_QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_MLA = {
+    **{"num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16},
+    **{"v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1},
+    **{"topk_group": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 24},
+}
+_NO_DROPOUT = dict.fromkeys(("residual_dropout", "embedding_dropout", "attention_dropout"), 0.0)
+
+
+def _of(model: str, config: str, **options: Any) -> Callable[[], tuple[type, Any]]:
+    return lambda: (getattr(tf, model), getattr(tf, config)(**{**_BASE, **options}))
+
+
+def _gpt2() -> tuple[type, Any]:
+    sizes = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return tf.GPT2LMHeadModel, tf.GPT2Config(**sizes, **dropouts, scale_attn_by_inverse_layer_idx=True)
+
+
+FAMILIES: dict[str, Callable[[], tuple[type, Any]]] = {
+    "llama": _of("LlamaForCausalLM", "LlamaConfig"),
+    "qwen2": _of("Qwen2ForCausalLM", "Qwen2Config", use_sliding_window=True, max_window_layers=1, sliding_window=10),
+    "qwen3": _of("Qwen3ForCausalLM", "Qwen3Config", head_dim=16),
+    "qwen3_moe": _of("Qwen3MoeForCausalLM", "Qwen3MoeConfig", head_dim=16, **_QWEN_EXPERTS),
+    "mistral": _of("MistralForCausalLM", "MistralConfig", sliding_window=10),
+    "mixtral": _of("MixtralForCausalLM", "MixtralConfig", sliding_window=10, **_EXPERTS),
+    "gemma2": _of(
+        *("Gemma2ForCausalLM", "Gemma2Config"),
+        **_MIXED,
+        head_dim=16,
+        query_pre_attn_scalar=24,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+    ),
+    "gemma3": _of("Gemma3ForCausalLM", "Gemma3TextConfig", **_MIXED, head_dim=16, query_pre_attn_scalar=24),
+    "gpt_oss": _of("GptOssForCausalLM", "GptOssConfig", **_MIXED, **_EXPERTS, head_dim=16),
+    "phi3": _of("Phi3ForCausalLM", "Phi3Config", sliding_window=12),
+    "deepseek_v3": _of("DeepseekV3ForCausalLM", "DeepseekV3Config", **_MLA),
+    "llama4": _of(
+        *("Llama4ForCausalLM", "Llama4TextConfig"),
+        head_dim=8,
+        attention_chunk_size=7,
+        num_local_experts=2,
+        intermediate_size_mlp=48,
+        interleave_moe_layer_step=2,
+        no_rope_layers=[1, 0],
+    ),
+    "olmo3": _of("Olmo3ForCausalLM", "Olmo3Config", **_MIXED),
+    "cohere2": _of("Cohere2ForCausalLM", "Cohere2Config", **_MIXED),
+    "glm4": _of("Glm4ForCausalLM", "Glm4Config", head_dim=16),
+    "smollm3": _of("SmolLM3ForCausalLM", "SmolLM3Config", no_rope_layers=[1, 0]),
+    "granite": _of("GraniteForCausalLM", "GraniteConfig", attention_multiplier=0.2),
+    "starcoder2": _of("Starcoder2ForCausalLM", "Starcoder2Config", sliding_window=12, **_NO_DROPOUT),
+    "gpt2": _gpt2,
+    "bert": _of("BertForMaskedLM", "BertConfig", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
+    "modernbert": _of(
+        *("ModernBertForMaskedLM", "ModernBertConfig"),
+        local_attention=16,
+        global_attn_every_n_layers=2,
+        **dict.fromkeys(("attention_dropout", "embedding_dropout", "mlp_dropout"), 0.0),
+        cls_token_id=1,
+        sep_token_id=2,
+    ),
+}
+
+
+def build(family: str, implementation: str, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+    """The model of a family in training mode, the same weights in every call; ``options`` are set on its config."""
+    torch.manual_seed(0)
+    made, config = FAMILIES[family]()
+    for name, value in options.items():
+        setattr(config, name, value)
+    config._attn_implementation = implementation
+    config._experts_implementation = "eager"
+    model = made(config).to(dtype).train()
+    with torch.no_grad():  # biases, norms and sinks that begin as zeros or ones must count
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.15 if parameter.ndim > 1 else 0.3))
+    return model
