@@ -8,6 +8,7 @@ the backward sees the same object, and one that is compiled needs no context.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -69,7 +70,7 @@ class Rows:
         sequence: of this batch, with its length.
         mask: of the padded sequence.
         options: keywords of `cp_mesh.attention`.
-        seed: int64 [2], for dropout, another in every step.
+        seed: int64 [1], for dropout, another in every step; layers add their index.
     """
 
     sequence: ShardedSequence
@@ -254,8 +255,9 @@ def _other_mixer(model: PreTrainedModel, text: Any) -> tuple[str, str] | None:
         if path.rpartition(".")[2] == "pooler":
             return f"{path}, a {kind}", "it reads the first row: pass add_pooling_layer=False"
         attending += any("ALL_ATTENTION_FUNCTIONS" in code.co_names for code in _codes(module))
-    if attending < (wanted := text.num_hidden_layers):
-        got = f"{attending} modules in {wanted} layers that call AttentionInterface"
+    wanted = getattr(text, "num_hidden_layers", None)
+    if wanted is None or attending < wanted:
+        got = f"{attending} modules that call AttentionInterface, and num_hidden_layers={wanted}"
         return got, "the others attend by code of their own, or not at all"
     return None
 
@@ -404,8 +406,9 @@ class _Adapter:
             if "num_items_in_batch" in whole and self.has_loss:
                 arguments["num_items_in_batch"] = whole["num_items_in_batch"]
         self.steps += module.training
-        seed = torch.tensor([self.dropout_seed + (self.first << 20), self.steps])
-        return Batch(sequence, documents, padding, counted, self.options, seed.to(positions.device)), arguments
+        told = repr((self.dropout_seed, self.first, self.steps)).encode()
+        seed = torch.tensor([int.from_bytes(hashlib.sha256(told).digest()[:7])], device=positions.device)
+        return Batch(sequence, documents, padding, counted, self.options, seed), arguments
 
     def loss(
         self, logits: Tensor, labels: Tensor, vocab_size: Any = None, num_items_in_batch: Any = None, **kwargs: Any
@@ -555,7 +558,7 @@ def attend(
     if dropout:
         if layer is None:
             refuse(where, "a layer_idx, for the seed of its dropout", None, "set attention_dropout = 0 in the config")
-        seed = attention_mask.seed + F.pad(attention_mask.seed.new_full((1,), layer + 1), (0, 1))
+        seed = attention_mask.seed + layer
     if not torch.compiler.is_compiling() and (batch := BATCH.get()) is not None:
         batch.calls += 1
     sequence = attention_mask.sequence

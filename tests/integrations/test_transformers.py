@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from typing import Any
 
 import pytest
@@ -59,13 +61,15 @@ def summed(x: Tensor) -> Tensor:
     return x
 
 
-def compare(rank: int, family: str, case: str, layout: Any, changes: Any = None, **options: Any) -> dict[str, float]:
+def compare(
+    rank: int, family: str, case: str, layout: Any, changes: Any = None, made: Any = build, **options: Any
+) -> dict[str, float]:
     """How far a parallel model is from the oracle: of logits, loss and the worst gradient."""
     given = batch(case)
-    reference = build(family, oracle.NAME)
+    reference = made(family, oracle.NAME)
     logits, loss = oracle.whole_loss(reference, documents_of(given), **given)
     cp = mesh((dist.get_world_size(),), ("cp",))
-    model = parallelize(build(family, "eager"), cp, layout=layout, **options)
+    model = parallelize(made(family, "eager"), cp, layout=layout, **options)
     if changes is not None:
         changes(model)
     output = model(**given)
@@ -90,3 +94,231 @@ def test_families(pool: Any, family: str, case: str, num_ranks: int) -> None:
         if name != "balanced" or case == "packed":
             for found in pool(num_ranks).run(compare, family, case, layout):
                 assert max(found.values()) < BOUND, (name, found)
+
+
+@pytest.mark.parametrize("case", ["padded", "left padded"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "llama4", "bert"])
+def test_padding(pool: Any, family: str, case: str) -> None:
+    for found in pool(2).run(compare, family, case, ZigZag()):
+        assert max(found.values()) < BOUND, found
+
+
+def checkpointed(model: Any) -> None:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert model.is_gradient_checkpointing
+
+
+def compiled(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+
+
+@pytest.mark.parametrize("changes", [checkpointed, compiled])
+@pytest.mark.parametrize("case", ["plain", "packed"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_checkpointing_and_compile(pool: Any, family: str, case: str, changes: Any) -> None:
+    for found in pool(2).run(compare, family, case, ZigZag(), changes):
+        assert max(found.values()) < BOUND, found
+
+
+def ways_to_say_documents(rank: int, lengths: list[int]) -> list[Tensor]:
+    """Whole logits of one packed row, said in four ways, and of one that is not packed."""
+    cp = mesh((dist.get_world_size(),), ("cp",))
+    model = parallelize(build("gpt2", "eager"), cp, gather_output=True)
+    ids = batch("plain")["input_ids"][:1]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    edges = torch.tensor([0, *lengths]).cumsum(0)
+    documents = (positions == 0).cumsum(-1)
+    calls: list[dict[str, Any]] = [
+        {"position_ids": positions},
+        {"documents": documents},
+        {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": 30, "max_length_k": 30},
+        {"documents": documents, "position_ids": positions},
+        {},
+    ]
+    return [model(input_ids=ids, **call).logits for call in calls]
+
+
+def test_documents_are_said_in_three_ways(pool: Any) -> None:
+    first, *others, plain = pool(2).run(ways_to_say_documents, [7, 23, S - 30])[0]
+    assert first.shape == (1, S, VOCABULARY)
+    assert all(apart(x, first) < BOUND for x in others)
+    assert apart(plain, first) > 0.1
+
+
+def losses(rank: int) -> tuple[dict[str, Tensor], Tensor]:
+    given = batch("plain")
+    cp = mesh((dist.get_world_size(),), ("cp",))
+    model = parallelize(build("llama", "eager"), cp)
+    ids, labels = given["input_ids"], given["labels"]
+    calls: dict[str, dict[str, Any]] = {
+        "mean": {"labels": labels},
+        "count": {"labels": labels, "num_items_in_batch": torch.tensor(10)},
+        "shifted": {"labels": labels, "shift_labels": oracle.shifted(model, labels)},
+        "none": {},
+    }
+    found = {name: model(input_ids=ids, **call).loss for name, call in calls.items()}
+    assert found.pop("none") is None
+    return {name: summed(x) for name, x in found.items()}, oracle.shifted(model, labels)
+
+
+def test_the_loss(pool: Any) -> None:
+    found, rows = pool(2).run(losses)[0]
+    number = (rows != -100).sum()
+    assert torch.isclose(found["mean"] * number, found["count"] * 10, rtol=1e-9)
+    assert torch.isclose(found["mean"], found["shifted"], rtol=1e-9)
+    assert found["mean"] > 1
+
+
+def lengths_that_change(rank: int) -> list[float]:
+    cp = mesh((dist.get_world_size(),), ("cp",))
+    model, reference = parallelize(build("mistral", "eager"), cp), build("mistral", oracle.NAME)
+    found = []
+    for length in (S, 16, 33, S):
+        ids = batch("plain")["input_ids"][:, :length]
+        logits = model(input_ids=ids).logits
+        assert sequence_of(model).length == length
+        found.append(apart(sequence_of(model).unshard(logits), reference(input_ids=ids, use_cache=False).logits))
+    return found
+
+
+def test_lengths_change_from_batch_to_batch(pool: Any) -> None:
+    assert max(pool(2).run(lengths_that_change)[0]) < BOUND
+
+
+def gathered(rank: int) -> list[float]:
+    cp = mesh((dist.get_world_size(),), ("cp",))
+    given, reference = batch("packed"), build("llama", oracle.NAME)
+    whole = reference(**given, output_hidden_states=True, use_cache=False)
+    model = parallelize(build("llama", "eager"), cp, gather_output=True)
+    output = model(**given, output_hidden_states=True)
+    assert len(output.hidden_states) == 3 and type(output) is type(whole)
+    pairs = zip([output.logits, *output.hidden_states], [whole.logits, *whole.hidden_states], strict=True)
+    return [apart(x, y) for x, y in pairs] + [apart(summed(output.loss), whole.loss)]
+
+
+def test_gathered_outputs(pool: Any) -> None:
+    assert max(pool(2).run(gathered)[0]) < BOUND
+
+
+def dropped(rank: int, layout: Any, **options: Any) -> list[Tensor]:
+    """Logits of three forwards in training, and of one in evaluation; dropout is that of the config."""
+    cp = mesh((dist.get_world_size(),), ("cp",))
+    model = parallelize(
+        build("llama", "eager", attention_dropout=0.3), cp, layout=layout, gather_output=True, **options
+    )
+    ids = batch("plain")["input_ids"]
+    found = [model(input_ids=ids).logits for _ in range(3)]
+    return [*found, model.eval()(input_ids=ids).logits]
+
+
+def test_dropout_is_the_same_on_any_ranks(pool: Any) -> None:
+    one = pool(1).run(dropped, ZigZag())[0]
+    for ranks, layout in ((2, ZigZag()), (3, Striped())):
+        assert all(apart(x, y) < BOUND for x, y in zip(pool(ranks).run(dropped, layout)[0], one, strict=True))
+    for i in range(4):
+        assert all(apart(one[i], one[j]) > 1e-2 for j in range(i))
+    other = pool(1).run(dropped, ZigZag(), *())[0]
+    assert apart(other[0], one[0]) == 0
+
+
+def test_dropout_follows_its_seed(pool: Any) -> None:
+    assert apart(*(pool(1).run(seeded, seed)[0] for seed in (0, 1))) > 1e-2
+
+
+def seeded(rank: int, seed: int) -> Tensor:
+    return dropped(rank, ZigZag(), dropout_seed=seed)[0]
+
+
+def dropped_gradients(rank: int, reentrant: bool | None) -> list[Tensor]:
+    cp = mesh((dist.get_world_size(),), ("cp",))
+    model = parallelize(build("llama", "eager", attention_dropout=0.3), cp)
+    if reentrant is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model(**batch("packed")).loss.backward()
+    return [x.grad for x in model.parameters()]
+
+
+def test_recomputed_layers_drop_the_same(pool: Any) -> None:
+    plain = pool(2).run(dropped_gradients, None)
+    for reentrant in (False, True):
+        for found, wanted in zip(pool(2).run(dropped_gradients, reentrant), plain, strict=True):
+            assert all(apart(x, y) < BOUND for x, y in zip(found, wanted, strict=True))
+
+
+def inputs_embeds(rank: int) -> tuple[float, float]:
+    cp = mesh((dist.get_world_size(),), ("cp",))
+    model, reference = parallelize(build("llama", "eager"), cp), build("llama", oracle.NAME)
+    given = batch("packed")
+    ids = given.pop("input_ids")
+    leaves = [reference.model.embed_tokens(ids).detach().requires_grad_() for _ in range(2)]
+    _, loss = oracle.whole_loss(reference, documents_of(given), inputs_embeds=leaves[0], **given)
+    output = model(inputs_embeds=leaves[1], **given)
+    output.loss.backward()
+    return apart(summed(output.loss), loss), apart(summed(leaves[1].grad), leaves[0].grad)
+
+
+def test_inputs_embeds(pool: Any) -> None:
+    assert max(pool(2).run(inputs_embeds)[0]) < BOUND
+
+
+# ---- what is refused
+
+
+def refused_call(rank: int, name: str) -> None:
+    family, call, options, _ = CALLS[name]
+    model = parallelize(build(family, "eager", **options), mesh((dist.get_world_size(),), ("cp",)))
+    call(model, batch("plain"))
+
+
+def _pairs(model: Any, given: Any) -> None:
+    model(**given, attention_mask=torch.ones(B, 1, S, S, dtype=torch.bool))
+
+
+def _with_mask(model: Any, given: Any, **options: Any) -> None:
+    """Call a model that asks for its mask with these options, as models of images do."""
+    scope = sys.modules[type(model).__module__].__dict__
+    kept = scope["create_causal_mask"]
+    scope["create_causal_mask"] = functools.partial(kept, **options)
+    try:
+        model(**given)
+    finally:
+        scope["create_causal_mask"] = kept
+
+
+def _own_mask(model: Any, given: Any) -> None:
+    _with_mask(model, given, or_mask_function=lambda b, h, q, k: k < 4)
+
+
+def _blocks(model: Any, given: Any) -> None:
+    _with_mask(model, given, block_sequence_ids=torch.zeros(B, S, dtype=torch.long))
+
+
+_AUX = {"output_router_logits": True}
+CALLS: dict[str, tuple[str, Any, dict[str, Any], str]] = {
+    "a mask of pairs": ("llama", _pairs, {}, "documents=ids [B, S] can"),
+    "the model's own mask": ("llama", _own_mask, {}, "use_vmap=True"),
+    "blocks of an image": ("llama", _blocks, {}, "or_masks"),
+    "a cache": ("llama", lambda m, x: m(**x, use_cache=True), {}, "pass use_cache=False"),
+    "last logits": ("llama", lambda m, x: m(**x, logits_to_keep=1), {}, "logits_to_keep"),
+    "weights": ("llama", lambda m, x: m(**x, output_attentions=True), {}, "output_attentions"),
+    "tuples": ("llama", lambda m, x: m(**x, return_dict=False), {}, "return_dict=True"),
+    "an unknown argument": ("llama", lambda m, x: m(**x, pixels=torch.ones(1)), {}, "pixels"),
+    "mRoPE": ("llama", lambda m, x: m(**x, position_ids=torch.zeros(3, B, S)), {}, "mRoPE"),
+    "labels of other rows": ("llama", lambda m, x: m(**x | {"labels": x["labels"][:, :9]}), {}, "labels"),
+    "a loss of routers": (
+        "mixtral",
+        lambda m, x: m(**x),
+        {"output_router_logits": True},
+        "output_router_logits = False",
+    ),
+    "a part of the model": ("llama", lambda m, x: m.model(x["input_ids"]), {}, "not a part of it"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_refused_calls(pool: Any, name: str) -> None:
+    words = CALLS[name][-1]
+    for raised in pool(2).run_expecting_error(refused_call, name):
+        assert raised is not None and raised.type in ("UnsupportedError", "ArgumentError"), raised
+        assert words in raised.message, raised.message
