@@ -225,25 +225,37 @@ def check_model(model: nn.Module) -> None:
     if not isinstance(model, PreTrainedModel):
         hint = "of a wrapper pass what it wraps, such as peft_model.base_model.model"
         refuse("parallelize", "a PreTrainedModel", type(model).__name__, hint)
-    config, name = model.config, type(model).__name__
-    text = config.get_text_config()
+    check_config(model.config, type(model).__name__)
     reason = None
-    if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
-        reason = "attention of a decoder to an encoder", "cross-attention is not available"
-    elif found := [x for x in vars(config) if x.endswith(("vision_config", "audio_config", "vq_config"))]:
-        reason = f"{found[0]}: blocks of an image's tokens, and positions of several dims", "use the text model alone"
-    elif "mrope_section" in (getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}):
-        reason = "mrope_section: positions of several dims", "use a text model"
-    elif found := sorted(set(getattr(text, "layer_types", None) or ()) - KINDS):
-        reason = f"layer_types {', '.join(found)}", f"layers of {', '.join(sorted(KINDS))} are available"
-    elif not name.endswith(HEADS):
-        reason = "a head that reads other rows than its own", f"classes named ...{', ...'.join(HEADS)} are available"
-    elif not _names(model) >= {"position_ids"}:
+    if "position_ids" not in _names(model):
         reason = "a forward without position_ids, which counts this rank's rows from 0", "it is not available"
     else:
-        reason = _other_mixer(model, text)
+        reason = _other_mixer(model, model.config.get_text_config())
     if reason is not None:
-        raise UnsupportedError(describe(f"parallelize({name})", "attention alone to mix rows", *reason))
+        _refuse_model(type(model).__name__, *reason)
+
+
+def check_config(config: Any, name: str) -> None:
+    """Refuse what a config says, and the name of the class of a model."""
+    text = config.get_text_config()
+    if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
+        _refuse_model(name, "attention of a decoder to an encoder", "cross-attention is not available")
+    if found := [x for x in vars(config) if x.endswith(("vision_config", "audio_config", "vq_config"))]:
+        got = f"{found[0]}: blocks of an image's tokens, and positions of several dims"
+        _refuse_model(name, got, "use the text model alone")
+    if text is not config:
+        _refuse_model(name, f"a {type(config).__name__}, of more than a text", "use the text model alone")
+    if "mrope_section" in (getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}):
+        _refuse_model(name, "mrope_section: positions of several dims", "use a text model")
+    if found := sorted(set(getattr(text, "layer_types", None) or ()) - KINDS):
+        _refuse_model(name, f"layer_types {', '.join(found)}", f"{', '.join(sorted(KINDS))} are available")
+    if not name.endswith(HEADS):
+        got = "a class whose outputs may not be rows"
+        _refuse_model(name, got, f"classes named ...{', ...'.join(HEADS)} are available")
+
+
+def _refuse_model(name: str, got: str, hint: str) -> NoReturn:
+    refuse(f"parallelize({name})", "attention alone to mix rows", got, hint, UnsupportedError)
 
 
 def _other_mixer(model: PreTrainedModel, text: Any) -> tuple[str, str] | None:
@@ -254,7 +266,7 @@ def _other_mixer(model: PreTrainedModel, text: Any) -> tuple[str, str] | None:
             return f"{path}, a {kind}", "it mixes the rows of a shard"
         if path.rpartition(".")[2] == "pooler":
             return f"{path}, a {kind}", "it reads the first row: pass add_pooling_layer=False"
-        attending += any("ALL_ATTENTION_FUNCTIONS" in code.co_names for code in _codes(module))
+        attending += "ALL_ATTENTION_FUNCTIONS" in _used(module)
     wanted = getattr(text, "num_hidden_layers", None)
     if wanted is None or attending < wanted:
         got = f"{attending} modules that call AttentionInterface, and num_hidden_layers={wanted}"
@@ -262,11 +274,10 @@ def _other_mixer(model: PreTrainedModel, text: Any) -> tuple[str, str] | None:
     return None
 
 
-def _codes(module: nn.Module) -> Iterator[Any]:
-    """The code of a module's forward, as its class wrote it."""
+def _used(module: nn.Module) -> tuple[str, ...]:
+    """Names that a module's forward reads, as its class wrote it."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    if code is not None:
-        yield code
+    return () if code is None else code.co_names
 
 
 def _names(model: nn.Module) -> set[str]:
@@ -302,6 +313,7 @@ class _Adapter:
         self.accepted = _names(model)
         self.causal = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
         self.has_loss = "loss_function" in forward.__code__.co_names
+        self.counted = [type(x).__name__ for x in model.modules() if "create_position_ids_from_input_ids" in _used(x)]
         self.layers = model.config.get_text_config().num_hidden_layers
 
     def __copy__(self) -> _Adapter:
@@ -374,10 +386,13 @@ class _Adapter:
             given.setdefault("position_ids", document_positions(given["documents"]))
         elif "position_ids" in given and "attention_mask" not in given:
             given["documents"] = packed_documents(given["position_ids"])
+        if self.counted and "position_ids" not in given:
+            hint = "pass position_ids of the whole batch, [B, S], as the model would count them"
+            refuse(where, f"position_ids, which {self.counted[0]} counts from tokens", None, hint)
         given.setdefault("position_ids", torch.arange(size[1], device=device)[None])
         return given
 
-    def shard(self, module: nn.Module, whole: dict[str, Any]) -> tuple[Batch, dict[str, Any]]:
+    def shard(self, module: Any, whole: dict[str, Any]) -> tuple[Batch, dict[str, Any]]:
         """The batch, and the model's arguments for this rank's rows."""
         positions, padding, documents = whole["position_ids"], whole.get("attention_mask"), whole.get("documents")
         length = positions.shape[1]
@@ -396,6 +411,7 @@ class _Adapter:
                 # what is named input_ids is compared with labels as the next tokens
                 key = name if self.causal else f"{name} of no next tokens"
                 arguments[name] = sequence.shard({key: whole[name]}, pad_value=0)[key]
+        self.check_lengths(module.config.get_text_config(), sequence, positions)
         arguments["position_ids"] = sequence.shard({"position_ids": positions})["position_ids"]
         if "cache_position" in self.accepted:
             arguments["cache_position"] = sequence.positions(device=positions.device)
@@ -409,6 +425,26 @@ class _Adapter:
         told = repr((self.dropout_seed, self.first, self.steps)).encode()
         seed = torch.tensor([int.from_bytes(hashlib.sha256(told).digest()[:7])], device=positions.device)
         return Batch(sequence, documents, padding, counted, self.options, seed), arguments
+
+    def check_lengths(self, config: Any, sequence: ShardedSequence, positions: Tensor) -> None:
+        """Refuse a length from which on the model would read another one from this rank's rows."""
+        scale = getattr(config, "floor_scale", None) if getattr(config, "attn_temperature_tuning", False) else None
+        if scale and positions.shape[1] >= scale and "cache_position" not in self.accepted:
+            hint = "config.attn_temperature_tuning = False, or shorter batches: layers count the rows of a shard"
+            refuse(
+                "attn_temperature_tuning", f"fewer than {int(scale)} tokens", positions.shape[1], hint, UnsupportedError
+            )
+        for kind, known in _growing_ropes(config):
+            assert sequence.seq_len is not None
+            padded, size = F.pad(positions, (0, sequence.seq_len - positions.shape[1])), sequence.cp_size
+            rows = [sequence.layout.positions(sequence.seq_len, size, rank) for rank in range(size)]
+            longest = [int(padded[:, x.to(padded.device)].max()) + 1 for x in rows]
+            if max(longest) > known and (kind == "dynamic" or min(longest) <= known):
+                hint = "shorter documents; or layout=Striped(), where every rank has late positions"
+                expected = (
+                    f"{known} positions at most, or more on every rank" if kind == "longrope" else f"{known} positions"
+                )
+                refuse(f"rope_type={kind!r}", expected, f"{longest} on the ranks", hint, UnsupportedError)
 
     def loss(
         self, logits: Tensor, labels: Tensor, vocab_size: Any = None, num_items_in_batch: Any = None, **kwargs: Any
@@ -434,6 +470,18 @@ class _Adapter:
             refuse(
                 type(module).__name__, "the loss of the labels alone", "one with other terms", hint, UnsupportedError
             )
+
+
+def _growing_ropes(config: Any) -> Iterator[tuple[str, int]]:
+    """Kinds of rotary embeddings that depend on the largest position, and the one from which on they do."""
+    told = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for rope in (told, *(x for x in told.values() if isinstance(x, dict))):
+        kind = rope.get("rope_type", rope.get("type"))
+        if kind == "dynamic":
+            yield kind, config.max_position_embeddings
+        elif kind == "longrope":
+            known = rope.get("original_max_position_embeddings")
+            yield kind, known or getattr(config, "original_max_position_embeddings", config.max_position_embeddings)
 
 
 _ROUTER = "model.config.output_router_logits"

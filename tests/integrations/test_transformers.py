@@ -26,8 +26,8 @@ B, S = 2, 45
 """Not a multiple of what any layout wants, so every batch is padded."""
 
 
-def batch(case: str) -> dict[str, Tensor]:
-    """A whole batch."""
+def batch(case: str, first: int | None = None) -> dict[str, Tensor]:
+    """A whole batch; ``first``: the position of a document's first token, which is then said in every case."""
     numbers = torch.Generator().manual_seed(1)
     ids = torch.randint(3, VOCABULARY, (B, S), generator=numbers)
     labels = ids.roll(1, 0)  # other tokens: BERT's are not those that it sees
@@ -36,6 +36,9 @@ def batch(case: str) -> dict[str, Tensor]:
     if case == "packed":  # other documents in every row
         rows = [(7, 23, S - 30), (19, S - 20, 1)]
         found["position_ids"] = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
+        found["position_ids"] += first or 0
+    elif first is not None:
+        found["position_ids"] = torch.arange(first, first + S)[None]
     if case in ("padded", "left padded"):
         found["attention_mask"] = torch.ones(B, S, dtype=torch.long)
         for row, kept in enumerate((40, 31)):
@@ -47,7 +50,7 @@ def batch(case: str) -> dict[str, Tensor]:
 
 def documents_of(given: dict[str, Tensor]) -> Tensor | None:
     ids = given.get("position_ids")
-    return None if ids is None else (ids == 0).cumsum(-1)
+    return None if ids is None else (ids == ids[0, 0]).cumsum(-1)
 
 
 def apart(ours: Tensor, theirs: Tensor) -> float:
@@ -62,14 +65,20 @@ def summed(x: Tensor) -> Tensor:
 
 
 def compare(
-    rank: int, family: str, case: str, layout: Any, changes: Any = None, made: Any = build, **options: Any
+    rank: int,
+    family: str,
+    case: str,
+    layout: Any,
+    changes: Any = None,
+    made: Any = build,
+    first: int | None = None,
 ) -> dict[str, float]:
     """How far a parallel model is from the oracle: of logits, loss and the worst gradient."""
-    given = batch(case)
+    given = batch(case, first)
     reference = made(family, oracle.NAME)
     logits, loss = oracle.whole_loss(reference, documents_of(given), **given)
     cp = mesh((dist.get_world_size(),), ("cp",))
-    model = parallelize(made(family, "eager"), cp, layout=layout, **options)
+    model = parallelize(made(family, "eager"), cp, layout=layout)
     if changes is not None:
         changes(model)
     output = model(**given)
