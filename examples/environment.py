@@ -1,5 +1,7 @@
 """Make `.venv` beside this repository hold cp_mesh and its tools, then go on inside it. Standard library only.
 
+`.venv-integrations` is another one, with the packages of the extra `integrations` in the versions that are tested.
+
 A PyTorch that the running interpreter already has (2.11 or later) is used as it is; otherwise the version in
 `constraints.txt` is installed. On Linux that one may carry gigabytes of CUDA; to spare them without a GPU, install
 PyTorch's CPU build first, or point pip at its index (PIP_EXTRA_INDEX_URL). A second call finds a stamp and is quick.
@@ -17,28 +19,45 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-VENV = ROOT / ".venv"
-PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 CONSTRAINTS = ROOT / "examples" / "constraints.txt"
-STAMP = VENV / "cp_mesh.stamp"
 OLDEST_TORCH = (2, 11)
 
 
-def enter() -> None:
-    """Return inside `.venv`, made where it is missing or stale; outside it, start the running script again in it."""
+class Environment(NamedTuple):
+    """A virtual environment: its folder, and the extras of cp_mesh that it holds."""
+
+    folder: Path
+    extras: str
+
+    @property
+    def python(self) -> Path:
+        return self.folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+    @property
+    def stamp(self) -> Path:
+        return self.folder / "cp_mesh.stamp"
+
+
+TOOLS = Environment(ROOT / ".venv", "dev,train")
+INTEGRATIONS = Environment(ROOT / ".venv-integrations", "dev,integrations")
+
+
+def enter(chosen: Environment = TOOLS) -> None:
+    """Return inside the environment, made where it is missing or stale; outside it, start the script again in it."""
     if sys.version_info < (3, 11):  # noqa: UP036 - older interpreters read this file too
         sys.exit(f"cp_mesh needs Python 3.11 or later; this is {sys.version.split()[0]} ({sys.executable})")
-    if Path(sys.prefix).resolve() == VENV:
+    if Path(sys.prefix).resolve() == chosen.folder:
         return
     host_torch = find_torch()
     stamp = fingerprint(host_torch)
-    if not STAMP.exists() or STAMP.read_text() != stamp:
-        install(host_torch)
-        STAMP.write_text(stamp)  # last: an installation that was cut short is made anew
-    command = [str(PYTHON), *sys.argv]
-    sys.exit(subprocess.call(command)) if os.name == "nt" else os.execv(PYTHON, command)
+    if not chosen.stamp.exists() or chosen.stamp.read_text() != stamp:
+        install(chosen, host_torch)
+        chosen.stamp.write_text(stamp)  # last: an installation that was cut short is made anew
+    command = [str(chosen.python), *sys.argv]
+    sys.exit(subprocess.call(command)) if os.name == "nt" else os.execv(chosen.python, command)
 
 
 def find_torch() -> str | None:
@@ -52,27 +71,28 @@ def find_torch() -> str | None:
 
 
 def fingerprint(host_torch: str | None) -> str:
-    """What `.venv` depends on: when this changes it is made anew."""
+    """What an environment depends on: when this changes it is made anew."""
     digest = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + CONSTRAINTS.read_bytes())
     for fact in (sys.version, sys.prefix, str(host_torch), str(ROOT)):
         digest.update(fact.encode())
     return digest.hexdigest()
 
 
-def install(host_torch: str | None) -> None:
-    """Create `.venv` and install the package, editable, with the extras that the examples and tests need."""
-    if VENV.exists() and not STAMP.exists():
-        sys.exit(f"{VENV} is not of this script's making: activate it to use it, or remove it")
+def install(chosen: Environment, host_torch: str | None) -> None:
+    """Create the environment and install the package in it, editable, with its extras."""
+    folder = chosen.folder
+    if folder.exists() and not chosen.stamp.exists():
+        sys.exit(f"{folder} is not of this script's making: activate it to use it, or remove it")
     found = f"with the PyTorch {host_torch} of {sys.prefix}" if host_torch else "PyTorch included; this takes minutes"
-    print(f"setting up {VENV} ({found})", flush=True)
-    shutil.rmtree(VENV, ignore_errors=True)
-    VENV.mkdir()
-    STAMP.write_text("unfinished")
-    pip = create()
-    command = [*pip, "install", "--quiet", "--disable-pip-version-check", "--editable", f"{ROOT}[dev,train]"]
+    print(f"setting up {folder} ({found})", flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    chosen.stamp.write_text("unfinished")
+    pip = create(chosen)
+    command = [*pip, "install", "--quiet", "--disable-pip-version-check", "--editable", f"{ROOT}[{chosen.extras}]"]
     if host_torch:
         # A plain path entry reaches the packages of an interpreter that is itself a virtual environment, too.
-        purelib = Path(sysconfig.get_path("purelib", vars={"base": str(VENV), "platbase": str(VENV)}))
+        purelib = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
         sites = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), str(torch_home())}
         (purelib / "host_packages.pth").write_text("\n".join(sorted(sites)) + "\n")
     else:
@@ -80,19 +100,19 @@ def install(host_torch: str | None) -> None:
     run(command, "pip could not install cp_mesh and its tools; its message is above")
 
 
-def create() -> list[str]:
-    """Create an empty `.venv`; return the command that is its pip."""
+def create(chosen: Environment) -> list[str]:
+    """Create an empty environment; return the command that is its pip."""
     hint = "Debian and Ubuntu: apt install python3-venv; elsewhere: a Python from python.org"
     if importlib.util.find_spec("venv") is None:
-        sys.exit(f"this Python has no module venv, so it cannot make {VENV}. {hint}")
-    create = [sys.executable, "-m", "venv", str(VENV)]
+        sys.exit(f"this Python has no module venv, so it cannot make {chosen.folder}. {hint}")
+    create = [sys.executable, "-m", "venv", str(chosen.folder)]
     if importlib.util.find_spec("ensurepip"):
-        run(create, f"could not create {VENV}. {hint}")
-        return [str(PYTHON), "-m", "pip"]
+        run(create, f"could not create {chosen.folder}. {hint}")
+        return [str(chosen.python), "-m", "pip"]
     if importlib.util.find_spec("pip") is None:
-        sys.exit(f"this Python has neither ensurepip nor pip, so it cannot fill {VENV}. {hint}")
-    run([*create, "--without-pip"], f"could not create {VENV}. {hint}")
-    return [sys.executable, "-m", "pip", "--python", str(PYTHON)]
+        sys.exit(f"this Python has neither ensurepip nor pip, so it cannot fill {chosen.folder}. {hint}")
+    run([*create, "--without-pip"], f"could not create {chosen.folder}. {hint}")
+    return [sys.executable, "-m", "pip", "--python", str(chosen.python)]
 
 
 def torch_home() -> Path:

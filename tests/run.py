@@ -3,6 +3,7 @@
 Without `--full` it is the quick form: every gate, with fewer cases. `--full` is everything; it alone runs tests marked
 `full`. Other arguments are pytest's: a file or -k runs what it names of the quick form; a node id (`file::test`) runs
 in either form. `pytest` without this script does the same, in an environment that has cp_mesh and its tools.
+`--integrations` runs tests/integrations in `.venv-integrations`, with other packages in pinned versions.
 `--durations-csv=FILE` appends what each test file took; so docs/results/test_durations.csv was made.
 """
 
@@ -16,13 +17,16 @@ sys.path.insert(0, str(ROOT / "examples"))
 import environment  # noqa: E402
 
 if __name__ == "__main__":
-    environment.enter()
+    integrations = "--integrations" in sys.argv
+    environment.enter(environment.INTEGRATIONS if integrations else environment.TOOLS)
     import pytest
 
     # Several ranks share the cores: more threads in each only get in one another's way.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.chdir(ROOT)
-    arguments = sys.argv[1:]
+    arguments = [argument for argument in sys.argv[1:] if argument != "--integrations"]
+    if integrations and not any(argument.startswith("tests") for argument in arguments):
+        arguments.append("tests/integrations")
     if not any(Path(argument.partition("::")[0]).exists() for argument in arguments):
         # Two processes, as half of the tests leave a core idle; what is named runs in this one, which --pdb needs.
         arguments = ["-n", "2", "--dist", "worksteal", *arguments]

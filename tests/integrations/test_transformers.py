@@ -16,8 +16,9 @@ import oracle
 from families import FAMILIES, VOCABULARY, build
 from ranks import mesh
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 
-from cp_mesh import Striped, ZigZag
+from cp_mesh import Striped, ZigZag, sum_gradients
 from cp_mesh.integrations.transformers import parallelize, sequence_of
 
 BOUND = 1e-6
@@ -331,3 +332,29 @@ def test_refused_calls(pool: Any, name: str) -> None:
     for raised in pool(2).run_expecting_error(refused_call, name):
         assert raised is not None and raised.type in ("UnsupportedError", "ArgumentError"), raised
         assert words in raised.message, raised.message
+
+
+def sharded_by_fsdp(rank: int, family: str) -> list[float]:
+    """Over dp x cp, each dp rank with a batch of its own: loss and gradients against those of all batches."""
+    whole = mesh((dist.get_world_size() // 2, 2), ("dp", "cp"))
+    data = whole["dp", "cp"]._flatten("dp_cp")
+    given, dp = batch("packed"), whole["dp"].get_local_rank()
+    reference = build(family, oracle.NAME)
+    rows = slice(None) if whole["dp"].size() == 1 else slice(dp, dp + 1)
+    _, loss = oracle.whole_loss(reference, documents_of(given), **given)
+    model = parallelize(build(family, "eager"), whole["cp"], data=data)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=data)
+    fully_shard(model, mesh=data)
+    sum_gradients(model)
+    output = model(**{name: x[rows] for name, x in given.items()})
+    output.loss.backward()
+    wanted = dict(reference.named_parameters())
+    grads = [apart(x.grad.full_tensor(), wanted[name].grad) for name, x in model.named_parameters()]
+    torch.optim.SGD(model.parameters(), lr=0.1).step()  # before which reductions are looked at
+    return [apart(summed(output.loss), loss), *grads]
+
+
+@pytest.mark.parametrize(("family", "num_ranks"), [("llama", 2), ("gemma3", 2), ("llama", 4)])
+def test_fsdp(pool: Any, family: str, num_ranks: int) -> None:
+    assert max(pool(num_ranks).run(sharded_by_fsdp, family)[0]) < BOUND
