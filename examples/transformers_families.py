@@ -4,8 +4,8 @@
 
 A family is first built with its own default config, without weights, and may be refused for what it is. Otherwise a
 small model with random weights runs in fp64 on the ranks, plain and packed, and logits, loss and every gradient are
-compared with one rank's, as in tests/integrations. So docs/results/transformers_families.csv was made. Exits with 1 if
-some family is neither exact nor refused.
+compared with one rank's, as in tests/integrations. So docs/results/transformers_families.csv was made; where families
+are named, their rows alone are made anew. Exits with 1 if some family is neither exact nor refused.
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ EVALUATED = ("phimoe",)
 def config_of(family: str, name: str, **options: Any) -> Any:
     """The family's config with these options; that of the text where the class takes no other."""
     config = CONFIG_MAPPING[family](**options)
-    return config if isinstance(config, getattr(transformers, name).config_class) else config.get_text_config()
+    return (
+        config if isinstance(config, getattr(transformers, name).config_class) else config.get_text_config(decoder=True)
+    )
 
 
 def check_default(family: str, name: str) -> None:
@@ -186,6 +188,10 @@ def main() -> int:
         if dist.get_rank() == 0:
             print(*(rows[-1].get(key, "") for key in FIELDS[2:]), flush=True)
     if options.csv and dist.get_rank() == 0:
+        if options.families:
+            with options.csv.open() as file:
+                known = {row["family"]: row for row in csv.DictReader(file)} | {row["family"]: row for row in rows}
+            rows = [known[family] for family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
         with options.csv.open("w", newline="") as file:
             writer = csv.DictWriter(file, FIELDS, restval="", lineterminator="\n")
             writer.writeheader()

@@ -24,7 +24,7 @@ if __name__ == "__main__":
     # Several ranks share the cores: more threads in each only get in one another's way.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.chdir(ROOT)
-    arguments = [argument for argument in sys.argv[1:] if argument != "--integrations"]
+    arguments = sys.argv[1:]
     if integrations and not any(argument.startswith("tests") for argument in arguments):
         arguments.append("tests/integrations")
     if not any(Path(argument.partition("::")[0]).exists() for argument in arguments):

@@ -237,13 +237,12 @@ def check_model(model: nn.Module) -> None:
 
 def check_config(config: Any, name: str) -> None:
     """Refuse what a config says, and the name of the class of a model."""
-    text = config.get_text_config()
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         _refuse_model(name, "attention of a decoder to an encoder", "cross-attention is not available")
     if found := [x for x in vars(config) if x.endswith(("vision_config", "audio_config", "vq_config"))]:
         got = f"{found[0]}: blocks of an image's tokens, and positions of several dims"
         _refuse_model(name, got, "use the text model alone")
-    if text is not config:
+    if (text := config.get_text_config()) is not config:
         _refuse_model(name, f"a {type(config).__name__}, of more than a text", "use the text model alone")
     if "mrope_section" in (getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}):
         _refuse_model(name, "mrope_section: positions of several dims", "use a text model")

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import csv
 import functools
+import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
-import oracle
-from families import FAMILIES, VOCABULARY, build
-from ranks import mesh
-from torch import Tensor
-from torch.distributed.fsdp import fully_shard
+import oracle  # noqa: E402
+from families import FAMILIES, VOCABULARY, build  # noqa: E402
+from ranks import mesh  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
 
-from cp_mesh import Striped, ZigZag, sum_gradients
-from cp_mesh.integrations.transformers import parallelize, sequence_of
+from cp_mesh import ArgumentError, Striped, UnsupportedError, ZigZag, sum_gradients  # noqa: E402
+from cp_mesh.integrations.transformers import Said, check_model, parallelize, read_mask, sequence_of  # noqa: E402
 
+ROOT = Path(__file__).resolve().parents[2]
 BOUND = 1e-6
 LAYOUTS: dict[str, Any] = {"zigzag": ZigZag(), "striped": Striped(), "balanced": "balanced"}
 B, S = 2, 45
@@ -358,3 +362,137 @@ def sharded_by_fsdp(rank: int, family: str) -> list[float]:
 @pytest.mark.parametrize(("family", "num_ranks"), [("llama", 2), ("gemma3", 2), ("llama", 4)])
 def test_fsdp(pool: Any, family: str, num_ranks: int) -> None:
     assert max(pool(num_ranks).run(sharded_by_fsdp, family)[0]) < BOUND
+
+
+# ---- what is refused of models
+
+_TINY = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32}
+
+
+def tiny(name: str, **options: Any) -> Any:
+    """Without memory for weights."""
+    made = getattr(transformers, name)
+    with torch.device("meta"):
+        return made(made.config_class(**_TINY | options))
+
+
+MODELS: dict[str, tuple[Any, str]] = {
+    "a module": (lambda: torch.nn.Linear(1, 1), "a PreTrainedModel"),
+    "cross-attention": (lambda: tiny("BertLMHeadModel", is_decoder=True, add_cross_attention=True), "cross-attention"),
+    "an encoder and a decoder": (lambda: tiny("T5ForConditionalGeneration"), "cross-attention"),
+    "mRoPE": (
+        lambda: tiny("LlamaForCausalLM", rope_parameters={"rope_theta": 1e4, "mrope_section": [1, 1]}),
+        "mrope_section",
+    ),
+    "state space layers": (lambda: tiny("MambaForCausalLM", state_size=4), "layer_types linear_attention"),
+    "another head": (lambda: tiny("LlamaForSequenceClassification"), "a class whose outputs may not be rows"),
+    "a pooler": (lambda: tiny("BertModel"), "pass add_pooling_layer=False"),
+    "attention of its own": (lambda: tiny("FalconForCausalLM"), "0 modules that call AttentionInterface"),
+    "no positions": (lambda: tiny("BloomForCausalLM"), "a forward without position_ids"),
+    "a vision tower": (lambda: tiny("Gemma3ForConditionalGeneration"), "vision_config"),
+    "a convolution": (lambda: _with_convolution(tiny("LlamaForCausalLM")), "model.extra, a Conv1d"),
+}
+
+
+def _with_convolution(model: Any) -> Any:
+    model.model.extra = torch.nn.Conv1d(1, 1, 1, device="meta")
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_refused_models(name: str) -> None:
+    make, words = MODELS[name]
+    with pytest.raises((ArgumentError, UnsupportedError), match=re.escape(words)):
+        check_model(make())
+
+
+def test_masks_are_read_by_name() -> None:
+    masks = transformers.masking_utils
+    window, none = masks.sliding_window_causal_mask_function(5), torch.zeros(1, dtype=torch.long)
+    assert read_mask(masks.causal_mask_function) == Said(True, None, None)
+    assert read_mask(window) == Said(True, 4, None)
+    assert read_mask(masks.chunked_causal_mask_function(7, none)) == Said(True, None, 7)
+    assert read_mask(masks.sliding_window_bidirectional_mask_function(5)) == Said(False, 5, None)
+    packed = masks.packed_sequence_compatibility_function(window, none[None], none[None])
+    assert read_mask(packed) == Said(True, 4, None)
+    for unknown in (lambda *_: True, masks.and_masks(window, lambda *_: True), masks.or_masks(window, window)):
+        with pytest.raises(UnsupportedError, match="one of masking_utils"):
+            read_mask(unknown)
+
+
+def lengths_refused(rank: int, kind: str) -> list[str]:
+    """What is said of lengths beyond which a model depends on the largest position, in two layouts."""
+    cp, found = mesh((dist.get_world_size(),), ("cp",)), []
+    ids = batch("plain")["input_ids"]
+    for layout in (ZigZag(), Striped()):
+        if kind == "scale":
+            model = build("llama4", "eager", attn_temperature_tuning=True, floor_scale=40)
+        else:
+            model = build("llama", "eager")
+            model.config.rope_parameters |= {"rope_type": kind, "original_max_position_embeddings": 40}
+            model.config.max_position_embeddings = 40
+        parallel = parallelize(model, cp, layout=layout)
+        parallel(input_ids=ids[:, :39])
+        try:
+            parallel(input_ids=ids)
+            found.append("")
+        except UnsupportedError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "scale"])
+def test_refused_lengths(pool: Any, kind: str) -> None:
+    words = "attn_temperature_tuning" if kind == "scale" else kind
+    for zigzag, striped in pool(2).run(lengths_refused, kind):
+        assert words in zigzag
+        assert striped == "" if kind == "longrope" else words in striped
+
+
+def counts_positions_from_tokens(rank: int) -> None:
+    model = transformers.RobertaForCausalLM(transformers.RobertaConfig(**_TINY, is_decoder=True))
+    parallelize(model, mesh((2,), ("cp",)))(input_ids=torch.ones(1, 8, dtype=torch.long))
+
+
+def test_positions_that_a_model_counts_from_tokens_are_asked_for(pool: Any) -> None:
+    for raised in pool(2).run_expecting_error(counts_positions_from_tokens):
+        assert raised is not None and "pass position_ids of the whole batch" in raised.message
+
+
+def test_the_table_has_every_causal_family() -> None:
+    """Of the version that it was made with, which is the one that is pinned."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    rows = list(csv.DictReader((ROOT / "docs" / "results" / "transformers_families.csv").open()))
+    if transformers.__version__ != rows[0]["transformers"]:
+        pytest.skip(f"the table is of Transformers {rows[0]['transformers']}")
+    assert [row["family"] for row in rows] == list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert {row["verdict"] for row in rows} == {"exact", "refused"}
+    for row in rows:
+        assert row["reason"] if row["verdict"] == "refused" else float(row["gradient"]) < BOUND
+    assert f"transformers=={rows[0]['transformers']}" in (ROOT / "pyproject.toml").read_text()
+
+
+def run_page(rank: int) -> None:
+    whole = mesh((1, 2), ("dp", "cp"))
+    given = batch("packed")
+    positions = given["position_ids"]
+    names = {
+        **{"model": build("llama", "eager"), "mesh": whole, "data": whole["dp", "cp"]._flatten("dp_cp")},
+        **{"tokens": given["input_ids"], "position_ids": positions, "documents": documents_of(given)},
+        "cumulative_lengths": torch.tensor([0, 7, 30, S]),
+        "attention_mask": torch.ones(B, S, dtype=torch.long),
+        "fully_shard": fully_shard,
+    }
+    text = (ROOT / "docs" / "transformers.md").read_text()
+    for block in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        exec(block, names)
+    reference = build("llama", oracle.NAME)
+    whole_logits = reference(input_ids=given["input_ids"], use_cache=False).logits
+    assert apart(names["logits"], whole_logits) < BOUND
+    assert apart(names["same"].logits, names["packed"].logits) < BOUND
+    assert apart(names["row"].logits, names["packed"].logits[:1]) < BOUND
+
+
+def test_the_page_runs(pool: Any) -> None:
+    pool(2).run(run_page)
