@@ -1,6 +1,7 @@
 """Make `.venv` beside this repository hold cp_mesh and its tools, then go on inside it. Standard library only.
 
-`.venv-integrations` is another one, with the packages of the extra `integrations` in the versions that are tested.
+`.venv-integrations` is another one, with the packages of the extra `integrations` in the versions that are tested,
+and `.venv-integrations-4` one with those of Transformers 4.
 
 A PyTorch that the running interpreter already has (2.11 or later) is used as it is; otherwise the version in
 `constraints.txt` is installed. On Linux that one may carry gigabytes of CUDA; to spare them without a GPU, install
@@ -42,6 +43,7 @@ class Environment(NamedTuple):
 
 
 TOOLS = Environment(ROOT / ".venv", "dev,train")
+INTEGRATIONS_4 = Environment(ROOT / ".venv-integrations-4", "dev,integrations-4")
 INTEGRATIONS = Environment(ROOT / ".venv-integrations", "dev,integrations")
 
 

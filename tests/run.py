@@ -3,7 +3,8 @@
 Without `--full` it is the quick form: every gate, with fewer cases. `--full` is everything; it alone runs tests marked
 `full`. Other arguments are pytest's: a file or -k runs what it names of the quick form; a node id (`file::test`) runs
 in either form. `pytest` without this script does the same, in an environment that has cp_mesh and its tools.
-`--integrations` runs tests/integrations in `.venv-integrations`, with other packages in pinned versions.
+`--integrations` runs tests/integrations in `.venv-integrations`, with other packages in pinned versions, and
+`--integrations-4` with Transformers 4, in `.venv-integrations-4`.
 `--durations-csv=FILE` appends what each test file took; so docs/results/test_durations.csv was made.
 """
 
@@ -17,8 +18,9 @@ sys.path.insert(0, str(ROOT / "examples"))
 import environment  # noqa: E402
 
 if __name__ == "__main__":
-    integrations = "--integrations" in sys.argv
-    environment.enter(environment.INTEGRATIONS if integrations else environment.TOOLS)
+    chosen = {"--integrations": environment.INTEGRATIONS, "--integrations-4": environment.INTEGRATIONS_4}
+    integrations = [chosen[argument] for argument in sys.argv if argument in chosen]
+    environment.enter(*integrations)
     import pytest
 
     # Several ranks share the cores: more threads in each only get in one another's way.

@@ -593,7 +593,7 @@ def attend(
     if query.shape[2] != key.shape[2]:
         got = f"{query.shape[2]} queries, {key.shape[2]} keys"
         refuse(where, "self-attention", got, "a cache or cross-attention is not available", UnsupportedError)
-    stated = getattr(module, "is_causal", None) if is_causal is None else is_causal
+    stated = is_causal or getattr(module, "is_causal", None)  # an argument False may mean that the mask says it
     if stated is not None and bool(stated) != mask.causal:
         refuse(f"{where}: is_causal", mask.causal, stated, "as the model's mask says; change the config")
     if (sliding_window is None) != (mask.window is None):

@@ -80,6 +80,10 @@ FAMILIES: dict[str, Callable[[], tuple[type, Any]]] = {
         sep_token_id=2,
     ),
 }
+OLD = tf.__version__.startswith("4.")
+if OLD:  # Bert and ModernBert have no AttentionInterface there, and DeepSeek-V3 adds fp32 to fp64
+    for name in ("bert", "modernbert", "deepseek_v3"):
+        del FAMILIES[name]
 
 
 def build(family: str, implementation: str, dtype: torch.dtype = torch.float64, **options: Any) -> Any:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 transformers = pytest.importorskip("transformers")
 
 import oracle  # noqa: E402
-from families import FAMILIES, VOCABULARY, build  # noqa: E402
+from families import FAMILIES, OLD, VOCABULARY, build  # noqa: E402
 from ranks import mesh  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
@@ -104,6 +104,8 @@ def compare(
 @pytest.mark.parametrize("case", ["plain", "packed"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(pool: Any, family: str, case: str, num_ranks: int) -> None:
+    if OLD and (family, case) == ("llama4", "packed"):
+        pytest.skip("the oracle's masks are of Transformers 4, which counts chunks through all documents")
     for name, layout in LAYOUTS.items():
         if name != "balanced" or case == "packed":
             for found in pool(num_ranks).run(compare, family, case, layout):
