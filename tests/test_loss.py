@@ -8,12 +8,13 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from cp_mesh import UnsupportedError, loss
-from cp_mesh.loss import token_losses
+from cp_mesh.loss import cross_entropy, token_losses
 
 N, V = 50, 33
 IGNORED = -7
@@ -225,3 +226,24 @@ def test_on_a_gpu(dtype: torch.dtype) -> None:
         assert apart.max() <= 1 and not grad[labels == IGNORED].any()
     else:
         torch.testing.assert_close(grad.double(), exact_grad, rtol=tolerance, atol=tolerance)
+
+
+def counted(rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The sums of shares by the tokens of this call, and by a number and a tensor that are given."""
+    logits, labels = labelled(torch.float64)
+    group = dist.group.WORLD
+    shares = [
+        cross_entropy(logits, labels, group, count=count, ignore_index=IGNORED) for count in (None, 7, torch.tensor(7))
+    ]
+    for share in shares:
+        dist.all_reduce(share)
+    return tuple(shares)
+
+
+def test_a_count_that_is_given(pool: Any) -> None:
+    logits, labels = labelled(torch.float64)
+    total = F.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORED)
+    for mean, *given in pool(2).run(counted):
+        torch.testing.assert_close(mean, total / (labels != IGNORED).sum())
+        for share in given:
+            torch.testing.assert_close(share, 2 * total / 7)

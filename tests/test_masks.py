@@ -10,7 +10,7 @@ from dense import dense_mask
 
 import cp_mesh.masks
 from cp_mesh.errors import ArgumentError
-from cp_mesh.masks import Band, Mask, parse_mask
+from cp_mesh.masks import Band, Mask, document_positions, packed_documents, parse_mask
 
 each_mask = pytest.mark.parametrize("name", MASKS)
 
@@ -151,3 +151,12 @@ def test_masks_that_must_be_refused(options, message):
 def test_cumulative_lengths_that_must_be_refused(cu_seqlens, message):
     with pytest.raises(ArgumentError, match=message):
         Mask.from_cu_seqlens(cu_seqlens)
+
+
+def test_documents_of_positions() -> None:
+    positions = torch.tensor([[0, 1, 2, 0, 1, 5, 6], [0, 1, 2, 3, 4, 5, 6]])
+    found = packed_documents(positions)
+    assert found is not None and found.tolist() == [[0, 0, 0, 1, 1, 2, 2], [0] * 7]
+    assert packed_documents(positions[1:]) is None and packed_documents(positions[:1]).shape == (7,)
+    assert document_positions(found).tolist() == [[0, 1, 2, 0, 1, 0, 1], [0, 1, 2, 3, 4, 5, 6]]
+    assert document_positions(torch.tensor([4, 4, -1, 4])).tolist() == [0, 1, 0, 0]

@@ -415,6 +415,24 @@ def model_with_tp(rank: int, arguments: dict[str, Tensor], dtensors: bool) -> Te
     return logits.detach()
 
 
+def entries_of_outputs(rank: int) -> tuple[dict[str, Any], str]:
+    """Of a mapping, gathered by a root; and what is said of an entry that may not hold rows."""
+    style = ShardedModel(sequence := ShardedSequence(mesh((2,), ("cp",)), length=S), gather_output=True)
+    rows = sequence.shard({"rows": torch.arange(S)[None].double()})["rows"]
+    output = {"logits": rows, "hidden_states": (rows, rows + 1), "loss": torch.tensor(2.0)}
+    with pytest.raises(ArgumentError) as raised:
+        style.gather(sequence, {"router_logits": rows})
+    return style.gather(sequence, output), str(raised.value)
+
+
+def test_outputs_that_are_mappings_are_gathered(pool: Any) -> None:
+    whole = torch.arange(S)[None].double()
+    for output, refused in pool(2).run(entries_of_outputs):
+        assert torch.equal(output["logits"], whole) and output["loss"] == 2
+        assert torch.equal(output["hidden_states"][1], whole + 1)
+        assert "router_logits" in refused
+
+
 @pytest.mark.parametrize("dtensors", [False, True], ids=["plain", "DTensors"])
 def test_whole_model_over_cp_and_tp(pool: Any, dtensors: bool) -> None:
     arguments = model_batch(S, documents=True, own_positions=True)

@@ -545,3 +545,32 @@ def _over(axis: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_tp(pool: Any, family: str, case: str) -> None:
     assert max(pool(4).run(with_tp, family, case)[0]) < BOUND
+
+
+def layouts_and_kernels(rank: int) -> list[str]:
+    cp, found = mesh((dist.get_world_size(),), ("cp",)), []
+    model = parallelize(build("llama", "eager"), cp, layout="balanced")
+    for case in ("packed", "plain"):
+        model(**batch(case))
+        found.append(type(sequence_of(model).layout).__name__)
+    for options in ({"kernel": "fa4"}, {"watch": False}, {}):
+        model = build("llama", "eager")
+        if "kernel" not in options:  # attention beside AttentionInterface
+            model.model.norm.register_forward_pre_hook(_attends)
+        try:
+            parallelize(model, cp, **options)(**batch("plain"))
+            found.append("")
+        except (ArgumentError, UnsupportedError) as error:
+            found.append(str(error))
+    return found
+
+
+def _attends(module: Any, args: tuple[Tensor]) -> None:
+    q = args[0][:, None]
+    torch.nn.functional.scaled_dot_product_attention(q, q, q)
+
+
+def test_layout_kernel_and_watch_are_followed(pool: Any) -> None:
+    for packed, plain, kernel, unwatched, watched in pool(2).run(layouts_and_kernels):
+        assert (packed, plain) == ("Balanced", "ZigZag")
+        assert "fa4" in kernel and unwatched == "" and "scaled_dot_product_attention" in watched
