@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -43,7 +43,6 @@ if __name__ == "__main__":
 import cp_mesh
 from cp_mesh import Contiguous, Mask, Striped, ZigZag
 from cp_mesh.errors import UnsupportedError
-from cp_mesh.groups import known_parts
 from cp_mesh.memory import Sizes, extra_memory
 from cp_mesh.methods import METHODS
 from cp_mesh.schedule import make_schedule
@@ -119,6 +118,13 @@ class FileMemory:
         if workspace is None or workspace.nbytes < nbytes:
             workspace = self._workspaces[purpose] = FileWorkspace(self._group, self._folder, purpose, nbytes)
         return workspace
+
+    def wait(self) -> None:
+        pass
+
+    @property
+    def nbytes(self) -> int:
+        return sum(workspace.nbytes for workspace in self._workspaces.values())
 
 
 @contextmanager
@@ -241,6 +247,33 @@ def test_the_memory_of_a_group_is_what_the_formula_says(pool, cp_size, dtype):
     with tempfile.TemporaryDirectory() as folder:
         for taken, formula, problems in pool(cp_size).run(bytes_of_group, folder, dtype):
             assert taken == formula > 0 and not problems, problems
+
+
+def released(rank: int, folder: str) -> tuple[int, int, int, list[str]]:
+    """Bytes of all groups after calls of all methods, of other groups when this one's are given back, and of this one
+    in later calls; and where their results are wrong."""
+    axis, options = mesh((4,), ("cp",)), [{"method": name} for name in METHODS if name != "double_ring"]
+    options.append({"method": "double_ring", "inner_ring_size": 2, "transport": "auto"})
+    options.append({"method": "hybrid", "ulysses_degree": 2})
+    inputs = [x[:, :, ZigZag().positions(24, 4, rank)] for x in make_qkv(2, 8, 4, 24, 5, 4)]
+    with double(axis.get_group(), folder):
+        other = dist.new_group([*range(4)])
+        symmetric._MEMORY[other] = FileMemory(other, Path(folder))  # type: ignore[assignment]
+        symmetric._MEMORY[other].workspace("rows", 64, other)
+        for each in options:
+            attend(inputs, axis, **{"transport": TRANSPORTS[1], **each})
+        before = symmetric.symmetric_memory_bytes()
+        symmetric.release(axis.get_group())
+        left = symmetric.symmetric_memory_bytes()
+        problems = compare("after release", inputs, axis, method="hybrid", ulysses_degree=2)
+        return before, left, symmetric.symmetric_memory_bytes() - left, problems
+
+
+def test_release_gives_back_the_memory_of_groups_within_a_group(pool):
+    """Of the ring, of inner and outer groups; another group of the same ranks keeps its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        for before, left, later, problems in pool(4).run(released, folder):
+            assert before > left == 64 and later > 0 and not problems, problems
 
 
 def chosen(rank: int) -> tuple[str, str]:
@@ -537,9 +570,7 @@ def on_gpus(rank: int, name: str, how: str) -> list[str]:
     try:
         with poisoned():
             problems = CHECKS[name]()
-            whole = gpu_axis().get_group()
-            for group in (whole, *chain(*known_parts(whole))):
-                symmetric.release(group)
+            symmetric.release(gpu_axis().get_group())
     finally:
         torch.use_deterministic_algorithms(False)
     return problems

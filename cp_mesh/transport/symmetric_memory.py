@@ -316,15 +316,21 @@ def symmetric_memory_bytes() -> int:
 
 
 def release(group: dist.ProcessGroup) -> None:
-    """Give back a group's symmetric memory; every rank of the group calls it, and no captured graph may replay after.
+    """Give back a group's symmetric memory, and that of groups of some of its ranks, which methods make within it.
+
+    Every rank of the group calls it, and no captured graph may replay after.
 
     Args:
         group: the cp group.
     """
-    if group in _MEMORY:
-        _MEMORY[group].wait()
+    ranks = set(dist.get_process_group_ranks(group))
+    held = [x for x in _MEMORY if x is group or set(dist.get_process_group_ranks(x)) < ranks]
+    if held:
+        for each in held:
+            _MEMORY[each].wait()
         dist.barrier(group)
-        _MEMORY.pop(group)
+        for each in held:
+            _MEMORY.pop(each)
 
 
 class SymmetricTransport:
