@@ -124,6 +124,7 @@ def explain_command(argv: Sequence[str]) -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
     _add_names(parser, "--kernel", ("auto", *KERNELS), default="auto")
     _add_names(parser, "--method", ("auto", *METHODS), default="auto")
+    _add_degrees(parser)
     parser.add_argument("--transport", default="auto", choices=TRANSPORTS)
     parser.add_argument("--head-chunks", type=int, metavar="N")
     parser.add_argument("--machine", metavar="NAME", help=f"{', '.join(MACHINES)}, or a file that calibrate wrote")
@@ -163,6 +164,8 @@ def explain_command(argv: Sequence[str]) -> None:
                 head_chunks=args.head_chunks,
                 kernel=args.kernel,
                 method=args.method,
+                ulysses_degree=args.ulysses_degree,
+                inner_ring_size=args.inner_ring_size,
                 transport=args.transport,
                 machine=args.machine,
                 gpus_per_host=args.gpus_per_host,
@@ -179,6 +182,11 @@ def explain_command(argv: Sequence[str]) -> None:
 def _add_names(parser: argparse.ArgumentParser, option: str, names: Sequence[str], **options: Any) -> None:
     """An option that takes one of many names, which its help lists."""
     parser.add_argument(option, metavar="NAME", choices=names, help=", ".join(names), **options)
+
+
+def _add_degrees(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ulysses-degree", type=int, metavar="N", help="of the hybrid: ranks that exchange heads")
+    parser.add_argument("--inner-ring-size", type=int, metavar="N", help="of the double ring: ranks of a host")
 
 
 def calibrate_command(argv: Sequence[str]) -> None:
@@ -304,6 +312,7 @@ def verify_command(argv: Sequence[str]) -> None:
     _add_names(parser, "--dtype", DTYPES, nargs="+", default=["bfloat16"] if cuda else ["float64"])
     _add_names(parser, "--kernel", ("auto", *KERNELS), nargs="+", default=["auto"])
     _add_names(parser, "--method", ("auto", *METHODS), nargs="+", default=["auto"])
+    _add_degrees(parser)
     parser.add_argument(
         "--seq-len", nargs="+", type=int, metavar="N", default=[None], help="tokens; default 256 a rank"
     )
@@ -325,6 +334,11 @@ def verify_command(argv: Sequence[str]) -> None:
         if is_first:
             show(f"{dtype}, {tokens} tokens on {mesh.size()} ranks, kernel {kernel}, method {method}:")
             show(_row("layout", "mask", "kernel", *NAMES, "of limit", ""))
+        given = {name: getattr(args, name) for name in ("ulysses_degree", "inner_ring_size")}
+        degree = {
+            name: size for name, size in given.items() if method in METHODS and METHODS[method].degree_option == name
+        }
+        parts = mesh.size() if method == "ulysses" else degree.get("ulysses_degree") or 1
         for layout, causal in itertools.product(LAYOUTS, (True, False)):
             where, tried = (layout.spec(), "causal" if causal else "full"), tried + 1
             try:
@@ -336,7 +350,8 @@ def verify_command(argv: Sequence[str]) -> None:
                         dtype=getattr(torch, dtype),
                         kernel=kernel,
                         method=method,
-                        num_heads=4 * (mesh.size() if method == "ulysses" else 1),  # heads that the ranks divide
+                        num_heads=4 * parts,  # divisible
+                        **degree,
                         seq_len=seq_len,
                     )
             except VerificationError as error:

@@ -357,7 +357,7 @@ def _host(clock: _Clock, shapes: Shapes, kernel: str, group: dist.ProcessGroup) 
         made = METHODS[method].make_schedule(Contiguous(), mask, rows * size, size, group.rank(), near is mask)
         stages = made.route.stages
         calls = len(made.local_tiles) + sum(len(stage.tiles) for stage in stages)
-        columns.append([1.0, calls, len(stages), 2.0 * METHODS[method].alike])
+        columns.append([1.0, calls, len(stages), 2.0 * METHODS[method].swaps])
 
         def forward(method: str = method, mask: Mask = mask) -> Any:
             return attention(*inputs, mesh=group, layout=Contiguous(), mask=mask, kernel=kernel, method=method)

@@ -7,9 +7,11 @@ schedules of chosen ranks, and the numbers of a machine that all ranks agreed on
     else        the least time of forward and backward, each the longer of device and host, of the slowest rank; but the
                 ring, unless another takes at most `FASTER` of its time and holds at most `MORE_BYTES` more at its peak
 
-The ranks that are looked at are the first, the middle one, the last, and the one that fetches most. A choice takes a
-few milliseconds, and is kept. Packed documents are new in every batch, so they are chosen for as documents of one
-length, in which each token sees as many keys in the mean, to the next of `STEPS` an octave: a few choices serve all.
+The hybrid and the double ring are looked at with the degrees that fit the hosts (`Method.degrees`), where the groups
+that they need can be made on all ranks alike. The ranks that are looked at are the first, the middle one, the last, and
+the one that fetches most. A choice takes some milliseconds, and is kept. Packed documents are new in every batch, so
+they are chosen for as documents of one length, in which each token sees as many keys in the mean, to the next of
+`STEPS` an octave: a few choices serve all.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +34,7 @@ from cp_mesh.layouts import Balanced, Layout
 from cp_mesh.masks import Mask, parse_mask
 from cp_mesh.memory import Sizes
 from cp_mesh.methods import METHODS, Method
+from cp_mesh.methods.contract import Setup
 from cp_mesh.schedule import Schedule
 
 FASTER = 0.97
@@ -50,8 +53,10 @@ class Problem:
         layout: None: balanced for the documents.
         documents: tokens of each, or None.
         kernel: that of the ring, or what is like it.
-        transport: "symmetric_memory" or "functional", as the call will take it.
+        transport: "symmetric_memory" or "functional", as the call will take it among all ranks.
+        within: that among ranks of one host.
         machine: of all ranks, or None.
+        new_groups: whether groups within the cp group can be made, which methods with a degree need.
         resolve: of a call and a function that makes a schedule with or without tiles by documents, the schedule and its
             kernel.
     """
@@ -67,15 +72,21 @@ class Problem:
     documents: int | None
     kernel: str
     transport: str
+    within: str
     machine: Machine | None
+    new_groups: bool
     resolve: Callable[[Problem, Callable[[bool], Schedule]], tuple[Schedule, Kernel]]
 
 
 class Estimate(NamedTuple):
-    """Of a method: seconds of both passes in a row, and bytes at the peak, of the slowest rank and the fullest one."""
+    """Of a method: seconds of both passes in a row, and bytes at the peak, of the slowest rank and the fullest one.
+
+    ``degree`` is that of the hybrid or the double ring, 0 of a method without one.
+    """
 
     seconds: float
     memory: int
+    degree: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,6 +102,15 @@ class Choice:
     method: str
     why: str
     estimates: Mapping[str, Estimate]
+
+    @property
+    def degree(self) -> int:
+        """As in `Estimate`."""
+        return self.estimates[self.method].degree if self.estimates else 0
+
+    def options(self, options: Options) -> Options:
+        """With the method, and its degree if it has one."""
+        return METHODS[self.method].with_degree(options._replace(method=self.method), self.degree)
 
 
 def layout_and_documents(layout: Layout, mask: Mask) -> tuple[Layout | None, int | None]:
@@ -117,11 +137,26 @@ def choose(problem: Problem) -> Choice:
     make = {name: partial(x.make_schedule, layout, mask, seq_len, cp_size) for name, x in METHODS.items()}
     needed = problem.resolve(problem, partial(make[DEFAULT], 0))[0].route.needed
     ranks = sorted({0, int(needed.sum(1).argmax()), cp_size // 2, cp_size - 1})
-    found = {
-        name: estimate(problem, method, make[name], ranks[:1] if method.alike else ranks)
-        for name, method in METHODS.items()
-    }
-    return best_of({name: each for name, each in found.items() if each is not None})
+    found: dict[str, list[Estimate]] = {}
+    for name, method in METHODS.items():
+        tried = (estimate(problem, method, make[name], ranks, degree) for degree in degrees_of(problem, method))
+        found[name] = [each for each in tried if each is not None]
+    most = min((x.memory for x in found[DEFAULT]), default=0) + MORE_BYTES
+    best = {name: min(own, key=lambda x: (x.memory > most, x.seconds)) for name, own in found.items() if own}
+    return best_of(best)
+
+
+def degrees_of(problem: Problem, method: Method) -> list[int]:
+    """Those to try, 0 for a method without degrees; none where its groups cannot be made on all ranks alike.
+
+    Packed documents differ between the cp groups of a job, which would then be in unequally many groups: PyTorch names
+    new ones by their number, so that those made later could wait for each other.
+    """
+    if not method.degree_option:
+        return [0]
+    assert problem.machine is not None
+    may_make = problem.new_groups and problem.documents is None
+    return method.degrees(problem.cp_size, problem.machine.gpus_per_host) if may_make else []
 
 
 def best_of(estimates: Mapping[str, Estimate]) -> Choice:
@@ -136,28 +171,39 @@ def best_of(estimates: Mapping[str, Estimate]) -> Choice:
     return Choice(DEFAULT, "no other is faster by 3 %", estimates)
 
 
-def estimate(problem: Problem, method: Method, make: Callable[..., Schedule], ranks: list[int]) -> Estimate | None:
+def estimate(
+    problem: Problem, method: Method, make: Callable[..., Schedule], ranks: list[int], degree: int
+) -> Estimate | None:
     """Of the slowest of these ranks; None where the method cannot serve the call, or its times are not known."""
     machine, q, k, v, cp_size = problem.machine, problem.q, problem.k, problem.v, problem.cp_size
-    if method.costs is None or method.memory is None or machine is None:
-        return None
+    assert machine is not None
+    options = method.with_degree(problem.options, degree)
     try:
-        degree = method.choose_degree(problem.options, q, k, cp_size)
-        make = partial(make, degree=degree)
+        chosen = method.choose_degree(options, q, k, cp_size)
+        make = partial(make, degree=chosen)
         first, kernel = problem.resolve(problem, partial(make, ranks[0]))
-        settings = method.settle(problem.options, q, k, v, first, kernel, problem.features, degree)
+        settings = method.settle(options, q, k, v, first, kernel, problem.features, chosen)
     except (ArgumentError, UnsupportedError):  # heads that ranks or chunks do not divide; tiles that no kernel takes
         return None
     if kernel.name not in machine.kernels:
         return None
-    chunks, of_keys = settings.head_chunks, settings.home_dtype if method.alike else settings.gradient_dtype
-    sizes = Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype.itemsize, of_keys.itemsize)
-    schedules = [first, *(make(rank, "segments" in first.covers) for rank in ranks[1:])]
-    costs = [method.costs(each, cp_size, sizes, machine, kernel.name, chunks) for each in schedules]
-    of_call = chunks, problem.transport, kernel, problem.features
-    held = [method.memory(each, cp_size, sizes, *of_call) for each in schedules]
+    setup = Setup(
+        cp_size, chosen, sizes_of(q, k, v, settings), settings.head_chunks, kernel, problem.features,
+        problem.transport, problem.within, machine.gpus_per_host,
+    )  # fmt: skip
+    first_of = [*{rank // method.inner_size(chosen): rank for rank in ranks[::-1]}.values()]  # others are like these
+    schedules = [first if rank == ranks[0] else make(rank, "segments" in first.covers) for rank in first_of]
+    costs = [method.costs(each, setup, machine) for each in schedules]
+    held = [method.memory(each, setup) for each in schedules]
     seconds = sum(max(cost.queued for cost in of_pass) for of_pass in zip(*costs, strict=True))
-    return Estimate(seconds, max(memory.peak for memory in held))
+    return Estimate(seconds, max(memory.peak for memory in held), degree)
+
+
+def sizes_of(q: Operand, k: Operand, v: Operand, settings: Any) -> Sizes:
+    """Of the tensors of a call, with the settings of its method."""
+    home = getattr(settings, "home_dtype", settings.gradient_dtype)  # of those that exchange heads
+    itemsizes = q.dtype.itemsize, settings.gradient_dtype.itemsize, home.itemsize
+    return Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], *itemsizes)
 
 
 def _unknown(problem: Problem) -> str | None:

@@ -15,6 +15,10 @@ queries, heads the batch times the query heads:
     Ulysses             an exchange of heads for rows, with the copies before and after it; one device's kernel calls
                         on the rank's heads; an exchange back. Each is two barriers and a few launches, and as many
                         more as there are ranks; of the benchmark's Ulysses (``plain``) two launches
+    the hybrid          these exchanges in an inner group, and between them its ring, on the rank's heads
+    the double ring     rows of the next host cross while one is computed, at the rate of the network, and are published
+                        when that host is visited. Gradients of a host are waited for, summed, and cross in fp32, the
+                        last of them behind the local tiles. A crossing takes the host as long as a stage
 
 What a rank waits for others is not in it, but for their rows: take the slowest rank. Errors are in docs/performance.md.
 """
@@ -22,12 +26,13 @@ What a rank waits for others is not in it, but for their rows: take the slowest 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from cp_mesh.masks import FULL, Band
 from cp_mesh.memory import Sizes, kv_heads_of_rank
-from cp_mesh.schedule import Fetch, Schedule, Tile, num_rows
+from cp_mesh.schedule import Fetch, Schedule, Tile, Visit, num_rows
 
 
 @dataclass(frozen=True)
@@ -135,103 +140,204 @@ class PassCost:
 
 
 def staged_costs(
-    schedule: Schedule, sizes: Sizes, machine: Machine, kernel: str, head_chunks: int = 1
+    schedule: Schedule, sizes: Sizes, machine: Machine, kernel: str, head_chunks: int = 1, degree: int = 1
 ) -> tuple[PassCost, PassCost]:
-    """Forward and backward, on the schedule's rank, of a method that fetches rows in stages.
+    """Forward and backward, on the schedule's rank, of a method that fetches rows in stages, also by hosts.
 
     Args:
         schedule: the rank's, as the method makes it.
         sizes: of its tensors, in half precision.
         machine, kernel: the kernel that computes all tiles, by name, and a machine with its rates.
         head_chunks: parts of the heads that are computed one after the other.
+        degree: ranks of the cp group that are one of the schedule: those of an inner group of the hybrid.
     """
-    stages, num_rows_here = schedule.route.stages, schedule.shard_lens[schedule.cp_rank]
+    legs, num_rows_here = legs_of(schedule, degree), schedule.shard_lens[schedule.cp_rank]
     heads, kv_heads = sizes.num_heads // head_chunks, sizes.num_kv_heads // head_chunks
     sizes = replace(sizes, num_heads=heads, num_kv_heads=kv_heads)
     row = sizes.batch * kv_heads * (sizes.head_dim + sizes.v_head_dim)
     out_row = sizes.batch * heads * sizes.v_head_dim * sizes.itemsize
     dq_row = sizes.batch * heads * sizes.head_dim * sizes.itemsize
     key_row, gradient_row = row * sizes.itemsize, row * sizes.gradient_itemsize
-    barrier = machine.per_barrier * math.log2(schedule.cp_size) if stages else 0.0
-    publish = 2 * num_rows_here * key_row / machine.memory_rate + machine.per_launch + 2 * barrier if stages else 0.0
-    calls = [schedule.local_tiles, *(stage.tiles for stage in stages)]
+    barrier = machine.per_barrier * math.log2(schedule.host_size)
+    calls = [schedule.local_tiles, *(tiles for leg in legs for tiles in leg.tiles)]
     num_calls, tile_rows = sum(map(len, calls)), num_rows(tile.q for tiles in calls for tile in tiles)
     forward_rate, backward_rate = machine.kernels[kernel]
+    rank, num_crossings = schedule.cp_rank * degree, sum(leg.crossing is not None for leg in legs)
+    num_stages = len(schedule.route.stages) + num_crossings
 
-    keys, now, exposed = _Links(schedule.cp_rank, machine), publish, 0.0
-    arrivals = [keys.move(publish, stage.fetch, key_row) for stage in stages]
-    now += _seconds(schedule.local_tiles, sizes, forward_rate, 1.0)
-    for stage, arrival in zip(stages, arrivals, strict=True):
-        if stage.num_fetched:
-            exposed += max(0.0, arrival - now)
-            now = max(now, arrival) + _seconds(stage.tiles, sizes, forward_rate, 1.0)
+    def arrivals(clock: _Clock) -> Iterator[tuple[Leg, list[float]]]:
+        """Host after host, once its rows are there, with the times at which the rows of each stage are here."""
+        links, outer = _Links(rank, machine), _Links(rank, machine)
+        crossings = [leg for leg in legs if leg.crossing is not None]
+
+        def cross() -> float:
+            leg = crossings.pop(0)
+            packed = clock.now + 2 * leg.leaving * key_row / machine.memory_rate + machine.per_launch
+            return outer.move(packed, leg.crossing or (), key_row)
+
+        crossed = cross() if crossings else 0.0
+        for leg in legs:
+            if leg.crossing is not None:
+                clock.wait(crossed)
+                crossed = cross() if crossings else 0.0
+            if any(move is not None for move in leg.moves):
+                clock.now += 2 * leg.num_rows * key_row / machine.memory_rate + machine.per_launch + 2 * barrier
+            yield leg, [clock.now if move is None else links.move(clock.now, move, key_row) for move in leg.moves]
+
+    clock = _Clock()
+    for leg, times in arrivals(clock):
+        if leg is legs[0]:
+            clock.now += _seconds(schedule.local_tiles, sizes, forward_rate, 1.0)
+        for tiles, arrival in zip(leg.tiles, times, strict=True):
+            if tiles:
+                clock.wait(arrival)
+                clock.now += _seconds(tiles, sizes, forward_rate, 1.0)
     if num_calls > 1:
-        now += (tile_rows + num_rows_here) * out_row / machine.memory_rate + machine.per_launch
-    forward = PassCost(now, exposed, _host(machine.host_forward, num_calls, len(stages)))
+        clock.now += (tile_rows + num_rows_here) * out_row / machine.memory_rate + machine.per_launch
+    forward = PassCost(clock.now, clock.exposed, _host(machine.host_forward, num_calls, num_stages))
 
-    gradients, now, exposed, sent = _Links(schedule.cp_rank, machine), publish, 0.0, 0.0
-    for stage, arrival in zip(stages, arrivals, strict=True):
-        if stage.num_fetched:
-            exposed += max(0.0, arrival - now)
-            now = max(now, arrival) + _seconds(stage.tiles, sizes, backward_rate, 2.5)
-            sent = gradients.move(now, stage.fetch, gradient_row)
-    now += _seconds(schedule.local_tiles, sizes, backward_rate, 2.5)
-    exposed += max(0.0, sent - now)
-    now = max(now, sent) + barrier
+    clock, links, outer = _Clock(), _Links(rank, machine), _Links(rank, machine)
+    sent = home = 0.0
+    for leg, times in arrivals(clock):
+        for move, tiles, arrival in zip(leg.moves, leg.tiles, times, strict=True):
+            if tiles:
+                clock.wait(arrival)
+                clock.now += _seconds(tiles, sizes, backward_rate, 2.5)
+                sent = sent if move is None else links.move(clock.now, move, gradient_row)
+        if num_crossings:  # sums of this host's gradients, which cross once all of them are here
+            clock.wait(sent)
+            sum_row = row * max(sizes.gradient_itemsize, 4)
+            clock.now += (leg.returning * gradient_row + leg.num_rows * sum_row) / machine.memory_rate
+            clock.now += machine.per_launch + barrier * any(move is not None for move in leg.moves)
+            if leg.crossing is not None:
+                clock.wait(home)
+                home = outer.move(clock.now, leg.crossing, sum_row)
+    clock.now += _seconds(schedule.local_tiles, sizes, backward_rate, 2.5)
+    clock.wait(max(home, sent))
+    if schedule.route.stages and not num_crossings:
+        clock.now += barrier
     if num_calls > 1:
         sums = (tile_rows + num_rows_here) * dq_row + 3 * num_rows_here * key_row
-        now += sums / machine.memory_rate + machine.per_launch
-    backward = PassCost(now, exposed, _host(machine.host_backward, num_calls, len(stages)))
+        clock.now += sums / machine.memory_rate + machine.per_launch
+    backward = PassCost(clock.now, clock.exposed, _host(machine.host_backward, num_calls, num_stages))
     return forward.times(head_chunks), backward.times(head_chunks)
 
 
 def ulysses_costs(
-    whole: Schedule, cp_size: int, sizes: Sizes, machine: Machine, kernel: str, head_chunks: int = 1,
-    kept: bool = True, plain: bool = False,
-) -> tuple[PassCost, PassCost]:  # fmt: skip
-    """Forward and backward of Ulysses: an exchange of q, k, v; a rank's heads of the whole sequence; out comes home.
+    schedule: Schedule,
+    degree: int,
+    cp_size: int,
+    sizes: Sizes,
+    machine: Machine,
+    kernel: str,
+    head_chunks: int = 1,
+    kept: bool = True,
+    plain: bool = False,
+) -> tuple[PassCost, PassCost]:
+    """Forward and backward of Ulysses and the hybrid: q, k, v are exchanged, a rank's heads computed, out comes home.
 
     Args:
-        whole: the schedule of one device that holds the whole sequence.
-        cp_size: number of ranks; divides ``sizes.num_heads``. Each kv head is sent to all ranks that read it.
+        schedule: that of a ring of inner groups; of plain Ulysses one device that holds the whole sequence.
+        degree: ranks of an inner group; divides ``sizes.num_heads``. Each kv head is sent to all that read it.
+        cp_size: number of ranks.
         sizes, machine, kernel, head_chunks: as in `staged_costs`.
         kept: whether what the forward received, and out, are held for the backward, which else exchanges them again,
             as it does where kv heads are sent to several ranks.
         plain: of the benchmark's, whose exchange is two launches.
     """
-    kept &= kv_heads_of_rank(sizes, cp_size) * cp_size == sizes.num_kv_heads
-    heads, kv_heads = sizes.num_heads // cp_size // head_chunks, kv_heads_of_rank(sizes, cp_size) // head_chunks
-    of_rank, rows = replace(sizes, num_heads=heads, num_kv_heads=kv_heads), whole.shard_lens[0] * sizes.batch
-    q, k, out, v = (
-        rows * n * dim * sizes.itemsize for dim in (sizes.head_dim, sizes.v_head_dim) for n in (heads, kv_heads)
-    )
+    kept &= kv_heads_of_rank(sizes, degree) * degree == sizes.num_kv_heads
+    heads, kv_heads = sizes.num_heads // degree // head_chunks, kv_heads_of_rank(sizes, degree) // head_chunks
+    of_rank = replace(sizes, num_heads=heads, num_kv_heads=kv_heads)
+    rows = schedule.shard_lens[schedule.cp_rank] * sizes.batch
+    q, k, out, v = (rows * n * dim for dim in (sizes.head_dim, sizes.v_head_dim) for n in (heads, kv_heads))
+    near = degree if cp_size <= machine.gpus_per_host else math.gcd(degree, machine.gpus_per_host)
 
     def exchange(nbytes: float) -> float:
-        far = nbytes * max(0, cp_size - machine.gpus_per_host) / cp_size
+        far = nbytes * (degree - near) / degree
         moved = max(nbytes / machine.exchange_rate, far / machine.network_rate)
         if plain:
             return moved + 2 * machine.per_launch
-        launches = 3 + cp_size if kept else 4 + 2 * cp_size  # lse is of another dtype, and is pulled beside
-        return moved + launches * machine.per_launch + 2 * machine.per_barrier * math.log2(cp_size)
+        launches = 3 + degree if kept else 4 + 2 * degree  # lse is of another dtype, and is pulled beside
+        return moved + launches * machine.per_launch + 2 * machine.per_barrier * math.log2(degree)
 
-    def cost(moved: float, rate: KernelRate, forwards: float, host: HostTime) -> PassCost:
-        device = moved + _seconds(whole.local_tiles, of_rank, rate, forwards)
-        of_host = _host(host, len(whole.local_tiles), 0) + 2 * host.per_exchange
-        return PassCost(device, moved, of_host).times(head_chunks)
+    def cost(moved: float, ring: PassCost, host: HostTime) -> PassCost:
+        of_host = ring.host + 2 * host.per_exchange
+        return PassCost(moved + ring.device, moved + ring.exposed, of_host).times(head_chunks)
 
-    (forward, backward), qkv = machine.kernels[kernel], exchange(q + k + v)
-    there = exchange(out if kept else 2 * out + q + k + v)
+    forward, backward = staged_costs(schedule, of_rank, machine, kernel, 1, degree)
+    e, qkv = sizes.itemsize, exchange((q + k + v) * sizes.itemsize)
+    there = exchange((out if kept else 2 * out + q + k + v) * e)
+    home = exchange(q * e + (k + v) * (sizes.home_itemsize or sizes.gradient_itemsize))
     return (
-        cost(qkv + exchange(out), forward, 1.0, machine.host_forward),
-        cost(there + qkv, backward, 2.5, machine.host_backward),
+        cost(qkv + exchange(out * e), forward, machine.host_forward),
+        cost(there + home, backward, machine.host_backward),
     )
+
+
+class Leg(NamedTuple):
+    """Stages whose rows lie in the buffers of one host's ranks, of the double ring; of others all stages.
+
+    Attributes:
+        crossing: what comes to this rank's buffer first, by cp rank; None where its own rows lie there.
+        leaving: rows that cross from here at that time.
+        moves: what comes here in each stage, by cp rank; None where the rows lie in this rank's buffer.
+        tiles: of each stage.
+        num_rows: of the buffer.
+        returning: rows of which gradients come to this buffer.
+    """
+
+    crossing: Fetch | None
+    leaving: int
+    moves: list[Fetch | None]
+    tiles: list[tuple[Tile, ...]]
+    num_rows: int
+    returning: int
+
+    @property
+    def received(self) -> list[Fetch]:
+        """All that comes to this rank."""
+        return [move for move in (self.crossing, *self.moves) if move is not None]
+
+
+def legs_of(schedule: Schedule, degree: int = 1) -> list[Leg]:
+    """What a rank receives, in order; ``degree`` as in `staged_costs`."""
+    route, rows = schedule.route, schedule.shard_lens[schedule.cp_rank]
+    visits = route.visits or (Visit(None, route, None, (), rows),)
+    host, place = divmod(schedule.cp_rank, schedule.host_size)
+    tiles, legs = iter(route.stages), []
+    for visit in visits:
+        moves: list[Fetch | None] = [None] if visit.own is not None else []
+        moves += [_by_cp_rank(x.fetch, host * schedule.host_size, degree) for x in visit.route.stages]
+        crossing, leaving = None, 0
+        if visit.crossing is not None:
+            crossing = _by_cp_rank(visit.crossing.fetch, place, schedule.host_size)
+            leaving = sum(num_rows(ranges) for _, ranges in visit.crossing.serve)
+        returning = visit.own.num_fetched if visit.own is not None else 0
+        returning += sum(num_rows(ranges) for x in visit.route.stages for _, ranges in x.serve)
+        legs.append(Leg(crossing, leaving, moves, [next(tiles).tiles for _ in moves], visit.num_rows, returning))
+    return legs
+
+
+def _by_cp_rank(parts: Fetch, first: int, step: int) -> Fetch:
+    return tuple((first + step * number, ranges) for number, ranges in parts)
+
+
+class _Clock:
+    """The time of one rank in a pass, and how much of it was waiting."""
+
+    def __init__(self) -> None:
+        self.now = self.exposed = 0.0
+
+    def wait(self, until: float) -> None:
+        self.exposed += max(0.0, until - self.now)
+        self.now = max(self.now, until)
 
 
 class _Links:
     """What one rank's links have moved so far, to one direction: those of its host, and the network."""
 
-    def __init__(self, cp_rank: int, machine: Machine) -> None:
-        self._host, self._machine = cp_rank // machine.gpus_per_host, machine
+    def __init__(self, rank: int, machine: Machine) -> None:
+        self._host, self._machine = rank // machine.gpus_per_host, machine
         self._free = [0.0, 0.0]
 
     def move(self, begin: float, parts: Fetch, row_bytes: int) -> float:

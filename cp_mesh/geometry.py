@@ -42,7 +42,7 @@ def geometry(layout: Layout, mask: Mask, seq_len: int, cp_size: int, documents: 
         documents: blocks by documents, where these are runs of positions and their bands are few.
     """
     ids, padding = (None if x is None else Content.of(x) for x in (mask.documents, mask.key_padding))
-    return _geometry(layout, mask.spec(), ids, padding, seq_len, cp_size, documents)
+    return _geometry(layout, mask.spec(), ids, padding, seq_len, cp_size, documents and ids is not None)
 
 
 @lru_cache(maxsize=32)

@@ -53,6 +53,11 @@ def known_parts(group: dist.ProcessGroup) -> list[Parts]:
     return [*_PARTS.get(group, {}).values()]
 
 
+def num_groups() -> int:
+    """Groups that this rank is in, by which PyTorch names a new one."""
+    return len(dist.distributed_c10d._world.pg_names)
+
+
 def names_of_axes(group_name: str) -> list[tuple[str, str]]:
     """Names of the groups of both axes, for each mesh that was made `flat` to the group of this name."""
     return _AXES.get(_resolve_process_group(group_name), [])  # type: ignore[arg-type]
@@ -122,9 +127,9 @@ def _make_alone(group: dist.ProcessGroup, inner_size: int) -> Parts:
     size = group.size()
     inner = [[*range(begin, begin + inner_size)] for begin in range(0, size, inner_size)]
     outer = [[*range(begin, size, inner_size)] for begin in range(inner_size)]
-    # A new group's name counts the groups that a rank is in, and ranks with other names would never meet.
+    # Ranks with other names would never meet.
     counts: list[int] = [0] * size
-    dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group)
+    dist.all_gather_object(counts, num_groups(), group)
     if len(set(counts)) > 1:
         hint = 'pass a mesh of two axes, mesh=mesh["cp_ring", "cp_ulysses"], whose groups are used'
         got = f"ranks that are in {counts} groups"

@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,13 +21,26 @@ import torch.distributed as dist
 from cp_mesh.agreement import exchange_first
 from cp_mesh.costs import MACHINES, HostTime, KernelRate, Machine
 from cp_mesh.errors import ArgumentError, RankMismatchError, UnsupportedError, refuse
+from cp_mesh.groups import num_groups
 from cp_mesh.transport.symmetric_memory import host_name
 
 VARIABLE = "CP_MESH_MACHINE"
 
 
-def machine_of(group: dist.ProcessGroup, device: torch.device) -> Machine | None:
-    """The machine of a group's ranks, or None if it was not measured: the same on every rank.
+class Known(NamedTuple):
+    """What the ranks of a group told each other, once.
+
+    Attributes:
+        machine: theirs, with the ranks that share a host: neighbours, as many on each; None if it was not measured.
+        new_groups: whether all of them are in equally many groups, as they must be to make others (`groups.parts_of`).
+    """
+
+    machine: Machine | None
+    new_groups: bool
+
+
+def machine_of(group: dist.ProcessGroup, device: torch.device) -> Known | None:
+    """The machine of a group's ranks, the same on every rank; None on CPUs without a table.
 
     The first question about a group of CUDA ranks is a collective, and of CPU ranks if ``CP_MESH_MACHINE`` is set, on
     all of them or on none; the answer is kept.
@@ -53,17 +66,18 @@ def machine_of(group: dist.ProcessGroup, device: torch.device) -> Machine | None
 
 
 # Keyed on the group itself: names are used again after a group is destroyed.
-_KNOWN: WeakKeyDictionary[dist.ProcessGroup, tuple[str, Machine | None]] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[dist.ProcessGroup, tuple[str, Known]] = WeakKeyDictionary()
 
 
-def _agreed(group: dist.ProcessGroup, device: torch.device, path: str) -> Machine | None:
+def _agreed(group: dist.ProcessGroup, device: torch.device, path: str) -> Known:
     problem, table = "", ""
     try:
         table = to_text(read_machine(path)) if path else ""
     except ArgumentError as error:
         problem = str(error)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    answers = exchange_first(group, {"machine": table, "problem": problem, "device": name, "host": host_name()})
+    said = {"machine": table, "problem": problem, "device": name, "host": host_name(), "groups": str(num_groups())}
+    answers = exchange_first(group, said)
     if any("machine" not in answer for answer in answers):  # in check mode another rank compares its arguments already
         raise RankMismatchError(
             f"attention: expected method='auto' on all ranks or on none, and {VARIABLE} set on all or on none"
@@ -77,13 +91,15 @@ def _agreed(group: dist.ProcessGroup, device: torch.device, path: str) -> Machin
             f"{VARIABLE}: expected the same table on every cp rank, got {len(tables)} that differ; copy one file to all"
         )
     machine = from_text(table) if table else next((x for x in MACHINES.values() if {x.name} == set(names)), None)
+    new_groups = len({answer["groups"] for answer in answers}) == 1
     if machine is None:
-        return None
+        return Known(None, new_groups)
     if {machine.name} != set(names):
         hint = "python -m cp_mesh calibrate measures these"
         refuse(VARIABLE, f"numbers of {', '.join(sorted(set(names)))}", machine.name, hint)
-    hosts = len({answer["host"] for answer in answers})
-    return replace(machine, gpus_per_host=math.ceil(len(answers) / hosts))
+    hosts = [answer["host"] for answer in answers]
+    ends = [rank for rank in range(1, len(hosts)) if hosts[rank] != hosts[rank - 1]]
+    return Known(replace(machine, gpus_per_host=math.gcd(len(hosts), *ends)), new_groups)
 
 
 def find_machine(name: str) -> Machine:

@@ -81,9 +81,9 @@ def make_plan(
     given = *shapes, *contents, features, seq_len, group.size(), group.rank()
     plan = resolve(*given, options)
     if options.method == "auto" and group.size() > 1 and not (q.device.type == "meta" or isinstance(q, FakeTensor)):
-        method = _choice(plan, *shapes, group, plan.scores.features if features is None else features).method
-        if method != plan.method.name:
-            plan = resolve(*given, options._replace(method=method))
+        choice = _choice(plan, *shapes, group, plan.scores.features if features is None else features)
+        if choice.method != plan.method.name:
+            plan = resolve(*given, choice.options(options))
     if scores is not None:
         plan = replace(plan, scores=scores)
     if plan.copies_in_capture:
@@ -101,18 +101,28 @@ def _choice(
     plan: Plan, q: Operand, k: Operand, v: Operand, group: dist.ProcessGroup, features: frozenset[str]
 ) -> Choice:
     """The method that "auto" takes for a call, which ``plan`` has as the ring; kept with the plan."""
-    options, machine = plan.options, machine_of(group, q.device)
+    options, known = plan.options, machine_of(group, q.device)
+    machine = None if known is None else known.machine
     transport = choose_transport(options.transport, group, q.device) if machine is not None else "functional"
 
     def make() -> tuple[Machine | None, Choice]:
         of_batch = layout_and_documents(plan.layout, plan.mask)
         sizes = plan.seq_len, plan.schedule.cp_size
-        kernel = plan.kernel.name
-        problem = Problem(q, k, v, options, features, *sizes, *of_batch, kernel, transport, machine, kernel_of)
+        by_transport = transport, within_hosts(transport, options.transport, q.device.type, sizes[1], machine)
+        of_group = machine, known is not None and known.new_groups
+        problem = Problem(
+            q, k, v, options, features, *sizes, *of_batch, plan.kernel.name, *by_transport, *of_group, kernel_of
+        )
         return machine, choose(problem)  # the machine too: the key is its id
 
     found: tuple[Machine | None, Choice] = plan.prepare(("choice", id(machine), transport), 0, make)
     return found[1]
+
+
+def within_hosts(transport: str, asked: str, device: str, cp_size: int, machine: Machine | None) -> str:
+    """The transport among ranks of one host, where that among all of them is known; symmetric memory is assumed."""
+    several = machine is not None and machine.gpus_per_host < cp_size
+    return "symmetric_memory" if several and asked == "auto" and device == "cuda" else transport
 
 
 def kernel_of(problem: Problem, make: Callable[[bool], Schedule]) -> tuple[Schedule, Kernel]:

@@ -210,10 +210,21 @@ def _peer(rank: Any, sign: int, step: Any, cp_size: int, host_size: int) -> Any:
     return host % (cp_size // host_size) * host_size + place % host_size
 
 
-def _step(receiver: Array, source: Array, cp_size: int, host_size: int) -> Array:
+def step_of(receiver: Array, source: Array, cp_size: int, host_size: int) -> Array:
     """The step in which receivers visit sources."""
     hosts = (receiver // host_size - source // host_size) % (cp_size // host_size)
     return hosts * host_size + (receiver - source) % host_size
+
+
+def _steps_over_hosts(needed: Array, host_size: int) -> tuple[int, ...]:
+    """Those in which some rank fetches rows of another."""
+    hosts = np.arange(len(needed) // host_size)
+    moves = (needed > 0).reshape(len(hosts), host_size, len(hosts), host_size)
+    found = []
+    for away in hosts.tolist():
+        receiver, source = np.nonzero(moves[hosts, :, (hosts - away) % len(hosts), :].any(0))
+        found += [away * host_size + place for place in np.unique((receiver - source) % host_size).tolist()]
+    return tuple(found)
 
 
 def in_rising_stages(active: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -256,8 +267,7 @@ def make_schedule(
     needed, steps, overlapping, covers, min_keys = found.facts
     host_size = host_size or cp_size
     if host_size < cp_size:
-        receiver, source = np.nonzero(needed)
-        steps = tuple(np.unique(_step(receiver, source, cp_size, host_size)).tolist())
+        steps = _steps_over_hosts(needed, host_size)
     by_documents, blocks = "segments" in covers, found.of_receiver(cp_rank)
     every = np.concatenate(blocks)
     away = every[every[:, SOURCE] != cp_rank]

@@ -6,18 +6,23 @@ import os
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from ranks import mesh
 
 import cp_mesh.calibrating as calibrating
 from cp_mesh import explain
 from cp_mesh.calibrating import Calibration, Shapes, calibrate, fit, table
 from cp_mesh.costs import H200
 from cp_mesh.errors import ArgumentError
+from cp_mesh.kernels import KERNELS
 from cp_mesh.machines import read_machine
 
 ROOT = Path(__file__).parents[1]
@@ -56,6 +61,46 @@ def test_times_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     forward, backward = machine.kernels["cpu_flash"]
     assert forward.per_call == pytest.approx(1.0, rel=0.2) == pytest.approx(backward.per_call, rel=0.2)
     assert machine.per_launch == pytest.approx(1.0, rel=0.2)
+
+
+def test_a_clock_counts_seconds() -> None:
+    clock = calibrating._Clock(torch.device("cpu"), None)
+    for seconds in (clock.seconds, clock.host_seconds):
+        assert 0.02 <= seconds(lambda: time.sleep(0.02), 2) < 0.5
+
+
+def slow_second_rank(rank: int) -> list[float]:
+    clock = calibrating._Clock(torch.device("cpu"), mesh((2,), ("cp",)).get_group())
+    return [seconds(lambda: time.sleep(0.05 * rank), 1) for seconds in (clock.seconds, clock.host_seconds)]
+
+
+def test_the_slowest_rank_counts(pool: Any) -> None:
+    first, second = pool(2).run(slow_second_rank)
+    assert first == second and all(0.05 <= seconds < 0.5 for seconds in first)
+
+
+def test_columns_are_bytes_and_flops() -> None:
+    """By hand: a copy reads and writes; a full tile of n queries takes 4 heads dim n² FLOPs, and 2.5 times as many."""
+    clock = calibrating._Clock(torch.device("cpu"), None)
+    fitted: list[list[list[float]]] = []
+
+    def note(columns: list[list[float]], seconds: list[float], scale: list[float]) -> list[float]:
+        fitted.append(columns)
+        return list(scale)
+
+    with (
+        mock.patch.object(calibrating._Clock, "seconds", return_value=1.0),
+        mock.patch.object(calibrating, "fit", note),
+    ):
+        copies, _ = calibrating._copies(clock, TINY)
+        calibrating._rates(clock, TINY, KERNELS["cpu_flash"])
+    assert copies == [[2 * rows * 4 * 8 * 4, 1.0] for rows in TINY.rows]
+    for forwards, columns in zip((1.0, 2.5), fitted, strict=True):
+        for number, rows in enumerate(TINY.rows):
+            full, half, causal = columns[3 * number : 3 * number + 3]
+            assert full == [forwards * 4 * 4 * 8 * rows**2, 4 * rows, 0, 0, 1]
+            assert half == [full[0] / 2, *full[1:]]
+            assert causal == [full[0] * (rows + 1) / (2 * rows), 4 * rows, 4 * rows, 0, 1]
 
 
 def test_the_table_has_every_number() -> None:

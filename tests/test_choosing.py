@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 from checks import forget_plans
 from ranks import mesh, num_collectives
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import cp_mesh.choosing as choosing
+import cp_mesh.machines as machines
 import cp_mesh.plan as plan
 from cp_mesh import Contiguous, Mask, Striped, ZigZag, attention, balance, check_mode, explain
+from cp_mesh.call import Options
 from cp_mesh.choosing import Choice, Estimate, best_of
 from cp_mesh.costs import H200, HostTime, KernelRate, Machine
 from cp_mesh.errors import ArgumentError, RankMismatchError
+from cp_mesh.layouts import Layout
 from cp_mesh.machines import VARIABLE, _agreed, find_machine, from_text, read_machine, to_text, write_machine
 
 CPU = replace(
@@ -36,8 +42,31 @@ AT_ONCE = KernelRate(1e18, 0.0, 0.0, 0.0, 0.0)
 SLOW_EXCHANGE = replace(  # all-gather is as fast as the ring
     SLOW_LINKS, kernels={"cpu_flash": (AT_ONCE, AT_ONCE)}, link_rate=1e15, exchange_rate=1e3, per_launch=0.0
 )
-WINNERS = {"ring": SLOW_EXCHANGE, "all_gather": SLOW_STAGES, "ulysses": SLOW_LINKS}
-COLLECTIVES = {"ring": 6, "all_gather": 3, "ulysses": 4}  # of a call on 4 ranks
+SLOW_NETWORK = replace(SLOW_LINKS, link_rate=1e15, network_rate=1e3)
+
+
+class Winner(NamedTuple):
+    """A machine on which a method is fastest for so many heads on 4 ranks, ``per_host`` on each host.
+
+    ``collectives`` are those of a call, ``degree`` what the method's option says.
+    """
+
+    machine: Machine
+    collectives: int
+    heads: int = 4
+    per_host: int = 4
+    degree: int = 0
+    layout: Layout = ZigZag()
+
+
+WINNERS = {
+    "ring": Winner(SLOW_EXCHANGE, 6),
+    "all_gather": Winner(SLOW_STAGES, 3),
+    "ulysses": Winner(SLOW_LINKS, 4),
+    "ulysses, where rank 0 fetches nothing": Winner(SLOW_LINKS, 4, layout=Contiguous()),
+    "hybrid": Winner(SLOW_LINKS, 7, heads=2, degree=2),
+    "double_ring": Winner(SLOW_NETWORK, 9, heads=1, per_host=2, degree=2),
+}
 
 
 # ---- the rule
@@ -84,13 +113,50 @@ def test_heads_that_ranks_do_not_divide() -> None:
     assert "ulysses" not in chosen(8192, 8, machine=links, head_chunks=4).estimates  # 2 kv heads a rank
 
 
-def test_estimates_are_those_of_the_table() -> None:
-    """Of the slowest rank among those that are looked at; of all-gather and Ulysses as explain tells them."""
-    found = explain(8192, 4, device="cuda", dtype=torch.bfloat16, num_heads=32, num_kv_heads=8, kernel="fa4")
-    for x in (found.found, *found.others):
-        if x.layout == ZigZag():
-            estimate = found.choice.estimates[x.method]
-            assert estimate.seconds == pytest.approx(x.seconds, rel=1e-2) and 0.9 * x.memory <= estimate.memory
+@pytest.mark.parametrize("mask", (Mask(), Mask(window=(1023, 0))), ids=str)
+@pytest.mark.parametrize("gpus_per_host", (8, 4))
+def test_estimates_are_those_of_the_table(gpus_per_host: int, mask: Mask) -> None:
+    """Of the slowest rank among those that are looked at; of all methods as explain tells them."""
+    on_gpu = {"dtype": torch.bfloat16, "num_heads": 32, "num_kv_heads": 8, "kernel": "fa4", "mask": mask}
+    machine = replace(H200, transport="symmetric_memory" if gpus_per_host == 8 else "functional")
+    found = explain(8192, 8, machine=machine, gpus_per_host=gpus_per_host, **on_gpu)
+    told = [x for x in (found.found, *found.others) if x.layout == ZigZag()]
+    (ring,) = (x for x in told if x.method == "ring")
+    most = max(ring.ranks, key=lambda x: x.near + x.far).rank
+    for x in told:
+        estimate = found.choice.estimates[x.method]
+        looked_at = {rank // x.inner for rank in (0, most, 4, 7)}
+        costs = [each.costs for each in x.ranks if each.rank // x.inner in looked_at]
+        slowest = sum(max(cost.queued for cost in of_pass) for of_pass in zip(*costs, strict=True))
+        assert estimate.degree in (0, x.degree) and estimate.seconds == pytest.approx(slowest)
+        assert 0.95 * x.seconds <= estimate.seconds and 0.9 * x.memory <= estimate.memory
+    assert {x.method for x in told} == {*choosing.METHODS} - ({"double_ring"} if gpus_per_host == 8 else set())
+
+
+def test_degrees_that_are_tried() -> None:
+    """Inner groups within a host, of which heads and ranks are multiples; hosts that are full."""
+    hybrid, double_ring = (choosing.METHODS[name].degrees for name in ("hybrid", "double_ring"))
+    assert [hybrid(*sizes) for sizes in ((8, 8), (16, 8), (12, 8), (4, 2), (8, 1), (2, 8), (6, 8))] == [
+        [2, 4], [2, 4, 8], [2, 4], [2], [], [], [2],
+    ]  # fmt: skip
+    assert [double_ring(*sizes) for sizes in ((16, 8), (8, 8), (12, 8), (8, 1))] == [[8], [], [], []]
+    slow = replace(H200, transport="functional", link_rate=1e6)
+    for heads, degree in ((32, 4), (6, 2), (3, None)):
+        sizes = {"num_heads": heads, "num_kv_heads": heads, "machine": slow, "gpus_per_host": 4}
+        found = chosen(8192, 8, **sizes).estimates.get("hybrid")
+        assert (found and found.degree) == degree
+
+
+def test_what_needs_groups_is_not_tried_where_they_cannot_be_made() -> None:
+    """Where ranks are in unequally many groups; and of documents, by which cp groups of a job would differ."""
+    looked = []
+    real = choosing.choose.__wrapped__
+    slow = replace(H200, link_rate=1e6)
+    with mock.patch.object(choosing.choose, "__wrapped__", lambda problem: looked.append(problem) or real(problem)):
+        assert "hybrid" in chosen(8192, 8, machine=slow).estimates
+        packed = chosen(8192, 8, machine=slow, mask=Mask(documents=torch.arange(8192) // 1000))
+    assert "hybrid" not in packed.estimates and "ulysses" in packed.estimates
+    assert "hybrid" not in real(replace(looked[0], new_groups=False)).estimates
 
 
 def test_few_ranks_are_looked_at() -> None:
@@ -123,11 +189,35 @@ def test_documents_of_like_lengths_share_a_choice() -> None:
 # ---- calls on ranks
 
 
+def checkpointed(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return lambda attend: lambda *args: checkpoint(attend, *args, **options)
+
+
+SAVED = partial(create_selective_checkpoint_contexts, [torch.ops.cp_mesh.attention.default])
+WITHIN: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "": lambda attend: attend,
+    "compiled": partial(torch.compile, backend="aot_eager", fullgraph=True),
+    "checkpointed": checkpointed(use_reentrant=False),
+    "checkpointed, reentrant": checkpointed(use_reentrant=True),
+    "checkpointed, but for attention": checkpointed(use_reentrant=False, context_fn=SAVED),
+}
+
+
 def call(
-    rank: int, table: str, options: dict[str, Any], heads: int = 4, checking: bool = False
-) -> tuple[str, str, int, list[torch.Tensor]]:
-    """The method that a call took, what it was told, its collectives after the first, and its results."""
+    rank: int,
+    table: str,
+    options: dict[str, Any],
+    heads: int = 4,
+    checking: bool = False,
+    per_host: int = 4,
+    within: str = "",
+) -> tuple[str, Options, int, list[torch.Tensor]]:
+    """The method that a call took, its options, its collectives after the first, and its results.
+
+    ``within`` is what it is called in, one of `WITHIN`.
+    """
     forget_plans()
+    machines._KNOWN.clear()
     made: list[Any] = []
     real = plan.make_plan
 
@@ -140,43 +230,64 @@ def call(
     whole = [torch.randn(1, n, 24, 8, dtype=torch.float64) for n in (heads, heads, heads)]
     layout = options.get("layout", ZigZag())
     own = layout.positions(24, size, rank)
-    with mock.patch.dict(os.environ, {VARIABLE: table}), mock.patch("cp_mesh.ops.make_plan", make_plan):
+    on_host = mock.patch("cp_mesh.machines.host_name", return_value=f"host {rank // per_host}")
+    with mock.patch.dict(os.environ, {VARIABLE: table}), mock.patch("cp_mesh.ops.make_plan", make_plan), on_host:
         if not table:
             del os.environ[VARIABLE]
         group, count = mesh((size,), ("cp",)), 0
+        attend = WITHIN[within](partial(attention, mesh=group, **options))
         with check_mode(checking):
             for _ in range(2):
                 q, k, v = (x[:, :, own].clone().requires_grad_() for x in whole)
                 before = num_collectives()
-                out = attention(q, k, v, mesh=group, **options)
-                grads = torch.autograd.grad(out.square().sum(), (q, k, v))
+                out = attend(q, k, v)
+                out.square().sum().backward()
                 count = num_collectives() - before
-    return made[-1].method.name, made[-1].options.method, count, [out.detach(), *grads]
+    (method,) = {x.method.name for x in made}  # of the forward, computed again too, and the backward
+    return method, made[-1].options, count, [out.detach(), *(x.grad for x in (q, k, v))]
 
 
-@pytest.mark.parametrize("method", WINNERS)
-def test_every_rank_takes_the_same(pool: Any, tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize("words", WINNERS)
+def test_every_rank_takes_the_same(pool: Any, tmp_path: Path, words: str) -> None:
     """By the table that the environment names; results are those of the ring, and explain says the same."""
-    table = tmp_path / "machine.json"
-    write_machine(WINNERS[method], table)
-    found = pool(4).run(call, str(table), {})
-    plain = pool(4).run(call, "", {"method": "ring"})
-    for (name, _, count, tensors), (_, _, _, want) in zip(found, plain, strict=True):
-        assert (name, count) == (method, COLLECTIVES[method])
+    table, winner, method = tmp_path / "machine.json", WINNERS[words], words.partition(",")[0]
+    write_machine(winner.machine, table)
+    given = {"layout": winner.layout}
+    found = pool(4).run(call, str(table), given, winner.heads, False, winner.per_host)
+    plain = pool(4).run(call, "", given | {"method": "ring"}, winner.heads)
+    for (name, options, count, tensors), (_, _, _, want) in zip(found, plain, strict=True):
+        assert (name, count) == (method, winner.collectives)
+        assert options.ulysses_degree + options.inner_ring_size == winner.degree
         for x, y in zip(tensors, want, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
-    told = explain(24, 4, machine=str(table), dtype=torch.float64, num_heads=4, head_dim=8)
+    sizes = {"num_heads": winner.heads, "head_dim": 8, "gpus_per_host": winner.per_host}
+    told = explain(24, 4, machine=str(table), dtype=torch.float64, layout=winner.layout, **sizes)
     assert told.choice.method == told.found.method == method and f"method auto = {method}" in str(told)
+    assert told.choice.degree == winner.degree and (not winner.degree or told.found.degree == winner.degree)
+
+
+@pytest.mark.parametrize("within", [x for x in WITHIN if x])
+@pytest.mark.parametrize(("method", "size"), (("ulysses", 2), ("ulysses", 4), ("hybrid", 4)))
+def test_forward_and_backward_take_the_same(pool: Any, tmp_path: Path, method: str, size: int, within: str) -> None:
+    """Of methods that keep tensors for the backward, where "auto" may only know in the call whether one does."""
+    table, winner = tmp_path / "machine.json", WINNERS[method]
+    write_machine(winner.machine, table)
+    found = pool(size).run(call, str(table), {}, winner.heads, False, winner.per_host, within)
+    plain = pool(size).run(call, "", {"method": "ring"}, winner.heads)
+    for (name, options, _, tensors), (_, _, _, want) in zip(found, plain, strict=True):
+        assert (name, options.ulysses_degree) == (method, winner.degree)
+        for x, y in zip(tensors, want, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
 def test_without_a_table_a_cpu_takes_the_ring(pool: Any) -> None:
-    assert [found[:3] for found in pool(4).run(call, "", {})] == [("ring", "auto", 6)] * 4
+    assert [(name, x.method, n) for name, x, n, _ in pool(4).run(call, "", {})] == [("ring", "auto", 6)] * 4
 
 
 def test_a_method_that_is_named_is_taken(pool: Any, tmp_path: Path) -> None:
     write_machine(SLOW_STAGES, tmp_path / "machine.json")
     found = pool(4).run(call, str(tmp_path / "machine.json"), {"method": "ring"})
-    assert [x[:3] for x in found] == [("ring", "ring", 6)] * 4
+    assert [(name, x.method, n) for name, x, n, _ in found] == [("ring", "ring", 6)] * 4
 
 
 @pytest.mark.parametrize("layout", (ZigZag(), Striped(), "balanced"), ids=str)
@@ -251,18 +362,23 @@ def test_a_first_call_that_one_rank_refuses(pool: Any, tmp_path: Path) -> None:
     (
         (["NVIDIA H200"] * 4, ["a"] * 4, 4),
         (["NVIDIA H200"] * 4, ["a", "a", "b", "b"], 2),
+        (["NVIDIA H200"] * 4, ["a", "a", "a", "b"], 1),
+        (["NVIDIA H200"] * 4, ["a", "b", "a", "b"], 1),
         (["NVIDIA H200", "NVIDIA H100 80GB HBM3"] * 2, ["a"] * 4, None),
         (["NVIDIA H100 80GB HBM3"] * 4, ["a"] * 4, None),
     ),
 )
 def test_the_machine_is_that_of_all_ranks(names: list[str], hosts: list[str], per_host: int | None) -> None:
-    """Numbers of a GPU hold where all ranks have it; how many ranks share a host they tell each other."""
-    answers = [{"machine": "", "problem": "", "device": x, "host": y} for x, y in zip(names, hosts, strict=True)]
+    """Numbers of a GPU hold where all ranks have it; which neighbours share a host they tell each other."""
+    said = {"machine": "", "problem": "", "groups": "1"}
+    answers = [said | {"device": x, "host": y} for x, y in zip(names, hosts, strict=True)]
     with (
         mock.patch("cp_mesh.machines.exchange_first", return_value=answers),
         mock.patch("torch.cuda.get_device_name", return_value=names[0]),
     ):
-        machine = _agreed(mock.Mock(), torch.device("cuda", 0), "")
+        machine, new_groups = _agreed(mock.Mock(), torch.device("cuda", 0), "")
+        answers[1]["groups"] = "2"
+        assert new_groups and not _agreed(mock.Mock(), torch.device("cuda", 0), "").new_groups
     assert machine == (None if per_host is None else replace(H200, gpus_per_host=per_host))
 
 

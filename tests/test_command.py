@@ -87,7 +87,7 @@ REFUSED = {
     "no argument": (["explain", "--seq-len", "64"], "required: --cp"),
     "a method": (
         ["explain", "--seq-len", "64", "--cp", "2", "--method", "hybrid"],
-        "explain: method: expected ring, all_gather or ulysses, got 'hybrid'; ",
+        "explain: method='hybrid': expected num_heads, which ranks exchange, got None; ",
     ),
     "columns": (
         ["explain", "--seq-len", "64", "--cp", "2", "--columns", "95"],

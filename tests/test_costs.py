@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cp_mesh import Contiguous, Mask, Striped, ZigZag
-from cp_mesh.costs import H200, Machine, PassCost, staged_costs, ulysses_costs
+from cp_mesh.costs import H200, KernelRate, Machine, PassCost, staged_costs, ulysses_costs
 from cp_mesh.memory import Sizes
 from cp_mesh.methods import METHODS
 from cp_mesh.schedule import Schedule, make_schedule
@@ -102,15 +102,14 @@ def test_other_hosts_are_slower() -> None:
     faster = slowest("zigzag", heads(32, 8), 8 * 4096, 8, machine=replace(far, network_rate=100e9))
     assert faster[0].device < forward.device and faster[1].device < backward.device
     whole = make_schedule(Contiguous(), Mask(), 8 * 4096, 1, 0)
-    at_once = (replace(machine, per_launch=0.0, per_barrier=0.0) for machine in (H200, far))
-    one, two = (ulysses_costs(whole, 8, heads(32, 8), machine, "fa4")[0].exposed for machine in at_once)
+    one, two = (ulysses_costs(whole, 8, 8, heads(32, 8), at_once(machine), "fa4")[0].exposed for machine in (H200, far))
     assert two > 2 * one
 
 
 def test_ulysses_sends_keys_again_or_keeps_them() -> None:
     whole = make_schedule(Contiguous(), Mask(), 8 * 4096, 1, 0)
     settings = ({"kept": False}, {}, {"plain": True})
-    again, kept, plain = (ulysses_costs(whole, 8, heads(32, 8), H200, "fa4", **setting) for setting in settings)
+    again, kept, plain = (ulysses_costs(whole, 8, 8, heads(32, 8), H200, "fa4", **setting) for setting in settings)
     # 4 + 16 launches, 3 + 8, or 2; and 2 barriers of 3 rounds
     assert again[0].exposed == pytest.approx(kept[0].exposed + 2 * 9 * H200.per_launch)
     latency = 9 * H200.per_launch + 6 * H200.per_barrier
@@ -119,16 +118,16 @@ def test_ulysses_sends_keys_again_or_keeps_them() -> None:
     more = 8 * 4096 * 10 * 128 * 2 / H200.exchange_rate
     assert again[1].exposed == pytest.approx(kept[1].exposed + more + 2 * 9 * H200.per_launch)
     # 2 kv heads on 8 ranks: each is sent to four, as many bytes as of 8
-    assert ulysses_costs(whole, 8, heads(32, 2), H200, "fa4") == again
+    assert ulysses_costs(whole, 8, 8, heads(32, 2), H200, "fa4") == again
 
 
 def test_a_chunk_of_heads_is_a_pass() -> None:
     whole, half = (slowest("zigzag", heads(32, 8), 8 * 4096, 8, head_chunks=n) for n in (1, 2))
     of_half = slowest("zigzag", heads(16, 4), 8 * 4096, 8)
     ulysses = make_schedule(Contiguous(), Mask(), 8 * 4096, 1, 0)
-    whole += ulysses_costs(ulysses, 4, heads(32, 8), H200, "fa4")
-    half += ulysses_costs(ulysses, 4, heads(32, 8), H200, "fa4", head_chunks=2)
-    of_half += ulysses_costs(ulysses, 4, heads(16, 4), H200, "fa4")
+    whole += ulysses_costs(ulysses, 4, 4, heads(32, 8), H200, "fa4")
+    half += ulysses_costs(ulysses, 4, 4, heads(32, 8), H200, "fa4", head_chunks=2)
+    of_half += ulysses_costs(ulysses, 4, 4, heads(16, 4), H200, "fa4")
     for a, b, c in zip(whole, half, of_half, strict=True):
         assert (b.device, b.exposed, b.host) == (2 * c.device, 2 * c.exposed, 2 * c.host)
         assert b.device > a.device and b.host == 2 * a.host
@@ -143,6 +142,63 @@ def test_barriers_take_longer_of_more_ranks(cp_size: int, rounds: int) -> None:
     assert added == pytest.approx([2 * rounds, 3 * rounds], rel=1e-4)
 
 
+def at_once(machine: Machine) -> Machine:
+    return replace(machine, per_launch=0.0, per_barrier=0.0)
+
+
+def test_a_hybrid_is_its_exchanges_and_its_ring() -> None:
+    """With the links of its hosts; of all ranks it is Ulysses, and of one the ring."""
+    ring = make_schedule(ZigZag(), Mask(), 8 * 4096, 4, 0)
+    of_rank, machine = heads(16, 4), at_once(replace(H200, gpus_per_host=4))
+    hybrid = ulysses_costs(ring, 2, 8, heads(32, 8), machine, "fa4")
+    alone = staged_costs(ring, of_rank, replace(machine, gpus_per_host=2), "fa4")
+    whole = ulysses_costs(make_schedule(Contiguous(), Mask(), 8 * 4096, 1, 0), 8, 8, heads(32, 8), H200, "fa4")
+    bytes_of = 8 * 4096 * 128 * 2 / 8  # of one head of a rank's rows
+    moved = [bytes_of * n / H200.exchange_rate for n in (2 * 32 + 2 * 8, 2 * 32 + 2 * 8)]
+    for cost, of_ring, more, host in zip(hybrid, alone, moved, (H200.host_forward, H200.host_backward), strict=True):
+        assert cost.device == pytest.approx(of_ring.device + more) and cost.exposed >= more
+        assert cost.host == of_ring.host + 2 * host.per_exchange
+    assert whole[0].exposed > moved[0]  # as many bytes, and launches
+    far = ulysses_costs(ring, 2, 8, heads(32, 8), replace(machine, gpus_per_host=1), "fa4")
+    assert far[0].exposed > 1.5 * hybrid[0].exposed  # half of each exchange is over the network, and all of the ring
+
+
+@pytest.mark.parametrize("mask", (Mask(causal=False), Mask(), Mask(window=(6000, 0))), ids=str)
+def test_the_double_ring_on_one_host_is_the_ring(mask: Mask) -> None:
+    for degree in (1, 8):
+        for rank in (0, 5):
+            made = METHODS["double_ring"].make_schedule(ZigZag(), mask, 8 * 4096, 8, rank, degree=degree)
+            ring = make_schedule(ZigZag(), mask, 8 * 4096, 8, rank)
+            assert staged_costs(made, heads(32, 8), H200, "fa4") == staged_costs(ring, heads(32, 8), H200, "fa4")
+
+
+def test_the_network_moves_less_in_the_double_ring() -> None:
+    """Where it alone counts: of a full mask, n times less to a rank, n the ranks of a host; sums go home in fp32."""
+    at_no_time = KernelRate(1e20, 0.0, 0.0, 0.0, 0.0)
+    slow = at_once(replace(H200, gpus_per_host=4, network_rate=1e6, kernels={"fa4": (at_no_time, at_no_time)}))
+    given = ZigZag(), Mask(causal=False), 16 * 256, 16
+    ring, double = (
+        staged_costs(METHODS[name].make_schedule(*given, 5, **options), heads(32, 8), slow, "fa4")
+        for name, options in (("ring", {}), ("double_ring", {"degree": 4}))
+    )
+    row = 2 * 8 * 128 / 1e6
+    assert ring[0].exposed == pytest.approx(12 * 256 * row * 2, rel=1e-3)
+    assert double[0].exposed == pytest.approx(3 * 256 * row * 2, rel=1e-3)
+    # gradients leave while keys come, but for those of the last stage; and sums, once the first host's keys are here
+    assert ring[1].exposed == pytest.approx((12 + 4) * 256 * row * 2, rel=1e-3)
+    assert double[1].exposed == pytest.approx(256 * row * 2 + 3 * 256 * row * 4, rel=1e-3)
+
+
+def test_gradients_that_cross_wait_for_those_of_the_host() -> None:
+    """A slower link within the host makes the double ring wait for it at the end of a host, the ring at its own end."""
+    slow = at_once(replace(H200, gpus_per_host=4, link_rate=1e9))
+    made = METHODS["double_ring"].make_schedule(ZigZag(), Mask(), 8 * 4096, 8, 5, degree=4)
+    once, twice = (
+        staged_costs(made, heads(32, 8), replace(slow, link_rate=rate), "fa4")[1].exposed for rate in (2e9, 1e9)
+    )
+    assert twice > 1.8 * once > 0
+
+
 def fields(thing: object) -> list[str]:
     return [field.name for field in dataclasses.fields(thing) if isinstance(getattr(thing, field.name), float)]
 
@@ -153,7 +209,7 @@ def total(machine: Machine) -> float:
     costs: list[PassCost] = []
     for of, mask in ((far, Mask()), (near, Mask(window=(2000, 0)))):
         costs += staged_costs(make_schedule(ZigZag(), mask, 8 * 1024, 8, 0), heads(32, 8), of, "fa4")
-    costs += ulysses_costs(make_schedule(Contiguous(), Mask(), 8 * 1024, 1, 0), 8, heads(32, 8), near, "fa4")
+    costs += ulysses_costs(make_schedule(Contiguous(), Mask(), 8 * 1024, 1, 0), 8, 8, heads(32, 8), near, "fa4")
     return sum(cost.device + cost.host for cost in costs)
 
 

@@ -89,7 +89,7 @@ def test_times_are_those_of_the_slowest_rank() -> None:
     assert float(both[-1]) == pytest.approx(flops / found.found.seconds / 1e12, abs=1)
     (ulysses,) = (x for x in found.others if x.method == "ulysses")
     whole = make_schedule(Contiguous(), Mask(), 8 * 4096, 1, 0)
-    assert ulysses.costs == ulysses_costs(whole, 8, sizes, H200, "fa4")
+    assert ulysses.costs == ulysses_costs(whole, 8, 8, sizes, H200, "fa4")
 
 
 def test_rates_and_bytes_count_every_batch_row() -> None:
@@ -164,7 +164,7 @@ def test_ulysses_computes_heads_of_all_rows() -> None:
     assert (rank.rows, rank.work, rank.calls, rank.received) == (4096, 1.0, 1, ())
     assert "method ulysses" in str(found) and "all ranks are alike" in str(found) and "CUDA graph" not in str(found)
     whole = make_schedule(Contiguous(), Mask(), 4 * 4096, 1, 0)
-    assert found.found.costs == ulysses_costs(whole, 4, Sizes(1, 32, 8, 128, 128, 2, 2), H200, "fa4")
+    assert found.found.costs == ulysses_costs(whole, 4, 4, Sizes(1, 32, 8, 128, 128, 2, 2), H200, "fa4")
     assert not any(x.method == "ulysses" for x in found.others) and found.others[0].method == "ring"
     few = explain(4 * 4096, 4, **ON_GPU | {"method": "ulysses", "num_kv_heads": 2})
     assert few.found.moved == 4096 * 3 / 4 * 128 * ((6 * 32 + 4 * 4) * 2 + 2 * 4 * 4)  # as of 4, gradients in fp32
@@ -172,6 +172,39 @@ def test_ulysses_computes_heads_of_all_rows() -> None:
     assert chunked.found.chunks == 2 and chunked.found.ranks[0].calls == 2
     assert chunked.found.costs[0].device > found.found.costs[0].device
     assert explain(4 * 4096, 4, method="ulysses").found.ranks[0].rows == 4096  # also of heads that are not told
+
+
+def test_hybrid_computes_heads_of_the_rows_of_neighbours() -> None:
+    """8 ranks in groups of 2: a ring of 4, with half of the heads and two shards of rows each."""
+    found = explain(8 * 4096, 8, ulysses_degree=2, gpus_per_host=4, **ON_GPU | {"method": "hybrid"})
+    ring = explain(8 * 4096, 4, gpus_per_host=2, **ON_GPU | {"num_heads": 16, "num_kv_heads": 4}).found
+    assert [x.rank for x in found.found.ranks] == [0, 2, 4, 6] and {x.rows for x in found.found.ranks} == {4096}
+    assert [x.received for x in found.found.ranks] == [x.received for x in ring.ranks]
+    assert [(x.near, x.far, x.calls) for x in found.found.ranks] == [(x.near, x.far, x.calls) for x in ring.ranks]
+    assert found.found.work == pytest.approx(np.repeat(ring.work, 2))
+    swapped = 4096 / 2 * 128 * (4 * 32 + 4 * 8) * 2  # q, k, v, out; dout, dq, dk, dv: half of each
+    assert found.found.moved == ring.moved + swapped and found.found.row_bytes == ring.row_bytes
+    sizes, schedule = Sizes(1, 32, 8, 128, 128, 2, 2), make_schedule(ZigZag(), Mask(), 8 * 4096, 4, 0)
+    costs = ulysses_costs(schedule, 2, 8, sizes, replace(H200, gpus_per_host=4), "fa4")
+    assert found.found.ranks[0].costs == costs
+    assert "method hybrid of 2, functional over 2 hosts" in str(found)
+    assert "each 2 neighbours exchange heads for rows, and are alike" in str(found) and "left out" not in str(found)
+    by_itself = explain(8 * 4096, 8, **ON_GPU | {"method": "hybrid"})
+    assert by_itself.found.degree == 8 and "method hybrid of 8" in str(by_itself)
+
+
+def test_the_double_ring_crosses_once() -> None:
+    """Full, on 2 hosts of 2: of the other host's two shards one comes over the network, and one from a neighbour."""
+    found = explain(4 * 4096, 4, mask=Mask(causal=False), gpus_per_host=2, **ON_GPU | {"method": "double_ring"})
+    ring = explain(4 * 4096, 4, mask=Mask(causal=False), gpus_per_host=2, **ON_GPU).found
+    assert [(x.near, x.far) for x in ring.ranks] == [(4096, 2 * 4096)] * 4
+    assert [(x.near, x.far) for x in found.found.ranks] == [(2 * 4096, 4096)] * 4
+    assert found.found.degree == 2 and "method double_ring of 2, functional over 2 hosts" in str(found)
+    assert found.found.steps == ((1,), (2,), (3,))
+    row = 2 * 128 * 8  # elements; keys twice in bf16, their gradients in bf16, and in fp32 where they cross
+    assert found.found.moved == 3 * 4096 * row * 2 * 2 + 2 * 4096 * row * 2 + 4096 * row * 4
+    other = explain(4 * 4096, 4, inner_ring_size=4, gpus_per_host=2, **ON_GPU | {"method": "double_ring"})
+    assert other.found.degree == 4 and other.found.moved == explain(4 * 4096, 4, gpus_per_host=2, **ON_GPU).found.moved
 
 
 def test_alternatives() -> None:
@@ -182,7 +215,12 @@ def test_alternatives() -> None:
 
     plain = ["zigzag all_gather", "contiguous ring", "contiguous all_gather", "striped ring", "striped all_gather"]
     assert names(explain(96, 3)) == plain == names(explain(96, 3, **ON_GPU))  # 32 heads on 3 ranks
-    assert names(explain(96, 4, **ON_GPU)) == [*plain, "zigzag ulysses"]
+    assert names(explain(96, 4, **ON_GPU)) == [*plain, "zigzag ulysses", "zigzag hybrid"]
+    hosts = explain(96, 4, gpus_per_host=2, **ON_GPU)
+    assert names(hosts) == [*plain, "zigzag ulysses", "zigzag hybrid", "zigzag double_ring"]
+    assert "zigzag hybrid of 2" in str(hosts) and "zigzag double_ring of 2" in str(hosts)
+    hybrid = explain(96, 4, gpus_per_host=2, **ON_GPU | {"method": "hybrid", "ulysses_degree": 2})
+    assert names(hybrid)[:2] == ["zigzag ring", "zigzag all_gather"] and "zigzag hybrid" not in names(hybrid)
     packed = explain(96, 3, mask=Mask(documents=DOCUMENTS))
     assert names(packed) == [*plain, "balanced ring", "balanced all_gather"]
     balanced = balance(Mask(documents=DOCUMENTS), 96, 3)
@@ -246,6 +284,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "head_chunks": {"head_chunks": 2},
     "kernel": {"kernel": "cudnn"},
     "method": {"method": "all_gather"},
+    "ulysses_degree": {"method": "hybrid", "ulysses_degree": 2},
+    "inner_ring_size": {"method": "double_ring", "inner_ring_size": 2},
     "transport": {"transport": "functional"},
     "gpus_per_host": {"gpus_per_host": 2},
     "columns": {"columns": 32},
@@ -254,7 +294,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_option_counts(name: str) -> None:
-    assert str(explain(16384, 4, **ON_GPU | OPTIONS[name])) != str(explain(16384, 4, **ON_GPU))
+    without = {option: x for option, x in OPTIONS[name].items() if option == "method" != name}
+    assert str(explain(16384, 4, **ON_GPU | OPTIONS[name])) != str(explain(16384, 4, **ON_GPU | without))
 
 
 def test_a_machine_is_given_by_name_or_as_it_is() -> None:
@@ -276,6 +317,16 @@ def test_a_machine_is_given_by_name_or_as_it_is() -> None:
         ({"kernel": "flash"}, ArgumentError, "one of auto, fa4.*got 'flash'; kernel='auto' works"),
         ({"kernel": "fa4"}, UnsupportedError, "kernel='fa4' lacks device cpu.*kernel='auto' works"),
         ({"method": "tree"}, ArgumentError, "method='ring' works"),
+        ({"method": "hybrid"}, ArgumentError, "method='hybrid': expected num_heads"),
+        ({"ulysses_degree": 2}, ArgumentError, "expected None, but with method='hybrid', got 2"),
+        ({"method": "hybrid", "inner_ring_size": 2}, ArgumentError, "but with method='double_ring', got 2"),
+        ({"method": "double_ring", "inner_ring_size": 0}, ArgumentError, "inner_ring_size: expected 1 at least, got 0"),
+        ({"method": "double_ring", "inner_ring_size": 3}, ArgumentError, "a divisor of the 4 cp ranks, got 3"),
+        (
+            {"num_heads": 6, "method": "hybrid", "ulysses_degree": 4},
+            ArgumentError,
+            "query heads, got 4; ulysses_degree",
+        ),
         ({"num_heads": 6, "num_kv_heads": 4}, ArgumentError, "a multiple of the 4 kv heads, got 6; num_kv_heads="),
         ({"num_heads": 8, "head_chunks": 3}, ArgumentError, "a divisor of the 8 kv heads, got 3; head_chunks=2 works"),
         ({"mask": Mask(documents=DOCUMENTS)}, ArgumentError, "Mask.documents: expected 64 tokens, got 96"),
@@ -298,10 +349,11 @@ def test_no_ranks_and_no_tokens_are_refused() -> None:
 
 
 @pytest.mark.parametrize("cp_size", (1, 2, 8, 36, 64, 200))
-@pytest.mark.parametrize("method", ("ring", "all_gather"))
+@pytest.mark.parametrize("method", ("ring", "all_gather", "hybrid", "double_ring"))
 def test_text_fits(cp_size: int, method: str) -> None:
-    for options in (ON_GPU, ON_GPU | {"mask": Mask(window=(1023, 0)), "kernel": "auto"}, {}):
-        text = str(explain(cp_size * 1024, cp_size, layout=Contiguous(), **options | {"method": method}))
+    given = {"method": method} | ({"inner_ring_size": 6} if (method, cp_size) == ("double_ring", 36) else {})
+    for options in (ON_GPU, ON_GPU | {"mask": Mask(window=(1023, 0)), "kernel": "auto"}, {"num_heads": 8}):
+        text = str(explain(cp_size * 1024, cp_size, layout=Contiguous(), **options | given))
         assert max(map(len, text.splitlines())) <= 100, text
         assert len(text.splitlines()) <= 36, text
 
@@ -335,6 +387,16 @@ def test_stages_that_do_not_fit_are_summed() -> None:
 
 
 @pytest.mark.full
+def test_thousands_of_ranks_take_seconds() -> None:
+    """32M tokens on 4096 ranks of 512 hosts, of which "auto" looks at all methods; 17 seconds of a core."""
+    begin = time.process_time()
+    settings = {name: x for name, x in ON_GPU.items() if name not in ("device", "method")}
+    found = explain(1 << 25, 4096, machine=replace(H200, transport="functional"), **settings)
+    assert time.process_time() - begin < 60
+    assert set(found.choice.estimates) == {"ring", "all_gather", "hybrid", "double_ring"}  # 32 heads
+
+
+@pytest.mark.full
 def test_many_ranks_take_seconds() -> None:
     """16M tokens on 1024 ranks; 5 to 9 seconds on the two cores where it was written."""
     for mask in (Mask(), Mask(window=(4095, 0)), Mask(documents=torch.arange(1 << 24) // 40000)):
@@ -346,13 +408,24 @@ def test_many_ranks_take_seconds() -> None:
 # ---- picture
 
 
+def sources(rank: int, step: int, method: str) -> list[int]:
+    """Of 4 ranks, those whose keys a rank visits in a step: in groups of 2, or on hosts of 2."""
+    if method == "hybrid":
+        first = (rank // 2 - step) % 2 * 2
+        return [first, first + 1]
+    if method == "double_ring":
+        return [(rank // 2 - step // 2) % 2 * 2 + (rank - step) % 2]
+    return [(rank - step) % 4]
+
+
 @pytest.mark.parametrize(
     "mask", (Mask(), Mask(window=(9, 4), causal=False), Mask(documents=DOCUMENTS, key_padding=torch.arange(96) < 90))
 )
 @pytest.mark.parametrize("layout", (ZigZag(), Striped(), Permuted(torch.randperm(96)), Contiguous()))
-@pytest.mark.parametrize("method", ("ring", "all_gather"))
+@pytest.mark.parametrize("method", ("ring", "all_gather", "hybrid", "double_ring"))
 def test_picture_has_the_stage_of_each_pair(layout: Any, mask: Mask, method: str) -> None:
-    found = explain(96, 4, layout=layout, mask=mask, method=method).found
+    options = {"hybrid": {"ulysses_degree": 2}, "double_ring": {"inner_ring_size": 2}}.get(method, {})
+    found = explain(96, 4, layout=layout, mask=mask, method=method, num_heads=2, **options).found
     position = np.arange(96)
     owner = owners(layout, 96, 4, position)
     drawn = stages_of_pairs(found, mask, owner, position)
@@ -361,9 +434,12 @@ def test_picture_has_the_stage_of_each_pair(layout: Any, mask: Mask, method: str
         rows = layout.positions(96, 4, rank).numpy()
         assert (owner[rows] == rank).all()
         expected[np.ix_(rows, rows)] = 0
+        if method == "hybrid":
+            expected[np.ix_(rows, layout.positions(96, 4, rank ^ 1).numpy())] = 0
         for number, steps in enumerate(found.steps, 1):
             for step in steps:
-                expected[np.ix_(rows, layout.positions(96, 4, (rank - step) % 4).numpy())] = number
+                for source in sources(rank, step, method):
+                    expected[np.ix_(rows, layout.positions(96, 4, source).numpy())] = number
     allowed = mask.allowed(*[torch.arange(96)] * 2)[0].numpy()
     assert (drawn == np.where(allowed, expected, MASKED)).all() and (drawn > 0).any()
 
@@ -405,6 +481,14 @@ COMMANDS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "--dtype": (["--dtype", "float32"], {"dtype": torch.float32}),
     "--kernel": (["--kernel", "fa4"], {"kernel": "fa4"}),
     "--method": (["--method", "all_gather"], {"method": "all_gather"}),
+    "--ulysses-degree": (
+        ["--heads", "4/2", "--method", "hybrid", "--ulysses-degree", "4"],
+        {"num_heads": 4, "num_kv_heads": 2, "method": "hybrid", "ulysses_degree": 4},
+    ),
+    "--inner-ring-size": (
+        ["--method", "double_ring", "--inner-ring-size", "2"],
+        {"method": "double_ring", "inner_ring_size": 2},
+    ),
     "--transport": (["--transport", "functional"], {"transport": "functional"}),
     "--head-chunks": (["--heads", "4/2", "--head-chunks", "2"], {"num_heads": 4, "num_kv_heads": 2, "head_chunks": 2}),
     "--machine": (["--machine", "h200", "--device", "cpu"], {"machine": "h200"}),

@@ -522,7 +522,7 @@ CASES: dict[str, Case] = {
     "hybrid over symmetric memory": refused(
         UNSUPPORTED, "transport='symmetric_memory'", "transport='functional' works"
     )(lambda: attend(method="hybrid", ulysses_degree=2, transport="symmetric_memory")),
-    "hybrid explained": refused(UNSUPPORTED, "explain: method", "'hybrid'", "method='ring' and method='ulysses'")(
+    "hybrid explained": refused(ARGUMENT, "explain: method='hybrid'", "expected num_heads", "None", "num_heads=32")(
         lambda: cp_mesh.explain(64, 2, method="hybrid")
     ),
     "unknown method": refused(ARGUMENT, "method", "all_gather, ulysses, hybrid", "'rings'", "method='ring' works")(

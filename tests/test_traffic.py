@@ -18,7 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_mesh
 from cp_mesh import Contiguous, Mask, Striped, ZigZag
+from cp_mesh.costs import legs_of
 from cp_mesh.kernels import KERNELS
+from cp_mesh.methods.hybrid import HYBRID
+from cp_mesh.schedule import num_rows
 
 B, K, D, E = 2, 3, 5, 4
 ROW = B * K * (D + E)  # elements of K and V in one row
@@ -236,6 +239,20 @@ def test_the_hybrid_swaps_in_its_inner_groups_and_fetches_in_its_outer_ones(pool
                 assert backward[0] == wanted_backward[0] and backward[-1] == wanted_backward[-1]
     for results in pool(cp_size).run(hybrid_passes, [("zigzag", "causal", 0)], torch.float64, degree):
         assert results == [([], [])]
+
+
+def test_costs_count_what_the_ring_of_a_hybrid_moves(pool):
+    """Rows of half of the heads, by the rank in this one's place in another inner group."""
+    cases = [*product(("contiguous", "zigzag", "striped"), ("causal", "window", "full"), (31,))]
+    width = B * 3 * (D + E)  # of the kv heads that a rank's three query heads are computed with
+    for rank, results in enumerate(pool(6).run(hybrid_passes, cases, torch.float64, 2)):
+        for (name, mask, S), (forward, _) in zip(cases, results, strict=True):
+            schedule = HYBRID.make_schedule(LAYOUTS[name](S), make_mask(mask, B, S), S, 6, rank, False, 2)
+            (leg,) = legs_of(schedule, 2)
+            rows = sum(num_rows(ranges) for move in leg.moves for _, ranges in move)
+            outer = [hop for hop in forward if hop[0] == [*range(rank % 2, 6, 2)]]
+            assert sum(sum(origin) for _, _, origin, _ in outer) == rows * width, (rank, name, mask)
+            assert all(source % 2 == 0 for move in leg.moves for source, _ in move)
 
 
 def received(results: list[list[tuple[list[Sent], list[Sent]]]], case: int) -> list[tuple[list[int], list[int]]]:

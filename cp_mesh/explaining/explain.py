@@ -15,7 +15,7 @@ import torch
 
 from cp_mesh.balancing import balance, keys_seen
 from cp_mesh.call import SCORE_OPTIONS, Operand, check_choice
-from cp_mesh.choosing import Choice
+from cp_mesh.choosing import DEFAULT, Choice
 from cp_mesh.costs import H200, Machine
 from cp_mesh.errors import ArgumentError, UnsupportedError, refuse
 from cp_mesh.explaining.telling import (
@@ -27,7 +27,7 @@ from cp_mesh.explaining.telling import (
     predicted_lines,
     ranks_lines,
 )
-from cp_mesh.explaining.variants import Setting, Variant
+from cp_mesh.explaining.variants import ALL_RANKS, Setting, Variant
 from cp_mesh.kernels import KERNELS
 from cp_mesh.kernels.contract import Capability
 from cp_mesh.layouts import Contiguous, Layout, Striped, ZigZag
@@ -104,6 +104,8 @@ def explain(
     head_chunks: int | None = None,
     kernel: str = "auto",
     method: str = "auto",
+    ulysses_degree: int | None = None,
+    inner_ring_size: int | None = None,
     transport: str = "auto",
     machine: Machine | str | None = None,
     gpus_per_host: int | None = None,
@@ -125,6 +127,7 @@ def explain(
             (`cp_mesh/memory.py`) are told. None kv heads: as many as query heads.
         kernel: as in `cp_mesh.attention`, but its package need not be installed here; "auto" takes one that is.
         head_chunks, method, transport: as in `cp_mesh.attention`. "auto" is symmetric memory for "cuda" on one host.
+        ulysses_degree, inner_ring_size: as in `cp_mesh.attention`; of the double ring None is ``gpus_per_host``.
         machine: what its GPUs and links can do, a `cp_mesh.costs.Machine`, a name of `cp_mesh.costs.MACHINES` or the
             file of a table that ``python -m cp_mesh calibrate`` wrote; it says the ``device``. None: the file that
             ``CP_MESH_MACHINE`` names, and else "h200" for "cuda". With ``num_heads``, and a dtype, kernel and compute
@@ -185,7 +188,16 @@ def explain(
     if gpus_per_host < 1:
         refuse("explain: gpus_per_host", "1 at least", gpus_per_host, "gpus_per_host=8 is that of an H200 host")
     check_choice("kernel", kernel, ("auto", *KERNELS), "auto")
+    within = "symmetric_memory" if (device, transport) == ("cuda", "auto") else "functional"
     transport = _transport(transport, device, cp_size, gpus_per_host)
+    within = within if cp_size > gpus_per_host else transport
+    choose_method(method)
+    for name, size in (("ulysses_degree", ulysses_degree), ("inner_ring_size", inner_ring_size)):
+        if size is not None and METHODS.get(method, METHODS[DEFAULT]).degree_option != name:
+            of = next(other.name for other in METHODS.values() if other.degree_option == name)
+            refuse(f"explain: {name}", f"None, but with method={of!r}", size, f"method={of!r} takes it")
+        if size is not None and size < 1:
+            refuse(f"explain: {name}", "1 at least", size, "None is automatic")
     num_kv_heads = num_kv_heads or num_heads or 1
     if (num_heads or num_kv_heads) % num_kv_heads:
         refuse("explain: num_heads", f"a multiple of the {num_kv_heads} kv heads", num_heads, "num_kv_heads=1 works")
@@ -206,18 +218,17 @@ def explain(
         num_heads is not None,
         kernel,
         head_chunks or 0,
+        ulysses_degree or 0,
+        inner_ring_size or 0,
         capability,
         transport,
+        within,
         gpus_per_host,
         replace(machine, gpus_per_host=gpus_per_host) if timed and machine else None,
         keys_seen(mask, seq_len),
     )
-    named = choose_method(method).name
-    if named in ("hybrid", "double_ring"):
-        hint = "method='ring' and method='ulysses' tell of its parts"
-        refuse("explain: method", "ring, all_gather or ulysses", repr(named), hint, UnsupportedError)
     choice = setting.choose(layout) if method == "auto" else None
-    found = setting.look_at(layout, choice.method if choice else named)
+    found = setting.look_at(layout, choice.method if choice else method, choice.degree if choice else 0)
     others = list(_others(setting, found))
     lines = [
         *head_lines(setting, found, choice),
@@ -256,16 +267,26 @@ def _others(setting: Setting, found: Variant) -> Iterator[Variant]:
             ]
         if sum(len(row.labels) for row in setting.mask.runs()) * cp_size > MOST_CUTS:
             layouts = [layout for layout in layouts if not isinstance(layout, Striped) or layout == found.layout]
-    variants = [
-        (layout, name) for layout in layouts for name, method in METHODS.items() if method.costs and not method.alike
-    ]
+    rings = [name for name, method in METHODS.items() if not (method.swaps or method.degree_option)]
+    variants = [(layout, name, 0) for layout in layouts for name in rings]
     if setting.knows_heads:
-        variants += [(found.layout, name) for name, method in METHODS.items() if method.alike]
-    for layout, method in variants:
-        if (layout, method) != (found.layout, found.method):
-            # heads that ranks or chunks do not divide; a kernel that was asked for may not serve another layout
-            with suppress(UnsupportedError, ArgumentError):
-                yield setting.look_at(layout, method)
+        variants.append((found.layout, "ulysses", 0))
+        for name, method in METHODS.items():
+            degrees = method.degrees(cp_size, setting.gpus_per_host)
+            degrees = degrees if cp_size <= ALL_RANKS else degrees[-1:]
+            variants += [(found.layout, name, degree) for degree in degrees]
+    best: dict[str, Variant] = {}
+    for layout, name, degree in variants:
+        if (layout, name, degree or found.degree) == (found.layout, found.method, found.degree):
+            continue
+        # heads that ranks or chunks do not divide; a kernel that was asked for may not serve another layout
+        with suppress(UnsupportedError, ArgumentError):
+            other = setting.look_at(layout, name, degree)
+            if not degree:
+                yield other
+            elif name not in best or (other.seconds or 0.0) < (best[name].seconds or 0.0):
+                best[name] = other
+    yield from best.values()
 
 
 def kernel_table() -> str:

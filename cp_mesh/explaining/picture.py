@@ -11,6 +11,7 @@ from cp_mesh.blocks import Array
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.explaining.variants import Variant, owners, sampled
 from cp_mesh.masks import Mask
+from cp_mesh.schedule import step_of
 
 MASKED = -1
 
@@ -53,11 +54,11 @@ def stages_of_pairs(variant: Variant, mask: Mask, owner: Array, position: Array)
 
     ``owner`` is the rank of each. Where the mask allows no pair, of its first batch row, it is `MASKED`.
     """
-    cp_size = len(variant.work)
-    stage_of_step = np.zeros(cp_size, dtype=np.int64)
+    size, owner = len(variant.work) // variant.inner, owner // variant.inner
+    stage_of_step = np.zeros(size, dtype=np.int64)
     for number, steps in enumerate(variant.steps):
         stage_of_step[list(steps)] = number + 1
-    stage = stage_of_step[(owner[:, None] - owner) % cp_size]
+    stage = stage_of_step[step_of(owner[:, None], owner, size, variant.host_size)]
     tokens = torch.from_numpy(position)
     stage[~mask.allowed(tokens, tokens)[0].numpy()] = MASKED
     return stage

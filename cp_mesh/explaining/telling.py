@@ -26,7 +26,7 @@ def head_lines(setting: Setting, found: Variant, choice: Choice | None) -> list[
     over = f"{setting.transport} over {hosts} hosts" if hosts > 1 else setting.transport
     chunks = f", {found.chunks} head chunks" if found.chunks > 1 else ""
     of = f"{setting.seq_len} tokens on {setting.cp_size} rank{'s' * (setting.cp_size > 1)}"
-    first = f"{found.layout.spec()} layout, {of}, method {found.method}{chunks}, {over}"
+    first = f"{found.layout.spec()} layout, {of}, method {_method(found)}{chunks}, {over}"
     method = f"method auto = {choice.method}: {choice.why}" if choice else ""
     return [*_wrapped(first), *_wrapped(kernel), *_wrapped(method)]
 
@@ -47,13 +47,17 @@ def ranks_lines(setting: Setting, found: Variant) -> list[str]:
     )
     shown = sorted({x.rank: x for x in (*ranks[: MOST_LINES - 2], slowest, ranks[-1])}.items())
     for most, sources in ((4, True), (3, True), (4, False), (3, False), (2, False), (1, False)):
-        table = _table(*_rank_table(setting, [x for _, x in shown], most, sources))
+        table = _table(*_rank_table(setting, found, [x for _, x in shown], most, sources))
         if len(table[0]) <= WIDTH:
             break
     left = size - len(shown)
-    if METHODS[found.method].alike:
+    if found.method == "ulysses":
         table.append("each rank computes its share of the heads for all rows: all ranks are alike")
-    elif left and len(ranks) < size:
+        return table
+    if found.inner > 1:
+        table.append(f"each {found.inner} neighbours exchange heads for rows, and are alike: the first one is shown")
+        left -= len(shown) * (found.inner - 1)
+    if left and len(ranks) * found.inner < size:
         table.append(f"{left} ranks are left out; times and memory are those of the {len(ranks)} that were looked at")
     elif left:
         table.append(f"{left} ranks are left out")
@@ -61,7 +65,7 @@ def ranks_lines(setting: Setting, found: Variant) -> list[str]:
 
 
 def _rank_table(
-    setting: Setting, ranks: Sequence[RankFigures], most: int, sources: bool
+    setting: Setting, found: Variant, ranks: Sequence[RankFigures], most: int, sources: bool
 ) -> tuple[list[str], list[list[str]]]:
     num = len(ranks[0].received)
     alone = num if num <= most else most - 1
@@ -71,8 +75,7 @@ def _rank_table(
     far, memory = any(x.far for x in ranks), any(x.memory for x in ranks)
     head += ["NVLink" if setting.q.device.type == "cuda" else "received"] * with_bytes
     head += ["network"] * (with_bytes and far) + ["memory"] * memory
-    row_bytes = 2 * setting.k.shape[0] * setting.k.shape[1] * setting.k.shape[3] * setting.k.dtype.itemsize
-    lines = []
+    row_bytes, lines = found.row_bytes, []
     for x in ranks:
         line = [str(x.rank), str(x.rows), f"{x.work:.2f}", str(x.calls)]
         for rows, of in zip(x.received[:alone], x.sources, strict=False):
@@ -123,7 +126,7 @@ def alternatives_lines(found: Variant, others: Sequence[Variant]) -> list[str]:
 def advice_lines(setting: Setting, found: Variant, others: Sequence[Variant]) -> list[str]:
     """What would be faster, move less, or show more; a sentence each."""
     words = []
-    alike = [x for x in others if bool(x.costs) == bool(found.costs) and (x.costs or not METHODS[x.method].alike)]
+    alike = [x for x in others if bool(x.costs) == bool(found.costs) and (x.costs or x.inner == 1)]
     alike.sort(key=lambda x: (round(_slower(x, found), 2), x.method != found.method))
     best = alike[0] if alike and _slower(alike[0], found) < FASTER else found
     if best is not found:
@@ -159,7 +162,11 @@ def _compared(x: Variant, found: Variant) -> str:
 
 
 def _name(x: Variant) -> str:
-    return f"{x.method}, any layout" if METHODS[x.method].alike else f"{x.layout.spec()} {x.method}"
+    return "ulysses, any layout" if x.method == "ulysses" else f"{x.layout.spec()} {_method(x)}"
+
+
+def _method(x: Variant) -> str:
+    return f"{x.method} of {x.degree}" if METHODS[x.method].degree_option else x.method
 
 
 def _ms(seconds: float) -> str:

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from cp_mesh.blocks import Array
 from cp_mesh.call import Operand, Options
-from cp_mesh.choosing import DEFAULT, Choice, Problem, choose, layout_and_documents
-from cp_mesh.costs import Machine, PassCost
-from cp_mesh.errors import UnsupportedError
+from cp_mesh.choosing import DEFAULT, Choice, Problem, choose, layout_and_documents, sizes_of
+from cp_mesh.costs import Machine, PassCost, legs_of
+from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.kernels import KERNELS
 from cp_mesh.kernels.contract import Kernel, Request, shortfalls
 from cp_mesh.kernels.scores import POSITIONAL
@@ -26,7 +26,7 @@ from cp_mesh.layouts import Layout, Run
 from cp_mesh.masks import Mask
 from cp_mesh.memory import ExtraMemory, Sizes, kv_heads_of_rank
 from cp_mesh.methods import METHODS, Method
-from cp_mesh.methods.contract import as_one_tile
+from cp_mesh.methods.contract import Setup, as_one_tile
 from cp_mesh.plan import choose_schedule, request_of
 from cp_mesh.schedule import Schedule, enclosing, num_rows
 
@@ -37,12 +37,12 @@ class RankFigures(NamedTuple):
     """What one rank does in a call.
 
     Attributes:
-        rank, rows: which, and how many tokens it holds.
+        rank, rows: which, the first of an inner group whose ranks are alike; and how many tokens it holds.
         work: its pairs over the mean of all ranks.
         calls: of the kernel, in a forward.
         received: key rows of each stage.
         sources: ranks that they come from, of each stage.
-        near, far: of all of them, those of ranks of its host and of others.
+        near, far: rows that links of its host and the network bring; of the double ring those that cross to it are far.
         memory: beyond inputs and results; None without ``num_heads``.
         costs: of forward and backward; None without rates.
     """
@@ -65,23 +65,34 @@ class Variant:
 
     Attributes:
         layout, method, kernel: what it is, and the kernel that "auto" chooses.
+        degree: ranks that exchange heads for rows, or share a host; 1 if neither matters.
         work: pairs of each rank over their mean, of all ranks.
         ranks: figures of those that were looked at.
+        row_bytes: of a row of keys and values that is fetched.
         moved: bytes that a GPU receives in both passes, on average; key rows of a forward without ``num_heads``.
         chunks: head chunks.
         passed_over: kernels that "auto" would have preferred, and what each lacks.
         steps: of each stage.
+        host_size: ranks that are visited one after the other, see `Schedule`.
     """
 
     layout: Layout
     method: str
     kernel: Kernel
+    degree: int
     work: NDArray[np.float64]
     ranks: list[RankFigures]
+    row_bytes: int
     moved: float
     chunks: int
     passed_over: dict[str, str]
     steps: tuple[tuple[int, ...], ...]
+    host_size: int
+
+    @property
+    def inner(self) -> int:
+        """Ranks of an inner group, of methods that exchange heads for rows."""
+        return METHODS[self.method].inner_size(self.degree)
 
     @property
     def costs(self) -> tuple[PassCost, PassCost] | None:
@@ -113,9 +124,9 @@ class Setting:
         q, k: of one row; v is as k.
         knows_heads: whether their sizes were given.
         kernel: as asked for.
-        head_chunks: as asked for, 0 is automatic.
+        head_chunks, ulysses_degree, inner_ring_size: as asked for, 0 is automatic.
         compute_capability: that of the device.
-        transport: "symmetric_memory" or "functional".
+        transport, within: "symmetric_memory" or "functional", among all ranks and among those of a host.
         gpus_per_host: ranks that share a host.
         machine: for predicted times, or None.
         seen: keys that each position sees.
@@ -130,8 +141,11 @@ class Setting:
     knows_heads: bool
     kernel: str
     head_chunks: int
+    ulysses_degree: int
+    inner_ring_size: int
     compute_capability: tuple[int, int]
     transport: str
+    within: str
     gpus_per_host: int
     machine: Machine | None
     seen: Array
@@ -170,44 +184,58 @@ class Setting:
         kernel = self._resolve(make, request)[1].name
         sizes, of_batch = (self.seq_len, self.cp_size), layout_and_documents(layout, self.mask)
         problem = Problem(
-            self.q, self.k, self.k, options, self.features, *sizes, *of_batch, kernel, self.transport, self.machine,
-            lambda _, make: self._resolve(make, request),
+            self.q, self.k, self.k, options, self.features, *sizes, *of_batch, kernel, self.transport, self.within,
+            self.machine, True, lambda _, make: self._resolve(make, request),
         )  # fmt: skip
         return choose.__wrapped__(problem)
 
-    def look_at(self, layout: Layout, method: str) -> Variant:
-        """Its figures, of all ranks or of some."""
+    def look_at(self, layout: Layout, method: str, degree: int = 0) -> Variant:
+        """Its figures, of all ranks or of some; ``degree`` 0: as asked for, or as `cp_mesh.attention` takes it."""
         chosen = METHODS[method]
-        whole = chosen.alike  # each rank computes some heads of all rows
         options, request = self._call(layout)
-        degree = self.cp_size
-        if self.knows_heads or not whole:
-            degree = chosen.choose_degree(options, self.q, self.k, self.cp_size)
-        make_of = partial(chosen.make_schedule, layout, self.mask, self.seq_len, self.cp_size, degree=degree)
-        make = partial(make_of, 0)
+        options = chosen.with_degree(options, degree) if degree else options
+        if method == "double_ring" and not options.inner_ring_size:
+            options = options._replace(inner_ring_size=min(self.gpus_per_host, self.cp_size))
+        if method == "hybrid" and not self.knows_heads:
+            refuse("explain: method='hybrid'", "num_heads, which ranks exchange", None, "num_heads=32, num_kv_heads=8")
+        no_heads = method == "ulysses" and not self.knows_heads  # as many as there must be
+        degree = self.cp_size if no_heads else chosen.choose_degree(options, self.q, self.k, self.cp_size)
+        whole = self.seq_len, self.cp_size
+        make_of = partial(chosen.make_schedule, layout, self.mask, *whole, degree=degree)
+        make, inner = partial(make_of, 0), chosen.inner_size(degree)
         first, kernel = self._resolve(make, request)
         passed_over = self._passed_over(kernel, [request(schedule) for schedule in (make(True), first)])
-        chunks, gradient_itemsize = 1, self.q.dtype.itemsize
-        if self.knows_heads or not whole:
-            settings = chosen.settle(options, self.q, self.k, self.k, first, kernel, self.features, degree)
-            of_keys = settings.home_dtype if whole else settings.gradient_dtype
-            chunks, gradient_itemsize = settings.head_chunks, of_keys.itemsize
         batch, num_heads, _, dim = self.q.shape
-        sizes = Sizes(batch, num_heads, self.k.shape[1], dim, dim, self.q.dtype.itemsize, gradient_itemsize)
-        work = np.ones(self.cp_size) if whole else self.work(layout)
+        sizes, chunks = Sizes(batch, num_heads, self.k.shape[1], dim, dim, *[self.q.dtype.itemsize] * 2), 1
+        if not no_heads:
+            settings = chosen.settle(options, self.q, self.k, self.k, first, kernel, self.features, degree)
+            sizes, chunks = sizes_of(self.q, self.k, self.k, settings), settings.head_chunks
+        setup = Setup(
+            self.cp_size, degree, sizes, chunks, kernel, self.features, self.transport, self.within, self.gpus_per_host
+        )
+        work = np.repeat(self.work(layout).reshape(-1, inner).mean(1), inner)
         figures = []
-        for rank in range(1) if whole else self._sample(work, first.route.needed):
-            schedule = make_of(rank, "segments" in first.covers)
-            figures.append(self._figures(schedule, chosen, kernel, sizes, float(work[rank]), chunks))
-        moved: float = first.route.num_rows / self.cp_size
+        for rank in (inner * number for number in self._sample(work[::inner], first.route.needed, inner)):
+            schedule, rows = make_of(rank, "segments" in first.covers), layout.shard_len(*whole, rank)
+            figures.append(self._figures(schedule, chosen, setup, rank, rows, float(work[rank])))
+        kv_heads = sizes.num_kv_heads if no_heads else kv_heads_of_rank(sizes, inner)
+        row_bytes = 2 * batch * kv_heads * dim * sizes.itemsize
+        moved: float = first.route.num_rows / len(first.route.needed)
         if self.knows_heads:
-            moved = self._bytes_moved(sizes, moved, whole, kernel)
+            far = 0.0
+            if first.route.visits:
+                moved, far = (float(np.mean([getattr(x, by) for x in figures])) for by in ("near", "far"))
+            moved = self._bytes_moved(sizes, moved, far, inner, kernel)
         steps = tuple(stage.steps for stage in first.route.stages)
-        return Variant(layout, method, kernel, work, figures, moved, chunks, passed_over, steps)
+        of_layout = layout, method, kernel, degree, work, figures
+        return Variant(*of_layout, row_bytes, moved, chunks, passed_over, steps, first.host_size)
 
     def _call(self, layout: Layout) -> tuple[Options, Callable[[Schedule], Request]]:
         """Its options, and what a schedule needs of a kernel."""
-        options = Options(layout.spec(), self.mask.spec(), 1.0, head_chunks=self.head_chunks)
+        options = Options(
+            layout.spec(), self.mask.spec(), 1.0, ulysses_degree=self.ulysses_degree,
+            inner_ring_size=self.inner_ring_size, head_chunks=self.head_chunks,
+        )  # fmt: skip
         capability = self.compute_capability
         return options, partial(request_of, self.q, self.q, options, self.features, compute_capability=capability)
 
@@ -230,49 +258,52 @@ class Setting:
                 found[name] = missing[0].partition(" (")[0]
         return found
 
-    def _sample(self, work: NDArray[np.float64], needed: Array) -> Sequence[int]:
-        """Ranks to look at: all, or the first ones, those with most work and most rows to fetch, and the last."""
-        if self.cp_size <= ALL_RANKS:
-            return range(self.cp_size)
-        fetched, here = needed.sum(1), np.arange(self.cp_size) // self.gpus_per_host
+    def _sample(self, work: NDArray[np.float64], needed: Array, inner: int) -> Sequence[int]:
+        """Ranks or inner groups to look at: all, or the first, those with most work and most to fetch, the last."""
+        size = len(needed)
+        if size * inner <= ALL_RANKS:
+            return range(size)
+        fetched, here = needed.sum(1), np.arange(size) * inner // self.gpus_per_host
         near = np.array([row[here == host].sum() for row, host in zip(needed, here, strict=True)])
         most = (int(x.argmax()) for x in (work, fetched, fetched - near))
-        return sorted({0, 1, 2, *most, self.cp_size // 2, self.cp_size - 1})
+        return sorted({*range(min(3, size)), *most, size // 2, size - 1})
 
     def _figures(
-        self, schedule: Schedule, method: Method, kernel: Kernel, sizes: Sizes, work: float, chunks: int
+        self, schedule: Schedule, method: Method, setup: Setup, rank: int, rows: int, work: float
     ) -> RankFigures:
-        rank, stages = schedule.cp_rank, schedule.route.stages
+        stages, kernel = schedule.route.stages, setup.kernel
         one_tile = as_one_tile(kernel, schedule, self.features)
         visits = [schedule.local_tiles, *(stage.tiles for stage in stages)]
-        calls = chunks * sum(len(enclosing(tiles) if one_tile else tiles) for tiles in visits)
-        parts = [(source, num_rows(ranges)) for stage in stages for source, ranges in stage.fetch]
-        near = sum(rows for source, rows in parts if source // self.gpus_per_host == rank // self.gpus_per_host)
+        calls = setup.head_chunks * sum(len(enclosing(tiles) if one_tile else tiles) for tiles in visits)
+        moves = [move for leg in legs_of(schedule, method.inner_size(setup.degree)) for move in leg.received]
+        by_host = [(source // self.gpus_per_host, num_rows(ranges)) for move in moves for source, ranges in move]
+        near = sum(rows for host, rows in by_host if host == rank // self.gpus_per_host)
         memory = costs = None
-        if self.knows_heads and method.memory is not None:
-            memory = method.memory(schedule, self.cp_size, sizes, chunks, self.transport, kernel, self.features)
-        if self.machine is not None and kernel.name in self.machine.kernels and method.costs is not None:
-            costs = method.costs(schedule, self.cp_size, sizes, self.machine, kernel.name, chunks)
-        rows = schedule.shard_lens[rank] // (self.cp_size if method.alike else 1)
+        if self.knows_heads:
+            memory = method.memory(schedule, setup)
+        if self.machine is not None and kernel.name in self.machine.kernels:
+            costs = method.costs(schedule, setup, self.machine)
         return RankFigures(
             rank, rows, work, calls, tuple(stage.num_fetched for stage in stages),
             tuple(tuple(source for source, _ in stage.fetch) for stage in stages),
-            near, sum(rows for _, rows in parts) - near, memory, costs,
+            near, sum(rows for _, rows in by_host) - near, memory, costs,
         )  # fmt: skip
 
-    def _bytes_moved(self, sizes: Sizes, key_rows: float, whole: bool, kernel: Kernel) -> float:
-        """In both passes, a GPU: keys twice and their gradients; or q, k, v, out, dout, dq, dk, dv.
+    def _bytes_moved(self, sizes: Sizes, near: float, far: float, inner: int, kernel: Kernel) -> float:
+        """In both passes, a GPU: keys twice and their gradients, of key rows that are fetched, and that cross; and in
+        exchanges of heads q, k, v, out, dout, dq, dk, dv.
 
-        Of kv heads that are sent several times q, k, v and out travel again, as they are not kept.
+        Of kv heads that are sent several times q, k, v and out (or delta) travel again, as they are not kept.
         """
-        width = sizes.batch * sizes.head_dim
-        if not whole:
-            return key_rows * 2 * width * sizes.num_kv_heads * (2 * sizes.itemsize + sizes.gradient_itemsize)
-        of_kv = 2 * self.cp_size * kv_heads_of_rank(sizes, self.cp_size)
-        rows = self.seq_len / self.cp_size * (self.cp_size - 1) / self.cp_size
+        width, kv_heads = sizes.batch * sizes.head_dim, kv_heads_of_rank(sizes, inner)
+        gradients = near * sizes.gradient_itemsize + far * max(4, sizes.gradient_itemsize)
+        fetched = 2 * width * kv_heads * ((near + far) * 2 * sizes.itemsize + gradients)
+        of_kv = 2 * inner * kv_heads
+        rows = self.seq_len / self.cp_size * (inner - 1) / inner
         again = of_kv > 2 * sizes.num_kv_heads
         of_q = (6 - kernel.uses_delta if again else 4) * sizes.num_heads
-        return rows * width * ((of_q + (1 + again) * of_kv) * sizes.itemsize + of_kv * sizes.gradient_itemsize)
+        home = sizes.home_itemsize or sizes.gradient_itemsize
+        return fetched + rows * width * ((of_q + (1 + again) * of_kv) * sizes.itemsize + of_kv * home)
 
 
 def named_kernel(

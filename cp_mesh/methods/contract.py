@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,33 @@ BANDS = frozenset({"full", "causal", "window"})  # tile kinds given by integers;
 OfScores = dict[str, Tensor]
 
 
+class Setup(NamedTuple):
+    """A call as the formulas of time and memory read it, beside a rank's schedule.
+
+    Attributes:
+        cp_size, degree: of the call; the degree as `Method.choose_degree` says it.
+        sizes, head_chunks: of its tensors on one rank.
+        kernel, features: that computes it, and of its scores.
+        transport, within: over which rows travel among all ranks, and among those of one host.
+        gpus_per_host: ranks that share a host.
+    """
+
+    cp_size: int
+    degree: int
+    sizes: Sizes
+    head_chunks: int
+    kernel: Kernel
+    features: frozenset[str]
+    transport: str
+    within: str
+    gpus_per_host: int
+
+    @property
+    def inner_transport(self) -> str:
+        """Of an inner group, or the ranks of a host."""
+        return self.transport if self.gpus_per_host % self.degree else self.within
+
+
 @dataclass(frozen=True, eq=False)
 class Method:
     """One way to compute attention over ranks. Everything that it decides is equal on all ranks.
@@ -51,13 +78,13 @@ class Method:
         backward: (dout, q, k, v, out, lse, dlse, plan, group, wanted) -> dq, dk, dv, and the gradients of the scores'
             tensors named in wanted, this rank's share. Of a method that kept something, ``kept`` and others in the
             place of out and lse; q, k and v have no rows then.
-        costs: (schedule, cp_size, sizes, machine, name of the kernel, head chunks) -> of forward and backward on the
-            schedule's rank (`cp_mesh.costs`). None: not known, so that "auto" never takes it.
-        memory: (schedule, cp_size, sizes, head chunks, transport, kernel, features of the scores) -> beyond inputs and
-            results on the schedule's rank (`cp_mesh.memory`). None: not known.
+        costs: (schedule, setup, machine) -> of forward and backward on the schedule's rank (`cp_mesh.costs`).
+        memory: (schedule, setup) -> beyond inputs and results on the schedule's rank (`cp_mesh.memory`).
         kept_shapes: (q, k, v, seq_len, cp_size, degree) -> of the tensors that the forward makes for the backward, if
             `Options.keeps` asks: they take the place of q, k, v, out and lse. None or no shape: nothing does.
-        alike: whether all ranks have the schedule of one, which computes some heads of the whole sequence.
+        swaps: whether ranks exchange heads for rows, as many as the degree: these are one rank of a schedule.
+        degree_option: the name of the option that says the degree, if there is one.
+        degrees: (cp_size, ranks of a host) -> degrees that "auto" tries, if there is that option.
     """
 
     name: str
@@ -66,10 +93,21 @@ class Method:
     settle: Callable[[Options, Operand, Operand, Operand, Schedule, Kernel, Collection[str], int], Any]
     forward: Callable[[Tensor, Tensor, Tensor, Plan, dist.ProcessGroup], tuple[Tensor, ...]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor, OfScores]]
-    costs: Callable[[Schedule, int, Sizes, Machine, str, int], tuple[PassCost, PassCost]] | None = None
-    memory: Callable[[Schedule, int, Sizes, int, str, Kernel, Collection[str]], ExtraMemory] | None = None
+    costs: Callable[[Schedule, Setup, Machine], tuple[PassCost, PassCost]]
+    memory: Callable[[Schedule, Setup], ExtraMemory]
     kept_shapes: Callable[[Tensor, Tensor, Tensor, int, int, int], list[tuple[int, ...]]] | None = None
-    alike: bool = False
+    swaps: bool = False
+    degree_option: str = ""
+    degrees: Callable[[int, int], list[int]] = lambda *_: []
+
+    def with_degree(self, options: Options, degree: int) -> Options:
+        """Options that ask for this degree, of a method that has them."""
+        asked: dict[str, Any] = {self.degree_option: degree} if self.degree_option else {}
+        return options._replace(**asked)
+
+    def inner_size(self, degree: int) -> int:
+        """How many ranks are one rank of a schedule."""
+        return degree if self.swaps else 1
 
 
 @dataclass(frozen=True, eq=False)

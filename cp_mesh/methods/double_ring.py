@@ -19,7 +19,7 @@ from cp_mesh.layouts import Layout
 from cp_mesh.masks import Mask
 from cp_mesh.methods.contract import Method
 from cp_mesh.methods.ring import RING
-from cp_mesh.methods.stages import backward_by_stages, forward_by_stages, settle
+from cp_mesh.methods.stages import backward_by_stages, costs, forward_by_stages, memory, settle
 from cp_mesh.relays import make_relayed_schedule
 from cp_mesh.schedule import Schedule
 
@@ -66,4 +66,12 @@ def make_schedule(
     return RING.make_schedule(*given) if degree in (1, cp_size) else make_relayed_schedule(*given, degree)
 
 
-DOUBLE_RING = Method("double_ring", choose_degree, make_schedule, settle, forward_by_stages, backward_by_stages)
+def degrees(cp_size: int, gpus_per_host: int) -> list[int]:
+    """The ranks of a host, where there are several hosts of several ranks; see `Method.degrees`."""
+    return [gpus_per_host] if 1 < gpus_per_host < cp_size and cp_size % gpus_per_host == 0 else []
+
+
+DOUBLE_RING = Method(
+    "double_ring", choose_degree, make_schedule, settle, forward_by_stages, backward_by_stages, costs, memory,
+    degree_option="inner_ring_size", degrees=degrees,
+)  # fmt: skip

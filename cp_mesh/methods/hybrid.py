@@ -13,7 +13,7 @@ import math
 from cp_mesh.call import Operand, Options
 from cp_mesh.errors import refuse
 from cp_mesh.methods.contract import Method
-from cp_mesh.methods.ulysses import backward, forward, kept_shapes, schedule_of_groups, settle
+from cp_mesh.methods.ulysses import backward, costs, forward, kept_shapes, memory, schedule_of_groups, settle
 
 
 def choose_degree(options: Options, q: Operand, k: Operand, cp_size: int) -> int:
@@ -33,4 +33,13 @@ def choose_degree(options: Options, q: Operand, k: Operand, cp_size: int) -> int
     return degree
 
 
-HYBRID = Method("hybrid", choose_degree, schedule_of_groups, settle, forward, backward, kept_shapes=kept_shapes)
+def degrees(cp_size: int, gpus_per_host: int) -> list[int]:
+    """Of inner groups that are each on one host, and are neither the ring nor plain Ulysses; see `Method.degrees`."""
+    common = math.gcd(cp_size, gpus_per_host)
+    return [degree for degree in range(2, min(common + 1, cp_size)) if common % degree == 0]
+
+
+HYBRID = Method(
+    "hybrid", choose_degree, schedule_of_groups, settle, forward, backward, costs, memory,
+    kept_shapes=kept_shapes, swaps=True, degree_option="ulysses_degree", degrees=degrees,
+)  # fmt: skip

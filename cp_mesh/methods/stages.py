@@ -19,22 +19,22 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from cp_mesh.call import Operand, Options
-from cp_mesh.costs import PassCost, staged_costs
+from cp_mesh.costs import Machine, PassCost, staged_costs
 from cp_mesh.errors import refuse
 from cp_mesh.kernels.combine import RowSum, accumulation_dtype, dense_like, make_delta
 from cp_mesh.kernels.contract import Kernel
 from cp_mesh.kernels.scores import ScoreGradients, Scores
 from cp_mesh.layouts import Layout
 from cp_mesh.masks import Mask
-from cp_mesh.memory import ExtraMemory, Sizes, extra_memory
-from cp_mesh.methods.contract import Method, Plan, as_one_tile
+from cp_mesh.memory import ExtraMemory, extra_memory
+from cp_mesh.methods.contract import Method, Plan, Setup, as_one_tile
 from cp_mesh.schedule import Grouping, Schedule, Stage, make_schedule
 from cp_mesh.transport.contract import Transport
 from cp_mesh.transport.packing import Packing
@@ -314,15 +314,16 @@ def method_of(name: str, groups: Grouping) -> Method:
     ) -> Schedule:
         return make_schedule(layout, mask, seq_len, cp_size, cp_rank, segments, groups)
 
-    return Method(name, lambda *_: 1, make, settle, forward_by_stages, backward_by_stages, _costs, _memory)
+    return Method(name, lambda *_: 1, make, settle, forward_by_stages, backward_by_stages, costs, memory)
 
 
-def _costs(schedule: Schedule, cp_size: int, *of_call: Any) -> tuple[PassCost, PassCost]:
-    return staged_costs(schedule, *of_call)
+def costs(schedule: Schedule, setup: Setup, machine: Machine) -> tuple[PassCost, PassCost]:
+    """See `Method.costs`."""
+    return staged_costs(schedule, setup.sizes, machine, setup.kernel.name, setup.head_chunks)
 
 
-def _memory(
-    schedule: Schedule, cp_size: int, sizes: Sizes, head_chunks: int, transport: str, kernel: Kernel,
-    features: Collection[str],
-) -> ExtraMemory:  # fmt: skip
-    return extra_memory(schedule, sizes, head_chunks, transport, as_one_tile(kernel, schedule, features))
+def memory(schedule: Schedule, setup: Setup) -> ExtraMemory:
+    """See `Method.memory`."""
+    one_tile = as_one_tile(setup.kernel, schedule, setup.features)
+    transport = setup.inner_transport if schedule.route.visits else setup.transport
+    return extra_memory(schedule, setup.sizes, setup.head_chunks, transport, one_tile, setup.kernel.rounds)

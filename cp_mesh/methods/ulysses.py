@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_mesh.call import Operand, Options
-from cp_mesh.costs import ulysses_costs
+from cp_mesh.costs import Machine, PassCost, ulysses_costs
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.groups import parts_of
 from cp_mesh.kernels.combine import accumulation_dtype, dense_like
@@ -34,8 +34,8 @@ from cp_mesh.kernels.contract import Kernel
 from cp_mesh.kernels.scores import TERMS, ScoreGradients, Scores
 from cp_mesh.layouts import Layout, Piece, Run
 from cp_mesh.masks import Mask
-from cp_mesh.memory import ExtraMemory, Sizes, ulysses_memory
-from cp_mesh.methods.contract import Method, Plan, as_one_tile, stream_of
+from cp_mesh.memory import ExtraMemory, ulysses_memory
+from cp_mesh.methods.contract import Method, Plan, Setup, as_one_tile, stream_of
 from cp_mesh.methods.joined import join, rows_of_group
 from cp_mesh.methods.stages import (
     backward_by_stages,
@@ -44,6 +44,8 @@ from cp_mesh.methods.stages import (
     forward_by_stages,
     forward_of_heads,
 )
+from cp_mesh.methods.stages import costs as costs_of_stages
+from cp_mesh.methods.stages import memory as memory_of_stages
 from cp_mesh.methods.stages import settle as settle_stages
 from cp_mesh.schedule import Schedule, make_schedule
 from cp_mesh.transport import choose_transport, make_swaps
@@ -141,9 +143,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGrou
     with _Call(plan, group, q.shape[1], plan.scores) as call:
         tensors, into = (q, call.repeated(k), call.repeated(v)), (out, lse[..., None]) if brings_lse else (out,)
         for chunk, (scores, parts) in enumerate(call.by_parts((*tensors, *into))):
-            arrived = call.exchange.home(call.swaps, compute(chunk, scores, parts[:3]))
-            for part, x in zip(parts[3:], arrived, strict=True):
-                part.copy_(x)
+            call.bring_home(compute(chunk, scores, parts[:3]), parts[3:])
     if chunks > 1 and keeps:
         rows, of_out, of_lse = kept
         kept = [*(x.view(x.shape[1], -1) for x in (rows, of_out)), of_lse.view(q.shape[0], -1, rows.shape[1])]
@@ -225,10 +225,8 @@ def backward(
             if scores.wanted:
                 of_scores.part(heads=(heads, heads + num_heads)).add_(of_part)
             heads += num_heads
-            arrived = call.exchange.home(call.swaps, grads, (q.dtype, dtype, dtype))
-            del grads
-            for part, x in zip((dq_part, dk_part, dv_part), arrived, strict=True):
-                part.copy_(x)
+            call.bring_home(grads, (dq_part, dk_part, dv_part), (q.dtype, dtype, dtype))
+            del grads  # before the next chunk
         shares = call.shares(asked, of_scores) | (own.of_scores if own is not None else call.share_of_sinks(of_sinks))
     return dq, call.summed(dk, k), call.summed(dv, v), shares
 
@@ -293,6 +291,13 @@ class _Call:
             heads = chunk * num_heads // chunks, (chunk + 1) * num_heads // chunks
             scores = self.scores if chunks == 1 else self.scores.heads(*heads)
             yield scores, tuple(by_rank(x, self._size, chunks, chunk) for x in tensors)
+
+    def bring_home(
+        self, computed: Sequence[Tensor], into: Sequence[Tensor], dtypes: Sequence[torch.dtype] | None = None
+    ) -> None:
+        """`HeadExchange.home`, copied; a function, so that what arrived is given back before the next chunk."""
+        for part, x in zip(into, self.exchange.home(self.swaps, computed, dtypes), strict=True):
+            part.copy_(x)
 
     def views(self, kept: Tensor, out: Tensor, chunk: int, likes: Sequence[Tensor]) -> list[Tensor]:
         """q, k, v and out [B, h, rows, D] of a chunk, of what a forward kept; ``likes`` are [B, heads, any, D]."""
@@ -376,15 +381,25 @@ def _order(pieces: Sequence[Piece], device: torch.device) -> Tensor | None:
     return None if rises else torch.cat(parts)
 
 
-def memory(
-    whole: Schedule, cp_size: int, sizes: Sizes, head_chunks: int, transport: str, kernel: Kernel,
-    features: Collection[str],
-) -> ExtraMemory:  # fmt: skip
-    """What a call holds; see `Method.memory`."""
-    one_tile = as_one_tile(kernel, whole, features)
-    return ulysses_memory(whole, cp_size, sizes, head_chunks, transport, one_tile, kernel.uses_delta)
+def costs(schedule: Schedule, setup: Setup, machine: Machine) -> tuple[PassCost, PassCost]:
+    """See `Method.costs`."""
+    if setup.degree == 1:
+        return costs_of_stages(schedule, setup, machine)
+    sizes = setup.degree, setup.cp_size, setup.sizes
+    return ulysses_costs(schedule, *sizes, machine, setup.kernel.name, setup.head_chunks)
+
+
+def memory(schedule: Schedule, setup: Setup) -> ExtraMemory:
+    """See `Method.memory`."""
+    if setup.degree == 1:
+        return memory_of_stages(schedule, setup)
+    one_tile = as_one_tile(setup.kernel, schedule, setup.features)
+    of_kernel = one_tile, setup.kernel.uses_delta, setup.kernel.rounds
+    of_call = setup.degree, setup.sizes, setup.head_chunks, setup.inner_transport
+    return ulysses_memory(schedule, *of_call, *of_kernel, outer=setup.transport)
 
 
 ULYSSES = Method(
-    "ulysses", choose_degree, schedule_of_groups, settle, forward, backward, ulysses_costs, memory, kept_shapes, True
-)
+    "ulysses", choose_degree, schedule_of_groups, settle, forward, backward, costs, memory,
+    kept_shapes=kept_shapes, swaps=True,
+)  # fmt: skip

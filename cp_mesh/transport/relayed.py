@@ -133,6 +133,7 @@ class RelayedOutgoing:
         within = self._stages.popleft()
         if within is self._visit.own:
             self._add(split_arrived(self._written, within.fetch, self._packing))
+            del self._written
         else:
             self._inner.send(within)
         if not self._stages:
@@ -155,6 +156,7 @@ class RelayedOutgoing:
             sums = self._outer.buffer(visit.crossing) or ()
         for total, into in zip(self._sums, sums, strict=False):
             total.finish(into)
+        self._sums = []  # what they are sums of is given back
         if visit.crossing is not None:
             self._outer.send(visit.crossing)
 

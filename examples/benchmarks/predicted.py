@@ -79,7 +79,9 @@ def costs_of(row: dict[str, str]) -> tuple[PassCost, ...]:
     if kind == "ulysses" or rest[0] == "ulysses":
         (whole,) = schedules(Contiguous().spec(), row["mask"], seq_len, 1)
         theirs = kind == "ulysses"
-        return ulysses_costs(whole, cp_size, sizes, H200, rest[0] if theirs else rest[2], kept=theirs, plain=theirs)
+        return ulysses_costs(
+            whole, cp_size, cp_size, sizes, H200, rest[0] if theirs else rest[2], kept=theirs, plain=theirs
+        )
     ranks = schedules(rest[1], row["mask"], seq_len, cp_size, rest[0])
     costs = [staged_costs(schedule, sizes, H200, rest[2]) for schedule in ranks]
     return tuple(max(both, key=lambda cost: cost.device) for both in zip(*costs, strict=True))
@@ -174,12 +176,9 @@ class Point(NamedTuple):
 def points() -> tuple[Point, ...]:
     """What "auto" takes at every point, and what all methods took."""
     times: dict[tuple[str, str, str, int, str], dict[str, float]] = defaultdict(dict)
-    with (ROOT / "docs" / "results" / "methods_2xh200.csv").open(newline="") as file:
-        for row in csv.DictReader(file):
-            kind, *rest = row["contestant"].split("/")
-            if kind == "cp_mesh" and rest[1:] == ["zigzag", "fa4", "symmetric_memory"] and row["status"] == "ok":
-                key = row["mask"], row["heads_q"], row["heads_kv"], int(row["local_len"]), row["mode"]
-                times[key][rest[0]] = float(row["fwdbwd_ms"])
+    for row in _rows_of_methods():
+        key = row["mask"], row["heads_q"], row["heads_kv"], int(row["local_len"]), row["mode"]
+        times[key][row["contestant"].split("/")[1]] = float(row["fwdbwd_ms"])
     found = []
     for (mask, heads, kv_heads, rows, mode), measured in times.items():
         sizes: dict[str, Any] = {"num_heads": int(heads), "num_kv_heads": int(kv_heads), "dtype": torch.bfloat16}
@@ -201,6 +200,31 @@ def choices_table() -> tuple[Sequence[str], list[Sequence[str]]]:
         where = f"{worst.over_best:.2f}, heads {worst.heads}, {worst.rows // 1024}K rows"
         lines.append([mask, mode, taken, f"{near} of {len(own)}", where])
     return ["", "", "`auto` takes", "within 5 % of the fastest", "farthest"], lines
+
+
+def bands_table() -> tuple[Sequence[str], list[Sequence[str]]]:
+    """Windows and documents of 1K rows: measured / predicted ms of forward and backward, by method."""
+    cells: dict[tuple[str, str, str], dict[str, str]] = defaultdict(dict)
+    for row in _rows_of_methods():
+        if row["mask"] == "causal" or row["mode"] == "eager":
+            continue
+        in_row = row["mode"] == "queued"
+        predicted = sum(1e3 * (cost.queued if in_row else cost.device) for cost in costs_of(row))
+        measured = sum(float(row[f"{column}_ms"]) for column in PASSES)
+        key = row["mask"], f"{row['heads_q']}/{row['heads_kv']}", "in a row" if in_row else "graph"
+        method = row["contestant"].split("/")[1]
+        cells[key][method] = f"{measured:.3g} / {predicted:.3g} ({predicted / measured:.2f})"
+    methods = ["ring", "all_gather", "ulysses"]
+    return ["", "heads", "", *methods], [[*key, *(line.get(x, "") for x in methods)] for key, line in cells.items()]
+
+
+def _rows_of_methods() -> Iterator[dict[str, str]]:
+    """All methods side by side, in zigzag over symmetric memory."""
+    with (ROOT / "docs" / "results" / "methods_2xh200.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            kind, *rest = row["contestant"].split("/")
+            if kind == "cp_mesh" and rest[1:] == ["zigzag", "fa4", "symmetric_memory"] and row["status"] == "ok":
+                yield row
 
 
 def times_table(contestant: str) -> tuple[Sequence[str], list[Sequence[str]]]:

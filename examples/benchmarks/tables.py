@@ -559,6 +559,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "explained": explained_text,
     "predicted": predicted_table,
     "chosen": lambda: markdown(*predicted.choices_table()),
+    "bands": lambda: markdown(*predicted.bands_table()),
     "decoding": decoding_table,
     "supported": supported_table,
     "training": training_table,

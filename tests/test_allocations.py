@@ -1,0 +1,210 @@
+"""The memory formulas against what calls allocate, of every method and both transports.
+
+On CPU ranks, with a kernel that allocates what FlashAttention does and computes nothing.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from checks import report
+from ranks import mesh
+from test_symmetric_memory import double
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from cp_mesh import Contiguous, Mask, Striped, ZigZag
+from cp_mesh.call import Options, Tensors
+from cp_mesh.choosing import sizes_of
+from cp_mesh.kernels import KERNELS, combine
+from cp_mesh.kernels.contract import Capability
+from cp_mesh.kernels.merge import BackwardTile, merging_kernel
+from cp_mesh.layouts import Layout
+from cp_mesh.memory import ExtraMemory
+from cp_mesh.methods.contract import Plan, Setup
+from cp_mesh.ops import _without_rows
+from cp_mesh.plan import make_plan
+from cp_mesh.transport import symmetric_memory as symmetric
+
+LAYOUTS: dict[str, Layout] = {"zigzag": ZigZag(), "contiguous": Contiguous(), "striped": Striped()}
+
+
+class Case(NamedTuple):
+    """A call of ``local`` rows a rank; ``hosts`` are those of the double ring."""
+
+    method: str
+    layout: str = "zigzag"
+    heads: tuple[int, int] = (8, 4)
+    degree: int = 0
+    head_chunks: int = 1
+    local: int = 128
+    causal: bool = True
+
+
+class Live(TorchDispatchMode):
+    """Bytes of tensors that were made while it is on and still are; and the most of them at any time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._refs: dict[StorageWeakRef, int] = {}
+        self._before: set[StorageWeakRef] = set()
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, Tensor) and (ref := StorageWeakRef(x.untyped_storage())) not in self._refs:
+                self._before.add(ref)
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            time.sleep(0.01)  # gloo's thread gives back what it sent
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and (ref := StorageWeakRef(x.untyped_storage())) not in self._before:
+                self._refs[ref] = x.untyped_storage().nbytes()
+        self._refs = {ref: size for ref, size in self._refs.items() if not ref.expired()}
+        self.peak = max(self.peak, sum(self._refs.values()))
+        return result
+
+
+def forward_tile(q: Tensor, k: Tensor, v: Tensor, cover: Any, scores: Any) -> tuple[Tensor, Tensor]:
+    return q.new_zeros((*q.shape[:3], v.shape[3])), q.new_zeros(q.shape[:3], dtype=torch.float32)
+
+
+def backward_tile(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
+    sums = [torch.zeros_like(t.q, dtype=torch.float32)]
+    if t.q.shape[1] > t.k.shape[1]:
+        sums += [torch.zeros_like(x, dtype=torch.float32) for x in (t.k, t.v)]
+    dk, dv = (torch.zeros_like(x) if into is None else into for x, into in ((t.k, t.dk), (t.v, t.dv)))
+    return torch.zeros_like(t.q), dk, dv
+
+
+STAND_IN = merging_kernel(
+    "stand_in",
+    Capability(("cpu",), (torch.bfloat16,), covers=("full", "causal", "window")),
+    forward_tile,
+    backward_tile,
+)
+
+
+@contextmanager
+def allocating_alone() -> Iterator[None]:
+    """The kernel that computes nothing, and sums as those of Triton: with no memory of their own."""
+    module = ModuleType("combine_triton")
+    module.merge_pieces = lambda pieces, out, lse, sinks: (out.zero_(), lse.zero_())  # type: ignore[attr-defined]
+    module.sum_pieces = lambda sums: [into.zero_() for _, into in sums]  # type: ignore[attr-defined]
+    with (
+        mock.patch.dict(KERNELS, stand_in=STAND_IN),
+        mock.patch.dict(sys.modules, {"cp_mesh.kernels.combine_triton": module}),
+        mock.patch.object(combine, "_fused", lambda *_: True),
+    ):
+        yield
+
+
+def passes(plan: Plan, group: dist.ProcessGroup, inputs: Sequence[Tensor]) -> tuple[int, int]:
+    """Most bytes beyond inputs and results, forward and backward."""
+    q, k, v, dout = inputs
+    with Live() as live:
+        out, lse, *kept = plan.method.forward(q, k, v, plan, group)
+    forward, held = live.peak - out.nbytes - lse.nbytes, sum(x.untyped_storage().nbytes() for x in kept)
+    keywords = {}
+    if kept:
+        (q, k, v), (rows, out, lse) = (_without_rows(x, 2) for x in (q, k, v)), kept
+        keywords = {"kept": rows}
+    with Live() as live:
+        grads = plan.method.backward(dout, q, k, v, out, lse, None, plan, group, **keywords)
+    return forward, held + live.peak - sum(x.nbytes for x in grads[:3])
+
+
+def formula(plan: Plan, group: dist.ProcessGroup, inputs: Sequence[Tensor], degree: int, transport: str) -> ExtraMemory:
+    """With as many ranks on a host as the degree says."""
+    sizes = sizes_of(*inputs[:3], plan.settings)
+    setup = Setup(
+        group.size(), degree, sizes, plan.settings.head_chunks, plan.kernel, frozenset(), transport, transport, degree
+    )
+    return plan.method.memory(plan.schedule, setup)
+
+
+def off_by(rank: int, cases: Sequence[Case], folder: str, transport: str) -> list[str]:
+    """Where the formula is not what is allocated, by more than 2 %; symmetric memory to the byte."""
+    size, problems = dist.get_world_size(), []
+    group = mesh((size,), ("cp",)).get_group()
+    random.seed(0)
+    for case in cases:
+        layout, seq_len = LAYOUTS[case.layout], case.local * size
+        inputs = [torch.zeros(1, n, case.local, 16, dtype=torch.bfloat16) for n in (*case.heads, case.heads[1])]
+        inputs.append(torch.zeros_like(inputs[0]))
+        degrees = {"hybrid": {"ulysses_degree": case.degree}, "double_ring": {"inner_ring_size": case.degree}}
+        options = Options(
+            layout.spec(), Mask(causal=case.causal).spec(), 1.0, kernel="stand_in", method=case.method,
+            head_chunks=case.head_chunks, keeps=True, **degrees.get(case.method, {}),
+        )  # fmt: skip
+        with (
+            allocating_alone(),
+            double(group, tempfile.mkdtemp(dir=folder)) if transport != "functional" else nothing(),
+        ):
+            plan = make_plan(*inputs[:3], Tensors(), seq_len, group, options)
+            passes(plan, group, inputs)  # symmetric memory is there from now on
+            forward, backward = passes(plan, group, inputs)
+            memories = symmetric._MEMORY.values() if transport != "functional" else []
+            taken = sum(workspace.nbytes for memory in memories for workspace in memory._workspaces.values())
+            degree = case.degree or (size if case.method == "ulysses" else 1)
+            told = formula(plan, group, inputs, degree, transport)
+        alone = len(plan.schedule.local_tiles) == 1 and not any(stage.tiles for stage in plan.schedule.route.stages)
+        told_of = [("backward", told.backward, backward)]
+        told_of += [] if alone else [("forward", told.forward, forward)]  # whose only piece may be the result itself
+        for name, got, want in told_of:
+            if abs(got / want - 1) > 0.02:
+                problems.append(f"{case}, {name}: {got} by the formula, {want} allocated, {got / want:.3f}")
+        if told.symmetric != taken:
+            problems.append(f"{case}, symmetric memory: {told.symmetric} by the formula, {taken} taken")
+    return problems
+
+
+@contextmanager
+def nothing() -> Iterator[None]:
+    yield
+
+
+RINGS = [
+    Case("ring"),
+    Case("ring", "contiguous", (8, 8), causal=False),
+    Case("ring", head_chunks=2),
+    Case("all_gather"),
+    Case("ulysses"),
+    Case("ulysses", heads=(8, 8), head_chunks=2),
+    Case("ulysses", "contiguous", head_chunks=1, heads=(8, 2)),
+    Case("hybrid", degree=2),
+    Case("hybrid", heads=(8, 1), degree=2),
+    Case("hybrid", "contiguous", (8, 2), degree=2, causal=False),
+    Case("hybrid", "striped", (8, 8), degree=2, head_chunks=2),
+    Case("double_ring", degree=2),
+    Case("double_ring", "contiguous", (8, 8), degree=2, causal=False),
+    Case("double_ring", "striped", degree=2, head_chunks=2),
+]
+
+
+@pytest.mark.parametrize("transport", ("functional", "symmetric_memory"))
+def test_formulas_are_what_is_allocated(pool: Any, transport: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        report(pool(4).run(off_by, RINGS, folder, transport, timeout=120.0))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("transport", ("functional", "symmetric_memory"))
+def test_formulas_of_many_hosts(pool: Any, transport: str) -> None:
+    """Of more pieces than a sum holds at once."""
+    cases = [Case(method, layout, degree=2) for method in ("hybrid", "double_ring") for layout in LAYOUTS]
+    with tempfile.TemporaryDirectory() as folder:
+        report(pool(8).run(off_by, cases, folder, transport, timeout=120.0))
