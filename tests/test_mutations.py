@@ -20,12 +20,16 @@ from typing import Any
 import planted
 import pytest
 import test_agreement
+import test_allocations
 import test_aten_kernels
 import test_balancing
 import test_blocks
+import test_calibrating
 import test_changing_layouts
+import test_choosing
 import test_clipping
 import test_copies
+import test_costs
 import test_decoding
 import test_double_ring
 import test_faults
@@ -157,6 +161,12 @@ def few(pool: Any, cases: list[Case], num_ranks: int = 3) -> None:
         report(pool(num_ranks).run(parity_on_ranks, (num_ranks,), ("cp",), [case], True, timeout=20.0))
 
 
+def in_folder(test: Callable[..., None], pool: Any, *arguments: Any) -> None:
+    """A test that writes files."""
+    with tempfile.TemporaryDirectory() as folder:
+        test(pool, Path(folder), *arguments)
+
+
 def every_disagreement(pool: Any) -> None:
     raised = pool(3).run(test_agreement.disagree, True)
     for name in test_agreement.CASES:
@@ -259,6 +269,25 @@ CHECKS: dict[str, Callable[[Any], None]] = {
         pool(2).run(test_watching.found, "blocks in place", True, ("SDPA",))
     ),
     "checkpoints in cores": lambda pool: test_styles.test_checkpoint_inside_a_core_is_refused(pool, False),
+    "tables of ranks": lambda pool: in_folder(test_choosing.test_tables_that_differ_are_refused_on_every_rank, pool),
+    "one choice": lambda pool: in_folder(
+        test_choosing.test_every_rank_takes_the_same, pool, "ulysses, where rank 0 fetches nothing"
+    ),
+    "one choice of a degree": lambda pool: in_folder(test_choosing.test_every_rank_takes_the_same, pool, "hybrid"),
+    "degrees that are tried": lambda pool: alone(pool, (test_choosing.test_degrees_that_are_tried, ())),
+    "groups that cannot be made": lambda pool: alone(
+        pool, (test_choosing.test_what_needs_groups_is_not_tried_where_they_cannot_be_made, ())
+    ),
+    "times of the hybrid": lambda pool: alone(pool, (test_costs.test_a_hybrid_is_its_exchanges_and_its_ring, ())),
+    "exchanges of a pass": lambda pool: alone(pool, (test_costs.test_a_hybrid_is_its_exchanges_and_its_ring, ())),
+    "times of the double ring": lambda pool: alone(
+        pool, (test_costs.test_the_network_moves_less_in_the_double_ring, ())
+    ),
+    "allocations": lambda pool: test_allocations.test_formulas_are_what_is_allocated(pool, "functional"),
+    "a clock": lambda pool: alone(pool, (test_calibrating.test_a_clock_counts_seconds, ())),
+    "columns of calibrate": lambda pool: alone(pool, (test_calibrating.test_columns_are_bytes_and_flops, ())),
+    "a clock of ranks": test_calibrating.test_the_slowest_rank_counts,
+    "release": test_symmetric_memory.test_release_gives_back_the_memory_of_groups_within_a_group,
     "decoding": lambda pool: report(
         pool(3).run(
             test_decoding.at_positions,

@@ -2,6 +2,7 @@
 
 How many there are, by what they break:
 
+the choice of a method      13
 decoding                    11
 masks                        9
 masks as integers           11
@@ -26,20 +27,21 @@ data and loss               13
 styles                       5
 watching                     3
 check mode and verify       10
-in all                     273
+in all                     286
 
 To add one, write ``@plant(name, seam, *checks)`` over a function that is given what is at the seam and returns what
 takes its place; see seams.py. No bug quotes source: those of Triton kernels are planted in the Python that launches
 them, or in device functions, which Triton's interpreter finds by name.
 """
 
-from planted import decoding, geometry, guard, in_triton, kernels, loop, training
+from planted import choosing, decoding, geometry, guard, in_triton, kernels, loop, training
 from planted.seams import MUTATIONS, Mutation, SeamLost, infect
 
 __all__ = [
     "MUTATIONS",
     "Mutation",
     "SeamLost",
+    "choosing",
     "decoding",
     "geometry",
     "guard",

@@ -1,0 +1,91 @@
+"""Bugs in the choice of a method: in what ranks tell each other, in predicted times and memory, and in calibrate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from planted.seams import in_area, with_arguments, with_result
+
+plant = in_area("the choice of a method")
+
+
+@plant("each rank goes by its own table", "machines:_agreed", "tables of ranks")
+def _(agreed: Any) -> Any:
+    from cp_mesh.machines import Known, read_machine
+
+    def mutant(group: Any, device: Any, path: str) -> Any:
+        return Known(replace(read_machine(path), gpus_per_host=group.size()), True)
+
+    return mutant
+
+
+@plant("a rank looks at itself alone", "choosing:estimate", "one choice")
+def _(estimate: Any) -> Any:
+    return with_arguments(estimate, ranks=lambda _: [dist.get_rank()])
+
+
+@plant("the degree that was chosen is left aside", "choosing:Choice.degree", "one choice of a degree")
+def _(degree: Any) -> Any:
+    return lambda self: 0
+
+
+@plant("inner groups reach over hosts", "methods.hybrid:HYBRID", "degrees that are tried")
+def _(method: Any) -> Any:
+    return replace(method, degrees=lambda cp_size, gpus_per_host: method.degrees(cp_size, cp_size))
+
+
+@plant("groups are made for packed documents", "choosing:degrees_of", "groups that cannot be made")
+def _(degrees_of: Any) -> Any:
+    return with_arguments(degrees_of, problem=lambda problem: replace(problem, documents=None))
+
+
+@plant("the hybrid is timed with all heads", "costs:ulysses_costs", "times of the hybrid")
+def _(costs: Any) -> Any:
+    return with_arguments(costs, degree=lambda _: 1)
+
+
+@plant("what a backward exchanges is counted once", "costs:ulysses_costs", "exchanges of a pass")
+def _(costs: Any) -> Any:
+    def mutant(*given: Any, **named: Any) -> Any:
+        forward, backward = costs(*given, **named)
+        return forward, replace(backward, device=backward.device - forward.exposed, exposed=forward.exposed)
+
+    return mutant
+
+
+@plant("rows cross for each rank of a host", "costs:legs_of", "times of the double ring")
+def _(legs_of: Any) -> Any:
+    def each(leg: Any) -> Any:
+        return leg._replace(crossing=leg.crossing and leg.crossing * len(leg.moves))
+
+    return with_result(legs_of, lambda legs: [each(leg) for leg in legs])
+
+
+@plant("rows that crossed are held nowhere", "memory:_keys_over_hosts", "allocations")
+def _(keys: Any) -> Any:
+    return with_result(keys, lambda found: [each._replace(buffer=0, stages=[0] * len(each.stages)) for each in found])
+
+
+@plant("calibrate takes milliseconds for seconds", "calibrating:_Clock._timed", "a clock")
+def _(timed: Any) -> Any:
+    return with_result(timed, lambda seconds: 1e3 * seconds)
+
+
+@plant("calibrate takes elements for bytes", "calibrating:_copies", "columns of calibrate")
+def _(copies: Any) -> Any:
+    return with_result(copies, lambda found: ([[nbytes / 4, one] for nbytes, one in found[0]], found[1]))
+
+
+@plant("calibrate measures each rank's own times", "calibrating:_Clock._slowest", "a clock of ranks")
+def _(slowest: Any) -> Any:
+    return lambda self, seconds: seconds
+
+
+@plant("groups within a group keep their memory", "transport.symmetric_memory:release", "release")
+def _(release: Any) -> Any:
+    from cp_mesh.transport import symmetric_memory
+
+    return lambda group: symmetric_memory._MEMORY.pop(group)
