@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from cp_mesh.errors import RankMismatchError
 
@@ -316,6 +317,7 @@ def _take_back(store: dist.Store, topic: str, key: str, size: int) -> None:
             store.delete_key(key)
 
 
+@_disable_dynamo  # which traces this function by itself where compiled code calls what it cannot trace
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """The group's own timeout for collectives."""
     options = getattr(group._get_backend(group._device_types[0]), "options", None)

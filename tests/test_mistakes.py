@@ -89,7 +89,7 @@ MISTAKES = {
     "labels shifted after": Mistake("next tokens within this rank's shard"),
     "labels of another layout": Mistake("those of striped"),
     "labels in the model": Mistake("not cp_mesh.cross_entropy"),
-    "other batches": Mistake("give every rank of a cp group the same batch"),
+    "other batches": Mistake("give every rank of a cp group the same batch", "those of one batch on every rank"),
     "whole inputs": Mistake(
         "this rank's rows of the tokens", of=lambda root, *_: not root, not_found=rootless_compiled
     ),
@@ -98,7 +98,10 @@ MISTAKES = {
     "other lengths": Mistake("on every cp rank"),
     "an unread Mask": Mistake("a style that reads the Mask", "a core that reads extra"),
     "a variable of a loop": Mistake("its variable 'window' as it was"),
-    "a tensor mask on one rank": Mistake("a tensor attn_mask cannot be read"),
+    # a rank that refuses while it is traced leaves no word: the others wait as long as their group
+    "a tensor mask on one rank": Mistake(
+        "a tensor attn_mask cannot be read", of=lambda root, compiled, by: not compiled
+    ),
 }
 
 

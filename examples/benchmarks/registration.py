@@ -41,18 +41,18 @@ PASSES = ("no_grad", "forward", "both")
 FUNCTIONS = {ops.attention_op: ops._attention, ops.attention_backward_op: ops._attention_backward}
 
 
-def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.seq_len, ctx.seq_dim, ctx.group_name, ctx.spec = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*tensors, *output[:2])  # the ring keeps nothing else
     ctx.set_materialize_grads(False)
 
 
 def backward_by(op: Callable[..., Any]) -> Callable[..., Any]:
-    def backward(ctx: Any, dout: Tensor, dlse: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor, dlse: None, *_: None) -> tuple[Tensor | None, ...]:
         q, k, v, *tensors, out, lse = ctx.saved_tensors
         call = ctx.seq_len, ctx.seq_dim, ctx.group_name, ctx.spec
-        dq, dk, dv, *_ = op(dout, q, k, v, out, lse, dlse, *tensors, *call, "")
+        dq, dk, dv, *_grads = op(dout, q, k, v, out, lse, dlse, None, *tensors, *call, "")
         return dq, dk, dv, *[None] * (NUM_TENSORS + len(call))
 
     return backward

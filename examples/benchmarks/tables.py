@@ -535,6 +535,7 @@ PAGES: dict[str, Callable[[], str]] = {
             "methods_2xh200",
             "played_h200",
             "short_2xh200",
+            "ulysses_2xh200",
         )
     },
     "batches_2xh200.md": batches_page,

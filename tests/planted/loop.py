@@ -61,28 +61,14 @@ def _(method: Any) -> Any:
     return replace(method, backward=with_arguments(method.backward, plan=two_stages))
 
 
-def without_scale(kernel: Any, begin: str) -> Any:
-    """A kernel whose passes over chunks of heads after the first have the scale that is taken if none is given."""
-    begins = getattr(kernel, begin)
-    place = 0 if begin == "begin_forward" else 1  # of q
+@plant("chunks of heads lose the scale", "kernels.scores:Scores.heads", "random uses of two")
+def _(heads: Any) -> Any:
+    """Those after the first have the scale that is taken if none is given to heads of 16."""
 
-    def mutant(*given: Any) -> Any:
-        *others, scores = given
-        if scores.first_head:
-            scores = replace(scores, scale=given[place].shape[3] ** -0.5)
-        return begins(*others, scores)
+    def mutant(self: Any, begin: int, end: int) -> Any:
+        return replace(heads(self, begin, end), scale=self.scale if begin == 0 else 0.25)
 
-    return replace(kernel, **{begin: mutant})
-
-
-@plant("chunks of heads lose the scale in the forward", "kernels.reference:REFERENCE", "parity")
-def _(kernel: Any) -> Any:
-    return without_scale(kernel, "begin_forward")
-
-
-@plant("chunks of heads lose the scale in the backward", "kernels.reference:REFERENCE", "parity")
-def _(kernel: Any) -> Any:
-    return without_scale(kernel, "begin_backward")
+    return mutant
 
 
 @plant("the next hop starts after the step", "transport.functional:FunctionalTransport.fetch", "overlap")
