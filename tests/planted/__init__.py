@@ -15,7 +15,7 @@ kernels in Triton           32
 kernels                     24
 merging                      5
 scores                      30
-the loop                     8
+the loop                     7
 gradients                   11
 other methods               16
 the hybrid                   7
@@ -27,7 +27,7 @@ data and loss               13
 styles                       5
 watching                     3
 check mode and verify       10
-in all                     286
+in all                     285
 
 To add one, write ``@plant(name, seam, *checks)`` over a function that is given what is at the seam and returns what
 takes its place; see seams.py. No bug quotes source: those of Triton kernels are planted in the Python that launches
