@@ -174,8 +174,9 @@ def every_disagreement(pool: Any) -> None:
 
 
 def race(pool: Any, **options: Any) -> None:
-    """Over the double of symmetric memory; naps on the ranks give a race room."""
-    cases = [(name, "causal", 31 + i, options) for i, name in enumerate(("zigzag", "striped", "contiguous") * 8)]
+    """Over the double of symmetric memory; naps on the ranks give a race room, and calls that were met before: ranks
+    wait for one another to compare others."""
+    cases = [(name, "causal", 31 + i % 4, options) for i, name in enumerate(("zigzag", "striped", "contiguous") * 12)]
     with tempfile.TemporaryDirectory() as folder:
         report(pool(3).run(test_symmetric_memory.on_files, folder, cases, timeout=120.0))
 
