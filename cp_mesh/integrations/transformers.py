@@ -44,8 +44,6 @@ KINDS = frozenset(("full_attention", "sliding_attention", "chunked_attention"))
 """Kinds of layers, as configs name them, that mix rows by attention alone."""
 HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "Model")
 """How the names of classes end whose outputs are rows of the sequence."""
-OWN_LOSS = frozenset(("BertForMaskedLM", "BertLMHeadModel", "RobertaForMaskedLM", "DistilBertForMaskedLM"))
-"""Classes without `loss_function` whose loss was read: the mean cross-entropy of the labels, and no other term."""
 MIXERS = (nn.modules.conv._ConvNd, nn.RNNBase)
 _WORDS = ("mamba", "rwkv", "recurrent", "deltanet", "linearattention", "shortconv", "indexer", "ngram", "hyena")
 _INPUTS = ("input_ids", "inputs_embeds", "token_type_ids")
