@@ -81,6 +81,8 @@ def clip_grad_norm(
             f"clip_grad_norm: expected gradients of finite norm, got {float(total)} for norm_type={norm_type}; no "
             "gradient was scaled, and error_if_nonfinite=False would scale them"
         )
+    if math.isinf(max_norm):  # also of an infinite norm, which is NaN times it
+        return total
     factor = (max_norm / (total + _EPS)).clamp(max=1.0)
     for alike in _by_device_and_dtype(grads):
         if _at_once(alike[0], foreach):

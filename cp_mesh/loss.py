@@ -58,8 +58,8 @@ def cross_entropy(
             -100 is to be their ``pad_value`` too where `ShardedSequence.shard` pads them.
         mesh: the ranks that hold distinct tokens, e.g. the flattened dp x cp; any number of axes, or a ProcessGroup.
         ignore_index: the label of tokens that do not count.
-        count: what the sum is divided by, equal on all ranks: the valid tokens of several micro-batches, say. None:
-            those of this call over ``mesh``.
+        count: what the sum is divided by, equal on all ranks: the valid tokens of several micro-batches, say; 0 counts
+            as 1. None: those of this call over ``mesh``.
 
     Returns:
         A scalar, float32 (float64 for float64 logits); 0 if no token of the mesh is valid.
@@ -80,7 +80,9 @@ def cross_entropy(
     valid, found = (labels != ignore_index).sum(), None
     # not of the rows, of which ranks may have unlike numbers; an evaluation may come first
     kind = "cross_entropy", logits.ndim, logits.shape[-1], ignore_index, logits.requires_grad
-    first = not torch.compiler.is_compiling() and _is_first(groups, kind, logits)
+    # with a count a collective depends on it: it must be alike on all ranks, as which model the logits are of is not
+    leaf = first_leaf(logits) if WAITING and logits.requires_grad and count is None else None
+    first = not torch.compiler.is_compiling() and _is_first(groups, kind, leaf)
     if first and (found := _find_wrong(logits, labels, ignore_index, mesh)) is not None:
         valid = valid + _FLAG
         leave_word(str(found))
@@ -90,7 +92,8 @@ def cross_entropy(
     if first and (wrong := int(valid) // _FLAG) > 0:
         raise found or ArgumentError(f"on {wrong} other ranks of the mesh: {read_word()}")
     share = token_losses(logits.flatten(0, -2), labels.flatten(), ignore_index).sum()
-    share = share / (valid.clamp(min=1) if count is None else count)
+    divisor = valid if count is None else count
+    share = share / (torch.where(divisor == 0, 1, divisor) if isinstance(divisor, Tensor) else divisor or 1)
     if not torch.compiler.is_compiling():
         if WAITING:
             known = (likeness(labels, ignore_index), tokens_given()) if first and from_attention(logits) else ()
@@ -99,9 +102,9 @@ def cross_entropy(
     return share
 
 
-def _is_first(groups: list[dist.ProcessGroup], kind: tuple[Any, ...], logits: Tensor) -> bool:
+def _is_first(groups: list[dist.ProcessGroup], kind: tuple[Any, ...], leaf: int | None) -> bool:
     """Whether to look at a loss: the first one of its kind, or of a model while one waits for its first step."""
-    kinds = [kind, (*kind, first_leaf(logits))] if WAITING and logits.requires_grad else [kind]
+    kinds = [kind] if leaf is None else [kind, (*kind, leaf)]
     return any([is_first_here(group, each) for group in groups for each in kinds])  # all are noted
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -189,7 +189,7 @@ def first_leaf(x: Tensor) -> int | None:
     for node in nodes:  # which grows
         if node is None or len(nodes) > MOST_NODES:
             continue
-        if (leaf := getattr(node, "variable", None)) is not None:
+        if isinstance(leaf := getattr(node, "variable", None), nn.Parameter):
             return id(leaf)
         nodes += [following for following, _ in node.next_functions]
     return None

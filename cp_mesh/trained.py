@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -135,7 +136,7 @@ def _follow(loss: Loss) -> None:
         backward = _Backward(torch._C._current_graph_task_id(), [], before)
         _running[:] = [backward]
         # behind the callbacks of FSDP2, which reduces the root's gradients in one of them
-        _at_end(lambda: _at_end(_settle))
+        _at_end(lambda: _at_end(partial(_settle, backward)))
     backward.losses.append(loss)
 
 
@@ -143,9 +144,9 @@ def _at_end(callback: Any) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def _settle() -> None:
-    """At the end of a backward."""
-    backward = _running.pop()
+def _settle(backward: _Backward) -> None:
+    """At the end of a backward, in which another one may have run."""
+    _running[:] = [x for x in _running if x is not backward]
     is_theirs = backward.stepped
     for reference, before in backward.before:
         module = reference()

@@ -240,9 +240,16 @@ def counted(rank: int) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(shares)
 
 
+def count_of_nothing(rank: int, logits: Tensor, labels: Tensor, count: int | Tensor) -> float:
+    return float(cross_entropy(logits, labels, dist.group.WORLD, count=count, ignore_index=IGNORED))
+
+
 def test_a_count_that_is_given(pool: Any) -> None:
     logits, labels = labelled(torch.float64)
     total = F.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORED)
+    nothing = torch.full_like(labels, IGNORED)
+    for none in (0, torch.tensor(0)):
+        assert pool(1).run(count_of_nothing, logits, nothing, none) == [0.0]
     for mean, *given in pool(2).run(counted):
         torch.testing.assert_close(mean, total / (labels != IGNORED).sum())
         for share in given:

@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -43,6 +43,7 @@ if __name__ == "__main__":
 import cp_mesh
 from cp_mesh import Contiguous, Mask, Striped, ZigZag
 from cp_mesh.errors import UnsupportedError
+from cp_mesh.groups import known_parts
 from cp_mesh.memory import Sizes, extra_memory
 from cp_mesh.methods import METHODS
 from cp_mesh.schedule import make_schedule
@@ -263,7 +264,7 @@ def released(rank: int, folder: str) -> tuple[int, int, int, list[str]]:
         for each in options:
             attend(inputs, axis, **{"transport": TRANSPORTS[1], **each})
         before = symmetric.symmetric_memory_bytes()
-        symmetric.release(axis.get_group())
+        symmetric.release(axis.get_group(), chain(*known_parts(axis.get_group())))
         left = symmetric.symmetric_memory_bytes()
         problems = compare("after release", inputs, axis, method="hybrid", ulysses_degree=2)
         return before, left, symmetric.symmetric_memory_bytes() - left, problems
@@ -570,7 +571,7 @@ def on_gpus(rank: int, name: str, how: str) -> list[str]:
     try:
         with poisoned():
             problems = CHECKS[name]()
-            symmetric.release(gpu_axis().get_group())
+            symmetric.release(gpu_axis().get_group(), chain(*known_parts(gpu_axis().get_group())))
     finally:
         torch.use_deterministic_algorithms(False)
     return problems

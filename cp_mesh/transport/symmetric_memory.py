@@ -27,7 +27,7 @@ from __future__ import annotations
 import importlib.util
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate
 from typing import Any, Protocol
@@ -315,22 +315,19 @@ def symmetric_memory_bytes() -> int:
     return sum(memory.nbytes for memory in _MEMORY.values())
 
 
-def release(group: dist.ProcessGroup) -> None:
-    """Give back a group's symmetric memory, and that of groups of some of its ranks, which methods make within it.
-
-    Every rank of the group calls it, and no captured graph may replay after.
+def release(group: dist.ProcessGroup, within: Iterable[dist.ProcessGroup] = ()) -> None:
+    """Give back a group's symmetric memory; every rank of the group calls it, and no captured graph may replay after.
 
     Args:
         group: the cp group.
+        within: groups of this rank within it, whose memory goes too: those of `cp_mesh.groups.known_parts`.
     """
-    ranks = set(dist.get_process_group_ranks(group))
-    held = [x for x in _MEMORY if x is group or set(dist.get_process_group_ranks(x)) < ranks]
-    if held:
-        for each in held:
-            _MEMORY[each].wait()
-        dist.barrier(group)
-        for each in held:
-            _MEMORY.pop(each)
+    held = [each for each in (group, *within) if each in _MEMORY]
+    for each in held:
+        _MEMORY[each].wait()
+    dist.barrier(group)
+    for each in held:
+        _MEMORY.pop(each)
 
 
 class SymmetricTransport:
