@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from ranks import mesh
 from test_guard import Model, compare_with_one_rank, next_tokens, raised, tokens_of, warned
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -208,6 +209,31 @@ def in_backward(rank: int, how: str, compiled: bool = False) -> list[str]:
             cp_mesh.cross_entropy(logits, labels, axis).backward()
 
     return warned(step) + warned(step)
+
+
+def with_state_first(rank: int, how: str) -> list[str]:
+    """What a resumed run warns of: PyTorch makes the state of an optimizer by a step with learning rate 0."""
+    axis, tokens = cp(), tokens_of(12)
+    model = planned(axis)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+
+    def step() -> None:
+        get_optimizer_state_dict(model, optimizer)
+        logits, labels = logits_of(model, tokens, axis), labels_of(tokens, axis)
+        if how == "mean":
+            F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+        else:
+            cp_mesh.cross_entropy(logits, labels, axis).backward()
+        reduce(model)
+        optimizer.step()
+
+    return warned(step)
+
+
+def test_state_of_an_optimizer_is_no_step(pool: Any) -> None:
+    assert pool(2).run(with_state_first, "right") == [[], []]
+    for said in pool(2).run(with_state_first, "mean"):
+        assert len(said) == 1 and "is not cp_mesh.cross_entropy" in said[0], said
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])

@@ -63,6 +63,9 @@ class _FirstSteps:
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if torch.compiler.is_compiling() or not WAITING or capturing():
             return
+        # of a checkpoint that is loaded PyTorch makes the optimizer's state by a step on zeros, which changes nothing
+        if all(isinstance(rate := part.get("lr"), int | float) and rate == 0 for part in optimizer.param_groups):
+            return
         inside = note_step()
         held = {id(x) for part in optimizer.param_groups for x in part["params"]}
         again = optimizer in self.stepped  # there may be one for each parameter, so rounds are counted, not steps

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -144,7 +145,9 @@ def run_in_chunks(
 
     shape, whole = (*labels.shape, head.out_features), torch.arange(step.seq_len, device=x.device)
     kept, of_kept = (Rows(shape, {1: torch.cat(parts)}, whole) for parts in (outputs, gradients))
-    places = [p for p, found in trace.forward.items() if p.what.startswith("output") and found.shape == first.shape]
+    around = ["", *accumulate(name.split("."), "{}.{}".format)]  # the model, and modules down to the last linear layer
+    outputs_of = [p for p in trace.forward if p.what.startswith("output") and p.module in around]
+    places = [p for p in outputs_of if trace.forward[p].shape == first.shape]
     trace.forward |= dict.fromkeys(places, kept)
     trace.backward = dict.fromkeys(places, of_kept) | trace.backward
     return trace, kept, loss
