@@ -913,6 +913,17 @@ class Tied(Positioned):
         self.head.weight = self.embedding.weight
 
 
+class WideLayers(Positioned):
+    """Whose feed-forward layers are as wide as the vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        dim, vocab = self.head.in_features, self.head.out_features
+        for block in self.layers:
+            block.ff = nn.Sequential(nn.Linear(dim, vocab), nn.SiLU(), nn.Linear(vocab, dim))
+
+
 class Capped(Positioned):
     """Its logits are not what its last linear layer returns."""
 
@@ -939,7 +950,9 @@ def referred(make: Callable[[], nn.Module], data: Kwargs, chunks: bool) -> Refer
 SCORED = functools.partial(Positioned, ScoredCore)
 
 
-@pytest.mark.parametrize(("make", "part"), [(Positioned, 1 << 24), (Positioned, 1), (Tied, 400), (SCORED, 400)])
+@pytest.mark.parametrize(
+    ("make", "part"), [(Positioned, 1 << 24), (Positioned, 1), (Tied, 400), (WideLayers, 1), (SCORED, 400)]
+)
 def test_a_reference_in_chunks_is_the_same(make: Callable[[], nn.Module], part: int, monkeypatch: Any) -> None:
     whole_one = referred(make, whole(), False)
     monkeypatch.setattr("cp_mesh.verifying.traces.PART", part)
