@@ -951,7 +951,7 @@ SCORED = functools.partial(Positioned, ScoredCore)
 
 
 @pytest.mark.parametrize(
-    ("make", "part"), [(Positioned, 1 << 24), (Positioned, 1), (Tied, 400), (WideLayers, 1), (SCORED, 400)]
+    ("make", "part"), [(Positioned, 1 << 24), (Positioned, 1), (Tied, 400), (WideLayers, 1 << 24), (SCORED, 400)]
 )
 def test_a_reference_in_chunks_is_the_same(make: Callable[[], nn.Module], part: int, monkeypatch: Any) -> None:
     whole_one = referred(make, whole(), False)
