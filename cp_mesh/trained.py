@@ -84,6 +84,8 @@ WAITING: weakref.WeakKeyDictionary[nn.Module, Planned] = weakref.WeakKeyDictiona
 LOOKED_AT: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 WRAPPERS: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 """In whose forwards attention was called while a model was waiting."""
+MOST_LOSSES = 1024
+"""That a model's first step is waited for."""
 _running: list[_Backward] = []  # at most one, the last that began
 _nobodys: list[Loss] = []  # whose backward changed no gradients, such as those of torch.autograd.grad
 
@@ -154,8 +156,10 @@ def _settle(backward: _Backward) -> None:
             is_theirs = True
             if module in WAITING:
                 WAITING[module].losses += backward.losses
+                if len(WAITING[module].losses) > MOST_LOSSES:  # no optimizer of PyTorch steps it in eager mode
+                    del WAITING[module]
     if not is_theirs:
-        _nobodys.extend(backward.losses)
+        _nobodys[:] = [*_nobodys, *backward.losses][-MOST_LOSSES:]
 
 
 def _gradients(module: nn.Module) -> list[tuple[int, int]]:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import cp_mesh
-from cp_mesh import ContextParallel, ShardedModel, ShardedSequence, agreement
+from cp_mesh import ContextParallel, ShardedModel, ShardedSequence, agreement, trained
 
 UNREDUCED = "equal on all ranks before the optimizer steps, got another one on each rank"
 
@@ -228,6 +228,21 @@ def with_state_first(rank: int, how: str) -> list[str]:
         optimizer.step()
 
     return warned(step)
+
+
+def never_stepped(rank: int) -> list[bool]:
+    """Whether a model waits for its first step, after each loss."""
+    axis, tokens, waiting = cp(), tokens_of(12), []
+    model = planned(axis)
+    with mock.patch("cp_mesh.trained.MOST_LOSSES", 2):
+        for _ in range(4):
+            cp_mesh.cross_entropy(logits_of(model, tokens, axis), labels_of(tokens, axis), axis).backward()
+            waiting.append(model in trained.WAITING)
+    return waiting
+
+
+def test_a_model_that_no_optimizer_steps_is_given_up(pool: Any) -> None:
+    assert pool(2).run(never_stepped) == [[True, True, False, False]] * 2
 
 
 def test_state_of_an_optimizer_is_no_step(pool: Any) -> None:
