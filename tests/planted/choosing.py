@@ -86,6 +86,4 @@ def _(slowest: Any) -> Any:
 
 @plant("groups within a group keep their memory", "transport.symmetric_memory:release", "release")
 def _(release: Any) -> Any:
-    from cp_mesh.transport import symmetric_memory
-
-    return lambda group: symmetric_memory._MEMORY.pop(group)
+    return lambda group, within=(): release(group)
