@@ -81,8 +81,9 @@ def cross_entropy(
     # not of the rows, of which ranks may have unlike numbers; an evaluation may come first
     kind = "cross_entropy", logits.ndim, logits.shape[-1], ignore_index, logits.requires_grad
     # with a count a collective depends on it: it must be alike on all ranks, as which model the logits are of is not
-    leaf = first_leaf(logits) if WAITING and logits.requires_grad and count is None else None
-    first = not torch.compiler.is_compiling() and _is_first(groups, kind, leaf)
+    eager = not torch.compiler.is_compiling()  # compiled code asks nothing of autograd's graph
+    leaf = first_leaf(logits) if eager and WAITING and logits.requires_grad and count is None else None
+    first = eager and _is_first(groups, kind, leaf)
     if first and (found := _find_wrong(logits, labels, ignore_index, mesh)) is not None:
         valid = valid + _FLAG
         leave_word(str(found))
@@ -94,7 +95,7 @@ def cross_entropy(
     share = token_losses(logits.flatten(0, -2), labels.flatten(), ignore_index).sum()
     divisor = valid if count is None else count
     share = share / (torch.where(divisor == 0, 1, divisor) if isinstance(divisor, Tensor) else divisor or 1)
-    if not torch.compiler.is_compiling():
+    if eager:
         if WAITING:
             known = (likeness(labels, ignore_index), tokens_given()) if first and from_attention(logits) else ()
             note_trained(share, Loss(mesh, is_whole(labels), *known))
