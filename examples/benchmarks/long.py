@@ -72,7 +72,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--head-chunks", type=int, default=1, help="of cp_mesh's attention")
     add("--loss-rows", type=int, default=8192, help="of logits that exist at a time")
     add("--mlp-rows", type=int, default=16384, help="of the MLP that are computed at a time")
-    add("--gate-len", type=int, default=8192, help="of the sequence that is compared with a plain step")
+    add("--gate-len", type=int, default=65536, help="of the sequence that is compared with a plain step")
     add("--steps", type=int, default=1)
     add("--as", dest="ranks", type=int, default=8, help="ranks to project to")
     add("--whole", type=int, default=32, help="layers to project to")

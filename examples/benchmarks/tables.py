@@ -332,6 +332,38 @@ def decoding_page() -> str:
     return f"{head_of(name, machine_of(rows))}\n{what}.\n\n{markdown([*head, 'GB/s a GPU'], lines)}"
 
 
+def long_table() -> str:
+    """Of `long.py`: what was measured."""
+    lines = [
+        [
+            f"{int(row['seq_len']):,}", row["layers"], row["recompute"], f"{float(row['seconds']):.2f}",
+            f"{100 * float(row['mfu']):.1f} %", f"{float(row['peak_gib']):.1f}", f"{float(row['host_gib']):.1f}",
+        ]
+        for row in read("long_2xh200.csv")
+    ]  # fmt: skip
+    head = ["tokens", "layers", "recomputed", "s a step", "of peak FLOP/s", "peak memory, GiB", "in the host's"]
+    return markdown(head, lines)
+
+
+def projected_table() -> str:
+    """A whole Llama-3-8B on 8 GPUs: its time from the longest sequence, its memory from that of as many rows a rank."""
+    import long  # which imports this module
+
+    args = long.parse_arguments([])
+    rows = [row for row in read("long_2xh200.csv") if row["recompute"] == "selective"]
+    of_time, of_memory = ([row for row in rows if row["seq_len"] == n] for n in ("1048576", "262144"))
+    seconds, peak = long.project(*of_time, args)[0], long.project(*of_memory, args)[1]
+    cells = [f"{args.whole}", f"{args.ranks}", f"{seconds:.0f}", f"{peak:.0f}"]
+    return markdown(["layers", "GPUs", "s a step of 1,048,576 tokens", "GiB a GPU"], [cells])
+
+
+def long_page() -> str:
+    name = "long_2xh200.csv"
+    row = read(name)[0]
+    machine = f"{row['world']}x {row['gpu']}, torch {row['torch']}, commit {row['commit']}"
+    return f"{head_of(name, machine)}\n{long_table()}\nProjected from these:\n\n{projected_table()}"
+
+
 def training_table() -> str:
     lines = [
         [
@@ -544,6 +576,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "training_2xh200.md": training_2_page,
     "training_4xh200.md": training_page,
     "planning_cpu.md": planning_page,
+    "long_2xh200.md": long_page,
     "low_precision_2xh200.md": low_precision_page,
     "low_precision_4xh200.md": low_precision_4_page,
     "scores_2xh200.md": scores_page,
@@ -563,6 +596,8 @@ REGIONS: dict[str, Callable[[], str]] = {
     "bands": lambda: markdown(*predicted.bands_table()),
     "decoding": decoding_table,
     "supported": supported_table,
+    "long": long_table,
+    "projected": projected_table,
     "training": training_table,
     "training on 2 GPUs": lambda: steps_table(read("training_2xh200.csv")),
     "low precision": low_precision_table,
