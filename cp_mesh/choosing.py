@@ -7,8 +7,11 @@ schedules of chosen ranks, and the numbers of a machine that all ranks agreed on
     else        the least time of forward and backward, each the longer of device and host, of the slowest rank; but the
                 ring, unless another takes at most `FASTER` of its time and holds at most `MORE_BYTES` more at its peak
 
-The hybrid and the double ring are looked at with the degrees that fit the hosts (`Method.degrees`), where the groups
-that they need can be made on all ranks alike. The ranks that are looked at are the first, the middle one, the last, and
+The hybrid and the double ring are looked at with the degrees that fit the hosts (`Method.degrees`). If one is taken,
+the groups that it needs are made at that call; where ranks are in unequally many groups that cannot be done, and the
+choice is made again without them. For packed documents none are made, so they get a degree whose groups there were at
+the first call: documents differ between the cp groups of a job, which would then be in unequally many groups, and later
+ones could wait for each other. The ranks that are looked at are the first, the middle one, the last, and
 the one that fetches most. A choice takes some milliseconds, and is kept. Packed documents are new in every batch, so
 they are chosen for as documents of one length, in which each token sees as many keys in the mean, to the next of
 `STEPS` an octave: a few choices serve all.
@@ -56,7 +59,8 @@ class Problem:
         transport: "symmetric_memory" or "functional", as the call will take it among all ranks.
         within: that among ranks of one host.
         machine: of all ranks, or None.
-        new_groups: whether groups within the cp group can be made, which methods with a degree need.
+        inner_sizes: of the groups within the cp group that there are, which methods with a degree need; None: any can
+            be made.
         resolve: of a call and a function that makes a schedule with or without tiles by documents, the schedule and its
             kernel.
     """
@@ -74,7 +78,7 @@ class Problem:
     transport: str
     within: str
     machine: Machine | None
-    new_groups: bool
+    inner_sizes: frozenset[int] | None
     resolve: Callable[[Problem, Callable[[bool], Schedule]], tuple[Schedule, Kernel]]
 
 
@@ -147,16 +151,12 @@ def choose(problem: Problem) -> Choice:
 
 
 def degrees_of(problem: Problem, method: Method) -> list[int]:
-    """Those to try, 0 for a method without degrees; none where its groups cannot be made on all ranks alike.
-
-    Packed documents differ between the cp groups of a job, which would then be in unequally many groups: PyTorch names
-    new ones by their number, so that those made later could wait for each other.
-    """
+    """Those to try, 0 for a method without degrees; those alone whose groups there are, or can be made."""
     if not method.degree_option:
         return [0]
     assert problem.machine is not None
-    may_make = problem.new_groups and problem.documents is None
-    return method.degrees(problem.cp_size, problem.machine.gpus_per_host) if may_make else []
+    degrees, there = method.degrees(problem.cp_size, problem.machine.gpus_per_host), problem.inner_sizes
+    return [degree for degree in degrees if there is None or degree in there]
 
 
 def best_of(estimates: Mapping[str, Estimate]) -> Choice:

@@ -10,9 +10,9 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,22 +21,25 @@ import torch.distributed as dist
 from cp_mesh.agreement import exchange_first
 from cp_mesh.costs import MACHINES, HostTime, KernelRate, Machine
 from cp_mesh.errors import ArgumentError, RankMismatchError, UnsupportedError, refuse
-from cp_mesh.groups import num_groups
+from cp_mesh.groups import known_parts, num_groups, parts_of
 from cp_mesh.transport.symmetric_memory import host_name
 
 VARIABLE = "CP_MESH_MACHINE"
 
 
-class Known(NamedTuple):
-    """What the ranks of a group told each other, once.
+@dataclass(frozen=True, eq=False)
+class Known:
+    """What the ranks of a group told each other; the same on every rank.
 
     Attributes:
         machine: theirs, with the ranks that share a host: neighbours, as many on each; None if it was not measured.
-        new_groups: whether all of them are in equally many groups, as they must be to make others (`groups.parts_of`).
+        inner_sizes: of the groups within this one that there were at the first question (`groups.parts_of`).
+        divided: by inner size, whether `may_divide`.
     """
 
     machine: Machine | None
-    new_groups: bool
+    inner_sizes: frozenset[int]
+    divided: dict[int, bool] = field(default_factory=dict)
 
 
 def machine_of(group: dist.ProcessGroup, device: torch.device) -> Known | None:
@@ -65,6 +68,33 @@ def machine_of(group: dist.ProcessGroup, device: torch.device) -> Known | None:
     return known[1]
 
 
+def may_divide(group: dist.ProcessGroup, known: Known, inner_size: int) -> bool:
+    """Whether there are groups within a group, of so many ranks, which are made now if they can be.
+
+    The first question about a size is a collective; its answer is kept, for the backward of this call and for others.
+
+    Raises:
+        RankMismatchError: if not all ranks ask.
+    """
+    if inner_size not in known.divided:
+        there = any(parts.inner.size() == inner_size for parts in known_parts(group))
+        known.divided[inner_size] = there or _divide(group, inner_size)
+    return known.divided[inner_size]
+
+
+def _divide(group: dist.ProcessGroup, inner_size: int) -> bool:
+    answers = exchange_first(group, {"groups": str(num_groups())})
+    if any("groups" not in answer for answer in answers):
+        raise RankMismatchError(
+            "attention: expected method='auto' to take the same method on every rank, but not all chose one that needs "
+            "groups within the cp group; give every rank of a cp group the same batch and options"
+        )
+    if len({answer["groups"] for answer in answers}) > 1:  # PyTorch would give new ones other names on some ranks
+        return False
+    parts_of(group, inner_size)
+    return True
+
+
 # Keyed on the group itself: names are used again after a group is destroyed.
 _KNOWN: WeakKeyDictionary[dist.ProcessGroup, tuple[str, Known]] = WeakKeyDictionary()
 
@@ -76,7 +106,7 @@ def _agreed(group: dist.ProcessGroup, device: torch.device, path: str) -> Known:
     except ArgumentError as error:
         problem = str(error)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    said = {"machine": table, "problem": problem, "device": name, "host": host_name(), "groups": str(num_groups())}
+    said = {"machine": table, "problem": problem, "device": name, "host": host_name()}
     answers = exchange_first(group, said)
     if any("machine" not in answer for answer in answers):  # in check mode another rank compares its arguments already
         raise RankMismatchError(
@@ -91,15 +121,15 @@ def _agreed(group: dist.ProcessGroup, device: torch.device, path: str) -> Known:
             f"{VARIABLE}: expected the same table on every cp rank, got {len(tables)} that differ; copy one file to all"
         )
     machine = from_text(table) if table else next((x for x in MACHINES.values() if {x.name} == set(names)), None)
-    new_groups = len({answer["groups"] for answer in answers}) == 1
+    inner_sizes = frozenset(parts.inner.size() for parts in known_parts(group))
     if machine is None:
-        return Known(None, new_groups)
+        return Known(None, inner_sizes)
     if {machine.name} != set(names):
         hint = "python -m cp_mesh calibrate measures these"
         refuse(VARIABLE, f"numbers of {', '.join(sorted(set(names)))}", machine.name, hint)
     hosts = [answer["host"] for answer in answers]
     ends = [rank for rank in range(1, len(hosts)) if hosts[rank] != hosts[rank - 1]]
-    return Known(replace(machine, gpus_per_host=math.gcd(len(hosts), *ends)), new_groups)
+    return Known(replace(machine, gpus_per_host=math.gcd(len(hosts), *ends)), inner_sizes)
 
 
 def find_machine(name: str) -> Machine:

@@ -27,7 +27,7 @@ from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.contract import Kernel, Request, shortfalls
 from cp_mesh.kernels.scores import POSITIONAL
 from cp_mesh.layouts import check_layout, parse_layout
-from cp_mesh.machines import machine_of
+from cp_mesh.machines import Known, machine_of, may_divide
 from cp_mesh.masks import NONE, parse_mask
 from cp_mesh.methods import choose_method
 from cp_mesh.methods.contract import Plan, covers_of
@@ -105,17 +105,21 @@ def _choice(
     machine = None if known is None else known.machine
     transport = choose_transport(options.transport, group, q.device) if machine is not None else "functional"
 
-    def make() -> tuple[Machine | None, Choice]:
+    def make() -> tuple[Known | None, Choice]:
         of_batch = layout_and_documents(plan.layout, plan.mask)
         sizes = plan.seq_len, plan.schedule.cp_size
         by_transport = transport, within_hosts(transport, options.transport, q.device.type, sizes[1], machine)
-        of_group = machine, known is not None and known.new_groups
+        there = frozenset() if known is None else known.inner_sizes
+        of_group = machine, there if plan.mask.documents is not None else None
         problem = Problem(
             q, k, v, options, features, *sizes, *of_batch, plan.kernel.name, *by_transport, *of_group, kernel_of
         )
-        return machine, choose(problem)  # the machine too: the key is its id
+        choice = choose(problem)
+        if known is not None and choice.degree and not may_divide(group, known, choice.degree):
+            choice = choose(replace(problem, inner_sizes=there))
+        return known, choice  # what is known too: the key is its id
 
-    found: tuple[Machine | None, Choice] = plan.prepare(("choice", id(machine), transport), 0, make)
+    found: tuple[Known | None, Choice] = plan.prepare(("choice", id(known), transport), 0, make)
     return found[1]
 
 

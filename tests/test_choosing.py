@@ -25,6 +25,7 @@ from cp_mesh.call import Options
 from cp_mesh.choosing import Choice, Estimate, best_of
 from cp_mesh.costs import H200, HostTime, KernelRate, Machine
 from cp_mesh.errors import ArgumentError, RankMismatchError
+from cp_mesh.groups import parts_of
 from cp_mesh.layouts import Layout
 from cp_mesh.machines import VARIABLE, _agreed, find_machine, from_text, read_machine, to_text, write_machine
 
@@ -148,7 +149,7 @@ def test_degrees_that_are_tried() -> None:
 
 
 def test_what_needs_groups_is_not_tried_where_they_cannot_be_made() -> None:
-    """Where ranks are in unequally many groups; and of documents, by which cp groups of a job would differ."""
+    """Of documents, by which cp groups of a job would differ, and where ranks are in unequally many groups."""
     looked = []
     real = choosing.choose.__wrapped__
     slow = replace(H200, link_rate=1e6)
@@ -156,7 +157,10 @@ def test_what_needs_groups_is_not_tried_where_they_cannot_be_made() -> None:
         assert "hybrid" in chosen(8192, 8, machine=slow).estimates
         packed = chosen(8192, 8, machine=slow, mask=Mask(documents=torch.arange(8192) // 1000))
     assert "hybrid" not in packed.estimates and "ulysses" in packed.estimates
-    assert "hybrid" not in real(replace(looked[0], new_groups=False)).estimates
+    assert "hybrid" not in real(replace(looked[0], inner_sizes=frozenset())).estimates
+    for problem in looked:
+        found = real(replace(problem, inner_sizes=frozenset({2}))).estimates["hybrid"]
+        assert found.degree == 2 and found.seconds < real(problem).estimates["ring"].seconds
 
 
 def test_few_ranks_are_looked_at() -> None:
@@ -306,6 +310,51 @@ def test_documents(pool: Any, tmp_path: Path, layout: Any) -> None:
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+def with_groups(rank: int, table: str, made: str) -> list[tuple[str, float]]:
+    """Methods of calls over a new group, by heads, and their distance from the ring's result."""
+    group, found = torch.distributed.new_group(), []
+    forget_plans()
+    mask = Mask(documents=torch.arange(24) // 13) if "documents" in made else Mask()
+    if "there" in made:
+        parts_of(group, 2)
+    own = ZigZag().positions(24, 4, rank)
+    with mock.patch.dict(os.environ, {VARIABLE: table}):
+        for heads in (4, 2):
+            torch.manual_seed(0)
+            q, k, v = (torch.randn(1, heads, 24, 8, dtype=torch.float64)[:, :, own].requires_grad_() for _ in range(3))
+            with mock.patch("cp_mesh.plan._choice", wraps=plan._choice) as asked:
+                out = attention(q, k, v, mesh=group, mask=mask, kernel="reference")
+                grads = torch.autograd.grad(out.square().sum(), (q, k, v))
+            names = {plan._choice(*each.args).method for each in asked.call_args_list}
+            want = attention(q, k, v, mesh=group, mask=mask, kernel="reference", method="ring")
+            wanted = torch.autograd.grad(want.square().sum(), (q, k, v))
+            far = max(float((x - y).abs().max()) for x, y in zip((out, *grads), (want, *wanted), strict=True))
+            found.append((",".join(names), far))
+            if "alone" in made and heads == 4:
+                torch.distributed.new_group([0, 1])  # the others are in one group less
+    return found
+
+
+@pytest.mark.parametrize(
+    ("made", "want"),
+    (
+        ("", "hybrid"),
+        ("one on some ranks alone", "ring"),
+        ("those there, and one on some ranks alone", "hybrid"),
+        ("documents", "ring"),
+        ("documents, and those there", "hybrid"),
+    ),
+)
+def test_groups_are_made_on_all_ranks_or_not_needed(pool: Any, tmp_path: Path, made: str, want: str) -> None:
+    """After a group that some ranks made alone, no other can be made: "auto" takes what needs none, on every rank."""
+    write_machine(replace(SLOW_LINKS, kernels={"reference": H200.kernels["fa4"]}), tmp_path / "machine.json")
+    found = pool(4).run(with_groups, str(tmp_path / "machine.json"), made)
+    if "alone" in made:
+        pool(4).close()
+    assert [[name for name, _ in each] for each in found] == [["ulysses", want]] * 4
+    assert max(far for each in found for _, far in each) < 1e-12
+
+
 def differing(rank: int, tables: list[str]) -> None:
     call(rank, tables[rank], {})
 
@@ -370,15 +419,13 @@ def test_a_first_call_that_one_rank_refuses(pool: Any, tmp_path: Path) -> None:
 )
 def test_the_machine_is_that_of_all_ranks(names: list[str], hosts: list[str], per_host: int | None) -> None:
     """Numbers of a GPU hold where all ranks have it; which neighbours share a host they tell each other."""
-    said = {"machine": "", "problem": "", "groups": "1"}
+    said = {"machine": "", "problem": ""}
     answers = [said | {"device": x, "host": y} for x, y in zip(names, hosts, strict=True)]
     with (
         mock.patch("cp_mesh.machines.exchange_first", return_value=answers),
         mock.patch("torch.cuda.get_device_name", return_value=names[0]),
     ):
-        machine, new_groups = _agreed(mock.Mock(), torch.device("cuda", 0), "")
-        answers[1]["groups"] = "2"
-        assert new_groups and not _agreed(mock.Mock(), torch.device("cuda", 0), "").new_groups
+        machine = _agreed(mock.Mock(), torch.device("cuda", 0), "").machine
     assert machine == (None if per_host is None else replace(H200, gpus_per_host=per_host))
 
 

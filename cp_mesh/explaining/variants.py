@@ -183,9 +183,10 @@ class Setting:
         make = partial(METHODS[DEFAULT].make_schedule, layout, self.mask, self.seq_len, self.cp_size, 0)
         kernel = self._resolve(make, request)[1].name
         sizes, of_batch = (self.seq_len, self.cp_size), layout_and_documents(layout, self.mask)
+        groups = None if self.mask.documents is None else frozenset[int]()  # those of a mesh of one axis
         problem = Problem(
             self.q, self.k, self.k, options, self.features, *sizes, *of_batch, kernel, self.transport, self.within,
-            self.machine, True, lambda _, make: self._resolve(make, request),
+            self.machine, groups, lambda _, make: self._resolve(make, request),
         )  # fmt: skip
         return choose.__wrapped__(problem)
 
