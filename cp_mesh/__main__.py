@@ -14,6 +14,7 @@ import argparse
 import csv
 import itertools
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -73,12 +74,25 @@ class _Parser(argparse.ArgumentParser):
             formatter_class=lambda prog: argparse.HelpFormatter(prog, width=width),
         )
 
+    def as_typed(self, message: str) -> str:
+        """What a function says of its arguments, as options are typed: of ``method='ring'`` ``--method ring``."""
+        typed = self._option_string_actions
+        for words, option in ALIASES.items():
+            if option.split()[0] in typed:
+                message = re.sub(words, option, message)
+        options = {action.dest: option for option, action in typed.items()}
+        names = "|".join(map(re.escape, options))
+        message = re.sub(rf"\b({names})=(?:'([^']*)'|(\w+))", lambda x: f"{options[x[1]]} {x[2] or x[3]}", message)
+        bare = "|".join(re.escape(name) for name in options if "_" in name)  # others are words too
+        return re.sub(rf"(?<![\w-])({bare})\b", lambda x: options[x[1]], message) if bare else message
+
     def error(self, message: str) -> NoReturn:
         """What is wrong, and where to read on; torchrun ends all ranks when the first one leaves."""
+        message = self.as_typed(message)
         if int(os.environ.get("RANK", 0)):
             time.sleep(SPEAKING)
         else:
-            lines = textwrap.wrap(f"{self.prog}: error: {message}", WIDTH)
+            lines = textwrap.wrap(f"{self.prog}: error: {message}", WIDTH, break_on_hyphens=False)
             print(*lines, f"see {self.prog} --help", sep="\n", file=sys.stderr, flush=True)
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -86,6 +100,13 @@ class _Parser(argparse.ArgumentParser):
 
 
 SPEAKING = 1.0  # seconds for which other ranks wait
+ALIASES = {  # arguments of functions that are no options by themselves
+    r"\bnum_heads=(\d+), num_kv_heads=(\d+)": r"--heads \1/\2",
+    r"\bnum_kv_heads=(\d+)": r"--heads H/\1",
+    r"\bnum_heads\b": "--heads",
+    r"\bcausal=False\b": "--full",
+    r"\bexplain\((\d+), (\d+)\)": r"--seq-len \1 --cp \2",
+}
 
 
 def _heads(text: str) -> tuple[int, int]:
@@ -362,9 +383,10 @@ def verify_command(argv: Sequence[str]) -> None:
                 refused.append(f"{dtype} {' '.join(where)}")
                 if is_first:
                     show(_row(*where, *["-"] * 7, "refused"), False)
-                    for line in textwrap.wrap(str(error), WIDTH - 4) if str(error) != said else ():
+                    text = parser.as_typed(str(error))
+                    for line in textwrap.wrap(text, WIDTH - 4, break_on_hyphens=False) if text != said else ():
                         show(f"    {line}", False)
-                    said = str(error)
+                    said = text
                 continue
             if is_first:
                 for line in _lines_of(where, report):

@@ -87,8 +87,27 @@ REFUSED = {
     "no argument": (["explain", "--seq-len", "64"], "required: --cp"),
     "a method": (
         ["explain", "--seq-len", "64", "--cp", "2", "--method", "hybrid"],
-        "explain: method='hybrid': expected num_heads, which ranks exchange, got None; ",
+        "explain: --method hybrid: expected --heads, which ranks exchange, got None; --heads 32/8",
     ),
+    "a degree": (
+        ["explain", "--seq-len", "64", "--cp", "4", "--heads", "6", "--method", "hybrid", "--ulysses-degree", "3"],
+        "--method hybrid: --ulysses-degree: expected a divisor of the 4 cp ranks and of the 6 query heads, got 3; "
+        "--ulysses-degree 2 works, or --method ring",
+    ),
+    "a degree of another method": (
+        ["explain", "--seq-len", "64", "--cp", "4", "--method", "ring", "--inner-ring-size", "2"],
+        "--inner-ring-size: expected None, but with --method double_ring, got 2; --method double_ring takes it",
+    ),
+    "chunks": (
+        ["explain", "--seq-len", "64", "--cp", "4", "--heads", "4", "--method", "ulysses", "--head-chunks", "3"],
+        "--method ulysses: --head-chunks: expected a divisor of the 1 kv heads of a rank, got 3; --head-chunks 1 works",
+    ),
+    "kv heads": (["explain", "--seq-len", "64", "--cp", "2", "--heads", "3/2"], "got 3; --heads H/1 works"),
+    "a transport": (
+        ["explain", "--seq-len", "64", "--cp", "2", "--device", "cpu", "--transport", "symmetric_memory"],
+        "--transport symmetric_memory: expected CUDA devices of one host, got --device cpu; --transport functional w",
+    ),
+    "no ranks of a sequence": (["explain", "--seq-len", "64", "--cp", "0"], "got 64 and 0; --seq-len 16 --cp 2 works"),
     "columns": (
         ["explain", "--seq-len", "64", "--cp", "2", "--columns", "95"],
         "--columns: expected at most 94, got 95",
@@ -134,7 +153,7 @@ def test_attention_on_two_ranks() -> None:
     assert done.returncode == 2 and widest(done.printed) <= 100, done.printed
     assert [line.rpartition(" ")[2] for line in lines].count("exact") == 6
     assert [line.rpartition(" ")[2] for line in lines].count("refused") == 6
-    assert done.printed.count("kernel='triton' lacks device cpu") == 1
+    assert done.printed.count("--kernel triton lacks device cpu") == 1
     assert lines[-1].startswith("REFUSED: 6, the first is float64 contiguous causal (12 configurations on 2 ranks, ")
 
 

@@ -194,7 +194,7 @@ class Setting:
         """Its figures, of all ranks or of some; ``degree`` 0: as asked for, or as `cp_mesh.attention` takes it."""
         chosen = METHODS[method]
         options, request = self._call(layout)
-        options = chosen.with_degree(options, degree) if degree else options
+        options = (chosen.with_degree(options, degree) if degree else options)._replace(method=method)
         if method == "double_ring" and not options.inner_ring_size:
             options = options._replace(inner_ring_size=min(self.gpus_per_host, self.cp_size))
         if method == "hybrid" and not self.knows_heads:
