@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from dense import dense_attention, dense_mask
-from model import LAYERS, C, Core, DenseCore, DenseScoredCore, H, Model, ScoredCore, V, batch
+from model import LAYERS, Block, C, Core, DenseCore, DenseScoredCore, H, Model, ScoredCore, V, batch
 from ranks import mesh
 from scripts import run_script
 from torch import Tensor, nn
@@ -285,6 +285,25 @@ def local_arange(axis: DeviceMesh) -> Kwargs:
     return right(axis, plan={"layers.*.core": ContextParallel(ShardedSequence(axis))}, loss=loss)
 
 
+class CountingBlock(Block):
+    """Makes the rotary embedding itself, for positions from 0."""
+
+    def forward(self, x: Tensor, rope: Tensor, documents: Tensor | None) -> Tensor:
+        angles = torch.arange(x.shape[1]).double()[:, None] * 0.3 ** torch.arange(rope.shape[-1])
+        return super().forward(x, torch.stack((angles.cos(), angles.sin())), documents)
+
+
+def counting() -> nn.Module:
+    model = Positioned()
+    for layer in model.layers:
+        layer.__class__ = CountingBlock
+    return model
+
+
+def own_positions(axis: DeviceMesh) -> Kwargs:
+    return right(axis, make_model=counting)
+
+
 def whole_inputs_without_root(axis: DeviceMesh) -> Kwargs:
     def loss(model: nn.Module, data: Kwargs) -> Tensor:
         return cross_entropy(model(data["tokens"]), data["labels"], axis)
@@ -524,24 +543,34 @@ def labels_by(how: Callable[[Tensor, int], Tensor]) -> Callable[[DeviceMesh], Kw
 
 GRID = (2, 2)
 USERS: dict[str, Bug] = {
-    "1 a layer left out of the plan": Bug(r"forward: layers\.1\.core, output, position 6", left_out),
-    "1 a layer left out, blocks compiled": Bug(r"forward: norm, argument x, position 6", left_out_of_compiled),
+    "1 a layer left out of the plan": Bug(
+        r"forward: layers\.1\.core, output, position 6; .*: it is not in the plan, as layers\.0\.core is", left_out
+    ),
+    "1 a layer left out, blocks compiled": Bug(
+        r"forward: norm, argument x, position 6; .*: the plan leaves out layers\.1\.core", left_out_of_compiled
+    ),
     "1 a layer left out, no root": Bug(
         r"forward: layers\.1\.core, output, position 6|plan: expected every self-attention",
         left_out_without_root,
     ),
     "2 a window that a model drops by local shapes": Bug(
-        r"forward: layers\.0\.core, output, position 16",
+        r"forward: layers\.0\.core, output, position 16; .* by another mask, window or scores",
         lambda axis: right(axis, make_model=functools.partial(Positioned, OwnWindow)),
     ),
     "3 a root that gives no positions": Bug(
         r"forward: layers\.0\.core, argument q, position 6|ShardedModel: expected a source of .* positions",
         lambda axis: right(axis, plan=plan_of(ShardedSequence(axis), {"positions": None})),
     ),
-    "3 positions left out without a root": Bug(r"forward: layers\.0\.core, argument q, position 6", without_positions),
+    "3 positions left out without a root": Bug(
+        r"forward: layers\.0, argument rope, position 6; it differs: other positions", without_positions
+    ),
     "3 positions counted from 0 on every rank": Bug(
         r"forward: layers\.0\.core, argument q, position 6|positions: expected those of this rank",
         local_arange,
+    ),
+    "3 positions that a model makes wrong": Bug(
+        r"forward: layers\.0\.core, argument q, position 6; .*argument v beside it agrees: other positions",
+        own_positions,
     ),
     "4 the mean over own rows": Bug(r"2 times too large, as many as the ranks of cp", mean_of_own_rows),
     "4 a share of the loss of gathered logits": Bug(
@@ -584,7 +613,9 @@ USERS: dict[str, Bug] = {
     ),
     "6 the last logits of a shard": Bug(r"backward: head, output, position 1[71]; .* label", last_logits),
     "6 lengths that differ between cp ranks": Bug(r"batch: tokens, labels; differs", of_other_lengths),
-    "7 a mask that no style reads": Bug(r"forward: layers\.0\.core, output, position \d+", unread_mask),
+    "7 a mask that no style reads": Bug(
+        r"forward: layers\.0\.core, output, position \d+; .* by another mask, window or scores", unread_mask
+    ),
     "7 a lambda that binds late": Bug(
         r"forward: layers\.0\.core, output, position 4|ContextParallel\.mask: expected a function",
         late_binding,
@@ -598,9 +629,11 @@ PEERS: dict[str, Bug] = {
         r"backward: layers\.1\.wv, output, position", with_core(StaleKV)
     ),
     "4 Automodel, each rank attends to its own rows": Bug(
-        r"forward: norm, argument x, position 6", nothing_planned_of_compiled
+        r"forward: norm, argument x, position 6; .*; no module is in the plan", nothing_planned_of_compiled
     ),
-    "5 torchtitan 723, not dispatched": Bug(r"layers\.0\.core, output, position 6", nothing_planned),
+    "5 torchtitan 723, not dispatched": Bug(
+        r"layers\.0\.core, output, position 6; .*: it is not in the plan", nothing_planned
+    ),
     "6 prime-rl 3397, sinks dropped": Bug(
         r"forward: layers\.0\.core, output, position 0|expected the module's sinks",
         unread_sinks,
@@ -624,7 +657,7 @@ PEERS: dict[str, Bug] = {
     "15 slime 1366, gradients not synchronised": Bug(r"each rank has a share: nothing sums them over cp", not_reduced),
     "15 slime 1366, one parameter not synchronised": Bug(r"gradients: head\.weight; ", one_not_reduced),
     "16 accelerate 4177, linear attention on shards": Bug(
-        r"forward: layers\.0\.core, output, position 6",
+        r"forward: layers\.0\.core, output, position 6; .*: it is not in the plan, so if it mixes tokens",
         lambda axis: right(
             axis,
             make_model=with_linear_layer,
@@ -1149,6 +1182,12 @@ def test_the_report_is_a_table_and_json() -> None:
     assert report.verdict.startswith("WRONG: forward: position 6; words that go on")
     assert report.verdict.endswith("a note (2 checks, 1.2 s)")
     assert ModelReport(findings[:1]).verdict.startswith("RIGHT (1 checks")
+    factor = Finding("gradients", False, where="head.weight", note="0.5 of what it is to be", named=True)
+    last = [*findings, Finding("loss", False, note="1.2 times"), factor, Finding("gradient norm", False, named=True)]
+    said = ModelReport(last).verdict
+    assert said.startswith("WRONG: forward: position 6") and "1.2" not in said and "gradient norm" not in said
+    assert said.endswith("a note. gradients: head.weight; 0.5 of what it is to be (5 checks, 0.0 s)")
+    assert ModelReport([factor]).verdict.count("gradients") == 1
     assert not ModelReport().passed and ModelReport().verdict.startswith("WRONG: nothing")
 
 

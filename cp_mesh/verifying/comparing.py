@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from cp_mesh.agreement import fingerprint
-from cp_mesh.verifying.hints import explain_gradients, meaning, step_factor
+from cp_mesh.verifying.hints import explain_gradients, of_forward, of_gradient, step_factor
 from cp_mesh.verifying.models import inner, whole_gradient
 from cp_mesh.verifying.ranks import Ranks
 from cp_mesh.verifying.report import Finding
@@ -52,7 +52,12 @@ class _Gap(NamedTuple):
 
 
 def compare_rows(
-    step: Step, check: str, three: Sequence[Mapping[Place, Rows]], base: float, fit: bool = False
+    step: Step,
+    check: str,
+    three: Sequence[Mapping[Place, Rows]],
+    base: float,
+    fit: bool = False,
+    logits_agree: bool = True,
 ) -> Finding:
     """The rows of the step against those of the reference, and against what other rounding does to these.
 
@@ -62,6 +67,7 @@ def compare_rows(
         three: what the step, the reference, and the reference once more gave.
         base: what is always allowed.
         fit: up to a factor, as the losses of a trainer may be scaled.
+        logits_agree: whether the loss was given the same.
     """
     got, want, other = three
     seq_len = step.seq_len
@@ -88,7 +94,13 @@ def compare_rows(
     first = wrong[0]
     gap = max((gap for gap in all_of[first] if gap.first < seq_len), key=lambda gap: gap.worst)
     where = f"{first}, position {min(gap.first for gap in all_of[first])}"
-    return Finding(check, False, gap.worst, gap.allowed, where, meaning(check, first, first == places[0]))
+    if check == "backward":
+        note = of_gradient(first == places[0], logits_agree)
+    else:
+        same = {place: len(want[place].shape) for place in places if place[::2] == first[::2] and place not in wrong}
+        beside = [place.what for place, ndim in same.items() if ndim == len(want[first].shape) and ndim > 2]
+        note = of_forward(step, first, [x for x in beside if x.startswith("argument")]) if check == "forward" else ""
+    return Finding(check, False, gap.worst, gap.allowed, where, note)
 
 
 def _fit(step: Step, pairs: Mapping[Place, Pair], allowed: Mapping[Place, float]) -> dict[Place, float]:
@@ -120,10 +132,11 @@ def _agreeing(found: Pair, seq_len: int, scale: float, allowed: float) -> int:
 def compare_losses(step: Step, got: float, want: float, other: float, base: float) -> Finding:
     size = max(abs(want), 1e-30)
     error, allowed = abs(got - want) / size, base + FACTOR * abs(other - want) / size
-    note = f"{got:.6g}, on one rank {want:.6g}"
+    note, named = f"{got:.6g}, on one rank {want:.6g}", False
     if not error <= allowed:
-        note += f": {step_factor(step, got / want)}"
-    return Finding("loss", error <= allowed, error, allowed, note=note)
+        text, named = step_factor(step, got / want)
+        note += f": {text}"
+    return Finding("loss", error <= allowed, error, allowed, note=note, named=named)
 
 
 def compare_gradients(
@@ -147,11 +160,11 @@ def compare_gradients(
     wrong = [name for name in want if any(name in answer for answer in answers)]
     name = wrong[-1] if wrong else max(errors, key=lambda name: errors[name] / allowed[name])
     worst = max([errors[name], *(answer.get(name, 0.0) for answer in answers)])
-    where, note = "", f"{len(want)} parameters"
+    where, note, named = "", f"{len(want)} parameters", False
     if wrong:
         where = name + (f", and {len(wrong) - 1} of {len(want) - 1} others" if len(wrong) > 1 else "")
-        note = explain_gradients(step, want, got)
-    yield Finding("gradients", not wrong, worst, allowed[name], where, note)
+        note, named = explain_gradients(step, want, got)
+    yield Finding("gradients", not wrong, worst, allowed[name], where, note, named)
     norm, on_one_rank = squares**0.5 if norm is None else norm, everyone**0.5
     error = abs(norm / on_one_rank - 1) if on_one_rank else norm
     note = f"{norm:.6g}, on one rank {on_one_rank:.6g}"

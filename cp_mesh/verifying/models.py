@@ -95,7 +95,11 @@ def sequence_of(model: nn.Module) -> ShardedSequence | None:
 
 def styles_of(model: nn.Module) -> Iterator[Any]:
     """The styles of this library that were applied to a model."""
-    for module in model.modules():
-        if (replacement := replaced(module, STYLE)) is not None:
-            run: Any = replacement.run  # a method of the style, or a partial of one
-            yield getattr(run, "func", run).__self__
+    return (style for module in model.modules() if (style := style_of(module)) is not None)
+
+
+def style_of(module: nn.Module) -> Any:
+    """That of this module, or None."""
+    replacement = replaced(module, STYLE)
+    run: Any = None if replacement is None else replacement.run  # a method of the style, or a partial of one
+    return None if run is None else getattr(run, "func", run).__self__

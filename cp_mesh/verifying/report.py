@@ -31,6 +31,7 @@ class Finding:
         allowed: the largest error that passes.
         where: the first module, argument, parameter or position that is wrong.
         note: what it means, or what was compared.
+        named: whether the note names the cause of a factor: a number of ranks, or a sum that is missing.
     """
 
     check: str
@@ -39,6 +40,7 @@ class Finding:
     allowed: float | None = None
     where: str = ""
     note: str = ""
+    named: bool = False
 
 
 @dataclass
@@ -61,12 +63,15 @@ class ModelReport:
 
     @property
     def verdict(self) -> str:
-        """One line: whether all is right, or the first check that is not."""
+        """One line: whether all is right, or the first check that is not, and the first factor that has a name."""
         took = f"({len(self.findings)} checks, {self.seconds:.1f} s)"
         if self.passed:
             return f"RIGHT {took}{'' if self.cp_size > 1 else ', on one cp rank: no sequence was sharded'}"
-        wrong = next((finding for finding in self.findings if not finding.passed), None)
-        return f"WRONG: {wrong.check}: {_text(wrong)} {took}" if wrong else "WRONG: nothing was checked"
+        wrong = [finding for finding in self.findings if not finding.passed]
+        named = next((finding for finding in wrong if finding.named), None)
+        told = [*wrong[:1], *([named] if named not in (None, *wrong[:1]) else [])]
+        text = ". ".join(f"{finding.check}: {_text(finding)}" for finding in told if finding)
+        return f"WRONG: {text} {took}" if wrong else "WRONG: nothing was checked"
 
     def to_json(self) -> str:
         """All of it, as JSON; figures that are not finite are strings."""

@@ -43,10 +43,11 @@ def probe_loss(step: Step, run: Run, dtype: torch.dtype) -> Iterator[Finding]:
     total, count = step.ranks.reduce(both, axes=axes).tolist()
     want, got = total / max(count, 1), step.total_loss(run.loss)
     error, allowed = abs(got - want) / max(abs(want), 1e-30), LOSS.get(dtype, LOSS_COARSE)
-    note = f"{got:.6g}; the mean over the valid tokens of these logits is {want:.6g}"
+    note, named = f"{got:.6g}; the mean over the valid tokens of these logits is {want:.6g}", False
     if not error <= allowed:
-        note += f": {step_factor(step, got / want)}"
-    yield Finding("loss of the logits", error <= allowed, error, allowed, note=note)
+        text, named = step_factor(step, got / want)
+        note += f": {text}"
+    yield Finding("loss of the logits", error <= allowed, error, allowed, note=note, named=named)
 
 
 def probe_gradients(step: Step, loss: Tensor, dtype: torch.dtype) -> Iterator[Finding]:
@@ -71,7 +72,7 @@ def probe_gradients(step: Step, loss: Tensor, dtype: torch.dtype) -> Iterator[Fi
         if same
         else "differs between ranks: nothing sums gradients over them"
     )
-    yield Finding("gradients of ranks", same, float(worst), SAME_GRADIENT, first, note)
+    yield Finding("gradients of ranks", same, float(worst), SAME_GRADIENT, first, note, not same)
     if not same:
         return
     shares, allowed = SLOPES.get(dtype, COARSE)
@@ -88,10 +89,11 @@ def probe_gradients(step: Step, loss: Tensor, dtype: torch.dtype) -> Iterator[Fi
         if all(step.ranks.gather(best <= allowed)):
             break
     told, moved = found
-    note = f"by them the loss was to change by {told:.4g}, and it changed by {moved:.4g}"
+    note, named = f"by them the loss was to change by {told:.4g}, and it changed by {moved:.4g}", False
     if not best <= allowed and moved:
-        note += f": {step_factor(step, told / moved, allowed)}"
-    yield Finding("scale of gradients", best <= allowed, best, allowed, note=note)
+        text, named = step_factor(step, told / moved, allowed)
+        note += f": {text}"
+    yield Finding("scale of gradients", best <= allowed, best, allowed, note=note, named=named)
 
 
 def _slopes(step: Step, parameters: Mapping[str, Tensor], here: float, h: float) -> Iterator[tuple[float, float]]:

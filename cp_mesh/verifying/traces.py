@@ -65,7 +65,7 @@ class Trace:
         positions: says, while the model runs, which positions this rank's rows have, int64 [n].
 
     Attributes:
-        forward: arguments and outputs of modules, in the order in which modules were left.
+        forward: arguments and outputs of modules, in the order in which these were entered and left.
         backward: gradients of outputs, in the order in which they came.
     """
 
@@ -74,7 +74,6 @@ class Trace:
         self.forward: dict[Place, Rows] = {}
         self.backward: dict[Place, Rows] = {}
         self._calls: dict[str, int] = {}
-        self._arguments: dict[str, list[tuple[Place, Rows]]] = {}
 
     @contextmanager
     def of(self, model: nn.Module, gradients: bool = True) -> Iterator[None]:
@@ -94,17 +93,14 @@ class Trace:
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         call = self._calls[name] = self._calls.get(name, -1) + 1
-        found = []
         for argument, value in named_arguments(module, args, kwargs).items():
             for i, x in enumerate(tree_leaves(value)):
                 place = Place(name, f"argument {argument}" + f"[{i}]" * (i > 0), call)
                 if (rows := self._rows(x)) is not None:
-                    found.append((place, rows))
-        self._arguments[name] = found
+                    self.forward[place] = rows
 
     def _after(self, name: str, gradients: bool, module: nn.Module, args: Any, output: Any) -> None:
         call = self._calls[name]
-        self.forward.update(self._arguments.pop(name, []))
         for i, x in enumerate(tree_leaves(output)):
             place = Place(name, "output" + f" {i}" * (i > 0), call)
             if (rows := self._rows(x)) is None:

@@ -247,7 +247,8 @@ def _compare(
     logits = Place("", "logits", 0)
     of_logits = (rows_of(run.logits, step.seq_len, run.positions), want.logits, other.logits)
     findings.append(compare_rows(step, "logits", [{logits: x} for x in of_logits], base))
-    findings.append(compare_rows(step, "backward", [x.backward for x in three], base, fit=True))
+    agree = findings[-1].passed
+    findings.append(compare_rows(step, "backward", [x.backward for x in three], base, fit=True, logits_agree=agree))
     findings += probe_loss(step, run, dtype)
     findings.append(compare_losses(step, step.total_loss(run.loss), want.loss, other.loss, base))
     norm = None if gradient_norm is None else float(local(gradient_norm(step.model)))
