@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import weakref
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from cp_mesh.errors import RankMismatchError
 
@@ -35,7 +36,12 @@ PATIENCE = timedelta(minutes=10)
 EVERY = 64
 """Batches, of which one is compared after the first, without waiting for the device or for another rank."""
 STEP_PATIENCE = timedelta(seconds=10)
-"""How long a first optimizer step does, to which ranks whose optimizer holds nothing of the model do not come."""
+"""How long a first optimizer step does, to which ranks whose optimizer holds nothing of the model do not come.
+
+Others may be later, and then all of them compare at the next step.
+"""
+Answers = dict[int, dict[str, str]]
+"""What ranks of a group say, by rank."""
 
 _enabled: ContextVar[bool | None] = ContextVar("cp_mesh_check", default=None)
 
@@ -70,6 +76,7 @@ class _Compared:
 
     ``plans`` counts models that were given a plan over it, ``batches`` those after the first of a shape; of the last
     one that is compared ``digest`` was begun; ``told`` is the key of the one before it, ``read`` of one more before.
+    ``refused_in_trace``: since the last plan; a trace that raises may be begun again.
     """
 
     times: int = 0
@@ -78,6 +85,7 @@ class _Compared:
     digest: _Digest | None = None
     told: str | None = None
     read: str | None = None
+    refused_in_trace: bool = False
     kinds: set[Hashable] = field(default_factory=set)
     here: set[Hashable] = field(default_factory=set)
 
@@ -141,6 +149,7 @@ def look_again(group: dist.ProcessGroup) -> int:
     own = _compared.setdefault(group, _Compared())
     own.kinds.clear()
     own.digest = own.told = None
+    own.refused_in_trace = False
     own.plans += 1
     return own.plans - 1
 
@@ -208,17 +217,38 @@ def compare_later(group: dist.ProcessGroup, inputs: Sequence[Tensor]) -> None:
     compared.digest = _Digest.of(inputs)
 
 
-def compare_steps(group: dist.ProcessGroup, topic: str, fields: Mapping[str, str]) -> dict[int, dict[str, str]]:
-    """What the ranks that come to a first optimizer step soon say, by rank of the group.
+def compare_steps(
+    group: dist.ProcessGroup, topic: str, fields: Mapping[str, str], decide: Callable[[Answers], None]
+) -> Callable[[], None] | None:
+    """Have ranks that come to a first optimizer step decide by the same words: all do it at once, or all later.
 
     Args:
         group: whose ranks are asked.
         topic: what is compared, another one each time.
         fields: what this rank says.
+        decide: called with what the ranks say; raises on all of them, or on none.
+
+    Returns:
+        None if that was done. If not all ranks came in time, what does it at this rank's next step: by then all that
+        took the step have come, as attention waited for them in between. Later ones are not compared.
     """
     if turned_off() or group.size() == 1 or _store(group) is None:
-        return {group.rank(): dict(fields)}
-    return _words(group, topic, fields, STEP_PATIENCE)
+        decide({group.rank(): dict(fields)})
+        return None
+    words = _Words(group, topic, fields)
+    is_whole = len(words.wait(STEP_PATIENCE)) == words.size
+    if words.settle("when", "now" if is_whole else "later") == "now":  # whoever says so saw all
+        decide(words.read())
+        return None
+
+    def decide_later() -> None:
+        if words.is_there():
+            among = json.loads(words.settle("who", json.dumps([*words.read()])))
+            answers = words.read()
+            if words.rank in among:
+                decide({rank: answers[rank] for rank in among})
+
+    return decide_later
 
 
 def exchange_first(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[dict[str, str]]:
@@ -287,34 +317,62 @@ def _next_topic(group: dist.ProcessGroup) -> str:
 def _words(
     group: dist.ProcessGroup, topic: str, fields: Mapping[str, str], patience: timedelta | None
 ) -> dict[int, dict[str, str]]:
-    """Leave word in the store, and read that of the ranks of the group which come in time; of none without patience."""
-    store, size = _store(group), group.size()
-    # a group made under the name of one that was destroyed finds in the store what that one left
-    made_before = (store.add(f"cp_mesh/{topic}", 1) - 1) // size
-    keys = [f"cp_mesh/{topic}/{made_before}/{rank}" for rank in range(size)]
-    store.set(keys[group.rank()], json.dumps(dict(fields)))
-    present = []
-    if patience is not None:
-        try:
-            store.wait(keys, patience)
-            present = [*range(size)]
-        except RuntimeError:
-            with suppress(RuntimeError):  # the store is gone with the rank that served it
-                present = [rank for rank, key in enumerate(keys) if store.check([key])]
-    if len(present) < size:
-        # PyTorch drops this object when it destroys the group; its own handle of the store lives on here
-        handle = dist.PrefixStore("cp_mesh", store)
-        weakref.finalize(store, _take_back, handle, topic, f"{topic}/{made_before}/{group.rank()}", size).atexit = False
-    found = store.multi_get([keys[rank] for rank in present]) if present else []
-    return {rank: json.loads(answer) for rank, answer in zip(present, found, strict=True)}
+    """Leave word, and read that of the ranks of the group which come in time; of none without patience."""
+    return _Words(group, topic, fields).wait(patience)
 
 
-def _take_back(store: dist.Store, topic: str, key: str, size: int) -> None:
-    """A word that not all ranks came to read, so that no group of the same name takes it for one of its own."""
+class _Words:
+    """What the ranks of a group leave in its store, each a word of its own.
+
+    Attributes:
+        rank, size: of the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, topic: str, fields: Mapping[str, str]) -> None:
+        self.rank, self.size, store = group.rank(), group.size(), _store(group)
+        # PyTorch drops its own object when it destroys the group
+        self._group_store, self._store = weakref.ref(store), dist.PrefixStore("cp_mesh", store)
+        # a group made under the name of one that was destroyed finds in the store what that one left
+        self._topic, made_before = topic, (self._store.add(topic, 1) - 1) // self.size
+        self._room = f"{topic}/{made_before}"
+        self._keys = [f"{self._room}/{rank}" for rank in range(self.size)]
+        self._store.set(self._keys[self.rank], json.dumps(dict(fields)))
+
+    def wait(self, patience: timedelta | None) -> Answers:
+        """The words of those that come in time."""
+        if patience is not None:
+            with suppress(RuntimeError):
+                self._store.wait(self._keys, patience)
+                return self.read()
+        keys = [self._keys[self.rank], *(f"{self._room}/{name}" for name in ("when", "who"))]
+        finalizer = weakref.finalize(self._group_store(), _take_back, self._store, self._topic, keys, self.size)
+        finalizer.atexit = False
+        with suppress(RuntimeError):  # the store is gone with the rank that served it
+            return {} if patience is None else self.read()
+        return {}
+
+    def read(self) -> Answers:
+        """The words that are there."""
+        present = [rank for rank, key in enumerate(self._keys) if self._store.check([key])]
+        found = self._store.multi_get([self._keys[rank] for rank in present])
+        return {rank: json.loads(answer) for rank, answer in zip(present, found, strict=True)}
+
+    def settle(self, name: str, value: str) -> str:
+        """What the first rank to settle this says."""
+        return self._store.compare_set(f"{self._room}/{name}", "", value).decode()
+
+    def is_there(self) -> bool:
+        """Whether the group was not destroyed."""
+        return self._group_store() is not None
+
+
+def _take_back(store: dist.Store, topic: str, keys: Sequence[str], size: int) -> None:
+    """Words that not all ranks came to read, so that no group of the same name takes them for its own."""
     with suppress(RuntimeError):  # whoever holds the store may have gone
         if store.add(topic, 0) % size:
             store.add(topic, -1)
-            store.delete_key(key)
+            for key in keys:
+                store.delete_key(key)
 
 
 @_disable_dynamo  # which traces this function by itself where compiled code calls what it cannot trace
@@ -345,6 +403,19 @@ def announce_refusal(group: dist.ProcessGroup, error: Exception) -> None:
             require_agreement(group, said)
     elif not turned_off() and group.size() > 1 and _store(group) is not None:
         _words(group, _next_topic(group), said, None)
+
+
+def announce_trace(group_name: str) -> None:
+    """As `announce_refusal`, while torch.compile traces: of the error no word is known, as some may be symbolic."""
+    group = _resolve_process_group(group_name)  # type: ignore[arg-type]
+    compared = _compared.setdefault(group, _Compared())
+    if not compared.refused_in_trace:
+        compared.refused_in_trace = True
+        announce_refusal(group, RuntimeError("refused while torch.compile traced it; its own error says why"))
+
+
+# As by `torch.compiler.assume_constant_result`, which imports Dynamo: it calls this once and does not trace it.
+vars(announce_trace)["_dynamo_marked_constant"] = True
 
 
 def keep_to_itself(error: Exception) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
-from cp_mesh.agreement import announce_refusal
+from cp_mesh.agreement import announce_refusal, announce_trace
 from cp_mesh.call import Call, Options, Tensors, autocast, check_tensors, seed_tensor
 from cp_mesh.errors import refuse, written
 from cp_mesh.formats import FORMATS, Format
@@ -210,6 +210,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor | 
             group = group or group_that_waits(query, asked.mesh, asked.seq_dim)
             if group is not None:
                 announce_refusal(group, error)
+        elif group is not None:
+            announce_trace(group.group_name)
         raise
     if isinstance(query, DTensor) and call.seq_len < axis.size:
         # DTensor gathers a dim that is shorter than its axis. All others go by dispatch, but for those of a core over

@@ -28,6 +28,7 @@ from torch.distributed.tensor.placement_types import Placement
 from cp_mesh.agreement import (
     agree_first,
     announce_refusal,
+    announce_trace,
     checking,
     fingerprint,
     is_first,
@@ -226,7 +227,11 @@ def _(q, k, v, *arguments):  # type: ignore[no-untyped-def]
     method, shapes, dtype = METHODS.get(call.options.method), [], accumulation_dtype(q.dtype)
     if call.options.keeps and method is not None and method.kept_shapes is not None:
         size = call.group.size()
-        degree = method.choose_degree(call.options, q, k, size)
+        try:
+            degree = method.choose_degree(call.options, q, k, size)
+        except Exception:
+            announce_trace(call.group_name)
+            raise
         shapes = method.kept_shapes(q, k, v, call.seq_len, size, degree)
     if shapes and not call.options.differentiable_lse:
         lse = q.new_empty(0, dtype=dtype)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from cp_mesh.agreement import announce_refusal
+from cp_mesh.agreement import announce_refusal, announce_trace
 from cp_mesh.errors import refuse, written
 from cp_mesh.forwards import STYLE, replaced
 from cp_mesh.groups import names_of_axes
@@ -40,7 +40,9 @@ def check_layout(style: str, layout: Any) -> None:
 
 def announce(sequence: ShardedSequence, error: Exception) -> None:
     """Let the ranks that wait for this one raise, too."""
-    if not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        announce_trace(sequence.mesh.get_group().group_name)
+    else:
         announce_refusal(sequence.mesh.get_group(), error)
 
 

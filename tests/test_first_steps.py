@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -21,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import cp_mesh
-from cp_mesh import ContextParallel, ShardedModel, ShardedSequence, agreement, trained
+from cp_mesh import ArgumentError, ContextParallel, ShardedModel, ShardedSequence, agreement, trained
 
 UNREDUCED = "equal on all ranks before the optimizer steps, got another one on each rank"
 
@@ -299,6 +300,7 @@ def on_one_rank_alone(rank: int, reduced: bool) -> list[str]:
 
     with mock.patch.object(agreement, "STEP_PATIENCE", timedelta(seconds=0.5)):
         said = warned(step)
+    said += warned(step)  # where those that came compare
     if reduced:
         model(tokens_of(30))  # a first call of another length, which all ranks compare
     return said
@@ -308,6 +310,63 @@ def test_ranks_whose_optimizer_holds_nothing_keep_nobody_waiting(pool: Any) -> N
     assert pool(3).run(on_one_rank_alone, True, timeout=20.0) == [[]] * 3
     errors = pool(3).run_expecting_error(on_one_rank_alone, False, timeout=20.0)
     assert all(error is not None and UNREDUCED in error.message for error in errors[:2]), errors
+
+
+def late(rank: int, how: str) -> tuple[int, str, float]:
+    """The last of three ranks comes late to its first step, and some are wrong. The step that raised, and what."""
+    axis, tokens = cp(3), tokens_of(24)
+    model = planned(axis)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with mock.patch.object(agreement, "STEP_PATIENCE", timedelta(seconds=0.5)):
+        for number in range(3):
+            optimizer.zero_grad()
+            cp_mesh.cross_entropy(model(tokens), labels_of(tokens, axis), axis).backward()
+            reduce(model)
+            if number == 0 and how != "right":
+                for x in model.parameters():
+                    x.grad += rank == (0 if how == "one that is in time" else 2)
+            if rank == 2 and number == 0:
+                time.sleep(3.0)  # a file store waits for whole seconds, here for batches and for gradients
+            started = time.monotonic()
+            try:
+                optimizer.step()
+            except ArgumentError as error:
+                return number, str(error), time.monotonic() - started
+    return number, "", 0.0
+
+
+@pytest.mark.parametrize("how", ["right", "one that is in time", "the late one"])
+def test_a_late_rank_hears_what_the_others_hear(pool: Any, how: str) -> None:
+    """None raises alone, and none waits for one that did: all compare at the next step."""
+    found = pool(3).run(late, how, timeout=30.0)
+    assert [number for number, _, _ in found] == [2 if how == "right" else 1] * 3, found
+    assert all((UNREDUCED in said) == (how != "right") for _, said, _ in found), found
+
+
+def test_all_go_by_the_words_of_the_same_ranks(pool: Any) -> None:
+    assert pool(3).run(by_the_same_words, timeout=20.0) == [["now [0, 1, 2]", "later", "[0, 1]"]] * 2 + [
+        ["now [0, 1, 2]", "later", "not compared"]
+    ]
+
+
+def by_the_same_words(rank: int) -> list[str]:
+    """All come; then one of them comes when the others have decided without it."""
+    group, said = dist.new_group(), []
+    for topic in ("all", "two"):
+        if rank == 2 and topic == "two":
+            dist.barrier(group)
+        with mock.patch.object(agreement, "STEP_PATIENCE", timedelta(seconds=5 if topic == "all" else 0.2)):
+            now: list[int] = []
+            later = agreement.compare_steps(group, topic, {}, now.extend)
+        said.append(f"now {now}" if later is None else "later")
+        if later is not None:
+            if rank == 2:
+                assert not now
+            later()
+            if rank < 2:
+                dist.barrier(group)
+            said.append(str(now) if now else "not compared")
+    return said
 
 
 def under_the_name_of(group: dist.ProcessGroup, store: dist.Store) -> None:

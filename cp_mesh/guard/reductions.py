@@ -12,6 +12,7 @@ import functools
 import json
 import warnings
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from cp_mesh.agreement import capturing, compare_steps, look_again, turned_off
+from cp_mesh.agreement import Answers, capturing, compare_steps, look_again, turned_off
 from cp_mesh.errors import ArgumentError, RankMismatchError, describe, refuse
 from cp_mesh.forwards import STYLE, replaced
 from cp_mesh.kernels.combine import accumulation_dtype
@@ -52,6 +53,7 @@ class _FirstSteps:
     def __init__(self) -> None:
         self.hooked = False
         self.stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # in this round
+        self.later: list[Callable[[], None]] = []  # comparisons to which some ranks were late
 
     def add(self, module: nn.Module, planned: Planned) -> None:
         WAITING[module] = planned
@@ -61,7 +63,7 @@ class _FirstSteps:
             self.hooked = True
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if torch.compiler.is_compiling() or not WAITING or capturing():
+        if torch.compiler.is_compiling() or not (WAITING or self.later) or capturing():
             return
         # of a checkpoint that is loaded PyTorch makes the optimizer's state by a step on zeros, which changes nothing
         if all(isinstance(rate := part.get("lr"), int | float) and rate == 0 for part in optimizer.param_groups):
@@ -70,6 +72,10 @@ class _FirstSteps:
         held = {id(x) for part in optimizer.param_groups for x in part["params"]}
         again = optimizer in self.stepped  # there may be one for each parameter, so rounds are counted, not steps
         self.stepped = weakref.WeakSet([optimizer] if again else [*self.stepped, optimizer])
+        if again:
+            later, self.later = self.later, []
+            for decide in later:
+                decide()
         for module, planned in list(WAITING.items()):
             planned.looks -= again
             graded = {name: x for name, x in module.named_parameters() if x.grad is not None}
@@ -180,7 +186,15 @@ class _Found:
 def _compare_batches(planned: Planned, losses: list[Loss]) -> None:
     """Refuse tokens that are others on each rank; warn of labels that are no next tokens on some of them alone."""
     own = {name: "".join(sorted({getattr(x, name) for x in losses})) for name in ("tokens", "labels")}
-    answers = compare_steps(planned.group, f"batches {planned.number}", own)
+    _compare(planned.group, f"batches {planned.number}", own, _decide_on_batches)
+
+
+def _compare(group: dist.ProcessGroup, topic: str, own: dict[str, str], decide: Callable[[Answers], None]) -> None:
+    if (later := compare_steps(group, topic, own, decide)) is not None:
+        _first_steps.later.append(later)
+
+
+def _decide_on_batches(answers: Answers) -> None:
     if len(found := {x["tokens"] for x in answers.values()} - {""}) > 1:
         raise RankMismatchError(
             f"cross_entropy: expected tokens that were sharded from one batch on every cp rank, got {len(found)} that "
@@ -261,9 +275,12 @@ def _check_equal(group: dist.ProcessGroup, planned: Planned, grads: dict[str, An
     local = {name: x.to_local() if isinstance(x, DTensor) else x for name, x in grads.items()}
     norms = [float(_norm(x)) for x in local.values()]  # one after the other: they may be on several devices
     own = {"gradients": json.dumps(dict(zip(local, norms, strict=True)))}
-    answers = compare_steps(group, f"gradients {planned.number}", own)
+    _compare(group, f"gradients {planned.number}", own, functools.partial(_decide_on_gradients, list(grads)))
+
+
+def _decide_on_gradients(of_rank: list[str], answers: Answers) -> None:
     found = [json.loads(answer["gradients"]) for answer in answers.values()]
-    names = [name for name in grads if all(name in one for one in found)]
+    names = [name for name in of_rank if all(name in one for one in found)]
     table = torch.tensor([[one[name] for name in names] for one in found], dtype=torch.float64)
     low, high = table.amin(0), table.amax(0)
     apart = (high - low) > _APART * high
