@@ -9,7 +9,7 @@ from cp_mesh.cores import ContextParallel
 from cp_mesh.decoding import decode
 from cp_mesh.errors import ArgumentError, RankMismatchError, UnsupportedError
 from cp_mesh.explaining.explain import explain
-from cp_mesh.layouts import Balanced, Contiguous, Layout, Permuted, Striped, ZigZag
+from cp_mesh.layouts import Balanced, Contiguous, Joint, Layout, Permuted, Replicated, Striped, ZigZag, ZigZagDocuments
 from cp_mesh.loss import cross_entropy
 from cp_mesh.masks import Mask
 from cp_mesh.parallel import checkpoint_context_fn, parallelize, sum_gradients
@@ -24,10 +24,12 @@ __all__ = [
     "Balanced",
     "ContextParallel",
     "Contiguous",
+    "Joint",
     "Layout",
     "Mask",
     "Permuted",
     "RankMismatchError",
+    "Replicated",
     "ShardedCache",
     "ShardedModel",
     "ShardedSequence",
@@ -35,6 +37,7 @@ __all__ = [
     "UnsupportedError",
     "VerificationError",
     "ZigZag",
+    "ZigZagDocuments",
     "attention",
     "balance",
     "check_mode",

@@ -38,6 +38,7 @@ class Pieces(NamedTuple):
         low, high: smallest and largest position.
         stride, length: of the run; the stride of others means nothing.
         regular: whether it is a run.
+        copied: whether every rank holds these positions; only queries of its own rank see it as keys.
         nearest, farthest: of keys, the distances ``p - t`` at which queries see them.
         whole: of keys, whether these distances hold for all of them.
     """
@@ -50,6 +51,7 @@ class Pieces(NamedTuple):
     stride: Array
     length: Array
     regular: NDArray[np.bool_]
+    copied: NDArray[np.bool_]
     nearest: Array
     farthest: Array
     whole: NDArray[np.bool_]
@@ -68,12 +70,12 @@ def pieces_of(layout: Layout, seq_len: int, cp_size: int) -> Pieces:
     for rank in range(cp_size):
         begin = 0
         for piece in layout.runs(seq_len, cp_size, rank):
-            stride = piece.stride if isinstance(piece, Run) else 1
-            rows.append((rank, begin, *piece.bounds(), stride, piece.length, isinstance(piece, Run)))
+            stride, copied = (piece.stride, piece.copied) if isinstance(piece, Run) else (1, False)
+            rows.append((rank, begin, *piece.bounds(), stride, piece.length, isinstance(piece, Run), copied))
             begin += piece.length
-    columns: list[Any] = [*np.array(rows, dtype=np.int64).reshape(-1, 7).T.copy()]
-    unset, is_run = np.zeros_like(columns[0]), columns.pop().astype(np.bool_)
-    return Pieces(*[unset, *columns, is_run, unset, unset, np.ones_like(is_run)])
+    columns: list[Any] = [*np.array(rows, dtype=np.int64).reshape(-1, 8).T.copy()]
+    unset, flags = np.zeros_like(columns[0]), [column.astype(np.bool_) for column in columns[6:]]
+    return Pieces(*[unset, *columns[:6], *flags, unset, unset, np.ones_like(flags[0])])
 
 
 def shard_lens_of(pieces: Pieces, cp_size: int) -> tuple[int, ...]:
@@ -134,6 +136,9 @@ def grid(q: Pieces, k: Pieces) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     if len(far) and far.min() < NONE:
         seen &= q.low[:, None] <= k.high + far
         full &= q.high[:, None] <= k.low + far
+    if k.copied.any():
+        own = ~k.copied | (q.rank[:, None] == k.rank)
+        seen, full = seen & own, full & own
     return seen, full
 
 
@@ -149,6 +154,7 @@ def block_table(q: Pieces, i: Array, k: Pieces, j: Array, opaque: bool, keep_own
         keep_own: keep bounds of a piece against itself that cut nothing: documents of all lengths then have one band.
     """
     seen = (q.high[i] - k.low[j] >= k.nearest[j]) & (q.low[i] - k.high[j] <= k.farthest[j])
+    seen &= ~k.copied[j] | (q.rank[i] == k.rank[j])
     if not seen.all():
         i, j = i[seen], j[seen]
     q, k = q.at(i), k.at(j)

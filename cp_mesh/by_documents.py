@@ -117,7 +117,7 @@ class ByDocuments:
 
     def _large(self, q: Pieces, k: Pieces, few: float) -> NDArray[np.bool_]:
         """Pieces of queries in documents of many pairs, of which every rank has one piece: no two share keys."""
-        if len(self._rows) > 1 or not q.num:  # batch rows share what travels
+        if len(self._rows) > 1 or not q.num or q.copied.any():  # batch rows share what travels, and copies do not
             return np.zeros(q.num, dtype=bool)
         of_one, of_document = Groups.of(_owners(q, self._cp_size)), Groups.of(q.document)
         alone = np.maximum.reduceat(of_one.num[of_one.group], of_document.first) == 1

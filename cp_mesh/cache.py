@@ -16,7 +16,7 @@ from torch import Tensor
 from cp_mesh.agreement import checking, fingerprint, require_agreement
 from cp_mesh.call import check_tensors
 from cp_mesh.decoding import UNUSED, announcing, check_tensor, decode, hides
-from cp_mesh.errors import refuse
+from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.kernels.few_queries import Further
 from cp_mesh.kernels.scores import ADDED
 from cp_mesh.masks import Mask
@@ -100,6 +100,9 @@ class ShardedCache:
         if self.length:
             refuse("prefill", "an empty cache", f"{self.length} tokens", "append further tokens, or make a new cache")
         sequence, size = self.sequence, self.sequence.cp_size
+        if sequence.layout.replicated:
+            hint = "shard the prompt in a layout without Replicated"
+            refuse("prefill", "one owner of each token", sequence.layout, hint, UnsupportedError)
         seq_len = key.shape[2] * size if sequence.seq_len is None else sequence.seq_len
         length = seq_len if sequence.length is None else sequence.length
         shards = [sequence.layout.positions(seq_len, size, rank) for rank in range(size)]

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,11 +28,15 @@ from cp_mesh.owned import Content, owned
 
 @dataclass(frozen=True)
 class Run:
-    """Positions ``start + stride * i`` for ``i`` in ``range(length)``; ``stride`` is 1 or more."""
+    """Positions ``start + stride * i`` for ``i`` in ``range(length)``; ``stride`` is 1 or more.
+
+    ``copied``: every rank holds these positions, and its queries see its own copy of their keys, once.
+    """
 
     start: int
     stride: int
     length: int
+    copied: bool = False
 
     @property
     def last(self) -> int:
@@ -43,7 +47,7 @@ class Run:
         return torch.arange(self.length, dtype=torch.int64, device="cpu") * self.stride + self.start
 
     def slice(self, begin: int, end: int) -> Run:
-        return Run(self.start + self.stride * begin, self.stride, end - begin)
+        return replace(self, start=self.start + self.stride * begin, length=end - begin)
 
     def bounds(self) -> tuple[int, int]:
         """Smallest and largest position; the run must not be empty."""
@@ -92,8 +96,16 @@ class Layout(ABC):
         """What travels beside the spec, an int64 CPU tensor; None if the spec says all."""
         return None
 
+    @property
+    def replicated(self) -> bool:
+        """Whether some positions are held by every rank."""
+        return False
+
     def multiple(self, cp_size: int) -> int:
-        """Sequence lengths divisible by this give every rank equally many tokens, evenly split in runs."""
+        """Sequence lengths divisible by this give every rank equally many tokens, evenly split in runs.
+
+        Of a layout made for documents or streams, if the length of each is such a multiple.
+        """
         return cp_size
 
     def shard_len(self, seq_len: int, cp_size: int, cp_rank: int) -> int:
@@ -119,8 +131,12 @@ class Layout(ABC):
         return torch.cat([self.positions(seq_len, cp_size, rank) for rank in range(cp_size)])
 
     def inverse(self, seq_len: int, cp_size: int) -> Tensor:
-        """int64 CPU tensor [seq_len]; ``x[permutation][inverse]`` is ``x``, over ``cp_size`` ranks."""
-        return torch.argsort(self.permutation(seq_len, cp_size))
+        """int64 CPU tensor [seq_len]; ``x[permutation][inverse]`` is ``x``, over ``cp_size`` ranks.
+
+        Of positions that every rank holds, the rows of the first one.
+        """
+        held, rows = self.permutation(seq_len, cp_size).sort(stable=True)
+        return rows[held.diff(prepend=held.new_tensor([-1])) > 0] if self.replicated else rows
 
 
 def chunk_bounds(seq_len: int, num_chunks: int, chunk: int) -> tuple[int, int]:
@@ -200,8 +216,36 @@ class Striped(Layout):
         return "striped"
 
 
-@dataclass(frozen=True, eq=False)
-class Permuted(Layout):
+class _OfTensor(Layout):
+    """What layouts that a tensor says have in common: the tensor is their only field, and they compare by content."""
+
+    _field: ClassVar[str]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state | {self._field: owned(state[self._field])})  # of a copy, or in another process
+
+    @property
+    def tensor(self) -> Tensor:
+        """The field, an int64 CPU tensor."""
+        tensor: Tensor = getattr(self, self._field)
+        return tensor
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({_listed(self.tensor)})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, type(self)) and Content.of(self.tensor) == Content.of(other.tensor)
+
+    def __hash__(self) -> int:
+        return hash((self.spec(), Content.of(self.tensor)))
+
+    def _check_length(self, seq_len: int, length: int, what: str, hint: str) -> None:
+        if seq_len != length:
+            raise ArgumentError(f"{type(self).__name__}: expected seq_len {length}, {what}, got {seq_len}; {hint}")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Permuted(_OfTensor):
     """An arbitrary permutation, cut in `torch.chunk` sizes: rank r holds the r-th chunk of ``index``.
 
     Args:
@@ -214,6 +258,7 @@ class Permuted(Layout):
     [2]
     """
 
+    _field = "index"
     index: Tensor | Sequence[int] = field()
 
     def __post_init__(self) -> None:
@@ -228,39 +273,18 @@ class Permuted(Layout):
             )
         object.__setattr__(self, "index", index)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state | {"index": owned(state["index"])})  # of a copy, or in another process
-
-    @property
-    def tensor(self) -> Tensor:
-        """The index as an int64 CPU tensor [seq_len]."""
-        assert isinstance(self.index, Tensor)
-        return self.index
-
     def runs(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Piece, ...]:
-        if seq_len != self.tensor.numel():
-            raise ArgumentError(
-                f"Permuted: expected seq_len {self.tensor.numel()}, the length of its index, got {seq_len};"
-                " build the layout from an index of the sequence's (padded) length"
-            )
+        hint = "build the layout from an index of the sequence's (padded) length"
+        self._check_length(seq_len, self.tensor.numel(), "the length of its index", hint)
         begin, end = chunk_bounds(seq_len, cp_size, cp_rank)
         return (Index(self.tensor[begin:end]),) if end > begin else ()
 
     def spec(self) -> str:
         return "permuted"
 
-    def __repr__(self) -> str:
-        return f"Permuted({_listed(self.tensor)})"
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Permuted) and Content.of(self.tensor) == Content.of(other.tensor)
-
-    def __hash__(self) -> int:
-        return hash(("permuted", Content.of(self.tensor)))
-
-
-@dataclass(frozen=True, eq=False)
-class Balanced(Layout):
+@dataclass(frozen=True, eq=False, repr=False)
+class Balanced(_OfTensor):
     """Runs of positions in any order, cut in `torch.chunk` sizes; `cp_mesh.balance` makes one for a mask.
 
     Args:
@@ -274,6 +298,7 @@ class Balanced(Layout):
     [[0, 5, 6, 1], [2, 3, 4]]
     """
 
+    _field = "table"
     table: Tensor | Sequence[Sequence[int]] = field()
 
     def __post_init__(self) -> None:
@@ -289,15 +314,6 @@ class Balanced(Layout):
                 f" shape {tuple(table.shape)} with gaps, overlaps or lengths below 1; cp_mesh.balance makes valid ones"
             )
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state | {"table": owned(state["table"])})  # of a copy, or in another process
-
-    @property
-    def tensor(self) -> Tensor:
-        """The runs as an int64 CPU tensor [num_runs, 2]."""
-        assert isinstance(self.table, Tensor)
-        return self.table
-
     @cached_property
     def _runs(self) -> tuple[list[Run], list[int]]:
         """The runs in layout order, and how many rows come before each."""
@@ -306,11 +322,8 @@ class Balanced(Layout):
 
     def runs(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Piece, ...]:
         rows, before = self._runs
-        if seq_len != before[-1]:
-            raise ArgumentError(
-                f"Balanced: expected seq_len {before[-1]}, the length of its runs, got {seq_len};"
-                " make the layout for the (padded) sequence"
-            )
+        hint = "make the layout for the (padded) sequence"
+        self._check_length(seq_len, before[-1], "the length of its runs", hint)
         begin, end = chunk_bounds(seq_len, cp_size, cp_rank)
         first, last = bisect_right(before, begin) - 1, bisect_left(before, end)
         cut = [
@@ -321,14 +334,172 @@ class Balanced(Layout):
     def spec(self) -> str:
         return "balanced"
 
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ZigZagDocuments(_OfTensor):
+    """`ZigZag` within every packed document: rank r holds chunks r and 2·cp-1-r of 2·cp of the first, then of the next.
+
+    The order in which Megatron-LM and TransformerEngine shard packed sequences (the THD format), whose documents are
+    padded to multiples of 2·cp. Here they may have any length; shards are then unequal, and calls need ``seq_len``.
+
+    Args:
+        cu_seqlens: int64 tensor or sequence [num_docs + 1], cumulative lengths from 0 to the sequence's length, each
+            document with its padding (``cu_seqlens_padded``); a repeated entry is an empty document. All rows of a
+            batch are cut alike. Kept on the CPU.
+
+    Raises:
+        ArgumentError: if ``cu_seqlens`` is not of that form, or is later used with another ``seq_len``.
+
+    >>> [ZigZagDocuments([0, 8, 12]).positions(12, 2, r).tolist() for r in range(2)]
+    [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
+    """
+
+    _field = "cu_seqlens"
+    cu_seqlens: Tensor | Sequence[int] = field()
+
+    def __post_init__(self) -> None:
+        given = self.cu_seqlens if isinstance(self.cu_seqlens, Tensor) else torch.tensor(self.cu_seqlens, device="cpu")
+        edges = owned(given, torch.int64)
+        object.__setattr__(self, "cu_seqlens", edges)
+        if torch.compiler.is_compiling():
+            return  # as in `Balanced`
+        is_list = edges.ndim == 1 and len(edges) > 0 and not (given.is_floating_point() or given.dtype == torch.bool)
+        if not is_list or edges[0] != 0 or (edges.diff() < 0).any():
+            raise ArgumentError(
+                f"ZigZagDocuments: expected integers [num_docs + 1] that start at 0 and do not fall, got {given.dtype}"
+                f" {tuple(given.shape)}; cumulative lengths are those of Mask.from_cu_seqlens"
+            )
+
+    @cached_property
+    def _edges(self) -> list[int]:
+        edges: list[int] = self.tensor.tolist()
+        return edges
+
+    def runs(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Piece, ...]:
+        hint = "give it the cumulative lengths of the padded documents"
+        self._check_length(seq_len, self._edges[-1], "the last of its cumulative lengths", hint)
+        found: list[Piece] = []
+        for begin, end in pairwise(self._edges):
+            found += shifted(ZigZag().runs(end - begin, cp_size, cp_rank), begin)
+        return tuple(found)
+
+    def multiple(self, cp_size: int) -> int:
+        return 2 * cp_size
+
+    def spec(self) -> str:
+        return "zigzag_documents"
+
+
+def shifted(pieces: Iterable[Piece], begin: int) -> list[Piece]:
+    """The pieces of a part of the sequence that begins at this position."""
+    return [replace(x, start=x.start + begin) if isinstance(x, Run) else Index(x.values + begin) for x in pieces]
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """A stream of a `Joint` that every rank holds whole, such as a prefix of text.
+
+    Its rows are queries on every rank, and their keys count once: a query sees the copy on its own rank. So each rank
+    has its share of the gradients of its copy, and the sum over ranks is the gradient.
+
+    Args:
+        length: tokens in the stream.
+    """
+
+    length: int
+
+    def runs(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Piece, ...]:
+        return _non_empty(Run(0, 1, seq_len, copied=True))
+
+    def spec(self) -> str:
+        return "replicated"
+
+
+@dataclass(frozen=True, init=False)
+class Joint(Layout):
+    """Streams that a model concatenates, such as text and image, each sharded in a layout of its own.
+
+    Rank r holds its part of the first stream, then its part of the second, and so on: what it has when each stream is
+    sharded alone and the model concatenates what it has of each. Positions count through all streams. Streams of any
+    lengths: shards may be unequal, and calls then need ``seq_len``, the sum of the lengths.
+
+    Args:
+        *streams: for each stream its length in tokens, which is sharded contiguously; or (length, layout); or
+            `Replicated`, which every rank holds whole.
+
+    Raises:
+        ArgumentError: if a stream is none of these, or the layout is later used with another ``seq_len``.
+
+    >>> [Joint(4, (8, ZigZag())).positions(12, 2, r).tolist() for r in range(2)]
+    [[0, 1, 4, 5, 10, 11], [2, 3, 6, 7, 8, 9]]
+    >>> [Joint(Replicated(2), 4).positions(6, 2, r).tolist() for r in range(2)]
+    [[0, 1, 2, 3], [0, 1, 4, 5]]
+    """
+
+    streams: tuple[tuple[int, Layout | Replicated], ...]
+
+    def __init__(self, *streams: int | tuple[int, Layout] | Replicated) -> None:
+        object.__setattr__(self, "streams", tuple(_stream(x) for x in streams))
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """Those of the streams, one after the other, each after its shape."""
+        parts = [tensor for _, layout in self.streams if (tensor := getattr(layout, "tensor", None)) is not None]
+        shapes = [torch.tensor([*x.shape, 0][:2], device="cpu") for x in parts]
+        return torch.cat([x.flatten() for pair in zip(shapes, parts, strict=True) for x in pair]) if parts else None
+
+    @property
+    def replicated(self) -> bool:
+        return any(isinstance(layout, Replicated) for _, layout in self.streams)
+
+    def runs(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Piece, ...]:
+        total = sum(length for length, _ in self.streams)
+        if seq_len != total:
+            raise ArgumentError(
+                f"Joint: expected seq_len {total}, the sum of its streams, got {seq_len}; pass seq_len={total}, and a"
+                " stream that is padded with the length that it then has"
+            )
+        found, begin = [], 0
+        for length, layout in self.streams:
+            found += shifted(layout.runs(length, cp_size, cp_rank), begin)
+            begin += length
+        return tuple(found)
+
+    def spec(self) -> str:
+        return "joint:" + ";".join(f"{length}={layout.spec()}" for length, layout in self.streams)
+
     def __repr__(self) -> str:
-        return f"Balanced({_listed(self.tensor)})"
+        return f"Joint({', '.join(str(x[1] if isinstance(x[1], Replicated) else x) for x in self.streams)})"
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Balanced) and Content.of(self.tensor) == Content.of(other.tensor)
+    @classmethod
+    def parse(cls, fields: str, tensor: Tensor | None) -> Joint:
+        """From what follows the name in the spec, and the tensor."""
+        streams: list[Any] = []
+        for stream in fields.split(";") if fields else ():
+            length, _, spec = stream.partition("=")
+            of_stream = None
+            if issubclass(LAYOUTS.get(spec, Layout), _OfTensor):
+                assert tensor is not None
+                rows, columns = tensor[:2].tolist()
+                size = rows * (columns or 1)
+                of_stream, tensor = tensor[2 : 2 + size].view(-1, columns or 1), tensor[2 + size :]
+                of_stream = of_stream if columns else of_stream.flatten()
+            layout = Replicated(int(length)) if spec == "replicated" else (int(length), parse_layout(spec, of_stream))
+            streams.append(layout)
+        return cls(*streams)
 
-    def __hash__(self) -> int:
-        return hash(("balanced", Content.of(self.tensor)))
+
+def _stream(x: Any) -> tuple[int, Layout | Replicated]:
+    if isinstance(x, Replicated):
+        x = x.length, x
+    length, layout = x if isinstance(x, tuple) and len(x) == 2 else (x, Contiguous())
+    is_length = isinstance(length, int) and not isinstance(length, bool) and length >= 0
+    if not is_length or not isinstance(layout, Layout | Replicated) or isinstance(layout, Joint):
+        raise ArgumentError(
+            f"Joint: expected a length, (length, layout) or Replicated(length) for each stream, got {x!r};"
+            " Joint(512, (4096, ZigZag())) are two streams, and streams of a Joint can be given one by one"
+        )
+    return length, layout
 
 
 LAYOUTS: dict[str, type[Layout]] = {
@@ -337,10 +508,12 @@ LAYOUTS: dict[str, type[Layout]] = {
     "striped": Striped,
     "permuted": Permuted,
     "balanced": Balanced,
+    "zigzag_documents": ZigZagDocuments,
+    "joint": Joint,
 }
 
 
-_OWN = frozenset(LAYOUTS.values())  # partitions by construction; only users' layouts are checked
+_OWN = frozenset((*LAYOUTS.values(), Replicated))  # partitions by construction; only users' layouts are checked
 
 
 @lru_cache(maxsize=64)
@@ -350,6 +523,8 @@ def check_layout(layout: Layout, seq_len: int, cp_size: int) -> None:
     Raises:
         ArgumentError: naming a position.
     """
+    for length, of_stream in layout.streams if isinstance(layout, Joint) else ():
+        check_layout(of_stream, length, cp_size)
     if type(layout) in _OWN:
         return
     shards = [layout.runs(seq_len, cp_size, rank) for rank in range(cp_size)]
@@ -370,14 +545,15 @@ def check_layout(layout: Layout, seq_len: int, cp_size: int) -> None:
 
 def parse_layout(spec: str, index: Tensor | None = None) -> Layout:
     """Rebuild a layout from its `Layout.spec`, and from its `Layout.tensor` if it has one."""
-    if spec == "balanced":
-        assert index is not None, "a balanced layout travels with its runs"
-        return Balanced(index)
     if spec == "permuted":
-        assert index is not None, "a permuted layout travels with its index"
         # validated where the caller made it; sorting it again, every call, is wasted
         layout = object.__new__(Permuted)
         object.__setattr__(layout, "index", index)
         return layout
     name, _, fields = spec.partition(":")
+    if name == "joint":
+        return Joint.parse(fields, index)
+    if index is not None:
+        of_tensor: Any = LAYOUTS[name]
+        return of_tensor(index)
     return LAYOUTS[name](*(int(field) for field in fields.split(",") if field))

@@ -334,7 +334,9 @@ class _Unshard(torch.autograd.Function):
         sequence, seq_len, dim = ctx.sequence, ctx.seq_len, ctx.dim
         layout, size, group = sequence.layout, sequence.cp_size, sequence.mesh.get_group()
         lens = [layout.shard_len(seq_len, size, rank) for rank in range(size)]
-        rows = grad.movedim(dim, 0).index_select(0, layout.permutation(seq_len, size).to(grad.device))
+        rows = grad.movedim(dim, 0)
+        inverse = layout.inverse(seq_len, size).to(grad.device)  # of what several ranks hold, rows of the first
+        rows = rows.new_zeros(sum(lens), *rows.shape[1:]).index_copy(0, inverse, rows)
         parts = [
             torch.cat([part, part.new_zeros(max(lens) - part.shape[0], *part.shape[1:])]) for part in rows.split(lens)
         ]

@@ -15,7 +15,7 @@ from dense import dense_mask
 from torch import Tensor
 
 from cp_mesh.balancing import balance
-from cp_mesh.layouts import Contiguous, Layout, Permuted, Striped, ZigZag
+from cp_mesh.layouts import Contiguous, Joint, Layout, Permuted, Striped, ZigZag, ZigZagDocuments
 from cp_mesh.masks import Mask
 
 LAYOUTS: dict[str, Callable[[int], Layout]] = {
@@ -24,6 +24,8 @@ LAYOUTS: dict[str, Callable[[int], Layout]] = {
     "striped": lambda S: Striped(),
     "shuffled": lambda S: Permuted(torch.randperm(S, generator=torch.Generator().manual_seed(S))),
     "balanced": lambda S: balance(Mask(documents=_ids(2, S)), S, 3),
+    "zigzag documents": lambda S: ZigZagDocuments(edges_of(_ids(1, S)[0])),
+    "joint": lambda S: _joint(S // 5, S // 3, S - S // 5 - S // 3),
     "reversed": lambda S: Permuted(range(S - 1, -1, -1)),
 }
 
@@ -32,6 +34,16 @@ def _ids(B: int, S: int, ordered: bool = True) -> Tensor:
     """Document ids [B, S], unlike in every batch row: runs of equal ids, or ids that recur here and there."""
     ids = torch.randint(0, 4, (B, S), generator=torch.Generator().manual_seed(S))
     return ids.sort(dim=1).values if ordered else ids
+
+
+def edges_of(ids: Tensor) -> Tensor:
+    """Cumulative lengths [num_docs + 1] of documents with these ids [S]."""
+    return torch.cat([torch.zeros(1, dtype=torch.int64), torch.bincount(ids).cumsum(0)])
+
+
+def _joint(first: int, second: int, third: int) -> Joint:
+    """Streams in the layouts that are runs of stride 1, one of them told by a tensor."""
+    return Joint(first, (second, ZigZag()), (third, ZigZagDocuments([0, third // 2, third])))
 
 
 def _keep(B: int, S: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Layouts place every token once, in the sizes they promise, for any length and any number of ranks."""
 
 import doctest
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -9,7 +9,20 @@ from cases import LAYOUTS
 
 import cp_mesh.layouts
 from cp_mesh.errors import ArgumentError
-from cp_mesh.layouts import Contiguous, Index, Layout, Permuted, Run, Striped, ZigZag, parse_layout
+from cp_mesh.layouts import (
+    Balanced,
+    Contiguous,
+    Index,
+    Joint,
+    Layout,
+    Permuted,
+    Replicated,
+    Run,
+    Striped,
+    ZigZag,
+    ZigZagDocuments,
+    parse_layout,
+)
 
 LENGTHS = (0, 1, 2, 7, 31, 97)
 SIZES = range(1, 9)
@@ -20,8 +33,10 @@ each_layout = pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS)
 def test_the_table_holds_every_layout():
     assert {type(make(3)) for make in LAYOUTS.values()} == set(cp_mesh.layouts.LAYOUTS.values())
     assert set(cp_mesh.layouts.LAYOUTS.values()) == {
-        c for c in Layout.__subclasses__() if c.__module__ == Layout.__module__
-    }
+        c
+        for c in vars(cp_mesh.layouts).values()
+        if isinstance(c, type) and issubclass(c, Layout) and c.__name__[0] != "_"
+    } - {Layout}
 
 
 def test_examples_of_the_docs():
@@ -75,8 +90,9 @@ def test_permutation_and_inverse(make, S):
             assert torch.equal(shard, x[layout.positions(S, cp_size, rank)])
 
 
-@each_layout
-def test_multiples_are_shared_equally(make):
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in ("zigzag documents", "joint")])
+def test_multiples_are_shared_equally(name):
+    make = LAYOUTS[name]
     for cp_size in SIZES:
         multiple = make(1).multiple(cp_size)
         for S in (multiple, 3 * multiple):
@@ -130,6 +146,87 @@ def test_specs_round_trip(make):
     layout = make(7)
     again = parse_layout(layout.spec(), layout.tensor)
     assert again == layout and hash(again) == hash(layout) and again.spec() == layout.spec()
+
+
+def test_zigzag_documents_are_zigzag_in_each():
+    """The order of TransformerEngine's THD format: of each sequence in turn, the slices r and 2 cp - 1 - r."""
+    for cp_size in SIZES:
+        lens = [2 * cp_size * n for n in (3, 0, 1, 4)]
+        edges = [0, *accumulate(lens)]
+        layout = ZigZagDocuments(edges)
+        assert layout.multiple(cp_size) == 2 * cp_size
+        for rank in range(cp_size):
+            want = []
+            for begin, length in zip(edges, lens, strict=False):
+                size = length // (2 * cp_size)
+                for i in (rank, 2 * cp_size - 1 - rank):
+                    want += range(begin + size * i, begin + size * (i + 1))
+            assert layout.positions(edges[-1], cp_size, rank).tolist() == want
+            assert len(want) == edges[-1] // cp_size
+    assert ZigZagDocuments([0, 31]).permutation(31, 3).equal(ZigZag().permutation(31, 3))
+
+
+@pytest.mark.parametrize("edges", [[], [1, 4], [0, 4, 3], [[0, 4]], [0.0, 4.0], 4])
+def test_zigzag_documents_refuse_what_are_no_cumulative_lengths(edges):
+    given = edges if edges == [] else torch.tensor(edges)
+    with pytest.raises(ArgumentError, match=r"ZigZagDocuments: expected integers \[num_docs \+ 1\].*from_cu_seqlens"):
+        ZigZagDocuments(given)
+
+
+def test_zigzag_documents_refuse_another_length():
+    with pytest.raises(ArgumentError, match=r"ZigZagDocuments: expected seq_len 8, .* cumulative lengths, got 9"):
+        ZigZagDocuments([0, 8]).positions(9, 2, 0)
+
+
+INNER = {
+    "lengths alone": (Joint(4, 6), (Contiguous(), Contiguous())),
+    "layouts": (Joint((5, Striped()), (7, ZigZag())), (Striped(), ZigZag())),
+    "tensors": (
+        Joint((4, Permuted([2, 0, 1, 3])), (9, Balanced([[4, 5], [0, 4]])), (3, ZigZagDocuments([0, 2, 3])), 2),
+        (Permuted([2, 0, 1, 3]), Balanced([[4, 5], [0, 4]]), ZigZagDocuments([0, 2, 3]), Contiguous()),
+    ),
+    "empty streams": (Joint(0, (4, Striped()), 0), (Contiguous(), Striped(), Contiguous())),
+}
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_joint_shards_are_those_of_the_streams(name):
+    """What a rank has when each stream is sharded alone and its parts are concatenated."""
+    layout, inner = INNER[name]
+    lens = [length for length, _ in layout.streams]
+    streams = torch.arange(sum(lens)).split(lens)
+    for cp_size in SIZES:
+        for rank in range(cp_size):
+            parts = [x[of.positions(len(x), cp_size, rank)] for x, of in zip(streams, inner, strict=True)]
+            assert layout.positions(sum(lens), cp_size, rank).equal(torch.cat(parts))
+    again = parse_layout(layout.spec(), layout.tensor)
+    assert again == layout and hash(again) == hash(layout) and (layout.tensor is None) == (name != "tensors")
+
+
+def test_a_replicated_stream_is_held_by_every_rank_and_unsharded_once():
+    layout = Joint((4, Striped()), Replicated(3), 5)
+    assert layout.replicated and not Joint(4, 5).replicated
+    for cp_size in SIZES:
+        shards = [layout.positions(12, cp_size, rank).tolist() for rank in range(cp_size)]
+        assert all(set(shard) >= {4, 5, 6} for shard in shards)
+        permutation, inverse, x = layout.permutation(12, cp_size), layout.inverse(12, cp_size), torch.randn(12)
+        assert len(permutation) == 12 + 3 * (cp_size - 1) and x[permutation][inverse].equal(x)
+        first = shards[0].index(4)
+        assert inverse[4:7].tolist() == [first, first + 1, first + 2]  # those of rank 0
+    assert parse_layout(layout.spec()) == layout
+
+
+@pytest.mark.parametrize(
+    "streams", [("4",), (-1,), (True,), ((4, "zigzag"),), ((4, ZigZag),), (Joint(4, 4),), ((8, Joint(4, 4)),), ((4,),)]
+)
+def test_joint_refuses_what_is_no_stream(streams):
+    with pytest.raises(ArgumentError, match=r"Joint: expected a length, \(length, layout\) or Replicated.*one by one"):
+        Joint(*streams)
+
+
+def test_joint_refuses_another_length():
+    with pytest.raises(ArgumentError, match=r"Joint: expected seq_len 12, the sum of its streams, got 13.*seq_len=12"):
+        Joint(4, 8).positions(13, 2, 0)
 
 
 def test_permuted_compares_by_content():

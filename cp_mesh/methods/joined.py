@@ -13,6 +13,7 @@ from itertools import accumulate
 
 import torch
 
+from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.layouts import Contiguous, Index, Layout, Piece, Run
 
 
@@ -34,6 +35,9 @@ def join(layout: Layout, degree: int, cp_size: int) -> Layout:
     """The layout of the inner groups of ``degree`` of the ``cp_size`` ranks."""
     if degree == 1:
         return layout
+    if layout.replicated:
+        expected, hint = "one owner of each token, where ranks exchange heads", "method='ring' or 'all_gather' works"
+        refuse("layout", expected, layout, hint, UnsupportedError)
     return Contiguous() if degree == cp_size else Joined(layout, degree)
 
 

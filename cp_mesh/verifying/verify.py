@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_mesh.agreement import check_mode
 from cp_mesh.attention import Asked, attention, with_degree
 from cp_mesh.call import SCORE_OPTIONS, Options, Tensors, make_scores, seed_tensor
-from cp_mesh.errors import refuse
+from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.groups import flat, is_cp_axis
 from cp_mesh.kernels.combine import accumulation_dtype, make_delta
 from cp_mesh.kernels.contract import Kernel, KernelTile
@@ -132,6 +132,9 @@ def verify(
     """
     if not is_cp_axis(mesh):
         refuse("verify: mesh", "the 1-D DeviceMesh of the cp axis, or a 2-D one of it", mesh, 'pass mesh["cp"]')
+    if layout.replicated:
+        hint = "verify it with a length in place of Replicated"
+        refuse("verify: layout", "one in which each token has one owner", layout, hint, UnsupportedError)
     axes, mesh = mesh, flat(mesh)
     device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else "cpu"
     size, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
