@@ -34,7 +34,7 @@ from cp_mesh.costs import MACHINES
 from cp_mesh.errors import ArgumentError, UnsupportedError
 from cp_mesh.explaining.explain import explain
 from cp_mesh.kernels import KERNELS
-from cp_mesh.layouts import Contiguous, Layout, Striped, ZigZag
+from cp_mesh.layouts import Contiguous, Layout, Striped, ZigZag, ZigZagDocuments
 from cp_mesh.machines import write_machine
 from cp_mesh.masks import Mask
 from cp_mesh.methods import METHODS
@@ -131,7 +131,7 @@ def explain_command(argv: Sequence[str]) -> None:
     parser.add_argument("--head-dim", type=int, metavar="N", default=128)
     parser.add_argument("--batch", type=int, metavar="N", default=1)
     names = [layout.spec() for layout in LAYOUTS]
-    parser.add_argument("--layout", choices=(*names, "balanced"), default="zigzag")
+    parser.add_argument("--layout", choices=(*names, "zigzag_documents", "balanced"), default="zigzag")
     parser.add_argument("--full", action="store_true", help="not causal")
     parser.add_argument("--window", type=int, metavar="N", help="a query sees N tokens back, itself included")
     parser.add_argument("--prefix", type=int, default=0, metavar="N", help="all queries see the first N tokens")
@@ -158,17 +158,20 @@ def explain_command(argv: Sequence[str]) -> None:
     if args.columns > OWNER_COLUMNS:
         parser.error(f"argument --columns: expected at most {OWNER_COLUMNS}, got {args.columns}")
     heads = args.heads or (None, None)
-    documents = None
+    documents, layouts = None, {layout.spec(): layout for layout in LAYOUTS}
+    if args.layout == "zigzag_documents" and not args.documents:
+        parser.error("argument --layout: expected --documents beside zigzag_documents, got none")
     if args.documents:
         if min(args.documents) < 1:
             parser.error(f"argument --documents: expected lengths of 1 token or more, got {args.documents}")
         ends = torch.tensor(args.documents).repeat(-(-args.seq_len // sum(args.documents))).cumsum(0)
         documents = torch.bucketize(torch.arange(args.seq_len), ends, right=True)
+        edges = torch.cat([ends.new_zeros(1), ends.clamp(max=args.seq_len)])
+        layouts["zigzag_documents"] = ZigZagDocuments(edges)
     window = None if args.window is None else (args.window - 1, None if args.full else 0)
     try:
         with Progress()("planning"):
             mask = Mask(causal=not args.full, window=window, documents=documents, prefix=args.prefix)
-            layouts = {layout.spec(): layout for layout in LAYOUTS}
             layout = layouts.get(args.layout) or balance(mask, args.seq_len, args.cp)
             found = explain(
                 args.seq_len,

@@ -27,13 +27,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from cp_mesh.balancing import balance
 from cp_mesh.call import Operand, Options
 from cp_mesh.costs import Machine
 from cp_mesh.errors import ArgumentError, UnsupportedError
 from cp_mesh.kernels.contract import Kernel
-from cp_mesh.layouts import Balanced, Layout
+from cp_mesh.layouts import Balanced, Layout, ZigZagDocuments
 from cp_mesh.masks import Mask, parse_mask
 from cp_mesh.memory import Sizes
 from cp_mesh.methods import METHODS, Method
@@ -53,7 +54,7 @@ class Problem:
     Attributes:
         q, k, v: of one rank.
         options, features, seq_len, cp_size: of the call.
-        layout: None: balanced for the documents.
+        layout: None: balanced for the documents. One of zigzag documents is that of documents of one length.
         documents: tokens of each, or None.
         kernel: that of the ring, or what is like it.
         transport: "symmetric_memory" or "functional", as the call will take it among all ranks.
@@ -119,12 +120,17 @@ class Choice:
 
 def layout_and_documents(layout: Layout, mask: Mask) -> tuple[Layout | None, int | None]:
     """As a `Problem` has them."""
-    length = None
-    if mask.documents is not None:
-        lengths = np.concatenate([np.diff(row.edges) for row in mask.runs()]).astype(float)
-        mean = float((lengths**2).sum() / max(1.0, lengths.sum()))  # over tokens
-        length = round(2 ** (round(math.log2(max(1.0, mean)) * STEPS) / STEPS))
+    length = None if mask.documents is None else _typical(np.concatenate([np.diff(row.edges) for row in mask.runs()]))
+    if isinstance(layout, ZigZagDocuments):
+        edges = layout.tensor.numpy()
+        layout = ZigZagDocuments([*range(0, edges[-1], length or _typical(np.diff(edges))), edges[-1]])
     return None if isinstance(layout, Balanced) else layout, length
+
+
+def _typical(lengths: NDArray[np.int64]) -> int:
+    """One of few lengths, near the mean over tokens."""
+    mean = float((lengths.astype(float) ** 2).sum() / max(1, lengths.sum()))
+    return round(2 ** (round(math.log2(max(1.0, mean)) * STEPS) / STEPS))
 
 
 @lru_cache(maxsize=256)

@@ -456,8 +456,8 @@ class Joint(Layout):
         total = sum(length for length, _ in self.streams)
         if seq_len != total:
             raise ArgumentError(
-                f"Joint: expected seq_len {total}, the sum of its streams, got {seq_len}; pass seq_len={total}, and a"
-                " stream that is padded with the length that it then has"
+                f"Joint: expected seq_len {total}, the sum of its streams, got {seq_len}; pass seq_len={total}; of a"
+                " stream that is padded the padded length counts"
             )
         found, begin = [], 0
         for length, layout in self.streams:
@@ -477,6 +477,11 @@ class Joint(Layout):
         streams: list[Any] = []
         for stream in fields.split(";") if fields else ():
             length, _, spec = stream.partition("=")
+            if (name := spec.partition(":")[0]) not in (*LAYOUTS, "replicated"):
+                raise ArgumentError(
+                    f"Joint: expected layouts of {', '.join(LAYOUTS)}, got {name}; the op rebuilds layouts by name:"
+                    " list your class in cp_mesh.layouts.LAYOUTS, on every rank"
+                )
             of_stream = None
             if issubclass(LAYOUTS.get(spec, Layout), _OfTensor):
                 assert tensor is not None

@@ -32,7 +32,19 @@ from cp_mesh import Permuted, ShardedCache, ShardedSequence, attention, balance,
 from cp_mesh.kernels import KERNELS
 from cp_mesh.kernels.contract import Kernel
 from cp_mesh.kernels.triton_attention import TRITON, Blocks, Config, triton_kernel
-from cp_mesh.layouts import LAYOUTS, Balanced, Contiguous, Index, Layout, Run, Striped, ZigZag, chunk_bounds
+from cp_mesh.layouts import (
+    LAYOUTS,
+    Balanced,
+    Contiguous,
+    Index,
+    Joint,
+    Layout,
+    Run,
+    Striped,
+    ZigZag,
+    ZigZagDocuments,
+    chunk_bounds,
+)
 from cp_mesh.methods import METHODS
 
 # --- layouts of a user's own
@@ -156,6 +168,10 @@ class Trial:
         layout: Any = case.layout
         if isinstance(layout, list):
             layout = [i for i in layout if i < S]
+        if isinstance(layout, ZigZagDocuments):
+            layout = ZigZagDocuments(layout.tensor.clamp(max=S))
+        if isinstance(layout, Joint):
+            layout = Joint(S)
         if isinstance(layout, Balanced):
             runs = [[begin, min(num, S - begin)] for begin, num in layout.tensor.tolist() if begin < S]
             layout = Balanced(torch.tensor(runs, dtype=torch.int64).view(-1, 2))
@@ -173,7 +189,9 @@ SPOILT: tuple[tuple[str, Any], ...] = (
 
 def takes_flash(case: Case) -> bool:
     """Whether kernel="cpu_flash" must serve a call: the table of docs/kernels.md."""
-    runs = not isinstance(case.layout, list) and case.layout != Dealt(getattr(case.layout, "block", 1), 1)
+    parts = [of for _, of in case.layout.streams] if isinstance(case.layout, Joint) else [case.layout]
+    runs = not any(isinstance(of, list | Permuted) or of == Dealt(getattr(of, "block", 1), 1) for of in parts)
+    runs &= len(parts) == 1 or Striped() not in parts  # between unlike strides there are no bands
     masks, scores = set(case.mask) <= {"causal", "prefix", "length"}, set(case.scores) <= {"sinks"}
     return runs and masks and scores and case.dims[1] == case.dims[2] and not case.through_lse
 
@@ -206,10 +224,11 @@ def draw_trial(r: Random, size: int) -> Trial:
     if two_axes and method == "hybrid" and strict:
         H = tp * math.lcm(local_kv_heads, shape[1]) * r.randint(1, 2)
     S = r.randint(0, cp + 1) if r.random() < 0.25 else r.randint(0, 60)
-    kinds = ["contiguous", "zigzag", "striped", "permuted", "own", *(["balanced", "runs"] if S else [])]
-    kind = r.choice(kinds)
+    kinds = ["contiguous", "zigzag", "striped", "permuted", *(["balanced", "runs"] if S else [])]
+    uneven = ["own", "zigzag_documents", "joint"]
+    kind = r.choice(kinds + uneven)
     if placed is not None and strict:  # shards of DTensors have torch.chunk sizes
-        kind = r.choice(kinds[:4] + kinds[5:]) if kind == "own" else kind
+        kind = r.choice(kinds) if kind in uneven else kind
         S -= S % (2 * cp if kind == "zigzag" else cp if kind == "striped" or two_axes else 1)
     mask, scores = draw_mask(r, B, S), draw_scores(r, B, H, S)
     layout = draw_layout(r, kind, mask, S, cp)
@@ -290,9 +309,28 @@ def draw_layout(r: Random, kind: str, mask: dict[str, Any], S: int, cp: int) -> 
         return balance(mask_of({name: x for name, x in mask.items() if name != "key_padding"}), S, cp)
     if kind == "runs":
         return draw_runs(r, S, r.choice((2, 4, 20)))
+    if kind == "zigzag_documents":
+        edges = sorted(r.randint(0, S) for _ in range(r.randint(0, 5)))
+        return ZigZagDocuments([0, *(mask["cu_seqlens"].tolist() if "cu_seqlens" in mask else edges), S])
+    if kind == "joint":
+        return draw_joint(r, S, cp)
     if kind == "own":
         return r.choice((Backwards(), Dealt(r.randint(1, 5)), Dealt(r.randint(1, 5), 1)))
     return kind
+
+
+def draw_joint(r: Random, S: int, cp: int) -> Joint:
+    """One to three streams in layouts of their own."""
+    streams = []
+    edges = sorted(r.randint(0, S) for _ in range(r.randint(0, 2)))
+    for begin, end in pairwise([0, *edges, S]):
+        kinds = ("contiguous", "zigzag", "striped", "permuted", "own", "zigzag_documents", *(("runs",) * (end > begin)))
+        layout = draw_layout(r, r.choice(kinds), {}, end - begin, cp)
+        layout = (
+            Permuted(layout) if isinstance(layout, list) else LAYOUTS[layout]() if isinstance(layout, str) else layout
+        )
+        streams.append((end - begin, layout))
+    return Joint(*streams)
 
 
 def draw_runs(r: Random, S: int, longest: int) -> Balanced:
@@ -502,7 +540,11 @@ def draw_filling(r: Random, size: int) -> Filling:
     S = prompt + sum(steps)
     mask = {name: x for name, x in draw_mask(r, 1, S).items() if name in BY_NUMBERS}
     pad = r.random() < 0.5
-    layout = draw_layout(r, r.choice(("contiguous", "zigzag", "striped", "own")), mask, prompt, size)
+    kind = r.choice(("contiguous", "zigzag", "striped", "own", "zigzag_documents", "joint"))
+    layout, pad = (
+        draw_layout(r, kind, mask, S if by_call else prompt, size),
+        pad and kind not in ("zigzag_documents", "joint"),
+    )
     lens = (sum(steps),) if r.random() < 0.4 else tuple(r.randint(0, 3) for _ in range(size))
     lens = lens if 0 < sum(lens) <= S else (1,)
     return Filling(
@@ -622,14 +664,15 @@ def draw_batch(r: Random, size: int) -> Batch:
     shape, names = ((2, size // 2), ("dp", "cp")) if size % 2 == 0 and r.random() < 0.3 else ((size,), ("cp",))
     cp, S, B = shape[-1], r.randint(1, 40), r.randint(1, 3)
     mask = draw_mask(r, B, S)
-    kind = r.choice(("contiguous", "zigzag", "striped", "own", "balanced", "permuted"))
-    pad = r.random() < 0.6 and kind != "permuted"
+    of_one_length = ("permuted", "zigzag_documents", "joint")
+    kind = r.choice(("contiguous", "zigzag", "striped", "own", "balanced", *of_one_length))
+    pad = r.random() < 0.6 and kind not in of_one_length
     if kind == "balanced":
         mask.pop("key_padding", None)
     layout = kind if kind == "balanced" else draw_layout(r, kind, mask, S, cp)
     multiple = 1 if kind == "balanced" else Case(layout, {}, S).make_layout().multiple(cp)
     K = r.randint(1, 2)
-    named = r.random() < 0.8 or S % max(multiple, cp) > 0
+    named = r.random() < 0.8 or S % max(multiple, cp) > 0 or kind in of_one_length[1:]
     return Batch(
         shape, names, layout, S, mask, (K * r.randint(1, 2), K), (B, r.randint(1, 6), r.randint(1, 6)), pad, named,
         r.choice((2, 5, 17)), r.choice((0.0, 0.5, 0.5, 1.0)), r.random() < 0.5,
@@ -676,8 +719,10 @@ def line(x: Any) -> str:
         return f"{type(x).__name__}({', '.join(told)})"
     if isinstance(x, dict):
         return "{" + ", ".join(f"{name!r}: {line(value)}" for name, value in x.items()) + "}"
-    if isinstance(x, Balanced):
-        return f"Balanced({line(x.tensor)})"
+    if isinstance(x, Balanced | Permuted | ZigZagDocuments):
+        return f"{type(x).__name__}({line(x.tensor)})"
+    if isinstance(x, Joint):
+        return f"Joint({', '.join(f'({length}, {line(of)})' for length, of in x.streams)})"
     if isinstance(x, Tensor):  # not its repr, which is shortened, or rounded, as torch is told
         return f"tensor({x.tolist()}, size={tuple(x.shape)}, dtype={x.dtype})"
     return repr(x)
@@ -691,7 +736,7 @@ def is_default(field: Any, value: Any) -> bool:
 def read(text: str) -> Use:
     """The inverse of `line`."""
     names = {x.__name__: x for x in (Trial, Filling, Batch, Case, Backwards, Dealt, Balanced, Permuted)}
-    names |= {x.__name__: x for x in (Contiguous, Striped, ZigZag)}
+    names |= {x.__name__: x for x in (Contiguous, Joint, Striped, ZigZag, ZigZagDocuments)}
     return eval(text, names | {"tensor": _tensor, "torch": torch})
 
 

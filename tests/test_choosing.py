@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import cp_mesh.choosing as choosing
 import cp_mesh.machines as machines
 import cp_mesh.plan as plan
-from cp_mesh import Contiguous, Mask, Striped, ZigZag, attention, balance, check_mode, explain
+from cp_mesh import Contiguous, Mask, Striped, ZigZag, ZigZagDocuments, attention, balance, check_mode, explain
 from cp_mesh.call import Options
 from cp_mesh.choosing import Choice, Estimate, best_of
 from cp_mesh.costs import H200, HostTime, KernelRate, Machine
@@ -186,6 +186,11 @@ def test_documents_of_like_lengths_share_a_choice() -> None:
         assert layout == ZigZag() and found == pytest.approx(same, rel=0.1)
     assert choosing.layout_and_documents(balance(mask, 4000, 4), mask)[0] is None
     assert choosing.layout_and_documents(ZigZag(), Mask()) == (ZigZag(), None)
+    edges = [torch.tensor([0, *lengths]).cumsum(0) for lengths in ([1040, 960, 1000], [1000, 1040, 960])]
+    for documents in (None, torch.arange(3000) // 1000):
+        several = {choosing.layout_and_documents(ZigZagDocuments(x), Mask(documents=documents)) for x in edges}
+        ((layout, found),) = several
+        assert (found is None) == (documents is None) and layout.tensor.tolist()[1] == pytest.approx(1000, rel=0.1)
     many, few = (chosen(65536, 8, mask=Mask(documents=torch.arange(65536) // n)) for n in (500, 50000))
     assert many.estimates["ring"].seconds < 0.5 * few.estimates["ring"].seconds
 

@@ -52,6 +52,7 @@ def widest(text: str) -> int:
 EXPLAINED = {
     "documents on two hosts": "--cp 16 --heads 32/8 --gpus-per-host 8 --columns 94 "
     "--documents 3000 5000 --layout balanced",
+    "zigzag per document": "--cp 4 --documents 3000 5000 --layout zigzag_documents --columns 94",
     "many ranks": "--cp 512 --heads 512/512 --method ulysses --columns 94",
     "scores": "--cp 4 --device cpu --scores alibi_slopes relative_bias --window 64 --prefix 3",
 }

@@ -343,6 +343,10 @@ def cached(rank: int, runs: Sequence[Steps]) -> list[str]:
     return problems
 
 
+OF_ONE_LENGTH = ("shuffled", "balanced", "reversed", "zigzag documents", "joint")
+"""Layouts that are made for a length, which cannot be padded."""
+
+
 def cache_runs(full: bool) -> list[Steps]:
     masks = ("causal", "window", "full", "prefix", "window of one token", "length")
     runs = []
@@ -350,7 +354,7 @@ def cache_runs(full: bool) -> list[Steps]:
         prompt, capacity, dims = (13, 12)[i % 2], (None, 21, 40)[(i + i // 3) % 3], (6, (4, 6)[i // 2 % 2])
         scores = ("plain", "softcap and sinks", "alibi")[(i + i // 6) % 3]
         case = Case(layout, mask, prompt + 8, 1, scores, HEADS[i // 3 % 3], dims)
-        runs.append(Steps(case, prompt, pad=layout not in ("shuffled", "balanced", "reversed"), capacity=capacity))
+        runs.append(Steps(case, prompt, pad=layout not in OF_ONE_LENGTH, capacity=capacity))
     plain = Case("zigzag", "causal", 8)
     runs += [Steps(plain, 0, capacity=capacity) for capacity in (None, 8)]  # nothing is prefilled
     runs += [Steps(plain._replace(S=9), 1, capacity=capacity) for capacity in (None, 9)]  # ranks without keys

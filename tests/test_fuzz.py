@@ -71,7 +71,20 @@ def test_cases_are_served_and_of_all_kinds():
     drawn += Counter(name for use in trials for name in (*use.case.mask, *use.case.scores, *use.case.frozen))
     drawn += Counter(use.case.dtype for use in trials) + Counter(type(use.case.layout).__name__ for use in trials)
     wanted = [*WAYS, *METHODS, "axis", "group", "axes", "reference", "cpu_flash", ("cp",), ("dp", "cp"), ("cp", "tp")]
-    wanted += [("cp_ring", "cp_ulysses"), "Balanced", "Backwards", "Dealt", "list", "q", "k", "v", "dropout_p", "bias"]
+    wanted += [
+        ("cp_ring", "cp_ulysses"),
+        "Balanced",
+        "Backwards",
+        "Dealt",
+        "ZigZagDocuments",
+        "Joint",
+        "list",
+        "q",
+        "k",
+        "v",
+        "dropout_p",
+        "bias",
+    ]
     wanted += [torch.float32, torch.bfloat16, "window", "documents", "key_padding", "prefix", "length", "cu_seqlens"]
     assert not [name for name in wanted if drawn[name] < 2], drawn
 
@@ -155,13 +168,15 @@ def draw_schedules(r: Random, few: bool) -> tuple[int, str | list[int] | Layout,
     if few:
         cp, S = r.randint(1, 9), r.randint(0, 24)
         mask = draw_mask(r, 2, S)
-        kind = r.choice(("contiguous", "zigzag", "striped", "permuted", "own", *(("balanced",) if S else ())))
+        kinds = ("contiguous", "zigzag", "striped", "permuted", "own", "zigzag_documents", "joint")
+        kind = r.choice((*kinds, *(("balanced",) if S else ())))
         return cp, draw_layout(r, kind, mask, S, cp), mask, S, False
     if r.random() < 0.5:  # many ranks
         cp = r.choice((12, 16, 24, 32, 64))
         S = cp + r.randint(0, 9)
         mask = draw_mask(r, 2, S)
-        return cp, draw_layout(r, r.choice(("contiguous", "zigzag", "striped", "balanced")), mask, S, cp), mask, S, True
+        kind = r.choice(("contiguous", "zigzag", "striped", "balanced", "zigzag_documents"))
+        return cp, draw_layout(r, kind, mask, S, cp), mask, S, True
     cp = r.randint(5, 8)
     S = 17 * cp  # every position is a piece: from 256 pairs of them on, pieces are compared as vectors
     conditions = (

@@ -40,6 +40,7 @@ import test_fuzz
 import test_gradients
 import test_guard
 import test_hybrid
+import test_joint
 import test_loss
 import test_masks
 import test_op
@@ -186,6 +187,9 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "random uses of two": lambda pool: report([test_fuzz.failures(pool, 2, 0)]),
     "coverage": lambda pool: report(pool(1).run(every_coverage)),
     "layouts": lambda pool: report(pool(1).run(every_layout)),
+    "copied keys": lambda pool: report(
+        pool(3).run(test_joint.parity, [test_joint.Copies(test_joint.LAYOUTS["text first"], "full")])
+    ),
     "masks": lambda pool: alone(
         pool,
         *(

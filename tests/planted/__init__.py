@@ -6,8 +6,8 @@ the choice of a method      13
 decoding                    11
 masks                        9
 masks as integers           11
-layouts                      5
-the schedule                14
+layouts                      7
+the schedule                15
 documents as sequences       6
 balanced layouts             2
 the guard                   21
@@ -27,7 +27,7 @@ data and loss               13
 styles                       5
 watching                     3
 check mode and verify       10
-in all                     285
+in all                     288
 
 To add one, write ``@plant(name, seam, *checks)`` over a function that is given what is at the seam and returns what
 takes its place; see seams.py. No bug quotes source: those of Triton kernels are planted in the Python that launches

@@ -168,6 +168,21 @@ def _(runs: Any) -> Any:
     return with_call(runs, lambda cp_rank, cp_size: {"cp_rank": cp_size - 1})
 
 
+@plant("documents are cut in chunks together", "layouts:ZigZagDocuments.runs", "layouts")
+def _(runs: Any) -> Any:
+    def together(self: Any, seq_len: int, cp_size: int, cp_rank: int) -> Any:
+        from cp_mesh.layouts import ZigZag
+
+        return ZigZag().runs(seq_len, cp_size, cp_rank)
+
+    return together
+
+
+@plant("every stream counts from 0", "layouts:shifted", "layouts", "random uses")
+def _(shifted: Any) -> Any:
+    return with_arguments(shifted, begin=lambda begin: 0)
+
+
 @plant("runs that are no permutation are believed", "layouts:parse_layout", "runs")
 def _(parse_layout: Any) -> Any:
     def mutant(spec: str, index: Any = None) -> Any:
@@ -245,6 +260,11 @@ plant("window between runs off by one", "schedule:make_schedule", "coverage")(mo
 plant("the window against keys of other ranks is a key wider", "schedule:make_schedule", "coverage", "random uses")(
     moved(hi=1, where=lambda tile, local: not local)
 )
+
+
+@plant("keys of copies count once a rank", "blocks:pieces_of", "copied keys")
+def _(pieces_of: Any) -> Any:
+    return with_result(pieces_of, lambda pieces: pieces._replace(copied=pieces.copied & False))
 
 
 @plant("bands counted from local rows", "blocks:block_table", "coverage")

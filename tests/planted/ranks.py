@@ -46,7 +46,9 @@ def every_layout(rank: int) -> list[str]:
     from cases import LAYOUTS
 
     tests = (test_layouts.test_every_position_is_held_once, test_layouts.test_permutation_and_inverse)
-    return outcomes(rank, [(test, (make, 7)) for test in tests for make in LAYOUTS.values()])
+    each: list[Any] = [(test, (make, 7)) for test in tests for make in LAYOUTS.values()]
+    each += [(test_layouts.test_joint_shards_are_those_of_the_streams, (name,)) for name in test_layouts.INNER]
+    return outcomes(rank, [*each, (test_layouts.test_zigzag_documents_are_zigzag_in_each, ())])
 
 
 def every_fact(rank: int) -> list[str]:
