@@ -16,7 +16,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # a checkout that is not installed
 
-from cp_mesh import Contiguous, Layout, Mask, Permuted, Striped, ZigZag, balance  # noqa: E402
+from cp_mesh import Contiguous, Joint, Layout, Mask, Permuted, Striped, ZigZag, ZigZagDocuments, balance  # noqa: E402
 
 FOLDER = ROOT / "docs" / "pictures"
 COLORS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7")  # of ranks; told apart by colour-blind readers too
@@ -30,6 +30,8 @@ LAYOUTS: dict[str, tuple[Layout, Mask]] = {
     "striped": (Striped(), Mask()),
     "permuted": (Permuted([0, 5, 10, 15, 4, 9, 14, 3, 8, 13, 2, 7, 12, 1, 6, 11]), Mask()),
     "balanced": (balance(Mask(documents=DOCUMENTS), SEQ_LEN, CP_SIZE), Mask(documents=DOCUMENTS)),
+    "zigzag_documents": (ZigZagDocuments([0, 9, 12, 16]), Mask(documents=DOCUMENTS)),
+    "joint": (Joint(4, 12), Mask(causal=False)),
 }
 """Each layout and the mask that its picture shows."""
 

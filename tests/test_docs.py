@@ -11,6 +11,7 @@ import shlex
 import sys
 import tomllib
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -335,14 +336,45 @@ def recipe_names(rank: int) -> dict[str, Any]:
         "mesh": mesh, "data": mesh["dp", "cp"]._flatten("dp_cp"), "sequence": sequence, "seq_len": S, "cp_size": 2,
         "tokens": integers(64, 2, S), "labels": integers(64, 2, S + 1)[:, 1:], "documents": documents,
         "cu_seqlens": torch.tensor([0, 10, 10, S]), "whole_q": q, "whole_k": k, "whole_v": v, **models,
-        **dict(zip("qkv", sequence.shard((q, k, v), dim=2), strict=True)),
+        **dict(zip("qkv", sequence.shard((q, k, v), dim=2), strict=True)), **packed_names(mesh, (q, k, v)),
+        "qkv_of_text": [x[:, :, :9] for x in (q, k, v)], "qkv_of_image": [x[:, :, 9:] for x in (q, k, v)],
     }  # fmt: skip
+
+
+PACKED = {"cu_seqlens_padded": torch.tensor([0, 12, 32, S]), "num_tokens": torch.tensor([10, 17, 32])}
+
+
+def packed_names(mesh: Any, qkv: tuple[Tensor, ...]) -> dict[str, Any]:
+    """Documents of 10, 17 and 32 tokens padded to multiples of 4: their rows on one of two ranks, in THD."""
+    rows: list[int] = []
+    for begin, end in pairwise(PACKED["cu_seqlens_padded"].tolist()):
+        chunks = torch.arange(begin, end).chunk(4)
+        rank = mesh["cp"].get_local_rank()
+        rows += torch.cat([chunks[rank], chunks[3 - rank]]).tolist()
+    local = {f"{name}_thd": x[0, :, rows].transpose(0, 1) for name, x in zip("qkv", qkv, strict=True)}
+    return PACKED | local | {"rows_thd": rows}
+
+
+def check_streams(names: dict[str, Any]) -> None:
+    qkv, rows = [names[f"whole_{name}"] for name in "qkv"], names["rows_thd"]
+    ids = torch.repeat_interleave(torch.arange(3), PACKED["cu_seqlens_padded"].diff())
+    begins = PACKED["cu_seqlens_padded"][:-1]
+    is_token = torch.arange(S) - begins[ids] < PACKED["num_tokens"][ids]
+    for name, causal in (("thd", True), ("both_ways", False)):
+        seen = dense_mask(S, documents=ids[None], causal=causal) & is_token
+        want = dense_attention(*(x[:1] for x in qkv), seen)[0][0, :, rows].transpose(0, 1)
+        close(names[name][is_token[rows]], want[is_token[rows]])
+    whole, rank = dense_attention(*qkv, dense_mask(S, causal=False))[0], names["mesh"]["cp"].get_local_rank()
+    image = range(9, 37) if rank == 0 else range(37, S)
+    for name, text in (("joint_out", range(5) if rank == 0 else range(5, 9)), ("prefix_out", range(9))):
+        close(names[name], whole[:, :, [*text, *image]])
 
 
 def check_masks(names: dict[str, Any]) -> None:
     """The logits of the last block, and the attention of the balanced one; `Results` kept those of the others."""
     sequence, tokens, documents = (names[name] for name in ("sequence", "tokens", "documents"))
     packed = cp_mesh.Mask(documents=documents)
+    check_streams(names)
     causal, kept = cp_mesh.Mask(), names["kept"]
     window = cp_mesh.Mask(window=(1023, 0))
     close(sequence.unshard(kept[0]["logits"]), names["model"].dense(tokens, [window, causal]))
@@ -358,7 +390,7 @@ def check_masks(names: dict[str, Any]) -> None:
     assert kept[5]["local_labels"].shape == (2, S // 2)
     close(names["packed"].unshard(kept[5]["logits"]), names["balanced_model"].dense(tokens, [packed, packed]))
     scored = names["model_with_sinks"].dense(tokens, [packed, packed], softcap=50.0)
-    close(sequence.unshard(kept[6]["logits"]), scored)
+    close(sequence.unshard(kept[-1]["logits"]), scored)
 
 
 def gradient_names(rank: int) -> dict[str, Any]:
