@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -174,9 +175,9 @@ def test_compiled_blocks(pool: Any, cp: int, tp: int, backend: str) -> None:
     pool(cp * tp).run(blocks, cp, tp, backend, timeout=180.0)
 
 
-def packed_blocks(rank: int) -> int:
+def packed_blocks(rank: int, per_document: bool) -> int:
     """How often the core was compiled for batches whose masks and layouts travel as objects, with unlike numbers of
-    runs."""
+    runs, or documents."""
     axis = mesh((2,), ("cp",))
     sequence, core = ShardedSequence(axis), Core()
     style = ContextParallel(sequence, mask=test_gradients.mask, layout=test_gradients.layout_of_core)
@@ -186,6 +187,9 @@ def packed_blocks(rank: int) -> int:
     for seed in range(5):
         ids = batch(1, S, seed)["documents"]
         packed = sequence.balanced(Mask(documents=ids))
+        if per_document:
+            edges = torch.cat([torch.zeros(1, dtype=torch.int64), ids[0].bincount().cumsum(0)]) // 4 * 4
+            packed = replace(packed, layout=cp_mesh.ZigZagDocuments(edges))
         runs.add(len(packed.layout.tensor))
         whole = make_qkv(1, H, K, S, D)
         q, k, v, dout = (packed.shard(x, dim=2).requires_grad_() for x in whole)
@@ -202,8 +206,9 @@ def packed_blocks(rank: int) -> int:
 
 
 @pytest.mark.full
-def test_layouts_that_change_compile_twice(pool: Any) -> None:
-    assert max(pool(2).run(packed_blocks)) <= 2
+@pytest.mark.parametrize("per_document", (False, True), ids=("balanced", "zigzag per document"))
+def test_layouts_that_change_compile_twice(pool: Any, per_document: bool) -> None:
+    assert max(pool(2).run(packed_blocks, per_document)) <= 2
 
 
 def whole_model(rank: int, backend: str) -> None:

@@ -14,7 +14,20 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import cp_mesh
-from cp_mesh import Balanced, ContextParallel, Contiguous, Mask, Permuted, ShardedSequence, Striped, ZigZag, attention
+from cp_mesh import (
+    Balanced,
+    ContextParallel,
+    Contiguous,
+    Joint,
+    Mask,
+    Permuted,
+    Replicated,
+    ShardedSequence,
+    Striped,
+    ZigZag,
+    ZigZagDocuments,
+    attention,
+)
 from cp_mesh.errors import written
 
 DOCUMENTS = torch.tensor([[0, 0, 1, 1]], dtype=torch.int32)
@@ -23,7 +36,8 @@ DOCUMENTS = torch.tensor([[0, 0, 1, 1]], dtype=torch.int32)
 @pytest.mark.parametrize(
     "value",
     [
-        *(Contiguous(), ZigZag(), Striped(), Permuted([2, 0, 1]), Balanced([[4, 2], [0, 4]])),
+        *(Contiguous(), ZigZag(), Striped(), Permuted([2, 0, 1]), Balanced([[4, 2], [0, 4]]), ZigZagDocuments([0, 4])),
+        Joint(4, (3, Permuted([2, 0, 1])), Replicated(2)),
         *(Mask(), Mask(causal=False), Mask(window=(1023, 0)), Mask(causal=False, window=(None, 3))),
         *(Mask(prefix=7), Mask(length=0), Mask(window=(5, None), prefix=3, length=9)),
     ],

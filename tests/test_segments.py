@@ -30,7 +30,7 @@ from cp_mesh.plan import choose_schedule
 from cp_mesh.schedule import make_schedule
 from cp_mesh.segments import Segments
 
-RUNS = ("contiguous", "zigzag", "striped", "balanced")
+RUNS = ("contiguous", "zigzag", "striped", "balanced", "zigzag documents")
 
 
 def ids_of(*rows: list[int]) -> Tensor:

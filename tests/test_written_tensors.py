@@ -13,7 +13,7 @@ from dense import make_qkv
 from ranks import mesh
 from torch import Tensor
 
-from cp_mesh import Balanced, Mask, Permuted, ZigZag, attention, balance
+from cp_mesh import Balanced, Mask, Permuted, ZigZag, ZigZagDocuments, attention, balance
 
 B, H, K, S, D = 1, 2, 1, 16, 4
 FIRST, NEXT = np.repeat(np.arange(4), 4), np.repeat(np.arange(2), 8)  # documents of a batch and of the next one
@@ -28,6 +28,7 @@ MADE_OF: dict[str, tuple[np.ndarray, np.ndarray, Callable[[Tensor], dict[str, An
     "key_padding": (KEEP, KEEP_NEXT, lambda x: {"mask": Mask(key_padding=x)}),
     "index of a layout": (ORDER, ORDER_NEXT, lambda x: {"layout": Permuted(x)}),
     "runs of a layout": (RUNS, RUNS_NEXT, lambda x: {"layout": Balanced(x)}),
+    "documents of a layout": (np.array([0, 4, S]), np.array([0, 8, S]), lambda x: {"layout": ZigZagDocuments(x)}),
 }
 
 
