@@ -1,0 +1,262 @@
+"""`parallelize`: context parallelism for a transformer of diffusers, by the plan that the model itself has.
+
+Its `_cp_plan` says which inputs are split along which dim, and where the output is gathered. Hooks of diffusers do both
+here, with shards of any lengths. Attention comes through diffusers' dispatch: the backend "native" gets a function that
+attends over all ranks where an attention processor carries a `_Parallel`, and is what it was for others.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from diffusers import ModelMixin
+from diffusers.hooks.context_parallel import (
+    ContextParallelGatherHook,
+    ContextParallelSplitHook,
+    _get_submodule_by_name,
+)
+from diffusers.hooks.hooks import HookRegistry
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, _native_attention
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from cp_mesh.attention import Asked, attention, check_asked
+from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.forwards import STYLE, replace_forward
+from cp_mesh.guard.reductions import watch_first_step
+from cp_mesh.layouts import Contiguous, Joint
+from cp_mesh.masks import Mask
+from cp_mesh.sequence import ShardedSequence
+from cp_mesh.styles import announce, claim
+
+STREAMS = {
+    "FluxTransformer2DModel": ("encoder_hidden_states", "hidden_states"),
+    "WanTransformer3DModel": ("hidden_states",),
+}
+"""Models, and the inputs whose rows attention sees, in the order in which their processors concatenate them."""
+PROCESSORS = ("FluxAttnProcessor", "WanAttnProcessor")
+"""Which attend to all rows of the sequence at once, where they are given a parallel config."""
+CHECKPOINT = "_gradient_checkpointing_func"
+_WHOLE = ("controlnet_block_samples", "controlnet_single_block_samples")  # arguments that no plan splits
+
+
+class _Parallel:
+    """What a parallel model shares with its hooks and attention processors. Copies of the model share it, too.
+
+    Attributes:
+        sequence: of no length yet, as each stream has its own.
+        streams: as in `STREAMS`.
+        options: keywords of `cp_mesh.attention`.
+        lengths: tokens of each stream in this forward, as its input is split.
+        expected, calls: of attention, in each forward and in this one so far.
+        gather_output: the output is whole on every rank, for `watch_first_step`.
+    """
+
+    gather_output = True
+
+    def __init__(self, model: nn.Module, sequence: ShardedSequence, options: dict[str, Any]) -> None:
+        self.sequence, self.options, self.streams = sequence, options, STREAMS[type(model).__name__]
+        self.names = list(inspect.signature(inspect.unwrap(type(model).forward)).parameters)[1:]
+        attending = [module for module in model.modules() if hasattr(module, "processor")]
+        self.expected = sum(not getattr(module, "is_cross_attention", False) for module in attending)
+        self.lengths: dict[str, int] = {}
+        self.calls = 0
+
+    def __copy__(self) -> _Parallel:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Parallel:
+        return self
+
+    def of_length(self, length: int) -> ShardedSequence:
+        return replace(self.sequence, length=length, pad=False)
+
+    def run(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        self.lengths, self.calls = {}, 0
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        for name in _WHOLE:
+            if given.get(name) is not None:
+                self.refuse(name, "None", "tensors, which no plan splits", "leave them out", UnsupportedError)
+        checkpoint = module.__dict__.get(CHECKPOINT)
+        if checkpoint is not None:
+            setattr(module, CHECKPOINT, functools.partial(self.checkpointed, checkpoint))
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            if checkpoint is not None:
+                setattr(module, CHECKPOINT, checkpoint)
+        if self.calls != self.expected:
+            hint = "another processor, set after parallelize, attends to the rows of one rank: set it before"
+            self.refuse(type(module).__name__, f"{self.expected} calls of attention over all ranks", self.calls, hint)
+        return output
+
+    def checkpointed(self, checkpoint: Callable[..., Any], block: Callable[..., Any], *args: Any) -> Any:
+        """A block whose recomputation finds the lengths of its own forward; another one may have run since."""
+        lengths = self.lengths
+
+        def run(*given: Any) -> Any:
+            self.lengths = lengths
+            return block(*given)
+
+        return checkpoint(run, *args)
+
+    def refuse(self, *words: Any) -> NoReturn:
+        """On this rank, and on those that wait for it."""
+        try:
+            refuse(*words)
+        except Exception as error:
+            announce(self.sequence, error)
+            raise
+
+
+class _Split(ContextParallelSplitHook):
+    """Cuts inputs or outputs of a module in chunks of any lengths; ``parallel_config`` is a `_Parallel`."""
+
+    def _prepare_cp_input(self, x: Tensor, cp_input: Any) -> Tensor:
+        own: _Parallel = self.parallel_config
+        (name,) = (name for name, split in self.metadata.items() if split is cp_input)
+        if x.ndim <= cp_input.split_dim:
+            return x  # one for all rows, as a timestep
+        if x.ndim != (cp_input.expected_dims or x.ndim):
+            hint = "rows that are not split would count on every rank"
+            own.refuse(f"{name}", f"{cp_input.expected_dims} dims", tuple(x.shape), hint)
+        length = x.shape[cp_input.split_dim]
+        if name in own.streams:
+            own.lengths[name] = length
+        shard: Tensor = own.of_length(length).shard(x, dim=cp_input.split_dim, pad_value=0)
+        return shard
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        if not any(split.split_output for split in self.metadata.values()):
+            return output  # of a model, which may be a dataclass
+        return super().post_forward(module, output)
+
+
+class _Gather(ContextParallelGatherHook):
+    """Makes the output of a module whole, for a loss that every rank computes alike."""
+
+    def post_forward(self, module: nn.Module, output: Tensor) -> Tensor:
+        own: _Parallel = self.parallel_config
+        return own.of_length(own.lengths["hidden_states"]).gather(output, dim=self.metadata.gather_dim)
+
+
+def parallelize(
+    model: ModelMixin, mesh: DeviceMesh | dist.ProcessGroup, *, watch: bool = True, **options: Any
+) -> ModelMixin:
+    """Make a transformer of diffusers take whole batches and compute with this rank's rows of them.
+
+    Inputs are whole and equal on all ranks of ``mesh``, and the output is whole on every rank. Text and image may have
+    any lengths. Where every rank computes the same loss of the output, gradients are shares: their *sum* over the ranks
+    is the gradient (`cp_mesh.sum_gradients`).
+
+    Checkpointing works as before, and FSDP2 comes after this.
+
+    Args:
+        model: a FluxTransformer2DModel or WanTransformer3DModel, changed in place.
+        mesh: the cp axis, as in `cp_mesh.ShardedSequence`.
+        watch: compare gradients over the ranks before the first optimizer step.
+        **options: kernel, method, transport, ulysses_degree, inner_ring_size, head_chunks, deterministic, as in
+            `cp_mesh.attention`.
+
+    Returns:
+        The model.
+
+    Raises:
+        ArgumentError, UnsupportedError: here, for other models and attention processors, and models with parallelism;
+            in the forward, for masks, causal attention, dropout, and inputs that are not split.
+
+    Example:
+        >>> transformer = parallelize(pipeline.transformer, mesh["cp"])  # doctest: +SKIP
+    """
+    sequence = ShardedSequence(mesh, Contiguous(), pad=False)  # type: ignore[arg-type]
+    processors = check_model(model)
+    check_asked(Asked(**options))
+    own = _Parallel(model, sequence, options)
+    claim(model, sequence.mesh, sequence, own)  # type: ignore[arg-type]
+    _AttentionBackendRegistry.register(
+        AttentionBackendName.NATIVE,
+        constraints=_AttentionBackendRegistry._constraints[AttentionBackendName.NATIVE],
+        supports_context_parallel=True,
+    )(attend)
+    for processor in processors:
+        processor._attention_backend, processor._parallel_config = AttentionBackendName.NATIVE, own
+    for name, plan in model._cp_plan.items():
+        found = _get_submodule_by_name(model, name)
+        for module in found if isinstance(found, list) else [found]:
+            hook = _Split(plan, own) if isinstance(plan, dict) else _Gather(plan, own)
+            HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, f"cp_mesh---{name}")
+    model._parallel_config = own  # so that diffusers refuses another one
+    replace_forward(model, STYLE, "cp_mesh.integrations.diffusers.parallelize", own.run)
+    if watch:
+        watch_first_step(model, sequence.mesh)
+    return model
+
+
+def check_model(model: nn.Module) -> list[Any]:
+    """The attention processors of a model, all of which must be known."""
+    what, name = f"parallelize({type(model).__name__})", type(model).__name__
+    if name not in STREAMS:
+        refuse(what, f"one of {', '.join(STREAMS)}", name, "other models were not tested", UnsupportedError)
+    if model._parallel_config is not None:
+        hint = "call parallelize alone, and once"
+        refuse(what, "a model without enable_parallelism", "one with a parallel config", hint)
+    processors = [module.processor for module in model.modules() if hasattr(module, "processor")]
+    for processor in processors:
+        if (kind := type(processor).__name__) not in PROCESSORS:
+            hint = "IP adapters and processors of other packages attend to keys that are not split"
+            refuse(what, f"attention processors {' or '.join(PROCESSORS)}", kind, hint, UnsupportedError)
+        if processor._attention_backend not in (None, AttentionBackendName.NATIVE):
+            hint = "reset_attention_backend() and parallelize(..., kernel=)"
+            refuse(what, "attention backend native", processor._attention_backend, hint, UnsupportedError)
+    return processors
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    _parallel_config: Any = None,
+) -> Tensor:
+    """The backend "native": attention over all ranks where the processor is that of a parallel model.
+
+    Args:
+        query, key, value: [B, rows, heads, D]; rows of this rank in parallel models.
+        attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse: as in diffusers.
+        _parallel_config: a `_Parallel`, or what diffusers itself gives.
+
+    Raises:
+        UnsupportedError: in parallel models, for masks, causal attention, dropout and lse.
+    """
+    own = _parallel_config
+    if not isinstance(own, _Parallel):
+        given = (attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse, own)
+        whole: Tensor = _native_attention(query, key, value, *given)
+        return whole
+    asked = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "return_lse": return_lse}
+    for name, x in asked.items():
+        if x is not None and (isinstance(x, Tensor) or x):
+            got, hint = "a tensor of this rank's keys" if isinstance(x, Tensor) else x, "full attention is available"
+            own.refuse(name, "None" if name == "attn_mask" else "none", got, hint, UnsupportedError)
+    if missing := [name for name in own.streams if name not in own.lengths]:
+        hint = "an input that every rank holds whole would count once a rank: let _cp_plan split it"
+        own.refuse("_cp_plan", f"{' and '.join(own.streams)} to be split", f"{missing[0]} whole", hint)
+    lengths = [own.lengths[name] for name in own.streams]
+    own.calls += 1
+    out = attention(
+        query, key, value, mesh=own.sequence.mesh, seq_dim=1, seq_len=sum(lengths), layout=Joint(*lengths),
+        mask=Mask(causal=False), scale=scale, **own.options,
+    )  # fmt: skip
+    assert isinstance(out, Tensor)
+    return out
