@@ -39,7 +39,7 @@ def _(method: Any) -> Any:
 
 @plant("groups are made for packed documents", "choosing:degrees_of", "groups that cannot be made")
 def _(degrees_of: Any) -> Any:
-    return with_arguments(degrees_of, problem=lambda problem: replace(problem, documents=None))
+    return with_arguments(degrees_of, problem=lambda problem: replace(problem, inner_sizes=None))
 
 
 @plant("the hybrid is timed with all heads", "costs:ulysses_costs", "times of the hybrid")
