@@ -10,6 +10,7 @@ The state is of the process and not of a context: backwards run in threads of th
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +27,7 @@ from cp_mesh.agreement import capturing
 
 LOOKS = 100
 """Rounds of optimizer steps after which nothing more is expected of a model that had no gradients, as a teacher."""
+_count = itertools.count()
 
 
 @dataclass
@@ -38,6 +40,7 @@ class Loss:
         labels: "next" if they are the next tokens of this rank's rows, "other" if hardly one is; "" if nobody knows.
         tokens: their fingerprint, those of the whole batch; "" if nobody knows.
         factor: with which its backward began; None of compiled code.
+        number: of losses and plans in the order in which they were made.
     """
 
     mesh: DeviceMesh | dist.ProcessGroup | None = None
@@ -45,6 +48,7 @@ class Loss:
     labels: str = ""
     tokens: str = ""
     factor: Tensor | None = None
+    number: int = field(default_factory=_count.__next__)
 
     def begin(self, grad: Tensor) -> None:
         """A hook of the loss."""
@@ -61,12 +65,14 @@ class Planned:
         number: how many plans that group had before.
         looks: rounds of optimizer steps that are left.
         losses: whose backwards changed its gradients.
+        made: as `Loss.number`.
     """
 
     group: dist.ProcessGroup
     number: int
     looks: int = LOOKS
     losses: list[Loss] = field(default_factory=list)
+    made: int = field(default_factory=_count.__next__)
 
 
 @dataclass
@@ -109,15 +115,27 @@ def note_wrapper() -> None:
 
 
 def losses_of(planned: Planned) -> list[Loss]:
-    """The losses of a model that has gradients, as far as they are known."""
-    backward = _current()
-    return planned.losses or (_nobodys if backward is None else backward.losses)
+    """The losses of a model that has gradients, as far as they are known.
+
+    In a backward these are its own. After it, if the model has none, they may be nobody's that are younger than its
+    plan: those of torch.autograd.grad, whose results the trainer made its gradients.
+    """
+    if planned.losses:
+        return planned.losses
+    if is_backward():
+        return [] if (backward := _current()) is None else backward.losses
+    return [loss for loss in _nobodys if loss.number > planned.made]
 
 
 def note_step() -> bool:
     """Of an optimizer, before it takes gradients. Whether it is in a backward, as those in hooks of parameters are."""
     if (backward := _current()) is not None:
         backward.stepped = True
+    return is_backward()
+
+
+def is_backward() -> bool:
+    """Whether a backward runs in this thread."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -181,9 +182,11 @@ def test_accumulated_gradients_that_are_averaged_over_ranks(pool: Any, factor: f
 # Optimizers of one parameter each, which step in the backward.
 
 
-def in_backward(rank: int, how: str, compiled: bool = False) -> list[str]:
+def in_backward(
+    rank: int, how: str, compiled: bool = False, before: Callable[[nn.Module], None] = lambda _: None
+) -> list[str]:
     axis, tokens = cp(), tokens_of(12)
-    model = planned(axis)
+    before(model := planned(axis))
     run: nn.Module = DistributedDataParallel(model) if "DDP" in how else model
     if "FSDP" in how:
         fully_shard(model, mesh=axis)
@@ -210,6 +213,30 @@ def in_backward(rank: int, how: str, compiled: bool = False) -> list[str]:
             cp_mesh.cross_entropy(logits, labels, axis).backward()
 
     return warned(step) + warned(step)
+
+
+def after_losses_of_others(rank: int, how: str) -> list[str]:
+    """Warnings of a model whose loss is the mean of its own rows, in a process where `cross_entropy` had no owner."""
+    axis, tokens = cp(), tokens_of(12)
+
+    def of_nobody(model: nn.Module) -> None:
+        loss = cp_mesh.cross_entropy(logits_of(model, tokens, axis), labels_of(tokens, axis), axis)
+        torch.autograd.grad(loss, [*model.parameters()])
+
+    other = planned(axis)
+    of_nobody(other)
+    if how == "before its plan":
+        model = planned(axis, seed=1)
+        F.cross_entropy(model(tokens).flatten(0, 1), labels_of(tokens, axis).flatten()).backward()
+        reduce(model)
+        return warned(torch.optim.SGD(model.parameters(), 0.1).step)
+    return in_backward(rank, "by hand, mean", before=of_nobody)
+
+
+@pytest.mark.parametrize("how", ["before its plan", "before its backward"])
+def test_a_loss_of_nobody_is_not_that_of_a_later_model(pool: Any, how: str) -> None:
+    for said in pool(2).run(after_losses_of_others, how):
+        assert len(said) == 1 and "is not cp_mesh.cross_entropy" in said[0], said
 
 
 def with_state_first(rank: int, how: str) -> list[str]:
