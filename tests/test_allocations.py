@@ -208,3 +208,51 @@ def test_formulas_of_many_hosts(pool: Any, transport: str) -> None:
     cases = [Case(method, layout, degree=2) for method in ("hybrid", "double_ring") for layout in LAYOUTS]
     with tempfile.TemporaryDirectory() as folder:
         report(pool(8).run(off_by, cases, folder, transport, timeout=120.0))
+
+
+class Copied(TorchDispatchMode):
+    """Bytes that copies write while it is on."""
+
+    OPS = ("copy_", "cat", "index_copy_", "index_select", "index")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in self.OPS:
+            self.nbytes += result.numel() * result.element_size()
+        return result
+
+
+def copied(rank: int, layout: str, transport: str, folder: str) -> int:
+    """Bytes that copies of one call of Ulysses write, forward and backward."""
+    size = dist.get_world_size()
+    group = mesh((size,), ("cp",)).get_group()
+    inputs = [torch.zeros(1, n, 128, 16, dtype=torch.bfloat16) for n in (8, 4, 4, 8)]
+    options = Options(LAYOUTS[layout].spec(), Mask().spec(), 1.0, kernel="stand_in", method="ulysses", keeps=True)
+    doubled = nothing() if transport == "functional" else double(group, tempfile.mkdtemp(dir=folder))
+    with allocating_alone(), doubled:
+        plan = make_plan(*inputs[:3], Tensors(), 128 * size, group, options)
+        passes(plan, group, inputs)  # which makes orders of rows
+        with Copied() as count:
+            passes(plan, group, inputs)
+    return count.nbytes
+
+
+@pytest.mark.parametrize("transport", ("functional", "symmetric_memory"))
+def test_ulysses_puts_rows_to_their_places_as_they_travel(pool: Any, transport: str) -> None:
+    """In any layout of few pieces a rank.
+
+    What goes there is written when it is sent, dout once more before a kernel reads it; what comes home is written when
+    it is sent, and among the other heads. Ranks that pull rows write them once more, to their places; after a
+    collective, which is not counted, those that went there are put to their places.
+    """
+    head = 128 * 16 * 2
+    there, home = (8 + 4 + 4 + 8) * head, (8 + 8 + 4 + 4) * head
+    with tempfile.TemporaryDirectory() as folder:
+        for layout in LAYOUTS:
+            pulled = there + home if transport == "symmetric_memory" else there * (layout != "contiguous")
+            written = pool(4).run(copied, layout, transport, folder, timeout=60.0)
+            assert written == [there + 8 * head + 2 * home + pulled] * 4, (layout, written)

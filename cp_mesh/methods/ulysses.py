@@ -53,6 +53,9 @@ from cp_mesh.transport.contract import Swaps
 from cp_mesh.transport.heads import HeadExchange, by_rank
 from cp_mesh.transport.packing import make_packing
 
+FEW = 2
+"""Pieces of a rank that are put to their places one by one, as of zigzag: each takes a launch for each rank."""
+
 
 class UlyssesSettings(NamedTuple):
     """What is decided for a call.
@@ -356,7 +359,8 @@ def _exchange(plan: Plan, degree: int, group: dist.ProcessGroup, inner: dist.Pro
         ranks = range(group.rank() // degree * degree, (group.rank() // degree + 1) * degree)
         rows = rows_of_group(*of_group, group.rank() // degree)
         shard_lens = [plan.layout.shard_len(plan.seq_len, group.size(), rank) for rank in ranks]
-        return HeadExchange(inner, shard_lens, _order(rows, plan.device))
+        order = _order(rows, plan.device)
+        return HeadExchange(inner, shard_lens, order, None if order is None else _slices(rows, shard_lens))
 
     if stream is None and plan.layout.tensor is not None:
         hint = "leave attention out of the graph, or use method='ring'"
@@ -379,6 +383,21 @@ def _order(pieces: Sequence[Piece], device: torch.device) -> Tensor | None:
             rises = False
         begin += piece.length
     return None if rises else torch.cat(parts)
+
+
+def _slices(pieces: Sequence[Piece], shard_lens: Sequence[int]) -> list[list[slice]] | None:
+    """Those of each rank, of whose rows there are so many; None where they are more than `FEW` of a rank, or lists."""
+    found, left = [], [*pieces]
+    for length in shard_lens:
+        own: list[slice] = []
+        while length:
+            piece = left.pop(0)
+            if not isinstance(piece, Run) or len(own) == FEW:
+                return None
+            own.append(slice(piece.start, piece.last + 1, piece.stride))
+            length -= piece.length
+        found.append(own)
+    return found
 
 
 def costs(schedule: Schedule, setup: Setup, machine: Machine) -> tuple[PassCost, PassCost]:

@@ -72,16 +72,26 @@ class Swap(NamedTuple):
         origin: rows from each rank, [cp_size].
         firsts: where this rank's rows begin in the buffer of each rank, [cp_size].
         most: rows of the largest buffer of any rank.
+        places: where the rows from each rank belong in what arrives, piece by piece; None: in rank order.
+        picks: of the rows of each rank's buffer, the pieces that are for this rank; None: those that lie in a row.
     """
 
     to: list[int]
     origin: list[int]
     firsts: list[int]
     most: int
+    places: list[list[slice]] | None = None
+    picks: list[slice] | None = None
 
 
 class Swaps(Protocol):
-    """The all-to-alls of one pass, one after the other."""
+    """The all-to-alls of one pass, one after the other.
+
+    Attributes:
+        pulls: whether each rank takes its rows itself, so that `Swap.places` and `Swap.picks` are served.
+    """
+
+    pulls: bool
 
     def start(
         self, packings: Sequence[Packing], write: Callable[[Sequence[Tensor]], None], swap: Swap

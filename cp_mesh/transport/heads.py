@@ -1,7 +1,8 @@
 """Heads against rows: after an all-to-all a rank holds all rows of some heads, and after another its rows of all heads.
 
 A buffer holds rows in rank order, which is the order of the layout; ``order`` puts them where their positions are, so
-that whoever computes on all rows sees one plain sequence. Tensors of one dtype travel in one buffer, into which they
+that whoever computes on all rows sees one plain sequence. Where a rank has few pieces, and pulls rows itself, it puts
+them there at once. Tensors of one dtype travel in one buffer, into which they
 are copied at once where that can be.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -42,19 +43,27 @@ class HeadExchange:
         group: the cp group, or a part of it.
         shard_lens: rows of each rank, [size of the group].
         order: int64 [S] on the tensors' device, the positions of all rows in rank order; None if they rise one by one.
+        pieces: the same as slices, of each rank; None: there are too many, or some are none.
 
     Attributes:
         seq_len: rows of all ranks.
         own_rows, fewest_rows: of this rank, and of the one that has fewest.
     """
 
-    def __init__(self, group: dist.ProcessGroup, shard_lens: Sequence[int], order: Tensor | None) -> None:
-        self._order = order
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        shard_lens: Sequence[int],
+        order: Tensor | None,
+        pieces: list[list[slice]] | None = None,
+    ) -> None:
+        self._order, self._pieces = order, pieces
         rank, size, whole = group.rank(), group.size(), list(shard_lens)
         self.seq_len, self.own_rows, self.fewest_rows, self._size = sum(whole), whole[rank], min(whole), size
         own, begin = [whole[rank]] * size, [*accumulate(whole, initial=0)][rank]
         self._out = Swap(own, whole, [rank * n for n in whole], size * max(whole))
         self._home = Swap(whole, own, [begin] * size, self.seq_len)
+        self._placed = self._out._replace(places=pieces), self._home._replace(picks=pieces[rank] if pieces else None)
 
     def to_heads(self, swaps: Swaps, tensors: Sequence[Tensor]) -> AllRows:
         """Send rank r what `by_rank` has for it, [r, S_local, B, heads, D] of each tensor; what came from all ranks."""
@@ -64,8 +73,9 @@ class HeadExchange:
             for buffer, group in zip(buffers, packings.grouped(tensors), strict=True):
                 _pack(buffer, group)
 
-        received = self._swap(swaps, packings, write, self._out)
-        if (order := self._order) is not None:
+        placed = swaps.pulls and self._pieces is not None
+        received = self._swap(swaps, packings, write, self._placed[0] if placed else self._out)
+        if (order := self._order) is not None and not placed:
             received = [torch.empty_like(rows).index_copy_(0, order, rows) for rows in received]
         return AllRows(packings.views(received), received)
 
@@ -85,20 +95,25 @@ class HeadExchange:
         each = [x.dtype for x in tensors] if dtypes is None else dtypes
         likes = tuple((x.shape[0], x.shape[1], x.shape[3], dtype) for x, dtype in zip(tensors, each, strict=True))
         packings, order = _packings(likes, tensors[0].device), self._order
-        by_row = [x.permute(2, 0, 1, 3) for x in tensors]
+        by_row, placed = [x.permute(2, 0, 1, 3) for x in tensors], swaps.pulls and self._pieces is not None
 
         def write(buffers: Sequence[Tensor]) -> None:
             for buffer, group, packing in zip(buffers, packings.grouped(by_row), packings.each, strict=True):
-                if order is None:
+                if order is None or placed:
                     _pack(buffer, group)
                     continue
                 if len(group) == 1 and group[0].is_contiguous() and group[0].dtype == buffer.dtype:
-                    rows = group[0].view(buffer.shape)
+                    torch.index_select(group[0].view(buffer.shape), 0, order, out=buffer)
+                elif self._pieces is not None:  # more launches, and half of the bytes
+                    at = 0
+                    for place in chain.from_iterable(self._pieces):
+                        of_piece = [x[place] for x in group]
+                        _pack(buffer[at : (at := at + len(of_piece[0]))], of_piece)
                 else:
                     _pack(rows := packing.empty(self.seq_len), group)
-                torch.index_select(rows, 0, order, out=buffer)
+                    torch.index_select(rows, 0, order, out=buffer)
 
-        received = self._swap(swaps, packings, write, self._home)
+        received = self._swap(swaps, packings, write, self._placed[1] if placed else self._home)
         by_source = (x.view(self._size, self.own_rows, x.shape[1]) for x in received)
         return packings.parts(list(by_source))
 
