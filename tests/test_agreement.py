@@ -378,7 +378,10 @@ def refused_in_a_trace(rank: int, what: str) -> tuple[str, float]:
     return "", 0.0
 
 
-@pytest.mark.parametrize("what", ["an option", "heads", "a style"])
+FULL = [pytest.param(what, marks=pytest.mark.full) for what in ("heads", "a style")]
+
+
+@pytest.mark.parametrize("what", ["an option", *FULL])
 def test_a_rank_that_refuses_in_a_trace_leaves_word(pool: Any, what: str) -> None:
     other, own = pool(2).run(refused_in_a_trace, what, timeout=60.0)
     assert other[0].startswith("RankMismatchError: ") and "cp rank 1 refused its arguments" in other[0], other

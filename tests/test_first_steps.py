@@ -362,7 +362,10 @@ def late(rank: int, how: str) -> tuple[int, str, float]:
     return number, "", 0.0
 
 
-@pytest.mark.parametrize("how", ["right", "one that is in time", "the late one"])
+FULL = [pytest.param(how, marks=pytest.mark.full) for how in ("right", "the late one")]
+
+
+@pytest.mark.parametrize("how", ["one that is in time", *FULL])
 def test_a_late_rank_hears_what_the_others_hear(pool: Any, how: str) -> None:
     """None raises alone, and none waits for one that did: all compare at the next step."""
     found = pool(3).run(late, how, timeout=30.0)
