@@ -16,10 +16,12 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, repeat
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cp_mesh.errors import ArgumentError
@@ -371,17 +373,20 @@ class ZigZagDocuments(_OfTensor):
             )
 
     @cached_property
-    def _edges(self) -> list[int]:
-        edges: list[int] = self.tensor.tolist()
+    def _edges(self) -> NDArray[np.int64]:
+        edges: NDArray[np.int64] = self.tensor.numpy()
         return edges
 
     def runs(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Piece, ...]:
         hint = "give it the cumulative lengths of the padded documents"
-        self._check_length(seq_len, self._edges[-1], "the last of its cumulative lengths", hint)
-        found: list[Piece] = []
-        for begin, end in pairwise(self._edges):
-            found += shifted(ZigZag().runs(end - begin, cp_size, cp_rank), begin)
-        return tuple(found)
+        self._check_length(seq_len, int(self._edges[-1]), "the last of its cumulative lengths", hint)
+        chunks = np.array([cp_rank, 2 * cp_size - 1 - cp_rank])
+        first, lens = self._edges[:-1, None], np.diff(self._edges)[:, None]
+        begin, end = ((first + lens * x // (2 * cp_size)).reshape(-1) for x in (chunks, chunks + 1))
+        begin, end = begin[end > begin], end[end > begin]
+        apart = begin[1:] != end[:-1]  # those that touch are one run
+        begin, end = begin[np.r_[True, apart][: len(begin)]], end[np.r_[apart, True][: len(end)]]
+        return tuple(map(Run, begin.tolist(), repeat(1), (end - begin).tolist()))
 
     def multiple(self, cp_size: int) -> int:
         return 2 * cp_size
