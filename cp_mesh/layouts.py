@@ -413,6 +413,11 @@ class Replicated:
 
     length: int
 
+    @property
+    def tensor(self) -> None:
+        """As in `Layout`."""
+        return None
+
     def runs(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Piece, ...]:
         return _non_empty(Run(0, 1, seq_len, copied=True))
 
@@ -449,7 +454,7 @@ class Joint(Layout):
     @property
     def tensor(self) -> Tensor | None:
         """Those of the streams, one after the other, each after its shape."""
-        parts = [tensor for _, layout in self.streams if (tensor := getattr(layout, "tensor", None)) is not None]
+        parts = [layout.tensor for _, layout in self.streams if layout.tensor is not None]
         shapes = [torch.tensor([*x.shape, 0][:2], device="cpu") for x in parts]
         return torch.cat([x.flatten() for pair in zip(shapes, parts, strict=True) for x in pair]) if parts else None
 

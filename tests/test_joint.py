@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from cases import MASKS, gap, make_mask, make_scores, pairs
 from checks import TOLERANCE, coverage, dense_scores, report, staged_pairs
 from dense import dense_attention, make_qkv
 from ranks import mesh, num_collectives
+from torch import Tensor, nn
 
 from cp_mesh import (
     ArgumentError,
+    ContextParallel,
     Contiguous,
     Joint,
     Layout,
@@ -27,6 +30,7 @@ from cp_mesh import (
     ZigZag,
     attention,
     explain,
+    parallelize,
     verify,
 )
 from cp_mesh.schedule import make_schedule, num_rows
@@ -217,3 +221,33 @@ def test_schedules_of_copies(name: str, segments: bool, cp_size: int) -> None:
             assert [num_rows(x) for x in schedule.serve] == schedule.route.needed[:, schedule.cp_rank].tolist()
             kinds |= schedule.covers
     assert ("segments" in kinds) == segments
+
+
+class Full(nn.Module):
+    """An attention core without a mask."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+def in_a_plan(rank: int, compiled: bool) -> list[str]:
+    """Cores of a plan whose sequence is of several streams; text and image are sharded each by itself."""
+    axis, problems = mesh((2,), ("cp",)), []
+    for text in (9, Replicated(9)):
+        joint = ShardedSequence(axis, Joint(text, (14, ZigZag())), length=23, pad=False)
+        image = ShardedSequence(axis, ZigZag(), length=14, pad=False)
+        first = ShardedSequence(axis, Contiguous(), length=9, pad=False)
+        core = parallelize(Full(), axis, {"": ContextParallel(joint, mask=make_mask("full", B, 23))})
+        core = torch.compile(core, backend="aot_eager", fullgraph=True) if compiled else core
+        *inputs, _ = make_qkv(B, H, K, 23, D)
+        parts = [x.split([9, 14], dim=2) for x in inputs]
+        rows = [(t if isinstance(text, Replicated) else first.shard(t, dim=2), image.shard(i, dim=2)) for t, i in parts]
+        out = core(*(torch.cat(x, dim=2) for x in rows))
+        found = gap(joint.unshard(out, dim=2), dense_attention(*inputs, pairs("full", B, 23))[0])
+        problems += [f"{text}: off by {found:.1e}"] if found > TOLERANCE else []
+    return problems
+
+
+@pytest.mark.parametrize("compiled", (False, pytest.param(True, marks=pytest.mark.full)))
+def test_in_a_plan(pool: Any, compiled: bool) -> None:
+    report(pool(2).run(in_a_plan, compiled))
