@@ -127,6 +127,8 @@ class Layout(ABC):
     def permutation(self, seq_len: int, cp_size: int) -> Tensor:
         """int64 CPU tensor [seq_len]; ``x[permutation]`` is the sequence in layout order, over ``cp_size`` ranks.
 
+        It is longer where every rank holds some positions.
+
         >>> ZigZag().permutation(8, 2).tolist()
         [0, 1, 6, 7, 2, 3, 4, 5]
         """
@@ -378,7 +380,7 @@ class ZigZagDocuments(_OfTensor):
         return edges
 
     def runs(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Piece, ...]:
-        hint = "give it the cumulative lengths of the padded documents"
+        hint = "give it the cumulative lengths of the padded documents, or a ShardedSequence pad=False"
         self._check_length(seq_len, int(self._edges[-1]), "the last of its cumulative lengths", hint)
         chunks = np.array([cp_rank, 2 * cp_size - 1 - cp_rank])
         first, lens = self._edges[:-1, None], np.diff(self._edges)[:, None]
@@ -466,8 +468,8 @@ class Joint(Layout):
         total = sum(length for length, _ in self.streams)
         if seq_len != total:
             raise ArgumentError(
-                f"Joint: expected seq_len {total}, the sum of its streams, got {seq_len}; pass seq_len={total}; of a"
-                " stream that is padded the padded length counts"
+                f"Joint: expected seq_len {total}, the sum of its streams, got {seq_len}; pass seq_len={total}, or to a"
+                f" ShardedSequence length={total} with pad=False; of a padded stream the padded length counts"
             )
         found, begin = [], 0
         for length, layout in self.streams:
@@ -505,11 +507,11 @@ class Joint(Layout):
 
 
 def _stream(x: Any) -> tuple[int, Layout | Replicated]:
-    if isinstance(x, Replicated):
-        x = x.length, x
     length, layout = x if isinstance(x, tuple) and len(x) == 2 else (x, Contiguous())
-    is_length = isinstance(length, int) and not isinstance(length, bool) and length >= 0
-    if not is_length or not isinstance(layout, Layout | Replicated) or isinstance(layout, Joint):
+    is_layout = isinstance(layout, Layout) and not isinstance(layout, Joint)
+    if isinstance(x, Replicated):
+        length, layout = x.length, x
+    if not isinstance(length, int) or isinstance(length, bool) or length < 0 or not is_layout:
         raise ArgumentError(
             f"Joint: expected a length, (length, layout) or Replicated(length) for each stream, got {x!r};"
             " Joint(512, (4096, ZigZag())) are two streams, and streams of a Joint can be given one by one"

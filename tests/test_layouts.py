@@ -217,7 +217,18 @@ def test_a_replicated_stream_is_held_by_every_rank_and_unsharded_once():
 
 
 @pytest.mark.parametrize(
-    "streams", [("4",), (-1,), (True,), ((4, "zigzag"),), ((4, ZigZag),), (Joint(4, 4),), ((8, Joint(4, 4)),), ((4,),)]
+    "streams",
+    [
+        ("4",),
+        (-1,),
+        (True,),
+        ((4, "zigzag"),),
+        ((4, ZigZag),),
+        (Joint(4, 4),),
+        ((8, Joint(4, 4)),),
+        ((4,),),
+        ((4, Replicated(4)),),
+    ],
 )
 def test_joint_refuses_what_is_no_stream(streams):
     with pytest.raises(ArgumentError, match=r"Joint: expected a length, \(length, layout\) or Replicated.*one by one"):
