@@ -191,6 +191,7 @@ def keys_seen(mask: Mask, seq_len: int) -> Array:
     position, total = np.arange(seq_len), np.zeros(seq_len, dtype=np.int64)
     for documents in _documents(mask, seq_len):
         lens = np.diff(documents.edges)
+        excluded = np.repeat(documents.labels < 0, lens)
         for reach in mask.reaches(seq_len):
             first = np.repeat(np.maximum(documents.edges[:-1], reach.begin), lens)
             last = np.repeat(np.minimum(documents.edges[1:], reach.end), lens)
@@ -199,5 +200,6 @@ def keys_seen(mask: Mask, seq_len: int) -> Array:
             if reach.nearest > -NONE:
                 np.minimum(last, position + (1 - reach.nearest), out=last)
             last -= first
+            last[excluded] = 0
             total += np.maximum(last, 0, out=last)
     return total

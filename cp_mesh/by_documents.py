@@ -51,7 +51,8 @@ class ByDocuments:
         self._rows = []
         for documents in mask.runs():
             q, part = cut(pieces, documents.edges)
-            q = q._replace(document=part).at(part.argsort(kind="stable"))
+            order = part.argsort(kind="stable")
+            q = q._replace(document=part).at(order[documents.labels[part[order]] >= 0])
             self._rows.append((q, keys_of(q, mask, seq_len)))
 
     @classmethod

@@ -83,8 +83,9 @@ class ByRuns:
             first = (np.cumsum(lens) - lens)[pieces.rank] + pieces.row
             last = first + pieces.length
         edges = np.stack([first, last], 1).reshape(-1)
-        labels = np.r_[labels, 0]  # so that an end may be named
-        return np.stack([bound.reduceat(labels, edges)[::2] for bound in (np.minimum, np.maximum)])
+        low = np.where(labels < 0, NONE, labels)  # so excluded ones are in no bounds
+        bounds = (np.minimum, np.r_[low, 0]), (np.maximum, np.r_[labels, 0])  # longer, so that an end may be named
+        return np.stack([bound.reduceat(x, edges)[::2] for bound, x in bounds])
 
     def _table(self, q: Array, k: Array) -> Array:
         i, j = _indices(self._seen(q, k)[0])

@@ -120,7 +120,9 @@ class Choice:
 
 def layout_and_documents(layout: Layout, mask: Mask) -> tuple[Layout | None, int | None]:
     """As a `Problem` has them."""
-    length = None if mask.documents is None else _typical(np.concatenate([np.diff(row.edges) for row in mask.runs()]))
+    length = None
+    if mask.documents is not None:
+        length = _typical(np.concatenate([np.diff(row.edges)[row.labels >= 0] for row in mask.runs()]))
     if isinstance(layout, ZigZagDocuments):
         edges = layout.tensor.numpy()
         layout = ZigZagDocuments([*range(0, edges[-1], length or _typical(np.diff(edges))), edges[-1]])

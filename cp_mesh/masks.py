@@ -61,6 +61,8 @@ FULL = Band()
 CAUSAL = Band(0, None)
 PARTIAL: Literal["partial"] = "partial"  # only Mask.allowed tells which pairs
 Cover = Band | Literal["partial"]
+EXCLUDED = -1
+"""A document id of tokens that see nothing and are seen by nobody, as any negative one."""
 NONE = 1 << 30
 """In integers, a bound that is not there; positions are below it."""
 
@@ -80,8 +82,9 @@ class Documents:
 
     Attributes:
         edges: int64 [num_runs + 1], where each begins, and the end of the sequence.
-        labels: int64 [num_runs], the number of the first run that has its id; two runs of one id are one document.
-        come_back: whether some id does have two runs.
+        labels: int64 [num_runs], the number of the first run that has its id; two runs of one id are one document. -1
+            of runs that are excluded.
+        come_back: whether some id of a document does have two runs.
     """
 
     edges: NDArray[np.int64]
@@ -89,14 +92,14 @@ class Documents:
 
     @property
     def come_back(self) -> bool:
-        return bool((self.labels != np.arange(len(self.labels))).any())
+        return bool(((self.labels >= 0) & (self.labels != np.arange(len(self.labels)))).any())
 
     @classmethod
     def of(cls, ids: NDArray[Any]) -> Documents:
         """From the id of each position, [S]."""
         begins = np.flatnonzero(np.r_[np.ones(min(1, len(ids)), dtype=bool), ids[1:] != ids[:-1]])
         _, first, which = np.unique(ids[begins], return_index=True, return_inverse=True)
-        return cls(np.r_[begins, len(ids)], first[which])
+        return cls(np.r_[begins, len(ids)], np.where(ids[begins] < 0, -1, first[which]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +115,9 @@ class Mask:
         window: ``(left, right)`` inclusive distances in tokens, None unlimited: ``p - t <= left``, ``t - p <= right``.
         documents: integer ids [B, S] or [S] of the *whole* sequence in original order, the same on every cp rank:
             id[p] == id[t]. Ids compare by equality only. They let the schedule skip what is masked, and fast kernels
-            take them as sequences, unless an id comes back after another.
+            take them as sequences, unless an id comes back after another. A negative id, such as `EXCLUDED`, is no
+            document: its queries see nothing, and no query sees its keys. Such rows have output 0, lse -inf and
+            gradients 0, and cost nothing.
         key_padding: bool [B, S] or [S] of the whole sequence, True = keep; applies to keys only.
         prefix: keys at positions below it are visible to all queries, whatever ``causal`` says (window still applies).
         length: keys at positions >= length are padding that no query sees. None: there is no padding.
@@ -268,7 +273,7 @@ class Mask:
         keep = keep[None]
         if self.documents is not None:
             ids = torch.atleast_2d(self.documents).to(q_pos.device)
-            keep = keep & (ids[:, q_pos, None] == ids[:, None, k_pos])
+            keep = keep & (ids[:, q_pos, None] == ids[:, None, k_pos]) & (ids[:, None, k_pos] >= 0)
         if self.key_padding is not None:
             keep = keep & torch.atleast_2d(self.key_padding).to(k_pos.device)[:, None, k_pos]
         return keep

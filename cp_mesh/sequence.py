@@ -20,7 +20,7 @@ from cp_mesh.balancing import balance
 from cp_mesh.errors import refuse
 from cp_mesh.groups import flat, is_cp_axis
 from cp_mesh.layouts import Contiguous, Layout, ZigZag
-from cp_mesh.masks import Mask
+from cp_mesh.masks import EXCLUDED, Mask
 from cp_mesh.seen import Rows, mark, marked, note_length, note_tokens
 from cp_mesh.transport.waiting import wait_for
 
@@ -29,7 +29,7 @@ WHOLE = ("documents", "key_padding", "cu_seqlens")
 PADDING = {
     **dict.fromkeys(("labels", "label", "targets", "target"), -100),
     **dict.fromkeys(("tokens", "input_ids", "positions", "position_ids", "attention_mask", "key_padding"), 0),
-    "documents": -1,
+    "documents": EXCLUDED,
 }
 """Values that pad leaves of these names. Floating-point leaves of other names are padded with 0."""
 

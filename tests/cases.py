@@ -46,6 +46,14 @@ def _joint(first: int, second: int, third: int) -> Joint:
     return Joint(first, (second, ZigZag()), (third, ZigZagDocuments([0, third // 2, third])))
 
 
+def _excluded(B: int, S: int) -> Tensor:
+    """As `_ids`, with tokens of no document at the begin, between documents and at the end."""
+    ids, at = _ids(B, S) * 2, torch.arange(S)
+    ids += at > S // 2  # of a document that is parted, two
+    ids[:, (at == S // 2) | (at < 2) | (at >= S - S // 5)] = -1
+    return ids.where(ids != 4, -7)
+
+
 def _keep(B: int, S: int) -> Tensor:
     """Key padding [B, S]; the first keys of row 0 are dropped, so that causal queries are left without keys."""
     keep = torch.rand(B, S, generator=torch.Generator().manual_seed(S)) > 0.3
@@ -71,6 +79,7 @@ MASKS: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "no key at all": lambda B, S: {"length": 0},
     "documents": lambda B, S: {"documents": _ids(B, S)},
     "documents shared by the batch": lambda B, S: {"documents": _ids(1, S).int(), "causal": False},
+    "excluded tokens": lambda B, S: {"documents": _excluded(B, S)},
     "scattered documents": lambda B, S: {"documents": _ids(B, S, ordered=False), "window": (7, None)},
     "key padding": lambda B, S: {"key_padding": _keep(B, S)},
     "key padding, both ways": lambda B, S: {"key_padding": _keep(B, S), "causal": False},

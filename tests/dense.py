@@ -113,7 +113,7 @@ def dense_mask(
     A query i sees a key j if all of these hold:
         causal: j is not after i, or j is one of the first `prefix` tokens.
         window: j is at most `left` tokens before i and at most `right` after it; None is unlimited.
-        documents: both carry the same id.
+        documents: both carry the same id, which is not negative.
         key_padding: j is kept (True).
         length: j is one of the first `length` tokens; later ones pad the sequence.
     """
@@ -128,7 +128,7 @@ def dense_mask(
             return False
         if right is not None and j - i > right:
             return False
-        if ids is not None and ids[b][i] != ids[b][j]:
+        if ids is not None and (ids[b][i] != ids[b][j] or ids[b][i] < 0):
             return False
         if keep is not None and not keep[b][j]:
             return False

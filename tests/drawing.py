@@ -45,6 +45,7 @@ from cp_mesh.layouts import (
     ZigZagDocuments,
     chunk_bounds,
 )
+from cp_mesh.masks import EXCLUDED
 from cp_mesh.methods import METHODS
 
 # --- layouts of a user's own
@@ -386,6 +387,8 @@ def draw_ids(r: Random, S: int, least: int) -> list[int]:
     names = r.sample(range(least, least + 100), 100)
     while len(ids) < S:
         name = least + r.randint(0, 2) if kind == "returning" else names.pop()
+        if least < 0 and r.random() < 0.2:
+            name = EXCLUDED
         ids += [name] * r.randint(1, 3 if kind == "many" else 30)
     return ids[:S]
 

@@ -194,7 +194,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
         pool,
         *(
             (test_masks.test_allowed_is_the_dense_mask, (mask, 7))
-            for mask in ("causal", "window", "length", "documents")
+            for mask in ("causal", "window", "length", "documents", "excluded tokens")
         ),
         (test_masks.test_documents_from_cumulative_lengths, ([0, 3, 5], [0, 0, 0, 1, 1], torch.int64)),
     ),
@@ -216,7 +216,11 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     ),
     "facts": lambda pool: report(pool(1).run(every_fact)),
     "heads of efficient attention": lambda pool: alone(pool, (test_aten_kernels.test_a_tile, ("GQA", CAUSAL))),
-    "balance": lambda pool: alone(pool, (test_balancing.test_packed_documents, (65536, 4, 1))),
+    "balance": lambda pool: alone(
+        pool,
+        (test_balancing.test_packed_documents, (65536, 4, 1)),
+        (test_balancing.test_weights_are_the_keys_that_a_position_sees, ("excluded tokens",)),
+    ),
     "parity": lambda pool: few(pool, FEW),
     "scores": lambda pool: few(pool, SCORED),
     "parity on the last axis": lambda pool: report(

@@ -46,10 +46,11 @@ DOCUMENTS = {
     "an empty tail": ids_of([5, 6, 13]),
     "at the edges of shards": ids_of([6, 6, 6, 6]),
     "unlike in every batch row": ids_of([1, 22, 1], [8, 8, 8], [24]),
-    "of any order": torch.tensor([[5] * 9 + [-1] * 2 + [3] * 13]),
+    "of any order": torch.tensor([[5] * 9 + [1] * 2 + [3] * 13]),
+    "excluded tokens beside them": torch.tensor([[-1] + [0] * 4 + [-1] * 4 + [1] * 9 + [-2] * 2 + [2] * 4, [-1] * 24]),
 }
 each_documents = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if "longer" in name else pytest.mark.full) for name in DOCUMENTS]
+    "name", [pytest.param(name, marks=[] if {"longer", "excluded"} & {*name.split()} else pytest.mark.full) for name in DOCUMENTS]
 )
 CONDITIONS: dict[str, dict[str, Any]] = {
     "causal": {},
@@ -241,7 +242,8 @@ def fa4_on_ranks(rank: int, cp_size: int, cases: list[Case]) -> list[str]:
 @pytest.mark.parametrize("cp_size", (2, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 4))))
 def test_fa4_over_a_ring(pool, full, cp_size):
     """Communication and all: what a kernel of sequences computes is dense attention, in every format."""
-    documents = DOCUMENTS if full else ("primes", "one longer than a shard", "unlike in every batch row")
+    quick = "primes", "one longer than a shard", "unlike in every batch row", "excluded tokens beside them"
+    documents = DOCUMENTS if full else quick
     conditions = ("causal", "two-sided window")
     masks = [{"documents": DOCUMENTS[name], **CONDITIONS[c]} for name, c in product(documents, conditions)]
     cases = [
@@ -250,6 +252,43 @@ def test_fa4_over_a_ring(pool, full, cp_size):
         if seq_dim or len(mask["documents"]) == 1
     ]
     report(pool(cp_size).run(fa4_on_ranks, cp_size, cases, timeout=300))
+
+
+def excluded(rank: int, method: str) -> list[str]:
+    """Exact zeros of excluded tokens, whose rows hold numbers that no mask could multiply away."""
+    axis, problems = mesh((3,), ("cp",)), []
+    for ids in (torch.tensor([0] * 7 + [cp_mesh.masks.EXCLUDED] * 9 + [1] * 8), torch.full((24,), -5)):
+        mask = Mask(documents=ids)
+        for name in (*RUNS, "shuffled"):
+            layout = cp_mesh.balance(mask, 24, 3) if name == "balanced" else LAYOUTS[name](24)
+            rows = layout.positions(24, 3, rank)
+            out_of = ids[rows] < 0
+            q, k, v, dout = (x[:, :, rows] for x in make_qkv(1, 3, 3, 24, 4))
+            q, k, v = (x.masked_fill(out_of[:, None], 1e200).requires_grad_() for x in (q, k, v))
+            out, lse = cp_mesh.attention(
+                q, k, v, mesh=axis, seq_len=24, layout=layout, mask=mask, method=method, return_lse=True
+            )
+            grads = torch.autograd.grad(out, (q, k, v), dout)
+            is_zero = all((x[:, :, out_of] == 0).all() and x.isfinite().all() for x in (out, *grads))
+            if not is_zero or not (lse[:, :, out_of] == -torch.inf).all():
+                problems.append(f"{name}, {ids.tolist()}: not nothing")
+    return problems
+
+
+@pytest.mark.parametrize("method", ("ring", "all_gather", "ulysses"))
+def test_excluded_tokens_are_nothing(pool, method):
+    report(pool(3).run(excluded, method))
+
+
+def test_excluded_tokens_cost_nothing():
+    """No pair and no row that travels; a balanced layout shares out what is left."""
+    ids = torch.cat([torch.arange(600) // 200, torch.full((360,), -1)])
+    for make in (*(LAYOUTS[name] for name in RUNS[:3]), lambda S: cp_mesh.balance(Mask(documents=ids), S, 4)):
+        ranks = [make_schedule(make(960), Mask(documents=ids), 960, 4, rank, True) for rank in range(4)]
+        assert sum(schedule.num_pairs for schedule in ranks) == 3 * 200 * 201 // 2
+        assert all(schedule.covers == {"segments"} for schedule in ranks)
+    work = [schedule.num_pairs for schedule in ranks]
+    assert max(work) <= 1.01 * min(work)
 
 
 # --- which schedule a kernel is given

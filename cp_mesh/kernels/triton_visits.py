@@ -85,6 +85,12 @@ def rows_kernel(
         if padding is not None:
             kept = padding + mask_row * padding_batch + position * padding_row
             seen = seen & (tl.load(kept, mask=inside, other=0) != 0)
+    if documents is not None:
+        ids_dtype = ids.dtype.element_ty
+        document = documents + mask_row * document_batch + position * document_row
+        id = tl.load(document, mask=inside, other=0).to(ids_dtype)
+        if KEYS:
+            seen = seen & (id >= 0)
     first = tl.where(seen, first, NEVER).to(tl.int32)
     last = tl.where(seen, last, -NEVER).to(tl.int32)
     place = mask_row * num_rows + rows
@@ -98,9 +104,6 @@ def rows_kernel(
     tl.store(bounds + 2 * field, tl.max(first, 0))
     tl.store(bounds + 3 * field, tl.min(last, 0))
     if documents is not None:
-        ids_dtype = ids.dtype.element_ty
-        document = documents + mask_row * document_batch + position * document_row
-        id = tl.load(document, mask=inside, other=0).to(ids_dtype)
         tl.store(ids + place, id, mask=inside)
         id_bounds += mask_row * tl.num_programs(0) + grain
         tl.store(id_bounds, tl.min(tl.where(seen, id, _greatest(ids_dtype)), 0))

@@ -4,14 +4,14 @@ How many there are, by what they break:
 
 the choice of a method      13
 decoding                    11
-masks                        9
+masks                       10
 masks as integers           11
 layouts                      7
 the schedule                15
 documents as sequences       6
 balanced layouts             2
 the guard                   21
-kernels in Triton           32
+kernels in Triton           33
 kernels                     24
 merging                      5
 scores                      30

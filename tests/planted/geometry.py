@@ -46,6 +46,14 @@ plant("padding is not hidden", "masks:Mask.allowed", "masks")(
 )
 
 
+def without_exclusion(mask: Any) -> Any:
+    """Tokens of no document are one."""
+    return mask if mask.documents is None else replace(mask, documents=mask.documents.where(mask.documents >= 0, 99))
+
+
+plant("excluded tokens see each other", "masks:Mask.allowed", "masks")(of_other_mask(without_exclusion))
+
+
 @plant("a document starts a token late", "masks:Mask.from_cu_seqlens", "masks", "random uses")
 def _(from_cu_seqlens: Any) -> Any:
     def late(mask: Any) -> Any:
@@ -358,6 +366,11 @@ def _(make_schedule: Any) -> Any:
     return with_arguments(make_schedule, mask=by_runs)
 
 
+plant("excluded tokens are a document", "schedule:make_schedule", "segments")(
+    lambda make_schedule: with_arguments(make_schedule, mask=without_exclusion)
+)
+
+
 def of_blocks(change: Callable[[Any, bool], Any]) -> Callable[[Any], Any]:
     """Of `make_schedule`: tiles by documents have other `Segments`."""
 
@@ -411,6 +424,11 @@ plant = in_area("balanced layouts")
 @plant("documents are dealt out by tokens alone", "balancing:balance", "balance")
 def _(balance: Any) -> Any:
     return with_arguments(balance, mask=lambda mask: replace(mask, documents=None))
+
+
+plant("excluded tokens count as work", "balancing:keys_seen", "balance")(
+    lambda keys_seen: with_arguments(keys_seen, mask=without_exclusion)
+)
 
 
 @plant("every key of a document counts as work of every query", "balancing:keys_seen", "balance")

@@ -60,6 +60,14 @@ def _(allowed_pairs: Any) -> Any:
     return lambda *given: allowed_pairs(*given[:-1], False)
 
 
+@plant("excluded tokens see each other in Triton", "kernels.triton_attention:_MaskRows._read", "documents in Triton")
+def _(read: Any) -> Any:
+    def seen(mask: Any) -> Any:
+        return mask if mask.documents is None else replace(mask, documents=mask.documents.where(mask.documents >= 0, 99))
+
+    return with_arguments(read, mask=seen)
+
+
 @plant("documents of the first row stand for all in Triton", "kernels.triton_attention:_strides", "documents in Triton")
 def _(strides: Any) -> Any:
     return with_result(strides, lambda found: (0, found[1]))

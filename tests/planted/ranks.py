@@ -82,6 +82,7 @@ def every_segments(rank: int) -> list[str]:
     runs = ("contiguous", "zigzag", "striped", "balanced")
     # the second has a document that comes back; of the third the tail of a document has more rows than keys before it
     documents = [[0] * 3 + [1] * 6 + [2] * 3, [0, 0, 1, 1, 0, 0, 0, 2, 2, 3, 3, 3], [0] * 4 + [1] * 5 + [2] * 3]
+    documents += [[-1] * 2 + [0] * 4 + [-1] * 3 + [1] * 3]
     for cp_size, layout, ids, left in product((1, 2, 3), runs, documents, (None, 2, 3)):
         options = {"documents": torch.tensor([ids]), "window": (left, None)}
         problems += coverage(LAYOUTS[layout](12), Mask(**options), pairs_of(options, 12), cp_size, segments=True)
@@ -147,6 +148,7 @@ def triton_tile(what: str) -> tuple[Any, Any]:
         return Scores(0.3), Band(-15, 12)
     if what == "documents":
         ids = torch.stack([torch.arange(scores.S) // 15, torch.zeros(scores.S, dtype=torch.int64)])
+        ids[1, 20:27] = -1
         return Scores(0.3), scores.in_order(Mask(documents=ids, window=(17, None)))
     options = {name: x for feature in scores.FEATURES.values() for name, x in feature.items()}
     # the second block of keys is of two runs; the third has keys that some queries precede
