@@ -3,6 +3,7 @@
 from cp_mesh.agreement import check_mode
 from cp_mesh.attention import attention
 from cp_mesh.balancing import balance
+from cp_mesh.boundaries import GatherOutput, ShardInput
 from cp_mesh.cache import ShardedCache
 from cp_mesh.clipping import clip_grad_norm
 from cp_mesh.cores import ContextParallel
@@ -10,8 +11,8 @@ from cp_mesh.decoding import decode
 from cp_mesh.errors import ArgumentError, RankMismatchError, UnsupportedError
 from cp_mesh.explaining.explain import explain
 from cp_mesh.layouts import Balanced, Contiguous, Joint, Layout, Permuted, Replicated, Striped, ZigZag, ZigZagDocuments
-from cp_mesh.loss import cross_entropy
-from cp_mesh.masks import Mask
+from cp_mesh.loss import cross_entropy, valid_tokens
+from cp_mesh.masks import Mask, batch_mask, document_positions
 from cp_mesh.parallel import checkpoint_context_fn, parallelize, sum_gradients
 from cp_mesh.root import ShardedModel
 from cp_mesh.sequence import ShardedSequence
@@ -24,12 +25,14 @@ __all__ = [
     "Balanced",
     "ContextParallel",
     "Contiguous",
+    "GatherOutput",
     "Joint",
     "Layout",
     "Mask",
     "Permuted",
     "RankMismatchError",
     "Replicated",
+    "ShardInput",
     "ShardedCache",
     "ShardedModel",
     "ShardedSequence",
@@ -40,14 +43,17 @@ __all__ = [
     "ZigZagDocuments",
     "attention",
     "balance",
+    "batch_mask",
     "check_mode",
     "checkpoint_context_fn",
     "clip_grad_norm",
     "cross_entropy",
     "decode",
+    "document_positions",
     "explain",
     "parallelize",
     "sum_gradients",
+    "valid_tokens",
     "verify",
     "verify_model",
     "warm_up",

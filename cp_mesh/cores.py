@@ -25,7 +25,7 @@ from cp_mesh.attention import Asked, attend, check_asked
 from cp_mesh.call import SCORE_OPTIONS, check_choice
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe, refuse
 from cp_mesh.formats import FORMATS
-from cp_mesh.forwards import STYLE, replace_forward, replaced
+from cp_mesh.forwards import STYLE, replace_forward
 from cp_mesh.guard.stated import (
     Reach,
     check_mask_read,
@@ -42,7 +42,7 @@ from cp_mesh.masks import Mask
 from cp_mesh.methods import choose_method
 from cp_mesh.placements import check_placements, check_score_placements, local_scores, wrap
 from cp_mesh.sequence import ROOT, ShardedSequence
-from cp_mesh.styles import announce, check_layout, claim, has_axis, layout_of_call
+from cp_mesh.styles import announce, check_layout, check_layout_of_root, claim, has_axis, layout_of_call, styles_of
 from cp_mesh.transport import TRANSPORTS
 
 _LOOKED_AT = "_cp_mesh_looked_at"  # a core whose own words were compared with its style
@@ -290,9 +290,7 @@ class ContextParallel(ParallelStyle):
 
 def cores_of(module: nn.Module) -> list[ContextParallel]:
     """The styles of the cores in a module."""
-    styles = [replaced(part, STYLE) for part in module.modules()]
-    found = [getattr(style.run, "__self__", None) for style in styles if style is not None]
-    return [style for style in found if isinstance(style, ContextParallel)]
+    return [style for style in styles_of(module) if isinstance(style, ContextParallel)]
 
 
 def _check_root(sequence: ShardedSequence, layout: Layout) -> None:
@@ -301,11 +299,7 @@ def _check_root(sequence: ShardedSequence, layout: Layout) -> None:
     if found is None or found.sequence.mesh != sequence.mesh:
         return
     found.cores += 1
-    root = found.sequence
-    if root.layout != layout:
-        hint = "give ShardedModel and ContextParallel one sequence, or functions that return one layout for a batch"
-        got = f"{layout.spec()} in the core, {root.layout.spec()} at the root"
-        refuse("layout", "one for the whole model", got, hint)
+    check_layout_of_root(found.sequence, layout, "the core")
 
 
 def _ask(name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -17,6 +17,7 @@ from cp_mesh.errors import UnsupportedError, refuse
 
 FILE = __file__
 STYLE = "_cp_mesh_style"  # keys of `replace_forward`: a style's forward
+INPUT, OUTPUT = "_cp_mesh_shard_input", "_cp_mesh_gather_output"  # which a module may have beside a style
 WATCH = "_cp_mesh_watch"  # the forward of a compiled part, which is looked at while it is traced
 
 
@@ -45,7 +46,7 @@ def replace_forward(module: nn.Module, key: str, name: str, run: Callable[..., A
 
     Args:
         module: changed in place: its class, and a ``forward`` that was set on the instance, which is still called.
-        key: `STYLE` or `WATCH`; a module has at most one replacement of each.
+        key: `STYLE`, `INPUT`, `OUTPUT` or `WATCH`; a module has at most one replacement of each.
         name: of the replacement, for messages.
         run: is given the module, its own forward, and the arguments of the call.
     """
@@ -95,7 +96,7 @@ def _make_subclass(base: type[nn.Module], key: str) -> type[nn.Module]:
             inner = functools.partial(base.forward, self)
         if replacement is not None:
             return replacement.run(self, inner, *args, **kwargs)
-        if key == STYLE:
+        if key != WATCH:
             got, hint = "an object of its class alone", "build the plain module and call parallelize on it"
             refuse(type(self).__name__, "a module that has its style", got, hint)
         return inner(*args, **kwargs)
@@ -127,7 +128,7 @@ def _like(module: nn.Module, twin: nn.Module) -> nn.Module:
     """``twin`` with the class and the replacements of ``module``, however it was made."""
     if type(twin) is not type(module):
         twin.__class__ = type(module)
-    for key in (STYLE, WATCH):
+    for key in (STYLE, INPUT, OUTPUT, WATCH):
         if key in module.__dict__:
             twin.__dict__[key] = module.__dict__[key]
     return twin
@@ -150,7 +151,7 @@ class _Copier:
         return _like(self.module, self.make(*args))
 
     def __reduce__(self) -> Any:
-        if STYLE not in self.module.__dict__:
+        if not {STYLE, INPUT, OUTPUT} & self.module.__dict__.keys():
             return _itself, (self.make,)
         raise UnsupportedError(
             f"{type(self.module).__name__}: a module with a style of cp_mesh cannot be pickled, as the style holds "

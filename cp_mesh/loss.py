@@ -87,9 +87,8 @@ def cross_entropy(
     if first and (found := _find_wrong(logits, labels, ignore_index, mesh)) is not None:
         valid = valid + _FLAG
         leave_word(str(found))
-    for group in groups if count is None or first else ():
-        summed = _funcol.all_reduce(valid, "sum", group.group_name)
-        valid = wait_for(summed, "cross_entropy: the number of valid tokens", group.group_name)
+    if count is None or first:
+        valid = _sum_over(groups, valid, "cross_entropy")
     if first and (wrong := int(valid) // _FLAG) > 0:
         raise found or ArgumentError(f"on {wrong} other ranks of the mesh: {read_word()}")
     share = token_losses(logits.flatten(0, -2), labels.flatten(), ignore_index).sum()
@@ -101,6 +100,40 @@ def cross_entropy(
             note_trained(share, Loss(mesh, is_whole(labels), *known))
         forget(share.requires_grad)
     return share
+
+
+def valid_tokens(labels: Tensor, mesh: DeviceMesh | dist.ProcessGroup, *, ignore_index: int = -100) -> Tensor:
+    """How many labels count, over all ranks of ``mesh``: to be the ``count`` of `cross_entropy`.
+
+    For losses in parts that share one mean: micro-batches of a step, or chunks of a sequence whose logits are not held
+    together. Of several tensors take the sum of their numbers.
+
+    Args:
+        labels: int64 of any shape, those of this rank's rows; shapes may differ between ranks.
+        mesh: the ranks that hold distinct tokens, as in `cross_entropy`.
+        ignore_index: the label of tokens that do not count.
+
+    Returns:
+        An int64 scalar on the labels' device, equal on all ranks.
+
+    Raises:
+        ArgumentError: on a DTensor.
+
+    Example:
+        >>> count = sum(valid_tokens(labels, data) for _, labels in micro_batches)  # doctest: +SKIP
+        >>> for tokens, labels in micro_batches:  # doctest: +SKIP
+        ...     cross_entropy(model(tokens), labels, data, count=count).backward()
+    """
+    if isinstance(labels, DTensor):
+        refuse("labels", "a local tensor", "a DTensor", "pass those of this rank's rows")
+    return _sum_over(groups_of(mesh), (labels != ignore_index).sum(), "valid_tokens")
+
+
+def _sum_over(groups: list[dist.ProcessGroup], valid: Tensor, function: str) -> Tensor:
+    for group in groups:
+        summed = _funcol.all_reduce(valid, "sum", group.group_name)
+        valid = wait_for(summed, f"{function}: the number of valid tokens", group.group_name)
+    return valid
 
 
 def _is_first(groups: list[dist.ProcessGroup], kind: tuple[Any, ...], leaf: int | None) -> bool:

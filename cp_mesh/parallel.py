@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from cp_mesh.boundaries import GatherOutput, ShardInput
 from cp_mesh.cores import ContextParallel, cross_attention
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.guard.reductions import watch_first_step
@@ -80,7 +81,7 @@ def parallelize(
     for name, (_, style) in chosen.items():
         style._apply(modules[name], mesh)
     styles = [style for _, style in chosen.values()]
-    if any(isinstance(style, ShardedModel | ContextParallel) for style in styles):
+    if any(isinstance(style, ShardedModel | ContextParallel | ShardInput | GatherOutput) for style in styles):
         watch_first_step(module, mesh)
     if watch and any(isinstance(style, ContextParallel) for style in styles) and "" not in chosen:
         watch_rootless(module)
@@ -160,8 +161,8 @@ def _matches(key: str, name: str) -> bool:
 
 def _check_sequences(plan: Mapping[str, ParallelStyle]) -> None:
     """Refuse a plan whose cores attend over another sequence than the root shards, or in a layout of other making."""
-    roots = {key: style for key, style in plan.items() if isinstance(style, ShardedModel)}
-    cores = {key: style for key, style in plan.items() if isinstance(style, ContextParallel)}
+    roots = {key: x for key, x in plan.items() if isinstance(x, ShardedModel | ShardInput | GatherOutput)}
+    cores = {key: x for key, x in plan.items() if isinstance(x, ContextParallel | ShardInput | GatherOutput)}
     for (root_key, root), (key, core) in product(roots.items(), cores.items()):
         if root.sequence != core.sequence:
             got = f"{_sequence_words(root.sequence)} at {root_key!r}, {_sequence_words(core.sequence)} in {key!r}"

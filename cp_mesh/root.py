@@ -274,7 +274,7 @@ class ShardedModel(ParallelStyle):
         if self.layout is not None:
             sequence = replace(sequence, layout=layout_of_call(self, **arguments))
         for name in present:
-            given[name] = sequence.shard({name: given[name]}, dim=1, pad_value=_padding(name))[name]
+            given[name] = sequence.shard({name: given[name]}, dim=1, pad_value=padding_of(name))[name]
         if self.positions is not None:
             ids = given.get(self.positions)
             if ids is None:
@@ -292,7 +292,7 @@ def _check_masks(module: nn.Module, arguments: dict[str, Any]) -> None:
         refuse("ShardedModel", f"a core that reads {given[0]}", "styles with a mask of their own", hint)
 
 
-def _padding(name: str) -> int:
+def padding_of(name: str) -> int:
     """What pads an input: labels are known by name, and any token does for the others."""
     return PADDING.get(name, -100 if "label" in name or "target" in name else 0)
 

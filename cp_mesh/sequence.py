@@ -5,9 +5,10 @@ Labels are shifted before the sequence is sharded: the token after a shard's las
 
 from __future__ import annotations
 
+import hashlib
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -103,6 +104,28 @@ class ShardedSequence:
         """`seq_len` if the sequence were in this ``layout``."""
         return None if self.length is None else self._sharded_len(self.length, layout)
 
+    def for_batch(self, length: int, mask: Mask | None = None) -> ShardedSequence:
+        """This sequence for one batch, of which the length, or the layout too, is another than that of the others.
+
+        Equal lengths give equal sequences, of which plans are kept; of all plans only the latest are.
+
+        Args:
+            length: tokens of the batch, without padding.
+            mask: of the batch without padding, as `cp_mesh.batch_mask` makes it: its layout is the one that `balanced`
+                makes. None: the layout stays.
+
+        Raises:
+            ArgumentError: on a length below 1, or a mask as in `balanced`.
+
+        Example:
+            >>> batch = sequence.for_batch(tokens.shape[1])  # doctest: +SKIP
+            >>> rows = batch.shard({"tokens": tokens, "labels": labels})  # doctest: +SKIP
+        """
+        if isinstance(length, bool) or not isinstance(length, int):
+            refuse("for_batch: length", "an int, tokens of the batch", length, "pass tokens.shape[1]")
+        sequence = replace(self, length=length)
+        return sequence if mask is None else sequence.balanced(mask)
+
     def balanced(self, mask: Mask) -> ShardedSequence:
         """This sequence in the layout in which every rank computes an equal share of one batch's mask.
 
@@ -172,6 +195,35 @@ class ShardedSequence:
     def _unshard(self, x: Tensor, dim: int, scale: float) -> Tensor:
         whole = _Unshard.apply(x, dim, self, self._len_of_local(x.shape[dim]), scale)
         return whole if self.length is None else whole.narrow(dim, 0, self.length)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of a tensor over the cp ranks, on every rank: for losses that are no sums over tokens.
+
+        Differentiable, as the gradient contract wants: the gradient is the *sum* over ranks of the gradients of the
+        result. So a loss that every rank computes alike from it is added to a rank's share divided by the number of
+        ranks whose shares are summed. The load-balancing loss of a router is an example, in ``docs/gradients.md``.
+
+        Args:
+            x: of one shape on all cp ranks, such as sums over this rank's rows.
+        """
+        return cast(Tensor, _AllReduce.apply(x, self.mesh.get_group().group_name))
+
+    def dropout_seed(self, step: int, seed: int = 0, device: torch.device | str | None = None) -> Tensor:
+        """A seed for attention's dropout, equal on all ranks of this cp group with no communication.
+
+        Another one for every step, and for every cp group, as their tokens are others. Hand it to the model with the
+        batch, so that recomputation finds the same, and let layers add their number: ``seed + layer``.
+
+        Args:
+            step: the number of the forward, counted by the trainer alike on all ranks; of a resumed run counted on.
+            seed: of the run.
+            device: where; None: the CPU.
+
+        Returns:
+            int64 [1], for ``dropout_seed`` of `cp_mesh.attention` and of ``ContextParallel(scores=...)``.
+        """
+        told = repr((seed, dist.get_process_group_ranks(self.mesh.get_group())[0], step)).encode()
+        return torch.tensor([int.from_bytes(hashlib.sha256(told).digest()[:7])], device=device)
 
     def positions(self, seq_len: int | None = None, device: torch.device | str | None = None) -> Tensor:
         """Global positions of this rank's rows, for the rotary embedding: int64 [shard_len].
@@ -310,6 +362,23 @@ class Root:
 
 ROOT: ContextVar[Root | None] = ContextVar("cp_mesh_root", default=None)
 """The innermost root whose forward runs in eager mode; torch.compile cannot trace it."""
+
+
+class _AllReduce(torch.autograd.Function):
+    """Sum over ranks; so is the backward, as the loss is the sum of what all ranks make of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group_name: str) -> Tensor:
+        ctx.group_name = group_name
+        return _sum(x, group_name, "all_reduce: a sum of other ranks")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _sum(grad, ctx.group_name, "all_reduce: gradients of other ranks"), None
+
+
+def _sum(x: Tensor, group_name: str, what: str) -> Tensor:
+    return wait_for(_funcol.all_reduce(x.contiguous(), "sum", group_name), what, group_name)
 
 
 class _Unshard(torch.autograd.Function):

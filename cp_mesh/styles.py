@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_mesh.agreement import announce_refusal, announce_trace
 from cp_mesh.errors import refuse, written
-from cp_mesh.forwards import STYLE, replaced
+from cp_mesh.forwards import INPUT, OUTPUT, STYLE, replaced
 from cp_mesh.groups import names_of_axes
 from cp_mesh.layouts import Layout
 from cp_mesh.sequence import ShardedSequence
@@ -38,6 +39,32 @@ def check_layout(style: str, layout: Any) -> None:
         refuse(f"{style}.layout", "a function that returns a Layout", layout, hint)
 
 
+def check_layout_of_root(root: ShardedSequence, layout: Layout, where: str) -> None:
+    """Refuse another layout than that of the rows which the root of a forward sharded."""
+    if root.layout != layout:
+        hint = "give all styles of a model one sequence, or functions that return one layout for a batch"
+        got = f"{layout.spec()} in {where}, {root.layout.spec()} at the root"
+        refuse("layout", "one for the whole model", got, hint)
+
+
+def styles_of(model: nn.Module) -> Iterator[Any]:
+    """The styles of this library that were applied to a model."""
+    for module in model.modules():
+        yield from (style for key in (STYLE, INPUT, OUTPUT) if (style := style_of(module, key)) is not None)
+
+
+def style_of(module: nn.Module, key: str = STYLE) -> Any:
+    """That of this module, or None."""
+    replacement = replaced(module, key)
+    run: Any = None if replacement is None else replacement.run  # a method of the style, or a partial of one
+    return None if run is None else getattr(run, "func", run).__self__
+
+
+def gathers(model: nn.Module) -> bool:
+    """Whether every cp rank has the whole output, for a loss that all compute alike."""
+    return any(getattr(style, "gather_output", False) for style in styles_of(model))
+
+
 def announce(sequence: ShardedSequence, error: Exception) -> None:
     """Let the ranks that wait for this one raise, too."""
     if torch.compiler.is_compiling():
@@ -46,12 +73,14 @@ def announce(sequence: ShardedSequence, error: Exception) -> None:
         announce_refusal(sequence.mesh.get_group(), error)
 
 
-def claim(module: nn.Module, mesh: DeviceMesh, sequence: ShardedSequence, style: ParallelStyle) -> None:
-    """Check that the style fits; called when nothing else can fail."""
+def claim(
+    module: nn.Module, mesh: DeviceMesh, sequence: ShardedSequence, style: ParallelStyle, key: str = STYLE
+) -> None:
+    """Check that the style fits; called when nothing else can fail. ``key``: that of its `replace_forward`."""
     name = type(style).__name__
     if mesh.ndim != 1:
         refuse(f"{name}: mesh", "one axis", f"{mesh.ndim} axes", 'pass mesh["cp"]')
-    if (other := replaced(module, STYLE)) is not None:
+    if (other := replaced(module, key)) is not None:
         got = f"{type(module).__name__} with {other.name}"
         refuse(name, "a module without a style", got, "apply once")
     if not has_axis(mesh, sequence.mesh):

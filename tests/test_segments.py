@@ -49,8 +49,9 @@ DOCUMENTS = {
     "of any order": torch.tensor([[5] * 9 + [1] * 2 + [3] * 13]),
     "excluded tokens beside them": torch.tensor([[-1] + [0] * 4 + [-1] * 4 + [1] * 9 + [-2] * 2 + [2] * 4, [-1] * 24]),
 }
+QUICK = "one longer than a shard", "excluded tokens beside them"
 each_documents = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if {"longer", "excluded"} & {*name.split()} else pytest.mark.full) for name in DOCUMENTS]
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.full) for name in DOCUMENTS]
 )
 CONDITIONS: dict[str, dict[str, Any]] = {
     "causal": {},
@@ -242,8 +243,7 @@ def fa4_on_ranks(rank: int, cp_size: int, cases: list[Case]) -> list[str]:
 @pytest.mark.parametrize("cp_size", (2, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 4))))
 def test_fa4_over_a_ring(pool, full, cp_size):
     """Communication and all: what a kernel of sequences computes is dense attention, in every format."""
-    quick = "primes", "one longer than a shard", "unlike in every batch row", "excluded tokens beside them"
-    documents = DOCUMENTS if full else quick
+    documents = DOCUMENTS if full else ("primes", "unlike in every batch row", *QUICK)
     conditions = ("causal", "two-sided window")
     masks = [{"documents": DOCUMENTS[name], **CONDITIONS[c]} for name, c in product(documents, conditions)]
     cases = [

@@ -63,6 +63,7 @@ FLOORS: dict[str, int] = {
     # 4: what trainers touch
     "forwards": 4,
     "styles": 4,
+    "boundaries": 4,
     "cores": 4,
     "root": 4,
     "parallel": 4,

@@ -27,11 +27,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cp_mesh.agreement import Answers, capturing, compare_steps, look_again, turned_off
 from cp_mesh.errors import ArgumentError, RankMismatchError, describe, refuse
-from cp_mesh.forwards import STYLE, replaced
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.loss import groups_of, ranks_of
 from cp_mesh.seen import CALLED
-from cp_mesh.styles import SUMS
+from cp_mesh.styles import SUMS, gathers
 from cp_mesh.trained import (
     LOOKED_AT,
     WAITING,
@@ -118,7 +117,7 @@ def check_reduction(module: nn.Module, planned: Planned, grads: dict[str, Any], 
     losses = losses_of(planned)
     found = _Found(planned, losses, grads)
     _compare_batches(planned, losses)
-    if not losses and not _gathers(module):
+    if not losses and not gathers(module):
         warnings.warn(
             "cp_mesh: an optimizer steps on gradients of a loss that is not cp_mesh.cross_entropy. A rank's loss must "
             "be its share of a sum over all ranks, not the mean of its own rows: cross_entropy(logits, labels, data), "
@@ -208,13 +207,6 @@ def _decide_on_batches(answers: Answers) -> None:
             'other rows? Cut them with sequence.shard({"labels": labels}) from the batch that the tokens are from',
             stacklevel=4,
         )
-
-
-def _gathers(module: nn.Module) -> bool:
-    """Whether the model's output is gathered, so that a loss of the whole has the right scale."""
-    style = replaced(module, STYLE)
-    bound = None if style is None else getattr(style.run, "func", style.run)
-    return bool(getattr(getattr(bound, "__self__", None), "gather_output", False))
 
 
 def _check_fsdp(module: FSDPModule, found: _Found) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from cp_mesh.agreement import compare_first, fingerprint
 from cp_mesh.cores import ContextParallel, cores_of
 from cp_mesh.errors import refuse
-from cp_mesh.forwards import STYLE, WATCH, replace_forward, replaced
+from cp_mesh.forwards import INPUT, STYLE, WATCH, replace_forward, replaced
 from cp_mesh.guard.watching import Watch, watch_encoders, watching
 from cp_mesh.root import POSITIONS
 from cp_mesh.seen import marked
@@ -47,7 +47,8 @@ def _run(names: list[str], module: nn.Module, forward: Callable[..., Any], /, *a
         return forward(*args, **kwargs)
     styles = cores_of(module)
     try:
-        rows = _check(styles, names, dict(zip(names, args, strict=False)) | kwargs) if styles else None
+        whole = any(replaced(part, INPUT) is not None for part in module.modules())  # a part shards: tokens are whole
+        rows = _check(styles, names, dict(zip(names, args, strict=False)) | kwargs) if styles and not whole else None
         for style in styles:
             style.check_functions_once()
         with watching(module, rows):

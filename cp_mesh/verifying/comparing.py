@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from cp_mesh.agreement import fingerprint
@@ -17,6 +18,7 @@ from cp_mesh.verifying.traces import Pair, Place, Rows, clean, gaps, pair
 
 FACTOR = 16.0  # of what other rounding of the weights does to the reference
 EXACT = 1e-9  # of the signal, in float64
+ALIKE = 1e-3  # of a gradient: ranks that have the same one differ by less
 OF_SMALL = 1e-3  # a small gradient is compared with this share of those of all parameters
 
 
@@ -72,6 +74,8 @@ def compare_rows(
     got, want, other = three
     seq_len = step.seq_len
     pairs = {place: x for place, rows in want.items() if (x := pair(got.get(place), rows, seq_len))}
+    if fit:
+        pairs = _with_sums(step, pairs)
     allowed = {}
     for place in pairs:
         again = pair(other.get(place), want[place], seq_len)
@@ -101,6 +105,27 @@ def compare_rows(
         beside = [place.what for place, ndim in same.items() if ndim == len(want[first].shape) and ndim > 2]
         note = of_forward(step, first, [x for x in beside if x.startswith("argument")]) if check == "forward" else ""
     return Finding(check, False, gap.worst, gap.allowed, where, note)
+
+
+def _with_sums(step: Step, pairs: Mapping[Place, Pair]) -> dict[Place, Pair]:
+    """Gradients of tensors that are whole on every cp rank summed over these, where each rank has a part of them.
+
+    So they come before a `ShardInput`. Behind `ShardedSequence.gather` all ranks have the same.
+    """
+    ranks, cp_size, summed = step.ranks, step.ranks.cp_size, dict(pairs)
+    for place in ranks.gather(list(pairs))[0] if cp_size > 1 else ():
+        found = pairs.get(place)
+        if (
+            not all(ranks.gather(found is not None and len(found.positions) == step.seq_len))
+            or found is None
+            or ranks.cp is None
+        ):
+            continue
+        total = ranks.reduce(found.got.clone(), dist.ReduceOp.SUM, (ranks.cp,))
+        apart = float((total - cp_size * found.got).norm()) > ALIKE * float(total.norm())
+        if any(ranks.gather(apart)):
+            summed[place] = found._replace(got=total)
+    return summed
 
 
 def _fit(step: Step, pairs: Mapping[Place, Pair], allowed: Mapping[Place, float]) -> dict[Place, float]:

@@ -10,7 +10,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from cp_mesh.root import ShardedModel
-from cp_mesh.verifying.models import inner, style_of, whole_gradient
+from cp_mesh.styles import style_of
+from cp_mesh.verifying.models import inner, whole_gradient
 from cp_mesh.verifying.step import Step
 from cp_mesh.verifying.traces import Place, clean
 

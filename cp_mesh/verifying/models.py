@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from cp_mesh.errors import refuse
-from cp_mesh.forwards import STYLE, replaced
 from cp_mesh.root import ShardedModel
 from cp_mesh.sequence import ShardedSequence
+from cp_mesh.styles import styles_of
 
 
 def inner(model: nn.Module) -> nn.Module:
@@ -81,25 +81,7 @@ def root_of(model: nn.Module) -> ShardedModel | None:
     return next((style for style in styles_of(model) if isinstance(style, ShardedModel)), None)
 
 
-def gathers(model: nn.Module) -> bool:
-    """Whether every cp rank has the whole output."""
-    root = root_of(model)
-    return root is not None and root.gather_output
-
-
 def sequence_of(model: nn.Module) -> ShardedSequence | None:
     """The sequence of the styles that were applied to a model; the root's, if it has one."""
     style = root_of(model) or next(styles_of(model), None)
     return None if style is None else style.sequence
-
-
-def styles_of(model: nn.Module) -> Iterator[Any]:
-    """The styles of this library that were applied to a model."""
-    return (style for module in model.modules() if (style := style_of(module)) is not None)
-
-
-def style_of(module: nn.Module) -> Any:
-    """That of this module, or None."""
-    replacement = replaced(module, STYLE)
-    run: Any = None if replacement is None else replacement.run  # a method of the style, or a partial of one
-    return None if run is None else getattr(run, "func", run).__self__

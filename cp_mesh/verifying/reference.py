@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from cp_mesh.errors import refuse
+from cp_mesh.styles import styles_of
 from cp_mesh.verifying.chunks import keep_on_host, run_in_chunks
-from cp_mesh.verifying.models import inner, local, logits_of, root_of, styles_of
+from cp_mesh.verifying.models import inner, local, logits_of, root_of
 from cp_mesh.verifying.ranks import Ranks
 from cp_mesh.verifying.step import IGNORED, Batch, Loss, Step, mean_loss
 from cp_mesh.verifying.traces import Rows, Trace, clean, rows_of

@@ -17,7 +17,8 @@ from cp_mesh.agreement import announce_refusal, check_mode, require_agreement
 from cp_mesh.errors import RankMismatchError, refuse
 from cp_mesh.loss import cross_entropy
 from cp_mesh.sequence import ROOT, ShardedSequence
-from cp_mesh.verifying.models import captured, gathers, inner, local, logits_of, sequence_of
+from cp_mesh.styles import gathers
+from cp_mesh.verifying.models import captured, inner, local, logits_of, sequence_of
 from cp_mesh.verifying.ranks import Ranks
 from cp_mesh.verifying.traces import Trace, traced_modules
 

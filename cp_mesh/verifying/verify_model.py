@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cp_mesh.errors import refuse
 from cp_mesh.masks import Mask
 from cp_mesh.parallel import parallelize
+from cp_mesh.styles import gathers
 from cp_mesh.verifying.comparing import (
     EXACT,
     compare_batches,
@@ -34,7 +35,7 @@ from cp_mesh.verifying.comparing import (
     compare_rows,
     compare_weights,
 )
-from cp_mesh.verifying.models import coarsest, gathers, local
+from cp_mesh.verifying.models import coarsest, local
 from cp_mesh.verifying.probes import probe_rows, probe_sinks, probe_tokens
 from cp_mesh.verifying.ranks import Ranks
 from cp_mesh.verifying.reference import jitter, make_twin, run_reference

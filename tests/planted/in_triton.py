@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from planted.geometry import without_exclusion
 from planted.seams import in_area, with_arguments, with_call, with_result
 
 plant = in_area("kernels in Triton")
@@ -62,10 +63,7 @@ def _(allowed_pairs: Any) -> Any:
 
 @plant("excluded tokens see each other in Triton", "kernels.triton_attention:_MaskRows._read", "documents in Triton")
 def _(read: Any) -> Any:
-    def seen(mask: Any) -> Any:
-        return mask if mask.documents is None else replace(mask, documents=mask.documents.where(mask.documents >= 0, 99))
-
-    return with_arguments(read, mask=seen)
+    return with_arguments(read, mask=without_exclusion)
 
 
 @plant("documents of the first row stand for all in Triton", "kernels.triton_attention:_strides", "documents in Triton")
