@@ -9,7 +9,7 @@ directly (`cp_mesh.blocks`).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -115,7 +115,7 @@ class Mask:
         window: ``(left, right)`` inclusive distances in tokens, None unlimited: ``p - t <= left``, ``t - p <= right``.
         documents: integer ids [B, S] or [S] of the *whole* sequence in original order, the same on every cp rank:
             id[p] == id[t]. Ids compare by equality only. They let the schedule skip what is masked, and fast kernels
-            take them as sequences, unless an id comes back after another. A negative id, such as `EXCLUDED`, is no
+            take them as sequences, unless an id comes back after another. A negative id, such as `Mask.EXCLUDED`, is no
             document: its queries see nothing, and no query sees its keys. Such rows have output 0, lse -inf and
             gradients 0, and cost nothing.
         key_padding: bool [B, S] or [S] of the whole sequence, True = keep; applies to keys only.
@@ -129,6 +129,8 @@ class Mask:
     >>> Mask(causal=True).allowed(r, r)[0].int().tolist()
     [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
     """
+
+    EXCLUDED: ClassVar[int] = EXCLUDED
 
     causal: bool = True
     window: tuple[int | None, int | None] | None = None

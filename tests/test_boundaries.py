@@ -1,4 +1,4 @@
-"""`ShardInput` and `GatherOutput`: a model that is sharded in part has the gradients of one rank, in value and scale."""
+"""`ShardInput` and `GatherOutput`: a model that is sharded in part has the gradients of one rank."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Entries(nn.Module):
 
     def forward(self, *rows: Tensor, scale: Tensor | None = None, as_dict: bool = False, **others: Any) -> Any:
         found = rows[0] * (2 if scale is None else scale) + rows[1]
-        shift = others["shift"] if "shift" in others else 0
+        shift = others.get("shift", 0)
         made = Out(found.transpose(0, 1) + shift, found.sum(), 3)
         return made._asdict() if as_dict else made
 
@@ -263,6 +263,7 @@ def compiled(rank: int) -> list[Tensor]:
     return [logits.detach(), model.embedding.weight.grad]
 
 
+@pytest.mark.full
 def test_compiled_parts(pool: Any) -> None:
     model = Model(DenseCore)
     logits = model(batch(2, 24)["tokens"], torch.arange(24))

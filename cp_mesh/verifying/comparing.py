@@ -115,12 +115,10 @@ def _with_sums(step: Step, pairs: Mapping[Place, Pair]) -> dict[Place, Pair]:
     ranks, cp_size, summed = step.ranks, step.ranks.cp_size, dict(pairs)
     for place in ranks.gather(list(pairs))[0] if cp_size > 1 else ():
         found = pairs.get(place)
-        if (
-            not all(ranks.gather(found is not None and len(found.positions) == step.seq_len))
-            or found is None
-            or ranks.cp is None
-        ):
+        is_whole = found is not None and len(found.positions) == step.seq_len
+        if not all(ranks.gather(is_whole)):
             continue
+        assert found is not None and ranks.cp is not None
         total = ranks.reduce(found.got.clone(), dist.ReduceOp.SUM, (ranks.cp,))
         apart = float((total - cp_size * found.got).norm()) > ALIKE * float(total.norm())
         if any(ranks.gather(apart)):
