@@ -23,7 +23,9 @@ import test_agreement
 import test_allocations
 import test_aten_kernels
 import test_balancing
+import test_batches
 import test_blocks
+import test_boundaries
 import test_calibrating
 import test_changing_layouts
 import test_choosing
@@ -72,6 +74,7 @@ from planted.seams import with_arguments
 from ranks import Pool
 
 import cp_mesh
+from cp_mesh import ZigZag
 from cp_mesh.masks import CAUSAL
 
 PACKAGE = Path(cp_mesh.__file__).parent
@@ -221,6 +224,18 @@ CHECKS: dict[str, Callable[[Any], None]] = {
         (test_balancing.test_packed_documents, (65536, 4, 1)),
         (test_balancing.test_weights_are_the_keys_that_a_position_sees, ("excluded tokens",)),
     ),
+    "mask of a batch": lambda pool: alone(
+        pool,
+        *((test_batches.test_forms_of_a_batch, (form,)) for form in ("positions that begin anew", "padding")),
+    ),
+    "sequences of batches": test_batches.test_sequences_of_batches,
+    "losses in parts": lambda pool: test_batches.test_losses_in_parts_share_a_mean(pool, 1),
+    "losses of routers": lambda pool: test_batches.test_a_balancing_loss_is_that_of_one_rank(pool, ZigZag(), 24),
+    "seeds of steps": test_batches.test_seeds,
+    "parts of models": lambda pool: test_boundaries.test_gradients_are_those_of_one_rank(
+        pool, ZigZag(), 24, "head", "mean", {}
+    ),
+    "layouts of parts": test_boundaries.test_the_layout_of_a_batch,
     "parity": lambda pool: few(pool, FEW),
     "scores": lambda pool: few(pool, SCORED),
     "parity on the last axis": lambda pool: report(

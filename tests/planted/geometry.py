@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from planted.seams import in_area, with_arguments, with_call, with_result
@@ -366,9 +367,13 @@ def _(make_schedule: Any) -> Any:
     return with_arguments(make_schedule, mask=by_runs)
 
 
-plant("excluded tokens are a document", "schedule:make_schedule", "segments")(
-    lambda make_schedule: with_arguments(make_schedule, mask=without_exclusion)
-)
+@plant("excluded tokens are documents", "masks:Documents.of", "segments")
+def _(of: Any) -> Any:
+    def labelled(documents: Any) -> Any:
+        labels = documents.labels
+        return replace(documents, labels=labels + (labels < 0) * (1 + np.arange(len(labels))))
+
+    return with_result(of, labelled)
 
 
 def of_blocks(change: Callable[[Any, bool], Any]) -> Callable[[Any], Any]:

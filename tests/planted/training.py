@@ -178,6 +178,26 @@ def _(sum_gradients: Any) -> Any:
     return mutant
 
 
+plant("padding of a batch is left out of its mask", "masks:batch_mask", "mask of a batch")(
+    lambda batch_mask: with_arguments(batch_mask, attention_mask=lambda x: None)
+)
+plant("positions of a batch are left out of its mask", "masks:batch_mask", "mask of a batch")(
+    lambda batch_mask: with_arguments(batch_mask, position_ids=lambda x: None)
+)
+plant("a batch is not balanced", "sequence:ShardedSequence.for_batch", "sequences of batches")(
+    lambda for_batch: with_arguments(for_batch, mask=lambda mask: None)
+)
+plant("one rank's tokens count alone", "loss:_sum_over", "losses in parts")(
+    lambda sum_over: lambda groups, valid, function: valid
+)
+plant("the gradient of a sum over ranks is that of one rank", "sequence:_AllReduce.backward", "losses of routers")(
+    lambda backward: lambda ctx, grad: (grad, None)
+)
+plant("dropout has one seed in all steps", "sequence:ShardedSequence.dropout_seed", "seeds of steps")(
+    lambda dropout_seed: with_arguments(dropout_seed, step=lambda step: 0)
+)
+
+
 @plant("the norm counts what ranks hold alike once for each", "clipping:_sharing", "norm on several meshes")
 def _(sharing: Any) -> Any:
     def mutant(parameter: Any) -> Any:
@@ -220,6 +240,14 @@ def _(shard_inputs: Any) -> Any:
 @plant("an output gathered in the layout of another batch", "root:ShardedModel.gather", "changing layouts")
 def _(gather: Any) -> Any:
     return lambda self, sequence, output: gather(self, self.sequence, output)
+
+
+plant("a part's output has the gradients of all losses", "boundaries:GatherOutput.__init__", "parts of models")(
+    lambda init: with_arguments(init, gradient=lambda gradient: "sum")
+)
+plant("a part is gathered in the layout of another batch", "boundaries:_Boundary.of_call", "layouts of parts")(
+    lambda of_call: lambda self, *args, **kwargs: self.sequence
+)
 
 
 @plant("a core may have another layout than its root", "cores:_check_root", "layouts agree")
