@@ -8,12 +8,12 @@ the backward sees the same object, and one that is compiled needs no context.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
@@ -30,9 +30,10 @@ from cp_mesh.errors import UnsupportedError, describe, refuse
 from cp_mesh.forwards import STYLE, replace_forward
 from cp_mesh.guard.reductions import watch_first_step
 from cp_mesh.guard.watching import unwatched, watch_encoders, watched
+from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.layouts import Layout, ZigZag
-from cp_mesh.loss import cross_entropy
-from cp_mesh.masks import Mask, document_positions, packed_documents
+from cp_mesh.loss import cross_entropy, ranks_of
+from cp_mesh.masks import Mask, batch_mask, document_positions
 from cp_mesh.root import ShardedModel
 from cp_mesh.sequence import ROOT, Root, ShardedSequence
 from cp_mesh.styles import announce, claim
@@ -49,7 +50,7 @@ _WORDS = ("mamba", "rwkv", "recurrent", "deltanet", "linearattention", "shortcon
 _INPUTS = ("input_ids", "inputs_embeds", "token_type_ids")
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _TAKEN = {*_INPUTS, *_PACKED, "position_ids", "attention_mask", "documents", "labels", "shift_labels"}
-_TAKEN |= {"num_items_in_batch", "output_hidden_states"}
+_TAKEN |= {"num_items_in_batch", "output_hidden_states", "output_router_logits"}
 # Arguments of attention that change nothing about the scores, or that the mask says already.
 _HARMLESS = {*_PACKED, "position_ids", "position_embeddings", "use_cache", "cache_position", "output_attentions"}
 _HARMLESS |= {"output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch", "deterministic"}
@@ -105,6 +106,7 @@ class Batch:
         documents, key_padding: of the whole sequence, as in `Mask`.
         positions: [B, S] or [S], where chunks are counted from.
         options, seed: as in `Rows`.
+        kept: [B, S_local], 1 of tokens that are no padding; of models with a loss of routers.
         made: a `Rows` for each kind of mask.
         calls: of attention, in eager layers.
         loss: what the model's loss function returned.
@@ -116,6 +118,7 @@ class Batch:
     positions: Tensor
     options: dict[str, Any]
     seed: Tensor
+    kept: Tensor | None = None
     made: dict[Said, Rows] = field(default_factory=dict)
     calls: int = 0
     loss: Tensor | None = None
@@ -124,8 +127,10 @@ class Batch:
         if said not in self.made:
             documents = self.documents
             if said.chunk is not None:
-                chunks = self.positions.div(said.chunk, rounding_mode="floor")
-                documents = chunks if documents is None else documents * (int(chunks.max()) + 2) + chunks
+                chunks = self.positions.div(said.chunk, rounding_mode="floor").cpu()
+                chunks -= chunks.min()
+                inside = chunks if documents is None else documents * (int(chunks.max()) + 1) + chunks
+                documents = inside if documents is None else inside.where(documents >= 0, Mask.EXCLUDED)
             window = None if said.window is None else (said.window, 0 if said.causal else said.window)
             mask = self.sequence.mask(Mask(said.causal, window, documents, self.key_padding))
             self.made[said] = Rows(self.sequence, mask, self.options, self.seed)
@@ -302,7 +307,7 @@ class _Adapter:
     ) -> None:
         self.sequence, self.of_batch, self.data, self.gather_output = sequence, of_batch, data, gather_output
         self.options, self.dropout_seed, self.steps = options, dropout_seed, 0
-        self.first = dist.get_process_group_ranks(sequence.mesh.get_group())[0]
+        self.balances: bool | None = None
         compared = (*_INPUTS, "attention_mask", "documents", "cu_seq_lens_q", "shift_labels")
         self.style = ShardedModel(sequence, inputs=compared, positions="position_ids", watch=watch)
         forward = inspect.unwrap(type(model).forward)
@@ -337,6 +342,8 @@ class _Adapter:
             output = self.style.run_eagerly(root, module, forward, arguments)
             if labels is not None and not self.has_loss:
                 output["loss"] = self.loss(output["logits"], labels, None, whole.get("num_items_in_batch"))
+            if batch.kept is not None:
+                self.balance(module, batch, batch.kept, output)
             self.check_output(module, batch, output, labels is not None)
         except Exception as error:
             announce(self.sequence, error)
@@ -355,8 +362,6 @@ class _Adapter:
                 refuse(where, f"no {name}", x if isinstance(x, int | float | str) else type(x).__name__, hint)
         if given.pop("return_dict", True) is not True:
             refuse(where, "return_dict=True", False, "outputs are read by name")
-        if router := getattr(module.config.get_text_config(), "output_router_logits", False):
-            refuse(where, "no loss of routers, a product of means over all rows", router, f"{_ROUTER} = False")
         if unknown := sorted(given.keys() - _TAKEN):
             hint = "whether they hold rows of the sequence is not known; leave them out"
             refuse(where, f"arguments among {', '.join(sorted(_TAKEN))}", ", ".join(unknown), hint, UnsupportedError)
@@ -382,7 +387,7 @@ class _Adapter:
         if "documents" in given:
             given.setdefault("position_ids", document_positions(given["documents"]))
         elif "position_ids" in given and "attention_mask" not in given:
-            given["documents"] = packed_documents(given["position_ids"])
+            given["documents"] = batch_mask(position_ids=given["position_ids"]).documents
         if self.counted and "position_ids" not in given:
             hint = "pass position_ids of the whole batch, [B, S], as the model would count them"
             refuse(where, f"position_ids, which {self.counted[0]} counts from tokens", None, hint)
@@ -392,16 +397,20 @@ class _Adapter:
     def shard(self, module: Any, whole: dict[str, Any]) -> tuple[Batch, dict[str, Any]]:
         """The batch, and the model's arguments for this rank's rows."""
         positions, padding, documents = whole["position_ids"], whole.get("attention_mask"), whole.get("documents")
-        length = positions.shape[1]
+        length, labels, key_padding = positions.shape[1], whole.get("shift_labels"), None
         counted = positions if documents is not None else torch.arange(length, device=positions.device)
         if padding is not None:
-            padding = padding.bool()
+            padding = padding.long()
             if documents is None and not bool(padding[:, 0].all()):
                 counted = counted - (padding.cumsum(-1) == 0).sum(-1, keepdim=True)  # chunks begin behind left padding
-            padding = None if bool(padding.all()) else padding
-        sequence = replace(self.sequence, length=length)
-        if self.of_batch and documents is not None:
-            sequence = sequence.balanced(Mask(documents=documents))
+            if labels is not None and bool(((labels != IGNORED) & (padding == 0)).any()):
+                key_padding, of_batch = padding.bool(), Mask(documents=documents)  # rows that count see what they may
+            else:
+                of_batch = batch_mask(attention_mask=padding, documents=documents)
+        else:
+            of_batch = Mask(documents=documents)
+        documents = of_batch.documents
+        sequence = self.sequence.for_batch(length, of_batch if self.of_batch and documents is not None else None)
         arguments = {name: whole[name] for name in ("output_hidden_states",) if name in whole}
         for name in _INPUTS:
             if name in whole:
@@ -419,9 +428,15 @@ class _Adapter:
             if "num_items_in_batch" in whole and self.has_loss:
                 arguments["num_items_in_batch"] = whole["num_items_in_batch"]
         self.steps += module.training
-        told = repr((self.dropout_seed, self.first, self.steps)).encode()
-        seed = torch.tensor([int.from_bytes(hashlib.sha256(told).digest()[:7])], device=positions.device)
-        return Batch(sequence, documents, padding, counted, self.options, seed), arguments
+        seed = sequence.dropout_seed(self.steps, self.dropout_seed, positions.device)
+        batch = Batch(sequence, documents, key_padding, counted, self.options, seed)
+        if whole.get("output_router_logits", getattr(module.config.get_text_config(), "output_router_logits", False)):
+            self.check_router(module)
+            arguments["output_router_logits"] = True
+            size = (*whole[next(name for name in _INPUTS if name in whole)].shape[:1], length)
+            real = torch.ones(size, dtype=torch.long, device=positions.device) if padding is None else padding
+            batch.kept = sequence.shard({"attention_mask": real})["attention_mask"]
+        return batch, arguments
 
     def check_lengths(self, config: Any, sequence: ShardedSequence, positions: Tensor) -> None:
         """Refuse a length from which on the model would read another one from this rank's rows."""
@@ -453,7 +468,31 @@ class _Adapter:
                 "loss_function", "a call in the forward of a parallel model", "one outside", "see cp_mesh.cross_entropy"
             )
         batch.loss = cross_entropy(logits, labels, self.data, ignore_index=IGNORED, count=num_items_in_batch)
-        return batch.loss
+        return batch.loss if batch.kept is None else batch.loss.clone()  # to which the model adds its routers' loss
+
+    def check_router(self, module: Any) -> None:
+        """Refuse a model whose loss of routers is not `balancing_loss`, by an example."""
+        if self.balances is None:
+            function = getattr(sys.modules[type(module).__module__], "load_balancing_loss_func", lambda *_: torch.nan)
+            logits = tuple(torch.linspace(-1, 2, 24).view(6, 4).roll(i, 1).sin() for i in range(2))
+            kept = torch.tensor([[1, 1, 0], [1, 1, 1]])
+            self.balances = abs(float(balancing_loss(logits, 2, kept)) - float(function(logits, 4, 2, kept))) < 1e-6
+        if not self.balances:
+            what = "the load-balancing loss of Mixtral, a product of means over all rows"
+            refuse(type(module).__name__, what, "another loss of routers", f"{_ROUTER} = False", UnsupportedError)
+
+    def balance(self, module: Any, batch: Batch, kept: Tensor, output: Any) -> None:
+        """The routers' loss of all rows in the place of that of this rank's rows, as a share."""
+        total = batch.sequence.all_reduce
+        loss = balancing_loss(output["router_logits"], module.num_experts_per_tok, kept, total)
+        share, of_rows = loss / len(ranks_of(self.data)), output["aux_loss"]
+        if batch.loss is not None:
+            factor = module.router_aux_loss_coef
+            if not torch.isclose(output["loss"], batch.loss + factor * of_rows, rtol=1e-4):
+                hint = "pass no labels and take cp_mesh.cross_entropy of the logits"
+                refuse(type(module).__name__, "the losses of labels and of routers", "one with other terms", hint)
+            output["loss"] = batch.loss = batch.loss + factor * share
+        output["aux_loss"] = share
 
     def check_output(self, module: nn.Module, batch: Batch, output: Any, has_labels: bool) -> None:
         """Refuse what the model computed of this rank's rows alone, as far as its output shows it."""
@@ -462,7 +501,7 @@ class _Adapter:
             got = f"{batch.calls} calls of attention in {self.layers} layers"
             hint = "the others saw the rows of one shard; this model is not available"
             refuse(type(module).__name__, "one in every layer", got, hint, UnsupportedError)
-        if has_labels and output.get("loss") is not batch.loss:
+        if has_labels and (output.get("loss") is not batch.loss or output["loss"]._version):
             hint = f"pass no labels and take cp_mesh.cross_entropy of the logits; or switch the term off, as {_ROUTER}"
             refuse(
                 type(module).__name__, "the loss of the labels alone", "one with other terms", hint, UnsupportedError
@@ -481,13 +520,34 @@ def _growing_ropes(config: Any) -> Iterator[tuple[str, int]]:
             yield kind, known or getattr(config, "original_max_position_embeddings", config.max_position_embeddings)
 
 
+def balancing_loss(
+    router_logits: tuple[Tensor, ...], top_k: int, kept: Tensor, total: Callable[[Tensor], Tensor] = torch.clone
+) -> Tensor:
+    """The load-balancing loss of routers (arXiv:2101.03961, equations 4 to 6), over the rows of all layers.
+
+    Args:
+        router_logits: of each layer, [..., E], as many rows as there are in ``kept``.
+        top_k: experts of a token.
+        kept: 1 of rows that count, else 0.
+        total: the sum over ranks.
+    """
+    dtype = accumulation_dtype(router_logits[0].dtype)
+    kept, sums = kept.reshape(-1, 1).to(dtype), torch.zeros((), dtype=dtype, device=kept.device)
+    for logits in router_logits:
+        weights = logits.flatten(0, -2).softmax(-1)
+        hits = torch.zeros_like(weights).scatter(1, weights.topk(top_k).indices, 1)
+        sums = sums + torch.cat([(x.to(dtype) * kept).sum(0) for x in (hits, weights, torch.ones_like(kept))])
+    sums = total(sums)
+    fractions, means = (sums[:-1] / sums[-1]).chunk(2)
+    return len(fractions) * (fractions * means).sum()
+
+
 _ROUTER = "model.config.output_router_logits"
 _REFUSED = {
     "past_key_values": "a cache of this rank's rows; cp_mesh.decode reads sharded ones",
     "use_cache": "pass use_cache=False: a cache would hold this rank's rows",
     "logits_to_keep": "leave it out: the last rows of a shard are not those of the sequence",
     "output_attentions": "leave it out: weights are never held",
-    "output_router_logits": f"{_ROUTER} = False: a router's loss is a product of means over all rows",
     "cache_position": "leave it out: pass position_ids of the whole batch",
 }
 

@@ -61,8 +61,11 @@ def whole_loss(model: Any, documents: Tensor | None = None, **batch: Any) -> tup
     labels = batch.pop("labels")
     model.config.get_text_config().use_cache = False  # with a cache Transformers looks for no documents
     _documents[0] = documents
-    logits = model(**batch).logits
+    output = model(**batch)
+    logits = output.logits
     _documents[0] = None
     loss = F.cross_entropy(logits.flatten(0, 1), shifted(model, labels).flatten(), ignore_index=-100)
+    if output.get("aux_loss") is not None:  # of routers
+        loss = loss + model.router_aux_loss_coef * output.aux_loss
     loss.backward()
     return logits.detach(), loss.detach()

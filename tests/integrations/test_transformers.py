@@ -46,12 +46,13 @@ def batch(case: str, first: int | None = None) -> dict[str, Tensor]:
         found["position_ids"] += first or 0
     elif first is not None:
         found["position_ids"] = torch.arange(first, first + S)[None]
-    if case in ("padded", "left padded"):
+    if "padded" in case:
         found["attention_mask"] = torch.ones(B, S, dtype=torch.long)
         for row, kept in enumerate((40, 31)):
-            hidden = slice(kept, None) if case == "padded" else slice(0, S - kept)
+            hidden = slice(0, S - kept) if case == "left padded" else slice(kept, None)
             found["attention_mask"][row, hidden] = 0
-            labels[row, hidden] = -100
+            if case != "padded with labels":
+                labels[row, hidden] = -100
     return found
 
 
@@ -114,11 +115,48 @@ def test_families(pool: Any, family: str, case: str, num_ranks: int) -> None:
                 assert max(found.values()) < BOUND, (name, found)
 
 
-@pytest.mark.parametrize("case", ["padded", "left padded"])
+@pytest.mark.parametrize("case", ["padded", "left padded", "padded with labels"])
 @pytest.mark.parametrize("family", sorted({"llama", "gemma3", "llama4", "bert"} & set(FAMILIES)))
 def test_padding(pool: Any, family: str, case: str) -> None:
     for found in pool(2).run(compare, family, case, ZigZag()):
         assert max(found.values()) < BOUND, found
+
+
+def routers(family: str, implementation: str) -> Any:
+    return build(family, implementation, output_router_logits=True, router_aux_loss_coef=0.5)
+
+
+@pytest.mark.parametrize("case", ["plain", "packed", "padded", "left padded"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_losses_of_routers(pool: Any, family: str, case: str) -> None:
+    """In float32, as Transformers has them."""
+    for found in pool(3).run(compare, family, case, Striped(), None, routers):
+        assert max(found.values()) < BOUND, found
+
+
+def router_outputs(rank: int) -> list[Tensor]:
+    """Of labels and without; without the term; and with one that nobody knows."""
+    cp, given = mesh((dist.get_world_size(),), ("cp",)), batch("plain")
+    model = parallelize(build("mixtral", "eager", router_aux_loss_coef=0.5), cp)
+    ids = given["input_ids"]
+    plain, full = model(**given), model(**given, output_router_logits=True)
+    alone = model(input_ids=ids, output_router_logits=True)
+    assert plain.aux_loss is None and full.router_logits is not None
+    scope = sys.modules[type(model).__module__].__dict__
+    kept = scope["load_balancing_loss_func"]
+    scope["load_balancing_loss_func"] = lambda *given: 2 * kept(*given)
+    try:
+        other = parallelize(build("mixtral", "eager"), cp)
+        with pytest.raises(UnsupportedError, match="another loss of routers"):
+            other(input_ids=ids, output_router_logits=True)
+    finally:
+        scope["load_balancing_loss_func"] = kept
+    return [summed(x) for x in (plain.loss, full.loss, full.aux_loss, alone.aux_loss)]
+
+
+def test_what_routers_return(pool: Any) -> None:
+    for plain, full, routed, alone in pool(2).run(router_outputs):
+        assert routed > 1 and torch.isclose(full, plain + 0.5 * routed) and torch.isclose(alone, routed)
 
 
 def checkpointed(model: Any) -> None:
@@ -316,7 +354,12 @@ def _blocks(model: Any, given: Any) -> None:
     _with_mask(model, given, block_sequence_ids=torch.zeros(B, S, dtype=torch.long))
 
 
-_AUX = {"output_router_logits": True}
+def _with_term(model: Any, given: Any) -> None:
+    own = model.loss_function
+    model.loss_function = lambda *args, **kwargs: own(*args, **kwargs).add_(1)
+    model(**given)
+
+
 CALLS: dict[str, tuple[str, Any, dict[str, Any], str]] = {
     "a mask of pairs": ("llama", _pairs, {}, "documents=ids [B, S] can"),
     "the model's own mask": ("llama", _own_mask, {}, "use_vmap=True"),
@@ -328,12 +371,11 @@ CALLS: dict[str, tuple[str, Any, dict[str, Any], str]] = {
     "an unknown argument": ("llama", lambda m, x: m(**x, pixels=torch.ones(1)), {}, "pixels"),
     "mRoPE": ("llama", lambda m, x: m(**x, position_ids=torch.zeros(3, B, S)), {}, "mRoPE"),
     "labels of other rows": ("llama", lambda m, x: m(**x | {"labels": x["labels"][:, :9]}), {}, "labels"),
-    "a loss of routers": (
-        "mixtral",
-        lambda m, x: m(**x),
-        {"output_router_logits": True},
-        "output_router_logits = False",
+    "routers of another kind": (
+        *("llama", lambda m, x: m(**x, output_router_logits=True)),
+        *({}, "another loss of routers; model.config.output_router_logits = False"),
     ),
+    "a term added in place": ("llama", _with_term, {}, "the loss of the labels alone"),
     "a part of the model": ("llama", lambda m, x: m.model(x["input_ids"]), {}, "not a part of it"),
 }
 
