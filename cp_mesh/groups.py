@@ -7,7 +7,7 @@ with the group that they are part of.
 from __future__ import annotations
 
 import threading
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,6 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from cp_mesh.errors import UnsupportedError, refuse
+
+
+def as_mesh(mesh: Any) -> Any:
+    """Of a ProcessGroup a mesh, whose axis is named "cp"; anything else as it is."""
+    if not isinstance(mesh, dist.ProcessGroup):
+        return mesh
+    device_type = "cuda" if "nccl" in dist.get_backend(mesh) else "cpu"
+    return DeviceMesh.from_group(mesh, device_type, mesh_dim_names=("cp",))
 
 
 class Parts(NamedTuple):

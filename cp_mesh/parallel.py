@@ -25,6 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from cp_mesh.boundaries import GatherOutput, ShardInput
 from cp_mesh.cores import ContextParallel, cross_attention
 from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.groups import as_mesh
 from cp_mesh.guard.reductions import watch_first_step
 from cp_mesh.guard.rootless import watch_rootless
 from cp_mesh.root import ShardedModel
@@ -33,13 +34,17 @@ from cp_mesh.styles import RANKS, SUMS
 
 
 def parallelize(
-    module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle], *, watch: bool = True
+    module: nn.Module,
+    mesh: DeviceMesh | dist.ProcessGroup,
+    plan: Mapping[str, ParallelStyle],
+    *,
+    watch: bool = True,
 ) -> nn.Module:
     """`torch.distributed.tensor.parallel.parallelize_module` that fails closed.
 
     Args:
         module: the model; changed in place.
-        mesh: one axis of the mesh, 1-D; of a `ShardedSequence` over two axes its ``mesh``.
+        mesh: one axis of the mesh, 1-D, or its ProcessGroup; of a `ShardedSequence` over two axes its ``mesh``.
         plan: styles by module name; ``*`` and other `fnmatch` wildcards match within one part of a dotted name, and
             "" is the root. Styles of PyTorch work too.
         watch: without a `ShardedModel`, look at the first eager forward of the module: refuse self-attention outside of
@@ -59,6 +64,7 @@ def parallelize(
     Example:
         >>> parallelize(model, mesh["cp"], {"layers.*.attention.core": ContextParallel(sequence)})  # doctest: +SKIP
     """
+    mesh = as_mesh(mesh)
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         hint = 'pass mesh["cp"], one axis at a time; of a ShardedSequence over two axes, its mesh'
         refuse("parallelize: mesh", "one axis of a DeviceMesh", mesh, hint)

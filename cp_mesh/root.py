@@ -7,7 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,8 @@ class ShardedModel(ParallelStyle):
             Of a mapping its logits, last_hidden_state and hidden_states.
             Its gradient is taken for that of a loss that every cp rank computes alike from the whole output, as
             `ShardedSequence.gather` does: of `F.cross_entropy(output, labels)`, or of `cross_entropy` over dp alone.
+        position_dims: 1 or 2, of the positions that it supplies: 2 for models that take [1, S_local], as those of
+            Transformers do.
         watch: refuse self-attention outside of the plan: attention, by any function of PyTorch, in which query and key
             have equal lengths. Eager code is looked at in the first forward in training and in evaluation, with and
             without gradients, and again after a forward that called another number of cores than before; compiled code
@@ -87,12 +89,15 @@ class ShardedModel(ParallelStyle):
         inputs: tuple[str, ...] = ("tokens",),
         positions: str | None = "positions",
         gather_output: bool = False,
+        position_dims: Literal[1, 2] = 1,
         watch: bool = True,
         layout: Callable[..., Layout] | None = None,
     ) -> None:
         check_layout("ShardedModel", layout)
         self.sequence, self.inputs, self.positions, self.gather_output = sequence, inputs, positions, gather_output
-        self.watch, self.layout = watch, layout
+        if position_dims not in (1, 2):
+            refuse("ShardedModel.position_dims", "1 or 2", position_dims, "2 supplies positions as [1, S_local]")
+        self.watch, self.layout, self.position_dims = watch, layout, position_dims
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         parameters = inspect.signature(module.forward).parameters
@@ -278,7 +283,8 @@ class ShardedModel(ParallelStyle):
         if self.positions is not None:
             ids = given.get(self.positions)
             if ids is None:
-                given[self.positions] = sequence.positions(whole.shape[1], device=whole.device)
+                own = sequence.positions(whole.shape[1], device=whole.device)
+                given[self.positions] = own if self.position_dims == 1 else own[None]
             else:
                 given[self.positions] = sequence.shard({"positions": ids}, dim=ids.ndim - 1)["positions"]
         return Root(sequence, whole.shape[1] if sequence.seq_len is None else sequence.seq_len), given

@@ -19,7 +19,7 @@ from torch.utils._pytree import MappingKey, tree_map_with_path
 
 from cp_mesh.balancing import balance
 from cp_mesh.errors import refuse
-from cp_mesh.groups import flat, is_cp_axis
+from cp_mesh.groups import as_mesh, flat, is_cp_axis
 from cp_mesh.layouts import Contiguous, Layout, ZigZag
 from cp_mesh.masks import EXCLUDED, Mask
 from cp_mesh.seen import Rows, mark, marked, note_length, note_tokens
@@ -68,9 +68,7 @@ class ShardedSequence:
     ulysses_degree: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.mesh, dist.ProcessGroup):
-            device_type = "cuda" if "nccl" in dist.get_backend(self.mesh) else "cpu"
-            object.__setattr__(self, "mesh", DeviceMesh.from_group(self.mesh, device_type))
+        object.__setattr__(self, "mesh", as_mesh(self.mesh))
         if not isinstance(self.mesh, DeviceMesh) or not is_cp_axis(self.mesh):
             hint = 'pass the cp axis alone, mesh["cp"], or two of such names, mesh["cp_ring", "cp_ulysses"]'
             refuse("ShardedSequence.mesh", 'a 1-D DeviceMesh, or a 2-D one of axes "cp..."', self.mesh, hint)

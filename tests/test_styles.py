@@ -28,6 +28,8 @@ from cp_mesh import (
     Striped,
     ZigZag,
     parallelize,
+    verify,
+    verify_model,
 )
 from cp_mesh.forwards import STYLE, replaced
 
@@ -503,6 +505,39 @@ def wildcard(rank: int) -> bool:
 
 def test_a_wildcard_leaves_the_root_alone(pool: Any) -> None:
     assert pool(2).run(wildcard) == [False, False]
+
+
+class Rowwise(Model):
+    """Whose positions have batch rows, as those of Transformers."""
+
+    def forward(self, tokens: Tensor, positions: Tensor, documents: Tensor | None = None) -> Tensor:
+        assert positions.ndim == 2 and positions.shape[1] == tokens.shape[1]
+        return super().forward(tokens, positions[0], documents)
+
+
+def by_a_group(rank: int, length: int) -> list[Tensor]:
+    """A plan over a process group, and positions [1, S_local] that the root supplies or the call gives."""
+    group = mesh((2,), ("cp",)).get_group()
+    sequence = ShardedSequence(group, length=length)
+    root = ShardedModel(sequence, gather_output=True, position_dims=2)
+    model = parallelize(Rowwise(), group, {"": root, "layers.*.core": ContextParallel(sequence)})
+    tokens = batch(B, length)["tokens"]
+    plan = {"": ShardedModel(sequence), "layers.*.core": ContextParallel(sequence)}
+    given = {name: x for name, x in batch(B, length).items() if name in ("tokens", "labels")}
+    report = verify_model(Model, plan, given, group)
+    assert report.passed and verify(group, seq_len=16).passed
+    with pytest.raises(ArgumentError, match="position_dims: expected 1 or 2, got 3"):
+        ShardedModel(sequence, position_dims=3)  # type: ignore[arg-type]
+    return [model(tokens).detach(), model(tokens, positions=torch.arange(length)[None]).detach()]
+
+
+def test_a_group_in_the_place_of_a_mesh_and_positions_of_batch_rows(pool: Any) -> None:
+    for length in (24, 21):
+        with torch.no_grad():
+            expected = Model(DenseCore)(batch(B, length)["tokens"], torch.arange(length))
+        for found in pool(2).run(by_a_group, length):
+            for logits in found:
+                torch.testing.assert_close(logits, expected, **TOLERANCE)
 
 
 class Scaled(nn.Module):

@@ -20,7 +20,7 @@ from cp_mesh.agreement import check_mode
 from cp_mesh.attention import Asked, attention, with_degree
 from cp_mesh.call import SCORE_OPTIONS, Options, Tensors, make_scores, seed_tensor
 from cp_mesh.errors import UnsupportedError, refuse
-from cp_mesh.groups import flat, is_cp_axis
+from cp_mesh.groups import as_mesh, flat, is_cp_axis
 from cp_mesh.kernels.combine import accumulation_dtype, make_delta
 from cp_mesh.kernels.contract import Kernel, KernelTile
 from cp_mesh.kernels.scores import TERMS, Scores
@@ -77,7 +77,7 @@ class Report:
 
 
 def verify(
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | dist.ProcessGroup,
     *,
     layout: Layout = ZigZag(),  # noqa: B008 - frozen
     mask: Mask = Mask(causal=True),  # noqa: B008 - frozen
@@ -107,7 +107,7 @@ def verify(
     round every partial result, so that single blocks scatter around the mean.
 
     Args:
-        mesh: as in `cp_mesh.attention`, a DeviceMesh; call on all of its ranks.
+        mesh: as in `cp_mesh.attention`; call on all of its ranks.
         layout, mask, kernel, method, transport, ulysses_degree, inner_ring_size, head_chunks, deterministic: as in
             `cp_mesh.attention`; prove the settings that will train. A mask with tensors needs ``seq_len``, their
             length.
@@ -130,12 +130,13 @@ def verify(
         >>> print(verify(mesh["cp"], mask=Mask(window=(17, 0))))  # doctest: +SKIP
         exact [reference] RMS error (of allowed): out 1.9e-16 (0.00), ...
     """
-    if not is_cp_axis(mesh):
-        refuse("verify: mesh", "the 1-D DeviceMesh of the cp axis, or a 2-D one of it", mesh, 'pass mesh["cp"]')
+    axes = as_mesh(mesh)
+    if not is_cp_axis(axes):
+        refuse("verify: mesh", "the 1-D DeviceMesh of the cp axis, or a 2-D one of it", axes, 'pass mesh["cp"]')
     if layout.replicated:
         hint = "verify it with a length in place of Replicated"
         refuse("verify: layout", "one in which each token has one owner", layout, hint, UnsupportedError)
-    axes, mesh = mesh, flat(mesh)
+    mesh = flat(axes)
     device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else "cpu"
     size, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
     seq_len = seq_len or 256 * size

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -24,6 +25,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
 
 from cp_mesh.errors import refuse
+from cp_mesh.groups import as_mesh
 from cp_mesh.masks import Mask
 from cp_mesh.parallel import parallelize
 from cp_mesh.styles import gathers
@@ -54,7 +56,7 @@ def verify_model(
     make_model: Callable[[], nn.Module],
     plan: Plan,
     batch: Mapping[str, Any],
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | dist.ProcessGroup | None = None,
     *,
     loss: Loss | None = None,
     reduce_gradients: Callable[[nn.Module], Any] | None = None,
@@ -91,7 +93,7 @@ def verify_model(
         batch: of this data-parallel rank, on its device, the same on all cp ranks: whole tensors by the names of
             the model's arguments, among them int64 tokens [B, S], and labels [B, S] that are shifted (-100: ignored).
         mesh: all ranks. The axis ``cp`` (or the only one) splits sequences, those of ``same`` hold the same tokens, all
-            others are data parallel. None for one process.
+            others are data parallel. A ProcessGroup is the axis ``cp``. None for one process.
         loss: called with the spread model and the batch, returns the loss that the trainer calls backward on, [].
             None: the model is called with the batch but its labels, and `cp_mesh.cross_entropy` with the labels sharded
             as the plan's `ShardedModel` shards tokens.
@@ -131,7 +133,7 @@ def verify_model(
         >>> report.print()  # doctest: +SKIP
     """
     started = time.perf_counter()
-    ranks = Ranks.of(mesh, cp, same)
+    ranks = Ranks.of(as_mesh(mesh), cp, same)
     report = ModelReport(cp_size=ranks.cp_size)
 
     def say(what: str) -> None:
