@@ -21,7 +21,7 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from dense import dense_attention, dense_mask
+from dense import dense_attention, dense_dropout, dense_mask
 from test_structure import FLOORS
 from torch import Tensor, nn
 
@@ -255,15 +255,70 @@ class Model(nn.Module):
             x = x + layer["attention"](x, *given)
         return self.head(x)
 
-    def dense(self, tokens: Tensor, masks: list[cp_mesh.Mask], **scores: Any) -> Tensor:
+    def dense(self, tokens: Tensor, masks: list[cp_mesh.Mask], of_layers: Any = ({}, {}), **scores: Any) -> Tensor:
         """The logits of one rank; a mask for each layer. No code of the library attends."""
         x = self.token(tokens) + self.position(torch.arange(tokens.shape[1]))
-        for layer, mask in zip(self.layers, masks, strict=True):
+        for layer, mask, own in zip(self.layers, masks, of_layers, strict=True):
             module = layer["attention"]
             q, k, v = (y.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for y in module.qkv(x).chunk(3, dim=-1))
-            out = attend(q, k, v, mask, sinks=module.sinks, **scores)
+            out = attend(q, k, v, mask, sinks=module.sinks, **scores, **own)
             x = x + module.out(out.transpose(1, 2).flatten(2))
         return self.head(x)
+
+
+class Dropping(Attention):
+    layer = 0
+
+    def forward(self, x: Tensor, seed: Tensor) -> Tensor:  # type: ignore[override]
+        q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.2)
+        return self.out(out.transpose(1, 2).flatten(2))
+
+
+class DroppingModel(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        for i, layer in enumerate(self.layers):
+            layer["attention"].__class__, layer["attention"].layer = Dropping, i
+
+    def forward(self, tokens: Tensor, positions: Tensor, seed: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(tokens, positions, seed)
+
+
+class Body(Model):
+    """Without the last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Identity()  # type: ignore[assignment]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention(32, 4, False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(x)
+
+
+class Part(nn.Module):
+    """Embeddings and the last layer are of whole sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.layers = nn.Embedding(64, 32), nn.ModuleList(Layer() for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(32), nn.Linear(32, 64)
+        self.double()
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.3, generator=generator)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.token(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: cp_mesh.Mask, **scores: Any) -> Tensor:
@@ -330,11 +385,15 @@ def recipe_names(rank: int) -> dict[str, Any]:
     q, k, v = (whole(i, 2, 4, S, 16) for i in range(3))
     documents = torch.tensor([[0] * 40 + [1] * 3 + [2] * 21, [0] * 10 + [1] * 50 + [2] * 4])
     models = {f"{name}model": Model() for name in ("", "packed_", "balanced_")} | {
-        "model_with_sinks": Model(sinks=True)
+        "model_with_sinks": Model(sinks=True),
+        "dropping_model": DroppingModel(),
     }
+    attention_mask = torch.ones(2, S, dtype=torch.int64)
+    attention_mask[1, 50:] = 0
     return {
         "mesh": mesh, "data": mesh["dp", "cp"]._flatten("dp_cp"), "sequence": sequence, "seq_len": S, "cp_size": 2,
         "tokens": integers(64, 2, S), "labels": integers(64, 2, S + 1)[:, 1:], "documents": documents,
+        "position_ids": cp_mesh.document_positions(documents), "attention_mask": attention_mask, "step": 3,
         "cu_seqlens": torch.tensor([0, 10, 10, S]), "whole_q": q, "whole_k": k, "whole_v": v, **models,
         **dict(zip("qkv", sequence.shard((q, k, v), dim=2), strict=True)), **packed_names(mesh, (q, k, v)),
         "qkv_of_text": [x[:, :, :9] for x in (q, k, v)], "qkv_of_image": [x[:, :, 9:] for x in (q, k, v)],
@@ -382,15 +441,26 @@ def check_masks(names: dict[str, Any]) -> None:
     rows = sequence.positions()
     close(kept[1]["out"], attend(q, k, v, packed)[:, :, rows])
     assert names["one_row"].documents.tolist() == [1 - int(i < 10) + int(i >= 10) for i in range(S)]
-    close(sequence.unshard(kept[2]["logits"]), names["packed_model"].dense(tokens, [packed, packed]))
+    forms = [names[name].documents for name in ("same", "packed_positions", "row", "padded")]
+    assert torch.equal(forms[0], documents) and torch.equal(forms[1].diff() != 0, documents.diff() != 0)
+    assert torch.equal(forms[2], names["one_row"].documents)
+    assert torch.equal(forms[3], (names["attention_mask"] - 1)) and torch.equal(
+        names["positions"], names["position_ids"]
+    )
+    assert torch.equal(names["local"]["labels"], sequence.shard({"labels": names["labels"]})["labels"])
+    close(kept[2]["out"], attend(q, k, v, packed)[:, :, rows])
+    close(sequence.unshard(kept[3]["logits"]), names["packed_model"].dense(tokens, [packed, packed]))
     masks = [names["styles"][f"layers.{i}.attention"].mask(None, packed) for i in range(2)]
     assert [mask.window for mask in masks] == [(63, 0), (127, 0)]
     assert all(torch.equal(mask.documents, documents) for mask in masks)
-    close(kept[4]["out"], attend(q, k, v, packed)[:, :, names["rows"]])
-    assert kept[5]["local_labels"].shape == (2, S // 2)
-    close(names["packed"].unshard(kept[5]["logits"]), names["balanced_model"].dense(tokens, [packed, packed]))
+    close(kept[5]["out"], attend(q, k, v, packed)[:, :, names["rows"]])
+    assert kept[6]["local_labels"].shape == (2, S // 2)
+    close(names["packed"].unshard(kept[6]["logits"]), names["balanced_model"].dense(tokens, [packed, packed]))
     scored = names["model_with_sinks"].dense(tokens, [packed, packed], softcap=50.0)
-    close(sequence.unshard(kept[-1]["logits"]), scored)
+    close(sequence.unshard(kept[-2]["logits"]), scored)
+    seed = int(sequence.dropout_seed(3))
+    weights = [{"kept": dense_dropout(2, 4, S, 0.2, seed + i)} for i in range(2)]
+    close(sequence.unshard(kept[-1]["logits"]), names["dropping_model"].dense(tokens, [causal] * 2, of_layers=weights))
 
 
 def gradient_names(rank: int) -> dict[str, Any]:
@@ -401,6 +471,18 @@ def gradient_names(rank: int) -> dict[str, Any]:
     }
     names["twin"] = copy.deepcopy(names["model"])
     cp_mesh.parallelize(names["model"], names["mesh"]["cp"], plan)
+    names |= {"body": Body(), "part_model": Part(), "head": nn.Linear(32, 64).double()}
+    names["router"] = nn.Linear(32, 6).double()
+    for module in (names["head"], names["router"]):
+        generator = torch.Generator().manual_seed(1)
+        nn.init.normal_(module.weight, std=0.3, generator=generator)
+        nn.init.zeros_(module.bias)
+    cp_mesh.parallelize(names["body"], names["mesh"]["cp"], plan)
+    labels = integers(64, 2, 2, S)
+    labels[0, :, 5:40] = -100
+    names["micro_batches"] = [
+        {"tokens": x, "labels": y} for x, y in zip(integers(64, 2, 2, S) // 2, labels, strict=True)
+    ]
     return names
 
 
@@ -414,6 +496,29 @@ def check_gradients(names: dict[str, Any]) -> None:
     gradients = dict(names["model"].named_parameters())
     for name, parameter in twin.named_parameters():
         close(gradients[name].grad, parameter.grad)
+    # losses in parts
+    body, head = Body(), copy.deepcopy(names["head"])
+    head.zero_grad()
+    tokens, labels = (torch.stack([x[name] for x in names["micro_batches"]]) for name in ("tokens", "labels"))
+    hidden = torch.stack([body.dense(x, [cp_mesh.Mask()] * 2) for x in tokens])
+    F.cross_entropy(head(hidden).flatten(0, 2), labels.flatten()).backward()
+    for found, wanted in ((names["head"], head), (names["body"], body)):
+        for x, y in zip(found.parameters(), wanted.parameters(), strict=True):
+            dist.all_reduce(x.grad)
+            close(x.grad, y.grad)
+    # a loss of routers
+    weights, real = names["router"](hidden[1]).softmax(-1), names["attention_mask"][..., None]
+    hits = F.one_hot(weights.topk(2).indices, 6).sum(2).double()
+    want = 6 * ((hits * real).sum((0, 1)) / real.sum() * (weights * real).sum((0, 1)) / real.sum()).sum()
+    close(names["balancing"], want)
+    close(names["share"], 0.01 * want / 2)
+    # a part of a model
+    names["loss"].backward()
+    part = Part()
+    F.cross_entropy(part(names["tokens"]).flatten(0, 1), names["labels"].flatten()).backward()
+    for x, y in zip(names["part_model"].parameters(), part.parameters(), strict=True):
+        dist.all_reduce(x.grad)
+        close(x.grad, y.grad)
 
 
 def decoding_names(rank: int) -> dict[str, Any]:

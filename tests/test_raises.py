@@ -328,7 +328,7 @@ CASES: dict[str, Case] = {
     "cu_seqlens of another length": refused(ARGUMENT, "Mask.documents", "[2, 24]", "(23,)")(
         lambda: attend(mask=Mask.from_cu_seqlens(torch.tensor([0, 5, S - 1])))
     ),
-    "a tensor for a mask": refused(ARGUMENT, "mask", "Mask", "Tensor")(
+    "a tensor for a mask": refused(ARGUMENT, "mask", "Mask", "Tensor", "batch_mask reads", "bias= of 0 and -inf")(
         lambda: attend(mask=torch.ones(S, S, dtype=torch.bool))
     ),
     "a name for a layout": refused(ARGUMENT, "layout", "zigzag")(lambda: attend(layout="zigzag")),
@@ -683,7 +683,7 @@ CASES: dict[str, Case] = {
         lambda: cp_mesh.cross_entropy(random(B, ROWS, 7), torch.zeros(B, S, dtype=torch.int64), cp())
     ),
     # Styles and plans.
-    "a tensor attn_mask": refused(UNSUPPORTED, "a tensor attn_mask", "Mask(causal=, window=, documents=")(
+    "a tensor attn_mask": refused(UNSUPPORTED, "a tensor attn_mask", "Mask(causal=, window=, documents=", "batch_mask")(
         lambda: run_core(Core(is_causal=False, attn_mask=torch.ones(ROWS, ROWS, dtype=torch.bool)))
     ),
     "is_causal, a mask that is not": refused(ARGUMENT, "is_causal", "expected False", "got True", "agree")(
