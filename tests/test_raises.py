@@ -753,8 +753,8 @@ CASES: dict[str, Case] = {
     "a plan over two axes": refused(ARGUMENT, "parallelize: mesh", "one axis", "one axis at a time")(
         lambda: run_plan(on=cp_tp(), core=ContextParallel(sequence()))
     ),
-    "a plan over no mesh": refused(ARGUMENT, "parallelize: mesh", "one axis of a DeviceMesh", "ProcessGroup")(
-        lambda: run_plan(on=cp().get_group(), embedding=ColwiseParallel())
+    "a plan over no mesh": refused(ARGUMENT, "parallelize: mesh", "one axis of a DeviceMesh", "got cp;")(
+        lambda: run_plan(on="cp", embedding=ColwiseParallel())
     ),
     "a style that is none": refused(ARGUMENT, "'core'", "ParallelStyle")(lambda: run_plan(core=ContextParallel)),
     "an input that the model lacks": refused(ARGUMENT, "ShardedModel(Model)", "named 'ids'", "['tokens', 'positions']")(

@@ -326,7 +326,16 @@ class _Adapter:
 
     def run(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """The root's forward on this rank's rows."""
+        return self.run_eagerly(torch.compiler.is_compiling(), module, forward, *args, **kwargs)
+
+    @torch.compiler.disable(reason="compile the layers of a parallel model, not the whole")
+    def run_eagerly(
+        self, traced: bool, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
         try:
+            if traced:
+                hint = "for layer in model.model.layers: layer.compile()"
+                refuse(type(module).__name__, "layers that are compiled", "the whole", hint, UnsupportedError)
             given = dict(zip(self.names, args, strict=False)) | kwargs
             whole = self.read(module, {name: x for name, x in given.items() if x is not None})
             batch, arguments = self.shard(module, whole)

@@ -376,6 +376,10 @@ CALLS: dict[str, tuple[str, Any, dict[str, Any], str]] = {
         *({}, "another loss of routers; model.config.output_router_logits = False"),
     ),
     "a term added in place": ("llama", _with_term, {}, "the loss of the labels alone"),
+    "compiled as a whole": (
+        *("llama", lambda m, x: torch.compile(m, backend="aot_eager")(**x), {}),
+        "for layer in model.model.layers: layer.compile()",
+    ),
     "a part of the model": ("llama", lambda m, x: m.model(x["input_ids"]), {}, "not a part of it"),
 }
 
@@ -409,7 +413,10 @@ def sharded_by_fsdp(rank: int, family: str) -> list[float]:
     return [apart(summed(output.loss), loss), *grads]
 
 
-@pytest.mark.parametrize(("family", "num_ranks"), [("llama", 2), ("gemma3", 2), ("llama", 4)])
+WITH_FSDP = ["llama", "qwen3", "gemma2", "gemma3", "gpt_oss", "mixtral", "llama4"]
+
+
+@pytest.mark.parametrize(("family", "num_ranks"), [*((family, 2) for family in WITH_FSDP), ("llama", 4)])
 def test_fsdp(pool: Any, family: str, num_ranks: int) -> None:
     assert max(pool(num_ranks).run(sharded_by_fsdp, family)[0]) < BOUND
 
@@ -584,7 +591,7 @@ def _over(axis: Any, x: Tensor) -> Tensor:
 
 @newest
 @pytest.mark.parametrize("case", ["plain", "packed"])
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma2", "gemma3", "gpt_oss", "mixtral", "llama4"])
 def test_tp(pool: Any, family: str, case: str) -> None:
     assert max(pool(4).run(with_tp, family, case)[0]) < BOUND
 
