@@ -6,7 +6,9 @@ The same cases in every run; `python tests/fuzz.py` draws others, and makes thos
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from random import Random
 from typing import Any
 
@@ -48,16 +50,18 @@ ROWS: list[Use] = [
 """Cases that are run every time: what the fuzzer found."""
 
 
-def failures(pool: Any, size: int, num_cases: int) -> list[str]:
+def failures(pool: Any, size: int, num_cases: int) -> Iterator[str]:
+    """Of the rows and of so many cases that are drawn, each as soon as its batch has run."""
     fuzzer = Fuzzer(pool, timeout=300.0)
     rows = [row for row in ROWS if row.size == size]
-    found = [*fuzzer.run(size, rows), *fuzzer.run(size, [(f"0:{i}", size) for i in range(num_cases)])]
-    return [f"{verdict.kind}:\n{line(use)}\n{verdict.words}" for use, verdict in found if verdict.fails]
+    for use, verdict in chain(fuzzer.run(size, rows), fuzzer.run(size, [(f"0:{i}", size) for i in range(num_cases)])):
+        if verdict.fails:
+            yield f"{verdict.kind}:\n{line(use)}\n{verdict.words}"
 
 
 @pytest.mark.parametrize("size", [pytest.param(n, marks=[pytest.mark.full] * (n in (5, 7))) for n in SIZES])
 def test_random_uses(pool, full, size):
-    report([failures(pool, size, 10 if full else 4)])
+    report([[*failures(pool, size, 10 if full else 4)]])
 
 
 def test_cases_are_served_and_of_all_kinds():

@@ -14,6 +14,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -186,8 +187,8 @@ def race(pool: Any, **options: Any) -> None:
 
 
 CHECKS: dict[str, Callable[[Any], None]] = {
-    "random uses": lambda pool: report([test_fuzz.failures(pool, 3, 50)]),
-    "random uses of two": lambda pool: report([test_fuzz.failures(pool, 2, 0)]),
+    "random uses": lambda pool: report([[*islice(test_fuzz.failures(pool, 3, 50), 1)]]),  # one failure is enough
+    "random uses of two": lambda pool: report([[*test_fuzz.failures(pool, 2, 0)]]),
     "coverage": lambda pool: report(pool(1).run(every_coverage)),
     "layouts": lambda pool: report(pool(1).run(every_layout)),
     "copied keys": lambda pool: report(
