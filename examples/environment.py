@@ -1,7 +1,8 @@
 """Make `.venv` beside this repository hold cp_mesh and its tools, then go on inside it. Standard library only.
 
-`.venv-integrations` is another one, with the packages of the extra `integrations` in the versions that are tested,
-and `.venv-integrations-4` one with those of Transformers 4.
+`.venv-integrations` is another one, with the packages of the extra `integrations` in the versions that are tested, and
+`.venv-integrations-NAME` one with those of the extra `integrations-NAME`: "4" of Transformers 4, "titan-0.2" and
+"titan-0.3" of torchtitan.
 
 A PyTorch that the running interpreter already has (2.11 or later) is used as it is; otherwise the version in
 `constraints.txt` is installed. On Linux that one may carry gigabytes of CUDA; to spare them without a GPU, install
@@ -43,8 +44,11 @@ class Environment(NamedTuple):
 
 
 TOOLS = Environment(ROOT / ".venv", "dev,train")
-INTEGRATIONS_4 = Environment(ROOT / ".venv-integrations-4", "dev,integrations-4")
-INTEGRATIONS = Environment(ROOT / ".venv-integrations", "dev,integrations")
+INTEGRATIONS = {
+    f"--{name}": Environment(ROOT / f".venv-{name}", f"dev,{name.replace('.', '-')}")
+    for name in ("integrations", "integrations-4", "integrations-titan-0.2", "integrations-titan-0.3")
+}
+"""By the option of tests/run.py."""
 
 
 def enter(chosen: Environment = TOOLS) -> None:

@@ -193,8 +193,9 @@ def device() -> torch.device:
 
 
 def num_collectives() -> int:
-    """Collectives and sends issued by this rank so far, in all its groups."""
-    return sum(group._get_sequence_number_for_group() for group in dist.distributed_c10d._world.pg_map)
+    """Collectives and sends issued by this rank so far, in all its groups that communicate."""
+    groups = dist.distributed_c10d._world.pg_map.items()
+    return sum(group._get_sequence_number_for_group() for group, (backend, _) in groups if backend != "fake")
 
 
 def _serve(conn: Any, rank: int, world_size: int, backend: str, folder: Path, group_timeout: float) -> None:

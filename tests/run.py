@@ -3,8 +3,8 @@
 Without `--full` it is the quick form: every gate, with fewer cases. `--full` is everything; it alone runs tests marked
 `full`. Other arguments are pytest's: a file or -k runs what it names of the quick form; a node id (`file::test`) runs
 in either form. `pytest` without this script does the same, in an environment that has cp_mesh and its tools.
-`--integrations` runs tests/integrations in `.venv-integrations`, with other packages in pinned versions, and
-`--integrations-4` with Transformers 4, in `.venv-integrations-4`.
+`--integrations` runs tests/integrations in `.venv-integrations`, with other packages in pinned versions;
+`--integrations-4` with Transformers 4, in `.venv-integrations-4`; `--integrations-titan-0.2` and `-0.3` with torchtitan.
 `--durations-csv=FILE` appends what each test file took; so docs/results/test_durations.csv was made.
 """
 
@@ -18,8 +18,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 import environment  # noqa: E402
 
 if __name__ == "__main__":
-    chosen = {"--integrations": environment.INTEGRATIONS, "--integrations-4": environment.INTEGRATIONS_4}
-    integrations = [chosen[argument] for argument in sys.argv if argument in chosen]
+    integrations = [environment.INTEGRATIONS[name] for name in sys.argv if name in environment.INTEGRATIONS]
     environment.enter(*integrations)
     import pytest
 

@@ -1,0 +1,195 @@
+"""`context_parallel`: torchtitan 0.2 and 0.3 with the attention of this library, in their own Trainers.
+
+torchtitan goes on to shard tokens, labels and positions, to scale losses and to reduce gradients. What changes is the
+attention of the model: in 0.2 a style on its inner attention, in 0.3 a class that its override mechanism puts there
+(`torchtitan_attention.py`). No name of torchtitan is patched: a copy of the model's parallelize function is made that
+finds other things under the names it asks for.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import is_dataclass, replace
+from types import FunctionType
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from cp_mesh.attention import Asked, check_asked
+from cp_mesh.cores import ContextParallel
+from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.guard.rootless import watch_rootless
+from cp_mesh.layouts import Contiguous, Layout, ZigZag
+from cp_mesh.masks import Mask, packed_documents
+from cp_mesh.sequence import ShardedSequence
+
+BALANCERS: dict[str | None, Layout] = {"headtail": ZigZag(), None: Contiguous()}
+"""Layouts of torchtitan, by its context_parallel_load_balancer."""
+ATTENTION = "cp_mesh.integrations.torchtitan_attention"
+_SETTING = "parallelism.context_parallel_load_balancer"
+_SpecT = TypeVar("_SpecT")
+
+
+def context_parallel(spec: _SpecT, **options: Any) -> _SpecT:
+    """Make a model of torchtitan attend by this library where ``parallelism.context_parallel_degree`` is above 1.
+
+    Everything else is torchtitan's: its configuration, data, sharding (``context_parallel_load_balancer`` is
+    "headtail", zigzag here, or None, contiguous), loss, tensor parallelism, checkpointing, compile and FSDP2.
+
+    Args:
+        spec: of torchtitan 0.2 the `TrainSpec` of a model, of 0.3 the `Trainer.Config`. It is not changed.
+        **options: kernel, method, transport, ulysses_degree, inner_ring_size, head_chunks, deterministic, as in
+            `cp_mesh.attention`.
+
+    Returns:
+        The same with another ``parallelize_fn``, and in 0.3 with entries in ``override.imports``.
+
+    Raises:
+        ArgumentError, UnsupportedError: here or when the Trainer is made, on every rank, of a model or a setting that
+            would not be exact, with the setting to change; in the first forward, of rows that are not those of the
+            layout.
+
+    Example:
+        >>> register_train_spec("llama3_cp", context_parallel(get_train_spec("llama3")))  # 0.2  # doctest: +SKIP
+        >>> config = context_parallel(llama3_debugmodel())  # 0.3  # doctest: +SKIP
+    """
+    check_asked(Asked(**options))
+    if not is_dataclass(spec) or isinstance(spec, type):
+        refuse("context_parallel", "a TrainSpec of torchtitan 0.2 or a Trainer.Config of 0.3", spec, "pass one")
+    if hasattr(spec, "model_args"):
+        return replace(spec, parallelize_fn=_of_0_2(spec.parallelize_fn, options))  # type: ignore[attr-defined]
+    model_spec = getattr(spec, "model_spec", None)
+    if model_spec is None or not hasattr(spec, "override"):
+        hint = "of 0.3 pass the Trainer.Config that a function of config_registry returns"
+        refuse("context_parallel", "a TrainSpec, or a Trainer.Config with a model_spec", type(spec).__name__, hint)
+    imports = [f"{ATTENTION}.{name}" for name in ("flex", "varlen", "selective")]
+    return replace(
+        spec,
+        model_spec=replace(model_spec, parallelize_fn=_of_0_3(model_spec, options)),
+        override=replace(spec.override, imports=[*spec.override.imports, *imports]),  # type: ignore[attr-defined]
+    )
+
+
+def _of_0_2(function: Callable[..., nn.Module], options: dict[str, Any]) -> Callable[..., nn.Module]:
+    """The parallelize function of a TrainSpec, with a style of ours for its inner attention."""
+    names = "apply_cp_to_attention_module", "_op_sac_save_list"
+    _check_asks(function, *names)
+
+    def parallelize_fn(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Module:
+        if not parallel_dims.cp_enabled:
+            return function(model, parallel_dims, job_config)
+        sequence = _sequence(parallel_dims, job_config.parallelism)
+
+        def apply(modules: list[nn.Module], mesh: DeviceMesh, attention_type: str) -> None:
+            if attention_type != "sdpa":
+                hint = "attn_type='sdpa' in the model's args; packed documents are available in torchtitan 0.3"
+                refuse("attn_type", "'sdpa'", repr(attention_type), hint, UnsupportedError)
+            for module in modules:
+                parallelize_module(module, mesh, ContextParallel(sequence, **options))
+            watch_rootless(model)  # the loss and its gradients, which `cp_mesh.parallelize` watches, are torchtitan's
+
+        _with_positions(model, sequence, _counted, once=True)
+        saved = function.__globals__["_op_sac_save_list"] | {torch.ops.cp_mesh.attention.default}
+        return _finding(function, dict(zip(names, (apply, saved), strict=True)))(model, parallel_dims, job_config)
+
+    return parallelize_fn
+
+
+def _of_0_3(model_spec: Any, options: dict[str, Any]) -> Callable[..., nn.Module]:
+    """The parallelize function of a ModelSpec, with the sequence and options in its attention modules."""
+    function, name = model_spec.parallelize_fn, "apply_cp_to_forward"
+    _check_asks(function, name)
+
+    def parallelize_fn(model: nn.Module, **given: Any) -> nn.Module:
+        parallel_dims, parallelism = given["parallel_dims"], given["parallelism"]
+        if parallel_dims.cp_enabled:
+            from cp_mesh.integrations.torchtitan_attention import prepare
+
+            if parallelism.spmd_backend == "full_dtensor":
+                hint = "parallelism.spmd_backend = 'spmd_types' or 'partial_dtensor'"
+                refuse("spmd_backend", "plain tensors", "'full_dtensor'", hint, UnsupportedError)
+            sequence = _sequence(parallel_dims, parallelism)
+            windows = prepare(model, sequence, options)
+
+            def masks(positions: Tensor) -> dict[str, Any]:
+                documents = _documents(positions)
+                made = {
+                    key: Mask(window=None if window is None else (window - 1, 0), documents=documents)
+                    for key, window in windows.items()
+                }
+                return {"attention_masks": made.get(None, made)}
+
+            _with_positions(model, sequence, masks)
+        return _finding(function, {name: lambda modules, mesh: None})(model, **given)
+
+    return parallelize_fn
+
+
+def _check_asks(function: Any, *names: str) -> None:
+    """Refuse a function in which these names could not be given another meaning."""
+    asked = function.__code__.co_names if isinstance(function, FunctionType) else ()
+    if missing := [name for name in names if name not in asked]:
+        got = f"{getattr(function, '__qualname__', function)}, without {missing[0]}"
+        hint = "call context_parallel with what torchtitan itself returns, and wrap that"
+        refuse("parallelize_fn", f"a function of torchtitan that calls {names[0]}", got, hint, UnsupportedError)
+
+
+def _finding(function: FunctionType, names: dict[str, Any]) -> FunctionType:
+    """The function, with other things under these names of its module."""
+    found = FunctionType(
+        function.__code__, function.__globals__ | names, function.__name__, function.__defaults__, function.__closure__
+    )
+    found.__kwdefaults__ = function.__kwdefaults__
+    return found
+
+
+def _sequence(parallel_dims: Any, parallelism: Any) -> ShardedSequence:
+    balancer = parallelism.context_parallel_load_balancer
+    if balancer not in BALANCERS:
+        hint = "it balances FlexAttention's blocks; zigzag is 'headtail'"
+        refuse(_SETTING, "'headtail' or None", repr(balancer), hint, UnsupportedError)
+    return ShardedSequence(parallel_dims.get_mesh("cp"), BALANCERS[balancer])
+
+
+def _with_positions(
+    model: nn.Module, sequence: ShardedSequence, read: Callable[[Tensor], dict[str, Any]], once: bool = False
+) -> None:
+    """Let ``read`` see the positions [B, S] of the whole sequence before every forward, and add keywords to it.
+
+    ``once``: before the first one alone.
+    """
+    names = [*inspect.signature(model.forward).parameters]
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        positions = (dict(zip(names, args, strict=False)) | kwargs).get("positions")
+        if positions is None:
+            hint = "the dataloader must give positions, as torchtitan's own do"
+            refuse(type(module).__name__, "the positions of this rank's rows", None, hint)
+        if once:
+            handle.remove()
+        return args, kwargs | read(sequence.unshard(positions))
+
+    handle = model.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _counted(positions: Tensor) -> dict[str, Any]:
+    """Refuse positions that do not count from 0, in torchtitan 0.2."""
+    if not bool((positions == torch.arange(positions.shape[-1], device=positions.device)).all()):
+        _refuse_rows(positions)
+    return {}
+
+
+def _documents(positions: Tensor) -> Tensor | None:
+    """Refuse positions that neither count on nor begin anew, in torchtitan 0.3; the documents otherwise."""
+    if not bool(((positions.diff(dim=-1) == 1) | (positions[..., 1:] == 0)).all()):
+        _refuse_rows(positions)
+    return packed_documents(positions)
+
+
+def _refuse_rows(positions: Tensor) -> NoReturn:
+    hint = f"shard by torchtitan's own code, with {_SETTING} as when the model was made"
+    refuse("positions of the whole sequence", "0, 1, 2, ... in every document", positions[0].tolist()[:8], hint)

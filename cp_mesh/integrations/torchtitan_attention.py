@@ -1,0 +1,149 @@
+"""Inner attention for the config-based models of torchtitan 0.3, and the overrides that put it there.
+
+`cp_mesh.integrations.torchtitan.context_parallel` names the overrides in ``override.imports``. torchtitan asks for no
+masks of its own then: a hook of the root makes a `Mask` of the positions, which blocks hand on as attention_masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import spmd_types as spmd
+import torch
+from torch import Tensor, nn
+from torchtitan.config.override import derive, override
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.models.common.attention import FlexAttention, VarlenAttention
+from torchtitan.protocols.module import Module
+
+from cp_mesh.attention import attention
+from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.masks import Mask
+from cp_mesh.sequence import ShardedSequence
+
+KNOWN = frozenset(
+    f"torchtitan.models.{name}" for name in ("common.attention.GQAttention", "deepseek_v3.model.Attention")
+) | {"torchtitan.models.gpt_oss.model.Attention"}
+"""Attention whose masks are those of documents, and of ``sliding_window_size`` where its config has one."""
+CAUSAL = (-1, 0)
+
+
+class MeshAttention(Module):
+    """Inner attention over the whole sequence, of this rank's rows; see `context_parallel`."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):  # type: ignore[misc]
+        """``window_size``: as VarlenAttention has it; None of FlexAttention, whose mask is not in its config."""
+
+        window_size: tuple[int, int] | None = None
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.window_size = config.window_size
+        self.sequence: ShardedSequence | None = None
+        self.options: dict[str, Any] = {}
+
+    def forward(
+        self,
+        q_BLNH: Tensor,
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
+        *,
+        attention_masks: Mask | None = None,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """Attention of [B, S_local, heads, head dim], with ``out_transform`` of it and its lse [B, S_local, heads].
+
+        Raises:
+            ArgumentError: with context_parallel_degree 1, and of arguments that are not known.
+        """
+        if self.sequence is None:
+            hint = "set it, or train with the config that context_parallel was given"
+            refuse("parallelism.context_parallel_degree", "2 or more", 1, hint)
+        if given := [name for name, x in others.items() if x is not None]:
+            refuse("inner_attention", "a mask, a scale and out_transform", given[0], "leave it out", UnsupportedError)
+        if not isinstance(attention_masks, Mask):
+            hint = "leave the masks to context_parallel"
+            refuse("attention_masks", "a Mask", type(attention_masks).__name__, hint)
+        sequence = self.sequence
+        with spmd.no_typecheck():
+            found = attention(
+                *(q_BLNH, k_BLNH, v_BLNH),
+                mesh=sequence.mesh,
+                seq_dim=1,
+                layout=sequence.layout,
+                mask=attention_masks,
+                scale=scale,
+                return_lse=out_transform is not None,
+                **self.options,
+            )
+            return found if out_transform is None else out_transform(found[0], found[1].transpose(1, 2))
+
+
+class MeshSelectiveAC(SelectiveAC):
+    """Per-op checkpointing that keeps the result of attention, as it does that of torchtitan's own."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(SelectiveAC.Config):  # type: ignore[misc]
+        pass
+
+    def get_save_ops(self) -> set[Any]:
+        return {*super().get_save_ops(), torch.ops.cp_mesh.attention.default}
+
+
+@override(target=FlexAttention.Config, exact=True, description="attention of cp_mesh")
+def flex(config: Any) -> MeshAttention.Config:
+    return _config(config, None)
+
+
+@override(target=VarlenAttention.Config, exact=True, description="attention of cp_mesh")
+def varlen(config: Any) -> MeshAttention.Config:
+    return _config(config, config.window_size)
+
+
+@override(target=SelectiveAC.Config, exact=True, description="keep the attention of cp_mesh")
+def selective(config: Any) -> MeshSelectiveAC.Config:
+    return derive(config, MeshSelectiveAC.Config)
+
+
+def _config(config: Any, window_size: tuple[int, int] | None) -> MeshAttention.Config:
+    """Ours, in which keys stay sharded over cp where torchtitan would gather them."""
+    sharding = config.sharding_config
+    if sharding is not None:
+        sources = sharding.in_src_shardings
+        local_map = replace(sharding.local_map, in_grad_placements=tuple(sources.values()))
+        sharding = replace(sharding, in_dst_shardings=sources, local_map=local_map)
+    return MeshAttention.Config(sharding_config=sharding, window_size=window_size)
+
+
+def prepare(model: nn.Module, sequence: ShardedSequence, options: dict[str, Any]) -> dict[str | None, int | None]:
+    """Give the attention modules of a model their sequence.
+
+    Returns:
+        The window of each kind of layer, by the key under which its blocks ask for a mask; None for all is key None.
+
+    Raises:
+        UnsupportedError: of attention that is not known, and of windows that are not those of the layer.
+    """
+    windows: dict[str | None, int | None] = {}
+    for name, block in model.layers.items():  # type: ignore[operator, union-attr]
+        outer = block.attention
+        kind = f"{type(outer).__module__}.{type(outer).__qualname__}"
+        core = getattr(outer, "inner_attention", None)
+        if kind not in KNOWN or not isinstance(core, MeshAttention):
+            got = f"{kind} with {type(core).__name__}"
+            hint = "use attn_backend='flex' of llama3, qwen3, deepseek_v3 or gpt_oss"
+            refuse(f"layers.{name}.attention", "attention that is known", got, hint, UnsupportedError)
+        window = getattr(model.config.layers[int(name)].attention, "sliding_window_size", None)  # type: ignore[union-attr]
+        stated = CAUSAL if window is None else (window - 1, 0)
+        if core.window_size not in (None, stated):
+            hint = "the layer's sliding_window_size tells the window"
+            refuse(f"layers.{name}: window_size", stated, core.window_size, hint, UnsupportedError)
+        windows[getattr(block, "attn_mask_key", None)] = window
+        core.sequence, core.options = sequence, options
+    return windows
