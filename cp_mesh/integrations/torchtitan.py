@@ -25,10 +25,12 @@ from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.guard.rootless import watch_rootless
 from cp_mesh.layouts import Contiguous, Layout, ZigZag
 from cp_mesh.masks import Mask, packed_documents
+from cp_mesh.methods import choose_method
 from cp_mesh.sequence import ShardedSequence
 
 BALANCERS: dict[str | None, Layout] = {"headtail": ZigZag(), None: Contiguous()}
 """Layouts of torchtitan, by its context_parallel_load_balancer."""
+OPTIONS = ("kernel", "method", "transport", "ulysses_degree", "inner_ring_size", "head_chunks", "deterministic")
 ATTENTION = "cp_mesh.integrations.torchtitan_attention"
 _SETTING = "parallelism.context_parallel_load_balancer"
 _SpecT = TypeVar("_SpecT")
@@ -57,7 +59,10 @@ def context_parallel(spec: _SpecT, **options: Any) -> _SpecT:
         >>> register_train_spec("llama3_cp", context_parallel(get_train_spec("llama3")))  # 0.2  # doctest: +SKIP
         >>> config = context_parallel(llama3_debugmodel())  # 0.3  # doctest: +SKIP
     """
+    if unknown := sorted(options.keys() - set(OPTIONS)):
+        refuse("context_parallel", f"options among {', '.join(OPTIONS)}", unknown[0], "torchtitan says the rest")
     check_asked(Asked(**options))
+    choose_method(options.get("method", "auto"))
     if not is_dataclass(spec) or isinstance(spec, type):
         refuse("context_parallel", "a TrainSpec of torchtitan 0.2 or a Trainer.Config of 0.3", spec, "pass one")
     if hasattr(spec, "model_args"):
@@ -82,6 +87,11 @@ def _of_0_2(function: Callable[..., nn.Module], options: dict[str, Any]) -> Call
     def parallelize_fn(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Module:
         if not parallel_dims.cp_enabled:
             return function(model, parallel_dims, job_config)
+        compiled = job_config.compile.enable and "model" in job_config.compile.components
+        if compiled and parallel_dims.tp_enabled:
+            got = "both: torchtitan 0.2 itself loses gradients of the embedding then"
+            hint = "compile.enable = False, or torchtitan 0.3"
+            refuse("compile.enable, tensor_parallel_degree", "one of them", got, hint, UnsupportedError)
         sequence = _sequence(parallel_dims, job_config.parallelism)
 
         def apply(modules: list[nn.Module], mesh: DeviceMesh, attention_type: str) -> None:

@@ -77,7 +77,8 @@ def on_cpus() -> None:
 
     FSDPModule.set_gradient_divide_factor = summed  # type: ignore[method-assign]
     counts = torch.histc
-    torch.histc = lambda x, **bounds: counts(x.float(), **bounds)  # of routers; CPUs count no integers
+    torch.histc = lambda x, **bounds: counts(x.float(), **bounds).to(x.dtype)  # of routers; CPUs count no integers
+    torch.Tensor.bfloat16 = lambda x: x  # type: ignore[method-assign]  # experts ask for it in a model of any dtype
     if not hasattr(dist, "set_timeout"):  # which torchtitan 0.3 calls, and PyTorch 2.13 lacks
         dist.set_timeout = lambda *_, **__: None  # type: ignore[attr-defined]
     os.environ.setdefault("LOCAL_RANK", "0")
@@ -174,8 +175,8 @@ def make_old(run: Run) -> Any:
         }
         | run.settings,
     )
-    if hasattr(args := spec.model_args[config.model.flavor], "moe_args"):
-        args.moe_args.use_grouped_mm = False  # which computes in bfloat16
+    if hasattr(args := spec.model_args[config.model.flavor], "enable_weight_tying"):
+        args.enable_weight_tying = False  # FSDP2 of PyTorch 2.13 refuses what torchtitan 0.2.2 ties
     return Trainer(config)
 
 

@@ -1,0 +1,286 @@
+"""torchtitan's own Trainer, with its own context parallelism and with cp_mesh, in one run on the same ranks.
+
+    torchrun --nproc-per-node 2 examples/benchmarks/torchtitan_training.py --seq-len 8192 32768 --csv torchtitan.csv
+    torchrun --nproc-per-node 2 examples/benchmarks/torchtitan_training.py --kernel cudnn   # that of its own CP
+    torchrun --nproc-per-node 2 examples/benchmarks/torchtitan_training.py --device cpu --tiny --variants cp_mesh
+
+It needs torchtitan 0.2.2, of which the model's attention is causal alone (`pip install --no-deps torchtitan==0.2.2`).
+Packages that it imports and a run does not use (datasets, torchdata, tokenizers, tyro, tensorboard) are replaced by
+empty stand-ins where they are not installed. Layers are those of Llama-3-8B, with 32,768 of its 128,256 tokens; tokens
+are random. All of torchtitan's settings are its own for every variant: head-tail placement, FSDP2 over cp, bf16,
+checkpoints, loss, optimizer.
+
+A Trainer is made, warmed up, timed and dropped, variant after variant, --rounds times. They begin with the same weights
+and tokens, and their first losses must agree, or the status says so and the exit code is 1. Columns: `step_ms`, the
+median of the slowest rank's steps of all rounds, with the least and the most; `tokens_per_s` of all ranks;
+`peak_gib`, the largest of PyTorch's allocator on any rank, with cp_mesh's symmetric memory, of which that allocator
+does not know.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import os
+import statistics
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[2]
+# a checkout that is not installed, the other benchmarks, and titan.on_cpus
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent), str(ROOT / "tests" / "integrations")]
+
+from report import append  # noqa: E402
+
+from cp_mesh.integrations.torchtitan import context_parallel  # noqa: E402
+from cp_mesh.transport import release, symmetric_memory_bytes  # noqa: E402
+
+VARIANTS = ("torchtitan", "cp_mesh")
+AGREE = {"bf16": 2e-3, "fp32": 1e-5}
+"""How far first losses may be apart, relative."""
+VOCABULARY = 32768
+SPARED = ("datasets", "datasets.distributed", "torchdata", "torchdata.stateful_dataloader", "tokenizers", "tyro")
+COLUMNS = (
+    *("date", "commit", "gpu", "world_size", "torch", "torchtitan", "variant", "kernel", "method", "precision"),
+    *("layers", "seq_len", "checkpoint", "compile", "rounds", "steps"),
+    *("step_ms", "step_ms_min", "step_ms_max", "tokens_per_s", "peak_gib", "first_loss", "last_loss", "status"),
+)
+
+
+def _empty_class(_: Any, name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return Empty(name, (), {})
+
+
+class Empty(type):
+    """The type of classes whose every attribute is an empty class."""
+
+    __getattr__ = _empty_class
+
+
+class StandIn(types.ModuleType):
+    """A module whose every name is an empty class."""
+
+    __getattr__ = _empty_class
+
+
+def spare() -> None:
+    """Put stand-ins in the place of packages that are not installed and not used."""
+    missing = [name for name in SPARED if importlib.util.find_spec(name.partition(".")[0]) is None]
+    if importlib.util.find_spec("tensorboard") is None:
+        missing.append("torch.utils.tensorboard")
+    for name in missing:
+        sys.modules[name] = StandIn(name)
+        sys.modules[name].__path__ = []
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
+    parser.add_argument("--seq-len", nargs="+", type=int, default=[8192, 16384, 32768])
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--tiny", action="store_true", help="small layers in fp32, 256 tokens, to see that it runs")
+    parser.add_argument("--checkpoint", choices=("none", "selective", "full"), default="selective")
+    parser.add_argument("--compile", action="store_true", help="compile each block, and the loss")
+    parser.add_argument("--kernel", default="auto", help="of cp_mesh")
+    parser.add_argument("--method", default="auto", help="of cp_mesh")
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--csv", type=Path)
+    args = parser.parse_args()
+    args.precision = "fp32" if args.tiny else "bf16"
+    if args.tiny:
+        args.seq_len, args.layers = [256], 2
+    return args
+
+
+class Batches:
+    """A dataloader of random tokens, the same in every run."""
+
+    def __init__(self, seq_len: int, vocabulary: int) -> None:
+        self.seq_len, self.vocabulary = seq_len, vocabulary
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        numbers = torch.Generator().manual_seed(0)
+        while True:
+            tokens = torch.randint(self.vocabulary, (1, self.seq_len + 1), generator=numbers)
+            yield {"input": tokens[:, :-1]}, tokens[:, 1:]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def make_trainer(args: argparse.Namespace, variant: str, seq_len: int) -> Any:
+    from torchtitan.config import JobConfig
+    from torchtitan.models.llama3 import TransformerModelArgs, get_train_spec
+    from torchtitan.protocols import train_spec
+    from torchtitan.train import Trainer
+
+    shape = {"dim": 64, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 512}
+    if not args.tiny:
+        shape = {"dim": 4096, "n_heads": 32, "n_kv_heads": 8, "vocab_size": VOCABULARY}
+        shape |= {"ffn_dim_multiplier": 1.3, "multiple_of": 1024, "rope_theta": 500000}
+    spec = replace(
+        get_train_spec(),
+        model_args={"few": TransformerModelArgs(n_layers=args.layers, **shape)},
+        build_dataloader_fn=lambda **_: Batches(seq_len, shape["vocab_size"]),
+        build_tokenizer_fn=None,
+    )
+    if variant == "cp_mesh":
+        spec = context_parallel(spec, kernel=args.kernel, method=args.method)
+    train_spec._extra_train_specs.pop("measured", None)
+    train_spec.register_train_spec("measured", spec)
+    config = JobConfig()
+    config.model.name, config.model.flavor = "measured", "few"
+    config.training.local_batch_size, config.training.seq_len = 1, seq_len
+    config.training.mixed_precision_param = "bfloat16" if args.precision == "bf16" else "float32"
+    config.parallelism.context_parallel_degree = dist.get_world_size()
+    config.parallelism.data_parallel_shard_degree = 1
+    config.activation_checkpoint.mode = args.checkpoint
+    config.activation_checkpoint.selective_ac_option = "op"
+    config.compile.enable = args.compile
+    config.debug.seed = 0
+    config.training.steps = args.warmup + args.steps
+    config.lr_scheduler.warmup_steps = 2
+    if args.device == "cpu":
+        config.optimizer.implementation = "for-loop"
+    return Trainer(config)
+
+
+def synchronize(args: argparse.Namespace) -> None:
+    if args.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def slowest(args: argparse.Namespace, value: float) -> float:
+    """The largest of all ranks."""
+    x = torch.tensor(value, dtype=torch.float64, device=args.device)
+    dist.all_reduce(x, dist.ReduceOp.MAX)
+    return x.item()
+
+
+def run(args: argparse.Namespace, variant: str, seq_len: int) -> tuple[list[float], float, list[float]]:
+    """Step times in ms, peak in GiB and losses of one Trainer."""
+    trainer = make_trainer(args, variant, seq_len)
+    losses: list[float] = []
+    trainer.metrics_processor.should_log = lambda step: True
+    trainer.metrics_processor.log = lambda step, loss, *_, **__: losses.append(float(loss))
+    data, times = trainer.batch_generator(trainer.dataloader), []
+    group = trainer.parallel_dims.get_mesh("cp").get_group()
+    for step in range(args.warmup + args.steps):
+        if step == args.warmup and args.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        dist.barrier()
+        synchronize(args)
+        begin = time.perf_counter()
+        trainer.step = step + 1
+        trainer.train_step(data)
+        synchronize(args)
+        times.append(slowest(args, (time.perf_counter() - begin) * 1e3))
+    peak = torch.cuda.max_memory_allocated() + symmetric_memory_bytes() if args.device == "cuda" else 0
+    trainer.close()
+    del trainer, data
+    torch._dynamo.reset()
+    gc.collect()
+    release(group)
+    if args.device == "cuda":
+        torch.cuda.empty_cache()
+    return times[args.warmup :], slowest(args, peak / 2**30), losses
+
+
+def measure(args: argparse.Namespace, seq_len: int) -> list[dict[str, str]]:
+    found: dict[str, Any] = {variant: ([], [], [], "ok") for variant in args.variants}
+    for _ in range(args.rounds):
+        for variant in args.variants:
+            times, peaks, losses, _ = found[variant]
+            more, peak, of_steps = run(args, variant, seq_len)
+            times += more
+            peaks.append(peak)
+            losses.append(of_steps)
+    first = found[args.variants[0]][2][0][0]
+    rows = []
+    for variant, (times, peaks, losses, status) in found.items():
+        if any(abs(each[0] / first - 1) > AGREE[args.precision] for each in losses):
+            status = f"the first loss is not that of {args.variants[0]}, {first:.6f}"
+        ms, ours = statistics.median(times), variant == "cp_mesh"
+        values = {
+            "date": datetime.now(UTC).date(),
+            "commit": commit(),
+            "gpu": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
+            "world_size": dist.get_world_size(),
+            "torch": torch.__version__,
+            "torchtitan": version("torchtitan"),
+            "variant": variant,
+            "kernel": args.kernel if ours else "torchtitan's",
+            "method": args.method if ours else "torch context parallel",
+            "precision": args.precision,
+            "layers": args.layers,
+            "seq_len": seq_len,
+            "checkpoint": args.checkpoint,
+            "compile": args.compile,
+            "rounds": args.rounds,
+            "steps": args.steps,
+            "step_ms": f"{ms:.2f}",
+            "step_ms_min": f"{min(times):.2f}",
+            "step_ms_max": f"{max(times):.2f}",
+            "tokens_per_s": f"{seq_len / ms * 1e3:.0f}",
+            "peak_gib": f"{max(peaks):.2f}" if args.device == "cuda" else "",
+            "first_loss": f"{losses[0][0]:.6f}",
+            "last_loss": f"{losses[0][-1]:.6f}",
+            "status": status,
+        }
+        rows.append({name: str(values[name]) for name in COLUMNS})
+        if dist.get_rank() == 0:
+            told = ("variant", "seq_len", "step_ms", "tokens_per_s", "peak_gib", "first_loss", "last_loss", "status")
+            print(", ".join(f"{name} {rows[-1][name]}" for name in told), flush=True)
+    return rows
+
+
+def commit() -> str:
+    """The commit of this file's repository, marked if the tree has changes; "unknown" outside of one."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def main() -> None:
+    args = parse_arguments()
+    if args.device == "cpu":
+        from titan import on_cpus
+
+        on_cpus()
+    else:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    spare()
+    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    rows = [row for seq_len in args.seq_len for row in measure(args, seq_len)]
+    if args.csv and dist.get_rank() == 0:
+        append(args.csv, COLUMNS, rows)
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.exit(0 if all(row["status"] == "ok" for row in rows) else 1)
+
+
+if __name__ == "__main__":
+    main()
