@@ -603,7 +603,7 @@ PAGES = {
     "docs/performance.md": Page(1),
     "docs/contributing.md": Page(2, mesh_names),
 }
-ELSEWHERE = {"docs/transformers.md", "docs/diffusers.md"}
+ELSEWHERE = {"docs/transformers.md", "docs/diffusers.md", "docs/torchtitan.md"}
 """Pages of other packages, whose code runs in tests/integrations."""
 NOT_RUN = [("docs/kernels.md", "warm_up"), ("docs/performance.md", "CUDAGraph")]
 """Blocks that need a GPU: page and a word of each. `test_warming.py` and `test_symmetric_memory.py` do the same."""

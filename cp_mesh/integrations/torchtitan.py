@@ -82,11 +82,11 @@ def context_parallel(spec: _SpecT, **options: Any) -> _SpecT:
 def _of_0_2(function: Callable[..., nn.Module], options: dict[str, Any]) -> Callable[..., nn.Module]:
     """The parallelize function of a TrainSpec, with a style of ours for its inner attention."""
     names = "apply_cp_to_attention_module", "_op_sac_save_list"
-    _check_asks(function, *names)
+    own = _asking(function, *names)
 
     def parallelize_fn(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Module:
         if not parallel_dims.cp_enabled:
-            return function(model, parallel_dims, job_config)
+            return own(model, parallel_dims, job_config)
         compiled = job_config.compile.enable and "model" in job_config.compile.components
         if compiled and parallel_dims.tp_enabled:
             got = "both: torchtitan 0.2 itself loses gradients of the embedding then"
@@ -103,16 +103,16 @@ def _of_0_2(function: Callable[..., nn.Module], options: dict[str, Any]) -> Call
             watch_rootless(model)  # the loss and its gradients, which `cp_mesh.parallelize` watches, are torchtitan's
 
         _with_positions(model, sequence, _counted, once=True)
-        saved = function.__globals__["_op_sac_save_list"] | {torch.ops.cp_mesh.attention.default}
-        return _finding(function, dict(zip(names, (apply, saved), strict=True)))(model, parallel_dims, job_config)
+        saved = own.__globals__["_op_sac_save_list"] | {torch.ops.cp_mesh.attention.default}
+        return _finding(own, dict(zip(names, (apply, saved), strict=True)))(model, parallel_dims, job_config)
 
     return parallelize_fn
 
 
 def _of_0_3(model_spec: Any, options: dict[str, Any]) -> Callable[..., nn.Module]:
     """The parallelize function of a ModelSpec, with the sequence and options in its attention modules."""
-    function, name = model_spec.parallelize_fn, "apply_cp_to_forward"
-    _check_asks(function, name)
+    name = "apply_cp_to_forward"
+    own = _asking(model_spec.parallelize_fn, name)
 
     def parallelize_fn(model: nn.Module, **given: Any) -> nn.Module:
         parallel_dims, parallelism = given["parallel_dims"], given["parallelism"]
@@ -134,18 +134,19 @@ def _of_0_3(model_spec: Any, options: dict[str, Any]) -> Callable[..., nn.Module
                 return {"attention_masks": made.get(None, made)}
 
             _with_positions(model, sequence, masks)
-        return _finding(function, {name: lambda modules, mesh: None})(model, **given)
+        return _finding(own, {name: lambda modules, mesh: None})(model, **given)
 
     return parallelize_fn
 
 
-def _check_asks(function: Any, *names: str) -> None:
-    """Refuse a function in which these names could not be given another meaning."""
+def _asking(function: Any, *names: str) -> FunctionType:
+    """The function, if these names can be given another meaning in it."""
     asked = function.__code__.co_names if isinstance(function, FunctionType) else ()
-    if missing := [name for name in names if name not in asked]:
-        got = f"{getattr(function, '__qualname__', function)}, without {missing[0]}"
+    if not isinstance(function, FunctionType) or any(name not in asked for name in names):
+        got = getattr(function, "__qualname__", function)
         hint = "call context_parallel with what torchtitan itself returns, and wrap that"
         refuse("parallelize_fn", f"a function of torchtitan that calls {names[0]}", got, hint, UnsupportedError)
+    return function
 
 
 def _finding(function: FunctionType, names: dict[str, Any]) -> FunctionType:

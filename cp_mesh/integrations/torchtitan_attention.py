@@ -12,7 +12,7 @@ from typing import Any
 
 import spmd_types as spmd
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchtitan.config.override import derive, override
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
@@ -34,7 +34,7 @@ class MeshAttention(Module):
     """Inner attention over the whole sequence, of this rank's rows; see `context_parallel`."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Module.Config):  # type: ignore[misc]
+    class Config(Module.Config):
         """``window_size``: as VarlenAttention has it; None of FlexAttention, whose mask is not in its config."""
 
         window_size: tuple[int, int] | None = None
@@ -72,7 +72,7 @@ class MeshAttention(Module):
             refuse("attention_masks", "a Mask", type(attention_masks).__name__, hint)
         sequence = self.sequence
         with spmd.no_typecheck():
-            found = attention(
+            found: Any = attention(
                 *(q_BLNH, k_BLNH, v_BLNH),
                 mesh=sequence.mesh,
                 seq_dim=1,
@@ -89,7 +89,7 @@ class MeshSelectiveAC(SelectiveAC):
     """Per-op checkpointing that keeps the result of attention, as it does that of torchtitan's own."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(SelectiveAC.Config):  # type: ignore[misc]
+    class Config(SelectiveAC.Config):
         pass
 
     def get_save_ops(self) -> set[Any]:
@@ -121,7 +121,7 @@ def _config(config: Any, window_size: tuple[int, int] | None) -> MeshAttention.C
     return MeshAttention.Config(sharding_config=sharding, window_size=window_size)
 
 
-def prepare(model: nn.Module, sequence: ShardedSequence, options: dict[str, Any]) -> dict[str | None, int | None]:
+def prepare(model: Any, sequence: ShardedSequence, options: dict[str, Any]) -> dict[str | None, int | None]:
     """Give the attention modules of a model their sequence.
 
     Returns:
@@ -131,7 +131,7 @@ def prepare(model: nn.Module, sequence: ShardedSequence, options: dict[str, Any]
         UnsupportedError: of attention that is not known, and of windows that are not those of the layer.
     """
     windows: dict[str | None, int | None] = {}
-    for name, block in model.layers.items():  # type: ignore[operator, union-attr]
+    for name, block in model.layers.items():
         outer = block.attention
         kind = f"{type(outer).__module__}.{type(outer).__qualname__}"
         core = getattr(outer, "inner_attention", None)
@@ -139,7 +139,7 @@ def prepare(model: nn.Module, sequence: ShardedSequence, options: dict[str, Any]
             got = f"{kind} with {type(core).__name__}"
             hint = "use attn_backend='flex' of llama3, qwen3, deepseek_v3 or gpt_oss"
             refuse(f"layers.{name}.attention", "attention that is known", got, hint, UnsupportedError)
-        window = getattr(model.config.layers[int(name)].attention, "sliding_window_size", None)  # type: ignore[union-attr]
+        window = getattr(model.config.layers[int(name)].attention, "sliding_window_size", None)
         stated = CAUSAL if window is None else (window - 1, 0)
         if core.window_size not in (None, stated):
             hint = "the layer's sliding_window_size tells the window"

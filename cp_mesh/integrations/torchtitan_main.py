@@ -49,7 +49,7 @@ class MeshVarlenInnerAttention(CPAttention, VarlenInnerAttention):
     """VarlenInnerAttention of tokens that are sharded over cp, in any permutation, without a gather of whole keys."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(CPAttention.Config, VarlenInnerAttention.Config):  # type: ignore[misc]
+    class Config(CPAttention.Config, VarlenInnerAttention.Config):
         """``method``, ``kernel``, ``transport``: as in `cp_mesh.attention`."""
 
         method: str = "auto"

@@ -52,7 +52,15 @@ VARIANTS = ("torchtitan", "cp_mesh")
 AGREE = {"bf16": 2e-3, "fp32": 1e-5}
 """How far first losses may be apart, relative."""
 VOCABULARY = 32768
-SPARED = ("datasets", "datasets.distributed", "torchdata", "torchdata.stateful_dataloader", "tokenizers", "tyro")
+SPARED = (
+    "datasets",
+    "datasets.distributed",
+    "torchdata",
+    "torchdata.stateful_dataloader",
+    "tokenizers",
+    "tyro",
+    "tyro.constructors",
+)
 COLUMNS = (
     *("date", "commit", "gpu", "world_size", "torch", "torchtitan", "variant", "kernel", "method", "precision"),
     *("layers", "seq_len", "checkpoint", "compile", "rounds", "steps"),
@@ -60,22 +68,13 @@ COLUMNS = (
 )
 
 
-def _empty_class(_: Any, name: str) -> Any:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return Empty(name, (), {})
-
-
-class Empty(type):
-    """The type of classes whose every attribute is an empty class."""
-
-    __getattr__ = _empty_class
-
-
 class StandIn(types.ModuleType):
     """A module whose every name is an empty class."""
 
-    __getattr__ = _empty_class
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
 
 
 def spare() -> None:
@@ -84,8 +83,11 @@ def spare() -> None:
     if importlib.util.find_spec("tensorboard") is None:
         missing.append("torch.utils.tensorboard")
     for name in missing:
-        sys.modules[name] = StandIn(name)
-        sys.modules[name].__path__ = []
+        sys.modules[name] = module = StandIn(name)
+        module.__path__ = []
+        parent, _, last = name.rpartition(".")
+        if parent in missing:
+            setattr(sys.modules[parent], last, module)
 
 
 def parse_arguments() -> argparse.Namespace:

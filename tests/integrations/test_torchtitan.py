@@ -8,8 +8,13 @@ FSDP alone, without cp, are off by up to 2.1e-5 (deepseek_v3), and so are these.
 from __future__ import annotations
 
 import functools
+import re
+import sys
+import types
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -19,6 +24,7 @@ import titan
 from ranks import num_collectives
 from titan import OLD, Run
 
+ROOT = Path(__file__).resolve().parents[2]
 LOSS, NORM = 1e-6, 5e-5
 DOCUMENTS = None if OLD else (40, 37, 19)
 CP2 = Run(cp=2, documents=DOCUMENTS)
@@ -186,3 +192,30 @@ def test_refusals(pool: Any, case: str) -> None:
     for raised in pool(4 if "tp" in case else 2).run_expecting_error(refused, case):
         assert raised is not None and raised.kinds[0] in ("ArgumentError", "UnsupportedError"), raised
         assert REFUSED[case] in raised.message
+
+
+def run_page(rank: int) -> list[tuple[float, float]]:
+    """Losses of a Trainer that is made by the lines of the page for this version."""
+    titan.on_cpus()
+    text = (ROOT / "docs" / "torchtitan.md").read_text()
+    version = "0.2" if OLD else "0.3"
+    (block,) = re.findall(rf"^```python\n(# torchtitan {version}.*?)^```", text, re.MULTILINE | re.DOTALL)
+    if OLD:
+        exec(block, {})
+        return titan.train(rank, replace(CP2, model="llama3_cp_mesh", ours=False))
+    from torchtitan.config import ConfigManager
+
+    registry = types.ModuleType("my_experiment.config_registry")
+    exec(block, vars(registry))
+    words = "--module my_experiment --config llama3_debugmodel --parallelism.context_parallel_degree 2"
+    assert words in text
+    with mock.patch.dict(sys.modules, {"my_experiment": registry, registry.__name__: registry}):
+        config = ConfigManager().parse_args(words.split())
+    assert config.parallelism.context_parallel_degree == 2
+    return titan.train(rank, replace(CP2, ours=False), config)
+
+
+def test_the_page_runs(pool: Any) -> None:
+    wanted = one_rank(pool, "llama3", DOCUMENTS)
+    for found in pool(2).run(run_page, timeout=200):
+        assert all(abs(loss / whole - 1) < LOSS for (loss, _), (whole, _) in zip(found, wanted, strict=True))

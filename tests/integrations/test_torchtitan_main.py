@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from dense import dense_attention
-from titan_main import VarlenAttentionMetadata, VarlenInnerAttention, torchtitan_main
+from titan_main import (
+    ContextParallelTransform,
+    VarlenAttentionMetadata,
+    VarlenInnerAttention,
+    torchtitan_main,
+)
 from torch import Tensor
 
 from cp_mesh import Contiguous, Layout, Permuted, ZigZag
@@ -119,3 +126,13 @@ def test_refusals(pool: Any, case: str, words: str) -> None:
     for raised in pool(2).run_expecting_error(refused, case):
         assert raised is not None and raised.kinds[0] in ("ArgumentError", "UnsupportedError")
         assert words in raised.message and raised.num_collectives == 0
+
+
+def test_the_page_runs() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "torchtitan.md").read_text()
+    (block,) = re.findall(r"^```python\n(# torchtitan's main branch.*?)^```", text, re.MULTILINE | re.DOTALL)
+    names = {"ContextParallelTransform": ContextParallelTransform, "VarlenInnerAttention": VarlenInnerAttention}
+    with torchtitan_main(None) as main:
+        exec(block, names)
+        kinds = names["transform"].inner_attention_map  # type: ignore[attr-defined]
+        assert kinds == {VarlenInnerAttention: main.MeshVarlenInnerAttention}

@@ -6,6 +6,7 @@ Nothing here is about context parallelism, except that a `Run` may ask for cp_me
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import sys
 import tempfile
@@ -182,8 +183,15 @@ def make_old(run: Run) -> Any:
 
 def config_of(run: Run) -> Any:
     """A Trainer.Config of torchtitan 0.3."""
-    import importlib
+    name, _, backend = run.model.partition(" ")
+    models = importlib.import_module(f"torchtitan.models.{name}")
+    config = getattr(importlib.import_module(f"torchtitan.models.{name}.config_registry"), f"{name}_debugmodel")()
+    config.model_spec = models.model_registry("debugmodel", attn_backend=backend or "flex")
+    return prepare(config, run)
 
+
+def prepare(config: Any, run: Run) -> Any:
+    """The configuration of torchtitan 0.3 with the settings of a run, and with cp_mesh or `Dense` where it asks so."""
     from torchtitan.components.dataloader import BaseDataLoader
     from torchtitan.components.tokenizer import BaseTokenizer
     from torchtitan.config.override import _REGISTRY, override
@@ -234,10 +242,6 @@ def config_of(run: Run) -> Any:
             scores = (q @ k.mT * (scale or q.shape[-1] ** -0.5)).masked_fill(~mask, float("-inf"))
             return out_transform((scores.softmax(-1) @ v).transpose(1, 2), scores.logsumexp(-1).transpose(1, 2))
 
-    name, _, backend = run.model.partition(" ")
-    models = importlib.import_module(f"torchtitan.models.{name}")
-    config = getattr(importlib.import_module(f"torchtitan.models.{name}.config_registry"), f"{name}_debugmodel")()
-    config.model_spec = models.model_registry("debugmodel", attn_backend=backend or "flex")
     config.dataloader, config.tokenizer = Loader.Config(), NoTokenizer.Config()
     config.activation_checkpoint = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}[
         run.checkpoint
@@ -251,6 +255,8 @@ def config_of(run: Run) -> Any:
     set_settings(config, common(run) | settings | run.settings)
     if run.ours:
         return context_parallel(config, **run.options)
+    if config.override.imports:  # those of a configuration that is ours already
+        return config
     for target in (FlexAttention.Config, VarlenAttention.Config):
         name = f"dense_{target.__qualname__.partition('.')[0]}"
         _REGISTRY.pop(f"{__name__}.{name}", None)
@@ -281,15 +287,16 @@ def pairs(model: Any) -> Any:
     return hook
 
 
-def make(run: Run) -> Any:
-    """A Trainer, on this rank, with parameters that depend on their names alone."""
+def make(run: Run, config: Any = None) -> Any:
+    """A Trainer with parameters that depend on their names alone; of 0.3 made from ``config``, if it is given."""
     on_cpus()
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
     if OLD:
         trainer = make_old(run)
     else:
-        trainer = config_of(run).build()
-        if not run.ours:
+        config = config_of(run) if config is None else prepare(config, run)
+        trainer = config.build()
+        if any("dense" in target for target in config.override.imports):
             trainer.model_parts[0].register_forward_pre_hook(pairs(trainer.model_parts[0]), with_kwargs=True)
     for name, parameter in trainer.model_parts[0].named_parameters():
         name = name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
@@ -302,9 +309,9 @@ def make(run: Run) -> Any:
     return trainer
 
 
-def train(rank: int, run: Run) -> list[tuple[float, float]]:
+def train(rank: int, run: Run, config: Any = None) -> list[tuple[float, float]]:
     """Losses and gradient norms of the steps, as torchtitan logs them."""
-    trainer, found = make(run), []
+    trainer, found = make(run, config), []
     trainer.metrics_processor.log = lambda step, loss, max_loss, norm, **_: found.append((float(loss), float(norm)))
     trainer.metrics_processor.should_log = lambda step: True
     trainer.checkpointer.load = lambda **_: None

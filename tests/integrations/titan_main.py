@@ -52,6 +52,15 @@ class CPAttention(ABC, Generic[GlobalMetadata, LocalMetadata]):
     def prepare_cp_metadata(attention_metadata: GlobalMetadata, *, permutation: Tensor | None) -> LocalMetadata: ...
 
 
+@dataclass(kw_only=True)
+class ContextParallelTransform:
+    inner_attention_map: dict[type, type]
+
+    def __post_init__(self) -> None:
+        if not all(issubclass(kind, CPAttention) for kind in self.inner_attention_map.values()):
+            raise ValueError("must inherit CPAttention")
+
+
 class Mesh:
     """The cp group of the mesh that is current, None outside of one."""
 
