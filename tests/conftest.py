@@ -21,10 +21,8 @@ MAX_LIVE_RANKS = 12
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run everything, not only the quick form; see run.py")
-    for name in ("", "-4", "-titan-0.2", "-titan-0.3"):
-        parser.addoption(
-            f"--integrations{name}", action="store_true", help="in an environment with other packages; see run.py"
-        )
+    for name in ("--integrations", "--integrations-4", "--integrations-titan-0.2", "--integrations-titan-0.3"):
+        parser.addoption(name, action="store_true", help="in an environment with other packages; see run.py")
     parser.addoption("--durations-csv", type=Path, metavar="FILE", help="append what each test file took to FILE")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import is_dataclass, replace
 from types import FunctionType
 from typing import Any, NoReturn, TypeVar
@@ -117,6 +118,8 @@ def _of_0_3(model_spec: Any, options: dict[str, Any]) -> Callable[..., nn.Module
     def parallelize_fn(model: nn.Module, **given: Any) -> nn.Module:
         parallel_dims, parallelism = given["parallel_dims"], given["parallelism"]
         if parallel_dims.cp_enabled:
+            from spmd_types import no_typecheck
+
             from cp_mesh.integrations.torchtitan_attention import prepare
 
             if parallelism.spmd_backend == "full_dtensor":
@@ -133,7 +136,7 @@ def _of_0_3(model_spec: Any, options: dict[str, Any]) -> Callable[..., nn.Module
                 }
                 return {"attention_masks": made.get(None, made)}
 
-            _with_positions(model, sequence, masks)
+            _with_positions(model, sequence, masks, no_typecheck)
         return _finding(own, {name: lambda modules, mesh: None})(model, **given)
 
     return parallelize_fn
@@ -167,11 +170,15 @@ def _sequence(parallel_dims: Any, parallelism: Any) -> ShardedSequence:
 
 
 def _with_positions(
-    model: nn.Module, sequence: ShardedSequence, read: Callable[[Tensor], dict[str, Any]], once: bool = False
+    model: nn.Module,
+    sequence: ShardedSequence,
+    read: Callable[[Tensor], dict[str, Any]],
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    once: bool = False,
 ) -> None:
     """Let ``read`` see the positions [B, S] of the whole sequence before every forward, and add keywords to it.
 
-    ``once``: before the first one alone.
+    ``context``: in which it does. ``once``: before the first forward alone.
     """
     names = [*inspect.signature(model.forward).parameters]
 
@@ -182,7 +189,8 @@ def _with_positions(
             refuse(type(module).__name__, "the positions of this rank's rows", None, hint)
         if once:
             handle.remove()
-        return args, kwargs | read(sequence.unshard(positions))
+        with context():
+            return args, kwargs | read(sequence.unshard(positions))
 
     handle = model.register_forward_pre_hook(hook, with_kwargs=True)
 

@@ -131,6 +131,9 @@ def prepare(model: Any, sequence: ShardedSequence, options: dict[str, Any]) -> d
         UnsupportedError: of attention that is not known, and of windows that are not those of the layer.
     """
     windows: dict[str | None, int | None] = {}
+    if not hasattr(model, "layers"):
+        hint = "use llama3, qwen3, deepseek_v3 or gpt_oss"
+        refuse("model", "a Decoder of torchtitan", type(model).__name__, hint, UnsupportedError)
     for name, block in model.layers.items():
         outer = block.attention
         kind = f"{type(outer).__module__}.{type(outer).__qualname__}"

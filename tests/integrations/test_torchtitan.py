@@ -7,6 +7,7 @@ FSDP alone, without cp, are off by up to 2.1e-5 (deepseek_v3), and so are these.
 
 from __future__ import annotations
 
+import csv
 import functools
 import re
 import sys
@@ -17,11 +18,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 pytest.importorskip("torchtitan")
 
 import titan
 from ranks import num_collectives
+from scripts import run_script
 from titan import OLD, Run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,11 +56,12 @@ OF_0_3 = {
     "gpt_oss": replace(CP2, model="gpt_oss"),
     "gpt_oss, varlen": replace(CP2, model="gpt_oss varlen"),
     "gpt_oss, tp 2": replace(CP2, model="gpt_oss", tp=2),
+    "deepseek_v3, tp 2": replace(CP2, model="deepseek_v3", tp=2),
     "one document": replace(CP2, documents=None),
     "compiled, tp 2": replace(CP2, compile="aot_eager", tp=2),
 }
 RUNS = BOTH | MORE | (OF_0_2 if OLD else OF_0_3)
-LONG = {*MORE, *OF_0_2, "gpt_oss, varlen", "gpt_oss, tp 2", "compiled, tp 2"}
+LONG = {*MORE, *OF_0_2, "gpt_oss, varlen", "gpt_oss, tp 2", "deepseek_v3, tp 2", "compiled, tp 2"}
 
 
 def ranks_of(run: Run) -> int:
@@ -131,6 +135,10 @@ def refused(rank: int, case: str) -> None:
         context_parallel(wrapped())
     elif case == "one rank":
         run = replace(run, cp=1, shard=2)
+    if case == "layers":
+        from cp_mesh.integrations.torchtitan_attention import prepare
+
+        prepare(torch.nn.Linear(1, 1), None, {})
     if case in ("sdpa", "window"):
         return of_model(case)
     trainer = titan.make(run)
@@ -182,6 +190,7 @@ REFUSED |= (
         "full_dtensor": "spmd_backend: expected plain tensors, got 'full_dtensor'",
         "one rank": "parallelism.context_parallel_degree: expected 2 or more, got 1",
         "sdpa": "layers.0.attention: expected attention that is known, got torchtitan.models.common.attention.GQA",
+        "layers": "model: expected a Decoder of torchtitan, got Linear",
         "window": "layers.0: window_size: expected (127, 0), got (5, 0)",
     }
 )
@@ -219,3 +228,15 @@ def test_the_page_runs(pool: Any) -> None:
     wanted = one_rank(pool, "llama3", DOCUMENTS)
     for found in pool(2).run(run_page, timeout=200):
         assert all(abs(loss / whole - 1) < LOSS for (loss, _), (whole, _) in zip(found, wanted, strict=True))
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not OLD, reason="the benchmark is of 0.2")
+def test_the_benchmark_runs(tmp_path: Path) -> None:
+    options = ["--device", "cpu", "--tiny", "--variants", "cp_mesh", "--rounds", "2", "--csv", tmp_path / "rows.csv"]
+    done = run_script(ROOT / "examples" / "benchmarks" / "torchtitan_training.py", options, num_ranks=2)
+    assert done.returncode == 0, done.printed
+    with (tmp_path / "rows.csv").open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert row["status"] == "ok" and float(row["tokens_per_s"]) > 0
+    assert abs(float(row["first_loss"]) - 6.7) < 0.2  # near the logarithm of 512 tokens

@@ -99,13 +99,13 @@ def refused(rank: int, case: str) -> None:
             kind(kind.Config(window_size=(3, 2)))
         if case == "method":
             kind(kind.Config(method="rings"))
-        core = kind(kind.Config())
+        core = kind(kind.Config(**{case: "other"} if case in ("kernel", "transport") else {}))
         given = metadata()
         if case == "keys":
             given = given._replace(cu_seq_k=torch.tensor([0, T], dtype=torch.int32))
         permutation = torch.stack([SHUFFLED, SHUFFLED]) if case == "rows" else None
         local = core.prepare_cp_metadata(given, permutation=permutation)
-        q, k, v, _ = tensors()
+        q, k, v, _ = (x[: T // 2] for x in tensors())
         arguments = {"block_mask": local} if case == "argument" else {}
         core(q, k, v, attention_metadata=given if case == "metadata" else local, **arguments)
 
@@ -115,6 +115,8 @@ def refused(rank: int, case: str) -> None:
     [
         ("window", "window_size: expected a causal window, or none, got (3, 2); (-1, 0) is causal"),
         ("method", "rings"),
+        ("kernel", "kernel: expected"),
+        ("transport", "transport: expected"),
         ("keys", "expected cu_seq_k equal to cu_seq_q"),
         ("rows", "permutation: expected [1, 48], of packed tokens, got [2, 48]"),
         ("argument", "got block_mask; leave it out"),
