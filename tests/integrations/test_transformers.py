@@ -591,7 +591,7 @@ def _over(axis: Any, x: Tensor) -> Tensor:
 
 @newest
 @pytest.mark.parametrize("case", ["plain", "packed"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma2", "gemma3", "gpt_oss", "mixtral", "llama4"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
 def test_tp(pool: Any, family: str, case: str) -> None:
     assert max(pool(4).run(with_tp, family, case)[0]) < BOUND
 
