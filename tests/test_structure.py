@@ -75,6 +75,7 @@ FLOORS: dict[str, int] = {
     # the doors of the command line and of other packages
     "__main__": 5,
     "integrations": 5,
+    "compat": 5,
 }
 """Floors of modules and of subpackages, whose modules may import one another."""
 

@@ -59,7 +59,7 @@ ATTENTION = frozenset(ROWS)
 CHECKPOINTS = frozenset(("tag_activation_checkpoint", "wrap_activation_checkpoint"))
 
 
-def _call(func: Any, args: Any, kwargs: Any) -> Any:
+def call_function(func: Any, args: Any, kwargs: Any) -> Any:
     if func is Tensor.unflatten:  # torch.compile traces a call of the method, but not what the function holds
         return args[0].unflatten(*args[1:], **kwargs)
     return func(*args, **kwargs)
@@ -82,7 +82,7 @@ class Interception(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name not in ATTENTION and name not in CHECKPOINTS:
-            return _call(func, args, kwargs)
+            return call_function(func, args, kwargs)
         try:
             if name in ATTENTION and func is not F.scaled_dot_product_attention:
                 raise UnsupportedError(
@@ -157,7 +157,7 @@ class Watch(TorchFunctionMode):
                 stacklevel=2,
             )
             self.local_rows = None
-        return _call(func, args, kwargs)
+        return call_function(func, args, kwargs)
 
 
 def _counted(args: Any, kwargs: Any) -> Any:
