@@ -13,9 +13,11 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_mesh.errors import refuse
+from cp_mesh.loss import groups_of
 
 Groups = tuple[dist.ProcessGroup, ...]
 """Those whose ranks hold different parts of a parameter."""
@@ -30,6 +32,7 @@ def clip_grad_norm(
     *,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
+    over: DeviceMesh | dist.ProcessGroup | None = None,
 ) -> Tensor:
     """`torch.nn.utils.clip_grad_norm_` for parameters on any meshes: scale gradients to a global norm, in place.
 
@@ -45,6 +48,7 @@ def clip_grad_norm(
         norm_type: which norm: p > 0, `math.inf` for the largest absolute value.
         error_if_nonfinite: raise if the norm is nan or infinite, before any gradient is scaled.
         foreach: whether to take the gradients of one device and dtype in one call; None: on GPUs.
+        over: ranks that hold other parameters, the stages of a pipeline: ``mesh["pp"]``. All of them call this.
 
     Returns:
         The norm before clipping, the same on every rank: a plain tensor [], float64 if a gradient is, else float32.
@@ -75,7 +79,10 @@ def clip_grad_norm(
         reduced = _all_reduce(torch.stack([sums[groups] for groups in concerned]), group, norm_type)
         sums |= dict(zip(concerned, reduced.unbind(), strict=True))
     every = torch.stack([*sums.values()]) if sums else torch.zeros(1, dtype=torch.float64, device=device)
-    total = (every.amax() if math.isinf(norm_type) else every.sum() ** (1.0 / norm_type)).to(dtype)
+    power = every.amax() if math.isinf(norm_type) else every.sum()
+    for group in () if over is None else groups_of(over):
+        power = _all_reduce(power[None], group, norm_type)[0]
+    total = (power if math.isinf(norm_type) else power ** (1.0 / norm_type)).to(dtype)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
             f"clip_grad_norm: expected gradients of finite norm, got {float(total)} for norm_type={norm_type}; no "

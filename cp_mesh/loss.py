@@ -96,8 +96,8 @@ def cross_entropy(
     share = share / (torch.where(divisor == 0, 1, divisor) if isinstance(divisor, Tensor) else divisor or 1)
     if eager:
         if WAITING:
-            known = (likeness(labels, ignore_index), tokens_given()) if first and from_attention(logits) else ()
-            note_trained(share, Loss(mesh, is_whole(labels), *known))
+            known = (likeness(labels, ignore_index), tokens_given()) if first and from_attention(logits) else ("", "")
+            note_trained(share, Loss(mesh, is_whole(labels), *known, counted=count is not None))
         forget(share.requires_grad)
     return share
 

@@ -55,6 +55,8 @@ class ShardedModel(ParallelStyle):
     Args:
         sequence: the sequence object that the attention styles share.
         inputs: names of forward arguments that hold [B, S, ...] tensors of the whole sequence, equal on all cp ranks.
+            (): none, in a later stage of a pipeline, which is given this rank's rows by the stage before; the sequence
+            needs a length.
         positions: name of the forward argument that takes int64 positions for the rotary embedding. If the caller
             leaves it out it gets the positions of this rank's rows, [S_local]; if given, whole-sequence position ids
             [S] or [B, S] are sharded like tokens. None for models without positions. Rows of padding have positions up
@@ -94,6 +96,9 @@ class ShardedModel(ParallelStyle):
         layout: Callable[..., Layout] | None = None,
     ) -> None:
         check_layout("ShardedModel", layout)
+        if not inputs and sequence.length is None:
+            hint = "ShardedSequence(..., length=)"
+            refuse("ShardedModel(inputs=())", "a sequence with a length, which no input tells", None, hint)
         self.sequence, self.inputs, self.positions, self.gather_output = sequence, inputs, positions, gather_output
         if position_dims not in (1, 2):
             refuse("ShardedModel.position_dims", "1 or 2", position_dims, "2 supplies positions as [1, S_local]")
@@ -190,6 +195,8 @@ class ShardedModel(ParallelStyle):
         return result
 
     def _local_rows(self, arguments: dict[str, Any]) -> int:
+        if not self.inputs:
+            return len(self.sequence.positions())
         rows: int = next(arguments[name] for name in self.inputs if arguments.get(name) is not None).shape[1]
         return rows
 
@@ -273,21 +280,24 @@ class ShardedModel(ParallelStyle):
         """The root of one forward, and its arguments by name, with this rank's rows of the inputs and positions."""
         given = dict(arguments)
         present = [name for name in self.inputs if given.get(name) is not None]
-        if not present:
+        if self.inputs and not present:
             refuse("ShardedModel", f"one of {self.inputs} in the call", list(given), "pass it")
-        whole, sequence = given[present[0]], self.sequence
+        sequence = self.sequence
         if self.layout is not None:
             sequence = replace(sequence, layout=layout_of_call(self, **arguments))
+        first = given[present[0]] if present else next((x for x in given.values() if isinstance(x, Tensor)), None)
+        length = first.shape[1] if present else sequence.length
         for name in present:
             given[name] = sequence.shard({name: given[name]}, dim=1, pad_value=padding_of(name))[name]
         if self.positions is not None:
             ids = given.get(self.positions)
             if ids is None:
-                own = sequence.positions(whole.shape[1], device=whole.device)
+                own = sequence.positions(length, device=None if first is None else first.device)
                 given[self.positions] = own if self.position_dims == 1 else own[None]
             else:
                 given[self.positions] = sequence.shard({"positions": ids}, dim=ids.ndim - 1)["positions"]
-        return Root(sequence, whole.shape[1] if sequence.seq_len is None else sequence.seq_len), given
+        assert length is not None
+        return Root(sequence, length if sequence.seq_len is None else sequence.seq_len), given
 
 
 def _check_masks(module: nn.Module, arguments: dict[str, Any]) -> None:

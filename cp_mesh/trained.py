@@ -41,6 +41,7 @@ class Loss:
         tokens: their fingerprint, those of the whole batch; "" if nobody knows.
         factor: with which its backward began; None of compiled code.
         number: of losses and plans in the order in which they were made.
+        counted: whether it was divided by a count that it was given; None if nobody knows.
     """
 
     mesh: DeviceMesh | dist.ProcessGroup | None = None
@@ -49,6 +50,7 @@ class Loss:
     tokens: str = ""
     factor: Tensor | None = None
     number: int = field(default_factory=_count.__next__)
+    counted: bool | None = None
 
     def begin(self, grad: Tensor) -> None:
         """A hook of the loss."""

@@ -168,6 +168,33 @@ class Llama(nn.Module):
             parameter.normal_(0.0, std, generator=generator)
 
 
+class Stage(nn.Module):
+    """Some layers of a Llama, for a pipeline; its parameters have the model's names.
+
+    Args:
+        model: The whole model, whose modules it shares.
+        layers: Which layers. With the first one comes the embedding, with the last one the logits.
+    """
+
+    def __init__(self, model: Llama, layers: range):
+        super().__init__()
+        self.config = model.config
+        self.layers = nn.ModuleDict({str(i): model.layers[i] for i in layers})
+        self.tok_embeddings = model.tok_embeddings if 0 in layers else nn.Identity()
+        is_last = len(model.layers) - 1 in layers
+        self.norm, self.output = (model.norm, model.output) if is_last else (nn.Identity(), nn.Identity())
+
+    def forward(self, x: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        """Tokens [B, S], or what the stage before returned [B, S, C], to logits or to what the next one takes."""
+        if positions is None:
+            positions = torch.arange(x.shape[1], device=x.device)
+        rope = rotary(positions, self.config.head_dim, self.config.rope_theta)
+        x = self.tok_embeddings(x)
+        for layer in self.layers.values():
+            x = layer(x, rope, documents)
+        return self.output(self.norm(x))
+
+
 def rotary(positions: Tensor, head_dim: int, theta: float) -> Tensor:
     """Cosines and sines [2, ..., S, D/2] in fp32 of the angles at `positions` [..., S]."""
     # fp32 angles would be off by 0.03 rad at position one million.

@@ -9,7 +9,9 @@ which losses are its own), and gives up one that has no gradients in the first s
 from __future__ import annotations
 
 import functools
+import gc
 import json
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -117,11 +119,14 @@ def check_reduction(module: nn.Module, planned: Planned, grads: dict[str, Any], 
     losses = losses_of(planned)
     found = _Found(planned, losses, grads)
     _compare_batches(planned, losses)
-    if not losses and not gathers(module):
+    stage = _stage_of(module)
+    if stage is not None and losses:
+        _check_microbatches(stage, losses)
+    if not losses and not gathers(module) and (stage is None or stage.is_last):
         warnings.warn(
             "cp_mesh: an optimizer steps on gradients of a loss that is not cp_mesh.cross_entropy. A rank's loss must "
             "be its share of a sum over all ranks, not the mean of its own rows: cross_entropy(logits, labels, data), "
-            "or its sum / the valid tokens of all ranks. Of a pipeline, only the last stage has the loss",
+            "or its sum / the valid tokens of all ranks",
             stacklevel=3,
         )
     if (fsdp := next((part for part in module.modules() if isinstance(part, FSDPModule)), None)) is not None:
@@ -207,6 +212,29 @@ def _decide_on_batches(answers: Answers) -> None:
             'other rows? Cut them with sequence.shard({"labels": labels}) from the batch that the tokens are from',
             stacklevel=4,
         )
+
+
+def _stage_of(module: nn.Module) -> Any:
+    """The stage of torch.distributed.pipelining that runs a module, if one does; only the last one has a loss."""
+    pipelining = sys.modules.get("torch.distributed.pipelining.stage")
+    if pipelining is None:
+        return None
+    stages = (x for x in gc.get_objects() if issubclass(type(x), pipelining._PipelineStageBase))
+    return next((stage for stage in stages if any(part is module for part in stage.submod.modules())), None)
+
+
+def _check_microbatches(stage: Any, losses: list[Loss]) -> None:
+    """Warn of a schedule that divides what is divided already, or sums means."""
+    kind = sys.modules["torch.distributed.pipelining.schedules"]._PipelineSchedule
+    for schedule in (x for x in gc.get_objects() if issubclass(type(x), kind)):
+        number, counted = schedule._n_microbatches, {x.counted for x in losses}
+        held = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
+        if number == 1 or all(x is not stage for x in held) or counted != {schedule.scale_grads}:
+            continue
+        expected, got = "gradients that are divided once", f"{number} microbatches, scale_grads={schedule.scale_grads}"
+        got += f" and cross_entropy {'with' if schedule.scale_grads else 'without'} a count"
+        hint = "pass scale_grads=False, and cross_entropy(count=) the valid tokens of all microbatches and ranks"
+        warnings.warn(f"cp_mesh: {describe('pipeline schedule', expected, got, hint)}", stacklevel=4)
 
 
 def _check_fsdp(module: FSDPModule, found: _Found) -> None:
