@@ -285,14 +285,14 @@ class ShardedModel(ParallelStyle):
         sequence = self.sequence
         if self.layout is not None:
             sequence = replace(sequence, layout=layout_of_call(self, **arguments))
-        first = given[present[0]] if present else next((x for x in given.values() if isinstance(x, Tensor)), None)
-        length = first.shape[1] if present else sequence.length
+        tensors = [given[name] for name in present] or [x for x in given.values() if isinstance(x, Tensor)]
+        length = tensors[0].shape[1] if present else sequence.length
         for name in present:
             given[name] = sequence.shard({name: given[name]}, dim=1, pad_value=padding_of(name))[name]
         if self.positions is not None:
             ids = given.get(self.positions)
             if ids is None:
-                own = sequence.positions(length, device=None if first is None else first.device)
+                own = sequence.positions(length, device=tensors[0].device)
                 given[self.positions] = own if self.position_dims == 1 else own[None]
             else:
                 given[self.positions] = sequence.shard({"positions": ids}, dim=ids.ndim - 1)["positions"]
