@@ -38,6 +38,7 @@ from cp_mesh.sequence import ShardedSequence
 from cp_mesh.styles import announce
 
 _METHODS = {"allgather": "all_gather", "alltoall": "ring"}
+_AUTOGRAD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 _method: ContextVar[str] = ContextVar("cp_mesh_rotate_method", default="auto")
 
 
@@ -52,7 +53,7 @@ class _Context(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if name in CHECKPOINTS:  # traced: Dynamo does not show its body to a mode outside of it
             return func(functools.partial(_within, self.sequence, self.method, args[0]), *args[1:], **kwargs)
-        if name in ("backward", "grad"):
+        if name in ("backward", "grad") and func in _AUTOGRAD:
             return self.run_backward(func, args, kwargs)
         if name == "inside_context.default":
             return args[0].clone()
@@ -73,7 +74,7 @@ class _Context(TorchFunctionMode):
         A mode is off in a function that it sees; of edges of the graph, in the place of tensors, it sees nothing.
         """
         if func is Tensor.backward:
-            func, kwargs["grad_tensors"] = torch.autograd.backward, kwargs.pop("gradient")
+            func, kwargs["grad_tensors"] = torch.autograd.backward, kwargs.pop("gradient", None)
         args, kwargs["inputs"] = tree_map_only(Tensor, get_gradient_edge, (args, kwargs.get("inputs")))
         given = {key: x for key, x in kwargs.items() if x is not None}
         with self:

@@ -23,7 +23,7 @@ from test_guard import raised
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import _attention as theirs
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
@@ -331,6 +331,7 @@ def refusals() -> dict[str, tuple[Callable[[], Any], str]]:
     rows = make_qkv(1, 4, 4, 5, 4)[0]
     keep = torch.ones(8, 8, dtype=torch.bool)
     mha = nn.MultiheadAttention(4, 1, batch_first=True, dtype=torch.float64)
+    other = mesh((2,), ("tp",))
     place = DTensor.from_local(a, cp(), [Replicate()], run_check=False)
     return {
         "attn_mask": (within(lambda x: sdpa(x, x, x, keep)), "got an attn_mask"),
@@ -340,6 +341,7 @@ def refusals() -> dict[str, tuple[Callable[[], Any], str]]:
         "fewer heads": (within(lambda x: sdpa(x, x[:, :2], x[:, :2])), "pass enable_gqa=True"),
         "flex": (within(lambda x: flex_attention(x, x, x)), "alone, got flex_attention"),
         "module": (within(lambda x: mha(x[0], x[0], x[0])), "alone, got multi_head_attention_forward"),
+        "DTensors": (within(lambda x: sdpa(*[DTensor.from_local(x, other, [Shard(1)])] * 3)), "cp"),
         "nested": (within(nest), "got another context"),
         "set within": (within(lambda x: set_rotate_method("alltoall")), "got 'alltoall' within a context"),
         "no buffers": (enter(), "a buffer or more, and a dim for each, got 0 buffers, 0 dims"),

@@ -590,6 +590,77 @@ def check_verify(names: dict[str, Any]) -> None:
         assert check in wrong, (check, str(caught.value))
 
 
+def migrating_names(rank: int) -> dict[str, Any]:
+    """Rows as other packages cut them, by the formulas of their sources: [B, S, H, D], or packed [T, H, D]."""
+    whole_qkv, lengths = [whole(i, 2, S, 4 if i == 0 else 2, 8) for i in range(3)], [12, 4, 48]
+    chunks = [x.chunk(4, dim=1) for x in whole_qkv]
+    packed = [x[0] for x in whole_qkv]
+    cut = [[part.chunk(4) for part in x.split(lengths)] for x in packed]
+    mesh = {"cp": ranks.mesh((2,), ("cp",))}
+    return {
+        "mesh": mesh, "group": mesh["cp"].get_group(), "whole_qkv": whole_qkv, "lengths": lengths,
+        "cu_seqlens": torch.tensor([0, 12, 16, S]), "sinks": whole(9, 4),
+        "local_qkv": [torch.cat([x[rank], x[3 - rank]], 1) for x in chunks],  # of test_zigzag_ring_flash_attn_func.py
+        "striped_qkv": [x[:, rank::2] for x in whole_qkv],  # of test_stripe_flash_attn_func.py
+        "contiguous_qkv": [x.chunk(2, dim=1)[rank] for x in whole_qkv],
+        "packed_qkv": [x.chunk(2)[rank] for x in packed],
+        "varlen_qkv": [torch.cat([y for part in x for y in (part[rank], part[3 - rank])]) for x in cut],
+        "q": whole_qkv[0].transpose(1, 2).contiguous(),  # with as many heads as keys
+        **{"kv"[i]: x.transpose(1, 2).repeat_interleave(2, 1) for i, x in enumerate(whole_qkv[1:])},
+    }  # fmt: skip
+
+
+def check_migrating(names: dict[str, Any]) -> None:
+    rank, q, k, v = dist.get_rank(), *(x.transpose(1, 2) for x in names["whole_qkv"])
+    packed = cp_mesh.Mask(documents=torch.tensor([0] * 12 + [1] * 4 + [2] * 48).expand(2, S))
+
+    def rows(found: Tensor, layout: cp_mesh.Layout, mask: cp_mesh.Mask, **scores: Any) -> None:
+        own = layout.positions(S, 2, rank)
+        dense = attend(q, k, v, mask, **scores).transpose(1, 2)[:, own]
+        close(found if found.ndim == 4 else found[None], dense if found.ndim == 4 else dense[:1])
+
+    close(names["out"], attend(q, k, v, cp_mesh.Mask()))
+    window, zigzag = cp_mesh.Mask(window=(15, 0)), cp_mesh.ZigZag()
+    rows(names["zigzag"], zigzag, window)
+    rows(names["stripe"], cp_mesh.Striped(), cp_mesh.Mask())
+    rows(names["varlen"], names["per_document"](names["lengths"], 2, True), packed)
+    rows(names["llama3"], cp_mesh.Contiguous(), packed)
+    rows(names["ulysses"], cp_mesh.Contiguous(), cp_mesh.Mask())
+    rows(names["te"], zigzag, window, sinks=names["sinks"])
+    rows(names["hybrid"], zigzag, cp_mesh.Mask())
+    contiguous = names["per_document"](names["lengths"], 2, False).positions(S, 2, rank)
+    parts = [part.chunk(2)[rank] for part in torch.arange(S).split(names["lengths"])]
+    assert torch.equal(contiguous, torch.cat(parts))  # of test_ring_flash_attn_varlen_func.py
+
+
+def pipelining_names(rank: int) -> dict[str, Any]:
+    mesh = ranks.mesh((2, 1, 2), ("pp", "dp", "cp"))
+    model, number = llama.Llama(llama.LlamaConfig(64, 32, 2, 4, 2), core=llama.CoreAttention), rank // 2
+    model.init_weights(0)
+    text, documents = integers(64, 4, 62), torch.arange(61).expand(4, 61) // 20
+    return {
+        "mesh": mesh, "seq_len": 61, "num_stages": 2, "device": torch.device("cpu"), "losses": [],
+        "documents": documents, "positions": torch.arange(61).expand(4, 61) % 20, "tokens": text[:, :-1],
+        "labels": text[:, 1:], "count": 4 * 61,
+        "twin": copy.deepcopy(model), "stage": llama.Stage(model, range(number, number + 1)),
+    }  # fmt: skip
+
+
+def check_pipelining(names: dict[str, Any]) -> None:
+    twin = names["twin"]
+    for layer in twin.layers:
+        layer.attention.core = llama.DenseDocumentAttention()
+    logits = twin(names["tokens"], names["positions"], names["documents"])
+    expected = F.cross_entropy(logits.flatten(0, 1), names["labels"].flatten())
+    expected.backward()
+    norm = nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+    close(names["norm"], norm, 1e-5 * float(norm))
+    if names["number"] == 1:
+        loss = torch.stack(names["losses"]).detach().sum()
+        dist.all_reduce(loss, group=names["data"].get_group())
+        close(loss, expected.detach(), 1e-5)
+
+
 PAGES = {
     "README.md": Page(4, readme_names, check_readme),
     "docs/index.md": Page(2, check=check_index),
@@ -602,6 +673,8 @@ PAGES = {
     "docs/verify.md": Page(2, verify_names, check_verify),
     "docs/performance.md": Page(1),
     "docs/contributing.md": Page(2, mesh_names),
+    "docs/migrating.md": Page(2, migrating_names, check_migrating),
+    "docs/pipelining.md": Page(4, pipelining_names, check_pipelining),
 }
 ELSEWHERE = {"docs/transformers.md", "docs/diffusers.md", "docs/torchtitan.md"}
 """Pages of other packages, whose code runs in tests/integrations."""
