@@ -77,12 +77,15 @@ def planned(number: int, grid: DeviceMesh, sequence: ShardedSequence) -> llama.S
     return cp_mesh.parallelize(stage, grid["cp"], plan)
 
 
-def train(rank: int, shape: tuple[int, ...], schedule: str, packed: bool, fsdp: bool) -> list[str]:
+def train(rank: int, shape: tuple[int, ...], schedule: str, packed: bool, how: str = "") -> list[str]:
     """One step; what the library warned of."""
+    fsdp = how == "fsdp"
     grid = mesh(shape, ("pp", "cp", "tp")[: len(shape)])
     number, batch = grid.get_local_rank("pp"), batch_of()
     sequence = ShardedSequence(grid["cp"], length=S)
     stage = planned(number, grid, sequence)
+    for part in {"compiled": [stage], "compiled layers": stage.layers.values()}.get(how, ()):
+        part.compile(backend="aot_eager")
     if fsdp:
         fully_shard(stage, mesh=grid["cp"])
         cp_mesh.sum_gradients(stage)
@@ -133,17 +136,20 @@ def train(rank: int, shape: tuple[int, ...], schedule: str, packed: bool, fsdp: 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_stages_over_cp(pool: Any, schedule: str, packed: bool) -> None:
-    assert pool(4).run(train, (2, 2), schedule, packed, False) == [[]] * 4
+    assert pool(4).run(train, (2, 2), schedule, packed) == [[]] * 4
 
 
-def test_two_stages_under_fsdp(pool: Any) -> None:
-    assert pool(4).run(train, (2, 2), "1F1B", True, True) == [[]] * 4
+@pytest.mark.parametrize(
+    "how", ["fsdp", *(pytest.param(x, marks=pytest.mark.full) for x in ("compiled", "compiled layers"))]
+)
+def test_two_stages_otherwise(pool: Any, how: str) -> None:
+    assert pool(4).run(train, (2, 2), "1F1B", True, how) == [[]] * 4
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_stages_over_cp_and_tp(pool: Any, schedule: str) -> None:
-    assert pool(8).run(train, (2, 2, 2), schedule, True, False) == [[]] * 8
+    assert pool(8).run(train, (2, 2, 2), schedule, True) == [[]] * 8
 
 
 # The guard.
