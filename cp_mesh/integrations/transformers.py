@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
@@ -37,6 +38,7 @@ from cp_mesh.masks import Mask, batch_mask, document_positions
 from cp_mesh.root import ShardedModel
 from cp_mesh.sequence import ROOT, Root, ShardedSequence
 from cp_mesh.styles import announce, claim
+from cp_mesh.trained import WAITING, Loss
 
 NAME = "cp_mesh"
 """Of the attention implementation."""
@@ -50,7 +52,7 @@ _WORDS = ("mamba", "rwkv", "recurrent", "deltanet", "linearattention", "shortcon
 _INPUTS = ("input_ids", "inputs_embeds", "token_type_ids")
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _TAKEN = {*_INPUTS, *_PACKED, "position_ids", "attention_mask", "documents", "labels", "shift_labels"}
-_TAKEN |= {"num_items_in_batch", "output_hidden_states", "output_router_logits"}
+_TAKEN |= {"num_items_in_batch", "output_hidden_states", "output_router_logits", "fused_lm_head"}
 # Arguments of attention that change nothing about the scores, or that the mask says already.
 _HARMLESS = {*_PACKED, "position_ids", "position_embeddings", "use_cache", "cache_position", "output_attentions"}
 _HARMLESS |= {"output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch", "deterministic"}
@@ -347,13 +349,16 @@ class _Adapter:
         root = Root(batch.sequence, batch.sequence.seq_len)
         tokens = ROOT.set(root), BATCH.set(batch)
         try:
-            labels = arguments.get("labels") if self.has_loss else arguments.pop("labels", None)
+            if fused := whole.get("fused_lm_head", False):
+                forward = partial(_log_probabilities, forward, self.data)
+            has_loss = self.has_loss or fused
+            labels = arguments.get("labels") if has_loss else arguments.pop("labels", None)
             output = self.style.run_eagerly(root, module, forward, arguments)
-            if labels is not None and not self.has_loss:
+            if labels is not None and not has_loss:
                 output["loss"] = self.loss(output["logits"], labels, None, whole.get("num_items_in_batch"))
             if batch.kept is not None:
                 self.balance(module, batch, batch.kept, output)
-            self.check_output(module, batch, output, labels is not None)
+            self.check_output(module, batch, output, labels is not None and not fused)
         except Exception as error:
             announce(self.sequence, error)
             raise
@@ -440,6 +445,9 @@ class _Adapter:
         seed = sequence.dropout_seed(self.steps, self.dropout_seed, positions.device)
         batch = Batch(sequence, documents, key_padding, counted, self.options, seed)
         if whole.get("output_router_logits", getattr(module.config.get_text_config(), "output_router_logits", False)):
+            if "fused_lm_head" in whole:
+                hint = "router_aux_loss_coef=0.0 in SFTConfig"
+                refuse(type(module).__name__, "TRL's head without output_router_logits", True, hint, UnsupportedError)
             self.check_router(module)
             arguments["output_router_logits"] = True
             size = (*whole[next(name for name in _INPUTS if name in whole)].shape[:1], length)
@@ -515,6 +523,21 @@ class _Adapter:
             refuse(
                 type(module).__name__, "the loss of the labels alone", "one with other terms", hint, UnsupportedError
             )
+
+
+def _log_probabilities(
+    forward: Callable[..., Any], data: DeviceMesh | dist.ProcessGroup, *, labels: Tensor, **arguments: Any
+) -> Any:
+    """The forward that TRL gives to models, on labels that are shifted already.
+
+    Its loss is left out: a mean over this rank's rows. That of its trainers is a sum of the log-probabilities, divided
+    by the tokens of all ranks.
+    """
+    output = forward(shift_labels=labels, fused_lm_head=True, **arguments)
+    if WAITING and output.log_probs.requires_grad:
+        loss = Loss(data)
+        output.log_probs.register_hook(lambda grad: loss.begin(grad.new_ones(())))
+    return type(output)(**{name: x for name, x in output.items() if name != "loss"})
 
 
 def _growing_ropes(config: Any) -> Iterator[tuple[str, int]]:

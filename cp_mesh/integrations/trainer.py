@@ -1,0 +1,208 @@
+"""`context_parallel`: Trainers of Transformers and TRL on sequences that ranks share, on accelerate's mesh.
+
+Of the packages each does its own part. accelerate reads one batch for all ranks of cp, and shards the model by FSDP2,
+which takes the mean of gradients over all ranks. The model shards the batch and returns this rank's share of the loss
+(`cp_mesh/integrations/transformers.py`). The Trainer multiplies it by the number of ranks, so that the mean is a sum.
+Nothing is left to scale here: it is checked that all of them do their part, and what the Trainer does with batches,
+which are whole on every cp rank, is counted once.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch.distributed as dist
+from accelerate.utils import TorchContextParallelConfig
+from accelerate.utils.operations import recursively_apply
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor
+from torch.utils.data import IterableDataset
+from transformers import Trainer
+
+from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.forwards import STYLE, replaced
+from cp_mesh.integrations.transformers import parallelize, sequence_of
+from cp_mesh.styles import SUMS
+
+_PACKING = ("packing", "eval_packing")
+_LOCAL = "it would read logits of this rank's rows beside whole labels"
+_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "label_smoothing_factor": ((0,), _LOCAL),
+    "neftune_noise_alpha": ((None,), "its noise depends on the length of a sequence, and is another one on each rank"),
+    "use_liger_kernel": ((False,), "it replaces the forward that shards the batch"),
+    "torch_compile": ((False,), "compile layers instead: layer.compile() for each, before training"),
+    "use_cache": ((False, None), "a cache would hold this rank's rows"),
+    "eval_use_gather_object": ((False,), "tensors are gathered without it"),
+    "train_sampling_strategy": (
+        ("random", "sequential", "group_by_length"),
+        "its sampler gives the ranks of cp other batches",
+    ),
+}
+"""Of TrainingArguments: values that are available, and why others are not."""
+
+
+def context_parallel(trainer: type[Trainer], **options: Any) -> type[Trainer]:
+    """A Trainer class that trains on sequences that the ranks of accelerate's cp axis share.
+
+    Its objects are made and used as those of the class that is given, with
+
+    - ``parallelism_config=ParallelismConfig(cp_size=..., dp_shard_size=...)`` in their TrainingArguments, and FSDP2:
+      ``fsdp="full_shard auto_wrap"``, ``fsdp_config={"fsdp_version": 2, ...}``;
+    - whole batches, of any lengths, which accelerate gives alike to all ranks of cp;
+    - documents as in `cp_mesh.integrations.transformers.parallelize`: as padding-free collators say them, and of
+      SFTTrainer with ``packing=True``.
+
+    Losses, gradients and their norm, metrics and predictions are those of the same Trainer without cp. Do not call
+    `cp_mesh.sum_gradients`: a mean of gradients is right here.
+
+    Args:
+        trainer: `transformers.Trainer`, `trl.SFTTrainer`, or a subclass.
+        **options: of `cp_mesh.integrations.transformers.parallelize`: layout, dropout_seed, watch, method, kernel, and
+            the others that `cp_mesh.attention` has.
+
+    Returns:
+        A subclass of ``trainer``, with its name.
+
+    Raises:
+        ArgumentError, UnsupportedError: here, of options; when an object is made, of what cannot be done with a
+            sequence that ranks share: the message names the argument. In training, if the model is another one, or if
+            its gradients are summed.
+
+    Example:
+        >>> trainer = context_parallel(Trainer)(model, args, train_dataset=dataset)  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
+    """
+    if not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
+        hint = "context_parallel(Trainer)(model, args, ...) makes one"
+        refuse("context_parallel", "a class of Trainers", type(trainer).__name__, hint)
+    if given := sorted({"mesh", "data", "gather_output"} & options.keys()):
+        refuse("context_parallel", "options of attention", ", ".join(given), "leave it out: the Trainer knows it")
+    members = {"_options": options, "__module__": trainer.__module__, "__doc__": trainer.__doc__}
+    return type(trainer.__name__, (_ContextParallel, trainer), members)
+
+
+class _ContextParallel(Trainer):
+    _options: dict[str, Any]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for name, value in self._packing.items():
+            setattr(self.args, name, value)
+        self._check()
+        mesh, config = self.accelerator.torch_device_mesh, self.accelerator.parallelism_config
+        parallelize(self.model, mesh["cp"], data=mesh[tuple(config.dp_cp_dim_names)], **self._options)
+        setattr(self.model, SUMS, False)  # no warning of averages, which are right
+        if hasattr(self, "_tp_size"):  # by which SFTTrainer divides its count of tokens
+            self._tp_size *= self.get_cp_size()
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        # SFTTrainer has packed its data already, and refuses to go on: accelerate's attention would drop the mask.
+        self._packing = {name: getattr(self.args, name) for name in _PACKING if hasattr(self.args, name)}
+        for name in self._packing:
+            setattr(self.args, name, False)
+        self.accelerator._prepare_cp = lambda *prepared: prepared  # hooks that drop masks, and PyTorch's own attention
+        self.accelerator.gather_for_metrics = self.gather_function = self._gather_for_metrics
+
+    def _check(self) -> None:
+        """Refuse what would read this rank's rows as if they were all."""
+        config, where = self.accelerator.parallelism_config, type(self).__name__
+        if config is None or not config.cp_enabled:
+            got = None if config is None else config.cp_size
+            hint = f"pass parallelism_config=ParallelismConfig(cp_size=...), or use {where} as it is"
+            refuse(f"{where}: cp_size", "2 or more", got, hint)
+        if config.tp_enabled:
+            hint = "tp_size=1; cp_mesh.integrations.transformers has tp in a training loop of your own"
+            refuse(f"{where}: tp_size", 1, config.tp_size, hint, UnsupportedError)
+        if not self.accelerator.is_fsdp2:
+            hint = 'fsdp="full_shard auto_wrap" and fsdp_config={"fsdp_version": 2} in its arguments'
+            refuse(where, "FSDP2", self.accelerator.distributed_type, hint)
+        if config.cp_handler != TorchContextParallelConfig():
+            hint = "leave it out; methods are an option of context_parallel, such as method='all_gather'"
+            refuse(f"{where}: cp_handler", "none", config.cp_handler, hint)
+        for name, (available, hint) in _ARGUMENTS.items():
+            if (value := getattr(self.args, name)) not in available:
+                refuse(f"{where}: {name}", available[0], value, hint, UnsupportedError)
+        for name, hint in {"compute_loss_func": _LOCAL, "model_init": "build the model and pass it"}.items():
+            if getattr(self, name) is not None:
+                refuse(f"{where}: {name}", None, "a function", hint, UnsupportedError)
+        if not self.model_accepts_loss_kwargs:
+            hint = "its loss could not be divided by the tokens of all ranks"
+            refuse(where, "a model whose forward takes **kwargs", type(self.model).__name__, hint, UnsupportedError)
+        if isinstance(self.train_dataset, IterableDataset) and self.accelerator.dispatch_batches is not False:
+            hint = 'accelerator_config={"dispatch_batches": False}: every rank then reads, and ranks of cp read alike'
+            refuse(f"{where}: dispatch_batches", False, self.accelerator.dispatch_batches, hint)
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        # a run that is resumed drops what the first one would have dropped
+        adapter = _adapter(self.model)
+        adapter.steps = self.state.global_step * self.args.gradient_accumulation_steps
+        return super()._prepare_for_training(*args, **kwargs)
+
+    def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
+        return nullcontext, inputs  # the model shards them
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        _adapter(self.accelerator.unwrap_model(model))
+        if getattr(model, SUMS, False):
+            hint = "leave sum_gradients out: the Trainer multiplies the loss by the number of ranks"
+            refuse(type(self).__name__, "gradients that FSDP2 averages", "cp_mesh.sum_gradients", hint)
+        if num_items_in_batch is None and "labels" in inputs:
+            num_items_in_batch = self._count(inputs)
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def _count(self, inputs: dict[str, Any]) -> Tensor:
+        """Of an evaluation of SFTTrainer: by what to divide so that the mean over cp is the mean of this batch."""
+        labels = inputs["labels"][..., 1:] if self._loss_shifts_labels else inputs["labels"]
+        valid = inputs.get("shift_labels", labels).ne(-100).sum()
+        scale = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+        return valid * scale / self.get_cp_size()
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Any, Any, Any]:
+        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if loss is not None:
+            loss = loss.clone()
+            dist.all_reduce(loss, group=self.accelerator.torch_device_mesh["cp"].get_group())
+            loss /= self.get_cp_size()
+        if logits is not None:
+            logits = recursively_apply(sequence_of(self.accelerator.unwrap_model(model)).unshard, logits)
+        return loss, logits, labels
+
+    def _gather_for_metrics(self, data: Any, use_gather_object: bool = False) -> Any:
+        """The accelerator's, of batches that all ranks of cp hold: each once. Of scalars, sums of rows, all."""
+        return recursively_apply(self._gather_one, data)
+
+    def _gather_one(self, x: Tensor) -> Tensor:
+        if x.ndim == 0:
+            return self.accelerator.gather(x)
+        for name in reversed(self.accelerator.parallelism_config.dp_dim_names):
+            x = all_gather_tensor(x.contiguous(), 0, self.accelerator.torch_device_mesh[name])
+        state = self.accelerator.gradient_state
+        return x[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else x
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.get_cp_size()
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        return super().floating_point_ops(inputs) // self.get_cp_size()
+
+
+def _adapter(model: nn.Module) -> Any:
+    """What runs the forward of a parallel model."""
+    style = replaced(model, STYLE)
+    adapter = None if style is None else getattr(style.run, "__self__", None)
+    if adapter is None:
+        hint = "pass the model when the Trainer is made, and keep it"
+        refuse("context_parallel", "the model that it made parallel", type(model).__name__, hint)
+    return adapter
