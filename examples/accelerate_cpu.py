@@ -1,17 +1,18 @@
-"""Imported, it lets accelerate use FSDP2 on ranks without GPUs, on which PyTorch has it: to try a script, and in tests."""
+"""Imported, it lets accelerate use FSDP2 on ranks without GPUs, where PyTorch has it: to try a script, and in tests."""
 
 from typing import Any
 
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 
 _init = AcceleratorState.__init__
 
 
-def _init_with_fsdp(self: AcceleratorState, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+def init(self: AcceleratorState, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
     _init(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
     if self.distributed_type == DistributedType.MULTI_CPU and fsdp_plugin is not None:
         self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+        PartialState._shared_state["distributed_type"] = self.distributed_type  # of which later states take it
 
 
-AcceleratorState.__init__ = _init_with_fsdp  # type: ignore[method-assign]
+AcceleratorState.__init__ = init

@@ -17,7 +17,6 @@ from accelerate.utils import TorchContextParallelConfig
 from accelerate.utils.operations import recursively_apply
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor
-from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 from cp_mesh.errors import UnsupportedError, refuse
@@ -47,8 +46,8 @@ def context_parallel(trainer: type[Trainer], **options: Any) -> type[Trainer]:
 
     Its objects are made and used as those of the class that is given, with
 
-    - ``parallelism_config=ParallelismConfig(cp_size=..., dp_shard_size=...)`` in their TrainingArguments, and FSDP2:
-      ``fsdp="full_shard auto_wrap"``, ``fsdp_config={"fsdp_version": 2, ...}``;
+    - ``parallelism_config=ParallelismConfig(cp_size=..., dp_shard_size=...)`` and ``fsdp=True`` in their
+      TrainingArguments, which is FSDP2;
     - whole batches, of any lengths, which accelerate gives alike to all ranks of cp;
     - documents as in `cp_mesh.integrations.transformers.parallelize`: as padding-free collators say them, and of
       SFTTrainer with ``packing=True``.
@@ -103,6 +102,8 @@ class _ContextParallel(Trainer):
         for name in self._packing:
             setattr(self.args, name, False)
         self.accelerator._prepare_cp = lambda *prepared: prepared  # hooks that drop masks, and PyTorch's own attention
+        if self.accelerator.dispatch_batches is None:  # of streams rank 0 would read, and give each rank another batch
+            self.accelerator.dataloader_config.dispatch_batches = False
         self.accelerator.gather_for_metrics = self.gather_function = self._gather_for_metrics
 
     def _check(self) -> None:
@@ -115,9 +116,6 @@ class _ContextParallel(Trainer):
         if config.tp_enabled:
             hint = "tp_size=1; cp_mesh.integrations.transformers has tp in a training loop of your own"
             refuse(f"{where}: tp_size", 1, config.tp_size, hint, UnsupportedError)
-        if not self.accelerator.is_fsdp2:
-            hint = 'fsdp="full_shard auto_wrap" and fsdp_config={"fsdp_version": 2} in its arguments'
-            refuse(where, "FSDP2", self.accelerator.distributed_type, hint)
         if config.cp_handler != TorchContextParallelConfig():
             hint = "leave it out; methods are an option of context_parallel, such as method='all_gather'"
             refuse(f"{where}: cp_handler", "none", config.cp_handler, hint)
@@ -130,15 +128,14 @@ class _ContextParallel(Trainer):
         if not self.model_accepts_loss_kwargs:
             hint = "its loss could not be divided by the tokens of all ranks"
             refuse(where, "a model whose forward takes **kwargs", type(self.model).__name__, hint, UnsupportedError)
-        if isinstance(self.train_dataset, IterableDataset) and self.accelerator.dispatch_batches is not False:
-            hint = 'accelerator_config={"dispatch_batches": False}: every rank then reads, and ranks of cp read alike'
-            refuse(f"{where}: dispatch_batches", False, self.accelerator.dispatch_batches, hint)
+        if self.accelerator.dispatch_batches:
+            hint = "leave it out: every rank then reads its batches, and the ranks of cp the same"
+            refuse(f"{where}: dispatch_batches", False, True, hint, UnsupportedError)
 
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        # a run that is resumed drops what the first one would have dropped
-        adapter = _adapter(self.model)
-        adapter.steps = self.state.global_step * self.args.gradient_accumulation_steps
-        return super()._prepare_for_training(*args, **kwargs)
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        # the steps that seeds of dropout depend on are counted as the Trainer counts, which may go on from a checkpoint
+        _adapter(self.model).steps = self.state.global_step * self.args.gradient_accumulation_steps
+        return super().get_batch_samples(*args, **kwargs)
 
     def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
         return nullcontext, inputs  # the model shards them

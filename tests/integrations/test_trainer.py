@@ -1,0 +1,510 @@
+"""Trainers of Transformers and TRL on ranks, against the same trainer on one rank: six steps, to 1e-5."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+transformers = pytest.importorskip("transformers", minversion="5.23")
+pytest.importorskip("accelerate")
+trl = pytest.importorskip("trl")
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "examples"))
+
+import accelerate_cpu  # noqa: E402, F401
+from accelerate import ParallelismConfig  # noqa: E402
+from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
+from accelerate.utils import TorchContextParallelConfig  # noqa: E402
+from datasets import Dataset  # noqa: E402
+from families import VOCABULARY, build  # noqa: E402
+from scripts import run_script  # noqa: E402
+from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+
+from cp_mesh import ArgumentError, Striped, sum_gradients  # noqa: E402
+from cp_mesh.integrations.trainer import context_parallel  # noqa: E402
+from cp_mesh.integrations.transformers import parallelize, sequence_of  # noqa: E402
+
+BOUND = 1e-5
+STEPS = 6
+ROWS = 4
+"""Of a batch of all dp ranks together; an evaluation has six, so its last batch is not full."""
+
+
+@functools.cache
+def rows() -> list[dict[str, list[int]]]:
+    """Sequences of unequal lengths, whose first labels do not count, so that batches have unequal numbers of tokens."""
+    numbers = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(2 * STEPS * ROWS):
+        length, prompt = (int(torch.randint(*x, (1,), generator=numbers)) for x in ((18, 45), (0, 15)))
+        ids = torch.randint(3, VOCABULARY, (length,), generator=numbers).tolist()
+        found.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]})
+    return found
+
+
+def padded(batch: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    length = max(len(x["input_ids"]) for x in batch)
+    fill = {"input_ids": 0, "labels": -100}
+    found = {k: torch.tensor([x[k] + [v] * (length - len(x[k])) for x in batch]) for k, v in fill.items()}
+    found["attention_mask"] = torch.tensor(
+        [[1] * len(x["input_ids"]) + [0] * (length - len(x["input_ids"])) for x in batch]
+    )
+    return found
+
+
+class Streamed(torch.utils.data.IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(rows())
+
+
+class Characters(transformers.PreTrainedTokenizerFast):
+    """What SFTTrainer asks of a tokenizer when its data are tokens."""
+
+    def __init__(self) -> None:
+        from tokenizers import Tokenizer, models
+
+        words = {f"w{i}": i for i in range(VOCABULARY)}
+        made = Tokenizer(models.WordLevel(words, unk_token="w0"))
+        super().__init__(tokenizer_object=made, pad_token="w0", eos_token="w2", unk_token="w0")
+
+
+@contextmanager
+def launched() -> Iterator[None]:
+    """What torchrun tells accelerate, which keeps it for as long as a process lives."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    with mock.patch.dict(os.environ, told if size != "1" else {}):
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+        yield
+
+
+def make(kind: str, case: str = "plain", dp: int = 1, parallel: bool = True, **changes: Any) -> Any:
+    """A trainer of this rank.
+
+    Args:
+        kind: "Trainer" or "SFTTrainer".
+        case: "plain", sequences padded to the longest, or "packed".
+        dp: the size of dp_shard; the other ranks are those of cp.
+        parallel: with cp; otherwise the class as it is.
+        **changes: of its arguments, the trainer, the model, or options of context_parallel.
+    """
+    size = dist.get_world_size()
+    made: Any = Trainer if kind == "Trainer" else trl.SFTTrainer
+    options = {name: changes.pop(name) for name in ("layout", "dropout_seed", "method") if name in changes}
+    made = context_parallel(made, **options) if parallel else made
+    arguments: dict[str, Any] = {
+        **{"output_dir": changes.pop("folder", tempfile.gettempdir()), "use_cpu": True, "bf16": False, "seed": 3},
+        **{"per_device_train_batch_size": ROWS // dp, "per_device_eval_batch_size": ROWS // dp},
+        **{
+            "gradient_accumulation_steps": 2,
+            "max_steps": STEPS,
+            "logging_steps": 1,
+            "learning_rate": 0.3,
+            "optim": "sgd",
+        },
+        **{"lr_scheduler_type": "constant", "report_to": [], "save_strategy": "no", "disable_tqdm": True},
+        "include_num_input_tokens_seen": "all",
+    }
+    if size > 1:
+        arguments |= {"parallelism_config": ParallelismConfig(cp_size=size // dp, dp_shard_size=dp), "fsdp": True}
+    if kind == "SFTTrainer":
+        arguments |= {"packing": case == "packed", "max_length": 48, "gradient_checkpointing": False}
+    of_model = {name: changes.pop(name) for name in ("attention_dropout", "family") if name in changes}
+    model = build(of_model.pop("family", "llama"), "sdpa", **of_model).float()
+    names = (
+        "model",
+        "callbacks",
+        "compute_loss_func",
+        "model_init",
+        "train_dataset",
+        "compute_metrics",
+        "data_collator",
+    )
+    of_trainer = {name: changes.pop(name) for name in names if name in changes}
+    config = trl.SFTConfig if kind == "SFTTrainer" else TrainingArguments
+    data = {"train_dataset": rows(), "eval_dataset": rows()[:6]}
+    if kind == "SFTTrainer":
+        data = {name: Dataset.from_list(x) for name, x in data.items()} | {"processing_class": Characters()}
+    else:
+        data["data_collator"] = DataCollatorWithFlattening() if case == "packed" else padded
+    return made(**{"model": model, "args": config(**arguments | changes)} | data | of_trainer)
+
+
+REST = [("Trainer", "packed"), ("SFTTrainer", "plain")]
+
+
+def weights(trainer: Any) -> dict[str, Tensor]:
+    found = trainer.model.state_dict()
+    return {name: (x.full_tensor() if hasattr(x, "full_tensor") else x).detach().clone() for name, x in found.items()}
+
+
+LOGGED = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "num_input_tokens_seen")
+
+
+def logged(trainer: Any) -> list[dict[str, float]]:
+    return [{name: x[name] for name in LOGGED if name in x} for x in trainer.state.log_history if "grad_norm" in x]
+
+
+def train(rank: int, kind: str, case: str, dp: int = 1, parallel: bool = True, changes: Any = ()) -> dict[str, Any]:
+    """Six steps, an evaluation and a prediction."""
+    with launched(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make(kind, case, dp, parallel, **dict(changes))
+        trainer.train()
+        predicted = None if kind == "SFTTrainer" else trainer.predict(rows()[:6])
+        return {
+            "logged": logged(trainer),
+            "weights": weights(trainer),
+            "evaluated": {name: x for name, x in trainer.evaluate().items() if name in EVALUATED},
+            "predicted": [] if predicted is None else [torch.tensor(x) for x in predicted[:2]],
+            "flos": trainer.state.total_flos,
+            "warned": [str(x.message) for x in caught if "cp_mesh" in str(x.message)],
+        }
+
+
+EVALUATED = ("eval_loss", "eval_entropy", "eval_mean_token_accuracy")
+
+
+@functools.cache
+def without_cp(pool: Any, kind: str, case: str, ranks: int = 1, changes: Any = ()) -> dict[str, Any]:
+    """On one rank, or on ranks with other batches."""
+    found: dict[str, Any] = pool(ranks).run(train, kind, case, ranks, False, changes, timeout=TIMEOUT)[0]
+    return found
+
+
+def check(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert len(found["logged"]) == STEPS
+    for ours, theirs in zip(found["logged"], wanted["logged"], strict=True):
+        assert ours == pytest.approx(theirs, rel=0, abs=BOUND)
+    check_weights(found["weights"], wanted["weights"])
+    assert not found["warned"]
+
+
+def check_weights(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    assert max((x - wanted[name]).abs().max().item() for name, x in found.items()) < BOUND
+
+
+def check_evaluation(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert found["evaluated"] == pytest.approx(wanted["evaluated"], rel=0, abs=BOUND)
+    for ours, theirs in zip(found["predicted"], wanted["predicted"], strict=True):
+        assert ours.shape == theirs.shape and (ours - theirs).abs().max() < BOUND
+
+
+KINDS = ("Trainer", "SFTTrainer")
+CASES = ("plain", "packed")
+TIMEOUT = 240.0
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_six_steps(pool: Any, kind: str, case: str) -> None:
+    """Of two micro-batches each, with another number of tokens in all of them; then metrics and predictions."""
+    wanted = without_cp(pool, kind, case)
+    for found in pool(2).run(train, kind, case, timeout=TIMEOUT):
+        check(found, wanted)
+        check_evaluation(found, wanted)
+        assert found["flos"] == wanted["flos"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [("Trainer", "plain"), ("SFTTrainer", "packed"), *(pytest.param(*x, marks=pytest.mark.full) for x in [*REST])],
+)
+def test_six_steps_over_dp_and_cp(pool: Any, kind: str, case: str) -> None:
+    """The log is that of dp alone, where each rank pads its own batch; losses and weights are those of one rank, too."""
+    found, alone = pool(4).run(train, kind, case, 2, timeout=TIMEOUT)[0], without_cp(pool, kind, case, 2)
+    if kind == "SFTTrainer":  # other metrics of TRL leave out some ranks of the last batch
+        assert found["evaluated"]["eval_loss"] == pytest.approx(alone["evaluated"]["eval_loss"], rel=0, abs=BOUND)
+    else:
+        check_evaluation(found, alone)
+    assert found["logged"] == [pytest.approx(x, rel=0, abs=BOUND) for x in alone["logged"]]
+    assert [x["loss"] for x in found["logged"]] == pytest.approx(
+        [x["loss"] for x in without_cp(pool, kind, case)["logged"]], rel=0, abs=BOUND
+    )
+    check_weights(found["weights"], without_cp(pool, kind, case)["weights"])
+    assert not found["warned"]
+
+
+CHANGES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "means of each rank": ("Trainer", "plain", {"average_tokens_across_devices": False}),
+    "checkpointing": ("Trainer", "packed", {"activation_checkpointing": True}),
+    "checkpointing by FSDP": ("Trainer", "plain", {"fsdp_config": {"activation_checkpointing": True}}),
+    "weights of rank 0": ("Trainer", "plain", {"fsdp_config": {"cpu_ram_efficient_loading": True}}),
+    "checkpointing in TRL": ("SFTTrainer", "packed", {"gradient_checkpointing": True}),
+    "wrapped": ("SFTTrainer", "packed", {"packing_strategy": "wrapped"}),
+    "a loss of TRL": ("SFTTrainer", "plain", {"loss_type": "dft"}),
+    "windows": ("SFTTrainer", "packed", {"family": "gemma3"}),
+    "clipping": ("Trainer", "plain", {"max_grad_norm": 0.5}),
+    "a stream": ("Trainer", "plain", {"train_dataset": Streamed()}),
+}
+"""Arguments that change what is computed, or how, and what is equal to one rank all the same."""
+QUICK = ("means of each rank", "checkpointing", "a loss of TRL", "clipping")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in CHANGES]
+)
+def test_arguments(pool: Any, name: str) -> None:
+    kind, case, changes = CHANGES[name]
+    alone = {name: x for name, x in changes.items() if name != "fsdp_config"}
+    found = pool(2).run(train, kind, case, 1, True, tuple(changes.items()), timeout=TIMEOUT)[0]
+    wanted = without_cp(pool, kind, case, 1, tuple(alone.items()))
+    check(found, wanted)
+    check_evaluation(found, wanted)
+
+
+# ---- saving and resuming
+
+
+def resumed(rank: int, kind: str, folder: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """Six steps with a checkpoint after three; then a trainer with other weights, which goes on from it."""
+    found = []
+    for checkpoint in (None, f"{folder}/checkpoint-3"):
+        with launched():
+            trainer = make(kind, "packed", folder=folder, save_strategy="steps", save_steps=3, **changes)
+            if checkpoint is not None:
+                for x in trainer.model.parameters():
+                    torch.nn.init.zeros_(x)
+            trainer.train(resume_from_checkpoint=checkpoint)
+            found.append({"logged": logged(trainer), "weights": weights(trainer)})
+    trainer.save_model(f"{folder}/final")
+    return {"whole": found[0], "resumed": found[1], "tokens": trainer.state.num_input_tokens_seen}
+
+
+@pytest.mark.parametrize("kind", ["Trainer", pytest.param("SFTTrainer", marks=pytest.mark.full)])
+def test_a_run_that_is_resumed_goes_on(pool: Any, kind: str, tmp_path: Path) -> None:
+    """With dropout in attention, which depends on how many steps there were."""
+    changes = {"attention_dropout": 0.3, "optim": "adamw_torch", "learning_rate": 1e-2}
+    for found in pool(2).run(resumed, kind, str(tmp_path), changes, timeout=TIMEOUT):
+        whole, again = found["whole"], found["resumed"]
+        assert [x["loss"] for x in again["logged"]] == [x["loss"] for x in whole["logged"]]
+        assert all(torch.equal(x, whole["weights"][name]) for name, x in again["weights"].items())
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+    assert type(model).__name__ == "LlamaForCausalLM" and model.config._attn_implementation == "sdpa"
+    check_weights(dict(model.state_dict()), whole["weights"])
+
+
+# ---- options
+
+
+def layouts(rank: int) -> list[str]:
+    found = []
+    for options in ({"layout": Striped()}, {"layout": "balanced"}, {}):
+        with launched():
+            trainer = make("Trainer", "packed", max_steps=1, **options)
+            trainer.train()
+            found.append(type(sequence_of(trainer.model).layout).__name__)
+    return found
+
+
+def dropped(rank: int, seed: int) -> list[dict[str, float]]:
+    with launched():
+        trainer = make("Trainer", attention_dropout=0.3, dropout_seed=seed, max_steps=2)
+        trainer.train()
+        return logged(trainer)
+
+
+def test_options_are_followed(pool: Any) -> None:
+    assert pool(2).run(layouts, timeout=TIMEOUT)[0] == ["Striped", "Balanced", "ZigZag"]
+    one, same, other = (pool(2).run(dropped, seed, timeout=TIMEOUT)[0] for seed in (0, 0, 1))
+    assert one == same
+    assert abs(one[0]["loss"] - other[0]["loss"]) > 1e-3
+
+
+def metrics(rank: int, kind: str) -> tuple[float, int]:
+    """How often whole logits tell the next token, as a user's function of them counts."""
+
+    def count(prediction: Any) -> dict[str, float]:
+        logits, labels = (torch.tensor(x) for x in prediction)
+        valid = labels[:, 1:] != -100
+        return {"right": ((logits[:, :-1].argmax(-1) == labels[:, 1:]) & valid).sum().item(), "of": valid.sum().item()}
+
+    with launched():
+        trainer = make(kind, compute_metrics=count, max_steps=1)
+        trainer.train()
+        found = trainer.evaluate()
+        return found["eval_right"], found["eval_of"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_metrics_are_given_whole_logits(pool: Any, kind: str) -> None:
+    right, of = pool(2).run(metrics, kind, timeout=TIMEOUT)[0]
+    assert of == sum(label != -100 for row in rows()[:6] for label in row["labels"][1:])
+    assert 0 <= right <= of
+
+
+def kept_arguments(rank: int) -> tuple[str, bool]:
+    with launched():
+        trainer = make("SFTTrainer", "packed")
+        return type(trainer).__name__, trainer.args.packing
+
+
+def test_packing_stays_in_the_arguments(pool: Any) -> None:
+    assert pool(2).run(kept_arguments)[0] == ("SFTTrainer", True)
+
+
+# ---- what is refused
+
+
+def other_on_each_rank(batch: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    found = padded(batch)
+    found["input_ids"] += dist.get_rank()
+    return found
+
+
+class Does(TrainerCallback):
+    """Something to the model once it is sharded."""
+
+    def __init__(self, change: Any) -> None:
+        self.change = change
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.change(model)
+
+
+def _make(kind: str = "Trainer", **changes: Any) -> None:
+    make(kind, **changes)
+
+
+def _train(**changes: Any) -> None:
+    make("Trainer", max_steps=1, **changes).train()
+
+
+def _another_model() -> None:
+    trainer = make("Trainer", max_steps=1)
+    trainer.model = trainer.model_wrapped = build("llama", "sdpa").float()
+    trainer.train()
+
+
+def _twice() -> None:
+    from ranks import mesh
+
+    make("Trainer", model=parallelize(build("llama", "sdpa").float(), mesh((2,), ("cp",))))
+
+
+def _no_kwargs() -> None:
+    model = build("llama", "sdpa")
+    model.accepts_loss_kwargs = False
+    make("Trainer", model=model)
+
+
+_ALL_TO_ALL = TorchContextParallelConfig(cp_comm_strategy="alltoall")
+REFUSED: dict[str, tuple[Any, str]] = {
+    "no cp": (lambda: _make(dp=2), "cp_size: expected 2 or more, got 1"),
+    "accelerate's own method": (
+        lambda: _make(parallelism_config=ParallelismConfig(cp_size=2, cp_handler=_ALL_TO_ALL)),
+        "method='all_gather'",
+    ),
+    "label smoothing": (lambda: _make(label_smoothing_factor=0.1), "label_smoothing_factor: expected 0, got 0.1"),
+    "noise": (lambda: _make(neftune_noise_alpha=5.0), "neftune_noise_alpha"),
+    "the root compiled": (lambda: _make(torch_compile=True), "layer.compile()"),
+    "a cache": (lambda: _make(use_cache=True), "use_cache: expected False"),
+    "gathered objects": (lambda: _make(eval_use_gather_object=True), "eval_use_gather_object"),
+    "a sampler of ranks": (lambda: _make(train_sampling_strategy="batch_rebalance"), "train_sampling_strategy"),
+    "a loss function": (lambda: _make(compute_loss_func=lambda *x, **y: 0), "compute_loss_func"),
+    "models made later": (
+        lambda: _make(model=None, model_init=lambda: build("llama", "sdpa")),
+        "build the model and pass it",
+    ),
+    "a model without counts": (_no_kwargs, "a model whose forward takes **kwargs"),
+    "dispatched batches": (lambda: _make(accelerator_config={"dispatch_batches": True}), "dispatch_batches"),
+    "batches of each rank": (lambda: _train(data_collator=other_on_each_rank), "differ between ranks"),
+    "sums of gradients": (lambda: _train(callbacks=[Does(sum_gradients)]), "leave sum_gradients out"),
+    "other attention": (
+        lambda: _train(callbacks=[Does(lambda model: model.set_attn_implementation("sdpa"))]),
+        "scaled_dot_product_attention",
+    ),
+    "another model": (_another_model, "the model that it made parallel"),
+    "a model that is parallel": (_twice, "apply once"),
+    "a loss of routers": (
+        lambda: make("SFTTrainer", family="mixtral", router_aux_loss_coef=0.1, max_steps=1).train(),
+        "output_router_logits",
+    ),
+}
+
+
+ERRORS = ("UnsupportedError", "ArgumentError", "RankMismatchError")
+
+
+def refused(rank: int, name: str) -> None:
+    with launched():
+        REFUSED[name][0]()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(pool: Any, name: str) -> None:
+    for raised in pool(2).run_expecting_error(refused, name, timeout=TIMEOUT):
+        assert raised is not None and raised.type in ERRORS, raised
+        assert REFUSED[name][1] in raised.message, raised.message
+
+
+def test_refused_options() -> None:
+    for options in ({"gather_output": True}, {"data": None}):
+        with pytest.raises(ArgumentError, match="the Trainer knows it"):
+            context_parallel(Trainer, **options)
+    with pytest.raises(ArgumentError, match=re.escape("context_parallel(Trainer)(model, args, ...)")):
+        context_parallel(object())  # type: ignore[arg-type]
+
+
+# ---- examples
+
+
+@pytest.mark.parametrize("name", ["finetune_transformers", pytest.param("finetune_sft", marks=pytest.mark.full)])
+def test_examples(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run_script(ROOT / "examples" / f"{name}.py", [], 2)
+    assert done.returncode == 0, done.printed
+    losses = [float(x) for x in re.findall(r"'loss': '([\d.]+)'", done.printed)]
+    evaluated = [float(x) for x in re.findall(r"'eval_loss': '([\d.]+)'", done.printed)]
+    assert len(losses) == 5 and losses[-1] < losses[0] - 0.5 and len(evaluated) == 1
+    assert evaluated[0] == pytest.approx(losses[-1], abs=0.5)
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "build" / name / "final")
+    assert saved.config.num_hidden_layers == 2
+
+
+# ---- docs/trainer.md
+
+
+def run_page(rank: int, folder: str) -> list[dict[str, float]]:
+    """Its blocks in order, in a folder of its own."""
+    characters = Characters()
+    names: dict[str, Any] = {
+        **{"dataset": rows(), "collator": padded, "tokenizer": characters},
+        **{"model": build("llama", "sdpa").float(), "model_to_tune": build("llama", "sdpa").float()},
+        "texts": Dataset.from_list([{"text": " ".join(f"w{i}" for i in row["input_ids"])} for row in rows()]),
+    }
+    found, as_written = [], TrainingArguments.__post_init__
+
+    def on_cpu(arguments: Any) -> None:
+        arguments.use_cpu, arguments.report_to, arguments.logging_steps = True, [], 1
+        as_written(arguments)
+
+    os.chdir(folder)
+    with mock.patch.object(TrainingArguments, "__post_init__", on_cpu):
+        for block in re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "trainer.md").read_text(), re.S | re.M):
+            with launched():
+                exec(block, names)
+            found.append(logged(names["trainer"])[-1])
+    return found
+
+
+def test_the_page_runs(pool: Any, tmp_path: Path) -> None:
+    for found in pool(2).run(run_page, str(tmp_path), timeout=TIMEOUT):
+        assert len(found) == 2 and all(x["loss"] < 10 for x in found)
