@@ -24,6 +24,7 @@ from cp_mesh.forwards import STYLE, replaced
 from cp_mesh.integrations.transformers import parallelize, sequence_of
 from cp_mesh.styles import SUMS
 
+_OWNERS = (Trainer.__module__, "trl.trainer.sft_trainer")
 _PACKING = ("packing", "eval_packing")
 _LOCAL = "it would read logits of this rank's rows beside whole labels"
 _ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -56,7 +57,7 @@ def context_parallel(trainer: type[Trainer], **options: Any) -> type[Trainer]:
     `cp_mesh.sum_gradients`: a mean of gradients is right here.
 
     Args:
-        trainer: `transformers.Trainer`, `trl.SFTTrainer`, or a subclass.
+        trainer: `transformers.Trainer`, `trl.SFTTrainer`, or a subclass with their loss.
         **options: of `cp_mesh.integrations.transformers.parallelize`: layout, dropout_seed, watch, method, kernel, and
             the others that `cp_mesh.attention` has.
 
@@ -75,6 +76,16 @@ def context_parallel(trainer: type[Trainer], **options: Any) -> type[Trainer]:
     if not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
         hint = "context_parallel(Trainer)(model, args, ...) makes one"
         refuse("context_parallel", "a class of Trainers", type(trainer).__name__, hint)
+    for name in ("compute_loss", "prediction_step"):
+        if getattr(trainer, name).__module__ not in _OWNERS:
+            hint = f"its code would read this rank's rows as if they were all; leave its {name} out"
+            refuse(
+                f"context_parallel({trainer.__name__}): {name}",
+                "that of Trainer or SFTTrainer",
+                "its own",
+                hint,
+                UnsupportedError,
+            )
     if given := sorted({"mesh", "data", "gather_output"} & options.keys()):
         refuse("context_parallel", "options of attention", ", ".join(given), "leave it out: the Trainer knows it")
     members = {"_options": options, "__module__": trainer.__module__, "__doc__": trainer.__doc__}
