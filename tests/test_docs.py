@@ -676,7 +676,7 @@ PAGES = {
     "docs/migrating.md": Page(2, migrating_names, check_migrating),
     "docs/pipelining.md": Page(4, pipelining_names, check_pipelining),
 }
-ELSEWHERE = {"docs/transformers.md", "docs/diffusers.md", "docs/torchtitan.md"}
+ELSEWHERE = {"docs/transformers.md", "docs/trainer.md", "docs/diffusers.md", "docs/torchtitan.md"}
 """Pages of other packages, whose code runs in tests/integrations."""
 NOT_RUN = [("docs/kernels.md", "warm_up"), ("docs/performance.md", "CUDAGraph")]
 """Blocks that need a GPU: page and a word of each. `test_warming.py` and `test_symmetric_memory.py` do the same."""
