@@ -12,11 +12,11 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from accelerate.utils import TorchContextParallelConfig
 from accelerate.utils.operations import recursively_apply
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_gather_tensor
 from transformers import Trainer
 
 from cp_mesh.errors import UnsupportedError, refuse
@@ -93,6 +93,13 @@ def context_parallel(trainer: type[Trainer], **options: Any) -> type[Trainer]:
 
 
 class _ContextParallel(Trainer):
+    """Comes before the Trainer's own class.
+
+    Attributes:
+        _options: of `parallelize`.
+        _packing: arguments that SFTTrainer would refuse, hidden from it for a while.
+    """
+
     _options: dict[str, Any]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -108,7 +115,7 @@ class _ContextParallel(Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        # SFTTrainer has packed its data already, and refuses to go on: accelerate's attention would drop the mask.
+        # SFTTrainer has packed its data by now, and would refuse to go on, since accelerate's attention drops the mask
         self._packing = {name: getattr(self.args, name) for name in _PACKING if hasattr(self.args, name)}
         for name in self._packing:
             setattr(self.args, name, False)
@@ -193,7 +200,10 @@ class _ContextParallel(Trainer):
         if x.ndim == 0:
             return self.accelerator.gather(x)
         for name in reversed(self.accelerator.parallelism_config.dp_dim_names):
-            x = all_gather_tensor(x.contiguous(), 0, self.accelerator.torch_device_mesh[name])
+            axis = self.accelerator.torch_device_mesh[name]
+            batches = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(axis.size())]
+            dist.all_gather(batches, x.contiguous(), group=axis.get_group())
+            x = torch.cat(batches)
         state = self.accelerator.gradient_state
         return x[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else x
 

@@ -152,6 +152,8 @@ def make(kind: str, case: str = "plain", dp: int = 1, parallel: bool = True, **c
     data = {"train_dataset": rows(), "eval_dataset": rows()[:6]}
     if kind == "SFTTrainer":
         data = {name: Dataset.from_list(x) for name, x in data.items()} | {"processing_class": Characters()}
+        if changes.get("padding_free"):
+            data["train_dataset"] = trl.pack_dataset(data["train_dataset"], 48)
     else:
         data["data_collator"] = DataCollatorWithFlattening() if case == "packed" else padded
     return made(**{"model": model, "args": config(**arguments | changes)} | data | of_trainer)
@@ -262,6 +264,7 @@ CHANGES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "weights of rank 0": ("Trainer", "plain", {"fsdp_config": {"cpu_ram_efficient_loading": True}}),
     "checkpointing in TRL": ("SFTTrainer", "packed", {"gradient_checkpointing": True}),
     "wrapped": ("SFTTrainer", "packed", {"packing_strategy": "wrapped"}),
+    "packed before": ("SFTTrainer", "plain", {"padding_free": True, "max_length": None}),
     "a loss of TRL": ("SFTTrainer", "plain", {"loss_type": "dft"}),
     "windows": ("SFTTrainer", "packed", {"family": "gemma3"}),
     "clipping": ("Trainer", "plain", {"max_grad_norm": 0.5}),
@@ -269,7 +272,7 @@ CHANGES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "a stream": ("Trainer", "plain", {"train_dataset": Streamed()}),
 }
 """Arguments that change what is computed, or how, and what is equal to one rank all the same."""
-QUICK = ("means of each rank", "checkpointing", "a loss of TRL", "clipping")
+QUICK = ("means of each rank", "packed before", "checkpointing", "a loss of TRL", "clipping")
 
 
 @pytest.mark.parametrize(
@@ -428,6 +431,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "label smoothing": (lambda: _make(label_smoothing_factor=0.1), "label_smoothing_factor: expected 0, got 0.1"),
     "noise": (lambda: _make(neftune_noise_alpha=5.0), "neftune_noise_alpha"),
+    "tensor parallelism": (
+        lambda: _make(parallelism_config=ParallelismConfig(cp_size=2, tp_size=2)),
+        "tp_size: expected 1, got 2",
+    ),
+    "kernels of Liger": (lambda: _make(use_liger_kernel=True), "use_liger_kernel: expected False"),
     "the root compiled": (lambda: _make(torch_compile=True), "layer.compile()"),
     "a cache": (lambda: _make(use_cache=True), "use_cache: expected False"),
     "gathered objects": (lambda: _make(eval_use_gather_object=True), "eval_use_gather_object"),
@@ -464,7 +472,8 @@ def refused(rank: int, name: str) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(pool: Any, name: str) -> None:
-    for raised in pool(2).run_expecting_error(refused, name, timeout=TIMEOUT):
+    ranks = 4 if name == "tensor parallelism" else 2
+    for raised in pool(ranks).run_expecting_error(refused, name, timeout=TIMEOUT):
         assert raised is not None and raised.type in ERRORS, raised
         assert REFUSED[name][1] in raised.message, raised.message
 
