@@ -187,12 +187,14 @@ def train(rank: int, kind: str, case: str, dp: int = 1, parallel: bool = True, c
         warnings.simplefilter("always")
         trainer = make(kind, case, dp, parallel, **dict(changes))
         trainer.train()
-        predicted = None if kind == "SFTTrainer" else trainer.predict(rows()[:6])
+        predicted = [] if kind == "SFTTrainer" else [torch.tensor(x) for x in trainer.predict(rows()[:6])[:2]]
+        for number, row in enumerate(rows()[:6] if predicted and case == "plain" else ()):
+            predicted[0][number, len(row["input_ids"]) :] = 0  # of padding
         return {
             "logged": logged(trainer),
             "weights": weights(trainer),
             "evaluated": only(trainer.evaluate(), EVALUATED),
-            "predicted": [] if predicted is None else [torch.tensor(x) for x in predicted[:2]],
+            "predicted": predicted,
             "flos": trainer.state.total_flos,
             "warned": [str(x.message) for x in caught if "cp_mesh" in str(x.message)],
         }
