@@ -10,6 +10,7 @@ from cp_mesh.cores import ContextParallel
 from cp_mesh.decoding import decode
 from cp_mesh.errors import ArgumentError, RankMismatchError, UnsupportedError
 from cp_mesh.explaining.explain import explain
+from cp_mesh.flex import create_block_mask, flex_attention
 from cp_mesh.layouts import Balanced, Contiguous, Joint, Layout, Permuted, Replicated, Striped, ZigZag, ZigZagDocuments
 from cp_mesh.loss import cross_entropy, valid_tokens
 from cp_mesh.masks import Mask, batch_mask, document_positions
@@ -47,10 +48,12 @@ __all__ = [
     "check_mode",
     "checkpoint_context_fn",
     "clip_grad_norm",
+    "create_block_mask",
     "cross_entropy",
     "decode",
     "document_positions",
     "explain",
+    "flex_attention",
     "parallelize",
     "sum_gradients",
     "valid_tokens",

@@ -47,6 +47,8 @@ class Asked(NamedTuple):
 
     Attributes:
         of_root: the sequence must be that of the `ShardedModel` in whose forward the call is.
+        score_mod, mask_mod: handles of `cp_mesh.kernels.functions`, or "".
+        captured: what these functions read, in the order of `Call.captured`.
     """
 
     mesh: DeviceMesh | dist.ProcessGroup | None = None
@@ -71,6 +73,9 @@ class Asked(NamedTuple):
     deterministic: bool | None = None
     return_lse: bool = False
     of_root: bool = False
+    score_mod: str = ""
+    mask_mod: str = ""
+    captured: tuple[Tensor, ...] = ()
 
 
 def attention(
@@ -213,9 +218,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor | 
         elif group is not None:
             announce_trace(group.group_name)
         raise
-    if isinstance(query, DTensor) and call.seq_len < axis.size:
-        # DTensor gathers a dim that is shorter than its axis. All others go by dispatch, but for those of a core over
-        # tp alone, which have no cp axis: `ContextParallel` takes them apart.
+    if isinstance(query, DTensor) and (call.seq_len < axis.size or asked.score_mod or asked.mask_mod):
+        # DTensor gathers a dim that is shorter than its axis, and has no rule for lists of tensors. All others go by
+        # dispatch, but for those of a core over tp alone, which have no cp axis: `ContextParallel` takes them apart.
         tensors = Tensors(**local_scores(call.tensors._asdict(), query, call.format))
         q, k, v = (x.to_local(grad_placements=query.placements) for x in (query, key, value))  # type: ignore[attr-defined]
         out, lse, *_ = attention_op(q, k, v, *call._replace(tensors=tensors).arguments())
@@ -242,7 +247,7 @@ def with_degree(asked: Asked) -> Asked:
 def _make_call(query: Tensor, key: Tensor, value: Tensor, axis: CPAxis, asked: Asked) -> Call:
     """The record of a call; refuses options that are wrong by themselves, and tensors that do not fit one another."""
     form = FORMATS[axis.seq_dim]
-    _check_format(query, key, value, form)
+    check_format(query, key, value, form)
     options = make_options(query, key, value, asked, form)
     seq_len, layout, mask = asked.seq_len, asked.layout, asked.mask
     tensors = Tensors(
@@ -261,7 +266,7 @@ def _make_call(query: Tensor, key: Tensor, value: Tensor, axis: CPAxis, asked: A
         seq_len = length * axis.size
     given = {name: x for name, x in zip(Tensors._fields, tensors, strict=True) if x is not None}
     check_score_placements(given, query, form)
-    call = Call(tensors, seq_len, axis.seq_dim, axis.group.group_name, options)
+    call = Call(tensors, seq_len, axis.seq_dim, axis.group.group_name, options, asked.captured)
     if not torch.compiler.is_compiling():
         _plan_fakes((query, key, value, *tensors), call, axis.group)
     return call
@@ -269,7 +274,7 @@ def _make_call(query: Tensor, key: Tensor, value: Tensor, axis: CPAxis, asked: A
 
 def make_options(query: Tensor, key: Tensor, value: Tensor, asked: Asked, form: Format) -> Options:
     """What the op is told; refuses what is wrong by itself. Layers that ask alike share it: checks take host time."""
-    graded = (query, key, value, *(getattr(asked, name) for name in ADDED))
+    graded = (query, key, value, *(getattr(asked, name) for name in ADDED), *asked.captured)
     beside = (
         query.shape[-1],
         not isinstance(query, DTensor),
@@ -280,12 +285,16 @@ def make_options(query: Tensor, key: Tensor, value: Tensor, asked: Asked, form: 
     known = type(asked.mask) is Mask and isinstance(asked.layout, Layout)  # others are refused by name
     if known and not drops and not torch.compiler.is_compiling():
         named = asked._replace(
-            mesh=None, mask=_ANY_MASK, sinks=None, alibi_slopes=None, relative_bias=None, bias=None
+            mesh=None, mask=_ANY_MASK, sinks=None, alibi_slopes=None, relative_bias=None, bias=None, captured=()
         )  # fmt: skip
         with suppress(TypeError):  # of something without a hash, which is refused by name
-            return _resolve_once(asked.layout.spec(), asked.mask.spec(), *beside, *named)
-    options = _resolve(*beside, *asked)
-    if not options.dropout_p:
+            return _of_these_heads(_resolve_once(asked.layout.spec(), asked.mask.spec(), *beside, *named), query, form)
+    return _of_these_heads(_resolve(*beside, *asked), query, form)
+
+
+def _of_these_heads(options: Options, query: Tensor, form: Format) -> Options:
+    """The same with the first head and batch row of this rank, where scores depend on them."""
+    if not (options.dropout_p or options.score_mod or options.mask_mod):
         return options
     heads, rows = (first_index(query, form.dims.get(name)) for name in ("heads", "batch"))
     return options._replace(first_head=heads, first_batch=rows)
@@ -313,6 +322,8 @@ def _resolve(head_dim: int, is_local: bool, deterministic: bool, graded: bool, *
         # Of what compiled code calls all sizes are known in the trace, where "auto" has not chosen, and inner groups
         # of unlike ranks have none.
         keeps=graded and is_local and (asked.method == "ulysses" or not torch.compiler.is_compiling()),
+        score_mod=asked.score_mod,
+        mask_mod=asked.mask_mod,
     )
 
 
@@ -333,7 +344,7 @@ def _plan_fakes(every: Sequence[Tensor | None], call: Call, group: dist.ProcessG
     if any(isinstance(x, FakeTensor) for x in tensors[:2]):  # no content to plan by
         tensors = tensors._replace(documents=None, key_padding=None)
     q, k, v = (call.format.to_bhsd(x) for x in every[:3] if x is not None)
-    make_plan(q, k, v, tensors, call.seq_len, group, call.options)
+    make_plan(q, k, v, tensors, call.seq_len, group, call.options, call.captured)
 
 
 def _rules() -> tuple[tuple[str, Callable[[Any], bool], str, str], ...]:
@@ -388,7 +399,8 @@ def check_asked(asked: Asked) -> None:
         refuse("dropout_seed", "an int or an int64 tensor beside dropout_p", None, hint)
 
 
-def _check_format(query: Tensor, key: Tensor, value: Tensor, form: Format) -> None:
+def check_format(query: Tensor, key: Tensor, value: Tensor, form: Format) -> None:
+    """Refuse tensors without the dims of the format."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim != len(form.dims) + 1:
             expected = f"{form.name} for seq_dim={form.dims['sequence']}"

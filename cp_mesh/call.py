@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.formats import FORMATS, Format
+from cp_mesh.kernels import functions
 from cp_mesh.kernels.scores import TERMS, Scores
 
 SCORE_OPTIONS = ("softcap", *TERMS, "dropout_p", "dropout_seed")
@@ -32,7 +33,7 @@ class Options(NamedTuple):
     ``softcap`` 0 is none, ``ulysses_degree``, ``inner_ring_size`` and ``head_chunks`` 0 are automatic. ``as_inputs``:
     results lie in memory as the inputs do; else they are contiguous. ``of_root``: ``seq_len`` must be that of the
     `ShardedModel` in whose forward the call is. ``keeps``: tensors that a method made in the forward stay for the
-    backward (`Method.kept_shapes`).
+    backward (`Method.kept_shapes`). ``score_mod`` and ``mask_mod`` are handles of `cp_mesh.kernels.functions`, or "".
     """
 
     layout: str
@@ -53,6 +54,8 @@ class Options(NamedTuple):
     as_inputs: bool = False
     of_root: bool = False
     keeps: bool = False
+    score_mod: str = ""
+    mask_mod: str = ""
 
     @lru_cache(maxsize=256)  # noqa: B019 - of few options, which hold no tensors
     def spec(self) -> str:
@@ -83,26 +86,34 @@ class Tensors(NamedTuple):
 
 
 NUM_TENSORS = len(Tensors._fields)
-SCHEMA = f"Tensor? {', Tensor? '.join(Tensors._fields)}, SymInt seq_len, int seq_dim, str group_name, str spec"
+_OTHERS = "Tensor[] captured, SymInt seq_len, int seq_dim, str group_name, str spec"
+SCHEMA = f"Tensor? {', Tensor? '.join(Tensors._fields)}, {_OTHERS}"
 """Of what `Call.arguments` returns."""
+NUM_ARGUMENTS = NUM_TENSORS + len(_OTHERS.split(", "))
 
 
 class Call(NamedTuple):
-    """One call, but for q, k and v: what an op takes after its own tensors. ``seq_len``: of the whole sequence."""
+    """One call, but for q, k and v: what an op takes after its own tensors.
+
+    ``seq_len``: of the whole sequence. ``captured``: what score_mod reads, then what mask_mod does.
+    """
 
     tensors: Tensors
     seq_len: int
     seq_dim: int
     group_name: str
     options: Options
+    captured: Sequence[Tensor] = ()
 
     def arguments(self) -> tuple[Any, ...]:
-        return *self.tensors, self.seq_len, self.seq_dim, self.group_name, self.options.spec()
+        return (
+            *self.tensors, [*self.captured], self.seq_len, self.seq_dim, self.group_name, self.options.spec()
+        )  # fmt: skip
 
     @classmethod
     def read(cls, arguments: Sequence[Any]) -> Call:
-        seq_len, seq_dim, group_name, spec = arguments[NUM_TENSORS:]
-        return cls(Tensors(*arguments[:NUM_TENSORS]), seq_len, seq_dim, group_name, Options.parse(spec))
+        captured, seq_len, seq_dim, group_name, spec = arguments[NUM_TENSORS:]
+        return cls(Tensors(*arguments[:NUM_TENSORS]), seq_len, seq_dim, group_name, Options.parse(spec), captured)
 
     @property
     def format(self) -> Format:
@@ -140,7 +151,7 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
 
 
-def make_scores(options: Options, tensors: Tensors, dtype: torch.dtype) -> Scores:
+def make_scores(options: Options, tensors: Tensors, dtype: torch.dtype, captured: Sequence[Tensor] = ()) -> Scores:
     """What the passes are told of the scores; ``dtype`` is the accumulation dtype."""
     seed = tensors.dropout_seed
     cast: dict[str, Any] = {
@@ -154,6 +165,10 @@ def make_scores(options: Options, tensors: Tensors, dtype: torch.dtype) -> Score
         dropout_seed=None if seed is None else torch.nn.functional.pad(seed.reshape(-1), (0, 2 - seed.numel())),
         first_head=options.first_head,
         first_batch=options.first_batch,
+        score_mod=functions.find(options.score_mod),
+        mask_mod=functions.find(options.mask_mod),
+        captured=tuple(x.to(torch.promote_types(x.dtype, dtype)) if x.is_floating_point() else x for x in captured),
+        in_order=options.deterministic,
         **cast,
     )
 

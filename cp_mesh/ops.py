@@ -9,13 +9,13 @@ in memory as q, k and v are (``as_inputs``): callers who transpose q, and out ba
 for contiguous ones: their shards may lie in another order than their spec says. What follows q, k and v is a
 `call.Call`. With `Options.keeps` the forward returns three more tensors, which have elements if its method keeps
 something for the backward: that is given these in place of q, k, v, out and lse. They are results, so that policies of
-checkpointing and compiled code see them. Of the tensors of the scores the backward returns gradients too, which are
-this rank's share of a sum over ranks, and empty where they are not wanted.
+checkpointing and compiled code see them. Of the tensors of the scores, and of those that its functions read (captured),
+the backward returns gradients too: this rank's share of a sum over ranks, and empty where they are not wanted.
 """
 
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -35,11 +35,12 @@ from cp_mesh.agreement import (
     keep_to_itself,
     require_agreement,
 )
-from cp_mesh.call import GRADED, NUM_TENSORS, SCHEMA, Call, Operand, Tensors, autocast
+from cp_mesh.call import GRADED, NUM_ARGUMENTS, NUM_TENSORS, SCHEMA, Call, Operand, Tensors, autocast
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.formats import FORMATS
+from cp_mesh.kernels import functions
 from cp_mesh.kernels.combine import accumulation_dtype, dense_like
-from cp_mesh.kernels.scores import OF_ROWS, TERMS
+from cp_mesh.kernels.scores import FUNCTIONS, OF_ROWS, TERMS, name_of_captured
 from cp_mesh.masks import parse_mask
 from cp_mesh.methods import METHODS, Plan
 from cp_mesh.placements import place_beside, require_sharded, score_placements
@@ -71,10 +72,11 @@ def check_length(seq_len: int, expected: int) -> None:
         refuse("ContextParallel", f"attention over the root's {expected} tokens", got, hint)
 
 
-def _what_must_agree(plan: Plan, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors) -> dict[str, str]:
+def _what_must_agree(plan: Plan, q: Tensor, k: Tensor, v: Tensor, call: Call) -> dict[str, str]:
     """Everything that must be equal on all cp ranks."""
-    options, given = plan.options, tensors._asdict()
+    options, given = plan.options, call.tensors._asdict()
     graded = [name for name in GRADED if (x := given[name]) is not None and x.requires_grad]
+    found = [(name, functions.find(getattr(options, name))) for name in FUNCTIONS]
     # of terms by row each rank has its own: what they are like must agree
     alike = {
         name: tuple(size for size, dim in zip(x.shape, TERMS[name].dims, strict=True) if dim != "rows")
@@ -91,6 +93,8 @@ def _what_must_agree(plan: Plan, q: Tensor, k: Tensor, v: Tensor, tensors: Tenso
         "dtype": str(q.dtype),
         **{name.replace("layout_", "layout "): fingerprint(x) for name, x in given.items()},
         **{name: str(alike.get(name)) for name in OF_ROWS},
+        **{name: function.said for name, function in found if function is not None},
+        **{f"captured tensor {i} of score_mod and mask_mod": fingerprint(x) for i, x in enumerate(call.captured)},
         "gradients wanted of": ", ".join(graded) or "none",  # Ulysses sends that of a bias
         "options": " ".join(f"{name}={getattr(options, name)}" for name in names),
         "kernel": plan.kernel.name,
@@ -98,10 +102,11 @@ def _what_must_agree(plan: Plan, q: Tensor, k: Tensor, v: Tensor, tensors: Tenso
     }
 
 
-def _kind(arguments: Sequence[Any], q: Tensor, k: Tensor, v: Tensor, tensors: Tensors) -> Hashable:
+def _kind(arguments: Sequence[Any], q: Tensor, k: Tensor, v: Tensor, call: Call) -> Hashable:
     """What calls of attention have in common of which the first one alone is compared; the same on all ranks."""
     heads = q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype
-    return arguments[NUM_TENSORS:], heads, tuple(x is not None and (x.requires_grad, x.ndim) for x in tensors)
+    given = *call.tensors, *call.captured
+    return arguments[NUM_TENSORS + 1 :], heads, tuple(x is not None and (x.requires_grad, x.ndim) for x in given)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
@@ -116,15 +121,15 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor
         root = ROOT.get()
         if call.options.of_root and root is not None and root.sequence.mesh.get_group().group_name == call.group_name:
             check_length(call.seq_len, root.seq_len)
-        plan = make_plan(q, k, v, call.tensors, call.seq_len, group, call.options)
+        plan = make_plan(q, k, v, call.tensors, call.seq_len, group, call.options, call.captured)
     except Exception as error:
         announce_refusal(group, error)
         raise
     if checking():
-        require_agreement(group, _what_must_agree(plan, q, k, v, call.tensors))
-    elif is_first(group, kind := _kind(arguments, q, k, v, call.tensors)):
-        agree_first(group, kind, _what_must_agree(plan, q, k, v, call.tensors))
-        if call.tensors.bias is None:  # which may be -inf there
+        require_agreement(group, _what_must_agree(plan, q, k, v, call))
+    elif is_first(group, kind := _kind(arguments, q, k, v, call)):
+        agree_first(group, kind, _what_must_agree(plan, q, k, v, call))
+        if call.tensors.bias is None and plan.scores.features.isdisjoint(FUNCTIONS):  # which may hide it
             warn_of_padding(group, plan.seq_len, plan.mask)
     note_call(Rows(plan.options.layout, plan.seq_len, call.group_name), (q.shape[0], q.shape[2]))
     try:
@@ -158,20 +163,22 @@ def _attention_backward(
     kept: Tensor | None,
     *arguments: Any,
 ) -> tuple[Tensor, ...]:
-    """Gradients of `attention_op`, given those of its results: of q, k, v, and of those of `GRADED` named in wanted.
+    """Gradients of `attention_op`, given those of its results: of q, k, v, and of those named in wanted.
 
+    They are `GRADED`, and by `name_of_captured` captured tensors, whose gradients come as one flat tensor that is not
+    rounded: DTensor and autograd see into no list.
     With ``kept``, out and lse are those that the forward kept, and q, k and v are `_without_rows`.
     """
     call, wanted = Call.read(arguments[:-1]), arguments[-1]
     form, group = call.format, call.group
     dout, q, k, v = map(form.to_bhsd, (dout, q, k, v))
     if kept is None:
-        plan = make_plan(q, k, v, call.tensors, call.seq_len, group, call.options)
+        plan = make_plan(q, k, v, call.tensors, call.seq_len, group, call.options, call.captured)
         out, lse, keywords = form.to_bhsd(out), form.lse_to_bhs(lse), {}
     else:
         rows, keywords = dout.shape[2], {"kept": kept}
         of_q, of_k, of_v = (Operand(_with_rows(x.shape, rows), x.dtype, x.device) for x in (q, k, v))
-        plan = make_plan(of_q, of_k, of_v, call.tensors, call.seq_len, group, call.options)
+        plan = make_plan(of_q, of_k, of_v, call.tensors, call.seq_len, group, call.options, call.captured)
     if dlse is not None:
         if not plan.kernel.capability.differentiable_lse:
             raise UnsupportedError(f"kernel {plan.kernel.name!r} takes no gradient of lse; kernel='reference' does")
@@ -180,7 +187,10 @@ def _attention_backward(
         names = wanted.split(",") if wanted else ()
         *grads, of_scores = plan.method.backward(dout, q, k, v, out, lse, dlse, plan, group, names, **keywords)
     dq, dk, dv = (_as_asked(x, call) for x in grads)
-    return dq, dk, dv, *(_graded(getattr(call.tensors, name), of_scores.get(name), q) for name in GRADED)
+    of_terms = (_graded(getattr(call.tensors, name), of_scores.get(name), q) for name in GRADED)
+    read = [of_scores[name].flatten() for i in range(len(call.captured)) if (name := name_of_captured(i)) in names]
+    flat = torch.cat(read) if read else q.new_empty(0, dtype=accumulation_dtype(q.dtype))
+    return dq, dk, dv, *of_terms, flat
 
 
 def _with_rows(shape: torch.Size, num_rows: int) -> torch.Size:
@@ -207,7 +217,7 @@ _library = torch.library.Library("cp_mesh", "FRAGMENT")
 _OWN = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, Tensor? kept"
 for _schema in (
     f"attention(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    f"attention_backward({_OWN}, {SCHEMA}, str wanted) -> ({', '.join(['Tensor'] * (3 + len(GRADED)))})",
+    f"attention_backward({_OWN}, {SCHEMA}, str wanted) -> ({', '.join(['Tensor'] * (4 + len(GRADED)))})",
 ):
     # results lie in memory as the inputs do: Inductor may not choose other strides for these than the fakes saw
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
@@ -245,50 +255,63 @@ def _(q, k, v, *arguments):  # type: ignore[no-untyped-def]
 def _(dout, q, k, v, out, lse, dlse, kept, *arguments):  # type: ignore[no-untyped-def]
     call, wanted = Call.read(arguments[:-1]), arguments[-1].split(",")
     graded, rows = {name: getattr(call.tensors, name) for name in GRADED}, call.format.to_bhsd(dout).shape[2]
+    read = [x for i, x in enumerate(call.captured) if name_of_captured(i) in wanted]
+    dtype = reduce(torch.promote_types, (x.dtype for x in read), accumulation_dtype(q.dtype))
     return (
         *(_as_asked(dense_like(call.format.to_bhsd(x), num_rows=rows), call) for x in (q, k, v)),
         *(x.new_empty(x.shape) if name in wanted else q.new_empty(0) for name, x in graded.items()),
+        q.new_empty(sum(x.numel() for x in read), dtype=dtype),
     )
 
 
 class _Attention(torch.autograd.Function):
-    """Below autograd in its forward; its backward is the other op."""
+    """Below autograd in its forward; its backward is the other op.
+
+    Captured tensors follow the op's arguments once more, as autograd looks into no list.
+    """
 
     @staticmethod
-    def forward(ctx, keys, *inputs):  # type: ignore[no-untyped-def]
+    def forward(ctx, keys, *given):  # type: ignore[no-untyped-def]
+        inputs, captured = given[: 3 + NUM_ARGUMENTS], given[3 + NUM_ARGUMENTS :]
         out, lse, kept, *of_heads = _below_autograd(attention_op, keys, inputs)
-        qkv, tensors, ctx.others = inputs[:3], inputs[3 : 3 + NUM_TENSORS], inputs[3 + NUM_TENSORS :]
+        qkv, tensors, ctx.others = inputs[:3], inputs[3 : 3 + NUM_TENSORS], inputs[4 + NUM_TENSORS :]
         call = Call.read(inputs[3:])
+        ctx.functions = [functions.find(getattr(call.options, name)) for name in FUNCTIONS]  # kept alive
         # most kernels take no gradient of lse, and none must be dropped silently
         ctx.mark_non_differentiable(*(() if call.options.differentiable_lse else (lse,)), kept, *of_heads)
         ctx.has_kept, ctx.shape = kept.ndim > 1, out.shape
         if ctx.has_kept:
-            ctx.save_for_backward(*(_without_rows(x, call.seq_dim) for x in qkv), *tensors, *of_heads, kept)
+            ctx.save_for_backward(*(_without_rows(x, call.seq_dim) for x in qkv), *tensors, *of_heads, kept, *captured)
         else:
-            ctx.save_for_backward(*qkv, *tensors, out, lse)
+            ctx.save_for_backward(*qkv, *tensors, out, lse, None, *captured)
         ctx.set_materialize_grads(False)  # an unused lse must not cost a gradient of zeros, which most kernels refuse
         return out, lse, kept, *of_heads
 
     @staticmethod
     def backward(ctx, dout, dlse, *_):  # type: ignore[no-untyped-def]
         saved = ctx.saved_tensors  # a checkpoint lets them be asked for once
-        q, k, v, *tensors, out, lse = saved[: 5 + NUM_TENSORS]
-        kept = saved[-1] if ctx.has_kept else None
-        needed = ctx.needs_input_grad[4 : 4 + NUM_TENSORS]
+        q, k, v, *tensors, out, lse, kept = saved[: 6 + NUM_TENSORS]
+        captured = saved[6 + NUM_TENSORS :]
+        needed, of_captured = ctx.needs_input_grad[4 : 4 + NUM_TENSORS], ctx.needs_input_grad[4 + NUM_ARGUMENTS :]
         wanted = [name for name, need in zip(Tensors._fields, needed, strict=True) if need]
+        score_mod, _ = ctx.functions  # what a mask reads has no gradient
+        read = [i for i, need in enumerate(of_captured) if need and score_mod and i < score_mod.num_captured]
         # Without any gradient too: on the other ranks there may be some, which wait for this one in the ring.
         if kept is None:
             dout = torch.zeros_like(out) if dout is None else _placed_like(dout, out)
             dlse = None if dlse is None else _placed_like(dlse, lse)
         elif dout is None:
             dout = q.new_zeros(ctx.shape)
-        given = (dout, q, k, v, out, lse, dlse, kept, *tensors, *ctx.others, ",".join(wanted))
-        dq, dk, dv, *grads = _call_backward(given)
+        names = ",".join([*wanted, *map(name_of_captured, read)])
+        given = (dout, q, k, v, out, lse, dlse, kept, *tensors, [*captured], *ctx.others, names)
+        dq, dk, dv, *grads, flat = _call_backward(given)
         named, of_tensors = dict(zip(GRADED, grads, strict=True)), dict.fromkeys(Tensors._fields)
         for name in wanted:  # of a plain tensor beside DTensors: this rank's share
             plain = isinstance(q, DTensor) and not isinstance(getattr(Tensors(*tensors), name), DTensor)
             of_tensors[name] = named[name].to_local() if plain else named[name]
-        return None, dq, dk, dv, *of_tensors.values(), *[None] * len(ctx.others)
+        parts = iter(flat.split([captured[i].numel() for i in read])) if read else iter(())
+        shares = [next(parts).view_as(x).to(x.dtype) if i in read else None for i, x in enumerate(captured)]
+        return None, dq, dk, dv, *of_tensors.values(), None, *[None] * len(ctx.others), *shares
 
 
 def _call_backward(given: Sequence[Any]) -> tuple[Tensor, ...]:
@@ -297,7 +320,7 @@ def _call_backward(given: Sequence[Any]) -> tuple[Tensor, ...]:
         torch.is_grad_enabled()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._are_functorch_transforms_active()
-        or any(isinstance(x, Tensor) and type(x) not in _PLAIN for x in given)
+        or any(isinstance(x, Tensor) and type(x) not in _PLAIN for x in (*given, *given[8 + NUM_TENSORS]))
     )
     if seen:
         return attention_backward_op(*given)
@@ -309,8 +332,8 @@ class _Gradients(torch.autograd.Function):
     """What ``create_graph`` asks for: gradients that have none themselves."""
 
     @staticmethod
-    def forward(ctx, keys, *inputs):  # type: ignore[no-untyped-def]
-        return _below_autograd(attention_backward_op, keys, inputs)
+    def forward(ctx, keys, *given):  # type: ignore[no-untyped-def]
+        return _below_autograd(attention_backward_op, keys, given[: 9 + NUM_ARGUMENTS])
 
     @staticmethod
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
@@ -332,7 +355,10 @@ def _dispatch_dtensors(op: torch._ops.OpOverload, keys: torch._C.DispatchKeySet,
     """By the sharding rule, with plain tensors beside DTensors, which autograd never sees as DTensors."""
     begin = 3 if op is attention_op else 8
     end = begin + NUM_TENSORS
-    tensors, form = Tensors(*inputs[begin:end]), FORMATS[inputs[end + 1]]
+    tensors, form = Tensors(*inputs[begin:end]), FORMATS[inputs[end + 2]]
+    if inputs[end]:
+        hint = "pass local tensors, to_local(), which cp_mesh.flex_attention does by itself"
+        refuse(str(op), "no captured tensors beside DTensors", len(inputs[end]), hint, UnsupportedError)
     if all(x is None or isinstance(x, DTensor) for x in tensors):
         return op.redispatch(keys, *inputs)
     placed = place_beside(tensors._asdict(), inputs[0], form)
@@ -342,14 +368,15 @@ def _dispatch_dtensors(op: torch._ops.OpOverload, keys: torch._C.DispatchKeySet,
 
 
 def _with_autograd(op: torch._ops.OpOverload, graph: Any, keys: torch._C.DispatchKeySet, *inputs: Any) -> Any:
-    tensors = [x for x in inputs if isinstance(x, Tensor)]
+    captured = next(x for x in inputs if isinstance(x, list | tuple))
+    tensors = [x for x in (*inputs, *captured) if isinstance(x, Tensor)]
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         refuse(str(op), "inputs without tangents", "forward-mode derivatives", "use backward()", UnsupportedError)
     graded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if graded and torch._C._are_functorch_transforms_active():
         got, hint = "torch.func.grad or the like", "use torch.autograd.grad, or backward()"
         refuse(str(op), "no transform of torch.func", got, hint, UnsupportedError)
-    return graph.apply(keys, *inputs) if graded else _below_autograd(op, keys, inputs)
+    return graph.apply(keys, *inputs, *captured) if graded else _below_autograd(op, keys, inputs)
 
 
 for _op, _graph in ((attention_op, _Attention), (attention_backward_op, _Gradients)):
@@ -389,7 +416,7 @@ def _(q, k, v, *arguments):  # type: ignore[no-untyped-def]
     rows = call.format.rows()
     # DTensors keep nothing (`Options.keeps`)
     nothing = [Replicate()] * 3
-    return [([x, lse, *nothing], [x, x, x, *_placed(call.tensors, part), *[None] * 4]) for part, x, lse in rows]
+    return [([x, lse, *nothing], [x, x, x, *_placed(call.tensors, part), *[None] * 5]) for part, x, lse in rows]
 
 
 @register_sharding(attention_backward_op)
@@ -401,5 +428,5 @@ def _(dout, q, k, v, out, lse, dlse, kept, *arguments):  # type: ignore[no-untyp
     for part, x, on_lse in call.format.rows():
         grads = [Replicate() if y is None else score_placements(name, y.shape, part)[1] for name, y in graded.items()]
         given = [x] * 5 + [on_lse, None if dlse is None else on_lse, None]
-        rows.append(([x, x, x, *grads], [*given, *_placed(call.tensors, part), *[None] * 5]))
+        rows.append(([x, x, x, *grads, Replicate()], [*given, *_placed(call.tensors, part), *[None] * 6]))
     return rows

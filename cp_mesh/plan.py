@@ -9,7 +9,7 @@ differ between ranks, and a wrong number of local rows where shards are unequal.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 
@@ -45,6 +45,7 @@ def make_plan(
     seq_len: int,
     group: dist.ProcessGroup,
     options: Options,
+    captured: Sequence[Tensor] = (),
 ) -> Plan:
     """Validate a call on local tensors and resolve it.
 
@@ -55,6 +56,7 @@ def make_plan(
         seq_len: length of the whole sequence, in tokens.
         group: the cp group.
         options: the call's static options.
+        captured: as in `Call`.
 
     Raises:
         ArgumentError, UnsupportedError: see the messages, and above for which are raised on every rank.
@@ -67,11 +69,12 @@ def make_plan(
     contents = [None if x is None else Content.of(x) for x in read]
     resolve: Callable[..., Plan] = _resolve_once
     scores = None
-    if any(x is not None for x in tensors):
+    has_functions = bool(options.score_mod or options.mask_mod)
+    if has_functions or any(x is not None for x in tensors):
         check_tensors(q, k, v)
         check_scores(q, tensors, seq_len)
-        if any(x is not None for x in tensors[len(read) :]):
-            scores = make_scores(options, tensors, accumulation_dtype(q.dtype))
+        if has_functions or any(x is not None for x in tensors[len(read) :]):
+            scores = make_scores(options, tensors, accumulation_dtype(q.dtype), captured)
         if any(x is not None for x in read) or (scores is not None and scores.needs_positions):
             resolve = _resolve_few  # they hold memory of the device
     shapes = Operand.of(q), Operand.of(k), Operand.of(v)

@@ -266,7 +266,7 @@ class Case:
         options: other arguments of `cp_mesh.attention`.
         dtype: of q, k and v.
         frozen: names of inputs and of scores that require no gradient.
-        way: how the call is made, one of `WAYS`.
+        way: how the call is made, one of `WAYS` or `BY_FUNCTIONS`.
     """
 
     layout: str | Sequence[int] | Layout
@@ -432,6 +432,27 @@ WAYS: dict[str, Callable[..., Any]] = {
 """How `cp_mesh.attention` can be called."""
 
 
+def _with_score_mod(*qkv: Tensor, alibi_slopes: Tensor, **options: Any) -> Any:
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score - alibi_slopes[h] * (q_idx - kv_idx).abs()
+
+    return cp_mesh.flex_attention(*qkv, score_mod, enable_gqa=True, **options)
+
+
+def _with_mask_mod(*qkv: Tensor, mask: Mask, seq_len: int, **options: Any) -> Any:
+    assert mask.spec() == Mask().spec()
+
+    def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return q_idx >= kv_idx
+
+    block_mask = cp_mesh.create_block_mask(causal, None, None, seq_len, seq_len)
+    return cp_mesh.flex_attention(*qkv, None, block_mask, enable_gqa=True, seq_len=seq_len, **options)
+
+
+BY_FUNCTIONS = {"score_mod": _with_score_mod, "mask_mod": _with_mask_mod}
+"""Calls of `cp_mesh.flex_attention` that say ALiBi, or the causal mask, by a function."""
+
+
 def call(
     qkv: Sequence[Tensor], gradients: list[Tensor], through_lse: bool | str, options: dict[str, Any], way: str = "eager"
 ) -> dict[str, Tensor]:
@@ -439,7 +460,7 @@ def call(
 
     They go through lse too, or through lse "alone", where that is possible.
     """
-    given, attend = dict(zip("qkv", qkv, strict=True)) | options, WAYS[way]
+    given, attend = dict(zip("qkv", qkv, strict=True)) | options, (WAYS | BY_FUNCTIONS)[way]
     leaves = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.requires_grad}
     if through_lse:
         out, lse = attend(*qkv, return_lse=True, **options)

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from checks import Case, parity, parity_on_ranks, report
+from checks import BY_FUNCTIONS, Case, parity, parity_on_ranks, report
 from ranks import mesh, num_collectives
 
 import cp_mesh
@@ -21,6 +21,7 @@ from cp_mesh.methods import METHODS
 
 HERE = ("cpu_flash", "reference")
 SCORES = {"": "plain", "alibi_slopes": "alibi", "relative_bias": "table", "dropout_p": "dropout"}
+SCORES |= {"score_mod": "alibi", "mask_mod": "plain"}
 
 
 def case_of(words: str, method: str, kernel: str) -> Case:
@@ -38,6 +39,7 @@ def case_of(words: str, method: str, kernel: str) -> Case:
         head_chunks=options.pop("head_chunks", None),
         method=method,
         lse_gradient=feature.through_lse,
+        way=feature.scores if feature.scores in BY_FUNCTIONS else "eager",
         options=options,
     )
 
@@ -97,6 +99,6 @@ def test_every_kernel_and_feature_is_in_the_table() -> None:
     assert [row.split("|")[1].strip() for row in rows] == list(FEATURES)
     assert all(len(row.split("|")) == len(KERNELS) + 3 for row in rows)
     assert {feature.scores for feature in FEATURES.values()} >= {
-        "softcap", "sinks", "alibi_slopes", "relative_bias", "bias", "dropout_p",
+        "softcap", "sinks", "alibi_slopes", "relative_bias", "bias", "dropout_p", "score_mod", "mask_mod",
     }  # fmt: skip
     assert all(torch.is_tensor(x) is False or len(x) == TOKENS for f in FEATURES.values() for x in f.mask.values())

@@ -484,7 +484,7 @@ def breaks_around_a_skipped_call(rank: int) -> list[str]:
 
     @torch.compiler.disable(recursive=False)
     def skipped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention_op(q, k, v, *[None] * NUM_TENSORS, *arguments)[0]
+        return attention_op(q, k, v, *[None] * NUM_TENSORS, [], *arguments)[0]
 
     torch.compile(lambda *qkv: 2 * skipped(*qkv), backend="eager")(q, k, v).sum().backward()
     return list(torch._dynamo.utils.counters["graph_break"])

@@ -554,6 +554,28 @@ def check_decoding(names: dict[str, Any]) -> None:
     assert torch.equal(names["text"], tokens[:, 50:]) and len(set(names["text"].flatten().tolist())) > 10
 
 
+def flex_names(rank: int) -> dict[str, Any]:
+    whole_q, whole_k, whole_v = (whole(i, 2, 4, S, 8) for i in range(3))
+    return mesh_names(rank) | {"torch": torch, "whole_q": whole_q, "whole_k": whole_k, "whole_v": whole_v}
+
+
+def check_flex(names: dict[str, Any]) -> None:
+    """Against plain broadcasting: the page's table and its images."""
+    q, k, v, table = *(names[f"whole_{name}"] for name in "qkv"), names["table"]
+    i, j = torch.arange(S)[:, None], torch.arange(S)
+    mine = names["sequence"].positions()
+    want = table.detach().requires_grad_()
+    scores = q @ k.mT * 8**-0.5 + want[:, i - j + S]
+    out = scores.masked_fill(i < j, -torch.inf).softmax(-1) @ v
+    close(names["kept"][0]["out"], out[:, :, mine])
+    out.sum().backward()
+    close(table.grad, want.grad)
+    images = names["images"]
+    seen = (i >= j) | ((images[:, None] == images) & (images[:, None] >= 0))
+    out = (q @ k.mT * 8**-0.5).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+    close(names["kept"][1]["out"], out[:, :, mine])
+
+
 def mesh_names(rank: int) -> dict[str, Any]:
     return {"mesh": {"cp": ranks.mesh((2,), ("cp",))}}
 
@@ -667,6 +689,7 @@ PAGES = {
     "docs/concepts.md": Page(1),
     "docs/kernels.md": Page(1),
     "docs/masks.md": Page(2, recipe_names, check_masks),
+    "docs/flex.md": Page(2, flex_names, check_flex),
     "docs/decoding.md": Page(2, decoding_names, check_decoding),
     "docs/gradients.md": Page(2, gradient_names, check_gradients),
     "docs/numerics.md": Page(2, mesh_names),

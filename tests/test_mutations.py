@@ -39,6 +39,7 @@ import test_faults
 import test_first_steps
 import test_flash_attn
 import test_flash_attn_4
+import test_flex
 import test_fuzz
 import test_gradients
 import test_guard
@@ -253,6 +254,13 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "sums of Ulysses": lambda pool: test_seeds.test_gradients_are_summed_in_fp32(pool, torch.bfloat16, "ulysses"),
     "Ulysses": lambda pool: few(pool, SWAPPED),
     "hybrid": lambda pool: few(pool, GROUPED, 4),
+    "functions": test_flex.test_a_few,
+    "captured sums in fp32": lambda pool: test_flex.test_captured_gradients_are_summed_in_fp32(pool, "ring"),
+    "functions that change": test_flex.test_a_function_that_changes,
+    "functions of DTensors": lambda pool: test_flex.test_dtensors(pool, ("cp", "tp"), 1),
+    "functions that differ": lambda pool: test_flex.test_ranks_that_differ(pool, "a value", "captured tensor 0"),
+    "blocks of masks": lambda pool: alone(pool, (test_flex.test_blocks_that_list_too_little_or_too_much, ())),
+    "order of captured sums": test_flex.test_deterministic,
     "degrees": test_hybrid.test_the_degree_is_used,
     "head order": test_seeds.test_heads_are_grouped_in_torchs_order,
     "specs of DTensors": lambda pool: test_op.test_dtensors_are_what_their_specs_say(pool, 2, "", "distributed"),

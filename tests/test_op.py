@@ -45,7 +45,7 @@ def tail(seq_dim: int, **options: Any) -> tuple:
     """The op's arguments after its tensors."""
     group = mesh((dist.get_world_size(),), ("cp",)).get_group().group_name
     defaults = {"layout": "zigzag", "mask": "1,,,0,", "scale": 1 / math.sqrt(D), "differentiable_lse": True}
-    return S, seq_dim, group, Options(**defaults | options).spec()
+    return [], S, seq_dim, group, Options(**defaults | options).spec()
 
 
 def tensor_arguments(case: str) -> tuple[Tensors, dict[str, Any]]:
@@ -138,7 +138,7 @@ def test_fakes_are_as_the_real(pool: Any, seq_dim: int, dtype: torch.dtype) -> N
 def kept_and_fake(rank: int, seq_dim: int) -> None:
     q, k, v, dout = inputs(seq_dim, requires_grad=False, Dv=E)
     options = {"method": "ulysses", "keeps": True, "as_inputs": True, "differentiable_lse": False}
-    arguments = (*Tensors(), 2 * S, *tail(seq_dim, **options)[1:])
+    arguments = (*Tensors(), [], 2 * S, *tail(seq_dim, **options)[2:])
     results = ops.attention_op(q, k, v, *arguments)
     _, lse, kept, *of_heads = results
     likes = [ops._without_rows(x, seq_dim) for x in (q, k, v)]

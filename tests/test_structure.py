@@ -53,6 +53,7 @@ FLOORS: dict[str, int] = {
     "placements": 3,
     "ops": 3,
     "attention": 3,
+    "flex": 3,
     "decoding": 3,
     "trained": 3,
     "seen": 3,

@@ -34,7 +34,7 @@ class Feature:
     Attributes:
         mask: options of `Mask`, of the whole sequence.
         layout: None is zigzag.
-        scores: an option of the scores, as `cp_mesh.attention` names it, or "".
+        scores: an option of the scores, as `cp_mesh.attention` or `cp_mesh.flex_attention` names it, or "".
         heads: query and kv heads.
         v_head_dim: k's is 8.
         through_lse: whether a gradient comes through lse.
@@ -67,6 +67,8 @@ FEATURES: dict[str, Feature] = {
     "relative bias": Feature(scores="relative_bias"),
     "dense bias": Feature(scores="bias"),
     "dropout": Feature(scores="dropout_p"),
+    "`score_mod` of `flex_attention`": Feature(scores="score_mod"),
+    "its `mask_mod`": Feature(scores="mask_mod"),
     "multi-query: 1 kv head": Feature(heads=(16, 1)),
     "query heads that ranks do not divide": Feature(heads=(6, 2)),
     "heads in parts (`head_chunks=2`)": Feature(options={"head_chunks": 2}),

@@ -1,8 +1,9 @@
 """The specification: attention in plain PyTorch, any device, fp64-capable, every mask. No other kernel imports it.
 
-Memory is O(ROWS x keys of the tile). With S = softcap(X) + biases, X = scale·QKᵀ and P = exp(S - lse): dV = PᵀdO,
-dS = P ∘ (dO Vᵀ - delta), dX = dS ∘ softcap'(X), dQ = scale·dX K, dK = scale·dXᵀ Q, where
+Memory is O(ROWS x keys of the tile). With S = score_mod(softcap(X) + biases), X = scale·QKᵀ and P = exp(S - lse):
+dV = PᵀdO, dS = P ∘ (dO Vᵀ - delta), dX = dS ∘ score_mod' ∘ softcap'(X), dQ = scale·dX K, dK = scale·dXᵀ Q, where
 delta = rowsum(dO ∘ O) - dlse, and dropout acts on P before V and on dO Vᵀ (FlashAttention-2, arXiv:2307.08691, alg. 2).
+What score_mod gives is differentiated by autograd, a tile at a time.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.contract import Capability, Pairs
 from cp_mesh.kernels.merge import BackwardTile, merging_kernel
-from cp_mesh.kernels.scores import ADDED, TERMS, ScoreGradients, Scores, Where, kept_weights
+from cp_mesh.kernels.scores import ADDED, FUNCTIONS, TERMS, ScoreGradients, Scores, Where, kept_weights
 from cp_mesh.masks import Band
 from cp_mesh.segments import Segments
 
@@ -24,9 +25,9 @@ ROWS = 512  # query rows whose scores are held at a time
 def _scores(
     q: Tensor, k: Tensor, cover: Band | Pairs | Segments, first_row: int, scores: Scores
 ) -> tuple[Tensor, Tensor | float]:
-    """Masked scores [B, K, G, rows, Sk] of query rows ``first_row`` onwards, and their derivatives by scale · q·k.
+    """Scores [B, K, G, rows, Sk] of query rows ``first_row`` onwards, and their derivatives by scale · q·k.
 
-    q is [B, K, G, rows, D].
+    q is [B, K, G, rows, D]. They are neither masked nor what score_mod makes of them.
     """
     x = torch.einsum("bkgid,bkjd->bkgij", q, k) * scores.scale
     slope: Tensor | float = 1.0
@@ -35,10 +36,20 @@ def _scores(
         x, slope = scores.softcap * tanh, 1 - tanh.square()
     if scores.needs_positions:
         x = x + _added(scores, _where(cover, first_row, q.shape[3]), first_row, k.shape[1]).to(x.dtype)
-    rows = torch.arange(first_row, first_row + q.shape[3], device=q.device)
-    allowed = cover.allowed(rows, torch.arange(k.shape[2], device=q.device))
+    return x, slope
+
+
+def _masked(x: Tensor, cover: Band | Pairs | Segments, first_row: int, scores: Scores) -> tuple[Tensor, Tensor]:
+    """What score_mod makes of `_scores`, -inf where a key is hidden; and bool, broadcast: where it is not."""
+    rows, keys = (torch.arange(n, device=x.device) for n in x.shape[3:])
+    allowed = cover.allowed(first_row + rows, keys)
     allowed = rearrange(allowed, "... i j -> ... 1 1 i j")  # [i, j] broadcasts, [B, i, j] aligns with the batch
-    return x.masked_fill(~allowed, float("-inf")), slope
+    if not scores.features.isdisjoint(FUNCTIONS):
+        where, flat = _where(cover, first_row, x.shape[3]), x.flatten(1, 2)
+        x = scores.modified(flat, where).view_as(x)
+        if (seen := scores.seen(flat, where)) is not None:
+            allowed = allowed & seen.reshape(x.shape)
+    return x.masked_fill(~allowed, float("-inf")), allowed
 
 
 def _where(cover: Band | Pairs | Segments, first_row: int, num_rows: int) -> Where:
@@ -83,6 +94,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs | Segments, sc
     outs, lses = [], []
     for begin in range(0, q.shape[3], ROWS):
         x, _ = _scores(q[:, :, :, begin : begin + ROWS], k, cover, begin, scores)
+        x, _ = _masked(x, cover, begin, scores)
         lse = torch.logsumexp(x, dim=-1)
         finite = torch.where(lse == float("-inf"), 0.0, lse)  # a row with no key: all weights exp(-inf) = 0
         probs = torch.exp(x - finite[..., None])
@@ -109,12 +121,17 @@ def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradient
         rows = slice(begin, begin + ROWS)
         q_rows, dout_rows = q[:, :, :, rows], dout[:, :, :, rows]
         x, slope = _scores(q_rows, k, tile.cover, begin, tile.scores)
-        probs = torch.exp(x - finite[:, :, :, rows])
+        masked, allowed = _masked(x, tile.cover, begin, tile.scores)
+        probs = torch.exp(masked - finite[:, :, :, rows])
         dprobs, used = torch.einsum("bkgid,bkjd->bkgij", dout_rows, v), probs
         if tile.scores.dropout_p:
             kept = _dropout_factors(tile.scores, tile.cover, begin, probs)
             dprobs, used = dprobs * kept, probs * kept
         dscores = probs * (dprobs - delta[:, :, :, rows])
+        if tile.scores.score_mod is not None:
+            of_tile = dscores.flatten(1, 2), x.flatten(1, 2), _where(tile.cover, begin, q_rows.shape[3])
+            dx = tile.scores.modified_gradient(*of_tile, of_scores).view_as(x)
+            dscores = dx.masked_fill(~allowed, 0.0)  # where score_mod has no derivative it is hidden
         if tile.scores.wanted:
             where = _where(tile.cover, begin, q_rows.shape[3])
             _add_gradients(of_scores, tile.scores, dscores.flatten(1, 2), where, begin)
@@ -133,7 +150,7 @@ REFERENCE = merging_kernel(
         covers=("full", "causal", "window", "pairs", "segments"),
         v_head_dim=True,
         differentiable_lse=True,
-        features=frozenset({"softcap", *ADDED, "dropout"}),
+        features=frozenset({"softcap", *ADDED, *FUNCTIONS, "dropout"}),
     ),
     _forward,
     _backward,

@@ -11,12 +11,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from cp_mesh.kernels.functions import ScalarFunction
 
 Dim = Literal["batch", "heads", "rows", "keys", "distances"]
 """What a dim of a term's tensor runs over: of q, or keys by position, or an odd number of distances."""
@@ -142,7 +144,9 @@ ADDED = tuple(name for name, term in TERMS.items() if term.of_keys)
 """Terms that are added to scores; they read positions."""
 OF_ROWS = tuple(name for name, term in TERMS.items() if "rows" in term.dims)
 """Terms of which each rank holds the rows of its queries."""
-POSITIONAL = frozenset({*ADDED, "dropout"})
+FUNCTIONS = ("score_mod", "mask_mod")
+"""Functions of users, which read the global indices of batch row, head, query and key."""
+POSITIONAL = frozenset({*ADDED, *FUNCTIONS, "dropout"})
 """Features of scores that depend on positions; with any of them every tile's cover is a `Pairs`."""
 
 
@@ -152,7 +156,7 @@ class Scores:
 
         softcap(scale · q·k) - slope[h] · |p - t| + table[h, clip(p - t, -R, R) + R] + bias[b, h, row, t]
 
-    with softcap(x) = cap · tanh(x / cap).
+    with softcap(x) = cap · tanh(x / cap). If there is a ``score_mod`` it is then what that makes of it.
 
     Attributes:
         scale: factor on q·k.
@@ -171,8 +175,14 @@ class Scores:
             a query has the first two words, x and y, of the counter (p, 0, h, b + offset), modulo 2**32, and a key the
             first word z of (t, 1, 0, 0). The pair's is (u ^ u >> 15 ^ y) · 0x846CA68B with u = (x ^ z) · 0x7FEB352D,
             modulo 2**32: one step of a published hash, lowbias32 (github.com/skeeto/hash-prospector).
-        first_head, first_batch: the global indices of q's first head and batch row, for dropout.
-        wanted: which of alibi_slopes, relative_bias and bias need a gradient.
+        first_head, first_batch: the global indices of q's first head and batch row, for dropout and functions.
+        score_mod: score(score, b, h, q_idx, kv_idx), of global indices.
+        mask_mod: (b, h, q_idx, kv_idx) -> whether the query sees the key, beside what the tile's cover says.
+        captured: the tensors that score_mod reads, then those that mask_mod reads: whole ones, for all heads and rows.
+            Floating point ones have at least the accumulation dtype.
+        in_order: whether gradients of captured tensors must be sums in a fixed order.
+        wanted: which of alibi_slopes, relative_bias and bias need a gradient, and which captured tensors, by
+            `name_of_captured`.
     """
 
     scale: float
@@ -185,12 +195,16 @@ class Scores:
     dropout_seed: Tensor | None = None
     first_head: int = 0
     first_batch: int = 0
+    score_mod: ScalarFunction | None = None
+    mask_mod: ScalarFunction | None = None
+    captured: tuple[Tensor, ...] = ()
+    in_order: bool = False
     wanted: frozenset[str] = frozenset()
 
     @cached_property
     def features(self) -> frozenset[str]:
         """What a kernel must be able to do, by the names of `Capability.features`."""
-        given = frozenset(name for name in ("softcap", *ADDED) if getattr(self, name) is not None)
+        given = frozenset(name for name in ("softcap", *ADDED, *FUNCTIONS) if getattr(self, name) is not None)
         return given | {"dropout"} if self.dropout_p else given
 
     @cached_property
@@ -201,7 +215,7 @@ class Scores:
     def heads(self, begin: int, end: int) -> Scores:
         """Those of the query heads begin to end."""
         narrowed = _narrowed(self, TERMS, "heads", begin, end)
-        if not narrowed and not self.dropout_p:
+        if not narrowed and self.features.isdisjoint({"dropout", *FUNCTIONS}):
             return self
         return replace(self, first_head=self.first_head + begin, **narrowed)
 
@@ -210,20 +224,73 @@ class Scores:
         narrowed = _narrowed(self, OF_ROWS, "rows", begin, end)
         return replace(self, **narrowed) if narrowed else self
 
+    def modified(self, x: Tensor, where: Where) -> Tensor:
+        """What score_mod makes of scores [B, H, rows, keys]."""
+        if self.score_mod is None:
+            return x
+        return self.score_mod.of_pairs(x, self._indices(x, where), self._captured_by_score_mod)
+
+    def modified_gradient(self, dscores: Tensor, x: Tensor, where: Where, into: ScoreGradients) -> Tensor:
+        """Gradients of ``x``, given those of `modified`; adds those of captured tensors to ``into``."""
+        if self.score_mod is None:
+            return dscores
+        wanted = sorted(into.captured)
+        captured, indices = self._captured_by_score_mod, self._indices(x, where)
+        dx, found = self.score_mod.gradients(dscores, x, indices, captured, wanted, self.in_order)
+        for i, grad in zip(wanted, found, strict=True):
+            into.captured[i] += grad
+        return dx
+
+    def seen(self, x: Tensor, where: Where) -> Tensor | None:
+        """bool [B, H, rows, keys] of scores ``x`` of this shape: what mask_mod says; None if there is none."""
+        if self.mask_mod is None:
+            return None
+        captured = self.captured[len(self._captured_by_score_mod) :]
+        return self.mask_mod.of_pairs(None, self._indices(x, where), captured)
+
+    @property
+    def _captured_by_score_mod(self) -> tuple[Tensor, ...]:
+        return self.captured[: self.score_mod.num_captured] if self.score_mod is not None else ()
+
+    def _indices(self, x: Tensor, where: Where) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        b, h = (
+            torch.arange(first, first + num, device=x.device)
+            for first, num in zip((self.first_batch, self.first_head), x.shape, strict=False)
+        )
+        return b, h, where.q_pos, where.k_pos
+
+
+def name_of_captured(i: int) -> str:
+    """Of a captured tensor among `Scores.wanted` and the gradients that ops are asked for."""
+    return f"captured.{i}"
+
 
 @dataclass(frozen=True, eq=False)
 class ScoreGradients:
-    """Gradients of `Scores.wanted`, in the accumulation dtype: the sums over some rows of queries and some keys."""
+    """Gradients of `Scores.wanted`, in the accumulation dtype: the sums over some rows of queries and some keys.
+
+    Those of captured tensors, by index, are of all heads and rows: no part of them is another tensor.
+    """
 
     alibi_slopes: Tensor | None = None
     relative_bias: Tensor | None = None
     bias: Tensor | None = None
+    captured: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
     def zeros(cls, scores: Scores, dtype: torch.dtype) -> ScoreGradients:
         """Of the shapes of the scores' tensors."""
-        given = {name: getattr(scores, name) for name in scores.wanted}
-        return cls(**{name: torch.zeros_like(x, dtype=dtype) for name, x in given.items()})
+        given = {name: getattr(scores, name) for name in scores.wanted if name in ADDED}
+        captured = {i: x for i, x in enumerate(scores.captured) if name_of_captured(i) in scores.wanted}
+        return cls(
+            **{name: torch.zeros_like(x, dtype=dtype) for name, x in given.items()},
+            captured={i: torch.zeros_like(x) for i, x in captured.items()},
+        )
+
+    def named(self) -> dict[str, Tensor]:
+        """All of them, by the names of `Scores.wanted`."""
+        of_terms = {name: x for name in ADDED if (x := getattr(self, name)) is not None}
+        return of_terms | {name_of_captured(i): x for i, x in self.captured.items()}
 
     def part(self, heads: tuple[int, int] | None = None, rows: tuple[int, int] | None = None) -> ScoreGradients:
         """Views of a range of heads, or of a range of rows."""
@@ -232,9 +299,9 @@ class ScoreGradients:
 
     def add_(self, other: ScoreGradients) -> None:
         """Add in place."""
-        for item in fields(self):
-            if (x := getattr(self, item.name)) is not None:
-                x += getattr(other, item.name)
+        others = other.named()
+        for name, x in self.named().items():
+            x += others[name]
 
 
 def _narrowed(of: Scores | ScoreGradients, names: Iterable[str], dim: Dim, begin: int, end: int) -> dict[str, Any]:

@@ -151,7 +151,7 @@ def backward_by_stages(
         dlse: [B, H, S_local] or None, the gradient of lse.
         plan: the forward's plan.
         group: the cp group.
-        wanted: which of sinks, alibi_slopes, relative_bias and bias need a gradient.
+        wanted: which of sinks and of `Scores.wanted` need a gradient.
 
     Returns:
         dq, dk, dv in the inputs' dtype, as `dense_like` them; and what was wanted by name, this rank's share of a sum
@@ -167,7 +167,7 @@ def backward_by_stages(
         written, of_chunk = backward_of_heads(*chunk, scores=of_heads, plan=plan, group=group)
         of_tiles.part(heads=heads).add_(of_chunk)
     dq, dk, dv = grads or written
-    return dq, dk, dv, given.of_scores | {name: getattr(of_tiles, name) for name in given.scores.wanted}
+    return dq, dk, dv, given.of_scores | of_tiles.named()
 
 
 class BackwardRows(NamedTuple):

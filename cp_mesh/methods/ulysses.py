@@ -340,8 +340,11 @@ class _Call:
     def shares(self, scores: Scores, of_own: ScoreGradients) -> dict[str, Tensor]:
         """This rank's shares of the gradients of tensors of the scores, from those of its heads and all rows."""
         found = {}
-        for name in scores.wanted:
-            x, grad = getattr(scores, name), getattr(of_own, name)
+        for name, grad in of_own.named().items():
+            if name not in TERMS:  # captured, of all heads
+                found[name] = grad
+                continue
+            x = getattr(scores, name)
             if name == "bias" and self._bias_travels:
                 (arrived,) = self.exchange.home(self.swaps, (grad,))  # [U, S_local, B, heads, keys]
                 found[name] = arrived.permute(2, 0, 3, 1, 4).flatten(1, 2).sum_to_size(x.shape)

@@ -42,18 +42,18 @@ FUNCTIONS = {ops.attention_op: ops._attention, ops.attention_backward_op: ops._a
 
 
 def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.seq_len, ctx.seq_dim, ctx.group_name, ctx.spec = inputs
+    *tensors, ctx.captured, ctx.seq_len, ctx.seq_dim, ctx.group_name, ctx.spec = inputs
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*tensors, *output[:2])  # the ring keeps nothing else
     ctx.set_materialize_grads(False)
 
 
 def backward_by(op: Callable[..., Any]) -> Callable[..., Any]:
-    def backward(ctx: Any, dout: Tensor, dlse: None, *_: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor, dlse: None, *_: None) -> tuple[Any, ...]:
         q, k, v, *tensors, out, lse = ctx.saved_tensors
-        call = ctx.seq_len, ctx.seq_dim, ctx.group_name, ctx.spec
+        call = ctx.captured, ctx.seq_len, ctx.seq_dim, ctx.group_name, ctx.spec
         dq, dk, dv, *_grads = op(dout, q, k, v, out, lse, dlse, None, *tensors, *call, "")
-        return dq, dk, dv, *[None] * (NUM_TENSORS + len(call))
+        return dq, dk, dv, *[None] * NUM_TENSORS, [], *[None] * (len(call) - 1)
 
     return backward
 

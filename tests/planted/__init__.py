@@ -4,6 +4,7 @@ How many there are, by what they break:
 
 the choice of a method      13
 decoding                    11
+functions of users          13
 masks                       10
 masks as integers           11
 layouts                      7
@@ -27,14 +28,14 @@ data and loss               19
 styles                       7
 watching                     3
 check mode and verify       10
-in all                     300
+in all                     313
 
 To add one, write ``@plant(name, seam, *checks)`` over a function that is given what is at the seam and returns what
 takes its place; see seams.py. No bug quotes source: those of Triton kernels are planted in the Python that launches
 them, or in device functions, which Triton's interpreter finds by name.
 """
 
-from planted import choosing, decoding, geometry, guard, in_triton, kernels, loop, training
+from planted import choosing, decoding, functions, geometry, guard, in_triton, kernels, loop, training
 from planted.seams import MUTATIONS, Mutation, SeamLost, infect
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "SeamLost",
     "choosing",
     "decoding",
+    "functions",
     "geometry",
     "guard",
     "in_triton",

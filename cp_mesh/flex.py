@@ -1,0 +1,323 @@
+"""`flex_attention`: attention whose scores and mask are functions of users, on the global indices of a pair.
+
+A function is traced in every call, as what it reads may be another tensor each time: torch's `make_fx` gives a graph in
+which captured tensors are constants, and these become arguments of the op, with gradients. The graph goes by its handle
+(`cp_mesh.kernels.functions`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from cp_mesh.agreement import announce_refusal
+from cp_mesh.attention import Asked, attend, check_format
+from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.formats import FORMATS
+from cp_mesh.kernels.combine import accumulation_dtype
+from cp_mesh.kernels.functions import ScalarFunction
+from cp_mesh.layouts import Layout, ZigZag
+from cp_mesh.masks import Mask
+from cp_mesh.placements import find_cp_axis, group_that_waits
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class PairMask:
+    """What `create_block_mask` returns: a mask_mod, and the sizes for which it was meant. Nothing is computed of it."""
+
+    mask_mod: MaskMod
+    batch: int | None
+    heads: int | None
+    seq_len: int
+
+
+def create_block_mask(mask_mod: MaskMod, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int) -> PairMask:
+    """A mask for `flex_attention`, as torch's function of this name; it has no blocks and takes no memory.
+
+    Args:
+        mask_mod: (b, h, q_idx, kv_idx) -> bool: whether the query sees the key, of global indices.
+        B, H: batch rows and query heads, or None or 1 where the mask is the same for all.
+        Q_LEN, KV_LEN: tokens of the whole sequence.
+
+    Raises:
+        UnsupportedError: if the lengths differ.
+    """
+    if Q_LEN != KV_LEN:
+        hint = "keys are those of the same sequence"
+        refuse("create_block_mask", "Q_LEN and KV_LEN that are equal", (Q_LEN, KV_LEN), hint, UnsupportedError)
+    return PairMask(mask_mod, B, H, Q_LEN)
+
+
+@_disable_dynamo
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    *,
+    mesh: DeviceMesh | dist.ProcessGroup | None = None,
+    seq_dim: int | None = None,
+    seq_len: int | None = None,
+    layout: Layout = ZigZag(),  # noqa: B008 - frozen
+    mask: Mask = Mask(causal=False),  # noqa: B008 - frozen
+    method: str = "auto",
+    kernel: str = "auto",
+    transport: str = "auto",
+    ulysses_degree: int | None = None,
+    inner_ring_size: int | None = None,
+    head_chunks: int | None = None,
+    deterministic: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`torch.nn.attention.flex_attention.flex_attention` over a sequence sharded on the cp axis of a mesh.
+
+    score_mod and mask_mod are functions of scalar tensors, and see what they would see on one device: *global* indices
+    of batch row, query head, query and key, whichever rank computes them. (Of local tensors, heads and batch rows count
+    from 0 on this rank; of DTensors they are global.) They may read other tensors, captured ones, at any index: whole
+    tensors, equal on all cp ranks. Captured tensors that score_mod reads get gradients: this rank's share, whose sum
+    over ranks is the gradient, summed in float32 (float64) and rounded once. What mask_mod reads has none.
+
+    Only the reference kernel serves these functions: every pair that ``mask`` leaves is computed, on the CPU.
+    torch.compile leaves the call out of its graph; with fullgraph=True it raises.
+
+    Args:
+        query, key, value: local tensors or DTensors, as in `cp_mesh.attention`.
+        score_mod: (score, b, h, q_idx, kv_idx) -> the score: scalars; the first is scale · q·k in float32 (float64),
+            the others are int64. No branch on their values, no writes, no random numbers: what torch can trace.
+            None: the score as it is.
+        block_mask: of `cp_mesh.create_block_mask`, or a `BlockMask` of torch's function of this name, made of the whole
+            sequence. Its mask_mod decides; blocks that say something else are refused. None: every query sees all keys.
+        scale: factor on q·k; None: 1 / sqrt(D).
+        enable_gqa: must be True if there are fewer kv heads than query heads, as in torch.
+        return_lse: as in `cp_mesh.attention`.
+        mesh, seq_dim, seq_len, layout: as in `cp_mesh.attention`.
+        mask: hides pairs too. Keys that it hides from all queries of a rank do not travel, so say here what of
+            the mask can be said so, such as Mask(causal=True).
+        method, kernel, transport, ulysses_degree, inner_ring_size, head_chunks, deterministic: as in
+            `cp_mesh.attention`.
+
+    Returns:
+        out, or with ``return_lse`` (out, lse), as `cp_mesh.attention` returns them.
+
+    Raises:
+        ArgumentError, UnsupportedError, RankMismatchError: as `cp_mesh.attention` does; also for functions that cannot
+            be traced, and in first calls for functions or captured tensors that differ between ranks.
+
+    Example:
+        >>> def score_mod(score, b, h, q_idx, kv_idx):  # doctest: +SKIP
+        ...     return score + table[h, q_idx - kv_idx]
+        >>> out = flex_attention(q, k, v, score_mod, mesh=mesh["cp"], mask=Mask(causal=True))  # doctest: +SKIP
+        >>> out.sum().backward()  # table.grad is this rank's share  # doctest: +SKIP
+
+    Source: Dong et al. 2024, FlexAttention, arXiv:2412.05496.
+    """
+    try:
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(x, Tensor):
+                refuse(name, "a tensor", type(x).__name__, "use torch.as_tensor")
+        axis = find_cp_axis((query, key, value), mesh, seq_dim)
+        form = FORMATS[axis.seq_dim]
+        check_format(query, key, value, form)
+        num_heads, num_kv_heads = (x.shape[form.dims["heads"]] for x in (query, key))
+        if num_heads != num_kv_heads and not enable_gqa:
+            got = f"{num_heads} and {num_kv_heads}"
+            refuse("heads", "as many kv heads as query heads", got, "enable_gqa=True takes fewer kv heads")
+        score_function, captured = _trace("score_mod", score_mod, query)
+        mask_mod = None
+        if block_mask is not None:
+            length = query.shape[axis.seq_dim]
+            whole = length if isinstance(query, DTensor) else length * axis.size if seq_len is None else seq_len
+            batch = query.shape[form.dims["batch"]] if "batch" in form.dims else 1
+            mask_mod, of_mask = _read_mask(block_mask, query, (batch, num_heads, whole))
+            captured += of_mask
+    except Exception as error:
+        if (group := group_that_waits(query, mesh, seq_dim)) is not None:
+            announce_refusal(group, error)
+        raise
+    asked = Asked(
+        mesh, seq_dim, seq_len, layout, mask, scale, method=method, kernel=kernel, transport=transport,
+        ulysses_degree=ulysses_degree, inner_ring_size=inner_ring_size, head_chunks=head_chunks,
+        deterministic=deterministic, return_lse=return_lse,
+        score_mod=score_function.handle if score_function else "", mask_mod=mask_mod.handle if mask_mod else "",
+        captured=captured,
+    )  # fmt: skip
+    return attend(query, key, value, asked)
+
+
+def _trace(
+    what: str, function: Callable[..., Tensor] | None, query: Tensor
+) -> tuple[ScalarFunction | None, tuple[Tensor, ...]]:
+    """A function of scalars as a graph, and the tensors that it reads."""
+    from torch.fx.experimental.proxy_tensor import make_fx  # imports sympy
+
+    if function is None:
+        return None, ()
+    if not callable(function):
+        refuse(what, "a function of scalars", type(function).__name__, "def score_mod(score, b, h, q_idx, kv_idx): ...")
+    scalars = [torch.zeros((), dtype=torch.int64, device=query.device) for _ in range(4)]
+    dtype = torch.bool
+    if what == "score_mod":
+        dtype = accumulation_dtype(query.dtype)
+        scalars.insert(0, torch.zeros((), dtype=dtype, device=query.device))
+
+    def watched(*scalars: Tensor) -> Tensor:
+        with torch.no_grad(), _Functions(what), _Operators(what):
+            result = function(*scalars)
+        if not isinstance(result, Tensor) or result.ndim or (what == "mask_mod" and result.dtype != dtype):
+            is_tensor = isinstance(result, Tensor)
+            got = f"{result.dtype} {list(result.shape)}" if is_tensor else type(result).__name__
+            refuse(what, f"a scalar tensor{' of bool' if what == 'mask_mod' else ''}", got, "index every dim")
+        return result
+
+    with _disable_current_modes():  # such as those of selective checkpoints, which count operators
+        traced = make_fx(watched)(*scalars)
+    lifted, captured = _lifted(getattr(function, "__name__", what), traced, what)
+    for x in captured:
+        if x.device != query.device:
+            refuse(f"{what}: a captured tensor", f"a tensor on {query.device}", x.device, "move it there")
+    return lifted, captured
+
+
+def _lifted(name: str, traced: GraphModule, what: str) -> tuple[ScalarFunction, tuple[Tensor, ...]]:
+    """The function with its constants as arguments, each tensor once."""
+    graph, captured, arguments = traced.graph, list[Tensor](), dict[int, torch.fx.Node]()
+    graph.eliminate_dead_code()
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    for node in graph.find_nodes(op="get_attr"):
+        x = getattr(traced, node.target)
+        if type(x) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            hint = "use tensors and their operators"
+            refuse(what, "a function that reads plain tensors", type(x).__name__, hint, UnsupportedError)
+        if id(x) not in arguments:
+            with graph.inserting_before(first):
+                arguments[id(x)] = graph.placeholder(f"captured_{len(captured)}")
+            captured.append(x)
+        node.replace_all_uses_with(arguments[id(x)])
+    graph.eliminate_dead_code()
+    return ScalarFunction.of(name, graph, captured), tuple(captured)
+
+
+class _Functions(TorchFunctionMode):
+    """While a function is traced: reads at tensors are reads of all pairs at once, and no grad mode is lost."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._what = what
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(x, DTensor) for x in torch.utils._pytree.tree_leaves((args, kwargs))):
+            hint = "read its local tensor, x.full_tensor() or x.to_local()"
+            refuse(self._what, "captured tensors that are local", "a DTensor", hint, UnsupportedError)
+        if func is torch._C._set_grad_enabled:
+            hint = "x.detach() has no gradient"
+            refuse(self._what, "a function in one grad mode", "torch.no_grad or the like", hint, UnsupportedError)
+        if func is Tensor.__getitem__:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(i, Tensor) for i in index):
+                return torch.ops.aten.index.Tensor(args[0], [self._index(args[0], i) for i in index])
+        return func(*args, **(kwargs or {}))
+
+    def _index(self, x: Tensor, i: Any) -> Tensor | None:
+        """As aten.index takes it; PyTorch would read the number in a scalar tensor."""
+        if isinstance(i, Tensor) and not i.is_floating_point() and i.dtype != torch.bool:
+            return i
+        if type(i) is int:
+            return torch.scalar_tensor(i, dtype=torch.int64, device=x.device)
+        if i == slice(None):
+            return None
+        got, hint = getattr(i, "dtype", i), "torch.where chooses by value"
+        refuse(f"{self._what}: an index beside tensors", "integers, or a full slice", got, hint, UnsupportedError)
+
+
+class _Operators(TorchDispatchMode):
+    """While a function is traced: refuses what is no function of a pair, before it is done."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._what = what
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tags, got, hint = func.tags, "", ""
+        if func._schema.is_mutable:
+            got, hint = f"a write, {func}", "x = x + 1 makes a new tensor"
+        elif torch.Tag.nondeterministic_seeded in tags:
+            got, hint = f"random numbers, {func}", "make them outside, as a tensor that the function reads"
+        elif torch.Tag.data_dependent_output in tags or (
+            torch.Tag.dynamic_output_shape in tags and func is not torch.ops.aten.index.Tensor
+        ):
+            got, hint = f"what depends on values, {func}", "torch.where chooses by value, without a branch"
+        if got:
+            refuse(self._what, "a function of one pair that torch can trace", got, hint, UnsupportedError)
+        return func(*args, **(kwargs or {}))
+
+
+def _read_mask(
+    block_mask: Any, query: Tensor, sizes: tuple[int, int, int]
+) -> tuple[ScalarFunction, tuple[Tensor, ...]]:
+    """The mask_mod of a mask; refuses masks of another size than batch, heads and length."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    if isinstance(block_mask, PairMask):
+        given: tuple[Any, ...] = block_mask.batch, block_mask.heads, block_mask.seq_len, block_mask.seq_len
+    elif isinstance(block_mask, BlockMask):
+        given = *block_mask.kv_num_blocks.shape[:2], *block_mask.seq_lengths
+    else:
+        hint = "cp_mesh.create_block_mask(mask_mod, B, H, S, S)"
+        refuse("block_mask", "a mask of create_block_mask", type(block_mask).__name__, hint)
+    batch, heads, length = sizes
+    if given[0] not in (None, 1, batch) or given[1] not in (None, 1, heads) or set(given[2:]) != {length}:
+        expected = f"the whole sequence: B 1 or {batch}, H 1 or {heads}, {length} queries and keys"
+        refuse("block_mask", expected, given, "make it of the global length, and never slice it")
+    function, captured = _trace("mask_mod", block_mask.mask_mod, query)
+    assert function is not None
+    if isinstance(block_mask, BlockMask):
+        _check_blocks(block_mask, function, captured, sizes)
+    return function, captured
+
+
+_checked: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def _check_blocks(
+    block_mask: Any, function: ScalarFunction, captured: Sequence[Tensor], sizes: tuple[int, int, int]
+) -> None:
+    """Refuse blocks that are not those of mask_mod: it would not be the whole mask. Looks at each mask once."""
+    key = function.handle, sizes, tuple((id(x), x._version) for x in captured)
+    if _checked.get(block_mask) == key:
+        return
+    device, (rows, keys) = block_mask.kv_num_blocks.device, block_mask.BLOCK_SIZE
+    b, h, every = (torch.arange(n, device=device) for n in sizes)
+    listed, whole = block_mask.to_dense().bool(), None
+    if block_mask.full_kv_num_blocks is not None:
+        of_full = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
+        whole = type(block_mask).from_kv_blocks(*of_full, BLOCK_SIZE=block_mask.BLOCK_SIZE).to_dense().bool()
+    for i, at in enumerate(every.split(rows)):
+        seen = function.of_pairs(None, (b, h, at, every), captured)
+        blocks = seen.split(keys, dim=3)
+        some = torch.stack([x.any(-1).any(-1) for x in blocks], -1)
+        alike = not (some & ~listed[:, :, i, : len(blocks)]).any()
+        if alike and whole is not None:
+            all_of = torch.stack([x.all(-1).all(-1) for x in blocks], -1)
+            alike = not (whole[:, :, i, : len(blocks)] & ~all_of).any()
+        if not alike:
+            hint = "say the whole mask in mask_mod: cp_mesh.create_block_mask(mask_mod, B, H, S, S)"
+            refuse("block_mask", "blocks that follow from its mask_mod", "others", hint, UnsupportedError)
+    _checked[block_mask] = key

@@ -1,0 +1,151 @@
+"""Functions of one score or one pair, as users write them for flex_attention: traced graphs, kept by a handle.
+
+The string of an op carries a handle, and kernels find the function by it. A handle is a digest of the graph and of
+shapes and dtypes of the tensors that it reads, captured ones, so equal functions are one, and a changed one is another.
+A call keeps its functions alive until its backward has run; beside that the last ones are kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule
+
+from cp_mesh.errors import refuse
+
+KEPT = 64
+"""Functions that are kept though nobody holds them: those of a call whose backward recomputes it, for one."""
+
+
+@dataclass(frozen=True, eq=False)
+class ScalarFunction:
+    """A function of one pair of a query and a key.
+
+    Attributes:
+        handle: the same for equal functions, on all ranks.
+        said: what differs between functions of unlike handles, for an error.
+        graph: (b, h, q_idx, kv_idx, *captured) -> bool, or with a score before these -> score; all of them scalars but
+            the captured tensors.
+        num_captured: how many tensors it reads.
+    """
+
+    handle: str
+    said: str
+    graph: GraphModule
+    num_captured: int
+
+    @classmethod
+    def of(cls, name: str, graph: Graph, captured: Sequence[Tensor]) -> ScalarFunction:
+        """The function of a graph; one that is known already if it is equal."""
+        code = graph.python_code("self").src
+        read = ", ".join(f"{str(x.dtype).removeprefix('torch.')}{[*x.shape]}" for x in captured)
+        handle = hashlib.sha256(f"{code}\n{read}".encode()).hexdigest()[:24]
+        function = _known.get(handle)
+        if function is None:
+            said = f"{name} of captured [{read}], {handle}"
+            function = _known[handle] = cls(handle, said, GraphModule(torch.nn.Module(), graph), len(captured))
+        if function in _last:
+            _last.remove(function)
+        _last.append(function)
+        return function
+
+    def of_pairs(
+        self, score: Tensor | None, indices: tuple[Tensor, Tensor, Tensor, Tensor], captured: Sequence[Tensor]
+    ) -> Tensor:
+        """Of all pairs at once.
+
+        Args:
+            score: [B, H, rows, keys], for a function that takes one.
+            indices: int64 [B], [H], [rows] and [keys], global ones.
+            captured: as the graph takes them.
+
+        Returns:
+            [B, H, rows, keys].
+        """
+        if not all(map(len, indices)):  # which vmap refuses
+            empty = torch.empty([len(x) for x in indices], dtype=torch.bool, device=indices[0].device)
+            return empty if score is None else score
+        call: Callable[..., Tensor] = self.graph
+        scores = () if score is None else (score,)
+        for dim in (3, 2, 1, 0):
+            over = [0 if i == dim else None for i in range(4)]
+            call = torch.vmap(call, in_dims=(*[0] * len(scores), *over, *[None] * len(captured)))
+        with _dispatching(*_OF_VMAP):
+            result = call(*scores, *indices, *captured)
+        return result if score is None else result.to(score.dtype)
+
+    def gradients(
+        self,
+        dscore: Tensor,
+        score: Tensor,
+        indices: tuple[Tensor, Tensor, Tensor, Tensor],
+        captured: Sequence[Tensor],
+        wanted: Sequence[int],
+        in_order: bool,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Gradients of the score [B, H, rows, keys], and of those captured tensors that are wanted, by index.
+
+        ``in_order``: sums have a fixed order.
+        """
+        with _dispatching(*_OF_AUTOGRAD), torch.enable_grad(), _fixed_order(in_order):
+            score = score.detach().requires_grad_()
+            leaves = {i: captured[i].detach().requires_grad_() for i in wanted}
+            value = self.of_pairs(score, indices, [leaves.get(i, x) for i, x in enumerate(captured)])
+            inputs = [score, *leaves.values()]
+            if not value.requires_grad:
+                return torch.zeros_like(dscore), [torch.zeros_like(x) for x in leaves.values()]
+            found = torch.autograd.grad(value, inputs, dscore, allow_unused=True, materialize_grads=True)
+        return found[0], list(found[1:])
+
+
+_known: weakref.WeakValueDictionary[str, ScalarFunction] = weakref.WeakValueDictionary()
+_last: deque[ScalarFunction] = deque(maxlen=KEPT)
+
+
+def find(handle: str) -> ScalarFunction | None:
+    """The function of a handle; None for the empty one."""
+    if not handle:
+        return None
+    function = _known.get(handle)
+    if function is None:
+        hint = "functions live in the process that traced them: call cp_mesh.flex_attention in this one"
+        refuse("score_mod or mask_mod", "the handle of a function that was traced here", handle, hint)
+    return function
+
+
+_OF_AUTOGRAD = ("AutogradCPU", "AutogradCUDA", "ADInplaceOrView")
+_OF_VMAP = (
+    *("FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBackMode", "FuncTorchBatched", "FuncTorchVmapMode"),
+    *("FuncTorchGradWrapper", "PythonTLSSnapshot"),
+)
+
+
+@contextmanager
+def _dispatching(*names: str) -> Iterator[None]:
+    """PyTorch's dispatcher with these keys. An op runs below autograd, and where a mode sees the op also below vmap."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for name in names:
+        excluded = excluded.remove(getattr(torch._C.DispatchKey, name))
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+        yield
+
+
+@contextmanager
+def _fixed_order(asked: bool) -> Iterator[None]:
+    """Gradients of what is read at an index are sums by atomics else, if there are many."""
+    before = torch.are_deterministic_algorithms_enabled()
+    if not asked or before:
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -1,0 +1,227 @@
+"""Functions of scores and masks as users write them, each said twice: on scalars, and on whole tensors by broadcasting.
+
+B batch, H query heads, S tokens; i is a column of positions of queries, j a row of positions of keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+Tensors = dict[str, Tensor]
+
+
+def numbers(*shape: int) -> Tensor:
+    """Random in [-1, 1], the same for the same shape."""
+    seed = sum((i + 1) * size for i, size in enumerate(shape))
+    return 2 * torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) - 1
+
+
+def integers(high: int, *shape: int) -> Tensor:
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(high + sum(shape)))
+
+
+@dataclass(frozen=True)
+class Use:
+    """One function.
+
+    Attributes:
+        tensors: (B, H, S) -> what it captures, by name.
+        make: tensors -> the function of scalars, `score_mod` or `mask_mod`.
+        dense: of a score (scores [B, H, S, S], tensors, i, j) -> scores; of a mask (tensors, i, j) -> bool, broadcasts.
+    """
+
+    tensors: Callable[[int, int, int], Tensors]
+    make: Callable[[Tensors], Callable[..., Tensor]]
+    dense: Callable[..., Tensor]
+
+
+def nothing(B: int, H: int, S: int) -> Tensors:
+    return {}
+
+
+def _chain(t: Tensors) -> Callable[..., Tensor]:
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        inner = torch.sin(score) * t["gain"][h]
+        return torch.tanh(inner + t["shift"][h, q_idx % 3])
+
+    return score_mod
+
+
+def _network(t: Tensors) -> Callable[..., Tensor]:
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        features = torch.stack([q_idx - kv_idx, q_idx + kv_idx]).double() / 8
+        return score + (torch.tanh(t["first"] @ features) * t["second"][h]).sum()
+
+    return score_mod
+
+
+SCORES: dict[str, Use] = {
+    "none": Use(nothing, lambda t: None, lambda x, t, i, j: x),
+    "ALiBi": Use(
+        lambda B, H, S: {"slopes": numbers(H)},
+        lambda t: lambda score, b, h, q, kv: score - t["slopes"][h] * (q - kv).abs(),
+        lambda x, t, i, j: x - t["slopes"][:, None, None] * (i - j).abs(),
+    ),
+    "relative table": Use(
+        lambda B, H, S: {"table": numbers(H, 2 * S - 1)},
+        lambda t: lambda score, b, h, q, kv: score + t["table"][h, q - kv + t["table"].shape[1] // 2],
+        lambda x, t, i, j: x + t["table"][:, i - j + len(i) - 1],
+    ),
+    "softcap": Use(
+        nothing,
+        lambda t: lambda score, b, h, q, kv: 1.5 * torch.tanh(score / 1.5),
+        lambda x, t, i, j: 1.5 * torch.tanh(x / 1.5),
+    ),
+    "tanh chain": Use(
+        lambda B, H, S: {"gain": numbers(H), "shift": numbers(H, 3)},
+        _chain,
+        lambda x, t, i, j: torch.tanh(x.sin() * t["gain"][:, None, None] + t["shift"][:, i[:, 0] % 3, None]),
+    ),
+    "scale of a head": Use(
+        lambda B, H, S: {"scale": 1 + numbers(H) / 2},
+        lambda t: lambda score, b, h, q, kv: score * t["scale"][h],
+        lambda x, t, i, j: x * t["scale"][:, None, None],
+    ),
+    "one temperature": Use(
+        lambda B, H, S: {"temperature": 1.5 + numbers()},
+        lambda t: lambda score, b, h, q, kv: score / t["temperature"],
+        lambda x, t, i, j: x / t["temperature"],
+    ),
+    "pair bias": Use(
+        lambda B, H, S: {"bias": numbers(B, H, S, S)},
+        lambda t: lambda score, b, h, q, kv: score + t["bias"][b, h, q, kv],
+        lambda x, t, i, j: x + t["bias"],
+    ),
+    "a bias of queries, one of keys": Use(
+        lambda B, H, S: {"of_q": numbers(S), "of_k": numbers(H, S)},
+        lambda t: lambda score, b, h, q, kv: score * t["of_q"][q] + t["of_k"][h, kv],
+        lambda x, t, i, j: x * t["of_q"][:, None] + t["of_k"][:, None],
+    ),
+    "bias of documents": Use(
+        lambda B, H, S: {"bias": numbers(4, 4), "ids": integers(4, B, S)},
+        lambda t: lambda score, b, h, q, kv: score + t["bias"][t["ids"][b, q], t["ids"][b, kv]],
+        lambda x, t, i, j: x + t["bias"][t["ids"][:, :, None], t["ids"][:, None]][:, None],
+    ),
+    "through an integer map": Use(
+        lambda B, H, S: {"bias": numbers(S), "offset": integers(S, S)},
+        lambda t: lambda score, b, h, q, kv: score * (1 + t["bias"][t["offset"][q]]),
+        lambda x, t, i, j: x * (1 + t["bias"][t["offset"]][:, None]),
+    ),
+    "one tensor twice": Use(
+        lambda B, H, S: {"x": numbers(S)},
+        lambda t: lambda score, b, h, q, kv: score + t["x"][q] * t["x"][kv],
+        lambda x, t, i, j: x + t["x"][:, None] * t["x"],
+    ),
+    "two through each other": Use(
+        lambda B, H, S: {"a": numbers(5), "b": numbers(S, 2), "which": integers(5, S)},
+        lambda t: (
+            lambda score, b, h, q, kv: (
+                score * t["a"][t["which"][kv]] + t["b"][q, 0] * t["a"][t["which"][q]] * t["b"][kv, 1]
+            )
+        ),
+        lambda x, t, i, j: x * t["a"][t["which"]] + t["b"][:, :1] * t["a"][t["which"]][:, None] * t["b"][:, 1],
+    ),
+    "gate": Use(
+        lambda B, H, S: {"gate": numbers(B, S)},
+        lambda t: lambda score, b, h, q, kv: score + logsigmoid(t["gate"][b, kv] - t["gate"][b, q]),
+        lambda x, t, i, j: x + logsigmoid(t["gate"][:, None] - t["gate"][:, :, None])[:, None],
+    ),
+    "sink in the first column": Use(
+        lambda B, H, S: {"sinks": numbers(H)},
+        lambda t: lambda score, b, h, q, kv: torch.where(kv == 0, t["sinks"][h], score),
+        lambda x, t, i, j: torch.where(j == 0, t["sinks"][:, None, None], x),
+    ),
+    "pair bias of low rank": Use(
+        lambda B, H, S: {"of_q": numbers(H, S, 3), "of_k": numbers(H, S, 3)},
+        lambda t: lambda score, b, h, q, kv: score + (t["of_q"][h, q] * t["of_k"][h, kv]).sum(),
+        lambda x, t, i, j: x + t["of_q"] @ t["of_k"].mT,
+    ),
+    "small network": Use(
+        lambda B, H, S: {"first": numbers(4, 2), "second": numbers(H, 4)},
+        _network,
+        lambda x, t, i, j: (
+            x
+            + torch.einsum(
+                "hf,fij->hij", t["second"], torch.tanh(torch.einsum("fe,eij->fij", t["first"], _features(i, j)))
+            )
+        ),
+    ),
+    "of a batch row and a head": Use(
+        lambda B, H, S: {"x": numbers(B)},
+        lambda t: lambda score, b, h, q, kv: score * (1 + t["x"][b] * h),
+        lambda x, t, i, j: x * (1 + t["x"][:, None] * torch.arange(x.shape[1]))[:, :, None, None],
+    ),
+    "hides": Use(
+        lambda B, H, S: {"x": numbers(S)},
+        lambda t: lambda score, b, h, q, kv: torch.where((q - kv) % 4 == 3, -float("inf"), score + t["x"][kv]),
+        lambda x, t, i, j: (x + t["x"]).masked_fill((i - j) % 4 == 3, -torch.inf),
+    ),
+}
+
+
+def _features(i: Tensor, j: Tensor) -> Tensor:
+    return torch.stack([i - j, i + j]).double() / 8
+
+
+MASKS: dict[str, Use] = {
+    "none": Use(nothing, lambda t: None, lambda t, i, j: (i == i) & (j == j)),
+    "causal": Use(nothing, lambda t: lambda b, h, q, kv: q >= kv, lambda t, i, j: i >= j),
+    "causal or of one image": Use(
+        lambda B, H, S: {"image": integers(4, B, S).sort(1).values - 1},
+        lambda t: lambda b, h, q, kv: (q >= kv) | ((t["image"][b, q] == t["image"][b, kv]) & (t["image"][b, q] >= 0)),
+        lambda t, i, j: (
+            (i >= j) | ((t["image"][:, :, None] == t["image"][:, None]) & (t["image"][:, :, None] >= 0))[:, None]
+        ),
+    ),
+    "prefix": Use(
+        lambda B, H, S: {"prefix": 2 + integers(4, B)},
+        lambda t: lambda b, h, q, kv: (kv < t["prefix"][b]) | (q >= kv),
+        lambda t, i, j: (j < t["prefix"][:, None, None, None]) | (i >= j),
+    ),
+    "dilated": Use(
+        nothing,
+        lambda t: lambda b, h, q, kv: (q >= kv) & ((q - kv) % 3 == 0),
+        lambda t, i, j: (i >= j) & ((i - j) % 3 == 0),
+    ),
+    "neighborhood": Use(
+        nothing,
+        lambda t: lambda b, h, q, kv: ((q // 5 - kv // 5).abs() <= 1) & ((q % 5 - kv % 5).abs() <= 1),
+        lambda t, i, j: ((i // 5 - j // 5).abs() <= 1) & ((i % 5 - j % 5).abs() <= 1),
+    ),
+    "documents": Use(
+        lambda B, H, S: {"ids": integers(3, B, S)},
+        lambda t: lambda b, h, q, kv: (t["ids"][b, q] == t["ids"][b, kv]) & (q >= kv),
+        lambda t, i, j: (t["ids"][:, :, None] == t["ids"][:, None])[:, None] & (i >= j),
+    ),
+    "windows of heads": Use(
+        lambda B, H, S: {"window": 1 + 2 * torch.arange(H)},
+        lambda t: lambda b, h, q, kv: (q - kv).abs() < t["window"][h],
+        lambda t, i, j: (i - j).abs() < t["window"][:, None, None],
+    ),
+    "some queries without keys": Use(
+        lambda B, H, S: {"keep": integers(3, S) > 0},
+        lambda t: lambda b, h, q, kv: t["keep"][q] & (kv != q),
+        lambda t, i, j: t["keep"][:, None] & (i != j),
+    ),
+}
+
+
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, score: str, mask: str, of_score: Tensors, of_mask: Tensors, scale: Any = None
+) -> tuple[Tensor, Tensor]:
+    """out [B, H, S, E] and lse [B, H, S] of a whole sequence in fp64, by broadcasting; differentiable."""
+    S, group = q.shape[2], q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    i, j = torch.arange(S)[:, None], torch.arange(S)[None]
+    x = SCORES[score].dense((q @ k.mT) * (q.shape[-1] ** -0.5 if scale is None else scale), of_score, i, j)
+    x = x.masked_fill(~MASKS[mask].dense(of_mask, i, j), -torch.inf)
+    alone = (x == -torch.inf).all(-1)
+    lse = torch.logsumexp(x.masked_fill(alone[..., None], 0.0), -1)
+    weights = (x - lse[..., None]).exp().masked_fill(alone[..., None], 0.0)
+    return weights @ v, lse.masked_fill(alone, -torch.inf)

@@ -1,0 +1,102 @@
+"""Bugs of functions of users: indices that are local, gradients that are lost, functions that are old."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from planted.seams import in_area, with_result
+
+plant = in_area("functions of users")
+
+
+def local(name: str) -> Any:
+    """Indices [b, h, q, kv] of which one counts from 0."""
+    place = ("b", "h", "q", "kv").index(name)
+
+    def change(indices: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(torch.arange(len(x)) if i == place else x for i, x in enumerate(indices))
+
+    return change
+
+
+@plant("score_mod sees the index of a local query", "kernels.scores:Scores._indices", "functions")
+def _(indices: Any) -> Any:
+    return with_result(indices, local("q"))
+
+
+@plant("score_mod sees the index of a key in its tile", "kernels.scores:Scores._indices", "functions")
+def _(indices: Any) -> Any:
+    return with_result(indices, local("kv"))
+
+
+@plant("functions of the first heads in every chunk", "kernels.scores:Scores.heads", "functions")
+def _(heads: Any) -> Any:
+    return lambda self, begin, end: replace(heads(self, begin, end), first_head=self.first_head)
+
+
+@plant("captured gradients are those of the last tile", "kernels.scores:ScoreGradients.add_", "functions")
+def _(add: Any) -> Any:
+    def mutant(self: Any, other: Any) -> None:
+        for x in self.captured.values():
+            x.zero_()
+        add(self, other)
+
+    return mutant
+
+
+@plant("captured gradients of a rank's heads are lost", "methods.ulysses:_Call.shares", "functions")
+def _(shares: Any) -> Any:
+    return with_result(shares, lambda found: {name: x * (name in ("bias", "sinks")) for name, x in found.items()})
+
+
+@plant("the derivative of score_mod is 1", "kernels.scores:Scores.modified_gradient", "functions")
+def _(gradient: Any) -> Any:
+    def mutant(self: Any, dscores: Any, x: Any, where: Any, into: Any) -> Any:
+        gradient(self, dscores, x, where, into)
+        return dscores
+
+    return mutant
+
+
+@plant("the backward forgets mask_mod", "kernels.reference:REFERENCE", "functions")
+def _(kernel: Any) -> Any:
+    return replace(
+        kernel, begin_backward=lambda *given: kernel.begin_backward(*given[:-1], replace(given[-1], mask_mod=None))
+    )
+
+
+@plant("captured gradients are summed in the inputs' dtype", "call:make_scores", "captured sums in fp32")
+def _(make_scores: Any) -> Any:
+    def mutant(options: Any, tensors: Any, dtype: Any, captured: Any = ()) -> Any:
+        return replace(make_scores(options, tensors, dtype, captured), captured=tuple(captured))
+
+    return mutant
+
+
+@plant("a function of the same name is the old one", "kernels.functions:ScalarFunction.of", "functions that change")
+def _(make: Any) -> Any:
+    known: dict[Any, Any] = {}
+    return lambda cls, name, graph, captured: known.setdefault(name, make(cls, name, graph, captured))
+
+
+@plant("heads of DTensors count from 0", "attention:_of_these_heads", "functions of DTensors")
+def _(of_these_heads: Any) -> Any:
+    return lambda options, query, form: options
+
+
+@plant("what functions read is not compared", "ops:_what_must_agree", "functions that differ")
+def _(fields: Any) -> Any:
+    return with_result(fields, lambda found: {name: x for name, x in found.items() if "captured" not in name})
+
+
+@plant("blocks are not compared with mask_mod", "flex:_check_blocks", "blocks of masks")
+def _(check: Any) -> Any:
+    return lambda *given: None
+
+
+@plant("sums have no order where one is asked for", "kernels.functions:_fixed_order", "order of captured sums")
+def _(fixed_order: Any) -> Any:
+    return lambda asked: fixed_order(False)

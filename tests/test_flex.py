@@ -1,0 +1,720 @@
+"""Flex: functions of users see global indices in every layout and method, and what they capture gets its gradient."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import LAYOUTS, gap
+from checks import TOLERANCE, report, to_format
+from covering import Row, covering_array
+from dense import make_qkv
+from flex_uses import MASKS, SCORES, Use, dense, integers, numbers
+from ranks import mesh, num_collectives
+from recording import recording
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn.attention import flex_attention as of_torch
+from torch.utils.checkpoint import checkpoint
+
+import cp_mesh
+from cp_mesh import (
+    ArgumentError,
+    Mask,
+    RankMismatchError,
+    UnsupportedError,
+    ZigZag,
+    create_block_mask,
+    flex_attention,
+    ops,
+)
+from cp_mesh.call import NUM_TENSORS, Options
+from cp_mesh.flex import _read_mask, _trace
+from cp_mesh.kernels import functions
+
+B, D, E = 2, 5, 4
+HEADS = {2: (4, 2), 3: (6, 3), 4: (4, 2)}
+METHODS = {
+    "ring": {},
+    "all_gather": {},
+    "ulysses": {},
+    "hybrid": {"ulysses_degree": 2},
+    "double_ring": {"inner_ring_size": 2},
+    "heads in chunks": {"method": "ring", "head_chunks": 1},
+}
+FACTORS: dict[str, Sequence[Any]] = {
+    "cp_size": (2, 3, 4),
+    "layout": ("contiguous", "zigzag", "striped", "shuffled", "joint"),
+    "method": tuple(METHODS),
+    "score": tuple(SCORES),
+    "mask": tuple(MASKS),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of `flex_attention`."""
+
+    layout: str
+    method: str
+    score: str
+    mask: str
+    S: int = 21
+    seq_dim: int = 2
+    of_block_mask: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def goes_together(row: Row) -> bool:
+    """Of three ranks there is no group of two."""
+    return not (row.get("cp_size") == 3 and row.get("method") in ("hybrid", "double_ring"))
+
+
+def options_of(method: str, num_kv_heads: int) -> dict[str, Any]:
+    options = {"method": method} | METHODS[method]
+    return options | ({"head_chunks": num_kv_heads} if "head_chunks" in options else {})
+
+
+def leaves_of(use: Use, *sizes: int) -> dict[str, Tensor]:
+    return {name: x.clone().requires_grad_() if x.is_floating_point() else x for name, x in use.tensors(*sizes).items()}
+
+
+def captured_gradients(rank: int, cases: Sequence[Case]) -> list[str]:
+    """What is wrong with this rank's part of each call, against dense attention in fp64."""
+    cp_size, problems = dist.get_world_size(), []
+    axis = mesh((cp_size,), ("cp",))
+    for case in cases:
+        heads = HEADS[cp_size]
+        *qkv, dout = make_qkv(B, *heads, case.S, D, E)
+        dlse = numbers(B, heads[0], case.S)
+        score, mask = SCORES[case.score], MASKS[case.mask]
+        layout = LAYOUTS[case.layout](case.S)
+        rows = layout.positions(case.S, cp_size, rank)
+
+        whole = [x.clone().requires_grad_() for x in qkv]
+        t, of_mask = leaves_of(score, B, heads[0], case.S), mask.tensors(B, heads[0], case.S)
+        graded = {name: x for name, x in t.items() if x.requires_grad}
+        out, lse = dense(*whole, case.score, case.mask, t, of_mask, case.options.get("scale"))
+        found = torch.autograd.grad((out, lse), [*whole, *graded.values()], (dout, dlse), materialize_grads=True)
+        want = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *found), strict=False))
+        of_captured = dict(zip(graded, found[3:], strict=True))
+
+        local = [to_format(x[:, :, rows], case.seq_dim).clone().requires_grad_() for x in qkv]
+        t = leaves_of(score, B, heads[0], case.S)
+        block_mask, mask_mod = None, mask.make(of_mask)
+        if mask_mod is not None:
+            make = of_torch.create_block_mask if case.of_block_mask else create_block_mask
+            device = {"device": "cpu", "BLOCK_SIZE": 8} if case.of_block_mask else {}
+            block_mask = make(mask_mod, B, heads[0], case.S, case.S, **device)
+        options = {"mesh": axis, "layout": layout, "seq_len": case.S, "seq_dim": case.seq_dim, "enable_gqa": True}
+        options |= options_of(case.method, heads[1]) | case.options
+        out, lse = flex_attention(*local, score.make(t), block_mask, return_lse=True, **options)
+        graded = {name: x for name, x in t.items() if x.requires_grad}
+        found = torch.autograd.grad(
+            (out, lse), [*local, *graded.values()], (to_format(dout[:, :, rows], case.seq_dim), dlse[:, :, rows])
+        )
+        got = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *found), strict=False))
+        for name, x in got.items():
+            expected = want[name][:, :, rows]
+            expected = expected if name == "lse" else to_format(expected, case.seq_dim)
+            if not (off := gap(x, expected)) <= TOLERANCE:
+                problems.append(f"rank {rank}: {case}: {name} is off by {off:.1e}")
+        for name, share in zip(graded, found[3:], strict=True):
+            total = share.detach().clone()
+            dist.all_reduce(total)
+            if not (off := gap(total, of_captured[name])) <= TOLERANCE:
+                problems.append(f"rank {rank}: {case}: the gradient of {name} is off by {off:.1e}")
+    return problems
+
+
+def rotating() -> dict[int, list[Case]]:
+    """Every score and every mask, with the other factors in turn; by number of ranks."""
+    cases: dict[int, list[Case]] = {2: [], 3: [], 4: []}
+    layouts, masks, scores = FACTORS["layout"], FACTORS["mask"], FACTORS["score"]
+    uses = [(score, masks[i % len(masks)]) for i, score in enumerate(scores)]
+    uses += [(scores[3 * i % len(scores)], mask) for i, mask in enumerate(masks)]
+    for i, (score, mask) in enumerate(uses):
+        cp_size = (4, 2, 3)[i % 3]
+        methods = [m for m in METHODS if goes_together({"cp_size": cp_size, "method": m})]
+        method = methods[i // 3 % len(methods)]
+        case = Case(layouts[i % len(layouts)], method, score, mask, S=(21, 13)[i % 2], seq_dim=(2, 1)[i // 2 % 2])
+        cases[cp_size].append(case)
+    return cases
+
+
+@pytest.mark.parametrize("cp_size", (2, 3, 4))
+def test_every_function(pool: Any, cp_size: int) -> None:
+    report(pool(cp_size).run(captured_gradients, rotating()[cp_size], timeout=300))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cp_size", (2, 3, 4))
+def test_functions_layouts_and_methods_together(pool: Any, cp_size: int) -> None:
+    """Each two of all factors."""
+    rows = [row for row in covering_array(FACTORS, 2, goes_together) if row["cp_size"] == cp_size]
+    cases = [Case(**{name: x for name, x in row.items() if name != "cp_size"}) for row in rows]
+    report(pool(cp_size).run(captured_gradients, cases, timeout=600))
+
+
+FEW = [
+    Case("zigzag", "ring", "pair bias", "causal"),
+    Case("striped", "ring", "relative table", "documents"),
+    Case("contiguous", "ulysses", "scale of a head", "windows of heads"),
+    Case("zigzag", "heads in chunks", "ALiBi", "windows of heads"),
+    Case("shuffled", "all_gather", "two through each other", "prefix", seq_dim=1, options={"scale": 0.7}),
+]
+
+
+def test_a_few(pool: Any) -> None:
+    """Those that planted bugs meet."""
+    report(pool(2).run(captured_gradients, FEW))
+
+
+def test_masks_of_torch(pool: Any) -> None:
+    """`BlockMask`s of the whole sequence, with blocks that are full, partial and empty."""
+    cases = [Case("zigzag", "ring", "none", mask, of_block_mask=True) for mask in MASKS if mask != "none"]
+    report(pool(2).run(captured_gradients, cases))
+
+
+def test_few_tokens_and_one_rank(pool: Any) -> None:
+    """Ranks without a token too."""
+    cases = [Case("contiguous", "ring", "relative table", "causal", S=S) for S in (1, 2, 3)]
+    report(pool(3).run(captured_gradients, cases))
+
+
+def test_a_mask_beside_the_functions(pool: Any) -> None:
+    report(pool(3).run(beside, "zigzag") + pool(2).run(beside, "contiguous"))
+
+
+def beside(rank: int, layout: str) -> list[str]:
+    """`mask` hides pairs as mask_mod does, and what it hides does not travel."""
+    axis, S = mesh((dist.get_world_size(),), ("cp",)), 24
+    rows = LAYOUTS[layout](S).positions(S, axis.size(), rank)
+    q, k, v, _ = (x[:, :, rows] for x in make_qkv(B, 6, 6, S, D))
+    options = {"mesh": axis, "layout": LAYOUTS[layout](S), "return_lse": True}
+
+    def window(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return q_idx - kv_idx <= 3
+
+    def both(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (q_idx - kv_idx <= 3) & (q_idx >= kv_idx)
+
+    calls = {
+        "a mask beside": lambda: flex_attention(
+            q, k, v, None, create_block_mask(window, None, None, S, S), mask=Mask(), **options
+        ),
+        "one function": lambda: flex_attention(q, k, v, None, create_block_mask(both, None, None, S, S), **options),
+        "causal": lambda: cp_mesh.attention(q, k, v, mask=Mask(), **options),
+        "no function": lambda: cp_mesh.attention(q, k, v, mask=Mask(window=(3, 0)), **options),
+    }
+    results, moved = {}, {}
+    for name, call in calls.items():
+        with recording(axis) as notes:
+            results[name] = call()
+        received = torch.tensor(sum(sent.bytes_received for sent in notes.sent))
+        dist.all_reduce(received)
+        moved[name] = int(received)
+    got = results["a mask beside"]
+    off = max(gap(x, y) for name in ("one function", "no function") for x, y in zip(got, results[name], strict=True))
+    assert moved["a mask beside"] == moved["causal"] and (layout != "contiguous" or moved["causal"] > 0)
+    assert moved["one function"] > moved["causal"] or layout != "contiguous"
+    return [] if off <= TOLERANCE else [f"off by {off:.1e}"]
+
+
+# --- the same numbers as options of `attention`
+def built_in(S: int, H: int, rows: Tensor) -> dict[str, tuple[Any, Any, dict[str, Any], dict[str, Tensor]]]:
+    """By name: score_mod, mask_mod, the options that say the same, and tensors of both by the option's name."""
+    slopes, table, bias = numbers(H), numbers(H, 7), numbers(B, H, S, S)
+    ids = integers(3, B, S).sort(1).values
+    causal = Mask()
+
+    def is_causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return q >= kv
+
+    return {
+        "softcap": (lambda s, b, h, q, kv: 0.7 * torch.tanh(s / 0.7), is_causal, {"mask": causal, "softcap": 0.7}, {}),
+        "alibi_slopes": (
+            lambda s, b, h, q, kv: s - slopes[h] * (q - kv).abs(), is_causal, {"mask": causal}, {"alibi_slopes": slopes}
+        ),
+        "relative_bias": (
+            lambda s, b, h, q, kv: s + table[h, (q - kv).clamp(-3, 3) + 3], None, {"mask": Mask(causal=False)},
+            {"relative_bias": table},
+        ),
+        "bias": (
+            lambda s, b, h, q, kv: s + bias[b, h, q, kv], is_causal, {"mask": causal}, {"bias": bias}
+        ),
+        "documents": (
+            None, lambda b, h, q, kv: (ids[b, q] == ids[b, kv]) & (q >= kv), {"mask": Mask(documents=ids)}, {}
+        ),
+        "window": (None, lambda b, h, q, kv: (q >= kv) & (q - kv <= 4), {"mask": Mask(window=(4, 0))}, {}),
+    }  # fmt: skip
+
+
+def as_options(rank: int, method: str) -> list[str]:
+    axis, S, H = mesh((dist.get_world_size(),), ("cp",)), 26, 4
+    layout = ZigZag()
+    rows, problems = layout.positions(S, axis.size(), rank), []
+    *qkv, dout = make_qkv(B, H, 2, S, D)
+    for name, (score_mod, mask_mod, options, tensors) in built_in(S, H, rows).items():
+        common = {"mesh": axis, "layout": layout, "seq_len": S, "method": method}
+        results = []
+        for is_flex in (True, False):
+            local = [x[:, :, rows].clone().requires_grad_() for x in qkv]
+            leaves = [x.requires_grad_() for x in tensors.values()]
+            if is_flex:
+                block_mask = create_block_mask(mask_mod, None, None, S, S) if mask_mod else None
+                out = flex_attention(*local, score_mod, block_mask, enable_gqa=True, **common)
+            else:
+                given = {key: x[:, :, rows] if key == "bias" else x for key, x in tensors.items()}
+                out = cp_mesh.attention(*local, **common, **options, **given)
+            grads = torch.autograd.grad(out, [*local, *leaves], dout[:, :, rows])
+            for share in grads[3:]:  # of a bias Ulysses divides it otherwise
+                dist.all_reduce(share)
+            results.append([out, *grads])
+        off = [gap(x, y) for x, y in zip(*results, strict=True)]
+        if not max(off) <= TOLERANCE:
+            problems.append(f"rank {rank}: {name}: off by {off}")
+    return problems
+
+
+@pytest.mark.parametrize("method", ("ring", "ulysses"))
+def test_functions_that_say_what_options_do(pool: Any, method: str) -> None:
+    report(pool(2).run(as_options, method))
+
+
+def as_torch(rank: int) -> list[str]:
+    """One rank against torch's own function, forward: it has no backward on CPUs."""
+    axis, S, problems = mesh((1,), ("cp",)), 24, []
+    q, k, v, _ = make_qkv(B, 4, 2, S, 8)
+    for score, mask in zip([*SCORES][: len(MASKS)] + [*SCORES][-len(MASKS) :], [*MASKS] * 2, strict=True):
+        t, of_mask = SCORES[score].tensors(B, 4, S), MASKS[mask].tensors(B, 4, S)
+        score_mod, mask_mod = SCORES[score].make(t), MASKS[mask].make(of_mask)
+        of = {"device": "cpu"}
+        block_mask = of_torch.create_block_mask(mask_mod, B, 4, S, S, **of) if mask_mod else None
+        with mock.patch.object(of_torch, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True):
+            want = of_torch.flex_attention(q, k, v, score_mod, block_mask, enable_gqa=True)
+        got = flex_attention(q, k, v, score_mod, block_mask, enable_gqa=True, mesh=axis)
+        if not (off := gap(got, want)) <= TOLERANCE:
+            problems.append(f"{score}, {mask}: off by {off:.1e}")
+    return problems
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_as_torchs_function(pool: Any) -> None:
+    report(pool(1).run(as_torch, timeout=300))
+
+
+# --- what is captured
+def trains(rank: int) -> dict[str, Tensor]:
+    """Gradients of leaves by the usual way: a module that owns a table, a loss, backward(); parameters behind views."""
+    axis, S = mesh((dist.get_world_size(),), ("cp",)), 24
+    rows = ZigZag().positions(S, axis.size(), rank)
+    q, k, v, dout = (x[:, :, rows] for x in make_qkv(B, 4, 4, S, D))
+    table = torch.nn.Embedding(2 * S, 4, dtype=torch.float64)
+    gain, unused, fixed = torch.nn.Parameter(numbers()), torch.nn.Parameter(numbers(2)), numbers(S)
+    with torch.no_grad():
+        table.weight.copy_(numbers(2 * S, 4))
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        unused[0]  # read, and of no use
+        mine = table.weight.T[h, q_idx - kv_idx + S] * gain
+        return score + mine + fixed[kv_idx] + table.weight.detach()[q_idx, 0] + torch.tensor(0.5)
+
+    out = flex_attention(q, k, v, score_mod, mesh=axis)
+    (out * dout).sum().backward()
+    assert unused.grad is None and fixed.grad is None
+    grads = {"table": table.weight.grad, "gain": gain.grad}
+    for x in grads.values():
+        dist.all_reduce(x)
+    return grads
+
+
+def test_parameters_views_and_constants(pool: Any) -> None:
+    """Of a detached view, a constant and what has no use there is no gradient."""
+    S = 24
+    q, k, v, dout = make_qkv(B, 4, 4, S, D)
+    weight, gain = numbers(2 * S, 4).requires_grad_(), numbers().requires_grad_()
+    i, j = torch.arange(S)[:, None], torch.arange(S)
+    x = q @ k.mT * D**-0.5 + weight.T[:, i - j + S] * gain + numbers(S) + weight[:S, 0].detach()[:, None] + 0.5
+    want = torch.autograd.grad(x.softmax(-1) @ v, (weight, gain), dout)
+    for found in pool(3).run(trains):
+        assert max(gap(x, y) for x, y in zip(found.values(), want, strict=True)) <= TOLERANCE
+
+
+def half(rank: int, method: str) -> list[str]:
+    """bfloat16 against the same call whose captured tensors came as float32, of which all sums are float32."""
+    axis, S, problems = mesh((dist.get_world_size(),), ("cp",)), 48, []
+    rows = ZigZag().positions(S, axis.size(), rank)
+    q, k, v, dout = (x[:, :, rows].bfloat16() for x in make_qkv(B, 4, 2, S, D))
+    grads = []
+    for cast in (lambda x: x, Tensor.float):
+        t = {"bias": cast(numbers(4).bfloat16()), "slope": cast(numbers().bfloat16())}
+        leaves = [x.requires_grad_() for x in t.values()]
+        call = {"mesh": axis, "enable_gqa": True, "method": method}
+        out = flex_attention(q, k, v, lambda s, b, h, i, j, t=t: s * (1 + t["slope"]) + t["bias"][(i + j) % 4], **call)
+        grads.append(torch.autograd.grad(out, leaves, dout))
+    for got, want in zip(*grads, strict=True):
+        if got.dtype != torch.bfloat16 or not torch.equal(got, want.bfloat16()):
+            problems.append(f"rank {rank}: {got} is not {want}, rounded once")
+    return problems
+
+
+@pytest.mark.parametrize("method", ("ring", "ulysses"))
+def test_captured_gradients_are_summed_in_fp32(pool: Any, method: str) -> None:
+    report(pool(2).run(half, method))
+
+
+def dtensors(rank: int, names: tuple[str, str], dim: int) -> list[str]:
+    """q, k and v over a mesh of cp and another axis, by which indices of heads or batch rows are global."""
+    grid, S = mesh((2, 2), names), 16
+    layout = cp_mesh.Contiguous()
+    q, k, v, dout = make_qkv(4, 4, 4, S, D)
+    whole = [x.requires_grad_() for x in (q, k, v)]
+    bias = numbers(4, 4, S).requires_grad_()
+    window = 2 + torch.arange(4)[:, None] + torch.arange(4)
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score + bias[b, h, kv_idx]
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (q_idx - kv_idx).abs() < window[b, h]
+
+    i, j = torch.arange(S)[:, None], torch.arange(S)
+    x = q @ k.mT * D**-0.5 + bias[:, :, None]
+    x = x.masked_fill((i - j).abs() >= window[:, :, None, None], -torch.inf)
+    out, lse = x.softmax(-1) @ v, x.logsumexp(-1)
+    want = [out, lse, *torch.autograd.grad(out, (*whole, bias), dout)]
+
+    placements = [Shard(2) if name == "cp" else Shard(dim) for name in names]
+    local = [distribute_tensor(x.detach(), grid, placements).requires_grad_() for x in (q, k, v)]
+    of_mask = create_block_mask(mask_mod, 4, 4, S, S)
+    out, lse = flex_attention(*local, score_mod, of_mask, layout=layout, return_lse=True)
+    assert all(isinstance(x, DTensor) and x.placements == tuple(placements) for x in (out, lse))
+    *grads, share = torch.autograd.grad(out, [*local, bias], distribute_tensor(dout, grid, placements))
+    share = DTensor.from_local(share, grid, [Partial()] * 2)
+    got = [x.full_tensor() for x in (out, lse, *grads, share)]
+    off = [gap(x, y) for x, y in zip(got, want, strict=True)]
+    return [] if max(off) <= TOLERANCE else [f"rank {rank}: {names}: off by {off}"]
+
+
+@pytest.mark.parametrize(("names", "dim"), [(("cp", "tp"), 1), (("dp", "cp"), 0)])
+def test_dtensors(pool: Any, names: tuple[str, str], dim: int) -> None:
+    report(pool(4).run(dtensors, names, dim))
+
+
+# --- how it is called
+def by_op(rank: int) -> None:
+    """PyTorch's own checks of the ops: fakes, autograd, schemas, and compiled code."""
+    S = 6
+    q, k, v, dout = make_qkv(B, 4, 2, S, D)
+    bias, ids = numbers(S).requires_grad_(), integers(2, S)
+    score_mod, captured = _trace("score_mod", lambda s, b, h, i, j: s + bias[i] * bias[j], q)
+    mask_mod, of_mask = _trace("mask_mod", lambda b, h, i, j: ids[i] == ids[j], q)
+    handles = {"score_mod": score_mod.handle, "mask_mod": mask_mod.handle}
+    options = Options("zigzag", Mask(causal=False).spec(), 0.3, differentiable_lse=True, **handles)
+    tail = (*[None] * NUM_TENSORS, [*captured, *of_mask], S, 2, dist.group.WORLD.group_name, options.spec())
+    torch.library.opcheck(ops.attention_op, (q.requires_grad_(), k, v, *tail))
+    q = q.detach()
+    tail = (*tail[:NUM_TENSORS], [x.detach() for x in (*captured, *of_mask)], *tail[NUM_TENSORS + 1 :])
+    out, lse, *_ = ops.attention_op(q, k, v, *tail)
+    torch.library.opcheck(ops.attention_backward_op, (dout, q, k, v, out, lse, None, None, *tail, "captured.0"))
+
+
+@pytest.mark.unpoisoned  # opcheck compares two runs bit by bit
+def test_opcheck(pool: Any) -> None:
+    pool(1).run(by_op)
+
+
+def ways(rank: int) -> dict[str, list[Tensor]]:
+    """The same step in a checkpoint, beside other options of checkpoints, in check mode, and compiled around."""
+    axis, S = mesh((dist.get_world_size(),), ("cp",)), 24
+    rows = ZigZag().positions(S, axis.size(), rank)
+    q, k, v, dout = (x[:, :, rows] for x in make_qkv(B, 4, 4, S, D))
+    bias = numbers(4, S).requires_grad_()
+
+    def step(q: Tensor) -> Tensor:
+        def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return score + bias[h, q_idx] * bias[h, kv_idx]
+
+        return flex_attention(2 * q, k, v, score_mod, mesh=axis, mask=Mask()) * 3
+
+    def checked(q: Tensor) -> Tensor:
+        with cp_mesh.check_mode():
+            return step(q)
+
+    of = {
+        "eager": step,
+        "checkpoint": lambda q: checkpoint(step, q, use_reentrant=False),
+        "selective": lambda q: checkpoint(step, q, use_reentrant=False, context_fn=cp_mesh.checkpoint_context_fn),
+        "check mode": checked,
+        "compiled": torch.compile(step, backend="aot_eager"),
+    }
+    found = {}
+    for name, call in of.items():
+        x = q.clone().requires_grad_()
+        out = call(x)
+        found[name] = [out, *torch.autograd.grad(out, (x, bias), dout)]
+    with pytest.raises(Exception, match="flex_attention"):
+        torch.compile(step, backend="eager", fullgraph=True)(q)
+    out = step(x)
+    (grad,) = torch.autograd.grad(out, bias, dout, create_graph=True)
+    with pytest.raises(UnsupportedError, match="differentiated once"):
+        grad.sum().backward()
+    return found
+
+
+def test_ways_to_call(pool: Any) -> None:
+    for found in pool(2).run(ways):
+        for name, results in found.items():
+            assert all(torch.equal(x, y) for x, y in zip(results, found["eager"], strict=True)), name
+
+
+def stale(rank: int) -> list[str]:
+    """The same function object in two steps, with another number and another tensor: what it says now counts."""
+    axis, S = mesh((dist.get_world_size(),), ("cp",)), 12
+    rows = ZigZag().positions(S, axis.size(), rank)
+    q, k, v, _ = make_qkv(B, 2, 2, S, D)
+    state: dict[str, Any] = {}
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return state["factor"] * score + state["bias"][kv_idx]
+
+    problems, pending = [], []
+    for step in range(3):
+        state |= {"factor": step + 0.5, "bias": numbers(S) * (step + 1)}
+        x = q[:, :, rows].clone().requires_grad_()
+        out = flex_attention(x, k[:, :, rows], v[:, :, rows], score_mod, mesh=axis)
+        whole = q.clone().requires_grad_()
+        scores = state["factor"] * (whole @ k.mT * D**-0.5) + state["bias"]
+        pending.append((out, x, scores.softmax(-1) @ v, whole))
+    for step, (out, x, want, whole) in enumerate(pending):  # all backwards after all forwards
+        (dq,), (expected,) = (torch.autograd.grad(y.square().sum(), z) for y, z in ((out, x), (want, whole)))
+        for off in (gap(out, want[:, :, rows]), gap(dq, expected[:, :, rows])):
+            if not off <= TOLERANCE:
+                problems.append(f"rank {rank}: step {step} is off by {off:.1e}")
+    return problems
+
+
+def test_a_function_that_changes(pool: Any) -> None:
+    report(pool(2).run(stale))
+
+
+def test_functions_live_until_their_backward(pool: Any) -> None:
+    """However many others are traced between."""
+    report(pool(1).run(many_functions))
+
+
+def many_functions(rank: int) -> list[str]:
+    axis, S = mesh((1,), ("cp",)), 4
+    q, k, v, _ = make_qkv(1, 1, 1, S, D)
+    q.requires_grad_()
+    outs = [
+        flex_attention(q, k, v, lambda s, b, h, i, j, n=n: s * (n + 1), mesh=axis) for n in range(functions.KEPT + 30)
+    ]
+    first = torch.autograd.grad(outs[0].sum(), q)[0]
+    want = torch.autograd.grad((torch.softmax(q @ k.mT * D**-0.5, -1) @ v).sum(), q)[0]
+    del outs
+    known, plans = len(functions._known), 16
+    good = gap(first, want) <= TOLERANCE and known <= functions.KEPT + plans
+    return [] if good else [f"{known} functions are kept"]
+
+
+def in_order(rank: int) -> bool:
+    """Whether captured gradients are taken where sums have an order, if that was asked for."""
+    axis, seen, differentiate = mesh((1,), ("cp",)), [], torch.autograd.grad
+    q, k, v, _ = make_qkv(1, 2, 2, 8, D)
+    bias = torch.zeros(8, requires_grad=True)
+
+    def grad(*args: Any, **options: Any) -> Any:
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        return differentiate(*args, **options)
+
+    for deterministic in (True, None):
+        out = flex_attention(q, k, v, lambda s, b, h, i, j: s + bias[i], mesh=axis, deterministic=deterministic)
+        with mock.patch.object(torch.autograd, "grad", grad):
+            out.sum().backward()
+    return seen == [True, False] and not torch.are_deterministic_algorithms_enabled()
+
+
+def test_deterministic(pool: Any) -> None:
+    assert all(pool(1).run(in_order))
+
+
+# --- refusals
+S = 12
+
+
+def branches(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return score if q_idx > kv_idx else 2 * score
+
+
+COUNTER, META, TABLE = torch.zeros(3), torch.zeros((), device="meta"), numbers(S)
+
+
+def counts(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    COUNTER.add_(1)
+    return score
+
+
+def without_gradients(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    with torch.no_grad():
+        return score * 2
+
+
+def placed(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    table = DTensor.from_local(torch.zeros(S), mesh((2,), ("cp",)), [Replicate()])
+    return score + table[kv_idx]
+
+
+def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return q_idx >= kv_idx
+
+
+def other_blocks() -> Any:
+    """Blocks of documents beside a mask_mod that is causal, as some trainers make them."""
+    num, indices = torch.ones(1, 1, 3, dtype=torch.int32), torch.arange(3, dtype=torch.int32).expand(1, 1, 3, 3)
+    indices = torch.stack([indices[0, 0].roll(-n, 1)[n] for n in range(3)])[None, None]
+    return of_torch.BlockMask.from_kv_blocks(num, indices, BLOCK_SIZE=4, mask_mod=causal, seq_lengths=(S, S))
+
+
+def masked(**sizes: int) -> Callable[[], Any]:
+    of = {"B": 1, "H": 1, "Q_LEN": S, "KV_LEN": S} | sizes
+    return lambda: create_block_mask(causal, **of)
+
+
+REFUSED: dict[str, tuple[type[Exception], str, Callable[[], dict[str, Any]]]] = {
+    "a branch": (UnsupportedError, "depends on values", lambda: {"score_mod": branches}),
+    "a write": (UnsupportedError, "a write, aten.add_", lambda: {"score_mod": counts}),
+    "random numbers": (
+        UnsupportedError, "random numbers", lambda: {"score_mod": lambda s, b, h, i, j: s + torch.rand(())}
+    ),
+    "no_grad": (UnsupportedError, "one grad mode", lambda: {"score_mod": without_gradients}),
+    "a DTensor": (UnsupportedError, "a DTensor", lambda: {"score_mod": placed}),
+    "a vector": (
+        ArgumentError, r"a scalar tensor, got torch.float64 \[12\]",
+        lambda: {"score_mod": lambda s, b, h, i, j: s + TABLE},
+    ),
+    "a number": (ArgumentError, "a scalar tensor, got float", lambda: {"score_mod": lambda s, b, h, i, j: 0.0}),
+    "a mask of integers": (
+        ArgumentError, "a scalar tensor of bool",
+        lambda: {"block_mask": create_block_mask(lambda b, h, i, j: i - j, 1, 1, S, S)},
+    ),
+    "a part of a range": (
+        UnsupportedError, "integers, or a full slice",
+        lambda: {"score_mod": lambda s, b, h, i, j: s + TABLE[:, None][i, 0:1].sum()},
+    ),
+    "no function": (ArgumentError, "a function of scalars", lambda: {"score_mod": numbers(S)}),
+    "a function for a mask": (ArgumentError, "create_block_mask", lambda: {"block_mask": causal}),
+    "a mask of a part": (ArgumentError, "the whole sequence", lambda: {"block_mask": masked(Q_LEN=6, KV_LEN=6)()}),
+    "a mask of other heads": (ArgumentError, "the whole sequence", lambda: {"block_mask": masked(H=3)()}),
+    "a mask of another batch": (ArgumentError, "the whole sequence", lambda: {"block_mask": masked(B=4)()}),
+    "a mask of cross-attention": (UnsupportedError, "equal", lambda: {"block_mask": masked(Q_LEN=6)()}),
+    "a sliced mask": (
+        RuntimeError, "sliced BlockMask",
+        lambda: {"block_mask": of_torch.create_block_mask(causal, 1, 1, S, S, device="cpu", BLOCK_SIZE=4)[:, :, :3]},
+    ),
+    "other blocks": (UnsupportedError, "blocks that follow from its mask_mod", lambda: {"block_mask": other_blocks()}),
+    "blocks alone": (
+        UnsupportedError, "blocks that follow from its mask_mod",
+        lambda: {
+            "block_mask": of_torch.BlockMask.from_kv_blocks(
+                *other_blocks().as_tuple()[2:4], BLOCK_SIZE=4, seq_lengths=(S, S)
+            )
+        },
+    ),
+    "heads without enable_gqa": (ArgumentError, "enable_gqa=True", lambda: {"enable_gqa": False}),
+    "a kernel that has none": (
+        UnsupportedError, "scores with score_mod",
+        lambda: {"score_mod": lambda s, b, h, i, j: 2 * s, "kernel": "cpu_flash"},
+    ),
+    "a kernel without masks": (
+        UnsupportedError, "scores with mask_mod",
+        lambda: {"block_mask": masked()(), "kernel": "cpu_flash"},
+    ),
+    "another device": (
+        ArgumentError, "a tensor on cpu",
+        lambda: {"score_mod": lambda s, b, h, i, j, x=META: s + x},
+    ),
+}  # fmt: skip
+
+
+def refuse_all(rank: int) -> list[str]:
+    axis, problems = mesh((2,), ("cp",)), []
+    q, k, v, _ = (x[:, :, :6] for x in make_qkv(B, 4, 2, S, D))
+    for name, (kind, words, make) in REFUSED.items():
+        before = num_collectives()
+        with pytest.raises(kind, match=words):
+            flex_attention(q, k, v, **{"enable_gqa": True, "mesh": axis} | make())
+        if num_collectives() > before:
+            problems.append(f"{name}: refused after a collective")
+    if COUNTER.any():
+        problems.append("a captured tensor was written")
+    return problems
+
+
+def test_refusals(pool: Any) -> None:
+    report(pool(2).run(refuse_all))
+
+
+def test_blocks_that_list_too_little_or_too_much() -> None:
+    """Of the same mask_mod: one block missing; one full that is not; more than needed, which is right."""
+    q = numbers(1, 1, S, D)
+    right = of_torch.create_block_mask(causal, 1, 1, S, S, device="cpu", BLOCK_SIZE=4)
+    _read_mask(right, q, (1, 1, S))
+    every = torch.arange(3, dtype=torch.int32).expand(1, 1, 3, 3)
+    three = torch.full((1, 1, 3), 3, dtype=torch.int32)
+    more = of_torch.BlockMask.from_kv_blocks(three, every, BLOCK_SIZE=4, mask_mod=causal, seq_lengths=(S, S))
+    _read_mask(more, q, (1, 1, S))
+    missing = of_torch.BlockMask.from_kv_blocks(three - 1, every, BLOCK_SIZE=4, mask_mod=causal, seq_lengths=(S, S))
+    none = three * 0
+    full = of_torch.BlockMask.from_kv_blocks(
+        none, every, three, every, BLOCK_SIZE=4, mask_mod=causal, seq_lengths=(S, S)
+    )
+    for wrong in (missing, full):
+        with pytest.raises(UnsupportedError, match="follow from its mask_mod"):
+            _read_mask(wrong, q, (1, 1, S))
+
+
+def differ(rank: int, what: str) -> None:
+    axis = mesh((2,), ("cp",))
+    q, k, v, _ = (x[:, :, :6] for x in make_qkv(B, 4, 4, S, D))
+    factor, table = 2.0, numbers(S)
+    factor += rank * (what == "a number")
+    table = numbers(S + rank * (what == "a shape")) + rank * (what == "a value")
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        if what == "code" and rank:
+            return factor * score - table[kv_idx]
+        return factor * score + table[kv_idx]
+
+    block_mask = create_block_mask(lambda b, h, i, j: i - j >= rank * (what == "a mask"), 1, 1, S, S)
+    if what == "a refusal" and rank:
+        score_mod = branches
+    flex_attention(q, k, v, score_mod, block_mask, mesh=axis)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("a number", "the same score_mod on every cp rank"),
+        ("code", "the same score_mod on every cp rank"),
+        ("a shape", r"score_mod of captured \[float64\[12\]\]"),
+        ("a value", "the same captured tensor 0 of score_mod and mask_mod"),
+        ("a mask", "the same mask_mod on every cp rank"),
+        ("a refusal", "cp rank 1 refused its arguments"),
+    ],
+)
+def test_ranks_that_differ(pool: Any, what: str, words: str) -> None:
+    raised = pool(2).run_expecting_error(differ, what)
+    if what == "a refusal":
+        assert raised[1].type == UnsupportedError.__name__
+        raised = raised[:1]
+    for error in raised:
+        assert error is not None and error.type == RankMismatchError.__name__, error
+        assert re.search(words, error.message), error.message
