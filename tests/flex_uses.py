@@ -157,6 +157,11 @@ SCORES: dict[str, Use] = {
         lambda t: lambda score, b, h, q, kv: score * (1 + t["x"][b] * h),
         lambda x, t, i, j: x * (1 + t["x"][:, None] * torch.arange(x.shape[1]))[:, :, None, None],
     ),
+    "no number where a causal mask hides": Use(
+        nothing,
+        lambda t: lambda score, b, h, q, kv: score * (q - kv).double().sqrt(),
+        lambda x, t, i, j: x * (i - j).clamp(0).double().sqrt(),
+    ),
     "hides": Use(
         lambda B, H, S: {"x": numbers(S)},
         lambda t: lambda score, b, h, q, kv: torch.where((q - kv) % 4 == 3, -float("inf"), score + t["x"][kv]),
