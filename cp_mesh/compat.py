@@ -23,8 +23,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.experimental._attention import _cp_options
+from torch.distributed.tensor import DTensor, experimental
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_map_only
 
@@ -244,7 +243,8 @@ def _hold(buffers: list[Tensor], others: list[Tensor]) -> None:
 
 def _with_length(sequence: ShardedSequence, length: int) -> ShardedSequence:
     """As PyTorch cuts it; its private switch of load balancing counts here too."""
-    balanced = _cp_options.enable_load_balance and length % (2 * sequence.cp_size) == 0
+    theirs = getattr(getattr(experimental, "_attention", None), "_cp_options", None)
+    balanced = getattr(theirs, "enable_load_balance", True) and length % (2 * sequence.cp_size) == 0
     layout: Layout = ZigZag() if balanced else Contiguous()
     return replace(sequence, layout=layout, length=length)
 

@@ -216,18 +216,18 @@ def _decide_on_batches(answers: Answers) -> None:
 
 def _stage_of(module: nn.Module) -> Any:
     """The stage of torch.distributed.pipelining that runs a module, if one does; only the last one has a loss."""
-    pipelining = sys.modules.get("torch.distributed.pipelining.stage")
-    if pipelining is None:
+    kind = getattr(sys.modules.get("torch.distributed.pipelining.stage"), "_PipelineStageBase", None)
+    if kind is None:
         return None
-    stages = (x for x in gc.get_objects() if issubclass(type(x), pipelining._PipelineStageBase))
+    stages = (x for x in gc.get_objects() if issubclass(type(x), kind))
     return next((stage for stage in stages if any(part is module for part in stage.submod.modules())), None)
 
 
 def _check_microbatches(stage: Any, losses: list[Loss]) -> None:
     """Warn of a schedule that divides what is divided already, or sums means."""
-    kind = sys.modules["torch.distributed.pipelining.schedules"]._PipelineSchedule
+    kind = getattr(sys.modules.get("torch.distributed.pipelining.schedules"), "_PipelineSchedule", ())
     for schedule in (x for x in gc.get_objects() if issubclass(type(x), kind)):
-        number, counted = schedule._n_microbatches, {x.counted for x in losses}
+        number, counted = getattr(schedule, "_n_microbatches", 1), {x.counted for x in losses}
         held = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
         if number == 1 or all(x is not stage for x in held) or counted != {schedule.scale_grads}:
             continue

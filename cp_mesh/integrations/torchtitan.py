@@ -162,6 +162,9 @@ def _finding(function: FunctionType, names: dict[str, Any]) -> FunctionType:
 
 
 def _sequence(parallel_dims: Any, parallelism: Any) -> ShardedSequence:
+    if parallel_dims.pp_enabled:
+        hint = "parallelism.pipeline_parallel_degree = 1: stages of torchtitan were not tested"
+        refuse("pipeline_parallel_degree", 1, parallel_dims.pp, hint, UnsupportedError)
     balancer = parallelism.context_parallel_load_balancer
     if balancer not in BALANCERS:
         hint = "it balances FlexAttention's blocks; zigzag is 'headtail'"

@@ -124,6 +124,7 @@ def refused(rank: int, case: str) -> None:
         "ptrr": {BALANCER: "ptrr"},
         "full_dtensor": {"parallelism.spmd_backend": "full_dtensor"},
         "kernel": {},
+        "stages": {"parallelism.pipeline_parallel_degree": 2, "parallelism.pipeline_parallel_schedule": "GPipe"},
     }
     options = {"mask": {"mask": None}, "method": {"method": "rings"}, "kernel": {"kernel": "triton"}}
     run = replace(CP2, settings=settings.get(case, {}), options=options.get(case, {}))
@@ -181,6 +182,7 @@ REFUSED = {
     "mask": "context_parallel: expected options among kernel, method,",
     "method": "'rings'",
     "kernel": "triton",
+    "stages": "pipeline_parallel_degree: expected 1, got 2",
     "wrapped": "expected a function of torchtitan that calls apply_cp_to_",
     "ptrr": f"{BALANCER}: expected 'headtail' or None, got 'ptrr'",
     "rows": "positions of the whole sequence: expected 0, 1, 2, ... in every document, got [0, 1, 2,",
@@ -200,7 +202,7 @@ REFUSED |= (
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals(pool: Any, case: str) -> None:
-    for raised in pool(4 if "tp" in case else 2).run_expecting_error(refused, case):
+    for raised in pool(4 if "tp" in case or case == "stages" else 2).run_expecting_error(refused, case):
         assert raised is not None and raised.kinds[0] in ("ArgumentError", "UnsupportedError"), raised
         assert REFUSED[case] in raised.message
 
