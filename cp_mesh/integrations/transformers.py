@@ -310,6 +310,7 @@ class _Adapter:
         self.sequence, self.of_batch, self.data, self.gather_output = sequence, of_batch, data, gather_output
         self.options, self.dropout_seed, self.steps = options, dropout_seed, 0
         self.balances: bool | None = None
+        self.compared = False
         compared = (*_INPUTS, "attention_mask", "documents", "cu_seq_lens_q", "shift_labels")
         self.style = ShardedModel(sequence, inputs=compared, positions="position_ids", watch=watch)
         forward = inspect.unwrap(type(model).forward)
@@ -499,16 +500,32 @@ class _Adapter:
             refuse(type(module).__name__, what, "another loss of routers", f"{_ROUTER} = False", UnsupportedError)
 
     def balance(self, module: Any, batch: Batch, kept: Tensor, output: Any) -> None:
-        """The routers' loss of all rows in the place of that of this rank's rows, as a share."""
-        total = batch.sequence.all_reduce
+        """The routers' loss of all rows in the place of that of this rank's rows, as a share.
+
+        Other terms of the model's loss are looked for in its first call. Ranks tell what they found in the sum of their
+        rows, so that all of them refuse or none.
+        """
+        known, wrong = batch.loss, None
+        if known is not None and not self.compared:
+            known = known + module.router_aux_loss_coef * output["aux_loss"]
+            wrong = ~torch.isclose(output["loss"], known, rtol=1e-4, equal_nan=True)
+
+        def total(sums: Tensor) -> Tensor:
+            nonlocal wrong
+            if wrong is None:
+                return batch.sequence.all_reduce(sums)
+            sums = batch.sequence.all_reduce(torch.cat([sums, wrong.to(sums)[None]]))
+            wrong = sums[-1]
+            return sums[:-1]
+
         loss = balancing_loss(output["router_logits"], module.num_experts_per_tok, kept, total)
-        share, of_rows = loss / len(ranks_of(self.data)), output["aux_loss"]
+        if wrong is not None and bool(wrong):
+            hint = "pass no labels and take cp_mesh.cross_entropy of the logits"
+            refuse(type(module).__name__, "the losses of labels and of routers", "one with other terms", hint)
+        self.compared |= wrong is not None
+        share = loss / len(ranks_of(self.data))
         if batch.loss is not None:
-            factor = module.router_aux_loss_coef
-            if not torch.isclose(output["loss"], batch.loss + factor * of_rows, rtol=1e-4):
-                hint = "pass no labels and take cp_mesh.cross_entropy of the logits"
-                refuse(type(module).__name__, "the losses of labels and of routers", "one with other terms", hint)
-            output["loss"] = batch.loss = batch.loss + factor * share
+            output["loss"] = batch.loss = batch.loss + module.router_aux_loss_coef * share
         output["aux_loss"] = share
 
     def check_output(self, module: nn.Module, batch: Batch, output: Any, has_labels: bool) -> None:

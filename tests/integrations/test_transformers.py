@@ -159,6 +159,23 @@ def test_what_routers_return(pool: Any) -> None:
         assert routed > 1 and torch.isclose(full, plain + 0.5 * routed) and torch.isclose(alone, routed)
 
 
+def unlike_losses(rank: int, what: str) -> bool:
+    """Of a model with routers whose logits are not numbers on one rank, or whose loss has a term more there."""
+    model = parallelize(build("mixtral", "eager"), mesh((dist.get_world_size(),), ("cp",)))
+    own = model.loss_function
+    if rank == 1 and what == "not a number":
+        model.lm_head.register_forward_hook(lambda module, args, logits: logits * torch.nan)
+    elif rank == 1:
+        model.loss_function = lambda *args, **kwargs: own(*args, **kwargs) + 1
+    return bool(summed(model(**batch("plain"), output_router_logits=True).loss).isnan())
+
+
+def test_ranks_decide_alike_on_a_loss_of_routers(pool: Any) -> None:
+    assert pool(2).run(unlike_losses, "not a number") == [True, True]
+    for raised in pool(2).run_expecting_error(unlike_losses, "a term"):
+        assert raised is not None and "the losses of labels and of routers" in raised.message, raised
+
+
 def checkpointed(model: Any) -> None:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     assert model.is_gradient_checkpointing
