@@ -111,7 +111,7 @@ class Batch:
         kept: [B, S_local], 1 of tokens that are no padding; of models with a loss of routers.
         made: a `Rows` for each kind of mask.
         calls: of attention, in eager layers.
-        loss: what the model's loss function returned.
+        loss, version: what the model's loss function returned, and that of the tensor.
     """
 
     sequence: ShardedSequence
@@ -124,6 +124,7 @@ class Batch:
     made: dict[Said, Rows] = field(default_factory=dict)
     calls: int = 0
     loss: Tensor | None = None
+    version: int = 0
 
     def rows(self, said: Said) -> Rows:
         if said not in self.made:
@@ -485,7 +486,10 @@ class _Adapter:
             refuse(
                 "loss_function", "a call in the forward of a parallel model", "one outside", "see cp_mesh.cross_entropy"
             )
-        batch.loss = cross_entropy(logits, labels, self.data, ignore_index=IGNORED, count=num_items_in_batch)
+        share = cross_entropy(logits, labels, self.data, ignore_index=IGNORED, count=num_items_in_batch)
+        with torch.inference_mode(False):  # its version is read, which tensors of inference have not
+            batch.loss = share.clone() if share.is_inference() else share
+        batch.version = batch.loss._version
         return batch.loss if batch.kept is None else batch.loss.clone()  # to which the model adds its routers' loss
 
     def check_router(self, module: Any) -> None:
@@ -535,7 +539,8 @@ class _Adapter:
             got = f"{batch.calls} calls of attention in {self.layers} layers"
             hint = "the others saw the rows of one shard; this model is not available"
             refuse(type(module).__name__, "one in every layer", got, hint, UnsupportedError)
-        if has_labels and (output.get("loss") is not batch.loss or output["loss"]._version):
+        changed = batch.kept is None and batch.loss is not None and batch.loss._version != batch.version
+        if has_labels and (output.get("loss") is not batch.loss or changed):  # of routers `balance` compared it
             hint = f"pass no labels and take cp_mesh.cross_entropy of the logits; or switch the term off, as {_ROUTER}"
             refuse(
                 type(module).__name__, "the loss of the labels alone", "one with other terms", hint, UnsupportedError

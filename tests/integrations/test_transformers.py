@@ -243,6 +243,27 @@ def test_the_loss(pool: Any) -> None:
     assert found["mean"] > 1
 
 
+def evaluated(rank: int) -> list[tuple[Tensor, Tensor]]:
+    """Losses under inference_mode and under no_grad, with routers and without; and a term that is added in place."""
+    cp, given = mesh((dist.get_world_size(),), ("cp",)), batch("plain")
+    model = parallelize(build("mixtral", "eager", router_aux_loss_coef=0.5), cp).eval()
+    found = []
+    for routers in (False, True):
+        with torch.no_grad():
+            wanted = model(**given, output_router_logits=routers).loss
+        with torch.inference_mode():
+            found.append((summed(model(**given, output_router_logits=routers).loss).clone(), summed(wanted)))
+    with torch.inference_mode(), pytest.raises(UnsupportedError, match="the loss of the labels alone"):
+        _with_term(model, given)
+    return found
+
+
+def test_evaluation_in_inference_mode(pool: Any) -> None:
+    for (plain, wanted), (routed, with_routers) in pool(2).run(evaluated):
+        assert torch.isclose(plain, wanted, rtol=1e-9) and torch.isclose(routed, with_routers, rtol=1e-6)
+        assert routed > plain + 0.1
+
+
 def lengths_that_change(rank: int) -> list[float]:
     cp = mesh((dist.get_world_size(),), ("cp",))
     model, reference = parallelize(build("mistral", "eager"), cp), build("mistral", oracle.NAME)
