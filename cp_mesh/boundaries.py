@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from cp_mesh.agreement import agree_first, fingerprint, is_first
 from cp_mesh.errors import refuse
 from cp_mesh.forwards import INPUT, OUTPUT, replace_forward
+from cp_mesh.guard.watching import watched
 from cp_mesh.layouts import Layout
 from cp_mesh.root import padding_of
 from cp_mesh.sequence import ROOT, ShardedSequence
@@ -62,7 +64,7 @@ class ShardInput(_Boundary):
     Example:
         >>> plan = {  # whole hidden states between the embedding and the loss  # doctest: +SKIP
         ...     "layers": ShardInput(sequence, ("hidden_states",)),
-        ...     "norm": GatherOutput(sequence, gradient="mean"),
+        ...     "norm": GatherOutput(sequence, gradient="sum"),  # the loss is a share, as the head has parameters
         ... }
     """
 
@@ -147,7 +149,8 @@ class GatherOutput(_Boundary):
     What their gradient means must be said, since it is not seen from here:
 
     - "mean": every cp rank computes the same loss from the whole, as `F.cross_entropy` of whole logits and labels, with
-      no parameters behind the module; as in ``ShardedModel(gather_output=True)``.
+      no parameters behind the module, whose gradients would be cp times too large (the first forward warns of them); as
+      in ``ShardedModel(gather_output=True)``.
     - "sum": the loss is this rank's share of a sum, also where a `ShardInput` follows, or more layers that every rank
       computes alike. Of a loss that is the same on every rank the share is its part, ``loss / cp_size``.
 
@@ -191,10 +194,22 @@ class GatherOutput(_Boundary):
         try:
             sequence = self.of_call(*args, **kwargs)
             gather = functools.partial(sequence.gather if self.gradient == "mean" else sequence.unshard, dim=self.dim)
-            return self._gather(type(module).__name__, gather, output)
+            whole = self._gather(type(module).__name__, gather, output)
         except Exception as error:
             announce(self.sequence, error)
             raise
+        if self.gradient == "mean" and sequence.cp_size > 1 and (watch := watched()) is not None:
+            watch.behind = functools.partial(self._warn_of_parameters, type(module).__name__)
+        return whole
+
+    def _warn_of_parameters(self, where: str) -> None:
+        self.gather_output = False  # so that a loss that is no share is warned of, too
+        warnings.warn(
+            f'cp_mesh: parameters are used behind GatherOutput({where}, gradient="mean"): every rank computes their '
+            f"whole gradient, so its sum over the ranks is {self.sequence.cp_size} times too large. Gather the output "
+            'of the last module with parameters; or say gradient="sum", and divide the loss by the number of cp ranks',
+            stacklevel=3,
+        )
 
     def _gather(self, where: str, gather: Callable[[Tensor], Tensor], output: Any) -> Any:
         if self.outputs is None:

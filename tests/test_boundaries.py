@@ -230,10 +230,10 @@ def test_the_layout_of_a_batch(pool: Any) -> None:
         pool(SIZE).run(of_root, False)
 
 
-def first_step(rank: int, gradient: Any) -> list[str]:
-    """What is said of a right step, and of the loss of "sum" where nobody knows whether it is a share."""
+def first_step(rank: int, gradient: Any, end: str = "head") -> list[str]:
+    """What is said of a step, also of the loss of "sum" where nobody knows whether it is a share."""
     sequence = ShardedSequence(mesh((SIZE,), ("cp",)))
-    model = part_of_model(sequence, "head", gradient)
+    model = part_of_model(sequence, end, gradient)
     optimizer, given = torch.optim.SGD(model.parameters(), lr=0.1), batch(2, 24)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -248,6 +248,14 @@ def first_step(rank: int, gradient: Any) -> list[str]:
 def test_the_guard_knows_them(pool: Any) -> None:
     assert pool(SIZE).run(first_step, "mean") == [[]] * SIZE
     for said in pool(SIZE).run(first_step, "sum"):
+        assert len(said) == 1 and "a loss that is not cp_mesh.cross_entropy" in said[0]
+
+
+def test_parameters_behind_a_mean_are_warned_of(pool: Any) -> None:
+    for behind, loss in pool(SIZE).run(first_step, "mean", "norm"):
+        assert "parameters are used behind GatherOutput(RMSNorm" in behind and "3 times too large" in behind
+        assert "a loss that is not cp_mesh.cross_entropy" in loss
+    for said in pool(SIZE).run(first_step, "sum", "norm"):
         assert len(said) == 1 and "a loss that is not cp_mesh.cross_entropy" in said[0]
 
 

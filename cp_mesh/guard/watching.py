@@ -121,6 +121,7 @@ class Watch(TorchFunctionMode):
         group_name, seq_len: while a root is traced, its cp group and the tokens of its whole sequence, which are then
             compared with those of its cores. Roots in eager mode have `ops.ROOT` for that.
         local_rows: of this rank, in an eager forward without positions: as many that are counted from 0 are warned of.
+            A `ShardInput` tells them of the rows that it shards.
         root: in an eager forward the module that runs, by whose names attention outside of the plan is told.
     """
 
@@ -133,11 +134,15 @@ class Watch(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.root = root
+        self.behind: Callable[[], None] | None = None  # called of the next parameter in use; see `GatherOutput`
         self.group_name, self.seq_len, self.local_rows = group_name, seq_len, local_rows
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if self.behind is not None and _takes_parameter([*args, *kwargs.values()]):
+            tell, self.behind = self.behind, None
+            tell()
         if name in ATTENTION:
             dim = ROWS[name]
             if dim is None or _rows("query", 0, dim, args, kwargs) == _rows("key", 1, dim, args, kwargs):
@@ -153,11 +158,19 @@ class Watch(TorchFunctionMode):
             warnings.warn(
                 f"cp_mesh: the model counts {self.local_rows} positions from 0, as many as this rank holds rows: on "
                 "most ranks they are others'. Give its forward an argument for positions, and name it in "
-                "ShardedModel(sequence, positions=...); without a root, pass sequence.positions(seq_len)",
+                "ShardedModel(sequence, positions=...), or among the inputs of ShardInput; without these, pass "
+                "sequence.positions(seq_len)",
                 stacklevel=2,
             )
             self.local_rows = None
         return call_function(func, args, kwargs)
+
+
+def _takes_parameter(given: list[Any]) -> bool:
+    """Whether a parameter that is trained meets another tensor."""
+    tensors = [x for x in given if isinstance(x, Tensor)]
+    trained = [x for x in tensors if isinstance(x, nn.Parameter) and x.requires_grad]
+    return bool(trained) and not all(isinstance(x, nn.Parameter) for x in tensors)
 
 
 def _counted(args: Any, kwargs: Any) -> Any:
@@ -243,9 +256,10 @@ def watching(root: nn.Module, local_rows: int | None = None) -> Iterator[None]:
         yield
 
 
-def watched() -> bool:
-    """Whether the watch of an eager root is the innermost mode."""
-    return not torch.compiler.is_compiling() and isinstance(_get_current_function_mode(), Watch)
+def watched() -> Watch | None:
+    """The watch of an eager root, if it is the innermost mode."""
+    mode = None if torch.compiler.is_compiling() else _get_current_function_mode()
+    return mode if isinstance(mode, Watch) else None
 
 
 @contextmanager
