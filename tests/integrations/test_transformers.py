@@ -398,6 +398,23 @@ def _with_term(model: Any, given: Any) -> None:
     model(**given)
 
 
+def _without_weight(model: Any, given: Any) -> None:
+    """As JetMoE, which calls it aux_loss_coef."""
+    del model.router_aux_loss_coef
+    model(**given, output_router_logits=True)
+
+
+def _other_arguments(model: Any, given: Any) -> None:
+    """As Doge, whose third one is a number of keys."""
+    scope = sys.modules[type(model).__module__].__dict__
+    kept = scope["load_balancing_loss_func"]
+    scope["load_balancing_loss_func"] = lambda logits, experts, num_keys, top_k=2, mask=None: kept(logits, experts, top_k, mask)
+    try:
+        model(**given, output_router_logits=True)
+    finally:
+        scope["load_balancing_loss_func"] = kept
+
+
 CALLS: dict[str, tuple[str, Any, dict[str, Any], str]] = {
     "a mask of pairs": ("llama", _pairs, {}, "documents=ids [B, S] can"),
     "the model's own mask": ("llama", _own_mask, {}, "use_vmap=True"),
@@ -413,6 +430,8 @@ CALLS: dict[str, tuple[str, Any, dict[str, Any], str]] = {
         *("llama", lambda m, x: m(**x, output_router_logits=True)),
         *({}, "another loss of routers; model.config.output_router_logits = False"),
     ),
+    "routers with other weights": ("mixtral", _without_weight, {}, "a model without router_aux_loss_coef"),
+    "a loss of routers with other arguments": ("mixtral", _other_arguments, {}, "another loss of routers"),
     "a term added in place": ("llama", _with_term, {}, "the loss of the labels alone"),
     "compiled as a whole": (
         *("llama", lambda m, x: torch.compile(m, backend="aot_eager")(**x), {}),
