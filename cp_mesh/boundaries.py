@@ -10,6 +10,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -21,9 +22,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from cp_mesh.agreement import agree_first, fingerprint, is_first
 from cp_mesh.errors import refuse
 from cp_mesh.forwards import INPUT, OUTPUT, replace_forward
-from cp_mesh.guard.watching import watched
+from cp_mesh.guard.watching import unwatched, watched
 from cp_mesh.layouts import Layout
-from cp_mesh.root import padding_of
+from cp_mesh.root import POSITIONS, padding_of
 from cp_mesh.sequence import ROOT, ShardedSequence
 from cp_mesh.styles import announce, check_layout, check_layout_of_root, claim, layout_of_call
 
@@ -119,15 +120,22 @@ class ShardInput(_Boundary):
             sequence = self.of_call(*args, **kwargs)
             present = [(name, place if place in given else name) for name, place in chosen]
             present = [(name, key) for name, key in present if given.get(key) is not None]
-            for name, key in present:
-                given[key] = self._shard(sequence, name, given[key])
+            with unwatched() if watched() else nullcontext():  # a layout counts rows
+                for name, key in present:
+                    given[key] = self._shard(sequence, name, given[key])
             if not present:
                 got = f"{len(args)} arguments by place, {[*kwargs]} by name"
                 refuse(f"ShardInput({type(module).__name__})", f"one of {self.inputs} in the call", got, "pass it")
+            self._watch_positions({name: given[key] for name, key in present})
         except Exception as error:
             announce(self.sequence, error)
             raise
         return forward(*(given[place] for place in range(len(args))), **{name: given[name] for name in kwargs})
+
+    def _watch_positions(self, local: dict[str, Any]) -> None:
+        """Tell the watch of a model without a root how many rows are here; a root has done so."""
+        if (watch := watched()) is not None and ROOT.get() is None and not local.keys() & {*POSITIONS}:
+            watch.local_rows = next(iter(local.values())).shape[self.dim] if self.sequence.cp_size > 1 else None
 
     def _shard(self, sequence: ShardedSequence, name: str, whole: Any) -> Any:
         """This rank's rows of a tensor, which is compared with those of other ranks when its shape is new."""
@@ -194,7 +202,8 @@ class GatherOutput(_Boundary):
         try:
             sequence = self.of_call(*args, **kwargs)
             gather = functools.partial(sequence.gather if self.gradient == "mean" else sequence.unshard, dim=self.dim)
-            whole = self._gather(type(module).__name__, gather, output)
+            with unwatched() if watched() else nullcontext():
+                whole = self._gather(type(module).__name__, gather, output)
         except Exception as error:
             announce(self.sequence, error)
             raise

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from model import DenseCore, Model, batch
+from model import Core, DenseCore, Model, batch
 from ranks import mesh
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import parallelize_module
@@ -89,6 +89,44 @@ def test_gradients_are_those_of_one_rank(
         assert got.keys() == want.keys()
         for name, x in want.items():
             torch.testing.assert_close(got[name], x, rtol=1e-10, atol=1e-10, msg=name)
+
+
+class Counting(nn.Module):
+    """Counts its rows, unless it is given their positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = Core()
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        positions = torch.arange(x.shape[1]) if positions is None else positions
+        heads = (x + positions.double()[..., None])[:, None]
+        return self.core(heads, heads, heads)[:, 0]
+
+
+class AroundCounting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Counting()
+
+    def forward(self, x: Tensor, given: bool) -> Tensor:
+        return self.block(x, torch.arange(x.shape[1])[None] if given else None)
+
+
+def counted(rank: int, given: bool) -> list[str]:
+    sequence = ShardedSequence(mesh((SIZE,), ("cp",)))
+    plan = {"block": ShardInput(sequence, (0, "positions")), "block.core": ContextParallel(sequence)}
+    model = parallelize(AroundCounting(), sequence.mesh, plan)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(torch.zeros(1, 24, 4, dtype=torch.float64), given)
+    return [str(x.message) for x in caught if "cp_mesh" in str(x.message)]
+
+
+def test_counted_positions_are_warned_of(pool: Any) -> None:
+    for said in pool(SIZE).run(counted, False):
+        assert len(said) == 1 and "counts 8 positions from 0" in said[0] and "the inputs of ShardInput" in said[0]
+    assert pool(SIZE).run(counted, True) == [[]] * SIZE
 
 
 class Out(NamedTuple):
