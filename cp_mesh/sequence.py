@@ -20,15 +20,17 @@ from torch.utils._pytree import MappingKey, tree_map_with_path
 from cp_mesh.balancing import balance
 from cp_mesh.errors import refuse
 from cp_mesh.groups import as_mesh, flat, is_cp_axis
-from cp_mesh.layouts import Contiguous, Layout, ZigZag
+from cp_mesh.layouts import Contiguous, Layout, Run, ZigZag
 from cp_mesh.masks import EXCLUDED, Mask
 from cp_mesh.seen import Rows, mark, marked, note_length, note_tokens
 from cp_mesh.transport.waiting import wait_for
 
 WHOLE = ("documents", "key_padding", "cu_seqlens")
 """Names of leaves that `ShardedSequence.shard` leaves whole: masks read them by position, on every rank."""
+IGNORED = -100
+"""The label of tokens that do not count."""
 PADDING = {
-    **dict.fromkeys(("labels", "label", "targets", "target"), -100),
+    **dict.fromkeys(("labels", "label", "targets", "target"), IGNORED),
     **dict.fromkeys(("tokens", "input_ids", "positions", "position_ids", "attention_mask", "key_padding"), 0),
     "documents": EXCLUDED,
 }
@@ -152,7 +154,8 @@ class ShardedSequence:
         Args:
             tree: tensors of the *whole* sequence, equal on every cp rank, at ``length`` or already padded. By their
                 key, documents, key_padding and cu_seqlens stay whole; labels and targets are padded with -100, tokens,
-                input_ids, positions, position_ids and attention_mask with 0.
+                input_ids, positions, position_ids and attention_mask with 0. Labels of a stream that every rank holds
+                are the padding on all ranks but the first, so that they count once.
             dim: the sequence dim of all tensors that are sharded.
             pad_value: what pads the sharded tensors, before `PADDING`. Needed where an integer tensor of another name,
                 or of none, is padded: 0 would be a valid label.
@@ -323,6 +326,10 @@ class ShardedSequence:
                 hint = f"pad_value=-100 for labels, 0 for tokens; or one of the names {', '.join(PADDING)}"
                 refuse(f"shard({name or ''})", "a pad_value for an integer tensor", None, hint)
         whole = self._pad(leaf, dim, padding, self.seq_len)
+        if self.layout.replicated and self.cp_rank > 0 and IGNORED in (pad_value, PADDING.get(str(name))):
+            pieces = self.layout.runs(whole.shape[dim], self.cp_size, self.cp_rank)
+            for copy in (piece for piece in pieces if isinstance(piece, Run) and piece.copied):
+                whole = whole.index_fill(dim, copy.positions().to(whole.device), padding)
         rows = self.layout.positions(whole.shape[dim], self.cp_size, self.cp_rank).to(leaf.device)
         local = whole.index_select(dim, rows)
         if torch.compiler.is_compiling():
