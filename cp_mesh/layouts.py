@@ -516,6 +516,11 @@ def _stream(x: Any) -> tuple[int, Layout | Replicated]:
             f"Joint: expected a length, (length, layout) or Replicated(length) for each stream, got {x!r};"
             " Joint(512, (4096, ZigZag())) are two streams, and streams of a Joint can be given one by one"
         )
+    if layout.tensor is not None and not isinstance(layout, _OfTensor):
+        raise ArgumentError(
+            f"Joint: expected streams in layouts of this library, or in one of yours that its spec says alone, got a "
+            f"{type(layout).__name__} with a tensor; Permuted says any order in equal parts"
+        )
     return length, layout
 
 

@@ -206,6 +206,19 @@ def test_what_copies_are_refused_in(pool: Any) -> None:
     report(pool(2).run(refusals))
 
 
+class Listed(Contiguous):
+    """A layout of a user's, with a tensor."""
+
+    @property
+    def tensor(self) -> Tensor:
+        return torch.arange(4)
+
+
+def test_a_tensor_of_a_users_layout_is_refused_in_a_stream() -> None:
+    with pytest.raises(ArgumentError, match="got a Listed with a tensor; Permuted says any order"):
+        Joint(3, (4, Listed()))
+
+
 def test_joint_layouts_are_explained() -> None:
     text = str(explain(24, 2, layout=Joint(Replicated(4), 20), num_heads=4, num_kv_heads=2, head_dim=16))
     assert "joint:4=replicated;20=contiguous" in text
