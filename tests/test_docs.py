@@ -521,6 +521,14 @@ def check_gradients(names: dict[str, Any]) -> None:
         close(x.grad, y.grad)
 
 
+def test_parts_of_a_loss_are_as_many_on_every_rank() -> None:
+    """Under FSDP each is a collective, and shards may be of unlike lengths."""
+    (parts,) = re.findall(r"for x, y in (zip.*?\)\)):", (ROOT / "docs/gradients.md").read_text())
+    for rows in (3, 9, 16):
+        names = {"leaf": torch.zeros(2, rows, 3), "batch": {"labels": torch.zeros(2, rows)}}
+        assert len(list(eval(parts, names))) == 4
+
+
 def decoding_names(rank: int) -> dict[str, Any]:
     """The page's model, and its weights; all 1000 tokens of a step by hand."""
     generator = torch.Generator().manual_seed(0)
