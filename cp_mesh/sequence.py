@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -209,21 +208,25 @@ class ShardedSequence:
         """
         return cast(Tensor, _AllReduce.apply(x, self.mesh.get_group().group_name))
 
-    def dropout_seed(self, step: int, seed: int = 0, device: torch.device | str | None = None) -> Tensor:
+    def dropout_seed(
+        self, step: int, seed: int = 0, replica: int = 0, device: torch.device | str | None = None
+    ) -> Tensor:
         """A seed for attention's dropout, equal on all ranks of this cp group with no communication.
 
-        Another one for every step, and for every cp group, as their tokens are others. Hand it to the model with the
+        Another one for every step, and for every replica, as their tokens are others. Hand it to the model with the
         batch, so that recomputation finds the same, and let layers add their number: ``seed + layer``.
 
         Args:
             step: the number of the forward, counted by the trainer alike on all ranks; of a resumed run counted on.
             seed: of the run.
+            replica: the index of the data-parallel replica, such as ``mesh["dp"].get_local_rank()``: equal on all cp
+                and tp ranks that hold the same tokens.
             device: where; None: the CPU.
 
         Returns:
             int64 [1], for ``dropout_seed`` of `cp_mesh.attention` and of ``ContextParallel(scores=...)``.
         """
-        told = repr((seed, dist.get_process_group_ranks(self.mesh.get_group())[0], step)).encode()
+        told = repr((seed, replica, step)).encode()
         return torch.tensor([int.from_bytes(hashlib.sha256(told).digest()[:7])], device=device)
 
     def positions(self, seq_len: int | None = None, device: torch.device | str | None = None) -> Tensor:

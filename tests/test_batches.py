@@ -356,19 +356,19 @@ def test_a_sum_and_its_gradient(pool: Any, way: str) -> None:
 
 def seeds(rank: int) -> tuple[int, dict[Any, int]]:
     axes = mesh((2, 2), ("dp", "cp"))
-    sequence, before = ShardedSequence(axes["cp"]), num_collectives()
-    found = {x: sequence.dropout_seed(*x) for x in ((0,), (1,), (2,), (0, 1), (1, 1))}
+    sequence, before, replica = ShardedSequence(axes["cp"]), num_collectives(), axes.get_local_rank("dp")
+    found = {x: sequence.dropout_seed(*x, replica=replica) for x in ((0,), (1,), (2,), (0, 1), (1, 1))}
     assert num_collectives() == before
     assert all(x.dtype == torch.int64 and x.shape == (1,) and 0 <= x < 2**62 for x in found.values())
     assert (
-        torch.equal(sequence.for_batch(9).dropout_seed(1), found[1,])
+        torch.equal(sequence.for_batch(9).dropout_seed(1, replica=replica), found[1,])
         and sequence.dropout_seed(3, device="meta").is_meta
     )
-    return axes.get_local_rank("dp"), {key: int(x) for key, x in found.items()}
+    return replica, {key: int(x) for key, x in found.items()}
 
 
 def test_seeds(pool: Any) -> None:
-    """One for all ranks of a cp group; others for other groups, steps and runs."""
+    """One for all ranks of a replica; others for other replicas, steps and runs."""
     answers = pool(4).run(seeds)
     assert [row for row, _ in answers] == [0, 0, 1, 1]
     assert answers[0] == answers[1] and answers[2] == answers[3]

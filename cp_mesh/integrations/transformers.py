@@ -178,7 +178,7 @@ def parallelize(
         layout: of the rows; "balanced" makes one for each batch of packed documents, and is zigzag for others.
         gather_output: whole logits and hidden states on every rank, as in `ShardedModel`.
         dropout_seed: of attention's dropout, equal on all ranks. Which weights are dropped depends on it, on the
-            layer, the forward, the pair of positions, and the cp group.
+            layer, the forward, the pair of positions, and the cp group among those of ``data``.
         watch: as in `ShardedModel`.
         **options: kernel, method, transport, ulysses_degree, inner_ring_size, head_chunks, deterministic, as in
             `cp_mesh.attention`.
@@ -212,6 +212,27 @@ def parallelize(
         watch_encoders(model)
     watch_first_step(model, sequence.mesh)
     return model
+
+
+def replica_of(mesh: DeviceMesh, data: DeviceMesh | dist.ProcessGroup) -> int:
+    """The index of this rank's cp group among those of ``data``, by the place of their first ranks; alike over tp.
+
+    Raises:
+        ArgumentError: if ``data`` has not all ranks of the group.
+    """
+    ranks = data.mesh.flatten().tolist() if isinstance(data, DeviceMesh) else dist.get_process_group_ranks(data)
+    own = set(ranks_of(mesh))
+    if not own <= set(ranks):
+        hint = 'pass the mesh of all ranks with other tokens, mesh["dp", "cp"]._flatten("dp_cp")'
+        refuse("data", f"ranks {sorted(own)} of cp among its own", ranks, hint)
+    places = [place for place, rank in enumerate(ranks) if rank in own]
+    of_group = {place - places[0] for place in places}  # and so far apart are the ranks of every other group
+    first, seen = [], set[int]()
+    for place in range(len(ranks)):
+        if place not in seen:
+            first.append(place)
+            seen |= {place + apart for apart in of_group}
+    return first.index(places[0])
 
 
 def sequence_of(model: nn.Module) -> ShardedSequence:
@@ -310,6 +331,7 @@ class _Adapter:
     ) -> None:
         self.sequence, self.of_batch, self.data, self.gather_output = sequence, of_batch, data, gather_output
         self.options, self.dropout_seed, self.steps = options, dropout_seed, 0
+        self.replica = replica_of(sequence.mesh, data)
         self.balances: bool | None = None
         self.compared = False
         compared = (*_INPUTS, "attention_mask", "documents", "cu_seq_lens_q", "shift_labels")
@@ -444,7 +466,7 @@ class _Adapter:
             if "num_items_in_batch" in whole and self.has_loss:
                 arguments["num_items_in_batch"] = whole["num_items_in_batch"]
         self.steps += module.training
-        seed = sequence.dropout_seed(self.steps, self.dropout_seed, positions.device)
+        seed = sequence.dropout_seed(self.steps, self.dropout_seed, self.replica, positions.device)
         batch = Batch(sequence, documents, key_padding, counted, self.options, seed)
         if whole.get("output_router_logits", getattr(module.config.get_text_config(), "output_router_logits", False)):
             if "fused_lm_head" in whole:

@@ -24,7 +24,14 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
 from cp_mesh import ArgumentError, Striped, UnsupportedError, ZigZag, sum_gradients  # noqa: E402
-from cp_mesh.integrations.transformers import Said, check_model, parallelize, read_mask, sequence_of  # noqa: E402
+from cp_mesh.integrations.transformers import (  # noqa: E402
+    Said,
+    check_model,
+    parallelize,
+    read_mask,
+    replica_of,
+    sequence_of,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 BOUND = 1e-6
@@ -324,6 +331,43 @@ def seeded(rank: int, seed: int) -> Tensor:
     return dropped(rank, ZigZag(), dropout_seed=seed)[0]
 
 
+def replicas(rank: int, shape: tuple[int, ...], names: tuple[str, ...]) -> tuple[list[int], list[int], int]:
+    """This rank's place in dp and in cp, its index as ``data`` says it in three ways, and the seed of a forward."""
+    whole = mesh(shape, names)
+    data = whole["dp", "cp"] if names.index("dp") < names.index("cp") else whole["cp", "dp"]
+    flat = data._flatten("data")
+    model = parallelize(build("llama", "eager"), whole["cp"], data=flat)
+    seen: list[int] = []
+    model.model.layers[0].register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(int(kwargs["attention_mask"].seed)), with_kwargs=True
+    )
+    model(input_ids=batch("plain")["input_ids"])
+    found = [replica_of(whole["cp"], x) for x in (data, flat, flat.get_group())]
+    return [whole.get_local_rank(x) for x in ("dp", "cp")], found, seen[0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "names"),
+    [((2, 2), ("dp", "cp")), ((2, 2), ("cp", "dp")), ((2, 2, 1), ("dp", "cp", "tp")), ((2, 1, 2), ("dp", "cp", "tp"))],
+    ids=str,
+)
+def test_dropout_of_replicas(pool: Any, shape: tuple[int, ...], names: tuple[str, ...]) -> None:
+    """Ranks with the same tokens, of cp and of tp, have one seed, and replicas others."""
+    answers = pool(4).run(replicas, shape, names)
+    assert all(found == [dp] * 3 for (dp, _), found, _ in answers)
+    assert len({(dp, seed) for (dp, _), _, seed in answers}) == len({seed for *_, seed in answers}) == 2
+
+
+def with_other_data(rank: int) -> None:
+    whole = mesh((2, 2), ("dp", "cp"))
+    with pytest.raises(ArgumentError, match=r"data: expected ranks .* of cp among its own"):
+        parallelize(build("llama", "eager"), whole["cp"], data=whole["dp"])
+
+
+def test_data_has_the_ranks_of_cp(pool: Any) -> None:
+    pool(4).run(with_other_data)
+
+
 def dropped_gradients(rank: int, reentrant: bool | None) -> list[Tensor]:
     cp = mesh((dist.get_world_size(),), ("cp",))
     model = parallelize(build("llama", "eager", attention_dropout=0.3), cp)
@@ -408,7 +452,9 @@ def _other_arguments(model: Any, given: Any) -> None:
     """As Doge, whose third one is a number of keys."""
     scope = sys.modules[type(model).__module__].__dict__
     kept = scope["load_balancing_loss_func"]
-    scope["load_balancing_loss_func"] = lambda logits, experts, num_keys, top_k=2, mask=None: kept(logits, experts, top_k, mask)
+    scope["load_balancing_loss_func"] = lambda logits, experts, keys, top_k=2, mask=None: kept(
+        logits, experts, top_k, mask
+    )
     try:
         model(**given, output_router_logits=True)
     finally:
