@@ -24,11 +24,11 @@ the double ring              7
 the transport               12
 plans that are kept          3
 the op and DTensors          8
-data and loss               19
+data and loss               20
 styles                       7
 watching                     3
 check mode and verify       10
-in all                     313
+in all                     314
 
 To add one, write ``@plant(name, seam, *checks)`` over a function that is given what is at the seam and returns what
 takes its place; see seams.py. No bug quotes source: those of Triton kernels are planted in the Python that launches

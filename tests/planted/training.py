@@ -196,6 +196,9 @@ plant("the gradient of a sum over ranks is that of one rank", "sequence:_AllRedu
 plant("dropout has one seed in all steps", "sequence:ShardedSequence.dropout_seed", "seeds of steps")(
     lambda dropout_seed: with_arguments(dropout_seed, step=lambda step: 0)
 )
+plant("dropout has one seed in all replicas", "sequence:ShardedSequence.dropout_seed", "seeds of steps")(
+    lambda dropout_seed: with_arguments(dropout_seed, replica=lambda replica: 0)
+)
 
 
 @plant("the norm counts what ranks hold alike once for each", "clipping:_sharing", "norm on several meshes")
