@@ -146,6 +146,9 @@ class _ContextParallel(Trainer):
         if not self.model_accepts_loss_kwargs:
             hint = "its loss could not be divided by the tokens of all ranks"
             refuse(where, "a model whose forward takes **kwargs", type(self.model).__name__, hint, UnsupportedError)
+        if getattr(self.model.config, "output_router_logits", False):
+            hint = "model.config.output_router_logits = False, of SFTTrainer router_aux_loss_coef=0.0: it is not a sum"
+            refuse(f"{where}: output_router_logits", False, True, hint, UnsupportedError)
         if self.accelerator.dispatch_batches:
             hint = "leave it out: every rank then reads its batches, and the ranks of cp the same"
             refuse(f"{where}: dispatch_batches", False, True, hint, UnsupportedError)

@@ -517,7 +517,9 @@ class _Adapter:
     def check_router(self, module: Any) -> None:
         """Refuse a model whose loss of routers is not `balancing_loss`, by an example."""
         if self.balances is None:
-            function = getattr(sys.modules[type(module).__module__], "load_balancing_loss_func", lambda *_: torch.nan)
+            files = (sys.modules.get(kind.__module__) for kind in type(module).__mro__)  # FSDP2 puts a class before it
+            found = (getattr(file, "load_balancing_loss_func", None) for file in files)
+            function = next(filter(None, found), lambda *_: torch.nan)
             logits = tuple(torch.linspace(-1, 2, 24).view(6, 4).roll(i, 1).sin() for i in range(2))
             kept = torch.tensor([[1, 1, 0], [1, 1, 1]])
             try:

@@ -495,15 +495,15 @@ def test_refused_calls(pool: Any, name: str) -> None:
         assert words in raised.message, raised.message
 
 
-def sharded_by_fsdp(rank: int, family: str) -> list[float]:
+def sharded_by_fsdp(rank: int, family: str, made: Any = build) -> list[float]:
     """Over dp x cp, each dp rank with a batch of its own: loss and gradients against those of all batches."""
     whole = mesh((dist.get_world_size() // 2, 2), ("dp", "cp"))
     data = whole["dp", "cp"]._flatten("dp_cp")
     given, dp = batch("packed"), whole["dp"].get_local_rank()
-    reference = build(family, oracle.NAME)
+    reference = made(family, oracle.NAME)
     rows = slice(None) if whole["dp"].size() == 1 else slice(dp, dp + 1)
     _, loss = oracle.whole_loss(reference, documents_of(given), **given)
-    model = parallelize(build(family, "eager"), whole["cp"], data=data)
+    model = parallelize(made(family, "eager"), whole["cp"], data=data)
     for layer in model.model.layers:
         fully_shard(layer, mesh=data)
     fully_shard(model, mesh=data)
@@ -522,6 +522,10 @@ WITH_FSDP = ["llama", "qwen3", "gemma2", "gemma3", "gpt_oss", "mixtral", "llama4
 @pytest.mark.parametrize(("family", "num_ranks"), [*((family, 2) for family in WITH_FSDP), ("llama", 4)])
 def test_fsdp(pool: Any, family: str, num_ranks: int) -> None:
     assert max(pool(num_ranks).run(sharded_by_fsdp, family)[0]) < BOUND
+
+
+def test_fsdp_with_a_loss_of_routers(pool: Any) -> None:
+    assert max(pool(2).run(sharded_by_fsdp, "mixtral", routers)[0]) < BOUND
 
 
 # ---- what is refused of models
