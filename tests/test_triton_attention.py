@@ -194,7 +194,7 @@ MASKED = {  # of which every excluded block is known from the least and greatest
     "length": lambda S: Mask(causal=False, length=30),
     "documents": lambda S: Mask(causal=False, documents=torch.arange(S) // 23),
     "documents of batch rows": lambda S: Mask(documents=torch.stack([torch.arange(S) // 23, torch.zeros(S).long()])),
-    "documents and window": lambda S: Mask(window=(11, None), documents=(torch.arange(S) // 40).int() - 3),
+    "documents and window": lambda S: Mask(window=(11, None), documents=(torch.arange(S) // 40).int() - 1),
     "key padding": lambda S: Mask(causal=False, key_padding=(torch.arange(S) < 10) | (torch.arange(S) > 33)),
 }  # fmt: skip
 
