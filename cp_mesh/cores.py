@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from cp_mesh.attention import Asked, attend, check_asked
 from cp_mesh.call import SCORE_OPTIONS, check_choice
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe, refuse
+from cp_mesh.flex import Functions, ScoreMod
 from cp_mesh.formats import FORMATS
 from cp_mesh.forwards import STYLE, replace_forward
 from cp_mesh.guard.stated import (
@@ -35,17 +36,25 @@ from cp_mesh.guard.stated import (
     stated_reach,
     variables,
 )
-from cp_mesh.guard.watching import Interception, unwatched, watched
+from cp_mesh.guard.watching import Interception, compiled_flex, unwatched, watched
 from cp_mesh.kernels import KERNELS
 from cp_mesh.layouts import Layout
 from cp_mesh.masks import Mask
 from cp_mesh.methods import choose_method
-from cp_mesh.placements import check_placements, check_score_placements, local_scores, wrap
+from cp_mesh.placements import (
+    check_placements,
+    check_score_placements,
+    first_index,
+    local_scores,
+    wrap,
+    wrap_results,
+)
 from cp_mesh.sequence import ROOT, ShardedSequence
 from cp_mesh.styles import announce, check_layout, check_layout_of_root, claim, has_axis, layout_of_call, styles_of
 from cp_mesh.transport import TRANSPORTS
 
 _LOOKED_AT = "_cp_mesh_looked_at"  # a core whose own words were compared with its style
+_COMPILES_FLEX = "_cp_mesh_compiles_flex"  # a core that holds what torch.compile made of flex_attention
 _SCORE_OPTIONS = frozenset(SCORE_OPTIONS) - {"dropout_p"}  # which the SDPA call tells
 
 
@@ -53,13 +62,13 @@ _SCORE_OPTIONS = frozenset(SCORE_OPTIONS) - {"dropout_p"}  # which the SDPA call
 class _Call:
     """What one call of an attention core attends with; the mask is that of the padded sequence.
 
-    ``stated``: of a first call, the module's name and what the mask must say.
+    ``stated``: of a first call, the module and what the mask must say.
     """
 
     layout: Layout
     mask: Mask
     scores: Mapping[str, Any]
-    stated: tuple[str, Reach] | None = None
+    stated: tuple[nn.Module, Reach] | None = None
 
 
 class ContextParallel(ParallelStyle):
@@ -160,7 +169,11 @@ class ContextParallel(ParallelStyle):
         """The wrapped module's forward, whose SDPA calls attend over the whole sequence."""
         call = self.of_call(module, *args, **kwargs)
         told = functools.partial(announce, self.sequence)
-        interception = Interception(functools.partial(self.sharded_sdpa, call), told)
+        sdpa, flex = functools.partial(self.sharded_sdpa, call), functools.partial(self.sharded_flex, call)
+        if not torch.compiler.is_compiling() and _compiles_flex(module, forward):
+            forward = torch.compiler.set_stance("force_eager")(forward)
+            flex = torch.compiler.set_stance("default")(flex)
+        interception = Interception(sdpa, flex, told)
         if watched():
             with unwatched(), interception:
                 result = forward(*args, **kwargs)
@@ -168,7 +181,8 @@ class ContextParallel(ParallelStyle):
             with interception:
                 result = forward(*args, **kwargs)
         if interception.calls == 0:
-            what, expected = f"ContextParallel({type(module).__name__})", "a call of F.scaled_dot_product_attention"
+            what = f"ContextParallel({type(module).__name__})"
+            expected = "a call of F.scaled_dot_product_attention, or of flex_attention,"
             hint = "apply the style to the module that calls it; otherwise each rank attends to its shard alone"
             error = ArgumentError(describe(what, f"{expected} in its forward", "none", hint))
             announce(self.sequence, error)
@@ -190,22 +204,19 @@ class ContextParallel(ParallelStyle):
                 scores = self.scores
             else:
                 scores = _check_scores(_ask("scores", self.scores, module, *args, **kwargs))
-            stated = self._first(module, mask, scores, (*args, *kwargs.values())) if first else None
+            stated = self._first(module, (*args, *kwargs.values())) if first else None
             return _Call(layout, self.sequence.mask(mask, layout), scores, stated)
         except Exception as error:
             announce(self.sequence, error)
             raise
 
-    def _first(
-        self, module: nn.Module, mask: Mask, scores: Mapping[str, Any], given: tuple[Any, ...]
-    ) -> tuple[str, Reach]:
+    def _first(self, module: nn.Module, given: tuple[Any, ...]) -> tuple[nn.Module, Reach]:
         """In the first call of a module: refuse what the module says of its attention and the style does not."""
-        check_scores_stated(module, scores)
         if isinstance(self.mask, Mask):
             check_mask_read(module, self.mask, given)
         if not torch.compiler.is_compiling():
             module.__dict__[_LOOKED_AT] = True
-        return type(module).__name__, stated_reach(module)
+        return module, stated_reach(module)
 
     def sharded_sdpa(
         self,
@@ -234,25 +245,93 @@ class ContextParallel(ParallelStyle):
         except Exception as error:
             announce(self.sequence, error)
             raise
-        sequence, tensors = self.sequence, (query, key, value)
-
-        asked = Asked(
-            mesh=sequence.mesh,
-            seq_dim=2,
-            seq_len=sequence.seq_len_in(call.layout),
-            layout=call.layout,
-            mask=call.mask,
-            scale=scale,
-            dropout_p=dropout_p,
-            of_root=sequence.length is None,
-            **self.options,
-        )
-        if not isinstance(query, DTensor) or has_axis(query.device_mesh, sequence.mesh):
+        tensors = query, key, value
+        asked = self._asked(call, scale)._replace(dropout_p=dropout_p)
+        if not self._is_over_tp(query):
             return cast(Tensor, attend(*tensors, asked._replace(**call.scores)))
         # DTensors over tp alone: the rows of this rank, with heads sharded. No collective runs over their mesh.
         q, k, v = (x.to_local(grad_placements=x.placements) for x in tensors if isinstance(x, DTensor))
         out = cast(Tensor, attend(q, k, v, asked._replace(**local_scores(call.scores, query, FORMATS[2]))))
         return wrap(out, query.device_mesh, query.placements, (*query.shape[:-1], value.shape[-1]), query)
+
+    def sharded_flex(
+        self,
+        call: _Call,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        score_mod: ScoreMod | None,
+        block_mask: Any,
+        scale: float | None,
+        enable_gqa: bool,
+        return_lse: bool,
+        kernel_options: Any = None,
+        return_aux: Any = None,
+    ) -> tuple[Tensor, Tensor]:
+        """PyTorch's flex_attention over the whole sequence, for one intercepted call.
+
+        Args:
+            call: the style's for the module's call.
+            query, key, value: [B, H or K, S_local, D], plain or DTensors.
+            score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux: as in PyTorch's; functions
+                see global indices, and the mask is of the whole sequence, without padding.
+
+        Returns:
+            out and lse; lse has no element if it is not wanted.
+
+        Raises:
+            ArgumentError, UnsupportedError: as in `ContextParallel`; in check mode all ranks hear of it.
+        """
+        form, over_tp = FORMATS[2], self._is_over_tp(query)
+        return_lse = return_lse or getattr(return_aux, "lse", False)
+        asked = self._asked(call, scale)._replace(return_lse=return_lse)
+        try:
+            if kernel_options:
+                hint = "leave it out: cp_mesh chooses its kernel by ContextParallel(kernel=)"
+                refuse("kernel_options", "none", kernel_options, hint, UnsupportedError)
+            if getattr(return_aux, "max_scores", False):
+                hint = "lse is there, AuxRequest(lse=True)"
+                refuse("return_aux", "no maxima of scores", return_aux, hint, UnsupportedError)
+            if call.scores:
+                refuse("ContextParallel.scores", "none beside flex_attention", [*call.scores], "score_mod says them")
+            if over_tp:
+                check_placements(query, key, value, (), form)
+            if not enable_gqa and query.shape[1] != key.shape[1]:
+                refuse("heads", f"{query.shape[1]} kv heads", key.shape[1], "pass enable_gqa=True")
+            length = query.shape[2] * (1 if isinstance(query, DTensor) and not over_tp else self.sequence.cp_size)
+            length = self.sequence.length or length
+            last = None if asked.seq_len in (None, length) else length - 1
+            sizes = query.shape[0], query.shape[1], length
+            functions = Functions.of(score_mod, block_mask, query, sizes, last)
+            functions.check_hidden(call.mask, sizes, query.device)
+        except Exception as error:
+            announce(self.sequence, error)
+            raise
+        asked = functions.asked(asked)
+        if not over_tp:
+            found = attend(query, key, value, asked)
+            return cast(tuple[Tensor, Tensor], found if return_lse else (found, query.new_empty(0)))
+        assert isinstance(query, DTensor)
+        q, k, v = (x.to_local(grad_placements=x.placements) for x in (query, key, value) if isinstance(x, DTensor))
+        found = attend(q, k, v, asked._replace(first_head=first_index(query, form.dims["heads"])))
+        out, lse = cast(tuple[Tensor, Tensor], found if return_lse else (found, q.new_empty(q.shape[:3])))
+        return wrap_results(out, lse, query, form)
+
+    def _asked(self, call: _Call, scale: float | None) -> Asked:
+        return Asked(
+            mesh=self.sequence.mesh,
+            seq_dim=2,
+            seq_len=self.sequence.seq_len_in(call.layout),
+            layout=call.layout,
+            mask=call.mask,
+            scale=scale,
+            of_root=self.sequence.length is None,
+            **self.options,
+        )
+
+    def _is_over_tp(self, query: Tensor) -> bool:
+        """Whether heads are sharded, as DTensors have them, and rows are those of this rank."""
+        return isinstance(query, DTensor) and not has_axis(query.device_mesh, self.sequence.mesh)
 
     def _check_call(
         self,
@@ -264,7 +343,7 @@ class ContextParallel(ParallelStyle):
         is_causal: bool,
         enable_gqa: bool,
     ) -> None:
-        if isinstance(query, DTensor) and not has_axis(query.device_mesh, self.sequence.mesh):
+        if isinstance(query, DTensor) and self._is_over_tp(query):
             check_placements(query, key, value, (), FORMATS[2])
             check_score_placements(call.scores, query, FORMATS[2])
         if attn_mask is not None:
@@ -284,9 +363,18 @@ class ContextParallel(ParallelStyle):
             )
         if call.stated is not None:
             rows = query.shape[-2] * self.sequence.cp_size  # DTensors over cp have all of them already
-            check_reach(*call.stated, call.mask, self.sequence.length or rows)
+            module, reach = call.stated
+            check_scores_stated(module, call.scores)
+            check_reach(type(module).__name__, reach, call.mask, self.sequence.length or rows)
         if not enable_gqa and query.shape[-3] != key.shape[-3]:
             refuse("heads", f"{query.shape[-3]} kv heads", key.shape[-3], "pass enable_gqa=True, as SDPA wants")
+
+
+def _compiles_flex(module: nn.Module, forward: Callable[..., Any]) -> bool:
+    """As its first call found it."""
+    if _COMPILES_FLEX not in module.__dict__:
+        module.__dict__[_COMPILES_FLEX] = compiled_flex(module, forward)
+    return cast(bool, module.__dict__[_COMPILES_FLEX])
 
 
 def cores_of(module: nn.Module) -> list[ContextParallel]:

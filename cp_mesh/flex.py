@@ -30,6 +30,7 @@ from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.functions import ScalarFunction
 from cp_mesh.layouts import Layout, ZigZag
 from cp_mesh.masks import Mask
+from cp_mesh.owned import Content
 from cp_mesh.placements import find_cp_axis, group_that_waits
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -38,12 +39,42 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class PairMask:
-    """What `create_block_mask` returns: a mask_mod, and the sizes for which it was meant. Nothing is computed of it."""
+    """What `create_block_mask` returns: a mask_mod, and the sizes for which it was meant. Nothing is computed of it.
+
+    Its other attributes are what PyTorch's flex_attention asks for in a core of `ContextParallel`, before it gets there.
+    """
 
     mask_mod: MaskMod
     batch: int | None
     heads: int | None
     seq_len: int
+
+    @property
+    def BLOCK_SIZE(self) -> tuple[int, int]:
+        """As of a mask without blocks, whose length is not compared."""
+        from torch.nn.attention import flex_attention
+
+        return (flex_attention._LARGE_SPARSE_BLOCK_SIZE,) * 2
+
+    @property
+    def kv_num_blocks(self) -> _Anywhere:
+        return _Anywhere()
+
+    def as_tuple(self) -> tuple[PairMask]:
+        return (self,)
+
+
+class _Anywhere:
+    """Has each device."""
+
+    @property
+    def device(self) -> _Anywhere:
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, torch.device)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def create_block_mask(mask_mod: MaskMod, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int) -> PairMask:
@@ -140,14 +171,10 @@ def flex_attention(
         if num_heads != num_kv_heads and not enable_gqa:
             got = f"{num_heads} and {num_kv_heads}"
             refuse("heads", "as many kv heads as query heads", got, "enable_gqa=True takes fewer kv heads")
-        score_function, captured = _trace("score_mod", score_mod, query)
-        mask_mod = None
-        if block_mask is not None:
-            length = query.shape[axis.seq_dim]
-            whole = length if isinstance(query, DTensor) else length * axis.size if seq_len is None else seq_len
-            batch = query.shape[form.dims["batch"]] if "batch" in form.dims else 1
-            mask_mod, of_mask = _read_mask(block_mask, query, (batch, num_heads, whole))
-            captured += of_mask
+        length = query.shape[axis.seq_dim]
+        whole = length if isinstance(query, DTensor) else length * axis.size if seq_len is None else seq_len
+        batch = query.shape[form.dims["batch"]] if "batch" in form.dims else 1
+        functions = Functions.of(score_mod, block_mask, query, (batch, num_heads, whole))
     except Exception as error:
         if (group := group_that_waits(query, mesh, seq_dim)) is not None:
             announce_refusal(group, error)
@@ -156,14 +183,90 @@ def flex_attention(
         mesh, seq_dim, seq_len, layout, mask, scale, method=method, kernel=kernel, transport=transport,
         ulysses_degree=ulysses_degree, inner_ring_size=inner_ring_size, head_chunks=head_chunks,
         deterministic=deterministic, return_lse=return_lse,
-        score_mod=score_function.handle if score_function else "", mask_mod=mask_mod.handle if mask_mod else "",
-        captured=captured,
     )  # fmt: skip
-    return attend(query, key, value, asked)
+    return attend(query, key, value, functions.asked(asked))
+
+
+@dataclass(frozen=True, eq=False)
+class Functions:
+    """score_mod and mask_mod of a call, traced, and what each of them reads."""
+
+    score_mod: ScalarFunction | None
+    mask_mod: ScalarFunction | None
+    of_score: tuple[Tensor, ...]
+    of_mask: tuple[Tensor, ...]
+
+    @classmethod
+    def of(
+        cls,
+        score_mod: ScoreMod | None,
+        block_mask: Any,
+        query: Tensor,
+        sizes: tuple[int, int, int],
+        last: int | None = None,
+    ) -> Functions:
+        """Of arguments of `flex_attention`.
+
+        Args:
+            sizes: batch rows, query heads and tokens of the whole, of which the mask must be.
+            last: the last index of a token. Greater ones, of padding, are this one in functions.
+        """
+        score_function, of_score = _trace("score_mod", score_mod, query, last)
+        if block_mask is None:
+            return cls(score_function, None, of_score, ())
+        mask_mod, of_mask = _read_mask(block_mask, query, sizes, last)
+        return cls(score_function, mask_mod, of_score, of_mask)
+
+    def asked(self, asked: Asked) -> Asked:
+        """A call with these functions."""
+        handles = ("" if x is None else x.handle for x in (self.score_mod, self.mask_mod))
+        score_mod, mask_mod = handles
+        return asked._replace(score_mod=score_mod, mask_mod=mask_mod, captured=(*self.of_score, *self.of_mask))
+
+    def check_hidden(self, mask: Mask, sizes: tuple[int, int, int], device: torch.device) -> None:
+        """Refuse a mask that hides pairs, other than of padding, which mask_mod shows. Looks at all, once."""
+        if not (mask.causal or mask.window or mask.elementwise):
+            return
+        what, hint = "ContextParallel.mask", "mask=Mask(causal=False) leaves all to the functions"
+        if self.mask_mod is None:
+            refuse(what, "a mask that hides nothing, as flex_attention has no block_mask here", mask, hint)
+        contents = (Content.of(x) for x in (mask.documents, mask.key_padding) if x is not None)
+        key = mask.spec(), sizes, *contents, Unchanged(self.of_mask)
+        if _hidden.get(self.mask_mod) == key:
+            return
+        mask = mask.to(device)
+        b, h, every = (torch.arange(n, device=device) for n in sizes)
+        for at in every.split(_ROWS):
+            seen = self.mask_mod.of_pairs(None, (b, h, at, every), self.of_mask)
+            if (seen & ~mask.allowed(at, every)[:, None]).any():
+                refuse(what, "a mask that hides no pair which flex_attention's block_mask shows", mask, hint)
+        _hidden[self.mask_mod] = key
+
+
+_ROWS = 256  # queries whose pairs are looked at together
+_hidden: weakref.WeakKeyDictionary[ScalarFunction, Any] = weakref.WeakKeyDictionary()
+
+
+class Unchanged:
+    """Tensors as they were when this was made, held weakly: equal to another of the same ones, written to since or not.
+
+    Never equal if they are inference tensors, which do not tell of writes.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = [(weakref.ref(x), None if x.is_inference() else x._version) for x in tensors]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Unchanged) or len(self._tensors) != len(other._tensors):
+            return False
+        pairs = zip(self._tensors, other._tensors, strict=True)
+        return all(x() is not None and x() is y() and before == now is not None for (x, before), (y, now) in pairs)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _trace(
-    what: str, function: Callable[..., Tensor] | None, query: Tensor
+    what: str, function: Callable[..., Tensor] | None, query: Tensor, last: int | None = None
 ) -> tuple[ScalarFunction | None, tuple[Tensor, ...]]:
     """A function of scalars as a graph, and the tensors that it reads."""
     from torch.fx.experimental.proxy_tensor import make_fx  # imports sympy
@@ -179,6 +282,8 @@ def _trace(
         scalars.insert(0, torch.zeros((), dtype=dtype, device=query.device))
 
     def watched(*scalars: Tensor) -> Tensor:
+        if last is not None:
+            scalars = *scalars[:-2], *(x.clamp(max=last) for x in scalars[-2:])
         with torch.no_grad(), _Functions(what), _Operators(what):
             result = function(*scalars)
         if not isinstance(result, Tensor) or result.ndim or (what == "mask_mod" and result.dtype != dtype):
@@ -270,7 +375,7 @@ class _Operators(TorchDispatchMode):
 
 
 def _read_mask(
-    block_mask: Any, query: Tensor, sizes: tuple[int, int, int]
+    block_mask: Any, query: Tensor, sizes: tuple[int, int, int], last: int | None = None
 ) -> tuple[ScalarFunction, tuple[Tensor, ...]]:
     """The mask_mod of a mask; refuses masks of another size than batch, heads and length."""
     from torch.nn.attention.flex_attention import BlockMask
@@ -286,7 +391,7 @@ def _read_mask(
     if given[0] not in (None, 1, batch) or given[1] not in (None, 1, heads) or set(given[2:]) != {length}:
         expected = f"the whole sequence: B 1 or {batch}, H 1 or {heads}, {length} queries and keys"
         refuse("block_mask", expected, given, "make it of the global length, and never slice it")
-    function, captured = _trace("mask_mod", block_mask.mask_mod, query)
+    function, captured = _trace("mask_mod", block_mask.mask_mod, query, last)
     assert function is not None
     if isinstance(block_mask, BlockMask):
         _check_blocks(block_mask, function, captured, sizes)

@@ -11,6 +11,7 @@ and what is in the body of a higher-order operator, such as torch.cond.
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.forwards import FILE, STYLE, WATCH, check_class, replace_forward, replaced
+from cp_mesh.guard.stated import variables
 from cp_mesh.ops import attention_op, check_length, length_of_call
 
 # The functions that attend, by name (torch.compile guards every look-up of a function, none of a name), and the dim of
@@ -56,6 +58,7 @@ _DIMS = {
 ROWS = _DIMS | {f"{name}.default": dim for name, dim in _DIMS.items()}  # and as operators are named
 ATTENTION = frozenset(ROWS)
 # What torch.compile makes of torch.utils.checkpoint: an operator, in whose body the mode that sees it is not active.
+FLEX = "torch.nn.attention.flex_attention"
 CHECKPOINTS = frozenset(("tag_activation_checkpoint", "wrap_activation_checkpoint"))
 
 
@@ -65,29 +68,71 @@ def call_function(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
+_COMPILED_FLEX = (
+    "ContextParallel: flex_attention that torch.compile traces is not available in a core; call flex_attention itself, or "
+    "name what torch.compile made of it in the core's forward or as an attribute of the core, which then runs uncompiled; "
+    "in a model that is compiled put torch.compiler.disable around the core"
+)
+
+
+def compiled_flex(module: nn.Module, forward: Callable[..., Any]) -> bool:
+    """Whether a module holds what torch.compile made of flex_attention, or its forward names it."""
+    flex = getattr(sys.modules.get(FLEX), "flex_attention", None)
+    function = getattr(forward, "func", forward)  # of a partial
+    held = [*vars(module).values(), *variables(getattr(function, "__func__", function)).values()]
+    held += [x for each in type(module).__mro__ if each is not nn.Module for x in vars(each).values()]
+    found = (getattr(getattr(x, "__func__", x), "_torchdynamo_orig_callable", None) for x in held)
+    return flex is not None and any(x is flex for x in found)
+
+
 class Interception(TorchFunctionMode):
-    """Lives for one forward of one core: turns its SDPA calls into the style's, and counts them.
+    """Lives for one forward of one core: turns its calls of SDPA and flex_attention into the style's, and counts them.
+
+    PyTorch's flex_attention is a function in Python, which no mode sees, but for what it calls: first it asks what
+    tensors are like, and their lengths must be those of its block mask. Then it calls an operator. It is told of the
+    whole sequence, and made to call the operator uncompiled, by PyTorch's own switch for that, so that it is seen here.
 
     Args:
         attend: called instead of `F.scaled_dot_product_attention`.
+        attend_by_functions: called instead of flex_attention, with its arguments by name; returns (out, lse).
         announce: told of what is refused here, before it is raised.
     """
 
-    def __init__(self, attend: Callable[..., Any], announce: Callable[[Exception], None]) -> None:
+    def __init__(
+        self,
+        attend: Callable[..., Any],
+        attend_by_functions: Callable[..., tuple[Tensor, Tensor]],
+        announce: Callable[[Exception], None],
+    ) -> None:
         super().__init__()
-        self.attend, self.announce, self.calls = attend, announce, 0
-        self.graded = torch.is_grad_enabled()
+        self.attend, self.attend_by_functions, self.announce = attend, attend_by_functions, announce
+        self.calls, self.graded = 0, torch.is_grad_enabled()
+        self.flex: FrameType | None = None
+        self.flex_arguments: dict[str, Any] = {}
+        self.undo = ExitStack()
+
+    def __exit__(self, *given: Any) -> None:
+        if self.flex is not None:  # PyTorch's function raised
+            self._end_flex()
+        super().__exit__(*given)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name not in ATTENTION and name not in CHECKPOINTS:
+            if not torch.compiler.is_compiling() and (func is Tensor.size or name == "__get__"):
+                caller = sys._getframe(1)
+                if caller.f_globals.get("__name__") == FLEX:
+                    return self._asked_in_flex(caller, func, *args, **kwargs)
             return call_function(func, args, kwargs)
+        is_flex = self.flex is not None and name == "flex_attention"
         try:
-            if name in ATTENTION and func is not F.scaled_dot_product_attention:
+            if name in ATTENTION and func is not F.scaled_dot_product_attention and not is_flex:
+                if name == "flex_attention":
+                    raise UnsupportedError(_COMPILED_FLEX)
                 raise UnsupportedError(
                     f"ContextParallel: {name} is not available in a core; call F.scaled_dot_product_attention "
-                    "and say the mask as ContextParallel(mask=Mask(...))"
+                    "and say the mask as ContextParallel(mask=Mask(...)), or call flex_attention"
                 )
             if name in CHECKPOINTS or (self.graded and not torch.is_grad_enabled()) or _inside_checkpoint():
                 raise UnsupportedError(
@@ -99,7 +144,60 @@ class Interception(TorchFunctionMode):
             self.announce(error)
             raise
         self.calls += 1
+        if is_flex:
+            return self._attend_by_functions()
         return self.attend(*args, **kwargs)
+
+    def _asked_in_flex(self, caller: FrameType, func: Any, x: Tensor, *given: Any) -> Any:
+        """What PyTorch's flex_attention is told of a tensor.
+
+        It has as many rows as the block mask, that of the whole sequence, and no gradient, which CPUs do not have there.
+        """
+        if func is not Tensor.size:
+            return False if func.__self__ is Tensor.requires_grad else func(x, *given)
+        if caller is not self.flex and caller.f_code.co_name == "flex_attention":
+            self._end_flex()
+            self._refuse_compiled()
+            code, values = caller.f_code, caller.f_locals
+            names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+            self.flex, self.flex_arguments = caller, {name: values[name] for name in names}
+            self.undo.enter_context(_uncompiled())
+        lengths = getattr(self.flex_arguments.get("block_mask"), "seq_lengths", None)
+        if caller is not self.flex or given != (-2,) or lengths is None:
+            return x.size(*given)
+        return lengths[x is not self.flex_arguments["query"]]
+
+    def _refuse_compiled(self) -> None:
+        """Torch.compile traces again what it could not trace, frame by frame, and would trace this."""
+        from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+        if get_eval_frame_callback() not in (None, False):
+            error = UnsupportedError(_COMPILED_FLEX)
+            self.announce(error)
+            raise error
+
+    def _end_flex(self) -> None:
+        self.flex, self.flex_arguments = None, {}
+        self.undo.close()
+
+    def _attend_by_functions(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The operator of flex_attention: out, lse by the logarithm of 2, and no maxima of scores."""
+        given = self.flex_arguments
+        self._end_flex()
+        out, lse = self.attend_by_functions(**given)
+        return out, lse / math.log(2), lse.new_empty(0)
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """While PyTorch's flex_attention calls its operator as it is."""
+    module, switch = sys.modules[FLEX], "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
+    before = getattr(module, switch)
+    setattr(module, switch, True)
+    try:
+        yield
+    finally:
+        setattr(module, switch, before)
 
 
 def _inside_checkpoint() -> bool:
