@@ -36,7 +36,7 @@ from cp_mesh.guard.stated import (
     stated_reach,
     variables,
 )
-from cp_mesh.guard.watching import Interception, compiled_flex, unwatched, watched
+from cp_mesh.guard.watching import Interception, can_compile_flex, unwatched, watched
 from cp_mesh.kernels import KERNELS
 from cp_mesh.layouts import Layout
 from cp_mesh.masks import Mask
@@ -54,7 +54,7 @@ from cp_mesh.styles import announce, check_layout, check_layout_of_root, claim, 
 from cp_mesh.transport import TRANSPORTS
 
 _LOOKED_AT = "_cp_mesh_looked_at"  # a core whose own words were compared with its style
-_COMPILES_FLEX = "_cp_mesh_compiles_flex"  # a core that holds what torch.compile made of flex_attention
+_COMPILES_FLEX = "_cp_mesh_compiles_flex"  # whether a core calls what torch.compile made of flex_attention
 _SCORE_OPTIONS = frozenset(SCORE_OPTIONS) - {"dropout_p"}  # which the SDPA call tells
 
 
@@ -170,7 +170,10 @@ class ContextParallel(ParallelStyle):
         call = self.of_call(module, *args, **kwargs)
         told = functools.partial(announce, self.sequence)
         sdpa, flex = functools.partial(self.sharded_sdpa, call), functools.partial(self.sharded_flex, call)
-        if not torch.compiler.is_compiling() and _compiles_flex(module, forward):
+        eager = not torch.compiler.is_compiling()
+        if eager and module.__dict__.get(
+            _COMPILES_FLEX, can_compile_flex()
+        ):  # a first call tells whether the core does
             forward = torch.compiler.set_stance("force_eager")(forward)
             flex = torch.compiler.set_stance("default")(flex)
         interception = Interception(sdpa, flex, told)
@@ -180,6 +183,8 @@ class ContextParallel(ParallelStyle):
         else:
             with interception:
                 result = forward(*args, **kwargs)
+        if eager and can_compile_flex():
+            module.__dict__.setdefault(_COMPILES_FLEX, interception.compiles_flex)
         if interception.calls == 0:
             what = f"ContextParallel({type(module).__name__})"
             expected = "a call of F.scaled_dot_product_attention, or of flex_attention,"
@@ -263,10 +268,10 @@ class ContextParallel(ParallelStyle):
         score_mod: ScoreMod | None,
         block_mask: Any,
         scale: float | None,
-        enable_gqa: bool,
+        enable_gqa: bool,  # which PyTorch's function checks
         return_lse: bool,
-        kernel_options: Any = None,
-        return_aux: Any = None,
+        kernel_options: Any,
+        return_aux: Any,
     ) -> tuple[Tensor, Tensor]:
         """PyTorch's flex_attention over the whole sequence, for one intercepted call.
 
@@ -296,8 +301,6 @@ class ContextParallel(ParallelStyle):
                 refuse("ContextParallel.scores", "none beside flex_attention", [*call.scores], "score_mod says them")
             if over_tp:
                 check_placements(query, key, value, (), form)
-            if not enable_gqa and query.shape[1] != key.shape[1]:
-                refuse("heads", f"{query.shape[1]} kv heads", key.shape[1], "pass enable_gqa=True")
             length = query.shape[2] * (1 if isinstance(query, DTensor) and not over_tp else self.sequence.cp_size)
             length = self.sequence.length or length
             last = None if asked.seq_len in (None, length) else length - 1
@@ -368,13 +371,6 @@ class ContextParallel(ParallelStyle):
             check_reach(type(module).__name__, reach, call.mask, self.sequence.length or rows)
         if not enable_gqa and query.shape[-3] != key.shape[-3]:
             refuse("heads", f"{query.shape[-3]} kv heads", key.shape[-3], "pass enable_gqa=True, as SDPA wants")
-
-
-def _compiles_flex(module: nn.Module, forward: Callable[..., Any]) -> bool:
-    """As its first call found it."""
-    if _COMPILES_FLEX not in module.__dict__:
-        module.__dict__[_COMPILES_FLEX] = compiled_flex(module, forward)
-    return cast(bool, module.__dict__[_COMPILES_FLEX])
 
 
 def cores_of(module: nn.Module) -> list[ContextParallel]:

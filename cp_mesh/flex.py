@@ -41,7 +41,7 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 class PairMask:
     """What `create_block_mask` returns: a mask_mod, and the sizes for which it was meant. Nothing is computed of it.
 
-    Its other attributes are what PyTorch's flex_attention asks for in a core of `ContextParallel`, before it gets there.
+    Its other attributes are what PyTorch's flex_attention asks for in a core of `ContextParallel`.
     """
 
     mask_mod: MaskMod

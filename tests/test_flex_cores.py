@@ -1,8 +1,7 @@
-"""Flex in cores: a module that calls PyTorch's flex_attention computes under `ContextParallel` what one rank computes."""
+"""Flex in cores: a module that calls PyTorch's flex_attention computes under `ContextParallel` what one rank does."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from cases import gap
 from checks import TOLERANCE, report
 from dense import make_qkv
-from flex_uses import MASKS, SCORES, dense, integers, numbers
+from flex_uses import MASKS, SCORES, dense
 from ranks import mesh, num_collectives
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -20,13 +19,10 @@ from torch.nn.attention import flex_attention as of_torch
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
-import cp_mesh
 from cp_mesh import (
-    ArgumentError,
     ContextParallel,
     Mask,
     ShardedSequence,
-    UnsupportedError,
     ZigZag,
     create_block_mask,
     parallelize,
@@ -34,7 +30,6 @@ from cp_mesh import (
 
 B, H, K, D = 2, 4, 2, 5
 ALL = Mask(causal=False)
-NAMED = torch.compile(flex_attention, fullgraph=True)
 
 
 class Core(nn.Module):
@@ -65,21 +60,23 @@ class Core(nn.Module):
         return self.attend(q, k, v, score_mod, self.block_mask(), enable_gqa=True, **options)
 
 
-class CompiledAttribute(Core):
-    compiled = torch.compile(flex_attention)
+class Compiled(Core):
+    """By what torch.compile makes of it, also in a way that Dynamo may not leave."""
+
+    lazily, fully = torch.compile(flex_attention), torch.compile(flex_attention, fullgraph=True)
 
     def attend(self, *args: Any, **options: Any) -> Any:
-        return CompiledAttribute.compiled(*args, **options)
+        return (Compiled.lazily if self.mask == "causal" else Compiled.fully)(*args, **options)
 
 
-class CompiledGlobal(Core):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        return NAMED(q, k, v, None, self.block_mask(), enable_gqa=True, **options)
+class LatelyCompiled(Core):
+    """Not yet in its first forward."""
 
+    calls = 0
 
-class CompiledInside(Core):
     def attend(self, *args: Any, **options: Any) -> Any:
-        return torch.compile(flex_attention, backend="eager")(*args, **options)
+        self.calls += 1
+        return (torch.compile(flex_attention) if self.calls > 1 else flex_attention)(*args, **options)
 
 
 def style(axis: Any, mask: Mask = ALL, **options: Any) -> ContextParallel:
@@ -91,7 +88,9 @@ def expected(core: Core, scale: float | None = None) -> tuple[dict[str, Tensor],
     """out, lse, dq, dk, dv by name, and gradients of what is captured by name, of the whole sequence."""
     *qkv, dout = make_qkv(B, H, K, core.S, D)
     leaves = [x.clone().requires_grad_() for x in qkv]
-    t = {name: x.detach().clone().requires_grad_(x.requires_grad) for name, x in core.state_dict(keep_vars=True).items()}
+    t = {
+        name: x.detach().clone().requires_grad_(x.requires_grad) for name, x in core.state_dict(keep_vars=True).items()
+    }
     out, lse = dense(*leaves, core.score, core.mask, t, MASKS[core.mask].tensors(B, H, core.S), scale)
     graded = {name: x for name, x in t.items() if x.requires_grad}
     found = torch.autograd.grad(out, [*leaves, *graded.values()], dout)
@@ -104,14 +103,18 @@ USES: dict[str, tuple[Callable[[], Core], dict[str, Any], dict[str, Any]]] = {
     "a score": (lambda: Core("two through each other"), {}, {}),
     "a mask": (lambda: Core("none", "causal or of one image"), {}, {}),
     "a mask of PyTorch": (lambda: Core("pair bias", "documents", of_torch=True), {}, {}),
-    "heads and Ulysses": (lambda: Core("scale of a head", "windows of heads"), {"method": "all_gather"}, {}),
+    "another method": (lambda: Core("scale of a head", "windows of heads"), {"method": "all_gather"}, {}),
     "beside a mask of the style": (lambda: Core("ALiBi", "dilated", of_torch=True), {"mask": Mask()}, {}),
     "a scale": (lambda: Core("relative table", "causal"), {}, {"scale": 0.3}),
     "padding": (lambda: Core("pair bias", "neighborhood", 21), {"length": 21}, {}),
-    "padding, causal": (lambda: Core("relative table", "causal", 21, of_torch=True), {"length": 21, "mask": Mask()}, {}),
+    "padding, causal": (
+        lambda: Core("relative table", "causal", 21, of_torch=True),
+        {"length": 21, "mask": Mask()},
+        {},
+    ),
     "unequal shards": (lambda: Core("pair bias", "neighborhood", 21), {"length": 21, "pad": False}, {}),
-    "compiled, an attribute": (lambda: CompiledAttribute("ALiBi", "documents", of_torch=True), {}, {}),
-    "compiled, a global": (lambda: CompiledGlobal("none", "documents", of_torch=True), {}, {}),
+    "compiled": (lambda: Compiled("ALiBi", "causal", of_torch=True), {}, {}),
+    "compiled, all of it": (lambda: Compiled("none", "documents", of_torch=True), {}, {}),
 }
 
 
@@ -145,3 +148,94 @@ def as_one(rank: int, names: list[str]) -> list[str]:
 @pytest.mark.parametrize("cp_size", (2, 3))
 def test_cores(pool: Any, cp_size: int) -> None:
     report(pool(cp_size).run(as_one, [*USES], timeout=300))
+
+
+def over_tp(rank: int) -> list[str]:
+    """DTensors over tp alone: functions see global heads, and parameters get the share of this rank's heads."""
+    grid = mesh((2, 2), ("cp", "tp"))
+    core, problems = Core("scale of a head", "windows of heads"), []
+    want, of_captured = expected(core)
+    applied = style(grid["cp"])
+    parallelize(core, grid["cp"], {"": applied})
+    *qkv, dout = (
+        distribute_tensor(applied.sequence.shard(x, dim=2), grid["tp"], [Shard(1)], src_data_rank=None)
+        for x in make_qkv(B, H, K, core.S, D)
+    )
+    leaves = [x.requires_grad_() for x in qkv]
+    out, lse = core(*leaves, return_lse=True)
+    assert isinstance(out, DTensor) and isinstance(lse, DTensor) and out.placements == lse.placements == (Shard(1),)
+    out.backward(dout)
+    got = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *(x.grad for x in leaves)), strict=True))
+    for name, x in got.items():
+        with torch.no_grad():
+            whole = applied.sequence.unshard(x.full_tensor(), dim=2)
+        if not (off := gap(whole, want[name])) <= TOLERANCE:
+            problems.append(f"rank {rank}: {name} is off by {off:.1e}")
+    share = core.get_parameter("scale").grad
+    dist.all_reduce(share)
+    if not (off := gap(share, of_captured["scale"])) <= TOLERANCE:
+        problems.append(f"rank {rank}: the gradient of scale is off by {off:.1e}")
+    return problems
+
+
+def test_heads_over_tp(pool: Any) -> None:
+    report(pool(4).run(over_tp))
+
+
+class Model(nn.Module):
+    def __init__(self, core: nn.Module) -> None:
+        super().__init__()
+        self.core = core
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return 2 * self.core(q.sin(), k, v).cos()
+
+
+def around(rank: int) -> dict[str, list[Tensor]]:
+    """A model around the core: in a checkpoint, and compiled but for the core."""
+    axis, found = mesh((2,), ("cp",)), {}
+    for way in ("eager", "checkpoint", "compiled"):
+        torch._dynamo.reset()
+        core = Core("pair bias", "causal", of_torch=True)
+        applied = style(axis, Mask())
+        parallelize(core, axis, {"": applied})
+        core = torch.compiler.disable(core) if way == "compiled" else core
+        model: Any = Model(core)
+        run = torch.compile(model, backend="aot_eager") if way == "compiled" else model
+        q, k, v, dout = (applied.sequence.shard(x, dim=2) for x in make_qkv(B, H, K, core.S, D))
+        q.requires_grad_()
+        out = checkpoint(run, q, k, v, use_reentrant=False) if way == "checkpoint" else run(q, k, v)
+        out.backward(dout)
+        found[way] = [out.detach(), q.grad, core.get_parameter("bias").grad]
+    return found
+
+
+def test_models_around_a_core(pool: Any) -> None:
+    for found in pool(2).run(around):
+        for way, results in found.items():
+            assert all(gap(x, y) <= TOLERANCE for x, y in zip(results, found["eager"], strict=True)), way
+
+
+def traced(rank: int, fullgraph: bool) -> list[str]:
+    """What a core says that torch.compile traces, and one that is found to be compiled too late."""
+    axis, said = mesh((2,), ("cp",)), []
+    torch._dynamo.reset()
+    late = parallelize(LatelyCompiled(of_torch=True), axis, {"": style(axis)})
+    model = parallelize(Model(Core(of_torch=True)), axis, {"core": style(axis)}, watch=False)
+    qkv = [x[:, :, :12] for x in make_qkv(B, H, K, 24, D)[:3]]
+    late(*qkv)
+    for run in (late, torch.compile(model, backend="eager", fullgraph=fullgraph)):
+        before = num_collectives()
+        try:
+            run(*qkv)
+            said.append("nothing")
+        except Exception as error:
+            said.append(str(error))
+        assert num_collectives() == before
+    return said
+
+
+@pytest.mark.parametrize("fullgraph", (True, False))
+def test_what_torch_compile_traces_is_refused_by_name(pool: Any, fullgraph: bool) -> None:
+    for said in pool(2).run(traced, fullgraph):
+        assert all("flex_attention that torch.compile traces is not available" in words for words in said), said

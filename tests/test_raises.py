@@ -24,7 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.distributed.tensor.placement_types import Placement
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+from torch.utils.checkpoint import checkpoint
 
 import cp_mesh
 from cp_mesh import (
@@ -142,13 +143,17 @@ class Silent(nn.Module):
 
 
 class Flex(nn.Module):
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__()
+        self.keywords = {"enable_gqa": True} | keywords
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flex_attention(q, k, v, enable_gqa=True)
+        return flex_attention(q, k, v, **self.keywords)
 
 
-class FlexBesideSDPA(Core):
+class Checkpointed(Flex):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flex_attention(q, k, v, enable_gqa=True) + super().forward(q, k, v)
+        return checkpoint(super().forward, q.requires_grad_(), k, v, use_reentrant=False)
 
 
 class Model(nn.Module):
@@ -201,8 +206,7 @@ def run_other_length() -> None:
 
 
 ARGUMENT, UNSUPPORTED = "ArgumentError", "UnsupportedError"
-FROM_DYNAMO = "Unsupported"  # flex_attention compiles itself, and Dynamo wraps what is raised while it traces
-BASES = {"ArgumentError": "ValueError", "UnsupportedError": "NotImplementedError", FROM_DYNAMO: "TorchDynamoException"}
+BASES = {"ArgumentError": "ValueError", "UnsupportedError": "NotImplementedError"}
 SHARD_SEQ, REPLICATE = Shard(2), Replicate()
 
 
@@ -702,11 +706,26 @@ CASES: dict[str, Case] = {
     "no attention call inside": refused(ARGUMENT, "ContextParallel(Silent)", "F.scaled_dot_product_attention", "none")(
         lambda: run_core(Silent())
     ),
-    "flex_attention inside": refused(FROM_DYNAMO, "flex_attention is not available in a core", "Mask(...)")(
-        lambda: run_core(Flex())
+    "flex_attention inside, of a causal style": refused(
+        ARGUMENT, "ContextParallel.mask", "no block_mask here", "Mask(causal=True)", "Mask(causal=False)"
+    )(lambda: run_core(Flex())),
+    "flex_attention that the style masks": refused(
+        ARGUMENT, "ContextParallel.mask", "hides no pair which flex_attention's block_mask shows", "Mask(causal=False)"
+    )(lambda: run_core(Flex(block_mask=cp_mesh.create_block_mask(lambda b, h, i, j: i + 1 >= j, None, None, S, S)))),
+    "flex_attention with scores of the style": refused(ARGUMENT, "ContextParallel.scores", "softcap", "score_mod")(
+        lambda: run_core(Flex(), mask=Mask(causal=False), scores={"softcap": 30.0})
     ),
-    "flex_attention beside SDPA": refused(FROM_DYNAMO, "flex_attention is not available in a core", "Mask(...)")(
-        lambda: run_core(FlexBesideSDPA())
+    "flex_attention by options of a kernel": refused(UNSUPPORTED, "kernel_options", "'BLOCK_M': 64", "kernel=")(
+        lambda: run_core(Flex(kernel_options={"BLOCK_M": 64}), mask=Mask(causal=False))
+    ),
+    "flex_attention and maxima of scores": refused(UNSUPPORTED, "return_aux", "max_scores=True", "lse=True")(
+        lambda: run_core(Flex(return_aux=AuxRequest(max_scores=True)), mask=Mask(causal=False))
+    ),
+    "flex_attention with a mask of the shard": refused(ARGUMENT, "block_mask", "whole sequence", "global length")(
+        lambda: run_core(Flex(block_mask=cp_mesh.create_block_mask(lambda b, h, i, j: i >= j, None, None, ROWS, ROWS)))
+    ),
+    "flex_attention in a checkpoint of the core": refused(UNSUPPORTED, "inside of a checkpoint", "checkpoint(block")(
+        lambda: run_core(Checkpointed(), mask=Mask(causal=False))
     ),
     "a mask function without a mask": refused(ARGUMENT, "mask", "Mask", "None")(
         lambda: run_core(Core(), mask=lambda q, k, v: None)

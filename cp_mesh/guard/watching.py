@@ -16,7 +16,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 import torch
@@ -27,7 +27,6 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.forwards import FILE, STYLE, WATCH, check_class, replace_forward, replaced
-from cp_mesh.guard.stated import variables
 from cp_mesh.ops import attention_op, check_length, length_of_call
 
 # The functions that attend, by name (torch.compile guards every look-up of a function, none of a name), and the dim of
@@ -68,21 +67,16 @@ def call_function(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-_COMPILED_FLEX = (
-    "ContextParallel: flex_attention that torch.compile traces is not available in a core; call flex_attention itself, or "
-    "name what torch.compile made of it in the core's forward or as an attribute of the core, which then runs uncompiled; "
-    "in a model that is compiled put torch.compiler.disable around the core"
-)
+def _refuse_traced_flex() -> NoReturn:
+    raise UnsupportedError(
+        "ContextParallel: flex_attention that torch.compile traces is not available in a core; call flex_attention "
+        "itself, or already in the core's first forward what torch.compile made of it, which then runs uncompiled; in "
+        "a model that is compiled put torch.compiler.disable around the core"
+    )
 
 
-def compiled_flex(module: nn.Module, forward: Callable[..., Any]) -> bool:
-    """Whether a module holds what torch.compile made of flex_attention, or its forward names it."""
-    flex = getattr(sys.modules.get(FLEX), "flex_attention", None)
-    function = getattr(forward, "func", forward)  # of a partial
-    held = [*vars(module).values(), *variables(getattr(function, "__func__", function)).values()]
-    held += [x for each in type(module).__mro__ if each is not nn.Module for x in vars(each).values()]
-    found = (getattr(getattr(x, "__func__", x), "_torchdynamo_orig_callable", None) for x in held)
-    return flex is not None and any(x is flex for x in found)
+# As by `torch.compiler.assume_constant_result`, which imports Dynamo: what it raises is no reason to try uncompiled.
+vars(_refuse_traced_flex)["_dynamo_marked_constant"] = True
 
 
 class Interception(TorchFunctionMode):
@@ -96,6 +90,10 @@ class Interception(TorchFunctionMode):
         attend: called instead of `F.scaled_dot_product_attention`.
         attend_by_functions: called instead of flex_attention, with its arguments by name; returns (out, lse).
         announce: told of what is refused here, before it is raised.
+
+    Attributes:
+        calls: how many there were.
+        compiles_flex: whether torch.compile had made what called flex_attention.
     """
 
     def __init__(
@@ -106,7 +104,7 @@ class Interception(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.attend, self.attend_by_functions, self.announce = attend, attend_by_functions, announce
-        self.calls, self.graded = 0, torch.is_grad_enabled()
+        self.calls, self.graded, self.compiles_flex = 0, torch.is_grad_enabled(), False
         self.flex: FrameType | None = None
         self.flex_arguments: dict[str, Any] = {}
         self.undo = ExitStack()
@@ -129,7 +127,7 @@ class Interception(TorchFunctionMode):
         try:
             if name in ATTENTION and func is not F.scaled_dot_product_attention and not is_flex:
                 if name == "flex_attention":
-                    raise UnsupportedError(_COMPILED_FLEX)
+                    _refuse_traced_flex()
                 raise UnsupportedError(
                     f"ContextParallel: {name} is not available in a core; call F.scaled_dot_product_attention "
                     "and say the mask as ContextParallel(mask=Mask(...)), or call flex_attention"
@@ -151,13 +149,14 @@ class Interception(TorchFunctionMode):
     def _asked_in_flex(self, caller: FrameType, func: Any, x: Tensor, *given: Any) -> Any:
         """What PyTorch's flex_attention is told of a tensor.
 
-        It has as many rows as the block mask, that of the whole sequence, and no gradient, which CPUs do not have there.
+        It has as many rows as the block mask, that of the whole sequence, and no gradient: CPUs do not have it there.
         """
         if func is not Tensor.size:
             return False if func.__self__ is Tensor.requires_grad else func(x, *given)
         if caller is not self.flex and caller.f_code.co_name == "flex_attention":
             self._end_flex()
-            self._refuse_compiled()
+            if can_compile_flex() and _called_by(sys.modules["torch._dynamo.eval_frame"]):
+                self.compiles_flex = True
             code, values = caller.f_code, caller.f_locals
             names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
             self.flex, self.flex_arguments = caller, {name: values[name] for name in names}
@@ -166,15 +165,6 @@ class Interception(TorchFunctionMode):
         if caller is not self.flex or given != (-2,) or lengths is None:
             return x.size(*given)
         return lengths[x is not self.flex_arguments["query"]]
-
-    def _refuse_compiled(self) -> None:
-        """Torch.compile traces again what it could not trace, frame by frame, and would trace this."""
-        from torch._C._dynamo.eval_frame import get_eval_frame_callback
-
-        if get_eval_frame_callback() not in (None, False):
-            error = UnsupportedError(_COMPILED_FLEX)
-            self.announce(error)
-            raise error
 
     def _end_flex(self) -> None:
         self.flex, self.flex_arguments = None, {}
@@ -200,13 +190,21 @@ def _uncompiled() -> Iterator[None]:
         setattr(module, switch, before)
 
 
+def can_compile_flex() -> bool:
+    """Whether there can be a flex_attention that torch.compile made: both were imported."""
+    return FLEX in sys.modules and "torch._dynamo.eval_frame" in sys.modules
+
+
 def _inside_checkpoint() -> bool:
-    """Whether torch.utils.checkpoint was called between the core's forward and here."""
-    if torch.compiler.is_compiling():
-        return False  # a checkpoint that is traced is seen as an operator
+    # a checkpoint that is traced is seen as an operator
+    return not torch.compiler.is_compiling() and _called_by(torch.utils.checkpoint)
+
+
+def _called_by(module: ModuleType) -> bool:
+    """Whether a function of a module was called between the core's forward and here."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != FILE:
-        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+        if frame.f_code.co_filename == module.__file__:
             return True
         frame = frame.f_back
     return False
