@@ -1,12 +1,13 @@
 """`flex_attention`: attention whose scores and mask are functions of users, on the global indices of a pair.
 
-A function is traced in every call, as what it reads may be another tensor each time: torch's `make_fx` gives a graph in
-which captured tensors are constants, and these become arguments of the op, with gradients. The graph goes by its handle
-(`cp_mesh.kernels.functions`).
+A function is traced in every call, as what it reads may be another tensor each time, or another number: its operators
+are written down as a graph, and captured tensors become arguments of the op, with gradients. The graph goes by its
+handle (`cp_mesh.kernels.functions`).
 """
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.fx import GraphModule
+from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -269,55 +271,31 @@ def _trace(
     what: str, function: Callable[..., Tensor] | None, query: Tensor, last: int | None = None
 ) -> tuple[ScalarFunction | None, tuple[Tensor, ...]]:
     """A function of scalars as a graph, and the tensors that it reads."""
-    from torch.fx.experimental.proxy_tensor import make_fx  # imports sympy
-
     if function is None:
         return None, ()
     if not callable(function):
         refuse(what, "a function of scalars", type(function).__name__, "def score_mod(score, b, h, q_idx, kv_idx): ...")
-    scalars = [torch.zeros((), dtype=torch.int64, device=query.device) for _ in range(4)]
+    names, dtypes = ["b", "h", "q_idx", "kv_idx"], [torch.int64] * 4
     dtype = torch.bool
     if what == "score_mod":
         dtype = accumulation_dtype(query.dtype)
-        scalars.insert(0, torch.zeros((), dtype=dtype, device=query.device))
-
-    def watched(*scalars: Tensor) -> Tensor:
-        if last is not None:
-            scalars = *scalars[:-2], *(x.clamp(max=last) for x in scalars[-2:])
-        with torch.no_grad(), _Functions(what), _Operators(what):
+        names, dtypes = ["score", *names], [dtype, *dtypes]
+    with _disable_current_modes():  # such as those of selective checkpoints, which count operators
+        scalars = [torch.zeros((), dtype=x, device=query.device) for x in dtypes]
+        recorder = _Recorder(what, dict(zip(names, scalars, strict=True)))
+        with torch.no_grad(), _Functions(what), recorder:
+            if last is not None:
+                scalars[-2:] = (x.clamp(max=last) for x in scalars[-2:])
             result = function(*scalars)
         if not isinstance(result, Tensor) or result.ndim or (what == "mask_mod" and result.dtype != dtype):
             is_tensor = isinstance(result, Tensor)
             got = f"{result.dtype} {list(result.shape)}" if is_tensor else type(result).__name__
             refuse(what, f"a scalar tensor{' of bool' if what == 'mask_mod' else ''}", got, "index every dim")
-        return result
-
-    with _disable_current_modes():  # such as those of selective checkpoints, which count operators
-        traced = make_fx(watched)(*scalars)
-    lifted, captured = _lifted(getattr(function, "__name__", what), traced, what)
+        graph, captured = recorder.finish(result)
     for x in captured:
         if x.device != query.device:
             refuse(f"{what}: a captured tensor", f"a tensor on {query.device}", x.device, "move it there")
-    return lifted, captured
-
-
-def _lifted(name: str, traced: GraphModule, what: str) -> tuple[ScalarFunction, tuple[Tensor, ...]]:
-    """The function with its constants as arguments, each tensor once."""
-    graph, captured, arguments = traced.graph, list[Tensor](), dict[int, torch.fx.Node]()
-    graph.eliminate_dead_code()
-    first = next(node for node in graph.nodes if node.op != "placeholder")
-    for node in graph.find_nodes(op="get_attr"):
-        x = getattr(traced, node.target)
-        if type(x) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
-            hint = "use tensors and their operators"
-            refuse(what, "a function that reads plain tensors", type(x).__name__, hint, UnsupportedError)
-        if id(x) not in arguments:
-            with graph.inserting_before(first):
-                arguments[id(x)] = graph.placeholder(f"captured_{len(captured)}")
-            captured.append(x)
-        node.replace_all_uses_with(arguments[id(x)])
-    graph.eliminate_dead_code()
-    return ScalarFunction.of(name, graph, captured), tuple(captured)
+    return ScalarFunction.of(getattr(function, "__name__", what), graph, captured), captured
 
 
 class _Functions(TorchFunctionMode):
@@ -352,12 +330,21 @@ class _Functions(TorchFunctionMode):
         refuse(f"{self._what}: an index beside tensors", "integers, or a full slice", got, hint, UnsupportedError)
 
 
-class _Operators(TorchDispatchMode):
-    """While a function is traced: refuses what is no function of a pair, before it is done."""
+class _Recorder(TorchDispatchMode):
+    """While a function is traced: writes down its operators as a graph of which tensors that it reads are arguments.
 
-    def __init__(self, what: str) -> None:
+    Refuses what is no function of a pair, before it is done. `make_fx` would write the same graph, in ten times the
+    time: a function is traced in every call.
+    """
+
+    def __init__(self, what: str, scalars: dict[str, Tensor]) -> None:
         super().__init__()
-        self._what = what
+        self._what, self._graph, self._captured = what, Graph(), list[Tensor]()
+        self._nodes: dict[int, Node] = {}
+        self._alive: list[Tensor] = []  # so that no other tensor has their id
+        for name, x in scalars.items():
+            self._note(x, self._graph.placeholder(name))
+        self._last_argument = next(reversed(self._graph.nodes))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tags, got, hint = func.tags, "", ""
@@ -371,7 +358,48 @@ class _Operators(TorchDispatchMode):
             got, hint = f"what depends on values, {func}", "torch.where chooses by value, without a branch"
         if got:
             refuse(self._what, "a function of one pair that torch can trace", got, hint, UnsupportedError)
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        node = self._graph.call_function(func, *map_aggregate((args, kwargs), self._node))
+        found = func(*args, **kwargs)
+        if isinstance(found, Tensor):
+            self._note(found, node)
+        else:
+            for i, x in enumerate(found):
+                self._note(x, self._graph.call_function(operator.getitem, (node, i)))
+        return found
+
+    def _node(self, x: Any) -> Any:
+        """A tensor's; others as they are."""
+        if not isinstance(x, Tensor):
+            return x
+        if id(x) not in self._nodes:
+            if type(x) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
+                got, hint = type(x).__name__, "use tensors and their operators"
+                refuse(self._what, "a function that reads plain tensors", got, hint, UnsupportedError)
+            with self._graph.inserting_after(self._last_argument):
+                self._last_argument = self._graph.placeholder(f"captured_{len(self._captured)}")
+            self._captured.append(x)
+            self._note(x, self._last_argument)
+        return self._nodes[id(x)]
+
+    def _note(self, x: Tensor, node: Node) -> None:
+        self._nodes[id(x)] = node
+        self._alive.append(x)
+        node.meta["val"] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+    def finish(self, result: Tensor) -> tuple[Graph, tuple[Tensor, ...]]:
+        """The graph, and what it reads of what it uses."""
+        self._graph.output(self._node(result))
+        self._graph.eliminate_dead_code()
+        read = [node for node in self._graph.find_nodes(op="placeholder") if node.name.startswith("captured_")]
+        used = []
+        for node, x in zip(read, self._captured, strict=True):
+            if node.users:
+                node.name = node.target = f"captured_{len(used)}"
+                used.append(x)
+            else:
+                self._graph.erase_node(node)
+        return self._graph, tuple(used)
 
 
 def _read_mask(

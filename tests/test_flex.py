@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -505,6 +506,72 @@ def stale(rank: int) -> list[str]:
 
 def test_a_function_that_changes(pool: Any) -> None:
     report(pool(2).run(stale))
+
+
+FACTOR = 2.0
+
+
+class Holder(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.factor = torch.nn.Parameter(numbers(5)), 1.5
+
+    def score(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return self.factor * score + self.table[kv_idx]
+
+
+def changing() -> dict[str, tuple[Callable[..., Tensor], Callable[[], Any]]]:
+    """Functions, and what changes what they read, in every way that Python has."""
+    number, listed, holder, replaced, table = 1.5, [1.5], Holder(), Holder(), numbers(5)
+
+    def of_number(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return number * score
+
+    def of_global(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return FACTOR * score
+
+    def inner(score: Tensor) -> Tensor:
+        return score * listed[0]
+
+    def nested(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return inner(score) - h
+
+    def by_default(
+        score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, *, factor: float = 1.5
+    ) -> Tensor:
+        return factor * score
+
+    def rebind() -> None:
+        nonlocal number
+        number = 2.5
+
+    partial = functools.partial(by_default, factor=0.5)
+    return {
+        "a closure's number": (of_number, rebind),
+        "a global": (of_global, lambda: globals().update(FACTOR=3.0)),
+        "a list that a nested function reads": (nested, lambda: listed.__setitem__(0, 2.5)),
+        "a default": (by_default, lambda: by_default.__kwdefaults__.update(factor=2.5)),
+        "an argument of a partial": (partial, lambda: partial.keywords.update(factor=4.5)),
+        "a number of a module": (holder.score, lambda: setattr(holder, "factor", 2.5)),
+        "a parameter that is replaced": (
+            replaced.score, lambda: setattr(replaced, "table", torch.nn.Parameter(2 * numbers(5)))
+        ),
+        "a tensor that is written": (lambda s, b, h, i, j: s + table[j], lambda: table.mul_(3)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", changing())
+def test_what_a_function_reads_changes(name: str) -> None:
+    score_mod, change = changing()[name]
+    pair = numbers(), *(torch.tensor(x) for x in (0, 1, 2, 3))
+    values = []
+    for step in range(2):
+        if step:
+            change()
+        function, captured = _trace("score_mod", score_mod, numbers(1, 2, 5, 3))
+        values.append(function.graph(*pair, *captured))
+        assert torch.equal(values[-1], score_mod(*pair)), step
+    assert not torch.equal(*values)
 
 
 def test_functions_live_until_their_backward(pool: Any) -> None:

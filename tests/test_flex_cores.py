@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,18 +12,21 @@ import torch.distributed as dist
 from cases import gap
 from checks import TOLERANCE, report
 from dense import make_qkv
-from flex_uses import MASKS, SCORES, dense
+from flex_uses import MASKS, SCORES, dense, numbers
 from ranks import mesh, num_collectives
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.attention import flex_attention as of_torch
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 from torch.utils.checkpoint import checkpoint
 
+import cp_mesh
 from cp_mesh import (
+    ArgumentError,
     ContextParallel,
     Mask,
     ShardedSequence,
+    UnsupportedError,
     ZigZag,
     create_block_mask,
     parallelize,
@@ -148,6 +152,54 @@ def as_one(rank: int, names: list[str]) -> list[str]:
 @pytest.mark.parametrize("cp_size", (2, 3))
 def test_cores(pool: Any, cp_size: int) -> None:
     report(pool(cp_size).run(as_one, [*USES], timeout=300))
+
+
+def hides(rank: int) -> list[str]:
+    """A style that hides no more than the block mask, until ids that the mask reads are written; and one that does."""
+    axis, problems = mesh((2,), ("cp",)), []
+    image = torch.zeros(24, dtype=torch.int64)
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (q_idx >= kv_idx) | ((image[q_idx] == image[kv_idx]) & (image[q_idx] > 0))
+
+    of = {"device": "cpu", "BLOCK_SIZE": 8}
+    qkv = [x[:, :, :12] for x in make_qkv(B, K, K, 24, D)[:3]]
+    for make in (create_block_mask, functools.partial(of_torch.create_block_mask, **of)):
+        image.zero_()
+        core, made = Core(), make(mask_mod, None, None, 24, 24)
+        core.block_mask = lambda made=made: made
+        parallelize(core, axis, {"": style(axis, Mask())})
+        core(*qkv)
+        image[3:9] = 1
+        before = num_collectives()
+        try:
+            core(*qkv)
+            problems.append(f"rank {rank}: {make} is hidden in silence")
+        except (ArgumentError, UnsupportedError) as error:
+            words = "hides no pair which" if make is create_block_mask else "follow from its mask_mod"
+            if words not in str(error) or num_collectives() > before:
+                problems.append(f"rank {rank}: {error}")
+    return problems
+
+
+def test_a_style_hides_no_more_than_the_mask(pool: Any) -> None:
+    report(pool(2).run(hides))
+
+
+def maxima(rank: int) -> list[str]:
+    """PyTorch refuses these by itself on CPUs."""
+    axis = mesh((1,), ("cp",))
+    core, applied, q = Core(), style(axis), numbers(1, 1, 24, D)
+    call = applied.of_call(core, q, q, q)
+    with pytest.raises(UnsupportedError, match=r"return_aux: expected no maxima .*lse=True"):
+        applied.sharded_flex(call, q, q, q, None, None, None, False, False, None, AuxRequest(max_scores=True))
+    out, aux = parallelize(core, axis, {"": applied})(q, q, q, return_aux=AuxRequest(lse=True))
+    want = cp_mesh.attention(q, q, q, mesh=axis, mask=ALL, return_lse=True)
+    return [] if max(gap(out, want[0]), gap(aux.lse, want[1])) <= TOLERANCE else [f"{out} or {aux.lse} is off"]
+
+
+def test_other_results(pool: Any) -> None:
+    report(pool(1).run(maxima))
 
 
 def over_tp(rank: int) -> list[str]:

@@ -40,6 +40,7 @@ import test_first_steps
 import test_flash_attn
 import test_flash_attn_4
 import test_flex
+import test_flex_cores
 import test_fuzz
 import test_gradients
 import test_guard
@@ -261,6 +262,9 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "functions that differ": lambda pool: test_flex.test_ranks_that_differ(pool, "a value", "captured tensor 0"),
     "blocks of masks": lambda pool: alone(pool, (test_flex.test_blocks_that_list_too_little_or_too_much, ())),
     "order of captured sums": test_flex.test_deterministic,
+    "heads of cores over tp": test_flex_cores.test_heads_over_tp,
+    "masks of cores": test_flex_cores.test_a_style_hides_no_more_than_the_mask,
+    "padding of cores": lambda pool: report(pool(2).run(test_flex_cores.as_one, ["padding"])),
     "degrees": test_hybrid.test_the_degree_is_used,
     "head order": test_seeds.test_heads_are_grouped_in_torchs_order,
     "specs of DTensors": lambda pool: test_op.test_dtensors_are_what_their_specs_say(pool, 2, "", "distributed"),

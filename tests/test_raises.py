@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.distributed.tensor.placement_types import Placement
-from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import cp_mesh
@@ -717,9 +717,6 @@ CASES: dict[str, Case] = {
     ),
     "flex_attention by options of a kernel": refused(UNSUPPORTED, "kernel_options", "'BLOCK_M': 64", "kernel=")(
         lambda: run_core(Flex(kernel_options={"BLOCK_M": 64}), mask=Mask(causal=False))
-    ),
-    "flex_attention and maxima of scores": refused(UNSUPPORTED, "return_aux", "max_scores=True", "lse=True")(
-        lambda: run_core(Flex(return_aux=AuxRequest(max_scores=True)), mask=Mask(causal=False))
     ),
     "flex_attention with a mask of the shard": refused(ARGUMENT, "block_mask", "whole sequence", "global length")(
         lambda: run_core(Flex(block_mask=cp_mesh.create_block_mask(lambda b, h, i, j: i >= j, None, None, ROWS, ROWS)))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from planted.seams import in_area, with_result
+from planted.seams import in_area, with_arguments, with_result
 
 plant = in_area("functions of users")
 
@@ -100,3 +100,23 @@ def _(check: Any) -> Any:
 @plant("sums have no order where one is asked for", "kernels.functions:_fixed_order", "order of captured sums")
 def _(fixed_order: Any) -> Any:
     return lambda asked: fixed_order(False)
+
+
+@plant("heads over tp count from 0 in functions", "attention:_resolve", "heads of cores over tp")
+def _(resolve: Any) -> Any:
+    return with_result(resolve, lambda options: options._replace(first_head=0))
+
+
+@plant("a style hides what a block mask shows", "flex:Functions.check_hidden", "masks of cores")
+def _(check: Any) -> Any:
+    return lambda *given: None
+
+
+@plant("tensors that were written are taken for those before", "flex:Unchanged.__eq__", "masks of cores")
+def _(equal: Any) -> Any:
+    return lambda self, other: len(self._tensors) == len(other._tensors)
+
+
+@plant("functions see indices of padding", "flex:_trace", "padding of cores")
+def _(trace: Any) -> Any:
+    return with_arguments(trace, last=lambda last: None)
