@@ -1,10 +1,10 @@
 """`ContextParallel`: the style of an attention core.
 
-During the core's forward a `TorchFunctionMode` that lives for this one call turns `F.scaled_dot_product_attention` into
-the sharded one (`watching.py`); no function of torch is patched. Inside the module tensors stay as the model made them
-(plain, or DTensors over tp, or over the whole mesh) instead of being re-wrapped as DTensors over cp: shards of unequal
-length have no DTensor, and no model code has to be DTensor-proof. A style takes the place of its module's forward as
-`forwards.py` says.
+During the core's forward a `TorchFunctionMode` that lives for this one call turns `F.scaled_dot_product_attention` and
+flex_attention into the sharded ones (`watching.py`); no function of torch is patched. Inside the module tensors stay as
+the model made them (plain, or DTensors over tp, or over the whole mesh) instead of being re-wrapped as DTensors over
+cp: shards of unequal length have no DTensor, and no model code has to be DTensor-proof. A style takes the place of its
+module's forward as `forwards.py` says.
 """
 
 from __future__ import annotations
@@ -76,8 +76,10 @@ class ContextParallel(ParallelStyle):
 
     The module's forward must call `F.scaled_dot_product_attention` on [B, H, S_local, D] tensors at least once, with
     ``is_causal`` equal to the mask's ``causal`` and no ``attn_mask``: local shapes cannot tell what a tensor mask
-    means. Other attention of PyTorch (`flex_attention`, `nn.MultiheadAttention`, operators of aten) is refused there,
-    and so is a checkpoint that the core itself begins: checkpoint the module that holds the core. Not seen are
+    means. Or it calls PyTorch's `flex_attention`, with a block mask of the whole sequence (docs/flex.md); then the
+    style's mask must hide nothing that the block mask shows, as `Mask(causal=False)` does not. Other attention of
+    PyTorch (`nn.MultiheadAttention`, operators of aten) is refused there, and so is a checkpoint that the core itself
+    begins: checkpoint the module that holds the core. Not seen are
     torch.jit.script, C++, other threads, matmul with softmax, kernels of other packages, and in compiled code bodies of
     higher-order operators such as torch.cond. Everything else about the module is free, and what it returns is returned
     as it is.

@@ -449,8 +449,46 @@ def _with_mask_mod(*qkv: Tensor, mask: Mask, seq_len: int, **options: Any) -> An
     return cp_mesh.flex_attention(*qkv, None, block_mask, enable_gqa=True, seq_len=seq_len, **options)
 
 
-BY_FUNCTIONS = {"score_mod": _with_score_mod, "mask_mod": _with_mask_mod}
-"""Calls of `cp_mesh.flex_attention` that say ALiBi, or the causal mask, by a function."""
+def _with_functions(
+    *qkv: Tensor,
+    mask: Mask,
+    seq_len: int,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    **options: Any,
+) -> Any:
+    left, right = mask.window or (None, None)
+    end = seq_len if mask.length is None else mask.length
+    ids, keep = (None if x is None else torch.atleast_2d(x) for x in (mask.documents, mask.key_padding))
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        distance = q_idx - kv_idx
+        score = score if softcap is None else softcap * torch.tanh(score / softcap)
+        score = score if alibi_slopes is None else score - alibi_slopes[h] * distance.abs()
+        if relative_bias is None:
+            return score
+        farthest = relative_bias.shape[1] // 2
+        return score + relative_bias[h, distance.clamp(-farthest, farthest) + farthest]
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        seen = (kv_idx < end) & (q_idx - kv_idx <= (seq_len if left is None else left))
+        seen = seen & kv_idx - q_idx <= (seq_len if right is None else right)
+        if mask.causal:
+            seen = seen & (q_idx >= kv_idx) | (kv_idx < mask.prefix)
+        if ids is not None:
+            row = b % len(ids)
+            seen = seen & (ids[row, q_idx] == ids[row, kv_idx]) & (ids[row, kv_idx] >= 0)
+        return seen if keep is None else seen & keep[b % len(keep), kv_idx]
+
+    block_mask = cp_mesh.create_block_mask(mask_mod, None, None, seq_len, seq_len)
+    return cp_mesh.flex_attention(
+        *qkv, score_mod, block_mask, mask=Mask(causal=False), enable_gqa=True, seq_len=seq_len, **options
+    )
+
+
+BY_FUNCTIONS = {"score_mod": _with_score_mod, "mask_mod": _with_mask_mod, "functions": _with_functions}
+"""Calls of `cp_mesh.flex_attention` that say ALiBi, or the causal mask, by a function; or all but sinks and biases."""
 
 
 def call(

@@ -268,7 +268,9 @@ def draw_trial(r: Random, size: int) -> Trial:
         told = "axes" if two_axes else r.choice(("axis", "axis", "group"))
         of_hosts = method == "double_ring" and "inner_ring_size" not in degrees  # whose groups are not known here
         recorded = case.way == "eager" and told == "axis" and not of_hosts and r.random() < 0.3
-        return Trial(case, shape, names, recorded=recorded, told=told)
+        trial = Trial(case, shape, names, recorded=recorded, told=told)
+        by_functions = trial.reason is None and takes_functions(case) and r.random() < 0.25
+        return replace(trial, case=replace(case, way="functions"), recorded=False) if by_functions else trial
     return Trial(case, shape, names, placed, turn=r.randint(0, 5))
 
 
@@ -295,6 +297,13 @@ def draw_way(r: Random, is_local: bool, is_double: bool) -> str:
     way = r.choice(ways) if r.random() < 0.1 else r.choice(ways[:-1])  # compiled calls take seconds
     runs = (is_local or way != "compiled") and (is_double or way != "autocast")  # which casts others
     return way if runs else "eager"
+
+
+def takes_functions(case: Case) -> bool:
+    """Whether `flex_attention` can say the same."""
+    said = set(case.scores) <= {"softcap", "alibi_slopes", "relative_bias"} and "seq_len" not in case.options
+    runs = case.kernel in ("auto", "reference") and case.dtype == torch.float64
+    return said and runs and case.way == "eager" and case.S > 0
 
 
 def draw_kernel(r: Random, case: Case) -> str:

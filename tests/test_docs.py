@@ -582,6 +582,8 @@ def check_flex(names: dict[str, Any]) -> None:
     seen = (i >= j) | ((images[:, None] == images) & (images[:, None] >= 0))
     out = (q @ k.mT * 8**-0.5).masked_fill(~seen, -torch.inf).softmax(-1) @ v
     close(names["kept"][1]["out"], out[:, :, mine])
+    out = (q @ k.mT * 8**-0.5 + want[:, i - j + S]).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+    close(names["kept"][2]["out"], out[:, :, mine])
 
 
 def mesh_names(rank: int) -> dict[str, Any]:

@@ -88,6 +88,7 @@ def test_cases_are_served_and_of_all_kinds():
         "v",
         "dropout_p",
         "bias",
+        "functions",
     ]
     wanted += [torch.float32, torch.bfloat16, "window", "documents", "key_padding", "prefix", "length", "cu_seqlens"]
     assert not [name for name in wanted if drawn[name] < 2], drawn

@@ -156,7 +156,8 @@ def verify(
     given = dict(scores or {})
     if unknown := set(given) - {*SCORE_OPTIONS, "scale"}:
         names = f"names of scale, {', '.join(SCORE_OPTIONS)}"
-        refuse("verify: scores", names, sorted(unknown), "see cp_mesh.attention")
+        hint = "see cp_mesh.attention; functions are compared with cp_mesh.flex_attention on a mesh of one rank"
+        refuse("verify: scores", names, sorted(unknown), hint)
     if given.get("dropout_p"):
         given["dropout_seed"] = seed_tensor(given.get("dropout_seed", 0), device)
     whole_tensors = {name: x.detach().to(device) for name, x in given.items() if isinstance(x, Tensor)}
