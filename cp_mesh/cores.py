@@ -13,7 +13,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -254,7 +254,7 @@ class ContextParallel(ParallelStyle):
             raise
         tensors = query, key, value
         asked = self._asked(call, scale)._replace(dropout_p=dropout_p)
-        if not self._is_over_tp(query):
+        if not _over_others(query, self.sequence.mesh):
             return cast(Tensor, attend(*tensors, asked._replace(**call.scores)))
         # DTensors over tp alone: the rows of this rank, with heads sharded. No collective runs over their mesh.
         q, k, v = (x.to_local(grad_placements=x.placements) for x in tensors if isinstance(x, DTensor))
@@ -289,7 +289,7 @@ class ContextParallel(ParallelStyle):
         Raises:
             ArgumentError, UnsupportedError: as in `ContextParallel`; in check mode all ranks hear of it.
         """
-        form, over_tp = FORMATS[2], self._is_over_tp(query)
+        form = FORMATS[2]
         return_lse = return_lse or getattr(return_aux, "lse", False)
         asked = self._asked(call, scale)._replace(return_lse=return_lse)
         try:
@@ -301,10 +301,10 @@ class ContextParallel(ParallelStyle):
                 refuse("return_aux", "no maxima of scores", return_aux, hint, UnsupportedError)
             if call.scores:
                 refuse("ContextParallel.scores", "none beside flex_attention", [*call.scores], "score_mod says them")
-            if over_tp:
+            if over_tp := _over_others(query, self.sequence.mesh):
                 check_placements(query, key, value, (), form)
-            length = query.shape[2] * (1 if isinstance(query, DTensor) and not over_tp else self.sequence.cp_size)
-            length = self.sequence.length or length
+            rows = query.shape[2] * (1 if isinstance(query, DTensor) and not over_tp else self.sequence.cp_size)
+            length = self.sequence.length or rows
             last = None if asked.seq_len in (None, length) else length - 1
             sizes = query.shape[0], query.shape[1], length
             functions = Functions.of(score_mod, block_mask, query, sizes, last)
@@ -313,10 +313,9 @@ class ContextParallel(ParallelStyle):
             announce(self.sequence, error)
             raise
         asked = functions.asked(asked)
-        if not over_tp:
+        if not _over_others(query, self.sequence.mesh):
             found = attend(query, key, value, asked)
             return cast(tuple[Tensor, Tensor], found if return_lse else (found, query.new_empty(0)))
-        assert isinstance(query, DTensor)
         q, k, v = (x.to_local(grad_placements=x.placements) for x in (query, key, value) if isinstance(x, DTensor))
         found = attend(q, k, v, asked._replace(first_head=first_index(query, form.dims["heads"])))
         out, lse = cast(tuple[Tensor, Tensor], found if return_lse else (found, q.new_empty(q.shape[:3])))
@@ -334,10 +333,6 @@ class ContextParallel(ParallelStyle):
             **self.options,
         )
 
-    def _is_over_tp(self, query: Tensor) -> bool:
-        """Whether heads are sharded, as DTensors have them, and rows are those of this rank."""
-        return isinstance(query, DTensor) and not has_axis(query.device_mesh, self.sequence.mesh)
-
     def _check_call(
         self,
         call: _Call,
@@ -348,7 +343,7 @@ class ContextParallel(ParallelStyle):
         is_causal: bool,
         enable_gqa: bool,
     ) -> None:
-        if isinstance(query, DTensor) and self._is_over_tp(query):
+        if _over_others(query, self.sequence.mesh):
             check_placements(query, key, value, (), FORMATS[2])
             check_score_placements(call.scores, query, FORMATS[2])
         if attn_mask is not None:
@@ -373,6 +368,11 @@ class ContextParallel(ParallelStyle):
             check_reach(type(module).__name__, reach, call.mask, self.sequence.length or rows)
         if not enable_gqa and query.shape[-3] != key.shape[-3]:
             refuse("heads", f"{query.shape[-3]} kv heads", key.shape[-3], "pass enable_gqa=True, as SDPA wants")
+
+
+def _over_others(query: Tensor, mesh: DeviceMesh) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor over other axes, tp alone: its rows are those of this rank."""
+    return isinstance(query, DTensor) and not has_axis(query.device_mesh, mesh)
 
 
 def cores_of(module: nn.Module) -> list[ContextParallel]:

@@ -392,7 +392,7 @@ class _Recorder(TorchDispatchMode):
         self._graph.output(self._node(result))
         self._graph.eliminate_dead_code()
         read = [node for node in self._graph.find_nodes(op="placeholder") if node.name.startswith("captured_")]
-        used = []
+        used = list[Tensor]()
         for node, x in zip(read, self._captured, strict=True):
             if node.users:
                 node.name = node.target = f"captured_{len(used)}"

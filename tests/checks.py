@@ -473,7 +473,7 @@ def _with_functions(
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         seen = (kv_idx < end) & (q_idx - kv_idx <= (seq_len if left is None else left))
-        seen = seen & kv_idx - q_idx <= (seq_len if right is None else right)
+        seen = seen & (kv_idx - q_idx <= (seq_len if right is None else right))
         if mask.causal:
             seen = seen & (q_idx >= kv_idx) | (kv_idx < mask.prefix)
         if ids is not None:
