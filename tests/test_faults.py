@@ -437,6 +437,7 @@ KEPT_WITH = {
     **{f"{name}.WAITING": "a model" for name in ("trained", "seen", "loss", "guard.reductions")},
     "seen._LENGTHS": "a group",
     "flex._checked": "a block mask",
+    "flex._hidden": "a function",
     "kernels.functions._known": "a function, which its calls hold, and a bounded list the last ones",
     "kernels.flash_attn_4._compiled": "a compiled kernel of the package, which keeps it too",
 }
