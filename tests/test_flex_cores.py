@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from cases import gap
 from checks import TOLERANCE, report
 from dense import make_qkv
@@ -291,3 +292,22 @@ def traced(rank: int, fullgraph: bool) -> list[str]:
 def test_what_torch_compile_traces_is_refused_by_name(pool: Any, fullgraph: bool) -> None:
     for said in pool(2).run(traced, fullgraph):
         assert all("flex_attention that torch.compile traces is not available" in words for words in said), said
+
+
+class Breaks(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def broken(rank: int) -> float:
+    axis = mesh((2,), ("cp",))
+    torch._dynamo.reset()
+    model = parallelize(Model(Breaks()), axis, {"core": style(axis, Mask())}, watch=False)
+    qkv = [x[:, :, :12] for x in make_qkv(B, H, K, 24, D)[:3]]
+    return gap(torch.compile(model, backend="eager")(*qkv), model(*qkv))
+
+
+def test_a_core_that_is_not_traced_in_compiled_code(pool: Any) -> None:
+    """It is run while Dynamo waits for frames, and may then not be told to leave them."""
+    assert max(pool(2).run(broken)) <= TOLERANCE

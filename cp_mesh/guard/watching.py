@@ -191,8 +191,12 @@ def _uncompiled() -> Iterator[None]:
 
 
 def can_compile_flex() -> bool:
-    """Whether there can be a flex_attention that torch.compile made: both were imported."""
-    return FLEX in sys.modules and "torch._dynamo.eval_frame" in sys.modules
+    """Whether there can be a flex_attention that torch.compile made, as both were imported; not while it compiles."""
+    if FLEX not in sys.modules or "torch._dynamo.eval_frame" not in sys.modules:
+        return False
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+    return get_eval_frame_callback() in (None, False)
 
 
 def _inside_checkpoint() -> bool:
