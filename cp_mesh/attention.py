@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from cp_mesh.agreement import announce_refusal, announce_trace
 from cp_mesh.call import Call, Options, Tensors, autocast, check_tensors, seed_tensor
+from cp_mesh.captured import place_captured
 from cp_mesh.errors import refuse, written
 from cp_mesh.formats import FORMATS, Format
 from cp_mesh.kernels.scores import ADDED
@@ -268,7 +269,9 @@ def _make_call(query: Tensor, key: Tensor, value: Tensor, axis: CPAxis, asked: A
         seq_len = length * axis.size
     given = {name: x for name, x in zip(Tensors._fields, tensors, strict=True) if x is not None}
     check_score_placements(given, query, form)
-    call = Call(tensors, seq_len, axis.seq_dim, axis.group.group_name, options, asked.captured)
+    captured, cuts = place_captured(asked.captured, query, axis, seq_len)
+    options = options._replace(captured_cuts=cuts) if cuts else options
+    call = Call(tensors, seq_len, axis.seq_dim, axis.group.group_name, options, captured)
     if not torch.compiler.is_compiling():
         _plan_fakes((query, key, value, *tensors), call, axis.group)
     return call

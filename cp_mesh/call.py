@@ -34,6 +34,7 @@ class Options(NamedTuple):
     results lie in memory as the inputs do; else they are contiguous. ``of_root``: ``seq_len`` must be that of the
     `ShardedModel` in whose forward the call is. ``keeps``: tensors that a method made in the forward stay for the
     backward (`Method.kept_shapes`). ``score_mod`` and ``mask_mod`` are handles of `cp_mesh.kernels.functions`, or "".
+    ``captured_cuts``: of what they read, which dims are cut over which groups; see `cp_mesh.captured`.
     """
 
     layout: str
@@ -56,6 +57,7 @@ class Options(NamedTuple):
     keeps: bool = False
     score_mod: str = ""
     mask_mod: str = ""
+    captured_cuts: str = ""
 
     @lru_cache(maxsize=256)  # noqa: B019 - of few options, which hold no tensors
     def spec(self) -> str:
@@ -95,7 +97,8 @@ NUM_ARGUMENTS = NUM_TENSORS + len(_OTHERS.split(", "))
 class Call(NamedTuple):
     """One call, but for q, k and v: what an op takes after its own tensors.
 
-    ``seq_len``: of the whole sequence. ``captured``: what score_mod reads, then what mask_mod does.
+    ``seq_len``: of the whole sequence. ``captured``: what score_mod reads, then what mask_mod does; of one that is cut
+    (`Options.captured_cuts`) this rank's shard.
     """
 
     tensors: Tensors

@@ -23,6 +23,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 from cp_mesh.agreement import announce_refusal
 from cp_mesh.attention import Asked, attend, check_format
@@ -125,8 +126,12 @@ def flex_attention(
     score_mod and mask_mod are functions of scalar tensors, and see what they would see on one device: *global* indices
     of batch row, query head, query and key, whichever rank computes them. (Of local tensors, heads and batch rows count
     from 0 on this rank; of DTensors they are global.) They may read other tensors, captured ones, at any index: whole
-    tensors, equal on all cp ranks. Captured tensors that score_mod reads get gradients: this rank's share, whose sum
-    over ranks is the gradient, summed in float32 (float64) and rounded once. What mask_mod reads has none.
+    tensors, equal on all cp ranks, or DTensors. Captured tensors that score_mod reads get gradients: this rank's share,
+    whose sum over ranks is the gradient, summed in float32 (float64) and rounded once. What mask_mod reads has none.
+
+    A captured DTensor is on query's mesh, or beside local tensors on the cp axis alone. Sharded over cp, by its
+    sequence dim in layout order, or over axes that shard heads or batch of query, it is read by global indices, and
+    its gradient is that of its shard. Where it is replicated over an axis that shards query, the gradient is partial.
 
     Only the reference kernel serves these functions: every pair that ``mask`` leaves is computed, on the CPU.
     torch.compile leaves the call out of its graph; with fullgraph=True it raises.
@@ -232,6 +237,8 @@ class Functions:
         what, hint = "ContextParallel.mask", "mask=Mask(causal=False) leaves all to the functions"
         if self.mask_mod is None:
             refuse(what, "a mask that hides nothing, as flex_attention has no block_mask here", mask, hint)
+        if any(isinstance(x, DTensor) for x in self.of_mask):
+            refuse(what, "a mask_mod of plain tensors beside a mask", "one of DTensors", hint, UnsupportedError)
         contents = (Content.of(x) for x in (mask.documents, mask.key_padding) if x is not None)
         key = mask.spec(), sizes, *contents, Unchanged(self.of_mask)
         if _hidden.get(self.mask_mod) == key:
@@ -283,7 +290,8 @@ def _trace(
     with _disable_current_modes():  # such as those of selective checkpoints, which count operators
         scalars = [torch.zeros((), dtype=x, device=query.device) for x in dtypes]
         recorder = _Recorder(what, dict(zip(names, scalars, strict=True)))
-        with torch.no_grad(), _Functions(what), recorder:
+        functions = _Functions(what, recorder)
+        with torch.no_grad(), functions, recorder:
             if last is not None:
                 scalars[-2:] = (x.clamp(max=last) for x in scalars[-2:])
             result = function(*scalars)
@@ -292,6 +300,7 @@ def _trace(
             got = f"{result.dtype} {list(result.shape)}" if is_tensor else type(result).__name__
             refuse(what, f"a scalar tensor{' of bool' if what == 'mask_mod' else ''}", got, "index every dim")
         graph, captured = recorder.finish(result)
+    captured = tuple(functions.dtensors.get(id(x), x) for x in captured)
     for x in captured:
         if x.device != query.device:
             refuse(f"{what}: a captured tensor", f"a tensor on {query.device}", x.device, "move it there")
@@ -299,16 +308,20 @@ def _trace(
 
 
 class _Functions(TorchFunctionMode):
-    """While a function is traced: reads at tensors are reads of all pairs at once, and no grad mode is lost."""
+    """While a function is traced: reads at tensors are reads of all pairs at once, and no grad mode is lost.
 
-    def __init__(self, what: str) -> None:
+    Attributes:
+        dtensors: those that were read, by the id of the plain tensor of their global shape that the trace has instead.
+    """
+
+    def __init__(self, what: str, recorder: _Recorder) -> None:
         super().__init__()
-        self._what = what
+        self._what, self._recorder = what, recorder
+        self._stand_ins: dict[int, Tensor] = {}
+        self.dtensors: dict[int, DTensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(isinstance(x, DTensor) for x in torch.utils._pytree.tree_leaves((args, kwargs))):
-            hint = "read its local tensor, x.full_tensor() or x.to_local()"
-            refuse(self._what, "captured tensors that are local", "a DTensor", hint, UnsupportedError)
+        args, kwargs = tree_map_only(DTensor, self._stand_in, (args, kwargs))
         if func is torch._C._set_grad_enabled:
             hint = "x.detach() has no gradient"
             refuse(self._what, "a function in one grad mode", "torch.no_grad or the like", hint, UnsupportedError)
@@ -317,6 +330,16 @@ class _Functions(TorchFunctionMode):
             if any(isinstance(i, Tensor) for i in index):
                 return torch.ops.aten.index.Tensor(args[0], [self._index(args[0], i) for i in index])
         return func(*args, **(kwargs or {}))
+
+    def _stand_in(self, x: DTensor) -> Tensor:
+        if id(x) not in self._stand_ins:
+            if self._recorder.knows(x._local_tensor):
+                hint = "make it outside: of this one no gradient would come back"
+                refuse(self._what, "DTensors that were there before", "a DTensor made in it", hint, UnsupportedError)
+            with _disable_current_modes():
+                self._stand_ins[id(x)] = torch.zeros(x.shape, dtype=x.dtype, device=x.device)  # they may be indices
+            self.dtensors[id(self._stand_ins[id(x)])] = x
+        return self._stand_ins[id(x)]
 
     def _index(self, x: Tensor, i: Any) -> Tensor | None:
         """As aten.index takes it; PyTorch would read the number in a scalar tensor."""
@@ -356,6 +379,8 @@ class _Recorder(TorchDispatchMode):
             torch.Tag.dynamic_output_shape in tags and func is not torch.ops.aten.index.Tensor
         ):
             got, hint = f"what depends on values, {func}", "torch.where chooses by value, without a branch"
+        elif "c10d" in func.namespace:
+            got, hint = f"communication, {func}", "read the DTensor itself, or x.full_tensor() of before"
         if got:
             refuse(self._what, "a function of one pair that torch can trace", got, hint, UnsupportedError)
         kwargs = kwargs or {}
@@ -367,6 +392,10 @@ class _Recorder(TorchDispatchMode):
             for i, x in enumerate(found):
                 self._note(x, self._graph.call_function(operator.getitem, (node, i)))
         return found
+
+    def knows(self, x: Tensor) -> bool:
+        """Whether it was read, or made."""
+        return id(x) in self._nodes
 
     def _node(self, x: Any) -> Any:
         """A tensor's; others as they are."""
@@ -422,6 +451,9 @@ def _read_mask(
     function, captured = _trace("mask_mod", block_mask.mask_mod, query, last)
     assert function is not None
     if isinstance(block_mask, BlockMask):
+        if any(isinstance(x, DTensor) for x in captured):
+            hint = "cp_mesh.create_block_mask(mask_mod, B, H, S, S) has none"
+            refuse("block_mask", "blocks of plain tensors", "a mask_mod of DTensors", hint, UnsupportedError)
         _check_blocks(block_mask, function, captured, sizes)
     return function, captured
 

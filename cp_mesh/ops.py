@@ -36,6 +36,7 @@ from cp_mesh.agreement import (
     require_agreement,
 )
 from cp_mesh.call import GRADED, NUM_ARGUMENTS, NUM_TENSORS, SCHEMA, Call, Operand, Tensors, autocast
+from cp_mesh.captured import check_rows, cuts_of, to_shards, told, with_whole
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.formats import FORMATS
 from cp_mesh.kernels import functions
@@ -75,6 +76,7 @@ def check_length(seq_len: int, expected: int) -> None:
 def _what_must_agree(plan: Plan, q: Tensor, k: Tensor, v: Tensor, call: Call) -> dict[str, str]:
     """Everything that must be equal on all cp ranks."""
     options, given = plan.options, call.tensors._asdict()
+    cuts = cuts_of(options.captured_cuts)
     graded = [name for name in GRADED if (x := given[name]) is not None and x.requires_grad]
     found = [(name, functions.find(getattr(options, name))) for name in FUNCTIONS]
     # of terms by row each rank has its own: what they are like must agree
@@ -94,7 +96,10 @@ def _what_must_agree(plan: Plan, q: Tensor, k: Tensor, v: Tensor, call: Call) ->
         **{name.replace("layout_", "layout "): fingerprint(x) for name, x in given.items()},
         **{name: str(alike.get(name)) for name in OF_ROWS},
         **{name: function.said for name, function in found if function is not None},
-        **{f"captured tensor {i} of score_mod and mask_mod": fingerprint(x) for i, x in enumerate(call.captured)},
+        **{
+            f"captured tensor {i} of score_mod and mask_mod": told(x, cuts.get(i, ()))
+            for i, x in enumerate(call.captured)
+        },
         "gradients wanted of": ", ".join(graded) or "none",  # Ulysses sends that of a bias
         "options": " ".join(f"{name}={getattr(options, name)}" for name in names),
         "kernel": plan.kernel.name,
@@ -122,6 +127,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor
         if call.options.of_root and root is not None and root.sequence.mesh.get_group().group_name == call.group_name:
             check_length(call.seq_len, root.seq_len)
         plan = make_plan(q, k, v, call.tensors, call.seq_len, group, call.options, call.captured)
+        check_rows(plan, call)
     except Exception as error:
         announce_refusal(group, error)
         raise
@@ -134,7 +140,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor
     note_call(Rows(plan.options.layout, plan.seq_len, call.group_name), (q.shape[0], q.shape[2]))
     try:
         with _no_autocast(q):
-            out, lse, *kept = plan.method.forward(q, k, v, plan, group)
+            out, lse, *kept = plan.method.forward(q, k, v, with_whole(plan, call), group)
     except Exception as error:
         keep_to_itself(error)
         raise
@@ -185,7 +191,9 @@ def _attention_backward(
         dlse = form.lse_to_bhs(dlse)
     with _no_autocast(q):
         names = wanted.split(",") if wanted else ()
-        *grads, of_scores = plan.method.backward(dout, q, k, v, out, lse, dlse, plan, group, names, **keywords)
+        given = dout, q, k, v, out, lse, dlse, with_whole(plan, call), group, names
+        *grads, of_scores = plan.method.backward(*given, **keywords)
+        of_scores = to_shards(of_scores, plan, call)
     dq, dk, dv = (_as_asked(x, call) for x in grads)
     of_terms = (_graded(getattr(call.tensors, name), of_scores.get(name), q) for name in GRADED)
     read = [of_scores[name].flatten() for i in range(len(call.captured)) if (name := name_of_captured(i)) in names]

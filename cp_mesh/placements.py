@@ -68,7 +68,7 @@ def find_cp_axis(
         group = _group_of(mesh)
         return CPAxis(group, group.size(), 2 if seq_dim is None else seq_dim, ())
 
-    whole, placements, axes = query.device_mesh, query.placements, _candidates(query, mesh, seq_dim)
+    whole, placements, axes = query.device_mesh, query.placements, cp_axes_of(query, mesh, seq_dim)
     if not axes and mesh is not None:
         refuse("mesh", f"an axis of the DTensors' mesh, {written(whole)}", mesh, "leave mesh out")
     if not axes and seq_dim is None:
@@ -94,7 +94,7 @@ def _group_of(mesh: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
     return flat(mesh).get_group() if isinstance(mesh, DeviceMesh) else mesh
 
 
-def _candidates(query: DTensor, mesh: DeviceMesh | dist.ProcessGroup | None, seq_dim: int | None) -> list[int]:
+def cp_axes_of(query: DTensor, mesh: DeviceMesh | dist.ProcessGroup | None, seq_dim: int | None) -> list[int]:
     """The axes of query's mesh that can be cp by what was given, or that are cp together."""
     whole, names = query.device_mesh, query.device_mesh.mesh_dim_names or ()
     if mesh is not None:
@@ -124,7 +124,7 @@ def group_that_waits(query: Any, mesh: Any, seq_dim: Any) -> dist.ProcessGroup |
         return _group_of(mesh)
     if not isinstance(query, DTensor):
         return None
-    axes = _candidates(query, None, seq_dim) or _candidates(query, None, 2)
+    axes = cp_axes_of(query, None, seq_dim) or cp_axes_of(query, None, 2)
     return query.device_mesh.get_group(axes[0]) if len(axes) == 1 else None
 
 

@@ -23,6 +23,7 @@ from cp_mesh.layouts import Contiguous, Layout, Run, ZigZag
 from cp_mesh.masks import EXCLUDED, Mask
 from cp_mesh.seen import Rows, mark, marked, note_length, note_tokens
 from cp_mesh.transport.waiting import wait_for
+from cp_mesh.transport.whole import gather, scatter_sum
 
 WHOLE = ("documents", "key_padding", "cu_seqlens")
 """Names of leaves that `ShardedSequence.shard` leaves whole: masks read them by position, on every rank."""
@@ -398,26 +399,13 @@ class _Unshard(torch.autograd.Function):
         ctx.dim, ctx.sequence, ctx.seq_len, ctx.scale = dim, sequence, seq_len, scale
         layout, size, group = sequence.layout, sequence.cp_size, sequence.mesh.get_group()
         lens = [layout.shard_len(seq_len, size, rank) for rank in range(size)]
-        rows = x.movedim(dim, 0)
-        padded = torch.cat([rows, rows.new_zeros(max(lens) - rows.shape[0], *rows.shape[1:])])
-        gathered = _funcol.all_gather_into_tensor(padded.contiguous(), size, group.group_name)
-        gathered = wait_for(gathered, "unshard: rows of other ranks", group.group_name)
-        parts = [part[:length] for part, length in zip(gathered.split(max(lens)), lens, strict=True)]
-        inverse = layout.inverse(seq_len, size).to(x.device)
-        return torch.cat(parts).index_select(0, inverse).movedim(0, dim).contiguous()
+        return gather(x, dim, lens, layout.inverse(seq_len, size).to(x.device), group.group_name, "unshard")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         sequence, seq_len, dim = ctx.sequence, ctx.seq_len, ctx.dim
         layout, size, group = sequence.layout, sequence.cp_size, sequence.mesh.get_group()
         lens = [layout.shard_len(seq_len, size, rank) for rank in range(size)]
-        rows = grad.movedim(dim, 0)
-        inverse = layout.inverse(seq_len, size).to(grad.device)  # of what several ranks hold, rows of the first
-        rows = rows.new_zeros(sum(lens), *rows.shape[1:]).index_copy(0, inverse, rows)
-        parts = [
-            torch.cat([part, part.new_zeros(max(lens) - part.shape[0], *part.shape[1:])]) for part in rows.split(lens)
-        ]
-        summed = _funcol.reduce_scatter_tensor(torch.cat(parts).contiguous(), "sum", size, group.group_name)
-        summed = wait_for(summed, "unshard: gradients of other ranks", group.group_name)
-        own = summed[: lens[sequence.cp_rank]].movedim(0, dim).contiguous()
+        inverse = layout.inverse(seq_len, size).to(grad.device)
+        own = scatter_sum(grad, dim, lens, inverse, sequence.cp_rank, group.group_name, "unshard")
         return own if ctx.scale == 1 else own * ctx.scale, None, None, None, None

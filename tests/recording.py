@@ -7,7 +7,7 @@ a send buffer that was written between the start and the wait is an error at the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +24,7 @@ _c10d = torch._C._distributed_c10d
 
 @dataclass
 class Sent:
-    """One all-to-all: numbers of elements by peer, the size of an element in bytes, and whether it was waited for.
+    """One collective: numbers of elements by peer, the size of an element in bytes, and whether it was waited for.
 
     ``ranks`` are those of its group.
     """
@@ -34,6 +34,7 @@ class Sent:
     itemsize: int
     ranks: list[int] = field(default_factory=list, repr=False)
     waited: bool = False
+    kind: str = "all-to-all"
 
     @property
     def bytes_sent(self) -> int:
@@ -45,7 +46,7 @@ class Sent:
 
 
 class Event(str):
-    """ "start" or "wait" of an all-to-all, among the ``ranks`` of its group."""
+    """ "start" or "wait" of a collective, among the ``ranks`` of its group."""
 
     ranks: list[int]
 
@@ -87,7 +88,7 @@ class _Work(_c10d.Work):
 
 
 class _Group(dist.ProcessGroup):
-    """All-to-alls of another group; any other collective is refused by the base class."""
+    """All-to-alls, all-gathers and reduce-scatters of another group; the base class refuses any other collective."""
 
     def __init__(self, group: dist.ProcessGroup, recording: Recording):
         super().__init__(group.rank(), group.size())
@@ -102,12 +103,29 @@ class _Group(dist.ProcessGroup):
 
     def alltoall_base(self, received: Tensor, sent: Tensor, origin: list[int], to: list[int], options: Any) -> _Work:
         entry = Sent(list(to), list(origin), sent.element_size(), dist.get_process_group_ranks(self.group))
+        return self._noted(
+            entry, received, sent, lambda arrived: self.group.alltoall_base(arrived, sent, origin, to, options)
+        )
+
+    def allgather_into_tensor_coalesced(self, received: list[Tensor], sent: list[Tensor], options: Any) -> _Work:
+        return self._of_parts("all-gather", self.group.allgather_into_tensor_coalesced, received, sent, options)
+
+    def reduce_scatter_tensor_coalesced(self, received: list[Tensor], sent: list[Tensor], options: Any) -> _Work:
+        return self._of_parts("reduce-scatter", self.group.reduce_scatter_tensor_coalesced, received, sent, options)
+
+    def _of_parts(self, kind: str, run: Any, received: list[Tensor], sent: list[Tensor], options: Any) -> _Work:
+        """Of a collective in which the smaller tensor is what every rank sends to, or has from, each other one."""
+        part = min(received[0].numel(), sent[0].numel())
+        by_peer = [part * (rank != self.rank()) for rank in range(self.size())]
+        entry = Sent(by_peer, by_peer, sent[0].element_size(), dist.get_process_group_ranks(self.group), kind=kind)
+        return self._noted(entry, received[0], sent[0], lambda arrived: run([arrived], sent, options))
+
+    def _noted(self, entry: Sent, received: Tensor, sent: Tensor, run: Callable[[Tensor], Any]) -> _Work:
         self.recording.sent.append(entry)
         self.recording.events.append(Event.of("start", entry.ranks))
         arrived = torch.zeros_like(received)
         received.fill_(torch.nan)
-        work = self.group.alltoall_base(arrived, sent, origin, to, options)
-        return _Work(work, entry, self.recording, received, arrived, sent)
+        return _Work(run(arrived), entry, self.recording, received, arrived, sent)
 
 
 @contextmanager

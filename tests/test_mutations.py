@@ -41,6 +41,7 @@ import test_flash_attn
 import test_flash_attn_4
 import test_flex
 import test_flex_cores
+import test_flex_sharded
 import test_fuzz
 import test_gradients
 import test_guard
@@ -265,6 +266,10 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "heads of cores over tp": test_flex_cores.test_heads_over_tp,
     "masks of cores": test_flex_cores.test_a_style_hides_no_more_than_the_mask,
     "padding of cores": lambda pool: report(pool(2).run(test_flex_cores.as_one, ["padding"])),
+    "shards": test_flex_sharded.test_a_few_shards,
+    "shards of DTensors": lambda pool: test_flex_sharded.test_shards_beside_dtensors(pool, ("cp", "tp"), {}),
+    "shards summed in fp32": lambda pool: test_flex_sharded.test_shards_are_summed_in_fp32(pool, "ring"),
+    "shards that differ": lambda pool: test_flex_sharded.test_ranks_that_differ(pool, "a gradient", "with a gradient"),
     "degrees": test_hybrid.test_the_degree_is_used,
     "head order": test_seeds.test_heads_are_grouped_in_torchs_order,
     "specs of DTensors": lambda pool: test_op.test_dtensors_are_what_their_specs_say(pool, 2, "", "distributed"),

@@ -54,6 +54,7 @@ FLOORS: dict[str, int] = {
     "ops": 3,
     "attention": 3,
     "flex": 3,
+    "captured": 3,
     "decoding": 3,
     "trained": 3,
     "seen": 3,

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.distributed.tensor import Replicate
 
 from planted.seams import in_area, with_arguments, with_result
 
@@ -120,3 +121,45 @@ def _(equal: Any) -> Any:
 @plant("functions see indices of padding", "flex:_trace", "padding of cores")
 def _(trace: Any) -> Any:
     return with_arguments(trace, last=lambda last: None)
+
+
+@plant("gradients of shards are this rank's share", "transport.whole:scatter_sum", "shards")
+def _(scatter_sum: Any) -> Any:
+    def mutant(x: Any, dim: int, lens: Any, inverse: Any, rank: int, *others: Any) -> Any:
+        order = torch.arange(sum(lens)) if inverse is None else inverse.argsort()
+        return x.index_select(dim, order.split(lens)[rank])
+
+    return mutant
+
+
+@plant("shards are joined in the order of ranks", "transport.whole:gather", "shards")
+def _(gather: Any) -> Any:
+    return lambda x, dim, lens, inverse, *others: gather(x, dim, lens, None, *others)
+
+
+@plant("heads of shards count from 0", "transport.whole:gather", "shards of DTensors")
+def _(gather: Any) -> Any:
+    def mutant(x: Any, dim: int, lens: Any, inverse: Any, *others: Any) -> Any:
+        own_first = torch.cat([x, *[torch.zeros_like(x)] * (len(lens) - 1)], dim)
+        return own_first if inverse is None else gather(x, dim, lens, inverse, *others)
+
+    return mutant
+
+
+@plant("gradients of shards are summed in their dtype", "captured:to_shards", "shards summed in fp32")
+def _(to_shards: Any) -> Any:
+    def mutant(gradients: Any, plan: Any, call: Any) -> Any:
+        cast = {name: x.to(call.captured[int(name.partition(".")[2])].dtype) for name, x in gradients.items()}
+        return to_shards(cast, plan, call)
+
+    return mutant
+
+
+@plant("gradients of replicated DTensors are told to be whole", "captured:_cuts", "shards of DTensors")
+def _(cuts: Any) -> Any:
+    return with_result(cuts, lambda found: (found[0], [Replicate() if p.is_partial() else p for p in found[1]]))
+
+
+@plant("ranks with and without a gradient of a shard are not compared", "captured:told", "shards that differ")
+def _(told: Any) -> Any:
+    return with_result(told, lambda said: said.partition(", with")[0])
