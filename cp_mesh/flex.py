@@ -327,7 +327,9 @@ class _Functions(TorchFunctionMode):
             refuse(self._what, "a function in one grad mode", "torch.no_grad or the like", hint, UnsupportedError)
         if func is Tensor.__getitem__:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            if any(isinstance(i, Tensor) for i in index):
+            if any(isinstance(i, Tensor) for i in index) or (
+                len(index) == args[0].ndim and set(map(type, index)) == {int}
+            ):
                 return torch.ops.aten.index.Tensor(args[0], [self._index(args[0], i) for i in index])
         return func(*args, **(kwargs or {}))
 

@@ -7,15 +7,18 @@ from cp_mesh.kernels.aten import CPU_FLASH, CUDNN, EFFICIENT, FA2
 from cp_mesh.kernels.contract import Kernel, Request, shortfalls
 from cp_mesh.kernels.flash_attn import FA2_PACKAGE, FA3
 from cp_mesh.kernels.flash_attn_4 import FA4
+from cp_mesh.kernels.flex import FLEX
 from cp_mesh.kernels.reference import REFERENCE
 from cp_mesh.kernels.triton_attention import TRITON
 
 KERNELS: dict[str, Kernel] = {
-    kernel.name: kernel for kernel in (FA4, FA3, CUDNN, FA2, FA2_PACKAGE, EFFICIENT, TRITON, CPU_FLASH, REFERENCE)
+    kernel.name: kernel for kernel in (FA4, FA3, CUDNN, FA2, FA2_PACKAGE, EFFICIENT, TRITON, CPU_FLASH, REFERENCE, FLEX)
 }
 """In the order of preference. On Hopper FA4 and FA3 are fastest where they are installed, then cuDNN, whose kernels
 were made for it too; FlashAttention-2 comes from the generation before, and PyTorch has its own build of it. The
-library's own Triton kernel takes what others lack: masks read from tensors, scores, determinism, gradients of lse."""
+library's own Triton kernel takes what others lack: masks read from tensors, scores, determinism, gradients of lse.
+"flex" is taken by name alone: it stands behind the reference, which serves all that it does, until it has been measured
+on GPUs as a whole."""
 
 
 def choose_kernel(name: str, request: Request) -> Kernel:

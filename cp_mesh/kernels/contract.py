@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -25,11 +25,39 @@ from cp_mesh.schedule import Rows
 from cp_mesh.segments import Segments
 
 
+class Steps(NamedTuple):
+    """Positions of rows i that are first + step · i, and from row ``split`` on second + step · i."""
+
+    split: int
+    first: int
+    second: int
+    step: int
+
+    @classmethod
+    def of(cls, positions: Tensor) -> Steps | None:
+        """Of int64 positions [S] on the CPU; None if they are not so."""
+        num = len(positions)
+        if num < 2:
+            return cls(num, int(positions.sum()), 0, 1)
+        steps = positions.diff()
+        jumps = (steps != (step := int(steps[0]))).nonzero().flatten().tolist()
+        if len(jumps) > 1:
+            return None
+        split = jumps[0] + 1 if jumps else num
+        return cls(split, int(positions[0]), int(positions[-1]) - step * (num - 1), step)
+
+    def rows(self, begin: int, end: int) -> Steps:
+        """Of the rows begin to end alone."""
+        split = min(max(self.split - begin, 0), end - begin)
+        return Steps(split, self.first + self.step * begin, self.second + self.step * begin, self.step)
+
+
 @dataclass(frozen=True, eq=False)
 class Pairs:
     """The allowed pairs of a tile that is no band: the mask itself, and the positions of the tile's rows.
 
-    ``adjacent`` tells that most keys are followed by the sequence's next one. ``kept`` holds what a kernel prepared of
+    ``adjacent`` tells that most keys are followed by the sequence's next one, ``steps`` of queries and of keys whether
+    they are `Steps`. ``kept`` holds what a kernel prepared of
     them: a plan gives all layers the same object, on one stream.
     """
 
@@ -37,6 +65,7 @@ class Pairs:
     q_pos: Tensor
     k_pos: Tensor
     adjacent: bool = False
+    steps: tuple[Steps | None, Steps | None] = (None, None)
     kept: dict[Any, Any] = field(default_factory=dict)
 
     def allowed(self, q_rows: Tensor, k_rows: Tensor) -> Tensor:

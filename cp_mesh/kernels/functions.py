@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 from cp_mesh.errors import refuse
 
@@ -34,12 +35,14 @@ class ScalarFunction:
         graph: (b, h, q_idx, kv_idx, *captured) -> bool, or with a score before these -> score; all of them scalars but
             the captured tensors.
         num_captured: how many tensors it reads.
+        of_scalars: whether it reads these at single elements, and computes with scalars alone.
     """
 
     handle: str
     said: str
     graph: GraphModule
     num_captured: int
+    of_scalars: bool
 
     @classmethod
     def of(cls, name: str, graph: Graph, captured: Sequence[Tensor]) -> ScalarFunction:
@@ -50,7 +53,9 @@ class ScalarFunction:
         function = _known.get(handle)
         if function is None:
             said = f"{name} of captured [{read}], {handle}"
-            function = _known[handle] = cls(handle, said, GraphModule(torch.nn.Module(), graph), len(captured))
+            function = _known[handle] = cls(
+                handle, said, GraphModule(torch.nn.Module(), graph), len(captured), _of_scalars(graph, captured)
+            )
         if function in _last:
             _last.remove(function)
         _last.append(function)
@@ -103,6 +108,18 @@ class ScalarFunction:
                 return torch.zeros_like(dscore), [torch.zeros_like(x) for x in leaves.values()]
             found = torch.autograd.grad(value, inputs, dscore, allow_unused=True, materialize_grads=True)
         return found[0], list(found[1:])
+
+
+def _of_scalars(graph: Graph, captured: Sequence[Tensor]) -> bool:
+    inputs = graph.find_nodes(op="placeholder")
+    whole = {node for node, x in zip(inputs[len(inputs) - len(captured) :], captured, strict=True) if x.ndim}
+    computed = [node for node in graph.nodes if node.op == "call_function"]
+
+    def reads_whole(node: Node) -> bool:
+        read = node.args[1:] if node.target is torch.ops.aten.index.Tensor else node.args
+        return not whole.isdisjoint(tree_leaves((read, node.kwargs)))
+
+    return not any(reads_whole(node) or any(x.ndim for x in tree_leaves(node.meta["val"])) for node in computed)
 
 
 _known: weakref.WeakValueDictionary[str, ScalarFunction] = weakref.WeakValueDictionary()

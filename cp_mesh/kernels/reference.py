@@ -15,7 +15,7 @@ from torch import Tensor
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.contract import Capability, Pairs
 from cp_mesh.kernels.merge import BackwardTile, merging_kernel
-from cp_mesh.kernels.scores import ADDED, FUNCTIONS, TERMS, ScoreGradients, Scores, Where, kept_weights
+from cp_mesh.kernels.scores import ADDED, FUNCTIONS, TERMS, VECTORS, ScoreGradients, Scores, Where, kept_weights
 from cp_mesh.masks import Band
 from cp_mesh.segments import Segments
 
@@ -150,7 +150,7 @@ REFERENCE = merging_kernel(
         covers=("full", "causal", "window", "pairs", "segments"),
         v_head_dim=True,
         differentiable_lse=True,
-        features=frozenset({"softcap", *ADDED, *FUNCTIONS, "dropout"}),
+        features=frozenset({"softcap", *ADDED, *FUNCTIONS, VECTORS, "dropout"}),
     ),
     _forward,
     _backward,

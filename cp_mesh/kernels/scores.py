@@ -146,6 +146,8 @@ OF_ROWS = tuple(name for name, term in TERMS.items() if "rows" in term.dims)
 """Terms of which each rank holds the rows of its queries."""
 FUNCTIONS = ("score_mod", "mask_mod")
 """Functions of users, which read the global indices of batch row, head, query and key."""
+VECTORS = "vectors in functions"
+"""Of functions that compute with more than scalars, or read captured tensors not at single elements."""
 POSITIONAL = frozenset({*ADDED, *FUNCTIONS, "dropout"})
 """Features of scores that depend on positions; with any of them every tile's cover is a `Pairs`."""
 
@@ -205,7 +207,9 @@ class Scores:
     def features(self) -> frozenset[str]:
         """What a kernel must be able to do, by the names of `Capability.features`."""
         given = frozenset(name for name in ("softcap", *ADDED, *FUNCTIONS) if getattr(self, name) is not None)
-        return given | {"dropout"} if self.dropout_p else given
+        functions = [x for x in (self.score_mod, self.mask_mod) if x is not None]
+        others = {"dropout": self.dropout_p > 0, VECTORS: not all(x.of_scalars for x in functions)}
+        return given | {name for name, there in others.items() if there}
 
     @cached_property
     def needs_positions(self) -> bool:

@@ -21,7 +21,7 @@ from cp_mesh.call import Operand, Options
 from cp_mesh.costs import Machine, PassCost
 from cp_mesh.groups import parts_of
 from cp_mesh.kernels.combine import RowSum, copy_together
-from cp_mesh.kernels.contract import Kernel, KernelTile, Pairs
+from cp_mesh.kernels.contract import Kernel, KernelTile, Pairs, Steps
 from cp_mesh.kernels.scores import POSITIONAL, Scores
 from cp_mesh.layouts import Layout
 from cp_mesh.masks import Band, Mask
@@ -176,14 +176,16 @@ class Plan:
             return tile.cover
         if isinstance(tile.cover, Segments):  # one for each stream, as its tables on the device belong to one
             return Segments(tile.cover.blocks, tile.cover.left, tile.cover.right)
-        (q_pos, _), (k_pos, adjacent) = self._positions(None, stream), self._positions(stage, stream)
+        q_pos, _, of_q = self._positions(None, stream)
+        k_pos, adjacent, of_k = self._positions(stage, stream)
         mask = self.prepare(("mask",), stream, lambda: self.mask.to(self.device))
-        return Pairs(mask, q_pos[tile.q[0] : tile.q[1]], k_pos[tile.k[0] : tile.k[1]], adjacent)
+        steps = of_q and of_q.rows(*tile.q), of_k and of_k.rows(*tile.k)
+        return Pairs(mask, q_pos[slice(*tile.q)], k_pos[slice(*tile.k)], adjacent, steps)
 
-    def _positions(self, stage: Stage | None, stream: int | None) -> tuple[Tensor, bool]:
-        """Positions of a stage's buffer, or of this rank's rows, on the device; and whether most are neighbours."""
+    def _positions(self, stage: Stage | None, stream: int | None) -> tuple[Tensor, bool, Steps | None]:
+        """Positions of a stage's buffer, or of this rank's rows: on the device; if most are neighbours; as steps."""
 
-        def make() -> tuple[Tensor, bool]:
+        def make() -> tuple[Tensor, bool, Steps | None]:
             rank, size = self.schedule.cp_rank, self.schedule.cp_size
             parts = [(rank, ((0, self.schedule.shard_lens[rank]),))] if stage is None else stage.fetch
             parts_at = [
@@ -192,9 +194,10 @@ class Plan:
                 for begin, end in ranges
             ]
             positions = torch.cat(parts_at)
-            return positions.to(self.device), 2 * int((positions.diff() == 1).sum()) >= len(positions)
+            adjacent = 2 * int((positions.diff() == 1).sum()) >= len(positions)
+            return positions.to(self.device), adjacent, Steps.of(positions)
 
-        found: tuple[Tensor, bool] = self.prepare(("positions", stage), stream, make)
+        found: tuple[Tensor, bool, Steps | None] = self.prepare(("positions", stage), stream, make)
         return found
 
     def prepare(self, what: tuple[Any, ...], stream: int | None, make: Callable[[], Any]) -> Any:

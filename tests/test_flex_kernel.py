@@ -1,0 +1,139 @@
+"""The kernel of functions, by PyTorch's flex_attention: on the CPU its operators run uncompiled, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from cases import gap
+from flex_uses import MASKS, SCORES
+from ranks import mesh
+
+from cp_mesh import Mask, Striped, UnsupportedError, ZigZag, create_block_mask, flex_attention
+from cp_mesh.flex import _trace
+from cp_mesh.kernels import KERNELS, flex, reference
+from cp_mesh.kernels.contract import Pairs, Steps
+from cp_mesh.kernels.flex import FLEX
+from cp_mesh.kernels.merge import BackwardTile
+from cp_mesh.kernels.scores import Scores, name_of_captured
+
+B, H, K, S, D = 2, 4, 2, 300, 8
+ROWS = torch.arange(S)
+IDS = torch.stack([ROWS // 37, ROWS // 50 - 1])
+OF_MASK = {
+    "all": Mask(causal=False),
+    "prefix": Mask(prefix=40, length=250, window=(90, 0)),
+    "documents": Mask(documents=IDS),
+    "padding": Mask(causal=False, key_padding=ROWS % 3 > 0),
+}
+POSITIONS = {
+    "in any order": (ROWS.flip(0)[:200], (ROWS * 7 % S)[:170]),
+    "two runs": (torch.cat([ROWS[10:110], ROWS[190:290]]), torch.cat([ROWS[:120], ROWS[150:200]])),
+    "one run": (ROWS[3:203], ROWS[100:270:2]),
+}
+CASES = [
+    *((score, "none", "all", "two runs") for score in SCORES if "causal" not in score),
+    *(("tanh chain", mask, "documents", "one run") for mask in MASKS),
+    *(("relative table", "none", mask, positions) for mask in OF_MASK for positions in POSITIONS),
+]
+
+
+def near(got: torch.Tensor, want: torch.Tensor) -> bool:
+    return gap(got, want) <= 1e-13 * max(10.0, want.abs().max().item())
+
+
+def scores_of(score: str, mask: str, q: torch.Tensor) -> Scores:
+    of_score, of_mask = (table[name].tensors(B, H, S) for table, name in ((SCORES, score), (MASKS, mask)))
+    score_mod, captured = _trace("score_mod", SCORES[score].make(of_score), q)
+    mask_mod, read = _trace("mask_mod", MASKS[mask].make(of_mask), q)
+    wanted = frozenset(name_of_captured(i) for i, x in enumerate(captured) if x.is_floating_point())
+    return Scores(D**-0.5, score_mod=score_mod, mask_mod=mask_mod, captured=(*captured, *read), wanted=wanted)
+
+
+@pytest.mark.parametrize(("score", "mask", "of_mask", "positions"), CASES)
+def test_tiles_are_those_of_the_reference(score: str, mask: str, of_mask: str, positions: str) -> None:
+    torch.manual_seed(0)
+    q_pos, k_pos = POSITIONS[positions]
+    q, k, v = (torch.randn(B, heads, len(at), D).double() for heads, at in ((H, q_pos), (K, k_pos), (K, k_pos)))
+    scores = scores_of(score, mask, q)
+    if "vectors in functions" in scores.features:
+        pytest.skip("no function of scalars")
+    steps = Steps.of(q_pos), Steps.of(k_pos)
+    assert (None in steps) == (positions == "in any order")
+    cover = Pairs(OF_MASK[of_mask], q_pos, k_pos, steps=steps)
+    (out, lse), (want, want_lse) = (kernel._forward(q, k, v, cover, scores) for kernel in (flex, reference))
+    assert near(out, want) and torch.equal(lse.isinf(), want_lse.isinf())
+    assert near(lse.nan_to_num(neginf=0.0), want_lse.nan_to_num(neginf=0.0))
+    # of other keys as well: a global lse, and a delta with a gradient of lse
+    lse, delta = torch.logaddexp(want_lse, torch.randn_like(want_lse)), torch.randn_like(want_lse)
+    tile = BackwardTile(torch.randn_like(want), q, k, v, None, lse, delta, cover, scores)
+    (*grads, of_scores), (*wants, want_of_scores) = (kernel._backward(tile) for kernel in (flex, reference))
+    assert all(map(near, grads, wants))
+    for i, want in want_of_scores.captured.items():
+        assert near(of_scores.captured[i], want)
+
+
+def on_the_cpu() -> mock._patch_dict:
+    of_cpu = replace(FLEX.capability, devices=("cpu",), dtypes=(torch.float64,), compute_capability=(0, 0))
+    return mock.patch.dict(KERNELS, flex=replace(FLEX, capability=of_cpu))
+
+
+def ring(rank: int, layout: ZigZag | Striped, method: str) -> float:
+    """The largest gap between the two kernels, of out and of gradients."""
+    found, size = [], 256
+    of_mask = MASKS["causal or of one image"].tensors(B, H, size)
+    at = layout.positions(size, 2, mesh((2,), ("cp",)).get_local_rank())
+    with on_the_cpu():
+        for kernel in ("flex", "reference"):
+            torch.manual_seed(0)
+            whole = (torch.randn(B, heads, size, D).double() for heads in (H, K, K))
+            q, k, v = (x[:, :, at].clone().requires_grad_() for x in whole)
+            tensors = SCORES["one tensor twice"].tensors(B, H, size)
+            x = tensors["x"].requires_grad_()
+            mask = create_block_mask(MASKS["causal or of one image"].make(of_mask), B, H, size, size)
+            score_mod = SCORES["one tensor twice"].make(tensors)
+            options = {
+                "mesh": mesh((2,), ("cp",)),
+                "layout": layout,
+                "method": method,
+                "kernel": kernel,
+                "enable_gqa": True,
+            }
+            out = flex_attention(q, k, v, score_mod, mask, **options)
+            out.square().sum().backward()
+            found.append([out, q.grad, k.grad, v.grad, x.grad])
+    return max(gap(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("layout", [ZigZag(), Striped()], ids=str)
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_it_serves_every_method(pool, layout: ZigZag | Striped, method: str) -> None:
+    assert max(pool(2).run(ring, layout, method)) <= 1e-12
+
+
+def vectors(rank: int) -> None:
+    q, u = torch.randn(1, 2, 4, 4).double(), torch.randn(8, 3).double()
+    with on_the_cpu(), pytest.raises(UnsupportedError, match="kernel='flex' lacks scores with vectors in functions"):
+        score_mod = lambda score, b, h, i, j: score + (u[i] * u[j]).sum()  # noqa: E731
+        flex_attention(q, q, q, score_mod, mesh=mesh((2,), ("cp",)), kernel="flex")
+
+
+def test_functions_of_vectors_are_refused(pool) -> None:
+    pool(2).run(vectors)
+
+
+def test_a_shape_is_compiled_once_for_all_tiles() -> None:
+    """What differs between sources and ranks is data: the keys of programs are equal."""
+    torch.manual_seed(0)
+    q = torch.randn(B, H, 64, D).double()
+    scores, made = scores_of("relative table", "causal", q), set()
+    for begin in (0, 64, 128):
+        at = ROWS[begin : begin + 64]
+        with mock.patch.object(flex, "_programs", type(flex._programs)()) as programs:
+            for mask in (Mask(documents=IDS), Mask(documents=IDS + 1, window=(begin, 0))):
+                flex._forward(q, q[:, :K], q[:, :K], Pairs(mask, at, at, steps=(Steps.of(at),) * 2), scores)
+            assert len(programs) == 2, "one for the tile, one for its blocks"
+            made |= set(programs)
+    assert len(made) == 2
