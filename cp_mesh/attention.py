@@ -254,7 +254,7 @@ def _make_call(query: Tensor, key: Tensor, value: Tensor, axis: CPAxis, asked: A
     options = make_options(query, key, value, asked, form)
     seq_len, layout, mask = asked.seq_len, asked.layout, asked.mask
     tensors = Tensors(
-        mask.documents, mask.key_padding, layout.tensor,
+        mask.documents, mask.key_padding, mask.blocks, layout.tensor,
         asked.sinks, asked.alibi_slopes, asked.relative_bias, asked.bias,
         seed_tensor(asked.dropout_seed, query.device) if asked.dropout_p else None,
     )  # fmt: skip
@@ -347,8 +347,8 @@ def _plan_fakes(every: Sequence[Tensor | None], call: Call, group: dist.ProcessG
     if not any(isinstance(x, FakeTensor) or x.is_meta for x in every if x is not None):
         return
     tensors = Tensors(*every[3:])
-    if any(isinstance(x, FakeTensor) for x in tensors[:2]):  # no content to plan by
-        tensors = tensors._replace(documents=None, key_padding=None)
+    if any(isinstance(x, FakeTensor) for x in tensors[:3]):  # no content to plan by
+        tensors = tensors._replace(documents=None, key_padding=None, blocks=None)
     q, k, v = (call.format.to_bhsd(x) for x in every[:3] if x is not None)
     make_plan(q, k, v, tensors, call.seq_len, group, call.options, call.captured)
 
@@ -362,8 +362,8 @@ def _rules() -> tuple[tuple[str, Callable[[Any], bool], str, str], ...]:
     return (
         ("layout", lambda x: isinstance(x, Layout), "a Layout", "ZigZag(), Striped(), Contiguous(), Permuted(...)"),
         ("mask", lambda x: type(x) is Mask, "a Mask",
-         "say it on positions, Mask(causal=, window=, documents=, key_padding=, prefix=); cp_mesh.batch_mask reads a"
-         " mask of tokens [B, S], and any other is, exactly, bias= of 0 and -inf with Mask(causal=False)"),
+         "say it on positions, Mask(causal=, window=, documents=, key_padding=, prefix=, blocks=); cp_mesh.batch_mask reads"
+         " a mask of tokens [B, S], and any other is, exactly, bias= of 0 and -inf with Mask(causal=False)"),
         ("seq_len", lambda x: x is None or _is_int(x), "an int, tokens in the whole sequence", "or None"),
         ("scale", _is_positive, "a positive number or None", "multiply q by a learned or negative scale instead"),
         ("softcap", _is_positive, "a positive number or None", "None leaves scores unbounded"),

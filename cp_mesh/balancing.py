@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from cp_mesh.blocks import Array
+from cp_mesh.blocks import Array, ends_of_blocks
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.layouts import Balanced, chunk_bounds
 from cp_mesh.masks import NONE, Documents, Mask
@@ -33,8 +33,8 @@ def balance(mask: Mask, seq_len: int, cp_size: int) -> Balanced:
     """A layout in which every rank computes an equal share of a mask, made anew for every batch of documents.
 
     Args:
-        mask: of positions and documents. Rows of a batch share a layout: their work is added up. An id that comes back
-            counts as another document.
+        mask: of positions, documents and blocks. Rows of a batch share a layout: their work is added up. An id of a
+            document that comes back counts as another document.
         seq_len: tokens in the whole sequence.
         cp_size: number of ranks for which it is balanced; the layout is valid for others too.
 
@@ -42,21 +42,22 @@ def balance(mask: Mask, seq_len: int, cp_size: int) -> Balanced:
         A layout with shards of `torch.chunk` sizes: equal where ``cp_size`` divides ``seq_len``.
 
     Raises:
-        ArgumentError: if the documents are not ``seq_len`` tokens.
-        UnsupportedError: if the mask has key padding, or documents without content (on meta).
+        ArgumentError: if documents or blocks are not of ``seq_len`` tokens.
+        UnsupportedError: if the mask has key padding, or documents or blocks without content (on meta).
 
     >>> documents = torch.tensor([0] * 8 + [1] * 2 + [2] * 2 + [3] * 4)
     >>> layout = balance(Mask(documents=documents), 16, 2)
     >>> [layout.positions(16, 2, rank).tolist() for rank in range(2)]
     [[0, 1, 2, 3, 4, 7, 8, 9], [5, 6, 10, 11, 12, 13, 14, 15]]
     """
-    if mask.key_padding is not None or (mask.documents is not None and mask.documents.is_meta):
+    given = {name: x for name, x in (("documents", mask.documents), ("blocks", mask.blocks)) if x is not None}
+    if mask.key_padding is not None or any(x.is_meta for x in given.values()):
         what = "key_padding" if mask.key_padding is not None else "meta"
         hint = "documents with content, no padding"
-        refuse("balance", "a mask of positions and documents", what, hint, UnsupportedError)
-    if mask.documents is not None and mask.documents.shape[-1] != seq_len:
-        hint = "pass their seq_len"
-        refuse("balance: mask.documents", f"{seq_len} tokens", mask.documents.shape[-1], hint)
+        refuse("balance", "a mask of positions, documents and blocks", what, hint, UnsupportedError)
+    for name, x in given.items():
+        if x.shape[-1] != seq_len:
+            refuse(f"balance: mask.{name}", f"{seq_len} tokens", x.shape[-1], "pass their seq_len")
     edges = np.unique(np.concatenate([[0, seq_len], *(x.edges for x in _documents(mask, seq_len))])).tolist()
     work = memoryview(np.r_[0, keys_seen(mask, seq_len).cumsum()])  # before each position, and in all
     parts: list[Part] = []  # light to dense
@@ -189,7 +190,10 @@ def keys_seen(mask: Mask, seq_len: int) -> Array:
         seq_len: tokens in the whole sequence.
     """
     position, total = np.arange(seq_len), np.zeros(seq_len, dtype=np.int64)
-    for documents in _documents(mask, seq_len):
+    ends = [None] if mask.blocks is None else [*np.minimum(ends_of_blocks(mask), position + mask.ahead + 1)]
+    rows = _documents(mask, seq_len)
+    for i in range(max(len(rows), len(ends))):
+        documents, end_of_block = rows[i % len(rows)], ends[i % len(ends)]
         lens = np.diff(documents.edges)
         excluded = np.repeat(documents.labels < 0, lens)
         for reach in mask.reaches(seq_len):
@@ -198,7 +202,8 @@ def keys_seen(mask: Mask, seq_len: int) -> Array:
             if reach.farthest < NONE:
                 np.maximum(first, position - reach.farthest, out=first)
             if reach.nearest > -NONE:
-                np.minimum(last, position + (1 - reach.nearest), out=last)
+                seen = position + (1 - reach.nearest)
+                np.minimum(last, seen if end_of_block is None else np.maximum(seen, end_of_block), out=last)
             last -= first
             last[excluded] = 0
             total += np.maximum(last, 0, out=last)

@@ -105,7 +105,12 @@ def cut(pieces: Pieces, edges: Array) -> tuple[Pieces, Array]:
 
 
 def keys_of(pieces: Pieces, mask: Mask, seq_len: int) -> Pieces:
-    """The pieces that some query can see as keys, cut where the distances change at which they are seen."""
+    """The pieces that some query can see as keys, cut where the distances change at which they are seen.
+
+    Of a mask with blocks, which go on in other pieces, they are cut where the keys of these begin and end, too.
+    """
+    if mask.blocks is not None:
+        pieces = cut(pieces, _ends_of_needed(pieces, mask, seq_len))[0]
     reaches = [*mask.reaches(seq_len)]
     edges = np.array([*(reach.begin for reach in reaches), reaches[-1].end if reaches else 0, seq_len], dtype=np.int64)
     keys, part = cut(pieces, edges)
@@ -116,13 +121,37 @@ def keys_of(pieces: Pieces, mask: Mask, seq_len: int) -> Pieces:
         return keys
     near, far = np.array([(reach.nearest, reach.farthest) for reach in reaches], dtype=np.int64).T
     nearest, farthest = near[part], far[part]
-    if (whole := last == part).all():
-        return keys._replace(nearest=nearest, farthest=farthest)
-    for other in range(len(reaches)):  # positions in any order that lie in several: what any of these allow
-        inside = (part <= other) & (other <= last)
+    whole = last == part
+    for other in range(len(reaches)) if not whole.all() else ():  # positions in any order that lie in several
+        inside = (part <= other) & (other <= last)  # what any of these allow
         nearest = np.where(inside, np.minimum(nearest, near[other]), nearest)
         farthest = np.where(inside, np.maximum(farthest, far[other]), farthest)
+    if mask.blocks is not None:  # of a piece, the first key is seen the farthest ahead
+        of_blocks = mask.starts.amin(0).numpy()[keys.low] - keys.low
+        nearest, whole = np.minimum(nearest, np.maximum(of_blocks, -mask.ahead)), np.zeros_like(whole)
     return keys._replace(nearest=nearest, farthest=farthest, whole=whole)
+
+
+def _ends_of_needed(pieces: Pieces, mask: Mask, seq_len: int) -> Array:
+    """Positions at which the keys begin or end that queries of a piece need, with 0 and ``seq_len``."""
+    left = None if mask.window is None else mask.window[0]
+    edges = [
+        np.array([0, seq_len]),
+        *(np.minimum(x[pieces.high], pieces.high + mask.ahead + 1) for x in ends_of_blocks(mask)),
+    ]
+    if left is not None:
+        edges.append(pieces.low - left)
+    every = np.unique(np.concatenate(edges))
+    return every[every >= 0]
+
+
+def ends_of_blocks(mask: Mask) -> Array:
+    """Where the block of each position ends, of a mask with blocks: int64 [B or 1, S]; past itself if it has none."""
+    starts = mask.starts.numpy().astype(np.int64)
+    num = starts.shape[1]
+    begins = np.where(starts == np.arange(num), np.arange(num), num)
+    after = np.concatenate([begins[:, 1:], np.full_like(begins[:, :1], num)], 1)
+    return np.minimum.accumulate(after[:, ::-1], 1)[:, ::-1]
 
 
 def grid(q: Pieces, k: Pieces) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:

@@ -79,6 +79,7 @@ class Tensors(NamedTuple):
 
     documents: Tensor | None = None
     key_padding: Tensor | None = None
+    blocks: Tensor | None = None
     layout_index: Tensor | None = None
     sinks: Tensor | None = None
     alibi_slopes: Tensor | None = None

@@ -143,7 +143,10 @@ def choose(problem: Problem) -> Choice:
         return Choice(DEFAULT, unknown, {})
     documents, seq_len, cp_size = problem.documents, problem.seq_len, problem.cp_size
     mask = parse_mask(
-        problem.options.mask, None if documents is None else torch.arange(seq_len) // min(documents, seq_len), None
+        problem.options.mask,
+        None if documents is None else torch.arange(seq_len) // min(documents, seq_len),
+        None,
+        None,
     )
     layout = problem.layout or balance(mask, seq_len, cp_size)
     make = {name: partial(x.make_schedule, layout, mask, seq_len, cp_size) for name, x in METHODS.items()}

@@ -349,8 +349,8 @@ class ContextParallel(ParallelStyle):
         if attn_mask is not None:
             raise UnsupportedError(
                 "ContextParallel: a tensor attn_mask cannot be read on positions; say it as ContextParallel(mask="
-                "Mask(causal=, window=, documents=, key_padding=, prefix=)), or by cp_mesh.batch_mask of the whole "
-                "batch, and call SDPA without attn_mask. Any other mask is, exactly, a bias of 0 and -inf, "
+                "Mask(causal=, window=, documents=, key_padding=, prefix=, blocks=)), or by cp_mesh.batch_mask of the "
+                "whole batch, and call SDPA without attn_mask. Any other mask is, exactly, a bias of 0 and -inf, "
                 "mask=Mask(causal=False) with scores={'bias': [1 or B, 1 or H, rows of this rank, all keys]}; that "
                 "needs memory for each pair and the Triton or reference kernel"
             )

@@ -215,7 +215,7 @@ def _prepare(
     mask = asked.mask
     if mask.elementwise:
         hint = "decode sequences of one length, or one document, without them"
-        refuse("mask", "a Mask without documents and key_padding", "tensors", hint, UnsupportedError)
+        refuse("mask", "a Mask without documents, key_padding and blocks", "tensors", hint, UnsupportedError)
     if num_rows < 1:
         refuse("query", "at least one row", 0, "the queries are the last tokens")
     q_positions, k_positions, num_keys = where[1:]

@@ -41,23 +41,24 @@ def geometry(layout: Layout, mask: Mask, seq_len: int, cp_size: int, documents: 
         seq_len, cp_size: length of the whole sequence in tokens, and number of ranks.
         documents: blocks by documents, where these are runs of positions and their bands are few.
     """
-    ids, padding = (None if x is None else Content.of(x) for x in (mask.documents, mask.key_padding))
-    return _geometry(layout, mask.spec(), ids, padding, seq_len, cp_size, documents and ids is not None)
+    tensors = (mask.documents, mask.key_padding, mask.blocks)
+    contents = tuple(None if x is None else Content.of(x) for x in tensors)
+    by_documents = documents and contents[0] is not None and contents[1:] == (None, None)
+    return _geometry(layout, mask.spec(), contents, seq_len, cp_size, by_documents)
 
 
 @lru_cache(maxsize=32)
 def _geometry(
     layout: Layout,
     mask_spec: str,
-    ids: Content | None,
-    padding: Content | None,
+    contents: tuple[Content | None, Content | None, Content | None],
     seq_len: int,
     cp_size: int,
-    documents: bool,
+    by_documents: bool,
 ) -> Geometry:
-    mask = parse_mask(mask_spec, *(None if x is None else x.tensor for x in (ids, padding)))
+    mask = parse_mask(mask_spec, *(None if x is None else x.tensor for x in contents))
     pieces = pieces_of(layout, seq_len, cp_size)
-    if documents and ids is not None and padding is None and pieces.regular.all():
+    if by_documents and pieces.regular.all():
         of_documents = ByDocuments.made(pieces, mask, seq_len, cp_size)
         if of_documents is not None:
             return of_documents

@@ -9,6 +9,7 @@ directly (`cp_mesh.blocks`).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
-from cp_mesh.errors import ArgumentError, refuse
+from cp_mesh.errors import ArgumentError, UnsupportedError, refuse
 from cp_mesh.owned import is_owned, owned, read_once
 
 
@@ -111,7 +112,7 @@ class Mask:
     are waited for, once. Make a mask for each batch; what its documents are is read once, not in every layer.
 
     Args:
-        causal: t <= p, relaxed by ``prefix``.
+        causal: t <= p, relaxed by ``prefix`` and ``blocks``.
         window: ``(left, right)`` inclusive distances in tokens, None unlimited: ``p - t <= left``, ``t - p <= right``.
         documents: integer ids [B, S] or [S] of the *whole* sequence in original order, the same on every cp rank:
             id[p] == id[t]. Ids compare by equality only. They let the schedule skip what is masked, and fast kernels
@@ -121,9 +122,12 @@ class Mask:
         key_padding: bool [B, S] or [S] of the whole sequence, True = keep; applies to keys only.
         prefix: keys at positions below it are visible to all queries, whatever ``causal`` says (window still applies).
         length: keys at positions >= length are padding that no query sees. None: there is no padding.
+        blocks: integer ids [B, S] or [S] of the whole sequence, as ``documents``: tokens of one id, such as those of an
+            image, see each other, whatever ``causal`` says (window, documents and the rest still apply). A negative id
+            is no block. Within a document the tokens of a block follow one another, or calls are refused.
 
     Raises:
-        ArgumentError: on negative bounds, wrong shapes or dtypes, or a prefix without causal.
+        ArgumentError: on negative bounds, wrong shapes or dtypes, or a prefix or blocks without causal.
 
     >>> import torch; r = torch.arange(3)
     >>> Mask(causal=True).allowed(r, r)[0].int().tolist()
@@ -138,6 +142,7 @@ class Mask:
     key_padding: Tensor | None = None
     prefix: int = 0
     length: int | None = None
+    blocks: Tensor | None = None
 
     def __post_init__(self) -> None:
         window = self.window
@@ -163,35 +168,46 @@ class Mask:
             raise ArgumentError(f"Mask: expected prefix >= 0 and length >= 0, got {self.prefix} and {self.length}")
         if self.prefix and not self.causal:
             raise ArgumentError("Mask: prefix relaxes causal, got prefix with causal=False; leave prefix at 0")
-        documents, key_padding = self.documents, self.key_padding
-        for name, tensor in (("documents", documents), ("key_padding", key_padding)):
+        if self.blocks is not None and not self.causal:
+            raise ArgumentError("Mask: blocks relax causal, got blocks with causal=False; leave blocks out")
+        if self.blocks is not None and window is not None and window[1] == 0:
+            raise ArgumentError(
+                f"Mask: expected a window that lets blocks see ahead, got window={window}; with blocks a causal window "
+                f"is window=({window[0]}, None)"
+            )
+        documents, key_padding, blocks = self.documents, self.key_padding, self.blocks
+        given = {"documents": documents, "key_padding": key_padding, "blocks": blocks}
+        for name, tensor in given.items():
             if tensor is not None and not isinstance(tensor, Tensor):
                 raise ArgumentError(
                     f"Mask: expected a tensor for {name}, got {type(tensor).__name__}; use torch.tensor"
                 )
-        if documents is not None and (documents.ndim not in (1, 2) or documents.dtype not in _ID_DTYPES):
-            raise ArgumentError(
-                f"Mask: expected integer documents [B, S] or [S], got {documents.dtype} {tuple(documents.shape)}; "
-                "for cumulative lengths use Mask.from_cu_seqlens"
-            )
+        for name, ids, hint in (
+            ("documents", documents, "for cumulative lengths use Mask.from_cu_seqlens"),
+            ("blocks", blocks, "-1 is a token of no block"),
+        ):
+            if ids is not None and (ids.ndim not in (1, 2) or ids.dtype not in _ID_DTYPES):
+                raise ArgumentError(
+                    f"Mask: expected integer {name} [B, S] or [S], got {ids.dtype} {tuple(ids.shape)}; {hint}"
+                )
         if key_padding is not None and (key_padding.ndim not in (1, 2) or key_padding.dtype != torch.bool):
             raise ArgumentError(
                 f"Mask: expected bool key_padding [B, S] or [S] (True = keep), got {key_padding.dtype} "
                 f"{tuple(key_padding.shape)}; an additive mask is `mask == 0`"
             )
-        for name, tensor in (("documents", documents), ("key_padding", key_padding)):
+        for name, tensor in given.items():
             if tensor is not None and not is_owned(tensor):  # some mask's already, as in dataclasses.replace
                 object.__setattr__(self, name, owned(tensor))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """From another process, or a copy: its tensors are this mask's own."""
-        tensors = {name: state[name] for name in ("documents", "key_padding") if state[name] is not None}
+        tensors = {name: state[name] for name in _TENSORS if state[name] is not None}
         vars(self).update(state | {name: owned(x) for name, x in tensors.items()})
 
     def __repr__(self) -> str:
         """The Python that makes it; tensors by dtype and shape."""
         said = [f"causal={self.causal}"]
-        for name in ("window", "documents", "key_padding", "prefix", "length"):
+        for name in ("window", "documents", "key_padding", "prefix", "length", "blocks"):
             value = getattr(self, name)
             if isinstance(value, Tensor):
                 value = f"{str(value.dtype).removeprefix('torch.')}{[*value.shape]}"
@@ -241,14 +257,18 @@ class Mask:
     @property
     def elementwise(self) -> bool:
         """Whether some condition is read from a tensor, so that no tile is a pure band."""
-        return self.documents is not None or self.key_padding is not None
+        return self.documents is not None or self.key_padding is not None or self.blocks is not None
 
     def to(self, device: torch.device) -> Mask:
         """The same mask with its tensors on ``device``."""
         if not self.elementwise:
             return self
-        moved = (None if x is None else x.to(device) for x in (self.documents, self.key_padding))
-        return _holding(self, *moved)
+        moved = _holding(
+            self, *(None if x is None else x.to(device) for x in (getattr(self, name) for name in _TENSORS))
+        )
+        if self.blocks is not None:
+            vars(moved)["starts"] = self.starts.to(device)
+        return moved
 
     def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         """The specification.
@@ -264,6 +284,10 @@ class Mask:
         keep = torch.ones_like(distance, dtype=torch.bool)
         if self.causal:
             keep &= (distance >= 0) | (k_pos < self.prefix)[None, :]
+        keep = keep[None]
+        if self.blocks is not None:
+            ids = torch.atleast_2d(self.blocks).to(q_pos.device)
+            keep = keep | (ids[:, q_pos, None] == ids[:, None, k_pos]) & (ids[:, None, k_pos] >= 0)
         if self.window is not None:
             left, right = self.window
             if left is not None:
@@ -272,7 +296,6 @@ class Mask:
                 keep &= distance >= -right
         if self.length is not None:
             keep &= (k_pos < self.length)[None, :]
-        keep = keep[None]
         if self.documents is not None:
             ids = torch.atleast_2d(self.documents).to(q_pos.device)
             keep = keep & (ids[:, q_pos, None] == ids[:, None, k_pos]) & (ids[:, None, k_pos] >= 0)
@@ -284,8 +307,8 @@ class Mask:
         """What its integers mean, said once: which keys are seen at which distances.
 
         Everything but `allowed`, the specification, derives from these: the schedule's tiles, the weights that
-        `cp_mesh.balance` shares out, and what the Triton kernel reads at each row. Documents and key padding then take
-        pairs away.
+        `cp_mesh.balance` shares out, and what the Triton kernel reads at each row. Blocks then add pairs, by `starts`,
+        and documents and key padding take pairs away.
 
         Args:
             seq_len: tokens in the whole sequence.
@@ -293,14 +316,19 @@ class Mask:
         Returns:
             Reaches in order of their keys, which follow one another from position 0; keys after the last are hidden.
         """
-        left, right = self.window or (None, None)
-        farthest = NONE if left is None else min(left, NONE)
-        ahead = -NONE if right is None else -min(right, NONE)
+        left = None if self.window is None else self.window[0]
+        farthest, ahead = NONE if left is None else min(left, NONE), -self.ahead
         behind = max(ahead, 0) if self.causal else ahead
         end = seq_len if self.length is None else min(self.length, seq_len)
         prefix = min(self.prefix, end)
         parts = (Reach(0, prefix, ahead, farthest), Reach(prefix, end, behind, farthest))
         return tuple(part for part in parts if part.begin < part.end)
+
+    @property
+    def ahead(self) -> int:
+        """How many tokens ahead a key may be that is seen against the causal order, `NONE` at most."""
+        right = None if self.window is None else self.window[1]
+        return NONE if right is None else min(right, NONE)
 
     def runs(self) -> tuple[Documents, ...]:
         """The documents of each batch row (one if they share them), read from the ids once and then remembered.
@@ -310,6 +338,32 @@ class Mask:
         """
         assert self.documents is not None
         return read_once(self.documents, _read_documents)
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """What blocks mean: where that of each position begins, int32 [B or 1, S]; a position of none is its own.
+
+        So a key t is seen by queries from ``min(t, starts[t])`` on, as far as a window lets them.
+
+        Raises:
+            UnsupportedError: if a block comes back after others in its document.
+        """
+        assert self.blocks is not None
+        blocks = torch.atleast_2d(self.blocks).to(torch.int64)
+        documents = torch.zeros_like(blocks[:, :1]) if self.documents is None else torch.atleast_2d(self.documents)
+        blocks, documents = torch.broadcast_tensors(blocks, documents.to(torch.int64))
+        new = torch.ones_like(blocks, dtype=torch.bool)
+        new[:, 1:] = (blocks.diff(dim=1) != 0) | (documents.diff(dim=1) != 0) | (blocks[:, 1:] < 0)
+        first = new & (blocks >= 0) & (documents >= 0)
+        begins = torch.stack([first.nonzero()[:, 0], blocks[first], documents[first]], 1)
+        found, counts = begins.unique(dim=0, return_counts=True)
+        if (counts > 1).any():
+            _, block, document = found[counts > 1][0].tolist()
+            got = f"block {block} comes back" + (f" in document {document}" if self.documents is not None else "")
+            hint = "give each part an id of its own; parts that are to see each other are a mask_mod of flex_attention"
+            refuse("Mask.blocks", "tokens of a block that follow one another", got, hint, UnsupportedError)
+        positions = torch.arange(new.shape[1], dtype=torch.int32, device=new.device)
+        return positions.where(new, 0).cummax(1).values
 
     def spec(self) -> str:
         """The scalar options as a short string; `parse_mask` rebuilds the mask from it and the tensors."""
@@ -334,6 +388,7 @@ def batch_mask(
     causal: bool = True,
     window: tuple[int | None, int | None] | None = None,
     prefix: int = 0,
+    blocks: Tensor | None = None,
 ) -> Mask:
     """The mask of a whole batch, from what trainers and collators say of it; call it before the batch is sharded.
 
@@ -350,7 +405,7 @@ def batch_mask(
         cu_seq_lens_padded: integers [num_docs + 1], where the documents of ``cu_seq_lens`` begin if they are padded
             one by one, as Megatron's ``cu_seqlens_q_padded``; then S is its last entry.
         documents: integer ids [B, S] or [S], as in `Mask`; a negative one is excluded.
-        causal, window, prefix: as in `Mask`.
+        causal, window, prefix, blocks: as in `Mask`.
 
     Returns:
         The mask, with documents [B, S] or [S] if the batch has any.
@@ -373,7 +428,7 @@ def batch_mask(
     elif cu_seq_lens_padded is not None:
         refuse("batch_mask", "cu_seq_lens beside cu_seq_lens_padded", None, "pass the lengths without padding too")
     given = {"documents": documents, "position_ids": position_ids, "attention_mask": attention_mask}
-    _check_whole({name: x for name, x in given.items() if x is not None})
+    _check_whole({name: x for name, x in (given | {"blocks": blocks}).items() if x is not None})
     documents, position_ids, kept = (None if x is None else x.to("cpu", torch.int64) for x in given.values())
     if position_ids is not None:
         begins = position_ids.diff(dim=-1) != 1
@@ -389,7 +444,7 @@ def batch_mask(
         documents = torch.where(kept == 1, 0 if documents is None else documents, EXCLUDED)
     if documents is not None and bool((documents.diff(dim=-1) == 0).all() and (documents >= 0).all()):
         documents = None
-    return Mask(causal, window, documents, prefix=prefix)
+    return Mask(causal, window, documents, prefix=prefix, blocks=blocks)
 
 
 def _documents_of(cu_seq_lens: Tensor, padded: Tensor | None) -> Tensor | None:
@@ -442,19 +497,20 @@ def document_positions(documents: Tensor) -> Tensor:
     return rows - rows.where(begins, 0).cummax(-1).values
 
 
+_TENSORS = ("documents", "key_padding", "blocks")
 _ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 
-def parse_mask(spec: str, documents: Tensor | None, key_padding: Tensor | None) -> Mask:
+def parse_mask(spec: str, documents: Tensor | None, key_padding: Tensor | None, blocks: Tensor | None) -> Mask:
     """Rebuild a mask from its `Mask.spec` and its tensors."""
     causal, left, right, prefix, length = (int(field) if field else None for field in spec.split(","))
     window = None if left is None and right is None else (left, right)
-    return _holding(Mask(bool(causal), window, prefix=prefix or 0, length=length), documents, key_padding)
+    return _holding(Mask(bool(causal), window, prefix=prefix or 0, length=length), documents, key_padding, blocks)
 
 
-def _holding(mask: Mask, documents: Tensor | None, key_padding: Tensor | None) -> Mask:
+def _holding(mask: Mask, *tensors: Tensor | None) -> Mask:
     """The mask with these tensors, of which it makes no copy: they are some mask's already."""
-    held = replace(mask, documents=None, key_padding=None)
-    object.__setattr__(held, "documents", documents)
-    object.__setattr__(held, "key_padding", key_padding)
+    held = replace(mask, documents=None, key_padding=None, blocks=None)
+    for name, x in zip(_TENSORS, tensors, strict=True):
+        object.__setattr__(held, name, x)
     return held

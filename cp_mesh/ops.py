@@ -89,7 +89,7 @@ def _what_must_agree(plan: Plan, q: Tensor, k: Tensor, v: Tensor, call: Call) ->
              "transport", "head_chunks", "deterministic")  # fmt: skip
     return {
         "layout": options.layout,
-        "mask": str(parse_mask(options.mask, None, None)),
+        "mask": str(parse_mask(options.mask, None, None, None)),
         "seq_len": str(plan.seq_len),
         "batch, heads and head dims": str([(x.shape[0], x.shape[1], x.shape[3]) for x in (q, k, v)]),
         "dtype": str(q.dtype),

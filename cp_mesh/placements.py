@@ -29,7 +29,12 @@ from cp_mesh.layouts import Layout, chunk_bounds
 _OF_TERMS: dict[str, Dim] = {"batch": "batch", "heads": "heads", "sequence": "rows"}  # parts of q, as terms call them
 ONE_AXIS = "the 1-D DeviceMesh of the cp axis"
 TWO_AXES = 'a 2-D one of two whose names begin with "cp", mesh["cp_ring", "cp_ulysses"]'
-_WHOLE = ("documents", "key_padding", "layout_index")  # tensors of the whole sequence, on the host or the device
+_WHOLE = (
+    "documents",
+    "key_padding",
+    "blocks",
+    "layout_index",
+)  # tensors of the whole sequence, on the host or the device
 UNSHARDED = "an unsharded sequence needs no context parallelism: shard it, or call SDPA"
 
 

@@ -51,8 +51,8 @@ def make_plan(
 
     Args:
         q: [B, H, S_local, D]; k: [B, K, S_local, D]; v: [B, K, S_local, Dv].
-        tensors: documents and key_padding [B or 1, seq_len] or [seq_len], the `Layout.tensor` of the layout, and the
-            scores' as in `check_scores`.
+        tensors: documents, key_padding and blocks [B or 1, seq_len] or [seq_len], the `Layout.tensor` of the layout,
+            and the scores' as in `check_scores`.
         seq_len: length of the whole sequence, in tokens.
         group: the cp group.
         options: the call's static options.
@@ -61,12 +61,12 @@ def make_plan(
     Raises:
         ArgumentError, UnsupportedError: see the messages, and above for which are raised on every rank.
     """
-    of_mask = {"Mask.documents": tensors.documents, "Mask.key_padding": tensors.key_padding}
+    of_mask = {"documents": tensors.documents, "key_padding": tensors.key_padding, "blocks": tensors.blocks}
     for name, x in of_mask.items():
         if x is not None and x.is_meta:
-            refuse(name, "a tensor with content", "one on meta", "keep it on the CPU")
-    read = tensors.documents, tensors.key_padding, tensors.layout_index
-    contents = [None if x is None else Content.of(x) for x in read]
+            refuse(f"Mask.{name}", "a tensor with content", "one on meta", "keep it on the CPU")
+    read = *of_mask.values(), tensors.layout_index
+    *contents, index = (None if x is None else Content.of(x) for x in read)
     resolve: Callable[..., Plan] = _resolve_once
     scores = None
     has_functions = bool(options.score_mod or options.mask_mod)
@@ -81,7 +81,7 @@ def make_plan(
     features = None if scores is None else scores.features
     if options.method == "double_ring" and not options.inner_ring_size:
         options = options._replace(inner_ring_size=ranks_per_host(dist.get_process_group_ranks(group)))
-    given = *shapes, *contents, features, seq_len, group.size(), group.rank()
+    given = *shapes, tuple(contents), index, features, seq_len, group.size(), group.rank()
     plan = resolve(*given, options)
     if options.method == "auto" and group.size() > 1 and not (q.device.type == "meta" or isinstance(q, FakeTensor)):
         choice = _choice(plan, *shapes, group, plan.scores.features if features is None else features)
@@ -93,7 +93,7 @@ def make_plan(
         refuse(
             "CUDA graph capture",
             "a mask and scores that are said without tensors",
-            "documents, key padding, a Permuted layout, or scores that read positions",
+            "documents, key padding, blocks, a Permuted layout, or scores that read positions",
             "these are copied to the device, which a capture cannot do: leave attention out of the graph",
             UnsupportedError,
         )
@@ -142,8 +142,7 @@ def _resolve(
     q: Operand,
     k: Operand,
     v: Operand,
-    ids: Content | None,
-    padding: Content | None,
+    of_mask: tuple[Content | None, Content | None, Content | None],
     index: Content | None,
     of_tensors: frozenset[str] | None,
     seq_len: int,
@@ -157,12 +156,12 @@ def _resolve(
     method = choose_method(options.method)
     check_choice("transport", options.transport, TRANSPORTS, "functional")
     check_tensors(q, k, v)
-    documents, key_padding = (None if x is None else x.tensor for x in (ids, padding))
+    documents, key_padding, blocks = (None if x is None else x.tensor for x in of_mask)
     layout = parse_layout(options.layout, None if index is None else index.tensor)
     if seq_len >= NONE:
         refuse("seq_len", f"fewer than {NONE} tokens", seq_len, "split the sequence", UnsupportedError)
     check_layout(layout, seq_len, cp_size)
-    mask = parse_mask(options.mask, documents, key_padding)
+    mask = parse_mask(options.mask, documents, key_padding, blocks)
     expected = layout.shard_len(seq_len, cp_size, cp_rank)
     if q.shape[2] != expected:
         hint = (
@@ -177,7 +176,7 @@ def _resolve(
             f"{q.shape[2]} rows",
             hint,
         )
-    for name, tensor in (("documents", documents), ("key_padding", key_padding)):
+    for name, tensor in (("documents", documents), ("key_padding", key_padding), ("blocks", blocks)):
         if tensor is None:
             continue
         if tensor.shape[-1] != seq_len or (tensor.ndim == 2 and tensor.shape[0] not in (1, q.shape[0])):

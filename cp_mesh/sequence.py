@@ -25,14 +25,14 @@ from cp_mesh.seen import Rows, mark, marked, note_length, note_tokens
 from cp_mesh.transport.waiting import wait_for
 from cp_mesh.transport.whole import gather, scatter_sum
 
-WHOLE = ("documents", "key_padding", "cu_seqlens")
+WHOLE = ("documents", "blocks", "key_padding", "cu_seqlens")
 """Names of leaves that `ShardedSequence.shard` leaves whole: masks read them by position, on every rank."""
 IGNORED = -100
 """The label of tokens that do not count."""
 PADDING = {
     **dict.fromkeys(("labels", "label", "targets", "target"), IGNORED),
     **dict.fromkeys(("tokens", "input_ids", "positions", "position_ids", "attention_mask", "key_padding"), 0),
-    "documents": EXCLUDED,
+    **dict.fromkeys(("documents", "blocks"), EXCLUDED),
 }
 """Values that pad leaves of these names. Floating-point leaves of other names are padded with 0."""
 
@@ -258,7 +258,8 @@ class ShardedSequence:
         return replace(
             mask,
             length=min(self.length, self.length if mask.length is None else mask.length) if hidden else mask.length,
-            documents=None if mask.documents is None else self._pad_documents(mask.documents, seq_len),
+            documents=None if mask.documents is None else self._pad_ids(mask.documents, seq_len),
+            blocks=None if mask.blocks is None else self._pad_ids(mask.blocks, seq_len),
             key_padding=None if mask.key_padding is None else self._pad(mask.key_padding, -1, 0, seq_len),
         )
 
@@ -296,10 +297,10 @@ class ShardedSequence:
         shape[dim] = seq_len - self.length
         return torch.cat([x, x.new_full(shape, value)], dim=dim)
 
-    def _pad_documents(self, ids: Tensor, seq_len: int | None) -> Tensor:
-        if ids.dtype == torch.uint8:  # of which every value is some document's id
+    def _pad_ids(self, ids: Tensor, seq_len: int | None) -> Tensor:
+        if ids.dtype == torch.uint8:  # of which every value is some document's id, or some block's
             ids = ids.to(torch.int16)
-        return self._pad(ids, -1, PADDING["documents"], seq_len)
+        return self._pad(ids, -1, EXCLUDED, seq_len)
 
     def _shard_leaf(self, path: tuple, leaf: Any, dim: int, pad_value: int | None) -> Any:
         name = path[-1].key if path and isinstance(path[-1], MappingKey) else None
@@ -315,8 +316,8 @@ class ShardedSequence:
             refuse(f"shard({name or ''})", "local tensors", "a DTensor", "use full_tensor()")
         if name == "cu_seqlens":
             return self._pad_cu_seqlens(leaf)
-        if name == "documents":
-            return self._pad_documents(leaf, self.seq_len)
+        if name in ("documents", "blocks"):
+            return self._pad_ids(leaf, self.seq_len)
         if name in WHOLE:
             return self._pad(leaf, -1, PADDING.get(str(name), 0), self.seq_len)
         if leaf.ndim <= dim:

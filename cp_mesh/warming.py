@@ -60,8 +60,8 @@ def warm_up(
         >>> warm_up(mesh["cp"], seq_len=131072, num_heads=32, num_kv_heads=8, head_dim=128, documents=True,
         ...         layout="balanced")  # doctest: +SKIP
     """
-    if mask.documents is not None or mask.key_padding is not None:
-        refuse("warm_up: mask", "a mask without tensors", "documents or key padding", "pass documents=True")
+    if mask.elementwise:
+        refuse("warm_up: mask", "a mask without tensors", "documents, key padding or blocks", "pass documents=True")
     if isinstance(layout, str) and layout != "balanced":
         refuse("warm_up: layout", "a layout or 'balanced'", repr(layout), "layout=ZigZag()")
     group = mesh if isinstance(mesh, dist.ProcessGroup) else flat(mesh).get_group()

@@ -61,6 +61,13 @@ def _keep(B: int, S: int) -> Tensor:
     return keep
 
 
+def _images(B: int, S: int) -> Tensor:
+    """Ids of blocks [B, S], unlike in every batch row: images of 7 tokens between texts of 4, one of them parted in two."""
+    at = torch.arange(S) + torch.arange(B)[:, None]
+    ids = torch.where(at % 11 > 3, at // 11, -1)
+    return ids.where((at // 11 != 1) | (at % 11 < 8), 90)
+
+
 MASKS: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "causal": lambda B, S: {},
     "full": lambda B, S: {"causal": False},
@@ -83,8 +90,13 @@ MASKS: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "scattered documents": lambda B, S: {"documents": _ids(B, S, ordered=False), "window": (7, None)},
     "key padding": lambda B, S: {"key_padding": _keep(B, S)},
     "key padding, both ways": lambda B, S: {"key_padding": _keep(B, S), "causal": False},
+    "blocks": lambda B, S: {"blocks": _images(B, S)},
+    "blocks, a window and documents": lambda B, S: {
+        "blocks": _images(B, S).int(), "window": (5, None), "documents": torch.arange(S).expand(B, S) // 9,
+    },
     "everything": lambda B, S: {
         "window": (6, 2), "prefix": 3, "length": max(0, S - 1), "documents": _ids(B, S), "key_padding": _keep(B, S),
+        "blocks": _images(B, S),
     },
 }  # fmt: skip
 
@@ -155,7 +167,7 @@ def mask_of(options: dict[str, Any]) -> Mask:
 
 
 def pairs_of(options: dict[str, Any], S: int) -> Tensor:
-    """What a mask of these options must allow; documents and key padding may differ in being shared by the batch."""
+    """What a mask of these options must allow; its tensors may differ in being shared by the batch."""
     if "cu_seqlens" in options:
         lens = options["cu_seqlens"].diff().tolist()
         options = {name: x for name, x in options.items() if name != "cu_seqlens"}

@@ -107,11 +107,12 @@ def dense_mask(
     key_padding: Tensor | Sequence[Sequence[bool]] | None = None,
     prefix: int = 0,
     length: int | None = None,
+    blocks: Tensor | Sequence[Sequence[int]] | None = None,
 ) -> Tensor:
     """bool [B or 1, S, S] for a sequence of S tokens, asked pair by pair; S² steps of Python.
 
     A query i sees a key j if all of these hold:
-        causal: j is not after i, or j is one of the first `prefix` tokens.
+        causal: j is not after i, or j is one of the first `prefix` tokens, or both are of one block, which is not negative.
         window: j is at most `left` tokens before i and at most `right` after it; None is unlimited.
         documents: both carry the same id, which is not negative.
         key_padding: j is kept (True).
@@ -119,10 +120,12 @@ def dense_mask(
     """
     ids = None if documents is None else torch.as_tensor(documents).tolist()
     keep = None if key_padding is None else torch.as_tensor(key_padding).tolist()
+    image = None if blocks is None else torch.as_tensor(blocks).tolist()
     left, right = window or (None, None)
 
     def sees(b: int, i: int, j: int) -> bool:
-        if causal and j > i and j >= prefix:
+        of_one_block = image is not None and image[b][i] == image[b][j] >= 0
+        if causal and j > i and j >= prefix and not of_one_block:
             return False
         if left is not None and i - j > left:
             return False
@@ -134,7 +137,7 @@ def dense_mask(
             return False
         return length is None or j < length
 
-    batch = max(len(rows) if rows is not None else 1 for rows in (ids, keep))
+    batch = max(len(rows) if rows is not None else 1 for rows in (ids, keep, image))
     pairs = [sees(b, i, j) for b in range(batch) for i in range(S) for j in range(S)]
     return torch.tensor(pairs, dtype=torch.bool).view(batch, S, S)
 

@@ -55,7 +55,7 @@ def test_every_pair_of_bounds():
 @each_mask
 def test_specs_round_trip(name):
     mask = make_mask(name, 2, 13)
-    again = parse_mask(mask.spec(), mask.documents, mask.key_padding)
+    again = parse_mask(mask.spec(), mask.documents, mask.key_padding, mask.blocks)
     assert again.spec() == mask.spec()
     assert torch.equal(again.allowed(everything(13), everything(13)), mask.allowed(everything(13), everything(13)))
 

@@ -54,7 +54,7 @@ def tensor_arguments(case: str) -> tuple[Tensors, dict[str, Any]]:
     return {
         "no tensors": (Tensors(), {}),
         "documents": (Tensors(documents[:1]), {"mask": "0,,,0,"}),
-        "all tensors": (Tensors(documents[:1], keep, torch.arange(S).flip(0)), {"layout": "permuted"}),
+        "all tensors": (Tensors(documents[:1], keep, documents[:1], torch.arange(S).flip(0)), {"layout": "permuted"}),
         "cpu_flash": (Tensors(sinks=torch.randn(H)), {"kernel": "cpu_flash", "differentiable_lse": False}),
         "scores": (scores(H), {"softcap": 2.0, "dropout_p": 0.3}),
     }[case]

@@ -333,8 +333,8 @@ def dtensors(
                     dp_rank, dp_size = dp_rank * axis_size + coordinate, dp_size * axis_size
             own = {
                 name: x.chunk(dp_size)[dp_rank]
-                for name, x in (("documents", mask.documents), ("key_padding", mask.key_padding))
-                if x is not None and x.ndim > 1 and len(x) > 1
+                for name in ("documents", "key_padding", "blocks")
+                if (x := getattr(mask, name)) is not None and x.ndim > 1 and len(x) > 1
             }
             mask = replace(mask, **own)
         given, summed = {}, {}

@@ -60,6 +60,7 @@ FEATURES: dict[str, Feature] = {
     "packed documents": Feature({"documents": _POSITION // 11}),
     "documents whose ids come back": Feature({"documents": _POSITION // 5 % 2}),
     "key padding": Feature({"key_padding": _POSITION % 7 != 3}),
+    "blocks of tokens that see each other": Feature({"blocks": (_POSITION // 6 % 2) * (_POSITION // 6 + 1) - 1}),
     "any permutation of tokens": Feature(layout=Permuted((_POSITION * 5 % TOKENS).tolist())),
     "softcap": Feature(scores="softcap"),
     "sinks": Feature(scores="sinks"),

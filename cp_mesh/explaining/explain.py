@@ -167,7 +167,7 @@ def explain(
         refuse("explain", "1 token and 1 rank at least", f"{seq_len} and {cp_size}", "explain(16, 2) works")
     if columns < 1:
         refuse("explain: columns", "1 at least", columns, "columns=64 is the default")
-    for name, tensor in (("documents", mask.documents), ("key_padding", mask.key_padding)):
+    for name, tensor in (("documents", mask.documents), ("key_padding", mask.key_padding), ("blocks", mask.blocks)):
         if tensor is not None and tensor.shape[-1] != seq_len:
             refuse(f"Mask.{name}", f"{seq_len} tokens", tensor.shape[-1], "pass their seq_len")
     for name in scores:

@@ -42,7 +42,7 @@ def draw(path: str | Path, variant: Variant, mask: Mask, seq_len: int, cp_size: 
     image = square.imshow(
         shown, cmap=colors, vmin=-0.5, vmax=num - 0.5, interpolation="nearest", extent=(*edges, *edges[::-1])
     )
-    names = "first batch row, " if mask.documents is not None or mask.key_padding is not None else ""
+    names = "first batch row, " if mask.elementwise else ""
     title = f"stage in which a pair is computed, {names}{variant.method}: 0 is local"
     square.set(xlabel="key position", ylabel="query position", title=title)
     figure.colorbar(image, ax=square, label="stage", ticks=MaxNLocator(integer=True))

@@ -409,7 +409,7 @@ class _MaskRows:
 
     def __init__(self, cover: Pairs, blocks: Sequence[Blocks]) -> None:
         mask = cover.mask
-        tensors = [torch.atleast_2d(x) for x in (mask.documents, mask.key_padding) if x is not None]
+        tensors = [torch.atleast_2d(x) for x in (mask.documents, mask.key_padding, mask.blocks) if x is not None]
         self._num_masks = max((len(x) for x in tensors), default=1)
         self._documents = mask.documents is not None
         self.grain = min(size for block in blocks for size in (block.q, block.k))
@@ -438,6 +438,7 @@ class _MaskRows:
             result["ids"] = empty(self._num_masks, num_rows, dtype=dtype)
             result["id_bounds"] = empty(2, self._num_masks, num_grains, dtype=dtype)
         padding = None if mask.key_padding is None else mask.key_padding.view(torch.uint8)
+        starts = None if mask.blocks is None else mask.starts
         if num_rows:
             rows_kernel[(num_grains, self._num_masks)](
                 positions,
@@ -445,6 +446,8 @@ class _MaskRows:
                 *_strides(mask.documents),
                 padding,
                 *_strides(padding),
+                starts,
+                *_strides(starts),
                 firsts,
                 result["lasts"],
                 result.get("ids"),
@@ -521,12 +524,12 @@ def _strides(x: Tensor | None) -> tuple[int, int]:
 
 
 def distances(mask: Mask) -> tuple[int, int, int, int, int]:
-    """Least distance q_pos - k_pos, least for keys of the prefix, greatest; where the prefix and all keys end."""
+    """Least distance q_pos - k_pos, least for keys of the prefix and in blocks, greatest; where prefix and keys end."""
     reaches = mask.reaches(NONE)  # of a sequence of any length
     if not reaches:
         return 0, 0, 0, 0, 0
-    first, last = reaches[0], reaches[-1]
-    bounds = last.nearest, first.nearest, last.farthest, last.begin, last.end
+    last = reaches[-1]
+    bounds = last.nearest, -mask.ahead, last.farthest, last.begin, last.end
     return tuple(x if abs(x) < NONE else UNLIMITED if x > 0 else -UNLIMITED for x in bounds)  # type: ignore[return-value]
 
 

@@ -1,8 +1,8 @@
 """Which pairs the attention kernels compute: a mask read at the rows of a tile, and the blocks that it leaves.
 
 Every mask is an interval per key: key j is seen by the query positions ``firsts[j] <= p <= lasts[j]``, if the documents
-are equal. Causality, windows, a prefix, a length and key padding are all said so; a band of local indices is the case
-p = i, firsts[j] = j + lo, lasts[j] = j + hi, which needs no memory.
+are equal. Causality, windows, a prefix, blocks, a length and key padding are all said so; a band of local indices is the
+case p = i, firsts[j] = j + lo, lasts[j] = j + hi, which needs no memory.
 
 A program owns an outer block of rows and visits inner blocks: first those of which every pair is allowed, which need no
 mask, then the others. Blocks without an allowed pair are not visited: for a band, blocks follow from its bounds; else
@@ -36,8 +36,8 @@ ALIGNED = tl.constexpr(8)
 @triton.jit(
     debug=True,  # for device_assert, which costs nothing here
     do_not_specialize=[
-        "num_rows", "document_batch", "document_row", "padding_batch", "padding_row", "lo", "prefix_lo", "hi", "prefix",
-        "length",
+        "num_rows", "document_batch", "document_row", "padding_batch", "padding_row", "start_batch", "start_row", "lo",
+        "prefix_lo", "hi", "prefix", "length",
     ],
 )  # fmt: skip
 def rows_kernel(
@@ -48,6 +48,9 @@ def rows_kernel(
     padding,
     padding_batch,
     padding_row,
+    starts,
+    start_batch,
+    start_row,
     firsts,
     lasts,
     ids,
@@ -79,7 +82,11 @@ def rows_kernel(
     first, last = position, position
     seen = inside
     if KEYS:
-        first = tl.maximum(position + tl.where(position < prefix, prefix_lo, lo), -NEVER)
+        nearest = tl.where(position < prefix, prefix_lo, lo)
+        if starts is not None:  # of the blocks, in which keys are seen as far ahead as those of a prefix
+            start = tl.load(starts + mask_row * start_batch + position * start_row, mask=inside, other=0)
+            nearest = tl.minimum(nearest, tl.maximum(start - position, prefix_lo))
+        first = tl.maximum(position + nearest, -NEVER)
         last = tl.minimum(position + hi, NEVER)
         seen = inside & (position < length)
         if padding is not None:

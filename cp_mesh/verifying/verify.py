@@ -180,7 +180,7 @@ def verify(
     asked = with_degree(Asked(axes, method=method, **sizes))
     by_name |= {name: getattr(asked, name) or 0 for name in sizes}
     options = Options(layout.spec(), mask.spec(), scale, softcap, dropout_p, **by_name)
-    tensors = Tensors(mask.documents, mask.key_padding, layout.tensor, **held)
+    tensors = Tensors(mask.documents, mask.key_padding, mask.blocks, layout.tensor, **held)
     plan = make_plan(q[:, :, rows], k[:, :, rows], v[:, :, rows], tensors, seq_len, group, options)
     wide, wanted = accumulation_dtype(dtype), list(leaves)
     on_device = mask.to(q.device)

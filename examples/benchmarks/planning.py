@@ -103,7 +103,7 @@ def planner(layout: Layout, mask: Mask, seq_len: int, num_ranks: int) -> Callabl
     rows = layout.shard_len(seq_len, num_ranks, num_ranks // 2)
     q, k = (torch.empty(1, heads, rows, 1, dtype=torch.bfloat16) for heads in (8, 1))
     options = Options(layout.spec(), mask.spec(), 1.0)
-    tensors = Tensors(mask.documents, None, layout.tensor)
+    tensors = Tensors(mask.documents, layout_index=layout.tensor)
     return partial(make_plan, q, k, k, tensors, seq_len, OneOf(num_ranks), options)
 
 
