@@ -362,8 +362,8 @@ def _rules() -> tuple[tuple[str, Callable[[Any], bool], str, str], ...]:
     return (
         ("layout", lambda x: isinstance(x, Layout), "a Layout", "ZigZag(), Striped(), Contiguous(), Permuted(...)"),
         ("mask", lambda x: type(x) is Mask, "a Mask",
-         "say it on positions, Mask(causal=, window=, documents=, key_padding=, prefix=, blocks=); cp_mesh.batch_mask reads"
-         " a mask of tokens [B, S], and any other is, exactly, bias= of 0 and -inf with Mask(causal=False)"),
+         "say it on positions, Mask(causal=, window=, documents=, key_padding=, prefix=, blocks=); cp_mesh.batch_mask"
+         " reads a mask of tokens [B, S], and any other is, exactly, bias= of 0 and -inf with Mask(causal=False)"),
         ("seq_len", lambda x: x is None or _is_int(x), "an int, tokens in the whole sequence", "or None"),
         ("scale", _is_positive, "a positive number or None", "multiply q by a learned or negative scale instead"),
         ("softcap", _is_positive, "a positive number or None", "None leaves scores unbounded"),

@@ -62,7 +62,7 @@ def _keep(B: int, S: int) -> Tensor:
 
 
 def _images(B: int, S: int) -> Tensor:
-    """Ids of blocks [B, S], unlike in every batch row: images of 7 tokens between texts of 4, one of them parted in two."""
+    """Ids of blocks [B, S], unlike in every batch row: images of 7 tokens between texts of 4, one of them in two."""
     at = torch.arange(S) + torch.arange(B)[:, None]
     ids = torch.where(at % 11 > 3, at // 11, -1)
     return ids.where((at // 11 != 1) | (at % 11 < 8), 90)

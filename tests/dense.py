@@ -112,7 +112,7 @@ def dense_mask(
     """bool [B or 1, S, S] for a sequence of S tokens, asked pair by pair; S² steps of Python.
 
     A query i sees a key j if all of these hold:
-        causal: j is not after i, or j is one of the first `prefix` tokens, or both are of one block, which is not negative.
+        causal: j is not after i, or is one of the first `prefix` tokens, or of i's block, whose id is not negative.
         window: j is at most `left` tokens before i and at most `right` after it; None is unlimited.
         documents: both carry the same id, which is not negative.
         key_padding: j is kept (True).

@@ -373,6 +373,12 @@ def draw_mask(r: Random, B: int, S: int) -> dict[str, Any]:
     if r.random() < 0.5:
         dtype = r.choice((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
         options["documents"] = draw_rows(r, B, dtype, lambda: draw_ids(r, S, 0 if dtype == torch.uint8 else -2))
+    sees_ahead = options.get("window", (None, None))[1] != 0
+    if options["causal"] and sees_ahead and r.random() < 0.3:
+        dtype = r.choice((torch.int64, torch.int32, torch.int16, torch.int8))
+        blocks = draw_rows(r, B, dtype, lambda: draw_blocks(r, S))
+        if not in_parts(blocks, options.get("documents", torch.zeros(1, 1))):
+            options["blocks"] = blocks
     if r.random() < 0.25:
         kept = r.choice((0.3, 0.8, 1.0))
         options["key_padding"] = draw_rows(r, B, torch.bool, lambda: [r.random() < kept for _ in range(S)])
@@ -385,6 +391,25 @@ def draw_rows(r: Random, B: int, dtype: torch.dtype, row: Callable[[], list[Any]
     if num_rows is None or not first:
         return torch.tensor(first, dtype=dtype)
     return torch.tensor([first, *(row() for _ in range(num_rows - 1))], dtype=dtype)
+
+
+def draw_blocks(r: Random, S: int) -> list[int]:
+    """Ids of S tokens: blocks one after another, between tokens of none."""
+    longest, names, ids = r.choice((1, 4, max(1, S))), r.sample(range(100), 100), list[int]()
+    while len(ids) < S:
+        ids += [r.choice((-1, names.pop(), -3))] * r.randint(1, longest)
+    return ids[:S]
+
+
+def in_parts(blocks: Tensor, documents: Tensor) -> bool:
+    """Whether a block comes back in its document, which is refused."""
+    *rows, _ = torch.broadcast_tensors(*map(torch.atleast_2d, (blocks, documents)), torch.zeros(1))
+    for ids, of_document in zip(*(x.tolist() for x in rows), strict=True):
+        known = [pair if min(pair) >= 0 else None for pair in zip(ids, of_document, strict=True)]
+        begins = [pair for before, pair in pairwise([None, *known]) if pair not in (None, before)]
+        if len(set(begins)) < len(begins):
+            return True
+    return False
 
 
 def draw_ids(r: Random, S: int, least: int) -> list[int]:

@@ -90,6 +90,11 @@ CASES = {
     "documents on one rank": Case(
         ("same documents", "cp rank 0: None", "cp rank 1: torch.int64"), lambda: {"mask": Mask(documents=documents(8))}
     ),
+    "content of blocks": Case(
+        ("same blocks", "torch.int64 (2, 24)"),
+        lambda: {"mask": Mask(blocks=documents(7))},
+        lambda: {"mask": Mask(blocks=documents(8))},
+    ),
     "key padding": Case(
         ("same key_padding", "torch.bool (24,)"),
         lambda: {"mask": Mask(key_padding=torch.arange(S) < S - 1)},

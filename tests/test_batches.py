@@ -85,6 +85,8 @@ def test_forms_of_a_batch(name: str) -> None:
 
 def test_what_else_a_mask_says() -> None:
     assert not batch_mask(causal=False).causal and batch_mask(prefix=4).prefix == 4
+    blocks = batch_mask(blocks=tensor([[0, 0, -1, -1]]), position_ids=tensor([[0, 1, 2, 0]])).blocks
+    assert blocks is not None and blocks.tolist() == [[0, 0, -1, -1]]
 
 
 CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
@@ -104,6 +106,8 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"attention_mask": torch.ones(2, 4).int(), "documents": torch.zeros(3, 4).int()}, "tensors of one batch"),
     "lengths of more": ({"cu_seq_lens": tensor([0, 3]), "attention_mask": torch.ones(1, 4).int()}, "of one batch row"),
     "a list": ({"documents": [0, 1]}, "a tensor, got list"),
+    "blocks of a shard": (
+        {"blocks": torch.zeros(2, 2).int(), "attention_mask": torch.ones(2, 4).int()}, "tensors of one batch"),
     "padding alone": ({"cu_seq_lens_padded": tensor([0, 4])}, "cu_seq_lens beside cu_seq_lens_padded"),
     "no room": ({"cu_seq_lens": tensor([0, 3, 5]), "cu_seq_lens_padded": tensor([0, 2, 6])}, "room for the documents"),
     "other documents": (

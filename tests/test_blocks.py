@@ -87,6 +87,20 @@ def test_blocks_of_listed_positions_and_unlike_strides(name):
     )
 
 
+@pytest.mark.parametrize("layout", ("contiguous", "zigzag", "balanced"))
+@pytest.mark.parametrize("window", (None, (6, None), (None, 2), (4, 3)), ids=str)
+def test_keys_that_no_block_needs_do_not_travel(layout, window):
+    """Of an image that goes on in the next shard, the rest alone; of batch rows, what any of them needs."""
+    S, cp_size = 97, 3
+    blocks = torch.stack([torch.arange(S) // 13, torch.arange(S) // 29 % 2 * (torch.arange(S) // 29 + 1) - 1])
+    rows = [LAYOUTS[layout](S).positions(S, cp_size, rank) for rank in range(cp_size)]
+    for ids in (blocks, blocks[:1], blocks[1]):
+        mask = Mask(blocks=ids, window=window)
+        seen = dense_mask(S, blocks=torch.atleast_2d(ids), window=window).any(0)
+        want = [[int(seen[q][:, k].any(0).sum()) * (q is not k) for k in rows] for q in rows]
+        assert geometry.geometry(LAYOUTS[layout](S), mask, S, cp_size, False).facts.needed.tolist() == want
+
+
 def bands(pieces: list[Run], **options: Any) -> list[tuple[int, ...]]:
     blocks, _ = times(pieces, Mask(**options), 12)
     return [tuple(row) for row in blocks.tolist()]

@@ -76,7 +76,7 @@ def local_tensors(rank: int, backend: str) -> None:
     q, k, v, _ = (sequence.shard(x, dim=2) for x in make_qkv(B, H, K, S, D))
 
     def every_format(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        out, lse = attention(q, k, v, mesh=axis, mask=Mask(window=(9, 0)), return_lse=True)
+        out, lse = attention(q, k, v, mesh=axis, mask=Mask(window=(9, None), blocks=documents), return_lse=True)
         masked = attention(q, k, v, mesh=axis, mask=Mask(causal=False, documents=documents, key_padding=keep))
         bshd = attention(*(x.transpose(1, 2) for x in (q, k, v)), mesh=axis, seq_dim=1, layout=Striped())
         packed = attention(*(x[0].transpose(0, 1) for x in (q, k, v)), mesh=axis, seq_dim=0, layout=permuted)
@@ -243,7 +243,7 @@ def lengths(rank: int, kind: str) -> int:
         return attention(q, k, v).to_local()
 
     def with_documents(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
-        return attention(q, k, v, mesh=axes["cp"], mask=Mask(documents=documents))
+        return attention(q, k, v, mesh=axes["cp"], mask=Mask(documents=documents, blocks=documents))
 
     core = Core()
     cp_mesh.parallelize(core, axes["cp"], {"": ContextParallel(ShardedSequence(axes["cp"]))})
@@ -257,7 +257,8 @@ def lengths(rank: int, kind: str) -> int:
         out = compiled(q, k, v, *[documents] * (kind == "documents"))
         out.backward(dout.detach())
         q, k, v, dout = (x.requires_grad_() for x in whole)
-        want, _ = dense_attention(q, k, v, dense_mask(S, documents=documents if kind == "documents" else None))
+        masked = {"documents": documents, "blocks": documents} if kind == "documents" else {}
+        want, _ = dense_attention(q, k, v, dense_mask(S, **masked))
         torch.testing.assert_close(sequence.unshard(out, dim=2), want, rtol=1e-10, atol=1e-10)
     return counter.frame_count
 

@@ -59,10 +59,12 @@ def test_work_is_a_share_of_the_mean() -> None:
 
 
 @pytest.mark.parametrize("layout", (Striped(), Permuted(torch.randperm(96)), balance(Mask(documents=DOCUMENTS), 96, 2)))
-def test_work_counts_pairs_of_documents(layout: Any) -> None:
+@pytest.mark.parametrize("name", ("documents", "blocks"))
+def test_work_counts_pairs_of_documents(layout: Any, name: str) -> None:
     """Also where a kernel is given tiles as one, whose areas are more."""
-    found = explain(96, 2, layout=layout, mask=Mask(documents=DOCUMENTS), scores=["alibi_slopes"], device="cuda")
-    allowed = dense_mask(96, documents=DOCUMENTS[None])[0]
+    mask = Mask(**{name: DOCUMENTS})
+    found = explain(96, 2, layout=layout, mask=mask, scores=["alibi_slopes"], device="cuda")
+    allowed = dense_mask(96, **{name: DOCUMENTS[None]})[0]
     counts = [allowed[layout.positions(96, 2, rank)].sum().item() for rank in range(2)]
     assert found.found.work.tolist() == pytest.approx([2 * count / sum(counts) for count in counts])
 
@@ -330,6 +332,7 @@ def test_a_machine_is_given_by_name_or_as_it_is() -> None:
         ({"num_heads": 6, "num_kv_heads": 4}, ArgumentError, "a multiple of the 4 kv heads, got 6; num_kv_heads="),
         ({"num_heads": 8, "head_chunks": 3}, ArgumentError, "a divisor of the 8 kv heads, got 3; head_chunks=2 works"),
         ({"mask": Mask(documents=DOCUMENTS)}, ArgumentError, "Mask.documents: expected 64 tokens, got 96"),
+        ({"mask": Mask(blocks=DOCUMENTS)}, ArgumentError, "Mask.blocks: expected 64 tokens, got 96"),
         ({"scores": ["cap"]}, ArgumentError, "names of softcap, sinks.*got 'cap'"),
         ({"columns": 0}, ArgumentError, "columns: expected 1 at least, got 0; columns=64"),
     ),
@@ -419,7 +422,13 @@ def sources(rank: int, step: int, method: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "mask", (Mask(), Mask(window=(9, 4), causal=False), Mask(documents=DOCUMENTS, key_padding=torch.arange(96) < 90))
+    "mask",
+    (
+        Mask(),
+        Mask(window=(9, 4), causal=False),
+        Mask(documents=DOCUMENTS, key_padding=torch.arange(96) < 90),
+        Mask(blocks=torch.arange(96) // 20),
+    ),
 )
 @pytest.mark.parametrize("layout", (ZigZag(), Striped(), Permuted(torch.randperm(96)), Contiguous()))
 @pytest.mark.parametrize("method", ("ring", "all_gather", "hybrid", "double_ring"))

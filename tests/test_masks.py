@@ -9,7 +9,7 @@ from cases import MASKS, make_mask, pairs
 from dense import dense_mask
 
 import cp_mesh.masks
-from cp_mesh.errors import ArgumentError
+from cp_mesh.errors import ArgumentError, UnsupportedError
 from cp_mesh.masks import Band, Mask, document_positions, packed_documents, parse_mask
 
 each_mask = pytest.mark.parametrize("name", MASKS)
@@ -108,7 +108,8 @@ def test_tensors_without_a_batch_dim():
 def test_masks_move_with_their_tensors():
     mask = make_mask("everything", 2, 7)
     moved = mask.to(torch.device("meta"))
-    assert moved.documents.is_meta and moved.key_padding.is_meta and moved.spec() == mask.spec()
+    tensors = moved.documents, moved.key_padding, moved.blocks, moved.starts
+    assert all(x.is_meta for x in tensors) and moved.spec() == mask.spec()
     assert Mask().to(torch.device("meta")).spec() == Mask().spec()
 
 
@@ -129,6 +130,13 @@ ids, keep = torch.zeros(1, 3, dtype=torch.int64), torch.ones(1, 3, dtype=torch.b
         ({"documents": ids.float()}, r"integer documents \[B, S\] or \[S\], got torch\.float32 \(1, 3\).*cu_seqlens"),
         ({"documents": ids[None]}, r"integer documents \[B, S\] or \[S\], got torch\.int64 \(1, 1, 3\)"),
         ({"documents": keep}, r"integer documents"),
+        (
+            {"blocks": ids.float()},
+            r"integer blocks \[B, S\] or \[S\], got torch\.float32 \(1, 3\); -1 is a token of no",
+        ),
+        ({"blocks": [0, 0]}, r"a tensor for blocks, got list"),
+        ({"blocks": ids, "causal": False}, r"blocks relax causal"),
+        ({"blocks": ids, "window": (4, 0)}, r"window=\(4, 0\); with blocks a causal window is window=\(4, None\)"),
         ({"key_padding": ids}, r"bool key_padding \[B, S\] or \[S\] \(True = keep\), got torch\.int64"),
         ({"key_padding": keep[None]}, r"bool key_padding"),
     ],
@@ -136,6 +144,32 @@ ids, keep = torch.zeros(1, 3, dtype=torch.int64), torch.ones(1, 3, dtype=torch.b
 def test_masks_that_must_be_refused(options, message):
     with pytest.raises(ArgumentError, match=message):
         Mask(**options)
+
+
+def test_blocks_begin_where_their_document_does():
+    blocks = torch.tensor([[0, 0, -1, -1, 2, 2, 2, 2], [5, 5, 5, 5, 5, 6, 5, -9]], dtype=torch.int8)
+    documents = torch.tensor([0, 0, 0, 0, 0, 0, 1, 1])
+    assert Mask(blocks=blocks[:1]).starts.tolist() == [[0, 0, 2, 3, 4, 4, 4, 4]]
+    assert Mask(blocks=blocks[0, :0]).starts.tolist() == [[]]
+    both = Mask(blocks=blocks, documents=documents)
+    assert both.starts.tolist() == [[0, 0, 2, 3, 4, 4, 6, 6], [0, 0, 0, 0, 0, 5, 6, 7]]
+    assert Mask(blocks=blocks[1], documents=documents - 1).starts.tolist() == both.starts[1:].tolist()  # none sees it
+
+
+@pytest.mark.parametrize(
+    ("documents", "message"),
+    [
+        (None, r"Mask\.blocks: expected tokens of a block that follow one another, got block 5 comes back; give each"),
+        (torch.tensor([3, 3, 3, 3, 4, 4, 4, 4]), r"got block 5 comes back in document 4"),
+        (torch.tensor([3, 3, 4, 3, 3, 4, -1, -1]), r"got block 5 comes back in document 3"),
+    ],
+    ids=str,
+)
+def test_blocks_that_come_back_are_refused(documents, message):
+    blocks = torch.tensor([[0, -1, -1, 0, -1, -1, 0, 1], [5, 5, 5, 5, 5, 6, 5, -9]])[1:]
+    mask = Mask(blocks=blocks, documents=documents)
+    with pytest.raises(UnsupportedError, match=message):
+        _ = mask.starts
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,7 @@ FEW = [
     Case("zigzag", "causal", 13, GQA, 2, "cpu_flash"),
     Case("striped", "causal", 13, MQA, 2, "cpu_flash"),
     Case("zigzag", "causal", 13, GQA, scale=0.7, head_chunks=3),
+    Case("contiguous", "blocks", 13, GQA),
 ]
 
 SCORED = [
@@ -203,6 +204,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
             (test_masks.test_allowed_is_the_dense_mask, (mask, 7))
             for mask in ("causal", "window", "length", "documents", "excluded tokens")
         ),
+        (test_masks.test_allowed_is_the_dense_mask, ("blocks, a window and documents", 31)),
         (test_masks.test_documents_from_cumulative_lengths, ([0, 3, 5], [0, 0, 0, 1, 1], torch.int64)),
     ),
     "kernels": lambda pool: report(pool(1).run(kernel_steps)),
@@ -227,6 +229,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
         pool,
         (test_balancing.test_packed_documents, (65536, 4, 1)),
         (test_balancing.test_weights_are_the_keys_that_a_position_sees, ("excluded tokens",)),
+        (test_balancing.test_weights_are_the_keys_that_a_position_sees, ("blocks",)),
     ),
     "mask of a batch": lambda pool: alone(
         pool,

@@ -311,6 +311,15 @@ CASES: dict[str, Case] = {
     "key padding of a shard": refused(ARGUMENT, "Mask.key_padding", "[2, 24]", "(6,)", "original order")(
         lambda: attend(mask=Mask(key_padding=torch.ones(ROWS, dtype=torch.bool)))
     ),
+    "blocks of a shard": refused(ARGUMENT, "Mask.blocks", "[2, 24]", "(2, 6)", "never sharded")(
+        lambda: attend(mask=Mask(blocks=torch.zeros(B, ROWS, dtype=torch.int64)))
+    ),
+    "a block that comes back": refused(UNSUPPORTED, "Mask.blocks", "block 0 comes back", "an id of its own")(
+        lambda: attend(mask=Mask(blocks=torch.arange(S) // 5 % 2))
+    ),
+    "blocks and a causal window": refused(ARGUMENT, "window=(5, 0)", "window=(5, None)")(
+        lambda: attend(mask=Mask(window=(5, 0), blocks=torch.zeros(S, dtype=torch.int64)))
+    ),
     "float documents": refused(ARGUMENT, "integer documents", "torch.float32 (2, 24)", "from_cu_seqlens")(
         lambda: attend(mask=Mask(documents=torch.zeros(B, S)))
     ),

@@ -156,6 +156,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "full documents": {"causal": False, "documents": documents},
     "one row of documents": {"causal": False, "documents": lambda S: documents(S)[1]},
     "key padding": {"causal": False, "key_padding": lambda S: documents(S) != 0},
+    "blocks": {"blocks": lambda S: torch.arange(S) // 6 % 2 * (torch.arange(S) // 6 + 1) - 1},
     "window": {"causal": False, "window": (3, 4)},
     "prefix": {"prefix": 4},
     "prefix of all": {"prefix": 1 << 20},
@@ -186,8 +187,7 @@ def test_padding_is_invisible(pool: Any, name: str) -> None:
     ranks = pool(WORLD_SIZE).run(pad_and_attend, name, S)
     for mask_name, conditions in MASKS.items():
         conditions = {key: value(S) if callable(value) else value for key, value in conditions.items()}
-        if "documents" in conditions:
-            conditions["documents"] = torch.atleast_2d(conditions["documents"])
+        conditions |= {key: torch.atleast_2d(x) for key, x in conditions.items() if key in ("documents", "blocks")}
         q, k, v, dout = make_qkv(B, 4, 2, S, 8)
         q, k, v = (x.requires_grad_() for x in (q, k, v))
         out, _ = dense_attention(q, k, v, dense_mask(S, **conditions))
@@ -310,15 +310,15 @@ def test_cross_entropy_of_other_shapes(pool: Any) -> None:
 
 
 def padded_bytes(rank: int) -> list[bool]:
-    """Documents of uint8, of which every value may be an id: the padding is a document of its own."""
+    """Documents and blocks of uint8, of which every value may be an id: the padding is none of them."""
     sequence = ShardedSequence(mesh((2,), ("cp",)), length=21)
     ids = torch.tensor([255] * 9 + [3] * 12, dtype=torch.uint8)
     found = []
-    for padded in (sequence.mask(Mask(documents=ids)).documents, sequence.shard({"documents": ids})["documents"]):
-        assert padded is not None
+    mask, whole = sequence.mask(Mask(documents=ids, blocks=ids)), sequence.shard({"documents": ids, "blocks": ids})
+    for padded in (mask.documents, mask.blocks, *whole.values()):
         found.append(torch.equal(padded[:21].int(), ids.int()) and not bool((padded[21:, None] == padded[:21]).any()))
     return found
 
 
 def test_padding_is_no_document_of_bytes(pool: Any) -> None:
-    assert pool(2).run(padded_bytes) == [[True, True]] * 2
+    assert pool(2).run(padded_bytes) == [[True] * 4] * 2

@@ -196,6 +196,9 @@ MASKED = {  # of which every excluded block is known from the least and greatest
     "documents of batch rows": lambda S: Mask(documents=torch.stack([torch.arange(S) // 23, torch.zeros(S).long()])),
     "documents and window": lambda S: Mask(window=(11, None), documents=(torch.arange(S) // 40).int() - 1),
     "key padding": lambda S: Mask(causal=False, key_padding=(torch.arange(S) < 10) | (torch.arange(S) > 33)),
+    "blocks, window and documents": lambda S: Mask(
+        window=(30, None), blocks=torch.arange(S) // 37, documents=torch.arange(S) // 111
+    ),
 }  # fmt: skip
 
 

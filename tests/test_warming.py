@@ -65,6 +65,7 @@ class WithKeywords:
     [
         ({"layout": "zigzag"}, "a layout or 'balanced'"),
         ({"mask": Mask(documents=torch.zeros(126, dtype=torch.int64))}, "pass documents=True"),
+        ({"mask": Mask(blocks=torch.zeros(126, dtype=torch.int64))}, "key padding or blocks"),
     ],
     ids=str,
 )

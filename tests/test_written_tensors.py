@@ -26,6 +26,7 @@ MADE_OF: dict[str, tuple[np.ndarray, np.ndarray, Callable[[Tensor], dict[str, An
     "documents, balanced": (FIRST, NEXT, lambda x: {"mask": Mask(documents=x), "layout": balanced()}),
     "cu_seqlens": (np.array([0, 4, 9, S]), np.array([0, 8, 8, S]), lambda x: {"mask": Mask.from_cu_seqlens(x)}),
     "key_padding": (KEEP, KEEP_NEXT, lambda x: {"mask": Mask(key_padding=x)}),
+    "blocks": (FIRST, NEXT, lambda x: {"mask": Mask(blocks=x)}),
     "index of a layout": (ORDER, ORDER_NEXT, lambda x: {"layout": Permuted(x)}),
     "runs of a layout": (RUNS, RUNS_NEXT, lambda x: {"layout": Balanced(x)}),
     "documents of a layout": (np.array([0, 4, S]), np.array([0, 8, S]), lambda x: {"layout": ZigZagDocuments(x)}),
@@ -63,7 +64,7 @@ def test_the_backward_is_that_of_the_forwards_mask(pool: Any, name: str) -> None
     assert all(max(gaps) <= 1e-12 for gaps in pool(2).run(steps, name))
 
 
-@pytest.mark.parametrize("name", ["documents", "key_padding"])
+@pytest.mark.parametrize("name", ["documents", "key_padding", "blocks"])
 def test_a_mask_owns_its_tensors(name: str) -> None:
     content, later, _ = MADE_OF[name]
     buffer = content.copy()

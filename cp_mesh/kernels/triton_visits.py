@@ -1,8 +1,8 @@
 """Which pairs the attention kernels compute: a mask read at the rows of a tile, and the blocks that it leaves.
 
 Every mask is an interval per key: key j is seen by the query positions ``firsts[j] <= p <= lasts[j]``, if the documents
-are equal. Causality, windows, a prefix, blocks, a length and key padding are all said so; a band of local indices is the
-case p = i, firsts[j] = j + lo, lasts[j] = j + hi, which needs no memory.
+are equal. Causality, windows, a prefix, blocks, a length and key padding are all said so; a band of local indices is
+the case p = i, firsts[j] = j + lo, lasts[j] = j + hi, which needs no memory.
 
 A program owns an outer block of rows and visits inner blocks: first those of which every pair is allowed, which need no
 mask, then the others. Blocks without an allowed pair are not visited: for a band, blocks follow from its bounds; else

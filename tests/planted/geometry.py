@@ -55,6 +55,17 @@ def without_exclusion(mask: Any) -> Any:
 plant("excluded tokens see each other", "masks:Mask.allowed", "masks")(of_other_mask(without_exclusion))
 
 
+@plant("tokens of a block see each other across documents", "masks:Mask.allowed", "masks")
+def _(allowed: Any) -> Any:
+    def mutant(self: Any, q_pos: Any, k_pos: Any) -> Any:
+        if self.blocks is None:
+            return allowed(self, q_pos, k_pos)
+        ids = torch.atleast_2d(self.blocks)
+        return allowed(self, q_pos, k_pos) | (ids[:, q_pos, None] == ids[:, None, k_pos]) & (ids[:, None, k_pos] >= 0)
+
+    return mutant
+
+
 @plant("a document starts a token late", "masks:Mask.from_cu_seqlens", "masks", "random uses")
 def _(from_cu_seqlens: Any) -> Any:
     def late(mask: Any) -> Any:
@@ -77,6 +88,20 @@ plant("key padding lost on the way to the kernel", "kernels.contract:Pairs.allow
 )
 plant("masks read by local instead of global index", "kernels.contract:Pairs.allowed", "parity")(
     asked(lambda pairs: replace(pairs, q_pos=torch.arange(len(pairs.q_pos))))
+)
+
+
+def with_local_blocks(pairs: Any) -> Any:
+    """Of `Pairs`: blocks of this rank's first tokens, whatever their positions."""
+    if pairs.mask.blocks is None:
+        return pairs
+    blocks = pairs.mask.blocks.clone()
+    blocks[..., pairs.q_pos] = pairs.mask.blocks[..., : len(pairs.q_pos)]
+    return replace(pairs, mask=replace(pairs.mask, blocks=blocks))
+
+
+plant("blocks read by local instead of global index", "kernels.contract:Pairs.allowed", "parity")(
+    asked(with_local_blocks)
 )
 plant("a batch row has the key padding of another", "kernels.contract:Pairs.allowed", "parity")(
     lambda allowed: lambda self, q_rows, k_rows: allowed(self, q_rows, k_rows).flip(0)
@@ -130,6 +155,11 @@ def _(grid: Any) -> Any:
 @plant("pieces that share their last document alone are left out", "by_runs:ByRuns._label_bounds", "coverage")
 def _(label_bounds: Any) -> Any:
     return with_result(label_bounds, lambda bounds: (bounds[0], bounds[1] - 1))
+
+
+@plant("pieces that hold the rest of a block are left out", "by_runs:keys_of", "coverage")
+def _(keys_of: Any) -> Any:
+    return with_arguments(keys_of, mask=lambda mask: replace(mask, blocks=None))
 
 
 @plant("rows that travel are counted without those seen in part", "by_runs:ByRuns._counts_of_keys", "facts")
@@ -436,6 +466,11 @@ plant("excluded tokens count as work", "balancing:keys_seen", "balance")(
 )
 
 
+@plant("keys of blocks count as no work", "balancing:keys_seen", "balance")
+def _(keys_seen: Any) -> Any:
+    return with_arguments(keys_seen, mask=lambda mask: replace(mask, blocks=None))
+
+
 @plant("every key of a document counts as work of every query", "balancing:keys_seen", "balance")
 def _(keys_seen: Any) -> Any:
-    return with_arguments(keys_seen, mask=lambda mask: replace(mask, causal=False))
+    return with_arguments(keys_seen, mask=lambda mask: replace(mask, causal=False, blocks=None))

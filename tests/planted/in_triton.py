@@ -66,6 +66,15 @@ def _(read: Any) -> Any:
     return with_arguments(read, mask=without_exclusion)
 
 
+@plant("blocks lost in the backward of Triton", "kernels.triton_attention:_mask_rows", "documents in Triton")
+def _(mask_rows: Any) -> Any:
+    def mutant(cover: Any, blocks: tuple[Any, ...]) -> Any:
+        others = replace(cover, mask=replace(cover.mask, blocks=None), kept={})
+        return mask_rows(cover if len(blocks) == 1 else others, blocks)
+
+    return mutant
+
+
 @plant("documents of the first row stand for all in Triton", "kernels.triton_attention:_strides", "documents in Triton")
 def _(strides: Any) -> Any:
     return with_result(strides, lambda found: (0, found[1]))

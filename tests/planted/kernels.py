@@ -92,6 +92,23 @@ def _(kernel: Any) -> Any:
     return replace(kernel, begin_forward=begin_forward)
 
 
+@plant("blocks lost in the backward", "kernels.reference:REFERENCE", "parity")
+def _(kernel: Any) -> Any:
+    from cp_mesh.kernels.contract import Pairs
+
+    def without_blocks(tile: Any) -> Any:
+        known = isinstance(tile.cover, Pairs)
+        return replace(tile, cover=replace(tile.cover, mask=replace(tile.cover.mask, blocks=None))) if known else tile
+
+    def begin_backward(*given: Any) -> Any:
+        begun = kernel.begin_backward(*given)
+        step = begun.step
+        begun.step = lambda k, v, tiles, into=None: step(k, v, list(map(without_blocks, tiles)), into)
+        return begun
+
+    return replace(kernel, begin_backward=begin_backward)
+
+
 @plant("heads of a group interleaved", "kernels.reference:_grouped", "head order")
 def _(grouped: Any) -> Any:
     return lambda x, num_kv_heads, dtype: rearrange(x.to(dtype), "b (g k) s d -> b k g s d", k=num_kv_heads)

@@ -149,7 +149,8 @@ def triton_tile(what: str) -> tuple[Any, Any]:
     if what == "documents":
         ids = torch.stack([torch.arange(scores.S) // 15, torch.zeros(scores.S, dtype=torch.int64)])
         ids[1, 20:27] = -1
-        return Scores(0.3), scores.in_order(Mask(documents=ids, window=(17, None)))
+        blocks = torch.arange(scores.S) // 10  # of which some lie in two documents
+        return Scores(0.3), scores.in_order(Mask(documents=ids, window=(17, None), blocks=blocks))
     options = {name: x for feature in scores.FEATURES.values() for name, x in feature.items()}
     # the second block of keys is of two runs; the third has keys that some queries precede
     cover = Pairs(Mask(), torch.arange(34) * 2 + 75, torch.cat([torch.arange(20) * 3, torch.arange(60, 80)]))
