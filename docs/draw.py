@@ -41,6 +41,7 @@ MASKS: dict[str, tuple[str, Mask]] = {
     "window": ("Mask(window=(3, 0))", Mask(window=(3, 0))),
     "documents": ("Mask(documents=ids)", Mask(documents=torch.tensor([0] * 5 + [1] * 3 + [2] * 4))),
     "prefix": ("Mask(prefix=4)", Mask(prefix=4)),
+    "blocks": ("Mask(blocks=ids)", Mask(blocks=torch.tensor([-1] * 2 + [0] * 4 + [-1] * 2 + [1] * 3 + [-1]))),
     "key_padding": ("Mask(key_padding=keep)", Mask(key_padding=torch.arange(12) < 9)),
 }
 """Each mask, and how one writes it."""

@@ -393,6 +393,7 @@ def recipe_names(rank: int) -> dict[str, Any]:
     return {
         "mesh": mesh, "data": mesh["dp", "cp"]._flatten("dp_cp"), "sequence": sequence, "seq_len": S, "cp_size": 2,
         "tokens": integers(64, 2, S), "labels": integers(64, 2, S + 1)[:, 1:], "documents": documents,
+        "token_type_ids": (torch.arange(S) // 9 % 2).expand(2, S),
         "position_ids": cp_mesh.document_positions(documents), "attention_mask": attention_mask, "step": 3,
         "cu_seqlens": torch.tensor([0, 10, 10, S]), "whole_q": q, "whole_k": k, "whole_v": v, **models,
         **dict(zip("qkv", sequence.shard((q, k, v), dim=2), strict=True)), **packed_names(mesh, (q, k, v)),
@@ -449,6 +450,10 @@ def check_masks(names: dict[str, Any]) -> None:
     )
     assert torch.equal(names["local"]["labels"], sequence.shard({"labels": names["labels"]})["labels"])
     close(kept[2]["out"], attend(q, k, v, packed)[:, :, rows])
+    ids = torch.where(names["token_type_ids"] == 1, torch.arange(S) // 18, -1)
+    seen = dense_mask(S, blocks=ids, documents=documents)
+    close(names["images_out"], dense_attention(q, k, v, seen)[0][:, :, rows])
+    assert torch.equal(names["blocks"], ids) and names["local_images"].window == (1023, None)
     close(sequence.unshard(kept[3]["logits"]), names["packed_model"].dense(tokens, [packed, packed]))
     masks = [names["styles"][f"layers.{i}.attention"].mask(None, packed) for i in range(2)]
     assert [mask.window for mask in masks] == [(63, 0), (127, 0)]
