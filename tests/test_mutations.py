@@ -99,7 +99,6 @@ FEW = [
     Case("zigzag", "causal", 13, GQA, 2, "cpu_flash"),
     Case("striped", "causal", 13, MQA, 2, "cpu_flash"),
     Case("zigzag", "causal", 13, GQA, scale=0.7, head_chunks=3),
-    Case("contiguous", "blocks", 13, GQA),
 ]
 
 SCORED = [

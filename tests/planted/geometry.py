@@ -157,7 +157,7 @@ def _(label_bounds: Any) -> Any:
     return with_result(label_bounds, lambda bounds: (bounds[0], bounds[1] - 1))
 
 
-@plant("pieces that hold the rest of a block are left out", "by_runs:keys_of", "coverage")
+@plant("pieces that hold the rest of a block are left out", "blocks:keys_of", "coverage")
 def _(keys_of: Any) -> Any:
     return with_arguments(keys_of, mask=lambda mask: replace(mask, blocks=None))
 
