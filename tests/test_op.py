@@ -195,9 +195,11 @@ def call(*tensors: Tensor, **options: Any) -> Any:
 
 def shapes_of_fakes(rank: int, seq_dim: int) -> list[tuple[int, ...]]:
     """Of out and of gradients, as tools that estimate memory see them: no mask has a content."""
+    mesh((dist.get_world_size(),), ("cp",))  # kept, as none can be made of fakes
     with FakeTensorMode(allow_non_fake_inputs=False):
         q, k, v = (torch.empty(x.shape, requires_grad=True) for x in inputs(seq_dim, torch.float32)[:3])
-        mask = Mask(documents=torch.arange(S) // 5, key_padding=torch.ones(S, dtype=torch.bool))
+        ids = torch.arange(S) // 5
+        mask = Mask(documents=ids, key_padding=torch.ones(S, dtype=torch.bool), blocks=ids)
         out = call(q, k, v, seq_dim=seq_dim, seq_len=S, mask=mask)
         out.sum().backward()
         return [tuple(x.shape) for x in (out, q.grad, k.grad, v.grad)]
