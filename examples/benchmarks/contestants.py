@@ -183,6 +183,10 @@ class Contestant(ABC):
         """Memory that it holds now and that the caching allocator does not count."""
         return 0
 
+    def figures(self, case: Case) -> dict[str, str]:
+        """More columns of its rows, which the `Report` must have."""
+        return {}
+
     @abstractmethod
     def setup(self, case: Case, inputs: Inputs) -> Run: ...
 

@@ -1,22 +1,33 @@
-"""One GPU plays one rank of many: the ring's loop, copies and memory without wires, beside its floor.
+"""One GPU plays one rank of many: a method's loop, copies and memory without wires, beside the ring's floor.
 
     python examples/benchmarks/played.py --ranks 8 --csv played.csv
+    python examples/benchmarks/played.py --rank 3 --methods ring all_gather ulysses hybrid2 hybrid4 auto --no-floor ...
 
-For machines with fewer GPUs than the ring has ranks. The GPU runs what one rank of a symmetric-memory ring runs, with
-peers whose memory is its own: they publish the rows that it publishes, its gradients for them land beside it, and they
-send none. Kernel calls, copies, sums, launches and memory are those of a rank. NVLink's speed, barriers and waiting for
-slower ranks are not in it, so a figure is what a rank reaches at most. The gate compares out, dq, dk and dv with those
-of that very attention in float64: own queries, and own keys at the positions of every rank.
+For machines with fewer GPUs than there are ranks. The GPU runs what one rank of one NVLink host runs over symmetric
+memory, with peers whose memory is its own: they publish what it publishes, its gradients for them land beside it, and
+they send none. In an exchange of heads every peer so sends this rank's rows, of this rank's heads, and gets the same
+back. Kernel calls, copies, sums, launches and memory are those of a rank. NVLink's speed, barriers and waiting for
+slower ranks are not in it, so a figure is what a rank reaches at most; ``wire_ms`` of the CSV is what the cost model
+adds for wires and barriers. The gate compares out, dq, dk and dv with those of that very attention in float64: queries
+of the ranks that exchange heads, and keys at the positions of every rank, all equal to this rank's own.
+
+"hybrid2" is the hybrid whose inner groups are 2 ranks. On one host the double ring is the ring. "auto" finds the groups
+that all of these need, as in a mesh of two axes; its gate is that of the method that it takes.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
+import math
+import re
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +40,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]  # a checkout that is not installed
 
-from attention import Gate, Ranks, T, Verdict, describe, random_inputs, run_case  # noqa: E402
+from attention import MASKS, Gate, Ranks, T, Verdict, describe, random_inputs, run_case  # noqa: E402
 from contestants import Case, Contestant, CPMesh, Floor, Inputs  # noqa: E402
-from raw_kernels import RAW_KERNELS  # noqa: E402
-from report import Report, machine  # noqa: E402
+from report import COLUMNS, Report, machine  # noqa: E402
 
+from cp_mesh.call import Operand, Options, Tensors  # noqa: E402
+from cp_mesh.choosing import sizes_of  # noqa: E402
+from cp_mesh.groups import known_parts, parts_of  # noqa: E402
+from cp_mesh.kernels import KERNELS  # noqa: E402
+from cp_mesh.machines import machine_of  # noqa: E402
+from cp_mesh.methods.contract import Plan, Setup  # noqa: E402
+from cp_mesh.methods.joined import join  # noqa: E402
+from cp_mesh.plan import make_plan  # noqa: E402
 from cp_mesh.transport import symmetric_memory as symmetric  # noqa: E402
 from cp_mesh.transport.packing import Packing  # noqa: E402
 
@@ -131,54 +149,191 @@ class PlayedRank(Ranks):
         print(*words, flush=True)
 
 
-class PlayedGate(Gate):
-    """Own queries, and no others; own keys at the positions of every rank."""
+class PlayedOutgoing(symmetric.SymmetricOutgoing):
+    """Gradients for peers land beside, also of two ranks, where they would overwrite this rank's rows."""
 
-    def __init__(self, ranks: Ranks, case: Case, contestant: Contestant) -> None:
+    def __init__(self, transport: symmetric.SymmetricTransport, *of_pass: Any) -> None:
+        super().__init__(transport, *of_pass)
+        if self._workspace is not None:
+            self._workspace = transport.memory.workspace("gradients", self._workspace.nbytes, transport.group)
+
+
+class PlayedGate(Gate):
+    """Queries of the ranks that exchange heads, and no others; keys at the positions of every rank.
+
+    All of them are this rank's own, and heads of each of these ranks are those of this one.
+    """
+
+    def __init__(self, ranks: Ranks, case: Case, contestant: CPMesh) -> None:
         self._ranks, self._case = ranks, case
+        layout, degree = contestant.layout(case), contestant.inner_size(case)
         # the error of one device is that of this rank's rows: others have no queries, so theirs is smaller
-        x, layout = random_inputs(case, case.local_len, seed=0), contestant.layout(case)
+        x = _alike(random_inputs(case, case.local_len, seed=0), degree)
         whole = Inputs(*(y.new_zeros(1, case.seq_len, *y.shape[2:]) for y in (x.q, x.k, x.v, x.dout)))
-        for rank in range(case.cp_size):
+        own = case.cp_rank // degree
+        for rank in range(own * degree, (own + 1) * degree):
             rows = layout.positions(case.seq_len, case.cp_size, rank).to(case.device)
             for name in ("q", "k", "v", "dout"):
-                if name in "kv" or rank == case.cp_rank:
-                    getattr(whole, name)[:, rows] = getattr(x, name)
+                getattr(whole, name)[:, rows] = getattr(x, name)
+        joined, num_groups = join(layout, degree, case.cp_size), case.cp_size // degree
+        shards = [joined.positions(case.seq_len, num_groups, group).to(case.device) for group in range(num_groups)]
+        for shard in shards:
+            for y in (whole.k, whole.v):
+                y[:, shard] = y[:, shards[own]]
         self._judged = layout.positions(case.seq_len, case.cp_size, case.cp_rank).to(case.device)
         self._set_up(whole)
 
 
+def _alike(x: Inputs, degree: int) -> Inputs:
+    """With the first heads in the place of those of all ranks that exchange heads."""
+    parts = (y.chunk(degree, 2)[0].repeat(1, 1, degree, 1) for y in (x.q, x.k, x.v, x.dout))
+    return Inputs(*parts)
+
+
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=8, help="of the ring")
+    parser.add_argument("--ranks", type=int, default=8, help="of the group")
     parser.add_argument("--rank", type=int, default=0, help="the one that is played")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument(
+        "--methods", nargs="+", default=[("ring", 0)], type=_method, help="hybridN: of inner groups of N"
+    )
     parser.add_argument("--local-len", type=int, nargs="+", default=[1024, 4096, 16384, 65536])
     parser.add_argument("--gate-len", type=int, default=512, help="rows per rank in the correctness gate")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--heads", nargs="+", default=["32/8"], help="query heads/kv heads")
-    parser.add_argument("--layouts", nargs="+", default=["zigzag"])
-    parser.add_argument("--kernel", default="fa4", choices=list(RAW_KERNELS))
+    parser.add_argument("--mask", choices=MASKS, nargs="+", default=["causal"])
+    parser.add_argument("--layouts", nargs="+", default=["zigzag"], help='"balanced" is for documents, others are not')
+    parser.add_argument("--kernel", default="fa4", choices=list(KERNELS))
     parser.add_argument("--head-chunks", type=int, help="default: as many as the library chooses")
+    parser.add_argument("--floor", action=argparse.BooleanOptionalAction, default=True, help="the ring's tiles alone")
+    parser.add_argument("--queued", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--min-repeats", type=int, default=2)
     parser.add_argument("--seconds-per-case", type=float, default=5.0)
+    parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds after which no case is begun")
     parser.add_argument("--graph-max-len", type=int, default=16384)
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--commit")
     args = parser.parse_args(argv)
-    args.graph, args.queued, args.graph_all = True, True, False
+    args.graph, args.graph_all = True, False
     return args
 
 
-class Played(CPMesh):
-    """A ring of which one rank is there."""
+def _method(text: str) -> tuple[str, int]:
+    """Its name and degree, 0 if it has none."""
+    found = re.fullmatch(r"(hybrid)([1-9]\d*)|(auto|ring|all_gather|ulysses)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"expected ring, all_gather, ulysses, hybrid2 or another, or auto, got {text}")
+    return (found[1], int(found[2])) if found[1] else (text, 0)
 
-    def __init__(self, ranks: PlayedRank, layout: str, kernel: str, head_chunks: int | None) -> None:
-        super().__init__(ranks.mesh, "ring", layout, kernel, "symmetric_memory")
-        self.name, self._options["head_chunks"] = f"played/ring/{layout}/{kernel}", head_chunks
+
+class Played(CPMesh):
+    """A method of which one rank is there."""
+
+    def __init__(
+        self,
+        ranks: PlayedRank,
+        layout: str,
+        kernel: str,
+        head_chunks: int | None,
+        method: str = "ring",
+        degree: int = 0,
+    ) -> None:
+        super().__init__(ranks.mesh, method, layout, kernel, "symmetric_memory")
+        self.name, self._options["head_chunks"] = f"played/{named(method, degree)}/{layout}/{kernel}", head_chunks
         if head_chunks:
             self.name += f"/head_chunks={head_chunks}"
+        if degree:
+            self._options["ulysses_degree"] = degree
+        self._degree = degree
+
+    def unsupported(self, case: Case) -> str | None:
+        degree = self._degree or (case.cp_size if self._method == "ulysses" else 1)
+        heads = f"{case.heads}/{case.kv_heads}"
+        return f"{heads} heads are not played over {degree} ranks" if case.kv_heads % degree else None
+
+    def plan(self, case: Case) -> Plan:
+        """Of its calls; that of "auto" has the method that it takes."""
+        layout, mask = self.layout(case), case.mask
+        asked = {name: value for name, value in self._options.items() if value is not None}
+        options = Options(layout.spec(), mask.spec(), case.scale, **asked)
+        tensors = Tensors(mask.documents, mask.key_padding, layout.tensor)
+        return make_plan(*self._operands(case), tensors, case.seq_len, self._mesh.get_group(), options)
+
+    def inner_size(self, case: Case) -> int:
+        """Ranks that exchange heads."""
+        plan = self.plan(case)
+        return plan.method.inner_size(self._degree_of(plan, case))
+
+    def taken(self, case: Case) -> str:
+        """The method that runs."""
+        plan = self.plan(case)
+        return named(plan.method.name, plan.options.ulysses_degree)
+
+    def figures(self, case: Case) -> dict[str, str]:
+        """Beside what is measured: `MORE_COLUMNS`, empty where nothing was measured of the machine."""
+        plan, known = self.plan(case), machine_of(self._mesh.get_group(), case.device)
+        found = {"taken": named(plan.method.name, plan.options.ulysses_degree)}
+        if known is None or known.machine is None or plan.kernel.name not in known.machine.kernels:
+            return found
+        real = known.machine
+        # rows are written and read by both sides of an exchange, and pulled or pushed by one side of a ring
+        here = replace(real, link_rate=real.memory_rate / 2, exchange_rate=real.memory_rate / 4, per_barrier=0.0)
+        setup = Setup(
+            case.cp_size, self._degree_of(plan, case), sizes_of(*self._operands(case), plan.settings),
+            plan.settings.head_chunks, plan.kernel, plan.scores.features, "symmetric_memory", "symmetric_memory",
+            real.gpus_per_host,
+        )  # fmt: skip
+        whole, alone = (
+            1e3 * sum(cost.device for cost in plan.method.costs(plan.schedule, setup, each)) for each in (real, here)
+        )
+        return found | {"predicted_ms": f"{whole:.4f}", "wire_ms": f"{whole - alone:.4f}"}
+
+    def _degree_of(self, plan: Plan, case: Case) -> int:
+        q, k, _ = self._operands(case)
+        return plan.method.choose_degree(plan.options, q, k, case.cp_size)
+
+    def _operands(self, case: Case) -> tuple[Operand, Operand, Operand]:
+        q, k = (
+            Operand(torch.Size((1, heads, case.local_len, case.head_dim)), case.dtype, case.device)
+            for heads in (case.heads, case.kv_heads)
+        )
+        return q, k, k
+
+
+def named(method: str, degree: int) -> str:
+    return f"{method}{degree or ''}"
+
+
+MORE_COLUMNS = ("taken", "predicted_ms", "wire_ms")
+"""The method that "auto" takes; predicted device time of both passes, and how much of it wires and barriers are."""
+
+
+def begin_case(ranks: PlayedRank, degrees: Sequence[int]) -> None:
+    """Memory of its own for the next case, in the group and in groups of these sizes within it."""
+    group = ranks.mesh.get_group()
+    for degree in degrees:
+        parts_of(group, degree)
+    for each in (group, *itertools.chain(*known_parts(group))):
+        symmetric._MEMORY[each] = PlayedMemory(each.rank(), ranks.device)
+    gc.collect()
+    if ranks.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def judge(ranks: PlayedRank, case: Case, chosen: Sequence[Contestant]) -> dict[str, Verdict]:
+    """By name; of "auto" none, as it may take another method in another case."""
+    verdicts = {}
+    for contestant in chosen:
+        if not isinstance(contestant, Played):
+            verdicts[contestant.name] = Verdict()
+        elif contestant.unsupported(case):
+            verdicts[contestant.name] = Verdict(problem=f"not run: {contestant.unsupported(case)}")
+        elif "/auto/" not in contestant.name:
+            gate, problem = ranks.attempt(partial(PlayedGate, ranks, case, contestant))
+            verdicts[contestant.name] = gate.try_out(contestant) if gate else Verdict(problem=problem)
+    return verdicts
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -187,25 +342,38 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.device == "cuda":
         device = torch.device("cuda", 0)
         torch.cuda.set_device(device)
-    ranks = PlayedRank(args.rank, args.ranks, device)
-    group = ranks.mesh.get_group()
-    report = Report(args.csv, machine(ranks.device, 1, args.commit))
-    ours: list[Contestant] = [Played(ranks, layout, args.kernel, args.head_chunks) for layout in args.layouts]
-    chosen: list[Contestant] = [Floor(args.kernel), *ours]
+    ranks, begin = PlayedRank(args.rank, args.ranks, device), time.perf_counter()
+    symmetric.SymmetricOutgoing = PlayedOutgoing  # type: ignore[misc]
+    degrees = [degree for _, degree in args.methods if 1 < degree < args.ranks]
+    begin_case(ranks, degrees)
+    report = Report(args.csv, machine(ranks.device, 1, args.commit), (*COLUMNS, *MORE_COLUMNS))
+    ours = [
+        Played(ranks, layout, args.kernel, args.head_chunks, *method)
+        for method in args.methods
+        for layout in args.layouts
+    ]
+    verdicts_of = cache(lambda case, chosen: judge(ranks, case, chosen))
     ranks.print(f"rank {args.rank} of {args.ranks}, played by one GPU")
-    for heads in args.heads:
+    for local_len, mask, heads in itertools.product(args.local_len, args.mask, args.heads):
+        if (spent := time.perf_counter() - begin) > args.time_limit:
+            ranks.print(f"time limit: {local_len} {mask} {heads} and what follows is left out after {spent:.0f} s")
+            break
         num_heads, num_kv_heads = map(int, heads.split("/"))
-        shape = num_heads, num_kv_heads, args.head_dim, torch.bfloat16
-        gate_case = Case(*shape, True, args.gate_len, args.ranks, args.rank, device, "")
-        symmetric._MEMORY[group] = PlayedMemory(args.rank, device)
-        verdicts = {x.name: PlayedGate(ranks, gate_case, x).try_out(x) for x in ours}
-        for local_len in args.local_len:
-            symmetric._MEMORY[group] = PlayedMemory(args.rank, device)
-            case = replace(gate_case, local_len=local_len)
-            run_case(ranks, case, chosen, {chosen[0].name: Verdict(), **verdicts}, args, report)
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+        pattern = mask if mask not in ("causal", "full") else ""
+        case = Case(
+            num_heads, num_kv_heads, args.head_dim, torch.bfloat16, mask != "full", local_len, args.ranks, args.rank,
+            device, pattern,
+        )  # fmt: skip
+        fits = [x for x in ours if ("/balanced/" in x.name) == (mask == "documents") or len(args.layouts) == 1]
+        chosen = (*([Floor(args.kernel)] if args.floor and not pattern else []), *fits)
+        verdicts = dict(verdicts_of(replace(case, local_len=args.gate_len), chosen))
+        for x in fits:
+            if x.name not in verdicts:
+                passed = verdicts.get(x.name.replace("/auto/", f"/{x.taken(case)}/"))
+                verdicts[x.name] = passed or Verdict(problem=f"not run: {x.taken(case)} has no gate here")
+        run_case(ranks, case, list(chosen), verdicts, args, report)
+        begin_case(ranks, degrees)
+    ranks.print(f"{time.perf_counter() - begin:.0f} s")
     dist.destroy_process_group()
 
 

@@ -61,9 +61,9 @@ class Times:
 class Report:
     """Rows of the CSV, and the table on the screen."""
 
-    def __init__(self, path: Path | None, about: dict[str, Any]) -> None:
+    def __init__(self, path: Path | None, about: dict[str, Any], columns: Sequence[str] = COLUMNS) -> None:
         """``path``: of the CSV; ``about``: what `machine` says, empty on ranks that do not report."""
-        self._path, self._about, self._num_rows = path, about, 0
+        self._path, self._about, self._columns, self._num_rows = path, about, columns, 0
 
     def add(
         self, case: Case, mode: str, entrants: list[Entrant], all_times: dict[str, Times], problems: dict[str, str]
@@ -90,6 +90,7 @@ class Report:
             row = {"contestant": name, "kernel": contestant.kernel or "", "mode": mode, "status": status}
             row |= {f"err_{key}": f"{x:.3e}" for key, x in zip(RESULTS, entrant.errors, strict=False)}
             if name in all_times:
+                row |= contestant.figures(case)
                 row |= self._figures(case, entrant, all_times[name], medians[name], floors)
             rows.append(row)
         if self._about:
@@ -140,7 +141,7 @@ class Report:
             print(table_line(about | row), flush=True)
             self._num_rows += 1
         if self._path is not None:
-            append(self._path, COLUMNS, [about | row for row in rows])
+            append(self._path, self._columns, [about | row for row in rows])
 
 
 def append(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
