@@ -118,6 +118,8 @@ class PlayedMemory(symmetric.GroupMemory):
     def workspace(self, purpose: str, nbytes: int, group: dist.ProcessGroup) -> Any:
         workspace: Any = self._workspaces.get(purpose)
         if workspace is None or workspace.nbytes < nbytes:
+            if self._device.type == "cuda":  # copies of what is given back may be under way
+                torch.cuda.synchronize(self._device)
             workspace = self._workspaces[purpose] = PlayedWorkspace(self._rank, purpose, nbytes, self._device)
         return workspace
 
