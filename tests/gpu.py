@@ -1,7 +1,8 @@
 """Every check that needs GPUs, one after the other: `python3 tests/gpu.py --gpus 2 --logs DIR`; a line each.
 
-They run with the packages of this Python; FlashAttention-4 and 3 take part where they are installed. Logs hold what
-each printed. Exits with 1 if any failed or ran past its time.
+``--one-gpu --gpus 4`` has four ranks share one GPU, which takes longer. The checks run with the packages of this
+Python; FlashAttention-4 and 3 take part where they are installed. Logs hold what each printed. Exits with 1 if any
+failed or ran past its time.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parent
 
 
-def commands(gpus: int) -> dict[str, tuple[list[str], dict[str, str], int]]:
+def commands(gpus: int, one_gpu: bool = False) -> dict[str, tuple[list[str], dict[str, str], int]]:
     """By name: the command, what it adds to the environment, and how many seconds it may take."""
+    shared, longer = (["--one-gpu"], 2) if one_gpu else ([], 1)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
-    races = str(TESTS / "test_symmetric_memory.py")
+    races, gate = str(TESTS / "test_symmetric_memory.py"), str(TESTS / "test_gpu.py")
+    sanitizer = {"TORCH_CUDA_SANITIZER": "1"}
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
     pytest += ["-n", "8"] if importlib.util.find_spec("xdist") else []  # most of the time kernels are being compiled
     # PyTorch probes the driver with calls that fail and are handled: they are no errors of memory.
@@ -29,17 +32,18 @@ def commands(gpus: int) -> dict[str, tuple[list[str], dict[str, str], int]]:
     memcheck += ["--error-exitcode", "9"]
     return {
         "kernels on one GPU": ([*pytest, str(TESTS)], {}, 400),
-        "races": ([*torchrun, str(gpus), races], {}, 200),
-        "stream sanitizer": ([*torchrun, str(gpus), races, "--only", "stalled"], {"TORCH_CUDA_SANITIZER": "1"}, 60),
-        "memcheck": ([*memcheck, *torchrun, "2", races, "--only", "exceptions"], {}, 240),
-        "low precision": ([*torchrun, str(gpus), str(TESTS / "test_gpu.py")], {}, 300),
-        "masks and scores": ([*torchrun, str(gpus), str(TESTS / "test_gpu.py"), "--scores"], {}, 400),
+        "races": ([*torchrun, str(gpus), races, *shared], {}, 200 * longer),
+        "stream sanitizer": ([*torchrun, str(gpus), races, "--only", "stalled", *shared], sanitizer, 60 * longer),
+        "memcheck": ([*memcheck, *torchrun, "2", races, "--only", "exceptions", *shared], {}, 240 * longer),
+        "low precision": ([*torchrun, str(gpus), gate, *shared], {}, 300 * longer),
+        "masks and scores": ([*torchrun, str(gpus), gate, "--scores", *shared], {}, 400 * longer),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--one-gpu", action="store_true", help="as many ranks on the first GPU")
     parser.add_argument("--logs", type=Path, help="default: a new folder, which is named")
     parser.add_argument("--only", nargs="+", choices=commands(2))
     args = parser.parse_args()
@@ -48,7 +52,7 @@ def main() -> None:
     print(f"logs in {logs}")
     path = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
     failed = False
-    for name, (command, extra, seconds) in commands(args.gpus).items():
+    for name, (command, extra, seconds) in commands(args.gpus, args.one_gpu).items():
         if args.only and name not in args.only:
             continue
         begin, log = time.perf_counter(), logs / f"{name.replace(' ', '_')}.log"

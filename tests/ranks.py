@@ -31,7 +31,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
@@ -187,9 +187,32 @@ def mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
 
 
 def device() -> torch.device:
-    """This rank's device: its own GPU under nccl, else the CPU."""
-    on_gpu = dist.is_initialized() and "nccl" in dist.get_backend_config()
+    """This rank's device: its own GPU under nccl, or one that ranks share, else the CPU."""
+    on_gpu = dist.is_initialized() and (_shares_gpu or "nccl" in dist.get_backend_config())
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+_shares_gpu = False
+
+
+def join_on_gpus(one_gpu: bool) -> None:
+    """Joins the default group of torchrun, each rank on its own GPU; or all on the first, over gloo, as NCCL refuses.
+
+    Ranks that share a GPU take turns on it, so that a barrier takes milliseconds: nothing can be learned of speed.
+    """
+    global _shares_gpu
+    torch.cuda.set_device(0 if one_gpu else int(os.environ["LOCAL_RANK"]))
+    torch.cuda.init()  # else a mesh would choose the device
+    if one_gpu:
+        from cp_mesh.transport import symmetric_memory
+
+        def obstacle_of_hosts(answers: Sequence[tuple[str, int, str | None]]) -> str | None:
+            return of_devices([(host, rank, problem) for rank, (host, _, problem) in enumerate(answers)])
+
+        of_devices, symmetric_memory._obstacle = symmetric_memory._obstacle, obstacle_of_hosts
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # PyTorch's own switch, for its tests
+        _shares_gpu = True
+    dist.init_process_group("cpu:gloo,cuda:gloo" if one_gpu else "cpu:gloo,cuda:nccl")
 
 
 def num_collectives() -> int:

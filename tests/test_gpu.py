@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 tests/test_gpu.py             # a table; exits with 1 if any line fails
     torchrun --nproc-per-node 2 tests/test_gpu.py --scores    # that of masks and scores; every backward 20 times
+    torchrun --nproc-per-node 4 tests/test_gpu.py --one-gpu   # ranks that share a GPU
     pytest tests/test_gpu.py                                  # the same on two GPUs, and a small part of it on the CPU
 
 Errors are RMS over blocks of 128 rows of a head, against fp64, of the sequence in its original order. They are compared
@@ -27,7 +28,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense import dense_attention
-from ranks import device, mesh
+from ranks import device, join_on_gpus, mesh
 from torch import Tensor
 
 if __name__ == "__main__":
@@ -381,10 +382,13 @@ def main() -> None:
     parser.add_argument("--kernel", help="only this one")
     parser.add_argument("--seq-len", nargs="+", type=int, default=LENGTHS)
     parser.add_argument("--scores", action="store_true", help="masks and scores instead")
+    parser.add_argument("--one-gpu", action="store_true", help="all ranks on the first GPU")
     args = parser.parse_args()
     if args.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
+        join_on_gpus(args.one_gpu)
+        os.environ["LOCAL_WORLD_SIZE"] = str(2 - dist.get_world_size() % 2)  # hosts of the double ring
+    else:
+        dist.init_process_group("gloo")
     pairs = [pair for pair in KERNELS[args.device] if args.kernel in (None, pair[0])]
     chosen = [case for pair in pairs for case in cases(*pair, args.seq_len)]
     rank = dist.get_rank()

@@ -1,6 +1,7 @@
 """The transport over symmetric memory: against the functional one, bit for bit, on GPUs and on a CPU double.
 
     torchrun --nproc-per-node 2 tests/test_symmetric_memory.py     # all GPU checks, a line each; exits 1 on a failure
+    torchrun --nproc-per-node 4 tests/test_symmetric_memory.py --one-gpu     # by ranks that share a GPU
     TORCH_CUDA_SANITIZER=1 torchrun ... --only stalled             # CUDA's stream sanitizer watches a small case
     pytest tests/test_symmetric_memory.py                          # the CPU double; the GPU checks where there are GPUs
 
@@ -14,7 +15,6 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import os
 import random
 import sys
 import tempfile
@@ -33,7 +33,7 @@ from cases import LAYOUTS, make_mask
 from checks import report
 from dense import make_qkv
 from poison import poisoned
-from ranks import device, mesh
+from ranks import device, join_on_gpus, mesh
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -323,6 +323,18 @@ def test_what_hinders_a_group():
     assert symmetric._obstacle([("a", 0, None), ("a", 1, "no peer access")]) == "no peer access"
 
 
+def methods_on_files(rank: int, folder: str) -> list[str]:
+    with double(gpu_axis().get_group(), folder):
+        return check_methods()
+
+
+@pytest.mark.full
+def test_methods_on_the_double(pool):
+    """What GPUs run below."""
+    with tempfile.TemporaryDirectory() as folder:
+        report(pool(4).run(methods_on_files, folder, timeout=240.0))
+
+
 # GPU checks. Each returns what is wrong, on every rank.
 
 S, D = 1024, 64
@@ -549,7 +561,27 @@ def check_capture_refusals() -> list[str]:
     return problems + compare("after a refused capture", local_inputs(S), axis)
 
 
+def check_methods() -> list[str]:
+    """Every method, with groups of half of the ranks where it has any, in each layout."""
+    axis, problems = gpu_axis(), []
+    size, rank = axis.size(), axis.get_local_rank()
+    half = max(1, size // 2)
+    degrees = {"hybrid": {"ulysses_degree": half}, "double_ring": {"inner_ring_size": half}}
+    for method, name in product(METHODS, ("contiguous", "zigzag", "striped")):
+        # of several hosts, of which this machine stands for two, each alone has symmetric memory
+        over = "auto" if method == "double_ring" else TRANSPORTS[1]
+        for heads, mask, seq_len in (((8, 8), "causal", 256 * size - 3), ((8, 2), "documents", 256 * size)):
+            layout = LAYOUTS[name](seq_len)
+            inputs = local_inputs(layout.shard_len(seq_len, size, rank), heads, seed=seq_len)
+            options = {"layout": layout, "mask": make_mask(mask, 1, seq_len), "seq_len": seq_len, "method": method}
+            options |= degrees.get(method, {})
+            wanted, got = (attend(inputs, axis, each, **options) for each in (TRANSPORTS[0], over))
+            problems += different(f"{method}, {name}, {heads}, {mask}", wanted, got)
+    return problems
+
+
 CHECKS: dict[str, Callable[[], list[str]]] = {
+    "methods": check_methods,
     "two hundred calls": check_two_hundred_calls,
     "stalled": check_stalled,
     "layers and checkpointing": check_layers_and_checkpointing,
@@ -588,9 +620,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS))
     parser.add_argument("--how", nargs="+", choices=HOW, default=list(HOW))
+    parser.add_argument("--one-gpu", action="store_true", help="all ranks on the first GPU")
     args = parser.parse_args()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl")
+    join_on_gpus(args.one_gpu)
     failed = False
     for name, how in itertools.product(args.only, args.how):
         begin = time.perf_counter()
