@@ -112,10 +112,16 @@ ALIASES = {  # arguments of functions that are no options by themselves
 def _heads(text: str) -> tuple[int, int]:
     """Query and kv heads, of "32/8" or "32"."""
     try:
-        query, kv = (int(num) for num in (text.split("/") * 2)[:2])
-    except ValueError:
+        query, kv = (_count(num) for num in (text.split("/") * 2)[:2])
+    except (ValueError, argparse.ArgumentTypeError):
         raise argparse.ArgumentTypeError(f"expected query heads/kv heads, as 32/8, got {text!r}") from None
     return query, kv
+
+
+def _count(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 at least, got {text}")
+    return number
 
 
 def explain_command(argv: Sequence[str]) -> None:
@@ -155,6 +161,8 @@ def explain_command(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw a picture, as a .png or .svg; matplotlib")
     args = parser.parse_args(argv)
+    if args.seq_len < 1:
+        parser.error(f"argument --seq-len: expected 1 token at least, got {args.seq_len}")
     if args.columns > OWNER_COLUMNS:
         parser.error(f"argument --columns: expected at most {OWNER_COLUMNS}, got {args.columns}")
     heads = args.heads or (None, None)
@@ -224,12 +232,12 @@ def calibrate_command(argv: Sequence[str]) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16" if cuda else "float32")
     parser.add_argument("--heads", type=_heads, metavar="H/K", default=(32, 8), help="of a rank; default: 32/8")
-    parser.add_argument("--head-dim", type=int, metavar="N", default=128)
+    parser.add_argument("--head-dim", type=_count, metavar="N", default=128)
     parser.add_argument(
-        "--rows", type=int, nargs="+", metavar="N", default=[1024, 2048, 4096, 8192, 16384], help="of a rank"
+        "--rows", type=_count, nargs="+", metavar="N", default=[1024, 2048, 4096, 8192, 16384], help="of a rank"
     )
     _add_names(parser, "--kernel", tuple(KERNELS), nargs="+", default=[])
-    parser.add_argument("--calls", type=int, metavar="N", default=10, help="that are timed together")
+    parser.add_argument("--calls", type=_count, metavar="N", default=10, help="that are timed together")
     parser.add_argument(
         "--out", type=Path, metavar="FILE", default=Path("machine.json"), help="the file that is written"
     )

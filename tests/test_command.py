@@ -109,6 +109,27 @@ REFUSED = {
         "--transport symmetric_memory: expected CUDA devices of one host, got --device cpu; --transport functional w",
     ),
     "no ranks of a sequence": (["explain", "--seq-len", "64", "--cp", "0"], "got 64 and 0; --seq-len 16 --cp 2 works"),
+    "no tokens": (
+        ["explain", "--seq-len", "-1", "--cp", "2", "--layout", "balanced"],
+        "--seq-len: expected 1 token at least, got -1",
+    ),
+    "no batch": (
+        ["explain", "--seq-len", "64", "--cp", "2", "--batch", "0"],
+        "batch: expected 1 at least, got 0; --batch 1 is the default",
+    ),
+    "no head dim": (
+        ["explain", "--seq-len", "64", "--cp", "2", "--head-dim", "0"],
+        "--head-dim: expected 1 at least, got 0; --head-dim 128 is the default",
+    ),
+    "no heads": (
+        ["explain", "--seq-len", "64", "--cp", "2", "--heads", "4/0"],
+        "expected query heads/kv heads, as 32/8",
+    ),
+    "no chunks": (
+        ["explain", "--seq-len", "64", "--cp", "2", "--heads", "4", "--head-chunks", "0"],
+        "--head-chunks: expected 1 at least, got 0",
+    ),
+    "no rows of a calibration": (["calibrate", "--rows", "512", "0"], "argument --rows: expected 1 at least, got 0"),
     "columns": (
         ["explain", "--seq-len", "64", "--cp", "2", "--columns", "95"],
         "--columns: expected at most 94, got 95",

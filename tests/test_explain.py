@@ -335,6 +335,17 @@ def test_a_machine_is_given_by_name_or_as_it_is() -> None:
         ({"mask": Mask(blocks=DOCUMENTS)}, ArgumentError, "Mask.blocks: expected 64 tokens, got 96"),
         ({"scores": ["cap"]}, ArgumentError, "names of softcap, sinks.*got 'cap'"),
         ({"columns": 0}, ArgumentError, "columns: expected 1 at least, got 0; columns=64"),
+        ({"batch": 0}, ArgumentError, "batch: expected 1 at least, got 0; batch=1"),
+        ({"head_dim": 0}, ArgumentError, "head_dim: expected 1 at least, got 0; head_dim=128"),
+        ({"head_dim": -8}, ArgumentError, "head_dim: expected 1 at least, got -8"),
+        ({"num_heads": 0}, ArgumentError, "num_heads: expected 1 at least, got 0; num_heads=32"),
+        ({"num_heads": -4}, ArgumentError, "num_heads: expected 1 at least, got -4"),
+        ({"num_heads": 8, "num_kv_heads": 0}, ArgumentError, "num_kv_heads: expected 1 at least, got 0; None is"),
+        (
+            {"num_heads": 8, "head_chunks": 0},
+            ArgumentError,
+            "head_chunks: expected 1 at least, got 0; None is automatic",
+        ),
     ),
 )
 def test_refusals(options: dict[str, Any], error: type[Exception], words: str) -> None:

@@ -165,8 +165,20 @@ def explain(
     """
     if cp_size < 1 or seq_len < 1:
         refuse("explain", "1 token and 1 rank at least", f"{seq_len} and {cp_size}", "explain(16, 2) works")
-    if columns < 1:
-        refuse("explain: columns", "1 at least", columns, "columns=64 is the default")
+    sizes = {
+        "batch": (batch, "batch=1 is the default"),
+        "head_dim": (head_dim, "head_dim=128 is the default"),
+        "num_heads": (num_heads, "num_heads=32 works"),
+        "num_kv_heads": (num_kv_heads, "None is as many as query heads"),
+        "head_chunks": (head_chunks, "None is automatic"),
+        "ulysses_degree": (ulysses_degree, "None is automatic"),
+        "inner_ring_size": (inner_ring_size, "None is automatic"),
+        "gpus_per_host": (gpus_per_host, "gpus_per_host=8 is that of an H200 host"),
+        "columns": (columns, "columns=64 is the default"),
+    }
+    for name, (size, hint) in sizes.items():
+        if size is not None and size < 1:
+            refuse(f"explain: {name}", "1 at least", size, hint)
     for name, tensor in (("documents", mask.documents), ("key_padding", mask.key_padding), ("blocks", mask.blocks)):
         if tensor is not None and tensor.shape[-1] != seq_len:
             refuse(f"Mask.{name}", f"{seq_len} tokens", tensor.shape[-1], "pass their seq_len")
@@ -185,8 +197,6 @@ def explain(
         machine = H200
     if gpus_per_host is None:
         gpus_per_host = machine.gpus_per_host if machine else cp_size
-    if gpus_per_host < 1:
-        refuse("explain: gpus_per_host", "1 at least", gpus_per_host, "gpus_per_host=8 is that of an H200 host")
     check_choice("kernel", kernel, ("auto", *KERNELS), "auto")
     within = "symmetric_memory" if (device, transport) == ("cuda", "auto") else "functional"
     transport = _transport(transport, device, cp_size, gpus_per_host)
@@ -196,8 +206,6 @@ def explain(
         if size is not None and METHODS.get(method, METHODS[DEFAULT]).degree_option != name:
             of = next(other.name for other in METHODS.values() if other.degree_option == name)
             refuse(f"explain: {name}", f"None, but with method={of!r}", size, f"method={of!r} takes it")
-        if size is not None and size < 1:
-            refuse(f"explain: {name}", "1 at least", size, "None is automatic")
     num_kv_heads = num_kv_heads or num_heads or 1
     if (num_heads or num_kv_heads) % num_kv_heads:
         refuse("explain: num_heads", f"a multiple of the {num_kv_heads} kv heads", num_heads, "num_kv_heads=1 works")
