@@ -325,20 +325,23 @@ def _exchanges(
     of_kv = max(1, shapes.kv_heads // size)
     for rows in shapes.rows:
         layout = ZigZag()
-        positions = [layout.positions(rows * size, size, rank) for rank in range(size)]
-        order = torch.cat(positions).to(clock.device)
+        runs = [layout.runs(rows * size, size, rank) for rank in range(size)]
+        pieces = [[slice(run.start, run.start + run.length) for run in of_rank] for of_rank in runs]
+        order = torch.cat([run.positions() for of_rank in runs for run in of_rank]).to(clock.device)
         parts = [
             by_rank(_random(shapes, clock.device, size * heads, rows), size)
             for heads in (max(1, shapes.heads // size), of_kv, of_kv)
         ]
 
-        def exchange(parts: Any = parts, order: Tensor = order, rows: int = rows) -> None:
+        def exchange(parts: Any = parts, order: Tensor = order, pieces: Any = pieces, rows: int = rows) -> None:
             with closing(make_swaps(machine.transport, group, rows * size, clock.device)) as swaps:
-                HeadExchange(group, [rows] * size, order).to_heads(swaps, parts)
+                HeadExchange(group, [rows] * size, order, pieces).to_heads(swaps, parts)
 
-        known = (4 + 2 * size) * machine.per_launch + 2 * machine.per_barrier * math.log2(size)
+        pulls = machine.transport == "symmetric_memory"
+        launches = 1 + (2 * size if pulls else 2)  # packed, and pulled to places, or moved and put in order
+        known = launches * machine.per_launch + 2 * machine.per_barrier * math.log2(size)
         columns.append([float(sum(x.nbytes for x in parts))])
-        found = clock.seconds(exchange, shapes.calls, machine.transport == "symmetric_memory")
+        found = clock.seconds(exchange, shapes.calls, pulls)
         seconds.append(max(found - known, found / 10))
     return columns, seconds
 

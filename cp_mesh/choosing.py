@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -39,6 +39,7 @@ from cp_mesh.masks import Mask, parse_mask
 from cp_mesh.memory import Sizes
 from cp_mesh.methods import METHODS, Method
 from cp_mesh.methods.contract import Setup
+from cp_mesh.methods.joined import pieces_of_rank
 from cp_mesh.schedule import Schedule
 
 FASTER = 0.97
@@ -149,6 +150,7 @@ def choose(problem: Problem) -> Choice:
         None,
     )
     layout = problem.layout or balance(mask, seq_len, cp_size)
+    problem = replace(problem, layout=layout)
     make = {name: partial(x.make_schedule, layout, mask, seq_len, cp_size) for name, x in METHODS.items()}
     needed = problem.resolve(problem, partial(make[DEFAULT], 0))[0].route.needed
     ranks = sorted({0, int(needed.sum(1).argmax()), cp_size // 2, cp_size - 1})
@@ -187,7 +189,7 @@ def estimate(
 ) -> Estimate | None:
     """Of the slowest of these ranks; None where the method cannot serve the call, or its times are not known."""
     machine, q, k, v, cp_size = problem.machine, problem.q, problem.k, problem.v, problem.cp_size
-    assert machine is not None
+    assert machine is not None and problem.layout is not None
     options = method.with_degree(problem.options, degree)
     try:
         chosen = method.choose_degree(options, q, k, cp_size)
@@ -201,6 +203,7 @@ def estimate(
     setup = Setup(
         cp_size, chosen, sizes_of(q, k, v, settings), settings.head_chunks, kernel, problem.features,
         problem.transport, problem.within, machine.gpus_per_host,
+        pieces_of_rank(problem.layout, problem.seq_len, cp_size),
     )  # fmt: skip
     first_of = [*{rank // method.inner_size(chosen): rank for rank in ranks[::-1]}.values()]  # others are like these
     schedules = [first if rank == ranks[0] else make(rank, "segments" in first.covers) for rank in first_of]

@@ -13,8 +13,8 @@ queries, heads the batch times the query heads:
                         local tiles; a barrier when the last gradients have arrived; sums of all partial gradients
     the host            a pass, its kernel calls and stages. Calls that follow one another take the longer of the two
     Ulysses             an exchange of heads for rows, with the copies before and after it; one device's kernel calls
-                        on the rank's heads; an exchange back. Each is two barriers and a few launches, and as many
-                        more as there are ranks; of the benchmark's Ulysses (``plain``) two launches
+                        on the rank's heads; an exchange back. Each is two barriers and the launches that
+                        `exchange_launches` counts; of the benchmark's Ulysses (``plain``) two launches
     the hybrid          these exchanges in an inner group, and between them its ring, on the rank's heads
     the double ring     rows of the next host cross while one is computed, at the rate of the network, and are published
                         when that host is visited. Gradients of a host are waited for, summed, and cross in fp32, the
@@ -233,6 +233,8 @@ def ulysses_costs(
     head_chunks: int = 1,
     kept: bool = True,
     plain: bool = False,
+    pieces: int = 2,
+    collective: bool = False,
 ) -> tuple[PassCost, PassCost]:
     """Forward and backward of Ulysses and the hybrid: q, k, v are exchanged, a rank's heads computed, out comes home.
 
@@ -244,8 +246,11 @@ def ulysses_costs(
         kept: whether what the forward received, and out, are held for the backward, which else exchanges them again,
             as it does where kv heads are sent to several ranks.
         plain: of the benchmark's, whose exchange is two launches.
+        pieces, collective: as in `exchange_launches`.
     """
     kept &= kv_heads_of_rank(sizes, degree) * degree == sizes.num_kv_heads
+    launches = (4, 4) if plain else exchange_launches(degree, sizes, kept, pieces, collective)
+    barriers = 0.0 if plain else 4 * machine.per_barrier * math.log2(degree)
     heads, kv_heads = sizes.num_heads // degree // head_chunks, kv_heads_of_rank(sizes, degree) // head_chunks
     of_rank = replace(sizes, num_heads=heads, num_kv_heads=kv_heads)
     rows = schedule.shard_lens[schedule.cp_rank] * sizes.batch
@@ -254,13 +259,10 @@ def ulysses_costs(
 
     def exchange(nbytes: float) -> float:
         far = nbytes * (degree - near) / degree
-        moved = max(nbytes / machine.exchange_rate, far / machine.network_rate)
-        if plain:
-            return moved + 2 * machine.per_launch
-        launches = 3 + degree if kept else 4 + 2 * degree  # lse is of another dtype, and is pulled beside
-        return moved + launches * machine.per_launch + 2 * machine.per_barrier * math.log2(degree)
+        return max(nbytes / machine.exchange_rate, far / machine.network_rate)
 
-    def cost(moved: float, ring: PassCost, host: HostTime) -> PassCost:
+    def cost(moved: float, num_launches: int, ring: PassCost, host: HostTime) -> PassCost:
+        moved += num_launches * machine.per_launch + barriers
         of_host = ring.host + 2 * host.per_exchange
         return PassCost(moved + ring.device, moved + ring.exposed, of_host).times(head_chunks)
 
@@ -269,9 +271,40 @@ def ulysses_costs(
     there = exchange((out if kept else 2 * out + q + k + v) * e)
     home = exchange(q * e + (k + v) * (sizes.home_itemsize or sizes.gradient_itemsize))
     return (
-        cost(qkv + exchange(out * e), forward, machine.host_forward),
-        cost(there + home, backward, machine.host_backward),
+        cost(qkv + exchange(out * e), launches[0], forward, machine.host_forward),
+        cost(there + home, launches[1], backward, machine.host_backward),
     )
+
+
+def exchange_launches(degree: int, sizes: Sizes, kept: bool, pieces: int, collective: bool) -> tuple[int, int]:
+    """Copies and collectives of the exchanges of a forward and of a backward of Ulysses, of one head chunk.
+
+    A buffer of each dtype is packed, moved, and put in order; what comes home is copied to its heads. Kv heads that are
+    sent several times are repeated before, and their gradients summed after.
+
+    Args:
+        degree, sizes, kept: as in `ulysses_costs`; kept as it will be.
+        pieces: of a rank's rows, each of which is pulled to its place by itself; 0: all are put in order afterwards.
+        collective: whether one collective moves a buffer, in place of a copy of each rank's pieces.
+    """
+    moves, ordered = 1 if collective else degree * max(1, pieces), pieces == 0 or (collective and pieces > 1)
+    together = sizes.batch == 1 and sizes.head_dim == sizes.v_head_dim
+    repeated = kv_heads_of_rank(sizes, degree) * degree != sizes.num_kv_heads
+
+    def there(tensors: int) -> int:
+        return (1 if together else tensors) + moves + ordered
+
+    def home(tensors: int) -> int:
+        return there(tensors) + tensors
+
+    alone = home(1) - ordered  # out, or dq, which is packed in order
+    forward = there(3) + alone
+    if kept:
+        return forward, there(1) + home(3)
+    # lse is of another dtype, and so are gradients that are summed afterwards, each of which is packed by itself
+    summed = alone + 4 + moves + ordered + 4
+    backward = there(5) + there(1) + 1 + (summed if repeated else home(3))
+    return forward + home(1) + 2 * repeated, backward + 2 * repeated
 
 
 class Leg(NamedTuple):

@@ -45,9 +45,10 @@ def heads(num: int, num_kv: int) -> Sizes:
 def test_device_time_is_what_was_measured(group: str) -> None:
     """Graphs from 1K rows a GPU on, within 15 %; in calls in a row some forwards took longer than in graphs.
 
-    Less near are windows of 1K rows, and Ulysses in a layout that needs no other order.
+    Less near are windows, and Ulysses in a layout that needs no other order.
     """
-    apart = {"queued": (0.19, 60), "stages": (0.17, 50), "short_bands": (0.24, 12), "own_contiguous": (0.3, 25)}
+    apart = {"queued": (0.19, 60), "stages": (0.17, 50), "short_bands": (0.24, 12), "own_contiguous": (0.22, 25)}
+    apart["kept"] = (0.27, 35)
     within, least = apart.get(group, (0.15, 14))
     entries = [entry for entry in predicted.passes() if entry.group == group and entry.device_counts]
     for x in entries:
@@ -57,9 +58,13 @@ def test_device_time_is_what_was_measured(group: str) -> None:
 
 
 def test_host_time_is_near_what_was_measured() -> None:
-    """Machines and runs differ by a half, so the model may too: 2 GPUs, calls in a row of 1K and 4K rows."""
+    """Machines and runs differ by a half, so the model may too: 2 GPUs, calls in a row of 1K and 4K rows.
+
+    Today's Ulysses is predicted to take the host 1.6 to 2.4 times as long, where the ring does so 1.5 times.
+    """
     entries = [x for x in predicted.passes() if x.row["mode"] == "queued" and int(x.row["local_len"]) <= 4096]
     entries = [x for x in entries if x.row["world_size"] == "2" and x.row["contestant"].startswith("cp_mesh")]
+    entries = [x for x in entries if x.group != "kept"]
     for x in entries:
         assert 1 / 1.5 <= x.host_ratio <= 1.5, (x.row["contestant"], x.column, x.host_ratio)
     assert len(entries) >= 20
@@ -110,15 +115,33 @@ def test_ulysses_sends_keys_again_or_keeps_them() -> None:
     whole = make_schedule(Contiguous(), Mask(), 8 * 4096, 1, 0)
     settings = ({"kept": False}, {}, {"plain": True})
     again, kept, plain = (ulysses_costs(whole, 8, 8, heads(32, 8), H200, "fa4", **setting) for setting in settings)
-    # 4 + 16 launches, 3 + 8, or 2; and 2 barriers of 3 rounds
-    assert again[0].exposed == pytest.approx(kept[0].exposed + 2 * 9 * H200.per_launch)
-    latency = 9 * H200.per_launch + 6 * H200.per_barrier
-    assert [x.exposed for x in kept] == pytest.approx([x.exposed + 2 * latency for x in plain])
-    # q, k, v and out of 4, 1, 1 and 4 heads a rank, of all rows, once more
-    more = 8 * 4096 * 10 * 128 * 2 / H200.exchange_rate
-    assert again[1].exposed == pytest.approx(kept[1].exposed + more + 2 * 9 * H200.per_launch)
-    # 2 kv heads on 8 ranks: each is sent to four, as many bytes as of 8
-    assert ulysses_costs(whole, 8, 8, heads(32, 2), H200, "fa4") == again
+    # 16 pieces are pulled of each buffer, which is packed before, and copied when it is home
+    launches = [(1 + 16) + (1 + 16 + 1), (1 + 16) + (1 + 16 + 3)]
+    latency = 4 * 3 * H200.per_barrier - 4 * H200.per_launch  # the benchmark has 4 launches and no barriers
+    for cost, count, other in zip(kept, launches, plain, strict=True):
+        assert cost.exposed == pytest.approx(other.exposed + count * H200.per_launch + latency)
+    # lse comes home too, and goes back, to be told apart; q, k, v and out go once more
+    assert again[0].exposed == pytest.approx(kept[0].exposed + 18 * H200.per_launch)
+    more = 8 * 4096 * 10 * 128 * 2 / H200.exchange_rate  # of 4, 1, 1 and 4 heads a rank, of all rows
+    assert again[1].exposed == pytest.approx(kept[1].exposed + more + 18 * H200.per_launch)
+    # 2 kv heads on 8 ranks: each is sent to four, as many bytes as of 8. They are repeated before; dk and dv in fp32,
+    # which are summed after, are packed one by one, and pulled beside dq
+    repeated = ulysses_costs(whole, 8, 8, heads(32, 2), H200, "fa4")
+    assert repeated[0].exposed == pytest.approx(again[0].exposed + 2 * H200.per_launch)
+    assert repeated[1].exposed == pytest.approx(again[1].exposed + (2 + 2 + 16 + 4) * H200.per_launch)
+
+
+@pytest.mark.parametrize(("pieces", "fewer"), ((1, (16, 16)), (0, (15, 14))))
+def test_rows_of_one_piece_are_pulled_at_once(pieces: int, fewer: tuple[int, int]) -> None:
+    """8 copies a buffer in place of 16; of many pieces one more puts rows in order, but out, which is packed so."""
+    whole = make_schedule(Contiguous(), Mask(), 8 * 4096, 1, 0)
+    two, other = (ulysses_costs(whole, 8, 8, heads(32, 8), H200, "fa4", pieces=n) for n in (2, pieces))
+    saved = [(a.device - b.device) / H200.per_launch for a, b in zip(two, other, strict=True)]
+    assert saved == pytest.approx(fewer)
+    moved = ulysses_costs(whole, 8, 8, heads(32, 8), H200, "fa4", pieces=1, collective=True)
+    assert [(a.device - b.device) / H200.per_launch for a, b in zip(other, moved, strict=True)] == pytest.approx(
+        (14 + (pieces == 0), 14 + 2 * (pieces == 0))
+    )
 
 
 def test_a_chunk_of_heads_is_a_pass() -> None:

@@ -27,6 +27,7 @@ from cp_mesh.masks import Mask
 from cp_mesh.memory import ExtraMemory, Sizes, kv_heads_of_rank
 from cp_mesh.methods import METHODS, Method
 from cp_mesh.methods.contract import Setup, as_one_tile
+from cp_mesh.methods.joined import pieces_of_rank
 from cp_mesh.plan import choose_schedule, request_of
 from cp_mesh.schedule import Schedule, enclosing, num_rows
 
@@ -212,8 +213,9 @@ class Setting:
             settings = chosen.settle(options, self.q, self.k, self.k, first, kernel, self.features, degree)
             sizes, chunks = sizes_of(self.q, self.k, self.k, settings), settings.head_chunks
         setup = Setup(
-            self.cp_size, degree, sizes, chunks, kernel, self.features, self.transport, self.within, self.gpus_per_host
-        )
+            self.cp_size, degree, sizes, chunks, kernel, self.features, self.transport, self.within, self.gpus_per_host,
+            pieces_of_rank(layout, *whole),
+        )  # fmt: skip
         work = np.repeat(self.work(layout).reshape(-1, inner).mean(1), inner)
         figures = []
         for rank in (inner * number for number in self._sample(work[::inner], first.route.needed, inner)):

@@ -44,6 +44,7 @@ class Setup(NamedTuple):
         kernel, features: that computes it, and of its scores.
         transport, within: over which rows travel among all ranks, and among those of one host.
         gpus_per_host: ranks that share a host.
+        pieces: that `cp_mesh.methods.joined.pieces_of_rank` counts.
     """
 
     cp_size: int
@@ -55,6 +56,7 @@ class Setup(NamedTuple):
     transport: str
     within: str
     gpus_per_host: int
+    pieces: int
 
     @property
     def inner_transport(self) -> str:

@@ -407,8 +407,10 @@ def costs(schedule: Schedule, setup: Setup, machine: Machine) -> tuple[PassCost,
     """See `Method.costs`."""
     if setup.degree == 1:
         return costs_of_stages(schedule, setup, machine)
-    sizes = setup.degree, setup.cp_size, setup.sizes
-    return ulysses_costs(schedule, *sizes, machine, setup.kernel.name, setup.head_chunks)
+    return ulysses_costs(
+        schedule, setup.degree, setup.cp_size, setup.sizes, machine, setup.kernel.name, setup.head_chunks,
+        pieces=setup.pieces if setup.pieces <= FEW else 0, collective=setup.inner_transport == "functional",
+    )  # fmt: skip
 
 
 def memory(schedule: Schedule, setup: Setup) -> ExtraMemory:

@@ -50,7 +50,7 @@ from cp_mesh.groups import known_parts, parts_of  # noqa: E402
 from cp_mesh.kernels import KERNELS  # noqa: E402
 from cp_mesh.machines import machine_of  # noqa: E402
 from cp_mesh.methods.contract import Plan, Setup  # noqa: E402
-from cp_mesh.methods.joined import join  # noqa: E402
+from cp_mesh.methods.joined import join, pieces_of_rank  # noqa: E402
 from cp_mesh.plan import make_plan  # noqa: E402
 from cp_mesh.transport import symmetric_memory as symmetric  # noqa: E402
 from cp_mesh.transport.packing import Packing  # noqa: E402
@@ -285,7 +285,7 @@ class Played(CPMesh):
         setup = Setup(
             case.cp_size, self._degree_of(plan, case), sizes_of(*self._operands(case), plan.settings),
             plan.settings.head_chunks, plan.kernel, plan.scores.features, "symmetric_memory", "symmetric_memory",
-            real.gpus_per_host,
+            real.gpus_per_host, pieces_of_rank(plan.layout, case.seq_len, case.cp_size),
         )  # fmt: skip
         whole, alone = (
             1e3 * sum(cost.device for cost in plan.method.costs(plan.schedule, setup, each)) for each in (real, here)
