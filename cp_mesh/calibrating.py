@@ -28,7 +28,7 @@ from cp_mesh.kernels import KERNELS
 from cp_mesh.kernels.combine import copy_together, make_delta
 from cp_mesh.kernels.contract import Kernel, KernelTile, Request, shortfalls
 from cp_mesh.kernels.scores import Scores
-from cp_mesh.layouts import Contiguous, ZigZag
+from cp_mesh.layouts import Contiguous, Run, ZigZag
 from cp_mesh.masks import CAUSAL, FULL, Band, Mask
 from cp_mesh.methods import METHODS
 from cp_mesh.plan import compute_capability_of
@@ -326,7 +326,9 @@ def _exchanges(
     for rows in shapes.rows:
         layout = ZigZag()
         runs = [layout.runs(rows * size, size, rank) for rank in range(size)]
-        pieces = [[slice(run.start, run.start + run.length) for run in of_rank] for of_rank in runs]
+        pieces = [
+            [slice(run.start, run.start + run.length) for run in of_rank if isinstance(run, Run)] for of_rank in runs
+        ]
         order = torch.cat([run.positions() for of_rank in runs for run in of_rank]).to(clock.device)
         parts = [
             by_rank(_random(shapes, clock.device, size * heads, rows), size)
