@@ -25,7 +25,7 @@ from cp_mesh.layouts import Layout, parse_layout
 from cp_mesh.masks import Mask
 from cp_mesh.seen import CALLED, Rows, note_tokens
 from cp_mesh.sequence import PADDING, ROOT, Root, ShardedSequence
-from cp_mesh.styles import SUMS, announce, check_layout, claim, layout_of_call
+from cp_mesh.styles import SUMS, announce, announcing, check_layout, claim, layout_of_call
 
 POSITIONS = ("positions", "position_ids", "pos_ids", "input_pos", "cache_position")
 """Names of forward arguments that take positions."""
@@ -140,14 +140,7 @@ class ShardedModel(ParallelStyle):
             output = self._run_traced(root, module, forward, arguments)
         else:
             self.compare(named)
-            token = ROOT.set(root)
-            try:
-                output = self.run_eagerly(root, module, forward, arguments)
-            except Exception as error:
-                announce(self.sequence, error)
-                raise
-            finally:
-                ROOT.reset(token)
+            output = self.run_eagerly(root, module, forward, arguments)
         return self.gather(root.sequence, output) if self.gather_output else output
 
     def _run_traced(self, root: Root, module: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
@@ -159,7 +152,18 @@ class ShardedModel(ParallelStyle):
             return forward(**arguments)
 
     def run_eagerly(self, root: Root, module: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        """The eager forward of a root, with its ``arguments`` for this rank's rows.
+        """The eager forward of a root, with its ``arguments`` for this rank's rows; others hear of what it raises."""
+        token = ROOT.set(root)
+        try:
+            with announcing(self.sequence):
+                return self._run_watched(root, module, forward, arguments)
+        finally:
+            ROOT.reset(token)
+
+    def _run_watched(
+        self, root: Root, module: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any]
+    ) -> Any:
+        """The forward, watched where something may have changed.
 
         A watch costs a Python call for every operation, so only the first forward is watched: of a model in training
         and in evaluation, with gradients and without; and the one after a forward that called another number of cores

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -71,6 +72,16 @@ def announce(sequence: ShardedSequence, error: Exception) -> None:
         announce_trace(sequence.mesh.get_group().group_name)
     else:
         announce_refusal(sequence.mesh.get_group(), error)
+
+
+@contextmanager
+def announcing(sequence: ShardedSequence) -> Iterator[None]:
+    """`announce` what is raised within; not in code that is compiled."""
+    try:
+        yield
+    except Exception as error:
+        announce(sequence, error)
+        raise
 
 
 def claim(

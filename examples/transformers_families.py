@@ -30,7 +30,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
 from cp_mesh.errors import ArgumentError, UnsupportedError  # noqa: E402
-from cp_mesh.integrations.transformers import check_config, check_model, parallelize  # noqa: E402
+from cp_mesh.integrations.transformers import parallelize  # noqa: E402
+from cp_mesh.integrations.transformers.families import check_config, check_model  # noqa: E402
 
 FIELDS = ("transformers", "torch", "family", "class", "verdict", "logits", "loss", "gradient", "reason")
 SMALL: dict[str, Any] = {

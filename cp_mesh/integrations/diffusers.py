@@ -32,7 +32,7 @@ from cp_mesh.guard.reductions import watch_first_step
 from cp_mesh.layouts import Contiguous, Joint
 from cp_mesh.masks import Mask
 from cp_mesh.sequence import ShardedSequence
-from cp_mesh.styles import announce, claim
+from cp_mesh.styles import announcing, claim
 
 STREAMS = {
     "FluxTransformer2DModel": ("encoder_hidden_states", "hidden_states"),
@@ -108,11 +108,8 @@ class _Parallel:
 
     def refuse(self, *words: Any) -> NoReturn:
         """On this rank, and on those that wait for it."""
-        try:
+        with announcing(self.sequence):
             refuse(*words)
-        except Exception as error:
-            announce(self.sequence, error)
-            raise
 
 
 class _Split(ContextParallelSplitHook):

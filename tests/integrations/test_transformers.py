@@ -24,14 +24,10 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
 from cp_mesh import ArgumentError, Striped, UnsupportedError, ZigZag, sum_gradients  # noqa: E402
-from cp_mesh.integrations.transformers import (  # noqa: E402
-    Said,
-    check_model,
-    parallelize,
-    read_mask,
-    replica_of,
-    sequence_of,
-)
+from cp_mesh.integrations.transformers import parallelize, sequence_of  # noqa: E402
+from cp_mesh.integrations.transformers.families import check_model  # noqa: E402
+from cp_mesh.integrations.transformers.masks import Said, read_mask  # noqa: E402
+from cp_mesh.integrations.transformers.root import replica_of  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 BOUND = 1e-6

@@ -1,0 +1,137 @@
+"""Which models of Transformers are served: what their classes, configs and modules say."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.sequence import ShardedSequence
+
+KINDS = frozenset(("full_attention", "sliding_attention", "chunked_attention"))
+"""Kinds of layers, as configs name them, that mix rows by attention alone."""
+HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "Model")
+"""How the names of classes end whose outputs are rows of the sequence."""
+_CAUSAL = HEADS[:2]
+_MIXERS = (nn.modules.conv._ConvNd, nn.RNNBase)
+_WORDS = ("mamba", "rwkv", "recurrent", "deltanet", "linearattention", "shortconv", "indexer", "ngram", "hyena")
+
+
+class Facts:
+    """What the class and the modules of a model say of its forward.
+
+    Attributes:
+        name: of the class.
+        names: of its arguments, in order.
+        accepted: those, and the arguments of the forward that it hands its keywords on to.
+        causal: whether it predicts the next token.
+        has_loss: whether it calls its loss_function.
+        counted: a module that counts positions from tokens, if there is one.
+        layers: how many there are, if the config says it.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.name, forward = type(model).__name__, inspect.unwrap(type(model).forward)
+        self.names = [name for name in inspect.signature(forward).parameters if name != "self"]
+        inner = inspect.unwrap(type(getattr(model, "base_model", model)).forward)
+        self.accepted = {*self.names, *inspect.signature(inner).parameters}
+        self.causal, self.has_loss = self.name.endswith(_CAUSAL), "loss_function" in forward.__code__.co_names
+        counts = (type(x).__name__ for x in model.modules() if "create_position_ids_from_input_ids" in _used(x))
+        self.counted = next(counts, None)
+        self.layers: int | None = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse a model of which some layer mixes rows otherwise than by attention of AttentionInterface."""
+    if not isinstance(model, PreTrainedModel):
+        hint = "of a wrapper pass what it wraps, such as peft_model.base_model.model"
+        refuse("parallelize", "a PreTrainedModel", type(model).__name__, hint)
+    check_config(model.config, type(model).__name__)
+    _refuse_first(type(model).__name__, _against_modules(model))
+
+
+def check_config(config: Any, name: str) -> None:
+    """Refuse what a config says, and the name of the class of a model."""
+    _refuse_first(name, _against_config(config, name))
+
+
+def _refuse_first(name: str, reasons: Iterator[tuple[str, str]]) -> None:
+    for got, hint in reasons:
+        refuse(f"parallelize({name})", "attention alone to mix rows", got, hint, UnsupportedError)
+
+
+def _against_config(config: Any, name: str) -> Iterator[tuple[str, str]]:
+    """What is against a model, and what to do instead."""
+    if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
+        yield "attention of a decoder to an encoder", "cross-attention is not available"
+    if found := [x for x in vars(config) if x.endswith(("vision_config", "audio_config", "vq_config"))]:
+        yield f"{found[0]}: blocks of an image's tokens, and positions of several dims", "use the text model alone"
+    if (text := config.get_text_config()) is not config:
+        yield f"a {type(config).__name__}, of more than a text", "use the text model alone"
+    if "mrope_section" in _rope(text):
+        yield "mrope_section: positions of several dims", "use a text model"
+    if found := sorted(set(getattr(text, "layer_types", None) or ()) - KINDS):
+        yield f"layer_types {', '.join(found)}", f"{', '.join(sorted(KINDS))} are available"
+    if not name.endswith(HEADS):
+        yield "a class whose outputs may not be rows", f"classes named ...{', ...'.join(HEADS)} are available"
+
+
+def _against_modules(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
+    facts, attending = Facts(model), 0
+    if "position_ids" not in facts.accepted:
+        yield "a forward without position_ids, which counts this rank's rows from 0", "it is not available"
+    for path, module in model.named_modules():
+        kind = type(module).__name__
+        if isinstance(module, _MIXERS) or any(word in kind.lower() for word in _WORDS):
+            yield f"{path}, a {kind}", "it mixes the rows of a shard"
+        if path.rpartition(".")[2] == "pooler":
+            yield f"{path}, a {kind}", "it reads the first row: pass add_pooling_layer=False"
+        attending += "ALL_ATTENTION_FUNCTIONS" in _used(module)
+    if facts.layers is None or attending < facts.layers:
+        got = f"{attending} modules that call AttentionInterface, and num_hidden_layers={facts.layers}"
+        yield got, "the others attend by code of their own, or not at all"
+
+
+def _used(module: nn.Module) -> tuple[str, ...]:
+    """Names that a module's forward reads, as its class wrote it."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return () if code is None else code.co_names
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+
+
+def check_lengths(config: Any, accepted: set[str], sequence: ShardedSequence, positions: Tensor) -> None:
+    """Refuse a length from which on the model would read another one from this rank's rows.
+
+    Args:
+        config: of the text.
+        accepted: as in `Facts`.
+        positions: [B or 1, S], of the whole batch.
+    """
+    length = positions.shape[1]
+    scale = getattr(config, "floor_scale", None) if getattr(config, "attn_temperature_tuning", False) else None
+    if scale and length >= scale and "cache_position" not in accepted:
+        hint = "config.attn_temperature_tuning = False, or shorter batches: layers count the rows of a shard"
+        refuse("attn_temperature_tuning", f"fewer than {int(scale)} tokens", length, hint, UnsupportedError)
+    told, original = _rope(config), "original_max_position_embeddings"
+    for rope in (told, *(x for x in told.values() if isinstance(x, dict))):
+        kind, known = rope.get("rope_type", rope.get("type")), getattr(config, "max_position_embeddings", 0)
+        if kind not in ("dynamic", "longrope"):  # which depend on the largest position, from a known one on
+            continue
+        if kind == "longrope":
+            known = rope.get(original) or getattr(config, original, known)
+        assert sequence.seq_len is not None
+        padded, size = F.pad(positions, (0, sequence.seq_len - length)), sequence.cp_size
+        rows = [sequence.layout.positions(sequence.seq_len, size, rank) for rank in range(size)]
+        longest = [int(padded[:, x.to(padded.device)].max()) + 1 for x in rows]
+        if max(longest) > known and (kind == "dynamic" or min(longest) <= known):
+            expected = f"{known} positions" + (" at most, or more on every rank" if kind == "longrope" else "")
+            hint = "shorter documents; or layout=Striped(), where every rank has late positions"
+            refuse(f"rope_type={kind!r}", expected, f"{longest} on the ranks", hint, UnsupportedError)

@@ -1,0 +1,93 @@
+"""What a call tells of the *whole* batch: tokens, labels that are shifted here, documents, padding and positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.integrations.transformers.families import Facts
+from cp_mesh.integrations.transformers.masks import PACKED
+from cp_mesh.masks import Mask, batch_mask, document_positions
+from cp_mesh.sequence import IGNORED
+
+ROWS = ("input_ids", "inputs_embeds", "token_type_ids")
+COMPARED = (*ROWS, "attention_mask", "documents", "cu_seq_lens_q", "shift_labels")
+"""Arguments that are to be equal on all cp ranks."""
+_TAKEN = {*COMPARED, *PACKED, "position_ids", "labels", "num_items_in_batch"}
+_TAKEN |= {"output_hidden_states", "output_router_logits", "fused_lm_head"}
+_REFUSED = {
+    "past_key_values": "a cache of this rank's rows; cp_mesh.decode reads sharded ones",
+    "use_cache": "pass use_cache=False: a cache would hold this rank's rows",
+    "logits_to_keep": "leave it out: the last rows of a shard are not those of the sequence",
+    "output_attentions": "leave it out: weights are never held",
+    "cache_position": "leave it out: pass position_ids of the whole batch",
+}
+
+
+def read(facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, with labels shifted, and documents and positions where the batch tells them.
+
+    Raises:
+        ArgumentError, UnsupportedError: of what is not of the whole batch, or is not known.
+    """
+    where, named = facts.name, dict(zip(facts.names, args, strict=False)) | kwargs
+    given = {name: x for name, x in named.items() if x is not None}
+    for name, hint in _REFUSED.items():
+        if isinstance(x := given.pop(name, None), Tensor) or x not in (None, False, 0):
+            refuse(where, f"no {name}", x if isinstance(x, int | float | str) else type(x).__name__, hint)
+    if given.pop("return_dict", True) is not True:
+        refuse(where, "return_dict=True", False, "outputs are read by name")
+    if unknown := sorted(given.keys() - _TAKEN):
+        hint = "whether they hold rows of the sequence is not known; leave them out"
+        refuse(where, f"arguments among {', '.join(sorted(_TAKEN))}", ", ".join(unknown), hint, UnsupportedError)
+    tokens = [given[name] for name in ROWS[:2] if name in given]
+    if len(tokens) != 1:
+        refuse(where, "either input_ids or inputs_embeds", f"{len(tokens)} of them", "pass one, of the whole batch")
+    size, device = tokens[0].shape[:2], tokens[0].device
+    for name in ("attention_mask", "documents", "labels", "shift_labels", "token_type_ids"):
+        if name in given and given[name].shape != size:
+            hint = "pass the whole batch; a mask of pairs cannot be read, documents=ids [B, S] can"
+            refuse(f"{where}: {name}", f"[B, S] = {list(size)}", list(given[name].shape), hint)
+    if "position_ids" in given and (ids := given["position_ids"]).shape not in (size, (1, size[1])):
+        hint = "of the whole batch; positions of several dims (mRoPE) are not available"
+        refuse(f"{where}: position_ids", f"[B, S] = {list(size)}, or [1, S]", list(ids.shape), hint)
+    labels = given.pop("labels", None)
+    if labels is not None and "shift_labels" not in given:
+        given["shift_labels"] = F.pad(labels, (0, 1), value=IGNORED)[:, 1:] if facts.causal else labels
+    if (cu_seqlens := given.get("cu_seq_lens_q")) is not None:
+        documents = Mask.from_cu_seqlens(cu_seqlens).documents
+        if size[0] != 1 or documents is None or documents.shape[-1] != size[1]:
+            refuse(f"{where}: cu_seq_lens_q", f"ends at {size[1]} in one batch row", list(size), "or documents=ids")
+        given.setdefault("documents", documents[None].to(device))
+    if "documents" in given:
+        given.setdefault("position_ids", document_positions(given["documents"]))
+    elif "position_ids" in given and "attention_mask" not in given:
+        given["documents"] = batch_mask(position_ids=given["position_ids"]).documents
+    if facts.counted and "position_ids" not in given:
+        hint = "pass position_ids of the whole batch, [B, S], as the model would count them"
+        refuse(where, f"position_ids, which {facts.counted} counts from tokens", None, hint)
+    given.setdefault("position_ids", torch.arange(size[1], device=device)[None])
+    return given
+
+
+def visible(whole: dict[str, Any]) -> tuple[Mask, Tensor]:
+    """Of what `read` returned: a mask with documents and padding, and positions [B, S] or [S] to count chunks from.
+
+    Padding is excluded, and sees nothing. Where labels of such rows count, they see what they may.
+    """
+    counted, padding, documents = whole["position_ids"], whole.get("attention_mask"), whole.get("documents")
+    if documents is None:
+        counted = torch.arange(counted.shape[1], device=counted.device)
+    if padding is None:
+        return Mask(documents=documents), counted
+    padding = padding.long()
+    if documents is None and not bool(padding[:, 0].all()):  # chunks begin behind padding on the left
+        counted = counted - (padding.cumsum(-1) == 0).sum(-1, keepdim=True)
+    labels = whole.get("shift_labels")
+    if labels is not None and bool(((labels != IGNORED) & (padding == 0)).any()):
+        return Mask(documents=documents, key_padding=padding.bool()), counted
+    return batch_mask(attention_mask=padding, documents=documents), counted

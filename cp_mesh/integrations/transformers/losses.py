@@ -1,0 +1,137 @@
+"""The losses of a parallel model, as shares of this rank: of labels, of routers, and the log-probabilities of TRL."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.integrations.transformers.masks import Batch
+from cp_mesh.kernels.combine import accumulation_dtype
+from cp_mesh.loss import cross_entropy, ranks_of
+from cp_mesh.trained import WAITING, Loss
+
+_ROUTER = "model.config.output_router_logits"
+
+
+class Losses:
+    """What a model's loss is made of. Copies of the model, whose loss_function is `of_labels`, share it.
+
+    Attributes:
+        data: the ranks over which the loss is a mean.
+        like_mixtral: whether the loss of routers is `balancing_loss`; None as long as nobody asked.
+        compared: whether the sum of both losses was compared with the model's.
+    """
+
+    def __init__(self, data: DeviceMesh | dist.ProcessGroup) -> None:
+        self.data, self.compared = data, False
+        self.like_mixtral: bool | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Losses:
+        return self
+
+    def of_labels(
+        self, logits: Tensor, labels: Tensor, vocab_size: Any = None, num_items_in_batch: Any = None, **kwargs: Any
+    ) -> Tensor:
+        """In the place of the model's loss_function: this rank's share, of labels that are shifted already."""
+        if (batch := Batch.now()) is None:
+            hint = "see cp_mesh.cross_entropy"
+            refuse("loss_function", "a call in the forward of a parallel model", "one outside", hint)
+        share = cross_entropy(logits, labels, self.data, count=num_items_in_batch)
+        with torch.inference_mode(False):  # its version is read, which tensors of inference have not
+            batch.loss = share.clone() if share.is_inference() else share
+        batch.version = batch.loss._version
+        return batch.loss if batch.kept is None else batch.loss.clone()  # to which the model adds its routers' loss
+
+    def check_router(self, module: Any) -> None:
+        """Refuse a model whose loss of routers is not `balancing_loss`, by an example."""
+        if self.like_mixtral is None:
+            files = (sys.modules.get(kind.__module__) for kind in type(module).__mro__)  # FSDP2 puts a class before it
+            found = (getattr(file, "load_balancing_loss_func", None) for file in files)
+            function = next(filter(None, found), lambda *_: torch.nan)
+            logits = tuple(torch.linspace(-1, 2, 24).view(6, 4).roll(i, 1).sin() for i in range(2))
+            kept = torch.tensor([[1, 1, 0], [1, 1, 1]])
+            try:
+                theirs = float(function(logits, 4, 2, kept))
+            except Exception:  # of a function with other arguments
+                theirs = torch.nan
+            self.like_mixtral = abs(float(balancing_loss(logits, 2, kept)) - theirs) < 1e-6
+        missing = [name for name in ("num_experts_per_tok", "router_aux_loss_coef") if not hasattr(module, name)]
+        if not self.like_mixtral or missing:
+            what = "the load-balancing loss of Mixtral, a product of means over all rows"
+            got = f"a model without {' and '.join(missing)}" if self.like_mixtral else "another loss of routers"
+            refuse(type(module).__name__, what, got, f"{_ROUTER} = False", UnsupportedError)
+
+    def of_routers(self, module: Any, batch: Batch, kept: Tensor, output: Any) -> None:
+        """The routers' loss of all rows in the place of that of this rank's rows, as a share.
+
+        Other terms of the model's loss are looked for in its first call. Ranks tell what they found in the sum of their
+        rows, so that all of them refuse or none.
+        """
+        wrong = torch.zeros(())
+        if compared := batch.loss is not None and not self.compared:
+            known = batch.loss + module.router_aux_loss_coef * output["aux_loss"]
+            wrong = ~torch.isclose(output["loss"], known, rtol=1e-4, equal_nan=True)
+
+        def total(sums: Tensor) -> Tensor:
+            nonlocal wrong
+            sums, wrong = batch.sequence.all_reduce(torch.cat([sums, wrong.to(sums)[None]])).split([len(sums), 1])
+            return sums
+
+        loss = balancing_loss(output["router_logits"], module.num_experts_per_tok, kept, total)
+        if compared and bool(wrong):
+            hint = "pass no labels and take cp_mesh.cross_entropy of the logits"
+            refuse(type(module).__name__, "the losses of labels and of routers", "one with other terms", hint)
+        self.compared |= compared
+        share = loss / len(ranks_of(self.data))
+        if batch.loss is not None:
+            output["loss"] = batch.loss = batch.loss + module.router_aux_loss_coef * share
+        output["aux_loss"] = share
+
+    def check(self, module: Any, batch: Batch, loss: Any) -> None:
+        """Refuse another loss of the model than that of its labels; `of_routers` compared it where it has two."""
+        changed = batch.kept is None and batch.loss is not None and batch.loss._version != batch.version
+        if loss is not batch.loss or changed:
+            hint = f"pass no labels and take cp_mesh.cross_entropy of the logits; or switch the term off, as {_ROUTER}"
+            what = "the loss of the labels alone"
+            refuse(type(module).__name__, what, "one with other terms", hint, UnsupportedError)
+
+    def log_probabilities(self, forward: Callable[..., Any], /, *, labels: Tensor, **arguments: Any) -> Any:
+        """The forward that TRL gives to models, on labels that are shifted already.
+
+        Its loss is left out: a mean over this rank's rows. That of its trainers is a sum of the log-probabilities,
+        divided by the tokens of all ranks.
+        """
+        output = forward(shift_labels=labels, fused_lm_head=True, **arguments)
+        if WAITING and output.log_probs.requires_grad:
+            loss = Loss(self.data)
+            output.log_probs.register_hook(lambda grad: loss.begin(grad.new_ones(())))
+        return type(output)(**{name: x for name, x in output.items() if name != "loss"})
+
+
+def balancing_loss(
+    router_logits: tuple[Tensor, ...], top_k: int, kept: Tensor, total: Callable[[Tensor], Tensor] = torch.clone
+) -> Tensor:
+    """The load-balancing loss of routers (arXiv:2101.03961, equations 4 to 6), over the rows of all layers.
+
+    Args:
+        router_logits: of each layer, [..., E], as many rows as there are in ``kept``.
+        top_k: experts of a token.
+        kept: 1 of rows that count, else 0.
+        total: the sum over ranks.
+    """
+    dtype = accumulation_dtype(router_logits[0].dtype)
+    kept, sums = kept.reshape(-1, 1).to(dtype), torch.zeros((), dtype=dtype, device=kept.device)
+    for logits in router_logits:
+        weights = logits.flatten(0, -2).softmax(-1)
+        hits = torch.zeros_like(weights).scatter(1, weights.topk(top_k).indices, 1)
+        sums = sums + torch.cat([(x.to(dtype) * kept).sum(0) for x in (hits, weights, torch.ones_like(kept))])
+    sums = total(sums)
+    fractions, means = (sums[:-1] / sums[-1]).chunk(2)
+    return len(fractions) * (fractions * means).sum()

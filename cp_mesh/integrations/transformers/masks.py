@@ -1,0 +1,237 @@
+"""Attention and masks as Transformers asks for them: `make_mask` once for each kind of mask, `attend` in every layer.
+
+A mask is a `Rows`, which layers hand on as their attention_mask. So a layer that is recomputed in the backward sees the
+same object, and one that is compiled needs no context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from cp_mesh.attention import attention
+from cp_mesh.errors import UnsupportedError, describe, refuse
+from cp_mesh.guard.watching import unwatched, watched
+from cp_mesh.masks import Mask
+from cp_mesh.sequence import ROOT, Root, ShardedSequence
+
+NAME = "cp_mesh"
+"""Of the attention implementation."""
+PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+# Arguments of attention that change nothing about the scores, or that the mask says already.
+_HARMLESS = {*PACKED, "position_ids", "position_embeddings", "use_cache", "cache_position", "output_attentions"}
+_HARMLESS |= {"output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch", "deterministic"}
+_LEAVE = "this model changes its masks itself, so it is not available"
+
+
+class _Unreadable(UnsupportedError, AttributeError):
+    """Of an attribute of `Rows`, for which `hasattr` must be False."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What travels as attention_mask: all that a layer's call of attention is told beside q, k and v.
+
+    Attributes:
+        sequence: of this batch, with its length.
+        mask: of the padded sequence.
+        options: keywords of `cp_mesh.attention`.
+        seed: int64 [1], for dropout, another in every step; layers add their index.
+    """
+
+    sequence: ShardedSequence
+    mask: Mask
+    options: dict[str, Any]
+    seed: Tensor
+
+    def __getattr__(self, name: str) -> NoReturn:
+        got = f"one that reads its {name!r}"
+        raise _Unreadable(describe("Transformers", "layers that hand attention_mask on", got, _LEAVE))
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        self.__getattr__("__getitem__")
+
+
+class Said(NamedTuple):
+    """What a mask function of Transformers says."""
+
+    causal: bool
+    window: int | None
+    chunk: int | None
+
+
+@dataclass(kw_only=True)
+class Batch(Root):
+    """One forward of a parallel model; ``cores`` counts calls of attention in eager layers.
+
+    Attributes:
+        mask: with documents and key padding of the whole sequence.
+        counted: [B, S] or [S], positions from which chunks are counted.
+        options, seed: as in `Rows`.
+        kept: [B, S_local], 1 of tokens that are no padding; of models with a loss of routers.
+        made: a `Rows` for each kind of mask.
+        loss, version: what the model's loss function returned, and that of the tensor.
+    """
+
+    mask: Mask
+    counted: Tensor
+    options: dict[str, Any]
+    seed: Tensor
+    kept: Tensor | None = None
+    made: dict[Said, Rows] = field(default_factory=dict)
+    loss: Tensor | None = None
+    version: int = 0
+
+    @classmethod
+    def now(cls) -> Batch | None:
+        """The one whose forward runs in eager mode."""
+        return root if isinstance(root := ROOT.get(), cls) else None
+
+    def rows(self, said: Said) -> Rows:
+        if said not in self.made:
+            documents = self.mask.documents
+            if said.chunk is not None:
+                chunks = self.counted.div(said.chunk, rounding_mode="floor").cpu()
+                chunks -= chunks.min()
+                inside = chunks if documents is None else documents * (int(chunks.max()) + 1) + chunks
+                documents = inside if documents is None else inside.where(documents >= 0, Mask.EXCLUDED)
+            window = None if said.window is None else (said.window, 0 if said.causal else said.window)
+            mask = replace(self.mask, causal=said.causal, window=window, documents=documents)
+            self.made[said] = Rows(self.sequence, self.sequence.mask(mask), self.options, self.seed)
+        return self.made[said]
+
+
+def register() -> None:
+    """Tell Transformers of the attention implementation."""
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, make_mask)
+
+
+def make_mask(*, mask_function: Callable[..., Any], use_vmap: bool = False, **kwargs: Any) -> Rows:
+    """What `AttentionMaskInterface` asks for: once for each kind of mask in a forward.
+
+    Args:
+        mask_function: of (batch row, head, query, key); read by its name and what it closes over, not called, since
+            here its indices are those of a shard.
+        use_vmap: whether the model combined it with one of its own.
+    """
+    if (batch := Batch.now()) is None:
+        hint = "call the model that cp_mesh.integrations.transformers.parallelize returned, not a part of it"
+        refuse("attn_implementation='cp_mesh'", "a forward of the parallel root", "another call", hint)
+    if use_vmap:
+        hint = "its or_mask_function or and_mask_function asks pairs of rows; the model's config must not need one"
+        refuse("Transformers: mask", "one of masking_utils alone", "use_vmap=True", hint, UnsupportedError)
+    return batch.rows(read_mask(mask_function))
+
+
+def read_mask(mask_function: Callable[..., Any]) -> Said:
+    """What a mask function made by `transformers.masking_utils` says.
+
+    Raises:
+        UnsupportedError: of one that is not in the list: the model's own, or blocks that see each other.
+    """
+    causal, windows, chunks = None, set(), set()
+    for name, held in _parts(mask_function):
+        match name:
+            case "causal_mask_function":
+                causal = True
+            case "bidirectional_mask_function":
+                causal = bool(causal)
+            case "sliding_window_overlay":
+                windows.add(held["sliding_window"] - 1)
+            case "sliding_window_bidirectional_overlay":
+                windows.add(held["sliding_window"])
+            case "chunked_overlay":
+                chunks.add(held["chunk_size"])
+            case "packed_sequence_mask_function":
+                pass  # it reads positions of this rank's rows; those of the batch are known
+            case _:
+                hint = "only causal, bidirectional, sliding and chunked masks are read; the config must ask for these"
+                refuse("Transformers: mask_function", "one of masking_utils", name, hint, UnsupportedError)
+    if causal is None or len(windows) > 1 or len(chunks) > 1:
+        refuse("Transformers: mask_function", "one window or chunk at most", (causal, windows, chunks), _LEAVE)
+    return Said(causal, *(next(iter(found), None) for found in (windows, chunks)))
+
+
+def _parts(function: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Of a mask function the names of its conjuncts, and what they close over."""
+    module = getattr(function, "__module__", "")
+    name = getattr(function, "__qualname__", repr(function)).partition(".")[0]
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
+    held = dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True)) if code else {}
+    if module != transformers.masking_utils.__name__:
+        yield f"{module}.{name}", held
+    elif name == "and_masks":
+        for part in held["mask_functions"]:
+            yield from _parts(part)
+    elif name == "remap_positions_for_packed_sequence":
+        yield from _parts(held["mask_function"])
+    else:
+        yield name, held
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Rows | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What `AttentionInterface` calls in every layer.
+
+    Args:
+        query, key, value: [B, H or K, S_local, D].
+        attention_mask: what `make_mask` returned.
+        dropout, scaling, is_causal, sliding_window, softcap, s_aux: as Transformers passes them.
+
+    Returns:
+        [B, S_local, H, D], and no weights.
+    """
+    layer = getattr(module, "layer_idx", None)
+    where = type(module).__name__ + ("" if layer is None else f" of layer {layer}")
+    if not isinstance(attention_mask, Rows):
+        hint = "this layer takes no mask of masking_utils, so what it sees is not known"
+        refuse(where, "the mask of the batch", type(attention_mask).__name__, hint, UnsupportedError)
+    sequence, mask = attention_mask.sequence, attention_mask.mask
+    if unknown := sorted(name for name, x in kwargs.items() if x is not None and name not in _HARMLESS):
+        hint = "what these do to the scores is not known, or is said of this rank's rows"
+        refuse(where, "arguments of attention that are known", ", ".join(unknown), hint, UnsupportedError)
+    if query.shape[2] != key.shape[2]:
+        got = f"{query.shape[2]} queries, {key.shape[2]} keys"
+        refuse(where, "self-attention", got, "a cache or cross-attention is not available", UnsupportedError)
+    stated = is_causal or getattr(module, "is_causal", None)  # an argument False may mean that the mask says it
+    if stated is not None and bool(stated) != mask.causal:
+        refuse(f"{where}: is_causal", mask.causal, stated, "as the model's mask says; change the config")
+    if (sliding_window is None) != (mask.window is None):
+        got, hint = f"{mask.window} in its mask", "say one in the config, in sliding_window or layer_types"
+        refuse(f"{where}: sliding_window", sliding_window, got, hint)
+    seed = None
+    if dropout:
+        if layer is None:
+            refuse(where, "a layer_idx, for the seed of its dropout", None, "set attention_dropout = 0 in the config")
+        seed = attention_mask.seed + layer
+    if not torch.compiler.is_compiling() and (batch := Batch.now()) is not None:
+        batch.cores += 1
+    with unwatched() if watched() else nullcontext():
+        out = attention(
+            query, key, value, mesh=sequence.mesh, seq_dim=2, seq_len=sequence.seq_len, layout=sequence.layout,
+            mask=mask, scale=scaling, softcap=softcap, sinks=s_aux, dropout_p=dropout, dropout_seed=seed,
+            **attention_mask.options,
+        )  # fmt: skip
+    assert isinstance(out, Tensor)
+    return out.transpose(1, 2).contiguous(), None

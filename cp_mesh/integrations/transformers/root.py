@@ -1,0 +1,226 @@
+"""`parallelize`, and the forward that a model has then: it shards a whole batch and runs the model on its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from cp_mesh.attention import Asked, check_asked
+from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.forwards import STYLE, replace_forward
+from cp_mesh.guard.reductions import watch_first_step
+from cp_mesh.guard.watching import watch_encoders
+from cp_mesh.integrations.transformers.families import Facts, check_lengths, check_model
+from cp_mesh.integrations.transformers.inputs import COMPARED, ROWS, read, visible
+from cp_mesh.integrations.transformers.losses import Losses
+from cp_mesh.integrations.transformers.masks import NAME, Batch, register
+from cp_mesh.layouts import Layout, ZigZag
+from cp_mesh.loss import ranks_of
+from cp_mesh.root import ShardedModel
+from cp_mesh.sequence import ShardedSequence
+from cp_mesh.styles import announcing, claim
+
+_LAST = "_cp_mesh_sequence"
+
+
+def parallelize(
+    model: PreTrainedModel,
+    mesh: DeviceMesh | dist.ProcessGroup,
+    *,
+    data: DeviceMesh | dist.ProcessGroup | None = None,
+    layout: Layout | Literal["balanced"] = ZigZag(),  # noqa: B008 - frozen
+    gather_output: bool = False,
+    dropout_seed: int = 0,
+    watch: bool = True,
+    **options: Any,
+) -> PreTrainedModel:
+    """Make a model of Transformers take whole batches and compute with this rank's rows of them.
+
+    Windows, chunks, softcaps, sinks, scales and dropout are those of the model. In a call
+
+    - ``input_ids``, ``inputs_embeds``, ``token_type_ids``, ``labels`` are of the whole batch, [B, S, ...] and equal on
+      all cp ranks; S may differ from call to call, and is padded as the layout needs;
+    - packed documents come as ``position_ids`` that begin anew (without an ``attention_mask``, as in Transformers), as
+      ``cu_seq_lens_q`` of one batch row, or as ``documents``, ids [B, S]; without ``position_ids`` the last two count
+      positions in each document;
+    - ``attention_mask`` [B, S] is padding;
+    - ``labels`` are shifted before they are sharded where the model predicts the next token, and ``shift_labels`` are
+      taken as they are. ``loss`` is this rank's share: the sum over the ranks of ``data`` is the mean over all tokens,
+      or with ``num_items_in_batch`` the sum over this number. Gradients are summed too: `cp_mesh.sum_gradients`;
+    - there is no cache, and logits are those of this rank's rows: `sequence_of` tells which.
+
+    Checkpointing, compiled layers and FSDP2 come after this, and a tp plan of Transformers before.
+
+    Args:
+        model: changed in place, and its attention implementation set to "cp_mesh".
+        mesh: the cp axis, as in `ShardedSequence`.
+        data: the ranks that hold distinct tokens, over which the loss is a mean; None: those of ``mesh``.
+        layout: of the rows; "balanced" makes one for each batch of packed documents, and is zigzag for others.
+        gather_output: whole logits and hidden states on every rank, as in `ShardedModel`.
+        dropout_seed: of attention's dropout, equal on all ranks. Which weights are dropped depends on it, on the
+            layer, the forward, the pair of positions, and the cp group among those of ``data``.
+        watch: as in `ShardedModel`.
+        **options: kernel, method, transport, ulysses_degree, inner_ring_size, head_chunks, deterministic, as in
+            `cp_mesh.attention`.
+
+    Returns:
+        The model.
+
+    Raises:
+        ArgumentError, UnsupportedError: here, if a layer of the model mixes rows in another way than by attention of
+            AttentionInterface; in the call, of arguments and masks that cannot be read. The message names the layer,
+            and the setting to change.
+
+    Example:
+        >>> model = parallelize(AutoModelForCausalLM.from_config(config), mesh["cp"])  # doctest: +SKIP
+        >>> model(input_ids=tokens, labels=tokens).loss.backward()  # doctest: +SKIP
+    """
+    of_batch = layout == "balanced"
+    if not of_batch and not isinstance(layout, Layout):
+        refuse("layout", "a Layout", repr(layout), 'ZigZag(), or "balanced"')
+    sequence = ShardedSequence(mesh, ZigZag() if of_batch else layout)  # type: ignore[arg-type]
+    check_model(model)
+    check_asked(Asked(**options))
+    style = ShardedModel(sequence, inputs=COMPARED, positions="position_ids", watch=watch)
+    losses, replica = Losses(data or sequence.mesh), replica_of(sequence.mesh, data or sequence.mesh)
+    adapter = _Adapter(Facts(model), losses, style, of_batch, gather_output, options, dropout_seed, replica)
+    claim(model, sequence.mesh, sequence, style)
+    register()
+    model.set_attn_implementation(NAME)
+    model.loss_function = losses.of_labels
+    replace_forward(model, STYLE, "cp_mesh.integrations.transformers.parallelize", adapter.run)
+    if watch:
+        watch_encoders(model)
+    watch_first_step(model, sequence.mesh)
+    return model
+
+
+@dataclass(eq=False)
+class _Adapter:
+    """What a parallel model runs instead of its forward. Its ``steps`` count forwards in training, for dropout."""
+
+    facts: Facts
+    losses: Losses
+    style: ShardedModel
+    of_batch: bool
+    gather_output: bool
+    options: dict[str, Any]
+    dropout_seed: int
+    replica: int
+    steps: int = 0
+
+    def run(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """The root's forward on this rank's rows."""
+        return self._run(torch.compiler.is_compiling(), module, forward, args, kwargs)
+
+    @torch.compiler.disable(reason="compile the layers of a parallel model, not the whole")
+    def _run(self, traced: bool, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with announcing(self.style.sequence):
+            if traced:
+                hint = "for layer in model.model.layers: layer.compile()"
+                refuse(self.facts.name, "layers that are compiled", "the whole", hint, UnsupportedError)
+            whole = read(self.facts, args, kwargs)
+            batch, arguments = self.shard(module, whole)
+        self.style.compare(whole)
+        of_rows = partial(self.run_on_rows, batch, module, forward, whole)
+        output = self.style.run_eagerly(batch, module, of_rows, arguments)
+        module.__dict__[_LAST] = batch.sequence
+        return self.style.gather(batch.sequence, output) if self.gather_output else output
+
+    def run_on_rows(
+        self, batch: Batch, module: nn.Module, forward: Callable[..., Any], whole: dict[str, Any], /, **arguments: Any
+    ) -> Any:
+        """What the model's own forward returns, with losses as shares; refused if it computed others."""
+        if fused := whole.get("fused_lm_head", False):
+            forward = partial(self.losses.log_probabilities, forward)
+        has_loss = self.facts.has_loss or fused
+        labels = arguments.get("labels") if has_loss else arguments.pop("labels", None)
+        output = forward(**arguments)
+        if labels is not None and not has_loss:
+            output["loss"] = self.losses.of_labels(output["logits"], labels, None, whole.get("num_items_in_batch"))
+        if batch.kept is not None:
+            self.losses.of_routers(module, batch, batch.kept, output)
+        compiled = any(part._compiled_call_impl is not None for part in module.modules())
+        if batch.cores < (self.facts.layers or 0) and not compiled:
+            got = f"{batch.cores} calls of attention in {self.facts.layers} layers"
+            hint = "the others saw the rows of one shard; this model is not available"
+            refuse(self.facts.name, "one in every layer", got, hint, UnsupportedError)
+        if labels is not None and not fused:
+            self.losses.check(module, batch, output.get("loss"))
+        return output
+
+    def shard(self, module: Any, whole: dict[str, Any]) -> tuple[Batch, dict[str, Any]]:
+        """The batch, and the model's arguments for this rank's rows."""
+        config, accepted, positions = module.config.get_text_config(), self.facts.accepted, whole["position_ids"]
+        mask, counted = visible(whole)
+        balanced = replace(mask, key_padding=None) if self.of_batch and mask.documents is not None else None
+        sequence = self.style.sequence.for_batch(positions.shape[1], balanced)
+        check_lengths(config, accepted, sequence, positions)
+        arguments = {name: whole[name] for name in ("output_hidden_states",) if name in whole}
+        for name in (name for name in ROWS if name in whole):
+            # what is named input_ids is compared with labels as the next tokens
+            key = name if self.facts.causal else f"{name} of no next tokens"
+            arguments[name] = sequence.shard({key: whole[name]}, pad_value=0)[key]
+        arguments["position_ids"] = sequence.shard({"position_ids": positions})["position_ids"]
+        if "cache_position" in accepted:
+            arguments["cache_position"] = sequence.positions(device=positions.device)
+        if "use_cache" in accepted:
+            arguments["use_cache"] = False
+        if "shift_labels" in whole:
+            arguments["labels"] = sequence.shard({"labels": whole["shift_labels"]})["labels"]
+            if "num_items_in_batch" in whole and self.facts.has_loss:
+                arguments["num_items_in_batch"] = whole["num_items_in_batch"]
+        self.steps += module.training
+        seed = sequence.dropout_seed(self.steps, self.dropout_seed, self.replica, positions.device)
+        assert sequence.seq_len is not None
+        batch = Batch(sequence, sequence.seq_len, mask=mask, counted=counted, options=self.options, seed=seed)
+        if whole.get("output_router_logits", getattr(config, "output_router_logits", False)):
+            if "fused_lm_head" in whole:
+                hint = "router_aux_loss_coef=0.0 in SFTConfig"
+                refuse(self.facts.name, "TRL's head without output_router_logits", True, hint, UnsupportedError)
+            self.losses.check_router(module)
+            arguments["output_router_logits"] = True
+            tokens = next(whole[name] for name in ROWS if name in whole)
+            real = whole.get("attention_mask", tokens.new_ones(tokens.shape[:2], dtype=torch.long))
+            batch.kept = sequence.shard({"attention_mask": real})["attention_mask"]
+        return batch, arguments
+
+
+def replica_of(mesh: DeviceMesh, data: DeviceMesh | dist.ProcessGroup) -> int:
+    """The index of this rank's cp group among those of ``data``, by the place of their first ranks; alike over tp.
+
+    Raises:
+        ArgumentError: if ``data`` has not all ranks of the group.
+    """
+    ranks = data.mesh.flatten().tolist() if isinstance(data, DeviceMesh) else dist.get_process_group_ranks(data)
+    own = set(ranks_of(mesh))
+    if not own <= set(ranks):
+        hint = 'pass the mesh of all ranks with other tokens, mesh["dp", "cp"]._flatten("dp_cp")'
+        refuse("data", f"ranks {sorted(own)} of cp among its own", ranks, hint)
+    places = [place for place, rank in enumerate(ranks) if rank in own]
+    apart = {place - places[0] for place in places}  # and so far apart are the ranks of every other group
+    first, others = [], set(range(len(ranks)))
+    while others:
+        first.append(min(others))
+        others -= {first[-1] + far for far in apart}
+    return first.index(places[0])
+
+
+def sequence_of(model: nn.Module) -> ShardedSequence:
+    """The sequence of the model's last batch: ``sequence_of(model).unshard(output.logits)`` are the whole logits.
+
+    Raises:
+        ArgumentError: of a model that had none.
+    """
+    found: ShardedSequence | None = model.__dict__.get(_LAST)
+    if found is None:
+        refuse("sequence_of", "a model after its first forward", type(model).__name__, "call it first")
+    return found
