@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from llama import Llama
-from torch import nn
+from llama import Llama, Stage
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -101,7 +103,80 @@ def apply_context_parallel(model: Llama, cp: DeviceMesh, sequence: cp_mesh.Shard
     cp_mesh.parallelize(model, cp, plan)
 
 
-def apply_fsdp(model: Llama, data: DeviceMesh, precision: str) -> None:
+def stage_of(model: Llama, pp: DeviceMesh) -> Stage:
+    """The layers of this rank in a pipeline, as many as those of other ranks or one more.
+
+    Args:
+        model: The model, tensor parallel or not.
+        pp: 1-D mesh.
+    """
+    edges = [len(model.layers) * number // pp.size() for number in range(pp.size() + 1)]
+    return Stage(model, range(*edges[pp.get_local_rank() :][:2]))
+
+
+def apply_context_parallel_to_stage(stage: Stage, cp: DeviceMesh, sequence: cp_mesh.ShardedSequence) -> None:
+    """The same for a stage, of which documents are a tensor, cut into microbatches; later stages are given rows.
+
+    Args:
+        stage: What `stage_of` returned; changed in place.
+        cp: 1-D mesh.
+        sequence: Which rank holds which tokens.
+    """
+
+    def mask(q, k, v, documents):
+        return cp_mesh.Mask(documents=documents)
+
+    is_first = isinstance(stage.tok_embeddings, nn.Embedding)
+    plan = {
+        "": cp_mesh.ShardedModel(sequence, inputs=("x",) if is_first else ()),
+        "layers.*.attention.core": cp_mesh.ContextParallel(sequence, mask=mask),
+    }
+    cp_mesh.parallelize(stage, cp, plan)
+
+
+def pipeline(
+    stage: Stage,
+    pp: DeviceMesh,
+    sequence: cp_mesh.ShardedSequence,
+    data: DeviceMesh,
+    device: torch.device,
+    microbatches: int,
+) -> Callable[[dict[str, Tensor]], Tensor]:
+    """A function of a batch that runs all stages, backwards too where there are gradients.
+
+    Args:
+        stage: This rank's, after every other plan.
+        pp: 1-D mesh.
+        sequence: Which rank holds which tokens.
+        data: 1-D mesh, dp x cp flattened.
+        device: Of the stage.
+        microbatches: In how many parts a batch is cut.
+
+    Returns:
+        A function that returns this rank's share of the loss: 0 in all stages but the last.
+    """
+    number, counts = pp.get_local_rank(), []
+
+    def share(logits: Tensor, labels: Tensor) -> Tensor:
+        return cp_mesh.cross_entropy(logits, labels, data, count=counts[-1])
+
+    stages = PipelineStage(stage, number, pp.size(), device, group=pp.get_group())
+    schedule = Schedule1F1B(stages, microbatches, loss_fn=share, scale_grads=False)
+
+    def run(batch: dict[str, Tensor]) -> Tensor:
+        batch = {name: tensor.to(device) for name, tensor in batch.items()}
+        tokens, labels = batch.pop("tokens"), sequence.shard({"labels": batch.pop("labels")})["labels"]
+        counts[:], losses = [cp_mesh.valid_tokens(labels, data)], []
+        first = [tokens] if number == 0 else []
+        last = {"target": labels, "losses": losses} if number == pp.size() - 1 else {}
+        step = schedule.step if torch.is_grad_enabled() else schedule.eval
+        step(*first, **last, **batch)
+        return sum((loss.detach() for loss in losses), torch.zeros((), device=device))
+
+    return run
+
+
+def apply_fsdp(model: Llama | Stage, data: DeviceMesh, precision: str) -> None:
     """Shard parameters, gradients and optimizer state over all ranks that hold different tokens.
 
     Args:
@@ -116,6 +191,6 @@ def apply_fsdp(model: Llama, data: DeviceMesh, precision: str) -> None:
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False
         )
     module: nn.Module
-    for module in (*model.layers, model):
+    for module in (*model.layers.children(), model):
         fully_shard(module, mesh=data, mp_policy=policy)
     cp_mesh.sum_gradients(model)  # the loss already divides by the tokens of all ranks

@@ -1,4 +1,4 @@
-"""Train a Llama on text over any mix of data, context and tensor parallel ranks.
+"""Train a Llama on text over any mix of data, context, tensor and pipeline parallel ranks.
 
     torchrun --nproc-per-node 4 examples/train_llama.py --cp 2 --tp 2
     python examples/train_llama.py --plain     # the same run on one device; cp_mesh is never imported
@@ -31,7 +31,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from data import IGNORE, VOCAB_SIZE, Corpus, read_text, split, tokenize
-from llama import CoreAttention, Llama, LlamaConfig
+from llama import CoreAttention, Llama, LlamaConfig, Stage
 from metrics import Table, flops_per_token, peak_flops
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -45,9 +45,11 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--plain", action="store_true", help="one device, no mesh, no cp_mesh")
-    add("--dp", type=int, help="data parallel ranks; default: what cp and tp leave")
+    add("--dp", type=int, help="data parallel ranks; default: what the others leave")
     add("--cp", type=int, default=1, help="context parallel ranks")
     add("--tp", type=int, default=1, help="tensor parallel ranks")
+    add("--pp", type=int, default=1, help="stages of a pipeline, 1F1B")
+    add("--microbatches", type=int, metavar="N", help="with --pp: parts of a batch; default: its rows")
     add("--sequence-parallel", action="store_true", help="with --tp: norms on sequence shards too")
     add("--layout", choices=("balanced", "contiguous", "striped", "zigzag"), default="zigzag")
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -80,7 +82,9 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.restart_positions and not args.documents:
         parser.error("--restart-positions needs --documents")
-    if args.plain and (args.dp or 1) * args.cp * args.tp > 1:
+    if args.pp > 1 and (args.save or args.resume or args.dump or args.sequence_parallel or args.layout == "balanced"):
+        parser.error("--pp: leave --save, --resume, --dump, --sequence-parallel and --layout balanced out")
+    if args.plain and (args.dp or 1) * args.cp * args.tp * args.pp > 1:
         parser.error("--plain runs on one rank")
     if args.plain and args.checkpoint_activations == "selective":
         parser.error("--plain has no ring to save: use --checkpoint-activations full")
@@ -92,9 +96,10 @@ class Setup:
     """What the loop needs from `plain_setup` or `mesh_setup`, which differ in nothing else."""
 
     device: torch.device
-    model: Llama
+    model: Llama | Stage
     rows: slice  # of the global batch, for this rank
-    share_of_loss: Callable[[dict[str, Tensor]], Tensor]  # of these rows, on the CPU; of the mean over all tokens
+    # Of these rows, on the CPU: this rank's share of the mean over all tokens. Stages have done its backward.
+    share_of_loss: Callable[[dict[str, Tensor]], Tensor]
     total: Callable[[Tensor], Tensor]  # sum of the shares of all ranks
     clip: Callable[..., Tensor] = clip_grad_norm_  # gradients, to a largest norm; returns the norm before
     world_size: int = 1
@@ -107,11 +112,11 @@ def new_model(args: argparse.Namespace, device: torch.device, **core: type[nn.Mo
     return model.to(device)
 
 
-def checkpoint_and_compile(model: Llama, args: argparse.Namespace, **context_fn: Callable) -> None:
+def checkpoint_and_compile(model: Llama | Stage, args: argparse.Namespace, **context_fn: Callable) -> None:
     """Both change the blocks in place: parameters keep their names."""
     # ContextParallel enters and leaves a function mode inside each block: no side effect that recompute must repeat.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-    for block in model.layers:
+    for block in model.layers.children():
         if args.checkpoint_activations != "none":
             block.checkpoint = partial(checkpoint, use_reentrant=False, **context_fn)
         if args.compile:
@@ -136,7 +141,7 @@ def plain_setup(args: argparse.Namespace) -> Setup:
 
 
 def mesh_setup(args: argparse.Namespace) -> Setup:
-    """Ranks on a dp x cp x tp mesh: tensor parallelism first, then context parallelism, FSDP around both."""
+    """Ranks on a pp x dp x cp x tp mesh: tensor parallelism first, then context parallelism, FSDP around both."""
     import parallel_llama as parallel
 
     import cp_mesh
@@ -148,13 +153,13 @@ def mesh_setup(args: argparse.Namespace) -> Setup:
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo", **alone)
     world_size = dist.get_world_size()
-    dp = args.dp or world_size // (args.cp * args.tp)
-    if dp * args.cp * args.tp != world_size or args.batch_size % dp:
+    dp = args.dp or world_size // (args.pp * args.cp * args.tp)
+    if args.pp * dp * args.cp * args.tp != world_size or args.batch_size % dp:
         raise ValueError(
-            f"dp x cp x tp = {dp} x {args.cp} x {args.tp} must be the {world_size} ranks, "
+            f"pp x dp x cp x tp = {args.pp} x {dp} x {args.cp} x {args.tp} must be the {world_size} ranks, "
             f"and dp must divide --batch-size {args.batch_size}"
         )
-    mesh = init_device_mesh(args.device, (dp, args.cp, args.tp), mesh_dim_names=("dp", "cp", "tp"))
+    mesh = init_device_mesh(args.device, (args.pp, dp, args.cp, args.tp), mesh_dim_names=("pp", "dp", "cp", "tp"))
     data = mesh["dp", "cp"]._flatten("dp_cp")  # the ranks that hold different tokens
     sequence = cp_mesh.ShardedSequence(mesh["cp"], parallel.LAYOUTS[args.layout], length=args.seq_len)
 
@@ -164,10 +169,15 @@ def mesh_setup(args: argparse.Namespace) -> Setup:
     model = new_model(args, device, core=CoreAttention)
     if args.tp > 1:
         parallel.apply_tensor_parallel(model, mesh["tp"], args.sequence_parallel)
-    parallel.apply_context_parallel(model, mesh["cp"], sequence)
+    if args.pp > 1:
+        model = parallel.stage_of(model, mesh["pp"])
+        parallel.apply_context_parallel_to_stage(model, mesh["cp"], sequence)
+    else:
+        parallel.apply_context_parallel(model, mesh["cp"], sequence)
     selective = args.checkpoint_activations == "selective"
     checkpoint_and_compile(model, args, **{"context_fn": cp_mesh.checkpoint_context_fn} if selective else {})
     parallel.apply_fsdp(model, data, args.precision)
+    rows = args.batch_size // dp
 
     def share_of_loss(batch: dict[str, Tensor]) -> Tensor:
         mask = cp_mesh.Mask(documents=batch.pop("documents", None))
@@ -177,11 +187,14 @@ def mesh_setup(args: argparse.Namespace) -> Setup:
         logits = model(**batch, documents=parallel.Packed(mask, spread.layout))
         return cp_mesh.cross_entropy(logits, labels, data, ignore_index=IGNORE)
 
+    if args.pp > 1:
+        share_of_loss = parallel.pipeline(model, mesh["pp"], sequence, data, device, args.microbatches or rows)
+
     def total(share: Tensor) -> Tensor:
-        dist.all_reduce(share, group=data.get_group())
+        for axis in (data, mesh["pp"]):
+            dist.all_reduce(share, group=axis.get_group())
         return share
 
-    rows = args.batch_size // dp
     rank = mesh.get_local_rank("dp")
     return Setup(
         device,
@@ -189,7 +202,7 @@ def mesh_setup(args: argparse.Namespace) -> Setup:
         slice(rank * rows, (rank + 1) * rows),
         share_of_loss,
         total,
-        cp_mesh.clip_grad_norm,
+        partial(cp_mesh.clip_grad_norm, over=mesh["pp"]) if args.pp > 1 else cp_mesh.clip_grad_norm,
         world_size,
         is_first=dist.get_rank() == 0,
     )
@@ -286,7 +299,8 @@ def train(args: argparse.Namespace, setup: Setup) -> None:
         for group in optimizer.param_groups:
             group["lr"] = rate
         loss = setup.share_of_loss(training.batch(step, setup.rows))
-        loss.backward()
+        if loss.requires_grad:
+            loss.backward()
         if args.dump and step == first_step:
             for name, parameter in model.named_parameters():
                 gradients[name] = whole(parameter.grad).to("cpu", copy=True)

@@ -59,6 +59,25 @@ def test_trainer_with_a_layout_for_each_batch(tmp_path: Path) -> None:
     assert mesh["losses"] == pytest.approx(plain["losses"], abs=1e-5)
 
 
+def losses(out: Path) -> list[list[float]]:
+    table = csv.DictReader((out / "metrics.csv").open())
+    return [[float(row[column] or 0) for column in ("loss", "eval_loss", "grad_norm")] for row in table]
+
+
+@pytest.mark.full
+def test_trainer_in_a_pipeline(tmp_path: Path) -> None:
+    """Two stages of one layer, on two cp ranks each."""
+    runs = {"mesh": ["--pp", "2", "--cp", "2", "--restart-positions"], "plain": ["--plain", "--restart-positions"]}
+    for run, options in runs.items():
+        arguments = [*SMALL, *options, "--eval-every", "2", "--out", tmp_path / run]
+        done = run_script(ROOT / "examples" / "train_llama.py", arguments, 4 if run == "mesh" else None)
+        assert done.returncode == 0, done.printed
+    found, wanted = losses(tmp_path / "mesh"), losses(tmp_path / "plain")
+    assert len(found) == 4
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
 def words_of(stderr: str) -> list[str]:
     """Its lines but for the trainer's progress bar."""
     return [line for line in re.split(r"[\r\n]+", stderr) if line.strip() and "it/s" not in line and "s/it" not in line]

@@ -2,22 +2,25 @@
 
 Of the packages each does its own part. accelerate reads one batch for all ranks of cp, and shards the model by FSDP2,
 which takes the mean of gradients over all ranks. The model shards the batch and returns this rank's share of the loss
-(`cp_mesh/integrations/transformers.py`). The Trainer multiplies it by the number of ranks, so that the mean is a sum.
+(`cp_mesh/integrations/transformers/`). The Trainer multiplies it by the number of ranks, so that the mean is a sum.
 Nothing is left to scale here: it is checked that all of them do their part, and what the Trainer does with batches,
 which are whole on every cp rank, is counted once.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import TorchContextParallelConfig
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType, TorchContextParallelConfig
 from accelerate.utils.operations import recursively_apply
 from torch import Tensor, nn
 from transformers import Trainer
+from transformers.trainer_utils import unwrap_peft_model
 
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.forwards import STYLE, replaced
@@ -26,6 +29,7 @@ from cp_mesh.styles import SUMS
 
 _OWNERS = (Trainer.__module__, "trl.trainer.sft_trainer")
 _PACKING = ("packing", "eval_packing")
+_OF_ROUTERS = ("aux_loss", "router_logits")
 _LOCAL = "it would read logits of this rank's rows beside whole labels"
 _ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "label_smoothing_factor": ((0,), _LOCAL),
@@ -107,14 +111,17 @@ class _ContextParallel(Trainer):
         for name, value in self._packing.items():
             setattr(self.args, name, value)
         self._check()
-        mesh, config = self.accelerator.torch_device_mesh, self.accelerator.parallelism_config
-        parallelize(self.model, mesh["cp"], data=mesh[tuple(config.dp_cp_dim_names)], **self._options)
-        setattr(self.model, SUMS, False)  # no warning of averages, which are right
+        mesh, config, model = self.accelerator.torch_device_mesh, self.accelerator.parallelism_config, self._base_model
+        parallelize(model, mesh["cp"], data=mesh[tuple(config.dp_cp_dim_names)], **self._options)
+        setattr(model, SUMS, False)  # no warning of averages, which are right
+        # of the routers' loss Trainer takes the sum over dp, as it multiplies the loss, or the mean
+        _adapter(model).losses.shares = config.cp_size if self.args.average_tokens_across_devices else 1
         if hasattr(self, "_tp_size"):  # by which SFTTrainer divides its count of tokens
             self._tp_size *= self.get_cp_size()
 
     def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()
+        with fsdp_on_cpus():
+            super().create_accelerator_and_postprocess()
         # SFTTrainer has packed its data by now, and would refuse to go on, since accelerate's attention drops the mask
         self._packing = {name: getattr(self.args, name) for name in _PACKING if hasattr(self.args, name)}
         for name in self._packing:
@@ -146,16 +153,29 @@ class _ContextParallel(Trainer):
         if not self.model_accepts_loss_kwargs:
             hint = "its loss could not be divided by the tokens of all ranks"
             refuse(where, "a model whose forward takes **kwargs", type(self.model).__name__, hint, UnsupportedError)
-        if getattr(self.model.config, "output_router_logits", False):
-            hint = "model.config.output_router_logits = False, of SFTTrainer router_aux_loss_coef=0.0: it is not a sum"
+        if getattr(self, "aux_loss_enabled", False):
+            hint = "router_aux_loss_coef=0.0, as TRL computes this loss of this rank's rows"
             refuse(f"{where}: output_router_logits", False, True, hint, UnsupportedError)
+        for adapter in getattr(self.model, "peft_config", {}).values():
+            if adapter.peft_type != "LORA" or getattr(adapter, "alora_invocation_tokens", None):
+                hint = "others may read the sequence, or have a loss of their own"
+                refuse(f"{where}: peft_config", "LoRA", adapter.peft_type.value, hint, UnsupportedError)
+            head = self._base_model.get_output_embeddings()
+            if hasattr(self, "aux_loss_enabled") and any(x.requires_grad for x in head.parameters()):
+                hint = "leave it out of modules_to_save: under FSDP2 TRL keeps one rank's gradient of it"
+                refuse(f"{where}: peft_config", "a frozen lm_head", "one that is trained", hint, UnsupportedError)
         if self.accelerator.dispatch_batches:
             hint = "leave it out: every rank then reads its batches, and the ranks of cp the same"
             refuse(f"{where}: dispatch_batches", False, True, hint, UnsupportedError)
 
+    @property
+    def _base_model(self) -> Any:
+        """The model of Transformers, without the sharding of accelerate and the adapters of PEFT."""
+        return unwrap_peft_model(self.accelerator.unwrap_model(self.model))
+
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         # the steps that seeds of dropout depend on are counted as the Trainer counts, which may go on from a checkpoint
-        _adapter(self.model).steps = self.state.global_step * self.args.gradient_accumulation_steps
+        _adapter(self._base_model).steps = self.state.global_step * self.args.gradient_accumulation_steps
         return super().get_batch_samples(*args, **kwargs)
 
     def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
@@ -168,8 +188,8 @@ class _ContextParallel(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        _adapter(self.accelerator.unwrap_model(model))
-        if getattr(model, SUMS, False):
+        _adapter(base := self._base_model)
+        if any(getattr(part, SUMS, False) for part in (model, base)):
             hint = "leave sum_gradients out: the Trainer multiplies the loss by the number of ranks"
             refuse(type(self).__name__, "gradients that FSDP2 averages", "cp_mesh.sum_gradients", hint)
         if num_items_in_batch is None and "labels" in inputs:
@@ -186,13 +206,16 @@ class _ContextParallel(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Any, Any, Any]:
-        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if ignore_keys is None:
+            ignore_keys = getattr(self.model.config, "keys_to_ignore_at_inference", ["past_key_values"])
+        ignored = [*ignore_keys, *_OF_ROUTERS]
+        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignored)
         if loss is not None:
             loss = loss.clone()
             dist.all_reduce(loss, group=self.accelerator.torch_device_mesh["cp"].get_group())
             loss /= self.get_cp_size()
         if logits is not None:
-            logits = recursively_apply(sequence_of(self.accelerator.unwrap_model(model)).unshard, logits)
+            logits = recursively_apply(sequence_of(self._base_model).unshard, logits)
         return loss, logits, labels
 
     def _gather_for_metrics(self, data: Any, use_gather_object: bool = False) -> Any:
@@ -217,6 +240,26 @@ class _ContextParallel(Trainer):
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         return super().floating_point_ops(inputs) // self.get_cp_size()
+
+
+@contextmanager
+def fsdp_on_cpus() -> Iterator[None]:
+    """Within it accelerate uses FSDP2 on ranks without GPUs too, as PyTorch does: to try a script, and in tests."""
+    as_it_was = AcceleratorState.__init__
+
+    def init(self: AcceleratorState, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        as_it_was(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if self.distributed_type == DistributedType.MULTI_CPU and fsdp_plugin is not None:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+            if self._mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(self._mixed_precision)
+            PartialState._shared_state["distributed_type"] = self.distributed_type  # of which later states take it
+
+    AcceleratorState.__init__ = init
+    try:
+        yield
+    finally:
+        AcceleratorState.__init__ = as_it_was
 
 
 def _adapter(model: nn.Module) -> Any:

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,11 +22,11 @@ from torch import Tensor
 transformers = pytest.importorskip("transformers", minversion="5.23")
 pytest.importorskip("accelerate")
 trl = pytest.importorskip("trl")
+peft = pytest.importorskip("peft")
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "examples"))
 
-import accelerate_cpu  # noqa: E402, F401
 from accelerate import ParallelismConfig  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
 from accelerate.utils import TorchContextParallelConfig  # noqa: E402
@@ -36,11 +36,19 @@ from scripts import run_script  # noqa: E402
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
 from cp_mesh import ArgumentError, Striped, UnsupportedError, sum_gradients  # noqa: E402
-from cp_mesh.integrations.trainer import context_parallel  # noqa: E402
+from cp_mesh.integrations.trainer import context_parallel, fsdp_on_cpus  # noqa: E402
 from cp_mesh.integrations.transformers import parallelize, sequence_of  # noqa: E402
 
 BOUND = 1e-5
 STEPS = 6
+LORA = {
+    kind: peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], modules_to_save=saved)
+    for kind, saved in {"layers": None, "head": ["lm_head"]}.items()
+}
+for config in LORA.values():
+    config.init_lora_weights = False  # with which their second factors do not begin as zeros
+ROUTED = ("past_key_values", "aux_loss", "router_logits")
+"""Entries of outputs beside logits; with cp predictions are logits alone."""
 ROWS = 4
 """Of a batch of all dp ranks together; an evaluation has six, so its last batch is not full."""
 
@@ -133,11 +141,18 @@ def make(kind: str, case: str = "plain", dp: int = 1, parallel: bool = True, **c
         "include_num_input_tokens_seen": "all",
     }
     if size > 1:
-        arguments |= {"parallelism_config": ParallelismConfig(cp_size=size // dp, dp_shard_size=dp), "fsdp": True}
+        copies = changes.pop("copies", 1)
+        sizes = {"cp_size": size // dp, "dp_replicate_size": copies, "dp_shard_size": dp // copies}
+        arguments |= {"parallelism_config": ParallelismConfig(**sizes), "fsdp": True}
     if kind == "SFTTrainer":
         arguments |= {"packing": case == "packed", "max_length": 48, "gradient_checkpointing": False}
     of_model = {name: changes.pop(name) for name in ("attention_dropout", "family") if name in changes}
+    if changes.pop("routers", False):
+        of_model |= {"family": "mixtral", "output_router_logits": True, "router_aux_loss_coef": 0.5}
     model = build(of_model.pop("family", "llama"), "sdpa", **of_model).float()
+    lora = LORA.get(changes.pop("lora", ""))
+    if lora and kind == "Trainer":
+        model = peft.get_peft_model(model, lora)
     names = (
         "model",
         "callbacks",
@@ -156,7 +171,11 @@ def make(kind: str, case: str = "plain", dp: int = 1, parallel: bool = True, **c
             data["train_dataset"] = trl.pack_dataset(data["train_dataset"], 48)
     else:
         data["data_collator"] = DataCollatorWithFlattening() if case == "packed" else padded
-    return made(**{"model": model, "args": config(**arguments | changes)} | data | of_trainer)
+    if lora and kind == "SFTTrainer":
+        data["peft_config"] = lora
+    given = {"model": model, "args": config(**arguments | changes)} | data | of_trainer
+    with nullcontext() if parallel else fsdp_on_cpus():
+        return made(**given)
 
 
 REST = [("Trainer", "packed"), ("SFTTrainer", "plain")]
@@ -181,13 +200,18 @@ def logged(trainer: Any) -> list[dict[str, float]]:
     return [only(x, LOGGED) for x in trainer.state.log_history if "grad_norm" in x]
 
 
-def train(rank: int, kind: str, case: str, dp: int = 1, parallel: bool = True, changes: Any = ()) -> dict[str, Any]:
-    """Six steps, an evaluation and a prediction."""
+def train(
+    rank: int, kind: str, case: str, dp: int = 1, parallel: bool = True, changes: Any = (), folder: str = ""
+) -> dict[str, Any]:
+    """Six steps, an evaluation and a prediction; the model is saved to the folder."""
     with launched(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = make(kind, case, dp, parallel, **dict(changes))
         trainer.train()
-        predicted = [] if kind == "SFTTrainer" else [torch.tensor(x) for x in trainer.predict(rows()[:6])[:2]]
+        ignored = None if parallel else [*ROUTED]
+        predicted = [] if kind == "SFTTrainer" else [torch.tensor(x) for x in trainer.predict(rows()[:6], ignored)[:2]]
+        if folder:
+            trainer.save_model(folder)
         for number, row in enumerate(rows()[:6] if predicted and case == "plain" else ()):
             predicted[0][number, len(row["input_ids"]) :] = 0  # of padding
         return {
@@ -271,6 +295,10 @@ CHANGES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "windows": ("SFTTrainer", "packed", {"family": "gemma3"}),
     "clipping": ("Trainer", "plain", {"max_grad_norm": 0.5}),
     "the end of an epoch": ("Trainer", "plain", {"train_dataset": torch.utils.data.Subset(rows(), range(22))}),
+    "a loss of routers": ("Trainer", "plain", {"routers": True}),
+    "a loss of routers, means of each rank": (
+        *("Trainer", "packed", {"routers": True, "average_tokens_across_devices": False}),
+    ),
     "a stream": ("Trainer", "plain", {"train_dataset": Streamed()}),
 }
 """Arguments that change what is computed, or how, and what is equal to one rank all the same."""
@@ -287,6 +315,41 @@ def test_arguments(pool: Any, name: str) -> None:
     wanted = without_cp(pool, kind, case, 1, tuple(alone.items()))
     check(found, wanted)
     check_evaluation(found, wanted)
+
+
+@pytest.mark.full
+def test_copies_of_shards(pool: Any) -> None:
+    """HSDP: two copies of models that two ranks of dp and two of cp share, against one rank."""
+    wanted = without_cp(pool, "Trainer", "plain")
+    for found in pool(8).run(train, "Trainer", "plain", 4, True, (("copies", 2),), timeout=TIMEOUT):
+        assert [x["loss"] for x in found["logged"]] == pytest.approx(
+            [x["loss"] for x in wanted["logged"]], rel=0, abs=BOUND
+        )
+        check_weights(found["weights"], wanted["weights"])
+
+
+@pytest.mark.full
+def test_a_loss_of_routers_over_dp(pool: Any) -> None:
+    """Of which each dp rank has one of its own, so that dp alone is what it is compared with."""
+    changes = (("routers", True),)
+    found = pool(4).run(train, "Trainer", "plain", 2, True, changes, timeout=TIMEOUT)[0]
+    check(found, alone := without_cp(pool, "Trainer", "plain", 2, changes))
+    check_evaluation(found, alone)
+
+
+@pytest.mark.parametrize(
+    ("kind", "case", "lora"),
+    [("Trainer", "plain", "head"), pytest.param("SFTTrainer", "packed", "layers", marks=pytest.mark.full)],
+)
+def test_adapters_of_peft(pool: Any, kind: str, case: str, lora: str, tmp_path: Path) -> None:
+    """LoRA, with a head that is trained too: as on one rank, and saved."""
+    changes = (("lora", lora),)
+    found = pool(2).run(train, kind, case, 1, True, changes, str(tmp_path), timeout=TIMEOUT)[0]
+    wanted = without_cp(pool, kind, case, 1, changes)
+    check(found, wanted)
+    check_evaluation(found, wanted)
+    saved = peft.PeftModel.from_pretrained(build("llama", "sdpa").float(), tmp_path)
+    check_weights(dict(saved.state_dict()), found["weights"])
 
 
 # ---- saving and resuming
@@ -424,6 +487,11 @@ def _no_kwargs() -> None:
     make("Trainer", model=model)
 
 
+def _prompt() -> None:
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    make("Trainer", model=peft.get_peft_model(build("llama", "sdpa").float(), config))
+
+
 _ALL_TO_ALL = TorchContextParallelConfig(cp_comm_strategy="alltoall")
 REFUSED: dict[str, tuple[Any, str]] = {
     "no cp": (lambda: _make(dp=2), "cp_size: expected 2 or more, got 1"),
@@ -457,6 +525,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "another model": (_another_model, "the model that it made parallel"),
     "a model that is parallel": (_twice, "apply once"),
+    "a trained head in TRL": (lambda: make("SFTTrainer", lora="head"), "peft_config: expected a frozen lm_head"),
+    "adapters that are prompts": (_prompt, "peft_config: expected LoRA, got PROMPT_TUNING"),
     "a loss of routers": (
         lambda: make("SFTTrainer", family="mixtral", router_aux_loss_coef=0.1),
         "SFTTrainer: output_router_logits: expected False",

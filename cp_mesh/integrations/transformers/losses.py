@@ -25,12 +25,13 @@ class Losses:
 
     Attributes:
         data: the ranks over which the loss is a mean.
+        shares: by what the routers' loss is divided: the number of ranks whose losses are summed.
         like_mixtral: whether the loss of routers is `balancing_loss`; None as long as nobody asked.
         compared: whether the sum of both losses was compared with the model's.
     """
 
     def __init__(self, data: DeviceMesh | dist.ProcessGroup) -> None:
-        self.data, self.compared = data, False
+        self.data, self.shares, self.compared = data, len(ranks_of(data)), False
         self.like_mixtral: bool | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Losses:
@@ -89,7 +90,7 @@ class Losses:
             hint = "pass no labels and take cp_mesh.cross_entropy of the logits"
             refuse(type(module).__name__, "the losses of labels and of routers", "one with other terms", hint)
         self.compared |= compared
-        share = loss / len(ranks_of(self.data))
+        share = loss / self.shares
         if batch.loss is not None:
             output["loss"] = batch.loss = batch.loss + module.router_aux_loss_coef * share
         output["aux_loss"] = share
