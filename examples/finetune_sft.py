@@ -34,6 +34,6 @@ trainer = context_parallel(SFTTrainer)(
     processing_class=offline.tokenizer(),
 )
 trainer.train()
-trainer.evaluate()
+print(trainer.evaluate())
 trainer.save_model("build/finetune_sft/final")
 trainer.end()

@@ -32,6 +32,6 @@ trainer = context_parallel(
     data_collator=DataCollatorWithFlattening(),
 )
 trainer.train()
-trainer.evaluate()
+print(trainer.evaluate())
 trainer.save_model("build/finetune_transformers/final")
 trainer.end()

@@ -113,7 +113,8 @@ class _ContextParallel(Trainer):
         self._check()
         mesh, config, model = self.accelerator.torch_device_mesh, self.accelerator.parallelism_config, self._base_model
         parallelize(model, mesh["cp"], data=mesh[tuple(config.dp_cp_dim_names)], **self._options)
-        setattr(model, SUMS, False)  # no warning of averages, which are right
+        for part in model.modules():  # FSDP2 may hold the model as a whole, or parts as adapters
+            setattr(part, SUMS, False)  # no warning of averages, which are right
         # of the routers' loss Trainer takes the sum over dp, as it multiplies the loss, or the mean
         _adapter(model).losses.shares = config.cp_size if self.args.average_tokens_across_devices else 1
         if hasattr(self, "_tp_size"):  # by which SFTTrainer divides its count of tokens
@@ -162,7 +163,7 @@ class _ContextParallel(Trainer):
                 refuse(f"{where}: peft_config", "LoRA", adapter.peft_type.value, hint, UnsupportedError)
             head = self._base_model.get_output_embeddings()
             if hasattr(self, "aux_loss_enabled") and any(x.requires_grad for x in head.parameters()):
-                hint = "leave it out of modules_to_save: under FSDP2 TRL keeps one rank's gradient of it"
+                hint = "leave it out of modules_to_save: its gradient is not reduced under FSDP2"
                 refuse(f"{where}: peft_config", "a frozen lm_head", "one that is trained", hint, UnsupportedError)
         if self.accelerator.dispatch_batches:
             hint = "leave it out: every rank then reads its batches, and the ranks of cp the same"
@@ -188,8 +189,8 @@ class _ContextParallel(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        _adapter(base := self._base_model)
-        if any(getattr(part, SUMS, False) for part in (model, base)):
+        _adapter(self._base_model)
+        if getattr(model, SUMS, False):
             hint = "leave sum_gradients out: the Trainer multiplies the loss by the number of ranks"
             refuse(type(self).__name__, "gradients that FSDP2 averages", "cp_mesh.sum_gradients", hint)
         if num_items_in_batch is None and "labels" in inputs:
