@@ -113,7 +113,7 @@ class _ContextParallel(Trainer):
         self._check()
         mesh, config, model = self.accelerator.torch_device_mesh, self.accelerator.parallelism_config, self._base_model
         parallelize(model, mesh["cp"], data=mesh[tuple(config.dp_cp_dim_names)], **self._options)
-        for part in model.modules():  # FSDP2 may hold the model as a whole, or parts as adapters
+        for part in model.modules():  # of which FSDP2 may hold some alone, as it does under PEFT
             setattr(part, SUMS, False)  # no warning of averages, which are right
         # of the routers' loss Trainer takes the sum over dp, as it multiplies the loss, or the mean
         _adapter(model).losses.shares = config.cp_size if self.args.average_tokens_across_devices else 1
@@ -158,9 +158,10 @@ class _ContextParallel(Trainer):
             hint = "router_aux_loss_coef=0.0, as TRL computes this loss of this rank's rows"
             refuse(f"{where}: output_router_logits", False, True, hint, UnsupportedError)
         for adapter in getattr(self.model, "peft_config", {}).values():
-            if adapter.peft_type != "LORA" or getattr(adapter, "alora_invocation_tokens", None):
+            got = "ALORA" if getattr(adapter, "alora_invocation_tokens", None) else adapter.peft_type.value
+            if got != "LORA":
                 hint = "others may read the sequence, or have a loss of their own"
-                refuse(f"{where}: peft_config", "LoRA", adapter.peft_type.value, hint, UnsupportedError)
+                refuse(f"{where}: peft_config", "LORA", got, hint, UnsupportedError)
             head = self._base_model.get_output_embeddings()
             if hasattr(self, "aux_loss_enabled") and any(x.requires_grad for x in head.parameters()):
                 hint = "leave it out of modules_to_save: its gradient is not reduced under FSDP2"

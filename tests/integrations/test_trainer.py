@@ -495,6 +495,11 @@ def _prompt() -> None:
     make("Trainer", model=peft.get_peft_model(build("llama", "sdpa").float(), config))
 
 
+def _activated() -> None:
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[5])
+    make("Trainer", model=peft.get_peft_model(build("llama", "sdpa").float(), config))
+
+
 _ALL_TO_ALL = TorchContextParallelConfig(cp_comm_strategy="alltoall")
 REFUSED: dict[str, tuple[Any, str]] = {
     "no cp": (lambda: _make(dp=2), "cp_size: expected 2 or more, got 1"),
@@ -529,7 +534,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "another model": (_another_model, "the model that it made parallel"),
     "a model that is parallel": (_twice, "apply once"),
     "a trained head in TRL": (lambda: make("SFTTrainer", lora="head"), "peft_config: expected a frozen lm_head"),
-    "adapters that are prompts": (_prompt, "peft_config: expected LoRA, got PROMPT_TUNING"),
+    "adapters that read the tokens": (_activated, "peft_config: expected LORA, got ALORA"),
+    "adapters that are prompts": (_prompt, "peft_config: expected LORA, got PROMPT_TUNING"),
     "a loss of routers": (
         lambda: make("SFTTrainer", family="mixtral", router_aux_loss_coef=0.1),
         "SFTTrainer: output_router_logits: expected False",
