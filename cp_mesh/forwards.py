@@ -18,6 +18,7 @@ from cp_mesh.errors import UnsupportedError, refuse
 FILE = __file__
 STYLE = "_cp_mesh_style"  # keys of `replace_forward`: a style's forward
 INPUT, OUTPUT = "_cp_mesh_shard_input", "_cp_mesh_gather_output"  # which a module may have beside a style
+LINEAR = "_cp_mesh_linear"  # of the styles over tp, which a module may have beside one over cp
 WATCH = "_cp_mesh_watch"  # the forward of a compiled part, which is looked at while it is traced
 
 
@@ -46,7 +47,7 @@ def replace_forward(module: nn.Module, key: str, name: str, run: Callable[..., A
 
     Args:
         module: changed in place: its class, and a ``forward`` that was set on the instance, which is still called.
-        key: `STYLE`, `INPUT`, `OUTPUT` or `WATCH`; a module has at most one replacement of each.
+        key: `STYLE`, `INPUT`, `OUTPUT`, `LINEAR` or `WATCH`; a module has at most one replacement of each.
         name: of the replacement, for messages.
         run: is given the module, its own forward, and the arguments of the call.
     """
@@ -128,7 +129,7 @@ def _like(module: nn.Module, twin: nn.Module) -> nn.Module:
     """``twin`` with the class and the replacements of ``module``, however it was made."""
     if type(twin) is not type(module):
         twin.__class__ = type(module)
-    for key in (STYLE, INPUT, OUTPUT, WATCH):
+    for key in (STYLE, INPUT, OUTPUT, LINEAR, WATCH):
         if key in module.__dict__:
             twin.__dict__[key] = module.__dict__[key]
     return twin
@@ -151,7 +152,7 @@ class _Copier:
         return _like(self.module, self.make(*args))
 
     def __reduce__(self) -> Any:
-        if not {STYLE, INPUT, OUTPUT} & self.module.__dict__.keys():
+        if not {STYLE, INPUT, OUTPUT, LINEAR} & self.module.__dict__.keys():
             return _itself, (self.make,)
         raise UnsupportedError(
             f"{type(self.module).__name__}: a module with a style of cp_mesh cannot be pickled, as the style holds "

@@ -27,6 +27,7 @@ from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.seen import first_leaf, forget, from_attention, is_whole, likeness, tokens_given, wrong_labels
 from cp_mesh.trained import WAITING, Loss, note_compiled_backward, note_trained
 from cp_mesh.transport.waiting import wait_for
+from cp_mesh.vocabulary import DeferredLogits
 
 CHUNK_BYTES = 256 << 20
 """Of a chunk of rows in the dtype that they are computed in. A kernel on as much takes a GPU longer than its launch."""
@@ -39,7 +40,7 @@ _FLAG = 1 << 44
 
 
 def cross_entropy(
-    logits: Tensor,
+    logits: Tensor | DeferredLogits,
     labels: Tensor,
     mesh: DeviceMesh | dist.ProcessGroup,
     *,
@@ -53,7 +54,8 @@ def cross_entropy(
     memory of their size than their gradient.
 
     Args:
-        logits: [..., V], float64, float32, bfloat16 or float16; computed in float32 at least.
+        logits: [..., V], float64, float32, bfloat16 or float16; computed in float32 at least. Or what a linear
+            under `cp_mesh.tensor_parallel.VocabParallelHead` returns, whose logits are then computed in chunks.
         labels: int64 [...], shifted before sharding; ``ignore_index`` marks tokens that do not count. One that is not
             -100 is to be their ``pad_value`` too where `ShardedSequence.shard` pads them.
         mesh: the ranks that hold distinct tokens, e.g. the flattened dp x cp; any number of axes, or a ProcessGroup.
@@ -76,27 +78,31 @@ def cross_entropy(
         refuse("logits and labels", "local tensors", "DTensors", "gather the vocabulary and pass logits.to_local()")
     if logits.shape[:-1] != labels.shape:
         refuse("labels", f"shape {tuple(logits.shape[:-1])}", tuple(labels.shape), "shard both with one sequence")
+    graph = logits.hidden if isinstance(logits, DeferredLogits) else logits  # for what autograd knows of them
     groups = groups_of(mesh)
     valid, found = (labels != ignore_index).sum(), None
     # not of the rows, of which ranks may have unlike numbers; an evaluation may come first
-    kind = "cross_entropy", logits.ndim, logits.shape[-1], ignore_index, logits.requires_grad
+    kind = "cross_entropy", len(logits.shape), logits.shape[-1], ignore_index, logits.requires_grad
     # with a count a collective depends on it: it must be alike on all ranks, as which model the logits are of is not
     eager = not torch.compiler.is_compiling()  # compiled code asks nothing of autograd's graph
-    leaf = first_leaf(logits) if eager and WAITING and logits.requires_grad and count is None else None
+    leaf = first_leaf(graph) if eager and WAITING and logits.requires_grad and count is None else None
     first = eager and _is_first(groups, kind, leaf)
-    if first and (found := _find_wrong(logits, labels, ignore_index, mesh)) is not None:
+    if first and (found := _find_wrong(graph, logits.shape[-1], labels, ignore_index, mesh)) is not None:
         valid = valid + _FLAG
         leave_word(str(found))
     if count is None or first:
         valid = _sum_over(groups, valid, "cross_entropy")
     if first and (wrong := int(valid) // _FLAG) > 0:
         raise found or ArgumentError(f"on {wrong} other ranks of the mesh: {read_word()}")
-    share = token_losses(logits.flatten(0, -2), labels.flatten(), ignore_index).sum()
+    if isinstance(logits, DeferredLogits):
+        share = logits.losses(labels.flatten(), ignore_index).sum()
+    else:
+        share = token_losses(logits.flatten(0, -2), labels.flatten(), ignore_index).sum()
     divisor = valid if count is None else count
     share = share / (torch.where(divisor == 0, 1, divisor) if isinstance(divisor, Tensor) else divisor or 1)
     if eager:
         if WAITING:
-            known = (likeness(labels, ignore_index), tokens_given()) if first and from_attention(logits) else ("", "")
+            known = (likeness(labels, ignore_index), tokens_given()) if first and from_attention(graph) else ("", "")
             note_trained(share, Loss(mesh, is_whole(labels), *known, counted=count is not None))
         forget(share.requires_grad)
     return share
@@ -159,17 +165,17 @@ def ranks_of(mesh: DeviceMesh | dist.ProcessGroup) -> list[int]:
 
 
 def _find_wrong(
-    logits: Tensor, labels: Tensor, ignore_index: int, mesh: DeviceMesh | dist.ProcessGroup
+    graph: Tensor, vocab: int, labels: Tensor, ignore_index: int, mesh: DeviceMesh | dist.ProcessGroup
 ) -> ArgumentError | None:
-    """What is wrong with this rank's labels, as far as its first loss can tell."""
-    outside = labels[(labels != ignore_index) & ((labels < 0) | (labels >= logits.shape[-1]))]
+    """What is wrong with this rank's labels, as far as its first loss can tell; ``graph`` is what logits come from."""
+    outside = labels[(labels != ignore_index) & ((labels < 0) | (labels >= vocab))]
     if len(outside):
         hint = f"pass ignore_index={int(outside[0])}, or pad with shard(..., pad_value={ignore_index})"
-        expected = f"0 <= label < {logits.shape[-1]}, or ignore_index={ignore_index}"
+        expected = f"0 <= label < {vocab}, or ignore_index={ignore_index}"
         return ArgumentError(describe("labels", expected, int(outside[0]), hint))
-    if not from_attention(logits):
+    if not from_attention(graph):
         return None  # of another model than attention was called in last, or of one that is not trained
-    found = wrong_labels(logits, labels, ignore_index, ranks_of(mesh))
+    found = wrong_labels(graph, labels, ignore_index, ranks_of(mesh))
     return ArgumentError(describe("labels", "the next tokens of this rank's rows", *found)) if found else None
 
 

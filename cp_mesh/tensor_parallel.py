@@ -1,0 +1,353 @@
+"""Styles for linears, embeddings and the last linear over tp: communication beside products, and logits in chunks.
+
+They compose with PyTorch's styles, with the styles of this library over cp, and with FSDP2 around both. Weights are
+DTensors over tp, as PyTorch's `ColwiseParallel` and `RowwiseParallel` make them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from cp_mesh.call import check_choice
+from cp_mesh.errors import ArgumentError, UnsupportedError, refuse
+from cp_mesh.forwards import LINEAR, replace_forward, replaced
+from cp_mesh.layouts import chunk_bounds
+from cp_mesh.linears import Columns, column_linears, sum_rows
+from cp_mesh.vocabulary import DeferredLogits, embed
+
+Mode = Literal["reduce_scatter", "all_reduce"]
+"""How the rows between the linears lie on tp: sharded along the sequence, or all of them on every rank."""
+_SHARD = "_cp_mesh_shard"  # of a parameter: what took its place, for the modules that share it
+
+
+class OverlappedColwise(ParallelStyle):
+    """Linears whose output features are sharded over tp, and which gather their input once.
+
+    Its backward gathers the input beside the product for the input's gradient, and sums that gradient over tp beside
+    the products for the weights.
+
+    Args:
+        names: of linears inside of the module that read one input: ``"wq", "wk", "wv"`` of an attention module, ``"w1",
+            "w3"`` of a feed-forward one. They are computed together, when the first of them is called, and each has to
+            be called with this same tensor. None: the module is a linear itself.
+        mode: "reduce_scatter": the input is this rank's rows of the sequence, dim -2. "all_reduce": it is all rows.
+        recompute_all_gather: keep this rank's rows for the backward, and gather them again there, rather than keep all
+            rows. Only in mode "reduce_scatter".
+
+    The input is a plain tensor, of as many rows on each rank, or a DTensor over tp, whose shards are those of
+    `torch.chunk`. Outputs are plain tensors [..., S, features of this rank]. Biases are sharded as the outputs are;
+    what is frozen costs no product, and what nobody needs does not travel. It differentiates once.
+
+    Raises:
+        ArgumentError: of names that are not linears, or disagree; in a forward also if one of them is called with
+            another input, twice, or not at all, and if rows are not those that tp ranks hold.
+        UnsupportedError: for linears with a forward of their own.
+
+    Example:
+        >>> plan = {"layers.*.attention": OverlappedColwise("wq", "wk", "wv")}  # doctest: +SKIP
+        >>> parallelize(model, mesh["tp"], plan)  # doctest: +SKIP
+    """
+
+    def __init__(self, *names: str, mode: Mode = "reduce_scatter", recompute_all_gather: bool = False) -> None:
+        super().__init__()
+        _check_mode("OverlappedColwise", mode)
+        if recompute_all_gather and mode == "all_reduce":
+            hint = "mode='reduce_scatter' gathers"
+            refuse("OverlappedColwise: recompute_all_gather", "False where nothing is gathered", True, hint)
+        self.names, self.mode, self.recompute_all_gather = names, mode, recompute_all_gather
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        where = _check_mesh("OverlappedColwise", device_mesh)
+        linears = [_submodule(module, name) for name in self.names] or [module]
+        for linear in linears:
+            _check_module("OverlappedColwise", linear, nn.Linear)
+        if len(kinds := {(linear.in_features, linear.weight.dtype) for linear in linears}) > 1:
+            refuse(f"OverlappedColwise{self.names}", "one in_features and dtype", kinds, "give each a style of its own")
+        together = _Together()
+        for name, linear in zip(self.names or ("",), linears, strict=True):
+            _shard(linear, "weight", device_mesh, Shard(0), self.src_data_rank)
+            _shard(linear, "bias", device_mesh, Shard(0), self.src_data_rank)
+            run = functools.partial(self._run, where, together, name)
+            replace_forward(linear, LINEAR, "OverlappedColwise", run)
+        if self.names:
+            replace_forward(module, LINEAR, "OverlappedColwise", functools.partial(self._run_parent, together))
+        return module
+
+    def _run_parent(
+        self, together: _Together, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """The forward of the module whose linears are computed together."""
+        together.linears = {name: _submodule(module, name) for name in self.names}
+        try:
+            result = forward(*args, **kwargs)
+            if together.waiting:
+                got, hint = f"no call of {', '.join(together.waiting)}", "leave it out of the names"
+                refuse(f"OverlappedColwise{self.names}", "a call of each in the module's forward", got, hint)
+        finally:
+            together.linears, together.given, together.waiting = {}, None, {}
+        return result
+
+    def _run(
+        self, where: _Where, together: _Together, name: str, module: nn.Module, forward: Any, /, input: Tensor
+    ) -> Tensor:
+        if not together.linears:  # the module itself, or a call from outside of the forward of its parent
+            return self._compute(where, input, [module])[0]
+        if not together.waiting:
+            outs = self._compute(where, input, [*together.linears.values()])
+            together.given, together.waiting = input, dict(zip(together.linears, outs, strict=True))
+        if input is not together.given or name not in together.waiting:
+            got = f"{name} called with another tensor, or twice"
+            hint = "give linears of other inputs a style of their own"
+            refuse(f"OverlappedColwise{self.names}", "one call of each, with one tensor", got, hint)
+        return together.waiting.pop(name)
+
+    def _compute(self, where: _Where, x: Tensor, linears: list[nn.Module]) -> tuple[Tensor, ...]:
+        sharded = self.mode == "reduce_scatter"
+        num_rows, x = where.read("OverlappedColwise", x, Shard(x.ndim - 2) if sharded else Replicate())
+        weights, biases = ([where.local(getattr(m, name)) for m in linears] for name in ("weight", "bias"))
+        call = Columns(num_rows, where.group_name, sharded, self.recompute_all_gather or where.size == 1)
+        return column_linears(x, weights, biases, call)  # type: ignore[arg-type]
+
+
+@dataclass
+class _Together:
+    """Linears with one input, while the forward of their parent runs.
+
+    Attributes:
+        linears: those of the module that runs, by name: a copy of it has its own; empty outside of the forward.
+        given: the input that they were computed on.
+        waiting: outputs that were not asked for yet.
+    """
+
+    linears: dict[str, nn.Module] = field(default_factory=dict)
+    given: Tensor | None = None
+    waiting: dict[str, Tensor] = field(default_factory=dict)
+
+
+class OverlappedRowwise(ParallelStyle):
+    """A linear whose input features are sharded over tp; its output is summed over tp.
+
+    Args:
+        mode: "reduce_scatter": each rank gets its rows of the sequence, dim -2. "all_reduce": each gets all rows.
+        use_local_output: return plain tensors, which in mode "reduce_scatter" needs rows that tp divides; False:
+            DTensors over tp.
+
+    The input is [..., S, features of this rank], plain, or a DTensor sharded along its last dim. A bias is added once,
+    and its gradient is complete on every rank.
+
+    Raises:
+        ArgumentError: of rows that tp does not divide, with local outputs.
+        UnsupportedError: for a linear with a forward of its own.
+    """
+
+    def __init__(self, *, mode: Mode = "reduce_scatter", use_local_output: bool = True) -> None:
+        super().__init__()
+        _check_mode("OverlappedRowwise", mode)
+        self.mode, self.use_local_output = mode, use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        where = _check_mesh("OverlappedRowwise", device_mesh)
+        _check_module("OverlappedRowwise", module, nn.Linear)
+        _shard(module, "weight", device_mesh, Shard(1), self.src_data_rank)
+        _shard(module, "bias", device_mesh, Replicate(), self.src_data_rank)
+        replace_forward(module, LINEAR, "OverlappedRowwise", functools.partial(self._run, where))
+        return module
+
+    def _run(self, where: _Where, module: nn.Module, forward: Any, /, input: Tensor) -> Tensor:
+        sharded = self.mode == "reduce_scatter"
+        if isinstance(input, DTensor):
+            input = where.read("OverlappedRowwise", input, Shard(input.ndim - 1))[1]
+        where.check_output("OverlappedRowwise", input.shape[-2], sharded and self.use_local_output)
+        weight, bias = where.local(module.weight), where.local(module.bias)
+        assert weight is not None
+        out = sum_rows(F.linear(input, weight), bias, where.group_name, sharded)
+        return out if self.use_local_output else where.wrap(out, input.shape[-2], sharded)
+
+
+class VocabParallelEmbedding(ParallelStyle):
+    """An embedding whose vocabulary is sharded over tp.
+
+    Args:
+        mode: "reduce_scatter": each rank gets its rows of the sequence, dim -2 of the output. "all_reduce": all rows.
+        use_local_output: as in `OverlappedRowwise`.
+
+    The tokens are int64 or int32 [..., S], equal on all tp ranks.
+
+    Raises:
+        ArgumentError: of fewer tokens in the vocabulary than leave each tp rank some.
+        UnsupportedError: for an embedding with max_norm, scale_grad_by_freq or sparse gradients.
+    """
+
+    def __init__(self, *, mode: Mode = "reduce_scatter", use_local_output: bool = True) -> None:
+        super().__init__()
+        _check_mode("VocabParallelEmbedding", mode)
+        self.mode, self.use_local_output = mode, use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        where = _check_mesh("VocabParallelEmbedding", device_mesh)
+        _check_module("VocabParallelEmbedding", module, nn.Embedding)
+        assert isinstance(module, nn.Embedding)
+        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+            got = f"max_norm={module.max_norm}, scale_grad_by_freq={module.scale_grad_by_freq}, sparse={module.sparse}"
+            refuse("VocabParallelEmbedding", "none of these", got, "leave them out", UnsupportedError)
+        own = where.vocabulary("VocabParallelEmbedding", module.num_embeddings)
+        _shard(module, "weight", device_mesh, Shard(0), self.src_data_rank)
+        replace_forward(module, LINEAR, "VocabParallelEmbedding", functools.partial(self._run, where, own))
+        return module
+
+    def _run(self, where: _Where, own: tuple[int, int], module: nn.Module, forward: Any, /, input: Tensor) -> Tensor:
+        sharded, num_rows = self.mode == "reduce_scatter", input.shape[-1]
+        if isinstance(input, DTensor):
+            input = where.read("VocabParallelEmbedding", input, Replicate())[1]
+        where.check_output("VocabParallelEmbedding", num_rows, sharded and self.use_local_output)
+        weight = where.local(module.weight)
+        assert isinstance(module, nn.Embedding) and weight is not None
+        found = embed(input, weight, own[0], module.num_embeddings, module.padding_idx)
+        out = sum_rows(found, None, where.group_name, sharded)
+        return out if self.use_local_output else where.wrap(out, num_rows, sharded)
+
+
+class VocabParallelHead(ParallelStyle):
+    """The last linear, whose logits the loss computes, in chunks of rows, of this rank's part of the vocabulary.
+
+    The module returns a `cp_mesh.vocabulary.DeferredLogits`, which `cp_mesh.cross_entropy` takes in the place of
+    logits; those of all rows are never held together. Its ``whole()`` computes them all.
+
+    Args:
+        mode: "reduce_scatter": the input is this rank's rows of the sequence, dim -2. "all_reduce": it is all rows.
+
+    Raises:
+        ArgumentError: of fewer tokens in the vocabulary than leave each tp rank some.
+        UnsupportedError: for a linear with a bias, or with a forward of its own.
+    """
+
+    def __init__(self, *, mode: Mode = "reduce_scatter") -> None:
+        super().__init__()
+        _check_mode("VocabParallelHead", mode)
+        self.mode = mode
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        where = _check_mesh("VocabParallelHead", device_mesh)
+        _check_module("VocabParallelHead", module, nn.Linear)
+        assert isinstance(module, nn.Linear)
+        if module.bias is not None:
+            hint = "OverlappedColwise() has logits with a bias"
+            refuse("VocabParallelHead", "a linear without a bias", "one with a bias", hint, UnsupportedError)
+        own = where.vocabulary("VocabParallelHead", module.out_features)
+        _shard(module, "weight", device_mesh, Shard(0), self.src_data_rank)
+        replace_forward(module, LINEAR, "VocabParallelHead", functools.partial(self._run, where, own))
+        return module
+
+    def _run(
+        self, where: _Where, own: tuple[int, int], module: nn.Module, forward: Any, /, input: Tensor
+    ) -> DeferredLogits:
+        sharded = self.mode == "reduce_scatter"
+        num_rows, x = where.read("VocabParallelHead", input, Shard(input.ndim - 2) if sharded else Replicate())
+        weight = where.local(module.weight)
+        assert weight is not None
+        return DeferredLogits(x, weight, own[0], module.out_features, num_rows, where.group_name, sharded)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class _Where:
+    """The tp axis, as plain values: a module's forward is traced by torch.compile."""
+
+    mesh: DeviceMesh
+    group_name: str
+    size: int
+    rank: int
+
+    def read(self, what: str, x: Tensor, expected: Shard | Replicate) -> tuple[int, Tensor]:
+        """Rows of the whole sequence, dim -2, and the local tensor."""
+        if isinstance(x, DTensor):
+            if x.device_mesh != self.mesh or x.placements != (expected,):
+                got = f"{x.placements} on {x.device_mesh}"
+                refuse(
+                    f"{what}: input", f"a DTensor {(expected,)} over tp", got, "redistribute it, or pass a plain one"
+                )
+            return x.shape[-2], x.to_local()
+        return x.shape[-2] * (self.size if isinstance(expected, Shard) else 1), x
+
+    def local(self, parameter: Any) -> Tensor | None:
+        """This rank's part of a weight or bias."""
+        if parameter is None:
+            return None
+        if not isinstance(parameter, DTensor) or parameter.device_mesh != self.mesh:
+            got = f"{type(parameter).__name__} on {getattr(parameter, 'device_mesh', 'no mesh')}"
+            hint = "let fully_shard take the block, or the module that holds all linears of one input"
+            refuse("linears over tp: a weight", "a DTensor over tp", got, hint)
+        return parameter.to_local()
+
+    def check_output(self, what: str, num_rows: int, needs_equal: bool) -> None:
+        if needs_equal and num_rows % self.size:
+            hint = "use_local_output=False returns DTensors, which say how long a sequence is"
+            refuse(what, f"a multiple of {self.size} rows, for local outputs", num_rows, hint)
+
+    def wrap(self, out: Tensor, num_rows: int, sharded: bool) -> Tensor:
+        shape = (*out.shape[:-2], num_rows, out.shape[-1])
+        stride = torch.empty(shape, device="meta").stride()
+        placement = Shard(out.ndim - 2) if sharded else Replicate()
+        return DTensor.from_local(out, self.mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride)
+
+    def vocabulary(self, what: str, size: int) -> tuple[int, int]:
+        """Begin and end of this rank's tokens."""
+        if -(-size // self.size) * (self.size - 1) >= size:
+            refuse(what, f"tokens for each of {self.size} tp ranks", f"a vocabulary of {size}", "use fewer tp ranks")
+        return chunk_bounds(size, self.size, self.rank)
+
+
+def _check_mode(style: str, mode: str) -> None:
+    check_choice(f"{style}: mode", mode, ("reduce_scatter", "all_reduce"), "reduce_scatter")
+
+
+def _check_mesh(style: str, mesh: DeviceMesh) -> _Where:
+    if mesh.ndim != 1:
+        refuse(f"{style}: mesh", "one axis", f"{mesh.ndim} axes", 'pass mesh["tp"]')
+    group = mesh.get_group()
+    return _Where(mesh, group.group_name, group.size(), group.rank())
+
+
+def _submodule(module: nn.Module, name: str) -> nn.Module:
+    try:
+        return module.get_submodule(name)
+    except AttributeError:
+        names = ", ".join(key for key, part in module.named_modules() if isinstance(part, nn.Linear)) or "none"
+        refuse("OverlappedColwise", "names of linears in the module", repr(name), f"it has {names}", ArgumentError)
+
+
+def _check_module(style: str, module: nn.Module, kind: type[nn.Module]) -> None:
+    """Refuse a module of another kind, or that has a style or a forward of its own."""
+    if (other := replaced(module, LINEAR)) is not None:
+        refuse(style, "a module without a style", f"{type(module).__name__} with {other.name}", "apply once")
+    if not isinstance(module, kind):
+        refuse(style, f"nn.{kind.__name__}", type(module).__name__, "name the linears, or leave the module out")
+    if type(module).forward is not kind.forward or "forward" in module.__dict__:
+        got, hint = f"{type(module).__name__}, which has a forward of its own", "PyTorch's styles take DTensors to it"
+        refuse(style, f"the forward of nn.{kind.__name__}", got, hint, UnsupportedError)
+
+
+def _shard(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, src_data_rank: int | None) -> None:
+    """Put a DTensor in the place of a parameter; modules that share it share the DTensor."""
+    parameter: Any = getattr(module, name)
+    if parameter is None:
+        return
+    sharded: Any = parameter if isinstance(parameter, DTensor) else getattr(parameter, _SHARD, None)
+    if sharded is None:
+        values = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=src_data_rank)
+        sharded = nn.Parameter(values, requires_grad=parameter.requires_grad)
+        setattr(parameter, _SHARD, sharded)
+    if sharded.device_mesh != mesh or sharded.placements != (placement,):
+        got = f"{sharded.placements} on {sharded.device_mesh}"
+        hint = "apply the style to plain modules, before fully_shard"
+        refuse(f"{type(module).__name__}.{name}", f"a plain tensor, or a DTensor {(placement,)} over tp", got, hint)
+    module.register_parameter(name, sharded)
