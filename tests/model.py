@@ -20,6 +20,8 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
+from cp_mesh.tensor_parallel import OverlappedColwise, OverlappedRowwise, VocabParallelEmbedding, VocabParallelHead
+
 V, C, H, K, D, LAYERS = 24, 32, 8, 4, 4, 2
 
 
@@ -121,6 +123,22 @@ def tensor_parallel_plan(sequence_parallel: bool = False, use_local_output: bool
             "layers.*.ff_norm": SequenceParallel(),
             "norm": SequenceParallel(),
         }
+    return plan
+
+
+def overlapped_plan(mode: Any, recompute: bool = False) -> dict[str, Any]:
+    """The styles of cp_mesh over tp for `Model`."""
+    columns = {"mode": mode, "recompute_all_gather": recompute}
+    plan: dict[str, Any] = {
+        "embedding": VocabParallelEmbedding(mode=mode),
+        "layers.*": OverlappedColwise("wq", "wk", "wv", **columns),
+        "layers.*.wo": OverlappedRowwise(mode=mode),
+        "layers.*.ff.0": OverlappedColwise(**columns),
+        "layers.*.ff.2": OverlappedRowwise(mode=mode),
+        "head": VocabParallelHead(mode=mode),
+    }
+    if mode == "reduce_scatter":
+        plan |= {name: SequenceParallel() for name in ("layers.*.norm", "layers.*.ff_norm", "norm")}
     return plan
 
 

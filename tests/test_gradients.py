@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from dense import make_qkv
-from model import Core, DenseCore, DenseScoredCore, Model, ScoredCore, batch, tensor_parallel_plan
+from model import Core, DenseCore, DenseScoredCore, Model, ScoredCore, batch, overlapped_plan, tensor_parallel_plan
 from ranks import mesh
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,6 +38,7 @@ class Setup:
     layout: Any = ZigZag()  # noqa: RUF009 - frozen
     fsdp: bool = True
     sequence_parallel: bool = False
+    overlapped: str = ""  # the mode of cp_mesh's own linears over tp
     documents: bool = False
     S: int = 24
     none_on_first_half: bool = False
@@ -49,6 +50,7 @@ class Setup:
         flags = ("fsdp", "sequence_parallel", "documents", "none_on_first_half", "scores", "packed")
         words = [f"dp{self.dp}-cp{self.cp}-tp{self.tp}", self.layout.spec(), f"S{self.S}"]
         words += [flag for flag in flags if getattr(self, flag)]
+        words += [f"overlapped_{self.overlapped}"] * bool(self.overlapped)
         return "-".join(words + [self.checkpoint] * (self.checkpoint != "none"))
 
 
@@ -69,6 +71,13 @@ SETUPS = [
     Setup(cp=2, tp=2, fsdp=False, sequence_parallel=True),
     Setup(cp=2, tp=2, sequence_parallel=True, documents=True, S=22),
     Setup(dp=2, cp=2, tp=2, sequence_parallel=True, documents=True),
+    # The same by cp_mesh's own linears, embedding and loss over the vocabulary.
+    Setup(tp=2, overlapped="reduce_scatter"),
+    Setup(cp=2, tp=2, overlapped="all_reduce", documents=True),
+    Setup(cp=2, tp=2, overlapped="reduce_scatter", fsdp=False),
+    Setup(dp=2, cp=2, tp=2, overlapped="reduce_scatter", documents=True, S=22),
+    Setup(cp=2, tp=2, overlapped="reduce_scatter", checkpoint="full", documents=True),
+    Setup(cp=2, tp=2, overlapped="reduce_scatter", checkpoint="selective", S=22),
     # Recomputation.
     Setup(cp=2, tp=2, checkpoint="full", documents=True),
     Setup(cp=2, tp=2, checkpoint="selective"),
@@ -84,6 +93,7 @@ SETUPS = [
 QUICK = (
     Setup(cp=3, S=22, documents=True),
     Setup(cp=2, tp=2, sequence_parallel=True, documents=True, S=22),
+    Setup(cp=2, tp=2, overlapped="reduce_scatter", checkpoint="selective", S=22),
     Setup(dp=2, cp=2, documents=True, packed=True, checkpoint="full"),
     Setup(dp=2, cp=2, documents=True, scores=True),
 )
@@ -129,7 +139,9 @@ def spread(setup: Setup, axes: DeviceMesh, sequence: ShardedSequence) -> nn.Modu
     """The model over the mesh, in the order of the docs: tp, cp, checkpointing, FSDP."""
     model = Model(ScoredCore if setup.scores else Core)
     if setup.tp > 1:
-        cp_mesh.parallelize(model, axes["tp"], tensor_parallel_plan(setup.sequence_parallel))
+        mode, recompute = setup.overlapped, setup.overlapped == "reduce_scatter"
+        plan = overlapped_plan(mode, recompute) if mode else tensor_parallel_plan(setup.sequence_parallel)
+        cp_mesh.parallelize(model, axes["tp"], plan)
         for layer in model.layers:
             for name, parameter in list(layer.core.named_parameters()):
                 heads = distribute_tensor(parameter.detach(), axes["tp"], [Shard(0)])
