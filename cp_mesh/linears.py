@@ -57,7 +57,6 @@ def column_linears(
     Returns:
         [..., S, O] for each weight.
     """
-    refuse_transforms("column linears")
     given = [x, *weights, *(bias for bias in biases if bias is not None)]
     x, *rest = autocast(*given)
     if len(dtypes := {tensor.dtype for tensor in (x, *rest)}) > 1:
@@ -195,7 +194,6 @@ def sum_rows(x: Tensor, bias: Tensor | None, group_name: str, sharded: bool) -> 
     Returns:
         [..., rows of this rank, O] if ``sharded``, else [..., S, O].
     """
-    refuse_transforms("row linears")
     if bias is not None:
         x, bias = autocast(x, bias)
     out: Tensor = _SumRows.apply(x, bias, group_name, sharded)

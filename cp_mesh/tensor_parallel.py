@@ -22,7 +22,7 @@ from cp_mesh.call import check_choice
 from cp_mesh.errors import ArgumentError, UnsupportedError, refuse
 from cp_mesh.forwards import LINEAR, replace_forward, replaced
 from cp_mesh.layouts import chunk_bounds
-from cp_mesh.linears import Columns, column_linears, sum_rows
+from cp_mesh.linears import Columns, column_linears, refuse_transforms, sum_rows
 from cp_mesh.vocabulary import DeferredLogits, embed
 
 Mode = Literal["reduce_scatter", "all_reduce"]
@@ -280,6 +280,7 @@ class _Where:
 
     def local(self, parameter: Any) -> Tensor | None:
         """This rank's part of a weight or bias."""
+        refuse_transforms("linears over tp")
         if parameter is None:
             return None
         if not isinstance(parameter, DTensor) or parameter.device_mesh != self.mesh:

@@ -1,8 +1,9 @@
 """A process group that notes what passes through it, and delivers nothing before it is waited for.
 
-Hops and bytes are counted here, below the library and below torch's functional collectives, which find the group by
-its name. A receive buffer holds NaN until the wait, so a result that reads it too early is NaN, whatever the timing;
-a send buffer that was written between the start and the wait is an error at the wait.
+It takes all-to-alls, and the collectives of tensor parallelism. Hops and bytes are counted here, below the library and
+below torch's functional collectives, which find the group by its name. A receive buffer holds NaN until the wait, so a
+result that reads it too early is NaN, whatever the timing; a send buffer that was written between the start and the
+wait is an error at the wait.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ class Sent:
     itemsize: int
     ranks: list[int] = field(default_factory=list, repr=False)
     waited: bool = False
-    kind: str = "all-to-all"
 
     @property
     def bytes_sent(self) -> int:
@@ -43,6 +43,18 @@ class Sent:
     @property
     def bytes_received(self) -> int:
         return sum(self.origin) * self.itemsize
+
+
+@dataclass
+class Collective:
+    """An all-gather, reduce-scatter or all-reduce: elements that this rank gives, and that it gets."""
+
+    kind: str
+    given: int
+    got: int
+    itemsize: int
+    ranks: list[int] = field(default_factory=list, repr=False)
+    waited: bool = False
 
 
 class Event(str):
@@ -62,6 +74,7 @@ class Recording:
     """Everything one rank sent, in order, when it began and was waited for, and what went wrong."""
 
     sent: list[Sent] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -71,7 +84,9 @@ class Recording:
 
 
 class _Work(_c10d.Work):
-    def __init__(self, work: Any, entry: Sent, recording: Recording, received: Tensor, arrived: Tensor, sent: Tensor):
+    def __init__(
+        self, work: Any, entry: Sent | Collective, recording: Recording, received: Tensor, arrived: Tensor, sent: Tensor
+    ):
         super().__init__()
         self.work, self.entry, self.recording = work, entry, recording
         self.received, self.arrived, self.sent, self.version = received, arrived, sent, sent.clone()
@@ -88,7 +103,7 @@ class _Work(_c10d.Work):
 
 
 class _Group(dist.ProcessGroup):
-    """All-to-alls, all-gathers and reduce-scatters of another group; the base class refuses any other collective."""
+    """Collectives of another group; any that is not noted is refused by the base class."""
 
     def __init__(self, group: dist.ProcessGroup, recording: Recording):
         super().__init__(group.rank(), group.size())
@@ -103,29 +118,38 @@ class _Group(dist.ProcessGroup):
 
     def alltoall_base(self, received: Tensor, sent: Tensor, origin: list[int], to: list[int], options: Any) -> _Work:
         entry = Sent(list(to), list(origin), sent.element_size(), dist.get_process_group_ranks(self.group))
-        return self._noted(
-            entry, received, sent, lambda arrived: self.group.alltoall_base(arrived, sent, origin, to, options)
-        )
-
-    def allgather_into_tensor_coalesced(self, received: list[Tensor], sent: list[Tensor], options: Any) -> _Work:
-        return self._of_parts("all-gather", self.group.allgather_into_tensor_coalesced, received, sent, options)
-
-    def reduce_scatter_tensor_coalesced(self, received: list[Tensor], sent: list[Tensor], options: Any) -> _Work:
-        return self._of_parts("reduce-scatter", self.group.reduce_scatter_tensor_coalesced, received, sent, options)
-
-    def _of_parts(self, kind: str, run: Any, received: list[Tensor], sent: list[Tensor], options: Any) -> _Work:
-        """Of a collective in which the smaller tensor is what every rank sends to, or has from, each other one."""
-        part = min(received[0].numel(), sent[0].numel())
-        by_peer = [part * (rank != self.rank()) for rank in range(self.size())]
-        entry = Sent(by_peer, by_peer, sent[0].element_size(), dist.get_process_group_ranks(self.group), kind=kind)
-        return self._noted(entry, received[0], sent[0], lambda arrived: run([arrived], sent, options))
-
-    def _noted(self, entry: Sent, received: Tensor, sent: Tensor, run: Callable[[Tensor], Any]) -> _Work:
         self.recording.sent.append(entry)
         self.recording.events.append(Event.of("start", entry.ranks))
         arrived = torch.zeros_like(received)
         received.fill_(torch.nan)
-        return _Work(run(arrived), entry, self.recording, received, arrived, sent)
+        work = self.group.alltoall_base(arrived, sent, origin, to, options)
+        return _Work(work, entry, self.recording, received, arrived, sent)
+
+    def _begin(self, kind: str, received: Tensor, sent: Tensor, begin: Callable[[Tensor], Any]) -> _Work:
+        ranks = dist.get_process_group_ranks(self.group)
+        entry = Collective(kind, sent.numel(), received.numel(), sent.element_size(), ranks)
+        self.recording.collectives.append(entry)
+        self.recording.events.append(Event.of(f"start {kind}", entry.ranks))
+        arrived, given = torch.zeros_like(received), sent.clone() if sent is received else sent
+        received.fill_(torch.nan)
+        if sent is received:  # in place
+            arrived.copy_(given)
+        return _Work(begin(arrived), entry, self.recording, received, arrived, given)
+
+    def allgather_into_tensor_coalesced(self, received: list[Tensor], sent: list[Tensor], options: Any) -> _Work:
+        def begin(arrived: Tensor) -> Any:
+            return self.group.allgather_into_tensor_coalesced([arrived], sent, options)
+
+        return self._begin("all-gather", received[0], sent[0], begin)
+
+    def reduce_scatter_tensor_coalesced(self, received: list[Tensor], sent: list[Tensor], options: Any) -> _Work:
+        def begin(arrived: Tensor) -> Any:
+            return self.group.reduce_scatter_tensor_coalesced([arrived], sent, options)
+
+        return self._begin("reduce-scatter", received[0], sent[0], begin)
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> _Work:
+        return self._begin("all-reduce", tensors[0], tensors[0], lambda x: self.group.allreduce([x], options))
 
 
 @contextmanager
@@ -154,4 +178,5 @@ def recording(axis: DeviceMesh, degree: int | None = None) -> Iterator[Recording
             _c10d._unregister_process_group(group.group_name)
             _c10d._register_process_group(group.group_name, group)
             del ranks[recorder]
-    result.problems += [f"never waited for: {entry}" for entry in result.sent if not entry.waited]
+    started: list[Sent | Collective] = [*result.sent, *result.collectives]
+    result.problems += [f"never waited for: {entry}" for entry in started if not entry.waited]

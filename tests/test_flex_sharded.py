@@ -277,7 +277,7 @@ def test_shards_of_local_heads(pool: Any) -> None:
 
 # --- how much moves, and how it is summed
 def moved(rank: int, dtype: torch.dtype) -> list[list[tuple[str, int, int]]]:
-    """Kind, elements received and bytes of an element, of what the tensors that a function reads add to each pass."""
+    """Kind, elements given and bytes of an element, of what the tensors that a function reads add to each pass."""
     axis, S, H, layout = mesh((dist.get_world_size(),), ("cp",)), 24, 4, ZigZag()
     rows, found = layout.positions(S, axis.size(), rank), []
     q, k, v, dout = (x[:, :, rows].to(dtype) for x in make_qkv(B, H, 2, S, D))
@@ -291,20 +291,20 @@ def moved(rank: int, dtype: torch.dtype) -> list[list[tuple[str, int, int]]]:
     with recording(axis) as notes:
         options = {"mesh": axis, "method": "ring", "enable_gqa": True, "layout": layout}
         out = flex_attention(q, k, v, lambda s, b, h, i, j: s + read[h, i], block_mask, **options)
-        num_forward = notes.hops
+        num_forward = len(notes.collectives)
         torch.autograd.grad(out, leaves, dout)
     assert not notes.problems, notes.problems
-    assert num_collectives() - before == notes.hops, "something was sent past the recording group"
-    for sent in (notes.sent[:num_forward], notes.sent[num_forward:]):
-        found.append([(x.kind, sum(x.origin), x.itemsize) for x in sent if x.kind != "all-to-all"])
+    assert num_collectives() - before == notes.hops + len(notes.collectives), "something was sent past the recording group"
+    for part in (notes.collectives[:num_forward], notes.collectives[num_forward:]):
+        found.append([(x.kind, x.given, x.itemsize) for x in part])
     return found
 
 
 def test_traffic(pool: Any) -> None:
     """Shards move as they are given, once a pass, and gradients as sums in fp32, of what has one."""
     cp_size, S, H = 3, 24, 4
-    gathered = [("all-gather", size * (S - S // cp_size), 2) for size in (H, 1)]
-    home = ("reduce-scatter", H * S // cp_size * (cp_size - 1), 4)
+    gathered = [("all-gather", size * S // cp_size, 2) for size in (H, 1)]
+    home = ("reduce-scatter", H * S, 4)
     for forward, backward in pool(cp_size).run(moved, torch.bfloat16):
         assert forward == gathered and backward == [*gathered, home]
 

@@ -6,22 +6,35 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import product
+from functools import partial
+from itertools import chain, product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import mesh
+from ranks import mesh, num_collectives
+from recording import recording
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from cp_mesh import cross_entropy, parallelize
+from cp_mesh import (
+    ArgumentError,
+    RankMismatchError,
+    UnsupportedError,
+    check_mode,
+    cross_entropy,
+    parallelize,
+    vocabulary,
+)
 from cp_mesh.tensor_parallel import OverlappedColwise, OverlappedRowwise, VocabParallelEmbedding, VocabParallelHead
 
-V, C, O, HIDDEN = 11, 6, 10, 7  # of which tp = 2, 3 and 4 divide few
+V, C, OUT, HIDDEN = 11, 6, 10, 7  # of which tp = 2, 3 and 4 divide few
 IGNORED = -100
 
 
@@ -30,8 +43,8 @@ class Mixer(nn.Module):
 
     def __init__(self, bias: bool) -> None:
         super().__init__()
-        self.wq, self.wk, self.wv = (nn.Linear(C, O, bias=bias) for _ in range(3))
-        self.wo = nn.Linear(O, C, bias=bias)
+        self.wq, self.wk, self.wv = (nn.Linear(C, OUT, bias=bias) for _ in range(3))
+        self.wo = nn.Linear(OUT, C, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.wo(self.wq(x) * self.wk(x).sigmoid() + self.wv(x))
@@ -52,7 +65,11 @@ class Net(nn.Module):
     def __init__(self, bias: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embedding, self.mixer, self.feed_forward = nn.Embedding(V, C, padding_idx=3), Mixer(bias), FeedForward(bias)
+        self.embedding, self.mixer, self.feed_forward = (
+            nn.Embedding(V, C, padding_idx=3),
+            Mixer(bias),
+            FeedForward(bias),
+        )
         self.head = nn.Linear(C, V, bias=False)
         self.to(torch.float64)
 
@@ -159,4 +176,491 @@ def test_loss_and_gradients_are_those_of_one_rank(pool: Any, tp_size: int) -> No
     cases = [case for case in CASES if not case.local or case.mode == "all_reduce" or case.shape[-1] % tp_size == 0]
     assert len(cases) == len(CASES)
     problems = pool(tp_size).run(run_cases, cases)
-    assert not any(problems), "\n".join(sum(problems, []))
+    assert not any(problems), "\n".join(chain(*problems))
+
+
+def test_gathering_again_changes_no_bit(pool: Any) -> None:
+    for first, second in pool(2).run(both_recomputations):
+        assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def both_recomputations(rank: int) -> list[dict[str, Tensor]]:
+    alone, tp = alone_and_tp()
+    tokens, labels = tokens_and_labels((2, 7))
+    found = []
+    for recompute in (False, True):
+        model = parallelize(Net(bias=True), tp, plan(recompute=recompute, local=False))
+        cross_entropy(model(tokens), labels, alone).backward()
+        found.append(gradients(model))
+    return found
+
+
+# What travels, what is computed, and what is kept: of one module, counted below the library.
+
+S, B = 5, 2  # rows of the sequence, of which two ranks hold three and two; three travel
+
+
+@dataclass(frozen=True)
+class Part:
+    """A module of `Net` alone: elements of each collective that this rank gives, and products, of both passes."""
+
+    name: str
+    forward: list[tuple[str, int]]
+    backward: list[tuple[str, int]]
+    products: tuple[int, int] = (0, 0)
+    mode: str = "reduce_scatter"
+    recompute: bool = False
+    frozen: tuple[str, ...] = ()
+    input_frozen: bool = False
+
+
+QV = "q.weight", "v.weight"
+GATHER, GATHER_AGAIN = ("all-gather", B * 3 * C), ("all-gather", B * 3 * C)
+SCATTER = ("reduce-scatter", 2 * B * 3 * C)
+REDUCE = ("all-reduce", B * S * C)
+PARTS = [
+    Part("mixer", [GATHER, SCATTER], [GATHER, SCATTER], (4, 8)),
+    Part("mixer", [GATHER, SCATTER], [GATHER, GATHER_AGAIN, SCATTER], (4, 8), recompute=True),
+    Part("mixer", [REDUCE], [REDUCE], (4, 8), mode="all_reduce"),
+    # frozen weights: nothing is gathered for them again, and no product made
+    Part("mixer", [GATHER, SCATTER], [GATHER, SCATTER], (4, 4), recompute=True, frozen=("weight",)),
+    Part("mixer", [GATHER, SCATTER], [GATHER, GATHER, SCATTER], (4, 6), recompute=True, frozen=QV),
+    # an input that needs no gradient: none is computed, and none travels
+    Part("mixer", [GATHER, SCATTER], [GATHER], (4, 5), input_frozen=True),
+    Part("mixer", [REDUCE], [], (4, 5), mode="all_reduce", input_frozen=True),
+    # the numbers of each row that the loss needs: three, of all rows
+    Part("head", [GATHER, ("all-gather", 3 * B * S)], [GATHER, SCATTER], (1, 3)),
+    Part("head", [("all-gather", 3 * B * S)], [REDUCE], (1, 3), mode="all_reduce"),
+    Part("head", [GATHER, ("all-gather", 3 * B * S)], [GATHER, SCATTER], (1, 2), frozen=("weight",)),
+    Part("embedding", [SCATTER], [GATHER]),
+    Part("embedding", [REDUCE], [], mode="all_reduce"),
+]  # fmt: skip
+
+
+def input_of(part: Part, tp: DeviceMesh) -> Tensor:
+    if part.name == "embedding":
+        return tokens_and_labels((B, S))[0]
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(B, S, C, generator=generator, dtype=torch.float64)
+    if part.mode == "reduce_scatter":
+        x = distribute_tensor(x, tp, [Shard(1)])
+    return x.requires_grad_(not part.input_frozen)
+
+
+@contextmanager
+def profiled() -> Iterator[list[str]]:
+    """Names of what the CPU runs, in order; complete once the context is left."""
+    names: list[str] = []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        yield names
+    names += [event.name for event in sorted(profile.events(), key=lambda event: event.time_range.start)]
+
+
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::baddbmm", "aten::bmm")
+
+
+def counted(rank: int, parts: list[Part]) -> list[Any]:
+    results, (alone, tp) = [], alone_and_tp()
+    labels = tokens_and_labels((B, S))[1]
+    for part in parts:
+        model = parallelize(Net(), tp, plan(part.mode, part.recompute, local=False))
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.endswith(part.frozen or "none"))
+        x, module = input_of(part, tp), model.get_submodule(part.name)
+        before = num_collectives()
+        with recording(tp) as notes:
+            with profiled() as forward:
+                out = module(x)
+                loss = cross_entropy(out, labels, alone) if part.name == "head" else out.sum()
+            num_forward, num_other = (
+                len(notes.collectives),
+                int(part.name == "head"),
+            )  # it counts tokens on another axis
+            if isinstance(loss, DTensor):
+                loss = loss.to_local()
+            with profiled() as backward:
+                loss.backward()
+        assert not notes.problems and not notes.sent, notes.problems
+        assert num_collectives() - before == len(notes.collectives) + num_other, "something was sent past the group"
+        found = [(entry.kind, entry.given) for entry in notes.collectives]
+        products = tuple(sum(name in PRODUCTS for name in names) for names in (forward, backward))
+        results.append((found[:num_forward], found[num_forward:], products))
+    return results
+
+
+def test_what_travels_and_what_is_computed(pool: Any) -> None:
+    for results in pool(2).run(counted, PARTS):
+        for part, (forward, backward, products) in zip(PARTS, results, strict=True):
+            assert (forward, backward) == (part.forward, part.backward), part
+            assert part.name == "embedding" or products == part.products, part
+
+
+ORDER = {
+    "_c10d_functional::all_gather_into_tensor": "gather",
+    "_c10d_functional::reduce_scatter_tensor": "scatter",
+    "_c10d_functional::all_reduce": "reduce",
+    "_c10d_functional::wait_tensor": "wait",
+    "aten::mm": "product",
+    "aten::addmm_": "product",
+}
+
+
+def order_of_backward(rank: int, mode: str) -> list[str]:
+    _, tp = alone_and_tp()
+    columns = OverlappedColwise("w1", "w3", mode=mode, recompute_all_gather=mode == "reduce_scatter")  # type: ignore[arg-type]
+    module = parallelize(Net().feed_forward, tp, {"": columns})
+    with mock.patch.object(module, "w2", nn.Identity()):
+        out = module(torch.randn(2, 3, C, dtype=torch.float64, requires_grad=True))
+    with profiled() as names:
+        out.sum().backward()
+    return [ORDER[name] for name in names if name in ORDER]
+
+
+@pytest.mark.parametrize(
+    ("mode", "order"),
+    [
+        ("reduce_scatter", "gather product product scatter wait product product wait"),
+        ("all_reduce", "product product reduce product product wait"),
+    ],
+)
+def test_products_run_while_rows_travel(pool: Any, mode: str, order: str) -> None:
+    """The gather is begun before the product for the input, the sum before those for the weights, and awaited after."""
+    assert pool(2).run(order_of_backward, mode) == [order.split()] * 2
+
+
+def kept(rank: int) -> list[int]:
+    """Elements that the first linears of an input keep of it."""
+    _, tp = alone_and_tp()
+    results = []
+    for recompute, frozen in product((False, True), (False, True)):
+        linear = nn.Linear(C, OUT, bias=False)
+        linear.requires_grad_(not frozen)
+        parallelize(linear, tp, {"": OverlappedColwise(recompute_all_gather=recompute)})
+        numels: list[int] = []
+
+        def note(x: Tensor, numels: list[int] = numels) -> Tensor:
+            numels.append(x.numel())
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            linear(torch.randn(4, 3, C, requires_grad=True))
+        results.append(sum(numels) - OUT // 2 * C)
+    return results
+
+
+def test_what_is_kept_for_the_backward(pool: Any) -> None:
+    """All rows; none if the weight is frozen; this rank's rows if they are gathered again."""
+    assert pool(2).run(kept) == [[4 * 6 * C, 0, 4 * 3 * C, 0]] * 2
+
+
+# The formulation that this began with: nanotron's, whose rows are dim 0.
+
+
+def nanotron_backward(
+    tensor: Tensor, weight: Tensor, grad_output: Tensor, reduce_scatter: bool, gathers: bool
+) -> list[Tensor]:
+    """Gradients of a column linear: of ``tensor`` [S or S / tp, B, C], of its weight and its bias."""
+    group, size = dist.group.WORLD, dist.get_world_size()
+    total, gather = tensor, None
+    if gathers:
+        total = tensor.new_empty((len(tensor) * size, *tensor.shape[1:]))
+        gather = dist.all_gather_into_tensor(total, tensor.contiguous(), group=group, async_op=True)
+    grad_tensor = grad_output.matmul(weight)
+    sub = grad_tensor
+    if reduce_scatter:
+        sub = grad_tensor.new_empty((len(grad_tensor) // size, *grad_tensor.shape[1:]))
+        reduction = dist.reduce_scatter_tensor(sub, grad_tensor, group=group, async_op=True)
+    else:
+        reduction = dist.all_reduce(grad_tensor, group=group, async_op=True)
+    rows = grad_output.contiguous().view(-1, grad_output.shape[-1])
+    if gather is not None:
+        gather.wait()
+    grad_weight = rows.t().matmul(total.reshape(-1, total.shape[-1]))
+    reduction.wait()
+    return [sub, grad_weight, rows.sum(0)]
+
+
+def against_nanotron(rank: int, mode: Any, recompute: bool) -> None:
+    """Its rows are dim 0 and ours dim -2, so that ours are no contiguous tensors here."""
+    _, tp = alone_and_tp()
+    sharded, size = mode == "reduce_scatter", dist.get_world_size()
+    generator = torch.Generator().manual_seed(2)
+    whole, dout = (torch.randn(4 * size, 3, n, generator=generator, dtype=torch.float64) for n in (C, OUT * size))
+    linear = nn.Linear(C, OUT * size, dtype=torch.float64)
+    parallelize(linear, tp, {"": OverlappedColwise(mode=mode, recompute_all_gather=recompute)})
+    x = (whole.chunk(size)[rank] if sharded else whole).requires_grad_()
+    own = dout.chunk(size, -1)[rank]
+    linear(x.transpose(0, 1)).transpose(0, 1).backward(own)
+    weight = linear.weight.to_local().detach()
+    given = x if recompute or not sharded else whole
+    theirs = nanotron_backward(given.detach(), weight, own, sharded, gathers=sharded and recompute)
+    for ours, expected in zip((x.grad, linear.weight.grad, linear.bias.grad), theirs, strict=True):
+        ours = ours.to_local() if isinstance(ours, DTensor) else ours
+        torch.testing.assert_close(ours, expected, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("mode", "recompute"), [("reduce_scatter", False), ("reduce_scatter", True), ("all_reduce", False)]
+)
+def test_gradients_are_those_of_nanotron(pool: Any, mode: str, recompute: bool) -> None:
+    pool(3).run(against_nanotron, mode, recompute)
+
+
+# Compiled code, checkpoints, copies.
+
+
+def compiled(rank: int, backend: str) -> None:
+    alone, tp = alone_and_tp()
+    for mode, local, shape in (("reduce_scatter", True, (2, 6)), ("all_reduce", True, (2, 7))):
+        model = parallelize(Net(bias=True), tp, plan(mode, mode == "reduce_scatter", local))
+        found = []
+        for compiles in (False, True):
+            model.zero_grad()
+            torch._dynamo.reset()
+
+            def loss(tokens: Tensor, labels: Tensor, model: nn.Module = model) -> Tensor:
+                return cross_entropy(model(tokens), labels, alone)
+
+            step = torch.compile(loss, backend=backend, fullgraph=True) if compiles else loss
+            step(*tokens_and_labels(shape)).backward()
+            found.append(gradients(model))
+        for name, grad in found[0].items():
+            torch.testing.assert_close(found[1][name], grad, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_compiled_in_one_graph(pool: Any, backend: str) -> None:
+    pool(2).run(compiled, backend, timeout=240.0)
+
+
+def save_linears(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    saved = op == torch.ops.cp_mesh.column_linears.default
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def checkpointed(rank: int) -> list[int]:
+    """Collectives of a step without checkpoints, with them, and with a policy that keeps the linears' outputs."""
+    _, tp = alone_and_tp()
+    results, grads = [], []
+    policy = partial(create_selective_checkpoint_contexts, save_linears)
+    for options in (None, {}, {"context_fn": policy}):
+        module = parallelize(Net(bias=True), tp, plan()).feed_forward
+        x = torch.linspace(-1, 1, 2 * 3 * C, dtype=torch.float64).view(2, 3, C).requires_grad_()
+        before = num_collectives()
+        out = module(x) if options is None else checkpoint(module, x, use_reentrant=False, **options)
+        out.square().sum().backward()
+        results.append(num_collectives() - before)
+        grads.append({"x": x.grad, **gradients(module)})
+    for other in grads[1:]:
+        assert all(torch.equal(other[name], grads[0][name]) for name in grads[0])
+    return results
+
+
+def test_checkpoints(pool: Any) -> None:
+    """Of gather, scatter, gather and scatter; a recomputation ends before the row linear."""
+    assert pool(2).run(checkpointed) == [[4, 5, 4]] * 2
+
+
+def copied(rank: int) -> None:
+    """A deep copy has weights of its own, and so do linears that are shared."""
+    _, tp = alone_and_tp()
+    model = Net()
+    model.head.weight = model.embedding.weight
+    parallelize(model, tp, plan())
+    assert model.head.weight is model.embedding.weight
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    x = torch.ones(2, 3, C, dtype=torch.float64)
+    assert not twin.mixer(x).any() and model.mixer(x).any()
+
+
+def test_copies_and_tied_weights(pool: Any) -> None:
+    pool(2).run(copied)
+
+
+def deferred(rank: int) -> tuple[Tensor, Tensor]:
+    alone, tp = alone_and_tp()
+    tokens, labels = tokens_and_labels((2, 7))
+    whole = Net()(tokens)
+    model = parallelize(Net(), tp, plan(local=False))
+    logits = model(tokens)
+    assert logits.shape == whole.shape
+    torch.testing.assert_close(logits.whole(), whole, rtol=1e-12, atol=1e-12)
+    at_once = cross_entropy(logits, labels, alone)
+    at_once.backward()
+    grads = gradients(model)
+    model.zero_grad()
+    with mock.patch.object(vocabulary, "CHUNK_BYTES", 3 * 6 * 8):  # three rows
+        chunked = cross_entropy(model(tokens), labels, alone)
+        chunked.backward()
+        assert len(list(vocabulary._chunks(torch.ones(14, C, dtype=torch.float64), logits.weight.double()))) == 5
+    torch.testing.assert_close(chunked, at_once, rtol=1e-14, atol=0.0)
+    for name, grad in gradients(model).items():
+        torch.testing.assert_close(grad, grads[name], rtol=1e-12, atol=1e-15)
+    return logits.whole()
+
+
+def test_chunks_of_logits(pool: Any) -> None:
+    """In chunks or at once the numbers are the same; all logits can be asked for."""
+    pool(2).run(deferred)
+
+
+def half_precision(rank: int, dtype: torch.dtype) -> None:
+    """Linears of a model in half precision, and under autocast: as PyTorch's own on one rank, within rounding."""
+    alone, tp = alone_and_tp()
+    tokens, labels = tokens_and_labels((2, 12))
+    for autocast in (False, True):
+        plain = Net(bias=True).to(torch.float32 if autocast else dtype)
+        model = parallelize(copy.deepcopy(plain), tp, plan(recompute=True))
+        with torch.autocast("cpu", dtype, enabled=autocast):
+            expected_loss, expected_grads = expected(plain, tokens, labels)
+            loss = cross_entropy(model(tokens), labels, alone)
+            loss.backward()
+        torch.testing.assert_close(loss, expected_loss.float(), rtol=2e-2, atol=0.0)
+        for name, grad in gradients(model).items():
+            assert grad.dtype == expected_grads[name].dtype
+            assert (grad - expected_grads[name]).norm() <= 4e-2 * expected_grads[name].norm(), name
+
+
+def test_half_precision(pool: Any) -> None:
+    pool(2).run(half_precision, torch.bfloat16)
+
+
+# What is refused, on every rank, before the first collective.
+
+
+class Alike(nn.Module):
+    """Calls its linears as it is told to."""
+
+    def __init__(self, calls: Callable[[Alike, Tensor], Any], **linears: nn.Module) -> None:
+        super().__init__()
+        self.calls = calls
+        for name, linear in ({"a": nn.Linear(C, 4), "b": nn.Linear(C, 4)} | linears).items():
+            self.add_module(name, linear)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.calls(self, x)
+
+
+class Own(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+def both(module: Any, x: Tensor) -> Tensor:
+    return module.a(x) + module.b(x)
+
+
+def twice(module: Any, x: Tensor) -> Tensor:
+    return module.a(x) + module.a(x)
+
+
+def columns(*names: str, calls: Any = both, mode: Any = "reduce_scatter", **linears: nn.Module) -> Callable[..., Any]:
+    def run(tp: DeviceMesh) -> Any:
+        x = torch.ones(2, 3, C)
+        return parallelize(Alike(calls, **linears), tp, {"": OverlappedColwise(*(names or ("a", "b")), mode=mode)})(x)
+
+    return run
+
+
+def alone_on(style: Any, module: nn.Module, *shape: int) -> Callable[..., Any]:
+    return lambda tp: parallelize(module, tp, {"": style})(torch.ones(shape or (2, 3, C)))
+
+
+def sharded_elsewhere(tp: DeviceMesh) -> None:
+    parallelize(parallelize(nn.Linear(C, 4), tp, {"": ColwiseParallel()}), tp, {"": OverlappedRowwise()})
+
+
+def given_replicated(tp: DeviceMesh) -> None:
+    x = distribute_tensor(torch.ones(2, 3, C), tp, [Replicate()])
+    parallelize(nn.Linear(C, 4), tp, {"": OverlappedColwise()})(x)
+
+
+def second_backward(style: Any) -> Callable[..., Any]:
+    def run(tp: DeviceMesh) -> None:
+        linear = parallelize(nn.Linear(C, C), tp, {"": style})
+        x = torch.ones(2, 4, C // 2 if isinstance(style, OverlappedRowwise) else C, requires_grad=True)
+        (grad,) = torch.autograd.grad(linear(x).square().sum(), x, create_graph=True)
+        grad.square().sum().backward()
+
+    return run
+
+
+def mapped(tp: DeviceMesh) -> None:
+    torch.func.vmap(parallelize(nn.Linear(C, 4), tp, {"": OverlappedColwise()}))(torch.ones(2, 3, C))
+
+
+def of_unlike_rows(tp: DeviceMesh) -> None:
+    parallelize(nn.Linear(C, 4), tp, {"": OverlappedColwise()})(torch.ones(2, 3 + tp.get_local_rank(), C))
+
+
+REFUSED: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
+    "a mode": (
+        lambda tp: OverlappedColwise(mode="scatter"),
+        "'scatter'; OverlappedColwise: mode='reduce_scatter' works",
+    ),  # type: ignore[arg-type]
+    "nothing to gather": (
+        lambda tp: OverlappedColwise(mode="all_reduce", recompute_all_gather=True),
+        "nothing is gath",
+    ),
+    "a name": (columns("a", "c"), "expected names of linears in the module, got 'c'; it has a, b"),
+    "no linear": (columns("a", "b", b=nn.Identity()), "expected nn.Linear, got Identity"),
+    "a forward of its own": (columns(b=Own(C, 4)), "Own, which has a forward of its own"),
+    "two inputs": (columns(calls=lambda m, x: m.a(x) + m.b(x + 1)), "b called with another tensor"),
+    "called twice": (columns(calls=twice), "a called with another tensor, or twice"),
+    "not called": (columns(calls=lambda m, x: m.a(x)), "got no call of b; leave it out of the names"),
+    "in_features": (columns(b=nn.Linear(C + 1, 4)), "one in_features and dtype"),
+    "two dtypes": (columns(a=nn.Linear(C, 4).double(), b=nn.Linear(C, 4).double()), "one dtype, got"),
+    "odd rows": (alone_on(OverlappedRowwise(), nn.Linear(C, 4), 2, 3, C // 2), "a multiple of 2 rows"),
+    "an embedding": (alone_on(VocabParallelEmbedding(), nn.Embedding(8, C, max_norm=1.0)), "max_norm=1.0"),
+    "a small vocabulary": (alone_on(VocabParallelEmbedding(), nn.Embedding(1, C)), "a vocabulary of 1; use fewer"),
+    "a head with a bias": (alone_on(VocabParallelHead(), nn.Linear(C, 8)), "a linear without a bias"),
+    "another placement": (sharded_elsewhere, "a DTensor (Shard(1),) over tp"),
+    "a replicated input": (given_replicated, "a DTensor (Shard(1),) over tp"),
+    "double backward of columns": (second_backward(OverlappedColwise()), "can be differentiated once"),
+    "double backward of rows": (second_backward(OverlappedRowwise()), "can be differentiated once"),
+    "double backward of sums": (second_backward(OverlappedRowwise(mode="all_reduce")), "can be differentiated once"),
+    "vmap": (mapped, "expected no transform of torch.func, got vmap"),
+    "rows that differ": (of_unlike_rows, "rows of the sequence"),
+}
+
+
+def refused(rank: int, names: list[str]) -> list[str]:
+    """What was raised for each, and where a collective ran before it: weights are scattered when a style is applied."""
+    found, (_, tp) = [], alone_and_tp()
+    for name in names:
+        try:
+            REFUSED[name][0](tp)
+            found.append("nothing")
+        except (ArgumentError, UnsupportedError, RankMismatchError) as error:
+            found.append(str(error))
+    return found
+
+
+def test_what_is_refused(pool: Any) -> None:
+    for found in pool(2).run(refused, list(REFUSED)):
+        for (name, (_, words)), message in zip(REFUSED.items(), found, strict=True):
+            assert words in message, f"{name}: {message}"
+
+
+def tokens_outside(rank: int) -> list[str]:
+    alone, tp = alone_and_tp()
+    model, found = parallelize(Net(), tp, plan("all_reduce")), []
+    for token, label in ((V, 0), (-1, 0)):
+        try:
+            cross_entropy(model(torch.tensor([[1, token]])), torch.tensor([[0, label]]), alone)
+        except IndexError as error:
+            found.append(str(error))
+    with check_mode(False):  # a later call, which is not looked at
+        try:
+            cross_entropy(model(torch.tensor([[1, 2]])), torch.tensor([[0, V]]), alone)
+        except (IndexError, RuntimeError) as error:
+            found.append(str(error))
+    return found
+
+
+def test_tokens_outside_of_the_vocabulary(pool: Any) -> None:
+    for found in pool(2).run(tokens_outside):
+        assert len(found) == 3 and all("out of" in message for message in found), found
