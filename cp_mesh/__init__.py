@@ -17,6 +17,7 @@ from cp_mesh.masks import Mask, batch_mask, document_positions
 from cp_mesh.parallel import checkpoint_context_fn, parallelize, sum_gradients
 from cp_mesh.root import ShardedModel
 from cp_mesh.sequence import ShardedSequence
+from cp_mesh.tensor_parallel import OverlappedColwise, OverlappedRowwise, VocabParallelEmbedding, VocabParallelHead
 from cp_mesh.verifying.verify import VerificationError, verify
 from cp_mesh.verifying.verify_model import verify_model
 from cp_mesh.warming import warm_up
@@ -30,6 +31,8 @@ __all__ = [
     "Joint",
     "Layout",
     "Mask",
+    "OverlappedColwise",
+    "OverlappedRowwise",
     "Permuted",
     "RankMismatchError",
     "Replicated",
@@ -40,6 +43,8 @@ __all__ = [
     "Striped",
     "UnsupportedError",
     "VerificationError",
+    "VocabParallelEmbedding",
+    "VocabParallelHead",
     "ZigZag",
     "ZigZagDocuments",
     "attention",

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from cp_mesh.agreement import agree_first, announce_refusal, is_first
+from cp_mesh.agreement import agree_first, announce_refusal, fingerprint, is_first
 from cp_mesh.call import autocast
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.transport.shards import Shards
@@ -81,8 +81,10 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def check_rows(what: str, x: Tensor, num_rows: int, group_name: str, sharded: bool) -> None:
-    """Before the first collective: other ranks hear of a rank that refuses in the first call of a kind."""
+def check_rows(
+    what: str, x: Tensor, num_rows: int, group_name: str, sharded: bool, labels: Tensor | None = None
+) -> None:
+    """Before the first collective of a call; the first one of a kind is compared over tp, with its labels."""
     group: dist.ProcessGroup = _resolve_process_group(group_name)  # type: ignore[arg-type]
     try:
         expected = Shards(num_rows, group_name).own if sharded else num_rows
@@ -94,7 +96,8 @@ def check_rows(what: str, x: Tensor, num_rows: int, group_name: str, sharded: bo
         raise
     kind = what, sharded, x.ndim, x.shape[-1], x.dtype
     if is_first(group, kind):
-        agree_first(group, kind, {"rows of the sequence": str(num_rows), "batch": str(tuple(x.shape[:-2]))})
+        shape = {"rows of the sequence": str(num_rows), "batch": str(tuple(x.shape[:-2]))}
+        agree_first(group, kind, shape | {"labels on tp ranks": fingerprint(labels)})
 
 
 @torch.library.custom_op("cp_mesh::column_linears", mutates_args=())

@@ -55,7 +55,7 @@ def cross_entropy(
 
     Args:
         logits: [..., V], float64, float32, bfloat16 or float16; computed in float32 at least. Or what a linear
-            under `cp_mesh.tensor_parallel.VocabParallelHead` returns, whose logits are then computed in chunks.
+            under `VocabParallelHead` returns, whose logits are then computed in chunks.
         labels: int64 [...], shifted before sharding; ``ignore_index`` marks tokens that do not count. One that is not
             -100 is to be their ``pad_value`` too where `ShardedSequence.shard` pads them.
         mesh: the ranks that hold distinct tokens, e.g. the flattened dp x cp; any number of axes, or a ProcessGroup.

@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_mesh.call import check_choice
-from cp_mesh.errors import ArgumentError, UnsupportedError, refuse
+from cp_mesh.errors import ArgumentError, UnsupportedError, refuse, written
 from cp_mesh.forwards import LINEAR, replace_forward, replaced
 from cp_mesh.layouts import chunk_bounds
 from cp_mesh.linears import Columns, column_linears, refuse_transforms, sum_rows
-from cp_mesh.vocabulary import DeferredLogits, embed
+from cp_mesh.vocabulary import DeferredLogits, Head, embed
 
 Mode = Literal["reduce_scatter", "all_reduce"]
 """How the rows between the linears lie on tp: sharded along the sequence, or all of them on every rank."""
@@ -220,8 +220,8 @@ class VocabParallelEmbedding(ParallelStyle):
 class VocabParallelHead(ParallelStyle):
     """The last linear, whose logits the loss computes, in chunks of rows, of this rank's part of the vocabulary.
 
-    The module returns a `cp_mesh.vocabulary.DeferredLogits`, which `cp_mesh.cross_entropy` takes in the place of
-    logits; those of all rows are never held together. Its ``whole()`` computes them all.
+    The module returns a `DeferredLogits` of `cp_mesh/vocabulary.py`, which `cp_mesh.cross_entropy` takes in the place
+    of logits; those of all rows are never held together. Its ``whole()`` computes them all.
 
     Args:
         mode: "reduce_scatter": the input is this rank's rows of the sequence, dim -2. "all_reduce": it is all rows.
@@ -254,8 +254,9 @@ class VocabParallelHead(ParallelStyle):
         sharded = self.mode == "reduce_scatter"
         num_rows, x = where.read("VocabParallelHead", input, Shard(input.ndim - 2) if sharded else Replicate())
         weight = where.local(module.weight)
-        assert weight is not None
-        return DeferredLogits(x, weight, own[0], module.out_features, num_rows, where.group_name, sharded)  # type: ignore[arg-type]
+        assert isinstance(module, nn.Linear) and weight is not None
+        x = x.clone() if isinstance(input, DTensor) else x  # no view, of which FSDP2 warns at the model's end
+        return DeferredLogits(x, Head(weight, own[0], module.out_features, where.group_name), num_rows, sharded)
 
 
 @dataclass(frozen=True)
@@ -271,9 +272,12 @@ class _Where:
         """Rows of the whole sequence, dim -2, and the local tensor."""
         if isinstance(x, DTensor):
             if x.device_mesh != self.mesh or x.placements != (expected,):
-                got = f"{x.placements} on {x.device_mesh}"
+                got = f"{written(x.placements)} on {written(x.device_mesh)}"
                 refuse(
-                    f"{what}: input", f"a DTensor {(expected,)} over tp", got, "redistribute it, or pass a plain one"
+                    f"{what}: input",
+                    f"a DTensor {written((expected,))} over tp",
+                    got,
+                    "redistribute it, or pass a plain one",
                 )
             return x.shape[-2], x.to_local()
         return x.shape[-2] * (self.size if isinstance(expected, Shard) else 1), x
@@ -284,7 +288,7 @@ class _Where:
         if parameter is None:
             return None
         if not isinstance(parameter, DTensor) or parameter.device_mesh != self.mesh:
-            got = f"{type(parameter).__name__} on {getattr(parameter, 'device_mesh', 'no mesh')}"
+            got = f"{type(parameter).__name__} on {written(getattr(parameter, 'device_mesh', 'no mesh'))}"
             hint = "let fully_shard take the block, or the module that holds all linears of one input"
             refuse("linears over tp: a weight", "a DTensor over tp", got, hint)
         return parameter.to_local()
@@ -348,7 +352,7 @@ def _shard(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement,
         sharded = nn.Parameter(values, requires_grad=parameter.requires_grad)
         setattr(parameter, _SHARD, sharded)
     if sharded.device_mesh != mesh or sharded.placements != (placement,):
-        got = f"{sharded.placements} on {sharded.device_mesh}"
+        got, expected = f"{written(sharded.placements)} on {written(sharded.device_mesh)}", written((placement,))
         hint = "apply the style to plain modules, before fully_shard"
-        refuse(f"{type(module).__name__}.{name}", f"a plain tensor, or a DTensor {(placement,)} over tp", got, hint)
+        refuse(f"{type(module).__name__}.{name}", f"a plain tensor, or a DTensor {expected} over tp", got, hint)
     module.register_parameter(name, sharded)

@@ -10,6 +10,7 @@ Shapes: S rows of the sequence, C features, V vocabulary, N all rows of the batc
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -58,48 +59,64 @@ def _own_index(tokens: Tensor, begin: int, count: int, size: int) -> tuple[Tenso
     return torch.where(other, 0, tokens - begin), ~other
 
 
-class DeferredLogits(NamedTuple):
-    """Logits that `cp_mesh.cross_entropy` computes in chunks; what a linear under `VocabParallelHead` returns.
+@dataclass(frozen=True, eq=False)
+class Head:
+    """This rank's part of the last linear.
 
     Attributes:
-        hidden: the input of the linear, [..., rows of this rank, C], or all rows [..., S, C] if it is not sharded.
         weight: [tokens of this rank, C].
         begin: the first of them.
         size: V.
-        num_rows: S.
         group_name: of the tp group.
+    """
+
+    weight: Tensor
+    begin: int
+    size: int
+    group_name: str
+
+
+class DeferredLogits(NamedTuple):
+    """Logits that `cp_mesh.cross_entropy` computes in chunks; what a linear under `VocabParallelHead` returns.
+
+    FSDP2 looks for tensors in what a model returns, and finds ``hidden`` alone.
+
+    Attributes:
+        hidden: the input of the linear, [..., rows of this rank, C], or all rows [..., S, C] if it is not sharded.
+        head: the linear.
+        num_rows: S.
         sharded: whether each tp rank has its own rows of the input.
     """
 
     hidden: Tensor
-    weight: Tensor
-    begin: int
-    size: int
+    head: Head
     num_rows: int
-    group_name: str
     sharded: bool
 
     @property
     def shape(self) -> tuple[int, ...]:
         """That of the logits, [..., S, V]."""
-        return (*self.hidden.shape[:-2], self.num_rows, self.size)
+        return (*self.hidden.shape[:-2], self.num_rows, self.head.size)
 
     @property
     def requires_grad(self) -> bool:
-        return self.hidden.requires_grad or self.weight.requires_grad
+        return self.hidden.requires_grad or self.head.weight.requires_grad
 
     @torch.no_grad()
     def whole(self) -> Tensor:
         """All logits [..., S, V], on every tp rank, without a gradient: for sampling, or a look at them."""
-        call = Columns(self.num_rows, self.group_name, self.sharded, recompute=True)
-        (own,) = column_linears(self.hidden, [self.weight], [None], call)
-        return Shards(self.size, self.group_name, "DeferredLogits.whole").gather(own.mT)().mT.contiguous()
+        head = self.head
+        call = Columns(self.num_rows, head.group_name, self.sharded, recompute=True)
+        (own,) = column_linears(self.hidden.to(head.weight.dtype), [head.weight], [None], call)
+        return Shards(head.size, head.group_name, "DeferredLogits.whole").gather(own.mT)().mT.contiguous()
 
     def losses(self, labels: Tensor, ignore_index: int) -> Tensor:
         """Losses [N] of labels [N], int64, equal on all tp ranks; float32 at least, and 0 of ignored tokens."""
         refuse_transforms("cross_entropy")
-        hidden, weight = autocast(self.hidden, self.weight)
-        losses: Tensor = _HeadLosses.apply(hidden, weight, labels, *self[2:], ignore_index)
+        head = self.head  # whose dtype that of its input was, before FSDP2 cast what the model returned
+        hidden, weight = autocast(self.hidden.to(head.weight.dtype), head.weight)
+        call = head.begin, head.size, self.num_rows, head.group_name, self.sharded, ignore_index
+        losses: Tensor = _HeadLosses.apply(hidden, weight, labels, *call)
         return losses
 
 
@@ -131,7 +148,7 @@ def _head_losses(
     ignore_index: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses [N]; and of each row, [N, 1], the largest logit of all ranks and the sum of exp(logit - largest)."""
-    check_rows("cross_entropy", hidden, num_rows, group_name, sharded)
+    check_rows("cross_entropy", hidden, num_rows, group_name, sharded, labels)
     rows, counts = _gathered(hidden, num_rows, group_name, sharded), labels != ignore_index
     index, own = _own_index(labels.where(counts, begin), begin, len(weight), size)
     found = rows.new_empty((3, len(rows), 1), dtype=accumulation_dtype(rows.dtype))

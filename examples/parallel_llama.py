@@ -43,6 +43,13 @@ class Packed:
     layout: cp_mesh.Layout
 
 
+def check_sizes(model: Llama, tp: DeviceMesh, *sizes: str) -> None:
+    """Raise on every rank if the tp axis does not divide these sizes of the model."""
+    for size in sizes:
+        if getattr(model.config, size) % tp.size():
+            raise ValueError(f"{size} = {getattr(model.config, size)} does not divide over tp = {tp.size()}")
+
+
 def apply_tensor_parallel(model: Llama, tp: DeviceMesh, sequence_parallel: bool) -> None:
     """Split heads, hidden units and vocabulary over the tp axis.
 
@@ -51,10 +58,7 @@ def apply_tensor_parallel(model: Llama, tp: DeviceMesh, sequence_parallel: bool)
         tp: 1-D mesh.
         sequence_parallel: Also split the sequence over tp between the matrices, which spares the norms' memory.
     """
-    config = model.config
-    for size in ("num_heads", "num_kv_heads", "vocab_size"):
-        if getattr(config, size) % tp.size():
-            raise ValueError(f"{size} = {getattr(config, size)} does not divide over tp = {tp.size()}")
+    check_sizes(model, tp, "num_heads", "num_kv_heads", "vocab_size")
     stream = Shard(1) if sequence_parallel else Replicate()  # how the residual stream lies on tp
     plan = {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
@@ -76,6 +80,26 @@ def apply_tensor_parallel(model: Llama, tp: DeviceMesh, sequence_parallel: bool)
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     # A collective still in flight must not enter a compiled block: the block would drop its gradient without a word.
     model.tok_embeddings.register_forward_hook(lambda module, inputs, output: output.clone())
+
+
+def apply_overlapped(model: Llama, tp: DeviceMesh, sequence_parallel: bool) -> None:
+    """As `apply_tensor_parallel`, by cp_mesh: communication beside products, and logits in chunks, in the loss.
+
+    The model then returns logits that `cp_mesh.cross_entropy` computes.
+    """
+    check_sizes(model, tp, "num_heads", "num_kv_heads")
+    mode = "reduce_scatter" if sequence_parallel else "all_reduce"
+    plan = {
+        "tok_embeddings": cp_mesh.VocabParallelEmbedding(mode=mode),
+        "layers.*.attention": cp_mesh.OverlappedColwise("wq", "wk", "wv", mode=mode),
+        "layers.*.attention.wo": cp_mesh.OverlappedRowwise(mode=mode),
+        "layers.*.feed_forward": cp_mesh.OverlappedColwise("w1", "w3", mode=mode),
+        "layers.*.feed_forward.w2": cp_mesh.OverlappedRowwise(mode=mode),
+        "output": cp_mesh.VocabParallelHead(mode=mode),
+    }
+    if sequence_parallel:
+        plan |= {name: SequenceParallel() for name in ("layers.*.attention_norm", "layers.*.feed_forward_norm", "norm")}
+    cp_mesh.parallelize(model, tp, plan)
 
 
 def apply_context_parallel(model: Llama, cp: DeviceMesh, sequence: cp_mesh.ShardedSequence) -> None:

@@ -51,6 +51,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--pp", type=int, default=1, help="stages of a pipeline, 1F1B")
     add("--microbatches", type=int, metavar="N", help="with --pp: parts of a batch; default: its rows")
     add("--sequence-parallel", action="store_true", help="with --tp: norms on sequence shards too")
+    add("--overlapped", action="store_true", help="with --tp: by the linears of cp_mesh")
     add("--layout", choices=("balanced", "contiguous", "striped", "zigzag"), default="zigzag")
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--dim", type=int, default=256)
@@ -86,6 +87,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--pp: leave --save, --resume, --dump, --sequence-parallel and --layout balanced out")
     if args.plain and (args.dp or 1) * args.cp * args.tp * args.pp > 1:
         parser.error("--plain runs on one rank")
+    if args.overlapped and (args.tp == 1 or args.pp > 1):
+        parser.error("--overlapped needs --tp, and no --pp")
     if args.plain and args.checkpoint_activations == "selective":
         parser.error("--plain has no ring to save: use --checkpoint-activations full")
     return args
@@ -168,7 +171,8 @@ def mesh_setup(args: argparse.Namespace) -> Setup:
 
     model = new_model(args, device, core=CoreAttention)
     if args.tp > 1:
-        parallel.apply_tensor_parallel(model, mesh["tp"], args.sequence_parallel)
+        apply = parallel.apply_overlapped if args.overlapped else parallel.apply_tensor_parallel
+        apply(model, mesh["tp"], args.sequence_parallel)
     if args.pp > 1:
         model = parallel.stage_of(model, mesh["pp"])
         parallel.apply_context_parallel_to_stage(model, mesh["cp"], sequence)

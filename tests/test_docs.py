@@ -705,6 +705,29 @@ def check_pipelining(names: dict[str, Any]) -> None:
         close(loss, expected.detach(), 1e-5)
 
 
+def linears_names(rank: int) -> dict[str, Any]:
+    model, text = llama.Llama(llama.LlamaConfig(64, 32, 2, 4, 2), core=llama.CoreAttention), integers(64, 2, 65)
+    model.init_weights(0)
+    return {
+        "mesh": ranks.mesh((1, 2, 2), ("dp", "cp", "tp")), "seq_len": S, "model": model, "twin": copy.deepcopy(model),
+        "text": text, "tokens": text[:, :-1], "labels": text[:, 1:],
+    }  # fmt: skip
+
+
+def check_linears(names: dict[str, Any]) -> None:
+    twin, text = names["twin"], names["text"]
+    expected = twin(text[:, :-1])
+    loss = F.cross_entropy(expected.flatten(0, 1), text[:, 1:].flatten())
+    loss.backward()
+    close(names["logits"], names["sequence"].shard(expected.detach()), 1e-4)
+    own = names["loss"].detach().clone()
+    dist.all_reduce(own, group=names["data"].get_group())
+    close(own, loss.detach(), 1e-5)
+    names["model"].reshard()  # after the last forward
+    for found, parameter in zip(names["model"].parameters(), twin.parameters(), strict=True):
+        close(found.grad.full_tensor(), parameter.grad, 1e-5 * float(parameter.grad.abs().max()))
+
+
 PAGES = {
     "README.md": Page(4, readme_names, check_readme),
     "docs/index.md": Page(2, check=check_index),
@@ -719,6 +742,7 @@ PAGES = {
     "docs/performance.md": Page(1),
     "docs/contributing.md": Page(2, mesh_names),
     "docs/migrating.md": Page(2, migrating_names, check_migrating),
+    "docs/linears.md": Page(4, linears_names, check_linears),
     "docs/pipelining.md": Page(4, pipelining_names, check_pipelining),
 }
 ELSEWHERE = {"docs/transformers.md", "docs/trainer.md", "docs/diffusers.md", "docs/torchtitan.md"}

@@ -78,6 +78,18 @@ def test_trainer_in_a_pipeline(tmp_path: Path) -> None:
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("options", ["", "--sequence-parallel --seq-len 60 --compile aot_eager"])
+def test_trainer_with_the_linears_of_cp_mesh(tmp_path: Path, options: str) -> None:
+    overlapped = "--cp 2 --tp 2 --overlapped --checkpoint-activations selective --eval-every 4"
+    mesh = train(tmp_path / "mesh", *shlex.split(f"{overlapped} {options}"), num_ranks=4)
+    plain = train(tmp_path / "plain", "--plain", *(shlex.split("--seq-len 60") if options else ()))
+    assert mesh["losses"] == pytest.approx(plain["losses"], abs=1e-5)
+    for name, gradient in plain["gradients"].items():
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(mesh["gradients"][name], gradient, rtol=0, atol=1e-5 * scale, msg=name)
+
+
 def words_of(stderr: str) -> list[str]:
     """Its lines but for the trainer's progress bar."""
     return [line for line in re.split(r"[\r\n]+", stderr) if line.strip() and "it/s" not in line and "s/it" not in line]

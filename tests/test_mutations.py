@@ -56,6 +56,7 @@ import test_segments
 import test_sequence
 import test_styles
 import test_symmetric_memory
+import test_tensor_parallel
 import test_traffic
 import test_verify
 import test_verify_model
@@ -392,6 +393,12 @@ CHECKS: dict[str, Callable[[Any], None]] = {
         (test_loss.test_loss_and_gradient, (torch.float64, "contiguous")),
         (test_loss.test_chunks_change_nothing, (torch.float64,)),
     ),
+    "linears": lambda pool: report(pool(3).run(test_tensor_parallel.run_cases, test_tensor_parallel.CASES)),
+    "traffic of linears": test_tensor_parallel.test_what_travels_and_what_is_computed,
+    "order of linears": lambda pool: test_tensor_parallel.test_products_run_while_rows_travel(
+        pool, *test_tensor_parallel.ORDERS[0]
+    ),
+    "chunks of logits": test_tensor_parallel.test_chunks_of_logits,
     "norm on several meshes": test_clipping.test_every_entry_counts_once,
     "gradients of one rank": lambda pool: test_gradients.test_gradients_are_those_of_one_rank(
         pool, test_gradients.Setup(cp=3, S=22)

@@ -61,6 +61,8 @@ FLOORS: dict[str, int] = {
     "cache": 3,
     "sequence": 3,
     "loss": 3,
+    "linears": 3,
+    "vocabulary": 3,
     "clipping": 3,
     # 4: what trainers touch
     "forwards": 4,
@@ -68,6 +70,7 @@ FLOORS: dict[str, int] = {
     "boundaries": 4,
     "cores": 4,
     "root": 4,
+    "tensor_parallel": 4,
     "parallel": 4,
     "guard": 4,
     "verifying": 4,

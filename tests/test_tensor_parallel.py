@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from ranks import mesh, num_collectives
 from recording import recording
@@ -316,13 +317,13 @@ def order_of_backward(rank: int, mode: str) -> list[str]:
     return [ORDER[name] for name in names if name in ORDER]
 
 
-@pytest.mark.parametrize(
-    ("mode", "order"),
-    [
-        ("reduce_scatter", "gather product product scatter wait product product wait"),
-        ("all_reduce", "product product reduce product product wait"),
-    ],
-)
+ORDERS = [
+    ("reduce_scatter", "gather product product scatter wait product product wait"),
+    ("all_reduce", "product product reduce product product wait"),
+]
+
+
+@pytest.mark.parametrize(("mode", "order"), ORDERS)
 def test_products_run_while_rows_travel(pool: Any, mode: str, order: str) -> None:
     """The gather is begun before the product for the input, the sum before those for the weights, and awaited after."""
     assert pool(2).run(order_of_backward, mode) == [order.split()] * 2
@@ -480,6 +481,30 @@ def test_copies_and_tied_weights(pool: Any) -> None:
     pool(2).run(copied)
 
 
+def awaited(rank: int) -> None:
+    """An input that is still under way when the linears are called."""
+    _, tp = alone_and_tp()
+    linear = parallelize(nn.Linear(C, OUT), tp, {"": OverlappedColwise(recompute_all_gather=True)})
+    own, grads = torch.arange(3.0 * C).view(1, 3, C) + rank, []
+    for under_way in (True, False):
+        x = (
+            funcol.all_gather_tensor(own, 1, tp.get_group())
+            if under_way
+            else torch.cat([own - rank, own - rank + 1], 1)
+        )
+        assert isinstance(x, funcol.AsyncCollectiveTensor) == under_way
+        out = linear(x)
+        assert type(out) is Tensor
+        out.square().sum().backward()
+        grads.append(linear.weight.grad.to_local())
+        linear.zero_grad()
+    assert torch.equal(*grads) and bool(grads[0].any())
+
+
+def test_an_input_under_way(pool: Any) -> None:
+    pool(2).run(awaited)
+
+
 def deferred(rank: int) -> tuple[Tensor, Tensor]:
     alone, tp = alone_and_tp()
     tokens, labels = tokens_and_labels((2, 7))
@@ -495,7 +520,7 @@ def deferred(rank: int) -> tuple[Tensor, Tensor]:
     with mock.patch.object(vocabulary, "CHUNK_BYTES", 3 * 6 * 8):  # three rows
         chunked = cross_entropy(model(tokens), labels, alone)
         chunked.backward()
-        assert len(list(vocabulary._chunks(torch.ones(14, C, dtype=torch.float64), logits.weight.double()))) == 5
+        assert len(list(vocabulary._chunks(torch.ones(14, C, dtype=torch.float64), logits.head.weight))) == 5
     torch.testing.assert_close(chunked, at_once, rtol=1e-14, atol=0.0)
     for name, grad in gradients(model).items():
         torch.testing.assert_close(grad, grads[name], rtol=1e-12, atol=1e-15)
@@ -593,7 +618,14 @@ def mapped(tp: DeviceMesh) -> None:
 
 
 def of_unlike_rows(tp: DeviceMesh) -> None:
-    parallelize(nn.Linear(C, 4), tp, {"": OverlappedColwise()})(torch.ones(2, 3 + tp.get_local_rank(), C))
+    parallelize(nn.Linear(C, 4), tp, {"": OverlappedColwise()})(
+        torch.ones(3 + tp.get_local_rank(), C)
+    )  # packed: a first call of its kind
+
+
+def of_unlike_labels(tp: DeviceMesh) -> None:
+    logits = parallelize(nn.Linear(C, 4, bias=False), tp, {"": VocabParallelHead()})(torch.ones(3, C))
+    cross_entropy(logits, torch.arange(6) % 4 - 100 * tp.get_local_rank(), tp)
 
 
 REFUSED: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
@@ -623,6 +655,7 @@ REFUSED: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
     "double backward of rows": (second_backward(OverlappedRowwise()), "can be differentiated once"),
     "double backward of sums": (second_backward(OverlappedRowwise(mode="all_reduce")), "can be differentiated once"),
     "vmap": (mapped, "expected no transform of torch.func, got vmap"),
+    "labels that differ": (of_unlike_labels, "labels on tp ranks"),
     "rows that differ": (of_unlike_rows, "rows of the sequence"),
 }
 

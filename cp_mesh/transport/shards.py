@@ -70,7 +70,10 @@ class Shards(NamedTuple):
         if len(sizes) == 1:
             return lambda: x
         own, most = self.own, sizes[0]
-        sent = torch.stack([_padded(part, most) for part in x.split(sizes, -2)])
+        if len(sizes) * most == self.num_rows:
+            sent = x.unflatten(-2, (len(sizes), most)).movedim(-3, 0).contiguous()  # a view of one batch row
+        else:
+            sent = torch.stack([_padded(part, most) for part in x.split(sizes, -2)])
         started = _funcol.reduce_scatter_tensor(sent.view(-1), "sum", len(sizes), self.group_name)
         return lambda: self._wait(started, sent).view(*x.shape[:-2], most, x.shape[-1])[..., :own, :].contiguous()
 

@@ -16,6 +16,7 @@ kernels in Triton           34
 kernels                     25
 merging                      5
 scores                      30
+linears over tp             11
 the loop                     7
 gradients                   11
 other methods               16
@@ -28,14 +29,14 @@ data and loss               20
 styles                       7
 watching                     3
 check mode and verify       10
-in all                     330
+in all                     341
 
 To add one, write ``@plant(name, seam, *checks)`` over a function that is given what is at the seam and returns what
 takes its place; see seams.py. No bug quotes source: those of Triton kernels are planted in the Python that launches
 them, or in device functions, which Triton's interpreter finds by name.
 """
 
-from planted import choosing, decoding, functions, geometry, guard, in_triton, kernels, loop, training
+from planted import choosing, decoding, functions, geometry, guard, in_triton, kernels, linears, loop, training
 from planted.seams import MUTATIONS, Mutation, SeamLost, infect
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "in_triton",
     "infect",
     "kernels",
+    "linears",
     "loop",
     "training",
 ]
