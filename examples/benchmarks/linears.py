@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -163,7 +164,10 @@ class Run:
         self.x.requires_grad_()
 
     def forward(self) -> Tensor:
-        return self.module(self.x)
+        out = self.module(self.x)
+        if isinstance(out, AsyncCollectiveTensor):
+            out.trigger_wait()
+        return out
 
     def both(self) -> Tensor:
         for x in (self.x, *self.parameters):
