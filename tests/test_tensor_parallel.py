@@ -155,7 +155,11 @@ def run_cases(rank: int, cases: list[Case]) -> list[str]:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not name.endswith(case.frozen or "none"))
         loss, grads = expected(copy.deepcopy(model), tokens, labels)
+        whole = model.embedding(tokens)
         parallelize(model, tp, plan(case.mode, case.recompute, case.local))
+        rows = model.embedding(tokens)
+        if not case.local and not torch.equal(rows.full_tensor(), whole):  # DTensor's shards are those of torch.chunk
+            problems.append(f"{case}: an embedding that is not whole")
         found = cross_entropy(model(tokens), labels, alone)
         found.backward()
         every = {"loss": loss} | grads
