@@ -18,7 +18,9 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from ranks import mesh, num_collectives
 from recording import recording
+from test_loss import peak_of
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel
@@ -416,21 +418,24 @@ def test_gradients_are_those_of_nanotron(pool: Any, mode: str, recompute: bool) 
 
 def compiled(rank: int, backend: str) -> None:
     alone, tp = alone_and_tp()
-    for mode, local, shape in (("reduce_scatter", True, (2, 6)), ("all_reduce", True, (2, 7))):
-        model = parallelize(Net(bias=True), tp, plan(mode, mode == "reduce_scatter", local))
-        found = []
-        for compiles in (False, True):
-            model.zero_grad()
-            torch._dynamo.reset()
+    for mode in ("reduce_scatter", "all_reduce"):
+        model = parallelize(Net(bias=True), tp, plan(mode, mode == "reduce_scatter"))
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend(backend)
 
-            def loss(tokens: Tensor, labels: Tensor, model: nn.Module = model) -> Tensor:
-                return cross_entropy(model(tokens), labels, alone)
+        def loss(tokens: Tensor, labels: Tensor, model: nn.Module = model) -> Tensor:
+            return cross_entropy(model(tokens), labels, alone)
 
-            step = torch.compile(loss, backend=backend, fullgraph=True) if compiles else loss
-            step(*tokens_and_labels(shape)).backward()
-            found.append(gradients(model))
-        for name, grad in found[0].items():
-            torch.testing.assert_close(found[1][name], grad, rtol=1e-12, atol=1e-14)
+        step = torch.compile(loss, backend=counter, fullgraph=True, dynamic=True)
+        for length in (6, 10):
+            found = []
+            for run in (loss, step):
+                model.zero_grad()
+                run(*tokens_and_labels((2, length))).backward()
+                found.append(gradients(model))
+            for name, grad in found[0].items():
+                torch.testing.assert_close(found[1][name], grad, rtol=1e-12, atol=1e-14)
+        assert counter.frame_count == 1  # for all lengths
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
@@ -534,6 +539,29 @@ def deferred(rank: int) -> tuple[Tensor, Tensor]:
 def test_chunks_of_logits(pool: Any) -> None:
     """In chunks or at once the numbers are the same; all logits can be asked for."""
     pool(2).run(deferred)
+
+
+def memory(rank: int) -> list[int]:
+    """Bytes allocated at most by a loss and by its backward, of logits of which a rank's part is 4 MiB."""
+    alone, tp = alone_and_tp()
+    head = parallelize(nn.Linear(16, 2048, bias=False, dtype=torch.float64), tp, {"": VocabParallelHead()})
+    x = torch.randn(1, 256, 16, dtype=torch.float64, requires_grad=True)
+    labels = torch.arange(512)[None]
+    cross_entropy(head(x), labels, alone).backward()  # a first call is compared, and profilers begin
+    losses: list[Tensor] = []
+    with mock.patch.object(vocabulary, "CHUNK_BYTES", 16 * 1024 * 8):
+        return [
+            peak_of(lambda: losses.append(cross_entropy(head(x), labels, alone))),
+            peak_of(lambda: losses[0].backward()),
+        ]
+
+
+@pytest.mark.unpoisoned
+def test_logits_of_all_rows_are_never_held(pool: Any) -> None:
+    for forward, backward in pool(2).run(memory):
+        assert max(forward, backward) < 2**20
+    whole = torch.randn(512, 1024, dtype=torch.float64)
+    assert peak_of(lambda: F.cross_entropy(whole, torch.arange(512))) >= 2**22  # what is measured can be seen
 
 
 def half_precision(rank: int, dtype: torch.dtype) -> None:
