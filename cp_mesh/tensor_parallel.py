@@ -94,7 +94,7 @@ class OverlappedColwise(ParallelStyle):
                 got, hint = f"no call of {', '.join(together.waiting)}", "leave it out of the names"
                 refuse(f"OverlappedColwise{self.names}", "a call of each in the module's forward", got, hint)
         finally:
-            together.linears, together.given, together.waiting = {}, None, {}
+            together.linears, together.given, together.waiting = {}, (None, 0), {}
         return result
 
     def _run(
@@ -104,9 +104,11 @@ class OverlappedColwise(ParallelStyle):
             return self._compute(where, input, [module])[0]
         if not together.waiting:
             outs = self._compute(where, input, [*together.linears.values()])
-            together.given, together.waiting = input, dict(zip(together.linears, outs, strict=True))
-        if input is not together.given or name not in together.waiting:
-            got = f"{name} called with another tensor, or twice"
+            together.given = input, _version(input)
+            together.waiting = dict(zip(together.linears, outs, strict=True))
+        given, version = together.given
+        if input is not given or version != _version(input) or name not in together.waiting:
+            got = f"{name} called with another tensor, one that was written since, or twice"
             hint = "give linears of other inputs a style of their own"
             refuse(f"OverlappedColwise{self.names}", "one call of each, with one tensor", got, hint)
         return together.waiting.pop(name)
@@ -125,13 +127,18 @@ class _Together:
 
     Attributes:
         linears: those of the module that runs, by name: a copy of it has its own; empty outside of the forward.
-        given: the input that they were computed on.
+        given: the input that they were computed on, and its version.
         waiting: outputs that were not asked for yet.
     """
 
     linears: dict[str, nn.Module] = field(default_factory=dict)
-    given: Tensor | None = None
+    given: tuple[Tensor | None, int] = (None, 0)
     waiting: dict[str, Tensor] = field(default_factory=dict)
+
+
+def _version(x: Tensor) -> int:
+    """How often a tensor was written, as far as that is counted."""
+    return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 
 class OverlappedRowwise(ParallelStyle):

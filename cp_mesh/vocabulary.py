@@ -10,7 +10,6 @@ Shapes: S rows of the sequence, C features, V vocabulary, N all rows of the batc
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from cp_mesh.call import autocast
-from cp_mesh.errors import UnsupportedError
+from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.linears import Columns, check_rows, column_linears, refuse_transforms
 from cp_mesh.trained import note_compiled_backward
@@ -59,9 +58,8 @@ def _own_index(tokens: Tensor, begin: int, count: int, size: int) -> tuple[Tenso
     return torch.where(other, 0, tokens - begin), ~other
 
 
-@dataclass(frozen=True, eq=False)
 class Head:
-    """This rank's part of the last linear.
+    """This rank's part of the last linear. Not a dataclass, in which FSDP2 would find the weight and warn of a view.
 
     Attributes:
         weight: [tokens of this rank, C].
@@ -70,10 +68,14 @@ class Head:
         group_name: of the tp group.
     """
 
-    weight: Tensor
-    begin: int
-    size: int
-    group_name: str
+    def __init__(self, weight: Tensor, begin: int, size: int, group_name: str) -> None:
+        self.weight, self.begin, self.size, self.group_name = weight, begin, size, group_name
+
+    def check(self) -> None:
+        """Refuse a weight that was freed since."""
+        if not torch.compiler.is_compiling() and self.weight.untyped_storage().size() == 0:
+            hint = "fully_shard the module that holds it with reshard_after_forward=False, the default of a root"
+            refuse("DeferredLogits", "the weight of the last linear", "one that FSDP2 has freed", hint)
 
 
 class DeferredLogits(NamedTuple):
@@ -106,6 +108,7 @@ class DeferredLogits(NamedTuple):
     def whole(self) -> Tensor:
         """All logits [..., S, V], on every tp rank, without a gradient: for sampling, or a look at them."""
         head = self.head
+        head.check()
         call = Columns(self.num_rows, head.group_name, self.sharded, recompute=True)
         (own,) = column_linears(self.hidden.to(head.weight.dtype), [head.weight], [None], call)
         return Shards(head.size, head.group_name, "DeferredLogits.whole").gather(own.mT)().mT.contiguous()
@@ -114,6 +117,7 @@ class DeferredLogits(NamedTuple):
         """Losses [N] of labels [N], int64, equal on all tp ranks; float32 at least, and 0 of ignored tokens."""
         refuse_transforms("cross_entropy")
         head = self.head  # whose dtype that of its input was, before FSDP2 cast what the model returned
+        head.check()
         hidden, weight = autocast(self.hidden.to(head.weight.dtype), head.weight)
         call = head.begin, head.size, self.num_rows, head.group_name, self.sharded, ignore_index
         losses: Tensor = _HeadLosses.apply(hidden, weight, labels, *call)

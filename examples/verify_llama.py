@@ -36,6 +36,7 @@ def setup(
     tp: int = 1,
     documents: bool = False,
     sequence_parallel: bool = False,
+    overlapped: bool = False,
     checkpoint_activations: bool = False,
     seq_len: int = SEQ_LEN,
 ) -> dict[str, Any]:
@@ -50,7 +51,8 @@ def setup(
 
     def spread(model: Llama) -> None:
         if tp > 1:
-            parallel.apply_tensor_parallel(model, mesh["tp"], sequence_parallel)
+            apply = parallel.apply_overlapped if overlapped else parallel.apply_tensor_parallel
+            apply(model, mesh["tp"], sequence_parallel)
         parallel.apply_context_parallel(model, mesh["cp"], sequence)
         if checkpoint_activations:
             for block in model.layers:
@@ -80,4 +82,5 @@ zigzag = setup
 packed = partial(setup, "balanced", documents=True)
 checkpointed = partial(setup, "contiguous", checkpoint_activations=True)
 tensor_parallel = partial(setup, "striped", tp=2, documents=True)
+overlapped = partial(setup, tp=2, sequence_parallel=True, overlapped=True, seq_len=128)
 sequence_parallel = partial(setup, tp=2, sequence_parallel=True, seq_len=128)  # rows that tp divides

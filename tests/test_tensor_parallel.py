@@ -22,6 +22,7 @@ from test_loss import peak_of
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -614,6 +615,11 @@ def twice(module: Any, x: Tensor) -> Tensor:
     return module.a(x) + module.a(x)
 
 
+def written_between(module: Any, x: Tensor) -> Tensor:
+    out = module.a(x)
+    return out + module.b(x.add_(1))
+
+
 def columns(*names: str, calls: Any = both, mode: Any = "reduce_scatter", **linears: nn.Module) -> Callable[..., Any]:
     def run(tp: DeviceMesh) -> Any:
         x = torch.ones(2, 3, C)
@@ -655,6 +661,12 @@ def of_unlike_rows(tp: DeviceMesh) -> None:
     )  # packed: a first call of its kind
 
 
+def freed(tp: DeviceMesh) -> None:
+    model = fully_shard(parallelize(Net(), tp, plan()), mesh=alone_and_tp()[0], reshard_after_forward=True)
+    tokens, labels = tokens_and_labels((2, 4))
+    cross_entropy(model(tokens), labels, alone_and_tp()[0])
+
+
 def of_unlike_labels(tp: DeviceMesh) -> None:
     logits = parallelize(nn.Linear(C, 4, bias=False), tp, {"": VocabParallelHead()})(torch.ones(3, C))
     cross_entropy(logits, (torch.arange(6) + tp.get_local_rank()) % 4, alone_and_tp()[0])
@@ -672,8 +684,9 @@ REFUSED: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
     "a name": (columns("a", "c"), "expected names of linears in the module, got 'c'; it has a, b"),
     "no linear": (columns("a", "b", b=nn.Identity()), "expected nn.Linear, got Identity"),
     "a forward of its own": (columns(b=Own(C, 4)), "Own, which has a forward of its own"),
-    "two inputs": (columns(calls=lambda m, x: m.a(x) + m.b(x + 1)), "b called with another tensor"),
-    "called twice": (columns(calls=twice), "a called with another tensor, or twice"),
+    "two inputs": (columns(calls=lambda m, x: m.a(x) + m.b(x + 1)), "b called with another tensor, one that"),
+    "an input that is written": (columns(calls=written_between), "b called with another tensor, one that"),
+    "called twice": (columns(calls=twice), "a called with another tensor, one that was written since, or twice"),
     "not called": (columns(calls=lambda m, x: m.a(x)), "got no call of b; leave it out of the names"),
     "in_features": (columns(b=nn.Linear(C + 1, 4)), "one in_features and dtype"),
     "two dtypes": (columns(a=nn.Linear(C, 4).double(), b=nn.Linear(C, 4).double()), "one dtype, got"),
@@ -687,6 +700,7 @@ REFUSED: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
     "double backward of rows": (second_backward(OverlappedRowwise()), "can be differentiated once"),
     "double backward of sums": (second_backward(OverlappedRowwise(mode="all_reduce")), "can be differentiated once"),
     "vmap": (mapped, "expected no transform of torch.func, got vmap"),
+    "a weight that is freed": (freed, "got one that FSDP2 has freed; fully_shard"),
     "labels that differ": (of_unlike_labels, "labels on tp ranks"),
     "rows that differ": (of_unlike_rows, "rows of the sequence"),
 }

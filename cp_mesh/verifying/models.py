@@ -16,6 +16,7 @@ from cp_mesh.errors import refuse
 from cp_mesh.root import ShardedModel
 from cp_mesh.sequence import ShardedSequence
 from cp_mesh.styles import styles_of
+from cp_mesh.vocabulary import DeferredLogits
 
 
 def inner(model: nn.Module) -> nn.Module:
@@ -47,7 +48,12 @@ def captured(model: nn.Module, outputs: list[Any]) -> Iterator[None]:
 
 
 def logits_of(output: Any) -> Tensor:
-    """The logits [B, n, V] in what a model returns: the tensor, its "logits", or the first tensor of three dims."""
+    """The logits [B, n, V] in what a model returns: the tensor, its "logits", or the first tensor of three dims.
+
+    Those that a loss computes in chunks are computed whole.
+    """
+    if isinstance(output, DeferredLogits):
+        return output.whole()
     found = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if found is None and isinstance(output, Mapping):
         found = output.get("logits")

@@ -96,12 +96,12 @@ class Step:
             loss = self.loss(self.model, dict(batch or self.batch))
         if not outputs:
             refuse("verify_model: loss", "a call of the model", "none", "loss(model, batch) runs the model it is given")
+        logits = logits_of(outputs[-1])
         if not torch.is_grad_enabled():
             for module in self.model.modules():
                 if isinstance(module, FSDPModule):  # whose parameters are whole until a backward
                     module.reshard()
         positions = self.positions()
-        logits = logits_of(outputs[-1])
         if logits.shape[1] == self.seq_len != len(positions):  # gathered
             positions = torch.arange(self.seq_len, device=self.device)
         if logits.shape[1] != len(positions):
