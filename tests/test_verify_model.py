@@ -1226,6 +1226,7 @@ def test_the_command(tmp_path: Path, which: str) -> None:
         ("checkpointed", 2),
         ("tensor_parallel", 4),
         ("sequence_parallel", 4),
+        ("overlapped", 4),
     ],
 )
 def test_the_llama_trainer_passes(which: str, ranks: int) -> None:
