@@ -294,7 +294,7 @@ def moved(rank: int, dtype: torch.dtype) -> list[list[tuple[str, int, int]]]:
         num_forward = len(notes.collectives)
         torch.autograd.grad(out, leaves, dout)
     assert not notes.problems, notes.problems
-    assert num_collectives() - before == notes.hops + len(notes.collectives), "something was sent past the recording group"
+    assert num_collectives() - before == notes.hops + len(notes.collectives), "something was sent past the recording"
     for part in (notes.collectives[:num_forward], notes.collectives[num_forward:]):
         found.append([(x.kind, x.given, x.itemsize) for x in part])
     return found

@@ -153,13 +153,13 @@ class _Rewriting:
             number = node.args[-1] if node.target is aten.full.default else node.args[0]
             self._graph.erase_node(node)
             return self._constant(int(number))  # type: ignore[arg-type]
-        if node.op != "call_function":
+        if not isinstance(node.target, torch._ops.OpOverload):
             return node
         numbers = [i for i, x in enumerate(node._args) if type(x) is int and self._is_number(node.target, i)]
         if numbers:
             with self._graph.inserting_before(node):
                 args = [self._constant(x) if i in numbers else x for i, x in enumerate(node._args)]  # type: ignore[arg-type]
-            node.args, node.target = tuple(args), node.target.overloadpacket  # type: ignore[union-attr]
+            node.args, node.target = tuple(args), node.target.overloadpacket
         return node
 
     def _is_number(self, target: Any, i: int) -> bool:

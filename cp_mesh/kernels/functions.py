@@ -119,7 +119,7 @@ def _of_scalars(graph: Graph, captured: Sequence[Tensor]) -> bool:
         read = node.args[1:] if node.target is torch.ops.aten.index.Tensor else node.args
         return not whole.isdisjoint(tree_leaves((read, node.kwargs)))
 
-    return not any(reads_whole(node) or any(x.ndim for x in tree_leaves(node.meta["val"])) for node in computed)
+    return not any(reads_whole(node) or any(x.ndim for x in tree_leaves(node.meta.get("val", ()))) for node in computed)
 
 
 _known: weakref.WeakValueDictionary[str, ScalarFunction] = weakref.WeakValueDictionary()

@@ -332,6 +332,20 @@ def decoding_page() -> str:
     return f"{head_of(name, machine_of(rows))}\n{what}.\n\n{markdown([*head, 'GB/s a GPU'], lines)}"
 
 
+def played_methods_page() -> str:
+    name = "played_methods_h200.csv"
+    lines = []
+    for x in predicted.played_points():
+        methods = ["ring", "all_gather", "ulysses", "hybrid2", "hybrid4"]
+        times = [f"{x.times[method]:.2f}" if method in x.times else "" for method in methods]
+        lines.append([x.mask, x.heads, short(x.rows), x.mode, *times, x.method, f"{x.over_best:.2f}"])
+    head = ["mask", "heads", "rows a GPU", "", "ring", "all-gather", "Ulysses", "hybrid of 2", "of 4"]
+    what = "ms of forward and backward of rank 3 of 8, which one GPU plays: there are no wires, so the predicted time of"
+    what += " links and barriers is added. Documents in the balanced layout, the others in zigzag. `auto` is what it"
+    what += " takes today, and its time over that of the fastest"
+    return f"{head_of(name, machine_of(read(name)))}\n{what}.\n\n{markdown([*head, '`auto`', 'over'], lines)}"
+
+
 def long_table() -> str:
     """Of `long.py`: what was measured."""
     lines = [
@@ -572,6 +586,7 @@ PAGES: dict[str, Callable[[], str]] = {
     },
     "batches_2xh200.md": batches_page,
     "decoding_2xh200.md": decoding_page,
+    "played_methods_h200.md": played_methods_page,
     "tiles_h200.md": tiles_page,
     "training_2xh200.md": training_2_page,
     "training_4xh200.md": training_page,
@@ -592,7 +607,8 @@ REGIONS: dict[str, Callable[[], str]] = {
     "memory": memory_table,
     "explained": explained_text,
     "predicted": predicted_table,
-    "chosen": lambda: markdown(*predicted.choices_table()),
+    "chosen": lambda: markdown(*predicted.choices_table(predicted.points())),
+    "chosen on eight": lambda: markdown(*predicted.choices_table(predicted.played_points())),
     "bands": lambda: markdown(*predicted.bands_table()),
     "decoding": decoding_table,
     "supported": supported_table,
