@@ -203,7 +203,10 @@ def test_commands_exist(name: str) -> None:
                 if program == "torchrun" and script is None:
                     assert option in ("--nproc-per-node", "--standalone"), words
                 elif script is not None:
-                    assert f'"{option}"' in options_of(script), f"{option} of {script.name}: {words}"
+                    of_script = options_of(script)
+                    if "BooleanOptionalAction" in of_script:
+                        option = option.replace("--no-", "--")
+                    assert f'"{option}"' in of_script, f"{option} of {script.name}: {words}"
             elif re.match(r"^(tests|docs|examples)/", word):
                 assert (ROOT / word.partition(":")[0]).exists(), words
 

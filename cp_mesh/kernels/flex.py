@@ -21,7 +21,7 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -83,7 +83,7 @@ class _Reads:
         return [*reads, *(constant_on(device, number) for number in self.constants)]
 
 
-@cache
+@lru_cache(maxsize=KEPT)
 def constant_on(device: torch.device, number: int) -> Tensor:
     return torch.full((2,), number, device=device)  # as kernels expect it, 16 bytes
 
@@ -392,7 +392,7 @@ def _in_order(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.sum(-1, dtype=torch.int32), x.int().argsort(dim=-1, descending=True, stable=True).int().contiguous()
 
 
-_programs: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()
+_programs: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()  # the last KEPT
 
 
 def _program(

@@ -340,8 +340,8 @@ def played_methods_page() -> str:
         times = [f"{x.times[method]:.2f}" if method in x.times else "" for method in methods]
         lines.append([x.mask, x.heads, short(x.rows), x.mode, *times, x.method, f"{x.over_best:.2f}"])
     head = ["mask", "heads", "rows a GPU", "", "ring", "all-gather", "Ulysses", "hybrid of 2", "of 4"]
-    what = "ms of forward and backward of rank 3 of 8, which one GPU plays: there are no wires, so the predicted time of"
-    what += " links and barriers is added. Documents in the balanced layout, the others in zigzag. `auto` is what it"
+    what = "ms of forward and backward of rank 3 of 8, which one GPU plays. There are no wires, so the predicted time"
+    what += " of links and barriers is added. Documents in the balanced layout, the others in zigzag. `auto` is what it"
     what += " takes today, and its time over that of the fastest"
     return f"{head_of(name, machine_of(read(name)))}\n{what}.\n\n{markdown([*head, '`auto`', 'over'], lines)}"
 
