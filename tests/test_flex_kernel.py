@@ -137,3 +137,21 @@ def test_a_shape_is_compiled_once_for_all_tiles() -> None:
             assert len(programs) == 2, "one for the tile, one for its blocks"
             made |= set(programs)
     assert len(made) == 2
+
+
+@pytest.mark.parametrize("score", ["relative table", "one temperature", "two through each other", "tanh chain"])
+def test_no_literal_is_part_of_an_index(score: str) -> None:
+    """PyTorch 2.11 takes an index with one for a scalar, and fails to compile its gradient on GPUs."""
+    of_score = SCORES[score].tensors(B, H, S)
+    score_mod, _ = _trace("score_mod", SCORES[score].make(of_score), torch.zeros(1))
+    assert score_mod is not None
+    reads = flex._Reads.of(score_mod)
+    nodes, seen = [x for node in reads.graph.graph.nodes if "apply" in str(node.target) for x in node.args[1]], set()
+    while nodes:
+        node = nodes.pop()
+        if node not in seen:
+            seen.add(node)
+            nodes += node.all_input_nodes
+    assert seen and len(reads.sources) == len(reads.copies)
+    for node in seen:
+        assert not any(type(x) in (int, float) for x in node.args), node.format_node()
