@@ -192,7 +192,7 @@ def keys_seen(mask: Mask, seq_len: int) -> Array:
     position, total = np.arange(seq_len), np.zeros(seq_len, dtype=np.int64)
     ends = [None] if mask.blocks is None else [*np.minimum(ends_of_blocks(mask), position + mask.ahead + 1)]
     rows = _documents(mask, seq_len)
-    for i in range(max(len(rows), len(ends))):
+    for i in range(max(len(rows), len(ends)) if rows else 0):  # no batch row has no documents
         documents, end_of_block = rows[i % len(rows)], ends[i % len(ends)]
         lens = np.diff(documents.edges)
         excluded = np.repeat(documents.labels < 0, lens)

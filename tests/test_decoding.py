@@ -35,7 +35,7 @@ import generate  # noqa: E402
 import llama  # noqa: E402
 
 TOLERANCE = 1e-10
-SAID = [name for name in MASKS if not ({"documents", "key_padding"} & set(MASKS[name](1, 8)))]
+SAID = [name for name in MASKS if not ({"documents", "key_padding", "blocks"} & set(MASKS[name](1, 8)))]
 """Masks without tensors."""
 SERVED = [name for name in SCORES if not ({"bias", "dropout_p"} & set(SCORES[name](1, 1, 8)))]
 HEADS = (GQA, MHA, MQA)

@@ -863,7 +863,7 @@ MEANINGFUL = {  # what may pass: by option, names of values
     "prefix": {"0", "1"},
     "length": {"None", "0", "1"},
 }
-OPTIONAL_TENSORS = {"sinks", "alibi_slopes", "relative_bias", "bias", "documents", "key_padding"}
+OPTIONAL_TENSORS = {"sinks", "alibi_slopes", "relative_bias", "bias", "documents", "key_padding", "blocks"}
 
 
 def junk(rank: int) -> list[str]:

@@ -260,7 +260,7 @@ class Played(CPMesh):
         layout, mask = self.layout(case), case.mask
         asked = {name: value for name, value in self._options.items() if value is not None}
         options = Options(layout.spec(), mask.spec(), case.scale, **asked)
-        tensors = Tensors(mask.documents, mask.key_padding, layout.tensor)
+        tensors = Tensors(mask.documents, mask.key_padding, mask.blocks, layout.tensor)
         return make_plan(*self._operands(case), tensors, case.seq_len, self._mesh.get_group(), options)
 
     def inner_size(self, case: Case) -> int:
