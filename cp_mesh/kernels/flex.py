@@ -46,6 +46,7 @@ PAIRS = 1 << 26
 """Pairs that are looked at together, to find blocks of them."""
 aten = torch.ops.aten
 _index = aten.index.Tensor
+_FILLS = (aten.full_like.default, aten.new_full.default)  # which take no tensor for a number
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,12 +70,6 @@ class _Reads:
     @classmethod
     def of(cls, function: ScalarFunction) -> _Reads:
         return _Rewriting(function).result()
-
-    @property
-    def reads_batch_and_head(self) -> tuple[bool, bool]:
-        """Whether a mask_mod differs between batch rows, and between heads."""
-        b, h = self.graph.graph.find_nodes(op="placeholder")[:2]
-        return bool(b.users), bool(h.users)
 
     def of_captured(self, captured: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         """What the graph takes: views that hold each element ``copies`` times, and constants."""
@@ -124,6 +119,9 @@ class _Rewriting:
                 continue
             self._depends[node] = set().union(*(self._depends.get(x, set()) for x in node.all_input_nodes))
             if at := self._index_of(node):
+                for x in at:
+                    if x in self._captured:  # an index that is captured itself, which has no dims
+                        self._depends[x], self._nodes[x] = set(), self._read(x, ())
                 self._nodes[node] = self._read(node.args[0], at)
                 continue
             whole = {x: self._read(x, ()) for x in node.all_input_nodes if x in self._captured}  # which have no dims
@@ -151,9 +149,11 @@ class _Rewriting:
     def _without_literals(self, node: Node) -> Node:
         if node.target in (aten.scalar_tensor.default, aten.full.default):
             number = node.args[-1] if node.target is aten.full.default else node.args[0]
+            if type(number) is not int:
+                return node
             self._graph.erase_node(node)
-            return self._constant(int(number))  # type: ignore[arg-type]
-        if not isinstance(node.target, torch._ops.OpOverload):
+            return self._constant(number)
+        if not isinstance(node.target, torch._ops.OpOverload) or node.target in _FILLS:
             return node
         numbers = [i for i, x in enumerate(node._args) if type(x) is int and self._is_number(node.target, i)]
         if numbers:
@@ -203,12 +203,14 @@ class _Rows:
         positions: int64 [Sq] and [Sk].
         documents: ids [Sq] and [Sk], or [B, Sq] and [B, Sk]; empty without documents.
         padding: uint8 [Sk] or [B, Sk], whether a key is kept; empty without padding.
+        starts: int32 [Sk] or [B, Sk], where the block of a key begins; empty without blocks.
     """
 
     bounds: Tensor
     positions: tuple[Tensor, Tensor]
     documents: tuple[Tensor, ...]
     padding: tuple[Tensor, ...]
+    starts: tuple[Tensor, ...]
 
     @classmethod
     def of(cls, cover: Pairs) -> _Rows:
@@ -222,36 +224,40 @@ class _Rows:
 
         documents = at(mask.documents, positions[0]) + at(mask.documents, positions[1])
         padding = at(None if mask.key_padding is None else mask.key_padding.view(torch.uint8), positions[1])
-        return cls(torch.tensor(distances(mask), device=positions[0].device), positions, documents, padding)
+        starts = at(None if mask.blocks is None else mask.starts, positions[1])
+        return cls(torch.tensor(distances(mask), device=positions[0].device), positions, documents, padding, starts)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.bounds, *self.positions, *self.documents, *self.padding
+        return self.bounds, *self.positions, *self.documents, *self.padding, *self.starts
 
     @property
-    def dims(self) -> tuple[int, ...]:
-        """Of ids and padding: whether they differ between batch rows, which the code of a function depends on."""
-        return tuple(x.ndim for x in (*self.documents, *self.padding))
+    def dims(self) -> tuple[tuple[int, ...], ...]:
+        """Of ids, padding and starts: which there are, and which differ between batch rows. Code depends on it."""
+        return tuple(tuple(x.ndim for x in tensors) for tensors in (self.documents, self.padding, self.starts))
 
 
 def _allowed(rows: _Rows) -> Callable[..., Tensor]:
     """`Mask.allowed` of scalars: of a batch row, local rows, their positions, and `_Rows.tensors` but positions."""
-    has_documents, has_padding = bool(rows.documents), bool(rows.padding)
-    dims = rows.dims
+    of_documents, of_padding, of_starts = rows.dims
 
     def allowed(b: Tensor, i: Tensor, j: Tensor, p: Tensor, t: Tensor, bounds: Tensor, *tensors: Tensor) -> Tensor:
         nearest, nearest_of_prefix, farthest, prefix, end = (_index(bounds, [b * 0 + n]) for n in range(5))
+        left = iter(tensors)
+
+        def read(ndim: int, at: Tensor) -> Tensor:
+            return _index(next(left), [b, at] if ndim == 2 else [at])
+
+        ids = [read(ndim, at) for ndim, at in zip(of_documents, (i, j), strict=False)]
+        kept = [read(ndim, j) != 0 for ndim in of_padding]
+        least = torch.where(t < prefix, nearest_of_prefix, nearest)
+        for ndim in of_starts:  # in blocks keys are seen as far ahead as those of a prefix
+            least = torch.minimum(least, torch.maximum(read(ndim, j) - t, nearest_of_prefix))
         distance = p - t
-        seen = (distance >= torch.where(t < prefix, nearest_of_prefix, nearest)) & (distance <= farthest) & (t < end)
-        if has_documents:
-            of_q, of_k = (
-                _index(x, [b, at] if ndim == 2 else [at])
-                for x, at, ndim in zip(tensors[:2], (i, j), dims[:2], strict=True)
-            )
-            seen = seen & (of_q == of_k) & (of_k >= 0)
-        if has_padding:
-            seen = seen & (_index(tensors[-1], [b, j] if dims[-1] == 2 else [j]) != 0)
-        return seen
+        seen = (distance >= least) & (distance <= farthest) & (t < end)
+        if ids:
+            seen = seen & (ids[0] == ids[1]) & (ids[1] >= 0)
+        return seen & kept[0] if kept else seen
 
     return allowed
 
@@ -276,7 +282,7 @@ class _Tile:
         reads = tuple(name_of_captured(i) in scores.wanted for i in self.sources)
         self.wanted = reads + (False,) * (len(of_score) - len(reads))
         handles = tuple(x and x.handle for x in (scores.score_mod, scores.mask_mod))
-        self.key = handles, self.rows.dims, bool(self.rows.documents), self.wanted, self._stepped
+        self.key = handles, self.rows.dims, self.wanted, self._stepped
         self._cover = cover
 
     def score(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, *tensors: Tensor) -> Tensor:
@@ -330,19 +336,21 @@ class _Tile:
         dtypes = dtype, *[torch.int32] * 4, dtype
         return _traced(joint, (*(torch.zeros((), dtype=x, device=device) for x in dtypes), *self.of_score))
 
-    def with_gradients(self, of_score: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def with_gradients(self, of_score: Sequence[Tensor], graded: Sequence[bool]) -> tuple[Tensor, ...]:
         """Not compiled, PyTorch's operator returns gradients of those tensors that say they want one."""
         others = len(of_score) - len(self.wanted)
         if of_score[0].device.type != "cpu":
             return tuple(of_score)
-        reads = (x.detach().requires_grad_(w) for x, w in zip(of_score[others:], self.wanted, strict=True))
+        reads = (x.detach().requires_grad_(w) for x, w in zip(of_score[others:], graded, strict=True))
         return *of_score[:others], *reads
 
     def blocks(self, shape: tuple[int, int, int, int]) -> Any:
         """PyTorch's BlockMask of the pairs [B, H, Sq, Sk] of the tile."""
         mask_mod = self.scores.mask_mod
         read = () if mask_mod is None else self.of_mask[1 + len(self.rows.tensors) :]
-        key = "blocks", mask_mod and mask_mod.handle, *shape, *((x.data_ptr(), x._version) for x in read)
+        first = self.scores.first_batch, self.scores.first_head  # chunks of heads share a tile
+        of_read = ((x.data_ptr(), x.stride(), x._version) for x in read)
+        key = "blocks", mask_mod and mask_mod.handle, *shape, *first, *of_read
         # The tensors are kept too: an address then belongs to no other.
         return _kept(self._cover, key, lambda: (_blocks(self, shape), read))[0]
 
@@ -362,8 +370,10 @@ def _blocks(tile: _Tile, shape: tuple[int, int, int, int]) -> Any:
     from torch.nn.attention.flex_attention import BlockMask
 
     B, H, Sq, Sk = shape
-    by_batch, by_head = (False, False) if tile._mask is None else tile._mask.reads_batch_and_head
-    B, H = B if by_batch or 2 in tile.rows.dims else 1, H if by_head else 1
+    mask_mod = tile.scores.mask_mod
+    indices = [] if mask_mod is None else mask_mod.graph.graph.find_nodes(op="placeholder")[:2]
+    by_batch, by_head = (bool(index.users) for index in indices) if indices else (False, False)
+    B, H = B if by_batch or any(2 in dims for dims in tile.rows.dims) else 1, H if by_head else 1
     device, num_k = tile.rows.bounds.device, -(-Sk // BLOCK)
     num_q = min(-(-Sq // BLOCK), max(1, PAIRS // (num_k * BLOCK**2)))  # of a part of the rows
 
@@ -486,12 +496,14 @@ def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradient
 
     def make(options: dict[str, int]) -> Callable[..., Any]:
         joint = of.joint(q.dtype)
+        outputs = joint.graph.output_node().args[0]
+        graded = [x is not None for x in outputs[len(outputs) - len(of.wanted) :]]  # type: ignore[arg-type,index,union-attr]
 
         def function(
             q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dout: Tensor, *tensors: Tensor
         ) -> Any:
             blocks = together(tensors[: ends[0]], of.mask)
-            given = of.with_gradients(tensors[ends[0] : ends[1]]), tuple(tensors[ends[1] :])
+            given = of.with_gradients(tensors[ends[0] : ends[1]], graded), tuple(tensors[ends[1] :])
             # It computes rowsum(dout * out) - dlse / log 2, which is delta.
             out, dlse = dout.new_zeros(()).expand(dout.shape), delta * -math.log(2)
             graphs = of.score, joint
@@ -499,7 +511,8 @@ def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradient
                 q, k, v, out, lse / math.log(2), dout, dlse, *graphs, blocks, scores.scale, _OPTIONS | options, *given
             )
             reads = found[len(found) - len(of.wanted) :]
-            return *grads, *(x for x, wanted in zip(reads, of.wanted, strict=True) if wanted)
+            found = (x if there else None for x, there in zip(reads, graded, strict=True))
+            return *grads, *(x for x, wanted in zip(found, of.wanted, strict=True) if wanted)
 
         return function
 
@@ -508,7 +521,8 @@ def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradient
     grads = ScoreGradients.zeros(scores, tile.delta.dtype)
     sources = (i for i, wanted in zip(of.sources, of.wanted, strict=False) if wanted)
     for source, grad in zip(sources, found, strict=True):
-        grads.captured[source] += grad.sum(-1)
+        if grad is not None:  # as of what is detached, or compared alone
+            grads.captured[source] += grad.sum(-1)
     return dq, dk, dv, grads
 
 
