@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from unittest import mock
 
@@ -16,6 +17,7 @@ from cp_mesh.flex import _trace
 from cp_mesh.kernels import KERNELS, flex, reference
 from cp_mesh.kernels.contract import Pairs, Steps
 from cp_mesh.kernels.flex import FLEX
+from cp_mesh.kernels.functions import ScalarFunction
 from cp_mesh.kernels.merge import BackwardTile
 from cp_mesh.kernels.scores import Scores, name_of_captured
 
@@ -27,6 +29,8 @@ OF_MASK = {
     "prefix": Mask(prefix=40, length=250, window=(90, 0)),
     "documents": Mask(documents=IDS),
     "padding": Mask(causal=False, key_padding=ROWS % 3 > 0),
+    "blocks": Mask(blocks=IDS, window=(120, 20)),
+    "blocks in documents, padding": Mask(blocks=ROWS // 20, documents=IDS, key_padding=ROWS % 3 > 0),
 }
 POSITIONS = {
     "in any order": (ROWS.flip(0)[:200], (ROWS * 7 % S)[:170]),
@@ -73,6 +77,88 @@ def test_tiles_are_those_of_the_reference(score: str, mask: str, of_mask: str, p
     assert all(map(near, grads, wants))
     for i, want in want_of_scores.captured.items():
         assert near(of_scores.captured[i], want)
+
+
+OFFSET, TABLE = torch.tensor(3), torch.linspace(-1, 1, 700, dtype=torch.float64).sin()
+UNUSUAL = {
+    "a fraction in an index": lambda s, b, h, i, j: s + TABLE[(torch.where(i > j, (i - j) * 0.5, 1.5) * 2).long()],
+    "a filled tensor in an index": lambda s, b, h, i, j: s + TABLE[torch.minimum(j, torch.full_like(i, 31))],
+    "an index that is captured": lambda s, b, h, i, j: s + (j * TABLE[OFFSET]),
+    "detached": lambda s, b, h, i, j: s + TABLE[i + j].detach() * TABLE[j],
+    "compared alone": lambda s, b, h, i, j: torch.where(TABLE[j] > 0, s, s * 2),
+    "of what is read alone, detached": lambda s, b, h, i, j: TABLE[j].detach(),
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_unusual_functions(name: str) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(B, heads, 64, D).double() for heads in (H, K, K))
+    score_mod, captured = _trace("score_mod", UNUSUAL[name], q)
+    wanted = frozenset(name_of_captured(i) for i, x in enumerate(captured) if x.is_floating_point())
+    scores, cover = Scores(0.5, score_mod=score_mod, captured=captured, wanted=wanted), Pairs(Mask(), *[ROWS[:64]] * 2)
+    (out, lse), (want, want_lse) = (kernel._forward(q, k, v, cover, scores) for kernel in (flex, reference))
+    assert near(out, want) and near(lse, want_lse)
+    tile = BackwardTile(torch.randn_like(want), q, k, v, None, lse, torch.randn_like(lse), cover, scores)
+    (*grads, of_scores), (*wants, want_of_scores) = (kernel._backward(tile) for kernel in (flex, reference))
+    assert all(map(near, grads, wants)) and wanted
+    assert all(near(of_scores.captured[i], x) for i, x in want_of_scores.captured.items())
+
+
+def check_tables(cover: Pairs, scores: Scores) -> tuple[int, int]:
+    """Blocks that are listed, and those that are not masked, are those of the mask; returns their first dims."""
+    num_q, num_k = len(cover.q_pos), len(cover.k_pos)
+    seen = cover.allowed(torch.arange(num_q), torch.arange(num_k))[:, None].expand(B, H, -1, -1)
+    b, h = (torch.arange(n) + first for n, first in ((B, scores.first_batch), (H, scores.first_head)))
+    if scores.mask_mod is not None:
+        seen = seen & scores.mask_mod.of_pairs(None, (b, h, cover.q_pos, cover.k_pos), scores.captured)
+    parts = [x.split(flex.BLOCK, 3) for x in seen.split(flex.BLOCK, 2)]
+    blocks = flex._Tile(cover, scores, torch.float64).blocks((B, H, num_q, num_k))
+    listed = blocks.to_dense().bool()
+    of_full = blocks.full_kv_num_blocks, blocks.full_kv_indices
+    whole = blocks.from_kv_blocks(*of_full, BLOCK_SIZE=blocks.BLOCK_SIZE).to_dense().bool()
+    for row, of_row in enumerate(parts):
+        for column, x in enumerate(of_row):
+            assert torch.equal(listed[:, :, row, column].expand(B, H), x.any(-1).any(-1))
+            is_whole = x.all(-1).all(-1) & (x.shape[2:] == (flex.BLOCK, flex.BLOCK))
+            assert torch.equal(whole[:, :, row, column].expand(B, H), is_whole)
+    return tuple(listed.shape[:2])
+
+
+@pytest.mark.parametrize("of_mask", OF_MASK)
+def test_tables_of_blocks_are_those_of_the_mask(of_mask: str) -> None:
+    check_tables(Pairs(OF_MASK[of_mask], ROWS, ROWS.flip(0)), Scores(1.0))
+
+
+def test_tables_of_blocks_are_of_these_heads_rows_and_tensors() -> None:
+    """Calls that share a tile: chunks of heads, batch rows of other ranks, tensors at one address, and written ones."""
+    cover = Pairs(Mask(causal=False), ROWS, ROWS)
+    allow = (ROWS[:, None] // 128 == 0) & (ROWS < 128)
+    allow[:, 0] = True
+
+    def tables(mask_mod: Callable[..., torch.Tensor], **first: int) -> tuple[int, int]:
+        function, captured = _trace("mask_mod", mask_mod, torch.zeros(1))
+        return check_tables(cover, Scores(1.0, mask_mod=function, captured=captured, **first))
+
+    for first in (0, 2):
+        assert tables(lambda b, h, i, j: (h < 2) | (i // 128 == j // 128), first_head=first) == (1, H)
+        assert tables(lambda b, h, i, j: (b < 1) | (i // 128 == j // 128), first_batch=first) == (B, 1)
+    for x in (allow, allow.t()):
+        assert tables(lambda b, h, i, j, x=x: x[i, j]) == (1, 1)
+    allow[:, 128:] = True
+    tables(lambda b, h, i, j: allow[i, j])
+
+
+def test_handles_are_equal_on_all_devices() -> None:
+    """Each rank of a host has a device of its own, which is part of a constant; a graph is that of its device."""
+    found = []
+    for device in (torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")):
+        graph = torch.fx.Graph()
+        graph.output(graph.call_function(torch.ops.aten.scalar_tensor.default, (0.0,), {"device": device}))
+        found.append(ScalarFunction.of("score_mod", graph, ()))
+        assert f"index={device.index}" in found[-1].graph.code or device.type == "cpu"
+    first, second, of_cpu = (function.handle for function in found)
+    assert first == second != of_cpu
 
 
 def on_the_cpu() -> mock._patch_dict:

@@ -8,6 +8,7 @@ A call keeps its functions alive until its backward has run; beside that the las
 from __future__ import annotations
 
 import hashlib
+import re
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +37,7 @@ class ScalarFunction:
             the captured tensors.
         num_captured: how many tensors it reads.
         of_scalars: whether it reads these at single elements, and computes with scalars alone.
+        code: of the graph, with the device of this rank, which the handle leaves out.
     """
 
     handle: str
@@ -43,18 +45,20 @@ class ScalarFunction:
     graph: GraphModule
     num_captured: int
     of_scalars: bool
+    code: str
 
     @classmethod
     def of(cls, name: str, graph: Graph, captured: Sequence[Tensor]) -> ScalarFunction:
         """The function of a graph; one that is known already if it is equal."""
         code = graph.python_code("self").src
         read = ", ".join(f"{str(x.dtype).removeprefix('torch.')}{[*x.shape]}" for x in captured)
-        handle = hashlib.sha256(f"{code}\n{read}".encode()).hexdigest()[:24]
+        anywhere = re.sub(r"(device\(type='\w+'), index=\d+\)", r"\1)", code)
+        handle = hashlib.sha256(f"{anywhere}\n{read}".encode()).hexdigest()[:24]
         function = _known.get(handle)
-        if function is None:
+        if function is None or function.code != code:
             said = f"{name} of captured [{read}], {handle}"
             function = _known[handle] = cls(
-                handle, said, GraphModule(torch.nn.Module(), graph), len(captured), _of_scalars(graph, captured)
+                handle, said, GraphModule(torch.nn.Module(), graph), len(captured), _of_scalars(graph, captured), code
             )
         if function in _last:
             _last.remove(function)
