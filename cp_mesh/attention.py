@@ -50,7 +50,7 @@ class Asked(NamedTuple):
         of_root: the sequence must be that of the `ShardedModel` in whose forward the call is.
         score_mod, mask_mod: handles of `cp_mesh.kernels.functions`, or "".
         captured: what these functions read, in the order of `Call.captured`.
-        first_head: what heads of a local query count from, in these functions.
+        first_head, first_batch: what heads and batch rows of a local query count from, in these functions.
     """
 
     mesh: DeviceMesh | dist.ProcessGroup | None = None
@@ -79,6 +79,7 @@ class Asked(NamedTuple):
     mask_mod: str = ""
     captured: tuple[Tensor, ...] = ()
     first_head: int = 0
+    first_batch: int = 0
 
 
 def attention(
@@ -302,7 +303,7 @@ def _of_these_heads(options: Options, query: Tensor, form: Format) -> Options:
     if not (options.dropout_p or options.score_mod or options.mask_mod):
         return options
     heads, rows = (first_index(query, form.dims.get(name)) for name in ("heads", "batch"))
-    return options._replace(first_head=options.first_head + heads, first_batch=rows)
+    return options._replace(first_head=options.first_head + heads, first_batch=options.first_batch + rows)
 
 
 def _resolve(head_dim: int, is_local: bool, deterministic: bool, graded: bool, *keywords: Any) -> Options:
@@ -330,6 +331,7 @@ def _resolve(head_dim: int, is_local: bool, deterministic: bool, graded: bool, *
         score_mod=asked.score_mod,
         mask_mod=asked.mask_mod,
         first_head=asked.first_head,
+        first_batch=asked.first_batch,
     )
 
 

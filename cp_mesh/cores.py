@@ -317,7 +317,8 @@ class ContextParallel(ParallelStyle):
             found = attend(query, key, value, asked)
             return cast(tuple[Tensor, Tensor], found if return_lse else (found, query.new_empty(0)))
         q, k, v = (x.to_local(grad_placements=x.placements) for x in (query, key, value) if isinstance(x, DTensor))
-        found = attend(q, k, v, asked._replace(first_head=first_index(query, form.dims["heads"])))
+        first_head, first_batch = (first_index(query, form.dims[name]) for name in ("heads", "batch"))
+        found = attend(q, k, v, asked._replace(first_head=first_head, first_batch=first_batch))
         out, lse = cast(tuple[Tensor, Tensor], found if return_lse else (found, q.new_empty(q.shape[:3])))
         return wrap_results(out, lse, query, form)
 

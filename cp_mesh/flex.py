@@ -239,7 +239,8 @@ class Functions:
             refuse(what, "a mask that hides nothing, as flex_attention has no block_mask here", mask, hint)
         if any(isinstance(x, DTensor) for x in self.of_mask):
             refuse(what, "a mask_mod of plain tensors beside a mask", "one of DTensors", hint, UnsupportedError)
-        contents = (Content.of(x) for x in (mask.documents, mask.key_padding) if x is not None)
+        of_mask = mask.documents, mask.key_padding, mask.blocks
+        contents = (None if x is None else Content.of(x) for x in of_mask)
         key = mask.spec(), sizes, *contents, Unchanged(self.of_mask)
         if _hidden.get(self.mask_mod) == key:
             return
@@ -467,7 +468,7 @@ def _check_blocks(
     block_mask: Any, function: ScalarFunction, captured: Sequence[Tensor], sizes: tuple[int, int, int]
 ) -> None:
     """Refuse blocks that are not those of mask_mod: it would not be the whole mask. Looks at each mask once."""
-    key = function.handle, sizes, tuple((id(x), x._version) for x in captured)
+    key = function.handle, sizes, Unchanged(captured)
     if _checked.get(block_mask) == key:
         return
     device, (rows, keys) = block_mask.kv_num_blocks.device, block_mask.BLOCK_SIZE

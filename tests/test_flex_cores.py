@@ -32,6 +32,7 @@ from cp_mesh import (
     create_block_mask,
     parallelize,
 )
+from cp_mesh.flex import Functions
 
 B, H, K, D = 2, 4, 2, 5
 ALL = Mask(causal=False)
@@ -233,6 +234,31 @@ def over_tp(rank: int) -> list[str]:
 
 def test_heads_over_tp(pool: Any) -> None:
     report(pool(4).run(over_tp))
+
+
+def over_dp(rank: int) -> float:
+    """DTensors over dp alone: functions see global batch rows."""
+    grid, rows = mesh((1, 2), ("cp", "dp")), slice(rank, rank + 1)
+    core = Core("of a batch row and a head", "documents")
+    want = expected(core)[0]["out"].detach()
+    applied = parallelize(core, grid["cp"], {"": style(grid["cp"])})
+    qkv = (
+        DTensor.from_local(x[rows], grid["dp"], [Shard(0)], run_check=False) for x in make_qkv(B, H, K, core.S, D)[:3]
+    )
+    return gap(applied(*qkv).to_local().detach(), want[rows])
+
+
+def test_batch_rows_over_dp(pool: Any) -> None:
+    assert max(pool(2).run(over_dp)) <= TOLERANCE
+
+
+def test_blocks_of_another_batch_are_looked_at_again() -> None:
+    ids, q = torch.arange(24) // 6, torch.zeros(1, H, 24, D)
+    block_mask = create_block_mask(lambda b, h, i, j: (i >= j) | (ids[i] == ids[j]), 1, H, 24, 24)
+    functions = Functions.of(None, block_mask, q, (1, H, 24))
+    functions.check_hidden(Mask(blocks=ids), (1, H, 24), q.device)
+    with pytest.raises(ArgumentError, match="a mask that hides no pair"):
+        functions.check_hidden(Mask(blocks=torch.arange(24) // 3), (1, H, 24), q.device)
 
 
 class Model(nn.Module):
