@@ -7,6 +7,7 @@ over ranks in the accumulation dtype on the way home. Methods and kernels see wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -61,7 +62,8 @@ def place_captured(
             local.append(x)
             continue
         cuts, of_gradient = _cuts(x, query, axis, seq_len)
-        if cuts and x.numel() > (most := query.numel() // query.shape[axis.seq_dim] * seq_len):
+        others = (size for dim, size in enumerate(query.shape) if dim != axis.seq_dim)
+        if cuts and x.numel() > (most := math.prod(others) * seq_len):
             hint = "it is gathered; cp_mesh.attention(bias=) takes the rows of a bias as they are"
             expected = f"at most {most} elements, as query has"
             refuse("a captured DTensor that is sharded", expected, x.numel(), hint, UnsupportedError)
