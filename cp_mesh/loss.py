@@ -67,7 +67,8 @@ def cross_entropy(
         A scalar, float32 (float64 for float64 logits); 0 if no token of the mesh is valid.
 
     Raises:
-        ArgumentError: on DTensors, or if labels do not have the shape of logits without the vocabulary. In the first
+        ArgumentError: on DTensors, if labels do not have the shape of logits without the vocabulary, or on a mesh with
+            ranks that share one vocabulary. In the first
             call also, on every rank of ``mesh``, of labels outside of the vocabulary, and of labels that are known to
             be other rows' than this rank's: in another layout than attention, or shifted after sharding.
         IndexError: on a label outside of the vocabulary, on the CPU; a device assertion on CUDA. In later calls.
@@ -80,6 +81,8 @@ def cross_entropy(
         refuse("labels", f"shape {tuple(logits.shape[:-1])}", tuple(labels.shape), "shard both with one sequence")
     graph = logits.hidden if isinstance(logits, DeferredLogits) else logits  # for what autograd knows of them
     groups = groups_of(mesh)
+    if isinstance(logits, DeferredLogits) and not torch.compiler.is_compiling():
+        logits.head.check_ranks(ranks_of(mesh))
     valid, found = (labels != ignore_index).sum(), None
     # not of the rows, of which ranks may have unlike numbers; an evaluation may come first
     kind = "cross_entropy", len(logits.shape), logits.shape[-1], ignore_index, logits.requires_grad

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
@@ -76,6 +77,13 @@ class Head:
         if not torch.compiler.is_compiling() and self.weight.untyped_storage().size() == 0:
             hint = "fully_shard the module that holds it with reshard_after_forward=False, the default of a root"
             refuse("DeferredLogits", "the weight of the last linear", "one that FSDP2 has freed", hint)
+
+    def check_ranks(self, ranks: list[int]) -> None:
+        """Refuse a loss over several ranks of tp, whose equal labels would be counted more than once."""
+        tp = dist.get_process_group_ranks(_resolve_process_group(self.group_name))  # type: ignore[arg-type]
+        if len(shared := sorted({*tp} & {*ranks})) > 1:
+            hint = 'leave tp out: mesh["dp", "cp"]._flatten("dp_cp")'
+            refuse("cross_entropy: mesh", "ranks that hold distinct tokens", f"ranks {shared} of one tp group", hint)
 
 
 class DeferredLogits(NamedTuple):

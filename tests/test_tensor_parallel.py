@@ -672,6 +672,11 @@ def of_unlike_labels(tp: DeviceMesh) -> None:
     cross_entropy(logits, (torch.arange(6) + tp.get_local_rank()) % 4, alone_and_tp()[0])
 
 
+def over_tp(tp: DeviceMesh) -> None:
+    logits = parallelize(nn.Linear(C, 4, bias=False), tp, {"": VocabParallelHead()})(torch.ones(3, C))
+    cross_entropy(logits, torch.arange(6) % 4, tp)
+
+
 REFUSED: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
     "a mode": (
         lambda tp: OverlappedColwise(mode="scatter"),
@@ -701,6 +706,7 @@ REFUSED: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
     "double backward of sums": (second_backward(OverlappedRowwise(mode="all_reduce")), "can be differentiated once"),
     "vmap": (mapped, "expected no transform of torch.func, got vmap"),
     "a weight that is freed": (freed, "got one that FSDP2 has freed; fully_shard"),
+    "a loss over tp": (over_tp, "ranks that hold distinct tokens, got ranks [0, 1] of one tp group; leave tp out"),
     "labels that differ": (of_unlike_labels, "labels on tp ranks"),
     "rows that differ": (of_unlike_rows, "rows of the sequence"),
 }
