@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 import cp_mesh
 from cp_mesh import ContextParallel, Contiguous, Layout, Mask, ShardedModel, ShardedSequence, Striped, ZigZag, attention
 from cp_mesh import layouts as layouts_module
-from cp_mesh.call import Options
+from cp_mesh.call import NUM_TENSORS, Options
 from cp_mesh.layouts import Run
 from cp_mesh.ops import attention_op
 
@@ -216,7 +216,7 @@ def lse_of_the_op(rank: int) -> None:
     group = mesh((1,), ("cp",)).get_group()
     q, k, v = (x.requires_grad_() for x in make_qkv(B, H, K, S, D)[:3])
     spec = Options("zigzag", Mask().spec(), 0.3, kernel="cpu_flash").spec()
-    _, lse, *_ = attention_op(q, k, v, *[None] * 8, [], S, 2, group.group_name, spec)
+    _, lse, *_ = attention_op(q, k, v, *[None] * NUM_TENSORS, [], S, 2, group.group_name, spec)
     assert not lse.requires_grad
 
 

@@ -56,8 +56,8 @@ _DIMS = {
 }
 ROWS = _DIMS | {f"{name}.default": dim for name, dim in _DIMS.items()}  # and as operators are named
 ATTENTION = frozenset(ROWS)
-# What torch.compile makes of torch.utils.checkpoint: an operator, in whose body the mode that sees it is not active.
 FLEX = "torch.nn.attention.flex_attention"
+# What torch.compile makes of torch.utils.checkpoint: an operator, in whose body the mode that sees it is not active.
 CHECKPOINTS = frozenset(("tag_activation_checkpoint", "wrap_activation_checkpoint"))
 
 

@@ -57,8 +57,8 @@ class Pairs:
     """The allowed pairs of a tile that is no band: the mask itself, and the positions of the tile's rows.
 
     ``adjacent`` tells that most keys are followed by the sequence's next one, ``steps`` of queries and of keys whether
-    they are `Steps`. ``kept`` holds what a kernel prepared of
-    them: a plan gives all layers the same object, on one stream.
+    they are `Steps`. ``kept`` holds what a kernel prepared of them: a plan gives all layers the same object, on one
+    stream.
     """
 
     mask: Mask

@@ -39,7 +39,9 @@ from cp_mesh.kernels.triton_attention import distances
 BLOCK = 128
 """Queries and keys of a block of pairs that is skipped as a whole, as in PyTorch."""
 KEPT = 256
-"""Programs that are kept, and tables for each tile."""
+"""Programs that are kept."""
+TABLES = 16
+"""What is kept for each tile: tables of blocks, of the last masks."""
 COPIES = 64
 """Of the gradient of an element that a whole row of pairs reads; the square of it where all pairs do."""
 PAIRS = 1 << 26
@@ -360,7 +362,7 @@ def _kept(cover: Pairs, key: tuple[Hashable, ...], make: Callable[[], Any]) -> A
     name = "flex", *key
     if name not in cover.kept:
         of_flex = [k for k in cover.kept if isinstance(k, tuple) and k[:1] == ("flex",)]
-        if len(of_flex) >= KEPT:
+        if len(of_flex) >= TABLES:
             del cover.kept[of_flex[0]]
         cover.kept[name] = make()
     return cover.kept[name]
@@ -511,8 +513,8 @@ def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradient
                 q, k, v, out, lse / math.log(2), dout, dlse, *graphs, blocks, scores.scale, _OPTIONS | options, *given
             )
             reads = found[len(found) - len(of.wanted) :]
-            found = (x if there else None for x, there in zip(reads, graded, strict=True))
-            return *grads, *(x for x, wanted in zip(found, of.wanted, strict=True) if wanted)
+            own = (x if there else None for x, there in zip(reads, graded, strict=True))
+            return *grads, *(x for x, wanted in zip(own, of.wanted, strict=True) if wanted)
 
         return function
 
