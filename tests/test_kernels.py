@@ -403,14 +403,14 @@ def test_no_kernel_at_all():
 
 
 def test_an_unknown_kernel():
-    message = r"kernel: expected one of auto, fa4, .*cpu_flash, reference, got 'flash'; kernel='auto'"
+    message = r"kernel: expected one of auto, fa4, .*cpu_flash, reference, flex, got 'flash'; kernel='auto'"
     with pytest.raises(ArgumentError, match=message):
         choose_kernel("flash", CPU)
 
 
 def test_the_table_is_keyed_by_name_and_the_reference_can_do_everything():
     assert all(kernel.name == name for name, kernel in KERNELS.items())
-    assert list(KERNELS)[-1] == "reference"
+    assert list(KERNELS)[-2:] == ["reference", "flex"], "what is behind the reference is taken by name alone"
     for device, dtype in product(("cpu", "cuda"), (torch.float64, torch.float32, torch.bfloat16, torch.float16)):
         wanted = Request(
             device, (5, 0) if device == "cuda" else (0, 0), dtype, frozenset({"full", "causal", "window", "pairs"}),

@@ -171,6 +171,8 @@ def found(
         if says not in outcome or (planned and issued):
             if way.startswith("flex") and "FlexAttention does not support backward on CPU" in outcome:
                 continue
+            if way == "MHA" and not fullgraph and not issued and "does not support NestedTensor" in outcome:
+                continue  # where Dynamo falls back within a core, PyTorch's own error comes first, on all ranks
             wrong.append(f"{way}, {planned=}, {mode}: {issued} collectives, {outcome[:300]}")
     return wrong
 
