@@ -370,7 +370,7 @@ class _Recorder(TorchDispatchMode):
         self._alive: list[Tensor] = []  # so that no other tensor has their id
         for name, x in scalars.items():
             self._note(x, self._graph.placeholder(name))
-        self._last_argument = next(reversed(self._graph.nodes))
+        self._last_argument = next(iter(reversed(self._graph.nodes)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tags, got, hint = func.tags, "", ""
@@ -386,6 +386,9 @@ class _Recorder(TorchDispatchMode):
             got, hint = f"communication, {func}", "read the DTensor itself, or x.full_tensor() of before"
         if got:
             refuse(self._what, "a function of one pair that torch can trace", got, hint, UnsupportedError)
+        if func is torch.ops.aten.log_sigmoid_forward.default:
+            with self:
+                return _log_sigmoid(*args)
         kwargs = kwargs or {}
         node = self._graph.call_function(func, *map_aggregate((args, kwargs), self._node))
         found = func(*args, **kwargs)
@@ -432,6 +435,11 @@ class _Recorder(TorchDispatchMode):
             else:
                 self._graph.erase_node(node)
         return self._graph, tuple(used)
+
+
+def _log_sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As PyTorch's operator, which vmap cannot batch on CUDA: its second result is empty there."""
+    return torch.minimum(x, torch.zeros_like(x)) - (-x.abs()).exp().log1p(), x
 
 
 def _read_mask(

@@ -95,10 +95,10 @@ class _Rewriting:
         self._captured = {node: i for i, node in enumerate(inputs[len(scalars) :])}
         for node in scalars:
             self._nodes[node] = self._graph.node_copy(node)
-        *_, self._b, self._h, self._i, self._j = scalars
+        self._score, *_ = *_, self._b, self._h, self._i, self._j = scalars
         self._depends = {node: {node} & {self._i, self._j} for node in scalars}
         self._last = self._nodes[self._j]
-        self._zero = self._call(aten.sub.Tensor, *[self._nodes[self._b]] * 2)
+        self._zero = self._call(aten.bitwise_xor.Tensor, *[self._nodes[self._b]] * 2)
         self._sources, self._copies, self._constants = list[int](), list[int](), dict[int, tuple[Node, Node]]()
         self._in_indices = self._behind_indices()
 
@@ -128,6 +128,9 @@ class _Rewriting:
                 continue
             whole = {x: self._read(x, ()) for x in node.all_input_nodes if x in self._captured}  # which have no dims
             copied = self._graph.node_copy(node, (self._nodes | whole).__getitem__)
+            if copied.target is aten.scalar_tensor.default and type(copied.args[0]) is float:
+                copied.target, copied.args = aten.full_like.default, (self._nodes[self._score], copied.args[0])
+                copied.kwargs = {}  # a number beside scores, of no dtype and device of its own
             self._nodes[node] = self._without_literals(copied) if node in self._in_indices else copied
         for i, (place, node) in enumerate(self._constants.values()):
             with self._graph.inserting_after(self._last):
@@ -183,7 +186,7 @@ class _Rewriting:
         elif len(over) == 1:
             turn = key if self._i in over else row
         else:
-            turn = self._call(aten.sub.Tensor, key, key)
+            turn = self._call(aten.bitwise_xor.Tensor, key, key)
         turn = self._call(aten.bitwise_and.Tensor, turn, self._constant(self._copies[-1] - 1))
         return self._call(mod_index, place, [*(self._nodes[n] for n in at), turn])
 
@@ -201,8 +204,8 @@ class _Rows:
     """What the functions read of a tile's rows beside captured tensors.
 
     Attributes:
-        bounds: int64 [5], of `distances`.
-        positions: int64 [Sq] and [Sk].
+        bounds: int32 [5], of `distances`.
+        positions: int32 [Sq] and [Sk].
         documents: ids [Sq] and [Sk], or [B, Sq] and [B, Sk]; empty without documents.
         padding: uint8 [Sk] or [B, Sk], whether a key is kept; empty without padding.
         starts: int32 [Sk] or [B, Sk], where the block of a key begins; empty without blocks.
@@ -227,7 +230,8 @@ class _Rows:
         documents = at(mask.documents, positions[0]) + at(mask.documents, positions[1])
         padding = at(None if mask.key_padding is None else mask.key_padding.view(torch.uint8), positions[1])
         starts = at(None if mask.blocks is None else mask.starts, positions[1])
-        return cls(torch.tensor(distances(mask), device=positions[0].device), positions, documents, padding, starts)
+        bounds = torch.tensor(distances(mask), dtype=torch.int32, device=positions[0].device)
+        return cls(bounds, (positions[0].int(), positions[1].int()), documents, padding, starts)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -272,7 +276,7 @@ class _Tile:
         self.rows = _kept(cover, ("rows",), lambda: _Rows.of(cover))
         device = cover.q_pos.device
         numbers = scores.first_batch, scores.first_head, *(cover.steps[0] or [0] * 4), *(cover.steps[1] or [0] * 4)
-        self._numbers = _kept(cover, ("numbers", numbers), lambda: torch.tensor(numbers, device=device))
+        self._numbers = _kept(cover, ("numbers", numbers), lambda: torch.tensor(numbers, dtype=torch.int32, device=device))
         self._stepped = tuple(steps is not None for steps in cover.steps)
         self._score, self._mask = (None if x is None else _reads(x) for x in (scores.score_mod, scores.mask_mod))
         num = 0 if scores.score_mod is None else scores.score_mod.num_captured
@@ -292,7 +296,7 @@ class _Tile:
             return score
         score = score.to(self._dtype)
         reads = tensors[3:]
-        return self._score.graph(score, *self._globals(b, h, i, j, *tensors[:3]), *reads)
+        return self._score.graph(score, *self._globals(b, h, i, j, *tensors[:3]), *reads).to(self._dtype)
 
     def mask(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, *tensors: Tensor) -> Tensor:
         numbers, bounds, q_pos, k_pos = tensors[:4]
