@@ -276,7 +276,8 @@ class _Tile:
         self.rows = _kept(cover, ("rows",), lambda: _Rows.of(cover))
         device = cover.q_pos.device
         numbers = scores.first_batch, scores.first_head, *(cover.steps[0] or [0] * 4), *(cover.steps[1] or [0] * 4)
-        self._numbers = _kept(cover, ("numbers", numbers), lambda: torch.tensor(numbers, dtype=torch.int32, device=device))
+        key, int32 = ("numbers", numbers), torch.int32
+        self._numbers = _kept(cover, key, lambda: torch.tensor(numbers, dtype=int32, device=device))
         self._stepped = tuple(steps is not None for steps in cover.steps)
         self._score, self._mask = (None if x is None else _reads(x) for x in (scores.score_mod, scores.mask_mod))
         num = 0 if scores.score_mod is None else scores.score_mod.num_captured
