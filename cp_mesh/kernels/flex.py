@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
 from cp_mesh.kernels.combine import accumulation_dtype
@@ -338,10 +339,19 @@ class _Tile:
             dscore = torch.zeros_like(score) if dscore is None else dscore
             return [dscore, None, None, None, None, *(next(grads) if w else None for w in wanted)]
 
-        device = self.of_score[0].device
-        # each a tensor of its own: what is traced goes by identity
-        dtypes = dtype, *[torch.int32] * 4, dtype
-        return _traced(joint, (*(torch.zeros((), dtype=x, device=device) for x in dtypes), *self.of_score))
+        # Traced on the CPU: autograd's thread of a GPU may wait for this one. Each is a tensor of its own, as what is
+        # traced goes by identity, and has no data.
+        device, mode = self.of_score[0].device, FakeTensorMode()
+        with mode:
+            scalars = (torch.empty((), dtype=x) for x in (dtype, *[torch.int32] * 4, dtype))
+            captured = (torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in self.of_score)
+            inputs = *scalars, *captured
+        graph = _traced(joint, inputs)
+        for node in graph.graph.nodes:
+            if "device" in node.kwargs:
+                node.kwargs = node.kwargs | {"device": device}
+        graph.recompile()
+        return graph
 
     def with_gradients(self, of_score: Sequence[Tensor], graded: Sequence[bool]) -> tuple[Tensor, ...]:
         """Not compiled, PyTorch's operator returns gradients of those tensors that say they want one."""
