@@ -428,6 +428,7 @@ def _program(
     """What ``make`` returns, compiled for tensors like these; on the CPU as it is: PyTorch compiles no backward there.
 
     It is given options of PyTorch's kernels: those that read more in a loop may need shared memory for fewer stages.
+    Inductor must not pad strides: the templates take rows of lse and delta to follow each other.
     """
     key = key, tuple((x.shape, x.stride(), x.dtype, x.device) for x in inputs)
     if key not in _programs:
@@ -439,7 +440,8 @@ def _program(
             torch.cuda.set_device(device)
             for options in FEWER_STAGES:
                 try:
-                    return torch._inductor.compile(_traced(make(options), inputs), list(inputs))
+                    graph = _traced(make(options), inputs)
+                    return torch._inductor.compile(graph, list(inputs), {"comprehensive_padding": False})
                 except Exception as error:
                     if "out of resource" not in str(error) or options == FEWER_STAGES[-1]:
                         raise
