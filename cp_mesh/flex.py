@@ -458,7 +458,8 @@ def _read_mask(
     batch, heads, length = sizes
     if given[0] not in (None, 1, batch) or given[1] not in (None, 1, heads) or set(given[2:]) != {length}:
         expected = f"the whole sequence: B 1 or {batch}, H 1 or {heads}, {length} queries and keys"
-        refuse("block_mask", expected, given, "make it of the global length, and never slice it")
+        hint = "make it of the global length, and never slice it; pass seq_len= where shards are of unequal lengths"
+        refuse("block_mask", expected, given, hint)
     function, captured = _trace("mask_mod", block_mask.mask_mod, query, last)
     assert function is not None
     if isinstance(block_mask, BlockMask):

@@ -103,6 +103,12 @@ class DeferredLogits(NamedTuple):
     num_rows: int
     sharded: bool
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"logits of VocabParallelHead have no {name!r}: they are computed in cp_mesh.cross_entropy(logits, labels, "
+            "mesh), or by logits.whole(), [..., S, V]"
+        )
+
     @property
     def shape(self) -> tuple[int, ...]:
         """That of the logits, [..., S, V]."""

@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from model import Model as Decoder
+from model import overlapped_plan
 from ranks import mesh
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -754,6 +756,49 @@ def test_the_norm_of_a_gradient_takes_no_memory_of_its_size(dtype: torch.dtype) 
     with NoCopies():
         norm = _norm(grad)
     torch.testing.assert_close(norm.double(), grad.double().norm(), rtol=1e-5, atol=0)
+
+
+# Over tp.
+
+
+def trained_over_tp(rank: int, how: str) -> list[str]:
+    grid = mesh((2, 2), ("cp", "tp"))
+    sequence, decoder = ShardedSequence(grid["cp"]), Decoder(dtype=torch.float32)
+    plan = overlapped_plan("all_reduce" if "all-reduce" in how else "reduce_scatter")
+    if "no norms" in how:
+        plan = {name: style for name, style in plan.items() if "norm" not in name}
+    cp_mesh.parallelize(decoder, grid["tp"], plan)
+    root = ShardedModel(sequence, positions="positions")
+    cp_mesh.parallelize(decoder, grid["cp"], {"": root, "layers.*.core": ContextParallel(sequence)})
+    if "cut by hand" in how:
+        for name, x in decoder.named_parameters():
+            if "norm" in name:
+                x.data += grid.get_local_rank("tp")
+    if "FSDP" in how:
+        fully_shard(decoder, mesh=grid["cp"])
+        cp_mesh.sum_gradients(decoder)
+    optimizer = torch.optim.SGD(decoder.parameters(), 0.1)
+    tokens = tokens_of(16)
+    labels = sequence.shard({"labels": next_tokens(tokens)})["labels"]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        cp_mesh.cross_entropy(decoder(tokens), labels, grid["cp"]).backward()
+        for x in decoder.parameters() if "FSDP" not in how else ():
+            dist.all_reduce(getattr(x.grad, "to_local", lambda x=x: x.grad)(), group=grid["cp"].get_group())
+        optimizer.step()
+    return [text for x in caught if (text := str(x.message)).startswith("cp_mesh:")]
+
+
+@pytest.mark.parametrize("how", ["FSDP", "by hand", "all-reduce, no norms, FSDP", "no norms, cut by hand"])
+def test_equal_gradients_over_tp_are_silent(pool: Any, how: str) -> None:
+    assert pool(4).run(trained_over_tp, how) == [[]] * 4
+
+
+@pytest.mark.parametrize("how", ["no norms, FSDP", "no norms, by hand"])
+def test_norms_on_rows_of_tp_without_a_style_are_warned_of(pool: Any, how: str) -> None:
+    for (said,) in pool(4).run(trained_over_tp, how):
+        assert "gradients of 5 of 5 parameters that tp does not shard, such as layers.0.norm.weight" in said
+        assert "SequenceParallel()" in said
 
 
 # Without a root.

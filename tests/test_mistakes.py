@@ -85,6 +85,7 @@ MISTAKES = {
     "gradients over cp alone": Mistake("a sum over the ranks of cross_entropy", UNREDUCED, ranks=4),
     "averages": Mistake("averages gradients", of=lambda root, compiled, by: by != "hand"),
     "no reduction": Mistake(UNREDUCED, of=lambda root, compiled, by: by == "hand"),
+    "other weights": Mistake("whose gradients are summed", of=lambda root, compiled, by: by == "hand"),
     "labels by chunk": Mistake("labels of contiguous rows"),
     "labels shifted after": Mistake("next tokens within this rank's shard"),
     "labels of another layout": Mistake("those of striped"),
@@ -126,6 +127,8 @@ def make(rank: int, mistake: str, root: bool, compiled: bool, by: str, grid: Any
     model = next((kind for word, kind in kinds.items() if mistake.startswith(word)), Trained)(mistake)
     if mistake == "a tensor mask on one rank":
         model.core = Core()
+    if mistake == "other weights":
+        model.head.weight.data += rank
     if mistake == "a window":
         model.core.sliding_window = 4
     plan: dict[str, Any] = {}

@@ -14,7 +14,7 @@ import json
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,8 @@ from cp_mesh.trained import (
 
 _APART = 1e-3
 """Relative: norms of gradients that were reduced are equal but for rounding."""
+_OTHER_WEIGHTS = 1e-5
+"""Relative: norms of one weight are equal, and of as many other random numbers they are near."""
 
 
 class _FirstSteps:
@@ -88,7 +90,7 @@ class _FirstSteps:
             if taken and not turned_off():
                 # in a backward, gradients of parameters that other optimizers hold may still be on their way
                 looked_at = taken if inside else graded
-                check_reduction(module, planned, {name: x.grad for name, x in looked_at.items()}, inside)
+                check_reduction(module, planned, looked_at, inside)
         if not inside:
             forget_nobodys()
 
@@ -104,20 +106,20 @@ def watch_first_step(module: nn.Module, mesh: DeviceMesh) -> None:
         _first_steps.add(module, Planned(mesh.get_group(), number))
 
 
-def check_reduction(module: nn.Module, planned: Planned, grads: dict[str, Any], inside: bool = False) -> None:
-    """Refuse gradients that are not sums over the ranks of the loss; warn where it cannot be known.
+def check_reduction(module: nn.Module, planned: Planned, trained: Mapping[str, Tensor], inside: bool = False) -> None:
+    """Refuse gradients that are no sums over the ranks of the loss, or are of other weights; warn if nobody can know.
 
     Args:
         module: the model, or the part of it that has a plan.
         planned: its losses, and the cp group.
-        grads: of its parameters, by name.
+        trained: its parameters with a gradient, by name.
         inside: whether the optimizer steps in the backward, before DistributedDataParallel reduces.
 
     Raises:
         ArgumentError: on every rank.
     """
     losses = losses_of(planned)
-    found = _Found(planned, losses, grads)
+    found = _Found(planned, losses, trained)
     _compare_batches(planned, losses)
     stage = _stage_of(module)
     if stage is not None and losses:
@@ -142,16 +144,17 @@ def check_reduction(module: nn.Module, planned: Planned, grads: dict[str, Any], 
             )
     elif not any(type(part).__name__ == "FullyShardedDataParallel" for part in module.modules()):
         for over in found.groups:
-            _check_equal(over, planned, grads)
+            _check_equal(over, planned, trained)
+    _check_tensor_parallel(found)
 
 
 @dataclass(frozen=True)
 class _Found:
-    """What is known of a model at its first step: its plan, the losses of its gradients, and these by parameter."""
+    """What is known of a model at its first step: its plan, its losses, and its parameters with gradients."""
 
     planned: Planned
     losses: list[Loss]
-    grads: dict[str, Any]
+    trained: Mapping[str, Tensor]
 
     @property
     def mesh(self) -> DeviceMesh | dist.ProcessGroup | None:
@@ -264,7 +267,7 @@ def _check_ranks(found: _Found, ranks: list[int], by: str, option: str) -> None:
         return
     if set(ranks) < set(of_loss):
         if set(ranks).isdisjoint({*dist.get_process_group_ranks(cp_group)} - {dist.get_rank()}):
-            _check_equal(cp_group, found.planned, found.grads)
+            _check_equal(cp_group, found.planned, found.trained)
             return
         got, hint = f"{by} over ranks {ranks}", f"give {by} {option} all of them, as mesh['dp', 'cp']._flatten()"
         refuse("gradients", f"a sum over the ranks of cross_entropy, {of_loss}", got, hint)
@@ -281,35 +284,95 @@ def _wrapper(module: nn.Module) -> DistributedDataParallel | None:
     return next((wrapper for wrapper in WRAPPERS if any(part is module for part in wrapper.modules())), None)
 
 
-def _norm(grad: Tensor) -> Tensor:
+def _check_tensor_parallel(found: _Found) -> None:
+    """Warn of parameters that tp does not shard, whose gradients differ between its ranks, which hold the same tokens.
+
+    Such a rank's gradient is that of its rows alone, where modules between the linears see rows of their own, or of its
+    heads. What a trainer cuts by hand, in plain tensors, has other weights on each rank, and is left out.
+    """
+    if found.mesh is None:
+        return
+    others = {*ranks_of(found.mesh)} - {dist.get_rank()}
+    for ranks, group in _axes(found.trained.values(), sharded=True).items():
+        whole = {name: x for name, x in found.trained.items() if ranks not in _axes([x])}
+        if len(ranks) > 1 and others.isdisjoint(ranks) and whole:
+            _compare_norms(group, f"tensor parallel {found.planned.number}", whole, _decide_on_tensor_parallel)
+
+
+def _axes(tensors: Iterable[Tensor], sharded: bool = False) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """The mesh axes of tensors by their ranks; with ``sharded``, those that shard some of them."""
+    found = {}
+    for x in (x for x in tensors if isinstance(x, DTensor)):
+        for axis, placement in enumerate(x.placements):
+            if placement.is_shard() or not sharded:
+                group = x.device_mesh.get_group(axis)
+                found[(*dist.get_process_group_ranks(group),)] = group
+    return found
+
+
+def _norm(x: Tensor) -> Tensor:
     """Without a copy of the gradient, for which there may be no memory."""
-    grad = grad.coalesce().values() if grad.is_sparse else grad
-    return torch.linalg.vector_norm(grad, dtype=accumulation_dtype(grad.dtype))
+    x = x.to_local() if isinstance(x, DTensor) else x
+    x = x.coalesce().values() if x.is_sparse else x
+    return torch.linalg.vector_norm(x, dtype=accumulation_dtype(x.dtype))
 
 
-def _check_equal(group: dist.ProcessGroup, planned: Planned, grads: dict[str, Any]) -> None:
+def _check_equal(group: dist.ProcessGroup, planned: Planned, trained: Mapping[str, Tensor]) -> None:
     """Refuse gradients of replicated parameters that differ between ranks: nobody reduced them.
 
     Of the ranks that come: an optimizer may hold parameters of the model on some of them alone.
     """
-    local = {name: x.to_local() if isinstance(x, DTensor) else x for name, x in grads.items()}
-    norms = [float(_norm(x)) for x in local.values()]  # one after the other: they may be on several devices
-    own = {"gradients": json.dumps(dict(zip(local, norms, strict=True)))}
-    _compare(group, f"gradients {planned.number}", own, functools.partial(_decide_on_gradients, list(grads)))
+    _compare_norms(group, f"gradients {planned.number}", trained, _decide_on_gradients)
 
 
-def _decide_on_gradients(of_rank: list[str], answers: Answers) -> None:
-    found = [json.loads(answer["gradients"]) for answer in answers.values()]
+def _compare_norms(
+    group: dist.ProcessGroup,
+    topic: str,
+    trained: Mapping[str, Tensor],
+    decide: Callable[[list[str], Answers], None],
+) -> None:
+    # one after the other: they may be on several devices
+    own = {
+        "gradients": {name: float(_norm(x.grad)) for name, x in trained.items() if x.grad is not None},
+        "weights": {name: float(_norm(x.detach())) for name, x in trained.items()},
+    }
+    words = {field: json.dumps(norms) for field, norms in own.items()}
+    _compare(group, topic, words, functools.partial(decide, list(trained)))
+
+
+def _apart(field: str, of_rank: list[str], answers: Answers, by: float) -> tuple[list[str], list[str]]:
+    """The parameters that all ranks have, and those of them whose norms differ."""
+    found = [json.loads(answer[field]) for answer in answers.values()]
     names = [name for name in of_rank if all(name in one for one in found)]
     table = torch.tensor([[one[name] for name in names] for one in found], dtype=torch.float64)
     low, high = table.amin(0), table.amax(0)
-    apart = (high - low) > _APART * high
-    if not apart.any():
-        return
-    differ = [name for name, differs in zip(names, apart.tolist(), strict=True) if differs]
-    what = f"gradients of {len(differ)} of {len(names)} parameters, such as {differ[0]}"
-    hint = "fully_shard and cp_mesh.sum_gradients, or all_reduce every gradient over the ranks of the loss with SUM"
-    expected, got = "equal on all ranks before the optimizer steps", "another one on each rank"
-    if len(differ) == len(names):
-        raise ArgumentError(describe(what, expected, got, hint))
-    warnings.warn(f"cp_mesh: {describe(what, expected, got, hint)}", stacklevel=4)
+    return names, [name for name, differs in zip(names, ((high - low) > by * high).tolist(), strict=True) if differs]
+
+
+def _decide_on_gradients(of_rank: list[str], answers: Answers) -> None:
+    names, differ = _apart("gradients", of_rank, answers, _APART)
+    if differ:
+        what = f"gradients of {len(differ)} of {len(names)} parameters, such as {differ[0]}"
+        hint = "fully_shard and cp_mesh.sum_gradients, or all_reduce every gradient over the ranks of the loss with SUM"
+        expected, got = "equal on all ranks before the optimizer steps", "another one on each rank"
+        if len(differ) == len(names):
+            raise ArgumentError(describe(what, expected, got, hint))
+        warnings.warn(f"cp_mesh: {describe(what, expected, got, hint)}", stacklevel=4)
+    _, other = _apart("weights", of_rank, answers, _OTHER_WEIGHTS)
+    if other := [name for name in other if name not in differ]:  # parameters of experts differ in both
+        hint = "build the model with one seed on all ranks, or broadcast its parameters before the first step"
+        what = f"weights of {len(other)} of {len(names)} parameters whose gradients are summed, such as {other[0]}"
+        raise ArgumentError(describe(what, "equal on all ranks", "others on some", hint))
+
+
+def _decide_on_tensor_parallel(of_rank: list[str], answers: Answers) -> None:
+    names, differ = _apart("gradients", of_rank, answers, _APART)
+    _, cut = _apart("weights", of_rank, answers, _OTHER_WEIGHTS)
+    if differ := [name for name in differ if name not in cut]:
+        what = f"gradients of {len(differ)} of {len(names)} parameters that tp does not shard, such as {differ[0]}"
+        hint = (
+            "give a norm on rows that are sharded over tp the style SequenceParallel(); all_reduce the gradient of "
+            "what sees this rank's heads over tp with SUM"
+        )
+        text = describe(what, "equal on the ranks of a tp group", "another one on each rank", hint)
+        warnings.warn(f"cp_mesh: {text}", stacklevel=4)
