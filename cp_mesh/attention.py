@@ -38,6 +38,7 @@ from cp_mesh.placements import (
     wrap_results,
 )
 from cp_mesh.plan import make_plan
+from cp_mesh.seen import Rows, check_marks
 
 _ANY_MASK = Mask()
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
@@ -274,6 +275,8 @@ def _make_call(query: Tensor, key: Tensor, value: Tensor, axis: CPAxis, asked: A
     options = options._replace(captured_cuts=cuts) if cuts else options
     call = Call(tensors, seq_len, axis.seq_dim, axis.group.group_name, options, captured)
     if not torch.compiler.is_compiling():
+        rows = Rows(options.layout, seq_len, axis.group.group_name)
+        check_marks({"query": query, "key": key, "value": value}, rows, axis.seq_dim, axis.group)
         _plan_fakes((query, key, value, *tensors), call, axis.group)
     return call
 

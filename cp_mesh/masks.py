@@ -8,6 +8,7 @@ directly (`cp_mesh.blocks`).
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -198,6 +199,8 @@ class Mask:
         for name, tensor in given.items():
             if tensor is not None and not is_owned(tensor):  # some mask's already, as in dataclasses.replace
                 object.__setattr__(self, name, owned(tensor))
+                if name == "documents" and not torch.compiler.is_compiling():
+                    _warn_of_positions(self.documents)  # type: ignore[arg-type]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """From another process, or a copy: its tensors are this mask's own."""
@@ -371,6 +374,19 @@ class Mask:
         return ",".join(
             "" if value is None else str(int(guard_scalar(value)))
             for value in (self.causal, left, right, self.prefix, self.length)
+        )
+
+
+def _warn_of_positions(ids: Tensor) -> None:
+    """Of documents that count the tokens of each document, and would be as many as there are tokens."""
+    rows = torch.atleast_2d(ids)
+    if rows.shape[1] < 8 or not bool((rows[:, :3] == torch.arange(3, device=ids.device)).all()):
+        return
+    if bool(((rows.diff(dim=1) == 1) | (rows[:, 1:] == 0)).all()):
+        warnings.warn(
+            "cp_mesh: Mask(documents=) has ids 0, 1, 2, ... of tokens that follow one another, as position_ids have: a "
+            "token would see those of its own position alone. batch_mask(position_ids=) makes documents of them",
+            stacklevel=4,
         )
 
 

@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_mesh.agreement import fingerprint, is_first_here, is_new_here, turned_off
+from cp_mesh.errors import refuse
 from cp_mesh.layouts import Contiguous, Layout, Striped, ZigZag
 from cp_mesh.masks import Mask
 from cp_mesh.trained import WAITING, note_wrapper
@@ -27,7 +28,7 @@ from cp_mesh.trained import WAITING, note_wrapper
 TOKENS = ("tokens", "input_ids", "inputs", "ids", "idx")
 """Names of leaves of which labels are usually the next ones."""
 _LENGTHS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, int]] = weakref.WeakKeyDictionary()
-_MARKS = WeakTensorKeyDictionary()  # not attributes of tensors, which would be saved with them
+_MARKS = WeakTensorKeyDictionary()  # to rows and a dim; not attributes of tensors, which would be saved with them
 
 
 class Rows(NamedTuple):
@@ -88,15 +89,44 @@ def _given() -> Given | None:
     return given if given is not None and given.group() in dist.distributed_c10d._world.pg_map else None
 
 
-def mark(x: Tensor, rows: Rows) -> Tensor:
-    """``x``, which says from now on which rows it holds."""
-    _MARKS[x] = rows
+def mark(x: Tensor, rows: Rows, dim: int) -> Tensor:
+    """``x``, which says from now on which rows it holds, along ``dim``."""
+    _MARKS[x] = rows, dim % x.ndim
     return x
 
 
 def marked(x: Any) -> Rows | None:
-    found: Rows | None = _MARKS.get(x) if isinstance(x, Tensor) else None
-    return found
+    found: tuple[Rows, int] | None = _MARKS.get(x) if isinstance(x, Tensor) else None
+    return None if found is None else found[0]
+
+
+def check_marks(tensors: dict[str, Tensor], rows: Rows, seq_dim: int, group: dist.ProcessGroup) -> None:
+    """Refuse tensors of a call of attention that `shard` cut along another dim, or in another layout or length.
+
+    Raises:
+        ArgumentError: on this rank.
+    """
+    for name, x in tensors.items():
+        held, dim = _MARKS.get(x, (None, seq_dim))
+        if held is None or held.group_name != rows.group_name:
+            continue
+        if dim != seq_dim:
+            refuse("seq_dim", f"{dim}, the dim of {name} that shard has cut", seq_dim, f"pass seq_dim={dim}")
+        if held != rows and _differ(held, rows, group):
+            expected, got = (f"{x.layout}, {x.seq_len} tokens" for x in (rows, held))
+            hint = "pass layout=sequence.layout and seq_len=sequence.seq_len of the sequence that cut them"
+            refuse(name, f"rows of {expected}, as the call says", f"those of {got}, as shard returned them", hint)
+
+
+def _differ(held: Rows, rows: Rows, group: dist.ProcessGroup) -> bool:
+    """Whether these are other rows, as far as it can be known: not of layouts that are tensors."""
+    if held.seq_len != rows.seq_len:
+        return True
+    plain = {x.spec(): x for x in (Contiguous(), ZigZag(), Striped())}
+    if held.layout not in plain or rows.layout not in plain:
+        return False
+    own, called = (plain[x.layout].positions(x.seq_len, group.size(), group.rank()) for x in (held, rows))
+    return not torch.equal(own, called)
 
 
 def note_length(group: dist.ProcessGroup, seq_len: int, length: int) -> None:

@@ -343,7 +343,7 @@ class ShardedSequence:
         held = Rows(self.layout.spec(), whole.shape[dim], group.group_name)
         note_length(group, whole.shape[dim], leaf.shape[dim] if self.length is None else self.length)
         note_tokens(str(name), leaf, self.layout, held, group)
-        return mark(local, held)
+        return mark(local, held, dim)
 
     def _pad_cu_seqlens(self, cu_seqlens: Tensor) -> Tensor:
         """The padding becomes a document of its own."""

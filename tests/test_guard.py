@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cp_mesh
-from cp_mesh import ContextParallel, Mask, ShardedModel, ShardedSequence, Striped
+from cp_mesh import ContextParallel, Contiguous, Mask, ShardedModel, ShardedSequence, Striped, ZigZag
 from cp_mesh.guard.reductions import _norm
 
 B, H, D, V = 2, 2, 8, 11
@@ -756,6 +756,37 @@ def test_the_norm_of_a_gradient_takes_no_memory_of_its_size(dtype: torch.dtype) 
     with NoCopies():
         norm = _norm(grad)
     torch.testing.assert_close(norm.double(), grad.double().norm(), rtol=1e-5, atol=0)
+
+
+# The function, on what shard has returned.
+
+OTHER_ROWS = {
+    "striped": "query: expected rows of zigzag, 24 tokens, as the call says, got those of striped, 24 tokens",
+    "unequal shards": "tokens, as the call says, got those of zigzag, 23 tokens",
+    "value alone": "value: expected rows of zigzag, 24 tokens, as the call says, got those of contiguous, 24 tokens",
+    "another dim": "seq_dim: expected 1, the dim of query that shard has cut, got 2; pass seq_dim=1",
+}
+
+
+def attend_on(rank: int, how: str) -> None:
+    axis = mesh((2,), ("cp",))
+    layout = {"striped": Striped(), "its own layout": Striped(), "same rows": Contiguous()}.get(how, ZigZag())
+    length = {"unequal shards": 23, "same rows": 2}.get(how, 24)
+    sequence = ShardedSequence(axis, layout, length=length, pad=how != "unequal shards")
+    dim = 1 if how == "another dim" else 2
+    q, k, v = (sequence.shard(torch.randn(B, length, length, D), dim=dim) for _ in range(3))
+    if how == "value alone":
+        v = ShardedSequence(axis, Contiguous()).shard(torch.randn(B, length, length, D), dim=2)
+    called = Striped() if how in ("its own layout", "same rows") else ZigZag()
+    cp_mesh.attention(q, k, v, mesh=axis, layout=called)
+
+
+def test_the_function_on_rows_that_it_is_not_told_of(pool: Any) -> None:
+    for how, text in OTHER_ROWS.items():
+        for error in raised(pool, 2, attend_on, how):
+            assert text in error.message, error.message
+    for how in ("its own layout", "same rows"):  # of a token for each rank, stripes are contiguous
+        pool(2).run(attend_on, how)
 
 
 # Over tp.

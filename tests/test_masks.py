@@ -1,6 +1,8 @@
 """Masks against the oracle that asks pair by pair; `test_blocks.py` has what the schedule makes of them."""
 
 import doctest
+import warnings
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -10,7 +12,7 @@ from dense import dense_mask
 
 import cp_mesh.masks
 from cp_mesh.errors import ArgumentError, UnsupportedError
-from cp_mesh.masks import Band, Mask, document_positions, packed_documents, parse_mask
+from cp_mesh.masks import Band, Mask, batch_mask, document_positions, packed_documents, parse_mask
 
 each_mask = pytest.mark.parametrize("name", MASKS)
 
@@ -194,3 +196,15 @@ def test_documents_of_positions() -> None:
     assert packed_documents(positions[1:]) is None and packed_documents(positions[:1]).shape == (7,)
     assert document_positions(found).tolist() == [[0, 1, 2, 0, 1, 0, 1], [0, 1, 2, 3, 4, 5, 6]]
     assert document_positions(torch.tensor([4, 4, -1, 4])).tolist() == [0, 1, 0, 0]
+
+
+def test_positions_for_documents_are_warned_of():
+    positions = torch.cat([torch.arange(5), torch.arange(7)])
+    for given in (positions, torch.stack([positions, torch.arange(12)])):
+        with pytest.warns(UserWarning, match="batch_mask"):
+            Mask(documents=given)
+    ids = batch_mask(position_ids=positions).documents
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for right in (ids, ids + 1, torch.tensor([0, 1, 2, 3, 3, 3, 3, 3]), torch.tensor([0, 1, 2, 0, 1, 1, 0, 2])):
+            replace(Mask(documents=right), window=(3, 0))
