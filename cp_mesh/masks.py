@@ -379,8 +379,10 @@ class Mask:
 
 def _warn_of_positions(ids: Tensor) -> None:
     """Of documents that count the tokens of each document, and would be as many as there are tokens."""
+    if ids.is_meta or type(ids) is not Tensor or ids.shape[-1] < 8:
+        return
     rows = torch.atleast_2d(ids)
-    if rows.shape[1] < 8 or not bool((rows[:, :3] == torch.arange(3, device=ids.device)).all()):
+    if not bool((rows[:, :3] == torch.arange(3, device=ids.device)).all()):
         return
     if bool(((rows.diff(dim=1) == 1) | (rows[:, 1:] == 0)).all()):
         warnings.warn(
