@@ -751,3 +751,9 @@ def tokens_outside(rank: int) -> list[str]:
 def test_tokens_outside_of_the_vocabulary(pool: Any) -> None:
     for found in pool(2).run(tokens_outside):
         assert len(found) == 3 and all("out of" in message for message in found), found
+
+
+def test_deferred_logits_name_what_takes_them() -> None:
+    logits = vocabulary.DeferredLogits(torch.zeros(2, 3, C), None, 3, False)  # type: ignore[arg-type]
+    with pytest.raises(AttributeError, match=r"no 'flatten': .* cp_mesh.cross_entropy\(logits, labels, mesh\), or by"):
+        logits.flatten(0, 1)
