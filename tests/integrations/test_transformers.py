@@ -645,7 +645,6 @@ def run_page(rank: int) -> None:
         **{"tokens": given["input_ids"], "position_ids": positions, "documents": documents_of(given)},
         "cumulative_lengths": torch.tensor([0, 7, 30, S]),
         "attention_mask": torch.ones(B, S, dtype=torch.long),
-        "fully_shard": fully_shard,
     }
     text = (ROOT / "docs" / "transformers.md").read_text()
     for block in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
