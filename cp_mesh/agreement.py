@@ -171,6 +171,18 @@ def agree_first(group: dist.ProcessGroup, kind: Hashable, fields: Mapping[str, s
     _compared[group].kinds.add(kind)
 
 
+def agree_once(group: dist.ProcessGroup, kind: Hashable, fields: Callable[[], Mapping[str, str]]) -> None:
+    """`agree_first` of a kind that is new since the last plan over any group; one look-up for later calls.
+
+    Raises:
+        RankMismatchError: as `agree_first`.
+    """
+    if is_new_here(group, kind):
+        own = fields()
+        _require_equal(compare_first(group, own), own)
+        _compared[group].here.add(kind)
+
+
 def compare_first(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[dict[str, str]]:
     """What the ranks of the group say, for whoever compares it otherwise than by equality."""
     if turned_off() or group.size() == 1 or _store(group) is None:
@@ -416,6 +428,14 @@ def announce_trace(group_name: str) -> None:
 
 # As by `torch.compiler.assume_constant_result`, which imports Dynamo: it calls this once and does not trace it.
 vars(announce_trace)["_dynamo_marked_constant"] = True
+
+
+def announce_error(group_name: str, error: Exception) -> None:
+    """`announce_refusal`, or `announce_trace` where torch.compile traces what refuses."""
+    if torch.compiler.is_compiling():
+        announce_trace(group_name)
+    else:
+        announce_refusal(_resolve_process_group(group_name), error)  # type: ignore[arg-type]
 
 
 def keep_to_itself(error: Exception) -> None:

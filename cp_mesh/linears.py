@@ -11,7 +11,7 @@ keeps what a policy of memory let go.
 Shapes: S rows of the sequence, C features of the input, O features of an output on this rank.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from cp_mesh.agreement import agree_first, announce_refusal, fingerprint, is_first
+from cp_mesh.agreement import agree_once, announce_refusal, fingerprint
 from cp_mesh.call import autocast
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.transport.shards import Shards
@@ -82,7 +82,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def check_rows(
-    what: str, x: Tensor, num_rows: int, group_name: str, sharded: bool, labels: Tensor | None = None
+    what: str, x: Tensor, num_rows: int, group_name: str, sharded: bool, *kind: Hashable, labels: Tensor | None = None
 ) -> None:
     """Before the first collective of a call; the first one of a kind is compared over tp, with its labels."""
     group: dist.ProcessGroup = _resolve_process_group(group_name)  # type: ignore[arg-type]
@@ -94,10 +94,13 @@ def check_rows(
     except Exception as error:
         announce_refusal(group, error)
         raise
-    kind = what, sharded, x.ndim, x.shape[-1], x.dtype
-    if is_first(group, kind):
-        shape = {"rows of the sequence": str(num_rows), "batch": str(tuple(x.shape[:-2]))}
-        agree_first(group, kind, shape | {"labels on tp ranks": fingerprint(labels)})
+    shape, features = tuple(x.shape[:-2]), x.shape[-1]
+    told = {"call": what, "rows of the sequence": f"{num_rows}", "batch": f"{shape}", "features": f"{features}"}
+    agree_once(
+        group,
+        (what, sharded, x.ndim, features, x.dtype, *kind),
+        lambda: told | {"dtype": f"{x.dtype}", "labels on tp ranks": fingerprint(labels)},
+    )
 
 
 @torch.library.custom_op("cp_mesh::column_linears", mutates_args=())
@@ -205,6 +208,7 @@ def sum_rows(x: Tensor, bias: Tensor | None, group_name: str, sharded: bool) -> 
 
 @torch.library.custom_op("cp_mesh::sum_rows", mutates_args=())
 def _sum_rows(x: Tensor, bias: Tensor | None, group_name: str, sharded: bool) -> Tensor:
+    check_rows("row linear", x, x.shape[-2], group_name, False, sharded)
     shards = Shards(x.shape[-2], group_name, "row linear")
     summed = (shards.scatter_sum(x) if sharded else shards.all_sum(x))()
     if bias is not None:

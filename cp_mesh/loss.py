@@ -21,13 +21,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from cp_mesh.agreement import is_first_here, leave_word, read_word
+from cp_mesh.agreement import announce_error, is_first_here, leave_word, read_word
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe, refuse
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.seen import first_leaf, forget, from_attention, is_whole, likeness, tokens_given, wrong_labels
 from cp_mesh.trained import WAITING, Loss, note_compiled_backward, note_trained
 from cp_mesh.transport.waiting import wait_for
-from cp_mesh.vocabulary import DeferredLogits
+from cp_mesh.vocabulary import DeferredLogits, check_ranks
 
 CHUNK_BYTES = 256 << 20
 """Of a chunk of rows in the dtype that they are computed in. A kernel on as much takes a GPU longer than its launch."""
@@ -75,14 +75,29 @@ def cross_entropy(
         UnsupportedError: in a second backward, through the gradient.
         RuntimeError: under the transforms of torch.func, by PyTorch.
     """
+    try:
+        return _cross_entropy(logits, labels, mesh, ignore_index, count)
+    except (ArgumentError, UnsupportedError) as error:
+        if isinstance(logits, DeferredLogits):  # other ranks of tp are of other groups of the mesh
+            announce_error(logits.head.group_name, error)
+        raise
+
+
+def _cross_entropy(
+    logits: Tensor | DeferredLogits,
+    labels: Tensor,
+    mesh: DeviceMesh | dist.ProcessGroup,
+    ignore_index: int,
+    count: int | Tensor | None,
+) -> Tensor:
     if isinstance(logits, DTensor) or isinstance(labels, DTensor):
         refuse("logits and labels", "local tensors", "DTensors", "gather the vocabulary and pass logits.to_local()")
     if logits.shape[:-1] != labels.shape:
         refuse("labels", f"shape {tuple(logits.shape[:-1])}", tuple(labels.shape), "shard both with one sequence")
     graph = logits.hidden if isinstance(logits, DeferredLogits) else logits  # for what autograd knows of them
     groups = groups_of(mesh)
-    if isinstance(logits, DeferredLogits) and not torch.compiler.is_compiling():
-        logits.head.check_ranks(ranks_of(mesh))
+    if isinstance(logits, DeferredLogits):
+        check_ranks(logits.head.group_name, [group.group_name for group in groups])
     valid, found = (labels != ignore_index).sum(), None
     # not of the rows, of which ranks may have unlike numbers; an evaluation may come first
     kind = "cross_entropy", len(logits.shape), logits.shape[-1], ignore_index, logits.requires_grad

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from cp_mesh.agreement import announce_refusal, announce_trace
+from cp_mesh.agreement import announce_error
 from cp_mesh.errors import refuse, written
 from cp_mesh.forwards import INPUT, OUTPUT, STYLE, replaced
 from cp_mesh.groups import names_of_axes
@@ -68,10 +67,7 @@ def gathers(model: nn.Module) -> bool:
 
 def announce(sequence: ShardedSequence, error: Exception) -> None:
     """Let the ranks that wait for this one raise, too."""
-    if torch.compiler.is_compiling():
-        announce_trace(sequence.mesh.get_group().group_name)
-    else:
-        announce_refusal(sequence.mesh.get_group(), error)
+    announce_error(sequence.mesh.get_group().group_name, error)
 
 
 @contextmanager

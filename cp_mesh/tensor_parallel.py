@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from cp_mesh.agreement import agree_once, announce_error, fingerprint
 from cp_mesh.call import check_choice
 from cp_mesh.errors import ArgumentError, UnsupportedError, refuse, written
 from cp_mesh.forwards import LINEAR, replace_forward, replaced
@@ -28,6 +29,20 @@ from cp_mesh.vocabulary import DeferredLogits, Head, embed
 Mode = Literal["reduce_scatter", "all_reduce"]
 """How the rows between the linears lie on tp: sharded along the sequence, or all of them on every rank."""
 _SHARD = "_cp_mesh_shard"  # of a parameter: what took its place, for the modules that share it
+
+
+def _announced(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward of a style that lets other ranks of tp hear of what it refuses."""
+
+    @functools.wraps(run)
+    def wrapper(style: ParallelStyle, where: _Where, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(style, where, *args, **kwargs)
+        except (ArgumentError, UnsupportedError) as error:
+            announce_error(where.group_name, error)
+            raise
+
+    return wrapper
 
 
 class OverlappedColwise(ParallelStyle):
@@ -80,11 +95,19 @@ class OverlappedColwise(ParallelStyle):
             run = functools.partial(self._run, where, together, name)
             replace_forward(linear, LINEAR, "OverlappedColwise", run)
         if self.names:
-            replace_forward(module, LINEAR, "OverlappedColwise", functools.partial(self._run_parent, together))
+            replace_forward(module, LINEAR, "OverlappedColwise", functools.partial(self._run_parent, where, together))
         return module
 
+    @_announced
     def _run_parent(
-        self, together: _Together, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+        self,
+        where: _Where,
+        together: _Together,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        /,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """The forward of the module whose linears are computed together."""
         together.linears = {name: _submodule(module, name) for name in self.names}
@@ -97,6 +120,7 @@ class OverlappedColwise(ParallelStyle):
             together.linears, together.given, together.waiting = {}, (None, 0), {}
         return result
 
+    @_announced
     def _run(
         self, where: _Where, together: _Together, name: str, module: nn.Module, forward: Any, /, input: Tensor
     ) -> Tensor:
@@ -170,6 +194,7 @@ class OverlappedRowwise(ParallelStyle):
         replace_forward(module, LINEAR, "OverlappedRowwise", functools.partial(self._run, where))
         return module
 
+    @_announced
     def _run(self, where: _Where, module: nn.Module, forward: Any, /, input: Tensor) -> Tensor:
         sharded = self.mode == "reduce_scatter"
         if isinstance(input, DTensor):
@@ -212,11 +237,13 @@ class VocabParallelEmbedding(ParallelStyle):
         replace_forward(module, LINEAR, "VocabParallelEmbedding", functools.partial(self._run, where, own))
         return module
 
+    @_announced
     def _run(self, where: _Where, own: tuple[int, int], module: nn.Module, forward: Any, /, input: Tensor) -> Tensor:
         sharded, num_rows = self.mode == "reduce_scatter", input.shape[-1]
         if isinstance(input, DTensor):
             input = where.read("VocabParallelEmbedding", input, Replicate())[1]
         where.check_output("VocabParallelEmbedding", num_rows, sharded and self.use_local_output)
+        where.compare_tokens(input)
         weight = where.local(module.weight)
         assert isinstance(module, nn.Embedding) and weight is not None
         found = embed(input, weight, own[0], module.num_embeddings, module.padding_idx)
@@ -255,6 +282,7 @@ class VocabParallelHead(ParallelStyle):
         replace_forward(module, LINEAR, "VocabParallelHead", functools.partial(self._run, where, own))
         return module
 
+    @_announced
     def _run(
         self, where: _Where, own: tuple[int, int], module: nn.Module, forward: Any, /, input: Tensor
     ) -> DeferredLogits:
@@ -304,6 +332,12 @@ class _Where:
         if needs_equal and num_rows % self.size:
             hint = "use_local_output=False returns DTensors, which say how long a sequence is"
             refuse(what, f"a multiple of {self.size} rows, for local outputs", num_rows, hint)
+
+    def compare_tokens(self, tokens: Tensor) -> None:
+        """In the first eager call; those of other ranks would be embedded as zeros."""
+        if not torch.compiler.is_compiling():
+            kind = "VocabParallelEmbedding", tokens.ndim
+            agree_once(self.mesh.get_group(), kind, lambda: {"tokens on tp ranks": fingerprint(tokens)})
 
     def wrap(self, out: Tensor, num_rows: int, sharded: bool) -> Tensor:
         shape = (*out.shape[:-2], num_rows, out.shape[-1])

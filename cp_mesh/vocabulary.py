@@ -78,12 +78,17 @@ class Head:
             hint = "fully_shard the module that holds it with reshard_after_forward=False, the default of a root"
             refuse("DeferredLogits", "the weight of the last linear", "one that FSDP2 has freed", hint)
 
-    def check_ranks(self, ranks: list[int]) -> None:
-        """Refuse a loss over several ranks of tp, whose equal labels would be counted more than once."""
-        tp = dist.get_process_group_ranks(_resolve_process_group(self.group_name))  # type: ignore[arg-type]
-        if len(shared := sorted({*tp} & {*ranks})) > 1:
-            hint = 'leave tp out: mesh["dp", "cp"]._flatten("dp_cp")'
-            refuse("cross_entropy: mesh", "ranks that hold distinct tokens", f"ranks {shared} of one tp group", hint)
+
+def check_ranks(group_name: str, names: Sequence[str]) -> None:
+    """Refuse a loss over groups of which one holds several ranks of tp: their equal labels would be counted twice."""
+    tp, *groups = ({*dist.get_process_group_ranks(_resolve_process_group(x))} for x in (group_name, *names))  # type: ignore[arg-type]
+    if shared := next((sorted(tp & ranks) for ranks in groups if len(tp & ranks) > 1), None):
+        hint = 'leave tp out: mesh["dp", "cp"]._flatten("dp_cp")'
+        refuse("cross_entropy: mesh", "ranks that hold distinct tokens", f"ranks {shared} of one tp group", hint)
+
+
+# As by `torch.compiler.assume_constant_result`, which imports Dynamo: it calls this once and does not trace it.
+vars(check_ranks)["_dynamo_marked_constant"] = True
 
 
 class DeferredLogits(NamedTuple):
@@ -166,7 +171,8 @@ def _head_losses(
     ignore_index: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses [N]; and of each row, [N, 1], the largest logit of all ranks and the sum of exp(logit - largest)."""
-    check_rows("cross_entropy", hidden, num_rows, group_name, sharded, labels)
+    kind = size, ignore_index, hidden.requires_grad, weight.requires_grad  # at least what the first losses differ in
+    check_rows("cross_entropy", hidden, num_rows, group_name, sharded, *kind, labels=labels)
     rows, counts = _gathered(hidden, num_rows, group_name, sharded), labels != ignore_index
     index, own = _own_index(labels.where(counts, begin), begin, len(weight), size)
     found = rows.new_empty((3, len(rows), 1), dtype=accumulation_dtype(rows.dtype))

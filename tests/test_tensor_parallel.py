@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from cp_mesh import (
     check_mode,
     cross_entropy,
     parallelize,
+    sum_gradients,
     vocabulary,
 )
 from cp_mesh.tensor_parallel import OverlappedColwise, OverlappedRowwise, VocabParallelEmbedding, VocabParallelHead
@@ -445,6 +447,31 @@ def test_compiled_in_one_graph(pool: Any, backend: str) -> None:
     pool(2).run(compiled, backend, timeout=240.0)
 
 
+def compiled_over_tp(rank: int) -> list[str]:
+    """What a loss over tp says that is compiled with its model: by its axis in one graph, and among two axes."""
+    axes, found = mesh((1, dist.get_world_size()), ("dp", "tp")), []
+    model = parallelize(Net(), axes["tp"], plan())
+    for over, fullgraph in ((axes["tp"], True), (axes, False)):
+        torch._dynamo.reset()
+
+        def loss(tokens: Tensor, labels: Tensor, over: DeviceMesh = over) -> Tensor:
+            return cross_entropy(model(tokens), labels, over)
+
+        try:
+            torch.compile(loss, backend="eager", fullgraph=fullgraph)(*tokens_and_labels((2, 6)))
+            found.append("nothing")
+        except Exception as error:  # torch.compile puts one of its own around it
+            found.append(str(error))
+    return found
+
+
+def test_a_compiled_loss_over_tp(pool: Any) -> None:
+    for found in pool(2).run(compiled_over_tp, timeout=240.0):
+        assert len(found) == 2
+        for message in found:
+            assert "ranks that hold distinct tokens, got ranks [0, 1] of one tp group; leave tp out" in message, message
+
+
 def save_linears(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     saved = op == torch.ops.cp_mesh.column_linears.default
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
@@ -490,6 +517,38 @@ def copied(rank: int) -> None:
 
 def test_copies_and_tied_weights(pool: Any) -> None:
     pool(2).run(copied)
+
+
+def trained_alone(rank: int) -> list[str]:
+    """Gradients of a model under FSDP2 of which one part is trained, that are not those of one rank."""
+    problems, axes = [], mesh((2, 2), ("dp", "tp"))
+    dp, tp = axes["dp"], axes["tp"]
+    tokens, labels = tokens_and_labels((4, 6))
+    own = slice(2 * dp.get_local_rank(), 2 * dp.get_local_rank() + 2)
+    for trained, parts in product(("head", "embedding", "feed_forward.w2"), (False, True)):
+        model = Net()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.startswith(trained))
+        loss, grads = expected(copy.deepcopy(model), tokens, labels)
+        parallelize(model, tp, plan())
+        if parts:
+            for part in (model.embedding, model.mixer, model.feed_forward):
+                fully_shard(part, mesh=dp)
+            fully_shard(model.head, mesh=dp, reshard_after_forward=False)
+        sum_gradients(fully_shard(model, mesh=dp))
+        share = cross_entropy(model(tokens[own]), labels[own], dp)
+        share.backward()
+        dist.all_reduce(share.detach_(), group=dp.get_group())
+        found = {"loss": share} | gradients(model)
+        for name, x in ({"loss": loss} | grads).items():
+            if name not in found or not torch.allclose(found[name], x, rtol=1e-12, atol=1e-15):
+                problems.append(f"{trained}, {parts=}: {name}")
+    return problems
+
+
+def test_one_trained_part_under_fsdp(pool: Any) -> None:
+    problems = pool(4).run(trained_alone, timeout=240.0)
+    assert not any(problems), "\n".join(chain(*problems))
 
 
 def awaited(rank: int) -> None:
@@ -730,6 +789,111 @@ def test_what_is_refused(pool: Any) -> None:
     for found in pool(2).run(refused, list(REFUSED)):
         for (name, (_, words)), message in zip(REFUSED.items(), found, strict=True):
             assert words in message, f"{name}: {message}"
+
+
+# What one rank of tp alone refuses: the others hear of it before their first collective.
+
+
+def unlike_heads(axes: DeviceMesh, evaluated: bool) -> None:
+    """A label outside of the vocabulary on one rank, of which only its dp ranks hear in the loss's own sum."""
+    dp, tp = axes["dp"], axes["tp"]
+    head = parallelize(nn.Linear(C, 4, bias=False), tp, {"": VocabParallelHead()})
+    labels = torch.arange(6) % 4
+    if evaluated:
+        with torch.no_grad():
+            cross_entropy(head(torch.ones(3, C)), labels, dp)
+    labels[0] += 4 * (dist.get_rank() == 3)
+    cross_entropy(head(torch.ones(3, C)), labels, dp)
+
+
+def shape_of_labels(axes: DeviceMesh) -> None:
+    tp = axes["tp"]
+    head = parallelize(nn.Linear(C, 4, bias=False), tp, {"": VocabParallelHead()})
+    cross_entropy(head(torch.ones(3, C)), torch.zeros(6 + tp.get_local_rank(), dtype=torch.int64), axes["dp"])
+
+
+def dtype_of_input(axes: DeviceMesh) -> None:
+    tp = axes["tp"]
+    x = torch.ones(2, 3, C, dtype=torch.float64 if tp.get_local_rank() else torch.float32)
+    parallelize(nn.Linear(C, 4), tp, {"": OverlappedColwise()})(x)
+
+
+def dtype_of_rank(axes: DeviceMesh, style: Any) -> None:
+    """Of inputs and weights alike, which no rank refuses alone."""
+    tp = axes["tp"]
+    dtype = torch.float64 if tp.get_local_rank() else torch.float32
+    features = C // 2 if isinstance(style, OverlappedRowwise) else C
+    linear = parallelize(nn.Linear(C, 4), tp, {"": style})
+    linear.to(dtype)(torch.ones(2, 4, features, dtype=dtype))
+
+
+def placement_of_input(axes: DeviceMesh) -> None:
+    tp = axes["tp"]
+    x: Tensor = distribute_tensor(torch.ones(2, 6, C), tp, [Shard(1)])
+    if tp.get_local_rank():
+        x = DTensor.from_local(torch.ones(2, 6, C), tp, [Replicate()], run_check=False)
+    parallelize(nn.Linear(C, 4), tp, {"": OverlappedColwise()})(x)
+
+
+def rows_of_output(axes: DeviceMesh) -> None:
+    tp = axes["tp"]
+    parallelize(nn.Linear(C, 4), tp, {"": OverlappedRowwise()})(torch.ones(2, 4 + tp.get_local_rank(), C // 2))
+
+
+def rows_of_sum(axes: DeviceMesh) -> None:
+    tp = axes["tp"]
+    x = torch.ones(2, 4 + 2 * tp.get_local_rank(), C // 2)
+    parallelize(nn.Linear(C, 4), tp, {"": OverlappedRowwise()})(x)
+
+
+def call_left_out(axes: DeviceMesh) -> None:
+    tp = axes["tp"]
+    calls = (lambda m, x: m.a(x)) if tp.get_local_rank() else both
+    module = parallelize(Alike(calls), tp, {"": OverlappedColwise("a", "b")})
+    row = parallelize(nn.Linear(C, 4), tp, {"": OverlappedRowwise()})
+    module(torch.ones(2, 3, C))
+    row(torch.ones(2, 4, C // 2))
+
+
+def tokens_of_rank(axes: DeviceMesh) -> None:
+    tp = axes["tp"]
+    parallelize(nn.Embedding(V, C), tp, {"": VocabParallelEmbedding()})(torch.arange(4)[None] + tp.get_local_rank())
+
+
+ALONE: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
+    "a label outside": (partial(unlike_heads, evaluated=False), "expected 0 <= label < 4, or ignore_index=-100, got"),
+    "one after an evaluation": (partial(unlike_heads, evaluated=True), "expected 0 <= label < 4, or ignore_index=-100"),
+    "the shape of labels": (shape_of_labels, "labels: expected shape (6,), got (7,)"),
+    "the dtype of an input": (dtype_of_input, "inputs and weights of one dtype"),
+    "the dtype of column linears": (partial(dtype_of_rank, style=OverlappedColwise()), "expected the same dtype on"),
+    "the dtype of row linears": (partial(dtype_of_rank, style=OverlappedRowwise()), "expected the same dtype on"),
+    "a placement": (placement_of_input, "a DTensor (Shard(1),) over tp"),
+    "rows that tp does not divide": (rows_of_output, "a multiple of 2 rows"),
+    "rows of a row linear": (rows_of_sum, "expected the same rows of the sequence"),
+    "a call left out": (call_left_out, "got no call of b"),
+    "tokens": (tokens_of_rank, "expected the same tokens on tp ranks"),
+}
+
+
+def refused_alone(rank: int, names: list[str]) -> list[tuple[str, float]]:
+    """What was raised for each, and after how many seconds."""
+    found, axes = [], mesh((2, 2), ("dp", "tp"))
+    for name in names:
+        agreement._compared.clear()
+        dist.barrier()
+        begin = time.monotonic()
+        try:
+            ALONE[name][0](axes)
+            found.append(("nothing", 0.0))
+        except (ArgumentError, UnsupportedError, RankMismatchError) as error:
+            found.append((str(error), time.monotonic() - begin))
+    return found
+
+
+def test_what_one_rank_alone_refuses(pool: Any) -> None:
+    for found in pool(4).run(refused_alone, list(ALONE)):
+        for (name, (_, words)), (message, seconds) in zip(ALONE.items(), found, strict=True):
+            assert words in message and seconds < 20, f"{name}: {message}, after {seconds} s"
 
 
 def tokens_outside(rank: int) -> list[str]:
