@@ -290,8 +290,27 @@ class VocabParallelHead(ParallelStyle):
         num_rows, x = where.read("VocabParallelHead", input, Shard(input.ndim - 2) if sharded else Replicate())
         weight = where.local(module.weight)
         assert isinstance(module, nn.Linear) and weight is not None
-        x = x.clone() if isinstance(input, DTensor) else x  # no view, of which FSDP2 warns at the model's end
+        x = _hidden(x, weight) if isinstance(input, DTensor) or not x.requires_grad else x
         return DeferredLogits(x, Head(weight, own[0], module.out_features, where.group_name), num_rows, sharded)
+
+
+def _hidden(x: Tensor, weight: Tensor) -> Tensor:
+    """A copy, which needs a gradient if the weight does: FSDP2 reduces nothing that is behind no such output.
+
+    Of a view it would warn at the model's end.
+    """
+    found: Tensor = _Hidden.apply(x, weight)
+    return found
+
+
+class _Hidden(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        return dx, None
 
 
 @dataclass(frozen=True)
