@@ -36,7 +36,7 @@ from cp_mesh.guard.stated import (
     stated_reach,
     variables,
 )
-from cp_mesh.guard.watching import Interception, can_compile_flex, unwatched, watched
+from cp_mesh.guard.watching import Interception, can_compile_flex, keep_uncompiled, unwatched, watched
 from cp_mesh.kernels import KERNELS
 from cp_mesh.layouts import Layout
 from cp_mesh.masks import Mask
@@ -173,6 +173,8 @@ class ContextParallel(ParallelStyle):
         told = functools.partial(announce, self.sequence)
         sdpa, flex = functools.partial(self.sharded_sdpa, call), functools.partial(self.sharded_flex, call)
         eager = not torch.compiler.is_compiling()
+        if eager:
+            keep_uncompiled()
         if eager and module.__dict__.get(
             _COMPILES_FLEX, can_compile_flex()
         ):  # a first call tells whether the core does

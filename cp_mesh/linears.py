@@ -202,6 +202,9 @@ def sum_rows(x: Tensor, bias: Tensor | None, group_name: str, sharded: bool) -> 
     """
     if bias is not None:
         x, bias = autocast(x, bias)
+        if x.dtype != bias.dtype:
+            got, hint = f"{x.dtype} and {bias.dtype}", "cast the bias, or use autocast"
+            refuse("row linear", "an output and a bias of one dtype", got, hint)
     out: Tensor = _SumRows.apply(x, bias, group_name, sharded)
     return out
 

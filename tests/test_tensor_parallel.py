@@ -737,6 +737,12 @@ def over_tp(tp: DeviceMesh) -> None:
     cross_entropy(logits, torch.arange(6) % 4, tp)
 
 
+def bias_of_another_dtype(tp: DeviceMesh) -> None:
+    linear = nn.Linear(C, 4)
+    linear.bias = nn.Parameter(linear.bias.double())
+    parallelize(linear, tp, {"": OverlappedRowwise()})(torch.ones(2, 4, C // 2))
+
+
 REFUSED: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
     "a mode": (
         lambda tp: OverlappedColwise(mode="scatter"),
@@ -755,6 +761,7 @@ REFUSED: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
     "not called": (columns(calls=lambda m, x: m.a(x)), "got no call of b; leave it out of the names"),
     "in_features": (columns(b=nn.Linear(C + 1, 4)), "one in_features and dtype"),
     "two dtypes": (columns(a=nn.Linear(C, 4).double(), b=nn.Linear(C, 4).double()), "one dtype, got"),
+    "a bias of another dtype": (bias_of_another_dtype, "an output and a bias of one dtype, got torch.float32 and"),
     "odd rows": (alone_on(OverlappedRowwise(), nn.Linear(C, 4), 2, 3, C // 2), "a multiple of 2 rows"),
     "an embedding": (alone_on(VocabParallelEmbedding(), nn.Embedding(8, C, max_norm=1.0)), "max_norm=1.0"),
     "a small vocabulary": (alone_on(VocabParallelEmbedding(), nn.Embedding(1, C)), "a vocabulary of 1; use fewer"),

@@ -199,6 +199,22 @@ def can_compile_flex() -> bool:
     return get_eval_frame_callback() in (None, False)
 
 
+def keep_uncompiled() -> None:
+    """Have torch.compile trace the modes within other code alone.
+
+    Where it falls back within a forward it would compile their functions by themselves, and of getters, such as those
+    of `Tensor.ndim` and `Tensor.is_nested`, it tells none from another: each would return what the first one did.
+    """
+    if (dynamo := sys.modules.get("torch._dynamo.eval_frame")) is not None:
+        for function in (
+            call_function,
+            Interception.__torch_function__,
+            Interception._asked_in_flex,
+            Watch.__torch_function__,
+        ):
+            dynamo.skip_code(function.__code__)
+
+
 def _inside_checkpoint() -> bool:
     # a checkpoint that is traced is seen as an operator
     return not torch.compiler.is_compiling() and _called_by(torch.utils.checkpoint)
@@ -341,6 +357,7 @@ def watching(root: nn.Module, local_rows: int | None = None) -> Iterator[None]:
     called without this one: torch.compile would compile them for this forward, and anew for the next one. Once traced,
     a watch costs nothing.
     """
+    keep_uncompiled()
     watch = Watch(local_rows=local_rows, root=root)
     with ExitStack() as stack:
         for part in root.modules():
