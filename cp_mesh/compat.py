@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map_only
 from cp_mesh.agreement import agree_first, checking, fingerprint, is_first, require_agreement
 from cp_mesh.attention import attention
 from cp_mesh.errors import UnsupportedError, refuse
-from cp_mesh.guard.watching import ATTENTION, CHECKPOINTS, call_function
+from cp_mesh.guard.watching import ATTENTION, CHECKPOINTS, call_function, keep_uncompiled
 from cp_mesh.layouts import Contiguous, Layout, ZigZag
 from cp_mesh.masks import Mask
 from cp_mesh.sequence import ShardedSequence
@@ -195,6 +195,7 @@ def context_parallel(
     ]
     try:
         _hold(buffers, shards)
+        keep_uncompiled(_Context.__torch_function__)
         with _Context(sequence, _method.get()):
             yield
     finally:

@@ -164,6 +164,14 @@ def test_a_few_shards(pool: Any) -> None:
     report(pool(2).run(shards, FEW))
 
 
+def test_a_rank_without_rows(pool: Any) -> None:
+    scores = ("gate", "through an integer map", "two through each other")
+    methods = ("ring", "all_gather", "ulysses")
+    cases = [Case("contiguous", method, score, S=4) for score, method in zip(scores, methods, strict=True)]
+    assert LAYOUTS["contiguous"](4).shard_len(4, 3, 2) == 0
+    report(pool(3).run(shards, cases, timeout=120))
+
+
 # --- beside q, k and v that are DTensors
 PLACED: dict[str, tuple[tuple[int, ...], dict[str, int]]] = {
     "of_keys": ((4, 4, 16), {"dp": 0, "tp": 1, "cp": 2}),

@@ -199,19 +199,16 @@ def can_compile_flex() -> bool:
     return get_eval_frame_callback() in (None, False)
 
 
-def keep_uncompiled() -> None:
-    """Have torch.compile trace the modes within other code alone.
+def keep_uncompiled(*functions: Callable[..., Any]) -> None:
+    """Have torch.compile trace these functions of modes, and those of this module, within other code alone.
 
-    Where it falls back within a forward it would compile their functions by themselves, and of getters, such as those
-    of `Tensor.ndim` and `Tensor.is_nested`, it tells none from another: each would return what the first one did.
+    Where it falls back within a forward it would compile them by themselves, and of getters, such as those of
+    `Tensor.ndim` and `Tensor.is_nested`, it tells none from another: each would return what the first one did.
     """
-    if (dynamo := sys.modules.get("torch._dynamo.eval_frame")) is not None:
-        for function in (
-            call_function,
-            Interception.__torch_function__,
-            Interception._asked_in_flex,
-            Watch.__torch_function__,
-        ):
+    dynamo = None if torch.compiler.is_compiling() else sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is not None:
+        own = Interception.__torch_function__, Interception._asked_in_flex, Watch.__torch_function__, call_function
+        for function in (*own, *functions):
             dynamo.skip_code(function.__code__)
 
 
