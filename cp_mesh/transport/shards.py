@@ -1,7 +1,7 @@
-"""Rows of the sequence on their way between the ranks of tp: gathered, or summed and given to their owners.
+"""Rows of the sequence on their way between ranks, such as those of tp: gathered, or summed and given to their owners.
 
 What begins here is under way until its result is asked for; products run in between. Shards are those of
-`torch.chunk`: sizes that differ are padded to the largest while they travel.
+`torch.chunk`, or of any sizes: those that differ are padded to the largest while they travel.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ class Shards(NamedTuple):
     """How the rows [..., rows, D] of a sequence lie on the ranks of a group.
 
     Attributes:
-        num_rows: of the whole sequence.
-        group_name: of the tp group.
+        num_rows: of all ranks together.
+        group_name: of the group.
         what: the user's function, for messages.
+        lens: how many rows each rank holds, where these are not the sizes of `torch.chunk`.
     """
 
     num_rows: int
     group_name: str
     what: str = "tensor parallelism"
+    lens: tuple[int, ...] = ()
 
     @property
     def own(self) -> int:
@@ -44,6 +46,8 @@ class Shards(NamedTuple):
     @property
     def sizes(self) -> list[int]:
         """How many rows each rank holds."""
+        if self.lens:
+            return [*self.lens]
         size = _resolve_process_group(self.group_name).size()  # type: ignore[arg-type]
         return [end - begin for begin, end in (chunk_bounds(self.num_rows, size, rank) for rank in range(size))]
 
@@ -52,7 +56,7 @@ class Shards(NamedTuple):
         sizes = self.sizes
         if len(sizes) == 1:
             return lambda: x
-        lead, most = x.shape[:-2], sizes[0]
+        lead, most = x.shape[:-2], max(sizes)
         sent = _padded(x, most).contiguous()
         started = _funcol.all_gather_into_tensor(sent.view(-1), len(sizes), self.group_name)
 
@@ -69,7 +73,7 @@ class Shards(NamedTuple):
         sizes = self.sizes
         if len(sizes) == 1:
             return lambda: x
-        own, most = self.own, sizes[0]
+        own, most = self.own, max(sizes)
         if len(sizes) * most == self.num_rows:
             sent = x.unflatten(-2, (len(sizes), most)).movedim(-3, 0).contiguous()  # a view of one batch row
         else:
@@ -87,7 +91,7 @@ class Shards(NamedTuple):
 
     def _wait(self, started: Tensor, sent: Tensor) -> Tensor:
         """``sent`` is what the collective reads until then."""
-        return wait_for(started, f"{self.what}: rows of other tp ranks", self.group_name)
+        return wait_for(started, f"{self.what}: rows of other ranks", self.group_name)
 
 
 def _padded(x: Tensor, num_rows: int) -> Tensor:
