@@ -164,7 +164,7 @@ def to_shards(gradients: Mapping[str, Tensor], plan: Plan, call: Call) -> dict[s
             continue
         for cut in reversed(cuts):
             group, lens, inverse = _shards(call.captured[i], cut, plan, call)
-            grad = scatter_sum(grad, cut.dim, lens, inverse, group.group_name, WHAT)
+            grad = scatter_sum(grad, cut.dim, lens, inverse, group.rank(), group.group_name, WHAT)
         found[name_of_captured(i)] = grad
     return found
 

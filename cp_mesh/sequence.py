@@ -408,5 +408,5 @@ class _Unshard(torch.autograd.Function):
         layout, size, group = sequence.layout, sequence.cp_size, sequence.mesh.get_group()
         lens = [layout.shard_len(seq_len, size, rank) for rank in range(size)]
         inverse = layout.inverse(seq_len, size).to(grad.device)
-        own = scatter_sum(grad, dim, lens, inverse, group.group_name, "unshard")
+        own = scatter_sum(grad, dim, lens, inverse, sequence.cp_rank, group.group_name, "unshard")
         return own if ctx.scale == 1 else own * ctx.scale, None, None, None, None

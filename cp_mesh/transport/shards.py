@@ -31,17 +31,20 @@ class Shards(NamedTuple):
         group_name: of the group.
         what: the user's function, for messages.
         lens: how many rows each rank holds, where these are not the sizes of `torch.chunk`.
+        rank: this one, if the caller knows it: code that torch.compile traces cannot ask the group.
     """
 
     num_rows: int
     group_name: str
     what: str = "tensor parallelism"
     lens: tuple[int, ...] = ()
+    rank: int | None = None
 
     @property
     def own(self) -> int:
         """How many rows this rank holds."""
-        return self.sizes[_resolve_process_group(self.group_name).rank()]  # type: ignore[arg-type]
+        rank = _resolve_process_group(self.group_name).rank() if self.rank is None else self.rank  # type: ignore[arg-type]
+        return self.sizes[rank]
 
     @property
     def sizes(self) -> list[int]:

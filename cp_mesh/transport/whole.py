@@ -21,14 +21,16 @@ def gather(x: Tensor, dim: int, lens: Sequence[int], inverse: Tensor | None, gro
     return whole.view(len(whole), *rows.shape[1:]).movedim(0, dim).contiguous()
 
 
-def scatter_sum(x: Tensor, dim: int, lens: Sequence[int], inverse: Tensor | None, group_name: str, what: str) -> Tensor:
+def scatter_sum(
+    x: Tensor, dim: int, lens: Sequence[int], inverse: Tensor | None, rank: int, group_name: str, what: str
+) -> Tensor:
     """This rank's shard of the sum over ranks of whole tensors, contiguous, summed in their dtype.
 
     Of rows that several ranks hold the first one has the sum, the others zeros.
     """
     rows = x.movedim(dim, 0)
     rows = rows if inverse is None else rows.new_zeros(sum(lens), *rows.shape[1:]).index_copy(0, inverse, rows)
-    own = Shards(sum(lens), group_name, what, tuple(lens)).scatter_sum(_flat(rows))()
+    own = Shards(sum(lens), group_name, what, tuple(lens), rank).scatter_sum(_flat(rows))()
     return own.view(len(own), *rows.shape[1:]).movedim(0, dim).contiguous()
 
 
