@@ -26,11 +26,12 @@ from cp_mesh.boundaries import GatherOutput, ShardInput
 from cp_mesh.cores import ContextParallel, cross_attention
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.groups import as_mesh
-from cp_mesh.guard.reductions import watch_first_step
+from cp_mesh.guard.reductions import watch_first_step, watch_over_tp
 from cp_mesh.guard.rootless import watch_rootless
 from cp_mesh.root import ShardedModel
 from cp_mesh.sequence import ShardedSequence
 from cp_mesh.styles import RANKS, SUMS
+from cp_mesh.tensor_parallel import shards_rows
 
 
 def parallelize(
@@ -89,6 +90,8 @@ def parallelize(
     styles = [style for _, style in chosen.values()]
     if any(isinstance(style, ShardedModel | ContextParallel | ShardInput | GatherOutput) for style in styles):
         watch_first_step(module, mesh)
+    if any(shards_rows(style) for style in styles):
+        watch_over_tp(module, mesh)
     if watch and any(isinstance(style, ContextParallel) for style in styles) and "" not in chosen:
         watch_rootless(module)
     return module

@@ -294,6 +294,12 @@ class VocabParallelHead(ParallelStyle):
         return DeferredLogits(x, Head(weight, own[0], module.out_features, where.group_name), num_rows, sharded)
 
 
+def shards_rows(style: ParallelStyle) -> bool:
+    """Whether the module's input or output is sharded along the sequence over tp."""
+    kinds = OverlappedColwise | OverlappedRowwise | VocabParallelEmbedding | VocabParallelHead
+    return isinstance(style, kinds) and style.mode == "reduce_scatter"
+
+
 def _hidden(x: Tensor, weight: Tensor) -> Tensor:
     """A copy, which needs a gradient if the weight does: FSDP2 reduces nothing that is behind no such output.
 

@@ -342,6 +342,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     ),
     "sharded queries": lambda pool: report(pool(3).run(test_decoding.sharded, test_decoding.SHARDED)),
     "cache": lambda pool: report(pool(3).run(test_decoding.cached, test_decoding.FEW)),
+    "what a core asks": test_watching.test_what_a_core_asks_that_is_not_traced,
     "rows of the root": lambda pool: test_watching.test_cores_that_attend_to_other_rows_are_refused(
         pool, "blocks in place", test_watching.part_of_rows, False
     ),
@@ -399,6 +400,9 @@ CHECKS: dict[str, Callable[[Any], None]] = {
         pool, *test_tensor_parallel.ORDERS[0]
     ),
     "chunks of logits": test_tensor_parallel.test_chunks_of_logits,
+    "unlike tokens over tp": lambda pool: test_tensor_parallel.test_what_one_rank_alone_refuses(pool, ("tokens",)),
+    "a head under FSDP2": test_tensor_parallel.test_one_trained_part_under_fsdp,
+    "plain parameters over tp": test_tensor_parallel.test_plain_parameters_on_sharded_rows,
     "norm on several meshes": test_clipping.test_every_entry_counts_once,
     "gradients of one rank": lambda pool: test_gradients.test_gradients_are_those_of_one_rank(
         pool, test_gradients.Setup(cp=3, S=22)

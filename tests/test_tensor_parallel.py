@@ -25,7 +25,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from cp_mesh import (
@@ -882,7 +882,7 @@ ALONE: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
 }
 
 
-def refused_alone(rank: int, names: list[str]) -> list[tuple[str, float]]:
+def refused_alone(rank: int, names: tuple[str, ...]) -> list[tuple[str, float]]:
     """What was raised for each, and after how many seconds."""
     found, axes = [], mesh((2, 2), ("dp", "tp"))
     for name in names:
@@ -897,10 +897,71 @@ def refused_alone(rank: int, names: list[str]) -> list[tuple[str, float]]:
     return found
 
 
-def test_what_one_rank_alone_refuses(pool: Any) -> None:
-    for found in pool(4).run(refused_alone, list(ALONE)):
-        for (name, (_, words)), (message, seconds) in zip(ALONE.items(), found, strict=True):
-            assert words in message and seconds < 20, f"{name}: {message}, after {seconds} s"
+def test_what_one_rank_alone_refuses(pool: Any, names: tuple[str, ...] = tuple(ALONE)) -> None:
+    for found in pool(4).run(refused_alone, names):
+        for name, (message, seconds) in zip(names, found, strict=True):
+            assert ALONE[name][1] in message and seconds < 20, f"{name}: {message}, after {seconds} s"
+
+
+# A plain parameter on rows that are sharded.
+
+
+class Normed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(C, dtype=torch.float64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        return self.head(self.norm(x + self.mixer(x.tanh())))
+
+
+SETUPS = {
+    "plain": True,
+    "plain, FSDP2": True,
+    "all_reduce": False,
+    "SequenceParallel": False,
+    "SequenceParallel, FSDP2": False,
+    "summed": False,
+    "values of each rank": False,
+}
+"""Of parameters on rows over tp, and whether the first step refuses them."""
+
+
+def stepped(rank: int, setups: list[str]) -> list[str]:
+    """What the first optimizer step said, and the second one."""
+    found, axes = [], mesh((2, 2), ("dp", "tp"))
+    dp, tp = axes["dp"], axes["tp"]
+    tokens, labels = tokens_and_labels((2, 6))
+    for setup in setups:
+        model = Normed()
+        if setup == "values of each rank":
+            nn.init.uniform_(model.norm.weight, 1 + tp.get_local_rank(), 2 + tp.get_local_rank())
+            nn.init.constant_(model.norm.bias, 1 + tp.get_local_rank())
+        styles = plan("all_reduce" if setup == "all_reduce" else "reduce_scatter")
+        parallelize(model, tp, styles | ({"norm": SequenceParallel()} if "SequenceParallel" in setup else {}))
+        if "FSDP2" in setup:
+            sum_gradients(fully_shard(model, mesh=dp))
+        optimizer, said = torch.optim.SGD(model.parameters(), lr=0.1), ""
+        for _ in range(2):
+            optimizer.zero_grad()
+            cross_entropy(model(tokens), labels, dp).backward()
+            if setup == "summed":
+                for parameter in model.norm.parameters():
+                    dist.all_reduce(parameter.grad, group=tp.get_group())
+            try:
+                optimizer.step()
+            except ArgumentError as error:
+                said += str(error)
+        found.append(said)
+    return found
+
+
+def test_plain_parameters_on_sharded_rows(pool: Any) -> None:
+    for found in pool(4).run(stepped, list(SETUPS), timeout=120.0):
+        for (setup, wrong), said in zip(SETUPS.items(), found, strict=True):
+            words = "parameters that tp does not shard, such as norm.weight: expected equal on the ranks of a tp group"
+            assert said.count(words) == wrong and ("SequenceParallel()" in said) == wrong, f"{setup}: {said}"
 
 
 def tokens_outside(rank: int) -> list[str]:

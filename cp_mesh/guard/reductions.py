@@ -4,6 +4,9 @@ The loss of a rank is a share of a sum, so gradients must be summed over the ran
 DistributedDataParallel or the trainer's own code did, and over which ranks, is known when the optimizer is called. The
 hook that looks is PyTorch's, for all optimizers. It looks at each model under a plan once (`cp_mesh/trained.py` says
 which losses are its own), and gives up one that has no gradients in the first steps, as a teacher.
+
+Of a model whose rows are sharded over tp it compares the gradients of parameters that are no DTensors over tp: each
+rank has those of its own rows, if nobody summed them.
 """
 
 from __future__ import annotations
@@ -32,9 +35,10 @@ from cp_mesh.errors import ArgumentError, RankMismatchError, describe, refuse
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.loss import groups_of, ranks_of
 from cp_mesh.seen import CALLED
-from cp_mesh.styles import SUMS, gathers
+from cp_mesh.styles import SUMS, gathers, has_axis
 from cp_mesh.trained import (
     LOOKED_AT,
+    LOOKS,
     WAITING,
     WRAPPERS,
     Loss,
@@ -57,16 +61,20 @@ class _FirstSteps:
         self.hooked = False
         self.stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # in this round
         self.later: list[Callable[[], None]] = []  # comparisons to which some ranks were late
+        self.over_tp: weakref.WeakKeyDictionary[nn.Module, _OverTP] = weakref.WeakKeyDictionary()
 
     def add(self, module: nn.Module, planned: Planned) -> None:
         WAITING[module] = planned
         LOOKED_AT.discard(module)
+        self.hook()
+
+    def hook(self) -> None:
         if not self.hooked:
             register_optimizer_step_pre_hook(self.before_step)
             self.hooked = True
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if torch.compiler.is_compiling() or not (WAITING or self.later) or capturing():
+        if torch.compiler.is_compiling() or not (WAITING or self.later or self.over_tp) or capturing():
             return
         # of a checkpoint that is loaded PyTorch makes the optimizer's state by a step on zeros, which changes nothing
         if all(isinstance(rate := part.get("lr"), int | float) and rate == 0 for part in optimizer.param_groups):
@@ -79,6 +87,14 @@ class _FirstSteps:
             later, self.later = self.later, []
             for decide in later:
                 decide()
+        for module, over_tp in list(self.over_tp.items()):
+            over_tp.looks -= again
+            graded = {name: x for name, x in module.named_parameters() if x.grad is not None}
+            taken = {name: x for name, x in graded.items() if id(x) in held}
+            if taken or over_tp.looks <= 0:
+                del self.over_tp[module]
+            if taken and not turned_off():
+                _check_over_tp(over_tp, taken if inside else graded)
         for module, planned in list(WAITING.items()):
             planned.looks -= again
             graded = {name: x for name, x in module.named_parameters() if x.grad is not None}
@@ -95,6 +111,21 @@ class _FirstSteps:
             forget_nobodys()
 
 
+@dataclass
+class _OverTP:
+    """A model whose rows are sharded over tp, until the first optimizer step that takes its gradients.
+
+    Attributes:
+        mesh: the tp axis.
+        number: how many plans it had before.
+        looks: rounds of optimizer steps that are left.
+    """
+
+    mesh: DeviceMesh
+    number: int
+    looks: int = LOOKS
+
+
 _first_steps = _FirstSteps()
 
 
@@ -104,6 +135,14 @@ def watch_first_step(module: nn.Module, mesh: DeviceMesh) -> None:
     number = look_again(mesh.get_group())
     if mesh.size() > 1:
         _first_steps.add(module, Planned(mesh.get_group(), number))
+
+
+def watch_over_tp(module: nn.Module, mesh: DeviceMesh) -> None:
+    """The same of a ``module`` whose rows are sharded over ``mesh``, that of tp."""
+    number = look_again(mesh.get_group())
+    if mesh.size() > 1:
+        _first_steps.over_tp[module] = _OverTP(mesh, number)
+        _first_steps.hook()
 
 
 def check_reduction(module: nn.Module, planned: Planned, trained: Mapping[str, Tensor], inside: bool = False) -> None:
@@ -296,7 +335,8 @@ def _check_tensor_parallel(found: _Found) -> None:
     for ranks, group in _axes(found.trained.values(), sharded=True).items():
         whole = {name: x for name, x in found.trained.items() if ranks not in _axes([x])}
         if len(ranks) > 1 and others.isdisjoint(ranks) and whole:
-            _compare_norms(group, f"tensor parallel {found.planned.number}", whole, _decide_on_tensor_parallel)
+            decide = functools.partial(_decide_on_tensor_parallel, False)
+            _compare_norms(group, f"tensor parallel {found.planned.number}", whole, decide)
 
 
 def _axes(tensors: Iterable[Tensor], sharded: bool = False) -> dict[tuple[int, ...], dist.ProcessGroup]:
@@ -340,6 +380,17 @@ def _compare_norms(
     _compare(group, topic, words, functools.partial(decide, list(trained)))
 
 
+def _check_over_tp(over_tp: _OverTP, trained: Mapping[str, Tensor]) -> None:
+    """Refuse gradients that differ between tp ranks, of parameters that are equal there and no DTensors over tp."""
+    whole = {
+        name: x
+        for name, x in trained.items()
+        if not (isinstance(x, DTensor) and has_axis(x.device_mesh, over_tp.mesh))
+    }
+    decide = functools.partial(_decide_on_tensor_parallel, True)
+    _compare_norms(over_tp.mesh.get_group(), f"gradients over tp {over_tp.number}", whole, decide)
+
+
 def _apart(field: str, of_rank: list[str], answers: Answers, by: float) -> tuple[list[str], list[str]]:
     """The parameters that all ranks have, and those of them whose norms differ."""
     found = [json.loads(answer[field]) for answer in answers.values()]
@@ -365,7 +416,7 @@ def _decide_on_gradients(of_rank: list[str], answers: Answers) -> None:
         raise ArgumentError(describe(what, "equal on all ranks", "others on some", hint))
 
 
-def _decide_on_tensor_parallel(of_rank: list[str], answers: Answers) -> None:
+def _decide_on_tensor_parallel(refuses: bool, of_rank: list[str], answers: Answers) -> None:
     names, differ = _apart("gradients", of_rank, answers, _APART)
     _, cut = _apart("weights", of_rank, answers, _OTHER_WEIGHTS)
     if differ := [name for name in differ if name not in cut]:
@@ -375,4 +426,6 @@ def _decide_on_tensor_parallel(of_rank: list[str], answers: Answers) -> None:
             "what sees this rank's heads over tp with SUM"
         )
         text = describe(what, "equal on the ranks of a tp group", "another one on each rank", hint)
+        if refuses:
+            raise ArgumentError(text)
         warnings.warn(f"cp_mesh: {text}", stacklevel=4)

@@ -28,6 +28,10 @@ plant("nobody asks whether gradients were reduced", "guard.reductions:_check_equ
     nothing()
 )
 
+plant("nobody asks whose rows over tp a gradient is of", "guard.reductions:_check_over_tp", "plain parameters over tp")(
+    nothing()
+)
+
 
 @plant("a module's window is not read", "guard.stated:stated_reach", "windows of modules")
 def _(stated_reach: Any) -> Any:

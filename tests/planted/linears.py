@@ -77,3 +77,9 @@ plant("padding of an embedding is trained", "vocabulary:embed", "linears")(
 plant("logits of the last rows are left out", "vocabulary:_chunks", "chunks of logits")(
     lambda chunks: with_result(chunks, lambda rows: list(rows)[:-1])
 )
+plant("tp ranks do not compare their first calls", "agreement:agree_once", "unlike tokens over tp")(
+    lambda agree_once: lambda *_: None
+)
+plant("a head that is trained alone has a hidden input", "tensor_parallel:_hidden", "a head under FSDP2")(
+    lambda hidden: lambda x, weight: x
+)

@@ -294,6 +294,11 @@ def _(watched: Any) -> Any:
     return lambda module, forward, *args, **kwargs: forward(*args, **kwargs)
 
 
+plant("modes are compiled by themselves", "guard.watching:keep_uncompiled", "what a core asks")(
+    lambda keep_uncompiled: lambda *_: None
+)
+
+
 @plant("a core may checkpoint its attention", "guard.watching:_inside_checkpoint", "checkpoints in cores")
 def _(inside_checkpoint: Any) -> Any:
     return lambda: False
