@@ -383,9 +383,7 @@ def _compare_norms(
 def _check_over_tp(over_tp: _OverTP, trained: Mapping[str, Tensor]) -> None:
     """Refuse gradients that differ between tp ranks, of parameters that are equal there and no DTensors over tp."""
     whole = {
-        name: x
-        for name, x in trained.items()
-        if not (isinstance(x, DTensor) and has_axis(x.device_mesh, over_tp.mesh))
+        name: x for name, x in trained.items() if not (isinstance(x, DTensor) and has_axis(x.device_mesh, over_tp.mesh))
     }
     decide = functools.partial(_decide_on_tensor_parallel, True)
     _compare_norms(over_tp.mesh.get_group(), f"gradients over tp {over_tp.number}", whole, decide)
