@@ -11,8 +11,9 @@ from cases import MASKS, make_mask, pairs
 from dense import dense_mask
 
 import cp_mesh.masks
+from cp_mesh.batch_masks import batch_mask, document_positions, packed_documents
 from cp_mesh.errors import ArgumentError, UnsupportedError
-from cp_mesh.masks import Band, Mask, batch_mask, document_positions, packed_documents, parse_mask
+from cp_mesh.masks import Band, Mask, parse_mask
 
 each_mask = pytest.mark.parametrize("name", MASKS)
 
@@ -22,8 +23,9 @@ def everything(S: int) -> torch.Tensor:
 
 
 def test_examples_of_the_docs():
-    results = doctest.testmod(cp_mesh.masks)
-    assert results.attempted >= 2 and not results.failed
+    for module in (cp_mesh.masks, cp_mesh.batch_masks):
+        results = doctest.testmod(module)
+        assert results.attempted >= 2 and not results.failed
 
 
 @each_mask

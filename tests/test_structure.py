@@ -23,8 +23,11 @@ PACKAGE = Path(cp_mesh.__file__).parent
 FLOORS: dict[str, int] = {
     # 0: pure Python and integers
     "errors": 0,
+    "positions": 0,
+    "listed": 0,
     "layouts": 0,
     "masks": 0,
+    "batch_masks": 0,
     "owned": 0,
     "blocks": 0,
     "balancing": 0,

@@ -21,11 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from cp_mesh.attention import Asked, check_asked
+from cp_mesh.batch_masks import packed_documents
 from cp_mesh.cores import ContextParallel
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.guard.rootless import watch_rootless
 from cp_mesh.layouts import Contiguous, Layout, ZigZag
-from cp_mesh.masks import Mask, packed_documents
+from cp_mesh.masks import Mask
 from cp_mesh.methods import choose_method
 from cp_mesh.sequence import ShardedSequence
 

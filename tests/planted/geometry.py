@@ -192,7 +192,7 @@ def _(runs: Any) -> Any:
     return with_call(runs, lambda seq_len, cp_size: {"seq_len": seq_len // cp_size * cp_size})
 
 
-@plant("inverse and permutation mixed up", "layouts:Layout.inverse", "layouts")
+@plant("inverse and permutation mixed up", "positions:Layout.inverse", "layouts")
 def _(inverse: Any) -> Any:
     return lambda self, seq_len, cp_size: self.permutation(seq_len, cp_size)
 
@@ -207,7 +207,7 @@ def _(runs: Any) -> Any:
     return with_call(runs, lambda cp_rank, cp_size: {"cp_rank": cp_size - 1})
 
 
-@plant("documents are cut in chunks together", "layouts:ZigZagDocuments.runs", "layouts")
+@plant("documents are cut in chunks together", "listed:ZigZagDocuments.runs", "layouts")
 def _(runs: Any) -> Any:
     def together(self: Any, seq_len: int, cp_size: int, cp_rank: int) -> Any:
         from cp_mesh.layouts import ZigZag

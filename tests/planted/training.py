@@ -178,10 +178,10 @@ def _(sum_gradients: Any) -> Any:
     return mutant
 
 
-plant("padding of a batch is left out of its mask", "masks:batch_mask", "mask of a batch")(
+plant("padding of a batch is left out of its mask", "batch_masks:batch_mask", "mask of a batch")(
     lambda batch_mask: with_arguments(batch_mask, attention_mask=lambda x: None)
 )
-plant("positions of a batch are left out of its mask", "masks:batch_mask", "mask of a batch")(
+plant("positions of a batch are left out of its mask", "batch_masks:batch_mask", "mask of a batch")(
     lambda batch_mask: with_arguments(batch_mask, position_ids=lambda x: None)
 )
 plant("a batch is not balanced", "sequence:ShardedSequence.for_batch", "sequences of batches")(
