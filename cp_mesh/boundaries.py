@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from cp_mesh.agreement import agree_first, fingerprint, is_first
+from cp_mesh.agreement import agree_first, is_first
+from cp_mesh.agreement.contents import fingerprint
 from cp_mesh.errors import refuse
 from cp_mesh.forwards import INPUT, OUTPUT, replace_forward
 from cp_mesh.guard.watching import unwatched, watched

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_mesh.agreement import checking, fingerprint, require_agreement
+from cp_mesh.agreement import checking, require_agreement
+from cp_mesh.agreement.contents import fingerprint
 from cp_mesh.call import check_tensors
 from cp_mesh.decoding import UNUSED, announcing, check_tensor, decode, hides
 from cp_mesh.errors import UnsupportedError, refuse

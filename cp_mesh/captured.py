@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from cp_mesh.agreement import fingerprint
+from cp_mesh.agreement.contents import fingerprint
 from cp_mesh.call import Call
 from cp_mesh.errors import UnsupportedError, refuse, written
 from cp_mesh.formats import FORMATS

@@ -27,7 +27,8 @@ from torch.distributed.tensor import DTensor, experimental
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_map_only
 
-from cp_mesh.agreement import agree_first, checking, fingerprint, is_first, require_agreement
+from cp_mesh.agreement import agree_first, checking, is_first, require_agreement
+from cp_mesh.agreement.contents import fingerprint
 from cp_mesh.attention import attention
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.guard.watching import ATTENTION, CHECKPOINTS, call_function, keep_uncompiled

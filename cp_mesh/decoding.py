@@ -26,7 +26,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from cp_mesh.agreement import announce_refusal, checking, fingerprint, require_agreement
+from cp_mesh.agreement import announce_refusal, checking, require_agreement
+from cp_mesh.agreement.contents import fingerprint
 from cp_mesh.attention import Asked, make_options
 from cp_mesh.call import Options, Tensors, check_scores, check_tensors, make_scores
 from cp_mesh.errors import UnsupportedError, refuse

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from cp_mesh.agreement import agree_once, announce_refusal, fingerprint
+from cp_mesh.agreement import agree_once, announce_refusal
+from cp_mesh.agreement.contents import fingerprint
 from cp_mesh.call import autocast
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.transport.shards import Shards

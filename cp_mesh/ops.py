@@ -30,11 +30,11 @@ from cp_mesh.agreement import (
     announce_refusal,
     announce_trace,
     checking,
-    fingerprint,
     is_first,
     keep_to_itself,
     require_agreement,
 )
+from cp_mesh.agreement.contents import fingerprint
 from cp_mesh.call import GRADED, NUM_ARGUMENTS, NUM_TENSORS, SCHEMA, Call, Operand, Tensors, autocast
 from cp_mesh.captured import check_rows, cuts_of, to_shards, told, with_whole
 from cp_mesh.errors import UnsupportedError, refuse

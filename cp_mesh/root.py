@@ -16,7 +16,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from cp_mesh.agreement import agree_first, checking, compare_later, fingerprint, is_first, require_agreement
+from cp_mesh.agreement import agree_first, checking, compare_later, is_first, require_agreement
+from cp_mesh.agreement.contents import fingerprint
 from cp_mesh.cores import cores_of
 from cp_mesh.errors import ArgumentError, describe, refuse
 from cp_mesh.forwards import STYLE, replace_forward

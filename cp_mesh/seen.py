@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from cp_mesh.agreement import fingerprint, is_first_here, is_new_here, turned_off
+from cp_mesh.agreement import is_first_here, is_new_here, turned_off
+from cp_mesh.agreement.contents import fingerprint
 from cp_mesh.errors import refuse
 from cp_mesh.layouts import Contiguous, Layout, Striped, ZigZag
 from cp_mesh.masks import Mask

@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from cp_mesh.agreement import agree_once, announce_error, fingerprint
+from cp_mesh.agreement import agree_once, announce_error
+from cp_mesh.agreement.contents import fingerprint
 from cp_mesh.call import check_choice
 from cp_mesh.errors import ArgumentError, UnsupportedError, refuse, written
 from cp_mesh.forwards import LINEAR, replace_forward, replaced

@@ -546,9 +546,9 @@ def test_words_about_batches_do_not_pile_up(pool: Any) -> None:
 
 def test_digests_tell_the_places_of_tokens() -> None:
     tokens = torch.arange(12).reshape(2, 6)
-    digests = [agreement._Digest.of([x]).numbers.item() for x in (tokens, tokens.flip(0), tokens.flip(1), tokens + 1)]
+    digests = [agreement.Digest.of([x]).numbers.item() for x in (tokens, tokens.flip(0), tokens.flip(1), tokens + 1)]
     assert len({*digests}) == 4
-    assert agreement._Digest.of([tokens, tokens]).numbers.tolist() == 2 * digests[:1]
+    assert agreement.Digest.of([tokens, tokens]).numbers.tolist() == 2 * digests[:1]
 
 
 def padded(rank: int, how: str) -> list[str]:

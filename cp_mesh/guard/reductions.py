@@ -30,7 +30,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from cp_mesh.agreement import Answers, capturing, compare_steps, look_again, turned_off
+from cp_mesh.agreement import capturing, compare_steps, look_again, turned_off
+from cp_mesh.agreement.words import Answers
 from cp_mesh.errors import ArgumentError, RankMismatchError, describe, refuse
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.loss import groups_of, ranks_of

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cp_mesh.agreement import compare_first, fingerprint
+from cp_mesh.agreement import compare_first
+from cp_mesh.agreement.contents import fingerprint
 from cp_mesh.cores import ContextParallel, cores_of
 from cp_mesh.errors import refuse
 from cp_mesh.forwards import INPUT, STYLE, WATCH, replace_forward, replaced

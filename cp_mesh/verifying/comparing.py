@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cp_mesh.agreement import fingerprint
+from cp_mesh.agreement.contents import fingerprint
 from cp_mesh.verifying.hints import explain_gradients, of_forward, of_gradient, step_factor
 from cp_mesh.verifying.models import inner, whole_gradient
 from cp_mesh.verifying.ranks import Ranks

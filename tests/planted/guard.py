@@ -57,7 +57,7 @@ def _(losses_of: Any) -> Any:
 
 
 plant("models are not told apart by their logits", "seen:first_leaf", "models in turn")(nothing())
-plant("a word that nobody read stays in the store", "agreement:_take_back", "words in the store")(nothing())
+plant("a word that nobody read stays in the store", "agreement.words:_take_back", "words in the store")(nothing())
 plant("later batches are not compared", "agreement:compare_later", "words in the store")(nothing())
 plant("labels are not compared over ranks", "guard.reductions:_compare_batches", "rows of ranks")(nothing())
 plant("a shard's last row passes for the sequence's", "seen:_of_one_row", "rows of ranks")(nothing(False))
@@ -70,6 +70,6 @@ def _(is_averaged: Any) -> Any:
     return lambda self, num_ranks: any(factor <= 1 for factor in self.factors)
 
 
-@plant("a first call waits longer than its group", "agreement:timeout_of", "patience")
+@plant("a first call waits longer than its group", "agreement.words:timeout_of", "patience")
 def _(timeout_of: Any) -> Any:
     return lambda group: 4 * timeout_of(group)

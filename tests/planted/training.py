@@ -308,7 +308,7 @@ def _(inside_checkpoint: Any) -> Any:
 plant = in_area("check mode and verify")
 
 
-@plant("tensors are compared by their shapes", "agreement:fingerprint", "check mode")
+@plant("tensors are compared by their shapes", "agreement.contents:fingerprint", "check mode")
 def _(fingerprint: Any) -> Any:
     return lambda tensor: "None" if tensor is None else str(tuple(tensor.shape))
 

@@ -10,7 +10,6 @@ the environment sets ``CP_MESH_CHECK=1``. ``check_mode(False)`` and ``CP_MESH_CH
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import weakref
@@ -19,14 +18,14 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from cp_mesh.agreement.contents import Digest
+from cp_mesh.agreement.words import Answers, Words, store_of, timeout_of
 from cp_mesh.errors import RankMismatchError
 
 MOST_KINDS = 256
@@ -40,34 +39,8 @@ STEP_PATIENCE = timedelta(seconds=10)
 
 Others may be later, and then all of them compare at the next step.
 """
-Answers = dict[int, dict[str, str]]
-"""What ranks of a group say, by rank."""
 
 _enabled: ContextVar[bool | None] = ContextVar("cp_mesh_check", default=None)
-
-
-class _Digest(NamedTuple):
-    """A number for each tensor, int64 [n], on its way to the host."""
-
-    numbers: Tensor
-    copied: torch.cuda.Event | None
-
-    @classmethod
-    def of(cls, inputs: Sequence[Tensor]) -> _Digest:
-        found = []
-        for x in inputs:
-            flat = x.detach().reshape(-1).to(torch.int64)
-            weights = torch.arange(1, len(flat) + 1, device=x.device) * 0x9E3779B97F4A7C1 + 1  # unlike of all places
-            found.append(((flat + 1) * weights).sum())
-        numbers = torch.stack(found)
-        if not numbers.is_cuda:
-            return cls(numbers, None)
-        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True).copy_(numbers, non_blocking=True)
-        (copied := torch.cuda.Event()).record()
-        return cls(host, copied)
-
-    def is_there(self) -> bool:
-        return self.copied is None or self.copied.query()
 
 
 @dataclass
@@ -82,7 +55,7 @@ class _Compared:
     times: int = 0
     plans: int = 0
     batches: int = 0
-    digest: _Digest | None = None
+    digest: Digest | None = None
     told: str | None = None
     read: str | None = None
     refused_in_trace: bool = False
@@ -133,7 +106,7 @@ def is_first(group: dist.ProcessGroup, kind: Hashable) -> bool:
     compared = _compared.get(group)
     if compared is not None and (kind in compared.kinds or len(compared.kinds) >= MOST_KINDS):
         return False
-    if turned_off() or group.size() == 1 or _store(group) is None:
+    if turned_off() or group.size() == 1 or store_of(group) is None:
         return False
     return not capturing()
 
@@ -185,7 +158,7 @@ def agree_once(group: dist.ProcessGroup, kind: Hashable, fields: Callable[[], Ma
 
 def compare_first(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[dict[str, str]]:
     """What the ranks of the group say, for whoever compares it otherwise than by equality."""
-    if turned_off() or group.size() == 1 or _store(group) is None:
+    if turned_off() or group.size() == 1 or store_of(group) is None:
         return [dict(fields)]
     answers = _exchange(group, fields)
     _require_accepted(answers, fields)
@@ -211,7 +184,7 @@ def compare_later(group: dist.ProcessGroup, inputs: Sequence[Tensor]) -> None:
     compared.batches += 1
     if compared.batches % EVERY or turned_off() or group.size() == 1 or capturing():
         return
-    if (store := _store(group)) is None:
+    if (store := store_of(group)) is None:
         return
     if compared.read is not None:  # the last time; since then there were collectives, so others have read it as well
         store.delete_key(f"{compared.read}/{group.rank()}")
@@ -226,7 +199,7 @@ def compare_later(group: dist.ProcessGroup, inputs: Sequence[Tensor]) -> None:
     if compared.digest is not None and compared.digest.is_there():
         compared.told = f"cp_mesh/batch {compared.batches // EVERY}"
         store.set(f"{compared.told}/{group.rank()}", str(compared.digest.numbers.tolist()))
-    compared.digest = _Digest.of(inputs)
+    compared.digest = Digest.of(inputs)
 
 
 def compare_steps(
@@ -244,10 +217,10 @@ def compare_steps(
         None if that was done. If not all ranks came in time, what does it at this rank's next step: by then all that
         took the step have come, as attention waited for them in between. Later ones are not compared.
     """
-    if turned_off() or group.size() == 1 or _store(group) is None:
+    if turned_off() or group.size() == 1 or store_of(group) is None:
         decide({group.rank(): dict(fields)})
         return None
-    words = _Words(group, topic, fields)
+    words = Words(group, topic, fields)
     is_whole = len(words.wait(STEP_PATIENCE)) == words.size
     if words.settle("when", "now" if is_whole else "later") == "now":  # whoever says so saw all
         decide(words.read())
@@ -268,7 +241,7 @@ def exchange_first(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[
 
     Through the store where first calls are compared there, else by a collective, so that it is always done.
     """
-    if checking() or turned_off() or _store(group) is None:
+    if checking() or turned_off() or store_of(group) is None:
         return exchange(group, fields)
     answers = _exchange(group, fields)
     _require_accepted(answers, fields)
@@ -291,20 +264,14 @@ def is_first_here(group: dist.ProcessGroup, kind: Hashable) -> bool:
 
 def leave_word(text: str) -> None:
     """For ranks that learn of a refusal by a collective, and then call `read_word`."""
-    if (store := _store(dist.group.WORLD)) is not None:
+    if (store := store_of(dist.group.WORLD)) is not None:
         store.set("cp_mesh/word", text)
 
 
 def read_word() -> str:
     """What some rank left for the others."""
-    store = _store(dist.group.WORLD)
+    store = store_of(dist.group.WORLD)
     return "" if store is None else store.get("cp_mesh/word").decode()
-
-
-def _store(group: dist.ProcessGroup | None) -> Any:
-    """The store of a group; None where it was made without one."""
-    backend, store = dist.distributed_c10d._world.pg_map.get(group, ("fake", None))  # type: ignore[arg-type]
-    return None if backend == "fake" else store
 
 
 def _exchange(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[dict[str, str]]:
@@ -330,69 +297,7 @@ def _words(
     group: dist.ProcessGroup, topic: str, fields: Mapping[str, str], patience: timedelta | None
 ) -> dict[int, dict[str, str]]:
     """Leave word, and read that of the ranks of the group which come in time; of none without patience."""
-    return _Words(group, topic, fields).wait(patience)
-
-
-class _Words:
-    """What the ranks of a group leave in its store, each a word of its own.
-
-    Attributes:
-        rank, size: of the group.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, topic: str, fields: Mapping[str, str]) -> None:
-        self.rank, self.size, store = group.rank(), group.size(), _store(group)
-        # PyTorch drops its own object when it destroys the group
-        self._group_store, self._store = weakref.ref(store), dist.PrefixStore("cp_mesh", store)
-        # a group made under the name of one that was destroyed finds in the store what that one left
-        self._topic, made_before = topic, (self._store.add(topic, 1) - 1) // self.size
-        self._room = f"{topic}/{made_before}"
-        self._keys = [f"{self._room}/{rank}" for rank in range(self.size)]
-        self._store.set(self._keys[self.rank], json.dumps(dict(fields)))
-
-    def wait(self, patience: timedelta | None) -> Answers:
-        """The words of those that come in time."""
-        if patience is not None:
-            with suppress(RuntimeError):
-                self._store.wait(self._keys, patience)
-                return self.read()
-        keys = [self._keys[self.rank], *(f"{self._room}/{name}" for name in ("when", "who"))]
-        finalizer = weakref.finalize(self._group_store(), _take_back, self._store, self._topic, keys, self.size)
-        finalizer.atexit = False
-        with suppress(RuntimeError):  # the store is gone with the rank that served it
-            return {} if patience is None else self.read()
-        return {}
-
-    def read(self) -> Answers:
-        """The words that are there."""
-        present = [rank for rank, key in enumerate(self._keys) if self._store.check([key])]
-        found = self._store.multi_get([self._keys[rank] for rank in present])
-        return {rank: json.loads(answer) for rank, answer in zip(present, found, strict=True)}
-
-    def settle(self, name: str, value: str) -> str:
-        """What the first rank to settle this says."""
-        return self._store.compare_set(f"{self._room}/{name}", "", value).decode()
-
-    def is_there(self) -> bool:
-        """Whether the group was not destroyed."""
-        return self._group_store() is not None
-
-
-def _take_back(store: dist.Store, topic: str, keys: Sequence[str], size: int) -> None:
-    """Words that not all ranks came to read, so that no group of the same name takes them for its own."""
-    with suppress(RuntimeError):  # whoever holds the store may have gone
-        if store.add(topic, 0) % size:
-            store.add(topic, -1)
-            for key in keys:
-                store.delete_key(key)
-
-
-@_disable_dynamo  # which traces this function by itself where compiled code calls what it cannot trace
-def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """The group's own timeout for collectives."""
-    options = getattr(group._get_backend(group._device_types[0]), "options", None)
-    timeout: timedelta = getattr(options, "_timeout", None) or dist.distributed_c10d.default_pg_timeout
-    return timeout
+    return Words(group, topic, fields).wait(patience)
 
 
 def announce_refusal(group: dist.ProcessGroup, error: Exception) -> None:
@@ -413,7 +318,7 @@ def announce_refusal(group: dist.ProcessGroup, error: Exception) -> None:
     if checking():
         with suppress(RuntimeError):  # others wait for something else; the error itself must not be lost
             require_agreement(group, said)
-    elif not turned_off() and group.size() > 1 and _store(group) is not None:
+    elif not turned_off() and group.size() > 1 and store_of(group) is not None:
         _words(group, _next_topic(group), said, None)
 
 
@@ -441,16 +346,6 @@ def announce_error(group_name: str, error: Exception) -> None:
 def keep_to_itself(error: Exception) -> None:
     """Tell no other rank of an error: they are past the comparison, and wait for rows."""
     error._cp_mesh_announced = True  # type: ignore[attr-defined]
-
-
-def fingerprint(tensor: Tensor | None) -> str:
-    """Shape, dtype, device type and a hash of the content; reads the tensor on the host."""
-    if tensor is None:
-        return "None"
-    # a copy: NumPy pins the memory that it is shown, and FSDP2 frees that of a parameter after its use
-    copy = tensor.detach().to("cpu", copy=True).reshape(-1)
-    content = hashlib.sha1(copy.view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
-    return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device.type} {content}"
 
 
 def exchange(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[dict[str, str]]:

@@ -1,0 +1,84 @@
+"""What ranks leave in the store of their process group, for others to read."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._compile import _disable_dynamo
+
+Answers = dict[int, dict[str, str]]
+"""What ranks of a group say, by rank."""
+
+
+def store_of(group: dist.ProcessGroup | None) -> Any:
+    """The store of a group; None where it was made without one."""
+    backend, store = dist.distributed_c10d._world.pg_map.get(group, ("fake", None))  # type: ignore[arg-type]
+    return None if backend == "fake" else store
+
+
+class Words:
+    """What the ranks of a group leave in its store, each a word of its own.
+
+    Attributes:
+        rank, size: of the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, topic: str, fields: Mapping[str, str]) -> None:
+        self.rank, self.size, store = group.rank(), group.size(), store_of(group)
+        # PyTorch drops its own object when it destroys the group
+        self._group_store, self._store = weakref.ref(store), dist.PrefixStore("cp_mesh", store)
+        # a group made under the name of one that was destroyed finds in the store what that one left
+        self._topic, made_before = topic, (self._store.add(topic, 1) - 1) // self.size
+        self._room = f"{topic}/{made_before}"
+        self._keys = [f"{self._room}/{rank}" for rank in range(self.size)]
+        self._store.set(self._keys[self.rank], json.dumps(dict(fields)))
+
+    def wait(self, patience: timedelta | None) -> Answers:
+        """The words of those that come in time."""
+        if patience is not None:
+            with suppress(RuntimeError):
+                self._store.wait(self._keys, patience)
+                return self.read()
+        keys = [self._keys[self.rank], *(f"{self._room}/{name}" for name in ("when", "who"))]
+        finalizer = weakref.finalize(self._group_store(), _take_back, self._store, self._topic, keys, self.size)
+        finalizer.atexit = False
+        with suppress(RuntimeError):  # the store is gone with the rank that served it
+            return {} if patience is None else self.read()
+        return {}
+
+    def read(self) -> Answers:
+        """The words that are there."""
+        present = [rank for rank, key in enumerate(self._keys) if self._store.check([key])]
+        found = self._store.multi_get([self._keys[rank] for rank in present])
+        return {rank: json.loads(answer) for rank, answer in zip(present, found, strict=True)}
+
+    def settle(self, name: str, value: str) -> str:
+        """What the first rank to settle this says."""
+        return self._store.compare_set(f"{self._room}/{name}", "", value).decode()
+
+    def is_there(self) -> bool:
+        """Whether the group was not destroyed."""
+        return self._group_store() is not None
+
+
+def _take_back(store: dist.Store, topic: str, keys: Sequence[str], size: int) -> None:
+    """Words that not all ranks came to read, so that no group of the same name takes them for its own."""
+    with suppress(RuntimeError):  # whoever holds the store may have gone
+        if store.add(topic, 0) % size:
+            store.add(topic, -1)
+            for key in keys:
+                store.delete_key(key)
+
+
+@_disable_dynamo  # which traces this function by itself where compiled code calls what it cannot trace
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """The group's own timeout for collectives."""
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    timeout: timedelta = getattr(options, "_timeout", None) or dist.distributed_c10d.default_pg_timeout
+    return timeout
