@@ -36,7 +36,7 @@ from cp_mesh.errors import ArgumentError, RankMismatchError, describe, refuse
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.loss import groups_of, ranks_of
 from cp_mesh.seen import CALLED
-from cp_mesh.styles import SUMS, gathers, has_axis
+from cp_mesh.styles import SUMS, gathers
 from cp_mesh.trained import (
     LOOKED_AT,
     LOOKS,
@@ -383,11 +383,11 @@ def _compare_norms(
 
 def _check_over_tp(over_tp: _OverTP, trained: Mapping[str, Tensor]) -> None:
     """Refuse gradients that differ between tp ranks, of parameters that are equal there and no DTensors over tp."""
-    whole = {
-        name: x for name, x in trained.items() if not (isinstance(x, DTensor) and has_axis(x.device_mesh, over_tp.mesh))
-    }
+    group = over_tp.mesh.get_group()
+    ranks = (*dist.get_process_group_ranks(group),)  # not its name: a DTensor's mesh may be an equal one, made before
+    whole = {name: x for name, x in trained.items() if ranks not in _axes([x])}
     decide = functools.partial(_decide_on_tensor_parallel, True)
-    _compare_norms(over_tp.mesh.get_group(), f"gradients over tp {over_tp.number}", whole, decide)
+    _compare_norms(group, f"gradients over tp {over_tp.number}", whole, decide)
 
 
 def _apart(field: str, of_rank: list[str], answers: Answers, by: float) -> tuple[list[str], list[str]]:
