@@ -24,11 +24,14 @@ from cp_mesh.call import check_choice
 from cp_mesh.errors import ArgumentError, UnsupportedError, refuse, written
 from cp_mesh.forwards import LINEAR, replace_forward, replaced
 from cp_mesh.layouts import chunk_bounds
-from cp_mesh.linears import Columns, column_linears, refuse_transforms, sum_rows
+from cp_mesh.linears import Columns, column_linears, refuse_transforms, row_linear, sum_rows
+from cp_mesh.transport import TRANSPORTS
 from cp_mesh.vocabulary import DeferredLogits, Head, embed
 
 Mode = Literal["reduce_scatter", "all_reduce"]
 """How the rows between the linears lie on tp: sharded along the sequence, or all of them on every rank."""
+Transport = Literal["auto", "functional", "symmetric_memory"]
+"""Over what rows travel beside products."""
 _SHARD = "_cp_mesh_shard"  # of a parameter: what took its place, for the modules that share it
 
 
@@ -59,6 +62,9 @@ class OverlappedColwise(ParallelStyle):
         mode: "reduce_scatter": the input is this rank's rows of the sequence, dim -2. "all_reduce": it is all rows.
         recompute_all_gather: keep this rank's rows for the backward, and gather them again there, rather than keep all
             rows. Only in mode "reduce_scatter".
+        transport: of rows that travel beside products in mode "reduce_scatter", where tp divides them. "functional":
+            collectives. "symmetric_memory": copy engines of GPUs of one NVLink host. "auto": these where they are
+            there, and both only where a small model of times says that it pays (`cp_mesh/linears.py`).
 
     The input is a plain tensor, of as many rows on each rank, or a DTensor over tp, whose shards are those of
     `torch.chunk`. Outputs are plain tensors [..., S, features of this rank]. Biases are sharded as the outputs are;
@@ -74,13 +80,20 @@ class OverlappedColwise(ParallelStyle):
         >>> parallelize(model, mesh["tp"], plan)  # doctest: +SKIP
     """
 
-    def __init__(self, *names: str, mode: Mode = "reduce_scatter", recompute_all_gather: bool = False) -> None:
+    def __init__(
+        self,
+        *names: str,
+        mode: Mode = "reduce_scatter",
+        recompute_all_gather: bool = False,
+        transport: Transport = "auto",
+    ) -> None:
         super().__init__()
         _check_mode("OverlappedColwise", mode)
+        _check_transport("OverlappedColwise", transport, mode)
         if recompute_all_gather and mode == "all_reduce":
             hint = "mode='reduce_scatter' gathers"
             refuse("OverlappedColwise: recompute_all_gather", "False where nothing is gathered", True, hint)
-        self.names, self.mode, self.recompute_all_gather = names, mode, recompute_all_gather
+        self.names, self.mode, self.recompute_all_gather, self.transport = names, mode, recompute_all_gather, transport
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         where = _check_mesh("OverlappedColwise", device_mesh)
@@ -142,7 +155,9 @@ class OverlappedColwise(ParallelStyle):
         sharded = self.mode == "reduce_scatter"
         num_rows, x = where.read("OverlappedColwise", x, Shard(x.ndim - 2) if sharded else Replicate())
         weights, biases = ([where.local(getattr(m, name)) for m in linears] for name in ("weight", "bias"))
-        call = Columns(num_rows, where.group_name, sharded, self.recompute_all_gather or where.size == 1)
+        most = sum(where.most(linear, "out_features") for linear in linears)
+        recompute = self.recompute_all_gather or where.size == 1
+        call = Columns(num_rows, where.group_name, sharded, most, self.transport, recompute)
         return column_linears(x, weights, biases, call)  # type: ignore[arg-type]
 
 
@@ -173,6 +188,7 @@ class OverlappedRowwise(ParallelStyle):
         mode: "reduce_scatter": each rank gets its rows of the sequence, dim -2. "all_reduce": each gets all rows.
         use_local_output: return plain tensors, which in mode "reduce_scatter" needs rows that tp divides; False:
             DTensors over tp.
+        transport: as in `OverlappedColwise`.
 
     The input is [..., S, features of this rank], plain, or a DTensor sharded along its last dim. A bias is added once,
     and its gradient is complete on every rank.
@@ -182,10 +198,13 @@ class OverlappedRowwise(ParallelStyle):
         UnsupportedError: for a linear with a forward of its own.
     """
 
-    def __init__(self, *, mode: Mode = "reduce_scatter", use_local_output: bool = True) -> None:
+    def __init__(
+        self, *, mode: Mode = "reduce_scatter", use_local_output: bool = True, transport: Transport = "auto"
+    ) -> None:
         super().__init__()
         _check_mode("OverlappedRowwise", mode)
-        self.mode, self.use_local_output = mode, use_local_output
+        _check_transport("OverlappedRowwise", transport, mode)
+        self.mode, self.use_local_output, self.transport = mode, use_local_output, transport
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         where = _check_mesh("OverlappedRowwise", device_mesh)
@@ -203,7 +222,11 @@ class OverlappedRowwise(ParallelStyle):
         where.check_output("OverlappedRowwise", input.shape[-2], sharded and self.use_local_output)
         weight, bias = where.local(module.weight), where.local(module.bias)
         assert weight is not None
-        out = sum_rows(F.linear(input, weight), bias, where.group_name, sharded)
+        if sharded and where.size > 1:
+            most = where.most(module, "in_features")
+            out = row_linear(input, weight, bias, where.group_name, most, self.transport)
+        else:
+            out = sum_rows(F.linear(input, weight), bias, where.group_name, False)
         return out if self.use_local_output else where.wrap(out, input.shape[-2], sharded)
 
 
@@ -354,6 +377,10 @@ class _Where:
             refuse("linears over tp: a weight", "a DTensor over tp", got, hint)
         return parameter.to_local()
 
+    def most(self, linear: nn.Module, which: str) -> int:
+        """Features of the rank that has most."""
+        return -(-int(getattr(linear, which)) // self.size)
+
     def check_output(self, what: str, num_rows: int, needs_equal: bool) -> None:
         if needs_equal and num_rows % self.size:
             hint = "use_local_output=False returns DTensors, which say how long a sequence is"
@@ -380,6 +407,13 @@ class _Where:
 
 def _check_mode(style: str, mode: str) -> None:
     check_choice(f"{style}: mode", mode, ("reduce_scatter", "all_reduce"), "reduce_scatter")
+
+
+def _check_transport(style: str, transport: str, mode: str) -> None:
+    check_choice(f"{style}: transport", transport, TRANSPORTS, "functional")
+    if transport == "symmetric_memory" and mode == "all_reduce":
+        hint = "mode='reduce_scatter', or transport='auto', works"
+        refuse(f"{style}: transport", "'auto' or 'functional' in mode 'all_reduce'", repr(transport), hint)
 
 
 def _check_mesh(style: str, mesh: DeviceMesh) -> _Where:

@@ -128,9 +128,10 @@ class DeferredLogits(NamedTuple):
         """All logits [..., S, V], on every tp rank, without a gradient: for sampling, or a look at them."""
         head = self.head
         head.check()
-        call = Columns(self.num_rows, head.group_name, self.sharded, recompute=True)
+        shards = Shards(head.size, head.group_name, "DeferredLogits.whole")
+        call = Columns(self.num_rows, head.group_name, self.sharded, max(shards.sizes), "auto", recompute=True)
         (own,) = column_linears(self.hidden.to(head.weight.dtype), [head.weight], [None], call)
-        return Shards(head.size, head.group_name, "DeferredLogits.whole").gather(own.mT)().mT.contiguous()
+        return shards.gather(own.mT)().mT.contiguous()
 
     def losses(self, labels: Tensor, ignore_index: int) -> Tensor:
         """Losses [N] of labels [N], int64, equal on all tp ranks; float32 at least, and 0 of ignored tokens."""

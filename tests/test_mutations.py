@@ -399,6 +399,12 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "order of linears": lambda pool: test_tensor_parallel.test_products_run_while_rows_travel(
         pool, *test_tensor_parallel.ORDERS[0]
     ),
+    "order of forwards": test_tensor_parallel.test_products_begin_before_all_rows_have_come,
+    "order of copies": test_tensor_parallel.test_products_run_while_copy_engines_move_rows,
+    "beside products": lambda pool: test_tensor_parallel.test_rows_that_travel_beside_products(pool, 3, "functional"),
+    "beside copies": lambda pool: test_tensor_parallel.test_rows_that_travel_beside_products(
+        pool, 3, "symmetric_memory"
+    ),
     "chunks of logits": test_tensor_parallel.test_chunks_of_logits,
     "unlike tokens over tp": lambda pool: test_tensor_parallel.test_what_one_rank_alone_refuses(pool, ("tokens",)),
     "a head under FSDP2": test_tensor_parallel.test_one_trained_part_under_fsdp,

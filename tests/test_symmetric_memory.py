@@ -35,6 +35,7 @@ from dense import make_qkv
 from poison import poisoned
 from ranks import device, join_on_gpus, mesh
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 if __name__ == "__main__":
@@ -144,6 +145,7 @@ def double(group: dist.ProcessGroup, folder: str) -> Iterator[None]:
     with (
         mock.patch("cp_mesh.transport.unavailable", return_value=None),
         mock.patch.object(symmetric, "group_memory", memory),
+        mock.patch("cp_mesh.transport.symmetric_shards.group_memory", memory),
         mock.patch.dict(symmetric._MEMORY.data, clear=True),
     ):
         memory(group, torch.device("cpu"))
@@ -333,6 +335,17 @@ def test_methods_on_the_double(pool):
     """What GPUs run below."""
     with tempfile.TemporaryDirectory() as folder:
         report(pool(4).run(methods_on_files, folder, timeout=240.0))
+
+
+def linears_on_files(rank: int, folder: str) -> list[str]:
+    with double(linears_axis().get_group(), folder), mock.patch("torch.cuda._sleep"):
+        return check_linears()
+
+
+def test_linears_on_the_double(pool):
+    """What GPUs run below."""
+    with tempfile.TemporaryDirectory() as folder:
+        report(pool(3).run(linears_on_files, folder, timeout=120.0))
 
 
 # GPU checks. Each returns what is wrong, on every rank.
@@ -580,7 +593,117 @@ def check_methods() -> list[str]:
     return problems
 
 
+class Linears(torch.nn.Module):
+    """[..., C] to the same: two column linears of one input, and a row linear. Weights are small integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (torch.nn.Linear(256, 256, bias=name != "a") for name in "abc")
+        for seed, weight in enumerate(self.parameters()):
+            weight.data.random_(-1, 2, generator=torch.Generator().manual_seed(seed))
+        self.to(device())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.a(x) + self.b(x))
+
+
+def over_tp(axis: Any, transport: Any, recompute: bool) -> torch.nn.Module:
+    columns = cp_mesh.OverlappedColwise("a", "b", recompute_all_gather=recompute, transport=transport)
+    styles = {"": columns, "c": cp_mesh.OverlappedRowwise(transport=transport)}
+    for style in styles.values():
+        style.src_data_rank = None  # every rank has made the same weights
+    return cp_mesh.parallelize(Linears(), axis, styles)
+
+
+def step_of_linears(model: torch.nn.Module, x: Tensor, dout: Tensor) -> list[Tensor]:
+    """An output of other inputs, for nothing else to bring the ranks together between two forwards; and gradients."""
+    leaf = x.detach().requires_grad_()
+    with torch.no_grad():
+        before = model(-2 * x)
+    out = model(leaf)
+    grads = torch.autograd.grad(out, [leaf, *model.parameters()], dout)
+    return [before, out.detach(), *(y.to_local() if isinstance(y, DTensor) else y for y in grads)]
+
+
+def integers(seed: int, *shape: int) -> list[Tensor]:
+    """Input and gradient of all ranks together, float32."""
+    generator = torch.Generator(device()).manual_seed(seed)
+    return [torch.randint(-1, 2, (*shape, 256), generator=generator, device=device()).float() for _ in range(2)]
+
+
+def compare_linears(what: str, whole: list[Tensor], got: list[Tensor]) -> list[str]:
+    """Against one rank; sums of integers are exact in any order."""
+    rank, size, names = (
+        dist.get_rank(),
+        dist.get_world_size(),
+        ("before", "out", "dx", "da", "db", "bias", "dc", "bias"),
+    )
+    dims = {**dict.fromkeys(names, 0), "before": -2, "out": -2, "dx": -2, "dc": 1}
+    problems = []
+    for i, (name, x, y) in enumerate(zip(names, step_of_linears(Linears(), *whole), got, strict=True)):
+        wanted = x if i == len(names) - 1 else x.chunk(size, dims[name])[rank]
+        if not torch.equal(wanted, y):
+            problems.append(f"{what}: {name} differs at {(wanted != y).sum()} of {y.numel()} elements")
+    return problems
+
+
+def of_rank(whole: list[Tensor]) -> list[Tensor]:
+    return [x.chunk(dist.get_world_size(), -2)[dist.get_rank()].contiguous() for x in whole]
+
+
+def linears_axis() -> Any:
+    return mesh((dist.get_world_size(),), ("tp",))
+
+
+def check_linears() -> list[str]:
+    """Linears over tp, of lengths that grow and shrink, with sleeps of random length on all three streams."""
+    axis, problems, draw = linears_axis(), [], random.Random(dist.get_rank())
+    models = {recompute: over_tp(axis, TRANSPORTS[1], recompute) for recompute in (False, True)}
+    size = axis.size()
+
+    def cycles() -> int:
+        return draw.choice([0, 100_000, 2_000_000])
+
+    step_of_linears(models[True], *of_rank(integers(0, 1, 64 * size)))
+    memory, pending = symmetric._MEMORY[axis.get_group()], []
+    with (
+        mock.patch.object(memory.pulls, "entered", _sleeping(memory.pulls, cycles)),
+        mock.patch.object(memory.pushes, "entered", _sleeping(memory.pushes, cycles)),
+    ):
+        for call, shape in enumerate([(1, 512), (2, 384), (1024,), (1, 3), (3, 1), (1, 2048), (1, 512)]):
+            whole = integers(call, *shape[:-1], shape[-1] * size)
+            for recompute, model in models.items():
+                torch.cuda._sleep(cycles())
+                pending.append((f"{shape}, {recompute=}", whole, step_of_linears(model, *of_rank(whole))))
+    for call in pending:
+        problems += compare_linears(*call)
+    return problems
+
+
+def check_linears_in_graphs() -> list[str]:
+    """A captured step of linears over tp, replayed on new inputs between eager steps of other lengths."""
+    axis, problems = linears_axis(), []
+    model, size = over_tp(axis, TRANSPORTS[1], True), axis.size()
+    static = of_rank(integers(0, 1, 512 * size))
+    step_of_linears(model, *static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step_of_linears(model, *static)
+    for replay in range(4):
+        whole = integers(replay + 1, 1, 512 * size)
+        for x, new in zip(static, of_rank(whole), strict=True):
+            x.copy_(new)
+        graph.replay()
+        problems += compare_linears(f"replay {replay}", whole, results)
+        whole = integers(replay, 1, 256 * (replay + 1) * size)
+        problems += compare_linears(f"eager after {replay}", whole, step_of_linears(model, *of_rank(whole)))
+    return problems
+
+
 CHECKS: dict[str, Callable[[], list[str]]] = {
+    "linears": check_linears,
+    "linears in graphs": check_linears_in_graphs,
     "methods": check_methods,
     "two hundred calls": check_two_hundred_calls,
     "stalled": check_stalled,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, product
@@ -20,10 +21,11 @@ import torch.nn.functional as F
 from ranks import mesh, num_collectives
 from recording import recording
 from test_loss import peak_of
+from test_symmetric_memory import FileWorkspace, HostLane, double
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -35,11 +37,14 @@ from cp_mesh import (
     agreement,
     check_mode,
     cross_entropy,
+    linears,
     parallelize,
     sum_gradients,
     vocabulary,
 )
 from cp_mesh.tensor_parallel import OverlappedColwise, OverlappedRowwise, VocabParallelEmbedding, VocabParallelHead
+from cp_mesh.transport import release, symmetric_memory_bytes
+from cp_mesh.transport.shards import Shards
 
 V, C, OUT, HIDDEN = 11, 6, 10, 7  # of which tp = 2, 3 and 4 divide few
 IGNORED = -100
@@ -86,15 +91,17 @@ class Net(nn.Module):
         return self.head((x + self.feed_forward(x.tanh())).tanh())
 
 
-def plan(mode: Any = "reduce_scatter", recompute: bool = False, local: bool = True) -> dict[str, Any]:
+def plan(
+    mode: Any = "reduce_scatter", recompute: bool = False, local: bool = True, transport: Any = "auto"
+) -> dict[str, Any]:
     row = {"mode": mode, "use_local_output": local}
-    column = {"mode": mode, "recompute_all_gather": recompute}
+    column = {"mode": mode, "recompute_all_gather": recompute, "transport": transport}
     return {
         "embedding": VocabParallelEmbedding(**row),
         "mixer": OverlappedColwise("wq", "wk", "wv", **column),
-        "mixer.wo": OverlappedRowwise(**row),
+        "mixer.wo": OverlappedRowwise(**row, transport=transport),
         "feed_forward": OverlappedColwise("w1", "w3", **column),
-        "feed_forward.w2": OverlappedRowwise(**row),
+        "feed_forward.w2": OverlappedRowwise(**row, transport=transport),
         "head": VocabParallelHead(mode=mode),
     }
 
@@ -152,33 +159,50 @@ CASES = [
 ]
 
 
-def run_cases(rank: int, cases: list[Case]) -> list[str]:
+@contextmanager
+def beside_products(transport: str, folder: str = "") -> Iterator[None]:
+    """While open, rows travel beside products of any size; over symmetric memory, by its double."""
+    slow = {"PRODUCT_RATE": 1e-9, "LINK_RATE": 1e-9} if transport == "functional" else {}
+    with ExitStack() as stack:
+        for name, rate in slow.items():
+            stack.enter_context(mock.patch.object(linears, name, rate))
+        if transport == "symmetric_memory":
+            stack.enter_context(double(alone_and_tp()[1].get_group(), folder))
+        yield
+
+
+def run_cases(rank: int, cases: list[Case], transport: str = "auto", folder: str = "") -> list[str]:
     """What is not as on one rank."""
+    with beside_products(transport, folder):
+        return [problem for case in cases for problem in problems_of(case, transport)]
+
+
+def problems_of(case: Case, transport: str) -> list[str]:
     problems, (alone, tp) = [], alone_and_tp()
-    for case in cases:
-        tokens, labels = tokens_and_labels(case.shape)
-        model = Net(case.bias)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(not name.endswith(case.frozen or "none"))
-        loss, grads = expected(copy.deepcopy(model), tokens, labels)
-        whole = model.embedding(tokens)
-        parallelize(model, tp, plan(case.mode, case.recompute, case.local))
-        rows = model.embedding(tokens)
-        if not case.local and not torch.equal(rows.full_tensor(), whole):  # DTensor's shards are those of torch.chunk
-            problems.append(f"{case}: an embedding that is not whole")
-        found = cross_entropy(model(tokens), labels, alone)
-        found.backward()
-        every = {"loss": loss} | grads
-        own = {"loss": found.detach()} | gradients(model)
-        if every.keys() != own.keys():
-            problems.append(f"{case}: gradients of {own.keys()}, expected {every.keys()}")
-        for name in every.keys() & own.keys():
-            error = (own[name] - every[name]).abs().max() / every[name].abs().max()
-            if not error <= 1e-12:
-                problems.append(f"{case}: {name} off by {error}")
-        for name, parameter in model.named_parameters():
-            if isinstance(parameter.grad, DTensor) and parameter.grad.placements != parameter.placements:
-                problems.append(f"{case}: gradient of {name} is {parameter.grad.placements}")
+    tokens, labels = tokens_and_labels(case.shape)
+    model = Net(case.bias)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.endswith(case.frozen or "none"))
+    loss, grads = expected(copy.deepcopy(model), tokens, labels)
+    whole = model.embedding(tokens)
+    asked = transport if case.mode == "reduce_scatter" else "auto"
+    parallelize(model, tp, plan(case.mode, case.recompute, case.local, asked))
+    rows = model.embedding(tokens)
+    if not case.local and not torch.equal(rows.full_tensor(), whole):  # DTensor's shards are those of torch.chunk
+        problems.append(f"{case}: an embedding that is not whole")
+    found = cross_entropy(model(tokens), labels, alone)
+    found.backward()
+    every = {"loss": loss} | grads
+    own = {"loss": found.detach()} | gradients(model)
+    if every.keys() != own.keys():
+        problems.append(f"{case}: gradients of {own.keys()}, expected {every.keys()}")
+    for name in every.keys() & own.keys():
+        error = (own[name] - every[name]).abs().max() / every[name].abs().max()
+        if not error <= 1e-12:
+            problems.append(f"{case}: {name} off by {error}")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter.grad, DTensor) and parameter.grad.placements != parameter.placements:
+            problems.append(f"{case}: gradient of {name} is {parameter.grad.placements}")
     return problems
 
 
@@ -190,19 +214,42 @@ def test_loss_and_gradients_are_those_of_one_rank(pool: Any, tp_size: int) -> No
     assert not any(problems), "\n".join(chain(*problems))
 
 
-def test_gathering_again_changes_no_bit(pool: Any) -> None:
-    for first, second in pool(2).run(both_recomputations):
-        assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+BESIDE = [case for case in CASES if case.mode == "reduce_scatter"] + [
+    Case(recompute=True, shape=(1, 24), bias=True),
+    Case(recompute=True, shape=(3, 36), frozen=("weight",), bias=True),
+    Case(recompute=True, shape=(2, 12), frozen=("mixer.wo.weight", "w2.weight", "embedding.weight"), bias=True),
+    Case(shape=(2, 48), frozen=("mixer.wq.weight", "mixer.wk.weight", "mixer.wv.weight")),
+]
+"""Lengths that tp divides, and some that it does not, which travel as ever."""
 
 
-def both_recomputations(rank: int) -> list[dict[str, Tensor]]:
+@pytest.mark.parametrize("transport", ["functional", "symmetric_memory"])
+@pytest.mark.parametrize(
+    "tp_size", [pytest.param(1, marks=pytest.mark.full), 2, 3, pytest.param(4, marks=pytest.mark.full)]
+)
+def test_rows_that_travel_beside_products(pool: Any, tp_size: int, transport: str) -> None:
+    """Symmetric memory is a double, in which rows are NaN until they are written, and naps let ranks get ahead."""
+    with tempfile.TemporaryDirectory() as folder:
+        problems = pool(tp_size).run(run_cases, BESIDE, transport, folder, timeout=120.0)
+    assert not any(problems), "\n".join(chain(*problems))
+
+
+@pytest.mark.parametrize("transport", ["auto", "functional", "symmetric_memory"])
+def test_gathering_again_changes_no_bit(pool: Any, transport: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for first, second in pool(2).run(both_recomputations, transport, folder):
+            assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def both_recomputations(rank: int, transport: str, folder: str) -> list[dict[str, Tensor]]:
     alone, tp = alone_and_tp()
-    tokens, labels = tokens_and_labels((2, 7))
+    tokens, labels = tokens_and_labels((2, 7 if transport == "auto" else 8))
     found = []
-    for recompute in (False, True):
-        model = parallelize(Net(bias=True), tp, plan(recompute=recompute, local=False))
-        cross_entropy(model(tokens), labels, alone).backward()
-        found.append(gradients(model))
+    with beside_products(transport, folder):
+        for recompute in (False, True):
+            model = parallelize(Net(bias=True), tp, plan(recompute=recompute, local=False, transport=transport))
+            cross_entropy(model(tokens), labels, alone).backward()
+            found.append(gradients(model))
     return found
 
 
@@ -310,6 +357,7 @@ ORDER = {
     "_c10d_functional::all_gather_into_tensor": "gather",
     "_c10d_functional::reduce_scatter_tensor": "scatter",
     "_c10d_functional::all_reduce": "reduce",
+    "_c10d_functional::all_to_all_single": "swap",
     "_c10d_functional::wait_tensor": "wait",
     "aten::mm": "product",
     "aten::addmm_": "product",
@@ -337,6 +385,121 @@ ORDERS = [
 def test_products_run_while_rows_travel(pool: Any, mode: str, order: str) -> None:
     """The gather is begun before the product for the input, the sum before those for the weights, and awaited after."""
     assert pool(2).run(order_of_backward, mode) == [order.split()] * 2
+
+
+def order_of_collectives(rank: int) -> list[str]:
+    """Of a forward and a backward whose rows travel beside products."""
+    _, tp = alone_and_tp()
+    columns = OverlappedColwise("w1", "w3", recompute_all_gather=True)
+    module = parallelize(Net().feed_forward, tp, {"": columns, "w2": OverlappedRowwise()})
+    x = torch.randn(1, 4, C, dtype=torch.float64, requires_grad=True)
+    with beside_products("functional"), profiled() as names:
+        module(x).sum().backward()
+    return [ORDER[name] for name in names if name in ORDER]
+
+
+def test_products_begin_before_all_rows_have_come(pool: Any) -> None:
+    """This rank's rows first in a gather, others' first in a sum: in forwards, and for the input of a row linear."""
+    columns = "gather product product wait product product"
+    rows = "product swap product swap wait product wait product"
+    backward = "gather product wait product product gather product product scatter wait product product wait"
+    assert pool(2).run(order_of_collectives) == [f"{columns} {rows} {backward}".split()] * 2
+
+
+def order_of_copies(rank: int, folder: str) -> list[str]:
+    _, tp = alone_and_tp()
+    columns = OverlappedColwise("w1", "w3", recompute_all_gather=True, transport="symmetric_memory")
+    module = parallelize(Net().feed_forward, tp, {"": columns, "w2": OverlappedRowwise(transport="symmetric_memory")})
+    x, names = torch.randn(1, 4, C, dtype=torch.float64, requires_grad=True), list[str]()
+
+    def noted(stack: ExitStack, where: Any, attribute: str, name: str) -> None:
+        real = getattr(where, attribute)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            names.append(name)
+            return real(*args, **kwargs)
+
+        stack.enter_context(mock.patch.object(where, attribute, run))
+
+    with ExitStack() as stack:
+        stack.enter_context(beside_products("symmetric_memory", folder))
+        for where, attribute, name in (
+            (linears, "_product", "product"), (linears, "_add_product", "add"), (linears, "_of_parameters", "weights"),
+            (FileWorkspace, "barrier", "barrier"), (HostLane, "entered", "copies:"), (HostLane, "wait", "wait"),
+        ):  # fmt: skip
+            noted(stack, where, attribute, name)
+        module(x).sum().backward()
+    return names
+
+
+def test_products_run_while_copy_engines_move_rows(pool: Any) -> None:
+    """Copies are begun before the products beside them, behind a barrier; the second is that of pushes that landed."""
+    gather, product = "barrier copies: barrier", "product product"
+    columns = f"{gather} {product} wait {product}"
+    rows = "barrier product barrier copies: product barrier copies: wait add wait add"
+    of_rows = f"{gather} product wait product wait weights"
+    of_columns = f"{gather} product add barrier copies: wait weights wait add add"  # the input's gradient in one sum
+    with tempfile.TemporaryDirectory() as folder:
+        assert pool(2).run(order_of_copies, folder) == [f"{columns} {rows} {of_rows} {of_columns}".split()] * 2
+
+
+def symmetric_bytes(rank: int, folder: str) -> list[int]:
+    """Of steps of 8, of 16 and of 4 rows, and after `release`."""
+    _, tp = alone_and_tp()
+    module, found = parallelize(Net(), tp, plan(recompute=True, transport="symmetric_memory")).mixer, []
+    with beside_products("symmetric_memory", folder):
+        for rows in (8, 16, 4):
+            module(torch.randn(2, rows // 2, C, dtype=torch.float64)).sum().backward()
+            found.append(symmetric_memory_bytes())
+        release(tp.get_group())
+        found.append(symmetric_memory_bytes())
+    return found
+
+
+def test_symmetric_memory_is_bounded_and_given_back(pool: Any) -> None:
+    """All rows of the widest input or output, and as many but one rank's; in steps of 256 bytes."""
+
+    def expected(rows: int) -> int:
+        return sum(-(-2 * count * C * 8 // 256) * 256 for count in (rows, rows // 2))
+
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = [expected(8), expected(16), expected(16), 0]
+        assert pool(2).run(symmetric_bytes, folder) == [wanted] * 2
+
+
+def bytes_by_transport(rank: int, folder: str) -> list[int]:
+    """Symmetric memory that a step takes where there is some: "auto" where it does not pay, and where it does."""
+    _, tp = alone_and_tp()
+    found = []
+    for transport, pays in (("functional", True), ("auto", False), ("auto", True)):
+        module = parallelize(Net(), tp, plan(transport=transport)).mixer
+        with double(tp.get_group(), folder), beside_products("functional") if pays else nullcontext():
+            module(torch.randn(2, 4, C, dtype=torch.float64)).sum().backward()
+            found.append(symmetric_memory_bytes())
+    return found
+
+
+def test_transports_are_taken_as_they_are_asked_for(pool: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for functional, small, large in pool(2).run(bytes_by_transport, folder):
+            assert functional == small == 0 < large
+
+
+def chosen_by_size(rank: int, given: list[tuple[int, int, int]]) -> list[str | None]:
+    """Over what a gather of 8192 features travels on two ranks, for rows, columns and weights; bf16."""
+    _, tp = alone_and_tp()
+    found = []
+    for rows, columns, count in given:
+        x = torch.empty(1, rows // 2, 8192, dtype=torch.bfloat16, device="meta")
+        shards = Shards(rows, tp.get_group().group_name)
+        found.append(linears._chosen(shards, "functional", x, (8192, columns), count))
+    return found
+
+
+def test_small_and_uneven_inputs_travel_at_once(pool: Any) -> None:
+    """512 rows take 30 us, 4096 rows 240 us; a product with 128 columns is shorter than its parts cost."""
+    given = [(8192, 5120, 3), (1024, 5120, 3), (8192, 128, 3), (8193, 5120, 3)]
+    assert pool(2).run(chosen_by_size, given) == [["functional", None, None, None]] * 2
 
 
 def kept(rank: int) -> list[int]:
@@ -646,6 +809,27 @@ def test_half_precision(pool: Any) -> None:
     pool(2).run(half_precision, torch.bfloat16)
 
 
+def micro_batches(rank: int, count: int) -> tuple[torch.dtype, list[float]]:
+    """Gradients of 1 for each of them, which bfloat16 could sum up to 256 alone."""
+    alone, tp = alone_and_tp()
+    model = nn.Sequential(nn.Linear(C, C, bias=False), nn.Linear(C, C, bias=False))
+    nn.init.constant_(model[0].weight, 0.5 / C)
+    nn.init.constant_(model[1].weight, 1.0 / C)
+    parallelize(model, tp, {"0": OverlappedColwise(), "1": OverlappedRowwise()})
+    model = fully_shard(model, mesh=alone, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    for index in range(count):
+        model.set_requires_gradient_sync(index == count - 1)
+        model(torch.ones(1, C)).sum().backward()
+    grad = model[1].weight.grad.full_tensor()
+    return grad.dtype, grad.unique().tolist()
+
+
+def test_micro_batches_are_summed_in_float32(pool: Any) -> None:
+    """By FSDP2, as docs/linears.md says: hidden units of 1/2, two rows."""
+    count = 300
+    assert pool(2).run(micro_batches, count) == [(torch.float32, [float(count)])] * 2
+
+
 # What is refused, on every rank, before the first collective.
 
 
@@ -721,6 +905,11 @@ def of_unlike_rows(tp: DeviceMesh) -> None:
     )  # packed: a first call of its kind
 
 
+def of_unlike_rows_to_sum(tp: DeviceMesh) -> None:
+    x = torch.ones(2 + 2 * tp.get_local_rank(), C // 2)
+    parallelize(nn.Linear(C, 4), tp, {"": OverlappedRowwise()})(x)
+
+
 def freed(tp: DeviceMesh) -> None:
     model = fully_shard(parallelize(Net(), tp, plan()), mesh=alone_and_tp()[0], reshard_after_forward=True)
     tokens, labels = tokens_and_labels((2, 4))
@@ -737,10 +926,10 @@ def over_tp(tp: DeviceMesh) -> None:
     cross_entropy(logits, torch.arange(6) % 4, tp)
 
 
-def bias_of_another_dtype(tp: DeviceMesh) -> None:
+def bias_of_another_dtype(mode: Any, tp: DeviceMesh) -> None:
     linear = nn.Linear(C, 4)
     linear.bias = nn.Parameter(linear.bias.double())
-    parallelize(linear, tp, {"": OverlappedRowwise()})(torch.ones(2, 4, C // 2))
+    parallelize(linear, tp, {"": OverlappedRowwise(mode=mode)})(torch.ones(2, 4, C // 2))
 
 
 REFUSED: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
@@ -752,6 +941,22 @@ REFUSED: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
         lambda tp: OverlappedColwise(mode="all_reduce", recompute_all_gather=True),
         "nothing is gath",
     ),
+    "a transport": (
+        lambda tp: OverlappedRowwise(transport="nvlink"),
+        "'nvlink'; OverlappedRowwise: transport='functio",
+    ),  # type: ignore[arg-type]
+    "copies of a sum": (
+        lambda tp: OverlappedColwise(mode="all_reduce", transport="symmetric_memory"),
+        "'auto' or 'functional' in mode 'all_reduce', got 'symmetric_memory'",
+    ),
+    "symmetric memory of CPUs": (
+        alone_on(OverlappedColwise(transport="symmetric_memory"), nn.Linear(C, 4)),
+        "it joins CUDA devices, the tensors are on cpu; transport='functional' works",
+    ),
+    "symmetric memory of CPUs, in rows": (
+        alone_on(OverlappedRowwise(transport="symmetric_memory"), nn.Linear(C, 4), 2, 4, C // 2),
+        "it joins CUDA devices, the tensors are on cpu; transport='functional' works",
+    ),
     "a name": (columns("a", "c"), "expected names of linears in the module, got 'c'; it has a, b"),
     "no linear": (columns("a", "b", b=nn.Identity()), "expected nn.Linear, got Identity"),
     "a forward of its own": (columns(b=Own(C, 4)), "Own, which has a forward of its own"),
@@ -761,7 +966,14 @@ REFUSED: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
     "not called": (columns(calls=lambda m, x: m.a(x)), "got no call of b; leave it out of the names"),
     "in_features": (columns(b=nn.Linear(C + 1, 4)), "one in_features and dtype"),
     "two dtypes": (columns(a=nn.Linear(C, 4).double(), b=nn.Linear(C, 4).double()), "one dtype, got"),
-    "a bias of another dtype": (bias_of_another_dtype, "an output and a bias of one dtype, got torch.float32 and"),
+    "a bias of another dtype": (
+        partial(bias_of_another_dtype, "all_reduce"),
+        "an output and a bias of one dtype, got torch.float32 and",
+    ),
+    "a bias of another dtype, of sharded rows": (
+        partial(bias_of_another_dtype, "reduce_scatter"),
+        "inputs and weights of one dtype, got ['torch.float32', 'torch.float64']",
+    ),
     "odd rows": (alone_on(OverlappedRowwise(), nn.Linear(C, 4), 2, 3, C // 2), "a multiple of 2 rows"),
     "an embedding": (alone_on(VocabParallelEmbedding(), nn.Embedding(8, C, max_norm=1.0)), "max_norm=1.0"),
     "a small vocabulary": (alone_on(VocabParallelEmbedding(), nn.Embedding(1, C)), "a vocabulary of 1; use fewer"),
@@ -776,6 +988,7 @@ REFUSED: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
     "a loss over tp": (over_tp, "ranks that hold distinct tokens, got ranks [0, 1] of one tp group; leave tp out"),
     "labels that differ": (of_unlike_labels, "labels on tp ranks"),
     "rows that differ": (of_unlike_rows, "rows of the sequence"),
+    "rows to sum that differ": (of_unlike_rows_to_sum, "rows of the sequence"),
 }
 
 

@@ -10,6 +10,7 @@ from cp_mesh.schedule import Schedule
 from cp_mesh.transport.contract import Copy, Swaps, Transport
 from cp_mesh.transport.functional import FunctionalSwaps, FunctionalTransport
 from cp_mesh.transport.relayed import RelayedTransport
+from cp_mesh.transport.shards import FunctionalMoves, Moves, Shards
 from cp_mesh.transport.symmetric_memory import (
     SymmetricSwaps,
     SymmetricTransport,
@@ -17,12 +18,14 @@ from cp_mesh.transport.symmetric_memory import (
     symmetric_memory_bytes,
     unavailable,
 )
+from cp_mesh.transport.symmetric_shards import SymmetricMoves
 
 __all__ = [
     "TRANSPORTS",
     "FunctionalTransport",
     "RelayedTransport",
     "choose_transport",
+    "make_moves",
     "make_swaps",
     "make_transport",
     "release",
@@ -69,3 +72,8 @@ def make_swaps(name: str, group: dist.ProcessGroup, seq_len: int, device: torch.
     if seq_len and choose_transport(name, group, device) == "symmetric_memory":
         return SymmetricSwaps(group, device)
     return FunctionalSwaps(group)
+
+
+def make_moves(chosen: str, shards: Shards, device: torch.device) -> Moves:
+    """One pass of rows over tp, of equal shards, by a transport that `choose_transport` has chosen."""
+    return SymmetricMoves(shards, device) if chosen == "symmetric_memory" else FunctionalMoves(shards)

@@ -2,14 +2,19 @@
 
 What begins here is under way until its result is asked for; products run in between. Shards are those of
 `torch.chunk`, or of any sizes: those that differ are padded to the largest while they travel.
+
+A `Moves` is one pass whose products begin before all rows have come, or before all are computed; it takes equal shards.
+Shapes: B batch rows, n rows of a rank or a part of them, D features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
@@ -41,18 +46,27 @@ class Shards(NamedTuple):
     rank: int | None = None
 
     @property
+    def group(self) -> dist.ProcessGroup:
+        return _resolve_process_group(self.group_name)  # type: ignore[arg-type]
+
+    @property
     def own(self) -> int:
         """How many rows this rank holds."""
-        rank = _resolve_process_group(self.group_name).rank() if self.rank is None else self.rank  # type: ignore[arg-type]
-        return self.sizes[rank]
+        return self.sizes[self.group.rank() if self.rank is None else self.rank]
 
     @property
     def sizes(self) -> list[int]:
         """How many rows each rank holds."""
         if self.lens:
             return [*self.lens]
-        size = _resolve_process_group(self.group_name).size()  # type: ignore[arg-type]
+        size = self.group.size()
         return [end - begin for begin, end in (chunk_bounds(self.num_rows, size, rank) for rank in range(size))]
+
+    def of(self, rank: int, part: slice | None = None) -> slice:
+        """The rows of a rank, or a part of them, where shards are equal."""
+        own = self.num_rows // self.group.size()
+        begin, end = (0, own) if part is None else (part.start, part.stop)
+        return slice(rank * own + begin, rank * own + end)
 
     def gather(self, x: Tensor) -> Result:
         """Begin to gather x [..., own, D] to [..., num_rows, D]."""
@@ -100,3 +114,112 @@ class Shards(NamedTuple):
 def _padded(x: Tensor, num_rows: int) -> Tensor:
     missing = num_rows - x.shape[-2]
     return F.pad(x, (0, 0, 0, missing)) if missing else x
+
+
+Whole = Literal["lent", "kept"]
+"""All rows of a gather: until the end of the pass, or for as long as the caller likes."""
+Write = Callable[[slice, Tensor], None]
+"""Computes rows of the sequence into a buffer [B, n, D]."""
+
+
+class Gather(Protocol):
+    """Rows of all ranks on their way to this one."""
+
+    def parts(self) -> Iterator[tuple[slice, Tensor]]:
+        """Those of other ranks, [B, n, D] each, as soon as they are there, and where they are in the sequence."""
+
+    def whole(self) -> Tensor:
+        """All of them, [B, rows, D], if they were asked for."""
+
+
+class Sums(Protocol):
+    """Rows that every rank has computed in part, on their way to their owners.
+
+    Attributes:
+        out: [B, rows of this rank, D], whose sums are without this rank's own part.
+        chunks: parts of a rank's rows, which travel one after the other.
+    """
+
+    out: Tensor
+    chunks: list[slice]
+
+    def send(self, chunk: slice, write: Write) -> None:
+        """Have this chunk of all other ranks' rows computed, and begin to send it; chunk after chunk."""
+
+    def receive(self, chunk: slice) -> Tensor:
+        """This chunk of ``out``, when the other ranks' parts have come; in the order of the sends."""
+
+
+class Moves(Protocol):
+    """One pass; what is lent goes with its end."""
+
+    def gather(self, x: Tensor, whole: Whole | None) -> Gather:
+        """Begin to gather x [B, n, D]; once a pass."""
+
+    def sums(self, like: Tensor, features: int, num_chunks: int) -> Sums:
+        """Of rows [B, *, features], of the dtype, device and B of a tensor; once a pass."""
+
+    def close(self) -> None:
+        """After it, also after an exception."""
+
+
+class FunctionalMoves:
+    """Over functional collectives: an all-gather, and an all-to-all for each chunk in the place of a reduce-scatter."""
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+
+    def gather(self, x: Tensor, whole: Whole | None) -> FunctionalGather:
+        return FunctionalGather(self._shards, x)
+
+    def sums(self, like: Tensor, features: int, num_chunks: int) -> FunctionalSums:
+        return FunctionalSums(self._shards, like, features, num_chunks)
+
+    def close(self) -> None:
+        pass
+
+
+class FunctionalGather:
+    def __init__(self, shards: Shards, x: Tensor) -> None:
+        self._own, self._result = shards.of(shards.group.rank()), shards.gather(x)
+        self._whole: Tensor | None = None
+
+    def parts(self) -> Iterator[tuple[slice, Tensor]]:
+        whole = self.whole()
+        for rows in (slice(0, self._own.start), slice(self._own.stop, whole.shape[1])):
+            if rows.start < rows.stop:
+                yield rows, whole[:, rows]
+
+    def whole(self) -> Tensor:
+        if self._whole is None:
+            self._whole = self._result()
+        return self._whole
+
+
+class FunctionalSums:
+    def __init__(self, shards: Shards, like: Tensor, features: int, num_chunks: int) -> None:
+        self._shards, self._under_way = shards, deque[tuple[Tensor, Tensor]]()
+        self.out = like.new_empty(len(like), shards.own, features)
+        self.chunks = chunks_of(shards.own, num_chunks)
+
+    def send(self, chunk: slice, write: Write) -> None:
+        shards, group = self._shards, self._shards.group
+        batch, _, features = self.out.shape
+        others = [rank for rank in range(group.size()) if rank != group.rank()]
+        sent = self.out.new_empty(len(others), batch, chunk.stop - chunk.start, features)
+        for rank, buffer in zip(others, sent, strict=True):
+            write(shards.of(rank, chunk), buffer)
+        counts = [sent[0].numel() * (rank != group.rank()) for rank in range(group.size())]
+        started = _funcol.all_to_all_single(sent.view(-1), counts, counts, shards.group_name)
+        self._under_way.append((started, sent))
+
+    def receive(self, chunk: slice) -> Tensor:
+        started, sent = self._under_way.popleft()
+        received = self._shards._wait(started, sent).view(sent.shape)
+        return torch.sum(received, 0, out=self.out[:, chunk])
+
+
+def chunks_of(num_rows: int, num_chunks: int) -> list[slice]:
+    """Slices of rows, none empty."""
+    bounds = (chunk_bounds(num_rows, num_chunks, chunk) for chunk in range(num_chunks))
+    return [slice(begin, end) for begin, end in bounds if begin < end]

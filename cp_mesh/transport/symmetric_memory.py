@@ -368,7 +368,7 @@ class SymmetricIncoming:
         self._under_way: deque[tuple[Tensor, Any]] = deque()
         if not route.stages:
             return
-        workspace = memory.workspace("rows", _aligned(transport.most_rows * packing.row_bytes), transport.group)
+        workspace = memory.workspace("rows", aligned(transport.most_rows * packing.row_bytes), transport.group)
         workspace.barrier(_MAIN)
         _, own = workspace.rows(transport.group.rank(), 0, tensors[0].shape[2], packing)
         transport.copy(list(zip(tensors, own, strict=True)))
@@ -412,7 +412,7 @@ class SymmetricOutgoing:
         self._workspace: Workspace | None = None
         if route.stages:
             purpose = "rows" if self._group.size() == 2 else "gradients"
-            nbytes = _aligned(route.most_served * packing.row_bytes)
+            nbytes = aligned(route.most_served * packing.row_bytes)
             self._workspace = memory.workspace(purpose, nbytes, transport.group)
 
     def buffer(self, stage: Stage) -> tuple[Tensor, ...] | None:
@@ -476,7 +476,7 @@ class SymmetricSwaps:
         self, packings: Sequence[Packing], write: Callable[[Sequence[Tensor]], None], swap: Swap
     ) -> Callable[[], Sequence[Tensor]]:
         rank, size = self._rank, self._size
-        offsets = [*accumulate((_aligned(swap.most * packing.row_bytes) for packing in packings), initial=0)]
+        offsets = [*accumulate((aligned(swap.most * packing.row_bytes) for packing in packings), initial=0)]
         workspace = self._memory.workspace("rows", offsets.pop(), self._group)
         workspace.barrier(_MAIN)
         places = [*zip(offsets, packings, strict=True)]
@@ -514,5 +514,6 @@ def _part(buffer: Tensor, first: int, count: int) -> Tensor:
     return buffer if buffer.shape[0] == count else buffer[first : first + count]
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """Bytes of memory in which so many lie."""
     return max(_ALIGNMENT, -(-nbytes // _ALIGNMENT) * _ALIGNMENT)

@@ -4,9 +4,10 @@
 
 Parts are the feed-forward layer and the projections of attention, without attention, of Llama-3-8B and 70B.
 Contestants: "cp_mesh", `OverlappedColwise` and `OverlappedRowwise`; "cp_mesh again", which gathers the input again in
-the backward; "torch", `ColwiseParallel` and `RowwiseParallel` with the sequence sharded between them; "torch compiled",
-the same by torch.compile, and "torch async", that with `_micro_pipeline_tp`; "floor", the products of one rank alone,
-with nothing sent.
+the backward; "cp_mesh NCCL" and "cp_mesh copies", by transport="functional" and "symmetric_memory"; "cp_mesh at once",
+whose products wait for all rows in forwards, and in the backward of a row linear; "torch", `ColwiseParallel` and
+`RowwiseParallel` with the sequence sharded between them; "torch compiled", the same by torch.compile, and "torch
+async", that with `_micro_pipeline_tp`; "floor", the products of one rank alone, with nothing sent.
 
 A gate comes first: outputs and gradients of few rows, each compared with float64. Of a contestant that fails it, or
 cannot run, only the status is written. In each repeat every contestant takes ``--calls`` calls that follow one another,
@@ -47,7 +48,7 @@ from attention import PLAIN_FACTOR, Ranks, milliseconds  # noqa: E402
 from decoding import ROUNDING, relative  # noqa: E402
 from report import append, machine  # noqa: E402
 
-from cp_mesh import OverlappedColwise, OverlappedRowwise, parallelize  # noqa: E402
+from cp_mesh import OverlappedColwise, OverlappedRowwise, linears, parallelize  # noqa: E402
 
 COLUMNS = (
     *("date", "commit", "gpu", "world_size", "torch", "cuda", "cudnn", "nccl", "packages"),
@@ -116,9 +117,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def ours(module: Any, tp: DeviceMesh, again: bool = False) -> nn.Module:
-    columns = OverlappedColwise(*module.columns, recompute_all_gather=again)
-    return parallelize(module, tp, {"": columns, module.row: OverlappedRowwise()})
+def ours(module: Any, tp: DeviceMesh, again: bool = False, transport: Any = "auto") -> nn.Module:
+    columns = OverlappedColwise(*module.columns, recompute_all_gather=again, transport=transport)
+    return parallelize(module, tp, {"": columns, module.row: OverlappedRowwise(transport=transport)})
 
 
 def torchs(module: Any, tp: DeviceMesh, backend: str | None = None, micro_pipeline: bool = False) -> nn.Module:
@@ -140,11 +141,15 @@ def torchs(module: Any, tp: DeviceMesh, backend: str | None = None, micro_pipeli
 CONTESTANTS: dict[str, Callable[[Any, DeviceMesh], nn.Module]] = {
     "cp_mesh": ours,
     "cp_mesh again": partial(ours, again=True),
+    "cp_mesh NCCL": partial(ours, transport="functional"),
+    "cp_mesh copies": partial(ours, transport="symmetric_memory"),
+    "cp_mesh at once": partial(ours, transport="functional"),
     "torch": torchs,
     "torch compiled": partial(torchs, backend="inductor"),
     "torch async": partial(torchs, backend="inductor", micro_pipeline=True),
 }
-FLOOR = "floor"
+FLOOR, AT_ONCE = "floor", "cp_mesh at once"
+PER_PRODUCT = linears.PER_PRODUCT
 
 
 class Run:
@@ -152,7 +157,7 @@ class Run:
 
     def __init__(self, name: str, part: str, rows: int, args: argparse.Namespace, ranks: Ranks, tp: DeviceMesh) -> None:
         torch.manual_seed(0)
-        dtype = getattr(torch, args.dtype)
+        self.name, dtype = name, getattr(torch, args.dtype)
         with torch.device(ranks.device):
             module = PARTS[part](**({"share": ranks.size} if name == FLOOR else {})).to(dtype)
             x, self.dout = (torch.randn(1, rows, next(module.children()).in_features) for _ in range(2))  # type: ignore[arg-type]
@@ -164,6 +169,7 @@ class Run:
         self.x.requires_grad_()
 
     def forward(self) -> Tensor:
+        linears.PER_PRODUCT = float("inf") if self.name == AT_ONCE else PER_PRODUCT  # what a part of a product costs
         out = self.module(self.x)
         if isinstance(out, AsyncCollectiveTensor):
             out.trigger_wait()

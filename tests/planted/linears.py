@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -59,13 +60,55 @@ def _(sum_rows: Any) -> Any:
     return mutant
 
 
-@plant("the gradient of a row linear's bias is of this rank's rows", "linears:_SumRows.backward", "linears")
+@plant("the gradient of a row linear's bias is of this rank's rows", "linears:_RowGradients.backward", "linears")
 def _(backward: Any) -> Any:
     def mutant(ctx: Any, dout: Any) -> Any:
-        dx, dbias, *others = backward(ctx, dout)
-        return dx, None if dbias is None else dout.flatten(0, -2).sum(0), *others
+        *others, dbias = backward(ctx, dout)
+        return *others, None if dbias is None else dout.flatten(0, -2).sum(0)
 
     return mutant
+
+
+plant("rows never travel beside products", "linears:_chosen", "order of forwards", "order of copies")(
+    lambda chosen: lambda *_: None
+)
+
+
+@plant("rows are waited for before the product of this rank's own", "linears:_moving", "order of forwards")
+def _(moving: Any) -> Any:
+    class Waiting:
+        def __init__(self, moves: Any) -> None:
+            self.sums, self.moves = moves.sums, moves
+
+        def gather(self, *args: Any) -> Any:
+            gather = self.moves.gather(*args)
+            gather.whole()
+            return gather
+
+    @contextmanager
+    def mutant(*args: Any) -> Any:
+        with moving(*args) as moves:
+            yield Waiting(moves)
+
+    return mutant
+
+
+plant("what one rank has computed is left out of a sum", "transport.shards:FunctionalSums.send", "beside products")(
+    lambda send: (
+        lambda self, chunk, write: send(self, chunk, lambda part, out: write(part, out) if part.start else out.zero_())
+    )
+)
+plant("ranks pull what was computed for others", "transport.symmetric_shards:SymmetricSums._slot", "beside copies")(
+    lambda slot: lambda self, rank, step, chunk: slot(self, rank, step if rank == self._rank else 1, chunk)
+)
+plant(
+    "what is kept for the backward was only lent", "transport.symmetric_shards:SymmetricMoves.gather", "beside copies"
+)(lambda gather: lambda self, x, whole: gather(self, x, whole and "lent"))
+plant(
+    "memory is written while peers still read it",
+    "transport.symmetric_shards:SymmetricMoves.workspace",
+    "order of copies",
+)(lambda workspace: lambda self, purpose, nbytes: setattr(self, "_is_clear", True) or workspace(self, purpose, nbytes))
 
 
 plant("tokens of other ranks take this rank's first row", "vocabulary:_own_index", "linears")(
