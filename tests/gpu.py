@@ -1,8 +1,8 @@
 """Every check that needs GPUs, one after the other: `python3 tests/gpu.py --gpus 2 --logs DIR`; a line each.
 
 ``--one-gpu --gpus 4`` has four ranks share one GPU, which takes longer. The checks run with the packages of this
-Python; FlashAttention-4 and 3 take part where they are installed. Logs hold what each printed. Exits with 1 if any
-failed or ran past its time.
+Python; FlashAttention-4 and 3 take part where they are installed, and so does Transformers' Trainer with accelerate.
+Logs hold what each printed. Exits with 1 if any failed or ran past its time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def commands(gpus: int, one_gpu: bool = False) -> dict[str, tuple[list[str], dic
     # PyTorch probes the driver with calls that fail and are handled: they are no errors of memory.
     memcheck = ["compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no", "--target-processes", "all"]
     memcheck += ["--error-exitcode", "9"]
-    return {
+    found: dict[str, tuple[list[str], dict[str, str], int]] = {
         "kernels on one GPU": ([*pytest, str(TESTS)], {}, 400),
         "races": ([*torchrun, str(gpus), races, *shared], {}, 200 * longer),
         "stream sanitizer": ([*torchrun, str(gpus), races, "--only", "stalled", *shared], sanitizer, 60 * longer),
@@ -38,6 +38,10 @@ def commands(gpus: int, one_gpu: bool = False) -> dict[str, tuple[list[str], dic
         "low precision": ([*torchrun, str(gpus), gate, *shared], {}, 300 * longer),
         "masks and scores": ([*torchrun, str(gpus), gate, "--scores", *shared], {}, 400 * longer),
     }
+    if not one_gpu and all(map(importlib.util.find_spec, ("transformers", "accelerate"))):
+        trainer = str(TESTS / "integrations" / "gpu_trainer.py")
+        found["trainer"] = ([sys.executable, trainer, "--gpus", str(gpus)], {}, 400)
+    return found
 
 
 def main() -> None:

@@ -121,7 +121,7 @@ class _ContextParallel(Trainer):
             self._tp_size *= self.get_cp_size()
 
     def create_accelerator_and_postprocess(self) -> None:
-        with nullcontext() if torch.cuda.is_available() else fsdp_on_cpus():
+        with fsdp_on_cpus() if self.args.use_cpu or not torch.cuda.is_available() else nullcontext():
             super().create_accelerator_and_postprocess()
         # SFTTrainer has packed its data by now, and would refuse to go on, since accelerate's attention drops the mask
         self._packing = {name: getattr(self.args, name) for name in _PACKING if hasattr(self.args, name)}
