@@ -213,7 +213,7 @@ class _ContextParallel(Trainer):
         ignored = [*ignore_keys, *_OF_ROUTERS]
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignored)
         if loss is not None:
-            loss = loss.clone()
+            loss = loss.to(torch.float32, copy=True)  # FSDP2 may give it in bfloat16
             dist.all_reduce(loss, group=self.accelerator.torch_device_mesh["cp"].get_group())
             loss /= self.get_cp_size()
         if logits is not None:
