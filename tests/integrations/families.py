@@ -80,16 +80,70 @@ FAMILIES: dict[str, Callable[[], tuple[type, Any]]] = {
         sep_token_id=2,
     ),
 }
+IMAGE = 95
+"""The token in whose place features of images are put."""
+
+
+def _images(model: str, config: str, text: dict[str, Any], vision: dict[str, Any], **options: Any) -> Any:
+    def make() -> tuple[type, Any]:
+        parts = {"text_config": {**_BASE, **text}, "vision_config": vision}
+        return getattr(tf, model), getattr(tf, config)(**parts, image_token_id=IMAGE, **options)
+
+    return make
+
+
+_TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4}
+_PATCHES = {"depth": 1, "num_heads": 2, "patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 1}
+_SEVERAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+WITH_IMAGES: dict[str, Callable[[], tuple[type, Any]]] = {
+    "gemma3": _images(
+        *("Gemma3ForConditionalGeneration", "Gemma3Config"),
+        {**_MIXED, "head_dim": 16, "query_pre_attn_scalar": 24},
+        _TOWER | {"image_size": 16},
+        mm_tokens_per_image=16,  # more than a window has
+    ),
+    "llava": _images(
+        *("LlavaForConditionalGeneration", "LlavaConfig"),
+        {"model_type": "llama"},
+        _TOWER | {"image_size": 8, "model_type": "siglip_vision_model"},
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+    ),
+    "paligemma": _images(
+        *("PaliGemmaForConditionalGeneration", "PaliGemmaConfig"),
+        {**_MIXED, "model_type": "gemma2", "head_dim": 16, "query_pre_attn_scalar": 24},
+        _TOWER | {"image_size": 8, "model_type": "siglip_vision_model"},
+        projection_dim=32,
+    ),
+    "qwen2_vl": _images(
+        *("Qwen2VLForConditionalGeneration", "Qwen2VLConfig"),
+        _SEVERAL,
+        _PATCHES | {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2},
+    ),
+    "qwen2_5_vl": _images(
+        *("Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLConfig"),
+        _SEVERAL,
+        _PATCHES | {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32, "window_size": 8},
+    ),
+}
+"""Of models with images: a tower for these of one layer."""
 OLD = tf.__version__.startswith("4.")
 if OLD:  # Bert and ModernBert have no AttentionInterface there, and DeepSeek-V3 adds fp32 to fp64
     for name in ("bert", "modernbert", "deepseek_v3"):
         del FAMILIES[name]
 
 
-def build(family: str, implementation: str, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+def build_with_images(family: str, implementation: str) -> Any:
+    """The implementation is that of the text tower."""
+    model = build(WITH_IMAGES[family], "eager")
+    model.set_attn_implementation({"text_config": implementation})
+    return model
+
+
+def build(family: Any, implementation: str, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
     """The model of a family in training mode, the same weights in every call; ``options`` are set on its config."""
     torch.manual_seed(0)
-    made, config = FAMILIES[family]()
+    made, config = FAMILIES[family]() if isinstance(family, str) else family()
     for name, value in options.items():
         setattr(config, name, value)
     config._attn_implementation = implementation

@@ -5,8 +5,8 @@
 
 It needs Transformers and accelerate, not TRL. In float32, without TF32, losses, gradient norms and the loss of an
 evaluation may differ from one GPU's by 1e-5, as in test_trainer.py. In bfloat16 they are compared with one GPU's in
-float32: they may be off by twice as much as one GPU in bfloat16 is at worst, and by the rounding of each rank's share of
-the loss, as FSDP2 gives it in bfloat16 by accelerate's settings, with cp_mesh and without.
+float32: they may be off by twice as much as one GPU in bfloat16 is at worst, and by the rounding of each rank's share
+of the loss, which FSDP2 gives in bfloat16 by accelerate's settings, with cp_mesh and without.
 """
 
 from __future__ import annotations

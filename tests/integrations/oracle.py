@@ -51,7 +51,7 @@ AttentionMaskInterface.register(NAME, _mask)
 
 def shifted(model: Any, labels: Tensor) -> Tensor:
     """The label of every row: the next token's of a causal model, its own of BERT."""
-    if not type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
+    if not type(model).__name__.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
         return labels
     return torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], 1)
 

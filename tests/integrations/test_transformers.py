@@ -17,7 +17,7 @@ import torch.distributed as dist
 transformers = pytest.importorskip("transformers")
 
 import oracle  # noqa: E402
-from families import FAMILIES, OLD, VOCABULARY, build  # noqa: E402
+from families import FAMILIES, IMAGE, OLD, VOCABULARY, WITH_IMAGES, build, build_with_images  # noqa: E402
 from ranks import mesh  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
@@ -25,12 +25,13 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 
 from cp_mesh import ArgumentError, Striped, UnsupportedError, ZigZag, sum_gradients  # noqa: E402
 from cp_mesh.integrations.transformers import parallelize, sequence_of  # noqa: E402
-from cp_mesh.integrations.transformers.families import check_model  # noqa: E402
+from cp_mesh.integrations.transformers.families import IMAGES, check_model  # noqa: E402
 from cp_mesh.integrations.transformers.masks import Said, read_mask  # noqa: E402
 from cp_mesh.integrations.transformers.root import replica_of  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 BOUND = 1e-6
+newest = pytest.mark.skipif(OLD, reason="says what Transformers 4 says in another way, or has not")
 LAYOUTS: dict[str, Any] = {"zigzag": ZigZag(), "striped": Striped(), "balanced": "balanced"}
 B, S = 2, 45
 """Not a multiple of what any layout wants, so every batch is padded."""
@@ -59,8 +60,33 @@ def batch(case: str, first: int | None = None) -> dict[str, Tensor]:
     return found
 
 
+def batch_with_images(family: str, case: str) -> dict[str, Tensor]:
+    """Three images in two rows, each within one document and not in padding."""
+    given, width = batch(case), 16 if family == "gemma3" else 4
+    ids = given["input_ids"] = given["input_ids"].clamp(max=IMAGE - 5)  # other tokens than those with a meaning
+    for row, begin in ((0, 8), (1, 20), (0, 26) if case == "left padded" else (1, 1)):
+        ids[row, begin : begin + width] = IMAGE
+    of_images = (ids == IMAGE).long()
+    numbers = torch.Generator().manual_seed(2)
+    shape = (3, 3, 4 * int(width**0.5), 4 * int(width**0.5))
+    if "qwen" in family:
+        shape = (3 * 16, 3 * 4)
+        given |= {"image_grid_thw": torch.tensor([[1, 4, 4]] * 3), "mm_token_type_ids": of_images}
+        if case == "packed":  # counted as text; and by time, height and width, in ways of their own
+            counted = given["position_ids"]
+            given["position_ids"] = torch.stack([counted, counted, counted // 2, counted % 5])
+    elif family == "gemma3":
+        given["token_type_ids"] = of_images
+    elif family == "paligemma":  # beginnings that see each other
+        given["token_type_ids"] = (given.get("position_ids", torch.arange(S).expand(B, S)) >= 6).long()
+    given["pixel_values"] = torch.randn(shape, generator=numbers, dtype=torch.float64)
+    return given
+
+
 def documents_of(given: dict[str, Tensor]) -> Tensor | None:
     ids = given.get("position_ids")
+    if ids is not None and ids.ndim == 3:
+        ids = ids[0]
     return None if ids is None else (ids == ids[0, 0]).cumsum(-1)
 
 
@@ -85,9 +111,12 @@ def compare(
     first: int | None = None,
 ) -> dict[str, float]:
     """How far a parallel model is from the oracle: of logits, loss and the worst gradient."""
-    given = batch(case, first)
+    images = made is build_with_images
+    given = batch_with_images(family, case) if images else batch(case, first)
     reference = made(family, oracle.NAME)
-    logits, loss = oracle.whole_loss(reference, documents_of(given), **given)
+    # with padding to look at, Transformers looks for no documents, within which it would misplace blocks
+    whole = {"attention_mask": torch.ones(B, S, dtype=torch.long)} if images else {}
+    logits, loss = oracle.whole_loss(reference, documents_of(given), **whole | given)
     cp = mesh((dist.get_world_size(),), ("cp",))
     model = parallelize(made(family, "eager"), cp, layout=layout)
     if changes is not None:
@@ -116,6 +145,16 @@ def test_families(pool: Any, family: str, case: str, num_ranks: int) -> None:
         if name != "balanced" or case == "packed":
             for found in pool(num_ranks).run(compare, family, case, layout):
                 assert max(found.values()) < BOUND, (name, found)
+
+
+@newest
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("case", ["plain", "packed", "left padded"])
+@pytest.mark.parametrize("family", IMAGES)
+def test_images(pool: Any, family: str, case: str, num_ranks: int) -> None:
+    for layout in (ZigZag(), Striped()):
+        for found in pool(num_ranks).run(compare, family, case, layout, None, build_with_images):
+            assert max(found.values()) < BOUND, (layout, found)
 
 
 @pytest.mark.parametrize("case", ["padded", "left padded", "padded with labels"])
@@ -406,7 +445,6 @@ def refused_call(rank: int, name: str) -> None:
 
 
 NEW_CALLS = ("the model's own mask", "blocks of an image")
-newest = pytest.mark.skipif(OLD, reason="says what Transformers 4 says in another way, or has not")
 
 
 def _pairs(model: Any, given: Any) -> None:

@@ -17,7 +17,10 @@ KINDS = frozenset(("full_attention", "sliding_attention", "chunked_attention"))
 """Kinds of layers, as configs name them, that mix rows by attention alone."""
 HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "Model")
 """How the names of classes end whose outputs are rows of the sequence."""
-_CAUSAL = HEADS[:2]
+_CAUSAL = (*HEADS[:2], "ForConditionalGeneration")
+IMAGES = ("gemma3", "llava", "paligemma", "qwen2_5_vl", "qwen2_vl")
+"""Models with images, by the model_type of their config: they put features of images among the embeddings of their
+tokens, and give these to a text tower, whose rows are sharded."""
 _MIXERS = (nn.modules.conv._ConvNd, nn.RNNBase)
 _WORDS = ("mamba", "rwkv", "recurrent", "deltanet", "linearattention", "shortconv", "indexer", "ngram", "hyena")
 
@@ -26,24 +29,36 @@ class Facts:
     """What the class and the modules of a model say of its forward.
 
     Attributes:
+        text: the part of the model that is given embeddings of tokens and images; None where it is all text.
         name: of the class.
         names: of its arguments, in order.
         accepted: those, and the arguments of the forward that it hands its keywords on to.
         causal: whether it predicts the next token.
         has_loss: whether it calls its loss_function.
+        rotates_by_several: whether its positions are of several dims.
         counted: a module that counts positions from tokens, if there is one.
         layers: how many there are, if the config says it.
+        attending: the part of the model that mixes rows of the sequence.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.name, forward = type(model).__name__, inspect.unwrap(type(model).forward)
         self.names = [name for name in inspect.signature(forward).parameters if name != "self"]
+        self.text: nn.Module | None = model.base_model.language_model if has_images(model.config) else None
         inner = inspect.unwrap(type(getattr(model, "base_model", model)).forward)
         self.accepted = {*self.names, *inspect.signature(inner).parameters}
+        self.rotates_by_several = "mrope_section" in _rope(model.config.get_text_config())
         self.causal, self.has_loss = self.name.endswith(_CAUSAL), "loss_function" in forward.__code__.co_names
-        counts = (type(x).__name__ for x in model.modules() if "create_position_ids_from_input_ids" in _used(x))
+        self.attending = self.text or model  # of which layers attend to the sequence
+        counts = (
+            type(x).__name__ for x in self.attending.modules() if "create_position_ids_from_input_ids" in _used(x)
+        )
         self.counted = next(counts, None)
         self.layers: int | None = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+
+
+def has_images(config: Any) -> bool:
+    return getattr(config, "model_type", None) in IMAGES
 
 
 def check_model(model: nn.Module) -> None:
@@ -69,15 +84,22 @@ def _against_config(config: Any, name: str) -> Iterator[tuple[str, str]]:
     """What is against a model, and what to do instead."""
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         yield "attention of a decoder to an encoder", "cross-attention is not available"
-    if found := [x for x in vars(config) if x.endswith(("vision_config", "audio_config", "vq_config"))]:
-        yield f"{found[0]}: blocks of an image's tokens, and positions of several dims", "use the text model alone"
-    if (text := config.get_text_config()) is not config:
-        yield f"a {type(config).__name__}, of more than a text", "use the text model alone"
-    if "mrope_section" in _rope(text):
-        yield "mrope_section: positions of several dims", "use a text model"
+    text, hint = (
+        config.get_text_config(),
+        f"use the text model alone; of those with images {', '.join(IMAGES)} are known",
+    )
+    if not has_images(config):
+        if found := [x for x in vars(config) if x.endswith(("vision_config", "audio_config", "vq_config"))]:
+            yield f"{found[0]}: images or sounds among the tokens", hint
+        if text is not config:
+            yield f"a {type(config).__name__}, of more than a text", hint
+        if "mrope_section" in _rope(text):
+            yield "mrope_section: positions of several dims", hint
+    elif not name.endswith(_CAUSAL[2]):
+        yield "a part of a model with images", f"classes named ...{_CAUSAL[2]} are available"
     if found := sorted(set(getattr(text, "layer_types", None) or ()) - KINDS):
         yield f"layer_types {', '.join(found)}", f"{', '.join(sorted(KINDS))} are available"
-    if not name.endswith(HEADS):
+    if not name.endswith(HEADS) and not has_images(config):
         yield "a class whose outputs may not be rows", f"classes named ...{', ...'.join(HEADS)} are available"
 
 
@@ -85,7 +107,7 @@ def _against_modules(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
     facts, attending = Facts(model), 0
     if "position_ids" not in facts.accepted:
         yield "a forward without position_ids, which counts this rank's rows from 0", "it is not available"
-    for path, module in model.named_modules():
+    for path, module in facts.attending.named_modules():
         kind = type(module).__name__
         if isinstance(module, _MIXERS) or any(word in kind.lower() for word in _WORDS):
             yield f"{path}, a {kind}", "it mixes the rows of a shard"

@@ -42,7 +42,7 @@ def read(facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
             refuse(where, f"no {name}", x if isinstance(x, int | float | str) else type(x).__name__, hint)
     if given.pop("return_dict", True) is not True:
         refuse(where, "return_dict=True", False, "outputs are read by name")
-    if unknown := sorted(given.keys() - _TAKEN):
+    if unknown := sorted(given.keys() - _TAKEN - {*(facts.names if facts.text else ())}):
         hint = "whether they hold rows of the sequence is not known; leave them out"
         refuse(where, f"arguments among {', '.join(sorted(_TAKEN))}", ", ".join(unknown), hint, UnsupportedError)
     tokens = [given[name] for name in ROWS[:2] if name in given]
@@ -53,8 +53,10 @@ def read(facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
         if name in given and given[name].shape != size:
             hint = "pass the whole batch; a mask of pairs cannot be read, documents=ids [B, S] can"
             refuse(f"{where}: {name}", f"[B, S] = {list(size)}", list(given[name].shape), hint)
-    if "position_ids" in given and (ids := given["position_ids"]).shape not in (size, (1, size[1])):
-        hint = "of the whole batch; positions of several dims (mRoPE) are not available"
+    ids = given.get("position_ids")
+    several = facts.text is not None and ids is not None and ids.ndim == 3  # of time, height and width (mRoPE)
+    if ids is not None and (ids[0] if several else ids).shape not in (size, (1, size[1])):
+        hint = "of the whole batch; positions of several dims (mRoPE) are those of models with images"
         refuse(f"{where}: position_ids", f"[B, S] = {list(size)}, or [1, S]", list(ids.shape), hint)
     labels = given.pop("labels", None)
     if labels is not None and "shift_labels" not in given:
@@ -65,13 +67,18 @@ def read(facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
             refuse(f"{where}: cu_seq_lens_q", f"ends at {size[1]} in one batch row", list(size), "or documents=ids")
         given.setdefault("documents", documents[None].to(device))
     if "documents" in given:
+        if ids is None and facts.rotates_by_several:
+            hint = "pass those of the whole batch, [3, B, S], which begin anew in each document"
+            refuse(f"{where}: documents", "position_ids beside them", None, hint)
         given.setdefault("position_ids", document_positions(given["documents"]))
-    elif "position_ids" in given and "attention_mask" not in given:
-        given["documents"] = batch_mask(position_ids=given["position_ids"]).documents
+    elif ids is not None and "attention_mask" not in given and (not several or len(ids) == 4):
+        # as in Transformers, the first of four rows counts tokens, and of three no row does
+        given["documents"] = batch_mask(position_ids=ids[0] if several else ids).documents
     if facts.counted and "position_ids" not in given:
         hint = "pass position_ids of the whole batch, [B, S], as the model would count them"
         refuse(where, f"position_ids, which {facts.counted} counts from tokens", None, hint)
-    given.setdefault("position_ids", torch.arange(size[1], device=device)[None])
+    if facts.text is None:  # others count in ways of their own
+        given.setdefault("position_ids", torch.arange(size[1], device=device)[None])
     return given
 
 
@@ -80,9 +87,9 @@ def visible(whole: dict[str, Any]) -> tuple[Mask, Tensor]:
 
     Padding is excluded, and sees nothing. Where labels of such rows count, they see what they may.
     """
-    counted, padding, documents = whole["position_ids"], whole.get("attention_mask"), whole.get("documents")
-    if documents is None:
-        counted = torch.arange(counted.shape[1], device=counted.device)
+    padding, documents = whole.get("attention_mask"), whole.get("documents")
+    tokens = next(whole[name] for name in ROWS if name in whole)
+    counted = torch.arange(tokens.shape[1], device=tokens.device) if documents is None else whole["position_ids"]
     if padding is None:
         return Mask(documents=documents), counted
     padding = padding.long()

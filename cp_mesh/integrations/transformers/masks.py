@@ -6,12 +6,13 @@ same object, and one that is compiled needs no context.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -19,7 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from cp_mesh.attention import attention
 from cp_mesh.errors import UnsupportedError, describe, refuse
-from cp_mesh.guard.watching import unwatched, watched
+from cp_mesh.guard.watching import Watch, unwatched, watched
 from cp_mesh.masks import Mask
 from cp_mesh.sequence import ROOT, Root, ShardedSequence
 
@@ -61,11 +62,19 @@ class Rows:
 
 
 class Said(NamedTuple):
-    """What a mask function of Transformers says."""
+    """What a mask function of Transformers says.
 
-    causal: bool
-    window: int | None
-    chunk: int | None
+    Attributes:
+        causal, window, chunk: None where it says nothing of it.
+        blocks: ids [B, S] of the whole batch: tokens of one see each other, negative ids are of none.
+        beyond: whether they do so farther than the window reaches.
+    """
+
+    causal: bool | None
+    window: int | None = None
+    chunk: int | None = None
+    blocks: Tensor | None = None
+    beyond: bool = False
 
 
 @dataclass(kw_only=True)
@@ -77,7 +86,8 @@ class Batch(Root):
         counted: [B, S] or [S], positions from which chunks are counted.
         options, seed: as in `Rows`.
         kept: [B, S_local], 1 of tokens that are no padding; of models with a loss of routers.
-        made: a `Rows` for each kind of mask.
+        made: a `Rows` for each mask.
+        watch: of the text tower of a model with images, while the rest of it is not watched.
         loss, version: what the model's loss function returned, and that of the tensor.
     """
 
@@ -86,9 +96,10 @@ class Batch(Root):
     options: dict[str, Any]
     seed: Tensor
     kept: Tensor | None = None
-    made: dict[Said, Rows] = field(default_factory=dict)
+    made: list[tuple[Said, Rows]] = field(default_factory=list)
     loss: Tensor | None = None
     version: int = 0
+    watch: Watch | None = None
 
     @classmethod
     def now(cls) -> Batch | None:
@@ -96,17 +107,40 @@ class Batch(Root):
         return root if isinstance(root := ROOT.get(), cls) else None
 
     def rows(self, said: Said) -> Rows:
-        if said not in self.made:
-            documents = self.mask.documents
-            if said.chunk is not None:
-                chunks = self.counted.div(said.chunk, rounding_mode="floor").cpu()
-                chunks -= chunks.min()
-                inside = chunks if documents is None else documents * (int(chunks.max()) + 1) + chunks
-                documents = inside if documents is None else inside.where(documents >= 0, Mask.EXCLUDED)
-            window = None if said.window is None else (said.window, 0 if said.causal else said.window)
-            mask = replace(self.mask, causal=said.causal, window=window, documents=documents)
-            self.made[said] = Rows(self.sequence, self.sequence.mask(mask), self.options, self.seed)
-        return self.made[said]
+        for other, rows in self.made:
+            if other[:3] == said[:3] and other.blocks is said.blocks:
+                return rows
+        documents = self.mask.documents
+        if said.chunk is not None:
+            chunks = self.counted.div(said.chunk, rounding_mode="floor").cpu()
+            chunks -= chunks.min()
+            inside = chunks if documents is None else documents * (int(chunks.max()) + 1) + chunks
+            documents = inside if documents is None else inside.where(documents >= 0, Mask.EXCLUDED)
+        if said.blocks is not None:
+            self._check_blocks(said)
+        ahead = None if said.blocks is not None else 0 if said.causal else said.window
+        window = None if said.window is None else (said.window, ahead)
+        mask = replace(self.mask, causal=bool(said.causal), window=window, documents=documents, blocks=said.blocks)
+        rows = Rows(self.sequence, self.sequence.mask(mask), self.options, self.seed)
+        self.made.append((said, rows))
+        return rows
+
+    def _check_blocks(self, said: Said) -> None:
+        """Refuse blocks that are not those of the batch, or of which a window would hide a part that the model sees."""
+        assert said.blocks is not None
+        length = self.counted.shape[-1]
+        if said.blocks.shape[-1] != length:
+            refuse("Transformers: blocks", f"ids of {length} tokens", said.blocks.shape[-1], _LEAVE)
+        if said.chunk is not None:
+            refuse("Transformers: mask_function", "blocks or chunks", "both", _LEAVE, UnsupportedError)
+        if said.window is not None and said.beyond:
+            documents = said.blocks if self.mask.documents is None else self.mask.documents.to(said.blocks.device)
+            begins = F.pad((said.blocks.diff() != 0) | (documents.diff() != 0), (1, 0), value=True)
+            longest = int(begins.flatten().cumsum(0)[(said.blocks >= 0).flatten()].bincount(minlength=1).max())
+            if longest > said.window + 1:
+                hint = "the model shows all of a block, and other tokens those in the window; shorten the blocks"
+                where = "Transformers: blocks beside a window"
+                refuse(where, f"at most {said.window + 1} tokens in each", longest, hint, UnsupportedError)
 
 
 def register() -> None:
@@ -115,20 +149,16 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, make_mask)
 
 
-def make_mask(*, mask_function: Callable[..., Any], use_vmap: bool = False, **kwargs: Any) -> Rows:
+def make_mask(*, mask_function: Callable[..., Any], **kwargs: Any) -> Rows:
     """What `AttentionMaskInterface` asks for: once for each kind of mask in a forward.
 
     Args:
         mask_function: of (batch row, head, query, key); read by its name and what it closes over, not called, since
             here its indices are those of a shard.
-        use_vmap: whether the model combined it with one of its own.
     """
     if (batch := Batch.now()) is None:
         hint = "call the model that cp_mesh.integrations.transformers.parallelize returned, not a part of it"
         refuse("attn_implementation='cp_mesh'", "a forward of the parallel root", "another call", hint)
-    if use_vmap:
-        hint = "its or_mask_function or and_mask_function asks pairs of rows; the model's config must not need one"
-        refuse("Transformers: mask", "one of masking_utils alone", "use_vmap=True", hint, UnsupportedError)
     return batch.rows(read_mask(mask_function))
 
 
@@ -136,46 +166,61 @@ def read_mask(mask_function: Callable[..., Any]) -> Said:
     """What a mask function made by `transformers.masking_utils` says.
 
     Raises:
-        UnsupportedError: of one that is not in the list: the model's own, or blocks that see each other.
+        UnsupportedError: of one that is not in the list, or a combination of them that is not.
     """
-    causal, windows, chunks = None, set(), set()
-    for name, held in _parts(mask_function):
-        match name:
-            case "causal_mask_function":
-                causal = True
-            case "bidirectional_mask_function":
-                causal = bool(causal)
-            case "sliding_window_overlay":
-                windows.add(held["sliding_window"] - 1)
-            case "sliding_window_bidirectional_overlay":
-                windows.add(held["sliding_window"])
-            case "chunked_overlay":
-                chunks.add(held["chunk_size"])
-            case "packed_sequence_mask_function":
-                pass  # it reads positions of this rank's rows; those of the batch are known
-            case _:
-                hint = "only causal, bidirectional, sliding and chunked masks are read; the config must ask for these"
-                refuse("Transformers: mask_function", "one of masking_utils", name, hint, UnsupportedError)
-    if causal is None or len(windows) > 1 or len(chunks) > 1:
-        refuse("Transformers: mask_function", "one window or chunk at most", (causal, windows, chunks), _LEAVE)
-    return Said(causal, *(next(iter(found), None) for found in (windows, chunks)))
+    said = _read(mask_function)
+    if said.causal is None:
+        refuse("Transformers: mask_function", "causal or bidirectional pairs", said, _LEAVE, UnsupportedError)
+    return said
 
 
-def _parts(function: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Of a mask function the names of its conjuncts, and what they close over."""
+def _read(function: Any) -> Said:
+    name, held = _name(function)
+    match name:
+        case "causal_mask_function":
+            return Said(True)
+        case "bidirectional_mask_function":
+            return Said(False)
+        case "sliding_window_overlay":
+            return Said(None, held["sliding_window"] - 1)
+        case "sliding_window_bidirectional_overlay":
+            return Said(None, held["sliding_window"])
+        case "chunked_overlay":
+            return Said(None, None, held["chunk_size"])
+        case "packed_sequence_mask_function":
+            return Said(None)  # it reads positions of this rank's rows; those of the batch are known
+        case "remap_positions_for_packed_sequence":
+            return _read(held["mask_function"])
+        case "and_masks":
+            return _all_of([_read(part) for part in held["mask_functions"]])
+        case "or_masks":
+            part, *others = held["mask_functions"]
+            blocks = [held for name, held in map(_name, others) if name == "blockwise_overlay"]
+            said = _read(part)
+            if len(blocks) == len(others) == 1 and said.causal and said.blocks is None:
+                return said._replace(blocks=blocks[0]["block_sequence_ids"], beyond=said.window is not None)
+    hint = "causal, bidirectional, sliding and chunked masks are read, and blocks that see each other"
+    return refuse("Transformers: mask_function", "one of masking_utils", name, hint, UnsupportedError)
+
+
+def _all_of(parts: list[Said]) -> Said:
+    """The conjunction; each part says something else."""
+    found = [{x for x in field if x is not None} for field in list(zip(*parts, strict=True))[:3]]
+    blocks = [said for said in parts if said.blocks is not None]
+    if max(map(len, found)) > 1 or (blocks and sum(said.causal is not None for said in parts) > 1):
+        refuse("Transformers: mask_function", "one window, chunk or kind of blocks at most", parts, _LEAVE)
+    causal, window, chunk = (next(iter(x), None) for x in found)
+    said = Said(causal, window, chunk)
+    return said._replace(blocks=blocks[0].blocks, beyond=blocks[0].beyond) if blocks else said
+
+
+def _name(function: Any) -> tuple[str, dict[str, Any]]:
+    """The name of a mask function, with that of its module where it is another one, and what it closes over."""
     module = getattr(function, "__module__", "")
     name = getattr(function, "__qualname__", repr(function)).partition(".")[0]
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
     held = dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True)) if code else {}
-    if module != transformers.masking_utils.__name__:
-        yield f"{module}.{name}", held
-    elif name == "and_masks":
-        for part in held["mask_functions"]:
-            yield from _parts(part)
-    elif name == "remap_positions_for_packed_sequence":
-        yield from _parts(held["mask_function"])
-    else:
-        yield name, held
+    return name if module == transformers.masking_utils.__name__ else f"{module}.{name}", held
 
 
 def attend(
@@ -215,7 +260,7 @@ def attend(
         got = f"{query.shape[2]} queries, {key.shape[2]} keys"
         refuse(where, "self-attention", got, "a cache or cross-attention is not available", UnsupportedError)
     stated = is_causal or getattr(module, "is_causal", None)  # an argument False may mean that the mask says it
-    if stated is not None and bool(stated) != mask.causal:
+    if stated is not None and bool(stated) != mask.causal and mask.blocks is None:  # which are neither
         refuse(f"{where}: is_causal", mask.causal, stated, "as the model's mask says; change the config")
     if (sliding_window is None) != (mask.window is None):
         got, hint = f"{mask.window} in its mask", "say one in the config, in sliding_window or layer_types"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -15,9 +16,9 @@ from transformers import PreTrainedModel
 
 from cp_mesh.attention import Asked, check_asked
 from cp_mesh.errors import UnsupportedError, refuse
-from cp_mesh.forwards import STYLE, replace_forward
+from cp_mesh.forwards import INPUT, STYLE, replace_forward
 from cp_mesh.guard.reductions import watch_first_step
-from cp_mesh.guard.watching import watch_encoders
+from cp_mesh.guard.watching import unwatched, watch_encoders, watched
 from cp_mesh.integrations.transformers.families import Facts, check_lengths, check_model
 from cp_mesh.integrations.transformers.inputs import COMPARED, ROWS, read, visible
 from cp_mesh.integrations.transformers.losses import Losses
@@ -29,6 +30,13 @@ from cp_mesh.sequence import ShardedSequence
 from cp_mesh.styles import announcing, claim
 
 _LAST = "_cp_mesh_sequence"
+_OF_IMAGES = ("image_hidden_states", "video_hidden_states", "rope_deltas")
+"""Entries of outputs that hold no rows of the sequence."""
+_OF_TEXT = (
+    *("inputs_embeds", "position_ids", "attention_mask", "use_cache", "return_dict"),
+    *("output_hidden_states", "num_items_in_batch"),
+)
+"""What a text tower may be given."""
 
 
 def parallelize(
@@ -89,13 +97,17 @@ def parallelize(
     sequence = ShardedSequence(mesh, ZigZag() if of_batch else layout)  # type: ignore[arg-type]
     check_model(model)
     check_asked(Asked(**options))
-    style = ShardedModel(sequence, inputs=COMPARED, positions="position_ids", watch=watch)
+    facts = Facts(model)
+    compared = (*COMPARED, *sorted({*facts.names} - {*COMPARED, "labels", "position_ids"})) if facts.text else COMPARED
+    style = ShardedModel(sequence, inputs=compared, positions="position_ids", watch=watch)
     losses, replica = Losses(data or sequence.mesh), replica_of(sequence.mesh, data or sequence.mesh)
-    adapter = _Adapter(Facts(model), losses, style, of_batch, gather_output, options, dropout_seed, replica)
+    adapter = _Adapter(facts, losses, style, of_batch, gather_output, options, dropout_seed, replica)
     claim(model, sequence.mesh, sequence, style)
     register()
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(NAME if facts.text is None else {"text_config": NAME})
     model.loss_function = losses.of_labels
+    if facts.text is not None:
+        replace_forward(facts.text, INPUT, "cp_mesh.integrations.transformers.parallelize", adapter.run_text)
     replace_forward(model, STYLE, "cp_mesh.integrations.transformers.parallelize", adapter.run)
     if watch:
         watch_encoders(model)
@@ -129,11 +141,34 @@ class _Adapter:
                 refuse(self.facts.name, "layers that are compiled", "the whole", hint, UnsupportedError)
             whole = read(self.facts, args, kwargs)
             batch, arguments = self.shard(module, whole)
-        self.style.compare(whole)
+        self.style.compare({name: x for name, x in whole.items() if isinstance(x, torch.Tensor)})
         of_rows = partial(self.run_on_rows, batch, module, forward, whole)
         output = self.style.run_eagerly(batch, module, of_rows, arguments)
         module.__dict__[_LAST] = batch.sequence
-        return self.style.gather(batch.sequence, output) if self.gather_output else output
+        return self._gather(batch.sequence, output) if self.gather_output else output
+
+    def _gather(self, sequence: ShardedSequence, output: Any) -> Any:
+        whole = {} if self.facts.text is None else {name: x for name, x in output.items() if name in _OF_IMAGES}
+        rows = type(output)(**{name: x for name, x in output.items() if name not in whole})
+        return type(output)(**self.style.gather(sequence, rows), **whole)
+
+    def run_text(self, text: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """The forward of a text tower, on this rank's rows of what it is given for the whole batch."""
+        batch, given = Batch.now(), {name: x for name, x in kwargs.items() if x is not None}
+        if batch is None:
+            return forward(*args, **kwargs)  # which asks for a mask, and is refused
+        if unknown := [*map(type, args), *sorted(given.keys() - _OF_TEXT)]:
+            hint = "whether they hold rows of the sequence is not known; this model is not available"
+            refuse(type(text).__name__, f"arguments among {', '.join(_OF_TEXT)}", unknown, hint, UnsupportedError)
+        sequence, embeds = batch.sequence, given["inputs_embeds"]
+        ids = given.get("position_ids", torch.arange(embeds.shape[1], device=embeds.device)[None])
+        check_lengths(text.config, self.facts.accepted, sequence, ids.flatten(0, -2))
+        given["inputs_embeds"] = sequence.shard({"inputs_embeds": embeds})["inputs_embeds"]
+        given["position_ids"] = sequence.shard({"position_ids": ids}, dim=ids.ndim - 1)["position_ids"]
+        if isinstance(given.get("attention_mask"), torch.Tensor):  # padding, which the batch's mask has
+            del given["attention_mask"]
+        with batch.watch or nullcontext():
+            return forward(**given)
 
     def run_on_rows(
         self, batch: Batch, module: nn.Module, forward: Callable[..., Any], whole: dict[str, Any], /, **arguments: Any
@@ -143,7 +178,10 @@ class _Adapter:
             forward = partial(self.losses.log_probabilities, forward)
         has_loss = self.facts.has_loss or fused
         labels = arguments.get("labels") if has_loss else arguments.pop("labels", None)
-        output = forward(**arguments)
+        if self.facts.text is not None:  # beside which images are attended to, which are whole
+            batch.watch = watched()
+        with unwatched() if batch.watch else nullcontext():
+            output = forward(**arguments)
         if labels is not None and not has_loss:
             output["loss"] = self.losses.of_labels(output["logits"], labels, None, whole.get("num_items_in_batch"))
         if batch.kept is not None:
@@ -159,19 +197,23 @@ class _Adapter:
 
     def shard(self, module: Any, whole: dict[str, Any]) -> tuple[Batch, dict[str, Any]]:
         """The batch, and the model's arguments for this rank's rows."""
-        config, accepted, positions = module.config.get_text_config(), self.facts.accepted, whole["position_ids"]
+        config, accepted = module.config.get_text_config(), self.facts.accepted
+        tokens = next(whole[name] for name in ROWS if name in whole)
         mask, counted = visible(whole)
         balanced = replace(mask, key_padding=None) if self.of_batch and mask.documents is not None else None
-        sequence = self.style.sequence.for_batch(positions.shape[1], balanced)
-        check_lengths(config, accepted, sequence, positions)
+        sequence = self.style.sequence.for_batch(tokens.shape[1], balanced)
         arguments = {name: whole[name] for name in ("output_hidden_states",) if name in whole}
-        for name in (name for name in ROWS if name in whole):
-            # what is named input_ids is compared with labels as the next tokens
-            key = name if self.facts.causal else f"{name} of no next tokens"
-            arguments[name] = sequence.shard({key: whole[name]}, pad_value=0)[key]
-        arguments["position_ids"] = sequence.shard({"position_ids": positions})["position_ids"]
-        if "cache_position" in accepted:
-            arguments["cache_position"] = sequence.positions(device=positions.device)
+        if self.facts.text is not None:  # which shards what the model gives it
+            arguments |= {name: whole[name] for name in self.facts.names if name in whole}
+        else:
+            check_lengths(config, accepted, sequence, whole["position_ids"])
+            for name in (name for name in ROWS if name in whole):
+                # what is named input_ids is compared with labels as the next tokens
+                key = name if self.facts.causal else f"{name} of no next tokens"
+                arguments[name] = sequence.shard({key: whole[name]}, pad_value=0)[key]
+            arguments["position_ids"] = sequence.shard({"position_ids": whole["position_ids"]})["position_ids"]
+            if "cache_position" in accepted:
+                arguments["cache_position"] = sequence.positions(device=tokens.device)
         if "use_cache" in accepted:
             arguments["use_cache"] = False
         if "shift_labels" in whole:
@@ -179,7 +221,7 @@ class _Adapter:
             if "num_items_in_batch" in whole and self.facts.has_loss:
                 arguments["num_items_in_batch"] = whole["num_items_in_batch"]
         self.steps += module.training
-        seed = sequence.dropout_seed(self.steps, self.dropout_seed, self.replica, positions.device)
+        seed = sequence.dropout_seed(self.steps, self.dropout_seed, self.replica, tokens.device)
         assert sequence.seq_len is not None
         batch = Batch(sequence, sequence.seq_len, mask=mask, counted=counted, options=self.options, seed=seed)
         if whole.get("output_router_logits", getattr(config, "output_router_logits", False)):
@@ -188,7 +230,6 @@ class _Adapter:
                 refuse(self.facts.name, "TRL's head without output_router_logits", True, hint, UnsupportedError)
             self.losses.check_router(module)
             arguments["output_router_logits"] = True
-            tokens = next(whole[name] for name in ROWS if name in whole)
             real = whole.get("attention_mask", tokens.new_ones(tokens.shape[:2], dtype=torch.long))
             batch.kept = sequence.shard({"attention_mask": real})["attention_mask"]
         return batch, arguments
