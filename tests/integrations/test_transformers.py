@@ -17,7 +17,7 @@ import torch.distributed as dist
 transformers = pytest.importorskip("transformers")
 
 import oracle  # noqa: E402
-from families import FAMILIES, IMAGE, OLD, VOCABULARY, WITH_IMAGES, build, build_with_images  # noqa: E402
+from families import FAMILIES, IMAGE, OLD, VOCABULARY, build, build_with_images  # noqa: E402
 from ranks import mesh  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
@@ -155,6 +155,93 @@ def test_images(pool: Any, family: str, case: str, num_ranks: int) -> None:
     for layout in (ZigZag(), Striped()):
         for found in pool(num_ranks).run(compare, family, case, layout, None, build_with_images):
             assert max(found.values()) < BOUND, (layout, found)
+
+
+def images_under_fsdp(rank: int) -> list[float]:
+    """Loss and every gradient, those of the images' tower among them; and whole logits and hidden states."""
+    cp, given = mesh((dist.get_world_size(),), ("cp",)), batch_with_images("gemma3", "plain")
+    reference = build_with_images("gemma3", oracle.NAME)
+    logits, loss = oracle.whole_loss(reference, **given)
+    model = parallelize(build_with_images("gemma3", "eager"), cp, gather_output=True)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for layer in model.model.language_model.layers:
+        fully_shard(layer, mesh=cp)
+    fully_shard(model, mesh=cp)
+    sum_gradients(model)
+    output = model(**given, output_hidden_states=True)
+    output.loss.backward()
+    assert output.image_hidden_states.shape[0] == 3 and output.hidden_states[0].shape[1] == S
+    wanted = {name: x.grad for name, x in reference.named_parameters()}
+    assert sum("vision" in name and x is not None and bool(x.any()) for name, x in wanted.items()) > 5
+    grads = [apart(x.grad.full_tensor(), wanted[name]) for name, x in model.named_parameters() if x.grad is not None]
+    assert len(grads) == sum(x is not None for x in wanted.values())
+    return [apart(output.logits, logits), apart(summed(output.loss), loss), *grads]
+
+
+@newest
+def test_images_under_fsdp(pool: Any) -> None:
+    assert max(pool(2).run(images_under_fsdp)[0]) < BOUND
+
+
+def _changed(family: str, **changes: Any) -> Any:
+    def call(cp: Any) -> None:
+        given = batch_with_images(family, "plain")
+        given |= {name: change(given) for name, change in changes.items()}
+        model = parallelize(build_with_images(family, "eager"), cp)
+        model(**{name: x for name, x in given.items() if x is not None})
+
+    return call
+
+
+def _attends_in_text(cp: Any) -> None:
+    model = parallelize(build_with_images("gemma3", "eager"), cp)
+    model.model.language_model.norm.register_forward_pre_hook(_attends)
+    model(**batch_with_images("gemma3", "plain"))
+
+
+def _other_arguments_of_text(cp: Any) -> None:
+    model = build_with_images("llava", "eager")
+    tower = model.model.language_model
+    tower.register_forward_pre_hook(lambda _, args, kwargs: (args, kwargs | {"visual": 1}), with_kwargs=True)
+    parallelize(model, cp)(**batch_with_images("llava", "plain"))
+
+
+def _text_alone(cp: Any) -> None:
+    model = parallelize(build_with_images("gemma3", "eager"), cp)
+    model.model.language_model(inputs_embeds=torch.ones(B, S, 32, dtype=torch.float64))
+
+
+REFUSED_IMAGES: dict[str, tuple[Any, str]] = {
+    "blocks beyond a window": (
+        _changed("paligemma", token_type_ids=lambda x: (torch.arange(S).expand(B, S) >= 11).long()),
+        "blocks beside a window: expected at most 10 tokens in each, got 11",
+    ),
+    "a beginning that is not told": (_changed("paligemma", token_type_ids=lambda x: None), "is_causal"),
+    "documents without positions": (
+        _changed("qwen2_vl", documents=lambda x: torch.zeros(B, S, dtype=torch.long)),
+        "pass those of the whole batch, [3, B, S]",
+    ),
+    "positions of a part": (_changed("qwen2_vl", position_ids=lambda x: torch.zeros(3, B, 9)), "position_ids"),
+    "images of each rank": (
+        _changed("llava", pixel_values=lambda x: x["pixel_values"] + dist.get_rank()),
+        "the same pixel_values on every cp rank",
+    ),
+    "attention of its own": (_attends_in_text, "scaled_dot_product_attention"),
+    "arguments that are not known": (_other_arguments_of_text, "visual"),
+    "the text tower alone": (_text_alone, "not a part of it"),
+}
+
+
+def refused_images(rank: int, name: str) -> None:
+    REFUSED_IMAGES[name][0](mesh((dist.get_world_size(),), ("cp",)))
+
+
+@newest
+@pytest.mark.parametrize("name", REFUSED_IMAGES)
+def test_refused_images(pool: Any, name: str) -> None:
+    for raised in pool(2).run_expecting_error(refused_images, name):
+        assert raised is not None and raised.type in ("UnsupportedError", "ArgumentError", "RankMismatchError"), raised
+        assert REFUSED_IMAGES[name][1] in raised.message, raised.message
 
 
 @pytest.mark.parametrize("case", ["padded", "left padded", "padded with labels"])
@@ -444,7 +531,7 @@ def refused_call(rank: int, name: str) -> None:
     call(model, batch("plain"))
 
 
-NEW_CALLS = ("the model's own mask", "blocks of an image")
+NEW_CALLS = ("the model's own mask", "blocks of some rows")
 
 
 def _pairs(model: Any, given: Any) -> None:
@@ -467,7 +554,7 @@ def _own_mask(model: Any, given: Any) -> None:
 
 
 def _blocks(model: Any, given: Any) -> None:
-    _with_mask(model, given, block_sequence_ids=torch.zeros(B, S, dtype=torch.long))
+    _with_mask(model, given, block_sequence_ids=torch.zeros(B, 5, dtype=torch.long))
 
 
 def _with_term(model: Any, given: Any) -> None:
@@ -497,8 +584,8 @@ def _other_arguments(model: Any, given: Any) -> None:
 
 CALLS: dict[str, tuple[str, Any, dict[str, Any], str]] = {
     "a mask of pairs": ("llama", _pairs, {}, "documents=ids [B, S] can"),
-    "the model's own mask": ("llama", _own_mask, {}, "use_vmap=True"),
-    "blocks of an image": ("llama", _blocks, {}, "or_masks"),
+    "the model's own mask": ("llama", _own_mask, {}, "got or_masks"),
+    "blocks of some rows": ("llama", _blocks, {}, "blocks: expected ids of 45 tokens, got 24"),
     "a cache": ("llama", lambda m, x: m(**x, use_cache=True), {}, "pass use_cache=False"),
     "last logits": ("llama", lambda m, x: m(**x, logits_to_keep=1), {}, "logits_to_keep"),
     "weights": ("llama", lambda m, x: m(**x, output_attentions=True), {}, "output_attentions"),
@@ -566,6 +653,8 @@ def test_fsdp_with_a_loss_of_routers(pool: Any) -> None:
 
 _TINY = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32}
 
+_VISION = {"vision_config": {"model_type": "siglip_vision_model", **_TINY}}
+
 
 def tiny(name: str, **options: Any) -> Any:
     """Without memory for weights."""
@@ -587,7 +676,14 @@ MODELS: dict[str, tuple[Any, str]] = {
     "a pooler": (lambda: tiny("BertModel"), "pass add_pooling_layer=False"),
     "attention of its own": (lambda: tiny("FalconForCausalLM"), "0 modules that call AttentionInterface"),
     "no positions": (lambda: tiny("BloomForCausalLM"), "a forward without position_ids"),
-    "a vision tower": (lambda: tiny("Gemma3ForConditionalGeneration"), "vision_config"),
+    "other images": (
+        lambda: tiny("AyaVisionForConditionalGeneration", text_config={"model_type": "cohere2", **_TINY}, **_VISION),
+        "vision_config",
+    ),
+    "a part of a model with images": (
+        lambda: build_with_images("gemma3", "eager").model,
+        "classes named ...ForConditionalGeneration",
+    ),
     "a convolution": (lambda: _with_convolution(tiny("LlamaForCausalLM")), "model.extra, a Conv1d"),
 }
 
@@ -597,7 +693,10 @@ def _with_convolution(model: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if not OLD or name != "state space layers"])
+NEW_MODELS = ("state space layers", "other images", "a part of a model with images")
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if not OLD or name not in NEW_MODELS])
 def test_refused_models(name: str) -> None:
     make, words = MODELS[name]
     with pytest.raises((ArgumentError, UnsupportedError), match=re.escape(words)):
@@ -614,6 +713,14 @@ def test_masks_are_read_by_name() -> None:
     assert read_mask(masks.sliding_window_bidirectional_mask_function(5)) == Said(False, 5, None)
     packed = masks.packed_sequence_compatibility_function(window, none[None], none[None])
     assert read_mask(packed) == Said(True, 4, None)
+    blocks = masks.blockwise_overlay(none)
+    relaxed = masks.or_masks(masks.causal_mask_function, blocks)
+    assert read_mask(relaxed) == Said(True, None, None, none)
+    assert read_mask(masks.and_masks(relaxed, masks.sliding_window_overlay(5))) == Said(True, 4, None, none)
+    assert read_mask(masks.or_masks(packed, blocks)) == Said(True, 4, None, none, beyond=True)
+    for twice in ((relaxed, masks.causal_mask_function), (window, masks.sliding_window_overlay(6))):
+        with pytest.raises(ArgumentError, match="one window, chunk or kind of blocks at most"):
+            read_mask(masks.and_masks(*twice))
     for unknown in (lambda *_: True, masks.and_masks(window, lambda *_: True), masks.or_masks(window, window)):
         with pytest.raises(UnsupportedError, match="one of masking_utils"):
             read_mask(unknown)
