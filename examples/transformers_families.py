@@ -3,9 +3,10 @@
     torchrun --nproc-per-node 2 examples/transformers_families.py [--csv FILE] [family ...]
 
 A family is first built with its own default config, without weights, and may be refused for what it is. Otherwise a
-small model with random weights runs in fp64 on the ranks, plain and packed, and logits, loss and every gradient are
-compared with one rank's, as in tests/integrations. So docs/results/transformers_families.csv was made; where families
-are named, their rows alone are made anew. Exits with 1 if some family is neither exact nor refused.
+small model with random weights runs in fp64 on the ranks, plain and packed, with images where it takes them, and
+logits, loss and every gradient are compared with one rank's, as in tests/integrations. So
+docs/results/transformers_families.csv was made; where families are named, their rows alone are made anew. Exits with 1
+if some family is neither exact nor refused.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import functools
 import sys
 import warnings
 from datetime import timedelta
@@ -31,7 +33,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from cp_mesh.errors import ArgumentError, UnsupportedError  # noqa: E402
 from cp_mesh.integrations.transformers import parallelize  # noqa: E402
-from cp_mesh.integrations.transformers.families import check_config, check_model  # noqa: E402
+from cp_mesh.integrations.transformers.families import IMAGES, check_config, check_model  # noqa: E402
 
 FIELDS = ("transformers", "torch", "family", "class", "verdict", "logits", "loss", "gradient", "reason")
 SMALL: dict[str, Any] = {
@@ -102,7 +104,7 @@ def check_default(family: str, name: str) -> None:
         check_model(getattr(transformers, name)(config))
 
 
-def small_model(family: str, name: str, implementation: str) -> Any:
+def small_model(name: str, family: str, implementation: str) -> Any:
     """With random weights, the same in every call, in fp64 and in training mode."""
     default = config_of(family, name)
     config_class, options = type(default), {}
@@ -147,9 +149,11 @@ def try_family(family: str, name: str) -> dict[str, Any]:
         return row | {"verdict": "not tried", "reason": f"default config: {type(error).__name__}: {error}"[:200]}
     worst: dict[str, float] = {}
     try:
-        made = lambda _, implementation: small_model(family, name, implementation)  # noqa: E731
+        made, given = functools.partial(small_model, name), tests.batch("plain", FIRST.get(family))
+        if family in IMAGES:
+            made, given = tests.build_with_images, tests.batch_with_images(family, "plain")
         model = parallelize(made(family, "eager"), ranks.mesh((dist.get_world_size(),), ("cp",)))
-        model(**tests.batch("plain", FIRST.get(family)))  # is told of a refusal before the oracle fails in its way
+        model(**given)  # is told of a refusal before the oracle fails in its way
         for case, layout in (("plain", "zigzag"), ("packed", "striped")):
             found = tests.compare(
                 dist.get_rank(), family, case, tests.LAYOUTS[layout], made=made, first=FIRST.get(family)
@@ -165,6 +169,7 @@ def try_family(family: str, name: str) -> dict[str, Any]:
     exact = all(x < tests.BOUND for x in worst.values())
     row |= {key: f"{x:.1e}" for key, x in worst.items()} | {"verdict": "exact" if exact else "wrong"}
     notes = {"position_ids are passed, as the model counts its own from the tokens": family in FIRST}
+    notes["with images"] = family in IMAGES
     notes["in evaluation, as its routers draw random numbers in training"] = family in EVALUATED
     return row | {"reason": "; ".join(note for note, applies in notes.items() if applies)}
 
