@@ -1,7 +1,4 @@
-"""Fine-tune with TRL's SFTTrainer, which packs texts to sequences that are each shared by all ranks.
-
-torchrun --nproc-per-node 2 examples/finetune_sft.py
-"""
+"""Fine-tune on texts that TRL's SFTTrainer packs: torchrun --nproc-per-node 2 examples/finetune_sft.py"""
 
 import os
 
@@ -13,26 +10,20 @@ from trl import SFTConfig, SFTTrainer
 
 from cp_mesh.integrations.trainer import context_parallel
 
-texts = Dataset.from_dict({"text": offline.texts()}).train_test_split(64, seed=0)
-trainer = context_parallel(SFTTrainer)(
-    model=offline.model(),
-    args=SFTConfig(
-        output_dir="build/finetune_sft",
-        parallelism_config=ParallelismConfig(cp_size=int(os.environ["WORLD_SIZE"])),
-        fsdp=True,
-        use_cpu=not torch.cuda.is_available(),
-        bf16=torch.cuda.is_available(),
-        packing=True,
-        max_length=1024,
-        per_device_train_batch_size=1,
-        max_steps=20,
-        logging_steps=4,
-        learning_rate=1e-2,
-    ),
-    train_dataset=texts["train"],
-    eval_dataset=texts["test"],
-    processing_class=offline.tokenizer(),
+arguments = SFTConfig(
+    output_dir="build/finetune_sft",
+    parallelism_config=ParallelismConfig(cp_size=int(os.environ["WORLD_SIZE"])),
+    fsdp=True,
+    use_cpu=not torch.cuda.is_available(),
+    packing=True,  # to sequences of max_length=1024 tokens, which all ranks share
+    per_device_train_batch_size=1,
+    max_steps=20,
+    logging_steps=4,
+    learning_rate=1e-2,
 )
+texts = Dataset.from_dict({"text": offline.texts()}).train_test_split(64, seed=0)
+data = {"train_dataset": texts["train"], "eval_dataset": texts["test"], "processing_class": offline.tokenizer()}
+trainer = context_parallel(SFTTrainer)(offline.model(), arguments, **data)
 trainer.train()
 print(trainer.evaluate())
 trainer.save_model("build/finetune_sft/final")
