@@ -115,8 +115,9 @@ class _ContextParallel(Trainer):
         parallelize(model, mesh["cp"], data=mesh[tuple(config.dp_cp_dim_names)], **self._options)
         for part in model.modules():  # of which FSDP2 may hold some alone, as it does under PEFT
             setattr(part, SUMS, False)  # no warning of averages, which are right
-        # of the routers' loss Trainer takes the sum over dp, as it multiplies the loss, or the mean
-        _adapter(model).losses.shares = config.cp_size if self.args.average_tokens_across_devices else 1
+        # of the routers' loss Trainer takes the sum over dp, as it multiplies the loss, or the mean, as TRL does
+        summed = self.args.average_tokens_across_devices and not hasattr(self, "aux_loss_enabled")
+        _adapter(model).losses.shares = config.cp_size if summed else 1
         if hasattr(self, "_tp_size"):  # by which SFTTrainer divides its count of tokens
             self._tp_size *= self.get_cp_size()
 
@@ -140,7 +141,7 @@ class _ContextParallel(Trainer):
             hint = f"pass parallelism_config=ParallelismConfig(cp_size=...), or use {where} as it is"
             refuse(f"{where}: cp_size", "2 or more", got, hint)
         if config.tp_enabled:
-            hint = "tp_size=1; cp_mesh.integrations.transformers has tp in a training loop of your own"
+            hint = "tp_size=1, as accelerate has no tp beside cp for this Transformers; a loop of your own has it"
             refuse(f"{where}: tp_size", 1, config.tp_size, hint, UnsupportedError)
         if config.cp_handler != TorchContextParallelConfig():
             hint = "leave it out; methods are an option of context_parallel, such as method='all_gather'"
@@ -154,9 +155,6 @@ class _ContextParallel(Trainer):
         if not self.model_accepts_loss_kwargs:
             hint = "its loss could not be divided by the tokens of all ranks"
             refuse(where, "a model whose forward takes **kwargs", type(self.model).__name__, hint, UnsupportedError)
-        if getattr(self, "aux_loss_enabled", False):
-            hint = "router_aux_loss_coef=0.0, as TRL computes this loss of this rank's rows"
-            refuse(f"{where}: output_router_logits", False, True, hint, UnsupportedError)
         for adapter in getattr(self.model, "peft_config", {}).values():
             got = "ALORA" if getattr(adapter, "alora_invocation_tokens", None) else adapter.peft_type.value
             if got != "LORA":
@@ -194,9 +192,14 @@ class _ContextParallel(Trainer):
         if getattr(model, SUMS, False):
             hint = "leave sum_gradients out: the Trainer multiplies the loss by the number of ranks"
             refuse(type(self).__name__, "gradients that FSDP2 averages", "cp_mesh.sum_gradients", hint)
+        steps = getattr(self, "current_gradient_accumulation_steps", 1)
         if num_items_in_batch is None and "labels" in inputs:
             num_items_in_batch = self._count(inputs)
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            self.current_gradient_accumulation_steps = 1  # TRL divides a loss of routers by it where there is a count
+        try:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        finally:
+            self.current_gradient_accumulation_steps = steps
 
     def _count(self, inputs: dict[str, Any]) -> Tensor:
         """Of an evaluation of SFTTrainer: by what to divide so that the mean over cp is the mean of this batch."""

@@ -186,10 +186,10 @@ def weights(trainer: Any) -> dict[str, Tensor]:
     return {name: (x.full_tensor() if hasattr(x, "full_tensor") else x).detach().clone() for name, x in found.items()}
 
 
-LOGGED = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "num_input_tokens_seen")
+LOGGED = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "num_input_tokens_seen", "aux_loss")
 
 
-EVALUATED = ("eval_loss", "eval_entropy", "eval_mean_token_accuracy")
+EVALUATED = ("eval_loss", "eval_entropy", "eval_mean_token_accuracy", "eval_aux_loss")
 
 
 def only(log: dict[str, float], names: tuple[str, ...]) -> dict[str, float]:
@@ -296,6 +296,8 @@ CHANGES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "clipping": ("Trainer", "plain", {"max_grad_norm": 0.5}),
     "the end of an epoch": ("Trainer", "plain", {"train_dataset": torch.utils.data.Subset(rows(), range(22))}),
     "a loss of routers": ("Trainer", "plain", {"routers": True}),
+    "a loss of routers in TRL": ("SFTTrainer", "packed", {"routers": True}),
+    "a loss of routers in TRL, of padded rows": ("SFTTrainer", "plain", {"routers": True}),
     "a loss of routers, means of each rank": (
         *("Trainer", "packed", {"routers": True, "average_tokens_across_devices": False}),
     ),
@@ -304,7 +306,7 @@ CHANGES: dict[str, tuple[str, str, dict[str, Any]]] = {
 """Arguments that change what is computed, or how, and what is equal to one rank all the same."""
 QUICK = (
     *("means of each rank", "packed before", "checkpointing", "a loss of TRL", "clipping"),
-    "a loss of routers, means of each rank",
+    *("a loss of routers, means of each rank", "a loss of routers in TRL"),
 )
 
 
@@ -332,12 +334,13 @@ def test_copies_of_shards(pool: Any) -> None:
 
 
 @pytest.mark.full
-def test_a_loss_of_routers_over_dp(pool: Any) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loss_of_routers_over_dp(pool: Any, kind: str) -> None:
     """Of which each dp rank has one of its own, so that dp alone is what it is compared with."""
     changes = (("routers", True),)
-    found = pool(4).run(train, "Trainer", "plain", 2, True, changes, timeout=TIMEOUT)[0]
-    check(found, alone := without_cp(pool, "Trainer", "plain", 2, changes))
-    check_evaluation(found, alone)
+    found = pool(4).run(train, kind, "plain", 2, True, changes, timeout=TIMEOUT)[0]
+    check(found, alone := without_cp(pool, kind, "plain", 2, changes))
+    check_evaluation(found, alone, ("eval_loss",) if kind == "SFTTrainer" else EVALUATED)
 
 
 @pytest.mark.parametrize(
@@ -536,10 +539,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a trained head in TRL": (lambda: make("SFTTrainer", lora="head"), "peft_config: expected a frozen lm_head"),
     "adapters that read the tokens": (_activated, "peft_config: expected LORA, got ALORA"),
     "adapters that are prompts": (_prompt, "peft_config: expected LORA, got PROMPT_TUNING"),
-    "a loss of routers": (
-        lambda: make("SFTTrainer", family="mixtral", router_aux_loss_coef=0.1),
-        "SFTTrainer: output_router_logits: expected False",
-    ),
 }
 
 

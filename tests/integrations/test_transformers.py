@@ -75,6 +75,8 @@ def batch_with_images(family: str, case: str) -> dict[str, Tensor]:
         if case == "packed":  # counted as text; and by time, height and width, in ways of their own
             counted = given["position_ids"]
             given["position_ids"] = torch.stack([counted, counted, counted // 2, counted % 5])
+            if family == "qwen2_5_vl":  # where documents are said beside them
+                given |= {"documents": (counted == 0).cumsum(-1), "position_ids": given["position_ids"][1:]}
     elif family == "gemma3":
         given["token_type_ids"] = of_images
     elif family == "paligemma":  # beginnings that see each other
@@ -87,7 +89,7 @@ def documents_of(given: dict[str, Tensor]) -> Tensor | None:
     ids = given.get("position_ids")
     if ids is not None and ids.ndim == 3:
         ids = ids[0]
-    return None if ids is None else (ids == ids[0, 0]).cumsum(-1)
+    return given.get("documents") if ids is None or "documents" in given else (ids == ids[0, 0]).cumsum(-1)
 
 
 def apart(ours: Tensor, theirs: Tensor) -> float:
@@ -116,7 +118,8 @@ def compare(
     reference = made(family, oracle.NAME)
     # with padding to look at, Transformers looks for no documents, within which it would misplace blocks
     whole = {"attention_mask": torch.ones(B, S, dtype=torch.long)} if images else {}
-    logits, loss = oracle.whole_loss(reference, documents_of(given), **whole | given)
+    whole |= {name: x for name, x in given.items() if name != "documents"}
+    logits, loss = oracle.whole_loss(reference, documents_of(given), **whole)
     cp = mesh((dist.get_world_size(),), ("cp",))
     model = parallelize(made(family, "eager"), cp, layout=layout)
     if changes is not None:
@@ -206,6 +209,13 @@ def _other_arguments_of_text(cp: Any) -> None:
     parallelize(model, cp)(**batch_with_images("llava", "plain"))
 
 
+def _pairs_of_text(cp: Any) -> None:
+    model = build_with_images("llava", "eager")
+    pairs = {"attention_mask": torch.ones(B, 1, S, S, dtype=torch.bool)}
+    model.model.language_model.register_forward_pre_hook(lambda _, args, x: (args, x | pairs), with_kwargs=True)
+    parallelize(model, cp)(**batch_with_images("llava", "plain"))
+
+
 def _text_alone(cp: Any) -> None:
     model = parallelize(build_with_images("gemma3", "eager"), cp)
     model.model.language_model(inputs_embeds=torch.ones(B, S, 32, dtype=torch.float64))
@@ -228,6 +238,7 @@ REFUSED_IMAGES: dict[str, tuple[Any, str]] = {
     ),
     "attention of its own": (_attends_in_text, "scaled_dot_product_attention"),
     "arguments that are not known": (_other_arguments_of_text, "visual"),
+    "masks of pairs": (_pairs_of_text, "expected padding [B, S]"),
     "the text tower alone": (_text_alone, "not a part of it"),
 }
 
@@ -791,14 +802,20 @@ def run_page(rank: int) -> None:
         "cumulative_lengths": torch.tensor([0, 7, 30, S]),
         "attention_mask": torch.ones(B, S, dtype=torch.long),
     }
+    if not OLD:
+        inputs = batch_with_images("gemma3", "plain")
+        del inputs["labels"]
+        names |= {"vision_model": build_with_images("gemma3", "eager"), "inputs": inputs}
     text = (ROOT / "docs" / "transformers.md").read_text()
     for block in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-        exec(block, names)
+        if not OLD or "vision" not in block:
+            exec(block, names)
     reference = build("llama", oracle.NAME)
     whole_logits = reference(input_ids=given["input_ids"], use_cache=False).logits
     assert apart(names["logits"], whole_logits) < BOUND
     assert apart(names["same"].logits, names["packed"].logits) < BOUND
     assert apart(names["row"].logits, names["packed"].logits[:1]) < BOUND
+    assert OLD or names["share"].requires_grad
 
 
 def test_the_page_runs(pool: Any) -> None:

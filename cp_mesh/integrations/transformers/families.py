@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, masking_utils
 
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.sequence import ShardedSequence
@@ -58,7 +58,8 @@ class Facts:
 
 
 def has_images(config: Any) -> bool:
-    return getattr(config, "model_type", None) in IMAGES
+    """Whether a model is one of `IMAGES`, in a version of Transformers that says of blocks what they are."""
+    return getattr(config, "model_type", None) in IMAGES and hasattr(masking_utils, "blockwise_overlay")
 
 
 def check_model(model: nn.Module) -> None:

@@ -85,7 +85,8 @@ class Losses:
             sums, wrong = batch.sequence.all_reduce(torch.cat([sums, wrong.to(sums)[None]])).split([len(sums), 1])
             return sums
 
-        loss = balancing_loss(output["router_logits"], module.num_experts_per_tok, kept, total)
+        router_logits = batch.router_logits or output["router_logits"]
+        loss = balancing_loss(router_logits, module.num_experts_per_tok, kept, total)
         if compared and bool(wrong):
             hint = "pass no labels and take cp_mesh.cross_entropy of the logits"
             refuse(type(module).__name__, "the losses of labels and of routers", "one with other terms", hint)
@@ -103,13 +104,23 @@ class Losses:
             what = "the loss of the labels alone"
             refuse(type(module).__name__, what, "one with other terms", hint, UnsupportedError)
 
-    def log_probabilities(self, forward: Callable[..., Any], /, *, labels: Tensor, **arguments: Any) -> Any:
+    def log_probabilities(
+        self, forward: Callable[..., Any], module: Any, batch: Batch, /, *, labels: Tensor, **arguments: Any
+    ) -> Any:
         """The forward that TRL gives to models, on labels that are shifted already.
 
         Its loss is left out: a mean over this rank's rows. That of its trainers is a sum of the log-probabilities,
-        divided by the tokens of all ranks.
+        divided by the tokens of all ranks. Of routers it returns a loss of these rows, so what they say is kept.
         """
-        output = forward(shift_labels=labels, fused_lm_head=True, **arguments)
+
+        def keep(_: Any, args: Any, found: Any) -> None:
+            batch.router_logits = found.get("router_logits") or ()
+
+        hook = module.base_model.register_forward_hook(keep)
+        try:
+            output = forward(shift_labels=labels, fused_lm_head=True, **arguments)
+        finally:
+            hook.remove()
         if WAITING and output.log_probs.requires_grad:
             loss = Loss(self.data)
             output.log_probs.register_hook(lambda grad: loss.begin(grad.new_ones(())))

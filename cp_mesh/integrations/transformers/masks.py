@@ -86,6 +86,7 @@ class Batch(Root):
         counted: [B, S] or [S], positions from which chunks are counted.
         options, seed: as in `Rows`.
         kept: [B, S_local], 1 of tokens that are no padding; of models with a loss of routers.
+        router_logits: of all layers, where the model's output has them not.
         made: a `Rows` for each mask.
         watch: of the text tower of a model with images, while the rest of it is not watched.
         loss, version: what the model's loss function returned, and that of the tensor.
@@ -96,6 +97,7 @@ class Batch(Root):
     options: dict[str, Any]
     seed: Tensor
     kept: Tensor | None = None
+    router_logits: tuple[Tensor, ...] = ()
     made: list[tuple[Said, Rows]] = field(default_factory=list)
     loss: Tensor | None = None
     version: int = 0

@@ -60,6 +60,8 @@ def parallelize(
       ``cu_seq_lens_q`` of one batch row, or as ``documents``, ids [B, S]; without ``position_ids`` the last two count
       positions in each document;
     - ``attention_mask`` [B, S] is padding;
+    - images are those of the whole batch too, with all that the model takes beside them: every rank encodes them, and
+      the text tower is given its rows. ``position_ids`` may be [3 or 4, B, S] where the model has such;
     - ``labels`` are shifted before they are sharded where the model predicts the next token, and ``shift_labels`` are
       taken as they are. ``loss`` is this rank's share: the sum over the ranks of ``data`` is the mean over all tokens,
       or with ``num_items_in_batch`` the sum over this number. Gradients are summed too: `cp_mesh.sum_gradients`;
@@ -160,13 +162,16 @@ class _Adapter:
         if unknown := [*map(type, args), *sorted(given.keys() - _OF_TEXT)]:
             hint = "whether they hold rows of the sequence is not known; this model is not available"
             refuse(type(text).__name__, f"arguments among {', '.join(_OF_TEXT)}", unknown, hint, UnsupportedError)
+        if isinstance(padding := given.get("attention_mask"), torch.Tensor):
+            if padding.ndim != 2:
+                hint = "this model makes its masks itself, so it is not available"
+                refuse(type(text).__name__, "padding [B, S]", list(padding.shape), hint, UnsupportedError)
+            del given["attention_mask"]  # which the batch's mask has
         sequence, embeds = batch.sequence, given["inputs_embeds"]
         ids = given.get("position_ids", torch.arange(embeds.shape[1], device=embeds.device)[None])
         check_lengths(text.config, self.facts.accepted, sequence, ids.flatten(0, -2))
         given["inputs_embeds"] = sequence.shard({"inputs_embeds": embeds})["inputs_embeds"]
         given["position_ids"] = sequence.shard({"position_ids": ids}, dim=ids.ndim - 1)["position_ids"]
-        if isinstance(given.get("attention_mask"), torch.Tensor):  # padding, which the batch's mask has
-            del given["attention_mask"]
         with batch.watch or nullcontext():
             return forward(**given)
 
@@ -175,7 +180,7 @@ class _Adapter:
     ) -> Any:
         """What the model's own forward returns, with losses as shares; refused if it computed others."""
         if fused := whole.get("fused_lm_head", False):
-            forward = partial(self.losses.log_probabilities, forward)
+            forward = partial(self.losses.log_probabilities, forward, module, batch)
         has_loss = self.facts.has_loss or fused
         labels = arguments.get("labels") if has_loss else arguments.pop("labels", None)
         if self.facts.text is not None:  # beside which images are attended to, which are whole
@@ -225,9 +230,6 @@ class _Adapter:
         assert sequence.seq_len is not None
         batch = Batch(sequence, sequence.seq_len, mask=mask, counted=counted, options=self.options, seed=seed)
         if whole.get("output_router_logits", getattr(config, "output_router_logits", False)):
-            if "fused_lm_head" in whole:
-                hint = "router_aux_loss_coef=0.0 in SFTConfig"
-                refuse(self.facts.name, "TRL's head without output_router_logits", True, hint, UnsupportedError)
             self.losses.check_router(module)
             arguments["output_router_logits"] = True
             real = whole.get("attention_mask", tokens.new_ones(tokens.shape[:2], dtype=torch.long))
