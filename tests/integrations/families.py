@@ -125,6 +125,13 @@ WITH_IMAGES: dict[str, Callable[[], tuple[type, Any]]] = {
         _SEVERAL,
         _PATCHES | {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32, "window_size": 8},
     ),
+    "qwen3_vl": _images(
+        *("Qwen3VLForConditionalGeneration", "Qwen3VLConfig"),
+        _SEVERAL | {"head_dim": 8},
+        _PATCHES
+        | {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32, "depth": 2}
+        | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+    ),
 }
 """Of models with images: a tower for these of one layer."""
 OLD = tf.__version__.startswith("4.")

@@ -585,6 +585,13 @@ def test_examples(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert saved.config.num_hidden_layers == 2
 
 
+@pytest.mark.full
+def test_the_check_on_gpus_runs_on_cpus() -> None:
+    """Which compares with the Trainer alone, in bfloat16 too."""
+    done = run_script(ROOT / "tests" / "integrations" / "gpu_trainer.py", ["--device", "cpu"], timeout=900.0)
+    assert done.returncode == 0 and done.printed.count("what is allowed: ok") == 4, done.printed
+
+
 # ---- docs/trainer.md
 
 

@@ -34,7 +34,7 @@ _OF_IMAGES = ("image_hidden_states", "video_hidden_states", "rope_deltas")
 """Entries of outputs that hold no rows of the sequence."""
 _OF_TEXT = (
     *("inputs_embeds", "position_ids", "attention_mask", "use_cache", "return_dict"),
-    *("output_hidden_states", "num_items_in_batch"),
+    *("output_hidden_states", "num_items_in_batch", "visual_pos_masks", "deepstack_visual_embeds"),
 )
 """What a text tower may be given."""
 
@@ -172,6 +172,11 @@ class _Adapter:
         check_lengths(text.config, self.facts.accepted, sequence, ids.flatten(0, -2))
         given["inputs_embeds"] = sequence.shard({"inputs_embeds": embeds})["inputs_embeds"]
         given["position_ids"] = sequence.shard({"position_ids": ids}, dim=ids.ndim - 1)["position_ids"]
+        if "visual_pos_masks" in given:  # where features of images are added in some layers; these lie one by one
+            marked = given["visual_pos_masks"]
+            numbers = sequence.shard(marked.flatten().cumsum(0).view_as(marked) * marked, pad_value=0)
+            given["visual_pos_masks"], own = numbers > 0, numbers[numbers > 0] - 1
+            given["deepstack_visual_embeds"] = [features[own] for features in given["deepstack_visual_embeds"]]
         with batch.watch or nullcontext():
             return forward(**given)
 
