@@ -102,12 +102,30 @@ WITH_IMAGES: dict[str, Callable[[], tuple[type, Any]]] = {
         _TOWER | {"image_size": 16},
         mm_tokens_per_image=16,  # more than a window has
     ),
+    "got_ocr2": _images(
+        *("GotOcr2ForConditionalGeneration", "GotOcr2Config"),
+        {"model_type": "qwen2"},
+        _TOWER | {"image_size": 32, "output_channels": 16, "mlp_dim": 24, "window_size": 4, "global_attn_indexes": [0]},
+    ),
+    "internvl": _images(
+        *("InternVLForConditionalGeneration", "InternVLConfig"),
+        {"model_type": "qwen2"},
+        _TOWER | {"image_size": [16, 16], "patch_size": [4, 4], "norm_type": "layer_norm"},
+        image_seq_length=4,
+    ),
     "llava": _images(
         *("LlavaForConditionalGeneration", "LlavaConfig"),
         {"model_type": "llama"},
         _TOWER | {"image_size": 8, "model_type": "siglip_vision_model"},
         vision_feature_layer=-1,
         vision_feature_select_strategy="full",
+    ),
+    "mistral3": _images(
+        *("Mistral3ForConditionalGeneration", "Mistral3Config"),
+        {"model_type": "mistral", "sliding_window": 10},
+        _TOWER | {"image_size": 16, "model_type": "pixtral", "head_dim": 8},
+        spatial_merge_size=2,
+        vision_feature_layer=-1,
     ),
     "paligemma": _images(
         *("PaliGemmaForConditionalGeneration", "PaliGemmaConfig"),

@@ -68,7 +68,8 @@ def batch_with_images(family: str, case: str) -> dict[str, Tensor]:
         ids[row, begin : begin + width] = IMAGE
     of_images = (ids == IMAGE).long()
     numbers = torch.Generator().manual_seed(2)
-    shape = (3, 3, 4 * int(width**0.5), 4 * int(width**0.5))
+    side = {"got_ocr2": 32, "internvl": 16, "mistral3": 16}.get(family, 4 * int(width**0.5))
+    shape = (3, 3, side, side)
     if "qwen" in family:
         shape = (3 * 16, 3 * 4)
         given |= {"image_grid_thw": torch.tensor([[1, 4, 4]] * 3), "mm_token_type_ids": of_images}
@@ -77,6 +78,8 @@ def batch_with_images(family: str, case: str) -> dict[str, Tensor]:
             given["position_ids"] = torch.stack([counted, counted, counted // 2, counted % 5])
             if family == "qwen2_5_vl":  # where documents are said beside them
                 given |= {"documents": (counted == 0).cumsum(-1), "position_ids": given["position_ids"][1:]}
+    elif family == "mistral3":
+        given["image_sizes"] = torch.tensor([[side, side]] * 3)
     elif family == "gemma3":
         given["token_type_ids"] = of_images
     elif family == "paligemma":  # beginnings that see each other
@@ -151,8 +154,13 @@ def test_families(pool: Any, family: str, case: str, num_ranks: int) -> None:
 
 
 @newest
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("case", ["plain", "packed", "left padded"])
+@pytest.mark.parametrize(
+    ("case", "num_ranks"),
+    [
+        *(("plain", 2), ("packed", 3), ("left padded", 2)),
+        *(pytest.param(*x, marks=pytest.mark.full) for x in [("plain", 3), ("packed", 2), ("left padded", 3)]),
+    ],
+)
 @pytest.mark.parametrize("family", IMAGES)
 def test_images(pool: Any, family: str, case: str, num_ranks: int) -> None:
     for layout in (ZigZag(), Striped()):

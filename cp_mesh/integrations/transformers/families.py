@@ -18,7 +18,10 @@ KINDS = frozenset(("full_attention", "sliding_attention", "chunked_attention"))
 HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "Model")
 """How the names of classes end whose outputs are rows of the sequence."""
 _CAUSAL = (*HEADS[:2], "ForConditionalGeneration")
-IMAGES = ("gemma3", "llava", "paligemma", "qwen2_5_vl", "qwen2_vl", "qwen3_vl")
+IMAGES = (
+    *("gemma3", "got_ocr2", "internvl", "llava", "mistral3", "paligemma"),
+    *("qwen2_5_vl", "qwen2_vl", "qwen3_vl"),
+)
 """Models with images, by the model_type of their config: they put features of images among the embeddings of their
 tokens, and give these to a text tower, whose rows are sharded."""
 _MIXERS = (nn.modules.conv._ConvNd, nn.RNNBase)

@@ -159,6 +159,7 @@ class _Adapter:
         batch, given = Batch.now(), {name: x for name, x in kwargs.items() if x is not None}
         if batch is None:
             return forward(*args, **kwargs)  # which asks for a mask, and is refused
+        given.pop("logits_to_keep", None)  # others than 0 are refused of the whole model
         if unknown := [*map(type, args), *sorted(given.keys() - _OF_TEXT)]:
             hint = "whether they hold rows of the sequence is not known; this model is not available"
             refuse(type(text).__name__, f"arguments among {', '.join(_OF_TEXT)}", unknown, hint, UnsupportedError)
