@@ -29,7 +29,7 @@ from cp_mesh.styles import SUMS
 
 _OWNERS = (Trainer.__module__, "trl.trainer.sft_trainer")
 _PACKING = ("packing", "eval_packing")
-_OF_ROUTERS = ("aux_loss", "router_logits")
+_NO_LOGITS = ("aux_loss", "router_logits", "image_hidden_states", "video_hidden_states", "rope_deltas")
 _LOCAL = "it would read logits of this rank's rows beside whole labels"
 _ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "label_smoothing_factor": ((0,), _LOCAL),
@@ -213,7 +213,7 @@ class _ContextParallel(Trainer):
     ) -> tuple[Any, Any, Any]:
         if ignore_keys is None:
             ignore_keys = getattr(self.model.config, "keys_to_ignore_at_inference", ["past_key_values"])
-        ignored = [*ignore_keys, *_OF_ROUTERS]
+        ignored = [*ignore_keys, *_NO_LOGITS]
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignored)
         if loss is not None:
             loss = loss.to(torch.float32, copy=True)  # FSDP2 may give it in bfloat16

@@ -31,7 +31,7 @@ from accelerate import ParallelismConfig  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
 from accelerate.utils import TorchContextParallelConfig  # noqa: E402
 from datasets import Dataset  # noqa: E402
-from families import VOCABULARY, build  # noqa: E402
+from families import IMAGE, VOCABULARY, build, build_with_images  # noqa: E402
 from scripts import run_script  # noqa: E402
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
@@ -47,7 +47,7 @@ LORA = {
 }
 for config in LORA.values():
     config.init_lora_weights = False  # with which their second factors do not begin as zeros
-ROUTED = ("past_key_values", "aux_loss", "router_logits")
+ROUTED = ("past_key_values", "aux_loss", "router_logits", "image_hidden_states")
 """Entries of outputs beside logits; with cp predictions are logits alone."""
 ROWS = 4
 """Of a batch of all dp ranks together; an evaluation has six, so its last batch is not full."""
@@ -73,6 +73,15 @@ def padded(batch: list[dict[str, list[int]]]) -> dict[str, Tensor]:
         [[1] * len(x["input_ids"]) + [0] * (length - len(x["input_ids"])) for x in batch]
     )
     return found
+
+
+def with_images(batch: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    """One at the beginning of each row, another for every first token."""
+    found, first = padded(batch), torch.tensor([x["input_ids"][0] for x in batch])
+    found["input_ids"].clamp_(max=IMAGE - 1)[:, :16] = IMAGE
+    found["labels"][:, :16] = -100
+    found["token_type_ids"] = (found["input_ids"] == IMAGE).long()
+    return found | {"pixel_values": torch.linspace(-1, 1, 3 * 16 * 16).view(3, 16, 16) * first.view(-1, 1, 1, 1) / 50}
 
 
 class Streamed(torch.utils.data.IterableDataset):
@@ -149,7 +158,11 @@ def make(kind: str, case: str = "plain", dp: int = 1, parallel: bool = True, **c
     of_model = {name: changes.pop(name) for name in ("attention_dropout", "family") if name in changes}
     if changes.pop("routers", False):
         of_model |= {"family": "mixtral", "output_router_logits": True, "router_aux_loss_coef": 0.5}
-    model = build(of_model.pop("family", "llama"), "sdpa", **of_model).float()
+    if changes.pop("images", False):
+        model = build_with_images("gemma3", "sdpa").float()
+        changes |= {"data_collator": with_images, "remove_unused_columns": False}
+    else:
+        model = build(of_model.pop("family", "llama"), "sdpa", **of_model).float()
     lora = LORA.get(changes.pop("lora", ""))
     if lora and kind == "Trainer":
         model = peft.get_peft_model(model, lora)
@@ -301,12 +314,16 @@ CHANGES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "a loss of routers, means of each rank": (
         *("Trainer", "packed", {"routers": True, "average_tokens_across_devices": False}),
     ),
+    "images": (
+        *("Trainer", "plain"),
+        {"images": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["Gemma3DecoderLayer"]}},
+    ),
     "a stream": ("Trainer", "plain", {"train_dataset": Streamed()}),
 }
 """Arguments that change what is computed, or how, and what is equal to one rank all the same."""
 QUICK = (
     *("means of each rank", "packed before", "checkpointing", "a loss of TRL", "clipping"),
-    *("a loss of routers, means of each rank", "a loss of routers in TRL"),
+    *("a loss of routers, means of each rank", "a loss of routers in TRL", "images"),
 )
 
 
