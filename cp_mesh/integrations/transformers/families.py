@@ -88,10 +88,8 @@ def _against_config(config: Any, name: str) -> Iterator[tuple[str, str]]:
     """What is against a model, and what to do instead."""
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         yield "attention of a decoder to an encoder", "cross-attention is not available"
-    text, hint = (
-        config.get_text_config(),
-        f"use the text model alone; of those with images {', '.join(IMAGES)} are known",
-    )
+    text = config.get_text_config()
+    hint = f"use the text model alone; of those with images {', '.join(IMAGES)} are known"
     if not has_images(config):
         if found := [x for x in vars(config) if x.endswith(("vision_config", "audio_config", "vq_config"))]:
             yield f"{found[0]}: images or sounds among the tokens", hint

@@ -110,7 +110,7 @@ class Batch(Root):
 
     def rows(self, said: Said) -> Rows:
         for other, rows in self.made:
-            if other[:3] == said[:3] and other.blocks is said.blocks:
+            if other[:3] == said[:3] and other.blocks is said.blocks and other.beyond == said.beyond:
                 return rows
         documents = self.mask.documents
         if said.chunk is not None:
