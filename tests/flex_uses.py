@@ -155,7 +155,7 @@ SCORES: dict[str, Use] = {
     "of a batch row and a head": Use(
         lambda B, H, S: {"x": numbers(B)},
         lambda t: lambda score, b, h, q, kv: score * (1 + t["x"][b] * h),
-        lambda x, t, i, j: x * (1 + t["x"][:, None] * torch.arange(x.shape[1]))[:, :, None, None],
+        lambda x, t, i, j: x * (1 + t["x"][:, None] * torch.arange(x.shape[1], device=x.device))[:, :, None, None],
     ),
     "no number where a causal mask hides": Use(
         nothing,
@@ -220,13 +220,43 @@ MASKS: dict[str, Use] = {
 def dense(
     q: Tensor, k: Tensor, v: Tensor, score: str, mask: str, of_score: Tensors, of_mask: Tensors, scale: Any = None
 ) -> tuple[Tensor, Tensor]:
-    """out [B, H, S, E] and lse [B, H, S] of a whole sequence in fp64, by broadcasting; differentiable."""
-    S, group = q.shape[2], q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-    i, j = torch.arange(S)[:, None], torch.arange(S)[None]
-    x = SCORES[score].dense((q @ k.mT) * (q.shape[-1] ** -0.5 if scale is None else scale), of_score, i, j)
-    x = x.masked_fill(~MASKS[mask].dense(of_mask, i, j), -torch.inf)
+    """out [B, H, S, E] and lse [B, H, S] of a whole sequence by broadcasting; differentiable.
+
+    Products are of the dtype of q; scores are float64 for float64, else float32.
+    """
+    x = _scores(q, k, score, mask, of_score, of_mask, scale)
     alone = (x == -torch.inf).all(-1)
     lse = torch.logsumexp(x.masked_fill(alone[..., None], 0.0), -1)
     weights = (x - lse[..., None]).exp().masked_fill(alone[..., None], 0.0)
-    return weights @ v, lse.masked_fill(alone, -torch.inf)
+    return weights.to(v.dtype) @ v.repeat_interleave(q.shape[1] // k.shape[1], 1), lse.masked_fill(alone, -torch.inf)
+
+
+def as_kernels(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, score: str, mask: str, of_score: Tensors, of_mask: Tensors
+) -> list[Tensor]:
+    """out, lse, dq, dk, dv and gradients of floating point tensors of the score, by plain products of the dtype of q.
+
+    As kernels do, and autograd does not: gradients of scores from lse and from the out that was rounded.
+    """
+    learned, (q, k) = [x for x in of_score.values() if x.is_floating_point()], (y.detach() for y in (q, k))
+    with torch.no_grad():
+        out, lse = dense(q, k, v, score, mask, of_score, of_mask)
+    leaves = [x.requires_grad_() for x in (q, k, *learned)]
+    x = _scores(q, k, score, mask, of_score, of_mask)
+    repeated = v.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    weights = (x.detach() - lse[..., None]).exp().nan_to_num(0.0)  # of a row without keys
+    delta = (dout.to(x.dtype) * out).sum(-1, keepdim=True)
+    dx = weights * ((dout @ repeated.mT).to(x.dtype) - delta)
+    dv = (weights.to(v.dtype).mT @ dout).unflatten(1, (k.shape[1], -1)).sum(2)
+    dq, dk, *found = torch.autograd.grad(x, leaves, dx)
+    return [out, lse, dq, dk, dv, *found]
+
+
+def _scores(
+    q: Tensor, k: Tensor, score: str, mask: str, of_score: Tensors, of_mask: Tensors, scale: Any = None
+) -> Tensor:
+    i, j = (torch.arange(q.shape[2], device=q.device).view(shape) for shape in ((-1, 1), (1, -1)))
+    products = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
+    products = products.to(torch.promote_types(q.dtype, torch.float32))
+    x = SCORES[score].dense(products * (q.shape[-1] ** -0.5 if scale is None else scale), of_score, i, j)
+    return x.masked_fill(~MASKS[mask].dense(of_mask, i, j), -torch.inf)

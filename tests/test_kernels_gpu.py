@@ -10,7 +10,7 @@ import torch
 from cp_mesh.call import Options, Tensors, make_scores
 from cp_mesh.kernels import KERNELS
 from cp_mesh.kernels.combine import make_delta
-from cp_mesh.kernels.scores import Scores
+from cp_mesh.kernels.scores import ScoreGradients, Scores
 from cp_mesh.layouts import Contiguous, Layout, Striped, ZigZag
 from cp_mesh.masks import Mask
 from cp_mesh.methods import METHODS, Plan
@@ -26,12 +26,13 @@ KERNEL_DTYPES += [("efficient", "float32"), ("reference", "float32")]
 
 
 def play_ring(
-    kernel, layout: Layout, mask: Mask, cp_size: int, q, k, v, dout, segments: bool = False
+    kernel, layout: Layout, mask: Mask, cp_size: int, q, k, v, dout, segments: bool = False, scores=None
 ) -> list[torch.Tensor]:
-    """(out, lse, dq, dk, dv) of the whole sequence, in original order."""
+    """(out, lse, dq, dk, dv) of the whole sequence, in original order; then those gradients that scores want."""
     seq_len, dtype = q.shape[2], torch.float64 if q.dtype == torch.float64 else torch.float32
     options = Options(layout.spec(), mask.spec(), q.shape[3] ** -0.5)
-    scores = make_scores(options, Tensors(), q.dtype)
+    scores = make_scores(options, Tensors(), q.dtype) if scores is None else scores
+    of_scores = ScoreGradients.zeros(scores, dtype)
     rows = [layout.positions(seq_len, cp_size, rank).to(q.device) for rank in range(cp_size)]
     out, dq = torch.empty_like(dout), torch.empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
@@ -70,7 +71,8 @@ def play_ring(
             for total, part in zip((dk, dv), written, strict=True):
                 total.index_add_(2, index, part.to(dtype))
         dq[:, :, rows[rank]] = backward.finish(torch.empty_like(local[0]))
-    return [out, lse, dq, dk.to(k.dtype), dv.to(v.dtype)]
+        of_scores.add_(backward.score_gradients())
+    return [out, lse, dq, dk.to(k.dtype), dv.to(v.dtype), *of_scores.captured.values()]
 
 
 def block_rms(x: torch.Tensor, block: int = 128) -> torch.Tensor:

@@ -1,0 +1,190 @@
+"""The kernel of functions in low precision: a ring of two, played on one GPU, against float64.
+
+Its error is at most 1.35 times that of PyTorch's compiled flex_attention, which sees the whole sequence. Where PyTorch
+does not compile a function, plain products of the same dtype take its place. Errors are root mean squares over all of a
+result, of as many draws as it takes to have some hundred numbers: of one number, a ratio of errors is luck.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from flex_uses import MASKS, SCORES, as_kernels, dense
+from test_kernels_gpu import play_ring
+from torch import Tensor
+
+from cp_mesh import Contiguous, Mask, Striped, ZigZag
+from cp_mesh.flex import _trace
+from cp_mesh.kernels import KERNELS, flex
+from cp_mesh.kernels.scores import Scores, name_of_captured
+
+FACTOR, ROUNDING, NUMBERS = 1.35, 1e-6, 256
+B, H, K, D = 2, 4, 2, 64
+LAYOUTS = {"striped": Striped(), "zigzag": ZigZag(), "contiguous": Contiguous()}
+VECTORS = ("pair bias of low rank", "small network")
+RESULTS = ("out", "lse", "dq", "dk", "dv")
+
+
+class Case(NamedTuple):
+    score: str
+    mask: str = "none"
+    of_rows: str = "causal"
+    layout: str = "striped"  # whose tiles have one shape: one compilation
+    dtype: str = "bfloat16"
+
+
+CASES = [
+    *(Case(score) for score in SCORES if score not in VECTORS),
+    *(Case("tanh chain", mask, "all") for mask in MASKS if mask != "none"),
+    Case("ALiBi", "none", "documents", "zigzag"),
+    Case("relative table", "none", "prefix", "contiguous"),
+    Case("bias of documents", "causal or of one image", "padding", "zigzag"),
+    *(Case(x, dtype="float16") for x in ("none", "ALiBi", "relative table", "one tensor twice", "one temperature")),
+]
+
+
+def mask_of_rows(name: str, S: int) -> Mask:
+    rows = torch.arange(S)
+    return {
+        "causal": Mask(),
+        "all": Mask(causal=False),
+        "documents": Mask(documents=torch.stack([rows // 137, rows // 200 - 1])),
+        "prefix": Mask(prefix=140, length=S - 50, window=(300, 0)),
+        "padding": Mask(causal=False, key_padding=rows % 7 != 3),
+    }[name]
+
+
+class Problem:
+    """Tensors of a case, and what computes it.
+
+    Attributes:
+        learned: captured tensors with gradients, float32.
+        seen: bool [B, H, S, S].
+    """
+
+    def __init__(self, case: Case, S: int, device: torch.device) -> None:
+        self.case, self.S, self.device, self.dtype = case, S, device, getattr(torch, case.dtype)
+        of_score, of_mask = (table[name].tensors(B, H, S) for table, name in ((SCORES, case.score), (MASKS, case.mask)))
+        self.of_score = {
+            name: (x.float() if x.is_floating_point() else x).to(device).requires_grad_(x.is_floating_point())
+            for name, x in of_score.items()
+        }
+        self.of_mask = {name: x.to(device) for name, x in of_mask.items()}
+        self.learned = [x for x in self.of_score.values() if x.requires_grad]
+        self.mask = mask_of_rows(case.of_rows, S).to(device)
+        rows = torch.arange(S, device=device)
+        allowed = MASKS[case.mask].dense(self.of_mask, rows[:, None], rows)
+        self.seen = (allowed & self.mask.allowed(rows, rows)[:, None]).expand(B, H, S, S).contiguous()
+        self.shown = replace(MASKS["none"], dense=lambda t, i, j: self.seen)
+        self._torch: Callable[..., Any] | None = None
+
+    def draw(self, seed: int) -> list[Tensor]:
+        """q, k, v, dout."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return [
+            torch.randn(B, n, self.S, D, generator=generator, device=self.device).to(self.dtype) for n in (H, K, K, H)
+        ]
+
+    def played(self, x: Sequence[Tensor]) -> list[Tensor]:
+        """Of the kernel, on each rank of two in turn."""
+        q = x[0]
+        score_mod, captured = _trace("score_mod", SCORES[self.case.score].make(self.of_score), q)
+        mask_mod, of_mask = _trace("mask_mod", MASKS[self.case.mask].make(self.of_mask), q)
+        wanted = frozenset(name_of_captured(i) for i, y in enumerate(captured) if y.requires_grad)
+        tensors = tuple(y.detach() for y in (*captured, *of_mask))
+        scores = Scores(D**-0.5, score_mod=score_mod, mask_mod=mask_mod, captured=tensors, wanted=wanted)
+        layout = LAYOUTS[self.case.layout]
+        found = play_ring(KERNELS["flex"], layout, self.mask, 2, *x, scores=scores)
+        order = [y for y in captured if y.requires_grad]
+        of_captured = {id(y): grad for y, grad in zip(order, found[len(RESULTS) :], strict=True)}
+        return [*found[: len(RESULTS)], *(of_captured[id(y)] for y in self.learned)]
+
+    def exact(self, x: Sequence[Tensor]) -> list[Tensor]:
+        wide = [y.double() for y in x]
+        with mock.patch.dict(MASKS, seen=self.shown):
+            return self._differentiated(
+                lambda q, k, v: dense(q, k, v, self.case.score, "seen", self.of_score, {}), wide
+            )
+
+    def plain(self, x: Sequence[Tensor]) -> list[Tensor]:
+        with mock.patch.dict(MASKS, seen=self.shown):
+            return as_kernels(*x, self.case.score, "seen", self.of_score, {})
+
+    def on_one_gpu(self, x: Sequence[Tensor]) -> list[Tensor]:
+        """PyTorch's own function."""
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        if self._torch is None:
+            torch._dynamo.reset()
+            score_mod, seen = SCORES[self.case.score].make(self.of_score), self.seen
+            shown = create_block_mask(lambda b, h, i, j: seen[b, h, i, j], B, H, self.S, self.S, device=self.device)
+            call = torch.compile(flex_attention, dynamic=False)
+            self._torch = lambda q, k, v: call(q, k, v, score_mod, shown, D**-0.5, True, True)
+        return self._differentiated(self._torch, x)
+
+    def _differentiated(self, call: Callable[..., tuple[Tensor, Tensor]], x: Sequence[Tensor]) -> list[Tensor]:
+        q, k, v = (y.detach().requires_grad_() for y in x[:3])
+        out, lse = call(q, k, v)
+        return [out.detach(), lse.detach(), *torch.autograd.grad(out, [q, k, v, *self.learned], x[3])]
+
+
+def check(case: Case, S: int, device: torch.device) -> str:
+    """A line of ratios; raises where one is too large."""
+    problem = Problem(case, S, device)
+    names = [*RESULTS, *(name for name, x in problem.of_score.items() if x.requires_grad)]
+    fewest = min([NUMBERS, *(x.numel() for x in problem.learned)])
+    sums, rival, against = torch.zeros(3, len(names), dtype=torch.float64), problem.on_one_gpu, "flex_attention"
+    try:
+        assert device.type == "cuda", "PyTorch has no backward on CPUs"
+        rival(problem.draw(0))
+    except Exception as error:
+        rival, against = problem.plain, f"plain products, as {type(error).__name__}"
+    for seed in range(math.ceil(NUMBERS / fewest)):
+        x = problem.draw(seed)
+        exact, ours, theirs = (of(x) for of in (problem.exact, problem.played, rival))
+        alone = exact[1].isinf()
+        for of in (ours, theirs):
+            assert torch.equal(of[1].isinf(), alone), "rows without keys"
+        for i, (got, other, want) in enumerate(zip(ours, theirs, exact, strict=True)):
+            want = want.double()
+            for at, y in enumerate((got.double() - want, other.double() - want, want)):
+                y = y[~alone] if names[i] == "lse" else y
+                sums[at, i] += y.square().sum().cpu()
+    own, allowed, signal = sums.sqrt()
+    ratios = own / (allowed + ROUNDING / FACTOR * signal)
+    line = f"{' '.join(case)}: " + ", ".join(f"{n} {r:.2f}" for n, r in zip(names, ratios, strict=True))
+    line += f"; against {against}"
+    assert signal.all() and (ratios <= FACTOR).all(), line
+    return line
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case).replace(" ", "_"))
+def test_error_is_that_of_flex_attention_on_one_gpu(case: Case) -> None:
+    with mock.patch.object(flex, "one_rank_compiles", nullcontext):  # tests compile beside each other
+        print(check(case, 1030, torch.device("cuda")))
+
+
+def test_error_is_that_of_plain_products_on_the_cpu() -> None:
+    print(check(Case("relative table", "causal or of one image", "padding"), 130, torch.device("cpu")))
+
+
+def test_an_error_is_found() -> None:
+    """The rule turns red: values are rounded to eight bits more coarsely than needed."""
+    forward = flex._forward
+
+    def coarse(q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+        out, lse = forward(q, *args)
+        return out.to(torch.float8_e4m3fn).to(out.dtype), lse
+
+    kernel = flex.merging_kernel("flex", flex.FLEX.capability, coarse, flex._backward, uses_delta=True, one_tile=True)
+    with mock.patch.dict(KERNELS, flex=kernel), pytest.raises(AssertionError, match=r"out [1-9]"):
+        check(Case("relative table"), 66, torch.device("cpu"))
