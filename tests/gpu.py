@@ -30,13 +30,17 @@ def commands(gpus: int, one_gpu: bool = False) -> dict[str, tuple[list[str], dic
     # PyTorch probes the driver with calls that fail and are handled: they are no errors of memory.
     memcheck = ["compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no", "--target-processes", "all"]
     memcheck += ["--error-exitcode", "9"]
+    flex = str(TESTS / "test_flex_gpu.py")
     found: dict[str, tuple[list[str], dict[str, str], int]] = {
-        "kernels on one GPU": ([*pytest, str(TESTS)], {}, 400),
+        "kernels on one GPU": ([*pytest, str(TESTS), "--ignore", flex], {}, 400),
+        # each process compiles one kernel at a time
+        "flex on one GPU": ([*pytest, flex], {"TORCHINDUCTOR_COMPILE_THREADS": "1"}, 400),
         "races": ([*torchrun, str(gpus), races, *shared], {}, 200 * longer),
         "stream sanitizer": ([*torchrun, str(gpus), races, "--only", "stalled", *shared], sanitizer, 60 * longer),
         "memcheck": ([*memcheck, *torchrun, "2", races, "--only", "exceptions", *shared], {}, 240 * longer),
         "low precision": ([*torchrun, str(gpus), gate, *shared], {}, 300 * longer),
         "masks and scores": ([*torchrun, str(gpus), gate, "--scores", *shared], {}, 400 * longer),
+        "functions of users": ([*torchrun, str(gpus), gate, "--flex", *shared], {}, 300 * longer),
     }
     if not one_gpu and all(map(importlib.util.find_spec, ("transformers", "accelerate"))):
         trainer = str(TESTS / "integrations" / "gpu_trainer.py")

@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 tests/test_gpu.py             # a table; exits with 1 if any line fails
     torchrun --nproc-per-node 2 tests/test_gpu.py --scores    # that of masks and scores; every backward 20 times
+    torchrun --nproc-per-node 2 tests/test_gpu.py --flex      # that of functions of users
     torchrun --nproc-per-node 4 tests/test_gpu.py --one-gpu   # ranks that share a GPU
     pytest tests/test_gpu.py                                  # the same on two GPUs, and a small part of it on the CPU
 
@@ -9,7 +10,8 @@ Errors are RMS over blocks of 128 rows of a head, against fp64, of the sequence 
 with those of the same kernel on a mesh of one rank that sees the whole sequence, and both with those of plain matrix
 products of the same dtype, which share no code with the kernel: an error of the kernel itself must not pass for
 rounding. Masks and scores are compared by `cp_mesh.verify`, whose rules are the same but for blocks that one device
-rounded by luck.
+rounded by luck. Functions of users, and gradients of what they read, are compared with plain products alone;
+`test_flex_gpu.py` has one GPU's flex_attention.
 """
 
 from __future__ import annotations
@@ -28,13 +30,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense import dense_attention
+from flex_uses import MASKS, SCORES, as_kernels, dense
 from ranks import device, join_on_gpus, mesh
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # torchrun of a checkout that is not installed
 
-from cp_mesh import Contiguous, Mask, Striped, ZigZag, attention, balance, verify
+from cp_mesh import (
+    Contiguous,
+    Mask,
+    Striped,
+    ZigZag,
+    attention,
+    balance,
+    create_block_mask,
+    flex_attention,
+    verify,
+)
 from cp_mesh.kernels import KERNELS as TABLE
 from cp_mesh.kernels.scores import Scores
 from cp_mesh.methods import METHODS
@@ -322,6 +336,112 @@ def repeats(
     return same
 
 
+@dataclass(frozen=True)
+class Function:
+    """Functions of `flex_uses`, whose captured tensors are whole, or sharded by their last dim.
+
+    ``mask``: "causal" is a `Mask`, others are mask_mods.
+    """
+
+    score: str
+    mask: str
+    method: str
+    layout: str
+    transport: str
+    dtype: str = "bfloat16"
+    sharded: bool = False
+    kernel: str = "flex"
+
+    def __str__(self) -> str:
+        words = f"{self.kernel:10}{self.dtype:9} {self.layout:11}{self.method:11}{self.transport:17}"
+        return f"{words}{self.score}, {self.mask}{', sharded' if self.sharded else ''}"
+
+
+FUNCTION_FACTOR = 1.35  # of the error of plain products, which round scores too
+TRANSPORTS = {"cuda": ("functional", "symmetric_memory"), "cpu": ("functional",)}
+
+
+def functions(on: str, kernel: str) -> list[Function]:
+    """Those that share a compilation follow each other; what matters most comes first."""
+    *_, shared = TRANSPORTS[on]
+    twice = [("ring", "striped"), ("ulysses", "zigzag"), ("all_gather", "zigzag")]
+    chosen = [
+        Function("relative table", "causal or of one image", method, layout, transport)
+        for (method, layout), transport in itertools.product(twice, TRANSPORTS[on])
+    ]
+    chosen += [
+        Function("ALiBi", "causal", "ring", "zigzag", shared),
+        Function("gate", "windows of heads", "ring", "striped", shared, sharded=True),
+        Function("one tensor twice", "documents", "ring", "striped", "functional", "float16"),
+        Function("bias of documents", "causal", "ring", "striped", shared),
+    ]
+    chosen = [replace(x, kernel=kernel) for x in chosen]
+    return [*chosen, Function("pair bias of low rank", "causal", "ring", "zigzag", shared, kernel="reference")]
+
+
+def function_errors(case: Function, seq_len: int, head_dim: int) -> dict[str, float]:
+    """By result the error over that of plain products, of out, dq, dk, dv and captured tensors: RMS over all ranks."""
+    axis, on, dtype = mesh((dist.get_world_size(),), ("cp",)), device(), getattr(torch, case.dtype)
+    layout, (H, K), S = LAYOUTS[case.layout], SCORED_HEADS, seq_len
+    generator = torch.Generator().manual_seed(3)
+    whole = [torch.randn(B, n, S, head_dim, generator=generator).to(on, dtype) for n in (H, K, K, H)]
+    rows = layout.positions(S, axis.size(), axis.get_local_rank()).to(on)
+    score, pairs = SCORES[case.score], MASKS[case.mask]
+    of_score, of_mask = ({name: x.to(on) for name, x in use.tensors(B, H, S).items()} for use in (score, pairs))
+    of_score = {name: x.float() if x.is_floating_point() else x for name, x in of_score.items()}
+    leaves = [x.double().requires_grad_() for x in whole[:3]]
+    learned = [x.requires_grad_() for x in of_score.values() if x.is_floating_point()]
+    exact_out, _ = dense(*leaves, case.score, case.mask, of_score, of_mask)
+    exact = [exact_out.detach(), *torch.autograd.grad(exact_out, [*leaves, *learned], whole[3].double())]
+    rival_out, _, *rival = as_kernels(*whole, case.score, case.mask, of_score, of_mask)
+    rival.insert(0, rival_out)
+    q, k, v, dout = (x[:, :, rows].detach().contiguous() for x in whole)
+    own = {name: x.detach().clone().requires_grad_(x.requires_grad) for name, x in of_score.items()}
+    leaves = [x for x in own.values() if x.requires_grad]
+    if case.sharded:  # the op gathers what the layout sharded
+        leaves = [x.detach()[..., rows].contiguous().requires_grad_() for x in leaves]
+        shards = iter(leaves)
+        for name, x in own.items():
+            if x.requires_grad:
+                options: dict[str, Any] = {"shape": x.shape, "stride": x.stride(), "run_check": False}
+                own[name] = DTensor.from_local(next(shards), axis, [Shard(x.ndim - 1)], **options)
+    seen = None if case.mask == "causal" else create_block_mask(pairs.make(of_mask), B, H, S, S)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = flex_attention(
+        q, k, v, score.make(own), seen, enable_gqa=True, mesh=axis, seq_dim=2, seq_len=S, layout=layout,
+        mask=Mask(causal=seen is None), method=case.method, kernel=case.kernel, transport=case.transport,
+    )  # fmt: skip
+    found = [out.detach(), *torch.autograd.grad(out, [q, k, v, *leaves], dout)]
+    learned_names = [name for name, x in of_score.items() if x.is_floating_point()]
+    ratios = {}
+    for i, name in enumerate((*NAMES, *learned_names)):
+        got, want, other = found[i].double(), exact[i], rival[i].double()
+        if i < len(NAMES):
+            want, other = want[:, :, rows], other[:, :, rows]
+        elif case.sharded:
+            want, other = want[..., rows], other[..., rows]
+        else:
+            dist.all_reduce(got)
+        squares = torch.stack([x.double().square().sum() for x in (got - want, other - want, want)])
+        dist.all_reduce(squares)
+        error, of_plain, signal = squares.sqrt().tolist()
+        ratios[name] = error / (FUNCTION_FACTOR * of_plain + FP32_ROUNDING * signal) if signal else torch.inf
+    return ratios
+
+
+def run_functions(rank: int, chosen: list[Function], seq_len: int, head_dim: int, echo: bool = False) -> list[Any]:
+    """By case the largest error over what is allowed, and its line."""
+    results = []
+    for case in chosen:
+        ratios = function_errors(case, seq_len, head_dim)
+        worst = max(torch.inf if x != x else x for x in ratios.values())
+        words = "  ".join(f"{name} {ratio:4.2f}" for name, ratio in ratios.items())
+        results.append((worst, f"{case}  {words}  {'ok' if worst <= 1 else 'WRONG'}"))
+        if echo and rank == 0:
+            print(results[-1][1], flush=True)
+    return results
+
+
 REPEATED: list[tuple[str, str, tuple[str, ...], int, int]] = [  # kernel, mask, features, head dim, kv heads
     *(("triton", "documents", x, 64, 2) for x in ((), ("softcap", "sinks"), ("alibi_slopes",), ("bias", "dropout_p"))),
     *(("fa4", mask, ("softcap",), 64, 2) for mask in ("causal", "full") if "fa4" in FLASH),
@@ -341,6 +461,18 @@ def test_masks_and_scores_on_the_cpu(pool: Any) -> None:
     chosen = [replace(case, head_dim=16, seq_len=258) for case in scored_cases(("reference",))]
     chosen += [Scored("cpu_flash", "bfloat16", "zigzag", "causal", ("sinks",), 16, 258)]
     results, *_ = pool(2).run(run_scored, chosen)
+    assert not (wrong := [line for worst, line in results if not worst <= 1]), "\n".join(wrong)
+
+
+@pytest.mark.multigpu
+def test_functions_of_users(pool: Any) -> None:
+    results, *_ = pool(2, "nccl").run(run_functions, functions("cuda", "flex"), 2050, 128, timeout=600.0)
+    assert not (wrong := [line for worst, line in results if not worst <= 1]), "\n".join(wrong)
+
+
+@pytest.mark.full
+def test_functions_of_users_on_the_cpu(pool: Any) -> None:
+    results, *_ = pool(2).run(run_functions, functions("cpu", "reference"), 258, 16)
     assert not (wrong := [line for worst, line in results if not worst <= 1]), "\n".join(wrong)
 
 
@@ -382,6 +514,7 @@ def main() -> None:
     parser.add_argument("--kernel", help="only this one")
     parser.add_argument("--seq-len", nargs="+", type=int, default=LENGTHS)
     parser.add_argument("--scores", action="store_true", help="masks and scores instead")
+    parser.add_argument("--flex", action="store_true", help="functions of users instead")
     parser.add_argument("--one-gpu", action="store_true", help="all ranks on the first GPU")
     args = parser.parse_args()
     if args.device == "cuda":
@@ -397,12 +530,20 @@ def main() -> None:
         print(f"{dist.get_world_size()} ranks on {hardware}, torch {torch.__version__}")
         rule = f"error over that of one rank, allowed is {FACTOR}, plus {FP32_ROUNDING} of the signal"
         rule = "error over what `cp_mesh.verify` allows" if args.scores else rule
-        print(f"Worst block's {rule} / error of one rank over {PLAIN_FACTOR} times that of plain products.")
-    if args.scores:
+        rule = f"Worst block's {rule} / error of one rank over {PLAIN_FACTOR} times that of plain products."
+        rule = f"Error over {FUNCTION_FACTOR} times that of plain products." if args.flex else rule
+        print(rule)
+    results: list[Any]
+    if args.flex:
+        on_cpu = args.device == "cpu"
+        listed_functions = functions(args.device, args.kernel or ("reference" if on_cpu else "flex"))
+        results = run_functions(rank, listed_functions, max(args.seq_len), 16 if on_cpu else 128, echo=True)
+        num_wrong = sum(not worst <= 1 for worst, _ in results)
+    elif args.scores:
         wanted = ("cudnn", "triton", *FLASH) if args.device == "cuda" else ("cpu_flash", "reference")
         listed = list(scored_cases(tuple(x for x in wanted if args.kernel in (None, x))))
         listed = [replace(case, seq_len=max(args.seq_len)) for case in listed]
-        results: list[Any] = run_scored(rank, listed, echo=True)
+        results = run_scored(rank, listed, echo=True)
         num_wrong = sum(not worst <= 1 for worst, _ in results)
         for kernel, mask, features, head_dim, kv_heads in REPEATED:
             kernel = kernel if args.device == "cuda" else "reference"
