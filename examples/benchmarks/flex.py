@@ -1,0 +1,378 @@
+"""Time flex_attention over cp, forward and backward: causal attention with functions of scores as users write them.
+
+    torchrun --nproc-per-node 2 examples/benchmarks/flex.py --csv flex.csv
+
+Scores: "none"; "alibi", slopes without a gradient; "table", a learned bias for each head and distance; "softcap", a
+tanh; "documents", a bias of the documents of query and key, in packed documents, without a gradient, or "learned
+documents", with one.
+
+Contestants: "cp_mesh", the ring in the zigzag layout with kernel="flex"; "torch", PyTorch's own context parallelism of
+flex_attention, with its head-tail balance; "torch mended", the same with functions that look up the positions of the
+rows that they are told of, as a user may do who knows that these are local queries and rearranged keys. "floor" is
+torch.compile of flex_attention on one GPU with nothing sent: causal, over as many rows as a rank holds. Its times are
+those of as many pairs as a rank of the others computes: multiplied by (whole pairs / ranks) / (its own pairs), which is
+close to the number of ranks.
+
+A gate comes first: out and gradients of ``--gate-rows`` rows a rank, captured tensors included, each compared with
+float64. Of a contestant that fails it, or cannot run, only the status is written. In each repeat every contestant takes
+``--calls`` calls that follow one another, after a barrier; a time is that of one call on the slowest rank, and a row
+has the median, least and most over the repeats. ``of_floor`` is a time over the floor's. ``extra_gib`` is the peak of
+memory beyond the inputs, and ``symmetric_gib`` what symmetric memory holds beside that.
+
+Most of the time things are compiled. ``--compile`` only does that, so processes with other ``--scores`` and ``--rows``
+can fill the caches of Inductor and Triton beside each other before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).parent)]  # a checkout not installed
+
+from attention import PLAIN_FACTOR, Ranks, milliseconds  # noqa: E402
+from contestants import document_lengths  # noqa: E402
+from decoding import ROUNDING, relative  # noqa: E402
+from report import append, machine  # noqa: E402
+
+from cp_mesh import Mask, ZigZag, flex_attention  # noqa: E402
+from cp_mesh.transport import symmetric_memory_bytes  # noqa: E402
+
+SOFTCAP = 20.0
+COLUMNS = (
+    *("date", "commit", "gpu", "world_size", "torch", "cuda", "cudnn", "nccl", "packages"),
+    *("contestant", "score", "rows", "heads_q", "heads_kv", "head_dim", "dtype", "repeats", "calls_per_time"),
+    *("fwd_ms", "fwd_ms_min", "fwd_ms_max", "fwdbwd_ms", "fwdbwd_ms_min", "fwdbwd_ms_max"),
+    *("of_floor_fwd", "of_floor_fwdbwd", "extra_gib", "symmetric_gib"),
+    *("error", "bound", "status"),  # RMS error over RMS of the exact result, in the gate; and what it may be
+)
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return q_idx >= kv_idx
+
+
+class Function:
+    """A score, and its tensors for a whole sequence: the same on every rank.
+
+    Attributes:
+        score_mod: of positions.
+        learned: what it reads that has a gradient, float32.
+    """
+
+    def __init__(self, score: str, seq_len: int, heads: int, device: torch.device) -> None:
+        generator = torch.Generator(device).manual_seed(1)
+        draw = partial(torch.randn, generator=generator, device=device)
+        self.learned: list[Tensor] = []
+        if score == "none":
+            self.score_mod: ScoreMod = lambda score, b, h, i, j: score
+        elif score == "alibi":
+            slopes = 2.0 ** -(8 / heads * torch.arange(1, heads + 1, device=device))
+            self.score_mod = lambda score, b, h, i, j: score - slopes[h] * (i - j)
+        elif score == "table":
+            table = draw(heads, seq_len)  # where a key is hidden, it is read from the end
+            self.learned = [table.requires_grad_()]
+            self.score_mod = lambda score, b, h, i, j: score + table[h, i - j]
+        elif score == "softcap":
+            self.score_mod = lambda score, b, h, i, j: SOFTCAP * torch.tanh(score / SOFTCAP)
+        else:
+            lengths = torch.tensor(document_lengths(seq_len))
+            ids = torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(device)
+            bias = draw(len(lengths), len(lengths))
+            self.learned = [bias.requires_grad_()] if score.startswith("learned") else []
+            self.score_mod = lambda score, b, h, i, j: score + bias[ids[i], ids[j]]
+
+
+SCORES = ("none", "table", "alibi", "softcap", "documents", "learned documents")
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--scores", nargs="+", choices=SCORES, default=list(SCORES[:5]))
+    add("--rows", type=int, nargs="+", default=[8192, 16384, 2048], help="of each rank; in this order")
+    add("--heads", default="32/8", help="query heads/kv heads")
+    add("--head-dim", type=int, default=128)
+    add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    add("--contestants", nargs="+", choices=tuple(CONTESTANTS), default=list(CONTESTANTS))
+    add("--kernel", help="of cp_mesh; default: flex, or reference on CPUs")
+    add("--gate-rows", type=int, default=2048, help="a multiple of 128")
+    add("--repeats", type=int, default=7)
+    add("--calls", type=int, default=5)
+    add("--forward", action="store_true", help="no backward: PyTorch has none on CPUs")
+    add("--compile", action="store_true", help="run each contestant once, at the gate's rows and the others")
+    add("--time-limit", type=float, default=float("inf"), help="seconds after which no case is begun")
+    add("--csv", type=Path, help="append a row a contestant")
+    add("--commit", help="recorded in the rows (default: ask git)")
+    args = parser.parse_args(argv)
+    args.kernel = args.kernel or ("flex" if args.device == "cuda" else "reference")
+    args.num_heads, args.num_kv_heads = map(int, args.heads.split("/"))
+    return args
+
+
+@lru_cache(maxsize=1)
+def compiled(device_type: str) -> Callable[..., Tensor]:
+    torch._dynamo.config.recompile_limit = 256  # else later cases would silently run uncompiled
+    return torch.compile(torch_flex_attention, dynamic=False) if device_type == "cuda" else torch_flex_attention
+
+
+def ours(function: Function, rows: int, args: argparse.Namespace, ranks: Ranks) -> Callable[..., Tensor]:
+    options: dict[str, Any] = {"mesh": ranks.mesh, "seq_dim": 2, "layout": ZigZag(), "mask": Mask()}
+    options |= {"method": "ring", "kernel": args.kernel, "enable_gqa": True}
+    return lambda q, k, v: flex_attention(q, k, v, function.score_mod, **options)
+
+
+class Core(nn.Module):
+    """What PyTorch's style is applied to."""
+
+    def __init__(self, call: Callable[..., Tensor], score_mod: ScoreMod, block_mask: Any) -> None:
+        super().__init__()
+        self.call, self.options = call, {"score_mod": score_mod, "block_mask": block_mask, "enable_gqa": True}
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.call(q, k, v, **self.options)
+
+
+def torchs(
+    function: Function, rows: int, args: argparse.Namespace, ranks: Ranks, mended: bool = False
+) -> Callable[..., Tensor]:
+    from torch.distributed.tensor.experimental._context_parallel._attention import (
+        _ContextParallel,
+        _create_cp_block_mask,
+    )
+    from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
+
+    seq_len, score_mod = rows * ranks.size, function.score_mod
+    balancer = _HeadTailLoadBalancer(seq_len, ranks.size, ranks.device)
+    block_mask = _create_cp_block_mask(causal, 1, 1, seq_len, seq_len, ranks.mesh, balancer)
+    if mended:
+        of_keys = balancer._generate_indices()[0].long()
+        of_queries = of_keys.chunk(ranks.size)[ranks.rank].contiguous()
+
+        def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return function.score_mod(score, b, h, of_queries[q_idx], of_keys[kv_idx])
+
+    core = Core(compiled(args.device), score_mod, block_mask)
+    style = _ContextParallel(seq_dim=2, attention_type=_ContextParallel.AttentionType.FLEX)
+    return parallelize_module(core, ranks.mesh, style)
+
+
+def floor(function: Function, rows: int, args: argparse.Namespace, ranks: Ranks) -> Callable[..., Tensor]:
+    block_mask = create_block_mask(causal, None, None, rows, rows, device=ranks.device.type)
+    return Core(compiled(args.device), function.score_mod, block_mask)
+
+
+CONTESTANTS: dict[str, Callable[..., Callable[..., Tensor]]] = {
+    "cp_mesh": ours,
+    "torch": torchs,
+    "torch mended": partial(torchs, mended=True),
+}
+FLOOR = "floor"
+
+
+def whole_tensors(rows: int, args: argparse.Namespace, ranks: Ranks) -> list[Tensor]:
+    """q, k, v, dout of the whole sequence, the same on every rank."""
+    generator = torch.Generator(ranks.device).manual_seed(0)
+    heads = (args.num_heads, args.num_kv_heads, args.num_kv_heads, args.num_heads)
+    shapes = ((1, n, rows * ranks.size, args.head_dim) for n in heads)
+    drawn = (torch.randn(shape, generator=generator, device=ranks.device) for shape in shapes)
+    return [x.to(getattr(torch, args.dtype)) for x in drawn]
+
+
+class Run:
+    """A contestant on one score and number of rows."""
+
+    def __init__(self, name: str, score: str, rows: int, args: argparse.Namespace, ranks: Ranks) -> None:
+        size = ranks.size
+        self.function = Function(score, rows * size, args.num_heads, ranks.device)
+        at = torch.arange(rows) if name == FLOOR else ZigZag().positions(rows * size, size, ranks.rank)
+        local = (x[:, :, at.to(ranks.device)].contiguous() for x in whole_tensors(rows, args, ranks))
+        self.q, self.k, self.v, self.dout = local
+        self._call = ({FLOOR: floor} | CONTESTANTS)[name](self.function, rows, args, ranks)
+        self._leaves = [] if args.forward else [self.q, self.k, self.v, *self.function.learned]
+        for x in self.function.learned:
+            x.requires_grad_(not args.forward)
+        for x in self._leaves:
+            x.requires_grad_()
+
+    def forward(self) -> Tensor:
+        return self._call(self.q, self.k, self.v)
+
+    def both(self) -> list[Tensor]:
+        """out, dq, dk, dv, and gradients of what is learned, this rank's share; with --forward out alone."""
+        out = self.forward()
+        found = torch.autograd.grad(out, self._leaves, self.dout) if self._leaves else ()
+        return [out.detach(), *found]
+
+
+def exact(score: str, args: argparse.Namespace, ranks: Ranks, dtype: torch.dtype) -> list[Tensor]:
+    """out, dq, dk, dv and gradients of what is learned, of one device, by products of a dtype.
+
+    As kernels do, and autograd does not: gradients of scores from the out that was rounded.
+    """
+    rows, S, device = args.gate_rows, args.gate_rows * ranks.size, ranks.device
+    function = Function(score, S, args.num_heads, device)
+    q, k, v, dout = (x.to(dtype) for x in whole_tensors(rows, args, ranks))
+    b, h = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device), torch.arange(q.shape[1], device=device)
+    i, j = (torch.arange(S, device=device).view(shape) for shape in ((-1, 1), (1, -1)))
+    leaves = [x.requires_grad_() for x in (q, k, *function.learned)]
+    keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    wide = torch.promote_types(dtype, torch.float32)
+    scores = function.score_mod((q @ keys.mT).to(wide) * q.shape[3] ** -0.5, b, h.view(-1, 1, 1), i, j)
+    scores = scores.masked_fill(i < j, -torch.inf)
+    weights = scores.detach().softmax(-1)
+    out = weights.to(dtype) @ values
+    if args.forward:
+        return [out]
+    delta = (dout.to(wide) * out).sum(-1, keepdim=True)
+    dscores = weights * ((dout @ values.mT).to(wide) - delta)
+    dv = (weights.to(dtype).mT @ dout).unflatten(1, (k.shape[1], -1)).sum(2)
+    dq, dk, *found = torch.autograd.grad(scores, leaves, dscores)
+    return [out, dq, dk, dv, *found]
+
+
+def gate(score: str, args: argparse.Namespace, ranks: Ranks) -> tuple[dict[str, Any], float]:
+    """Of each contestant the largest error over results and ranks, and what became of it; and what it may be."""
+    want = exact(score, args, ranks, torch.float64)
+    plain = exact(score, args, ranks, getattr(torch, args.dtype))
+    bound = PLAIN_FACTOR * max(relative(x.double(), y) for x, y in zip(plain, want, strict=True)) + ROUNDING
+    at = ZigZag().positions(args.gate_rows * ranks.size, ranks.size, ranks.rank).to(ranks.device)
+    want = [x[:, :, at] for x in want[:4]] + want[4:]
+    found = {}
+    for name in args.contestants:
+
+        def results(name: str = name) -> list[Tensor]:
+            got = Run(name, score, args.gate_rows, args, ranks).both()
+            for x in got[4:]:
+                dist.all_reduce(x)
+            return got
+
+        got, problem = ranks.attempt(results)
+        errors = [relative(x.double(), y.double()) for x, y in zip(got, want, strict=True)] if got else [torch.inf]
+        error = float(ranks.largest(max(errors)))
+        failed = "" if error <= bound else f"failed the gate: {error:.1e} > {bound:.1e}"
+        found[name] = error, problem or failed or "ok"
+    return found, bound
+
+
+def race(
+    names: Sequence[str], score: str, rows: int, args: argparse.Namespace, ranks: Ranks
+) -> tuple[dict[str, list[list[float]]], dict[str, tuple[float, float]], dict[str, str]]:
+    """Of each: milliseconds of forwards and of both passes on the slowest rank, by repeat; GiB; and what failed."""
+    runs, problems = dict[str, Run](), dict[str, str]()
+    for name in names:
+
+        def ready(name: str = name) -> Run:
+            run = Run(name, score, rows, args, ranks)
+            run.both()
+            return run
+
+        run, problem = ranks.attempt(ready)
+        if run is None:
+            problems[name] = str(problem)
+        else:
+            runs[name] = run
+    S = rows * ranks.size
+    longer = S * (S + 1) / ranks.size / (rows * (rows + 1))  # pairs of a rank over those of the floor
+    passes = ("forward",) if args.forward else ("forward", "both")
+    times: dict[str, list[list[float]]] = {name: [[] for _ in passes] for name in runs}
+    gib = {}
+    for repeat in range(0 if args.compile else args.repeats + 1):  # the first one warms up
+        for name, run in runs.items():
+            for found, of_pass in zip(times[name], passes, strict=True):
+                call = getattr(run, of_pass)
+                ranks.line_up()
+                begin = ranks.mark()
+                for _ in range(args.calls):
+                    call()
+                end = ranks.mark()
+                ranks.synchronize()
+                ms = float(ranks.largest(milliseconds(begin, end))) / args.calls
+                if repeat > 0:
+                    found.append(ms * longer if name == FLOOR else ms)
+    for name, run in runs.items():
+        if ranks.device.type == "cuda":
+            ranks.line_up()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            run.both()
+            ranks.synchronize()
+            symmetric = symmetric_memory_bytes() if name == "cp_mesh" else 0
+            peak = torch.cuda.max_memory_allocated() - before
+            gib[name] = tuple(float(x) / 2**30 for x in ranks.largest([peak, symmetric]))
+    return times, gib, problems
+
+
+def figures(times: Sequence[Sequence[float]], floor: Sequence[Sequence[float]] | None) -> dict[str, str]:
+    row = {}
+    for name, ms, least in zip(("fwd", "fwdbwd"), times, floor or ((), ()), strict=False):
+        row |= {f"{name}_ms": f"{statistics.median(ms):.4f}"}
+        row |= {f"{name}_ms_min": f"{min(ms):.4f}", f"{name}_ms_max": f"{max(ms):.4f}"}
+        row |= {f"of_floor_{name}": f"{statistics.median(ms) / statistics.median(least):.4g}"} if least else {}
+    return row
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_arguments(argv)
+    ranks = Ranks(args.device)
+    about = machine(ranks.device, ranks.size, args.commit) | {"heads_q": args.num_heads, "heads_kv": args.num_kv_heads}
+    about |= {"head_dim": args.head_dim, "dtype": args.dtype, "calls_per_time": args.calls}
+    began, failed = time.monotonic(), False
+    verdicts: dict[str, tuple[dict[str, Any], float]] = {}
+    for rows in args.rows:
+        for score in args.scores:
+            if ranks.largest(time.monotonic() - began) > args.time_limit:
+                ranks.print(f"{score:18} {rows:>7} rows  left out: the time limit")
+                continue
+            if args.compile:
+                for length in {args.gate_rows, rows}:
+                    _, _, problems = race([FLOOR, *args.contestants], score, length, args, ranks)
+                    seconds = time.monotonic() - began
+                    ranks.print(f"{score:18} {length:>7} rows  compiled after {seconds:.0f} s", problems or "")
+                continue
+            if score not in verdicts:
+                verdicts[score] = gate(score, args, ranks)
+            of_gate, bound = verdicts[score]
+            failed |= not of_gate.get("cp_mesh", (0.0, "ok"))[1].startswith(("ok", "unsupported"))
+            names = [name for name, (_, status) in of_gate.items() if status == "ok"]
+            times, gib, problems = race([FLOOR, *names], score, rows, args, ranks)
+            table = []
+            for name, (error, status) in {FLOOR: (0.0, "ok"), **of_gate}.items():
+                row = about | {"contestant": name, "score": score, "rows": rows, "status": problems.get(name, status)}
+                row |= {"date": datetime.now(UTC).isoformat(timespec="seconds")}
+                row |= {"error": f"{error:.1e}", "bound": f"{bound:.1e}"} if name != FLOOR else {}
+                if name in times:
+                    row |= {"repeats": args.repeats} | figures(times[name], times.get(FLOOR))
+                if name in gib:
+                    row |= {"extra_gib": f"{gib[name][0]:.4f}", "symmetric_gib": f"{gib[name][1]:.4f}"}
+                table.append(row)
+                keys = ("fwd_ms", "fwdbwd_ms", "of_floor_fwd", "of_floor_fwdbwd", "extra_gib", "error")
+                words = " ".join(f"{row.get(key, ''):>9}" for key in keys)
+                ranks.print(f"{score:18}{rows:>7} {name:13} fwd, both, of floor, GiB, error: {words}  {row['status']}")
+            ranks.print(f"{time.monotonic() - began:.0f} s")
+            if args.csv is not None and ranks.rank == 0:
+                append(args.csv, COLUMNS, table)
+    dist.barrier()
+    dist.destroy_process_group()
+    if failed:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

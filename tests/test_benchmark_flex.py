@@ -1,0 +1,71 @@
+"""The benchmark of flex_attention on two CPU ranks, in sizes that say nothing of speed."""
+
+from __future__ import annotations
+
+import csv
+import shlex
+from pathlib import Path
+
+import pytest
+from scripts import run_script
+
+ROOT = Path(__file__).resolve().parent.parent
+BENCHMARKS = ROOT / "examples" / "benchmarks"
+TINY = shlex.split("--device cpu --rows 128 --gate-rows 128 --heads 4/2 --head-dim 16 --repeats 2 --calls 1")
+
+
+def rows_of(table: Path) -> dict[tuple[str, str], dict[str, str]]:
+    with table.open(newline="") as file:
+        return {(row["score"], row["contestant"]): row for row in csv.DictReader(file)}
+
+
+@pytest.mark.full
+def test_every_contestant_is_compared_and_timed(tmp_path: Path) -> None:
+    """PyTorch has no backward on CPUs, so forwards; and a bias by local indices is found out."""
+    table = tmp_path / "x.csv"
+    options = [*TINY, "--scores", "softcap", "table", "--forward", "--csv", table]
+    done = run_script(BENCHMARKS / "flex.py", options, 2)
+    assert done.returncode == 0, done.printed
+    rows = rows_of(table)
+    assert list(rows) == [(s, x) for s in ("softcap", "table") for x in ("floor", "cp_mesh", "torch", "torch mended")]
+    for (score, contestant), row in rows.items():
+        if (score, contestant) == ("table", "torch"):
+            assert row["status"].startswith("failed the gate") and not row["fwd_ms"]
+            continue
+        assert row["status"] == "ok" and float(row["fwd_ms"]) > 0
+        assert contestant == "floor" or float(row["error"]) <= float(row["bound"])
+    assert float(rows["table", "floor"]["of_floor_fwd"]) == 1
+
+
+@pytest.mark.full
+def test_backwards_are_compared_and_timed(tmp_path: Path) -> None:
+    options = [*TINY, "--scores", "learned documents", "--contestants", "cp_mesh", "--csv", tmp_path / "x.csv"]
+    done = run_script(BENCHMARKS / "flex.py", options, 2)
+    assert done.returncode == 0, done.printed
+    rows = rows_of(tmp_path / "x.csv")
+    row = rows["learned documents", "cp_mesh"]
+    assert row["status"] == "ok" and float(row["fwdbwd_ms"]) > 0
+    assert rows["learned documents", "floor"]["status"].startswith("unsupported")
+
+
+BROKEN = """
+import sys
+sys.path[:0] = [{benchmarks!r}]
+import flex
+exact = flex.ours
+def wrong(*args, **options):
+    call = exact(*args, **options)
+    return lambda q, k, v: call(q, k, v * 1.1)
+flex.CONTESTANTS["cp_mesh"] = wrong
+flex.main()
+"""
+
+
+@pytest.mark.full
+def test_a_wrong_contestant_is_not_timed(tmp_path: Path) -> None:
+    script, table = tmp_path / "bench.py", tmp_path / "x.csv"
+    script.write_text(BROKEN.format(benchmarks=str(BENCHMARKS)))
+    done = run_script(script, [*TINY, "--scores", "none", "--contestants", "cp_mesh", "--forward", "--csv", table], 2)
+    assert done.returncode != 0
+    row = rows_of(table)["none", "cp_mesh"]
+    assert row["status"].startswith("failed the gate") and not row["fwd_ms"]
