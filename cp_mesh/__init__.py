@@ -4,6 +4,7 @@ from cp_mesh.agreement import check_mode
 from cp_mesh.attention import attention
 from cp_mesh.balancing import balance
 from cp_mesh.batch_masks import batch_mask, document_positions
+from cp_mesh.block_masks import create_block_mask
 from cp_mesh.boundaries import GatherOutput, ShardInput
 from cp_mesh.cache import ShardedCache
 from cp_mesh.clipping import clip_grad_norm
@@ -11,7 +12,7 @@ from cp_mesh.cores import ContextParallel
 from cp_mesh.decoding import decode
 from cp_mesh.errors import ArgumentError, RankMismatchError, UnsupportedError
 from cp_mesh.explaining.explain import explain
-from cp_mesh.flex import create_block_mask, flex_attention
+from cp_mesh.flex import flex_attention
 from cp_mesh.layouts import Balanced, Contiguous, Joint, Layout, Permuted, Replicated, Striped, ZigZag, ZigZagDocuments
 from cp_mesh.loss import cross_entropy, valid_tokens
 from cp_mesh.masks import Mask

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_mesh.attention import Asked, attend, check_asked
+from cp_mesh.block_masks import check_hidden
 from cp_mesh.call import SCORE_OPTIONS, check_choice
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe, refuse
 from cp_mesh.flex import Functions, ScoreMod
@@ -310,7 +311,7 @@ class ContextParallel(ParallelStyle):
             last = None if asked.seq_len in (None, length) else length - 1
             sizes = query.shape[0], query.shape[1], length
             functions = Functions.of(score_mod, block_mask, query, sizes, last)
-            functions.check_hidden(call.mask, sizes, query.device)
+            check_hidden(call.mask, functions.mask_mod, functions.of_mask, sizes, query.device)
         except Exception as error:
             announce(self.sequence, error)
             raise

@@ -436,10 +436,10 @@ KEPT_WITH = {
     "seen._MARKS": "a tensor",
     **{f"{name}.WAITING": "a model" for name in ("trained", "seen", "loss", "guard.reductions")},
     "seen._LENGTHS": "a group",
-    "flex._checked": "a block mask",
-    "flex._hidden": "a function",
+    "block_masks._checked": "a block mask",
+    "block_masks._hidden": "a function",
     "kernels.functions._known": "a function, which its calls hold, and a bounded list the last ones",
-    "kernels.flex._programs": "the last ones, at most KEPT",
+    "kernels.flex_programs._programs": "the last ones, at most KEPT",
     "kernels.flash_attn_4._compiled": "a compiled kernel of the package, which keeps it too",
 }
 """Tables without a number that bounds them."""
@@ -456,7 +456,7 @@ def test_every_cache_is_bounded() -> None:
     assert unbounded == KEPT_WITH.keys()
     kinds = WeakKeyDictionary | WeakTensorKeyDictionary | WeakValueDictionary
     weak = {name for name in KEPT_WITH if isinstance(cached()[name], kinds)}
-    assert KEPT_WITH.keys() - weak == {"kernels.flash_attn_4._compiled", "kernels.flex._programs"}
+    assert KEPT_WITH.keys() - weak == {"kernels.flash_attn_4._compiled", "kernels.flex_programs._programs"}
 
 
 def test_classes_of_modules_under_a_plan_go_with_them() -> None:

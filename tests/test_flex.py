@@ -35,9 +35,10 @@ from cp_mesh import (
     flex_attention,
     ops,
 )
+from cp_mesh.block_masks import read_mask
 from cp_mesh.call import NUM_TENSORS, Options
-from cp_mesh.flex import _read_mask, _trace
 from cp_mesh.kernels import functions
+from cp_mesh.tracing import trace
 
 B, D, E = 2, 5, 4
 HEADS = {2: (4, 2), 3: (6, 3), 4: (4, 2)}
@@ -417,8 +418,8 @@ def by_op(rank: int) -> None:
     S = 6
     q, k, v, dout = make_qkv(B, 4, 2, S, D)
     bias, ids = numbers(S).requires_grad_(), integers(2, S)
-    score_mod, captured = _trace("score_mod", lambda s, b, h, i, j: s + bias[i] * bias[j], q)
-    mask_mod, of_mask = _trace("mask_mod", lambda b, h, i, j: ids[i] == ids[j], q)
+    score_mod, captured = trace("score_mod", lambda s, b, h, i, j: s + bias[i] * bias[j], q)
+    mask_mod, of_mask = trace("mask_mod", lambda b, h, i, j: ids[i] == ids[j], q)
     handles = {"score_mod": score_mod.handle, "mask_mod": mask_mod.handle}
     options = Options("zigzag", Mask(causal=False).spec(), 0.3, differentiable_lse=True, **handles)
     tail = (*[None] * NUM_TENSORS, [*captured, *of_mask], S, 2, dist.group.WORLD.group_name, options.spec())
@@ -568,7 +569,7 @@ def test_what_a_function_reads_changes(name: str) -> None:
     for step in range(2):
         if step:
             change()
-        function, captured = _trace("score_mod", score_mod, numbers(1, 2, 5, 3))
+        function, captured = trace("score_mod", score_mod, numbers(1, 2, 5, 3))
         values.append(function.graph(*pair, *captured))
         assert torch.equal(values[-1], score_mod(*pair)), step
     assert not torch.equal(*values)
@@ -735,11 +736,11 @@ def test_blocks_that_list_too_little_or_too_much() -> None:
     """Of the same mask_mod: one block missing; one full that is not; more than needed, which is right."""
     q = numbers(1, 1, S, D)
     right = of_torch.create_block_mask(causal, 1, 1, S, S, device="cpu", BLOCK_SIZE=4)
-    _read_mask(right, q, (1, 1, S))
+    read_mask(right, q, (1, 1, S))
     every = torch.arange(3, dtype=torch.int32).expand(1, 1, 3, 3)
     three = torch.full((1, 1, 3), 3, dtype=torch.int32)
     more = of_torch.BlockMask.from_kv_blocks(three, every, BLOCK_SIZE=4, mask_mod=causal, seq_lengths=(S, S))
-    _read_mask(more, q, (1, 1, S))
+    read_mask(more, q, (1, 1, S))
     missing = of_torch.BlockMask.from_kv_blocks(three - 1, every, BLOCK_SIZE=4, mask_mod=causal, seq_lengths=(S, S))
     none = three * 0
     full = of_torch.BlockMask.from_kv_blocks(
@@ -747,7 +748,7 @@ def test_blocks_that_list_too_little_or_too_much() -> None:
     )
     for wrong in (missing, full):
         with pytest.raises(UnsupportedError, match="follow from its mask_mod"):
-            _read_mask(wrong, q, (1, 1, S))
+            read_mask(wrong, q, (1, 1, S))
 
 
 def differ(rank: int, what: str) -> None:

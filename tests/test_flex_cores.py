@@ -32,6 +32,7 @@ from cp_mesh import (
     create_block_mask,
     parallelize,
 )
+from cp_mesh.block_masks import check_hidden
 from cp_mesh.flex import Functions
 
 B, H, K, D = 2, 4, 2, 5
@@ -256,9 +257,10 @@ def test_blocks_of_another_batch_are_looked_at_again() -> None:
     ids, q = torch.arange(24) // 6, torch.zeros(1, H, 24, D)
     block_mask = create_block_mask(lambda b, h, i, j: (i >= j) | (ids[i] == ids[j]), 1, H, 24, 24)
     functions = Functions.of(None, block_mask, q, (1, H, 24))
-    functions.check_hidden(Mask(blocks=ids), (1, H, 24), q.device)
+    about = functions.mask_mod, functions.of_mask, (1, H, 24), q.device
+    check_hidden(Mask(blocks=ids), *about)
     with pytest.raises(ArgumentError, match="a mask that hides no pair"):
-        functions.check_hidden(Mask(blocks=torch.arange(24) // 3), (1, H, 24), q.device)
+        check_hidden(Mask(blocks=torch.arange(24) // 3), *about)
 
 
 class Model(nn.Module):

@@ -21,9 +21,9 @@ from test_kernels_gpu import play_ring
 from torch import Tensor
 
 from cp_mesh import Contiguous, Mask, Striped, ZigZag
-from cp_mesh.flex import _trace
-from cp_mesh.kernels import KERNELS, flex
+from cp_mesh.kernels import KERNELS, flex, flex_programs
 from cp_mesh.kernels.scores import Scores, name_of_captured
+from cp_mesh.tracing import trace
 
 FACTOR, ROUNDING, NUMBERS = 1.35, 1e-6, 256
 B, H, K, D = 2, 4, 2, 64
@@ -95,8 +95,8 @@ class Problem:
     def played(self, x: Sequence[Tensor]) -> list[Tensor]:
         """Of the kernel, on each rank of two in turn."""
         q = x[0]
-        score_mod, captured = _trace("score_mod", SCORES[self.case.score].make(self.of_score), q)
-        mask_mod, of_mask = _trace("mask_mod", MASKS[self.case.mask].make(self.of_mask), q)
+        score_mod, captured = trace("score_mod", SCORES[self.case.score].make(self.of_score), q)
+        mask_mod, of_mask = trace("mask_mod", MASKS[self.case.mask].make(self.of_mask), q)
         wanted = frozenset(name_of_captured(i) for i, y in enumerate(captured) if y.requires_grad)
         tensors = tuple(y.detach() for y in (*captured, *of_mask))
         scores = Scores(D**-0.5, score_mod=score_mod, mask_mod=mask_mod, captured=tensors, wanted=wanted)
@@ -169,7 +169,7 @@ def check(case: Case, S: int, device: torch.device) -> str:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case).replace(" ", "_"))
 def test_error_is_that_of_flex_attention_on_one_gpu(case: Case) -> None:
-    with mock.patch.object(flex, "one_rank_compiles", nullcontext):  # tests compile beside each other
+    with mock.patch.object(flex_programs, "one_rank_compiles", nullcontext):  # tests compile beside each other
         print(check(case, 1030, torch.device("cuda")))
 
 

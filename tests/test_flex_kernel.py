@@ -13,13 +13,15 @@ from flex_uses import MASKS, SCORES
 from ranks import mesh
 
 from cp_mesh import Mask, Striped, UnsupportedError, ZigZag, create_block_mask, flex_attention
-from cp_mesh.flex import _trace
-from cp_mesh.kernels import KERNELS, flex, reference
+from cp_mesh.kernels import KERNELS, flex, flex_blocks, flex_programs, reference
 from cp_mesh.kernels.contract import Pairs, Steps
 from cp_mesh.kernels.flex import FLEX
+from cp_mesh.kernels.flex_reads import Reads
+from cp_mesh.kernels.flex_tiles import Tile
 from cp_mesh.kernels.functions import ScalarFunction
 from cp_mesh.kernels.merge import BackwardTile
 from cp_mesh.kernels.scores import Scores, name_of_captured
+from cp_mesh.tracing import trace
 
 B, H, K, S, D = 2, 4, 2, 300, 8
 ROWS = torch.arange(S)
@@ -50,8 +52,8 @@ def near(got: torch.Tensor, want: torch.Tensor) -> bool:
 
 def scores_of(score: str, mask: str, q: torch.Tensor) -> Scores:
     of_score, of_mask = (table[name].tensors(B, H, S) for table, name in ((SCORES, score), (MASKS, mask)))
-    score_mod, captured = _trace("score_mod", SCORES[score].make(of_score), q)
-    mask_mod, read = _trace("mask_mod", MASKS[mask].make(of_mask), q)
+    score_mod, captured = trace("score_mod", SCORES[score].make(of_score), q)
+    mask_mod, read = trace("mask_mod", MASKS[mask].make(of_mask), q)
     wanted = frozenset(name_of_captured(i) for i, x in enumerate(captured) if x.is_floating_point())
     return Scores(D**-0.5, score_mod=score_mod, mask_mod=mask_mod, captured=(*captured, *read), wanted=wanted)
 
@@ -94,7 +96,7 @@ UNUSUAL = {
 def test_unusual_functions(name: str) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(B, heads, 64, D).double() for heads in (H, K, K))
-    score_mod, captured = _trace("score_mod", UNUSUAL[name], q)
+    score_mod, captured = trace("score_mod", UNUSUAL[name], q)
     wanted = frozenset(name_of_captured(i) for i, x in enumerate(captured) if x.is_floating_point())
     scores, cover = Scores(0.5, score_mod=score_mod, captured=captured, wanted=wanted), Pairs(Mask(), *[ROWS[:64]] * 2)
     (out, lse), (want, want_lse) = (kernel._forward(q, k, v, cover, scores) for kernel in (flex, reference))
@@ -112,15 +114,15 @@ def check_tables(cover: Pairs, scores: Scores) -> tuple[int, int]:
     b, h = (torch.arange(n) + first for n, first in ((B, scores.first_batch), (H, scores.first_head)))
     if scores.mask_mod is not None:
         seen = seen & scores.mask_mod.of_pairs(None, (b, h, cover.q_pos, cover.k_pos), scores.captured)
-    parts = [x.split(flex.BLOCK, 3) for x in seen.split(flex.BLOCK, 2)]
-    blocks = flex._Tile(cover, scores, torch.float64).blocks((B, H, num_q, num_k))
+    parts = [x.split(flex_blocks.BLOCK, 3) for x in seen.split(flex_blocks.BLOCK, 2)]
+    blocks = flex_blocks.blocks_of(Tile(cover, scores, torch.float64), (B, H, num_q, num_k))
     listed = blocks.to_dense().bool()
     of_full = blocks.full_kv_num_blocks, blocks.full_kv_indices
     whole = blocks.from_kv_blocks(*of_full, BLOCK_SIZE=blocks.BLOCK_SIZE).to_dense().bool()
     for row, of_row in enumerate(parts):
         for column, x in enumerate(of_row):
             assert torch.equal(listed[:, :, row, column].expand(B, H), x.any(-1).any(-1))
-            is_whole = x.all(-1).all(-1) & (x.shape[2:] == (flex.BLOCK, flex.BLOCK))
+            is_whole = x.all(-1).all(-1) & (x.shape[2:] == (flex_blocks.BLOCK, flex_blocks.BLOCK))
             assert torch.equal(whole[:, :, row, column].expand(B, H), is_whole)
     return tuple(listed.shape[:2])
 
@@ -137,7 +139,7 @@ def test_tables_of_blocks_are_of_these_heads_rows_and_tensors() -> None:
     allow[:, 0] = True
 
     def tables(mask_mod: Callable[..., torch.Tensor], **first: int) -> tuple[int, int]:
-        function, captured = _trace("mask_mod", mask_mod, torch.zeros(1))
+        function, captured = trace("mask_mod", mask_mod, torch.zeros(1))
         return check_tables(cover, Scores(1.0, mask_mod=function, captured=captured, **first))
 
     for first in (0, 2):
@@ -217,7 +219,7 @@ def test_a_shape_is_compiled_once_for_all_tiles() -> None:
     scores, made = scores_of("relative table", "causal", q), set()
     for begin in (0, 64, 128):
         at = ROWS[begin : begin + 64]
-        with mock.patch.object(flex, "_programs", type(flex._programs)()) as programs:
+        with mock.patch.object(flex_programs, "_programs", type(flex_programs._programs)()) as programs:
             for mask in (Mask(documents=IDS), Mask(documents=IDS + 1, window=(begin, 0))):
                 flex._forward(q, q[:, :K], q[:, :K], Pairs(mask, at, at, steps=(Steps.of(at),) * 2), scores)
             assert len(programs) == 2, "one for the tile, one for its blocks"
@@ -229,9 +231,9 @@ def test_a_shape_is_compiled_once_for_all_tiles() -> None:
 def test_no_literal_is_part_of_an_index(score: str) -> None:
     """PyTorch 2.11 takes an index with one for a scalar, and fails to compile its gradient on GPUs."""
     of_score = SCORES[score].tensors(B, H, S)
-    score_mod, _ = _trace("score_mod", SCORES[score].make(of_score), torch.zeros(1))
+    score_mod, _ = trace("score_mod", SCORES[score].make(of_score), torch.zeros(1))
     assert score_mod is not None
-    reads = flex._Reads.of(score_mod)
+    reads = Reads.of(score_mod)
     nodes, seen = [x for node in reads.graph.graph.nodes if "apply" in str(node.target) for x in node.args[1]], set()
     while nodes:
         node = nodes.pop()

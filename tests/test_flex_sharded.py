@@ -39,7 +39,7 @@ from cp_mesh import (
     ops,
 )
 from cp_mesh.call import NUM_TENSORS, Options
-from cp_mesh.flex import _trace
+from cp_mesh.tracing import trace
 
 B, D = 2, 5
 REPLICATED = {"a replicated stream": lambda S: Joint(Replicated(S // 4), (S - S // 4, ZigZag()))}
@@ -383,7 +383,7 @@ def by_op(rank: int) -> None:
     S, rows = 8, ZigZag().positions(8, 2, rank)
     q, k, v, dout = (x[:, :, rows] for x in make_qkv(B, 4, 2, S, D))
     bias = numbers(S)
-    score_mod, _ = _trace("score_mod", lambda s, b, h, i, j: s + bias[i] * bias[j], q)
+    score_mod, _ = trace("score_mod", lambda s, b, h, i, j: s + bias[i] * bias[j], q)
     options = Options("zigzag", Mask(causal=False).spec(), 0.3, score_mod=score_mod.handle, captured_cuts="0:0@")
     tail = (*[None] * NUM_TENSORS, [bias[rows]], S, 2, dist.group.WORLD.group_name, options.spec())
     out, lse, *_ = ops.attention_op(q, k, v, *tail)

@@ -56,6 +56,8 @@ FLOORS: dict[str, int] = {
     "placements": 3,
     "ops": 3,
     "attention": 3,
+    "tracing": 3,
+    "block_masks": 3,
     "flex": 3,
     "captured": 3,
     "decoding": 3,

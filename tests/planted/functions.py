@@ -93,7 +93,7 @@ def _(fields: Any) -> Any:
     return with_result(fields, lambda found: {name: x for name, x in found.items() if "captured" not in name})
 
 
-@plant("blocks are not compared with mask_mod", "flex:_check_blocks", "blocks of masks")
+@plant("blocks are not compared with mask_mod", "block_masks:_check_blocks", "blocks of masks")
 def _(check: Any) -> Any:
     return lambda *given: None
 
@@ -108,17 +108,17 @@ def _(resolve: Any) -> Any:
     return with_result(resolve, lambda options: options._replace(first_head=0))
 
 
-@plant("a style hides what a block mask shows", "flex:Functions.check_hidden", "masks of cores")
+@plant("a style hides what a block mask shows", "block_masks:check_hidden", "masks of cores")
 def _(check: Any) -> Any:
     return lambda *given: None
 
 
-@plant("tensors that were written are taken for those before", "flex:Unchanged.__eq__", "masks of cores")
+@plant("tensors that were written are taken for those before", "block_masks:Unchanged.__eq__", "masks of cores")
 def _(equal: Any) -> Any:
     return lambda self, other: len(self._tensors) == len(other._tensors)
 
 
-@plant("functions see indices of padding", "flex:_trace", "padding of cores")
+@plant("functions see indices of padding", "tracing:trace", "padding of cores")
 def _(trace: Any) -> Any:
     return with_arguments(trace, last=lambda last: None)
 

@@ -1,0 +1,190 @@
+"""Masks of `flex_attention`: `create_block_mask`, what is read of PyTorch's BlockMask, and how masks are compared."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.kernels.functions import ScalarFunction
+from cp_mesh.masks import Mask
+from cp_mesh.owned import Content
+from cp_mesh.tracing import trace
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class PairMask:
+    """What `create_block_mask` returns: a mask_mod, and the sizes for which it was meant. Nothing is computed of it.
+
+    Its other attributes are what PyTorch's flex_attention asks for in a core of `ContextParallel`.
+    """
+
+    mask_mod: MaskMod
+    batch: int | None
+    heads: int | None
+    seq_len: int
+
+    @property
+    def BLOCK_SIZE(self) -> tuple[int, int]:
+        """As of a mask without blocks, whose length is not compared."""
+        from torch.nn.attention import flex_attention
+
+        return (flex_attention._LARGE_SPARSE_BLOCK_SIZE,) * 2
+
+    @property
+    def kv_num_blocks(self) -> _Anywhere:
+        return _Anywhere()
+
+    def as_tuple(self) -> tuple[PairMask]:
+        return (self,)
+
+
+class _Anywhere:
+    """Has each device."""
+
+    @property
+    def device(self) -> _Anywhere:
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, torch.device)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def create_block_mask(mask_mod: MaskMod, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int) -> PairMask:
+    """A mask for `flex_attention`, as torch's function of this name; it has no blocks and takes no memory.
+
+    Args:
+        mask_mod: (b, h, q_idx, kv_idx) -> bool: whether the query sees the key, of global indices.
+        B, H: batch rows and query heads, or None or 1 where the mask is the same for all.
+        Q_LEN, KV_LEN: tokens of the whole sequence.
+
+    Raises:
+        UnsupportedError: if the lengths differ.
+    """
+    if Q_LEN != KV_LEN:
+        hint = "keys are those of the same sequence"
+        refuse("create_block_mask", "Q_LEN and KV_LEN that are equal", (Q_LEN, KV_LEN), hint, UnsupportedError)
+    return PairMask(mask_mod, B, H, Q_LEN)
+
+
+def read_mask(
+    block_mask: Any, query: Tensor, sizes: tuple[int, int, int], last: int | None = None
+) -> tuple[ScalarFunction, tuple[Tensor, ...]]:
+    """The mask_mod of a mask; refuses masks of another size than batch, heads and length."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    if isinstance(block_mask, PairMask):
+        given: tuple[Any, ...] = block_mask.batch, block_mask.heads, block_mask.seq_len, block_mask.seq_len
+    elif isinstance(block_mask, BlockMask):
+        given = *block_mask.kv_num_blocks.shape[:2], *block_mask.seq_lengths
+    else:
+        hint = "cp_mesh.create_block_mask(mask_mod, B, H, S, S)"
+        refuse("block_mask", "a mask of create_block_mask", type(block_mask).__name__, hint)
+    batch, heads, length = sizes
+    if given[0] not in (None, 1, batch) or given[1] not in (None, 1, heads) or set(given[2:]) != {length}:
+        expected = f"the whole sequence: B 1 or {batch}, H 1 or {heads}, {length} queries and keys"
+        hint = "make it of the global length, and never slice it; pass seq_len= where shards are of unequal lengths"
+        refuse("block_mask", expected, given, hint)
+    function, captured = trace("mask_mod", block_mask.mask_mod, query, last)
+    assert function is not None
+    if isinstance(block_mask, BlockMask):
+        if any(isinstance(x, DTensor) for x in captured):
+            hint = "cp_mesh.create_block_mask(mask_mod, B, H, S, S) has none"
+            refuse("block_mask", "blocks of plain tensors", "a mask_mod of DTensors", hint, UnsupportedError)
+        _check_blocks(block_mask, function, captured, sizes)
+    return function, captured
+
+
+_checked: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def _check_blocks(
+    block_mask: Any, function: ScalarFunction, captured: Sequence[Tensor], sizes: tuple[int, int, int]
+) -> None:
+    """Refuse blocks that are not those of mask_mod: it would not be the whole mask. Looks at each mask once."""
+    key = function.handle, sizes, Unchanged(captured)
+    if _checked.get(block_mask) == key:
+        return
+    device, (rows, keys) = block_mask.kv_num_blocks.device, block_mask.BLOCK_SIZE
+    b, h, every = (torch.arange(n, device=device) for n in sizes)
+    listed, whole = block_mask.to_dense().bool(), None
+    if block_mask.full_kv_num_blocks is not None:
+        of_full = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
+        whole = type(block_mask).from_kv_blocks(*of_full, BLOCK_SIZE=block_mask.BLOCK_SIZE).to_dense().bool()
+    for i, at in enumerate(every.split(rows)):
+        seen = function.of_pairs(None, (b, h, at, every), captured)
+        blocks = seen.split(keys, dim=3)
+        some = torch.stack([x.any(-1).any(-1) for x in blocks], -1)
+        alike = not (some & ~listed[:, :, i, : len(blocks)]).any()
+        if alike and whole is not None:
+            all_of = torch.stack([x.all(-1).all(-1) for x in blocks], -1)
+            alike = not (whole[:, :, i, : len(blocks)] & ~all_of).any()
+        if not alike:
+            hint = "say the whole mask in mask_mod: cp_mesh.create_block_mask(mask_mod, B, H, S, S)"
+            refuse("block_mask", "blocks that follow from its mask_mod", "others", hint, UnsupportedError)
+    _checked[block_mask] = key
+
+
+def check_hidden(
+    mask: Mask,
+    mask_mod: ScalarFunction | None,
+    of_mask: Sequence[Tensor],
+    sizes: tuple[int, int, int],
+    device: torch.device,
+) -> None:
+    """Refuse a mask that hides pairs, other than of padding, which mask_mod shows. Looks at all, once.
+
+    Args:
+        of_mask: what mask_mod reads.
+        sizes: batch rows, query heads and tokens of the whole.
+    """
+    if not (mask.causal or mask.window or mask.elementwise):
+        return
+    what, hint = "ContextParallel.mask", "mask=Mask(causal=False) leaves all to the functions"
+    if mask_mod is None:
+        refuse(what, "a mask that hides nothing, as flex_attention has no block_mask here", mask, hint)
+    if any(isinstance(x, DTensor) for x in of_mask):
+        refuse(what, "a mask_mod of plain tensors beside a mask", "one of DTensors", hint, UnsupportedError)
+    contents = (None if x is None else Content.of(x) for x in (mask.documents, mask.key_padding, mask.blocks))
+    key = mask.spec(), sizes, *contents, Unchanged(of_mask)
+    if _hidden.get(mask_mod) == key:
+        return
+    mask = mask.to(device)
+    b, h, every = (torch.arange(n, device=device) for n in sizes)
+    for at in every.split(_ROWS):
+        seen = mask_mod.of_pairs(None, (b, h, at, every), of_mask)
+        if (seen & ~mask.allowed(at, every)[:, None]).any():
+            refuse(what, "a mask that hides no pair which flex_attention's block_mask shows", mask, hint)
+    _hidden[mask_mod] = key
+
+
+_ROWS = 256  # queries whose pairs are looked at together
+_hidden: weakref.WeakKeyDictionary[ScalarFunction, Any] = weakref.WeakKeyDictionary()
+
+
+class Unchanged:
+    """Tensors as they were when this was made, held weakly: equal to another of the same ones, written to since or not.
+
+    Never equal if they are inference tensors, which do not tell of writes.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = [(weakref.ref(x), None if x.is_inference() else x._version) for x in tensors]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Unchanged) or len(self._tensors) != len(other._tensors):
+            return False
+        pairs = zip(self._tensors, other._tensors, strict=True)
+        return all(x() is not None and x() is y() and before == now is not None for (x, before), (y, now) in pairs)
+
+    __hash__ = None  # type: ignore[assignment]

@@ -1,0 +1,60 @@
+"""Compiled calls of PyTorch's flex operators, one for a shape, by a key that says all on which their code depends."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from cp_mesh.kernels.compiling import one_rank_compiles
+
+KEPT = 256
+"""Programs that are kept."""
+FEWER_STAGES: tuple[dict[str, int], ...] = ({}, {"num_stages": 2}, {"num_stages": 1})
+_programs: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()  # the last KEPT
+
+
+def program(
+    key: Hashable, inputs: Sequence[Tensor], make: Callable[[dict[str, int]], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """What ``make`` returns, compiled for tensors like these; on the CPU as it is: PyTorch compiles no backward there.
+
+    It is given options of PyTorch's kernels: those that read more in a loop may need shared memory for fewer stages.
+    Inductor must not pad strides: the templates take rows of lse and delta to follow each other.
+    """
+    key = key, tuple((x.shape, x.stride(), x.dtype, x.device) for x in inputs)
+    if key not in _programs:
+        on_cpu, device = inputs[0].device.type == "cpu", inputs[0].device
+
+        def compiled() -> Callable[..., Any]:
+            if on_cpu:
+                return make({})
+            torch.cuda.set_device(device)
+            for options in FEWER_STAGES:
+                try:
+                    graph = traced(make(options), inputs)
+                    return torch._inductor.compile(graph, list(inputs), {"comprehensive_padding": False})
+                except Exception as error:
+                    if "out of resource" not in str(error) or options == FEWER_STAGES[-1]:
+                        raise
+            raise AssertionError("the last options return or raise")
+
+        # In a thread: this one may be below autograd, in an op, or under modes, such as those of checkpoints.
+        with nullcontext() if on_cpu else one_rank_compiles(), ThreadPoolExecutor(1) as beside:
+            _programs[key] = beside.submit(compiled).result()
+        if len(_programs) > KEPT:
+            _programs.popitem(last=False)
+    _programs.move_to_end(key)
+    return _programs[key]
+
+
+def traced(function: Callable[..., Any], inputs: Sequence[Tensor]) -> GraphModule:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return make_fx(function, tracing_mode="fake")(*inputs)

@@ -1,0 +1,172 @@
+"""Functions of users as PyTorch's flex templates take them: every read of a captured tensor is an argument of its own.
+
+The templates scatter one gradient to a tensor, by atomics in float32. So a tensor that is read at two places is two
+arguments, and one of which many pairs read the same element has copies, which take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from cp_mesh.kernels.functions import ScalarFunction
+
+COPIES = 64
+"""Of the gradient of an element that a whole row of pairs reads; the square of it where all pairs do."""
+aten = torch.ops.aten
+_index = aten.index.Tensor
+_FILLS = (aten.full_like.default, aten.new_full.default)  # which take no tensor for a number
+
+
+@dataclass(frozen=True, eq=False)
+class Reads:
+    """A function whose captured tensors are read at one place each.
+
+    Attributes:
+        graph: as `ScalarFunction.graph`, of the reads and then of the constants in place of captured tensors.
+        sources: which captured tensor each read is of.
+        copies: of each, how many copies have a gradient of their own, along a last dim: pairs that read the same
+            element take turns, where their gradients are summed by atomics.
+        constants: the numbers in indices, which are tensors too: PyTorch 2.11 takes an index for a scalar if a literal
+            is part of it, and then cannot scatter to it.
+    """
+
+    graph: GraphModule
+    sources: tuple[int, ...]
+    copies: tuple[int, ...]
+    constants: tuple[int, ...]
+
+    @classmethod
+    def of(cls, function: ScalarFunction) -> Reads:
+        return _Rewriting(function).result()
+
+    def of_captured(self, captured: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        """What the graph takes: views that hold each element ``copies`` times, and constants."""
+        views = (captured[i].unsqueeze(-1) for i in self.sources)
+        reads = [x.expand(*x.shape[:-1], copies) for x, copies in zip(views, self.copies, strict=True)]
+        return [*reads, *(constant_on(device, number) for number in self.constants)]
+
+
+@lru_cache(maxsize=256)
+def constant_on(device: torch.device, number: int) -> Tensor:
+    return torch.full((2,), number, device=device)  # as kernels expect it, 16 bytes
+
+
+class _Rewriting:
+    """Makes the graph of a `Reads`."""
+
+    def __init__(self, function: ScalarFunction) -> None:
+        self._function, self._graph, self._nodes = function, Graph(), dict[Node, Node]()
+        inputs = function.graph.graph.find_nodes(op="placeholder")
+        scalars = inputs[: len(inputs) - function.num_captured]
+        self._captured = {node: i for i, node in enumerate(inputs[len(scalars) :])}
+        for node in scalars:
+            self._nodes[node] = self._graph.node_copy(node)
+        self._score, *_ = *_, self._b, self._h, self._i, self._j = scalars
+        self._depends = {node: {node} & {self._i, self._j} for node in scalars}
+        self._last = self._nodes[self._j]
+        self._zero = self._call(aten.bitwise_xor.Tensor, *[self._nodes[self._b]] * 2)
+        self._sources, self._copies, self._constants = list[int](), list[int](), dict[int, tuple[Node, Node]]()
+        self._in_indices = self._behind_indices()
+
+    def _behind_indices(self) -> set[Node]:
+        found, left = set[Node](), [n for node in self._function.graph.graph.nodes for n in self._index_of(node)]
+        while left:
+            node = left.pop()
+            if node not in found:
+                found.add(node)
+                left += node.all_input_nodes
+        return found
+
+    def _index_of(self, node: Node) -> Sequence[Node]:
+        reads = node.op == "call_function" and node.target is _index and node.args[0] in self._captured
+        return node.args[1] if reads else ()  # type: ignore[return-value]
+
+    def result(self) -> Reads:
+        for node in self._function.graph.graph.nodes:
+            if node.op == "placeholder":
+                continue
+            self._depends[node] = set().union(*(self._depends.get(x, set()) for x in node.all_input_nodes))
+            if at := self._index_of(node):
+                for x in at:
+                    if x in self._captured:  # an index that is captured itself, which has no dims
+                        self._depends[x], self._nodes[x] = set(), self._read(x, ())
+                self._nodes[node] = self._read(node.args[0], at)
+                continue
+            whole = {x: self._read(x, ()) for x in node.all_input_nodes if x in self._captured}  # which have no dims
+            copied = self._graph.node_copy(node, (self._nodes | whole).__getitem__)
+            if copied.target is aten.scalar_tensor.default and type(copied.args[0]) is float:
+                copied.target, copied.args = aten.full_like.default, (self._nodes[self._score], copied.args[0])
+                copied.kwargs = {}  # a number beside scores, of no dtype and device of its own
+            self._nodes[node] = self._without_literals(copied) if node in self._in_indices else copied
+        for i, (place, node) in enumerate(self._constants.values()):
+            with self._graph.inserting_after(self._last):
+                self._last = self._graph.placeholder(f"constant_{i}")  # after the reads
+            node.replace_input_with(place, self._last)
+            self._graph.erase_node(place)
+        graph = GraphModule(torch.nn.Module(), self._graph)
+        return Reads(graph, tuple(self._sources), tuple(self._copies), tuple(self._constants))
+
+    def _call(self, target: Any, *args: Any) -> Node:
+        return self._graph.call_function(target, args)
+
+    def _constant(self, number: int) -> Node:
+        if number not in self._constants:
+            with self._graph.inserting_after(self._last):
+                place = self._graph.placeholder("place")
+            with self._graph.inserting_after(self._zero):
+                self._constants[number] = place, self._call(_index, place, [self._zero])
+        return self._constants[number][1]
+
+    def _without_literals(self, node: Node) -> Node:
+        if node.target in (aten.scalar_tensor.default, aten.full.default):
+            number = node.args[-1] if node.target is aten.full.default else node.args[0]
+            if type(number) is not int:
+                return node
+            self._graph.erase_node(node)
+            return self._constant(number)
+        if not isinstance(node.target, torch._ops.OpOverload) or node.target in _FILLS:
+            return node
+        numbers = [i for i, x in enumerate(node._args) if type(x) is int and self._is_number(node.target, i)]
+        if numbers:
+            with self._graph.inserting_before(node):
+                args = [self._constant(x) if i in numbers else x for i, x in enumerate(node._args)]  # type: ignore[arg-type]
+            node.args, node.target = tuple(args), node.target.overloadpacket
+        return node
+
+    def _is_number(self, target: Any, i: int) -> bool:
+        """Not a dim or the like."""
+        return str(target._schema.arguments[i].type) in ("Tensor", "number", "Optional[number]")
+
+    def _read(self, x: Any, at: Sequence[Node]) -> Node:
+        from torch._dynamo._trace_wrapped_higher_order_op import mod_index  # its backward is what the templates scatter
+
+        with self._graph.inserting_after(self._last):
+            self._last = self._graph.placeholder(f"read_{len(self._sources)}")
+        place = self._last
+        over = set().union(*(self._depends[n] for n in at))
+        row, key = self._nodes[self._i], self._nodes[self._j]
+        self._sources.append(self._captured[x])
+        self._copies.append({0: COPIES**2, 1: COPIES, 2: 1}[len(over)])
+        if len(over) == 0:
+            turn = self._call(aten.add.Tensor, self._call(aten.mul.Tensor, row, self._constant(COPIES)), key)
+        elif len(over) == 1:
+            turn = key if self._i in over else row
+        else:
+            turn = self._call(aten.bitwise_xor.Tensor, key, key)
+        turn = self._call(aten.bitwise_and.Tensor, turn, self._constant(self._copies[-1] - 1))
+        return self._call(mod_index, place, [*(self._nodes[n] for n in at), turn])
+
+
+def reads_of(function: ScalarFunction) -> Reads:
+    kept: dict[str, Any] = vars(function)
+    if "_reads" not in kept:
+        kept["_reads"] = Reads.of(function)
+    reads: Reads = kept["_reads"]
+    return reads

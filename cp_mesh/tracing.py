@@ -1,0 +1,192 @@
+"""Functions of users as graphs: what a score_mod or mask_mod does with one pair is written down, and what it reads.
+
+A function is traced in every call, as what it reads may be another tensor each time, or another number. Captured
+tensors become arguments of the graph, and may then have gradients. `cp_mesh.kernels.functions` keeps the graph by its
+handle.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map_only
+
+from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.kernels.combine import accumulation_dtype
+from cp_mesh.kernels.functions import ScalarFunction
+
+
+def trace(
+    what: str, function: Callable[..., Tensor] | None, query: Tensor, last: int | None = None
+) -> tuple[ScalarFunction | None, tuple[Tensor, ...]]:
+    """A function of scalars as a graph, and the tensors that it reads."""
+    if function is None:
+        return None, ()
+    if not callable(function):
+        refuse(what, "a function of scalars", type(function).__name__, "def score_mod(score, b, h, q_idx, kv_idx): ...")
+    names, dtypes = ["b", "h", "q_idx", "kv_idx"], [torch.int64] * 4
+    dtype = torch.bool
+    if what == "score_mod":
+        dtype = accumulation_dtype(query.dtype)
+        names, dtypes = ["score", *names], [dtype, *dtypes]
+    with _disable_current_modes():  # such as those of selective checkpoints, which count operators
+        scalars = [torch.zeros((), dtype=x, device=query.device) for x in dtypes]
+        recorder = _Recorder(what, dict(zip(names, scalars, strict=True)))
+        functions = _Reading(what, recorder)
+        with torch.no_grad(), functions, recorder:
+            if last is not None:
+                scalars[-2:] = (x.clamp(max=last) for x in scalars[-2:])
+            result = function(*scalars)
+        if not isinstance(result, Tensor) or result.ndim or (what == "mask_mod" and result.dtype != dtype):
+            is_tensor = isinstance(result, Tensor)
+            got = f"{result.dtype} {list(result.shape)}" if is_tensor else type(result).__name__
+            refuse(what, f"a scalar tensor{' of bool' if what == 'mask_mod' else ''}", got, "index every dim")
+        graph, captured = recorder.finish(result)
+    captured = tuple(functions.dtensors.get(id(x), x) for x in captured)
+    for x in captured:
+        if x.device != query.device:
+            refuse(f"{what}: a captured tensor", f"a tensor on {query.device}", x.device, "move it there")
+    return ScalarFunction.of(getattr(function, "__name__", what), graph, captured), captured
+
+
+class _Reading(TorchFunctionMode):
+    """While a function is traced: reads at tensors are reads of all pairs at once, and no grad mode is lost.
+
+    Attributes:
+        dtensors: those that were read, by the id of the plain tensor of their global shape that the trace has instead.
+    """
+
+    def __init__(self, what: str, recorder: _Recorder) -> None:
+        super().__init__()
+        self._what, self._recorder = what, recorder
+        self._stand_ins: dict[int, Tensor] = {}
+        self.dtensors: dict[int, DTensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(DTensor, self._stand_in, (args, kwargs))
+        if func is torch._C._set_grad_enabled:
+            hint = "x.detach() has no gradient"
+            refuse(self._what, "a function in one grad mode", "torch.no_grad or the like", hint, UnsupportedError)
+        if func is Tensor.__getitem__:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(i, Tensor) for i in index) or (
+                len(index) == args[0].ndim and set(map(type, index)) == {int}
+            ):
+                return torch.ops.aten.index.Tensor(args[0], [self._index(args[0], i) for i in index])
+        return func(*args, **(kwargs or {}))
+
+    def _stand_in(self, x: DTensor) -> Tensor:
+        if id(x) not in self._stand_ins:
+            if self._recorder.knows(x._local_tensor):
+                hint = "make it outside: of this one no gradient would come back"
+                refuse(self._what, "DTensors that were there before", "a DTensor made in it", hint, UnsupportedError)
+            with _disable_current_modes():
+                self._stand_ins[id(x)] = torch.zeros(x.shape, dtype=x.dtype, device=x.device)  # they may be indices
+            self.dtensors[id(self._stand_ins[id(x)])] = x
+        return self._stand_ins[id(x)]
+
+    def _index(self, x: Tensor, i: Any) -> Tensor | None:
+        """As aten.index takes it; PyTorch would read the number in a scalar tensor."""
+        if isinstance(i, Tensor) and not i.is_floating_point() and i.dtype != torch.bool:
+            return i
+        if type(i) is int:
+            return torch.scalar_tensor(i, dtype=torch.int64, device=x.device)
+        if i == slice(None):
+            return None
+        got, hint = getattr(i, "dtype", i), "torch.where chooses by value"
+        refuse(f"{self._what}: an index beside tensors", "integers, or a full slice", got, hint, UnsupportedError)
+
+
+class _Recorder(TorchDispatchMode):
+    """While a function is traced: writes down its operators as a graph of which tensors that it reads are arguments.
+
+    Refuses what is no function of a pair, before it is done. `make_fx` would write the same graph, in ten times the
+    time: a function is traced in every call.
+    """
+
+    def __init__(self, what: str, scalars: dict[str, Tensor]) -> None:
+        super().__init__()
+        self._what, self._graph, self._captured = what, Graph(), list[Tensor]()
+        self._nodes: dict[int, Node] = {}
+        self._alive: list[Tensor] = []  # so that no other tensor has their id
+        for name, x in scalars.items():
+            self._note(x, self._graph.placeholder(name))
+        self._last_argument = next(iter(reversed(self._graph.nodes)))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tags, got, hint = func.tags, "", ""
+        if func._schema.is_mutable:
+            got, hint = f"a write, {func}", "x = x + 1 makes a new tensor"
+        elif torch.Tag.nondeterministic_seeded in tags:
+            got, hint = f"random numbers, {func}", "make them outside, as a tensor that the function reads"
+        elif torch.Tag.data_dependent_output in tags or (
+            torch.Tag.dynamic_output_shape in tags and func is not torch.ops.aten.index.Tensor
+        ):
+            got, hint = f"what depends on values, {func}", "torch.where chooses by value, without a branch"
+        elif "c10d" in func.namespace:
+            got, hint = f"communication, {func}", "read the DTensor itself, or x.full_tensor() of before"
+        if got:
+            refuse(self._what, "a function of one pair that torch can trace", got, hint, UnsupportedError)
+        if func is torch.ops.aten.log_sigmoid_forward.default:
+            with self:
+                return _log_sigmoid(*args)
+        kwargs = kwargs or {}
+        node = self._graph.call_function(func, *map_aggregate((args, kwargs), self._node))
+        found = func(*args, **kwargs)
+        if isinstance(found, Tensor):
+            self._note(found, node)
+        else:
+            for i, x in enumerate(found):
+                self._note(x, self._graph.call_function(operator.getitem, (node, i)))
+        return found
+
+    def knows(self, x: Tensor) -> bool:
+        """Whether it was read, or made."""
+        return id(x) in self._nodes
+
+    def _node(self, x: Any) -> Any:
+        """A tensor's; others as they are."""
+        if not isinstance(x, Tensor):
+            return x
+        if id(x) not in self._nodes:
+            if type(x) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
+                got, hint = type(x).__name__, "use tensors and their operators"
+                refuse(self._what, "a function that reads plain tensors", got, hint, UnsupportedError)
+            with self._graph.inserting_after(self._last_argument):
+                self._last_argument = self._graph.placeholder(f"captured_{len(self._captured)}")
+            self._captured.append(x)
+            self._note(x, self._last_argument)
+        return self._nodes[id(x)]
+
+    def _note(self, x: Tensor, node: Node) -> None:
+        self._nodes[id(x)] = node
+        self._alive.append(x)
+        node.meta["val"] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+    def finish(self, result: Tensor) -> tuple[Graph, tuple[Tensor, ...]]:
+        """The graph, and what it reads of what it uses."""
+        self._graph.output(self._node(result))
+        self._graph.eliminate_dead_code()
+        read = [node for node in self._graph.find_nodes(op="placeholder") if node.name.startswith("captured_")]
+        used = list[Tensor]()
+        for node, x in zip(read, self._captured, strict=True):
+            if node.users:
+                node.name = node.target = f"captured_{len(used)}"
+                used.append(x)
+            else:
+                self._graph.erase_node(node)
+        return self._graph, tuple(used)
+
+
+def _log_sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As PyTorch's operator, which vmap cannot batch on CUDA: its second result is empty there."""
+    return torch.minimum(x, torch.zeros_like(x)) - (-x.abs()).exp().log1p(), x
