@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from cases import gap
 from flex_uses import MASKS, SCORES
 from ranks import mesh
+from torch._higher_order_ops.flex_attention import flex_attention_backward
 
 from cp_mesh import Mask, Striped, UnsupportedError, ZigZag, create_block_mask, flex_attention
 from cp_mesh.kernels import KERNELS, flex, flex_blocks, flex_programs, reference
@@ -225,6 +228,25 @@ def test_a_shape_is_compiled_once_for_all_tiles() -> None:
             assert len(programs) == 2, "one for the tile, one for its blocks"
             made |= set(programs)
     assert len(made) == 2
+
+
+def test_lse_is_given_to_the_backward_as_its_template_reads_it() -> None:
+    """As contiguous. Computed in the program, Inductor padded its strides, and rows read the lse of others."""
+    torch.manual_seed(0)
+    q, found = torch.randn(B, H, 64, D).double(), list[torch.Tensor]()
+    scores, cover = scores_of("relative table", "causal", q), Pairs(Mask(), *[ROWS[:64]] * 2)
+
+    def program(key: tuple[Any, ...], inputs: tuple[torch.Tensor, ...], make: Callable[..., Any]) -> Callable[..., Any]:
+        graph = flex_programs.traced(make({}), inputs).graph
+        (node,) = (x for x in graph.nodes if x.target is flex_attention_backward)
+        found.append(dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))[node.args[4]])
+        return make({})
+
+    lse = torch.randn(B, 64, H).double().mT
+    tile = BackwardTile(torch.randn_like(q), q, q[:, :K], q[:, :K], None, lse, torch.randn_like(lse), cover, scores)
+    with mock.patch.object(flex, "program", program):
+        flex._backward(tile)
+    assert found[0].is_contiguous() and near(found[0] * math.log(2), lse)
 
 
 @pytest.mark.parametrize("score", ["relative table", "one temperature", "two through each other", "tanh chain"])

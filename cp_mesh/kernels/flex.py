@@ -77,6 +77,8 @@ def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradient
     of = Tile(tile.cover, scores, tile.delta.dtype)
     of_blocks, together = _apart(blocks_of(of, (*q.shape[:3], k.shape[2])))
     ends = len(of_blocks), len(of_blocks) + len(of.of_score)
+    # The template reads it as contiguous, and Inductor may pad the strides of what a program computes itself.
+    lse = (tile.lse / math.log(2)).contiguous()
 
     def make(options: dict[str, int]) -> Callable[..., Any]:
         joint = of.joint(q.dtype)
@@ -92,7 +94,7 @@ def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradient
             out, dlse = dout.new_zeros(()).expand(dout.shape), delta * -math.log(2)
             graphs = of.score, joint
             *grads, found = flex_attention_backward(
-                q, k, v, out, lse / math.log(2), dout, dlse, *graphs, blocks, scores.scale, _OPTIONS | options, *given
+                q, k, v, out, lse, dout, dlse, *graphs, blocks, scores.scale, _OPTIONS | options, *given
             )
             reads = found[len(found) - len(of.wanted) :]
             own = (x if there else None for x, there in zip(reads, graded, strict=True))
@@ -100,7 +102,7 @@ def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradient
 
         return function
 
-    inputs = q, k, v, tile.lse, tile.delta, tile.dout, *of_blocks, *of.of_score, *of.of_mask
+    inputs = q, k, v, lse, tile.delta, tile.dout, *of_blocks, *of.of_score, *of.of_mask
     dq, dk, dv, *found = program(("backward", of.key, scores.scale), inputs, make)(*inputs)
     grads = ScoreGradients.zeros(scores, tile.delta.dtype)
     sources = (i for i, wanted in zip(of.sources, of.wanted, strict=False) if wanted)
