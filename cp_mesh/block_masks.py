@@ -95,6 +95,8 @@ def read_mask(
         expected = f"the whole sequence: B 1 or {batch}, H 1 or {heads}, {length} queries and keys"
         hint = "make it of the global length, and never slice it; pass seq_len= where shards are of unequal lengths"
         refuse("block_mask", expected, given, hint)
+    if block_mask.mask_mod is None:
+        refuse("block_mask", "a mask with a mask_mod", None, "block_mask=None shows every pair")
     function, captured = trace("mask_mod", block_mask.mask_mod, query, last)
     assert function is not None
     if isinstance(block_mask, BlockMask):
@@ -111,12 +113,15 @@ _checked: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 def _check_blocks(
     block_mask: Any, function: ScalarFunction, captured: Sequence[Tensor], sizes: tuple[int, int, int]
 ) -> None:
-    """Refuse blocks that are not those of mask_mod: it would not be the whole mask. Looks at each mask once."""
+    """Refuse blocks that are not those of mask_mod: it would not be the whole mask. Looks at each mask once.
+
+    That takes as many pairs as PyTorch's function looked at.
+    """
     key = function.handle, sizes, Unchanged(captured)
     if _checked.get(block_mask) == key:
         return
     device, (rows, keys) = block_mask.kv_num_blocks.device, block_mask.BLOCK_SIZE
-    b, h, every = (torch.arange(n, device=device) for n in sizes)
+    b, h, every = _indices(function, sizes, device)
     listed, whole = block_mask.to_dense().bool(), None
     if block_mask.full_kv_num_blocks is not None:
         of_full = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
@@ -142,7 +147,10 @@ def check_hidden(
     sizes: tuple[int, int, int],
     device: torch.device,
 ) -> None:
-    """Refuse a mask that hides pairs, other than of padding, which mask_mod shows. Looks at all, once.
+    """Refuse a mask that hides pairs, other than of padding, which mask_mod shows.
+
+    Looks at all pairs, once for each mask and content of what is read, in batch rows and heads that differ, up to
+    MOST; beside Mask() at none, if mask_mod says ``q_idx >= kv_idx`` itself, alone or joined to others by ``&``.
 
     Args:
         of_mask: what mask_mod reads.
@@ -153,6 +161,9 @@ def check_hidden(
     what, hint = "ContextParallel.mask", "mask=Mask(causal=False) leaves all to the functions"
     if mask_mod is None:
         refuse(what, "a mask that hides nothing, as flex_attention has no block_mask here", mask, hint)
+    of_order_alone = not (mask.window or mask.elementwise or (mask.length or sizes[2]) < sizes[2])
+    if of_order_alone and _says_causal(mask_mod, sizes[2]):
+        return
     if any(isinstance(x, DTensor) for x in of_mask):
         refuse(what, "a mask_mod of plain tensors beside a mask", "one of DTensors", hint, UnsupportedError)
     contents = (None if x is None else Content.of(x) for x in (mask.documents, mask.key_padding, mask.blocks))
@@ -160,7 +171,11 @@ def check_hidden(
     if _hidden.get(mask_mod) == key:
         return
     mask = mask.to(device)
-    b, h, every = (torch.arange(n, device=device) for n in sizes)
+    b, h, every = _indices(mask_mod, sizes, device)
+    if (num_pairs := len(b) * len(h) * len(every) ** 2) > MOST:
+        expected = f"one that hides nothing, or is compared with mask_mod at {MOST} pairs at most"
+        hint += ", and mask_mod that says q_idx >= kv_idx & ... is not compared with Mask()"
+        refuse(what, expected, f"{mask} and {num_pairs} pairs", hint, UnsupportedError)
     for at in every.split(_ROWS):
         seen = mask_mod.of_pairs(None, (b, h, at, every), of_mask)
         if (seen & ~mask.allowed(at, every)[:, None]).any():
@@ -168,6 +183,36 @@ def check_hidden(
     _hidden[mask_mod] = key
 
 
+def _indices(mask_mod: ScalarFunction, sizes: tuple[int, int, int], device: torch.device) -> list[Tensor]:
+    """Of batch rows and heads in which a mask_mod differs, and of tokens."""
+    return [torch.arange(n, device=device) for n in (*mask_mod.sizes(*sizes[:2]), sizes[2])]
+
+
+def _says_causal(mask_mod: ScalarFunction, length: int) -> bool:
+    """Whether it is ``q_idx >= kv_idx``, or joins that to others by ``&``, as its operators tell."""
+    q_idx, kv_idx = mask_mod.graph.graph.find_nodes(op="placeholder")[2:4]
+    left: list[Any] = [*mask_mod.graph.graph.output_node().args]
+    while left:
+        node = left.pop()
+        if node.target in _ANDS:
+            left += node.args
+        elif node.target in _AT_LEAST:
+            q, kv = (_unclamped(x, length - 1) for x in node.args[:: 1 if node.target is _AT_LEAST[0] else -1])
+            if (q, kv) == (q_idx, kv_idx):
+                return True
+    return False
+
+
+def _unclamped(node: Any, last: int) -> Any:
+    """The index in one that is cut at the last one, as padding is."""
+    return node.args[0] if node.target is _CLAMP and node.args[1:] == (None, last) else node
+
+
+_ANDS = torch.ops.aten.bitwise_and.Tensor, torch.ops.aten.logical_and.default, torch.ops.aten.__and__.Tensor
+_AT_LEAST = torch.ops.aten.ge.Tensor, torch.ops.aten.le.Tensor
+_CLAMP = torch.ops.aten.clamp.default
+MOST = 1 << 34
+"""Pairs that are looked at for one mask: those of 131,072 tokens."""
 _ROWS = 256  # queries whose pairs are looked at together
 _hidden: weakref.WeakKeyDictionary[ScalarFunction, Any] = weakref.WeakKeyDictionary()
 

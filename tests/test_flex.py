@@ -681,6 +681,11 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], dict[str, Any]]]] = 
     ),
     "no function": (ArgumentError, "a function of scalars", lambda: {"score_mod": numbers(S)}),
     "a function for a mask": (ArgumentError, "create_block_mask", lambda: {"block_mask": causal}),
+    "a mask without a function": (
+        ArgumentError,
+        "a mask with a mask_mod",
+        lambda: {"block_mask": create_block_mask(None, 1, 1, S, S)},
+    ),
     "a mask of a part": (ArgumentError, "the whole sequence", lambda: {"block_mask": masked(Q_LEN=6, KV_LEN=6)()}),
     "a mask of other heads": (ArgumentError, "the whole sequence", lambda: {"block_mask": masked(H=3)()}),
     "a mask of another batch": (ArgumentError, "the whole sequence", lambda: {"block_mask": masked(B=4)()}),

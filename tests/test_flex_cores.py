@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,11 +30,13 @@ from cp_mesh import (
     ShardedSequence,
     UnsupportedError,
     ZigZag,
+    block_masks,
     create_block_mask,
     parallelize,
 )
 from cp_mesh.block_masks import check_hidden
 from cp_mesh.flex import Functions
+from cp_mesh.kernels.functions import ScalarFunction
 
 B, H, K, D = 2, 4, 2, 5
 ALL = Mask(causal=False)
@@ -261,6 +264,52 @@ def test_blocks_of_another_batch_are_looked_at_again() -> None:
     check_hidden(Mask(blocks=ids), *about)
     with pytest.raises(ArgumentError, match="a mask that hides no pair"):
         check_hidden(Mask(blocks=torch.arange(24) // 3), *about)
+
+
+def test_at_how_many_pairs_a_mask_is_looked_at() -> None:
+    """Once, in batch rows and heads that differ; at none if the function says causal itself; and not at any number."""
+    S, counted, of_pairs = 24, list[int](), ScalarFunction.of_pairs
+    ids, by_head = torch.arange(S) // 6, torch.arange(H)
+
+    def counting(self: Any, *args: Any) -> Tensor:
+        counted.append((found := of_pairs(self, *args)).numel())
+        return found
+
+    def look(mask_mod: Any, mask: Mask = Mask(), last: int | None = None) -> int:  # noqa: B008 - frozen
+        counted.clear()
+        block_mask = create_block_mask(mask_mod, B, H, S, S)
+        functions = Functions.of(None, block_mask, torch.zeros(B, H, S, D), (B, H, S), last)
+        for _ in range(2):
+            check_hidden(mask, functions.mask_mod, functions.of_mask, (B, H, S), torch.device("cpu"))
+        return sum(counted)
+
+    said = {
+        "alone": lambda b, h, i, j: i >= j,
+        "turned": lambda b, h, i, j: j <= i,
+        "joined": lambda b, h, i, j: (ids[i] == ids[j]) & ((by_head[h] >= 0) & (i >= j)),
+        "joined by a function": lambda b, h, i, j: torch.logical_and(i >= j, ids[i] == ids[j]),
+    }
+    others = {
+        "later": (lambda b, h, i, j: i > j, S * S),
+        "in each head": (lambda b, h, i, j: i >= j + 0 * by_head[h], H * S * S),
+        "in each row": (lambda b, h, i, j: i >= j + 0 * b, B * S * S),
+    }
+    with mock.patch.object(ScalarFunction, "of_pairs", counting):
+        assert all(look(mask_mod) == look(mask_mod, last=S - 1) == 0 for mask_mod in said.values())
+        assert look(said["alone"], Mask(length=S + 1)) == look(said["alone"], Mask(causal=False, length=9)) == 0
+        with mock.patch.object(block_masks, "MOST", S * S), pytest.raises(UnsupportedError, match="576 pairs at most"):
+            look(others["in each row"][0])
+        assert all(look(mask_mod) == num for mask_mod, num in others.values())
+        for mask, mask_mod in (
+            (Mask(), lambda b, h, i, j: (i >= j) | (ids[i] == ids[j])),
+            (Mask(), lambda b, h, i, j: i.clamp(max=9) >= j.clamp(max=9)),
+            (Mask(), lambda b, h, i, j: j >= i),
+            (Mask(window=(4, 0)), said["alone"]),
+            (Mask(length=S - 1), said["alone"]),
+            (Mask(documents=ids), said["alone"]),
+        ):
+            with pytest.raises(ArgumentError, match="a mask that hides no pair"):
+                look(mask_mod, mask)
 
 
 class Model(nn.Module):

@@ -41,6 +41,7 @@ import test_flash_attn
 import test_flash_attn_4
 import test_flex
 import test_flex_cores
+import test_flex_kernel
 import test_flex_sharded
 import test_fuzz
 import test_gradients
@@ -265,6 +266,13 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "functions of DTensors": lambda pool: test_flex.test_dtensors(pool, ("cp", "tp"), 1),
     "functions that differ": lambda pool: test_flex.test_ranks_that_differ(pool, "a value", "captured tensor 0"),
     "blocks of masks": lambda pool: alone(pool, (test_flex.test_blocks_that_list_too_little_or_too_much, ())),
+    "tiles of flex": lambda pool: alone(
+        pool,
+        (test_flex_kernel.test_tiles_are_those_of_the_reference, ("tanh chain", "dilated", "documents", "one run")),
+    ),
+    "tables of flex": lambda pool: alone(
+        pool, (test_flex_kernel.test_tables_of_blocks_are_of_these_heads_rows_and_tensors, ())
+    ),
     "order of captured sums": test_flex.test_deterministic,
     "heads of cores over tp": test_flex_cores.test_heads_over_tp,
     "masks of cores": test_flex_cores.test_a_style_hides_no_more_than_the_mask,

@@ -77,8 +77,7 @@ def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradient
     of = Tile(tile.cover, scores, tile.delta.dtype)
     of_blocks, together = _apart(blocks_of(of, (*q.shape[:3], k.shape[2])))
     ends = len(of_blocks), len(of_blocks) + len(of.of_score)
-    # The template reads it as contiguous, and Inductor may pad the strides of what a program computes itself.
-    lse = (tile.lse / math.log(2)).contiguous()
+    lse = tile.lse.contiguous()  # as the template reads it
 
     def make(options: dict[str, int]) -> Callable[..., Any]:
         joint = of.joint(q.dtype)
@@ -94,7 +93,7 @@ def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradient
             out, dlse = dout.new_zeros(()).expand(dout.shape), delta * -math.log(2)
             graphs = of.score, joint
             *grads, found = flex_attention_backward(
-                q, k, v, out, lse, dout, dlse, *graphs, blocks, scores.scale, _OPTIONS | options, *given
+                q, k, v, out, lse / math.log(2), dout, dlse, *graphs, blocks, scores.scale, _OPTIONS | options, *given
             )
             reads = found[len(found) - len(of.wanted) :]
             own = (x if there else None for x, there in zip(reads, graded, strict=True))

@@ -28,6 +28,8 @@ def blocks_of(tile: Tile, shape: tuple[int, int, int, int]) -> Any:
     read = () if mask_mod is None else tile.of_mask[1 + len(tile.rows.tensors) :]
     first = scores.first_batch, scores.first_head  # chunks of heads share a tile
     of_read = ((x.data_ptr(), x.stride(), x._version) for x in read)
+    if any(x.is_inference() for x in read):  # which do not tell of writes
+        return _made(tile, shape)
     key = "blocks", mask_mod and mask_mod.handle, *shape, *first, *of_read
     # The tensors are kept too: an address then belongs to no other.
     return kept_of(tile.cover, key, lambda: (_made(tile, shape), read))[0]
@@ -38,9 +40,8 @@ def _made(tile: Tile, shape: tuple[int, int, int, int]) -> Any:
 
     B, H, Sq, Sk = shape
     mask_mod = tile.scores.mask_mod
-    indices = [] if mask_mod is None else mask_mod.graph.graph.find_nodes(op="placeholder")[:2]
-    by_batch, by_head = (bool(index.users) for index in indices) if indices else (False, False)
-    B, H = B if by_batch or any(2 in dims for dims in tile.rows.dims) else 1, H if by_head else 1
+    of_mask_mod = (1, 1) if mask_mod is None else mask_mod.sizes(B, H)
+    B, H = B if any(2 in dims for dims in tile.rows.dims) else of_mask_mod[0], of_mask_mod[1]
     device, num_k = tile.rows.bounds.device, -(-Sk // BLOCK)
     num_q = min(-(-Sq // BLOCK), max(1, PAIRS // (num_k * BLOCK**2)))  # of a part of the rows
 

@@ -55,7 +55,8 @@ class Reads:
 
 @lru_cache(maxsize=256)
 def constant_on(device: torch.device, number: int) -> Tensor:
-    return torch.full((2,), number, device=device)  # as kernels expect it, 16 bytes
+    with torch.inference_mode(False):  # other calls have it too
+        return torch.full((2,), number, device=device)  # as kernels expect it, 16 bytes
 
 
 class _Rewriting:

@@ -65,6 +65,11 @@ class ScalarFunction:
         _last.append(function)
         return function
 
+    def sizes(self, batch: int, heads: int) -> tuple[int, int]:
+        """Of how many batch rows and heads a mask_mod differs; 1 where it does not read the index."""
+        indices = self.graph.graph.find_nodes(op="placeholder")[:2]
+        return batch if indices[0].users else 1, heads if indices[1].users else 1
+
     def of_pairs(
         self, score: Tensor | None, indices: tuple[Tensor, Tensor, Tensor, Tensor], captured: Sequence[Tensor]
     ) -> Tensor:

@@ -4,7 +4,7 @@ How many there are, by what they break:
 
 the choice of a method      13
 decoding                    11
-functions of users          23
+functions of users          29
 masks                       12
 masks as integers           12
 layouts                      7

@@ -163,3 +163,52 @@ def _(cuts: Any) -> Any:
 @plant("ranks with and without a gradient of a shard are not compared", "captured:told", "shards that differ")
 def _(told: Any) -> Any:
     return with_result(told, lambda said: said.partition(", with")[0])
+
+
+def with_local(place: int, of_whole: Any) -> Any:
+    """Of indices [b, h, q, kv] of a tile that are made global, one stays local."""
+
+    def mutant(self: Any, *given: Any) -> Any:
+        return tuple(given[i] if i == place else x for i, x in enumerate(of_whole(self, *given)))
+
+    return mutant
+
+
+@plant("the flex kernel sees the index of a local query", "kernels.flex_tiles:Tile._globals", "tiles of flex")
+def _(of_whole: Any) -> Any:
+    return with_local(2, of_whole)
+
+
+@plant("heads of a chunk count from 0 in the flex kernel", "kernels.flex_tiles:Tile._globals", "tables of flex")
+def _(of_whole: Any) -> Any:
+    return with_local(1, of_whole)
+
+
+@plant("the flex kernel's backward forgets mask_mod", "kernels.flex:_backward", "tiles of flex")
+def _(backward: Any) -> Any:
+    return lambda tile: backward(tile._replace(scores=replace(tile.scores, mask_mod=None)))
+
+
+@plant("captured gradients of the flex kernel are summed in bfloat16", "kernels.flex:_backward", "tiles of flex")
+def _(backward: Any) -> Any:
+    def mutant(tile: Any) -> Any:
+        *grads, of_scores = backward(tile)
+        for x in of_scores.captured.values():
+            x.copy_(x.bfloat16())
+        return *grads, of_scores
+
+    return mutant
+
+
+@plant("blocks that somebody sees are not masked", "kernels.flex_blocks:_made", "tables of flex")
+def _(made: Any) -> Any:
+    def turned(x: Any) -> Any:
+        listed = x.full_kv_num_blocks, x.full_kv_indices, x.kv_num_blocks, x.kv_indices
+        return x.from_kv_blocks(*listed, BLOCK_SIZE=x.BLOCK_SIZE, mask_mod=x.mask_mod, seq_lengths=x.seq_lengths)
+
+    return with_result(made, turned)
+
+
+@plant("tables of blocks are kept though what they read was written", "kernels.flex_tiles:kept_of", "tables of flex")
+def _(kept_of: Any) -> Any:
+    return lambda cover, key, make: kept_of(cover, key[:8], make)
