@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import unittest
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from flex_uses import integers, numbers
 from ranks import mesh
 from test_flex_kernel import on_the_cpu
 from torch import Tensor
+from torch.nn.attention import flex_attention as of_torch
+from torch_biases import pointed_at_ours
 
 from cp_mesh import Mask, ZigZag, flex_attention
 
@@ -85,3 +89,38 @@ def biases(rank: int, kernel: str) -> list[str]:
 @pytest.mark.parametrize("kernel", ["flex", "reference"])
 def test_learned_biases(pool: Any, kernel: str) -> None:
     report(pool(2).run(biases, kernel))
+
+
+class OfTorch(unittest.TestCase):
+    """As PyTorch's."""
+
+    __test__ = False  # of pytest
+
+    def test_bias(self) -> None:
+        q, bias = numbers(B, H, 8, D), numbers(8, 8)
+        call, score_mod = torch.compile(of_torch.flex_attention), lambda s, b, h, i, j: s + bias[i, j]
+        self.assertLessEqual(
+            gap(call(q, q, q, score_mod=score_mod), of_torch.flex_attention(q, q, q, score_mod)), 1e-12
+        )
+        self.assertIsNot(torch.compile(gap, backend="eager"), call)
+        with self.assertRaisesRegex(RuntimeError, "Using multiple indexing operations on the same tensor"):
+            pass
+        with self.assertRaises(AssertionError), self.assertRaisesRegex(RuntimeError, "another"):
+            pass
+
+    def test_wrong(self) -> None:
+        call = torch.compile(of_torch.flex_attention)
+        self.assertEqual(call.__module__, of_torch.__name__)
+
+
+def pointed(rank: int) -> tuple[int, list[str]]:
+    tests = unittest.defaultTestLoader.loadTestsFromTestCase(pointed_at_ours(OfTorch, mesh((1,), ("cp",))))
+    with on_the_cpu(), mock.patch.object(of_torch, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True):
+        result = tests.run(unittest.TestResult())
+    assert not result.errors, result.errors
+    return result.testsRun, [test.id().rpartition(".")[2] for test, _ in result.failures]
+
+
+def test_what_points_tests_of_pytorch_at_ours(pool: Any) -> None:
+    """The compiled function is ours, and nothing else changes: a test that fails still does."""
+    assert pool(1).run(pointed) == [(2, ["test_wrong"])]
