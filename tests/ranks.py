@@ -32,6 +32,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
@@ -140,15 +141,15 @@ class Pool:
         if self.backend != "nccl":
             context.set_forkserver_preload(PRELOAD)
         self.folder = Path(tempfile.mkdtemp(prefix="ranks_"))
-        for rank in range(self.world_size):
-            ours, theirs = context.Pipe()
-            settings = (theirs, rank, self.world_size, self.backend, self.folder, self.group_timeout)
-            process = context.Process(target=_serve, args=settings, daemon=True, name=f"rank{rank}")
-            process.start()
-            theirs.close()  # else a dead rank's pipe would not read as closed
-            self.processes.append(process)
-            self.conns.append(ours)
+        settings = self.world_size, self.backend, self.folder, self.group_timeout
+        self.conns, theirs = map(list, zip(*(context.Pipe() for _ in range(self.world_size)), strict=True))
+        self._fork(context, theirs, settings)
+        for conn in theirs:
+            conn.close()  # else a dead rank's pipe would not read as closed
         self._collect("start", START_TIMEOUT)
+
+    def _fork(self, context: Any, conns: list[connection.Connection], settings: tuple) -> None:
+        self.processes = _processes(context, _serve, conns, settings)
 
     def _collect(self, what: str, timeout: float, expecting_error: bool = False) -> list[bytes | Raised]:
         outcomes: dict[int, bytes | Raised] = {}
@@ -178,6 +179,41 @@ class Pool:
         time.sleep(0.2)  # the dump comes from a signal handler and has no end mark
         file = self.folder / f"stack{rank}"
         return (file.read_text() if file.exists() else "") or "(no stack)\n"
+
+
+class _Forked:
+    """A rank whose parent is another process, which waits for it; until then it can be told by its id."""
+
+    exitcode = "unknown"
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Its parent does."""
+
+
+class ImportingPool(Pool):
+    """A pool of gloo whose ranks are forked from one process that imports cp_mesh, not each from one without it."""
+
+    parent: Any = None
+
+    def close(self) -> None:
+        super().close()
+        if self.parent:
+            self.control.close()
+            self.parent.join()
+            self.parent = None
+
+    def _fork(self, context: Any, conns: list[connection.Connection], settings: tuple) -> None:
+        self.control, theirs = context.Pipe()
+        self.parent = context.Process(target=_import_and_fork, args=(theirs, conns, settings))
+        self.parent.start()
+        theirs.close()
+        self.processes = [_Forked(pid) for pid in self.control.recv()]
 
 
 @functools.cache
@@ -219,6 +255,37 @@ def num_collectives() -> int:
     """Collectives and sends issued by this rank so far, in all its groups that communicate."""
     groups = dist.distributed_c10d._world.pg_map.items()
     return sum(group._get_sequence_number_for_group() for group, (backend, _) in groups if backend != "fake")
+
+
+def _processes(context: Any, target: Callable[..., None], conns: Any, settings: tuple) -> list[Any]:
+    processes = []
+    for rank, conn in enumerate(conns):
+        process = context.Process(target=target, args=(conn, rank, *settings), daemon=True, name=f"rank{rank}")
+        process.start()
+        processes.append(process)
+    return processes
+
+
+def _import_and_fork(control: Any, conns: list[Any], settings: tuple) -> None:
+    """Tells the ids of the ranks, and ends them when the other end of the pipe is closed."""
+    with suppress(Exception):  # ranks will import it again, and can say what they raise
+        import cp_mesh  # noqa: F401
+    processes = _processes(multiprocessing.get_context("fork"), functools.partial(_serve_one, conns), conns, settings)
+    for conn in conns:
+        conn.close()
+    control.send([process.pid for process in processes])
+    with suppress(EOFError):
+        control.recv()
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+def _serve_one(conns: list[Any], conn: Any, *settings: Any) -> None:
+    for other in conns:
+        if other is not conn:
+            other.close()
+    _serve(conn, *settings)
 
 
 def _serve(conn: Any, rank: int, world_size: int, backend: str, folder: Path, group_timeout: float) -> None:

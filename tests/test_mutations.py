@@ -77,7 +77,7 @@ from planted.ranks import (
     outcomes,
 )
 from planted.seams import with_arguments
-from ranks import Pool
+from ranks import ImportingPool
 
 import cp_mesh
 from cp_mesh import ZigZag
@@ -464,9 +464,9 @@ class OwnPools:
     def __init__(self, copy: Path) -> None:
         self.file, self.pools = str(copy / "__init__.py"), {}
 
-    def __call__(self, world_size: int) -> Pool:
+    def __call__(self, world_size: int) -> ImportingPool:
         if world_size not in self.pools:
-            pool = Pool(world_size, group_timeout=5.0)
+            pool = ImportingPool(world_size, group_timeout=5.0)
             try:
                 assert set(pool.run(origin)) == {self.file}
             except BaseException:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import ranks
 from fuzz import Fuzzer
-from ranks import Pool
+from ranks import ImportingPool
 
 import cp_mesh
 from planted import MUTATIONS, infect
@@ -43,7 +43,7 @@ def look(seed: int, sizes: Sequence[int], num_cases: int, every: int = 1) -> int
 
 
 def search(seed: int, sizes: Sequence[int], num_cases: int, file: str) -> tuple[str, int]:
-    pools = {size: Pool(size, group_timeout=5.0) for size in sizes}
+    pools = {size: ImportingPool(size, group_timeout=5.0) for size in sizes}
     try:
         for pool in pools.values():
             assert set(pool.run(origin)) == {file}
