@@ -445,13 +445,13 @@ def test_one_dim_on_two_axes(pool, full, shape, names, placed):
     ids=str,
 )
 def test_scores_of_dtensors(pool, full, shape, names, placed):
-    """In the quick form layout, mask and format take turns."""
+    """Layout, mask and format take turns; in the full form on the first mesh each score has all of them."""
     settings = (("zigzag", "causal", 2), ("contiguous", "documents", 1), ("striped", "full", 0))
     settings = [setting for setting in settings if setting[2] or "batch" not in placed.values()]
     cases = [
         Case(layout, mask, 16, (8, 4), seq_dim, scores=scores)
         for i, scores in enumerate(SCORES)
-        for layout, mask, seq_dim in (settings if full else [settings[i % len(settings)]])
+        for layout, mask, seq_dim in (settings if full and placed == HEADS_ON_TP else [settings[i % len(settings)]])
     ]
     report(pool(4).run(dtensors, shape, names, placed, cases, timeout=300))
 
@@ -466,14 +466,14 @@ def test_scores_of_dtensors(pool, full, shape, names, placed):
     ids=str,
 )
 def test_dtensors_of_other_methods(pool, full, shape, names, placed):
-    """In the quick form the scores take turns; shards of 15 rows are unequal."""
+    """As above; shards of 15 rows are unequal."""
     settings = (("zigzag", "causal", 2, 16), ("contiguous", "documents", 1, 15), ("striped", "full", 0, 16))
     settings = [setting for setting in settings if setting[2] or "batch" not in placed.values()]
     cases = [
         Case(layout, mask, S, (8, 4), seq_dim, scores=scores, method=method)
-        for method in OTHERS
-        for i, scores in enumerate(SCORES)
-        for layout, mask, seq_dim, S in (settings if full else [settings[i % len(settings)]])
+        for turn, method in enumerate(OTHERS)
+        for i, scores in enumerate(SCORES, turn)
+        for layout, mask, seq_dim, S in (settings if full and placed == HEADS_ON_TP else [settings[i % len(settings)]])
         if full or scores in ("plain", "every score", "dropout, sinks and alibi")
     ]
     report(pool(4).run(dtensors, shape, names, placed, cases, timeout=300))
@@ -508,12 +508,25 @@ def rms(x: Tensor) -> Tensor:
     return torch.stack([block.square().mean((2, 3)).sqrt() for block in x.split(128, dim=2)])
 
 
+def inputs_of(dtype: torch.dtype, heads: tuple[int, int], S: int) -> list[Tensor]:
+    return [x.to(dtype) for x in make_qkv(2, *heads, S, 16, seed=3)]
+
+
+@cache  # for all methods and kernels
+def exact_results(dtype: torch.dtype, heads: tuple[int, int], S: int) -> tuple[Tensor, ...]:
+    """Of dense attention in fp64, out and the gradients of q, k and v."""
+    *qkv, dout = (x.double() for x in inputs_of(dtype, heads, S))
+    qkv = [x.requires_grad_() for x in qkv]
+    out, _ = dense_attention(*qkv, torch.ones(S, S, dtype=torch.bool).tril()[None])
+    return out.detach(), *torch.autograd.grad(out, qkv, dout)
+
+
 def low_precision(rank: int, dtype: torch.dtype, kernel: str, limit: float, method: str) -> list[str]:
     """Errors against fp64 are at most `limit` times those of the same kernel on one device, by head and 128 rows."""
     size, S, layout, problems = dist.get_world_size(), 768, ZigZag(), []
     axis, alone = mesh((size,), ("cp",)), mesh((size, 1), ("other", "cp"))["cp"]
     heads = (6, 2) if method == "ulysses" else (4, 2)  # each kv head is sent to more ranks than one
-    q, k, v, dout = (x.to(dtype) for x in make_qkv(2, *heads, S, 16, seed=3))
+    q, k, v, dout = inputs_of(dtype, heads, S)
     rows = layout.positions(S, size, rank)
 
     def results(axis: Any, *inputs: Tensor) -> dict[str, Tensor]:
@@ -526,10 +539,7 @@ def low_precision(rank: int, dtype: torch.dtype, kernel: str, limit: float, meth
         dist.all_gather(shards, x)
         return torch.cat(shards, dim=2)[:, :, layout.inverse(S, size)]
 
-    exact_qkv = [x.double().requires_grad_() for x in (q, k, v)]
-    exact_out, _ = dense_attention(*exact_qkv, torch.ones(S, S, dtype=torch.bool).tril()[None])
-    exact_grads = torch.autograd.grad(exact_out, exact_qkv, dout.double())
-    exact = dict(zip(NAMES, (exact_out.detach(), *exact_grads), strict=True))
+    exact = dict(zip(NAMES, exact_results(dtype, heads, S), strict=True))
     single, ring = results(alone, q, k, v, dout), results(axis, *(x[:, :, rows] for x in (q, k, v, dout)))
     for name, x in ring.items():
         ratio = rms(whole(x).double() - exact[name]) / rms(single[name].double() - exact[name])
