@@ -47,8 +47,10 @@ LEFT_OUT = pytest.StashKey[int]()
 
 @pytest.hookimpl(trylast=True)  # what -k leaves out is not counted
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # One process waits for such runs last, as they go on beside it; several take these long ones first.
-    items.sort(key=is_interpreted, reverse=is_worker(config))
+    if is_worker(config):  # the longest tests first, so that none of several processes is left with one alone
+        items.sort(key=lambda item: (not is_interpreted(item), item.get_closest_marker("full") is None))
+    else:  # such runs go on beside this process, which waits for them last
+        items.sort(key=is_interpreted)
     if config.getoption("--full") or all("::" in arg for arg in config.args):  # node ids ask for what they name
         return
     left_out = [item for item in items if item.get_closest_marker("full")]
