@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from durations import Durations
+from durations import CpuSeconds, Durations
 from hopper import Hopper
 from hypothesis import settings
 from interpreted import INTERPRETED, Interpreted, patch_once_a_launch
@@ -38,8 +38,11 @@ def pytest_configure(config: pytest.Config) -> None:
     examples = {"max_examples": 1000 if full else 100, "deadline": None, "derandomize": bool(os.environ.get("CI"))}
     settings.register_profile("form", **examples)
     settings.load_profile("form")
-    if (path := config.getoption("--durations-csv")) and not is_worker(config):
-        config.pluginmanager.register(Durations(path, "full" if full else "quick"))
+    if path := config.getoption("--durations-csv"):
+        if Path("/proc/self/stat").exists():
+            config.pluginmanager.register(CpuSeconds())
+        if not is_worker(config):
+            config.pluginmanager.register(Durations(path, "full" if full else "quick"))
 
 
 LEFT_OUT = pytest.StashKey[int]()

@@ -5,7 +5,7 @@ Without `--full` it is the quick form: every gate, with fewer cases. `--full` is
 in either form. `pytest` without this script does the same, in an environment that has cp_mesh and its tools.
 `--integrations` runs tests/integrations in `.venv-integrations`, with other packages in pinned versions;
 `--integrations-4` does with Transformers 4, `--integrations-titan-0.2` and `--integrations-titan-0.3` with torchtitan.
-`--durations-csv=FILE` appends what each test file took; so docs/results/test_durations.csv was made.
+`--durations-csv=FILE` appends the seconds and CPU seconds of each test file, as in docs/results/test_durations.csv.
 """
 
 import os
