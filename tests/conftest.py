@@ -12,7 +12,7 @@ import torch
 from durations import CpuSeconds, Durations
 from hopper import Hopper
 from hypothesis import settings
-from interpreted import INTERPRETED, Interpreted, patch_once_a_launch
+from interpreted import INTERPRETED, Interpreted, speed_up_interpreter
 from poison import poisoned
 from ranks import Pool
 
@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: run with --full only, or by its node id")
     config.addinivalue_line("markers", "unpoisoned: memory from torch.empty is left as it comes, here and on the ranks")
     if INTERPRETED and find_spec("triton"):
-        patch_once_a_launch()
+        speed_up_interpreter()
     full = config.getoption("--full")
     # On CI the same examples in every run.
     examples = {"max_examples": 1000 if full else 100, "deadline": None, "derandomize": bool(os.environ.get("CI"))}

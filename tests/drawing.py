@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from cases import gap, make_scores, mask_of, pairs_of
 from checks import TOLERANCE, WAYS, Case, dense_scores, largest_degree, parity_on_ranks, serves
 from dense import dense_attention, make_qkv
-from interpreted import INTERPRETED, patch_once_a_launch
+from interpreted import INTERPRETED, speed_up_interpreter
 from ranks import mesh
 from test_parity import dtensors
 from torch import Tensor
@@ -724,7 +724,7 @@ Use = Trial | Filling | Batch
 @cache
 def triton_on_cpus() -> Kernel:
     """The Triton kernel where Triton's interpreter runs it, in small blocks."""
-    patch_once_a_launch()
+    speed_up_interpreter()
     kernel = triton_kernel(Config(Blocks(16, 32), Blocks(32, 16), Blocks(16, 16)))
     served = replace(kernel.capability, devices=("cpu",), compute_capability=(0, 0))
     return replace(kernel, capability=served)

@@ -111,11 +111,11 @@ def in_triton(rank: int, what: str) -> list[str]:
             reload(import_module(module))  # torch imported them to be compiled
         import test_combine
         import test_triton_scores as scores
-        from interpreted import patch_once_a_launch
+        from interpreted import speed_up_interpreter
 
         from cp_mesh.kernels import combine
 
-        patch_once_a_launch()
+        speed_up_interpreter()
         fused = mock.patch.object(combine, "_fused", lambda dtype, device: dtype == torch.float32)
         with fused, mock.patch.multiple(scores, NUM_Q=18):  # two blocks of queries, and two of keys
             if what == "sums":
