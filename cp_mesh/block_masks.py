@@ -161,7 +161,7 @@ def check_hidden(
     what, hint = "ContextParallel.mask", "mask=Mask(causal=False) leaves all to the functions"
     if mask_mod is None:
         refuse(what, "a mask that hides nothing, as flex_attention has no block_mask here", mask, hint)
-    of_order_alone = not (mask.window or mask.elementwise or (mask.length or sizes[2]) < sizes[2])
+    of_order_alone = not (mask.window or mask.elementwise or (mask.length is not None and mask.length < sizes[2]))
     if of_order_alone and _says_causal(mask_mod, sizes[2]):
         return
     if any(isinstance(x, DTensor) for x in of_mask):
@@ -176,7 +176,7 @@ def check_hidden(
         expected = f"one that hides nothing, or is compared with mask_mod at {MOST} pairs at most"
         hint += ", and mask_mod that says q_idx >= kv_idx & ... is not compared with Mask()"
         refuse(what, expected, f"{mask} and {num_pairs} pairs", hint, UnsupportedError)
-    for at in every.split(_ROWS):
+    for at in every.split(max(1, _PAIRS // (len(b) * len(h) * len(every)))):
         seen = mask_mod.of_pairs(None, (b, h, at, every), of_mask)
         if (seen & ~mask.allowed(at, every)[:, None]).any():
             refuse(what, "a mask that hides no pair which flex_attention's block_mask shows", mask, hint)
@@ -213,7 +213,7 @@ _AT_LEAST = torch.ops.aten.ge.Tensor, torch.ops.aten.le.Tensor
 _CLAMP = torch.ops.aten.clamp.default
 MOST = 1 << 34
 """Pairs that are looked at for one mask: those of 131,072 tokens."""
-_ROWS = 256  # queries whose pairs are looked at together
+_PAIRS = 1 << 24  # that are looked at together
 _hidden: weakref.WeakKeyDictionary[ScalarFunction, Any] = weakref.WeakKeyDictionary()
 
 

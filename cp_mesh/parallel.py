@@ -31,7 +31,7 @@ from cp_mesh.guard.rootless import watch_rootless
 from cp_mesh.root import ShardedModel
 from cp_mesh.sequence import ShardedSequence
 from cp_mesh.styles import RANKS, SUMS
-from cp_mesh.tensor_parallel import shards_rows
+from cp_mesh.tensor_parallel import TENSOR_PARALLEL, shards_rows
 
 
 def parallelize(
@@ -90,8 +90,8 @@ def parallelize(
     styles = [style for _, style in chosen.values()]
     if any(isinstance(style, ShardedModel | ContextParallel | ShardInput | GatherOutput) for style in styles):
         watch_first_step(module, mesh)
-    if any(shards_rows(style) for style in styles):
-        watch_over_tp(module, mesh)
+    if any(isinstance(style, TENSOR_PARALLEL) for style in styles):
+        watch_over_tp(module, mesh, any(shards_rows(style) for style in styles))
     if watch and any(isinstance(style, ContextParallel) for style in styles) and "" not in chosen:
         watch_rootless(module)
     return module

@@ -43,7 +43,7 @@ def _announced(run: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return run(style, where, *args, **kwargs)
         except (ArgumentError, UnsupportedError) as error:
-            announce_error(where.group_name, error)
+            announce_error(where.group_name, error, in_check_mode=False)
             raise
 
     return wrapper
@@ -320,8 +320,10 @@ class VocabParallelHead(ParallelStyle):
 
 def shards_rows(style: ParallelStyle) -> bool:
     """Whether the module's input or output is sharded along the sequence over tp."""
-    kinds = OverlappedColwise | OverlappedRowwise | VocabParallelEmbedding | VocabParallelHead
-    return isinstance(style, kinds) and style.mode == "reduce_scatter"
+    return isinstance(style, TENSOR_PARALLEL) and style.mode == "reduce_scatter"
+
+
+TENSOR_PARALLEL = OverlappedColwise | OverlappedRowwise | VocabParallelEmbedding | VocabParallelHead
 
 
 def _hidden(x: Tensor, weight: Tensor) -> Tensor:

@@ -209,6 +209,11 @@ MASKS: dict[str, Use] = {
         lambda t: lambda b, h, q, kv: (q - kv).abs() < t["window"][h],
         lambda t, i, j: (i - j).abs() < t["window"][:, None, None],
     ),
+    "slower in one head": Use(
+        lambda B, H, S: {"slow": torch.arange(H) == 0},
+        lambda t: lambda b, h, q, kv: (q - kv) * torch.where(t["slow"][h], 0.5, 0.25) < 2.0,
+        lambda t, i, j: (i - j) * torch.where(t["slow"], 0.5, 0.25)[:, None, None] < 2.0,
+    ),
     "some queries without keys": Use(
         lambda B, H, S: {"keep": integers(3, S) > 0},
         lambda t: lambda b, h, q, kv: t["keep"][q] & (kv != q),

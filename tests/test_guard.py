@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import io
+import json
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cp_mesh
 from cp_mesh import ContextParallel, Contiguous, Mask, ShardedModel, ShardedSequence, Striped, ZigZag
-from cp_mesh.guard.reductions import _first_steps, _norm
+from cp_mesh.guard.reductions import _decide_on_gradients, _decide_on_tensor_parallel, _first_steps, _norm
 
 B, H, D, V = 2, 2, 8, 11
 C = H * D
@@ -836,6 +838,51 @@ def test_norms_on_rows_of_tp_without_a_style_are_told(pool: Any, how: str) -> No
         assert said.startswith("refused") == ("PyTorch" not in how)
         assert "gradients of 5 of 5 parameters that tp does not shard, such as layers.0.norm.weight" in said
         assert "SequenceParallel()" in said
+
+
+def _answers(**norms: Any) -> dict[int, dict[str, str]]:
+    """Of two ranks: names to pairs of (gradient, weight, sample)."""
+    fields = enumerate(("gradients", "weights", "samples"))
+    of = {field: at for at, field in fields}
+    return {
+        rank: {field: json.dumps({name: ranks[rank][at] for name, ranks in norms.items()}) for field, at in of.items()}
+        for rank in range(2)
+    }
+
+
+@pytest.mark.parametrize(
+    ("norms", "said"),
+    [
+        ({"norm.weight": ((1, 2, 2), (2, 2, 2))}, "refused"),
+        ({"norm.bias": ((1, 0, 0), (2, 0, 0))}, "warned"),  # a part of each rank's own may begin at zero
+        ({"experts.w": ((1, 2, 2.1), (2, 2, 2.2))}, ""),  # norms of large weights are equal by chance
+        ({"expert.weight": ((1, 2, 2), (2, 3, 3)), "expert.bias": ((1, 1, 1), (2, 1, 1))}, ""),
+        ({"norm.weight": ((1, 2, 2), (1, 3, 3))}, ""),
+    ],
+)
+def test_what_differs_over_tp(norms: Any, said: str) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            _decide_on_tensor_parallel(True, list(norms), _answers(**norms))
+            found = "warned" if caught else ""
+        except cp_mesh.ArgumentError:
+            found = "refused"
+    assert found == said
+
+
+@pytest.mark.parametrize(
+    ("norms", "refused"),
+    [
+        ({"a": ((1, 2, 2), (1, 3, 3))}, True),
+        ({"a": ((1, 2, 2.1), (1, 2, 2.2))}, True),
+        ({"a": ((1, 2, 2), (1, 2, 2)), "lora_A": ((0, 2, 2), (0, 3, 3))}, False),  # lora_B begins at zero
+        ({"a": ((1, 2, 2), (1, 2, 2))}, False),
+    ],
+)
+def test_other_weights(norms: Any, refused: bool) -> None:
+    with pytest.raises(cp_mesh.ArgumentError, match="one seed") if refused else nullcontext():
+        _decide_on_gradients(list(norms), _answers(**norms))
 
 
 # Without a root.

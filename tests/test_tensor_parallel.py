@@ -1095,8 +1095,13 @@ ALONE: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
 }
 
 
-def refused_alone(rank: int, names: tuple[str, ...]) -> list[tuple[str, float]]:
+def refused_alone(rank: int, names: tuple[str, ...], checked: bool = False) -> list[tuple[str, float]]:
     """What was raised for each, and after how many seconds."""
+    with check_mode(True) if checked else nullcontext():
+        return _refused_alone(names)
+
+
+def _refused_alone(names: tuple[str, ...]) -> list[tuple[str, float]]:
     found, axes = [], mesh((2, 2), ("dp", "tp"))
     for name in names:
         agreement._compared.clear()
@@ -1114,6 +1119,27 @@ def test_what_one_rank_alone_refuses(pool: Any, names: tuple[str, ...] = tuple(A
     for found in pool(4).run(refused_alone, names):
         for name, (message, seconds) in zip(names, found, strict=True):
             assert ALONE[name][1] in message and seconds < 20, f"{name}: {message}, after {seconds} s"
+
+
+def test_what_one_rank_alone_refuses_in_check_mode(pool: Any) -> None:
+    names = ("rows that tp does not divide", "the shape of labels")
+    for found in pool(4).run(refused_alone, names, True):
+        for name, (message, seconds) in zip(names, found, strict=True):
+            assert ALONE[name][1] in message and seconds < 20, f"{name}: {message}, after {seconds} s"
+
+
+def planned_elsewhere(rank: int) -> tuple[int, ...]:
+    axes = mesh((2, 2), ("dp", "tp"))
+    row = parallelize(nn.Linear(C, 4), axes["tp"], {"": OverlappedRowwise()})
+    for _ in range(2):
+        found = row(torch.ones(2, 4, C // 2))
+        if axes.get_local_rank("tp") == 0:  # another model, of these ranks alone
+            agreement.look_again(axes["dp"].get_group())
+    return tuple(found.shape)
+
+
+def test_a_plan_of_some_ranks_over_another_axis(pool: Any) -> None:
+    assert pool(4).run(planned_elsewhere) == [(2, 2, 4)] * 4
 
 
 # A plain parameter on rows that are sharded.

@@ -145,15 +145,13 @@ def agree_first(group: dist.ProcessGroup, kind: Hashable, fields: Mapping[str, s
 
 
 def agree_once(group: dist.ProcessGroup, kind: Hashable, fields: Callable[[], Mapping[str, str]]) -> None:
-    """`agree_first` of a kind that is new since the last plan over any group; one look-up for later calls.
+    """`agree_first` of a kind that is new since the last plan over this group; one look-up for later calls.
 
     Raises:
         RankMismatchError: as `agree_first`.
     """
-    if is_new_here(group, kind):
-        own = fields()
-        _require_equal(compare_first(group, own), own)
-        _compared[group].here.add(kind)
+    if is_first(group, kind):
+        agree_first(group, kind, fields())
 
 
 def compare_first(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[dict[str, str]]:
@@ -300,7 +298,7 @@ def _words(
     return Words(group, topic, fields).wait(patience)
 
 
-def announce_refusal(group: dist.ProcessGroup, error: Exception) -> None:
+def announce_refusal(group: dist.ProcessGroup, error: Exception, in_check_mode: bool = True) -> None:
     """Tell the other ranks, which may have accepted their arguments, that this one has not.
 
     In check mode they are waiting for this rank; else they find it in the store if theirs is a first call.
@@ -308,6 +306,7 @@ def announce_refusal(group: dist.ProcessGroup, error: Exception) -> None:
     Args:
         group: the cp group.
         error: what this rank is about to raise.
+        in_check_mode: whether ranks compare all calls then, as those of attention; over tp they compare first ones.
     """
     if isinstance(error, RankMismatchError):
         return  # all ranks raise one
@@ -315,32 +314,33 @@ def announce_refusal(group: dist.ProcessGroup, error: Exception) -> None:
         return
     keep_to_itself(error)
     said = {"error": f"{type(error).__name__}: {error}"}
-    if checking():
+    if in_check_mode and checking():
         with suppress(RuntimeError):  # others wait for something else; the error itself must not be lost
             require_agreement(group, said)
     elif not turned_off() and group.size() > 1 and store_of(group) is not None:
         _words(group, _next_topic(group), said, None)
 
 
-def announce_trace(group_name: str) -> None:
+def announce_trace(group_name: str, in_check_mode: bool = True) -> None:
     """As `announce_refusal`, while torch.compile traces: of the error no word is known, as some may be symbolic."""
     group = _resolve_process_group(group_name)  # type: ignore[arg-type]
     compared = _compared.setdefault(group, _Compared())
     if not compared.refused_in_trace:
         compared.refused_in_trace = True
-        announce_refusal(group, RuntimeError("refused while torch.compile traced it; its own error says why"))
+        error = RuntimeError("refused while torch.compile traced it; its own error says why")
+        announce_refusal(group, error, in_check_mode)
 
 
 # As by `torch.compiler.assume_constant_result`, which imports Dynamo: it calls this once and does not trace it.
 vars(announce_trace)["_dynamo_marked_constant"] = True
 
 
-def announce_error(group_name: str, error: Exception) -> None:
+def announce_error(group_name: str, error: Exception, in_check_mode: bool = True) -> None:
     """`announce_refusal`, or `announce_trace` where torch.compile traces what refuses."""
     if torch.compiler.is_compiling():
-        announce_trace(group_name)
+        announce_trace(group_name, in_check_mode)
     else:
-        announce_refusal(_resolve_process_group(group_name), error)  # type: ignore[arg-type]
+        announce_refusal(_resolve_process_group(group_name), error, in_check_mode)  # type: ignore[arg-type]
 
 
 def keep_to_itself(error: Exception) -> None:

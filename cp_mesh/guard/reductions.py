@@ -53,6 +53,7 @@ _APART = 1e-3
 """Relative: norms of gradients that were reduced are equal but for rounding."""
 _OTHER_WEIGHTS = 1e-5
 """Relative: norms of one weight are equal, and of as many other random numbers they are near."""
+_SAMPLE = 1024
 
 
 class _FirstSteps:
@@ -91,7 +92,8 @@ class _FirstSteps:
         for module, over_tp in list(self.over_tp.items()):
             over_tp.looks -= again
             graded = {name: x for name, x in module.named_parameters() if x.grad is not None}
-            taken = {name: x for name, x in graded.items() if id(x) in held}
+            ranks = over_tp.ranks  # of what a backward has graded, DTensors over tp tell nothing
+            taken = {n: x for n, x in graded.items() if id(x) in held and not (inside and ranks in _axes([x]))}
             if taken or over_tp.looks <= 0:
                 del self.over_tp[module]
             if taken and not turned_off():
@@ -126,6 +128,11 @@ class _OverTP:
     number: int
     looks: int = LOOKS
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """By which an axis is known, not by its name: a DTensor's mesh may be an equal one, made before."""
+        return (*dist.get_process_group_ranks(self.mesh.get_group()),)
+
 
 _first_steps = _FirstSteps()
 
@@ -138,10 +145,10 @@ def watch_first_step(module: nn.Module, mesh: DeviceMesh) -> None:
         _first_steps.add(module, Planned(mesh.get_group(), number))
 
 
-def watch_over_tp(module: nn.Module, mesh: DeviceMesh) -> None:
-    """The same of a ``module`` whose rows are sharded over ``mesh``, that of tp."""
+def watch_over_tp(module: nn.Module, mesh: DeviceMesh, shards_rows: bool) -> None:
+    """The same of a ``module`` with styles over ``mesh``, that of tp, if they shard its rows."""
     number = look_again(mesh.get_group())
-    if mesh.size() > 1:
+    if mesh.size() > 1 and shards_rows:
         _first_steps.over_tp[module] = _OverTP(mesh, number)
         _first_steps.hook()
 
@@ -358,6 +365,14 @@ def _norm(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dtype=accumulation_dtype(x.dtype))
 
 
+def _some(x: Tensor) -> Tensor:
+    """Some numbers of a weight: norms of two large ones may be equal by chance."""
+    x = x.to_local() if isinstance(x, DTensor) else x
+    while x.ndim > 1 and x.numel():
+        x = x[0]
+    return x.flatten()[:_SAMPLE]
+
+
 def _check_equal(group: dist.ProcessGroup, planned: Planned, trained: Mapping[str, Tensor]) -> None:
     """Refuse gradients of replicated parameters that differ between ranks: nobody reduced them.
 
@@ -376,6 +391,7 @@ def _compare_norms(
     own = {
         "gradients": {name: float(_norm(x.grad)) for name, x in trained.items() if x.grad is not None},
         "weights": {name: float(_norm(x.detach())) for name, x in trained.items()},
+        "samples": {name: float(_norm(_some(x.detach()))) for name, x in trained.items()},
     }
     words = {field: json.dumps(norms) for field, norms in own.items()}
     _compare(group, topic, words, functools.partial(decide, list(trained)))
@@ -383,11 +399,9 @@ def _compare_norms(
 
 def _check_over_tp(over_tp: _OverTP, trained: Mapping[str, Tensor]) -> None:
     """Refuse gradients that differ between tp ranks, of parameters that are equal there and no DTensors over tp."""
-    group = over_tp.mesh.get_group()
-    ranks = (*dist.get_process_group_ranks(group),)  # not its name: a DTensor's mesh may be an equal one, made before
-    whole = {name: x for name, x in trained.items() if ranks not in _axes([x])}
+    whole = {name: x for name, x in trained.items() if over_tp.ranks not in _axes([x])}
     decide = functools.partial(_decide_on_tensor_parallel, True)
-    _compare_norms(group, f"gradients over tp {over_tp.number}", whole, decide)
+    _compare_norms(over_tp.mesh.get_group(), f"gradients over tp {over_tp.number}", whole, decide)
 
 
 def _apart(field: str, of_rank: list[str], answers: Answers, by: float) -> tuple[list[str], list[str]]:
@@ -399,6 +413,16 @@ def _apart(field: str, of_rank: list[str], answers: Answers, by: float) -> tuple
     return names, [name for name, differs in zip(names, ((high - low) > by * high).tolist(), strict=True) if differs]
 
 
+def _other_weights(of_rank: list[str], answers: Answers) -> set[str]:
+    """The parameters of which some ranks have other numbers."""
+    return {name for field in ("weights", "samples") for name in _apart(field, of_rank, answers, _OTHER_WEIGHTS)[1]}
+
+
+def _nonzero(field: str, answers: Answers) -> set[str]:
+    """The parameters whose norm is not 0 on some rank."""
+    return {name for answer in answers.values() for name, norm in json.loads(answer[field]).items() if norm != 0}
+
+
 def _decide_on_gradients(of_rank: list[str], answers: Answers) -> None:
     names, differ = _apart("gradients", of_rank, answers, _APART)
     if differ:
@@ -408,8 +432,9 @@ def _decide_on_gradients(of_rank: list[str], answers: Answers) -> None:
         if len(differ) == len(names):
             raise ArgumentError(describe(what, expected, got, hint))
         warnings.warn(f"cp_mesh: {describe(what, expected, got, hint)}", stacklevel=4)
-    _, other = _apart("weights", of_rank, answers, _OTHER_WEIGHTS)
-    if other := [name for name in other if name not in differ]:  # parameters of experts differ in both
+    graded = _nonzero("gradients", answers)  # those that are 0 yet, as before a weight that begins at 0, tell nothing
+    # parameters of experts differ in both
+    if other := [name for name in _other_weights(of_rank, answers) if name in graded and name not in differ]:
         hint = "build the model with one seed on all ranks, or broadcast its parameters before the first step"
         what = f"weights of {len(other)} of {len(names)} parameters whose gradients are summed, such as {other[0]}"
         raise ArgumentError(describe(what, "equal on all ranks", "others on some", hint))
@@ -417,14 +442,14 @@ def _decide_on_gradients(of_rank: list[str], answers: Answers) -> None:
 
 def _decide_on_tensor_parallel(refuses: bool, of_rank: list[str], answers: Answers) -> None:
     names, differ = _apart("gradients", of_rank, answers, _APART)
-    _, cut = _apart("weights", of_rank, answers, _OTHER_WEIGHTS)
-    if differ := [name for name in differ if name not in cut]:
+    cut = {name.rpartition(".")[0] for name in _other_weights(of_rank, answers)}  # modules that have a part each
+    if differ := [name for name in differ if name.rpartition(".")[0] not in cut]:
         what = f"gradients of {len(differ)} of {len(names)} parameters that tp does not shard, such as {differ[0]}"
         hint = (
             "give a norm on rows that are sharded over tp the style SequenceParallel(); all_reduce the gradient of "
-            "what sees this rank's heads over tp with SUM"
+            "what sees this rank's heads over tp with SUM; what each rank has a part of is a DTensor over tp"
         )
         text = describe(what, "equal on the ranks of a tp group", "another one on each rank", hint)
-        if refuses:
+        if refuses and _nonzero("weights", answers).intersection(differ):  # zeros may be parts of their own
             raise ArgumentError(text)
         warnings.warn(f"cp_mesh: {text}", stacklevel=4)

@@ -206,10 +206,11 @@ def keep_uncompiled(*functions: Callable[..., Any]) -> None:
     `Tensor.ndim` and `Tensor.is_nested`, it tells none from another: each would return what the first one did.
     """
     dynamo = None if torch.compiler.is_compiling() else sys.modules.get("torch._dynamo.eval_frame")
-    if dynamo is not None:
+    skip_code = getattr(dynamo, "skip_code", None)  # of PyTorch 2.11 to 2.13
+    if skip_code is not None:
         own = Interception.__torch_function__, Interception._asked_in_flex, Watch.__torch_function__, call_function
         for function in (*own, *functions):
-            dynamo.skip_code(function.__code__)
+            skip_code(function.__code__)
 
 
 def _inside_checkpoint() -> bool:

@@ -153,8 +153,9 @@ class _ContextParallel(Trainer):
             if getattr(self, name) is not None:
                 refuse(f"{where}: {name}", None, "a function", hint, UnsupportedError)
         if not self.model_accepts_loss_kwargs:
-            hint = "its loss could not be divided by the tokens of all ranks"
-            refuse(where, "a model whose forward takes **kwargs", type(self.model).__name__, hint, UnsupportedError)
+            hint = "a forward that takes **kwargs, and no accepts_loss_kwargs = False, say that it is"
+            what = "a model whose loss is divided by num_items_in_batch, the tokens of all ranks"
+            refuse(where, what, type(self.model).__name__, hint, UnsupportedError)
         for adapter in getattr(self.model, "peft_config", {}).values():
             got = "ALORA" if getattr(adapter, "alora_invocation_tokens", None) else adapter.peft_type.value
             if got != "LORA":

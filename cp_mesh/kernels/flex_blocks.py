@@ -54,8 +54,8 @@ def _made(tile: Tile, shape: tuple[int, int, int, int]) -> Any:
         seen = seen.unflatten(3, (num_k, BLOCK)).unflatten(2, (num_q, BLOCK))
         return seen.any(-1).any(-2), seen.all(-1).all(-2)
 
-    b, h, j = (torch.arange(n, device=device) for n in (B, H, num_k * BLOCK))
-    parts = [torch.arange(num_q * BLOCK, device=device) + begin for begin in range(0, Sq, num_q * BLOCK)]
+    b, h, j, i = (torch.arange(n, device=device, dtype=torch.int32) for n in (B, H, num_k * BLOCK, num_q * BLOCK))
+    parts = [i + begin for begin in range(0, Sq, num_q * BLOCK)]
     run = program(("blocks", tile.key, Sq, Sk), (b, h, parts[0], j, *tile.of_mask), lambda options: of_rows)
     found = zip(*(run(b, h, i, j, *tile.of_mask) for i in parts), strict=True)
     some, every = (torch.cat(x, 2)[:, :, : -(-Sq // BLOCK)] for x in found)

@@ -28,7 +28,9 @@ def program(
     It is given options of PyTorch's kernels: those that read more in a loop may need shared memory for fewer stages.
     Inductor must not pad strides: the templates take rows of lse and delta to follow each other.
     """
-    key = key, tuple((x.shape, x.stride(), x.dtype, x.device) for x in inputs)
+    # the templates ask for float32's precision when they are compiled
+    precision = torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32
+    key = key, precision, tuple((x.shape, x.stride(), x.dtype, x.device) for x in inputs)
     if key not in _programs:
         on_cpu, device = inputs[0].device.type == "cpu", inputs[0].device
 

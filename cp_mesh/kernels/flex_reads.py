@@ -69,7 +69,8 @@ class _Rewriting:
         self._captured = {node: i for i, node in enumerate(inputs[len(scalars) :])}
         for node in scalars:
             self._nodes[node] = self._graph.node_copy(node)
-        self._score, *_ = *_, self._b, self._h, self._i, self._j = scalars
+        *score, self._b, self._h, self._i, self._j = scalars
+        self._first, self._scores = scalars[0], bool(score)
         self._depends = {node: {node} & {self._i, self._j} for node in scalars}
         self._last = self._nodes[self._j]
         self._zero = self._call(aten.bitwise_xor.Tensor, *[self._nodes[self._b]] * 2)
@@ -102,9 +103,11 @@ class _Rewriting:
                 continue
             whole = {x: self._read(x, ()) for x in node.all_input_nodes if x in self._captured}  # which have no dims
             copied = self._graph.node_copy(node, (self._nodes | whole).__getitem__)
-            if copied.target is aten.scalar_tensor.default and type(copied.args[0]) is float:
-                copied.target, copied.args = aten.full_like.default, (self._nodes[self._score], copied.args[0])
-                copied.kwargs = {}  # a number beside scores, of no dtype and device of its own
+            if copied.target is aten.scalar_tensor.default and type(number := copied.args[0]) is float:
+                copied.target, copied.args = aten.full_like.default, (self._nodes[self._first], number)
+                # not on a device of its own; in float32 where that is the same number: scores are computed so
+                as_score = self._scores and (number != number or torch.tensor(number).item() == number)
+                copied.kwargs = {} if as_score else {"dtype": copied.kwargs.get("dtype", torch.float32)}
             self._nodes[node] = self._without_literals(copied) if node in self._in_indices else copied
         for i, (place, node) in enumerate(self._constants.values()):
             with self._graph.inserting_after(self._last):

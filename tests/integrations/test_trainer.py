@@ -543,7 +543,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda: _make(model=None, model_init=lambda: build("llama", "sdpa")),
         "build the model and pass it",
     ),
-    "a model without counts": (_no_kwargs, "a model whose forward takes **kwargs"),
+    "a model without counts": (_no_kwargs, "a model whose loss is divided by num_items_in_batch"),
     "dispatched batches": (lambda: _make(accelerator_config={"dispatch_batches": True}), "dispatch_batches"),
     "batches of each rank": (lambda: _train(data_collator=other_on_each_rank), "the same input_ids on every cp rank"),
     "sums of gradients": (lambda: _train(callbacks=[Does(sum_gradients)]), "leave sum_gradients out"),

@@ -124,13 +124,14 @@ def compare(
     whole |= {name: x for name, x in given.items() if name != "documents"}
     logits, loss = oracle.whole_loss(reference, documents_of(given), **whole)
     cp = mesh((dist.get_world_size(),), ("cp",))
-    model = parallelize(made(family, "eager"), cp, layout=layout)
+    model = parallelize(made(family, "eager"), cp, layout=layout, gather_output=images)
     if changes is not None:
         changes(model)
     output = model(**given)
     output.loss.backward()
     kept = given.get("attention_mask", torch.ones(B, S)).bool()
-    found = sequence_of(model).unshard(output.logits)
+    assert output.get("past_key_values") is None
+    found = output.logits if images else sequence_of(model).unshard(output.logits)
     grads = {name: summed(torch.zeros_like(x) if x.grad is None else x.grad) for name, x in model.named_parameters()}
     wanted = {name: x.grad for name, x in reference.named_parameters() if x.grad is not None}
     assert len(wanted) > 5 and set(wanted) <= set(grads)
@@ -812,8 +813,8 @@ def run_page(rank: int) -> None:
     }
     if not OLD:
         inputs = batch_with_images("gemma3", "plain")
-        del inputs["labels"]
-        names |= {"vision_model": build_with_images("gemma3", "eager"), "inputs": inputs}
+        labels = inputs.pop("labels")
+        names |= {"vision_model": build_with_images("gemma3", "eager"), "inputs": inputs, "labels": labels}
     text = (ROOT / "docs" / "transformers.md").read_text()
     for block in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         if not OLD or "vision" not in block:

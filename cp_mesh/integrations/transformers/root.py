@@ -168,6 +168,7 @@ class _Adapter:
                 hint = "this model makes its masks itself, so it is not available"
                 refuse(type(text).__name__, "padding [B, S]", list(padding.shape), hint, UnsupportedError)
             del given["attention_mask"]  # which the batch's mask has
+        given["use_cache"] = False  # which not every model hands on
         sequence, embeds = batch.sequence, given["inputs_embeds"]
         ids = given.get("position_ids", torch.arange(embeds.shape[1], device=embeds.device)[None])
         check_lengths(text.config, self.facts.accepted, sequence, ids.flatten(0, -2))
@@ -176,7 +177,8 @@ class _Adapter:
         if "visual_pos_masks" in given:  # where features of images are added in some layers; these lie one by one
             marked = given["visual_pos_masks"]
             numbers = sequence.shard(marked.flatten().cumsum(0).view_as(marked) * marked, pad_value=0)
-            given["visual_pos_masks"], own = numbers > 0, numbers[numbers > 0] - 1
+            given["visual_pos_masks"] = here = numbers > 0
+            own = numbers[here] - 1
             given["deepstack_visual_embeds"] = [features[own] for features in given["deepstack_visual_embeds"]]
         with batch.watch or nullcontext():
             return forward(**given)
