@@ -30,7 +30,7 @@ from cp_mesh.kernels.scores import FUNCTIONS, ScoreGradients, Scores
 
 _OPTIONS: dict[str, Any] = {
     "PRESCALE_QK": False, "ROWS_GUARANTEED_SAFE": False, "BLOCKS_ARE_CONTIGUOUS": False, "WRITE_DQ": True,
-    "OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False, "BACKEND": "TRITON",
+    "OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False, "BACKEND": "TRITON", "RESULTS_IN_FLOAT32": True,  # a name of ours
 }  # fmt: skip
 
 
@@ -127,5 +127,6 @@ FLEX = merging_kernel(
     _forward,
     _backward,
     uses_delta=True,
+    rounds=False,
     one_tile=True,
 )

@@ -13,6 +13,10 @@ torch.compile of flex_attention on one GPU with nothing sent: causal, over as ma
 those of as many pairs as a rank of the others computes: multiplied by (whole pairs / ranks) / (its own pairs), which is
 close to the number of ranks.
 
+``--played 1/8`` is for a machine with one GPU: it plays one rank, as played.py does, so nothing travels and times are
+those that a rank takes at least. Each peer holds this rank's keys. PyTorch's reduction of gradients of keys is left
+undone there, and these are not compared.
+
 A gate comes first: out and gradients of ``--gate-rows`` rows a rank, captured tensors included, each compared with
 float64. Of a contestant that fails it, or cannot run, only the status is written. In each repeat every contestant takes
 ``--calls`` calls that follow one another, after a barrier; a time is that of one call on the slowest rank, and a row
@@ -55,7 +59,7 @@ from cp_mesh.transport import symmetric_memory_bytes  # noqa: E402
 SOFTCAP = 20.0
 COLUMNS = (
     *("date", "commit", "gpu", "world_size", "torch", "cuda", "cudnn", "nccl", "packages"),
-    *("contestant", "score", "rows", "heads_q", "heads_kv", "head_dim", "dtype", "repeats", "calls_per_time"),
+    *("played", "contestant", "score", "rows", "heads_q", "heads_kv", "head_dim", "dtype", "repeats", "calls_per_time"),
     *("fwd_ms", "fwd_ms_min", "fwd_ms_max", "fwdbwd_ms", "fwdbwd_ms_min", "fwdbwd_ms_max"),
     *("of_floor_fwd", "of_floor_fwdbwd", "extra_gib", "symmetric_gib"),
     *("error", "bound", "status"),  # RMS error over RMS of the exact result, in the gate; and what it may be
@@ -117,6 +121,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--calls", type=int, default=5)
     add("--forward", action="store_true", help="no backward: PyTorch has none on CPUs")
     add("--compile", action="store_true", help="run each contestant once, at the gate's rows and the others")
+    add("--played", help="RANK/SIZE: one device plays this rank")
     add("--time-limit", type=float, default=float("inf"), help="seconds after which no case is begun")
     add("--csv", type=Path, help="append a row a contestant")
     add("--commit", help="recorded in the rows (default: ask git)")
@@ -135,6 +140,7 @@ def compiled(device_type: str) -> Callable[..., Tensor]:
 def ours(function: Function, rows: int, args: argparse.Namespace, ranks: Ranks) -> Callable[..., Tensor]:
     options: dict[str, Any] = {"mesh": ranks.mesh, "seq_dim": 2, "layout": ZigZag(), "mask": Mask()}
     options |= {"method": "ring", "kernel": args.kernel, "enable_gqa": True}
+    options |= {"transport": "symmetric_memory"} if args.played else {}
     return lambda q, k, v: flex_attention(q, k, v, function.score_mod, **options)
 
 
@@ -187,12 +193,23 @@ FLOOR = "floor"
 
 
 def whole_tensors(rows: int, args: argparse.Namespace, ranks: Ranks) -> list[Tensor]:
-    """q, k, v, dout of the whole sequence, the same on every rank."""
+    """q, k, v, dout of the whole sequence, the same on every rank; of a played one, keys and values are its own."""
     generator = torch.Generator(ranks.device).manual_seed(0)
     heads = (args.num_heads, args.num_kv_heads, args.num_kv_heads, args.num_heads)
     shapes = ((1, n, rows * ranks.size, args.head_dim) for n in heads)
     drawn = (torch.randn(shape, generator=generator, device=ranks.device) for shape in shapes)
-    return [x.to(getattr(torch, args.dtype)) for x in drawn]
+    whole = [x.to(getattr(torch, args.dtype)) for x in drawn]
+    if args.played:
+        own = positions(rows, ranks)
+        for rank in range(ranks.size):
+            at = ZigZag().positions(rows * ranks.size, ranks.size, rank).to(ranks.device)
+            for x in whole[1:3]:
+                x[:, :, at] = x[:, :, own]
+    return whole
+
+
+def positions(rows: int, ranks: Ranks) -> Tensor:
+    return ZigZag().positions(rows * ranks.size, ranks.size, ranks.rank).to(ranks.device)
 
 
 class Run:
@@ -201,8 +218,8 @@ class Run:
     def __init__(self, name: str, score: str, rows: int, args: argparse.Namespace, ranks: Ranks) -> None:
         size = ranks.size
         self.function = Function(score, rows * size, args.num_heads, ranks.device)
-        at = torch.arange(rows) if name == FLOOR else ZigZag().positions(rows * size, size, ranks.rank)
-        local = (x[:, :, at.to(ranks.device)].contiguous() for x in whole_tensors(rows, args, ranks))
+        at = torch.arange(rows, device=ranks.device) if name == FLOOR else positions(rows, ranks)
+        local = (x[:, :, at].contiguous() for x in whole_tensors(rows, args, ranks))
         self.q, self.k, self.v, self.dout = local
         self._call = ({FLOOR: floor} | CONTESTANTS)[name](self.function, rows, args, ranks)
         self._leaves = [] if args.forward else [self.q, self.k, self.v, *self.function.learned]
@@ -222,15 +239,20 @@ class Run:
 
 
 def exact(score: str, args: argparse.Namespace, ranks: Ranks, dtype: torch.dtype) -> list[Tensor]:
-    """out, dq, dk, dv and gradients of what is learned, of one device, by products of a dtype.
+    """out, dq, dk, dv of this rank's rows, and gradients of what is learned, of one device, by products of a dtype.
 
-    As kernels do, and autograd does not: gradients of scores from the out that was rounded.
+    Of a played rank, from its queries alone. As kernels do, and autograd does not: gradients of scores from the out
+    that was rounded.
     """
     rows, S, device = args.gate_rows, args.gate_rows * ranks.size, ranks.device
     function = Function(score, S, args.num_heads, device)
     q, k, v, dout = (x.to(dtype) for x in whole_tensors(rows, args, ranks))
+    own = positions(rows, ranks)
+    queries = own if args.played else torch.arange(S, device=device)
+    of_rank = slice(None) if args.played else own  # of queries
+    q, dout = q[:, :, queries], dout[:, :, queries]
     b, h = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device), torch.arange(q.shape[1], device=device)
-    i, j = (torch.arange(S, device=device).view(shape) for shape in ((-1, 1), (1, -1)))
+    i, j = queries.view(-1, 1), torch.arange(S, device=device)
     leaves = [x.requires_grad_() for x in (q, k, *function.learned)]
     keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     wide = torch.promote_types(dtype, torch.float32)
@@ -239,12 +261,12 @@ def exact(score: str, args: argparse.Namespace, ranks: Ranks, dtype: torch.dtype
     weights = scores.detach().softmax(-1)
     out = weights.to(dtype) @ values
     if args.forward:
-        return [out]
+        return [out[:, :, of_rank]]
     delta = (dout.to(wide) * out).sum(-1, keepdim=True)
     dscores = weights * ((dout @ values.mT).to(wide) - delta)
     dv = (weights.to(dtype).mT @ dout).unflatten(1, (k.shape[1], -1)).sum(2)
     dq, dk, *found = torch.autograd.grad(scores, leaves, dscores)
-    return [out, dq, dk, dv, *found]
+    return [out[:, :, of_rank], dq[:, :, of_rank], dk[:, :, own], dv[:, :, own], *found]
 
 
 def gate(score: str, args: argparse.Namespace, ranks: Ranks) -> tuple[dict[str, Any], float]:
@@ -252,8 +274,6 @@ def gate(score: str, args: argparse.Namespace, ranks: Ranks) -> tuple[dict[str, 
     want = exact(score, args, ranks, torch.float64)
     plain = exact(score, args, ranks, getattr(torch, args.dtype))
     bound = PLAIN_FACTOR * max(relative(x.double(), y) for x, y in zip(plain, want, strict=True)) + ROUNDING
-    at = ZigZag().positions(args.gate_rows * ranks.size, ranks.size, ranks.rank).to(ranks.device)
-    want = [x[:, :, at] for x in want[:4]] + want[4:]
     found = {}
     for name in args.contestants:
 
@@ -264,7 +284,10 @@ def gate(score: str, args: argparse.Namespace, ranks: Ranks) -> tuple[dict[str, 
             return got
 
         got, problem = ranks.attempt(results)
-        errors = [relative(x.double(), y.double()) for x, y in zip(got, want, strict=True)] if got else [torch.inf]
+        pairs = [*zip(got, want, strict=True)] if got else []
+        if args.played and name != "cp_mesh":
+            del pairs[2:4]
+        errors = [relative(x.double(), y.double()) for x, y in pairs] or [torch.inf]
         error = float(ranks.largest(max(errors)))
         failed = "" if error <= bound else f"failed the gate: {error:.1e} > {bound:.1e}"
         found[name] = error, problem or failed or "ok"
@@ -328,11 +351,22 @@ def figures(times: Sequence[Sequence[float]], floor: Sequence[Sequence[float]] |
     return row
 
 
+def played_rank(args: argparse.Namespace) -> Ranks:
+    import played
+
+    device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
+    ranks = played.PlayedRank(*map(int, args.played.split("/")), device)
+    played.begin_case(ranks, [])
+    played.symmetric.SymmetricOutgoing = played.PlayedOutgoing  # type: ignore[misc]
+    return ranks
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
-    ranks = Ranks(args.device)
-    about = machine(ranks.device, ranks.size, args.commit) | {"heads_q": args.num_heads, "heads_kv": args.num_kv_heads}
-    about |= {"head_dim": args.head_dim, "dtype": args.dtype, "calls_per_time": args.calls}
+    ranks = Ranks(args.device) if args.played is None else played_rank(args)
+    about = machine(ranks.device, 1 if args.played else ranks.size, args.commit)
+    about |= {"heads_q": args.num_heads, "heads_kv": args.num_kv_heads}
+    about |= {"played": args.played or "", "head_dim": args.head_dim, "dtype": args.dtype, "calls_per_time": args.calls}
     began, failed = time.monotonic(), False
     verdicts: dict[str, tuple[dict[str, Any], float]] = {}
     for rows in args.rows:
