@@ -99,6 +99,7 @@ def read_mask(
         refuse("block_mask", "a mask with a mask_mod", None, "block_mask=None shows every pair")
     function, captured = trace("mask_mod", block_mask.mask_mod, query, last)
     assert function is not None
+    function.check(captured, (*sizes, sizes[2]))
     if isinstance(block_mask, BlockMask):
         if any(isinstance(x, DTensor) for x in captured):
             hint = "cp_mesh.create_block_mask(mask_mod, B, H, S, S) has none"

@@ -155,7 +155,13 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
 
 
-def make_scores(options: Options, tensors: Tensors, dtype: torch.dtype, captured: Sequence[Tensor] = ()) -> Scores:
+def make_scores(
+    options: Options,
+    tensors: Tensors,
+    dtype: torch.dtype,
+    captured: Sequence[Tensor] = (),
+    seq_len: int = Scores.seq_len,
+) -> Scores:
     """What the passes are told of the scores; ``dtype`` is the accumulation dtype."""
     seed = tensors.dropout_seed
     cast: dict[str, Any] = {
@@ -173,6 +179,7 @@ def make_scores(options: Options, tensors: Tensors, dtype: torch.dtype, captured
         mask_mod=functions.find(options.mask_mod),
         captured=tuple(x.to(torch.promote_types(x.dtype, dtype)) if x.is_floating_point() else x for x in captured),
         in_order=options.deterministic,
+        seq_len=seq_len,
         **cast,
     )
 

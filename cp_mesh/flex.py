@@ -152,6 +152,8 @@ class Functions:
             last: the last index of a token. Greater ones, of padding, are this one in functions.
         """
         score_function, of_score = trace("score_mod", score_mod, query, last)
+        if score_function is not None:
+            score_function.check(of_score, (*sizes, sizes[2]))
         if block_mask is None:
             return cls(score_function, None, of_score, ())
         mask_mod, of_mask = read_mask(block_mask, query, sizes, last)

@@ -74,7 +74,7 @@ def make_plan(
         check_tensors(q, k, v)
         check_scores(q, tensors, seq_len)
         if has_functions or any(x is not None for x in tensors[len(read) :]):
-            scores = make_scores(options, tensors, accumulation_dtype(q.dtype), captured)
+            scores = make_scores(options, tensors, accumulation_dtype(q.dtype), captured, seq_len)
         if any(x is not None for x in read) or (scores is not None and scores.needs_positions):
             resolve = _resolve_few  # they hold memory of the device
     shapes = Operand.of(q), Operand.of(k), Operand.of(v)

@@ -73,6 +73,11 @@ SCORES: dict[str, Use] = {
         lambda t: lambda score, b, h, q, kv: score + t["table"][h, q - kv + t["table"].shape[1] // 2],
         lambda x, t, i, j: x + t["table"][:, i - j + len(i) - 1],
     ),
+    "read from the end": Use(
+        lambda B, H, S: {"table": numbers(H, 2 * S - 1)},
+        lambda t: lambda score, b, h, q, kv: score + t["table"][h, q - kv],
+        lambda x, t, i, j: x + t["table"][:, i - j],
+    ),
     "softcap": Use(
         nothing,
         lambda t: lambda score, b, h, q, kv: 1.5 * torch.tanh(score / 1.5),

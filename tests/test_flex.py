@@ -625,6 +625,7 @@ def branches(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor)
 
 
 COUNTER, META, TABLE = torch.zeros(3), torch.zeros((), device="meta"), numbers(S)
+SHORT, THREE = numbers(4, S - 1), torch.arange(3)
 
 
 def counts(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -711,6 +712,14 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], dict[str, Any]]]] = 
     "a kernel without masks": (
         UnsupportedError, "scores with mask_mod",
         lambda: {"block_mask": masked()(), "kernel": "cpu_flash"},
+    ),
+    "a tensor that ends before the keys": (
+        ArgumentError, "read at kv_idx: expected 12 elements, got 11",
+        lambda: {"score_mod": lambda s, b, h, i, j: s + SHORT[h, j]},
+    ),
+    "a mask that ends before the heads": (
+        ArgumentError, "read at h: expected 4 elements, got 3",
+        lambda: {"block_mask": create_block_mask(lambda b, h, i, j: i >= j + THREE[h], B, 4, S, S)},
     ),
     "another device": (
         ArgumentError, "a tensor on cpu",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -274,13 +275,59 @@ def test_lse_is_given_to_the_backward_as_its_template_reads_it() -> None:
     assert found[0].is_contiguous() and torch.equal(found[0], lse)
 
 
+class Indices(torch.fx.Interpreter):
+    """Runs the graph of `Reads`, and notes the indices at which tensors are read."""
+
+    def __init__(self, reads: Reads) -> None:
+        super().__init__(reads.graph)
+        self.found: list[list[int]] = []
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if "apply" in str(target):
+            self.found.append([int(x) for x in args[1]])
+        return super().call_function(target, args, kwargs)
+
+
+def test_indices_count_from_the_end_and_no_further() -> None:
+    """PyTorch's templates read memory before and after a tensor."""
+    table, offset = torch.arange(8.0), torch.tensor([3, 100])
+    score_mod, captured = trace("score_mod", lambda s, b, h, i, j: s + table[i - j] * offset[j - i], torch.zeros(1))
+    assert score_mod is not None
+    reads = Reads.of(score_mod, S)
+    tensors = reads.of_captured(captured, torch.device("cpu"))
+
+    def at(i: int, j: int) -> tuple[float, list[list[int]]]:
+        running = Indices(reads)
+        result = running.run(torch.tensor(0.5), *(torch.tensor(n, dtype=torch.int32) for n in (0, 0, i, j)), *tensors)
+        return result.item(), [found for found in running.found if len(found) == 2]
+
+    value, found = at(1, 2)
+    assert value == 0.5 + 7 * 100 and found == [[7, 0], [1, 0]], "-1 is the last"
+    value, found = at(0, 0)
+    assert value == 0.5 and found == [[0, 0], [0, 0]]
+    for i, j in ((8, 0), (0, 9), (0, 2)):
+        value, found = at(i, j)
+        assert math.isnan(value) and all(0 <= n < 8 for n, _ in found)
+
+
+def test_masks_count_from_the_end_too() -> None:
+    seen = torch.tensor([True, False, False])
+    mask_mod, captured = trace("mask_mod", lambda b, h, i, j: seen[i - j], torch.zeros(1))
+    assert mask_mod is not None
+    reads = Reads.of(mask_mod, S)
+    running = Indices(reads)
+    tensors = reads.of_captured(captured, torch.device("cpu"))
+    assert not running.run(*(torch.tensor(n, dtype=torch.int32) for n in (0, 0, 0, 2)), *tensors)
+    assert [1, 0] in running.found
+
+
 @pytest.mark.parametrize("score", ["relative table", "one temperature", "two through each other", "tanh chain"])
 def test_no_literal_is_part_of_an_index(score: str) -> None:
     """PyTorch 2.11 takes an index with one for a scalar, and fails to compile its gradient on GPUs."""
     of_score = SCORES[score].tensors(B, H, S)
     score_mod, _ = trace("score_mod", SCORES[score].make(of_score), torch.zeros(1))
     assert score_mod is not None
-    reads = Reads.of(score_mod)
+    reads = Reads.of(score_mod, S)
     nodes, seen = [x for node in reads.graph.graph.nodes if "apply" in str(node.target) for x in node.args[1]], set()
     while nodes:
         node = nodes.pop()
@@ -290,3 +337,59 @@ def test_no_literal_is_part_of_an_index(score: str) -> None:
     assert seen and len(reads.sources) == len(reads.copies)
     for node in seen:
         assert not any(type(x) in (int, float) for x in node.args), node.format_node()
+
+
+EIGHT, WIDE, IDS_OF_ROWS = torch.zeros(8), torch.zeros(15), torch.zeros(8, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("score", "looked_at"),
+    [
+        (lambda s, b, h, i, j: s + EIGHT[j], ()),
+        (lambda s, b, h, i, j: s + EIGHT[i - j], ((True, False),)),
+        (lambda s, b, h, i, j: s + WIDE[i - j + 7], ((False, False),)),
+        (lambda s, b, h, i, j: s + EIGHT[(i - j).abs()], ((False, False),)),
+        (lambda s, b, h, i, j: s + EIGHT[(i - j).clamp(0, 7)], ((False, False),)),
+        (lambda s, b, h, i, j: s + EIGHT[(i - j).clamp(max=3)], ((True, False),)),
+        (lambda s, b, h, i, j: s + EIGHT[(i - 2 * j).clamp(max=3)], ((True, True),)),
+        (lambda s, b, h, i, j: s + EIGHT[(9 * i + h) % 8], ((False, False),)),
+        (lambda s, b, h, i, j: s + EIGHT[torch.minimum(i, j) & 3], ((False, False),)),
+        (lambda s, b, h, i, j: s + EIGHT[torch.maximum(i, j) // 2], ((False, False),)),
+        (lambda s, b, h, i, j: s + EIGHT[7 - i], ((False, False),)),
+        (lambda s, b, h, i, j: s + EIGHT[-i], ((True, False),)),
+        (lambda s, b, h, i, j: s + EIGHT[torch.where(i > j, i, 0)], ((False, False),)),
+        (lambda s, b, h, i, j: s + EIGHT[i.clamp_min(2) + 1], ((False, True),)),
+        (lambda s, b, h, i, j: s + EIGHT[i.clamp_max(6) + 1], ((False, False),)),
+        (lambda s, b, h, i, j: s + EIGHT[IDS_OF_ROWS[i]], ((True, True),)),
+        (lambda s, b, h, i, j: s + EIGHT[h], ()),
+        (lambda s, b, h, i, j: s + EIGHT[h + 1], ((True, True),)),
+        (lambda s, b, h, i, j: s + EIGHT[i * 2**30 * 4 % 8], ((False, False),)),
+        (lambda s, b, h, i, j: s + EIGHT[i.float().sqrt().long()], ((True, True),)),
+    ],
+)
+def test_an_index_is_looked_at_where_its_bounds_say_nothing(
+    score: Callable[..., torch.Tensor], looked_at: tuple[tuple[bool, bool], ...]
+) -> None:
+    score_mod, captured = trace("score_mod", score, torch.zeros(1))
+    assert score_mod is not None
+    reads = Reads.of(score_mod, 8)
+    assert reads.looked_at == looked_at
+    for i in range(8):
+        for j in range(8):
+            running = Indices(reads)
+            tensors = reads.of_captured(captured, torch.device("cpu"))
+            running.run(torch.tensor(0.5), *(torch.tensor(n, dtype=torch.int32) for n in (0, 0, i, j)), *tensors)
+
+
+def test_bounds_are_of_the_length() -> None:
+    """A longer sequence of the same function is another program."""
+    score_mod, _ = trace("score_mod", lambda s, b, h, i, j: s + WIDE[i - j + 7], torch.zeros(1))
+    assert score_mod is not None
+    keys = []
+    for seq_len in (8, 8, 16):
+        cover, scores = (
+            Pairs(Mask(), *[ROWS[:8]] * 2),
+            Scores(1.0, score_mod=score_mod, captured=(WIDE,), seq_len=seq_len),
+        )
+        keys.append(Tile(cover, scores, torch.float32).key)
+    assert keys[0] == keys[1] != keys[2]

@@ -270,6 +270,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
         pool,
         (test_flex_kernel.test_tiles_are_those_of_the_reference, ("tanh chain", "dilated", "documents", "one run")),
     ),
+    "indices of flex": lambda pool: alone(pool, (test_flex_kernel.test_indices_count_from_the_end_and_no_further, ())),
     "tables of flex": lambda pool: alone(
         pool, (test_flex_kernel.test_tables_of_blocks_are_of_these_heads_rows_and_tensors, ())
     ),

@@ -42,8 +42,9 @@ def program(
             torch.cuda.set_device(device)
             for options in FEWER_STAGES:
                 try:
-                    graph = traced(make(options), inputs)
-                    with _results_in_float32():
+                    function = make(options)
+                    with torch.no_grad(), _results_in_float32():  # no backward of its own for inputs with a gradient
+                        graph = traced(function, inputs)
                         return torch._inductor.compile(graph, list(inputs), {"comprehensive_padding": False})
                 except Exception as error:
                     if "out of resource" not in str(error) or options == FEWER_STAGES[-1]:
@@ -66,8 +67,9 @@ def _results_in_float32() -> Iterator[None]:
     Tiles are merged and gradients added before they are rounded: else a ring of two has up to 1.5 times the error of
     one GPU. PyTorch has no option for it, but a tensor in these places of the lowering has.
     """
-    from torch._inductor.kernel.flex import flex_attention as lowering
+    from torch._inductor.kernel.flex import flex_attention
 
+    lowering: Any = flex_attention
     thread, as_they_are = get_ident(), (lowering.FixedLayout, lowering.empty_strided)
 
     def wide(dtype: torch.dtype) -> torch.dtype:

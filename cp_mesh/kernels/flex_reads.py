@@ -6,6 +6,7 @@ arguments, and one of which many pairs read the same element has copies, which t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,10 +16,13 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from cp_mesh.kernels.flex_bounds import MOST, bounds_of
 from cp_mesh.kernels.functions import ScalarFunction
 
 COPIES = 64
 """Of the gradient of an element that a whole row of pairs reads; the square of it where all pairs do."""
+LENGTHS = 64
+"""Of the whole sequence, for which what is made of a function is kept."""
 aten = torch.ops.aten
 _index = aten.index.Tensor
 _FILLS = (aten.full_like.default, aten.new_full.default)  # which take no tensor for a number
@@ -35,16 +39,19 @@ class Reads:
             element take turns, where their gradients are summed by atomics.
         constants: the numbers in indices, which are tensors too: PyTorch 2.11 takes an index for a scalar if a literal
             is part of it, and then cannot scatter to it.
+        looked_at: of each index that is computed, whether it may count from the end, and whether it may be beyond it.
     """
 
     graph: GraphModule
     sources: tuple[int, ...]
     copies: tuple[int, ...]
     constants: tuple[int, ...]
+    looked_at: tuple[tuple[bool, bool], ...]
 
     @classmethod
-    def of(cls, function: ScalarFunction) -> Reads:
-        return _Rewriting(function).result()
+    def of(cls, function: ScalarFunction, seq_len: int) -> Reads:
+        """Of positions below ``seq_len``."""
+        return _Rewriting(function, seq_len).result()
 
     def of_captured(self, captured: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         """What the graph takes: views that hold each element ``copies`` times, and constants."""
@@ -56,13 +63,15 @@ class Reads:
 @lru_cache(maxsize=256)
 def constant_on(device: torch.device, number: int) -> Tensor:
     with torch.inference_mode(False):  # other calls have it too
-        return torch.full((2,), number, device=device)  # as kernels expect it, 16 bytes
+        narrow = -MOST <= number <= MOST  # as positions are: an index of 64 bits takes several instructions
+        dtype = torch.int32 if narrow else torch.int64
+        return torch.full((16 // dtype.itemsize,), number, dtype=dtype, device=device)  # as kernels expect it, 16 bytes
 
 
 class _Rewriting:
     """Makes the graph of a `Reads`."""
 
-    def __init__(self, function: ScalarFunction) -> None:
+    def __init__(self, function: ScalarFunction, seq_len: int) -> None:
         self._function, self._graph, self._nodes = function, Graph(), dict[Node, Node]()
         inputs = function.graph.graph.find_nodes(op="placeholder")
         scalars = inputs[: len(inputs) - function.num_captured]
@@ -76,6 +85,10 @@ class _Rewriting:
         self._zero = self._call(aten.bitwise_xor.Tensor, *[self._nodes[self._b]] * 2)
         self._sources, self._copies, self._constants = list[int](), list[int](), dict[int, tuple[Node, Node]]()
         self._in_indices = self._behind_indices()
+        self._inside: Node | None = None  # whether all indices so far are of elements that there are
+        of_rows = dict.fromkeys((self._i, self._j), (0, seq_len - 1))
+        self._looked_at = list[tuple[bool, bool]]()
+        self._bounds = bounds_of(function.graph.graph, of_rows)
 
     def _behind_indices(self) -> set[Node]:
         found, left = set[Node](), [n for node in self._function.graph.graph.nodes for n in self._index_of(node)]
@@ -101,6 +114,10 @@ class _Rewriting:
                         self._depends[x], self._nodes[x] = set(), self._read(x, ())
                 self._nodes[node] = self._read(node.args[0], at)
                 continue
+            if node.op == "output" and self._scores and self._inside is not None:
+                nothing = self._call(aten.full_like.default, self._nodes[self._first], math.nan)
+                self._graph.output(self._call(aten.where.self, self._inside, self._nodes[node.args[0]], nothing))
+                continue
             whole = {x: self._read(x, ()) for x in node.all_input_nodes if x in self._captured}  # which have no dims
             copied = self._graph.node_copy(node, (self._nodes | whole).__getitem__)
             if copied.target is aten.scalar_tensor.default and type(number := copied.args[0]) is float:
@@ -115,7 +132,8 @@ class _Rewriting:
             node.replace_input_with(place, self._last)
             self._graph.erase_node(place)
         graph = GraphModule(torch.nn.Module(), self._graph)
-        return Reads(graph, tuple(self._sources), tuple(self._copies), tuple(self._constants))
+        looked_at = tuple(self._looked_at)
+        return Reads(graph, tuple(self._sources), tuple(self._copies), tuple(self._constants), looked_at)
 
     def _call(self, target: Any, *args: Any) -> Node:
         return self._graph.call_function(target, args)
@@ -165,12 +183,38 @@ class _Rewriting:
         else:
             turn = self._call(aten.bitwise_xor.Tensor, key, key)
         turn = self._call(aten.bitwise_and.Tensor, turn, self._constant(self._copies[-1] - 1))
-        return self._call(mod_index, place, [*(self._nodes[n] for n in at), turn])
+        of_dims = (self._counted(n, size) for n, size in zip(at, x.meta["val"].shape, strict=True))
+        return self._call(mod_index, place, [*of_dims, turn])
+
+    def _counted(self, at: Node, size: int) -> Node:
+        """An index as the templates take it. They count none from the end, and read memory beyond it.
+
+        A score that reads beyond the end is no number. A mask_mod's tables of blocks stop there.
+        """
+        index, zero = self._nodes[at], self._zero
+        if at.op == "placeholder" and at not in self._captured:
+            return index  # of rows, which `ScalarFunction.check` looks at
+        least, greatest = self._bounds[at] or (-MOST, MOST)
+        may_be_beyond = self._scores and not -size <= least <= greatest < size
+        self._looked_at.append((least < 0, may_be_beyond))
+        if least < 0:
+            from_end = self._call(aten.lt.Tensor, index, zero)
+            counted = self._call(aten.add.Tensor, index, self._constant(size))
+            index = self._call(aten.where.self, from_end, counted, index)
+        if not may_be_beyond:
+            return index
+        end = self._constant(size)
+        ends = ((aten.ge.Tensor, zero), (aten.lt.Tensor, end))
+        inside = self._call(aten.bitwise_and.Tensor, *(self._call(target, index, to) for target, to in ends))
+        before = self._inside
+        self._inside = inside if before is None else self._call(aten.bitwise_and.Tensor, before, inside)
+        return self._call(aten.where.self, inside, index, zero)
 
 
-def reads_of(function: ScalarFunction) -> Reads:
-    kept: dict[str, Any] = vars(function)
-    if "_reads" not in kept:
-        kept["_reads"] = Reads.of(function)
-    reads: Reads = kept["_reads"]
-    return reads
+def reads_of(function: ScalarFunction, seq_len: int) -> Reads:
+    kept: dict[int, Reads] = vars(function).setdefault("_reads", {})
+    if seq_len not in kept:
+        if len(kept) >= LENGTHS:
+            kept.clear()
+        kept[seq_len] = Reads.of(function, seq_len)
+    return kept[seq_len]

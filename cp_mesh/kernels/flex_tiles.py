@@ -106,7 +106,8 @@ class Tile:
         key, int32 = ("numbers", numbers), torch.int32
         self._numbers = kept_of(cover, key, lambda: torch.tensor(numbers, dtype=int32, device=device))
         self._stepped = tuple(steps is not None for steps in cover.steps)
-        self._score, self._mask = (None if x is None else reads_of(x) for x in (scores.score_mod, scores.mask_mod))
+        functions = scores.score_mod, scores.mask_mod
+        self._score, self._mask = (None if x is None else reads_of(x, scores.seq_len) for x in functions)
         num = 0 if scores.score_mod is None else scores.score_mod.num_captured
         self.sources = () if self._score is None else self._score.sources
         of_score = () if self._score is None else self._score.of_captured(scores.captured[:num], device)
@@ -115,8 +116,11 @@ class Tile:
         self.of_mask = self._numbers, *self.rows.tensors, *of_mask
         reads = tuple(name_of_captured(i) in scores.wanted for i in self.sources)
         self.wanted = reads + (False,) * (len(of_score) - len(reads))
-        handles = tuple(x and x.handle for x in (scores.score_mod, scores.mask_mod))
-        self.key = handles, self.rows.dims, self.wanted, self._stepped
+        codes = tuple(
+            x and (x.handle, reads and reads.looked_at)
+            for x, reads in zip(functions, (self._score, self._mask), strict=True)
+        )
+        self.key = codes, self.rows.dims, self.wanted, self._stepped
         self.cover = cover
 
     def score(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, *tensors: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from cp_mesh.errors import refuse
 
+INDICES = ("b", "h", "q_idx", "kv_idx")
 KEPT = 64
 """Functions that are kept though nobody holds them: those of a call whose backward recomputes it, for one."""
 
@@ -50,7 +51,7 @@ class ScalarFunction:
     @classmethod
     def of(cls, name: str, graph: Graph, captured: Sequence[Tensor]) -> ScalarFunction:
         """The function of a graph; one that is known already if it is equal."""
-        code = graph.python_code("self").src
+        code = "\n".join(f"{x.name} = {x.target} {x.args} {x.kwargs}" for x in graph.nodes)
         read = ", ".join(f"{str(x.dtype).removeprefix('torch.')}{[*x.shape]}" for x in captured)
         anywhere = re.sub(r"(device\(type='\w+'), index=\d+\)", r"\1)", code)
         handle = hashlib.sha256(f"{anywhere}\n{read}".encode()).hexdigest()[:24]
@@ -64,6 +65,25 @@ class ScalarFunction:
             _last.remove(function)
         _last.append(function)
         return function
+
+    def check(self, captured: Sequence[Tensor], sizes: tuple[int, int, int, int]) -> None:
+        """Refuse tensors that are too short where they are read at an index itself.
+
+        Args:
+            captured: as the graph takes them, or DTensors.
+            sizes: how many batch rows, heads, queries and keys are counted.
+        """
+        inputs = self.graph.graph.find_nodes(op="placeholder")
+        of_index = dict(zip(inputs[len(inputs) - len(captured) - 4 :], zip(INDICES, sizes, strict=True), strict=False))
+        of_captured = dict(zip(inputs[len(inputs) - len(captured) :], captured, strict=True))
+        for node in self.graph.graph.find_nodes(op="call_function", target=torch.ops.aten.index.Tensor):
+            if node.args[0] not in of_captured:
+                continue
+            for dim, at in enumerate(node.args[1]):
+                name, size = of_index.get(at, ("", 0))
+                if (there := of_captured[node.args[0]].shape[dim]) < size:
+                    hint = f"{name} counts all of the call: those of the whole sequence, and of all ranks of DTensors"
+                    refuse(f"dim {dim} of a captured tensor, read at {name}", f"{size} elements", there, hint)
 
     def sizes(self, batch: int, heads: int) -> tuple[int, int]:
         """Of how many batch rows and heads a mask_mod differs; 1 where it does not read the index."""

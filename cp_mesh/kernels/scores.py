@@ -185,6 +185,7 @@ class Scores:
         in_order: whether gradients of captured tensors must be sums in a fixed order.
         wanted: which of alibi_slopes, relative_bias and bias need a gradient, and which captured tensors, by
             `name_of_captured`.
+        seq_len: positions are below it.
     """
 
     scale: float
@@ -202,6 +203,7 @@ class Scores:
     captured: tuple[Tensor, ...] = ()
     in_order: bool = False
     wanted: frozenset[str] = frozenset()
+    seq_len: int = 2**31 - 1
 
     @cached_property
     def features(self) -> frozenset[str]:

@@ -184,6 +184,21 @@ def _(of_whole: Any) -> Any:
     return with_local(1, of_whole)
 
 
+@plant("the flex kernel reads before and after a tensor", "kernels.flex_reads:_Rewriting._counted", "indices of flex")
+def _(counted: Any) -> Any:
+    return lambda self, at, size: self._nodes[at]
+
+
+@plant("what is read beyond a tensor is a number", "kernels.flex_reads:_Rewriting._counted", "indices of flex")
+def _(counted: Any) -> Any:
+    def mutant(self: Any, at: Any, size: int) -> Any:
+        index = counted(self, at, size)
+        self._inside = None
+        return index
+
+    return mutant
+
+
 @plant("the flex kernel's backward forgets mask_mod", "kernels.flex:_backward", "tiles of flex")
 def _(backward: Any) -> Any:
     return lambda tile: backward(tile._replace(scores=replace(tile.scores, mask_mod=None)))

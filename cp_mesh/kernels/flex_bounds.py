@@ -1,0 +1,75 @@
+"""The least and the greatest value of each integer that a function computes, as far as positions and its code tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+Bounds = tuple[int, int] | None  # None: not known
+aten = torch.ops.aten
+MOST = 2**31 - 1
+
+
+def _product(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
+    corners = [x * y for x in a for y in b]
+    return min(corners), max(corners)
+
+
+def _quotient(a: tuple[int, int], b: tuple[int, int]) -> Bounds:
+    return (a[0] // b[0], a[1] // b[0]) if b[0] == b[1] > 0 else None
+
+
+_OF: dict[Any, Callable[..., Bounds]] = {
+    aten.add.Tensor: lambda a, b: (a[0] + b[0], a[1] + b[1]),
+    aten.sub.Tensor: lambda a, b: (a[0] - b[1], a[1] - b[0]),
+    aten.rsub.Scalar: lambda a, b: (b[0] - a[1], b[1] - a[0]),
+    aten.mul.Tensor: _product,
+    aten.neg.default: lambda a: (-a[1], -a[0]),
+    aten.abs.default: lambda a: (max(0, a[0], -a[1]), max(-a[0], a[1])),
+    aten.minimum.default: lambda a, b: (min(a[0], b[0]), min(a[1], b[1])),
+    aten.maximum.default: lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
+    aten.floor_divide.default: _quotient,
+    aten.scalar_tensor.default: lambda a: a,
+}
+_OF |= {aten.clamp_min.default: _OF[aten.maximum.default], aten.clamp_max.default: _OF[aten.minimum.default]}
+_ALWAYS: dict[Any, Callable[[int], tuple[int, int]]] = {  # whatever the first is
+    aten.remainder.Scalar: lambda n: (0, n - 1),
+    aten.bitwise_and.Scalar: lambda n: (0, n),
+}
+
+
+def bounds_of(graph: Graph, known: Mapping[Node, Bounds]) -> dict[Node, Bounds]:
+    """Of all nodes; ``known``: of indices. What leaves 32 bits is not known."""
+    found = dict(known)
+    for node in graph.nodes:
+        if node not in found:
+            bounds = _bounds(node, found) if node.op == "call_function" else None
+            found[node] = bounds if bounds and -MOST <= bounds[0] <= bounds[1] <= MOST else None
+    return found
+
+
+def _bounds(node: Node, found: Mapping[Node, Bounds]) -> Bounds:
+    target, args = node.target, node.args
+    if target in _ALWAYS and type(args[1]) is int and args[1] > 0:
+        return _ALWAYS[target](args[1])
+    if target in (aten.where.self, aten._to_copy.default):
+        parts = [_of_argument(x, found) for x in (args[1:] if target is aten.where.self else args)]
+        whole = node.meta["val"].dtype in (torch.int32, torch.int64)
+        return None if not whole or None in parts else (min(a for a, _ in parts), max(b for _, b in parts))  # type: ignore[misc]
+    if target is aten.clamp.default:
+        bounds = _of_argument(args[0], found)
+        for limit, nearest in zip(args[1:], (max, min), strict=False):
+            if limit is not None and bounds is not None:
+                bounds = (nearest(bounds[0], limit), nearest(bounds[1], limit)) if type(limit) is int else None
+        return bounds
+    each = [_of_argument(x, found) for x in args]
+    return None if target not in _OF or None in each or set(node.kwargs) & {"alpha"} else _OF[target](*each)
+
+
+def _of_argument(x: Any, found: Mapping[Node, Bounds]) -> Bounds:
+    if isinstance(x, Node):
+        return found[x]
+    return (x, x) if type(x) is int else None
