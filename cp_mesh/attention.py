@@ -39,6 +39,7 @@ from cp_mesh.placements import (
 )
 from cp_mesh.plan import make_plan
 from cp_mesh.seen import Rows, check_marks
+from cp_mesh.sources import Sources
 
 _ANY_MASK = Mask()
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
@@ -52,6 +53,7 @@ class Asked(NamedTuple):
         score_mod, mask_mod: handles of `cp_mesh.kernels.functions`, or "".
         captured: what these functions read, in the order of `Call.captured`.
         first_head, first_batch: what heads and batch rows of a local query count from, in these functions.
+        sources: which sources mask_mod shows to whom, if that is known.
     """
 
     mesh: DeviceMesh | dist.ProcessGroup | None = None
@@ -81,6 +83,7 @@ class Asked(NamedTuple):
     captured: tuple[Tensor, ...] = ()
     first_head: int = 0
     first_batch: int = 0
+    sources: Sources | None = None
 
 
 def attention(
@@ -273,6 +276,8 @@ def _make_call(query: Tensor, key: Tensor, value: Tensor, axis: CPAxis, asked: A
     check_score_placements(given, query, form)
     captured, cuts = place_captured(asked.captured, query, axis, seq_len)
     options = options._replace(captured_cuts=cuts) if cuts else options
+    if asked.sources is not None:
+        options = options._replace(sources=asked.sources.of_call(axis.group.group_name, layout, seq_len))
     call = Call(tensors, seq_len, axis.seq_dim, axis.group.group_name, options, captured)
     if not torch.compiler.is_compiling():
         rows = Rows(options.layout, seq_len, axis.group.group_name)
@@ -294,7 +299,8 @@ def make_options(query: Tensor, key: Tensor, value: Tensor, asked: Asked, form: 
     known = type(asked.mask) is Mask and isinstance(asked.layout, Layout)  # others are refused by name
     if known and not drops and not torch.compiler.is_compiling():
         named = asked._replace(
-            mesh=None, mask=_ANY_MASK, sinks=None, alibi_slopes=None, relative_bias=None, bias=None, captured=()
+            mesh=None, mask=_ANY_MASK, sinks=None, alibi_slopes=None, relative_bias=None, bias=None, captured=(),
+            sources=None,
         )  # fmt: skip
         with suppress(TypeError):  # of something without a hash, which is refused by name
             return _of_these_heads(_resolve_once(asked.layout.spec(), asked.mask.spec(), *beside, *named), query, form)

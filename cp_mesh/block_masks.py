@@ -15,6 +15,8 @@ from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.kernels.functions import ScalarFunction
 from cp_mesh.masks import Mask
 from cp_mesh.owned import Content
+from cp_mesh.sequence import ShardedSequence
+from cp_mesh.sources import Sources, Unchanged, find_sources
 from cp_mesh.tracing import trace
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -22,15 +24,17 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class PairMask:
-    """What `create_block_mask` returns: a mask_mod, and the sizes for which it was meant. Nothing is computed of it.
+    """What `create_block_mask` returns: a mask_mod, and the sizes for which it was meant.
 
-    Its other attributes are what PyTorch's flex_attention asks for in a core of `ContextParallel`.
+    ``sources``: which ranks' keys it shows to whom, if it was made for a sequence; nothing else is computed of it. Its
+    other attributes are what PyTorch's flex_attention asks for in a core of `ContextParallel`.
     """
 
     mask_mod: MaskMod
     batch: int | None
     heads: int | None
     seq_len: int
+    sources: Sources | None = None
 
     @property
     def BLOCK_SIZE(self) -> tuple[int, int]:
@@ -60,21 +64,39 @@ class _Anywhere:
     __hash__ = None  # type: ignore[assignment]
 
 
-def create_block_mask(mask_mod: MaskMod, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int) -> PairMask:
+def create_block_mask(
+    mask_mod: MaskMod,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    sequence: ShardedSequence | None = None,
+) -> PairMask:
     """A mask for `flex_attention`, as torch's function of this name; it has no blocks and takes no memory.
 
+    With ``sequence`` every cp rank calls it alike. Each looks at all pairs of its own queries, some at a time, and one
+    all-gather of a bit for each source tells the others which ranks' keys it needs: others neither travel to it nor are
+    computed, in both passes. That holds in this layout, of what mask_mod reads now; calls of the mask in another one,
+    or after a write to what it reads, are refused. Make it once for each batch, not in each layer.
+
     Args:
-        mask_mod: (b, h, q_idx, kv_idx) -> bool: whether the query sees the key, of global indices.
-        B, H: batch rows and query heads, or None or 1 where the mask is the same for all.
+        mask_mod: (b, h, q_idx, kv_idx) -> bool: whether the query sees the key, of global indices. With ``sequence`` it
+            reads plain tensors.
+        B, H: batch rows and query heads, or None or 1 where the mask is the same for all. With ``sequence`` they are
+            those of the calls, global ones of DTensors, where mask_mod reads these indices.
         Q_LEN, KV_LEN: tokens of the whole sequence.
+        sequence: in which mesh and layout the calls will be. None: all keys travel that their ``mask=`` leaves.
 
     Raises:
-        UnsupportedError: if the lengths differ.
+        ArgumentError: if ``sequence`` is of another length.
+        UnsupportedError: if the lengths differ; with ``sequence``, for what mask_mod may not read then.
+        RankMismatchError: with ``sequence``, if ranks differ, in the first call of each mask_mod, layout and length.
     """
     if Q_LEN != KV_LEN:
         hint = "keys are those of the same sequence"
         refuse("create_block_mask", "Q_LEN and KV_LEN that are equal", (Q_LEN, KV_LEN), hint, UnsupportedError)
-    return PairMask(mask_mod, B, H, Q_LEN)
+    sources = None if sequence is None else find_sources(mask_mod, B, H, Q_LEN, sequence)
+    return PairMask(mask_mod, B, H, Q_LEN, sources)
 
 
 def read_mask(
@@ -100,6 +122,8 @@ def read_mask(
     function, captured = trace("mask_mod", block_mask.mask_mod, query, last)
     assert function is not None
     function.check(captured, (*sizes, sizes[2]))
+    if isinstance(block_mask, PairMask) and block_mask.sources is not None:
+        block_mask.sources.check(function, captured, batch, heads)
     if isinstance(block_mask, BlockMask):
         if any(isinstance(x, DTensor) for x in captured):
             hint = "cp_mesh.create_block_mask(mask_mod, B, H, S, S) has none"
@@ -216,21 +240,3 @@ MOST = 1 << 34
 """Pairs that are looked at for one mask: those of 131,072 tokens."""
 _PAIRS = 1 << 24  # that are looked at together
 _hidden: weakref.WeakKeyDictionary[ScalarFunction, Any] = weakref.WeakKeyDictionary()
-
-
-class Unchanged:
-    """Tensors as they were when this was made, held weakly: equal to another of the same ones, written to since or not.
-
-    Never equal if they are inference tensors, which do not tell of writes.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = [(weakref.ref(x), None if x.is_inference() else x._version) for x in tensors]
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Unchanged) or len(self._tensors) != len(other._tensors):
-            return False
-        pairs = zip(self._tensors, other._tensors, strict=True)
-        return all(x() is not None and x() is y() and before == now is not None for (x, before), (y, now) in pairs)
-
-    __hash__ = None  # type: ignore[assignment]

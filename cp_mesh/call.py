@@ -34,7 +34,8 @@ class Options(NamedTuple):
     results lie in memory as the inputs do; else they are contiguous. ``of_root``: ``seq_len`` must be that of the
     `ShardedModel` in whose forward the call is. ``keeps``: tensors that a method made in the forward stay for the
     backward (`Method.kept_shapes`). ``score_mod`` and ``mask_mod`` are handles of `cp_mesh.kernels.functions`, or "".
-    ``captured_cuts``: of what they read, which dims are cut over which groups; see `cp_mesh.captured`.
+    ``captured_cuts``: of what they read, which dims are cut over which groups; see `cp_mesh.captured`. ``sources``:
+    which of them mask_mod shows to whom, "" for all; see `cp_mesh.geometry.say_sources`.
     """
 
     layout: str
@@ -58,6 +59,7 @@ class Options(NamedTuple):
     score_mod: str = ""
     mask_mod: str = ""
     captured_cuts: str = ""
+    sources: str = ""
 
     @lru_cache(maxsize=256)  # noqa: B019 - of few options, which hold no tensors
     def spec(self) -> str:

@@ -25,6 +25,7 @@ from cp_mesh.kernels.functions import ScalarFunction
 from cp_mesh.layouts import Layout, ZigZag
 from cp_mesh.masks import Mask
 from cp_mesh.placements import find_cp_axis, group_that_waits
+from cp_mesh.sources import Sources
 from cp_mesh.tracing import trace
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -129,12 +130,13 @@ def flex_attention(
 
 @dataclass(frozen=True, eq=False)
 class Functions:
-    """score_mod and mask_mod of a call, traced, and what each of them reads."""
+    """score_mod and mask_mod of a call, traced, what each of them reads, and which sources the mask shows, if known."""
 
     score_mod: ScalarFunction | None
     mask_mod: ScalarFunction | None
     of_score: tuple[Tensor, ...]
     of_mask: tuple[Tensor, ...]
+    sources: Sources | None = None
 
     @classmethod
     def of(
@@ -157,10 +159,11 @@ class Functions:
         if block_mask is None:
             return cls(score_function, None, of_score, ())
         mask_mod, of_mask = read_mask(block_mask, query, sizes, last)
-        return cls(score_function, mask_mod, of_score, of_mask)
+        return cls(score_function, mask_mod, of_score, of_mask, getattr(block_mask, "sources", None))
 
     def asked(self, asked: Asked) -> Asked:
         """A call with these functions."""
         handles = ("" if x is None else x.handle for x in (self.score_mod, self.mask_mod))
         score_mod, mask_mod = handles
-        return asked._replace(score_mod=score_mod, mask_mod=mask_mod, captured=(*self.of_score, *self.of_mask))
+        read = *self.of_score, *self.of_mask
+        return asked._replace(score_mod=score_mod, mask_mod=mask_mod, captured=read, sources=self.sources)

@@ -10,13 +10,18 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Protocol
 
-from cp_mesh.blocks import Array, pieces_of
+import numpy as np
+from numpy.typing import NDArray
+
+from cp_mesh.blocks import RECEIVER, SOURCE, Array, pieces_of
 from cp_mesh.by_documents import ByDocuments
 from cp_mesh.by_runs import ByRuns
-from cp_mesh.facts import Facts
+from cp_mesh.facts import Facts, active_steps
 from cp_mesh.layouts import Layout
 from cp_mesh.masks import Mask, parse_mask
 from cp_mesh.owned import Content
+
+Seen = NDArray[np.bool_]
 
 
 class Geometry(Protocol):
@@ -32,7 +37,9 @@ class Geometry(Protocol):
         """Blocks that name a rank's keys, of all batch rows and other ranks; of use for their keys alone."""
 
 
-def geometry(layout: Layout, mask: Mask, seq_len: int, cp_size: int, documents: bool) -> Geometry:
+def geometry(
+    layout: Layout, mask: Mask, seq_len: int, cp_size: int, documents: bool, sources: Seen | None = None
+) -> Geometry:
     """The geometry, kept for later calls of the same arguments.
 
     Args:
@@ -40,11 +47,40 @@ def geometry(layout: Layout, mask: Mask, seq_len: int, cp_size: int, documents: 
         mask: its tensors, if any, hold all ``seq_len`` tokens.
         seq_len, cp_size: length of the whole sequence in tokens, and number of ranks.
         documents: blocks by documents, where these are runs of positions and their bands are few.
+        sources: bool [receiver, source], which of them may be seen beside what the mask says; None: all.
     """
     tensors = (mask.documents, mask.key_padding, mask.blocks)
     contents = tuple(None if x is None else Content.of(x) for x in tensors)
     by_documents = documents and contents[0] is not None and contents[1:] == (None, None)
-    return _geometry(layout, mask.spec(), contents, seq_len, cp_size, by_documents)
+    found = _geometry(layout, mask.spec(), contents, seq_len, cp_size, by_documents)
+    return found if sources is None else _OfSources(found, sources)
+
+
+class _OfSources:
+    """A geometry without the blocks of sources that are not seen. Of its facts those remain that are bounds."""
+
+    def __init__(self, found: Geometry, sources: Seen) -> None:
+        self._found, self._sources, self.shard_lens = found, sources, found.shard_lens
+        needed = np.where(sources, found.facts.needed, 0)
+        self.facts = found.facts._replace(needed=needed, active_steps=active_steps(needed))
+
+    def of_receiver(self, rank: int) -> tuple[Array, ...]:
+        return tuple(table[self._sources[rank, table[:, SOURCE]]] for table in self._found.of_receiver(rank))
+
+    def of_source(self, rank: int) -> Array:
+        table = self._found.of_source(rank)
+        return table[self._sources[table[:, RECEIVER], rank]]
+
+
+def say_sources(sources: Seen) -> str:
+    """bool [receiver, source] as a string, of which `parse_sources` makes it again."""
+    return np.packbits(sources).tobytes().hex()
+
+
+def parse_sources(spec: str, cp_size: int) -> Seen | None:
+    """None of the empty string."""
+    bits = np.unpackbits(np.frombuffer(bytes.fromhex(spec), dtype=np.uint8), count=cp_size**2 if spec else 0)
+    return bits.reshape(cp_size, cp_size).astype(np.bool_) if spec else None
 
 
 @lru_cache(maxsize=32)

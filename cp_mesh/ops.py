@@ -16,6 +16,7 @@ the backward returns gradients too: this rank's share of a sum over ranks, and e
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, reduce
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -100,6 +101,7 @@ def _what_must_agree(plan: Plan, q: Tensor, k: Tensor, v: Tensor, call: Call) ->
             f"captured tensor {i} of score_mod and mask_mod": told(x, cuts.get(i, ()))
             for i, x in enumerate(call.captured)
         },
+        "sources of block_mask": sha256(options.sources.encode()).hexdigest()[:12] if options.sources else "all",
         "gradients wanted of": ", ".join(graded) or "none",  # Ulysses sends that of a bias
         "options": " ".join(f"{name}={getattr(options, name)}" for name in names),
         "kernel": plan.kernel.name,

@@ -22,6 +22,7 @@ from cp_mesh.call import Operand, Options, Tensors, check_choice, check_scores, 
 from cp_mesh.choosing import Choice, Problem, choose, layout_and_documents
 from cp_mesh.costs import Machine
 from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.geometry import parse_sources
 from cp_mesh.kernels import KERNELS, choose_kernel
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.contract import Kernel, Request, shortfalls
@@ -188,7 +189,8 @@ def _resolve(
             )
 
     degree = method.choose_degree(options, q, k, cp_size)
-    make = partial(method.make_schedule, layout, mask, seq_len, cp_size, cp_rank, degree=degree)
+    sources = parse_sources(options.sources, cp_size)
+    make = partial(method.make_schedule, layout, mask, seq_len, cp_size, cp_rank, degree=degree, sources=sources)
     request = partial(request_of, q, v, options, features)
     schedule, kernel = choose_schedule(options.kernel, make, request, features)
     warn_if_slow(kernel, options.kernel, request(schedule))

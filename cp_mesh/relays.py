@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from cp_mesh.blocks import K_END, RECEIVER, SOURCE, K, unions
-from cp_mesh.geometry import Geometry, geometry
+from cp_mesh.geometry import Geometry, Seen, geometry
 from cp_mesh.layouts import Layout
 from cp_mesh.masks import NONE, Mask
 from cp_mesh.schedule import (
@@ -49,11 +49,12 @@ def by_hosts(host_size: int) -> Grouping:
 
 
 def make_relayed_schedule(
-    layout: Layout, mask: Mask, seq_len: int, cp_size: int, cp_rank: int, segments: bool, host_size: int
-) -> Schedule:
+    layout: Layout, mask: Mask, seq_len: int, cp_size: int, cp_rank: int, segments: bool, host_size: int,
+    sources: Seen | None = None,
+) -> Schedule:  # fmt: skip
     """The schedule of one rank, whose rows come by `Visit`; see `make_schedule`."""
-    schedule = make_schedule(layout, mask, seq_len, cp_size, cp_rank, segments, by_hosts(host_size), host_size)
-    visits = _visits(schedule, geometry(layout, mask, seq_len, cp_size, segments), host_size)
+    schedule = make_schedule(layout, mask, seq_len, cp_size, cp_rank, segments, by_hosts(host_size), host_size, sources)
+    visits = _visits(schedule, geometry(layout, mask, seq_len, cp_size, segments, sources), host_size)
     return replace(schedule, route=replace(schedule.route, visits=visits))
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from cp_mesh.blocks import K_END, PAIRS, Q_END, SOURCE, Array, K, Q, causal_parts, join_full, unions
-from cp_mesh.geometry import geometry
+from cp_mesh.geometry import Seen, geometry
 from cp_mesh.layouts import Layout
 from cp_mesh.masks import NONE, PARTIAL, Band, Cover, Mask
 from cp_mesh.segments import Segments, segments_of
@@ -250,6 +250,7 @@ def make_schedule(
     segments: bool = False,
     groups: Grouping = in_rising_stages,
     host_size: int | None = None,
+    sources: Seen | None = None,
 ) -> Schedule:
     """The schedule of one rank.
 
@@ -262,8 +263,9 @@ def make_schedule(
         segments: tiles by documents (`Segments`) where these are known to be runs, instead of PARTIAL ones.
         groups: which steps make a stage, from the active ones; the same on every rank.
         host_size: ranks of a host, a divisor of ``cp_size``; None: all of them.
+        sources: bool [receiver, source], which are visited at most; None: all.
     """
-    found = geometry(layout, mask, seq_len, cp_size, segments)
+    found = geometry(layout, mask, seq_len, cp_size, segments, sources)
     needed, steps, overlapping, covers, min_keys = found.facts
     host_size = host_size or cp_size
     if host_size < cp_size:

@@ -57,6 +57,7 @@ FLOORS: dict[str, int] = {
     "ops": 3,
     "attention": 3,
     "tracing": 3,
+    "sources": 3,
     "block_masks": 3,
     "flex": 3,
     "captured": 3,

@@ -72,7 +72,8 @@ class Method:
         name: as in ``cp_mesh.attention(method=)``.
         choose_degree: (options, q, k, cp_size) -> how many ranks exchange heads for rows, or share a host; 1 if neither
             matters. Refuses those that it cannot serve.
-        make_schedule: (layout, mask, seq_len, cp_size, cp_rank, by documents, degree=) -> this rank's schedule.
+        make_schedule: (layout, mask, seq_len, cp_size, cp_rank, by documents, degree=, sources=) -> this rank's
+            schedule.
         settle: (options, q, k, v, schedule, kernel, features of the scores, degree) -> the plan's settings; refuses
             options that it cannot serve.
         forward: (q, k, v, plan, group) -> out [B, H, S_local, Dv] and lse [B, H, S_local]; and with `Options.keeps`

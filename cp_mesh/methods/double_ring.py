@@ -15,6 +15,7 @@ from itertools import groupby
 
 from cp_mesh.call import Operand, Options
 from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.geometry import Seen
 from cp_mesh.layouts import Layout
 from cp_mesh.masks import Mask
 from cp_mesh.methods.contract import Method
@@ -59,11 +60,14 @@ def choose_degree(options: Options, q: Operand, k: Operand, cp_size: int) -> int
 
 
 def make_schedule(
-    layout: Layout, mask: Mask, seq_len: int, cp_size: int, cp_rank: int, segments: bool = False, *, degree: int
-) -> Schedule:
+    layout: Layout, mask: Mask, seq_len: int, cp_size: int, cp_rank: int, segments: bool = False, *, degree: int,
+    sources: Seen | None = None,
+) -> Schedule:  # fmt: skip
     """See `Method.make_schedule`; ``degree``: ranks of a host."""
     given = layout, mask, seq_len, cp_size, cp_rank, segments
-    return RING.make_schedule(*given) if degree in (1, cp_size) else make_relayed_schedule(*given, degree)
+    if degree in (1, cp_size):
+        return RING.make_schedule(*given, sources=sources)
+    return make_relayed_schedule(*given, degree, sources)
 
 
 def degrees(cp_size: int, gpus_per_host: int) -> list[int]:

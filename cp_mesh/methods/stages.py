@@ -28,6 +28,7 @@ from torch import Tensor
 from cp_mesh.call import Operand, Options
 from cp_mesh.costs import Machine, PassCost, staged_costs
 from cp_mesh.errors import refuse
+from cp_mesh.geometry import Seen
 from cp_mesh.kernels.combine import RowSum, accumulation_dtype, dense_like, make_delta
 from cp_mesh.kernels.contract import Kernel
 from cp_mesh.kernels.scores import ScoreGradients, Scores
@@ -310,9 +311,10 @@ def method_of(name: str, groups: Grouping) -> Method:
     """The method that visits sources in these stages."""
 
     def make(
-        layout: Layout, mask: Mask, seq_len: int, cp_size: int, cp_rank: int, segments: bool = False, degree: int = 1
-    ) -> Schedule:
-        return make_schedule(layout, mask, seq_len, cp_size, cp_rank, segments, groups)
+        layout: Layout, mask: Mask, seq_len: int, cp_size: int, cp_rank: int, segments: bool = False, degree: int = 1,
+        sources: Seen | None = None,
+    ) -> Schedule:  # fmt: skip
+        return make_schedule(layout, mask, seq_len, cp_size, cp_rank, segments, groups, sources=sources)
 
     return Method(name, lambda *_: 1, make, settle, forward_by_stages, backward_by_stages, costs, memory)
 

@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,6 +29,7 @@ from torch import Tensor
 from cp_mesh.call import Operand, Options
 from cp_mesh.costs import Machine, PassCost, ulysses_costs
 from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.geometry import Seen
 from cp_mesh.groups import parts_of
 from cp_mesh.kernels.combine import accumulation_dtype, dense_like
 from cp_mesh.kernels.contract import Kernel
@@ -87,12 +89,14 @@ def choose_degree(options: Options, q: Operand, k: Operand, cp_size: int) -> int
 
 
 def schedule_of_groups(
-    layout: Layout, mask: Mask, seq_len: int, cp_size: int, cp_rank: int, segments: bool = False, degree: int = 0
-) -> Schedule:
+    layout: Layout, mask: Mask, seq_len: int, cp_size: int, cp_rank: int, segments: bool = False, degree: int = 0,
+    sources: Seen | None = None,
+) -> Schedule:  # fmt: skip
     """The schedule of a ring of inner groups, of all ranks if no ``degree`` is given; see `Method.make_schedule`."""
     degree = degree or cp_size
-    joined = join(layout, degree, cp_size)
-    return make_schedule(joined, mask, seq_len, cp_size // degree, cp_rank // degree, segments)
+    joined, outer = join(layout, degree, cp_size), cp_size // degree
+    of_groups = None if sources is None else np.any(sources.reshape(outer, degree, outer, degree), (1, 3))
+    return make_schedule(joined, mask, seq_len, outer, cp_rank // degree, segments, sources=of_groups)
 
 
 def settle(

@@ -1,0 +1,157 @@
+"""Which ranks' keys a mask_mod shows to each rank: found once, for a layout, so that the others do not travel.
+
+Ranks must agree on what is sent before they send, and know a mask_mod by its values at pairs alone. So each rank looks
+at its own queries against the keys of all ranks, part by part, and one all-gather of a bit for each source tells all
+ranks the table. It is true of what mask_mod read then; a call that would read something else is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.distributed.tensor import DTensor
+
+from cp_mesh.agreement import agree_once, announce_refusal
+from cp_mesh.agreement.contents import fingerprint
+from cp_mesh.errors import UnsupportedError, refuse, written
+from cp_mesh.geometry import say_sources
+from cp_mesh.kernels.flex_programs import program
+from cp_mesh.kernels.functions import ScalarFunction
+from cp_mesh.layouts import Layout, Piece, Run
+from cp_mesh.sequence import ShardedSequence
+from cp_mesh.tracing import trace
+
+PAIRS = 1 << 24
+"""Pairs that are looked at together."""
+AGAIN = "call create_block_mask again, or leave its sequence= out"
+
+
+class Unchanged:
+    """Tensors as they were when this was made, held weakly: equal to another of the same ones, written to since or not.
+
+    Never equal if they are inference tensors, which do not tell of writes.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = [(weakref.ref(x), None if x.is_inference() else x._version) for x in tensors]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Unchanged) or len(self._tensors) != len(other._tensors):
+            return False
+        pairs = zip(self._tensors, other._tensors, strict=True)
+        return all(x() is not None and x() is y() and before == now is not None for (x, before), (y, now) in pairs)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, eq=False)
+class Sources:
+    """Which sources each rank sees, and of what that is true.
+
+    Attributes:
+        table: as `cp_mesh.geometry.say_sources` writes it.
+        of_mask: the handle of mask_mod, and in how many batch rows and heads it differs.
+        read: by mask_mod.
+        place: name of the group, layout and length of the sequence, with padding.
+    """
+
+    table: str
+    of_mask: tuple[str, tuple[int, int]]
+    read: Unchanged
+    place: tuple[str, Layout, int]
+
+    def check(self, mask_mod: ScalarFunction, read: Sequence[Tensor], batch: int, heads: int) -> None:
+        """Refuse another mask_mod, other batch rows and heads, and what was written to since."""
+        if (mask_mod.handle, mask_mod.sizes(batch, heads)) != self.of_mask or Unchanged(read) != self.read:
+            expected = "mask_mod, what it reads, and B and H as they were when the mask was made for a sequence"
+            refuse("block_mask", expected, "others, or tensors that were written to since", AGAIN)
+
+    def of_call(self, *place: str | Layout | int) -> str:
+        """The table, for `Options`; refuses a call in another place."""
+        if place != self.place:
+            refuse("block_mask", f"one for the call's group, layout and length, {written(place)}", self.place, AGAIN)
+        return self.table
+
+
+@_disable_dynamo
+def find_sources(
+    mask_mod: Callable[..., Tensor], batch: int | None, heads: int | None, length: int, sequence: ShardedSequence
+) -> Sources:
+    """Look at all pairs of this rank's queries, and tell the other ranks of the sequence.
+
+    ``length``: of the sequence with its padding or without; in the place of padding is the last token then.
+    """
+    if not isinstance(sequence, ShardedSequence):
+        refuse("create_block_mask: sequence", "a ShardedSequence", type(sequence).__name__, "it tells mesh and layout")
+    group, layout, what = sequence.mesh.get_group(), sequence.layout, "create_block_mask with a sequence"
+    try:
+        if sequence.length is not None and length not in (sequence.length, sequence.seq_len):
+            refuse(f"{what}: Q_LEN", f"{sequence.length}, as it has", length, "sequence.for_batch(Q_LEN) has that")
+        seq_len = sequence.seq_len or length
+        device = torch.empty(0, device=sequence.mesh.device_type).device
+        function, read = trace(
+            "mask_mod", mask_mod, torch.empty(0, device=device), length - 1 if length < seq_len else None
+        )
+        assert function is not None
+        for name, number, used in zip(("B", "H"), (batch, heads), function.sizes(2, 2), strict=True):
+            if number is None and used > 1:
+                refuse(f"{what}: {name}", "a number, since mask_mod reads the index", None, f"pass {name}=")
+        if any(isinstance(x, DTensor) or x.is_inference() for x in read):
+            got = "DTensors, or tensors of torch.inference_mode, which notes no writes"
+            refuse(what, "a mask_mod of plain tensors", got, "leave sequence= out", UnsupportedError)
+        sizes = function.sizes(batch or 1, heads or 1)
+        keys = [_keys(layout.runs(seq_len, group.size(), i), i == group.rank()).to(device) for i in range(group.size())]
+        with torch.no_grad():
+            seen = _seen(function, [x.detach() for x in read], sizes, keys[group.rank()], keys)
+    except Exception as error:
+        announce_refusal(group, error, in_check_mode=False)
+        raise
+    said = {"layout": layout.spec(), "seq_len": f"{seq_len}", "B and H": f"{sizes}", "mask_mod": function.said}
+    agree_once(
+        group,
+        ("create_block_mask", *said.values()),
+        lambda: (
+            {"call": "create_block_mask", **said, "layout index": fingerprint(layout.tensor)}
+            | {f"captured tensor {i} of mask_mod": fingerprint(x) for i, x in enumerate(read)}
+        ),
+    )
+    told = torch.tensor(seen, dtype=torch.uint8, device=device)
+    every = told.new_empty(len(seen) ** 2)
+    dist.all_gather_into_tensor(every, told, group=group)
+    table = say_sources(every.view(len(seen), -1).cpu().numpy())
+    return Sources(table, (function.handle, sizes), Unchanged(read), (group.group_name, layout, seq_len))
+
+
+def _keys(pieces: Sequence[Piece], own: bool) -> Tensor:
+    """Positions of a source's keys, which are not all of its rows where every rank has copies."""
+    seen = [x.positions() for x in pieces if own or not (isinstance(x, Run) and x.copied)]
+    return torch.cat([torch.empty(0, dtype=torch.int64), *seen])
+
+
+def _seen(
+    mask_mod: ScalarFunction, read: Sequence[Tensor], sizes: tuple[int, int], own: Tensor, keys: Sequence[Tensor]
+) -> list[bool]:
+    """Whether some query, of positions ``own``, sees some key of each source."""
+    b, h = (torch.arange(n, device=own.device) for n in sizes)
+    side = math.isqrt(PAIRS // max(1, sizes[0] * sizes[1])) or 1
+    num_q, num_k = min(side, len(own)), min(side, max(map(len, keys)))
+
+    def some(b: Tensor, h: Tensor, i: Tensor, j: Tensor, *read: Tensor) -> Tensor:
+        return mask_mod.of_pairs(None, (b, h, i, j), read).any()
+
+    def parts(x: Tensor, num: int) -> list[Tensor]:
+        """Of one length, so that one program serves all: the last is filled with the last position."""
+        at = torch.arange(num, device=x.device)
+        return [x[(at + begin).clamp(max=len(x) - 1)] for begin in range(0, len(x), num)] if num else []
+
+    queries = parts(own, num_q)[::-1]  # of a causal mask the last ones see most
+    inputs = b, h, own[:num_q], own.new_zeros(num_k), *read
+    run = program(("sources", mask_mod.handle), inputs, lambda options: some)
+    return [any(bool(run(b, h, i, j, *read)) for j in parts(x, num_k) for i in queries) for x in keys]

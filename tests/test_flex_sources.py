@@ -1,0 +1,399 @@
+"""Masks of flex that were made for a sequence: sources that mask_mod hides neither travel nor are computed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import LAYOUTS, gap
+from checks import TOLERANCE, report
+from dense import make_qkv
+from flex_uses import numbers
+from ranks import mesh, num_collectives
+from recording import Recording, recording
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.attention import flex_attention as of_torch
+
+from cp_mesh import (
+    ArgumentError,
+    ContextParallel,
+    Contiguous,
+    Joint,
+    Mask,
+    RankMismatchError,
+    Replicated,
+    ShardedSequence,
+    UnsupportedError,
+    ZigZag,
+    create_block_mask,
+    flex_attention,
+    parallelize,
+    sources,
+)
+from cp_mesh.geometry import parse_sources, say_sources
+from cp_mesh.kernels.functions import ScalarFunction
+from cp_mesh.tracing import trace
+
+B, H, K, D, E = 2, 4, 2, 5, 4
+ROW = B * K * (D + E)
+ALL = Mask(causal=False)
+MaskMod = Callable[..., Tensor]
+
+
+def documents(ids: Tensor) -> MaskMod:
+    return lambda b, h, i, j: (ids[i] == ids[j]) & (i >= j)
+
+
+def by_rows(ids: Tensor) -> MaskMod:
+    return lambda b, h, i, j: ids[b, i] == ids[b, j]
+
+
+def by_heads(width: Tensor) -> MaskMod:
+    return lambda b, h, i, j: (i - j).abs() < width[h]
+
+
+MASKS: dict[str, Callable[[int], MaskMod]] = {
+    "causal": lambda S: lambda b, h, i, j: i >= j,
+    "short documents": lambda S: documents(torch.arange(S) // 3),
+    "long documents": lambda S: documents(torch.arange(S) // (S // 2)),
+    "documents of rows": lambda S: by_rows((torch.arange(S) + 2 * torch.arange(B)[:, None]) // (S // 3)),
+    "windows of heads": lambda S: by_heads(1 + 2 * torch.arange(H)),
+    "the other half": lambda S: lambda b, h, i, j: (i < S // 2) != (j < S // 2),
+    "later ones": lambda S: lambda b, h, i, j: j > i + S // 2,
+    "nothing": lambda S: lambda b, h, i, j: (i < 0) & (j < 0),
+}
+METHODS: dict[str, dict[str, Any]] = {
+    "ring": {}, "all_gather": {}, "ulysses": {}, "hybrid": {"ulysses_degree": 2}, "double_ring": {"inner_ring_size": 2},
+}  # fmt: skip
+
+
+def values_of(mask_mod: MaskMod, S: int) -> Tensor:
+    """bool [B, H, S, S]."""
+    b, h, i, j = (torch.arange(n).view([-1 if k == d else 1 for k in range(4)]) for d, n in enumerate((B, H, S, S)))
+    return mask_mod(b, h, i, j).expand(B, H, S, S)
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, table: Tensor, seen: Tensor) -> Tensor:
+    S = q.shape[2]
+    scores = q @ k.repeat_interleave(H // K, 1).mT * D**-0.5 + table[torch.arange(S)[:, None] - torch.arange(S) + S]
+    alone = ~seen.any(-1, keepdim=True)
+    weights = scores.masked_fill(~seen & ~alone, -torch.inf).softmax(-1).masked_fill(alone, 0.0)
+    return weights @ v.repeat_interleave(H // K, 1)
+
+
+@dataclass(frozen=True)
+class Case:
+    mask: str
+    layout: str
+    method: str = "ring"
+    S: int = 21
+    beside: Mask = ALL
+    sharded: bool = False  # q, k and v are DTensors
+
+
+def parity(rank: int, cases: Sequence[Case]) -> list[str]:
+    """What is wrong with this rank's part of calls, with a mask of the sequence and with one of nothing."""
+    size, problems = dist.get_world_size(), []
+    axis = mesh((size,), ("cp",))
+    for case in cases:
+        S, layout, mask_mod = case.S, LAYOUTS[case.layout](case.S), MASKS[case.mask](case.S)
+        rows = layout.positions(S, size, rank)
+        seen = values_of(mask_mod, S) & case.beside.allowed(torch.arange(S), torch.arange(S))[:, None]
+        *qkv, dout = make_qkv(B, H, K, S, D, E)
+        whole = [x.clone().requires_grad_() for x in (*qkv, numbers(2 * S))]
+        want = dense(*whole, seen)
+        want = want, *torch.autograd.grad(want, whole, dout)
+        sequence = ShardedSequence(axis, layout, length=S, pad=False)
+        for made_for in (sequence, None):
+            local = [x[:, :, rows].clone().requires_grad_() for x in qkv]
+            table = numbers(2 * S).requires_grad_()
+            block_mask = create_block_mask(mask_mod, B, H, S, S, made_for)
+            given = [DTensor.from_local(x, axis, [Shard(2)]) for x in local] if case.sharded else local
+            options = {"method": case.method, "mask": case.beside, "enable_gqa": True, "mesh": axis, "layout": layout}
+            options |= METHODS[case.method] | ({} if case.sharded else {"seq_len": S})
+            out = flex_attention(*given, lambda s, b, h, i, j, t=table, S=S: s + t[i - j + S], block_mask, **options)
+            out = out.to_local() if case.sharded else out
+            *found, share = torch.autograd.grad(out, [*local, table], dout[:, :, rows])
+            dist.all_reduce(share)
+            expected = [*(x[:, :, rows] for x in want[:4]), want[4]]
+            for name, x, y in zip(
+                ("out", "dq", "dk", "dv", "the captured one's"), (out, *found, share), expected, strict=True
+            ):
+                if not (off := gap(x, y)) <= TOLERANCE:
+                    problems.append(
+                        f"rank {rank}: {case}, {'with' if made_for else 'without'} sources: {name} {off:.1e}"
+                    )
+    return problems
+
+
+def drawn(cp_size: int) -> Iterator[Case]:
+    """Every mask in every layout, the methods in turn."""
+    methods = [name for name in METHODS if cp_size == 4 or name in ("ring", "all_gather", "ulysses")]
+    methods = [name for name in methods if not (cp_size == 3 and name == "ulysses")]  # of 4 heads
+    for i, (mask, layout) in enumerate(product(MASKS, ("contiguous", "zigzag", "striped", "joint"))):
+        yield Case(mask, layout, methods[i % len(methods)] if layout != "joint" else "ring")
+    yield Case("long documents", "contiguous", beside=Mask(window=(4, 0)))
+    yield Case("short documents", "zigzag", beside=Mask(documents=torch.arange(21) // 5))
+    yield Case("causal", "contiguous", S=12 * cp_size, sharded=True)
+
+
+@pytest.mark.parametrize("cp_size", (2, 3, pytest.param(4, marks=pytest.mark.full)))
+def test_parity(pool: Any, cp_size: int) -> None:
+    report(pool(cp_size).run(parity, [*drawn(cp_size)], timeout=300))
+
+
+# --- what travels
+def flex_passes(
+    rank: int, mask_mod: MaskMod, method: str = "ring", beside: Mask = ALL, is_known: bool = True, in_core: bool = False
+) -> Recording:
+    """Of 24 tokens, contiguous."""
+    size = dist.get_world_size()
+    axis, S = mesh((size,), ("cp",)), 24
+    sequence = ShardedSequence(axis, Contiguous())
+    local = [x[:, :, sequence.positions(S)].requires_grad_() for x in make_qkv(B, H, K, S, D, E)[:3]]
+    block_mask = create_block_mask(mask_mod, B, H, S, S, sequence if is_known else None)
+    options = {"method": method, **METHODS[method]}
+    with recording(axis) as notes:
+        if in_core:
+            core = parallelize(Core(), axis, {"": ContextParallel(sequence, mask=beside, **options)})
+            core(*local, block_mask).sum().backward()
+        else:
+            given = {"mesh": axis, "layout": Contiguous(), "mask": beside, "enable_gqa": True}
+            flex_attention(*local, None, block_mask, **options, **given).sum().backward()
+    assert not notes.problems, notes.problems
+    return notes
+
+
+class Core(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: Any) -> Tensor:
+        return of_torch.flex_attention(q, k, v, block_mask=block_mask, enable_gqa=True)
+
+
+def hops_and_rows(results: Sequence[Recording]) -> list[list[int]]:
+    """Rows that each rank receives, hop by hop, of forward and backward."""
+    return [[sum(sent.origin) // ROW for sent in notes.sent] for notes in results]
+
+
+class Documents:
+    """A mask_mod that travels to ranks."""
+
+    def __init__(self, length: int) -> None:
+        self.ids = torch.arange(24) // length
+
+    def __call__(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (self.ids[i] == self.ids[j]) & (i >= j)
+
+
+@pytest.mark.parametrize("in_core", (False, True))
+def test_what_travels_by_hand(pool: Any, in_core: bool) -> None:
+    """8 rows on each of 3 ranks: fetched in the forward, fetched again and delivered in the backward."""
+
+    def rows(*given: Any) -> list[list[int]]:
+        return hops_and_rows(pool(3).run(flex_passes, *given, in_core))
+
+    assert rows(Documents(8), "ring", ALL, True) == [[], [], []]
+    assert rows(Documents(8), "ring", ALL, False) == [[8, 8, 8, 8, 8, 8]] * 3
+    # of 10 tokens: a document lies across each edge of a shard, and none across both
+    assert rows(Documents(10), "ring", ALL, True) == [[0, 0, 8], [8, 8, 8], [8, 8, 0]]
+    assert rows(Documents(10), "all_gather", ALL, True) == [[0, 0, 8], [8, 8, 8], [8, 8, 0]]
+    # beside a mask of their own, of which the window leaves 3 rows, and the documents those of one rank
+    window = Mask(window=(3, 0))
+    assert rows(Documents(16), "ring", window, False) == [[0, 0, 3], [3, 3, 3], [3, 3, 0]]
+    assert rows(Documents(16), "ring", window, True) == [[0, 0, 3], [3, 3, 0], [0, 0, 0]]
+
+
+def test_what_travels_between_groups(pool: Any) -> None:
+    """Of two documents on four ranks nothing goes from half to half, by a hybrid and by a double ring of two."""
+    for method, is_known in product(("hybrid", "double_ring"), (False, True)):
+        for rank, notes in enumerate(pool(4).run(flex_passes, Documents(12), method, ALL, is_known)):
+            across = [sent for sent in notes.sent if sorted(sent.ranks) == [rank % 2, rank % 2 + 2]]
+            assert (not across) == is_known, (method, is_known, rank)
+            assert notes.sent
+    swaps = [pool(2).run(flex_passes, Documents(12), "ulysses", ALL, is_known) for is_known in (False, True)]
+    assert hops_and_rows(swaps[0]) == hops_and_rows(swaps[1]) != [[], []]
+
+
+# --- how it is found
+def test_which_sources_are_seen() -> None:
+    """As all pairs at once tell, though few are looked at together, and those of a source until one is seen."""
+    S, counted, of_pairs = 31, list[int](), ScalarFunction.of_pairs
+
+    def counting(self: Any, *args: Any) -> Tensor:
+        counted.append((found := of_pairs(self, *args)).numel())
+        return found
+
+    layouts = {name: LAYOUTS[name](S) for name in ("contiguous", "zigzag", "striped", "shuffled")}
+    layouts["a replicated stream"] = Joint(Replicated(7), (S - 7, ZigZag()))
+    with mock.patch.object(sources, "PAIRS", 64), mock.patch.object(ScalarFunction, "of_pairs", counting):
+        for (name, layout), (mask, make), size in product(layouts.items(), MASKS.items(), (2, 3, 40)):
+            function, read = trace("mask_mod", make(S), torch.empty(0))
+            seen = values_of(make(S), S).any(0).any(0)
+            for rank in {0, size // 2, size - 1}:
+                keys = [sources._keys(layout.runs(S, size, source), source == rank) for source in range(size)]
+                own = layout.positions(S, size, rank)
+                found = sources._seen(function, read, function.sizes(B, H), own, keys)
+                others = [
+                    x if source == rank or name != "a replicated stream" else x[x >= 7]
+                    for source, x in enumerate(layout.positions(S, size, source) for source in range(size))
+                ]
+                assert found == [bool(seen[own][:, x].any()) for x in others], (name, mask, size, rank)
+        assert max(counted) <= 64
+        counted.clear()
+        function, read = trace("mask_mod", lambda b, h, i, j: i >= 0, torch.empty(0))
+        sources._seen(function, read, (1, 1), torch.arange(16), [*torch.arange(48).split(16)])
+        assert counted == [64] * 3
+
+
+@pytest.mark.parametrize("size", (1, 3, 9))
+def test_tables_are_written(size: int) -> None:
+    table = torch.rand(size, size, generator=torch.Generator().manual_seed(size)).numpy() < 0.5
+    assert (parse_sources(say_sources(table), size) == table).all()
+    assert parse_sources("", size) is None
+
+
+# --- in cores
+def cores(rank: int) -> list[str]:
+    axis, problems = mesh((2,), ("cp",)), []
+    for S, of_sequence in ((24, {}), (21, {"length": 21}), (21, {"length": 21, "pad": False})):
+        sequence, mask_mod = ShardedSequence(axis, ZigZag(), **of_sequence), MASKS["long documents"](S)
+        *qkv, dout = make_qkv(B, H, K, S, D, E)
+        whole = [x.clone().requires_grad_() for x in qkv]
+        want = dense(*whole, numbers(2 * S) * 0, values_of(mask_mod, S))
+        found = torch.autograd.grad(want, whole, dout)
+        local = [sequence.shard(x, dim=2).detach().requires_grad_() for x in qkv]
+        core = parallelize(Core(), axis, {"": ContextParallel(sequence, mask=ALL)})
+        out = core(*local, create_block_mask(mask_mod, None, None, S, S, sequence))
+        got = [out, *torch.autograd.grad(out, local, sequence.shard(dout, dim=2))]
+        for x, y in zip(got, (want, *found), strict=True):
+            if not (off := gap(sequence.unshard(x.detach(), dim=2), y)) <= TOLERANCE:
+                problems.append(f"rank {rank}: {S} tokens, {of_sequence}: {off:.1e}")
+    return problems
+
+
+def test_cores(pool: Any) -> None:
+    report(pool(2).run(cores))
+
+
+# --- refusals
+S = 12
+
+
+def refuse_all(rank: int) -> list[str]:
+    axis, problems = mesh((2,), ("cp",)), []
+    sequence, ids, number = ShardedSequence(axis, ZigZag()), torch.arange(S) // 4, 3
+    q, k, v, _ = (x[:, :, : S // 2] for x in make_qkv(B, H, K, S, D))
+    others, to_replace = dist.new_group([0, 1]), [torch.arange(S) // 4]
+
+    def made(mask_mod: MaskMod, heads: int | None = H, length: int = S, of: Any = sequence) -> Any:
+        return create_block_mask(mask_mod, B, heads, length, length, of)
+
+    def of_number(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return i - j < number
+
+    def after(change: Callable[[], Any], mask_mod: MaskMod) -> Any:
+        block_mask = made(mask_mod)
+        change()
+        return block_mask
+
+    def rebind() -> None:
+        nonlocal number
+        number += 1
+
+    inferred = torch.arange(S)
+    with torch.inference_mode():
+        inferred = inferred + 0
+    placed = DTensor.from_local(torch.arange(S // 2), axis, [Shard(0)])
+    long = ShardedSequence(axis, ZigZag(), length=9)
+    in_calls: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {
+        "another layout": ("group, layout and length", lambda: made(documents(ids)), {"layout": Contiguous()}),
+        "another group": ("group, layout and length", lambda: made(documents(ids)), {"mesh": others}),
+        "another length": ("the whole sequence", lambda: made(documents(ids), length=8), {}),
+        "a write": ("written to since", lambda: after(lambda: ids.add_(1), documents(ids)), {}),
+        "a write to a view": ("written to since", lambda: after(lambda: ids[:2].fill_(7), documents(ids)), {}),
+        "another tensor": (
+            "written to since",
+            lambda: after(
+                lambda: to_replace.__setitem__(0, to_replace[0] + 1), lambda b, h, i, j: to_replace[0][i] >= j
+            ),
+            {},
+        ),
+        "another number": ("written to since", lambda: after(rebind, of_number), {}),
+        "one head of several": ("B and H as they were", lambda: made(lambda b, h, i, j: i >= j + h, 1), {}),
+    }  # fmt: skip
+    for name, (words, make, options) in in_calls.items():
+        block_mask = make()
+        before = num_collectives()
+        with pytest.raises(ArgumentError, match=words):
+            flex_attention(q, k, v, None, block_mask, **{"enable_gqa": True, "mesh": axis} | options)
+        if num_collectives() > before:
+            problems.append(f"{name}: refused after a collective")
+    making: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
+        "no sequence": (ArgumentError, "a ShardedSequence", lambda: made(documents(ids), of=axis)),
+        "heads unknown": (ArgumentError, "H: expected a number", lambda: made(lambda b, h, i, j: i >= h, None)),
+        "another length": (ArgumentError, "Q_LEN: expected 9", lambda: made(documents(ids), of=long)),
+        "a DTensor": (UnsupportedError, "plain tensors", lambda: made(lambda b, h, i, j: placed[i] >= j)),
+        "an inference tensor": (UnsupportedError, "notes no writes", lambda: made(lambda b, h, i, j: inferred[i] >= j)),
+        "no mask": (ArgumentError, "a function of scalars", lambda: made(3)),
+        "an index that is not there": (Exception, "", lambda: made(lambda b, h, i, j: ids[i + S] >= j)),
+    }
+    for name, (kind, words, make) in making.items():
+        before = num_collectives()
+        with pytest.raises(kind, match=words):
+            make()
+        if num_collectives() > before:
+            problems.append(f"{name}: refused after a collective")
+    return problems
+
+
+def test_refusals(pool: Any) -> None:
+    report(pool(2).run(refuse_all))
+
+
+def differ(rank: int, what: str) -> None:
+    axis = mesh((2,), ("cp",))
+    sequence, ids = ShardedSequence(axis, Contiguous()), torch.arange(S) // (4 + rank * (what == "what is read"))
+    number, heads = rank * (what == "a function"), None if what == "a refusal" and rank else H
+
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (ids[i] - number <= ids[j]) & (i + 0 * h >= j)
+
+    block_mask = create_block_mask(mask_mod, B, heads, S, S, sequence)
+    if what == "one without sources" and rank:
+        block_mask = create_block_mask(mask_mod, B, H, S, S)
+    if what == "other sources" and rank:
+        block_mask = replace(
+            block_mask, sources=replace(block_mask.sources, table=say_sources(torch.ones(2, 2).bool().numpy()))
+        )
+    q, k, v, _ = (x[:, :, : S // 2] for x in make_qkv(B, H, H, S, D))
+    flex_attention(q, k, v, None, block_mask, mesh=axis, layout=Contiguous())
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("a function", "the same mask_mod on every cp rank"),
+        ("what is read", "the same captured tensor 0 of mask_mod"),
+        ("a refusal", "cp rank 1 refused its arguments"),
+        (
+            "one without sources",
+            "the same sources of block_mask on every cp rank, got cp rank 0: [0-9a-f]+; cp rank 1: all",
+        ),
+        ("other sources", "the same sources of block_mask on every cp rank"),
+    ],
+)
+def test_ranks_that_differ(pool: Any, what: str, words: str) -> None:
+    raised = pool(2).run_expecting_error(differ, what)
+    if what == "a refusal":
+        assert raised[1].type == ArgumentError.__name__
+        raised = raised[:1]
+    for error in raised:
+        assert error is not None and error.type == RankMismatchError.__name__, error
+        assert re.search(words, error.message), error.message
