@@ -77,6 +77,7 @@ def flex_attention(
             None: the score as it is.
         block_mask: of `cp_mesh.create_block_mask`, or a `BlockMask` of torch's function of this name, made of the whole
             sequence. Its mask_mod decides; blocks that say something else are refused. None: every query sees all keys.
+            Made with ``sequence=``, it leaves out the keys of ranks that it hides all of.
         scale: factor on q·k; None: 1 / sqrt(D).
         enable_gqa: must be True if there are fewer kv heads than query heads, as in torch.
         return_lse: as in `cp_mesh.attention`.

@@ -109,7 +109,8 @@ def find_sources(
         sizes = function.sizes(batch or 1, heads or 1)
         keys = [_keys(layout.runs(seq_len, group.size(), i), i == group.rank()).to(device) for i in range(group.size())]
         with torch.no_grad():
-            seen = _seen(function, [x.detach() for x in read], sizes, keys[group.rank()], keys)
+            found = [_seen(function, x, sizes, keys[group.rank()], keys) for x in _as_read(read)]
+        seen = [any(of_source) for of_source in zip(*found, strict=True)]
     except Exception as error:
         announce_refusal(group, error, in_check_mode=False)
         raise
@@ -127,6 +128,15 @@ def find_sources(
     dist.all_gather_into_tensor(every, told, group=group)
     table = say_sources(every.view(len(seen), -1).cpu().numpy())
     return Sources(table, (function.handle, sizes), Unchanged(read), (group.group_name, layout, seq_len))
+
+
+def _as_read(read: Sequence[Tensor]) -> list[list[Tensor]]:
+    """As calls read them: floating point ones in float32 at least, or in float64, which may see other pairs."""
+    rounded = any(x.is_floating_point() and x.dtype != torch.float64 for x in read)
+    return [
+        [x.detach().to(torch.promote_types(x.dtype, dtype)) if x.is_floating_point() else x for x in read]
+        for dtype in ((torch.float32, torch.float64) if rounded else (torch.float64,))
+    ]
 
 
 def _keys(pieces: Sequence[Piece], own: bool) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -100,7 +100,7 @@ class Case:
 
 
 def parity(rank: int, cases: Sequence[Case]) -> list[str]:
-    """What is wrong with this rank's part of calls, with a mask of the sequence and with one of nothing."""
+    """What is wrong with this rank's part of calls with a mask of the sequence, against dense attention."""
     size, problems = dist.get_world_size(), []
     axis = mesh((size,), ("cp",))
     for case in cases:
@@ -112,42 +112,53 @@ def parity(rank: int, cases: Sequence[Case]) -> list[str]:
         want = dense(*whole, seen)
         want = want, *torch.autograd.grad(want, whole, dout)
         sequence = ShardedSequence(axis, layout, length=S, pad=False)
-        for made_for in (sequence, None):
-            local = [x[:, :, rows].clone().requires_grad_() for x in qkv]
-            table = numbers(2 * S).requires_grad_()
-            block_mask = create_block_mask(mask_mod, B, H, S, S, made_for)
-            given = [DTensor.from_local(x, axis, [Shard(2)]) for x in local] if case.sharded else local
-            options = {"method": case.method, "mask": case.beside, "enable_gqa": True, "mesh": axis, "layout": layout}
-            options |= METHODS[case.method] | ({} if case.sharded else {"seq_len": S})
-            out = flex_attention(*given, lambda s, b, h, i, j, t=table, S=S: s + t[i - j + S], block_mask, **options)
-            out = out.to_local() if case.sharded else out
-            *found, share = torch.autograd.grad(out, [*local, table], dout[:, :, rows])
-            dist.all_reduce(share)
-            expected = [*(x[:, :, rows] for x in want[:4]), want[4]]
-            for name, x, y in zip(
-                ("out", "dq", "dk", "dv", "the captured one's"), (out, *found, share), expected, strict=True
-            ):
-                if not (off := gap(x, y)) <= TOLERANCE:
-                    problems.append(
-                        f"rank {rank}: {case}, {'with' if made_for else 'without'} sources: {name} {off:.1e}"
-                    )
+        local = [x[:, :, rows].clone().requires_grad_() for x in qkv]
+        table = numbers(2 * S).requires_grad_()
+        given = [DTensor.from_local(x, axis, [Shard(2)]) for x in local] if case.sharded else local
+        options = {"method": case.method, "mask": case.beside, "enable_gqa": True, "mesh": axis, "layout": layout}
+        options |= METHODS[case.method] | ({} if case.sharded else {"seq_len": S})
+        block_mask = create_block_mask(mask_mod, B, H, S, S, sequence)
+        out = flex_attention(*given, lambda s, b, h, i, j, t=table, S=S: s + t[i - j + S], block_mask, **options)
+        out = out.to_local() if case.sharded else out
+        *found, share = torch.autograd.grad(out, [*local, table], dout[:, :, rows])
+        dist.all_reduce(share)
+        expected = [*(x[:, :, rows] for x in want[:4]), want[4]]
+        names = ("out", "dq", "dk", "dv", "the gradient of what is captured")
+        for name, x, y in zip(names, (out, *found, share), expected, strict=True):
+            if not (off := gap(x, y)) <= TOLERANCE:
+                problems.append(f"rank {rank}: {case}: {name} is off by {off:.1e}")
     return problems
 
 
-def drawn(cp_size: int) -> Iterator[Case]:
-    """Every mask in every layout, the methods in turn."""
-    methods = [name for name in METHODS if cp_size == 4 or name in ("ring", "all_gather", "ulysses")]
-    methods = [name for name in methods if not (cp_size == 3 and name == "ulysses")]  # of 4 heads
-    for i, (mask, layout) in enumerate(product(MASKS, ("contiguous", "zigzag", "striped", "joint"))):
-        yield Case(mask, layout, methods[i % len(methods)] if layout != "joint" else "ring")
-    yield Case("long documents", "contiguous", beside=Mask(window=(4, 0)))
-    yield Case("short documents", "zigzag", beside=Mask(documents=torch.arange(21) // 5))
-    yield Case("causal", "contiguous", S=12 * cp_size, sharded=True)
+CASES: dict[int, list[Case]] = {
+    2: [Case(mask, ("striped", "joint")[i % 2], ("ulysses", "ring")[i % 2]) for i, mask in enumerate(MASKS)],
+    3: [Case(mask, layout, ("ring", "all_gather")[i % 2]) for i, (mask, layout) in enumerate(
+        product(MASKS, ("contiguous", "zigzag"))
+    )],
+    4: [Case(mask, layout, method) for (mask, layout), method in product(
+        (("long documents", "contiguous"), ("later ones", "zigzag")), ("hybrid", "double_ring")
+    )],
+}  # fmt: skip
+CASES[2] += [Case("causal", "contiguous", S=24, sharded=True)]
+CASES[3] += [
+    Case("long documents", "contiguous", beside=Mask(window=(4, 0))),
+    Case("short documents", "zigzag", beside=Mask(documents=torch.arange(21) // 5)),
+]
 
 
-@pytest.mark.parametrize("cp_size", (2, 3, pytest.param(4, marks=pytest.mark.full)))
+@pytest.mark.parametrize("cp_size", CASES)
 def test_parity(pool: Any, cp_size: int) -> None:
-    report(pool(cp_size).run(parity, [*drawn(cp_size)], timeout=300))
+    report(pool(cp_size).run(parity, CASES[cp_size], timeout=300))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cp_size", (2, 3, 4))
+def test_every_mask_in_every_layout(pool: Any, cp_size: int) -> None:
+    """The methods in turn."""
+    methods = {2: ("ring", "ulysses", "all_gather"), 3: ("ring", "all_gather"), 4: tuple(METHODS)}[cp_size]
+    layouts = ("contiguous", "zigzag", "striped", "shuffled", "balanced")
+    cases = [Case(*case, methods[i % len(methods)]) for i, case in enumerate(product(MASKS, layouts))]
+    report(pool(cp_size).run(parity, cases, timeout=600))
 
 
 # --- what travels
@@ -161,7 +172,7 @@ def flex_passes(
     local = [x[:, :, sequence.positions(S)].requires_grad_() for x in make_qkv(B, H, K, S, D, E)[:3]]
     block_mask = create_block_mask(mask_mod, B, H, S, S, sequence if is_known else None)
     options = {"method": method, **METHODS[method]}
-    with recording(axis) as notes:
+    with recording(axis, 2 if METHODS[method] else None) as notes:
         if in_core:
             core = parallelize(Core(), axis, {"": ContextParallel(sequence, mask=beside, **options)})
             core(*local, block_mask).sum().backward()
@@ -204,6 +215,8 @@ def test_what_travels_by_hand(pool: Any, in_core: bool) -> None:
     # of 10 tokens: a document lies across each edge of a shard, and none across both
     assert rows(Documents(10), "ring", ALL, True) == [[0, 0, 8], [8, 8, 8], [8, 8, 0]]
     assert rows(Documents(10), "all_gather", ALL, True) == [[0, 0, 8], [8, 8, 8], [8, 8, 0]]
+    if in_core:  # whose own mask may hide nothing more
+        return
     # beside a mask of their own, of which the window leaves 3 rows, and the documents those of one rank
     window = Mask(window=(3, 0))
     assert rows(Documents(16), "ring", window, False) == [[0, 0, 3], [3, 3, 3], [3, 3, 0]]
@@ -250,6 +263,35 @@ def test_which_sources_are_seen() -> None:
         function, read = trace("mask_mod", lambda b, h, i, j: i >= 0, torch.empty(0))
         sources._seen(function, read, (1, 1), torch.arange(16), [*torch.arange(48).split(16)])
         assert counted == [64] * 3
+
+
+def rounded(rank: int) -> list[list[bool]]:
+    """Whether calls are those without a sequence, by dtype, where products see other pairs in another dtype."""
+    axis, S, tenth = mesh((2,), ("cp",)), 24, torch.full((24,), 0.1)
+    sequence, low = ShardedSequence(axis, Contiguous()), tenth.bfloat16()
+    masks = {
+        "product of float32": lambda b, h, i, j: ((tenth[i] * 10.0 > 1.0) | (i // 12 == j // 12)) & (i >= j),
+        "product of float64": lambda b, h, i, j: ((tenth[i] * 10.0 <= 1.0) | (i // 12 == j // 12)) & (i >= j),
+        "product of bfloat16": lambda b, h, i, j: ((low[i] * 10.0 > 1.0) | (i // 12 == j // 12)) & (i >= j),
+    }
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        local = [x[:, :, sequence.positions(S)].to(dtype) for x in make_qkv(B, H, H, S, D)[:3]]
+        options = {"mesh": axis, "layout": Contiguous()}
+        outs = [
+            [
+                flex_attention(*local, None, create_block_mask(mask_mod, B, H, S, S, of), **options)
+                for of in (sequence, None)
+            ]
+            for mask_mod in masks.values()
+        ]
+        assert not torch.equal(outs[0][1], outs[1][1]) or rank == 0  # they do differ
+        found.append([torch.equal(*pair) for pair in outs])
+    return found
+
+
+def test_numbers_are_read_as_calls_read_them(pool: Any) -> None:
+    assert pool(2).run(rounded) == [[[True] * 3] * 2] * 2
 
 
 @pytest.mark.parametrize("size", (1, 3, 9))
@@ -311,7 +353,7 @@ def refuse_all(rank: int) -> list[str]:
     with torch.inference_mode():
         inferred = inferred + 0
     placed = DTensor.from_local(torch.arange(S // 2), axis, [Shard(0)])
-    long = ShardedSequence(axis, ZigZag(), length=9)
+    long = ShardedSequence(axis, ZigZag(), length=15)
     in_calls: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {
         "another layout": ("group, layout and length", lambda: made(documents(ids)), {"layout": Contiguous()}),
         "another group": ("group, layout and length", lambda: made(documents(ids)), {"mesh": others}),
@@ -338,7 +380,7 @@ def refuse_all(rank: int) -> list[str]:
     making: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         "no sequence": (ArgumentError, "a ShardedSequence", lambda: made(documents(ids), of=axis)),
         "heads unknown": (ArgumentError, "H: expected a number", lambda: made(lambda b, h, i, j: i >= h, None)),
-        "another length": (ArgumentError, "Q_LEN: expected 9", lambda: made(documents(ids), of=long)),
+        "another length": (ArgumentError, "Q_LEN: expected 15", lambda: made(documents(ids), of=long)),
         "a DTensor": (UnsupportedError, "plain tensors", lambda: made(lambda b, h, i, j: placed[i] >= j)),
         "an inference tensor": (UnsupportedError, "notes no writes", lambda: made(lambda b, h, i, j: inferred[i] >= j)),
         "no mask": (ArgumentError, "a function of scalars", lambda: made(3)),

@@ -43,6 +43,7 @@ import test_flex
 import test_flex_cores
 import test_flex_kernel
 import test_flex_sharded
+import test_flex_sources
 import test_fuzz
 import test_gradients
 import test_guard
@@ -281,6 +282,12 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "shards": test_flex_sharded.test_a_few_shards,
     "shards of DTensors": lambda pool: test_flex_sharded.test_shards_beside_dtensors(pool, ("cp", "tp"), {}),
     "shards summed in fp32": lambda pool: test_flex_sharded.test_shards_are_summed_in_fp32(pool, "ring"),
+    "masks of sequences": lambda pool: report(pool(3).run(test_flex_sources.parity, test_flex_sources.CASES[3][:2])),
+    "traffic of masks": lambda pool: test_flex_sources.test_what_travels_by_hand(pool, True),
+    "refused masks of sequences": test_flex_sources.test_refusals,
+    "masks of sequences that differ": lambda pool: test_flex_sources.test_ranks_that_differ(
+        pool, "other sources", "sources of block_mask"
+    ),
     "shards that differ": lambda pool: test_flex_sharded.test_ranks_that_differ(pool, "a gradient", "with a gradient"),
     "degrees": test_hybrid.test_the_degree_is_used,
     "head order": test_seeds.test_heads_are_grouped_in_torchs_order,

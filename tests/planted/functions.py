@@ -113,7 +113,10 @@ def _(check: Any) -> Any:
     return lambda *given: None
 
 
-@plant("tensors that were written are taken for those before", "block_masks:Unchanged.__eq__", "masks of cores")
+@plant(
+    "tensors that were written are taken for those before", "sources:Unchanged.__eq__",
+    "masks of cores", "refused masks of sequences",
+)  # fmt: skip
 def _(equal: Any) -> Any:
     return lambda self, other: len(self._tensors) == len(other._tensors)
 
@@ -227,3 +230,28 @@ def _(made: Any) -> Any:
 @plant("tables of blocks are kept though what they read was written", "kernels.flex_tiles:kept_of", "tables of flex")
 def _(kept_of: Any) -> Any:
     return lambda cover, key, make: kept_of(cover, key[:8], make)
+
+
+@plant("the last source is never seen", "sources:_seen", "masks of sequences")
+def _(seen: Any) -> Any:
+    return with_result(seen, lambda found: [*found[:-1], False])
+
+
+@plant("sources are told to their receivers", "geometry:say_sources", "masks of sequences")
+def _(say_sources: Any) -> Any:
+    return with_arguments(say_sources, sources=lambda sources: sources.T)
+
+
+@plant("sources that nobody sees travel", "geometry:parse_sources", "traffic of masks")
+def _(parse_sources: Any) -> Any:
+    return lambda spec, cp_size: None
+
+
+@plant("a mask of a sequence is taken in another layout", "sources:Sources.of_call", "refused masks of sequences")
+def _(of_call: Any) -> Any:
+    return lambda self, *place: self.table
+
+
+@plant("ranks may have masks of other sources", "ops:_what_must_agree", "masks of sequences that differ")
+def _(fields: Any) -> Any:
+    return with_result(fields, lambda found: {name: x for name, x in found.items() if "sources" not in name})
