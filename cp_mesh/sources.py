@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
@@ -27,9 +26,11 @@ from cp_mesh.kernels.functions import ScalarFunction
 from cp_mesh.layouts import Layout, Piece, Run
 from cp_mesh.sequence import ShardedSequence
 from cp_mesh.tracing import trace
+from cp_mesh.transport.waiting import wait_for
 
 PAIRS = 1 << 24
 """Pairs that are looked at together."""
+_funcol = torch.ops._c10d_functional
 AGAIN = "call create_block_mask again, or leave its sequence= out"
 
 
@@ -124,10 +125,10 @@ def find_sources(
         ),
     )
     told = torch.tensor(seen, dtype=torch.uint8, device=device)
-    every = told.new_empty(len(seen) ** 2)
-    dist.all_gather_into_tensor(every, told, group=group)
-    table = say_sources(every.view(len(seen), -1).cpu().numpy())
-    return Sources(table, (function.handle, sizes), Unchanged(read), (group.group_name, layout, seq_len))
+    name = group.group_name
+    told = wait_for(_funcol.all_gather_into_tensor(told, len(seen), name), "create_block_mask", name)
+    table = say_sources(told.view(len(seen), -1).cpu().numpy())
+    return Sources(table, (function.handle, sizes), Unchanged(read), (name, layout, seq_len))
 
 
 def _as_read(read: Sequence[Tensor]) -> list[list[Tensor]]:

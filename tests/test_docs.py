@@ -590,15 +590,18 @@ def check_flex(names: dict[str, Any]) -> None:
     seen = (i >= j) | ((images[:, None] == images) & (images[:, None] >= 0))
     out = (q @ k.mT * 8**-0.5).masked_fill(~seen, -torch.inf).softmax(-1) @ v
     close(names["kept"][1]["out"], out[:, :, mine])
+    documents = names["documents"]
+    alike = (i >= j) & (documents[:, None] == documents)
+    close(names["kept"][2]["out"], ((q @ k.mT * 8**-0.5).masked_fill(~alike, -torch.inf).softmax(-1) @ v)[:, :, mine])
     weight, share = torch.ones(8, dtype=q.dtype, requires_grad=True), names["weight"].grad
     scores = q @ k.mT * 8**-0.5 + F.logsigmoid(k @ weight)[:, :, None]
     out = scores.masked_fill(i < j, -torch.inf).softmax(-1) @ v
-    close(names["kept"][2]["out"], out[:, :, mine])
+    close(names["kept"][3]["out"], out[:, :, mine])
     out.square().sum().backward()
     dist.all_reduce(share)
     close(share, weight.grad)
     out = (q @ k.mT * 8**-0.5 + want[:, i - j + S]).masked_fill(~seen, -torch.inf).softmax(-1) @ v
-    close(names["kept"][3]["out"], out[:, :, mine])
+    close(names["kept"][4]["out"], out[:, :, mine])
 
 
 def mesh_names(rank: int) -> dict[str, Any]:
