@@ -143,13 +143,15 @@ def _as_read(read: Sequence[Tensor]) -> list[list[Tensor]]:
 def _keys(pieces: Sequence[Piece], own: bool) -> Tensor:
     """Positions of a source's keys, which are not all of its rows where every rank has copies."""
     seen = [x.positions() for x in pieces if own or not (isinstance(x, Run) and x.copied)]
-    return torch.cat([torch.empty(0, dtype=torch.int64), *seen])
+    return torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *seen])
 
 
 def _seen(
     mask_mod: ScalarFunction, read: Sequence[Tensor], sizes: tuple[int, int], own: Tensor, keys: Sequence[Tensor]
 ) -> list[bool]:
     """Whether some query, of positions ``own``, sees some key of each source."""
+    if not len(own):
+        return [False] * len(keys)
     b, h = (torch.arange(n, device=own.device) for n in sizes)
     side = math.isqrt(PAIRS // max(1, sizes[0] * sizes[1])) or 1
     num_q, num_k = min(side, len(own)), min(side, max(map(len, keys)))
@@ -160,7 +162,7 @@ def _seen(
     def parts(x: Tensor, num: int) -> list[Tensor]:
         """Of one length, so that one program serves all: the last is filled with the last position."""
         at = torch.arange(num, device=x.device)
-        return [x[(at + begin).clamp(max=len(x) - 1)] for begin in range(0, len(x), num)] if num else []
+        return [x[(at + begin).clamp(max=len(x) - 1)] for begin in range(0, len(x), num)]
 
     queries = parts(own, num_q)[::-1]  # of a causal mask the last ones see most
     inputs = b, h, own[:num_q], own.new_zeros(num_k), *read
