@@ -21,10 +21,12 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from cp_mesh.agreement import agree_once, announce_error
 from cp_mesh.agreement.contents import fingerprint
 from cp_mesh.call import check_choice
+from cp_mesh.column_linears import Columns, column_linears
 from cp_mesh.errors import ArgumentError, UnsupportedError, refuse, written
 from cp_mesh.forwards import LINEAR, replace_forward, replaced
 from cp_mesh.layouts import chunk_bounds
-from cp_mesh.linears import Columns, column_linears, refuse_transforms, row_linear, sum_rows
+from cp_mesh.products import refuse_transforms
+from cp_mesh.row_linears import row_linear, sum_rows
 from cp_mesh.transport import TRANSPORTS
 from cp_mesh.vocabulary import DeferredLogits, Head, embed
 
@@ -64,7 +66,7 @@ class OverlappedColwise(ParallelStyle):
             rows. Only in mode "reduce_scatter".
         transport: of rows that travel beside products in mode "reduce_scatter", where tp divides them. "functional":
             collectives. "symmetric_memory": copy engines of GPUs of one NVLink host. "auto": these where they are
-            there, and both only where a small model of times says that it pays (`cp_mesh/linears.py`).
+            there, and both only where a small model of times says that it pays (`cp_mesh/products.py`).
 
     The input is a plain tensor, of as many rows on each rank, or a DTensor over tp, whose shards are those of
     `torch.chunk`. Outputs are plain tensors [..., S, features of this rank]. Biases are sharded as the outputs are;

@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from cp_mesh.call import autocast
+from cp_mesh.column_linears import Columns, column_linears
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.kernels.combine import accumulation_dtype
-from cp_mesh.linears import Columns, check_rows, column_linears, refuse_transforms
+from cp_mesh.products import check_rows, refuse_transforms
 from cp_mesh.trained import note_compiled_backward
 from cp_mesh.transport.shards import Shards
 

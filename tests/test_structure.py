@@ -67,7 +67,9 @@ FLOORS: dict[str, int] = {
     "cache": 3,
     "sequence": 3,
     "loss": 3,
-    "linears": 3,
+    "products": 3,
+    "column_linears": 3,
+    "row_linears": 3,
     "vocabulary": 3,
     "clipping": 3,
     # 4: what trainers touch

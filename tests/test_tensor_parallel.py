@@ -36,9 +36,11 @@ from cp_mesh import (
     UnsupportedError,
     agreement,
     check_mode,
+    column_linears,
     cross_entropy,
-    linears,
     parallelize,
+    products,
+    row_linears,
     sum_gradients,
     vocabulary,
 )
@@ -165,7 +167,7 @@ def beside_products(transport: str, folder: str = "") -> Iterator[None]:
     slow = {"PRODUCT_RATE": 1e-9, "LINK_RATE": 1e-9} if transport == "functional" else {}
     with ExitStack() as stack:
         for name, rate in slow.items():
-            stack.enter_context(mock.patch.object(linears, name, rate))
+            stack.enter_context(mock.patch.object(products, name, rate))
         if transport == "symmetric_memory":
             stack.enter_context(double(alone_and_tp()[1].get_group(), folder))
         yield
@@ -341,16 +343,16 @@ def counted(rank: int, parts: list[Part]) -> list[Any]:
         assert not notes.problems and not notes.sent, notes.problems
         assert num_collectives() - before == len(notes.collectives) + num_other, "something was sent past the group"
         found = [(entry.kind, entry.given) for entry in notes.collectives]
-        products = tuple(sum(name in PRODUCTS for name in names) for names in (forward, backward))
-        results.append((found[:num_forward], found[num_forward:], products))
+        num_products = tuple(sum(name in PRODUCTS for name in names) for names in (forward, backward))
+        results.append((found[:num_forward], found[num_forward:], num_products))
     return results
 
 
 def test_what_travels_and_what_is_computed(pool: Any) -> None:
     for results in pool(2).run(counted, PARTS):
-        for part, (forward, backward, products) in zip(PARTS, results, strict=True):
+        for part, (forward, backward, num_products) in zip(PARTS, results, strict=True):
             assert (forward, backward) == (part.forward, part.backward), part
-            assert part.name == "embedding" or products == part.products, part
+            assert part.name == "embedding" or num_products == part.products, part
 
 
 ORDER = {
@@ -406,6 +408,9 @@ def test_products_begin_before_all_rows_have_come(pool: Any) -> None:
     assert pool(2).run(order_of_collectives) == [f"{columns} {rows} {backward}".split()] * 2
 
 
+PARTED = ("write_product", "product"), ("add_product", "add"), ("gradients_of_parameters", "weights")
+
+
 def order_of_copies(rank: int, folder: str) -> list[str]:
     _, tp = alone_and_tp()
     columns = OverlappedColwise("w1", "w3", recompute_all_gather=True, transport="symmetric_memory")
@@ -424,7 +429,7 @@ def order_of_copies(rank: int, folder: str) -> list[str]:
     with ExitStack() as stack:
         stack.enter_context(beside_products("symmetric_memory", folder))
         for where, attribute, name in (
-            (linears, "_product", "product"), (linears, "_add_product", "add"), (linears, "_of_parameters", "weights"),
+            *((module, *names) for module in (column_linears, row_linears) for names in PARTED),
             (FileWorkspace, "barrier", "barrier"), (HostLane, "entered", "copies:"), (HostLane, "wait", "wait"),
         ):  # fmt: skip
             noted(stack, where, attribute, name)
@@ -492,7 +497,7 @@ def chosen_by_size(rank: int, given: list[tuple[int, int, int]]) -> list[str | N
     for rows, columns, count in given:
         x = torch.empty(1, rows // 2, 8192, dtype=torch.bfloat16, device="meta")
         shards = Shards(rows, tp.get_group().group_name)
-        found.append(linears._chosen(shards, "functional", x, (8192, columns), count))
+        found.append(products.chosen_transport(shards, "functional", x, (8192, columns), count))
     return found
 
 

@@ -48,7 +48,7 @@ from attention import PLAIN_FACTOR, Ranks, milliseconds  # noqa: E402
 from decoding import ROUNDING, relative  # noqa: E402
 from report import append, machine  # noqa: E402
 
-from cp_mesh import OverlappedColwise, OverlappedRowwise, linears, parallelize  # noqa: E402
+from cp_mesh import OverlappedColwise, OverlappedRowwise, parallelize, products  # noqa: E402
 
 COLUMNS = (
     *("date", "commit", "gpu", "world_size", "torch", "cuda", "cudnn", "nccl", "packages"),
@@ -149,7 +149,7 @@ CONTESTANTS: dict[str, Callable[[Any, DeviceMesh], nn.Module]] = {
     "torch async": partial(torchs, backend="inductor", micro_pipeline=True),
 }
 FLOOR, AT_ONCE = "floor", "cp_mesh at once"
-PER_PRODUCT = linears.PER_PRODUCT
+PER_PRODUCT = products.PER_PRODUCT
 
 
 class Run:
@@ -169,7 +169,7 @@ class Run:
         self.x.requires_grad_()
 
     def forward(self) -> Tensor:
-        linears.PER_PRODUCT = float("inf") if self.name == AT_ONCE else PER_PRODUCT  # what a part of a product costs
+        products.PER_PRODUCT = float("inf") if self.name == AT_ONCE else PER_PRODUCT  # what a part of a product costs
         out = self.module(self.x)
         if isinstance(out, AsyncCollectiveTensor):
             out.trigger_wait()

@@ -45,14 +45,14 @@ def with_call(**others: Any) -> Any:
     return lambda forward: lambda ctx, call, *given: forward(ctx, call._replace(**others), *given)
 
 
-COLUMNS = "linears:_ColumnLinears.forward"
+COLUMNS = "column_linears:_ColumnLinears.forward"
 plant("what should be gathered again is kept", COLUMNS, "traffic of linears")(with_call(recompute=False))
 plant("rows are gathered for frozen weights", COLUMNS, "traffic of linears")(
     lambda forward: lambda ctx, call, keeps, *given: forward(ctx, call, True, *given)
 )
 
 
-@plant("a bias of a row linear is added on every rank", "linears:sum_rows", "linears")
+@plant("a bias of a row linear is added on every rank", "row_linears:sum_rows", "linears")
 def _(sum_rows: Any) -> Any:
     def mutant(x: Any, bias: Any, *where: Any) -> Any:
         return sum_rows(x if bias is None else x + bias, None, *where)
@@ -60,7 +60,7 @@ def _(sum_rows: Any) -> Any:
     return mutant
 
 
-@plant("the gradient of a row linear's bias is of this rank's rows", "linears:_RowGradients.backward", "linears")
+@plant("the gradient of a row linear's bias is of this rank's rows", "row_linears:_RowGradients.backward", "linears")
 def _(backward: Any) -> Any:
     def mutant(ctx: Any, dout: Any) -> Any:
         *others, dbias = backward(ctx, dout)
@@ -69,12 +69,12 @@ def _(backward: Any) -> Any:
     return mutant
 
 
-plant("rows never travel beside products", "linears:_chosen", "order of forwards", "order of copies")(
+plant("rows never travel beside products", "products:chosen_transport", "order of forwards", "order of copies")(
     lambda chosen: lambda *_: None
 )
 
 
-@plant("rows are waited for before the product of this rank's own", "linears:_moving", "order of forwards")
+@plant("rows are waited for before the product of this rank's own", "products:moving", "order of forwards")
 def _(moving: Any) -> Any:
     class Waiting:
         def __init__(self, moves: Any) -> None:
