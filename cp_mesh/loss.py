@@ -79,7 +79,7 @@ def cross_entropy(
         return _cross_entropy(logits, labels, mesh, ignore_index, count)
     except (ArgumentError, UnsupportedError) as error:
         if isinstance(logits, DeferredLogits):  # other ranks of tp are of other groups of the mesh
-            announce_error(logits.head.group_name, error, in_check_mode=False)
+            announce_error(logits.head.group_name, error, "tp")
         raise
 
 

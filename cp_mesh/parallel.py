@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from cp_mesh.agreement import stand_beside
 from cp_mesh.boundaries import GatherOutput, ShardInput
 from cp_mesh.cores import ContextParallel, cross_attention
 from cp_mesh.errors import UnsupportedError, refuse
@@ -30,8 +31,8 @@ from cp_mesh.guard.reductions import watch_first_step, watch_over_tp
 from cp_mesh.guard.rootless import watch_rootless
 from cp_mesh.root import ShardedModel
 from cp_mesh.sequence import ShardedSequence
-from cp_mesh.styles import RANKS, SUMS
-from cp_mesh.tensor_parallel import TENSOR_PARALLEL, shards_rows
+from cp_mesh.styles import RANKS, SUMS, styles_of
+from cp_mesh.tensor_parallel import TENSOR_PARALLEL, shards_rows, tp_groups
 
 
 def parallelize(
@@ -87,6 +88,8 @@ def parallelize(
             chosen[name] = (key, style)
     for name, (_, style) in chosen.items():
         style._apply(modules[name], mesh)
+    over_cp = {style.sequence.mesh.get_group(): "cp" for style in styles_of(module)}
+    stand_beside(over_cp | dict.fromkeys(tp_groups(module), "tp"))
     styles = [style for _, style in chosen.values()]
     if any(isinstance(style, ShardedModel | ContextParallel | ShardInput | GatherOutput) for style in styles):
         watch_first_step(module, mesh)

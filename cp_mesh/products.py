@@ -134,7 +134,7 @@ def check_rows(
             hint = "pass DTensors, whose shape says how many rows there are, where tp does not divide them"
             refuse(f"{what}: input", f"{expected} of {num_rows} rows on this rank", x.shape[-2], hint)
     except Exception as error:
-        announce_refusal(group, error, in_check_mode=False)
+        announce_refusal(group, error, "tp")
         raise
     shape, features = tuple(x.shape[:-2]), x.shape[-1] if features is None else features
     agree_once(
@@ -143,8 +143,9 @@ def check_rows(
         lambda: {
             **{"call": what, "rows of the sequence": f"{num_rows}", "batch": f"{shape}", "features": f"{features}"},
             **{"dtype": f"{x.dtype}", "transport": transport, "kind": f"{kind}"},
-            "labels on tp ranks": fingerprint(labels),
+            "labels": fingerprint(labels),
         },
+        "tp",
     )
 
 

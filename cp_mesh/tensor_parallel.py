@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,7 +23,7 @@ from cp_mesh.agreement import agree_once, announce_error
 from cp_mesh.agreement.contents import fingerprint
 from cp_mesh.call import check_choice
 from cp_mesh.column_linears import Columns, column_linears
-from cp_mesh.errors import ArgumentError, UnsupportedError, refuse, written
+from cp_mesh.errors import ArgumentError, RankMismatchError, UnsupportedError, refuse, written
 from cp_mesh.forwards import LINEAR, replace_forward, replaced
 from cp_mesh.layouts import chunk_bounds
 from cp_mesh.products import refuse_transforms
@@ -44,8 +45,8 @@ def _announced(run: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(style: ParallelStyle, where: _Where, *args: Any, **kwargs: Any) -> Any:
         try:
             return run(style, where, *args, **kwargs)
-        except (ArgumentError, UnsupportedError) as error:
-            announce_error(where.group_name, error, in_check_mode=False)
+        except (ArgumentError, UnsupportedError, RankMismatchError) as error:
+            announce_error(where.group_name, error, "tp")
             raise
 
     return wrapper
@@ -325,6 +326,12 @@ def shards_rows(style: ParallelStyle) -> bool:
     return isinstance(style, TENSOR_PARALLEL) and style.mode == "reduce_scatter"
 
 
+def tp_groups(module: nn.Module) -> set[dist.ProcessGroup]:
+    """Those over which styles of this file were applied in a module."""
+    runs: list[Any] = [style.run for part in module.modules() if (style := replaced(part, LINEAR)) is not None]
+    return {run.args[0].mesh.get_group() for run in runs}
+
+
 TENSOR_PARALLEL = OverlappedColwise | OverlappedRowwise | VocabParallelEmbedding | VocabParallelHead
 
 
@@ -394,7 +401,8 @@ class _Where:
         """In the first eager call; those of other ranks would be embedded as zeros."""
         if not torch.compiler.is_compiling():
             kind = "VocabParallelEmbedding", tokens.ndim
-            agree_once(self.mesh.get_group(), kind, lambda: {"tokens on tp ranks": fingerprint(tokens)})
+            what = {"call": "VocabParallelEmbedding"}
+            agree_once(self.mesh.get_group(), kind, lambda: what | {"tokens": fingerprint(tokens)}, "tp")
 
     def wrap(self, out: Tensor, num_rows: int, sharded: bool) -> Tensor:
         shape = (*out.shape[:-2], num_rows, out.shape[-1])

@@ -32,9 +32,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from cp_mesh import (
     ArgumentError,
+    ContextParallel,
     RankMismatchError,
+    ShardedSequence,
     UnsupportedError,
     agreement,
+    attention,
     check_mode,
     column_linears,
     cross_entropy,
@@ -991,7 +994,10 @@ REFUSED: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
     "vmap": (mapped, "expected no transform of torch.func, got vmap"),
     "a weight that is freed": (freed, "got one that FSDP2 has freed; fully_shard"),
     "a loss over tp": (over_tp, "ranks that hold distinct tokens, got ranks [0, 1] of one tp group; leave tp out"),
-    "labels that differ": (of_unlike_labels, "labels on tp ranks"),
+    "labels that differ": (
+        of_unlike_labels,
+        "cross_entropy: expected the same labels on every tp rank, got tp rank 0: torch.int64",
+    ),
     "rows that differ": (of_unlike_rows, "rows of the sequence"),
     "rows to sum that differ": (of_unlike_rows_to_sum, "rows of the sequence"),
 }
@@ -1090,13 +1096,19 @@ ALONE: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
     "one after an evaluation": (partial(unlike_heads, evaluated=True), "expected 0 <= label < 4, or ignore_index=-100"),
     "the shape of labels": (shape_of_labels, "labels: expected shape (6,), got (7,)"),
     "the dtype of an input": (dtype_of_input, "inputs and weights of one dtype"),
-    "the dtype of column linears": (partial(dtype_of_rank, style=OverlappedColwise()), "expected the same dtype on"),
-    "the dtype of row linears": (partial(dtype_of_rank, style=OverlappedRowwise()), "expected the same dtype on"),
+    "the dtype of column linears": (
+        partial(dtype_of_rank, style=OverlappedColwise()),
+        "column linears: expected the same dtype on every tp rank, got tp rank 0: ",
+    ),
+    "the dtype of row linears": (
+        partial(dtype_of_rank, style=OverlappedRowwise()),
+        "row linear: expected the same dtype on every tp rank, got tp rank 0: ",
+    ),
     "a placement": (placement_of_input, "a DTensor (Shard(1),) over tp"),
     "rows that tp does not divide": (rows_of_output, "a multiple of 2 rows"),
     "rows of a row linear": (rows_of_sum, "expected the same rows of the sequence"),
     "a call left out": (call_left_out, "got no call of b"),
-    "tokens": (tokens_of_rank, "expected the same tokens on tp ranks"),
+    "tokens": (tokens_of_rank, "VocabParallelEmbedding: expected the same tokens on every tp rank, got tp rank 0: "),
 }
 
 
@@ -1131,6 +1143,94 @@ def test_what_one_rank_alone_refuses_in_check_mode(pool: Any) -> None:
     for found in pool(4).run(refused_alone, names, True):
         for name, (message, seconds) in zip(names, found, strict=True):
             assert ALONE[name][1] in message and seconds < 20, f"{name}: {message}, after {seconds} s"
+
+
+# What a rank refuses in cp x tp: it is of one group of each, and all others hear of it in one or two steps.
+
+
+class Attends(nn.Module):
+    """A core on one head; ``wrong`` says what it does on this rank alone."""
+
+    wrong = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, (k, v) = x[:, None], 2 * (x[:, None].to(torch.float64 if self.wrong == "a dtype" else x.dtype),)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=self.wrong != "a mask")[:, 0]
+
+
+class Calls(Attends):
+    """The same by the function, with no style over cp."""
+
+    def __init__(self, cp: DeviceMesh) -> None:
+        super().__init__()
+        self.cp = cp
+
+    def forward(self, x: Tensor) -> Tensor:
+        kernel = "flash" if self.wrong == "a kernel" else "auto"
+        return attention(*3 * [x[:, None]], mesh=self.cp, kernel=kernel)[:, 0]
+
+
+class Block(nn.Module):
+    def __init__(self, core: Attends, features: int) -> None:
+        super().__init__()
+        self.wq, self.core, self.wo = nn.Linear(C, features), core, nn.Linear(features, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        odd = self.core.wrong == "rows"
+        return self.wo(self.core(self.wq(x))[:, odd:])
+
+
+AMONG: dict[str, tuple[str, str, tuple[str, str, str]]] = {
+    "a core": ("a mask", "is_causal: expected True", ("row linear: tp", "row linear: tp", "attention: cp")),
+    "the op in a core": ("a dtype", "expected one", ("row linear: tp", "row linear: tp", "attention: cp")),
+    "the function": ("a kernel", "kernel: expected one of", ("row linear: tp", "row linear: tp", "attention: cp")),
+    "a trace": ("a mask", "refused while torch.comp", ("column linears: tp", "attention: cp", "attention: cp")),
+    "a row linear": ("rows", "a multiple of 2 rows", ("row linear: tp", "attention: cp", "attention: cp")),
+}
+"""What rank 1 does, what it then says, and where ranks 0, 2 and 3 hear of it; rank 2 is in no group with it."""
+
+
+def refused_among(rank: int, setup: str) -> tuple[str, float, tuple[int, ...]]:
+    """What was raised, after how many seconds, and what a right call then returns."""
+    agreement._compared.clear()
+    torch._dynamo.reset()
+    axes = mesh((2, 2), ("cp", "tp"))
+    cp, tp = axes["cp"], axes["tp"]
+    cores = [Calls(cp) if setup == "the function" else Attends() for _ in range(2)]
+    model = nn.Sequential(Block(cores[0], 4), Block(cores[1], 8))  # so that those of the second are first calls, too
+    if setup == "the function":
+        parallelize(model, tp, {"*": OverlappedColwise("wq"), "*.wo": OverlappedRowwise()})
+    else:
+        parallelize(model, tp, {"*.wq": OverlappedColwise(), "*.wo": OverlappedRowwise()})
+        parallelize(model, cp, {"*.core": ContextParallel(ShardedSequence(cp))}, watch=False)
+    if setup == "a trace" and rank == 1:
+        model[0].compile(backend="eager", fullgraph=True)
+    wrong, *_ = AMONG[setup]
+    model[0].core.wrong = wrong * (rank == 1)
+    x = torch.ones(1, 4, C)
+    dist.barrier()
+    begin, said = time.monotonic(), "nothing"
+    try:
+        model(x)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    seconds = time.monotonic() - begin
+    dist.barrier()
+    model[0].core.wrong = ""
+    torch._dynamo.reset()
+    return said, seconds, tuple(model(x).shape)
+
+
+@pytest.mark.parametrize("setup", AMONG)
+def test_all_ranks_of_cp_and_tp_hear_of_a_refusal(pool: Any, setup: str) -> None:
+    _, words, heard = AMONG[setup]
+    by_rank = pool(4).run(refused_among, setup, timeout=120.0)
+    for rank, (said, seconds, shape) in enumerate(by_rank):
+        assert seconds < 50 and shape == (1, 4, C), by_rank  # the timeout of groups is 60
+        assert words in said or (rank, setup) == (1, "a trace"), by_rank
+    others = [said for rank, (said, *_) in enumerate(by_rank) if rank != 1]
+    for said, place in zip(others, heard, strict=True):
+        assert said.startswith(f"RankMismatchError: {place} rank"), by_rank
 
 
 def planned_elsewhere(rank: int) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,8 @@ STEP_PATIENCE = timedelta(seconds=10)
 Others may be later, and then all of them compare at the next step.
 """
 
+_TOLD = "_cp_mesh_told"  # of an error: names of the groups whose ranks were told, or None if none is to be
+
 _enabled: ContextVar[bool | None] = ContextVar("cp_mesh_check", default=None)
 
 
@@ -49,7 +52,8 @@ class _Compared:
 
     ``plans`` counts models that were given a plan over it, ``batches`` those after the first of a shape; of the last
     one that is compared ``digest`` was begun; ``told`` is the key of the one before it, ``read`` of one more before.
-    ``refused_in_trace``: since the last plan; a trace that raises may be begun again.
+    ``refused_in_trace``: since the last plan; a trace that raises may be begun again. ``beside``: of other groups
+    over which one model has styles, the axis, "cp" or "tp".
     """
 
     times: int = 0
@@ -61,6 +65,7 @@ class _Compared:
     refused_in_trace: bool = False
     kinds: set[Hashable] = field(default_factory=set)
     here: set[Hashable] = field(default_factory=set)
+    beside: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = field(default_factory=weakref.WeakKeyDictionary)
 
 
 _compared: weakref.WeakKeyDictionary[dist.ProcessGroup, _Compared] = weakref.WeakKeyDictionary()
@@ -127,31 +132,50 @@ def look_again(group: dist.ProcessGroup) -> int:
     return own.plans - 1
 
 
+def stand_beside(groups: Mapping[dist.ProcessGroup, str]) -> None:
+    """Let ranks of all these groups hear of a refusal over one of them: one model has styles over each.
+
+    Args:
+        groups: the axis of each, "cp" or "tp".
+    """
+    for group in groups:
+        beside = _compared.setdefault(group, _Compared()).beside
+        beside.update({other: axis for other, axis in groups.items() if other is not group})
+
+
 def capturing() -> bool:
     """Whether a CUDA graph is captured, in which nothing may be read."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def agree_first(group: dist.ProcessGroup, kind: Hashable, fields: Mapping[str, str]) -> None:
+def agree_first(group: dist.ProcessGroup, kind: Hashable, fields: Mapping[str, str], axis: str = "cp") -> None:
     """Compare ``fields`` over the group through its store, and raise on every rank if they differ.
+
+    Args:
+        group: of ranks along ``axis``, "cp" or "tp".
+        kind: of calls of which this is the first.
+        fields: values by name; that of "call" says what is called, if not attention.
+        axis: for messages.
 
     Raises:
         RankMismatchError: also if a rank refused its arguments, or did not come.
     """
-    answers = _exchange(group, fields)
-    _require_accepted(answers, fields)
-    _require_equal(answers, fields)
+    answers = _exchange(group, fields, axis)
+    _require_accepted(group, answers, fields, axis)
+    _require_equal(group, answers, fields, axis)
     _compared[group].kinds.add(kind)
 
 
-def agree_once(group: dist.ProcessGroup, kind: Hashable, fields: Callable[[], Mapping[str, str]]) -> None:
+def agree_once(
+    group: dist.ProcessGroup, kind: Hashable, fields: Callable[[], Mapping[str, str]], axis: str = "cp"
+) -> None:
     """`agree_first` of a kind that is new since the last plan over this group; one look-up for later calls.
 
     Raises:
         RankMismatchError: as `agree_first`.
     """
     if is_first(group, kind):
-        agree_first(group, kind, fields())
+        agree_first(group, kind, fields(), axis)
 
 
 def compare_first(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[dict[str, str]]:
@@ -159,9 +183,9 @@ def compare_first(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[d
     if turned_off() or group.size() == 1 or store_of(group) is None:
         return [dict(fields)]
     answers = _exchange(group, fields)
-    _require_accepted(answers, fields)
+    _require_accepted(group, answers, fields)
     if any(answer.keys() != fields.keys() for answer in answers):
-        _require_equal(answers, fields)
+        _require_equal(group, answers, fields)
     return answers
 
 
@@ -242,7 +266,7 @@ def exchange_first(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[
     if checking() or turned_off() or store_of(group) is None:
         return exchange(group, fields)
     answers = _exchange(group, fields)
-    _require_accepted(answers, fields)
+    _require_accepted(group, answers, fields)
     return answers
 
 
@@ -272,16 +296,16 @@ def read_word() -> str:
     return "" if store is None else store.get("cp_mesh/word").decode()
 
 
-def _exchange(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[dict[str, str]]:
+def _exchange(group: dist.ProcessGroup, fields: Mapping[str, str], axis: str = "cp") -> list[dict[str, str]]:
     """What every rank of the group left in the store for this comparison."""
     patience = min(PATIENCE, timeout_of(group))
     answers = _words(group, _next_topic(group), fields, patience)
     if absent := [rank for rank in range(group.size()) if rank not in answers]:
-        raise RankMismatchError(
-            f"attention: expected every cp rank in the first call of {fields.get('call', 'a kind')}, got none from "
-            f"ranks {absent} in {patience}; they ended or are late, run other code, or calls of another shape that "
-            "they had before"
+        said = (
+            f"expected every {axis} rank in the first call of a kind, got none from ranks {absent} in {patience}; they "
+            "ended or are late, run other code, or calls of another shape that they had before"
         )
+        _raise_mismatch(group, fields, said)
     return [answers[rank] for rank in range(group.size())]
 
 
@@ -298,54 +322,65 @@ def _words(
     return Words(group, topic, fields).wait(patience)
 
 
-def announce_refusal(group: dist.ProcessGroup, error: Exception, in_check_mode: bool = True) -> None:
+def announce_refusal(group: dist.ProcessGroup, error: Exception, axis: str = "cp") -> None:
     """Tell the other ranks, which may have accepted their arguments, that this one has not.
 
-    In check mode they are waiting for this rank; else they find it in the store if theirs is a first call.
+    Those of the cp group are waiting for this rank in check mode, which compares all calls of attention; else they, and
+    those of tp and of the groups beside this one, find it in the store if theirs is a first call.
 
     Args:
-        group: the cp group.
-        error: what this rank is about to raise.
-        in_check_mode: whether ranks compare all calls then, as those of attention; over tp they compare first ones.
+        group: of ranks along ``axis``, "cp" or "tp".
+        error: what this rank is about to raise. It is told to each group once, however many frames it passes through.
+        axis: for how they are told.
     """
-    if isinstance(error, RankMismatchError):
-        return  # all ranks raise one
-    if getattr(error, "_cp_mesh_announced", False):  # once, however many frames it passes through
-        return
-    keep_to_itself(error)
+    told: set[str] | None = vars(error).get(_TOLD, set())
+    if told is None or (isinstance(error, RankMismatchError) and not told):
+        return  # of one that nobody was told of, all ranks raise their own
+    waiting = group if axis == "cp" and not told else None
     said = {"error": f"{type(error).__name__}: {error}"}
-    if in_check_mode and checking():
-        with suppress(RuntimeError):  # others wait for something else; the error itself must not be lost
-            require_agreement(group, said)
-    elif not turned_off() and group.size() > 1 and store_of(group) is not None:
-        _words(group, _next_topic(group), said, None)
+    for other, its_axis in (*_beside(group).items(), (group, axis)):
+        if other.group_name in told:
+            continue
+        vars(error)[_TOLD] = told = told | {other.group_name}
+        if its_axis == "cp" and checking():
+            if other is waiting:
+                with suppress(RuntimeError):  # they wait for something else; the error itself must not be lost
+                    require_agreement(group, said)
+        elif not turned_off() and other.size() > 1 and store_of(other) is not None:
+            _words(other, _next_topic(other), said, None)
 
 
-def announce_trace(group_name: str, in_check_mode: bool = True) -> None:
+def _beside(group: dist.ProcessGroup) -> dict[dist.ProcessGroup, str]:
+    compared = _compared.get(group)
+    return {} if compared is None else dict(compared.beside)
+
+
+def announce_trace(group_name: str, axis: str = "cp") -> None:
     """As `announce_refusal`, while torch.compile traces: of the error no word is known, as some may be symbolic."""
     group = _resolve_process_group(group_name)  # type: ignore[arg-type]
     compared = _compared.setdefault(group, _Compared())
     if not compared.refused_in_trace:
-        compared.refused_in_trace = True
+        for each in (group, *compared.beside):
+            _compared.setdefault(each, _Compared()).refused_in_trace = True
         error = RuntimeError("refused while torch.compile traced it; its own error says why")
-        announce_refusal(group, error, in_check_mode)
+        announce_refusal(group, error, axis)
 
 
 # As by `torch.compiler.assume_constant_result`, which imports Dynamo: it calls this once and does not trace it.
 vars(announce_trace)["_dynamo_marked_constant"] = True
 
 
-def announce_error(group_name: str, error: Exception, in_check_mode: bool = True) -> None:
+def announce_error(group_name: str, error: Exception, axis: str = "cp") -> None:
     """`announce_refusal`, or `announce_trace` where torch.compile traces what refuses."""
     if torch.compiler.is_compiling():
-        announce_trace(group_name, in_check_mode)
+        announce_trace(group_name, axis)
     else:
-        announce_refusal(_resolve_process_group(group_name), error, in_check_mode)  # type: ignore[arg-type]
+        announce_refusal(_resolve_process_group(group_name), error, axis)  # type: ignore[arg-type]
 
 
 def keep_to_itself(error: Exception) -> None:
     """Tell no other rank of an error: they are past the comparison, and wait for rows."""
-    error._cp_mesh_announced = True  # type: ignore[attr-defined]
+    vars(error)[_TOLD] = None
 
 
 def exchange(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[dict[str, str]]:
@@ -358,15 +393,18 @@ def exchange(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[dict[s
             f"attention: what check mode compares never came from all of ranks {dist.get_process_group_ranks(group)}: "
             f"one ended, raised, or came later than the timeout of their group ({error})"
         ) from error
-    _require_accepted(answers, fields)
+    _require_accepted(group, answers, fields)
     return answers
 
 
-def _require_accepted(answers: list[dict[str, str]], fields: Mapping[str, str]) -> None:
+def _require_accepted(
+    group: dist.ProcessGroup, answers: list[dict[str, str]], fields: Mapping[str, str], axis: str = "cp"
+) -> None:
     refused = {rank: answer["error"] for rank, answer in enumerate(answers) if "error" in answer}
     if refused and "error" not in fields:
         rank, error = next(iter(refused.items()))
-        raise RankMismatchError(f"attention: cp rank {rank} refused its arguments while this rank did not: {error}")
+        said = f"{axis} rank {rank} refused its arguments while this rank did not: {error}"
+        _raise_mismatch(group, fields, said)
 
 
 def require_agreement(group: dist.ProcessGroup, fields: Mapping[str, str]) -> None:
@@ -377,17 +415,28 @@ def require_agreement(group: dist.ProcessGroup, fields: Mapping[str, str]) -> No
         fields: values by name; a rank that refused its arguments says so under the name "error".
     """
     answers = exchange(group, fields)
-    _require_equal(answers, fields)
+    _require_equal(group, answers, fields)
 
 
-def _require_equal(answers: list[dict[str, str]], fields: Mapping[str, str]) -> None:
+def _require_equal(
+    group: dist.ProcessGroup, answers: list[dict[str, str]], fields: Mapping[str, str], axis: str = "cp"
+) -> None:
     if "error" in fields:
         return  # this rank raises its own error
     for name in fields:
         values = [answer.get(name, "missing") for answer in answers]
         if len(set(values)) > 1:
-            shown = "; ".join(f"cp rank {rank}: {value}" for rank, value in enumerate(values))
-            raise RankMismatchError(
-                f"attention: expected the same {name} on every cp rank, got {shown}; "
-                "give every rank of a cp group the same batch and options"
+            shown = "; ".join(f"{axis} rank {rank}: {value}" for rank, value in enumerate(values))
+            said = (
+                f"expected the same {name} on every {axis} rank, got {shown}; "
+                f"give every rank of a {axis} group the same batch and options"
             )
+            _raise_mismatch(group, fields, said)
+
+
+def _raise_mismatch(group: dist.ProcessGroup, fields: Mapping[str, str], said: str) -> NoReturn:
+    """On every rank of the group; those of the groups beside it hear of it."""
+    error = RankMismatchError(f"{fields.get('call', 'attention')}: {said}")
+    vars(error)[_TOLD] = {group.group_name}
+    announce_refusal(group, error)
+    raise error

@@ -123,6 +123,9 @@ plant("logits of the last rows are left out", "vocabulary:_chunks", "chunks of l
 plant("tp ranks do not compare their first calls", "agreement:agree_once", "unlike tokens over tp")(
     lambda agree_once: lambda *_: None
 )
+plant("ranks of tp do not hear of what a core refuses", "agreement:stand_beside", "refusals in cores over tp")(
+    lambda stand_beside: lambda groups: None
+)
 plant("a head that is trained alone has a hidden input", "tensor_parallel:_hidden", "a head under FSDP2")(
     lambda hidden: lambda x, weight: x
 )
