@@ -20,6 +20,7 @@ from cp_mesh.products import (
     check_rows,
     chosen_transport,
     flat_rows,
+    graded_names,
     gradients_of_parameters,
     moving,
     refuse_second_backward,
@@ -55,7 +56,7 @@ class Columns(NamedTuple):
 
 
 def column_linears(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], call: Columns
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], call: Columns, names: Sequence[str]
 ) -> tuple[Tensor, ...]:
     """``F.linear`` of one input by several weights, each of which is this rank's rows of a whole weight.
 
@@ -64,15 +65,17 @@ def column_linears(
         weights: [O, C] each.
         biases: [O] or None each.
         call: how x lies.
+        names: of the weights and then of the biases, for messages.
 
     Returns:
         [..., S, O] for each weight.
     """
+    graded = graded_names(["input", *names], [x, *weights, *biases])
     x, *rest = cast_alike(x, *weights, *(bias for bias in biases if bias is not None))
     cast_weights, of_bias = rest[: len(weights)], iter(rest[len(weights) :])
     cast_biases = [None if bias is None else next(of_bias) for bias in biases]
     keeps = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
-    outs: tuple[Tensor, ...] = _ColumnLinears.apply(call, keeps, x, *cast_weights, *cast_biases)
+    outs: tuple[Tensor, ...] = _ColumnLinears.apply(call, keeps, graded, x, *cast_weights, *cast_biases)
     return outs
 
 
@@ -87,9 +90,10 @@ def _column_linears(
     most_features: int,
     transport: str,
     keeps: bool,
+    graded: str,
 ) -> list[Tensor]:
     """Outputs [..., S, O], and if asked for the gathered input [..., S, C]."""
-    check_rows("column linears", x, num_rows, group_name, sharded, transport=transport)
+    check_rows("column linears", x, num_rows, group_name, sharded, graded=graded, transport=transport)
     shards = Shards(num_rows, group_name, "column linears")
     if sharded and (chosen := chosen_transport(shards, transport, x, (x.shape[-1], most_features), len(weights))):
         rows, shape = as_batch(x), (*x.shape[:-2], num_rows)
@@ -171,7 +175,7 @@ def _beside_copies(
 
 
 @_column_linears.register_fake
-def _(x, weights, biases, num_rows, group_name, sharded, most_features, transport, keeps):  # type: ignore[no-untyped-def]
+def _(x, weights, biases, num_rows, group_name, sharded, most_features, transport, keeps, graded):  # type: ignore[no-untyped-def]
     shape = (*x.shape[:-2], num_rows)
     outs = [x.new_empty((*shape, weight.shape[0])) for weight in weights]
     return [*outs, x.new_empty((*shape, x.shape[-1]))] if keeps else outs
@@ -189,19 +193,19 @@ def _(douts, x, weights, wants, num_rows, group_name, sharded, most_features, tr
 
 class _ColumnLinears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Columns, keeps: bool, x: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: Columns, keeps: bool, graded: str, x: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
         weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
         ctx.call, ctx.gathers = call, call.sharded and call.recompute
         keeps_whole = keeps and call.sharded and not call.recompute
-        outs = _column_linears(x, weights, biases, *call.fixed, keeps_whole)
+        outs = _column_linears(x, weights, biases, *call.fixed, keeps_whole, graded)
         ctx.save_for_backward((outs[-1] if keeps_whole else x) if keeps else None, *weights)
         return tuple(outs[: len(weights)])
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor) -> tuple[Any, ...]:
-        (x, *weights), wants = ctx.saved_tensors, list(ctx.needs_input_grad[2:])
+        (x, *weights), wants = ctx.saved_tensors, list(ctx.needs_input_grad[3:])
         found = iter(_column_linears_backward(list(douts), x, weights, wants, *ctx.call.fixed, ctx.gathers))
-        return None, None, *(next(found) if wanted else None for wanted in wants)
+        return None, None, None, *(next(found) if wanted else None for wanted in wants)
 
 
 _column_linears_backward.register_autograd(refuse_second_backward)

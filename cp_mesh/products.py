@@ -11,7 +11,7 @@ nor keeps what a policy of memory let go.
 Shapes: B batch rows, S rows of the sequence, C features of the input, O features of an output on this rank.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -112,6 +112,12 @@ def add_product(out: Tensor, x: Tensor, matrix: Tensor) -> None:
         out[0].addmm_(x[0], matrix)
 
 
+def graded_names(names: Sequence[str], tensors: Sequence[Tensor | None]) -> str:
+    """Names of those that require a gradient; which collectives a backward runs depends on them."""
+    given = zip(names, tensors, strict=True) if torch.is_grad_enabled() else ()
+    return ", ".join([name for name, x in given if x is not None and x.requires_grad]) or "none"
+
+
 def check_rows(
     what: str,
     x: Tensor,
@@ -119,12 +125,14 @@ def check_rows(
     group_name: str,
     sharded: bool,
     *kind: Hashable,
-    labels: Tensor | None = None,
+    graded: str,
+    alike: Mapping[str, Tensor] | None = None,
     features: int | None = None,
     transport: str = "auto",
 ) -> None:
-    """Before the first collective of a call; the first one of a kind is compared over tp, with its labels.
+    """Before the first collective of a call; the first one of a kind is compared over tp.
 
+    ``graded``: what `graded_names` returns of the call's tensors. ``alike``: tensors that must be equal on all ranks.
     ``features``: in the place of those of x, where these may differ between ranks.
     """
     group: dist.ProcessGroup = _resolve_process_group(group_name)  # type: ignore[arg-type]
@@ -139,11 +147,12 @@ def check_rows(
     shape, features = tuple(x.shape[:-2]), x.shape[-1] if features is None else features
     agree_once(
         group,
-        (what, sharded, x.ndim, features, x.dtype, transport, *kind),
+        (what, sharded, x.ndim, features, x.dtype, transport, graded, *kind),
         lambda: {
             **{"call": what, "rows of the sequence": f"{num_rows}", "batch": f"{shape}", "features": f"{features}"},
-            **{"dtype": f"{x.dtype}", "transport": transport, "kind": f"{kind}"},
-            "labels": fingerprint(labels),
+            **{"dtype": f"{x.dtype}", "tensors that require a gradient": graded},
+            **{"transport": transport, "kind": f"{kind}"},
+            **{name: fingerprint(y) for name, y in (alike or {}).items()},
         },
         "tp",
     )

@@ -20,6 +20,7 @@ from cp_mesh.products import (
     check_rows,
     chosen_transport,
     flat_rows,
+    graded_names,
     gradients_of_parameters,
     moving,
     refuse_second_backward,
@@ -44,22 +45,32 @@ def row_linear(
     Returns:
         [..., rows of this rank, O].
     """
+    graded = graded_names(["input", "weight", "bias"], [x, weight, bias])
     x, weight, *rest = cast_alike(x, weight, *([] if bias is None else [bias]))
     call, parameters = (group_name, most_features, transport), (weight, *rest, *[None] * (1 - len(rest)))
     if not torch.is_grad_enabled() or not any(y.requires_grad for y in (x, weight, *rest)):
-        plain: Tensor = _row_linear(x, *parameters, *call)
+        plain: Tensor = _row_linear(x, *parameters, *call, graded)
         return plain
     awaited = _RowGradients.apply(call, weight.requires_grad, x.requires_grad, x, *parameters)
-    out: Tensor = _RowLinear.apply(call, awaited, *(None if y is None else y.detach() for y in (x, *parameters)))
+    out: Tensor = _RowLinear.apply(
+        (*call, graded), awaited, *(None if y is None else y.detach() for y in (x, *parameters))
+    )
     return out
 
 
 @torch.library.custom_op("cp_mesh::row_linear", mutates_args=())
 def _row_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group_name: str, most_features: int, transport: str
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group_name: str,
+    most_features: int,
+    transport: str,
+    graded: str,
 ) -> Tensor:
     num_rows = x.shape[-2]
-    check_rows("row linear", x, num_rows, group_name, False, "sharded", features=len(weight), transport=transport)
+    options: dict[str, Any] = {"graded": graded, "features": len(weight), "transport": transport}
+    check_rows("row linear", x, num_rows, group_name, False, "sharded", **options)
     shards, matrix = Shards(num_rows, group_name, "row linear"), weight.t()
     if chosen := chosen_transport(shards, transport, x, (len(weight), most_features), 2):
         rows, rank = as_batch(x), shards.group.rank()
@@ -154,7 +165,7 @@ class _RowGradients(torch.autograd.Function):
 
 class _RowLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: tuple[str, int, str], awaited: Tensor, *given: Any) -> Tensor:
+    def forward(ctx: Any, call: tuple[str, int, str, str], awaited: Tensor, *given: Any) -> Tensor:
         return _row_linear(*given, *call)
 
     @staticmethod
@@ -162,10 +173,19 @@ class _RowLinear(torch.autograd.Function):
         return None, dout, None, None, None
 
 
-def sum_rows(x: Tensor, bias: Tensor | None, group_name: str, sharded: bool) -> Tensor:
+def sum_rows(
+    what: str,
+    x: Tensor,
+    bias: Tensor | None,
+    group_name: str,
+    sharded: bool,
+    graded: str,
+    tokens: Tensor | None = None,
+) -> Tensor:
     """The sum over tp ranks of x [..., S, O], plus a bias [O] that all of them hold, if all rows are given to all.
 
-    Its backward gathers what the forward scattered.
+    Its backward gathers what the forward scattered. First calls are compared by ``what`` they are, with what
+    `graded_names` says of their tensors, and with tokens that the rows are of.
 
     Returns:
         [..., rows of this rank, O] if ``sharded``, else [..., S, O].
@@ -174,15 +194,24 @@ def sum_rows(x: Tensor, bias: Tensor | None, group_name: str, sharded: bool) -> 
         x, bias = autocast(x, bias)
         if x.dtype != bias.dtype:
             got, hint = f"{x.dtype} and {bias.dtype}", "cast the bias, or use autocast"
-            refuse("row linear", "an output and a bias of one dtype", got, hint)
-    out: Tensor = _SumRows.apply(x, bias, group_name, sharded)
+            refuse(what, "an output and a bias of one dtype", got, hint)
+    out: Tensor = _SumRows.apply(x, bias, group_name, sharded, what, graded, tokens)
     return out
 
 
 @torch.library.custom_op("cp_mesh::sum_rows", mutates_args=())
-def _sum_rows(x: Tensor, bias: Tensor | None, group_name: str, sharded: bool) -> Tensor:
-    check_rows("row linear", x, x.shape[-2], group_name, False, sharded)
-    shards = Shards(x.shape[-2], group_name, "row linear")
+def _sum_rows(
+    x: Tensor,
+    bias: Tensor | None,
+    group_name: str,
+    sharded: bool,
+    what: str,
+    graded: str,
+    tokens: Tensor | None,
+) -> Tensor:
+    alike = None if tokens is None else {"tokens": tokens}
+    check_rows(what, x, x.shape[-2], group_name, False, sharded, graded=graded, alike=alike)
+    shards = Shards(x.shape[-2], group_name, what)
     summed = (shards.scatter_sum(x) if sharded else shards.all_sum(x))()
     if bias is not None:
         return summed + bias
@@ -196,7 +225,7 @@ def _gather_rows(x: Tensor, num_rows: int, group_name: str) -> Tensor:
 
 
 @_sum_rows.register_fake
-def _(x, bias, group_name, sharded):  # type: ignore[no-untyped-def]
+def _(x, bias, group_name, sharded, *_):  # type: ignore[no-untyped-def]
     own = Shards(x.shape[-2], group_name).own if sharded else x.shape[-2]
     return x.new_empty((*x.shape[:-2], own, x.shape[-1]))
 
@@ -208,16 +237,16 @@ def _(x, num_rows, group_name):  # type: ignore[no-untyped-def]
 
 class _SumRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, group_name: str, sharded: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, group_name: str, sharded: bool, *compared: Any) -> Tensor:
         ctx.num_rows, ctx.group_name, ctx.sharded = x.shape[-2], group_name, sharded
-        return _sum_rows(x, bias, group_name, sharded)
+        return _sum_rows(x, bias, group_name, sharded, *compared)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         of_x, of_bias, *_ = ctx.needs_input_grad
         whole = _gather_rows(dout, ctx.num_rows, ctx.group_name) if ctx.sharded and of_x else _once(dout)
         dbias = flat_rows(whole).sum(0) if of_bias else None
-        return whole if of_x else None, dbias, None, None
+        return whole if of_x else None, dbias, None, None, None, None, None
 
 
 def _once(dout: Tensor) -> Tensor:

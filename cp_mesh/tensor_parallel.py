@@ -7,7 +7,7 @@ DTensors over tp, as PyTorch's `ColwiseParallel` and `RowwiseParallel` make them
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,14 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from cp_mesh.agreement import agree_once, announce_error
-from cp_mesh.agreement.contents import fingerprint
+from cp_mesh.agreement import announce_error
 from cp_mesh.call import check_choice
 from cp_mesh.column_linears import Columns, column_linears
-from cp_mesh.errors import ArgumentError, RankMismatchError, UnsupportedError, refuse, written
+from cp_mesh.errors import ArgumentError, UnsupportedError, refuse, written
 from cp_mesh.forwards import LINEAR, replace_forward, replaced
 from cp_mesh.layouts import chunk_bounds
-from cp_mesh.products import refuse_transforms
+from cp_mesh.products import graded_names, refuse_transforms
 from cp_mesh.row_linears import row_linear, sum_rows
 from cp_mesh.transport import TRANSPORTS
 from cp_mesh.vocabulary import DeferredLogits, Head, embed
@@ -45,7 +44,7 @@ def _announced(run: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(style: ParallelStyle, where: _Where, *args: Any, **kwargs: Any) -> Any:
         try:
             return run(style, where, *args, **kwargs)
-        except (ArgumentError, UnsupportedError, RankMismatchError) as error:
+        except Exception as error:
             announce_error(where.group_name, error, "tp")
             raise
 
@@ -142,9 +141,9 @@ class OverlappedColwise(ParallelStyle):
         self, where: _Where, together: _Together, name: str, module: nn.Module, forward: Any, /, input: Tensor
     ) -> Tensor:
         if not together.linears:  # the module itself, or a call from outside of the forward of its parent
-            return self._compute(where, input, [module])[0]
+            return self._compute(where, input, {"": module})[0]
         if not together.waiting:
-            outs = self._compute(where, input, [*together.linears.values()])
+            outs = self._compute(where, input, together.linears)
             together.given = input, _version(input)
             together.waiting = dict(zip(together.linears, outs, strict=True))
         given, version = together.given
@@ -154,14 +153,16 @@ class OverlappedColwise(ParallelStyle):
             refuse(f"OverlappedColwise{self.names}", "one call of each, with one tensor", got, hint)
         return together.waiting.pop(name)
 
-    def _compute(self, where: _Where, x: Tensor, linears: list[nn.Module]) -> tuple[Tensor, ...]:
+    def _compute(self, where: _Where, x: Tensor, linears: Mapping[str, nn.Module]) -> tuple[Tensor, ...]:
         sharded = self.mode == "reduce_scatter"
         num_rows, x = where.read("OverlappedColwise", x, Shard(x.ndim - 2) if sharded else Replicate())
-        weights, biases = ([where.local(getattr(m, name)) for m in linears] for name in ("weight", "bias"))
-        most = sum(where.most(linear, "out_features") for linear in linears)
+        kinds = "weight", "bias"
+        weights, biases = ([where.local(getattr(linear, kind)) for linear in linears.values()] for kind in kinds)
+        most = sum(where.most(linear, "out_features") for linear in linears.values())
         recompute = self.recompute_all_gather or where.size == 1
         call = Columns(num_rows, where.group_name, sharded, most, self.transport, recompute)
-        return column_linears(x, weights, biases, call)  # type: ignore[arg-type]
+        names = [f"{name}.{kind}".lstrip(".") for kind in kinds for name in linears]
+        return column_linears(x, weights, biases, call, names)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -229,7 +230,8 @@ class OverlappedRowwise(ParallelStyle):
             most = where.most(module, "in_features")
             out = row_linear(input, weight, bias, where.group_name, most, self.transport)
         else:
-            out = sum_rows(F.linear(input, weight), bias, where.group_name, False)
+            graded = graded_names(["input", "weight", "bias"], [input, weight, bias])
+            out = sum_rows("row linear", F.linear(input, weight), bias, where.group_name, False, graded)
         return out if self.use_local_output else where.wrap(out, input.shape[-2], sharded)
 
 
@@ -270,11 +272,11 @@ class VocabParallelEmbedding(ParallelStyle):
         if isinstance(input, DTensor):
             input = where.read("VocabParallelEmbedding", input, Replicate())[1]
         where.check_output("VocabParallelEmbedding", num_rows, sharded and self.use_local_output)
-        where.compare_tokens(input)
         weight = where.local(module.weight)
         assert isinstance(module, nn.Embedding) and weight is not None
         found = embed(input, weight, own[0], module.num_embeddings, module.padding_idx)
-        out = sum_rows(found, None, where.group_name, sharded)
+        graded = graded_names(["weight"], [weight])
+        out = sum_rows("VocabParallelEmbedding", found, None, where.group_name, sharded, graded, input)
         return out if self.use_local_output else where.wrap(out, num_rows, sharded)
 
 
@@ -396,13 +398,6 @@ class _Where:
         if needs_equal and num_rows % self.size:
             hint = "use_local_output=False returns DTensors, which say how long a sequence is"
             refuse(what, f"a multiple of {self.size} rows, for local outputs", num_rows, hint)
-
-    def compare_tokens(self, tokens: Tensor) -> None:
-        """In the first eager call; those of other ranks would be embedded as zeros."""
-        if not torch.compiler.is_compiling():
-            kind = "VocabParallelEmbedding", tokens.ndim
-            what = {"call": "VocabParallelEmbedding"}
-            agree_once(self.mesh.get_group(), kind, lambda: what | {"tokens": fingerprint(tokens)}, "tp")
 
     def wrap(self, out: Tensor, num_rows: int, sharded: bool) -> Tensor:
         shape = (*out.shape[:-2], num_rows, out.shape[-1])

@@ -22,7 +22,7 @@ from cp_mesh.call import autocast
 from cp_mesh.column_linears import Columns, column_linears
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.kernels.combine import accumulation_dtype
-from cp_mesh.products import check_rows, refuse_transforms
+from cp_mesh.products import check_rows, graded_names, refuse_transforms
 from cp_mesh.trained import note_compiled_backward
 from cp_mesh.transport.shards import Shards
 
@@ -131,7 +131,8 @@ class DeferredLogits(NamedTuple):
         head.check()
         shards = Shards(head.size, head.group_name, "DeferredLogits.whole")
         call = Columns(self.num_rows, head.group_name, self.sharded, max(shards.sizes), "auto", recompute=True)
-        (own,) = column_linears(self.hidden.to(head.weight.dtype), [head.weight], [None], call)
+        names = "weight", "bias"
+        (own,) = column_linears(self.hidden.to(head.weight.dtype), [head.weight], [None], call, names)
         return shards.gather(own.mT)().mT.contiguous()
 
     def losses(self, labels: Tensor, ignore_index: int) -> Tensor:
@@ -141,7 +142,8 @@ class DeferredLogits(NamedTuple):
         head.check()
         hidden, weight = autocast(self.hidden.to(head.weight.dtype), head.weight)
         call = head.begin, head.size, self.num_rows, head.group_name, self.sharded, ignore_index
-        losses: Tensor = _HeadLosses.apply(hidden, weight, labels, *call)
+        graded = graded_names(["input", "weight"], [hidden, weight])
+        losses: Tensor = _HeadLosses.apply(hidden, weight, labels, graded, *call)
         return losses
 
 
@@ -171,10 +173,12 @@ def _head_losses(
     group_name: str,
     sharded: bool,
     ignore_index: int,
+    graded: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses [N]; and of each row, [N, 1], the largest logit of all ranks and the sum of exp(logit - largest)."""
     kind = size, ignore_index, hidden.requires_grad, weight.requires_grad  # at least what the first losses differ in
-    check_rows("cross_entropy", hidden, num_rows, group_name, sharded, *kind, labels=labels)
+    options: dict[str, Any] = {"graded": graded, "alike": {"labels": labels}}
+    check_rows("cross_entropy", hidden, num_rows, group_name, sharded, *kind, **options)
     rows, counts = _gathered(hidden, num_rows, group_name, sharded), labels != ignore_index
     index, own = _own_index(labels.where(counts, begin), begin, len(weight), size)
     found = rows.new_empty((3, len(rows), 1), dtype=accumulation_dtype(rows.dtype))
@@ -252,8 +256,8 @@ _head_losses_backward.register_autograd(_refuse_second_backward)
 
 class _HeadLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, *call: Any) -> Tensor:
-        losses, *of_rows = _head_losses(hidden, weight, labels, *call)
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, graded: str, *call: Any) -> Tensor:
+        losses, *of_rows = _head_losses(hidden, weight, labels, *call, graded)
         ctx.save_for_backward(hidden, weight, labels, *of_rows)
         ctx.call = call
         return losses
@@ -262,4 +266,4 @@ class _HeadLosses(torch.autograd.Function):
     def backward(ctx: Any, dlosses: Tensor) -> tuple[Any, ...]:
         wants = list(ctx.needs_input_grad[:2])
         found = iter(_head_losses_backward(dlosses, *ctx.saved_tensors, wants, *ctx.call))
-        return *(next(found) if wanted else None for wanted in wants), None, *[None] * len(ctx.call)
+        return *(next(found) if wanted else None for wanted in wants), None, None, *[None] * len(ctx.call)

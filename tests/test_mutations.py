@@ -423,6 +423,9 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     ),
     "chunks of logits": test_tensor_parallel.test_chunks_of_logits,
     "unlike tokens over tp": lambda pool: test_tensor_parallel.test_what_one_rank_alone_refuses(pool, ("tokens",)),
+    "unlike gradients over tp": lambda pool: test_tensor_parallel.test_what_one_rank_alone_refuses(
+        pool, ("no gradient: columns",)
+    ),
     "refusals in cores over tp": lambda pool: test_tensor_parallel.test_all_ranks_of_cp_and_tp_hear_of_a_refusal(
         pool, "a core"
     ),

@@ -1091,6 +1091,90 @@ def tokens_of_rank(axes: DeviceMesh) -> None:
     parallelize(nn.Embedding(V, C), tp, {"": VocabParallelEmbedding()})(torch.arange(4)[None] + tp.get_local_rank())
 
 
+def frozen_on_a_rank(axes: DeviceMesh, style: Any, what: str, compiled: bool = False, evaluated: bool = False) -> None:
+    """The weight, the bias or the input of a linear needs no gradient on one rank."""
+    tp = axes["tp"]
+    rows, features = (4, C // 2) if isinstance(style, OverlappedRowwise) else (3, C)
+    module = nn.Sequential(nn.Linear(C, 4, bias=not isinstance(style, VocabParallelHead)), nn.Identity())
+    parallelize(module, tp, {"0": style})
+    x = torch.ones(2, rows, features, requires_grad=what != "input" or tp.get_local_rank() == 0)
+    if evaluated:
+        with torch.no_grad():
+            module(x)
+    if what != "input":
+        getattr(module[0], what).requires_grad_(tp.get_local_rank() == 0)
+    found = torch.compile(module, backend="eager", fullgraph=True)(x) if compiled else module(x)
+    if isinstance(style, VocabParallelHead):
+        cross_entropy(found, torch.zeros(2, 6, dtype=torch.int64), axes["dp"])
+
+
+def frozen_among_columns(axes: DeviceMesh) -> None:
+    module = parallelize(Alike(both), axes["tp"], {"": OverlappedColwise("a", "b")})
+    module.b.weight.requires_grad_(axes["tp"].get_local_rank() == 0)
+    module(torch.ones(2, 3, C))
+
+
+def frozen_embedding(axes: DeviceMesh) -> None:
+    embedding = parallelize(nn.Embedding(V, C), axes["tp"], {"": VocabParallelEmbedding()})
+    embedding.weight.requires_grad_(axes["tp"].get_local_rank() == 0)
+    embedding(torch.arange(4)[None])
+
+
+def compiled_tokens_of_rank(axes: DeviceMesh) -> None:
+    tp = axes["tp"]
+    embedding = parallelize(nn.Embedding(V, C), tp, {"": VocabParallelEmbedding()})
+    torch.compile(embedding, backend="eager", fullgraph=True)(torch.arange(4)[None] + tp.get_local_rank())
+
+
+def token_outside(axes: DeviceMesh) -> None:
+    tp = axes["tp"]
+    parallelize(nn.Embedding(V, C), tp, {"": VocabParallelEmbedding()})(torch.tensor([[0, V * tp.get_local_rank()]]))
+
+
+def unlike(what: str, first: str, second: str) -> str:
+    """What is said of tensors that require a gradient on one rank, and on the other."""
+    every = "expected the same tensors that require a gradient on every tp rank, got"
+    return f"{what}: {every} tp rank 0: {first}; tp rank 1: {second}; give"
+
+
+COLUMNS, ROWS = "column linears", "row linear"
+WITHOUT: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
+    "columns": (
+        frozen_among_columns,
+        unlike(COLUMNS, "a.weight, b.weight, a.bias, b.bias", "a.weight, a.bias, b.bias"),
+    ),
+    "an input of columns": (
+        partial(frozen_on_a_rank, style=OverlappedColwise(mode="all_reduce"), what="input"),
+        unlike(COLUMNS, "input, weight, bias", "weight, bias"),
+    ),
+    "rows": (
+        partial(frozen_on_a_rank, style=OverlappedRowwise(), what="weight"),
+        unlike(ROWS, "input, weight, bias", "input, bias"),
+    ),
+    "rows after an evaluation": (
+        partial(frozen_on_a_rank, style=OverlappedRowwise(), what="weight", evaluated=True),
+        unlike(ROWS, "input, weight, bias", "input, bias"),
+    ),
+    "a sum of rows": (
+        partial(frozen_on_a_rank, style=OverlappedRowwise(mode="all_reduce"), what="bias"),
+        unlike(ROWS, "input, weight, bias", "input, weight"),
+    ),
+    "columns, compiled": (
+        partial(frozen_on_a_rank, style=OverlappedColwise(), what="weight", compiled=True),
+        unlike(COLUMNS, "input, weight, bias", "input, bias"),
+    ),
+    "rows, compiled": (
+        partial(frozen_on_a_rank, style=OverlappedRowwise(), what="input", compiled=True),
+        unlike(ROWS, "input, weight, bias", "weight, bias"),
+    ),
+    "an embedding": (frozen_embedding, unlike("VocabParallelEmbedding", "weight", "none")),
+    "a head": (
+        partial(frozen_on_a_rank, style=VocabParallelHead(), what="weight"),
+        unlike("cross_entropy", "input, weight", "input"),
+    ),
+}
+"""Where one rank would run another backward."""
+
 ALONE: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
     "a label outside": (partial(unlike_heads, evaluated=False), "expected 0 <= label < 4, or ignore_index=-100, got"),
     "one after an evaluation": (partial(unlike_heads, evaluated=True), "expected 0 <= label < 4, or ignore_index=-100"),
@@ -1109,6 +1193,9 @@ ALONE: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
     "rows of a row linear": (rows_of_sum, "expected the same rows of the sequence"),
     "a call left out": (call_left_out, "got no call of b"),
     "tokens": (tokens_of_rank, "VocabParallelEmbedding: expected the same tokens on every tp rank, got tp rank 0: "),
+    "tokens, compiled": (compiled_tokens_of_rank, "VocabParallelEmbedding: expected the same tokens on every tp rank"),
+    "a token outside": (token_outside, "out of range"),
+    **{f"no gradient: {name}": row for name, row in WITHOUT.items()},
 }
 
 
@@ -1127,7 +1214,7 @@ def _refused_alone(names: tuple[str, ...]) -> list[tuple[str, float]]:
         try:
             ALONE[name][0](axes)
             found.append(("nothing", 0.0))
-        except (ArgumentError, UnsupportedError, RankMismatchError) as error:
+        except (ArgumentError, UnsupportedError, RankMismatchError, IndexError) as error:
             found.append((str(error), time.monotonic() - begin))
     return found
 
@@ -1182,6 +1269,7 @@ class Block(nn.Module):
 
 AMONG: dict[str, tuple[str, str, tuple[str, str, str]]] = {
     "a core": ("a mask", "is_causal: expected True", ("row linear: tp", "row linear: tp", "attention: cp")),
+    "in check mode": ("a mask", "is_causal: expected True", ("row linear: tp", "row linear: tp", "attention: cp")),
     "the op in a core": ("a dtype", "expected one", ("row linear: tp", "row linear: tp", "attention: cp")),
     "the function": ("a kernel", "kernel: expected one of", ("row linear: tp", "row linear: tp", "attention: cp")),
     "a trace": ("a mask", "refused while torch.comp", ("column linears: tp", "attention: cp", "attention: cp")),
@@ -1191,17 +1279,22 @@ AMONG: dict[str, tuple[str, str, tuple[str, str, str]]] = {
 
 
 def refused_among(rank: int, setup: str) -> tuple[str, float, tuple[int, ...]]:
-    """What was raised, after how many seconds, and what a right call then returns."""
+    with check_mode(True) if setup == "in check mode" else nullcontext():
+        return _refused_among(rank, setup)
+
+
+def _refused_among(rank: int, setup: str) -> tuple[str, float, tuple[int, ...]]:
+    """What was raised, after how many seconds, and the shape of what a right call then returns."""
     agreement._compared.clear()
     torch._dynamo.reset()
     axes = mesh((2, 2), ("cp", "tp"))
     cp, tp = axes["cp"], axes["tp"]
     cores = [Calls(cp) if setup == "the function" else Attends() for _ in range(2)]
     model = nn.Sequential(Block(cores[0], 4), Block(cores[1], 8))  # so that those of the second are first calls, too
-    if setup == "the function":
-        parallelize(model, tp, {"*": OverlappedColwise("wq"), "*.wo": OverlappedRowwise()})
-    else:
-        parallelize(model, tp, {"*.wq": OverlappedColwise(), "*.wo": OverlappedRowwise()})
+    of_parent, alone = {"*": OverlappedColwise("wq")}, {"*.wq": OverlappedColwise()}
+    columns = of_parent if setup in ("the function", "a trace") else alone  # a parent's forward is around the core
+    parallelize(model, tp, columns | {"*.wo": OverlappedRowwise()})
+    if setup != "the function":
         parallelize(model, cp, {"*.core": ContextParallel(ShardedSequence(cp))}, watch=False)
     if setup == "a trace" and rank == 1:
         model[0].compile(backend="eager", fullgraph=True)

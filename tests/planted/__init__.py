@@ -16,7 +16,7 @@ kernels in Triton           34
 kernels                     25
 merging                      5
 scores                      30
-linears over tp             20
+linears over tp             21
 the loop                     7
 gradients                   11
 other methods               16
@@ -29,7 +29,7 @@ data and loss               20
 styles                       7
 watching                     4
 check mode and verify       10
-in all                     365
+in all                     366
 
 To add one, write ``@plant(name, seam, *checks)`` over a function that is given what is at the seam and returns what
 takes its place; see seams.py. No bug quotes source: those of Triton kernels are planted in the Python that launches

@@ -54,8 +54,8 @@ plant("rows are gathered for frozen weights", COLUMNS, "traffic of linears")(
 
 @plant("a bias of a row linear is added on every rank", "row_linears:sum_rows", "linears")
 def _(sum_rows: Any) -> Any:
-    def mutant(x: Any, bias: Any, *where: Any) -> Any:
-        return sum_rows(x if bias is None else x + bias, None, *where)
+    def mutant(what: Any, x: Any, bias: Any, *where: Any) -> Any:
+        return sum_rows(what, x if bias is None else x + bias, None, *where)
 
     return mutant
 
@@ -122,6 +122,9 @@ plant("logits of the last rows are left out", "vocabulary:_chunks", "chunks of l
 )
 plant("tp ranks do not compare their first calls", "agreement:agree_once", "unlike tokens over tp")(
     lambda agree_once: lambda *_: None
+)
+plant("tp ranks do not compare what requires a gradient", "products:graded_names", "unlike gradients over tp")(
+    lambda graded_names: lambda *_: "none"
 )
 plant("ranks of tp do not hear of what a core refuses", "agreement:stand_beside", "refusals in cores over tp")(
     lambda stand_beside: lambda groups: None
