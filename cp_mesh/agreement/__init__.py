@@ -322,7 +322,7 @@ def _words(
     return Words(group, topic, fields).wait(patience)
 
 
-def announce_refusal(group: dist.ProcessGroup, error: Exception, axis: str = "cp") -> None:
+def announce_refusal(group: dist.ProcessGroup, error: Exception, axis: str = "cp", in_check_mode: bool = True) -> None:
     """Tell the other ranks, which may have accepted their arguments, that this one has not.
 
     Those of the cp group are waiting for this rank in check mode, which compares all calls of attention; else they, and
@@ -332,17 +332,18 @@ def announce_refusal(group: dist.ProcessGroup, error: Exception, axis: str = "cp
         group: of ranks along ``axis``, "cp" or "tp".
         error: what this rank is about to raise. It is told to each group once, however many frames it passes through.
         axis: for how they are told.
+        in_check_mode: whether check mode compares what was refused, so that ranks of cp wait for this one there.
     """
     told: set[str] | None = vars(error).get(_TOLD, set())
     if told is None or (isinstance(error, RankMismatchError) and not told):
         return  # of one that nobody was told of, all ranks raise their own
-    waiting = group if axis == "cp" and not told else None
+    waiting = group if axis == "cp" and in_check_mode and not told else None
     said = {"error": f"{type(error).__name__}: {error}"}
     for other, its_axis in (*_beside(group).items(), (group, axis)):
         if other.group_name in told:
             continue
         vars(error)[_TOLD] = told = told | {other.group_name}
-        if its_axis == "cp" and checking():
+        if its_axis == "cp" and checking() and (in_check_mode or other is not group):
             if other is waiting:
                 with suppress(RuntimeError):  # they wait for something else; the error itself must not be lost
                     require_agreement(group, said)

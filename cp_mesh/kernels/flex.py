@@ -5,8 +5,9 @@ lse of all keys, so partial gradients add up to the whole. What differs between 
 rows, document ids, bounds of the mask, the first head and batch row. So a shape is compiled once, for all stages and
 ranks.
 
-From below: `flex_programs` compiles and keeps, `flex_bounds` tells how large integers become, `flex_reads` rewrites what users wrote for the templates, `flex_tiles`
-makes it functions of a tile, and `flex_blocks` finds the pairs that can be skipped.
+From below: `flex_programs` compiles and keeps, `flex_bounds` tells how large integers become, `flex_reads` rewrites
+what users wrote for the templates, `flex_tiles` makes it functions of a tile, and `flex_blocks` finds the pairs that
+can be skipped.
 
 Sources: Dong et al. 2024, FlexAttention, arXiv:2412.05496; torch/_higher_order_ops/flex_attention.py of PyTorch 2.11.
 """
