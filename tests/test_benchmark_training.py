@@ -34,9 +34,9 @@ TINY = shlex.split(
 )
 
 
-def run(script: Path, path: Path, *options: str) -> tuple[list[dict[str, str]], str, int]:
-    """The rows that two ranks wrote, what they printed, and the exit code."""
-    done = run_script(script, [*TINY, *options, "--csv", path], num_ranks=2)
+def run(script: Path, path: Path, *options: str, num_ranks: int = 2) -> tuple[list[dict[str, str]], str, int]:
+    """The rows that the ranks wrote, what they printed, and the exit code."""
+    done = run_script(script, [*TINY, *options, "--csv", path], num_ranks)
     assert path.exists(), done.printed
     with path.open(newline="") as file:
         return list(csv.DictReader(file)), done.printed, done.returncode
@@ -154,6 +154,43 @@ def test_variants_that_disagree_are_not_timed(tmp_path: Path) -> None:
     assert [row["status"] == "ok" for row in rows] == [True, True, False]
 
 
+@pytest.mark.full
+def test_linears_over_tp_train_the_same_model(tmp_path: Path) -> None:
+    """cp 2 x tp 2; and linears that leave out other ranks' rows are found."""
+    rows, printed, code = run(BENCHMARKS / "training.py", tmp_path / "rows.csv", "--tp", "2", num_ranks=4)
+    assert code == 0, printed
+    assert [(row["variant"], row["world"], row["tp"]) for row in rows] == [(x, "4", "2") for x in training.OF_TP]
+    for row in rows:
+        check_against_one_rank(row)
+        assert row["status"] == "ok" and row["steps"] == "2" and float(row["grad_difference"]) < 1e-5
+    assert float(rows[1]["grad_difference"]) > 0, "two sums of one thing"
+    assert "| ms a step (GiB) | 64 tokens, eager, tp 2 |" in printed
+    script = tmp_path / "broken.py"
+    script.write_text(BROKEN_LINEARS)
+    rows, printed, code = run(script, tmp_path / "broken.csv", "--tp", "2", num_ranks=4)
+    assert code != 0 and rows[1]["status"].startswith("differs from cp_mesh"), printed
+    assert not rows[0]["step_ms_median"]
+
+
+BROKEN_LINEARS = f"""
+import sys
+sys.path[:0] = [{str(BENCHMARKS)!r}]
+import training
+from cp_mesh.transport.shards import Shards
+Shards.scatter_sum = lambda self, x: lambda: x[..., : self.own, :].clone()
+training.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"), [("--tp 2 --variants ulysses", "torch_linears"), ("--variants torch_linears", "ulysses")]
+)
+def test_variants_of_tp_are_others(options: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        training.parse_arguments(options.split())
+    assert expected in capsys.readouterr().err.splitlines()[-1].partition("got")[0]
+
+
 def test_a_rival_that_raises_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def check(variant: SimpleNamespace) -> tuple[float, float, dict]:
         if variant.name in raising:
@@ -168,11 +205,11 @@ def test_a_rival_that_raises_is_left_out(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     figures = {variant.name: training.Figures() for variant in variants}
     raising = {"ulysses"}
-    training.compare(trainer, figures)
+    training.compare([trainer], figures)
     assert [figures[x.name].status for x in variants] == ["ok", "refused: ValueError: on purpose", "ok"]
     raising = {"cp_mesh"}
     with pytest.raises(ValueError, match="on purpose"):
-        training.compare(trainer, figures)
+        training.compare([trainer], figures)
 
 
 def test_the_table_of_steps() -> None:

@@ -546,6 +546,10 @@ def test_steps_of_batches(num_ranks: int | None, options: str, status: str, tmp_
         assert float(row["worst_s"]) == pytest.approx(max(x[0] for x in last), rel=0.01)
         assert float(row["first_s"]) == pytest.approx(float(of_row[0]["seconds"]), abs=1e-3)
         assert float(row["ahead_tokens_per_s"]) > 0 and float(row["ahead_ratio"]) > 0
+        pairs = sum(int(x["pairs"]) for x in of_row[5:])  # 3.5 forwards of 4·H·D each, on 2 ranks, or 3 that are played
+        flops = 3.5 * 4 * 4 * 16 * pairs / (2 if num_ranks else 3)
+        assert float(row["tflops"]) == pytest.approx(flops / sum(x[0] for x in last) / 1e12, rel=0.01)
+        assert float(row["ahead_tflops"]) > 0
 
 
 def test_layouts_take_turns_on_batches_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

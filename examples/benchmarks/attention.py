@@ -70,6 +70,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--contestants", nargs="+", default=["default"], help='patterns of names; "default" stands for a good choice'
     )
     parser.add_argument("--kernels", nargs="+", help="those that the default contestants run on (default: the best)")
+    parser.add_argument(
+        "--head-chunks", type=int, nargs="+", default=[], help="also the ring in so many: .../head_chunks=N"
+    )
     parser.add_argument("--list", action="store_true", help="print all names (those chosen with a star) and end")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--min-repeats", type=int, default=2)
@@ -543,7 +546,7 @@ def main(argv: Sequence[str] | None = None, more: Sequence[Contestant] = ()) -> 
     if not present:
         raise SystemExit(f"no kernel of {', '.join(RAW_KERNELS)} runs here")
     transport = choose_transport("auto", ranks.mesh.get_group(), ranks.device)
-    field = all_contestants(ranks.mesh, present)
+    field = all_contestants(ranks.mesh, present, args.head_chunks)
     chosen = choose(args, field, default_patterns(args.kernels or present[:1], present, transport))
     if args.list:
         ranks.print("\n".join(f"{'*' if contestant in chosen else ' '} {contestant.name}" for contestant in field))

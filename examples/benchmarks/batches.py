@@ -36,6 +36,8 @@ fetch, but wait for no other:
     tokens_per_s          over all steps after; `tokens_per_s_again` of the second runs, `rate_ratio` the former of the
                           latter
     ahead_tokens_per_s    and `ahead_ratio`: the same two figures of the blocks
+    tflops, ahead_tflops  of each rank, both passes of attention on the pairs that the masks allow, over the same times:
+                          all else that a step does takes time too
     triton, fa4           variants that the process of the rank that has most compiled or loaded until the end of these
                           steps; layouts that take turns share them. `late`: those of them that came after the first 5
     fa4_caches            variants by FlashAttention-4's caches, of rank 0, before any gate
@@ -67,7 +69,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]  # a checkout that is not
 from attention import Gate, Ranks, random_inputs  # noqa: E402
 from contestants import LAYOUTS, Case, CPMesh, Inputs, document_lengths  # noqa: E402
 from played import Played, PlayedGate, PlayedMemory, PlayedRank  # noqa: E402
-from report import append, machine  # noqa: E402
+from report import FLOPS, append, machine  # noqa: E402
 from tables import batches_table  # noqa: E402
 
 from cp_mesh import Mask, ShardedSequence  # noqa: E402
@@ -84,6 +86,7 @@ COLUMNS = (
     *("start", "played", "layout", "kernel", "heads_q", "heads_kv", "head_dim", "mask", "median", "window", "seq_len"),
     *("layers", "batches", "gc", "first_s", "first5_s", "median_s", "worst_s", "worst_over_median", "above_median"),
     *("worst_stall", "stalls", "tokens_per_s", "tokens_per_s_again", "rate_ratio", "ahead_tokens_per_s", "ahead_ratio"),
+    *("tflops", "ahead_tflops"),
     *("triton", "fa4", "late", "fa4_caches", "status"),
 )
 STEP_COLUMNS = (
@@ -297,6 +300,12 @@ def summarize(times: Tensor, tokens: Sequence[int], ahead: Tensor, ahead_tokens:
     }
 
 
+def tflops(args: argparse.Namespace, batches: Sequence[Batch], seconds: Tensor) -> str:
+    """Of each rank, in so many seconds of steps."""
+    flops = FLOPS["fwdbwd"] * args.layers * sum(batch.forward_flops for batch in batches)
+    return f"{flops / float(seconds.sum()) / 1e12:.5g}"
+
+
 def gate(ranks: Ranks, args: argparse.Namespace, heads: str, mask: str, contestant: CPMesh) -> str:
     """The status: "ok", or what is wrong with the contestant's results on two short batches."""
     for seed in (0, 1):
@@ -345,8 +354,13 @@ def written(
     about = about | {"mask": mask, "played": args.played or ""}
     about["heads_q"], about["heads_kv"] = about["heads"].split("/")
     seeds = [seed for block in seeds_ahead(args) for seed in block]
-    tokens = sum(make_batch(args, ranks, about["heads"], mask, seed, args.seq_len).seq_len for seed in seeds)
-    figures = summarize(times, [batch.seq_len for batch in batches], ahead, tokens) if status == "ok" else {}
+    later = [make_batch(args, ranks, about["heads"], mask, seed, args.seq_len) for seed in seeds]
+    figures: dict[str, Any] = {}
+    if status == "ok":
+        lengths = [batch.seq_len for batch in batches]
+        figures = summarize(times, lengths, ahead, sum(batch.seq_len for batch in later))
+        figures["tflops"] = tflops(args, batches[WARM:], times[SECONDS, WARM:])
+        figures["ahead_tflops"] = tflops(args, later, ahead[SECONDS]) if later else ""
     settings = {name: getattr(args, name) for name in ("head_dim", "median", "window", "seq_len", "layers")}
     settings["batches"] = len(batches)
     facts = about | settings | figures | {"gc": args.gc, "kernel": args.kernel, "status": status}

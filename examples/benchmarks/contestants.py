@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,10 +27,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_mesh import Contiguous, Mask, ShardedSequence, Striped, ZigZag, attention
+from cp_mesh.call import Operand, Options, Tensors
 from cp_mesh.kernels import KERNELS
 from cp_mesh.layouts import Layout
 from cp_mesh.masks import Band
 from cp_mesh.methods import METHODS
+from cp_mesh.methods.contract import Plan
+from cp_mesh.plan import make_plan
 from cp_mesh.transport import TRANSPORTS, symmetric_memory_bytes
 
 
@@ -288,27 +291,65 @@ def balanced(mask: Mask, mesh: DeviceMesh, seq_len: int) -> Layout:
 
 
 class CPMesh(Contestant):
-    """cp_mesh's own function, eager, on [1, L, heads, D] tensors."""
+    """cp_mesh's own function, eager, on [1, L, heads, D] tensors.
+
+    "hybrid2" and "double_ring2" have inner groups of 2 ranks; the latter takes each for a host, so its transport is
+    "auto". Of "auto" the status says what it takes, and the gate judges what it takes at the gate's length.
+    """
 
     is_ours = True
 
-    def __init__(self, mesh: DeviceMesh, method: str, layout: str, kernel: str, transport: str) -> None:
-        self.name = f"cp_mesh/{method}/{layout}/{kernel}/{transport}"
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        method: str,
+        layout: str,
+        kernel: str,
+        transport: str,
+        degree: int = 0,
+        head_chunks: int | None = None,
+    ) -> None:
+        self.name = f"cp_mesh/{named(method, degree)}/{layout}/{kernel}/{transport}{chunks(head_chunks)}"
         self.kernel, self._layout, self._mesh, self._transport = kernel, LAYOUTS.get(layout), mesh, transport
-        self._method = method
+        self._method, self._degree = method, degree
         self._options: dict[str, Any] = {"method": method, "kernel": kernel, "transport": transport}
+        self._options |= {METHODS[method].degree_option: degree} if degree else {}
+        self._options |= {"head_chunks": head_chunks} if head_chunks else {}
         self.capturable = transport == "symmetric_memory" or mesh.size() == 1
 
     def unsupported(self, case: Case) -> str | None:
-        if self._method == "ulysses" and case.heads % case.cp_size:
-            return f"{case.heads} query heads over {case.cp_size} ranks"
-        return None
+        degree = {"ulysses": case.cp_size, "hybrid": self._degree}.get(self._method) or 1
+        return f"{case.heads} query heads over {degree} ranks" if case.heads % degree else None
 
     def layout(self, case: Case) -> Layout:
         return self._layout or balanced(case.mask, self._mesh, case.seq_len)
 
     def symmetric_bytes(self) -> int:
-        return symmetric_memory_bytes() if self._transport == "symmetric_memory" else 0
+        return symmetric_memory_bytes() if self._transport != "functional" else 0
+
+    def plan(self, case: Case) -> Plan:
+        """Of its calls; that of "auto" has the method that it takes."""
+        layout, mask = self.layout(case), case.mask
+        options = Options(layout.spec(), mask.spec(), case.scale, **self._options)
+        tensors = Tensors(mask.documents, mask.key_padding, mask.blocks, layout.tensor)
+        return make_plan(*self.operands(case), tensors, case.seq_len, self._mesh.get_group(), options)
+
+    def operands(self, case: Case) -> tuple[Operand, Operand, Operand]:
+        """q, k and v of its calls."""
+        q, k = (
+            Operand(torch.Size((1, heads, case.local_len, case.head_dim)), case.dtype, case.device)
+            for heads in (case.heads, case.kv_heads)
+        )
+        return q, k, k
+
+    def taken(self, case: Case) -> str:
+        """The method that runs."""
+        plan = self.plan(case)
+        option = plan.method.degree_option
+        return named(plan.method.name, getattr(plan.options, option) if option else 0)
+
+    def figures(self, case: Case) -> dict[str, str]:
+        return {"status": f"ok: takes {self.taken(case)}"} if self._method == "auto" else {}
 
     def setup(self, case: Case, inputs: Inputs) -> Run:
         layout = self.layout(case)
@@ -317,6 +358,15 @@ class CPMesh(Contestant):
             return attention(q, k, v, mesh=self._mesh, seq_dim=1, layout=layout, mask=case.mask, **self._options)
 
         return AutogradRun(function, [inputs.q, inputs.k, inputs.v, inputs.dout])
+
+
+def named(method: str, degree: int) -> str:
+    return f"{method}{degree or ''}"
+
+
+def chunks(count: int | None) -> str:
+    """The end of a name."""
+    return f"/head_chunks={count}" if count else ""
 
 
 class TorchCP(Contestant):
@@ -549,19 +599,27 @@ def _ring_flash_attn() -> tuple[ModuleType, FlashAttnShim]:
                 sys.modules[name] = module
 
 
-def all_contestants(mesh: DeviceMesh, kernels: list[str]) -> list[Contestant]:
-    """Everyone, for kernels that are present."""
+def all_contestants(mesh: DeviceMesh, kernels: list[str], head_chunks: Sequence[int] = ()) -> list[Contestant]:
+    """Everyone, for kernels that are present; the ring with so many head chunks too.
+
+    Symmetric memory that one contestant has made to grow the next is charged for, so those with more chunks come first.
+    """
     field: list[Contestant] = []
     for kernel in kernels:
         field += [Floor(kernel), SingleGPU(kernel)]
+    own_kernels = [*kernels, "triton" if mesh.device_type == "cuda" else "reference"]
+    methods: list[tuple[str, int, int | None]] = [("ring", 0, count) for count in sorted(head_chunks, reverse=True)]
+    methods += [(method, 0, None) for method in (*METHODS, "auto")]
+    inner = [degree for degree in range(2, mesh.size()) if mesh.size() % degree == 0]
+    methods += [(method, degree, None) for method in METHODS if METHODS[method].degree_option for degree in inner]
     field += [
-        CPMesh(mesh, method, layout, kernel, transport)
-        for method in METHODS
+        CPMesh(mesh, method, layout, kernel, transport, degree, count)
+        for method, degree, count in methods
         for layout in (*LAYOUTS, "balanced")
-        for kernel in [*kernels, "triton" if mesh.device_type == "cuda" else "reference"]
+        for kernel in own_kernels
         if kernel in KERNELS
         for transport in TRANSPORTS
-        if "auto" not in (method, transport)
+        if (transport == "auto") == (method == "double_ring" and degree > 0)
     ]
     for rotation in ("allgather", "alltoall"):
         field += [TorchCP(mesh, rotation), TorchCP(mesh, rotation, expand=True)]

@@ -41,17 +41,15 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]  # a checkout that is not installed
 
 from attention import MASKS, Gate, Ranks, T, Verdict, describe, random_inputs, run_case  # noqa: E402
-from contestants import Case, Contestant, CPMesh, Floor, Inputs  # noqa: E402
+from contestants import Case, Contestant, CPMesh, Floor, Inputs, chunks, named  # noqa: E402
 from report import COLUMNS, Report, machine  # noqa: E402
 
-from cp_mesh.call import Operand, Options, Tensors  # noqa: E402
 from cp_mesh.choosing import sizes_of  # noqa: E402
 from cp_mesh.groups import known_parts, parts_of  # noqa: E402
 from cp_mesh.kernels import KERNELS  # noqa: E402
 from cp_mesh.machines import machine_of  # noqa: E402
 from cp_mesh.methods.contract import Plan, Setup  # noqa: E402
 from cp_mesh.methods.joined import join, pieces_of_rank  # noqa: E402
-from cp_mesh.plan import make_plan  # noqa: E402
 from cp_mesh.transport import symmetric_memory as symmetric  # noqa: E402
 from cp_mesh.transport.packing import Packing  # noqa: E402
 
@@ -242,36 +240,18 @@ class Played(CPMesh):
         method: str = "ring",
         degree: int = 0,
     ) -> None:
-        super().__init__(ranks.mesh, method, layout, kernel, "symmetric_memory")
-        self.name, self._options["head_chunks"] = f"played/{named(method, degree)}/{layout}/{kernel}", head_chunks
-        if head_chunks:
-            self.name += f"/head_chunks={head_chunks}"
-        if degree:
-            self._options["ulysses_degree"] = degree
-        self._degree = degree
+        super().__init__(ranks.mesh, method, layout, kernel, "symmetric_memory", degree, head_chunks)
+        self.name = f"played/{named(method, degree)}/{layout}/{kernel}{chunks(head_chunks)}"
 
     def unsupported(self, case: Case) -> str | None:
         degree = self._degree or (case.cp_size if self._method == "ulysses" else 1)
         heads = f"{case.heads}/{case.kv_heads}"
         return f"{heads} heads are not played over {degree} ranks" if case.kv_heads % degree else None
 
-    def plan(self, case: Case) -> Plan:
-        """Of its calls; that of "auto" has the method that it takes."""
-        layout, mask = self.layout(case), case.mask
-        asked = {name: value for name, value in self._options.items() if value is not None}
-        options = Options(layout.spec(), mask.spec(), case.scale, **asked)
-        tensors = Tensors(mask.documents, mask.key_padding, mask.blocks, layout.tensor)
-        return make_plan(*self._operands(case), tensors, case.seq_len, self._mesh.get_group(), options)
-
     def inner_size(self, case: Case) -> int:
         """Ranks that exchange heads."""
         plan = self.plan(case)
         return plan.method.inner_size(self._degree_of(plan, case))
-
-    def taken(self, case: Case) -> str:
-        """The method that runs."""
-        plan = self.plan(case)
-        return named(plan.method.name, plan.options.ulysses_degree)
 
     def figures(self, case: Case) -> dict[str, str]:
         """Beside what is measured: `MORE_COLUMNS`, empty where nothing was measured of the machine."""
@@ -283,7 +263,7 @@ class Played(CPMesh):
         # rows are written and read by both sides of an exchange, and pulled or pushed by one side of a ring
         here = replace(real, link_rate=real.memory_rate / 2, exchange_rate=real.memory_rate / 4, per_barrier=0.0)
         setup = Setup(
-            case.cp_size, self._degree_of(plan, case), sizes_of(*self._operands(case), plan.settings),
+            case.cp_size, self._degree_of(plan, case), sizes_of(*self.operands(case), plan.settings),
             plan.settings.head_chunks, plan.kernel, plan.scores.features, "symmetric_memory", "symmetric_memory",
             real.gpus_per_host, pieces_of_rank(plan.layout, case.seq_len, case.cp_size),
         )  # fmt: skip
@@ -293,19 +273,8 @@ class Played(CPMesh):
         return found | {"predicted_ms": f"{whole:.4f}", "wire_ms": f"{whole - alone:.4f}"}
 
     def _degree_of(self, plan: Plan, case: Case) -> int:
-        q, k, _ = self._operands(case)
+        q, k, _ = self.operands(case)
         return plan.method.choose_degree(plan.options, q, k, case.cp_size)
-
-    def _operands(self, case: Case) -> tuple[Operand, Operand, Operand]:
-        q, k = (
-            Operand(torch.Size((1, heads, case.local_len, case.head_dim)), case.dtype, case.device)
-            for heads in (case.heads, case.kv_heads)
-        )
-        return q, k, k
-
-
-def named(method: str, degree: int) -> str:
-    return f"{method}{degree or ''}"
 
 
 MORE_COLUMNS = ("taken", "predicted_ms", "wire_ms")

@@ -1,10 +1,18 @@
 """What `cp_mesh.costs` says beside what was measured: the passes of committed figures in which the host did not count.
 
-These are replays of CUDA graphs, and calls in a row which took the host less than three quarters of the time.
+    python examples/benchmarks/predicted.py --gpus 8                           # what runs on 8 H200s should show
+    python examples/benchmarks/predicted.py --gpus 8 --measured attention.csv  # beside what `attention.py` measured
+
+The passes are replays of CUDA graphs, and calls in a row which took the host less than three quarters of the time.
+
+With --gpus, predictions by the formulas alone, with two exceptions. "played" is the time of one rank of 8 that one GPU
+played (docs/results/played_methods_h200.csv) with the predicted time of wires. A training step is what the same rows a
+GPU took on 2 GPUs, with attention's predicted time on 2 taken off and that on more put in its place.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 import sys
 from collections import defaultdict
@@ -18,9 +26,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-from contestants import LAYOUTS, mask_of  # noqa: E402
+from contestants import LAYOUTS, document_lengths, mask_of  # noqa: E402
 
-from cp_mesh import Contiguous, ZigZag, balance, explain  # noqa: E402
+from cp_mesh import Contiguous, Mask, ZigZag, balance, explain  # noqa: E402
 from cp_mesh.costs import H200, PassCost, staged_costs, ulysses_costs  # noqa: E402
 from cp_mesh.memory import Sizes  # noqa: E402
 from cp_mesh.methods import METHODS  # noqa: E402
@@ -274,3 +282,166 @@ def times_table(contestant: str) -> tuple[Sequence[str], list[Sequence[str]]]:
             figures.append(" / ".join(f"{x:.3g}" for x in sums) if len(found) == len(PASSES) else "")
         lines.append([f"{gpus} H200s", heads, *figures])
     return ["", "heads", *(f"{length // 1024}K" for length in lengths)], lines
+
+
+Table = tuple[Sequence[str], list[Sequence[str]]]
+GRID = [(heads, rows) for heads in ("32/8", "64/8", "32/32") for rows in (1024, 4096, 16384, 65536)]
+MODES = "graph", "queued"
+AIMS = {1024: ("graph", 0.80), 4096: ("graph", 0.95), 16384: ("queued", 0.98), 65536: ("queued", 0.99)}
+"""Of the ring, by rows a GPU: the mode, and the share of its floor that is aimed at."""
+
+
+def floor_ms(heads: int, rows: int, cp_size: int) -> float:
+    """Both passes of the tiles of the last zigzag rank, called one by one, as `contestants.Floor` has them."""
+    total = 0.0
+    for rate, forwards in zip(H200.kernels["fa4"], (1.0, 2.5), strict=True):
+        total += cp_size * (rows**2 / 2 * 4 * heads * 128 * forwards / rate.rate + rate.per_call)
+        total += heads * rows * (cp_size * rate.per_row + rate.per_cut_row)
+    return 1e3 * total
+
+
+def both_ms(method: str, heads: str, rows: int, cp_size: int, mode: str) -> float:
+    """Both passes of the slowest rank, causal, zigzag; of "ulysses/fa4" that of the benchmark."""
+    query_heads, kv_heads = heads.split("/")
+    of = {"heads_q": query_heads, "heads_kv": kv_heads, "head_dim": "128", "mask": "causal", "commit": KEPT_AT}
+    of |= {"seq_len": str(cp_size * rows), "world_size": str(cp_size)}
+    of["contestant"] = method if method == "ulysses/fa4" else f"cp_mesh/{method}/zigzag/fa4/symmetric_memory"
+    return 1e3 * sum(cost.device if mode == "graph" else cost.queued for cost in costs_of(of))
+
+
+def taken(heads: str, rows: int, cp_size: int) -> tuple[str, float]:
+    """What "auto" takes, and milliseconds of calls in a row."""
+    query_heads, kv_heads = map(int, heads.split("/"))
+    sizes: dict[str, Any] = {"num_heads": query_heads, "num_kv_heads": kv_heads, "dtype": torch.bfloat16}
+    choice = explain(cp_size * rows, cp_size, machine=H200, kernel="fa4", **sizes).choice
+    assert choice is not None
+    return choice.method, 1e3 * choice.estimates[choice.method].seconds
+
+
+def shares_table(cp_size: int) -> Table:
+    """The ring beside its floor, and what "auto" takes beside the benchmark's Ulysses: milliseconds of both passes."""
+    played = {(x.heads, x.rows, x.mode): x.times for x in played_points() if x.mask == "causal"} if cp_size == 8 else {}
+    lines = []
+    for heads, rows in GRID:
+        mode, aim = AIMS[rows]
+        floor, ring = floor_ms(int(heads.split("/")[0]), rows, cp_size), both_ms("ring", heads, rows, cp_size, mode)
+        ulysses = [shown(both_ms("ulysses/fa4", heads, rows, cp_size, each)) for each in MODES]
+        own = played.get((heads, rows, mode), {}).get("ring")
+        shares = [f"{floor / ms:.2f}" if ms else "" for ms in (ring, own)]
+        method, queued = taken(heads, rows, cp_size)
+        figures = [shown(floor), shown(ring), shown(own), *shares, f"{method}, {shown(queued)}", *ulysses]
+        lines.append([heads, f"{rows // 1024}K", f"{mode}, {aim:.2f}", *figures])
+    head = ["heads", "rows a GPU", "aim, of the floor", "floor", "ring", "played", "ring of floor", "played of floor"]
+    return [*head, "`auto` in a row", "Ulysses, graph", "Ulysses, in a row"], lines
+
+
+def shown(ms: float | None) -> str:
+    return "" if ms is None else f"{ms:.0f}" if ms >= 100 else f"{ms:.3g}"
+
+
+def memory_table(cp_size: int) -> Table:
+    """Extra memory of the ring, causal, heads 32/32, 16K rows a GPU: 128K tokens on 8."""
+    sizes: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 32, "dtype": torch.bfloat16, "method": "ring"}
+    lines = []
+    for chunks in (None, 8):
+        found = explain(cp_size * 16384, cp_size, machine=H200, kernel="fa4", head_chunks=chunks, **sizes).found
+        assert found.memory is not None
+        lines.append([str(found.chunks), f"{found.memory / 2**30:.2f}"])
+    return ["head chunks", "GiB"], lines
+
+
+def steps_table(cp_size: int) -> Table:
+    """Steps of `training.py`, 6 layers: of cp_mesh and Ulysses, eager, of the last commit on 2 GPUs."""
+    with (ROOT / "docs" / "results" / "training_2xh200.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["blocks"] == "eager"]
+    lines = []
+    for row in (row for row in rows if row["commit"] == rows[-1]["commit"] and row["variant"] != "torch_allgather"):
+        layers, local = int(row["layers"]), int(row["seq_len"]) // 2
+        method = "ring" if row["variant"] == "cp_mesh" else "ulysses/fa4"
+        before, after = (layers * both_ms(method, "32/8", local, n, "graph") for n in (2, cp_size))
+        ms = float(row["step_ms_median"]) - before + after
+        lines.append([row["variant"], str(layers), f"{local * cp_size:,}", row["step_ms_median"], f"{ms:.0f}"])
+    return ["", "layers", "tokens", "ms with as many rows on 2", f"ms on {cp_size}"], lines
+
+
+def documents_table(cp_size: int, seeds: Sequence[int] = range(40, 48)) -> Table:
+    """Batches of `batches.py`, 64K tokens, heads 64/8: TFLOP/s a GPU of calls in a row, attention alone."""
+    sizes: dict[str, Any] = {"num_heads": 64, "num_kv_heads": 8, "dtype": torch.bfloat16, "method": "ring"}
+    found: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
+    for seed in seeds:
+        lengths = document_lengths(65536, seed, longest=65536)
+        mask = Mask.from_cu_seqlens(torch.tensor((0, *lengths)).cumsum(0))
+        flops = 3.5 * 4 * 64 * 128 * sum(n * (n + 1) // 2 for n in lengths) / cp_size
+        for name, layout in (("balanced", balance(mask, 65536, cp_size)), ("zigzag", ZigZag())):
+            of = explain(65536, cp_size, layout=layout, mask=mask, machine=H200, kernel="fa4", **sizes).found
+            assert of.costs is not None
+            found[name].append((flops, *(sum(getattr(cost, kind) for cost in of.costs) for kind in ("device", "host"))))
+    lines = []
+    for name, each in found.items():
+        work, device, host = (sum(column) for column in zip(*each, strict=True))
+        means = (f"{1e3 * seconds / len(each):.2f}" for seconds in (device, host))
+        lines.append([name, f"{work / device / 1e12:.0f}", *means])
+    return ["layout", "TFLOP/s where the device decides", "ms of the device", "ms of the host"], lines
+
+
+def beside_table(cp_size: int, rows: Sequence[dict[str, str]]) -> Table:
+    """Causal rows of `attention.py`, cp_mesh in zigzag: measured, predicted, and played with the predicted wires."""
+    played = {(x.heads, x.rows, x.mode): x.times for x in played_points() if x.mask == "causal"} if cp_size == 8 else {}
+    lines = []
+    for row in rows:
+        kind, method, *rest = row["contestant"].split("/")
+        if kind != "cp_mesh" or rest != ["zigzag", "fa4", "symmetric_memory"] or row["mask"] != "causal":
+            continue
+        heads, length, mode = f"{row['heads_q']}/{row['heads_kv']}", int(row["local_len"]), row["mode"]
+        if mode not in MODES or not row["fwdbwd_ms"]:
+            continue
+        ms, own = float(row["fwdbwd_ms"]), played.get((heads, length, mode), {}).get(method)
+        model = both_ms(method, heads, length, cp_size, mode) if method in ("ring", "all_gather", "ulysses") else None
+        told = [f"{shown(x)} ({x / ms:.2f})" if x else "" for x in (model, own)]
+        aimed, aim = AIMS.get(length, ("", 0.0))
+        share = row["ratio_own_floor_fwdbwd"] and f"{float(row['ratio_own_floor_fwdbwd']):.2f}"
+        share += f", aim {aim:.2f}" if (method, mode) == ("ring", aimed) else ""
+        lines.append([heads, f"{length // 1024}K", mode, method, shown(ms), share, *told])
+    head = ["heads", "rows a GPU", "", "method", "measured, ms", "of its floor", "predicted (over measured)"]
+    return [*head, "played (over measured)"], lines
+
+
+def rivals_table(cp_size: int, rows: Sequence[dict[str, str]]) -> Table:
+    """What "auto" takes beside the fastest rival, in each case and mode of `attention.py`."""
+    cells: dict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
+    for row in rows:
+        auto = row["contestant"].startswith("cp_mesh/auto/")
+        if row["fwdbwd_ms"] and (auto or not row["contestant"].startswith(("cp_mesh/", "floor/", "single_gpu/"))):
+            key = row["mask"], f"{row['heads_q']}/{row['heads_kv']}", row["local_len"], row["mode"]
+            name = row["status"].removeprefix("ok: ") if auto else row["contestant"]
+            cells[key]["auto " + name if auto else name] = float(row["fwdbwd_ms"])
+    lines = []
+    for key, times in cells.items():
+        own, rivals = ([name for name in times if name.startswith("auto ") == ours] for ours in (True, False))
+        if own and rivals:
+            best = min(rivals, key=lambda name: times[name])
+            ratio = times[best] / times[own[0]]
+            told = f"{own[0]}, {shown(times[own[0]])}", f"{best}, {shown(times[best])}", f"{ratio:.2f}"
+            lines.append([*key, *told, "ahead" if ratio > 1 else "BEHIND"])
+    return ["mask", "heads", "rows a GPU", "", "`auto`, ms", "fastest rival, ms", "over `auto`", ""], lines
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, choices=(4, 8), default=8, help="of one host")
+    parser.add_argument("--measured", type=Path, help="a CSV of attention.py on as many")
+    args = parser.parse_args(argv)
+    from tables import markdown  # which imports this module
+
+    if args.measured is not None:
+        with args.measured.open(newline="") as file:
+            rows = [row for row in csv.DictReader(file) if row["world_size"] == str(args.gpus)]
+        for table in (beside_table, rivals_table):
+            print(markdown(*table(args.gpus, rows)))
+        return
+    for make in (shares_table, memory_table, steps_table, documents_table):
+        print(f"{' '.join((make.__doc__ or '').split())}\n\n{markdown(*make(args.gpus))}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

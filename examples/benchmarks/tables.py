@@ -11,6 +11,7 @@ import csv
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import predicted
@@ -34,7 +35,13 @@ MODES = {
     "eager": "single calls, the device idle before each",
     "graph": "replays of a CUDA graph of forward and backward",
 }
-METHODS = {"auto": "auto", "all_gather": "all-gather", "ulysses": "Ulysses"}
+METHODS = {
+    "auto": "auto",
+    "all_gather": "all-gather",
+    "ulysses": "Ulysses",
+    "hybrid": "hybrid",
+    "double_ring": "double ring",
+}
 KERNELS = {"fa4": "FlashAttention-4", "fa2": "FlashAttention-2", "cudnn": "cuDNN", "triton": "Triton"}
 OURS = "cp_mesh/ring/zigzag/fa4/symmetric_memory"
 RING_FLASH = ("ring_flash_attn/zigzag/fa4", "ring_flash_attn/stripe/fa4", "ring_flash_attn/llama3/fa4")
@@ -66,16 +73,16 @@ def short(length: int) -> str:
 
 def label(contestant: str) -> str:
     """What a contestant of the benchmark is, in words."""
+    contestant, _, count = contestant.partition("/head_chunks=")
     kind, *rest = contestant.split("/")
-    kernel = KERNELS.get(rest[-1], rest[-1])
+    kernel, parts = KERNELS.get(rest[-1], rest[-1]), f", {count} head chunks" if count else ""
     match kind:
         case "cp_mesh":
             method, layout, name, transport = rest
             over = ", over NCCL" if transport == "functional" else ""
-            by = "" if method == "ring" else f"{METHODS[method]}, "
-            return f"cp_mesh, {by}{layout}, {KERNELS[name]}{over}"
+            return f"cp_mesh, {by_method(method)}{layout}, {KERNELS.get(name, name)}{over}{parts}"
         case "played":
-            return f"cp_mesh, {rest[1]}, {kernel}, its peers played"
+            return f"cp_mesh, {by_method(rest[0])}{rest[1]}, {kernel}, its peers played{parts}"
         case "floor":
             return f"floor: the same tiles on one GPU, {kernel}"
         case "single_gpu":
@@ -86,6 +93,13 @@ def label(contestant: str) -> str:
             return f"PyTorch context_parallel, {rest[0]}, cuDNN"
         case _:
             return f"ring-flash-attention, {rest[0]}, {kernel}"
+
+
+def by_method(method: str) -> str:
+    """In words; "hybrid4" has inner groups of 4."""
+    name = method.rstrip("0123456789")
+    of = f" of {method[len(name) :]}" if name != method else ""
+    return "" if method == "ring" else f"{METHODS[name]}{of}, "
 
 
 RANKS = ("floor", "cp_mesh", "played", "ulysses", "torch", "ring_flash_attn", "single_gpu")
@@ -181,8 +195,7 @@ def training_page() -> str:
     return f"{head_of(name, machine)}\n{what}.\n\n{training_table()}"
 
 
-def training_2_page() -> str:
-    name = "training_2xh200.csv"
+def steps_page(name: str) -> str:
     rows = read(name)
     row, commits = rows[0], {row["blocks"].replace("inductor", "compiled"): row["commit"] for row in rows}
     machine = f"{row['world']}x {row['gpu']}, torch {row['torch']}, {row['precision']}, at commits "
@@ -208,19 +221,26 @@ TRAINERS = {
     "ulysses": "Ulysses, same kernel",
     "torch_allgather": "PyTorch context_parallel, all-gather",
     "torch_alltoall": "PyTorch context_parallel, all-to-all",
+    "torch_linears": "cp_mesh, PyTorch's linears",
 }
 
 
 def steps_table(rows: Sequence[Row]) -> str:
     """Of `training.py`: milliseconds a step and GiB at most, by length."""
-    columns = list(dict.fromkeys((row["blocks"], row["seq_len"]) for row in rows))
-    cells = {(row["variant"], row["blocks"], row["seq_len"]): "refused" for row in rows}
+
+    def column_of(row: Row) -> tuple[str, str, str]:
+        return row["blocks"], row["seq_len"], row.get("tp") or "1"
+
+    columns = list(dict.fromkeys(map(column_of, rows)))
+    cells = {(row["variant"], *column_of(row)): "refused" for row in rows}
     for row in rows:
         if row.get("step_ms_median"):
             cell = f"{float(row['step_ms_median']):.0f}" + (f" ({row['peak_gib']})" if row.get("peak_gib") else "")
-            cells[row["variant"], row["blocks"], row["seq_len"]] = cell
+            cells[row["variant"], *column_of(row)] = cell
     head = [
-        f"{short(int(length))} tokens, {'eager' if blocks == 'eager' else 'compiled'}" for blocks, length in columns
+        f"{short(int(length))} tokens, {'eager' if blocks == 'eager' else 'compiled'}"
+        + (f", tp {tp}" if tp != "1" else "")
+        for blocks, length, tp in columns
     ]
     names = [name for name in TRAINERS if any(row["variant"] == name for row in rows)]
     lines = [[TRAINERS[name], *(cells.get((name, *column), "") for column in columns)] for name in names]
@@ -257,11 +277,11 @@ def _forward_and_both(row: Row) -> str:
 def batches_table(rows: Sequence[Row]) -> str:
     """Of `batches.py`: rates, stalls and what was compiled."""
     head = ["layout", "heads", "mask", "tokens/s", "of the batch again", "no wait", "first step, s", "median, ms"]
-    lines = []
+    rated, lines = any(row.get("tflops") for row in rows), []
     for row in rows:
         line = [row["layout"], f"{row['heads_q']}/{row['heads_kv']}", row["mask"]]
         if row["status"] != "ok":
-            lines.append([*line, row["status"], *[""] * 7])
+            lines.append([*line, row["status"], *[""] * (7 + rated)])
             continue
         ahead = (
             f"{float(row['ahead_tokens_per_s']):,.0f}, {float(row['ahead_ratio']):.2f}" if row["ahead_ratio"] else ""
@@ -270,13 +290,15 @@ def batches_table(rows: Sequence[Row]) -> str:
         stalls = f"{float(row['worst_stall']):.2f}", row["stalls"]
         variants = f"{row['triton']} + {row['fa4']}, {row['late']} late"
         times = f"{float(row['first_s']):.1f}", f"{1e3 * float(row['median_s']):.1f}"
-        lines.append([*line, *speed, *times, *stalls, variants])
-    return markdown([*head, "worst stall", "above 1.3", "compiled: Triton + FlashAttention-4"], lines)
+        rate = [f"{float(row['tflops']):.0f}, {float(row['ahead_tflops'] or 'nan'):.0f}"] if rated else []
+        lines.append([*line, *speed, *times, *stalls, variants, *rate])
+    head += ["worst stall", "above 1.3", "compiled: Triton + FlashAttention-4"]
+    return markdown([*head, *(["TFLOP/s a GPU, no wait"] if rated else [])], lines)
 
 
-def batches_page() -> str:
-    rows = read("batches_2xh200.csv")
-    parts = [head_of("batches_2xh200.csv", f"{rows[0]['world_size']}x {rows[0]['gpu']}, {rows[0]['packages']}")]
+def batches_page(name: str) -> str:
+    rows = read(name)
+    parts = [head_of(name, f"{rows[0]['world_size']}x {rows[0]['gpu']}, {rows[0]['packages']}")]
 
     def run_of(row: Row) -> tuple[str, ...]:
         return tuple(row[name] for name in ("commit", "start", "played", "layers", "batches", "seq_len"))
@@ -286,7 +308,7 @@ def batches_page() -> str:
         on = (
             f"one GPU plays {'ranks' if played.startswith('all') else 'rank'} {played.replace('/', ' of ')}"
             if played
-            else "2 GPUs"
+            else f"{rows[0]['world_size']} GPUs"
         )
         words = f"{on}, {layers} layer{'s' * (layers != '1')}, {batches} batches of {int(seq_len):,} tokens"
         table = batches_table([row for row in rows if run_of(row) == run])
@@ -346,14 +368,14 @@ def played_methods_page() -> str:
     return f"{head_of(name, machine_of(read(name)))}\n{what}.\n\n{markdown([*head, '`auto`', 'over'], lines)}"
 
 
-def long_table() -> str:
+def long_table(name: str = "long_2xh200.csv") -> str:
     """Of `long.py`: what was measured."""
     lines = [
         [
             f"{int(row['seq_len']):,}", row["layers"], row["recompute"], f"{float(row['seconds']):.2f}",
             f"{100 * float(row['mfu']):.1f} %", f"{float(row['peak_gib']):.1f}", f"{float(row['host_gib']):.1f}",
         ]
-        for row in read("long_2xh200.csv")
+        for row in read(name)
     ]  # fmt: skip
     head = ["tokens", "layers", "recomputed", "s a step", "of peak FLOP/s", "peak memory, GiB", "in the host's"]
     return markdown(head, lines)
@@ -371,11 +393,26 @@ def projected_table() -> str:
     return markdown(["layers", "GPUs", "s a step of 1,048,576 tokens", "GiB a GPU"], [cells])
 
 
-def long_page() -> str:
-    name = "long_2xh200.csv"
+def million_page(name: str) -> str:
     row = read(name)[0]
     machine = f"{row['world']}x {row['gpu']}, torch {row['torch']}, commit {row['commit']}"
-    return f"{head_of(name, machine)}\n{long_table()}\nProjected from these:\n\n{projected_table()}"
+    return f"{head_of(name, machine)}\n{long_table(name)}"
+
+
+def long_page() -> str:
+    return f"{million_page('long_2xh200.csv')}\nProjected from these:\n\n{projected_table()}"
+
+
+def linears_page(name: str) -> str:
+    """Of `linears.py`: both passes, and of them what is beyond the products alone."""
+    rows = [row for row in read(name) if row["fwdbwd_ms"]]
+    machine = f"{rows[0]['world_size']}x {rows[0]['gpu']}, torch {rows[0]['torch']}, commit {rows[0]['commit']}"
+    cells = {(row["part"], row["rows"], row["contestant"]): f"{float(row['fwdbwd_ms']):.3g}" for row in rows}
+    names = list(dict.fromkeys(row["contestant"] for row in rows))
+    sizes = dict.fromkeys((row["part"], row["rows"]) for row in rows)
+    lines = [[part, short(int(count)), *(cells.get((part, count, x), "") for x in names)] for part, count in sizes]
+    what = "ms of forward and backward; rows are those of all tp ranks together; floor: one rank's products alone."
+    return f"{head_of(name, machine)}\n{what}\n\n{markdown(['part', 'rows', *names], lines)}"
 
 
 def training_table() -> str:
@@ -584,11 +621,11 @@ PAGES: dict[str, Callable[[], str]] = {
             "ulysses_2xh200",
         )
     },
-    "batches_2xh200.md": batches_page,
+    "batches_2xh200.md": lambda: batches_page("batches_2xh200.csv"),
     "decoding_2xh200.md": decoding_page,
     "played_methods_h200.md": played_methods_page,
     "tiles_h200.md": tiles_page,
-    "training_2xh200.md": training_2_page,
+    "training_2xh200.md": lambda: steps_page("training_2xh200.csv"),
     "training_4xh200.md": training_page,
     "planning_cpu.md": planning_page,
     "long_2xh200.md": long_page,
@@ -599,6 +636,19 @@ PAGES: dict[str, Callable[[], str]] = {
     "verify_4xh200.md": verify_page,
 }
 """Pages of docs/results by name."""
+
+MANY: dict[str, Callable[[str], str]] = {
+    **dict.fromkeys(("methods", "memory", "rows_64k", "documents", "played"), attention_page),
+    **dict.fromkeys(("training", "training_512k", "training_1m", "tp_2", "tp_4"), steps_page),
+    "batches": batches_page,
+    "million": million_page,
+    "linears": linears_page,
+}
+"""Of what `many_gpus.py` writes, by its name there."""
+
+for stem, page in ((f"{name}_{gpus}xh200", make) for gpus in (4, 8) for name, make in MANY.items()):
+    if (RESULTS / f"{stem}.csv").exists():
+        PAGES[f"{stem}.md"] = partial(page, f"{stem}.csv")
 
 REGIONS: dict[str, Callable[[], str]] = {
     "speed on 2 GPUs": lambda: speed_table("attention_2xh200.csv", "532faca", ("32", "8")),

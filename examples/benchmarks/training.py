@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 4 examples/benchmarks/training.py --seq-len 8192 131072 --layers 8 --csv training.csv
     torchrun --nproc-per-node 4 examples/benchmarks/training.py --compile       # blocks compiled
     torchrun --nproc-per-node 4 examples/benchmarks/training.py --loss torch    # one loss function for all
+    torchrun --nproc-per-node 8 examples/benchmarks/training.py --tp 2          # linears over tp, cp 4 x tp 2
 
 The layers are those of Llama-3-8B; the vocabulary is 32,768 of its 128,256 tokens, as few layers with the whole one
 would measure the output matrix. Weights, FSDP2, optimizer, recomputation and the head-tail placement of tokens are the
@@ -10,6 +11,10 @@ same objects or the same code for all variants (Ulysses holds contiguous tokens)
 context-parallel attention, and the loss function. Before anything is timed, losses and gradients on one batch must
 agree; then whole steps take turns: forward, backward, gradient clipping, AdamW. A rival that raises is left out, and
 its status says why. Garbage is collected between rounds only.
+
+With `--tp` the variants are two linears over tp, and attention is cp_mesh's in both: "cp_mesh" has cp_mesh's linears,
+embedding and loss over the vocabulary, "torch_linears" PyTorch's styles, which gather whole logits. Each has weights of
+its own, equal at the start; both are in either's memory.
 
 Loss functions: by default each variant has that of its users, cp_mesh `cp_mesh.cross_entropy` and the others
 `F.cross_entropy` of float32 logits. So their memory differs by more than attention. Of bf16 logits the first holds 4
@@ -32,7 +37,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import date, timedelta
@@ -56,7 +61,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(Path(__file__).parent)]
 from contestants import Case, heads_to_sequence, sequence_to_heads  # noqa: E402
 from llama import CoreAttention, Llama, LlamaConfig  # noqa: E402
 from metrics import flops_per_token, peak_flops  # noqa: E402
-from parallel_llama import apply_fsdp  # noqa: E402
+from parallel_llama import apply_fsdp, apply_overlapped, apply_tensor_parallel  # noqa: E402
 from raw_kernels import RAW_KERNELS, present_kernels, swap  # noqa: E402
 from report import append  # noqa: E402
 from tables import steps_table  # noqa: E402
@@ -67,11 +72,12 @@ from cp_mesh.plan import make_plan  # noqa: E402
 from cp_mesh.transport import choose_transport, release, symmetric_memory_bytes  # noqa: E402
 
 COLUMNS = (
-    *("date", "commit", "gpu", "world", "torch", "variant", "settings", "blocks", "layers", "seq_len", "vocab"),
+    *("date", "commit", "gpu", "world", "tp", "torch", "variant", "settings", "blocks", "layers", "seq_len", "vocab"),
     *("precision", "recompute", "loss_function", "steps", "step_ms_median", "step_ms_min", "step_ms_max"),
     *("tokens_per_s_per_gpu", "mfu", "mfu_trainer", "peak_gib", "loss", "grad_norm", "grad_difference", "status"),
 )
 VARIANTS = ("cp_mesh", "ulysses", "torch_allgather", "torch_alltoall")
+OF_TP = ("cp_mesh", "torch_linears")
 TORCH_KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -94,7 +100,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--precision", choices=("bf16", "fp32"), default="bf16")
     add("--recompute", choices=("selective", "full", "none"), default="selective", help="selective: all but attention")
     add("--loss", choices=("own", "torch"), default="own", help="own: see above; torch: F.cross_entropy for all")
-    add("--variants", nargs="+", choices=VARIANTS, default=["cp_mesh", "ulysses", "torch_allgather"])
+    add("--variants", nargs="+", choices=(*VARIANTS, *OF_TP[1:]), help="default: all but torch_alltoall")
+    add("--tp", type=int, default=1, help="ranks of tp; the others are cp")
     add("--kernel", default="auto", help="of cp_mesh")
     add("--transport", default="auto", help="of cp_mesh")
     add("--ulysses-kernel", choices=tuple(RAW_KERNELS), help="default: the best that is there")
@@ -110,7 +117,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--csv", type=Path, help="append one row a variant")
     add("--commit", help="recorded in the rows (default: ask git)")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    able = VARIANTS if args.tp == 1 else OF_TP
+    args.variants = args.variants or list(able[:3])
+    if strangers := sorted({*args.variants} - {*able}):
+        parser.error(f"--variants with --tp {args.tp}: expected {', '.join(able)}, got {', '.join(strangers)}")
+    return args
 
 
 def llama_config(args: argparse.Namespace) -> LlamaConfig:
@@ -137,7 +149,7 @@ def make_batch(args: argparse.Namespace) -> tuple[Tensor, Tensor]:
 
 def loss_function(variant: str, args: argparse.Namespace) -> str:
     """What a variant computes its loss with."""
-    return "cp_mesh.cross_entropy" if variant == "cp_mesh" and args.loss == "own" else "F.cross_entropy"
+    return "cp_mesh.cross_entropy" if variant in OF_TP and args.loss == "own" else "F.cross_entropy"
 
 
 ShareOfLoss = Callable[[Tensor, Tensor], Tensor]
@@ -277,7 +289,7 @@ class Variant(Protocol):
 class CPMeshVariant:
     """cp_mesh as `examples/train_llama.py` uses it."""
 
-    name, refusal = "cp_mesh", None
+    name, refusal = "cp_mesh", None  # the name of its linears, under tp
 
     def __init__(self, root: WholeBatches, mesh: DeviceMesh, args: argparse.Namespace, device: torch.device) -> None:
         self.root, self.mesh = root, mesh
@@ -302,7 +314,8 @@ class CPMeshVariant:
         seq_len, head_dim = self.sequence.seq_len, args.dim // args.heads
         assert seq_len is not None
         scalar = torch.empty((), dtype=dtype, device=device)
-        q, k = (scalar.expand(1, n, len(self.sequence.positions()), head_dim) for n in (args.heads, args.kv_heads))
+        heads = (n // args.tp for n in (args.heads, args.kv_heads))
+        q, k = (scalar.expand(1, n, len(self.sequence.positions()), head_dim) for n in heads)
         options = Options(
             self.sequence.layout.spec(),
             cp_mesh.Mask(causal=True).spec(),
@@ -445,10 +458,16 @@ class Trainer:
     """One set of weights and one optimizer, stepped by any variant."""
 
     def __init__(self, args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> None:
-        self.args, self.mesh, self.device = args, mesh, device
+        """``mesh``: of cp, or of dp x cp x tp with one rank of dp."""
+        tp = mesh["tp"] if mesh.ndim > 1 else None
+        whole, mesh = mesh, mesh["cp"]
+        self.args, self.mesh, self.device, self.tp = args, mesh, device, tp
         with device:
             self.model = Llama(llama_config(args), SwitchedCore)
         self.model.init_weights(args.seed)
+        if tp is not None:
+            apply = apply_overlapped if args.variants == ["cp_mesh"] else apply_tensor_parallel
+            apply(self.model, tp, sequence_parallel=True)
         root = WholeBatches(self.model)
         self.variants = [self._variant(name, root, args) for name in args.variants]
         self.checkpoints = {variant.name: self._checkpoint(variant) for variant in self.variants}
@@ -458,7 +477,10 @@ class Trainer:
             for block in self.model.layers:
                 block.compile(backend=args.compile, dynamic=False)
         # A group of its own, else FSDP's collectives would queue with those of PyTorch's context_parallel.
-        data = DeviceMesh.from_group(dist.new_group(timeout=TIMEOUT), device.type, mesh_dim_names=("data",))
+        if tp is None:
+            data = DeviceMesh.from_group(dist.new_group(timeout=TIMEOUT), device.type, mesh_dim_names=("data",))
+        else:
+            data = whole["dp", "cp"]._flatten("dp_cp")
         apply_fsdp(self.model, data, args.precision)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=device.type == "cuda"
@@ -467,8 +489,12 @@ class Trainer:
 
     def _variant(self, name: str, root: WholeBatches, args: argparse.Namespace) -> Variant:
         given = root, self.mesh, args, self.device
-        if name in ("cp_mesh", "ulysses"):
-            return CPMeshVariant(*given) if name == "cp_mesh" else UlyssesVariant(*given)
+        if name == "ulysses":
+            return UlyssesVariant(*given)
+        if name in OF_TP:
+            variant = CPMeshVariant(*given)
+            variant.name = name
+            return variant
         return TorchVariant(*given, rotation=name.removeprefix("torch_"))
 
     def _checkpoint(self, variant: Variant) -> Callable[..., Tensor] | None:
@@ -482,7 +508,7 @@ class Trainer:
         """This rank's share of the loss, with gradients in place of those before."""
         self.optimizer.zero_grad()
         for block in self.model.layers:
-            block.attention.core.chosen = variant.name
+            block.attention.core.chosen = "cp_mesh" if variant.name in OF_TP else variant.name
             block.checkpoint = self.checkpoints[variant.name]
         share = partial(share_by_torch, num_tokens=self.args.seq_len)
         if loss_function(variant.name, self.args) == "cp_mesh.cross_entropy":
@@ -491,6 +517,8 @@ class Trainer:
 
     def clip(self) -> Tensor:
         """Scale gradients to a norm of at most 1; their norm before, of the whole model."""
+        if self.tp is not None:
+            return cp_mesh.clip_grad_norm(list(self.model.parameters()), 1.0)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -514,13 +542,13 @@ class Trainer:
         """The largest of all ranks' values."""
         return self._reduced(torch.tensor(value, dtype=torch.float64, device=self.device), dist.ReduceOp.MAX).item()
 
-    def _reduced(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
-        dist.all_reduce(x, op, group=self.mesh.get_group())
+    def _reduced(self, x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None = None) -> Tensor:
+        dist.all_reduce(x, op, group=group)
         return x
 
     def check(self, variant: Variant) -> tuple[float, float, dict[str, Tensor]]:
         """(loss, gradient norm, this rank's gradients) on the batch; the weights stay as they are."""
-        loss = self._reduced(self.loss_and_backward(variant), dist.ReduceOp.SUM).item()
+        loss = self._reduced(self.loss_and_backward(variant), dist.ReduceOp.SUM, self.mesh.get_group()).item()
         gradients = {}
         for name, parameter in self.model.named_parameters():
             assert isinstance(parameter.grad, DTensor)
@@ -548,10 +576,15 @@ class Trainer:
 TOLERANCES = {"fp32": (1e-5, 1e-4, 1e-3), "bf16": (1e-3, 1e-2, 0.2)}
 
 
-def compare(trainer: Trainer, figures: dict[str, Figures]) -> None:
+def entries(trainers: Sequence[Trainer]) -> list[tuple[Trainer, Variant]]:
+    return [(trainer, variant) for trainer in trainers for variant in trainer.variants]
+
+
+def compare(trainers: Sequence[Trainer], figures: dict[str, Figures]) -> None:
     """Fill in loss, gradient norm and difference; a variant that disagrees with the first one gets a bad status."""
     reference: tuple[float, float, dict[str, Tensor]] | None = None
-    for variant in trainer.variants:
+    first = trainers[0].variants[0].name
+    for trainer, variant in entries(trainers):
         found = figures[variant.name]
         if variant.refusal:
             found.status = f"refused: {variant.refusal}"
@@ -560,7 +593,7 @@ def compare(trainer: Trainer, figures: dict[str, Figures]) -> None:
         try:
             result = trainer.check(variant)
         except Exception as error:
-            if variant.name == "cp_mesh":
+            if variant.name in OF_TP:
                 raise
             found.status = f"refused: {in_words(error)}"
             say(f"{variant.name} [{variant.settings}] {found.status}")
@@ -580,21 +613,21 @@ def compare(trainer: Trainer, figures: dict[str, Figures]) -> None:
         )
         if not all(distance <= limit for distance, limit in zip(distances, allowed, strict=True)):
             figures_apart = " ".join(f"{distance:.1e}" for distance in distances)
-            found.status = f"differs from {trainer.variants[0].name} by {figures_apart} in {where}"
+            found.status = f"differs from {first} by {figures_apart} in {where}"
 
 
-def measure(trainer: Trainer, figures: dict[str, Figures]) -> None:
+def measure(trainers: Sequence[Trainer], figures: dict[str, Figures]) -> None:
     """Rounds of one step of every variant each."""
-    args, cuda = trainer.args, trainer.device.type == "cuda"
-    variants = [variant for variant in trainer.variants if figures[variant.name].status == "ok"]
+    args, cuda = trainers[0].args, trainers[0].device.type == "cuda"
+    able = [(trainer, variant) for trainer, variant in entries(trainers) if figures[variant.name].status == "ok"]
     begin = time.perf_counter()
     for i in range(args.warmup + args.steps):
         # The ranks' clocks differ; they must agree on the end.
-        if i > args.warmup and trainer.largest(time.perf_counter() - begin) > args.seconds:
+        if i > args.warmup and trainers[0].largest(time.perf_counter() - begin) > args.seconds:
             say(f"--seconds {args.seconds:g}: the end after {i - args.warmup} measured rounds")
             break
         gc.collect()
-        for variant in variants:
+        for trainer, variant in able:
             if cuda:
                 torch.cuda.reset_peak_memory_stats()
             milliseconds = trainer.timed_step(variant)
@@ -603,18 +636,19 @@ def measure(trainer: Trainer, figures: dict[str, Figures]) -> None:
             found = figures[variant.name]
             found.step_ms.append(milliseconds)
             if cuda:
-                own = symmetric_memory_bytes() if variant.name == "cp_mesh" else 0
+                own = symmetric_memory_bytes() if variant.name in OF_TP else 0
                 peak = trainer.largest(torch.cuda.max_memory_allocated() + own)
                 found.peak_bytes = max(found.peak_bytes, peak)
 
 
 def row(trainer: Trainer, variant: Variant, figures: Figures) -> dict[str, str]:
-    args, world = trainer.args, trainer.mesh.size()
+    args, world = trainer.args, trainer.mesh.size() * trainer.args.tp
     values: dict[str, Any] = {
         "date": date.today().isoformat(),
         "commit": args.commit or commit(),
         "gpu": torch.cuda.get_device_name() if trainer.device.type == "cuda" else "cpu",
         "world": world,
+        "tp": args.tp,
         "torch": torch.__version__,
         "variant": variant.name,
         "settings": variant.settings,
@@ -662,17 +696,18 @@ def say(text: str) -> None:
 
 def rows_of(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> tuple[list[dict[str, str]], bool]:
     """The rows of one length, and whether the variants agree."""
-    trainer = Trainer(args, mesh, device)
+    together = [args.variants] if args.tp == 1 else [[name] for name in args.variants]
+    trainers = [Trainer(argparse.Namespace(**vars(args) | {"variants": x}), mesh, device) for x in together]
     figures = {name: Figures() for name in args.variants}
-    compare(trainer, figures)
+    compare(trainers, figures)
     agree = all(found.status == "ok" or found.status.startswith("refused: ") for found in figures.values())
     if agree:
-        measure(trainer, figures)
+        measure(trainers, figures)
     else:
         say("the variants disagree: nothing was timed")
-    rows = [row(trainer, variant, figures[variant.name]) for variant in trainer.variants]
+    rows = [row(trainer, variant, figures[variant.name]) for trainer, variant in entries(trainers)]
     for values in rows:
-        say(", ".join(f"{name} {values[name]}" for name in COLUMNS[5:] if values.get(name)))
+        say(", ".join(f"{name} {values[name]}" for name in COLUMNS[6:] if values.get(name)))
     return rows, agree
 
 
@@ -683,20 +718,25 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo", timeout=TIMEOUT)
-    mesh = init_device_mesh(args.device, (dist.get_world_size(),), mesh_dim_names=("cp",))
+    cp, left = divmod(dist.get_world_size(), args.tp)
+    if left:
+        raise SystemExit(f"--tp {args.tp} does not divide {dist.get_world_size()} ranks")
+    sizes, names = ((cp,), ("cp",)) if args.tp == 1 else ((1, cp, args.tp), ("dp", "cp", "tp"))
+    mesh = init_device_mesh(args.device, sizes, mesh_dim_names=names)
     gc.disable()
     rows, agree = [], True
     for seq_len in args.seq_len:
         of_length = argparse.Namespace(**vars(args) | {"seq_len": seq_len})
         found, agrees = rows_of(of_length, mesh, device)
         rows, agree = rows + found, agree and agrees
+        if args.csv and dist.get_rank() == 0:
+            append(args.csv, COLUMNS, found)
         torch._dynamo.reset()
         gc.collect()
-        release(mesh.get_group())  # each length is charged for its own needs only
+        for axis in {"cp", "tp"} & {*names}:
+            release(mesh.get_group(axis))  # each length is charged for its own needs only
         if args.device == "cuda":
             torch.cuda.empty_cache()
-    if args.csv and dist.get_rank() == 0:
-        append(args.csv, COLUMNS, rows)
     say(steps_table(rows))
     dist.barrier()  # Python must not end while a thread of gloo still lets go of the last collective's tensors
     dist.destroy_process_group()
