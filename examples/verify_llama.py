@@ -80,6 +80,7 @@ def setup(
 
 zigzag = setup
 packed = partial(setup, "balanced", documents=True)
+one_group = partial(setup, "balanced", cp=1024, documents=True)  # all ranks share each sequence
 checkpointed = partial(setup, "contiguous", checkpoint_activations=True)
 tensor_parallel = partial(setup, "striped", tp=2, documents=True)
 overlapped = partial(setup, tp=2, sequence_parallel=True, overlapped=True, seq_len=128)

@@ -100,17 +100,17 @@ RUNS = {
         140, f"{TINY_ATTENTION} --contestants cp_mesh/[ra]*/balanced/reference/functional"
         " cp_mesh/hybrid2/balanced/reference/functional",
     ),
-    "training": Run(
+    "steps": Run(
         2, "steps of 32K and 128K tokens (on 8), ahead of PyTorch's context_parallel and Ulysses",
         f"{BENCHMARKS}/training.py", "--layers 6 --seq-len {tokens_4k} {tokens_16k} --warmup 1 --steps 5 --seconds 12",
         100, TINY_STEPS,
     ),
-    "training_512k": Run(
+    "steps_512k": Run(
         3, "a step of 512K tokens (on 8), 6 layers",
         f"{BENCHMARKS}/training.py", "--layers 6 --seq-len {tokens_64k} --warmup 1 --steps 1",
         160, TINY_STEPS,
     ),
-    "training_1m": Run(
+    "steps_1m": Run(
         3, "a step of 1M tokens (on 8), 2 layers",
         f"{BENCHMARKS}/training.py", "--layers 2 --seq-len {tokens_128k} --warmup 1 --steps 1",
         190, TINY_STEPS,
@@ -128,7 +128,7 @@ RUNS = {
     "million": Run(
         4, "one step of a whole Llama-3-8B on a million tokens; on 4 GPUs half as many",
         f"{BENCHMARKS}/long.py", "--seq-len {tokens_128k} --layers 32 --head-chunks 8",
-        330, f"{TINY_LAYERS} --layers 2 --seq-len 152 --gate-len 100 --loss-rows 13 --mlp-rows 17 --head-chunks 4",
+        330, f"{TINY_LAYERS} --layers 2 --seq-len 160 --gate-len 112 --loss-rows 13 --mlp-rows 17 --head-chunks 4",
     ),
     "played": Run(
         4, "rank 0 of 8 played on one of these GPUs, for the figures beside the measured ones",
@@ -137,11 +137,11 @@ RUNS = {
         70, None, ranks=0,
     ),
     "verify_trainer": Run(
-        4, "`verify_model` on the trainer: packed documents, balanced",
-        "-m cp_mesh", f"{VERIFY}:packed", 55, "--device cpu", csv=False,
+        4, "`verify_model` on the trainer: packed documents, balanced, all ranks of one cp group",
+        "-m cp_mesh", f"{VERIFY}:one_group", 55, "--device cpu", csv=False,
     ),
     "verify_tp": Run(
-        4, "the same with linears over tp",
+        4, "the same with linears over tp 2, cp 2",
         "-m cp_mesh", f"{VERIFY}:overlapped", 55, "--device cpu", csv=False,
     ),
     "gates": Run(
@@ -155,6 +155,13 @@ RUNS = {
     "scores": Run(
         6, "masks and scores on 4 ranks",
         GATES, "--gpus 4 --only 'masks and scores'", 410, None, ranks=0, csv=False,
+    ),
+    "graphs": Run(
+        7, "CUDA graphs of rivals over NCCL too, which may end the process",
+        f"{BENCHMARKS}/attention.py", "--graph-all --mask causal --heads 32/8 --local-len 1024 4096 16384 --repeats 7"
+        " --seconds-per-case 1 --contestants floor/fa4 cp_mesh/ring/zigzag/fa4/symm* cp_mesh/auto/zigzag/fa4/symm*"
+        " ulysses/fa4 ring_flash_attn/zigzag/fa4",
+        110, TINY_ATTENTION,
     ),
     "linears": Run(
         7, "linears over tp of all GPUs: cp_mesh's beside PyTorch's and the products alone",

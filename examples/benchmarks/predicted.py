@@ -201,15 +201,19 @@ def points() -> tuple[Point, ...]:
     return tuple(found)
 
 
+PLAYED = ROOT / "docs" / "results" / "played_methods_h200.csv"
+
+
 @cache
-def played_points() -> tuple[Point, ...]:
+def played_points(path: Path = PLAYED) -> tuple[Point, ...]:
     """The same of eight ranks of which one was played; to times the predicted ones of links and barriers are added."""
     times: dict[tuple[str, str, str, int, str, str], dict[str, float]] = defaultdict(dict)
-    with (ROOT / "docs" / "results" / "played_methods_h200.csv").open(newline="") as file:
+    with path.open(newline="") as file:
         for row in csv.DictReader(file):
-            _, method, layout, _ = row["contestant"].split("/")
-            if row["status"] != "ok" or method == "auto":
+            kind, method, *rest = row["contestant"].split("/")
+            if kind != "played" or row["status"] != "ok" or method == "auto":
                 continue
+            layout = rest[0]
             key = row["mask"], row["heads_q"], row["heads_kv"], int(row["local_len"]), row["mode"], layout
             times[key][method] = float(row["fwdbwd_ms"]) + float(row["wire_ms"])
     found = []
@@ -320,8 +324,7 @@ def taken(heads: str, rows: int, cp_size: int) -> tuple[str, float]:
 
 def shares_table(cp_size: int) -> Table:
     """The ring beside its floor, and what "auto" takes beside the benchmark's Ulysses: milliseconds of both passes."""
-    played = {(x.heads, x.rows, x.mode): x.times for x in played_points() if x.mask == "causal"} if cp_size == 8 else {}
-    lines = []
+    played, lines = played_times(cp_size), []
     for heads, rows in GRID:
         mode, aim = AIMS[rows]
         floor, ring = floor_ms(int(heads.split("/")[0]), rows, cp_size), both_ms("ring", heads, rows, cp_size, mode)
@@ -351,17 +354,27 @@ def memory_table(cp_size: int) -> Table:
 
 
 def steps_table(cp_size: int) -> Table:
-    """Steps of `training.py`, 6 layers: of cp_mesh and Ulysses, eager, of the last commit on 2 GPUs."""
+    """Steps of `training.py`, eager, of cp_mesh and Ulysses; the last has twice the rows of any measured on 2 GPUs."""
     with (ROOT / "docs" / "results" / "training_2xh200.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["blocks"] == "eager"]
+    rows = [row for row in rows if row["commit"] == rows[-1]["commit"] and row["variant"] != "torch_allgather"]
+    wanted = [(row, int(row["seq_len"]) // 2, int(row["layers"])) for row in rows]
+    last, local, _ = next(each for each in wanted[::-1] if each[0]["variant"] == "cp_mesh")
     lines = []
-    for row in (row for row in rows if row["commit"] == rows[-1]["commit"] and row["variant"] != "torch_allgather"):
-        layers, local = int(row["layers"]), int(row["seq_len"]) // 2
+    for row, rows_a_gpu, layers in [*wanted, (last, 2 * local, 2)]:
         method = "ring" if row["variant"] == "cp_mesh" else "ulysses/fa4"
-        before, after = (layers * both_ms(method, "32/8", local, n, "graph") for n in (2, cp_size))
-        ms = float(row["step_ms_median"]) - before + after
-        lines.append([row["variant"], str(layers), f"{local * cp_size:,}", row["step_ms_median"], f"{ms:.0f}"])
+        measured, before = float(row["step_ms_median"]), int(row["seq_len"]) // 2
+        rest = measured - int(row["layers"]) * both_ms(method, "32/8", before, 2, "graph")
+        rest *= rows_a_gpu / before * matrices(layers) / matrices(int(row["layers"]))
+        ms = rest + layers * both_ms(method, "32/8", rows_a_gpu, cp_size, "graph")
+        same = row["step_ms_median"] if rows_a_gpu == before else ""
+        lines.append([row["variant"], str(layers), f"{rows_a_gpu * cp_size:,}", same, f"{ms:.0f}"])
     return ["", "layers", "tokens", "ms with as many rows on 2", f"ms on {cp_size}"], lines
+
+
+def matrices(layers: int) -> int:
+    """Parameters that are multiplied with, in `training.py`: of layers, and 32,768 of the vocabulary's."""
+    return layers * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336) + 32768 * 4096
 
 
 def documents_table(cp_size: int, seeds: Sequence[int] = range(40, 48)) -> Table:
@@ -384,10 +397,15 @@ def documents_table(cp_size: int, seeds: Sequence[int] = range(40, 48)) -> Table
     return ["layout", "TFLOP/s where the device decides", "ms of the device", "ms of the host"], lines
 
 
-def beside_table(cp_size: int, rows: Sequence[dict[str, str]]) -> Table:
+def played_times(cp_size: int, path: Path = PLAYED) -> dict[tuple[str, int, str], dict[str, float]]:
+    """Of causal calls, by heads, rows and mode; none of other numbers of ranks than 8."""
+    points = played_points(path) if cp_size == 8 else ()
+    return {(x.heads, x.rows, x.mode): x.times for x in points if x.mask == "causal"}
+
+
+def beside_table(cp_size: int, rows: Sequence[dict[str, str]], path: Path = PLAYED) -> Table:
     """Causal rows of `attention.py`, cp_mesh in zigzag: measured, predicted, and played with the predicted wires."""
-    played = {(x.heads, x.rows, x.mode): x.times for x in played_points() if x.mask == "causal"} if cp_size == 8 else {}
-    lines = []
+    played, lines = played_times(cp_size, path), []
     for row in rows:
         kind, method, *rest = row["contestant"].split("/")
         if kind != "cp_mesh" or rest != ["zigzag", "fa4", "symmetric_memory"] or row["mask"] != "causal":
@@ -406,7 +424,7 @@ def beside_table(cp_size: int, rows: Sequence[dict[str, str]]) -> Table:
     return [*head, "played (over measured)"], lines
 
 
-def rivals_table(cp_size: int, rows: Sequence[dict[str, str]]) -> Table:
+def rivals_table(rows: Sequence[dict[str, str]]) -> Table:
     """What "auto" takes beside the fastest rival, in each case and mode of `attention.py`."""
     cells: dict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
     for row in rows:
@@ -430,14 +448,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, choices=(4, 8), default=8, help="of one host")
     parser.add_argument("--measured", type=Path, help="a CSV of attention.py on as many")
+    parser.add_argument("--played", type=Path, default=PLAYED, help="a CSV of played.py, of one rank of 8")
     args = parser.parse_args(argv)
     from tables import markdown  # which imports this module
 
     if args.measured is not None:
         with args.measured.open(newline="") as file:
             rows = [row for row in csv.DictReader(file) if row["world_size"] == str(args.gpus)]
-        for table in (beside_table, rivals_table):
-            print(markdown(*table(args.gpus, rows)))
+        for table in (beside_table(args.gpus, rows, args.played), rivals_table(rows)):
+            print(markdown(*table))
         return
     for make in (shares_table, memory_table, steps_table, documents_table):
         print(f"{' '.join((make.__doc__ or '').split())}\n\n{markdown(*make(args.gpus))}", flush=True)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
+import many_gpus
 import predicted
 import torch
 
@@ -581,6 +582,14 @@ def predicted_table() -> str:
     return f"{markdown(*times)}\n{markdown(*errors)}"
 
 
+def many_table() -> str:
+    """What `many_gpus.py` runs."""
+    runs = many_gpus.RUNS.items()
+    return markdown(
+        ["call", "run", "seconds at most", "to show"], ([str(x.call), name, str(x.seconds), x.aim] for name, x in runs)
+    )
+
+
 def explained_text() -> str:
     """What the command of docs/performance.md prints."""
     sizes = {"num_heads": 32, "num_kv_heads": 8, "dtype": torch.bfloat16}
@@ -638,8 +647,8 @@ PAGES: dict[str, Callable[[], str]] = {
 """Pages of docs/results by name."""
 
 MANY: dict[str, Callable[[str], str]] = {
-    **dict.fromkeys(("methods", "memory", "rows_64k", "documents", "played"), attention_page),
-    **dict.fromkeys(("training", "training_512k", "training_1m", "tp_2", "tp_4"), steps_page),
+    **dict.fromkeys(("methods", "memory", "rows_64k", "documents", "graphs", "played"), attention_page),
+    **dict.fromkeys(("steps", "steps_512k", "steps_1m", "tp_2", "tp_4"), steps_page),
     "batches": batches_page,
     "million": million_page,
     "linears": linears_page,
@@ -648,6 +657,7 @@ MANY: dict[str, Callable[[str], str]] = {
 
 for stem, page in ((f"{name}_{gpus}xh200", make) for gpus in (4, 8) for name, make in MANY.items()):
     if (RESULTS / f"{stem}.csv").exists():
+        assert f"{stem}.md" not in PAGES, stem
         PAGES[f"{stem}.md"] = partial(page, f"{stem}.csv")
 
 REGIONS: dict[str, Callable[[], str]] = {
@@ -663,6 +673,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "decoding": decoding_table,
     "supported": supported_table,
     "long": long_table,
+    "many": many_table,
     "projected": projected_table,
     "training": training_table,
     "training on 2 GPUs": lambda: steps_table(read("training_2xh200.csv")),
