@@ -302,8 +302,8 @@ def summarize(times: Tensor, tokens: Sequence[int], ahead: Tensor, ahead_tokens:
 
 def tflops(args: argparse.Namespace, batches: Sequence[Batch], seconds: Tensor) -> str:
     """Of each rank, in so many seconds of steps."""
-    flops = FLOPS["fwdbwd"] * args.layers * sum(batch.forward_flops for batch in batches)
-    return f"{flops / float(seconds.sum()) / 1e12:.5g}"
+    of_pair = 4 * batches[0].heads * args.head_dim * FLOPS["fwdbwd"] * args.layers / batches[0].cp_size
+    return f"{of_pair * sum(batch.num_pairs for batch in batches) / float(seconds.sum()) / 1e12:.5g}"
 
 
 def gate(ranks: Ranks, args: argparse.Namespace, heads: str, mask: str, contestant: CPMesh) -> str:
