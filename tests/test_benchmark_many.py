@@ -144,15 +144,17 @@ def row(contestant: str, ms: float, mode: str = "queued", status: str = "ok") ->
     }  # fmt: skip
 
 
-def test_measured_beside_predicted() -> None:
-    model = predicted.both_ms("ring", "32/8", 16384, 8, "queued")
-    (line,) = predicted.beside_table(
-        8, [row("cp_mesh/ring/zigzag/fa4/symmetric_memory", model), row("floor/fa4", 1.0)]
-    )[1]
-    own = {(x.heads, x.rows, x.mode, x.mask): x.times["ring"] for x in predicted.played_points()}
-    ratio = own["32/8", 16384, "queued", "causal"] / model
+def test_measured_beside_predicted(tmp_path: Path) -> None:
+    model, path = predicted.both_ms("ring", "32/8", 16384, 8, "queued"), tmp_path / "played.csv"
+    with path.open("w", newline="") as file:  # as `played.py` writes it, with its floor
+        writer = csv.DictWriter(file, [*row("", 0.0), "wire_ms"])
+        writer.writeheader()
+        writer.writerows([row("floor/fa4", 1.0), row("played/ring/zigzag/fa4", 2 * model) | {"wire_ms": f"{model}"}])
+    measured = [row("cp_mesh/ring/zigzag/fa4/symmetric_memory", model), row("floor/fa4", 1.0)]
+    (line,) = predicted.beside_table(8, measured, path)[1]
     assert line[3:6] == ["ring", f"{model:.0f}", "0.97, aim 0.98"]
-    assert line[6].endswith(" (1.00)") and line[7].endswith(f" ({ratio:.2f})")
+    assert line[6].endswith(" (1.00)") and line[7].endswith(" (3.00)"), "the time of wires is added"
+    assert predicted.beside_table(4, measured)[1][0][7] == "", "no rank of 4 was played"
     auto = row("cp_mesh/auto/zigzag/fa4/symmetric_memory", 10.0, status="ok: takes ulysses")
     for rival, verdict in ((11.0, "ahead"), (9.0, "BEHIND")):
         rivals = [
