@@ -20,6 +20,7 @@ from cp_mesh.parallel import checkpoint_context_fn, parallelize, sum_gradients
 from cp_mesh.root import ShardedModel
 from cp_mesh.sequence import ShardedSequence
 from cp_mesh.tensor_parallel import OverlappedColwise, OverlappedRowwise, VocabParallelEmbedding, VocabParallelHead
+from cp_mesh.tp_plan import tensor_parallel_plan
 from cp_mesh.verifying.verify import VerificationError, verify
 from cp_mesh.verifying.verify_model import verify_model
 from cp_mesh.warming import warm_up
@@ -63,6 +64,7 @@ __all__ = [
     "flex_attention",
     "parallelize",
     "sum_gradients",
+    "tensor_parallel_plan",
     "valid_tokens",
     "verify",
     "verify_model",

@@ -87,19 +87,8 @@ def apply_overlapped(model: Llama, tp: DeviceMesh, sequence_parallel: bool) -> N
 
     The model then returns logits that `cp_mesh.cross_entropy` computes.
     """
-    check_sizes(model, tp, "num_heads", "num_kv_heads")
     mode = "reduce_scatter" if sequence_parallel else "all_reduce"
-    plan = {
-        "tok_embeddings": cp_mesh.VocabParallelEmbedding(mode=mode),
-        "layers.*.attention": cp_mesh.OverlappedColwise("wq", "wk", "wv", mode=mode),
-        "layers.*.attention.wo": cp_mesh.OverlappedRowwise(mode=mode),
-        "layers.*.feed_forward": cp_mesh.OverlappedColwise("w1", "w3", mode=mode),
-        "layers.*.feed_forward.w2": cp_mesh.OverlappedRowwise(mode=mode),
-        "output": cp_mesh.VocabParallelHead(mode=mode),
-    }
-    if sequence_parallel:
-        plan |= {name: SequenceParallel() for name in ("layers.*.attention_norm", "layers.*.feed_forward_norm", "norm")}
-    cp_mesh.parallelize(model, tp, plan)
+    cp_mesh.parallelize(model, tp, cp_mesh.tensor_parallel_plan(model, tp, mode=mode))
 
 
 def apply_context_parallel(model: Llama, cp: DeviceMesh, sequence: cp_mesh.ShardedSequence) -> None:

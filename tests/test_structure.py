@@ -79,6 +79,7 @@ FLOORS: dict[str, int] = {
     "cores": 4,
     "root": 4,
     "tensor_parallel": 4,
+    "tp_plan": 4,
     "parallel": 4,
     "guard": 4,
     "verifying": 4,
