@@ -319,7 +319,8 @@ class VocabParallelHead(ParallelStyle):
         num_rows, x = where.read("VocabParallelHead", input, Shard(input.ndim - 2) if sharded else Replicate())
         weight = where.local(module.weight)
         assert isinstance(module, nn.Linear) and weight is not None
-        x = _hidden(x, weight) if isinstance(input, DTensor) or not x.requires_grad else x
+        is_view = not torch.compiler.is_compiling() and x._is_view()  # of which FSDP2 warns where a model returns it
+        x = _hidden(x, weight) if isinstance(input, DTensor) or is_view or not x.requires_grad else x
         return DeferredLogits(x, Head(weight, own[0], module.out_features, where.group_name), num_rows, sharded)
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
 from transformers import PreTrainedModel, masking_utils
 
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.sequence import ShardedSequence
+from cp_mesh.tp_plan import tensor_parallel_plan
 
 KINDS = frozenset(("full_attention", "sliding_attention", "chunked_attention"))
 """Kinds of layers, as configs name them, that mix rows by attention alone."""
@@ -24,6 +27,14 @@ IMAGES = (
 )
 """Models with images, by the model_type of their config: they put features of images among the embeddings of their
 tokens, and give these to a text tower, whose rows are sharded."""
+_PLAIN_HEAD = frozenset(
+    (
+        *("model", "last_hidden_state", "slice_logits_to_keep", "lm_head", "loss_function", "config", "vocab_size"),
+        *("CausalLMOutputWithPast", "past_key_values", "hidden_states", "attentions"),
+    )
+)
+"""What the forward of a class reads that gives the logits of its lm_head to its loss_function as they are."""
+_LINEARS = ("mode", "recompute_all_gather", "transport")
 _MIXERS = (nn.modules.conv._ConvNd, nn.RNNBase)
 _WORDS = ("mamba", "rwkv", "recurrent", "deltanet", "linearattention", "shortconv", "indexer", "ngram", "hyena")
 
@@ -119,6 +130,22 @@ def _against_modules(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
     if facts.layers is None or attending < facts.layers:
         got = f"{attending} modules that call AttentionInterface, and num_hidden_layers={facts.layers}"
         yield got, "the others attend by code of their own, or not at all"
+
+
+def plan_over_tp(
+    facts: Facts, model: PreTrainedModel, tp: DeviceMesh, linears: Mapping[str, Any], gather_output: bool
+) -> dict[str, ParallelStyle]:
+    """The plan of a model's linears over tp, with DTensors between them, since batches may have any length."""
+    if unknown := sorted(linears.keys() - set(_LINEARS)):
+        refuse("parallelize: linears", f"options among {', '.join(_LINEARS)}", unknown[0], "leave it out")
+    if gather_output:
+        hint = "sequence_of(model).unshard(output.logits.whole()) makes them"
+        refuse("parallelize: gather_output", "False with tp, where logits are not held", True, hint)
+    if found := sorted({*_used(model)} - _PLAIN_HEAD):
+        got = f"{', '.join(found)} in its forward"
+        hint = "a scale or a cap of logits is not available with tp, nor are routers; use a tp plan of Transformers"
+        refuse(f"parallelize({facts.name}): tp", "a loss of the logits of lm_head", got, hint, UnsupportedError)
+    return tensor_parallel_plan(model, tp, use_local_output=linears.get("mode") == "all_reduce", **linears)
 
 
 def _used(module: nn.Module) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,12 +19,13 @@ from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.forwards import INPUT, STYLE, replace_forward
 from cp_mesh.guard.reductions import watch_first_step
 from cp_mesh.guard.watching import unwatched, watch_encoders, watched
-from cp_mesh.integrations.transformers.families import Facts, check_lengths, check_model
+from cp_mesh.integrations.transformers.families import Facts, check_lengths, check_model, plan_over_tp
 from cp_mesh.integrations.transformers.inputs import COMPARED, ROWS, read, visible
 from cp_mesh.integrations.transformers.losses import Losses
 from cp_mesh.integrations.transformers.masks import NAME, Batch, register
 from cp_mesh.layouts import Layout, ZigZag
 from cp_mesh.loss import ranks_of
+from cp_mesh.parallel import parallelize as apply_plan
 from cp_mesh.root import ShardedModel
 from cp_mesh.sequence import ShardedSequence
 from cp_mesh.styles import announcing, claim
@@ -37,6 +38,7 @@ _OF_TEXT = (
     *("output_hidden_states", "num_items_in_batch", "visual_pos_masks", "deepstack_visual_embeds"),
 )
 """What a text tower may be given."""
+_NOT_OVER_TP = ("inputs_embeds", "output_hidden_states", "fused_lm_head")
 
 
 def parallelize(
@@ -44,6 +46,8 @@ def parallelize(
     mesh: DeviceMesh | dist.ProcessGroup,
     *,
     data: DeviceMesh | dist.ProcessGroup | None = None,
+    tp: DeviceMesh | None = None,
+    linears: Mapping[str, Any] | None = None,
     layout: Layout | Literal["balanced"] = ZigZag(),  # noqa: B008 - frozen
     gather_output: bool = False,
     dropout_seed: int = 0,
@@ -67,12 +71,17 @@ def parallelize(
       or with ``num_items_in_batch`` the sum over this number. Gradients are summed too: `cp_mesh.sum_gradients`;
     - there is no cache, and logits are those of this rank's rows: `sequence_of` tells which.
 
-    Checkpointing, compiled layers and FSDP2 come after this, and a tp plan of Transformers before.
+    Checkpointing, compiled layers and FSDP2 come after this. Tensor parallelism is ``tp``, or before this a tp plan of
+    Transformers.
 
     Args:
         model: changed in place, and its attention implementation set to "cp_mesh".
         mesh: the cp axis, as in `ShardedSequence`.
         data: the ranks that hold distinct tokens, over which the loss is a mean; None: those of ``mesh``.
+        tp: the tp axis, whose ranks hold the same tokens: linears over it, by `cp_mesh.tensor_parallel_plan`, each rank
+            with some heads. The loss is then taken over shards of the vocabulary, in chunks of rows, so ``logits`` is
+            what `cp_mesh.cross_entropy` takes: ``logits.whole()`` are those of this rank's rows.
+        linears: with ``tp``, mode, recompute_all_gather and transport of that plan.
         layout: of the rows; "balanced" makes one for each batch of packed documents, and is zigzag for others.
         gather_output: whole logits and hidden states on every rank, as in `ShardedModel`.
         dropout_seed: of attention's dropout, equal on all ranks. Which weights are dropped depends on it, on the
@@ -86,8 +95,9 @@ def parallelize(
 
     Raises:
         ArgumentError, UnsupportedError: here, if a layer of the model mixes rows in another way than by attention of
-            AttentionInterface; in the call, of arguments and masks that cannot be read. The message names the layer,
-            and the setting to change.
+            AttentionInterface, or with ``tp`` if the plan does not know a module, or the model changes its logits; in
+            the call, of arguments and masks that cannot be read. The message names the layer, and the setting to
+            change.
 
     Example:
         >>> model = parallelize(AutoModelForCausalLM.from_config(config), mesh["cp"])  # doctest: +SKIP
@@ -100,11 +110,18 @@ def parallelize(
     check_model(model)
     check_asked(Asked(**options))
     facts = Facts(model)
+    plan = None if tp is None else plan_over_tp(facts, model, tp, linears or {}, gather_output)
+    if plan is None and linears is not None:
+        refuse("parallelize: linears", "None without tp", linears, 'pass tp=mesh["tp"]')
     compared = (*COMPARED, *sorted({*facts.names} - {*COMPARED, "labels", "position_ids"})) if facts.text else COMPARED
     style = ShardedModel(sequence, inputs=compared, positions="position_ids", watch=watch)
     losses, replica = Losses(data or sequence.mesh), replica_of(sequence.mesh, data or sequence.mesh)
-    adapter = _Adapter(facts, losses, style, of_batch, gather_output, options, dropout_seed, replica)
+    if tp is not None:  # whose ranks have heads of their own
+        replica = replica * tp.size() + tp.get_local_rank()
+    adapter = _Adapter(facts, losses, style, of_batch, gather_output, options, dropout_seed, replica, tp is not None)
     claim(model, sequence.mesh, sequence, style)
+    if plan is not None:
+        apply_plan(model, tp, plan)  # type: ignore[arg-type]
     register()
     model.set_attn_implementation(NAME if facts.text is None else {"text_config": NAME})
     model.loss_function = losses.of_labels
@@ -129,6 +146,7 @@ class _Adapter:
     options: dict[str, Any]
     dropout_seed: int
     replica: int
+    over_tp: bool
     steps: int = 0
 
     def run(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -142,6 +160,9 @@ class _Adapter:
                 hint = "for layer in model.model.layers: layer.compile()"
                 refuse(self.facts.name, "layers that are compiled", "the whole", hint, UnsupportedError)
             whole = read(self.facts, args, kwargs)
+            if self.over_tp and (found := [name for name in _NOT_OVER_TP if whole.get(name, False) is not False]):
+                hint = "leave it out: rows lie on the ranks of tp between the linears, and logits are never held"
+                refuse(self.facts.name, f"no {found[0]} with tp", found[0], hint, UnsupportedError)
             batch, arguments = self.shard(module, whole)
         self.style.compare({name: x for name, x in whole.items() if isinstance(x, torch.Tensor)})
         of_rows = partial(self.run_on_rows, batch, module, forward, whole)

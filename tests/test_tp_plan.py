@@ -1,0 +1,258 @@
+"""`tensor_parallel_plan` of the example's Llama: gradients are those of one rank, options arrive, the rest is refused."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import mesh
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import SequenceParallel
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+
+import llama  # noqa: E402
+
+from cp_mesh import (  # noqa: E402
+    ArgumentError,
+    ContextParallel,
+    Mask,
+    OverlappedColwise,
+    OverlappedRowwise,
+    ShardedModel,
+    ShardedSequence,
+    UnsupportedError,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    cross_entropy,
+    parallelize,
+    sum_gradients,
+    tensor_parallel_plan,
+)
+
+V = 37  # which tp = 2 does not divide
+
+
+def model_of(core: type[nn.Module] = llama.CoreAttention, **sizes: int) -> llama.Llama:
+    model = llama.Llama(llama.LlamaConfig(**({"vocab_size": V, "dim": 32, "num_layers": 2} | sizes)), core)
+    model.init_weights(0)
+    return model.double()
+
+
+@dataclass(frozen=True)
+class Case:
+    """``recompute``, ``local``: options of the plan; ``packed``: documents; ``length``: of the sequence."""
+
+    mode: str = "reduce_scatter"
+    recompute: bool = False
+    local: bool = True
+    packed: bool = False
+    fsdp: bool = False
+    length: int = 24
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"mode": self.mode, "recompute_all_gather": self.recompute, "use_local_output": self.local}
+
+
+CASES = [
+    Case(),
+    Case(recompute=True, packed=True, fsdp=True),
+    Case(local=False, packed=True, length=25),
+    Case(local=False, fsdp=True, length=25),
+    Case("all_reduce", packed=True),
+    Case("all_reduce", fsdp=True, length=25),
+]
+
+
+def apart(found: Tensor, wanted: Tensor) -> float:
+    return ((found - wanted).abs().max() / wanted.abs().max()).item()
+
+
+def compare(rank: int, cp_size: int) -> list[tuple[Case, str, float]]:
+    """What of a model on cp x tp ranks is not that of one rank: its loss, and every gradient."""
+    axes, problems = mesh((cp_size, dist.get_world_size() // cp_size), ("cp", "tp")), []
+    cp, tp = axes["cp"], axes["tp"]
+    for case in CASES:
+        generator = torch.Generator().manual_seed(1)
+        tokens, labels = torch.randint(V, (2, 2, case.length), generator=generator)
+        labels[:, 3:5] = -100
+        documents = torch.arange(case.length).expand(2, -1) // 9 if case.packed else None
+        twin, model = model_of(llama.DenseDocumentAttention), model_of()
+        loss = F.cross_entropy(twin(tokens, None, documents).flatten(0, 1), labels.flatten())
+        loss.backward()
+        parallelize(model, tp, tensor_parallel_plan(model, tp, **case.options))
+        sequence = ShardedSequence(cp, length=case.length)
+        styles = {
+            "": ShardedModel(sequence, inputs=("tokens",), positions="positions"),
+            "layers.*.attention.core": ContextParallel(sequence, mask=mask),
+        }
+        parallelize(model, cp, styles)
+        if case.fsdp:
+            for module in (*model.layers, model):
+                fully_shard(module, mesh=cp)
+            sum_gradients(model)
+        share = cross_entropy(model(tokens, None, documents), sequence.shard({"labels": labels})["labels"], cp)
+        share.backward()
+        found = {"loss": summed(share, cp)}
+        for name, x in model.named_parameters():
+            grad = x.grad.full_tensor() if isinstance(x.grad, DTensor) else x.grad
+            found[name] = grad if case.fsdp else summed(grad, cp)
+        wanted = {"loss": loss.detach()} | {name: x.grad for name, x in twin.named_parameters()}
+        worst = {name: apart(found[name], x) for name, x in wanted.items()}  # the rotary embedding is in float32
+        problems += [(case, name, far) for name, far in worst.items() if not far < 1e-6]
+    return problems
+
+
+def mask(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Mask:
+    return Mask(documents=documents)
+
+
+def summed(x: Tensor, axis: Any) -> Tensor:
+    x = x.detach().clone()
+    dist.all_reduce(x, group=axis.get_group())
+    return x
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_loss_and_gradients_are_those_of_one_rank(pool: Any, cp_size: int) -> None:
+    for problems in pool(2 * cp_size).run(compare, cp_size, timeout=180.0):
+        assert not problems
+
+
+def options(rank: int) -> None:
+    tp, model = mesh((2,), ("tp",)), model_of()
+    plan = tensor_parallel_plan(model, tp)
+    kinds = {name: type(style) for name, style in plan.items() if not isinstance(style, SequenceParallel)}
+    assert kinds == {
+        "tok_embeddings": VocabParallelEmbedding,
+        "layers.*.attention": OverlappedColwise,
+        "layers.*.attention.wo": OverlappedRowwise,
+        "layers.*.feed_forward": OverlappedColwise,
+        "layers.*.feed_forward.w2": OverlappedRowwise,
+        "output": VocabParallelHead,
+    }
+    assert plan["layers.*.attention"].names == ("wq", "wk", "wv") and plan["layers.*.feed_forward"].names == ("w1", "w3")
+    norms = {"layers.*.attention_norm", "layers.*.feed_forward_norm", "norm"}
+    assert plan.keys() - kinds.keys() == norms
+    for key, value, others in (
+        ("mode", "all_reduce", "reduce_scatter"),
+        ("recompute_all_gather", True, False),
+        ("transport", "functional", "auto"),
+        ("use_local_output", False, True),
+    ):
+        changed = tensor_parallel_plan(model, tp, **{key: value})
+        assert {getattr(x, key, value) for name, x in changed.items() if name in kinds} == {value}
+        assert others in {getattr(x, key, None) for name, x in plan.items() if name in kinds}
+        assert (changed.keys() - kinds.keys()) == (set() if value == "all_reduce" else norms)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" not in name and "wo" not in name)
+    parallelize(model, tp, plan)
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor) and parameter.requires_grad == ("norm" not in name and "wo" not in name)
+
+
+def test_options_arrive_and_what_is_frozen_stays_so(pool: Any) -> None:
+    pool(2).run(options)
+
+
+class Adapted(nn.Linear):
+    """As adapters and quantized linears are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4, 32, 8))
+
+
+def put(path: str, make: Callable[[], Any]) -> Callable[[llama.Llama], None]:
+    """A change of a model: another thing at a path, or none."""
+
+    def change(model: llama.Llama) -> None:
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, make())
+
+    return change
+
+
+def fused(model: llama.Llama) -> None:
+    attention = model.layers[0].attention
+    del attention.wq, attention.wk, attention.wv
+    attention.wqkv = nn.Linear(32, 64)
+
+
+def nothing(model: llama.Llama) -> None:
+    model.layers = nn.ModuleList([nn.Linear(32, 32)])
+
+
+linear = partial(nn.Linear, 32, 32, bias=False)
+REFUSED: dict[str, tuple[Callable[[llama.Llama], None], str]] = {
+    "fused projections": (fused, "layers.0.attention.wq: expected an nn.Linear with the forward of its class, got no"),
+    "a linear left over": (put("layers.1.feed_forward.gate", linear), "layers.1.feed_forward.gate"),
+    "experts": (put("layers.0.feed_forward.experts", Experts), "layers.0.feed_forward.experts"),
+    "an adapter": (put("layers.1.attention.wv", partial(Adapted, 32, 16)), "layers.1.attention.wv"),
+    "a forward set on a linear": (put("layers.0.attention.wo.forward", lambda: torch.sin), "layers.0.attention.wo"),
+    "an embedding of its own": (put("tok_embeddings", partial(nn.EmbeddingBag, V, 32)), "tok_embeddings"),
+    "sinks": (put("layers.0.attention.sinks", lambda: nn.Parameter(torch.ones(8))), "layers.0.attention: expected"),
+    "a norm of all heads": (put("layers.0.attention.q_norm", partial(nn.RMSNorm, 32)), "layers.0.attention.q_norm"),
+    "a norm of an unknown name": (put("layers.0.extra_norm", partial(nn.RMSNorm, 32)), "layers.0.extra_norm"),
+    "a last norm in a layer": (put("layers.0.norm", partial(nn.RMSNorm, 32)), "layers.0.norm"),
+    "a norm of features": (put("layers.0.feed_forward.norm", partial(nn.RMSNorm, 96)), "layers.0.feed_forward.norm"),
+    "no norm": (put("layers.1.attention_norm", nn.Identity), "layers.1.attention: expected a norm attention_norm"),
+    "dropout": (put("layers.0.dropout", partial(nn.Dropout, 0.1)), "layers.0.dropout: expected dropout=0"),
+    "functional dropout": (put("layers.1.resid_dropout", lambda: 0.1), "layers.1: expected resid_dropout=0"),
+    "a head with a bias": (put("output", partial(nn.Linear, 32, V)), "output: expected a linear without a bias"),
+    "no head": (put("output", nn.Identity), "one module output or lm_head"),
+    "two embeddings": (put("embed_tokens", partial(nn.Embedding, V, 32)), "one module tok_embeddings or embed_tokens"),
+    "unequal features": (put("layers.0.feed_forward.w3", linear), "as many features of w1, w3 as w2 reads"),
+    "longer queries": (put("layers.0.attention.wq", partial(nn.Linear, 32, 64)), "queries as long as what is joined"),
+    "no head dim": (put("layers.0.attention.head_dim", lambda: None), "layers.0.attention: expected a head_dim"),
+    "a parameter of the model": (put("scale", lambda: nn.Parameter(torch.ones(()))), "the model: expected"),
+    "another model": (nothing, "modules with linears wq, wk, wv, wo or q_proj"),
+}
+DISAGREE: dict[str, tuple[dict[str, Any], str]] = {
+    "DTensors of all rows": ({"mode": "all_reduce", "use_local_output": False}, "expected True in mode 'all_reduce'"),
+    "nothing to gather": ({"mode": "all_reduce", "recompute_all_gather": True}, "where nothing is gathered"),
+    "a mode": ({"mode": "sum"}, "mode"),
+    "copy engines": ({"mode": "all_reduce", "transport": "symmetric_memory"}, "transport"),
+}
+
+
+def refusals(rank: int) -> None:
+    axes = mesh((1, 2), ("cp", "tp"))
+    tp = axes["tp"]
+    for what, (change, words) in REFUSED.items():
+        model = model_of()
+        change(model)
+        with pytest.raises(UnsupportedError) as raised:
+            tensor_parallel_plan(model, tp)
+        assert words in str(raised.value), (what, str(raised.value))
+    for what, (given, words) in DISAGREE.items():
+        with pytest.raises(ArgumentError) as disagree:
+            tensor_parallel_plan(model_of(), tp, **given)
+        assert words in str(disagree.value), (what, str(disagree.value))
+    with pytest.raises(ArgumentError, match="heads that tp=2 divides, got 4 of queries and 1 of keys; tp=1 divides"):
+        tensor_parallel_plan(model_of(num_heads=4, num_kv_heads=1), tp)
+    with pytest.raises(ArgumentError, match="one axis of a DeviceMesh"):
+        tensor_parallel_plan(model_of(), axes)
+    model = model_of()
+    model.layers[1].attention_norm = nn.Identity()
+    assert "layers.*.attention" in tensor_parallel_plan(model, tp, use_local_output=False)
+
+
+def test_what_is_not_known_is_refused_by_name(pool: Any) -> None:
+    pool(2).run(refusals)
