@@ -7,6 +7,7 @@ heads that are sharded over tp, its gradient would be a part of the sum.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -32,6 +33,10 @@ _BEFORE_ATTENTION = ("attention_norm", "input_layernorm")
 _BEFORE = (*_BEFORE_ATTENTION, "feed_forward_norm", "ffn_norm", "pre_feedforward_layernorm")
 _AFTER, _EITHER, _LAST = "post_feedforward_layernorm", "post_attention_layernorm", "norm"
 """Norms before linears, and of what linears return; the second of these is before some where the first is missing."""
+_NUMBERS = frozenset(
+    ("num_heads", "num_attention_heads", "num_key_value_heads", "n_heads", "n_kv_heads", "hidden_size")
+)
+"""Of all heads: attention that reads one would take this rank's for them."""
 _HINT = "write this model's plan by hand, or use PyTorch's styles"
 _ModuleT = TypeVar("_ModuleT", bound=nn.Module)
 
@@ -85,7 +90,8 @@ def tensor_parallel_plan(
         found.add_linears(path)
     if not found.widths:
         expected = " or ".join(", ".join(names) for names in _ATTENTION)
-        _refuse(type(model).__name__, f"modules with linears {expected}", ", ".join(found.modules)[:200])
+        linears = {path.rpartition(".")[2]: None for path, x in found.modules.items() if isinstance(x, nn.Linear)}
+        _refuse(type(model).__name__, f"attention with linears {expected}", ", ".join(linears) or "no linears")
     for path in found.modules:
         found.add_other(path)
     for names in (_EMBEDDINGS, _HEADS):
@@ -142,6 +148,9 @@ class _Found:
         if not isinstance(size, int) or (q.out_features, k.out_features) != (o.in_features, v.out_features):
             got = f"head_dim={size} and {q.out_features}, {k.out_features}, {v.out_features}, {o.in_features} features"
             _refuse(path, "a head_dim, queries as long as what is joined, keys as long as values", got)
+        code = getattr(inspect.unwrap(type(self.modules[path]).forward), "__code__", None)
+        if found := sorted(_NUMBERS.intersection(() if code is None else code.co_names)):
+            _refuse(path, "a forward that reads the number of heads off its projections", f"one that reads {found[0]}")
         heads = q.out_features // size, k.out_features // size
         if any(x % self.tp_size for x in heads):
             fits = next(n for n in range(self.tp_size, 0, -1) if heads[0] % n == heads[1] % n == 0)

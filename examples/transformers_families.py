@@ -1,12 +1,13 @@
 """All causal families of the installed Transformers under `cp_mesh.integrations.transformers`: exact, or refused.
 
-    torchrun --nproc-per-node 2 examples/transformers_families.py [--csv FILE] [family ...]
+    torchrun --nproc-per-node 2 examples/transformers_families.py [--csv FILE] [--tp 2] [family ...]
 
 A family is first built with its own default config, without weights, and may be refused for what it is. Otherwise a
 small model with random weights runs in fp64 on the ranks, plain and packed, with images where it takes them, and
 logits, loss and every gradient are compared with one rank's, as in tests/integrations. So
-docs/results/transformers_families.csv was made; where families are named, their rows alone are made anew. Exits with 1
-if some family is neither exact nor refused.
+docs/results/transformers_families.csv was made; where families are named, their rows alone are made anew. With --tp 2
+the linears are over tp too, as in docs/results/transformers_families_tp.csv, which 4 ranks made. Exits with 1 if some
+family is neither exact nor refused.
 """
 
 from __future__ import annotations
@@ -33,7 +34,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from cp_mesh.errors import ArgumentError, UnsupportedError  # noqa: E402
 from cp_mesh.integrations.transformers import parallelize  # noqa: E402
-from cp_mesh.integrations.transformers.families import IMAGES, check_config, check_model  # noqa: E402
+from cp_mesh.integrations.transformers.families import (  # noqa: E402
+    IMAGES,
+    Facts,
+    check_config,
+    check_model,
+    plan_over_tp,
+)
 
 FIELDS = ("transformers", "torch", "family", "class", "verdict", "logits", "loss", "gradient", "reason")
 SMALL: dict[str, Any] = {
@@ -96,12 +103,14 @@ def config_of(family: str, name: str, **options: Any) -> Any:
     )
 
 
-def check_default(family: str, name: str) -> None:
-    """Refuse a family by its default config, or by its model without memory for weights."""
+def check_default(family: str, name: str, tp: Any) -> None:
+    """Refuse a family by its default config, or by its model without memory for weights; ``tp``: a mesh, or None."""
     config = config_of(family, name, **OWN.get(family, {}))
     check_config(config, name)
     with torch.device("meta"):
-        check_model(getattr(transformers, name)(config))
+        check_model(model := getattr(transformers, name)(config))
+    if tp is not None:
+        plan_over_tp(Facts(model), model, tp, {}, gather_output=False)
 
 
 def small_model(name: str, family: str, implementation: str) -> Any:
@@ -135,16 +144,19 @@ def small_model(name: str, family: str, implementation: str) -> Any:
     return model
 
 
-def try_family(family: str, name: str) -> dict[str, Any]:
+def try_family(family: str, name: str, tp_size: int) -> dict[str, Any]:
     """The row of a family, but for the versions."""
     import ranks
     import test_transformers as tests
+    import test_transformers_tp as tests_over_tp
 
+    tp = ranks.mesh((dist.get_world_size() // tp_size, tp_size), ("cp", "tp"))["tp"] if tp_size > 1 else None
     row: dict[str, Any] = {"family": family, "class": name}
     try:
-        check_default(family, name)
+        check_default(family, name, tp)
     except (ArgumentError, UnsupportedError) as error:
-        return row | {"verdict": "refused", "reason": str(error).partition("got ")[2]}
+        whole, reason = str(error), str(error).partition("got ")[2]
+        return row | {"verdict": "refused", "reason": whole if whole.startswith("tensor_parallel_plan") else reason}
     except Exception as error:
         return row | {"verdict": "not tried", "reason": f"default config: {type(error).__name__}: {error}"[:200]}
     worst: dict[str, float] = {}
@@ -152,12 +164,16 @@ def try_family(family: str, name: str) -> dict[str, Any]:
         made, given = functools.partial(small_model, name), tests.batch("plain", FIRST.get(family))
         if family in IMAGES:
             made, given = tests.build_with_images, tests.batch_with_images(family, "plain")
-        model = parallelize(made(family, "eager"), ranks.mesh((dist.get_world_size(),), ("cp",)))
-        model(**given)  # is told of a refusal before the oracle fails in its way
+        if tp is None:
+            model = parallelize(made(family, "eager"), ranks.mesh((dist.get_world_size(),), ("cp",)))
+            model(**given)  # is told of a refusal before the oracle fails in its way
         for case, layout in (("plain", "zigzag"), ("packed", "striped")):
-            found = tests.compare(
-                dist.get_rank(), family, case, tests.LAYOUTS[layout], made=made, first=FIRST.get(family)
-            )
+            if tp is not None:
+                found = tests_over_tp.compare(tests_over_tp.Case(family, case), tp_size, made)
+            else:
+                found = tests.compare(
+                    dist.get_rank(), family, case, tests.LAYOUTS[layout], made=made, first=FIRST.get(family)
+                )
             worst = {key: max(x, worst.get(key, 0.0)) for key, x in found.items()}
     except (ArgumentError, UnsupportedError) as error:
         return row | {"verdict": "refused", "reason": "in the call: " + " ".join(str(error).split())}
@@ -178,6 +194,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*")
     parser.add_argument("--csv", type=Path)
+    parser.add_argument("--tp", type=int, default=1)
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
@@ -189,7 +206,7 @@ def main() -> int:
             continue
         name = names if isinstance(names, str) else names[0]
         row = {"transformers": transformers.__version__, "torch": torch.__version__.partition("+")[0]}
-        rows.append(row | try_family(family, name))
+        rows.append(row | try_family(family, name, options.tp))
         dist.barrier()
         if dist.get_rank() == 0:
             print(*(rows[-1].get(key, "") for key in FIELDS[2:]), flush=True)

@@ -1,4 +1,4 @@
-"""`tensor_parallel_plan` of the example's Llama: gradients are those of one rank, options arrive, the rest is refused."""
+"""`tensor_parallel_plan` of the example's Llama: gradients are those of one rank, and what is not known is refused."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from torch.distributed.tensor.parallel import SequenceParallel
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
-import llama  # noqa: E402
+import llama
 
-from cp_mesh import (  # noqa: E402
+from cp_mesh import (
     ArgumentError,
     ContextParallel,
     Mask,
@@ -142,7 +142,10 @@ def options(rank: int) -> None:
         "layers.*.feed_forward.w2": OverlappedRowwise,
         "output": VocabParallelHead,
     }
-    assert plan["layers.*.attention"].names == ("wq", "wk", "wv") and plan["layers.*.feed_forward"].names == ("w1", "w3")
+    assert plan["layers.*.attention"].names == ("wq", "wk", "wv") and plan["layers.*.feed_forward"].names == (
+        "w1",
+        "w3",
+    )
     norms = {"layers.*.attention_norm", "layers.*.feed_forward_norm", "norm"}
     assert plan.keys() - kinds.keys() == norms
     for key, value, others in (

@@ -143,7 +143,7 @@ def plan_over_tp(
         refuse("parallelize: gather_output", "False with tp, where logits are not held", True, hint)
     if found := sorted({*_used(model)} - _PLAIN_HEAD):
         got = f"{', '.join(found)} in its forward"
-        hint = "a scale or a cap of logits is not available with tp, nor are routers; use a tp plan of Transformers"
+        hint = "what that does to logits or losses is not known; use a tp plan of Transformers"
         refuse(f"parallelize({facts.name}): tp", "a loss of the logits of lm_head", got, hint, UnsupportedError)
     return tensor_parallel_plan(model, tp, use_local_output=linears.get("mode") == "all_reduce", **linears)
 
