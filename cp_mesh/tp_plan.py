@@ -193,8 +193,9 @@ class _Found:
     def _plain(self, path: str, kind: type[_ModuleT]) -> _ModuleT:
         module = self.modules.get(path)
         if not isinstance(module, kind) or type(module).forward is not kind.forward or "forward" in vars(module):
-            expected = f"an nn.{kind.__name__} with the forward of its class"
-            _refuse(path, expected, "no such module" if module is None else _kind(module))
+            beside = ", ".join(name for name, _ in self.modules[path.rpartition(".")[0]].named_children())
+            got = f"no such module beside {beside}" if module is None else _kind(module)
+            _refuse(path, f"an nn.{kind.__name__} with the forward of its class", got)
         return module
 
     def _has_weights(self, path: str, names: Sequence[str]) -> bool:

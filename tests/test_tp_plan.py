@@ -204,7 +204,7 @@ def nothing(model: llama.Llama) -> None:
 
 linear = partial(nn.Linear, 32, 32, bias=False)
 REFUSED: dict[str, tuple[Callable[[llama.Llama], None], str]] = {
-    "fused projections": (fused, "layers.0.attention.wq: expected an nn.Linear with the forward of its class, got no"),
+    "fused projections": (fused, "got no such module beside wo, core, wqkv"),
     "a linear left over": (put("layers.1.feed_forward.gate", linear), "layers.1.feed_forward.gate"),
     "experts": (put("layers.0.feed_forward.experts", Experts), "layers.0.feed_forward.experts"),
     "an adapter": (put("layers.1.attention.wv", partial(Adapted, 32, 16)), "layers.1.attention.wv"),

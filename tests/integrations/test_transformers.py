@@ -802,12 +802,13 @@ def test_the_table_has_every_causal_family() -> None:
 
 
 def run_page(rank: int) -> None:
-    whole = mesh((1, 2), ("dp", "cp"))
+    whole = mesh((1, 2, 1), ("dp", "cp", "tp"))
     given = batch("packed")
     positions = given["position_ids"]
     names = {
         **{"model": build("llama", "eager"), "mesh": whole, "data": whole["dp", "cp"]._flatten("dp_cp")},
         **{"tokens": given["input_ids"], "position_ids": positions, "documents": documents_of(given)},
+        "large_model": build("qwen3", "eager"),
         "cumulative_lengths": torch.tensor([0, 7, 30, S]),
         "attention_mask": torch.ones(B, S, dtype=torch.long),
     }
@@ -817,7 +818,7 @@ def run_page(rank: int) -> None:
         names |= {"vision_model": build_with_images("gemma3", "eager"), "inputs": inputs, "labels": labels}
     text = (ROOT / "docs" / "transformers.md").read_text()
     for block in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-        if not OLD or "vision" not in block:
+        if not OLD or not {"vision_model", "large_model"} & {*re.findall(r"\w+", block)}:
             exec(block, names)
     reference = build("llama", oracle.NAME)
     whole_logits = reference(input_ids=given["input_ids"], use_cache=False).logits

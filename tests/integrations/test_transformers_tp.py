@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -15,7 +16,7 @@ pytest.importorskip("transformers")
 import oracle
 from families import OLD, build
 from ranks import mesh
-from test_transformers import apart, batch, documents_of
+from test_transformers import ROOT, apart, batch, documents_of
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -129,7 +130,7 @@ def options(rank: int) -> None:
         output = model(**batch("plain"))
         output.loss.backward()
     assert isinstance(output.logits, DeferredLogits)
-    assert len(rows) == 2 * 23 and set(rows) == {(4, 48), (2, 48)}  # 2 x 46 rows, which zigzag pads
+    assert rows == [(4, 48)] * 2 * 23  # in forward and backward, of 2 x 46 rows, as zigzag pads them
 
 
 def test_options_arrive_and_logits_are_computed_in_chunks(pool: Any) -> None:
@@ -207,3 +208,16 @@ def test_what_is_not_known_is_refused(pool: Any, name: str) -> None:
     for raised in pool(2).run_expecting_error(refuse, name):
         assert raised is not None and raised.type in ("UnsupportedError", "ArgumentError"), raised
         assert REFUSED[name][1] in raised.message, raised.message
+
+
+def test_the_table_has_every_family_that_is_served_without_tp() -> None:
+    alone, over_tp = (
+        list(csv.DictReader((ROOT / "docs" / "results" / f"transformers_families{name}.csv").open()))
+        for name in ("", "_tp")
+    )
+    assert [row["family"] for row in alone] == [row["family"] for row in over_tp]
+    assert {row["verdict"] for row in over_tp} == {"exact", "refused"}
+    exact = {row["family"] for row in over_tp if row["verdict"] == "exact"}
+    assert {"llama", "mistral", "qwen2", "qwen3"} < exact <= {x["family"] for x in alone if x["verdict"] == "exact"}
+    for row in over_tp:
+        assert row["reason"] if row["verdict"] == "refused" else float(row["gradient"]) < BOUND
