@@ -225,7 +225,7 @@ REFUSED: dict[str, tuple[Callable[[llama.Llama], None], str]] = {
     "longer queries": (put("layers.0.attention.wq", partial(nn.Linear, 32, 64)), "queries as long as what is joined"),
     "no head dim": (put("layers.0.attention.head_dim", lambda: None), "layers.0.attention: expected a head_dim"),
     "a parameter of the model": (put("scale", lambda: nn.Parameter(torch.ones(()))), "the model: expected"),
-    "another model": (nothing, "modules with linears wq, wk, wv, wo or q_proj"),
+    "another model": (nothing, "attention with linears wq, wk, wv, wo or q_proj"),
 }
 DISAGREE: dict[str, tuple[dict[str, Any], str]] = {
     "DTensors of all rows": ({"mode": "all_reduce", "use_local_output": False}, "expected True in mode 'all_reduce'"),
