@@ -43,15 +43,32 @@ from cp_mesh import (
 V = 37  # which tp = 2 does not divide
 
 
-def model_of(core: type[nn.Module] = llama.CoreAttention, **sizes: int) -> llama.Llama:
+class NormedHeads(llama.Attention):
+    """With norms of queries and keys, as Qwen3."""
+
+    def __init__(self, config: llama.LlamaConfig, core: type[nn.Module]) -> None:
+        super().__init__(config, core)
+        self.q_norm, self.k_norm = nn.RMSNorm(config.head_dim), nn.RMSNorm(config.head_dim)
+
+    def forward(self, x: Tensor, rope: Tensor, documents: Tensor | None) -> Tensor:
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (x.transpose(1, 2) for x in (self.q_norm(q), self.k_norm(k), v))
+        out = self.core(llama.rotate(q, rope), llama.rotate(k, rope), v, documents)
+        return self.wo(out.transpose(1, 2).flatten(-2))
+
+
+def model_of(core: type[nn.Module] = llama.CoreAttention, normed: bool = False, **sizes: int) -> llama.Llama:
     model = llama.Llama(llama.LlamaConfig(**({"vocab_size": V, "dim": 32, "num_layers": 2} | sizes)), core)
+    if normed:
+        for layer in model.layers:
+            layer.attention = NormedHeads(model.config, core)
     model.init_weights(0)
     return model.double()
 
 
 @dataclass(frozen=True)
 class Case:
-    """``recompute``, ``local``: options of the plan; ``packed``: documents; ``length``: of the sequence."""
+    """``recompute``, ``local``: options of the plan; ``normed``: heads; ``packed``: documents; ``length``: of a row."""
 
     mode: str = "reduce_scatter"
     recompute: bool = False
@@ -59,6 +76,7 @@ class Case:
     packed: bool = False
     fsdp: bool = False
     length: int = 24
+    normed: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -69,8 +87,9 @@ CASES = [
     Case(),
     Case(recompute=True, packed=True, fsdp=True),
     Case(local=False, packed=True, length=25),
-    Case(local=False, fsdp=True, length=25),
-    Case("all_reduce", packed=True),
+    Case(local=False, fsdp=True, length=25, normed=True),
+    Case(packed=True, normed=True),
+    Case("all_reduce", packed=True, normed=True),
     Case("all_reduce", fsdp=True, length=25),
 ]
 
@@ -88,7 +107,7 @@ def compare(rank: int, cp_size: int) -> list[tuple[Case, str, float]]:
         tokens, labels = torch.randint(V, (2, 2, case.length), generator=generator)
         labels[:, 3:5] = -100
         documents = torch.arange(case.length).expand(2, -1) // 9 if case.packed else None
-        twin, model = model_of(llama.DenseDocumentAttention), model_of()
+        twin, model = (model_of(x, case.normed) for x in (llama.DenseDocumentAttention, llama.CoreAttention))
         loss = F.cross_entropy(twin(tokens, None, documents).flatten(0, 1), labels.flatten())
         loss.backward()
         parallelize(model, tp, tensor_parallel_plan(model, tp, **case.options))

@@ -116,7 +116,10 @@ def parallelize(
     compared = (*COMPARED, *sorted({*facts.names} - {*COMPARED, "labels", "position_ids"})) if facts.text else COMPARED
     style = ShardedModel(sequence, inputs=compared, positions="position_ids", watch=watch)
     losses, replica = Losses(data or sequence.mesh), replica_of(sequence.mesh, data or sequence.mesh)
-    if tp is not None:  # whose ranks have heads of their own
+    if tp is not None:  # whose ranks hold the same tokens, and have heads of their own
+        if len(shared := sorted({*ranks_of(tp)} & {*ranks_of(data or sequence.mesh)})) > 1:
+            hint = 'leave tp out: mesh["dp", "cp"]._flatten("dp_cp")'
+            refuse("data", "ranks that hold distinct tokens", f"{shared} of one tp group", hint)
         replica = replica * tp.size() + tp.get_local_rank()
     adapter = _Adapter(facts, losses, style, of_batch, gather_output, options, dropout_seed, replica, tp is not None)
     claim(model, sequence.mesh, sequence, style)
