@@ -195,6 +195,15 @@ class Adapted(nn.Linear):
         return super().forward(x) + 1
 
 
+class CountsHeads(llama.Attention):
+    """As StableLM of Transformers."""
+
+    num_heads = 8
+
+    def forward(self, x: Tensor, rope: Tensor, documents: Tensor | None) -> Tensor:
+        return x.view(-1, self.num_heads)
+
+
 class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -243,6 +252,10 @@ REFUSED: dict[str, tuple[Callable[[llama.Llama], None], str]] = {
     "unequal features": (put("layers.0.feed_forward.w3", linear), "as many features of w1, w3 as w2 reads"),
     "longer queries": (put("layers.0.attention.wq", partial(nn.Linear, 32, 64)), "queries as long as what is joined"),
     "no head dim": (put("layers.0.attention.head_dim", lambda: None), "layers.0.attention: expected a head_dim"),
+    "numbers of all heads": (
+        put("layers.0.attention", lambda: CountsHeads(llama.LlamaConfig(V, 32), llama.CoreAttention)),
+        "reads the number of heads off its projections, got one that reads num_heads",
+    ),
     "a parameter of the model": (put("scale", lambda: nn.Parameter(torch.ones(()))), "the model: expected"),
     "another model": (nothing, "attention with linears wq, wk, wv, wo or q_proj"),
 }

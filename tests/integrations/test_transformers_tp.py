@@ -133,6 +133,10 @@ def options(rank: int) -> None:
         output = model(**batch("plain"))
         output.loss.backward()
     assert isinstance(output.logits, DeferredLogits)
+    given = batch("plain")
+    alone, labels = model(input_ids=given["input_ids"]), oracle.shifted(model, given["labels"])
+    labels = sequence_of(model).shard({"labels": labels})["labels"]
+    assert torch.equal(cp_mesh.cross_entropy(alone.logits, labels, axes["cp"]), output.loss) and alone.loss is None
     assert rows == [(4, 48)] * 2 * 23  # in forward and backward, of 2 x 46 rows, as zigzag pads them
 
 
