@@ -1,14 +1,15 @@
 """Functions of users as graphs: what a score_mod or mask_mod does with one pair is written down, and what it reads.
 
-A function is traced in every call, as what it reads may be another tensor each time, or another number. Captured
-tensors become arguments of the graph, and may then have gradients. `cp_mesh.kernels.functions` keeps the graph by its
-handle.
+What a function reads may be another tensor in each call, or another number. So it is traced in every call, but where
+`cp_mesh.reached` knows all that it can depend on, and that is as it was. Captured tensors become arguments of the
+graph, and may then have gradients. `cp_mesh.kernels.functions` keeps the graph by its handle.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -16,13 +17,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.functions import ScalarFunction
+from cp_mesh.reached import Reached, reached_by
+
+KEPT = 64
+"""Functions that are known again."""
+_known: OrderedDict[Hashable, tuple[ScalarFunction, tuple[int, ...]]] = OrderedDict()  # and which tensors they read
 
 
 def trace(
@@ -33,6 +39,12 @@ def trace(
         return None, ()
     if not callable(function):
         refuse(what, "a function of scalars", type(function).__name__, "def score_mod(score, b, h, q_idx, kv_idx): ...")
+    reached = reached_by(function)
+    key = None if reached is None else _key(what, reached, query, last)
+    if reached is not None and key in _known:
+        _known.move_to_end(key)
+        known, places = _known[key]
+        return known, tuple(reached.tensors[i] for i in places)
     names, dtypes = ["b", "h", "q_idx", "kv_idx"], [torch.int64] * 4
     dtype = torch.bool
     if what == "score_mod":
@@ -55,7 +67,23 @@ def trace(
     for x in captured:
         if x.device != query.device:
             refuse(f"{what}: a captured tensor", f"a tensor on {query.device}", x.device, "move it there")
-    return ScalarFunction.of(getattr(function, "__name__", what), graph, captured), captured
+    found = ScalarFunction.of(getattr(function, "__name__", what), graph, captured)
+    if reached is not None and key is not None:
+        at = {id(x): i for i, x in enumerate(reached.tensors)}
+        if all(id(x) in at for x in captured):
+            _known[key] = found, tuple(at[id(x)] for x in captured)
+            if len(_known) > KEPT:
+                _known.popitem(last=False)
+    return found, captured
+
+
+def _key(what: str, reached: Reached, query: Tensor, last: int | None) -> Hashable:
+    """All on which a trace depends, but the tensors themselves; None where a mode may change what functions do."""
+    device = query.device.type
+    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+    if any(not type(x).__module__.startswith("cp_mesh.") for x in _get_current_function_mode_stack()):
+        return None
+    return what, reached.key, query.dtype, query.device, last, torch.get_default_dtype(), autocast
 
 
 class _Reading(TorchFunctionMode):

@@ -440,6 +440,7 @@ KEPT_WITH = {
     "block_masks._hidden": "a function",
     "kernels.functions._known": "a function, which its calls hold, and a bounded list the last ones",
     "kernels.flex_programs._programs": "the last ones, at most KEPT",
+    "tracing._known": "the last ones, at most KEPT",
     "kernels.flash_attn_4._compiled": "a compiled kernel of the package, which keeps it too",
 }
 """Tables without a number that bounds them."""
@@ -456,7 +457,9 @@ def test_every_cache_is_bounded() -> None:
     assert unbounded == KEPT_WITH.keys()
     kinds = WeakKeyDictionary | WeakTensorKeyDictionary | WeakValueDictionary
     weak = {name for name in KEPT_WITH if isinstance(cached()[name], kinds)}
-    assert KEPT_WITH.keys() - weak == {"kernels.flash_attn_4._compiled", "kernels.flex_programs._programs"}
+    assert KEPT_WITH.keys() - weak == {
+        "kernels.flash_attn_4._compiled", "kernels.flex_programs._programs", "tracing._known"
+    }  # fmt: skip
 
 
 def test_classes_of_modules_under_a_plan_go_with_them() -> None:

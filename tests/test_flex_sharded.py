@@ -446,8 +446,8 @@ REFUSED: dict[str, tuple[type[Exception], str, bool, Make]] = {
         lambda grid: of(numbers(9), grid["cp"], Shard(0)),
     ),
     "unequal heads": (
-        ArgumentError, "dim 0: expected a multiple of 2, its shards, got 3", True,
-        lambda grid: of(numbers(1 + (grid.get_local_rank("tp") == 0)), grid, Replicate(), Shard(0), size=3),
+        ArgumentError, "dim 0: expected a multiple of 2, its shards, got 17", True,
+        lambda grid: of(numbers(8 + (grid.get_local_rank("tp") == 0)), grid, Replicate(), Shard(0), size=17),
     ),
     "too large": (
         UnsupportedError, r"at most 640 elements, as query has, got 1024; .*attention\(bias=\)", False,

@@ -53,6 +53,7 @@ import test_loss
 import test_masks
 import test_op
 import test_parity
+import test_reached
 import test_seeds
 import test_segments
 import test_sequence
@@ -264,6 +265,8 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "functions": test_flex.test_a_few,
     "captured sums in fp32": lambda pool: test_flex.test_captured_gradients_are_summed_in_fp32(pool, "ring"),
     "functions that change": test_flex.test_a_function_that_changes,
+    "functions of other numbers": lambda pool: alone(pool, (test_reached.test_what_changed_is_seen, ("a global",))),
+    "functions of states": lambda pool: alone(pool, (test_reached.test_what_changed_is_seen, ("a state of torch",))),
     "functions of DTensors": lambda pool: test_flex.test_dtensors(pool, ("cp", "tp"), 1),
     "functions that differ": lambda pool: test_flex.test_ranks_that_differ(pool, "a value", "captured tensor 0"),
     "blocks of masks": lambda pool: alone(pool, (test_flex.test_blocks_that_list_too_little_or_too_much, ())),

@@ -56,6 +56,7 @@ FLOORS: dict[str, int] = {
     "placements": 3,
     "ops": 3,
     "attention": 3,
+    "reached": 3,
     "tracing": 3,
     "sources": 3,
     "block_masks": 3,

@@ -121,6 +121,16 @@ def _(equal: Any) -> Any:
     return lambda self, other: len(self._tensors) == len(other._tensors)
 
 
+@plant("a function of other numbers is known again", "reached:reached_by", "functions of other numbers")
+def _(reached_by: Any) -> Any:
+    return with_result(reached_by, lambda x: x and x._replace(key=tuple(y for y in x.key if type(y) is not str)))
+
+
+@plant("a state of torch is taken for a constant", "reached:_names_in", "functions of states")
+def _(names_in: Any) -> Any:
+    return lambda code: names_in(code) or ()
+
+
 @plant("functions see indices of padding", "tracing:trace", "padding of cores")
 def _(trace: Any) -> Any:
     return with_arguments(trace, last=lambda last: None)

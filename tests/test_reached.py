@@ -1,0 +1,205 @@
+"""Functions that are known again: only where all that they can depend on is as it was."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from flex_uses import MASKS, SCORES
+from torch import Tensor, are_deterministic_algorithms_enabled, nn
+from torch.nn.functional import logsigmoid
+
+from cp_mesh import reached, tracing
+from cp_mesh.tracing import trace
+
+Q = torch.zeros(1)
+Change = tuple[Callable[[], Any], Callable[[], None]]
+
+
+def traces(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is traced from now on."""
+    seen = list[str]()
+    recorder = tracing._Recorder
+
+    def note(what: str, *args: Any) -> Any:
+        seen.append(what)
+        return recorder(what, *args)
+
+    monkeypatch.setattr(tracing, "_Recorder", note)
+    monkeypatch.setattr(tracing, "_known", type(tracing._known)())
+    return seen
+
+
+@pytest.mark.parametrize(("what", "name"), [("score_mod", x) for x in SCORES] + [("mask_mod", x) for x in MASKS])
+def test_the_same_is_found_for_other_tensors(what: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use = (SCORES if what == "score_mod" else MASKS)[name]
+    seen = traces(monkeypatch)
+    found, tensors = [], []
+    for _ in range(2):
+        given = {key: x.clone() for key, x in use.tensors(2, 4, 16).items()}
+        tensors.append(list(given.values()))
+        found.append(trace(what, use.make(given), Q))
+    (first, read), (second, others) = found
+    if first is None:
+        return
+    assert first is second
+    places = [
+        [next(i for i, y in enumerate(of) if y is x) for x in each]
+        for of, each in zip(tensors, (read, others), strict=True)
+    ]
+    assert places[0] == places[1], "each reads its own"
+    assert len(seen) in (1, 2)
+
+
+def biased(x: Tensor, scale: Any = 1.0, *, shift: Any = 0) -> Callable[..., Tensor]:
+    def inner(h: Tensor, j: Tensor) -> Tensor:
+        return logsigmoid(x[h, j]) * scale
+
+    return lambda s, b, h, i, j: torch.tanh(s) * math.pi + inner(h, j) + shift
+
+
+def test_what_is_known_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors and numbers in closures, functions within them, modules of torch: of none is the trace made again."""
+    seen = traces(monkeypatch)
+    x, y = torch.ones(4, 8), torch.zeros(4, 8)
+    first, read = trace("score_mod", biased(x, 2.0, shift=3), Q)
+    second, others = trace("score_mod", biased(y, 2.0, shift=3), Q)
+    assert seen == ["score_mod"] and first is second and read[0] is x and others[0] is y
+
+
+CAP: Any = 20.0
+OTHER = torch.zeros(4, 8)
+
+
+def capped(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return CAP * torch.tanh(s / CAP)
+
+
+def counting() -> Change:
+    n = 0
+
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        nonlocal n
+        n += 1
+        return s * n
+
+    return lambda: score_mod, lambda: None
+
+
+def of_object(x: Any, change: Callable[[Any], None]) -> Change:
+    return lambda: lambda s, b, h, i, j: s * x.scale, lambda: change(x)
+
+
+def of_list() -> Change:
+    numbers = [1.0]
+    return lambda: lambda s, b, h, i, j: s * numbers[0], lambda: numbers.__setitem__(0, 2.0)
+
+
+def of_attribute() -> Change:
+    x = torch.zeros(4)
+    x.cap = 1.0  # type: ignore[attr-defined]
+    return lambda: lambda s, b, h, i, j: s * x.cap + x[h], lambda: setattr(x, "cap", 2.0)  # type: ignore[attr-defined]
+
+
+def of_module() -> Change:
+    module = nn.Module()
+    module.scale = 1.0  # type: ignore[assignment]
+    return of_object(module, lambda x: setattr(x, "scale", 2.0))
+
+
+def of_state() -> Change:
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s * (2 if torch.are_deterministic_algorithms_enabled() else 1)
+
+    return lambda: score_mod, lambda: torch.use_deterministic_algorithms(True)
+
+
+def of_imported_state() -> Change:
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s * (2 if are_deterministic_algorithms_enabled() else 1)
+
+    return lambda: score_mod, lambda: torch.use_deterministic_algorithms(True)
+
+
+def of_default() -> Change:
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, *, by: Any = 1.0) -> Tensor:
+        return s * by
+
+    return lambda: score_mod, lambda: score_mod.__kwdefaults__.update(by=2.0)
+
+
+CHANGES: dict[str, Callable[[], Change]] = {
+    "a counter": counting,
+    "an object": lambda: of_object(SimpleNamespace(scale=1.0), lambda x: setattr(x, "scale", 2.0)),
+    "a module": of_module,
+    "a list": of_list,
+    "an attribute of a tensor": of_attribute,
+    "a state of torch": of_state,
+    "a state that was imported": of_imported_state,
+    "a default": of_default,
+    "a global": lambda: (lambda: capped, lambda: globals().__setitem__("CAP", 30.0)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changed_is_seen(name: str) -> None:
+    make, change = CHANGES[name]()
+    try:
+        first, _ = trace("score_mod", make(), Q)
+        change()
+        second, _ = trace("score_mod", make(), Q)
+    finally:
+        globals()["CAP"] = 20.0
+        torch.use_deterministic_algorithms(False)
+    assert first is not None and second is not None and first.handle != second.handle
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [(0.0, -0.0), (1, 1.0), (1, True), (2.0, 3.0), ((1, 2.0), (1, 3.0)), (torch.int64, torch.int32)]
+)
+def test_numbers_are_told_apart(one: Any, other: Any) -> None:
+    keys = [reached.reached_by(biased(OTHER, x)) for x in (one, other, one)]
+    assert all(keys) and keys[0].key == keys[2].key != keys[1].key  # type: ignore[union-attr]
+
+
+def test_tensors_are_told_apart() -> None:
+    x = torch.zeros(4, 8)
+    others = (x.double(), x[:, ::2], x[:2], nn.Parameter(x), torch.zeros(8, 4).mT)
+    keys = {reached.reached_by(biased(y)).key for y in (x, *others, x.clone())}  # type: ignore[union-attr]
+    assert len(keys) == 6
+    twice, apart = ((lambda s, b, h, i, j, x=x, y=y: s + x[h, i] * y[h, j]) for y in (x, x.clone()))
+    assert reached.reached_by(twice).key != reached.reached_by(apart).key  # type: ignore[union-attr]
+
+
+def test_what_else_a_trace_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, score = traces(monkeypatch), biased(OTHER)
+    trace("score_mod", score, Q)
+    trace("score_mod", score, Q.double())
+    trace("score_mod", score, Q, 5)
+    with torch.autocast("cpu", torch.bfloat16):
+        trace("score_mod", score, Q)
+    torch.set_default_dtype(torch.float64)
+    try:
+        trace("score_mod", score, Q)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.device("cpu"):  # a mode that is not of this library
+        trace("score_mod", score, Q)
+    assert len(seen) == 6
+    trace("score_mod", score, Q)
+    assert len(seen) == 6
+
+
+def test_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = traces(monkeypatch)
+    for n in range(tracing.KEPT + 1):
+        trace("score_mod", biased(OTHER, float(n)), Q)
+    assert len(tracing._known) == tracing.KEPT
+    trace("score_mod", biased(OTHER, 1.0), Q)
+    assert len(seen) == tracing.KEPT + 1
+    trace("score_mod", biased(OTHER, 0.0), Q)
+    assert len(seen) == tracing.KEPT + 2
