@@ -393,3 +393,20 @@ def test_bounds_are_of_the_length() -> None:
         )
         keys.append(Tile(cover, scores, torch.float32).key)
     assert keys[0] == keys[1] != keys[2]
+
+
+def test_what_inductor_fills_in_this_thread_has_results_in_float32() -> None:
+    from torch._inductor.kernel.flex import flex_attention as lowering
+
+    device, as_they_are = torch.device("cuda"), (lowering.FixedLayout, lowering.empty_strided)
+
+    def dtypes() -> list[torch.dtype]:
+        return [lowering.FixedLayout(device, x, [2, 3], stride=[3, 1]).dtype for x in (torch.bfloat16, torch.float64)]
+
+    with flex_programs._results_in_float32(), mock.patch.object(flex_programs, "get_ident", lambda: 0):
+        assert dtypes() == [torch.bfloat16, torch.float64], "of another thread"
+    with pytest.raises(ZeroDivisionError), flex_programs._results_in_float32():
+        assert dtypes() == [torch.float32, torch.float64]
+        assert lowering.empty_strided is not as_they_are[1]
+        1 / 0  # noqa: B018
+    assert (lowering.FixedLayout, lowering.empty_strided) == as_they_are
