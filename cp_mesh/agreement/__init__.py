@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils.checkpoint import _StopRecomputationError
 
 from cp_mesh.agreement.contents import Digest
 from cp_mesh.agreement.words import Answers, Words, store_of, timeout_of
@@ -52,8 +53,8 @@ class _Compared:
 
     ``plans`` counts models that were given a plan over it, ``batches`` those after the first of a shape; of the last
     one that is compared ``digest`` was begun; ``told`` is the key of the one before it, ``read`` of one more before.
-    ``refused_in_trace``: since the last plan; a trace that raises may be begun again. ``beside``: of other groups
-    over which one model has styles, the axis, "cp" or "tp".
+    ``refused_in_trace``: and told, since the last comparison; the trace may be begun again, or eager code raises it.
+    ``beside``: of other groups over which one model has styles, the axis, "cp" or "tp".
     """
 
     times: int = 0
@@ -298,6 +299,7 @@ def read_word() -> str:
 
 def _exchange(group: dist.ProcessGroup, fields: Mapping[str, str], axis: str = "cp") -> list[dict[str, str]]:
     """What every rank of the group left in the store for this comparison."""
+    _note_trace(group, False)
     patience = min(PATIENCE, timeout_of(group))
     answers = _words(group, _next_topic(group), fields, patience)
     if absent := [rank for rank in range(group.size()) if rank not in answers]:
@@ -335,6 +337,8 @@ def announce_refusal(group: dist.ProcessGroup, error: Exception, axis: str = "cp
         in_check_mode: whether check mode compares what was refused, so that ranks of cp wait for this one there.
     """
     told: set[str] | None = vars(error).get(_TOLD, set())
+    if isinstance(error, _StopRecomputationError):
+        return  # no refusal: a checkpoint ends its recomputation by it, in every step
     if told is None or (isinstance(error, RankMismatchError) and not told):
         return  # of one that nobody was told of, all ranks raise their own
     waiting = group if axis == "cp" and in_check_mode and not told else None
@@ -343,6 +347,9 @@ def announce_refusal(group: dist.ProcessGroup, error: Exception, axis: str = "cp
         if other.group_name in told:
             continue
         vars(error)[_TOLD] = told = told | {other.group_name}
+        if (compared := _compared.setdefault(other, _Compared())).refused_in_trace:
+            compared.refused_in_trace = False
+            continue
         if its_axis == "cp" and checking() and (in_check_mode or other is not group):
             if other is waiting:
                 with suppress(RuntimeError):  # they wait for something else; the error itself must not be lost
@@ -359,12 +366,13 @@ def _beside(group: dist.ProcessGroup) -> dict[dist.ProcessGroup, str]:
 def announce_trace(group_name: str, axis: str = "cp") -> None:
     """As `announce_refusal`, while torch.compile traces: of the error no word is known, as some may be symbolic."""
     group = _resolve_process_group(group_name)  # type: ignore[arg-type]
-    compared = _compared.setdefault(group, _Compared())
-    if not compared.refused_in_trace:
-        for each in (group, *compared.beside):
-            _compared.setdefault(each, _Compared()).refused_in_trace = True
-        error = RuntimeError("refused while torch.compile traced it; its own error says why")
-        announce_refusal(group, error, axis)
+    announce_refusal(group, RuntimeError("refused while torch.compile traced it; its own error says why"), axis)
+    _note_trace(group, True)
+
+
+def _note_trace(group: dist.ProcessGroup, refused: bool) -> None:
+    for each in (group, *_beside(group)):
+        _compared.setdefault(each, _Compared()).refused_in_trace = refused
 
 
 # As by `torch.compiler.assume_constant_result`, which imports Dynamo: it calls this once and does not trace it.
@@ -387,6 +395,7 @@ def keep_to_itself(error: Exception) -> None:
 def exchange(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[dict[str, str]]:
     """The fields of every rank; raises on ranks that refused nothing if another one did, see `require_agreement`."""
     answers: list[dict[str, str]] = [{} for _ in range(group.size())]
+    _note_trace(group, False)
     try:
         dist.all_gather_object(answers, dict(fields), group=group)
     except RuntimeError as error:
