@@ -10,13 +10,15 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
+sys.path.append(str(TESTS.parent / "examples" / "benchmarks"))
+
+from many_gpus import end_with_commands, finish  # noqa: E402
 
 
 def commands(gpus: int, one_gpu: bool = False) -> dict[str, tuple[list[str], dict[str, str], int]]:
@@ -59,20 +61,13 @@ def main() -> None:
     logs.mkdir(parents=True, exist_ok=True)
     print(f"logs in {logs}")
     path = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
+    end_with_commands()
     failed = False
     for name, (command, extra, seconds) in commands(args.gpus, args.one_gpu).items():
         if args.only and name not in args.only:
             continue
         begin, log = time.perf_counter(), logs / f"{name.replace(' ', '_')}.log"
-        with log.open("w") as file:
-            try:
-                environment = os.environ | {"PYTHONPATH": path} | extra
-                done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment, timeout=seconds)
-                verdict = "ok" if done.returncode == 0 else f"FAILED, exit code {done.returncode}"
-            except subprocess.TimeoutExpired:
-                verdict = f"FAILED, still running after {seconds} s"
-            except FileNotFoundError as error:
-                verdict = f"FAILED, {error}"
+        verdict = finish(command, seconds, log, {"PYTHONPATH": path} | extra)
         failed |= verdict != "ok"
         print(f"{name:20} {verdict} ({time.perf_counter() - begin:.0f} s)", flush=True)
         if verdict != "ok":

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import csv
+import os
 import shlex
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,7 +79,7 @@ def test_calls_fit_into_their_time() -> None:
     usable = many_gpus.parse_arguments([]).seconds - many_gpus.GRACE
     for call in sorted({run.call for run in RUNS.values()}):
         assert sum(run.seconds for run in RUNS.values() if run.call == call) <= usable, call
-    for run in RUNS.values():  # a gate's own limits end its ranks; ours would leave them
+    for run in RUNS.values():  # a gate's own limits say which of its checks took too long
         if run.script == many_gpus.GATES:
             named = shlex.split(run.options.partition("--only ")[2])
             assert run.seconds > sum(gpu.commands(4)[name][2] for name in named)
@@ -88,12 +91,38 @@ def test_what_tables_read_is_what_is_written() -> None:
 
 def test_a_run_is_ended_or_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "log.txt"
-    said = {code: many_gpus.finish([sys.executable, "-c", code], 2.0, log, "cpu") for code in ("print(7)", "1 / 0")}
+    said = {code: many_gpus.finish([sys.executable, "-c", code], 20.0, log, {}) for code in ("print(7)", "1 / 0")}
     assert said == {"print(7)": "ok", "1 / 0": "FAILED, exit code 1"} and "\n7\n" in log.read_text()
-    assert many_gpus.finish([sys.executable, "-c", "import time; time.sleep(60)"], 0.5, log, "cpu") == "ended after 0 s"
+    sleeps = [sys.executable, "-c", "import time; time.sleep(60)"]
+    assert many_gpus.finish(sleeps, 0.4, log, {}) == "FAILED, ended after 0 s"
+    assert many_gpus.finish(["no such command"], 9.0, log, {}).startswith("FAILED, [Errno 2]")
     with pytest.raises(SystemExit) as ended:
         many_gpus.main(shlex.split(f"--device cpu --only memory batches --seconds 1 --out {tmp_path}"))
     assert ended.value.code == 1 and capsys.readouterr().out.count("left out: the time is spent") == 2
+
+
+SLEEPS = "import os, sys, time; open(sys.argv[1] + os.environ['RANK'], 'w').write(str(os.getpid())); time.sleep(99)"
+
+
+def test_ranks_are_ended_with_what_runs_them(tmp_path: Path) -> None:
+    """torchrun, run by a script as `tests/gpu.py` is, which is run and ended as `many_gpus.py` does it."""
+    (tmp_path / "sleeps.py").write_text(SLEEPS)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", f"{tmp_path}/sleeps.py"]
+    given = f"{[*torchrun, f'{tmp_path}/rank']}, 99.0, Path({f'{tmp_path}/log'!r}), {{}}"
+    code = f"from many_gpus import *\nend_with_commands()\nfinish({given})"
+    files, deadline = [tmp_path / f"rank{rank}" for rank in range(2)], time.monotonic() + 60
+    runs = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=many_gpus.ROOT / many_gpus.BENCHMARKS, start_new_session=True
+    )
+    try:
+        while not all(file.exists() and file.read_text() for file in files):
+            assert time.monotonic() < deadline and runs.poll() is None
+            time.sleep(0.1)
+    finally:
+        many_gpus.end(runs)
+    for file in files:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(file.read_text()), 0)
 
 
 def asked_for(rank: int) -> list[Any]:

@@ -21,13 +21,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS, GATES = "examples/benchmarks", "tests/gpu.py"
-GRACE = 40.0  # seconds in which torchrun ends its ranks
+GRACE = 40.0  # seconds in which torchrun ends its ranks: it gives them 30
 
 
 @dataclass(frozen=True)
@@ -197,25 +198,42 @@ def command(name: str, gpus: int, device: str, out: Path, commit: str | None = N
     return [sys.executable, *launch, *run.script.split(), *words]
 
 
-def finish(words: Sequence[str], seconds: float, log: Path, device: str) -> str:
-    """Run a command, its output at the end of a log: "ok", or what became of it."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    environment |= {"OMP_NUM_THREADS": "1"} if device == "cpu" else {}
+def finish(words: Sequence[str], seconds: float, log: Path, more: Mapping[str, str]) -> str:
+    """Run a command from the root of the repository, its output at the end of a log: "ok", or what became of it.
+
+    ``more``: than this process has in its environment. If time is up, or this process is told to end, it is ended with
+    all that it started.
+    """
     with log.open("a") as file:
         file.write(f"\n$ {shlex.join(words)}\n")
         file.flush()
-        process = subprocess.Popen(words, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environment)
+        try:
+            process = subprocess.Popen(
+                words, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=os.environ | more, start_new_session=True
+            )
+        except FileNotFoundError as error:
+            return f"FAILED, {error}"
         try:
             code = process.wait(seconds)
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGTERM)  # torchrun's ranks are in sessions of their own: it ends them
-            try:
-                process.wait(GRACE)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            return f"ended after {seconds:.0f} s"
+            return f"FAILED, ended after {seconds:.0f} s"
+        finally:
+            end(process)
     return "ok" if code == 0 else f"FAILED, exit code {code}"
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """A process that leads a session, if it still runs. torchrun's ranks are in sessions of their own: it ends them."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            os.killpg(process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
+
+
+def end_with_commands() -> None:
+    """Let SIGTERM end what `finish` runs as well."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -248,6 +266,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"call {run.call}, {name}, at most {run.seconds} s: {run.aim}\n  {shlex.join(words)}")
         return
     out.mkdir(parents=True, exist_ok=True)
+    end_with_commands()
+    more = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    more |= {"OMP_NUM_THREADS": "1"} if args.device == "cpu" else {}
     begin, failed = time.monotonic(), False
     for name in args.names:
         left = args.seconds - (time.monotonic() - begin)
@@ -258,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         started = time.monotonic()
         words = command(name, args.gpus, args.device, out, args.commit)
         seconds = RUNS[name].seconds if args.device == "cuda" else left
-        became = finish(words, min(left - GRACE, seconds), out / "log.txt", args.device)
+        became = finish(words, min(left - GRACE, seconds), out / "log.txt", more)
         failed |= became != "ok"
         print(f"{name:16} {became} ({time.monotonic() - started:.0f} s)", flush=True)
     sys.exit(failed)
