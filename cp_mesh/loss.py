@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from cp_mesh.agreement import announce_error, is_first_here, leave_word, read_word
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe, refuse
 from cp_mesh.kernels.combine import accumulation_dtype
-from cp_mesh.seen import first_leaf, forget, from_attention, is_whole, likeness, tokens_given, wrong_labels
+from cp_mesh.seen import first_leaf, forget, from_attention, is_whole, likeness, note_count, tokens_given, wrong_labels
 from cp_mesh.trained import WAITING, Loss, note_compiled_backward, note_trained
 from cp_mesh.transport.waiting import wait_for
 from cp_mesh.vocabulary import DeferredLogits, check_ranks
@@ -105,7 +105,8 @@ def _cross_entropy(
     eager = not torch.compiler.is_compiling()  # compiled code asks nothing of autograd's graph
     leaf = first_leaf(graph) if eager and WAITING and logits.requires_grad and count is None else None
     first = eager and _is_first(groups, kind, leaf)
-    if first and (found := _find_wrong(graph, logits.shape[-1], labels, ignore_index, mesh)) is not None:
+    in_parts = count is not None
+    if first and (found := _find_wrong(graph, logits.shape[-1], labels, ignore_index, mesh, in_parts)) is not None:
         valid = valid + _FLAG
         leave_word(str(found))
     if count is None or first:
@@ -150,6 +151,8 @@ def valid_tokens(labels: Tensor, mesh: DeviceMesh | dist.ProcessGroup, *, ignore
     """
     if isinstance(labels, DTensor):
         refuse("labels", "a local tensor", "a DTensor", "pass those of this rank's rows")
+    if not torch.compiler.is_compiling():
+        note_count(labels)
     return _sum_over(groups_of(mesh), (labels != ignore_index).sum(), "valid_tokens")
 
 
@@ -183,7 +186,7 @@ def ranks_of(mesh: DeviceMesh | dist.ProcessGroup) -> list[int]:
 
 
 def _find_wrong(
-    graph: Tensor, vocab: int, labels: Tensor, ignore_index: int, mesh: DeviceMesh | dist.ProcessGroup
+    graph: Tensor, vocab: int, labels: Tensor, ignore_index: int, mesh: DeviceMesh | dist.ProcessGroup, in_parts: bool
 ) -> ArgumentError | None:
     """What is wrong with this rank's labels, as far as its first loss can tell; ``graph`` is what logits come from."""
     outside = labels[(labels != ignore_index) & ((labels < 0) | (labels >= vocab))]
@@ -193,7 +196,7 @@ def _find_wrong(
         return ArgumentError(describe("labels", expected, int(outside[0]), hint))
     if not from_attention(graph):
         return None  # of another model than attention was called in last, or of one that is not trained
-    found = wrong_labels(graph, labels, ignore_index, ranks_of(mesh))
+    found = wrong_labels(graph, labels, ignore_index, ranks_of(mesh), in_parts)
     return ArgumentError(describe("labels", "the next tokens of this rank's rows", *found)) if found else None
 
 

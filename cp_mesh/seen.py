@@ -71,6 +71,8 @@ class Given(NamedTuple):
 CALLED: ContextVar[Called | None] = ContextVar("cp_mesh_called", default=None)
 GIVEN: ContextVar[Given | None] = ContextVar("cp_mesh_given", default=None)
 """Holds on to one batch of tokens, until a loss has looked at it."""
+COUNTED: ContextVar[frozenset[int]] = ContextVar("cp_mesh_counted", default=frozenset())
+"""Of how many labels each count was taken, until a loss comes."""
 
 
 def note_tokens(name: str, whole: Tensor, layout: Layout, rows: Rows, group: dist.ProcessGroup) -> None:
@@ -169,12 +171,18 @@ def is_whole(labels: Tensor) -> bool:
     return labels.ndim == 2 and labels.shape[1] > called.shape[1]
 
 
+def note_count(labels: Tensor) -> None:
+    """Of labels that are to share one mean."""
+    COUNTED.set(COUNTED.get() | {labels.numel()})
+
+
 def forget(trained: bool) -> None:
     """After a loss: another one may be of other logits."""
     if trained and (given := _given()) is not None and (group := given.group()) is not None:
         is_first_here(group, given.tokens.shape)
     CALLED.set(None)
     GIVEN.set(None)
+    COUNTED.set(frozenset())
 
 
 _HIDE = ("CompiledFunctionBackward", "CheckpointFunctionBackward")
@@ -226,8 +234,13 @@ def first_leaf(x: Tensor) -> int | None:
     return None
 
 
-def wrong_labels(logits: Tensor, labels: Tensor, ignore_index: int, ranks: list[int]) -> tuple[str, str] | None:
-    """What these labels of a loss over ``ranks`` seem to be, and what mends it; None if they may well be right."""
+def wrong_labels(
+    logits: Tensor, labels: Tensor, ignore_index: int, ranks: list[int], in_parts: bool
+) -> tuple[str, str] | None:
+    """What these labels of a loss over ``ranks`` seem to be, and what mends it; None if they may well be right.
+
+    ``in_parts``: whether the loss was given a count; then it may be of some of the labels that were counted.
+    """
     called, given, rows = _called(), _given(), marked(labels)
     if called is not None and is_whole(labels):
         if set(dist.get_process_group_ranks(_resolve_process_group(called.rows.group_name))) <= set(ranks):  # type: ignore[arg-type]
@@ -245,7 +258,8 @@ def wrong_labels(logits: Tensor, labels: Tensor, ignore_index: int, ranks: list[
         if labels.shape == (batch,) and 1 < length < called.rows.seq_len and _of_one_row(logits, length):
             return "one for each sequence, beside logits of this rank's rows alone, such as logits[:, -1]", _LAST
         short = labels.shape[1] == length - 1 if labels.ndim == 2 else labels.numel() == batch * (length - 1)
-        if short and length > 1 and called.rows.seq_len > length:
+        part = in_parts and batch * length in COUNTED.get()
+        if short and not part and length > 1 and called.rows.seq_len > length:
             return f"{length - 1} rows of {length}", _SHIFT
     if given is None or labels.ndim > 2 or labels.is_floating_point():
         return None

@@ -219,6 +219,25 @@ def test_labels_that_lack_a_row(pool: Any, flat: bool) -> None:
         assert "labels: expected" in error.message and "shift the whole labels and then shard" in error.message
 
 
+def last_row_apart(rank: int, counts: str, length: int) -> None:
+    """A loss in two parts, of all rows but the last and of the last; ``counts``: of which labels, or no count."""
+    axis = mesh((3,), ("cp",))
+    sequence, tokens = ShardedSequence(axis), tokens_of(length)
+    batch = sequence.shard({"tokens": tokens, "labels": next_tokens(tokens)})
+    model = cp_mesh.parallelize(Model(), axis, {"core": ContextParallel(sequence)})
+    logits, labels = model(batch["tokens"]), batch["labels"]
+    count = cp_mesh.valid_tokens({"whole": labels, "short": labels[:, 1:], "none": labels}[counts], axis)
+    parts = zip(logits.tensor_split([-1], dim=1), labels.tensor_split([-1], dim=1), strict=True)
+    sum(cp_mesh.cross_entropy(*part, axis, count=None if counts == "none" else count) for part in parts).backward()
+
+
+def test_a_part_of_a_loss_that_lacks_a_row(pool: Any) -> None:
+    pool(3).run(last_row_apart, "whole", 294)
+    for counts in ("short", "none"):
+        for error in raised(pool, 3, last_row_apart, counts, 300):
+            assert "labels: expected" in error.message and "99 rows of 100" in error.message, error.message
+
+
 def labels_outside(rank: int) -> None:
     """As `shard` pads them, in the shard of one rank, under another ignore_index."""
     axis = mesh((3,), ("cp",))
