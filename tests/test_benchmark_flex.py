@@ -27,7 +27,7 @@ def test_every_contestant_is_compared_and_timed(tmp_path: Path) -> None:
     done = run_script(BENCHMARKS / "flex.py", options, 2)
     assert done.returncode == 0, done.printed
     rows = rows_of(table)
-    assert list(rows) == [("table", x) for x in ("floor", "cp_mesh", "torch", "torch mended")]
+    assert list(rows) == [("table", x) for x in ("floor", "cp_mesh", "cp_mesh gather", "torch", "torch mended")]
     for (_, contestant), row in rows.items():
         if contestant == "torch":
             assert row["status"].startswith("failed the gate") and not row["fwd_ms"]
@@ -56,16 +56,17 @@ exact = flex.ours
 def wrong(*args, **options):
     call = exact(*args, **options)
     return lambda q, k, v: call(q, k, v * 1.1)
-flex.CONTESTANTS["cp_mesh"] = wrong
+flex.CONTESTANTS[{name!r}] = wrong
 flex.main()
 """
 
 
 @pytest.mark.full
-def test_a_wrong_contestant_is_not_timed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["cp_mesh", "cp_mesh gather"])
+def test_a_wrong_contestant_is_not_timed(tmp_path: Path, name: str) -> None:
     script, table = tmp_path / "bench.py", tmp_path / "x.csv"
-    script.write_text(BROKEN.format(benchmarks=str(BENCHMARKS)))
-    done = run_script(script, [*TINY, "--scores", "none", "--contestants", "cp_mesh", "--forward", "--csv", table], 2)
+    script.write_text(BROKEN.format(benchmarks=str(BENCHMARKS), name=name))
+    done = run_script(script, [*TINY, "--scores", "none", "--contestants", name, "--forward", "--csv", table], 2)
     assert done.returncode != 0
-    row = rows_of(table)["none", "cp_mesh"]
+    row = rows_of(table)["none", name]
     assert row["status"].startswith("failed the gate") and not row["fwd_ms"]

@@ -21,7 +21,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -166,6 +166,26 @@ class Ranks:
     def print(self, *words: object) -> None:
         if self.rank == 0:
             print(*words, flush=True)
+
+
+def in_turns(
+    ranks: Ranks, calls: Mapping[str, Sequence[Callable[[], Any]]], repeats: int, num_calls: int
+) -> dict[str, list[list[float]]]:
+    """By contestant, for each of its calls: milliseconds of one of ``num_calls`` on the slowest rank, by repeat."""
+    times: dict[str, list[list[float]]] = {name: [[] for _ in of_name] for name, of_name in calls.items()}
+    for repeat in range(repeats + 1):  # the first one warms up
+        for name, of_name in calls.items():
+            for found, call in zip(times[name], of_name, strict=True):
+                ranks.line_up()
+                begin = ranks.mark()
+                for _ in range(num_calls):
+                    call()
+                end = ranks.mark()
+                ranks.synchronize()
+                ms = float(ranks.largest(milliseconds(begin, end))) / num_calls
+                if repeat > 0:
+                    found.append(ms)
+    return times
 
 
 def milliseconds(begin: Any, end: Any) -> float:

@@ -44,7 +44,7 @@ from torch.distributed.tensor.parallel import (
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).parent)]  # a checkout not installed
 
-from attention import PLAIN_FACTOR, Ranks, milliseconds  # noqa: E402
+from attention import PLAIN_FACTOR, Ranks, in_turns  # noqa: E402
 from decoding import ROUNDING, relative  # noqa: E402
 from report import append, machine  # noqa: E402
 
@@ -222,20 +222,8 @@ def gate(part: str, args: argparse.Namespace, ranks: Ranks, tp: DeviceMesh) -> t
 def race(names: Sequence[str], part: str, rows: int, args: argparse.Namespace, ranks: Ranks, tp: DeviceMesh) -> Any:
     """Of each: milliseconds of forwards and of both passes on the slowest rank, by repeat, and GiB that are kept."""
     runs = {name: Run(name, part, rows, args, ranks, tp) for name in names}
-    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in names}
+    times = in_turns(ranks, {name: (run.forward, run.both) for name, run in runs.items()}, args.repeats, args.calls)
     kept = {}
-    for repeat in range(args.repeats + 1):  # the first one warms up
-        for name, run in runs.items():
-            for found, call in zip(times[name], (run.forward, run.both), strict=True):
-                ranks.line_up()
-                begin = ranks.mark()
-                for _ in range(args.calls):
-                    call()
-                end = ranks.mark()
-                ranks.synchronize()
-                ms = float(ranks.largest(milliseconds(begin, end))) / args.calls
-                if repeat > 0:
-                    found.append(ms)
     for name, run in runs.items():
         if ranks.device.type == "cuda":
             before = torch.cuda.memory_allocated()
