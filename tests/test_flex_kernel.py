@@ -18,6 +18,7 @@ from cp_mesh import Mask, Striped, UnsupportedError, ZigZag, create_block_mask, 
 from cp_mesh.kernels import KERNELS, flex, flex_blocks, flex_programs, reference
 from cp_mesh.kernels.contract import Pairs, Steps
 from cp_mesh.kernels.flex import FLEX
+from cp_mesh.kernels.flex_bounds import bounds_of
 from cp_mesh.kernels.flex_reads import Reads, constant_on
 from cp_mesh.kernels.flex_tiles import Tile
 from cp_mesh.kernels.functions import ScalarFunction
@@ -365,6 +366,7 @@ EIGHT, WIDE, IDS_OF_ROWS = torch.zeros(8), torch.zeros(15), torch.zeros(8, dtype
         (lambda s, b, h, i, j: s + EIGHT[h + 1], ((True, True),)),
         (lambda s, b, h, i, j: s + EIGHT[i * 2**30 * 4 % 8], ((False, False),)),
         (lambda s, b, h, i, j: s + EIGHT[i.float().sqrt().long()], ((True, True),)),
+        (lambda s, b, h, i, j: s + EIGHT[((i * 0.5) % 3 * 3).long()], ((True, True),)),  # 7 of 2.5
     ],
 )
 def test_an_index_is_looked_at_where_its_bounds_say_nothing(
@@ -379,6 +381,35 @@ def test_an_index_is_looked_at_where_its_bounds_say_nothing(
             running = Indices(reads)
             tensors = reads.of_captured(captured, torch.device("cpu"))
             running.run(torch.tensor(0.5), *(torch.tensor(n, dtype=torch.int32) for n in (0, 0, i, j)), *tensors)
+
+
+BYTES, THIRDS = (ROWS * 9).to(torch.uint8), ROWS.double() / 3
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        lambda i, j: ((BYTES[i] & 7) - 8).long(),
+        lambda i, j: (3 - BYTES[i] % 5).long(),
+        lambda i, j: (BYTES[i].to(torch.int8) & 15).mul(16).long(),
+        lambda i, j: (THIRDS[i] % 3 * 7).long(),
+        lambda i, j: ((THIRDS[i] * 0 - 1e-20) % 3).long(),
+        lambda i, j: 5 - i,
+        lambda i, j: torch.sub(i, j, alpha=3),
+        lambda i, j: (i - j) // 4 + (i - j) % 7,
+        lambda i, j: (i - j).clamp(6, -2) - ((j - i) & 5),
+        lambda i, j: (i - 5) * (j - 7) - (2 * j - i).abs(),
+    ],
+)
+def test_no_integer_is_beyond_its_bounds(index: Callable[..., torch.Tensor]) -> None:
+    """Bytes wrap, and remainders of fractions are no integers."""
+    function, captured = trace("score_mod", lambda s, b, h, i, j: index(i, j) + 0 * s, torch.zeros(1).double())
+    assert function is not None
+    graph, (zero, at) = function.graph.graph, (torch.zeros(1, dtype=torch.int64), ROWS[:64])
+    values = function.of_pairs(torch.zeros(1, 1, 64, 64).double(), (zero, zero, at, at), captured)
+    sum_of = graph.output_node().args[0]
+    bounds = bounds_of(graph, dict.fromkeys(graph.find_nodes(op="placeholder")[3:5], (0, 63)))[sum_of.args[0]]
+    assert bounds is None or bounds[0] <= values.min() <= values.max() <= bounds[1]
 
 
 def test_bounds_are_of_the_length() -> None:

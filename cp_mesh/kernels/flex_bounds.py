@@ -53,12 +53,13 @@ def bounds_of(graph: Graph, known: Mapping[Node, Bounds]) -> dict[Node, Bounds]:
 
 def _bounds(node: Node, found: Mapping[Node, Bounds]) -> Bounds:
     target, args = node.target, node.args
+    if getattr(node.meta.get("val"), "dtype", None) not in (torch.int32, torch.int64):
+        return None  # others have fractions, or wrap at fewer bits
     if target in _ALWAYS and type(args[1]) is int and args[1] > 0:
         return _ALWAYS[target](args[1])
     if target in (aten.where.self, aten._to_copy.default):
         parts = [_of_argument(x, found) for x in (args[1:] if target is aten.where.self else args)]
-        whole = node.meta["val"].dtype in (torch.int32, torch.int64)
-        return None if not whole or None in parts else (min(a for a, _ in parts), max(b for _, b in parts))  # type: ignore[misc]
+        return None if None in parts else (min(a for a, _ in parts), max(b for _, b in parts))  # type: ignore[misc]
     if target is aten.clamp.default:
         bounds = _of_argument(args[0], found)
         for limit, nearest in zip(args[1:], (max, min), strict=False):
