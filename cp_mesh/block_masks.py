@@ -90,7 +90,8 @@ def create_block_mask(
     Raises:
         ArgumentError: if ``sequence`` is of another length.
         UnsupportedError: if the lengths differ; with ``sequence``, for what mask_mod may not read then.
-        RankMismatchError: with ``sequence``, if ranks differ, in the first call of each mask_mod, layout and length.
+        RankMismatchError: with ``sequence``, if ranks differ, in the first call of each mask_mod, layout and length; in
+            any call if another rank raised while it looked.
     """
     if Q_LEN != KV_LEN:
         hint = "keys are those of the same sequence"

@@ -12,14 +12,17 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 
-from cp_mesh.agreement import agree_once, announce_refusal
+from cp_mesh.agreement import agree_once, announce_refusal, is_first, keep_to_itself, leave_word, read_word
 from cp_mesh.agreement.contents import fingerprint
-from cp_mesh.errors import UnsupportedError, refuse, written
+from cp_mesh.errors import RankMismatchError, UnsupportedError, refuse, written
 from cp_mesh.geometry import say_sources
 from cp_mesh.kernels.flex_programs import program
 from cp_mesh.kernels.functions import ScalarFunction
@@ -30,6 +33,8 @@ from cp_mesh.transport.waiting import wait_for
 
 PAIRS = 1 << 24
 """Pairs that are looked at together."""
+FAILED = 2
+"""What a rank tells of all sources if it raised while it looked."""
 _funcol = torch.ops._c10d_functional
 AGAIN = "call create_block_mask again, or leave its sequence= out"
 
@@ -107,28 +112,48 @@ def find_sources(
         if any(isinstance(x, DTensor) or x.is_inference() for x in read):
             got = "DTensors, or tensors of torch.inference_mode, which notes no writes"
             refuse(what, "a mask_mod of plain tensors", got, "leave sequence= out", UnsupportedError)
+        function.check(read, (batch or 1, heads or 1, seq_len, seq_len))
         sizes = function.sizes(batch or 1, heads or 1)
         keys = [_keys(layout.runs(seq_len, group.size(), i), i == group.rank()).to(device) for i in range(group.size())]
-        with torch.no_grad():
-            found = [_seen(function, x, sizes, keys[group.rank()], keys) for x in _as_read(read)]
-        seen = [any(of_source) for of_source in zip(*found, strict=True)]
     except Exception as error:
         announce_refusal(group, error, in_check_mode=False)
         raise
     said = {"layout": layout.spec(), "seq_len": f"{seq_len}", "B and H": f"{sizes}", "mask_mod": function.said}
+    kind = "create_block_mask", *said.values()
+    try:
+        with torch.no_grad():
+            found = [_seen(function, x, sizes, keys[group.rank()], keys) for x in _as_read(read)]
+    except Exception as error:
+        if is_first(group, kind):
+            announce_refusal(group, error, in_check_mode=False)
+        else:  # the others look, and wait for what this rank tells
+            leave_word(f"{type(error).__name__}: {error}")
+            keep_to_itself(error)
+            _tell(group, [FAILED] * group.size(), device)
+        raise
     agree_once(
         group,
-        ("create_block_mask", *said.values()),
+        kind,
         lambda: (
             {"call": "create_block_mask", **said, "layout index": fingerprint(layout.tensor)}
             | {f"captured tensor {i} of mask_mod": fingerprint(x) for i, x in enumerate(read)}
         ),
     )
-    told = torch.tensor(seen, dtype=torch.uint8, device=device)
-    name = group.group_name
+    told = _tell(group, [any(of_source) for of_source in zip(*found, strict=True)], device)
+    if (failed := (told == FAILED).any(1)).any():
+        said_by_it = f"cp rank {failed.argmax()} raised while this rank did not: {read_word()}"
+        keep_to_itself(mismatch := RankMismatchError(f"create_block_mask: {said_by_it}"))
+        raise mismatch
+    return Sources(
+        say_sources(told == 1), (function.handle, sizes), Unchanged(read), (group.group_name, layout, seq_len)
+    )
+
+
+def _tell(group: dist.ProcessGroup, seen: Sequence[int], device: torch.device) -> NDArray[np.uint8]:
+    """What each rank of the group tells of each source."""
+    told, name = torch.tensor(seen, dtype=torch.uint8, device=device), group.group_name
     told = wait_for(_funcol.all_gather_into_tensor(told, len(seen), name), "create_block_mask", name)
-    table = say_sources(told.view(len(seen), -1).cpu().numpy())
-    return Sources(table, (function.handle, sizes), Unchanged(read), (name, layout, seq_len))
+    return told.view(len(seen), -1).cpu().numpy()
 
 
 def _as_read(read: Sequence[Tensor]) -> list[list[Tensor]]:

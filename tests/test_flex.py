@@ -717,6 +717,10 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], dict[str, Any]]]] = 
         ArgumentError, "read at kv_idx: expected 12 elements, got 11",
         lambda: {"score_mod": lambda s, b, h, i, j: s + SHORT[h, j]},
     ),
+    "a tensor that ends before the last token that is cut at": (
+        ArgumentError, "read at q_idx: expected 12 elements, got 11",
+        lambda: {"score_mod": lambda s, b, h, i, j: s + SHORT[h, i.clamp(max=S - 1)]},
+    ),
     "a mask that ends before the heads": (
         ArgumentError, "read at h: expected 4 elements, got 3",
         lambda: {"block_mask": create_block_mask(lambda b, h, i, j: i >= j + THREE[h], B, 4, S, S)},

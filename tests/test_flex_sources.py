@@ -353,7 +353,7 @@ def refuse_all(rank: int) -> list[str]:
     with torch.inference_mode():
         inferred = inferred + 0
     placed = DTensor.from_local(torch.arange(S // 2), axis, [Shard(0)])
-    long = ShardedSequence(axis, ZigZag(), length=15)
+    long, short = ShardedSequence(axis, ZigZag(), length=15), torch.arange(S - 1)
     in_calls: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {
         "another layout": ("group, layout and length", lambda: made(documents(ids)), {"layout": Contiguous()}),
         "another group": ("group, layout and length", lambda: made(documents(ids)), {"mesh": others}),
@@ -383,6 +383,11 @@ def refuse_all(rank: int) -> list[str]:
         "another length": (ArgumentError, "Q_LEN: expected 15", lambda: made(documents(ids), of=long)),
         "a DTensor": (UnsupportedError, "plain tensors", lambda: made(lambda b, h, i, j: placed[i] >= j)),
         "an inference tensor": (UnsupportedError, "notes no writes", lambda: made(lambda b, h, i, j: inferred[i] >= j)),
+        "a tensor that is short": (
+            ArgumentError,
+            "q_idx: expected 12 e",
+            lambda: made(lambda b, h, i, j: short[i] >= j),
+        ),
         "no mask": (ArgumentError, "a function of scalars", lambda: made(3)),
         "an index that is not there": (Exception, "", lambda: made(lambda b, h, i, j: ids[i + S] >= j)),
     }
@@ -439,3 +444,23 @@ def test_ranks_that_differ(pool: Any, what: str, words: str) -> None:
     for error in raised:
         assert error is not None and error.type == RankMismatchError.__name__, error
         assert re.search(words, error.message), error.message
+
+
+def fail_later(rank: int) -> None:
+    """The second mask of a kind is not compared: its first query of rank 1 reads a row that there is not."""
+    sequence, first = ShardedSequence(mesh((2,), ("cp",)), Contiguous()), torch.arange(S)
+    for beyond in (0, 3):
+        rows = first.clone()
+        rows[S // 2] += beyond * S
+
+        def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor, rows: Tensor = rows) -> Tensor:
+            return first[rows[i]] >= j
+
+        create_block_mask(mask_mod, None, None, S, S, sequence)
+
+
+def test_a_rank_that_fails_later_keeps_nobody_waiting(pool: Any) -> None:
+    raised = pool(2).run_expecting_error(fail_later)
+    assert all(raised) and raised[0].num_collectives == raised[1].num_collectives
+    assert raised[0].type == RankMismatchError.__name__ and "cp rank 1 raised while" in raised[0].message
+    assert "IndexError" in raised[0].message and raised[1].type == "IndexError"

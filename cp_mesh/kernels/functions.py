@@ -67,7 +67,7 @@ class ScalarFunction:
         return function
 
     def check(self, captured: Sequence[Tensor], sizes: tuple[int, int, int, int]) -> None:
-        """Refuse tensors that are too short where they are read at an index itself.
+        """Refuse tensors that are too short where they are read at an index itself, or at one that is cut at a number.
 
         Args:
             captured: as the graph takes them, or DTensors.
@@ -75,6 +75,9 @@ class ScalarFunction:
         """
         inputs = self.graph.graph.find_nodes(op="placeholder")
         of_index = dict(zip(inputs[len(inputs) - len(captured) - 4 :], zip(INDICES, sizes, strict=True), strict=False))
+        for node in self.graph.graph.find_nodes(op="call_function", target=torch.ops.aten.clamp.default):
+            if node.args[0] in of_index and node.args[1] is None and type(last := node.args[2]) is int:  # as padding is
+                of_index[node] = of_index[node.args[0]][0], min(of_index[node.args[0]][1], last + 1)
         of_captured = dict(zip(inputs[len(inputs) - len(captured) :], captured, strict=True))
         for node in self.graph.graph.find_nodes(op="call_function", target=torch.ops.aten.index.Tensor):
             if node.args[0] not in of_captured:
