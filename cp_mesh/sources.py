@@ -102,10 +102,11 @@ def find_sources(
             refuse(f"{what}: Q_LEN", f"{sequence.length}, as it has", length, "sequence.for_batch(Q_LEN) has that")
         seq_len = sequence.seq_len or length
         device = torch.empty(0, device=sequence.mesh.device_type).device
-        function, read = trace(
-            "mask_mod", mask_mod, torch.empty(0, device=device), length - 1 if length < seq_len else None
-        )
+        given = "mask_mod", mask_mod, torch.empty(0, device=device), length - 1 if length < seq_len else None
+        (function, read), (_, again) = trace(*given), trace(*given)
         assert function is not None
+        if any(x is not y for x, y in zip(read, again, strict=True)):
+            refuse(what, "a mask_mod that reads the same tensors in each call", "it makes one", "make it outside of it")
         for name, number, used in zip(("B", "H"), (batch, heads), function.sizes(2, 2), strict=True):
             if number is None and used > 1:
                 refuse(f"{what}: {name}", "a number, since mask_mod reads the index", None, f"pass {name}=")

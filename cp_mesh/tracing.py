@@ -67,7 +67,7 @@ def trace(
     for x in captured:
         if x.device != query.device:
             refuse(f"{what}: a captured tensor", f"a tensor on {query.device}", x.device, "move it there")
-    found = ScalarFunction.of(getattr(function, "__name__", what), graph, captured)
+    found = ScalarFunction.of(what, graph, captured)
     if reached is not None and key is not None:
         at = {id(x): i for i, x in enumerate(reached.tensors)}
         if all(id(x) in at for x in captured):

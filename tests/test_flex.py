@@ -806,3 +806,23 @@ def test_ranks_that_differ(pool: Any, what: str, words: str) -> None:
     for error in raised:
         assert error is not None and error.type == RankMismatchError.__name__, error
         assert re.search(words, error.message), error.message
+
+
+def equal_of_another_name(rank: int) -> None:
+    """Rank 0 knows the functions already, by other names."""
+    axis, (q, k, v, _) = mesh((2,), ("cp",)), (x[:, :, :6] for x in make_qkv(B, 4, 4, S, D))
+    others = [
+        ("score_mod", lambda score, b, h, q_idx, kv_idx: 1.25 * score, q),
+        ("mask_mod", lambda *pair: causal(*pair), q),
+    ]
+    known = [trace(*other) for other in others if rank == 0]
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return 1.25 * score
+
+    flex_attention(q, k, v, score_mod, create_block_mask(causal, 1, 1, S, S), mesh=axis)
+    assert len(known) == 2 * (rank == 0)
+
+
+def test_names_of_equal_functions_are_not_compared(pool: Any) -> None:
+    pool(2).run(equal_of_another_name)

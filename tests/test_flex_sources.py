@@ -388,6 +388,11 @@ def refuse_all(rank: int) -> list[str]:
             "q_idx: expected 12 e",
             lambda: made(lambda b, h, i, j: short[i] >= j),
         ),
+        "a tensor of its own": (
+            ArgumentError,
+            "make it outside",
+            lambda: made(lambda b, h, i, j: torch.from_numpy(ids.numpy())[i] >= j),
+        ),
         "no mask": (ArgumentError, "a function of scalars", lambda: made(3)),
         "an index that is not there": (Exception, "", lambda: made(lambda b, h, i, j: ids[i + S] >= j)),
     }

@@ -73,7 +73,7 @@ def _results_in_float32() -> Iterator[None]:
     thread, as_they_are = get_ident(), (lowering.FixedLayout, lowering.empty_strided)
 
     def wide(dtype: torch.dtype) -> torch.dtype:
-        return torch.promote_types(dtype, torch.float32) if get_ident() == thread else dtype
+        return torch.float32 if get_ident() == thread and dtype in (torch.bfloat16, torch.float16) else dtype
 
     def layout(device: torch.device, dtype: torch.dtype, *args: Any, **options: Any) -> Any:
         return as_they_are[0](device, wide(dtype), *args, **options)
