@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -426,18 +427,17 @@ def test_bounds_are_of_the_length() -> None:
     assert keys[0] == keys[1] != keys[2]
 
 
-def test_what_inductor_fills_in_this_thread_has_results_in_float32() -> None:
+def test_results_are_wide_in_one_thread_alone() -> None:
+    """Inductor's own buffers of integers, and what another thread compiles meanwhile, are as they are."""
     from torch._inductor.kernel.flex import flex_attention as lowering
 
-    device, as_they_are = torch.device("cuda"), (lowering.FixedLayout, lowering.empty_strided)
+    before, of_types = lowering.FixedLayout, (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32)
 
     def dtypes() -> list[torch.dtype]:
-        return [lowering.FixedLayout(device, x, [2, 3], stride=[3, 1]).dtype for x in (torch.bfloat16, torch.float64)]
+        return [lowering.FixedLayout(torch.device("cpu"), dtype, [2]).dtype for dtype in of_types]
 
-    with flex_programs._results_in_float32(), mock.patch.object(flex_programs, "get_ident", lambda: 0):
-        assert dtypes() == [torch.bfloat16, torch.float64], "of another thread"
-    with pytest.raises(ZeroDivisionError), flex_programs._results_in_float32():
-        assert dtypes() == [torch.float32, torch.float64]
-        assert lowering.empty_strided is not as_they_are[1]
-        1 / 0  # noqa: B018
-    assert (lowering.FixedLayout, lowering.empty_strided) == as_they_are
+    with ThreadPoolExecutor(1) as beside, pytest.raises(KeyError), flex_programs._results_in_float32():
+        assert dtypes() == [torch.float32] * 3 + [torch.float64, torch.int32]
+        assert beside.submit(dtypes).result() == [*of_types]
+        raise KeyError
+    assert lowering.FixedLayout is before and dtypes() == [*of_types]
