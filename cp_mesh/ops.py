@@ -112,7 +112,9 @@ def _what_must_agree(plan: Plan, q: Tensor, k: Tensor, v: Tensor, call: Call) ->
 def _kind(arguments: Sequence[Any], q: Tensor, k: Tensor, v: Tensor, call: Call) -> Hashable:
     """What calls of attention have in common of which the first one alone is compared; the same on all ranks."""
     heads = q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype
-    given = *call.tensors, *call.captured
+    given, options = (*call.tensors, *call.captured), call.options
+    if options.sources:  # new in every batch of documents
+        arguments = *arguments[:-1], options._replace(sources="some").spec()
     return arguments[NUM_TENSORS + 1 :], heads, tuple(x is not None and (x.requires_grad, x.ndim) for x in given)
 
 

@@ -35,6 +35,7 @@ from cp_mesh import (
     ZigZag,
     create_block_mask,
     flex_attention,
+    ops,
     parallelize,
     sources,
 )
@@ -469,3 +470,21 @@ def test_a_rank_that_fails_later_keeps_nobody_waiting(pool: Any) -> None:
     assert all(raised) and raised[0].num_collectives == raised[1].num_collectives
     assert raised[0].type == RankMismatchError.__name__ and "cp rank 1 raised while" in raised[0].message
     assert "IndexError" in raised[0].message and raised[1].type == "IndexError"
+
+
+def of_batches(rank: int) -> int:
+    """How many kinds of call are compared, of four batches of documents."""
+    sequence = ShardedSequence(mesh((2,), ("cp",)), Contiguous())
+    local = [x[:, :, : S // 2] for x in make_qkv(B, H, H, S, D)[:3]]
+    with mock.patch.object(ops, "agree_first", wraps=ops.agree_first) as compared:
+        tables = set()
+        for length in (2, 4, 6, 12):
+            block_mask = create_block_mask(documents(torch.arange(S) // length), None, None, S, S, sequence)
+            flex_attention(*local, None, block_mask, mesh=sequence.mesh, layout=Contiguous())
+            tables.add(block_mask.sources.table)
+    assert len(tables) == 2
+    return compared.call_count
+
+
+def test_batches_are_no_kinds_of_call(pool: Any) -> None:
+    assert pool(2).run(of_batches) == [1, 1]
