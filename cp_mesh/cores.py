@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from cp_mesh.agreement import ranks_of_tp
 from cp_mesh.attention import Asked, attend, check_asked
 from cp_mesh.block_masks import check_hidden
 from cp_mesh.call import SCORE_OPTIONS, check_choice
@@ -311,6 +312,8 @@ class ContextParallel(ParallelStyle):
             last = None if asked.seq_len in (None, length) else length - 1
             sizes = query.shape[0], query.shape[1], length
             functions = Functions.of(score_mod, block_mask, query, sizes, last)
+            if not isinstance(query, DTensor):
+                functions.check_heads(sizes, ranks_of_tp(self.sequence.mesh.get_group()))
             check_hidden(call.mask, functions.mask_mod, functions.of_mask, sizes, query.device)
         except Exception as error:
             announce(self.sequence, error)

@@ -162,6 +162,12 @@ class Functions:
         mask_mod, of_mask = read_mask(block_mask, query, sizes, last)
         return cls(score_function, mask_mod, of_score, of_mask, getattr(block_mask, "sources", None))
 
+    def check_heads(self, sizes: tuple[int, int, int], tp_size: int) -> None:
+        """Refuse tensors of the heads of all tp ranks, where h counts those of this one."""
+        for function, read in ((self.score_mod, self.of_score), (self.mask_mod, self.of_mask)):
+            if function is not None:
+                function.check(read, (*sizes, sizes[2]), tp_size)
+
     def asked(self, asked: Asked) -> Asked:
         """A call with these functions."""
         handles = ("" if x is None else x.handle for x in (self.score_mod, self.mask_mod))

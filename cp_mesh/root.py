@@ -321,7 +321,7 @@ def padding_of(name: str) -> int:
 def _loss_of(output: Any) -> Any:
     if isinstance(output, dict):
         return output.get("loss")
-    return output[0] if isinstance(output, tuple) and output else getattr(output, "loss", None)
+    return next(iter(output)) if isinstance(output, tuple) and output else getattr(output, "loss", None)
 
 
 def _kind(inputs: dict[str, Any]) -> tuple[Any, ...]:

@@ -147,6 +147,8 @@ class _Found:
         layer, size = path.rpartition(".")[0], getattr(self.modules[path], "head_dim", None)
         if not isinstance(size, int) or (q.out_features, k.out_features) != (o.in_features, v.out_features):
             got = f"head_dim={size} and {q.out_features}, {k.out_features}, {v.out_features}, {o.in_features} features"
+            if size is None:
+                _refuse(path, "an attribute head_dim of this module", "none")
             _refuse(path, "a head_dim, queries as long as what is joined, keys as long as values", got)
         code = getattr(inspect.unwrap(type(self.modules[path]).forward), "__code__", None)
         if found := sorted(_NUMBERS.intersection(() if code is None else code.co_names)):
@@ -157,7 +159,7 @@ class _Found:
             expected, got = f"heads that tp={self.tp_size} divides", f"{heads[0]} of queries and {heads[1]} of keys"
             refuse(f"tensor_parallel_plan: {path}", expected, got, f"tp={fits} divides them")
         if self.sharded and self.local and not self._has_weights(layer, _BEFORE_ATTENTION):
-            hint = "use_local_output=False: attention is given DTensors then, which know the length of the sequence"
+            hint = "name it so; or use_local_output=False: attention is given DTensors then, which know the length"
             _refuse(path, f"a norm {' or '.join(_BEFORE_ATTENTION)} before it", "none with parameters", hint)
         self.head_dims[path], self.widths[layer] = size, q.in_features
 

@@ -10,7 +10,7 @@ Shapes: S rows of the sequence, C features, V vocabulary, N all rows of the batc
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -145,6 +145,15 @@ class DeferredLogits(NamedTuple):
         graded = graded_names(["input", "weight"], [hidden, weight])
         losses: Tensor = _HeadLosses.apply(hidden, weight, labels, graded, *call)
         return losses
+
+
+def _refuse_operator(logits: DeferredLogits, *_: Any) -> NoReturn:
+    hint = "loss = cp_mesh.cross_entropy(logits, labels, mesh), or logits.whole(), [..., S, V]"
+    refuse("logits of VocabParallelHead", "logits as the head returned them", "an item, or arithmetic", hint)
+
+
+for _name in ("getitem", "add", "radd", "sub", "rsub", "mul", "rmul", "truediv"):  # a tuple has hidden states as item 0
+    setattr(DeferredLogits, f"__{_name}__", _refuse_operator)
 
 
 def _chunks(rows: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:

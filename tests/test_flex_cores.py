@@ -27,6 +27,7 @@ from cp_mesh import (
     ArgumentError,
     ContextParallel,
     Mask,
+    OverlappedColwise,
     ShardedSequence,
     UnsupportedError,
     ZigZag,
@@ -238,6 +239,46 @@ def over_tp(rank: int) -> list[str]:
 
 def test_heads_over_tp(pool: Any) -> None:
     report(pool(4).run(over_tp))
+
+
+class Attention(nn.Module):
+    """Linears over tp, whose results are plain tensors of this rank's heads, and a core."""
+
+    def __init__(self, core: nn.Module) -> None:
+        super().__init__()
+        self.wq, self.core = nn.Linear(D, H * D, bias=False, dtype=torch.float64), core
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.wq(x).unflatten(-1, (-1, D)).transpose(1, 2)
+        return self.core(q, q, q)
+
+
+def of_all_heads(rank: int, first: bool) -> str:
+    grid = mesh((1, 2), ("cp", "tp"))
+    slopes, heads = numbers(H), H // 2
+    begin = grid.get_local_rank("tp") * heads if first else 0
+
+    class ALiBi(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return of_torch.flex_attention(
+                q, k, v, lambda s, b, h, i, j: s - slopes[h + begin if first else h] * (i - j)
+            )
+
+    model = Attention(ALiBi())
+    parallelize(model, grid["tp"], {"": OverlappedColwise("wq", mode="all_reduce")})
+    parallelize(model, grid["cp"], {"core": style(grid["cp"])})
+    try:
+        model(numbers(B, 24, D))
+    except ArgumentError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_a_tensor_of_all_heads_beside_plain_tensors_over_tp(pool: Any) -> None:
+    """h counts this rank's: a slope for each head of the model would be another head's on later ranks."""
+    expected = f"read at h: expected {H // 2} elements, the heads of this rank of tp, from which h counts, got {H}"
+    assert all(expected in said for said in pool(2).run(of_all_heads, False))
+    assert pool(2).run(of_all_heads, True) == ["accepted"] * 2
 
 
 def over_dp(rank: int) -> float:

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from cp_mesh import (
@@ -1434,3 +1435,12 @@ def test_deferred_logits_name_what_takes_them() -> None:
     logits = vocabulary.DeferredLogits(torch.zeros(2, 3, C), None, 3, False)  # type: ignore[arg-type]
     with pytest.raises(AttributeError, match=r"no 'flatten': .* cp_mesh.cross_entropy\(logits, labels, mesh\), or by"):
         logits.flatten(0, 1)
+    uses: list[Callable[[Any], Any]] = [
+        *(lambda x: x[0], lambda x: x[:, -1], lambda x: x * 2, lambda x: 2 * x, lambda x: x / 30, lambda x: x + 1),
+        *(lambda x: 1 + x, lambda x: x - 1, lambda x: 1 - x),
+    ]
+    for use in uses:  # a tuple's own would take the hidden states for logits, or count attributes
+        with pytest.raises(ArgumentError, match=r"logits as the head returned them, .* cp_mesh.cross_entropy"):
+            use(logits)
+    copied = tree_map(lambda x: x, logits)
+    assert type(copied) is type(logits) and copied.hidden is logits.hidden and copied.num_rows == 3

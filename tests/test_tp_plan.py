@@ -251,7 +251,10 @@ REFUSED: dict[str, tuple[Callable[[llama.Llama], None], str]] = {
     "two embeddings": (put("embed_tokens", partial(nn.Embedding, V, 32)), "one module tok_embeddings or embed_tokens"),
     "unequal features": (put("layers.0.feed_forward.w3", linear), "as many features of w1, w3 as w2 reads"),
     "longer queries": (put("layers.0.attention.wq", partial(nn.Linear, 32, 64)), "queries as long as what is joined"),
-    "no head dim": (put("layers.0.attention.head_dim", lambda: None), "layers.0.attention: expected a head_dim"),
+    "no head dim": (
+        put("layers.0.attention.head_dim", lambda: None),
+        "expected an attribute head_dim of this module, got none",
+    ),
     "numbers of all heads": (
         put("layers.0.attention", lambda: CountsHeads(llama.LlamaConfig(V, 32), llama.CoreAttention)),
         "reads the number of heads off its projections, got one that reads num_heads",

@@ -11,6 +11,7 @@ the environment sets ``CP_MESH_CHECK=1``. ``check_mode(False)`` and ``CP_MESH_CH
 from __future__ import annotations
 
 import json
+import math
 import os
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -361,6 +362,11 @@ def announce_refusal(group: dist.ProcessGroup, error: Exception, axis: str = "cp
 def _beside(group: dist.ProcessGroup) -> dict[dist.ProcessGroup, str]:
     compared = _compared.get(group)
     return {} if compared is None else dict(compared.beside)
+
+
+def ranks_of_tp(group: dist.ProcessGroup) -> int:
+    """Of the groups that stand beside this one: how many ranks have other heads; 1 without styles over tp."""
+    return math.prod(other.size() for other, axis in _beside(group).items() if axis == "tp")
 
 
 def announce_trace(group_name: str, axis: str = "cp") -> None:

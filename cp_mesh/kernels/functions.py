@@ -66,12 +66,13 @@ class ScalarFunction:
         _last.append(function)
         return function
 
-    def check(self, captured: Sequence[Tensor], sizes: tuple[int, int, int, int]) -> None:
+    def check(self, captured: Sequence[Tensor], sizes: tuple[int, int, int, int], tp_size: int = 1) -> None:
         """Refuse tensors that are too short where they are read at an index itself, or at one that is cut at a number.
 
         Args:
             captured: as the graph takes them, or DTensors.
             sizes: how many batch rows, heads, queries and keys are counted.
+            tp_size: ranks that have other heads, which are not counted: tensors of all of these are refused.
         """
         inputs = self.graph.graph.find_nodes(op="placeholder")
         of_index = dict(zip(inputs[len(inputs) - len(captured) - 4 :], zip(INDICES, sizes, strict=True), strict=False))
@@ -87,6 +88,10 @@ class ScalarFunction:
                 if (there := of_captured[node.args[0]].shape[dim]) < size:
                     hint = f"{name} counts all of the call: those of the whole sequence, and of all ranks of DTensors"
                     refuse(f"dim {dim} of a captured tensor, read at {name}", f"{size} elements", there, hint)
+                if name == "h" and there == size * tp_size > size:
+                    hint = f"read it at h + {size} * the rank of tp, or give q, k, v as DTensors, where h is global"
+                    expected = f"{size} elements, the heads of this rank of tp, from which h counts"
+                    refuse(f"dim {dim} of a captured tensor, read at h", expected, there, hint)
 
     def sizes(self, batch: int, heads: int) -> tuple[int, int]:
         """Of how many batch rows and heads a mask_mod differs; 1 where it does not read the index."""
