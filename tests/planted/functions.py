@@ -71,8 +71,8 @@ def _(kernel: Any) -> Any:
 
 @plant("captured gradients are summed in the inputs' dtype", "call:make_scores", "captured sums in fp32")
 def _(make_scores: Any) -> Any:
-    def mutant(options: Any, tensors: Any, dtype: Any, captured: Any = ()) -> Any:
-        return replace(make_scores(options, tensors, dtype, captured), captured=tuple(captured))
+    def mutant(options: Any, tensors: Any, dtype: Any, captured: Any = (), *others: Any) -> Any:
+        return replace(make_scores(options, tensors, dtype, captured, *others), captured=tuple(captured))
 
     return mutant
 
