@@ -48,6 +48,29 @@ def test_backwards_are_compared_and_timed(tmp_path: Path) -> None:
     assert rows["learned documents", "floor"]["status"].startswith("unsupported")
 
 
+PLAYED = """
+import sys
+sys.path[:0] = [{benchmarks!r}]
+import cp_mesh.transport, flex
+cp_mesh.transport.unavailable = lambda *group: None  # of symmetric memory, of which a CPU has none
+flex.main()
+"""
+
+
+@pytest.mark.full
+def test_a_rank_is_played(tmp_path: Path) -> None:
+    """Alone, and compared with the attention of its queries and of keys that are its own on every rank."""
+    script, table = tmp_path / "bench.py", tmp_path / "x.csv"
+    script.write_text(PLAYED.format(benchmarks=str(BENCHMARKS)))
+    options = [*TINY, "--played", "3/4", "--scores", "table", "--contestants", "cp_mesh", "cp_mesh gather"]
+    done = run_script(script, [*options, "--csv", table])
+    assert done.returncode == 0, done.printed
+    rows = rows_of(table)
+    for contestant in ("cp_mesh", "cp_mesh gather"):
+        row = rows["table", contestant]
+        assert row["status"] == "ok" and row["played"] == "3/4" and float(row["fwdbwd_ms"]) > 0
+
+
 BROKEN = """
 import sys
 sys.path[:0] = [{benchmarks!r}]

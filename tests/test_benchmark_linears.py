@@ -41,6 +41,20 @@ def test_every_contestant_is_compared_and_timed(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_a_rank_is_played(tmp_path: Path) -> None:
+    options = [*TINY, "--played", "1/2", "--csv", tmp_path / "x.csv"]
+    done = run_script(ROOT / "examples" / "benchmarks" / "linears.py", options)
+    assert done.returncode == 0, done.printed
+    with (tmp_path / "x.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    names = ["floor", "cp_mesh", "cp_mesh again", "torch"]  # "torch async" needs peers' memory
+    assert [row["contestant"] for row in rows] == names * 2
+    for row in rows:
+        assert row["played"] == "1/2" and float(row["fwdbwd_ms"]) > 0 and not row["error"]
+        assert row["status"] == ("ok" if row["contestant"] == "floor" else "played, not judged")
+
+
+@pytest.mark.full
 def test_a_wrong_contestant_is_not_timed(tmp_path: Path) -> None:
     script, table = tmp_path / "bench.py", tmp_path / "x.csv"
     script.write_text(BROKEN.format(benchmarks=str(ROOT / "examples" / "benchmarks")))

@@ -14,6 +14,9 @@ cannot run, only the status is written. In each repeat every contestant takes ``
 after a barrier; a time is that of one call on the slowest rank, and a row has the median, least and most over the
 repeats. ``exposed_ms`` is a time beyond the floor's: communication that is not hidden, and whatever else it costs.
 ``kept_gib`` is what a forward leaves allocated for its backward, output included.
+
+``--played 0/2`` is for a machine with one GPU, which plays one rank: nothing travels, so times are those that a rank
+takes at least, peers' rows are its own, sums are left undone, and nothing is judged; ``status`` says so.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ from cp_mesh import OverlappedColwise, OverlappedRowwise, parallelize, products 
 
 COLUMNS = (
     *("date", "commit", "gpu", "world_size", "torch", "cuda", "cudnn", "nccl", "packages"),
-    *("contestant", "part", "rows", "dtype", "repeats", "calls_per_time"),  # rows of all tp ranks together
+    *("played", "contestant", "part", "rows", "dtype", "repeats", "calls_per_time"),  # rows of all tp ranks together
     *("fwd_ms", "fwdbwd_ms", "fwdbwd_ms_min", "fwdbwd_ms_max", "of_floor", "exposed_ms", "kept_gib"),
     *("error", "bound", "status"),  # RMS error over RMS of the exact result, in the gate; and what it may be
 )
@@ -111,6 +114,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--gate-rows", type=int, default=512)
     add("--repeats", type=int, default=7)
     add("--calls", type=int, default=10)
+    add("--played", help="RANK/SIZE: one device plays this rank")
     add("--time-limit", type=float, default=float("inf"), help="seconds after which nothing more is begun")
     add("--csv", type=Path, help="append a row a contestant")
     add("--commit", help="recorded in the rows (default: ask git)")
@@ -150,6 +154,8 @@ CONTESTANTS: dict[str, Callable[[Any, DeviceMesh], nn.Module]] = {
 }
 FLOOR, AT_ONCE = "floor", "cp_mesh at once"
 PER_PRODUCT = products.PER_PRODUCT
+PLAYED = ("cp_mesh", "cp_mesh again", "cp_mesh at once", "torch", "torch compiled")  # others need peers' memory
+UNJUDGED = 0.0, "played, not judged"
 
 
 class Run:
@@ -165,6 +171,9 @@ class Run:
         if name != FLOOR:
             self.x, self.dout = (y.chunk(ranks.size, 1)[ranks.rank].contiguous() for y in (self.x, self.dout))
             self.module = CONTESTANTS[name](module, tp)
+        if args.played:  # nobody sent this rank its part of the weights
+            for weight in self.module.parameters():
+                nn.init.normal_(weight.to_local() if isinstance(weight, DTensor) else weight, std=0.02)
         self.parameters = list(module.parameters())
         self.x.requires_grad_()
 
@@ -233,26 +242,36 @@ def race(names: Sequence[str], part: str, rows: int, args: argparse.Namespace, r
     return times, kept
 
 
+def played_rank(args: argparse.Namespace) -> Ranks:
+    from played import PlayedRank
+
+    device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
+    return PlayedRank(*map(int, args.played.split("/")), device)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
-    ranks = Ranks(args.device)
+    ranks = Ranks(args.device) if args.played is None else played_rank(args)
     tp = init_device_mesh(args.device, (ranks.size,), mesh_dim_names=("tp",))
-    about = machine(ranks.device, ranks.size, args.commit) | {"dtype": args.dtype, "calls_per_time": args.calls}
+    about = machine(ranks.device, 1 if args.played else ranks.size, args.commit)
+    about |= {"played": args.played or "", "dtype": args.dtype, "calls_per_time": args.calls}
     began, failed = time.monotonic(), False
+    unjudged = {name: UNJUDGED for name in args.contestants if name in PLAYED}
     for part in args.parts:
-        verdicts, bound = gate(part, args, ranks, tp)
+        verdicts, bound = gate(part, args, ranks, tp) if args.played is None else (unjudged, 0.0)
         failed |= any(status.startswith("failed") for _, status in verdicts.values())
         for rows in args.rows:
             if ranks.largest(time.monotonic() - began) > args.time_limit:
                 ranks.print(f"{part:16} {rows:>7} rows  left out: the time limit")
                 continue
-            names = [name for name, (_, status) in verdicts.items() if status == "ok"]
+            names = [name for name, (_, status) in verdicts.items() if status in ("ok", UNJUDGED[1])]
             times, kept = race([FLOOR, *names], part, rows, args, ranks, tp)
             floor, table = statistics.median(times[FLOOR][1]), []
             for name, (error, status) in {FLOOR: (0.0, "ok"), **verdicts}.items():
                 row = about | {"contestant": name, "part": part, "rows": rows, "status": status}
                 row |= {"date": datetime.now(UTC).isoformat(timespec="seconds")}
-                row |= {"error": f"{error:.1e}", "bound": f"{bound:.1e}"} if name != FLOOR else {}
+                judged = name != FLOOR and not args.played
+                row |= {"error": f"{error:.1e}", "bound": f"{bound:.1e}"} if judged else {}
                 if name in times:
                     forward, both = times[name]
                     ms = statistics.median(both)
@@ -265,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 keys = ("fwd_ms", "fwdbwd_ms", "of_floor", "kept_gib", "error")
                 figures = " ".join(f"{row.get(key, ''):>10}" for key in keys)
                 ranks.print(f"{part:16} {rows:>7} rows  {name:15} fwd, both, of floor, GiB, error: {figures}  {status}")
-            if args.csv is not None and ranks.rank == 0:
+            if args.csv is not None and (args.played or ranks.rank == 0):
                 append(args.csv, COLUMNS, table)
     dist.barrier()
     dist.destroy_process_group()
