@@ -147,8 +147,8 @@ class RowSum:
 
     def result(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """The sum, rounded once to a dtype, as `dense_like` a tensor; or the piece itself if it is the only one."""
-        if len(self._pieces) == 1 and (piece := self._pieces[0][1]).shape == self._shape and piece.dtype == dtype:
-            return piece
+        if len(self._pieces) == 1 and self._pieces[0][1].shape == self._shape:
+            return self._pieces[0][1]
         strides = dense_strides(self._shape, like)
         return self.finish(torch.empty_strided(self._shape, strides, dtype=dtype, device=self._device))
 
