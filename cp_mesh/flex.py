@@ -165,7 +165,7 @@ class Functions:
     def check_heads(self, sizes: tuple[int, int, int], tp_size: int) -> None:
         """Refuse tensors of the heads of all tp ranks, where h counts those of this one."""
         for function, read in ((self.score_mod, self.of_score), (self.mask_mod, self.of_mask)):
-            if function is not None:
+            if function is not None and tp_size > 1:
                 function.check(read, (*sizes, sizes[2]), tp_size)
 
     def asked(self, asked: Asked) -> Asked:

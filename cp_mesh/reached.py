@@ -24,7 +24,7 @@ _NUMBERS = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _OTHERS = ("STORE_GLOBAL", "STORE_ATTR", "STORE_SUBSCR", "STORE_NAME", "DELETE_", "IMPORT_", "LOAD_NAME", "LOAD_BUILD",
            "LOAD_FROM", "LOAD_LOCALS", "YIELD", "SEND")  # fmt: skip
 """Instructions that write where others read, or read what is not looked at here."""
-_STATES = ("is_", "are_", "get_", "_", "backends", "cuda", "distributed", "random", "initial_seed", "current_")
+_STATES = ("is_", "are_", "get_", "_", "backends", "cuda", "distributed", "random", "initial_seed", "current_", "grad")
 """Beginnings of attributes that tell what is so now: of torch, and of tensors."""
 
 

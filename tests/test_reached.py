@@ -158,6 +158,15 @@ def test_what_changed_is_seen(name: str) -> None:
     assert first is not None and second is not None and first.handle != second.handle
 
 
+def test_a_gradient_is_that_of_now() -> None:
+    """Though the tensor that it was before is reached too."""
+    x, before = torch.zeros(4, requires_grad=True), torch.ones(4)
+    for grad in (before, torch.ones(4)):
+        x.grad = grad
+        _, read = trace("score_mod", lambda s, b, h, i, j: s + x.grad[h] * before[j], Q)  # type: ignore[index]
+        assert read[0] is grad
+
+
 @pytest.mark.parametrize(
     ("one", "other"), [(0.0, -0.0), (1, 1.0), (1, True), (2.0, 3.0), ((1, 2.0), (1, 3.0)), (torch.int64, torch.int32)]
 )
