@@ -16,11 +16,11 @@ from flex_uses import MASKS, SCORES
 from ranks import mesh
 
 from cp_mesh import Mask, Striped, UnsupportedError, ZigZag, create_block_mask, flex_attention
-from cp_mesh.kernels import KERNELS, flex, flex_blocks, flex_programs, reference
+from cp_mesh.kernels import KERNELS, flex, flex_blocks, flex_programs, flex_reads, reference
 from cp_mesh.kernels.contract import Pairs, Steps
 from cp_mesh.kernels.flex import FLEX
 from cp_mesh.kernels.flex_bounds import bounds_of
-from cp_mesh.kernels.flex_reads import Reads, constant_on
+from cp_mesh.kernels.flex_reads import Reads
 from cp_mesh.kernels.flex_tiles import Tile
 from cp_mesh.kernels.functions import ScalarFunction
 from cp_mesh.kernels.merge import BackwardTile
@@ -206,8 +206,7 @@ def test_it_serves_every_method(pool, layout: ZigZag | Striped, method: str) -> 
 
 
 def test_tables_of_inference_tensors_are_made_again() -> None:
-    """Such tensors do not tell of writes; and numbers that calls share are ordinary tensors."""
-    constant_on.cache_clear()
+    """Such tensors do not tell of writes."""
     cover = Pairs(Mask(causal=False), ROWS, ROWS)
     with torch.inference_mode():
         allow = torch.ones(S, dtype=torch.bool)
@@ -215,7 +214,6 @@ def test_tables_of_inference_tensors_are_made_again() -> None:
         for _ in range(2):
             check_tables(cover, Scores(1.0, mask_mod=function, captured=captured))
             allow[:200] = False
-    assert not any(constant_on(torch.device("cpu"), number).is_inference() for number in (0, 3))
 
 
 def inferred(rank: int) -> float:
@@ -290,26 +288,43 @@ class Indices(torch.fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
 
-def test_indices_count_from_the_end_and_no_further() -> None:
+@pytest.mark.parametrize("most_copied", [1 << 24, 0])
+def test_indices_count_from_the_end_and_no_further(most_copied: int) -> None:
     """PyTorch's templates read memory before and after a tensor."""
     table, offset = torch.arange(8.0), torch.tensor([3, 100])
     score_mod, captured = trace("score_mod", lambda s, b, h, i, j: s + table[i - j] * offset[j - i], torch.zeros(1))
     assert score_mod is not None
-    reads = Reads.of(score_mod, S)
-    tensors = reads.of_captured(captured, torch.device("cpu"))
+    with mock.patch.object(flex_reads, "MOST_COPIED", most_copied):
+        reads = Reads.of(score_mod, S)
+    assert [read.pads for read in reads.reads] == [((0, int(most_copied > 0)),), ((0, 0),)]
+    tensors = reads.of_captured(captured)
 
     def at(i: int, j: int) -> tuple[float, list[list[int]]]:
         running = Indices(reads)
         result = running.run(torch.tensor(0.5), *(torch.tensor(n, dtype=torch.int32) for n in (0, 0, i, j)), *tensors)
-        return result.item(), [found for found in running.found if len(found) == 2]
+        return result.item(), running.found
 
     value, found = at(1, 2)
-    assert value == 0.5 + 7 * 100 and found == [[7, 0], [1, 0]], "-1 is the last"
+    assert value == 0.5 + 7 * 100 and found == [[7], [1]], "-1 is the last"
     value, found = at(0, 0)
-    assert value == 0.5 and found == [[0, 0], [0, 0]]
+    assert value == 0.5 and found == [[0], [0]]
     for i, j in ((8, 0), (0, 9), (0, 2)):
         value, found = at(i, j)
-        assert math.isnan(value) and all(0 <= n < 8 for n, _ in found)
+        assert math.isnan(value) and all(0 <= n < len(x) for (n,), x in zip(found, tensors, strict=True))
+
+
+def test_pads_are_of_the_tensor_and_so_are_their_gradients() -> None:
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    for copies in (0, 2):
+        read = flex_reads.Read(0, True, False, copies, ((2, 0), (1, 1)))
+        rows, columns = torch.tensor([1, 2, 0, 1, 2]), torch.tensor([3, 0, 1, 2, 3])
+        want = x[rows][:, columns]
+        got = read.of(x)
+        assert (got.shape[2:] == (copies,)) if copies else got.ndim == 2
+        assert got[:, -1].isnan().all() and torch.equal(got[:, :-1, 0] if copies else got[:, :-1], want)
+        weights = torch.randn(got.shape, dtype=torch.float64)
+        of_want = (weights.sum(-1) if copies else weights)[:, :-1]
+        assert torch.allclose(read.home(weights.clone()), torch.autograd.grad(want, x, of_want)[0], atol=1e-14)
 
 
 def test_masks_count_from_the_end_too() -> None:
@@ -318,9 +333,39 @@ def test_masks_count_from_the_end_too() -> None:
     assert mask_mod is not None
     reads = Reads.of(mask_mod, S)
     running = Indices(reads)
-    tensors = reads.of_captured(captured, torch.device("cpu"))
+    tensors = reads.of_captured(captured)
     assert not running.run(*(torch.tensor(n, dtype=torch.int32) for n in (0, 0, 0, 2)), *tensors)
-    assert [1, 0] in running.found
+    assert running.found == [[1]]
+    assert tensors[0].data_ptr() == seen.data_ptr(), "by which its tables of blocks are kept"
+
+
+@pytest.mark.parametrize(
+    ("score", "of_pairs", "chained"),
+    [
+        (lambda s, b, h, i, j: s + EIGHT[i] * h, [False], [False]),
+        (lambda s, b, h, i, j: s + EIGHT[i - j], [True], [False]),
+        (lambda s, b, h, i, j: s + WIDE[IDS_OF_ROWS[i] - j], [False, True], [False, True]),
+        (lambda s, b, h, i, j: s + WIDE[OFFSET + i - j], [False, True], [False, True]),
+        (lambda s, b, h, i, j: s + WIDE[OFFSET], [False, False], [False, True]),
+    ],
+)
+def test_what_is_known_of_a_read(score: Callable[..., torch.Tensor], of_pairs: list[bool], chained: list[bool]) -> None:
+    score_mod, _ = trace("score_mod", score, torch.zeros(1))
+    assert score_mod is not None
+    reads = Reads.of(score_mod, 8).reads
+    assert [x.of_pairs for x in reads] == of_pairs and [x.chained for x in reads] == chained
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 3, 63, 64, 2**31 - 1, 2**31, 2**40 + 5, -1, -7, -(2**31)])
+def test_numbers_in_indices_are_computed_exactly(number: int) -> None:
+    function, captured = trace("score_mod", lambda s, b, h, i, j: s + EIGHT[(i + number - number) % 8], torch.zeros(1))
+    assert function is not None
+    reads = Reads.of(function, 8)
+    running = Indices(reads)
+    running.run(
+        torch.tensor(0.5), *(torch.tensor(n, dtype=torch.int32) for n in (0, 0, 5, 0)), *reads.of_captured(captured)
+    )
+    assert running.found[0][0] == 5
 
 
 @pytest.mark.parametrize("score", ["relative table", "one temperature", "two through each other", "tanh chain"])
@@ -336,7 +381,7 @@ def test_no_literal_is_part_of_an_index(score: str) -> None:
         if node not in seen:
             seen.add(node)
             nodes += node.all_input_nodes
-    assert seen and len(reads.sources) == len(reads.copies)
+    assert seen
     for node in seen:
         assert not any(type(x) in (int, float) for x in node.args), node.format_node()
 
@@ -345,42 +390,43 @@ EIGHT, WIDE, IDS_OF_ROWS = torch.zeros(8), torch.zeros(15), torch.zeros(8, dtype
 
 
 @pytest.mark.parametrize(
-    ("score", "looked_at"),
+    ("score", "looked_at", "before"),
     [
-        (lambda s, b, h, i, j: s + EIGHT[j], ()),
-        (lambda s, b, h, i, j: s + EIGHT[i - j], ((True, False),)),
-        (lambda s, b, h, i, j: s + WIDE[i - j + 7], ((False, False),)),
-        (lambda s, b, h, i, j: s + EIGHT[(i - j).abs()], ((False, False),)),
-        (lambda s, b, h, i, j: s + EIGHT[(i - j).clamp(0, 7)], ((False, False),)),
-        (lambda s, b, h, i, j: s + EIGHT[(i - j).clamp(max=3)], ((True, False),)),
-        (lambda s, b, h, i, j: s + EIGHT[(i - 2 * j).clamp(max=3)], ((True, True),)),
-        (lambda s, b, h, i, j: s + EIGHT[(9 * i + h) % 8], ((False, False),)),
-        (lambda s, b, h, i, j: s + EIGHT[torch.minimum(i, j) & 3], ((False, False),)),
-        (lambda s, b, h, i, j: s + EIGHT[torch.maximum(i, j) // 2], ((False, False),)),
-        (lambda s, b, h, i, j: s + EIGHT[7 - i], ((False, False),)),
-        (lambda s, b, h, i, j: s + EIGHT[-i], ((True, False),)),
-        (lambda s, b, h, i, j: s + EIGHT[torch.where(i > j, i, 0)], ((False, False),)),
-        (lambda s, b, h, i, j: s + EIGHT[i.clamp_min(2) + 1], ((False, True),)),
-        (lambda s, b, h, i, j: s + EIGHT[i.clamp_max(6) + 1], ((False, False),)),
-        (lambda s, b, h, i, j: s + EIGHT[IDS_OF_ROWS[i]], ((True, True),)),
-        (lambda s, b, h, i, j: s + EIGHT[h], ()),
-        (lambda s, b, h, i, j: s + EIGHT[h + 1], ((True, True),)),
-        (lambda s, b, h, i, j: s + EIGHT[i * 2**30 * 4 % 8], ((False, False),)),
-        (lambda s, b, h, i, j: s + EIGHT[i.float().sqrt().long()], ((True, True),)),
-        (lambda s, b, h, i, j: s + EIGHT[((i * 0.5) % 3 * 3).long()], ((True, True),)),  # 7 of 2.5
+        (lambda s, b, h, i, j: s + EIGHT[j], (), 0),
+        (lambda s, b, h, i, j: s + EIGHT[i - j], ((False, False),), 7),
+        (lambda s, b, h, i, j: s + WIDE[i - j + 7], ((False, False),), 0),
+        (lambda s, b, h, i, j: s + EIGHT[(i - j).abs()], ((False, False),), 0),
+        (lambda s, b, h, i, j: s + EIGHT[(i - j).clamp(0, 7)], ((False, False),), 0),
+        (lambda s, b, h, i, j: s + EIGHT[(i - j).clamp(max=3)], ((False, False),), 7),
+        (lambda s, b, h, i, j: s + EIGHT[(i - 2 * j).clamp(max=3)], ((True, True),), 0),
+        (lambda s, b, h, i, j: s + EIGHT[(9 * i + h) % 8], ((False, False),), 0),
+        (lambda s, b, h, i, j: s + EIGHT[torch.minimum(i, j) & 3], ((False, False),), 0),
+        (lambda s, b, h, i, j: s + EIGHT[torch.maximum(i, j) // 2], ((False, False),), 0),
+        (lambda s, b, h, i, j: s + EIGHT[7 - i], ((False, False),), 0),
+        (lambda s, b, h, i, j: s + EIGHT[-i], ((False, False),), 7),
+        (lambda s, b, h, i, j: s + EIGHT[torch.where(i > j, i, 0)], ((False, False),), 0),
+        (lambda s, b, h, i, j: s + EIGHT[i.clamp_min(2) + 1], ((False, True),), 0),
+        (lambda s, b, h, i, j: s + EIGHT[i.clamp_max(6) + 1], ((False, False),), 0),
+        (lambda s, b, h, i, j: s + EIGHT[IDS_OF_ROWS[i]], ((True, True),), 0),
+        (lambda s, b, h, i, j: s + EIGHT[h], (), 0),
+        (lambda s, b, h, i, j: s + EIGHT[h + 1], ((True, True),), 0),
+        (lambda s, b, h, i, j: s + EIGHT[i * 2**30 * 4 % 8], ((False, False),), 0),
+        (lambda s, b, h, i, j: s + EIGHT[i.float().sqrt().long()], ((True, True),), 0),
+        (lambda s, b, h, i, j: s + EIGHT[((i * 0.5) % 3 * 3).long()], ((True, True),), 0),  # 7 of 2.5
     ],
 )
 def test_an_index_is_looked_at_where_its_bounds_say_nothing(
-    score: Callable[..., torch.Tensor], looked_at: tuple[tuple[bool, bool], ...]
+    score: Callable[..., torch.Tensor], looked_at: tuple[tuple[bool, bool], ...], before: int
 ) -> None:
     score_mod, captured = trace("score_mod", score, torch.zeros(1))
     assert score_mod is not None
     reads = Reads.of(score_mod, 8)
     assert reads.looked_at == looked_at
+    assert sum(pads[0] for read in reads.reads for pads in read.pads) == before
     for i in range(8):
         for j in range(8):
             running = Indices(reads)
-            tensors = reads.of_captured(captured, torch.device("cpu"))
+            tensors = reads.of_captured(captured)
             running.run(torch.tensor(0.5), *(torch.tensor(n, dtype=torch.int32) for n in (0, 0, i, j)), *tensors)
 
 

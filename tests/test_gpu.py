@@ -537,6 +537,8 @@ def main() -> None:
     if args.flex:
         on_cpu = args.device == "cpu"
         listed_functions = functions(args.device, args.kernel or ("reference" if on_cpu else "flex"))
+        if args.one_gpu:  # gloo, which serves there, ended in a segmentation fault where it gathers tensors of a GPU
+            listed_functions = [case for case in listed_functions if not case.sharded]
         results = run_functions(rank, listed_functions, max(args.seq_len), 16 if on_cpu else 128, echo=True)
         num_wrong = sum(not worst <= 1 for worst, _ in results)
     elif args.scores:

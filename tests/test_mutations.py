@@ -274,7 +274,12 @@ CHECKS: dict[str, Callable[[Any], None]] = {
         pool,
         (test_flex_kernel.test_tiles_are_those_of_the_reference, ("tanh chain", "dilated", "documents", "one run")),
     ),
-    "indices of flex": lambda pool: alone(pool, (test_flex_kernel.test_indices_count_from_the_end_and_no_further, ())),
+    "indices of flex": lambda pool: alone(
+        pool, *((test_flex_kernel.test_indices_count_from_the_end_and_no_further, (most,)) for most in (1 << 24, 0))
+    ),
+    "pads of flex": lambda pool: alone(
+        pool, (test_flex_kernel.test_pads_are_of_the_tensor_and_so_are_their_gradients, ())
+    ),
     "tables of flex": lambda pool: alone(
         pool, (test_flex_kernel.test_tables_of_blocks_are_of_these_heads_rows_and_tensors, ())
     ),

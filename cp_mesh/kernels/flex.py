@@ -33,6 +33,33 @@ _OPTIONS: dict[str, Any] = {
     "PRESCALE_QK": False, "ROWS_GUARANTEED_SAFE": False, "BLOCKS_ARE_CONTIGUOUS": False, "WRITE_DQ": True,
     "OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False, "BACKEND": "TRITON", "RESULTS_IN_FLOAT32": True,  # a name of ours
 }  # fmt: skip
+_SMALL_BLOCKS = {name: 64 for name in ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2")}
+
+
+def _forward_options(tile: Tile, q: Tensor, v: Tensor) -> dict[str, int]:
+    """What ran fastest on an H200, of what docs/log.md lists; where nothing was measured, PyTorch chooses.
+
+    A read at an index that is read too is not brought ahead of its use: Triton would wait for it in each block.
+    """
+    return {"num_stages": 1} if is_tuned(q, v) and any(read.chained and read.of_pairs for read in tile.reads) else {}
+
+
+def _backward_options(tile: Tile, q: Tensor, v: Tensor) -> dict[str, int]:
+    """As `_forward_options`. Scores of large blocks and what they are computed from leave too few registers."""
+    of_pairs = [(read, wanted) for read, wanted in zip(tile.reads, tile.wanted, strict=True) if read.of_pairs]
+    if tile.scores.score_mod is None or not is_tuned(q, v):
+        return {}
+    if any(read.chained for read, _ in of_pairs):
+        return {"num_stages": 1}
+    if not of_pairs:
+        return _SMALL_BLOCKS | {"num_stages": 2, "num_warps": 4}
+    return _SMALL_BLOCKS | {"num_stages": 2, "num_warps": 8} if any(wanted for _, wanted in of_pairs) else {}
+
+
+def is_tuned(q: Tensor, v: Tensor) -> bool:
+    """Whether blocks and stages were measured for these."""
+    of_device = q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0)
+    return of_device and q.shape[3] == v.shape[3] == 128 and q.dtype.itemsize == 2
 
 
 def _apart(blocks: Any) -> tuple[tuple[Tensor, ...], Callable[[Sequence[Tensor], Any], tuple[Any, ...]]]:
@@ -55,18 +82,19 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, cover: Pairs, scores: Scores) -> t
     tile = Tile(cover, scores, accumulation_dtype(q.dtype))
     of_blocks, together = _apart(blocks_of(tile, (*q.shape[:3], k.shape[2])))
     ends = len(of_blocks), len(of_blocks) + len(tile.of_score)
+    chosen = _OPTIONS | _forward_options(tile, q, v)
 
     def make(options: dict[str, int]) -> Callable[..., Any]:
         def function(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
             blocks = together(tensors[: ends[0]], tile.mask)
             given = tuple(tensors[ends[0] : ends[1]]), tuple(tensors[ends[1] :])
-            out, lse, *_ = flex_attention(q, k, v, tile.score, blocks, scores.scale, _OPTIONS | options, *given)
+            out, lse, *_ = flex_attention(q, k, v, tile.score, blocks, scores.scale, chosen | options, *given)
             return out, lse * math.log(2)
 
         return function
 
     inputs = q, k, v, *of_blocks, *tile.of_score, *tile.of_mask
-    out, lse = program(("forward", tile.key, scores.scale), inputs, make)(*inputs)
+    out, lse = program(("forward", tile.key, scores.scale, *chosen.items()), inputs, make)(*inputs)
     return out, lse
 
 
@@ -79,6 +107,7 @@ def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradient
     of_blocks, together = _apart(blocks_of(of, (*q.shape[:3], k.shape[2])))
     ends = len(of_blocks), len(of_blocks) + len(of.of_score)
     lse = tile.lse.contiguous()  # as the template reads it
+    chosen = _OPTIONS | _backward_options(of, q, v)
 
     def make(options: dict[str, int]) -> Callable[..., Any]:
         joint = of.joint(q.dtype)
@@ -94,7 +123,7 @@ def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradient
             out, dlse = dout.new_zeros(()).expand(dout.shape), delta * -math.log(2)
             graphs = of.score, joint
             *grads, found = flex_attention_backward(
-                q, k, v, out, lse / math.log(2), dout, dlse, *graphs, blocks, scores.scale, _OPTIONS | options, *given
+                q, k, v, out, lse / math.log(2), dout, dlse, *graphs, blocks, scores.scale, chosen | options, *given
             )
             reads = found[len(found) - len(of.wanted) :]
             own = (x if there else None for x, there in zip(reads, graded, strict=True))
@@ -103,12 +132,12 @@ def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradient
         return function
 
     inputs = q, k, v, lse, tile.delta, tile.dout, *of_blocks, *of.of_score, *of.of_mask
-    dq, dk, dv, *found = program(("backward", of.key, scores.scale), inputs, make)(*inputs)
+    dq, dk, dv, *found = program(("backward", of.key, scores.scale, *chosen.items()), inputs, make)(*inputs)
     grads = ScoreGradients.zeros(scores, tile.delta.dtype)
-    sources = (i for i, wanted in zip(of.sources, of.wanted, strict=False) if wanted)
-    for source, grad in zip(sources, found, strict=True):
+    reads = (read for read, wanted in zip(of.reads, of.wanted, strict=True) if wanted)
+    for read, grad in zip(reads, found, strict=True):
         if grad is not None:  # as of what is detached, or compared alone
-            grads.captured[source] += grad.sum(-1)
+            grads.captured[read.source] += read.home(grad)
     return dq, dk, dv, grads
 
 

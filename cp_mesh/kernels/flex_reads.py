@@ -7,10 +7,9 @@ arguments, and one of which many pairs read the same element has copies, which t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,9 +22,54 @@ COPIES = 64
 """Of the gradient of an element that a whole row of pairs reads; the square of it where all pairs do."""
 LENGTHS = 64
 """Of the whole sequence, for which what is made of a function is kept."""
+MOST_COPIED = 1 << 24
+"""Elements of a tensor that is copied for each tile, so that its indices need no looks."""
 aten = torch.ops.aten
 _index = aten.index.Tensor
 _FILLS = (aten.full_like.default, aten.new_full.default)  # which take no tensor for a number
+
+
+class Read(NamedTuple):
+    """One place at which a function reads a captured tensor.
+
+    What is read is a copy with pads. So an index that is known to be within the tensor, counted from its end too, needs
+    no look at its sign for each pair, and one that may be beyond the end needs none at what was read.
+
+    Attributes:
+        source: which captured tensor.
+        of_pairs: whether its index depends on query and key.
+        chained: whether what was read is part of its index.
+        copies: of each element, which have a gradient of their own, along a last dim: pairs that read the same element
+            take turns, where their gradients are summed by atomics. 0: no such dim.
+        pads: of each dim, how many of its last elements are repeated before it, and how many NaN follow it.
+    """
+
+    source: int
+    of_pairs: bool
+    chained: bool
+    copies: int
+    pads: tuple[tuple[int, int], ...]
+
+    def of(self, x: Tensor) -> Tensor:
+        """What the graph takes for a captured tensor."""
+        x = x.detach()
+        for dim, (before, after) in enumerate(self.pads):
+            if before or after:
+                first, filled = x.narrow(dim, x.shape[dim] - before, before), [*x.shape]
+                filled[dim] = after
+                x = torch.cat([first, x, x.new_full(filled, math.nan)], dim) if after else torch.cat([first, x], dim)
+        return x.unsqueeze(-1).expand(*x.shape, self.copies) if self.copies else x
+
+    def home(self, grad: Tensor) -> Tensor:
+        """The gradient of the captured tensor, of that of `of`, which it may write to."""
+        grad = grad.sum(-1) if self.copies else grad
+        for dim, (before, after) in enumerate(self.pads):
+            size = grad.shape[dim] - before - after
+            own = grad.narrow(dim, before, size)
+            if before:
+                own.narrow(dim, size - before, before).add_(grad.narrow(dim, 0, before))
+            grad = own
+        return grad
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,19 +77,14 @@ class Reads:
     """A function whose captured tensors are read at one place each.
 
     Attributes:
-        graph: as `ScalarFunction.graph`, of the reads and then of the constants in place of captured tensors.
-        sources: which captured tensor each read is of.
-        copies: of each, how many copies have a gradient of their own, along a last dim: pairs that read the same
-            element take turns, where their gradients are summed by atomics.
-        constants: the numbers in indices, which are tensors too: PyTorch 2.11 takes an index for a scalar if a literal
-            is part of it, and then cannot scatter to it.
-        looked_at: of each index that is computed, whether it may count from the end, and whether it may be beyond it.
+        graph: as `ScalarFunction.graph`, of what is read in place of captured tensors.
+        reads: in the order in which the graph takes them.
+        looked_at: of each index that is computed, whether it is counted from the end where it is negative, and whether
+            it is compared with the size of its dim.
     """
 
     graph: GraphModule
-    sources: tuple[int, ...]
-    copies: tuple[int, ...]
-    constants: tuple[int, ...]
+    reads: tuple[Read, ...]
     looked_at: tuple[tuple[bool, bool], ...]
 
     @classmethod
@@ -53,19 +92,14 @@ class Reads:
         """Of positions below ``seq_len``."""
         return _Rewriting(function, seq_len).result()
 
-    def of_captured(self, captured: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-        """What the graph takes: views that hold each element ``copies`` times, and constants."""
-        views = (captured[i].unsqueeze(-1) for i in self.sources)
-        reads = [x.expand(*x.shape[:-1], copies) for x, copies in zip(views, self.copies, strict=True)]
-        return [*reads, *(constant_on(device, number) for number in self.constants)]
+    def of_captured(self, captured: Sequence[Tensor]) -> list[Tensor]:
+        """What the graph takes."""
+        return [read.of(captured[read.source]) for read in self.reads]
 
-
-@lru_cache(maxsize=256)
-def constant_on(device: torch.device, number: int) -> Tensor:
-    with torch.inference_mode(False):  # other calls have it too
-        narrow = -MOST <= number <= MOST  # as positions are: an index of 64 bits takes several instructions
-        dtype = torch.int32 if narrow else torch.int64
-        return torch.full((16 // dtype.itemsize,), number, dtype=dtype, device=device)  # as kernels expect it, 16 bytes
+    @property
+    def key(self) -> Hashable:
+        """Beside the function, all on which the graph depends."""
+        return self.reads, self.looked_at
 
 
 class _Rewriting:
@@ -83,9 +117,10 @@ class _Rewriting:
         self._depends = {node: {node} & {self._i, self._j} for node in scalars}
         self._last = self._nodes[self._j]
         self._zero = self._call(aten.bitwise_xor.Tensor, *[self._nodes[self._b]] * 2)
-        self._sources, self._copies, self._constants = list[int](), list[int](), dict[int, tuple[Node, Node]]()
+        self._reads, self._from_reads = list[Read](), set[Node]()
+        self._constants, self._last_constant = {0: self._zero}, self._zero
         self._in_indices = self._behind_indices()
-        self._inside: Node | None = None  # whether all indices so far are of elements that there are
+        self._inside: Node | None = None  # whether indices so far are of elements that there are, where no NaN says so
         of_rows = dict.fromkeys((self._i, self._j), (0, seq_len - 1))
         self._looked_at = list[tuple[bool, bool]]()
         self._bounds = bounds_of(function.graph.graph, of_rows)
@@ -108,6 +143,8 @@ class _Rewriting:
             if node.op == "placeholder":
                 continue
             self._depends[node] = set().union(*(self._depends.get(x, set()) for x in node.all_input_nodes))
+            if any(x in self._from_reads or x in self._captured for x in node.all_input_nodes):
+                self._from_reads.add(node)
             if at := self._index_of(node):
                 for x in at:
                     if x in self._captured:  # an index that is captured itself, which has no dims
@@ -126,25 +163,37 @@ class _Rewriting:
                 as_score = self._scores and (number != number or torch.tensor(number).item() == number)
                 copied.kwargs = {} if as_score else {"dtype": copied.kwargs.get("dtype", torch.float32)}
             self._nodes[node] = self._without_literals(copied) if node in self._in_indices else copied
-        for i, (place, node) in enumerate(self._constants.values()):
-            with self._graph.inserting_after(self._last):
-                self._last = self._graph.placeholder(f"constant_{i}")  # after the reads
-            node.replace_input_with(place, self._last)
-            self._graph.erase_node(place)
         graph = GraphModule(torch.nn.Module(), self._graph)
-        looked_at = tuple(self._looked_at)
-        return Reads(graph, tuple(self._sources), tuple(self._copies), tuple(self._constants), looked_at)
+        return Reads(graph, tuple(self._reads), tuple(self._looked_at))
 
     def _call(self, target: Any, *args: Any) -> Node:
         return self._graph.call_function(target, args)
 
     def _constant(self, number: int) -> Node:
+        """A number, computed from an index: PyTorch 2.11 takes an index for a scalar if a literal is part of it, and
+        then cannot scatter to it. Compilers fold it."""
         if number not in self._constants:
-            with self._graph.inserting_after(self._last):
-                place = self._graph.placeholder("place")
-            with self._graph.inserting_after(self._zero):
-                self._constants[number] = place, self._call(_index, place, [self._zero])
-        return self._constants[number][1]
+            self._constants[number] = self._computed(number)
+        return self._constants[number]
+
+    def _computed(self, number: int) -> Node:
+        if number < 0:
+            return self._early(aten.neg.default, self._constant(-number))
+        if number == 1:
+            return self._early(aten.neg.default, self._early(aten.bitwise_not.default, self._zero))
+        half, one = self._constant(number // 2), self._constant(1)
+        if number == 2:
+            return self._early(aten.add.Tensor, one, one)
+        if number > MOST >= number // 2:
+            half = self._early(aten._to_copy.default, half, dtype=torch.int64)
+        twice = self._early(aten.mul.Tensor, half, self._constant(2))
+        return self._early(aten.add.Tensor, twice, one) if number % 2 else twice
+
+    def _early(self, target: Any, *args: Any, **options: Any) -> Node:
+        """A call ahead of all others but those of numbers before it."""
+        with self._graph.inserting_after(self._last_constant):
+            self._last_constant = self._graph.call_function(target, args, options)
+        return self._last_constant
 
     def _without_literals(self, node: Node) -> Node:
         if node.target in (aten.scalar_tensor.default, aten.full.default):
@@ -170,44 +219,65 @@ class _Rewriting:
         from torch._dynamo._trace_wrapped_higher_order_op import mod_index  # its backward is what the templates scatter
 
         with self._graph.inserting_after(self._last):
-            self._last = self._graph.placeholder(f"read_{len(self._sources)}")
-        place = self._last
+            self._last = self._graph.placeholder(f"read_{len(self._reads)}")
+        place, value = self._last, x.meta["val"]
         over = set().union(*(self._depends[n] for n in at))
-        row, key = self._nodes[self._i], self._nodes[self._j]
-        self._sources.append(self._captured[x])
-        self._copies.append({0: COPIES**2, 1: COPIES, 2: 1}[len(over)])
-        if len(over) == 0:
-            turn = self._call(aten.add.Tensor, self._call(aten.mul.Tensor, row, self._constant(COPIES)), key)
-        elif len(over) == 1:
+        copies, pads = {0: COPIES**2, 1: COPIES, 2: 0}[len(over)], self._pads(value, at)
+        chained = any(n in self._from_reads or n in self._captured for n in at)
+        self._reads.append(Read(self._captured[x], len(over) == 2, chained, copies, pads))
+        indices = [self._counted(*dim) for dim in zip(at, value.shape, pads, strict=True)]
+        if copies:
+            row, key = self._nodes[self._i], self._nodes[self._j]
             turn = key if self._i in over else row
-        else:
-            turn = self._call(aten.bitwise_xor.Tensor, key, key)
-        turn = self._call(aten.bitwise_and.Tensor, turn, self._constant(self._copies[-1] - 1))
-        of_dims = (self._counted(n, size) for n, size in zip(at, x.meta["val"].shape, strict=True))
-        return self._call(mod_index, place, [*of_dims, turn])
+            if not over:
+                turn = self._call(aten.add.Tensor, self._call(aten.mul.Tensor, row, self._constant(COPIES)), key)
+            indices.append(self._call(aten.bitwise_and.Tensor, turn, self._constant(copies - 1)))
+        return self._call(mod_index, place, indices)
 
-    def _counted(self, at: Node, size: int) -> Node:
+    def _pads(self, x: Tensor, at: Sequence[Node]) -> tuple[tuple[int, int], ...]:
+        pads = []
+        for node, size in zip(at, x.shape, strict=True):
+            before = after = 0
+            if self._scores and not self._is_row(
+                node
+            ):  # tables of blocks are kept for the tensors that a mask_mod reads
+                least, greatest = self._bounds[node] or (-MOST, MOST)
+                if -size <= least <= greatest < size:
+                    before = max(0, -least)
+                else:
+                    after = int(x.is_floating_point())
+            pads.append((before, after))
+        num_elements = math.prod(size + before + after for size, (before, after) in zip(x.shape, pads, strict=True))
+        return tuple(pads if num_elements <= MOST_COPIED else [(0, 0)] * len(pads))
+
+    def _is_row(self, at: Node) -> bool:
+        """At which `ScalarFunction.check` looks."""
+        return at.op == "placeholder" and at not in self._captured
+
+    def _counted(self, at: Node, size: int, pads: tuple[int, int]) -> Node:
         """An index as the templates take it. They count none from the end, and read memory beyond it.
 
-        A score that reads beyond the end is no number. A mask_mod's tables of blocks stop there.
+        A score of what is read beyond the end is no number. A mask_mod's tables of blocks stop there.
         """
-        index, zero = self._nodes[at], self._zero
-        if at.op == "placeholder" and at not in self._captured:
-            return index  # of rows, which `ScalarFunction.check` looks at
+        index, (before, after) = self._nodes[at], pads
+        if self._is_row(at):
+            return index
         least, greatest = self._bounds[at] or (-MOST, MOST)
-        may_be_beyond = self._scores and not -size <= least <= greatest < size
-        self._looked_at.append((least < 0, may_be_beyond))
+        is_compared = self._scores and not -size <= least <= greatest < size
+        self._looked_at.append((least < 0 and not before, is_compared))
+        if before:
+            return self._call(aten.add.Tensor, index, self._constant(before))
+        zero, end = self._zero, self._constant(size)
         if least < 0:
             from_end = self._call(aten.lt.Tensor, index, zero)
-            counted = self._call(aten.add.Tensor, index, self._constant(size))
-            index = self._call(aten.where.self, from_end, counted, index)
-        if not may_be_beyond:
+            index = self._call(aten.where.self, from_end, self._call(aten.add.Tensor, index, end), index)
+        if not is_compared:
             return index
-        end = self._constant(size)
         ends = ((aten.ge.Tensor, zero), (aten.lt.Tensor, end))
         inside = self._call(aten.bitwise_and.Tensor, *(self._call(target, index, to) for target, to in ends))
-        before = self._inside
-        self._inside = inside if before is None else self._call(aten.bitwise_and.Tensor, before, inside)
+        if after:
+            return self._call(aten.where.self, inside, index, end)
+        self._inside = inside if self._inside is None else self._call(aten.bitwise_and.Tensor, self._inside, inside)
         return self._call(aten.where.self, inside, index, zero)
 
 

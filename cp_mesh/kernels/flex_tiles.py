@@ -109,16 +109,14 @@ class Tile:
         functions = scores.score_mod, scores.mask_mod
         self._score, self._mask = (None if x is None else reads_of(x, scores.seq_len) for x in functions)
         num = 0 if scores.score_mod is None else scores.score_mod.num_captured
-        self.sources = () if self._score is None else self._score.sources
-        of_score = () if self._score is None else self._score.of_captured(scores.captured[:num], device)
-        of_mask = () if self._mask is None else self._mask.of_captured(scores.captured[num:], device)
+        self.reads = () if self._score is None else self._score.reads
+        of_score = () if self._score is None else self._score.of_captured(scores.captured[:num])
+        of_mask = () if self._mask is None else self._mask.of_captured(scores.captured[num:])
         self.of_score = self._numbers, *self.rows.positions, *of_score
         self.of_mask = self._numbers, *self.rows.tensors, *of_mask
-        reads = tuple(name_of_captured(i) in scores.wanted for i in self.sources)
-        self.wanted = reads + (False,) * (len(of_score) - len(reads))
+        self.wanted = tuple(name_of_captured(read.source) in scores.wanted for read in self.reads)
         codes = tuple(
-            x and (x.handle, reads and reads.looked_at)
-            for x, reads in zip(functions, (self._score, self._mask), strict=True)
+            x and (x.handle, reads and reads.key) for x, reads in zip(functions, (self._score, self._mask), strict=True)
         )
         self.key = codes, self.rows.dims, self.wanted, self._stepped
         self.cover = cover

@@ -6,12 +6,13 @@ Scores: "none"; "alibi", slopes without a gradient; "table", a learned bias for 
 tanh; "documents", a bias of the documents of query and key, in packed documents, without a gradient, or "learned
 documents", with one.
 
-Contestants: "cp_mesh", the ring in the zigzag layout with kernel="flex"; "torch", PyTorch's own context parallelism of
-flex_attention, with its head-tail balance; "torch mended", the same with functions that look up the positions of the
-rows that they are told of, as a user may do who knows that these are local queries and rearranged keys. "floor" is
-torch.compile of flex_attention on one GPU with nothing sent: causal, over as many rows as a rank holds. Its times are
-those of as many pairs as a rank of the others computes: multiplied by (whole pairs / ranks) / (its own pairs), which is
-close to the number of ranks.
+Contestants: "cp_mesh", the ring in the zigzag layout with kernel="flex"; "cp_mesh gather", the same with the all-
+gather; "cp_mesh untuned", the ring with blocks and stages as PyTorch chooses them; "torch", PyTorch's own context
+parallelism of flex_attention, with its head-tail balance; "torch mended", the same with functions that look up the
+positions of the rows that they are told of, as a user may do who knows that these are local queries and rearranged
+keys. "floor" is torch.compile of flex_attention on one GPU with nothing sent: causal, over as many rows as a rank
+holds. Its times are those of as many pairs as a rank of the others computes: multiplied by (whole pairs / ranks) /
+(its own pairs), which is close to the number of ranks.
 
 ``--played 1/8`` is for a machine with one GPU: it plays one rank, as played.py does, so nothing travels and times are
 those that a rank takes at least. Each peer holds this rank's keys. PyTorch's reduction of gradients of keys is left
@@ -34,10 +35,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -54,6 +57,7 @@ from decoding import ROUNDING, relative  # noqa: E402
 from report import append, machine  # noqa: E402
 
 from cp_mesh import Mask, ZigZag, flex_attention  # noqa: E402
+from cp_mesh.kernels import flex as flex_kernel  # noqa: E402
 from cp_mesh.transport import symmetric_memory_bytes  # noqa: E402
 
 SOFTCAP = 20.0
@@ -186,9 +190,11 @@ def floor(function: Function, rows: int, args: argparse.Namespace, ranks: Ranks)
     return Core(compiled(args.device), function.score_mod, block_mask)
 
 
+UNTUNED = "cp_mesh untuned"
 CONTESTANTS: dict[str, Callable[..., Callable[..., Tensor]]] = {
     "cp_mesh": ours,
     "cp_mesh gather": partial(ours, method="all_gather"),
+    UNTUNED: ours,
     "torch": torchs,
     "torch mended": partial(torchs, mended=True),
 }
@@ -225,6 +231,8 @@ class Run:
         local = (x[:, :, at].contiguous() for x in whole_tensors(rows, args, ranks))
         self.q, self.k, self.v, self.dout = local
         self.call = ({FLOOR: floor} | CONTESTANTS)[name](self.function, rows, args, ranks)
+        untuned = partial(mock.patch.object, flex_kernel, "is_tuned", lambda *_: False)
+        self._options = untuned if name == UNTUNED else nullcontext
         self._leaves = [] if args.forward else [self.q, self.k, self.v, *self.function.learned]
         for x in self.function.learned:
             x.requires_grad_(not args.forward)
@@ -232,12 +240,14 @@ class Run:
             x.requires_grad_()
 
     def forward(self) -> Tensor:
-        return self.call(self.q, self.k, self.v)
+        with self._options():
+            return self.call(self.q, self.k, self.v)
 
     def both(self) -> list[Tensor]:
         """out, dq, dk, dv, and gradients of what is learned, this rank's share; with --forward out alone."""
         out = self.forward()
-        found = torch.autograd.grad(out, self._leaves, self.dout) if self._leaves else ()
+        with self._options():
+            found = torch.autograd.grad(out, self._leaves, self.dout) if self._leaves else ()
         return [out.detach(), *found]
 
 

@@ -199,15 +199,30 @@ def _(of_whole: Any) -> Any:
 
 @plant("the flex kernel reads before and after a tensor", "kernels.flex_reads:_Rewriting._counted", "indices of flex")
 def _(counted: Any) -> Any:
-    return lambda self, at, size: self._nodes[at]
+    return lambda self, at, size, pads: self._nodes[at]
 
 
 @plant("what is read beyond a tensor is a number", "kernels.flex_reads:_Rewriting._counted", "indices of flex")
 def _(counted: Any) -> Any:
-    def mutant(self: Any, at: Any, size: int) -> Any:
-        index = counted(self, at, size)
+    def mutant(self: Any, at: Any, size: int, pads: Any) -> Any:
+        index = counted(self, at, size, pads)
         self._inside = None
         return index
+
+    return mutant
+
+
+@plant("what follows a tensor is a number", "kernels.flex_reads:Read.of", "indices of flex")
+def _(of: Any) -> Any:
+    return lambda self, x: of(self, x).nan_to_num()
+
+
+@plant("gradients of elements counted from the end are lost", "kernels.flex_reads:Read.home", "pads of flex")
+def _(home: Any) -> Any:
+    def mutant(self: Any, grad: Any) -> Any:
+        for dim, (before, _) in enumerate(self.pads):
+            grad.narrow(dim, 0, before).zero_()
+        return home(self, grad)
 
     return mutant
 
