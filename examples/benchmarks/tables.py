@@ -369,6 +369,22 @@ def played_methods_page() -> str:
     return f"{head_of(name, machine_of(read(name)))}\n{what}.\n\n{markdown([*head, '`auto`', 'over'], lines)}"
 
 
+def flex_page(name: str) -> str:
+    """`flex.py`: milliseconds of forward and of both passes, and both over one GPU's, as many pairs."""
+    rows, parts = read(name), []
+    for commit, played, score in dict.fromkeys((row["commit"], row["played"], row["score"]) for row in rows):
+        lines = [
+            [row["contestant"], *(row[x] for x in ("fwd_ms", "fwdbwd_ms", "of_floor_fwd", "of_floor_fwdbwd", "status"))]
+            for row in rows
+            if (row["commit"], row["played"], row["score"]) == (commit, played, score)
+        ]
+        head = ["", "forward, ms", "both, ms", "of the floor", "both", "gate"]
+        who = f"rank {played.replace('/', ' of ')}, played by one GPU" if played else "all ranks"
+        parts.append(f"## {score}, {who}, at {commit}\n\n{markdown(head, lines)}")
+    shape = f"{rows[0]['rows']} rows a rank, heads {rows[0]['heads_q']}/{rows[0]['heads_kv']}, {rows[0]['dtype']}"
+    return "\n".join([head_of(name, f"{machine_of(rows)}; {shape}"), *parts])
+
+
 def long_table(name: str = "long_2xh200.csv") -> str:
     """Of `long.py`: what was measured."""
     lines = [
@@ -632,6 +648,7 @@ PAGES: dict[str, Callable[[], str]] = {
     },
     "batches_2xh200.md": lambda: batches_page("batches_2xh200.csv"),
     "decoding_2xh200.md": decoding_page,
+    "flex_played_h200.md": lambda: flex_page("flex_played_h200.csv"),
     "played_methods_h200.md": played_methods_page,
     "tiles_h200.md": tiles_page,
     "training_2xh200.md": lambda: steps_page("training_2xh200.csv"),
