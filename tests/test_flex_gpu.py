@@ -2,7 +2,8 @@
 
 Its error is at most 1.35 times that of PyTorch's compiled flex_attention, which sees the whole sequence. Where PyTorch
 does not compile a function, plain products of the same dtype take its place. Errors are root mean squares over all of a
-result, of as many draws as it takes to have some hundred numbers: of one number, a ratio of errors is luck.
+result, of as many draws as it takes to have some hundred numbers that count: of one number, a ratio of errors is luck,
+and so is that of a bias of keys in one draw, as the first keys, which few share a row with, have most of the error.
 """
 
 from __future__ import annotations
@@ -145,14 +146,18 @@ def check(case: Case, S: int, device: torch.device) -> str:
     problem = Problem(case, S, device)
     names = [*RESULTS, *(name for name, x in problem.of_score.items() if x.requires_grad)]
     fewest = min([NUMBERS, *(x.numel() for x in problem.learned)])
-    sums, rival, against = torch.zeros(3, len(names), dtype=torch.float64), problem.on_one_gpu, "flex_attention"
+    sums, fourth = torch.zeros(3, len(names), dtype=torch.float64), torch.zeros(len(names), dtype=torch.float64)
+    rival, against = problem.on_one_gpu, "flex_attention"
     try:
         assert device.type == "cuda", "PyTorch has no backward on CPUs"
         assert case.score != FROM_THE_END, "PyTorch is wrong"
         rival(problem.draw(0))
     except Exception as error:
         rival, against = problem.plain, f"plain products, as {type(error).__name__}"
-    for seed in range(math.ceil(NUMBERS / fewest)):
+    for seed in range(NUMBERS):
+        effective = (sums[1].square() / fourth).nan_to_num(math.inf)  # numbers, were they of equal size
+        if seed >= math.ceil(NUMBERS / fewest) and effective.min() >= NUMBERS / 3:  # of normal ones a third count
+            break
         x = problem.draw(seed)
         exact, ours, theirs = (of(x) for of in (problem.exact, problem.played, rival))
         alone = exact[1].isinf()
@@ -163,6 +168,8 @@ def check(case: Case, S: int, device: torch.device) -> str:
             for at, y in enumerate((got.double() - want, other.double() - want, want)):
                 y = y[~alone] if names[i] == "lse" else y
                 sums[at, i] += y.square().sum().cpu()
+                if at == 1:
+                    fourth[i] += y.square().square().sum().cpu()
     own, allowed, signal = sums.sqrt()
     ratios = own / (allowed + ROUNDING / FACTOR * signal)
     line = f"{' '.join(case)}: " + ", ".join(f"{n} {r:.2f}" for n, r in zip(names, ratios, strict=True))
@@ -171,21 +178,13 @@ def check(case: Case, S: int, device: torch.device) -> str:
     return line
 
 
-MISSED = {Case("a bias of queries, one of keys"): "of_k 1.42"}
-"""On one H200 with PyTorch 2.11 (docs/results/flex_gate_h200.csv), cause not known."""
-
-
-def missed(case: Case) -> list[Any]:
-    return [pytest.mark.xfail(strict=True, raises=AssertionError, reason=MISSED[case])] if case in MISSED else []
-
-
 def name_of(case: Case) -> str:
     return "-".join(case).replace(" ", "_")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("case", [pytest.param(case, marks=missed(case), id=name_of(case)) for case in CASES])
+@pytest.mark.parametrize("case", [pytest.param(case, id=name_of(case)) for case in CASES])
 def test_error_is_that_of_flex_attention_on_one_gpu(case: Case) -> None:
     with mock.patch.object(flex_programs, "one_rank_compiles", nullcontext):  # tests compile beside each other
         print(check(case, 1030, torch.device("cuda")))
@@ -206,6 +205,18 @@ def test_tiles_are_not_rounded_and_have_no_backward() -> None:
 
 def test_error_is_that_of_plain_products_on_the_cpu() -> None:
     print(check(Case("relative table", "causal or of one image", "padding"), 130, torch.device("cpu")))
+
+
+def test_errors_that_few_numbers_make_are_drawn_again() -> None:
+    draws, draw = list[int](), Problem.draw
+
+    def counted(self: Problem, seed: int) -> list[Tensor]:
+        draws.append(seed)
+        return draw(self, seed)
+
+    with mock.patch.object(Problem, "draw", counted):
+        check(Case("a bias of queries, one of keys"), 66, torch.device("cpu"))
+    assert math.ceil(NUMBERS / 66) < len(draws) < NUMBERS
 
 
 def test_an_error_is_found() -> None:
