@@ -19,16 +19,27 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.functions import ScalarFunction
 from cp_mesh.reached import Reached, reached_by
 
+TRACEABLE = "a function of one pair that torch can trace"
+BY_VALUE = "torch.where chooses by value, without a branch, and x.float() converts x"
 KEPT = 64
 """Functions that are known again."""
 _known: OrderedDict[Hashable, tuple[ScalarFunction, tuple[int, ...]]] = OrderedDict()  # and which tensors they read
+_VALUES = frozenset((
+    Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__complex__, Tensor.__index__, Tensor.item, Tensor.tolist,
+    Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.__repr__, Tensor.__format__, Tensor.data_ptr,
+    Tensor.untyped_storage,
+))  # fmt: skip
+"""Ways to numbers and text of a tensor, some of them without an operator: in a trace they are those of one pair."""
+_OF_NUMBERS = frozenset((
+    torch.tensor, torch.as_tensor, torch.asarray, torch.sparse_coo_tensor, Tensor.new_tensor, Tensor.new
+))  # fmt: skip
 
 
 def trace(
@@ -104,6 +115,14 @@ class _Reading(TorchFunctionMode):
         if func is torch._C._set_grad_enabled:
             hint = "x.detach() has no gradient"
             refuse(self._what, "a function in one grad mode", "torch.no_grad or the like", hint, UnsupportedError)
+        if func in _VALUES:
+            got = f"what depends on values, Tensor.{func.__name__}"
+            refuse(self._what, TRACEABLE, got, BY_VALUE, UnsupportedError)
+        if func in _OF_NUMBERS:
+            lists = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, list | tuple)]
+            if any(isinstance(x, Tensor) for x in tree_leaves(lists)):
+                got = f"what depends on values, {func.__name__} of tensors in a list"
+                refuse(self._what, TRACEABLE, got, "torch.stack joins tensors", UnsupportedError)
         if func is Tensor.__getitem__:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(isinstance(i, Tensor) for i in index) or (
@@ -159,11 +178,13 @@ class _Recorder(TorchDispatchMode):
         elif torch.Tag.data_dependent_output in tags or (
             torch.Tag.dynamic_output_shape in tags and func is not torch.ops.aten.index.Tensor
         ):
-            got, hint = f"what depends on values, {func}", "torch.where chooses by value, without a branch"
+            got, hint = f"what depends on values, {func}", BY_VALUE
         elif "c10d" in func.namespace:
             got, hint = f"communication, {func}", "read the DTensor itself, or x.full_tensor() of before"
         if got:
-            refuse(self._what, "a function of one pair that torch can trace", got, hint, UnsupportedError)
+            refuse(self._what, TRACEABLE, got, hint, UnsupportedError)
+        if func is torch.ops.aten.lift_fresh.default:  # of a constant, which is captured as it is
+            return args[0]
         if func is torch.ops.aten.log_sigmoid_forward.default:
             with self:
                 return _log_sigmoid(*args)

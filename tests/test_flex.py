@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -509,6 +510,32 @@ def test_a_function_that_changes(pool: Any) -> None:
     report(pool(2).run(stale))
 
 
+WRITTEN: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor, Tensor], Tensor]]] = {
+    "constants": (
+        lambda s, b, h, i, j: s * torch.tensor(0.5) + torch.tensor([0.3, 2.0], dtype=s.dtype)[j % 2],
+        lambda x, i, j: x * 0.5 + torch.tensor([0.3, 2.0], dtype=x.dtype)[j % 2],
+    ),
+    "copies of tensors": (
+        lambda s, b, h, i, j: s + torch.tensor(s) + torch.as_tensor(i, dtype=s.dtype) + torch.tensor(TABLE)[j],
+        lambda x, i, j: x + x.detach() + i + TABLE[j],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct")
+@pytest.mark.parametrize("name", WRITTEN)
+def test_ways_to_write_a_function(name: str) -> None:
+    """As broadcasting computes them, and so their gradients by the score."""
+    score_mod, dense_score = WRITTEN[name]
+    x, rows, one = numbers(1, 1, S, S).requires_grad_(), torch.arange(S), torch.zeros(1, dtype=torch.int64)
+    function, captured = trace("score_mod", score_mod, x)
+    want = dense_score(x, rows[:, None], rows)
+    assert gap(function.of_pairs(x, (one, one, rows, rows), captured), want) <= TOLERANCE
+    (of_want,) = torch.autograd.grad(want.sum(), x)
+    got, _ = function.gradients(torch.ones_like(x), x, (one, one, rows, rows), captured, (), False)
+    assert gap(got, of_want) <= TOLERANCE
+
+
 FACTOR = 2.0
 
 
@@ -625,7 +652,7 @@ def branches(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor)
 
 
 COUNTER, META, TABLE = torch.zeros(3), torch.zeros((), device="meta"), numbers(S)
-SHORT, THREE = numbers(4, S - 1), torch.arange(3)
+SHORT, THREE, ONE = numbers(4, S - 1), torch.arange(3), torch.tensor(1)
 
 
 def counts(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -657,6 +684,35 @@ def other_blocks() -> Any:
 def masked(**sizes: int) -> Callable[[], Any]:
     of = {"B": 1, "H": 1, "Q_LEN": S, "KV_LEN": S} | sizes
     return lambda: create_block_mask(causal, **of)
+
+
+READING: dict[str, Callable[[Tensor], Any]] = {
+    "float": float, "int": int, "bool": bool, "complex": complex, "item": Tensor.item, "tolist": Tensor.tolist,
+    "numpy": Tensor.numpy, "asarray": np.asarray, "from_dlpack": np.from_dlpack, "str": str, "format": "{}".format,
+    "data_ptr": Tensor.data_ptr, "storage": Tensor.untyped_storage, "range": range, "index": [7].__getitem__,
+    "tensor": lambda x: torch.tensor([x, 1]), "tensor by name": lambda x: torch.tensor(data=[[x]]),
+    "as_tensor": lambda x: torch.as_tensor((x,)), "torch.asarray": lambda x: torch.asarray([x]),
+    "new_tensor": lambda x: TABLE.new_tensor([x]), "new": lambda x: TABLE.new([x]),
+    "LongTensor": lambda x: torch.LongTensor([x]), "Tensor": lambda x: torch.Tensor([x]),
+    "sparse": lambda x: torch.sparse_coo_tensor([[0]], [x], (1,)), "full": lambda x: torch.full((), x),
+}  # fmt: skip
+"""Ways to numbers of a tensor; a trace would keep that of one pair, and of a captured tensor an old one."""
+
+
+def numbers_of(name: str, tensor: str) -> Callable[[], dict[str, Any]]:
+    """A call with a function that reads numbers of an index, of a score, or of a captured tensor."""
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        READING[name]({"score": score, "captured": ONE}[tensor])
+        return score
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        READING[name](kv_idx)
+        return q_idx >= kv_idx
+
+    if tensor == "index":
+        return lambda: {"block_mask": create_block_mask(mask_mod, None, None, S, S)}
+    return lambda: {"score_mod": score_mod}
 
 
 REFUSED: dict[str, tuple[type[Exception], str, Callable[[], dict[str, Any]]]] = {
@@ -730,6 +786,12 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], dict[str, Any]]]] = 
         lambda: {"score_mod": lambda s, b, h, i, j, x=META: s + x},
     ),
 }  # fmt: skip
+REFUSED |= {
+    f"{name} of a {tensor}": (UnsupportedError, "depends on values", numbers_of(name, tensor))
+    for name in READING
+    for tensor in ("index", "captured", "score")
+    if tensor != "score" or name not in ("range", "index")
+}
 
 
 def refuse_all(rank: int) -> list[str]:

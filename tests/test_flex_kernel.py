@@ -90,6 +90,10 @@ UNUSUAL = {
     "a fraction in an index": lambda s, b, h, i, j: s + TABLE[(torch.where(i > j, (i - j) * 0.5, 1.5) * 2).long()],
     "a filled tensor in an index": lambda s, b, h, i, j: s + TABLE[torch.minimum(j, torch.full_like(i, 31))],
     "an index that is captured": lambda s, b, h, i, j: s + (j * TABLE[OFFSET]),
+    "constants": lambda s, b, h, i, j: (
+        s * torch.tensor(0.5, dtype=s.dtype) + torch.tensor([0.3, 2.0], dtype=s.dtype)[i % 2]
+    ),
+    "a constant in an index": lambda s, b, h, i, j: s + TABLE[i + torch.tensor(3)] * TABLE[torch.as_tensor(j)],
     "detached": lambda s, b, h, i, j: s + TABLE[i + j].detach() * TABLE[j],
     "compared alone": lambda s, b, h, i, j: torch.where(TABLE[j] > 0, s, s * 2),
     "of what is read alone, detached": lambda s, b, h, i, j: TABLE[j].detach(),
