@@ -41,6 +41,8 @@ _OF_NUMBERS = frozenset((
     torch.tensor, torch.as_tensor, torch.asarray, torch.sparse_coo_tensor, Tensor.new_tensor, Tensor.new
 ))  # fmt: skip
 
+_SUMS = (torch.ops.aten.add, torch.ops.aten.sub, torch.ops.aten.rsub)
+
 
 def trace(
     what: str, function: Callable[..., Tensor] | None, query: Tensor, last: int | None = None
@@ -189,6 +191,11 @@ class _Recorder(TorchDispatchMode):
             with self:
                 return _log_sigmoid(*args)
         kwargs = kwargs or {}
+        if func.overloadpacket in _SUMS and (alpha := [*args[2:], *kwargs.values()]):
+            dtype = func(*args, **kwargs).dtype  # and PyTorch refuses an alpha that is not of it
+            if dtype != torch.bool:
+                with self:
+                    return _sum(func.overloadpacket, args[0], args[1], alpha[0], dtype)
         node = self._graph.call_function(func, *map_aggregate((args, kwargs), self._node))
         found = func(*args, **kwargs)
         if isinstance(found, Tensor):
@@ -234,6 +241,16 @@ class _Recorder(TorchDispatchMode):
             else:
                 self._graph.erase_node(node)
         return self._graph, tuple(used)
+
+
+def _sum(packet: Any, x: Any, y: Any, alpha: float, dtype: torch.dtype) -> Tensor:
+    """In operators without alpha: kernels make tensors of numbers, and alpha has no overload of a tensor."""
+    if packet is torch.ops.aten.rsub:
+        x, y = y, x
+    if isinstance(y, Tensor) and y.dtype != dtype:
+        y = y.to(dtype)
+    found: Tensor = x + y * alpha if packet is torch.ops.aten.add else x - y * alpha
+    return found
 
 
 def _log_sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:

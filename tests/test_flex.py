@@ -519,6 +519,18 @@ WRITTEN: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor, Tensor
         lambda s, b, h, i, j: s + torch.tensor(s) + torch.as_tensor(i, dtype=s.dtype) + torch.tensor(TABLE)[j],
         lambda x, i, j: x + x.detach() + i + TABLE[j],
     ),
+    "multiples in indices": (
+        lambda s, b, h, i, j: s + TABLE[torch.rsub(i, 3, alpha=-2) % S] + TABLE[torch.rsub(i, j, alpha=2) % S]
+        + TABLE[torch.sub(i, 5, alpha=3) % S] + TABLE[torch.add(i, j, alpha=4) % S],
+        lambda x, i, j: x + TABLE[(3 + 2 * i) % S] + TABLE[(j - 2 * i) % S]
+        + TABLE[(i - 15) % S] + TABLE[(i + 4 * j) % S],
+    ),
+    "multiples in scores": (
+        lambda s, b, h, i, j: torch.add(torch.rsub(torch.sub(s, i, alpha=0.3), 0.5, alpha=0.7), i > j, alpha=0.1)
+        + torch.rsub(s, TABLE[j], alpha=0.2) + torch.add(s, 0.6, alpha=1 / 3) * torch.add(i < j, True, alpha=3),
+        lambda x, i, j: 0.5 - 0.7 * (x - 0.3 * i.double()) + 0.1 * (i > j).double() + TABLE[j] - 0.2 * x
+        + x + 0.6 * (1 / 3),
+    ),
 }  # fmt: skip
 
 

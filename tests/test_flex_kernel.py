@@ -94,6 +94,7 @@ UNUSUAL = {
         s * torch.tensor(0.5, dtype=s.dtype) + torch.tensor([0.3, 2.0], dtype=s.dtype)[i % 2]
     ),
     "a constant in an index": lambda s, b, h, i, j: s + TABLE[i + torch.tensor(3)] * TABLE[torch.as_tensor(j)],
+    "multiples in an index": lambda s, b, h, i, j: s + TABLE[torch.rsub(i, 200, alpha=2)] * TABLE[j.add(3, alpha=5)],
     "detached": lambda s, b, h, i, j: s + TABLE[i + j].detach() * TABLE[j],
     "compared alone": lambda s, b, h, i, j: torch.where(TABLE[j] > 0, s, s * 2),
     "of what is read alone, detached": lambda s, b, h, i, j: TABLE[j].detach(),
