@@ -157,6 +157,9 @@ def explain_command(argv: Sequence[str]) -> None:
     parser.add_argument("--machine", metavar="NAME", help=f"{', '.join(MACHINES)}, or a file that calibrate wrote")
     parser.add_argument("--gpus-per-host", type=int, metavar="N")
     parser.add_argument(
+        "--captured-shards", type=int, metavar="N", help="elements of DTensors over cp that a score_mod reads"
+    )
+    parser.add_argument(
         "--columns", type=int, metavar="N", default=64, help=f"of the strip of owners, up to {OWNER_COLUMNS}"
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw a picture, as a .png or .svg; matplotlib")
@@ -201,6 +204,7 @@ def explain_command(argv: Sequence[str]) -> None:
                 transport=args.transport,
                 machine=args.machine,
                 gpus_per_host=args.gpus_per_host,
+                captured_shards=args.captured_shards,
                 columns=args.columns,
             )
         if args.plot:

@@ -58,8 +58,11 @@ k, v, out (or delta) and lse have arrived. Over functional collectives what is s
 is. Contiguous needs no other order. The hybrid has the rows of an inner group in place of S, and of these a ring's
 memory in place of the results of one device.
 
-Not counted: gradients of the scores' tensors while they are summed in fp32. That of a dense bias is 4 bytes an element
-of the bias, on top of the result.
+Captured shards of `cp_mesh.flex_attention` are held whole in both passes, in the dtype of sums, and in the backward two
+more of each: its gradient, summed, and that of a tile.
+
+Not counted: gradients of the scores' other tensors while they are summed in fp32. That of a dense bias is 4 bytes an
+element of the bias, on top of the result. And with kernel="flex" copies of gradients of elements that many pairs read.
 """
 
 from __future__ import annotations
@@ -105,6 +108,11 @@ class ExtraMemory:
     def peak(self) -> int:
         """The larger of the two passes, plus ``symmetric``."""
         return max(self.forward, self.backward) + self.symmetric
+
+    def with_captured(self, num: int, itemsize: int) -> ExtraMemory:
+        """Also of captured shards: of ``num`` elements, when they are whole."""
+        whole = num * max(4, itemsize)
+        return replace(self, forward=self.forward + whole, backward=self.backward + 3 * whole)
 
 
 def extra_memory(

@@ -35,6 +35,7 @@ from cp_mesh import (
     UnsupportedError,
     ZigZag,
     create_block_mask,
+    explain,
     flex_attention,
     ops,
 )
@@ -315,6 +316,10 @@ def test_traffic(pool: Any) -> None:
     home = ("reduce-scatter", H * S, 4)
     for forward, backward in pool(cp_size).run(moved, torch.bfloat16):
         assert forward == gathered and backward == [*gathered, home]
+    sizes = {"num_heads": H, "num_kv_heads": 2, "head_dim": D, "batch": B, "dtype": torch.bfloat16}
+    predicted = [explain(S, cp_size, captured_shards=n * H * S, **sizes).found.moved for n in (1, 2)]
+    gathered_twice, summed = 2 * (cp_size - 1) * gathered[0][1] * 2, (cp_size - 1) / cp_size * home[1] * 4
+    assert predicted[1] - predicted[0] == gathered_twice + summed
 
 
 def half(rank: int, method: str) -> list[str]:

@@ -22,6 +22,7 @@ from cp_mesh.explaining.telling import (
     advice_lines,
     alternatives_lines,
     as_bytes,
+    captured_lines,
     head_lines,
     owners_lines,
     predicted_lines,
@@ -109,6 +110,7 @@ def explain(
     transport: str = "auto",
     machine: Machine | str | None = None,
     gpus_per_host: int | None = None,
+    captured_shards: int | None = None,
     columns: int = 64,
 ) -> Explanation:
     """What a call will run and why, in a short text and a picture.
@@ -133,6 +135,8 @@ def explain(
             ``CP_MESH_MACHINE`` names, and else "h200" for "cuda". With ``num_heads``, and a dtype, kernel and compute
             capability of which it has rates, times are predicted, and method "auto" goes by them.
         gpus_per_host: ranks that share a host; None: as many as the machine has. Ranks 0 to n - 1 are on the first.
+        captured_shards: elements of the DTensors sharded over cp that a score_mod reads (`cp_mesh.flex_attention`), of
+            all of them when they are whole. Counted as of ``dtype`` and with gradients; with ``num_heads`` alone.
         columns: width of the ownership strip.
 
     Returns:
@@ -174,6 +178,7 @@ def explain(
         "ulysses_degree": (ulysses_degree, "None is automatic"),
         "inner_ring_size": (inner_ring_size, "None is automatic"),
         "gpus_per_host": (gpus_per_host, "gpus_per_host=8 is that of an H200 host"),
+        "captured_shards": (captured_shards, "None is without"),
         "columns": (columns, "columns=64 is the default"),
     }
     for name, (size, hint) in sizes.items():
@@ -206,6 +211,8 @@ def explain(
         if size is not None and METHODS.get(method, METHODS[DEFAULT]).degree_option != name:
             of = next(other.name for other in METHODS.values() if other.degree_option == name)
             refuse(f"explain: {name}", f"None, but with method={of!r}", size, f"method={of!r} takes it")
+    if captured_shards and num_heads is None:
+        refuse("explain: captured_shards", "num_heads, without which no bytes are told", None, "num_heads=32 works")
     num_kv_heads = num_kv_heads or num_heads or 1
     if (num_heads or num_kv_heads) % num_kv_heads:
         refuse("explain: num_heads", f"a multiple of the {num_kv_heads} kv heads", num_heads, "num_kv_heads=1 works")
@@ -216,11 +223,13 @@ def explain(
     capability = compute_capability or (machine.compute_capability if machine else (0, 0))
     timed = machine is not None and machine.compute_capability == capability
     timed = timed and num_heads is not None and (dtype.itemsize == 2 or device == "cpu")
+    features = {{"dropout_p": "dropout"}.get(name, name) for name in scores} - {"sinks", "dropout_seed"}
+    features |= {"score_mod"} if captured_shards else set()
     setting = Setting(
         seq_len,
         cp_size,
         mask,
-        frozenset({"dropout_p": "dropout"}.get(name, name) for name in scores) - {"sinks", "dropout_seed"},
+        frozenset(features),
         of_heads(num_heads or num_kv_heads),
         of_heads(num_kv_heads),
         num_heads is not None,
@@ -234,6 +243,7 @@ def explain(
         gpus_per_host,
         replace(machine, gpus_per_host=gpus_per_host) if timed and machine else None,
         keys_seen(mask, seq_len),
+        captured_shards or 0,
     )
     choice = setting.choose(layout) if method == "auto" else None
     found = setting.look_at(layout, choice.method if choice else method, choice.degree if choice else 0)
@@ -242,6 +252,7 @@ def explain(
         *head_lines(setting, found, choice),
         *owners_lines(found.layout, seq_len, cp_size, columns),
         *ranks_lines(setting, found),
+        *captured_lines(setting),
         *predicted_lines(setting, found),
         *alternatives_lines(found, others),
         *advice_lines(setting, found, others),

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from cp_mesh.choosing import FASTER, Choice
 from cp_mesh.explaining.variants import RankFigures, Setting, Variant, owners, sampled
 from cp_mesh.layouts import Layout
+from cp_mesh.memory import ExtraMemory
 from cp_mesh.methods import METHODS
 
 WIDTH = 100  # of the text
@@ -85,6 +86,15 @@ def _rank_table(
         line += [as_bytes(x.near * row_bytes)] * with_bytes + [as_bytes(x.far * row_bytes)] * (with_bytes and far)
         lines.append(line + ([as_bytes(x.memory.peak)] if x.memory else []))
     return head, lines
+
+
+def captured_lines(setting: Setting) -> list[str]:
+    if not setting.captured:
+        return []
+    held = ExtraMemory(0, 0, 0).with_captured(setting.captured, setting.q.dtype.itemsize).peak
+    text = f"captured shards: a GPU receives {as_bytes(setting.captured_moved)} in both passes"
+    text += f", and holds up to {as_bytes(held)}; both are in what is moved and in memory"
+    return _wrapped(f"{text}, but neither in rows and what ranks receive, nor in times")
 
 
 def predicted_lines(setting: Setting, found: Variant) -> list[str]:

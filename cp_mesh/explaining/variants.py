@@ -131,6 +131,7 @@ class Setting:
         gpus_per_host: ranks that share a host.
         machine: for predicted times, or None.
         seen: keys that each position sees.
+        captured: elements of captured shards, when they are whole.
     """
 
     seq_len: int
@@ -150,6 +151,7 @@ class Setting:
     gpus_per_host: int
     machine: Machine | None
     seen: Array
+    captured: int
 
     @cached_property
     def before(self) -> Array:
@@ -160,6 +162,12 @@ class Setting:
     def seen_rows(self) -> int:
         """Batch rows that `seen` is the sum of."""
         return len(self.mask.runs()) if self.mask.documents is not None else 1
+
+    @property
+    def captured_moved(self) -> float:
+        """Bytes that a GPU receives in both passes: shards twice, as they are, and sums of their gradients."""
+        itemsize = self.q.dtype.itemsize
+        return self.captured * (self.cp_size - 1) / self.cp_size * (2 * itemsize + max(4, itemsize))
 
     def work(self, layout: Layout) -> NDArray[np.float64]:
         """Pairs of each rank over their mean; keys that are padding count."""
@@ -228,7 +236,7 @@ class Setting:
             far = 0.0
             if first.route.visits:
                 moved, far = (float(np.mean([getattr(x, by) for x in figures])) for by in ("near", "far"))
-            moved = self._bytes_moved(sizes, moved, far, inner, kernel)
+            moved = self._bytes_moved(sizes, moved, far, inner, kernel) + self.captured_moved
         steps = tuple(stage.steps for stage in first.route.stages)
         of_layout = layout, method, kernel, degree, work, figures
         return Variant(*of_layout, row_bytes, moved, chunks, passed_over, steps, first.host_size)
@@ -283,7 +291,7 @@ class Setting:
         near = sum(rows for host, rows in by_host if host == rank // self.gpus_per_host)
         memory = costs = None
         if self.knows_heads:
-            memory = method.memory(schedule, setup)
+            memory = method.memory(schedule, setup).with_captured(self.captured, self.q.dtype.itemsize)
         if self.machine is not None and kernel.name in self.machine.kernels:
             costs = method.costs(schedule, setup, self.machine)
         return RankFigures(
