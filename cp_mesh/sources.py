@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -86,6 +87,30 @@ class Sources:
         return self.table
 
 
+class _Asked(NamedTuple):
+    """What is looked at, alike on all ranks.
+
+    Attributes:
+        function, read: mask_mod, and what it reads.
+        sizes: batch rows and heads in which it differs.
+        layout, seq_len: of the sequence, with padding.
+        keys: positions of each rank's keys.
+    """
+
+    function: ScalarFunction
+    read: tuple[Tensor, ...]
+    sizes: tuple[int, int]
+    layout: Layout
+    seq_len: int
+    keys: list[Tensor]
+
+    @property
+    def said(self) -> dict[str, str]:
+        """In words that ranks compare."""
+        place = {"layout": self.layout.spec(), "seq_len": f"{self.seq_len}"}
+        return place | {"B and H": f"{self.sizes}", "mask_mod": self.function.said}
+
+
 @_disable_dynamo
 def find_sources(
     mask_mod: Callable[..., Tensor], batch: int | None, heads: int | None, length: int, sequence: ShardedSequence
@@ -96,58 +121,76 @@ def find_sources(
     """
     if not isinstance(sequence, ShardedSequence):
         refuse("create_block_mask: sequence", "a ShardedSequence", type(sequence).__name__, "it tells mesh and layout")
-    group, layout, what = sequence.mesh.get_group(), sequence.layout, "create_block_mask with a sequence"
+    group = sequence.mesh.get_group()
     try:
-        if sequence.length is not None and length not in (sequence.length, sequence.seq_len):
-            refuse(f"{what}: Q_LEN", f"{sequence.length}, as it has", length, "sequence.for_batch(Q_LEN) has that")
-        seq_len = sequence.seq_len or length
-        device = torch.empty(0, device=sequence.mesh.device_type).device
-        given = "mask_mod", mask_mod, torch.empty(0, device=device), length - 1 if length < seq_len else None
-        (function, read), (_, again) = trace(*given), trace(*given)
-        assert function is not None
-        if any(x is not y for x, y in zip(read, again, strict=True)):
-            refuse(what, "a mask_mod that reads the same tensors in each call", "it makes one", "make it outside of it")
-        for name, number, used in zip(("B", "H"), (batch, heads), function.sizes(2, 2), strict=True):
-            if number is None and used > 1:
-                refuse(f"{what}: {name}", "a number, since mask_mod reads the index", None, f"pass {name}=")
-        if any(isinstance(x, DTensor) or x.is_inference() for x in read):
-            got = "DTensors, or tensors of torch.inference_mode, which notes no writes"
-            refuse(what, "a mask_mod of plain tensors", got, "leave sequence= out", UnsupportedError)
-        function.check(read, (batch or 1, heads or 1, seq_len, seq_len))
-        sizes = function.sizes(batch or 1, heads or 1)
-        keys = [_keys(layout.runs(seq_len, group.size(), i), i == group.rank()).to(device) for i in range(group.size())]
+        asked = _checked(mask_mod, batch, heads, length, sequence, group)
     except Exception as error:
         announce_refusal(group, error, in_check_mode=False)
         raise
-    said = {"layout": layout.spec(), "seq_len": f"{seq_len}", "B and H": f"{sizes}", "mask_mod": function.said}
-    kind = "create_block_mask", *said.values()
+    kind = "create_block_mask", *asked.said.values()
+    seen = _look(asked, group, kind)
+    agree_once(
+        group,
+        kind,
+        lambda: (
+            {"call": "create_block_mask", **asked.said, "layout index": fingerprint(asked.layout.tensor)}
+            | {f"captured tensor {i} of mask_mod": fingerprint(x) for i, x in enumerate(asked.read)}
+        ),
+    )
+    told = _tell(group, seen, asked.keys[0].device)
+    if (failed := (told == FAILED).any(1)).any():
+        said_by_it = f"cp rank {failed.argmax()} raised while this rank did not: {read_word()}"
+        keep_to_itself(mismatch := RankMismatchError(f"create_block_mask: {said_by_it}"))
+        raise mismatch
+    of_mask, place = (asked.function.handle, asked.sizes), (group.group_name, asked.layout, asked.seq_len)
+    return Sources(say_sources(told == 1), of_mask, Unchanged(asked.read), place)
+
+
+def _checked(
+    mask_mod: Callable[..., Tensor],
+    batch: int | None,
+    heads: int | None,
+    length: int,
+    sequence: ShardedSequence,
+    group: dist.ProcessGroup,
+) -> _Asked:
+    """Refuses what cannot be looked at."""
+    layout, what = sequence.layout, "create_block_mask with a sequence"
+    if sequence.length is not None and length not in (sequence.length, sequence.seq_len):
+        refuse(f"{what}: Q_LEN", f"{sequence.length}, as it has", length, "sequence.for_batch(Q_LEN) has that")
+    seq_len = sequence.seq_len or length
+    device = torch.empty(0, device=sequence.mesh.device_type).device
+    given = "mask_mod", mask_mod, torch.empty(0, device=device), length - 1 if length < seq_len else None
+    (function, read), (_, again) = trace(*given), trace(*given)
+    assert function is not None
+    if any(x is not y for x, y in zip(read, again, strict=True)):
+        refuse(what, "a mask_mod that reads the same tensors in each call", "it makes one", "make it outside of it")
+    for name, number, used in zip(("B", "H"), (batch, heads), function.sizes(2, 2), strict=True):
+        if number is None and used > 1:
+            refuse(f"{what}: {name}", "a number, since mask_mod reads the index", None, f"pass {name}=")
+    if any(isinstance(x, DTensor) or x.is_inference() for x in read):
+        got = "DTensors, or tensors of torch.inference_mode, which notes no writes"
+        refuse(what, "a mask_mod of plain tensors", got, "leave sequence= out", UnsupportedError)
+    function.check(read, (batch or 1, heads or 1, seq_len, seq_len))
+    keys = [_keys(layout.runs(seq_len, group.size(), i), i == group.rank()).to(device) for i in range(group.size())]
+    return _Asked(function, read, function.sizes(batch or 1, heads or 1), layout, seq_len, keys)
+
+
+def _look(asked: _Asked, group: dist.ProcessGroup, kind: Hashable) -> list[bool]:
+    """Whether this rank's queries see each source; tells the other ranks if it raises."""
     try:
         with torch.no_grad():
-            found = [_seen(function, x, sizes, keys[group.rank()], keys) for x in _as_read(read)]
+            own = asked.keys[group.rank()]
+            found = [_seen(asked.function, x, asked.sizes, own, asked.keys) for x in _as_read(asked.read)]
     except Exception as error:
         if is_first(group, kind):
             announce_refusal(group, error, in_check_mode=False)
         else:  # the others look, and wait for what this rank tells
             leave_word(f"{type(error).__name__}: {error}")
             keep_to_itself(error)
-            _tell(group, [FAILED] * group.size(), device)
+            _tell(group, [FAILED] * group.size(), asked.keys[0].device)
         raise
-    agree_once(
-        group,
-        kind,
-        lambda: (
-            {"call": "create_block_mask", **said, "layout index": fingerprint(layout.tensor)}
-            | {f"captured tensor {i} of mask_mod": fingerprint(x) for i, x in enumerate(read)}
-        ),
-    )
-    told = _tell(group, [any(of_source) for of_source in zip(*found, strict=True)], device)
-    if (failed := (told == FAILED).any(1)).any():
-        said_by_it = f"cp rank {failed.argmax()} raised while this rank did not: {read_word()}"
-        keep_to_itself(mismatch := RankMismatchError(f"create_block_mask: {said_by_it}"))
-        raise mismatch
-    return Sources(
-        say_sources(told == 1), (function.handle, sizes), Unchanged(read), (group.group_name, layout, seq_len)
-    )
+    return [any(of_source) for of_source in zip(*found, strict=True)]
 
 
 def _tell(group: dist.ProcessGroup, seen: Sequence[int], device: torch.device) -> NDArray[np.uint8]:
