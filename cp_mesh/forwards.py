@@ -11,8 +11,10 @@ import functools
 from collections.abc import Callable
 from typing import Any, cast
 
+import torch
 from torch import nn
 
+from cp_mesh.agreement import running
 from cp_mesh.errors import UnsupportedError, refuse
 
 FILE = __file__
@@ -96,7 +98,10 @@ def _make_subclass(base: type[nn.Module], key: str) -> type[nn.Module]:
         if inner is None:
             inner = functools.partial(base.forward, self)
         if replacement is not None:
-            return replacement.run(self, inner, *args, **kwargs)
+            if torch.compiler.is_compiling():
+                return replacement.run(self, inner, *args, **kwargs)
+            with running(self):
+                return replacement.run(self, inner, *args, **kwargs)
         if key != WATCH:
             got, hint = "an object of its class alone", "build the plain module and call parallelize on it"
             refuse(type(self).__name__, "a module that has its style", got, hint)

@@ -89,7 +89,7 @@ def parallelize(
     for name, (_, style) in chosen.items():
         style._apply(modules[name], mesh)
     over_cp = {style.sequence.mesh.get_group(): "cp" for style in styles_of(module)}
-    stand_beside(over_cp | dict.fromkeys(tp_groups(module), "tp"))
+    stand_beside(module, over_cp | dict.fromkeys(tp_groups(module), "tp"))
     styles = [style for _, style in chosen.values()]
     if any(isinstance(style, ShardedModel | ContextParallel | ShardInput | GatherOutput) for style in styles):
         watch_first_step(module, mesh)

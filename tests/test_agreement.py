@@ -352,6 +352,44 @@ def test_a_group_that_is_made_anew_reads_nothing_old(pool: Any) -> None:
     pool(2).run(made_anew)
 
 
+# Refusals that a script catches before it goes on over the same group.
+
+
+def try_settings(rank: int) -> list[str]:
+    """Each setting is refused by one rank alone; the last one by none."""
+    group, said = dist.new_group(), []
+    settings: list[dict[str, Any]] = [{"scale": 0.5}, {"kernel": "reference"}, {"softcap": 30.0}, {"scale": 0.25}]
+    wrong: list[dict[str, Any]] = [{"scale": -1.0}, {"kernel": "flash"}, {"softcap": -30.0}, {}]
+    for odd, (right, refused) in enumerate(zip(settings, wrong, strict=True)):
+        try:
+            attention(**tensors() | right | (refused if rank == odd else {}), mesh=group)
+            said.append("nothing")
+        except Exception as error:
+            said.append(type(error).__name__)
+    return said
+
+
+def test_each_refusal_is_heard_once(pool: Any) -> None:
+    for rank, said in enumerate(pool(WORLD_SIZE).run(try_settings)):
+        assert said == ["ArgumentError" if rank == odd else "RankMismatchError" for odd in range(3)] + ["nothing"]
+
+
+def plan_again(rank: int) -> None:
+    """What a rank refuses where the others call nothing is of no plan that comes after."""
+    axis = mesh((2,), ("cp",))
+    style = cp_mesh.ContextParallel(cp_mesh.ShardedSequence(axis))
+    for plans in range(2):
+        attend = cp_mesh.parallelize(torch.nn.Sequential(Planned()), axis, {"0": style}, watch=False)
+        attend(torch.randn(1, 2, 8, 8 + 2 * plans))
+        if rank == 1:
+            with pytest.raises(cp_mesh.ArgumentError, match="scale"):
+                attention(**tensors(), mesh=axis, scale=-1.0)
+
+
+def test_a_new_plan_hears_of_nothing_before(pool: Any) -> None:
+    pool(2).run(plan_again)
+
+
 # Refused while compiled code is traced.
 
 

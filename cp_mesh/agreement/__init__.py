@@ -23,7 +23,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils.checkpoint import _StopRecomputationError
 
@@ -52,10 +52,10 @@ _enabled: ContextVar[bool | None] = ContextVar("cp_mesh_check", default=None)
 class _Compared:
     """What this rank compared over one group: how often, which kinds of call, and what it looked at alone.
 
-    ``plans`` counts models that were given a plan over it, ``batches`` those after the first of a shape; of the last
+    ``times`` begins anew with each of the ``plans`` over it; ``batches`` counts those after the first of a shape; of the last
     one that is compared ``digest`` was begun; ``told`` is the key of the one before it, ``read`` of one more before.
     ``refused_in_trace``: and told, since the last comparison; the trace may be begun again, or eager code raises it.
-    ``beside``: of other groups over which one model has styles, the axis, "cp" or "tp".
+    ``beside``: of other groups over which some model has styles that has some over this one, the axis, "cp" or "tp".
     """
 
     times: int = 0
@@ -71,6 +71,11 @@ class _Compared:
 
 
 _compared: weakref.WeakKeyDictionary[dist.ProcessGroup, _Compared] = weakref.WeakKeyDictionary()
+
+_Axes = weakref.WeakKeyDictionary[dist.ProcessGroup, str]
+"""The groups over which a model has styles, and the axis of each, "cp" or "tp"."""
+_models: weakref.WeakKeyDictionary[nn.Module, _Axes] = weakref.WeakKeyDictionary()  # all modules of one share it
+_running: ContextVar[_Axes | None] = ContextVar("cp_mesh_running", default=None)
 
 
 @contextmanager
@@ -130,19 +135,38 @@ def look_again(group: dist.ProcessGroup) -> int:
     own.kinds.clear()
     own.digest = own.told = None
     own.refused_in_trace = False
+    own.times = 0
     own.plans += 1
     return own.plans - 1
 
 
-def stand_beside(groups: Mapping[dist.ProcessGroup, str]) -> None:
-    """Let ranks of all these groups hear of a refusal over one of them: one model has styles over each.
+def stand_beside(module: nn.Module, groups: Mapping[dist.ProcessGroup, str]) -> None:
+    """Let ranks of all these groups, and of those known of this model, hear of a refusal over one of them.
 
     Args:
+        module: the model, or a part of it, which has styles over each.
         groups: the axis of each, "cp" or "tp".
     """
-    for group in groups:
+    parts = [*module.modules()]
+    known = [axes for part in parts if (axes := _models.get(part)) is not None]
+    together: _Axes = weakref.WeakKeyDictionary(groups)
+    for axes in known:
+        together.update(axes)
+    parts += [part for part, axes in _models.items() if any(axes is each for each in known)]
+    _models.update(dict.fromkeys(parts, together))
+    for group in together:
         beside = _compared.setdefault(group, _Compared()).beside
-        beside.update({other: axis for other, axis in groups.items() if other is not group})
+        beside.update({other: axis for other, axis in together.items() if other is not group})
+
+
+@contextmanager
+def running(module: nn.Module) -> Iterator[None]:
+    """What is refused inside is of the model of this module; ranks of other models over its group do not hear of it."""
+    token = _running.set(_models.get(module, _running.get()))
+    try:
+        yield
+    finally:
+        _running.reset(token)
 
 
 def capturing() -> bool:
@@ -315,7 +339,7 @@ def _exchange(group: dist.ProcessGroup, fields: Mapping[str, str], axis: str = "
 def _next_topic(group: dist.ProcessGroup) -> str:
     compared = _compared.setdefault(group, _Compared())
     compared.times += 1
-    return str(compared.times)
+    return f"{compared.plans} {compared.times}"
 
 
 def _words(
@@ -360,8 +384,14 @@ def announce_refusal(group: dist.ProcessGroup, error: Exception, axis: str = "cp
 
 
 def _beside(group: dist.ProcessGroup) -> dict[dist.ProcessGroup, str]:
-    compared = _compared.get(group)
-    return {} if compared is None else dict(compared.beside)
+    """The other groups of the model that runs, or of all models over this one where it is not known.
+
+    It is not known in compiled code that has no module with a plan around it, nor in a function or a backward.
+    """
+    if (axes := _running.get()) is None:
+        compared = _compared.get(group)
+        return {} if compared is None else dict(compared.beside)
+    return {other: axis for other, axis in axes.items() if other is not group} if group in axes else {}
 
 
 def ranks_of_tp(group: dist.ProcessGroup) -> int:
@@ -377,7 +407,8 @@ def announce_trace(group_name: str, axis: str = "cp") -> None:
 
 
 def _note_trace(group: dist.ProcessGroup, refused: bool) -> None:
-    for each in (group, *_beside(group)):
+    own = _compared.setdefault(group, _Compared())
+    for each in (group, *(_beside(group) if refused else own.beside)):
         _compared.setdefault(each, _Compared()).refused_in_trace = refused
 
 

@@ -127,7 +127,7 @@ plant("tp ranks do not compare what requires a gradient", "products:graded_names
     lambda graded_names: lambda *_: "none"
 )
 plant("ranks of tp do not hear of what a core refuses", "agreement:stand_beside", "refusals in cores over tp")(
-    lambda stand_beside: lambda groups: None
+    lambda stand_beside: lambda *_: None
 )
 plant("a head that is trained alone has a hidden input", "tensor_parallel:_hidden", "a head under FSDP2")(
     lambda hidden: lambda x, weight: x
