@@ -33,6 +33,7 @@ from cp_mesh.agreement import (
     checking,
     is_first,
     keep_to_itself,
+    note_refusals,
     require_agreement,
 )
 from cp_mesh.agreement.contents import fingerprint
@@ -147,6 +148,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor
             out, lse, *kept = plan.method.forward(q, k, v, with_whole(plan, call), group)
     except Exception as error:
         keep_to_itself(error)
+        note_refusals(group, error)
         raise
     lse = form.lse_from_bhs(lse).contiguous() if lse.ndim > 1 else lse
     return _as_asked(out, call), lse, *(kept or _nothing(q, lse))

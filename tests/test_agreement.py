@@ -374,6 +374,26 @@ def test_each_refusal_is_heard_once(pool: Any) -> None:
         assert said == ["ArgumentError" if rank == odd else "RankMismatchError" for odd in range(3)] + ["nothing"]
 
 
+def refuse_later(rank: int) -> str:
+    """A call that is like the first one to one rank, and that the other one refuses and goes on."""
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    for wrong in ({}, tensors(rows=7) if rank == ODD else {}):
+        try:
+            attention(**tensors() | wrong, mesh=group, seq_len=2 * ROWS)
+        except Exception as error:
+            return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+        finally:
+            dist.barrier()
+    return "nothing"
+
+
+def test_a_later_refusal_is_told_when_the_wait_ends(pool: Any) -> None:
+    waited, refused = pool(2).run(refuse_later)
+    assert refused.startswith("ArgumentError: local sequence length"), refused
+    assert waited.startswith("RuntimeError: attention: rows of other ranks never came"), waited
+    assert f"rank 1 of the group has refused its arguments: {refused}" in waited, waited
+
+
 def plan_again(rank: int) -> None:
     """What a rank refuses where the others call nothing is of no plan that comes after."""
     axis = mesh((2,), ("cp",))

@@ -437,6 +437,10 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "refusals in cores over tp": lambda pool: test_tensor_parallel.test_all_ranks_of_cp_and_tp_hear_of_a_refusal(
         pool, "a core"
     ),
+    "refusals in another model": lambda pool: test_tensor_parallel.test_ranks_of_one_model_do_not_hear_of_another(
+        pool, "cp", False
+    ),
+    "later refusals": test_agreement.test_a_later_refusal_is_told_when_the_wait_ends,
     "a head under FSDP2": test_tensor_parallel.test_one_trained_part_under_fsdp,
     "plain parameters over tp": test_tensor_parallel.test_plain_parameters_on_sharded_rows,
     "norm on several meshes": test_clipping.test_every_entry_counts_once,

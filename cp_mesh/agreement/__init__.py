@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils.checkpoint import _StopRecomputationError
 
 from cp_mesh.agreement.contents import Digest
-from cp_mesh.agreement.words import Answers, Words, store_of, timeout_of
+from cp_mesh.agreement.words import Answers, Words, left_for, store_of, timeout_of
 from cp_mesh.errors import RankMismatchError
 
 MOST_KINDS = 256
@@ -52,8 +52,9 @@ _enabled: ContextVar[bool | None] = ContextVar("cp_mesh_check", default=None)
 class _Compared:
     """What this rank compared over one group: how often, which kinds of call, and what it looked at alone.
 
-    ``times`` begins anew with each of the ``plans`` over it; ``batches`` counts those after the first of a shape; of the last
-    one that is compared ``digest`` was begun; ``told`` is the key of the one before it, ``read`` of one more before.
+    ``times`` begins anew with each of the ``plans`` over it; ``batches`` counts those after the first of a shape; of
+    the last one that is compared ``digest`` was begun; ``told`` is the key of the one before it, ``read`` of one more
+    before.
     ``refused_in_trace``: and told, since the last comparison; the trace may be begun again, or eager code raises it.
     ``beside``: of other groups over which some model has styles that has some over this one, the axis, "cp" or "tp".
     """
@@ -427,6 +428,18 @@ def announce_error(group_name: str, error: Exception, axis: str = "cp") -> None:
 def keep_to_itself(error: Exception) -> None:
     """Tell no other rank of an error: they are past the comparison, and wait for rows."""
     vars(error)[_TOLD] = None
+
+
+def note_refusals(group: dist.ProcessGroup, error: Exception) -> None:
+    """Add to the error of a collective over the group what other ranks have refused: why they may not have come.
+
+    They refused a call that is not the first of its kind here, and so was not compared.
+    """
+    if isinstance(error, RuntimeError) and group.size() > 1:
+        compared = _compared.setdefault(group, _Compared())
+        for rank, said in left_for(group, f"{compared.plans} {compared.times + 1}").items():
+            if "error" in said:
+                error.add_note(f"cp_mesh: rank {rank} of the group has refused its arguments: {said['error']}")
 
 
 def exchange(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[dict[str, str]]:

@@ -76,6 +76,18 @@ def _take_back(store: dist.Store, topic: str, keys: Sequence[str], size: int) ->
                 store.delete_key(key)
 
 
+def left_for(group: dist.ProcessGroup, topic: str) -> Answers:
+    """What others left for a comparison to which this rank has not come; none if their store is gone."""
+    if (store := store_of(group)) is None:
+        return {}
+    size, mine = group.size(), dist.PrefixStore("cp_mesh", store)
+    with suppress(RuntimeError):
+        room = f"{topic}/{mine.add(topic, 0) // size}"
+        present = [rank for rank in range(size) if mine.check([f"{room}/{rank}"])]
+        return {rank: json.loads(mine.get(f"{room}/{rank}")) for rank in present}
+    return {}
+
+
 @_disable_dynamo  # which traces this function by itself where compiled code calls what it cannot trace
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """The group's own timeout for collectives."""

@@ -11,12 +11,12 @@ layouts                      7
 the schedule                15
 documents as sequences       7
 balanced layouts             4
-the guard                   22
+the guard                   23
 kernels in Triton           34
 kernels                     25
 merging                      5
 scores                      30
-linears over tp             21
+linears over tp             22
 the loop                     7
 gradients                   11
 other methods               16
@@ -29,7 +29,7 @@ data and loss               20
 styles                       7
 watching                     4
 check mode and verify       10
-in all                     370
+in all                     372
 
 To add one, write ``@plant(name, seam, *checks)`` over a function that is given what is at the seam and returns what
 takes its place; see seams.py. No bug quotes source: those of Triton kernels are planted in the Python that launches

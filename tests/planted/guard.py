@@ -14,6 +14,7 @@ def nothing(result: Any = None) -> Any:
     return lambda original: lambda *args, **kwargs: result
 
 
+plant("an error of a wait has no note of refusals", "agreement:note_refusals", "later refusals")(nothing())
 plant("first calls are not compared", "agreement:is_first", "first calls")(nothing(False))
 plant("labels are not compared with tokens", "seen:_unlike_tokens", "labels of other rows")(nothing())
 plant("what shard returns has no mark", "seen:marked", "sharded twice")(nothing())

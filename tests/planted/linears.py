@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -128,6 +128,9 @@ plant("tp ranks do not compare what requires a gradient", "products:graded_names
 )
 plant("ranks of tp do not hear of what a core refuses", "agreement:stand_beside", "refusals in cores over tp")(
     lambda stand_beside: lambda *_: None
+)
+plant("ranks hear of what another model refuses", "agreement:running", "refusals in another model")(
+    lambda running: lambda module: nullcontext()
 )
 plant("a head that is trained alone has a hidden input", "tensor_parallel:_hidden", "a head under FSDP2")(
     lambda hidden: lambda x, weight: x
