@@ -332,6 +332,30 @@ def test_pads_are_of_the_tensor_and_so_are_their_gradients() -> None:
         assert torch.allclose(read.home(weights.clone()), torch.autograd.grad(want, x, of_want)[0], atol=1e-14)
 
 
+@pytest.mark.parametrize(
+    ("score", "after"),
+    [
+        (lambda s, b, h, i, j: torch.where(EIGHT[i - j] > 0, s, s * 2), 0),
+        (lambda s, b, h, i, j: s * (EIGHT[i - j] == 0) + EIGHT[i - j], 1),
+        (lambda s, b, h, i, j: s + EIGHT[(WIDE[i] * 3 + EIGHT[i - j]).long() % 8], 0),
+        (lambda s, b, h, i, j: s + EIGHT[i - j].nan_to_num(), 0),
+        (lambda s, b, h, i, j: s + EIGHT[i - j].clamp(-1, 1).tanh(), 0),
+        (lambda s, b, h, i, j: ((s + EIGHT[i - j].half().detach()) / 20).tanh() * 20, 1),
+        (lambda s, b, h, i, j: torch.maximum(s, EIGHT[i - j]).sigmoid(), 1),
+    ],
+)
+def test_nothing_makes_a_number_of_what_is_beyond(score: Callable[..., torch.Tensor], after: int) -> None:
+    """NaN beyond a tensor tells where the score is NaN for it, and nowhere else."""
+    score_mod, captured = trace("score_mod", score, torch.zeros(1))
+    assert score_mod is not None
+    reads = Reads.of(score_mod, 15)
+    assert sum(read.pads[0][1] for read in reads.reads) == after
+    for i, beyond in ((7, False), (8, True)):
+        scalars = (torch.tensor(n, dtype=torch.int32) for n in (0, 0, i, 0))
+        result = torch.fx.Interpreter(reads.graph).run(torch.tensor(0.5), *scalars, *reads.of_captured(captured))
+        assert result.isnan().item() == beyond
+
+
 def test_masks_count_from_the_end_too() -> None:
     seen = torch.tensor([True, False, False])
     mask_mod, captured = trace("mask_mod", lambda b, h, i, j: seen[i - j], torch.zeros(1))

@@ -27,6 +27,13 @@ MOST_COPIED = 1 << 24
 aten = torch.ops.aten
 _index = aten.index.Tensor
 _FILLS = (aten.full_like.default, aten.new_full.default)  # which take no tensor for a number
+_KEEPING_NAN = {
+    *(aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar, aten.mul.Tensor, aten.div.Tensor, aten.neg.default),
+    *(aten.abs.default, aten.exp.default, aten.log.default, aten.log1p.default, aten.sigmoid.default),
+    *(aten.tanh.default, aten.minimum.default, aten.maximum.default, aten.detach.default, aten._to_copy.default),
+    aten.where.self,  # where it chooses another number, it is not of this one
+}
+"""Operators whose floating point result is NaN where it is of one."""
 
 
 class Read(NamedTuple):
@@ -119,7 +126,7 @@ class _Rewriting:
         self._zero = self._call(aten.bitwise_xor.Tensor, *[self._nodes[self._b]] * 2)
         self._reads, self._from_reads = list[Read](), set[Node]()
         self._constants, self._last_constant = {0: self._zero}, self._zero
-        self._in_indices = self._behind_indices()
+        self._in_indices, self._keeping_nan = self._behind_indices(), self._all_keeping_nan()
         self._inside: Node | None = None  # whether indices so far are of elements that there are, where no NaN says so
         of_rows = dict.fromkeys((self._i, self._j), (0, seq_len - 1))
         self._looked_at = list[tuple[bool, bool]]()
@@ -132,6 +139,17 @@ class _Rewriting:
             if node not in found:
                 found.add(node)
                 left += node.all_input_nodes
+        return found
+
+    def _all_keeping_nan(self) -> set[Node]:
+        """Of which a score is NaN where they are: not what is compared, or becomes an integer."""
+        found = set[Node]()
+        for node in reversed(self._function.graph.graph.nodes):
+            if node.op == "output" or (
+                (node.target is _index or (node.target in _KEEPING_NAN and node.meta["val"].is_floating_point()))
+                and found.issuperset(node.users)
+            ):
+                found.add(node)
         return found
 
     def _index_of(self, node: Node) -> Sequence[Node]:
@@ -149,7 +167,7 @@ class _Rewriting:
                 for x in at:
                     if x in self._captured:  # an index that is captured itself, which has no dims
                         self._depends[x], self._nodes[x] = set(), self._read(x, ())
-                self._nodes[node] = self._read(node.args[0], at)
+                self._nodes[node] = self._read(node.args[0], at, node in self._keeping_nan)
                 continue
             if node.op == "output" and self._scores and self._inside is not None:
                 nothing = self._call(aten.full_like.default, self._nodes[self._first], math.nan)
@@ -215,14 +233,14 @@ class _Rewriting:
         """Not a dim or the like."""
         return str(target._schema.arguments[i].type) in ("Tensor", "number", "Optional[number]")
 
-    def _read(self, x: Any, at: Sequence[Node]) -> Node:
+    def _read(self, x: Any, at: Sequence[Node], keeping_nan: bool = False) -> Node:
         from torch._dynamo._trace_wrapped_higher_order_op import mod_index  # its backward is what the templates scatter
 
         with self._graph.inserting_after(self._last):
             self._last = self._graph.placeholder(f"read_{len(self._reads)}")
         place, value = self._last, x.meta["val"]
         over = set().union(*(self._depends[n] for n in at))
-        copies, pads = {0: COPIES**2, 1: COPIES, 2: 0}[len(over)], self._pads(value, at)
+        copies, pads = {0: COPIES**2, 1: COPIES, 2: 0}[len(over)], self._pads(value, at, keeping_nan)
         chained = any(n in self._from_reads or n in self._captured for n in at)
         self._reads.append(Read(self._captured[x], len(over) == 2, chained, copies, pads))
         indices = [self._counted(*dim) for dim in zip(at, value.shape, pads, strict=True)]
@@ -234,18 +252,17 @@ class _Rewriting:
             indices.append(self._call(aten.bitwise_and.Tensor, turn, self._constant(copies - 1)))
         return self._call(mod_index, place, indices)
 
-    def _pads(self, x: Tensor, at: Sequence[Node]) -> tuple[tuple[int, int], ...]:
+    def _pads(self, x: Tensor, at: Sequence[Node], keeping_nan: bool) -> tuple[tuple[int, int], ...]:
         pads = []
         for node, size in zip(at, x.shape, strict=True):
             before = after = 0
-            if self._scores and not self._is_row(
-                node
-            ):  # tables of blocks are kept for the tensors that a mask_mod reads
+            # not of what a mask_mod reads: tables of blocks are kept for these tensors
+            if self._scores and not self._is_row(node):
                 least, greatest = self._bounds[node] or (-MOST, MOST)
                 if -size <= least <= greatest < size:
                     before = max(0, -least)
                 else:
-                    after = int(x.is_floating_point())
+                    after = int(keeping_nan and x.is_floating_point())
             pads.append((before, after))
         num_elements = math.prod(size + before + after for size, (before, after) in zip(x.shape, pads, strict=True))
         return tuple(pads if num_elements <= MOST_COPIED else [(0, 0)] * len(pads))
