@@ -85,6 +85,7 @@ def test_tiles_are_those_of_the_reference(score: str, mask: str, of_mask: str, p
         assert near(of_scores.captured[i], want)
 
 
+BYTES, SIGNED = (ROWS * 9).to(torch.uint8), (ROWS * 9).to(torch.int8)
 OFFSET, TABLE = torch.tensor(3), torch.linspace(-1, 1, 700, dtype=torch.float64).sin()
 UNUSUAL = {
     "a fraction in an index": lambda s, b, h, i, j: s + TABLE[(torch.where(i > j, (i - j) * 0.5, 1.5) * 2).long()],
@@ -95,6 +96,10 @@ UNUSUAL = {
     ),
     "a constant in an index": lambda s, b, h, i, j: s + TABLE[i + torch.tensor(3)] * TABLE[torch.as_tensor(j)],
     "multiples in an index": lambda s, b, h, i, j: s + TABLE[torch.rsub(i, 200, alpha=2)] * TABLE[j.add(3, alpha=5)],
+    "bytes that wrap": lambda s, b, h, i, j: s + TABLE[(BYTES[i] - 250).long() + ((BYTES[i] + 100) // 8).long() * 2],
+    "signed bytes": lambda s, b, h, i, j: s + TABLE[(SIGNED[i] * 20 + 1).long()],
+    "limits of two kinds": lambda s, b, h, i, j: s + TABLE[(i - j).clamp(0, 7.5).long()],
+    "an index of the score": lambda s, b, h, i, j: s + TABLE[(s.tanh() * 8).long()],
     "detached": lambda s, b, h, i, j: s + TABLE[i + j].detach() * TABLE[j],
     "compared alone": lambda s, b, h, i, j: torch.where(TABLE[j] > 0, s, s * 2),
     "of what is read alone, detached": lambda s, b, h, i, j: TABLE[j].detach(),
@@ -373,6 +378,7 @@ def test_masks_count_from_the_end_too() -> None:
     [
         (lambda s, b, h, i, j: s + EIGHT[i] * h, [False], [False]),
         (lambda s, b, h, i, j: s + EIGHT[i - j], [True], [False]),
+        (lambda s, b, h, i, j: s + EIGHT[s.long()], [True], [False]),
         (lambda s, b, h, i, j: s + WIDE[IDS_OF_ROWS[i] - j], [False, True], [False, True]),
         (lambda s, b, h, i, j: s + WIDE[OFFSET + i - j], [False, True], [False, True]),
         (lambda s, b, h, i, j: s + WIDE[OFFSET], [False, False], [False, True]),
@@ -459,7 +465,7 @@ def test_an_index_is_looked_at_where_its_bounds_say_nothing(
             running.run(torch.tensor(0.5), *(torch.tensor(n, dtype=torch.int32) for n in (0, 0, i, j)), *tensors)
 
 
-BYTES, THIRDS = (ROWS * 9).to(torch.uint8), ROWS.double() / 3
+THIRDS = ROWS.double() / 3
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,7 @@ class _Rewriting:
         *score, self._b, self._h, self._i, self._j = scalars
         self._first, self._scores = scalars[0], bool(score)
         self._depends = {node: {node} & {self._i, self._j} for node in scalars}
+        self._depends |= {node: {self._i, self._j} for node in score}
         self._last = self._nodes[self._j]
         self._zero = self._call(aten.bitwise_xor.Tensor, *[self._nodes[self._b]] * 2)
         self._reads, self._from_reads = list[Read](), set[Node]()
@@ -223,9 +224,14 @@ class _Rewriting:
         if not isinstance(node.target, torch._ops.OpOverload) or node.target in _FILLS:
             return node
         numbers = [i for i, x in enumerate(node._args) if type(x) is int and self._is_number(node.target, i)]
-        if numbers:
+        if numbers and not any(type(x) is float for x in node._args):  # no operator takes a tensor beside one
+            dtype = node.meta["val"].dtype
             with self._graph.inserting_before(node):
                 args = [self._constant(x) if i in numbers else x for i, x in enumerate(node._args)]  # type: ignore[arg-type]
+                if dtype in (torch.uint8, torch.int8, torch.int16):  # in which numbers wrap, as literals do
+                    options = {"dtype": dtype}
+                    for i in numbers:
+                        args[i] = self._graph.call_function(aten._to_copy.default, (args[i],), options)
             node.args, node.target = tuple(args), node.target.overloadpacket
         return node
 
