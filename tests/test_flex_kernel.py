@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -267,6 +269,77 @@ def test_a_shape_is_compiled_once_for_all_tiles() -> None:
             assert len(programs) == 2, "one for the tile, one for its blocks"
             made |= set(programs)
     assert len(made) == 2
+
+
+SMALL = {"BLOCK_M1": 64, "BLOCK_N1": 64, "BLOCK_M2": 64, "BLOCK_N2": 64, "num_stages": 2}
+
+
+@pytest.mark.parametrize(
+    ("score", "learned", "forward", "backward"),
+    [
+        (None, True, {}, {}),
+        (lambda s, b, h, i, j: s * 2, True, {}, {**SMALL, "num_warps": 4}),
+        (lambda s, b, h, i, j: s + TABLE[i] * h, True, {}, {**SMALL, "num_warps": 4}),
+        (lambda s, b, h, i, j: s + TABLE[i - j], True, {}, {**SMALL, "num_warps": 8}),
+        (lambda s, b, h, i, j: s + TABLE[i - j], False, {}, {}),
+        (lambda s, b, h, i, j: s + TABLE[IDS[0, i] - IDS[1, j]], True, {"num_stages": 1}, {"num_stages": 1}),
+        (lambda s, b, h, i, j: s + TABLE[IDS[0, i]], True, {}, {**SMALL, "num_warps": 4}),
+    ],
+)
+@pytest.mark.parametrize("is_tuned", [True, False])
+def test_blocks_and_stages_are_of_what_is_read(
+    score: Callable[..., torch.Tensor] | None,
+    learned: bool,
+    forward: dict[str, int],
+    backward: dict[str, int],
+    is_tuned: bool,
+) -> None:
+    """They reach PyTorch's operators, and are part of a program's key."""
+    operators = import_module("torch._higher_order_ops.flex_attention")
+    q, found, keys = torch.randn(B, H, 64, D).double(), dict[str, Any](), list[tuple[Any, ...]]()
+    score_mod, captured = trace("score_mod", score, q)
+    wanted = frozenset(name_of_captured(i) for i, x in enumerate(captured) if learned and x.is_floating_point())
+    scores, cover = Scores(0.5, score_mod=score_mod, captured=captured, wanted=wanted), Pairs(Mask(), *[ROWS[:64]] * 2)
+
+    def noting(name: str, at: int) -> mock._patch[Any]:
+        whole = getattr(operators, name)
+        return mock.patch.object(operators, name, lambda *args: (found.setdefault(name, args[at]), whole(*args))[1])
+
+    def program(key: tuple[Any, ...], inputs: tuple[torch.Tensor, ...], make: Callable[..., Any]) -> Callable[..., Any]:
+        keys.append(key)
+        return make({})
+
+    with (
+        mock.patch.object(flex, "is_tuned", lambda q, v: is_tuned),
+        mock.patch.object(flex, "program", program),
+        noting("flex_attention", 6),
+        noting("flex_attention_backward", 11),
+    ):
+        out, lse = flex._forward(q, q, q, cover, scores)
+        flex._backward(BackwardTile(out, q, q, q, None, lse, lse, cover, scores))
+    for options, key, want in zip(found.values(), keys, (forward, backward), strict=True):
+        assert options == flex._OPTIONS | (want if is_tuned else {})
+        assert set(options.items()) <= set(key)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dims", "dtype", "tuned"),
+    [
+        ((9, 0), (128, 128), torch.bfloat16, True),
+        ((9, 0), (128, 128), torch.float16, True),
+        ((10, 0), (128, 128), torch.bfloat16, False),
+        ((9, 0), (64, 64), torch.bfloat16, False),
+        ((9, 0), (128, 64), torch.bfloat16, False),
+        ((9, 0), (128, 128), torch.float32, False),
+    ],
+)
+def test_what_blocks_were_measured_for(
+    capability: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, tuned: bool
+) -> None:
+    q, v = (SimpleNamespace(is_cuda=True, device=0, shape=(1, 1, 1, dim), dtype=dtype) for dim in dims)
+    with mock.patch.object(torch.cuda, "get_device_capability", lambda device: capability):
+        assert flex.is_tuned(q, v) == tuned
+        assert not flex.is_tuned(torch.zeros(1, 1, 1, 128).bfloat16(), torch.zeros(1, 1, 1, 128).bfloat16())
 
 
 def test_lse_is_given_to_the_backward_as_its_template_reads_it() -> None:
