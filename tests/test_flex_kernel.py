@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -165,6 +167,18 @@ def test_tables_of_blocks_are_of_these_heads_rows_and_tensors() -> None:
         assert tables(lambda b, h, i, j, x=x: x[i, j]) == (1, 1)
     allow[:, 128:] = True
     tables(lambda b, h, i, j: allow[i, j])
+
+
+def test_tables_of_blocks_keep_no_copies_of_what_is_read() -> None:
+    """A plan keeps its tables; a tile has copies of captured tensors, with pads."""
+    cover, scores = Pairs(Mask(), ROWS, ROWS), scores_of("relative table", "causal", torch.zeros(1).double())
+    with mock.patch.object(flex_programs, "_programs", type(flex_programs._programs)()):
+        tile = Tile(cover, scores, torch.float64)
+        blocks = flex_blocks.blocks_of(tile, (B, H, S, S))
+    of_tile = weakref.ref(tile)
+    del tile
+    gc.collect()
+    assert blocks.kv_num_blocks.any() and of_tile() is None
 
 
 def test_handles_are_equal_on_all_devices() -> None:

@@ -60,9 +60,8 @@ def _made(tile: Tile, shape: tuple[int, int, int, int]) -> Any:
     found = zip(*(run(b, h, i, j, *tile.of_mask) for i in parts), strict=True)
     some, every = (torch.cat(x, 2)[:, :, : -(-Sq // BLOCK)] for x in found)
     listed = [_in_order(x) for x in (some & ~every, every)]
-    return BlockMask.from_kv_blocks(
-        *listed[0], *listed[1], BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=tile.mask, seq_lengths=(Sq, Sk)
-    )
+    # its mask_mod is of the tile that it is given to: kept here, this one would keep copies of captured tensors
+    return BlockMask.from_kv_blocks(*listed[0], *listed[1], BLOCK_SIZE=(BLOCK, BLOCK), seq_lengths=(Sq, Sk))
 
 
 def _in_order(x: Tensor) -> tuple[Tensor, Tensor]:
