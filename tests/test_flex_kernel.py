@@ -293,11 +293,12 @@ SMALL = {"BLOCK_M1": 64, "BLOCK_N1": 64, "BLOCK_M2": 64, "BLOCK_N2": 64, "num_st
     [
         (None, True, {}, {}),
         (lambda s, b, h, i, j: s * 2, True, {}, {**SMALL, "num_warps": 4}),
-        (lambda s, b, h, i, j: s + TABLE[i] * h, True, {}, {**SMALL, "num_warps": 4}),
+        (lambda s, b, h, i, j: s + TABLE[i] * h, True, {}, {}),
+        (lambda s, b, h, i, j: s + TABLE[i] * h, False, {}, {**SMALL, "num_warps": 4}),
         (lambda s, b, h, i, j: s + TABLE[i - j], True, {}, {**SMALL, "num_warps": 8}),
         (lambda s, b, h, i, j: s + TABLE[i - j], False, {}, {}),
         (lambda s, b, h, i, j: s + TABLE[IDS[0, i] - IDS[1, j]], True, {"num_stages": 1}, {"num_stages": 1}),
-        (lambda s, b, h, i, j: s + TABLE[IDS[0, i]], True, {}, {**SMALL, "num_warps": 4}),
+        (lambda s, b, h, i, j: s + TABLE[IDS[0, i]], False, {}, {**SMALL, "num_warps": 4}),
     ],
 )
 @pytest.mark.parametrize("is_tuned", [True, False])
@@ -389,7 +390,7 @@ class Indices(torch.fx.Interpreter):
 def test_indices_count_from_the_end_and_no_further(most_copied: int) -> None:
     """PyTorch's templates read memory before and after a tensor."""
     table, offset = torch.arange(8.0), torch.tensor([3, 100])
-    score_mod, captured = trace("score_mod", lambda s, b, h, i, j: s + table[i - j] * offset[j - i], torch.zeros(1))
+    score_mod, captured = trace("score_mod", lambda s, b, h, i, j: s + table[i - j] + offset[j - i], torch.zeros(1))
     assert score_mod is not None
     with mock.patch.object(flex_reads, "MOST_COPIED", most_copied):
         reads = Reads.of(score_mod, S)
@@ -402,9 +403,9 @@ def test_indices_count_from_the_end_and_no_further(most_copied: int) -> None:
         return result.item(), running.found
 
     value, found = at(1, 2)
-    assert value == 0.5 + 7 * 100 and found == [[7], [1]], "-1 is the last"
+    assert value == 0.5 + 7 + 100 and found == [[7], [1]], "-1 is the last"
     value, found = at(0, 0)
-    assert value == 0.5 and found == [[0], [0]]
+    assert value == 0.5 + 3 and found == [[0], [0]]
     for i, j in ((8, 0), (0, 9), (0, 2)):
         value, found = at(i, j)
         assert math.isnan(value) and all(0 <= n < len(x) for (n,), x in zip(found, tensors, strict=True))
@@ -432,12 +433,15 @@ def test_pads_are_of_the_tensor_and_so_are_their_gradients() -> None:
         (lambda s, b, h, i, j: s + EIGHT[(WIDE[i] * 3 + EIGHT[i - j]).long() % 8], 0),
         (lambda s, b, h, i, j: s + EIGHT[i - j].nan_to_num(), 0),
         (lambda s, b, h, i, j: s + EIGHT[i - j].clamp(-1, 1).tanh(), 0),
-        (lambda s, b, h, i, j: ((s + EIGHT[i - j].half().detach()) / 20).tanh() * 20, 1),
-        (lambda s, b, h, i, j: torch.maximum(s, EIGHT[i - j]).sigmoid(), 1),
+        (lambda s, b, h, i, j: ((s + EIGHT[i - j].half().detach()) / 20).tanh() * 20, 0),
+        (lambda s, b, h, i, j: torch.maximum(s, EIGHT[i - j]).sigmoid(), 0),
+        (lambda s, b, h, i, j: (s - torch.where(i > j, -EIGHT[i - j].half().detach(), s)) / 3 * 2, 1),
+        (lambda s, b, h, i, j: s + EIGHT[i - j] * WIDE[h], 0),
+        (lambda s, b, h, i, j: s * EIGHT[i - j], 0),
     ],
 )
 def test_nothing_makes_a_number_of_what_is_beyond(score: Callable[..., torch.Tensor], after: int) -> None:
-    """NaN beyond a tensor tells where the score is NaN for it, and nowhere else."""
+    """NaN beyond a tensor tells where the score is a sum with it, and nowhere else."""
     score_mod, captured = trace("score_mod", score, torch.zeros(1))
     assert score_mod is not None
     reads = Reads.of(score_mod, 15)
@@ -446,6 +450,28 @@ def test_nothing_makes_a_number_of_what_is_beyond(score: Callable[..., torch.Ten
         scalars = (torch.tensor(n, dtype=torch.int32) for n in (0, 0, i, 0))
         result = torch.fx.Interpreter(reads.graph).run(torch.tensor(0.5), *scalars, *reads.of_captured(captured))
         assert result.isnan().item() == beyond
+
+
+@pytest.mark.parametrize("form", ["sum", "product"])
+def test_what_is_hidden_may_be_beyond_a_tensor(form: str) -> None:
+    """A table as long as the window: gradients are those of a longer one."""
+    torch.manual_seed(0)
+    long, scale = torch.randn(S).double(), torch.randn(H).double()
+    q, k, v, dout = (torch.randn(B, heads, 64, D).double() for heads in (H, K, K, H))
+    cover, found = Pairs(Mask(window=(15, 0)), *[ROWS[:64]] * 2), []
+    for table in (long[:16], long):
+
+        def score(s: Any, b: Any, h: Any, i: Any, j: Any, table: torch.Tensor = table) -> torch.Tensor:
+            return s * table[i - j] * scale[h] if form == "product" else s * scale[h] + table[i - j]
+
+        score_mod, captured = trace("score_mod", score, q)
+        wanted = frozenset(map(name_of_captured, range(2)))
+        scores = Scores(0.5, score_mod=score_mod, captured=captured, wanted=wanted)
+        out, lse = flex._forward(q, k, v, cover, scores)
+        *grads, of_scores = flex._backward(BackwardTile(dout, q, k, v, None, lse, torch.zeros_like(lse), cover, scores))
+        by_size = sorted(of_scores.captured.values(), key=len)
+        found.append([out, *grads, by_size[0], by_size[1][:16]])
+    assert all(near(x, y) and x.isfinite().all() and x.any() for x, y in zip(*found, strict=True))
 
 
 def test_masks_count_from_the_end_too() -> None:
@@ -467,8 +493,8 @@ def test_masks_count_from_the_end_too() -> None:
         (lambda s, b, h, i, j: s + EIGHT[i - j], [True], [False]),
         (lambda s, b, h, i, j: s + EIGHT[s.long()], [True], [False]),
         (lambda s, b, h, i, j: s + WIDE[IDS_OF_ROWS[i] - j], [False, True], [False, True]),
-        (lambda s, b, h, i, j: s + WIDE[OFFSET + i - j], [False, True], [False, True]),
-        (lambda s, b, h, i, j: s + WIDE[OFFSET], [False, False], [False, True]),
+        (lambda s, b, h, i, j: s + WIDE[OFFSET + IDS_OF_ROWS[h] + i - j], [False, False, True], [False, False, False]),
+        (lambda s, b, h, i, j: s + WIDE[OFFSET], [False, False], [False, False]),
     ],
 )
 def test_what_is_known_of_a_read(score: Callable[..., torch.Tensor], of_pairs: list[bool], chained: list[bool]) -> None:

@@ -51,7 +51,7 @@ def _backward_options(tile: Tile, q: Tensor, v: Tensor) -> dict[str, int]:
         return {}
     if any(read.chained for read, _ in of_pairs):
         return {"num_stages": 1}
-    if not of_pairs:
+    if not any(tile.wanted) and not of_pairs:
         return _SMALL_BLOCKS | {"num_stages": 2, "num_warps": 4}
     return _SMALL_BLOCKS | {"num_stages": 2, "num_warps": 8} if any(wanted for _, wanted in of_pairs) else {}
 

@@ -23,17 +23,17 @@ COPIES = 64
 LENGTHS = 64
 """Of the whole sequence, for which what is made of a function is kept."""
 MOST_COPIED = 1 << 24
-"""Elements of a tensor that is copied for each tile, so that its indices need no looks."""
+"""Elements, pads among them, of a tensor that is copied for each tile and pass."""
 aten = torch.ops.aten
 _index = aten.index.Tensor
 _FILLS = (aten.full_like.default, aten.new_full.default)  # which take no tensor for a number
-_KEEPING_NAN = {
-    *(aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar, aten.mul.Tensor, aten.div.Tensor, aten.neg.default),
-    *(aten.abs.default, aten.exp.default, aten.log.default, aten.log1p.default, aten.sigmoid.default),
-    *(aten.tanh.default, aten.minimum.default, aten.maximum.default, aten.detach.default, aten._to_copy.default),
-    aten.where.self,  # where it chooses another number, it is not of this one
+_SUMS = {
+    *(aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar, aten.neg.default, aten.detach.default),
+    *(aten._to_copy.default, aten.where.self),  # where it chooses another number, it is not of this one
 }
-"""Operators whose floating point result is NaN where it is of one."""
+_TIMES = {aten.mul.Tensor, aten.div.Tensor}
+"""In sums, and in multiples by numbers, NaN stays NaN, and nothing else has a gradient that depends on it: not one of
+0 * NaN where the mask hides what was read."""
 
 
 class Read(NamedTuple):
@@ -45,7 +45,7 @@ class Read(NamedTuple):
     Attributes:
         source: which captured tensor.
         of_pairs: whether its index depends on query and key.
-        chained: whether what was read is part of its index.
+        chained: whether part of its index was read at a query or a key.
         copies: of each element, which have a gradient of their own, along a last dim: pairs that read the same element
             take turns, where their gradients are summed by atomics. 0: no such dim.
         pads: of each dim, how many of its last elements are repeated before it, and how many NaN follow it.
@@ -127,7 +127,7 @@ class _Rewriting:
         self._zero = self._call(aten.bitwise_xor.Tensor, *[self._nodes[self._b]] * 2)
         self._reads, self._from_reads = list[Read](), set[Node]()
         self._constants, self._last_constant = {0: self._zero}, self._zero
-        self._in_indices, self._keeping_nan = self._behind_indices(), self._all_keeping_nan()
+        self._in_indices, self._summed = self._behind_indices(), self._all_summed()
         self._inside: Node | None = None  # whether indices so far are of elements that there are, where no NaN says so
         of_rows = dict.fromkeys((self._i, self._j), (0, seq_len - 1))
         self._looked_at = list[tuple[bool, bool]]()
@@ -142,14 +142,13 @@ class _Rewriting:
                 left += node.all_input_nodes
         return found
 
-    def _all_keeping_nan(self) -> set[Node]:
-        """Of which a score is NaN where they are: not what is compared, or becomes an integer."""
+    def _all_summed(self) -> set[Node]:
+        """To which the score is a sum of this and of what does not depend on it: not what is compared, for example."""
         found = set[Node]()
         for node in reversed(self._function.graph.graph.nodes):
-            if node.op == "output" or (
-                (node.target is _index or (node.target in _KEEPING_NAN and node.meta["val"].is_floating_point()))
-                and found.issuperset(node.users)
-            ):
+            keeps = node.target in _SUMS or (node.target in _TIMES and len(node.all_input_nodes) == 1)
+            keeps = (keeps and node.meta["val"].is_floating_point()) or node.target is _index
+            if node.op == "output" or (keeps and found.issuperset(node.users)):
                 found.add(node)
         return found
 
@@ -162,13 +161,13 @@ class _Rewriting:
             if node.op == "placeholder":
                 continue
             self._depends[node] = set().union(*(self._depends.get(x, set()) for x in node.all_input_nodes))
-            if any(x in self._from_reads or x in self._captured for x in node.all_input_nodes):
+            if not self._from_reads.isdisjoint(node.all_input_nodes) or (self._index_of(node) and self._depends[node]):
                 self._from_reads.add(node)
             if at := self._index_of(node):
                 for x in at:
                     if x in self._captured:  # an index that is captured itself, which has no dims
                         self._depends[x], self._nodes[x] = set(), self._read(x, ())
-                self._nodes[node] = self._read(node.args[0], at, node in self._keeping_nan)
+                self._nodes[node] = self._read(node.args[0], at, node in self._summed)
                 continue
             if node.op == "output" and self._scores and self._inside is not None:
                 nothing = self._call(aten.full_like.default, self._nodes[self._first], math.nan)
@@ -239,15 +238,15 @@ class _Rewriting:
         """Not a dim or the like."""
         return str(target._schema.arguments[i].type) in ("Tensor", "number", "Optional[number]")
 
-    def _read(self, x: Any, at: Sequence[Node], keeping_nan: bool = False) -> Node:
+    def _read(self, x: Any, at: Sequence[Node], summed: bool = False) -> Node:
         from torch._dynamo._trace_wrapped_higher_order_op import mod_index  # its backward is what the templates scatter
 
         with self._graph.inserting_after(self._last):
             self._last = self._graph.placeholder(f"read_{len(self._reads)}")
         place, value = self._last, x.meta["val"]
         over = set().union(*(self._depends[n] for n in at))
-        copies, pads = {0: COPIES**2, 1: COPIES, 2: 0}[len(over)], self._pads(value, at, keeping_nan)
-        chained = any(n in self._from_reads or n in self._captured for n in at)
+        copies, pads = {0: COPIES**2, 1: COPIES, 2: 0}[len(over)], self._pads(value, at, summed)
+        chained = not self._from_reads.isdisjoint(at)
         self._reads.append(Read(self._captured[x], len(over) == 2, chained, copies, pads))
         indices = [self._counted(*dim) for dim in zip(at, value.shape, pads, strict=True)]
         if copies:
@@ -258,7 +257,7 @@ class _Rewriting:
             indices.append(self._call(aten.bitwise_and.Tensor, turn, self._constant(copies - 1)))
         return self._call(mod_index, place, indices)
 
-    def _pads(self, x: Tensor, at: Sequence[Node], keeping_nan: bool) -> tuple[tuple[int, int], ...]:
+    def _pads(self, x: Tensor, at: Sequence[Node], summed: bool) -> tuple[tuple[int, int], ...]:
         pads = []
         for node, size in zip(at, x.shape, strict=True):
             before = after = 0
@@ -268,7 +267,7 @@ class _Rewriting:
                 if -size <= least <= greatest < size:
                     before = max(0, -least)
                 else:
-                    after = int(keeping_nan and x.is_floating_point())
+                    after = int(summed and x.is_floating_point())
             pads.append((before, after))
         num_elements = math.prod(size + before + after for size, (before, after) in zip(x.shape, pads, strict=True))
         return tuple(pads if num_elements <= MOST_COPIED else [(0, 0)] * len(pads))

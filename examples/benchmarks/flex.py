@@ -411,7 +411,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 table.append(row)
                 keys = ("fwd_ms", "fwdbwd_ms", "of_floor_fwd", "of_floor_fwdbwd", "extra_gib", "error")
                 words = " ".join(f"{row.get(key, ''):>9}" for key in keys)
-                ranks.print(f"{score:18}{rows:>7} {name:13} fwd, both, of floor, GiB, error: {words}  {row['status']}")
+                ranks.print(f"{score:18}{rows:>7} {name:15} fwd, both, of floor, GiB, error: {words}  {row['status']}")
             ranks.print(f"{time.monotonic() - began:.0f} s")
             if args.csv is not None and (args.played or ranks.rank == 0):
                 append(args.csv, COLUMNS, table)
