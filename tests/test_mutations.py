@@ -277,6 +277,9 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "indices of flex": lambda pool: alone(
         pool, *((test_flex_kernel.test_indices_count_from_the_end_and_no_further, (most,)) for most in (1 << 24, 0))
     ),
+    "hidden reads of flex": lambda pool: alone(
+        pool, (test_flex_kernel.test_what_is_hidden_may_be_beyond_a_tensor, ("product",))
+    ),
     "pads of flex": lambda pool: alone(
         pool, (test_flex_kernel.test_pads_are_of_the_tensor_and_so_are_their_gradients, ())
     ),

@@ -217,6 +217,11 @@ def _(of: Any) -> Any:
     return lambda self, x: of(self, x).nan_to_num()
 
 
+@plant("NaN follows a tensor in products too", "kernels.flex_reads:_Rewriting._all_summed", "hidden reads of flex")
+def _(summed: Any) -> Any:
+    return lambda self: set(self._function.graph.graph.nodes)
+
+
 @plant("gradients of elements counted from the end are lost", "kernels.flex_reads:Read.home", "pads of flex")
 def _(home: Any) -> Any:
     def mutant(self: Any, grad: Any) -> Any:
