@@ -390,7 +390,7 @@ class Indices(torch.fx.Interpreter):
 def test_indices_count_from_the_end_and_no_further(most_copied: int) -> None:
     """PyTorch's templates read memory before and after a tensor."""
     table, offset = torch.arange(8.0), torch.tensor([3, 100])
-    score_mod, captured = trace("score_mod", lambda s, b, h, i, j: s + table[i - j] + offset[j - i], torch.zeros(1))
+    score_mod, captured = trace("score_mod", lambda s, b, h, i, j: s + table[i - j] + offset[i + 0 * j], torch.zeros(1))
     assert score_mod is not None
     with mock.patch.object(flex_reads, "MOST_COPIED", most_copied):
         reads = Reads.of(score_mod, S)
@@ -406,7 +406,7 @@ def test_indices_count_from_the_end_and_no_further(most_copied: int) -> None:
     assert value == 0.5 + 7 + 100 and found == [[7], [1]], "-1 is the last"
     value, found = at(0, 0)
     assert value == 0.5 + 3 and found == [[0], [0]]
-    for i, j in ((8, 0), (0, 9), (0, 2)):
+    for i, j in ((1, 10), (0, 9), (8, 8)):  # beyond the table, and beyond the integers
         value, found = at(i, j)
         assert math.isnan(value) and all(0 <= n < len(x) for (n,), x in zip(found, tensors, strict=True))
 
