@@ -103,6 +103,7 @@ UNUSUAL = {
     "bytes that wrap": lambda s, b, h, i, j: s + TABLE[(BYTES[i] - 250).long() + ((BYTES[i] + 100) // 8).long() * 2],
     "signed bytes": lambda s, b, h, i, j: s + TABLE[(SIGNED[i] * 20 + 1).long()],
     "limits of two kinds": lambda s, b, h, i, j: s + TABLE[(i - j).clamp(0, 7.5).long()],
+    "no tensor for a limit": lambda s, b, h, i, j: s + TABLE[torch.nn.functional.hardtanh(i - j, 3, 5) + i],
     "an index of the score": lambda s, b, h, i, j: s + TABLE[(s.tanh() * 8).long()],
     "detached": lambda s, b, h, i, j: s + TABLE[i + j].detach() * TABLE[j],
     "compared alone": lambda s, b, h, i, j: torch.where(TABLE[j] > 0, s, s * 2),

@@ -223,7 +223,8 @@ class _Rewriting:
         if not isinstance(node.target, torch._ops.OpOverload) or node.target in _FILLS:
             return node
         numbers = [i for i, x in enumerate(node._args) if type(x) is int and self._is_number(node.target, i)]
-        if numbers and not any(type(x) is float for x in node._args):  # no operator takes a tensor beside one
+        beside = any(type(x) is float for x in node._args)  # no operator takes a tensor beside one
+        if numbers and not beside and _takes_tensors(node.target, numbers):
             dtype = node.meta["val"].dtype
             with self._graph.inserting_before(node):
                 args = [self._constant(x) if i in numbers else x for i, x in enumerate(node._args)]  # type: ignore[arg-type]
@@ -301,6 +302,13 @@ class _Rewriting:
             return self._call(aten.where.self, inside, index, end)
         self._inside = inside if self._inside is None else self._call(aten.bitwise_and.Tensor, self._inside, inside)
         return self._call(aten.where.self, inside, index, zero)
+
+
+def _takes_tensors(target: Any, at: Sequence[int]) -> bool:
+    """Whether an overload takes tensors as these arguments, as that of ``hardtanh`` does not."""
+    packet = target.overloadpacket
+    schemas = (getattr(packet, name)._schema.arguments for name in packet.overloads())
+    return any(all(i < len(x) and "Tensor" in str(x[i].type) for i in at) for x in schemas)
 
 
 def reads_of(function: ScalarFunction, seq_len: int) -> Reads:
