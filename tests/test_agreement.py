@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from ranks import mesh, num_collectives
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import cp_mesh
@@ -396,7 +397,7 @@ def test_a_later_refusal_is_told_when_the_wait_ends(pool: Any) -> None:
 
 def plan_again(rank: int) -> None:
     """What a rank refuses where the others call nothing is of no plan that comes after."""
-    axis = mesh((2,), ("cp",))
+    axis = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=("cp",))  # later calls over it would hear it
     style = cp_mesh.ContextParallel(cp_mesh.ShardedSequence(axis))
     for plans in range(2):
         attend = cp_mesh.parallelize(torch.nn.Sequential(Planned()), axis, {"0": style}, watch=False)
