@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from cp_mesh.agreement import ranks_of_tp
+from cp_mesh.agreement.models import ranks_of_tp
 from cp_mesh.attention import Asked, attend, check_asked
 from cp_mesh.block_masks import check_hidden
 from cp_mesh.call import SCORE_OPTIONS, check_choice

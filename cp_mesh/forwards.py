@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from cp_mesh.agreement import running
+from cp_mesh.agreement.models import running
 from cp_mesh.errors import UnsupportedError, refuse
 
 FILE = __file__

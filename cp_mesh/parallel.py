@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from cp_mesh.agreement import stand_beside
+from cp_mesh.agreement.models import stand_beside
 from cp_mesh.boundaries import GatherOutput, ShardInput
 from cp_mesh.cores import ContextParallel, cross_attention
 from cp_mesh.errors import UnsupportedError, refuse

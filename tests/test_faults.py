@@ -429,7 +429,8 @@ def cached() -> dict[str, Any]:
 
 KEPT_WITH = {
     "agreement._compared": "a group, at most MOST_KINDS",
-    "agreement._models": "a module",
+    "agreement.models._beside": "a group",
+    "agreement.models._models": "a module",
     "groups._PARTS": "a group, by divisors of its size",
     "groups._AXES": "a group, by axes of its mesh",
     "machines._KNOWN": "a group",

@@ -11,7 +11,6 @@ the environment sets ``CP_MESH_CHECK=1``. ``check_mode(False)`` and ``CP_MESH_CH
 from __future__ import annotations
 
 import json
-import math
 import os
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -23,11 +22,12 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils.checkpoint import _StopRecomputationError
 
 from cp_mesh.agreement.contents import Digest
+from cp_mesh.agreement.models import beside
 from cp_mesh.agreement.words import Answers, Words, left_for, store_of, timeout_of
 from cp_mesh.errors import RankMismatchError
 
@@ -56,7 +56,6 @@ class _Compared:
     the last one that is compared ``digest`` was begun; ``told`` is the key of the one before it, ``read`` of one more
     before.
     ``refused_in_trace``: and told, since the last comparison; the trace may be begun again, or eager code raises it.
-    ``beside``: of other groups over which some model has styles that has some over this one, the axis, "cp" or "tp".
     """
 
     times: int = 0
@@ -68,15 +67,9 @@ class _Compared:
     refused_in_trace: bool = False
     kinds: set[Hashable] = field(default_factory=set)
     here: set[Hashable] = field(default_factory=set)
-    beside: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = field(default_factory=weakref.WeakKeyDictionary)
 
 
 _compared: weakref.WeakKeyDictionary[dist.ProcessGroup, _Compared] = weakref.WeakKeyDictionary()
-
-_Axes = weakref.WeakKeyDictionary[dist.ProcessGroup, str]
-"""The groups over which a model has styles, and the axis of each, "cp" or "tp"."""
-_models: weakref.WeakKeyDictionary[nn.Module, _Axes] = weakref.WeakKeyDictionary()  # all modules of one share it
-_running: ContextVar[_Axes | None] = ContextVar("cp_mesh_running", default=None)
 
 
 @contextmanager
@@ -139,35 +132,6 @@ def look_again(group: dist.ProcessGroup) -> int:
     own.times = 0
     own.plans += 1
     return own.plans - 1
-
-
-def stand_beside(module: nn.Module, groups: Mapping[dist.ProcessGroup, str]) -> None:
-    """Let ranks of all these groups, and of those known of this model, hear of a refusal over one of them.
-
-    Args:
-        module: the model, or a part of it, which has styles over each.
-        groups: the axis of each, "cp" or "tp".
-    """
-    parts = [*module.modules()]
-    known = [axes for part in parts if (axes := _models.get(part)) is not None]
-    together: _Axes = weakref.WeakKeyDictionary(groups)
-    for axes in known:
-        together.update(axes)
-    parts += [part for part, axes in _models.items() if any(axes is each for each in known)]
-    _models.update(dict.fromkeys(parts, together))
-    for group in together:
-        beside = _compared.setdefault(group, _Compared()).beside
-        beside.update({other: axis for other, axis in together.items() if other is not group})
-
-
-@contextmanager
-def running(module: nn.Module) -> Iterator[None]:
-    """What is refused inside is of the model of this module; ranks of other models over its group do not hear of it."""
-    token = _running.set(_models.get(module, _running.get()))
-    try:
-        yield
-    finally:
-        _running.reset(token)
 
 
 def capturing() -> bool:
@@ -369,7 +333,7 @@ def announce_refusal(group: dist.ProcessGroup, error: Exception, axis: str = "cp
         return  # of one that nobody was told of, all ranks raise their own
     waiting = group if axis == "cp" and in_check_mode and not told else None
     said = {"error": f"{type(error).__name__}: {error}"}
-    for other, its_axis in (*_beside(group).items(), (group, axis)):
+    for other, its_axis in (*beside(group).items(), (group, axis)):
         if other.group_name in told:
             continue
         vars(error)[_TOLD] = told = told | {other.group_name}
@@ -384,22 +348,6 @@ def announce_refusal(group: dist.ProcessGroup, error: Exception, axis: str = "cp
             _words(other, _next_topic(other), said, None)
 
 
-def _beside(group: dist.ProcessGroup) -> dict[dist.ProcessGroup, str]:
-    """The other groups of the model that runs, or of all models over this one where it is not known.
-
-    It is not known in compiled code that has no module with a plan around it, nor in a function or a backward.
-    """
-    if (axes := _running.get()) is None:
-        compared = _compared.get(group)
-        return {} if compared is None else dict(compared.beside)
-    return {other: axis for other, axis in axes.items() if other is not group} if group in axes else {}
-
-
-def ranks_of_tp(group: dist.ProcessGroup) -> int:
-    """Of the groups that stand beside this one: how many ranks have other heads; 1 without styles over tp."""
-    return math.prod(other.size() for other, axis in _beside(group).items() if axis == "tp")
-
-
 def announce_trace(group_name: str, axis: str = "cp") -> None:
     """As `announce_refusal`, while torch.compile traces: of the error no word is known, as some may be symbolic."""
     group = _resolve_process_group(group_name)  # type: ignore[arg-type]
@@ -408,8 +356,7 @@ def announce_trace(group_name: str, axis: str = "cp") -> None:
 
 
 def _note_trace(group: dist.ProcessGroup, refused: bool) -> None:
-    own = _compared.setdefault(group, _Compared())
-    for each in (group, *(_beside(group) if refused else own.beside)):
+    for each in (group, *beside(group, of_all_models=not refused)):
         _compared.setdefault(each, _Compared()).refused_in_trace = refused
 
 

@@ -32,8 +32,8 @@ _SUMS = {
     *(aten._to_copy.default, aten.where.self),  # where it chooses another number, it is not of this one
 }
 _TIMES = {aten.mul.Tensor, aten.div.Tensor}
-"""In sums, and in multiples by numbers, NaN stays NaN, and nothing else has a gradient that depends on it: not one of
-0 * NaN where the mask hides what was read."""
+"""Of a tensor and a number. In these and in `_SUMS` NaN stays NaN, and no other tensor has a gradient that depends on
+it: that would be 0 * NaN where the mask hides what was read."""
 
 
 class Read(NamedTuple):

@@ -126,10 +126,10 @@ plant("tp ranks do not compare their first calls", "agreement:agree_once", "unli
 plant("tp ranks do not compare what requires a gradient", "products:graded_names", "unlike gradients over tp")(
     lambda graded_names: lambda *_: "none"
 )
-plant("ranks of tp do not hear of what a core refuses", "agreement:stand_beside", "refusals in cores over tp")(
+plant("ranks of tp do not hear of what a core refuses", "agreement.models:stand_beside", "refusals in cores over tp")(
     lambda stand_beside: lambda *_: None
 )
-plant("ranks hear of what another model refuses", "agreement:running", "refusals in another model")(
+plant("ranks hear of what another model refuses", "agreement.models:running", "refusals in another model")(
     lambda running: lambda module: nullcontext()
 )
 plant("a head that is trained alone has a hidden input", "tensor_parallel:_hidden", "a head under FSDP2")(
