@@ -286,29 +286,51 @@ def test_a_shape_is_compiled_once_for_all_tiles() -> None:
     assert len(made) == 2
 
 
-SMALL = {"BLOCK_M1": 64, "BLOCK_N1": 64, "BLOCK_M2": 64, "BLOCK_N2": 64, "num_stages": 2}
+def test_positions_are_computed_in_the_forward_and_read_in_the_backward() -> None:
+    """But not for gradients of what is read. Here the two differ, which tells them apart."""
+    at, q = ROWS[:64], torch.randn(B, H, 64, D).double()
+    table = torch.arange(200.0).double().requires_grad_()
+    score_mod, captured = trace("score_mod", lambda score, b, h, i, j: table[i], q)
+    scores = Scores(0.5, score_mod=score_mod, captured=captured, wanted=frozenset({name_of_captured(0)}))
+    cover, found = Pairs(Mask(), at, at, steps=(Steps.of(at + 100),) * 2), list[float]()
+    for computed in (True, False):
+        tile = Tile(cover, scores, torch.float64, computed=computed)
+        of_pair = torch.zeros(()).double(), *torch.tensor([0, 0, 7, 3], dtype=torch.int32)
+        found.append(float(tile.score(*of_pair, *tile.of_score)))
+        grad = tile.joint(torch.float64)(*of_pair, torch.ones(()).double(), *tile.of_score)[-1]
+        assert grad.sum(-1).nonzero().tolist() == [[107]]
+    assert found == [107, 7]
+
+
+def test_forward_and_backward_say_which() -> None:
+    q = torch.randn(B, H, 64, D).double()
+    scores, cover, made = scores_of("relative table", "causal", q), Pairs(Mask(), *[ROWS[:64]] * 2), list[bool]()
+
+    def tile(*args: Any, computed: bool = True) -> Tile:
+        made.append(computed)
+        return Tile(*args, computed=computed)
+
+    with mock.patch.object(flex, "Tile", tile):
+        out, lse = flex._forward(q, q, q, cover, scores)
+        flex._backward(BackwardTile(out, q, q, q, None, lse, lse, cover, scores))
+    assert made == [True, False]
 
 
 @pytest.mark.parametrize(
-    ("score", "learned", "forward", "backward"),
+    ("score", "learned", "stages"),
     [
-        (None, True, {}, {}),
-        (lambda s, b, h, i, j: s * 2, True, {}, {**SMALL, "num_warps": 4}),
-        (lambda s, b, h, i, j: s + TABLE[i] * h, True, {}, {}),
-        (lambda s, b, h, i, j: s + TABLE[i] * h, False, {}, {**SMALL, "num_warps": 4}),
-        (lambda s, b, h, i, j: s + TABLE[i - j], True, {}, {**SMALL, "num_warps": 8}),
-        (lambda s, b, h, i, j: s + TABLE[i - j], False, {}, {}),
-        (lambda s, b, h, i, j: s + TABLE[IDS[0, i] - IDS[1, j]], True, {"num_stages": 1}, {"num_stages": 1}),
-        (lambda s, b, h, i, j: s + TABLE[IDS[0, i]], False, {}, {**SMALL, "num_warps": 4}),
+        (None, True, None),
+        (lambda s, b, h, i, j: s * 2, True, None),
+        (lambda s, b, h, i, j: s + TABLE[i] * h, True, None),
+        (lambda s, b, h, i, j: s + TABLE[i - j], True, None),
+        (lambda s, b, h, i, j: s + TABLE[IDS[0, i] - IDS[1, j]], True, 1),
+        (lambda s, b, h, i, j: s + TABLE[IDS[0, i] - IDS[1, j]], False, 1),
+        (lambda s, b, h, i, j: s + TABLE[IDS[0, i]], False, None),
     ],
 )
 @pytest.mark.parametrize("is_tuned", [True, False])
-def test_blocks_and_stages_are_of_what_is_read(
-    score: Callable[..., torch.Tensor] | None,
-    learned: bool,
-    forward: dict[str, int],
-    backward: dict[str, int],
-    is_tuned: bool,
+def test_stages_are_of_what_is_read(
+    score: Callable[..., torch.Tensor] | None, learned: bool, stages: int | None, is_tuned: bool
 ) -> None:
     """They reach PyTorch's operators, and are part of a program's key."""
     operators = import_module("torch._higher_order_ops.flex_attention")
@@ -333,8 +355,8 @@ def test_blocks_and_stages_are_of_what_is_read(
     ):
         out, lse = flex._forward(q, q, q, cover, scores)
         flex._backward(BackwardTile(out, q, q, q, None, lse, lse, cover, scores))
-    for options, key, want in zip(found.values(), keys, (forward, backward), strict=True):
-        assert options == flex._OPTIONS | (want if is_tuned else {})
+    for options, key in zip(found.values(), keys, strict=True):
+        assert options == flex._OPTIONS | ({"num_stages": stages} if is_tuned and stages else {})
         assert set(options.items()) <= set(key)
 
 
@@ -349,7 +371,7 @@ def test_blocks_and_stages_are_of_what_is_read(
         ((9, 0), (128, 128), torch.float32, False),
     ],
 )
-def test_what_blocks_were_measured_for(
+def test_what_stages_were_measured_for(
     capability: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, tuned: bool
 ) -> None:
     q, v = (SimpleNamespace(is_cuda=True, device=0, shape=(1, 1, 1, dim), dtype=dtype) for dim in dims)

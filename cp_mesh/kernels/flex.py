@@ -33,10 +33,9 @@ _OPTIONS: dict[str, Any] = {
     "PRESCALE_QK": False, "ROWS_GUARANTEED_SAFE": False, "BLOCKS_ARE_CONTIGUOUS": False, "WRITE_DQ": True,
     "OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False, "BACKEND": "TRITON", "RESULTS_IN_FLOAT32": True,  # a name of ours
 }  # fmt: skip
-_SMALL_BLOCKS = {name: 64 for name in ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2")}
 
 
-def _forward_options(tile: Tile, q: Tensor, v: Tensor) -> dict[str, int]:
+def _stages(tile: Tile, q: Tensor, v: Tensor) -> dict[str, int]:
     """What ran fastest on an H200, of what docs/log.md lists; where nothing was measured, PyTorch chooses.
 
     A read at an index that is read too is not brought ahead of its use: Triton would wait for it in each block.
@@ -44,20 +43,8 @@ def _forward_options(tile: Tile, q: Tensor, v: Tensor) -> dict[str, int]:
     return {"num_stages": 1} if is_tuned(q, v) and any(read.chained and read.of_pairs for read in tile.reads) else {}
 
 
-def _backward_options(tile: Tile, q: Tensor, v: Tensor) -> dict[str, int]:
-    """As `_forward_options`. Scores of large blocks and what they are computed from leave too few registers."""
-    of_pairs = [(read, wanted) for read, wanted in zip(tile.reads, tile.wanted, strict=True) if read.of_pairs]
-    if tile.scores.score_mod is None or not is_tuned(q, v):
-        return {}
-    if any(read.chained for read, _ in of_pairs):
-        return {"num_stages": 1}
-    if not any(tile.wanted) and not of_pairs:
-        return _SMALL_BLOCKS | {"num_stages": 2, "num_warps": 4}
-    return _SMALL_BLOCKS | {"num_stages": 2, "num_warps": 8} if any(wanted for _, wanted in of_pairs) else {}
-
-
 def is_tuned(q: Tensor, v: Tensor) -> bool:
-    """Whether blocks and stages were measured for these."""
+    """Whether stages were measured for these."""
     of_device = q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0)
     return of_device and q.shape[3] == v.shape[3] == 128 and q.dtype.itemsize == 2
 
@@ -82,7 +69,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, cover: Pairs, scores: Scores) -> t
     tile = Tile(cover, scores, accumulation_dtype(q.dtype))
     of_blocks, together = _apart(blocks_of(tile, (*q.shape[:3], k.shape[2])))
     ends = len(of_blocks), len(of_blocks) + len(tile.of_score)
-    chosen = _OPTIONS | _forward_options(tile, q, v)
+    chosen = _OPTIONS | _stages(tile, q, v)
 
     def make(options: dict[str, int]) -> Callable[..., Any]:
         def function(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,11 +90,12 @@ def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradient
 
     assert isinstance(tile.cover, Pairs) and tile.delta is not None
     q, k, v, scores = tile.q, tile.k, tile.v, tile.scores
-    of = Tile(tile.cover, scores, tile.delta.dtype)
+    # Computed from a number for each column, indices of pairs are kept from one block to the next, and registers spill.
+    of = Tile(tile.cover, scores, tile.delta.dtype, computed=False)
     of_blocks, together = _apart(blocks_of(of, (*q.shape[:3], k.shape[2])))
     ends = len(of_blocks), len(of_blocks) + len(of.of_score)
     lse = tile.lse.contiguous()  # as the template reads it
-    chosen = _OPTIONS | _backward_options(of, q, v)
+    chosen = _OPTIONS | _stages(of, q, v)
 
     def make(options: dict[str, int]) -> Callable[..., Any]:
         joint = of.joint(q.dtype)

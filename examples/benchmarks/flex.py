@@ -7,7 +7,7 @@ tanh; "documents", a bias of the documents of query and key, in packed documents
 documents", with one.
 
 Contestants: "cp_mesh", the ring in the zigzag layout with kernel="flex"; "cp_mesh gather", the same with the all-
-gather; "cp_mesh untuned", the ring with blocks and stages as PyTorch chooses them; "torch", PyTorch's own context
+gather; "cp_mesh untuned", the ring with stages as PyTorch chooses them; "torch", PyTorch's own context
 parallelism of flex_attention, with its head-tail balance; "torch mended", the same with functions that look up the
 positions of the rows that they are told of, as a user may do who knows that these are local queries and rearranged
 keys. "floor" is torch.compile of flex_attention on one GPU with nothing sent: causal, over as many rows as a rank
@@ -58,6 +58,7 @@ from report import append, machine  # noqa: E402
 
 from cp_mesh import Mask, ZigZag, flex_attention  # noqa: E402
 from cp_mesh.kernels import flex as flex_kernel  # noqa: E402
+from cp_mesh.kernels import flex_programs  # noqa: E402
 from cp_mesh.transport import symmetric_memory_bytes  # noqa: E402
 
 SOFTCAP = 20.0
@@ -388,7 +389,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 continue
             if args.compile:
                 for length in {args.gate_rows, rows}:
-                    _, _, problems = race([FLOOR, *args.contestants], score, length, args, ranks)
+                    with mock.patch.object(flex_programs, "one_rank_compiles", nullcontext):
+                        _, _, problems = race([FLOOR, *args.contestants], score, length, args, ranks)
                     seconds = time.monotonic() - began
                     ranks.print(f"{score:18} {length:>7} rows  compiled after {seconds:.0f} s", problems or "")
                 continue
