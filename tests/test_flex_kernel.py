@@ -89,6 +89,52 @@ def test_tiles_are_those_of_the_reference(score: str, mask: str, of_mask: str, p
         assert near(of_scores.captured[i], want)
 
 
+@pytest.mark.parametrize("score", ["relative table", "pair bias", "one tensor twice", "through an integer map"])
+def test_tiles_without_copies_of_gradients(score: str) -> None:
+    with mock.patch.object(flex_reads, "SHARED", 0):
+        test_tiles_are_those_of_the_reference(score, "none", "all", "two runs")
+
+
+@pytest.mark.parametrize(
+    ("num_elements", "num_depends", "copies"),
+    [
+        (1, 0, 4096),
+        (1 << 30, 0, 4096),
+        (1024, 1, 4096),
+        (1025, 1, 2048),
+        (1 << 30, 1, 64),
+        (16 * 16, 2, 4096),
+        (32 * 257, 2, 256),
+        (1 << 16, 2, 64),
+        ((1 << 16) + 1, 2, 0),
+        (0, 2, 4096),
+    ],
+)
+def test_number_of_copies_of_gradients(num_elements: int, num_depends: int, copies: int) -> None:
+    """A small tensor, which many pairs read at one element, has more; a large one that pairs read has none."""
+    assert flex_reads._copies(num_elements, num_depends) == copies
+
+
+@pytest.mark.parametrize(("num_elements", "most"), [(256, 2), (1 << 16, 128)])
+def test_pairs_that_read_one_element_take_turns(num_elements: int, most: int) -> None:
+    """Of 128 x 64 pairs, a block of the backward, so many may add to one copy; of the 32 lanes of a warp, 4."""
+    table, last = torch.zeros(num_elements), []
+    score_mod, _ = trace("score_mod", lambda s, b, h, i, j: s + table[(i - j) * 0], torch.zeros(1))
+    assert score_mod is not None
+    reads = Reads.of(score_mod, S)
+
+    class Turns(torch.fx.Interpreter):
+        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            last.extend([args[1][-1]] if "apply" in str(target) else [])
+            return super().call_function(target, args, kwargs)
+
+    b, i, j = torch.tensor(0), torch.arange(128)[:, None], torch.arange(64)
+    Turns(reads.graph).run(torch.zeros(128, 64), b, b, i, j, torch.zeros(num_elements, reads.reads[0].copies))
+    assert last[0].unique(return_counts=True)[1].max() == most
+    of_warp = last[0][:8, :8:2]  # as tensor cores lay out their results
+    assert of_warp.unique(return_counts=True)[1].max() <= 4
+
+
 BYTES, SIGNED = (ROWS * 9).to(torch.uint8), (ROWS * 9).to(torch.int8)
 OFFSET, TABLE = torch.tensor(3), torch.linspace(-1, 1, 700, dtype=torch.float64).sin()
 UNUSUAL = {
@@ -415,7 +461,7 @@ def test_indices_count_from_the_end_and_no_further(most_copied: int) -> None:
     table, offset = torch.arange(8.0), torch.tensor([3, 100])
     score_mod, captured = trace("score_mod", lambda s, b, h, i, j: s + table[i - j] + offset[i + 0 * j], torch.zeros(1))
     assert score_mod is not None
-    with mock.patch.object(flex_reads, "MOST_COPIED", most_copied):
+    with mock.patch.multiple(flex_reads, MOST_COPIED=most_copied, SHARED=0):
         reads = Reads.of(score_mod, S)
     assert [read.pads for read in reads.reads] == [((0, int(most_copied > 0)),), ((0, 0),)]
     tensors = reads.of_captured(captured)

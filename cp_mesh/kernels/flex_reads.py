@@ -19,7 +19,10 @@ from cp_mesh.kernels.flex_bounds import MOST, bounds_of
 from cp_mesh.kernels.functions import ScalarFunction
 
 COPIES = 64
-"""Of the gradient of an element that a whole row of pairs reads; the square of it where all pairs do."""
+"""Least, of the gradient of an element that a whole row of pairs reads; the square of it where all pairs do."""
+SHARED, ELEMENTS_OF_COPIES = 1 << 16, 1 << 22
+"""Of a tensor that pairs read with no more elements than this, many may read the same. So its gradient has copies, and
+those of smaller tensors more of them: together no more elements than this."""
 LENGTHS = 64
 """Of the whole sequence, for which what is made of a function is kept."""
 MOST_COPIED = 1 << 24
@@ -246,15 +249,16 @@ class _Rewriting:
             self._last = self._graph.placeholder(f"read_{len(self._reads)}")
         place, value = self._last, x.meta["val"]
         over = set().union(*(self._depends[n] for n in at))
-        copies, pads = {0: COPIES**2, 1: COPIES, 2: 0}[len(over)], self._pads(value, at, summed)
+        has_gradient = self._scores and value.is_floating_point()
+        copies = _copies(value.numel(), len(over)) if has_gradient or len(over) < 2 else 0
+        pads = self._pads(value, at, summed)
         chained = not self._from_reads.isdisjoint(at)
         self._reads.append(Read(self._captured[x], len(over) == 2, chained, copies, pads))
         indices = [self._counted(*dim) for dim in zip(at, value.shape, pads, strict=True)]
         if copies:
-            row, key = self._nodes[self._i], self._nodes[self._j]
-            turn = key if self._i in over else row
-            if not over:
-                turn = self._call(aten.add.Tensor, self._call(aten.mul.Tensor, row, self._constant(COPIES)), key)
+            # neighbours of a row take turns, and rows
+            rows = self._call(aten.mul.Tensor, self._nodes[self._i], self._constant(max(8, copies // COPIES)))
+            turn = self._call(aten.add.Tensor, rows, self._nodes[self._j])
             indices.append(self._call(aten.bitwise_and.Tensor, turn, self._constant(copies - 1)))
         return self._call(mod_index, place, indices)
 
@@ -302,6 +306,15 @@ class _Rewriting:
             return self._call(aten.where.self, inside, index, end)
         self._inside = inside if self._inside is None else self._call(aten.bitwise_and.Tensor, self._inside, inside)
         return self._call(aten.where.self, inside, index, zero)
+
+
+def _copies(num_elements: int, num_depends: int) -> int:
+    """Of each element of a tensor that is read at an index that depends on so many of query and key: a power of 2."""
+    if num_depends == 2 and num_elements > SHARED:
+        return 0
+    least = COPIES if num_depends else COPIES**2
+    most = ELEMENTS_OF_COPIES // max(1, num_elements)
+    return max(least, min(COPIES**2, 1 << most.bit_length() - 1 if most else 0))
 
 
 def _takes_tensors(target: Any, at: Sequence[int]) -> bool:

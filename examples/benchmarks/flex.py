@@ -94,9 +94,9 @@ class Function:
             slopes = 2.0 ** -(8 / heads * torch.arange(1, heads + 1, device=device))
             self.score_mod = lambda score, b, h, i, j: score - slopes[h] * (i - j)
         elif score == "table":
-            table = draw(heads, seq_len)  # where a key is hidden, it is read from the end
+            table = draw(heads, seq_len)  # at a negative index PyTorch's kernels read memory before it
             self.learned = [table.requires_grad_()]
-            self.score_mod = lambda score, b, h, i, j: score + table[h, i - j]
+            self.score_mod = lambda score, b, h, i, j: score + table[h, (i - j).abs()]
         elif score == "softcap":
             self.score_mod = lambda score, b, h, i, j: SOFTCAP * torch.tanh(score / SOFTCAP)
         else:
