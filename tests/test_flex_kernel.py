@@ -99,15 +99,15 @@ def test_tiles_without_copies_of_gradients(score: str) -> None:
     ("num_elements", "num_depends", "copies"),
     [
         (1, 0, 4096),
-        (1 << 30, 0, 4096),
-        (1024, 1, 4096),
-        (1025, 1, 2048),
-        (1 << 30, 1, 64),
+        (0, 1, 4096),
+        (32 * 16384, 1, 64),
+        (32 * 16385, 1, 32),
+        (1 << 30, 0, 8),
+        (1 << 30, 1, 8),
         (16 * 16, 2, 4096),
         (32 * 257, 2, 256),
         (1 << 16, 2, 64),
         ((1 << 16) + 1, 2, 0),
-        (0, 2, 4096),
     ],
 )
 def test_number_of_copies_of_gradients(num_elements: int, num_depends: int, copies: int) -> None:

@@ -18,11 +18,12 @@ from torch.fx import Graph, GraphModule, Node
 from cp_mesh.kernels.flex_bounds import MOST, bounds_of
 from cp_mesh.kernels.functions import ScalarFunction
 
-COPIES = 64
-"""Least, of the gradient of an element that a whole row of pairs reads; the square of it where all pairs do."""
-SHARED, ELEMENTS_OF_COPIES = 1 << 16, 1 << 22
-"""Of a tensor that pairs read with no more elements than this, many may read the same. So its gradient has copies, and
-those of smaller tensors more of them: together no more elements than this."""
+COPIES = (8, 4096)
+"""Of the gradient of each element of a tensor of which many pairs may read the same one: least and most."""
+OF_ROWS, OF_PAIRS = 1 << 25, 1 << 22
+"""Elements of all copies, where there are more than the least: of what a row of pairs reads, and of what pairs read."""
+SHARED = 1 << 16
+"""Elements of a tensor that pairs read: of a larger one they are taken to read different elements, and it has none."""
 LENGTHS = 64
 """Of the whole sequence, for which what is made of a function is kept."""
 MOST_COPIED = 1 << 24
@@ -257,7 +258,7 @@ class _Rewriting:
         indices = [self._counted(*dim) for dim in zip(at, value.shape, pads, strict=True)]
         if copies:
             # neighbours of a row take turns, and rows
-            rows = self._call(aten.mul.Tensor, self._nodes[self._i], self._constant(max(8, copies // COPIES)))
+            rows = self._call(aten.mul.Tensor, self._nodes[self._i], self._constant(max(8, copies // 64)))
             turn = self._call(aten.add.Tensor, rows, self._nodes[self._j])
             indices.append(self._call(aten.bitwise_and.Tensor, turn, self._constant(copies - 1)))
         return self._call(mod_index, place, indices)
@@ -312,9 +313,9 @@ def _copies(num_elements: int, num_depends: int) -> int:
     """Of each element of a tensor that is read at an index that depends on so many of query and key: a power of 2."""
     if num_depends == 2 and num_elements > SHARED:
         return 0
-    least = COPIES if num_depends else COPIES**2
-    most = ELEMENTS_OF_COPIES // max(1, num_elements)
-    return max(least, min(COPIES**2, 1 << most.bit_length() - 1 if most else 0))
+    least, most = COPIES
+    fit = (OF_PAIRS if num_depends == 2 else OF_ROWS) // max(1, num_elements)
+    return min(most, max(least, 1 << max(0, fit.bit_length() - 1)))
 
 
 def _takes_tensors(target: Any, at: Sequence[int]) -> bool:
