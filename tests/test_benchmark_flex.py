@@ -94,3 +94,32 @@ def test_a_wrong_contestant_is_not_timed(tmp_path: Path, name: str) -> None:
     assert done.returncode != 0
     row = rows_of(table)["none", name]
     assert row["status"].startswith("failed the gate") and not row["fwd_ms"]
+
+
+SLOW = """
+import sys, time
+sys.path[:0] = [{benchmarks!r}]
+import cp_mesh.transport, flex
+if "--played" in sys.argv:
+    cp_mesh.transport.unavailable = lambda *group: None
+exact = flex.ours
+def slow(*args, **options):
+    if "--compile" in sys.argv:
+        time.sleep(600)
+    return exact(*args, **options)
+flex.CONTESTANTS["cp_mesh gather"] = slow
+flex.main()
+"""
+
+
+@pytest.mark.full
+def test_what_takes_long_to_compile_is_left_out(tmp_path: Path) -> None:
+    script, table = tmp_path / "bench.py", tmp_path / "x.csv"
+    script.write_text(SLOW.format(benchmarks=str(BENCHMARKS)))
+    options = [*TINY, "--scores", "none", "--contestants", "cp_mesh", "cp_mesh gather", "--compile-first", "40"]
+    done = run_script(script, [*options, "--forward", "--csv", table], 2)
+    assert done.returncode == 0, done.printed
+    rows = rows_of(table)
+    assert rows["none", "cp_mesh"]["status"] == rows["none", "floor"]["status"] == "ok"
+    late = rows["none", "cp_mesh gather"]
+    assert late["status"] == "not compiled in 40 s" and not late["fwd_ms"]

@@ -24,13 +24,15 @@ float64. Of a contestant that fails it, or cannot run, only the status is writte
 has the median, least and most over the repeats. ``of_floor`` is a time over the floor's. ``extra_gib`` is the peak of
 memory beyond the inputs, and ``symmetric_gib`` what symmetric memory holds beside that.
 
-Most of the time things are compiled. ``--compile`` only does that, so processes with other ``--scores`` and ``--rows``
-can fill the caches of Inductor and Triton beside each other before anything is timed.
+Most of the time things are compiled, one after the other. ``--compile-first`` does it before, in processes beside each
+other, which fill the caches of Inductor and Triton; what is not compiled after so many seconds is left out. These
+processes play rank 0, whose shapes are those of all ranks.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -52,6 +54,7 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex_atten
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).parent)]  # a checkout not installed
 
 from attention import PLAIN_FACTOR, Ranks, in_turns  # noqa: E402
+from beforehand import run_beside  # noqa: E402
 from contestants import document_lengths  # noqa: E402
 from decoding import ROUNDING, relative  # noqa: E402
 from report import append, machine  # noqa: E402
@@ -119,13 +122,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--heads", default="32/8", help="query heads/kv heads")
     add("--head-dim", type=int, default=128)
     add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    add("--contestants", nargs="+", choices=tuple(CONTESTANTS), default=list(CONTESTANTS))
+    add("--contestants", nargs="+", choices=(FLOOR, *CONTESTANTS), default=list(CONTESTANTS))
     add("--kernel", help="of cp_mesh; default: flex, or reference on CPUs")
     add("--gate-rows", type=int, default=2048, help="a multiple of 128")
     add("--repeats", type=int, default=7)
     add("--calls", type=int, default=5)
     add("--forward", action="store_true", help="no backward: PyTorch has none on CPUs")
     add("--compile", action="store_true", help="run each contestant once, at the gate's rows and the others")
+    add("--compile-first", type=float, metavar="SECONDS", help="run this in a process for each contestant and score")
     add("--played", help="RANK/SIZE: one device plays this rank")
     add("--time-limit", type=float, default=float("inf"), help="seconds after which no case is begun")
     add("--csv", type=Path, help="append a row a contestant")
@@ -133,6 +137,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.kernel = args.kernel or ("flex" if args.device == "cuda" else "reference")
     args.num_heads, args.num_kv_heads = map(int, args.heads.split("/"))
+    if not args.compile:
+        args.contestants = [name for name in args.contestants if name != FLOOR]  # is always there
     return args
 
 
@@ -299,13 +305,15 @@ def exact(score: str, args: argparse.Namespace, ranks: Ranks, dtype: torch.dtype
     return [out[:, :, of_rank], dq[:, :, of_rank], dk[:, :, own], dv[:, :, own], *found]
 
 
-def gate(score: str, args: argparse.Namespace, ranks: Ranks) -> tuple[dict[str, Any], float]:
+def gate(
+    names: Sequence[str], score: str, args: argparse.Namespace, ranks: Ranks
+) -> tuple[dict[str, tuple[float, str]], float]:
     """Of each contestant the largest error over results and ranks, and what became of it; and what it may be."""
     want = exact(score, args, ranks, torch.float64)
     plain = exact(score, args, ranks, getattr(torch, args.dtype))
     bound = PLAIN_FACTOR * max(relative(x.double(), y) for x, y in zip(plain, want, strict=True)) + ROUNDING
     found = {}
-    for name in args.contestants:
+    for name in names:
 
         def results(name: str = name) -> list[Tensor]:
             got = ready(name, score, args.gate_rows, args, ranks).both()
@@ -374,6 +382,24 @@ def played_rank(args: argparse.Namespace) -> Ranks:
     return ranks
 
 
+def compile_first(args: argparse.Namespace, ranks: Ranks) -> set[tuple[str, str]]:
+    """Scores and contestants that found no time."""
+    cases = [(score, name) for score in args.scores for name in (FLOOR, *args.contestants)]
+    found: list[Any] = [None]
+    if ranks.rank == 0 or args.played:
+        shared = ["--device", args.device, "--heads", args.heads, "--head-dim", args.head_dim, "--dtype", args.dtype]
+        shared += ["--gate-rows", args.gate_rows, "--kernel", args.kernel, "--rows", *args.rows]
+        shared += ["--compile", "--played", args.played or f"0/{ranks.size}", *["--forward"] * args.forward]
+        of_cases = [[*map(str, shared), "--scores", score, "--contestants", name] for score, name in cases]
+        taken = run_beside(Path(sys.argv[0]), of_cases, args.compile_first, max(1, (os.cpu_count() or 2) - 1))
+        for case, seconds in zip(cases, taken, strict=True):
+            print(*case, "found no time" if seconds is None else f"compiled in {seconds:.0f} s", flush=True)
+        found = [{case for case, seconds in zip(cases, taken, strict=True) if seconds is None}]
+    if not args.played:
+        dist.broadcast_object_list(found)
+    return found[0]
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
     ranks = Ranks(args.device) if args.played is None else played_rank(args)
@@ -381,7 +407,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     about |= {"heads_q": args.num_heads, "heads_kv": args.num_kv_heads}
     about |= {"played": args.played or "", "head_dim": args.head_dim, "dtype": args.dtype, "calls_per_time": args.calls}
     began, failed = time.monotonic(), False
-    verdicts: dict[str, tuple[dict[str, Any], float]] = {}
+    verdicts: dict[str, tuple[dict[str, tuple[float, str]], float]] = {}
+    not_compiled = compile_first(args, ranks) if args.compile_first else set()
     for rows in args.rows:
         for score in args.scores:
             if ranks.largest(time.monotonic() - began) > args.time_limit:
@@ -390,15 +417,21 @@ def main(argv: Sequence[str] | None = None) -> None:
             if args.compile:
                 for length in {args.gate_rows, rows}:
                     with mock.patch.object(flex_programs, "one_rank_compiles", nullcontext):
-                        _, _, problems = race([FLOOR, *args.contestants], score, length, args, ranks)
+                        _, _, problems = race(args.contestants, score, length, args, ranks)
                     seconds = time.monotonic() - began
                     ranks.print(f"{score:18} {length:>7} rows  compiled after {seconds:.0f} s", problems or "")
                 continue
+            if (score, FLOOR) in not_compiled:
+                ranks.print(f"{score:18} {rows:>7} rows  left out: its floor is not compiled")
+                continue
             if score not in verdicts:
-                verdicts[score] = gate(score, args, ranks)
+                compiled = [name for name in args.contestants if (score, name) not in not_compiled]
+                of_compiled, bound = gate(compiled, score, args, ranks)
+                late = (torch.inf, f"not compiled in {args.compile_first:.0f} s")
+                verdicts[score] = {name: of_compiled.get(name, late) for name in args.contestants}, bound
             of_gate, bound = verdicts[score]
             ours_of_gate = (status for name, (_, status) in of_gate.items() if name.startswith("cp_mesh"))
-            failed |= not all(status.startswith(("ok", "unsupported")) for status in ours_of_gate)
+            failed |= not all(status.startswith(("ok", "unsupported", "not compiled")) for status in ours_of_gate)
             names = [name for name, (_, status) in of_gate.items() if status == "ok"]
             times, gib, problems = race([FLOOR, *names], score, rows, args, ranks)
             table = []
