@@ -98,7 +98,7 @@ def _allowed(rows: Rows) -> Callable[..., Tensor]:
 class Tile:
     """The functions of one tile as PyTorch's operators take them: of local indices.
 
-    Positions of at most two runs are computed, or read as others are; those of gradients are computed.
+    Positions of at most two runs are ``computed``, or read as others are.
     """
 
     def __init__(self, cover: Pairs, scores: Scores, dtype: torch.dtype, computed: bool = True) -> None:
@@ -108,8 +108,7 @@ class Tile:
         numbers = scores.first_batch, scores.first_head, *(cover.steps[0] or [0] * 4), *(cover.steps[1] or [0] * 4)
         key, int32 = ("numbers", numbers), torch.int32
         self._numbers = kept_of(cover, key, lambda: torch.tensor(numbers, dtype=int32, device=device))
-        self._stepped = tuple(steps is not None for steps in cover.steps)
-        self._computed = computed
+        self._stepped = tuple(computed and steps is not None for steps in cover.steps)
         functions = scores.score_mod, scores.mask_mod
         self._score, self._mask = (None if x is None else reads_of(x, scores.seq_len) for x in functions)
         num = 0 if scores.score_mod is None else scores.score_mod.num_captured
@@ -122,30 +121,25 @@ class Tile:
         codes = tuple(
             x and (x.handle, reads and reads.key) for x, reads in zip(functions, (self._score, self._mask), strict=True)
         )
-        self.key = codes, self.rows.dims, self.wanted, self._stepped, computed
+        self.key = codes, self.rows.dims, self.wanted, self._stepped
         self.cover = cover
 
-    def score(self, *inputs: Tensor) -> Tensor:
-        """Of a score, ``b``, ``h``, ``i``, ``j`` and `of_score`."""
-        return self._scored(self._computed, *inputs)
-
-    def _scored(
-        self, computed: bool, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, *tensors: Tensor
-    ) -> Tensor:
+    def score(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, *tensors: Tensor) -> Tensor:
         if self._score is None:
             return score
-        indices = self._globals(computed, b, h, i, j, *tensors[:3])
-        return self._score.graph(score.to(self._dtype), *indices, *tensors[3:]).to(self._dtype)
+        score = score.to(self._dtype)
+        reads = tensors[3:]
+        return self._score.graph(score, *self._globals(b, h, i, j, *tensors[:3]), *reads).to(self._dtype)
 
     def mask(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, *tensors: Tensor) -> Tensor:
         numbers, bounds, q_pos, k_pos = tensors[:4]
         num = 1 + len(self.rows.tensors)
-        indices = self._globals(self._computed, b, h, i, j, numbers, q_pos, k_pos)
+        indices = self._globals(b, h, i, j, numbers, q_pos, k_pos)
         seen = _allowed(self.rows)(b, i, j, *indices[2:], bounds, *tensors[4:num])
         return seen if self._mask is None else seen & self._mask.graph(*indices, *tensors[num:])
 
     def _globals(
-        self, computed: bool, b: Tensor, h: Tensor, i: Tensor, j: Tensor, numbers: Tensor, *positions: Tensor
+        self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, numbers: Tensor, *positions: Tensor
     ) -> tuple[Tensor, ...]:
         """Global indices of local ones."""
 
@@ -153,7 +147,7 @@ class Tile:
             return _index(numbers, [b * 0 + n])
 
         def position(at: int, row: Tensor) -> Tensor:
-            if not (computed and self._stepped[at]):
+            if not self._stepped[at]:
                 return _index(positions[at], [row])
             split, first, second, step = map(number, range(2 + 4 * at, 6 + 4 * at))
             return torch.where(row < split, first, second) + step * row
@@ -167,7 +161,7 @@ class Tile:
         def joint(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, grad: Tensor, *tensors: Tensor) -> Any:
             score = score.to(self._dtype).detach().requires_grad_()
             tensors = tuple(x.detach().requires_grad_(w) for x, w in zip(tensors, wanted, strict=True))
-            value = self._scored(True, score, b, h, i, j, *tensors)
+            value = self.score(score, b, h, i, j, *tensors)
             inputs = [score, *(x for x, w in zip(tensors, wanted, strict=True) if w)]
             if not value.requires_grad:
                 return [torch.zeros_like(score), None, None, None, None, *[None] * len(tensors)]
