@@ -7,6 +7,7 @@ import math
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
 from types import SimpleNamespace
@@ -389,8 +390,11 @@ def test_stages_are_of_what_is_read(
         whole = getattr(operators, name)
         return mock.patch.object(operators, name, lambda *args: (found.setdefault(name, args[at]), whole(*args))[1])
 
-    def program(key: tuple[Any, ...], inputs: tuple[torch.Tensor, ...], make: Callable[..., Any]) -> Callable[..., Any]:
+    def program(
+        key: tuple[Any, ...], inputs: tuple[torch.Tensor, ...], make: Callable[..., Any], num_stages: int | None
+    ) -> Callable[..., Any]:
         keys.append(key)
+        assert num_stages == (stages if is_tuned else None)
         return make({})
 
     with (
@@ -404,6 +408,33 @@ def test_stages_are_of_what_is_read(
     for options, key in zip(found.values(), keys, strict=True):
         assert options == flex._OPTIONS | ({"num_stages": stages} if is_tuned and stages else {})
         assert set(options.items()) <= set(key)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "fit", "tried"),
+    [(None, 3, [None]), (None, 1, [None, 2, 1]), (None, 0, [None, 2, 1]), (2, 1, [2, 1]), (1, 1, [1]), (1, 0, [1])],
+)
+def test_fewer_stages_are_compiled_where_memory_is_too_small(chosen: int | None, fit: int, tried: list[Any]) -> None:
+    found = []
+
+    def compiled(options: dict[str, int]) -> Callable[..., Any]:
+        found.append(options.get("num_stages", chosen))
+        if (found[-1] or 3) > fit:
+            raise RuntimeError("out of resource: shared memory")
+        return len
+
+    with nullcontext() if fit else pytest.raises(RuntimeError, match="out of resource"):
+        assert flex_programs.with_fewer_stages(compiled, chosen) is len
+    assert found == tried
+
+
+def test_other_errors_of_compilers_are_raised_at_once() -> None:
+    def compiled(options: dict[str, int]) -> Callable[..., Any]:
+        assert not options
+        raise ValueError("something else")
+
+    with pytest.raises(ValueError, match="something else"):
+        flex_programs.with_fewer_stages(compiled, None)
 
 
 @pytest.mark.parametrize(
@@ -430,7 +461,9 @@ def test_lse_is_given_to_the_backward_as_its_template_reads_it() -> None:
     torch.manual_seed(0)
     q, found = torch.randn(B, H, 64, D).double(), list[torch.Tensor]()
 
-    def program(key: tuple[Any, ...], inputs: tuple[torch.Tensor, ...], make: Callable[..., Any]) -> Callable[..., Any]:
+    def program(
+        key: tuple[Any, ...], inputs: tuple[torch.Tensor, ...], make: Callable[..., Any], num_stages: int | None
+    ) -> Callable[..., Any]:
         found.append(inputs[3])
         return make({})
 

@@ -81,7 +81,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, cover: Pairs, scores: Scores) -> t
         return function
 
     inputs = q, k, v, *of_blocks, *tile.of_score, *tile.of_mask
-    out, lse = program(("forward", tile.key, scores.scale, *chosen.items()), inputs, make)(*inputs)
+    key = "forward", tile.key, scores.scale, *chosen.items()
+    out, lse = program(key, inputs, make, chosen.get("num_stages"))(*inputs)
     return out, lse
 
 
@@ -120,7 +121,8 @@ def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradient
         return function
 
     inputs = q, k, v, lse, tile.delta, tile.dout, *of_blocks, *of.of_score, *of.of_mask
-    dq, dk, dv, *found = program(("backward", of.key, scores.scale, *chosen.items()), inputs, make)(*inputs)
+    key = "backward", of.key, scores.scale, *chosen.items()
+    dq, dk, dv, *found = program(key, inputs, make, chosen.get("num_stages"))(*inputs)
     grads = ScoreGradients.zeros(scores, tile.delta.dtype)
     reads = (read for read, wanted in zip(of.reads, of.wanted, strict=True) if wanted)
     for read, grad in zip(reads, found, strict=True):

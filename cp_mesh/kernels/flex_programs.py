@@ -23,11 +23,15 @@ _programs: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()  # the last
 
 
 def program(
-    key: Hashable, inputs: Sequence[Tensor], make: Callable[[dict[str, int]], Callable[..., Any]]
+    key: Hashable,
+    inputs: Sequence[Tensor],
+    make: Callable[[dict[str, int]], Callable[..., Any]],
+    num_stages: int | None = None,
 ) -> Callable[..., Any]:
     """What ``make`` returns, compiled for tensors like these; on the CPU as it is: PyTorch compiles no backward there.
 
-    It is given options of PyTorch's kernels: those that read more in a loop may need shared memory for fewer stages.
+    It is given options of PyTorch's kernels: those that read more in a loop may need shared memory for fewer stages,
+    than ``num_stages`` where the caller chose these.
     Inductor must not pad strides: the templates take rows of lse and delta to follow each other.
     """
     # the templates ask for float32's precision when they are compiled
@@ -36,28 +40,39 @@ def program(
     if key not in _programs:
         on_cpu, device = inputs[0].device.type == "cpu", inputs[0].device
 
-        def compiled() -> Callable[..., Any]:
+        def compiled(options: dict[str, int]) -> Callable[..., Any]:
+            function = make(options)
+            with torch.no_grad(), _results_in_float32():  # no backward of its own for inputs with a gradient
+                graph = traced(function, inputs)
+                return torch._inductor.compile(graph, list(inputs), {"comprehensive_padding": False})
+
+        def made() -> Callable[..., Any]:
             if on_cpu:
                 return make({})
             torch.cuda.set_device(device)
-            for options in FEWER_STAGES:
-                try:
-                    function = make(options)
-                    with torch.no_grad(), _results_in_float32():  # no backward of its own for inputs with a gradient
-                        graph = traced(function, inputs)
-                        return torch._inductor.compile(graph, list(inputs), {"comprehensive_padding": False})
-                except Exception as error:
-                    if "out of resource" not in str(error) or options == FEWER_STAGES[-1]:
-                        raise
-            raise AssertionError("the last options return or raise")
+            return with_fewer_stages(compiled, num_stages)
 
         # In a thread: this one may be below autograd, in an op, or under modes, such as those of checkpoints.
         with nullcontext() if on_cpu else one_rank_compiles(), ThreadPoolExecutor(1) as beside:
-            _programs[key] = beside.submit(compiled).result()
+            _programs[key] = beside.submit(made).result()
         if len(_programs) > KEPT:
             _programs.popitem(last=False)
     _programs.move_to_end(key)
     return _programs[key]
+
+
+def with_fewer_stages(
+    compiled: Callable[[dict[str, int]], Callable[..., Any]], num_stages: int | None
+) -> Callable[..., Any]:
+    """What compiles first: as many stages as the caller chose, or PyTorch for None, and then fewer."""
+    fewer = [x for x in FEWER_STAGES if num_stages is None or x.get("num_stages", 0) < num_stages]
+    for options in fewer:
+        try:
+            return compiled(options)
+        except Exception as error:
+            if "out of resource" not in str(error) or options == fewer[-1]:
+                raise
+    raise AssertionError("the last options return or raise")
 
 
 @contextmanager
