@@ -427,8 +427,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             if score not in verdicts:
                 compiled = [name for name in args.contestants if (score, name) not in not_compiled]
                 of_compiled, bound = gate(compiled, score, args, ranks)
-                late = (torch.inf, f"not compiled in {args.compile_first:.0f} s")
-                verdicts[score] = {name: of_compiled.get(name, late) for name in args.contestants}, bound
+                late = {name for name in args.contestants if name not in compiled}
+                of_late = {name: (torch.inf, f"not compiled in {args.compile_first:.0f} s") for name in late}
+                verdicts[score] = {name: (of_compiled | of_late)[name] for name in args.contestants}, bound
             of_gate, bound = verdicts[score]
             ours_of_gate = (status for name, (_, status) in of_gate.items() if name.startswith("cp_mesh"))
             failed |= not all(status.startswith(("ok", "unsupported", "not compiled")) for status in ours_of_gate)
