@@ -97,43 +97,78 @@ def test_tiles_without_copies_of_gradients(score: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_elements", "num_depends", "copies"),
+    ("num_elements", "num_depends", "chained", "copies"),
     [
-        (1, 0, 4096),
-        (0, 1, 4096),
-        (32 * 16384, 1, 64),
-        (32 * 16385, 1, 32),
-        (1 << 30, 0, 8),
-        (1 << 30, 1, 8),
-        (16 * 16, 2, 4096),
-        (32 * 257, 2, 256),
-        (1 << 16, 2, 64),
-        ((1 << 16) + 1, 2, 0),
+        (1, 0, False, 4096),
+        (0, 1, False, 4096),
+        (1 << 30, 0, False, 2),
+        (32 * 512, 1, False, 256),
+        (32 * 16384, 1, False, 64),
+        (32 * 16385, 1, False, 32),
+        (32 << 20, 1, False, 2),
+        (16 * 16, 2, True, 4096),
+        (32 * 257, 2, False, 256),
+        (1 << 17, 2, False, 32),
+        ((1 << 17) + 1, 2, False, 0),
+        ((1 << 17) + 1, 2, True, 16),
+        (1 << 19, 2, True, 8),
+        ((1 << 19) + 1, 2, True, 0),
     ],
 )
-def test_number_of_copies_of_gradients(num_elements: int, num_depends: int, copies: int) -> None:
+def test_number_of_copies_of_gradients(num_elements: int, num_depends: int, chained: bool, copies: int) -> None:
     """A small tensor, which many pairs read at one element, has more; a large one that pairs read has none."""
-    assert flex_reads._copies(num_elements, num_depends) == copies
+    assert flex_reads._copies(num_elements, num_depends, chained) == copies
 
 
-@pytest.mark.parametrize(("num_elements", "most"), [(256, 2), (1 << 16, 128)])
-def test_pairs_that_read_one_element_take_turns(num_elements: int, most: int) -> None:
-    """Of 128 x 64 pairs, a block of the backward, so many may add to one copy; of the 32 lanes of a warp, 4."""
-    table, last = torch.zeros(num_elements), []
-    score_mod, _ = trace("score_mod", lambda s, b, h, i, j: s + table[(i - j) * 0], torch.zeros(1))
+@pytest.mark.parametrize("num_elements", [300, 1 << 14, 1 << 16, 1 << 19, 1 << 22, 1 << 25])
+@pytest.mark.parametrize("read_at", ["neither", "query", "key", "both"])
+def test_pairs_that_read_one_element_take_turns(read_at: str, num_elements: int) -> None:
+    """In a block of the backward they share copies about equally, and use all that they can."""
+    index = {
+        "neither": lambda i, j: 0,
+        "query": lambda i, j: i,
+        "key": lambda i, j: j,
+        "both": lambda i, j: (i - j) * 0,
+    }
+    table, last = torch.zeros(num_elements), list[torch.Tensor]()
+    score_mod, _ = trace("score_mod", lambda s, b, h, i, j: s + table[index[read_at](i, j)], torch.zeros(1))
     assert score_mod is not None
     reads = Reads.of(score_mod, S)
+    copies = reads.reads[0].copies
+    assert (copies == 0) == (read_at == "both" and num_elements > 1 << 17)
+    if not copies:
+        return
 
     class Turns(torch.fx.Interpreter):
         def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-            last.extend([args[1][-1]] if "apply" in str(target) else [])
+            last.extend([args[1][-1].expand(128, 64)] if "apply" in str(target) else [])
             return super().call_function(target, args, kwargs)
 
     b, i, j = torch.tensor(0), torch.arange(128)[:, None], torch.arange(64)
-    Turns(reads.graph).run(torch.zeros(128, 64), b, b, i, j, torch.zeros(num_elements, reads.reads[0].copies))
-    assert last[0].unique(return_counts=True)[1].max() == most
-    of_warp = last[0][:8, :8:2]  # as tensor cores lay out their results
-    assert of_warp.unique(return_counts=True)[1].max() <= 4
+    Turns(reads.graph).run(torch.zeros(128, 64), b, b, i, j, torch.zeros(1).expand(num_elements, copies))
+    turns = last[0]
+    of_elements = {"query": list(turns), "key": list(turns.T)}.get(read_at, [turns])
+    for of_element in of_elements:
+        counts = of_element.unique(return_counts=True)[1]
+        assert len(counts) == min(copies, of_element.numel())
+        assert counts.max() <= max(1, 2 * of_element.numel() / copies)
+    of_warp = turns[:8, :8:2]  # as tensor cores lay out their results
+    if read_at in ("neither", "both") and copies >= 64:
+        assert of_warp.unique(return_counts=True)[1].max() <= 2
+
+
+def test_what_has_copies_of_its_gradient() -> None:
+    """Indices that depend on no pair do not compile, so most have them; not integers and masks that pairs read."""
+    x, ids, number = torch.zeros(9), torch.arange(9), torch.tensor(2.0)
+
+    def copies(name: str, function: Callable[..., torch.Tensor]) -> list[int]:
+        made, _ = trace(name, function, torch.zeros(1))
+        assert made is not None
+        return [read.copies for read in Reads.of(made, 9).reads]
+
+    assert copies("score_mod", lambda s, b, h, i, j: s + x[i - j] + ids[i - j] * 0.5 + number) == [4096, 0, 4096]
+    assert copies("score_mod", lambda s, b, h, i, j: s + x[ids[i]] + x[h]) == [4096] * 3
+    assert copies("mask_mod", lambda b, h, i, j: (x[i - j] > 0) & (ids[i] > 0)) == [0, 4096]
 
 
 BYTES, SIGNED = (ROWS * 9).to(torch.uint8), (ROWS * 9).to(torch.int8)

@@ -91,7 +91,7 @@ def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradient
 
     assert isinstance(tile.cover, Pairs) and tile.delta is not None
     q, k, v, scores = tile.q, tile.k, tile.v, tile.scores
-    # Computed from a number for each column, indices of pairs are kept from one block to the next, and registers spill.
+    # Of positions that are computed, assemblers keep parts of indices from one block to the next, and registers spill.
     of = Tile(tile.cover, scores, tile.delta.dtype, computed=False)
     of_blocks, together = _apart(blocks_of(of, (*q.shape[:3], k.shape[2])))
     ends = len(of_blocks), len(of_blocks) + len(of.of_score)

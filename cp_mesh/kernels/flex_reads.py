@@ -18,12 +18,13 @@ from torch.fx import Graph, GraphModule, Node
 from cp_mesh.kernels.flex_bounds import MOST, bounds_of
 from cp_mesh.kernels.functions import ScalarFunction
 
-COPIES = (8, 4096)
-"""Of the gradient of each element of a tensor of which many pairs may read the same one: least and most."""
-OF_ROWS, OF_PAIRS = 1 << 25, 1 << 22
-"""Elements of all copies, where there are more than the least: of what a row of pairs reads, and of what pairs read."""
-SHARED = 1 << 16
-"""Elements of a tensor that pairs read: of a larger one they are taken to read different elements, and it has none."""
+COPIES, MOST_COPIES = 64, 4096
+"""Of the gradient of an element that a row of pairs reads or all of them do; and of one of a small tensor."""
+OF_SMALL, OF_ALL = 1 << 22, 1 << 25
+"""Elements of all copies of a read together: where they are more than `COPIES`, and where they are fewer."""
+SHARED, CHAINED = 1 << 17, 1 << 19
+"""Elements of a tensor that pairs read, at an index that is computed, and one that is read: of larger ones they are
+taken to read different elements, and the gradient has no copies."""
 LENGTHS = 64
 """Of the whole sequence, for which what is made of a function is kept."""
 MOST_COPIED = 1 << 24
@@ -250,16 +251,20 @@ class _Rewriting:
             self._last = self._graph.placeholder(f"read_{len(self._reads)}")
         place, value = self._last, x.meta["val"]
         over = set().union(*(self._depends[n] for n in at))
-        has_gradient = self._scores and value.is_floating_point()
-        copies = _copies(value.numel(), len(over)) if has_gradient or len(over) < 2 else 0
         pads = self._pads(value, at, summed)
         chained = not self._from_reads.isdisjoint(at)
+        num_elements = math.prod(size + sum(pad) for size, pad in zip(value.shape, pads, strict=True))
+        has_gradient = self._scores and value.is_floating_point()
+        # others have a dim of copies too, unless pairs read them: an index that no scalar depends on does not compile
+        copies = _copies(num_elements, len(over), chained) if has_gradient or len(over) < 2 else 0
         self._reads.append(Read(self._captured[x], len(over) == 2, chained, copies, pads))
         indices = [self._counted(*dim) for dim in zip(at, value.shape, pads, strict=True)]
         if copies:
-            # neighbours of a row take turns, and rows
-            rows = self._call(aten.mul.Tensor, self._nodes[self._i], self._constant(max(8, copies // 64)))
-            turn = self._call(aten.add.Tensor, rows, self._nodes[self._j])
+            row, key = self._nodes[self._i], self._nodes[self._j]
+            turn = row if over == {self._j} else key
+            if len(over) != 1:  # neighbours in a row take turns, and those in a column
+                step = self._constant(max(8, copies // COPIES) + 1)
+                turn = self._call(aten.add.Tensor, self._call(aten.mul.Tensor, row, step), key)
             indices.append(self._call(aten.bitwise_and.Tensor, turn, self._constant(copies - 1)))
         return self._call(mod_index, place, indices)
 
@@ -309,13 +314,13 @@ class _Rewriting:
         return self._call(aten.where.self, inside, index, zero)
 
 
-def _copies(num_elements: int, num_depends: int) -> int:
+def _copies(num_elements: int, num_depends: int, chained: bool) -> int:
     """Of each element of a tensor that is read at an index that depends on so many of query and key: a power of 2."""
-    if num_depends == 2 and num_elements > SHARED:
+    if num_depends == 2 and num_elements > (CHAINED if chained else SHARED):
         return 0
-    least, most = COPIES
-    fit = (OF_PAIRS if num_depends == 2 else OF_ROWS) // max(1, num_elements)
-    return min(most, max(least, 1 << max(0, fit.bit_length() - 1)))
+    small, whole = (most // max(1, num_elements) for most in (OF_SMALL, OF_ALL))
+    fit = max(small, 2 if num_depends == 2 else min(COPIES, max(2, whole)))
+    return min(MOST_COPIES, 1 << fit.bit_length() - 1)
 
 
 def _takes_tensors(target: Any, at: Sequence[int]) -> bool:

@@ -98,7 +98,7 @@ def _allowed(rows: Rows) -> Callable[..., Tensor]:
 class Tile:
     """The functions of one tile as PyTorch's operators take them: of local indices.
 
-    Positions of at most two runs are ``computed``, or read as others are.
+    ``computed`` says whether positions of at most two runs are computed, as `Steps` tell, or read as others are.
     """
 
     def __init__(self, cover: Pairs, scores: Scores, dtype: torch.dtype, computed: bool = True) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -11,42 +12,47 @@ from collections.abc import Sequence
 from pathlib import Path
 
 OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+AT_ONCE = 12
+"""Processes that share a device's memory."""
 
 
-def run_beside(script: Path, cases: Sequence[Sequence[str]], seconds: float, at_once: int) -> list[float | None]:
-    """Run ``script`` with each case's arguments, at most ``at_once`` together, each in a process of its own.
+def run_beside(script: Path, cases: Sequence[Sequence[str]], seconds: float) -> list[float | None]:
+    """Run ``script`` with each case's arguments, at most `AT_ONCE` together, each in a process of its own.
 
     Args:
         seconds: after which what still runs is ended, and nothing more begins.
 
     Returns:
-        Of each case the seconds after which it ended, of one that failed too, whose last words are printed; None where
-        it found no time.
+        Of each case the seconds that it took; None where it failed, whose last words are printed, or found no time.
     """
     environment = {name: value for name, value in os.environ.items() if name not in OF_LAUNCHERS}
     environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no pools of processes beside these
+    at_once = min(AT_ONCE, max(1, len(os.sched_getaffinity(0)) - 1))
     began, waiting = time.monotonic(), list(range(len(cases)))
     running = dict[int, tuple[subprocess.Popen[bytes], float]]()
     taken: list[float | None] = [None] * len(cases)
     with tempfile.TemporaryDirectory() as folder:
-        while waiting or running:
-            while waiting and len(running) < at_once:
-                i = waiting.pop(0)
-                with (Path(folder) / str(i)).open("wb") as printed:
-                    command = [sys.executable, str(script), *cases[i]]
-                    process = subprocess.Popen(command, env=environment, stdout=printed, stderr=subprocess.STDOUT)
-                running[i] = process, time.monotonic()
-            time.sleep(0.05)
-            for i, (process, since) in list(running.items()):
-                if process.poll() is not None:
+        try:
+            while (waiting or running) and time.monotonic() - began < seconds:
+                while waiting and len(running) < at_once:
+                    i = waiting.pop(0)
+                    with (Path(folder) / str(i)).open("wb") as printed:
+                        command = [sys.executable, str(script), *cases[i]]
+                        process = subprocess.Popen(
+                            command, env=environment, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True
+                        )
+                    running[i] = process, time.monotonic()
+                time.sleep(0.05)
+                for i, (process, since) in list(running.items()):
+                    if process.poll() is None:
+                        continue
                     del running[i]
-                    taken[i] = time.monotonic() - since
-                    if process.returncode:
+                    if process.returncode == 0:
+                        taken[i] = time.monotonic() - since
+                    else:
                         print(*cases[i], "failed:", *(Path(folder) / str(i)).read_text().splitlines()[-3:], sep="\n  ")
-            if time.monotonic() - began > seconds:
-                waiting.clear()
-                for process, _ in running.values():
-                    process.kill()
-                    process.wait()
-                break
+        finally:
+            for process, _ in running.values():  # and what it started
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
     return taken
