@@ -67,8 +67,9 @@ def flex_attention(
     sequence dim in layout order, or over axes that shard heads or batch of query, it is read by global indices, and
     its gradient is that of its shard. Where it is replicated over an axis that shards query, the gradient is partial.
 
-    The reference kernel computes every pair that ``mask`` leaves; on GPUs kernel="flex" skips blocks that mask_mod
-    hides. torch.compile leaves the call out of its graph; with fullgraph=True it raises.
+    On GPUs functions are compiled, kernel="flex", and blocks that mask_mod hides are skipped; the reference kernel
+    computes every pair that ``mask`` leaves. torch.compile leaves the call out of its graph; with fullgraph=True it
+    raises.
 
     Args:
         query, key, value: local tensors or DTensors, as in `cp_mesh.attention`.

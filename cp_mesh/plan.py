@@ -232,11 +232,12 @@ def choose_schedule(
     schedule = make(POSITIONAL.isdisjoint(features))
     if "segments" in schedule.covers:
         wanted = request(schedule)
-        able = [x for x in KERNELS.values() if name in ("auto", x.name) and not shortfalls(x.capability, wanted)]
-        if able and able[0].name != "reference":
-            return schedule, able[0]
+        named = (x for x in KERNELS.values() if name in ("auto", x.name))
+        able = next((x for x in named if not shortfalls(x.capability, wanted)), None)
+        if able is not None and able.name != "reference":
+            return schedule, able
         pairs = make(False)
-        if not able or choose_kernel(name, request(pairs)).name != "reference":
+        if able is None or choose_kernel(name, request(pairs)).name != "reference":
             schedule = pairs
     return schedule, choose_kernel(name, request(schedule))
 

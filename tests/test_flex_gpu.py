@@ -105,7 +105,8 @@ class Problem:
         mask_mod, of_mask = trace("mask_mod", MASKS[self.case.mask].make(self.of_mask), q)
         wanted = frozenset(name_of_captured(i) for i, y in enumerate(captured) if y.requires_grad)
         tensors = tuple(y.detach() for y in (*captured, *of_mask))
-        scores = Scores(D**-0.5, score_mod=score_mod, mask_mod=mask_mod, captured=tensors, wanted=wanted)
+        functions: dict[str, Any] = {"score_mod": score_mod, "mask_mod": mask_mod}
+        scores = Scores(D**-0.5, **functions, captured=tensors, wanted=wanted, seq_len=self.S)
         layout = LAYOUTS[self.case.layout]
         found = play_ring(KERNELS["flex"], layout, self.mask, 2, *x, scores=scores)
         order = [y for y in captured if y.requires_grad]
@@ -201,6 +202,66 @@ def test_tiles_are_not_rounded_and_have_no_backward() -> None:
     *grads, _ = flex._backward(tile)
     for x in (out, lse, *grads):
         assert x.dtype == torch.float32 and not x.requires_grad
+
+
+def compared(
+    S: int, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, device: str, index: Callable[..., Tensor]
+) -> list[float]:
+    """Of a learned table at an index, causal: the distance of each result from the reference kernel's."""
+    (H, K), (D, Dv) = heads, dims
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = (1, H, S, D), (1, K, S, D), (1, K, S, Dv), (1, H, S, Dv), (H, 2 * S)
+    *x, table = (torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes)
+    table = table.to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+    score_mod, captured = trace("score_mod", lambda s, b, h, i, j: s + table[h, index(i, j)], x[0])
+    wanted = frozenset({name_of_captured(0)})
+    scores = Scores(
+        D**-0.5, score_mod=score_mod, captured=tuple(y.detach() for y in captured), wanted=wanted, seq_len=S
+    )
+    with mock.patch.object(flex_programs, "one_rank_compiles", nullcontext):
+        found, want = (
+            play_ring(KERNELS[name], Striped(), Mask(), 2, *x, scores=scores) for name in ("flex", "reference")
+        )
+    return [float(((y - z).norm() / z.norm()).detach()) for y, z in zip(found, want, strict=True)]
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("dims", [(16, 16), (24, 24), (80, 80), (96, 96), (192, 128), (256, 256)])
+def test_dims_of_heads(dims: tuple[int, int], dtype: torch.dtype) -> None:
+    gaps = compared(300, (4, 2), dims, dtype, "cuda", lambda i, j: i - j + 300)
+    assert max(gaps) <= (1e-5 if dtype == FP32 else 1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("heads", [(2, 2), (4, 1)])
+@pytest.mark.parametrize("S", [4, 6, 10])
+def test_short_sequences(S: int, heads: tuple[int, int]) -> None:
+    """Two rows of a rank are the fewest."""
+    assert max(compared(S, heads, (64, 64), FP16, "cuda", lambda i, j: i - j + S)) <= 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_products_of_positions_beyond_32_bits() -> None:
+    assert max(compared(49152, (1, 1), (64, 64), BF16, "cuda", lambda i, j: i * j % 65537)) <= 1e-2
+
+
+def test_the_two_kernels_are_compared() -> None:
+    assert max(compared(20, (2, 1), (16, 8), torch.float64, "cpu", lambda i, j: i * j % 17)) <= 1e-6
+
+    def scaled(tile: BackwardTile) -> Any:
+        *grads, of_scores = flex._backward(tile)
+        return *(x * 1.1 for x in grads), of_scores
+
+    kernel = flex.merging_kernel("flex", flex.FLEX.capability, flex._forward, scaled, uses_delta=True, one_tile=True)
+    with mock.patch.dict(KERNELS, flex=kernel):
+        assert max(compared(20, (2, 1), (16, 8), torch.float64, "cpu", lambda i, j: i - j)) > 1e-2
 
 
 def test_error_is_that_of_plain_products_on_the_cpu() -> None:

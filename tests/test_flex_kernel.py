@@ -278,6 +278,7 @@ def test_handles_are_equal_on_all_devices() -> None:
 
 def on_the_cpu() -> mock._patch_dict:
     of_cpu = replace(FLEX.capability, devices=("cpu",), dtypes=(torch.float64,), compute_capability=(0, 0))
+    of_cpu = replace(of_cpu, min_head_dim=1, lacking=lambda: None)
     return mock.patch.dict(KERNELS, flex=replace(FLEX, capability=of_cpu))
 
 
@@ -694,7 +695,7 @@ EIGHT, WIDE, IDS_OF_ROWS = torch.zeros(8), torch.zeros(15), torch.zeros(8, dtype
         (lambda s, b, h, i, j: s + EIGHT[i.clamp_max(6) + 1], ((False, False),), 0),
         (lambda s, b, h, i, j: s + EIGHT[IDS_OF_ROWS[i]], ((True, True),), 0),
         (lambda s, b, h, i, j: s + EIGHT[h], (), 0),
-        (lambda s, b, h, i, j: s + EIGHT[h + 1], ((True, True),), 0),
+        (lambda s, b, h, i, j: s + EIGHT[h + 1], ((False, True),), 0),
         (lambda s, b, h, i, j: s + EIGHT[i * 2**30 * 4 % 8], ((False, False),), 0),
         (lambda s, b, h, i, j: s + EIGHT[i.float().sqrt().long()], ((True, True),), 0),
         (lambda s, b, h, i, j: s + EIGHT[((i * 0.5) % 3 * 3).long()], ((True, True),), 0),  # 7 of 2.5
@@ -742,6 +743,60 @@ def test_no_integer_is_beyond_its_bounds(index: Callable[..., torch.Tensor]) -> 
     sum_of = graph.output_node().args[0]
     bounds = bounds_of(graph, dict.fromkeys(graph.find_nodes(op="placeholder")[3:5], (0, 63)))[sum_of.args[0]]
     assert bounds is None or bounds[0] <= values.min() <= values.max() <= bounds[1]
+
+
+INT32, FAR = torch.arange(-(2**31), 2**31, 2**29, dtype=torch.int32), 2**20 - 1
+INT64 = INT32.long()
+
+
+@pytest.mark.parametrize(
+    ("index", "wide"),
+    [
+        (lambda b, h, i, j: i * j, True),
+        (lambda b, h, i, j: (i - j) * (i - j) % 97, True),
+        (lambda b, h, i, j: i**2, True),
+        (lambda b, h, i, j: i << 12, True),
+        (lambda b, h, i, j: i * 2**20 * j // 2**20, True),
+        (lambda b, h, i, j: (i ^ j) * 4096, True),
+        (lambda b, h, i, j: h * 2**20 + i, True),
+        (lambda b, h, i, j: INT32[(i & 7)] + i, True),
+        (lambda b, h, i, j: i.long() * i, True),
+        (lambda b, h, i, j: INT64[i & 7] * i, False),
+        (lambda b, h, i, j: INT32[i & 7] * 3, False),
+        (lambda b, h, i, j: i - j, False),
+        (lambda b, h, i, j: i // 14 * 14 + (j >> 3) + i % 5, False),
+        (lambda b, h, i, j: (i & 7) * 2**20 + h // 4, False),
+        (lambda b, h, i, j: torch.where(i > j, i, 0) | (~j), False),
+        (lambda b, h, i, j: i.float() * j, False),
+    ],
+)
+def test_integers_are_those_of_64_bits(index: Callable[..., torch.Tensor], wide: bool) -> None:
+    """The templates' indices have 32: where what is computed may be too large, it is computed with 64."""
+    query, indices = torch.zeros(1).double(), (1, 3, FAR, FAR - 1)
+    function, captured = trace("score_mod", lambda s, b, h, i, j: s + index(b, h, i, j), query)
+    assert function is not None
+    reads = Reads.of(function, FAR + 1)
+    assert reads.wide == wide
+    run, score = torch.fx.Interpreter(reads.graph).run, torch.zeros(()).double()
+    found = run(score, *(torch.tensor(n, dtype=torch.int32) for n in indices), *reads.of_captured(captured))
+    want = function.of_pairs(score.view(1, 1, 1, 1), tuple(torch.tensor([n]) for n in indices), captured)
+    assert found == want and want != 0
+    mask, _ = trace("mask_mod", lambda b, h, i, j: index(b, h, i, j) >= 0, query)
+    assert mask is not None and Reads.of(mask, FAR + 1).wide == wide
+
+
+def test_large_numbers_of_heads_are_of_64_bits() -> None:
+    """Numbers of heads and batch rows are small, unless the first one of a tile is large."""
+    q = torch.zeros(1, 1, 8, 8)
+    score_mod, _ = trace("score_mod", lambda s, b, h, i, j: s + h * 2**10, q)
+    cover, found = Pairs(Mask(), *[ROWS[:8]] * 2), list[bool]()
+    for first in ({}, {"first_head": 1 << 22}, {"first_batch": 1 << 22}):
+        tile = Tile(cover, Scores(1.0, score_mod=score_mod, seq_len=8, **first), torch.float32)
+        assert tile._score is not None
+        found.append(tile._score.wide)
+        h = int(tile.score(torch.zeros(()), *torch.tensor([0, 5, 0, 0], dtype=torch.int32), *tile.of_score))
+        assert h == (first.get("first_head", 0) + 5) << 10
+    assert found == [False, True, True]
 
 
 def test_bounds_are_of_the_length() -> None:

@@ -1,9 +1,11 @@
 """Kernels that run on the CPU, through their contract, against the oracle; and how a kernel is chosen."""
 
+import importlib
 import math
 import re
 from dataclasses import replace
 from itertools import product
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,10 +16,10 @@ from dense import dense_attention, make_qkv
 from torch import Tensor
 
 from cp_mesh.errors import ArgumentError, UnsupportedError
-from cp_mesh.kernels import KERNELS, choose_kernel
+from cp_mesh.kernels import KERNELS, choose_kernel, flex
 from cp_mesh.kernels.combine import accumulation_dtype, make_delta
 from cp_mesh.kernels.contract import Capability, Kernel, KernelTile, KeyGradients, Pairs, Request, shortfalls
-from cp_mesh.kernels.scores import Scores, kept_weights, philox
+from cp_mesh.kernels.scores import VECTORS, Scores, kept_weights, philox
 from cp_mesh.masks import Band, Mask
 
 SCALE = 0.3
@@ -403,14 +405,65 @@ def test_no_kernel_at_all():
 
 
 def test_an_unknown_kernel():
-    message = r"kernel: expected one of auto, fa4, .*cpu_flash, reference, flex, got 'flash'; kernel='auto'"
+    message = r"kernel: expected one of auto, fa4, .*flex, cpu_flash, reference, got 'flash'; kernel='auto'"
     with pytest.raises(ArgumentError, match=message):
         choose_kernel("flash", CPU)
 
 
+FUNCTION = Request("cuda", (9, 0), torch.bfloat16, frozenset({"pairs"}), 128, 128, False, False, 2)
+
+
+@pytest.mark.parametrize(
+    ("features", "changed", "chosen"),
+    [
+        ({"score_mod"}, {}, "flex"),
+        ({"score_mod", "mask_mod"}, {"dtype": torch.float32, "differentiable_lse": True, "v_head_dim": 64}, "flex"),
+        ({"mask_mod"}, {"deterministic": True}, "flex"),
+        ({"score_mod"}, {"deterministic": True}, "reference"),
+        ({"score_mod", VECTORS}, {}, "reference"),
+        ({"score_mod"}, {"head_dim": 8, "v_head_dim": 8}, "reference"),
+        ({"score_mod"}, {"dtype": torch.float64}, "reference"),
+        ({"score_mod"}, {"device": "cpu"}, "reference"),
+        (set(), {}, "triton"),
+        ({"relative_bias"}, {"deterministic": True}, "reference"),
+    ],
+)
+def test_functions_on_gpus_are_compiled(
+    features: set[str], changed: dict[str, Any], chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as the compiled kernel goes; and it is for them alone."""
+    for name in ("flex", "triton"):
+        capability = replace(KERNELS[name].capability, lacking=lambda: None)
+        monkeypatch.setitem(KERNELS, name, replace(KERNELS[name], capability=capability))
+    assert choose_kernel("auto", replace(FUNCTION, features=frozenset(features), **changed)).name == chosen
+
+
+@pytest.mark.parametrize(
+    ("there", "words"), [(True, "the operators of flex_attention .*found"), (False, "package triton")]
+)
+def test_what_flex_attention_of_pytorch_lacks(there: bool, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a release whose private parts are others, or without triton."""
+    monkeypatch.setattr(flex, "find_spec", lambda _: there or None)
+    monkeypatch.delattr(importlib.import_module("torch._inductor.kernel.flex.flex_attention"), "FixedLayout")
+    wanted = replace(FUNCTION, features=frozenset({"score_mod"}))
+    flex._lacks.cache_clear()
+    try:
+        assert choose_kernel("auto", wanted).name == "reference"
+        with pytest.raises(UnsupportedError, match=f"kernel='flex' lacks {words}.*kernel='reference' can"):
+            choose_kernel("flex", wanted)
+    finally:
+        flex._lacks.cache_clear()
+
+
+def test_heads_that_are_too_small() -> None:
+    wanted = replace(FUNCTION, features=frozenset({"score_mod"}), head_dim=8)
+    with pytest.raises(UnsupportedError, match=r"head dim 8 \(needs a multiple of 1 from 16 up to 256\)"):
+        choose_kernel("flex", wanted)
+
+
 def test_the_table_is_keyed_by_name_and_the_reference_can_do_everything():
     assert all(kernel.name == name for name, kernel in KERNELS.items())
-    assert list(KERNELS)[-2:] == ["reference", "flex"], "what is behind the reference is taken by name alone"
+    assert list(KERNELS)[-1] == "reference"
     for device, dtype in product(("cpu", "cuda"), (torch.float64, torch.float32, torch.bfloat16, torch.float16)):
         wanted = Request(
             device, (5, 0) if device == "cuda" else (0, 0), dtype, frozenset({"full", "causal", "window", "pairs"}),

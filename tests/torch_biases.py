@@ -1,10 +1,11 @@
 """PyTorch's own tests of learned biases, with `cp_mesh.flex_attention` in place of its compiled function.
 
-    python tests/torch_biases.py PYTORCH/test/inductor/test_flex_attention.py [-k NAME]
+    python tests/torch_biases.py PYTORCH/test/inductor/test_flex_attention.py [--own] [-k NAME]
 
-The file comes from a checkout of PyTorch, at the tag of the installed version; its `TestLearnableBiases` runs on a GPU,
-with kernel="flex" on a mesh of one rank, and compares with PyTorch's uncompiled function in the same dtype and in
-float64, as there. A bias that is read at two places, which PyTorch refuses, is computed and compared too.
+The file comes from PyTorch's source, of the installed version or of another whose test runs with it; its
+`TestLearnableBiases` runs on a GPU, with kernel="flex" on a mesh of one rank, and compares with PyTorch's uncompiled
+function in the same dtype and in float64, as there. A bias that is read at two places, which PyTorch refuses, is
+computed and compared too. ``--own`` runs them with PyTorch's compiled function, as they are.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout that is not installed
 
 from cp_mesh import Mask, flex_attention
+from cp_mesh.kernels import flex_programs
 
 REFUSED = "multiple indexing operations"
 
@@ -43,7 +45,10 @@ def pointed_at_ours(tests: type, mesh: DeviceMesh) -> type:
 
     class Pointed(tests):  # type: ignore[misc]
         def run(self, result: Any = None) -> Any:
-            with mock.patch.object(torch, "compile", compiled):
+            alone = mock.patch.object(
+                flex_programs, "one_rank_compiles", contextlib.nullcontext
+            )  # not a rank of a host
+            with mock.patch.object(torch, "compile", compiled), alone:
                 return super().run(result)
 
         def assertRaisesRegex(self, error: Any, words: Any, *args: Any, **options: Any) -> Any:
@@ -62,7 +67,8 @@ def main(file: str, *options: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=0, world_size=1)
         tests.Pointed = pointed_at_ours(tests.TestLearnableBiases, init_device_mesh("cuda", (1,)))  # type: ignore[attr-defined]
-        unittest.main(tests, argv=[file, "Pointed", *options])
+        names = "TestLearnableBiases" if "--own" in options else "Pointed"
+        unittest.main(tests, argv=[file, names, *(x for x in options if x != "--own")])
 
 
 if __name__ == "__main__":

@@ -12,13 +12,12 @@ from cp_mesh.kernels.reference import REFERENCE
 from cp_mesh.kernels.triton_attention import TRITON
 
 KERNELS: dict[str, Kernel] = {
-    kernel.name: kernel for kernel in (FA4, FA3, CUDNN, FA2, FA2_PACKAGE, EFFICIENT, TRITON, CPU_FLASH, REFERENCE, FLEX)
+    kernel.name: kernel for kernel in (FA4, FA3, CUDNN, FA2, FA2_PACKAGE, EFFICIENT, TRITON, FLEX, CPU_FLASH, REFERENCE)
 }
 """In the order of preference. On Hopper FA4 and FA3 are fastest where they are installed, then cuDNN, whose kernels
 were made for it too; FlashAttention-2 comes from the generation before, and PyTorch has its own build of it. The
 library's own Triton kernel takes what others lack: masks read from tensors, scores, determinism, gradients of lse.
-"flex" is taken by name alone: it stands behind the reference, which serves all that it does, until it has been measured
-on GPUs as a whole."""
+"flex" takes functions of users. The reference takes everything."""
 
 
 def choose_kernel(name: str, request: Request) -> Kernel:
@@ -28,20 +27,22 @@ def choose_kernel(name: str, request: Request) -> Kernel:
         ArgumentError: on an unknown name.
         UnsupportedError: if the kernel cannot serve the request; the message names what it lacks and one that can.
     """
-    able = [kernel for kernel in KERNELS.values() if not shortfalls(kernel.capability, request)]
+    able = (kernel for kernel in KERNELS.values() if not shortfalls(kernel.capability, request))  # some import packages
     if name == "auto":
-        if not able:
+        chosen = next(able, None)
+        if chosen is None:
             lacks = "; ".join(
                 f"{kernel.name} lacks {', '.join(shortfalls(kernel.capability, request))}"
                 for kernel in KERNELS.values()
             )
             raise UnsupportedError(f"kernel='auto': no kernel can serve this call: {lacks}")
-        return able[0]
+        return chosen
     if name not in KERNELS:
         known = ", ".join(["auto", *KERNELS])
         refuse("kernel", f"one of {known}", repr(name), "kernel='auto' picks one that works")
     missing = shortfalls(KERNELS[name].capability, request)
     if missing:
-        hint = f"kernel={able[0].name!r} can serve this call" if able else "no kernel can serve this call"
+        other = next(able, None)
+        hint = "no kernel can serve this call" if other is None else f"kernel={other.name!r} can serve this call"
         raise UnsupportedError(f"kernel={name!r} lacks {'; '.join(missing)}; {hint}")
     return KERNELS[name]

@@ -134,6 +134,7 @@ class Capability:
         covers: tile covers: "full", "causal" (any lower-bounded band), "window", "pairs" (masks read from tensors),
             "segments" (packed documents, as sequences).
         max_head_dim: largest head dim; head dims are multiples of ``head_dim_multiple``.
+        min_head_dim: smallest one.
         wide_heads_on: if given, the compute capabilities on which head dims above 192 have a backward.
         v_head_dim: whether v's head dim may differ from q's and k's.
         differentiable_lse: whether a gradient of lse is accepted.
@@ -152,6 +153,7 @@ class Capability:
     compute_capability: tuple[int, int] = (0, 0)
     covers: tuple[str, ...] = ("full", "causal")
     max_head_dim: int = 1 << 30
+    min_head_dim: int = 1
     wide_heads_on: tuple[tuple[int, int], ...] = ()
     head_dim_multiple: int = 1
     v_head_dim: bool = False
@@ -217,10 +219,10 @@ def shortfalls(capability: Capability, request: Request) -> list[str]:
     for cover in sorted(request.covers - set(capability.covers)):
         missing.append(f"'{cover}' tiles (has {', '.join(capability.covers)})")
     for name, dim in (("head dim", request.head_dim), ("v head dim", request.v_head_dim)):
-        if dim > capability.max_head_dim or dim % capability.head_dim_multiple:
-            missing.append(
-                f"{name} {dim} (needs a multiple of {capability.head_dim_multiple} up to {capability.max_head_dim})"
-            )
+        least, most, multiple = capability.min_head_dim, capability.max_head_dim, capability.head_dim_multiple
+        if not least <= dim <= most or dim % multiple:
+            from_least = f" from {least}" if least > 1 else ""
+            missing.append(f"{name} {dim} (needs a multiple of {multiple}{from_least} up to {most})")
     if (
         capability.wide_heads_on
         and request.head_dim > 192

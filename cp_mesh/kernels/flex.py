@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -131,6 +133,24 @@ def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradient
     return dq, dk, dv, grads
 
 
+@cache
+def _lacks() -> str | None:
+    """The operators are private to PyTorch, and so is where `flex_programs` says what they write."""
+    if find_spec("triton") is None:
+        return "package triton (pip install triton)"
+    try:
+        from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
+        from torch._inductor.kernel.flex import flex_attention as lowering
+
+        found = callable(flex_attention) and callable(flex_attention_backward)
+        found = found and hasattr(lowering, "FixedLayout") and hasattr(lowering, "empty_strided")
+    except ImportError:
+        found = False
+    return (
+        None if found else f"the operators of flex_attention that PyTorch 2.11 to 2.15 have (found {torch.__version__})"
+    )
+
+
 FLEX = merging_kernel(
     "flex",
     Capability(
@@ -139,10 +159,12 @@ FLEX = merging_kernel(
         compute_capability=(8, 0),
         covers=("pairs",),
         max_head_dim=256,
+        min_head_dim=16,  # of products in Triton
         v_head_dim=True,
         differentiable_lse=True,
         features=frozenset(FUNCTIONS),
         deterministic_features=frozenset({"mask_mod"}),
+        lacking=_lacks,
     ),
     _forward,
     _backward,

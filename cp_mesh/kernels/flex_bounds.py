@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -33,11 +33,18 @@ _OF: dict[Any, Callable[..., Bounds]] = {
     aten.maximum.default: lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
     aten.floor_divide.default: _quotient,
     aten.scalar_tensor.default: lambda a: a,
+    aten.__rshift__.Scalar: lambda a, n: (a[0] >> n[0], a[1] >> n[0]) if 0 <= n[0] < 32 else None,
 }
 _OF |= {aten.clamp_min.default: _OF[aten.maximum.default], aten.clamp_max.default: _OF[aten.minimum.default]}
 _ALWAYS: dict[Any, Callable[[int], tuple[int, int]]] = {  # whatever the first is
     aten.remainder.Scalar: lambda n: (0, n - 1),
     aten.bitwise_and.Scalar: lambda n: (0, n),
+}
+_KEEP_32_BITS = {  # of numbers that have 32 bits
+    *(aten.abs.default, aten.sign.default, aten.minimum.default, aten.maximum.default, aten.where.self),
+    *(aten.floor_divide.default, aten.remainder.Tensor, aten.remainder.Scalar, aten.fmod.Tensor, aten.fmod.Scalar),
+    *(aten.bitwise_and.Tensor, aten.bitwise_or.Tensor, aten.bitwise_xor.Tensor, aten.bitwise_not.default),
+    *(aten.bitwise_and.Scalar, aten.bitwise_or.Scalar, aten.bitwise_xor.Scalar),
 }
 
 
@@ -49,6 +56,25 @@ def bounds_of(graph: Graph, known: Mapping[Node, Bounds]) -> dict[Node, Bounds]:
             bounds = _bounds(node, found) if node.op == "call_function" else None
             found[node] = bounds if bounds and -MOST <= bounds[0] <= bounds[1] <= MOST else None
     return found
+
+
+def may_leave_32_bits(graph: Graph, indices: Collection[Node], bounds: Mapping[Node, Bounds]) -> bool:
+    """Whether an integer of 64 bits that is computed may not fit into 32, if ``indices`` have 32.
+
+    What is read, or made of a dtype that is named, has its own bits, and so has what is computed with it.
+    """
+    of_32 = set(indices)
+    for node in graph.nodes:
+        if node.op != "call_function" or getattr(node.meta.get("val"), "dtype", None) != torch.int64:
+            continue
+        wide = (x for x in node.all_input_nodes if x not in of_32 and x.meta["val"].dtype == torch.int64)
+        named = node.target is aten._to_copy.default and node.kwargs.get("dtype") == torch.int64
+        if node.target is aten.index.Tensor or named or any(True for _ in wide):
+            continue
+        of_32.add(node)
+        if bounds[node] is None and node.target not in _KEEP_32_BITS:
+            return True
+    return False
 
 
 def _bounds(node: Node, found: Mapping[Node, Bounds]) -> Bounds:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from cp_mesh.kernels.flex_bounds import MOST, bounds_of
+from cp_mesh.kernels.flex_bounds import MOST, bounds_of, may_leave_32_bits
 from cp_mesh.kernels.functions import ScalarFunction
 
 COPIES, MOST_COPIES = 64, 4096
@@ -27,6 +27,8 @@ SHARED, CHAINED = 1 << 17, 1 << 19
 taken to read different elements, and the gradient has no copies."""
 LENGTHS = 64
 """Of the whole sequence, for which what is made of a function is kept."""
+OTHERS = (1 << 17) - 1
+"""Batch rows and heads are taken to have numbers up to this, unless the caller's are larger."""
 MOST_COPIED = 1 << 24
 """Elements, pads among them, of a tensor that is copied for each tile and pass."""
 aten = torch.ops.aten
@@ -93,16 +95,19 @@ class Reads:
         reads: in the order in which the graph takes them.
         looked_at: of each index that is computed, whether it is counted from the end where it is negative, and whether
             it is compared with the size of its dim.
+        wide: whether it computes with indices of 64 bits, as users wrote it; the templates' have 32, in which what is
+            computed may be too large.
     """
 
     graph: GraphModule
     reads: tuple[Read, ...]
     looked_at: tuple[tuple[bool, bool], ...]
+    wide: bool
 
     @classmethod
-    def of(cls, function: ScalarFunction, seq_len: int) -> Reads:
-        """Of positions below ``seq_len``."""
-        return _Rewriting(function, seq_len).result()
+    def of(cls, function: ScalarFunction, seq_len: int, others: int = OTHERS) -> Reads:
+        """Of positions below ``seq_len``, and numbers of heads and batch rows up to ``others``."""
+        return _Rewriting(function, seq_len, others).result()
 
     def of_captured(self, captured: Sequence[Tensor]) -> list[Tensor]:
         """What the graph takes."""
@@ -111,13 +116,13 @@ class Reads:
     @property
     def key(self) -> Hashable:
         """Beside the function, all on which the graph depends."""
-        return self.reads, self.looked_at
+        return self.reads, self.looked_at, self.wide
 
 
 class _Rewriting:
     """Makes the graph of a `Reads`."""
 
-    def __init__(self, function: ScalarFunction, seq_len: int) -> None:
+    def __init__(self, function: ScalarFunction, seq_len: int, others: int) -> None:
         self._function, self._graph, self._nodes = function, Graph(), dict[Node, Node]()
         inputs = function.graph.graph.find_nodes(op="placeholder")
         scalars = inputs[: len(inputs) - function.num_captured]
@@ -134,9 +139,14 @@ class _Rewriting:
         self._constants, self._last_constant = {0: self._zero}, self._zero
         self._in_indices, self._summed = self._behind_indices(), self._all_summed()
         self._inside: Node | None = None  # whether indices so far are of elements that there are, where no NaN says so
-        of_rows = dict.fromkeys((self._i, self._j), (0, seq_len - 1))
+        known = {self._b: (0, others), self._h: (0, others), self._i: (0, seq_len - 1), self._j: (0, seq_len - 1)}
         self._looked_at = list[tuple[bool, bool]]()
-        self._bounds = bounds_of(function.graph.graph, of_rows)
+        self._bounds = bounds_of(function.graph.graph, known)
+        self._of_32_bits = {node: self._nodes[node] for node in known}
+        self._wide = may_leave_32_bits(function.graph.graph, known.keys(), self._bounds)
+        if self._wide:
+            for node, index in self._of_32_bits.items():
+                self._nodes[node] = self._graph.call_function(aten._to_copy.default, (index,), {"dtype": torch.int64})
 
     def _behind_indices(self) -> set[Node]:
         found, left = set[Node](), [n for node in self._function.graph.graph.nodes for n in self._index_of(node)]
@@ -187,7 +197,7 @@ class _Rewriting:
                 copied.kwargs = {} if as_score else {"dtype": copied.kwargs.get("dtype", torch.float32)}
             self._nodes[node] = self._without_literals(copied) if node in self._in_indices else copied
         graph = GraphModule(torch.nn.Module(), self._graph)
-        return Reads(graph, tuple(self._reads), tuple(self._looked_at))
+        return Reads(graph, tuple(self._reads), tuple(self._looked_at), self._wide)
 
     def _call(self, target: Any, *args: Any) -> Node:
         return self._graph.call_function(target, args)
@@ -260,7 +270,7 @@ class _Rewriting:
         self._reads.append(Read(self._captured[x], len(over) == 2, chained, copies, pads))
         indices = [self._counted(*dim) for dim in zip(at, value.shape, pads, strict=True)]
         if copies:
-            row, key = self._nodes[self._i], self._nodes[self._j]
+            row, key = self._of_32_bits[self._i], self._of_32_bits[self._j]
             turn = row if over == {self._j} else key
             if len(over) != 1:  # neighbours in a row take turns, and those in a column
                 step = self._constant(max(8, copies // COPIES) + 1)
@@ -292,9 +302,9 @@ class _Rewriting:
 
         A score of what is read beyond the end is no number. A mask_mod's tables of blocks stop there.
         """
-        index, (before, after) = self._nodes[at], pads
         if self._is_row(at):
-            return index
+            return self._of_32_bits[at]
+        index, (before, after) = self._nodes[at], pads
         least, greatest = self._bounds[at] or (-MOST, MOST)
         is_compared = self._scores and not -size <= least <= greatest < size
         self._looked_at.append((least < 0 and not before, is_compared))
@@ -330,10 +340,12 @@ def _takes_tensors(target: Any, at: Sequence[int]) -> bool:
     return any(all(i < len(x) and "Tensor" in str(x[i].type) for i in at) for x in schemas)
 
 
-def reads_of(function: ScalarFunction, seq_len: int) -> Reads:
-    kept: dict[int, Reads] = vars(function).setdefault("_reads", {})
-    if seq_len not in kept:
+def reads_of(function: ScalarFunction, seq_len: int, first: int) -> Reads:
+    """Kept; ``first``: the larger number of the first head and batch row."""
+    kept: dict[tuple[int, int], Reads] = vars(function).setdefault("_reads", {})
+    key = seq_len, OTHERS if first <= OTHERS // 2 else MOST  # no grid of a kernel has more than 2^16 of them
+    if key not in kept:
         if len(kept) >= LENGTHS:
             kept.clear()
-        kept[seq_len] = Reads.of(function, seq_len)
-    return kept[seq_len]
+        kept[key] = Reads.of(function, *key)
+    return kept[key]

@@ -110,7 +110,8 @@ class Tile:
         self._numbers = kept_of(cover, key, lambda: torch.tensor(numbers, dtype=int32, device=device))
         self._stepped = tuple(computed and steps is not None for steps in cover.steps)
         functions = scores.score_mod, scores.mask_mod
-        self._score, self._mask = (None if x is None else reads_of(x, scores.seq_len) for x in functions)
+        sizes = scores.seq_len, max(scores.first_head, scores.first_batch)
+        self._score, self._mask = (None if x is None else reads_of(x, *sizes) for x in functions)
         num = 0 if scores.score_mod is None else scores.score_mod.num_captured
         self.reads = () if self._score is None else self._score.reads
         of_score = () if self._score is None else self._score.of_captured(scores.captured[:num])
