@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -133,7 +133,7 @@ def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradient
     return dq, dk, dv, grads
 
 
-@cache
+@lru_cache(maxsize=1)
 def _lacks() -> str | None:
     """The operators are private to PyTorch, and so is where `flex_programs` says what they write."""
     if find_spec("triton") is None:
