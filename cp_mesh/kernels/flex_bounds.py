@@ -59,12 +59,15 @@ def bounds_of(graph: Graph, known: Mapping[Node, Bounds]) -> dict[Node, Bounds]:
 
 
 def may_leave_32_bits(graph: Graph, indices: Collection[Node], bounds: Mapping[Node, Bounds]) -> bool:
-    """Whether an integer of 64 bits that is computed may not fit into 32, if ``indices`` have 32.
+    """Whether an integer of 64 bits that is computed may not fit into 32, or meets one that does not, if ``indices``
+    have 32.
 
     What is read, or made of a dtype that is named, has its own bits, and so has what is computed with it.
     """
     of_32 = set(indices)
     for node in graph.nodes:
+        if any(type(x) is int and abs(x) > MOST for x in node.args) and not of_32.isdisjoint(node.all_input_nodes):
+            return True
         if node.op != "call_function" or getattr(node.meta.get("val"), "dtype", None) != torch.int64:
             continue
         wide = (x for x in node.all_input_nodes if x not in of_32 and x.meta["val"].dtype == torch.int64)
