@@ -163,7 +163,6 @@ FLEX = merging_kernel(
         v_head_dim=True,
         differentiable_lse=True,
         features=frozenset(FUNCTIONS),
-        min_keys=2,  # the backward of a single row does not compile
         deterministic_features=frozenset({"mask_mod"}),
         lacking=_lacks,
     ),

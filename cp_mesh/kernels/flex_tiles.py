@@ -32,7 +32,8 @@ class Rows:
 
     Attributes:
         bounds: int32 [5], of `distances`.
-        positions: int32 [Sq] and [Sk].
+        positions: int32 [Sq] and [Sk]; a single one twice: of a tensor of one element Inductor drops the index, and
+            then cannot scatter at what is computed of it.
         documents: ids [Sq] and [Sk], or [B, Sq] and [B, Sk]; empty without documents.
         padding: uint8 [Sk] or [B, Sk], whether a key is kept; empty without padding.
         starts: int32 [Sk] or [B, Sk], where the block of a key begins; empty without blocks.
@@ -58,7 +59,8 @@ class Rows:
         padding = at(None if mask.key_padding is None else mask.key_padding.view(torch.uint8), positions[1])
         starts = at(None if mask.blocks is None else mask.starts, positions[1])
         bounds = torch.tensor(distances(mask), dtype=torch.int32, device=positions[0].device)
-        return cls(bounds, (positions[0].int(), positions[1].int()), documents, padding, starts)
+        q_pos, k_pos = (x.int().repeat(2 if len(x) == 1 else 1) for x in positions)
+        return cls(bounds, (q_pos, k_pos), documents, padding, starts)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
