@@ -91,7 +91,7 @@ def answer(feature: Feature, method: Method, kernel: Kernel) -> str:
     features = frozenset({"dropout_p": "dropout"}.get(feature.scores, feature.scores).split()) - {"sinks"}
     q, k, v = (
         Operand(torch.Size((1, heads, TOKENS // RANKS, dim)), dtype, torch.device(device))
-        for heads, dim in zip((feature.heads[0], *feature.heads[1:] * 2), (8, 8, feature.v_head_dim), strict=True)
+        for heads, dim in zip((feature.heads[0], *feature.heads[1:] * 2), (16, 16, 2 * feature.v_head_dim), strict=True)
     )
     options = options._replace(inner_ring_size=2 if method.name == "double_ring" else 0)
     try:

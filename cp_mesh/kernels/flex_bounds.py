@@ -41,7 +41,7 @@ _ALWAYS: dict[Any, Callable[[int], tuple[int, int]]] = {  # whatever the first i
     aten.bitwise_and.Scalar: lambda n: (0, n),
 }
 _KEEP_32_BITS = {  # of numbers that have 32 bits
-    *(aten.abs.default, aten.sign.default, aten.minimum.default, aten.maximum.default, aten.where.self),
+    *(aten.sign.default, aten.minimum.default, aten.maximum.default, aten.where.self),
     *(aten.floor_divide.default, aten.remainder.Tensor, aten.remainder.Scalar, aten.fmod.Tensor, aten.fmod.Scalar),
     *(aten.bitwise_and.Tensor, aten.bitwise_or.Tensor, aten.bitwise_xor.Tensor, aten.bitwise_not.default),
     *(aten.bitwise_and.Scalar, aten.bitwise_or.Scalar, aten.bitwise_xor.Scalar),
