@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -196,6 +197,9 @@ class _Recorder(TorchDispatchMode):
             if dtype != torch.bool:
                 with self:
                     return _sum(func.overloadpacket, args[0], args[1], alpha[0], dtype)
+        if torch.Tag.pointwise in tags and (dtype := _dtype_of_mixed(args)) is not None:
+            with self:
+                args = tuple(_converted(x, dtype) for x in args)
         node = self._graph.call_function(func, *map_aggregate((args, kwargs), self._node))
         found = func(*args, **kwargs)
         if isinstance(found, Tensor):
@@ -241,6 +245,29 @@ class _Recorder(TorchDispatchMode):
             else:
                 self._graph.erase_node(node)
         return self._graph, tuple(used)
+
+
+def _kind(of: Tensor | torch.dtype) -> tuple[bool, bool]:
+    dtype = of.dtype if isinstance(of, Tensor) else of
+    return dtype == torch.bool, dtype.is_floating_point
+
+
+def _converted(x: Any, dtype: torch.dtype) -> Any:
+    """Tensors of another dtype of the kind."""
+    if not isinstance(x, Tensor) or x.dtype == dtype or _kind(x) != _kind(dtype):
+        return x
+    return torch.ops.aten._to_copy.default(x, dtype=dtype)
+
+
+def _dtype_of_mixed(args: Sequence[Any]) -> torch.dtype | None:
+    """Of scalars of several dtypes of one kind: in which PyTorch computes with them.
+
+    Of all pairs at once some have dims, and then PyTorch would take the dtype of these.
+    """
+    tensors = [x for x in args if isinstance(x, Tensor) and x.dtype != torch.bool]
+    if any(x.ndim for x in tensors) or len({_kind(x) for x in tensors}) != 1 or len({x.dtype for x in tensors}) == 1:
+        return None
+    return reduce(torch.promote_types, (x.dtype for x in tensors))
 
 
 def _sum(packet: Any, x: Any, y: Any, alpha: float, dtype: torch.dtype) -> Tensor:

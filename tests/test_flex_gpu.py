@@ -26,6 +26,7 @@ from cp_mesh.kernels import KERNELS, flex, flex_programs
 from cp_mesh.kernels.contract import Pairs
 from cp_mesh.kernels.merge import BackwardTile
 from cp_mesh.kernels.scores import Scores, name_of_captured
+from cp_mesh.layouts import Layout
 from cp_mesh.tracing import trace
 
 FACTOR, ROUNDING, NUMBERS = 1.35, 1e-6, 256
@@ -205,8 +206,9 @@ def test_tiles_are_not_rounded_and_have_no_backward() -> None:
 
 
 def compared(
-    S: int, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, device: str, index: Callable[..., Tensor]
-) -> list[float]:
+    S: int, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, device: str,
+    index: Callable[..., Tensor], ring: tuple[Layout, Mask, int] = (Striped(), Mask(), 2),
+) -> list[float]:  # fmt: skip
     """Of a learned table at an index, causal: the distance of each result from the reference kernel's."""
     (H, K), (D, Dv) = heads, dims
     generator = torch.Generator(device).manual_seed(0)
@@ -219,9 +221,7 @@ def compared(
         D**-0.5, score_mod=score_mod, captured=tuple(y.detach() for y in captured), wanted=wanted, seq_len=S
     )
     with mock.patch.object(flex_programs, "one_rank_compiles", nullcontext):
-        found, want = (
-            play_ring(KERNELS[name], Striped(), Mask(), 2, *x, scores=scores) for name in ("flex", "reference")
-        )
+        found, want = (play_ring(KERNELS[name], *ring, *x, scores=scores) for name in ("flex", "reference"))
     return [float(((y - z).norm() / z.norm()).detach()) for y, z in zip(found, want, strict=True)]
 
 
@@ -231,7 +231,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
-@pytest.mark.parametrize("dims", [(16, 16), (24, 24), (80, 80), (96, 96), (192, 128), (256, 256)])
+@pytest.mark.parametrize("dims", [(16, 16), (17, 17), (24, 24), (80, 80), (100, 100), (96, 96), (192, 128), (256, 256)])
 def test_dims_of_heads(dims: tuple[int, int], dtype: torch.dtype) -> None:
     gaps = compared(300, (4, 2), dims, dtype, "cuda", lambda i, j: i - j + 300)
     assert max(gaps) <= (1e-5 if dtype == FP32 else 1e-2)
@@ -244,6 +244,26 @@ def test_dims_of_heads(dims: tuple[int, int], dtype: torch.dtype) -> None:
 def test_short_sequences(S: int, heads: tuple[int, int]) -> None:
     """Down to tiles of one query and one key."""
     assert max(compared(S, heads, (64, 64), FP16, "cuda", lambda i, j: i - j + S)) <= 1e-2
+
+
+def of_one_row(device: str, dtype: torch.dtype, num_ranks: int, S: int, mask: Mask) -> list[float]:
+    """A last rank with one row beside others with many, and documents of one token."""
+    return compared(S, (4, 2), (64, 64), dtype, device, lambda i, j: i - j + S, (Contiguous(), mask, num_ranks))
+
+
+ONE_ROW = (4, 13, Mask(length=12)), (3, 5, Mask(length=4)), (4, 13, Mask(documents=torch.arange(13) // 5 * (-1) + 3))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("case", ONE_ROW, ids=["13 on 4", "5 on 3", "documents"])
+def test_one_query_of_many_keys_and_one_key_of_many_queries(case: tuple[int, int, Mask]) -> None:
+    assert max(of_one_row("cuda", FP16, *case)) <= 1e-2
+
+
+def test_tiles_of_one_row() -> None:
+    for case in ONE_ROW:
+        assert max(of_one_row("cpu", torch.float64, *case)) <= 1e-6
 
 
 @pytest.mark.gpu

@@ -20,8 +20,8 @@ from cases import gap
 from flex_uses import MASKS, SCORES
 from ranks import mesh
 
-from cp_mesh import Mask, Striped, UnsupportedError, ZigZag, create_block_mask, flex_attention
-from cp_mesh.kernels import KERNELS, flex, flex_blocks, flex_programs, flex_reads, reference
+from cp_mesh import Mask, ShardedSequence, Striped, UnsupportedError, ZigZag, create_block_mask, flex_attention
+from cp_mesh.kernels import KERNELS, flex, flex_blocks, flex_programs, flex_reads, flex_tiles, reference
 from cp_mesh.kernels.contract import Pairs, Steps
 from cp_mesh.kernels.flex import FLEX
 from cp_mesh.kernels.flex_bounds import bounds_of
@@ -182,6 +182,9 @@ UNUSUAL = {
     ),
     "a constant in an index": lambda s, b, h, i, j: s + TABLE[i + torch.tensor(3)] * TABLE[torch.as_tensor(j)],
     "multiples in an index": lambda s, b, h, i, j: s + TABLE[torch.rsub(i, 200, alpha=2)] * TABLE[j.add(3, alpha=5)],
+    "a number that wraps beside bytes": lambda s, b, h, i, j: (
+        s + TABLE[(BYTES[i] > -3).long()] + TABLE[(SIGNED[j] > -3).long()]
+    ),
     "bytes that wrap": lambda s, b, h, i, j: s + TABLE[(BYTES[i] - 250).long() + ((BYTES[i] + 100) // 8).long() * 2],
     "signed bytes": lambda s, b, h, i, j: s + TABLE[(SIGNED[i] * 20 + 1).long()],
     "limits of two kinds": lambda s, b, h, i, j: s + TABLE[(i - j).clamp(0, 7.5).long()],
@@ -220,6 +223,13 @@ def check_tables(cover: Pairs, scores: Scores) -> tuple[int, int]:
     listed = blocks.to_dense().bool()
     of_full = blocks.full_kv_num_blocks, blocks.full_kv_indices
     whole = blocks.from_kv_blocks(*of_full, BLOCK_SIZE=blocks.BLOCK_SIZE).to_dense().bool()
+    of_rows = blocks.kv_num_blocks, blocks.kv_indices, *of_full
+    expected = blocks.from_kv_blocks(*of_rows, BLOCK_SIZE=blocks.BLOCK_SIZE, seq_lengths=(num_q, num_k)).as_tuple()[:-1]
+    for x, want in zip(blocks.as_tuple()[:-1], expected, strict=True):
+        if isinstance(x, torch.Tensor):
+            assert torch.equal(x, want) and x.dtype == want.dtype and x.is_contiguous()
+        else:
+            assert x == want
     for row, of_row in enumerate(parts):
         for column, x in enumerate(of_row):
             assert torch.equal(listed[:, :, row, column].expand(B, H), x.any(-1).any(-1))
@@ -732,6 +742,15 @@ THIRDS = ROWS.double() / 3
         lambda i, j: (i - j) // 4 + (i - j) % 7,
         lambda i, j: (i - j).clamp(6, -2) - ((j - i) & 5),
         lambda i, j: (i - 5) * (j - 7) - (2 * j - i).abs(),
+        lambda i, j: (i >= j) * (i - 2 * j),
+        lambda i, j: (i > 3).to(torch.int32) * (j > 3),
+        lambda i, j: (i - 30) ** 2 - (j - 30) ** 3 + (i + 1) ** 0,
+        lambda i, j: torch.div(i - 30, 7, rounding_mode="trunc"),
+        lambda i, j: torch.div(i - 64, 7, rounding_mode="trunc"),
+        lambda i, j: torch.div(i - 30, 7, rounding_mode="floor"),
+        lambda i, j: ((i - 30) << 2) - torch.bitwise_left_shift(j - 30, 3),
+        lambda i, j: ((i - 30) >> 2) - torch.bitwise_right_shift(j - 30, 3),
+        lambda i, j: torch.zeros_like(i) + 3 * torch.ones_like(j) + torch.full_like(i, -4),
     ],
 )
 def test_no_integer_is_beyond_its_bounds(index: Callable[..., torch.Tensor]) -> None:
@@ -759,13 +778,26 @@ INT64 = INT32.long()
         (lambda b, h, i, j: i * 2**20 * j // 2**20, True),
         (lambda b, h, i, j: (i ^ j) * 4096, True),
         (lambda b, h, i, j: h * 2**20 + i, True),
-        (lambda b, h, i, j: INT32[(i & 7)] + i, True),
         (lambda b, h, i, j: i.long() * i, True),
         (lambda b, h, i, j: i % 2**40, True),
         (lambda b, h, i, j: (i < 2**40) * 1.0, True),
         (lambda b, h, i, j: i.clamp(max=2**40), True),
         (lambda b, h, i, j: torch.where(i > j, i, 2**40), True),
+        (lambda b, h, i, j: (~(2**31 - 1 - (j >> 20))).abs(), True),
+        (lambda b, h, i, j: ~(2**31 - 1 - (j >> 20)) // -1, True),
+        (lambda b, h, i, j: ~(2**31 - 1 - (j >> 20)) // (i >> 20).clamp(max=-1), True),
+        (lambda b, h, i, j: i**3 % 1000003, True),
+        (lambda b, h, i, j: ~(2**31 - 1 - (j >> 20)) // 3, False),
+        (lambda b, h, i, j: (i >= j) * (i - j), False),
+        (lambda b, h, i, j: (i << 2) + torch.bitwise_right_shift(j, 3), False),
+        (lambda b, h, i, j: (i >> 12) ** 3, False),
+        (
+            lambda b, h, i, j: torch.div(i, 14, rounding_mode="floor") * 14 - torch.div(j, 3, rounding_mode="trunc"),
+            False,
+        ),
+        (lambda b, h, i, j: torch.ones_like(i) + i - torch.zeros_like(j) + torch.full_like(j, -9), False),
         (lambda b, h, i, j: INT64[i & 7] * i, False),
+        (lambda b, h, i, j: INT32[(i & 7)] + i, False),  # one of 64 bits is made of the first
         (lambda b, h, i, j: INT32[i & 7] * 3, False),
         (lambda b, h, i, j: i - j, False),
         (lambda b, h, i, j: i // 14 * 14 + (j >> 3) + i % 5, False),
@@ -785,8 +817,16 @@ def test_integers_are_those_of_64_bits(index: Callable[..., torch.Tensor], wide:
     found = run(score, *(torch.tensor(n, dtype=torch.int32) for n in indices), *reads.of_captured(captured))
     want = function.of_pairs(score.view(1, 1, 1, 1), tuple(torch.tensor([n]) for n in indices), captured)
     assert found == want and want != 0
-    mask, _ = trace("mask_mod", lambda b, h, i, j: index(b, h, i, j) >= 0, query)
-    assert mask is not None and Reads.of(mask, FAR + 1).wide == wide
+    of_integers = not index(*map(torch.tensor, indices)).is_floating_point()
+    for at_least in (int(want) - 1, int(want), int(want) + 1):
+        threshold = torch.tensor(at_least)
+        mask, captured = trace("mask_mod", lambda b, h, i, j, x=threshold: index(b, h, i, j) >= x, query)
+        assert mask is not None
+        reads = Reads.of(mask, FAR + 1)
+        assert reads.wide == wide
+        tensors = *(torch.tensor(n, dtype=torch.int32) for n in indices), *reads.of_captured(captured)
+        found = bool(torch.fx.Interpreter(reads.graph).run(*tensors))
+        assert found == (want.long().item() >= at_least) or not of_integers
 
 
 def test_large_numbers_of_heads_are_of_64_bits() -> None:
@@ -831,3 +871,108 @@ def test_results_are_wide_in_one_thread_alone() -> None:
         assert beside.submit(dtypes).result() == [*of_types]
         raise KeyError
     assert lowering.FixedLayout is before and dtypes() == [*of_types]
+
+
+def of_batches(rank: int, kind: str, num_batches: int) -> tuple[list[int], float]:
+    """How many programs there are after each batch, and the largest gap to the reference."""
+    size, programs, gaps = 256, list[int](), list[float]()
+    cp_mesh = mesh((4,), ("cp",))
+    with on_the_cpu(), mock.patch.object(flex_programs, "_programs", type(flex_programs._programs)()) as made:
+        for batch in range(num_batches):
+            torch.manual_seed(batch)
+            lengths = torch.randint(1, 100, (size,))
+            ids = torch.repeat_interleave(torch.arange(size), lengths)[:size]
+            layout = ShardedSequence(cp_mesh, ZigZag(), size).balanced(Mask(documents=ids)).layout
+            layout = layout if kind == "balanced" else ZigZag()
+            at, found = layout.positions(size, 4, cp_mesh.get_local_rank()), []
+            whole = [torch.randn(B, heads, size, D).double() for heads in (H, K, K)]
+            slopes = torch.rand(H).double().requires_grad_()
+            if kind == "sources":
+                sequence = ShardedSequence(cp_mesh, layout, size)
+                seen = lambda b, h, i, j, ids=ids: (ids[i] == ids[j]) & (i >= j)  # noqa: E731
+                options = {"mask": Mask(), "block_mask": create_block_mask(seen, None, None, size, size, sequence)}
+            else:
+                options = {"mask": Mask(documents=ids)}
+            for kernel in ("flex", "reference"):
+                q, k, v = (x[:, :, at].clone().requires_grad_() for x in whole)
+                slopes.grad = None
+                out = flex_attention(
+                    q, k, v, lambda score, b, h, i, j, slopes=slopes: score - slopes[h] * (i - j),
+                    mesh=cp_mesh, layout=layout, kernel=kernel, enable_gqa=True, **options,
+                )  # fmt: skip
+                out.square().sum().backward()
+                found.append([out, q.grad, k.grad, v.grad, slopes.grad])
+            gaps.append(max(gap(a, b) for a, b in zip(*found, strict=True)))
+            programs.append(len(made))
+    return programs, max(gaps)
+
+
+@pytest.mark.parametrize("kind", ["Mask", "balanced", "sources"])
+def test_no_batch_has_programs_of_its_own(pool, kind: str) -> None:
+    """Tiles of documents have other rows in each batch. They are padded to the rows of one rank, or of two where more
+    arrive: a forward, a backward and a table of blocks for each, and one that looks which sources are seen."""
+    for programs, error in pool(4).run(of_batches, kind, 8):
+        assert error <= 1e-10
+        assert set(programs) <= ({4, 7} if kind == "sources" else {3, 6})
+
+
+@pytest.mark.parametrize("score", ["relative table", "pair bias", "one tensor twice"])
+@pytest.mark.parametrize("of_mask", OF_MASK)
+def test_padded_tiles_are_those_of_the_reference(score: str, of_mask: str) -> None:
+    """Of fewer rows than a program takes, in dims of any order."""
+    torch.manual_seed(0)
+    (q_pos, k_pos), sizes = POSITIONS["two runs"], (256, 384)
+    of_rows = ((H, q_pos), (K, k_pos), (K, k_pos))
+    q, k, v = (torch.randn(B, len(at), heads, D).double().transpose(1, 2) for heads, at in of_rows)
+    scores = scores_of(score, "causal", q)
+    cover = Pairs(OF_MASK[of_mask], q_pos, k_pos, steps=(Steps.of(q_pos), Steps.of(k_pos)), sizes=sizes)
+    (out, lse), (want, want_lse) = (kernel._forward(q, k, v, cover, scores) for kernel in (flex, reference))
+    assert near(out, want) and torch.equal(lse.isinf(), want_lse.isinf())
+    tile = BackwardTile(torch.randn_like(want), q, k, v, None, want_lse, torch.randn_like(lse), cover, scores)
+    (*grads, of_scores), (*wants, want_of_scores) = (kernel._backward(tile) for kernel in (flex, reference))
+    assert all(map(near, grads, wants))
+    assert of_scores.captured.keys() == want_of_scores.captured.keys() and of_scores.captured
+    assert all(near(of_scores.captured[i], x) for i, x in want_of_scores.captured.items())
+
+
+def test_a_copy_of_the_last_row_pads() -> None:
+    """Of another row functions might make what is no number, whose gradient hides nothing."""
+    cover = Pairs(Mask(), ROWS[:3], ROWS[:5], sizes=(4, 8))
+    x = torch.randn(2, 3, 5, 7)
+    for given, of_keys in ((x[:, :, :3], False), (x[:, :, :3].transpose(0, 1), False), (x, True), (x.mT.mT, True)):
+        found, rows = flex_tiles.padded(cover, given, of_keys), given.shape[2]
+        assert found.shape[2] == (8 if of_keys else 4)
+        assert torch.equal(found[:, :, :rows], given)
+        assert torch.equal(found[:, :, rows:], given[:, :, -1:].expand_as(found[:, :, rows:]))
+    whole = torch.randn(1, 5, 8, 7)
+    for given in (
+        whole,
+        whole.transpose(1, 3)[:, :, :, ::2].transpose(1, 3),
+        whole[:, :, :8].as_strided(whole.shape, (999, 56, 7, 1)),
+    ):
+        found = flex_tiles.padded(cover, given, True)
+        assert torch.equal(found, given) and found.stride() == torch.empty(given.shape).stride()
+
+
+FAR_OFF, THIRD = torch.tensor(2**33), torch.tensor(2**25 + 1).double()
+
+
+@pytest.mark.parametrize(
+    "score",
+    [
+        lambda s, b, h, i, j: torch.where(j.to(torch.int32) < FAR_OFF, s, -s),
+        lambda s, b, h, i, j: s + (torch.minimum(FAR_OFF + 1, i.to(torch.int32) + FAR_OFF) - FAR_OFF),
+        lambda s, b, h, i, j: s + (i.float() + THIRD - 2**25),
+        lambda s, b, h, i, j: torch.where(i >= j, i.float(), THIRD) - j,
+    ],
+)
+def test_scalars_of_two_dtypes(score: Callable[..., torch.Tensor]) -> None:
+    """Of all pairs at once, as of one, with what 32 bits do not hold."""
+    function, captured = trace("score_mod", score, torch.zeros(1).double())
+    assert function is not None
+    zero, at = torch.zeros(1, dtype=torch.int64), torch.arange(4)
+    found = function.of_pairs(torch.ones(1, 1, 4, 4).double(), (zero, zero, at, at), captured)
+    for i in range(4):
+        for j in range(4):
+            of_pair = torch.ones(()).double(), *(torch.tensor(n) for n in (0, 0, i, j))
+            assert found[0, 0, i, j] == score(*of_pair)

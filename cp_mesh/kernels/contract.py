@@ -57,8 +57,9 @@ class Pairs:
     """The allowed pairs of a tile that is no band: the mask itself, and the positions of the tile's rows.
 
     ``adjacent`` tells that most keys are followed by the sequence's next one, ``steps`` of queries and of keys whether
-    they are `Steps`. ``kept`` holds what a kernel prepared of them: a plan gives all layers the same object, on one
-    stream.
+    they are `Steps`. ``sizes`` is given where tiles differ from batch to batch: a kernel that is compiled for a shape
+    pads queries and keys to so many rows. ``kept`` holds what a kernel prepared of them: a plan gives all layers the
+    same object, on one stream.
     """
 
     mask: Mask
@@ -66,6 +67,7 @@ class Pairs:
     k_pos: Tensor
     adjacent: bool = False
     steps: tuple[Steps | None, Steps | None] = (None, None)
+    sizes: tuple[int, int] | None = None
     kept: dict[Any, Any] = field(default_factory=dict)
 
     def allowed(self, q_rows: Tensor, k_rows: Tensor) -> Tensor:
@@ -134,7 +136,7 @@ class Capability:
         covers: tile covers: "full", "causal" (any lower-bounded band), "window", "pairs" (masks read from tensors),
             "segments" (packed documents, as sequences).
         max_head_dim: largest head dim; head dims are multiples of ``head_dim_multiple``.
-        min_head_dim: smallest one.
+        min_head_dim: smallest head dim.
         wide_heads_on: if given, the compute capabilities on which head dims above 192 have a backward.
         v_head_dim: whether v's head dim may differ from q's and k's.
         differentiable_lse: whether a gradient of lse is accepted.

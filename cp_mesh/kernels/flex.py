@@ -27,7 +27,7 @@ from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.contract import Capability, Pairs
 from cp_mesh.kernels.flex_blocks import blocks_of
 from cp_mesh.kernels.flex_programs import program
-from cp_mesh.kernels.flex_tiles import Tile
+from cp_mesh.kernels.flex_tiles import Tile, padded
 from cp_mesh.kernels.merge import BackwardTile, merging_kernel
 from cp_mesh.kernels.scores import FUNCTIONS, ScoreGradients, Scores
 
@@ -68,6 +68,8 @@ def _apart(blocks: Any) -> tuple[tuple[Tensor, ...], Callable[[Sequence[Tensor],
 def _forward(q: Tensor, k: Tensor, v: Tensor, cover: Pairs, scores: Scores) -> tuple[Tensor, Tensor]:
     from torch._higher_order_ops.flex_attention import flex_attention
 
+    num_q = q.shape[2]
+    q, k, v = padded(cover, q, False), padded(cover, k, True), padded(cover, v, True)
     tile = Tile(cover, scores, accumulation_dtype(q.dtype))
     of_blocks, together = _apart(blocks_of(tile, (*q.shape[:3], k.shape[2])))
     ends = len(of_blocks), len(of_blocks) + len(tile.of_score)
@@ -85,19 +87,21 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, cover: Pairs, scores: Scores) -> t
     inputs = q, k, v, *of_blocks, *tile.of_score, *tile.of_mask
     key = "forward", tile.key, scores.scale, *chosen.items()
     out, lse = program(key, inputs, make, chosen.get("num_stages"))(*inputs)
-    return out, lse
+    return out[:, :, :num_q], lse[:, :, :num_q]
 
 
 def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradients]:
     from torch._higher_order_ops.flex_attention import flex_attention_backward
 
     assert isinstance(tile.cover, Pairs) and tile.delta is not None
-    q, k, v, scores = tile.q, tile.k, tile.v, tile.scores
+    num_q, num_k, scores = tile.q.shape[2], tile.k.shape[2], tile.scores
+    q, dout, lse, delta = (padded(tile.cover, x, False) for x in (tile.q, tile.dout, tile.lse, tile.delta))
+    k, v = (padded(tile.cover, x, True) for x in (tile.k, tile.v))
     # Of positions that are computed, assemblers keep parts of indices from one block to the next, and registers spill.
     of = Tile(tile.cover, scores, tile.delta.dtype, computed=False)
     of_blocks, together = _apart(blocks_of(of, (*q.shape[:3], k.shape[2])))
     ends = len(of_blocks), len(of_blocks) + len(of.of_score)
-    lse = tile.lse.contiguous()  # as the template reads it
+    lse = lse.contiguous()  # as the template reads it
     chosen = _OPTIONS | _stages(of, q, v)
 
     def make(options: dict[str, int]) -> Callable[..., Any]:
@@ -122,7 +126,7 @@ def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradient
 
         return function
 
-    inputs = q, k, v, lse, tile.delta, tile.dout, *of_blocks, *of.of_score, *of.of_mask
+    inputs = q, k, v, lse, delta, dout, *of_blocks, *of.of_score, *of.of_mask
     key = "backward", of.key, scores.scale, *chosen.items()
     dq, dk, dv, *found = program(key, inputs, make, chosen.get("num_stages"))(*inputs)
     grads = ScoreGradients.zeros(scores, tile.delta.dtype)
@@ -130,7 +134,7 @@ def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradient
     for read, grad in zip(reads, found, strict=True):
         if grad is not None:  # as of what is detached, or compared alone
             grads.captured[read.source] += read.home(grad)
-    return dq, dk, dv, grads
+    return dq[:, :, :num_q], dk[:, :, :num_k], dv[:, :, :num_k], grads
 
 
 @lru_cache(maxsize=1)

@@ -59,9 +59,12 @@ def _made(tile: Tile, shape: tuple[int, int, int, int]) -> Any:
     run = program(("blocks", tile.key, Sq, Sk), (b, h, parts[0], j, *tile.of_mask), lambda options: of_rows)
     found = zip(*(run(b, h, i, j, *tile.of_mask) for i in parts), strict=True)
     some, every = (torch.cat(x, 2)[:, :, : -(-Sq // BLOCK)] for x in found)
-    listed = [_in_order(x) for x in (some & ~every, every)]
-    # its mask_mod is of the tile that it is given to: kept here, this one would keep copies of captured tensors
-    return BlockMask.from_kv_blocks(*listed[0], *listed[1], BLOCK_SIZE=(BLOCK, BLOCK), seq_lengths=(Sq, Sk))
+    # PyTorch makes columns of rows by vmap, which takes the host longer than all the rest. No mask_mod: it is of the
+    # tile that the mask is given to, and kept here it would keep copies of captured tensors.
+    partial, tables = some & ~every, dict[str, Any]()
+    for name, x in {"kv": partial, "full_kv": every, "q": partial.mT, "full_q": every.mT}.items():
+        tables[f"{name}_num_blocks"], tables[f"{name}_indices"] = _in_order(x)
+    return BlockMask((Sq, Sk), BLOCK_SIZE=(BLOCK, BLOCK), **tables)
 
 
 def _in_order(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,21 @@ def _quotient(a: tuple[int, int], b: tuple[int, int]) -> Bounds:
     return (a[0] // b[0], a[1] // b[0]) if b[0] == b[1] > 0 else None
 
 
+def _right(a: tuple[int, int], n: tuple[int, int]) -> Bounds:
+    return (a[0] >> n[0], a[1] >> n[0]) if 0 <= n[0] < 32 else None
+
+
+def _left(a: tuple[int, int], n: tuple[int, int]) -> Bounds:
+    return (a[0] << n[0], a[1] << n[0]) if 0 <= n[0] < 32 else None
+
+
+def _power(a: tuple[int, int], n: tuple[int, int]) -> Bounds:
+    if not 0 <= n[0] < 32:
+        return None
+    corners = [x ** n[0] for x in (*a, *((0,) if a[0] < 0 < a[1] else ()))]
+    return min(corners), max(corners)
+
+
 _OF: dict[Any, Callable[..., Bounds]] = {
     aten.add.Tensor: lambda a, b: (a[0] + b[0], a[1] + b[1]),
     aten.sub.Tensor: lambda a, b: (a[0] - b[1], a[1] - b[0]),
@@ -33,16 +48,22 @@ _OF: dict[Any, Callable[..., Bounds]] = {
     aten.maximum.default: lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
     aten.floor_divide.default: _quotient,
     aten.scalar_tensor.default: lambda a: a,
-    aten.__rshift__.Scalar: lambda a, n: (a[0] >> n[0], a[1] >> n[0]) if 0 <= n[0] < 32 else None,
+    aten.detach.default: lambda a: a,
+    aten.__rshift__.Scalar: _right,
+    aten.bitwise_right_shift.Tensor_Scalar: _right,
+    aten.__lshift__.Scalar: _left,
+    aten.bitwise_left_shift.Tensor_Scalar: _left,
+    aten.pow.Tensor_Scalar: _power,
 }
 _OF |= {aten.clamp_min.default: _OF[aten.maximum.default], aten.clamp_max.default: _OF[aten.minimum.default]}
 _ALWAYS: dict[Any, Callable[[int], tuple[int, int]]] = {  # whatever the first is
     aten.remainder.Scalar: lambda n: (0, n - 1),
     aten.bitwise_and.Scalar: lambda n: (0, n),
 }
+_NUMBERS = {aten.zeros_like.default: (0, 0), aten.ones_like.default: (1, 1)}
 _KEEP_32_BITS = {  # of numbers that have 32 bits
-    *(aten.sign.default, aten.minimum.default, aten.maximum.default, aten.where.self),
-    *(aten.floor_divide.default, aten.remainder.Tensor, aten.remainder.Scalar, aten.fmod.Tensor, aten.fmod.Scalar),
+    *(aten.detach.default, aten.sign.default, aten.minimum.default, aten.maximum.default, aten.where.self),
+    *(aten.remainder.Tensor, aten.remainder.Scalar, aten.fmod.Tensor, aten.fmod.Scalar),
     *(aten.bitwise_and.Tensor, aten.bitwise_or.Tensor, aten.bitwise_xor.Tensor, aten.bitwise_not.default),
     *(aten.bitwise_and.Scalar, aten.bitwise_or.Scalar, aten.bitwise_xor.Scalar),
 }
@@ -59,8 +80,8 @@ def bounds_of(graph: Graph, known: Mapping[Node, Bounds]) -> dict[Node, Bounds]:
 
 
 def may_leave_32_bits(graph: Graph, indices: Collection[Node], bounds: Mapping[Node, Bounds]) -> bool:
-    """Whether an integer of 64 bits that is computed may not fit into 32, or meets one that does not, if ``indices``
-    have 32.
+    """Whether an integer of 64 bits that is computed of ``indices`` may not fit into 32, or is computed with a number
+    that does not, if they have 32.
 
     What is read, or made of a dtype that is named, has its own bits, and so has what is computed with it.
     """
@@ -75,15 +96,29 @@ def may_leave_32_bits(graph: Graph, indices: Collection[Node], bounds: Mapping[N
         if node.target is aten.index.Tensor or named or any(True for _ in wide):
             continue
         of_32.add(node)
-        if bounds[node] is None and node.target not in _KEEP_32_BITS:
+        if bounds[node] is None and not _keeps_32_bits(node, bounds):
             return True
     return False
 
 
+def _keeps_32_bits(node: Node, bounds: Mapping[Node, Bounds]) -> bool:
+    if node.target is not aten.floor_divide.default:
+        return node.target in _KEEP_32_BITS
+    by = _of_argument(node.args[1], bounds)  # -2^31 // -1 has 33
+    return by is not None and not by[0] <= -1 <= by[1]
+
+
 def _bounds(node: Node, found: Mapping[Node, Bounds]) -> Bounds:
     target, args = node.target, node.args
-    if getattr(node.meta.get("val"), "dtype", None) not in (torch.int32, torch.int64):
+    dtype = getattr(node.meta.get("val"), "dtype", None)
+    if dtype == torch.bool:
+        return 0, 1
+    if dtype not in (torch.int32, torch.int64):
         return None  # others have fractions, or wrap at fewer bits
+    if target in _NUMBERS:
+        return _NUMBERS[target]
+    if target is aten.full_like.default:
+        return _of_argument(args[1], found)
     if target in _ALWAYS and type(args[1]) is int and args[1] > 0:
         return _ALWAYS[target](args[1])
     if target in (aten.where.self, aten._to_copy.default):
@@ -96,6 +131,9 @@ def _bounds(node: Node, found: Mapping[Node, Bounds]) -> Bounds:
                 bounds = (nearest(bounds[0], limit), nearest(bounds[1], limit)) if type(limit) is int else None
         return bounds
     each = [_of_argument(x, found) for x in args]
+    if target is aten.div.Tensor_mode and None not in each and node.kwargs["rounding_mode"] in ("floor", "trunc"):
+        floors = _quotient(*each)  # type: ignore[arg-type]
+        return floors and (floors[0], floors[1] + (node.kwargs["rounding_mode"] == "trunc"))
     return None if target not in _OF or None in each or set(node.kwargs) & {"alpha"} else _OF[target](*each)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -195,7 +196,7 @@ class _Rewriting:
                 # not on a device of its own; in float32 where that is the same number: scores are computed so
                 as_score = self._scores and (number != number or torch.tensor(number).item() == number)
                 copied.kwargs = {} if as_score else {"dtype": copied.kwargs.get("dtype", torch.float32)}
-            self._nodes[node] = self._without_literals(copied) if node in self._in_indices else copied
+            self._nodes[node] = self._without_literals(copied, node) if node in self._in_indices else copied
         graph = GraphModule(torch.nn.Module(), self._graph)
         return Reads(graph, tuple(self._reads), tuple(self._looked_at), self._wide)
 
@@ -228,7 +229,8 @@ class _Rewriting:
             self._last_constant = self._graph.call_function(target, args, options)
         return self._last_constant
 
-    def _without_literals(self, node: Node) -> Node:
+    def _without_literals(self, node: Node, like: Node) -> Node:
+        """``node`` is a copy of ``like``, whose arguments say of which dtype they are."""
         if node.target in (aten.scalar_tensor.default, aten.full.default):
             number = node.args[-1] if node.target is aten.full.default else node.args[0]
             if type(number) is not int:
@@ -240,11 +242,13 @@ class _Rewriting:
         numbers = [i for i, x in enumerate(node._args) if type(x) is int and self._is_number(node.target, i)]
         beside = any(type(x) is float for x in node._args)  # no operator takes a tensor beside one
         if numbers and not beside and _takes_tensors(node.target, numbers):
-            dtype = node.meta["val"].dtype
+            # a comparison has another dtype than what it compares
+            dtypes = [x.meta["val"].dtype for x in like.all_input_nodes]
+            dtype = reduce(torch.promote_types, dtypes, torch.bool)
             with self._graph.inserting_before(node):
                 args = [self._constant(x) if i in numbers else x for i, x in enumerate(node._args)]  # type: ignore[arg-type]
                 if dtype in (torch.uint8, torch.int8, torch.int16):  # in which numbers wrap, as literals do
-                    options = {"dtype": dtype}
+                    options: dict[str, Any] = {"dtype": dtype}
                     for i in numbers:
                         args[i] = self._graph.call_function(aten._to_copy.default, (args[i],), options)
             node.args, node.target = tuple(args), node.target.overloadpacket
@@ -341,7 +345,7 @@ def _takes_tensors(target: Any, at: Sequence[int]) -> bool:
 
 
 def reads_of(function: ScalarFunction, seq_len: int, first: int) -> Reads:
-    """Kept; ``first``: the larger number of the first head and batch row."""
+    """Of a function, kept with it; ``first``: the larger one of the numbers of the first head and first batch row."""
     kept: dict[tuple[int, int], Reads] = vars(function).setdefault("_reads", {})
     key = seq_len, OTHERS if first <= OTHERS // 2 else MOST  # no grid of a kernel has more than 2^16 of them
     if key not in kept:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
-from cp_mesh.kernels.contract import Pairs
+from cp_mesh.kernels.contract import Pairs, Steps
 from cp_mesh.kernels.flex_programs import traced
 from cp_mesh.kernels.flex_reads import reads_of
 from cp_mesh.kernels.scores import Scores, name_of_captured
@@ -23,6 +23,8 @@ from cp_mesh.kernels.triton_attention import distances
 
 TABLES = 16
 """What is kept for each tile: tables of blocks, of the last masks."""
+ENDS = 10, 11
+"""Which numbers of a tile are how many queries and keys it has, without those that pad it."""
 _index = torch.ops.aten.index.Tensor
 
 
@@ -47,7 +49,9 @@ class Rows:
 
     @classmethod
     def of(cls, cover: Pairs) -> Rows:
-        mask, positions = cover.mask, (cover.q_pos.contiguous(), cover.k_pos.contiguous())
+        """Of a tile whose rows are padded as q, k and v are: by the last one, again and again."""
+        positions = cover.q_pos.contiguous(), cover.k_pos.contiguous()
+        mask, positions = cover.mask, (padded(cover, positions[0], False, 0), padded(cover, positions[1], True, 0))
 
         def at(x: Tensor | None, positions: Tensor) -> tuple[Tensor, ...]:
             if x is None:
@@ -97,20 +101,41 @@ def _allowed(rows: Rows) -> Callable[..., Tensor]:
     return allowed
 
 
+def padded(cover: Pairs, x: Tensor, of_keys: bool, dim: int = 2) -> Tensor:
+    """Rows of a tile as a program of its shape takes them: without gaps, and with copies of the last one at the end.
+
+    What functions make of a copy they make of the row itself too, in the same block of pairs. Dims of keys lie in
+    order, as they arrive from other ranks, and those of queries as they did, which saves a copy.
+    """
+    if cover.sizes is None:
+        return x
+    order = [*range(x.ndim)] if of_keys else sorted(range(x.ndim), key=x.stride, reverse=True)
+    back = [order.index(i) for i in range(x.ndim)]
+    x, dim = x.permute(order), order.index(dim)
+    if short := cover.sizes[of_keys] - x.shape[dim]:
+        last = x.narrow(dim, x.shape[dim] - 1, 1).expand(*(short if i == dim else n for i, n in enumerate(x.shape)))
+        return torch.cat([x, last], dim).permute(back)
+    return x.contiguous().view(-1).view(x.shape).permute(back)  # strides of dims of size 1 too are those of a copy
+
+
 class Tile:
     """The functions of one tile as PyTorch's operators take them: of local indices.
 
-    ``computed`` says whether positions of at most two runs are computed, as `Steps` tell, or read as others are.
+    ``computed`` says whether positions of at most two runs are computed, as `Steps` tell, or read as others are. Those
+    of padded tiles are read: whether they are of two runs is up to the batch.
     """
 
     def __init__(self, cover: Pairs, scores: Scores, dtype: torch.dtype, computed: bool = True) -> None:
         self.scores, self._dtype = scores, dtype
         self.rows = kept_of(cover, ("rows",), lambda: Rows.of(cover))
         device = cover.q_pos.device
-        numbers = scores.first_batch, scores.first_head, *(cover.steps[0] or [0] * 4), *(cover.steps[1] or [0] * 4)
+        ends = len(cover.q_pos), len(cover.k_pos)
+        steps = [(x or Steps(0, 0, 0, 0)) for x in cover.steps]
+        numbers = scores.first_batch, scores.first_head, *steps[0], *steps[1], *ends
         key, int32 = ("numbers", numbers), torch.int32
         self._numbers = kept_of(cover, key, lambda: torch.tensor(numbers, dtype=int32, device=device))
-        self._stepped = tuple(computed and steps is not None for steps in cover.steps)
+        self._is_padded = cover.sizes is not None
+        self._stepped = tuple(computed and x is not None and not self._is_padded for x in cover.steps)
         functions = scores.score_mod, scores.mask_mod
         sizes = scores.seq_len, max(scores.first_head, scores.first_batch)
         self._score, self._mask = (None if x is None else reads_of(x, *sizes) for x in functions)
@@ -124,7 +149,7 @@ class Tile:
         codes = tuple(
             x and (x.handle, reads and reads.key) for x, reads in zip(functions, (self._score, self._mask), strict=True)
         )
-        self.key = codes, self.rows.dims, self.wanted, self._stepped
+        self.key = codes, self.rows.dims, self.wanted, self._stepped, self._is_padded
         self.cover = cover
 
     def score(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, *tensors: Tensor) -> Tensor:
@@ -139,6 +164,9 @@ class Tile:
         num = 1 + len(self.rows.tensors)
         indices = self._globals(b, h, i, j, numbers, q_pos, k_pos)
         seen = _allowed(self.rows)(b, i, j, *indices[2:], bounds, *tensors[4:num])
+        if self._is_padded:
+            of_q, of_k = (_index(numbers, [b * 0 + n]) for n in ENDS)
+            seen = seen & (i < of_q) & (j < of_k)
         return seen if self._mask is None else seen & self._mask.graph(*indices, *tensors[num:])
 
     def _globals(

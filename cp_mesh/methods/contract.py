@@ -183,7 +183,12 @@ class Plan:
         k_pos, adjacent, of_k = self._positions(stage, stream)
         mask = self.prepare(("mask",), stream, lambda: self.mask.to(self.device))
         steps = of_q and of_q.rows(*tile.q), of_k and of_k.rows(*tile.k)
-        return Pairs(mask, q_pos[slice(*tile.q)], k_pos[slice(*tile.k)], adjacent, steps)
+        sizes = None
+        if self.mask.elementwise or self.options.sources:  # which rows meet differs from batch to batch
+            rows = max(self.schedule.shard_lens)
+            sources = -(-(tile.k[1] - tile.k[0]) // rows)
+            sizes = rows, rows << (sources - 1).bit_length()
+        return Pairs(mask, q_pos[slice(*tile.q)], k_pos[slice(*tile.k)], adjacent, steps, sizes)
 
     def _positions(self, stage: Stage | None, stream: int | None) -> tuple[Tensor, bool, Steps | None]:
         """Positions of a stage's buffer, or of this rank's rows: on the device; if most are neighbours; as steps."""
