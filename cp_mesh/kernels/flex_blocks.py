@@ -36,7 +36,7 @@ def blocks_of(tile: Tile, shape: tuple[int, int, int, int]) -> Any:
 
 
 def _made(tile: Tile, shape: tuple[int, int, int, int]) -> Any:
-    from torch.nn.attention.flex_attention import BlockMask
+    from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
     B, H, Sq, Sk = shape
     mask_mod = tile.scores.mask_mod
@@ -59,12 +59,12 @@ def _made(tile: Tile, shape: tuple[int, int, int, int]) -> Any:
     run = program(("blocks", tile.key, Sq, Sk), (b, h, parts[0], j, *tile.of_mask), lambda options: of_rows)
     found = zip(*(run(b, h, i, j, *tile.of_mask) for i in parts), strict=True)
     some, every = (torch.cat(x, 2)[:, :, : -(-Sq // BLOCK)] for x in found)
-    # PyTorch makes columns of rows by vmap, which takes the host longer than all the rest. No mask_mod: it is of the
-    # tile that the mask is given to, and kept here it would keep copies of captured tensors.
+    # PyTorch makes columns of rows by vmap, which takes the host longer than all the rest. No mask_mod of the tile, which
+    # would keep copies of captured tensors: it has its own.
     partial, tables = some & ~every, dict[str, Any]()
     for name, x in {"kv": partial, "full_kv": every, "q": partial.mT, "full_q": every.mT}.items():
         tables[f"{name}_num_blocks"], tables[f"{name}_indices"] = _in_order(x)
-    return BlockMask((Sq, Sk), BLOCK_SIZE=(BLOCK, BLOCK), **tables)
+    return BlockMask((Sq, Sk), BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=noop_mask, **tables)
 
 
 def _in_order(x: Tensor) -> tuple[Tensor, Tensor]:
