@@ -59,8 +59,8 @@ def _made(tile: Tile, shape: tuple[int, int, int, int]) -> Any:
     run = program(("blocks", tile.key, Sq, Sk), (b, h, parts[0], j, *tile.of_mask), lambda options: of_rows)
     found = zip(*(run(b, h, i, j, *tile.of_mask) for i in parts), strict=True)
     some, every = (torch.cat(x, 2)[:, :, : -(-Sq // BLOCK)] for x in found)
-    # PyTorch makes columns of rows by vmap, which takes the host longer than all the rest. No mask_mod of the tile, which
-    # would keep copies of captured tensors: it has its own.
+    # PyTorch makes columns of rows by vmap, which takes the host longer than all the rest. The mask_mod is not that of
+    # the tile, which would keep copies of captured tensors.
     partial, tables = some & ~every, dict[str, Any]()
     for name, x in {"kv": partial, "full_kv": every, "q": partial.mT, "full_q": every.mT}.items():
         tables[f"{name}_num_blocks"], tables[f"{name}_indices"] = _in_order(x)
