@@ -1,0 +1,97 @@
+"""Integers that users' functions compute, of random expressions: in 32-bit indices, in the reference, in Python."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from cp_mesh.kernels import flex_bounds
+from cp_mesh.kernels.flex_reads import Reads
+from cp_mesh.tracing import trace
+
+FAR, PRIME = 2**20 - 1, 1000003
+CAPTURED = {
+    "far": torch.tensor(2**33 + 5),
+    "bytes": torch.arange(8, dtype=torch.uint8) * 31,
+    "signed": (torch.arange(8) * 37 - 128).to(torch.int8),
+    "of_32": torch.arange(-(2**31), 2**31, 2**29, dtype=torch.int32),
+    "of_64": torch.arange(-(2**31), 2**31, 2**29),
+}
+NUMBERS = (0, 1, 2, 3, 7, 127, 4096, 2**20, 2**31 - 1, 2**33, -1, -3)
+LEAVES = ("i", "j", "h", "b", "(i - j)", "of_32[i & 7]", "of_64[j & 7]", "far")
+FORMS = (  # of two parts, tensors, and a number
+    *("({x} + {y})", "({x} - {y})", "({x} * {y})", "({x} + {n})", "({n} - {x})", "({x} * {n})"),
+    *("({x} // {d})", "({x} % {m})", "({x} << {s})", "({x} >> {s})", "({x} ** {p})", "({x} & {n})", "({x} ^ {y})"),
+    *("({x} | {y})", "(~{x})", "(-{x})", "{x}.abs()", "torch.sign({x})", "torch.minimum({x}, {y})"),
+    *("torch.div({x}, {d}, rounding_mode='floor')", "torch.div({x}, {d}, rounding_mode='trunc')"),
+    *("torch.where(i >= j, {x}, {y})", "(({x} >= {y}) * {x})", "{x}.clamp(-5, {n})", "torch.full_like({x}, {n})"),
+    *("{x}.to(torch.int32)", "{x}.long()", "(bytes[{x} & 7] > {n}).long()", "(signed[{x} & 7] < {n}).long()"),
+    "(bytes[{x} & 7] + {p}).long()",
+)
+
+
+def expression(draw: random.Random, depth: int) -> str:
+    if not depth or draw.random() < 0.12:
+        return draw.choice(LEAVES)
+    x, y = (expression(draw, depth - 1) for _ in range(2))
+    # not by -1: of the least integer PyTorch ends the process on CPUs
+    n, d, m = draw.choice(NUMBERS), draw.choice((1, 2, 3, 7, -4)), draw.choice((1, 2, 3, 7, 97))
+    return draw.choice(FORMS).format(x=x, y=y, n=n, d=d, m=m, s=draw.choice((0, 1, 5, 12, 30)), p=draw.randrange(5))
+
+
+def differs(index: Callable[..., Tensor], draw: random.Random) -> bool:
+    """Whether for some pair the function is another one in a kernel's 32 bits, or in the reference, than in Python."""
+
+    def score_mod(score: Tensor, *indices: Tensor) -> Tensor:
+        return score + index(*indices) % PRIME
+
+    zero = torch.zeros((), dtype=torch.float64)
+    try:
+        score_mod(zero, *map(torch.tensor, (0, 0, 0, 0)))
+    except RuntimeError:  # a number of 64 bits beside a tensor of 32
+        return False
+    function, captured = trace("score_mod", score_mod, torch.zeros(1).double())
+    assert function is not None
+    reads = Reads.of(function, FAR + 1)
+    some = draw.randrange(FAR), draw.randrange(FAR)
+    for pair in ((1, 3, FAR, FAR - 1), (0, 0, 0, 0), (0, 1, 5, FAR), (2, 2, FAR, 0), (1, 0, *some)):
+        want = score_mod(zero, *map(torch.tensor, pair))
+        of_32 = (torch.tensor(n, dtype=torch.int32) for n in pair)
+        found = torch.fx.Interpreter(reads.graph).run(zero, *of_32, *reads.of_captured(captured))
+        (b, h, i, j) = (torch.tensor([n, n]) for n in pair)
+        reference = function.of_pairs(torch.zeros(2, 2, 2, 2).double(), (b, h, i, j), captured)
+        if found != want or (reference != want).any():
+            return True
+    return False
+
+
+def wrong(num: int, seed: int) -> list[str]:
+    found = []
+    for at in range(num):
+        draw = random.Random(f"{seed} {at}")
+        said = expression(draw, 3)
+        if differs(eval(f"lambda b, h, i, j: {said} + 0 * i", CAPTURED | {"torch": torch}), draw):
+            found.append(said)
+    return found
+
+
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.full] * (seed > 0)) for seed in range(8)])
+def test_random_integers(seed: int) -> None:
+    assert wrong(300, seed) == []
+
+
+@pytest.mark.parametrize("name", ["mul.Tensor", "add.Tensor"])
+def test_a_wrong_one_is_found(name: str) -> None:
+    """If results of this operator were taken to have 32 bits."""
+    packet, overload = name.split(".")
+    keeping = {getattr(getattr(torch.ops.aten, packet), overload)}
+    by = flex_bounds._keeps_32_bits
+    with mock.patch.object(
+        flex_bounds, "_keeps_32_bits", lambda node, found: node.target in keeping or by(node, found)
+    ):
+        assert any(wrong(150, seed) for seed in range(20))
