@@ -138,8 +138,9 @@ def torchs(module: Any, tp: DeviceMesh, backend: str | None = None, micro_pipeli
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
         enable_symm_mem_for_group(tp.get_group().group_name)
+    torch._dynamo.config.recompile_limit = 256  # else later parts and lengths would silently run uncompiled
     options: Any = {"_micro_pipeline_tp": micro_pipeline}
-    return torch.compile(module, backend=backend, options=options)  # type: ignore[return-value]
+    return torch.compile(module, backend=backend, dynamic=False, options=options)  # type: ignore[return-value]
 
 
 CONTESTANTS: dict[str, Callable[[Any, DeviceMesh], nn.Module]] = {
