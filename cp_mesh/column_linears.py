@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cp_mesh.operators import Operator
 from cp_mesh.products import (
     add_product,
     as_batch,
@@ -23,7 +24,10 @@ from cp_mesh.products import (
     graded_names,
     gradients_of_parameters,
     moving,
+    part_of,
+    placed_as,
     refuse_second_backward,
+    spec_of,
     write_product,
 )
 from cp_mesh.transport.shards import Shards
@@ -62,8 +66,8 @@ def column_linears(
 
     Args:
         x: [..., rows of this rank, C], or all rows [..., S, C], equal on all ranks, if the call is not sharded.
-        weights: [O, C] each.
-        biases: [O] or None each.
+        weights: [O, C] each, or DTensors over tp, of which this is the rank's part.
+        biases: [O] or None each; as weights.
         call: how x lies.
         names: of the weights and then of the biases, for messages.
 
@@ -79,8 +83,7 @@ def column_linears(
     return outs
 
 
-@torch.library.custom_op("cp_mesh::column_linears", mutates_args=())
-def _column_linears(
+def _compute(
     x: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
@@ -111,8 +114,7 @@ def _column_linears(
     return [*outs, whole] if keeps else outs
 
 
-@torch.library.custom_op("cp_mesh::column_linears_backward", mutates_args=())
-def _column_linears_backward(
+def _differentiate(
     douts: Sequence[Tensor],
     x: Tensor | None,
     weights: Sequence[Tensor],
@@ -152,7 +154,7 @@ def _beside_copies(
     shards: Shards,
     gathers: bool,
 ) -> list[Tensor]:
-    """As `_column_linears_backward`, where sums that arrive can be added to: this rank's own rows come last."""
+    """As `_differentiate`, where sums that arrive can be added to: this rank's own rows come last."""
     rank, of_weights = shards.group.rank(), wants[1 : 1 + len(weights)]
     batches = [as_batch(dout) for dout in douts]
     with moving("symmetric_memory", shards, douts[0].device) as moves:
@@ -174,15 +176,13 @@ def _beside_copies(
     return [sums.out.view(*douts[0].shape[:-2], *sums.out.shape[1:]), *grads]
 
 
-@_column_linears.register_fake
-def _(x, weights, biases, num_rows, group_name, sharded, most_features, transport, keeps, graded):  # type: ignore[no-untyped-def]
+def _empty_outputs(x, weights, biases, num_rows, group_name, sharded, most_features, transport, keeps, graded):  # type: ignore[no-untyped-def]
     shape = (*x.shape[:-2], num_rows)
     outs = [x.new_empty((*shape, weight.shape[0])) for weight in weights]
     return [*outs, x.new_empty((*shape, x.shape[-1]))] if keeps else outs
 
 
-@_column_linears_backward.register_fake
-def _(douts, x, weights, wants, num_rows, group_name, sharded, most_features, transport, gathers):  # type: ignore[no-untyped-def]
+def _empty_gradients(douts, x, weights, wants, num_rows, group_name, sharded, most_features, transport, gathers):  # type: ignore[no-untyped-def]
     grads, features = [], weights[0].shape[1]
     if wants[0]:
         own = Shards(num_rows, group_name).own if sharded else num_rows
@@ -191,10 +191,15 @@ def _(douts, x, weights, wants, num_rows, group_name, sharded, most_features, tr
     return grads + [douts[0].new_empty(shape) for shape, wanted in zip(kinds, wants[1:], strict=True) if wanted]
 
 
+_column_linears = Operator("column_linears", _compute, _empty_outputs)
+_column_linears_backward = Operator("column_linears_backward", _differentiate, _empty_gradients, refuse_second_backward)
+
+
 class _ColumnLinears(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Columns, keeps: bool, graded: str, x: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
-        weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
+        ctx.specs, parts = [*map(spec_of, parameters)], [*map(part_of, parameters)]
+        weights, biases = parts[: len(parts) // 2], parts[len(parts) // 2 :]
         ctx.call, ctx.gathers = call, call.sharded and call.recompute
         keeps_whole = keeps and call.sharded and not call.recompute
         outs = _column_linears(x, weights, biases, *call.fixed, keeps_whole, graded)
@@ -205,7 +210,6 @@ class _ColumnLinears(torch.autograd.Function):
     def backward(ctx: Any, *douts: Tensor) -> tuple[Any, ...]:
         (x, *weights), wants = ctx.saved_tensors, list(ctx.needs_input_grad[3:])
         found = iter(_column_linears_backward(list(douts), x, weights, wants, *ctx.call.fixed, ctx.gathers))
-        return None, None, None, *(next(found) if wanted else None for wanted in wants)
-
-
-_column_linears_backward.register_autograd(refuse_second_backward)
+        grads = [next(found) if wanted else None for wanted in wants]
+        placed = [y if y is None else placed_as(y, spec) for y, spec in zip(grads[1:], ctx.specs, strict=True)]
+        return None, None, None, grads[0], *placed

@@ -46,6 +46,7 @@ from cp_mesh.kernels.combine import accumulation_dtype, dense_like
 from cp_mesh.kernels.scores import FUNCTIONS, OF_ROWS, TERMS, name_of_captured
 from cp_mesh.masks import parse_mask
 from cp_mesh.methods import METHODS, Plan
+from cp_mesh.operators import is_seen, library
 from cp_mesh.placements import place_beside, require_sharded, score_placements
 from cp_mesh.plan import make_plan
 from cp_mesh.seen import Rows, note_call, warn_of_padding
@@ -227,24 +228,22 @@ def _graded(x: Tensor | None, grad: Tensor | None, q: Tensor) -> Tensor:
 
 # Not by `torch.library.custom_op` or `register_autograd`: these take the host 60 us more for a forward that needs
 # gradients, and 100 us for both passes (examples/benchmarks/registration.py; docs/results/registration_*.csv).
-_library = torch.library.Library("cp_mesh", "FRAGMENT")
 _OWN = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, Tensor? kept"
 for _schema in (
     f"attention(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     f"attention_backward({_OWN}, {SCHEMA}, str wanted) -> ({', '.join(['Tensor'] * (4 + len(GRADED)))})",
 ):
     # results lie in memory as the inputs do: Inductor may not choose other strides for these than the fakes saw
-    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+    library.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
 attention_op = torch.ops.cp_mesh.attention.default
 attention_backward_op = torch.ops.cp_mesh.attention_backward.default
 _FUNCTIONS: dict[Any, Any] = {attention_op: _attention, attention_backward_op: _attention_backward}
 for _op, _function in _FUNCTIONS.items():
-    _library.impl(_op._opname, torch._disable_dynamo(_function), "CompositeExplicitAutograd")
-_PLAIN = (Tensor, torch.nn.Parameter)
+    library.impl(_op._opname, torch._disable_dynamo(_function), "CompositeExplicitAutograd")
 _DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 
 
-@torch.library.register_fake("cp_mesh::attention", lib=_library)
+@torch.library.register_fake("cp_mesh::attention", lib=library)
 def _(q, k, v, *arguments):  # type: ignore[no-untyped-def]
     call = Call.read(arguments)
     q, k, v = map(call.format.to_bhsd, (q, k, v))
@@ -265,7 +264,7 @@ def _(q, k, v, *arguments):  # type: ignore[no-untyped-def]
     return _as_asked(dense_like(q, v.shape[-1]), call), lse, *(kept or _nothing(q, lse))
 
 
-@torch.library.register_fake("cp_mesh::attention_backward", lib=_library)
+@torch.library.register_fake("cp_mesh::attention_backward", lib=library)
 def _(dout, q, k, v, out, lse, dlse, kept, *arguments):  # type: ignore[no-untyped-def]
     call, wanted = Call.read(arguments[:-1]), arguments[-1].split(",")
     graded, rows = {name: getattr(call.tensors, name) for name in GRADED}, call.format.to_bhsd(dout).shape[2]
@@ -330,13 +329,7 @@ class _Attention(torch.autograd.Function):
 
 def _call_backward(given: Sequence[Any]) -> tuple[Tensor, ...]:
     """`attention_backward_op`; where nothing would see the call, past PyTorch's dispatcher, which takes host time."""
-    seen = (
-        torch.is_grad_enabled()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or any(isinstance(x, Tensor) and type(x) not in _PLAIN for x in (*given, *given[8 + NUM_TENSORS]))
-    )
-    if seen:
+    if is_seen((*given, *given[8 + NUM_TENSORS])):
         return attention_backward_op(*given)
     with torch._C._AutoDispatchBelowADInplaceOrView():
         return _FUNCTIONS[attention_backward_op](*given)
@@ -395,7 +388,7 @@ def _with_autograd(op: torch._ops.OpOverload, graph: Any, keys: torch._C.Dispatc
 
 for _op, _graph in ((attention_op, _Attention), (attention_backward_op, _Gradients)):
     _kernel = torch._disable_dynamo(partial(_with_autograd, _op, _graph))
-    _library.impl(_op._opname, _kernel, "Autograd", with_keyset=True)
+    library.impl(_op._opname, _kernel, "Autograd", with_keyset=True)
 
 
 def _placed_like(grad: Tensor, x: Tensor) -> Tensor:
@@ -415,7 +408,7 @@ def _cast_and_call(keys: torch._C.DispatchKeySet, q: Tensor, k: Tensor, v: Tenso
 
 for _key in ("AutocastCPU", "AutocastCUDA"):
     _keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _key))
-    _library.impl("attention", partial(_cast_and_call, _keys), _key)
+    library.impl("attention", partial(_cast_and_call, _keys), _key)
 
 
 def _placed(tensors: Tensors, part: str) -> list[Placement | None]:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.tensor import DTensor
 
 from cp_mesh.agreement import agree_once, announce_refusal
 from cp_mesh.agreement.contents import fingerprint
@@ -33,6 +34,9 @@ PRODUCT_RATE = 650e12
 LINK_RATE = H200.link_rate
 PER_PRODUCT = 2 * H200.per_launch
 """Seconds that a product takes longer in two parts."""
+HOST_WAITS = 0.35e-3
+"""Seconds of products below which the device waits for the host, which parts take longer. On two H100s blocks of
+Llama-3-8B's projections were slower in parts at 4K rows, and as fast at 16K (docs/results/linears_2xh100.md)."""
 
 
 def cast_alike(*given: Tensor) -> tuple[Tensor, ...]:
@@ -42,6 +46,32 @@ def cast_alike(*given: Tensor) -> tuple[Tensor, ...]:
         hint = "cast the input, or use autocast"
         refuse("linears", "inputs and weights of one dtype", sorted(map(str, dtypes)), hint)
     return cast
+
+
+def part_of(parameter: Any) -> Any:
+    """This rank's part of a DTensor, below autograd; anything else is returned as it is."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    with torch.no_grad():
+        return parameter.to_local()
+
+
+def placed_as(grad: Tensor, parameter: Any) -> Tensor:
+    """The gradient of a parameter of which `part_of` took a part, placed as it is.
+
+    ``to_local()`` and its backward do the same, and take the host longer than the linear.
+    """
+    if parameter is None:
+        return grad
+    if torch.is_grad_enabled():  # by create_graph
+        options: dict[str, Any] = {"run_check": False, "shape": parameter.shape, "stride": parameter.stride}
+        return DTensor.from_local(grad, parameter.mesh, parameter.placements, **options)
+    return DTensor(grad, parameter, requires_grad=False)
+
+
+def spec_of(parameter: Any) -> Any:
+    """What `placed_as` is told of a parameter, without keeping it."""
+    return parameter._spec if isinstance(parameter, DTensor) else None
 
 
 def refuse_transforms(what: str) -> None:
@@ -67,8 +97,8 @@ def chosen_transport(
 
     Of each rank's rows of x [..., rows, D], ``widths[0]`` features travel, and ``widths[1]`` are on the other side of
     their products, on the rank that has most. What can be hidden is the shorter of a rank's products and its rows' way;
-    it costs further products for each other rank, and two barriers. Symmetric memory that was asked for is taken also
-    where this does not pay. Shards have to be equal.
+    it costs further products for each other rank, two barriers, and time of the host, for which short products would
+    wait. Symmetric memory that was asked for is taken also where this does not pay. Shards have to be equal.
     """
     size = shards.group.size()
     if size == 1:
@@ -77,8 +107,10 @@ def chosen_transport(
     if shards.num_rows % size:
         return None
     own = x.shape[:-2].numel() * shards.num_rows // size * widths[0]
-    hidden = min(2 * own * widths[1] / PRODUCT_RATE, (size - 1) * own * x.itemsize / LINK_RATE)
-    if chosen is None and hidden > (size - 1) * num_products * PER_PRODUCT + 2 * H200.per_barrier:
+    products = 2 * own * widths[1] / PRODUCT_RATE
+    hidden = min(products, (size - 1) * own * x.itemsize / LINK_RATE)
+    costs = (size - 1) * num_products * PER_PRODUCT + 2 * H200.per_barrier
+    if chosen is None and hidden > costs and size * products > HOST_WAITS:
         chosen = choose_transport(transport, shards.group, x.device)
     return chosen
 

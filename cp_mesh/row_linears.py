@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cp_mesh.call import autocast
 from cp_mesh.errors import refuse
+from cp_mesh.operators import Operator
 from cp_mesh.products import (
     add_product,
     as_batch,
@@ -23,7 +24,10 @@ from cp_mesh.products import (
     graded_names,
     gradients_of_parameters,
     moving,
+    part_of,
+    placed_as,
     refuse_second_backward,
+    spec_of,
     write_product,
 )
 from cp_mesh.transport.shards import Shards
@@ -36,8 +40,8 @@ def row_linear(
 
     Args:
         x: [..., S, C of this rank].
-        weight: [O, C of this rank].
-        bias: [O], which all ranks hold, or None.
+        weight: [O, C of this rank], or a DTensor over tp, of which this is the rank's part.
+        bias: [O], which all ranks hold, or None; as the weight.
         group_name: of the tp group, of two ranks at least.
         most_features: C of the rank that has most.
         transport: as in `Columns`.
@@ -49,17 +53,15 @@ def row_linear(
     x, weight, *rest = cast_alike(x, weight, *([] if bias is None else [bias]))
     call, parameters = (group_name, most_features, transport), (weight, *rest, *[None] * (1 - len(rest)))
     if not torch.is_grad_enabled() or not any(y.requires_grad for y in (x, weight, *rest)):
-        plain: Tensor = _row_linear(x, *parameters, *call, graded)
+        plain: Tensor = _row_linear(x, *map(part_of, parameters), *call, graded)
         return plain
     awaited = _RowGradients.apply(call, weight.requires_grad, x.requires_grad, x, *parameters)
-    out: Tensor = _RowLinear.apply(
-        (*call, graded), awaited, *(None if y is None else y.detach() for y in (x, *parameters))
-    )
+    given = (None if y is None else part_of(y).detach() for y in (x, *parameters))
+    out: Tensor = _RowLinear.apply((*call, graded), awaited, *given)
     return out
 
 
-@torch.library.custom_op("cp_mesh::row_linear", mutates_args=())
-def _row_linear(
+def _compute(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -86,8 +88,7 @@ def _row_linear(
     return out if bias is None else out + bias
 
 
-@torch.library.custom_op("cp_mesh::row_linear_backward", mutates_args=())
-def _row_linear_backward(
+def _differentiate(
     dout: Tensor,
     x: Tensor | None,
     weight: Tensor | None,
@@ -121,27 +122,24 @@ def _row_linear_backward(
     return [dx.view(*dout.shape[:-2], *dx.shape[1:]), *grads]
 
 
-@torch.library.custom_op("cp_mesh::row_linear_awaited", mutates_args=())
-def _awaited(x: Tensor, features: int, group_name: str) -> Tensor:
+def _single_zero(x: Tensor, features: int, group_name: str) -> Tensor:
     """A single zero in the shape of the output: groups have no ranks in traced code."""
     return x.new_zeros(()).expand(*x.shape[:-2], Shards(x.shape[-2], group_name).own, features)
 
 
-@_awaited.register_fake
-def _(x, features, group_name):  # type: ignore[no-untyped-def]
-    return x.new_zeros(()).expand(*x.shape[:-2], Shards(x.shape[-2], group_name).own, features)
-
-
-@_row_linear.register_fake
-def _(x, weight, bias, group_name, *_):  # type: ignore[no-untyped-def]
+def _empty_output(x, weight, bias, group_name, *_):  # type: ignore[no-untyped-def]
     return x.new_empty((*x.shape[:-2], Shards(x.shape[-2], group_name).own, weight.shape[0]))
 
 
-@_row_linear_backward.register_fake
-def _(dout, x, weight, wants_bias, num_rows, *_):  # type: ignore[no-untyped-def]
+def _empty_gradients(dout, x, weight, wants_bias, num_rows, *_):  # type: ignore[no-untyped-def]
     grads = [] if weight is None else [dout.new_empty((*dout.shape[:-2], num_rows, weight.shape[1]))]
     grads += [] if x is None else [dout.new_empty((dout.shape[-1], x.shape[-1]))]
     return [*grads, dout.new_empty(dout.shape[-1])] if wants_bias else grads
+
+
+_row_linear = Operator("row_linear", _compute, _empty_output)
+_row_linear_backward = Operator("row_linear_backward", _differentiate, _empty_gradients, refuse_second_backward)
+_awaited = Operator("row_linear_awaited", _single_zero, _single_zero)
 
 
 class _RowGradients(torch.autograd.Function):
@@ -150,9 +148,10 @@ class _RowGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: tuple[str, int, str], keeps: bool, keeps_weight: bool, x: Tensor, weight: Tensor, _: Any
+        ctx: Any, call: tuple[str, int, str], keeps: bool, keeps_weight: bool, x: Tensor, weight: Any, bias: Any
     ) -> Tensor:
-        ctx.call, ctx.num_rows = call, x.shape[-2]
+        ctx.call, ctx.num_rows, ctx.specs = call, x.shape[-2], (None, spec_of(weight), spec_of(bias))
+        weight = part_of(weight)
         ctx.save_for_backward(x if keeps else None, weight if keeps_weight else None)
         return _awaited(x, weight.shape[0], call[0])
 
@@ -160,7 +159,8 @@ class _RowGradients(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         wants = ctx.needs_input_grad[3:]
         found = iter(_row_linear_backward(dout, *ctx.saved_tensors, wants[2], ctx.num_rows, *ctx.call))
-        return None, None, None, *(next(found) if wanted else None for wanted in wants)
+        each = zip(wants, ctx.specs, strict=True)
+        return None, None, None, *(placed_as(next(found), spec) if wanted else None for wanted, spec in each)
 
 
 class _RowLinear(torch.autograd.Function):
@@ -199,8 +199,7 @@ def sum_rows(
     return out
 
 
-@torch.library.custom_op("cp_mesh::sum_rows", mutates_args=())
-def _sum_rows(
+def _sum(
     x: Tensor,
     bias: Tensor | None,
     group_name: str,
@@ -218,21 +217,22 @@ def _sum_rows(
     return summed.clone() if summed is x else summed
 
 
-@torch.library.custom_op("cp_mesh::gather_rows", mutates_args=())
-def _gather_rows(x: Tensor, num_rows: int, group_name: str) -> Tensor:
+def _gather(x: Tensor, num_rows: int, group_name: str) -> Tensor:
     whole = Shards(num_rows, group_name, "backward of a row linear").gather(x)()
     return whole.clone() if whole is x else whole
 
 
-@_sum_rows.register_fake
-def _(x, bias, group_name, sharded, *_):  # type: ignore[no-untyped-def]
+def _empty_sum(x, bias, group_name, sharded, *_):  # type: ignore[no-untyped-def]
     own = Shards(x.shape[-2], group_name).own if sharded else x.shape[-2]
     return x.new_empty((*x.shape[:-2], own, x.shape[-1]))
 
 
-@_gather_rows.register_fake
-def _(x, num_rows, group_name):  # type: ignore[no-untyped-def]
+def _empty_rows(x, num_rows, group_name):  # type: ignore[no-untyped-def]
     return x.new_empty((*x.shape[:-2], num_rows, x.shape[-1]))
+
+
+_sum_rows = Operator("sum_rows", _sum, _empty_sum)
+_gather_rows = Operator("gather_rows", _gather, _empty_rows, refuse_second_backward)
 
 
 class _SumRows(torch.autograd.Function):
@@ -263,7 +263,3 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         return refuse_second_backward(ctx)
-
-
-_row_linear_backward.register_autograd(refuse_second_backward)
-_gather_rows.register_autograd(refuse_second_backward)

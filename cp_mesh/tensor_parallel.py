@@ -157,7 +157,7 @@ class OverlappedColwise(ParallelStyle):
         sharded = self.mode == "reduce_scatter"
         num_rows, x = where.read("OverlappedColwise", x, Shard(x.ndim - 2) if sharded else Replicate())
         kinds = "weight", "bias"
-        weights, biases = ([where.local(getattr(linear, kind)) for linear in linears.values()] for kind in kinds)
+        weights, biases = ([where.given(getattr(linear, kind)) for linear in linears.values()] for kind in kinds)
         most = sum(where.most(linear, "out_features") for linear in linears.values())
         recompute = self.recompute_all_gather or where.size == 1
         call = Columns(num_rows, where.group_name, sharded, most, self.transport, recompute)
@@ -224,9 +224,10 @@ class OverlappedRowwise(ParallelStyle):
         if isinstance(input, DTensor):
             input = where.read("OverlappedRowwise", input, Shard(input.ndim - 1))[1]
         where.check_output("OverlappedRowwise", input.shape[-2], sharded and self.use_local_output)
-        weight, bias = where.local(module.weight), where.local(module.bias)
+        beside = sharded and where.size > 1
+        weight, bias = (where.given(y) if beside else where.local(y) for y in (module.weight, module.bias))
         assert weight is not None
-        if sharded and where.size > 1:
+        if beside:
             most = where.most(module, "in_features")
             out = row_linear(input, weight, bias, where.group_name, most, self.transport)
         else:
@@ -382,6 +383,17 @@ class _Where:
 
     def local(self, parameter: Any) -> Tensor | None:
         """This rank's part of a weight or bias."""
+        checked = self._checked(parameter)
+        return None if checked is None else checked.to_local()
+
+    def given(self, parameter: Any) -> Tensor | None:
+        """A weight or bias for ops that take its part themselves; its part where they may not, or it may be cast."""
+        checked = self._checked(parameter)
+        if checked is None or torch.compiler.is_compiling() or torch.is_autocast_enabled(checked.device.type):
+            return None if checked is None else checked.to_local()
+        return checked
+
+    def _checked(self, parameter: Any) -> DTensor | None:
         refuse_transforms("linears over tp")
         if parameter is None:
             return None
@@ -389,7 +401,7 @@ class _Where:
             got = f"{type(parameter).__name__} on {written(getattr(parameter, 'device_mesh', 'no mesh'))}"
             hint = "let fully_shard take the block, or the module that holds all linears of one input"
             refuse("linears over tp: a weight", "a DTensor over tp", got, hint)
-        return parameter.to_local()
+        return parameter
 
     def most(self, linear: nn.Module, which: str) -> int:
         """Features of the rank that has most."""

@@ -68,6 +68,7 @@ FLOORS: dict[str, int] = {
     "cache": 3,
     "sequence": 3,
     "loss": 3,
+    "operators": 3,
     "products": 3,
     "column_linears": 3,
     "row_linears": 3,

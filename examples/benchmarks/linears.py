@@ -5,9 +5,10 @@
 Parts are the feed-forward layer and the projections of attention, without attention, of Llama-3-8B and 70B.
 Contestants: "cp_mesh", `OverlappedColwise` and `OverlappedRowwise`; "cp_mesh again", which gathers the input again in
 the backward; "cp_mesh NCCL" and "cp_mesh copies", by transport="functional" and "symmetric_memory"; "cp_mesh at once",
-whose products wait for all rows in forwards, and in the backward of a row linear; "torch", `ColwiseParallel` and
-`RowwiseParallel` with the sequence sharded between them; "torch compiled", the same by torch.compile, and "torch
-async", that with `_micro_pipeline_tp`; "floor", the products of one rank alone, with nothing sent.
+whose products wait for all rows in forwards, and in the backward of a row linear; "cp_mesh compiled", the first by
+torch.compile; "torch", `ColwiseParallel` and `RowwiseParallel` with the sequence sharded between them; "torch
+compiled", the same by torch.compile, and "torch async", that with `_micro_pipeline_tp`; "floor", the products of one
+rank alone, with nothing sent.
 
 A gate comes first: outputs and gradients of few rows, each compared with float64. Of a contestant that fails it, or
 cannot run, only the status is written. In each repeat every contestant takes ``--calls`` calls that follow one another,
@@ -121,9 +122,17 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def ours(module: Any, tp: DeviceMesh, again: bool = False, transport: Any = "auto") -> nn.Module:
+def ours(
+    module: Any, tp: DeviceMesh, again: bool = False, transport: Any = "auto", backend: str | None = None
+) -> nn.Module:
     columns = OverlappedColwise(*module.columns, recompute_all_gather=again, transport=transport)
-    return parallelize(module, tp, {"": columns, module.row: OverlappedRowwise(transport=transport)})
+    module = parallelize(module, tp, {"": columns, module.row: OverlappedRowwise(transport=transport)})
+    return module if backend is None else compiled(module, backend)
+
+
+def compiled(module: nn.Module, backend: str, options: Any = None) -> nn.Module:
+    torch._dynamo.config.recompile_limit = 256  # else later parts and lengths would silently run uncompiled
+    return torch.compile(module, backend=backend, dynamic=False, options=options)  # type: ignore[return-value]
 
 
 def torchs(module: Any, tp: DeviceMesh, backend: str | None = None, micro_pipeline: bool = False) -> nn.Module:
@@ -138,9 +147,7 @@ def torchs(module: Any, tp: DeviceMesh, backend: str | None = None, micro_pipeli
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
         enable_symm_mem_for_group(tp.get_group().group_name)
-    torch._dynamo.config.recompile_limit = 256  # else later parts and lengths would silently run uncompiled
-    options: Any = {"_micro_pipeline_tp": micro_pipeline}
-    return torch.compile(module, backend=backend, dynamic=False, options=options)  # type: ignore[return-value]
+    return compiled(module, backend, {"_micro_pipeline_tp": micro_pipeline})
 
 
 CONTESTANTS: dict[str, Callable[[Any, DeviceMesh], nn.Module]] = {
@@ -149,13 +156,21 @@ CONTESTANTS: dict[str, Callable[[Any, DeviceMesh], nn.Module]] = {
     "cp_mesh NCCL": partial(ours, transport="functional"),
     "cp_mesh copies": partial(ours, transport="symmetric_memory"),
     "cp_mesh at once": partial(ours, transport="functional"),
+    "cp_mesh compiled": partial(ours, backend="inductor"),
     "torch": torchs,
     "torch compiled": partial(torchs, backend="inductor"),
     "torch async": partial(torchs, backend="inductor", micro_pipeline=True),
 }
 FLOOR, AT_ONCE = "floor", "cp_mesh at once"
 PER_PRODUCT = products.PER_PRODUCT
-PLAYED = ("cp_mesh", "cp_mesh again", "cp_mesh at once", "torch", "torch compiled")  # others need peers' memory
+PLAYED = (
+    "cp_mesh",
+    "cp_mesh again",
+    "cp_mesh at once",
+    "cp_mesh compiled",
+    "torch",
+    "torch compiled",
+)  # others need peers' memory
 UNJUDGED = 0.0, "played, not judged"
 
 

@@ -1,0 +1,73 @@
+"""Operators of torch.library that take the host little time.
+
+`torch.library.custom_op` makes operators that look at their arguments by the schema in every call, and copy them. Those
+made here are called past PyTorch's dispatcher where nothing would see the call, as in most training steps; where
+something would, such as a policy of memory, they go the whole way. For what is called once a step it does not matter:
+these stay custom_ops.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+library = torch.library.Library("cp_mesh", "FRAGMENT")
+
+
+def is_seen(given: Iterable[Any]) -> bool:
+    """Whether anything would see an operator's call with these: autograd, a mode, a transform, a kind of tensor.
+
+    Args:
+        given: the arguments; of lists of tensors, the tensors.
+    """
+    return (
+        torch.is_grad_enabled()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or any(isinstance(x, Tensor) and type(x) not in _PLAIN for x in given)
+    )
+
+
+class Operator:
+    """An operator ``torch.ops.cp_mesh.<name>``, whose results are new tensors.
+
+    Args:
+        name: of the operator.
+        function: what it computes, of the annotated types that `torch.library.infer_schema` knows.
+        fake: empty results, of the same arguments.
+        refuse_backward: called where somebody differentiates what it returns, as a backward of `register_autograd`.
+            None: it is called below autograd only.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        fake: Callable[..., Any],
+        refuse_backward: Callable[..., Any] | None = None,
+    ) -> None:
+        schema = torch.library.infer_schema(function, mutates_args=())
+        # results lie in memory as the inputs do: Inductor may not choose other strides for these than the fakes saw
+        library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+        library.impl(name, torch._disable_dynamo(function), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"cp_mesh::{name}", fake, lib=library)
+        if refuse_backward is not None:
+            torch.library.register_autograd(f"cp_mesh::{name}", refuse_backward, lib=library)
+        self.function, self.overload = function, getattr(torch.ops.cp_mesh, name).default
+
+    def __call__(self, *given: Any) -> Any:
+        if torch.compiler.is_compiling() or is_seen(_tensors(given)):
+            return self.overload(*given)
+        # Views that are made inside are nobody's: a result that is one can be written in place.
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return self.function(*given)
+
+
+def _tensors(given: Sequence[Any]) -> list[Any]:
+    found: list[Any] = []
+    for x in given:
+        found.extend(x) if isinstance(x, list | tuple) else found.append(x)
+    return found
