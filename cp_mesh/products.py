@@ -34,9 +34,10 @@ PRODUCT_RATE = 650e12
 LINK_RATE = H200.link_rate
 PER_PRODUCT = 2 * H200.per_launch
 """Seconds that a product takes longer in two parts."""
-HOST_WAITS = 0.35e-3
-"""Seconds of products below which the device waits for the host, which parts take longer. On two H100s blocks of
-Llama-3-8B's projections were slower in parts at 4K rows, and as fast at 16K (docs/results/linears_2xh100.md)."""
+HOST_WAITS = 1e-3
+"""Seconds of products below which the device waits for the host, which parts take longer. On two H100s blocks of a
+Llama were faster at once where a linear's products take up to 0.75 ms, and in parts from 1.5 ms on
+(docs/results/linears_2xh100.md)."""
 
 
 def cast_alike(*given: Tensor) -> tuple[Tensor, ...]:
