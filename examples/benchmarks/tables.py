@@ -30,6 +30,7 @@ DOCUMENTS = (
     "docs/numerics.md",
     "docs/decoding.md",
     "docs/kernels.md",
+    "docs/linears.md",
 )  # which hold tables of `REGIONS`
 MODES = {
     "queued": "calls that follow one another, as in training",
@@ -421,15 +422,55 @@ def long_page() -> str:
 
 
 def linears_page(name: str) -> str:
-    """Of `linears.py`: both passes, and of them what is beyond the products alone."""
-    rows = [row for row in read(name) if row["fwdbwd_ms"]]
-    machine = f"{rows[0]['world_size']}x {rows[0]['gpu']}, torch {rows[0]['torch']}, commit {rows[0]['commit']}"
-    cells = {(row["part"], row["rows"], row["contestant"]): f"{float(row['fwdbwd_ms']):.3g}" for row in rows}
+    """Of `linears.py`: at each commit both passes, of them what is beyond the products alone, and what is kept."""
+    measured = [row for row in read(name) if row["fwdbwd_ms"]]
+    machine, parts = f"{measured[0]['world_size']}x {measured[0]['gpu']}, torch {measured[0]['torch']}", []
+    for commit in dict.fromkeys(row["commit"] for row in measured):
+        rows = [row for row in measured if row["commit"] == commit]
+        tables = (
+            (linears_table(rows, column, digits), what)
+            for column, digits, what in (
+                ("fwdbwd_ms", 3, "ms of both passes"),
+                ("exposed_ms", 2, "ms of them beyond the floor's"),
+                ("kept_gib", 3, "GiB kept for the backward"),
+            )
+        )
+        parts.append(f"## {commit}\n\n" + "\n".join(f"{what}:\n\n{table}" for table, what in tables))
+    what = "Rows are those of all tp ranks together; floor: one rank's products alone."
+    return "\n".join([f"{head_of(name, machine)}\n{what}\n", *parts])
+
+
+def linears_table(rows: Sequence[Row], column: str, digits: int) -> str:
+    cells = {(row["part"], row["rows"], row["contestant"]): row.get(column) or "" for row in rows}
     names = list(dict.fromkeys(row["contestant"] for row in rows))
     sizes = dict.fromkeys((row["part"], row["rows"]) for row in rows)
-    lines = [[part, short(int(count)), *(cells.get((part, count, x), "") for x in names)] for part, count in sizes]
-    what = "ms of forward and backward; rows are those of all tp ranks together; floor: one rank's products alone."
-    return f"{head_of(name, machine)}\n{what}\n\n{markdown(['part', 'rows', *names], lines)}"
+    values = {key: f"{float(cell):.{digits}g}" for key, cell in cells.items() if cell}
+    lines = [[part, short(int(count)), *(values.get((part, count, x), "") for x in names)] for part, count in sizes]
+    return markdown(["part", "rows", *names], lines)
+
+
+def measured_linears_table(commit: str = "7a01d27") -> str:
+    """Both passes at one commit, of the contestants that people choose between."""
+    chosen = ("floor", "cp_mesh", "cp_mesh again", "cp_mesh compiled", "torch", "torch async")
+    rows = [row for row in read("linears_2xh100.csv") if row["commit"] == commit and row["contestant"] in chosen]
+    return linears_table([row for row in rows if row["fwdbwd_ms"]], "fwdbwd_ms", 3)
+
+
+def tp_page(name: str) -> str:
+    """Of `training.py --tp`: steps by commit and length."""
+    rows = read(name)
+    lines = [
+        [
+            row["commit"], f"{int(row['seq_len']):,}", TRAINERS[row["variant"]], f"{float(row['step_ms_median']):.0f}",
+            f"{row['step_ms_min']} to {row['step_ms_max']}", row["peak_gib"], row["loss"], row["grad_norm"],
+        ]
+        for row in rows
+    ]  # fmt: skip
+    head = ["commit", "tokens", "linears", "ms a step", "least and most", "GiB at its peak", "loss", "gradient norm"]
+    row = rows[0]
+    machine = f"{row['world']}x {row['gpu']}, torch {row['torch']}, {row['precision']}, tp {row['tp']}"
+    what = f"{row['layers']} layers of Llama-3-8B's shape, {row['blocks']}, {row['recompute']} recomputation."
+    return f"{head_of(name, machine)}\n{what}\n\n{markdown(head, lines)}"
 
 
 def training_table() -> str:
@@ -654,6 +695,8 @@ PAGES: dict[str, Callable[[], str]] = {
     "training_2xh200.md": lambda: steps_page("training_2xh200.csv"),
     "training_4xh200.md": training_page,
     "planning_cpu.md": planning_page,
+    "linears_2xh100.md": lambda: linears_page("linears_2xh100.csv"),
+    "training_tp_2xh100.md": lambda: tp_page("training_tp_2xh100.csv"),
     "long_2xh200.md": long_page,
     "low_precision_2xh200.md": low_precision_page,
     "low_precision_4xh200.md": low_precision_4_page,
@@ -689,6 +732,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "bands": lambda: markdown(*predicted.bands_table()),
     "decoding": decoding_table,
     "supported": supported_table,
+    "linears": measured_linears_table,
     "long": long_table,
     "many": many_table,
     "projected": projected_table,
