@@ -128,6 +128,21 @@ def test_what_does_not_compile_in_time_is_left_out(tmp_path: Path) -> None:
         assert row["status"] == "not compiled in 60 s" and not row["fwd_ms"]
 
 
+@pytest.mark.full
+def test_ranks_compile_first_and_agree_on_what_is_late(tmp_path: Path) -> None:
+    """What cannot be compiled is left out on both ranks."""
+    script, table = tmp_path / "bench.py", tmp_path / "x.csv"
+    script.write_text(
+        SLOW.replace("cp_mesh.transport.unavailable = lambda *group: None", "").format(benchmarks=str(BENCHMARKS))
+    )
+    options = [*TINY, "--scores", "none", "--compile-first", "100", "--forward", "--csv", table]
+    done = run_script(script, [*options, "--contestants", "cp_mesh", "torch"], 2)
+    assert done.returncode == 0 and "ValueError: does not compile" in done.printed, done.printed
+    rows = rows_of(table)
+    assert rows["none", "cp_mesh"]["status"] == rows["none", "floor"]["status"] == "ok"
+    assert rows["none", "torch"]["status"] == "not compiled in 100 s"
+
+
 def test_processes_get_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
@@ -138,18 +153,18 @@ def test_processes_get_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> No
     words += " --kernel flex --scores none alibi --contestants cp_mesh --played 1/2 --compile-first 7"
     args, found = flex.parse_arguments(words.split()), []
 
-    def run_beside(script: Path, cases: list[list[str]], seconds: float) -> list[float | None]:
+    def run_beside(script: Path, cases: list[list[str]], seconds: float, ranks: int) -> list[float | None]:
         found.extend(cases)
-        assert seconds == 7
-        return [1.0, None, 1.0, 1.0]
+        assert (seconds, ranks) == (7, 0)
+        return [1.0, None, *[1.0] * 10]
 
     monkeypatch.setattr(flex, "run_beside", run_beside)
-    assert flex.compile_first(args) == {("none", "cp_mesh")}
+    assert flex.compile_first(args, None) == {("none", "cp_mesh")}
     of_processes = [flex.parse_arguments(case) for case in found]
-    assert [(x.scores, x.contestants) for x in of_processes] == [
-        ([score], [name]) for score in ("none", "alibi") for name in ("floor", "cp_mesh")
+    assert [(x.rows, x.scores, x.contestants) for x in of_processes] == [
+        ([n], [score], [name]) for n in (384, 128, 256) for score in ("none", "alibi") for name in ("floor", "cp_mesh")
     ]
     for x in of_processes:
-        assert x.compile and not x.compile_first
-        for name in ("device", "rows", "gate_rows", "heads", "head_dim", "dtype", "forward", "kernel", "played"):
+        assert x.compile and not x.compile_first and x.rows == [x.gate_rows]
+        for name in ("device", "heads", "head_dim", "dtype", "forward", "kernel", "played"):
             assert getattr(x, name) == getattr(args, name), name

@@ -25,20 +25,21 @@ float64. Of a contestant that fails it, or cannot run, only the status is writte
 has the median, least and most over the repeats. ``of_floor`` is a time over the floor's. ``extra_gib`` is the peak of
 memory beyond the inputs, and ``symmetric_gib`` what symmetric memory holds beside that.
 
-Most of the time things are compiled, one after the other. Where a rank is played, ``--compile-first`` does it before,
-in processes beside each other, which fill the caches of Inductor and Triton; what is not compiled after so many seconds
-is left out. Before a run of several ranks, playing one of them with ``--compile`` does it.
+Most of the time things are compiled, one after the other. ``--compile-first`` does it before, in processes beside each
+other, which fill the caches of Inductor and Triton; what is not compiled after so many seconds is left out. Each has
+as many ranks as the run, since Inductor's cache knows devices by their number.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ from attention import PLAIN_FACTOR, Ranks, in_turns  # noqa: E402
 from beforehand import run_beside  # noqa: E402
 from contestants import document_lengths  # noqa: E402
 from decoding import ROUNDING, relative  # noqa: E402
+from many_gpus import GRACE  # noqa: E402
 from report import append, machine  # noqa: E402
 
 from cp_mesh import Mask, ZigZag, flex_attention  # noqa: E402
@@ -137,8 +139,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.kernel = args.kernel or ("flex" if args.device == "cuda" else "reference")
     args.num_heads, args.num_kv_heads = map(int, args.heads.split("/"))
-    if args.compile_first and (args.compile or not args.played):
-        parser.error("--compile-first is for --played, and does what --compile does")
+    if args.compile_first and args.compile:
+        parser.error("--compile-first does what --compile does")
     if not args.compile:
         args.contestants = [name for name in args.contestants if name != FLOOR]  # is always there
     return args
@@ -384,17 +386,28 @@ def played_rank(args: argparse.Namespace) -> Ranks:
     return ranks
 
 
-def compile_first(args: argparse.Namespace) -> set[tuple[str, str]]:
-    """Scores and contestants that failed or found no time."""
-    cases = [(score, name) for score in args.scores for name in (FLOOR, *args.contestants)]
-    shared = ["--device", args.device, "--heads", args.heads, "--head-dim", args.head_dim, "--dtype", args.dtype]
-    shared += ["--gate-rows", args.gate_rows, "--kernel", args.kernel, "--rows", *args.rows]
-    shared += ["--compile", "--played", args.played, *["--forward"] * args.forward]
-    of_cases = [[*map(str, shared), "--scores", score, "--contestants", name] for score, name in cases]
-    taken = run_beside(Path(sys.argv[0]), of_cases, args.compile_first)
-    for case, seconds in zip(cases, taken, strict=True):
-        print(*case, "not compiled" if seconds is None else f"compiled in {seconds:.0f} s", flush=True)
-    return {case for case, seconds in zip(cases, taken, strict=True) if seconds is None}
+def compile_first(args: argparse.Namespace, ranks: Ranks | None) -> set[tuple[str, str]]:
+    """Scores and contestants that failed or found no time. ``ranks``: all of the run, of which the first one compiles;
+    None: one is played."""
+    store = None if ranks is None else dist.distributed_c10d._get_default_store()
+    if ranks is not None and ranks.rank > 0:
+        store.wait(["compiled first"], timedelta(seconds=args.compile_first + 2 * GRACE))
+    else:
+        lengths = dict.fromkeys((args.gate_rows, *args.rows))
+        cases = [(score, name, n) for n in lengths for score in args.scores for name in (FLOOR, *args.contestants)]
+        shared = ["--device", args.device, "--heads", args.heads, "--head-dim", args.head_dim, "--dtype", args.dtype]
+        shared += ["--kernel", args.kernel, "--compile", *["--forward"] * args.forward]
+        shared += ["--played", args.played] if args.played else []
+        of_cases = [[*shared, "--rows", n, "--gate-rows", n, "--scores", x, "--contestants", y] for x, y, n in cases]
+        words = [[*map(str, case)] for case in of_cases]
+        taken = run_beside(Path(sys.argv[0]), words, args.compile_first, 0 if ranks is None else ranks.size)
+        for case, seconds in zip(cases, taken, strict=True):
+            print(*case, "not compiled" if seconds is None else f"compiled in {seconds:.0f} s", flush=True)
+        late = {case[:2] for case, seconds in zip(cases, taken, strict=True) if seconds is None}
+        if store is None:
+            return late
+        store.set("compiled first", json.dumps([*late]))
+    return {(score, name) for score, name in json.loads(store.get("compiled first"))}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -405,7 +418,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     about |= {"played": args.played or "", "head_dim": args.head_dim, "dtype": args.dtype, "calls_per_time": args.calls}
     began, failed = time.monotonic(), False
     verdicts: dict[str, tuple[dict[str, tuple[float, str]], float]] = {}
-    not_compiled = compile_first(args) if args.compile_first else set()
+    not_compiled = compile_first(args, None if args.played else ranks) if args.compile_first else set()
     for rows in args.rows:
         for score in args.scores:
             if ranks.largest(time.monotonic() - began) > args.time_limit:

@@ -1,0 +1,109 @@
+"""Operators that are called past the dispatcher, where nothing would see the call."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cp_mesh.operators import Operator
+
+ran: list[Tensor] = []
+
+
+def double(x: Tensor, others: list[Tensor], times: int) -> list[Tensor]:
+    ran.append(x)
+    return [y * (2 * times) for y in (x, *others)]
+
+
+def empty(x: Tensor, others: list[Tensor], times: int) -> list[Tensor]:
+    return [torch.empty_like(y) for y in (x, *others)]
+
+
+def refuse(ctx: Any, *_: Any) -> Any:
+    raise RuntimeError("no gradient")
+
+
+double_op = Operator("double_in_tests", double, empty, refuse)
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[Any] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(op)
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def through_dispatcher(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Calls that went the whole way."""
+    calls: list[Any] = []
+    overload = double_op.overload
+    monkeypatch.setattr(double_op, "overload", lambda *given: calls.append(given) or overload(*given))
+    return calls
+
+
+def call(x: Tensor) -> list[Tensor]:
+    found: list[Tensor] = double_op(x, [x + 1], 3)
+    return found
+
+
+def test_nothing_sees_a_plain_call(through_dispatcher: list[Any]) -> None:
+    x = torch.arange(3.0, requires_grad=True)
+    with torch.no_grad():
+        outs = call(x)
+    assert not through_dispatcher
+    assert [y.tolist() for y in outs] == [[0, 6, 12], [6, 12, 18]]
+    outs[0].add_(1)  # a result is nobody's view
+
+
+def test_a_mode_sees_the_operator(through_dispatcher: list[Any]) -> None:
+    with torch.no_grad(), Seen() as seen:
+        call(torch.ones(2))
+    assert through_dispatcher and torch.ops.cp_mesh.double_in_tests.default in seen.ops
+
+
+def test_fake_tensors_run_the_fake() -> None:
+    ran.clear()
+    with torch.no_grad(), FakeTensorMode():
+        assert call(torch.ones(2, 5))[1].shape == (2, 5)
+    assert not ran
+
+
+def test_a_list_is_looked_into(through_dispatcher: list[Any]) -> None:
+    """A kind of tensor among others, as a weight that is a DTensor."""
+
+    class Kind(Tensor):
+        pass
+
+    with torch.no_grad():
+        double_op(torch.ones(2), [torch.ones(2).as_subclass(Kind)], 1)
+    assert through_dispatcher
+
+
+def test_gradients_are_refused(through_dispatcher: list[Any]) -> None:
+    out, _ = call(torch.ones(2, requires_grad=True))
+    with pytest.raises(RuntimeError, match="no gradient"):
+        out.sum().backward()
+
+
+def test_compiled_code_holds_the_operator() -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.extend(node.target for node in graph.graph.nodes)
+        return graph.forward
+
+    with torch.no_grad():
+        out = torch.compile(lambda x: call(x)[0], backend=backend, fullgraph=True)(torch.ones(2))
+    assert out.tolist() == [6, 6] and torch.ops.cp_mesh.double_in_tests.default in graphs
+
+
+def test_torch_checks_it() -> None:
+    given = torch.ones(3, requires_grad=True), [torch.ones(2)], 2
+    torch.library.opcheck(double_op.overload, given, test_utils=("test_schema", "test_faketensor"))
