@@ -64,8 +64,9 @@ def placed_as(grad: Tensor, parameter: Any) -> Tensor:
     """
     if parameter is None:
         return grad
-    if torch.is_grad_enabled():  # by create_graph
-        options: dict[str, Any] = {"run_check": False, "shape": parameter.shape, "stride": parameter.stride}
+    stride = (parameter.shape[-1], 1)[-len(parameter.shape) :]  # of a weight or a bias
+    if torch.is_grad_enabled() or parameter.stride != stride:  # by create_graph; of a weight that was transposed
+        options: dict[str, Any] = {"run_check": False, "shape": parameter.shape, "stride": stride}
         return DTensor.from_local(grad, parameter.mesh, parameter.placements, **options)
     return DTensor(grad, parameter, requires_grad=False)
 

@@ -539,6 +539,32 @@ def test_what_is_kept_for_the_backward(pool: Any) -> None:
     assert pool(2).run(kept) == [[4 * 6 * C, 0, 4 * 3 * C, 0]] * 2
 
 
+def transposed(rank: int) -> list[str]:
+    """Gradients of weights that lie in memory by columns: a DTensor's strides are those of its part."""
+    _, tp = alone_and_tp()
+    problems = []
+    for style, placement in ((OverlappedColwise(), Shard(0)), (OverlappedRowwise(), Shard(1))):
+        torch.manual_seed(0)
+        linear = nn.Linear(C, OUT, bias=False, dtype=torch.float64)
+        linear.weight = nn.Parameter(linear.weight.detach().t().contiguous().t())
+        whole, x = copy.deepcopy(linear), torch.randn(4, 6, C, dtype=torch.float64)
+        whole(x).square().sum().backward()
+        parallelize(linear, tp, {"": style})
+        linear(x.chunk(2, 1 if placement == Shard(0) else 2)[rank].contiguous()).square().sum().backward()
+        grad: Any = linear.weight.grad
+        of_whole, of_part = (y.stride(0) < y.stride(1) for y in (grad, grad.to_local()))
+        if grad.placements != (placement,) or of_whole != of_part:
+            problems.append(f"{style}: {grad.placements}, by columns: {of_whole}, its part: {of_part}")
+        assert whole.weight.grad is not None
+        if not torch.allclose(grad.full_tensor(), whole.weight.grad, rtol=1e-12):
+            problems.append(f"{style}: another gradient")
+    return problems
+
+
+def test_weights_that_lie_by_columns(pool: Any) -> None:
+    assert pool(2).run(transposed) == [[], []]
+
+
 # The formulation that this began with: nanotron's, whose rows are dim 0.
 
 
