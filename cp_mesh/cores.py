@@ -31,6 +31,7 @@ from cp_mesh.formats import FORMATS
 from cp_mesh.forwards import STYLE, replace_forward
 from cp_mesh.guard.stated import (
     Reach,
+    check_head_dim,
     check_mask_read,
     check_reach,
     check_scores_stated,
@@ -303,6 +304,8 @@ class ContextParallel(ParallelStyle):
             if getattr(return_aux, "max_scores", False):
                 hint = "lse is there, AuxRequest(lse=True)"
                 refuse("return_aux", "no maxima of scores", return_aux, hint, UnsupportedError)
+            if call.stated is not None:
+                check_head_dim(call.stated[0], query)
             if call.scores:
                 refuse("ContextParallel.scores", "none beside flex_attention", [*call.scores], "score_mod says them")
             if over_tp := _over_others(query, self.sequence.mesh):
@@ -372,6 +375,7 @@ class ContextParallel(ParallelStyle):
             rows = query.shape[-2] * self.sequence.cp_size  # DTensors over cp have all of them already
             module, reach = call.stated
             check_scores_stated(module, call.scores)
+            check_head_dim(module, query)
             check_reach(type(module).__name__, reach, call.mask, self.sequence.length or rows)
         if not enable_gqa and query.shape[-3] != key.shape[-3]:
             refuse("heads", f"{query.shape[-3]} kv heads", key.shape[-3], "pass enable_gqa=True, as SDPA wants")

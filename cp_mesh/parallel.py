@@ -26,13 +26,17 @@ from cp_mesh.agreement.models import stand_beside
 from cp_mesh.boundaries import GatherOutput, ShardInput
 from cp_mesh.cores import ContextParallel, cross_attention
 from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.forwards import STYLE, replaced
 from cp_mesh.groups import as_mesh
 from cp_mesh.guard.reductions import watch_first_step, watch_over_tp
 from cp_mesh.guard.rootless import watch_rootless
+from cp_mesh.guard.stated import HEAD_DIM, stated_head_dim
 from cp_mesh.root import ShardedModel
 from cp_mesh.sequence import ShardedSequence
 from cp_mesh.styles import RANKS, SUMS, styles_of
-from cp_mesh.tensor_parallel import TENSOR_PARALLEL, shards_rows, tp_groups
+from cp_mesh.tensor_parallel import TENSOR_PARALLEL, columns_of, shards_rows, tp_groups
+
+_QUERIES = ("q", "wq", "q_proj", "query", "to_q", "q_linear")  # names of the linear of queries
 
 
 def parallelize(
@@ -58,9 +62,10 @@ def parallelize(
         The module.
 
     Raises:
-        ArgumentError: if a key matches no module, two keys match one module, the mesh is not 1-D, or a style is
-            applied twice, the root and a core have different sequences, or one of them has a ``layout`` and the other
-            none. Nothing is applied then, except that a repeated application is found on its way.
+        ArgumentError: if a key matches no module, two keys match one module, the mesh is not 1-D, linears over tp have
+            two modes, a style is applied twice, the root and a core have different sequences, or one of them has a
+            ``layout`` and the other none. Nothing is applied then, except that a repeated application is found on its
+            way.
         UnsupportedError: if `ContextParallel` meets a module named as cross-attention.
 
     Example:
@@ -86,8 +91,14 @@ def parallelize(
             if isinstance(style, ContextParallel) and "cross" in name.lower():
                 raise UnsupportedError(cross_attention(name))
             chosen[name] = (key, style)
+    _check_modes(chosen)
     for name, (_, style) in chosen.items():
+        trained = {key: x.requires_grad for key, x in modules[name].named_parameters()}
         style._apply(modules[name], mesh)
+        for key, parameter in modules[name].named_parameters():
+            if parameter.requires_grad != trained.get(key, parameter.requires_grad):
+                parameter.requires_grad_(trained[key])  # PyTorch's SequenceParallel makes new ones, which are trained
+    _note_head_dims(module)
     over_cp = {style.sequence.mesh.get_group(): "cp" for style in styles_of(module)}
     stand_beside(module, over_cp | dict.fromkeys(tp_groups(module), "tp"))
     styles = [style for _, style in chosen.values()]
@@ -169,6 +180,30 @@ def _matches(key: str, name: str) -> bool:
         return key == name
     parts, atoms = name.split("."), key.split(".")
     return len(parts) == len(atoms) and all(fnmatchcase(p, a) for p, a in zip(parts, atoms, strict=True))
+
+
+def _check_modes(chosen: Mapping[str, tuple[str, ParallelStyle]]) -> None:
+    """Refuse linears over tp between which rows lie in two ways."""
+    modes = {style.mode: key for key, style in chosen.values() if isinstance(style, TENSOR_PARALLEL)}
+    if len(modes) > 1:
+        got = ", ".join(f"{mode!r} at {key!r}" for mode, key in sorted(modes.items()))
+        refuse("parallelize: mode", "one for all linears over tp", got, "give all of a model one mode")
+
+
+def _note_head_dims(module: nn.Module) -> None:
+    """Tell each core what head dim the nearest module with column linears over tp says."""
+    modules = dict(module.named_modules())
+    for path, core in modules.items():
+        style = replaced(core, STYLE)
+        if style is None or style.name != ContextParallel.__name__:
+            continue
+        parts = path.split(".") if path else []
+        for above in (modules[".".join(parts[:n])] for n in range(len(parts), -1, -1)):
+            if columns := columns_of(above):
+                queries = next((linear for name, (linear, _) in columns.items() if name in _QUERIES), None)
+                tp = max(size for _, size in columns.values())
+                core.__dict__[HEAD_DIM] = stated_head_dim(above, queries, tp)
+                break
 
 
 def _check_sequences(plan: Mapping[str, ParallelStyle]) -> None:

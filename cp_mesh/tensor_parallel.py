@@ -330,6 +330,16 @@ def shards_rows(style: ParallelStyle) -> bool:
     return isinstance(style, TENSOR_PARALLEL) and style.mode == "reduce_scatter"
 
 
+def columns_of(module: nn.Module) -> dict[str, tuple[nn.Linear, int]]:
+    """The linears in a module whose output features are sharded, by their last names, and over how many ranks."""
+    found = {}
+    for path, part in module.named_modules():
+        style = replaced(part, LINEAR)
+        if isinstance(part, nn.Linear) and style is not None and style.name == OverlappedColwise.__name__:
+            found[path.rpartition(".")[2]] = part, style.run.args[0].size  # type: ignore[attr-defined]
+    return found
+
+
 def tp_groups(module: nn.Module) -> set[dist.ProcessGroup]:
     """Those over which styles of this file were applied in a module."""
     runs: list[Any] = [style.run for part in module.modules() if (style := replaced(part, LINEAR)) is not None]

@@ -722,6 +722,10 @@ def linears_names(rank: int) -> dict[str, Any]:
 
 def check_linears(names: dict[str, Any]) -> None:
     twin, text = names["twin"], names["text"]
+    assert names["by_hand"].keys() == names["plan"].keys()
+    for key, style in names["by_hand"].items():
+        made = names["plan"][key]
+        assert isinstance(made, type(style)) and getattr(made, "names", ()) == getattr(style, "names", ())
     expected = twin(text[:, :-1])
     loss = F.cross_entropy(expected.flatten(0, 1), text[:, 1:].flatten())
     loss.backward()

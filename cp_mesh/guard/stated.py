@@ -17,6 +17,9 @@ from cp_mesh.masks import Mask
 
 _WINDOWS = ("sliding_window", "window_size", "attention_window")
 _CHUNKS = ("attention_chunk_size",)
+_HEAD_DIMS = ("head_dim", "dim_head", "d_head", "head_size")
+_NUMBERS_OF_HEADS = ("num_heads", "n_heads", "num_attention_heads", "n_head", "heads")
+HEAD_DIM = "_cp_mesh_head_dim"  # of a core: what is known of it, a `HeadDim`
 _SOFTCAPS = ("attn_logit_softcapping", "attn_softcap", "logits_soft_cap", "softcap")
 
 
@@ -49,6 +52,41 @@ def _own_number(owner: Any, names: tuple[str, ...]) -> Any:
             found = getattr(owner, name)
             return found if type(found) in (int, float) and found > 0 else 0
     return None
+
+
+class HeadDim(NamedTuple):
+    """The head dim that queries have if the forward counts the heads of a tp rank, rather than all.
+
+    Attributes:
+        size: of all queries.
+        tp: ranks over which the features of the linears are sharded.
+        said: where it was read, for messages.
+    """
+
+    size: int
+    tp: int
+    said: str
+
+
+def stated_head_dim(module: nn.Module, queries: nn.Linear | None, tp: int) -> HeadDim | None:
+    """By an attribute of a module with linears over tp, or by its number of heads and the linear of its queries."""
+    if size := _own_number(module, _HEAD_DIMS):
+        return HeadDim(size, tp, f"head_dim={size}")
+    heads = _own_number(module, _NUMBERS_OF_HEADS)
+    if queries is None or not heads or queries.out_features % heads:
+        return None
+    return HeadDim(queries.out_features // heads, tp, f"{heads} heads of {queries.out_features} features")
+
+
+def check_head_dim(module: nn.Module, query: Tensor) -> None:
+    """Refuse the queries of a forward that takes this tp rank's features for those of all heads."""
+    stated: HeadDim | None = module.__dict__.get(HEAD_DIM)
+    if stated is not None and stated.tp > 1 and query.shape[-1] * stated.tp == stated.size:
+        hint = (
+            "count heads by -1, unflatten(-1, (-1, head_dim)): each tp rank has some of them; set head_dim if it is so"
+        )
+        got = f"{query.shape[-1]} on tp={stated.tp}"
+        refuse(f"ContextParallel({type(module).__name__}): head dim", f"{stated.size}, of {stated.said}", got, hint)
 
 
 def check_reach(name: str, reach: Reach, mask: Mask, seq_len: int) -> None:
