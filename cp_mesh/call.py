@@ -148,10 +148,15 @@ def seed_tensor(seed: Any, device: torch.device | str) -> Tensor:
     return seed if isinstance(seed, Tensor) else torch.full((1,), seed, dtype=torch.int64, device=device)
 
 
+def is_autocast(device_type: str) -> bool:
+    """Whether autocast is on for a device, also of the kind "meta", which PyTorch refuses to tell."""
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
+
+
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """q, k and v in the autocast dtype, as `F.scaled_dot_product_attention` casts them: not fp64."""
     device_type = tensors[0].device.type
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+    if not is_autocast(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)

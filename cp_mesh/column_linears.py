@@ -191,7 +191,7 @@ def _empty_gradients(douts, x, weights, wants, num_rows, group_name, sharded, mo
     return grads + [douts[0].new_empty(shape) for shape, wanted in zip(kinds, wants[1:], strict=True) if wanted]
 
 
-_column_linears = Operator("column_linears", _compute, _empty_outputs)
+_column_linears = Operator("column_linears", _compute, _empty_outputs, refuse_second_backward)
 _column_linears_backward = Operator("column_linears_backward", _differentiate, _empty_gradients, refuse_second_backward)
 
 
@@ -199,8 +199,9 @@ class _ColumnLinears(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Columns, keeps: bool, graded: str, x: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
         ctx.specs, parts = [*map(spec_of, parameters)], [*map(part_of, parameters)]
+        ctx.graded = [y.requires_grad for y in parameters[: len(parameters) // 2]]
         weights, biases = parts[: len(parts) // 2], parts[len(parts) // 2 :]
-        ctx.call, ctx.gathers = call, call.sharded and call.recompute
+        ctx.call, ctx.gathers, ctx.graded_input = call, call.sharded and call.recompute, x.requires_grad
         keeps_whole = keeps and call.sharded and not call.recompute
         outs = _column_linears(x, weights, biases, *call.fixed, keeps_whole, graded)
         ctx.save_for_backward((outs[-1] if keeps_whole else x) if keeps else None, *weights)
@@ -209,6 +210,9 @@ class _ColumnLinears(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *douts: Tensor) -> tuple[Any, ...]:
         (x, *weights), wants = ctx.saved_tensors, list(ctx.needs_input_grad[3:])
+        if torch.is_grad_enabled():  # by create_graph: gradients depend on weights, and on x by its gathered rows
+            weights = [y.detach().requires_grad_(graded) for y, graded in zip(weights, ctx.graded, strict=True)]
+            x = x if x is None else x.detach().requires_grad_(ctx.graded_input)
         found = iter(_column_linears_backward(list(douts), x, weights, wants, *ctx.call.fixed, ctx.gathers))
         grads = [next(found) if wanted else None for wanted in wants]
         placed = [y if y is None else placed_as(y, spec) for y, spec in zip(grads[1:], ctx.specs, strict=True)]

@@ -1,9 +1,9 @@
 """Operators of torch.library that take the host little time.
 
 `torch.library.custom_op` makes operators that look at their arguments by the schema in every call, and copy them. Those
-made here are called past PyTorch's dispatcher where nothing would see the call, as in most training steps; where
-something would, such as a policy of memory, they go the whole way. For what is called once a step it does not matter:
-these stay custom_ops.
+made here are called past PyTorch's dispatcher unless autograd, a mode of its dispatch or a subclass would see the call,
+such as a policy of memory. Modes of torch functions and profilers see what the operator does, and not its name. For
+what is called once a step it does not matter: these stay custom_ops.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +18,7 @@ library = torch.library.Library("cp_mesh", "FRAGMENT")
 
 
 def is_seen(given: Iterable[Any]) -> bool:
-    """Whether anything would see an operator's call with these: autograd, a mode, a transform, a kind of tensor.
+    """Whether an operator's call with these has to be dispatched: for autograd, a mode, a transform, a kind of tensor.
 
     Args:
         given: the arguments; of lists of tensors, the tensors.
@@ -38,8 +38,7 @@ class Operator:
         name: of the operator.
         function: what it computes, of the annotated types that `torch.library.infer_schema` knows.
         fake: empty results, of the same arguments.
-        refuse_backward: called where somebody differentiates what it returns, as a backward of `register_autograd`.
-            None: it is called below autograd only.
+        refuse_backward: raises where somebody differentiates what it returns, as a backward of `register_autograd`.
     """
 
     def __init__(
@@ -47,15 +46,14 @@ class Operator:
         name: str,
         function: Callable[..., Any],
         fake: Callable[..., Any],
-        refuse_backward: Callable[..., Any] | None = None,
+        refuse_backward: Callable[..., Any],
     ) -> None:
         schema = torch.library.infer_schema(function, mutates_args=())
         # results lie in memory as the inputs do: Inductor may not choose other strides for these than the fakes saw
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
         library.impl(name, torch._disable_dynamo(function), "CompositeExplicitAutograd")
         torch.library.register_fake(f"cp_mesh::{name}", fake, lib=library)
-        if refuse_backward is not None:
-            torch.library.register_autograd(f"cp_mesh::{name}", refuse_backward, lib=library)
+        torch.library.register_autograd(f"cp_mesh::{name}", refuse_backward, lib=library)
         self.function, self.overload = function, getattr(torch.ops.cp_mesh, name).default
 
     def __call__(self, *given: Any) -> Any:

@@ -11,6 +11,7 @@ nor keeps what a policy of memory let go.
 Shapes: B batch rows, S rows of the sequence, C features of the input, O features of an output on this rank.
 """
 
+import copy
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -30,14 +31,15 @@ from cp_mesh.transport import choose_transport, make_moves
 from cp_mesh.transport.shards import Moves, Shards
 
 PRODUCT_RATE = 650e12
-"""FLOP/s of long products in bf16 on an H200. Where others are slower, in fp32 too, more travels beside them."""
+"""FLOP/s of long products in bf16 on an H200. Where others are slower, and in fp32, products take longer than is
+reckoned here, and some go at once that would pay in parts."""
 LINK_RATE = H200.link_rate
 PER_PRODUCT = 2 * H200.per_launch
 """Seconds that a product takes longer in two parts."""
 HOST_WAITS = 1e-3
-"""Seconds of products below which the device waits for the host, which parts take longer. On two H100s blocks of a
-Llama were faster at once where a linear's products take up to 0.75 ms, and in parts from 1.5 ms on
-(docs/results/linears_2xh100.md)."""
+"""Seconds of products, by `PRODUCT_RATE`, below which the device would wait for the host: it is busy longer with parts.
+On two H100s blocks of a Llama were faster at once with linears of up to 0.74 ms, those of 8B's feed-forward layer at 4K
+rows, and in parts with 1.5 ms or more, as at 16K rows (docs/results/linears_2xh100.md)."""
 
 
 def cast_alike(*given: Tensor) -> tuple[Tensor, ...]:
@@ -57,18 +59,18 @@ def part_of(parameter: Any) -> Any:
         return parameter.to_local()
 
 
-def placed_as(grad: Tensor, parameter: Any) -> Tensor:
-    """The gradient of a parameter of which `part_of` took a part, placed as it is.
+def placed_as(grad: Tensor, spec: Any) -> Tensor:
+    """The gradient of a parameter of which `part_of` took a part, as a DTensor; without a spec as it is.
 
     ``to_local()`` and its backward do the same, and take the host longer than the linear.
     """
-    if parameter is None:
+    if spec is None:
         return grad
-    stride = (parameter.shape[-1], 1)[-len(parameter.shape) :]  # of a weight or a bias
-    if torch.is_grad_enabled() or parameter.stride != stride:  # by create_graph; of a weight that was transposed
-        options: dict[str, Any] = {"run_check": False, "shape": parameter.shape, "stride": stride}
-        return DTensor.from_local(grad, parameter.mesh, parameter.placements, **options)
-    return DTensor(grad, parameter, requires_grad=False)
+    stride = (spec.shape[-1], 1)[-len(spec.shape) :]  # of a weight or a bias
+    if torch.is_grad_enabled() or spec.stride != stride:  # by create_graph; of a weight that was transposed
+        options: dict[str, Any] = {"run_check": False, "shape": spec.shape, "stride": stride}
+        return DTensor.from_local(grad, spec.mesh, spec.placements, **options)
+    return DTensor(grad, copy.copy(spec), requires_grad=False)  # as PyTorch does it, which may write to specs
 
 
 def spec_of(parameter: Any) -> Any:

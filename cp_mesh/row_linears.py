@@ -137,9 +137,9 @@ def _empty_gradients(dout, x, weight, wants_bias, num_rows, *_):  # type: ignore
     return [*grads, dout.new_empty(dout.shape[-1])] if wants_bias else grads
 
 
-_row_linear = Operator("row_linear", _compute, _empty_output)
+_row_linear = Operator("row_linear", _compute, _empty_output, refuse_second_backward)
 _row_linear_backward = Operator("row_linear_backward", _differentiate, _empty_gradients, refuse_second_backward)
-_awaited = Operator("row_linear_awaited", _single_zero, _single_zero)
+_awaited = Operator("row_linear_awaited", _single_zero, _single_zero, refuse_second_backward)
 
 
 class _RowGradients(torch.autograd.Function):
@@ -231,7 +231,7 @@ def _empty_rows(x, num_rows, group_name):  # type: ignore[no-untyped-def]
     return x.new_empty((*x.shape[:-2], num_rows, x.shape[-1]))
 
 
-_sum_rows = Operator("sum_rows", _sum, _empty_sum)
+_sum_rows = Operator("sum_rows", _sum, _empty_sum, refuse_second_backward)
 _gather_rows = Operator("gather_rows", _gather, _empty_rows, refuse_second_backward)
 
 

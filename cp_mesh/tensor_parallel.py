@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_mesh.agreement import announce_error
-from cp_mesh.call import check_choice
+from cp_mesh.call import check_choice, is_autocast
 from cp_mesh.column_linears import Columns, column_linears
 from cp_mesh.errors import ArgumentError, UnsupportedError, refuse, written
 from cp_mesh.forwards import LINEAR, replace_forward, replaced
@@ -397,9 +397,12 @@ class _Where:
         return None if checked is None else checked.to_local()
 
     def given(self, parameter: Any) -> Tensor | None:
-        """A weight or bias for ops that take its part themselves; its part where they may not, or it may be cast."""
+        """A weight or bias for nodes of autograd that take its part themselves, which costs the host less.
+
+        Its part where torch.compile traces, or autocast may cast it: then its gradient passes a cast.
+        """
         checked = self._checked(parameter)
-        if checked is None or torch.compiler.is_compiling() or torch.is_autocast_enabled(checked.device.type):
+        if checked is None or torch.compiler.is_compiling() or is_autocast(checked.device.type):
             return None if checked is None else checked.to_local()
         return checked
 

@@ -565,6 +565,16 @@ def test_weights_that_lie_by_columns(pool: Any) -> None:
     assert pool(2).run(transposed) == [[], []]
 
 
+def on_meta(rank: int) -> tuple[int, ...]:
+    model = nn.Sequential(nn.Linear(C, OUT), nn.Linear(OUT, C))
+    parallelize(model, alone_and_tp()[1], {"0": OverlappedColwise(), "1": OverlappedRowwise()})
+    return tuple(model.to("meta")(torch.empty(2, 3, C, device="meta")).shape)
+
+
+def test_shapes_of_the_meta_device(pool: Any) -> None:
+    assert pool(2).run(on_meta) == [(2, 3, C)] * 2
+
+
 class Heads(nn.Module):
     """Attention that counts its heads by a number, or by what its projections return. ``says``: of its head dim."""
 
@@ -988,12 +998,17 @@ def given_replicated(tp: DeviceMesh) -> None:
     parallelize(nn.Linear(C, 4), tp, {"": OverlappedColwise()})(x)
 
 
-def second_backward(style: Any) -> Callable[..., Any]:
+def second_backward(
+    style: Any, loss: Callable[[Tensor], Tensor] = lambda out: out.square().sum(), of_weight: bool = False
+) -> Callable[..., Any]:
+    """A penalty on a gradient; of a ``loss`` that is linear the gradient of the output has none itself."""
+
     def run(tp: DeviceMesh) -> None:
         linear = parallelize(nn.Linear(C, C), tp, {"": style})
         x = torch.ones(2, 4, C // 2 if isinstance(style, OverlappedRowwise) else C, requires_grad=True)
-        (grad,) = torch.autograd.grad(linear(x).square().sum(), x, create_graph=True)
-        grad.square().sum().backward()
+        (grad,) = torch.autograd.grad(loss(linear(x)), linear.weight if of_weight else x, create_graph=True)
+        grad = grad.to_local() if isinstance(grad, DTensor) else grad
+        (grad.square().sum() + linear(x).sum()).backward()
 
     return run
 
@@ -1084,6 +1099,26 @@ REFUSED: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
     "another placement": (sharded_elsewhere, "a DTensor (Shard(1),) over tp"),
     "a replicated input": (given_replicated, "a DTensor (Shard(1),) over tp"),
     "double backward of columns": (second_backward(OverlappedColwise()), "can be differentiated once"),
+    "double backward of columns, linear loss": (
+        second_backward(OverlappedColwise(), torch.sum),
+        "can be differentiated once",
+    ),
+    "double backward of columns, gathered again": (
+        second_backward(OverlappedColwise(recompute_all_gather=True), torch.sum),
+        "can be differentiated once",
+    ),
+    "double backward of a column weight": (
+        second_backward(OverlappedColwise(), torch.sum, of_weight=True),
+        "can be differentiated once",
+    ),
+    "double backward of rows, linear loss": (
+        second_backward(OverlappedRowwise(), torch.sum),
+        "can be differentiated once",
+    ),
+    "double backward of a row weight": (
+        second_backward(OverlappedRowwise(), torch.sum, of_weight=True),
+        "can be differentiated once",
+    ),
     "double backward of rows": (second_backward(OverlappedRowwise()), "can be differentiated once"),
     "double backward of sums": (second_backward(OverlappedRowwise(mode="all_reduce")), "can be differentiated once"),
     "vmap": (mapped, "expected no transform of torch.func, got vmap"),
