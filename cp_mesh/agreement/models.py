@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch.distributed as dist
@@ -37,18 +37,10 @@ def stand_beside(module: nn.Module, groups: Mapping[dist.ProcessGroup, str]) -> 
         _beside.setdefault(group, weakref.WeakKeyDictionary()).update(others)
 
 
-_NOTHING = nullcontext()
-
-
-def running(module: nn.Module) -> AbstractContextManager[None]:
-    """What is refused inside is of the model of this module; ranks of other models over its group do not hear of it."""
-    axes = _models.get(module)
-    return _NOTHING if axes is None or axes is _running.get() else _running_of(axes)
-
-
 @contextmanager
-def _running_of(axes: _Axes) -> Iterator[None]:
-    token = _running.set(axes)
+def running(module: nn.Module) -> Iterator[None]:
+    """What is refused inside is of the model of this module; ranks of other models over its group do not hear of it."""
+    token = _running.set(_models.get(module, _running.get()))
     try:
         yield
     finally:
