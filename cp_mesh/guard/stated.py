@@ -82,9 +82,8 @@ def check_head_dim(module: nn.Module, query: Tensor) -> None:
     """Refuse the queries of a forward that takes this tp rank's features for those of all heads."""
     stated: HeadDim | None = module.__dict__.get(HEAD_DIM)
     if stated is not None and stated.tp > 1 and query.shape[-1] * stated.tp == stated.size:
-        hint = (
-            "count heads by -1, unflatten(-1, (-1, head_dim)): each tp rank has some of them; set head_dim if it is so"
-        )
+        hint = "count heads by -1, as unflatten(-1, (-1, head_dim)): a tp rank has some of them; if it is meant so, "
+        hint += f"say it by the attribute head_dim={query.shape[-1]}"
         got = f"{query.shape[-1]} on tp={stated.tp}"
         refuse(f"ContextParallel({type(module).__name__}): head dim", f"{stated.size}, of {stated.said}", got, hint)
 
