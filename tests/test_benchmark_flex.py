@@ -150,12 +150,12 @@ def test_processes_get_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> No
     import flex
 
     words = "--device cpu --rows 128 256 --gate-rows 384 --heads 4/2 --head-dim 16 --dtype float16 --forward"
-    words += " --kernel flex --scores none alibi --contestants cp_mesh --played 1/2 --compile-first 7"
+    words += " --kernel flex --scores none alibi --contestants cp_mesh --played 1/2 --device-number 3 --compile-first 7"
     args, found = flex.parse_arguments(words.split()), []
 
-    def run_beside(script: Path, cases: list[list[str]], seconds: float, ranks: int) -> list[float | None]:
+    def run_beside(script: Path, cases: list[list[str]], seconds: float, devices: int) -> list[float | None]:
         found.extend(cases)
-        assert (seconds, ranks) == (7, 0)
+        assert (seconds, devices) == (7, 1)
         return [1.0, None, *[1.0] * 10]
 
     monkeypatch.setattr(flex, "run_beside", run_beside)
@@ -166,5 +166,5 @@ def test_processes_get_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> No
     ]
     for x in of_processes:
         assert x.compile and not x.compile_first and x.rows == [x.gate_rows]
-        for name in ("device", "heads", "head_dim", "dtype", "forward", "kernel", "played"):
+        for name in ("device", "heads", "head_dim", "dtype", "forward", "kernel", "played", "device_number"):
             assert getattr(x, name) == getattr(args, name), name

@@ -18,20 +18,19 @@ AT_ONCE = 12
 """Processes that share a device's memory."""
 
 
-def run_beside(script: Path, cases: Sequence[Sequence[str]], seconds: float, ranks: int = 0) -> list[float | None]:
-    """Run ``script`` with each case's arguments, at most `AT_ONCE` together, each in a process of its own.
+def run_beside(script: Path, cases: Sequence[Sequence[str]], seconds: float, devices: int = 1) -> list[float | None]:
+    """Run ``script`` with each case's arguments, in a process of its own, at most `AT_ONCE` together on a device.
 
     Args:
         seconds: after which what still runs is ended, and nothing more begins.
-        ranks: by torchrun, with so many; 0: without.
+        devices: that take turns in the cases.
 
     Returns:
         Of each case the seconds that it took; None where it failed, whose last words are printed, or found no time.
     """
     environment = {name: value for name, value in os.environ.items() if name not in OF_LAUNCHERS}
     environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no pools of processes beside these
-    at_once = min(AT_ONCE, max(1, (len(os.sched_getaffinity(0)) - 1) // max(1, ranks)))
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    at_once = min(AT_ONCE * devices, max(1, len(os.sched_getaffinity(0)) - 1))
     began, waiting = time.monotonic(), list(range(len(cases)))
     running = dict[int, tuple[subprocess.Popen[bytes], float]]()
     taken: list[float | None] = [None] * len(cases)
@@ -41,7 +40,7 @@ def run_beside(script: Path, cases: Sequence[Sequence[str]], seconds: float, ran
                 while waiting and len(running) < at_once:
                     i = waiting.pop(0)
                     with (Path(folder) / str(i)).open("wb") as printed:
-                        command = [sys.executable, *launch, str(script), *cases[i]]
+                        command = [sys.executable, str(script), *cases[i]]
                         process = subprocess.Popen(
                             command, env=environment, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True
                         )
@@ -54,14 +53,9 @@ def run_beside(script: Path, cases: Sequence[Sequence[str]], seconds: float, ran
                     if process.returncode == 0:
                         taken[i] = time.monotonic() - since
                     else:
-                        print(" ".join(cases[i]), "failed:", *last_words(Path(folder) / str(i)), sep="\n  ")
+                        lines = (Path(folder) / str(i)).read_text(errors="replace").splitlines()
+                        print(" ".join(cases[i]), "failed:", *lines[-3:], sep="\n  ")
         finally:
-            with ThreadPoolExecutor(AT_ONCE) as together:  # and what they started
+            with ThreadPoolExecutor(max(1, len(running))) as together:  # and what they started
                 list(together.map(end, [process for process, _ in running.values()]))
     return taken
-
-
-def last_words(printed: Path) -> list[str]:
-    """The last errors, which torchrun's own report follows; of a process without any its last lines."""
-    lines = printed.read_text(errors="replace").splitlines()
-    return ([line for line in lines if "Error: " in line] or lines)[-3:]

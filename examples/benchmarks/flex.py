@@ -26,8 +26,9 @@ has the median, least and most over the repeats. ``of_floor`` is a time over the
 memory beyond the inputs, and ``symmetric_gib`` what symmetric memory holds beside that.
 
 Most of the time things are compiled, one after the other. ``--compile-first`` does it before, in processes beside each
-other, which fill the caches of Inductor and Triton; what is not compiled after so many seconds is left out. Each has
-as many ranks as the run, since Inductor's cache knows devices by their number.
+other, which fill the caches of Inductor and Triton; what is not compiled after so many seconds is left out. Each plays
+one rank, on that rank's device, since Inductor's cache knows devices by their number. Processes that share a device
+must not wait for each other's by NCCL: its kernels of two ranks have to run at the same time.
 """
 
 from __future__ import annotations
@@ -133,6 +134,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--compile", action="store_true", help="run each contestant once, at the gate's rows and the others")
     add("--compile-first", type=float, metavar="SECONDS", help="that in a process for each contestant and score")
     add("--played", help="RANK/SIZE: one device plays this rank")
+    add("--device-number", type=int, default=0, help="of the device that plays")
     add("--time-limit", type=float, default=float("inf"), help="seconds after which no case is begun")
     add("--csv", type=Path, help="append a row a contestant")
     add("--commit", help="recorded in the rows (default: ask git)")
@@ -379,7 +381,9 @@ def figures(times: Sequence[Sequence[float]], floor: Sequence[Sequence[float]] |
 def played_rank(args: argparse.Namespace) -> Ranks:
     import played
 
-    device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
+    device = torch.device(args.device, args.device_number) if args.device == "cuda" else torch.device("cpu")
+    if args.device == "cuda":
+        torch.cuda.set_device(device)
     ranks = played.PlayedRank(*map(int, args.played.split("/")), device)
     played.begin_case(ranks, [])
     played.symmetric.SymmetricOutgoing = played.PlayedOutgoing  # type: ignore[misc]
@@ -387,20 +391,26 @@ def played_rank(args: argparse.Namespace) -> Ranks:
 
 
 def compile_first(args: argparse.Namespace, ranks: Ranks | None) -> set[tuple[str, str]]:
-    """Scores and contestants that failed or found no time. ``ranks``: all of the run, of which the first one compiles;
+    """Scores and contestants that failed or found no time. ``ranks``: all of the run, which are played one by one;
     None: one is played."""
     store = None if ranks is None else dist.distributed_c10d._get_default_store()
     if ranks is not None and ranks.rank > 0:
         store.wait(["compiled first"], timedelta(seconds=args.compile_first + 2 * GRACE))
     else:
-        lengths = dict.fromkeys((args.gate_rows, *args.rows))
-        cases = [(score, name, n) for n in lengths for score in args.scores for name in (FLOOR, *args.contestants)]
+        of_all = [(f"{rank}/{ranks.size}", rank) for rank in range(ranks.size)] if ranks is not None else []
+        plays = of_all or [(args.played, args.device_number)]
+        lengths, names = dict.fromkeys((args.gate_rows, *args.rows)), (FLOOR, *args.contestants)
+        cases = [(score, name, n) for n in lengths for score in args.scores for name in names]
         shared = ["--device", args.device, "--heads", args.heads, "--head-dim", args.head_dim, "--dtype", args.dtype]
         shared += ["--kernel", args.kernel, "--compile", *["--forward"] * args.forward]
-        shared += ["--played", args.played] if args.played else []
-        of_cases = [[*shared, "--rows", n, "--gate-rows", n, "--scores", x, "--contestants", y] for x, y, n in cases]
-        words = [[*map(str, case)] for case in of_cases]
-        taken = run_beside(Path(sys.argv[0]), words, args.compile_first, 0 if ranks is None else ranks.size)
+        ends = [("--played", of_group, "--device-number", number) for of_group, number in plays]
+        words = [
+            [*shared, "--rows", n, "--gate-rows", n, "--scores", score, "--contestants", name, *end]
+            for score, name, n in cases
+            for end in ends
+        ]
+        taken = run_beside(Path(sys.argv[0]), [[*map(str, x)] for x in words], args.compile_first, len(plays))
+        cases = [case for case in cases for _ in plays]
         for case, seconds in zip(cases, taken, strict=True):
             print(*case, "not compiled" if seconds is None else f"compiled in {seconds:.0f} s", flush=True)
         late = {case[:2] for case, seconds in zip(cases, taken, strict=True) if seconds is None}
