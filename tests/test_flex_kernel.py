@@ -5,11 +5,14 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
+from pathlib import Path
+from shutil import which
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -19,6 +22,8 @@ import torch
 from cases import gap
 from flex_uses import MASKS, SCORES
 from ranks import mesh
+from torch._dynamo.utils import counters
+from torch._inductor.codecache import FxGraphCache
 
 from cp_mesh import Mask, ShardedSequence, Striped, UnsupportedError, ZigZag, create_block_mask, flex_attention
 from cp_mesh.kernels import KERNELS, flex, flex_blocks, flex_programs, flex_reads, flex_tiles, reference
@@ -377,6 +382,71 @@ def test_a_shape_is_compiled_once_for_all_tiles() -> None:
             assert len(programs) == 2, "one for the tile, one for its blocks"
             made |= set(programs)
     assert len(made) == 2
+
+
+@pytest.mark.skipif(which("g++") is None, reason="Inductor compiles for CPUs by g++")
+def test_programs_of_another_process_are_found_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of another number, nor those that round what they return."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    x, y = torch.arange(8.0), torch.arange(4.0)
+
+    def function(number: float, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x[:, None] * number + y
+
+    for number, found in ((2.0, "miss"), (2.0, "hit"), (3.0, "miss"), (3.0, "hit")):
+        counters.clear()
+        compiled = flex_programs.compiled_of(partial(function, number), (x, y))
+        assert torch.equal(compiled(x, y), function(number, x, y))
+        assert {key for key in counters["inductor"] if "fxgraph" in key} == {f"fxgraph_cache_{found}"}
+
+
+def key_on_disk(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> str:
+    """By which Inductor looks for a program, before it compiles one."""
+    found = list[str]()
+
+    class Found(Exception):
+        pass
+
+    def prepare_key(*args: Any, **options: Any) -> Any:
+        key, about = exact(*args, **options)
+        assert key is not None, about  # why Inductor keeps none
+        found.append(key[0])
+        raise Found
+
+    exact = FxGraphCache.prepare_key
+    with mock.patch.object(FxGraphCache, "prepare_key", prepare_key), pytest.raises(Found):
+        flex_programs.compiled_of(function, inputs)
+    return found[0]
+
+
+def test_each_function_of_users_is_another_program_on_disk() -> None:
+    torch.manual_seed(0)
+    q, cover, keys = torch.randn(B, H, 64, D), Pairs(Mask(), *[ROWS[:64]] * 2), list[str]()
+
+    def program(key: Any, inputs: Sequence[torch.Tensor], make: Callable[..., Any], *stages: Any) -> Callable[..., Any]:
+        if key[0] != "blocks":
+            keys.append(key_on_disk(make({}), inputs))
+        return make({})
+
+    def look(score_mod: Callable[..., torch.Tensor]) -> list[str]:
+        keys.clear()
+        handle, captured = trace("score_mod", score_mod, q)
+        scores = Scores(0.5, score_mod=handle, captured=captured)
+        flex._forward(q, q[:, :K], q[:, :K], cover, scores)
+        lse = torch.randn_like(q[..., 0])
+        flex._backward(BackwardTile(q, q, q[:, :K], q[:, :K], None, lse, lse, cover, scores))
+        return [*keys]
+
+    table = torch.randn(H, S)
+    functions = [lambda score, b, h, i, j, cap=cap: cap * torch.tanh(score / cap) for cap in (20.0, 30.0)]
+    functions.append(lambda score, b, h, i, j: score + table[h, i - j])
+    with mock.patch.object(flex, "program", program):
+        found = [look(function) for function in functions]
+        assert [look(function) for function in functions] == found
+    rounded = {x: y for x, y in flex._OPTIONS.items() if x != "RESULTS_IN_FLOAT32"}
+    with mock.patch.object(flex, "program", program), mock.patch.object(flex, "_OPTIONS", rounded):
+        found += [look(function) for function in functions]
+    assert len({key for of_function in found for key in of_function}) == 12
 
 
 def test_positions_are_computed_in_the_forward_and_read_in_the_backward() -> None:

@@ -15,8 +15,10 @@ PATIENCE = 60.0
 
 
 @contextmanager
-def one_rank_compiles() -> Iterator[None]:
+def one_rank_compiles(number: int | None = None) -> Iterator[None]:
     """Hold a lock of this user on this host, while something is compiled. Where there are no locks, none is held.
+
+    ``number``: of the device, if what is compiled for another is of no use to it; only its own ranks wait then.
 
     Compilers that look for others' results before they begin, and write their own, then compile once a host. What is
     done inside must not wait for other ranks, nor for the device, which may wait for other ranks.
@@ -26,7 +28,8 @@ def one_rank_compiles() -> Iterator[None]:
 
         folder = Path(tempfile.gettempdir()) / getpass.getuser() / "cp_mesh"
         folder.mkdir(parents=True, exist_ok=True)
-        file = os.open(folder / "compiling.lock", os.O_WRONLY | os.O_CREAT, 0o600)
+        name = "compiling.lock" if number is None else f"compiling_{number}.lock"
+        file = os.open(folder / name, os.O_WRONLY | os.O_CREAT, 0o600)
     except (ImportError, OSError, KeyError):
         yield
         return

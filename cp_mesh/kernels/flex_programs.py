@@ -11,7 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from cp_mesh.kernels.compiling import one_rank_compiles
 
@@ -42,9 +45,8 @@ def program(
 
         def compiled(options: dict[str, int]) -> Callable[..., Any]:
             function = make(options)
-            with torch.no_grad(), _results_in_float32():  # no backward of its own for inputs with a gradient
-                graph = traced(function, inputs)
-                return torch._inductor.compile(graph, list(inputs), {"comprehensive_padding": False})
+            with _results_in_float32():
+                return compiled_of(function, inputs)
 
         def made() -> Callable[..., Any]:
             if on_cpu:
@@ -53,7 +55,8 @@ def program(
             return with_fewer_stages(compiled, num_stages)
 
         # In a thread: this one may be below autograd, in an op, or under modes, such as those of checkpoints.
-        with nullcontext() if on_cpu else one_rank_compiles(), ThreadPoolExecutor(1) as beside:
+        # Inductor keeps results of each device apart.
+        with nullcontext() if on_cpu else one_rank_compiles(device.index), ThreadPoolExecutor(1) as beside:
             _programs[key] = beside.submit(made).result()
         if len(_programs) > KEPT:
             _programs.popitem(last=False)
@@ -102,6 +105,15 @@ def _results_in_float32() -> Iterator[None]:
             yield
         finally:
             lowering.FixedLayout, lowering.empty_strided = as_they_are
+
+
+def compiled_of(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Callable[..., Any]:
+    """What Inductor makes of it, or finds on disk: it looks there in a context of fake tensors whose shapes may vary,
+    as Dynamo gives it, though these do not."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with torch.no_grad(), tracing(TracingContext(mode)):  # no backward of its own for inputs with a gradient
+        fakes = [mode.from_tensor(x, static_shapes=True) for x in inputs]
+        return torch._inductor.compile(traced(function, inputs), fakes, {"comprehensive_padding": False})
 
 
 def traced(function: Callable[..., Any], inputs: Sequence[Tensor]) -> GraphModule:

@@ -27,8 +27,7 @@ memory beyond the inputs, and ``symmetric_gib`` what symmetric memory holds besi
 
 Most of the time things are compiled, one after the other. ``--compile-first`` does it before, in processes beside each
 other, which fill the caches of Inductor and Triton; what is not compiled after so many seconds is left out. Each plays
-one rank, on that rank's device, since Inductor's cache knows devices by their number. Processes that share a device
-must not wait for each other's by NCCL: its kernels of two ranks have to run at the same time.
+one rank, on that rank's device, since Inductor's cache knows devices by their number.
 """
 
 from __future__ import annotations
@@ -185,7 +184,8 @@ def torchs(
 
     seq_len, score_mod = rows * ranks.size, function.score_mod
     balancer = _HeadTailLoadBalancer(seq_len, ranks.size, ranks.device)
-    block_mask = _create_cp_block_mask(causal, 1, 1, seq_len, seq_len, ranks.mesh, balancer)
+    with torch.compiler.set_stance("force_eager"):  # compiled, its kernel keeps PyTorch's assembler busy for minutes
+        block_mask = _create_cp_block_mask(causal, 1, 1, seq_len, seq_len, ranks.mesh, balancer)
     if mended:
         of_keys = balancer._generate_indices()[0].long()
         of_queries = of_keys.chunk(ranks.size)[ranks.rank].contiguous()
