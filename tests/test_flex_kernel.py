@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +27,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.codecache import FxGraphCache
 
 from cp_mesh import Mask, ShardedSequence, Striped, UnsupportedError, ZigZag, create_block_mask, flex_attention
-from cp_mesh.kernels import KERNELS, flex, flex_blocks, flex_programs, flex_reads, flex_tiles, reference
+from cp_mesh.kernels import KERNELS, compiling, flex, flex_blocks, flex_programs, flex_reads, flex_tiles, reference
 from cp_mesh.kernels.contract import Pairs, Steps
 from cp_mesh.kernels.flex import FLEX
 from cp_mesh.kernels.flex_bounds import bounds_of
@@ -382,6 +383,19 @@ def test_a_shape_is_compiled_once_for_all_tiles() -> None:
             assert len(programs) == 2, "one for the tile, one for its blocks"
             made |= set(programs)
     assert len(made) == 2
+
+
+def test_ranks_of_a_device_compile_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "PATIENCE", 0.5)
+
+    def seconds(*number: int) -> float:
+        began = time.monotonic()
+        with compiling.one_rank_compiles(*number):
+            return time.monotonic() - began
+
+    with compiling.one_rank_compiles(7), compiling.one_rank_compiles():
+        assert seconds(7) >= 0.5 and seconds() >= 0.5
+        assert seconds(8) < 0.5
 
 
 @pytest.mark.skipif(which("g++") is None, reason="Inductor compiles for CPUs by g++")

@@ -112,7 +112,7 @@ def compiled_of(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Calla
     as Dynamo gives it, though these do not."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
     with torch.no_grad(), tracing(TracingContext(mode)):  # no backward of its own for inputs with a gradient
-        fakes = [mode.from_tensor(x, static_shapes=True) for x in inputs]
+        fakes: list[Any] = [mode.from_tensor(x, static_shapes=True) for x in inputs]
         return torch._inductor.compile(traced(function, inputs), fakes, {"comprehensive_padding": False})
 
 

@@ -378,13 +378,14 @@ def figures(times: Sequence[Sequence[float]], floor: Sequence[Sequence[float]] |
     return row
 
 
-def played_rank(args: argparse.Namespace) -> Ranks:
+def played_rank(of_group: str, device_type: str, number: int = 0) -> Ranks:
+    """``of_group``: rank/size; ``number``: of the GPU that plays it."""
     import played
 
-    device = torch.device(args.device, args.device_number) if args.device == "cuda" else torch.device("cpu")
-    if args.device == "cuda":
+    device = torch.device(device_type, number) if device_type == "cuda" else torch.device(device_type)
+    if device_type == "cuda":
         torch.cuda.set_device(device)
-    ranks = played.PlayedRank(*map(int, args.played.split("/")), device)
+    ranks = played.PlayedRank(*map(int, of_group.split("/")), device)
     played.begin_case(ranks, [])
     played.symmetric.SymmetricOutgoing = played.PlayedOutgoing  # type: ignore[misc]
     return ranks
@@ -422,7 +423,7 @@ def compile_first(args: argparse.Namespace, ranks: Ranks | None) -> set[tuple[st
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
-    ranks = Ranks(args.device) if args.played is None else played_rank(args)
+    ranks = Ranks(args.device) if args.played is None else played_rank(args.played, args.device, args.device_number)
     about = machine(ranks.device, 1 if args.played else ranks.size, args.commit)
     about |= {"heads_q": args.num_heads, "heads_kv": args.num_kv_heads}
     about |= {"played": args.played or "", "head_dim": args.head_dim, "dtype": args.dtype, "calls_per_time": args.calls}

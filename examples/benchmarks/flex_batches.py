@@ -256,7 +256,7 @@ def exact(runs: Runs, step: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
-    ranks = Ranks(args.device) if args.played is None else played_rank(args)
+    ranks = Ranks(args.device) if args.played is None else played_rank(args.played, args.device)
     about = machine(ranks.device, 1 if args.played else ranks.size, args.commit)
     about |= {"played": args.played or "", "rows": args.rows, "heads_q": args.num_heads, "heads_kv": args.num_kv_heads}
     about |= {"head_dim": args.head_dim, "dtype": args.dtype, "layers": args.layers, "steps": args.steps}
