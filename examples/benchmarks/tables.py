@@ -689,6 +689,7 @@ PAGES: dict[str, Callable[[], str]] = {
     },
     "batches_2xh200.md": lambda: batches_page("batches_2xh200.csv"),
     "decoding_2xh200.md": decoding_page,
+    "flex_2xh100.md": lambda: flex_page("flex_2xh100.csv"),
     "flex_played_h200.md": lambda: flex_page("flex_played_h200.csv"),
     "played_methods_h200.md": played_methods_page,
     "tiles_h200.md": tiles_page,
