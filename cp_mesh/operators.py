@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+
+from cp_mesh.errors import UnsupportedError, refuse
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -29,6 +32,13 @@ def is_seen(given: Iterable[Any]) -> bool:
         or torch._C._are_functorch_transforms_active()
         or any(isinstance(x, Tensor) and type(x) not in _PLAIN for x in given)
     )
+
+
+def refuse_tangents(what: str, given: Iterable[Any]) -> None:
+    """Where nobody wants a backward, PyTorch would drop the tangents of forward-mode derivatives, and say nothing."""
+    tensors = (x for x in given if isinstance(x, Tensor))
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        refuse(what, "inputs without tangents", "forward-mode derivatives", "use backward()", UnsupportedError)
 
 
 class Operator:
@@ -57,7 +67,11 @@ class Operator:
         self.function, self.overload = function, getattr(torch.ops.cp_mesh, name).default
 
     def __call__(self, *given: Any) -> Any:
-        if torch.compiler.is_compiling() or is_seen(_tensors(given)):
+        tensors = _tensors(given)
+        if torch.compiler.is_compiling():
+            return self.overload(*given)
+        refuse_tangents(str(self.overload), tensors)
+        if is_seen(tensors):
             return self.overload(*given)
         # Views that are made inside are nobody's: a result that is one can be written in place.
         with torch._C._AutoDispatchBelowADInplaceOrView():

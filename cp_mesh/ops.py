@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.experimental import implicit_replication, register_sharding
 from torch.distributed.tensor.placement_types import Placement
@@ -46,7 +45,7 @@ from cp_mesh.kernels.combine import accumulation_dtype, dense_like
 from cp_mesh.kernels.scores import FUNCTIONS, OF_ROWS, TERMS, name_of_captured
 from cp_mesh.masks import parse_mask
 from cp_mesh.methods import METHODS, Plan
-from cp_mesh.operators import is_seen, library
+from cp_mesh.operators import is_seen, library, refuse_tangents
 from cp_mesh.placements import place_beside, require_sharded, score_placements
 from cp_mesh.plan import make_plan
 from cp_mesh.seen import Rows, note_call, warn_of_padding
@@ -377,8 +376,7 @@ def _dispatch_dtensors(op: torch._ops.OpOverload, keys: torch._C.DispatchKeySet,
 def _with_autograd(op: torch._ops.OpOverload, graph: Any, keys: torch._C.DispatchKeySet, *inputs: Any) -> Any:
     captured = next(x for x in inputs if isinstance(x, list | tuple))
     tensors = [x for x in (*inputs, *captured) if isinstance(x, Tensor)]
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        refuse(str(op), "inputs without tangents", "forward-mode derivatives", "use backward()", UnsupportedError)
+    refuse_tangents(str(op), tensors)
     graded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if graded and torch._C._are_functorch_transforms_active():
         got, hint = "torch.func.grad or the like", "use torch.autograd.grad, or backward()"

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cp_mesh.errors import UnsupportedError
 from cp_mesh.operators import Operator
 
 ran: list[Tensor] = []
@@ -51,6 +53,15 @@ def through_dispatcher(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def call(x: Tensor) -> list[Tensor]:
     found: list[Tensor] = double_op(x, [x + 1], 3)
     return found
+
+
+@pytest.mark.parametrize("graded", [False, True])
+def test_tangents_are_refused_and_not_dropped(graded: bool) -> None:
+    with forward_ad.dual_level(), torch.set_grad_enabled(graded):
+        x = torch.arange(3.0)
+        call(x)
+        with pytest.raises(UnsupportedError, match=r"double_in_tests.*inputs without tangents.*backward\(\)"):
+            double_op(x, [forward_ad.make_dual(x, torch.ones_like(x))], 3)
 
 
 def test_nothing_sees_a_plain_call(through_dispatcher: list[Any]) -> None:
