@@ -61,19 +61,29 @@ class Options(NamedTuple):
     captured_cuts: str = ""
     sources: str = ""
 
-    @lru_cache(maxsize=256)  # noqa: B019 - of few options, which hold no tensors
     def spec(self) -> str:
-        return "|".join(map(str, self))
+        # Dynamo, which keeps what it traced, warns of a cache that it looks through.
+        return _text(self) if torch.compiler.is_compiling() else _kept_text(self)
 
     @staticmethod
-    @lru_cache(maxsize=256)
     def parse(spec: str) -> Options:
-        fields = zip(_KINDS, spec.split("|"), strict=True)
-        values: list[Any] = [text == "True" if kind is bool else kind(text) for kind, text in fields]
-        return Options(*values)
+        return _options(spec) if torch.compiler.is_compiling() else _kept_options(spec)
 
 
 _KINDS = tuple(get_type_hints(Options).values())
+
+
+def _text(options: Options) -> str:
+    return "|".join(map(str, options))
+
+
+def _options(spec: str) -> Options:
+    fields = zip(_KINDS, spec.split("|"), strict=True)
+    values: list[Any] = [text == "True" if kind is bool else kind(text) for kind, text in fields]
+    return Options(*values)
+
+
+_kept_text, _kept_options = lru_cache(maxsize=256)(_text), lru_cache(maxsize=256)(_options)
 
 
 class Tensors(NamedTuple):

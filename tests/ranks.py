@@ -31,6 +31,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -297,6 +298,7 @@ def _serve(conn: Any, rank: int, world_size: int, backend: str, folder: Path, gr
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo resolves the host's name, which may not exist
     torch._inductor.config.compile_threads = 1  # else every rank starts compile workers of its own
     torch.set_num_threads(1)
+    warnings.filterwarnings("error", "Dynamo detected a call", UserWarning)  # of a cache of ours: users would read it
     os.environ["LOCAL_WORLD_SIZE"] = str(2 - world_size % 2)  # hosts of two ranks, or of one where ranks are odd
     request = _dumps((_join, (world_size, backend, folder, group_timeout), False))
     while True:
