@@ -858,7 +858,9 @@ def differ(rank: int, what: str) -> None:
     block_mask = create_block_mask(lambda b, h, i, j: i - j >= rank * (what == "a mask"), 1, 1, S, S)
     if what == "a refusal" and rank:
         score_mod = branches
-    flex_attention(q, k, v, score_mod, block_mask, mesh=axis)
+    of_score = None if what == f"no score_mod on rank {rank}" else score_mod
+    of_mask = None if what == f"no mask_mod on rank {rank}" else block_mask
+    flex_attention(q, k, v, of_score, of_mask, mesh=axis)
 
 
 @pytest.mark.parametrize(
@@ -870,6 +872,8 @@ def differ(rank: int, what: str) -> None:
         ("a value", "the same captured tensor 0 of score_mod and mask_mod"),
         ("a mask", "the same mask_mod on every cp rank"),
         ("a refusal", "cp rank 1 refused its arguments"),
+        *((f"no score_mod on rank {rank}", f"the same score_mod.* cp rank {rank}: missing") for rank in (0, 1)),
+        *((f"no mask_mod on rank {rank}", f"the same mask_mod.* cp rank {rank}: missing") for rank in (0, 1)),
     ],
 )
 def test_ranks_that_differ(pool: Any, what: str, words: str) -> None:
@@ -878,7 +882,7 @@ def test_ranks_that_differ(pool: Any, what: str, words: str) -> None:
         assert raised[1].type == UnsupportedError.__name__
         raised = raised[:1]
     for error in raised:
-        assert error is not None and error.type == RankMismatchError.__name__, error
+        assert error is not None and error.type == RankMismatchError.__name__ and not error.num_collectives, error
         assert re.search(words, error.message), error.message
 
 

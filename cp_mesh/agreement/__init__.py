@@ -430,7 +430,7 @@ def _require_equal(
 ) -> None:
     if "error" in fields:
         return  # this rank raises its own error
-    for name in fields:
+    for name in dict.fromkeys(name for answer in answers for name in answer):  # what this rank does not have, too
         values = [answer.get(name, "missing") for answer in answers]
         if len(set(values)) > 1:
             shown = "; ".join(f"{axis} rank {rank}: {value}" for rank, value in enumerate(values))
