@@ -155,6 +155,12 @@ class Interception(TorchFunctionMode):
             return False if func.__self__ is Tensor.requires_grad else func(x, *given)
         if caller is not self.flex and caller.f_code.co_name == "flex_attention":
             self._end_flex()
+            if compiles_frames():  # of a model that it could not trace this far
+                try:
+                    _refuse_traced_flex()
+                except UnsupportedError as error:
+                    self.announce(error)
+                    raise
             if can_compile_flex() and _called_by(sys.modules["torch._dynamo.eval_frame"]):
                 self.compiles_flex = True
             code, values = caller.f_code, caller.f_locals
@@ -192,11 +198,14 @@ def _uncompiled() -> Iterator[None]:
 
 def can_compile_flex() -> bool:
     """Whether there can be a flex_attention that torch.compile made, as both were imported; not while it compiles."""
-    if FLEX not in sys.modules or "torch._dynamo.eval_frame" not in sys.modules:
-        return False
+    return FLEX in sys.modules and "torch._dynamo.eval_frame" in sys.modules and not compiles_frames()
+
+
+def compiles_frames() -> bool:
+    """Whether torch.compile looks at each Python function that is called, to compile it."""
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
-    return get_eval_frame_callback() in (None, False)
+    return get_eval_frame_callback() not in (None, False)
 
 
 def keep_uncompiled(*functions: Callable[..., Any]) -> None:
@@ -205,8 +214,7 @@ def keep_uncompiled(*functions: Callable[..., Any]) -> None:
     Where it falls back within a forward it would compile them by themselves, and of getters, such as those of
     `Tensor.ndim` and `Tensor.is_nested`, it tells none from another: each would return what the first one did.
     """
-    dynamo = None if torch.compiler.is_compiling() else sys.modules.get("torch._dynamo.eval_frame")
-    skip_code = getattr(dynamo, "skip_code", None)  # of PyTorch 2.11 to 2.13
+    skip_code = getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", None)  # of PyTorch 2.11 to 2.13
     if skip_code is not None:
         own = Interception.__torch_function__, Interception._asked_in_flex, Watch.__torch_function__, call_function
         for function in (*own, *functions):
