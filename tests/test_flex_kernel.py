@@ -6,9 +6,9 @@ import gc
 import math
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -385,6 +385,35 @@ def test_a_shape_is_compiled_once_for_all_tiles() -> None:
     assert len(made) == 2
 
 
+@pytest.mark.skipif(which("g++") is None, reason="Inductor compiles for CPUs by g++")
+def test_one_tensor_given_twice_is_compiled_as_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As keys that are the values too, in a first call; later ones of the same shape have others."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    x, y = torch.arange(4.0), torch.arange(4.0) + 1
+    compiled = flex_programs.compiled_of(lambda x, y: x - 2 * y, (x, x))
+    assert torch.equal(compiled(x, x), -x) and torch.equal(compiled(x, y), x - 2 * y)
+
+
+def test_each_device_has_a_lock_of_its_own() -> None:
+    """What Inductor keeps on disk is of one device."""
+    numbers = list[int | None]()
+
+    @contextmanager
+    def one_rank_compiles(number: int | None = None) -> Iterator[None]:
+        numbers.append(number)
+        yield
+
+    x = SimpleNamespace(shape=(), stride=tuple, dtype=torch.float32, device=torch.device("cuda", 3))
+    with (
+        mock.patch.object(flex_programs, "one_rank_compiles", one_rank_compiles),
+        mock.patch.object(flex_programs, "_programs", type(flex_programs._programs)()),
+        mock.patch.object(flex_programs, "with_fewer_stages", lambda *_: len),
+        mock.patch.object(torch.cuda, "set_device"),
+    ):
+        assert flex_programs.program("key", [x], lambda options: len) is len  # type: ignore[list-item]
+    assert numbers == [3]
+
+
 def test_ranks_of_a_device_compile_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "PATIENCE", 0.5)
 
@@ -399,8 +428,8 @@ def test_ranks_of_a_device_compile_one_after_the_other(monkeypatch: pytest.Monke
 
 
 @pytest.mark.skipif(which("g++") is None, reason="Inductor compiles for CPUs by g++")
-def test_programs_of_another_process_are_found_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not those of another number, nor those that round what they return."""
+def test_programs_are_found_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As another process would find them; not those of another number."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     x, y = torch.arange(8.0), torch.arange(4.0)
 

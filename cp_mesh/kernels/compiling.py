@@ -1,4 +1,5 @@
-"""Kernels that are compiled when first met: one rank of a host compiles, the others load what it wrote to disk."""
+"""Kernels that are compiled when first met: one rank of a host, or of a device, compiles, and the others load what it
+wrote to disk."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ def one_rank_compiles(number: int | None = None) -> Iterator[None]:
 
     ``number``: of the device, if what is compiled for another is of no use to it; only its own ranks wait then.
 
-    Compilers that look for others' results before they begin, and write their own, then compile once a host. What is
-    done inside must not wait for other ranks, nor for the device, which may wait for other ranks.
+    Compilers that look for others' results before they begin, and write their own, then compile once a host, or once a
+    device. What is done inside must not wait for other ranks, nor for the device, which may wait for other ranks.
     """
     try:
         import fcntl  # not on Windows

@@ -33,7 +33,7 @@ from cp_mesh.kernels.scores import FUNCTIONS, ScoreGradients, Scores
 
 _OPTIONS: dict[str, Any] = {
     "PRESCALE_QK": False, "ROWS_GUARANTEED_SAFE": False, "BLOCKS_ARE_CONTIGUOUS": False, "WRITE_DQ": True,
-    "OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False, "BACKEND": "TRITON", "RESULTS_IN_FLOAT32": True,  # a name of ours
+    "OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False, "BACKEND": "TRITON", "RESULTS_IN_FLOAT32": 1,  # a name of ours
 }  # fmt: skip
 
 

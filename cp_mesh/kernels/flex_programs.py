@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -44,9 +43,7 @@ def program(
         on_cpu, device = inputs[0].device.type == "cpu", inputs[0].device
 
         def compiled(options: dict[str, int]) -> Callable[..., Any]:
-            function = make(options)
-            with _results_in_float32():
-                return compiled_of(function, inputs)
+            return compiled_of(make(options), inputs)
 
         def made() -> Callable[..., Any]:
             if on_cpu:
@@ -83,7 +80,8 @@ def _results_in_float32() -> Iterator[None]:
     """Templates that Inductor fills in this thread write out, dq, dk and dv as they sum them, not as q, k and v are.
 
     Tiles are merged and gradients added before they are rounded: else a ring of two has up to 1.5 times the error of
-    one GPU. PyTorch has no option for it, but a tensor in these places of the lowering has.
+    one GPU. PyTorch has no option for it, but a tensor in these places of the lowering has. Programs on disk are told
+    from those of others by the number RESULTS_IN_FLOAT32 of `flex`: what changes here needs another one.
     """
     from torch._inductor.kernel.flex import flex_attention
 
@@ -108,11 +106,15 @@ def _results_in_float32() -> Iterator[None]:
 
 
 def compiled_of(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Callable[..., Any]:
-    """What Inductor makes of it, or finds on disk: it looks there in a context of fake tensors whose shapes may vary,
-    as Dynamo gives it, though these do not."""
-    mode = FakeTensorMode(shape_env=ShapeEnv())
-    with torch.no_grad(), tracing(TracingContext(mode)):  # no backward of its own for inputs with a gradient
-        fakes: list[Any] = [mode.from_tensor(x, static_shapes=True) for x in inputs]
+    """What Inductor makes of it, or finds on disk, for any tensors like these.
+
+    Inductor looks there only where inputs are fake tensors of a mode with a ShapeEnv. A tensor that is given twice is
+    traced as two: tracing goes by identity, and later calls may give different ones.
+    """
+    inputs = [x.detach() for x in inputs]
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+    with torch.no_grad(), _results_in_float32():  # no backward of its own for inputs with a gradient
+        fakes: list[Any] = [mode.from_tensor(x) for x in inputs]
         return torch._inductor.compile(traced(function, inputs), fakes, {"comprehensive_padding": False})
 
 
