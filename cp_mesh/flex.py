@@ -10,16 +10,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_mesh.agreement import announce_refusal
 from cp_mesh.attention import Asked, attend, check_format
 from cp_mesh.block_masks import read_mask
-from cp_mesh.errors import refuse
+from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.formats import FORMATS
 from cp_mesh.kernels.functions import ScalarFunction
 from cp_mesh.layouts import Layout, ZigZag
@@ -155,6 +157,11 @@ class Functions:
             sizes: batch rows, query heads and tokens of the whole, of which the mask must be.
             last: the last index of a token. Greater ones, of padding, are this one in functions.
         """
+        given = score_mod is not None or block_mask is not None
+        if given and (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0):
+            # The tensors that functions read would be taken for ones without derivatives.
+            expected, hint = "no transform of torch.func around functions", "use torch.autograd.grad, or backward()"
+            refuse("flex_attention", expected, "torch.func.grad, a dual level or the like", hint, UnsupportedError)
         score_function, of_score = trace("score_mod", score_mod, query, last)
         if score_function is not None:
             score_function.check(of_score, (*sizes, sizes[2]))

@@ -21,6 +21,7 @@ from flex_uses import MASKS, SCORES, Use, dense, integers, numbers
 from ranks import mesh, num_collectives
 from recording import recording
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.attention import flex_attention as of_torch
 from torch.utils.checkpoint import checkpoint
@@ -884,6 +885,26 @@ def test_ranks_that_differ(pool: Any, what: str, words: str) -> None:
     for error in raised:
         assert error is not None and error.type == RankMismatchError.__name__ and not error.num_collectives, error
         assert re.search(words, error.message), error.message
+
+
+def derived_by_torch_func(rank: int) -> None:
+    """Over what a function reads, which PyTorch would take for a tensor without a derivative."""
+    axis, (q, k, v, _) = mesh((1,), ("cp",)), make_qkv(B, 4, 4, S, D)
+
+    def loss(table: Tensor) -> Tensor:
+        return flex_attention(q, k, v, lambda score, b, h, i, j: score + table[i - j + S], mesh=axis).sum()
+
+    table = numbers(2 * S)
+    for derived in (torch.func.grad(loss), lambda x: torch.func.jvp(loss, (x,), (x,))):
+        with pytest.raises(UnsupportedError, match=r"no transform of torch.func around functions.*backward\(\)"):
+            derived(table)
+    with forward_ad.dual_level(), pytest.raises(UnsupportedError, match="no transform"):
+        loss(forward_ad.make_dual(table, table))
+    loss(table)
+
+
+def test_other_derivatives_of_what_is_read_are_refused(pool: Any) -> None:
+    pool(1).run(derived_by_torch_func)
 
 
 def equal_of_another_name(rank: int) -> None:

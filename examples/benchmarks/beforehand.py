@@ -19,7 +19,7 @@ AT_ONCE = 12
 
 
 def run_beside(script: Path, cases: Sequence[Sequence[str]], seconds: float, devices: int = 1) -> list[float | None]:
-    """Run ``script`` with each case's arguments, in a process of its own, at most `AT_ONCE` together on a device.
+    """Run ``script`` with each case's arguments, in a process of its own, at most `AT_ONCE` together for each device.
 
     Args:
         seconds: after which what still runs is ended, and nothing more begins.

@@ -140,6 +140,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.kernel = args.kernel or ("flex" if args.device == "cuda" else "reference")
     args.num_heads, args.num_kv_heads = map(int, args.heads.split("/"))
+    if args.device_number and not args.played:
+        parser.error("--device-number is that of a GPU that plays a rank: --played")
     if args.compile_first and args.compile:
         parser.error("--compile-first does what --compile does")
     if not args.compile:
