@@ -71,12 +71,12 @@ def new_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
 
 
-def new_world(rank: int, store: Path, timeout: float = 60.0) -> None:
+def new_world(rank: int, store: Path | dist.Store, timeout: float = 60.0) -> None:
     """Destroy all groups, and make the default one anew in a new store, as PyTorch asks for."""
     world_size = dist.get_world_size()
     dist.destroy_process_group()
-    file = dist.FileStore(str(store), world_size)
-    dist.init_process_group("gloo", store=file, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
+    made = dist.FileStore(str(store), world_size) if isinstance(store, Path) else store
+    dist.init_process_group("gloo", store=made, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
 
 
 class _Backward(torch.autograd.Function):

@@ -371,6 +371,35 @@ def test_two_threads_with_groups_of_their_own(pool: Any) -> None:
         assert len(same) == 96 and all(same)
 
 
+def crossing(rank: int, store: Path) -> list[float]:
+    """Each rank's thread of its own number waits for the other rank before that rank's thread begins."""
+    server = dist.TCPStore("localhost", 0, 2, is_master=True, wait_for_workers=False) if rank == 0 else None
+    file = dist.FileStore(str(store), 2)
+    if server is not None:
+        file.set("port", str(server.port))
+    new_world(rank, server or dist.TCPStore("localhost", int(file.get("port")), 2), timeout=10.0)
+    made, errors, results = [dist.new_group(timeout=timedelta(seconds=10)) for _ in range(2)], [], []
+
+    def call(number: int) -> None:
+        time.sleep(0.0 if number == rank else 1.0)
+        x = torch.ones(1, 2, 4, 4)
+        results.append(attention(x, x, x, mesh=made[number]).sum().item())
+
+    with mock.patch.object(threading, "excepthook", errors.append):
+        threads = [threading.Thread(target=call, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not errors, errors[0].exc_value
+    return results
+
+
+def test_a_thread_that_waits_does_not_keep_another_from_its_word(lost: Any, tmp_path: Path) -> None:
+    """Over a TCPStore, whose client is locked while it waits."""
+    assert lost(2).run(crossing, tmp_path / "store") == [[32.0, 32.0]] * 2
+
+
 def parts_in_two_threads(rank: int) -> None:
     group = mesh((4,), ("cp",)).get_group()
     with groups._MAKING, pytest.raises(UnsupportedError, match="one thread at a time"):

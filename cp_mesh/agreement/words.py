@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,8 +17,24 @@ Answers = dict[int, dict[str, str]]
 """What ranks of a group say, by rank."""
 
 
+_clients = threading.local()  # of stores, by the store; none of the main thread
+
+
 def store_of(group: dist.ProcessGroup | None) -> Any:
-    """The store of a group; None where it was made without one."""
+    """The store of a group, for this thread; None where it was made without one.
+
+    A wait holds the lock of its client, so that no other thread could leave a word: each has a client of its own.
+    """
+    store = _store_of(group)
+    if store is None or threading.current_thread() is threading.main_thread():
+        return store
+    clients = vars(_clients).setdefault("by_store", weakref.WeakKeyDictionary())
+    if store not in clients:
+        clients[store] = store.clone()
+    return clients[store]
+
+
+def _store_of(group: dist.ProcessGroup | None) -> Any:
     backend, store = dist.distributed_c10d._world.pg_map.get(group, ("fake", None))  # type: ignore[arg-type]
     return None if backend == "fake" else store
 
@@ -30,9 +47,9 @@ class Words:
     """
 
     def __init__(self, group: dist.ProcessGroup, topic: str, fields: Mapping[str, str]) -> None:
-        self.rank, self.size, store = group.rank(), group.size(), store_of(group)
+        self.rank, self.size = group.rank(), group.size()
         # PyTorch drops its own object when it destroys the group
-        self._group_store, self._store = weakref.ref(store), dist.PrefixStore("cp_mesh", store)
+        self._group_store, self._store = weakref.ref(_store_of(group)), dist.PrefixStore("cp_mesh", store_of(group))
         # a group made under the name of one that was destroyed finds in the store what that one left
         self._topic, made_before = topic, (self._store.add(topic, 1) - 1) // self.size
         self._room = f"{topic}/{made_before}"
