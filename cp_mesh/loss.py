@@ -98,17 +98,25 @@ def _cross_entropy(
     groups = groups_of(mesh)
     if isinstance(logits, DeferredLogits):
         check_ranks(logits.head.group_name, [group.group_name for group in groups])
-    valid, found = (labels != ignore_index).sum(), None
+    valid = (labels != ignore_index).sum()
     # not of the rows, of which ranks may have unlike numbers; an evaluation may come first
     kind = "cross_entropy", len(logits.shape), logits.shape[-1], ignore_index, logits.requires_grad
     # with a count a collective depends on it: it must be alike on all ranks, as which model the logits are of is not
     eager = not torch.compiler.is_compiling()  # compiled code asks nothing of autograd's graph
     leaf = first_leaf(graph) if eager and WAITING and logits.requires_grad and count is None else None
     first = eager and _is_first(groups, kind, leaf)
-    in_parts = count is not None
-    if first and (found := _find_wrong(graph, logits.shape[-1], labels, ignore_index, mesh, in_parts)) is not None:
+    found: Exception | None = None
+    known = "", ""
+    if first:
+        try:
+            found = _find_wrong(graph, logits.shape[-1], labels, ignore_index, mesh, count is not None)
+            if eager and WAITING and from_attention(graph):
+                known = likeness(labels, ignore_index), tokens_given()
+        except Exception as error:  # the other ranks wait in the sum
+            found = error
+    if found is not None:
         valid = valid + _FLAG
-        leave_word(str(found))
+        leave_word(str(found) if isinstance(found, ArgumentError) else f"{type(found).__name__}: {found}")
     if count is None or first:
         valid = _sum_over(groups, valid, "cross_entropy")
     if first and (wrong := int(valid) // _FLAG) > 0:
@@ -121,7 +129,6 @@ def _cross_entropy(
     share = share / (torch.where(divisor == 0, 1, divisor) if isinstance(divisor, Tensor) else divisor or 1)
     if eager:
         if WAITING:
-            known = (likeness(labels, ignore_index), tokens_given()) if first and from_attention(graph) else ("", "")
             note_trained(share, Loss(mesh, is_whole(labels), *known, counted=count is not None))
         forget(share.requires_grad)
     return share

@@ -301,7 +301,7 @@ def _next_tokens(labels: Tensor, ignore_index: int, given: Given) -> tuple[Tenso
     if labels.numel() != batch * len(own) or labels.device != given.tokens.device:
         return None
     padded = torch.nn.functional.pad(given.tokens, (0, seq_len + 1 - length), value=ignore_index)
-    return labels.reshape(batch, -1), padded[:, own + 1]
+    return labels.reshape(batch, len(own)), padded[:, own + 1]
 
 
 _LAST = "take them of the whole, logits = sequence.unshard(logits); most ranks do not hold the last token"
@@ -324,7 +324,7 @@ def _unlike_tokens(labels: Tensor, ignore_index: int, given: Given) -> tuple[str
     own = positions(given.layout)
     if labels.numel() != batch * len(own) or labels.device != device:
         return None
-    labels = labels.reshape(batch, -1)
+    labels = labels.reshape(batch, len(own))
     padded = torch.nn.functional.pad(given.tokens, (0, seq_len + 1 - length), value=ignore_index)
 
     def are(tokens: Tensor) -> bool:

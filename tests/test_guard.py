@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cp_mesh
-from cp_mesh import ContextParallel, Contiguous, Mask, ShardedModel, ShardedSequence, Striped, ZigZag
+from cp_mesh import ContextParallel, Contiguous, Mask, ShardedModel, ShardedSequence, Striped, ZigZag, loss
 from cp_mesh.guard.reductions import _decide_on_gradients, _decide_on_tensor_parallel, _first_steps, _norm
 
 B, H, D, V = 2, 2, 8, 11
@@ -251,6 +252,37 @@ def test_labels_outside_of_the_vocabulary_of_one_rank(pool: Any) -> None:
     for rank in (0, 2):
         assert errors[rank].type == "ArgumentError" and "on 1 other ranks" in errors[rank].message
         assert "or ignore_index=-1, got -100" in errors[rank].message
+
+
+def a_look_that_fails(rank: int) -> None:
+    axis = mesh((3,), ("cp",))
+    with mock.patch.object(loss, "_find_wrong", side_effect=RuntimeError("odd")) if rank == 1 else nullcontext():
+        cp_mesh.cross_entropy(torch.randn(B, 7, V), torch.ones(B, 7, dtype=torch.int64), axis)
+
+
+def test_whatever_a_look_at_labels_raises_is_heard(pool: Any) -> None:
+    types, messages = zip(*((error.type, error.message) for error in raised(pool, 3, a_look_that_fails)), strict=True)
+    assert types == ("ArgumentError", "RuntimeError", "ArgumentError")
+    assert messages[1] == "odd" and all("on 1 other ranks" in messages[r] and "Error: odd" in messages[r] for r in (0, 2))
+
+
+def no_rows_on_a_replica(rank: int) -> list[tuple[float, list[Tensor]]]:
+    """This rank's share and gradients in a first step over both replicas, the second without rows, and over its own."""
+    whole = mesh((2, 2), ("dp", "cp"))
+    sequence, tokens = ShardedSequence(whole["cp"]), tokens_of(12)[: 1 - whole.get_local_rank("dp")]
+    labels, found = sequence.shard({"labels": next_tokens(tokens)})["labels"], []
+    for axes in (whole._flatten("dp_cp"), whole["cp"]):
+        model = parallel(sequence)
+        share = cp_mesh.cross_entropy(model(tokens), labels, axes)
+        share.backward()
+        found.append((share.item(), [x.grad for x in model.parameters()]))
+    return found
+
+
+def test_a_replica_without_rows_in_the_first_step(pool: Any) -> None:
+    for rank, ((share, grads), (own_share, own_grads)) in enumerate(pool(4).run(no_rows_on_a_replica)):
+        assert share == own_share and (share > 0) == (rank < 2), rank
+        assert all(map(torch.equal, grads, own_grads)) and any(map(torch.any, grads)) == (rank < 2), rank
 
 
 def sharded_twice(rank: int, root: bool, length: int) -> None:
