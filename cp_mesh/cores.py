@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from cp_mesh.agreement import called_in, checking
 from cp_mesh.agreement.models import ranks_of_tp
 from cp_mesh.attention import Asked, attend, check_asked
 from cp_mesh.block_masks import check_hidden
@@ -28,7 +29,7 @@ from cp_mesh.call import SCORE_OPTIONS, check_choice
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe, refuse
 from cp_mesh.flex import Functions, ScoreMod
 from cp_mesh.formats import FORMATS
-from cp_mesh.forwards import STYLE, replace_forward
+from cp_mesh.forwards import STYLE, replace_forward, replaced
 from cp_mesh.guard.stated import (
     Reach,
     check_head_dim,
@@ -184,6 +185,8 @@ class ContextParallel(ParallelStyle):
             forward = torch.compiler.set_stance("force_eager")(forward)
             flex = torch.compiler.set_stance("default")(flex)
         interception = Interception(sdpa, flex, told)
+        if eager and checking() and (found := replaced(module, STYLE)) is not None:
+            forward = called_in(found.where)(forward)
         if watched():
             with unwatched(), interception:
                 result = forward(*args, **kwargs)

@@ -25,10 +25,13 @@ WATCH = "_cp_mesh_watch"  # the forward of a compiled part, which is looked at w
 
 
 class Replacement:
-    """What a module runs instead of its forward. Copies of the module share it, as a style holds process groups."""
+    """What a module runs instead of its forward. Copies of the module share it, as a style holds process groups.
+
+    ``where``: the name of the module in the model that `parallelize` was given.
+    """
 
     def __init__(self, name: str, run: Callable[..., Any]) -> None:
-        self.name, self.run = name, run
+        self.name, self.run, self.where = name, run, ""
 
     def __copy__(self) -> Replacement:
         return self

@@ -13,7 +13,7 @@ checkpointing and compiled code see them. Of the tensors of the scores, and of t
 the backward returns gradients too: this rank's share of a sum over ranks, and empty where they are not wanted.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, reduce
 from hashlib import sha256
@@ -26,17 +26,23 @@ from torch.distributed.tensor.experimental import implicit_replication, register
 from torch.distributed.tensor.placement_types import Placement
 
 from cp_mesh.agreement import (
+    ORDER,
+    PASS,
     agree_first,
     announce_refusal,
     announce_trace,
+    backward_of,
     checking,
     is_first,
     keep_to_itself,
+    last_forward,
+    note_call,
     note_refusals,
+    order_of,
     require_agreement,
 )
 from cp_mesh.agreement.contents import fingerprint
-from cp_mesh.call import GRADED, NUM_ARGUMENTS, NUM_TENSORS, SCHEMA, Call, Operand, Tensors, autocast
+from cp_mesh.call import GRADED, NUM_ARGUMENTS, NUM_TENSORS, SCHEMA, Call, Operand, Options, Tensors, autocast
 from cp_mesh.captured import check_rows, cuts_of, to_shards, told, with_whole
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.formats import FORMATS
@@ -48,7 +54,7 @@ from cp_mesh.methods import METHODS, Plan
 from cp_mesh.operators import is_seen, library, refuse_tangents
 from cp_mesh.placements import place_beside, require_sharded, score_placements
 from cp_mesh.plan import make_plan
-from cp_mesh.seen import Rows, note_call, warn_of_padding
+from cp_mesh.seen import Rows, note_called, warn_of_padding
 from cp_mesh.sequence import ROOT
 
 
@@ -87,14 +93,8 @@ def _what_must_agree(plan: Plan, q: Tensor, k: Tensor, v: Tensor, call: Call) ->
         for name in OF_ROWS
         if (x := given.pop(name)) is not None
     }
-    names = ("scale", "softcap", "dropout_p", "method", "ulysses_degree", "inner_ring_size", "kernel",
-             "transport", "head_chunks", "deterministic")  # fmt: skip
     return {
-        "layout": options.layout,
-        "mask": str(parse_mask(options.mask, None, None, None)),
-        "seq_len": str(plan.seq_len),
-        "batch, heads and head dims": str([(x.shape[0], x.shape[1], x.shape[3]) for x in (q, k, v)]),
-        "dtype": str(q.dtype),
+        **_in_words(plan.seq_len, options, q, k, v),
         **{name.replace("layout_", "layout "): fingerprint(x) for name, x in given.items()},
         **{name: str(alike.get(name)) for name in OF_ROWS},
         **{name: function.said for name, function in found if function is not None},
@@ -104,13 +104,26 @@ def _what_must_agree(plan: Plan, q: Tensor, k: Tensor, v: Tensor, call: Call) ->
         },
         "sources of block_mask": sha256(options.sources.encode()).hexdigest()[:12] if options.sources else "all",
         "gradients wanted of": ", ".join(graded) or "none",  # Ulysses sends that of a bias
-        "options": " ".join(f"{name}={getattr(options, name)}" for name in names),
         "kernel": plan.kernel.name,
         "method": plan.method.name,
     }
 
 
-def _kind(arguments: Sequence[Any], q: Tensor, k: Tensor, v: Tensor, call: Call) -> Hashable:
+def _in_words(seq_len: int, options: Options, q: Tensor, k: Tensor, v: Tensor) -> dict[str, str]:
+    """What both passes are told of a call, without its tensors."""
+    names = ("scale", "softcap", "dropout_p", "method", "ulysses_degree", "inner_ring_size", "kernel",
+             "transport", "head_chunks", "deterministic")  # fmt: skip
+    return {
+        "layout": options.layout,
+        "mask": str(parse_mask(options.mask, None, None, None)),
+        "seq_len": str(seq_len),
+        "batch, heads and head dims": str([(x.shape[0], x.shape[1], x.shape[3]) for x in (q, k, v)]),
+        "dtype": str(q.dtype),
+        "options": " ".join(f"{name}={getattr(options, name)}" for name in names),
+    }
+
+
+def _kind(arguments: Sequence[Any], q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Any, ...]:
     """What calls of attention have in common of which the first one alone is compared; the same on all ranks."""
     heads = q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype
     given, options = (*call.tensors, *call.captured), call.options
@@ -136,13 +149,16 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor
     except Exception as error:
         announce_refusal(group, error)
         raise
+    kind = _kind(arguments, q, k, v, call)
     if checking():
-        require_agreement(group, _what_must_agree(plan, q, k, v, call))
-    elif is_first(group, kind := _kind(arguments, q, k, v, call)):
+        told = _what_must_agree(plan, q, k, v, call)
+        require_agreement(group, {PASS: "forward", **told, ORDER: order_of(group, "forward", kind)})
+    elif is_first(group, kind):
         agree_first(group, kind, _what_must_agree(plan, q, k, v, call))
         if call.tensors.bias is None and plan.scores.features.isdisjoint(FUNCTIONS):  # which may hide it
             warn_of_padding(group, plan.seq_len, plan.mask)
-    note_call(Rows(plan.options.layout, plan.seq_len, call.group_name), (q.shape[0], q.shape[2]))
+    note_call(group, "forward", kind)
+    note_called(Rows(plan.options.layout, plan.seq_len, call.group_name), (q.shape[0], q.shape[2]))
     try:
         with _no_autocast(q):
             out, lse, *kept = plan.method.forward(q, k, v, with_whole(plan, call), group)
@@ -184,6 +200,11 @@ def _attention_backward(
     call, wanted = Call.read(arguments[:-1]), arguments[-1]
     form, group = call.format, call.group
     dout, q, k, v = map(form.to_bhsd, (dout, q, k, v))
+    kind = _kind(arguments[:-1], q, k, v, call)
+    if checking():
+        told = {**_in_words(call.seq_len, call.options, q, k, v), "gradients wanted of": wanted}
+        require_agreement(group, {PASS: "backward", ORDER: order_of(group, "backward", kind), **told})
+    note_call(group, "backward", kind)
     if kept is None:
         plan = make_plan(q, k, v, call.tensors, call.seq_len, group, call.options, call.captured)
         out, lse, keywords = form.to_bhsd(out), form.lse_to_bhs(lse), {}
@@ -292,6 +313,7 @@ class _Attention(torch.autograd.Function):
         # most kernels take no gradient of lse, and none must be dropped silently
         ctx.mark_non_differentiable(*(() if call.options.differentiable_lse else (lse,)), kept, *of_heads)
         ctx.has_kept, ctx.shape = kept.ndim > 1, out.shape
+        ctx.forward, ctx.checked = last_forward(call.group), checking()
         if ctx.has_kept:
             ctx.save_for_backward(*(_without_rows(x, call.seq_dim) for x in qkv), *tensors, *of_heads, kept, *captured)
         else:
@@ -316,7 +338,8 @@ class _Attention(torch.autograd.Function):
             dout = q.new_zeros(ctx.shape)
         names = ",".join([*wanted, *map(name_of_captured, read)])
         given = (dout, q, k, v, out, lse, dlse, kept, *tensors, [*captured], *ctx.others, names)
-        dq, dk, dv, *grads, flat = _call_backward(given)
+        with backward_of(ctx.forward) if ctx.checked or checking() else nullcontext():
+            dq, dk, dv, *grads, flat = _call_backward(given)
         named, of_tensors = dict(zip(GRADED, grads, strict=True)), dict.fromkeys(Tensors._fields)
         for name in wanted:  # of a plain tensor beside DTensors: this rank's share
             plain = isinstance(q, DTensor) and not isinstance(getattr(Tensors(*tensors), name), DTensor)

@@ -95,6 +95,8 @@ def parallelize(
     for name, (_, style) in chosen.items():
         trained = {key: x.requires_grad for key, x in modules[name].named_parameters()}
         style._apply(modules[name], mesh)
+        if (core := replaced(modules[name], STYLE)) is not None:
+            core.where = name
         for key, parameter in modules[name].named_parameters():
             if parameter.requires_grad != trained.get(key, parameter.requires_grad):
                 parameter.requires_grad_(trained[key])  # PyTorch's SequenceParallel makes new ones, which are trained

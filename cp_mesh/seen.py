@@ -149,7 +149,7 @@ def warn_of_padding(group: dist.ProcessGroup, seq_len: int, mask: Mask) -> None:
         )
 
 
-def note_call(rows: Rows, shape: tuple[int, int]) -> None:
+def note_called(rows: Rows, shape: tuple[int, int]) -> None:
     """Of attention, whenever it runs."""
     before = CALLED.get()
     alike = before is None or (before.alike and (before.rows, before.shape) == (rows, shape))

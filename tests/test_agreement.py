@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,13 +14,26 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from ranks import mesh, num_collectives
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.checkpoint import checkpoint
 
 import cp_mesh
-from cp_mesh import Contiguous, Mask, Permuted, Striped, agreement, attention, check_mode
+from cp_mesh import (
+    ContextParallel,
+    Contiguous,
+    Mask,
+    Permuted,
+    ShardedSequence,
+    Striped,
+    agreement,
+    attention,
+    check_mode,
+    ops,
+)
 
 WORLD_SIZE = 3
 B, H, K, S, D = 2, 4, 2, 24, 8
@@ -300,7 +314,97 @@ def test_exchanges_only_where_asked(
     ring = WORLD_SIZE - 1  # one hop of K and V from each other rank, one of their gradients back
     for forward, backward in pool(WORLD_SIZE).run(count, context, environment):
         assert (forward > ring) if exchanges else (forward == ring)
-        assert backward == 2 * ring
+        assert (backward > 2 * ring) if exchanges else (backward == 2 * ring)
+
+
+class Cores(nn.Module):
+    """Two layers of attention alone, called in an order that is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({name: Core() for name in ("first", "second")})
+
+    def forward(self, x: Tensor, order: tuple[str, ...]) -> Tensor:
+        for name in order:
+            x = self.layers[name](x)
+        return x
+
+
+class Core(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+def backwards(order: tuple[int, ...], compiled: bool) -> None:
+    """Two calls of attention, then their backwards in an order."""
+    axis, losses = mesh((WORLD_SIZE,), ("cp",)), []
+    for window in (3, 5 if compiled else 3):
+        x = torch.randn(B, H, ROWS, D).requires_grad_()
+        call = functools.partial(attention, mesh=axis, mask=Mask(window=(window, 0)))
+        losses.append((torch.compile(call, backend="aot_eager") if compiled else call)(x, x, x).sum())
+    for number in order:
+        losses[number].backward()
+
+
+def recomputed(order: tuple[int, ...], compiled: bool) -> None:
+    """As `backwards`, of two checkpoints, which call attention once more in their backward."""
+    axis, losses = mesh((WORLD_SIZE,), ("cp",)), []
+    for window in (3, 5):
+        x = torch.randn(B, H, ROWS, D).requires_grad_()
+        call = functools.partial(attention, mesh=axis, mask=Mask(window=(window, 0)))
+        losses.append(checkpoint(call, x, x, x, use_reentrant=False).sum())
+    for number in order:
+        losses[number].backward()
+
+
+def in_order(rank: int, of: str, compiled: bool, whole: bool, same: bool) -> None:
+    """In check mode for all of it (``whole``), by the forwards' context or by the environment alone."""
+    order = (1, 0) if rank == ODD and not same else (0, 1)
+    with check_mode() if whole else mock.patch.dict("os.environ", {"CP_MESH_CHECK": "1"}):
+        if of == "modules":
+            sequence = ShardedSequence(mesh((WORLD_SIZE,), ("cp",)))
+            model = cp_mesh.parallelize(Cores(), sequence.mesh, {"layers.*": ContextParallel(sequence)})
+            model(torch.randn(B, H, ROWS, D), tuple(("first", "second")[i] for i in order))
+        else:
+            (backwards if of == "backwards" else recomputed)(order, compiled)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(
+    ("of", "compiled", "says"),
+    [
+        ("modules", False, ("order of calls", " in layers.first", " in layers.second")),
+        ("backwards", False, ("order of calls", "cp rank 0: backward", "cp rank 1: backward", "a set has another")),
+        ("backwards", True, ("same mask", "window=(3, 0)", "window=(5, 0)")),
+        ("recomputed", False, ("same mask", "window=(3, 0)", "window=(5, 0)")),
+    ],
+)
+def test_check_mode_compares_the_order_of_calls(
+    pool: Any, of: str, compiled: bool, says: tuple[str, ...], whole: bool
+) -> None:
+    ranks = pool(WORLD_SIZE)
+    for error in ranks.run_expecting_error(in_order, of, compiled, whole, False):
+        assert error is not None and error.type == "RankMismatchError", error
+        assert all(text in error.message for text in says), error.message
+    ranks.run(in_order, of, compiled, whole, True)
+
+
+def one_more(rank: int) -> None:
+    """A compiled backward, as before it on all ranks, but the odd one has had one more, of which nobody was told."""
+    axis, x = mesh((WORLD_SIZE,), ("cp",)), torch.randn(B, H, ROWS, D).requires_grad_()
+    call = torch.compile(functools.partial(attention, mesh=axis), backend="aot_eager")
+    with mock.patch.object(ops, "note_call", wraps=agreement.note_call) as noted:
+        call(x, x, x).sum().backward()
+    if rank == ODD:
+        agreement.note_call(*noted.call_args.args)
+    with check_mode():
+        call(x, x, x).sum().backward()
+
+
+def test_check_mode_compares_how_many_compiled_backwards_there_were(pool: Any) -> None:
+    for error in pool(WORLD_SIZE).run_expecting_error(one_more):
+        assert error is not None and error.type == "RankMismatchError", error
+        assert "same order of calls" in error.message and "cp rank 1: backward, after " in error.message
 
 
 def looked_at(rank: int) -> list[int]:

@@ -263,7 +263,9 @@ def a_look_that_fails(rank: int) -> None:
 def test_whatever_a_look_at_labels_raises_is_heard(pool: Any) -> None:
     types, messages = zip(*((error.type, error.message) for error in raised(pool, 3, a_look_that_fails)), strict=True)
     assert types == ("ArgumentError", "RuntimeError", "ArgumentError")
-    assert messages[1] == "odd" and all("on 1 other ranks" in messages[r] and "Error: odd" in messages[r] for r in (0, 2))
+    assert messages[1] == "odd" and all(
+        "on 1 other ranks" in messages[r] and "Error: odd" in messages[r] for r in (0, 2)
+    )
 
 
 def no_rows_on_a_replica(rank: int) -> list[tuple[float, list[Tensor]]]:

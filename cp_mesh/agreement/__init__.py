@@ -13,12 +13,13 @@ from __future__ import annotations
 import json
 import os
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -43,9 +44,23 @@ STEP_PATIENCE = timedelta(seconds=10)
 Others may be later, and then all of them compare at the next step.
 """
 
+PASS, ORDER = "pass", "order of calls"
+"""Names of what check mode compares of the order of calls."""
+
 _TOLD = "_cp_mesh_told"  # of an error: names of the groups whose ranks were told, or None if none is to be
 
 _enabled: ContextVar[bool | None] = ContextVar("cp_mesh_check", default=None)
+
+
+class Forward(NamedTuple):
+    """A forward of attention: how many came before it over its group, and the module of a plan that called it."""
+
+    number: int
+    where: str
+
+
+_where: ContextVar[str] = ContextVar("cp_mesh_where", default="")  # the module that calls attention; in check mode
+_backward_of: ContextVar[Forward | None] = ContextVar("cp_mesh_backward_of", default=None)  # in eager, in check mode
 
 
 @dataclass
@@ -55,6 +70,7 @@ class _Compared:
     ``times`` begins anew with each of the ``plans`` over it; ``batches`` counts those after the first of a shape; of
     the last one that is compared ``digest`` was begun; ``told`` is the key of the one before it, ``read`` of one more
     before.
+    ``forwards`` and ``calls`` (by direction and kind) count attention, compared or not.
     ``refused_in_trace``: and told, since the last comparison; the trace may be begun again, or eager code raises it.
     """
 
@@ -65,6 +81,8 @@ class _Compared:
     told: str | None = None
     read: str | None = None
     refused_in_trace: bool = False
+    forwards: int = 0
+    calls: Counter[Hashable] = field(default_factory=Counter)
     kinds: set[Hashable] = field(default_factory=set)
     here: set[Hashable] = field(default_factory=set)
 
@@ -132,6 +150,52 @@ def look_again(group: dist.ProcessGroup) -> int:
     own.times = 0
     own.plans += 1
     return own.plans - 1
+
+
+@contextmanager
+def called_in(module: str) -> Iterator[None]:
+    """Attention inside is called by the module of this name."""
+    token = _where.set(module)
+    try:
+        yield
+    finally:
+        _where.reset(token)
+
+
+def last_forward(group: dist.ProcessGroup) -> Forward:
+    """The one that has just run over the group."""
+    return Forward(_compared.setdefault(group, _Compared()).forwards - 1, _where.get())
+
+
+@contextmanager
+def backward_of(forward: Forward) -> Iterator[None]:
+    """Check mode is on, and the op inside is the backward of this call."""
+    tokens = _enabled.set(True), _backward_of.set(forward)
+    try:
+        yield
+    finally:
+        _enabled.reset(tokens[0])
+        _backward_of.reset(tokens[1])
+
+
+def order_of(group: dist.ProcessGroup, direction: str, kind: Hashable) -> str:
+    """What tells the place of a call of attention among the calls over its group, for check mode.
+
+    A backward in compiled code knows no forward: there it is how many calls were of this kind and direction.
+    """
+    compared, of = _compared.setdefault(group, _Compared()), _backward_of.get()
+    if direction == "forward":
+        of = Forward(compared.forwards, _where.get())
+    told = "" if of is None else f" {of.number + 1}{of.where and f' in {of.where}'}"
+    return f"{direction}{told}, after {compared.calls[direction, kind]} like it"
+
+
+def note_call(group: dist.ProcessGroup, direction: str, kind: Hashable) -> None:
+    """Of attention, in every call that was not refused."""
+    compared = _compared.setdefault(group, _Compared())
+    compared.forwards += direction == "forward"
+    if len(compared.calls) < MOST_KINDS or (direction, kind) in compared.calls:
+        compared.calls[direction, kind] += 1
 
 
 def capturing() -> bool:
@@ -434,10 +498,10 @@ def _require_equal(
         values = [answer.get(name, "missing") for answer in answers]
         if len(set(values)) > 1:
             shown = "; ".join(f"{axis} rank {rank}: {value}" for rank, value in enumerate(values))
-            said = (
-                f"expected the same {name} on every {axis} rank, got {shown}; "
-                f"give every rank of a {axis} group the same batch and options"
-            )
+            hint = f"give every rank of a {axis} group the same batch and options"
+            if name in (PASS, ORDER):
+                hint = "call modules and losses in one order on all ranks; a set has another one in each process"
+            said = f"expected the same {name} on every {axis} rank, got {shown}; {hint}"
             _raise_mismatch(group, fields, said)
 
 
