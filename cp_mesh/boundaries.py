@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from cp_mesh.agreement import agree_first, is_first
-from cp_mesh.agreement.contents import fingerprint
+from cp_mesh.agreement import agree_on_shapes
+from cp_mesh.agreement.contents import fingerprint, shape_of
 from cp_mesh.errors import refuse
 from cp_mesh.forwards import INPUT, OUTPUT, replace_forward
 from cp_mesh.guard.watching import unwatched, watched
@@ -139,12 +139,11 @@ class ShardInput(_Boundary):
             watch.local_rows = next(iter(local.values())).shape[self.dim] if self.sequence.cp_size > 1 else None
 
     def _shard(self, sequence: ShardedSequence, name: str, whole: Any) -> Any:
-        """This rank's rows of a tensor, which is compared with those of other ranks when its shape is new."""
+        """This rank's rows of a tensor, whose shape is compared with other ranks', and its integers where it is new."""
         if isinstance(whole, Tensor) and not torch.compiler.is_compiling():
             group, kind = sequence.mesh.get_group(), ("ShardInput", name, whole.shape, whole.dtype)
-            if is_first(group, kind):
-                told = f"{whole.dtype} {tuple(whole.shape)}" if whole.is_floating_point() else fingerprint(whole)
-                agree_first(group, kind, {name or "input": told})
+            contents = shape_of if whole.is_floating_point() else fingerprint
+            agree_on_shapes(group, kind, {name or "input": whole}, contents)
         return sequence.shard({name: whole}, dim=self.dim, pad_value=padding_of(name))[name]
 
 

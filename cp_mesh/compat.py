@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, experimental
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_map_only
 
-from cp_mesh.agreement import agree_first, checking, is_first, require_agreement
+from cp_mesh.agreement import agree_on_shapes, checking, require_agreement
 from cp_mesh.agreement.contents import fingerprint
 from cp_mesh.attention import attention
 from cp_mesh.errors import UnsupportedError, refuse
@@ -225,14 +225,15 @@ def _length(buffers: list[Tensor], dims: list[int], kept: list[Tensor], cp_size:
 
 
 def _compare(group: dist.ProcessGroup, buffers: list[Tensor]) -> None:
-    """Raise on every rank if ranks have other buffers: in the first context of these shapes; in check mode in all."""
-    kind = "context_parallel", *((x.shape, x.dtype) for x in buffers)
-    if checking() or is_first(group, kind):
-        found = {f"buffers[{i}]": fingerprint(x) for i, x in enumerate(buffers)}
-        if checking():
-            require_agreement(group, found)
-        else:
-            agree_first(group, kind, found)
+    """Raise on every rank if ranks have other buffers: by shape, and in the first context of a shape by content.
+
+    In check mode by content in all.
+    """
+    found = {f"buffers[{i}]": x for i, x in enumerate(buffers)}
+    if checking():
+        require_agreement(group, {name: fingerprint(x) for name, x in found.items()})
+    else:
+        agree_on_shapes(group, ("context_parallel", *((x.shape, x.dtype) for x in buffers)), found)
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from cp_mesh.agreement import agree_first, checking, compare_later, is_first, require_agreement
+from cp_mesh.agreement import agree_on_shapes, checking, compare_later, require_agreement
 from cp_mesh.agreement.contents import fingerprint
 from cp_mesh.cores import cores_of
 from cp_mesh.errors import ArgumentError, describe, refuse
@@ -235,14 +235,15 @@ class ShardedModel(ParallelStyle):
     def compare(self, arguments: dict[str, Any]) -> None:
         """Raise on every rank if whole inputs or positions among ``arguments`` differ between ranks.
 
-        In the first forward of each shape, and some later ones of tokens; in check mode in every one.
+        Shapes in every forward; what they hold in the first of each shape, and in some later ones of tokens; in check
+        mode in every one.
         """
         group, found = self.sequence.mesh.get_group(), self._whole(arguments)
+        given = [x for x in found.values() if x is not None]
+        integers = [x for x in given if not x.is_floating_point()]
         if checking():
             require_agreement(group, {name: fingerprint(x) for name, x in found.items()})
-        elif is_first(group, kind := _kind(found)):
-            agree_first(group, kind, {name: fingerprint(x) for name, x in found.items()})
-        elif integers := [x for x in found.values() if x is not None and not x.is_floating_point()]:
+        elif given and not agree_on_shapes(group, _kind(found), found) and integers:
             compare_later(group, integers)
 
     def _compared(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -333,9 +334,7 @@ def _kind(inputs: dict[str, Any]) -> tuple[Any, ...]:
 def compare_inputs(inputs: list[Tensor], names: str, group_name: str, layout: str) -> list[Tensor]:
     """The inputs, compared over the group in the first forward of each shape, and noted as sharded in this layout."""
     found, group = dict(zip(names.split(), inputs, strict=True)), _resolve_process_group(group_name)  # type: ignore[arg-type]
-    if is_first(group, kind := _kind(found)):
-        agree_first(group, kind, {name: fingerprint(x) for name, x in found.items()})
-    else:
+    if inputs and not agree_on_shapes(group, _kind(found), found):
         compare_later(group, inputs)
     if layout:
         parsed, size = parse_layout(layout), group.size()

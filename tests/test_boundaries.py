@@ -230,13 +230,16 @@ def test_refusals(pool: Any) -> None:
 def unlike_inputs(rank: int, what: str) -> str:
     sequence = ShardedSequence(mesh((SIZE,), ("cp",)))
     module = parallelize(nn.Identity(), sequence.mesh, {"": ShardInput(sequence)})
-    given = {"rows": torch.zeros(1, 12 + 6 * (rank == 1)), "content": torch.arange(12)[None] + (rank == 2)}[what]
+    given = {"rows": torch.zeros(1, 12 + 6 * (rank == 1)), "content": torch.arange(12)[None] + (rank == 2)}.get(what)
+    if given is None:  # a shape that the module had before, on one rank alone
+        module(torch.zeros(1, 12)), module(torch.zeros(1, 18))
+        given = torch.zeros(1, 12 + 6 * (rank == 1))
     with pytest.raises(RankMismatchError) as raised:
         module(given)
     return str(raised.value)
 
 
-@pytest.mark.parametrize("what", ["rows", "content"])
+@pytest.mark.parametrize("what", ["rows", "content", "rows of before"])
 def test_inputs_that_differ_between_ranks(pool: Any, what: str) -> None:
     for said in pool(SIZE).run(unlike_inputs, what):
         assert "the same input on every cp rank" in said

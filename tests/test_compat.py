@@ -392,7 +392,10 @@ def names_of_refusals(rank: int) -> dict[str, str]:
     return {name: says for name, (_, says) in refusals().items()}
 
 
-def unlike_buffers(rank: int) -> None:
+def unlike_buffers(rank: int, known: bool) -> None:
+    if known:
+        enter(torch.zeros(20))(), enter(torch.zeros(28))()
+        enter(torch.zeros(20 + 8 * rank))()
     enter(torch.full((12,), float(rank)))()
 
 
@@ -407,8 +410,10 @@ def restored_after_an_error(rank: int) -> None:
 
 
 def test_ranks_with_other_buffers_are_told(pool: Any) -> None:
-    for error in raised(pool, 2, unlike_buffers):
-        assert error.type == "RankMismatchError" and "buffers[0]" in error.message
+    for known in (False, True):
+        for error in raised(pool, 2, unlike_buffers, known):
+            assert error.type == "RankMismatchError" and "buffers[0]" in error.message
+            assert ("cp rank 0: torch.float32 (20,); cp rank 1: torch.float32 (28,)" in error.message) == known
 
 
 def test_buffers_are_restored_after_an_error(pool: Any) -> None:

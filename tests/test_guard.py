@@ -85,6 +85,49 @@ def test_batches_that_differ_between_ranks(pool: Any, how: str, compiled: bool) 
     pool(2).run(other_batches, "not", compiled, length)
 
 
+def other_shapes(rank: int, what: str, compiled: bool) -> None:
+    """After a step of 20 and one of 28 tokens, one rank has a batch of a shape that both have had, or a new one."""
+    model = parallel(ShardedSequence(mesh((2,), ("cp",))))
+    if compiled:
+        model = torch.compile(model, backend="eager", fullgraph=True)
+    batches = {"known": tokens_of(28), "new": tokens_of(36), "rows": tokens_of(20)[:1], "same": tokens_of(20)}
+    for tokens in (tokens_of(20), tokens_of(28), batches[what] if rank else tokens_of(20)):
+        model(tokens)
+
+
+SHAPES = [
+    ("known", "(2, 28)", False),
+    ("new", "(2, 36)", False),
+    ("rows", "(1, 20)", False),
+    ("known", "(2, 28)", True),
+]
+
+
+@pytest.mark.parametrize(("what", "shape", "compiled"), SHAPES)
+def test_shapes_that_begin_to_differ(pool: Any, what: str, shape: str, compiled: bool) -> None:
+    for error in pool(2).run_expecting_error(other_shapes, what, compiled):
+        assert error.type == "RankMismatchError" and "the same tokens on every cp rank" in error.message
+        assert "cp rank 0: torch.int64 (2, 20);" in error.message and shape in error.message, error.message
+    pool(2).run(other_shapes, "same", compiled)
+
+
+def words_left(rank: int) -> int:
+    """Keys that 20 steps leave in the store."""
+    model, counts = parallel(ShardedSequence(mesh((2,), ("cp",)))), []
+    store = dist.distributed_c10d._world.pg_map[dist.group.WORLD][1]
+    for _ in range(2):
+        for _ in range(10):
+            model(tokens_of(20))
+        dist.barrier()
+        counts.append(store.num_keys())
+        dist.barrier()
+    return counts[1] - counts[0]
+
+
+def test_the_store_does_not_grow_with_steps(pool: Any) -> None:
+    assert pool(2).run(words_left) == [0, 0]
+
+
 def refused_on_one_rank(rank: int, length: int) -> None:
     model = parallel(ShardedSequence(mesh((2,), ("cp",))))
     model(tokens_of(length), torch.ones(length // 2, length // 2).bool() if rank == 0 else None)

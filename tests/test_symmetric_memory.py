@@ -721,6 +721,7 @@ HOW = ("deterministic", "by atomics")
 
 def on_gpus(rank: int, name: str, how: str) -> list[str]:
     """Deterministic kernels give results that are equal to the bit; the others are what users run."""
+    gc.collect()  # a graph of an earlier check that goes while this one captures would end the capture
     torch.use_deterministic_algorithms(how == HOW[0], warn_only=True)  # of other ops it only warns
     torch.utils.deterministic.fill_uninitialized_memory = False  # a launch more for every buffer hides races
     try:

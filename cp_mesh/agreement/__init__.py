@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils.checkpoint import _StopRecomputationError
 
-from cp_mesh.agreement.contents import Digest
+from cp_mesh.agreement.contents import Digest, fingerprint, shape_of
 from cp_mesh.agreement.models import beside
 from cp_mesh.agreement.words import Answers, Words, left_for, store_of, timeout_of
 from cp_mesh.errors import RankMismatchError
@@ -71,6 +71,7 @@ class _Compared:
     the last one that is compared ``digest`` was begun; ``told`` is the key of the one before it, ``read`` of one more
     before.
     ``forwards`` and ``calls`` (by direction and kind) count attention, compared or not.
+    ``last``: to which all ranks came, and which is in the store until they come to the next one.
     ``refused_in_trace``: and told, since the last comparison; the trace may be begun again, or eager code raises it.
     """
 
@@ -81,6 +82,7 @@ class _Compared:
     told: str | None = None
     read: str | None = None
     refused_in_trace: bool = False
+    last: Words | None = None
     forwards: int = 0
     calls: Counter[Hashable] = field(default_factory=Counter)
     kinds: set[Hashable] = field(default_factory=set)
@@ -215,10 +217,38 @@ def agree_first(group: dist.ProcessGroup, kind: Hashable, fields: Mapping[str, s
     Raises:
         RankMismatchError: also if a rank refused its arguments, or did not come.
     """
+    _agree(group, fields, axis)
+    _compared[group].kinds.add(kind)
+
+
+def agree_on_shapes(
+    group: dist.ProcessGroup,
+    kind: Hashable,
+    tensors: Mapping[str, Tensor | None],
+    contents: Callable[[Tensor | None], str] = fingerprint,
+) -> bool:
+    """Compare shapes and dtypes of a batch in every call, and in the first of a kind what ``contents`` says of each.
+
+    A call is a few requests to the store. Ranks that went on with rows of unlike numbers would end within gloo.
+
+    Returns:
+        Whether this was the first call of the kind.
+
+    Raises:
+        RankMismatchError: as `agree_first`.
+    """
+    is_new = is_first(group, kind)
+    if is_new:
+        agree_first(group, kind, {name: contents(x) for name, x in tensors.items()})
+    elif not (turned_off() or group.size() == 1 or store_of(group) is None or capturing()):
+        _agree(group, {name: shape_of(x) for name, x in tensors.items()}, "cp")
+    return is_new
+
+
+def _agree(group: dist.ProcessGroup, fields: Mapping[str, str], axis: str) -> None:
     answers = _exchange(group, fields, axis)
     _require_accepted(group, answers, fields, axis)
     _require_equal(group, answers, fields, axis)
-    _compared[group].kinds.add(kind)
 
 
 def agree_once(
@@ -355,11 +385,16 @@ def _exchange(group: dist.ProcessGroup, fields: Mapping[str, str], axis: str = "
     """What every rank of the group left in the store for this comparison."""
     _note_trace(group, False)
     patience = min(PATIENCE, timeout_of(group))
-    answers = _words(group, _next_topic(group), fields, patience)
+    words = Words(group, _next_topic(group), fields)
+    answers = words.wait(patience)
+    if len(answers) == words.size:
+        before, _compared[group].last = _compared[group].last, words
+        if before is not None:
+            before.forget()
     if absent := [rank for rank in range(group.size()) if rank not in answers]:
         said = (
-            f"expected every {axis} rank in the first call of a kind, got none from ranks {absent} in {patience}; they "
-            "ended or are late, run other code, or calls of another shape that they had before"
+            f"expected every {axis} rank in the first call of a kind, or in each batch of a model, got none from ranks "
+            f"{absent} in {patience}; they ended or are late, run other code, or calls of a shape that they had before"
         )
         _raise_mismatch(group, fields, said)
     return [answers[rank] for rank in range(group.size())]
@@ -369,13 +404,6 @@ def _next_topic(group: dist.ProcessGroup) -> str:
     compared = _compared.setdefault(group, _Compared())
     compared.times += 1
     return f"{compared.plans} {compared.times}"
-
-
-def _words(
-    group: dist.ProcessGroup, topic: str, fields: Mapping[str, str], patience: timedelta | None
-) -> dict[int, dict[str, str]]:
-    """Leave word, and read that of the ranks of the group which come in time; of none without patience."""
-    return Words(group, topic, fields).wait(patience)
 
 
 def announce_refusal(group: dist.ProcessGroup, error: Exception, axis: str = "cp", in_check_mode: bool = True) -> None:
@@ -409,7 +437,7 @@ def announce_refusal(group: dist.ProcessGroup, error: Exception, axis: str = "cp
                 with suppress(RuntimeError):  # they wait for something else; the error itself must not be lost
                     require_agreement(group, said)
         elif not turned_off() and other.size() > 1 and store_of(other) is not None:
-            _words(other, _next_topic(other), said, None)
+            Words(other, _next_topic(other), said).wait(None)
 
 
 def announce_trace(group_name: str, axis: str = "cp") -> None:

@@ -10,6 +10,11 @@ import torch
 from torch import Tensor
 
 
+def shape_of(tensor: Tensor | None) -> str:
+    """Dtype and shape."""
+    return "None" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
+
+
 def fingerprint(tensor: Tensor | None) -> str:
     """Shape, dtype, device type and a hash of the content; reads the tensor on the host."""
     if tensor is None:
@@ -17,7 +22,7 @@ def fingerprint(tensor: Tensor | None) -> str:
     # a copy: NumPy pins the memory that it is shown, and FSDP2 frees that of a parameter after its use
     copy = tensor.detach().to("cpu", copy=True).reshape(-1)
     content = hashlib.sha1(copy.view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
-    return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device.type} {content}"
+    return f"{shape_of(tensor)} on {tensor.device.type} {content}"
 
 
 class Digest(NamedTuple):

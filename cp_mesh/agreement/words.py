@@ -61,7 +61,7 @@ class Words:
         if patience is not None:
             with suppress(RuntimeError):
                 self._store.wait(self._keys, patience)
-                return self.read()
+                return self._of(range(self.size))
         keys = [self._keys[self.rank], *(f"{self._room}/{name}" for name in ("when", "who"))]
         finalizer = weakref.finalize(self._group_store(), _take_back, self._store, self._topic, keys, self.size)
         finalizer.atexit = False
@@ -71,9 +71,17 @@ class Words:
 
     def read(self) -> Answers:
         """The words that are there."""
-        present = [rank for rank, key in enumerate(self._keys) if self._store.check([key])]
+        return self._of([rank for rank, key in enumerate(self._keys) if self._store.check([key])])
+
+    def _of(self, present: Sequence[int]) -> Answers:
         found = self._store.multi_get([self._keys[rank] for rank in present])
         return {rank: json.loads(answer) for rank, answer in zip(present, found, strict=True)}
+
+    def forget(self) -> None:
+        """Leave nothing of a comparison that all ranks have read: they have come to a later one."""
+        self._store.delete_key(self._keys[self.rank])
+        if self.rank == 0:
+            self._store.delete_key(self._topic)
 
     def settle(self, name: str, value: str) -> str:
         """What the first rank to settle this says."""
