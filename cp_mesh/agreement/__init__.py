@@ -71,7 +71,7 @@ class _Compared:
     the last one that is compared ``digest`` was begun; ``told`` is the key of the one before it, ``read`` of one more
     before.
     ``forwards`` and ``calls`` (by direction and kind) count attention, compared or not.
-    ``last``: to which all ranks came, and which is in the store until they come to the next one.
+    ``last``: to which all ranks came and refused nothing, and which is in the store until they come to the next one.
     ``refused_in_trace``: and told, since the last comparison; the trace may be begun again, or eager code raises it.
     """
 
@@ -387,7 +387,7 @@ def _exchange(group: dist.ProcessGroup, fields: Mapping[str, str], axis: str = "
     patience = min(PATIENCE, timeout_of(group))
     words = Words(group, _next_topic(group), fields)
     answers = words.wait(patience)
-    if len(answers) == words.size:
+    if len(answers) == words.size and not any("error" in answer for answer in answers.values()):
         before, _compared[group].last = _compared[group].last, words
         if before is not None:
             before.forget()

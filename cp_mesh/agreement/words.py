@@ -51,8 +51,8 @@ class Words:
         # PyTorch drops its own object when it destroys the group
         self._group_store, self._store = weakref.ref(_store_of(group)), dist.PrefixStore("cp_mesh", store_of(group))
         # a group made under the name of one that was destroyed finds in the store what that one left
-        self._topic, made_before = topic, (self._store.add(topic, 1) - 1) // self.size
-        self._room = f"{topic}/{made_before}"
+        self._topic, self._made_before = topic, (self._store.add(topic, 1) - 1) // self.size
+        self._room = f"{topic}/{self._made_before}"
         self._keys = [f"{self._room}/{rank}" for rank in range(self.size)]
         self._store.set(self._keys[self.rank], json.dumps(dict(fields)))
 
@@ -79,7 +79,8 @@ class Words:
 
     def forget(self) -> None:
         """Leave nothing of a comparison that all ranks have read: they have come to a later one."""
-        self._store.delete_key(self._keys[self.rank])
+        for before in range(self._made_before + 1):  # a refusal may have left one in an earlier room
+            self._store.delete_key(f"{self._topic}/{before}/{self.rank}")
         if self.rank == 0:
             self._store.delete_key(self._topic)
 

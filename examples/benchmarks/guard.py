@@ -48,8 +48,15 @@ from cp_mesh import (  # noqa: E402
 from cp_mesh import parallelize as apply  # noqa: E402
 
 LOOK_UPS = {
-    "ops": {"_kind": None, "checking": False, "is_first": False, "note_call": None},
-    "root": {"_kind": None, "checking": False, "is_first": False, "compare_later": None, "note_tokens": None},
+    "ops": {
+        "_kind": None,
+        "checking": False,
+        "is_first": False,
+        "note_call": None,
+        "note_called": None,
+        "last_forward": None,
+    },
+    "root": {"_kind": None, "checking": False, "agree_on_shapes": True, "note_tokens": None},
     "sequence": {"note_tokens": None, "note_length": None, "marked": None},
     "loss": {"_is_first": False, "forget": None, "note_compiled_backward": None},
     "guard.reductions": {"capturing": True},
@@ -119,7 +126,7 @@ def of_look_ups(axis: DeviceMesh) -> Callable[[], None]:
         return lambda *arguments: (given.__setitem__(name, arguments), original(*arguments))[1]
 
     with ExitStack() as stack:
-        for name in ("_kind", "note_call"):
+        for name in ("_kind", "note_call", "note_called"):
             stack.enter_context(mock.patch.object(ops, name, keep(name)))
         of_attention(axis)()
     group = axis.get_group()
@@ -128,6 +135,8 @@ def of_look_ups(axis: DeviceMesh) -> Callable[[], None]:
         ops.checking()
         ops.is_first(group, ops._kind(*given["_kind"]))
         ops.note_call(*given["note_call"])
+        ops.note_called(*given["note_called"])
+        ops.last_forward(group)
 
     return run
 
