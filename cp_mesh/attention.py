@@ -210,9 +210,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor | 
     """`attention`, with its keywords as a record."""
     group, compiling = None, torch.compiler.is_compiling()
     try:
-        for name, x in (("query", query), ("key", key), ("value", value)):
-            if not isinstance(x, Tensor):
-                refuse(name, "a tensor", type(x).__name__, "use torch.as_tensor")
         axis = find_cp_axis((query, key, value), asked.mesh, asked.seq_dim)
         group = axis.group
         asked = with_degree(asked)

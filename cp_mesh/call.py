@@ -208,6 +208,20 @@ def check_choice(what: str, got: str, allowed: tuple[str, ...], nearest: str) ->
         refuse(what, f"one of {', '.join(allowed)}", repr(got), f"{what}={[*close, nearest][0]!r} works")
 
 
+def check_dense(name: str, x: object) -> None:
+    """Refuse what is no tensor, or one whose elements do not lie in memory as those of q, k and v do."""
+    if not isinstance(x, Tensor):
+        refuse(name, "a tensor", type(x).__name__, "use torch.as_tensor")
+    if x.is_nested:
+        hint = "lay its sequences one after the other, x.values(), and say Mask.from_cu_seqlens(x.offsets())"
+        refuse(name, "a dense tensor", "a nested one", hint, UnsupportedError)
+    if x.layout != torch.strided:
+        refuse(name, "a dense tensor", f"one in the layout {x.layout}", "x.to_dense() makes one", UnsupportedError)
+    if not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(x):
+        hint = "call it once for all, with the mapped dim flattened into the batch, x.flatten(0, 1)"
+        refuse(name, "no transform of torch.func", "a tensor under torch.func.vmap", hint, UnsupportedError)
+
+
 def check_tensors(q: Operand | Tensor, k: Operand | Tensor, v: Operand | Tensor, *, decoding: bool = False) -> None:
     """Shapes, dtypes and devices of [B, H, S, D] tensors, local or global; ``decoding``: q has other rows than k."""
     if len({q.dtype, k.dtype, v.dtype}) > 1:

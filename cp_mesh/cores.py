@@ -25,7 +25,7 @@ from cp_mesh.agreement import called_in, checking
 from cp_mesh.agreement.models import ranks_of_tp
 from cp_mesh.attention import Asked, attend, check_asked
 from cp_mesh.block_masks import check_hidden
-from cp_mesh.call import SCORE_OPTIONS, check_choice
+from cp_mesh.call import SCORE_OPTIONS, check_choice, check_dense
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe, refuse
 from cp_mesh.flex import Functions, ScoreMod
 from cp_mesh.formats import FORMATS
@@ -356,6 +356,8 @@ class ContextParallel(ParallelStyle):
         is_causal: bool,
         enable_gqa: bool,
     ) -> None:
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            check_dense(name, x)
         if _over_others(query, self.sequence.mesh):
             check_placements(query, key, value, (), FORMATS[2])
             check_score_placements(call.scores, query, FORMATS[2])

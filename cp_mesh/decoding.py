@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from cp_mesh.agreement import announce_refusal, checking, require_agreement
 from cp_mesh.agreement.contents import fingerprint
 from cp_mesh.attention import Asked, make_options
-from cp_mesh.call import Options, Tensors, check_scores, check_tensors, make_scores
+from cp_mesh.call import Options, Tensors, check_dense, check_scores, check_tensors, make_scores
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.formats import FORMATS
 from cp_mesh.kernels import choose_kernel
@@ -181,10 +181,9 @@ def announcing(mesh: Any) -> Iterator[None]:
         raise
 
 
-def check_tensor(name: str, x: object) -> None:
+def check_tensor(name: str, x: Tensor) -> None:
     """A local tensor [B, heads, rows, D] that asks for no gradient."""
-    if not isinstance(x, Tensor):
-        refuse(name, "a tensor", type(x).__name__, "use torch.as_tensor")
+    check_dense(name, x)
     if isinstance(x, DTensor):
         refuse(name, "a local tensor", "a DTensor", "pass to_local()", UnsupportedError)
     if x.ndim != 4:

@@ -106,9 +106,6 @@ def flex_attention(
     Source: Dong et al. 2024, FlexAttention, arXiv:2412.05496.
     """
     try:
-        for name, x in (("query", query), ("key", key), ("value", value)):
-            if not isinstance(x, Tensor):
-                refuse(name, "a tensor", type(x).__name__, "use torch.as_tensor")
         axis = find_cp_axis((query, key, value), mesh, seq_dim)
         form = FORMATS[axis.seq_dim]
         check_format(query, key, value, form)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from cp_mesh.call import GRADED
+from cp_mesh.call import GRADED, check_dense
 from cp_mesh.errors import UnsupportedError, refuse, written
 from cp_mesh.formats import FORMATS, Format
 from cp_mesh.groups import flat, is_cp_axis, names_of_axes
@@ -51,7 +51,12 @@ class CPAxis(NamedTuple):
 def find_cp_axis(
     qkv: tuple[Tensor, Tensor, Tensor], mesh: DeviceMesh | dist.ProcessGroup | None, seq_dim: int | None
 ) -> CPAxis:
-    """The cp axis and the sequence dim, from the placements of DTensors or from the arguments."""
+    """The cp axis and the sequence dim, from the placements of dense tensors or from the arguments."""
+    for name, x in zip(("query", "key", "value"), qkv, strict=True):
+        check_dense(name, x)
+        if x.is_meta:
+            hint = "give its module memory, to_empty(device=...), or run it under FakeTensorMode for shapes alone"
+            refuse(name, "a tensor with content", "one on meta", hint)
     if not (mesh is None or isinstance(mesh, DeviceMesh) or isinstance(mesh, dist.ProcessGroup)):  # noqa: SIM101 - for Dynamo
         refuse("mesh", f"{ONE_AXIS}, or its ProcessGroup", type(mesh).__name__, 'pass mesh["cp"]')
     if isinstance(mesh, DeviceMesh) and not is_cp_axis(mesh):
@@ -214,8 +219,8 @@ def first_index(x: Tensor, dim: int | None) -> int:
 def check_score_placements(scores: Mapping[str, Any], query: Tensor, form: Format) -> None:
     """Refuse what is no tensor, and what does not lie where query does."""
     for name, x in scores.items():
-        if name in GRADED and not isinstance(x, Tensor | None):
-            refuse(name, "a tensor", type(x).__name__, "use torch.tensor")
+        if name in GRADED and x is not None:
+            check_dense(name, x)
         if not isinstance(x, DTensor):
             if isinstance(query, DTensor) and name not in _WHOLE and isinstance(x, Tensor) and x.device != query.device:
                 refuse(name, f"a tensor on {query.device}", x.device, "move it there")  # else it would be moved

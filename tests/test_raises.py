@@ -39,9 +39,11 @@ from cp_mesh import (
     attention,
     groups,
 )
+from cp_mesh.call import Operand, check_tensors
 
 WORLD_SIZE = 4
 B, H, K, S, D = 2, 8, 4, 24, 16  # batch, query heads, kv heads, whole sequence, head dim
+DEVICES = "cpu", "cpu", "cuda"
 ROWS = S // WORLD_SIZE
 
 
@@ -80,6 +82,15 @@ def local(H: int = H, K: int = K, rows: int = ROWS, D: int = D, dtype: torch.dty
 
 def attend(**changed: Any) -> None:
     attention(**local() | changed)
+
+
+def nested(layout: torch.layout) -> Tensor:
+    return torch.nested.nested_tensor([random(H, ROWS, D), random(H, ROWS, D)], layout=layout)
+
+
+def mapped(name: str, x: Tensor) -> None:
+    given = local()
+    torch.func.vmap(lambda x: attention(**given | {name: x}))(x)
 
 
 def attend_captured() -> None:
@@ -231,8 +242,42 @@ CASES: dict[str, Case] = {
     "integer dtype": refused(ARGUMENT, "float64, float32, bfloat16 or float16", "torch.int64", "cast them to bfloat16")(
         lambda: attention(**local(dtype=torch.int64))
     ),
-    "devices differ": refused(ARGUMENT, "one device", "meta", "move them to one device")(
+    "devices differ": refused(ARGUMENT, "one device", "cpu, cpu, cuda", "move them to one device")(
+        lambda: check_tensors(*(Operand(torch.Size((B, H, ROWS, D)), torch.float64, torch.device(x)) for x in DEVICES))
+    ),
+    "a nested query": refused(UNSUPPORTED, "query", "a dense tensor", "a nested one", "from_cu_seqlens(x.offsets())")(
+        lambda: attend(query=nested(torch.jagged))
+    ),
+    "a nested key": refused(UNSUPPORTED, "key", "a nested one", "x.values()")(
+        lambda: attend(key=nested(torch.strided))
+    ),
+    "a nested query of flex_attention": refused(UNSUPPORTED, "query", "a nested one")(
+        lambda: cp_mesh.flex_attention(*[nested(torch.jagged)] * 3, mesh=cp())
+    ),
+    "nested tensors in a core": refused(UNSUPPORTED, "query", "a nested one")(
+        lambda: run_core(Core(), (nested(torch.strided),) * 3)
+    ),
+    "a nested query of decode": refused(UNSUPPORTED, "query", "a nested one")(
+        lambda: cp_mesh.decode(*[nested(torch.strided)] * 3, mesh=cp())
+    ),
+    "nested sinks": refused(UNSUPPORTED, "sinks", "a nested one")(lambda: attend(sinks=nested(torch.strided))),
+    "a sparse value": refused(UNSUPPORTED, "value", "layout torch.sparse_coo", "x.to_dense() makes one")(
+        lambda: attend(value=random(B, K, ROWS, D).to_sparse())
+    ),
+    "a query without content": refused(ARGUMENT, "query", "with content", "one on meta", "to_empty(device=")(
+        lambda: attention(**{name: x.to("meta") for name, x in local().items() if name != "mesh"}, mesh=cp())
+    ),
+    "a value without content": refused(ARGUMENT, "value", "with content", "one on meta")(
         lambda: attend(value=random(B, K, ROWS, D).to("meta"))
+    ),
+    "a query under vmap": refused(UNSUPPORTED, "query", "torch.func.vmap", "flattened into the batch")(
+        lambda: mapped("query", local()["query"].expand(3, B, H, ROWS, D))
+    ),
+    "a value under vmap": refused(UNSUPPORTED, "value", "torch.func.vmap")(
+        lambda: mapped("value", local()["value"].expand(3, B, K, ROWS, D))
+    ),
+    "slopes under vmap": refused(UNSUPPORTED, "alibi_slopes", "torch.func.vmap")(
+        lambda: mapped("alibi_slopes", torch.ones(3, H))
     ),
     "heads do not divide": refused(ARGUMENT, "multiple of kv heads", "8 and 3", "equal number")(
         lambda: attention(**local(K=3))
@@ -417,7 +462,7 @@ CASES: dict[str, Case] = {
     "integer sinks": refused(ARGUMENT, "sinks", "floating point", "torch.int64")(
         lambda: attend(sinks=torch.zeros(H, dtype=torch.int64))
     ),
-    "numbers for sinks": refused(ARGUMENT, "sinks", "a tensor", "list", "torch.tensor")(
+    "numbers for sinks": refused(ARGUMENT, "sinks", "a tensor", "list", "torch.as_tensor")(
         lambda: attend(sinks=[0.0] * H)
     ),
     "forward-mode derivatives": refused(UNSUPPORTED, "without tangents", "forward-mode", "backward()")(
