@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 from cp_mesh.agreement import announce_refusal, announce_trace
 from cp_mesh.call import Call, Options, Tensors, autocast, check_tensors, seed_tensor
 from cp_mesh.captured import place_captured
-from cp_mesh.errors import refuse, written
+from cp_mesh.errors import as_int, refuse, written
 from cp_mesh.formats import FORMATS, Format
 from cp_mesh.kernels.scores import ADDED
 from cp_mesh.layouts import LAYOUTS, Layout, ZigZag, parse_layout
@@ -43,6 +43,7 @@ from cp_mesh.sources import Sources
 
 _ANY_MASK = Mask()
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
+_COUNTS = ("seq_dim", "seq_len", "ulysses_degree", "inner_ring_size", "head_chunks")
 
 
 class Asked(NamedTuple):
@@ -123,7 +124,7 @@ def attention(
     on every cp rank, but for the rows of a bias; their gradients are this rank's share, whose sum over ranks is the
     gradient. Beside DTensors they are local tensors, of what this rank holds, or DTensors on the same mesh, sharded
     where query's heads are (a bias: as query's batch, heads and rows are) and else replicated; their gradients are then
-    partial.
+    partial. Numbers may be NumPy's, or tensors of one on the CPU that need no gradient.
 
     Args:
         query: [B, H, S, D], [B, S, H, D] or packed [T, H, D]; S (T) is this rank's rows for local tensors. float64,
@@ -210,6 +211,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor | 
     """`attention`, with its keywords as a record."""
     group, compiling = None, torch.compiler.is_compiling()
     try:
+        asked = as_numbers(asked)
         axis = find_cp_axis((query, key, value), asked.mesh, asked.seq_dim)
         group = axis.group
         asked = with_degree(asked)
@@ -233,6 +235,24 @@ def attend(query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor | 
     else:
         out, lse, *_ = attention_op(query, key, value, *call.arguments())
     return (out, lse) if asked.return_lse else out
+
+
+def as_numbers(asked: Asked) -> Asked:
+    """The same with Python's numbers for NumPy's, and for tensors of one on the CPU that need no gradient."""
+    counts = {name: getattr(asked, name) for name in _COUNTS}
+    factors = {name: getattr(asked, name) for name in ("scale", "softcap", "dropout_p")}
+    if all(x is None or type(x) in (int, float) for x in (*counts.values(), *factors.values(), asked.dropout_seed)):
+        return asked
+    seed = asked.dropout_seed if isinstance(asked.dropout_seed, Tensor) else as_int(asked.dropout_seed)
+    found = {name: as_int(x) for name, x in counts.items()} | {name: _number(x) for name, x in factors.items()}
+    return asked._replace(**found, dropout_seed=seed)
+
+
+def _number(x: Any) -> Any:
+    """Of a tensor, where that loses no gradient and waits for no GPU; other things as they are."""
+    if not isinstance(x, Tensor) or torch.compiler.is_compiling() or x.requires_grad or x.dtype == torch.bool:
+        return x
+    return x.item() if x.numel() == 1 and x.device.type == "cpu" else x
 
 
 def with_degree(asked: Asked) -> Asked:
@@ -373,7 +393,8 @@ def _rules() -> tuple[tuple[str, Callable[[Any], bool], str, str], ...]:
          "say it on positions, Mask(causal=, window=, documents=, key_padding=, prefix=, blocks=); cp_mesh.batch_mask"
          " reads a mask of tokens [B, S], and any other is, exactly, bias= of 0 and -inf with Mask(causal=False)"),
         ("seq_len", lambda x: x is None or _is_int(x), "an int, tokens in the whole sequence", "or None"),
-        ("scale", _is_positive, "a positive number or None", "multiply q by a learned or negative scale instead"),
+        ("scale", _is_positive, "a positive number or None",
+         "multiply q by a learned or negative scale instead, and take that of a tensor on a GPU by item()"),
         ("softcap", _is_positive, "a positive number or None", "None leaves scores unbounded"),
         ("ulysses_degree", _is_count, "a positive int or None", "None is automatic"),
         ("inner_ring_size", _is_count, "a positive int or None", "None is automatic"),
@@ -394,6 +415,7 @@ def _rules() -> tuple[tuple[str, Callable[[Any], bool], str, str], ...]:
 
 def check_asked(asked: Asked) -> None:
     """Refuse what is wrong by itself."""
+    asked = as_numbers(asked)
     for name, is_right, expected, hint in _rules():
         if not is_right(x := getattr(asked, name)):
             refuse(name, expected, _shown(x), hint)
@@ -434,7 +456,8 @@ def _as_float(x: Any) -> float:
 def _shown(x: object) -> str:
     """As a message says it: "1" is not 1, and a tensor is long."""
     if isinstance(x, Tensor):
-        return type(x).__name__ if x.ndim else f"{x}"
+        shown = type(x).__name__ if x.ndim or x.is_meta else f"{x.detach().as_subclass(Tensor)}"
+        return f"{shown}{f' on {x.device.type}' * (not x.is_cpu)}{', which requires a gradient' * x.requires_grad}"
     return repr(x) if isinstance(x, str) else written(x)
 
 

@@ -17,7 +17,7 @@ from cp_mesh.agreement import checking, require_agreement
 from cp_mesh.agreement.contents import fingerprint
 from cp_mesh.call import check_tensors
 from cp_mesh.decoding import UNUSED, announcing, check_tensor, decode, hides
-from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.errors import UnsupportedError, as_int, refuse
 from cp_mesh.kernels.few_queries import Further
 from cp_mesh.kernels.scores import ADDED
 from cp_mesh.masks import Mask
@@ -61,6 +61,7 @@ class ShardedCache:
     def __init__(self, sequence: ShardedSequence, capacity: int | None = None) -> None:
         if not isinstance(sequence, ShardedSequence):
             refuse("ShardedCache", "a ShardedSequence", type(sequence).__name__, 'ShardedSequence(mesh["cp"])')
+        capacity = as_int(capacity)
         if capacity is not None and (type(capacity) is not int or not 0 < capacity < UNUSED):
             refuse("capacity", f"an int of 1 to {UNUSED - 1} tokens, or None", repr(capacity), "None grows")
         self.sequence, self.capacity, self.length = sequence, capacity, 0

@@ -30,7 +30,7 @@ from cp_mesh.agreement import announce_refusal, checking, require_agreement
 from cp_mesh.agreement.contents import fingerprint
 from cp_mesh.attention import Asked, make_options
 from cp_mesh.call import Options, Tensors, check_dense, check_scores, check_tensors, make_scores
-from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.errors import UnsupportedError, as_int, refuse
 from cp_mesh.formats import FORMATS
 from cp_mesh.kernels import choose_kernel
 from cp_mesh.kernels.combine import OutputSum, accumulation_dtype
@@ -128,6 +128,7 @@ def decode(
 def _decode(
     query: Tensor, key: Tensor, value: Tensor, asked: Asked, where: Where, q_lens: Sequence[int] | None
 ) -> tuple[Tensor, Tensor]:
+    q_lens = [*map(as_int, q_lens)] if isinstance(q_lens, list | tuple) else q_lens
     with announcing(asked.mesh):
         for name, x in (("query", query), ("key", key), ("value", value)):
             check_tensor(name, x)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import operator
+from contextlib import suppress
 from types import FunctionType
-from typing import NoReturn
+from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
@@ -45,3 +48,14 @@ def written(x: object) -> str:
 def refuse(what: str, expected: object, got: object, hint: str, error: type[Exception] = ArgumentError) -> NoReturn:
     """Raise with that sentence."""
     raise error(describe(what, expected, got, hint))
+
+
+def as_int(x: Any) -> Any:
+    """An int for another kind of integer, such as NumPy's or a tensor of one on the CPU; other things as they are."""
+    if x is None or isinstance(x, int | torch.SymInt):
+        return x
+    if isinstance(x, torch.Tensor) and (x.device.type != "cpu" or x.dtype == torch.bool):  # of a GPU it would wait
+        return x
+    with suppress(TypeError):
+        return operator.index(x)
+    return x

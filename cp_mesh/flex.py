@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from cp_mesh.agreement import announce_refusal
 from cp_mesh.attention import Asked, attend, check_format
 from cp_mesh.block_masks import read_mask
-from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.errors import UnsupportedError, as_int, refuse
 from cp_mesh.formats import FORMATS
 from cp_mesh.kernels.functions import ScalarFunction
 from cp_mesh.layouts import Layout, ZigZag
@@ -105,6 +105,7 @@ def flex_attention(
 
     Source: Dong et al. 2024, FlexAttention, arXiv:2412.05496.
     """
+    seq_dim, seq_len = as_int(seq_dim), as_int(seq_len)
     try:
         axis = find_cp_axis((query, key, value), mesh, seq_dim)
         form = FORMATS[axis.seq_dim]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_mesh.errors import ArgumentError
+from cp_mesh.errors import ArgumentError, as_int
 from cp_mesh.listed import Balanced, OfTensor, Permuted, ZigZagDocuments
 from cp_mesh.positions import Index, Layout, Piece, Run, chunk_bounds, non_empty
 
@@ -216,6 +216,7 @@ def _stream(x: Any) -> tuple[int, Layout | Replicated]:
     is_layout = isinstance(layout, Layout) and not isinstance(layout, Joint)
     if isinstance(x, Replicated):
         length, layout = x.length, x
+    length = as_int(length)
     if not isinstance(length, int) or isinstance(length, bool) or length < 0 or not is_layout:
         raise ArgumentError(
             f"Joint: expected a length, (length, layout) or Replicated(length) for each stream, got {x!r};"

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
-from cp_mesh.errors import ArgumentError, UnsupportedError, refuse
+from cp_mesh.errors import ArgumentError, UnsupportedError, as_int, refuse
 from cp_mesh.owned import is_owned, owned, read_once
 
 
@@ -146,6 +146,9 @@ class Mask:
     blocks: Tensor | None = None
 
     def __post_init__(self) -> None:
+        for name in ("prefix", "length", "window"):
+            given = getattr(self, name)
+            object.__setattr__(self, name, tuple(map(as_int, given)) if isinstance(given, tuple) else as_int(given))
         window = self.window
         if not isinstance(self.causal, bool):
             raise ArgumentError(

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import MappingKey, tree_map_with_path
 
 from cp_mesh.balancing import balance
-from cp_mesh.errors import refuse
+from cp_mesh.errors import as_int, refuse
 from cp_mesh.groups import as_mesh, flat, is_cp_axis
 from cp_mesh.layouts import Contiguous, Layout, Run, ZigZag
 from cp_mesh.masks import EXCLUDED, Mask
@@ -71,6 +71,8 @@ class ShardedSequence:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mesh", as_mesh(self.mesh))
+        for name in ("length", "ulysses_degree"):
+            object.__setattr__(self, name, as_int(getattr(self, name)))
         if not isinstance(self.mesh, DeviceMesh) or not is_cp_axis(self.mesh):
             hint = 'pass the cp axis alone, mesh["cp"], or two of such names, mesh["cp_ring", "cp_ulysses"]'
             refuse("ShardedSequence.mesh", 'a 1-D DeviceMesh, or a 2-D one of axes "cp..."', self.mesh, hint)
@@ -84,6 +86,8 @@ class ShardedSequence:
         if not isinstance(self.layout, Layout):
             got = repr(self.layout) if isinstance(self.layout, str) else self.layout
             refuse("ShardedSequence.layout", "a Layout", got, "ZigZag(), with parentheses")
+        if self.length is not None and (isinstance(self.length, bool) or not isinstance(self.length, int)):
+            refuse("ShardedSequence.length", "an int, tokens in the whole sequence", self.length, "or None")
         if self.length is not None and self.length < 1:
             refuse("ShardedSequence.length", "at least 1 token", self.length, "or None")
 
@@ -121,6 +125,7 @@ class ShardedSequence:
             >>> batch = sequence.for_batch(tokens.shape[1])  # doctest: +SKIP
             >>> rows = batch.shard({"tokens": tokens, "labels": labels})  # doctest: +SKIP
         """
+        length = as_int(length)
         if isinstance(length, bool) or not isinstance(length, int):
             refuse("for_batch: length", "an int, tokens of the batch", length, "pass tokens.shape[1]")
         sequence = replace(self, length=length)

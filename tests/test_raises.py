@@ -397,6 +397,12 @@ CASES: dict[str, Case] = {
         lambda: attend(layout=Permuted([0, 0, *range(2, S)]))
     ),
     # Options.
+    "a learned scale": refused(ARGUMENT, "scale", "got 0.5, which requires a gradient", "multiply q by a learned")(
+        lambda: attend(scale=nn.Parameter(torch.tensor(0.5)))
+    ),
+    "a fraction for the length of a sequence": refused(ARGUMENT, "ShardedSequence.length", "an int", "got 21.5")(
+        lambda: sequence(length=21.5)
+    ),
     "a word for the scale": refused(ARGUMENT, "scale", "a positive number", "'1'")(lambda: attend(scale="1")),
     "a scale that is not a number": refused(ARGUMENT, "scale", "a positive number", "nan")(
         lambda: attend(scale=float("nan"))
@@ -892,21 +898,23 @@ JUNK: dict[str, Any] = {
     "a word": "x", "words": "a|b,c:d", "no word": "", "bytes": b"1", "a list": [1], "a dict": {}, "an object": object(),
     "a type": int, "a tensor": torch.ones(3), "a bool tensor": torch.ones(1, dtype=torch.bool),
     "a complex number": 1j, "a meta tensor": torch.ones(8, device="meta"), "a numpy number": np.float32(0.5),
+    "a numpy integer": np.int64(1), "a tensor of 1": torch.tensor(1), "a tensor of a fraction": torch.tensor(0.5),
 }  # fmt: skip
+ONE, FRACTION = {"1", "a numpy integer", "a tensor of 1"}, {"a fraction", "a numpy number", "a tensor of a fraction"}
 MEANINGFUL = {  # what may pass: by option, names of values
-    "scale": {"None", "1", "a fraction", "a numpy number"},
-    "softcap": {"None", "1", "a fraction", "a numpy number"},
-    "dropout_p": {"0", "a fraction", "a numpy number"},  # with a seed
-    "dropout_seed": {"None", "0", "1"},
+    "scale": {"None", *ONE, *FRACTION},
+    "softcap": {"None", *ONE, *FRACTION},
+    "dropout_p": {"0", *FRACTION},  # with a seed
+    "dropout_seed": {"None", "0", *ONE},
     "ulysses_degree": {"None"},
     "inner_ring_size": {"None"},
-    "head_chunks": {"None", "1"},
+    "head_chunks": {"None", *ONE},
     "deterministic": {"None", "True"},
     "seq_dim": {"None"},
     "seq_len": {"None"},
     "causal": {"True"},
-    "prefix": {"0", "1"},
-    "length": {"None", "0", "1"},
+    "prefix": {"0", *ONE},
+    "length": {"None", "0", *ONE},
 }
 OPTIONAL_TENSORS = {"sinks", "alibi_slopes", "relative_bias", "bias", "documents", "key_padding", "blocks"}
 
@@ -942,6 +950,34 @@ def junk(rank: int) -> list[str]:
 def test_nothing_is_taken_for_something_else(pool: Any) -> None:
     for problems in pool(WORLD_SIZE).run(junk, timeout=120.0):
         assert not problems, "\n".join(problems)
+
+
+def other_numbers(rank: int) -> None:
+    """Results of numbers of Python, NumPy and tensors are the same."""
+    make_meshes()
+    arguments = local()
+    hybrid, double = {"method": "hybrid", "ulysses_degree": 2}, {"method": "double_ring", "inner_ring_size": 2}
+    for method in ({"head_chunks": 2}, hybrid, double):
+        plain: dict[str, Any] = {"seq_dim": 2, "seq_len": S, "scale": 0.5, "softcap": 3.0} | method
+        want = attention(**arguments, **plain, mask=Mask(window=(7, 0), prefix=3, length=20))
+        for kind in (np.asarray, torch.tensor):
+            given = {name: x if isinstance(x, str) else kind(x)[()] for name, x in plain.items()}
+            mask = Mask(window=(kind(7)[()], kind(0)[()]), prefix=kind(3)[()], length=kind(20)[()])
+            assert torch.equal(attention(**arguments, **given, mask=mask), want)
+    for kind in (np.int64, torch.tensor):
+        whole = sequence(length=kind(21))
+        assert whole == sequence(length=21) and whole.seq_len == 24 and whole.for_batch(kind(5)).length == 5
+        assert cp_mesh.Joint(kind(4), (kind(12), ZigZag())) == cp_mesh.Joint(4, (12, ZigZag()))
+        assert type(cp_mesh.ShardedCache(whole, kind(9)).capacity) is int
+        run_core(Core(scale=kind(1)), ulysses_degree=kind(2), method="hybrid")
+    q, k, v = (local()[name] for name in ("query", "key", "value"))
+    want = cp_mesh.decode(q, k, v, mesh=cp(), q_lens=[ROWS] * WORLD_SIZE)
+    assert torch.equal(cp_mesh.decode(q, k, v, mesh=cp(), q_lens=[np.int64(ROWS)] * WORLD_SIZE), want)
+    assert cp_mesh.verify(cp(), seq_len=np.int64(64), scores={"scale": torch.tensor(0.5)}).passed
+
+
+def test_numbers_of_other_kinds_are_taken_as_they_are(pool: Any) -> None:
+    pool(WORLD_SIZE).run(other_numbers)
 
 
 def refused_then_right(rank: int) -> Tensor:

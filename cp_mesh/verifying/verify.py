@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_mesh.agreement import check_mode
-from cp_mesh.attention import Asked, attention, with_degree
+from cp_mesh.attention import Asked, as_numbers, attention, with_degree
 from cp_mesh.call import SCORE_OPTIONS, Options, Tensors, make_scores, seed_tensor
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.groups import as_mesh, flat, is_cp_axis
@@ -158,6 +158,8 @@ def verify(
         names = f"names of scale, {', '.join(SCORE_OPTIONS)}"
         hint = "see cp_mesh.attention; functions are compared with cp_mesh.flex_attention on a mesh of one rank"
         refuse("verify: scores", names, sorted(unknown), hint)
+    numbers = as_numbers(Asked(**given))
+    given = {name: getattr(numbers, name) for name in given}
     if given.get("dropout_p"):
         given["dropout_seed"] = seed_tensor(given.get("dropout_seed", 0), device)
     whole_tensors = {name: x.detach().to(device) for name, x in given.items() if isinstance(x, Tensor)}
