@@ -109,6 +109,7 @@ def read_mask(
     if isinstance(block_mask, PairMask):
         given: tuple[Any, ...] = block_mask.batch, block_mask.heads, block_mask.seq_len, block_mask.seq_len
     elif isinstance(block_mask, BlockMask):
+        refuse_sliced(block_mask)
         given = *block_mask.kv_num_blocks.shape[:2], *block_mask.seq_lengths
     else:
         hint = "cp_mesh.create_block_mask(mask_mod, B, H, S, S)"
@@ -131,6 +132,14 @@ def read_mask(
             refuse("block_mask", "blocks of plain tensors", "a mask_mod of DTensors", hint, UnsupportedError)
         _check_blocks(block_mask, function, captured, sizes)
     return function, captured
+
+
+def refuse_sliced(block_mask: Any) -> None:
+    """Refuse a part of a mask, ``block_mask[...]``, whose mask_mod PyTorch takes away."""
+    name = getattr(getattr(block_mask, "mask_mod", None), "__name__", "")
+    if name == "_sliced_mask_mod_error":
+        hint = "pass the mask of the whole sequence, heads and batch as create_block_mask made it, on every rank"
+        refuse("block_mask", "a whole mask", "a slice of one, block_mask[...]", hint)
 
 
 _checked: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()

@@ -40,7 +40,15 @@ from cp_mesh.guard.stated import (
     stated_reach,
     variables,
 )
-from cp_mesh.guard.watching import Interception, can_compile_flex, keep_uncompiled, unwatched, watched
+from cp_mesh.guard.watching import (
+    PUT_BACK,
+    Interception,
+    can_compile_flex,
+    keep_uncompiled,
+    replaced_sdpa,
+    unwatched,
+    watched,
+)
 from cp_mesh.kernels import KERNELS
 from cp_mesh.layouts import Layout
 from cp_mesh.masks import Mask
@@ -199,7 +207,10 @@ class ContextParallel(ParallelStyle):
             what = f"ContextParallel({type(module).__name__})"
             expected = "a call of F.scaled_dot_product_attention, or of flex_attention,"
             hint = "apply the style to the module that calls it; otherwise each rank attends to its shard alone"
-            error = ArgumentError(describe(what, f"{expected} in its forward", "none", hint))
+            got = "none"
+            if wrapper := replaced_sdpa():
+                got, hint = f"none, and {wrapper} in place of F.scaled_dot_product_attention", PUT_BACK
+            error = ArgumentError(describe(what, f"{expected} in its forward", got, hint))
             announce(self.sequence, error)
             raise error
         return result

@@ -6,6 +6,7 @@ import inspect
 from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import wraps
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.distributed.tensor.placement_types import Placement
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import cp_mesh
@@ -44,6 +45,7 @@ from cp_mesh.call import Operand, check_tensors
 WORLD_SIZE = 4
 B, H, K, S, D = 2, 8, 4, 24, 16  # batch, query heads, kv heads, whole sequence, head dim
 DEVICES = "cpu", "cpu", "cuda"
+SDPA = F.scaled_dot_product_attention
 ROWS = S // WORLD_SIZE
 
 
@@ -184,6 +186,16 @@ def sequence(**options: Any) -> ShardedSequence:
 def run_core(core: nn.Module, tensors: tuple[Tensor, ...] | None = None, **options: Any) -> None:
     cp_mesh.parallelize(core, cp(), {"": ContextParallel(sequence(), **options)})
     core(*(tensors or tuple(local()[name] for name in ("query", "key", "value"))))
+
+
+def run_replaced(function: Callable[..., Any]) -> None:
+    with mock.patch.object(F, "scaled_dot_product_attention", function):
+        run_core(Core())
+
+
+def of_torch() -> BlockMask:
+    blocks = torch.ones(B, H, 1, dtype=torch.int32), torch.zeros(B, H, 1, 1, dtype=torch.int32)
+    return BlockMask.from_kv_blocks(*blocks, mask_mod=lambda b, h, i, j: i >= j, seq_lengths=(S, S))
 
 
 def run_plan(model: nn.Module | None = None, on: DeviceMesh | None = None, **plan: Any) -> None:
@@ -777,6 +789,21 @@ CASES: dict[str, Case] = {
     ),
     "flex_attention by options of a kernel": refused(UNSUPPORTED, "kernel_options", "'BLOCK_M': 64", "kernel=")(
         lambda: run_core(Flex(kernel_options={"BLOCK_M": 64}), mask=Mask(causal=False))
+    ),
+    "a wrapper in place of SDPA": refused(
+        UNSUPPORTED, "PyTorch's own F.scaled_dot_product_attention", f"{__file__}, line", "put PyTorch's back"
+    )(lambda: run_replaced(wraps(SDPA)(lambda *args, **keywords: SDPA(*args, **keywords)))),
+    "another function in place of SDPA": refused(
+        ARGUMENT,
+        "none, and the function of",
+        f"{__file__}, line",
+        "put PyTorch's back, F.scaled",
+    )(lambda: run_replaced(lambda q, k, v, **_: q)),
+    "a slice of a BlockMask": refused(ARGUMENT, "block_mask", "a whole mask", "a slice of one, block_mask[...]")(
+        lambda: cp_mesh.flex_attention(**local(), block_mask=of_torch()[:, 0:1], enable_gqa=True)
+    ),
+    "flex_attention with a slice of a BlockMask": refused(ARGUMENT, "block_mask", "a slice of one, block_mask[...]")(
+        lambda: run_core(Flex(block_mask=of_torch()[:, :, 0:1]), mask=Mask(causal=False))
     ),
     "flex_attention with a mask of the shard": refused(ARGUMENT, "block_mask", "whole sequence", "global length")(
         lambda: run_core(Flex(block_mask=cp_mesh.create_block_mask(lambda b, h, i, j: i >= j, None, None, ROWS, ROWS)))

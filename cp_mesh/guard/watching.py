@@ -25,7 +25,8 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
-from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.block_masks import refuse_sliced
+from cp_mesh.errors import ArgumentError, UnsupportedError, refuse
 from cp_mesh.forwards import FILE, STYLE, WATCH, check_class, replace_forward, replaced
 from cp_mesh.ops import attention_op, check_length, length_of_call
 
@@ -65,6 +66,21 @@ def call_function(func: Any, args: Any, kwargs: Any) -> Any:
     if func is Tensor.unflatten:  # torch.compile traces a call of the method, but not what the function holds
         return args[0].unflatten(*args[1:], **kwargs)
     return func(*args, **kwargs)
+
+
+PUT_BACK = (
+    "what it does around the call is not known: leave it out of the core, or put PyTorch's back, "
+    "F.scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention"
+)
+
+
+def replaced_sdpa() -> str:
+    """What stands in the place of PyTorch's `F.scaled_dot_product_attention`, in words; "" where that is there."""
+    found = F.scaled_dot_product_attention
+    if found is torch._C._nn.scaled_dot_product_attention:
+        return ""
+    code = getattr(found, "__code__", None)  # a wrapper may have the name of what it wraps
+    return repr(found) if code is None else f"the function of {code.co_filename}, line {code.co_firstlineno}"
 
 
 def _refuse_traced_flex() -> NoReturn:
@@ -128,6 +144,9 @@ class Interception(TorchFunctionMode):
             if name in ATTENTION and func is not F.scaled_dot_product_attention and not is_flex:
                 if name == "flex_attention":
                     _refuse_traced_flex()
+                if func is torch._C._nn.scaled_dot_product_attention and (wrapper := replaced_sdpa()):
+                    expected = "PyTorch's own F.scaled_dot_product_attention"
+                    refuse("ContextParallel", expected, f"{wrapper}, which calls it", PUT_BACK, UnsupportedError)
                 raise UnsupportedError(
                     f"ContextParallel: {name} is not available in a core; call F.scaled_dot_product_attention "
                     "and say the mask as ContextParallel(mask=Mask(...)), or call flex_attention"
@@ -155,12 +174,13 @@ class Interception(TorchFunctionMode):
             return False if func.__self__ is Tensor.requires_grad else func(x, *given)
         if caller is not self.flex and caller.f_code.co_name == "flex_attention":
             self._end_flex()
-            if compiles_frames():  # of a model that it could not trace this far
-                try:
+            try:
+                if compiles_frames():  # of a model that it could not trace this far
                     _refuse_traced_flex()
-                except UnsupportedError as error:
-                    self.announce(error)
-                    raise
+                refuse_sliced(caller.f_locals.get("block_mask"))
+            except (ArgumentError, UnsupportedError) as error:
+                self.announce(error)
+                raise
             if can_compile_flex() and _called_by(sys.modules["torch._dynamo.eval_frame"]):
                 self.compiles_flex = True
             code, values = caller.f_code, caller.f_locals
