@@ -36,6 +36,7 @@ def a_list(): return good() | {"plan": ["layers.0"]}
 def a_size(): return good() | {"mesh": 8}
 def takes(mesh): return good()
 def raises(): return {}["corpus"]
+def unknown(): return good() | {"steps": 3}
 number = 7
 """
 
@@ -202,6 +203,11 @@ FACTORY_ERRORS = {
         "got ModuleNotFoundError: No module named 'nowhere_at_all'; see its",
     ),
     "no such function": ("{file}:goof", "expected a function, got none of that name in my_cp_factories; near it: good"),
+    "no function that is near": (
+        "{file}:verification",
+        "got none of that name in my_cp_factories; it defines good, not_a_dict, misspelt, no_batch, a_model, a_tensor,",
+    ),
+    "a module of imports": ("{folder}/borrowed.py:verification", "none of that name in borrowed; it defines none"),
     "a number": ("{file}:number", "expected a function, got int; "),
     "arguments": (
         "{file}:takes",
@@ -212,6 +218,10 @@ FACTORY_ERRORS = {
     "a name": (
         "{file}:misspelt",
         "'bacth': expected the name of an argument of verify_model, got bacth; near it: batch",
+    ),
+    "a name that is not near": (
+        "{file}:unknown",
+        "'steps': expected the name of an argument of verify_model, got steps; they",
     ),
     "none": (
         "{file}:no_batch",
@@ -233,9 +243,10 @@ FACTORY_ERRORS = {
 @pytest.fixture
 def factories(tmp_path: Path, monkeypatch: Any) -> Path:
     monkeypatch.setattr(sys, "path", [*sys.path])
-    for name in ("my_cp_factories", "imports"):
+    for name in ("my_cp_factories", "imports", "borrowed"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     (tmp_path / "imports.py").write_text("import nowhere_at_all\n")
+    (tmp_path / "borrowed.py").write_text("from torch import Tensor, zeros\nfrom math import sqrt\n")
     (tmp_path / "my_cp_factories.py").write_text(FACTORIES)
     return tmp_path / "my_cp_factories.py"
 

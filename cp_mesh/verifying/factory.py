@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import inspect
 import sys
@@ -52,8 +53,9 @@ def arguments_of(text: str) -> dict[str, Any]:
     parameters = inspect.signature(verify_model).parameters
     for key in returned:
         if key not in parameters:
-            close = difflib.get_close_matches(str(key), parameters, n=1) or [*parameters]
-            refuse(f"{what}: {key!r}", "the name of an argument of verify_model", key, f"near it: {', '.join(close)}")
+            close = difflib.get_close_matches(str(key), parameters, n=1)
+            hint = f"near it: {close[0]}" if close else f"they are {', '.join(parameters)}"
+            refuse(f"{what}: {key!r}", "the name of an argument of verify_model", key, hint)
     for key, (is_right, expected) in _KINDS.items():
         if key not in returned and parameters[key].default is inspect.Parameter.empty:
             refuse(f"{what}: {key!r}", expected, f"{[*returned]} alone", "add it to the dict")
@@ -82,15 +84,27 @@ def _module(what: str, where: str) -> ModuleType:
 def _function(what: str, module: ModuleType, name: str) -> Callable[[], Any]:
     found = getattr(module, name, None)
     if not callable(found):
-        own = [key for key, x in vars(module).items() if callable(x) and key[0] != "_"]
-        close = difflib.get_close_matches(name, own, n=3) or own[-3:]
+        functions = {key: x for key, x in vars(module).items() if callable(x) and not isinstance(x, type)}
+        own = [key for key, x in functions.items() if key[0] != "_" and _module_of(x) in (None, module.__name__)]
         got = f"none of that name in {module.__name__}" if found is None else type(found)
-        refuse(what, "a function", got, f"near it: {', '.join(close)}" if close else "it defines none")
+        if close := difflib.get_close_matches(name, own, n=3):
+            refuse(what, "a function", got, f"near it: {', '.join(close)}")
+        refuse(what, "a function", got, f"it defines {_listed(own) or 'none'}")
     try:
         inspect.signature(found).bind()
     except TypeError as error:
         refuse(what, "a function that needs no arguments", str(error), "functools.partial binds them")
     return found
+
+
+def _module_of(function: Any) -> str | None:
+    """Where a function was made; None of what does not say it, as `functools.partial` does not."""
+    return None if isinstance(function, functools.partial) else getattr(function, "__module__", None)
+
+
+def _listed(names: list[str]) -> str:
+    """A few of them."""
+    return ", ".join(names[:8]) + ", ..." * (len(names) > 8)
 
 
 def _shown(error: Exception) -> str:
