@@ -759,11 +759,12 @@ def lengths_refused(rank: int, kind: str) -> list[str]:
             model.config.max_position_embeddings = 40
         parallel = parallelize(model, cp, layout=layout)
         parallel(input_ids=ids[:, :39])
-        try:
-            parallel(input_ids=ids)
-            found.append("")
-        except UnsupportedError as error:
-            found.append(str(error))
+        for length in (41, ids.shape[1]):
+            try:
+                parallel(input_ids=ids[:, :length])
+                found.append("")
+            except UnsupportedError as error:
+                found.append(str(error))
     return found
 
 
@@ -771,9 +772,15 @@ def lengths_refused(rank: int, kind: str) -> list[str]:
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "scale"])
 def test_refused_lengths(pool: Any, kind: str) -> None:
     words = "attn_temperature_tuning" if kind == "scale" else kind
-    for zigzag, striped in pool(2).run(lengths_refused, kind):
-        assert words in zigzag
+    for short_zigzag, zigzag, short_striped, striped in pool(2).run(lengths_refused, kind):
+        assert words in zigzag and words in short_zigzag and words in short_striped
         assert striped == "" if kind == "longrope" else words in striped
+        if kind == "dynamic":
+            assert "Striped" not in zigzag + striped and "documents of 40 tokens at most: in every layout" in striped
+        if kind == "longrope":
+            assert "; or layout=Striped(), where every rank has later positions" in zigzag
+            assert short_zigzag.endswith("; or longer ones in layout=Striped()")
+            assert short_striped.endswith("documents of 40 tokens at most; or longer ones")
 
 
 def counts_positions_from_tokens(rank: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from transformers import PreTrainedModel, masking_utils
 
 from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.layouts import Striped
 from cp_mesh.sequence import ShardedSequence
 from cp_mesh.tp_plan import tensor_parallel_plan
 
@@ -178,11 +180,22 @@ def check_lengths(config: Any, accepted: set[str], sequence: ShardedSequence, po
             continue
         if kind == "longrope":
             known = rope.get(original) or getattr(config, original, known)
-        assert sequence.seq_len is not None
-        padded, size = F.pad(positions, (0, sequence.seq_len - length)), sequence.cp_size
-        rows = [sequence.layout.positions(sequence.seq_len, size, rank) for rank in range(size)]
-        longest = [int(padded[:, x.to(padded.device)].max()) + 1 for x in rows]
+        longest = _longest(sequence, positions)
         if max(longest) > known and (kind == "dynamic" or min(longest) <= known):
-            expected = f"{known} positions" + (" at most, or more on every rank" if kind == "longrope" else "")
-            hint = "shorter documents; or layout=Striped(), where every rank has late positions"
+            expected, hint = f"{known} positions at most", f"documents of {known} tokens at most"
+            if kind == "dynamic":
+                hint += ": in every layout a rank knows the largest position of its own rows alone"
+            elif min(_longest(replace(sequence, layout=Striped()), positions)) > known:
+                hint += "; or layout=Striped(), where every rank has later positions"
+            else:
+                hint += "; or longer ones" + " in layout=Striped()" * (not isinstance(sequence.layout, Striped))
+            expected += ", or more on every rank" * (kind == "longrope")
             refuse(f"rope_type={kind!r}", expected, f"{longest} on the ranks", hint, UnsupportedError)
+
+
+def _longest(sequence: ShardedSequence, positions: Tensor) -> list[int]:
+    """How many positions each rank has, up to its largest one, of those of the whole batch [B or 1, S]."""
+    assert sequence.seq_len is not None
+    padded, size = F.pad(positions, (0, sequence.seq_len - positions.shape[1])), sequence.cp_size
+    rows = (sequence.layout.positions(sequence.seq_len, size, rank) for rank in range(size))
+    return [int(padded[:, x.to(padded.device)].max()) + 1 for x in rows]
