@@ -57,7 +57,8 @@ def balance(mask: Mask, seq_len: int, cp_size: int) -> Balanced:
         refuse("balance", "a mask of positions, documents and blocks", what, hint, UnsupportedError)
     for name, x in given.items():
         if x.shape[-1] != seq_len:
-            refuse(f"balance: mask.{name}", f"{seq_len} tokens", x.shape[-1], "pass their seq_len")
+            hint = "pass their seq_len" + "; cu_seqlens end there" * (name == "documents")
+            refuse(f"balance: mask.{name}", f"{seq_len} tokens", x.shape[-1], hint)
     edges = np.unique(np.concatenate([[0, seq_len], *(x.edges for x in _documents(mask, seq_len))])).tolist()
     work = memoryview(np.r_[0, keys_seen(mask, seq_len).cumsum()])  # before each position, and in all
     parts: list[Part] = []  # light to dense

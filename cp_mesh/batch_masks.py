@@ -58,7 +58,8 @@ def batch_mask(
         documents = _documents_of(cu_seq_lens, cu_seq_lens_padded)
     elif cu_seq_lens_padded is not None:
         refuse("batch_mask", "cu_seq_lens beside cu_seq_lens_padded", None, "pass the lengths without padding too")
-    given = {"documents": documents, "position_ids": position_ids, "attention_mask": attention_mask}
+    named = "documents" if cu_seq_lens is None else "documents of cu_seq_lens"
+    given = {named: documents, "position_ids": position_ids, "attention_mask": attention_mask}
     _check_whole({name: x for name, x in (given | {"blocks": blocks}).items() if x is not None})
     documents, position_ids, kept = (None if x is None else x.to("cpu", torch.int64) for x in given.values())
     if position_ids is not None:
@@ -90,6 +91,13 @@ def _documents_of(cu_seq_lens: Tensor, padded: Tensor | None) -> Tensor | None:
     return ids.where(torch.arange(len(ids)) - begins[ids] < lens[ids], EXCLUDED)
 
 
+_OF_SEVERAL_DIMS = {
+    "attention_mask": "a mask of pairs is, exactly, attention(..., bias=) of 0 and -inf with Mask(causal=False)",
+    "position_ids": "of positions of several dims (mRoPE) the first of four counts tokens, position_ids[0]; of three "
+    "none does: leave them out, and say documents=",
+}
+
+
 def _check_whole(given: dict[str, Tensor]) -> None:
     """Refuse tensors that are not of one batch [B, S], or [S]."""
     for name, x in given.items():
@@ -97,7 +105,7 @@ def _check_whole(given: dict[str, Tensor]) -> None:
             refuse(f"batch_mask: {name}", "a tensor", type(x).__name__, "use torch.tensor")
         if x.ndim not in (1, 2) or x.is_floating_point():
             expected, got = "integers [B, S] or [S]", f"{x.dtype} {list(x.shape)}"
-            hint = "a mask of pairs is, exactly, attention(..., bias=) of 0 and -inf with Mask(causal=False)"
+            hint = "cast it to integers" if x.ndim in (1, 2) else _OF_SEVERAL_DIMS.get(name, "one id for each token")
             refuse(f"batch_mask: {name}", expected, got, hint)
     shapes = {name: list(x.shape) for name, x in given.items()}
     rows, lengths = {x[0] for x in shapes.values() if len(x) == 2} - {1}, {x[-1] for x in shapes.values()}

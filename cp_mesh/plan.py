@@ -181,11 +181,12 @@ def _resolve(
         if tensor is None:
             continue
         if tensor.shape[-1] != seq_len or (tensor.ndim == 2 and tensor.shape[0] not in (1, q.shape[0])):
+            hint = "give the same whole-sequence tensor on every cp rank; it is never sharded"
             refuse(
                 f"Mask.{name}",
                 f"shape [{q.shape[0]}, {seq_len}] of the whole sequence in original order",
                 tuple(tensor.shape),
-                "give the same whole-sequence tensor on every cp rank; it is never sharded",
+                f"{hint}; cu_seqlens end at {seq_len}" if name == "documents" and tensor.ndim == 1 else hint,
             )
 
     degree = method.choose_degree(options, q, k, cp_size)

@@ -259,6 +259,11 @@ class ShardedSequence:
         seq_len = self.seq_len_in(self.layout if layout is None else layout)
         if self.length is None or seq_len == self.length:
             return mask
+        for name in ("documents", "blocks", "key_padding"):
+            x = getattr(mask, name)
+            if x is not None and x.shape[-1] not in (self.length, seq_len):
+                hint = "it is of the whole sequence, on every rank" + "; cu_seqlens end there" * (name == "documents")
+                refuse(f"Mask.{name}", f"{self.length} tokens, or {seq_len} with padding", x.shape[-1], hint)
         hidden = not mask.causal or mask.prefix > self.length  # a causal query never sees the padding after it
         return replace(
             mask,

@@ -98,13 +98,16 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"cu_seq_lens": tensor([0, 3]), "position_ids": tensor([[0, 1, 0]])}, "go on by 1 within a document"),
     "ids in the place of padding": ({"attention_mask": tensor([[1, 1, 2, 0]])}, r"documents=attention_mask - 1"),
     "pairs": ({"attention_mask": torch.ones(1, 1, 4, 4)}, r"bias=\) of 0 and -inf with Mask\(causal=False\)"),
-    "an additive mask": ({"attention_mask": torch.zeros(2, 4)}, r"integers \[B, S\] or \[S\], got torch.float32"),
-    "positions of several dims": ({"position_ids": torch.zeros(3, 2, 4).long()}, r"got torch.int64 \[3, 2, 4\]"),
+    "an additive mask": (
+        {"attention_mask": torch.zeros(2, 4)}, r"integers \[B, S\] or \[S\], got torch.float32 \[2, 4\]; cast"),
+    "positions of several dims": (
+        {"position_ids": torch.zeros(3, 2, 4).long()}, r"got torch.int64 \[3, 2, 4\]; .*mRoPE"),
     "another length": (
         {"attention_mask": torch.ones(2, 4).int(), "position_ids": torch.arange(5)}, "before it is sharded"),
     "another batch": (
         {"attention_mask": torch.ones(2, 4).int(), "documents": torch.zeros(3, 4).int()}, "tensors of one batch"),
-    "lengths of more": ({"cu_seq_lens": tensor([0, 3]), "attention_mask": torch.ones(1, 4).int()}, "of one batch row"),
+    "lengths of more": (
+        {"cu_seq_lens": tensor([0, 3]), "attention_mask": torch.ones(1, 4).int()}, r"\[3\] documents of cu_seq_lens"),
     "a list": ({"documents": [0, 1]}, "a tensor, got list"),
     "blocks of a shard": (
         {"blocks": torch.zeros(2, 2).int(), "attention_mask": torch.ones(2, 4).int()}, "tensors of one batch"),

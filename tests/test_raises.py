@@ -395,9 +395,15 @@ CASES: dict[str, Case] = {
     "cu_seqlens from 1": refused(ARGUMENT, "from_cu_seqlens", "starting at 0")(
         lambda: attend(mask=Mask.from_cu_seqlens(torch.tensor([1, S])))
     ),
-    "cu_seqlens of another length": refused(ARGUMENT, "Mask.documents", "[2, 24]", "(23,)")(
+    "cu_seqlens of another length": refused(ARGUMENT, "Mask.documents", "[2, 24]", "(23,)", "cu_seqlens end at 24")(
         lambda: attend(mask=Mask.from_cu_seqlens(torch.tensor([0, 5, S - 1])))
     ),
+    "cu_seqlens of another length in a layout": refused(
+        ARGUMENT, "mask.documents", "24 tokens", "got 23", "cu_seqlens end there"
+    )(lambda: sequence(length=24).balanced(Mask.from_cu_seqlens(torch.tensor([0, 5, S - 1])))),
+    "cu_seqlens of another length than a padded sequence": refused(
+        ARGUMENT, "Mask.documents", "21 tokens, or 24 with padding", "got 23", "cu_seqlens end there"
+    )(lambda: sequence(length=21).mask(Mask.from_cu_seqlens(torch.tensor([0, 5, S - 1])))),
     "a tensor for a mask": refused(ARGUMENT, "mask", "Mask", "Tensor", "batch_mask reads", "bias= of 0 and -inf")(
         lambda: attend(mask=torch.ones(S, S, dtype=torch.bool))
     ),

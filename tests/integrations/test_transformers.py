@@ -612,6 +612,10 @@ CALLS: dict[str, tuple[str, Any, dict[str, Any], str]] = {
     "tuples": ("llama", lambda m, x: m(**x, return_dict=False), {}, "return_dict=True"),
     "an unknown argument": ("llama", lambda m, x: m(**x, pixels=torch.ones(1)), {}, "pixels"),
     "mRoPE": ("llama", lambda m, x: m(**x, position_ids=torch.zeros(3, B, S)), {}, "mRoPE"),
+    "lengths of a shorter row": (
+        *("llama", lambda m, x: m(input_ids=x["input_ids"][:1], cu_seq_lens_q=torch.tensor([0, 7, S - 1])), {}),
+        f"cu_seq_lens_q: expected an end at {S}, in one batch row, got an end at {S - 1}, in 1 batch row; ",
+    ),
     "labels of other rows": ("llama", lambda m, x: m(**x | {"labels": x["labels"][:, :9]}), {}, "labels"),
     "routers of another kind": (
         *("llama", lambda m, x: m(**x, output_router_logits=True)),

@@ -64,7 +64,8 @@ def read(facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
     if (cu_seqlens := given.get("cu_seq_lens_q")) is not None:
         documents = Mask.from_cu_seqlens(cu_seqlens).documents
         if size[0] != 1 or documents is None or documents.shape[-1] != size[1]:
-            refuse(f"{where}: cu_seq_lens_q", f"ends at {size[1]} in one batch row", list(size), "or documents=ids")
+            got = f"an end at {int(cu_seqlens[-1])}, in {size[0]} batch row{'s' * (size[0] != 1)}"
+            refuse(f"{where}: cu_seq_lens_q", f"an end at {size[1]}, in one batch row", got, "or pass documents=ids")
         given.setdefault("documents", documents[None].to(device))
     if "documents" in given:
         if ids is None and facts.rotates_by_several:
