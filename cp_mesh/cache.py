@@ -140,7 +140,7 @@ class ShardedCache:
                 hint = "call prefill first; without a prompt, make the cache with a ShardedSequence without length="
                 refuse("append", f"the {prompt} tokens of the sequence in the cache", "an empty cache", hint)
             self._check_room(self.length + num_new)
-        if checking():
+        if checking(self._group):
             require_agreement(self._group, {"key": fingerprint(key), "value": fingerprint(value)})
         if self.capacity is None:
             self._append_from_host(key, value)

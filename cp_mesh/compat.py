@@ -230,7 +230,7 @@ def _compare(group: dist.ProcessGroup, buffers: list[Tensor]) -> None:
     In check mode by content in all.
     """
     found = {f"buffers[{i}]": x for i, x in enumerate(buffers)}
-    if checking():
+    if checking(group):
         require_agreement(group, {name: fingerprint(x) for name, x in found.items()})
     else:
         agree_on_shapes(group, ("context_parallel", *((x.shape, x.dtype) for x in buffers)), found)

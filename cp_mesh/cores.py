@@ -193,7 +193,7 @@ class ContextParallel(ParallelStyle):
             forward = torch.compiler.set_stance("force_eager")(forward)
             flex = torch.compiler.set_stance("default")(flex)
         interception = Interception(sdpa, flex, told)
-        if eager and checking() and (found := replaced(module, STYLE)) is not None:
+        if eager and checking(self.sequence.mesh.get_group()) and (found := replaced(module, STYLE)) is not None:
             forward = called_in(found.where)(forward)
         if watched():
             with unwatched(), interception:

@@ -135,7 +135,7 @@ def _decode(
         axis = find_cp_axis((query, key, value), asked.mesh, 2)
         num_rows = query.shape[2] if q_lens is None else _check_lens(q_lens, query, axis.group)
         where, kernel, scores, options = _prepare(query, key, value, asked, where, num_rows)
-    if checking():
+    if checking(axis.group):
         given = {name: getattr(asked, name) for name in ("sinks", "alibi_slopes", "relative_bias")}
         alike = {
             "key and value": str([(x.shape[0], x.shape[1], x.shape[3], x.dtype) for x in (key, value)]),
@@ -177,7 +177,7 @@ def announcing(mesh: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if checking() and (group := group_that_waits(None, mesh, None)) is not None:
+        if (group := group_that_waits(None, mesh, None)) is not None and checking(group):
             announce_refusal(group, error)
         raise
 

@@ -102,7 +102,7 @@ _KNOWN: WeakKeyDictionary[dist.ProcessGroup, tuple[str, Known]] = WeakKeyDiction
 def _agreed(group: dist.ProcessGroup, device: torch.device, path: str) -> Known:
     problem, table = "", ""
     try:
-        table = to_text(read_machine(path)) if path else ""
+        table = to_text(read_machine(path, VARIABLE)) if path else ""
     except ArgumentError as error:
         problem = str(error)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
@@ -137,8 +137,8 @@ def find_machine(name: str) -> Machine:
     return MACHINES[name] if name in MACHINES else read_machine(name)
 
 
-def read_machine(path: str | Path) -> Machine:
-    """A table that `write_machine` wrote.
+def read_machine(path: str | Path, what: str = "machine") -> Machine:
+    """A table that `write_machine` wrote; ``what`` names its path: `VARIABLE`, or an argument that takes names too.
 
     Raises:
         ArgumentError: if it is not one.
@@ -146,8 +146,8 @@ def read_machine(path: str | Path) -> Machine:
     try:
         return from_text(Path(path).read_text())
     except (OSError, ValueError, KeyError, TypeError) as error:
-        hint = "python -m cp_mesh calibrate writes one"
-        refuse("machine", f"one of {', '.join(MACHINES)}, or the file of a table", f"{path} ({error})", hint)
+        names = "" if what == VARIABLE else f"one of {', '.join(MACHINES)}, or "
+        refuse(what, f"{names}the file of a table", f"{path} ({error})", "python -m cp_mesh calibrate writes one")
 
 
 def write_machine(machine: Machine, path: str | Path) -> None:

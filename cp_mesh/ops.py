@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.experimental import implicit_replication, register_sharding
 from torch.distributed.tensor.placement_types import Placement
@@ -150,7 +151,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor
         announce_refusal(group, error)
         raise
     kind = _kind(arguments, q, k, v, call)
-    if checking():
+    if checking(group):
         told = _what_must_agree(plan, q, k, v, call)
         require_agreement(group, {PASS: "forward", **told, ORDER: order_of(group, "forward", kind)})
     elif is_first(group, kind):
@@ -201,7 +202,7 @@ def _attention_backward(
     form, group = call.format, call.group
     dout, q, k, v = map(form.to_bhsd, (dout, q, k, v))
     kind = _kind(arguments[:-1], q, k, v, call)
-    if checking():
+    if checking(group):
         told = {**_in_words(call.seq_len, call.options, q, k, v), "gradients wanted of": wanted}
         require_agreement(group, {PASS: "backward", ORDER: order_of(group, "backward", kind), **told})
     note_call(group, "backward", kind)
@@ -313,7 +314,7 @@ class _Attention(torch.autograd.Function):
         # most kernels take no gradient of lse, and none must be dropped silently
         ctx.mark_non_differentiable(*(() if call.options.differentiable_lse else (lse,)), kept, *of_heads)
         ctx.has_kept, ctx.shape = kept.ndim > 1, out.shape
-        ctx.forward, ctx.checked = last_forward(call.group), checking()
+        ctx.forward, ctx.checked = last_forward(call.group), checking(call.group)
         if ctx.has_kept:
             ctx.save_for_backward(*(_without_rows(x, call.seq_dim) for x in qkv), *tensors, *of_heads, kept, *captured)
         else:
@@ -338,7 +339,8 @@ class _Attention(torch.autograd.Function):
             dout = q.new_zeros(ctx.shape)
         names = ",".join([*wanted, *map(name_of_captured, read)])
         given = (dout, q, k, v, out, lse, dlse, kept, *tensors, [*captured], *ctx.others, names)
-        with backward_of(ctx.forward) if ctx.checked or checking() else nullcontext():
+        group = _resolve_process_group(ctx.others[2])
+        with backward_of(ctx.forward) if ctx.checked or checking(group) else nullcontext():
             dq, dk, dv, *grads, flat = _call_backward(given)
         named, of_tensors = dict(zip(GRADED, grads, strict=True)), dict.fromkeys(Tensors._fields)
         for name in wanted:  # of a plain tensor beside DTensors: this rank's share

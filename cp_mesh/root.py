@@ -241,7 +241,7 @@ class ShardedModel(ParallelStyle):
         group, found = self.sequence.mesh.get_group(), self._whole(arguments)
         given = [x for x in found.values() if x is not None]
         integers = [x for x in given if not x.is_floating_point()]
-        if checking():
+        if checking(group):
             require_agreement(group, {name: fingerprint(x) for name, x in found.items()})
         elif given and not agree_on_shapes(group, _kind(found), found) and integers:
             compare_later(group, integers)

@@ -77,7 +77,7 @@ COUNTED: ContextVar[frozenset[int]] = ContextVar("cp_mesh_counted", default=froz
 
 def note_tokens(name: str, whole: Tensor, layout: Layout, rows: Rows, group: dist.ProcessGroup) -> None:
     """Of a tensor that is sharded, by its name; while a model waits for its first step, or the shape is a new one."""
-    if name not in TOKENS or whole.ndim != 2 or whole.is_floating_point() or group.size() == 1 or turned_off():
+    if name not in TOKENS or whole.ndim != 2 or whole.is_floating_point() or group.size() == 1 or turned_off(group):
         return
     if not WAITING and not is_new_here(group, whole.shape):
         return

@@ -306,6 +306,9 @@ def checks_off() -> Any:
         (nullcontext, {"CP_MESH_CHECK": "1"}, True),
         (check_mode, {}, True),
         (checks_off, {"CP_MESH_CHECK": "1"}, False),
+        *[(nullcontext, {"CP_MESH_CHECK": word}, True) for word in ("true", "Yes", "ON")],
+        *[(nullcontext, {"CP_MESH_CHECK": word}, False) for word in ("", "False", "no", "off")],
+        (check_mode, {"CP_MESH_CHECK": "2"}, True),
     ],
 )
 def test_exchanges_only_where_asked(
@@ -405,6 +408,47 @@ def test_check_mode_compares_how_many_compiled_backwards_there_were(pool: Any) -
     for error in pool(WORLD_SIZE).run_expecting_error(one_more):
         assert error is not None and error.type == "RankMismatchError", error
         assert "same order of calls" in error.message and "cp rank 1: backward, after " in error.message
+
+
+def refused_words(rank: int) -> list[tuple[str, int]]:
+    """What each call raises where the environment has a word that nobody knows, and its collectives; then of one rank.
+
+    On the last rank alone, the others hear of it.
+    """
+    axis = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=("cp",))
+    sequence, given = cp_mesh.ShardedSequence(axis), tensors() | {"mesh": axis}
+    root = cp_mesh.ShardedModel(sequence, inputs=("input",), positions=None)
+    model = cp_mesh.parallelize(torch.nn.Embedding(8, 4), axis, {"": root})
+    cache = cp_mesh.ShardedCache(sequence)
+    row = torch.zeros(1, 1, 1, 4)
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        *[(word, lambda: attention(**given)) for word in ("2", "ture", "1 ")],
+        ("x", torch.compile(lambda: attention(**given), backend="eager", fullgraph=True)),
+        ("x", lambda: model(torch.zeros(1, 6, dtype=torch.int64))),
+        ("x", lambda: cp_mesh.decode(row, row, row, mesh=axis)),
+        ("x", lambda: cache.append(row, row)),
+        ("x" if rank == ODD else "", lambda: attention(**given)),
+    ]
+    found = []
+    for word, call in calls:
+        before = num_collectives()
+        with mock.patch.dict("os.environ", {"CP_MESH_CHECK": word}), pytest.raises(Exception) as raised:
+            call()
+        found.append((f"{raised.type.__name__}: {raised.value}", num_collectives() - before))
+    attention(**given)  # ranks are in step
+    return found
+
+
+def test_other_words_are_refused_before_the_first_collective(pool: Any) -> None:
+    words = ["'2'", "'ture'", "'1 '", "'x'", "'x'", "'x'", "'x'"]
+    for rank, found in enumerate(pool(WORLD_SIZE).run(refused_words, timeout=120.0)):
+        *alike, (odd, _) = found
+        assert [num for _, num in found] == [0] * len(found)
+        for (said, _), word in zip(alike, words, strict=True):
+            assert said.startswith("ArgumentError: CP_MESH_CHECK: expected 1, true, yes or on; 0, false,"), said
+            assert f"got {word}; " in said, said
+        assert odd.startswith("ArgumentError: CP_MESH_CHECK" if rank == ODD else "RankMismatchError"), odd
+        assert "CP_MESH_CHECK: expected 1" in odd and "got 'x'" in odd, odd
 
 
 def looked_at(rank: int) -> list[int]:

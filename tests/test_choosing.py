@@ -382,6 +382,7 @@ def test_tables_that_differ_are_refused_on_every_rank(pool: Any, tmp_path: Path)
     for tables, error, words in (
         ([a, b], RankMismatchError, "same table on every cp rank"),
         ([a, broken], ArgumentError, "calibrate writes one (cp rank 1)"),
+        (["h200"] * 2, ArgumentError, "CP_MESH_MACHINE: expected the file of a table, got h200 ("),
         ([str(tmp_path / "none.json")] * 2, ArgumentError, "none.json"),
         ([gpu, gpu], ArgumentError, "expected numbers of cpu, got NVIDIA H200"),
     ):
@@ -474,4 +475,7 @@ def test_explain_reads_the_table_of_the_environment(tmp_path: Path) -> None:
         assert chosen(8192, 8).method == "ulysses"
         assert chosen(8192, 8, machine="h200").method != "ulysses"
         assert explain(8192, 8).choice.method == "ring"  # a CPU, of which the table is not
+    with mock.patch.dict(os.environ, {VARIABLE: "h200"}):
+        with pytest.raises(ArgumentError, match="CP_MESH_MACHINE: expected the file of a table, got h200"):
+            chosen(8192, 8)
     assert chosen(8192, 8).method != "ulysses"

@@ -6,6 +6,7 @@ pay for one look-up.
 
 Check mode compares every call, by a collective. It is on in `cp_mesh.verify`, inside ``with check_mode():``, and where
 the environment sets ``CP_MESH_CHECK=1``. ``check_mode(False)`` and ``CP_MESH_CHECK=0`` turn first calls off as well.
+Any other word but those of `WORDS` is refused, where no `check_mode` decides.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from cp_mesh.agreement.contents import Digest, fingerprint, shape_of
 from cp_mesh.agreement.models import beside
 from cp_mesh.agreement.words import Answers, Words, left_for, store_of, timeout_of
-from cp_mesh.errors import RankMismatchError
+from cp_mesh.errors import ArgumentError, RankMismatchError, describe
 
 MOST_KINDS = 256
 """Of calls on one group that are compared; where every batch has another length, a step must not pay for ever."""
@@ -46,6 +47,9 @@ Others may be later, and then all of them compare at the next step.
 
 PASS, ORDER = "pass", "order of calls"
 """Names of what check mode compares of the order of calls."""
+
+WORDS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
+"""What ``CP_MESH_CHECK`` may say, in any case: whether every call is compared, or none."""
 
 _TOLD = "_cp_mesh_told"  # of an error: names of the groups whose ranks were told, or None if none is to be
 
@@ -111,16 +115,32 @@ def check_mode(enabled: bool = True) -> Iterator[None]:
         _enabled.reset(token)
 
 
-def checking() -> bool:
-    """Whether check mode is on."""
-    enabled = _enabled.get()
-    return os.environ.get("CP_MESH_CHECK", "0") == "1" if enabled is None else enabled
+def checking(group: dist.ProcessGroup) -> bool:
+    """Whether check mode is on. Ranks of the group hear of a ``CP_MESH_CHECK`` that is refused here."""
+    return _asked(group) is True
 
 
-def turned_off() -> bool:
-    """Whether somebody asked for no comparison at all."""
+def turned_off(group: dist.ProcessGroup) -> bool:
+    """Whether somebody asked for no comparison at all; see `checking`."""
+    return _asked(group) is False
+
+
+def _asked(group: dist.ProcessGroup) -> bool | None:
+    asked = _said()
+    if isinstance(asked, str):
+        expected, hint = "1, true, yes or on; 0, false, no or off", "without it the first call of each kind is compared"
+        error = ArgumentError(describe("CP_MESH_CHECK", expected, repr(asked), hint))
+        announce_error(group.group_name, error)
+        raise error
+    return asked
+
+
+def _said() -> bool | str | None:
+    """Whether to compare every call or none, None for first calls; a word that is neither as it is."""
     enabled = _enabled.get()
-    return os.environ.get("CP_MESH_CHECK") == "0" if enabled is None else not enabled
+    if enabled is None and (word := os.environ.get("CP_MESH_CHECK")):
+        return WORDS.get(word.lower(), word)
+    return enabled
 
 
 def is_first(group: dist.ProcessGroup, kind: Hashable) -> bool:
@@ -132,7 +152,7 @@ def is_first(group: dist.ProcessGroup, kind: Hashable) -> bool:
     compared = _compared.get(group)
     if compared is not None and (kind in compared.kinds or len(compared.kinds) >= MOST_KINDS):
         return False
-    if turned_off() or group.size() == 1 or store_of(group) is None:
+    if turned_off(group) or group.size() == 1 or store_of(group) is None:
         return False
     return not capturing()
 
@@ -240,7 +260,7 @@ def agree_on_shapes(
     is_new = is_first(group, kind)
     if is_new:
         agree_first(group, kind, {name: contents(x) for name, x in tensors.items()})
-    elif not (turned_off() or group.size() == 1 or store_of(group) is None or capturing()):
+    elif not (turned_off(group) or group.size() == 1 or store_of(group) is None or capturing()):
         _agree(group, {name: shape_of(x) for name, x in tensors.items()}, "cp")
     return is_new
 
@@ -265,7 +285,7 @@ def agree_once(
 
 def compare_first(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[dict[str, str]]:
     """What the ranks of the group say, for whoever compares it otherwise than by equality."""
-    if turned_off() or group.size() == 1 or store_of(group) is None:
+    if turned_off(group) or group.size() == 1 or store_of(group) is None:
         return [dict(fields)]
     answers = _exchange(group, fields)
     _require_accepted(group, answers, fields)
@@ -289,7 +309,7 @@ def compare_later(group: dist.ProcessGroup, inputs: Sequence[Tensor]) -> None:
     """
     compared = _compared.setdefault(group, _Compared())
     compared.batches += 1
-    if compared.batches % EVERY or turned_off() or group.size() == 1 or capturing():
+    if compared.batches % EVERY or turned_off(group) or group.size() == 1 or capturing():
         return
     if (store := store_of(group)) is None:
         return
@@ -324,7 +344,7 @@ def compare_steps(
         None if that was done. If not all ranks came in time, what does it at this rank's next step: by then all that
         took the step have come, as attention waited for them in between. Later ones are not compared.
     """
-    if turned_off() or group.size() == 1 or store_of(group) is None:
+    if turned_off(group) or group.size() == 1 or store_of(group) is None:
         decide({group.rank(): dict(fields)})
         return None
     words = Words(group, topic, fields)
@@ -348,7 +368,7 @@ def exchange_first(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[
 
     Through the store where first calls are compared there, else by a collective, so that it is always done.
     """
-    if checking() or turned_off() or store_of(group) is None:
+    if checking(group) or turned_off(group) or store_of(group) is None:
         return exchange(group, fields)
     answers = _exchange(group, fields)
     _require_accepted(group, answers, fields)
@@ -358,7 +378,7 @@ def exchange_first(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[
 def is_new_here(group: dist.ProcessGroup, kind: Hashable) -> bool:
     """Whether this rank is yet to look at this kind over the group; no other rank hears of it."""
     here = _compared.setdefault(group, _Compared()).here
-    return not (kind in here or len(here) >= MOST_KINDS or turned_off() or group.size() == 1 or capturing())
+    return not (kind in here or len(here) >= MOST_KINDS or turned_off(group) or group.size() == 1 or capturing())
 
 
 def is_first_here(group: dist.ProcessGroup, kind: Hashable) -> bool:
@@ -432,11 +452,11 @@ def announce_refusal(group: dist.ProcessGroup, error: Exception, axis: str = "cp
         if (compared := _compared.setdefault(other, _Compared())).refused_in_trace:
             compared.refused_in_trace = False
             continue
-        if its_axis == "cp" and checking() and (in_check_mode or other is not group):
+        if its_axis == "cp" and _said() is True and (in_check_mode or other is not group):
             if other is waiting:
                 with suppress(RuntimeError):  # they wait for something else; the error itself must not be lost
                     require_agreement(group, said)
-        elif not turned_off() and other.size() > 1 and store_of(other) is not None:
+        elif _said() is not False and other.size() > 1 and store_of(other) is not None:
             Words(other, _next_topic(other), said).wait(None)
 
 

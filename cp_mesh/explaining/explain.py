@@ -196,7 +196,7 @@ def explain(
     if machine is not None:
         device = "cuda" if machine.on_gpu else "cpu"
     elif path := os.environ.get(VARIABLE):
-        machine = read_machine(path)
+        machine = read_machine(path, VARIABLE)
         machine = machine if machine.on_gpu == (device == "cuda") else None
     if machine is None and device == "cuda":
         machine = H200

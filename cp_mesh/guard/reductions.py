@@ -96,7 +96,7 @@ class _FirstSteps:
             taken = {n: x for n, x in graded.items() if id(x) in held and not (inside and ranks in _axes([x]))}
             if taken or over_tp.looks <= 0:
                 del self.over_tp[module]
-            if taken and not turned_off():
+            if taken and not turned_off(over_tp.mesh.get_group()):
                 _check_over_tp(over_tp, taken if inside else graded)
         for module, planned in list(WAITING.items()):
             planned.looks -= again
@@ -106,7 +106,7 @@ class _FirstSteps:
                 continue
             del WAITING[module]
             LOOKED_AT.add(module)
-            if taken and not turned_off():
+            if taken and not turned_off(planned.group):
                 # in a backward, gradients of parameters that other optimizers hold may still be on their way
                 looked_at = taken if inside else graded
                 check_reduction(module, planned, looked_at, inside)

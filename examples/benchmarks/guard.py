@@ -132,7 +132,7 @@ def of_look_ups(axis: DeviceMesh) -> Callable[[], None]:
     group = axis.get_group()
 
     def run() -> None:
-        ops.checking()
+        ops.checking(group)
         ops.is_first(group, ops._kind(*given["_kind"]))
         ops.note_call(*given["note_call"])
         ops.note_called(*given["note_called"])
