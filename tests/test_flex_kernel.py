@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import math
+import os
+import signal
+import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -425,6 +428,57 @@ def test_ranks_of_a_device_compile_one_after_the_other(monkeypatch: pytest.Monke
     with compiling.one_rank_compiles(7), compiling.one_rank_compiles():
         assert seconds(7) >= 0.5 and seconds() >= 0.5
         assert seconds(8) < 0.5
+
+
+PLANTED: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "a pipe for the folder": ("", os.mkfifo),
+    "a file for the folder": ("", Path.touch),
+    "a link for the folder": ("", lambda folder: folder.symlink_to(folder.parent)),
+    "a folder of all": ("", lambda folder: os.mkdir(folder) or folder.chmod(0o777)),
+    "another user's folder": ("", lambda folder: folder.mkdir(0o700)),
+    "a pipe for the file": ("compiling.lock", os.mkfifo),
+    "a link for the file": ("compiling.lock", lambda file: file.symlink_to(file.parent / "elsewhere")),
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_what_others_left_for_the_lock_is_not_opened(
+    planted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The temporary folder is everybody's: ranks then compile without a lock, and say so, and do not wait."""
+    user, (file, plant) = os.geteuid() + (planted == "another user's folder"), PLANTED[planted]
+    folder = tmp_path / f"cp_mesh_{user}"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    if file:
+        folder.mkdir(0o700)
+    plant(folder / file)
+    there = sorted(tmp_path.rglob("*"))
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it waits"))
+    signal.alarm(20)
+    try:
+        with pytest.warns(UserWarning, match="cp_mesh: ranks compile without waiting for each other: "):
+            with compiling.one_rank_compiles(), compiling.one_rank_compiles():
+                pass
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert sorted(tmp_path.rglob("*")) == there
+
+
+def test_the_folder_of_the_lock_is_of_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = os.umask(0)
+    try:
+        with compiling.one_rank_compiles(), compiling.one_rank_compiles(3):
+            (folder,) = tmp_path.iterdir()
+    finally:
+        os.umask(before)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()} == {
+        "compiling.lock": 0o600,
+        "compiling_3.lock": 0o600,
+    }
 
 
 @pytest.mark.skipif(which("g++") is None, reason="Inductor compiles for CPUs by g++")

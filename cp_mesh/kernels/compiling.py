@@ -3,10 +3,10 @@ wrote to disk."""
 
 from __future__ import annotations
 
-import getpass
 import os
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,7 +17,8 @@ PATIENCE = 60.0
 
 @contextmanager
 def one_rank_compiles(number: int | None = None) -> Iterator[None]:
-    """Hold a lock of this user on this host, while something is compiled. Where there are no locks, none is held.
+    """Hold a lock of this user on this host, while something is compiled. Where there are no locks, none is held, and
+    a warning says so where the folder is missing or is not of this user alone.
 
     ``number``: of the device, if what is compiled for another is of no use to it; only its own ranks wait then.
 
@@ -25,13 +26,14 @@ def one_rank_compiles(number: int | None = None) -> Iterator[None]:
     device. What is done inside must not wait for other ranks, nor for the device, which may wait for other ranks.
     """
     try:
-        import fcntl  # not on Windows
-
-        folder = Path(tempfile.gettempdir()) / getpass.getuser() / "cp_mesh"
-        folder.mkdir(parents=True, exist_ok=True)
-        name = "compiling.lock" if number is None else f"compiling_{number}.lock"
-        file = os.open(folder / name, os.O_WRONLY | os.O_CREAT, 0o600)
-    except (ImportError, OSError, KeyError):
+        import fcntl
+    except ImportError:  # on Windows
+        yield
+        return
+    try:
+        file = _open("compiling.lock" if number is None else f"compiling_{number}.lock")
+    except OSError as error:
+        warnings.warn(f"cp_mesh: ranks compile without waiting for each other: {error}", stacklevel=2)
         yield
         return
     deadline = time.monotonic() + PATIENCE
@@ -49,3 +51,23 @@ def one_rank_compiles(number: int | None = None) -> Iterator[None]:
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_UN)  # a process that was forked meanwhile has the file open too
         os.close(file)
+
+
+def _open(name: str) -> int:
+    """A file of this user's own folder, which lies where everybody may write: others may have put something there.
+
+    Raises:
+        OSError: if the folder is another user's, open to others, or a link; if there is none; if the file is no file.
+    """
+    folder = Path(tempfile.gettempdir()) / f"cp_mesh_{os.geteuid()}"
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    inside = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        found = os.fstat(inside)
+        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise PermissionError(f"expected {folder} of this user alone, got one of others too; remove it")
+        # nonblocking, as opening a pipe would wait for its reader
+        return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=inside)
+    finally:
+        os.close(inside)
