@@ -1117,6 +1117,8 @@ def undecided(rank: int) -> dict[str, Any]:
         "chunks, a layer left out": left_out(axis) | {"reference": "chunks"},
         "chunks, capped logits": right(axis, make_model=Capped, reference="chunks"),
         "of its own dtype": right(axis, make_model=lambda: Positioned(dtype=torch.float32), dtype=None),
+        "windows of the plan": in_windows(axis) | {"make_reference": None},
+        "windows of the plan, by probes": in_windows(axis) | {"reference": False, "mask": None},
     }
     for name, setup in setups.items():
         try:
@@ -1161,6 +1163,11 @@ SAID = {
     "a loss in chunks": r"leave reference_loss out",
     "no labels for chunks": r"labels \[B, S\] under 'targets'",
     "mask": r"one for each layer where there are windows",
+    "windows of the plan": (
+        r"forward: layers\.0\.core, .* window or scores; its style in the plan says mask=Mask\(causal=True, "
+        r"window=\(3, 0\)\): if the model's own code does not, make_reference= makes one that does"
+    ),
+    "windows of the plan, by probes": r"say mask=, one for each layer; its style in the plan says .*make_reference=",
 }
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from cp_mesh.cores import ContextParallel
+from cp_mesh.errors import written
+from cp_mesh.masks import Mask
 from cp_mesh.root import ShardedModel
 from cp_mesh.styles import style_of
 from cp_mesh.verifying.models import inner, whole_gradient
@@ -61,7 +64,25 @@ def of_forward(step: Step, place: Place, beside: Collection[str]) -> str:
         return f"{what}it is not in the plan, {like}"
     if plan.leaves_alone(place.module):
         return f"{what}it is not in the plan, so if it mixes tokens it sees its own rank's rows alone"
-    return f"{what}if this module attends, it sees other tokens, by another mask, window or scores"
+    own = f"{what}if this module attends, it sees other tokens, by another mask, window or scores"
+    return f"{own}{of_styles(step, place.module)}"
+
+
+def of_styles(step: Step, module: str = "") -> str:
+    """Of a mask or scores of a style, at a module or within it, which the reference may not have."""
+    for name, part in inner(step.model).named_modules():
+        style, name = style_of(part), clean(name)
+        near = f"{name}.".startswith(f"{module}." if module else "") or f"{module}.".startswith(f"{name}.")
+        if near and isinstance(style, ContextParallel) and (style.scores or not _is_plain(style.mask)):
+            said = f"mask={written(style.mask)}" + " and scores" * bool(style.scores)
+            hint = "if the model's own code does not, make_reference= makes one that does"
+            return f"; its style in the plan says {said}: {hint}"
+    return ""
+
+
+def _is_plain(mask: Any) -> bool:
+    """Whether a plain causal or full call of SDPA says as much."""
+    return isinstance(mask, Mask) and not (mask.window or mask.prefix or mask.elementwise)
 
 
 class _Plan(NamedTuple):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cp_mesh.errors import refuse
 from cp_mesh.masks import Mask
+from cp_mesh.verifying.hints import of_styles
 from cp_mesh.verifying.models import inner
 from cp_mesh.verifying.report import Finding
 from cp_mesh.verifying.step import Run, Step
@@ -130,7 +131,8 @@ def _judge(
             return Finding(what, False, where=where, note="which is of another document: packed documents leak")
         return Finding(what, False, where=where, note="which is outside of its window")
     where = f"position {deaf_from} does not move with token {token}, which it is to see"
-    return Finding(what, False, where=where, note="if attention has windows, say mask=, one for each layer")
+    note = f"if attention has windows, say mask=, one for each layer{of_styles(step)}"
+    return Finding(what, False, where=where, note=note)
 
 
 def probe_rows(step: Step, run: Run) -> Iterator[Finding]:
