@@ -163,7 +163,9 @@ def test_kernel_and_what_was_passed_over() -> None:
     on_gpu = {"device": "cuda", "dtype": torch.bfloat16}
     assert "kernel auto = cudnn" in str(explain(96, 3, scores=["sinks"], **on_gpu))
     capped = str(explain(96, 3, scores={"softcap": 30.0}, **on_gpu))
-    assert "kernel auto = triton; passed over: " in capped and "cudnn" in capped and "scores with softcap" in capped
+    assert "kernel auto = triton; passed over:\n" in capped and "cudnn" in capped and "scores with softcap" in capped
+    lacking = capped.partition("passed over:\n")[2].partition("\nmethod")[0].splitlines()
+    assert len(lacking) > 1 and all(re.fullmatch(r"  [a-z_\d, ]+: \S.*", line) for line in lacking)  # a reason a line
     assert "kernel auto = reference" in str(explain(96, 3, scores=["softcap", "sinks"]))
     named = explain(96, 3, mask=Mask(documents=DOCUMENTS), kernel="fa4", **on_gpu)
     assert "kernel fa4\n" in str(named) and named.found.kernel.name == "fa4"
@@ -264,6 +266,8 @@ def test_advice() -> None:
     assert "would be faster" not in found and "CUDA graph" not in found
     window = said(131072, 8, mask=Mask(window=(63, 0)))
     assert "contiguous ring would move 0.50 of the bytes, and its slowest rank has as much work." in window
+    # 1.00 times the time, though half of the bytes
+    assert "would move" not in said(4096, 2, layout=Striped(), **ON_GPU)
     assert "The host takes longer than the GPU: in a CUDA graph" in said(4096, 4, **ON_GPU)
     assert "is not installed here: kernel=" not in found
     with mock.patch("cp_mesh.explaining.variants.shortfalls", lambda capability, request: ["package of it (pip)"]):
@@ -322,7 +326,10 @@ def test_every_option_counts(name: str) -> None:
 def test_a_machine_is_given_by_name_or_as_it_is() -> None:
     settings = {name: ON_GPU[name] for name in ON_GPU if name != "device"}
     by_default, by_name = explain(16384, 4, **ON_GPU), explain(16384, 4, machine="h200", **settings)
-    assert str(by_default) == str(by_name)
+    (assumed,) = lines_of(by_default, "machine")
+    assert assumed.startswith("machine NVIDIA H200, as none is given: machine= or CP_MESH_MACHINE takes")
+    assert str(by_default) == str(by_name).replace("\nowner", f"\n{assumed}\nowner")
+    assert not lines_of(explain(16384, 4), "machine")  # of CPUs none is assumed
     slow = explain(16384, 4, machine=replace(H200, name="a slow one", link_rate=1e9), **settings)
     assert "predicted, a slow one" in str(slow) and slow.found.seconds > by_name.found.seconds
 

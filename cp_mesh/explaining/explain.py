@@ -198,8 +198,9 @@ def explain(
     elif path := os.environ.get(VARIABLE):
         machine = read_machine(path, VARIABLE)
         machine = machine if machine.on_gpu == (device == "cuda") else None
+    assumed = ""
     if machine is None and device == "cuda":
-        machine = H200
+        machine, assumed = H200, H200.name
     if gpus_per_host is None:
         gpus_per_host = machine.gpus_per_host if machine else cp_size
     check_choice("kernel", kernel, ("auto", *KERNELS), "auto")
@@ -249,7 +250,7 @@ def explain(
     found = setting.look_at(layout, choice.method if choice else method, choice.degree if choice else 0)
     others = list(_others(setting, found))
     lines = [
-        *head_lines(setting, found, choice),
+        *head_lines(setting, found, choice, assumed if capability == H200.compute_capability else ""),
         *owners_lines(found.layout, seq_len, cp_size, columns),
         *ranks_lines(setting, found),
         *captured_lines(setting),

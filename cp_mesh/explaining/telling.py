@@ -16,20 +16,23 @@ MOST_LINES = 10  # of the table of ranks
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
-def head_lines(setting: Setting, found: Variant, choice: Choice | None) -> list[str]:
+def head_lines(setting: Setting, found: Variant, choice: Choice | None, assumed: str) -> list[str]:
+    """What runs; ``assumed``: the name of a machine that nobody gave, or ""."""
     kernel = f"kernel {setting.kernel}{f' = {found.kernel.name}' * (setting.kernel == 'auto')}"
     by_reason: dict[str, list[str]] = {}
     for name, lacks in found.passed_over.items():
         by_reason.setdefault(lacks, []).append(name)
-    if by_reason:
-        kernel += "; passed over: " + "; ".join(f"{', '.join(names)}: {lacks}" for lacks, names in by_reason.items())
+    reasons = [f"  {', '.join(names)}: {lacks}" for lacks, names in by_reason.items()]
+    kernel += "; passed over:" * bool(reasons)
     hosts = -(-setting.cp_size // setting.gpus_per_host)
     over = f"{setting.transport} over {hosts} hosts" if hosts > 1 else setting.transport
     chunks = f", {found.chunks} head chunks" if found.chunks > 1 else ""
     of = f"{setting.seq_len} tokens on {setting.cp_size} rank{'s' * (setting.cp_size > 1)}"
     first = f"{found.layout.spec()} layout, {of}, method {_method(found)}{chunks}, {over}"
     method = f"method auto = {choice.method}: {choice.why}" if choice else ""
-    return [*_wrapped(first), *_wrapped(kernel), *_wrapped(method)]
+    machine = f"machine {assumed}, as none is given: machine= or CP_MESH_MACHINE takes a file that calibrate wrote"
+    lines = [first, kernel, *reasons, method, machine if assumed else ""]
+    return [line for text in lines for line in _wrapped(text)]
 
 
 def owners_lines(layout: Layout, seq_len: int, cp_size: int, columns: int) -> list[str]:
@@ -143,7 +146,8 @@ def advice_lines(setting: Setting, found: Variant, others: Sequence[Variant]) ->
         words.append(f"{_name(best)} would be faster: {_compared(best, found)}.")
     rings = [x for x in alike if x.method == found.method]
     least = min(rings, key=lambda x: x.moved, default=found)
-    if least is not best and least.moved < 0.8 * found.moved:
+    alike_fast = least.seconds is not None and FASTER <= _slower(least, found) <= 1 / FASTER  # bytes cost no time here
+    if least is not best and least.moved < 0.8 * found.moved and not alike_fast:
         word = "but" if _slower(least, found) > 1 / FASTER else "and"
         words.append(
             f"{_name(least)} would move {least.moved / found.moved:.2f} of the bytes, {word} {_compared(least, found)}."
