@@ -17,10 +17,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # a checkout that is not installed
 
 from cp_mesh import Contiguous, Joint, Layout, Mask, Permuted, Striped, ZigZag, ZigZagDocuments, balance  # noqa: E402
+from cp_mesh.explaining import picture  # noqa: E402
 
 FOLDER = ROOT / "docs" / "pictures"
-COLORS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7")  # of ranks; told apart by colour-blind readers too
-SEEN, HIDDEN, INK, PAPER = "#4C72B0", "#EEEEEE", "#222222", "#FFFFFF"
+COLORS, HIDDEN = (*picture.COLORS.values(),), picture.HIDDEN
+SEEN, INK, PAPER = "#4C72B0", "#222222", "#FFFFFF"
 SEQ_LEN, CP_SIZE = 16, 4
 DOCUMENTS = torch.tensor([0] * 9 + [1] * 3 + [2] * 4)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,10 @@ from cp_mesh.masks import Mask
 from cp_mesh.schedule import step_of
 
 MASKED = -1
+COLORS = {"blue": "#56B4E9", "orange": "#E69F00", "green": "#009E73", "pink": "#CC79A7"}
+"""Of up to 4 ranks, in the pictures of docs/ too; told apart by colour-blind readers."""
+HIDDEN = "#EEEEEE"
+"""Of pairs that the mask hides."""
 
 
 def draw(path: str | Path, variant: Variant, mask: Mask, seq_len: int, cp_size: int, points: int) -> None:
@@ -21,6 +26,7 @@ def draw(path: str | Path, variant: Variant, mask: Mask, seq_len: int, cp_size: 
     try:
         from matplotlib import colormaps
         from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.colors import ListedColormap
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ImportError as error:
@@ -32,13 +38,16 @@ def draw(path: str | Path, variant: Variant, mask: Mask, seq_len: int, cp_size: 
     owner = owners(variant.layout, seq_len, cp_size, position)
     stage = stages_of_pairs(variant, mask, owner, position)
     edges = 0, seq_len
-    strip.imshow(owner[None], aspect="auto", cmap="turbo", interpolation="nearest", extent=(*edges, 0, 1))
-    strip.set(
-        yticks=(), title=f"owner of each token: rank 0 (dark blue) to {cp_size - 1} (red), {variant.layout.spec()}"
-    )
+    few = cp_size <= len(COLORS)
+    ranks = ListedColormap([*COLORS.values()][:cp_size]) if few else colormaps["turbo"].resampled(cp_size)
+    shades = [*COLORS][:cp_size] if few else ["dark blue", "red"]
+    limits: dict[str, Any] = {"vmin": -0.5, "vmax": cp_size - 0.5, "extent": (*edges, 0, 1)}
+    strip.imshow(owner[None], aspect="auto", cmap=ranks, interpolation="nearest", **limits)
+    owners_of = f"rank 0 ({shades[0]})" + f" to {cp_size - 1} ({shades[-1]})" * (cp_size > 1)
+    strip.set(yticks=(), title=f"owner of each token: {owners_of}, {variant.layout.spec()}")
     shown = np.ma.masked_equal(stage, MASKED)
     num = len(variant.steps) + 1
-    colors = colormaps["viridis_r"].resampled(num)
+    colors = colormaps["viridis_r"].resampled(num).with_extremes(bad=HIDDEN)
     image = square.imshow(
         shown, cmap=colors, vmin=-0.5, vmax=num - 0.5, interpolation="nearest", extent=(*edges, *edges[::-1])
     )
