@@ -129,7 +129,7 @@ def attention(
     Args:
         query: [B, H, S, D], [B, S, H, D] or packed [T, H, D]; S (T) is this rank's rows for local tensors. float64,
             float32, bfloat16 or float16; sums are float32 (float64 for float64).
-        key: like ``query`` with K heads, H a multiple of K.
+        key: like ``query`` with K heads, H a multiple of K; fewer than H are taken without SDPA's ``enable_gqa``.
         value: like ``key``; its head dim may differ where the kernel allows.
         mesh: the 1-D mesh of the cp axis, or its ProcessGroup; or a 2-D mesh whose two axes, of names that begin with
             "cp", are the cp axis together, ``mesh["cp_ring", "cp_ulysses"]``: the hybrid exchanges heads over the

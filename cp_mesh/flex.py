@@ -82,7 +82,8 @@ def flex_attention(
             sequence. Its mask_mod decides; blocks that say something else are refused. None: every query sees all keys.
             Made with ``sequence=``, it leaves out the keys of ranks that it hides all of.
         scale: factor on q·k; None: 1 / sqrt(D).
-        enable_gqa: must be True if there are fewer kv heads than query heads, as in torch.
+        enable_gqa: must be True if there are fewer kv heads than query heads, as in torch. `cp_mesh.attention` takes
+            them as they are, and has no such keyword.
         return_lse: as in `cp_mesh.attention`.
         mesh, seq_dim, seq_len, layout: as in `cp_mesh.attention`.
         mask: hides pairs too. Keys that it hides from all queries of a rank do not travel, so say here what of
