@@ -20,7 +20,9 @@ import sys
 import textwrap
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,13 +35,14 @@ from cp_mesh.calibrating import Shapes, calibrate, table
 from cp_mesh.costs import MACHINES
 from cp_mesh.errors import ArgumentError, UnsupportedError
 from cp_mesh.explaining.explain import explain
+from cp_mesh.explaining.picture import check_picture
 from cp_mesh.kernels import KERNELS
 from cp_mesh.layouts import Contiguous, Layout, Striped, ZigZag, ZigZagDocuments
-from cp_mesh.machines import write_machine
+from cp_mesh.machines import find_machine, write_machine
 from cp_mesh.masks import Mask
 from cp_mesh.methods import METHODS
 from cp_mesh.transport import TRANSPORTS
-from cp_mesh.verifying.factory import arguments_of
+from cp_mesh.verifying.factory import arguments_of, split
 from cp_mesh.verifying.report import ModelReport, Progress, show
 from cp_mesh.verifying.verify import NAMES, Report, VerificationError, verify
 from cp_mesh.verifying.verify_model import verify_model
@@ -49,6 +52,13 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 WIDTH = 100
 OWNER_COLUMNS = WIDTH - len("owner ")
 REFUSED = 2  # the exit status of what could not run; 1 is that of what is wrong
+MOST = 1 << 20
+"""Of any number of an option, and of tokens that are computed."""
+MOST_PLANNED = 1 << 27
+"""Tokens that explain plans, in 6 GB."""
+MOST_RANKS = 1 << 13
+"""Of explain, which has tables of pairs of ranks."""
+UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
 
 def main() -> None:
@@ -89,7 +99,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """What is wrong, and where to read on; torchrun ends all ranks when the first one leaves."""
         message = self.as_typed(message)
-        if int(os.environ.get("RANK", 0)):
+        if _rank():
             time.sleep(SPEAKING)
         else:
             lines = textwrap.wrap(f"{self.prog}: error: {message}", WIDTH, break_on_hyphens=False)
@@ -98,11 +108,34 @@ class _Parser(argparse.ArgumentParser):
             dist.destroy_process_group()
         raise SystemExit(REFUSED)
 
+    def of_launch(self, name: str, least: int, most: int) -> int:
+        """A number that torchrun sets in the environment."""
+        word = os.environ.get(name, "")
+        if not re.fullmatch("[0-9]{1,9}", word) or not least <= int(word) <= most:
+            expected = f"{name} in the environment: expected {least} to {most}, as torchrun sets it"
+            self.error(f"{expected}, got {word!r}; unset RANK to run without a launcher")
+        return int(word)
+
+    @contextmanager
+    def writing(self, path: Path) -> Iterator[None]:
+        """What was computed is printed before."""
+        try:
+            yield
+        except OSError as error:
+            self.error(f"expected a file that can be written, got {path} ({error.strerror or error})")
+
+
+def _rank() -> int:
+    """Of this process, as its launcher says; one that says no number is refused, and speaks."""
+    word = os.environ.get("RANK", "")
+    return int(word) if re.fullmatch("[0-9]{1,9}", word) else 0
+
 
 SPEAKING = 1.0  # seconds for which other ranks wait
 ALIASES = {  # arguments of functions that are no options by themselves
     r"\bnum_heads=(\d+), num_kv_heads=(\d+)": r"--heads \1/\2",
     r"\bnum_kv_heads=(\d+)": r"--heads H/\1",
+    r"\bnum_heads=(\d+)": r"--heads \1",
     r"\bnum_heads\b": "--heads",
     r"\bcausal=False\b": "--full",
     r"\bexplain\((\d+), (\d+)\)": r"--seq-len \1 --cp \2",
@@ -112,16 +145,44 @@ ALIASES = {  # arguments of functions that are no options by themselves
 def _heads(text: str) -> tuple[int, int]:
     """Query and kv heads, of "32/8" or "32"."""
     try:
-        query, kv = (_count(num) for num in (text.split("/") * 2)[:2])
+        query, kv = (_count(num) for num in (text.split("/") * (1 if "/" in text else 2)))
     except (ValueError, argparse.ArgumentTypeError):
         raise argparse.ArgumentTypeError(f"expected query heads/kv heads, as 32/8, got {text!r}") from None
     return query, kv
 
 
-def _count(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 at least, got {text}")
+def _number(least: int = 1, most: int = MOST) -> Callable[[str], int]:
+    """The type of an option: a whole number, as 131072, 131_072, 128K, 1M or 1e6; K is 1024 and M its square."""
+
+    def number(text: str) -> int:
+        parts = re.fullmatch(r"([+-]?[0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?(?:e\+?[0-9]{1,3})?)([km]?)", text.lower())
+        value = Fraction(parts[1]) * UNITS[parts[2]] if parts and len(text) < 100 else Fraction(1, 2)
+        if value.denominator > 1:
+            raise argparse.ArgumentTypeError(f"expected a whole number, as 131072, 128K or 1e6, got {text!r}")
+        if value < least:
+            raise argparse.ArgumentTypeError(f"expected {least} at least, got {text}")
+        if value > most:
+            raise argparse.ArgumentTypeError(f"expected at most {most}, got {text}")
+        return int(value)
+
     return number
+
+
+_count, _tokens = _number(), _number(most=MOST_PLANNED)
+
+
+def _output(text: str) -> Path:
+    """The type of an option: a file that can be written; by the first rank, whose host others may not share."""
+    path, problem = Path(text), ""
+    if not text or os.path.isdir(text):
+        problem = f"the folder {path}"
+    elif not os.path.isdir(path.parent):
+        problem = f"no folder {path.parent}"
+    elif not os.access(path if os.path.exists(path) else path.parent, os.W_OK):
+        problem = f"no right to write {path}"
+    if problem and not _rank():
+        raise argparse.ArgumentTypeError(f"expected a file in a folder that is there, got {problem}")
+    return path
 
 
 def explain_command(argv: Sequence[str]) -> None:
@@ -129,20 +190,24 @@ def explain_command(argv: Sequence[str]) -> None:
     parser = _Parser(
         "explain", "What a call will run and why, with predicted times; see cp_mesh.explain. No ranks, no GPU."
     )
-    parser.add_argument("--seq-len", type=int, metavar="N", required=True, help="tokens of the whole sequence")
-    parser.add_argument("--cp", type=int, metavar="N", required=True, help="ranks")
+    parser.add_argument(
+        "--seq-len", type=_tokens, metavar="N", required=True, help="tokens of the whole sequence, as 131072, 128K, 1e6"
+    )
+    parser.add_argument("--cp", type=_number(most=MOST_RANKS), metavar="N", required=True, help="ranks")
     parser.add_argument(
         "--heads", type=_heads, metavar="H/K", help="query heads/kv heads of a rank: memory and times are told"
     )
-    parser.add_argument("--head-dim", type=int, metavar="N", default=128)
-    parser.add_argument("--batch", type=int, metavar="N", default=1)
+    parser.add_argument("--head-dim", type=_count, metavar="N", default=128)
+    parser.add_argument("--batch", type=_count, metavar="N", default=1)
     names = [layout.spec() for layout in LAYOUTS]
     parser.add_argument("--layout", choices=(*names, "zigzag_documents", "balanced"), default="zigzag")
     parser.add_argument("--full", action="store_true", help="not causal")
-    parser.add_argument("--window", type=int, metavar="N", help="a query sees N tokens back, itself included")
-    parser.add_argument("--prefix", type=int, default=0, metavar="N", help="all queries see the first N tokens")
+    parser.add_argument("--window", type=_tokens, metavar="N", help="a query sees N tokens back, itself included")
     parser.add_argument(
-        "--documents", type=int, nargs="+", metavar="N", help="lengths of packed documents, again and again"
+        "--prefix", type=_number(0, MOST_PLANNED), default=0, metavar="N", help="all queries see the first N tokens"
+    )
+    parser.add_argument(
+        "--documents", type=_tokens, nargs="+", metavar="N", help="lengths of packed documents, again and again"
     )
     parser.add_argument(
         "--scores", nargs="+", metavar="NAME", default=(), help="names of options of the scores, as alibi_slopes"
@@ -153,34 +218,45 @@ def explain_command(argv: Sequence[str]) -> None:
     _add_names(parser, "--method", ("auto", *METHODS), default="auto")
     _add_degrees(parser)
     parser.add_argument("--transport", default="auto", choices=TRANSPORTS)
-    parser.add_argument("--head-chunks", type=int, metavar="N")
+    parser.add_argument("--head-chunks", type=_count, metavar="N")
     parser.add_argument("--machine", metavar="NAME", help=f"{', '.join(MACHINES)}, or a file that calibrate wrote")
-    parser.add_argument("--gpus-per-host", type=int, metavar="N")
+    parser.add_argument("--gpus-per-host", type=_count, metavar="N")
     parser.add_argument(
-        "--captured-shards", type=int, metavar="N", help="elements of DTensors over cp that a score_mod reads"
+        "--captured-shards",
+        type=_number(most=1 << 40),
+        metavar="N",
+        help="elements of DTensors over cp that a score_mod reads",
     )
     parser.add_argument(
-        "--columns", type=int, metavar="N", default=64, help=f"of the strip of owners, up to {OWNER_COLUMNS}"
+        "--columns",
+        type=_number(most=OWNER_COLUMNS),
+        metavar="N",
+        default=64,
+        help=f"of the strip of owners, up to {OWNER_COLUMNS}",
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw a picture, as a .png or .svg; matplotlib")
+    parser.add_argument(
+        "--plot", type=_output, metavar="FILE", help="also draw a picture, as a .png or .svg; matplotlib"
+    )
     args = parser.parse_args(argv)
-    if args.seq_len < 1:
-        parser.error(f"argument --seq-len: expected 1 token at least, got {args.seq_len}")
-    if args.columns > OWNER_COLUMNS:
-        parser.error(f"argument --columns: expected at most {OWNER_COLUMNS}, got {args.columns}")
+    if os.environ.get("RANK"):
+        parser.of_launch("RANK", 0, MOST - 1)
     heads = args.heads or (None, None)
     documents, layouts = None, {layout.spec(): layout for layout in LAYOUTS}
     if args.layout == "zigzag_documents" and not args.documents:
         parser.error("argument --layout: expected --documents beside zigzag_documents, got none")
     if args.documents:
-        if min(args.documents) < 1:
-            parser.error(f"argument --documents: expected lengths of 1 token or more, got {args.documents}")
-        ends = torch.tensor(args.documents).repeat(-(-args.seq_len // sum(args.documents))).cumsum(0)
+        rounds = -(-args.seq_len // sum(args.documents))
+        if (number := rounds * len(args.documents)) > MOST:
+            parser.error(f"argument --documents: expected at most {MOST} in the sequence, got {number}")
+        ends = torch.tensor(args.documents).repeat(rounds).cumsum(0)
         documents = torch.bucketize(torch.arange(args.seq_len), ends, right=True)
         edges = torch.cat([ends.new_zeros(1), ends.clamp(max=args.seq_len)])
         layouts["zigzag_documents"] = ZigZagDocuments(edges)
     window = None if args.window is None else (args.window - 1, None if args.full else 0)
     try:
+        if args.plot:
+            check_picture(args.plot)
+        machine = None if args.machine is None else find_machine(args.machine)
         with Progress()("planning"):
             mask = Mask(causal=not args.full, window=window, documents=documents, prefix=args.prefix)
             layout = layouts.get(args.layout) or balance(mask, args.seq_len, args.cp)
@@ -202,17 +278,18 @@ def explain_command(argv: Sequence[str]) -> None:
                 ulysses_degree=args.ulysses_degree,
                 inner_ring_size=args.inner_ring_size,
                 transport=args.transport,
-                machine=args.machine,
+                machine=machine,
                 gpus_per_host=args.gpus_per_host,
                 captured_shards=args.captured_shards,
                 columns=args.columns,
             )
-        if args.plot:
-            found.plot(args.plot)
     except (ArgumentError, UnsupportedError) as error:
         parser.error(str(error))
     print(found)
     show(found.verdict, True)
+    if args.plot:
+        with parser.writing(args.plot):
+            found.plot(args.plot)
 
 
 def _add_names(parser: argparse.ArgumentParser, option: str, names: Sequence[str], **options: Any) -> None:
@@ -221,8 +298,8 @@ def _add_names(parser: argparse.ArgumentParser, option: str, names: Sequence[str
 
 
 def _add_degrees(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ulysses-degree", type=int, metavar="N", help="of the hybrid: ranks that exchange heads")
-    parser.add_argument("--inner-ring-size", type=int, metavar="N", help="of the double ring: ranks of a host")
+    parser.add_argument("--ulysses-degree", type=_count, metavar="N", help="of the hybrid: ranks that exchange heads")
+    parser.add_argument("--inner-ring-size", type=_count, metavar="N", help="of the double ring: ranks of a host")
 
 
 def calibrate_command(argv: Sequence[str]) -> None:
@@ -238,23 +315,28 @@ def calibrate_command(argv: Sequence[str]) -> None:
     parser.add_argument("--heads", type=_heads, metavar="H/K", default=(32, 8), help="of a rank; default: 32/8")
     parser.add_argument("--head-dim", type=_count, metavar="N", default=128)
     parser.add_argument(
-        "--rows", type=_count, nargs="+", metavar="N", default=[1024, 2048, 4096, 8192, 16384], help="of a rank"
+        "--rows",
+        type=_number(least=2),
+        nargs="+",
+        metavar="N",
+        default=[1024, 2048, 4096, 8192, 16384],
+        help="of a rank",
     )
     _add_names(parser, "--kernel", tuple(KERNELS), nargs="+", default=[])
     parser.add_argument("--calls", type=_count, metavar="N", default=10, help="that are timed together")
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", default=Path("machine.json"), help="the file that is written"
-    )
+    parser.add_argument("--out", type=_output, metavar="FILE", default="machine.json", help="the file that is written")
     args = parser.parse_args(argv)
-    _require_device(parser, args.device)
+    heads, kv_heads = args.heads
+    if heads % kv_heads:
+        parser.error(f"argument --heads: expected query heads that are a multiple of {kv_heads}, got {heads}")
+    is_launched = _check_launch(parser, args.device)
     group, rank = None, 0
     device = torch.device(args.device)
-    if "RANK" in os.environ:
+    if is_launched:
         mesh = _mesh(args.device)
         group, rank = mesh.get_group(), dist.get_rank()
     if args.device == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    heads, kv_heads = args.heads
     shapes = Shapes(sorted(args.rows), heads, kv_heads, args.head_dim, getattr(torch, args.dtype), args.calls)
     progress = Progress(rank == 0)
     try:
@@ -263,17 +345,31 @@ def calibrate_command(argv: Sequence[str]) -> None:
     except (ArgumentError, UnsupportedError) as error:
         parser.error(str(error))
     if rank == 0:
-        write_machine(found.machine, args.out)
         print(table(found))
+        with parser.writing(args.out):
+            write_machine(found.machine, args.out)
         print(f"CP_MESH_MACHINE={args.out} has method='auto' and explain read it")
         show(f"MEASURED: {found.machine.name} in {progress.seconds:.1f} s, written to {args.out}", True)
     if group is not None:
         _leave(0)
 
 
-def _require_device(parser: argparse.ArgumentParser, device: str) -> None:
+def _check_launch(parser: _Parser, device: str) -> bool:
+    """Refuse a device that is not there, and what torchrun would set otherwise; whether this is a rank of a launch."""
     if device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: expected a GPU that PyTorch sees, got none; --device cpu works")
+    if not os.environ.get("RANK"):
+        return False
+    parser.of_launch("WORLD_SIZE", parser.of_launch("RANK", 0, MOST - 1) + 1, MOST)
+    parser.of_launch("MASTER_PORT", 1, (1 << 16) - 1)
+    if not os.environ.get("MASTER_ADDR"):
+        parser.error("MASTER_ADDR in the environment: expected the host of rank 0, as torchrun sets it, got none")
+    if device == "cuda":
+        told = [name for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK") if os.environ.get(name)]
+        ranks = max([parser.of_launch(name, 0, MOST) + (name == "LOCAL_RANK") for name in told], default=1)
+        if ranks > (count := torch.cuda.device_count()):
+            parser.error(f"argument --device: expected a GPU for each of {ranks} ranks of a host, got {count}")
+    return True
 
 
 def _mesh(device: str) -> DeviceMesh:
@@ -284,7 +380,7 @@ def _mesh(device: str) -> DeviceMesh:
 
 def _init(device: str, **alone: Any) -> None:
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK") or 0))
     dist.init_process_group("nccl" if device == "cuda" else "gloo", **alone)
 
 
@@ -302,11 +398,12 @@ def verify_model_command(argv: Sequence[str]) -> None:
     either = parser.add_mutually_exclusive_group()
     either.add_argument("--chunks", action="store_true", help="the reference in less memory, by chunks")
     either.add_argument("--probes", action="store_true", help="probes alone, without the reference")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
+    parser.add_argument("--json", type=_output, metavar="FILE", help="write the report there too")
     args = parser.parse_args(argv)
-    _require_device(parser, args.device)
-    _init(args.device, **({} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}))
+    is_launched = _check_launch(parser, args.device)
     try:
+        split(args.factory)
+        _init(args.device, **({} if is_launched else {"store": dist.HashStore(), "rank": 0, "world_size": 1}))
         given = arguments_of(args.factory)
     except ArgumentError as error:
         if error.__cause__ and dist.get_rank() == 0:
@@ -324,9 +421,10 @@ def verify_model_command(argv: Sequence[str]) -> None:
     except (ArgumentError, UnsupportedError) as error:
         parser.error(f"factory {args.factory}: {error}")
     if dist.get_rank() == 0:
-        if args.json:
-            args.json.write_text(report.to_json() + "\n")
         report.print()
+        if args.json:
+            with parser.writing(args.json):
+                args.json.write_text(report.to_json() + "\n")
     _leave(not report.passed)
 
 
@@ -350,15 +448,12 @@ def verify_command(argv: Sequence[str]) -> None:
     _add_names(parser, "--method", ("auto", *METHODS), nargs="+", default=["auto"])
     _add_degrees(parser)
     parser.add_argument(
-        "--seq-len", nargs="+", type=int, metavar="N", default=[None], help="tokens; default 256 a rank"
+        "--seq-len", nargs="+", type=_count, metavar="N", default=[None], help="tokens; default 256 a rank"
     )
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="append the figures, one row a configuration")
+    parser.add_argument("--csv", type=_output, metavar="FILE", help="append the figures, one row a configuration")
     args = parser.parse_args(argv)
-    if "RANK" not in os.environ:
+    if not _check_launch(parser, args.device):
         parser.error("no ranks: start it with torchrun --nproc-per-node 2 -m cp_mesh")
-    _require_device(parser, args.device)
-    if any(num is not None and num < 1 for num in args.seq_len):
-        parser.error(f"argument --seq-len: expected 1 token or more, got {args.seq_len}")
     mesh = _mesh(args.device)
     hardware = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     is_first = dist.get_rank() == 0
@@ -409,7 +504,8 @@ def verify_command(argv: Sequence[str]) -> None:
                 if args.csv:
                     case = [dtype, tokens, *where, report.kernel if method == "auto" else f"{method}/{report.kernel}"]
                     figures = [f"{table[name]:.3g}" for name in NAMES for table in (report.errors, report.ratios)]
-                    _append(args.csv, [f"{mesh.size()}x {hardware}", torch.__version__, *case, *figures])
+                    with parser.writing(args.csv):
+                        _append(args.csv, [f"{mesh.size()}x {hardware}", torch.__version__, *case, *figures])
     if is_first:
         took = f"({tried} configurations on {mesh.size()} ranks, {progress.seconds:.1f} s)"
         bad, word = (wrong, "WRONG") if wrong else (refused, "REFUSED")

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from scripts import run_script
 
 import cp_mesh
@@ -18,7 +19,7 @@ import cp_mesh.__main__ as command
 from cp_mesh import ArgumentError
 from cp_mesh.verifying import report as reporting
 from cp_mesh.verifying.factory import arguments_of
-from cp_mesh.verifying.report import Progress
+from cp_mesh.verifying.report import Finding, ModelReport, Progress
 from cp_mesh.verifying.verify import NAMES, Report
 
 SCRIPT = Path(cp_mesh.__file__).parent / "__main__.py"
@@ -38,6 +39,7 @@ def takes(mesh): return good()
 def raises(): return {}["corpus"]
 def unknown(): return good() | {"steps": 3}
 number = 7
+mapping = dict
 """
 
 
@@ -109,35 +111,13 @@ REFUSED = {
         ["explain", "--seq-len", "64", "--cp", "2", "--device", "cpu", "--transport", "symmetric_memory"],
         "--transport symmetric_memory: expected CUDA devices of one host, got --device cpu; --transport functional w",
     ),
-    "no ranks of a sequence": (["explain", "--seq-len", "64", "--cp", "0"], "got 64 and 0; --seq-len 16 --cp 2 works"),
-    "no tokens": (
-        ["explain", "--seq-len", "-1", "--cp", "2", "--layout", "balanced"],
-        "--seq-len: expected 1 token at least, got -1",
-    ),
-    "no batch": (
-        ["explain", "--seq-len", "64", "--cp", "2", "--batch", "0"],
-        "batch: expected 1 at least, got 0; --batch 1 is the default",
-    ),
-    "no head dim": (
-        ["explain", "--seq-len", "64", "--cp", "2", "--head-dim", "0"],
-        "--head-dim: expected 1 at least, got 0; --head-dim 128 is the default",
+    "no heads for shards": (
+        ["explain", "--seq-len", "64", "--cp", "2", "--captured-shards", "5"],
+        "--captured-shards: expected --heads, without which no bytes are told, got None; --heads 32 works",
     ),
     "no heads": (
         ["explain", "--seq-len", "64", "--cp", "2", "--heads", "4/0"],
         "expected query heads/kv heads, as 32/8",
-    ),
-    "no chunks": (
-        ["explain", "--seq-len", "64", "--cp", "2", "--heads", "4", "--head-chunks", "0"],
-        "--head-chunks: expected 1 at least, got 0",
-    ),
-    "no rows of a calibration": (["calibrate", "--rows", "512", "0"], "argument --rows: expected 1 at least, got 0"),
-    "columns": (
-        ["explain", "--seq-len", "64", "--cp", "2", "--columns", "95"],
-        "--columns: expected at most 94, got 95",
-    ),
-    "documents": (
-        ["explain", "--seq-len", "64", "--cp", "2", "--documents", "3", "0"],
-        "--documents: expected lengths of 1 token or more, got [3, 0]",
     ),
     "the dtype of a calibration": (["calibrate", "--dtype", "float8"], "invalid choice: 'float8'"),
 }
@@ -152,6 +132,110 @@ def test_what_cannot_run_says_so_in_a_few_lines(name: str, capsys: Any, monkeypa
     said = capsys.readouterr().err
     assert left.value.code == 2 and widest(said) <= 100 and len(said.splitlines()) <= 5, said
     assert says in " ".join(said.split()) and said.rstrip().endswith("--help")
+
+
+EXPLAIN = "explain --seq-len 64 --cp 2"
+AT_ONCE = {  # options and variables of a launch, whatever the command would do
+    "explain --seq-len -1 --cp 2 --layout balanced": "argument --seq-len: expected 1 at least, got -1",
+    "explain --seq-len 1e12 --cp 2": "argument --seq-len: expected at most 134217728, got 1e12",
+    "explain --seq-len 1.5 --cp 2": "--seq-len: expected a whole number, as 131072, 128K or 1e6, got '1.5'",
+    "explain --seq-len 128M --cp 2 --documents 7 1": "--documents: expected at most 1048576 in the sequence, got 3355",
+    "explain --seq-len 64 --cp 0": "argument --cp: expected 1 at least, got 0",
+    "explain --seq-len 64 --cp 1M": "argument --cp: expected at most 8192, got 1M",
+    f"{EXPLAIN} --head-dim 0": "argument --head-dim: expected 1 at least, got 0",
+    f"{EXPLAIN} --batch 1e20": "argument --batch: expected at most 1048576, got 1e20",
+    f"{EXPLAIN} --heads 4/2/1": "argument --heads: expected query heads/kv heads, as 32/8, got '4/2/1'",
+    f"{EXPLAIN} --heads 4 --head-chunks 0": "argument --head-chunks: expected 1 at least, got 0",
+    f"{EXPLAIN} --heads 4 --captured-shards 1e99": "argument --captured-shards: expected at most 1099511627776, got 1e",
+    f"{EXPLAIN} --ulysses-degree x": "argument --ulysses-degree: expected a whole number, as 131072, 128K or 1e6, got",
+    f"{EXPLAIN} --gpus-per-host 0": "argument --gpus-per-host: expected 1 at least, got 0",
+    f"{EXPLAIN} --window 0": "argument --window: expected 1 at least, got 0",
+    f"{EXPLAIN} --prefix -1": "argument --prefix: expected 0 at least, got -1",
+    f"{EXPLAIN} --columns 95": "argument --columns: expected at most 94, got 95",
+    f"{EXPLAIN} --documents 3 0": "argument --documents: expected 1 at least, got 0",
+    f"{EXPLAIN} --machine none.json": "machine: expected one of h200, or the file of a table, got none.json",
+    f"{EXPLAIN} --plot nowhere/x.png": "argument --plot: expected a file in a folder that is there, got no folder now",
+    f"{EXPLAIN} --plot there": "argument --plot: expected a file in a folder that is there, got the folder there",
+    "calibrate --rows 512 1": "argument --rows: expected 2 at least, got 1",
+    "calibrate --heads 3/2": "argument --heads: expected query heads that are a multiple of 2, got 3",
+    "calibrate --calls 1e9": "argument --calls: expected at most 1048576, got 1e9",
+    "calibrate --out nowhere/x": "argument --out: expected a file in a folder that is there, got no folder nowhere",
+    "verify a:b --json nowhere/x": "argument --json: expected a file in a folder that is there, got no folder nowhere",
+    "verify ../../x:y": "factory ../../x:y: expected module:function or file.py:function, got ../../x:y; as in",
+    "verify x.py:y": "factory x.py:y: expected a module that can be imported, got no file ",
+    "RANK=0 --csv nowhere/x": "argument --csv: expected a file in a folder that is there, got no folder nowhere",
+    "RANK=0 --seq-len 64 2M": "argument --seq-len: expected at most 1048576, got 2M",
+    "RANK=0 --inner-ring-size 0": "argument --inner-ring-size: expected 1 at least, got 0",
+    f"RANK=x {EXPLAIN}": "RANK in the environment: expected 0 to 1048575, as torchrun sets it, got 'x'; unset RANK",
+    "RANK=-1 calibrate": "RANK in the environment: expected 0 to 1048575, as torchrun sets it, got '-1'; unset RANK",
+    "RANK=0 verify a:b": "WORLD_SIZE in the environment: expected 1 to 1048576, as torchrun sets it, got ''",
+    "RANK=0 WORLD_SIZE=0": "WORLD_SIZE in the environment: expected 1 to 1048576, as torchrun sets it, got '0'",
+    "RANK=0 WORLD_SIZE=1 MASTER_PORT=http": "MASTER_PORT in the environment: expected 1 to 65535, as torchrun sets it,",
+    "RANK=0 WORLD_SIZE=1 MASTER_PORT=1234": "MASTER_ADDR in the environment: expected the host of rank 0, as torchrun",
+}
+
+
+@pytest.mark.parametrize("line", AT_ONCE)
+def test_what_is_wrong_is_said_before_any_work(line: str, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    for name in ("balance", "explain", "calibrate", "verify", "verify_model", "_init"):
+        monkeypatch.setattr(command, name, lambda *_, name=name, **__: pytest.fail(f"{name} was called"))
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    Path("there").mkdir()
+    words = line.split()
+    while words and "=" in words[0]:
+        monkeypatch.setenv(*words.pop(0).split("="))
+    with pytest.raises(SystemExit) as left:
+        run(*words, "--device", "cpu")
+    said = capsys.readouterr()
+    assert left.value.code == 2 and not said.out and len(said.err.splitlines()) <= 4 and widest(said.err) <= 100
+    assert AT_ONCE[line] in " ".join(said.err.split()), said.err
+    assert [path.name for path in Path().iterdir()] == ["there"]
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        ({"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "0"}, "expected a GPU for each of 4 ranks of a host, got 2"),
+        ({"LOCAL_RANK": "2"}, "expected a GPU for each of 3 ranks of a host, got 2"),
+        ({"LOCAL_RANK": "x"}, "LOCAL_RANK in the environment: expected 0 to 1048576, as torchrun sets it, got 'x'"),
+    ],
+)
+def test_more_ranks_than_gpus(told: dict[str, str], says: str, capsys: Any, monkeypatch: Any) -> None:
+    launch = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(command, "_init", lambda *_, **__: pytest.fail("it was started"))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for name, word in (launch | told).items():
+        monkeypatch.setenv(name, word)
+    with pytest.raises(SystemExit) as left:
+        run("--device", "cuda")
+    assert left.value.code == 2 and says in " ".join(capsys.readouterr().err.split())
+
+
+LENGTHS = {"16384": 16384, "16_384": 16384, "16K": 16384, "16k": 16384, "1M": 1 << 20, "1e4": 10000, "1.5E3": 1500}
+
+
+@pytest.mark.parametrize("text", LENGTHS)
+def test_lengths_are_as_people_type_them(text: str, capsys: Any) -> None:
+    run("explain", "--seq-len", text, "--cp", "2", "--window", text)
+    assert f"zigzag layout, {LENGTHS[text]} tokens on 2 ranks" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a file that is full")
+def test_a_report_is_printed_before_it_is_written(capsys: Any, monkeypatch: Any) -> None:
+    report = ModelReport([Finding("rows", True)])
+    for name, result in (("_init", None), ("arguments_of", {}), ("verify_model", report)):
+        monkeypatch.setattr(command, name, lambda *_, result=result, **__: result)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit) as left:
+        run("verify", "trainer:function", "--device", "cpu", "--json", "/dev/full")
+    said = capsys.readouterr()
+    assert left.value.code == 2 and said.out.splitlines()[-1] == report.verdict
+    assert "a file that can be written, got /dev/full (No space left on device)" in " ".join(said.err.split())
 
 
 def test_the_first_rank_speaks(capsys: Any, monkeypatch: Any) -> None:
@@ -193,6 +277,19 @@ def test_a_row_has_every_figure_and_what_is_wrong() -> None:
 
 FACTORY_ERRORS = {
     "without a colon": ("{file}", "expected module:function or file.py:function, got "),
+    "a path": ("../../x:good", "expected module:function or file.py:function, got ../../x:good; as in my_trainer:"),
+    "a folder": ("{folder}:good", "expected module:function or file.py:function, got "),
+    "two colons": ("my_trainer:Trainer:good", "expected module:function or file.py:function, got my_trainer:Trainer"),
+    "another dot": (
+        "{folder}/my.trainer.py:good",
+        "expected a file whose name is that of a module, got my.trainer.py;",
+    ),
+    "another module": ("{folder}/json.py:good", "json.py as module json, got "),
+    "a built-in module": ("{folder}/sys.py:good", "sys.py as module sys, got a built-in one; give the file another n"),
+    "a class of C": (
+        "{file}:mapping",
+        "'make_model': expected a function without arguments that returns the plain mod",
+    ),
     "no such file": ("{file}x.py:good", "expected a module that can be imported, got no file "),
     "no such module": (
         "my_trainer_that_is_not:good",
@@ -247,6 +344,8 @@ def factories(tmp_path: Path, monkeypatch: Any) -> Path:
         monkeypatch.delitem(sys.modules, name, raising=False)
     (tmp_path / "imports.py").write_text("import nowhere_at_all\n")
     (tmp_path / "borrowed.py").write_text("from torch import Tensor, zeros\nfrom math import sqrt\n")
+    for name in ("my.trainer", "json", "sys"):
+        (tmp_path / f"{name}.py").write_text(FACTORIES)
     (tmp_path / "my_cp_factories.py").write_text(FACTORIES)
     return tmp_path / "my_cp_factories.py"
 

@@ -594,6 +594,22 @@ def test_command_balances_and_draws(tmp_path: Path, capsys: Any) -> None:
     assert "balanced layout, 16384 tokens" in capsys.readouterr().out and "<svg" in path.read_text()
 
 
+@pytest.mark.parametrize("name", ["picture.bad", "picture", "picture.pgf"])
+def test_a_picture_of_another_format_is_refused(
+    name: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    found = explain(64, 2)
+    with pytest.raises(ArgumentError, match=rf"whose name ends in one of .*\.png.*got .*{name}; .png works"):
+        found.plot(tmp_path / name)
+    monkeypatch.setattr(command, "explain", lambda *_, **__: pytest.fail("it was planned"))
+    with mock.patch.object(sys, "argv", ["cp_mesh", "explain", *BASE, "--plot", str(tmp_path / name)]):
+        with pytest.raises(SystemExit) as left:
+            command.main()
+    assert left.value.code == 2 and ".png works" in " ".join(capsys.readouterr().err.split())
+    assert not [*tmp_path.iterdir()]
+
+
 def test_command_of_a_shell() -> None:
     """With no ranks; and a refusal is an error of the command line."""
     start = [sys.executable, "-m", "cp_mesh", "explain", *BASE]

@@ -81,6 +81,7 @@ class Explanation:
             points: positions that are drawn at most along each side, evenly spaced.
 
         Raises:
+            ArgumentError: if matplotlib writes no pictures of this ending.
             UnsupportedError: if matplotlib is not installed.
         """
         from cp_mesh.explaining.picture import draw  # matplotlib is not needed for the text

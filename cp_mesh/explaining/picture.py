@@ -23,14 +23,13 @@ HIDDEN = "#EEEEEE"
 
 def draw(path: str | Path, variant: Variant, mask: Mask, seq_len: int, cp_size: int, points: int) -> None:
     """Draw both panels; see `cp_mesh.explaining.explain.Explanation.plot`."""
-    try:
-        from matplotlib import colormaps
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.colors import ListedColormap
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError as error:
-        refuse("plot", "matplotlib", str(error), "pip install matplotlib; the text needs none", UnsupportedError)
+    check_picture(path)
+    from matplotlib import colormaps
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
     figure = Figure(figsize=(7.5, 8), layout="constrained")
     FigureCanvasAgg(figure)
     strip, square = figure.subplots(2, 1, height_ratios=(1, 12))
@@ -56,6 +55,17 @@ def draw(path: str | Path, variant: Variant, mask: Mask, seq_len: int, cp_size: 
     square.set(xlabel="key position", ylabel="query position", title=title)
     figure.colorbar(image, ax=square, label="stage", ticks=MaxNLocator(integer=True))
     figure.savefig(path)
+
+
+def check_picture(path: str | Path) -> None:
+    """Refuse what `draw` could not write."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        refuse("plot", "matplotlib", str(error), "pip install matplotlib; the text needs none", UnsupportedError)
+    endings = [f".{name}" for name in Figure().canvas.get_supported_filetypes() if name != "pgf"]  # which takes LaTeX
+    if Path(path).suffix.lower() not in endings:
+        refuse("plot", f"a file whose name ends in one of {', '.join(endings)}", path, ".png works")
 
 
 def stages_of_pairs(variant: Variant, mask: Mask, owner: Array, position: Array) -> Array:

@@ -6,8 +6,10 @@ import difflib
 import functools
 import importlib
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_mesh.errors import ArgumentError, describe, refuse
 from cp_mesh.verifying.verify_model import verify_model
 
+EXPECTED, HINT = "a module that can be imported", "start in its folder, or name a file, path/to/my_trainer.py"
 _ARGUMENTS = "a dict of verify_model's arguments"
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "make_model": (
@@ -39,10 +42,7 @@ def arguments_of(text: str) -> dict[str, Any]:
     Raises:
         ArgumentError: naming the factory and the argument. What the user's own code raised is its cause.
     """
-    what = f"factory {text}"
-    where, _, name = text.rpartition(":")
-    if not where:
-        refuse(what, "module:function or file.py:function", text, "as in my_trainer:verification")
+    what, (where, name) = f"factory {text}", split(text)
     factory = _function(what, _module(what, where), name)
     try:
         returned = factory()
@@ -64,21 +64,39 @@ def arguments_of(text: str) -> dict[str, Any]:
     return dict(returned)
 
 
+def split(text: str) -> tuple[str, str]:
+    """The module or the file, and the function.
+
+    Raises:
+        ArgumentError: if it says no two such names, or there is no such file.
+    """
+    what, (where, _, name) = f"factory {text}", text.rpartition(":")
+    if where.endswith(".py"):
+        if not os.path.isfile(where):
+            refuse(what, EXPECTED, f"no file {Path(where).absolute()}", HINT)
+        if "." in (stem := Path(where).stem):
+            refuse(what, "a file whose name is that of a module", f"{stem}.py", "give it a name without other dots")
+    elif not all(where.split(".")) or "/" in where or ":" in where:
+        refuse(what, "module:function or file.py:function", text, "as in my_trainer:verification")
+    return where, name
+
+
 def _module(what: str, where: str) -> ModuleType:
     """A module by its name, or a file by its path, beside which its own imports are found."""
-    expected, hint = "a module that can be imported", "start in its folder, or name a file, path/to/my_trainer.py"
-    if where.endswith(".py"):
-        path = Path(where).resolve()
-        if not path.exists():
-            refuse(what, expected, f"no file {path}", hint)
+    path = Path(where).resolve() if where.endswith(".py") else None
+    if path is not None:
         sys.path.insert(0, str(path.parent))
         where = path.stem
     try:
-        return importlib.import_module(where)
+        module = importlib.import_module(where)
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and f"{where}.".startswith(f"{error.name}."):
-            raise ArgumentError(describe(what, expected, str(error), hint)) from None
-        raise ArgumentError(describe(what, expected, _shown(error), "see its traceback")) from error
+            raise ArgumentError(describe(what, EXPECTED, str(error), HINT)) from None
+        raise ArgumentError(describe(what, EXPECTED, _shown(error), "see its traceback")) from error
+    found = getattr(module, "__file__", None)
+    if path is not None and (found is None or Path(found).resolve() != path):
+        refuse(what, f"{path} as module {where}", found or "a built-in one", "give the file another name")
+    return module
 
 
 def _function(what: str, module: ModuleType, name: str) -> Callable[[], Any]:
@@ -91,7 +109,8 @@ def _function(what: str, module: ModuleType, name: str) -> Callable[[], Any]:
             refuse(what, "a function", got, f"near it: {', '.join(close)}")
         refuse(what, "a function", got, f"it defines {_listed(own) or 'none'}")
     try:
-        inspect.signature(found).bind()
+        with suppress(ValueError):  # a class of C has none
+            inspect.signature(found).bind()
     except TypeError as error:
         refuse(what, "a function that needs no arguments", str(error), "functools.partial binds them")
     return found
