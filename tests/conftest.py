@@ -14,9 +14,7 @@ from hopper import Hopper
 from hypothesis import settings
 from interpreted import INTERPRETED, Interpreted, speed_up_interpreter
 from poison import poisoned
-from ranks import Pool
-
-MAX_LIVE_RANKS = 12
+from ranks import Pools
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -88,33 +86,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"needs {needed} CUDA devices, have {have}")
 
 
-class Pools:
-    """Gives the pool of a size and backend; beyond MAX_LIVE_RANKS the least recently used ones are ended."""
-
-    def __init__(self) -> None:
-        self.pools: dict[tuple[int, str], Pool] = {}
-
-    def __call__(self, world_size: int, backend: str = "gloo") -> Pool:
-        pool = self.pools.pop((world_size, backend), None) or Pool(world_size, backend)
-        live = world_size
-        for other in reversed(self.pools.values()):
-            live += len(other.processes)
-            if live > MAX_LIVE_RANKS:
-                other.close()
-        self.pools[world_size, backend] = pool
-        return pool
-
-    def close(self) -> None:
-        for pool in self.pools.values():
-            pool.close()
-
-
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pools]:
     """``pool(world_size, backend="gloo").run(fn, *args)``; see ranks.py."""
-    pools = Pools()
-    yield pools
-    pools.close()
+    with Pools() as pools:
+        yield pools
 
 
 @pytest.fixture(scope="session")

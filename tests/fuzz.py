@@ -22,12 +22,13 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
 from drawing import Trial, Use, draw, line, read
 from interpreted import INTERPRETED
-from ranks import Pool, RankFailure
+from ranks import Pool, Pools, RankFailure
 
 from cp_mesh import ArgumentError, UnsupportedError
 
@@ -85,20 +86,6 @@ def judge(use: Use, of_ranks: Sequence[Outcome | None]) -> Verdict:
         return Verdict("is refused" if use.reason is None else "refused", refusals.pop())
     problems = [problem for x in done for problem in x.problems]
     return Verdict("is wrong", "\n".join(problems[:5])) if problems else Verdict("exact")
-
-
-class Pools:
-    """A pool of each size, which gives up on a lost collective soon."""
-
-    def __init__(self) -> None:
-        self.pools: dict[int, Pool] = {}
-
-    def __call__(self, size: int) -> Pool:
-        return self.pools.setdefault(size, Pool(size, group_timeout=15.0))
-
-    def close(self) -> None:
-        for pool in self.pools.values():
-            pool.close()
 
 
 @dataclass
@@ -239,9 +226,9 @@ def main() -> int:
         from planted.fuzzing import look
 
         return look(given.seed, given.ranks, given.planted)
-    pools, begin, failed = Pools(), time.monotonic(), False
-    fuzzer = Fuzzer(pools)
-    try:
+    begin, failed = time.monotonic(), False
+    with Pools(partial(Pool, group_timeout=15.0)) as pools:  # which gives up on a lost collective soon
+        fuzzer = Fuzzer(pools)
         if given.case:
             use = read(given.case)
             ((_, verdict),) = fuzzer.run(use.size, [use])
@@ -251,8 +238,6 @@ def main() -> int:
         for words in fuzzer.search(given.seed, given.ranks, num_cases, given.minutes and 60 * given.minutes):
             failed = True
             print(words, flush=True)
-    finally:
-        pools.close()
     print(summary(fuzzer, time.monotonic() - begin))
     return int(failed)
 

@@ -1,7 +1,4 @@
-"""Imported last by the server from which ranks are forked, which thus has what each would import and look up itself.
-
-Nothing here may import cp_mesh: ranks with a planted bug import a copy of it.
-"""
+"""Imported last by the server from which ranks are forked, which thus has what each would import and look up itself."""
 
 import inspect
 

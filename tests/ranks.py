@@ -33,7 +33,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
@@ -49,14 +48,15 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 START_TIMEOUT = 120.0  # seconds; a spawned rank imports torch and creates a CUDA context
+MAX_LIVE_RANKS = 12
 GRACE = 5.0  # seconds the other ranks get to report after the first one failed
 STACK_SIGNAL = signal.SIGVTALRM  # LLVM, and so Triton, takes SIGUSR1 and SIGUSR2 for itself
 __tracebackhide__ = True  # pytest then shows the line of the test, not of this module
-# What ranks would import one by one with cp_mesh and the tests: half a second each.
+# What ranks would import one by one: a second each.
 PRELOAD = [
     *("torch.distributed.tensor.parallel", "torch.distributed.fsdp", "torch._dynamo.trace_rules", "torch.export"),
     *("torch._inductor.compile_fx", "torch._dynamo.testing", "functorch.compile", "triton", "einops", "numpy.typing"),
-    *("torch.distributed.tensor.experimental._attention", "pytest", "hypothesis", "preloaded"),
+    *("torch.distributed.tensor.experimental._attention", "pytest", "hypothesis", "cp_mesh", "preloaded"),
 ]
 
 
@@ -77,7 +77,8 @@ class Raised:
 class RankFailure(Exception):
     """Some rank raised, died or hung; the text holds each one's traceback or stack, ranks of equal text together."""
 
-    def __init__(self, what: str, world_size: int, failures: dict[int, str]) -> None:
+    def __init__(self, what: str, world_size: int, failures: dict[int, str], is_lost: bool = False) -> None:
+        self.is_lost = is_lost  # whether a rank died or hung
         ranks_of: dict[str, list[int]] = {}
         for rank in sorted(failures):
             ranks_of.setdefault(failures[rank], []).append(rank)
@@ -111,7 +112,7 @@ class Pool:
         outcomes = self._call(fn, args, timeout, expecting_error=True)
         raised = [outcome if isinstance(outcome, Raised) else None for outcome in outcomes]
         if len({r.num_collectives if r else None for r in raised}) > 1:
-            self.close()
+            self._part(True)
         return raised
 
     def close(self) -> None:
@@ -133,9 +134,13 @@ class Pool:
             for conn in self.conns:
                 conn.send_bytes(request)
             return self._collect(fn.__name__, timeout, expecting_error)
-        except BaseException:  # KeyboardInterrupt too: an answer left in a pipe would be taken for the next call's
-            self.close()
+        except BaseException as error:  # KeyboardInterrupt too: an answer left in a pipe would be the next call's
+            self._part(isinstance(error, RankFailure) and not error.is_lost)
             raise
+
+    def _part(self, is_alive: bool) -> None:
+        """Of ranks that may have collectives in flight; that are alive if all of them answered."""
+        self.close()
 
     def _start(self) -> None:
         context: Any = multiprocessing.get_context("spawn" if self.backend == "nccl" else "forkserver")
@@ -144,13 +149,13 @@ class Pool:
         self.folder = Path(tempfile.mkdtemp(prefix="ranks_"))
         settings = self.world_size, self.backend, self.folder, self.group_timeout
         self.conns, theirs = map(list, zip(*(context.Pipe() for _ in range(self.world_size)), strict=True))
-        self._fork(context, theirs, settings)
+        for rank, conn in enumerate(theirs):
+            process = context.Process(target=_serve, args=(conn, rank, *settings), daemon=True, name=f"rank{rank}")
+            process.start()
+            self.processes.append(process)
         for conn in theirs:
             conn.close()  # else a dead rank's pipe would not read as closed
         self._collect("start", START_TIMEOUT)
-
-    def _fork(self, context: Any, conns: list[connection.Connection], settings: tuple) -> None:
-        self.processes = _processes(context, _serve, conns, settings)
 
     def _collect(self, what: str, timeout: float, expecting_error: bool = False) -> list[bytes | Raised]:
         outcomes: dict[int, bytes | Raised] = {}
@@ -172,7 +177,7 @@ class Pool:
                     deadline = min(deadline, time.monotonic() + GRACE)
         raised = {rank: o.traceback for rank, o in outcomes.items() if isinstance(o, Raised)}
         if lost or (raised and not expecting_error):
-            raise RankFailure(what, self.world_size, raised | lost)
+            raise RankFailure(what, self.world_size, raised | lost, bool(lost))
         return [outcomes[rank] for rank in range(self.world_size)]
 
     def _stack(self, rank: int) -> str:
@@ -182,39 +187,28 @@ class Pool:
         return (file.read_text() if file.exists() else "") or "(no stack)\n"
 
 
-class _Forked:
-    """A rank whose parent is another process, which waits for it; until then it can be told by its id."""
+class Pools:
+    """Gives the pool of a size and backend; beyond MAX_LIVE_RANKS the least recently used ones are ended."""
 
-    exitcode = "unknown"
+    def __init__(self, make: Callable[..., Pool] = Pool) -> None:
+        self._make, self._pools = make, dict[tuple[int, str], Pool]()
 
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
+    def __call__(self, world_size: int, backend: str = "gloo") -> Any:
+        pool = self._pools.pop((world_size, backend), None) or self._make(world_size, backend)
+        live = world_size
+        for other in reversed(self._pools.values()):
+            live += len(other.processes)
+            if live > MAX_LIVE_RANKS:
+                other.close()
+        self._pools[world_size, backend] = pool
+        return pool
 
-    def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
+    def __enter__(self) -> Pools:
+        return self
 
-    def join(self, timeout: float | None = None) -> None:
-        """Its parent does."""
-
-
-class ImportingPool(Pool):
-    """A pool of gloo whose ranks are forked from one process that imports cp_mesh, not each from one without it."""
-
-    parent: Any = None
-
-    def close(self) -> None:
-        super().close()
-        if self.parent:
-            self.control.close()
-            self.parent.join()
-            self.parent = None
-
-    def _fork(self, context: Any, conns: list[connection.Connection], settings: tuple) -> None:
-        self.control, theirs = context.Pipe()
-        self.parent = context.Process(target=_import_and_fork, args=(theirs, conns, settings))
-        self.parent.start()
-        theirs.close()
-        self.processes = [_Forked(pid) for pid in self.control.recv()]
+    def __exit__(self, *_: object) -> None:
+        for pool in self._pools.values():
+            pool.close()
 
 
 @functools.cache
@@ -258,37 +252,6 @@ def num_collectives() -> int:
     return sum(group._get_sequence_number_for_group() for group, (backend, _) in groups if backend != "fake")
 
 
-def _processes(context: Any, target: Callable[..., None], conns: Any, settings: tuple) -> list[Any]:
-    processes = []
-    for rank, conn in enumerate(conns):
-        process = context.Process(target=target, args=(conn, rank, *settings), daemon=True, name=f"rank{rank}")
-        process.start()
-        processes.append(process)
-    return processes
-
-
-def _import_and_fork(control: Any, conns: list[Any], settings: tuple) -> None:
-    """Tells the ids of the ranks, and ends them when the other end of the pipe is closed."""
-    with suppress(Exception):  # ranks will import it again, and can say what they raise
-        import cp_mesh  # noqa: F401
-    processes = _processes(multiprocessing.get_context("fork"), functools.partial(_serve_one, conns), conns, settings)
-    for conn in conns:
-        conn.close()
-    control.send([process.pid for process in processes])
-    with suppress(EOFError):
-        control.recv()
-    for process in processes:
-        process.kill()
-        process.join()
-
-
-def _serve_one(conns: list[Any], conn: Any, *settings: Any) -> None:
-    for other in conns:
-        if other is not conn:
-            other.close()
-    _serve(conn, *settings)
-
-
 def _serve(conn: Any, rank: int, world_size: int, backend: str, folder: Path, group_timeout: float) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which ends the pool
     faulthandler.register(STACK_SIGNAL, file=(folder / f"stack{rank}").open("w"), all_threads=True)
@@ -306,10 +269,21 @@ def _serve(conn: Any, rank: int, world_size: int, backend: str, folder: Path, gr
         request = conn.recv_bytes()
 
 
+def join_anew(rank: int) -> None:
+    """Leave all groups, and what is in flight there, for a default group of the same ranks."""
+    mesh.cache_clear()
+    dist.destroy_process_group()
+    _join(rank, *_joined[-1])
+
+
+_joined: list[tuple[int, str, Path, float]] = []
+
+
 def _join(rank: int, world_size: int, backend: str, folder: Path, group_timeout: float) -> None:
     if backend == "nccl":
         torch.cuda.set_device(rank)
-    store = dist.FileStore(str(folder / "store"), world_size)
+    store = dist.FileStore(str(folder / f"store{len(_joined)}"), world_size)
+    _joined.append((world_size, backend, folder, group_timeout))
     name, timeout = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend, timedelta(seconds=group_timeout)
     dist.init_process_group(name, store=store, rank=rank, world_size=world_size, timeout=timeout)
 

@@ -1,18 +1,14 @@
-"""The mutation gate: bugs that this field is known for, planted in a copy of the package, must turn a check red.
+"""The mutation gate: bugs that this field is known for, planted in the package, must turn a check red.
 
-The bugs are in the folder planted. A check is a test of this suite, or a few of its cases, run on ranks that import the
-copy instead of the package; on a copy without a bug all checks are green. The quick form has one bug of each check, the
-full form all. A bug is planted at a name of the package. If that name is gone, the test of the bug fails and says so,
-and so does `test_every_seam_exists`, in both forms.
+The bugs are in the folder planted. A check is a test of this suite, or a few of its cases, run on ranks on which a bug
+is planted, and later another one; without a bug all checks are green there. The quick form has one bug of each area,
+the full form all. A bug is planted at a name of the package. If that name is gone, the test of the bug fails and says
+so, and so does `test_every_seam_exists`, in both forms.
 """
 
 from __future__ import annotations
 
-import compileall
-import inspect
-import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -68,6 +64,7 @@ import torch
 from checks import GQA, MHA, MQA, Case, parity_on_ranks, report
 from interpreted import require_interpreter
 from planted import MUTATIONS, Mutation, SeamLost
+from planted.pools import Bug, infected_pools
 from planted.ranks import (
     every_coverage,
     every_fact,
@@ -75,17 +72,12 @@ from planted.ranks import (
     every_segments,
     in_triton,
     kernel_steps,
-    origin,
     outcomes,
 )
-from planted.seams import with_arguments
-from ranks import ImportingPool
+from planted.seams import modules, with_arguments
 
-import cp_mesh
 from cp_mesh import ZigZag
 from cp_mesh.masks import CAUSAL
-
-PACKAGE = Path(cp_mesh.__file__).parent
 
 FEW = [
     Case("zigzag", "full", 12),
@@ -162,9 +154,18 @@ SEQUENCES = [
 ]
 
 
-def alone(pool: Any, *tests: tuple[Callable[..., None], tuple[Any, ...]]) -> None:
+def of(test: Callable[..., None], *arguments: Any) -> Callable[[Any], None]:
+    return lambda pool: test(pool, *arguments)
+
+
+def on(num_ranks: int, *given: Any, **options: Any) -> Callable[[Any], None]:
+    """What a function finds on ranks."""
+    return lambda pool: report(pool(num_ranks).run(*given, **options))
+
+
+def alone(*tests: tuple[Callable[..., None], tuple[Any, ...]]) -> Callable[[Any], None]:
     """Tests that need no other rank, with their arguments."""
-    report(pool(1).run(outcomes, tests))
+    return on(1, outcomes, tests)
 
 
 def few(pool: Any, cases: list[Case], num_ranks: int = 3) -> None:
@@ -180,7 +181,7 @@ def in_folder(test: Callable[..., None], pool: Any, *arguments: Any) -> None:
 
 
 def every_disagreement(pool: Any) -> None:
-    raised = pool(3).run(test_agreement.disagree, True)
+    raised = pool(3).run(test_agreement.disagree, True, timeout=20.0)
     for name in test_agreement.CASES:
         test_agreement.test_every_rank_raises(name, raised)
 
@@ -196,13 +197,10 @@ def race(pool: Any, **options: Any) -> None:
 CHECKS: dict[str, Callable[[Any], None]] = {
     "random uses": lambda pool: report([[*islice(test_fuzz.failures(pool, 3, 50), 1)]]),  # one failure is enough
     "random uses of two": lambda pool: report([[*test_fuzz.failures(pool, 2, 0)]]),
-    "coverage": lambda pool: report(pool(1).run(every_coverage)),
-    "layouts": lambda pool: report(pool(1).run(every_layout)),
-    "copied keys": lambda pool: report(
-        pool(3).run(test_joint.parity, [test_joint.Copies(test_joint.LAYOUTS["text first"], "full")])
-    ),
-    "masks": lambda pool: alone(
-        pool,
+    "coverage": on(1, every_coverage),
+    "layouts": on(1, every_layout),
+    "copied keys": on(3, test_joint.parity, [test_joint.Copies(test_joint.LAYOUTS["text first"], "full")]),
+    "masks": alone(
         *(
             (test_masks.test_allowed_is_the_dense_mask, (mask, 7))
             for mask in ("causal", "window", "length", "documents", "excluded tokens")
@@ -210,195 +208,166 @@ CHECKS: dict[str, Callable[[Any], None]] = {
         (test_masks.test_allowed_is_the_dense_mask, ("blocks, a window and documents", 31)),
         (test_masks.test_documents_from_cumulative_lengths, ([0, 3, 5], [0, 0, 0, 1, 1], torch.int64)),
     ),
-    "kernels": lambda pool: report(pool(1).run(kernel_steps)),
-    "segments": lambda pool: report(pool(1).run(every_segments)),
-    "sequences": lambda pool: report(pool(3).run(test_segments.fa4_on_ranks, 3, SEQUENCES)),
-    "planned once": lambda pool: alone(
-        pool,
+    "kernels": on(1, kernel_steps),
+    "segments": on(1, every_segments),
+    "sequences": on(3, test_segments.fa4_on_ranks, 3, SEQUENCES),
+    "planned once": alone(
         (test_segments.test_what_is_written_to_documents_is_seen, ()),
         *(
             (test_segments.test_plans_are_told_apart_by_every_element_of_a_tensor, (name,))
             for name in ("documents", "key_padding", "layout_index")
         ),
     ),
-    "blocks": lambda pool: alone(
-        pool,
+    "blocks": alone(
         (test_blocks.test_reaches_are_the_mask, ()),
         *((test_blocks.test_blocks_of_runs_are_exact, (mask, 3)) for mask in ("causal", "two-sided window", "prefix")),
     ),
-    "facts": lambda pool: report(pool(1).run(every_fact)),
-    "heads of efficient attention": lambda pool: alone(pool, (test_aten_kernels.test_a_tile, ("GQA", CAUSAL))),
-    "balance": lambda pool: alone(
-        pool,
+    "facts": on(1, every_fact),
+    "heads of efficient attention": alone((test_aten_kernels.test_a_tile, ("GQA", CAUSAL))),
+    "balance": alone(
         (test_balancing.test_packed_documents, (65536, 4, 1)),
         (test_balancing.test_weights_are_the_keys_that_a_position_sees, ("excluded tokens",)),
         (test_balancing.test_weights_are_the_keys_that_a_position_sees, ("blocks",)),
     ),
-    "mask of a batch": lambda pool: alone(
-        pool,
-        *((test_batches.test_forms_of_a_batch, (form,)) for form in ("positions that begin anew", "padding")),
+    "mask of a batch": alone(
+        *((test_batches.test_forms_of_a_batch, (form,)) for form in ("positions that begin anew", "padding"))
     ),
     "sequences of batches": test_batches.test_sequences_of_batches,
-    "losses in parts": lambda pool: test_batches.test_losses_in_parts_share_a_mean(pool, 1),
-    "losses of routers": lambda pool: test_batches.test_a_balancing_loss_is_that_of_one_rank(pool, ZigZag(), 24),
+    "losses in parts": of(test_batches.test_losses_in_parts_share_a_mean, 1),
+    "losses of routers": of(test_batches.test_a_balancing_loss_is_that_of_one_rank, ZigZag(), 24),
     "seeds of steps": test_batches.test_seeds,
-    "parts of models": lambda pool: test_boundaries.test_gradients_are_those_of_one_rank(
-        pool, ZigZag(), 24, "head", "mean", {}
-    ),
+    "parts of models": of(test_boundaries.test_gradients_are_those_of_one_rank, ZigZag(), 24, "head", "mean", {}),
     "layouts of parts": test_boundaries.test_the_layout_of_a_batch,
     "parity": lambda pool: few(pool, FEW),
     "scores": lambda pool: few(pool, SCORED),
-    "parity on the last axis": lambda pool: report(
-        pool(4).run(parity_on_ranks, (2, 2), ("other", "cp"), [Case("zigzag", "causal", 13)])
+    "parity on the last axis": on(4, parity_on_ranks, (2, 2), ("other", "cp"), [Case("zigzag", "causal", 13)]),
+    "parity on four ranks": on(
+        4, parity_on_ranks, (4,), ("cp",), [Case("zigzag", "causal", 13), Case("striped", "full", 16, GQA)]
     ),
-    "parity on four ranks": lambda pool: report(
-        pool(4).run(parity_on_ranks, (4,), ("cp",), [Case("zigzag", "causal", 13), Case("striped", "full", 16, GQA)])
+    "parity on six ranks": on(
+        6, parity_on_ranks, (6,), ("cp",), [Case("zigzag", "causal", 13, heads) for heads in (GQA, MHA)]
     ),
-    "parity on six ranks": lambda pool: report(
-        pool(6).run(parity_on_ranks, (6,), ("cp",), [Case("zigzag", "causal", 13, heads) for heads in (GQA, MHA)])
-    ),
-    "gradients come home": lambda pool: test_seeds.test_gradients_of_keys_come_home(pool, "full", "ring"),
-    "sums in fp32": lambda pool: test_seeds.test_gradients_are_summed_in_fp32(pool, torch.bfloat16, "ring"),
-    "sums of Ulysses": lambda pool: test_seeds.test_gradients_are_summed_in_fp32(pool, torch.bfloat16, "ulysses"),
+    "gradients come home": of(test_seeds.test_gradients_of_keys_come_home, "full", "ring"),
+    "sums in fp32": of(test_seeds.test_gradients_are_summed_in_fp32, torch.bfloat16, "ring"),
+    "sums of Ulysses": of(test_seeds.test_gradients_are_summed_in_fp32, torch.bfloat16, "ulysses"),
     "Ulysses": lambda pool: few(pool, SWAPPED),
     "hybrid": lambda pool: few(pool, GROUPED, 4),
     "functions": test_flex.test_a_few,
-    "captured sums in fp32": lambda pool: test_flex.test_captured_gradients_are_summed_in_fp32(pool, "ring"),
+    "captured sums in fp32": of(test_flex.test_captured_gradients_are_summed_in_fp32, "ring"),
     "functions that change": test_flex.test_a_function_that_changes,
-    "functions of other numbers": lambda pool: alone(pool, (test_reached.test_what_changed_is_seen, ("a global",))),
-    "functions of states": lambda pool: alone(pool, (test_reached.test_what_changed_is_seen, ("a state of torch",))),
-    "functions of DTensors": lambda pool: test_flex.test_dtensors(pool, ("cp", "tp"), 1),
-    "functions that differ": lambda pool: test_flex.test_ranks_that_differ(pool, "a value", "captured tensor 0"),
-    "blocks of masks": lambda pool: alone(pool, (test_flex.test_blocks_that_list_too_little_or_too_much, ())),
-    "tiles of flex": lambda pool: alone(
-        pool,
-        (test_flex_kernel.test_tiles_are_those_of_the_reference, ("tanh chain", "dilated", "documents", "one run")),
+    "functions of other numbers": alone((test_reached.test_what_changed_is_seen, ("a global",))),
+    "functions of states": alone((test_reached.test_what_changed_is_seen, ("a state of torch",))),
+    "functions of DTensors": of(test_flex.test_dtensors, ("cp", "tp"), 1),
+    "functions that differ": of(test_flex.test_ranks_that_differ, "a value", "captured tensor 0"),
+    "blocks of masks": alone((test_flex.test_blocks_that_list_too_little_or_too_much, ())),
+    "tiles of flex": alone(
+        (test_flex_kernel.test_tiles_are_those_of_the_reference, ("tanh chain", "dilated", "documents", "one run"))
     ),
-    "indices of flex": lambda pool: alone(
-        pool, *((test_flex_kernel.test_indices_count_from_the_end_and_no_further, (most,)) for most in (1 << 24, 0))
+    "indices of flex": alone(
+        *((test_flex_kernel.test_indices_count_from_the_end_and_no_further, (most,)) for most in (1 << 24, 0))
     ),
-    "hidden reads of flex": lambda pool: alone(
-        pool, (test_flex_kernel.test_what_is_hidden_may_be_beyond_a_tensor, ("product",))
-    ),
-    "pads of flex": lambda pool: alone(
-        pool, (test_flex_kernel.test_pads_are_of_the_tensor_and_so_are_their_gradients, ())
-    ),
-    "tables of flex": lambda pool: alone(
-        pool, (test_flex_kernel.test_tables_of_blocks_are_of_these_heads_rows_and_tensors, ())
-    ),
+    "hidden reads of flex": alone((test_flex_kernel.test_what_is_hidden_may_be_beyond_a_tensor, ("product",))),
+    "pads of flex": alone((test_flex_kernel.test_pads_are_of_the_tensor_and_so_are_their_gradients, ())),
+    "tables of flex": alone((test_flex_kernel.test_tables_of_blocks_are_of_these_heads_rows_and_tensors, ())),
     "order of captured sums": test_flex.test_deterministic,
     "heads of cores over tp": test_flex_cores.test_heads_over_tp,
     "masks of cores": test_flex_cores.test_a_style_hides_no_more_than_the_mask,
-    "padding of cores": lambda pool: report(pool(2).run(test_flex_cores.as_one, ["padding"])),
+    "padding of cores": on(2, test_flex_cores.as_one, ["padding"]),
     "shards": test_flex_sharded.test_a_few_shards,
-    "shards of DTensors": lambda pool: test_flex_sharded.test_shards_beside_dtensors(pool, ("cp", "tp"), {}),
-    "shards summed in fp32": lambda pool: test_flex_sharded.test_shards_are_summed_in_fp32(pool, "ring"),
-    "masks of sequences": lambda pool: report(pool(3).run(test_flex_sources.parity, test_flex_sources.CASES[3][:2])),
-    "traffic of masks": lambda pool: test_flex_sources.test_what_travels_by_hand(pool, True),
+    "shards of DTensors": of(test_flex_sharded.test_shards_beside_dtensors, ("cp", "tp"), {}),
+    "shards summed in fp32": of(test_flex_sharded.test_shards_are_summed_in_fp32, "ring"),
+    "masks of sequences": on(3, test_flex_sources.parity, test_flex_sources.CASES[3][:2]),
+    "traffic of masks": of(test_flex_sources.test_what_travels_by_hand, True),
     "refused masks of sequences": test_flex_sources.test_refusals,
-    "masks of sequences that differ": lambda pool: test_flex_sources.test_ranks_that_differ(
-        pool, "other sources", "sources of block_mask"
+    "masks of sequences that differ": of(
+        test_flex_sources.test_ranks_that_differ, "other sources", "sources of block_mask"
     ),
-    "shards that differ": lambda pool: test_flex_sharded.test_ranks_that_differ(pool, "a gradient", "with a gradient"),
+    "shards that differ": of(test_flex_sharded.test_ranks_that_differ, "a gradient", "with a gradient"),
     "degrees": test_hybrid.test_the_degree_is_used,
     "head order": test_seeds.test_heads_are_grouped_in_torchs_order,
-    "specs of DTensors": lambda pool: test_op.test_dtensors_are_what_their_specs_say(pool, 2, "", "distributed"),
-    "low precision": lambda pool: test_parity.test_low_precision(pool, torch.bfloat16, 1.5, "reference", "ring"),
-    "scores of DTensors": lambda pool: report(
-        pool(4).run(
-            test_parity.dtensors,
-            (2, 2),
-            ("cp", "tp"),
-            {"tp": "heads"},
-            [Case("zigzag", "causal", 16, (8, 4), seq_dim, scores="dropout, sinks and alibi") for seq_dim in (2, 1)],
-        )
+    "specs of DTensors": of(test_op.test_dtensors_are_what_their_specs_say, 2, "", "distributed"),
+    "low precision": of(test_parity.test_low_precision, torch.bfloat16, 1.5, "reference", "ring"),
+    "scores of DTensors": on(
+        4,
+        test_parity.dtensors,
+        (2, 2),
+        ("cp", "tp"),
+        {"tp": "heads"},
+        [Case("zigzag", "causal", 16, (8, 4), seq_dim, scores="dropout, sinks and alibi") for seq_dim in (2, 1)],
     ),
     "traffic": test_traffic.test_by_hand,
     "all-gather": lambda pool: few(pool, GATHERED),
     "overlap of all-gather": test_traffic.test_all_gather_hides_its_fetch_and_its_delivery,
     "overlap": test_traffic.test_hops_are_under_way_while_tiles_are_computed,
-    "double ring": lambda pool: report(
-        pool(6).run(test_double_ring.on_hosts, 2, test_double_ring.FEW, True, timeout=60.0)
-    ),
-    "sums of the double ring": lambda pool: test_seeds.test_gradients_are_summed_in_fp32(
-        pool, torch.bfloat16, "double_ring"
-    ),
-    "network of the double ring": lambda pool: (
-        test_double_ring.test_the_network_moves_what_hosts_need_not_what_ranks_do(pool, 4, 2)
-    ),
+    "double ring": on(6, test_double_ring.on_hosts, 2, test_double_ring.FEW, True, timeout=60.0),
+    "sums of the double ring": of(test_seeds.test_gradients_are_summed_in_fp32, torch.bfloat16, "double_ring"),
+    "network of the double ring": of(test_double_ring.test_the_network_moves_what_hosts_need_not_what_ranks_do, 4, 2),
     "overlap of the double ring": test_double_ring.test_both_links_are_busy_while_tiles_are_computed,
     "recompute": test_traffic.test_selective_recompute_does_not_replay_the_ring,
-    "kernels launched directly": lambda pool: alone(
-        pool,
+    "kernels launched directly": alone(
         (test_flash_attn_4.test_kinds_have_kernels_of_their_own, ()),
         (test_flash_attn_4.test_a_release_that_differs_keeps_its_python, ()),
         (test_flash_attn_4.test_a_release_that_takes_keys_for_values_keeps_its_python, ()),
     ),
-    "deterministic": lambda pool: test_flash_attn.test_a_deterministic_call_has_the_reproducible_backward(pool, True),
-    "changing layouts": lambda pool: test_changing_layouts.test_whole_model(pool, 24, False),
+    "deterministic": of(test_flash_attn.test_a_deterministic_call_has_the_reproducible_backward, True),
+    "changing layouts": of(test_changing_layouts.test_whole_model, 24, False),
     "layouts agree": test_changing_layouts.test_a_core_in_another_layout_than_its_root_is_refused,
-    "outside of the plan": lambda pool: report(pool(2).run(test_watching.found, "not", False, ("MHA",))),
-    "outside of the plan, compiled": lambda pool: report(
-        pool(2).run(test_watching.found, "blocks in place", True, ("SDPA",))
-    ),
-    "checkpoints in cores": lambda pool: test_styles.test_checkpoint_inside_a_core_is_refused(pool, False),
+    "outside of the plan": on(2, test_watching.found, "not", False, ("MHA",)),
+    "outside of the plan, compiled": on(2, test_watching.found, "blocks in place", True, ("SDPA",)),
+    "checkpoints in cores": of(test_styles.test_checkpoint_inside_a_core_is_refused, False),
     "tables of ranks": lambda pool: in_folder(test_choosing.test_tables_that_differ_are_refused_on_every_rank, pool),
     "one choice": lambda pool: in_folder(
         test_choosing.test_every_rank_takes_the_same, pool, "ulysses, where rank 0 fetches nothing"
     ),
     "one choice of a degree": lambda pool: in_folder(test_choosing.test_every_rank_takes_the_same, pool, "hybrid"),
-    "degrees that are tried": lambda pool: alone(pool, (test_choosing.test_degrees_that_are_tried, ())),
-    "groups that cannot be made": lambda pool: alone(
-        pool, (test_choosing.test_what_needs_groups_is_not_tried_where_they_cannot_be_made, ())
+    "degrees that are tried": alone((test_choosing.test_degrees_that_are_tried, ())),
+    "groups that cannot be made": alone(
+        (test_choosing.test_what_needs_groups_is_not_tried_where_they_cannot_be_made, ())
     ),
-    "times of the hybrid": lambda pool: alone(pool, (test_costs.test_a_hybrid_is_its_exchanges_and_its_ring, ())),
-    "exchanges of a pass": lambda pool: alone(pool, (test_costs.test_a_hybrid_is_its_exchanges_and_its_ring, ())),
-    "times of the double ring": lambda pool: alone(
-        pool, (test_costs.test_the_network_moves_less_in_the_double_ring, ())
-    ),
-    "allocations": lambda pool: test_allocations.test_formulas_are_what_is_allocated(pool, "functional"),
-    "a clock": lambda pool: alone(pool, (test_calibrating.test_a_clock_counts_seconds, ())),
-    "columns of calibrate": lambda pool: alone(pool, (test_calibrating.test_columns_are_bytes_and_flops, ())),
+    "times of the hybrid": alone((test_costs.test_a_hybrid_is_its_exchanges_and_its_ring, ())),
+    "exchanges of a pass": alone((test_costs.test_a_hybrid_is_its_exchanges_and_its_ring, ())),
+    "times of the double ring": alone((test_costs.test_the_network_moves_less_in_the_double_ring, ())),
+    "allocations": of(test_allocations.test_formulas_are_what_is_allocated, "functional"),
+    "a clock": alone((test_calibrating.test_a_clock_counts_seconds, ())),
+    "columns of calibrate": alone((test_calibrating.test_columns_are_bytes_and_flops, ())),
     "a clock of ranks": test_calibrating.test_the_slowest_rank_counts,
     "release": test_symmetric_memory.test_release_gives_back_the_memory_of_groups_within_a_group,
-    "decoding": lambda pool: report(
-        pool(3).run(
-            test_decoding.at_positions,
-            [test_decoding.Case("zigzag", "window", 13, 2, "sinks"), test_decoding.Case("striped", "full", 13)],
-        )
+    "decoding": on(
+        3,
+        test_decoding.at_positions,
+        [test_decoding.Case("zigzag", "window", 13, 2, "sinks"), test_decoding.Case("striped", "full", 13)],
     ),
-    "sharded queries": lambda pool: report(pool(3).run(test_decoding.sharded, test_decoding.SHARDED)),
-    "cache": lambda pool: report(pool(3).run(test_decoding.cached, test_decoding.FEW)),
+    "sharded queries": on(3, test_decoding.sharded, test_decoding.SHARDED),
+    "cache": on(3, test_decoding.cached, test_decoding.FEW),
     "what a core asks": test_watching.test_what_a_core_asks_that_is_not_traced,
-    "rows of the root": lambda pool: test_watching.test_cores_that_attend_to_other_rows_are_refused(
-        pool, "blocks in place", test_watching.part_of_rows, False
+    "rows of the root": of(
+        test_watching.test_cores_that_attend_to_other_rows_are_refused,
+        "blocks in place",
+        test_watching.part_of_rows,
+        False,
     ),
-    "copies": lambda pool: test_copies.test_copies_have_the_style_and_their_own_attributes(
-        pool, test_copies.OwnReduce, "deepcopy"
-    ),
+    "copies": of(test_copies.test_copies_have_the_style_and_their_own_attributes, test_copies.OwnReduce, "deepcopy"),
     "compiled cores": test_watching.test_compiled_cores_of_one_class_are_told_apart,
     "symmetric memory": race,
     "symmetric memory of Ulysses": lambda pool: race(pool, method="ulysses"),
     "check mode": every_disagreement,
-    "verify": lambda pool: test_verify.test_verify_finds_what_one_device_has_too(
-        pool, False, "a scale wrong by 2 %", "cpu_flash"
-    ),
-    "patience": lambda pool: test_faults.test_a_first_call_waits_as_long_as_its_group(pool),
-    "NaN": lambda pool: test_faults.test_nan_reaches_what_depends_on_it_and_no_more_than_on_one_rank(pool, "ring"),
-    "first calls": lambda pool: test_guard.test_batches_that_differ_between_ranks(pool, "content", False),
-    "labels of other rows": lambda pool: test_guard.test_labels_of_other_rows(pool, True),
-    "sharded twice": lambda pool: test_guard.test_what_is_sharded_twice(pool, False),
-    "positions of a root": lambda pool: test_guard.test_positions_of_a_root(pool, False),
+    "verify": of(test_verify.test_verify_finds_what_one_device_has_too, False, "a scale wrong by 2 %", "cpu_flash"),
+    "patience": test_faults.test_a_first_call_waits_as_long_as_its_group,
+    "NaN": of(test_faults.test_nan_reaches_what_depends_on_it_and_no_more_than_on_one_rank, "ring"),
+    "first calls": of(test_guard.test_batches_that_differ_between_ranks, "content", False),
+    "labels of other rows": of(test_guard.test_labels_of_other_rows, True),
+    "sharded twice": of(test_guard.test_what_is_sharded_twice, False),
+    "positions of a root": of(test_guard.test_positions_of_a_root, False),
     "variables of a loop": test_guard.test_functions_that_read_the_variable_of_a_loop,
-    "unread masks": lambda pool: test_guard.test_a_mask_that_no_style_reads(pool, False),
-    "windows of modules": lambda pool: test_guard.test_what_the_module_says_and_the_style_does_not(
-        pool, "a window of its layer", False
+    "unread masks": of(test_guard.test_a_mask_that_no_style_reads, False),
+    "windows of modules": of(
+        test_guard.test_what_the_module_says_and_the_style_does_not, "a window of its layer", False
     ),
-    "whole tokens": lambda pool: test_guard.test_what_is_refused_without_a_root(pool, "whole", False),
-    "ranks of the loss": lambda pool: test_guard.test_gradients_of_a_wrong_scale_are_refused(pool, "FSDP, loss of cp"),
-    "gradients that are reduced": lambda pool: test_guard.test_gradients_of_a_wrong_scale_are_refused(pool, "none"),
-    "gathered losses": lambda pool: test_guard.test_a_loss_of_gathered_logits_has_the_right_scale(pool, "cp", False),
-    "models in turn": lambda pool: test_first_steps.test_models_in_turn_have_a_first_step_each(pool, True, False),
+    "whole tokens": of(test_guard.test_what_is_refused_without_a_root, "whole", False),
+    "ranks of the loss": of(test_guard.test_gradients_of_a_wrong_scale_are_refused, "FSDP, loss of cp"),
+    "gradients that are reduced": of(test_guard.test_gradients_of_a_wrong_scale_are_refused, "none"),
+    "gathered losses": of(test_guard.test_a_loss_of_gathered_logits_has_the_right_scale, "cp", False),
+    "models in turn": of(test_first_steps.test_models_in_turn_have_a_first_step_each, True, False),
     "words in the store": lambda pool: (
         test_first_steps.test_a_word_that_nobody_came_to_read_is_taken_back(pool, "refused"),
         test_first_steps.test_batches_that_begin_to_differ(pool, False),
@@ -413,43 +382,30 @@ CHECKS: dict[str, Callable[[Any], None]] = {
         test_first_steps.test_accumulated_gradients_that_are_right(pool, 1, 2),
     ),
     "verify_model": test_verify_model.look,
-    "runs": lambda pool: alone(pool, (test_changing_layouts.test_runs_that_compiled_code_did_not_read_are_checked, ())),
-    "round trip": lambda pool: test_sequence.test_round_trip_and_its_gradient(pool, "zigzag", 3),
-    "loss": lambda pool: test_sequence.test_cross_entropy(pool, "ragged", 3, 1),
-    "chunks of the loss": lambda pool: alone(
-        pool,
+    "runs": alone((test_changing_layouts.test_runs_that_compiled_code_did_not_read_are_checked, ())),
+    "round trip": of(test_sequence.test_round_trip_and_its_gradient, "zigzag", 3),
+    "loss": of(test_sequence.test_cross_entropy, "ragged", 3, 1),
+    "chunks of the loss": alone(
         (test_loss.test_loss_and_gradient, (torch.float64, "contiguous")),
         (test_loss.test_chunks_change_nothing, (torch.float64,)),
     ),
-    "linears": lambda pool: report(pool(3).run(test_tensor_parallel.run_cases, test_tensor_parallel.CASES)),
+    "linears": on(3, test_tensor_parallel.run_cases, test_tensor_parallel.CASES),
     "traffic of linears": test_tensor_parallel.test_what_travels_and_what_is_computed,
-    "order of linears": lambda pool: test_tensor_parallel.test_products_run_while_rows_travel(
-        pool, *test_tensor_parallel.ORDERS[0]
-    ),
+    "order of linears": of(test_tensor_parallel.test_products_run_while_rows_travel, *test_tensor_parallel.ORDERS[0]),
     "order of forwards": test_tensor_parallel.test_products_begin_before_all_rows_have_come,
     "order of copies": test_tensor_parallel.test_products_run_while_copy_engines_move_rows,
-    "beside products": lambda pool: test_tensor_parallel.test_rows_that_travel_beside_products(pool, 3, "functional"),
-    "beside copies": lambda pool: test_tensor_parallel.test_rows_that_travel_beside_products(
-        pool, 3, "symmetric_memory"
-    ),
+    "beside products": of(test_tensor_parallel.test_rows_that_travel_beside_products, 3, "functional"),
+    "beside copies": of(test_tensor_parallel.test_rows_that_travel_beside_products, 3, "symmetric_memory"),
     "chunks of logits": test_tensor_parallel.test_chunks_of_logits,
-    "unlike tokens over tp": lambda pool: test_tensor_parallel.test_what_one_rank_alone_refuses(pool, ("tokens",)),
-    "unlike gradients over tp": lambda pool: test_tensor_parallel.test_what_one_rank_alone_refuses(
-        pool, ("no gradient: columns",)
-    ),
-    "refusals in cores over tp": lambda pool: test_tensor_parallel.test_all_ranks_of_cp_and_tp_hear_of_a_refusal(
-        pool, "a core"
-    ),
-    "refusals in another model": lambda pool: test_tensor_parallel.test_ranks_of_one_model_do_not_hear_of_another(
-        pool, "cp", False
-    ),
+    "unlike tokens over tp": of(test_tensor_parallel.test_what_one_rank_alone_refuses, ("tokens",)),
+    "unlike gradients over tp": of(test_tensor_parallel.test_what_one_rank_alone_refuses, ("no gradient: columns",)),
+    "refusals in cores over tp": of(test_tensor_parallel.test_all_ranks_of_cp_and_tp_hear_of_a_refusal, "a core"),
+    "refusals in another model": of(test_tensor_parallel.test_ranks_of_one_model_do_not_hear_of_another, "cp", False),
     "later refusals": test_agreement.test_a_later_refusal_is_told_when_the_wait_ends,
     "a head under FSDP2": test_tensor_parallel.test_one_trained_part_under_fsdp,
     "plain parameters over tp": test_tensor_parallel.test_plain_parameters_on_sharded_rows,
     "norm on several meshes": test_clipping.test_every_entry_counts_once,
-    "gradients of one rank": lambda pool: test_gradients.test_gradients_are_those_of_one_rank(
-        pool, test_gradients.Setup(cp=3, S=22)
-    ),
+    "gradients of one rank": of(test_gradients.test_gradients_are_those_of_one_rank, test_gradients.Setup(cp=3, S=22)),
 }
 
 
@@ -460,66 +416,36 @@ CHECKS |= {
 }
 
 
+FIRST = {mutation.area: mutation for mutation in reversed(MUTATIONS.values())}
+"""Of each area, from the last to the first; they are the quick form."""
+
+
 def bugs() -> Iterator[Any]:
-    """The first bug of each check is part of the quick form."""
-    checks: set[str] = set()
+    """All of them, and some in another order."""
     for mutation in MUTATIONS.values():
         for check in mutation.checks:
             name = mutation.name if len(mutation.checks) == 1 else f"{mutation.name}, seen by {check}"
-            yield pytest.param(mutation, check, id=name, marks=[pytest.mark.full] * (check in checks))
-            checks.add(check)
+            is_quick = mutation is FIRST[mutation.area] and check == mutation.checks[0]
+            yield pytest.param(mutation, check, id=name, marks=[pytest.mark.full] * (not is_quick))
+    for mutation in FIRST.values():
+        yield pytest.param(mutation, mutation.checks[0], id=f"{mutation.name}, again", marks=pytest.mark.full)
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the package in byte code, so that each rank compiles the file alone in which a bug is planted."""
-    folder = tmp_path_factory.mktemp("compiled") / "cp_mesh"
-    shutil.copytree(PACKAGE, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    compileall.compile_dir(folder, quiet=1)
-    return folder
+def plant() -> Iterator[Callable[[str | None, str], Bug]]:
+    """Gives ranks with a bug of this name, or without; those in whose processes Triton interprets are others."""
+    with infected_pools() as pools, infected_pools() as in_triton:
+        healthy = {each: Bug(each, None) for each in (pools, in_triton)}
+
+        def give(name: str | None, check: str) -> Bug:
+            of_kind = in_triton if check in IN_TRITON else pools
+            return Bug(of_kind, name) if name else healthy[of_kind]
+
+        yield give
 
 
-@pytest.fixture
-def copy(compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the package, which ranks that start from now on import."""
-    shutil.copytree(compiled, tmp_path / "cp_mesh")
-    monkeypatch.syspath_prepend(tmp_path)
-    return tmp_path / "cp_mesh"
-
-
-class OwnPools:
-    """Pools of ranks that import the copy, and give up on a lost collective soon."""
-
-    def __init__(self, copy: Path) -> None:
-        self.file, self.pools = str(copy / "__init__.py"), {}
-
-    def __call__(self, world_size: int) -> ImportingPool:
-        if world_size not in self.pools:
-            pool = ImportingPool(world_size, group_timeout=5.0)
-            try:
-                assert set(pool.run(origin)) == {self.file}
-            except BaseException:
-                pool.close()
-                raise
-            self.pools[world_size] = pool
-        return self.pools[world_size]
-
-    def close(self) -> None:
-        while self.pools:
-            self.pools.popitem()[1].close()
-
-
-@pytest.fixture
-def own_pool(copy: Path) -> Iterator[OwnPools]:
-    made = OwnPools(copy)
-    yield made
-    made.close()
-
-
-def test_the_table_counts_the_bugs():
-    found = Counter(mutation.area for mutation in MUTATIONS.values())
-    table = "\n".join(f"{area:<26}{count:>4}" for area, count in found.items())
-    assert f"{table}\n{'in all':<26}{len(MUTATIONS):>4}\n" in inspect.getdoc(planted)
+def test_the_table_is_whole():
+    assert f"There are {len(MUTATIONS)} in {len(FIRST)} areas" in planted.__doc__
     assert {check for mutation in MUTATIONS.values() for check in mutation.checks} == set(CHECKS)
 
 
@@ -532,6 +458,26 @@ def test_every_seam_exists():
         except SeamLost as error:
             lost.append(str(error))
     assert not lost, "\n".join(lost)
+
+
+def held() -> dict[tuple[str, ...], int]:
+    """What modules, their classes and their tables hold, by identity."""
+    found = {}
+    for module in modules():
+        for name, x in vars(module).items():
+            found[module.__name__, name] = id(x)
+            items = vars(x) if isinstance(x, type) else x if isinstance(x, dict) and name[:2] != "__" else {}
+            found |= {(module.__name__, name, str(key)): id(value) for key, value in items.items()}
+    return found
+
+
+def test_a_bug_leaves_nothing_behind():
+    before = held()
+    for mutation in FIRST.values():
+        undo = mutation.plant()
+        assert held() != before, mutation.name
+        undo()
+        assert held() == before, mutation.name
 
 
 def test_a_lost_seam_is_told():
@@ -552,32 +498,26 @@ def test_a_lost_seam_is_told():
 
 
 @pytest.mark.full  # the quick form runs most of them as the tests that they are
-def test_checks_are_green_without_a_bug(own_pool):
-    for name, check in CHECKS.items():
-        if name not in IN_TRITON:
-            check(own_pool)
-
-
-@pytest.mark.full
-def test_checks_in_triton_are_green_without_a_bug(own_pool):
-    require_interpreter()
-    for name in IN_TRITON:
-        CHECKS[name](own_pool)
+@pytest.mark.parametrize("check", CHECKS)
+def test_check_is_green_without_a_bug(check, plant):
+    if check in IN_TRITON:
+        require_interpreter()
+    CHECKS[check](plant(None, check))
 
 
 BROKEN = ("NameError", "SyntaxError", "ImportError", "TypeError", "AttributeError", "SeamLost")
 
 
 @pytest.mark.parametrize(("mutation", "check"), list(bugs()))
-def test_bug_is_found(mutation, check, copy, own_pool, monkeypatch):
+def test_bug_is_found(mutation, check, plant, monkeypatch):
     monkeypatch.setattr("ranks.GRACE", 0.5)
     if check in IN_TRITON:
         require_interpreter()
     mutation.find()
-    planted.infect(copy, mutation)
+    bug = plant(mutation.name, check)
     with pytest.raises((Exception, pytest.fail.Exception)) as found:
-        CHECKS[check](own_pool)
-    assert own_pool.pools, "a mutant that cannot be imported proves nothing"
+        CHECKS[check](bug)
     words = str(found.value)
     print(words)  # shown by -rP
+    assert bug.is_planted, "a bug that cannot be planted proves nothing"
     assert not any(error in words for error in BROKEN), words

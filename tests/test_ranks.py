@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from dense import dense_attention, dense_mask, make_qkv
 from durations import cpu_seconds
 from poison import poisoned
-from ranks import ImportingPool, Pool, RankFailure, device, mesh
+from ranks import Pool, RankFailure, device, mesh
 from torch import Tensor
 
 
@@ -235,9 +235,8 @@ def test_nccl(pool):
     assert [total.item() for _, total in pool(2, "nccl").run(everyone, 2.0)] == [2.0, 2.0]
 
 
-@pytest.mark.parametrize("kind", (Pool, ImportingPool))
-def test_a_pool_of_its_own_ends_with_close(kind):
-    alone = kind(2)
+def test_a_pool_of_its_own_ends_with_close():
+    alone = Pool(2)
     pids = alone.run(crowd) and [process.pid for process in alone.processes]
     alone.close()
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids) and not alone.folder.exists()
@@ -260,18 +259,3 @@ def busy(rank: int, seconds: float) -> None:
     begin = time.process_time()
     while time.process_time() - begin < seconds:
         pass
-
-
-def imported(rank: int) -> bool:
-    return "cp_mesh" in sys.modules
-
-
-def test_a_pool_that_has_imported_the_package():
-    """For all of its ranks at once; it is replaced after a failure like another."""
-    pools = {kind: kind(2) for kind in (Pool, ImportingPool)}
-    assert {kind: pool.run(imported) for kind, pool in pools.items()} == {Pool: [False] * 2, ImportingPool: [True] * 2}
-    with pytest.raises(RankFailure, match="rank 1: process died"):
-        pools[ImportingPool].run(die_on_one)
-    assert pools[ImportingPool].run(imported) == [True] * 2
-    for pool in pools.values():
-        pool.close()

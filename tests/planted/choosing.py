@@ -22,29 +22,21 @@ def _(agreed: Any) -> Any:
     return mutant
 
 
-@plant("a rank looks at itself alone", "choosing:estimate", "one choice")
-def _(estimate: Any) -> Any:
-    return with_arguments(estimate, ranks=lambda _: [dist.get_rank()])
-
-
-@plant("the degree that was chosen is left aside", "choosing:Choice.degree", "one choice of a degree")
-def _(degree: Any) -> Any:
-    return lambda self: 0
-
-
-@plant("inner groups reach over hosts", "methods.hybrid:HYBRID", "degrees that are tried")
-def _(method: Any) -> Any:
-    return replace(method, degrees=lambda cp_size, gpus_per_host: method.degrees(cp_size, cp_size))
-
-
-@plant("groups are made for packed documents", "choosing:degrees_of", "groups that cannot be made")
-def _(degrees_of: Any) -> Any:
-    return with_arguments(degrees_of, problem=lambda problem: replace(problem, inner_sizes=None))
-
-
-@plant("the hybrid is timed with all heads", "costs:ulysses_costs", "times of the hybrid")
-def _(costs: Any) -> Any:
-    return with_arguments(costs, degree=lambda _: 1)
+plant("a rank looks at itself alone", "choosing:estimate", "one choice")(
+    lambda estimate: with_arguments(estimate, ranks=lambda _: [dist.get_rank()])
+)
+plant("the degree that was chosen is left aside", "choosing:Choice.degree", "one choice of a degree")(
+    lambda degree: lambda self: 0
+)
+plant("inner groups reach over hosts", "methods.hybrid:HYBRID", "degrees that are tried")(
+    lambda method: replace(method, degrees=lambda cp_size, gpus_per_host: method.degrees(cp_size, cp_size))
+)
+plant("groups are made for packed documents", "choosing:degrees_of", "groups that cannot be made")(
+    lambda degrees_of: with_arguments(degrees_of, problem=lambda problem: replace(problem, inner_sizes=None))
+)
+plant("the hybrid is timed with all heads", "costs:ulysses_costs", "times of the hybrid")(
+    lambda costs: with_arguments(costs, degree=lambda _: 1)
+)
 
 
 @plant("what a backward exchanges is counted once", "costs:ulysses_costs", "exchanges of a pass")
@@ -69,21 +61,15 @@ def _(keys: Any) -> Any:
     return with_result(keys, lambda found: [each._replace(buffer=0, stages=[0] * len(each.stages)) for each in found])
 
 
-@plant("calibrate takes milliseconds for seconds", "calibrating:_Clock._timed", "a clock")
-def _(timed: Any) -> Any:
-    return with_result(timed, lambda seconds: 1e3 * seconds)
-
-
-@plant("calibrate takes elements for bytes", "calibrating:_copies", "columns of calibrate")
-def _(copies: Any) -> Any:
-    return with_result(copies, lambda found: ([[nbytes / 4, one] for nbytes, one in found[0]], found[1]))
-
-
-@plant("calibrate measures each rank's own times", "calibrating:_Clock._slowest", "a clock of ranks")
-def _(slowest: Any) -> Any:
-    return lambda self, seconds: seconds
-
-
-@plant("groups within a group keep their memory", "transport.symmetric_memory:release", "release")
-def _(release: Any) -> Any:
-    return lambda group, within=(): release(group)
+plant("calibrate takes milliseconds for seconds", "calibrating:_Clock._timed", "a clock")(
+    lambda timed: with_result(timed, lambda seconds: 1e3 * seconds)
+)
+plant("calibrate takes elements for bytes", "calibrating:_copies", "columns of calibrate")(
+    lambda copies: with_result(copies, lambda found: ([[nbytes / 4, one] for nbytes, one in found[0]], found[1]))
+)
+plant("calibrate measures each rank's own times", "calibrating:_Clock._slowest", "a clock of ranks")(
+    lambda slowest: lambda self, seconds: seconds
+)
+plant("groups within a group keep their memory", "transport.symmetric_memory:release", "release")(
+    lambda release: lambda group, within=(): release(group)
+)

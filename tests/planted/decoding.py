@@ -31,26 +31,18 @@ plant("sinks are lost where ranks are merged", "decoding:merge", "decoding")(
 plant("keys of a window are read one position late", "decoding:decode", "decoding")(
     lambda decode: with_arguments(decode, k_positions=lambda x: None if x is None else x + 1)
 )
-
-
-@plant("positions of sharded queries are those of the ranks before", "decoding:_gather", "sharded queries")
-def _(gather: Any) -> Any:
-    return with_result(gather, lambda found: (found[0], None if found[1] is None else found[1].roll(1)))
-
-
+plant("positions of sharded queries are those of the ranks before", "decoding:_gather", "sharded queries")(
+    lambda gather: with_result(gather, lambda found: (found[0], None if found[1] is None else found[1].roll(1)))
+)
 plant("results of sharded queries are merged without the first rank's", "decoding:_to_owners", "sharded queries")(
     lambda to_owners: with_result(to_owners, lambda pieces: pieces[1:])
 )
-
-
-@plant("a token is kept in the row of the one before", "cache:places", "cache")
-def _(places: Any) -> Any:
-    return with_result(places, lambda found: (found[0], (found[1] - 1).clamp(min=0)))
-
-
-@plant("a token's keeper is told without those that came before", "cache:places", "cache")
-def _(places: Any) -> Any:
-    return with_arguments(places, counts=torch.zeros_like)
+plant("a token is kept in the row of the one before", "cache:places", "cache")(
+    lambda places: with_result(places, lambda found: (found[0], (found[1] - 1).clamp(min=0)))
+)
+plant("a token's keeper is told without those that came before", "cache:places", "cache")(
+    lambda places: with_arguments(places, counts=torch.zeros_like)
+)
 
 
 @plant("the position of an appended token is off by one", "cache:ShardedCache.append", "cache")

@@ -23,19 +23,15 @@ def local(name: str) -> Any:
     return change
 
 
-@plant("score_mod sees the index of a local query", "kernels.scores:Scores._indices", "functions")
-def _(indices: Any) -> Any:
-    return with_result(indices, local("q"))
-
-
-@plant("score_mod sees the index of a key in its tile", "kernels.scores:Scores._indices", "functions")
-def _(indices: Any) -> Any:
-    return with_result(indices, local("kv"))
-
-
-@plant("functions of the first heads in every chunk", "kernels.scores:Scores.heads", "functions")
-def _(heads: Any) -> Any:
-    return lambda self, begin, end: replace(heads(self, begin, end), first_head=self.first_head)
+plant("score_mod sees the index of a local query", "kernels.scores:Scores._indices", "functions")(
+    lambda indices: with_result(indices, local("q"))
+)
+plant("score_mod sees the index of a key in its tile", "kernels.scores:Scores._indices", "functions")(
+    lambda indices: with_result(indices, local("kv"))
+)
+plant("functions of the first heads in every chunk", "kernels.scores:Scores.heads", "functions")(
+    lambda heads: lambda self, begin, end: replace(heads(self, begin, end), first_head=self.first_head)
+)
 
 
 @plant("captured gradients are those of the last tile", "kernels.scores:ScoreGradients.add_", "functions")
@@ -83,34 +79,24 @@ def _(make: Any) -> Any:
     return lambda cls, name, graph, captured: known.setdefault(name, make(cls, name, graph, captured))
 
 
-@plant("heads of DTensors count from 0", "attention:_of_these_heads", "functions of DTensors")
-def _(of_these_heads: Any) -> Any:
-    return lambda options, query, form: options
-
-
-@plant("what functions read is not compared", "ops:_what_must_agree", "functions that differ")
-def _(fields: Any) -> Any:
-    return with_result(fields, lambda found: {name: x for name, x in found.items() if "captured" not in name})
-
-
-@plant("blocks are not compared with mask_mod", "block_masks:_check_blocks", "blocks of masks")
-def _(check: Any) -> Any:
-    return lambda *given: None
-
-
-@plant("sums have no order where one is asked for", "kernels.functions:_fixed_order", "order of captured sums")
-def _(fixed_order: Any) -> Any:
-    return lambda asked: fixed_order(False)
-
-
-@plant("heads over tp count from 0 in functions", "attention:_resolve", "heads of cores over tp")
-def _(resolve: Any) -> Any:
-    return with_result(resolve, lambda options: options._replace(first_head=0))
-
-
-@plant("a style hides what a block mask shows", "block_masks:check_hidden", "masks of cores")
-def _(check: Any) -> Any:
-    return lambda *given: None
+plant("heads of DTensors count from 0", "attention:_of_these_heads", "functions of DTensors")(
+    lambda of_these_heads: lambda options, query, form: options
+)
+plant("what functions read is not compared", "ops:_what_must_agree", "functions that differ")(
+    lambda fields: with_result(fields, lambda found: {name: x for name, x in found.items() if "captured" not in name})
+)
+plant("blocks are not compared with mask_mod", "block_masks:_check_blocks", "blocks of masks")(
+    lambda check: lambda *given: None
+)
+plant("sums have no order where one is asked for", "kernels.functions:_fixed_order", "order of captured sums")(
+    lambda fixed_order: lambda asked: fixed_order(False)
+)
+plant("heads over tp count from 0 in functions", "attention:_resolve", "heads of cores over tp")(
+    lambda resolve: with_result(resolve, lambda options: options._replace(first_head=0))
+)
+plant("a style hides what a block mask shows", "block_masks:check_hidden", "masks of cores")(
+    lambda check: lambda *given: None
+)
 
 
 @plant(
@@ -126,14 +112,12 @@ def _(reached_by: Any) -> Any:
     return with_result(reached_by, lambda x: x and x._replace(key=tuple(y for y in x.key if type(y) is not str)))
 
 
-@plant("a state of torch is taken for a constant", "reached:_names_in", "functions of states")
-def _(names_in: Any) -> Any:
-    return lambda code: names_in(code) or ()
-
-
-@plant("functions see indices of padding", "tracing:trace", "padding of cores")
-def _(trace: Any) -> Any:
-    return with_arguments(trace, last=lambda last: None)
+plant("a state of torch is taken for a constant", "reached:_names_in", "functions of states")(
+    lambda names_in: lambda code: names_in(code) or ()
+)
+plant("functions see indices of padding", "tracing:trace", "padding of cores")(
+    lambda trace: with_arguments(trace, last=lambda last: None)
+)
 
 
 @plant("gradients of shards are this rank's share", "transport.whole:scatter_sum", "shards")
@@ -145,9 +129,9 @@ def _(scatter_sum: Any) -> Any:
     return mutant
 
 
-@plant("shards are joined in the order of ranks", "transport.whole:gather", "shards")
-def _(gather: Any) -> Any:
-    return lambda x, dim, lens, inverse, *others: gather(x, dim, lens, None, *others)
+plant("shards are joined in the order of ranks", "transport.whole:gather", "shards")(
+    lambda gather: lambda x, dim, lens, inverse, *others: gather(x, dim, lens, None, *others)
+)
 
 
 @plant("heads of shards count from 0", "transport.whole:gather", "shards of DTensors")
@@ -168,14 +152,12 @@ def _(to_shards: Any) -> Any:
     return mutant
 
 
-@plant("gradients of replicated DTensors are told to be whole", "captured:_cuts", "shards of DTensors")
-def _(cuts: Any) -> Any:
-    return with_result(cuts, lambda found: (found[0], [Replicate() if p.is_partial() else p for p in found[1]]))
-
-
-@plant("ranks with and without a gradient of a shard are not compared", "captured:told", "shards that differ")
-def _(told: Any) -> Any:
-    return with_result(told, lambda said: said.partition(", with")[0])
+plant("gradients of replicated DTensors are told to be whole", "captured:_cuts", "shards of DTensors")(
+    lambda cuts: with_result(cuts, lambda found: (found[0], [Replicate() if p.is_partial() else p for p in found[1]]))
+)
+plant("ranks with and without a gradient of a shard are not compared", "captured:told", "shards that differ")(
+    lambda told: with_result(told, lambda said: said.partition(", with")[0])
+)
 
 
 def with_local(place: int, of_whole: Any) -> Any:
@@ -187,19 +169,15 @@ def with_local(place: int, of_whole: Any) -> Any:
     return mutant
 
 
-@plant("the flex kernel sees the index of a local query", "kernels.flex_tiles:Tile._globals", "tiles of flex")
-def _(of_whole: Any) -> Any:
-    return with_local(2, of_whole)
-
-
-@plant("heads of a chunk count from 0 in the flex kernel", "kernels.flex_tiles:Tile._globals", "tables of flex")
-def _(of_whole: Any) -> Any:
-    return with_local(1, of_whole)
-
-
-@plant("the flex kernel reads before and after a tensor", "kernels.flex_reads:_Rewriting._counted", "indices of flex")
-def _(counted: Any) -> Any:
-    return lambda self, at, size, pads: self._nodes[at]
+plant("the flex kernel sees the index of a local query", "kernels.flex_tiles:Tile._globals", "tiles of flex")(
+    lambda of_whole: with_local(2, of_whole)
+)
+plant("heads of a chunk count from 0 in the flex kernel", "kernels.flex_tiles:Tile._globals", "tables of flex")(
+    lambda of_whole: with_local(1, of_whole)
+)
+plant("the flex kernel reads before and after a tensor", "kernels.flex_reads:_Rewriting._counted", "indices of flex")(
+    lambda counted: lambda self, at, size, pads: self._nodes[at]
+)
 
 
 @plant("what is read beyond a tensor is a number", "kernels.flex_reads:_Rewriting._counted", "indices of flex")
@@ -212,14 +190,12 @@ def _(counted: Any) -> Any:
     return mutant
 
 
-@plant("what follows a tensor is a number", "kernels.flex_reads:Read.of", "indices of flex")
-def _(of: Any) -> Any:
-    return lambda self, x: of(self, x).nan_to_num()
-
-
-@plant("NaN follows a tensor in products too", "kernels.flex_reads:_Rewriting._all_summed", "hidden reads of flex")
-def _(summed: Any) -> Any:
-    return lambda self: set(self._function.graph.graph.nodes)
+plant("what follows a tensor is a number", "kernels.flex_reads:Read.of", "indices of flex")(
+    lambda of: lambda self, x: of(self, x).nan_to_num()
+)
+plant("NaN follows a tensor in products too", "kernels.flex_reads:_Rewriting._all_summed", "hidden reads of flex")(
+    lambda summed: lambda self: set(self._function.graph.graph.nodes)
+)
 
 
 @plant("gradients of elements counted from the end are lost", "kernels.flex_reads:Read.home", "pads of flex")
@@ -232,9 +208,9 @@ def _(home: Any) -> Any:
     return mutant
 
 
-@plant("the flex kernel's backward forgets mask_mod", "kernels.flex:_backward", "tiles of flex")
-def _(backward: Any) -> Any:
-    return lambda tile: backward(tile._replace(scores=replace(tile.scores, mask_mod=None)))
+plant("the flex kernel's backward forgets mask_mod", "kernels.flex:_backward", "tiles of flex")(
+    lambda backward: lambda tile: backward(tile._replace(scores=replace(tile.scores, mask_mod=None)))
+)
 
 
 @plant("captured gradients of the flex kernel are summed in bfloat16", "kernels.flex:_backward", "tiles of flex")
@@ -257,31 +233,21 @@ def _(made: Any) -> Any:
     return with_result(made, turned)
 
 
-@plant("tables of blocks are kept though what they read was written", "kernels.flex_tiles:kept_of", "tables of flex")
-def _(kept_of: Any) -> Any:
-    return lambda cover, key, make: kept_of(cover, key[:8], make)
-
-
-@plant("the last source is never seen", "sources:_seen", "masks of sequences")
-def _(seen: Any) -> Any:
-    return with_result(seen, lambda found: [*found[:-1], False])
-
-
-@plant("sources are told to their receivers", "geometry:say_sources", "masks of sequences")
-def _(say_sources: Any) -> Any:
-    return with_arguments(say_sources, sources=lambda sources: sources.T)
-
-
-@plant("sources that nobody sees travel", "geometry:parse_sources", "traffic of masks")
-def _(parse_sources: Any) -> Any:
-    return lambda spec, cp_size: None
-
-
-@plant("a mask of a sequence is taken in another layout", "sources:Sources.of_call", "refused masks of sequences")
-def _(of_call: Any) -> Any:
-    return lambda self, *place: self.table
-
-
-@plant("ranks may have masks of other sources", "ops:_what_must_agree", "masks of sequences that differ")
-def _(fields: Any) -> Any:
-    return with_result(fields, lambda found: {name: x for name, x in found.items() if "sources" not in name})
+plant("tables of blocks are kept though what they read was written", "kernels.flex_tiles:kept_of", "tables of flex")(
+    lambda kept_of: lambda cover, key, make: kept_of(cover, key[:8], make)
+)
+plant("the last source is never seen", "sources:_seen", "masks of sequences")(
+    lambda seen: with_result(seen, lambda found: [*found[:-1], False])
+)
+plant("sources are told to their receivers", "geometry:say_sources", "masks of sequences")(
+    lambda say_sources: with_arguments(say_sources, sources=lambda sources: sources.T)
+)
+plant("sources that nobody sees travel", "geometry:parse_sources", "traffic of masks")(
+    lambda parse_sources: lambda spec, cp_size: None
+)
+plant("a mask of a sequence is taken in another layout", "sources:Sources.of_call", "refused masks of sequences")(
+    lambda of_call: lambda self, *place: self.table
+)
+plant("ranks may have masks of other sources", "ops:_what_must_agree", "masks of sequences that differ")(
+    lambda fields: with_result(fields, lambda found: {name: x for name, x in found.items() if "sources" not in name})
+)

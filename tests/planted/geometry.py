@@ -140,31 +140,21 @@ plant("the farthest keys ahead are not seen", "masks:Mask.reaches", "blocks")(
 plant("the key after the last is seen", "masks:Mask.reaches", "blocks")(
     of_reaches(lambda mask, reach: {"end": reach.end + 1} if reach.end == mask.length else {})
 )
-
-
-@plant("pieces at the end of a window are left out", "blocks:grid", "coverage")
-def _(grid: Any) -> Any:
-    return with_arguments(grid, k=lambda k: k._replace(farthest=k.farthest - 1))
-
-
-@plant("pieces that see themselves alone are left out", "blocks:grid", "coverage")
-def _(grid: Any) -> Any:
-    return with_arguments(grid, k=lambda k: k._replace(nearest=k.nearest + 1))
-
-
-@plant("pieces that share their last document alone are left out", "by_runs:ByRuns._label_bounds", "coverage")
-def _(label_bounds: Any) -> Any:
-    return with_result(label_bounds, lambda bounds: (bounds[0], bounds[1] - 1))
-
-
-@plant("pieces that hold the rest of a block are left out", "blocks:keys_of", "coverage")
-def _(keys_of: Any) -> Any:
-    return with_arguments(keys_of, mask=lambda mask: replace(mask, blocks=None))
-
-
-@plant("rows that travel are counted without those seen in part", "by_runs:ByRuns._counts_of_keys", "facts")
-def _(counts_of_keys: Any) -> Any:
-    return with_result(counts_of_keys, lambda counts: counts * 0)
+plant("pieces at the end of a window are left out", "blocks:grid", "coverage")(
+    lambda grid: with_arguments(grid, k=lambda k: k._replace(farthest=k.farthest - 1))
+)
+plant("pieces that see themselves alone are left out", "blocks:grid", "coverage")(
+    lambda grid: with_arguments(grid, k=lambda k: k._replace(nearest=k.nearest + 1))
+)
+plant("pieces that share their last document alone are left out", "by_runs:ByRuns._label_bounds", "coverage")(
+    lambda label_bounds: with_result(label_bounds, lambda bounds: (bounds[0], bounds[1] - 1))
+)
+plant("pieces that hold the rest of a block are left out", "blocks:keys_of", "coverage")(
+    lambda keys_of: with_arguments(keys_of, mask=lambda mask: replace(mask, blocks=None))
+)
+plant("rows that travel are counted without those seen in part", "by_runs:ByRuns._counts_of_keys", "facts")(
+    lambda counts_of_keys: with_result(counts_of_keys, lambda counts: counts * 0)
+)
 
 
 @plant("rows of documents that travel are not counted by alike pairs", "by_documents:ByDocuments._add_alike", "facts")
@@ -178,33 +168,27 @@ def _(add_alike: Any) -> Any:
     return uncounted
 
 
-@plant("a step in which few ranks fetch is taken for idle", "facts:active_steps", "coverage")
-def _(active_steps: Any) -> Any:
-    return with_result(active_steps, lambda steps: steps[:-1])
+plant("a step in which few ranks fetch is taken for idle", "facts:active_steps", "coverage")(
+    lambda active_steps: with_result(active_steps, lambda steps: steps[:-1])
+)
 
 
 # --- layouts
 plant = in_area("layouts")
 
 
-@plant("the last tokens are dropped", "layouts:Contiguous.runs", "layouts")
-def _(runs: Any) -> Any:
-    return with_call(runs, lambda seq_len, cp_size: {"seq_len": seq_len // cp_size * cp_size})
-
-
-@plant("inverse and permutation mixed up", "positions:Layout.inverse", "layouts")
-def _(inverse: Any) -> Any:
-    return lambda self, seq_len, cp_size: self.permutation(seq_len, cp_size)
-
-
-@plant("two ranks hold one stripe", "layouts:Striped.runs", "layouts", "random uses")
-def _(runs: Any) -> Any:
-    return with_arguments(runs, cp_rank=lambda cp_rank: max(0, cp_rank - 1))
-
-
-@plant("all ranks hold the chunks of the last one", "layouts:ZigZag.runs", "layouts")
-def _(runs: Any) -> Any:
-    return with_call(runs, lambda cp_rank, cp_size: {"cp_rank": cp_size - 1})
+plant("the last tokens are dropped", "layouts:Contiguous.runs", "layouts")(
+    lambda runs: with_call(runs, lambda seq_len, cp_size: {"seq_len": seq_len // cp_size * cp_size})
+)
+plant("inverse and permutation mixed up", "positions:Layout.inverse", "layouts")(
+    lambda inverse: lambda self, seq_len, cp_size: self.permutation(seq_len, cp_size)
+)
+plant("two ranks hold one stripe", "layouts:Striped.runs", "layouts", "random uses")(
+    lambda runs: with_arguments(runs, cp_rank=lambda cp_rank: max(0, cp_rank - 1))
+)
+plant("all ranks hold the chunks of the last one", "layouts:ZigZag.runs", "layouts")(
+    lambda runs: with_call(runs, lambda cp_rank, cp_size: {"cp_rank": cp_size - 1})
+)
 
 
 @plant("documents are cut in chunks together", "listed:ZigZagDocuments.runs", "layouts")
@@ -217,9 +201,9 @@ def _(runs: Any) -> Any:
     return together
 
 
-@plant("every stream counts from 0", "layouts:shifted", "layouts", "random uses")
-def _(shifted: Any) -> Any:
-    return with_arguments(shifted, begin=lambda begin: 0)
+plant("every stream counts from 0", "layouts:shifted", "layouts", "random uses")(
+    lambda shifted: with_arguments(shifted, begin=lambda begin: 0)
+)
 
 
 @plant("runs that are no permutation are believed", "layouts:parse_layout", "runs")
@@ -299,11 +283,9 @@ plant("window between runs off by one", "schedule:make_schedule", "coverage")(mo
 plant("the window against keys of other ranks is a key wider", "schedule:make_schedule", "coverage", "random uses")(
     moved(hi=1, where=lambda tile, local: not local)
 )
-
-
-@plant("keys of copies count once a rank", "blocks:pieces_of", "copied keys")
-def _(pieces_of: Any) -> Any:
-    return with_result(pieces_of, lambda pieces: pieces._replace(copied=pieces.copied & False))
+plant("keys of copies count once a rank", "blocks:pieces_of", "copied keys")(
+    lambda pieces_of: with_result(pieces_of, lambda pieces: pieces._replace(copied=pieces.copied & False))
+)
 
 
 @plant("bands counted from local rows", "blocks:block_table", "coverage")
@@ -360,9 +342,9 @@ def _(make_schedule: Any) -> Any:
     return with_result(make_schedule, more)
 
 
-@plant("sources of a stage are served but not fetched", "schedule:make_schedule", "coverage")
-def _(make_schedule: Any) -> Any:
-    return with_result(make_schedule, lambda schedule: replace(schedule, fetch=((),) * schedule.cp_size))
+plant("sources of a stage are served but not fetched", "schedule:make_schedule", "coverage")(
+    lambda make_schedule: with_result(make_schedule, lambda schedule: replace(schedule, fetch=((),) * schedule.cp_size))
+)
 
 
 @plant("the schedule of the rank among all processes", "schedule:make_schedule", "parity on the last axis")
@@ -375,9 +357,9 @@ def _(make_schedule: Any) -> Any:
     return with_call(make_schedule, among_all)
 
 
-@plant("the schedule of rank 0 on every rank", "schedule:make_schedule", "parity")
-def _(make_schedule: Any) -> Any:
-    return with_arguments(make_schedule, cp_rank=lambda cp_rank: 0)
+plant("the schedule of rank 0 on every rank", "schedule:make_schedule", "parity")(
+    lambda make_schedule: with_arguments(make_schedule, cp_rank=lambda cp_rank: 0)
+)
 
 
 # --- documents
@@ -456,21 +438,15 @@ plant("keys are not counted where they lie in the buffer", "schedule:make_schedu
 plant = in_area("balanced layouts")
 
 
-@plant("documents are dealt out by tokens alone", "balancing:balance", "balance")
-def _(balance: Any) -> Any:
-    return with_arguments(balance, mask=lambda mask: replace(mask, documents=None))
-
-
+plant("documents are dealt out by tokens alone", "balancing:balance", "balance")(
+    lambda balance: with_arguments(balance, mask=lambda mask: replace(mask, documents=None))
+)
 plant("excluded tokens count as work", "balancing:keys_seen", "balance")(
     lambda keys_seen: with_arguments(keys_seen, mask=without_exclusion)
 )
-
-
-@plant("keys of blocks count as no work", "balancing:keys_seen", "balance")
-def _(keys_seen: Any) -> Any:
-    return with_arguments(keys_seen, mask=lambda mask: replace(mask, blocks=None))
-
-
-@plant("every key of a document counts as work of every query", "balancing:keys_seen", "balance")
-def _(keys_seen: Any) -> Any:
-    return with_arguments(keys_seen, mask=lambda mask: replace(mask, causal=False, blocks=None))
+plant("keys of blocks count as no work", "balancing:keys_seen", "balance")(
+    lambda keys_seen: with_arguments(keys_seen, mask=lambda mask: replace(mask, blocks=None))
+)
+plant("every key of a document counts as work of every query", "balancing:keys_seen", "balance")(
+    lambda keys_seen: with_arguments(keys_seen, mask=lambda mask: replace(mask, causal=False, blocks=None))
+)

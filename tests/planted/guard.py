@@ -28,7 +28,6 @@ plant("the ranks of a loss are not those of its gradients", "guard.reductions:_c
 plant("nobody asks whether gradients were reduced", "guard.reductions:_check_equal", "gradients that are reduced")(
     nothing()
 )
-
 plant("nobody asks whose rows over tp a gradient is of", "guard.reductions:_check_over_tp", "plain parameters over tp")(
     nothing()
 )
@@ -41,9 +40,9 @@ def _(stated_reach: Any) -> Any:
     return lambda module: Reach(0, 0)
 
 
-@plant("gathered outputs have the sum of the ranks' gradients", "sequence:ShardedSequence.gather", "gathered losses")
-def _(gather: Any) -> Any:
-    return lambda self, x, dim=1: self.unshard(x, dim)
+plant("gathered outputs have the sum of the ranks' gradients", "sequence:ShardedSequence.gather", "gathered losses")(
+    lambda gather: lambda self, x, dim=1: self.unshard(x, dim)
+)
 
 
 @plant("the first loss is that of every model", "trained:losses_of", "models in turn")
@@ -64,13 +63,9 @@ plant("labels are not compared over ranks", "guard.reductions:_compare_batches",
 plant("a shard's last row passes for the sequence's", "seen:_of_one_row", "rows of ranks")(nothing(False))
 plant("queries may see padding", "seen:warn_of_padding", "rows of ranks")(nothing())
 plant("an optimizer in the backward comes after it", "trained:note_step", "gradients of a step")(nothing(False))
-
-
-@plant("each of the accumulated losses counts alone", "guard.reductions:_Found.is_averaged", "gradients of a step")
-def _(is_averaged: Any) -> Any:
-    return lambda self, num_ranks: any(factor <= 1 for factor in self.factors)
-
-
-@plant("a first call waits longer than its group", "agreement.words:timeout_of", "patience")
-def _(timeout_of: Any) -> Any:
-    return lambda group: 4 * timeout_of(group)
+plant("each of the accumulated losses counts alone", "guard.reductions:_Found.is_averaged", "gradients of a step")(
+    lambda is_averaged: lambda self, num_ranks: any(factor <= 1 for factor in self.factors)
+)
+plant("a first call waits longer than its group", "agreement.words:timeout_of", "patience")(
+    lambda timeout_of: lambda group: 4 * timeout_of(group)
+)

@@ -20,16 +20,12 @@ def result(change: Any) -> Any:
     return lambda device_function: lambda *args, **kwargs: change(device_function(*args, **kwargs))
 
 
-@plant("strict instead of inclusive diagonal in Triton", "kernels.triton_attention:_bounds", "a band in Triton")
-def _(bounds: Any) -> Any:
-    return with_result(bounds, lambda found: (found[0] + 1, found[1]))
-
-
-@plant("a band is wider by a key in Triton", "kernels.triton_attention:_bounds", "a band in Triton")
-def _(bounds: Any) -> Any:
-    return with_result(bounds, lambda found: (found[0], found[1] + 1))
-
-
+plant("strict instead of inclusive diagonal in Triton", "kernels.triton_attention:_bounds", "a band in Triton")(
+    lambda bounds: with_result(bounds, lambda found: (found[0] + 1, found[1]))
+)
+plant("a band is wider by a key in Triton", "kernels.triton_attention:_bounds", "a band in Triton")(
+    lambda bounds: with_result(bounds, lambda found: (found[0], found[1] + 1))
+)
 plant("the last block of keys that is masked is left out", "kernels.triton_visits:visits", "a band in Triton")(
     result(lambda found: (found[0] - 1, *found[1:]))
 )
@@ -39,31 +35,21 @@ plant("blocks of which all pairs are allowed are left out", "kernels.triton_visi
 plant("delta is left out in Triton", "kernels.triton_tiles:statistics", "a band in Triton")(
     result(lambda found: (found[0], found[1] * 0.0))
 )
-
-
-@plant("lse in natural log where powers of two are read", "kernels.triton_attention:LOG2_E", "a band in Triton")
-def _(log2_e: float) -> float:
-    return 1.0
-
-
-@plant("a block is read a row late", "kernels.triton_tiles:load", "a band in Triton")
-def _(load: Any) -> Any:
-    return lambda x, strides, batch, head, first, *others: load(x, strides, batch, head, first + 1, *others)
-
-
-@plant("window off by one in Triton", "kernels.triton_attention:distances", "documents in Triton")
-def _(distances: Any) -> Any:
-    return with_result(distances, lambda found: (*found[:2], found[2] - 1, *found[3:]))
-
-
-@plant("documents ignored in Triton", "kernels.triton_visits:allowed_pairs", "documents in Triton")
-def _(allowed_pairs: Any) -> Any:
-    return lambda *given: allowed_pairs(*given[:-1], False)
-
-
-@plant("excluded tokens see each other in Triton", "kernels.triton_attention:_MaskRows._read", "documents in Triton")
-def _(read: Any) -> Any:
-    return with_arguments(read, mask=without_exclusion)
+plant("lse in natural log where powers of two are read", "kernels.triton_attention:LOG2_E", "a band in Triton")(
+    lambda log2_e: 1.0
+)
+plant("a block is read a row late", "kernels.triton_tiles:load", "a band in Triton")(
+    lambda load: lambda x, strides, batch, head, first, *others: load(x, strides, batch, head, first + 1, *others)
+)
+plant("window off by one in Triton", "kernels.triton_attention:distances", "documents in Triton")(
+    lambda distances: with_result(distances, lambda found: (*found[:2], found[2] - 1, *found[3:]))
+)
+plant("documents ignored in Triton", "kernels.triton_visits:allowed_pairs", "documents in Triton")(
+    lambda allowed_pairs: lambda *given: allowed_pairs(*given[:-1], False)
+)
+plant("excluded tokens see each other in Triton", "kernels.triton_attention:_MaskRows._read", "documents in Triton")(
+    lambda read: with_arguments(read, mask=without_exclusion)
+)
 
 
 @plant("blocks lost in the backward of Triton", "kernels.triton_attention:_mask_rows", "documents in Triton")
@@ -75,16 +61,12 @@ def _(mask_rows: Any) -> Any:
     return mutant
 
 
-@plant("documents of the first row stand for all in Triton", "kernels.triton_attention:_strides", "documents in Triton")
-def _(strides: Any) -> Any:
-    return with_result(strides, lambda found: (0, found[1]))
-
-
-@plant("bounds of ids leave a document out", "kernels.triton_visits:_id_bounds", "documents in Triton")
-def _(id_bounds: Any) -> Any:
-    return lambda *given: (id_bounds(*given)[1], id_bounds(*given)[1])
-
-
+plant("documents of the first row stand for all in Triton", "kernels.triton_attention:_strides", "documents in Triton")(
+    lambda strides: with_result(strides, lambda found: (0, found[1]))
+)
+plant("bounds of ids leave a document out", "kernels.triton_visits:_id_bounds", "documents in Triton")(
+    lambda id_bounds: lambda *given: (id_bounds(*given)[1], id_bounds(*given)[1])
+)
 plant("the derivative of softcap is left out in Triton", "kernels.triton_tiles:scored", "scores in Triton")(
     result(lambda found: (*found[:2], 1.0))
 )
@@ -101,18 +83,12 @@ plant("softcap is lost on the way to Triton", "kernels.triton_attention:_score_a
 plant("kept weights are not scaled in Triton", "kernels.triton_attention:_score_arguments", "scores in Triton")(
     with_score_arguments(lambda tensors, numbers: ((*tensors[:4], tensors[4] and (*tensors[4][:3], 1.0)), numbers))
 )
-
-
-@plant("dropout counts heads from this rank's first", "kernels.triton_attention:_dropout_words", "scores in Triton")
-def _(dropout_words: Any) -> Any:
-    return lambda cover, scores, q: dropout_words(cover, replace(scores, first_head=0), q)
-
-
-@plant("dropout counts batch rows from the first", "kernels.triton_attention:_dropout_words", "scores in Triton")
-def _(dropout_words: Any) -> Any:
-    return lambda cover, scores, q: dropout_words(cover, replace(scores, first_batch=0), q)
-
-
+plant("dropout counts heads from this rank's first", "kernels.triton_attention:_dropout_words", "scores in Triton")(
+    lambda dropout_words: lambda cover, scores, q: dropout_words(cover, replace(scores, first_head=0), q)
+)
+plant("dropout counts batch rows from the first", "kernels.triton_attention:_dropout_words", "scores in Triton")(
+    lambda dropout_words: lambda cover, scores, q: dropout_words(cover, replace(scores, first_batch=0), q)
+)
 plant("words of queries are not mixed with those of keys", "kernels.triton_dropout:key_words", "scores in Triton")(
     result(lambda words: words ^ words)
 )
@@ -133,13 +109,9 @@ plant("the sign of a block's distances is turned", "kernels.triton_visits:_sign"
 plant("the next position is taken for one step away", "kernels.triton_visits:_steps", "scores in Triton")(
     result(lambda found: (found[0], found[1] * 0 + 1))
 )
-
-
-@plant("a block that two runs share counts as one run", "kernels.triton_visits:_run", "scores in Triton")
-def _(run: Any) -> Any:
-    return result(lambda found: (found[0], found[1], found[2] | True))(run)
-
-
+plant("a block that two runs share counts as one run", "kernels.triton_visits:_run", "scores in Triton")(
+    lambda run: result(lambda found: (found[0], found[1], found[2] | True))(run)
+)
 plant("a table is read around another middle", "kernels.triton_attention:_score_arguments", "scores in Triton")(
     with_score_arguments(lambda tensors, numbers: (tensors, (numbers[0] - 1, *numbers[1:])))
 )
@@ -154,9 +126,9 @@ def _(add_up: Any) -> Any:
     return mutant
 
 
-@plant("diagonals of blocks are begun one late", "kernels.triton_visits:diagonal_visits", "scores in Triton")
-def _(diagonal_visits: Any) -> Any:
-    return result(lambda found: (found[0] + 1, found[1]))(diagonal_visits)
+plant("diagonals of blocks are begun one late", "kernels.triton_visits:diagonal_visits", "scores in Triton")(
+    lambda diagonal_visits: result(lambda found: (found[0] + 1, found[1]))(diagonal_visits)
+)
 
 
 @plant("slopes have the gradient of the first rows", "kernels.triton_attention:_ScoreParts.sum", "scores in Triton")
@@ -168,14 +140,12 @@ def _(add_up: Any) -> Any:
     return mutant
 
 
-@plant("a merge in Triton without weights", "kernels.combine_triton:_piece_lse", "sums in Triton")
-def _(piece_lse: Any) -> Any:
-    return lambda *given: piece_lse(*given) * 0.0
-
-
-@plant("a merge in Triton without sinks", "kernels.combine_triton:merge_pieces", "sums in Triton")
-def _(merge_pieces: Any) -> Any:
-    return with_arguments(merge_pieces, sinks=lambda sinks: None)
+plant("a merge in Triton without weights", "kernels.combine_triton:_piece_lse", "sums in Triton")(
+    lambda piece_lse: lambda *given: piece_lse(*given) * 0.0
+)
+plant("a merge in Triton without sinks", "kernels.combine_triton:merge_pieces", "sums in Triton")(
+    lambda merge_pieces: with_arguments(merge_pieces, sinks=lambda sinks: None)
+)
 
 
 @plant("a piece is read from the first row on", "kernels.combine_triton:_piece", "sums in Triton")
@@ -183,16 +153,12 @@ def _(piece: Any) -> Any:
     return lambda x, strides, piece_rows, *others: piece(x, strides, (piece_rows[0] * 0, *piece_rows[1:]), *others)
 
 
-@plant("the last piece of a sum in Triton is left out", "kernels.combine_triton:sum_pieces", "sums in Triton")
-def _(sum_pieces: Any) -> Any:
-    return with_arguments(sum_pieces, sums=lambda sums: [(pieces[:-1], into) for pieces, into in sums])
-
-
-@plant("delta in Triton without the gradient of lse", "kernels.combine_triton:row_dots", "sums in Triton")
-def _(row_dots: Any) -> Any:
-    return with_call(row_dots, lambda minus: {"minus": None})
-
-
+plant("the last piece of a sum in Triton is left out", "kernels.combine_triton:sum_pieces", "sums in Triton")(
+    lambda sum_pieces: with_arguments(sum_pieces, sums=lambda sums: [(pieces[:-1], into) for pieces, into in sums])
+)
+plant("delta in Triton without the gradient of lse", "kernels.combine_triton:row_dots", "sums in Triton")(
+    lambda row_dots: with_call(row_dots, lambda minus: {"minus": None})
+)
 plant("keys behind those that there are are read", "kernels.few_queries:attend_few", "few queries in Triton")(
     lambda attend_few: with_arguments(attend_few, num_keys=lambda num_keys: None)
 )

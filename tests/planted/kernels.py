@@ -15,14 +15,12 @@ from planted.seams import in_area, with_arguments, with_call, with_result
 plant = in_area("kernels")
 
 
-@plant("fp32 sums of fp64 inputs", "kernels.combine:accumulation_dtype", "parity")
-def _(accumulation_dtype: Any) -> Any:
-    return lambda dtype: torch.float32
-
-
-@plant("sums in the inputs' dtype", "kernels.combine:accumulation_dtype", "low precision")
-def _(accumulation_dtype: Any) -> Any:
-    return lambda dtype: dtype
+plant("fp32 sums of fp64 inputs", "kernels.combine:accumulation_dtype", "parity")(
+    lambda accumulation_dtype: lambda dtype: torch.float32
+)
+plant("sums in the inputs' dtype", "kernels.combine:accumulation_dtype", "low precision")(
+    lambda accumulation_dtype: lambda dtype: dtype
+)
 
 
 @plant("tiles that share keys overwrite each other's gradients", "kernels.merge:SummingBackward.step", "parity")
@@ -64,9 +62,9 @@ def _(step: Any) -> Any:
     return mutant
 
 
-@plant("a partial gradient lands on the first rows", "kernels.combine:RowSum.add", "kernels")
-def _(add: Any) -> Any:
-    return with_arguments(add, begin=lambda begin: 0)
+plant("a partial gradient lands on the first rows", "kernels.combine:RowSum.add", "kernels")(
+    lambda add: with_arguments(add, begin=lambda begin: 0)
+)
 
 
 @plant("the last of many partial gradients is left out", "kernels.combine:RowSum.add", "kernels")
@@ -79,9 +77,9 @@ def _(add: Any) -> Any:
     return mutant
 
 
-@plant("delta without the gradient of lse", "kernels.combine:make_delta", "parity")
-def _(make_delta: Any) -> Any:
-    return with_arguments(make_delta, dlse=lambda dlse: None)
+plant("delta without the gradient of lse", "kernels.combine:make_delta", "parity")(
+    lambda make_delta: with_arguments(make_delta, dlse=lambda dlse: None)
+)
 
 
 @plant("the caller's queries are scaled in place", "kernels.reference:REFERENCE", "parity")
@@ -109,9 +107,9 @@ def _(kernel: Any) -> Any:
     return replace(kernel, begin_backward=begin_backward)
 
 
-@plant("heads of a group interleaved", "kernels.reference:_grouped", "head order")
-def _(grouped: Any) -> Any:
-    return lambda x, num_kv_heads, dtype: rearrange(x.to(dtype), "b (g k) s d -> b k g s d", k=num_kv_heads)
+plant("heads of a group interleaved", "kernels.reference:_grouped", "head order")(
+    lambda grouped: lambda x, num_kv_heads, dtype: rearrange(x.to(dtype), "b (g k) s d -> b k g s d", k=num_kv_heads)
+)
 
 
 @plant("causal tiles computed as full ones", "kernels.aten:CPU_FLASH", "parity")
@@ -144,9 +142,9 @@ def _(kernel: Any) -> Any:
     return replace(kernel, begin_backward=begin_backward)
 
 
-@plant("kv heads are repeated in another order", "kernels.aten:_expand_heads", "heads of efficient attention")
-def _(expand_heads: Any) -> Any:
-    return lambda x, num_heads: x.repeat(1, num_heads // x.shape[1], 1, 1)
+plant("kv heads are repeated in another order", "kernels.aten:_expand_heads", "heads of efficient attention")(
+    lambda expand_heads: lambda x, num_heads: x.repeat(1, num_heads // x.shape[1], 1, 1)
+)
 
 
 @plant(
@@ -184,14 +182,12 @@ def _(run: Any) -> Any:
     return uncleared
 
 
-@plant("the backward is another one where it should repeat", "kernels.flash_attn_4:FA4", "deterministic")
-def _(kernel: Any) -> Any:
-    return replace(kernel, reproducible=None)
-
-
-@plant("a deterministic backward of bands that it was not tried for", "kernels.merge:merging_kernel", "deterministic")
-def _(merging_kernel: Any) -> Any:
-    return with_arguments(merging_kernel, squares=lambda squares: False)
+plant("the backward is another one where it should repeat", "kernels.flash_attn_4:FA4", "deterministic")(
+    lambda kernel: replace(kernel, reproducible=None)
+)
+plant("a deterministic backward of bands that it was not tried for", "kernels.merge:_squares", "deterministic")(
+    lambda squares: lambda tiles: list(tiles)
+)
 
 
 # --- merging
@@ -205,24 +201,18 @@ def _(launches: Any) -> Any:
     return with_result(launches, uncleared)
 
 
-@plant("calls of unlike bands share a kernel", "kernels.flash_attn_4:Call.kind", "kernels launched directly")
-def _(kind: Any) -> Any:
-    return with_result(kind, lambda found: (*found[:6], *found[9:]))
-
-
-@plant("another softcap shares a kernel", "kernels.flash_attn_4:Call.kind", "kernels launched directly")
-def _(kind: Any) -> Any:
-    return with_result(kind, lambda found: (*found[:9], *found[10:]))
-
-
-@plant("what a release launches is not compared", "kernels.flash_attn_4:_same", "kernels launched directly")
-def _(same: Any) -> Any:
-    return lambda recorded, launches, given: True
-
-
-@plant("tensors in each other's place pass for the same", "kernels.flash_attn_4:_same", "kernels launched directly")
-def _(same: Any) -> Any:
-    return lambda recorded, launches, given: same(recorded, launches, set())
+plant("calls of unlike bands share a kernel", "kernels.flash_attn_4:Call.kind", "kernels launched directly")(
+    lambda kind: with_result(kind, lambda found: (*found[:6], *found[9:]))
+)
+plant("another softcap shares a kernel", "kernels.flash_attn_4:Call.kind", "kernels launched directly")(
+    lambda kind: with_result(kind, lambda found: (*found[:9], *found[10:]))
+)
+plant("what a release launches is not compared", "kernels.flash_attn_4:_same", "kernels launched directly")(
+    lambda same: lambda recorded, launches, given: True
+)
+plant("tensors in each other's place pass for the same", "kernels.flash_attn_4:_same", "kernels launched directly")(
+    lambda same: lambda recorded, launches, given: same(recorded, launches, set())
+)
 
 
 plant = in_area("merging")
@@ -282,9 +272,9 @@ def _(finish: Any) -> Any:
     return with_result(finish, with_nan)
 
 
-@plant("partial outputs are added without weights", "kernels.combine:OutputSum.add", "kernels")
-def _(add: Any) -> Any:
-    return with_arguments(add, lse=lambda lse: lse.clamp(-1e-6, 1e-6))
+plant("partial outputs are added without weights", "kernels.combine:OutputSum.add", "kernels")(
+    lambda add: with_arguments(add, lse=lambda lse: lse.clamp(-1e-6, 1e-6))
+)
 
 
 @plant("more pieces than are held are folded without the first", "kernels.combine:OutputSum.add", "parity on six ranks")
@@ -301,9 +291,9 @@ def _(add: Any) -> Any:
 plant = in_area("scores")
 
 
-@plant("the derivative of softcap is left out", "kernels.reference:_scores", "scores")
-def _(scores: Any) -> Any:
-    return with_result(scores, lambda results: (results[0], 1.0))
+plant("the derivative of softcap is left out", "kernels.reference:_scores", "scores")(
+    lambda scores: with_result(scores, lambda results: (results[0], 1.0))
+)
 
 
 def with_scores(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -352,9 +342,9 @@ def _(gradient_of_sinks: Any) -> Any:
     return with_result(gradient_of_sinks, lambda gradient: gradient * (torch.distributed.get_rank() == 0))
 
 
-@plant("the gradient of a sink has the other sign", "methods.stages:gradient_of_sinks", "scores")
-def _(gradient_of_sinks: Any) -> Any:
-    return with_result(gradient_of_sinks, torch.neg)
+plant("the gradient of a sink has the other sign", "methods.stages:gradient_of_sinks", "scores")(
+    lambda gradient_of_sinks: with_result(gradient_of_sinks, torch.neg)
+)
 
 
 @plant("a sink for each tile", "kernels.combine:OutputSum", "scores")
@@ -391,9 +381,7 @@ def _(output_sum: Any) -> Any:
     return Mutant
 
 
-@plant("no sink in the backward", "methods.stages:include_sinks", "scores")
-def _(include_sinks: Any) -> Any:
-    return lambda lse, sinks: lse
+plant("no sink in the backward", "methods.stages:include_sinks", "scores")(lambda include_sinks: lambda lse, sinks: lse)
 
 
 @plant("the gradient of lse as if lse had the sink", "methods.ring:RING", "scores")
@@ -405,9 +393,9 @@ def _(method: Any) -> Any:
     return replace(method, backward=with_call(method.backward, with_sink))
 
 
-@plant("the sink takes nothing where a gradient comes through lse", "methods.stages:share_of_keys", "scores")
-def _(share_of_keys: Any) -> Any:
-    return lambda lse, sinks: torch.ones_like(lse)
+plant("the sink takes nothing where a gradient comes through lse", "methods.stages:share_of_keys", "scores")(
+    lambda share_of_keys: lambda lse, sinks: torch.ones_like(lse)
+)
 
 
 @plant("sinks of the first heads in every chunk", "kernels.scores:Scores.heads", "scores")
@@ -437,14 +425,12 @@ def _(heads: Any) -> Any:
     return mutant
 
 
-@plant("dropout of the first heads in every chunk", "kernels.scores:Scores.heads", "scores")
-def _(heads: Any) -> Any:
-    return lambda self, begin, end: replace(heads(self, begin, end), first_head=self.first_head)
-
-
-@plant("gradients of slopes land on the first heads", "kernels.scores:ScoreGradients.part", "scores")
-def _(part: Any) -> Any:
-    return with_arguments(part, heads=lambda heads: heads and (0, heads[1] - heads[0]))
+plant("dropout of the first heads in every chunk", "kernels.scores:Scores.heads", "scores")(
+    lambda heads: lambda self, begin, end: replace(heads(self, begin, end), first_head=self.first_head)
+)
+plant("gradients of slopes land on the first heads", "kernels.scores:ScoreGradients.part", "scores")(
+    lambda part: with_arguments(part, heads=lambda heads: heads and (0, heads[1] - heads[0]))
+)
 
 
 @plant("gradients of a table are those of the last tile", "kernels.scores:ScoreGradients.add_", "scores")
@@ -457,24 +443,18 @@ def _(add: Any) -> Any:
     return mutant
 
 
-@plant("every tile has the first rows of a bias", "kernels.scores:Scores.rows", "scores")
-def _(rows: Any) -> Any:
-    return lambda self, begin, end: rows(self, 0, end - begin)
-
-
-@plant("distances of local rows", "kernels.scores:Where.distance", "scores")
-def _(distance: Any) -> Any:
-    return lambda self: torch.arange(len(self.q_pos))[:, None] - torch.arange(len(self.k_pos))
-
-
-@plant("dropout by local rows", "kernels.reference:_dropout_factors", "scores")
-def _(factors: Any) -> Any:
-    return with_arguments(factors, cover=lambda cover: replace(cover, q_pos=torch.arange(len(cover.q_pos))))
-
-
-@plant("the distances of a table are clipped one early", "kernels.scores:RelativeBias.added", "scores")
-def _(added: Any) -> Any:
-    return with_arguments(added, x=lambda table: torch.cat([table[:, 1:2], table[:, 1:]], 1))
+plant("every tile has the first rows of a bias", "kernels.scores:Scores.rows", "scores")(
+    lambda rows: lambda self, begin, end: rows(self, 0, end - begin)
+)
+plant("distances of local rows", "kernels.scores:Where.distance", "scores")(
+    lambda distance: lambda self: torch.arange(len(self.q_pos))[:, None] - torch.arange(len(self.k_pos))
+)
+plant("dropout by local rows", "kernels.reference:_dropout_factors", "scores")(
+    lambda factors: with_arguments(factors, cover=lambda cover: replace(cover, q_pos=torch.arange(len(cover.q_pos))))
+)
+plant("the distances of a table are clipped one early", "kernels.scores:RelativeBias.added", "scores")(
+    lambda added: with_arguments(added, x=lambda table: torch.cat([table[:, 1:2], table[:, 1:]], 1))
+)
 
 
 @plant("clipped distances have no gradient", "kernels.scores:RelativeBias.add_gradient", "scores")
@@ -485,9 +465,9 @@ def _(add_gradient: Any) -> Any:
     return with_call(add_gradient, unclipped)
 
 
-@plant("columns of a bias in the order of the tile", "kernels.scores:Bias.added", "scores")
-def _(added: Any) -> Any:
-    return lambda self, x, where: x[..., : len(where.k_pos)]
+plant("columns of a bias in the order of the tile", "kernels.scores:Bias.added", "scores")(
+    lambda added: lambda self, x, where: x[..., : len(where.k_pos)]
+)
 
 
 @plant("gradients of a bias in the order of the tile", "kernels.scores:Bias.add_gradient", "scores")
@@ -498,9 +478,9 @@ def _(add_gradient: Any) -> Any:
     return with_call(add_gradient, by_tile)
 
 
-@plant("slopes without the sign of their gradient", "kernels.scores:AlibiSlopes.add_gradient", "scores")
-def _(add_gradient: Any) -> Any:
-    return with_arguments(add_gradient, dscores=lambda dscores: -dscores)
+plant("slopes without the sign of their gradient", "kernels.scores:AlibiSlopes.add_gradient", "scores")(
+    lambda add_gradient: with_arguments(add_gradient, dscores=lambda dscores: -dscores)
+)
 
 
 @plant("the backward drops no weights", "kernels.reference:REFERENCE", "scores")
@@ -510,9 +490,9 @@ def _(kernel: Any) -> Any:
     )
 
 
-@plant("weights that are kept are not scaled", "kernels.reference:_dropout_factors", "scores")
-def _(kept: Any) -> Any:
-    return with_result(kept, lambda factors: factors.sign())
+plant("weights that are kept are not scaled", "kernels.reference:_dropout_factors", "scores")(
+    lambda kept: with_result(kept, lambda factors: factors.sign())
+)
 
 
 def without_offset(scores: Any) -> Any:

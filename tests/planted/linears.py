@@ -12,9 +12,9 @@ from planted.seams import in_area, with_arguments, with_result
 plant = in_area("linears over tp")
 
 
-@plant("rows are read before they have come", "transport.shards:Shards._wait", "traffic of linears")
-def _(wait: Any) -> Any:
-    return lambda self, started, sent: started
+plant("rows are read before they have come", "transport.shards:Shards._wait", "traffic of linears")(
+    lambda wait: lambda self, started, sent: started
+)
 
 
 @plant("rows are waited for before the product", "transport.shards:Shards.gather", "order of linears")
@@ -109,8 +109,6 @@ plant(
     "transport.symmetric_shards:SymmetricMoves.workspace",
     "order of copies",
 )(lambda workspace: lambda self, purpose, nbytes: setattr(self, "_is_clear", True) or workspace(self, purpose, nbytes))
-
-
 plant("tokens of other ranks take this rank's first row", "vocabulary:_own_index", "linears")(
     lambda own_index: with_result(own_index, lambda found: (found[0], torch.ones_like(found[1])))
 )

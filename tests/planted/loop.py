@@ -51,14 +51,12 @@ def two_stages(plan: Any) -> Any:
     return replace(plan, schedule=replace(plan.schedule, route=route))
 
 
-@plant("the forward stops after two stages", "methods.ring:RING", "parity on six ranks")
-def _(method: Any) -> Any:
-    return replace(method, forward=with_arguments(method.forward, plan=two_stages))
-
-
-@plant("the backward stops after two stages", "methods.ring:RING", "parity on six ranks")
-def _(method: Any) -> Any:
-    return replace(method, backward=with_arguments(method.backward, plan=two_stages))
+plant("the forward stops after two stages", "methods.ring:RING", "parity on six ranks")(
+    lambda method: replace(method, forward=with_arguments(method.forward, plan=two_stages))
+)
+plant("the backward stops after two stages", "methods.ring:RING", "parity on six ranks")(
+    lambda method: replace(method, backward=with_arguments(method.backward, plan=two_stages))
+)
 
 
 @plant("chunks of heads lose the scale", "kernels.scores:Scores.heads", "random uses of two")
@@ -133,19 +131,15 @@ def _(deliver: Any) -> Any:
     return lambda self, packing, route: Forgetful(self, packing, route)
 
 
-@plant("gradients land on the first rows of a shard", "transport.contract:split_arrived", "parity")
-def _(split: Any) -> Any:
-    return with_result(split, lambda arrived: (replace(part, begin=0) for part in arrived))
-
-
-@plant("local dv is not added", "kernels.merge:SummingBackward.step", "parity")
-def _(step: Any) -> Any:
-    return with_result(step, lambda pieces: [replace(piece, dv=torch.zeros_like(piece.dv)) for piece in pieces])
-
-
-@plant("local dk is not added", "kernels.merge:SummingBackward.step", "parity")
-def _(step: Any) -> Any:
-    return with_result(step, lambda pieces: [replace(piece, dk=torch.zeros_like(piece.dk)) for piece in pieces])
+plant("gradients land on the first rows of a shard", "transport.contract:split_arrived", "parity")(
+    lambda split: with_result(split, lambda arrived: (replace(part, begin=0) for part in arrived))
+)
+plant("local dv is not added", "kernels.merge:SummingBackward.step", "parity")(
+    lambda step: with_result(step, lambda pieces: [replace(piece, dv=torch.zeros_like(piece.dv)) for piece in pieces])
+)
+plant("local dk is not added", "kernels.merge:SummingBackward.step", "parity")(
+    lambda step: with_result(step, lambda pieces: [replace(piece, dk=torch.zeros_like(piece.dk)) for piece in pieces])
+)
 
 
 @plant("sums of gradients begin with what was in memory", "kernels.combine:RowSum.__init__", "parity")
@@ -157,14 +151,12 @@ def _(init: Any) -> Any:
     return mutant
 
 
-@plant("gradients are summed in half precision", "kernels.combine:RowSum.__init__", "sums in fp32")
-def _(init: Any) -> Any:
-    return with_arguments(init, dtype=lambda _: torch.bfloat16)
-
-
-@plant("gradients travel in bf16", "transport.functional:FunctionalTransport.deliver", "parity")
-def _(deliver: Any) -> Any:
-    return with_arguments(deliver, packing=lambda packing: replace(packing, dtype=torch.bfloat16))
+plant("gradients are summed in half precision", "kernels.combine:RowSum.__init__", "sums in fp32")(
+    lambda init: with_arguments(init, dtype=lambda _: torch.bfloat16)
+)
+plant("gradients travel in bf16", "transport.functional:FunctionalTransport.deliver", "parity")(
+    lambda deliver: with_arguments(deliver, packing=lambda packing: replace(packing, dtype=torch.bfloat16))
+)
 
 
 @plant("dk that travels is counted twice", "kernels.merge:SummingBackward.step", "gradients come home")
@@ -223,19 +215,15 @@ def _(method: Any) -> Any:
     return replace(method, make_schedule=RING.make_schedule)
 
 
-@plant("heads go to other ranks", "transport.heads:HeadExchange.to_heads", "Ulysses")
-def _(to_heads: Any) -> Any:
-    return with_arguments(to_heads, tensors=lambda tensors: [x.flip(0) for x in tensors])
-
-
-@plant("heads come home in another order", "transport.heads:HeadExchange.home", "Ulysses")
-def _(home: Any) -> Any:
-    return with_result(home, lambda arrived: tuple(x.flip(0) for x in arrived))
-
-
-@plant("rows of all heads stay in the order of the layout", "transport.heads:HeadExchange.__init__", "Ulysses")
-def _(init: Any) -> Any:
-    return with_arguments(init, order=lambda _: None)
+plant("heads go to other ranks", "transport.heads:HeadExchange.to_heads", "Ulysses")(
+    lambda to_heads: with_arguments(to_heads, tensors=lambda tensors: [x.flip(0) for x in tensors])
+)
+plant("heads come home in another order", "transport.heads:HeadExchange.home", "Ulysses")(
+    lambda home: with_result(home, lambda arrived: tuple(x.flip(0) for x in arrived))
+)
+plant("rows of all heads stay in the order of the layout", "transport.heads:HeadExchange.__init__", "Ulysses")(
+    lambda init: with_arguments(init, order=lambda _: None)
+)
 
 
 @plant("rows go home in the order of positions", "transport.heads:HeadExchange.home", "Ulysses")
@@ -250,19 +238,15 @@ def _(home: Any) -> Any:
     return mutant
 
 
-@plant("every part of the heads is given what the first one kept", "methods.ulysses:_Call.views", "Ulysses")
-def _(views: Any) -> Any:
-    return with_arguments(views, chunk=lambda _: 0)
-
-
-@plant("keys that were kept are values", "methods.ulysses:_Call.views", "Ulysses")
-def _(views: Any) -> Any:
-    return with_result(views, lambda found: [found[0], found[2], found[1], found[3]])
-
-
-@plant("shares of sinks are of other heads", "methods.ulysses:_Call.share_of_sinks", "Ulysses")
-def _(share: Any) -> Any:
-    return with_result(share, lambda found: {name: x.roll(1, 0) for name, x in found.items()})
+plant("every part of the heads is given what the first one kept", "methods.ulysses:_Call.views", "Ulysses")(
+    lambda views: with_arguments(views, chunk=lambda _: 0)
+)
+plant("keys that were kept are values", "methods.ulysses:_Call.views", "Ulysses")(
+    lambda views: with_result(views, lambda found: [found[0], found[2], found[1], found[3]])
+)
+plant("shares of sinks are of other heads", "methods.ulysses:_Call.share_of_sinks", "Ulysses")(
+    lambda share: with_result(share, lambda found: {name: x.roll(1, 0) for name, x in found.items()})
+)
 
 
 @plant("gradients of a kv head that was sent twice are not summed", "methods.ulysses:_Call.summed", "Ulysses")
@@ -329,9 +313,9 @@ def _(shares: Any) -> Any:
 plant = in_area("the hybrid")
 
 
-@plant("inner groups hold what the others do", "methods.joined:Joined.runs", "hybrid")
-def _(runs: Any) -> Any:
-    return with_arguments(runs, cp_rank=lambda rank: 1 - rank)
+plant("inner groups hold what the others do", "methods.joined:Joined.runs", "hybrid")(
+    lambda runs: with_arguments(runs, cp_rank=lambda rank: 1 - rank)
+)
 
 
 @plant("rows of an inner group stay in the order of its ranks", "methods.joined:rows_of_group", "hybrid")
@@ -346,14 +330,12 @@ def _(rows: Any) -> Any:
     return mutant
 
 
-@plant("heads are exchanged in the outer group", "groups:parts_of", "hybrid")
-def _(parts_of: Any) -> Any:
-    return with_result(parts_of, lambda parts: parts._replace(outer=parts.inner, inner=parts.outer))
-
-
-@plant("the ring goes over the inner group", "groups:parts_of", "hybrid")
-def _(parts_of: Any) -> Any:
-    return with_result(parts_of, lambda parts: parts._replace(outer=parts.inner))
+plant("heads are exchanged in the outer group", "groups:parts_of", "hybrid")(
+    lambda parts_of: with_result(parts_of, lambda parts: parts._replace(outer=parts.inner, inner=parts.outer))
+)
+plant("the ring goes over the inner group", "groups:parts_of", "hybrid")(
+    lambda parts_of: with_result(parts_of, lambda parts: parts._replace(outer=parts.inner))
+)
 
 
 @plant("dropout counts heads by the place in the ring", "methods.ulysses:_Call", "hybrid")
@@ -442,9 +424,9 @@ def _(cross: Any) -> Any:
     return mutant
 
 
-@plant("every rank is a host", "methods.double_ring:DOUBLE_RING", "network of the double ring")
-def _(method: Any) -> Any:
-    return replace(method, choose_degree=lambda *_: 1)
+plant("every rank is a host", "methods.double_ring:DOUBLE_RING", "network of the double ring")(
+    lambda method: replace(method, choose_degree=lambda *_: 1)
+)
 
 
 @plant(
@@ -473,14 +455,10 @@ def _(init: Any) -> Any:
 plant = in_area("the transport")
 
 
-@plant("a missing wait", "transport.waiting:wait_for", "parity")
-def _(wait_for: Any) -> Any:
-    return lambda started, *told: started
-
-
-@plant("NaN that arrives is taken for 0", "transport.waiting:wait_for", "NaN")
-def _(wait_for: Any) -> Any:
-    return lambda started, *told: wait_for(started, *told).nan_to_num()
+plant("a missing wait", "transport.waiting:wait_for", "parity")(lambda wait_for: lambda started, *told: started)
+plant("NaN that arrives is taken for 0", "transport.waiting:wait_for", "NaN")(
+    lambda wait_for: lambda started, *told: wait_for(started, *told).nan_to_num()
+)
 
 
 @plant("rows for another rank are served", "transport.functional:FunctionalTransport.exchange", "parity on four ranks")
@@ -504,14 +482,12 @@ def _(fetch: Any) -> Any:
     return with_arguments(fetch, route=from_start)
 
 
-@plant("batch rows change places on the way", "transport.functional:FunctionalIncoming.next", "parity")
-def _(receive: Any) -> Any:
-    return with_result(receive, lambda rows: rows and tuple(x.flip(0) for x in rows))
-
-
-@plant("a buffer is sent before it is written", "transport.functional:FunctionalOutgoing.buffer", "parity")
-def _(buffer: Any) -> Any:
-    return with_result(buffer, lambda views: views and tuple(torch.empty_like(x) for x in views))
+plant("batch rows change places on the way", "transport.functional:FunctionalIncoming.next", "parity")(
+    lambda receive: with_result(receive, lambda rows: rows and tuple(x.flip(0) for x in rows))
+)
+plant("a buffer is sent before it is written", "transport.functional:FunctionalOutgoing.buffer", "parity")(
+    lambda buffer: with_result(buffer, lambda views: views and tuple(torch.empty_like(x) for x in views))
+)
 
 
 @plant("whole shards are fetched for a window", "transport.functional:FunctionalTransport.fetch", "traffic")

@@ -1,4 +1,4 @@
-"""What the checks run on ranks; imported there with what it needs alone, as every bug has ranks of its own."""
+"""What the checks run on ranks."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Planting bugs: a seam is a name of the package, a planted bug is a function that makes another thing for that name.
 
-A seam is a function, a class, a method or another attribute, written ``module:name`` or ``module:Class.method``. The
-module file of a *copy* of the package gets two more lines at its end, which bind the name anew; whoever imports it from
-there later has the bug. What the module itself kept of the old thing while it was executed (a decorator's argument, an
-entry of a table) stays as it was: then that name is the seam.
+A seam is a function, a class, a method or another attribute, written ``module:name`` or ``module:Class.method``. It is
+bound anew in the process that runs, and so is whatever else holds the thing: names of other modules, of the package and
+of the tests, attributes, entries of tables, defaults, what functions close over. Undoing binds all of it back, in
+modules that were imported meanwhile too, and what was kept of earlier calls is forgotten both times. What C++ holds,
+such as the function of an op that is registered, stays as it was: then what that function calls is the seam.
 
 Planted bugs read arguments, results and documented attributes, not source lines, so that they survive a refactoring of
 what is inside of a function. Where a seam is gone, or an argument of it, `SeamLost` says so.
@@ -14,12 +15,18 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from collections import OrderedDict, deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
+
+import torch
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 PACKAGE = "cp_mesh"
 MUTATIONS: dict[str, Mutation] = {}
@@ -40,6 +47,7 @@ class Mutation:
         seam: where it is planted.
         checks: each of them must find it.
         make: returns what takes the place of the thing that it is given; without side effects.
+        new_ranks: why it cannot be planted on ranks that ran the package without it, if it cannot.
     """
 
     name: str
@@ -47,6 +55,7 @@ class Mutation:
     seam: str
     checks: tuple[str, ...]
     make: Callable[[Any], Any]
+    new_ranks: str = ""
 
     @property
     def module(self) -> str:
@@ -75,10 +84,12 @@ class Mutation:
             ) from error
         return found[-2], names[-1], found[-1]
 
-    def plant(self) -> None:
-        """Bind the name anew, in this process."""
-        owner, name, _ = self.find()
-        setattr(owner, name, self.made())
+    def plant(self) -> Callable[[], None]:
+        """Bind the name anew, in this process, and return what undoes that."""
+        owner, name, original = self.find()
+        mutant = self.made()
+        bind(owner, name, original, mutant)
+        return lambda: bind(owner, name, mutant, original)
 
     def made(self) -> Any:
         """What takes the place of what is there; of a classmethod, staticmethod or property, of its function."""
@@ -100,10 +111,12 @@ def _homes(name: str) -> list[str]:
 def in_area(area: str) -> Callable[..., Callable[[Callable[[Any], Any]], Callable[[Any], Any]]]:
     """The decorator of planted bugs of an area: ``@plant(name, seam, *checks)`` on their `Mutation.make`."""
 
-    def plant(name: str, seam: str, *checks: str) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+    def plant(
+        name: str, seam: str, *checks: str, new_ranks: str = ""
+    ) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
         def register(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
             assert name not in MUTATIONS and checks, name
-            MUTATIONS[name] = Mutation(name, area, seam, checks, make)
+            MUTATIONS[name] = Mutation(name, area, seam, checks, make, new_ranks)
             return make
 
         return register
@@ -111,14 +124,92 @@ def in_area(area: str) -> Callable[..., Callable[[Callable[[Any], Any]], Callabl
     return plant
 
 
-def infect(copy: Path, mutation: Mutation) -> None:
-    """Plant a bug in a copy of the package: in processes that import it from now on."""
-    parts = mutation.module.split(".")[1:]
-    file = copy.joinpath(*parts).with_suffix(".py") if parts else copy / "__init__.py"
-    if not file.exists():
-        file = copy.joinpath(*parts, "__init__.py")
-    with file.open("a") as text:
-        text.write(f"\nfrom planted import MUTATIONS\n\nMUTATIONS[{mutation.name!r}].plant()\n")
+def bind(owner: Any, name: str, old: Any, new: Any) -> None:
+    """Make the one the other: an attribute of a class, or whatever a module reaches that is the old one.
+
+    Numbers and the like are alike in many places by chance: of these, names of modules.
+    """
+    if isinstance(owner, type):
+        setattr(owner, name, new)
+    elif isinstance(old, int | float | frozenset):
+        for module in modules():
+            if vars(module).get(name) is old:
+                setattr(module, name, new)
+    else:
+        _Binding(old, new).everywhere()
+    assert vars(owner)[name] is new, f"{owner.__name__}.{name} is not bound"
+
+
+class _Binding:
+    """Goes through what modules reach, of the package and of the tests, and binds one thing to another."""
+
+    def __init__(self, old: Any, new: Any) -> None:
+        self._old, self._new, self._seen = old, new, {id(new)}
+        self._modules = {module.__name__: module for module in modules()}
+
+    def everywhere(self) -> None:
+        for module in self._modules.values():
+            self._each([item for item in vars(module).items() if item[0][:2] != "__"], vars(module).__setitem__)
+
+    def _each(self, items: Any, put: Callable[[Any, Any], None]) -> None:
+        for key, value in list(items):
+            if (bound := self._bound(value)) is not value:
+                put(key, bound)
+
+    def _bound(self, x: Any) -> Any:
+        """What takes the place of this; what is within it is bound where it lies, or in a new tuple."""
+        if x is self._old:
+            return self._new
+        kind = type(x)
+        if kind in _PLAIN or id(x) in self._seen:
+            return x
+        self._seen.add(id(x))
+        if isinstance(x, tuple):
+            made = [self._bound(value) for value in x]
+            if any(one is not other for one, other in zip(made, x, strict=True)):
+                return kind(made) if kind is tuple else kind(*made)
+        elif isinstance(x, dict):
+            self._each(x.items(), x.__setitem__)
+        elif isinstance(x, list):
+            self._each(enumerate(x), x.__setitem__)
+        elif isinstance(x, staticmethod | classmethod | property):
+            self._bound(x.fget if isinstance(x, property) else x.__func__)
+        elif isinstance(x, FunctionType):
+            if x.__module__ in self._modules:
+                x.__defaults__ = self._bound(x.__defaults__)
+                self._bound(x.__kwdefaults__)
+                for cell in x.__closure__ or ():
+                    with suppress(ValueError):  # that is empty
+                        self._each([("cell_contents", cell.cell_contents)], partial(setattr, cell))
+        elif isinstance(x, type):
+            if x.__module__ in self._modules:
+                self._each(vars(x).items(), partial(setattr, x))
+        elif kind.__module__ in self._modules and hasattr(x, "__dict__"):
+            self._each(vars(x).items(), partial(object.__setattr__, x))
+        return x
+
+
+_TESTS = {file.stem for file in Path(__file__).parent.parent.glob("*.py")} - {"interpreted"}
+_VARIABLES = {dict, list, set, deque, OrderedDict}
+_PLAIN = {str, int, float, bool, type(None), ModuleType, BuiltinFunctionType, torch.Tensor}
+
+
+def forget() -> None:
+    """What was kept of calls: in caches of the package and of the tests, and in variables of the package's modules."""
+    for module in modules():
+        for name, x in vars(module).items():
+            is_variable = (type(x) in _VARIABLES and name.islower()) or type(x).__name__.startswith("Weak")
+            if type(x) is functools._lru_cache_wrapper:
+                x.cache_clear()
+            elif is_variable and name[:2] != "__" and module.__name__.startswith(PACKAGE):
+                x.clear()
+    _clear_sharding_prop_cache()
+
+
+def modules() -> list[ModuleType]:
+    """Those of the package and of the tests that were imported; not what plants, and what is done once a process."""
+    modules = list(sys.modules.items())
+    return [module for name, module in modules if name in _TESTS or name.partition(".")[0] == PACKAGE]
 
 
 # What planted bugs are made of.

@@ -76,9 +76,9 @@ def _(score_placements: Any) -> Any:
     return with_result(score_placements, whole)
 
 
-@plant("a core may attend to other rows than its root's", "ops:check_length", "rows of the root")
-def _(check_length: Any) -> Any:
-    return lambda seq_len, expected: None
+plant("a core may attend to other rows than its root's", "ops:check_length", "rows of the root")(
+    lambda check_length: lambda seq_len, expected: None
+)
 
 
 # --- data and loss
@@ -118,14 +118,10 @@ def _(backward: Any) -> Any:
     return mutant
 
 
-@plant("rows that do not fill a chunk are left out", "loss:_chunks", "chunks of the loss")
-def _(chunks: Any) -> Any:
-    return with_result(chunks, lambda rows: list(rows)[:-1])
-
-
-@plant("padding counts as tokens", "sequence:PADDING", "gradients of one rank")
-def _(padding: Any) -> Any:
-    return {**padding, "labels": 0}
+plant("rows that do not fill a chunk are left out", "loss:_chunks", "chunks of the loss")(
+    lambda chunks: with_result(chunks, lambda rows: list(rows)[:-1])
+)
+plant("padding counts as tokens", "sequence:PADDING", "gradients of one rank")(lambda padding: {**padding, "labels": 0})
 
 
 @plant("the last token is dropped with the padding", "sequence:ShardedSequence.unshard", "loss")
@@ -147,9 +143,9 @@ def _(backward: Any) -> Any:
     return mutant
 
 
-@plant("positions count from the shard's start", "sequence:ShardedSequence.positions", "gradients of one rank")
-def _(positions: Any) -> Any:
-    return with_result(positions, lambda rows: torch.arange(len(rows), device=rows.device))
+plant("positions count from the shard's start", "sequence:ShardedSequence.positions", "gradients of one rank")(
+    lambda positions: with_result(positions, lambda rows: torch.arange(len(rows), device=rows.device))
+)
 
 
 @plant("labels are sharded in another layout", "sequence:ShardedSequence.shard", "gradients of one rank")
@@ -210,9 +206,9 @@ def _(sharing: Any) -> Any:
     return mutant
 
 
-@plant("the norm of a shard passes for that of all", "clipping:_all_reduce", "norm on several meshes")
-def _(all_reduce: Any) -> Any:
-    return lambda values, group, norm_type: values
+plant("the norm of a shard passes for that of all", "clipping:_all_reduce", "norm on several meshes")(
+    lambda all_reduce: lambda values, group, norm_type: values
+)
 
 
 @plant("recompute replays the ring", "parallel:checkpoint_context_fn", "recompute")
@@ -240,27 +236,21 @@ def _(shard_inputs: Any) -> Any:
     return mutant
 
 
-@plant("an output gathered in the layout of another batch", "root:ShardedModel.gather", "changing layouts")
-def _(gather: Any) -> Any:
-    return lambda self, sequence, output: gather(self, self.sequence, output)
-
-
+plant("an output gathered in the layout of another batch", "root:ShardedModel.gather", "changing layouts")(
+    lambda gather: lambda self, sequence, output: gather(self, self.sequence, output)
+)
 plant("a part's output has the gradients of all losses", "boundaries:GatherOutput.__init__", "parts of models")(
     lambda init: with_arguments(init, gradient=lambda gradient: "sum")
 )
 plant("a part is gathered in the layout of another batch", "boundaries:_Boundary.of_call", "layouts of parts")(
     lambda of_call: lambda self, *args, **kwargs: self.sequence
 )
-
-
-@plant("a core may have another layout than its root", "cores:_check_root", "layouts agree")
-def _(check_root: Any) -> Any:
-    return lambda sequence, layout: None
-
-
-@plant("a copy that the module's class makes has no style", "forwards:_like", "copies")
-def _(like: Any) -> Any:
-    return lambda module, twin: twin
+plant("a core may have another layout than its root", "cores:_check_root", "layouts agree")(
+    lambda check_root: lambda sequence, layout: None
+)
+plant("a copy that the module's class makes has no style", "forwards:_like", "copies")(
+    lambda like: lambda module, twin: twin
+)
 
 
 @plant("compiled cores do not tell the forward of an instance", "forwards:_subclass", "compiled cores")
@@ -284,75 +274,52 @@ def _(subclass: Any) -> Any:
 plant = in_area("watching")
 
 
-@plant("attention of modules outside of the plan is let through", "guard.watching:ATTENTION", "outside of the plan")
-def _(attention: Any) -> Any:
-    return attention - {"multi_head_attention_forward"}
-
-
-@plant("compiled blocks are not watched", "guard.watching:_watched", "outside of the plan, compiled")
-def _(watched: Any) -> Any:
-    return lambda module, forward, *args, **kwargs: forward(*args, **kwargs)
-
-
-plant("modes are compiled by themselves", "guard.watching:keep_uncompiled", "what a core asks")(
-    lambda keep_uncompiled: lambda *_: None
+plant("attention of modules outside of the plan is let through", "guard.watching:ATTENTION", "outside of the plan")(
+    lambda attention: attention - {"multi_head_attention_forward"}
 )
-
-
-@plant("a core may checkpoint its attention", "guard.watching:_inside_checkpoint", "checkpoints in cores")
-def _(inside_checkpoint: Any) -> Any:
-    return lambda: False
+plant("compiled blocks are not watched", "guard.watching:_watched", "outside of the plan, compiled")(
+    lambda watched: lambda module, forward, *args, **kwargs: forward(*args, **kwargs)
+)
+plant(
+    "modes are compiled by themselves",
+    "guard.watching:keep_uncompiled",
+    "what a core asks",
+    new_ranks="Dynamo keeps for ever what it was told of a function",
+)(lambda keep_uncompiled: lambda *_: None)
+plant("a core may checkpoint its attention", "guard.watching:_inside_checkpoint", "checkpoints in cores")(
+    lambda inside_checkpoint: lambda: False
+)
 
 
 # --- check mode and verify
 plant = in_area("check mode and verify")
 
 
-@plant("tensors are compared by their shapes", "agreement.contents:fingerprint", "check mode")
-def _(fingerprint: Any) -> Any:
-    return lambda tensor: "None" if tensor is None else str(tuple(tensor.shape))
-
-
-@plant("only the first of the arguments is compared", "agreement:require_agreement", "check mode")
-def _(require_agreement: Any) -> Any:
-    return with_arguments(require_agreement, fields=lambda fields: dict(list(fields.items())[:1]))
-
-
-@plant("a rank keeps to itself what it refuses", "agreement:announce_refusal", "check mode")
-def _(announce_refusal: Any) -> Any:
-    return lambda group, error: None
-
-
-@plant("verify passes whatever it measured", "verifying.verify:Report.passed", "verify")
-def _(passed: Any) -> Any:
-    return lambda self: True
-
-
-@plant("verify allows what the kernel does on one device", "verifying.verify:PLAIN_FACTOR", "verify")
-def _(factor: float) -> float:
-    return 1e9
-
-
-@plant("verify_model passes whatever it found", "verifying.report:ModelReport.passed", "verify_model")
-def _(passed: Any) -> Any:
-    return lambda self: True
-
-
-@plant("verify_model hears of one rank alone", "verifying.ranks:Ranks.gather", "verify_model")
-def _(gather: Any) -> Any:
-    return with_result(gather, lambda answers: answers[:1])
-
-
-@plant("verify_model leaves out the last parameter", "verifying.comparing:compare_gradients", "verify_model")
-def _(compare: Any) -> Any:
-    return with_arguments(compare, want=lambda want: dict(list(want.items())[:-1]))
-
-
-@plant("verify_model takes any difference for rounding", "verifying.comparing:FACTOR", "verify_model")
-def _(factor: float) -> float:
-    return 1e15
-
-
-@plant("probes look for what a token does not reach alone", "verifying.probes:_judge", "verify_model")
-def _(judge: Any) -> Any:
-    return with_call(judge, lambda moved, expected: {"moved": moved & expected})
+plant("tensors are compared by their shapes", "agreement.contents:fingerprint", "check mode")(
+    lambda fingerprint: lambda tensor: "None" if tensor is None else str(tuple(tensor.shape))
+)
+plant("only the first of the arguments is compared", "agreement:require_agreement", "check mode")(
+    lambda require_agreement: with_arguments(require_agreement, fields=lambda fields: dict(list(fields.items())[:1]))
+)
+plant("a rank keeps to itself what it refuses", "agreement:announce_refusal", "check mode")(
+    lambda announce_refusal: lambda group, error: None
+)
+plant("verify passes whatever it measured", "verifying.verify:Report.passed", "verify")(
+    lambda passed: lambda self: True
+)
+plant("verify allows what the kernel does on one device", "verifying.verify:PLAIN_FACTOR", "verify")(lambda factor: 1e9)
+plant("verify_model passes whatever it found", "verifying.report:ModelReport.passed", "verify_model")(
+    lambda passed: lambda self: True
+)
+plant("verify_model hears of one rank alone", "verifying.ranks:Ranks.gather", "verify_model")(
+    lambda gather: with_result(gather, lambda answers: answers[:1])
+)
+plant("verify_model leaves out the last parameter", "verifying.comparing:compare_gradients", "verify_model")(
+    lambda compare: with_arguments(compare, want=lambda want: dict(list(want.items())[:-1]))
+)
+plant("verify_model takes any difference for rounding", "verifying.comparing:FACTOR", "verify_model")(
+    lambda factor: 1e15
+)
+plant("probes look for what a token does not reach alone", "verifying.probes:_judge", "verify_model")(
+    lambda judge: with_call(judge, lambda moved, expected: {"moved": moved & expected})
+)
