@@ -145,7 +145,7 @@ def test_tensors_travel_by_value(pool):
 
 
 def test_least_recent_pools_end(pool, monkeypatch):
-    monkeypatch.setitem(type(pool).__call__.__globals__, "MAX_LIVE_RANKS", 5)  # "conftest" names another file too
+    monkeypatch.setattr("ranks.MAX_LIVE_RANKS", 5)
     first, second = pool(3), pool(2)
     first.run(everyone, 1.0), second.run(everyone, 1.0)
     pool(3), pool(4)
