@@ -34,6 +34,7 @@ from cp_mesh import (
     check_mode,
     ops,
 )
+from cp_mesh.agreement.contents import fingerprint
 
 WORLD_SIZE = 3
 B, H, K, S, D = 2, 4, 2, 24, 8
@@ -485,6 +486,17 @@ def never_come(rank: int) -> float:
 
 def test_a_first_call_does_not_wait_for_ever(pool: Any) -> None:
     assert max(pool(WORLD_SIZE).run(never_come)) < 20
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16, torch.int64, torch.bool))
+@pytest.mark.parametrize("shape", ((), (0,), (1,), (1, 1), (0, 2), (3, 1), (2, 3)), ids=str)
+def test_how_a_tensor_lies_in_memory_is_not_compared(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    inside = torch.arange(100).to(dtype)
+    x = inside.as_strided(shape, [7, 5][: len(shape)], 3)
+    ones = inside[1].expand(shape)  # with strides of 0
+    for y in (x, x.transpose(0, -1).contiguous().transpose(0, -1) if shape else x, ones):
+        assert fingerprint(y) == fingerprint(torch.tensor(y.tolist(), dtype=dtype).view(shape))
+    assert (fingerprint(x) == fingerprint(ones)) == torch.equal(x, ones)
 
 
 def made_anew(rank: int) -> None:

@@ -20,7 +20,8 @@ def fingerprint(tensor: Tensor | None) -> str:
     if tensor is None:
         return "None"
     # a copy: NumPy pins the memory that it is shown, and FSDP2 frees that of a parameter after its use
-    copy = tensor.detach().to("cpu", copy=True).reshape(-1)
+    dense = torch.contiguous_format  # else one element keeps its stride
+    copy = tensor.detach().to("cpu", copy=True, memory_format=dense).reshape(-1)
     content = hashlib.sha1(copy.view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
     return f"{shape_of(tensor)} on {tensor.device.type} {content}"
 
