@@ -382,7 +382,7 @@ class Mask:
 
 def _warn_of_positions(ids: Tensor) -> None:
     """Of documents that count the tokens of each document, and would be as many as there are tokens."""
-    if ids.is_meta or type(ids) is not Tensor or ids.shape[-1] < 8:
+    if ids.is_meta or type(ids) is not Tensor or ids.shape[-1] < 8 or not len(ids):
         return
     rows = torch.atleast_2d(ids)
     if not bool((rows[:, :3] == torch.arange(3, device=ids.device)).all()):

@@ -188,6 +188,8 @@ def _resolve(
                 tuple(tensor.shape),
                 f"{hint}; cu_seqlens end at {seq_len}" if name == "documents" and tensor.ndim == 1 else hint,
             )
+    if not q.shape[0]:  # tensors of no batch rows tell nothing
+        mask = parse_mask(options.mask, None, None, None)
 
     degree = method.choose_degree(options, q, k, cp_size)
     sources = parse_sources(options.sources, cp_size)

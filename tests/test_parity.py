@@ -1,6 +1,7 @@
 """The parity gate: in fp64 over gloo, results and all gradients equal dense attention to 1e-10."""
 
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import cp_mesh
-from cp_mesh import ZigZag
+from cp_mesh import ZigZag, ZigZagDocuments
 from cp_mesh.methods import METHODS
 from cp_mesh.placements import score_placements
 
@@ -108,6 +109,77 @@ def test_options_of_other_methods(pool, full, method, strength, cp_size):
     cases = cases_of(calls_by(method, strength), cp_size, method)
     for begin in range(0, len(cases), 200):
         report(pool(cp_size).run(parity_on_ranks, (cp_size,), ("cp",), cases[begin : begin + 200], timeout=300))
+
+
+METHODS_OF_FOUR: dict[str, dict[str, Any]] = {
+    "ring": {}, "all_gather": {}, "ulysses": {}, "hybrid": {"ulysses_degree": 2}, "double_ring": {"inner_ring_size": 2}
+}  # fmt: skip
+"""Options of all methods on 4 ranks, by which inner groups are of two."""
+ONE_TOKEN_EACH = ZigZagDocuments(range(21))
+"""Of 20 documents: the first of 4 ranks holds all tokens."""
+
+
+@pytest.mark.parametrize("method", METHODS_OF_FOUR)
+def test_heads_in_chunks_where_ranks_hold_no_row(pool, method):
+    """Up to whole inner groups, and all ranks."""
+    sequences = ((0, "zigzag"), (1, "contiguous"), (2, "shuffled"), (3, "striped"), (20, ONE_TOKEN_EACH))
+    cases = [
+        Case(layout, "causal", S, (8, 8), scores=scores, head_chunks=2, lse_gradient=through_lse, way=way)
+        for S, layout in sequences
+        for scores, through_lse, way in (("plain", False, "eager"), ("every score", True, "checkpoint"))
+    ]
+    cases = [replace(case, method=method, options=METHODS_OF_FOUR[method]) for case in cases]
+    report(pool(4).run(parity_on_ranks, (4,), ("cp",), cases))
+
+
+def empty_batches(rank: int) -> list[str]:
+    """Calls without a batch row, of which every gradient is of the shape of what it is of."""
+    axis, S, problems = mesh((4,), ("cp",)), 8, []
+    ids = torch.zeros(0, S, dtype=torch.int64)
+    masks: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "documents": {"documents": ids},
+        "key_padding": {"key_padding": ids > 0},
+    }
+    masks |= {"blocks": {"blocks": ids}, "all": {"documents": ids, "key_padding": ids > 0, "blocks": ids}}
+    for (method, options), mask, chunks in product(METHODS_OF_FOUR.items(), masks, (None, 2)):
+        qkv = [torch.zeros(0, 8, S // 4, D, requires_grad=True) for D in (5, 5, 4)]
+        sinks = torch.zeros(8, requires_grad=True)
+        with warnings.catch_warnings(action="error"):
+            made = cp_mesh.Mask(**masks[mask])
+        options = {"method": method, "mask": made, "head_chunks": chunks, "sinks": sinks} | options
+        out, lse = cp_mesh.attention(*qkv, mesh=axis, return_lse=True, **options)
+        grads = torch.autograd.grad(out.sum() + lse.sum(), (*qkv, sinks))
+        shapes = [tuple(x.shape) for x in (out, lse, *grads)]
+        if shapes != [(0, 8, 2, 4), (0, 8, 2), *(tuple(x.shape) for x in qkv), (8,)] or grads[-1].any():
+            problems.append(f"{method}, {mask}, {chunks} chunks: {shapes}, {grads[-1]}")
+    return problems
+
+
+def test_empty_batches(pool):
+    report(pool(4).run(empty_batches))
+
+
+def one_number(dtype: torch.dtype = torch.float64) -> Tensor:
+    """[1] of stride 2, which pickling would lose."""
+    return torch.tensor([1, 2], dtype=dtype)[::2]
+
+
+def strided(rank: int) -> list[str]:
+    """Of one head, as of a rank that holds one of several; and a seed."""
+    seed = {"dropout_p": 0.3, "dropout_seed": one_number(torch.int64)}
+    scores = {"sinks": one_number(), "alibi_slopes": one_number(), "relative_bias": one_number()[:, None]} | seed
+    cases = [
+        Case("zigzag", "causal", 13, heads, scores=given, method=method, options=options, way="check mode")
+        for method, options in METHODS_OF_FOUR.items()
+        for heads, given in (((1, 1), scores), ((4, 4), seed))
+        if heads[0] > 1 or method not in ("ulysses", "hybrid")
+    ]
+    return parity_on_ranks(rank, (4,), ("cp",), cases)
+
+
+def test_scores_of_one_number_with_any_stride(pool):
+    report(pool(4).run(strided))
 
 
 def captured(rank: int, method: str) -> list[str]:

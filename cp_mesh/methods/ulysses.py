@@ -140,9 +140,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGrou
         if keeps:
             parts = arrived.buffers[0], _by_row(out_h), lse_h
             if chunks > 1:
-                kept.extend(x.new_empty((chunks, *x.shape)) for x in parts if not chunk)
+                kept.extend(x.new_empty((x.shape[0], x.shape[1] * chunks, *x.shape[2:])) for x in parts if not chunk)
                 for x, part in zip(kept, parts, strict=True):
-                    x[chunk].copy_(part)
+                    _chunk_of(x, chunks, chunk).copy_(part)
             else:
                 kept.extend(parts)
         return [out_h, lse_h[..., None]] if brings_lse else [out_h]
@@ -151,10 +151,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGrou
         tensors, into = (q, call.repeated(k), call.repeated(v)), (out, lse[..., None]) if brings_lse else (out,)
         for chunk, (scores, parts) in enumerate(call.by_parts((*tensors, *into))):
             call.bring_home(compute(chunk, scores, parts[:3]), parts[3:])
-    if chunks > 1 and keeps:
-        rows, of_out, of_lse = kept
-        kept = [*(x.view(x.shape[1], -1) for x in (rows, of_out)), of_lse.view(q.shape[0], -1, rows.shape[1])]
     return out, lse, *kept
+
+
+def _chunk_of(x: Tensor, chunks: int, chunk: int) -> Tensor:
+    """A view [n, m, ...] of one of the chunks that lie one after the other in a buffer [n, chunks · m, ...]."""
+    return x if chunks == 1 else x.view(chunks, x.shape[0], x.shape[1] // chunks, *x.shape[2:])[chunk]
 
 
 def _by_row(x: Tensor) -> Tensor:
@@ -206,7 +208,7 @@ def backward(
             given = dout_h, q_h, k_h, v_h, out_or_delta, lse_h[..., 0].contiguous()
         else:
             q_h, k_h, v_h, out_h = call.views(kept, out, chunk, (q, k, v))
-            lse_h = lse if chunks == 1 else lse.view(chunks, lse.shape[0], -1, lse.shape[2])[chunk]
+            lse_h = _chunk_of(lse, chunks, chunk)
             dlse_h = others[0][..., 0].contiguous() if others else None
             rows = begin_backward(dout_h, out_h, lse_h, dlse_h, scores, kernel, wanted)
             of_sinks.extend(rows.of_scores.values())
@@ -312,8 +314,7 @@ class _Call:
         q, k, v = ((x.shape[0], x.shape[1] // (self._size * chunks), x.shape[3]) for x in likes)
         found: list[Tensor] = []
         for buffer, shapes in ((kept, (q, k, v)), (out, ((*q[:2], v[2]),))):
-            of_chunk = buffer if chunks == 1 else buffer.view(chunks, buffer.shape[0], -1)[chunk]
-            found += make_packing(shapes, buffer.dtype, buffer.device).views(of_chunk)
+            found += make_packing(shapes, buffer.dtype, buffer.device).views(_chunk_of(buffer, chunks, chunk))
         return found
 
     def repeated(self, x: Tensor) -> Tensor:
