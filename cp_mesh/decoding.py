@@ -337,14 +337,19 @@ def _gather(
     (B, H, num_rows, D), most = query.shape, max(q_lens)
     parts = [query.permute(2, 0, 1, 3).reshape(num_rows, B * H * D)]
     parts += [] if q_positions is None else [q_positions[:, None]]
-    own = torch.cat([x.contiguous().view(torch.uint8) for x in parts], 1)
+    own = torch.cat([_dense(x).view(torch.uint8) for x in parts], 1)
     own = torch.cat([own, own.new_zeros((most - num_rows, own.shape[1]))])
     gathered = _funcol.all_gather_into_tensor(own, group.size(), group.group_name)
     gathered = wait_for(gathered, "decode: queries of other ranks", group.group_name)
     rows = torch.cat([x[:n] for x, n in zip(gathered.view(group.size(), most, -1), q_lens, strict=True)])
     of_queries, of_positions = rows.tensor_split([B * H * D * query.element_size()], dim=1)
-    queries = of_queries.contiguous().view(query.dtype).view(-1, B, H, D).permute(1, 2, 0, 3)
-    return queries, None if q_positions is None else of_positions.contiguous().view(torch.int64).flatten()
+    queries = _dense(of_queries).view(-1).view(query.dtype).view(len(rows), B, H, D).permute(1, 2, 0, 3)
+    return queries, None if q_positions is None else _dense(of_positions).view(-1).view(torch.int64)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """A copy whose bytes can be read as any dtype; contiguous() leaves one row at its offset, one number its stride."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _to_owners(result: Tensor, shape: Sequence[int], q_lens: Sequence[int], group: dist.ProcessGroup) -> Pieces:

@@ -182,6 +182,30 @@ def test_sharded_queries(pool, full):
     report(pool(3).run(sharded, cases if full else cases[::2]))
 
 
+def odd_rows(rank: int, dtype: torch.dtype) -> list[str]:
+    """Rows of any number of bytes, few of them, with odd strides: bit by bit as queries that all ranks have."""
+    axis, problems = mesh((3,), ("cp",)), []
+    sizes = ((1, 1, 1, 1), (1, 1, 1, 3), (1, 3, 3, 5), (2, 3, 1, 5), (3, 2, 1, 33), (0, 2, 2, 5))  # B, H, K, D
+    for (*of_batch, D), q_lens in product(sizes, ((0, 1, 0), (1, 0, 0), (0, 2, 1))):
+        q, k, v, _ = (x[..., ::2] for x in make_qkv(*of_batch, 13, 2 * D, dtype=dtype))
+        q, positions = q[:, :, -sum(q_lens) :], torch.arange(13)[:, None].expand(-1, 2).clone()[-sum(q_lens) :, 0]
+        rows, mine = ZigZag().positions(13, 3, rank), slice(sum(q_lens[:rank]), sum(q_lens[: rank + 1]))
+        for where in ({"q_positions": positions, "k_positions": rows}, {}):
+            given = k[:, :, rows], v[:, :, rows]
+            in_rows = q.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)  # as products read those that are gathered
+            want = decode(in_rows, *given, mesh=axis, return_lse=True, **where)
+            where = where | {"q_positions": positions[mine]} if where else {}
+            got = decode(q[:, :, mine], *given, mesh=axis, return_lse=True, q_lens=q_lens, **where)
+            if not all(torch.equal(x, y[:, :, mine]) for x, y in zip(got, want, strict=True)):
+                problems.append(f"rank {rank}: {of_batch}, {D}, {q_lens}, {[*where]}")
+    return problems
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16))
+def test_sharded_queries_of_odd_rows(pool, dtype):
+    report(pool(3).run(odd_rows, dtype))
+
+
 # ---- the reduction
 
 
