@@ -121,7 +121,7 @@ def read_mask(
         refuse("block_mask", expected, given, hint)
     if block_mask.mask_mod is None:
         refuse("block_mask", "a mask with a mask_mod", None, "block_mask=None shows every pair")
-    function, captured = trace("mask_mod", block_mask.mask_mod, query, last)
+    function, captured = trace("mask_mod", block_mask.mask_mod, query, last, 0 not in sizes)
     assert function is not None
     function.check(captured, (*sizes, sizes[2]))
     if isinstance(block_mask, PairMask) and block_mask.sources is not None:
@@ -130,7 +130,8 @@ def read_mask(
         if any(isinstance(x, DTensor) for x in captured):
             hint = "cp_mesh.create_block_mask(mask_mod, B, H, S, S) has none"
             refuse("block_mask", "blocks of plain tensors", "a mask_mod of DTensors", hint, UnsupportedError)
-        _check_blocks(block_mask, function, captured, sizes)
+        if 0 not in sizes:
+            _check_blocks(block_mask, function, captured, sizes)
     return function, captured
 
 
@@ -211,7 +212,7 @@ def check_hidden(
         expected = f"one that hides nothing, or is compared with mask_mod at {MOST} pairs at most"
         hint += ", and mask_mod that says q_idx >= kv_idx & ... is not compared with Mask()"
         refuse(what, expected, f"{mask} and {num_pairs} pairs", hint, UnsupportedError)
-    for at in every.split(max(1, _PAIRS // (len(b) * len(h) * len(every)))):
+    for at in every.split(max(1, _PAIRS // max(1, len(b) * len(h) * len(every)))):
         seen = mask_mod.of_pairs(None, (b, h, at, every), of_mask)
         if (seen & ~mask.allowed(at, every)[:, None]).any():
             refuse(what, "a mask that hides no pair which flex_attention's block_mask shows", mask, hint)

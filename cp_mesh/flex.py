@@ -161,7 +161,7 @@ class Functions:
             # The tensors that functions read would be taken for ones without derivatives.
             expected, hint = "no transform of torch.func around functions", "use torch.autograd.grad, or backward()"
             refuse("flex_attention", expected, "torch.func.grad, a dual level or the like", hint, UnsupportedError)
-        score_function, of_score = trace("score_mod", score_mod, query, last)
+        score_function, of_score = trace("score_mod", score_mod, query, last, 0 not in sizes)
         if score_function is not None:
             score_function.check(of_score, (*sizes, sizes[2]))
         if block_mask is None:

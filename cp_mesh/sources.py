@@ -160,7 +160,8 @@ def _checked(
         refuse(f"{what}: Q_LEN", f"{sequence.length}, as it has", length, "sequence.for_batch(Q_LEN) has that")
     seq_len = sequence.seq_len or length
     device = torch.empty(0, device=sequence.mesh.device_type).device
-    given = "mask_mod", mask_mod, torch.empty(0, device=device), length - 1 if length < seq_len else None
+    last = length - 1 if length < seq_len else None
+    given = "mask_mod", mask_mod, torch.empty(0, device=device), last, 0 not in (batch, heads, seq_len)
     (function, read), (_, again) = trace(*given), trace(*given)
     assert function is not None
     if any(x is not y for x, y in zip(read, again, strict=True)):

@@ -42,19 +42,34 @@ _OF_NUMBERS = frozenset((
     torch.tensor, torch.as_tensor, torch.asarray, torch.sparse_coo_tensor, Tensor.new_tensor, Tensor.new
 ))  # fmt: skip
 
+_DIMS_READ: dict[Any, Callable[..., Sequence[int]]] = {
+    torch.ops.aten.index.Tensor: lambda x, indices: [dim for dim, index in enumerate(indices) if index is not None],
+    torch.ops.aten.index_select.default: lambda x, dim, index: [dim % x.ndim],
+    torch.ops.aten.gather.default: lambda x, dim, *_: [dim % x.ndim],
+    torch.ops.aten.take.default: lambda x, index: range(x.ndim),
+    torch.ops.aten.embedding.default: lambda x, *_: [0],
+}
+"""Of operators that read a tensor at an index, the dims that it counts."""
 _SUMS = (torch.ops.aten.add, torch.ops.aten.sub, torch.ops.aten.rsub)
 
 
 def trace(
-    what: str, function: Callable[..., Tensor] | None, query: Tensor, last: int | None = None
+    what: str,
+    function: Callable[..., Tensor] | None,
+    query: Tensor,
+    last: int | None = None,
+    has_pairs: bool = True,
 ) -> tuple[ScalarFunction | None, tuple[Tensor, ...]]:
-    """A function of scalars as a graph, and the tensors that it reads."""
+    """A function of scalars as a graph, and the tensors that it reads.
+
+    ``has_pairs``: the call has some. Else, as where there are no tokens, the tensors may have no elements.
+    """
     if function is None:
         return None, ()
     if not callable(function):
         refuse(what, "a function of scalars", type(function).__name__, "def score_mod(score, b, h, q_idx, kv_idx): ...")
     reached = reached_by(function)
-    key = None if reached is None else _key(what, reached, query, last)
+    key = None if reached is None else _key(what, reached, query, last, has_pairs)
     if reached is not None and key in _known:
         _known.move_to_end(key)
         known, places = _known[key]
@@ -66,7 +81,7 @@ def trace(
         names, dtypes = ["score", *names], [dtype, *dtypes]
     with _disable_current_modes():  # such as those of selective checkpoints, which count operators
         scalars = [torch.zeros((), dtype=x, device=query.device) for x in dtypes]
-        recorder = _Recorder(what, dict(zip(names, scalars, strict=True)))
+        recorder = _Recorder(what, dict(zip(names, scalars, strict=True)), has_pairs)
         functions = _Reading(what, recorder)
         with torch.no_grad(), functions, recorder:
             if last is not None:
@@ -91,13 +106,13 @@ def trace(
     return found, captured
 
 
-def _key(what: str, reached: Reached, query: Tensor, last: int | None) -> Hashable:
+def _key(what: str, reached: Reached, query: Tensor, last: int | None, has_pairs: bool) -> Hashable:
     """All on which a trace depends, but the tensors themselves; None where a mode may change what functions do."""
     device = query.device.type
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     if any(not type(x).__module__.startswith("cp_mesh.") for x in _get_current_function_mode_stack()):
         return None
-    return what, reached.key, query.dtype, query.device, last, torch.get_default_dtype(), autocast
+    return what, reached.key, query.dtype, query.device, last, has_pairs, torch.get_default_dtype(), autocast
 
 
 class _Reading(TorchFunctionMode):
@@ -163,9 +178,9 @@ class _Recorder(TorchDispatchMode):
     time: a function is traced in every call.
     """
 
-    def __init__(self, what: str, scalars: dict[str, Tensor]) -> None:
+    def __init__(self, what: str, scalars: dict[str, Tensor], has_pairs: bool) -> None:
         super().__init__()
-        self._what, self._graph, self._captured = what, Graph(), list[Tensor]()
+        self._what, self._graph, self._captured, self._has_pairs = what, Graph(), list[Tensor](), has_pairs
         self._nodes: dict[int, Node] = {}
         self._alive: list[Tensor] = []  # so that no other tensor has their id
         for name, x in scalars.items():
@@ -201,13 +216,24 @@ class _Recorder(TorchDispatchMode):
             with self:
                 args = tuple(_converted(x, dtype) for x in args)
         node = self._graph.call_function(func, *map_aggregate((args, kwargs), self._node))
-        found = func(*args, **kwargs)
+        found = func(*self._readable(func, args), **kwargs)
         if isinstance(found, Tensor):
             self._note(found, node)
         else:
             for i, x in enumerate(found):
                 self._note(x, self._graph.call_function(operator.getitem, (node, i)))
         return found
+
+    def _readable(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Arguments that can be read: of a tensor without elements, which no pair may read, the zero of another one."""
+        if func not in _DIMS_READ or args[0].numel():
+            return args
+        x, dims = args[0], _DIMS_READ[func](*args)
+        if self._has_pairs and any(x.shape[dim] == 0 for dim in dims):
+            what, hint = f"{self._what}: a tensor that is read at an index", "one of tokens has the whole sequence"
+            refuse(what, "1 element or more of each dim", tuple(x.shape), hint)
+        filled = x.new_zeros([max(1, n) if dim in dims else n for dim, n in enumerate(x.shape)])
+        return filled, *tree_map_only(Tensor, torch.zeros_like, args[1:])
 
     def knows(self, x: Tensor) -> bool:
         """Whether it was read, or made."""

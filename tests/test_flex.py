@@ -6,6 +6,7 @@ import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -191,6 +192,81 @@ def test_few_tokens_and_one_rank(pool: Any) -> None:
     """Ranks without a token too."""
     cases = [Case("contiguous", "ring", "relative table", "causal", S=S) for S in (1, 2, 3)]
     report(pool(3).run(captured_gradients, cases))
+
+
+def test_few_tokens_by_every_method(pool: Any) -> None:
+    """Ranks and inner groups without a token, and no token at all: functions read tensors that have no elements."""
+    scores = [name for name in SCORES if name not in ("relative table", "read from the end", "through an integer map")]
+    scores, masks = [name for name in scores if "causal" not in name], list(MASKS)
+    cases = [
+        Case(
+            ("contiguous", "shuffled")[i % 2], method, scores[i % len(scores)], masks[i % len(masks)], S, (2, 1)[i % 2]
+        )
+        for i, (method, S) in enumerate(product(METHODS, (0, 1, 2, 0, 3, 0)))
+    ]
+    cases += [Case("zigzag", "ring", score, "none", 0) for score in scores]
+    cases += [Case("zigzag", "ring", "none", mask, 0) for mask in masks]
+    cases += [Case("zigzag", "ring", "none", "documents", 0, of_block_mask=True)]
+    report(pool(4).run(captured_gradients, cases))
+
+
+WAYS_TO_READ: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "index": lambda x, i: x[i].sum(),
+    "a computed index": lambda x, i: x[(i + 1) % 2].sum(),
+    "a number": lambda x, i: x[0, 0],
+    "index_select": lambda x, i: x.index_select(-2, i).sum(),
+    "gather": lambda x, i: x.gather(0, i.expand(1, 3)).sum(),
+    "take": lambda x, i: x.take(i),
+    "embedding": lambda x, i: torch.nn.functional.embedding(i, x).sum(),
+    "of what is computed": lambda x, i: x.cumsum(0)[i].sum(),
+    "of all": lambda x, i: x.flatten()[i],
+    "no features": lambda x, i: x[:, :0][i].sum(),
+}
+
+
+def without_elements(rank: int) -> list[str]:
+    """Ways to read a tensor of no tokens, whose gradient has no elements, and one of some tokens."""
+    axis, problems = mesh((2,), ("cp",)), []
+    sequence = cp_mesh.ShardedSequence(axis)
+    for (name, way), S in product(WAYS_TO_READ.items(), (0, 2)):
+        q, x = torch.zeros(1, 1, S // 2, 4, requires_grad=True), numbers(S, 3).requires_grad_()
+        read = functools.partial(way, x)
+        for of_sequence in (None, sequence):
+            mask_mod = functools.partial(lambda read, b, h, i, j: read(i) > -9, read)
+            mask = create_block_mask(mask_mod, None, None, S, S, of_sequence)
+            score_mod = functools.partial(lambda read, s, b, h, i, j: s + read(i) * read(j), read)
+            out = flex_attention(q, q, q, score_mod, mask, mesh=axis, seq_len=S)
+            grads = torch.autograd.grad(out.sum(), (q, x))
+            if out.shape != q.shape or [y.shape for y in grads] != [q.shape, x.shape]:
+                problems.append(f"{name}: {S} tokens: {out.shape}, {[y.shape for y in grads]}")
+    return problems
+
+
+def test_tensors_without_elements(pool: Any) -> None:
+    report(pool(2).run(without_elements))
+
+
+def strided(rank: int) -> list[str]:
+    """Captured tensors of one element, with a stride that is not 1, are those that follow each other."""
+    axis, problems = mesh((4,), ("cp",)), []
+    *qkv, dout = (x[:, :, 3 * rank : 3 * rank + 3] for x in make_qkv(B, 8, 8, 12, D))
+    for method in METHODS:
+        found = []
+        for x in (torch.tensor([0.5, 0.25]).double()[::2], torch.tensor([0.5]).double()):
+            leaves = [*(y.clone().requires_grad_() for y in qkv), x.requires_grad_()]
+            block_mask = create_block_mask(lambda b, h, i, j, x=x: x[h * 0] * i >= x[0] * j, None, None, 12, 12)
+            options = {"mesh": axis, "layout": cp_mesh.Contiguous()} | options_of(method, 8)
+            with cp_mesh.check_mode():
+                out = flex_attention(
+                    *leaves[:3], lambda s, b, h, i, j, x=x: s * x[h * 0] - i * x[0], block_mask, **options
+                )
+            found.append([out, *torch.autograd.grad(out, leaves, dout)])
+        problems += [f"{method}: {gap(a, b)}" for a, b in zip(*found, strict=True) if gap(a, b) > 0]
+    return problems
+
+
+def test_captured_tensors_of_any_stride(pool: Any) -> None:
+    report(pool(4).run(strided))
 
 
 def test_a_mask_beside_the_functions(pool: Any) -> None:
@@ -664,7 +740,7 @@ def branches(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor)
     return score if q_idx > kv_idx else 2 * score
 
 
-COUNTER, META, TABLE = torch.zeros(3), torch.zeros((), device="meta"), numbers(S)
+COUNTER, META, TABLE, NOTHING = torch.zeros(3), torch.zeros((), device="meta"), numbers(S), torch.zeros(0)
 SHORT, THREE, ONE = numbers(4, S - 1), torch.arange(3), torch.tensor(1)
 
 
@@ -789,6 +865,14 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], dict[str, Any]]]] = 
     "a tensor that ends before the last token that is cut at": (
         ArgumentError, "read at q_idx: expected 12 elements, got 11",
         lambda: {"score_mod": lambda s, b, h, i, j: s + SHORT[h, i.clamp(max=S - 1)]},
+    ),
+    "a tensor without elements": (
+        ArgumentError, r"read at an index: expected 1 element or more of each dim, got \(0,\)",
+        lambda: {"score_mod": lambda s, b, h, i, j: s + NOTHING[i - j]},
+    ),
+    "a mask of a tensor without elements": (
+        ArgumentError, r"read at an index: expected 1 element or more of each dim, got \(0,\)",
+        lambda: {"block_mask": create_block_mask(lambda b, h, i, j: NOTHING[i] > 0, 1, 1, S, S)},
     ),
     "a mask that ends before the heads": (
         ArgumentError, "read at h: expected 4 elements, got 3",

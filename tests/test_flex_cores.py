@@ -161,6 +161,27 @@ def test_cores(pool: Any, cp_size: int) -> None:
     report(pool(cp_size).run(as_one, [*USES], timeout=300))
 
 
+def without_pairs(rank: int) -> None:
+    """No batch row, or no token: there is nothing to compare a mask of the style with."""
+    axis = mesh((2,), ("cp",))
+    for batch, S in ((0, 24), (B, 0)):
+        ids = torch.zeros(batch, S, dtype=torch.int64)
+        core = Core("gate", S=S)
+        core.gate = nn.Parameter(numbers(batch, S))
+        made = create_block_mask(lambda b, h, i, j, ids=ids: ids[b, i] == ids[b, j], None, None, S, S)
+        core.block_mask = lambda made=made: made
+        parallelize(core, axis, {"": style(axis, Mask(window=(4, 0)))})
+        leaves = [torch.zeros(batch, heads, S // 2, D, requires_grad=True).double() for heads in (H, K, K)]
+        out = core(*leaves)
+        grads = torch.autograd.grad(out.sum(), [*leaves, core.gate])
+        assert out.shape == leaves[0].shape
+        assert [x.shape for x in grads] == [x.shape for x in (*leaves, core.gate)] and not grads[-1].any()
+
+
+def test_a_core_without_pairs(pool: Any) -> None:
+    pool(2).run(without_pairs)
+
+
 def hides(rank: int) -> list[str]:
     """A style that hides no more than the block mask, until ids that the mask reads are written; and one that does."""
     axis, problems = mesh((2,), ("cp",)), []
