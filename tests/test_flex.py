@@ -837,7 +837,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], dict[str, Any]]]] = 
     "a mask of another batch": (ArgumentError, "the whole sequence", lambda: {"block_mask": masked(B=4)()}),
     "a mask of cross-attention": (UnsupportedError, "equal", lambda: {"block_mask": masked(Q_LEN=6)()}),
     "a sliced mask": (
-        RuntimeError, "sliced BlockMask",
+        ArgumentError, "a whole mask, got a slice",
         lambda: {"block_mask": of_torch.create_block_mask(causal, 1, 1, S, S, device="cpu", BLOCK_SIZE=4)[:, :, :3]},
     ),
     "other blocks": (UnsupportedError, "blocks that follow from its mask_mod", lambda: {"block_mask": other_blocks()}),
