@@ -307,7 +307,6 @@ def make_options(query: Tensor, key: Tensor, value: Tensor, asked: Asked, form: 
     """What the op is told; refuses what is wrong by itself. Layers that ask alike share it: checks take host time."""
     graded = (query, key, value, *(getattr(asked, name) for name in ADDED), *asked.captured)
     beside = (
-        query.shape[-1],
         not isinstance(query, DTensor),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in graded),
@@ -332,13 +331,13 @@ def _of_these_heads(options: Options, query: Tensor, form: Format) -> Options:
     return options._replace(first_head=options.first_head + heads, first_batch=options.first_batch + rows)
 
 
-def _resolve(head_dim: int, is_local: bool, deterministic: bool, graded: bool, *keywords: Any) -> Options:
+def _resolve(is_local: bool, deterministic: bool, graded: bool, *keywords: Any) -> Options:
     asked = Asked(*keywords)
     check_asked(asked)
     return Options(
         layout=asked.layout.spec(),
         mask=asked.mask.spec(),
-        scale=1 / math.sqrt(head_dim) if asked.scale is None else _as_float(asked.scale),
+        scale=0.0 if asked.scale is None else _as_float(asked.scale),
         softcap=0.0 if asked.softcap is None else _as_float(asked.softcap),
         dropout_p=_as_float(asked.dropout_p),
         method=asked.method,

@@ -6,6 +6,7 @@ their arguments. What the tensors of a call must be to fit one another is checke
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from difflib import get_close_matches
 from functools import lru_cache
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.formats import FORMATS, Format
@@ -30,6 +32,7 @@ GRADED = tuple(TERMS)
 class Options(NamedTuple):
     """The static options of a call; `spec` and `parse` are inverse.
 
+    ``scale`` 0 is that of the head dim (`with_scale`), which compiled code may have as a symbol: a string has none.
     ``softcap`` 0 is none, ``ulysses_degree``, ``inner_ring_size`` and ``head_chunks`` 0 are automatic. ``as_inputs``:
     results lie in memory as the inputs do; else they are contiguous. ``of_root``: ``seq_len`` must be that of the
     `ShardedModel` in whose forward the call is. ``keeps``: tensors that a method made in the forward stay for the
@@ -65,6 +68,10 @@ class Options(NamedTuple):
         # Dynamo, which keeps what it traced, warns of a cache that it looks through.
         return _text(self) if torch.compiler.is_compiling() else _kept_text(self)
 
+    def with_scale(self, head_dim: int) -> Options:
+        """The same with the scale as a number."""
+        return self if self.scale else self._replace(scale=1 / math.sqrt(head_dim))
+
     @staticmethod
     def parse(spec: str) -> Options:
         return _options(spec) if torch.compiler.is_compiling() else _kept_options(spec)
@@ -74,7 +81,8 @@ _KINDS = tuple(get_type_hints(Options).values())
 
 
 def _text(options: Options) -> str:
-    return "|".join(map(str, options))
+    # Of what Dynamo made a symbol code is compiled for the number.
+    return "|".join(x if isinstance(x, str) else str(guard_scalar(x)) for x in options)
 
 
 def _options(spec: str) -> Options:

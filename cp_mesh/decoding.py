@@ -212,6 +212,7 @@ def _prepare(
             refuse(name, "a local tensor", type(x).__name__, "use torch.tensor, or to_local()")
         _check_ungraded(name, x)
     check_scores(query, tensors, 0)
+    options = options.with_scale(query.shape[3])
     scores = make_scores(options, tensors, accumulation_dtype(query.dtype))
     mask = asked.mask
     if mask.elementwise:

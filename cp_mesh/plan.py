@@ -68,6 +68,7 @@ def make_plan(
             refuse(f"Mask.{name}", "a tensor with content", "one on meta", "keep it on the CPU")
     read = *of_mask.values(), tensors.layout_index
     *contents, index = (None if x is None else Content.of(x) for x in read)
+    options = options.with_scale(q.shape[3])
     resolve: Callable[..., Plan] = _resolve_once
     scores = None
     has_functions = bool(options.score_mod or options.mask_mod)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -267,6 +268,49 @@ def lengths(rank: int, kind: str) -> int:
 @pytest.mark.parametrize("kind", ["local", "DTensors", "style", "documents"])
 def test_five_lengths_compile_twice(pool: Any, kind: str) -> None:
     assert max(pool(2).run(lengths, kind)) <= 2
+
+
+def symbolic(rank: int, kind: str, backend: str) -> int:
+    """How often other sizes were compiled where all are symbols from the first call on, the head dim too."""
+    axes = mesh((2, 1), ("cp", "tp"))
+    sequence, counter = ShardedSequence(axes["cp"]), CompileCounterWithBackend(backend)
+    core = cp_mesh.parallelize(Core(), axes["cp"], {"": ContextParallel(sequence)})
+    cp, number = axes["cp"], 0.3
+
+    def formats(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        bshd = attention(*(x.transpose(1, 2) for x in (q, k, v)), mesh=cp, seq_dim=1)
+        packed = attention(*(x[0].transpose(0, 1) for x in (q, k, v)), mesh=cp, seq_dim=0)
+        return attention(q, k, v, mesh=cp), bshd.transpose(1, 2), packed.transpose(0, 1)[None]
+
+    def options(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        scaled = attention(q, k, v, mesh=cp, scale=number, softcap=10 * number)
+        return scaled, attention(q, k, v, mesh=cp, scale=q.shape[-1] ** -0.6)
+
+    def placed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (DTensor.from_local(x, axes, [Shard(2), Shard(1)], run_check=False) for x in (q, k, v))
+        return attention(q, k, v, dropout_p=0.2, dropout_seed=3)  # of heads that count from a symbol
+
+    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return core(2 * q, k, v) / 2
+
+    fn = {"formats": formats, "options": options, "DTensors": placed, "block": block}[kind]
+    compiled, counts = torch.compile(fn, backend=counter, fullgraph=True, dynamic=True), []
+    for S, D in ((24, 8), (40, 8), (64, 16)):
+        q, k, v, _ = (sequence.shard(x, dim=2) for x in make_qkv(1, H, K, S, D))
+        for found, expected in zip(step(compiled, q, k, v), step(fn, q, k, v), strict=True):
+            torch.testing.assert_close(found, expected, **TOLERANCE)
+        counts.append(counter.frame_count)  # of the first call Dynamo may run the backend twice
+    return counts[-1] - counts[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [*product(("formats", "options", "DTensors", "block"), ("eager", "aot_eager"))]
+    + [pytest.param(kind, "inductor", marks=pytest.mark.full) for kind in ("formats", "block")],
+)
+def test_sizes_that_are_symbols(pool: Any, kind: str, backend: str) -> None:
+    again = 1 if kind == "options" else 0  # for each number that a scale was computed to
+    assert pool(2).run(symbolic, kind, backend, timeout=180.0) == [again] * 2
 
 
 # Autocast.
