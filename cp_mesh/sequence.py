@@ -263,7 +263,7 @@ class ShardedSequence:
             x = getattr(mask, name)
             if x is not None and x.shape[-1] not in (self.length, seq_len):
                 hint = "it is of the whole sequence, on every rank" + "; cu_seqlens end there" * (name == "documents")
-                refuse(f"Mask.{name}", f"{self.length} tokens, or {seq_len} with padding", x.shape[-1], hint)
+                refuse(f"Mask.{name}: length", f"{self.length}, or {seq_len} with padding", x.shape[-1], hint)
         hidden = not mask.causal or mask.prefix > self.length  # a causal query never sees the padding after it
         return replace(
             mask,

@@ -402,7 +402,7 @@ CASES: dict[str, Case] = {
         ARGUMENT, "mask.documents", "24 tokens", "got 23", "cu_seqlens end there"
     )(lambda: sequence(length=24).balanced(Mask.from_cu_seqlens(torch.tensor([0, 5, S - 1])))),
     "cu_seqlens of another length than a padded sequence": refused(
-        ARGUMENT, "Mask.documents", "21 tokens, or 24 with padding", "got 23", "cu_seqlens end there"
+        ARGUMENT, "Mask.documents", "21, or 24 with padding", "got 23", "cu_seqlens end there"
     )(lambda: sequence(length=21).mask(Mask.from_cu_seqlens(torch.tensor([0, 5, S - 1])))),
     "a tensor for a mask": refused(ARGUMENT, "mask", "Mask", "Tensor", "batch_mask reads", "bias= of 0 and -inf")(
         lambda: attend(mask=torch.ones(S, S, dtype=torch.bool))
@@ -731,7 +731,7 @@ CASES: dict[str, Case] = {
     "length that does not divide": refused(ARGUMENT, "sequence length", "multiple of 8", "got 21", "length=21) pads")(
         lambda: sequence().shard({"tokens": torch.zeros(B, 21)})
     ),
-    "length other than the sequence's": refused(ARGUMENT, "Mask.documents", "21 tokens, or 24 with", "got 20")(
+    "length other than the sequence's": refused(ARGUMENT, "length", "21, or 24 with padding", "got 20")(
         lambda: sequence(length=21).shard({"tokens": torch.zeros(B, 20)})
     ),
     "unequal length other than the sequence's": refused(ARGUMENT, "length", "21", "got 24")(
@@ -740,7 +740,7 @@ CASES: dict[str, Case] = {
     "cu_seqlens other than the sequence's": refused(ARGUMENT, "cu_seqlens", "21", "20")(
         lambda: sequence(length=21).shard({"cu_seqlens": torch.tensor([0, 5, 20])})
     ),
-    "documents other than the sequence's": refused(ARGUMENT, "Mask.documents", "21 tokens, or 24 with", "got 20")(
+    "documents other than the sequence's": refused(ARGUMENT, "length", "21, or 24 with padding", "got 20")(
         lambda: sequence(length=21).mask(Mask(documents=torch.zeros(B, 20, dtype=torch.int64)))
     ),
     "shard of a DTensor": refused(ARGUMENT, "shard(tokens)", "local tensors", "DTensor", "full_tensor()")(
