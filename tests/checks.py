@@ -460,7 +460,8 @@ def _with_functions(
 ) -> Any:
     left, right = mask.window or (None, None)
     end = seq_len if mask.length is None else mask.length
-    ids, keep = (None if x is None else torch.atleast_2d(x) for x in (mask.documents, mask.key_padding))
+    given = mask.documents, mask.key_padding, mask.blocks
+    ids, keep, image = (None if x is None else torch.atleast_2d(x) for x in given)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         distance = q_idx - kv_idx
@@ -475,7 +476,11 @@ def _with_functions(
         seen = (kv_idx < end) & (q_idx - kv_idx <= (seq_len if left is None else left))
         seen = seen & (kv_idx - q_idx <= (seq_len if right is None else right))
         if mask.causal:
-            seen = seen & (q_idx >= kv_idx) | (kv_idx < mask.prefix)
+            ahead = kv_idx < mask.prefix
+            if image is not None:
+                row = b % len(image)
+                ahead = ahead | (image[row, q_idx] == image[row, kv_idx]) & (image[row, kv_idx] >= 0)
+            seen = seen & ((q_idx >= kv_idx) | ahead)
         if ids is not None:
             row = b % len(ids)
             seen = seen & (ids[row, q_idx] == ids[row, kv_idx]) & (ids[row, kv_idx] >= 0)
