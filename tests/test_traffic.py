@@ -33,21 +33,26 @@ def local_inputs(layout, S: int, cp_size: int, rank: int, dtype: torch.dtype, v_
 
 
 def passes(
-    rank: int, cases: Sequence[tuple[str, str, int]], dtype: torch.dtype, method: str = "auto"
+    rank: int,
+    cases: Sequence[tuple[str, str, int]],
+    dtype: torch.dtype,
+    method: str = "auto",
+    degree: int | None = None,
 ) -> list[tuple[list[Sent], list[Sent]]]:
-    """What this rank sent in the forward and in the backward of each case."""
+    """What this rank sent in the forward and in the backward of each case; ``degree`` as the method takes it."""
     axis, results = mesh((cp_size := torch.distributed.get_world_size(),), ("cp",)), []
+    degrees = {"hybrid": {"ulysses_degree": degree}, "double_ring": {"inner_ring_size": degree}}
     for name, mask, S in cases:
         layout = LAYOUTS[name](S)
         q, k, v, dout = local_inputs(layout, S, cp_size, rank, dtype)
-        before = num_collectives()
-        with recording(axis) as notes:
-            options = {"layout": layout, "mask": make_mask(mask, B, S), "method": method}
+        options = {"layout": layout, "mask": make_mask(mask, B, S), "method": method, **degrees.get(method, {})}
+        with recording(axis, degree) as notes:
+            before = num_collectives()
             out = cp_mesh.attention(q, k, v, mesh=axis, seq_len=S, **options)
             num_forward = notes.hops
             out.backward(dout)
+            assert num_collectives() - before == notes.hops, "something was sent past the recording groups"
         assert not notes.problems, notes.problems
-        assert num_collectives() - before == notes.hops, "something was sent past the recording group"
         results.append((notes.sent[:num_forward], notes.sent[num_forward:]))
     return results
 
@@ -203,24 +208,8 @@ def hybrid_hops(
     return forward, [*there, *travel(itemsize), *travel(sums, True), *back]
 
 
-def hybrid_passes(
-    rank: int, cases: Sequence[tuple[str, str, int]], dtype: torch.dtype, degree: int
-) -> list[tuple[list[Any], list[Any]]]:
-    axis, results = mesh((cp_size := torch.distributed.get_world_size(),), ("cp",)), []
-    for name, mask, S in cases:
-        layout = LAYOUTS[name](S)
-        q, k, v, dout = local_inputs(layout, S, cp_size, rank, dtype)
-        options = {"layout": layout, "mask": make_mask(mask, B, S), "method": "hybrid", "ulysses_degree": degree}
-        with recording(axis, degree) as notes:
-            before = num_collectives()
-            out = cp_mesh.attention(q, k, v, mesh=axis, seq_len=S, **options)
-            num_forward = notes.hops
-            out.backward(dout)
-            assert num_collectives() - before == notes.hops, "something was sent past the recording groups"
-        assert not notes.problems, notes.problems
-        sent = [(x.ranks, x.to, x.origin, x.itemsize) for x in notes.sent]
-        results.append((sent[:num_forward], sent[num_forward:]))
-    return results
+def by_groups(sent: Sequence[Sent]) -> list[tuple[list[int], list[int], list[int], int]]:
+    return [(x.ranks, x.to, x.origin, x.itemsize) for x in sent]
 
 
 @pytest.mark.parametrize(("cp_size", "degree"), [(4, 2), (6, 2), pytest.param(6, 3, marks=pytest.mark.full)])
@@ -230,14 +219,15 @@ def test_the_hybrid_swaps_in_its_inner_groups_and_fetches_in_its_outer_ones(pool
         ("zigzag", "causal", 6),
     ]
     for dtype, itemsize, sums in ((torch.bfloat16, 2, 4), (torch.float64, 8, 8)):
-        for rank, results in enumerate(pool(cp_size).run(hybrid_passes, cases, dtype, degree)):
-            for case, (forward, backward) in zip(cases, results, strict=True):
+        for rank, results in enumerate(pool(cp_size).run(passes, cases, dtype, "hybrid", degree)):
+            for case, passed in zip(cases, results, strict=True):
+                forward, backward = map(by_groups, passed)
                 wanted, wanted_backward = hybrid_hops(case, degree, cp_size, rank, itemsize, sums)
                 assert forward == wanted, (rank, case)
                 # In the backward the next fetch starts before the last delivery.
                 assert sorted(backward) == sorted(wanted_backward), (rank, case)
                 assert backward[0] == wanted_backward[0] and backward[-1] == wanted_backward[-1]
-    for results in pool(cp_size).run(hybrid_passes, [("zigzag", "causal", 0)], torch.float64, degree):
+    for results in pool(cp_size).run(passes, [("zigzag", "causal", 0)], torch.float64, "hybrid", degree):
         assert results == [([], [])]
 
 
@@ -245,12 +235,12 @@ def test_costs_count_what_the_ring_of_a_hybrid_moves(pool):
     """Rows of half of the heads, by the rank in this one's place in another inner group."""
     cases = [*product(("contiguous", "zigzag", "striped"), ("causal", "window", "full"), (31,))]
     width = B * 3 * (D + E)  # of the kv heads that a rank's three query heads are computed with
-    for rank, results in enumerate(pool(6).run(hybrid_passes, cases, torch.float64, 2)):
+    for rank, results in enumerate(pool(6).run(passes, cases, torch.float64, "hybrid", 2)):
         for (name, mask, S), (forward, _) in zip(cases, results, strict=True):
             schedule = HYBRID.make_schedule(LAYOUTS[name](S), make_mask(mask, B, S), S, 6, rank, False, 2)
             (leg,) = legs_of(schedule, 2)
             rows = sum(num_rows(ranges) for move in leg.moves for _, ranges in move)
-            outer = [hop for hop in forward if hop[0] == [*range(rank % 2, 6, 2)]]
+            outer = [hop for hop in by_groups(forward) if hop[0] == [*range(rank % 2, 6, 2)]]
             assert sum(sum(origin) for _, _, origin, _ in outer) == rows * width, (rank, name, mask)
             assert all(source % 2 == 0 for move in leg.moves for source, _ in move)
 
@@ -303,14 +293,15 @@ def forward_alone(rank: int) -> int:
     return notes.hops
 
 
-def checkpointed(rank: int) -> dict[str, int]:
-    """Hops of forward and backward of a block, by how it is checkpointed."""
-    axis = mesh((3,), ("cp",))
-    q, k, v, dout = local_inputs(ZigZag(), 24, 3, rank, torch.float64)
+def checkpointed(rank: int, method: str = "auto", backend: str | None = None) -> dict[str, int]:
+    """Hops of forward and backward of a block, compiled or not, by how it is checkpointed."""
+    axis = mesh((cp_size := torch.distributed.get_world_size(),), ("cp",))
+    q, k, v, dout = local_inputs(ZigZag(), 24, cp_size, rank, torch.float64)
 
     def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return cp_mesh.attention(q * 2, k * 2, v * 2, mesh=axis) * 2
+        return cp_mesh.attention(q * 2, k * 2, v * 2, mesh=axis, method=method) * 2
 
+    block = block if backend is None else torch.compile(block, backend=backend, fullgraph=True)
     selective = {"context_fn": cp_mesh.checkpoint_context_fn}
     counts, gradients = {}, []
     for name, options in (("none", None), ("full", {}), ("selective", selective)):
