@@ -1,18 +1,23 @@
 """Bugs that were reported for other ring attentions, as tests that would have found them here."""
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from cases import gap, pairs
 from checks import report, to_format
 from dense import dense_attention, make_qkv
+from model import Core, Model, V
 from ranks import mesh
-from torch import Tensor
+from torch import Tensor, nn
 
 import cp_mesh
-from cp_mesh import Contiguous, Mask, Striped, ZigZag
+from cp_mesh import ContextParallel, Contiguous, Mask, ShardedModel, ShardedSequence, Striped, ZigZag
 from cp_mesh.kernels import KERNELS
 from cp_mesh.kernels.combine import make_delta
 from cp_mesh.kernels.contract import KernelTile
@@ -225,3 +230,117 @@ def lse_layout(rank: int) -> list[str]:
 
 def test_lse_is_laid_out_as_it_is_told(pool):
     report(pool(CP).run(lse_layout))
+
+
+# Issues of trainers: frequencies from positions that are sharded (pytorch #152261), positions of three axes (Megatron
+# #1612), heads that predict later tokens (Megatron #4495); attention called twice, with a scale, without a gradient.
+
+
+class ThreeAxes(Model):
+    """Rotary positions [3, B, S], of which each frequency takes one."""
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        angles = torch.stack([positions[0] * 1.0, positions[1] * 0.3], dim=-1).double()
+        return self.head(self.rows(tokens, torch.stack((angles.cos(), angles.sin()))))
+
+    def rows(self, tokens: Tensor, rope: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, rope, None)
+        return self.norm(x)
+
+
+class LaterTokens(ThreeAxes):
+    """Logits of the next token and, from these rows and the tokens after them, of the one after it."""
+
+    def forward(self, tokens: Tensor, following: Tensor, positions: Tensor) -> Tensor:
+        angles = positions.double()[..., None] * 0.3 ** torch.arange(2)
+        rope = torch.stack((angles.cos(), angles.sin()))
+        x = self.rows(tokens, rope)
+        return self.head(torch.stack([x, self.layers[0](x + self.embedding(following), rope, None)]))
+
+
+class Variant(nn.Module):
+    """Attention as models vary it."""
+
+    def __init__(self, attend: Any) -> None:
+        super().__init__()
+        self.attend = attend
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+        return self.attend(partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True), q, k, v)
+
+
+VARIANTS = {
+    "a difference": lambda sdpa, q, k, v: sdpa(q, k, v) - 0.5 * sdpa(q, v, k),
+    "a scale": lambda sdpa, q, k, v: sdpa(q, k, v, scale=0.1),
+    "keys without gradients": lambda sdpa, q, k, v: sdpa(q, k.detach(), v),
+    "one kv head, expanded": lambda sdpa, q, k, v: sdpa(q, k[:, :1].expand_as(k), v[:, :1].expand_as(v)),
+}
+KINDS = {"three axes": ThreeAxes, "later tokens": LaterTokens, "a table": Model}
+BATCHES = {
+    "unlike": [("train", *sizes) for sizes in ((16, 2), (8, 1), (4, 3), (32, 1), (16, 2), (12, 5))],
+    "evaluated": [
+        (mode, 13, 2) for mode in ("inference", "no_grad", "train", "no_grad", "train", "inference", "train")
+    ],
+    "shorter than the ranks": [("train", 2, 2), ("train", 2, 2)],
+    "of one token": [("train", 1, 2), ("train", 1, 2)],
+}
+MODES = {"train": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
+
+
+def trained(rank: int, kind: str, batches: str, layout_name: str) -> float:
+    """How far losses and parameters are from those of one rank."""
+    axis, attend = mesh((dist.get_world_size(),), ("cp",)), VARIANTS.get(kind)
+    core, make = (partial(Variant, attend) if attend else Core), KINDS.get(kind, Model)
+    length = None if batches == "unlike" else BATCHES[batches][0][1]
+    sequence = ShardedSequence(axis, LAYOUTS[layout_name], length, pad=batches != "shorter than the ranks")
+    alone, model, gaps = make(core), make(core), []
+    inputs = ("tokens", "following") if kind == "later tokens" else ("tokens",)
+    plan = {"": ShardedModel(sequence, inputs=inputs), "layers.*.core": ContextParallel(sequence)}
+    cp_mesh.parallelize(model, axis, plan)
+    optimizers = [torch.optim.SGD(x.parameters(), lr=0.1) for x in (alone, model)]
+    for i, (mode, S, B) in enumerate(BATCHES[batches]):
+        tokens = torch.randint(V, (B, S + 2), generator=torch.Generator().manual_seed(i))
+        given, labels = {"tokens": tokens[:, :S]}, [tokens[:, 1:-1]]
+        positions, rows = torch.arange(S), torch.arange(S).expand(B, S)
+        if kind == "three axes":
+            positions = torch.stack([rows, rows // 2, rows % 5])
+        if kind == "later tokens":
+            given, labels = given | {"following": tokens[:, 1:-1]}, [*labels, tokens[:, 2:]]
+        with MODES[mode]():
+            logits = alone(**given, positions=positions)
+            of_heads = zip(logits if kind == "later tokens" else [logits], labels, strict=True)
+            want = sum(F.cross_entropy(x.flatten(0, 1), y.flatten()) for x, y in of_heads)
+            own = [sequence.shard({"labels": y})["labels"] for y in labels]
+            logits = model(**given, **({"positions": positions} if kind == "three axes" else {}))
+            of_heads = zip(logits if kind == "later tokens" else [logits], own, strict=True)
+            loss = sum(cp_mesh.cross_entropy(x, y, axis) for x, y in of_heads)
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+        gaps.append(gap(total, want))
+        if mode == "train":
+            for x in (want, loss):
+                x.backward()
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            gaps += [gap(x, y) for x, y in zip(model.parameters(), alone.parameters(), strict=True)]
+    return max(gaps)
+
+
+@pytest.mark.parametrize(
+    ("size", "kind", "batches", "layout"),
+    [
+        *((2, kind, "evaluated", "zigzag") for kind in (*VARIANTS, *KINDS)),
+        (2, "three axes", "evaluated", "striped"),
+        (2, "a table", "unlike", "zigzag"),
+        (4, "a table", "shorter than the ranks", "contiguous"),
+        (4, "a table", "of one token", "zigzag"),
+    ],
+)
+def test_models_train_as_on_one_rank(pool, size, kind, batches, layout):
+    assert max(pool(size).run(trained, kind, batches, layout)) <= 1e-10
