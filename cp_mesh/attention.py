@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -44,6 +45,9 @@ from cp_mesh.sources import Sources
 _ANY_MASK = Mask()
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 _COUNTS = ("seq_dim", "seq_len", "ulysses_degree", "inner_ring_size", "head_chunks")
+_FACTORS = ("scale", "softcap", "dropout_p")
+_PLAIN = {int, float, type(None)}
+_numbers_of = operator.attrgetter(*_COUNTS, *_FACTORS, "dropout_seed")
 
 
 class Asked(NamedTuple):
@@ -239,10 +243,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor | 
 
 def as_numbers(asked: Asked) -> Asked:
     """The same with Python's numbers for NumPy's, and for tensors of one on the CPU that need no gradient."""
-    counts = {name: getattr(asked, name) for name in _COUNTS}
-    factors = {name: getattr(asked, name) for name in ("scale", "softcap", "dropout_p")}
-    if all(x is None or type(x) in (int, float) for x in (*counts.values(), *factors.values(), asked.dropout_seed)):
+    if not torch.compiler.is_compiling() and {*map(type, _numbers_of(asked))} <= _PLAIN:  # with no call for each
         return asked
+    counts = {name: getattr(asked, name) for name in _COUNTS}
+    factors = {name: getattr(asked, name) for name in _FACTORS}
     seed = asked.dropout_seed if isinstance(asked.dropout_seed, Tensor) else as_int(asked.dropout_seed)
     found = {name: as_int(x) for name, x in counts.items()} | {name: _number(x) for name, x in factors.items()}
     return asked._replace(**found, dropout_seed=seed)

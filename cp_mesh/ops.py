@@ -201,7 +201,7 @@ def _attention_backward(
     call, wanted = Call.read(arguments[:-1]), arguments[-1]
     form, group = call.format, call.group
     dout, q, k, v = map(form.to_bhsd, (dout, q, k, v))
-    kind = _kind(arguments[:-1], q, k, v, call)
+    kind = *arguments[NUM_TENSORS + 1 : -1], q.shape[:2], k.shape[1], q.shape[3], v.shape[3], q.dtype
     if checking(group):
         told = {**_in_words(call.seq_len, call.options, q, k, v), "gradients wanted of": wanted}
         require_agreement(group, {PASS: "backward", ORDER: order_of(group, "backward", kind), **told})
