@@ -15,13 +15,14 @@ import torch
 from torch import nn
 
 from cp_mesh.agreement.models import running
-from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.errors import UnsupportedError, describe, refuse
 
 FILE = __file__
 STYLE = "_cp_mesh_style"  # keys of `replace_forward`: a style's forward
 INPUT, OUTPUT = "_cp_mesh_shard_input", "_cp_mesh_gather_output"  # which a module may have beside a style
 LINEAR = "_cp_mesh_linear"  # of the styles over tp, which a module may have beside one over cp
 WATCH = "_cp_mesh_watch"  # the forward of a compiled part, which is looked at while it is traced
+COMPILED = "_orig_mod"  # in what torch.compile made of a module, the name of this
 
 
 class Replacement:
@@ -56,6 +57,7 @@ def replace_forward(module: nn.Module, key: str, name: str, run: Callable[..., A
         name: of the replacement, for messages.
         run: is given the module, its own forward, and the arguments of the call.
     """
+    check_plain(name, module)
     if "forward" in module.__dict__:
         module.__dict__[_of_instance(key)] = module.__dict__.pop("forward")
     module.__dict__[key] = Replacement(name, run)
@@ -67,6 +69,21 @@ def replaced(module: nn.Module, key: str) -> Replacement | None:
     """The replacement of this key, if there is one."""
     found: Replacement | None = module.__dict__.get(key)
     return found
+
+
+def check_plain(what: str, module: nn.Module) -> None:
+    """Refuse a module that runs another one, or no forward in Python: there is none to replace."""
+    if isinstance(module, torch.jit.ScriptModule):
+        hint = "apply the plan to the plain module, which torch.jit cannot compile then; torch.compile can"
+        raise UnsupportedError(describe(what, "a module in Python", "one of torch.jit", hint))
+    if COMPILED in module._modules:
+        hint = "cp_mesh.parallelize applies it to the module inside; of several linears compile what holds them all"
+        refuse(what, "a module", "what torch.compile made of one", hint)
+
+
+def plain_name(path: str) -> str:
+    """A compiled module goes by the name of the one that it calls."""
+    return ".".join(part for part in path.split(".") if part != COMPILED)
 
 
 def check_class(module: nn.Module) -> None:

@@ -26,7 +26,7 @@ from cp_mesh.agreement.models import stand_beside
 from cp_mesh.boundaries import GatherOutput, ShardInput
 from cp_mesh.cores import ContextParallel, cross_attention
 from cp_mesh.errors import UnsupportedError, refuse
-from cp_mesh.forwards import STYLE, replaced
+from cp_mesh.forwards import STYLE, check_plain, plain_name, replaced
 from cp_mesh.groups import as_mesh
 from cp_mesh.guard.reductions import watch_first_step, watch_over_tp
 from cp_mesh.guard.rootless import watch_rootless
@@ -36,6 +36,7 @@ from cp_mesh.sequence import ShardedSequence
 from cp_mesh.styles import RANKS, SUMS, styles_of
 from cp_mesh.tensor_parallel import TENSOR_PARALLEL, columns_of, shards_rows, tp_groups
 
+_OVER_CP = ShardedModel | ContextParallel | ShardInput | GatherOutput
 _QUERIES = ("q", "wq", "q_proj", "query", "to_q", "q_linear")  # names of the linear of queries
 
 
@@ -52,7 +53,7 @@ def parallelize(
         module: the model; changed in place.
         mesh: one axis of the mesh, 1-D, or its ProcessGroup; of a `ShardedSequence` over two axes its ``mesh``.
         plan: styles by module name; ``*`` and other `fnmatch` wildcards match within one part of a dotted name, and
-            "" is the root. Styles of PyTorch work too.
+            "" is the root. Styles of PyTorch work too. Of what torch.compile made the module inside is meant.
         watch: without a `ShardedModel`, look at the first eager forward of the module: refuse self-attention outside of
             the plan, tokens that are the same on every rank, and positions that every rank counts from 0. Compiled
             code is looked at for attention whenever it is traced. False for modules that also attend to sequences which
@@ -66,7 +67,7 @@ def parallelize(
             two modes, a style is applied twice, the root and a core have different sequences, or one of them has a
             ``layout`` and the other none. Nothing is applied then, except that a repeated application is found on its
             way.
-        UnsupportedError: if `ContextParallel` meets a module named as cross-attention.
+        UnsupportedError: if `ContextParallel` meets a module named as cross-attention, or a style one of torch.jit.
 
     Example:
         >>> parallelize(model, mesh["cp"], {"layers.*.attention.core": ContextParallel(sequence)})  # doctest: +SKIP
@@ -76,12 +77,13 @@ def parallelize(
         hint = 'pass mesh["cp"], one axis at a time; of a ShardedSequence over two axes, its mesh'
         refuse("parallelize: mesh", "one axis of a DeviceMesh", mesh, hint)
     _check_sequences(plan)
-    modules = dict(module.named_modules())
+    modules = {plain_name(path): part for path, part in module.named_modules()}
+    root = modules[""]
     chosen: dict[str, tuple[str, ParallelStyle]] = {}
     for key, style in plan.items():
         if not isinstance(style, ParallelStyle):
             refuse(f"parallelize: style of {key!r}", "an instance of a ParallelStyle", style, "write Style(...)")
-        matches = [name for name in modules if _matches(key, name)]
+        matches = [name for name in modules if _matches(plain_name(key), name)]
         if not matches:
             close = difflib.get_close_matches(key, modules, n=3) or list(modules)[1:4]
             refuse("parallelize: plan key", "the name of a module", repr(key), f"near it: {', '.join(close)}")
@@ -90,6 +92,8 @@ def parallelize(
                 refuse("parallelize", "one plan key a module", f"{chosen[name][0]!r}, {key!r} for {name!r}", "drop one")
             if isinstance(style, ContextParallel) and "cross" in name.lower():
                 raise UnsupportedError(cross_attention(name))
+            if isinstance(style, _OVER_CP):
+                check_plain(f"{type(style).__name__} at {name!r}", modules[name])
             chosen[name] = (key, style)
     _check_modes(chosen)
     for name, (_, style) in chosen.items():
@@ -104,12 +108,12 @@ def parallelize(
     over_cp = {style.sequence.mesh.get_group(): "cp" for style in styles_of(module)}
     stand_beside(module, over_cp | dict.fromkeys(tp_groups(module), "tp"))
     styles = [style for _, style in chosen.values()]
-    if any(isinstance(style, ShardedModel | ContextParallel | ShardInput | GatherOutput) for style in styles):
-        watch_first_step(module, mesh)
+    if any(isinstance(style, _OVER_CP) for style in styles):
+        watch_first_step(root, mesh)
     if any(isinstance(style, TENSOR_PARALLEL) for style in styles):
-        watch_over_tp(module, mesh, any(shards_rows(style) for style in styles))
+        watch_over_tp(root, mesh, any(shards_rows(style) for style in styles))
     if watch and any(isinstance(style, ContextParallel) for style in styles) and "" not in chosen:
-        watch_rootless(module)
+        watch_rootless(root)
     return module
 
 

@@ -23,7 +23,7 @@ from cp_mesh.agreement import announce_error
 from cp_mesh.call import check_choice, is_autocast
 from cp_mesh.column_linears import Columns, column_linears
 from cp_mesh.errors import ArgumentError, UnsupportedError, refuse, written
-from cp_mesh.forwards import LINEAR, replace_forward, replaced
+from cp_mesh.forwards import LINEAR, check_plain, plain_name, replace_forward, replaced
 from cp_mesh.layouts import chunk_bounds
 from cp_mesh.products import graded_names, refuse_transforms
 from cp_mesh.row_linears import row_linear, sum_rows
@@ -336,7 +336,7 @@ def columns_of(module: nn.Module) -> dict[str, tuple[nn.Linear, int]]:
     for path, part in module.named_modules():
         style = replaced(part, LINEAR)
         if isinstance(part, nn.Linear) and style is not None and style.name == OverlappedColwise.__name__:
-            found[path.rpartition(".")[2]] = part, style.run.args[0].size  # type: ignore[attr-defined]
+            found[plain_name(path).rpartition(".")[2]] = part, style.run.args[0].size  # type: ignore[attr-defined]
     return found
 
 
@@ -468,6 +468,7 @@ def _check_module(style: str, module: nn.Module, kind: type[nn.Module]) -> None:
     """Refuse a module of another kind, or that has a style or a forward of its own."""
     if (other := replaced(module, LINEAR)) is not None:
         refuse(style, "a module without a style", f"{type(module).__name__} with {other.name}", "apply once")
+    check_plain(style, module)
     if not isinstance(module, kind):
         refuse(style, f"nn.{kind.__name__}", type(module).__name__, "name the linears, or leave the module out")
     if type(module).forward is not kind.forward or "forward" in module.__dict__:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
 
 from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.forwards import plain_name
 from cp_mesh.tensor_parallel import (
     Mode,
     OverlappedColwise,
@@ -122,7 +123,8 @@ class _Found:
     """
 
     def __init__(self, model: nn.Module, tp_size: int, columns: dict[str, Any], rows: dict[str, Any]) -> None:
-        self.modules, self.tp_size, self.columns, self.rows = dict(model.named_modules()), tp_size, columns, rows
+        self.modules = {plain_name(path): part for path, part in model.named_modules()}
+        self.tp_size, self.columns, self.rows = tp_size, columns, rows
         self.sharded, self.local = rows["mode"] == "reduce_scatter", rows["use_local_output"]
         self.styles: dict[str, ParallelStyle | None] = {}
         self.head_dims: dict[str, int] = {}

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.utils.checkpoint import checkpoint
 
 import cp_mesh
@@ -29,10 +30,13 @@ from cp_mesh import (
     ContextParallel,
     Contiguous,
     Mask,
+    OverlappedColwise,
+    OverlappedRowwise,
     Permuted,
     ShardedModel,
     ShardedSequence,
     Striped,
+    VocabParallelEmbedding,
     ZigZag,
     attention,
     loss,
@@ -226,6 +230,58 @@ def whole_model(rank: int, backend: str) -> None:
 @pytest.mark.full
 def test_whole_model(pool: Any) -> None:
     pool(2).run(whole_model, "aot_eager")
+
+
+# What was compiled before the plan.
+
+
+def compiled_before(rank: int, what: str) -> None:
+    """The numbers are those of the same plan on what is not compiled."""
+    tp = 1 + (what == "linears")
+    axes = mesh((2 // tp, tp), ("cp", "tp"))
+    sequence = ShardedSequence(axes["cp"])
+    compiled = partial(torch.compile, backend="aot_eager", fullgraph=True, dynamic=False)
+    arguments = {name: x for name, x in batch(B, S).items() if name in ("tokens", "positions")}
+    plan: dict[str, Any] = {"": ShardedModel(sequence), "layers.*.core": ContextParallel(sequence)}
+    if what == "ends":
+        plan[""] = cp_mesh.ShardInput(sequence, ("tokens", "positions"))
+        plan["norm"] = cp_mesh.GatherOutput(sequence, gradient="sum")
+    over_tp = {
+        "embedding": VocabParallelEmbedding(mode="all_reduce"),
+        "layers.*.w[qkv]": OverlappedColwise(mode="all_reduce"),
+        "layers.*.wo": OverlappedRowwise(mode="all_reduce"),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    found: list[dict[str, Tensor]] = []
+    for compiles in (False, True):
+        model: nn.Module = Model()
+        if compiles:
+            for i, layer in enumerate(model.layers):
+                if what == "cores":
+                    layer.core = compiled(layer.core)
+                elif what == "graphs":
+                    layer.core = torch.fx.symbolic_trace(layer.core)
+                elif what == "linears":
+                    layer.wq, layer.wo = compiled(layer.wq), compiled(layer.wo)
+                elif what == "blocks":
+                    model.layers[i] = compiled(layer)
+            if what in ("linears", "ends"):
+                model.embedding, model.norm, model.head = map(compiled, (model.embedding, model.norm, model.head))
+            model = compiled(model) if what in ("model", "ends") else model
+        if tp > 1:
+            cp_mesh.parallelize(model, axes["tp"], over_tp)
+        made = cp_mesh.parallelize(model, axes["cp"], plan)
+        assert made is model
+        grads = gradients(model, arguments)
+        found.append({name.replace("_orig_mod.", ""): x for name, x in grads.items()})
+    assert found[0].keys() == found[1].keys()
+    for name, want in found[0].items():
+        torch.testing.assert_close(found[1][name], want, **TOLERANCE, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("what", ["cores", "graphs", "blocks", "model", "ends", "linears"])
+def test_what_was_compiled_before_the_plan(pool: Any, what: str) -> None:
+    pool(2).run(compiled_before, what, timeout=180.0)
 
 
 # Lengths that change.

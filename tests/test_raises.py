@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
@@ -32,9 +32,11 @@ import cp_mesh
 from cp_mesh import (
     ContextParallel,
     Mask,
+    OverlappedColwise,
     Permuted,
     ShardedModel,
     ShardedSequence,
+    ShardInput,
     Striped,
     ZigZag,
     attention,
@@ -148,6 +150,11 @@ class Core(nn.Module):
 
 class CrossAttention(Core):
     pass
+
+
+class Scripted(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 class Silent(nn.Module):
@@ -844,6 +851,24 @@ CASES: dict[str, Case] = {
     "repeated application": refused(ARGUMENT, "ContextParallel", "Core with ContextParallel", "apply once")(run_twice),
     "a cross-attention module": refused(UNSUPPORTED, "'CrossAttention' is cross-attention", "out of the plan")(
         lambda: run_core(CrossAttention())
+    ),
+    "a core of torch.jit": refused(UNSUPPORTED, "ContextParallel at 'core'", "one of torch.jit", "the plain module")(
+        lambda: run_plan(nn.ModuleDict({"core": torch.jit.script(Scripted())}), core=ContextParallel(sequence()))
+    ),
+    "an input of torch.jit": refused(UNSUPPORTED, "ShardInput at 'core'", "one of torch.jit", "the plain module")(
+        lambda: run_plan(nn.ModuleDict({"core": torch.jit.script(Scripted())}), core=ShardInput(sequence()))
+    ),
+    "PyTorch's function on a compiled core": refused(ARGUMENT, "torch.compile made", "cp_mesh.parallelize applies it")(
+        lambda: parallelize_module(torch.compile(Core()), cp(), ContextParallel(sequence()))
+    ),
+    "PyTorch's function on a core of torch.jit": refused(UNSUPPORTED, "ContextParallel", "one of torch.jit")(
+        lambda: parallelize_module(torch.jit.script(Scripted()), cp(), ContextParallel(sequence()))
+    ),
+    "a compiled linear of several": refused(ARGUMENT, "OverlappedColwise", "compile what holds them all")(
+        lambda: run_plan(
+            nn.ModuleDict({"both": nn.ModuleList([torch.compile(nn.Linear(4, 4)), nn.Linear(4, 4)])}),
+            both=OverlappedColwise("0", "1"),
+        )
     ),
     "a cross-attention name": refused(UNSUPPORTED, "'cross_attn' is cross-attention", "replicated over cp")(
         lambda: run_plan(nn.ModuleDict({"cross_attn": Core()}), cross_attn=ContextParallel(sequence()))

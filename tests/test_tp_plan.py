@@ -294,3 +294,20 @@ def refusals(rank: int) -> None:
 
 def test_what_is_not_known_is_refused_by_name(pool: Any) -> None:
     pool(2).run(refusals)
+
+
+def of_compiled(rank: int) -> None:
+    tp, model = mesh((1, 2), ("cp", "tp"))["tp"], model_of()
+    wanted = {name: type(style) for name, style in tensor_parallel_plan(model, tp).items()}
+    for i, layer in enumerate(model.layers):
+        model.layers[i] = torch.compile(layer)
+    model.output = torch.compile(model.output)
+    for each in (model, torch.compile(model)):
+        plan = tensor_parallel_plan(each, tp)
+        assert {name: type(style) for name, style in plan.items()} == wanted
+    parallelize(each, tp, plan)
+    assert all(isinstance(x, DTensor) for name, x in model.named_parameters() if "attention.w" in name)
+
+
+def test_what_is_compiled_has_the_plan_of_the_module_inside(pool: Any) -> None:
+    pool(2).run(of_compiled)
