@@ -66,7 +66,7 @@ def parallelize(
         ArgumentError: if a key matches no module, two keys match one module, the mesh is not 1-D, linears over tp have
             two modes, a style is applied twice, the root and a core have different sequences, or one of them has a
             ``layout`` and the other none. Nothing is applied then, except that a repeated application is found on its
-            way.
+            way. At the end, if styles parted a parameter that was shared.
         UnsupportedError: if `ContextParallel` meets a module named as cross-attention, or a style one of torch.jit.
 
     Example:
@@ -96,6 +96,7 @@ def parallelize(
                 check_plain(f"{type(style).__name__} at {name!r}", modules[name])
             chosen[name] = (key, style)
     _check_modes(chosen)
+    shared = _shared(module)
     for name, (_, style) in chosen.items():
         trained = {key: x.requires_grad for key, x in modules[name].named_parameters()}
         style._apply(modules[name], mesh)
@@ -104,6 +105,7 @@ def parallelize(
         for key, parameter in modules[name].named_parameters():
             if parameter.requires_grad != trained.get(key, parameter.requires_grad):
                 parameter.requires_grad_(trained[key])  # PyTorch's SequenceParallel makes new ones, which are trained
+    _check_shared(module, shared)
     _note_head_dims(module)
     over_cp = {style.sequence.mesh.get_group(): "cp" for style in styles_of(module)}
     stand_beside(module, over_cp | dict.fromkeys(tp_groups(module), "tp"))
@@ -115,6 +117,26 @@ def parallelize(
     if watch and any(isinstance(style, ContextParallel) for style in styles) and "" not in chosen:
         watch_rootless(root)
     return module
+
+
+def _shared(module: nn.Module) -> list[list[str]]:
+    """Names of parameters that are one tensor, such as those of an embedding and a head."""
+    names: dict[int, list[str]] = {}
+    for name, x in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(x), []).append(name)
+    return [each for each in names.values() if len(each) > 1]
+
+
+def _check_shared(module: nn.Module, shared: list[list[str]]) -> None:
+    """Refuse a plan that made several parameters of a shared one, as styles of PyTorch do, which train apart."""
+    found = dict(module.named_parameters(remove_duplicate=False))
+    for names in shared:
+        if len({id(found.get(name)) for name in names}) > 1:
+            hint = (
+                "VocabParallelEmbedding and VocabParallelHead keep them one; or build the model anew, apply PyTorch's "
+                "styles by its own parallelize_module, and share the parameter again before this"
+            )
+            refuse("parallelize", f"one parameter for {', '.join(names)}, as before the plan", "several", hint)
 
 
 def sum_gradients(model: nn.Module) -> None:
