@@ -599,9 +599,7 @@ def part(rank: int) -> None:
     axis = mesh((2,), ("tp",))
     vocabulary = {"embedding": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel()}
     for plan in (vocabulary, {"head": ColwiseParallel()}, {"embedding": vocabulary["embedding"]}):
-        with pytest.raises(
-            ArgumentError, match=r"one parameter for embedding\.weight, head\.weight, as before the plan"
-        ):
+        with pytest.raises(ArgumentError, match=r"one parameter for embedding\.weight, head\.weight"):
             parallelize(Tied(), axis, plan)
     model = parallelize(Tied(), axis, {"embedding": VocabParallelEmbedding(), "head": VocabParallelHead()})
     assert model.head.weight is model.embedding.weight and isinstance(model.head.weight, DTensor)
