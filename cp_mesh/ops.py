@@ -127,10 +127,15 @@ def _in_words(seq_len: int, options: Options, q: Tensor, k: Tensor, v: Tensor) -
 def _kind(arguments: Sequence[Any], q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Any, ...]:
     """What calls of attention have in common of which the first one alone is compared; the same on all ranks."""
     heads = q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype
-    given, options = (*call.tensors, *call.captured), call.options
-    if options.sources:  # new in every batch of documents
-        arguments = *arguments[:-1], options._replace(sources="some").spec()
-    return arguments[NUM_TENSORS + 1 :], heads, tuple(x is not None and (x.requires_grad, x.ndim) for x in given)
+    given = *call.tensors, *call.captured
+    return _options_of(arguments, call), heads, tuple(x is not None and (x.requires_grad, x.ndim) for x in given)
+
+
+def _options_of(arguments: Sequence[Any], call: Call) -> tuple[Any, ...]:
+    """What follows the tensors of a call, without which ranks' keys a mask shows: that is new in every batch."""
+    if call.options.sources:
+        arguments = *arguments[:-1], call.options._replace(sources="some").spec()
+    return tuple(arguments[NUM_TENSORS + 1 :])
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
@@ -201,7 +206,7 @@ def _attention_backward(
     call, wanted = Call.read(arguments[:-1]), arguments[-1]
     form, group = call.format, call.group
     dout, q, k, v = map(form.to_bhsd, (dout, q, k, v))
-    kind = *arguments[NUM_TENSORS + 1 : -1], q.shape[:2], k.shape[1], q.shape[3], v.shape[3], q.dtype
+    kind = _options_of(arguments[:-1], call), q.shape[:2], k.shape[1], q.shape[3], v.shape[3], q.dtype
     if checking(group):
         told = {**_in_words(call.seq_len, call.options, q, k, v), "gradients wanted of": wanted}
         require_agreement(group, {PASS: "backward", ORDER: order_of(group, "backward", kind), **told})

@@ -16,8 +16,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from cp_mesh.agreement import agree_on_shapes, checking, compare_later, require_agreement
-from cp_mesh.agreement.contents import fingerprint
+from cp_mesh.agreement import agree_on_shapes, compare_later
 from cp_mesh.cores import cores_of
 from cp_mesh.errors import ArgumentError, describe, refuse
 from cp_mesh.forwards import STYLE, replace_forward
@@ -241,9 +240,7 @@ class ShardedModel(ParallelStyle):
         group, found = self.sequence.mesh.get_group(), self._whole(arguments)
         given = [x for x in found.values() if x is not None]
         integers = [x for x in given if not x.is_floating_point()]
-        if checking(group):
-            require_agreement(group, {name: fingerprint(x) for name, x in found.items()})
-        elif given and not agree_on_shapes(group, _kind(found), found) and integers:
+        if given and not agree_on_shapes(group, _kind(found), found) and integers:
             compare_later(group, integers)
 
     def _compared(self, arguments: dict[str, Any]) -> dict[str, Any]:

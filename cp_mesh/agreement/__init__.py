@@ -249,24 +249,30 @@ def agree_on_shapes(
 ) -> bool:
     """Compare shapes and dtypes of a batch in every call, and in the first of a kind what ``contents`` says of each.
 
-    A call is a few requests to the store. Ranks that went on with rows of unlike numbers would end within gloo.
+    A call is a few requests to the store. Ranks that went on with rows of unlike numbers would end within gloo. In
+    check mode contents are compared in every call, by a collective, as other ranks tell what they refuse.
 
     Returns:
-        Whether this was the first call of the kind.
+        Whether contents were compared.
 
     Raises:
         RankMismatchError: as `agree_first`.
     """
+    if checking(group):
+        require_agreement(group, {name: contents(x) for name, x in tensors.items()})
+        return True
     is_new = is_first(group, kind)
     if is_new:
         agree_first(group, kind, {name: contents(x) for name, x in tensors.items()})
+    elif torch._C._current_graph_task_id() != -1:
+        return False  # what a checkpoint computes again was compared before
     elif not (turned_off(group) or group.size() == 1 or store_of(group) is None or capturing()):
-        _agree(group, {name: shape_of(x) for name, x in tensors.items()}, "cp")
+        _agree(group, {name: shape_of(x) for name, x in tensors.items()}, "cp", timeout_of(group))
     return is_new
 
 
-def _agree(group: dist.ProcessGroup, fields: Mapping[str, str], axis: str) -> None:
-    answers = _exchange(group, fields, axis)
+def _agree(group: dist.ProcessGroup, fields: Mapping[str, str], axis: str, patience: timedelta | None = None) -> None:
+    answers = _exchange(group, fields, axis, patience)
     _require_accepted(group, answers, fields, axis)
     _require_equal(group, answers, fields, axis)
 
@@ -401,10 +407,12 @@ def read_word() -> str:
     return "" if store is None else store.get("cp_mesh/word").decode()
 
 
-def _exchange(group: dist.ProcessGroup, fields: Mapping[str, str], axis: str = "cp") -> list[dict[str, str]]:
-    """What every rank of the group left in the store for this comparison."""
+def _exchange(
+    group: dist.ProcessGroup, fields: Mapping[str, str], axis: str = "cp", patience: timedelta | None = None
+) -> list[dict[str, str]]:
+    """What every rank of the group left in the store for this comparison; a first call waits `PATIENCE` at most."""
     _note_trace(group, False)
-    patience = min(PATIENCE, timeout_of(group))
+    patience = patience or min(PATIENCE, timeout_of(group))
     words = Words(group, _next_topic(group), fields)
     answers = words.wait(patience)
     if len(answers) == words.size and not any("error" in answer for answer in answers.values()):
