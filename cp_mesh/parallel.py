@@ -25,8 +25,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from cp_mesh.agreement.models import stand_beside
 from cp_mesh.boundaries import GatherOutput, ShardInput
 from cp_mesh.cores import ContextParallel, cross_attention
-from cp_mesh.errors import UnsupportedError, refuse
-from cp_mesh.forwards import STYLE, check_plain, plain_name, replaced
+from cp_mesh.errors import UnsupportedError, refuse, written
+from cp_mesh.forwards import COMPILED, STYLE, check_plain, plain_name, replaced
 from cp_mesh.groups import as_mesh
 from cp_mesh.guard.reductions import watch_first_step, watch_over_tp
 from cp_mesh.guard.rootless import watch_rootless
@@ -37,6 +37,8 @@ from cp_mesh.styles import RANKS, SUMS, styles_of
 from cp_mesh.tensor_parallel import TENSOR_PARALLEL, columns_of, shards_rows, tp_groups
 
 _OVER_CP = ShardedModel | ContextParallel | ShardInput | GatherOutput
+_Place = tuple[str, nn.Module, str]
+"""Of a parameter or buffer: its name in the model, its module, and its name there."""
 _QUERIES = ("q", "wq", "q_proj", "query", "to_q", "q_linear")  # names of the linear of queries
 
 
@@ -48,6 +50,8 @@ def parallelize(
     watch: bool = True,
 ) -> nn.Module:
     """`torch.distributed.tensor.parallel.parallelize_module` that fails closed.
+
+    Tensors that modules share stay shared, which PyTorch's function makes several.
 
     Args:
         module: the model; changed in place.
@@ -66,7 +70,7 @@ def parallelize(
         ArgumentError: if a key matches no module, two keys match one module, the mesh is not 1-D, linears over tp have
             two modes, a style is applied twice, the root and a core have different sequences, or one of them has a
             ``layout`` and the other none. Nothing is applied then, except that a repeated application is found on its
-            way. At the end, if styles parted a parameter that was shared.
+            way. After it, if the styles do not shard alike what modules share.
         UnsupportedError: if `ContextParallel` meets a module named as cross-attention, or a style one of torch.jit.
 
     Example:
@@ -77,7 +81,7 @@ def parallelize(
         hint = 'pass mesh["cp"], one axis at a time; of a ShardedSequence over two axes, its mesh'
         refuse("parallelize: mesh", "one axis of a DeviceMesh", mesh, hint)
     _check_sequences(plan)
-    modules = {plain_name(path): part for path, part in module.named_modules()}
+    modules = {plain_name(path): part._modules.get(COMPILED) or part for path, part in module.named_modules()}
     root = modules[""]
     chosen: dict[str, tuple[str, ParallelStyle]] = {}
     for key, style in plan.items():
@@ -96,7 +100,7 @@ def parallelize(
                 check_plain(f"{type(style).__name__} at {name!r}", modules[name])
             chosen[name] = (key, style)
     _check_modes(chosen)
-    shared = _shared(module)
+    tied = _tied(module)
     for name, (_, style) in chosen.items():
         trained = {key: x.requires_grad for key, x in modules[name].named_parameters()}
         style._apply(modules[name], mesh)
@@ -105,7 +109,8 @@ def parallelize(
         for key, parameter in modules[name].named_parameters():
             if parameter.requires_grad != trained.get(key, parameter.requires_grad):
                 parameter.requires_grad_(trained[key])  # PyTorch's SequenceParallel makes new ones, which are trained
-    _check_shared(module, shared)
+    for places in tied:
+        _tie(places)
     _note_head_dims(module)
     over_cp = {style.sequence.mesh.get_group(): "cp" for style in styles_of(module)}
     stand_beside(module, over_cp | dict.fromkeys(tp_groups(module), "tp"))
@@ -117,26 +122,6 @@ def parallelize(
     if watch and any(isinstance(style, ContextParallel) for style in styles) and "" not in chosen:
         watch_rootless(root)
     return module
-
-
-def _shared(module: nn.Module) -> list[list[str]]:
-    """Names of parameters that are one tensor, such as those of an embedding and a head."""
-    names: dict[int, list[str]] = {}
-    for name, x in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(x), []).append(name)
-    return [each for each in names.values() if len(each) > 1]
-
-
-def _check_shared(module: nn.Module, shared: list[list[str]]) -> None:
-    """Refuse a plan that made several parameters of a shared one, as styles of PyTorch do, which train apart."""
-    found = dict(module.named_parameters(remove_duplicate=False))
-    for names in shared:
-        if len({id(found.get(name)) for name in names}) > 1:
-            hint = (
-                "VocabParallelEmbedding and VocabParallelHead keep them one; or build the model anew, apply PyTorch's "
-                "styles by its own parallelize_module, and share the parameter again before this"
-            )
-            refuse("parallelize", f"one parameter for {', '.join(names)}, as before the plan", "several", hint)
 
 
 def sum_gradients(model: nn.Module) -> None:
@@ -216,6 +201,33 @@ def _check_modes(chosen: Mapping[str, tuple[str, ParallelStyle]]) -> None:
     if len(modes) > 1:
         got = ", ".join(f"{mode!r} at {key!r}" for mode, key in sorted(modes.items()))
         refuse("parallelize: mode", "one for all linears over tp", got, "give all of a model one mode")
+
+
+def _tied(module: nn.Module) -> list[list[_Place]]:
+    """The places of each parameter or buffer that has several."""
+    found: dict[int, list[_Place]] = {}
+    for path, part in module.named_modules():
+        for name, x in (*part._parameters.items(), *part._buffers.items()):
+            if x is not None:
+                found.setdefault(id(x), []).append((plain_name(f"{path}.{name}").lstrip("."), part, name))
+    return [places for places in found.values() if len(places) > 1]
+
+
+def _tie(places: list[_Place]) -> None:
+    """Put one tensor where one was: PyTorch's styles make one for each module, of the same numbers."""
+    found = {path: getattr(part, name, None) for path, part, name in places}
+    kinds = {(x.shape, x.device_mesh, x.placements) if isinstance(x, DTensor) else id(x) for x in found.values()}
+    if len(kinds) > 1:
+        words = (f"{path} {written(x.placements) if isinstance(x, DTensor) else 'plain'}" for path, x in found.items())
+        hint = (
+            "give its modules, in one plan, styles that shard it alike, as VocabParallelEmbedding() and "
+            "VocabParallelHead() do, or leave them all out. The plan is applied: build the model anew"
+        )
+        refuse("parallelize: a tensor that modules share", "one tensor after the plan too", ", ".join(words), hint)
+    first = next(iter(found.values()))
+    for path, part, name in places:
+        if found[path] is not first:
+            setattr(part, name, first)
 
 
 def _note_head_dims(module: nn.Module) -> None:

@@ -15,12 +15,7 @@ from ranks import mesh, num_collectives
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInputOutput,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInputOutput, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from cp_mesh import (
@@ -31,8 +26,6 @@ from cp_mesh import (
     ShardedModel,
     ShardedSequence,
     Striped,
-    VocabParallelEmbedding,
-    VocabParallelHead,
     ZigZag,
     parallelize,
     verify,
@@ -586,27 +579,3 @@ def test_positions_are_not_made_up(pool: Any) -> None:
             and "positions=None and none in the call" in error.message
         )
         assert error.num_collectives == 0
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
-        self.head.weight = self.embedding.weight
-
-
-def part(rank: int) -> None:
-    axis = mesh((2,), ("tp",))
-    vocabulary = {"embedding": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel()}
-    for plan in (vocabulary, {"head": ColwiseParallel()}, {"embedding": vocabulary["embedding"]}):
-        with pytest.raises(ArgumentError, match=r"one parameter for embedding\.weight, head\.weight"):
-            parallelize(Tied(), axis, plan)
-    model = parallelize(Tied(), axis, {"embedding": VocabParallelEmbedding(), "head": VocabParallelHead()})
-    assert model.head.weight is model.embedding.weight and isinstance(model.head.weight, DTensor)
-    apart = Tied()
-    apart.head.weight = nn.Parameter(apart.head.weight.detach().clone())
-    parallelize(apart, axis, vocabulary)
-
-
-def test_shared_parameters_stay_shared(pool: Any) -> None:
-    pool(2).run(part)

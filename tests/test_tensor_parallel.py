@@ -27,7 +27,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -793,6 +793,92 @@ def copied(rank: int) -> None:
 
 def test_copies_and_tied_weights(pool: Any) -> None:
     pool(2).run(copied)
+
+
+def tied(rank: int, compiled: bool) -> None:
+    """A model whose embedding is its head has one weight under PyTorch's styles too, and trains as on one rank."""
+    alone, tp = alone_and_tp()
+    tokens, labels = tokens_and_labels((2, 7))
+    models = Net(), Net()
+    for model in models:
+        model.head.weight = model.embedding.weight
+    if compiled:
+        models[1].head = torch.compile(models[1].head, backend="eager")
+    styles = {
+        "embedding": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    parallelize(models[1], tp, styles)
+    assert models[1].head.weight is models[1].embedding.weight
+    assert len([*models[1].parameters()]) == len([*models[0].parameters()])
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, foreach=False) for model in models]
+    for _ in range(3):
+        want, wanted = expected(models[0], tokens, labels)
+        loss = cross_entropy(models[1](tokens), labels, alone)
+        loss.backward()
+        torch.testing.assert_close(loss.detach(), want, rtol=1e-13, atol=1e-13)
+        for name, grad in gradients(models[1]).items():
+            torch.testing.assert_close(grad, wanted[name], rtol=1e-12, atol=1e-14)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "a compiled head"])
+def test_tied_weights_under_styles_of_pytorch(pool: Any, compiled: bool) -> None:
+    pool(2).run(tied, compiled)
+
+
+class Scaled(nn.RMSNorm):
+    """With a buffer that another module may share."""
+
+    def __init__(self, scale: Tensor) -> None:
+        super().__init__(C)
+        self.register_buffer("scale", scale)
+
+
+class Whole(ParallelStyle):
+    """A style of users: it replaces a tensor by a plain one."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.weight = nn.Parameter(module.weight.detach().clone())
+        return module
+
+
+UNTIED: dict[str, tuple[dict[str, Any], str]] = {
+    "one of two": ({"embedding": VocabParallelEmbedding()}, r"embedding.weight \(Shard\(0\),\), head.weight plain"),
+    "one of two, PyTorch's": ({"head": ColwiseParallel()}, r"embedding.weight plain, head.weight \(Shard\(0\),\)"),
+    "sharded unlike": (
+        {"embedding": ColwiseParallel(), "head": ColwiseParallel()},
+        r"embedding.weight \(Shard\(1\),\), head.weight \(Shard\(0\),\)",
+    ),
+    "a plain copy": ({"embedding": Whole()}, "embedding.weight plain, head.weight plain"),
+}
+
+
+def untied(rank: int) -> None:
+    _, tp = alone_and_tp()
+    for what, (styles, words) in UNTIED.items():
+        model = Net()
+        model.head.weight = model.embedding.weight
+        with pytest.raises(ArgumentError, match=f"modules share: .*{words}; .*The plan is applied") as raised:
+            parallelize(model, tp, styles)
+        assert "head.weight" in str(raised.value), what
+    # in both by one plan, by styles of both kinds, and buffers
+    model = Net()
+    model.head.weight = model.embedding.weight
+    parallelize(model, tp, {"embedding": VocabParallelEmbedding(), "head": ColwiseParallel()})
+    assert model.head.weight is model.embedding.weight and isinstance(model.head.weight, DTensor)
+    scale = torch.ones(C)
+    norms = nn.ModuleList([Scaled(scale), Scaled(scale)])
+    parallelize(norms, tp, {"*": SequenceParallel()})
+    assert norms[0].scale is norms[1].scale and isinstance(norms[0].scale, DTensor)
+    with pytest.raises(ArgumentError, match=r"0\.scale .*, 1\.scale plain"):
+        parallelize(nn.ModuleList([Scaled(scale), Scaled(scale)]), tp, {"0": SequenceParallel()})
+
+
+def test_tensors_that_a_plan_would_make_several_are_refused(pool: Any) -> None:
+    pool(2).run(untied)
 
 
 def trained_alone(rank: int) -> list[str]:
