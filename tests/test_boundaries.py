@@ -29,6 +29,7 @@ from cp_mesh import (
     ShardInput,
     Striped,
     ZigZag,
+    check_mode,
     parallelize,
 )
 from cp_mesh.layouts import Layout
@@ -243,6 +244,24 @@ def unlike_inputs(rank: int, what: str) -> str:
 def test_inputs_that_differ_between_ranks(pool: Any, what: str) -> None:
     for said in pool(SIZE).run(unlike_inputs, what):
         assert "the same input on every cp rank" in said
+
+
+def refused_later(rank: int) -> None:
+    """In check mode, and in a call of a shape that all ranks have had, one rank's layout is refused."""
+    sequence, layouts = ShardedSequence(mesh((SIZE,), ("cp",))), [Striped(), Striped() if rank != 1 else None]
+    style = ShardInput(sequence, layout=lambda *_: layouts.pop(0))
+    module = parallelize(nn.Identity(), sequence.mesh, {"": style})
+    with check_mode():
+        module(torch.zeros(1, 12))
+        module(torch.zeros(1, 12))
+
+
+def test_a_later_refusal_is_heard_in_check_mode(pool: Any) -> None:
+    errors = pool(SIZE).run_expecting_error(refused_later, timeout=20.0)
+    assert [error.type for error in errors] == [
+        "ArgumentError" if rank == 1 else "RankMismatchError" for rank in range(SIZE)
+    ]
+    assert all("a function that returns a Layout" in error.message for error in errors)
 
 
 def of_root(rank: int, same: bool) -> Tensor:

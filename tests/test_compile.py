@@ -365,6 +365,8 @@ def symbolic(rank: int, kind: str, backend: str) -> int:
     + [pytest.param(kind, "inductor", marks=pytest.mark.full) for kind in ("formats", "block")],
 )
 def test_sizes_that_are_symbols(pool: Any, kind: str, backend: str) -> None:
+    if kind == "DTensors" and backend != "eager" and torch.__version__.startswith("2.11."):
+        pytest.skip("AOTAutograd of PyTorch 2.11 gives the op whole lengths of DTensors, which it refuses")
     again = 1 if kind == "options" else 0  # for each number that a scale was computed to
     assert pool(2).run(symbolic, kind, backend, timeout=180.0) == [again] * 2
 
