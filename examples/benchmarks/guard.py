@@ -56,7 +56,7 @@ LOOK_UPS = {
         "note_called": None,
         "last_forward": None,
     },
-    "root": {"_kind": None, "checking": False, "agree_on_shapes": True, "note_tokens": None},
+    "root": {"_kind": None, "agree_on_shapes": True, "note_tokens": None},
     "sequence": {"note_tokens": None, "note_length": None, "marked": None},
     "loss": {"_is_first": False, "forget": None, "note_compiled_backward": None},
     "guard.reductions": {"capturing": True},
