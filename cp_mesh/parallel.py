@@ -81,7 +81,7 @@ def parallelize(
         hint = 'pass mesh["cp"], one axis at a time; of a ShardedSequence over two axes, its mesh'
         refuse("parallelize: mesh", "one axis of a DeviceMesh", mesh, hint)
     _check_sequences(plan)
-    modules = {plain_name(path): part._modules.get(COMPILED) or part for path, part in module.named_modules()}
+    modules = {plain_name(path): getattr(part, COMPILED, part) for path, part in module.named_modules()}
     root = modules[""]
     chosen: dict[str, tuple[str, ParallelStyle]] = {}
     for key, style in plan.items():
