@@ -57,7 +57,7 @@ def parallelize(
         module: the model; changed in place.
         mesh: one axis of the mesh, 1-D, or its ProcessGroup; of a `ShardedSequence` over two axes its ``mesh``.
         plan: styles by module name; ``*`` and other `fnmatch` wildcards match within one part of a dotted name, and
-            "" is the root. Styles of PyTorch work too. Of what torch.compile made the module inside is meant.
+            "" is the root. Styles of PyTorch work too. A compiled module stands for the one inside it.
         watch: without a `ShardedModel`, look at the first eager forward of the module: refuse self-attention outside of
             the plan, tokens that are the same on every rank, and positions that every rank counts from 0. Compiled
             code is looked at for attention whenever it is traced. False for modules that also attend to sequences which
