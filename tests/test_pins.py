@@ -207,7 +207,8 @@ def test_the_public_api(pool: Any, pin: Any) -> None:
 def ops() -> Record:
     """Schemas, tags and what is registered of the ops in saved graphs: fakes, autograd, autocast, sharding."""
     importlib.import_module("cp_mesh.compat")
-    by_name = {schema.name: schema for schema in torch._C._jit_get_all_schemas() if schema.name[:9] == "cp_mesh::"}
+    schemas = [x for x in torch._C._jit_get_all_schemas() if re.fullmatch(r"cp_mesh::.*(?<!_in_tests)", x.name)]
+    by_name = {schema.name: schema for schema in schemas}
     found: Record = {}
     for name, schema in sorted(by_name.items()):
         overload = getattr(torch.ops.cp_mesh, name.partition("::")[2]).default
@@ -363,7 +364,10 @@ class Calls:
 
 
 def calls(rank: int) -> Record:
-    """Of the fifth call, and the fifth training step of a model of one layer, when all that is kept is there."""
+    """Of the fifth call, and a training step of a model of one layer, when all that is kept is there.
+
+    Of its fifth and sixth step the one with fewer calls: one batch of many is also compared with those of other ranks.
+    """
     axis, found = mesh((2,), ("cp",)), {}
     options: dict[str, Any] = {"method": "ring", "kernel": "reference"}
     q, k, v = (torch.randn(1, heads, 16, 8, requires_grad=True) for heads in (4, 2, 2))
@@ -378,8 +382,8 @@ def calls(rank: int) -> Record:
     model.layers = model.layers[:1]
     plan = {"": ShardedModel(sequence), "layers.*.core": ContextParallel(sequence, **options)}
     cp_mesh.parallelize(model, axis, plan)
-    optimizer, given = torch.optim.SGD(model.parameters(), lr=0.1), batch(2, 32)
-    for _ in range(5):
+    optimizer, given, steps = torch.optim.SGD(model.parameters(), lr=0.1), batch(2, 32), []
+    for _ in range(6):
         with Calls() as step:
             optimizer.zero_grad()
             labels = sequence.shard({"labels": given["labels"]})["labels"]
@@ -388,7 +392,8 @@ def calls(rank: int) -> Record:
             for parameter in model.parameters():
                 dist.all_reduce(parameter.grad)
             optimizer.step()
-    return found | {"training step": step.number}
+        steps.append(step.number)
+    return found | {"training step": min(steps[4:])}
 
 
 def test_calls(pool: Any, pin: Any) -> None:

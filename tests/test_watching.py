@@ -15,12 +15,14 @@ import torch
 import torch.nn.functional as F
 from ranks import mesh, num_collectives
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import cp_mesh
 from cp_mesh import ContextParallel, Mask, ShardedModel, ShardedSequence
+from cp_mesh.agreement import words
 
 H, S, D = 2, 16, 8
 C = H * D
@@ -167,6 +169,8 @@ def found(
         except Exception as error:
             outcome = f"{type(error).__name__}: {error}"
         issued = num_collectives() - before
+        if _debug_get_cache_entry_list(words.Words.__init__.__code__):
+            wrong.append(f"{way}, {planned=}, {mode}: Dynamo has traced what leaves words in the store")
         # the planned core before the forgotten one has run by then, on every rank
         if says not in outcome or (planned and issued):
             if way.startswith("flex") and "FlexAttention does not support backward on CPU" in outcome:

@@ -25,6 +25,7 @@ from typing import NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils.checkpoint import _StopRecomputationError
 
@@ -407,6 +408,7 @@ def read_word() -> str:
     return "" if store is None else store.get("cp_mesh/word").decode()
 
 
+@_disable_dynamo  # which would trace it by itself, behind a graph break
 def _exchange(
     group: dist.ProcessGroup, fields: Mapping[str, str], axis: str = "cp", patience: timedelta | None = None
 ) -> list[dict[str, str]]:
@@ -434,6 +436,7 @@ def _next_topic(group: dist.ProcessGroup) -> str:
     return f"{compared.plans} {compared.times}"
 
 
+@_disable_dynamo  # which would trace it by itself, behind a graph break
 def announce_refusal(group: dist.ProcessGroup, error: Exception, axis: str = "cp", in_check_mode: bool = True) -> None:
     """Tell the other ranks, which may have accepted their arguments, that this one has not.
 
