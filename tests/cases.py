@@ -14,9 +14,7 @@ import torch
 from dense import dense_mask
 from torch import Tensor
 
-from cp_mesh.balancing import balance
-from cp_mesh.layouts import Contiguous, Joint, Layout, Permuted, Striped, ZigZag, ZigZagDocuments
-from cp_mesh.masks import Mask
+from cp_mesh import Contiguous, Joint, Layout, Mask, Permuted, Striped, ZigZag, ZigZagDocuments, balance
 
 LAYOUTS: dict[str, Callable[[int], Layout]] = {
     "contiguous": lambda S: Contiguous(),

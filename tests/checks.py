@@ -16,6 +16,20 @@ import torch
 import torch.distributed as dist
 from cases import LAYOUTS, gap, make_mask, make_scores, mask_of, pairs, pairs_of
 from dense import dense_attention, dense_dropout, make_qkv
+from inside import (
+    NONE,
+    Band,
+    Schedule,
+    Segments,
+    block_table,
+    inner,
+    make_schedule,
+    num_rows,
+    pieces_of,
+    room,
+    split_causal,
+    tiles_of,
+)
 from ranks import mesh
 from recording import recording
 from torch import Tensor
@@ -23,13 +37,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import cp_mesh
-from cp_mesh import geometry, plan
-from cp_mesh.blocks import block_table, pieces_of
-from cp_mesh.groups import flat
-from cp_mesh.layouts import Contiguous, Layout, Permuted, Run
-from cp_mesh.masks import NONE, PARTIAL, Band, Mask
-from cp_mesh.schedule import Rows, Schedule, Tile, make_schedule, num_rows, split_causal, tiles_of
-from cp_mesh.segments import Segments
+from cp_mesh import Contiguous, Layout, Mask, Permuted
+from cp_mesh.layouts import Run
+
+geometry = room("geometry")
+plan = room("plan")
+flat = inner("groups", "flat")
+PARTIAL = inner("masks", "PARTIAL")
+Rows, Tile = inner("schedule", "Rows", "Tile")
 
 
 def coverage(layout: Layout, mask: Mask, want: Tensor, cp_size: int, segments: bool = False) -> list[str]:

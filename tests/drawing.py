@@ -23,30 +23,31 @@ import torch.nn.functional as F
 from cases import gap, make_scores, mask_of, pairs_of
 from checks import TOLERANCE, WAYS, Case, dense_scores, largest_degree, parity_on_ranks, serves
 from dense import dense_attention, make_qkv
+from inside import KERNELS, METHODS, TRITON, Blocks, Config, Index, Kernel, inner, triton_kernel
 from interpreted import INTERPRETED, speed_up_interpreter
 from ranks import mesh
 from test_parity import dtensors
 from torch import Tensor
 
-from cp_mesh import Permuted, ShardedCache, ShardedSequence, attention, balance, cross_entropy, decode
-from cp_mesh.kernels import KERNELS
-from cp_mesh.kernels.contract import Kernel
-from cp_mesh.kernels.triton_attention import TRITON, Blocks, Config, triton_kernel
-from cp_mesh.layouts import (
-    LAYOUTS,
+from cp_mesh import (
     Balanced,
     Contiguous,
-    Index,
     Joint,
     Layout,
-    Run,
+    Permuted,
+    ShardedCache,
+    ShardedSequence,
     Striped,
     ZigZag,
     ZigZagDocuments,
-    chunk_bounds,
+    attention,
+    balance,
+    cross_entropy,
+    decode,
 )
-from cp_mesh.masks import EXCLUDED
-from cp_mesh.methods import METHODS
+from cp_mesh.layouts import LAYOUTS, Run, chunk_bounds
+
+EXCLUDED = inner("masks", "EXCLUDED")
 
 # --- layouts of a user's own
 

@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from inside import MergingForward, Packing, SummingBackward
 from model import Model, batch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -21,8 +22,6 @@ from torch.distributed.fsdp import fully_shard
 
 from cp_mesh import ContextParallel, Layout, ShardedModel, ShardedSequence, ZigZag, cross_entropy, parallelize
 from cp_mesh import sum_gradients as sum_gradients_of
-from cp_mesh.kernels.merge import MergingForward, SummingBackward
-from cp_mesh.transport.packing import Packing
 
 LENGTH = 24
 TIMEOUT = 2.0  # seconds, of groups from the moment on in which a rank is lost; GRACE of ranks.py is longer

@@ -1,32 +1,114 @@
-"""What the pins of test_pins.py read of the inside of cp_mesh: when a name moves, a line here is what changes."""
+"""The one door to the inside of cp_mesh: what tests need beside the public names, and nothing else imports it.
+
+A room is a file of the package, named by as much of the end of its path as tells it from the others: "plan",
+"kernels.flex". Where it moves, no test changes; where it is renamed, its name changes in the tests of that room.
+
+`NAMES` are what several tests need: they come from here, as ``from inside import make_schedule``. What the tests of
+one room need of it goes through `inner` and `room`. `planned` and what follows are what the pins of test_pins.py read.
+"""
 
 from __future__ import annotations
 
+from functools import cache
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import cp_mesh
-from cp_mesh.blocks import PAIRS, SOURCE
-from cp_mesh.layouts import Layout
-from cp_mesh.masks import NONE, PARTIAL, Band, Mask
-from cp_mesh.methods import METHODS
-from cp_mesh.schedule import Tile, make_schedule
 
-METHOD_NAMES = tuple(METHODS)
 SOURCES = str(Path(cp_mesh.__file__).parent)
 """The folder of our own functions."""
 
+NAMES: dict[str, tuple[str, ...]] = {
+    "blocks": ("block_table", "pieces_of"),
+    "call": ("NUM_TENSORS", "Operand", "Options", "Tensors", "make_scores"),
+    "combine": ("make_delta",),
+    "costs": ("H200", "KernelRate", "Machine", "legs_of", "staged_costs", "ulysses_costs"),
+    "decoding": ("UNUSED", "without_unused"),
+    "dense": ("dense_attention",),
+    "flex_reads": ("Reads",),
+    "forwards": ("replaced",),
+    "functional": ("FunctionalIncoming",),
+    "functions": ("ScalarFunction",),
+    "groups": ("parts_of",),
+    "kernels": ("KERNELS",),
+    "kernels.contract": ("Capability", "Kernel", "KernelTile", "Pairs", "Request", "shortfalls"),
+    "layouts": ("parse_layout",),
+    "machines": ("read_machine", "write_machine"),
+    "masks": ("Band", "CAUSAL", "FULL", "NONE"),
+    "memory": ("ExtraMemory", "Sizes", "extra_memory"),
+    "merge": ("BackwardTile", "MergingForward", "SummingBackward"),
+    "methods": ("METHODS",),
+    "methods.contract": ("Plan",),
+    "ops": ("attention_op",),
+    "packing": ("Packing",),
+    "plan": ("make_plan",),
+    "positions": ("Index",),
+    "report": ("Finding", "ModelReport"),
+    "schedule": ("Schedule", "Stage", "make_schedule", "num_rows", "split_causal", "tiles_of"),
+    "scores": ("Scores", "name_of_captured"),
+    "segments": ("Segments",),
+    "stages": ("StageSettings", "travels_rounded"),
+    "tracing": ("trace",),
+    "triton_attention": ("Blocks", "Config", "TRITON", "triton_kernel"),
+}
+"""By room."""
 
-def planned(layout: Layout, mask: Mask, seq_len: int, cp_size: int, cp_rank: int, by_documents: bool) -> dict[str, Any]:
+
+def __getattr__(name: str) -> Any:
+    """Looked up each time, as it may have been bound anew by a planted bug."""
+    for home, names in NAMES.items():
+        if name in names:
+            return inner(home, name)
+    raise AttributeError(name)
+
+
+@cache
+def _paths() -> tuple[str, ...]:
+    folder = Path(SOURCES)
+    files = (file.relative_to(folder.parent).with_suffix("") for file in sorted(folder.rglob("*.py")))
+    return tuple(".".join(file.parts).removesuffix(".__init__") for file in files)
+
+
+def path_of(room: str) -> str:
+    """The dotted path of a room; one of exactly this path goes before those that end in it."""
+    exact = f"cp_mesh.{room}"
+    found = [exact] if exact in _paths() else [path for path in _paths() if path.endswith(f".{room}")]
+    if len(found) != 1:
+        raise ModuleNotFoundError(f"expected one room named {room}, got {found}")
+    return found[0]
+
+
+def room(name: str) -> ModuleType:
+    """The module, as `path_of` finds it."""
+    return import_module(path_of(name))
+
+
+def inner(name: str, *things: str) -> Any:
+    """What a room calls so; of several a tuple."""
+    found = tuple(getattr(room(name), thing) for thing in things)
+    return found if len(things) > 1 else found[0]
+
+
+# What pins read.
+
+METHOD_NAMES = tuple(inner("methods", "METHODS"))
+
+
+def planned(
+    layout: cp_mesh.Layout, mask: cp_mesh.Mask, seq_len: int, cp_size: int, cp_rank: int, by_documents: bool
+) -> dict[str, Any]:
     """What a rank of a ring computes, fetches and serves, in lists of integers.
 
     A block of rows and keys has a band ``-left <= j - i - (num_k - num_q) <= right``, of which None bounds nothing, or
     "pairs": only the mask itself says which of its pairs are allowed.
     """
+    make_schedule, first = inner("schedule", "make_schedule"), inner("blocks", "SOURCE")
     schedule = make_schedule(layout, mask, seq_len, cp_size, cp_rank, by_documents)
     stages = schedule.route.stages
     return {
-        "blocks": [[_block(row) for row in table[:, SOURCE:].tolist()] for table in schedule.blocks],
+        "blocks": [[_block(row) for row in table[:, first:].tolist()] for table in schedule.blocks],
         "tiles": [[_tile(tile) for tile in tiles] for tiles in schedule.tiles],
         "moves": [schedule.fetch, schedule.serve, schedule.route.needed.tolist()],
         "covers": [sorted(schedule.covers), schedule.overlapping],
@@ -37,17 +119,18 @@ def planned(layout: Layout, mask: Mask, seq_len: int, cp_size: int, cp_rank: int
 def _block(row: list[int]) -> list[Any]:
     """Source, rows, keys and band."""
     *where, left, right = row
-    return [*where, *(["pairs"] if left == PAIRS else [None if x == NONE else x for x in (left, right)])]
+    pairs, none = inner("blocks", "PAIRS"), inner("masks", "NONE")
+    return [*where, *(["pairs"] if left == pairs else [None if x == none else x for x in (left, right)])]
 
 
-def _tile(tile: Tile) -> list[Any]:
+def _tile(tile: Any) -> list[Any]:
     cover, shift = tile.cover, (tile.k[1] - tile.k[0]) - (tile.q[1] - tile.q[0])
-    if isinstance(cover, Band):
+    if isinstance(cover, inner("masks", "Band")):
         left, right = (
             (None if cover.hi is None else cover.hi + shift),
             (None if cover.lo is None else -cover.lo - shift),
         )
         return [tile.q, tile.k, left, right]
-    if cover == PARTIAL:
+    if cover == inner("masks", "PARTIAL"):
         return [tile.q, tile.k, "pairs"]
     return [tile.q, tile.k, cover.left, cover.right, [blocks.tolist() for blocks in cover.blocks]]

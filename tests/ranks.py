@@ -43,6 +43,7 @@ import torch
 import torch._dynamo
 import torch._inductor.config
 import torch.distributed as dist
+from inside import room
 from poison import poisoned, poisoning
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -235,7 +236,7 @@ def join_on_gpus(one_gpu: bool) -> None:
     torch.cuda.set_device(0 if one_gpu else int(os.environ["LOCAL_RANK"]))
     torch.cuda.init()  # else a mesh would choose the device
     if one_gpu:
-        from cp_mesh.transport import symmetric_memory
+        symmetric_memory = room("symmetric_memory")
 
         def obstacle_of_hosts(answers: Sequence[tuple[str, int, str | None]]) -> str | None:
             return of_devices([(host, rank, problem) for rank, (host, _, problem) in enumerate(answers)])

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from inside import room
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_mesh import groups
+groups = room("groups")
 
 _c10d = torch._C._distributed_c10d
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from inside import inner, room
 from ranks import mesh, num_collectives
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,19 +23,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import cp_mesh
-from cp_mesh import (
-    ContextParallel,
-    Contiguous,
-    Mask,
-    Permuted,
-    ShardedSequence,
-    Striped,
-    agreement,
-    attention,
-    check_mode,
-    ops,
-)
-from cp_mesh.agreement.contents import fingerprint
+from cp_mesh import ContextParallel, Contiguous, Mask, Permuted, ShardedSequence, Striped, attention, check_mode
+
+agreement = room("agreement")
+ops = room("ops")
+fingerprint = inner("contents", "fingerprint")
 
 WORLD_SIZE = 3
 B, H, K, S, D = 2, 4, 2, 24, 8

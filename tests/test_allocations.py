@@ -19,6 +19,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from checks import report
+from inside import (
+    KERNELS,
+    BackwardTile,
+    Capability,
+    ExtraMemory,
+    Options,
+    Plan,
+    Tensors,
+    inner,
+    make_plan,
+    path_of,
+    room,
+)
 from ranks import mesh
 from test_symmetric_memory import double
 from torch import Tensor
@@ -26,22 +39,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cp_mesh import Contiguous, Mask, Permuted, Striped, ZigZag
-from cp_mesh.call import Options, Tensors
-from cp_mesh.choosing import sizes_of
-from cp_mesh.costs import exchange_launches
-from cp_mesh.kernels import KERNELS, combine
-from cp_mesh.kernels.contract import Capability
-from cp_mesh.kernels.merge import BackwardTile, merging_kernel
-from cp_mesh.layouts import Layout
-from cp_mesh.memory import ExtraMemory
-from cp_mesh.methods import ulysses
-from cp_mesh.methods.contract import Plan, Setup
-from cp_mesh.methods.joined import pieces_of_rank
-from cp_mesh.ops import _without_rows
-from cp_mesh.plan import make_plan
-from cp_mesh.transport import symmetric_memory as symmetric
-from cp_mesh.transport.heads import HeadExchange
+from cp_mesh import Contiguous, Layout, Mask, Permuted, Striped, ZigZag
+
+sizes_of = inner("choosing", "sizes_of")
+exchange_launches = inner("costs", "exchange_launches")
+combine = room("combine")
+merging_kernel = inner("merge", "merging_kernel")
+ulysses = room("ulysses")
+Setup = inner("methods.contract", "Setup")
+pieces_of_rank = inner("joined", "pieces_of_rank")
+_without_rows = inner("ops", "_without_rows")
+symmetric = room("symmetric_memory")
+HeadExchange = inner("heads", "HeadExchange")
 
 LAYOUTS: dict[str, Layout] = {"zigzag": ZigZag(), "contiguous": Contiguous(), "striped": Striped()}
 
@@ -110,7 +119,7 @@ def allocating_alone() -> Iterator[None]:
     module.sum_pieces = lambda sums: [into.zero_() for _, into in sums]  # type: ignore[attr-defined]
     with (
         mock.patch.dict(KERNELS, stand_in=STAND_IN),
-        mock.patch.dict(sys.modules, {"cp_mesh.kernels.combine_triton": module}),
+        mock.patch.dict(sys.modules, {path_of("combine_triton"): module}),
         mock.patch.object(combine, "_fused", lambda *_: True),
     ):
         yield

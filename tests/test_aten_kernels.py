@@ -17,13 +17,14 @@ import torch
 from cases import gap
 from checks import GQA, MHA, MQA
 from dense import dense_attention, dense_mask, make_qkv
+from inside import CAUSAL, FULL, KERNELS, room
 from test_flash_attn import Tile, ask
 from test_kernels_gpu import play_ring
 from torch import Tensor
 
-from cp_mesh.kernels import KERNELS, aten
-from cp_mesh.layouts import Contiguous, Striped, ZigZag
-from cp_mesh.masks import CAUSAL, FULL, Mask
+from cp_mesh import Contiguous, Mask, Striped, ZigZag
+
+aten = room("aten")
 
 HEADS = {"MHA": MHA, "GQA": GQA, "MQA": MQA}
 TOLERANCE = 64 * torch.finfo(torch.float32).eps  # the kernel takes float32 only; the stand-in rounds once

@@ -49,11 +49,13 @@ def test_backwards_are_compared_and_timed(tmp_path: Path) -> None:
     assert rows["learned documents", "floor"]["status"].startswith("unsupported")
 
 
+FOLDERS = {"benchmarks": str(BENCHMARKS), "tests": str(ROOT / "tests")}
+WITHOUT_MEMORY = 'inside.room("transport").unavailable = lambda *group: None'
 PLAYED = """
 import sys
-sys.path[:0] = [{benchmarks!r}]
-import cp_mesh.transport, flex
-cp_mesh.transport.unavailable = lambda *group: None  # of symmetric memory, of which a CPU has none
+sys.path[:0] = [{benchmarks!r}, {tests!r}]
+import flex, inside
+inside.room("transport").unavailable = lambda *group: None  # of symmetric memory, of which a CPU has none
 flex.main()
 """
 
@@ -62,7 +64,7 @@ flex.main()
 def test_a_rank_is_played(tmp_path: Path) -> None:
     """Alone, and compared with the attention of its queries and of keys that are its own on every rank."""
     script, table = tmp_path / "bench.py", tmp_path / "x.csv"
-    script.write_text(PLAYED.format(benchmarks=str(BENCHMARKS)))
+    script.write_text(PLAYED.format(**FOLDERS))
     options = [*TINY, "--played", "3/4", "--scores", "distances", "--contestants", "cp_mesh", "cp_mesh gather"]
     done = run_script(script, [*options, "--csv", table])
     assert done.returncode == 0, done.printed
@@ -89,7 +91,7 @@ flex.main()
 @pytest.mark.parametrize("name", ["cp_mesh", "cp_mesh gather"])
 def test_a_wrong_contestant_is_not_timed(tmp_path: Path, name: str) -> None:
     script, table = tmp_path / "bench.py", tmp_path / "x.csv"
-    script.write_text(BROKEN.format(benchmarks=str(BENCHMARKS), name=name))
+    script.write_text(BROKEN.format(**FOLDERS, name=name))
     done = run_script(script, [*TINY, "--scores", "none", "--contestants", name, "--forward", "--csv", table], 2)
     assert done.returncode != 0
     row = rows_of(table)["none", name]
@@ -98,9 +100,9 @@ def test_a_wrong_contestant_is_not_timed(tmp_path: Path, name: str) -> None:
 
 SLOW = """
 import sys, time
-sys.path[:0] = [{benchmarks!r}]
-import cp_mesh.transport, flex
-cp_mesh.transport.unavailable = lambda *group: None
+sys.path[:0] = [{benchmarks!r}, {tests!r}]
+import flex, inside
+inside.room("transport").unavailable = lambda *group: None
 exact = flex.ours
 def slow(*args, **options):
     if "--compile" in sys.argv:
@@ -117,7 +119,7 @@ flex.main()
 def test_what_does_not_compile_in_time_is_left_out(tmp_path: Path) -> None:
     """What fails is not tried again. Contestants of ours must not be late."""
     script, table = tmp_path / "bench.py", tmp_path / "x.csv"
-    script.write_text(SLOW.format(benchmarks=str(BENCHMARKS)))
+    script.write_text(SLOW.format(**FOLDERS))
     options = [*TINY, "--played", "0/2", "--scores", "none", "--compile-first", "60", "--forward", "--csv", table]
     done = run_script(script, [*options, "--contestants", "cp_mesh", "torch", "cp_mesh gather"])
     assert done.returncode != 0 and "ValueError: does not compile" in done.printed
@@ -132,9 +134,7 @@ def test_what_does_not_compile_in_time_is_left_out(tmp_path: Path) -> None:
 def test_ranks_compile_first_and_agree_on_what_is_late(tmp_path: Path) -> None:
     """What cannot be compiled is left out on both ranks."""
     script, table = tmp_path / "bench.py", tmp_path / "x.csv"
-    script.write_text(
-        SLOW.replace("cp_mesh.transport.unavailable = lambda *group: None", "").format(benchmarks=str(BENCHMARKS))
-    )
+    script.write_text(SLOW.replace(WITHOUT_MEMORY, "").format(**FOLDERS))
     options = [*TINY, "--scores", "none", "--compile-first", "100", "--forward", "--csv", table]
     done = run_script(script, [*options, "--contestants", "cp_mesh", "torch"], 2)
     assert done.returncode == 0 and "ValueError: does not compile" in done.printed, done.printed

@@ -29,12 +29,9 @@ import plot  # noqa: E402
 import raw_kernels  # noqa: E402
 import report  # noqa: E402
 import tiles  # noqa: E402
+from inside import H200, KERNELS, Kernel, write_machine  # noqa: E402
 
 from cp_mesh import explain  # noqa: E402
-from cp_mesh.costs import H200  # noqa: E402
-from cp_mesh.kernels import KERNELS  # noqa: E402
-from cp_mesh.kernels.contract import Kernel  # noqa: E402
-from cp_mesh.machines import write_machine  # noqa: E402
 
 # The command, with two more contestants: one is wrong, one fails, and that on one rank only.
 WITH_STRANGERS = f"""
@@ -373,9 +370,9 @@ def test_tiles_have_the_pairs_they_say(name: str) -> None:
 # One rank of many on the CPU, where a group has no symmetric memory; and a contestant that counts the first keys twice.
 PLAYED = f"""
 import sys
-sys.path.insert(0, {str(BENCHMARKS)!r})
-import cp_mesh.transport, played
-cp_mesh.transport.unavailable = lambda *group: None
+sys.path[:0] = [{str(BENCHMARKS)!r}, {str(ROOT / "tests")!r}]
+import inside, played
+inside.room("transport").unavailable = lambda *group: None
 class Twice(played.Played):
     def setup(self, case, inputs):
         k = inputs.k.clone()
@@ -499,7 +496,7 @@ def test_the_gate_judges_one_device_by_the_rows_it_judges() -> None:
 
 
 # As `PLAYED`, for this benchmark.
-BATCHES = PLAYED.replace("import cp_mesh.transport, played", "import cp_mesh.transport, played, batches").replace(
+BATCHES = PLAYED.replace("import inside, played", "import inside, played, batches").replace(
     "played.Played = Twice\nplayed.main()", "batches.Played = Twice\nbatches.main()"
 )
 

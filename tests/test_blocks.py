@@ -15,12 +15,17 @@ from checks import band_pairs, forget_plans
 from dense import dense_mask
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from inside import NONE, Band, Index, block_table, inner, make_schedule, num_rows, pieces_of, room
 
-from cp_mesh import Balanced, Contiguous, Mask, Striped, ZigZag, balance, by_documents, by_runs, geometry
-from cp_mesh.blocks import K_END, LEFT, PAIRS, Q_END, RIGHT, K, Q, block_table, keys_of, pieces_of
-from cp_mesh.layouts import Index, Layout, Piece, Run
-from cp_mesh.masks import NONE, Band
-from cp_mesh.schedule import make_schedule, num_rows
+from cp_mesh import Balanced, Contiguous, Layout, Mask, Striped, ZigZag, balance
+from cp_mesh.layouts import Run
+
+by_documents = room("by_documents")
+by_runs = room("by_runs")
+geometry = room("geometry")
+K_END, LEFT, PAIRS, Q_END = inner("blocks", "K_END", "LEFT", "PAIRS", "Q_END")
+RIGHT, K, Q, keys_of = inner("blocks", "RIGHT", "K", "Q", "keys_of")
+Piece = inner("positions", "Piece")
 
 each_mask = pytest.mark.parametrize("name", MASKS)
 

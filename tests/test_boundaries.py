@@ -22,6 +22,7 @@ from cp_mesh import (
     ContextParallel,
     Contiguous,
     GatherOutput,
+    Layout,
     Mask,
     RankMismatchError,
     ShardedModel,
@@ -32,7 +33,6 @@ from cp_mesh import (
     check_mode,
     parallelize,
 )
-from cp_mesh.layouts import Layout
 
 SIZE = 3
 

@@ -15,15 +15,14 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from inside import H200, KERNELS, inner, read_machine, room
 from ranks import mesh
 
-import cp_mesh.calibrating as calibrating
-from cp_mesh import explain
-from cp_mesh.calibrating import Calibration, Shapes, calibrate, fit, table
-from cp_mesh.costs import H200
-from cp_mesh.errors import ArgumentError
-from cp_mesh.kernels import KERNELS
-from cp_mesh.machines import read_machine
+from cp_mesh import ArgumentError, explain
+
+calibrating = room("calibrating")
+Calibration, Shapes, calibrate = inner("calibrating", "Calibration", "Shapes", "calibrate")
+fit, table = inner("calibrating", "fit", "table")
 
 ROOT = Path(__file__).parents[1]
 TINY = Shapes((16, 32, 64), 4, 2, 8, torch.float32, calls=1)

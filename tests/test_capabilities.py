@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from checks import BY_FUNCTIONS, Case, parity, parity_on_ranks, report
+from inside import KERNELS, METHODS, Capability, inner
 from ranks import mesh, num_collectives
 
 import cp_mesh
-from cp_mesh.explaining.capabilities import EXACT, FEATURES, RANKS, TOKENS, answer, cells, supported_table
-from cp_mesh.kernels import KERNELS
-from cp_mesh.kernels.contract import Capability
-from cp_mesh.methods import METHODS
+
+EXACT, FEATURES, RANKS, TOKENS = inner("capabilities", "EXACT", "FEATURES", "RANKS", "TOKENS")
+answer, cells, supported_table = inner("capabilities", "answer", "cells", "supported_table")
 
 HERE = ("cpu_flash", "reference")
 SCORES = {"": "plain", "alibi_slopes": "alibi", "relative_bias": "table", "dropout_p": "dropout"}

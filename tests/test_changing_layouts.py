@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from dense import dense_attention, dense_mask
+from inside import Sizes, extra_memory, inner, make_schedule, parse_layout
 from ranks import device, mesh, num_collectives
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -28,9 +29,8 @@ from cp_mesh import (
     ZigZag,
     parallelize,
 )
-from cp_mesh.layouts import parse_layout
-from cp_mesh.memory import Sizes, extra_memory
-from cp_mesh.schedule import enclosing, make_schedule
+
+enclosing = inner("schedule", "enclosing")
 
 B, H, D = 2, 2, 4
 

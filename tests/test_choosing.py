@@ -14,20 +14,32 @@ from unittest import mock
 import pytest
 import torch
 from checks import forget_plans
+from inside import H200, KernelRate, Machine, Options, inner, parts_of, path_of, read_machine, room, write_machine
 from ranks import mesh, num_collectives
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-import cp_mesh.choosing as choosing
-import cp_mesh.machines as machines
-import cp_mesh.plan as plan
-from cp_mesh import Contiguous, Mask, Striped, ZigZag, ZigZagDocuments, attention, balance, check_mode, explain
-from cp_mesh.call import Options
-from cp_mesh.choosing import Choice, Estimate, best_of
-from cp_mesh.costs import H200, HostTime, KernelRate, Machine
-from cp_mesh.errors import ArgumentError, RankMismatchError
-from cp_mesh.groups import parts_of
-from cp_mesh.layouts import Layout
-from cp_mesh.machines import VARIABLE, _agreed, find_machine, from_text, read_machine, to_text, write_machine
+from cp_mesh import (
+    ArgumentError,
+    Contiguous,
+    Layout,
+    Mask,
+    RankMismatchError,
+    Striped,
+    ZigZag,
+    ZigZagDocuments,
+    attention,
+    balance,
+    check_mode,
+    explain,
+)
+
+choosing = room("choosing")
+machines = room("machines")
+plan = room("plan")
+Choice, Estimate, best_of = inner("choosing", "Choice", "Estimate", "best_of")
+HostTime = inner("costs", "HostTime")
+VARIABLE, _agreed, find_machine = inner("machines", "VARIABLE", "_agreed", "find_machine")
+from_text, to_text = inner("machines", "from_text", "to_text")
 
 CPU = replace(
     H200,
@@ -239,8 +251,8 @@ def call(
     whole = [torch.randn(1, n, 24, 8, dtype=torch.float64) for n in (heads, heads, heads)]
     layout = options.get("layout", ZigZag())
     own = layout.positions(24, size, rank)
-    on_host = mock.patch("cp_mesh.machines.host_name", return_value=f"host {rank // per_host}")
-    with mock.patch.dict(os.environ, {VARIABLE: table}), mock.patch("cp_mesh.ops.make_plan", make_plan), on_host:
+    on_host = mock.patch(f"{path_of('machines')}.host_name", return_value=f"host {rank // per_host}")
+    with mock.patch.dict(os.environ, {VARIABLE: table}), mock.patch(f"{path_of('ops')}.make_plan", make_plan), on_host:
         if not table:
             del os.environ[VARIABLE]
         group, count = mesh((size,), ("cp",)), 0
@@ -327,7 +339,7 @@ def with_groups(rank: int, table: str, made: str) -> list[tuple[str, float]]:
         for heads in (4, 2):
             torch.manual_seed(0)
             q, k, v = (torch.randn(1, heads, 24, 8, dtype=torch.float64)[:, :, own].requires_grad_() for _ in range(3))
-            with mock.patch("cp_mesh.plan._choice", wraps=plan._choice) as asked:
+            with mock.patch(f"{path_of('plan')}._choice", wraps=plan._choice) as asked:
                 out = attention(q, k, v, mesh=group, mask=mask, kernel="reference")
                 grads = torch.autograd.grad(out.square().sum(), (q, k, v))
             names = {plan._choice(*each.args).method for each in asked.call_args_list}
@@ -428,7 +440,7 @@ def test_the_machine_is_that_of_all_ranks(names: list[str], hosts: list[str], pe
     said = {"machine": "", "problem": ""}
     answers = [said | {"device": x, "host": y} for x, y in zip(names, hosts, strict=True)]
     with (
-        mock.patch("cp_mesh.machines.exchange_first", return_value=answers),
+        mock.patch(f"{path_of('machines')}.exchange_first", return_value=answers),
         mock.patch("torch.cuda.get_device_name", return_value=names[0]),
     ):
         machine = _agreed(mock.Mock(), torch.device("cuda", 0), "").machine

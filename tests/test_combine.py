@@ -14,11 +14,13 @@ from unittest import mock
 import pytest
 import torch
 from hopper import Hopper
+from inside import inner, make_delta, path_of, room
 from interpreted import INTERPRETED, Interpreted, is_that_run
 from torch import Tensor
 
-from cp_mesh.kernels import combine
-from cp_mesh.kernels.combine import MAX_PIECES, OutputSum, RowSum, copy_together, finish_sums, make_delta
+combine = room("combine")
+MAX_PIECES, OutputSum, RowSum = inner("combine", "MAX_PIECES", "OutputSum", "RowSum")
+copy_together, finish_sums = inner("combine", "copy_together", "finish_sums")
 
 HALF = torch.float16 if INTERPRETED else torch.bfloat16  # numpy, which the interpreter uses, has no bfloat16
 DEVICES = ["cpu"] if INTERPRETED else ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -367,7 +369,7 @@ def test_delta(dim: int, orders: tuple[str, str], dtypes: tuple[torch.dtype, ...
 @each_device
 def test_which_route_is_taken(device: str) -> None:
     """One launch for all pieces where sums are fp32 and the device has Triton; none elsewhere."""
-    triton_route = pytest.importorskip("cp_mesh.kernels.combine_triton", exc_type=ImportError)
+    triton_route = pytest.importorskip(path_of("combine_triton"), exc_type=ImportError)
     pieces = Pieces(CASES["overlapping"], 5, torch.float32, device)
     for sums in (torch.float32, torch.float64):
         with (
@@ -399,7 +401,7 @@ def test_triton_interpreted(interpreted: Interpreted) -> None:
 )
 @pytest.mark.parametrize("kernel", ["merge_kernel", "merge_kernel with sinks", "sum_kernel", "dots_kernel"])
 def test_compiles_without_spills(kernel: str, count: int, dim: int, hopper: Hopper) -> None:
-    from cp_mesh.kernels import combine_triton
+    combine_triton = room("combine_triton")
 
     def empty(num_rows: int) -> Tensor:
         return torch.empty(1, num_rows, 8, dim, dtype=torch.bfloat16).transpose(1, 2)
@@ -457,7 +459,7 @@ def test_a_launch_is_chosen_by_all_that_was_compiled_for() -> None:
 def test_few_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of 1 to 8 pieces, one to three together, of unlike numbers and with an fp32 sum of earlier ones or without:
     two signatures for each dtype of the result. Empty pieces and sums have no rows and no blocks."""
-    combine_triton = pytest.importorskip("cp_mesh.kernels.combine_triton")
+    combine_triton = pytest.importorskip(path_of("combine_triton"))
     launched: list[tuple[Any, ...]] = []
     monkeypatch.setattr(combine_triton, "_launch", lambda kernel, ready, on, args: launched.append(args))
     x, lse, into = torch.zeros(1, 2, 8, 16, dtype=HALF), torch.zeros(1, 2, 8), torch.zeros(1, 2, 8, 16)

@@ -12,15 +12,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from inside import Finding, ModelReport, inner, room
 from scripts import run_script
 
 import cp_mesh
-import cp_mesh.__main__ as command
 from cp_mesh import ArgumentError
-from cp_mesh.verifying import report as reporting
-from cp_mesh.verifying.factory import arguments_of
-from cp_mesh.verifying.report import Finding, ModelReport, Progress
-from cp_mesh.verifying.verify import NAMES, Report
+
+command = room("__main__")
+reporting = room("report")
+arguments_of = inner("factory", "arguments_of")
+Progress = inner("report", "Progress")
+NAMES, Report = inner("verify", "NAMES", "Report")
 
 SCRIPT = Path(cp_mesh.__file__).parent / "__main__.py"
 VERDICT = r"(RIGHT|WRONG|REFUSED|RUNS|MEASURED)[: (]"

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from dense import dense_attention, dense_mask, make_qkv
+from inside import room
 from model import Model, batch
 from ranks import mesh, num_collectives
 from scripts import run_script
@@ -29,8 +30,9 @@ from torch.distributed.tensor.experimental import _attention as theirs
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from cp_mesh import compat
 from cp_mesh.compat import context_parallel, context_parallel_unshard, set_rotate_method
+
+compat = room("compat")
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 SCRIPT = Path(__file__).parent.parent / "examples" / "context_parallel.py"

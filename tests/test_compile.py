@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from dense import dense_attention, dense_mask, make_qkv
+from inside import NUM_TENSORS, Options, attention_op, room
 from model import Core, Model, batch, tensor_parallel_plan
 from ranks import Pool, mesh, num_collectives
 from torch import Tensor, nn
@@ -39,10 +40,9 @@ from cp_mesh import (
     VocabParallelEmbedding,
     ZigZag,
     attention,
-    loss,
 )
-from cp_mesh.call import NUM_TENSORS, Options
-from cp_mesh.ops import attention_op
+
+loss = room("loss")
 
 B, H, K, S, D = 2, 4, 2, 24, 8
 TOLERANCE = {"rtol": 1e-11, "atol": 1e-11}

@@ -9,16 +9,16 @@ from functools import lru_cache
 from pathlib import Path
 
 import pytest
+from inside import H200, METHODS, KernelRate, Machine, Schedule, Sizes, make_schedule, staged_costs, ulysses_costs
 
 from cp_mesh import Contiguous, Mask, Striped, ZigZag
-from cp_mesh.costs import H200, KernelRate, Machine, PassCost, staged_costs, ulysses_costs
-from cp_mesh.memory import Sizes
-from cp_mesh.methods import METHODS
-from cp_mesh.schedule import Schedule, make_schedule
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "benchmarks"))
 
 import predicted
+from inside import inner
+
+PassCost = inner("costs", "PassCost")
 
 LAYOUTS = {"zigzag": ZigZag(), "striped": Striped(), "contiguous": Contiguous()}
 Costs = tuple[PassCost, PassCost]

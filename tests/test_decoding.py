@@ -17,6 +17,7 @@ import torch.distributed as dist
 from cases import LAYOUTS, MASKS, SCORES, gap, make_mask, make_scores, pairs
 from checks import GQA, MHA, MQA, dense_scores, report
 from dense import dense_attention, make_qkv
+from inside import UNUSED
 from ranks import mesh, num_collectives
 from scripts import run_script
 from torch import Tensor
@@ -25,14 +26,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cp_mesh import Mask, ShardedCache, ShardedSequence, ZigZag, check_mode, decode
-from cp_mesh.cache import places
-from cp_mesh.decoding import UNUSED
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 sys.path.append(str(EXAMPLES))
 
 import generate  # noqa: E402
 import llama  # noqa: E402
+from inside import inner  # noqa: E402
+
+places = inner("cache", "places")
 
 TOLERANCE = 1e-10
 SAID = [name for name in MASKS if not ({"documents", "key_padding", "blocks"} & set(MASKS[name](1, 8)))]
@@ -737,8 +739,8 @@ sys.path[:0] = [{str(EXAMPLES / "benchmarks")!r}]
 import decoding, cp_mesh.decoding
 if "--wrong" in sys.argv:
     sys.argv.remove("--wrong")
-    merge = cp_mesh.decoding.merge
-    cp_mesh.decoding.merge = lambda pieces, *others: merge([(out, 0 * lse) for out, lse in pieces], *others)
+    merge = room("decoding").merge
+    room("decoding").merge = lambda pieces, *others: merge([(out, 0 * lse) for out, lse in pieces], *others)
 decoding.main()
 """
 

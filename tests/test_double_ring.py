@@ -24,6 +24,7 @@ import torch.distributed as dist
 from cases import LAYOUTS, MASKS, gap, make_mask, pairs
 from checks import GQA, MHA, MQA, Case, parity_on_ranks, report
 from dense import dense_attention, make_qkv
+from inside import KERNELS, Schedule, Stage, inner, legs_of, num_rows, parts_of, path_of
 from ranks import mesh, num_collectives
 from recording import recording
 from test_symmetric_memory import attend, different, double
@@ -31,14 +32,11 @@ from test_traffic import Spy, in_flight
 from torch import Tensor
 
 import cp_mesh
-from cp_mesh.costs import legs_of
-from cp_mesh.groups import parts_of
-from cp_mesh.kernels import KERNELS
-from cp_mesh.layouts import ZigZag
-from cp_mesh.methods.double_ring import DOUBLE_RING
-from cp_mesh.relays import make_relayed_schedule
-from cp_mesh.schedule import Schedule, Stage, num_rows
-from cp_mesh.transport import RelayedTransport
+from cp_mesh import ZigZag
+
+DOUBLE_RING = inner("double_ring", "DOUBLE_RING")
+make_relayed_schedule = inner("relays", "make_relayed_schedule")
+RelayedTransport = inner("relayed", "RelayedTransport")
 
 Rows = list[tuple[int, int]]  # owner, local row
 members = dist.get_process_group_ranks
@@ -405,7 +403,7 @@ def on_two_axes(rank: int) -> list[str]:
     options = {"mesh": axes, "method": "double_ring"}
     with (
         mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="4"),
-        mock.patch("cp_mesh.methods.contract.RelayedTransport", wraps=RelayedTransport) as made,
+        mock.patch(f"{path_of('methods.contract')}.RelayedTransport", wraps=RelayedTransport) as made,
     ):
         out = cp_mesh.attention(*(x[:, :, rows] for x in whole[:3]), **options)
         others = []

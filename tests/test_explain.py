@@ -15,15 +15,13 @@ import numpy as np
 import pytest
 import torch
 from dense import dense_mask
+from inside import H200, Sizes, inner, make_schedule, path_of, room, staged_costs, ulysses_costs
 
-import cp_mesh.__main__ as command
-from cp_mesh import Contiguous, Mask, Permuted, Striped, UnsupportedError, ZigZag, balance, explain
-from cp_mesh.costs import H200, staged_costs, ulysses_costs
-from cp_mesh.errors import ArgumentError
-from cp_mesh.explaining.picture import MASKED, stages_of_pairs
-from cp_mesh.explaining.variants import owners
-from cp_mesh.memory import Sizes
-from cp_mesh.schedule import make_schedule
+from cp_mesh import ArgumentError, Contiguous, Mask, Permuted, Striped, UnsupportedError, ZigZag, balance, explain
+
+command = room("__main__")
+MASKED, stages_of_pairs = inner("picture", "MASKED", "stages_of_pairs")
+owners = inner("variants", "owners")
 
 ON_GPU: dict[str, Any] = {
     "device": "cuda",
@@ -270,7 +268,7 @@ def test_advice() -> None:
     assert "would move" not in said(4096, 2, layout=Striped(), **ON_GPU)
     assert "The host takes longer than the GPU: in a CUDA graph" in said(4096, 4, **ON_GPU)
     assert "is not installed here: kernel=" not in found
-    with mock.patch("cp_mesh.explaining.variants.shortfalls", lambda capability, request: ["package of it (pip)"]):
+    with mock.patch(f"{path_of('variants')}.shortfalls", lambda capability, request: ["package of it (pip)"]):
         assert "fa4 is not installed here: kernel='fa4'" in said(131072, 8, **ON_GPU | {"kernel": "auto"})
 
 

@@ -30,22 +30,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults import LENGTH, MOMENTS, ODD, TIMEOUT, Trainer, late, new_mesh, new_world, out_of_memory, step_with
+from inside import room
 from ranks import GRACE, Pool, RankFailure, mesh
 from scripts import run_script
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import cp_mesh
-from cp_mesh import (
-    Contiguous,
-    Mask,
-    Striped,
-    UnsupportedError,
-    ZigZag,
-    attention,
-    check_mode,
-    forwards,
-    groups,
-)
+from cp_mesh import Contiguous, Mask, Striped, UnsupportedError, ZigZag, attention, check_mode
+
+forwards = room("forwards")
+groups = room("groups")
 
 full = pytest.mark.full
 

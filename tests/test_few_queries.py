@@ -8,16 +8,15 @@ from typing import Any
 import pytest
 import torch
 from hopper import Hopper
+from inside import FULL, Pairs, Scores, inner, room, without_unused
 from interpreted import INTERPRETED, Interpreted, is_that_run
 from torch import Tensor
 
-from cp_mesh.decoding import without_unused
-from cp_mesh.kernels import few_queries
-from cp_mesh.kernels.contract import Pairs
-from cp_mesh.kernels.few_queries import Further, attend_few
-from cp_mesh.kernels.reference import _forward as reference
-from cp_mesh.kernels.scores import Scores
-from cp_mesh.masks import FULL, Mask
+from cp_mesh import Mask
+
+few_queries = room("few_queries")
+Further, attend_few = inner("few_queries", "Further", "attend_few")
+reference = inner("kernels.reference", "_forward")
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
@@ -123,7 +122,7 @@ def test_interpreted(interpreted: Interpreted) -> None:
 @pytest.mark.parametrize("scored", [False, True])
 def test_nothing_spills_on_hopper(hopper: Hopper, dtype: torch.dtype, scored: bool) -> None:
     """All registers hold what they should, and two programs fit in a processor."""
-    from cp_mesh.kernels import few_queries_triton
+    few_queries_triton = room("few_queries_triton")
 
     q, k, v = (torch.empty(1, heads, n, 128, dtype=dtype) for heads, n in ((32, 1), (8, 4096), (8, 4096)))
     into = torch.empty(1, 32, 1, 128), torch.empty(1, 32, 1)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from inside import path_of, room
 from ranks import mesh
 from test_guard import Model, compare_with_one_rank, next_tokens, raised, tokens_of, warned
 from torch import Tensor, nn
@@ -23,7 +24,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import cp_mesh
-from cp_mesh import ArgumentError, ContextParallel, ShardedModel, ShardedSequence, agreement, trained
+from cp_mesh import ArgumentError, ContextParallel, ShardedModel, ShardedSequence
+
+agreement = room("agreement")
+trained = room("trained")
 
 UNREDUCED = "equal on all ranks before the optimizer steps, got another one on each rank"
 
@@ -262,7 +266,7 @@ def never_stepped(rank: int) -> list[bool]:
     """Whether a model waits for its first step, after each loss."""
     axis, tokens, waiting = cp(), tokens_of(12), []
     model = planned(axis)
-    with mock.patch("cp_mesh.trained.MOST_LOSSES", 2):
+    with mock.patch(f"{path_of('trained')}.MOST_LOSSES", 2):
         for _ in range(4):
             cp_mesh.cross_entropy(logits_of(model, tokens, axis), labels_of(tokens, axis), axis).backward()
             waiting.append(model in trained.WAITING)

@@ -19,17 +19,15 @@ import pytest
 import torch
 from cases import gap
 from dense import dense_attention
+from inside import CAUSAL, FULL, KERNELS, BackwardTile, Band, Request, Scores, Segments, room, shortfalls
 from ranks import mesh
 from torch import Tensor
 from torch._guards import active_fake_mode
 
 from cp_mesh import Mask, attention
-from cp_mesh.kernels import KERNELS, flash_attn, flash_attn_4
-from cp_mesh.kernels.contract import Request, shortfalls
-from cp_mesh.kernels.merge import BackwardTile
-from cp_mesh.kernels.scores import Scores
-from cp_mesh.masks import CAUSAL, FULL, Band
-from cp_mesh.segments import Segments
+
+flash_attn = room("flash_attn")
+flash_attn_4 = room("flash_attn_4")
 
 SCALE = 0.3
 

@@ -17,17 +17,16 @@ import pytest
 import torch
 from checks import gap
 from dense import dense_attention
+from inside import CAUSAL, FULL, BackwardTile, Band, Scores, Segments, inner, room
 from test_flash_attn import Calls, bottom_right, install, stand_in_backward, stand_in_forward
 from torch import Tensor
 from torch._guards import active_fake_mode
 
-from cp_mesh.errors import UnsupportedError
-from cp_mesh.kernels import flash_attn, flash_attn_4
-from cp_mesh.kernels.flash_attn_4 import FA4, MOST_SEQUENCES
-from cp_mesh.kernels.merge import BackwardTile
-from cp_mesh.kernels.scores import Scores
-from cp_mesh.masks import CAUSAL, FULL, Band
-from cp_mesh.segments import Segments
+from cp_mesh import UnsupportedError
+
+flash_attn = room("flash_attn")
+flash_attn_4 = room("flash_attn_4")
+FA4, MOST_SEQUENCES = inner("flash_attn_4", "FA4", "MOST_SEQUENCES")
 
 BLOCK_Q, BLOCK_K = 48, 80
 

@@ -19,6 +19,7 @@ from checks import TOLERANCE, report, to_format
 from covering import Row, covering_array
 from dense import make_qkv
 from flex_uses import MASKS, SCORES, Use, dense, integers, numbers
+from inside import NUM_TENSORS, Options, inner, room, trace
 from ranks import mesh, num_collectives
 from recording import recording
 from torch import Tensor
@@ -28,20 +29,11 @@ from torch.nn.attention import flex_attention as of_torch
 from torch.utils.checkpoint import checkpoint
 
 import cp_mesh
-from cp_mesh import (
-    ArgumentError,
-    Mask,
-    RankMismatchError,
-    UnsupportedError,
-    ZigZag,
-    create_block_mask,
-    flex_attention,
-    ops,
-)
-from cp_mesh.block_masks import read_mask
-from cp_mesh.call import NUM_TENSORS, Options
-from cp_mesh.kernels import functions
-from cp_mesh.tracing import trace
+from cp_mesh import ArgumentError, Mask, RankMismatchError, UnsupportedError, ZigZag, create_block_mask, flex_attention
+
+ops = room("ops")
+read_mask = inner("block_masks", "read_mask")
+functions = room("functions")
 
 B, D, E = 2, 5, 4
 HEADS = {2: (4, 2), 3: (6, 3), 4: (4, 2)}

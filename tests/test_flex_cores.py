@@ -15,6 +15,7 @@ from cases import gap
 from checks import TOLERANCE, report
 from dense import make_qkv
 from flex_uses import MASKS, SCORES, dense, numbers
+from inside import ScalarFunction, inner, room
 from ranks import mesh, num_collectives
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -31,13 +32,13 @@ from cp_mesh import (
     ShardedSequence,
     UnsupportedError,
     ZigZag,
-    block_masks,
     create_block_mask,
     parallelize,
 )
-from cp_mesh.block_masks import check_hidden
-from cp_mesh.flex import Functions
-from cp_mesh.kernels.functions import ScalarFunction
+
+block_masks = room("block_masks")
+check_hidden = inner("block_masks", "check_hidden")
+Functions = inner("flex", "Functions")
 
 B, H, K, D = 2, 4, 2, 5
 ALL = Mask(causal=False)

@@ -18,16 +18,14 @@ from unittest import mock
 import pytest
 import torch
 from flex_uses import MASKS, SCORES, as_kernels, dense
+from inside import KERNELS, BackwardTile, Pairs, Scores, name_of_captured, room, trace
 from test_kernels_gpu import play_ring
 from torch import Tensor
 
-from cp_mesh import Contiguous, Mask, Striped, ZigZag
-from cp_mesh.kernels import KERNELS, flex, flex_programs
-from cp_mesh.kernels.contract import Pairs
-from cp_mesh.kernels.merge import BackwardTile
-from cp_mesh.kernels.scores import Scores, name_of_captured
-from cp_mesh.layouts import Layout
-from cp_mesh.tracing import trace
+from cp_mesh import Contiguous, Layout, Mask, Striped, ZigZag
+
+flex = room("kernels.flex")
+flex_programs = room("flex_programs")
 
 FACTOR, ROUNDING, NUMBERS = 1.35, 1e-6, 256
 B, H, K, D = 2, 4, 2, 64

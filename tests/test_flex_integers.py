@@ -8,11 +8,10 @@ from unittest import mock
 
 import pytest
 import torch
+from inside import Reads, room, trace
 from torch import Tensor
 
-from cp_mesh.kernels import flex_bounds
-from cp_mesh.kernels.flex_reads import Reads
-from cp_mesh.tracing import trace
+flex_bounds = room("flex_bounds")
 
 FAR, PRIME = 2**20 - 1, 1000003
 CAPTURED = {

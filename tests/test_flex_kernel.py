@@ -25,21 +25,24 @@ import pytest
 import torch
 from cases import gap
 from flex_uses import MASKS, SCORES
+from inside import KERNELS, BackwardTile, Pairs, Reads, ScalarFunction, Scores, inner, name_of_captured, room, trace
 from ranks import mesh
 from torch._dynamo.utils import counters
 from torch._inductor.codecache import FxGraphCache
 
 from cp_mesh import Mask, ShardedSequence, Striped, UnsupportedError, ZigZag, create_block_mask, flex_attention
-from cp_mesh.kernels import KERNELS, compiling, flex, flex_blocks, flex_programs, flex_reads, flex_tiles, reference
-from cp_mesh.kernels.contract import Pairs, Steps
-from cp_mesh.kernels.flex import FLEX
-from cp_mesh.kernels.flex_bounds import bounds_of
-from cp_mesh.kernels.flex_reads import Reads
-from cp_mesh.kernels.flex_tiles import Tile
-from cp_mesh.kernels.functions import ScalarFunction
-from cp_mesh.kernels.merge import BackwardTile
-from cp_mesh.kernels.scores import Scores, name_of_captured
-from cp_mesh.tracing import trace
+
+compiling = room("compiling")
+flex = room("kernels.flex")
+flex_blocks = room("flex_blocks")
+flex_programs = room("flex_programs")
+flex_reads = room("flex_reads")
+flex_tiles = room("flex_tiles")
+reference = room("kernels.reference")
+Steps = inner("kernels.contract", "Steps")
+FLEX = inner("kernels.flex", "FLEX")
+bounds_of = inner("flex_bounds", "bounds_of")
+Tile = inner("flex_tiles", "Tile")
 
 B, H, K, S, D = 2, 4, 2, 300, 8
 ROWS = torch.arange(S)

@@ -14,6 +14,7 @@ from cases import LAYOUTS, gap
 from checks import TOLERANCE, report
 from dense import make_qkv
 from flex_uses import MASKS, SCORES, dense, integers, numbers
+from inside import NUM_TENSORS, Options, room, trace
 from ranks import mesh, num_collectives
 from recording import recording
 from test_flex import HEADS, METHODS, options_of
@@ -37,10 +38,9 @@ from cp_mesh import (
     create_block_mask,
     explain,
     flex_attention,
-    ops,
 )
-from cp_mesh.call import NUM_TENSORS, Options
-from cp_mesh.tracing import trace
+
+ops = room("ops")
 
 B, D = 2, 5
 REPLICATED = {"a replicated stream": lambda S: Joint(Replicated(S // 4), (S - S // 4, ZigZag()))}

@@ -16,6 +16,7 @@ from cases import LAYOUTS, gap
 from checks import TOLERANCE, report
 from dense import make_qkv
 from flex_uses import numbers
+from inside import ScalarFunction, inner, room, trace
 from ranks import mesh, num_collectives
 from recording import Recording, recording
 from torch import Tensor, nn
@@ -35,13 +36,12 @@ from cp_mesh import (
     ZigZag,
     create_block_mask,
     flex_attention,
-    ops,
     parallelize,
-    sources,
 )
-from cp_mesh.geometry import parse_sources, say_sources
-from cp_mesh.kernels.functions import ScalarFunction
-from cp_mesh.tracing import trace
+
+ops = room("ops")
+sources = room("sources")
+parse_sources, say_sources = inner("geometry", "parse_sources", "say_sources")
 
 B, H, K, D, E = 2, 4, 2, 5, 4
 ROW = B * K * (D + E)

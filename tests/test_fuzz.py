@@ -32,9 +32,9 @@ from drawing import (
 from fuzz import Fuzzer, Outcome, Verdict, judge
 from hypothesis import given
 from hypothesis import strategies as st
+from inside import METHODS
 
-from cp_mesh.layouts import Layout
-from cp_mesh.methods import METHODS
+from cp_mesh import Layout
 
 SIZES = range(1, 9)
 

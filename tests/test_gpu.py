@@ -38,10 +38,15 @@ from torch.distributed.tensor import DTensor, Shard
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # torchrun of a checkout that is not installed
 
+from inside import KERNELS as TABLE
+from inside import METHODS, Scores
+from inside import dense_attention as plain_products
+
 from cp_mesh import (
     Contiguous,
     Mask,
     Striped,
+    VerificationError,
     ZigZag,
     attention,
     balance,
@@ -49,11 +54,6 @@ from cp_mesh import (
     flex_attention,
     verify,
 )
-from cp_mesh.kernels import KERNELS as TABLE
-from cp_mesh.kernels.scores import Scores
-from cp_mesh.methods import METHODS
-from cp_mesh.verifying.dense import dense_attention as plain_products
-from cp_mesh.verifying.verify import VerificationError
 
 BLOCK = 128
 FACTOR = 1.5

@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import cp_mesh
-from cp_mesh import Balanced, ContextParallel, Contiguous, Mask, ShardedModel, ShardedSequence, Striped, ZigZag
-from cp_mesh.layouts import Layout
+from cp_mesh import Balanced, ContextParallel, Contiguous, Layout, Mask, ShardedModel, ShardedSequence, Striped, ZigZag
 
 B = 4  # rows of all data-parallel ranks
 TOLERANCE = 1e-10  # relative to the largest entry of each parameter's gradient

@@ -8,10 +8,12 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from inside import room
 from ranks import mesh
 
-from cp_mesh import groups
-from cp_mesh.errors import UnsupportedError
+from cp_mesh import UnsupportedError
+
+groups = room("groups")
 
 RANKS = dist.get_process_group_ranks
 

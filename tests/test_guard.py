@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from inside import inner, room
 from model import Model as Decoder
 from model import overlapped_plan
 from ranks import mesh
@@ -24,8 +25,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cp_mesh
-from cp_mesh import ContextParallel, Contiguous, Mask, ShardedModel, ShardedSequence, Striped, ZigZag, loss
-from cp_mesh.guard.reductions import _decide_on_gradients, _decide_on_tensor_parallel, _first_steps, _norm
+from cp_mesh import ContextParallel, Contiguous, Mask, ShardedModel, ShardedSequence, Striped, ZigZag
+
+loss = room("loss")
+_decide_on_gradients = inner("reductions", "_decide_on_gradients")
+_decide_on_tensor_parallel = inner("reductions", "_decide_on_tensor_parallel")
+_first_steps = inner("reductions", "_first_steps")
+_norm = inner("reductions", "_norm")
 
 B, H, D, V = 2, 2, 8, 11
 C = H * D

@@ -14,6 +14,7 @@ import torch
 from cases import LAYOUTS, gap
 from checks import report
 from dense import dense_attention, dense_mask, make_qkv
+from inside import inner
 from model import Core
 from ranks import mesh, num_collectives
 from torch import Tensor
@@ -24,6 +25,7 @@ from cp_mesh import (
     ArgumentError,
     ContextParallel,
     Contiguous,
+    Layout,
     ShardedSequence,
     Striped,
     ZigZag,
@@ -31,8 +33,9 @@ from cp_mesh import (
     parallelize,
     verify,
 )
-from cp_mesh.layouts import Layout, Run
-from cp_mesh.methods.joined import join, pieces_of_group, rows_of_group
+from cp_mesh.layouts import Run
+
+join, pieces_of_group, rows_of_group = inner("joined", "join", "pieces_of_group", "rows_of_group")
 
 B, H, K, S, D = 2, 8, 4, 24, 6
 

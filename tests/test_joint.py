@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from cases import MASKS, gap, make_mask, make_scores, pairs
 from checks import TOLERANCE, coverage, dense_scores, report, staged_pairs
 from dense import dense_attention, make_qkv
+from inside import make_schedule, num_rows
 from ranks import mesh, num_collectives
 from torch import Tensor, nn
 
@@ -34,7 +35,6 @@ from cp_mesh import (
     parallelize,
     verify,
 )
-from cp_mesh.schedule import make_schedule, num_rows
 
 B, H, K, D = 2, 6, 3, 4
 LAYOUTS = {

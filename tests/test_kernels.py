@@ -13,14 +13,29 @@ import torch
 from cases import gap
 from checks import band_tile
 from dense import dense_attention, make_qkv
+from inside import (
+    KERNELS,
+    Band,
+    Capability,
+    Kernel,
+    KernelTile,
+    Pairs,
+    Request,
+    Scores,
+    inner,
+    make_delta,
+    room,
+    shortfalls,
+)
 from torch import Tensor
 
-from cp_mesh.errors import ArgumentError, UnsupportedError
-from cp_mesh.kernels import KERNELS, choose_kernel, flex
-from cp_mesh.kernels.combine import accumulation_dtype, make_delta
-from cp_mesh.kernels.contract import Capability, Kernel, KernelTile, KeyGradients, Pairs, Request, shortfalls
-from cp_mesh.kernels.scores import VECTORS, Scores, kept_weights, philox
-from cp_mesh.masks import Band, Mask
+from cp_mesh import ArgumentError, Mask, UnsupportedError
+
+flex = room("kernels.flex")
+choose_kernel = inner("kernels", "choose_kernel")
+accumulation_dtype = inner("combine", "accumulation_dtype")
+KeyGradients = inner("kernels.contract", "KeyGradients")
+VECTORS, kept_weights, philox = inner("scores", "VECTORS", "kept_weights", "philox")
 
 SCALE = 0.3
 SCORES = Scores(SCALE)

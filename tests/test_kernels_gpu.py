@@ -6,17 +6,25 @@ that every tile which a kernel meets in a ring is met here.
 
 import pytest
 import torch
+from inside import (
+    KERNELS,
+    METHODS,
+    Options,
+    Plan,
+    Scores,
+    StageSettings,
+    Tensors,
+    dense_attention,
+    inner,
+    make_delta,
+    make_schedule,
+    make_scores,
+    travels_rounded,
+)
 
-from cp_mesh.call import Options, Tensors, make_scores
-from cp_mesh.kernels import KERNELS
-from cp_mesh.kernels.combine import make_delta
-from cp_mesh.kernels.scores import ScoreGradients, Scores
-from cp_mesh.layouts import Contiguous, Layout, Striped, ZigZag
-from cp_mesh.masks import Mask
-from cp_mesh.methods import METHODS, Plan
-from cp_mesh.methods.stages import StageSettings, travels_rounded
-from cp_mesh.schedule import make_schedule
-from cp_mesh.verifying.dense import dense_attention
+from cp_mesh import Contiguous, Layout, Mask, Striped, ZigZag
+
+ScoreGradients = inner("scores", "ScoreGradients")
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

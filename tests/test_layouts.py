@@ -7,23 +7,22 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 from cases import LAYOUTS
+from inside import Index, parse_layout, room
 
-import cp_mesh.layouts
-from cp_mesh.errors import ArgumentError
-from cp_mesh.layouts import (
+from cp_mesh import (
+    ArgumentError,
     Balanced,
     Contiguous,
-    Index,
     Joint,
     Layout,
     Permuted,
     Replicated,
-    Run,
     Striped,
     ZigZag,
     ZigZagDocuments,
-    parse_layout,
 )
+from cp_mesh.layouts import LAYOUTS as BY_NAME
+from cp_mesh.layouts import Run
 
 LENGTHS = (0, 1, 2, 7, 31, 97)
 SIZES = range(1, 9)
@@ -32,16 +31,16 @@ each_layout = pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS)
 
 
 def test_the_table_holds_every_layout():
-    assert {type(make(3)) for make in LAYOUTS.values()} == set(cp_mesh.layouts.LAYOUTS.values())
-    assert set(cp_mesh.layouts.LAYOUTS.values()) == {
+    assert {type(make(3)) for make in LAYOUTS.values()} == set(BY_NAME.values())
+    assert set(BY_NAME.values()) == {
         c
-        for c in vars(cp_mesh.layouts).values()
+        for c in vars(room("layouts")).values()
         if isinstance(c, type) and issubclass(c, Layout) and not inspect.isabstract(c)
     }
 
 
 def test_examples_of_the_docs():
-    results = [doctest.testmod(module) for module in (cp_mesh.positions, cp_mesh.listed, cp_mesh.layouts)]
+    results = [doctest.testmod(module) for module in (room("positions"), room("listed"), room("layouts"))]
     assert all(of_module.attempted >= 2 and not of_module.failed for of_module in results)
 
 

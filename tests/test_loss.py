@@ -10,11 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from inside import inner, room
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cp_mesh import UnsupportedError, loss
-from cp_mesh.loss import cross_entropy, token_losses
+from cp_mesh import UnsupportedError, cross_entropy
+
+loss = room("loss")
+token_losses = inner("loss", "token_losses")
 
 N, V = 50, 33
 IGNORED = -7

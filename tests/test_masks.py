@@ -9,11 +9,12 @@ import pytest
 import torch
 from cases import MASKS, make_mask, pairs
 from dense import dense_mask
+from inside import Band, inner, room
 
-import cp_mesh.masks
-from cp_mesh.batch_masks import batch_mask, document_positions, packed_documents
-from cp_mesh.errors import ArgumentError, UnsupportedError
-from cp_mesh.masks import Band, Mask, parse_mask
+from cp_mesh import ArgumentError, Mask, UnsupportedError, batch_mask, document_positions
+
+packed_documents = inner("batch_masks", "packed_documents")
+parse_mask = inner("masks", "parse_mask")
 
 each_mask = pytest.mark.parametrize("name", MASKS)
 
@@ -23,7 +24,7 @@ def everything(S: int) -> torch.Tensor:
 
 
 def test_examples_of_the_docs():
-    for module in (cp_mesh.masks, cp_mesh.batch_masks):
+    for module in (room("masks"), room("batch_masks")):
         results = doctest.testmod(module)
         assert results.attempted >= 2 and not results.failed
 

@@ -15,18 +15,26 @@ from unittest import mock
 
 import pytest
 import torch
+from inside import (
+    ExtraMemory,
+    FunctionalIncoming,
+    MergingForward,
+    Operand,
+    Sizes,
+    SummingBackward,
+    extra_memory,
+    inner,
+    make_schedule,
+    room,
+)
 from ranks import mesh
 
-from cp_mesh import Contiguous, Mask, Striped, ZigZag, attention
-from cp_mesh.call import Operand
-from cp_mesh.kernels.merge import MergingForward, SummingBackward
-from cp_mesh.layouts import Layout
-from cp_mesh.memory import ExtraMemory, Sizes, extra_memory, ulysses_memory
-from cp_mesh.methods import stages
-from cp_mesh.methods.all_gather import ALL_GATHER
-from cp_mesh.methods.stages import choose_head_chunks
-from cp_mesh.schedule import make_schedule
-from cp_mesh.transport.functional import FunctionalIncoming
+from cp_mesh import Contiguous, Layout, Mask, Striped, ZigZag, attention
+
+ulysses_memory = inner("memory", "ulysses_memory")
+stages = room("stages")
+ALL_GATHER = inner("all_gather", "ALL_GATHER")
+choose_head_chunks = inner("stages", "choose_head_chunks")
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 LAYOUTS: dict[str, Layout] = {"zigzag": ZigZag(), "striped": Striped(), "contiguous": Contiguous()}

@@ -62,6 +62,7 @@ import test_verify_model
 import test_watching
 import torch
 from checks import GQA, MHA, MQA, Case, parity_on_ranks, report
+from inside import CAUSAL, path_of
 from interpreted import require_interpreter
 from planted import MUTATIONS, Mutation, SeamLost
 from planted.pools import Bug, infected_pools
@@ -77,7 +78,6 @@ from planted.ranks import (
 from planted.seams import modules, with_arguments
 
 from cp_mesh import ZigZag
-from cp_mesh.masks import CAUSAL
 
 FEW = [
     Case("zigzag", "full", 12),
@@ -482,16 +482,16 @@ def test_a_bug_leaves_nothing_behind():
 
 def test_a_lost_seam_is_told():
     """And where its name is now."""
-    combine = "cp_mesh.kernels.combine"
+    combine, stages = path_of("combine"), path_of("stages")
     for seam, home in {
-        "nowhere:forward_by_stages": "cp_mesh.methods.stages",
-        "methods.ring:nothing": "no module",
-        "kernels.combine:RowSum.nothing": combine,
-        "methods.stages:RowSum.add": combine,  # which is imported there
+        "nowhere:forward_by_stages": stages,
+        "ring:nothing": "no module",
+        "combine:RowSum.nothing": combine,
+        "stages:RowSum.add": combine,  # which is imported there
     }.items():
         with pytest.raises(SeamLost, match=rf"'a bug' is planted at {seam}, which does not .* is in {home}\)"):
             Mutation("a bug", "nothing", seam, ("parity",), lambda original: original).find()
-    seam = "methods.stages:forward_by_stages"
+    seam = "stages:forward_by_stages"
     lost = Mutation("a bug", "nothing", seam, ("parity",), lambda f: with_arguments(f, nothing=id))
     with pytest.raises(SeamLost, match=r"'a bug', in test_mutations: .*forward_by_stages has no argument nothing"):
         lost.made()

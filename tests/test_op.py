@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from contextlib import nullcontext
 from itertools import product
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from checks import lies_as
 from dense import dense_attention, dense_mask, make_qkv
+from inside import Options, Tensors, room
 from model import Core
 from ranks import mesh
 from torch import Tensor
@@ -22,10 +22,11 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cp_mesh
-from cp_mesh import ContextParallel, Contiguous, Mask, Permuted, ShardedSequence, ZigZag, attention, ops
-from cp_mesh.call import Options, Tensors
+from cp_mesh import ContextParallel, Contiguous, Mask, Permuted, ShardedSequence, ZigZag, attention
 
-attention_module = sys.modules["cp_mesh.attention"]  # whose name in the package is the function
+ops = room("ops")
+
+attention_module = room("attention")  # whose name in the package is the function
 B, H, K, S, D, E = 2, 4, 2, 12, 6, 5
 FORMATS = (2, 1, 0)
 

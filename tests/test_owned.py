@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from inside import inner, make_schedule
 from torch import Tensor
 
 from cp_mesh import Balanced, Mask, Permuted, ZigZag, balance
-from cp_mesh.attention import Asked, make_options
-from cp_mesh.formats import FORMATS
-from cp_mesh.owned import Content, is_owned, read_once
-from cp_mesh.schedule import make_schedule
+
+Asked, make_options = inner("attention", "Asked", "make_options")
+FORMATS = inner("formats", "FORMATS")
+Content, is_owned, read_once = inner("owned", "Content", "is_owned", "read_once")
 
 IDS = torch.arange(24) // 7
 

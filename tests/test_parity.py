@@ -16,14 +16,15 @@ from cases import BANDS, LAYOUTS, MASKS, SCORES, gap
 from checks import GQA, MHA, MQA, Case, call, parity_on_ranks, report, serves, to_format
 from covering import Row, covering_array
 from dense import dense_attention, dense_dropout, make_qkv
+from inside import METHODS, inner, path_of
 from ranks import mesh, num_collectives
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import cp_mesh
 from cp_mesh import ZigZag, ZigZagDocuments
-from cp_mesh.methods import METHODS
-from cp_mesh.placements import score_placements
+
+score_placements = inner("placements", "score_placements")
 
 HEADS, SEQ_DIMS = (GQA, MHA, MQA), (2, 1, 0)
 MEMORIES = ("contiguous", "transposed", "sliced", "strided", "expanded", "transposed", "sliced")
@@ -184,7 +185,7 @@ def test_scores_of_one_number_with_any_stride(pool):
 
 def captured(rank: int, method: str) -> list[str]:
     cases = [Case(layout, "causal", 13, method=method) for layout in ("contiguous", "zigzag", "striped")]
-    with mock.patch("cp_mesh.methods.ulysses.stream_of", return_value=None):
+    with mock.patch(f"{path_of('ulysses')}.stream_of", return_value=None):
         return parity_on_ranks(rank, (dist.get_world_size(),), ("cp",), cases)
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checks import forget_plans
+from inside import Operand, inner, path_of, room
 from ranks import mesh, num_collectives
 from scripts import run_script
 from torch import Tensor, nn
@@ -40,9 +41,10 @@ from cp_mesh import (
     Striped,
     ZigZag,
     attention,
-    groups,
 )
-from cp_mesh.call import Operand, check_tensors
+
+groups = room("groups")
+check_tensors = inner("call", "check_tensors")
 
 WORLD_SIZE = 4
 B, H, K, S, D = 2, 8, 4, 24, 16  # batch, query heads, kv heads, whole sequence, head dim
@@ -99,7 +101,7 @@ def mapped(name: str, x: Tensor) -> None:
 
 def attend_captured() -> None:
     """As while a graph is captured: an index of positions would be copied to the device."""
-    with mock.patch("cp_mesh.methods.ulysses.stream_of", return_value=None):
+    with mock.patch(f"{path_of('ulysses')}.stream_of", return_value=None):
         attend(method="ulysses", layout=Permuted(torch.randperm(S, generator=torch.Generator().manual_seed(0))))
 
 

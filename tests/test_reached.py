@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from flex_uses import MASKS, SCORES
+from inside import room, trace
 from torch import Tensor, are_deterministic_algorithms_enabled, nn
 from torch.nn.functional import logsigmoid
 
-from cp_mesh import reached, tracing
-from cp_mesh.tracing import trace
+reached = room("reached")
+tracing = room("tracing")
 
 Q = torch.zeros(1)
 Change = tuple[Callable[[], Any], Callable[[], None]]

@@ -10,12 +10,13 @@ from cases import LAYOUTS, MASKS, make_mask, pairs
 from checks import band_tile, coverage, report
 from covering import Row, covering_array
 from dense import dense_mask
+from inside import Band, Schedule, inner, make_schedule, num_rows, split_causal, tiles_of
 from torch import Tensor
 
-from cp_mesh.blocks import MANY_KEYS
-from cp_mesh.layouts import Contiguous, Permuted, Striped, ZigZag
-from cp_mesh.masks import Band, Mask
-from cp_mesh.schedule import Schedule, Tile, make_schedule, num_rows, split_causal, tiles_of
+from cp_mesh import Contiguous, Mask, Permuted, Striped, ZigZag
+
+MANY_KEYS = inner("blocks", "MANY_KEYS")
+Tile = inner("schedule", "Tile")
 
 WINDOWS = (None, (2, None), (0, 0), (3, 1), (None, 2), (None, 0), (100, 0))
 

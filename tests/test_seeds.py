@@ -12,18 +12,13 @@ import torch.nn.functional as F
 from cases import gap, pairs
 from checks import report, to_format
 from dense import dense_attention, make_qkv
+from inside import CAUSAL, FULL, KERNELS, METHODS, KernelTile, Scores, make_delta
 from model import Core, Model, V
 from ranks import mesh
 from torch import Tensor, nn
 
 import cp_mesh
 from cp_mesh import ContextParallel, Contiguous, Mask, ShardedModel, ShardedSequence, Striped, ZigZag
-from cp_mesh.kernels import KERNELS
-from cp_mesh.kernels.combine import make_delta
-from cp_mesh.kernels.contract import KernelTile
-from cp_mesh.kernels.scores import Scores
-from cp_mesh.masks import CAUSAL, FULL
-from cp_mesh.methods import METHODS
 
 S, CP = 24, 4
 LAYOUTS = {"contiguous": Contiguous(), "zigzag": ZigZag(), "striped": Striped()}

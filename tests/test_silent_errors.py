@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dense import dense_attention, dense_mask, make_qkv
+from inside import NUM_TENSORS, Options, attention_op, room
 from ranks import mesh
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -18,10 +19,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import cp_mesh
 from cp_mesh import ContextParallel, Contiguous, Layout, Mask, ShardedModel, ShardedSequence, Striped, ZigZag, attention
-from cp_mesh import layouts as layouts_module
-from cp_mesh.call import NUM_TENSORS, Options
 from cp_mesh.layouts import Run
-from cp_mesh.ops import attention_op
+
+layouts_module = room("layouts")
 
 B, H, K, S, D = 2, 4, 2, 16, 8
 

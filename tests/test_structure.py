@@ -12,7 +12,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import inside
 import pytest
+from inside import NAMES
+from test_pins import SUBMODULES
 
 import cp_mesh
 
@@ -155,6 +158,33 @@ def test_the_reference_stands_alone() -> None:
     """It is the specification: a kernel that imported it would share its errors."""
     users = {module for module in FILES if "kernels.reference" in imported(FILES[module])}
     assert users == {"kernels"}  # the table of kernels
+
+
+def inner_names(path: Path) -> set[str]:
+    """What a test reads of the inside by itself: all but public names, and those of modules that the documents name."""
+    documented = {f"cp_mesh.{module}.{name}" for module, names in SUBMODULES.items() for name in names}
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.startswith("cp_mesh.")}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "cp_mesh":
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "cp_mesh":
+            found |= {f"cp_mesh.{node.attr}"} if room(node.attr) in FLOORS else set()
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("cp_mesh."):
+            found |= {node.value} if node.value.removeprefix("cp_mesh.") in FILES else set()
+    public = {f"cp_mesh.{name}" for name in (*cp_mesh.__all__, *SUBMODULES)}
+    return found - public - documented
+
+
+def test_one_door_to_the_inside() -> None:
+    """Else each move of a file would change many tests."""
+    folder = Path(__file__).parent
+    found = {path.name: inner_names(path) for path in folder.rglob("*.py") if path.name != "inside.py"}
+    assert not {name: names for name, names in found.items() if names}
+    named = [name for names in NAMES.values() for name in names]
+    assert len(named) == len(set(named)) <= 120
+    assert all(getattr(inside, name) is not None for name in named)
 
 
 COLD_IMPORT = """

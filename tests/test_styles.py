@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from dense import dense_attention, dense_dropout, dense_mask, make_qkv
+from inside import inner, replaced
 from model import Core, DenseCore, Model, V, batch, tensor_parallel_plan
 from ranks import mesh, num_collectives
 from torch import Tensor, nn
@@ -31,7 +32,8 @@ from cp_mesh import (
     verify,
     verify_model,
 )
-from cp_mesh.forwards import STYLE, replaced
+
+STYLE = inner("forwards", "STYLE")
 
 B, H, K, S, D = 2, 4, 2, 24, 6
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-10}

@@ -41,16 +41,14 @@ from torch.utils.checkpoint import checkpoint
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # torchrun of a checkout that is not installed
 
+from inside import METHODS, Packing, Sizes, extra_memory, inner, make_schedule, path_of, room
+
 import cp_mesh
-from cp_mesh import Contiguous, Mask, Striped, ZigZag
-from cp_mesh.errors import UnsupportedError
-from cp_mesh.groups import known_parts
-from cp_mesh.memory import Sizes, extra_memory
-from cp_mesh.methods import METHODS
-from cp_mesh.schedule import make_schedule
-from cp_mesh.transport import choose_transport
-from cp_mesh.transport import symmetric_memory as symmetric
-from cp_mesh.transport.packing import Packing
+from cp_mesh import Contiguous, Mask, Striped, UnsupportedError, ZigZag
+
+known_parts = inner("groups", "known_parts")
+choose_transport = inner("transport", "choose_transport")
+symmetric = room("symmetric_memory")
 
 TRANSPORTS = ("functional", "symmetric_memory")
 
@@ -143,9 +141,9 @@ def double(group: dist.ProcessGroup, folder: str) -> Iterator[None]:
         return group_memory(group, device)
 
     with (
-        mock.patch("cp_mesh.transport.unavailable", return_value=None),
+        mock.patch(f"{path_of('transport')}.unavailable", return_value=None),
         mock.patch.object(symmetric, "group_memory", memory),
-        mock.patch("cp_mesh.transport.symmetric_shards.group_memory", memory),
+        mock.patch(f"{path_of('symmetric_shards')}.group_memory", memory),
         mock.patch.dict(symmetric._MEMORY.data, clear=True),
     ):
         memory(group, torch.device("cpu"))
@@ -532,7 +530,7 @@ def check_streams() -> list[str]:
 
 def check_exceptions() -> list[str]:
     """A kernel that raises on all ranks in mid-call leaves nothing behind: the next calls are right."""
-    from cp_mesh.kernels.merge import MergingForward, SummingBackward
+    from inside import MergingForward, SummingBackward
 
     axis, problems = gpu_axis(), []
     for target in (MergingForward, SummingBackward):

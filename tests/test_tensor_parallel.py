@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
+from inside import inner, room
 from ranks import mesh, num_collectives
 from recording import recording
 from test_loss import peak_of
@@ -34,23 +35,27 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from cp_mesh import (
     ArgumentError,
     ContextParallel,
+    OverlappedColwise,
+    OverlappedRowwise,
     RankMismatchError,
     ShardedSequence,
     UnsupportedError,
-    agreement,
+    VocabParallelEmbedding,
+    VocabParallelHead,
     attention,
     check_mode,
-    column_linears,
     cross_entropy,
     parallelize,
-    products,
-    row_linears,
     sum_gradients,
-    vocabulary,
 )
-from cp_mesh.tensor_parallel import OverlappedColwise, OverlappedRowwise, VocabParallelEmbedding, VocabParallelHead
 from cp_mesh.transport import release, symmetric_memory_bytes
-from cp_mesh.transport.shards import Shards
+
+agreement = room("agreement")
+column_linears = room("column_linears")
+products = room("products")
+row_linears = room("row_linears")
+vocabulary = room("vocabulary")
+Shards = inner("shards", "Shards")
 
 V, C, OUT, HIDDEN = 11, 6, 10, 7  # of which tp = 2, 3 and 4 divide few
 IGNORED = -100

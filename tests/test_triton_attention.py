@@ -17,23 +17,41 @@ import torch
 from cases import LAYOUTS, MASKS, gap, make_mask, pairs
 from dense import dense_attention, make_qkv
 from hopper import Hopper
+from inside import (
+    KERNELS,
+    METHODS,
+    TRITON,
+    UNUSED,
+    BackwardTile,
+    Band,
+    Blocks,
+    Config,
+    KernelTile,
+    Options,
+    Pairs,
+    Plan,
+    Scores,
+    StageSettings,
+    Tensors,
+    inner,
+    make_delta,
+    make_schedule,
+    make_scores,
+    room,
+    shortfalls,
+    travels_rounded,
+    triton_kernel,
+    without_unused,
+)
 from interpreted import INTERPRETED, Interpreted, is_that_run
 from test_kernels import BANDS, H200, band_pairs, dense, inputs, run
 from test_kernels_gpu import block_rms, play_ring
 from torch import Tensor
 
-from cp_mesh.call import Options, Tensors, make_scores
-from cp_mesh.decoding import UNUSED, without_unused
-from cp_mesh.kernels import KERNELS, triton_attention
-from cp_mesh.kernels.combine import make_delta
-from cp_mesh.kernels.contract import KernelTile, Pairs, shortfalls
-from cp_mesh.kernels.merge import BackwardTile
-from cp_mesh.kernels.scores import Scores
-from cp_mesh.kernels.triton_attention import TRITON, Blocks, Config, config_for, triton_kernel
-from cp_mesh.masks import Band, Mask
-from cp_mesh.methods import METHODS, Plan
-from cp_mesh.methods.stages import StageSettings, travels_rounded
-from cp_mesh.schedule import make_schedule
+from cp_mesh import Mask
+
+triton_attention = room("triton_attention")
+config_for = inner("triton_attention", "config_for")
 
 SMALL = Config(Blocks(16, 32), Blocks(32, 16), Blocks(16, 16))
 FEW = Config(Blocks(16, 32), Blocks(32, 32), Blocks(32, 16))  # fewer programs, for the largest table
@@ -265,8 +283,8 @@ def test_blocks_that_are_visited(name: str, at: str, stride: int, keys_inside: b
     for b, outer in torch.cartesian_prod(*(torch.arange(n) for n in none.shape[:2])).tolist():
         num_partial, num_full = counts[b, outer].tolist()
         full = listed[b, outer].flip(0)[:num_full].tolist()
-        for inner in (*listed[b, outer, :num_partial].tolist(), *full):
-            visits[b, outer, inner] += 1
+        for within in (*listed[b, outer, :num_partial].tolist(), *full):
+            visits[b, outer, within] += 1
         unmasked[b, outer, full] = True
     if at == "a run":
         assert torch.equal(visits, (~none).int())
@@ -454,7 +472,10 @@ def test_compiles_for_hopper(
 
     Programs of four warps share a processor with another, which hides what they wait for.
     """
-    from cp_mesh.kernels import triton_backward, triton_dropout, triton_forward, triton_visits
+    triton_backward = room("triton_backward")
+    triton_dropout = room("triton_dropout")
+    triton_forward = room("triton_forward")
+    triton_visits = room("triton_visits")
 
     def empty(heads: int, last: int) -> Tensor:
         return torch.empty(1, 300, heads, last, dtype=dtype).transpose(1, 2)

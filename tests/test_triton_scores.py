@@ -11,20 +11,15 @@ from unittest import mock
 import pytest
 import torch
 from cases import gap
+from inside import TRITON, BackwardTile, Band, Options, Pairs, Scores, Tensors, make_delta, make_plan, room
 from interpreted import INTERPRETED, Interpreted, is_that_run
 from test_kernels import inputs
 from test_triton_attention import DEVICE, DTYPES, SMALL, TOLERANCE, computes
 from torch import Tensor
 
-from cp_mesh.call import Options, Tensors
-from cp_mesh.kernels import triton_attention
-from cp_mesh.kernels.combine import make_delta
-from cp_mesh.kernels.contract import Pairs
-from cp_mesh.kernels.merge import BackwardTile
-from cp_mesh.kernels.scores import Scores
-from cp_mesh.kernels.triton_attention import TRITON
-from cp_mesh.masks import Band, Mask
-from cp_mesh.plan import make_plan
+from cp_mesh import Mask
+
+triton_attention = room("triton_attention")
 
 CONFIG = SMALL if INTERPRETED else None
 NUM_Q, NUM_K, S = (20, 40, 44) if INTERPRETED else (300, 333, 350)

@@ -16,17 +16,16 @@ import test_gpu
 import torch
 from cases import MASKS, SCORES, gap, pairs
 from checks import forget_plans
+from inside import KERNELS, METHODS, Kernel, Scores, dense_attention, inner, path_of, room
 from ranks import mesh
 from scripts import run_script
 from torch import Tensor
 
 import cp_mesh
-from cp_mesh import Mask, VerificationError, plan
-from cp_mesh.kernels import KERNELS
-from cp_mesh.kernels.contract import Kernel
-from cp_mesh.kernels.scores import TERMS, Scores
-from cp_mesh.methods import METHODS
-from cp_mesh.verifying.dense import dense_attention
+from cp_mesh import Mask, VerificationError
+
+plan = room("plan")
+TERMS = inner("scores", "TERMS")
 
 B, H, K, S, D, E = 2, 6, 3, 17, 5, 4
 BY_NAME = ("out", "lse", "dq", "dk", "dv")
@@ -64,7 +63,7 @@ def by_oracle(mask: str, scores: Scores, tensors: list[Tensor], wanted: list[str
 def test_float64_is_dense_attention(mask: str, score: str, num_scores: int) -> None:
     tensors, scores = list(oracle.make_qkv(B, H, K, S, D, E)), scores_of(score)
     wanted = [name for name in TERMS if getattr(scores, name) is not None]
-    with mock.patch("cp_mesh.verifying.dense.MAX_SCORES", num_scores):
+    with mock.patch(f"{path_of('dense')}.MAX_SCORES", num_scores):
         got = dense_attention(*tensors, Mask(**MASKS[mask](B, S)), scores, wanted)
     assert list(got.of_scores) == sorted(wanted)
     for name, want in by_oracle(mask, scores, tensors, wanted).items():
@@ -130,7 +129,7 @@ BUGS: dict[str, tuple[dict[str, Any], Callable[[Kernel], Any]]] = {
     "no softcap": (
         {"scores": {"softcap": 1.0}},
         lambda _: mock.patch(
-            "cp_mesh.plan.make_scores", lambda *x, make=plan.make_scores: replace(make(*x), softcap=None)
+            f"{path_of('plan')}.make_scores", lambda *x, make=plan.make_scores: replace(make(*x), softcap=None)
         ),
     ),
 }

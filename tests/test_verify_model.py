@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from dense import dense_attention, dense_mask
+from inside import Finding, ModelReport, inner, path_of
 from model import LAYERS, Block, C, Core, DenseCore, DenseScoredCore, H, Model, ScoredCore, V, batch
 from ranks import mesh
 from scripts import run_script
@@ -48,11 +49,11 @@ from cp_mesh import (
     sum_gradients,
     verify_model,
 )
-from cp_mesh.verifying.ranks import Ranks
-from cp_mesh.verifying.reference import Reference, make_twin, run_reference
-from cp_mesh.verifying.report import Finding, ModelReport
-from cp_mesh.verifying.step import Step
-from cp_mesh.verifying.traces import NUM_VECTORS, Place
+
+Ranks = inner("ranks", "Ranks")
+Reference, make_twin, run_reference = inner("verifying.reference", "Reference", "make_twin", "run_reference")
+Step = inner("step", "Step")
+NUM_VECTORS, Place = inner("traces", "NUM_VECTORS", "Place")
 
 S, B = 24, 2
 Kwargs = dict[str, Any]
@@ -988,7 +989,7 @@ SCORED = functools.partial(Positioned, ScoredCore)
 )
 def test_a_reference_in_chunks_is_the_same(make: Callable[[], nn.Module], part: int, monkeypatch: Any) -> None:
     whole_one = referred(make, whole(), False)
-    monkeypatch.setattr("cp_mesh.verifying.traces.PART", part)
+    monkeypatch.setattr(f"{path_of('traces')}.PART", part)
     with sdpa_kernel(SDPBackend.MATH):
         in_chunks = referred(make, whole(), True)
     assert in_chunks.loss == pytest.approx(whole_one.loss, rel=1e-13)
@@ -1059,7 +1060,7 @@ def memory(layers: int, length: int, chunks: bool) -> tuple[int, int]:
 
 def test_a_reference_in_chunks_needs_the_memory_that_the_documents_say(monkeypatch: Any) -> None:
     """A layer adds its gradients, its input and its traces, and no tensor is as large as logits or scores."""
-    monkeypatch.setattr("cp_mesh.verifying.traces.PART", 1 << 13)
+    monkeypatch.setattr(f"{path_of('traces')}.PART", 1 << 13)
     length, of_row = 64, B * C * 8
     logits, scores = B * length * 512 * 8, B * H * length * length * 8
     (few, largest), (many, _) = (memory(layers, length, True) for layers in (2, 4))

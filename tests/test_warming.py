@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from inside import room
 from ranks import mesh
 
 from cp_mesh import ArgumentError, Mask, Striped, ZigZag, attention, balance, warm_up
@@ -19,7 +19,7 @@ SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "v_head_dim": 16, "ba
 def calls_made(rank: int, **given: Any) -> list[dict[str, Any]]:
     """What attention was called with, and whether its backward ran."""
     made = []
-    module = sys.modules["cp_mesh.warming"]
+    module = room("warming")
 
     def recorded(q: Any, k: Any, v: Any, **keywords: Any) -> Any:
         call = {"shapes": [tuple(x.shape) for x in (q, k, v)], "layout": keywords["layout"].spec().partition(":")[0]}
@@ -78,7 +78,7 @@ def train(rank: int) -> list[str]:
     """What is compiled in 30 batches of packed documents, after a warm-up for them."""
     import triton
 
-    from cp_mesh.kernels import flash_attn_4
+    flash_attn_4 = room("flash_attn_4")
 
     axis, seq_len = mesh((2,), ("cp",)), 8192
     warm_up(axis, seq_len=seq_len, num_heads=8, num_kv_heads=2, head_dim=64, layout="balanced", documents=True)

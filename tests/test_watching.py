@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from inside import path_of, room
 from ranks import mesh, num_collectives
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
@@ -22,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_mesh
 from cp_mesh import ContextParallel, Mask, ShardedModel, ShardedSequence
-from cp_mesh.agreement import words
+
+words = room("words")
 
 H, S, D = 2, 16, 8
 C = H * D
@@ -466,8 +468,8 @@ def watched_counts(rank: int) -> list[int]:
     model = Skipping(Core(), Core()).double()
     plan = {"": ShardedModel(sequence, positions=None), "layers.*.core": ContextParallel(sequence)}
     cp_mesh.parallelize(model, sequence.mesh, plan)
-    real = cp_mesh.root.watching
-    with mock.patch("cp_mesh.root.watching", lambda *given: counts.append(1) or real(*given)):
+    real = room("root").watching
+    with mock.patch(f"{path_of('root')}.watching", lambda *given: counts.append(1) or real(*given)):
         for layers in (2, 2, 1, 1, 2, 1, 2, 1, 1):
             model(tokens_of(), layers=layers)
     return [len(counts)]

@@ -20,13 +20,15 @@ from diffusers.models.transformers.transformer_flux import (  # noqa: E402
     FluxAttnProcessor,
     FluxIPAdapterAttnProcessor,
 )
+from inside import room  # noqa: E402
 from ranks import RankFailure, mesh, num_collectives  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 from cp_mesh import ArgumentError, UnsupportedError, attention, sum_gradients  # noqa: E402
-from cp_mesh.integrations import diffusers as integration  # noqa: E402
 from cp_mesh.integrations.diffusers import parallelize  # noqa: E402
+
+integration = room("diffusers")
 
 ROOT = Path(__file__).resolve().parents[2]
 

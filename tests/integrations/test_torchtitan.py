@@ -25,6 +25,7 @@ if find_spec("torchtitan") is None:  # to import it here would be before it is t
     pytest.skip("torchtitan is not installed", allow_module_level=True)
 
 import titan
+from inside import inner
 from ranks import num_collectives
 from scripts import run_script
 from titan import OLD, Run
@@ -139,7 +140,7 @@ def refused(rank: int, case: str) -> None:
     elif case == "one rank":
         run = replace(run, cp=1, shard=2)
     if case == "layers":
-        from cp_mesh.integrations.torchtitan_attention import prepare
+        prepare = inner("torchtitan_attention", "prepare")
 
         prepare(torch.nn.Linear(1, 1), None, {})
     if case in ("sdpa", "window"):

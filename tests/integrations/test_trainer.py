@@ -32,12 +32,15 @@ from accelerate.state import AcceleratorState, GradientState, PartialState  # no
 from accelerate.utils import TorchContextParallelConfig  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from families import IMAGE, VOCABULARY, build, build_with_images  # noqa: E402
+from inside import inner  # noqa: E402
 from scripts import run_script  # noqa: E402
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
 from cp_mesh import ArgumentError, Striped, UnsupportedError, sum_gradients  # noqa: E402
-from cp_mesh.integrations.trainer import context_parallel, fsdp_on_cpus  # noqa: E402
+from cp_mesh.integrations.trainer import context_parallel  # noqa: E402
 from cp_mesh.integrations.transformers import parallelize, sequence_of  # noqa: E402
+
+fsdp_on_cpus = inner("trainer", "fsdp_on_cpus")
 
 BOUND = 1e-5
 STEPS = 6

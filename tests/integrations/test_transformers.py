@@ -18,6 +18,7 @@ transformers = pytest.importorskip("transformers")
 
 import oracle  # noqa: E402
 from families import FAMILIES, IMAGE, OLD, VOCABULARY, build, build_with_images  # noqa: E402
+from inside import inner  # noqa: E402
 from ranks import mesh  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
@@ -25,9 +26,10 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 
 from cp_mesh import ArgumentError, Striped, UnsupportedError, ZigZag, sum_gradients  # noqa: E402
 from cp_mesh.integrations.transformers import parallelize, sequence_of  # noqa: E402
-from cp_mesh.integrations.transformers.families import IMAGES, check_model  # noqa: E402
-from cp_mesh.integrations.transformers.masks import Said, read_mask  # noqa: E402
-from cp_mesh.integrations.transformers.root import replica_of  # noqa: E402
+
+IMAGES, check_model = inner("families", "IMAGES", "check_model")
+Said, read_mask = inner("transformers.masks", "Said", "read_mask")
+replica_of = inner("transformers.root", "replica_of")
 
 ROOT = Path(__file__).resolve().parents[2]
 BOUND = 1e-6

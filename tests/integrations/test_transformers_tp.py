@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 
 import oracle
 from families import OLD, build
+from inside import inner, replaced, room
 from ranks import mesh
 from test_transformers import ROOT, apart, batch, documents_of
 from torch import Tensor
@@ -23,10 +24,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import cp_mesh
-from cp_mesh import Striped, attention, sum_gradients, vocabulary
-from cp_mesh.forwards import LINEAR, replaced
-from cp_mesh.integrations.transformers import masks, parallelize, sequence_of
-from cp_mesh.vocabulary import DeferredLogits
+from cp_mesh import Striped, attention, sum_gradients
+from cp_mesh.integrations.transformers import parallelize, sequence_of
+
+vocabulary = room("vocabulary")
+LINEAR = inner("forwards", "LINEAR")
+masks = room("transformers.masks")
+DeferredLogits = inner("vocabulary", "DeferredLogits")
 
 pytestmark = pytest.mark.skipif(OLD, reason="forwards of Transformers 4 read other names")
 BOUND = 1e-6

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch.distributed as dist
+from inside import path_of
 from torch import Tensor, nn
 
 GlobalMetadata, LocalMetadata = TypeVar("GlobalMetadata"), TypeVar("LocalMetadata")
@@ -93,7 +94,7 @@ def torchtitan_main(group: dist.ProcessGroup | None) -> Iterator[Any]:
         },
         "torchtitan.models.common.attention.cp_attention": {"CPAttention": CPAttention},
     }
-    tested = "cp_mesh.integrations.torchtitan_main"
+    tested = path_of("torchtitan_main")
     before = {name: sys.modules.pop(name, None) for name in (*interface, tested)}
     for name, content in interface.items():
         sys.modules[name] = types.ModuleType(name)

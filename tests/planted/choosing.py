@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
+from inside import inner
 
 from planted.seams import in_area, with_arguments, with_result
 
@@ -14,7 +15,9 @@ plant = in_area("the choice of a method")
 
 @plant("each rank goes by its own table", "machines:_agreed", "tables of ranks")
 def _(agreed: Any) -> Any:
-    from cp_mesh.machines import Known, read_machine
+    from inside import read_machine
+
+    Known = inner("machines", "Known")
 
     def mutant(group: Any, device: Any, path: str) -> Any:
         return Known(replace(read_machine(path), gpus_per_host=group.size()), True)
@@ -28,7 +31,7 @@ plant("a rank looks at itself alone", "choosing:estimate", "one choice")(
 plant("the degree that was chosen is left aside", "choosing:Choice.degree", "one choice of a degree")(
     lambda degree: lambda self: 0
 )
-plant("inner groups reach over hosts", "methods.hybrid:HYBRID", "degrees that are tried")(
+plant("inner groups reach over hosts", "hybrid:HYBRID", "degrees that are tried")(
     lambda method: replace(method, degrees=lambda cp_size, gpus_per_host: method.degrees(cp_size, cp_size))
 )
 plant("groups are made for packed documents", "choosing:degrees_of", "groups that cannot be made")(
@@ -70,6 +73,6 @@ plant("calibrate takes elements for bytes", "calibrating:_copies", "columns of c
 plant("calibrate measures each rank's own times", "calibrating:_Clock._slowest", "a clock of ranks")(
     lambda slowest: lambda self, seconds: seconds
 )
-plant("groups within a group keep their memory", "transport.symmetric_memory:release", "release")(
+plant("groups within a group keep their memory", "symmetric_memory:release", "release")(
     lambda release: lambda group, within=(): release(group)
 )

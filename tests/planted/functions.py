@@ -23,18 +23,18 @@ def local(name: str) -> Any:
     return change
 
 
-plant("score_mod sees the index of a local query", "kernels.scores:Scores._indices", "functions")(
+plant("score_mod sees the index of a local query", "scores:Scores._indices", "functions")(
     lambda indices: with_result(indices, local("q"))
 )
-plant("score_mod sees the index of a key in its tile", "kernels.scores:Scores._indices", "functions")(
+plant("score_mod sees the index of a key in its tile", "scores:Scores._indices", "functions")(
     lambda indices: with_result(indices, local("kv"))
 )
-plant("functions of the first heads in every chunk", "kernels.scores:Scores.heads", "functions")(
+plant("functions of the first heads in every chunk", "scores:Scores.heads", "functions")(
     lambda heads: lambda self, begin, end: replace(heads(self, begin, end), first_head=self.first_head)
 )
 
 
-@plant("captured gradients are those of the last tile", "kernels.scores:ScoreGradients.add_", "functions")
+@plant("captured gradients are those of the last tile", "scores:ScoreGradients.add_", "functions")
 def _(add: Any) -> Any:
     def mutant(self: Any, other: Any) -> None:
         for x in self.captured.values():
@@ -44,12 +44,12 @@ def _(add: Any) -> Any:
     return mutant
 
 
-@plant("captured gradients of a rank's heads are lost", "methods.ulysses:_Call.shares", "functions")
+@plant("captured gradients of a rank's heads are lost", "ulysses:_Call.shares", "functions")
 def _(shares: Any) -> Any:
     return with_result(shares, lambda found: {name: x * (name in ("bias", "sinks")) for name, x in found.items()})
 
 
-@plant("the derivative of score_mod is 1", "kernels.scores:Scores.modified_gradient", "functions")
+@plant("the derivative of score_mod is 1", "scores:Scores.modified_gradient", "functions")
 def _(gradient: Any) -> Any:
     def mutant(self: Any, dscores: Any, x: Any, where: Any, into: Any) -> Any:
         gradient(self, dscores, x, where, into)
@@ -73,7 +73,7 @@ def _(make_scores: Any) -> Any:
     return mutant
 
 
-@plant("a function of the same name is the old one", "kernels.functions:ScalarFunction.of", "functions that change")
+@plant("a function of the same name is the old one", "functions:ScalarFunction.of", "functions that change")
 def _(make: Any) -> Any:
     known: dict[Any, Any] = {}
     return lambda cls, name, graph, captured: known.setdefault(name, make(cls, name, graph, captured))
@@ -88,7 +88,7 @@ plant("what functions read is not compared", "ops:_what_must_agree", "functions 
 plant("blocks are not compared with mask_mod", "block_masks:_check_blocks", "blocks of masks")(
     lambda check: lambda *given: None
 )
-plant("sums have no order where one is asked for", "kernels.functions:_fixed_order", "order of captured sums")(
+plant("sums have no order where one is asked for", "functions:_fixed_order", "order of captured sums")(
     lambda fixed_order: lambda asked: fixed_order(False)
 )
 plant("heads over tp count from 0 in functions", "attention:_resolve", "heads of cores over tp")(
@@ -120,7 +120,7 @@ plant("functions see indices of padding", "tracing:trace", "padding of cores")(
 )
 
 
-@plant("gradients of shards are this rank's share", "transport.whole:scatter_sum", "shards")
+@plant("gradients of shards are this rank's share", "whole:scatter_sum", "shards")
 def _(scatter_sum: Any) -> Any:
     def mutant(x: Any, dim: int, lens: Any, inverse: Any, rank: int, *others: Any) -> Any:
         order = torch.arange(sum(lens)) if inverse is None else inverse.argsort()
@@ -129,12 +129,12 @@ def _(scatter_sum: Any) -> Any:
     return mutant
 
 
-plant("shards are joined in the order of ranks", "transport.whole:gather", "shards")(
+plant("shards are joined in the order of ranks", "whole:gather", "shards")(
     lambda gather: lambda x, dim, lens, inverse, *others: gather(x, dim, lens, None, *others)
 )
 
 
-@plant("heads of shards count from 0", "transport.whole:gather", "shards of DTensors")
+@plant("heads of shards count from 0", "whole:gather", "shards of DTensors")
 def _(gather: Any) -> Any:
     def mutant(x: Any, dim: int, lens: Any, inverse: Any, *others: Any) -> Any:
         own_first = torch.cat([x, *[torch.zeros_like(x)] * (len(lens) - 1)], dim)
@@ -169,18 +169,18 @@ def with_local(place: int, of_whole: Any) -> Any:
     return mutant
 
 
-plant("the flex kernel sees the index of a local query", "kernels.flex_tiles:Tile._globals", "tiles of flex")(
+plant("the flex kernel sees the index of a local query", "flex_tiles:Tile._globals", "tiles of flex")(
     lambda of_whole: with_local(2, of_whole)
 )
-plant("heads of a chunk count from 0 in the flex kernel", "kernels.flex_tiles:Tile._globals", "tables of flex")(
+plant("heads of a chunk count from 0 in the flex kernel", "flex_tiles:Tile._globals", "tables of flex")(
     lambda of_whole: with_local(1, of_whole)
 )
-plant("the flex kernel reads before and after a tensor", "kernels.flex_reads:_Rewriting._counted", "indices of flex")(
+plant("the flex kernel reads before and after a tensor", "flex_reads:_Rewriting._counted", "indices of flex")(
     lambda counted: lambda self, at, size, pads: self._nodes[at]
 )
 
 
-@plant("what is read beyond a tensor is a number", "kernels.flex_reads:_Rewriting._counted", "indices of flex")
+@plant("what is read beyond a tensor is a number", "flex_reads:_Rewriting._counted", "indices of flex")
 def _(counted: Any) -> Any:
     def mutant(self: Any, at: Any, size: int, pads: Any) -> Any:
         index = counted(self, at, size, pads)
@@ -190,15 +190,15 @@ def _(counted: Any) -> Any:
     return mutant
 
 
-plant("what follows a tensor is a number", "kernels.flex_reads:Read.of", "indices of flex")(
+plant("what follows a tensor is a number", "flex_reads:Read.of", "indices of flex")(
     lambda of: lambda self, x: of(self, x).nan_to_num()
 )
-plant("NaN follows a tensor in products too", "kernels.flex_reads:_Rewriting._all_summed", "hidden reads of flex")(
+plant("NaN follows a tensor in products too", "flex_reads:_Rewriting._all_summed", "hidden reads of flex")(
     lambda summed: lambda self: set(self._function.graph.graph.nodes)
 )
 
 
-@plant("gradients of elements counted from the end are lost", "kernels.flex_reads:Read.home", "pads of flex")
+@plant("gradients of elements counted from the end are lost", "flex_reads:Read.home", "pads of flex")
 def _(home: Any) -> Any:
     def mutant(self: Any, grad: Any) -> Any:
         for dim, (before, _) in enumerate(self.pads):
@@ -224,7 +224,7 @@ def _(backward: Any) -> Any:
     return mutant
 
 
-@plant("blocks that somebody sees are not masked", "kernels.flex_blocks:_made", "tables of flex")
+@plant("blocks that somebody sees are not masked", "flex_blocks:_made", "tables of flex")
 def _(made: Any) -> Any:
     def turned(x: Any) -> Any:
         listed = x.full_kv_num_blocks, x.full_kv_indices, x.kv_num_blocks, x.kv_indices
@@ -233,7 +233,7 @@ def _(made: Any) -> Any:
     return with_result(made, turned)
 
 
-plant("tables of blocks are kept though what they read was written", "kernels.flex_tiles:kept_of", "tables of flex")(
+plant("tables of blocks are kept though what they read was written", "flex_tiles:kept_of", "tables of flex")(
     lambda kept_of: lambda cover, key, make: kept_of(cover, key[:8], make)
 )
 plant("the last source is never seen", "sources:_seen", "masks of sequences")(

@@ -194,7 +194,7 @@ plant("all ranks hold the chunks of the last one", "layouts:ZigZag.runs", "layou
 @plant("documents are cut in chunks together", "listed:ZigZagDocuments.runs", "layouts")
 def _(runs: Any) -> Any:
     def together(self: Any, seq_len: int, cp_size: int, cp_rank: int) -> Any:
-        from cp_mesh.layouts import ZigZag
+        from cp_mesh import ZigZag
 
         return ZigZag().runs(seq_len, cp_size, cp_rank)
 
@@ -211,7 +211,7 @@ def _(parse_layout: Any) -> Any:
     def mutant(spec: str, index: Any = None) -> Any:
         if spec != "balanced":
             return parse_layout(spec, index)
-        from cp_mesh.layouts import Balanced
+        from cp_mesh import Balanced
 
         layout = object.__new__(Balanced)
         object.__setattr__(layout, "table", index)
@@ -246,7 +246,7 @@ def moved(lo: int = 0, hi: int = 0, where: Callable[[Any, bool], bool] = lambda 
     """Of `make_schedule`: the bounds of bands are others."""
 
     def change(tile: Any, local: bool) -> Any:
-        from cp_mesh.masks import Band
+        from inside import Band
 
         cover = tile.cover
         if not isinstance(cover, Band) or not where(tile, local):
@@ -258,7 +258,7 @@ def moved(lo: int = 0, hi: int = 0, where: Callable[[Any, bool], bool] = lambda 
 
 
 def is_band(cover: Any) -> bool:
-    from cp_mesh.masks import Band
+    from inside import Band
 
     return isinstance(cover, Band)
 
@@ -266,7 +266,7 @@ def is_band(cover: Any) -> bool:
 @plant("strict diagonal between runs", "schedule:make_schedule", "coverage")
 def _(make_schedule: Any) -> Any:
     def strict(tile: Any, local: bool) -> Any:
-        from cp_mesh.masks import CAUSAL
+        from inside import CAUSAL
 
         (q, q_end), (k, k_end) = tile.q, tile.k
         if tile.cover != CAUSAL or q_end - q < 2 or k_end - k < 2:
@@ -329,7 +329,7 @@ def _(make_schedule: Any) -> Any:
 @plant("steps that nobody needs are taken", "schedule:make_schedule", "traffic")
 def _(make_schedule: Any) -> Any:
     def more(schedule: Any) -> Any:
-        from cp_mesh.schedule import Stage
+        from inside import Stage
 
         idle = [step for step in range(1, schedule.cp_size) if step not in schedule.active_steps]
         stages = (*schedule.route.stages, *(Stage((step,), (), (), ()) for step in idle))
@@ -392,7 +392,7 @@ def of_blocks(change: Callable[[Any, bool], Any]) -> Callable[[Any], Any]:
     """Of `make_schedule`: tiles by documents have other `Segments`."""
 
     def changed(tile: Any, local: bool) -> Any:
-        from cp_mesh.segments import Segments
+        from inside import Segments
 
         return replace(tile, cover=change(tile.cover, local)) if isinstance(tile.cover, Segments) else tile
 

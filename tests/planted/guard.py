@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from inside import inner
+
 from planted.seams import in_area
 
 plant = in_area("the guard")
@@ -19,23 +21,19 @@ plant("first calls are not compared", "agreement:is_first", "first calls")(nothi
 plant("labels are not compared with tokens", "seen:_unlike_tokens", "labels of other rows")(nothing())
 plant("what shard returns has no mark", "seen:marked", "sharded twice")(nothing())
 plant("positions may be left out", "root:ShardedModel._check_positions", "positions of a root")(nothing())
-plant("variables of a loop are not compared", "guard.stated:check_variables", "variables of a loop")(nothing())
-plant("a mask may reach a style that has its own", "guard.stated:check_mask_read", "unread masks")(nothing())
-plant("tokens are not compared without a root", "guard.rootless:_check", "whole tokens")(nothing())
-plant("the ranks of a loss are not those of its gradients", "guard.reductions:_check_ranks", "ranks of the loss")(
-    nothing()
-)
-plant("nobody asks whether gradients were reduced", "guard.reductions:_check_equal", "gradients that are reduced")(
-    nothing()
-)
-plant("nobody asks whose rows over tp a gradient is of", "guard.reductions:_check_over_tp", "plain parameters over tp")(
+plant("variables of a loop are not compared", "stated:check_variables", "variables of a loop")(nothing())
+plant("a mask may reach a style that has its own", "stated:check_mask_read", "unread masks")(nothing())
+plant("tokens are not compared without a root", "rootless:_check", "whole tokens")(nothing())
+plant("the ranks of a loss are not those of its gradients", "reductions:_check_ranks", "ranks of the loss")(nothing())
+plant("nobody asks whether gradients were reduced", "reductions:_check_equal", "gradients that are reduced")(nothing())
+plant("nobody asks whose rows over tp a gradient is of", "reductions:_check_over_tp", "plain parameters over tp")(
     nothing()
 )
 
 
-@plant("a module's window is not read", "guard.stated:stated_reach", "windows of modules")
+@plant("a module's window is not read", "stated:stated_reach", "windows of modules")
 def _(stated_reach: Any) -> Any:
-    from cp_mesh.guard.stated import Reach
+    Reach = inner("stated", "Reach")
 
     return lambda module: Reach(0, 0)
 
@@ -57,15 +55,15 @@ def _(losses_of: Any) -> Any:
 
 
 plant("models are not told apart by their logits", "seen:first_leaf", "models in turn")(nothing())
-plant("a word that nobody read stays in the store", "agreement.words:_take_back", "words in the store")(nothing())
+plant("a word that nobody read stays in the store", "words:_take_back", "words in the store")(nothing())
 plant("later batches are not compared", "agreement:compare_later", "words in the store")(nothing())
-plant("labels are not compared over ranks", "guard.reductions:_compare_batches", "rows of ranks")(nothing())
+plant("labels are not compared over ranks", "reductions:_compare_batches", "rows of ranks")(nothing())
 plant("a shard's last row passes for the sequence's", "seen:_of_one_row", "rows of ranks")(nothing(False))
 plant("queries may see padding", "seen:warn_of_padding", "rows of ranks")(nothing())
 plant("an optimizer in the backward comes after it", "trained:note_step", "gradients of a step")(nothing(False))
-plant("each of the accumulated losses counts alone", "guard.reductions:_Found.is_averaged", "gradients of a step")(
+plant("each of the accumulated losses counts alone", "reductions:_Found.is_averaged", "gradients of a step")(
     lambda is_averaged: lambda self, num_ranks: any(factor <= 1 for factor in self.factors)
 )
-plant("a first call waits longer than its group", "agreement.words:timeout_of", "patience")(
+plant("a first call waits longer than its group", "words:timeout_of", "patience")(
     lambda timeout_of: lambda group: 4 * timeout_of(group)
 )

@@ -15,15 +15,15 @@ from planted.seams import in_area, with_arguments, with_call, with_result
 plant = in_area("kernels")
 
 
-plant("fp32 sums of fp64 inputs", "kernels.combine:accumulation_dtype", "parity")(
+plant("fp32 sums of fp64 inputs", "combine:accumulation_dtype", "parity")(
     lambda accumulation_dtype: lambda dtype: torch.float32
 )
-plant("sums in the inputs' dtype", "kernels.combine:accumulation_dtype", "low precision")(
+plant("sums in the inputs' dtype", "combine:accumulation_dtype", "low precision")(
     lambda accumulation_dtype: lambda dtype: dtype
 )
 
 
-@plant("tiles that share keys overwrite each other's gradients", "kernels.merge:SummingBackward.step", "parity")
+@plant("tiles that share keys overwrite each other's gradients", "merge:SummingBackward.step", "parity")
 def _(step: Any) -> Any:
     def mutant(self: Any, k: Any, v: Any, tiles: Any, into: Any = None) -> Any:
         pieces = [piece for tile in tiles for piece in step(self, k, v, [tile])]
@@ -37,7 +37,7 @@ def _(step: Any) -> Any:
     return mutant
 
 
-@plant("a step goes on from the gradients of the step before", "kernels.merge:SummingBackward.step", "kernels")
+@plant("a step goes on from the gradients of the step before", "merge:SummingBackward.step", "kernels")
 def _(step: Any) -> Any:
     def mutant(self: Any, k: Any, v: Any, tiles: Any, into: Any = None) -> Any:
         pieces = step(self, k, v, tiles, into)
@@ -51,7 +51,7 @@ def _(step: Any) -> Any:
     return mutant
 
 
-@plant("dk of the first tile of several is added twice", "kernels.merge:SummingBackward.step", "parity")
+@plant("dk of the first tile of several is added twice", "merge:SummingBackward.step", "parity")
 def _(step: Any) -> Any:
     def mutant(self: Any, k: Any, v: Any, tiles: Any, into: Any = None) -> Any:
         pieces = step(self, k, v, tiles, into)
@@ -62,12 +62,12 @@ def _(step: Any) -> Any:
     return mutant
 
 
-plant("a partial gradient lands on the first rows", "kernels.combine:RowSum.add", "kernels")(
+plant("a partial gradient lands on the first rows", "combine:RowSum.add", "kernels")(
     lambda add: with_arguments(add, begin=lambda begin: 0)
 )
 
 
-@plant("the last of many partial gradients is left out", "kernels.combine:RowSum.add", "kernels")
+@plant("the last of many partial gradients is left out", "combine:RowSum.add", "kernels")
 def _(add: Any) -> Any:
     def mutant(self: Any, begin: int, x: Any) -> None:
         count = vars(self)["count"] = vars(self).get("count", 0) + 1
@@ -77,7 +77,7 @@ def _(add: Any) -> Any:
     return mutant
 
 
-plant("delta without the gradient of lse", "kernels.combine:make_delta", "parity")(
+plant("delta without the gradient of lse", "combine:make_delta", "parity")(
     lambda make_delta: with_arguments(make_delta, dlse=lambda dlse: None)
 )
 
@@ -92,7 +92,7 @@ def _(kernel: Any) -> Any:
 
 @plant("blocks lost in the backward", "kernels.reference:REFERENCE", "parity")
 def _(kernel: Any) -> Any:
-    from cp_mesh.kernels.contract import Pairs
+    from inside import Pairs
 
     def without_blocks(tile: Any) -> Any:
         known = isinstance(tile.cover, Pairs)
@@ -112,10 +112,10 @@ plant("heads of a group interleaved", "kernels.reference:_grouped", "head order"
 )
 
 
-@plant("causal tiles computed as full ones", "kernels.aten:CPU_FLASH", "parity")
+@plant("causal tiles computed as full ones", "aten:CPU_FLASH", "parity")
 def _(kernel: Any) -> Any:
     def begin_forward(*given: Any) -> Any:
-        from cp_mesh.masks import FULL
+        from inside import FULL
 
         begun = kernel.begin_forward(*given)
         step = begun.step
@@ -127,10 +127,10 @@ def _(kernel: Any) -> Any:
     return replace(kernel, begin_forward=begin_forward)
 
 
-@plant("the backward computes causal tiles as full ones", "kernels.aten:CPU_FLASH", "parity")
+@plant("the backward computes causal tiles as full ones", "aten:CPU_FLASH", "parity")
 def _(kernel: Any) -> Any:
     def begin_backward(*given: Any) -> Any:
-        from cp_mesh.masks import FULL
+        from inside import FULL
 
         begun = kernel.begin_backward(*given)
         step = begun.step
@@ -142,13 +142,13 @@ def _(kernel: Any) -> Any:
     return replace(kernel, begin_backward=begin_backward)
 
 
-plant("kv heads are repeated in another order", "kernels.aten:_expand_heads", "heads of efficient attention")(
+plant("kv heads are repeated in another order", "aten:_expand_heads", "heads of efficient attention")(
     lambda expand_heads: lambda x, num_heads: x.repeat(1, num_heads // x.shape[1], 1, 1)
 )
 
 
 @plant(
-    "gradients of a group's heads are added to those of other kv heads", "kernels.aten:_efficient_backward",
+    "gradients of a group's heads are added to those of other kv heads", "aten:_efficient_backward",
     "heads of efficient attention",
 )  # fmt: skip
 def _(backward: Any) -> Any:
@@ -156,14 +156,14 @@ def _(backward: Any) -> Any:
 
 
 @plant(
-    "the backward repeats values in another order than keys", "kernels.aten:_efficient_backward",
+    "the backward repeats values in another order than keys", "aten:_efficient_backward",
     "heads of efficient attention",
 )  # fmt: skip
 def _(backward: Any) -> Any:
     return with_arguments(backward, t=lambda tile: tile._replace(v=tile.v.roll(1, dims=1)))
 
 
-@plant("rows outside of all sequences are not cleared", "kernels.flash_attn_4:_run_forward", "sequences")
+@plant("rows outside of all sequences are not cleared", "flash_attn_4:_run_forward", "sequences")
 def _(run: Any) -> Any:
     def uncleared(call: Any, out: Any, lse: Any) -> None:
         run(call, out, lse)
@@ -172,7 +172,7 @@ def _(run: Any) -> Any:
     return uncleared
 
 
-@plant("gradients of keys outside of all sequences are not cleared", "kernels.flash_attn_4:_run_backward", "sequences")
+@plant("gradients of keys outside of all sequences are not cleared", "flash_attn_4:_run_backward", "sequences")
 def _(run: Any) -> Any:
     def uncleared(*given: Any) -> None:
         run(*given)
@@ -182,16 +182,16 @@ def _(run: Any) -> Any:
     return uncleared
 
 
-plant("the backward is another one where it should repeat", "kernels.flash_attn_4:FA4", "deterministic")(
+plant("the backward is another one where it should repeat", "flash_attn_4:FA4", "deterministic")(
     lambda kernel: replace(kernel, reproducible=None)
 )
-plant("a deterministic backward of bands that it was not tried for", "kernels.merge:_squares", "deterministic")(
+plant("a deterministic backward of bands that it was not tried for", "merge:_squares", "deterministic")(
     lambda squares: lambda tiles: list(tiles)
 )
 
 
 # --- merging
-@plant("fp32 sums of dk are not cleared", "kernels.flash_attn_4:_backward_launches", "kernels launched directly")
+@plant("fp32 sums of dk are not cleared", "flash_attn_4:_backward_launches", "kernels launched directly")
 def _(launches: Any) -> Any:
     def uncleared(found: Any) -> Any:
         if len(found) == 5:
@@ -201,16 +201,16 @@ def _(launches: Any) -> Any:
     return with_result(launches, uncleared)
 
 
-plant("calls of unlike bands share a kernel", "kernels.flash_attn_4:Call.kind", "kernels launched directly")(
+plant("calls of unlike bands share a kernel", "flash_attn_4:Call.kind", "kernels launched directly")(
     lambda kind: with_result(kind, lambda found: (*found[:6], *found[9:]))
 )
-plant("another softcap shares a kernel", "kernels.flash_attn_4:Call.kind", "kernels launched directly")(
+plant("another softcap shares a kernel", "flash_attn_4:Call.kind", "kernels launched directly")(
     lambda kind: with_result(kind, lambda found: (*found[:9], *found[10:]))
 )
-plant("what a release launches is not compared", "kernels.flash_attn_4:_same", "kernels launched directly")(
+plant("what a release launches is not compared", "flash_attn_4:_same", "kernels launched directly")(
     lambda same: lambda recorded, launches, given: True
 )
-plant("tensors in each other's place pass for the same", "kernels.flash_attn_4:_same", "kernels launched directly")(
+plant("tensors in each other's place pass for the same", "flash_attn_4:_same", "kernels launched directly")(
     lambda same: lambda recorded, launches, given: same(recorded, launches, set())
 )
 
@@ -243,7 +243,7 @@ def remembering(output_sum: Any) -> Any:
     return Remembering
 
 
-@plant("the merge leaves lse as it was", "kernels.combine:OutputSum", "parity")
+@plant("the merge leaves lse as it was", "combine:OutputSum", "parity")
 def _(output_sum: Any) -> Any:
     class Mutant(remembering(output_sum)):
         def finish(self, *args: Any, **kwargs: Any) -> Any:
@@ -253,7 +253,7 @@ def _(output_sum: Any) -> Any:
     return Mutant
 
 
-@plant("the merge does not divide by the sum of weights", "kernels.combine:OutputSum", "parity")
+@plant("the merge does not divide by the sum of weights", "combine:OutputSum", "parity")
 def _(output_sum: Any) -> Any:
     class Mutant(remembering(output_sum)):
         def finish(self, *args: Any, **kwargs: Any) -> Any:
@@ -263,7 +263,7 @@ def _(output_sum: Any) -> Any:
     return Mutant
 
 
-@plant("rows without keys are merged to NaN", "kernels.combine:OutputSum.finish", "parity")
+@plant("rows without keys are merged to NaN", "combine:OutputSum.finish", "parity")
 def _(finish: Any) -> Any:
     def with_nan(results: Any) -> Any:
         out, lse = results
@@ -272,12 +272,12 @@ def _(finish: Any) -> Any:
     return with_result(finish, with_nan)
 
 
-plant("partial outputs are added without weights", "kernels.combine:OutputSum.add", "kernels")(
+plant("partial outputs are added without weights", "combine:OutputSum.add", "kernels")(
     lambda add: with_arguments(add, lse=lambda lse: lse.clamp(-1e-6, 1e-6))
 )
 
 
-@plant("more pieces than are held are folded without the first", "kernels.combine:OutputSum.add", "parity on six ranks")
+@plant("more pieces than are held are folded without the first", "combine:OutputSum.add", "parity on six ranks")
 def _(add: Any) -> Any:
     def mutant(self: Any, begin: int, out: Any, lse: Any) -> None:
         count = vars(self)["count"] = vars(self).get("count", 0) + 1
@@ -324,12 +324,12 @@ def _(masked_scores: Any) -> Any:
     return mutant
 
 
-@plant("gradients of sinks are those of all ranks on each of them", "methods.stages:gradient_of_sinks", "scores")
+@plant("gradients of sinks are those of all ranks on each of them", "stages:gradient_of_sinks", "scores")
 def _(gradient_of_sinks: Any) -> Any:
     return with_result(gradient_of_sinks, lambda gradient: gradient * torch.distributed.get_world_size())
 
 
-@plant("gradients of sinks are those of the first rows", "methods.stages:gradient_of_sinks", "scores")
+@plant("gradients of sinks are those of the first rows", "stages:gradient_of_sinks", "scores")
 def _(gradient_of_sinks: Any) -> Any:
     def first(x: Any) -> Any:
         return x[:, :, :3]
@@ -337,17 +337,17 @@ def _(gradient_of_sinks: Any) -> Any:
     return with_arguments(gradient_of_sinks, dout=first, out=first, lse=first)
 
 
-@plant("gradients of sinks are those of one rank", "methods.stages:gradient_of_sinks", "scores")
+@plant("gradients of sinks are those of one rank", "stages:gradient_of_sinks", "scores")
 def _(gradient_of_sinks: Any) -> Any:
     return with_result(gradient_of_sinks, lambda gradient: gradient * (torch.distributed.get_rank() == 0))
 
 
-plant("the gradient of a sink has the other sign", "methods.stages:gradient_of_sinks", "scores")(
+plant("the gradient of a sink has the other sign", "stages:gradient_of_sinks", "scores")(
     lambda gradient_of_sinks: with_result(gradient_of_sinks, torch.neg)
 )
 
 
-@plant("a sink for each tile", "kernels.combine:OutputSum", "scores")
+@plant("a sink for each tile", "combine:OutputSum", "scores")
 def _(output_sum: Any) -> Any:
     class Mutant(remembering(output_sum)):
         def finish(self, like: Any, dtype: Any, into: Any = None, sinks: Any = None) -> Any:
@@ -362,7 +362,7 @@ def _(output_sum: Any) -> Any:
     return Mutant
 
 
-@plant("a sink in lse", "kernels.combine:OutputSum.finish", "scores")
+@plant("a sink in lse", "combine:OutputSum.finish", "scores")
 def _(finish: Any) -> Any:
     def mutant(self: Any, like: Any, dtype: Any, into: Any = None, sinks: Any = None) -> Any:
         out, lse = finish(self, like, dtype, into, sinks)
@@ -371,7 +371,7 @@ def _(finish: Any) -> Any:
     return mutant
 
 
-@plant("no sink where a single tile has all rows", "kernels.combine:OutputSum", "scores")
+@plant("no sink where a single tile has all rows", "combine:OutputSum", "scores")
 def _(output_sum: Any) -> Any:
     class Mutant(remembering(output_sum)):
         def finish(self, like: Any, dtype: Any, into: Any = None, sinks: Any = None) -> Any:
@@ -381,10 +381,10 @@ def _(output_sum: Any) -> Any:
     return Mutant
 
 
-plant("no sink in the backward", "methods.stages:include_sinks", "scores")(lambda include_sinks: lambda lse, sinks: lse)
+plant("no sink in the backward", "stages:include_sinks", "scores")(lambda include_sinks: lambda lse, sinks: lse)
 
 
-@plant("the gradient of lse as if lse had the sink", "methods.ring:RING", "scores")
+@plant("the gradient of lse as if lse had the sink", "ring:RING", "scores")
 def _(method: Any) -> Any:
     def with_sink(lse: Any, dlse: Any, plan: Any) -> dict[str, Any]:
         sinks = plan.scores.sinks
@@ -393,12 +393,12 @@ def _(method: Any) -> Any:
     return replace(method, backward=with_call(method.backward, with_sink))
 
 
-plant("the sink takes nothing where a gradient comes through lse", "methods.stages:share_of_keys", "scores")(
+plant("the sink takes nothing where a gradient comes through lse", "stages:share_of_keys", "scores")(
     lambda share_of_keys: lambda lse, sinks: torch.ones_like(lse)
 )
 
 
-@plant("sinks of the first heads in every chunk", "kernels.scores:Scores.heads", "scores")
+@plant("sinks of the first heads in every chunk", "scores:Scores.heads", "scores")
 def _(heads: Any) -> Any:
     def mutant(self: Any, begin: int, end: int) -> Any:
         part = heads(self, begin, end)
@@ -407,7 +407,7 @@ def _(heads: Any) -> Any:
     return mutant
 
 
-@plant("slopes of the first heads in every chunk", "kernels.scores:Scores.heads", "scores")
+@plant("slopes of the first heads in every chunk", "scores:Scores.heads", "scores")
 def _(heads: Any) -> Any:
     def mutant(self: Any, begin: int, end: int) -> Any:
         part = heads(self, begin, end)
@@ -416,7 +416,7 @@ def _(heads: Any) -> Any:
     return mutant
 
 
-@plant("tables of the first heads in every chunk", "kernels.scores:Scores.heads", "scores")
+@plant("tables of the first heads in every chunk", "scores:Scores.heads", "scores")
 def _(heads: Any) -> Any:
     def mutant(self: Any, begin: int, end: int) -> Any:
         part = heads(self, begin, end)
@@ -425,15 +425,15 @@ def _(heads: Any) -> Any:
     return mutant
 
 
-plant("dropout of the first heads in every chunk", "kernels.scores:Scores.heads", "scores")(
+plant("dropout of the first heads in every chunk", "scores:Scores.heads", "scores")(
     lambda heads: lambda self, begin, end: replace(heads(self, begin, end), first_head=self.first_head)
 )
-plant("gradients of slopes land on the first heads", "kernels.scores:ScoreGradients.part", "scores")(
+plant("gradients of slopes land on the first heads", "scores:ScoreGradients.part", "scores")(
     lambda part: with_arguments(part, heads=lambda heads: heads and (0, heads[1] - heads[0]))
 )
 
 
-@plant("gradients of a table are those of the last tile", "kernels.scores:ScoreGradients.add_", "scores")
+@plant("gradients of a table are those of the last tile", "scores:ScoreGradients.add_", "scores")
 def _(add: Any) -> Any:
     def mutant(self: Any, other: Any) -> None:
         if self.relative_bias is not None:
@@ -443,21 +443,21 @@ def _(add: Any) -> Any:
     return mutant
 
 
-plant("every tile has the first rows of a bias", "kernels.scores:Scores.rows", "scores")(
+plant("every tile has the first rows of a bias", "scores:Scores.rows", "scores")(
     lambda rows: lambda self, begin, end: rows(self, 0, end - begin)
 )
-plant("distances of local rows", "kernels.scores:Where.distance", "scores")(
+plant("distances of local rows", "scores:Where.distance", "scores")(
     lambda distance: lambda self: torch.arange(len(self.q_pos))[:, None] - torch.arange(len(self.k_pos))
 )
 plant("dropout by local rows", "kernels.reference:_dropout_factors", "scores")(
     lambda factors: with_arguments(factors, cover=lambda cover: replace(cover, q_pos=torch.arange(len(cover.q_pos))))
 )
-plant("the distances of a table are clipped one early", "kernels.scores:RelativeBias.added", "scores")(
+plant("the distances of a table are clipped one early", "scores:RelativeBias.added", "scores")(
     lambda added: with_arguments(added, x=lambda table: torch.cat([table[:, 1:2], table[:, 1:]], 1))
 )
 
 
-@plant("clipped distances have no gradient", "kernels.scores:RelativeBias.add_gradient", "scores")
+@plant("clipped distances have no gradient", "scores:RelativeBias.add_gradient", "scores")
 def _(add_gradient: Any) -> Any:
     def unclipped(total: Any, dscores: Any, where: Any) -> dict[str, Any]:
         return {"dscores": dscores * (where.distance.abs() < total.shape[1] // 2)}
@@ -465,12 +465,12 @@ def _(add_gradient: Any) -> Any:
     return with_call(add_gradient, unclipped)
 
 
-plant("columns of a bias in the order of the tile", "kernels.scores:Bias.added", "scores")(
+plant("columns of a bias in the order of the tile", "scores:Bias.added", "scores")(
     lambda added: lambda self, x, where: x[..., : len(where.k_pos)]
 )
 
 
-@plant("gradients of a bias in the order of the tile", "kernels.scores:Bias.add_gradient", "scores")
+@plant("gradients of a bias in the order of the tile", "scores:Bias.add_gradient", "scores")
 def _(add_gradient: Any) -> Any:
     def by_tile(where: Any) -> dict[str, Any]:
         return {"where": where._replace(k_pos=torch.arange(len(where.k_pos)))}
@@ -478,7 +478,7 @@ def _(add_gradient: Any) -> Any:
     return with_call(add_gradient, by_tile)
 
 
-plant("slopes without the sign of their gradient", "kernels.scores:AlibiSlopes.add_gradient", "scores")(
+plant("slopes without the sign of their gradient", "scores:AlibiSlopes.add_gradient", "scores")(
     lambda add_gradient: with_arguments(add_gradient, dscores=lambda dscores: -dscores)
 )
 

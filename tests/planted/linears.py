@@ -12,12 +12,12 @@ from planted.seams import in_area, with_arguments, with_result
 plant = in_area("linears over tp")
 
 
-plant("rows are read before they have come", "transport.shards:Shards._wait", "traffic of linears")(
+plant("rows are read before they have come", "shards:Shards._wait", "traffic of linears")(
     lambda wait: lambda self, started, sent: started
 )
 
 
-@plant("rows are waited for before the product", "transport.shards:Shards.gather", "order of linears")
+@plant("rows are waited for before the product", "shards:Shards.gather", "order of linears")
 def _(gather: Any) -> Any:
     def mutant(self: Any, x: Any) -> Any:
         found = gather(self, x)()
@@ -26,7 +26,7 @@ def _(gather: Any) -> Any:
     return mutant
 
 
-@plant("shards are as even as can be, not those of torch.chunk", "transport.shards:Shards.sizes", "linears")
+@plant("shards are as even as can be, not those of torch.chunk", "shards:Shards.sizes", "linears")
 def _(sizes: Any) -> Any:
     def even(self: Any) -> list[int]:
         count = len(sizes(self))
@@ -35,7 +35,7 @@ def _(sizes: Any) -> Any:
     return even
 
 
-plant("a sum over tp is that of one rank", "transport.shards:Shards.all_sum", "linears")(
+plant("a sum over tp is that of one rank", "shards:Shards.all_sum", "linears")(
     lambda all_sum: lambda self, x: lambda: x.clone()
 )
 
@@ -93,20 +93,20 @@ def _(moving: Any) -> Any:
     return mutant
 
 
-plant("what one rank has computed is left out of a sum", "transport.shards:FunctionalSums.send", "beside products")(
+plant("what one rank has computed is left out of a sum", "shards:FunctionalSums.send", "beside products")(
     lambda send: (
         lambda self, chunk, write: send(self, chunk, lambda part, out: write(part, out) if part.start else out.zero_())
     )
 )
-plant("ranks pull what was computed for others", "transport.symmetric_shards:SymmetricSums._slot", "beside copies")(
+plant("ranks pull what was computed for others", "symmetric_shards:SymmetricSums._slot", "beside copies")(
     lambda slot: lambda self, rank, step, chunk: slot(self, rank, step if rank == self._rank else 1, chunk)
 )
-plant(
-    "what is kept for the backward was only lent", "transport.symmetric_shards:SymmetricMoves.gather", "beside copies"
-)(lambda gather: lambda self, x, whole: gather(self, x, whole and "lent"))
+plant("what is kept for the backward was only lent", "symmetric_shards:SymmetricMoves.gather", "beside copies")(
+    lambda gather: lambda self, x, whole: gather(self, x, whole and "lent")
+)
 plant(
     "memory is written while peers still read it",
-    "transport.symmetric_shards:SymmetricMoves.workspace",
+    "symmetric_shards:SymmetricMoves.workspace",
     "order of copies",
 )(lambda workspace: lambda self, purpose, nbytes: setattr(self, "_is_clear", True) or workspace(self, purpose, nbytes))
 plant("tokens of other ranks take this rank's first row", "vocabulary:_own_index", "linears")(

@@ -8,6 +8,7 @@ from itertools import count
 from typing import Any
 
 import torch
+from inside import inner
 
 from planted.seams import Namespace, in_area, with_arguments, with_call, with_result
 
@@ -15,7 +16,7 @@ from planted.seams import Namespace, in_area, with_arguments, with_call, with_re
 plant = in_area("the loop")
 
 
-@plant("stale KV in the backward", "kernels.merge:SummingBackward.step", "parity")
+@plant("stale KV in the backward", "merge:SummingBackward.step", "parity")
 def _(step: Any) -> Any:
     def mutant(self: Any, k: Any, v: Any, tiles: Any, into: Any = None) -> Any:
         if into is not None:  # rows that were fetched
@@ -26,7 +27,7 @@ def _(step: Any) -> Any:
     return mutant
 
 
-@plant("stale KV in the forward", "kernels.merge:MergingForward.step", "parity")
+@plant("stale KV in the forward", "merge:MergingForward.step", "parity")
 def _(step: Any) -> Any:
     def mutant(self: Any, k: Any, v: Any, tiles: Any) -> None:
         kept = vars(self).setdefault("kept", (k, v))
@@ -51,15 +52,15 @@ def two_stages(plan: Any) -> Any:
     return replace(plan, schedule=replace(plan.schedule, route=route))
 
 
-plant("the forward stops after two stages", "methods.ring:RING", "parity on six ranks")(
+plant("the forward stops after two stages", "ring:RING", "parity on six ranks")(
     lambda method: replace(method, forward=with_arguments(method.forward, plan=two_stages))
 )
-plant("the backward stops after two stages", "methods.ring:RING", "parity on six ranks")(
+plant("the backward stops after two stages", "ring:RING", "parity on six ranks")(
     lambda method: replace(method, backward=with_arguments(method.backward, plan=two_stages))
 )
 
 
-@plant("chunks of heads lose the scale", "kernels.scores:Scores.heads", "random uses of two")
+@plant("chunks of heads lose the scale", "scores:Scores.heads", "random uses of two")
 def _(heads: Any) -> Any:
     """Those after the first have the scale that is taken if none is given to heads of 16."""
 
@@ -69,7 +70,7 @@ def _(heads: Any) -> Any:
     return mutant
 
 
-@plant("the next hop starts after the step", "transport.functional:FunctionalTransport.fetch", "overlap")
+@plant("the next hop starts after the step", "functional:FunctionalTransport.fetch", "overlap")
 def _(fetch: Any) -> Any:
     class Late:
         """Starts to fetch a stage when it is asked for."""
@@ -89,7 +90,7 @@ plant = in_area("gradients")
 
 
 @plant(
-    "dk and dv swapped on their way home", "transport.functional:FunctionalOutgoing.buffer",
+    "dk and dv swapped on their way home", "functional:FunctionalOutgoing.buffer",
     "parity", "gradients come home",
 )  # fmt: skip
 def _(buffer: Any) -> Any:
@@ -97,7 +98,7 @@ def _(buffer: Any) -> Any:
 
 
 @plant(
-    "delivered gradients replace those of other ranks", "transport.functional:FunctionalOutgoing.collect",
+    "delivered gradients replace those of other ranks", "functional:FunctionalOutgoing.collect",
     "gradients come home",
 )  # fmt: skip
 def _(collect: Any) -> Any:
@@ -113,7 +114,7 @@ def _(collect: Any) -> Any:
     return mutant
 
 
-@plant("the last delivery is not added", "transport.functional:FunctionalTransport.deliver", "parity")
+@plant("the last delivery is not added", "functional:FunctionalTransport.deliver", "parity")
 def _(deliver: Any) -> Any:
     class Forgetful:
         def __init__(self, transport: Any, packing: Any, route: Any) -> None:
@@ -134,15 +135,15 @@ def _(deliver: Any) -> Any:
 plant("gradients land on the first rows of a shard", "transport.contract:split_arrived", "parity")(
     lambda split: with_result(split, lambda arrived: (replace(part, begin=0) for part in arrived))
 )
-plant("local dv is not added", "kernels.merge:SummingBackward.step", "parity")(
+plant("local dv is not added", "merge:SummingBackward.step", "parity")(
     lambda step: with_result(step, lambda pieces: [replace(piece, dv=torch.zeros_like(piece.dv)) for piece in pieces])
 )
-plant("local dk is not added", "kernels.merge:SummingBackward.step", "parity")(
+plant("local dk is not added", "merge:SummingBackward.step", "parity")(
     lambda step: with_result(step, lambda pieces: [replace(piece, dk=torch.zeros_like(piece.dk)) for piece in pieces])
 )
 
 
-@plant("sums of gradients begin with what was in memory", "kernels.combine:RowSum.__init__", "parity")
+@plant("sums of gradients begin with what was in memory", "combine:RowSum.__init__", "parity")
 def _(init: Any) -> Any:
     def mutant(self: Any, shape: Any, dtype: Any, device: Any) -> None:
         init(self, shape, dtype, device)
@@ -151,15 +152,15 @@ def _(init: Any) -> Any:
     return mutant
 
 
-plant("gradients are summed in half precision", "kernels.combine:RowSum.__init__", "sums in fp32")(
+plant("gradients are summed in half precision", "combine:RowSum.__init__", "sums in fp32")(
     lambda init: with_arguments(init, dtype=lambda _: torch.bfloat16)
 )
-plant("gradients travel in bf16", "transport.functional:FunctionalTransport.deliver", "parity")(
+plant("gradients travel in bf16", "functional:FunctionalTransport.deliver", "parity")(
     lambda deliver: with_arguments(deliver, packing=lambda packing: replace(packing, dtype=torch.bfloat16))
 )
 
 
-@plant("dk that travels is counted twice", "kernels.merge:SummingBackward.step", "gradients come home")
+@plant("dk that travels is counted twice", "merge:SummingBackward.step", "gradients come home")
 def _(step: Any) -> Any:
     def mutant(self: Any, k: Any, v: Any, tiles: Any, into: Any = None) -> Any:
         pieces = step(self, k, v, tiles, into)
@@ -170,7 +171,7 @@ def _(step: Any) -> Any:
     return mutant
 
 
-@plant("the gradient of a rank's own keys goes to its neighbour", "methods.ring:RING", "gradients come home")
+@plant("the gradient of a rank's own keys goes to its neighbour", "ring:RING", "gradients come home")
 def _(method: Any) -> Any:
     import torch.distributed as dist
 
@@ -188,7 +189,7 @@ def _(method: Any) -> Any:
 plant = in_area("other methods")
 
 
-@plant("all-gather's gradients go to wrong owners", "transport.functional:FunctionalTransport.deliver", "all-gather")
+@plant("all-gather's gradients go to wrong owners", "functional:FunctionalTransport.deliver", "all-gather")
 def _(deliver: Any) -> Any:
     class Mixed:
         def __init__(self, transport: Any, packing: Any, route: Any) -> None:
@@ -208,25 +209,25 @@ def _(deliver: Any) -> Any:
     return lambda self, packing, route: Mixed(self, packing, route)
 
 
-@plant("all-gather takes the stages of the ring", "methods.all_gather:ALL_GATHER", "overlap of all-gather")
+@plant("all-gather takes the stages of the ring", "all_gather:ALL_GATHER", "overlap of all-gather")
 def _(method: Any) -> Any:
-    from cp_mesh.methods.ring import RING
+    RING = inner("ring", "RING")
 
     return replace(method, make_schedule=RING.make_schedule)
 
 
-plant("heads go to other ranks", "transport.heads:HeadExchange.to_heads", "Ulysses")(
+plant("heads go to other ranks", "heads:HeadExchange.to_heads", "Ulysses")(
     lambda to_heads: with_arguments(to_heads, tensors=lambda tensors: [x.flip(0) for x in tensors])
 )
-plant("heads come home in another order", "transport.heads:HeadExchange.home", "Ulysses")(
+plant("heads come home in another order", "heads:HeadExchange.home", "Ulysses")(
     lambda home: with_result(home, lambda arrived: tuple(x.flip(0) for x in arrived))
 )
-plant("rows of all heads stay in the order of the layout", "transport.heads:HeadExchange.__init__", "Ulysses")(
+plant("rows of all heads stay in the order of the layout", "heads:HeadExchange.__init__", "Ulysses")(
     lambda init: with_arguments(init, order=lambda _: None)
 )
 
 
-@plant("rows go home in the order of positions", "transport.heads:HeadExchange.home", "Ulysses")
+@plant("rows go home in the order of positions", "heads:HeadExchange.home", "Ulysses")
 def _(home: Any) -> Any:
     def mutant(self: Any, *args: Any) -> Any:
         order, self._order = self._order, None
@@ -238,18 +239,18 @@ def _(home: Any) -> Any:
     return mutant
 
 
-plant("every part of the heads is given what the first one kept", "methods.ulysses:_Call.views", "Ulysses")(
+plant("every part of the heads is given what the first one kept", "ulysses:_Call.views", "Ulysses")(
     lambda views: with_arguments(views, chunk=lambda _: 0)
 )
-plant("keys that were kept are values", "methods.ulysses:_Call.views", "Ulysses")(
+plant("keys that were kept are values", "ulysses:_Call.views", "Ulysses")(
     lambda views: with_result(views, lambda found: [found[0], found[2], found[1], found[3]])
 )
-plant("shares of sinks are of other heads", "methods.ulysses:_Call.share_of_sinks", "Ulysses")(
+plant("shares of sinks are of other heads", "ulysses:_Call.share_of_sinks", "Ulysses")(
     lambda share: with_result(share, lambda found: {name: x.roll(1, 0) for name, x in found.items()})
 )
 
 
-@plant("gradients of a kv head that was sent twice are not summed", "methods.ulysses:_Call.summed", "Ulysses")
+@plant("gradients of a kv head that was sent twice are not summed", "ulysses:_Call.summed", "Ulysses")
 def _(summed: Any) -> Any:
     def mutant(self: Any, arrived: Any, x: Any) -> Any:
         return arrived[:, :: arrived.shape[1] // x.shape[1]].to(x.dtype)
@@ -257,7 +258,7 @@ def _(summed: Any) -> Any:
     return mutant
 
 
-@plant("gradients of a kv head that was sent twice count twice", "methods.ulysses:_Call.summed", "Ulysses")
+@plant("gradients of a kv head that was sent twice count twice", "ulysses:_Call.summed", "Ulysses")
 def _(summed: Any) -> Any:
     def mutant(self: Any, arrived: Any, x: Any) -> Any:
         return summed(self, arrived, x) * (arrived.shape[1] // x.shape[1])
@@ -265,7 +266,7 @@ def _(summed: Any) -> Any:
     return mutant
 
 
-@plant("kv heads that are sent twice go in turn", "methods.ulysses:_Call.repeated", "Ulysses")
+@plant("kv heads that are sent twice go in turn", "ulysses:_Call.repeated", "Ulysses")
 def _(repeated: Any) -> Any:
     def mutant(self: Any, x: Any) -> Any:
         return x.repeat(1, repeated(self, x).shape[1] // x.shape[1], 1, 1)
@@ -273,13 +274,13 @@ def _(repeated: Any) -> Any:
     return mutant
 
 
-@plant("gradients of kv heads are rounded before they are summed", "methods.ulysses:ULYSSES", "sums of Ulysses")
+@plant("gradients of kv heads are rounded before they are summed", "ulysses:ULYSSES", "sums of Ulysses")
 def _(method: Any) -> Any:
     rounded = with_result(method.settle, lambda settings: settings._replace(home_dtype=torch.bfloat16))
     return replace(method, settle=rounded)
 
 
-@plant("scores are those of the first heads on every rank", "methods.ulysses:_Call", "Ulysses")
+@plant("scores are those of the first heads on every rank", "ulysses:_Call", "Ulysses")
 def _(call: Any) -> Any:
     class Mutant(call):
         def by_parts(self, tensors: Any) -> Any:
@@ -291,7 +292,7 @@ def _(call: Any) -> Any:
     return Mutant
 
 
-@plant("dropout counts heads from the rank's first one", "methods.ulysses:_Call", "Ulysses")
+@plant("dropout counts heads from the rank's first one", "ulysses:_Call", "Ulysses")
 def _(call: Any) -> Any:
     class Mutant(call):
         def by_parts(self, tensors: Any) -> Any:
@@ -301,7 +302,7 @@ def _(call: Any) -> Any:
     return Mutant
 
 
-@plant("shares of scores are of other heads", "methods.ulysses:_Call.shares", "Ulysses")
+@plant("shares of scores are of other heads", "ulysses:_Call.shares", "Ulysses")
 def _(shares: Any) -> Any:
     def rolled(found: Any) -> Any:
         return {name: x if name == "bias" else x.roll(1, 0) for name, x in found.items()}
@@ -313,12 +314,12 @@ def _(shares: Any) -> Any:
 plant = in_area("the hybrid")
 
 
-plant("inner groups hold what the others do", "methods.joined:Joined.runs", "hybrid")(
+plant("inner groups hold what the others do", "joined:Joined.runs", "hybrid")(
     lambda runs: with_arguments(runs, cp_rank=lambda rank: 1 - rank)
 )
 
 
-@plant("rows of an inner group stay in the order of its ranks", "methods.joined:rows_of_group", "hybrid")
+@plant("rows of an inner group stay in the order of its ranks", "joined:rows_of_group", "hybrid")
 def _(rows: Any) -> Any:
     def mutant(*args: Any) -> Any:
         found, begin, given = [], 0, rows(*args)
@@ -338,7 +339,7 @@ plant("the ring goes over the inner group", "groups:parts_of", "hybrid")(
 )
 
 
-@plant("dropout counts heads by the place in the ring", "methods.ulysses:_Call", "hybrid")
+@plant("dropout counts heads by the place in the ring", "ulysses:_Call", "hybrid")
 def _(call: Any) -> Any:
     class Mutant(call):
         def by_parts(self, tensors: Any) -> Any:
@@ -348,7 +349,7 @@ def _(call: Any) -> Any:
     return Mutant
 
 
-@plant("gradients of keys are summed once more for each inner group", "methods.hybrid:HYBRID", "hybrid")
+@plant("gradients of keys are summed once more for each inner group", "hybrid:HYBRID", "hybrid")
 def _(method: Any) -> Any:
     def mutant(*args: Any, **kept: Any) -> Any:
         dq, dk, dv, of_scores = method.backward(*args, **kept)
@@ -357,7 +358,7 @@ def _(method: Any) -> Any:
     return replace(method, backward=mutant)
 
 
-@plant("the degree that was asked for is left aside", "methods.hybrid:HYBRID", "degrees")
+@plant("the degree that was asked for is left aside", "hybrid:HYBRID", "degrees")
 def _(method: Any) -> Any:
     def mutant(options: Any, *args: Any) -> int:
         return method.choose_degree(options._replace(ulysses_degree=0), *args)
@@ -369,7 +370,7 @@ def _(method: Any) -> Any:
 plant = in_area("the double ring")
 
 
-@plant("rows that crossed are those of the host before", "transport.relayed:RelayedIncoming._begin", "double ring")
+@plant("rows that crossed are those of the host before", "relayed:RelayedIncoming._begin", "double ring")
 def _(begin: Any) -> Any:
     def mutant(self: Any, rows: Any) -> None:
         kept = vars(self).setdefault("kept", rows)
@@ -378,7 +379,7 @@ def _(begin: Any) -> Any:
     return mutant
 
 
-@plant("gradients are summed twice where they cross", "transport.relayed:RelayedOutgoing._add", "double ring")
+@plant("gradients are summed twice where they cross", "relayed:RelayedOutgoing._add", "double ring")
 def _(add: Any) -> Any:
     def mutant(self: Any, arrived: Any) -> None:
         arrived = list(arrived)
@@ -387,7 +388,7 @@ def _(add: Any) -> Any:
     return mutant
 
 
-@plant("the last sums of gradients do not come home", "transport.relayed:RelayedOutgoing.collect", "double ring")
+@plant("the last sums of gradients do not come home", "relayed:RelayedOutgoing.collect", "double ring")
 def _(collect: Any) -> Any:
     def mutant(self: Any) -> Any:
         is_last, arrived = not self._visits and not self._stages, [*collect(self)]
@@ -413,7 +414,7 @@ def _(make: Any) -> Any:
     return with_result(make, mixed_up)
 
 
-@plant("sums are rounded before they cross", "transport.relayed:RelayedOutgoing._cross", "sums of the double ring")
+@plant("sums are rounded before they cross", "relayed:RelayedOutgoing._cross", "sums of the double ring")
 def _(cross: Any) -> Any:
     def mutant(self: Any) -> None:
         for total in self._sums:
@@ -424,16 +425,14 @@ def _(cross: Any) -> Any:
     return mutant
 
 
-plant("every rank is a host", "methods.double_ring:DOUBLE_RING", "network of the double ring")(
+plant("every rank is a host", "double_ring:DOUBLE_RING", "network of the double ring")(
     lambda method: replace(method, choose_degree=lambda *_: 1)
 )
 
 
-@plant(
-    "rows cross when their host is visited", "transport.relayed:RelayedIncoming.__init__", "overlap of the double ring"
-)
+@plant("rows cross when their host is visited", "relayed:RelayedIncoming.__init__", "overlap of the double ring")
 def _(init: Any) -> Any:
-    from cp_mesh.transport.functional import FunctionalIncoming
+    from inside import FunctionalIncoming
 
     class Late:
         """Starts to fetch a stage when it is asked for."""
@@ -455,13 +454,13 @@ def _(init: Any) -> Any:
 plant = in_area("the transport")
 
 
-plant("a missing wait", "transport.waiting:wait_for", "parity")(lambda wait_for: lambda started, *told: started)
-plant("NaN that arrives is taken for 0", "transport.waiting:wait_for", "NaN")(
+plant("a missing wait", "waiting:wait_for", "parity")(lambda wait_for: lambda started, *told: started)
+plant("NaN that arrives is taken for 0", "waiting:wait_for", "NaN")(
     lambda wait_for: lambda started, *told: wait_for(started, *told).nan_to_num()
 )
 
 
-@plant("rows for another rank are served", "transport.functional:FunctionalTransport.exchange", "parity on four ranks")
+@plant("rows for another rank are served", "functional:FunctionalTransport.exchange", "parity on four ranks")
 def _(exchange: Any) -> Any:
     def reversed_parts(sent: Any, to: Any) -> dict[str, Any]:
         parts = sent.split([count for _, count in to])
@@ -470,7 +469,7 @@ def _(exchange: Any) -> Any:
     return with_call(exchange, reversed_parts)
 
 
-@plant("a range is served from the start of the shard", "transport.functional:FunctionalTransport.fetch", "parity")
+@plant("a range is served from the start of the shard", "functional:FunctionalTransport.fetch", "parity")
 def _(fetch: Any) -> Any:
     def from_start(route: Any) -> Any:
         stages = []
@@ -482,15 +481,15 @@ def _(fetch: Any) -> Any:
     return with_arguments(fetch, route=from_start)
 
 
-plant("batch rows change places on the way", "transport.functional:FunctionalIncoming.next", "parity")(
+plant("batch rows change places on the way", "functional:FunctionalIncoming.next", "parity")(
     lambda receive: with_result(receive, lambda rows: rows and tuple(x.flip(0) for x in rows))
 )
-plant("a buffer is sent before it is written", "transport.functional:FunctionalOutgoing.buffer", "parity")(
+plant("a buffer is sent before it is written", "functional:FunctionalOutgoing.buffer", "parity")(
     lambda buffer: with_result(buffer, lambda views: views and tuple(torch.empty_like(x) for x in views))
 )
 
 
-@plant("whole shards are fetched for a window", "transport.functional:FunctionalTransport.fetch", "traffic")
+@plant("whole shards are fetched for a window", "functional:FunctionalTransport.fetch", "traffic")
 def _(fetch: Any) -> Any:
     class Whole:
         def __init__(self, transport: Any, tensors: Any, route: Any) -> None:
@@ -552,7 +551,7 @@ def without_barrier(purpose: str, number: int) -> Any:
     return with_workspaces(wrap)
 
 
-MEMORY = "transport.symmetric_memory:group_memory"
+MEMORY = "symmetric_memory:group_memory"
 OF_ROWS = "symmetric memory", "symmetric memory of Ulysses"
 plant("rows are written before peers have read the last ones", MEMORY, *OF_ROWS)(without_barrier("rows", 0))
 plant("rows are pulled before they are written", MEMORY, *OF_ROWS)(without_barrier("rows", 1))

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from inside import inner, room
 
 
 def origin(rank: int) -> str:
@@ -55,8 +56,10 @@ def every_fact(rank: int) -> list[str]:
     from cases import LAYOUTS
     from test_blocks import facts_of_all_blocks
 
-    from cp_mesh import Mask, by_documents
-    from cp_mesh.geometry import geometry
+    from cp_mesh import Mask
+
+    by_documents = room("by_documents")
+    geometry = inner("geometry", "geometry")
 
     problems = []
     masks = ({}, {"window": (5, 0)}, {"prefix": 9}, {"causal": False})
@@ -92,8 +95,7 @@ def every_segments(rank: int) -> list[str]:
 def kernel_steps(rank: int) -> list[str]:
     import test_kernels
     from checks import GQA
-
-    from cp_mesh.kernels import KERNELS
+    from inside import KERNELS
 
     return outcomes(
         rank,
@@ -113,7 +115,7 @@ def in_triton(rank: int, what: str) -> list[str]:
         import test_triton_scores as scores
         from interpreted import speed_up_interpreter
 
-        from cp_mesh.kernels import combine
+        combine = room("combine")
 
         speed_up_interpreter()
         fused = mock.patch.object(combine, "_fused", lambda dtype, device: dtype == torch.float32)
@@ -140,9 +142,9 @@ def in_triton(rank: int, what: str) -> list[str]:
 def triton_tile(what: str) -> tuple[Any, Any]:
     """Scores and cover; blocks of which all pairs, some and none are allowed."""
     import test_triton_scores as scores
+    from inside import Band, Pairs, Scores
 
-    from cp_mesh.kernels.contract import Pairs, Scores
-    from cp_mesh.masks import Band, Mask
+    from cp_mesh import Mask
 
     if what == "a band":
         return Scores(0.3), Band(-15, 12)

@@ -26,6 +26,7 @@ from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import torch
+from inside import path_of
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 PACKAGE = "cp_mesh"
@@ -59,7 +60,7 @@ class Mutation:
 
     @property
     def module(self) -> str:
-        return f"{PACKAGE}.{self.seam.partition(':')[0]}"
+        return path_of(self.seam.partition(":")[0])
 
     def find(self) -> tuple[Any, str, Any]:
         """The module or class that holds the seam, the attribute, and what is there.
@@ -69,12 +70,13 @@ class Mutation:
         """
         names = self.seam.partition(":")[2].split(".")
         try:
-            found: list[Any] = [import_module(self.module)]
+            room_path = self.module
+            found: list[Any] = [import_module(room_path)]
             for name in names:
                 found.append(vars(found[-1])[name])
             is_defined = inspect.isfunction(found[1]) or inspect.isclass(found[1])
-            home = found[1].__module__ if is_defined else self.module
-            if home != self.module and home.startswith(f"{PACKAGE}."):
+            home = found[1].__module__ if is_defined else room_path
+            if home != room_path and home.startswith(f"{PACKAGE}."):
                 raise KeyError(f"{names[0]} is imported from {home}")
         except (ImportError, KeyError) as error:
             homes = ", ".join(_homes(names[0])) or "no module"

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from inside import inner
 
 from planted.seams import in_area, with_arguments, with_call, with_result
 
@@ -108,7 +109,7 @@ def _(backward: Any) -> Any:
 @plant("the gradient is not scaled after the first chunk", "loss:_TokenLosses.backward", "chunks of the loss")
 def _(backward: Any) -> Any:
     def mutant(ctx: Any, dlosses: Any) -> Any:
-        from cp_mesh.loss import _chunks
+        _chunks = inner("loss", "_chunks")
 
         first = next(iter(_chunks(ctx.saved_tensors[0])))
         scale = torch.ones_like(dlosses)
@@ -151,7 +152,7 @@ plant("positions count from the shard's start", "sequence:ShardedSequence.positi
 @plant("labels are sharded in another layout", "sequence:ShardedSequence.shard", "gradients of one rank")
 def _(shard: Any) -> Any:
     def mutant(self: Any, tree: Any, *args: Any, **kwargs: Any) -> Any:
-        from cp_mesh.layouts import Contiguous, Striped
+        from cp_mesh import Contiguous, Striped
 
         if isinstance(tree, dict) and "labels" in tree:
             layout = Striped() if self.layout == Contiguous() else Contiguous()
@@ -274,19 +275,19 @@ def _(subclass: Any) -> Any:
 plant = in_area("watching")
 
 
-plant("attention of modules outside of the plan is let through", "guard.watching:ATTENTION", "outside of the plan")(
+plant("attention of modules outside of the plan is let through", "watching:ATTENTION", "outside of the plan")(
     lambda attention: attention - {"multi_head_attention_forward"}
 )
-plant("compiled blocks are not watched", "guard.watching:_watched", "outside of the plan, compiled")(
+plant("compiled blocks are not watched", "watching:_watched", "outside of the plan, compiled")(
     lambda watched: lambda module, forward, *args, **kwargs: forward(*args, **kwargs)
 )
 plant(
     "modes are compiled by themselves",
-    "guard.watching:keep_uncompiled",
+    "watching:keep_uncompiled",
     "what a core asks",
     new_ranks="Dynamo keeps for ever what it was told of a function",
 )(lambda keep_uncompiled: lambda *_: None)
-plant("a core may checkpoint its attention", "guard.watching:_inside_checkpoint", "checkpoints in cores")(
+plant("a core may checkpoint its attention", "watching:_inside_checkpoint", "checkpoints in cores")(
     lambda inside_checkpoint: lambda: False
 )
 
@@ -295,7 +296,7 @@ plant("a core may checkpoint its attention", "guard.watching:_inside_checkpoint"
 plant = in_area("check mode and verify")
 
 
-plant("tensors are compared by their shapes", "agreement.contents:fingerprint", "check mode")(
+plant("tensors are compared by their shapes", "contents:fingerprint", "check mode")(
     lambda fingerprint: lambda tensor: "None" if tensor is None else str(tuple(tensor.shape))
 )
 plant("only the first of the arguments is compared", "agreement:require_agreement", "check mode")(
@@ -304,22 +305,18 @@ plant("only the first of the arguments is compared", "agreement:require_agreemen
 plant("a rank keeps to itself what it refuses", "agreement:announce_refusal", "check mode")(
     lambda announce_refusal: lambda group, error: None
 )
-plant("verify passes whatever it measured", "verifying.verify:Report.passed", "verify")(
+plant("verify passes whatever it measured", "verify:Report.passed", "verify")(lambda passed: lambda self: True)
+plant("verify allows what the kernel does on one device", "verify:PLAIN_FACTOR", "verify")(lambda factor: 1e9)
+plant("verify_model passes whatever it found", "report:ModelReport.passed", "verify_model")(
     lambda passed: lambda self: True
 )
-plant("verify allows what the kernel does on one device", "verifying.verify:PLAIN_FACTOR", "verify")(lambda factor: 1e9)
-plant("verify_model passes whatever it found", "verifying.report:ModelReport.passed", "verify_model")(
-    lambda passed: lambda self: True
-)
-plant("verify_model hears of one rank alone", "verifying.ranks:Ranks.gather", "verify_model")(
+plant("verify_model hears of one rank alone", "ranks:Ranks.gather", "verify_model")(
     lambda gather: with_result(gather, lambda answers: answers[:1])
 )
-plant("verify_model leaves out the last parameter", "verifying.comparing:compare_gradients", "verify_model")(
+plant("verify_model leaves out the last parameter", "comparing:compare_gradients", "verify_model")(
     lambda compare: with_arguments(compare, want=lambda want: dict(list(want.items())[:-1]))
 )
-plant("verify_model takes any difference for rounding", "verifying.comparing:FACTOR", "verify_model")(
-    lambda factor: 1e15
-)
-plant("probes look for what a token does not reach alone", "verifying.probes:_judge", "verify_model")(
+plant("verify_model takes any difference for rounding", "comparing:FACTOR", "verify_model")(lambda factor: 1e15)
+plant("probes look for what a token does not reach alone", "probes:_judge", "verify_model")(
     lambda judge: with_call(judge, lambda moved, expected: {"moved": moved & expected})
 )
