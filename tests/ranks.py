@@ -95,6 +95,7 @@ class Pool:
         self.processes: list[Any] = []
         self.conns: list[connection.Connection] = []
         self.folder = Path()
+        self.store: dist.Store | None = None  # of this process, whose ranks may die; a file would be polled
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
         """Calls ``fn(rank, *args)`` on every rank at once and returns one result per rank.
@@ -125,7 +126,7 @@ class Pool:
             conn.close()
         if self.processes:
             shutil.rmtree(self.folder, ignore_errors=True)
-        self.processes, self.conns = [], []
+        self.processes, self.conns, self.store = [], [], None
 
     def _call(self, fn: Callable[..., Any], args: tuple, timeout: float, expecting_error: bool) -> list[Any]:
         request = _dumps((fn, args, poisoning()))
@@ -148,7 +149,8 @@ class Pool:
         if self.backend != "nccl":
             context.set_forkserver_preload(PRELOAD)
         self.folder = Path(tempfile.mkdtemp(prefix="ranks_"))
-        settings = self.world_size, self.backend, self.folder, self.group_timeout
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        settings = self.world_size, self.backend, self.folder, self.store.port, self.group_timeout
         self.conns, theirs = map(list, zip(*(context.Pipe() for _ in range(self.world_size)), strict=True))
         for rank, conn in enumerate(theirs):
             process = context.Process(target=_serve, args=(conn, rank, *settings), daemon=True, name=f"rank{rank}")
@@ -253,7 +255,7 @@ def num_collectives() -> int:
     return sum(group._get_sequence_number_for_group() for group, (backend, _) in groups if backend != "fake")
 
 
-def _serve(conn: Any, rank: int, world_size: int, backend: str, folder: Path, group_timeout: float) -> None:
+def _serve(conn: Any, rank: int, world_size: int, backend: str, folder: Path, port: int, group_timeout: float) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which ends the pool
     faulthandler.register(STACK_SIGNAL, file=(folder / f"stack{rank}").open("w"), all_threads=True)
     parent: Any = multiprocessing.parent_process()
@@ -264,7 +266,7 @@ def _serve(conn: Any, rank: int, world_size: int, backend: str, folder: Path, gr
     torch.set_num_threads(1)
     warnings.filterwarnings("error", "Dynamo detected a call", UserWarning)  # of a cache of ours: users would read it
     os.environ["LOCAL_WORLD_SIZE"] = str(2 - world_size % 2)  # hosts of two ranks, or of one where ranks are odd
-    request = _dumps((_join, (world_size, backend, folder, group_timeout), False))
+    request = _dumps((_join, (world_size, backend, port, group_timeout), False))
     while True:
         conn.send_bytes(pickle.dumps(_outcome(rank, request)))
         request = conn.recv_bytes()
@@ -277,14 +279,14 @@ def join_anew(rank: int) -> None:
     _join(rank, *_joined[-1])
 
 
-_joined: list[tuple[int, str, Path, float]] = []
+_joined: list[tuple[int, str, int, float]] = []
 
 
-def _join(rank: int, world_size: int, backend: str, folder: Path, group_timeout: float) -> None:
+def _join(rank: int, world_size: int, backend: str, port: int, group_timeout: float) -> None:
     if backend == "nccl":
         torch.cuda.set_device(rank)
-    store = dist.FileStore(str(folder / f"store{len(_joined)}"), world_size)
-    _joined.append((world_size, backend, folder, group_timeout))
+    store = dist.PrefixStore(str(len(_joined)), dist.TCPStore("127.0.0.1", port, wait_for_workers=False))
+    _joined.append((world_size, backend, port, group_timeout))
     name, timeout = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend, timedelta(seconds=group_timeout)
     dist.init_process_group(name, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
