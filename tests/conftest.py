@@ -19,6 +19,7 @@ from ranks import Pools
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run everything, not only the quick form; see run.py")
+    parser.addoption("--nightly", metavar="PART", help="only this part of what neither form runs; see run.py")
     for name in ("--integrations", "--integrations-4", "--integrations-titan-0.2", "--integrations-titan-0.3"):
         parser.addoption(name, action="store_true", help="in an environment with other packages; see run.py")
     parser.addoption("--durations-csv", type=Path, metavar="FILE", help="append what each test file took to FILE")
@@ -29,10 +30,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs one CUDA device")
     config.addinivalue_line("markers", "multigpu(count): needs two CUDA devices, or count")
     config.addinivalue_line("markers", "full: run with --full only, or by its node id")
+    config.addinivalue_line("markers", "nightly(part): run with --nightly=PART only, or by its node id")
     config.addinivalue_line("markers", "unpoisoned: memory from torch.empty is left as it comes, here and on the ranks")
     if INTERPRETED and find_spec("triton"):
         speed_up_interpreter()
-    full = config.getoption("--full")
+    full = config.getoption("--full") or bool(config.getoption("--nightly"))
     # On CI the same examples in every run.
     examples = {"max_examples": 1000 if full else 100, "deadline": None, "derandomize": bool(os.environ.get("CI"))}
     settings.register_profile("form", **examples)
@@ -44,28 +46,35 @@ def pytest_configure(config: pytest.Config) -> None:
             config.pluginmanager.register(Durations(path, "full" if full else "quick"))
 
 
-LEFT_OUT = pytest.StashKey[int]()
-
-
 @pytest.hookimpl(trylast=True)  # what -k leaves out is not counted
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if is_worker(config):  # the longest tests first, so that none of several processes is left with one alone
         items.sort(key=lambda item: (not is_interpreted(item), item.get_closest_marker("full") is None))
     else:  # such runs go on beside this process, which waits for them last
         items.sort(key=is_interpreted)
-    if config.getoption("--full") or all("::" in arg for arg in config.args):  # node ids ask for what they name
+    if all("::" in arg for arg in config.args):  # node ids ask for what they name
         return
-    left_out = [item for item in items if item.get_closest_marker("full")]
-    config.stash[LEFT_OUT] = len(left_out)
+    left_out = [item for item in items if not is_of_the_form(item)]
     config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if not item.get_closest_marker("full")]
+    items[:] = [item for item in items if is_of_the_form(item)]
+
+
+def is_of_the_form(item: pytest.Item) -> bool:
+    """Whether the quick form runs it, the full one, or this part of the nightly one; and if it runs here at all."""
+    if devices_needed(item) > torch.cuda.device_count() or any(x.args == (True,) for x in item.iter_markers("skipif")):
+        return False
+    part, full = item.config.getoption("--nightly"), item.config.getoption("--full")
+    nightly = item.get_closest_marker("nightly")
+    if part or nightly:
+        return bool(part and nightly and nightly.args == (part,))
+    return full or not item.get_closest_marker("full")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    shared = not config.getoption("--full") and config.getoption("numprocesses", None)  # then others have counted
-    if left_out := config.stash.get(LEFT_OUT, 0) or shared:
-        number = "" if shared else f"{left_out} "
-        terminalreporter.write_line(f"quick form: {number}more in the full form, --full")
+    if not config.getoption("--full") and not config.getoption("--nightly"):
+        terminalreporter.write_line("quick form: more in the full form, --full")
+    if (devices := torch.cuda.device_count()) < 2:
+        terminalreporter.write_line(f"{devices} CUDA devices: what needs more is left out")
 
 
 def is_worker(config: pytest.Config) -> bool:
@@ -75,14 +84,18 @@ def is_worker(config: pytest.Config) -> bool:
 
 @pytest.fixture(scope="session")
 def full(request: pytest.FixtureRequest) -> bool:
-    """Whether this is the full form."""
-    return request.config.getoption("--full")
+    """Whether this is the full form, or the nightly one."""
+    return request.config.getoption("--full") or bool(request.config.getoption("--nightly"))
+
+
+def devices_needed(item: pytest.Item) -> int:
+    if marker := item.get_closest_marker("multigpu"):
+        return marker.args[0] if marker.args else 2
+    return 1 if item.get_closest_marker("gpu") else 0
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    needed = 1 if item.get_closest_marker("gpu") else 0
-    if marker := item.get_closest_marker("multigpu"):
-        needed = marker.args[0] if marker.args else 2
+    needed = devices_needed(item)
     if needed and (have := torch.cuda.device_count()) < needed:
         pytest.skip(f"needs {needed} CUDA devices, have {have}")
 

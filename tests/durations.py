@@ -14,10 +14,25 @@ import subprocess
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+
+def commit_of(folder: Path) -> str:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout.strip()
+
+
+def add_part(part: str, seconds: float, outcome: str) -> None:
+    """A row of docs/results/nightly.csv: when and at which commit a part of the nightly form ran, how long, and how."""
+    root = Path(__file__).resolve().parent.parent
+    file = root / "docs" / "results" / "nightly.csv"
+    with file.open("a", newline="") as out:
+        row = (commit_of(root), f"{date.today()}", part, f"{seconds:.0f}", outcome)
+        csv.writer(out, lineterminator="\n").writerow(row)
 
 
 def cpu_seconds() -> float:
@@ -69,8 +84,7 @@ class Durations:
         self.cpu[file] += dict(report.user_properties).get("cpu_seconds", 0.0) if report.when == "teardown" else 0.0
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        command = ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
-        commit = subprocess.run(command, cwd=session.config.rootpath, capture_output=True, text=True).stdout.strip()
+        commit = commit_of(session.config.rootpath)
         files = sorted(file for file in self.tests if self.tests[file])
         rows = [(file, self.seconds[file], self.tests[file], self.cpu[file]) for file in files]
         rows.append(("all", time.monotonic() - self.begin, self.tests.total(), sum(self.cpu.values())))

@@ -1,15 +1,20 @@
 """Run the tests: `python3 tests/run.py [--full] [pytest arguments]`; the first call sets up `.venv`.
 
-Without `--full` it is the quick form: every gate, with fewer cases. `--full` is everything; it alone runs tests marked
-`full`. Other arguments are pytest's: a file or -k runs what it names of the quick form; a node id (`file::test`) runs
-in either form. `pytest` without this script does the same, in an environment that has cp_mesh and its tools.
+Without `--full` it is the quick form: every gate, with fewer cases. `--full` alone runs tests marked `full`. What takes
+longer than both may is marked `nightly`, with the name of its part: `--nightly` runs one part after the other, and
+`--nightly=PART` one; each adds a row to docs/results/nightly.csv.
+
+Other arguments are pytest's: a file or -k runs what it names of the quick form; a node id (`file::test`) runs in any
+form. `pytest` without this script does the same, in an environment that has cp_mesh and its tools.
 `--integrations` runs tests/integrations in `.venv-integrations`, with other packages in pinned versions;
 `--integrations-4` does with Transformers 4, `--integrations-titan-0.2` and `--integrations-titan-0.3` with torchtitan.
 `--durations-csv=FILE` appends the seconds and CPU seconds of each test file, as in docs/results/test_durations.csv.
 """
 
 import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -17,7 +22,25 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 import environment  # noqa: E402
 
+PARTS = ("interpreted", "compiled", "bugs", "benchmarks", "random")
+
+
+def nightly(asked: str, arguments: list[str]) -> int:
+    """Each part in a process of its own, which goes on where one before it failed."""
+    from durations import add_part
+
+    failed = False
+    for part in (asked,) if asked else PARTS:
+        begin = time.monotonic()
+        command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "worksteal", f"--nightly={part}", *arguments]
+        code = subprocess.run(command, check=False).returncode
+        add_part(part, time.monotonic() - begin, "passed" if code == 0 else f"exit code {code}")
+        failed |= code != 0
+    return int(failed)
+
+
 if __name__ == "__main__":
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each rank compiles what it imports
     integrations = [environment.INTEGRATIONS[name] for name in sys.argv if name in environment.INTEGRATIONS]
     environment.enter(*integrations)
     import pytest
@@ -26,6 +49,10 @@ if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.chdir(ROOT)
     arguments = sys.argv[1:]
+    asked = [argument for argument in arguments if argument.partition("=")[0] == "--nightly"]
+    if asked:
+        rest = [argument for argument in arguments if argument not in asked]
+        sys.exit(nightly(asked[0].partition("=")[2], rest))
     if integrations and not any(argument.startswith("tests") for argument in arguments):
         arguments.append("tests/integrations")
     if not any(Path(argument.partition("::")[0]).exists() for argument in arguments):
