@@ -16,9 +16,10 @@ TINY = shlex.split(
 )
 BROKEN = """
 import sys
-sys.path[:0] = [{benchmarks!r}]
+sys.path[:0] = [{benchmarks!r}, {tests!r}]
 import linears
-from cp_mesh.transport.shards import Shards
+from inside import inner
+Shards = inner("shards", "Shards")
 Shards.scatter_sum = lambda self, x: lambda: x[..., : self.own, :].clone()
 linears.main()
 """
@@ -57,7 +58,7 @@ def test_a_rank_is_played(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_a_wrong_contestant_is_not_timed(tmp_path: Path) -> None:
     script, table = tmp_path / "bench.py", tmp_path / "x.csv"
-    script.write_text(BROKEN.format(benchmarks=str(ROOT / "examples" / "benchmarks")))
+    script.write_text(BROKEN.format(benchmarks=str(ROOT / "examples" / "benchmarks"), tests=str(ROOT / "tests")))
     done = run_script(script, [*TINY, "--csv", table], 2)
     assert done.returncode != 0
     with table.open(newline="") as file:

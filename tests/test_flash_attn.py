@@ -623,15 +623,15 @@ def broken(tmp_path: Path, text: str) -> None:
 
 
 def run_with(path: Path, program: str) -> None:
-    program = f"import sys; sys.path.insert(0, {str(path)!r})\n{program}"
+    program = f"import sys; sys.path[:0] = [{str(path)!r}, {str(Path(__file__).parent)!r}]\n{program}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
 CHOOSE = """
 import torch, cp_mesh
-from cp_mesh.kernels import choose_kernel
-from cp_mesh.kernels.contract import Request
+from inside import Request, inner
+choose_kernel = inner("kernels", "choose_kernel")
 def chosen(device, capability):
     covers = frozenset({"full", "causal"})
     return choose_kernel("auto", Request(device, capability, torch.bfloat16, covers, 64, 64, False, False, 64)).name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -173,6 +174,8 @@ def inner_names(path: Path) -> set[str]:
             found |= {f"cp_mesh.{node.attr}"} if room(node.attr) in FLOORS else set()
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("cp_mesh."):
             found |= {node.value} if node.value.removeprefix("cp_mesh.") in FILES else set()
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # a program
+            found |= {f"cp_mesh.{name}" for name in re.findall(r"^(?:from|import) cp_mesh\.([\w.]+)", node.value, re.M)}
     public = {f"cp_mesh.{name}" for name in (*cp_mesh.__all__, *SUBMODULES)}
     return found - public - documented
 
