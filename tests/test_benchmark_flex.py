@@ -19,7 +19,7 @@ def rows_of(table: Path) -> dict[tuple[str, str], dict[str, str]]:
         return {(row["score"], row["contestant"]): row for row in csv.DictReader(file)}
 
 
-@pytest.mark.full
+@pytest.mark.nightly("benchmarks")
 def test_every_contestant_is_compared_and_timed(tmp_path: Path) -> None:
     """PyTorch has no backward on CPUs, so forwards; and a bias by local indices is found out."""
     table = tmp_path / "x.csv"
@@ -38,7 +38,7 @@ def test_every_contestant_is_compared_and_timed(tmp_path: Path) -> None:
     assert float(rows["distances", "floor"]["of_floor_fwd"]) == 1
 
 
-@pytest.mark.full
+@pytest.mark.nightly("benchmarks")
 def test_backwards_are_compared_and_timed(tmp_path: Path) -> None:
     options = [*TINY, "--scores", "learned documents", "--contestants", "cp_mesh", "--csv", tmp_path / "x.csv"]
     done = run_script(BENCHMARKS / "flex.py", options, 2)
@@ -60,7 +60,7 @@ flex.main()
 """
 
 
-@pytest.mark.full
+@pytest.mark.nightly("benchmarks")
 def test_a_rank_is_played(tmp_path: Path) -> None:
     """Alone, and compared with the attention of its queries and of keys that are its own on every rank."""
     script, table = tmp_path / "bench.py", tmp_path / "x.csv"
@@ -87,7 +87,7 @@ flex.main()
 """
 
 
-@pytest.mark.full
+@pytest.mark.nightly("benchmarks")
 @pytest.mark.parametrize("name", ["cp_mesh", "cp_mesh gather"])
 def test_a_wrong_contestant_is_not_timed(tmp_path: Path, name: str) -> None:
     script, table = tmp_path / "bench.py", tmp_path / "x.csv"
@@ -115,7 +115,7 @@ flex.main()
 """
 
 
-@pytest.mark.full
+@pytest.mark.nightly("benchmarks")
 def test_what_does_not_compile_in_time_is_left_out(tmp_path: Path) -> None:
     """What fails is not tried again. Contestants of ours must not be late."""
     script, table = tmp_path / "bench.py", tmp_path / "x.csv"
@@ -130,7 +130,7 @@ def test_what_does_not_compile_in_time_is_left_out(tmp_path: Path) -> None:
         assert row["status"] == "not compiled in 60 s" and not row["fwd_ms"]
 
 
-@pytest.mark.full
+@pytest.mark.nightly("benchmarks")
 def test_ranks_compile_first_and_agree_on_what_is_late(tmp_path: Path) -> None:
     """What cannot be compiled is left out on both ranks."""
     script, table = tmp_path / "bench.py", tmp_path / "x.csv"

@@ -28,7 +28,7 @@ def rows_of(table: Path) -> dict[str, dict[str, str]]:
         return {row["contestant"]: row for row in csv.DictReader(file)}
 
 
-@pytest.mark.full
+@pytest.mark.nightly("benchmarks")
 def test_every_contestant_is_compared_and_timed(tmp_path: Path) -> None:
     """PyTorch has no backward on CPUs, so forwards."""
     done = run_script(SCRIPT, [*TINY, "--forward", "--csv", tmp_path / "x.csv"], 2)
@@ -40,7 +40,7 @@ def test_every_contestant_is_compared_and_timed(tmp_path: Path) -> None:
         assert all(float(row[name]) > 0 for name in ("first_ms", "new_ms", "again_ms", "new_over_again"))
 
 
-@pytest.mark.full
+@pytest.mark.nightly("benchmarks")
 def test_backwards_are_timed(tmp_path: Path) -> None:
     done = run_script(SCRIPT, [*TINY, "--contestants", *OURS, "--csv", tmp_path / "x.csv"], 2)
     assert done.returncode == 0, done.printed
@@ -72,7 +72,7 @@ flex_batches.main()
 """
 
 
-@pytest.mark.full
+@pytest.mark.nightly("benchmarks")
 @pytest.mark.parametrize("broken", [BROKEN, OF_ANOTHER_GRADIENT], ids=["documents of the first batch", "gradient"])
 def test_what_is_wrong_is_found_out(tmp_path: Path, broken: str) -> None:
     script, table = tmp_path / "bench.py", tmp_path / "x.csv"

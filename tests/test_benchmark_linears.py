@@ -25,7 +25,7 @@ linears.main()
 """
 
 
-@pytest.mark.full
+@pytest.mark.nightly("benchmarks")
 def test_every_contestant_is_compared_and_timed(tmp_path: Path) -> None:
     done = run_script(ROOT / "examples" / "benchmarks" / "linears.py", [*TINY, "--csv", tmp_path / "x.csv"], 2)
     assert done.returncode == 0, done.printed
@@ -41,7 +41,7 @@ def test_every_contestant_is_compared_and_timed(tmp_path: Path) -> None:
             assert 0 < float(row["error"]) <= float(row["bound"]) < 0.1
 
 
-@pytest.mark.full
+@pytest.mark.nightly("benchmarks")
 def test_a_rank_is_played(tmp_path: Path) -> None:
     options = [*TINY, "--played", "1/2", "--csv", tmp_path / "x.csv"]
     done = run_script(ROOT / "examples" / "benchmarks" / "linears.py", options)
@@ -55,7 +55,7 @@ def test_a_rank_is_played(tmp_path: Path) -> None:
         assert row["status"] == ("ok" if row["contestant"] == "floor" else "played, not judged")
 
 
-@pytest.mark.full
+@pytest.mark.nightly("benchmarks")
 def test_a_wrong_contestant_is_not_timed(tmp_path: Path) -> None:
     script, table = tmp_path / "bench.py", tmp_path / "x.csv"
     script.write_text(BROKEN.format(benchmarks=str(ROOT / "examples" / "benchmarks"), tests=str(ROOT / "tests")))

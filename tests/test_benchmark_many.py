@@ -147,7 +147,7 @@ def test_contestants_ask_for_what_their_names_say(pool: Any) -> None:
         assert (found is None) == fits
 
 
-@pytest.mark.full
+@pytest.mark.nightly("benchmarks")
 def test_methods_of_two_hosts_are_timed(tmp_path: Path) -> None:
     """The first command on four CPU ranks, with fewer contestants: the hybrid and the double ring on 2 x 2."""
     words = options(many_gpus.command("methods", 4, "cpu", tmp_path, "0123456"))

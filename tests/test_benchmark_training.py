@@ -66,7 +66,7 @@ def test_flops_are_those_of_llama_3_8b() -> None:
     assert trainers == 6 * matrices * seq_len + 3 * attention_forward
 
 
-@pytest.mark.full
+@pytest.mark.nightly("benchmarks")
 def test_all_variants_train_the_same_model(tmp_path: Path) -> None:
     variants = ["cp_mesh", "torch_allgather", "torch_alltoall", "ulysses"]
     rows, printed, code = run(Path(__file__), tmp_path / "rows.csv", "--variants", *variants, "--seq-len", "64", "32")
@@ -130,7 +130,7 @@ def test_logits_are_given_back(loss: str, pool: Any) -> None:
     assert pool(2).run(logits_in_backward, loss) == [{"cp_mesh": [needed, False], "ulysses": [False, False]}] * 2
 
 
-@pytest.mark.full
+@pytest.mark.nightly("benchmarks")
 def test_without_a_kernel_the_rival_is_refused(tmp_path: Path) -> None:
     options = ("--recompute", "full", "--compile", "aot_eager", "--loss", "torch")
     rows, printed, code = run(BENCHMARKS / "training.py", tmp_path / "rows.csv", *options)
@@ -144,7 +144,7 @@ def test_without_a_kernel_the_rival_is_refused(tmp_path: Path) -> None:
     assert rows[2]["loss"] == rows[2]["step_ms_median"] == ""
 
 
-@pytest.mark.full
+@pytest.mark.nightly("benchmarks")
 def test_variants_that_disagree_are_not_timed(tmp_path: Path) -> None:
     rows, printed, code = run(Path(__file__), tmp_path / "rows.csv", "--lend-wrong-kernel")
     assert code != 0
@@ -154,7 +154,7 @@ def test_variants_that_disagree_are_not_timed(tmp_path: Path) -> None:
     assert [row["status"] == "ok" for row in rows] == [True, True, False]
 
 
-@pytest.mark.full
+@pytest.mark.nightly("benchmarks")
 def test_linears_over_tp_train_the_same_model(tmp_path: Path) -> None:
     """cp 2 x tp 2; and linears that leave out other ranks' rows are found."""
     rows, printed, code = run(BENCHMARKS / "training.py", tmp_path / "rows.csv", "--tp", "2", num_ranks=4)

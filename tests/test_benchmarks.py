@@ -87,7 +87,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-@pytest.mark.full
+@pytest.mark.nightly("benchmarks")
 def test_rows_tell_what_was_measured(rows: list[dict[str, str]]) -> None:
     assert tuple(rows[0]) == report.COLUMNS
     causal = {row["contestant"]: row for row in rows if row["mask"] == "causal"}
@@ -117,7 +117,7 @@ def test_rows_tell_what_was_measured(rows: list[dict[str, str]]) -> None:
     assert float(packed["tflops_fwd"]) * float(packed["fwd_ms"]) == pytest.approx(flops / 1e9, rel=0.02)
 
 
-@pytest.mark.full
+@pytest.mark.nightly("benchmarks")
 def test_gate_lets_nobody_wrong_be_timed(rows: list[dict[str, str]]) -> None:
     for row in rows:
         if row["contestant"].startswith("stranger/"):
@@ -131,7 +131,7 @@ def test_gate_lets_nobody_wrong_be_timed(rows: list[dict[str, str]]) -> None:
     assert float(status[OURS]["err_dk"]) < 1e-2
 
 
-@pytest.mark.full
+@pytest.mark.nightly("benchmarks")
 def test_those_who_cannot_run_say_why(rows: list[dict[str, str]]) -> None:
     for row in rows:
         assert row["status"], row
@@ -139,7 +139,7 @@ def test_those_who_cannot_run_say_why(rows: list[dict[str, str]]) -> None:
             assert row["status"].startswith(("not run: ", "unsupported: ", "failed the gate: ", "error: ")), row
 
 
-@pytest.mark.full
+@pytest.mark.nightly("benchmarks")
 def test_pictures_come_from_the_table(rows: list[dict[str, str]], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     table = tmp_path / "table.csv"
@@ -280,7 +280,7 @@ def tile_rows(path: Path, options: str) -> dict[tuple[str, str, str, str], dict[
     return {(row["tile"], row["rows"], row["kernel"], row["deterministic"]): row for row in rows}
 
 
-@pytest.mark.full
+@pytest.mark.nightly("benchmarks")
 def test_tiles_are_timed_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two more kernels, that the tiles of documents come in both kinds."""
     general = replace(KERNELS["reference"], name="general")
@@ -385,7 +385,7 @@ played.main()
 """
 
 
-@pytest.mark.full
+@pytest.mark.nightly("benchmarks")
 @pytest.mark.parametrize(
     ("options", "status"),
     [("--rank 0 --heads 4/2", "ok"), ("--rank 5 --heads 4/4 --head-chunks 2", "ok"), ("--rank 5 --wrong", "failed")],
@@ -405,7 +405,7 @@ def test_a_rank_is_played(options: str, status: str, tmp_path: Path) -> None:
     assert bool(row["fwdbwd_ms"]) == (status == "ok") and of["floor/cpu_flash"]["fwdbwd_ms"]
 
 
-@pytest.mark.full
+@pytest.mark.nightly("benchmarks")
 @pytest.mark.parametrize("wrong", [False, True])
 def test_every_method_is_played(wrong: bool, tmp_path: Path) -> None:
     """Each by its own gate, with the time that wires would add; "auto" is what `explain` says that it takes."""
@@ -501,7 +501,7 @@ BATCHES = PLAYED.replace("import inside, played", "import inside, played, batche
 )
 
 
-@pytest.mark.full
+@pytest.mark.nightly("benchmarks")
 @pytest.mark.parametrize(
     ("num_ranks", "options", "status"),
     [

@@ -387,7 +387,7 @@ def test_which_route_is_taken(device: str) -> None:
         assert merging.call_count == summing.call_count == dots.call_count == launches
 
 
-@pytest.mark.full
+@pytest.mark.nightly("interpreted")
 @is_that_run
 def test_triton_interpreted(interpreted: Interpreted) -> None:
     """The tests above, on CPU tensors, by the Triton kernels."""

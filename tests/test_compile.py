@@ -46,7 +46,7 @@ loss = room("loss")
 
 B, H, K, S, D = 2, 4, 2, 24, 8
 TOLERANCE = {"rtol": 1e-11, "atol": 1e-11}
-BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)]
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly("compiled"))]
 
 
 def step(fn: Callable[..., Any], *inputs: Tensor) -> list[Tensor]:
@@ -131,7 +131,9 @@ def dtensors(rank: int, backend: str, tp: int) -> None:
     assert_compiles(both, backend, q, k, v, sinks, slopes)
 
 
-@pytest.mark.parametrize(("backend", "tp"), [("aot_eager", 2), pytest.param("inductor", 1, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("backend", "tp"), [("aot_eager", 2), pytest.param("inductor", 1, marks=pytest.mark.nightly("compiled"))]
+)
 def test_dtensors(pool: Any, backend: str, tp: int) -> None:
     pool(2 * tp).run(dtensors, backend, tp, timeout=180.0)
 
@@ -175,7 +177,10 @@ def blocks(rank: int, cp: int, tp: int, backend: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("cp", "tp", "backend"), [(2, 2, "aot_eager"), (1, 2, "inductor")])
+@pytest.mark.parametrize(
+    ("cp", "tp", "backend"),
+    [(2, 2, "aot_eager"), pytest.param(1, 2, "inductor", marks=pytest.mark.nightly("compiled"))],
+)
 def test_compiled_blocks(pool: Any, cp: int, tp: int, backend: str) -> None:
     pool(cp * tp).run(blocks, cp, tp, backend, timeout=180.0)
 
@@ -362,7 +367,7 @@ def symbolic(rank: int, kind: str, backend: str) -> int:
 @pytest.mark.parametrize(
     ("kind", "backend"),
     [*product(("formats", "options", "DTensors", "block"), ("eager", "aot_eager"))]
-    + [pytest.param(kind, "inductor", marks=pytest.mark.full) for kind in ("formats", "block")],
+    + [pytest.param(kind, "inductor", marks=pytest.mark.nightly("compiled")) for kind in ("formats", "block")],
 )
 def test_sizes_that_are_symbols(pool: Any, kind: str, backend: str) -> None:
     if kind == "DTensors" and backend != "eager" and torch.__version__.startswith("2.11."):
@@ -447,7 +452,7 @@ def recomputed(rank: int, how: str, backend: str | None) -> tuple[int, int]:
     ("how", "backend"),
     [(how, None) for how in ("none", "full", "selective")]
     + [pytest.param(how, "aot_eager", marks=pytest.mark.full) for how in ("none", "full", "selective")]
-    + [pytest.param("selective", "inductor", marks=pytest.mark.full)],
+    + [pytest.param("selective", "inductor", marks=pytest.mark.nightly("compiled"))],
     ids=str,
 )
 def test_checkpointing(pool: Any, how: str, backend: str | None) -> None:

@@ -111,7 +111,7 @@ def test_appended_rows(dtype: torch.dtype) -> None:
         assert all(torch.equal(x[:, :, :9], y[:, :, :9]) for x, y in zip(ours[1], theirs[1], strict=True))
 
 
-@pytest.mark.full
+@pytest.mark.nightly("interpreted")
 @is_that_run
 def test_interpreted(interpreted: Interpreted) -> None:
     assert interpreted(__file__) == len(cases()[::3]) + 2

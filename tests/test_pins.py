@@ -1,7 +1,8 @@
 """Pins: what stays as it is while the inside of cp_mesh is rebuilt, as records in tests/pins.
 
     python tests/run.py tests/test_pins.py --full               # compares everything
-    python tests/run.py tests/test_pins.py --full --write-pins  # writes all records anew; git's diff says what moved
+    python tests/run.py tests/test_pins.py --full --write-pins  # writes records anew; git diff says what moved
+    python tests/run.py --nightly=random tests/test_pins.py --write-pins  # the others
 
 A record is one line for each thing that can move alone. Numbers that only go down fail above their record, and below
 it until it is written anew.
@@ -328,7 +329,9 @@ def machine() -> Record:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("factors", (FEWER, pytest.param(FACTORS, marks=pytest.mark.full)), ids=("fewer", "all"))
+@pytest.mark.parametrize(
+    "factors", (FEWER, pytest.param(FACTORS, marks=pytest.mark.nightly("random"))), ids=("fewer", "all")
+)
 def test_numbers(pool: Any, pin: Any, factors: dict[str, tuple[Any, ...]]) -> None:
     """Bit for bit where PyTorch's own arithmetic is that of the record; within the bounds of parity everywhere."""
     found, made_with, rows = {}, {}, rows_of(factors)
@@ -514,7 +517,7 @@ def test_compilations(pool: Any, pin: Any, what: str) -> None:
 # Random uses.
 
 
-@pytest.mark.full
+@pytest.mark.nightly("random")
 @pytest.mark.parametrize("size", (2, 3, 4))
 def test_random_uses(pool: Any, pin: Any, size: int) -> None:
     """A hundred of the fuzzer's, the same in every run; which are refused stays as it is."""

@@ -719,7 +719,7 @@ def compiled(rank: int, backend: str) -> None:
         assert counter.frame_count == 1  # for all lengths
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly("compiled"))])
 def test_compiled_in_one_graph(pool: Any, backend: str) -> None:
     pool(2).run(compiled, backend, timeout=240.0)
 

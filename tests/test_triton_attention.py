@@ -396,7 +396,7 @@ def test_shapes_without_rows() -> None:
         assert got["out"].numel() == 0 and (got["dk"] == 0).all() and (got["dv"] == 0).all()
 
 
-@pytest.mark.full
+@pytest.mark.nightly("interpreted")
 @is_that_run
 def test_interpreted(interpreted: Interpreted) -> None:
     """The tests above, on CPU tensors."""

@@ -301,7 +301,7 @@ def test_gradients_repeat_as_declared(name: str) -> None:
             assert key not in reproducible | {"out", "lse", "dq", "dk", "dv"} or torch.equal(x, runs[0][key]), key
 
 
-@pytest.mark.full
+@pytest.mark.nightly("interpreted")
 @is_that_run
 def test_interpreted(interpreted: Interpreted) -> None:
     """The tests above, on CPU tensors."""
