@@ -30,22 +30,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from cp_mesh.balancing import balance
-from cp_mesh.calibrating import Shapes, calibrate, table
-from cp_mesh.costs import MACHINES
+from cp_mesh.call.methods import METHODS
+from cp_mesh.comm.exchange import TRANSPORTS
 from cp_mesh.errors import ArgumentError, UnsupportedError
-from cp_mesh.explaining.explain import explain
-from cp_mesh.explaining.picture import check_picture
+from cp_mesh.geometry.balance import balance
+from cp_mesh.geometry.layouts import Contiguous, Layout, Striped, ZigZag, ZigZagDocuments
+from cp_mesh.geometry.mask import Mask
 from cp_mesh.kernels import KERNELS
-from cp_mesh.layouts import Contiguous, Layout, Striped, ZigZag, ZigZagDocuments
-from cp_mesh.machines import find_machine, write_machine
-from cp_mesh.masks import Mask
-from cp_mesh.methods import METHODS
-from cp_mesh.transport import TRANSPORTS
-from cp_mesh.verifying.factory import arguments_of, split
-from cp_mesh.verifying.report import ModelReport, Progress, show
-from cp_mesh.verifying.verify import NAMES, Report, VerificationError, verify
-from cp_mesh.verifying.verify_model import verify_model
+from cp_mesh.predict.machines import find_machine, write_machine
+from cp_mesh.predict.time import MACHINES
+from cp_mesh.tools.calibrate import Shapes, calibrate, table
+from cp_mesh.tools.explain.explain import explain
+from cp_mesh.tools.explain.picture import check_picture
+from cp_mesh.tools.verify.factory import arguments_of, split
+from cp_mesh.tools.verify.report import ModelReport, Progress, show
+from cp_mesh.tools.verify.verify import NAMES, Report, VerificationError, verify
+from cp_mesh.tools.verify.verify_model import verify_model
 
 LAYOUTS: tuple[Layout, ...] = (Contiguous(), ZigZag(), Striped())
 DTYPES = ("bfloat16", "float16", "float32", "float64")

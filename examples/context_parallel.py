@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 # from torch.distributed.tensor.experimental import context_parallel
 # from torch.distributed.tensor.experimental._attention import context_parallel_unshard, set_rotate_method
-from cp_mesh.compat import context_parallel, context_parallel_unshard, set_rotate_method
+from cp_mesh.integrations.torch_api import context_parallel, context_parallel_unshard, set_rotate_method
 
 BATCH, HEADS, LENGTH, HEAD_DIM = 8, 8, 64, 32
 

@@ -38,12 +38,12 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_mesh
 from cp_mesh import Contiguous, Layout, Mask, Permuted
-from cp_mesh.layouts import Run
+from cp_mesh.geometry.layouts import Run
 
-geometry = room("geometry")
-plan = room("plan")
+geometry = room("survey")
+plan = room("call.plan")
 flat = inner("groups", "flat")
-PARTIAL = inner("masks", "PARTIAL")
+PARTIAL = inner("mask", "PARTIAL")
 Rows, Tile = inner("schedule", "Rows", "Tile")
 
 

@@ -45,9 +45,9 @@ from cp_mesh import (
     cross_entropy,
     decode,
 )
-from cp_mesh.layouts import LAYOUTS, Run, chunk_bounds
+from cp_mesh.geometry.layouts import LAYOUTS, Run, chunk_bounds
 
-EXCLUDED = inner("masks", "EXCLUDED")
+EXCLUDED = inner("mask", "EXCLUDED")
 
 # --- layouts of a user's own
 

@@ -21,14 +21,15 @@ SOURCES = str(Path(cp_mesh.__file__).parent)
 """The folder of our own functions."""
 
 NAMES: dict[str, tuple[str, ...]] = {
-    "blocks": ("block_table", "pieces_of"),
-    "call": ("NUM_TENSORS", "Operand", "Options", "Tensors", "make_scores"),
+    "_aliases": ("ALIASES",),
+    "block_table": ("block_table", "pieces_of"),
+    "spec": ("NUM_TENSORS", "Operand", "Options", "Tensors", "make_scores"),
     "combine": ("make_delta",),
-    "costs": ("H200", "KernelRate", "Machine", "legs_of", "staged_costs", "ulysses_costs"),
-    "decoding": ("UNUSED", "without_unused"),
+    "time": ("H200", "KernelRate", "Machine", "legs_of", "staged_costs", "ulysses_costs"),
+    "decode": ("UNUSED", "without_unused"),
     "dense": ("dense_attention",),
-    "flex_reads": ("Reads",),
-    "forwards": ("replaced",),
+    "reads": ("Reads",),
+    "wrap": ("replaced",),
     "functional": ("FunctionalIncoming",),
     "functions": ("ScalarFunction",),
     "groups": ("parts_of",),
@@ -36,21 +37,21 @@ NAMES: dict[str, tuple[str, ...]] = {
     "kernels.contract": ("Capability", "Kernel", "KernelTile", "Pairs", "Request", "shortfalls"),
     "layouts": ("parse_layout",),
     "machines": ("read_machine", "write_machine"),
-    "masks": ("Band", "CAUSAL", "FULL", "NONE"),
+    "mask": ("Band", "CAUSAL", "FULL", "NONE"),
     "memory": ("ExtraMemory", "Sizes", "extra_memory"),
     "merge": ("BackwardTile", "MergingForward", "SummingBackward"),
     "methods": ("METHODS",),
-    "methods.contract": ("Plan",),
-    "ops": ("attention_op",),
+    "method": ("Plan",),
+    "op": ("attention_op",),
     "packing": ("Packing",),
-    "plan": ("make_plan",),
-    "positions": ("Index",),
+    "call.plan": ("make_plan",),
+    "layout": ("Index",),
     "report": ("Finding", "ModelReport"),
     "schedule": ("Schedule", "Stage", "make_schedule", "num_rows", "split_causal", "tiles_of"),
     "scores": ("Scores", "name_of_captured"),
-    "segments": ("Segments",),
-    "stages": ("StageSettings", "travels_rounded"),
-    "tracing": ("trace",),
+    "varlen": ("Segments",),
+    "ring_loop": ("StageSettings", "travels_rounded"),
+    "trace": ("trace",),
     "triton_attention": ("Blocks", "Config", "TRITON", "triton_kernel"),
 }
 """By room."""
@@ -104,7 +105,7 @@ def planned(
     A block of rows and keys has a band ``-left <= j - i - (num_k - num_q) <= right``, of which None bounds nothing, or
     "pairs": only the mask itself says which of its pairs are allowed.
     """
-    make_schedule, first = inner("schedule", "make_schedule"), inner("blocks", "SOURCE")
+    make_schedule, first = inner("schedule", "make_schedule"), inner("block_table", "SOURCE")
     schedule = make_schedule(layout, mask, seq_len, cp_size, cp_rank, by_documents)
     stages = schedule.route.stages
     return {
@@ -119,18 +120,18 @@ def planned(
 def _block(row: list[int]) -> list[Any]:
     """Source, rows, keys and band."""
     *where, left, right = row
-    pairs, none = inner("blocks", "PAIRS"), inner("masks", "NONE")
+    pairs, none = inner("block_table", "PAIRS"), inner("mask", "NONE")
     return [*where, *(["pairs"] if left == pairs else [None if x == none else x for x in (left, right)])]
 
 
 def _tile(tile: Any) -> list[Any]:
     cover, shift = tile.cover, (tile.k[1] - tile.k[0]) - (tile.q[1] - tile.q[0])
-    if isinstance(cover, inner("masks", "Band")):
+    if isinstance(cover, inner("mask", "Band")):
         left, right = (
             (None if cover.hi is None else cover.hi + shift),
             (None if cover.lo is None else -cover.lo - shift),
         )
         return [tile.q, tile.k, left, right]
-    if cover == inner("masks", "PARTIAL"):
+    if cover == inner("mask", "PARTIAL"):
         return [tile.q, tile.k, "pairs"]
     return [tile.q, tile.k, cover.left, cover.right, [blocks.tolist() for blocks in cover.blocks]]

@@ -26,8 +26,8 @@ import cp_mesh
 from cp_mesh import ContextParallel, Contiguous, Mask, Permuted, ShardedSequence, Striped, attention, check_mode
 
 agreement = room("agreement")
-ops = room("ops")
-fingerprint = inner("contents", "fingerprint")
+ops = room("op")
+fingerprint = inner("fingerprints", "fingerprint")
 
 WORLD_SIZE = 3
 B, H, K, S, D = 2, 4, 2, 24, 8

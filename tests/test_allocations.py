@@ -41,14 +41,14 @@ from torch.utils._pytree import tree_leaves
 
 from cp_mesh import Contiguous, Layout, Mask, Permuted, Striped, ZigZag
 
-sizes_of = inner("choosing", "sizes_of")
-exchange_launches = inner("costs", "exchange_launches")
+sizes_of = inner("choose", "sizes_of")
+exchange_launches = inner("time", "exchange_launches")
 combine = room("combine")
 merging_kernel = inner("merge", "merging_kernel")
 ulysses = room("ulysses")
-Setup = inner("methods.contract", "Setup")
-pieces_of_rank = inner("joined", "pieces_of_rank")
-_without_rows = inner("ops", "_without_rows")
+Setup = inner("method", "Setup")
+pieces_of_rank = inner("joined_layout", "pieces_of_rank")
+_without_rows = inner("op", "_without_rows")
 symmetric = room("symmetric_memory")
 HeadExchange = inner("heads", "HeadExchange")
 

@@ -10,7 +10,7 @@ from dense import dense_mask
 from inside import make_schedule, room
 
 from cp_mesh import ArgumentError, Balanced, Mask, UnsupportedError, ZigZag, balance
-from cp_mesh.layouts import Run, chunk_bounds
+from cp_mesh.geometry.layouts import Run, chunk_bounds
 
 
 def lognormal(S: int, seed: int, median: float = 512, sigma: float = 1.5) -> list[int]:
@@ -68,7 +68,7 @@ def test_weights_are_the_keys_that_a_position_sees(name):
     if "key_padding" in options or "scattered" in name:
         return
     want = dense_mask(S, **options).sum((0, 2))
-    assert room("balancing").keys_seen(Mask(**options), S).tolist() == want.tolist()
+    assert room("balance").keys_seen(Mask(**options), S).tolist() == want.tolist()
 
 
 @pytest.mark.parametrize("name", [name for name in MASKS if "padding" not in name and name != "everything"])
@@ -107,7 +107,7 @@ def test_one_document_is_zigzag_and_a_full_mask_contiguous():
 
 
 def test_example_of_the_docs():
-    results = doctest.testmod(room("balancing"))
+    results = doctest.testmod(room("balance"))
     assert results.attempted == 3 and not results.failed
 
 

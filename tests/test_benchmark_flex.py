@@ -50,12 +50,12 @@ def test_backwards_are_compared_and_timed(tmp_path: Path) -> None:
 
 
 FOLDERS = {"benchmarks": str(BENCHMARKS), "tests": str(ROOT / "tests")}
-WITHOUT_MEMORY = 'inside.room("transport").unavailable = lambda *group: None'
+WITHOUT_MEMORY = 'inside.room("exchange").unavailable = lambda *group: None'
 PLAYED = """
 import sys
 sys.path[:0] = [{benchmarks!r}, {tests!r}]
 import flex, inside
-inside.room("transport").unavailable = lambda *group: None  # of symmetric memory, of which a CPU has none
+inside.room("exchange").unavailable = lambda *group: None  # of symmetric memory, of which a CPU has none
 flex.main()
 """
 
@@ -102,7 +102,7 @@ SLOW = """
 import sys, time
 sys.path[:0] = [{benchmarks!r}, {tests!r}]
 import flex, inside
-inside.room("transport").unavailable = lambda *group: None
+inside.room("exchange").unavailable = lambda *group: None
 exact = flex.ours
 def slow(*args, **options):
     if "--compile" in sys.argv:

@@ -372,7 +372,7 @@ PLAYED = f"""
 import sys
 sys.path[:0] = [{str(BENCHMARKS)!r}, {str(ROOT / "tests")!r}]
 import inside, played
-inside.room("transport").unavailable = lambda *group: None
+inside.room("exchange").unavailable = lambda *group: None
 class Twice(played.Played):
     def setup(self, case, inputs):
         k = inputs.k.clone()

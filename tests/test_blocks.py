@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from inside import NONE, Band, Index, block_table, inner, make_schedule, num_rows, pieces_of, room
 
 from cp_mesh import Balanced, Contiguous, Layout, Mask, Striped, ZigZag, balance
-from cp_mesh.layouts import Run
+from cp_mesh.geometry.layouts import Run
 
-by_documents = room("by_documents")
-by_runs = room("by_runs")
-geometry = room("geometry")
-K_END, LEFT, PAIRS, Q_END = inner("blocks", "K_END", "LEFT", "PAIRS", "Q_END")
-RIGHT, K, Q, keys_of = inner("blocks", "RIGHT", "K", "Q", "keys_of")
-Piece = inner("positions", "Piece")
+by_documents = room("survey_documents")
+by_runs = room("survey_runs")
+geometry = room("survey")
+K_END, LEFT, PAIRS, Q_END = inner("block_table", "K_END", "LEFT", "PAIRS", "Q_END")
+RIGHT, K, Q, keys_of = inner("block_table", "RIGHT", "K", "Q", "keys_of")
+Piece = inner("layout", "Piece")
 
 each_mask = pytest.mark.parametrize("name", MASKS)
 

@@ -20,9 +20,9 @@ from ranks import mesh
 
 from cp_mesh import ArgumentError, explain
 
-calibrating = room("calibrating")
-Calibration, Shapes, calibrate = inner("calibrating", "Calibration", "Shapes", "calibrate")
-fit, table = inner("calibrating", "fit", "table")
+calibrating = room("calibrate")
+Calibration, Shapes, calibrate = inner("calibrate", "Calibration", "Shapes", "calibrate")
+fit, table = inner("calibrate", "fit", "table")
 
 ROOT = Path(__file__).parents[1]
 TINY = Shapes((16, 32, 64), 4, 2, 8, torch.float32, calls=1)

@@ -33,11 +33,11 @@ from cp_mesh import (
     explain,
 )
 
-choosing = room("choosing")
+choosing = room("choose")
 machines = room("machines")
-plan = room("plan")
-Choice, Estimate, best_of = inner("choosing", "Choice", "Estimate", "best_of")
-HostTime = inner("costs", "HostTime")
+plan = room("call.plan")
+Choice, Estimate, best_of = inner("choose", "Choice", "Estimate", "best_of")
+HostTime = inner("time", "HostTime")
 VARIABLE, _agreed, find_machine = inner("machines", "VARIABLE", "_agreed", "find_machine")
 from_text, to_text = inner("machines", "from_text", "to_text")
 
@@ -252,7 +252,7 @@ def call(
     layout = options.get("layout", ZigZag())
     own = layout.positions(24, size, rank)
     on_host = mock.patch(f"{path_of('machines')}.host_name", return_value=f"host {rank // per_host}")
-    with mock.patch.dict(os.environ, {VARIABLE: table}), mock.patch(f"{path_of('ops')}.make_plan", make_plan), on_host:
+    with mock.patch.dict(os.environ, {VARIABLE: table}), mock.patch(f"{path_of('op')}.make_plan", make_plan), on_host:
         if not table:
             del os.environ[VARIABLE]
         group, count = mesh((size,), ("cp",)), 0
@@ -339,7 +339,7 @@ def with_groups(rank: int, table: str, made: str) -> list[tuple[str, float]]:
         for heads in (4, 2):
             torch.manual_seed(0)
             q, k, v = (torch.randn(1, heads, 24, 8, dtype=torch.float64)[:, :, own].requires_grad_() for _ in range(3))
-            with mock.patch(f"{path_of('plan')}._choice", wraps=plan._choice) as asked:
+            with mock.patch(f"{path_of('call.plan')}._choice", wraps=plan._choice) as asked:
                 out = attention(q, k, v, mesh=group, mask=mask, kernel="reference")
                 grads = torch.autograd.grad(out.square().sum(), (q, k, v))
             names = {plan._choice(*each.args).method for each in asked.call_args_list}

@@ -22,7 +22,7 @@ command = room("__main__")
 reporting = room("report")
 arguments_of = inner("factory", "arguments_of")
 Progress = inner("report", "Progress")
-NAMES, Report = inner("verify", "NAMES", "Report")
+NAMES, Report = inner("verify.verify", "NAMES", "Report")
 
 SCRIPT = Path(cp_mesh.__file__).parent / "__main__.py"
 VERDICT = r"(RIGHT|WRONG|REFUSED|RUNS|MEASURED)[: (]"

@@ -1,4 +1,4 @@
-"""PyTorch's own context_parallel by `cp_mesh.compat`: rows as PyTorch cuts them, results of one rank, or refused."""
+"""PyTorch's own context_parallel: rows as PyTorch cuts them, results of one rank, or refused."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from torch.distributed.tensor.experimental import _attention as theirs
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from cp_mesh.compat import context_parallel, context_parallel_unshard, set_rotate_method
+from cp_mesh.integrations.torch_api import context_parallel, context_parallel_unshard, set_rotate_method
 
-compat = room("compat")
+compat = room("torch_api")
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 SCRIPT = Path(__file__).parent.parent / "examples" / "context_parallel.py"

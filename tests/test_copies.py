@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 import cp_mesh
 from cp_mesh import ArgumentError, ContextParallel, Mask, ShardedModel, ShardedSequence, UnsupportedError, parallelize
 
-WATCH = inner("forwards", "WATCH")
+WATCH = inner("wrap", "WATCH")
 
 H, S, D = 2, 16, 4
 

@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).parents[1] / "examples" / "benchmarks"))
 import predicted
 from inside import inner
 
-PassCost = inner("costs", "PassCost")
+PassCost = inner("time", "PassCost")
 
 LAYOUTS = {"zigzag": ZigZag(), "striped": Striped(), "contiguous": Contiguous()}
 Costs = tuple[PassCost, PassCost]

@@ -740,8 +740,8 @@ import decoding
 from inside import room
 if "--wrong" in sys.argv:
     sys.argv.remove("--wrong")
-    merge = room("decoding").merge
-    room("decoding").merge = lambda pieces, *others: merge([(out, 0 * lse) for out, lse in pieces], *others)
+    merge = room("decode").merge
+    room("decode").merge = lambda pieces, *others: merge([(out, 0 * lse) for out, lse in pieces], *others)
 decoding.main()
 """
 

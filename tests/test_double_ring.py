@@ -35,7 +35,7 @@ import cp_mesh
 from cp_mesh import ZigZag
 
 DOUBLE_RING = inner("double_ring", "DOUBLE_RING")
-make_relayed_schedule = inner("relays", "make_relayed_schedule")
+make_relayed_schedule = inner("relay_plan", "make_relayed_schedule")
 RelayedTransport = inner("relayed", "RelayedTransport")
 
 Rows = list[tuple[int, int]]  # owner, local row
@@ -163,7 +163,7 @@ def passes(rank: int, cases: Sequence[tuple[str, str, int]], dtype: torch.dtype,
 
 
 def test_costs_count_what_moves(pool):
-    """The rows of each link, and of gradients that cross, are those that `cp_mesh.costs` takes time for."""
+    """The rows of each link, and of gradients that cross, are those that `cp_mesh.predict.time` takes time for."""
     cases = [*product(("contiguous", "zigzag", "striped"), ("causal", "full", "window"), (31,))]
     for rank, results in enumerate(pool(4).run(passes, cases, torch.float64, 2)):
         for (name, mask, S), (forward, backward) in zip(cases, results, strict=True):
@@ -403,7 +403,7 @@ def on_two_axes(rank: int) -> list[str]:
     options = {"mesh": axes, "method": "double_ring"}
     with (
         mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="4"),
-        mock.patch(f"{path_of('methods.contract')}.RelayedTransport", wraps=RelayedTransport) as made,
+        mock.patch(f"{path_of('method')}.RelayedTransport", wraps=RelayedTransport) as made,
     ):
         out = cp_mesh.attention(*(x[:, :, rows] for x in whole[:3]), **options)
         others = []

@@ -38,7 +38,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 import cp_mesh
 from cp_mesh import Contiguous, Mask, Striped, UnsupportedError, ZigZag, attention, check_mode
 
-forwards = room("forwards")
+forwards = room("wrap")
 groups = room("groups")
 
 full = pytest.mark.full

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from cp_mesh import Mask
 
-few_queries = room("few_queries")
-Further, attend_few = inner("few_queries", "Further", "attend_few")
+few_queries = room("split_kv")
+Further, attend_few = inner("split_kv", "Further", "attend_few")
 reference = inner("kernels.reference", "_forward")
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -122,7 +122,7 @@ def test_interpreted(interpreted: Interpreted) -> None:
 @pytest.mark.parametrize("scored", [False, True])
 def test_nothing_spills_on_hopper(hopper: Hopper, dtype: torch.dtype, scored: bool) -> None:
     """All registers hold what they should, and two programs fit in a processor."""
-    few_queries_triton = room("few_queries_triton")
+    few_queries_triton = room("split_kv_triton")
 
     q, k, v = (torch.empty(1, heads, n, 128, dtype=dtype) for heads, n in ((32, 1), (8, 4096), (8, 4096)))
     into = torch.empty(1, 32, 1, 128), torch.empty(1, 32, 1)

@@ -27,7 +27,7 @@ import cp_mesh
 from cp_mesh import ArgumentError, ContextParallel, ShardedModel, ShardedSequence
 
 agreement = room("agreement")
-trained = room("trained")
+trained = room("sequence.losses")
 
 UNREDUCED = "equal on all ranks before the optimizer steps, got another one on each rank"
 
@@ -266,7 +266,7 @@ def never_stepped(rank: int) -> list[bool]:
     """Whether a model waits for its first step, after each loss."""
     axis, tokens, waiting = cp(), tokens_of(12), []
     model = planned(axis)
-    with mock.patch(f"{path_of('trained')}.MOST_LOSSES", 2):
+    with mock.patch(f"{path_of('sequence.losses')}.MOST_LOSSES", 2):
         for _ in range(4):
             cp_mesh.cross_entropy(logits_of(model, tokens, axis), labels_of(tokens, axis), axis).backward()
             waiting.append(model in trained.WAITING)

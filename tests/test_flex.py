@@ -31,8 +31,8 @@ from torch.utils.checkpoint import checkpoint
 import cp_mesh
 from cp_mesh import ArgumentError, Mask, RankMismatchError, UnsupportedError, ZigZag, create_block_mask, flex_attention
 
-ops = room("ops")
-read_mask = inner("block_masks", "read_mask")
+ops = room("op")
+read_mask = inner("block_mask", "read_mask")
 functions = room("functions")
 
 B, D, E = 2, 5, 4

@@ -36,9 +36,9 @@ from cp_mesh import (
     parallelize,
 )
 
-block_masks = room("block_masks")
-check_hidden = inner("block_masks", "check_hidden")
-Functions = inner("flex", "Functions")
+block_masks = room("block_mask")
+check_hidden = inner("block_mask", "check_hidden")
+Functions = inner("flex.function", "Functions")
 
 B, H, K, D = 2, 4, 2, 5
 ALL = Mask(causal=False)

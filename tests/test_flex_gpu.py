@@ -24,8 +24,8 @@ from torch import Tensor
 
 from cp_mesh import Contiguous, Layout, Mask, Striped, ZigZag
 
-flex = room("kernels.flex")
-flex_programs = room("flex_programs")
+flex = room("kernel")
+flex_programs = room("programs")
 
 FACTOR, ROUNDING, NUMBERS = 1.35, 1e-6, 256
 B, H, K, D = 2, 4, 2, 64

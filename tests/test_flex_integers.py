@@ -11,7 +11,7 @@ import torch
 from inside import Reads, room, trace
 from torch import Tensor
 
-flex_bounds = room("flex_bounds")
+flex_bounds = room("bounds")
 
 FAR, PRIME = 2**20 - 1, 1000003
 CAPTURED = {

@@ -33,16 +33,16 @@ from torch._inductor.codecache import FxGraphCache
 from cp_mesh import Mask, ShardedSequence, Striped, UnsupportedError, ZigZag, create_block_mask, flex_attention
 
 compiling = room("compiling")
-flex = room("kernels.flex")
-flex_blocks = room("flex_blocks")
-flex_programs = room("flex_programs")
-flex_reads = room("flex_reads")
-flex_tiles = room("flex_tiles")
+flex = room("kernel")
+flex_blocks = room("blocks")
+flex_programs = room("programs")
+flex_reads = room("reads")
+flex_tiles = room("tiles")
 reference = room("kernels.reference")
 Steps = inner("kernels.contract", "Steps")
-FLEX = inner("kernels.flex", "FLEX")
-bounds_of = inner("flex_bounds", "bounds_of")
-Tile = inner("flex_tiles", "Tile")
+FLEX = inner("kernel", "FLEX")
+bounds_of = inner("bounds", "bounds_of")
+Tile = inner("tiles", "Tile")
 
 B, H, K, S, D = 2, 4, 2, 300, 8
 ROWS = torch.arange(S)

@@ -40,7 +40,7 @@ from cp_mesh import (
     flex_attention,
 )
 
-ops = room("ops")
+ops = room("op")
 
 B, D = 2, 5
 REPLICATED = {"a replicated stream": lambda S: Joint(Replicated(S // 4), (S - S // 4, ZigZag()))}

@@ -39,9 +39,9 @@ from cp_mesh import (
     parallelize,
 )
 
-ops = room("ops")
-sources = room("sources")
-parse_sources, say_sources = inner("geometry", "parse_sources", "say_sources")
+ops = room("op")
+sources = room("rank_mask")
+parse_sources, say_sources = inner("survey", "parse_sources", "say_sources")
 
 B, H, K, D, E = 2, 4, 2, 5, 4
 ROW = B * K * (D + E)

@@ -28,10 +28,10 @@ import cp_mesh
 from cp_mesh import ContextParallel, Contiguous, Mask, ShardedModel, ShardedSequence, Striped, ZigZag
 
 loss = room("loss")
-_decide_on_gradients = inner("reductions", "_decide_on_gradients")
-_decide_on_tensor_parallel = inner("reductions", "_decide_on_tensor_parallel")
-_first_steps = inner("reductions", "_first_steps")
-_norm = inner("reductions", "_norm")
+_decide_on_gradients = inner("gradients", "_decide_on_gradients")
+_decide_on_tensor_parallel = inner("gradients", "_decide_on_tensor_parallel")
+_first_steps = inner("gradients", "_first_steps")
+_norm = inner("gradients", "_norm")
 
 B, H, D, V = 2, 2, 8, 11
 C = H * D

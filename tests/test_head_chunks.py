@@ -20,9 +20,9 @@ from torch import Tensor
 import cp_mesh
 from cp_mesh import ArgumentError, Contiguous, Mask, ZigZag
 
-plan = room("plan")
-stages = room("stages")
-gradient_of_sinks = inner("stages", "gradient_of_sinks")
+plan = room("call.plan")
+stages = room("ring_loop")
+gradient_of_sinks = inner("ring_loop", "gradient_of_sinks")
 
 B, H, K, S, D, E = 2, 8, 4, 26, 6, 4
 
@@ -100,7 +100,7 @@ def verified(rank: int) -> list[str]:
         seen.append((made.settings.head_chunks, made.method.name, made.options.transport, made.options.deterministic))
         return made
 
-    with mock.patch(f"{path_of('ops')}.make_plan", spied):
+    with mock.patch(f"{path_of('op')}.make_plan", spied):
         report = cp_mesh.verify(
             axis, seq_len=31, head_chunks=2, method="all_gather", transport="functional", deterministic=True
         )
@@ -115,7 +115,7 @@ def verified(rank: int) -> list[str]:
     tensors |= {"bias": torch.linspace(-1, 1, 31 * 31).view(1, 1, 31, 31)}
     report = cp_mesh.verify(axis, seq_len=31, scores=tensors | {"dropout_p": 0.2, "dropout_seed": 3})
     assert set(report.errors) == {"out", "lse", "dq", "dk", "dv", *(f"d{name}" for name in tensors)}
-    with mock.patch(f"{path_of('stages')}.gradient_of_sinks", lambda *x: 0.9 * gradient_of_sinks(*x)):
+    with mock.patch(f"{path_of('ring_loop')}.gradient_of_sinks", lambda *x: 0.9 * gradient_of_sinks(*x)):
         try:
             cp_mesh.verify(axis, seq_len=31, scores={"sinks": sinks})
         except cp_mesh.VerificationError as error:

@@ -33,9 +33,9 @@ from cp_mesh import (
     parallelize,
     verify,
 )
-from cp_mesh.layouts import Run
+from cp_mesh.geometry.layouts import Run
 
-join, pieces_of_group, rows_of_group = inner("joined", "join", "pieces_of_group", "rows_of_group")
+join, pieces_of_group, rows_of_group = inner("joined_layout", "join", "pieces_of_group", "rows_of_group")
 
 B, H, K, S, D = 2, 8, 4, 24, 6
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from cp_mesh import ArgumentError, Mask, UnsupportedError
 
-flex = room("kernels.flex")
+flex = room("kernel")
 choose_kernel = inner("kernels", "choose_kernel")
 accumulation_dtype = inner("combine", "accumulation_dtype")
 KeyGradients = inner("kernels.contract", "KeyGradients")

@@ -21,8 +21,8 @@ from cp_mesh import (
     ZigZag,
     ZigZagDocuments,
 )
-from cp_mesh.layouts import LAYOUTS as BY_NAME
-from cp_mesh.layouts import Run
+from cp_mesh.geometry.layouts import LAYOUTS as BY_NAME
+from cp_mesh.geometry.layouts import Run
 
 LENGTHS = (0, 1, 2, 7, 31, 97)
 SIZES = range(1, 9)
@@ -40,7 +40,7 @@ def test_the_table_holds_every_layout():
 
 
 def test_examples_of_the_docs():
-    results = [doctest.testmod(module) for module in (room("positions"), room("listed"), room("layouts"))]
+    results = [doctest.testmod(module) for module in (room("layout"), room("tensor_layouts"), room("layouts"))]
     assert all(of_module.attempted >= 2 and not of_module.failed for of_module in results)
 
 

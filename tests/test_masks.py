@@ -13,8 +13,8 @@ from inside import Band, inner, room
 
 from cp_mesh import ArgumentError, Mask, UnsupportedError, batch_mask, document_positions
 
-packed_documents = inner("batch_masks", "packed_documents")
-parse_mask = inner("masks", "parse_mask")
+packed_documents = inner("batch_mask", "packed_documents")
+parse_mask = inner("mask", "parse_mask")
 
 each_mask = pytest.mark.parametrize("name", MASKS)
 
@@ -24,7 +24,7 @@ def everything(S: int) -> torch.Tensor:
 
 
 def test_examples_of_the_docs():
-    for module in (room("masks"), room("batch_masks")):
+    for module in (room("mask"), room("batch_mask")):
         results = doctest.testmod(module)
         assert results.attempted >= 2 and not results.failed
 

@@ -32,9 +32,9 @@ from ranks import mesh
 from cp_mesh import Contiguous, Layout, Mask, Striped, ZigZag, attention
 
 ulysses_memory = inner("memory", "ulysses_memory")
-stages = room("stages")
+stages = room("ring_loop")
 ALL_GATHER = inner("all_gather", "ALL_GATHER")
-choose_head_chunks = inner("stages", "choose_head_chunks")
+choose_head_chunks = inner("ring_loop", "choose_head_chunks")
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 LAYOUTS: dict[str, Layout] = {"zigzag": ZigZag(), "striped": Striped(), "contiguous": Contiguous()}

@@ -24,9 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cp_mesh
 from cp_mesh import ContextParallel, Contiguous, Mask, Permuted, ShardedSequence, ZigZag, attention
 
-ops = room("ops")
+ops = room("op")
 
-attention_module = room("attention")  # whose name in the package is the function
+attention_module = room("call.function")  # whose name in the package is the function
 B, H, K, S, D, E = 2, 4, 2, 12, 6, 5
 FORMATS = (2, 1, 0)
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from cp_mesh import Balanced, Mask, Permuted, ZigZag, balance
 
-Asked, make_options = inner("attention", "Asked", "make_options")
+Asked, make_options = inner("call.function", "Asked", "make_options")
 FORMATS = inner("formats", "FORMATS")
-Content, is_owned, read_once = inner("owned", "Content", "is_owned", "read_once")
+Content, is_owned, read_once = inner("host_tensors", "Content", "is_owned", "read_once")
 
 IDS = torch.arange(24) // 7
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import cp_mesh
 from cp_mesh import ZigZag, ZigZagDocuments
 
-score_placements = inner("placements", "score_placements")
+score_placements = inner("dtensor", "score_placements")
 
 HEADS, SEQ_DIMS = (GQA, MHA, MQA), (2, 1, 0)
 MEMORIES = ("contiguous", "transposed", "sliced", "strided", "expanded", "transposed", "sliced")

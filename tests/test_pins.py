@@ -207,7 +207,7 @@ def test_the_public_api(pool: Any, pin: Any) -> None:
 
 def ops() -> Record:
     """Schemas, tags and what is registered of the ops in saved graphs: fakes, autograd, autocast, sharding."""
-    importlib.import_module("cp_mesh.compat")
+    importlib.import_module("cp_mesh.integrations.torch_api")
     schemas = [x for x in torch._C._jit_get_all_schemas() if re.fullmatch(r"cp_mesh::.*(?<!_in_tests)", x.name)]
     by_name = {schema.name: schema for schema in schemas}
     found: Record = {}

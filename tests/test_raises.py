@@ -44,7 +44,7 @@ from cp_mesh import (
 )
 
 groups = room("groups")
-check_tensors = inner("call", "check_tensors")
+check_tensors = inner("spec", "check_tensors")
 
 WORLD_SIZE = 4
 B, H, K, S, D = 2, 8, 4, 24, 16  # batch, query heads, kv heads, whole sequence, head dim

@@ -14,8 +14,8 @@ from inside import room, trace
 from torch import Tensor, are_deterministic_algorithms_enabled, nn
 from torch.nn.functional import logsigmoid
 
-reached = room("reached")
-tracing = room("tracing")
+reached = room("fingerprint")
+tracing = room("trace")
 
 Q = torch.zeros(1)
 Change = tuple[Callable[[], Any], Callable[[], None]]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cp_mesh import Contiguous, Mask, Permuted, Striped, ZigZag
 
-MANY_KEYS = inner("blocks", "MANY_KEYS")
+MANY_KEYS = inner("block_table", "MANY_KEYS")
 Tile = inner("schedule", "Tile")
 
 WINDOWS = (None, (2, None), (0, 0), (3, 1), (None, 2), (None, 0), (100, 0))

@@ -24,10 +24,10 @@ from torch import Tensor
 import cp_mesh
 from cp_mesh import Contiguous, Mask, Permuted, Striped, ZigZag
 
-plan = room("plan")
+plan = room("call.plan")
 flash_attn = room("flash_attn")
-contract = room("methods.contract")
-choose_schedule = inner("plan", "choose_schedule")
+contract = room("method")
+choose_schedule = inner("call.plan", "choose_schedule")
 
 RUNS = ("contiguous", "zigzag", "striped", "balanced", "zigzag documents")
 
@@ -159,7 +159,7 @@ def test_too_many_bands_stay_as_they_are():
     ids, mask = ids_of([5] * 19 + [5]), {"causal": False, "window": (2, 2)}
     few = make_schedule(Contiguous(), Mask(documents=ids, **mask), 100, 5, 0, True)
     assert "segments" in few.covers
-    with mock.patch.object(room("by_documents"), "MAX_BANDS", 0):
+    with mock.patch.object(room("survey_documents"), "MAX_BANDS", 0):
         forget_plans()
         many = make_schedule(Contiguous(), Mask(documents=ids, **mask), 100, 5, 0, True)
     assert many.covers == {"pairs"}
@@ -256,7 +256,7 @@ def test_fa4_over_a_ring(pool, full, cp_size):
 def excluded(rank: int, method: str) -> list[str]:
     """Exact zeros of excluded tokens, whose rows hold numbers that no mask could multiply away."""
     axis, problems = mesh((3,), ("cp",)), []
-    for ids in (torch.tensor([0] * 7 + [room("masks").EXCLUDED] * 9 + [1] * 8), torch.full((24,), -5)):
+    for ids in (torch.tensor([0] * 7 + [room("mask").EXCLUDED] * 9 + [1] * 8), torch.full((24,), -5)):
         mask = Mask(documents=ids)
         for name in (*RUNS, "shuffled"):
             layout = cp_mesh.balance(mask, 24, 3) if name == "balanced" else LAYOUTS[name](24)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import cp_mesh
 from cp_mesh import ContextParallel, Contiguous, Layout, Mask, ShardedModel, ShardedSequence, Striped, ZigZag, attention
-from cp_mesh.layouts import Run
+from cp_mesh.geometry.layouts import Run
 
 layouts_module = room("layouts")
 

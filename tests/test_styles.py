@@ -33,7 +33,7 @@ from cp_mesh import (
     verify_model,
 )
 
-STYLE = inner("forwards", "STYLE")
+STYLE = inner("wrap", "STYLE")
 
 B, H, K, S, D = 2, 4, 2, 24, 6
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-10}

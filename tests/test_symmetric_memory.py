@@ -47,7 +47,7 @@ import cp_mesh
 from cp_mesh import Contiguous, Mask, Striped, UnsupportedError, ZigZag
 
 known_parts = inner("groups", "known_parts")
-choose_transport = inner("transport", "choose_transport")
+choose_transport = inner("exchange", "choose_transport")
 symmetric = room("symmetric_memory")
 
 TRANSPORTS = ("functional", "symmetric_memory")
@@ -141,7 +141,7 @@ def double(group: dist.ProcessGroup, folder: str) -> Iterator[None]:
         return group_memory(group, device)
 
     with (
-        mock.patch(f"{path_of('transport')}.unavailable", return_value=None),
+        mock.patch(f"{path_of('exchange')}.unavailable", return_value=None),
         mock.patch.object(symmetric, "group_memory", memory),
         mock.patch(f"{path_of('symmetric_shards')}.group_memory", memory),
         mock.patch.dict(symmetric._MEMORY.data, clear=True),

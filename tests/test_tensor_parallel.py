@@ -48,13 +48,13 @@ from cp_mesh import (
     parallelize,
     sum_gradients,
 )
-from cp_mesh.transport import release, symmetric_memory_bytes
+from cp_mesh.comm.exchange import release, symmetric_memory_bytes
 
 agreement = room("agreement")
-column_linears = room("column_linears")
-products = room("products")
-row_linears = room("row_linears")
-vocabulary = room("vocabulary")
+column_linears = room("colwise")
+products = room("matmul")
+row_linears = room("rowwise")
+vocabulary = room("vocab_parallel")
 Shards = inner("shards", "Shards")
 
 V, C, OUT, HIDDEN = 11, 6, 10, 7  # of which tp = 2, 3 and 4 divide few

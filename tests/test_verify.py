@@ -24,7 +24,7 @@ from torch import Tensor
 import cp_mesh
 from cp_mesh import Mask, VerificationError
 
-plan = room("plan")
+plan = room("call.plan")
 TERMS = inner("scores", "TERMS")
 
 B, H, K, S, D, E = 2, 6, 3, 17, 5, 4
@@ -129,7 +129,7 @@ BUGS: dict[str, tuple[dict[str, Any], Callable[[Kernel], Any]]] = {
     "no softcap": (
         {"scores": {"softcap": 1.0}},
         lambda _: mock.patch(
-            f"{path_of('plan')}.make_scores", lambda *x, make=plan.make_scores: replace(make(*x), softcap=None)
+            f"{path_of('call.plan')}.make_scores", lambda *x, make=plan.make_scores: replace(make(*x), softcap=None)
         ),
     ),
 }

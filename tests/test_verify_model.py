@@ -51,7 +51,7 @@ from cp_mesh import (
 )
 
 Ranks = inner("ranks", "Ranks")
-Reference, make_twin, run_reference = inner("verifying.reference", "Reference", "make_twin", "run_reference")
+Reference, make_twin, run_reference = inner("verify.reference", "Reference", "make_twin", "run_reference")
 Step = inner("step", "Step")
 NUM_VECTORS, Place = inner("traces", "NUM_VECTORS", "Place")
 

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import cp_mesh
 from cp_mesh import ContextParallel, Mask, ShardedModel, ShardedSequence
 
-words = room("words")
+words = room("store_messages")
 
 H, S, D = 2, 16, 8
 C = H * D
@@ -468,8 +468,8 @@ def watched_counts(rank: int) -> list[int]:
     model = Skipping(Core(), Core()).double()
     plan = {"": ShardedModel(sequence, positions=None), "layers.*.core": ContextParallel(sequence)}
     cp_mesh.parallelize(model, sequence.mesh, plan)
-    real = room("root").watching
-    with mock.patch(f"{path_of('root')}.watching", lambda *given: counts.append(1) or real(*given)):
+    real = room("sharded_model").watching
+    with mock.patch(f"{path_of('sharded_model')}.watching", lambda *given: counts.append(1) or real(*given)):
         for layers in (2, 2, 1, 1, 2, 1, 2, 1, 1):
             model(tokens_of(), layers=layers)
     return [len(counts)]

@@ -31,7 +31,7 @@ from inside import room
 
 from cp_mesh import Mask, flex_attention
 
-flex_programs = room("flex_programs")
+flex_programs = room("programs")
 
 REFUSED = "multiple indexing operations"
 

@@ -25,14 +25,14 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_mesh.attention import Asked, attention, check_asked
+from cp_mesh.call.function import Asked, attention, check_asked
 from cp_mesh.errors import UnsupportedError, refuse
-from cp_mesh.forwards import STYLE, replace_forward
-from cp_mesh.guard.reductions import watch_first_step
-from cp_mesh.layouts import Contiguous, Joint
-from cp_mesh.masks import Mask
-from cp_mesh.sequence import ShardedSequence
-from cp_mesh.styles import announcing, claim
+from cp_mesh.geometry.layouts import Contiguous, Joint
+from cp_mesh.geometry.mask import Mask
+from cp_mesh.sequence.sharded_sequence import ShardedSequence
+from cp_mesh.training.checks.gradients import watch_first_step
+from cp_mesh.training.style_helpers import announcing, claim
+from cp_mesh.wrap import STYLE, replace_forward
 
 STREAMS = {
     "FluxTransformer2DModel": ("encoder_hidden_states", "hidden_states"),

@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from cp_mesh.attention import Asked, check_asked
-from cp_mesh.batch_masks import packed_documents
-from cp_mesh.cores import ContextParallel
+from cp_mesh.call.function import Asked, check_asked
+from cp_mesh.call.methods import choose_method
 from cp_mesh.errors import UnsupportedError, refuse
-from cp_mesh.guard.rootless import watch_rootless
-from cp_mesh.layouts import Contiguous, Layout, ZigZag
-from cp_mesh.masks import Mask
-from cp_mesh.methods import choose_method
-from cp_mesh.sequence import ShardedSequence
+from cp_mesh.geometry.batch_mask import packed_documents
+from cp_mesh.geometry.layouts import Contiguous, Layout, ZigZag
+from cp_mesh.geometry.mask import Mask
+from cp_mesh.sequence.sharded_sequence import ShardedSequence
+from cp_mesh.training.checks.inputs import watch_rootless
+from cp_mesh.training.context_parallel import ContextParallel
 
 BALANCERS: dict[str | None, Layout] = {"headtail": ZigZag(), None: Contiguous()}
 """Layouts of torchtitan, by its context_parallel_load_balancer."""

@@ -18,10 +18,10 @@ from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.protocols.module import Module
 
-from cp_mesh.attention import attention
+from cp_mesh.call.function import attention
 from cp_mesh.errors import UnsupportedError, refuse
-from cp_mesh.masks import Mask
-from cp_mesh.sequence import ShardedSequence
+from cp_mesh.geometry.mask import Mask
+from cp_mesh.sequence.sharded_sequence import ShardedSequence
 
 KNOWN = frozenset(
     f"torchtitan.models.{name}" for name in ("common.attention.GQAttention", "deepseek_v3.model.Attention")

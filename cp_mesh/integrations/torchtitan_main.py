@@ -20,11 +20,11 @@ from torchtitan.distributed.spmd_types import spmd_mesh_group
 from torchtitan.models.common.attention.attention import VarlenAttentionMetadata, VarlenInnerAttention
 from torchtitan.models.common.attention.cp_attention import CPAttention
 
-from cp_mesh.attention import Asked, attention, check_asked
+from cp_mesh.call.function import Asked, attention, check_asked
+from cp_mesh.call.methods import choose_method
 from cp_mesh.errors import UnsupportedError, refuse
-from cp_mesh.layouts import Contiguous, Layout, Permuted, ZigZag
-from cp_mesh.masks import Mask
-from cp_mesh.methods import choose_method
+from cp_mesh.geometry.layouts import Contiguous, Layout, Permuted, ZigZag
+from cp_mesh.geometry.mask import Mask
 
 _TOKENS, _HEADS = ("dp", "cp"), "tp"
 

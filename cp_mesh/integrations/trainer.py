@@ -23,9 +23,9 @@ from transformers import Trainer
 from transformers.trainer_utils import unwrap_peft_model
 
 from cp_mesh.errors import UnsupportedError, refuse
-from cp_mesh.forwards import STYLE, replaced
 from cp_mesh.integrations.transformers import parallelize, sequence_of
-from cp_mesh.styles import SUMS
+from cp_mesh.training.style_helpers import SUMS
+from cp_mesh.wrap import STYLE, replaced
 
 _OWNERS = (Trainer.__module__, "trl.trainer.sft_trainer")
 _PACKING = ("packing", "eval_packing")

@@ -7,7 +7,7 @@ from cp_mesh.kernels.aten import CPU_FLASH, CUDNN, EFFICIENT, FA2
 from cp_mesh.kernels.contract import Kernel, Request, shortfalls
 from cp_mesh.kernels.flash_attn import FA2_PACKAGE, FA3
 from cp_mesh.kernels.flash_attn_4 import FA4
-from cp_mesh.kernels.flex import FLEX
+from cp_mesh.kernels.flex.kernel import FLEX
 from cp_mesh.kernels.reference import REFERENCE
 from cp_mesh.kernels.triton_attention import TRITON
 

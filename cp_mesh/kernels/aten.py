@@ -15,10 +15,10 @@ import torch
 from einops import reduce
 from torch import Tensor
 
+from cp_mesh.geometry.mask import CAUSAL, Band
 from cp_mesh.kernels.contract import Capability, Pairs
 from cp_mesh.kernels.merge import BackwardTile, merging_kernel
 from cp_mesh.kernels.scores import Scores
-from cp_mesh.masks import CAUSAL, Band
 
 _aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)

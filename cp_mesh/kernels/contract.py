@@ -18,11 +18,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from cp_mesh.geometry.mask import Band, Mask
+from cp_mesh.geometry.schedule import Rows
+from cp_mesh.geometry.varlen import Segments
 from cp_mesh.kernels.combine import RowSum
 from cp_mesh.kernels.scores import ScoreGradients, Scores
-from cp_mesh.masks import Band, Mask
-from cp_mesh.schedule import Rows
-from cp_mesh.segments import Segments
 
 
 class Steps(NamedTuple):

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cp_mesh.geometry.mask import CAUSAL, Band
 from cp_mesh.kernels.contract import Capability, Pairs
 from cp_mesh.kernels.merge import BackwardTile, merging_kernel
 from cp_mesh.kernels.scores import Scores
-from cp_mesh.masks import CAUSAL, Band
 
 HALF = (torch.bfloat16, torch.float16)
 

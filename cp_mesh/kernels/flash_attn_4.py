@@ -31,14 +31,14 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.geometry.mask import Band
+from cp_mesh.geometry.varlen import Segments
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.compiling import one_rank_compiles
 from cp_mesh.kernels.contract import Capability, Pairs
 from cp_mesh.kernels.flash_attn import HALF, bshd, import_once, lacks, window_of, writable
 from cp_mesh.kernels.merge import BackwardTile, merging_kernel
 from cp_mesh.kernels.scores import Scores
-from cp_mesh.masks import Band
-from cp_mesh.segments import Segments
 
 LONGEST = 1024
 MOST_SEQUENCES = 256  # its BIN_BATCH_SEARCH_THRESH

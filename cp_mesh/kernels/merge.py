@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cp_mesh.geometry.mask import CAUSAL, FULL, Band
+from cp_mesh.geometry.schedule import split_causal
+from cp_mesh.geometry.varlen import Segments
 from cp_mesh.kernels.combine import OutputSum, RowSum, accumulation_dtype, finish_sums
 from cp_mesh.kernels.contract import Capability, Kernel, KernelTile, KeyGradients, Pairs
 from cp_mesh.kernels.scores import ScoreGradients, Scores
-from cp_mesh.masks import CAUSAL, FULL, Band
-from cp_mesh.schedule import split_causal
-from cp_mesh.segments import Segments
 
 # (q, k, v, cover, scores) -> the tile's own (out, lse); lse in the units of `contract`. The cover is of a kind that the
 # kernel's capability names.

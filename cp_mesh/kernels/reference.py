@@ -12,12 +12,12 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from cp_mesh.geometry.mask import Band
+from cp_mesh.geometry.varlen import Segments
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.contract import Capability, Pairs
 from cp_mesh.kernels.merge import BackwardTile, merging_kernel
 from cp_mesh.kernels.scores import ADDED, FUNCTIONS, TERMS, VECTORS, ScoreGradients, Scores, Where, kept_weights
-from cp_mesh.masks import Band
-from cp_mesh.segments import Segments
 
 ROWS = 512  # query rows whose scores are held at a time
 

@@ -135,7 +135,7 @@ class Sinks(Term):
         raise NotImplementedError("sinks are no scores of keys: the pass applies them when it ends")
 
     def add_gradient(self, total: Tensor, x: Tensor, dscores: Tensor, where: Where) -> None:
-        raise NotImplementedError("see `cp_mesh.methods.stages.gradient_of_sinks`")
+        raise NotImplementedError("see `cp_mesh.call.ring_loop.gradient_of_sinks`")
 
 
 TERMS: dict[str, Term] = {term.name: term for term in (Sinks(), AlibiSlopes(), RelativeBias(), Bias())}

@@ -43,10 +43,10 @@ from report import PASSES, RESULTS, Entrant, Report, Times, machine  # noqa: E40
 
 from cp_mesh import Contiguous, Mask  # noqa: E402
 from cp_mesh import attention as cp_attention  # noqa: E402
-from cp_mesh.groups import known_parts  # noqa: E402
+from cp_mesh.comm.exchange import choose_transport, release  # noqa: E402
+from cp_mesh.comm.groups import known_parts  # noqa: E402
 from cp_mesh.kernels.scores import Scores  # noqa: E402
-from cp_mesh.transport import choose_transport, release  # noqa: E402
-from cp_mesh.verifying.dense import dense_attention as plain_products  # noqa: E402
+from cp_mesh.tools.verify.dense import dense_attention as plain_products  # noqa: E402
 
 T = TypeVar("T")
 

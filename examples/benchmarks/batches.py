@@ -73,8 +73,8 @@ from report import FLOPS, append, machine  # noqa: E402
 from tables import batches_table  # noqa: E402
 
 from cp_mesh import Mask, ShardedSequence  # noqa: E402
-from cp_mesh.masks import Band  # noqa: E402
-from cp_mesh.transport import symmetric_memory as symmetric  # noqa: E402
+from cp_mesh.comm import symmetric_memory as symmetric  # noqa: E402
+from cp_mesh.geometry.mask import Band  # noqa: E402
 
 WARM = 5  # steps in which everything may be compiled
 SLOW = 1.3  # times the median

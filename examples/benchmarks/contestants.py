@@ -27,14 +27,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_mesh import Contiguous, Mask, ShardedSequence, Striped, ZigZag, attention
-from cp_mesh.call import Operand, Options, Tensors
+from cp_mesh.call.method import Plan
+from cp_mesh.call.methods import METHODS
+from cp_mesh.call.plan import make_plan
+from cp_mesh.call.spec import Operand, Options, Tensors
+from cp_mesh.comm.exchange import TRANSPORTS, symmetric_memory_bytes
+from cp_mesh.geometry.layouts import Layout
+from cp_mesh.geometry.mask import Band
 from cp_mesh.kernels import KERNELS
-from cp_mesh.layouts import Layout
-from cp_mesh.masks import Band
-from cp_mesh.methods import METHODS
-from cp_mesh.methods.contract import Plan
-from cp_mesh.plan import make_plan
-from cp_mesh.transport import TRANSPORTS, symmetric_memory_bytes
 
 
 @dataclass(frozen=True)

@@ -62,9 +62,9 @@ from many_gpus import GRACE  # noqa: E402
 from report import append, machine  # noqa: E402
 
 from cp_mesh import Mask, ZigZag, flex_attention  # noqa: E402
-from cp_mesh.kernels import flex as flex_kernel  # noqa: E402
-from cp_mesh.kernels import flex_programs  # noqa: E402
-from cp_mesh.transport import symmetric_memory_bytes  # noqa: E402
+from cp_mesh.comm.exchange import symmetric_memory_bytes  # noqa: E402
+from cp_mesh.kernels.flex import kernel as flex_kernel  # noqa: E402
+from cp_mesh.kernels.flex import programs as flex_programs  # noqa: E402
 
 SOFTCAP = 20.0
 COLUMNS = (

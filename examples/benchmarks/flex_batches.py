@@ -48,7 +48,7 @@ from flex import Core, compiled, played_rank, positions, whole_tensors  # noqa: 
 from report import append, machine  # noqa: E402
 
 from cp_mesh import Mask, ShardedSequence, ZigZag, create_block_mask, flex_attention  # noqa: E402
-from cp_mesh.kernels import flex_programs  # noqa: E402
+from cp_mesh.kernels.flex import programs as flex_programs  # noqa: E402
 
 COLUMNS = (
     *("date", "commit", "gpu", "world_size", "torch", "cuda", "cudnn", "nccl", "packages"),

@@ -49,7 +49,7 @@ from report import append  # noqa: E402
 from training import commit, model_flops, say  # noqa: E402
 
 import cp_mesh  # noqa: E402
-from cp_mesh.transport import release, symmetric_memory_bytes  # noqa: E402
+from cp_mesh.comm.exchange import release, symmetric_memory_bytes  # noqa: E402
 
 COLUMNS = (
     *("date", "commit", "gpu", "world", "torch", "layers", "seq_len", "vocab", "recompute", "offload", "head_chunks"),

@@ -35,12 +35,12 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).par
 from contestants import document_lengths  # noqa: E402
 
 from cp_mesh import geometry, plan  # noqa: E402
-from cp_mesh.balancing import balance  # noqa: E402
-from cp_mesh.call import Options, Tensors  # noqa: E402
-from cp_mesh.layouts import Contiguous, Layout, Striped, ZigZag  # noqa: E402
-from cp_mesh.masks import Mask  # noqa: E402
-from cp_mesh.plan import make_plan  # noqa: E402
-from cp_mesh.schedule import make_schedule  # noqa: E402
+from cp_mesh.call.plan import make_plan  # noqa: E402
+from cp_mesh.call.spec import Options, Tensors  # noqa: E402
+from cp_mesh.geometry.balance import balance  # noqa: E402
+from cp_mesh.geometry.layouts import Contiguous, Layout, Striped, ZigZag  # noqa: E402
+from cp_mesh.geometry.mask import Mask  # noqa: E402
+from cp_mesh.geometry.schedule import make_schedule  # noqa: E402
 
 MASKS = {
     "causal": {},

@@ -44,14 +44,14 @@ from attention import MASKS, Gate, Ranks, T, Verdict, describe, random_inputs, r
 from contestants import Case, Contestant, CPMesh, Floor, Inputs, chunks, named  # noqa: E402
 from report import COLUMNS, Report, machine  # noqa: E402
 
-from cp_mesh.choosing import sizes_of  # noqa: E402
-from cp_mesh.groups import known_parts, parts_of  # noqa: E402
+from cp_mesh.call.choose import sizes_of  # noqa: E402
+from cp_mesh.call.joined_layout import join, pieces_of_rank  # noqa: E402
+from cp_mesh.call.method import Plan, Setup  # noqa: E402
+from cp_mesh.comm import symmetric_memory as symmetric  # noqa: E402
+from cp_mesh.comm.groups import known_parts, parts_of  # noqa: E402
+from cp_mesh.comm.packing import Packing  # noqa: E402
 from cp_mesh.kernels import KERNELS  # noqa: E402
-from cp_mesh.machines import machine_of  # noqa: E402
-from cp_mesh.methods.contract import Plan, Setup  # noqa: E402
-from cp_mesh.methods.joined import join, pieces_of_rank  # noqa: E402
-from cp_mesh.transport import symmetric_memory as symmetric  # noqa: E402
-from cp_mesh.transport.packing import Packing  # noqa: E402
+from cp_mesh.predict.machines import machine_of  # noqa: E402
 
 
 class PlayedWorkspace:

@@ -1,4 +1,4 @@
-"""What `cp_mesh.costs` says beside what was measured: the passes of committed figures in which the host did not count.
+"""What `predict.time` says beside what was measured: the passes of committed figures in which the host did not count.
 
     python examples/benchmarks/predicted.py --gpus 8                           # what runs on 8 H200s should show
     python examples/benchmarks/predicted.py --gpus 8 --measured attention.csv  # beside what `attention.py` measured
@@ -29,10 +29,10 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 from contestants import LAYOUTS, document_lengths, mask_of  # noqa: E402
 
 from cp_mesh import Contiguous, Mask, ZigZag, balance, explain  # noqa: E402
-from cp_mesh.costs import H200, PassCost, staged_costs, ulysses_costs  # noqa: E402
-from cp_mesh.memory import Sizes  # noqa: E402
-from cp_mesh.methods import METHODS  # noqa: E402
-from cp_mesh.schedule import Schedule  # noqa: E402
+from cp_mesh.call.methods import METHODS  # noqa: E402
+from cp_mesh.geometry.schedule import Schedule  # noqa: E402
+from cp_mesh.predict.memory import Sizes  # noqa: E402
+from cp_mesh.predict.time import H200, PassCost, staged_costs, ulysses_costs  # noqa: E402
 
 COMMITS = {
     "attention_2xh200.csv": ("3225b69",),

@@ -2,7 +2,7 @@
 
 One rank, tiny tensors, the same functions below: the ways differ in what runs around them.
 
-- "own": as `cp_mesh/ops.py` does it, with `Library.impl` and an autograd kernel of its own;
+- "own": as `cp_mesh/call/op.py` does it, with `Library.impl` and an autograd kernel of its own;
 - "register_autograd": `Library.impl` and `torch.library.register_autograd`;
 - "custom_op": `torch.library.custom_op` and its `register_autograd`.
 
@@ -34,8 +34,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).par
 from report import machine  # noqa: E402
 
 from cp_mesh import ops  # noqa: E402
-from cp_mesh.call import NUM_TENSORS, Call, Options, Tensors  # noqa: E402
-from cp_mesh.masks import Mask  # noqa: E402
+from cp_mesh.call.spec import NUM_TENSORS, Call, Options, Tensors  # noqa: E402
+from cp_mesh.geometry.mask import Mask  # noqa: E402
 
 PASSES = ("no_grad", "forward", "both")
 FUNCTIONS = {ops.attention_op: ops._attention, ops.attention_backward_op: ops._attention_backward}

@@ -92,9 +92,9 @@ class Ours:
 
     def __init__(self, feature: str, tile: str, rows: int, device: str) -> None:
         import cp_mesh
-        from cp_mesh.call import Options, Tensors
-        from cp_mesh.masks import Mask
-        from cp_mesh.plan import make_plan
+        from cp_mesh.call.plan import make_plan
+        from cp_mesh.call.spec import Options, Tensors
+        from cp_mesh.geometry.mask import Mask
 
         tree = os.environ["PYTHONPATH"].split(os.pathsep)[0]
         assert Path(cp_mesh.__file__).is_relative_to(tree), f"{cp_mesh.__file__} is not of {tree}"
@@ -137,8 +137,8 @@ class Ours:
 
     def error(self) -> float:
         """The largest RMS error of a result, over what it may be."""
-        from cp_mesh.masks import Mask
-        from cp_mesh.verifying.dense import dense_attention
+        from cp_mesh.geometry.mask import Mask
+        from cp_mesh.tools.verify.dense import dense_attention
 
         args = (Mask(), replace(self._scores), self._scores.wanted)
         exact = dense_attention(*(x.double() for x in (self.q, self.k, self.v, self.dout)), *args)

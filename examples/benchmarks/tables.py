@@ -19,7 +19,7 @@ import predicted
 import torch
 
 from cp_mesh import explain
-from cp_mesh.explaining.capabilities import supported_table
+from cp_mesh.tools.explain.capabilities import supported_table
 
 Row = dict[str, str]
 ROOT = Path(__file__).resolve().parent.parent.parent

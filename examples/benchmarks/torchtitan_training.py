@@ -45,8 +45,8 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent), str(ROOT / "tests" / "int
 
 from report import append  # noqa: E402
 
+from cp_mesh.comm.exchange import release, symmetric_memory_bytes  # noqa: E402
 from cp_mesh.integrations.torchtitan import context_parallel  # noqa: E402
-from cp_mesh.transport import release, symmetric_memory_bytes  # noqa: E402
 
 VARIANTS = ("torchtitan", "cp_mesh")
 AGREE = {"bf16": 2e-3, "fp32": 1e-5}

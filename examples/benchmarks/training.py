@@ -67,9 +67,9 @@ from report import append  # noqa: E402
 from tables import steps_table  # noqa: E402
 
 import cp_mesh  # noqa: E402
-from cp_mesh.call import Options, Tensors  # noqa: E402
-from cp_mesh.plan import make_plan  # noqa: E402
-from cp_mesh.transport import choose_transport, release, symmetric_memory_bytes  # noqa: E402
+from cp_mesh.call.plan import make_plan  # noqa: E402
+from cp_mesh.call.spec import Options, Tensors  # noqa: E402
+from cp_mesh.comm.exchange import choose_transport, release, symmetric_memory_bytes  # noqa: E402
 
 COLUMNS = (
     *("date", "commit", "gpu", "world", "tp", "torch", "variant", "settings", "blocks", "layers", "seq_len", "vocab"),

@@ -28,8 +28,8 @@ from cp_mesh import ArgumentError, Striped, UnsupportedError, ZigZag, sum_gradie
 from cp_mesh.integrations.transformers import parallelize, sequence_of  # noqa: E402
 
 IMAGES, check_model = inner("families", "IMAGES", "check_model")
-Said, read_mask = inner("transformers.masks", "Said", "read_mask")
-replica_of = inner("transformers.root", "replica_of")
+Said, read_mask = inner("masks", "Said", "read_mask")
+replica_of = inner("root", "replica_of")
 
 ROOT = Path(__file__).resolve().parents[2]
 BOUND = 1e-6

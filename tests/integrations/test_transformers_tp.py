@@ -27,10 +27,10 @@ import cp_mesh
 from cp_mesh import Striped, attention, sum_gradients
 from cp_mesh.integrations.transformers import parallelize, sequence_of
 
-vocabulary = room("vocabulary")
-LINEAR = inner("forwards", "LINEAR")
-masks = room("transformers.masks")
-DeferredLogits = inner("vocabulary", "DeferredLogits")
+vocabulary = room("vocab_parallel")
+LINEAR = inner("wrap", "LINEAR")
+masks = room("masks")
+DeferredLogits = inner("vocab_parallel", "DeferredLogits")
 
 pytestmark = pytest.mark.skipif(OLD, reason="forwards of Transformers 4 read other names")
 BOUND = 1e-6

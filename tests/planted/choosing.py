@@ -25,24 +25,24 @@ def _(agreed: Any) -> Any:
     return mutant
 
 
-plant("a rank looks at itself alone", "choosing:estimate", "one choice")(
+plant("a rank looks at itself alone", "choose:estimate", "one choice")(
     lambda estimate: with_arguments(estimate, ranks=lambda _: [dist.get_rank()])
 )
-plant("the degree that was chosen is left aside", "choosing:Choice.degree", "one choice of a degree")(
+plant("the degree that was chosen is left aside", "choose:Choice.degree", "one choice of a degree")(
     lambda degree: lambda self: 0
 )
 plant("inner groups reach over hosts", "hybrid:HYBRID", "degrees that are tried")(
     lambda method: replace(method, degrees=lambda cp_size, gpus_per_host: method.degrees(cp_size, cp_size))
 )
-plant("groups are made for packed documents", "choosing:degrees_of", "groups that cannot be made")(
+plant("groups are made for packed documents", "choose:degrees_of", "groups that cannot be made")(
     lambda degrees_of: with_arguments(degrees_of, problem=lambda problem: replace(problem, inner_sizes=None))
 )
-plant("the hybrid is timed with all heads", "costs:ulysses_costs", "times of the hybrid")(
+plant("the hybrid is timed with all heads", "time:ulysses_costs", "times of the hybrid")(
     lambda costs: with_arguments(costs, degree=lambda _: 1)
 )
 
 
-@plant("what a backward exchanges is counted once", "costs:ulysses_costs", "exchanges of a pass")
+@plant("what a backward exchanges is counted once", "time:ulysses_costs", "exchanges of a pass")
 def _(costs: Any) -> Any:
     def mutant(*given: Any, **named: Any) -> Any:
         forward, backward = costs(*given, **named)
@@ -51,7 +51,7 @@ def _(costs: Any) -> Any:
     return mutant
 
 
-@plant("rows cross for each rank of a host", "costs:legs_of", "times of the double ring")
+@plant("rows cross for each rank of a host", "time:legs_of", "times of the double ring")
 def _(legs_of: Any) -> Any:
     def each(leg: Any) -> Any:
         return leg._replace(crossing=leg.crossing and leg.crossing * len(leg.moves))
@@ -64,13 +64,13 @@ def _(keys: Any) -> Any:
     return with_result(keys, lambda found: [each._replace(buffer=0, stages=[0] * len(each.stages)) for each in found])
 
 
-plant("calibrate takes milliseconds for seconds", "calibrating:_Clock._timed", "a clock")(
+plant("calibrate takes milliseconds for seconds", "calibrate:_Clock._timed", "a clock")(
     lambda timed: with_result(timed, lambda seconds: 1e3 * seconds)
 )
-plant("calibrate takes elements for bytes", "calibrating:_copies", "columns of calibrate")(
+plant("calibrate takes elements for bytes", "calibrate:_copies", "columns of calibrate")(
     lambda copies: with_result(copies, lambda found: ([[nbytes / 4, one] for nbytes, one in found[0]], found[1]))
 )
-plant("calibrate measures each rank's own times", "calibrating:_Clock._slowest", "a clock of ranks")(
+plant("calibrate measures each rank's own times", "calibrate:_Clock._slowest", "a clock of ranks")(
     lambda slowest: lambda self, seconds: seconds
 )
 plant("groups within a group keep their memory", "symmetric_memory:release", "release")(

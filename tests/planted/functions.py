@@ -65,7 +65,7 @@ def _(kernel: Any) -> Any:
     )
 
 
-@plant("captured gradients are summed in the inputs' dtype", "call:make_scores", "captured sums in fp32")
+@plant("captured gradients are summed in the inputs' dtype", "spec:make_scores", "captured sums in fp32")
 def _(make_scores: Any) -> Any:
     def mutant(options: Any, tensors: Any, dtype: Any, captured: Any = (), *others: Any) -> Any:
         return replace(make_scores(options, tensors, dtype, captured, *others), captured=tuple(captured))
@@ -79,43 +79,43 @@ def _(make: Any) -> Any:
     return lambda cls, name, graph, captured: known.setdefault(name, make(cls, name, graph, captured))
 
 
-plant("heads of DTensors count from 0", "attention:_of_these_heads", "functions of DTensors")(
+plant("heads of DTensors count from 0", "call.function:_of_these_heads", "functions of DTensors")(
     lambda of_these_heads: lambda options, query, form: options
 )
-plant("what functions read is not compared", "ops:_what_must_agree", "functions that differ")(
+plant("what functions read is not compared", "op:_what_must_agree", "functions that differ")(
     lambda fields: with_result(fields, lambda found: {name: x for name, x in found.items() if "captured" not in name})
 )
-plant("blocks are not compared with mask_mod", "block_masks:_check_blocks", "blocks of masks")(
+plant("blocks are not compared with mask_mod", "block_mask:_check_blocks", "blocks of masks")(
     lambda check: lambda *given: None
 )
 plant("sums have no order where one is asked for", "functions:_fixed_order", "order of captured sums")(
     lambda fixed_order: lambda asked: fixed_order(False)
 )
-plant("heads over tp count from 0 in functions", "attention:_resolve", "heads of cores over tp")(
+plant("heads over tp count from 0 in functions", "call.function:_resolve", "heads of cores over tp")(
     lambda resolve: with_result(resolve, lambda options: options._replace(first_head=0))
 )
-plant("a style hides what a block mask shows", "block_masks:check_hidden", "masks of cores")(
+plant("a style hides what a block mask shows", "block_mask:check_hidden", "masks of cores")(
     lambda check: lambda *given: None
 )
 
 
 @plant(
-    "tensors that were written are taken for those before", "sources:Unchanged.__eq__",
+    "tensors that were written are taken for those before", "rank_mask:Unchanged.__eq__",
     "masks of cores", "refused masks of sequences",
 )  # fmt: skip
 def _(equal: Any) -> Any:
     return lambda self, other: len(self._tensors) == len(other._tensors)
 
 
-@plant("a function of other numbers is known again", "reached:reached_by", "functions of other numbers")
+@plant("a function of other numbers is known again", "fingerprint:reached_by", "functions of other numbers")
 def _(reached_by: Any) -> Any:
     return with_result(reached_by, lambda x: x and x._replace(key=tuple(y for y in x.key if type(y) is not str)))
 
 
-plant("a state of torch is taken for a constant", "reached:_names_in", "functions of states")(
+plant("a state of torch is taken for a constant", "fingerprint:_names_in", "functions of states")(
     lambda names_in: lambda code: names_in(code) or ()
 )
-plant("functions see indices of padding", "tracing:trace", "padding of cores")(
+plant("functions see indices of padding", "trace:trace", "padding of cores")(
     lambda trace: with_arguments(trace, last=lambda last: None)
 )
 
@@ -143,7 +143,7 @@ def _(gather: Any) -> Any:
     return mutant
 
 
-@plant("gradients of shards are summed in their dtype", "captured:to_shards", "shards summed in fp32")
+@plant("gradients of shards are summed in their dtype", "captures:to_shards", "shards summed in fp32")
 def _(to_shards: Any) -> Any:
     def mutant(gradients: Any, plan: Any, call: Any) -> Any:
         cast = {name: x.to(call.captured[int(name.partition(".")[2])].dtype) for name, x in gradients.items()}
@@ -152,10 +152,10 @@ def _(to_shards: Any) -> Any:
     return mutant
 
 
-plant("gradients of replicated DTensors are told to be whole", "captured:_cuts", "shards of DTensors")(
+plant("gradients of replicated DTensors are told to be whole", "captures:_cuts", "shards of DTensors")(
     lambda cuts: with_result(cuts, lambda found: (found[0], [Replicate() if p.is_partial() else p for p in found[1]]))
 )
-plant("ranks with and without a gradient of a shard are not compared", "captured:told", "shards that differ")(
+plant("ranks with and without a gradient of a shard are not compared", "captures:told", "shards that differ")(
     lambda told: with_result(told, lambda said: said.partition(", with")[0])
 )
 
@@ -169,18 +169,18 @@ def with_local(place: int, of_whole: Any) -> Any:
     return mutant
 
 
-plant("the flex kernel sees the index of a local query", "flex_tiles:Tile._globals", "tiles of flex")(
+plant("the flex kernel sees the index of a local query", "tiles:Tile._globals", "tiles of flex")(
     lambda of_whole: with_local(2, of_whole)
 )
-plant("heads of a chunk count from 0 in the flex kernel", "flex_tiles:Tile._globals", "tables of flex")(
+plant("heads of a chunk count from 0 in the flex kernel", "tiles:Tile._globals", "tables of flex")(
     lambda of_whole: with_local(1, of_whole)
 )
-plant("the flex kernel reads before and after a tensor", "flex_reads:_Rewriting._counted", "indices of flex")(
+plant("the flex kernel reads before and after a tensor", "reads:_Rewriting._counted", "indices of flex")(
     lambda counted: lambda self, at, size, pads: self._nodes[at]
 )
 
 
-@plant("what is read beyond a tensor is a number", "flex_reads:_Rewriting._counted", "indices of flex")
+@plant("what is read beyond a tensor is a number", "reads:_Rewriting._counted", "indices of flex")
 def _(counted: Any) -> Any:
     def mutant(self: Any, at: Any, size: int, pads: Any) -> Any:
         index = counted(self, at, size, pads)
@@ -190,15 +190,15 @@ def _(counted: Any) -> Any:
     return mutant
 
 
-plant("what follows a tensor is a number", "flex_reads:Read.of", "indices of flex")(
+plant("what follows a tensor is a number", "reads:Read.of", "indices of flex")(
     lambda of: lambda self, x: of(self, x).nan_to_num()
 )
-plant("NaN follows a tensor in products too", "flex_reads:_Rewriting._all_summed", "hidden reads of flex")(
+plant("NaN follows a tensor in products too", "reads:_Rewriting._all_summed", "hidden reads of flex")(
     lambda summed: lambda self: set(self._function.graph.graph.nodes)
 )
 
 
-@plant("gradients of elements counted from the end are lost", "flex_reads:Read.home", "pads of flex")
+@plant("gradients of elements counted from the end are lost", "reads:Read.home", "pads of flex")
 def _(home: Any) -> Any:
     def mutant(self: Any, grad: Any) -> Any:
         for dim, (before, _) in enumerate(self.pads):
@@ -208,12 +208,12 @@ def _(home: Any) -> Any:
     return mutant
 
 
-plant("the flex kernel's backward forgets mask_mod", "kernels.flex:_backward", "tiles of flex")(
+plant("the flex kernel's backward forgets mask_mod", "kernel:_backward", "tiles of flex")(
     lambda backward: lambda tile: backward(tile._replace(scores=replace(tile.scores, mask_mod=None)))
 )
 
 
-@plant("captured gradients of the flex kernel are summed in bfloat16", "kernels.flex:_backward", "tiles of flex")
+@plant("captured gradients of the flex kernel are summed in bfloat16", "kernel:_backward", "tiles of flex")
 def _(backward: Any) -> Any:
     def mutant(tile: Any) -> Any:
         *grads, of_scores = backward(tile)
@@ -224,7 +224,7 @@ def _(backward: Any) -> Any:
     return mutant
 
 
-@plant("blocks that somebody sees are not masked", "flex_blocks:_made", "tables of flex")
+@plant("blocks that somebody sees are not masked", "blocks:_made", "tables of flex")
 def _(made: Any) -> Any:
     def turned(x: Any) -> Any:
         listed = x.full_kv_num_blocks, x.full_kv_indices, x.kv_num_blocks, x.kv_indices
@@ -233,21 +233,21 @@ def _(made: Any) -> Any:
     return with_result(made, turned)
 
 
-plant("tables of blocks are kept though what they read was written", "flex_tiles:kept_of", "tables of flex")(
+plant("tables of blocks are kept though what they read was written", "tiles:kept_of", "tables of flex")(
     lambda kept_of: lambda cover, key, make: kept_of(cover, key[:8], make)
 )
-plant("the last source is never seen", "sources:_seen", "masks of sequences")(
+plant("the last source is never seen", "rank_mask:_seen", "masks of sequences")(
     lambda seen: with_result(seen, lambda found: [*found[:-1], False])
 )
-plant("sources are told to their receivers", "geometry:say_sources", "masks of sequences")(
+plant("sources are told to their receivers", "survey:say_sources", "masks of sequences")(
     lambda say_sources: with_arguments(say_sources, sources=lambda sources: sources.T)
 )
-plant("sources that nobody sees travel", "geometry:parse_sources", "traffic of masks")(
+plant("sources that nobody sees travel", "survey:parse_sources", "traffic of masks")(
     lambda parse_sources: lambda spec, cp_size: None
 )
-plant("a mask of a sequence is taken in another layout", "sources:Sources.of_call", "refused masks of sequences")(
+plant("a mask of a sequence is taken in another layout", "rank_mask:Sources.of_call", "refused masks of sequences")(
     lambda of_call: lambda self, *place: self.table
 )
-plant("ranks may have masks of other sources", "ops:_what_must_agree", "masks of sequences that differ")(
+plant("ranks may have masks of other sources", "op:_what_must_agree", "masks of sequences that differ")(
     lambda fields: with_result(fields, lambda found: {name: x for name, x in found.items() if "sources" not in name})
 )

@@ -35,14 +35,14 @@ def of_other_mask(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda allowed: lambda self, q_pos, k_pos: allowed(change(self), q_pos, k_pos)
 
 
-plant("strict instead of inclusive diagonal", "masks:Mask.allowed", "masks")(
+plant("strict instead of inclusive diagonal", "mask:Mask.allowed", "masks")(
     without(lambda mask, distance: (distance == 0) & mask.causal)
 )
-plant("window off by one", "masks:Mask.allowed", "masks")(
+plant("window off by one", "mask:Mask.allowed", "masks")(
     without(lambda mask, distance: distance == ((mask.window or (None,))[0] or torch.inf))
 )
-plant("documents ignored", "masks:Mask.allowed", "masks")(of_other_mask(lambda mask: replace(mask, documents=None)))
-plant("padding is not hidden", "masks:Mask.allowed", "masks")(
+plant("documents ignored", "mask:Mask.allowed", "masks")(of_other_mask(lambda mask: replace(mask, documents=None)))
+plant("padding is not hidden", "mask:Mask.allowed", "masks")(
     of_other_mask(lambda mask: mask if mask.length is None else replace(mask, length=mask.length + 1))
 )
 
@@ -52,10 +52,10 @@ def without_exclusion(mask: Any) -> Any:
     return mask if mask.documents is None else replace(mask, documents=mask.documents.where(mask.documents >= 0, 99))
 
 
-plant("excluded tokens see each other", "masks:Mask.allowed", "masks")(of_other_mask(without_exclusion))
+plant("excluded tokens see each other", "mask:Mask.allowed", "masks")(of_other_mask(without_exclusion))
 
 
-@plant("tokens of a block see each other across documents", "masks:Mask.allowed", "masks")
+@plant("tokens of a block see each other across documents", "mask:Mask.allowed", "masks")
 def _(allowed: Any) -> Any:
     def mutant(self: Any, q_pos: Any, k_pos: Any) -> Any:
         if self.blocks is None:
@@ -66,7 +66,7 @@ def _(allowed: Any) -> Any:
     return mutant
 
 
-@plant("a document starts a token late", "masks:Mask.from_cu_seqlens", "masks", "random uses")
+@plant("a document starts a token late", "mask:Mask.from_cu_seqlens", "masks", "random uses")
 def _(from_cu_seqlens: Any) -> Any:
     def late(mask: Any) -> Any:
         ids = mask.documents
@@ -125,39 +125,41 @@ def of_reaches(change: Callable[[Any, Any], dict[str, int]]) -> Callable[[Any], 
     return make
 
 
-plant("a query does not see itself", "masks:Mask.reaches", "blocks")(
+plant("a query does not see itself", "mask:Mask.reaches", "blocks")(
     of_reaches(lambda mask, reach: {"nearest": 1} if reach.nearest == 0 else {})
 )
-plant("the last key of a prefix is no part of it", "masks:Mask.reaches", "blocks")(
+plant("the last key of a prefix is no part of it", "mask:Mask.reaches", "blocks")(
     of_reaches(lambda mask, reach: {"end": reach.end - 1} if reach.end == mask.prefix else {})
 )
-plant("the oldest keys of a window are not seen", "masks:Mask.reaches", "blocks")(
+plant("the oldest keys of a window are not seen", "mask:Mask.reaches", "blocks")(
     of_reaches(lambda mask, reach: {"farthest": reach.farthest - 1})
 )
-plant("the farthest keys ahead are not seen", "masks:Mask.reaches", "blocks")(
+plant("the farthest keys ahead are not seen", "mask:Mask.reaches", "blocks")(
     of_reaches(lambda mask, reach: {"nearest": reach.nearest + 1} if reach.nearest < 0 else {})
 )
-plant("the key after the last is seen", "masks:Mask.reaches", "blocks")(
+plant("the key after the last is seen", "mask:Mask.reaches", "blocks")(
     of_reaches(lambda mask, reach: {"end": reach.end + 1} if reach.end == mask.length else {})
 )
-plant("pieces at the end of a window are left out", "blocks:grid", "coverage")(
+plant("pieces at the end of a window are left out", "block_table:grid", "coverage")(
     lambda grid: with_arguments(grid, k=lambda k: k._replace(farthest=k.farthest - 1))
 )
-plant("pieces that see themselves alone are left out", "blocks:grid", "coverage")(
+plant("pieces that see themselves alone are left out", "block_table:grid", "coverage")(
     lambda grid: with_arguments(grid, k=lambda k: k._replace(nearest=k.nearest + 1))
 )
-plant("pieces that share their last document alone are left out", "by_runs:ByRuns._label_bounds", "coverage")(
+plant("pieces that share their last document alone are left out", "survey_runs:ByRuns._label_bounds", "coverage")(
     lambda label_bounds: with_result(label_bounds, lambda bounds: (bounds[0], bounds[1] - 1))
 )
-plant("pieces that hold the rest of a block are left out", "blocks:keys_of", "coverage")(
+plant("pieces that hold the rest of a block are left out", "block_table:keys_of", "coverage")(
     lambda keys_of: with_arguments(keys_of, mask=lambda mask: replace(mask, blocks=None))
 )
-plant("rows that travel are counted without those seen in part", "by_runs:ByRuns._counts_of_keys", "facts")(
+plant("rows that travel are counted without those seen in part", "survey_runs:ByRuns._counts_of_keys", "facts")(
     lambda counts_of_keys: with_result(counts_of_keys, lambda counts: counts * 0)
 )
 
 
-@plant("rows of documents that travel are not counted by alike pairs", "by_documents:ByDocuments._add_alike", "facts")
+@plant(
+    "rows of documents that travel are not counted by alike pairs", "survey_documents:ByDocuments._add_alike", "facts"
+)
 def _(add_alike: Any) -> Any:
     def uncounted(self: Any, found: Any, *given: Any) -> Any:
         needed = found.needed.copy()
@@ -168,7 +170,7 @@ def _(add_alike: Any) -> Any:
     return uncounted
 
 
-plant("a step in which few ranks fetch is taken for idle", "facts:active_steps", "coverage")(
+plant("a step in which few ranks fetch is taken for idle", "global_plan:active_steps", "coverage")(
     lambda active_steps: with_result(active_steps, lambda steps: steps[:-1])
 )
 
@@ -180,7 +182,7 @@ plant = in_area("layouts")
 plant("the last tokens are dropped", "layouts:Contiguous.runs", "layouts")(
     lambda runs: with_call(runs, lambda seq_len, cp_size: {"seq_len": seq_len // cp_size * cp_size})
 )
-plant("inverse and permutation mixed up", "positions:Layout.inverse", "layouts")(
+plant("inverse and permutation mixed up", "layout:Layout.inverse", "layouts")(
     lambda inverse: lambda self, seq_len, cp_size: self.permutation(seq_len, cp_size)
 )
 plant("two ranks hold one stripe", "layouts:Striped.runs", "layouts", "random uses")(
@@ -191,7 +193,7 @@ plant("all ranks hold the chunks of the last one", "layouts:ZigZag.runs", "layou
 )
 
 
-@plant("documents are cut in chunks together", "listed:ZigZagDocuments.runs", "layouts")
+@plant("documents are cut in chunks together", "tensor_layouts:ZigZagDocuments.runs", "layouts")
 def _(runs: Any) -> Any:
     def together(self: Any, seq_len: int, cp_size: int, cp_rank: int) -> Any:
         from cp_mesh import ZigZag
@@ -283,12 +285,12 @@ plant("window between runs off by one", "schedule:make_schedule", "coverage")(mo
 plant("the window against keys of other ranks is a key wider", "schedule:make_schedule", "coverage", "random uses")(
     moved(hi=1, where=lambda tile, local: not local)
 )
-plant("keys of copies count once a rank", "blocks:pieces_of", "copied keys")(
+plant("keys of copies count once a rank", "block_table:pieces_of", "copied keys")(
     lambda pieces_of: with_result(pieces_of, lambda pieces: pieces._replace(copied=pieces.copied & False))
 )
 
 
-@plant("bands counted from local rows", "blocks:block_table", "coverage")
+@plant("bands counted from local rows", "block_table:block_table", "coverage")
 def _(block_table: Any) -> Any:
     def by_row(pieces: Any) -> Any:
         return pieces._replace(low=pieces.row, high=pieces.row + pieces.length - 1)
@@ -379,7 +381,7 @@ def _(make_schedule: Any) -> Any:
     return with_arguments(make_schedule, mask=by_runs)
 
 
-@plant("excluded tokens are documents", "masks:Documents.of", "segments")
+@plant("excluded tokens are documents", "mask:Documents.of", "segments")
 def _(of: Any) -> Any:
     def labelled(documents: Any) -> Any:
         labels = documents.labels
@@ -399,7 +401,7 @@ def of_blocks(change: Callable[[Any, bool], Any]) -> Callable[[Any], Any]:
     return of_tiles(changed)
 
 
-@plant("blocks aligned to the upper left", "segments:Segments.bands", "segments")
+@plant("blocks aligned to the upper left", "varlen:Segments.bands", "segments")
 def _(bands: Any) -> Any:
     def mutant(self: Any, blocks: Any) -> Any:
         lo, hi = bands(self, blocks)
@@ -438,15 +440,15 @@ plant("keys are not counted where they lie in the buffer", "schedule:make_schedu
 plant = in_area("balanced layouts")
 
 
-plant("documents are dealt out by tokens alone", "balancing:balance", "balance")(
+plant("documents are dealt out by tokens alone", "balance:balance", "balance")(
     lambda balance: with_arguments(balance, mask=lambda mask: replace(mask, documents=None))
 )
-plant("excluded tokens count as work", "balancing:keys_seen", "balance")(
+plant("excluded tokens count as work", "balance:keys_seen", "balance")(
     lambda keys_seen: with_arguments(keys_seen, mask=without_exclusion)
 )
-plant("keys of blocks count as no work", "balancing:keys_seen", "balance")(
+plant("keys of blocks count as no work", "balance:keys_seen", "balance")(
     lambda keys_seen: with_arguments(keys_seen, mask=lambda mask: replace(mask, blocks=None))
 )
-plant("every key of a document counts as work of every query", "balancing:keys_seen", "balance")(
+plant("every key of a document counts as work of every query", "balance:keys_seen", "balance")(
     lambda keys_seen: with_arguments(keys_seen, mask=lambda mask: replace(mask, causal=False, blocks=None))
 )

@@ -18,32 +18,34 @@ def nothing(result: Any = None) -> Any:
 
 plant("an error of a wait has no note of refusals", "agreement:note_refusals", "later refusals")(nothing())
 plant("first calls are not compared", "agreement:is_first", "first calls")(nothing(False))
-plant("labels are not compared with tokens", "seen:_unlike_tokens", "labels of other rows")(nothing())
-plant("what shard returns has no mark", "seen:marked", "sharded twice")(nothing())
-plant("positions may be left out", "root:ShardedModel._check_positions", "positions of a root")(nothing())
-plant("variables of a loop are not compared", "stated:check_variables", "variables of a loop")(nothing())
-plant("a mask may reach a style that has its own", "stated:check_mask_read", "unread masks")(nothing())
-plant("tokens are not compared without a root", "rootless:_check", "whole tokens")(nothing())
-plant("the ranks of a loss are not those of its gradients", "reductions:_check_ranks", "ranks of the loss")(nothing())
-plant("nobody asks whether gradients were reduced", "reductions:_check_equal", "gradients that are reduced")(nothing())
-plant("nobody asks whose rows over tp a gradient is of", "reductions:_check_over_tp", "plain parameters over tp")(
+plant("labels are not compared with tokens", "rows:_unlike_tokens", "labels of other rows")(nothing())
+plant("what shard returns has no mark", "rows:marked", "sharded twice")(nothing())
+plant("positions may be left out", "sharded_model:ShardedModel._check_positions", "positions of a root")(nothing())
+plant("variables of a loop are not compared", "config:check_variables", "variables of a loop")(nothing())
+plant("a mask may reach a style that has its own", "config:check_mask_read", "unread masks")(nothing())
+plant("tokens are not compared without a root", "checks.inputs:_check", "whole tokens")(nothing())
+plant("the ranks of a loss are not those of its gradients", "gradients:_check_ranks", "ranks of the loss")(nothing())
+plant("nobody asks whether gradients were reduced", "gradients:_check_equal", "gradients that are reduced")(nothing())
+plant("nobody asks whose rows over tp a gradient is of", "gradients:_check_over_tp", "plain parameters over tp")(
     nothing()
 )
 
 
-@plant("a module's window is not read", "stated:stated_reach", "windows of modules")
+@plant("a module's window is not read", "config:stated_reach", "windows of modules")
 def _(stated_reach: Any) -> Any:
-    Reach = inner("stated", "Reach")
+    Reach = inner("config", "Reach")
 
     return lambda module: Reach(0, 0)
 
 
-plant("gathered outputs have the sum of the ranks' gradients", "sequence:ShardedSequence.gather", "gathered losses")(
-    lambda gather: lambda self, x, dim=1: self.unshard(x, dim)
-)
+plant(
+    "gathered outputs have the sum of the ranks' gradients",
+    "sharded_sequence:ShardedSequence.gather",
+    "gathered losses",
+)(lambda gather: lambda self, x, dim=1: self.unshard(x, dim))
 
 
-@plant("the first loss is that of every model", "trained:losses_of", "models in turn")
+@plant("the first loss is that of every model", "sequence.losses:losses_of", "models in turn")
 def _(losses_of: Any) -> Any:
     first: list[Any] = []
 
@@ -54,16 +56,16 @@ def _(losses_of: Any) -> Any:
     return mutant
 
 
-plant("models are not told apart by their logits", "seen:first_leaf", "models in turn")(nothing())
-plant("a word that nobody read stays in the store", "words:_take_back", "words in the store")(nothing())
+plant("models are not told apart by their logits", "rows:first_leaf", "models in turn")(nothing())
+plant("a word that nobody read stays in the store", "store_messages:_take_back", "words in the store")(nothing())
 plant("later batches are not compared", "agreement:compare_later", "words in the store")(nothing())
-plant("labels are not compared over ranks", "reductions:_compare_batches", "rows of ranks")(nothing())
-plant("a shard's last row passes for the sequence's", "seen:_of_one_row", "rows of ranks")(nothing(False))
-plant("queries may see padding", "seen:warn_of_padding", "rows of ranks")(nothing())
-plant("an optimizer in the backward comes after it", "trained:note_step", "gradients of a step")(nothing(False))
-plant("each of the accumulated losses counts alone", "reductions:_Found.is_averaged", "gradients of a step")(
+plant("labels are not compared over ranks", "gradients:_compare_batches", "rows of ranks")(nothing())
+plant("a shard's last row passes for the sequence's", "rows:_of_one_row", "rows of ranks")(nothing(False))
+plant("queries may see padding", "rows:warn_of_padding", "rows of ranks")(nothing())
+plant("an optimizer in the backward comes after it", "sequence.losses:note_step", "gradients of a step")(nothing(False))
+plant("each of the accumulated losses counts alone", "gradients:_Found.is_averaged", "gradients of a step")(
     lambda is_averaged: lambda self, num_ranks: any(factor <= 1 for factor in self.factors)
 )
-plant("a first call waits longer than its group", "words:timeout_of", "patience")(
+plant("a first call waits longer than its group", "store_messages:timeout_of", "patience")(
     lambda timeout_of: lambda group: 4 * timeout_of(group)
 )

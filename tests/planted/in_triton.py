@@ -159,14 +159,14 @@ plant("the last piece of a sum in Triton is left out", "combine_triton:sum_piece
 plant("delta in Triton without the gradient of lse", "combine_triton:row_dots", "sums in Triton")(
     lambda row_dots: with_call(row_dots, lambda minus: {"minus": None})
 )
-plant("keys behind those that there are are read", "few_queries:attend_few", "few queries in Triton")(
+plant("keys behind those that there are are read", "split_kv:attend_few", "few queries in Triton")(
     lambda attend_few: with_arguments(attend_few, num_keys=lambda num_keys: None)
 )
 
 
 @plant(
     "a token is written where the one before belongs",
-    "few_queries:Further.append_fused",
+    "split_kv:Further.append_fused",
     "few queries in Triton",
 )
 def _(append_fused: Any) -> Any:

@@ -324,12 +324,12 @@ def _(masked_scores: Any) -> Any:
     return mutant
 
 
-@plant("gradients of sinks are those of all ranks on each of them", "stages:gradient_of_sinks", "scores")
+@plant("gradients of sinks are those of all ranks on each of them", "ring_loop:gradient_of_sinks", "scores")
 def _(gradient_of_sinks: Any) -> Any:
     return with_result(gradient_of_sinks, lambda gradient: gradient * torch.distributed.get_world_size())
 
 
-@plant("gradients of sinks are those of the first rows", "stages:gradient_of_sinks", "scores")
+@plant("gradients of sinks are those of the first rows", "ring_loop:gradient_of_sinks", "scores")
 def _(gradient_of_sinks: Any) -> Any:
     def first(x: Any) -> Any:
         return x[:, :, :3]
@@ -337,12 +337,12 @@ def _(gradient_of_sinks: Any) -> Any:
     return with_arguments(gradient_of_sinks, dout=first, out=first, lse=first)
 
 
-@plant("gradients of sinks are those of one rank", "stages:gradient_of_sinks", "scores")
+@plant("gradients of sinks are those of one rank", "ring_loop:gradient_of_sinks", "scores")
 def _(gradient_of_sinks: Any) -> Any:
     return with_result(gradient_of_sinks, lambda gradient: gradient * (torch.distributed.get_rank() == 0))
 
 
-plant("the gradient of a sink has the other sign", "stages:gradient_of_sinks", "scores")(
+plant("the gradient of a sink has the other sign", "ring_loop:gradient_of_sinks", "scores")(
     lambda gradient_of_sinks: with_result(gradient_of_sinks, torch.neg)
 )
 
@@ -381,7 +381,7 @@ def _(output_sum: Any) -> Any:
     return Mutant
 
 
-plant("no sink in the backward", "stages:include_sinks", "scores")(lambda include_sinks: lambda lse, sinks: lse)
+plant("no sink in the backward", "ring_loop:include_sinks", "scores")(lambda include_sinks: lambda lse, sinks: lse)
 
 
 @plant("the gradient of lse as if lse had the sink", "ring:RING", "scores")
@@ -393,7 +393,7 @@ def _(method: Any) -> Any:
     return replace(method, backward=with_call(method.backward, with_sink))
 
 
-plant("the sink takes nothing where a gradient comes through lse", "stages:share_of_keys", "scores")(
+plant("the sink takes nothing where a gradient comes through lse", "ring_loop:share_of_keys", "scores")(
     lambda share_of_keys: lambda lse, sinks: torch.ones_like(lse)
 )
 

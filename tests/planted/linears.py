@@ -45,14 +45,14 @@ def with_call(**others: Any) -> Any:
     return lambda forward: lambda ctx, call, *given: forward(ctx, call._replace(**others), *given)
 
 
-COLUMNS = "column_linears:_ColumnLinears.forward"
+COLUMNS = "colwise:_ColumnLinears.forward"
 plant("what should be gathered again is kept", COLUMNS, "traffic of linears")(with_call(recompute=False))
 plant("rows are gathered for frozen weights", COLUMNS, "traffic of linears")(
     lambda forward: lambda ctx, call, keeps, *given: forward(ctx, call, True, *given)
 )
 
 
-@plant("a bias of a row linear is added on every rank", "row_linears:sum_rows", "linears")
+@plant("a bias of a row linear is added on every rank", "rowwise:sum_rows", "linears")
 def _(sum_rows: Any) -> Any:
     def mutant(what: Any, x: Any, bias: Any, *where: Any) -> Any:
         return sum_rows(what, x if bias is None else x + bias, None, *where)
@@ -60,7 +60,7 @@ def _(sum_rows: Any) -> Any:
     return mutant
 
 
-@plant("the gradient of a row linear's bias is of this rank's rows", "row_linears:_RowGradients.backward", "linears")
+@plant("the gradient of a row linear's bias is of this rank's rows", "rowwise:_RowGradients.backward", "linears")
 def _(backward: Any) -> Any:
     def mutant(ctx: Any, dout: Any) -> Any:
         *others, dbias = backward(ctx, dout)
@@ -69,12 +69,12 @@ def _(backward: Any) -> Any:
     return mutant
 
 
-plant("rows never travel beside products", "products:chosen_transport", "order of forwards", "order of copies")(
+plant("rows never travel beside products", "matmul:chosen_transport", "order of forwards", "order of copies")(
     lambda chosen: lambda *_: None
 )
 
 
-@plant("rows are waited for before the product of this rank's own", "products:moving", "order of forwards")
+@plant("rows are waited for before the product of this rank's own", "matmul:moving", "order of forwards")
 def _(moving: Any) -> Any:
     class Waiting:
         def __init__(self, moves: Any) -> None:
@@ -109,27 +109,27 @@ plant(
     "symmetric_shards:SymmetricMoves.workspace",
     "order of copies",
 )(lambda workspace: lambda self, purpose, nbytes: setattr(self, "_is_clear", True) or workspace(self, purpose, nbytes))
-plant("tokens of other ranks take this rank's first row", "vocabulary:_own_index", "linears")(
+plant("tokens of other ranks take this rank's first row", "vocab_parallel:_own_index", "linears")(
     lambda own_index: with_result(own_index, lambda found: (found[0], torch.ones_like(found[1])))
 )
-plant("padding of an embedding is trained", "vocabulary:embed", "linears")(
+plant("padding of an embedding is trained", "vocab_parallel:embed", "linears")(
     lambda embed: with_arguments(embed, padding_idx=lambda index: None)
 )
-plant("logits of the last rows are left out", "vocabulary:_chunks", "chunks of logits")(
+plant("logits of the last rows are left out", "vocab_parallel:_chunks", "chunks of logits")(
     lambda chunks: with_result(chunks, lambda rows: list(rows)[:-1])
 )
 plant("tp ranks do not compare their first calls", "agreement:agree_once", "unlike tokens over tp")(
     lambda agree_once: lambda *_: None
 )
-plant("tp ranks do not compare what requires a gradient", "products:graded_names", "unlike gradients over tp")(
+plant("tp ranks do not compare what requires a gradient", "matmul:graded_names", "unlike gradients over tp")(
     lambda graded_names: lambda *_: "none"
 )
-plant("ranks of tp do not hear of what a core refuses", "agreement.models:stand_beside", "refusals in cores over tp")(
+plant("ranks of tp do not hear of what a core refuses", "model_groups:stand_beside", "refusals in cores over tp")(
     lambda stand_beside: lambda *_: None
 )
-plant("ranks hear of what another model refuses", "agreement.models:running", "refusals in another model")(
+plant("ranks hear of what another model refuses", "model_groups:running", "refusals in another model")(
     lambda running: lambda module: nullcontext()
 )
-plant("a head that is trained alone has a hidden input", "tensor_parallel:_hidden", "a head under FSDP2")(
+plant("a head that is trained alone has a hidden input", "styles:_hidden", "a head under FSDP2")(
     lambda hidden: lambda x, weight: x
 )

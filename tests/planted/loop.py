@@ -132,7 +132,7 @@ def _(deliver: Any) -> Any:
     return lambda self, packing, route: Forgetful(self, packing, route)
 
 
-plant("gradients land on the first rows of a shard", "transport.contract:split_arrived", "parity")(
+plant("gradients land on the first rows of a shard", "comm.contract:split_arrived", "parity")(
     lambda split: with_result(split, lambda arrived: (replace(part, begin=0) for part in arrived))
 )
 plant("local dv is not added", "merge:SummingBackward.step", "parity")(
@@ -314,12 +314,12 @@ def _(shares: Any) -> Any:
 plant = in_area("the hybrid")
 
 
-plant("inner groups hold what the others do", "joined:Joined.runs", "hybrid")(
+plant("inner groups hold what the others do", "joined_layout:Joined.runs", "hybrid")(
     lambda runs: with_arguments(runs, cp_rank=lambda rank: 1 - rank)
 )
 
 
-@plant("rows of an inner group stay in the order of its ranks", "joined:rows_of_group", "hybrid")
+@plant("rows of an inner group stay in the order of its ranks", "joined_layout:rows_of_group", "hybrid")
 def _(rows: Any) -> Any:
     def mutant(*args: Any) -> Any:
         found, begin, given = [], 0, rows(*args)
@@ -397,7 +397,7 @@ def _(collect: Any) -> Any:
     return mutant
 
 
-@plant("rows cross to the host after, not from the host before", "relays:make_relayed_schedule", "double ring")
+@plant("rows cross to the host after, not from the host before", "relay_plan:make_relayed_schedule", "double ring")
 def _(make: Any) -> Any:
     def turned(visit: Any) -> Any:
         stage = visit.crossing

@@ -58,8 +58,8 @@ def every_fact(rank: int) -> list[str]:
 
     from cp_mesh import Mask
 
-    by_documents = room("by_documents")
-    geometry = inner("geometry", "geometry")
+    by_documents = room("survey_documents")
+    geometry = inner("survey", "geometry")
 
     problems = []
     masks = ({}, {"window": (5, 0)}, {"prefix": 9}, {"causal": False})

@@ -15,7 +15,7 @@ from planted.seams import in_area, with_arguments, with_call, with_result
 plant = in_area("plans that are kept")
 
 
-@plant("a plan outlives the content of its mask", "owned:Content.of", "planned once")
+@plant("a plan outlives the content of its mask", "host_tensors:Content.of", "planned once")
 def _(of: Any) -> Any:
     known: dict[Any, Any] = {}
 
@@ -30,10 +30,10 @@ def read_in_part(part: Any) -> Any:
     return lambda digest: lambda tensor: digest(part(tensor))
 
 
-plant("plans are told apart by a sample of their tensors", "owned:_digest", "planned once")(
+plant("plans are told apart by a sample of their tensors", "host_tensors:_digest", "planned once")(
     read_in_part(lambda tensor: tensor[..., ::3])
 )
-plant("plans are told apart by the first elements of their tensors", "owned:_digest", "planned once")(
+plant("plans are told apart by the first elements of their tensors", "host_tensors:_digest", "planned once")(
     read_in_part(lambda tensor: tensor[..., :128])
 )
 
@@ -47,7 +47,7 @@ def in_string(**others: Any) -> Any:
     return lambda parse: with_result(parse, lambda options: options._replace(**others))
 
 
-PARSE = "call:Options.parse"
+PARSE = "spec:Options.parse"
 plant("the scale is lost in the op's string", PARSE, "parity")(in_string(scale=1.0))
 plant("a gradient of lse is lost in the op's string", PARSE, "parity")(in_string(differentiable_lse=False))
 plant("a call that should repeat loses that in the op's string", PARSE, "deterministic")(in_string(deterministic=False))
@@ -55,7 +55,7 @@ plant("results of DTensors lie as their shards do", PARSE, "specs of DTensors")(
 plant("dropout of the first heads on every tp rank", PARSE, "scores of DTensors")(in_string(first_head=0))
 
 
-@plant("sinks and slopes change places among an op's arguments", "call:Call.read", "scores")
+@plant("sinks and slopes change places among an op's arguments", "spec:Call.read", "scores")
 def _(read: Any) -> Any:
     def swapped(call: Any) -> Any:
         tensors = call.tensors
@@ -66,7 +66,7 @@ def _(read: Any) -> Any:
     return with_result(read, swapped)
 
 
-@plant("DTensors' gradients of sinks pass for those of all ranks", "placements:score_placements", "scores of DTensors")
+@plant("DTensors' gradients of sinks pass for those of all ranks", "dtensor:score_placements", "scores of DTensors")
 def _(score_placements: Any) -> Any:
     from torch.distributed.tensor import Partial, Replicate
 
@@ -77,7 +77,7 @@ def _(score_placements: Any) -> Any:
     return with_result(score_placements, whole)
 
 
-plant("a core may attend to other rows than its root's", "ops:check_length", "rows of the root")(
+plant("a core may attend to other rows than its root's", "op:check_length", "rows of the root")(
     lambda check_length: lambda seq_len, expected: None
 )
 
@@ -122,10 +122,12 @@ def _(backward: Any) -> Any:
 plant("rows that do not fill a chunk are left out", "loss:_chunks", "chunks of the loss")(
     lambda chunks: with_result(chunks, lambda rows: list(rows)[:-1])
 )
-plant("padding counts as tokens", "sequence:PADDING", "gradients of one rank")(lambda padding: {**padding, "labels": 0})
+plant("padding counts as tokens", "sharded_sequence:PADDING", "gradients of one rank")(
+    lambda padding: {**padding, "labels": 0}
+)
 
 
-@plant("the last token is dropped with the padding", "sequence:ShardedSequence.unshard", "loss")
+@plant("the last token is dropped with the padding", "sharded_sequence:ShardedSequence.unshard", "loss")
 def _(unshard: Any) -> Any:
     def mutant(self: Any, x: Any, dim: int = 1) -> Any:
         whole = unshard(self, x, dim)
@@ -134,7 +136,7 @@ def _(unshard: Any) -> Any:
     return mutant
 
 
-@plant("the gradient of a gathered output is that of one rank", "sequence:_Unshard.backward", "round trip")
+@plant("the gradient of a gathered output is that of one rank", "sharded_sequence:_Unshard.backward", "round trip")
 def _(backward: Any) -> Any:
     def mutant(ctx: Any, grad: Any) -> Any:
         sequence, rows = ctx.sequence, grad.movedim(ctx.dim, 0)
@@ -144,12 +146,12 @@ def _(backward: Any) -> Any:
     return mutant
 
 
-plant("positions count from the shard's start", "sequence:ShardedSequence.positions", "gradients of one rank")(
+plant("positions count from the shard's start", "sharded_sequence:ShardedSequence.positions", "gradients of one rank")(
     lambda positions: with_result(positions, lambda rows: torch.arange(len(rows), device=rows.device))
 )
 
 
-@plant("labels are sharded in another layout", "sequence:ShardedSequence.shard", "gradients of one rank")
+@plant("labels are sharded in another layout", "sharded_sequence:ShardedSequence.shard", "gradients of one rank")
 def _(shard: Any) -> Any:
     def mutant(self: Any, tree: Any, *args: Any, **kwargs: Any) -> Any:
         from cp_mesh import Contiguous, Striped
@@ -162,7 +164,7 @@ def _(shard: Any) -> Any:
     return mutant
 
 
-@plant("FSDP takes the mean", "parallel:sum_gradients", "gradients of one rank")
+@plant("FSDP takes the mean", "parallelize:sum_gradients", "gradients of one rank")
 def _(sum_gradients: Any) -> Any:
     def mutant(model: Any) -> None:
         from torch.distributed.fsdp import FSDPModule
@@ -175,30 +177,30 @@ def _(sum_gradients: Any) -> Any:
     return mutant
 
 
-plant("padding of a batch is left out of its mask", "batch_masks:batch_mask", "mask of a batch")(
+plant("padding of a batch is left out of its mask", "batch_mask:batch_mask", "mask of a batch")(
     lambda batch_mask: with_arguments(batch_mask, attention_mask=lambda x: None)
 )
-plant("positions of a batch are left out of its mask", "batch_masks:batch_mask", "mask of a batch")(
+plant("positions of a batch are left out of its mask", "batch_mask:batch_mask", "mask of a batch")(
     lambda batch_mask: with_arguments(batch_mask, position_ids=lambda x: None)
 )
-plant("a batch is not balanced", "sequence:ShardedSequence.for_batch", "sequences of batches")(
+plant("a batch is not balanced", "sharded_sequence:ShardedSequence.for_batch", "sequences of batches")(
     lambda for_batch: with_arguments(for_batch, mask=lambda mask: None)
 )
 plant("one rank's tokens count alone", "loss:_sum_over", "losses in parts")(
     lambda sum_over: lambda groups, valid, function: valid
 )
-plant("the gradient of a sum over ranks is that of one rank", "sequence:_AllReduce.backward", "losses of routers")(
-    lambda backward: lambda ctx, grad: (grad, None)
-)
-plant("dropout has one seed in all steps", "sequence:ShardedSequence.dropout_seed", "seeds of steps")(
+plant(
+    "the gradient of a sum over ranks is that of one rank", "sharded_sequence:_AllReduce.backward", "losses of routers"
+)(lambda backward: lambda ctx, grad: (grad, None))
+plant("dropout has one seed in all steps", "sharded_sequence:ShardedSequence.dropout_seed", "seeds of steps")(
     lambda dropout_seed: with_arguments(dropout_seed, step=lambda step: 0)
 )
-plant("dropout has one seed in all replicas", "sequence:ShardedSequence.dropout_seed", "seeds of steps")(
+plant("dropout has one seed in all replicas", "sharded_sequence:ShardedSequence.dropout_seed", "seeds of steps")(
     lambda dropout_seed: with_arguments(dropout_seed, replica=lambda replica: 0)
 )
 
 
-@plant("the norm counts what ranks hold alike once for each", "clipping:_sharing", "norm on several meshes")
+@plant("the norm counts what ranks hold alike once for each", "clip_grad:_sharing", "norm on several meshes")
 def _(sharing: Any) -> Any:
     def mutant(parameter: Any) -> Any:
         mesh = getattr(parameter, "device_mesh", None)
@@ -207,12 +209,12 @@ def _(sharing: Any) -> Any:
     return mutant
 
 
-plant("the norm of a shard passes for that of all", "clipping:_all_reduce", "norm on several meshes")(
+plant("the norm of a shard passes for that of all", "clip_grad:_all_reduce", "norm on several meshes")(
     lambda all_reduce: lambda values, group, norm_type: values
 )
 
 
-@plant("recompute replays the ring", "parallel:checkpoint_context_fn", "recompute")
+@plant("recompute replays the ring", "parallelize:checkpoint_context_fn", "recompute")
 def _(context_fn: Any) -> Any:
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -226,7 +228,7 @@ def _(context_fn: Any) -> Any:
 plant = in_area("styles")
 
 
-@plant("positions in the layout of another batch", "root:ShardedModel.shard_inputs", "changing layouts")
+@plant("positions in the layout of another batch", "sharded_model:ShardedModel.shard_inputs", "changing layouts")
 def _(shard_inputs: Any) -> Any:
     def mutant(self: Any, arguments: Any) -> Any:
         root, given = shard_inputs(self, arguments)
@@ -237,7 +239,7 @@ def _(shard_inputs: Any) -> Any:
     return mutant
 
 
-plant("an output gathered in the layout of another batch", "root:ShardedModel.gather", "changing layouts")(
+plant("an output gathered in the layout of another batch", "sharded_model:ShardedModel.gather", "changing layouts")(
     lambda gather: lambda self, sequence, output: gather(self, self.sequence, output)
 )
 plant("a part's output has the gradients of all losses", "boundaries:GatherOutput.__init__", "parts of models")(
@@ -246,15 +248,15 @@ plant("a part's output has the gradients of all losses", "boundaries:GatherOutpu
 plant("a part is gathered in the layout of another batch", "boundaries:_Boundary.of_call", "layouts of parts")(
     lambda of_call: lambda self, *args, **kwargs: self.sequence
 )
-plant("a core may have another layout than its root", "cores:_check_root", "layouts agree")(
+plant("a core may have another layout than its root", "context_parallel:_check_root", "layouts agree")(
     lambda check_root: lambda sequence, layout: None
 )
-plant("a copy that the module's class makes has no style", "forwards:_like", "copies")(
+plant("a copy that the module's class makes has no style", "wrap:_like", "copies")(
     lambda like: lambda module, twin: twin
 )
 
 
-@plant("compiled cores do not tell the forward of an instance", "forwards:_subclass", "compiled cores")
+@plant("compiled cores do not tell the forward of an instance", "wrap:_subclass", "compiled cores")
 def _(subclass: Any) -> Any:
     def mutant(base: Any, key: str) -> Any:
         made, of_instance = subclass(base, key), f"{key}_forward_of_instance"
@@ -275,19 +277,19 @@ def _(subclass: Any) -> Any:
 plant = in_area("watching")
 
 
-plant("attention of modules outside of the plan is let through", "watching:ATTENTION", "outside of the plan")(
+plant("attention of modules outside of the plan is let through", "coverage:ATTENTION", "outside of the plan")(
     lambda attention: attention - {"multi_head_attention_forward"}
 )
-plant("compiled blocks are not watched", "watching:_watched", "outside of the plan, compiled")(
+plant("compiled blocks are not watched", "coverage:_watched", "outside of the plan, compiled")(
     lambda watched: lambda module, forward, *args, **kwargs: forward(*args, **kwargs)
 )
 plant(
     "modes are compiled by themselves",
-    "watching:keep_uncompiled",
+    "coverage:keep_uncompiled",
     "what a core asks",
     new_ranks="Dynamo keeps for ever what it was told of a function",
 )(lambda keep_uncompiled: lambda *_: None)
-plant("a core may checkpoint its attention", "watching:_inside_checkpoint", "checkpoints in cores")(
+plant("a core may checkpoint its attention", "coverage:_inside_checkpoint", "checkpoints in cores")(
     lambda inside_checkpoint: lambda: False
 )
 
@@ -296,7 +298,7 @@ plant("a core may checkpoint its attention", "watching:_inside_checkpoint", "che
 plant = in_area("check mode and verify")
 
 
-plant("tensors are compared by their shapes", "contents:fingerprint", "check mode")(
+plant("tensors are compared by their shapes", "fingerprints:fingerprint", "check mode")(
     lambda fingerprint: lambda tensor: "None" if tensor is None else str(tuple(tensor.shape))
 )
 plant("only the first of the arguments is compared", "agreement:require_agreement", "check mode")(
@@ -305,8 +307,8 @@ plant("only the first of the arguments is compared", "agreement:require_agreemen
 plant("a rank keeps to itself what it refuses", "agreement:announce_refusal", "check mode")(
     lambda announce_refusal: lambda group, error: None
 )
-plant("verify passes whatever it measured", "verify:Report.passed", "verify")(lambda passed: lambda self: True)
-plant("verify allows what the kernel does on one device", "verify:PLAIN_FACTOR", "verify")(lambda factor: 1e9)
+plant("verify passes whatever it measured", "verify.verify:Report.passed", "verify")(lambda passed: lambda self: True)
+plant("verify allows what the kernel does on one device", "verify.verify:PLAIN_FACTOR", "verify")(lambda factor: 1e9)
 plant("verify_model passes whatever it found", "report:ModelReport.passed", "verify_model")(
     lambda passed: lambda self: True
 )

@@ -14,9 +14,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from transformers import PreTrainedModel, masking_utils
 
 from cp_mesh.errors import UnsupportedError, refuse
-from cp_mesh.layouts import Striped
-from cp_mesh.sequence import ShardedSequence
-from cp_mesh.tp_plan import tensor_parallel_plan
+from cp_mesh.geometry.layouts import Striped
+from cp_mesh.sequence.sharded_sequence import ShardedSequence
+from cp_mesh.tensor_parallel.plan import tensor_parallel_plan
 
 KINDS = frozenset(("full_attention", "sliding_attention", "chunked_attention"))
 """Kinds of layers, as configs name them, that mix rows by attention alone."""

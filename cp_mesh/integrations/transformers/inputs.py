@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cp_mesh.batch_masks import batch_mask, document_positions
 from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.geometry.batch_mask import batch_mask, document_positions
+from cp_mesh.geometry.mask import Mask
 from cp_mesh.integrations.transformers.families import Facts
 from cp_mesh.integrations.transformers.masks import PACKED
-from cp_mesh.masks import Mask
-from cp_mesh.sequence import IGNORED
+from cp_mesh.sequence.sharded_sequence import IGNORED
 
 ROWS = ("input_ids", "inputs_embeds", "token_type_ids")
 COMPARED = (*ROWS, "attention_mask", "documents", "cu_seq_lens_q", "shift_labels")

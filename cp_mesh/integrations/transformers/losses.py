@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.integrations.transformers.masks import Batch
 from cp_mesh.kernels.combine import accumulation_dtype
-from cp_mesh.loss import cross_entropy, ranks_of
-from cp_mesh.trained import WAITING, Loss
+from cp_mesh.sequence.losses import WAITING, Loss
+from cp_mesh.training.loss import cross_entropy, ranks_of
 
 _ROUTER = "model.config.output_router_logits"
 

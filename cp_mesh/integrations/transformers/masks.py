@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from cp_mesh.attention import attention
+from cp_mesh.call.function import attention
 from cp_mesh.errors import UnsupportedError, describe, refuse
-from cp_mesh.guard.watching import Watch, unwatched, watched
-from cp_mesh.masks import Mask
-from cp_mesh.sequence import ROOT, Root, ShardedSequence
+from cp_mesh.geometry.mask import Mask
+from cp_mesh.sequence.sharded_sequence import ROOT, Root, ShardedSequence
+from cp_mesh.training.checks.coverage import Watch, unwatched, watched
 
 NAME = "cp_mesh"
 """Of the attention implementation."""

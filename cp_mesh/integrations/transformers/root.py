@@ -14,21 +14,21 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from cp_mesh.attention import Asked, check_asked
+from cp_mesh.call.function import Asked, check_asked
 from cp_mesh.errors import UnsupportedError, refuse
-from cp_mesh.forwards import INPUT, STYLE, replace_forward
-from cp_mesh.guard.reductions import watch_first_step
-from cp_mesh.guard.watching import unwatched, watch_encoders, watched
+from cp_mesh.geometry.layouts import Layout, ZigZag
 from cp_mesh.integrations.transformers.families import Facts, check_lengths, check_model, plan_over_tp
 from cp_mesh.integrations.transformers.inputs import COMPARED, ROWS, read, visible
 from cp_mesh.integrations.transformers.losses import Losses
 from cp_mesh.integrations.transformers.masks import NAME, Batch, register
-from cp_mesh.layouts import Layout, ZigZag
-from cp_mesh.loss import ranks_of
-from cp_mesh.parallel import parallelize as apply_plan
-from cp_mesh.root import ShardedModel
-from cp_mesh.sequence import ShardedSequence
-from cp_mesh.styles import announcing, claim
+from cp_mesh.sequence.sharded_sequence import ShardedSequence
+from cp_mesh.training.checks.coverage import unwatched, watch_encoders, watched
+from cp_mesh.training.checks.gradients import watch_first_step
+from cp_mesh.training.loss import ranks_of
+from cp_mesh.training.parallelize import parallelize as apply_plan
+from cp_mesh.training.sharded_model import ShardedModel
+from cp_mesh.training.style_helpers import announcing, claim
+from cp_mesh.wrap import INPUT, STYLE, replace_forward
 
 _LAST = "_cp_mesh_sequence"
 _OF_IMAGES = ("image_hidden_states", "video_hidden_states", "rope_deltas")

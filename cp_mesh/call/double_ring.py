@@ -1,0 +1,81 @@
+"""The double ring, Gu et al. 2024 (LoongTrain, arXiv:2406.18485): a ring within each host, and one between hosts.
+
+A rank visits the ranks of its own host, then those of the host before, and so on. Rows of another host cross to its own
+once, between ranks in one place, however many ranks of the host need them, and are read there over the host's links;
+gradients are summed where the rows crossed to, and go home once. So the network moves what the hosts need, not what
+each of their ranks does, while the links of the host move the rest. Tiles and masks are those of the ring, and so are
+the stages on one host, or with one rank on each.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from itertools import groupby
+
+from cp_mesh.call.method import Method
+from cp_mesh.call.ring import RING
+from cp_mesh.call.ring_loop import backward_by_stages, costs, forward_by_stages, memory, settle
+from cp_mesh.call.spec import Operand, Options
+from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.geometry.layouts import Layout
+from cp_mesh.geometry.mask import Mask
+from cp_mesh.geometry.relay_plan import make_relayed_schedule
+from cp_mesh.geometry.schedule import Schedule
+from cp_mesh.geometry.survey import Seen
+
+
+def ranks_per_host(ranks: Sequence[int]) -> int:
+    """How many ranks of the cp group each host has, from LOCAL_WORLD_SIZE: ranks of a host follow one another.
+
+    Args:
+        ranks: the global ranks of the cp group, in its order.
+    """
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not told.isdecimal() or int(told) < 1:
+        got = f"LOCAL_WORLD_SIZE={told!r}" if told else "neither"
+        hint = "pass inner_ring_size, the cp ranks of a host, or method='ring'"
+        refuse("method='double_ring'", "LOCAL_WORLD_SIZE, as torchrun sets it, or inner_ring_size", got, hint)
+    sizes = [len([*of_host]) for _, of_host in groupby(rank // int(told) for rank in ranks)]
+    if len(set(sizes)) > 1:
+        expected, hint = "as many cp ranks on every host", "method='ring' works"
+        refuse("method='double_ring'", expected, ", ".join(map(str, sizes)), hint, UnsupportedError)
+    return sizes[0]
+
+
+def choose_degree(options: Options, q: Operand, k: Operand, cp_size: int) -> int:
+    """Ranks of a host; see `Method.choose_degree`."""
+    wanted = options.inner_ring_size
+    if cp_size % wanted:
+        near = max(n for n in range(1, min(wanted, cp_size) + 1) if cp_size % n == 0)
+        expected = f"a divisor of the {cp_size} cp ranks"
+        refuse("inner_ring_size", expected, wanted, f"inner_ring_size={near} works, or method='ring'")
+    if options.transport == "symmetric_memory" and wanted < cp_size:  # of which not all hosts may have it
+        expected, hint = (
+            "auto or functional, on several hosts",
+            "transport='auto' takes it within each host that has it",
+        )
+        refuse("method='double_ring': transport", expected, repr(options.transport), hint, UnsupportedError)
+    return wanted
+
+
+def make_schedule(
+    layout: Layout, mask: Mask, seq_len: int, cp_size: int, cp_rank: int, segments: bool = False, *, degree: int,
+    sources: Seen | None = None,
+) -> Schedule:  # fmt: skip
+    """See `Method.make_schedule`; ``degree``: ranks of a host."""
+    given = layout, mask, seq_len, cp_size, cp_rank, segments
+    if degree in (1, cp_size):
+        return RING.make_schedule(*given, sources=sources)
+    return make_relayed_schedule(*given, degree, sources)
+
+
+def degrees(cp_size: int, gpus_per_host: int) -> list[int]:
+    """The ranks of a host, where there are several hosts of several ranks; see `Method.degrees`."""
+    return [gpus_per_host] if 1 < gpus_per_host < cp_size and cp_size % gpus_per_host == 0 else []
+
+
+DOUBLE_RING = Method(
+    "double_ring", choose_degree, make_schedule, settle, forward_by_stages, backward_by_stages, costs, memory,
+    degree_option="inner_ring_size", degrees=degrees,
+)  # fmt: skip

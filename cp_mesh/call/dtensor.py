@@ -1,0 +1,326 @@
+"""DTensors of a call: which mesh axis is cp, how mesh axes place each tensor, and what is refused of that.
+
+The placements of every tensor of an op follow from those of q: a mesh axis shards the sequence, heads or batch, or
+nothing. `Format.rows` and `score_placements` say so for one axis; the sharding rules of the ops, the checks of the door
+and what wraps plain tensors read it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from cp_mesh.call.formats import FORMATS, Format
+from cp_mesh.call.spec import GRADED, check_dense
+from cp_mesh.comm.groups import flat, is_cp_axis, names_of_axes
+from cp_mesh.errors import UnsupportedError, refuse, written
+from cp_mesh.geometry.layouts import Layout, chunk_bounds
+from cp_mesh.kernels.combine import dense_strides
+from cp_mesh.kernels.scores import TERMS, Dim
+
+_OF_TERMS: dict[str, Dim] = {"batch": "batch", "heads": "heads", "sequence": "rows"}  # parts of q, as terms call them
+ONE_AXIS = "the 1-D DeviceMesh of the cp axis"
+TWO_AXES = 'a 2-D one of two whose names begin with "cp", mesh["cp_ring", "cp_ulysses"]'
+_WHOLE = (
+    "documents",
+    "key_padding",
+    "blocks",
+    "layout_index",
+)  # tensors of the whole sequence, on the host or the device
+UNSHARDED = "an unsharded sequence needs no context parallelism: shard it, or call SDPA"
+
+
+class CPAxis(NamedTuple):
+    """The cp axis of one call; ``mesh_dims`` is its place in the DTensors' mesh, or two of an outer and an inner axis
+    that are the cp axis together; none for local tensors."""
+
+    group: dist.ProcessGroup
+    size: int
+    seq_dim: int
+    mesh_dims: tuple[int, ...]
+
+
+def find_cp_axis(
+    qkv: tuple[Tensor, Tensor, Tensor], mesh: DeviceMesh | dist.ProcessGroup | None, seq_dim: int | None
+) -> CPAxis:
+    """The cp axis and the sequence dim, from the placements of dense tensors or from the arguments."""
+    for name, x in zip(("query", "key", "value"), qkv, strict=True):
+        check_dense(name, x)
+        if x.is_meta:
+            hint = "give its module memory, to_empty(device=...), or run it under FakeTensorMode for shapes alone"
+            refuse(name, "a tensor with content", "one on meta", hint)
+    if not (mesh is None or isinstance(mesh, DeviceMesh) or isinstance(mesh, dist.ProcessGroup)):  # noqa: SIM101 - for Dynamo
+        refuse("mesh", f"{ONE_AXIS}, or its ProcessGroup", type(mesh).__name__, 'pass mesh["cp"]')
+    if isinstance(mesh, DeviceMesh) and not is_cp_axis(mesh):
+        got = f"{mesh.ndim} axes, {mesh.mesh_dim_names}"
+        refuse("mesh", f"{ONE_AXIS}, or {TWO_AXES}", got, 'pass one axis, mesh["cp"]', UnsupportedError)
+    if seq_dim is not None and (type(seq_dim) is not int or seq_dim not in FORMATS):
+        known = "2 [B, H, S, D], 1 [B, S, H, D] or 0 [T, H, D]"
+        refuse("seq_dim", known, seq_dim, "seq_dim=2 is SDPA's format")
+    query, num = qkv[0], sum(isinstance(x, DTensor) for x in qkv)
+    if num not in (0, 3):
+        hint = "wrap the others with DTensor.from_local, or unwrap with to_local()"
+        refuse("q, k, v", "all DTensors or all local tensors", ", ".join(type(x).__name__ for x in qkv), hint)
+    if not isinstance(query, DTensor):
+        if mesh is None:
+            hint = 'local tensors do not tell their mesh: after init_process_group, pass mesh=mesh["cp"]'
+            refuse("mesh", ONE_AXIS, None, hint)
+        if isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None:
+            refuse("mesh", "a mesh that holds this rank", mesh, "call attention on the ranks of the mesh only")
+        group = _group_of(mesh)
+        return CPAxis(group, group.size(), 2 if seq_dim is None else seq_dim, ())
+
+    whole, placements, axes = query.device_mesh, query.placements, cp_axes_of(query, mesh, seq_dim)
+    if not axes and mesh is not None:
+        refuse("mesh", f"an axis of the DTensors' mesh, {written(whole)}", mesh, "leave mesh out")
+    if not axes and seq_dim is None:
+        got, hint = f"axes {whole.mesh_dim_names or whole.ndim}", 'pass mesh=mesh["your cp axis"]'
+        refuse("cp axis", 'an axis named "cp", or mesh= or seq_dim=', got, hint)
+    if not axes:
+        refuse("query's placements", f"Shard({seq_dim}) on the cp axis", placements, UNSHARDED)
+    if len(axes) > 1 and mesh is None:
+        expected, hint = "the sequence sharded on one axis", 'pass both, mesh=mesh["cp_ring", "cp_ulysses"], or flatten'
+        refuse("query's placements", expected, placements, hint, UnsupportedError)
+    for placement in {placements[axis] for axis in axes} - {Shard(2)} if seq_dim is None else ():
+        hint = UNSHARDED
+        if placement in (Shard(0), Shard(1)):  # another format, or heads or batch on the wrong axis
+            hint = f"pass seq_dim={placement.dim} if it is {FORMATS[placement.dim].name}; "
+            hint += "the cp axis shards the sequence, not heads or batch"
+        expected = f"Shard(2), the sequence of {FORMATS[2].name}"
+        refuse("query's placement on the cp axis", expected, placement, hint)
+    group = whole.get_group(axes[0]) if mesh is None or len(axes) == 1 else _group_of(mesh)
+    return CPAxis(group, group.size(), 2 if seq_dim is None else seq_dim, tuple(axes))
+
+
+def _group_of(mesh: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
+    return flat(mesh).get_group() if isinstance(mesh, DeviceMesh) else mesh
+
+
+def cp_axes_of(query: DTensor, mesh: DeviceMesh | dist.ProcessGroup | None, seq_dim: int | None) -> list[int]:
+    """The axes of query's mesh that can be cp by what was given, or that are cp together."""
+    whole, names = query.device_mesh, query.device_mesh.mesh_dim_names or ()
+    if mesh is not None:
+        wanted = _group_of(mesh).group_name
+        axes = axes_in(whole, wanted)
+        if len(axes) > 1 and isinstance(mesh, DeviceMesh):  # axes of one rank may share one group, but not a name
+            axes = [i for i in axes if names and mesh.mesh_dim_names == (names[i],)] or axes
+        if axes:
+            return axes[:1]
+        pairs = [[i for name in pair for i in axes_in(whole, name)[:1]] for pair in names_of_axes(wanted)]
+        return next((axes for axes in pairs if len(axes) == 2), [])
+    if seq_dim is not None:
+        return [i for i, placement in enumerate(query.placements) if placement == Shard(seq_dim)]
+    if "cp" in names:
+        return [names.index("cp")]
+    return [0] if whole.ndim == 1 and not names else []
+
+
+def axes_in(mesh: DeviceMesh, group_name: str) -> list[int]:
+    """The axes of a mesh whose group has this name."""
+    return [i for i in range(mesh.ndim) if mesh.get_group(i).group_name == group_name]
+
+
+def group_that_waits(query: Any, mesh: Any, seq_dim: Any) -> dist.ProcessGroup | None:
+    """The cp group, as far as it can be told from arguments of which some were refused."""
+    if isinstance(mesh, dist.ProcessGroup) or (isinstance(mesh, DeviceMesh) and is_cp_axis(mesh)):
+        return _group_of(mesh)
+    if not isinstance(query, DTensor):
+        return None
+    axes = cp_axes_of(query, None, seq_dim) or cp_axes_of(query, None, 2)
+    return query.device_mesh.get_group(axes[0]) if len(axes) == 1 else None
+
+
+def score_placements(name: str, shape: Sequence[int], part: str) -> tuple[Placement, Placement]:
+    """The placements of a tensor of `call.Tensors`, by its name and shape, and of its gradient, on an axis that shards
+    this part of q, or nothing ("whole")."""
+    dim = TERMS[name].dim_of(_OF_TERMS[part], shape) if name in TERMS and part in _OF_TERMS else None
+    if dim is not None:
+        return Shard(dim), Shard(dim)
+    return Replicate(), Replicate() if part == "whole" else Partial()
+
+
+def _beside(name: str, x: Tensor, query: DTensor, form: Format) -> tuple[list[Placement], list[Placement]]:
+    """The placements that a tensor beside query must have, and those of its gradient."""
+    rows = [score_placements(name, x.shape, form.part(placement)) for placement in query.placements]
+    return [row[0] for row in rows], [row[1] for row in rows]
+
+
+def place_beside(tensors: Mapping[str, Tensor | None], query: DTensor, form: Format) -> list[Tensor | None]:
+    """The same with DTensors for plain tensors of the scores, of which each rank holds its part.
+
+    Those in `_WHOLE` stay plain: they may be on the host, from which `DTensor.from_local` would move them. They are
+    replicated, and DTensor's dispatch can be told so.
+    """
+    mesh, placed = query.device_mesh, dict(tensors)
+    for name, x in tensors.items():
+        if x is None or isinstance(x, DTensor) or name in _WHOLE:
+            continue
+        placements, shape = _beside(name, x, query, form)[0], list(x.shape)
+        for has, of_query in zip(placements, query.placements, strict=True):
+            if isinstance(has, Shard) and isinstance(of_query, Shard):
+                shape[has.dim] = query.shape[of_query.dim]
+        like = torch.empty(shape, device="meta")
+        options: dict[str, Any] = {"run_check": False, "shape": like.shape, "stride": like.stride()}
+        placed[name] = DTensor.from_local(x.detach(), mesh, placements, **options)
+    return list(placed.values())
+
+
+def local_scores(scores: Mapping[str, Any], query: DTensor, form: Format) -> dict[str, Any]:
+    """Options of the scores by name, with local tensors for DTensors, whose gradients become DTensors again."""
+    return {
+        name: x.to_local(grad_placements=_beside(name, x, query, form)[1]) if isinstance(x, DTensor) else x
+        for name, x in scores.items()
+    }
+
+
+def wrap(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], like: DTensor | None = None
+) -> DTensor:
+    """With the global shape said: shards may be unequal, and then a rank cannot infer it.
+
+    Contiguous, or with its dims in memory in the order of ``like``'s spec, which is equal on all ranks: a shard may lie
+    in another order, and one of few rows does not tell any.
+    """
+    stride = dense_strides(shape, torch.empty(shape, device="meta") if like is None else like)
+    order = sorted(range(len(shape)), key=lambda dim: stride[dim], reverse=True)
+    local = local.permute(order).contiguous().permute([order.index(dim) for dim in range(len(shape))])
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def wrap_results(out: Tensor, lse: Tensor, query: DTensor, form: Format) -> tuple[DTensor, DTensor]:
+    """As the sharding rule would place them."""
+    mesh, placements, lse_shape = query.device_mesh, query.placements, [0] * lse.ndim
+    for part, dim in form.lse_dims.items():
+        lse_shape[dim] = query.shape[form.dims[part]]
+    of_lse = [Shard(form.lse_dims[form.part(p)]) if isinstance(p, Shard) else p for p in placements]
+    return wrap(out, mesh, placements, (*query.shape[:-1], out.shape[-1])), wrap(lse, mesh, of_lse, lse_shape)
+
+
+def first_index(x: Tensor, dim: int | None) -> int:
+    """The global index of this rank's first one in a dim of a DTensor that shards evenly; 0 for a local tensor."""
+    if dim is None or not isinstance(x, DTensor):
+        return 0
+    index, parts = 0, 1
+    for axis, placement in enumerate(x.placements):
+        if placement == Shard(dim):
+            index = index * x.device_mesh.size(axis) + x.device_mesh.get_local_rank(axis)
+            parts *= x.device_mesh.size(axis)
+    return index * (x.shape[dim] // parts)
+
+
+def check_score_placements(scores: Mapping[str, Any], query: Tensor, form: Format) -> None:
+    """Refuse what is no tensor, and what does not lie where query does."""
+    for name, x in scores.items():
+        if name in GRADED and x is not None:
+            check_dense(name, x)
+        if not isinstance(x, DTensor):
+            if isinstance(query, DTensor) and name not in _WHOLE and isinstance(x, Tensor) and x.device != query.device:
+                refuse(name, f"a tensor on {query.device}", x.device, "move it there")  # else it would be moved
+            continue
+        expected = "a local tensor, as query is"
+        if isinstance(query, DTensor):
+            mesh, wanted = query.device_mesh, _beside(name, x, query, form)[0]
+            sizes = [mesh.size(axis) for axis in range(mesh.ndim)]  # of 1: every placement is the whole there
+            pairs = zip(x.placements, wanted, sizes, strict=False)
+            if x.device_mesh == mesh and all(size == 1 or has == needs for has, needs, size in pairs):
+                continue
+            expected = f"{written(tuple(wanted))} on {written(mesh)}"
+        got = f"{written(x.placements)} on {written(x.device_mesh)}"
+        hint = "redistribute it, or pass this rank's part, to_local()"
+        refuse(f"{name}'s placements", expected, got, hint)
+
+
+def check_placements(query: DTensor, key: Tensor, value: Tensor, cp_axes: Sequence[int], form: Format) -> None:
+    """Refuse placements that would make the ring wrong, or make DTensor silently gather what the user sharded.
+
+    ``cp_axes`` are the axes of their mesh that shard the sequence.
+    """
+    mesh, placements = query.device_mesh, query.placements
+    for name, x in (("key", key), ("value", value)):
+        if not isinstance(x, DTensor) or x.device_mesh != mesh or x.placements != placements:
+            found = (getattr(x, "placements", "a plain tensor"), getattr(x, "device_mesh", "no mesh"))
+            got = " on ".join(map(written, found))
+            hint = "shard q, k and v alike; kv heads that tp cannot divide need a smaller tp, or repeated kv heads"
+            refuse(f"{name}'s placements", f"those of query, {written(placements)} on {written(mesh)}", got, hint)
+    names = mesh.mesh_dim_names or [str(i) for i in range(mesh.ndim)]
+    seq_dim, head_dim, batch_dim = form.dims["sequence"], form.dims["heads"], form.dims.get("batch")
+    for i, placement in enumerate(placements):
+        here = f"placement on mesh axis {names[i]!r}"
+        if i in cp_axes:
+            if placement != Shard(seq_dim):
+                refuse(here, f"Shard({seq_dim}), the sequence", placement, "shard the sequence on the cp axis")
+        elif placement == Shard(seq_dim) and mesh.size(i) > 1:
+            hint = 'gather the sequence over this axis first, or pass both axes, mesh=mesh["cp_ring", "cp_ulysses"]'
+            refuse(here, "no second shard of the sequence", placement, hint, UnsupportedError)
+        elif not isinstance(placement, Replicate) and form.part(placement) == "whole":
+            hint = "redistribute it first" if isinstance(placement, Partial) else "shard heads or batch instead"
+            refuse(here, "Shard of heads or batch, or Replicate", placement, hint, UnsupportedError)
+    sizes = {"query heads": query.shape[head_dim], "kv heads": key.shape[head_dim]}
+    hint = f"shard heads over axes whose sizes together divide {sizes['query heads']} and {sizes['kv heads']}"
+    _check_divides(query, head_dim, sizes, hint)
+    if batch_dim is not None:
+        _check_divides(query, batch_dim, {"batch": query.shape[batch_dim]}, "pad or regroup the batch")
+
+
+def _check_divides(query: DTensor, dim: int, sizes: Mapping[str, int], hint: str) -> None:
+    """Refuse sizes of a dim that the axes sharding it do not divide together: its shards would be unequal."""
+    mesh = query.device_mesh
+    names = mesh.mesh_dim_names or [str(i) for i in range(mesh.ndim)]
+    axes = [i for i, placement in enumerate(query.placements) if placement == Shard(dim)]
+    parts = num_shards(mesh, query.placements, dim)
+    for what, size in sizes.items():
+        if size % parts:
+            of = f"axis {names[axes[0]]!r}" if len(axes) == 1 else f"axes {' x '.join(repr(names[i]) for i in axes)}"
+            refuse(what, f"a multiple of {parts}, the size of {of}", size, hint)
+
+
+def num_shards(mesh: DeviceMesh, placements: Sequence[Placement], dim: int) -> int:
+    """The product of the sizes of the axes that shard a dim."""
+    parts = 1
+    for axis, placement in enumerate(placements):  # not math.prod, which Dynamo does not trace in torch 2.11
+        if placement == Shard(dim):
+            parts *= mesh.size(axis)
+    return parts
+
+
+def check_chunks(length: int, sizes: Sequence[int], layout: Layout) -> None:
+    """DTensor's unequal shards have `torch.chunk` sizes; given others, `full_tensor()` would be silently wrong.
+
+    ``sizes`` are those of the axes that are the cp axis together: each cuts the chunks of the one before.
+    """
+    chunks, size = [length], 1
+    for parts in sizes:
+        bounds = [chunk_bounds(chunk, parts, part) for chunk in chunks for part in range(parts)]
+        chunks, size = [end - begin for begin, end in bounds], size * parts
+    for rank, chunk in enumerate(chunks):
+        if layout.shard_len(length, size, rank) != chunk:
+            of_layout = f"which {layout.spec()} gives for multiples of {layout.multiple(size)}"
+            hint = "pad the sequence (ShardedSequence does), or pass local tensors with seq_len"
+            refuse("DTensor length", f"torch.chunk shards, {of_layout}", length, hint, UnsupportedError)
+
+
+def require_sharded(specs: Sequence[Any], seq_dim: int, group_name: str) -> None:
+    """The cp axis, or both of its axes, and no other shard the sequence. `attention` checks this with better words;
+    this is the guard for direct calls of the op, whose rule would otherwise let DTensor choose other placements."""
+    mesh, names = specs[0].mesh, {group_name, *chain(*names_of_axes(group_name))}
+    for axis in range(mesh.ndim):
+        if mesh.size(axis) == 1:
+            continue  # every placement is the whole there, and axes of one rank may share one group
+        is_cp = mesh.get_group(axis).group_name in names
+        for spec in specs:
+            if (spec.placements[axis] == Shard(seq_dim)) != is_cp:
+                what, expected = f"placement on mesh axis {axis}", f"Shard({seq_dim}) exactly on the cp axis"
+                refuse(what, expected, tuple(spec.placements), "shard the sequence on the cp axis alone", ValueError)
+    for spec in specs:
+        for dim in {0, 1, 2} - {seq_dim}:
+            if spec.shape[dim] % (parts := num_shards(mesh, spec.placements, dim)):
+                hint = "use sizes whose product divides it"
+                refuse(f"size of dim {dim}", f"a multiple of {parts}", spec.shape[dim], hint, ValueError)

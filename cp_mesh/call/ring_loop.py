@@ -1,0 +1,331 @@
+"""Attention by stages of fetched keys, on local tensors: what the ring and all-gather share, and Ulysses in part.
+
+Who owns what on rank r, in the stage that visits sources s, s', ...:
+
+    q, out, lse, dq    this rank's rows, for the whole call; partial sums are held by the kernel's pass
+    k, v               this rank's rows; served to whoever needs them
+    k_s, v_s           the rows of the sources that this rank's queries need; received, read in one stage, dropped
+    dk_s, dv_s         this rank's contribution to the gradient of *those rows*; written to the transport's buffer and
+                       sent to their owners, which alone add them to their dk, dv
+
+The next stage is always under way while one computes. The forward computes the local tiles first, so that the first
+fetch hides behind them; the backward last, so that the last delivery of dk and dv hides.
+
+Heads may be computed in chunks, one after the other: buffers are those of one chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cp_mesh.call.method import Method, Plan, Setup, as_one_tile
+from cp_mesh.call.spec import Operand, Options
+from cp_mesh.comm.contract import Transport
+from cp_mesh.comm.packing import Packing
+from cp_mesh.errors import refuse
+from cp_mesh.geometry.layouts import Layout
+from cp_mesh.geometry.mask import Mask
+from cp_mesh.geometry.schedule import Grouping, Schedule, Stage, make_schedule
+from cp_mesh.geometry.survey import Seen
+from cp_mesh.kernels.combine import RowSum, accumulation_dtype, dense_like, make_delta
+from cp_mesh.kernels.contract import Kernel
+from cp_mesh.kernels.scores import ScoreGradients, Scores
+from cp_mesh.predict.memory import ExtraMemory, extra_memory
+from cp_mesh.predict.time import Machine, PassCost, staged_costs
+
+CHUNK_BYTES = 512 << 20  # K and V that a rank fetches, for the heads of one chunk
+
+
+class StageSettings(NamedTuple):
+    """What is decided for a call.
+
+    Attributes:
+        head_chunks: parts of the kv heads that are computed one after the other.
+        gradient_dtype: in which dk and dv travel: as the kernel returned them, if it rounds them and no two of a
+            message belong to one row; else the accumulation dtype, so that every sum is rounded once.
+    """
+
+    head_chunks: int
+    gradient_dtype: torch.dtype
+
+
+def settle(
+    options: Options, q: Operand, k: Operand, v: Operand, schedule: Schedule, kernel: Kernel,
+    features: Collection[str], degree: int,
+) -> StageSettings:  # fmt: skip
+    """The settings of a call; see `Method.settle`."""
+    rounded = travels_rounded(kernel, schedule, features)
+    return StageSettings(
+        choose_head_chunks(options.head_chunks, q, k, v, schedule), q.dtype if rounded else accumulation_dtype(q.dtype)
+    )
+
+
+def travels_rounded(kernel: Kernel, schedule: Schedule, features: Collection[str]) -> bool:
+    """Whether dk and dv travel as the kernel rounded them: no two of a message belong to one row."""
+    return kernel.rounds and (as_one_tile(kernel, schedule, features) or not schedule.overlapping)
+
+
+def choose_head_chunks(wanted: int, q: Operand, k: Operand, v: Operand, schedule: Schedule) -> int:
+    """The number of chunks asked for, or the fewest in which no rank fetches more than `CHUNK_BYTES` of K and V."""
+    num_kv_heads = k.shape[1]
+    if wanted:
+        if num_kv_heads % wanted:
+            near = max(n for n in range(1, wanted + 1) if num_kv_heads % n == 0)
+            expected = f"a divisor of the {num_kv_heads} kv heads"
+            refuse("head_chunks", expected, wanted, f"head_chunks={near} works")
+        return wanted
+    total = q.shape[0] * schedule.route.most_fetched * num_kv_heads * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
+    return next((n for n in range(1, num_kv_heads) if num_kv_heads % n == 0 and total <= n * CHUNK_BYTES), num_kv_heads)
+
+
+def forward_by_stages(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Attention of this rank's queries over all keys.
+
+    Args:
+        q: [B, H, S_local, D]; k: [B, K, S_local, D]; v: [B, K, S_local, Dv], never written.
+        plan: the call's plan.
+        group: the cp group.
+
+    Returns:
+        out [B, H, S_local, Dv] in q's dtype, as `dense_like` q; lse [B, H, S_local] in fp32 (fp64 for fp64 inputs).
+    """
+    if plan.settings.head_chunks == 1:
+        return forward_of_heads(q, k, v, plan.scores, plan, group, None)
+    out = dense_like(q, v.shape[3])
+    lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
+    for heads, (q_c, k_c, v_c, out_c, lse_c) in _by_head_chunks((q, k, v, out, lse), plan):
+        forward_of_heads(q_c, k_c, v_c, plan.scores.heads(*heads), plan, group, (out_c, lse_c))
+    return out, lse
+
+
+def forward_of_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scores: Scores,
+    plan: Plan,
+    group: dist.ProcessGroup,
+    into: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    """out and lse of these heads, written into tensors that are given or made."""
+    route = plan.schedule.route
+    with _transport(plan, group) as transport:
+        incoming = None if transport is None else transport.fetch((k, v), route)
+        forward = plan.kernel.begin_forward(q, v.shape[3], scores)
+        if local_tiles := plan.local_tiles:
+            forward.step(k, v, local_tiles)
+
+        def visit(stage: Stage) -> None:  # a function, so that what was fetched is given back when it returns
+            if incoming is not None and (fetched := incoming.next()) is not None:
+                forward.step(fetched[0], fetched[1], plan.tiles(stage))
+
+        for stage in route.stages:
+            visit(stage)
+        return forward.finish(into)
+
+
+def backward_by_stages(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    plan: Plan,
+    group: dist.ProcessGroup,
+    wanted: Collection[str] = (),
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """Gradients of this rank's q, k and v, and of tensors of the scores.
+
+    Args:
+        dout: [B, H, S_local, Dv], the gradient of out.
+        q, k, v: the forward's inputs.
+        out, lse: the forward's results.
+        dlse: [B, H, S_local] or None, the gradient of lse.
+        plan: the forward's plan.
+        group: the cp group.
+        wanted: which of sinks and of `Scores.wanted` need a gradient.
+
+    Returns:
+        dq, dk, dv in the inputs' dtype, as `dense_like` them; and what was wanted by name, this rank's share of a sum
+        over ranks, in the accumulation dtype.
+    """
+    given = begin_backward(dout, out, lse, dlse, plan.scores, plan.kernel, wanted)
+    of_tiles = ScoreGradients.zeros(given.scores, accumulation_dtype(q.dtype))
+    # of a single chunk they are made at its end, when the kernels' own buffers are free
+    grads = tuple(dense_like(x) for x in (q, k, v)) if plan.settings.head_chunks > 1 else ()
+    tensors = given.dout, q, k, v, given.out_or_delta, given.lse, *grads
+    for heads, chunk in _by_head_chunks(tensors, plan):
+        of_heads = given.scores if plan.settings.head_chunks == 1 else given.scores.heads(*heads)
+        written, of_chunk = backward_of_heads(*chunk, scores=of_heads, plan=plan, group=group)
+        of_tiles.part(heads=heads).add_(of_chunk)
+    dq, dk, dv = grads or written
+    return dq, dk, dv, given.of_scores | of_tiles.named()
+
+
+class BackwardRows(NamedTuple):
+    """What the tiles of a backward are given of this rank's rows: sinks and the gradient of lse are dealt with.
+
+    Attributes:
+        dout: [B, H, S_local, Dv].
+        out_or_delta: delta [B, H, S_local] for a kernel that uses it, else out.
+        lse: [B, H, S_local].
+        scores: with the tensors whose gradients are wanted of tiles.
+        of_scores: the gradient of sinks, if it is wanted.
+    """
+
+    dout: Tensor
+    out_or_delta: Tensor
+    lse: Tensor
+    scores: Scores
+    of_scores: dict[str, Tensor]
+
+
+def begin_backward(
+    dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, scores: Scores, kernel: Kernel, wanted: Collection[str]
+) -> BackwardRows:
+    """What comes before the tiles of a backward, on some rows and heads; arguments as in `backward_by_stages`."""
+    of_scores = {}
+    scores = replace(scores, wanted=frozenset(wanted) - {"sinks"}) if wanted else scores
+    if (sinks := scores.sinks) is not None:
+        if "sinks" in wanted:
+            of_scores["sinks"] = gradient_of_sinks(dout, out, lse, sinks)
+        if dlse is None:
+            lse = include_sinks(lse, sinks)
+        else:
+            dout = (dout * share_of_keys(lse, sinks)[..., None]).to(dout.dtype)  # rounded once
+    return BackwardRows(dout, make_delta(dout, out, dlse) if kernel.uses_delta else out, lse, scores, of_scores)
+
+
+def include_sinks(lse: Tensor, sinks: Tensor) -> Tensor:
+    """The lse [B, H, S] of all keys and the sink: what a backward is given where no gradient comes through lse."""
+    return torch.logaddexp(lse, sinks[:, None])
+
+
+def share_of_keys(lse: Tensor, sinks: Tensor) -> Tensor:
+    """[B, H, S], what the sink leaves to the keys: w = exp(lse) / (exp(lse) + exp(sink)); 0 for a query with no key.
+
+    With P the softmax without sinks, out = w·PV and dS = P ∘ (w·dO Vᵀ - w·rowsum(dO ∘ out) + dlse), dV = Pᵀ(w·dO). So a
+    backward that is given w·dO and the lse *without* sinks is right, whatever the sinks are. Given the lse with sinks,
+    it would need dlse / w, which is infinite in float32 where a sink is above lse by 88.
+    """
+    return torch.sigmoid(lse - sinks[:, None]).nan_to_num_(0.0)  # NaN where neither has a weight
+
+
+def gradient_of_sinks(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """[H], the sum over this rank's rows of -P · rowsum(dout · out), P the sink's probability."""
+    taken = torch.sigmoid(sinks[:, None] - lse).nan_to_num_(0.0)  # NaN where neither has a weight: out is 0
+    return -(taken * make_delta(dout, out)).sum((0, 2))
+
+
+def backward_of_heads(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out_or_delta: Tensor,
+    lse: Tensor,
+    *into: Tensor,
+    scores: Scores,
+    plan: Plan,
+    group: dist.ProcessGroup,
+    as_computed: torch.dtype | None = None,
+) -> tuple[tuple[Tensor, ...], ScoreGradients]:
+    """dq, dk and dv of these heads, written into tensors that are given or made; keys travel, their gradients home.
+
+    ``as_computed`` is for a caller who copies them: results may be what a kernel returned, in its dtype, or of any
+    strides; dk and dv that are summed are rounded to this dtype.
+    """
+    route, dtype = plan.schedule.route, accumulation_dtype(q.dtype)
+    with _transport(plan, group) as transport:
+        incoming = outgoing = None
+        if transport is not None:
+            incoming = transport.fetch((k, v), route)
+            outgoing = transport.deliver(Packing.of((k, v), plan.settings.gradient_dtype), route)
+        out, delta = (None, out_or_delta) if plan.kernel.uses_delta else (out_or_delta, None)
+        backward = plan.kernel.begin_backward(dout, q, out, lse, delta, scores)
+        dk_sum, dv_sum = (RowSum(x.shape, dtype, x.device) for x in (k, v))
+
+        def collect() -> None:
+            for arrived in () if outgoing is None else outgoing.collect():
+                dk_sum.add(arrived.begin, arrived.tensors[0])
+                dv_sum.add(arrived.begin, arrived.tensors[1])
+
+        def visit(stage: Stage) -> None:  # as in the forward
+            assert incoming is not None and outgoing is not None
+            fetched, written = incoming.next(), outgoing.buffer(stage)
+            if fetched is not None and written is not None:
+                backward.step(fetched[0], fetched[1], plan.tiles(stage), (written[0], written[1]))
+
+        for stage in route.stages:
+            visit(stage)
+            collect()
+            assert outgoing is not None
+            outgoing.send(stage)
+        local_tiles = plan.local_tiles
+        local_pieces = backward.step(k, v, local_tiles) if local_tiles else []
+        collect()
+        # after all that arrived, so that the order of the sums is the same in every transport
+        for piece in local_pieces:
+            dk_sum.add(piece.begin, piece.dk)
+            dv_sum.add(piece.begin, piece.dv)
+        if as_computed is not None:
+            results = backward.finish(None), dk_sum.result(k, as_computed), dv_sum.result(v, as_computed)
+            return results, backward.score_gradients()
+        dq, dk, dv = into or tuple(dense_like(x) for x in (q, k, v))
+        backward.finish(dq, [(dk_sum, dk), (dv_sum, dv)])
+        return (dq, dk, dv), backward.score_gradients()
+
+
+def _transport(plan: Plan, group: dist.ProcessGroup) -> AbstractContextManager[Transport | None]:
+    """None where nothing travels: a transport takes host time."""
+    return plan.open_transport(group) if plan.schedule.route.stages else nullcontext()
+
+
+def _by_head_chunks(tensors: Sequence[Tensor], plan: Plan) -> Iterator[tuple[tuple[int, int], tuple[Tensor, ...]]]:
+    """Views of [B, heads, ...] tensors: a chunk of the kv heads at a time, with the query heads that read them.
+
+    The first tensor has query heads, whose range comes with the views.
+    """
+    if (
+        plan.settings.head_chunks == 1
+    ):  # most calls; a view of each tensor takes as long on the host as a kernel's launch
+        yield (0, tensors[0].shape[1]), tuple(tensors)
+        return
+    first = 0
+    for chunk in zip(*(x.chunk(plan.settings.head_chunks, dim=1) for x in tensors), strict=True):
+        heads = chunk[0].shape[1]
+        yield (first, first + heads), chunk
+        first += heads
+
+
+def method_of(name: str, groups: Grouping) -> Method:
+    """The method that visits sources in these stages."""
+
+    def make(
+        layout: Layout, mask: Mask, seq_len: int, cp_size: int, cp_rank: int, segments: bool = False, degree: int = 1,
+        sources: Seen | None = None,
+    ) -> Schedule:  # fmt: skip
+        return make_schedule(layout, mask, seq_len, cp_size, cp_rank, segments, groups, sources=sources)
+
+    return Method(name, lambda *_: 1, make, settle, forward_by_stages, backward_by_stages, costs, memory)
+
+
+def costs(schedule: Schedule, setup: Setup, machine: Machine) -> tuple[PassCost, PassCost]:
+    """See `Method.costs`."""
+    return staged_costs(schedule, setup.sizes, machine, setup.kernel.name, setup.head_chunks)
+
+
+def memory(schedule: Schedule, setup: Setup) -> ExtraMemory:
+    """See `Method.memory`."""
+    one_tile = as_one_tile(setup.kernel, schedule, setup.features)
+    transport = setup.inner_transport if schedule.route.visits else setup.transport
+    return extra_memory(schedule, setup.sizes, setup.head_chunks, transport, one_tile, setup.kernel.rounds)

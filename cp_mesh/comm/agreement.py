@@ -1,0 +1,572 @@
+"""Find disagreements between ranks before the first collective of a call.
+
+The first call of each kind is always compared, through the store in which the process group was made: that needs no
+collective, and a rank that refuses its arguments leaves word there and raises, without waiting for anybody. Later calls
+pay for one look-up.
+
+Check mode compares every call, by a collective. It is on in `cp_mesh.verify`, inside ``with check_mode():``, and where
+the environment sets ``CP_MESH_CHECK=1``. ``check_mode(False)`` and ``CP_MESH_CHECK=0`` turn first calls off as well.
+Any other word but those of `WORDS` is refused, where no `check_mode` decides.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils.checkpoint import _StopRecomputationError
+
+from cp_mesh.comm.fingerprints import Digest, fingerprint, shape_of
+from cp_mesh.comm.model_groups import beside
+from cp_mesh.comm.store_messages import Answers, Words, left_for, store_of, timeout_of
+from cp_mesh.errors import ArgumentError, RankMismatchError, describe
+
+MOST_KINDS = 256
+"""Of calls on one group that are compared; where every batch has another length, a step must not pay for ever."""
+PATIENCE = timedelta(minutes=10)
+"""How long a first call waits for the other ranks, if the timeout of their group is not shorter."""
+EVERY = 64
+"""Batches, of which one is compared after the first, without waiting for the device or for another rank."""
+STEP_PATIENCE = timedelta(seconds=10)
+"""How long a first optimizer step does, to which ranks whose optimizer holds nothing of the model do not come.
+
+Others may be later, and then all of them compare at the next step.
+"""
+
+PASS, ORDER = "pass", "order of calls"
+"""Names of what check mode compares of the order of calls."""
+
+WORDS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
+"""What ``CP_MESH_CHECK`` may say, in any case: whether every call is compared, or none."""
+
+_TOLD = "_cp_mesh_told"  # of an error: names of the groups whose ranks were told, or None if none is to be
+
+_enabled: ContextVar[bool | None] = ContextVar("cp_mesh_check", default=None)
+
+
+class Forward(NamedTuple):
+    """A forward of attention: how many came before it over its group, and the module of a plan that called it."""
+
+    number: int
+    where: str
+
+
+_where: ContextVar[str] = ContextVar("cp_mesh_where", default="")  # the module that calls attention; in check mode
+_backward_of: ContextVar[Forward | None] = ContextVar("cp_mesh_backward_of", default=None)  # in eager, in check mode
+
+
+@dataclass
+class _Compared:
+    """What this rank compared over one group: how often, which kinds of call, and what it looked at alone.
+
+    ``times`` begins anew with each of the ``plans`` over it; ``batches`` counts those after the first of a shape; of
+    the last one that is compared ``digest`` was begun; ``told`` is the key of the one before it, ``read`` of one more
+    before.
+    ``forwards`` and ``calls`` (by direction and kind) count attention, compared or not.
+    ``last``: to which all ranks came and refused nothing, and which is in the store until they come to the next one.
+    ``refused_in_trace``: and told, since the last comparison; the trace may be begun again, or eager code raises it.
+    """
+
+    times: int = 0
+    plans: int = 0
+    batches: int = 0
+    digest: Digest | None = None
+    told: str | None = None
+    read: str | None = None
+    refused_in_trace: bool = False
+    last: Words | None = None
+    forwards: int = 0
+    calls: Counter[Hashable] = field(default_factory=Counter)
+    kinds: set[Hashable] = field(default_factory=set)
+    here: set[Hashable] = field(default_factory=set)
+
+
+_compared: weakref.WeakKeyDictionary[dist.ProcessGroup, _Compared] = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def check_mode(enabled: bool = True) -> Iterator[None]:
+    """Compare the arguments of every `attention` call in this context over the ranks of its cp group.
+
+    Also the whole inputs of a `ShardedModel`, and what `decode` and `ShardedCache.append` must be given alike. Every
+    rank raises `RankMismatchError` if anything that must agree does not, and if any rank refused its arguments while
+    others accepted theirs.
+
+    Args:
+        enabled: False turns the mode off inside the context, and the comparison of first calls too. Must be the same
+            on all ranks.
+    """
+    token = _enabled.set(enabled)
+    try:
+        yield
+    finally:
+        _enabled.reset(token)
+
+
+def checking(group: dist.ProcessGroup) -> bool:
+    """Whether check mode is on. Ranks of the group hear of a ``CP_MESH_CHECK`` that is refused here."""
+    return _asked(group) is True
+
+
+def turned_off(group: dist.ProcessGroup) -> bool:
+    """Whether somebody asked for no comparison at all; see `checking`."""
+    return _asked(group) is False
+
+
+def _asked(group: dist.ProcessGroup) -> bool | None:
+    asked = _said()
+    if isinstance(asked, str):
+        expected, hint = "1, true, yes or on; 0, false, no or off", "without it the first call of each kind is compared"
+        error = ArgumentError(describe("CP_MESH_CHECK", expected, repr(asked), hint))
+        announce_error(group.group_name, error)
+        raise error
+    return asked
+
+
+def _said() -> bool | str | None:
+    """Whether to compare every call or none, None for first calls; a word that is neither as it is."""
+    enabled = _enabled.get()
+    if enabled is None and (word := os.environ.get("CP_MESH_CHECK")):
+        return WORDS.get(word.lower(), word)
+    return enabled
+
+
+def is_first(group: dist.ProcessGroup, kind: Hashable) -> bool:
+    """Whether a call of this kind is to be compared over the group, by `agree_first`; one look-up for later calls.
+
+    Not while a CUDA graph is captured: its first call is the warm-up before. Ranks must count kinds alike, so a kind is
+    made of what must be equal on all of them.
+    """
+    compared = _compared.get(group)
+    if compared is not None and (kind in compared.kinds or len(compared.kinds) >= MOST_KINDS):
+        return False
+    if turned_off(group) or group.size() == 1 or store_of(group) is None:
+        return False
+    return not capturing()
+
+
+def look_again(group: dist.ProcessGroup) -> int:
+    """Compare first calls once more: there is a new model. Every rank of the group says so at the same place.
+
+    Returns:
+        How many models it had before.
+    """
+    for compared in _compared.values():
+        compared.here.clear()
+    own = _compared.setdefault(group, _Compared())
+    own.kinds.clear()
+    own.digest = own.told = None
+    own.refused_in_trace = False
+    own.times = 0
+    own.plans += 1
+    return own.plans - 1
+
+
+@contextmanager
+def called_in(module: str) -> Iterator[None]:
+    """Attention inside is called by the module of this name."""
+    token = _where.set(module)
+    try:
+        yield
+    finally:
+        _where.reset(token)
+
+
+def last_forward(group: dist.ProcessGroup) -> Forward:
+    """The one that has just run over the group."""
+    return Forward(_compared.setdefault(group, _Compared()).forwards - 1, _where.get())
+
+
+@contextmanager
+def backward_of(forward: Forward) -> Iterator[None]:
+    """Check mode is on, and the op inside is the backward of this call."""
+    tokens = _enabled.set(True), _backward_of.set(forward)
+    try:
+        yield
+    finally:
+        _enabled.reset(tokens[0])
+        _backward_of.reset(tokens[1])
+
+
+def order_of(group: dist.ProcessGroup, direction: str, kind: Hashable) -> str:
+    """What tells the place of a call of attention among the calls over its group, for check mode.
+
+    A backward in compiled code knows no forward: there it is how many calls were of this kind and direction.
+    """
+    compared, of = _compared.setdefault(group, _Compared()), _backward_of.get()
+    if direction == "forward":
+        of = Forward(compared.forwards, _where.get())
+    told = "" if of is None else f" {of.number + 1}{of.where and f' in {of.where}'}"
+    return f"{direction}{told}, after {compared.calls[direction, kind]} like it"
+
+
+def note_call(group: dist.ProcessGroup, direction: str, kind: Hashable) -> None:
+    """Of attention, in every call that was not refused."""
+    compared = _compared.setdefault(group, _Compared())
+    compared.forwards += direction == "forward"
+    if len(compared.calls) < MOST_KINDS or (direction, kind) in compared.calls:
+        compared.calls[direction, kind] += 1
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is captured, in which nothing may be read."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def agree_first(group: dist.ProcessGroup, kind: Hashable, fields: Mapping[str, str], axis: str = "cp") -> None:
+    """Compare ``fields`` over the group through its store, and raise on every rank if they differ.
+
+    Args:
+        group: of ranks along ``axis``, "cp" or "tp".
+        kind: of calls of which this is the first.
+        fields: values by name; that of "call" says what is called, if not attention.
+        axis: for messages.
+
+    Raises:
+        RankMismatchError: also if a rank refused its arguments, or did not come.
+    """
+    _agree(group, fields, axis)
+    _compared[group].kinds.add(kind)
+
+
+def agree_on_shapes(
+    group: dist.ProcessGroup,
+    kind: Hashable,
+    tensors: Mapping[str, Tensor | None],
+    contents: Callable[[Tensor | None], str] = fingerprint,
+) -> bool:
+    """Compare shapes and dtypes of a batch in every call, and in the first of a kind what ``contents`` says of each.
+
+    A call is a few requests to the store. Ranks that went on with rows of unlike numbers would end within gloo. In
+    check mode contents are compared in every call, by a collective, as other ranks tell what they refuse.
+
+    Returns:
+        Whether contents were compared.
+
+    Raises:
+        RankMismatchError: as `agree_first`.
+    """
+    if checking(group):
+        require_agreement(group, {name: contents(x) for name, x in tensors.items()})
+        return True
+    is_new = is_first(group, kind)
+    if is_new:
+        agree_first(group, kind, {name: contents(x) for name, x in tensors.items()})
+    elif torch._C._current_graph_task_id() != -1:
+        return False  # what a checkpoint computes again was compared before
+    elif not (turned_off(group) or group.size() == 1 or store_of(group) is None or capturing()):
+        _agree(group, {name: shape_of(x) for name, x in tensors.items()}, "cp", timeout_of(group))
+    return is_new
+
+
+def _agree(group: dist.ProcessGroup, fields: Mapping[str, str], axis: str, patience: timedelta | None = None) -> None:
+    answers = _exchange(group, fields, axis, patience)
+    _require_accepted(group, answers, fields, axis)
+    _require_equal(group, answers, fields, axis)
+
+
+def agree_once(
+    group: dist.ProcessGroup, kind: Hashable, fields: Callable[[], Mapping[str, str]], axis: str = "cp"
+) -> None:
+    """`agree_first` of a kind that is new since the last plan over this group; one look-up for later calls.
+
+    Raises:
+        RankMismatchError: as `agree_first`.
+    """
+    if is_first(group, kind):
+        agree_first(group, kind, fields(), axis)
+
+
+def compare_first(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[dict[str, str]]:
+    """What the ranks of the group say, for whoever compares it otherwise than by equality."""
+    if turned_off(group) or group.size() == 1 or store_of(group) is None:
+        return [dict(fields)]
+    answers = _exchange(group, fields)
+    _require_accepted(group, answers, fields)
+    if any(answer.keys() != fields.keys() for answer in answers):
+        _require_equal(group, answers, fields)
+    return answers
+
+
+def compare_later(group: dist.ProcessGroup, inputs: Sequence[Tensor]) -> None:
+    """Compare a digest of every `EVERY`-th batch over the group, and wait for nobody.
+
+    The device makes the digest; the next time it is told to the other ranks, and the time after it is compared with
+    theirs: each is there long since.
+
+    Args:
+        group: the cp group.
+        inputs: integers of any shape, equal on all ranks; of one batch.
+
+    Raises:
+        RankMismatchError: if the digests differ, about `EVERY` to ``2 * EVERY`` batches later.
+    """
+    compared = _compared.setdefault(group, _Compared())
+    compared.batches += 1
+    if compared.batches % EVERY or turned_off(group) or group.size() == 1 or capturing():
+        return
+    if (store := store_of(group)) is None:
+        return
+    if compared.read is not None:  # the last time; since then there were collectives, so others have read it as well
+        store.delete_key(f"{compared.read}/{group.rank()}")
+    told, compared.told, compared.read = compared.told, None, compared.told
+    keys = [] if told is None else [f"{told}/{rank}" for rank in range(group.size())]
+    if keys and store.check(keys) and len(values := {*store.multi_get(keys)} - {b""}) > 1:
+        raise RankMismatchError(
+            f"ShardedModel: expected the same batch on every cp rank, got {len(values)} that differ, about "
+            f"{2 * EVERY} batches ago, though the first ones were equal; seed the loader by dp rank. "
+            "CP_MESH_CHECK=1 compares every batch"
+        )
+    if compared.digest is not None and compared.digest.is_there():
+        compared.told = f"cp_mesh/batch {compared.batches // EVERY}"
+        store.set(f"{compared.told}/{group.rank()}", str(compared.digest.numbers.tolist()))
+    compared.digest = Digest.of(inputs)
+
+
+def compare_steps(
+    group: dist.ProcessGroup, topic: str, fields: Mapping[str, str], decide: Callable[[Answers], None]
+) -> Callable[[], None] | None:
+    """Have ranks that come to a first optimizer step decide by the same words: all do it at once, or all later.
+
+    Args:
+        group: whose ranks are asked.
+        topic: what is compared, another one each time.
+        fields: what this rank says.
+        decide: called with what the ranks say; raises on all of them, or on none.
+
+    Returns:
+        None if that was done. If not all ranks came in time, what does it at this rank's next step: by then all that
+        took the step have come, as attention waited for them in between. Later ones are not compared.
+    """
+    if turned_off(group) or group.size() == 1 or store_of(group) is None:
+        decide({group.rank(): dict(fields)})
+        return None
+    words = Words(group, topic, fields)
+    is_whole = len(words.wait(STEP_PATIENCE)) == words.size
+    if words.settle("when", "now" if is_whole else "later") == "now":  # whoever says so saw all
+        decide(words.read())
+        return None
+
+    def decide_later() -> None:
+        if words.is_there():
+            among = json.loads(words.settle("who", json.dumps([*words.read()])))
+            answers = words.read()
+            if words.rank in among:
+                decide({rank: answers[rank] for rank in among})
+
+    return decide_later
+
+
+def exchange_first(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[dict[str, str]]:
+    """The fields of every rank before its first call is compared; a rank that refuses instead keeps nobody waiting.
+
+    Through the store where first calls are compared there, else by a collective, so that it is always done.
+    """
+    if checking(group) or turned_off(group) or store_of(group) is None:
+        return exchange(group, fields)
+    answers = _exchange(group, fields)
+    _require_accepted(group, answers, fields)
+    return answers
+
+
+def is_new_here(group: dist.ProcessGroup, kind: Hashable) -> bool:
+    """Whether this rank is yet to look at this kind over the group; no other rank hears of it."""
+    here = _compared.setdefault(group, _Compared()).here
+    return not (kind in here or len(here) >= MOST_KINDS or turned_off(group) or group.size() == 1 or capturing())
+
+
+def is_first_here(group: dist.ProcessGroup, kind: Hashable) -> bool:
+    """`is_new_here`, which is then answered with False."""
+    is_new = is_new_here(group, kind)
+    if is_new:
+        _compared[group].here.add(kind)
+    return is_new
+
+
+def leave_word(text: str) -> None:
+    """For ranks that learn of a refusal by a collective, and then call `read_word`."""
+    if (store := store_of(dist.group.WORLD)) is not None:
+        store.set("cp_mesh/word", text)
+
+
+def read_word() -> str:
+    """What some rank left for the others."""
+    store = store_of(dist.group.WORLD)
+    return "" if store is None else store.get("cp_mesh/word").decode()
+
+
+@_disable_dynamo  # which would trace it by itself, behind a graph break
+def _exchange(
+    group: dist.ProcessGroup, fields: Mapping[str, str], axis: str = "cp", patience: timedelta | None = None
+) -> list[dict[str, str]]:
+    """What every rank of the group left in the store for this comparison; a first call waits `PATIENCE` at most."""
+    _note_trace(group, False)
+    patience = patience or min(PATIENCE, timeout_of(group))
+    words = Words(group, _next_topic(group), fields)
+    answers = words.wait(patience)
+    if len(answers) == words.size and not any("error" in answer for answer in answers.values()):
+        before, _compared[group].last = _compared[group].last, words
+        if before is not None:
+            before.forget()
+    if absent := [rank for rank in range(group.size()) if rank not in answers]:
+        said = (
+            f"expected every {axis} rank in the first call of a kind, or in each batch of a model, got none from ranks "
+            f"{absent} in {patience}; they ended or are late, run other code, or calls of a shape that they had before"
+        )
+        _raise_mismatch(group, fields, said)
+    return [answers[rank] for rank in range(group.size())]
+
+
+def _next_topic(group: dist.ProcessGroup) -> str:
+    compared = _compared.setdefault(group, _Compared())
+    compared.times += 1
+    return f"{compared.plans} {compared.times}"
+
+
+@_disable_dynamo  # which would trace it by itself, behind a graph break
+def announce_refusal(group: dist.ProcessGroup, error: Exception, axis: str = "cp", in_check_mode: bool = True) -> None:
+    """Tell the other ranks, which may have accepted their arguments, that this one has not.
+
+    Those of the cp group are waiting for this rank in check mode, which compares all calls of attention; else they, and
+    those of tp and of the groups beside this one, find it in the store if theirs is a first call.
+
+    Args:
+        group: of ranks along ``axis``, "cp" or "tp".
+        error: what this rank is about to raise. It is told to each group once, however many frames it passes through.
+        axis: for how they are told.
+        in_check_mode: whether check mode compares what was refused, so that ranks of cp wait for this one there.
+    """
+    told: set[str] | None = vars(error).get(_TOLD, set())
+    if isinstance(error, _StopRecomputationError):
+        return  # no refusal: a checkpoint ends its recomputation by it, in every step
+    if told is None or (isinstance(error, RankMismatchError) and not told):
+        return  # of one that nobody was told of, all ranks raise their own
+    waiting = group if axis == "cp" and in_check_mode and not told else None
+    said = {"error": f"{type(error).__name__}: {error}"}
+    for other, its_axis in (*beside(group).items(), (group, axis)):
+        if other.group_name in told:
+            continue
+        vars(error)[_TOLD] = told = told | {other.group_name}
+        if (compared := _compared.setdefault(other, _Compared())).refused_in_trace:
+            compared.refused_in_trace = False
+            continue
+        if its_axis == "cp" and _said() is True and (in_check_mode or other is not group):
+            if other is waiting:
+                with suppress(RuntimeError):  # they wait for something else; the error itself must not be lost
+                    require_agreement(group, said)
+        elif _said() is not False and other.size() > 1 and store_of(other) is not None:
+            Words(other, _next_topic(other), said).wait(None)
+
+
+def announce_trace(group_name: str, axis: str = "cp") -> None:
+    """As `announce_refusal`, while torch.compile traces: of the error no word is known, as some may be symbolic."""
+    group = _resolve_process_group(group_name)  # type: ignore[arg-type]
+    announce_refusal(group, RuntimeError("refused while torch.compile traced it; its own error says why"), axis)
+    _note_trace(group, True)
+
+
+def _note_trace(group: dist.ProcessGroup, refused: bool) -> None:
+    for each in (group, *beside(group, of_all_models=not refused)):
+        _compared.setdefault(each, _Compared()).refused_in_trace = refused
+
+
+# As by `torch.compiler.assume_constant_result`, which imports Dynamo: it calls this once and does not trace it.
+vars(announce_trace)["_dynamo_marked_constant"] = True
+
+
+def announce_error(group_name: str, error: Exception, axis: str = "cp") -> None:
+    """`announce_refusal`, or `announce_trace` where torch.compile traces what refuses."""
+    if torch.compiler.is_compiling():
+        announce_trace(group_name, axis)
+    else:
+        announce_refusal(_resolve_process_group(group_name), error, axis)  # type: ignore[arg-type]
+
+
+def keep_to_itself(error: Exception) -> None:
+    """Tell no other rank of an error: they are past the comparison, and wait for rows."""
+    vars(error)[_TOLD] = None
+
+
+def note_refusals(group: dist.ProcessGroup, error: Exception) -> None:
+    """Add to the error of a collective over the group what other ranks have refused: why they may not have come.
+
+    They refused a call that is not the first of its kind here, and so was not compared.
+    """
+    if isinstance(error, RuntimeError) and group.size() > 1:
+        compared = _compared.setdefault(group, _Compared())
+        for rank, said in left_for(group, f"{compared.plans} {compared.times + 1}").items():
+            if "error" in said:
+                error.add_note(f"cp_mesh: rank {rank} of the group has refused its arguments: {said['error']}")
+
+
+def exchange(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[dict[str, str]]:
+    """The fields of every rank; raises on ranks that refused nothing if another one did, see `require_agreement`."""
+    answers: list[dict[str, str]] = [{} for _ in range(group.size())]
+    _note_trace(group, False)
+    try:
+        dist.all_gather_object(answers, dict(fields), group=group)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"attention: what check mode compares never came from all of ranks {dist.get_process_group_ranks(group)}: "
+            f"one ended, raised, or came later than the timeout of their group ({error})"
+        ) from error
+    _require_accepted(group, answers, fields)
+    return answers
+
+
+def _require_accepted(
+    group: dist.ProcessGroup, answers: list[dict[str, str]], fields: Mapping[str, str], axis: str = "cp"
+) -> None:
+    refused = {rank: answer["error"] for rank, answer in enumerate(answers) if "error" in answer}
+    if refused and "error" not in fields:
+        rank, error = next(iter(refused.items()))
+        said = f"{axis} rank {rank} refused its arguments while this rank did not: {error}"
+        _raise_mismatch(group, fields, said)
+
+
+def require_agreement(group: dist.ProcessGroup, fields: Mapping[str, str]) -> None:
+    """Exchange ``fields`` over the group and raise on every rank if they differ.
+
+    Args:
+        group: the cp group.
+        fields: values by name; a rank that refused its arguments says so under the name "error".
+    """
+    answers = exchange(group, fields)
+    _require_equal(group, answers, fields)
+
+
+def _require_equal(
+    group: dist.ProcessGroup, answers: list[dict[str, str]], fields: Mapping[str, str], axis: str = "cp"
+) -> None:
+    if "error" in fields:
+        return  # this rank raises its own error
+    for name in dict.fromkeys(name for answer in answers for name in answer):  # what this rank does not have, too
+        values = [answer.get(name, "missing") for answer in answers]
+        if len(set(values)) > 1:
+            shown = "; ".join(f"{axis} rank {rank}: {value}" for rank, value in enumerate(values))
+            hint = f"give every rank of a {axis} group the same batch and options"
+            if name in (PASS, ORDER):
+                hint = "call modules and losses in one order on all ranks; a set has another one in each process"
+            said = f"expected the same {name} on every {axis} rank, got {shown}; {hint}"
+            _raise_mismatch(group, fields, said)
+
+
+def _raise_mismatch(group: dist.ProcessGroup, fields: Mapping[str, str], said: str) -> NoReturn:
+    """On every rank of the group; those of the groups beside it hear of it."""
+    error = RankMismatchError(f"{fields.get('call', 'attention')}: {said}")
+    vars(error)[_TOLD] = {group.group_name}
+    announce_refusal(group, error)
+    raise error

@@ -1,0 +1,225 @@
+"""Rows of the sequence on their way between ranks, such as those of tp: gathered, or summed and given to their owners.
+
+What begins here is under way until its result is asked for; products run in between. Shards are those of
+`torch.chunk`, or of any sizes: those that differ are padded to the largest while they travel.
+
+A `Moves` is one pass whose products begin before all rows have come, or before all are computed; it takes equal shards.
+Shapes: B batch rows, n rows of a rank or a part of them, D features.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from cp_mesh.comm.waiting import wait_for
+from cp_mesh.geometry.layouts import chunk_bounds
+
+_funcol = torch.ops._c10d_functional
+
+Result = Callable[[], Tensor]
+"""Waits for a collective and returns what came."""
+
+
+class Shards(NamedTuple):
+    """How the rows [..., rows, D] of a sequence lie on the ranks of a group.
+
+    Attributes:
+        num_rows: of all ranks together.
+        group_name: of the group.
+        what: the user's function, for messages.
+        lens: how many rows each rank holds, where these are not the sizes of `torch.chunk`.
+        rank: this one, if the caller knows it: code that torch.compile traces cannot ask the group.
+    """
+
+    num_rows: int
+    group_name: str
+    what: str = "tensor parallelism"
+    lens: tuple[int, ...] = ()
+    rank: int | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return _resolve_process_group(self.group_name)  # type: ignore[arg-type]
+
+    @property
+    def own(self) -> int:
+        """How many rows this rank holds."""
+        return self.sizes[self.group.rank() if self.rank is None else self.rank]
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many rows each rank holds."""
+        if self.lens:
+            return [*self.lens]
+        size = self.group.size()
+        return [end - begin for begin, end in (chunk_bounds(self.num_rows, size, rank) for rank in range(size))]
+
+    def of(self, rank: int, part: slice | None = None) -> slice:
+        """The rows of a rank, or a part of them, where shards are equal."""
+        own = self.num_rows // self.group.size()
+        begin, end = (0, own) if part is None else (part.start, part.stop)
+        return slice(rank * own + begin, rank * own + end)
+
+    def gather(self, x: Tensor) -> Result:
+        """Begin to gather x [..., own, D] to [..., num_rows, D]."""
+        sizes = self.sizes
+        if len(sizes) == 1:
+            return lambda: x
+        lead, most = x.shape[:-2], max(sizes)
+        sent = _padded(x, most).contiguous()
+        started = _funcol.all_gather_into_tensor(sent.view(-1), len(sizes), self.group_name)
+
+        def result() -> Tensor:
+            parts = self._wait(started, sent).view(len(sizes), *lead, most, x.shape[-1])
+            if len(sizes) * most == self.num_rows:
+                return parts.movedim(0, -3).reshape(*lead, self.num_rows, x.shape[-1])  # a view of one batch row
+            return torch.cat([part[..., :size, :] for part, size in zip(parts, sizes, strict=True)], -2)
+
+        return result
+
+    def scatter_sum(self, x: Tensor) -> Result:
+        """Begin to sum x [..., num_rows, D] over the ranks, of which each gets its own rows."""
+        sizes = self.sizes
+        if len(sizes) == 1:
+            return lambda: x
+        own, most = self.own, max(sizes)
+        if len(sizes) * most == self.num_rows:
+            sent = x.unflatten(-2, (len(sizes), most)).movedim(-3, 0).contiguous()  # a view of one batch row
+        else:
+            sent = torch.stack([_padded(part, most) for part in x.split(sizes, -2)])
+        started = _funcol.reduce_scatter_tensor(sent.view(-1), "sum", len(sizes), self.group_name)
+        return lambda: self._wait(started, sent).view(*x.shape[:-2], most, x.shape[-1])[..., :own, :].contiguous()
+
+    def all_sum(self, x: Tensor) -> Result:
+        """Begin to sum x over the ranks, of which each gets all."""
+        if len(self.sizes) == 1:
+            return lambda: x
+        sent = x.contiguous()
+        started = _funcol.all_reduce(sent, "sum", self.group_name)
+        return lambda: self._wait(started, sent)
+
+    def _wait(self, started: Tensor, sent: Tensor) -> Tensor:
+        """``sent`` is what the collective reads until then."""
+        return wait_for(started, f"{self.what}: rows of other ranks", self.group_name)
+
+
+def _padded(x: Tensor, num_rows: int) -> Tensor:
+    missing = num_rows - x.shape[-2]
+    return F.pad(x, (0, 0, 0, missing)) if missing else x
+
+
+Whole = Literal["lent", "kept"]
+"""All rows of a gather: until the end of the pass, or for as long as the caller likes."""
+Write = Callable[[slice, Tensor], None]
+"""Computes rows of the sequence into a buffer [B, n, D]."""
+
+
+class Gather(Protocol):
+    """Rows of all ranks on their way to this one."""
+
+    def parts(self) -> Iterator[tuple[slice, Tensor]]:
+        """Those of other ranks, [B, n, D] each, as soon as they are there, and where they are in the sequence."""
+
+    def whole(self) -> Tensor:
+        """All of them, [B, rows, D], if they were asked for."""
+
+
+class Sums(Protocol):
+    """Rows that every rank has computed in part, on their way to their owners.
+
+    Attributes:
+        out: [B, rows of this rank, D], whose sums are without this rank's own part.
+        chunks: parts of a rank's rows, which travel one after the other.
+    """
+
+    out: Tensor
+    chunks: list[slice]
+
+    def send(self, chunk: slice, write: Write) -> None:
+        """Have this chunk of all other ranks' rows computed, and begin to send it; chunk after chunk."""
+
+    def receive(self, chunk: slice) -> Tensor:
+        """This chunk of ``out``, when the other ranks' parts have come; in the order of the sends."""
+
+
+class Moves(Protocol):
+    """One pass; what is lent goes with its end."""
+
+    def gather(self, x: Tensor, whole: Whole | None) -> Gather:
+        """Begin to gather x [B, n, D]; once a pass."""
+
+    def sums(self, like: Tensor, features: int, num_chunks: int) -> Sums:
+        """Of rows [B, *, features], of the dtype, device and B of a tensor; once a pass."""
+
+    def close(self) -> None:
+        """After it, also after an exception."""
+
+
+class FunctionalMoves:
+    """Over functional collectives: an all-gather, and an all-to-all for each chunk in the place of a reduce-scatter."""
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+
+    def gather(self, x: Tensor, whole: Whole | None) -> FunctionalGather:
+        return FunctionalGather(self._shards, x)
+
+    def sums(self, like: Tensor, features: int, num_chunks: int) -> FunctionalSums:
+        return FunctionalSums(self._shards, like, features, num_chunks)
+
+    def close(self) -> None:
+        pass
+
+
+class FunctionalGather:
+    def __init__(self, shards: Shards, x: Tensor) -> None:
+        self._own, self._result = shards.of(shards.group.rank()), shards.gather(x)
+        self._whole: Tensor | None = None
+
+    def parts(self) -> Iterator[tuple[slice, Tensor]]:
+        whole = self.whole()
+        for rows in (slice(0, self._own.start), slice(self._own.stop, whole.shape[1])):
+            if rows.start < rows.stop:
+                yield rows, whole[:, rows]
+
+    def whole(self) -> Tensor:
+        if self._whole is None:
+            self._whole = self._result()
+        return self._whole
+
+
+class FunctionalSums:
+    def __init__(self, shards: Shards, like: Tensor, features: int, num_chunks: int) -> None:
+        self._shards, self._under_way = shards, deque[tuple[Tensor, Tensor]]()
+        self.out = like.new_empty(len(like), shards.own, features)
+        self.chunks = chunks_of(shards.own, num_chunks)
+
+    def send(self, chunk: slice, write: Write) -> None:
+        shards, group = self._shards, self._shards.group
+        batch, _, features = self.out.shape
+        others = [rank for rank in range(group.size()) if rank != group.rank()]
+        sent = self.out.new_empty(len(others), batch, chunk.stop - chunk.start, features)
+        for rank, buffer in zip(others, sent, strict=True):
+            write(shards.of(rank, chunk), buffer)
+        counts = [sent[0].numel() * (rank != group.rank()) for rank in range(group.size())]
+        started = _funcol.all_to_all_single(sent.view(-1), counts, counts, shards.group_name)
+        self._under_way.append((started, sent))
+
+    def receive(self, chunk: slice) -> Tensor:
+        started, sent = self._under_way.popleft()
+        received = self._shards._wait(started, sent).view(sent.shape)
+        return torch.sum(received, 0, out=self.out[:, chunk])
+
+
+def chunks_of(num_rows: int, num_chunks: int) -> list[slice]:
+    """Slices of rows, none empty."""
+    bounds = (chunk_bounds(num_rows, num_chunks, chunk) for chunk in range(num_chunks))
+    return [slice(begin, end) for begin, end in bounds if begin < end]

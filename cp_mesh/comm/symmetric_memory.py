@@ -1,0 +1,519 @@
+"""Transport over symmetric memory, for the GPUs of one NVLink host: copy engines move rows, no SM does.
+
+A pass publishes its rows in memory that every rank of the group can read; peers pull what they need on a side stream,
+stage after stage, none waiting for another rank's hop. Gradients are pushed into slots of their owner's memory, one
+slot a sender, on a second stream. Of two ranks the slot lies where the rows did: their one reader has pulled them all
+before it sends.
+
+What keeps it correct, with no state that a CUDA graph's replay could miss:
+
+    barrier                 all ranks are done with what the pass before published, and with their slots
+    write the rows
+    barrier                 all rows are written: pulls begin; slots may be pushed to
+    ... pulls, tiles, pushes ...
+    barrier (push stream)   all pushes have landed: the owner sums its slots
+
+Every barrier is in stream order on the device, the host waits for nothing. A rank that never comes makes the others'
+barrier fail with a device error after the group's timeout, as a lost collective does.
+
+The memory and the two streams belong to the group and are shared by all of its passes. An eager pass waits for the
+eager pass before it, whichever stream that was on. A CUDA graph cannot be waited for so: all passes of a group inside
+one capture must be on one stream, and replays in one order with the group's other passes. Memory grows when a pass
+needs more, which is a collective: a graph is captured after a warm-up call with the same shapes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from itertools import accumulate
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cp_mesh.comm.contract import Arrived, Copy, Swap, split_arrived
+from cp_mesh.comm.packing import Packing
+from cp_mesh.errors import UnsupportedError
+from cp_mesh.geometry.schedule import Route, Stage, num_rows
+
+_ALIGNMENT = 256  # bytes; copy engines and kernels are fastest on aligned addresses
+_GROWTH = 4  # memory that grows does so by a quarter at least: slowly rising lengths must not make it grow every time
+_MAX_VIEWS = 1024  # of one workspace
+_MAIN, _PUSHED = 0, 1  # barrier channels: two barriers may be pending at once, on two streams
+
+
+class Workspace(Protocol):
+    """Memory of a group, as many bytes on every rank, that every rank can read and write."""
+
+    nbytes: int
+
+    def rows(self, rank: int, offset: int, num_rows: int, packing: Packing) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """A buffer [num_rows, features] in a rank's memory, ``offset`` bytes from its begin; and the tensors in it."""
+
+    def barrier(self, channel: int) -> None:
+        """On the current stream: wait until every rank's stream got here."""
+
+
+class Lane(Protocol):
+    """A stream beside the caller's."""
+
+    def fork(self) -> None:
+        """What follows on the lane comes after all that the caller's stream was given so far."""
+
+    def entered(self) -> AbstractContextManager[Any]:
+        """Work begun inside goes to the lane."""
+
+    def mark(self) -> Any:
+        """A point on the lane."""
+
+    def wait(self, mark: Any) -> None:
+        """The caller's stream goes on after a point of the lane."""
+
+    def join(self) -> None:
+        """The caller's stream goes on after all that the lane was given so far."""
+
+
+class _CudaWorkspace:
+    def __init__(self, group: dist.ProcessGroup, nbytes: int, device: torch.device) -> None:
+        import torch.distributed._symmetric_memory as symm_mem
+
+        self.nbytes, self.captured, self._timeout_ms = nbytes, False, _timeout_ms(group)
+        self._buffer = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
+        self._handle = symm_mem.rendezvous(self._buffer, group)
+        self._views: dict[tuple[Any, ...], tuple[Tensor, tuple[Tensor, ...]]] = {}
+
+    def rows(self, rank: int, offset: int, num_rows: int, packing: Packing) -> tuple[Tensor, tuple[Tensor, ...]]:
+        key = rank, offset, num_rows, packing
+        made = self._views.get(key)
+        if made is None:
+            if len(self._views) >= _MAX_VIEWS:
+                self._views.clear()
+            # Kept: making them takes longer on the host than the copy that they are for. The offset counts elements.
+            shape, first = (num_rows, packing.features), offset // packing.dtype.itemsize
+            buffer = self._handle.get_buffer(rank, shape, packing.dtype, first)
+            made = self._views[key] = buffer, packing.views(buffer)
+        return made
+
+    def barrier(self, channel: int) -> None:
+        self._handle.barrier(channel=channel, timeout_ms=self._timeout_ms)
+
+
+def _timeout_ms(group: dist.ProcessGroup) -> int:
+    """The group's own timeout for collectives, in milliseconds."""
+    options = getattr(group._get_backend(torch.device("cuda")), "options", None)
+    timeout = getattr(options, "_timeout", None) or dist.distributed_c10d.default_pg_timeout
+    return int(timeout.total_seconds() * 1000)
+
+
+class _Switch:
+    """As `torch.cuda.stream` where the stream's device is the current one, and the caller's stream is known: that looks
+    both up with every call, which takes the host longer than the copy that is begun."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.caller = self._stream = stream
+
+    def __enter__(self) -> None:
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.set_stream(self.caller)
+
+
+class _CudaLane:
+    def __init__(self, device: torch.device) -> None:
+        self._forked = False
+        # High priority: a barrier is one small block that must not queue behind the blocks of an attention kernel.
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._switch, self._elsewhere = _Switch(self._stream), torch.cuda.stream(self._stream)
+        self._caller = torch.cuda.current_stream(device)
+        self._entered: AbstractContextManager[Any] = self._elsewhere
+        self._forking, self._joining = torch.cuda.Event(), torch.cuda.Event()
+        self._marks: list[torch.cuda.Event] = []  # used again by every pass, which waits for all of its own
+        self._num_marks = 0
+
+    def begin(self, caller: torch.cuda.Stream) -> None:
+        """A pass begins on the caller's stream."""
+        self._caller = self._switch.caller = caller
+        is_current = torch.cuda.current_device() == caller.device_index
+        self._entered, self._num_marks = self._switch if is_current else self._elsewhere, 0
+
+    def fork(self) -> None:
+        self._forking.record(self._caller)
+        self._stream.wait_event(self._forking)
+        self._forked = True
+
+    def entered(self) -> AbstractContextManager[Any]:
+        return self._entered
+
+    def mark(self) -> torch.cuda.Event:
+        if self._num_marks == len(self._marks):
+            self._marks.append(torch.cuda.Event())
+        mark = self._marks[self._num_marks]
+        self._num_marks += 1
+        mark.record(self._stream)
+        return mark
+
+    def wait(self, mark: torch.cuda.Event) -> None:
+        self._caller.wait_event(mark)
+
+    def join(self) -> None:
+        # A capture may not wait for a stream that did not fork from it.
+        if self._forked:
+            self._joining.record(self._stream)
+            self._caller.wait_event(self._joining)
+        self._forked = False
+
+
+class GroupMemory:
+    """What outlives a call: a group's symmetric memory and the streams beside the caller's.
+
+    Made by all ranks of the group together: they tell each other their hosts.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._device = device
+        answers: list[Any] = [None] * group.size()
+        dist.all_gather_object(answers, (host_name(), device.index or 0, _local_obstacle(device)), group=group)
+        self.obstacle: str | None = _obstacle(answers)
+        if self.obstacle is None:
+            # What forbids it in the end only a try tells: containers, other backends of symmetric memory.
+            problem = None
+            try:
+                _CudaWorkspace(group, _ALIGNMENT, device).barrier(_MAIN)
+            except Exception as error:
+                problem = f"a try failed ({type(error).__name__}: {error})"
+            dist.all_gather_object(answers, problem, group=group)
+            self.obstacle = next((answer for answer in answers if answer), None)
+        self._workspaces: dict[str, _CudaWorkspace] = {}
+        self._kept: list[_CudaWorkspace] = []  # outgrown, but a captured graph holds their addresses
+        self._done: torch.cuda.Event | None = None  # the end of the last eager pass
+        self.pulls, self.pushes = _CudaLane(device), _CudaLane(device)
+        self._current: tuple[int, torch.cuda.Stream] | None = None
+
+    def begin(self) -> None:
+        """Order a pass after the one before, whichever stream that was on."""
+        stream = self._current_stream()
+        # A capture begins after a device-wide wait, and may not wait for what was begun outside.
+        if self._done is not None and not torch.cuda.is_current_stream_capturing():
+            stream.wait_event(self._done)
+        self.pulls.begin(stream)
+        self.pushes.begin(stream)
+
+    def end(self) -> None:
+        """All that the pass began comes before what the caller's stream is given next."""
+        self.pulls.join()
+        self.pushes.join()
+        if not torch.cuda.is_current_stream_capturing():
+            self._done = self._done or torch.cuda.Event()
+            self._done.record(self._current_stream())
+
+    def _current_stream(self) -> torch.cuda.Stream:
+        """`torch.cuda.current_stream`, which is slow on the host; most often it is the same."""
+        address = torch._C._cuda_getCurrentRawStream(self._device.index)
+        if self._current is None or self._current[0] != address:
+            self._current = address, torch.cuda.current_stream(self._device)
+        return self._current[1]
+
+    def workspace(self, purpose: str, nbytes: int, group: dist.ProcessGroup) -> Workspace:
+        """Memory for "rows" or for "gradients", of at least ``nbytes``; every rank asks for as many."""
+        capturing = torch.cuda.is_current_stream_capturing()
+        workspace = self._workspaces.get(purpose)
+        if workspace is None or workspace.nbytes < nbytes:
+            if capturing:
+                raise UnsupportedError(
+                    f"transport='symmetric_memory': the group's memory must grow to {nbytes} bytes, which a CUDA graph "
+                    "capture cannot do; run one forward and backward with these shapes before the capture"
+                )
+            # Peers may still be reading the memory that is given back here.
+            torch.cuda.synchronize(self._device)
+            if workspace is not None:
+                nbytes = max(nbytes, workspace.nbytes + workspace.nbytes // _GROWTH)
+                if workspace.captured:
+                    self._kept.append(workspace)
+            workspace = _CudaWorkspace(group, nbytes, self._device)
+            self._workspaces[purpose] = workspace
+        workspace.captured |= capturing
+        return workspace
+
+    def wait(self) -> None:
+        """The host waits until the device is done."""
+        torch.cuda.synchronize(self._device)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(workspace.nbytes for workspace in [*self._workspaces.values(), *self._kept])
+
+
+# Keyed on the group itself: names are used again after a group is destroyed. No value holds its group, so an entry goes
+# with it; `release` drops one by hand.
+_MEMORY: WeakKeyDictionary[dist.ProcessGroup, GroupMemory] = WeakKeyDictionary()
+
+
+def group_memory(group: dist.ProcessGroup, device: torch.device) -> GroupMemory:
+    """The memory of a group; the first question about a group is a collective."""
+    memory = _MEMORY.get(group)
+    if memory is None:
+        if torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                "attention: the first call over a group chooses its transport, which a CUDA graph capture cannot do; "
+                "run one forward and backward with these shapes before the capture"
+            )
+        memory = GroupMemory(group, device)
+        _MEMORY.update({group: memory})
+    return memory
+
+
+def unavailable(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Why this group has no symmetric memory, or None if it has.
+
+    The first question about a group of CUDA ranks is a collective: its ranks tell each other their hosts. The answer is
+    kept, and equal on all ranks.
+    """
+    if device.type != "cuda":
+        return f"it joins CUDA devices, the tensors are on {device.type}"
+    return group_memory(group, device).obstacle
+
+
+def host_name() -> str:
+    """Containers of one machine may share a name, and machines too: the boot id tells them apart."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{socket.gethostname()} {file.read().strip()}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _obstacle(answers: Sequence[tuple[str, int, str | None]]) -> str | None:
+    """What hinders ranks with these hosts, device indices and obstacles of their own."""
+    hosts, devices = {host for host, _, _ in answers}, {index for _, index, _ in answers}
+    if len(hosts) > 1:
+        return f"the group's ranks are on {len(hosts)} hosts"
+    if len(devices) < len(answers):
+        return "ranks share a device index: make all GPUs of the host visible to every process"
+    return next((obstacle for _, _, obstacle in answers if obstacle), None)
+
+
+def _local_obstacle(device: torch.device) -> str | None:
+    if torch.version.hip:
+        return "it is not tried on ROCm"
+    if importlib.util.find_spec("torch.distributed._symmetric_memory") is None:
+        return "this PyTorch has none"
+    others = [index for index in range(torch.cuda.device_count()) if index != (device.index or 0)]
+    if any(not torch.cuda.can_device_access_peer(device, index) for index in others):
+        return "the GPUs of the host have no peer access to each other"
+    return None
+
+
+def symmetric_memory_bytes() -> int:
+    """Bytes of symmetric memory that this process holds, for all groups; the caching allocator does not count them."""
+    return sum(memory.nbytes for memory in _MEMORY.values())
+
+
+def release(group: dist.ProcessGroup, within: Iterable[dist.ProcessGroup] = ()) -> None:
+    """Give back a group's symmetric memory; every rank of the group calls it, and no captured graph may replay after.
+
+    Args:
+        group: the cp group.
+        within: groups of this rank within it, whose memory goes too: those of `cp_mesh.comm.groups.known_parts`.
+    """
+    held = [each for each in (group, *within) if each in _MEMORY]
+    for each in held:
+        _MEMORY[each].wait()
+    dist.barrier(group)
+    for each in held:
+        _MEMORY.pop(each)
+
+
+class SymmetricTransport:
+    """Hops of one pass over symmetric memory.
+
+    Args:
+        group: the cp group, or a part of it.
+        most_rows: rows that a rank publishes, at most.
+        device: this rank's CUDA device.
+        copy: of rows that are published.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, most_rows: int, device: torch.device, copy: Copy) -> None:
+        self.memory, self.most_rows, self.group, self.copy = group_memory(group, device), most_rows, group, copy
+        self.memory.begin()
+
+    def fetch(self, tensors: Sequence[Tensor], route: Route) -> SymmetricIncoming:
+        return SymmetricIncoming(self, tensors, route)
+
+    def deliver(self, packing: Packing, route: Route) -> SymmetricOutgoing:
+        return SymmetricOutgoing(self, packing, route)
+
+    def close(self) -> None:
+        # Also after an exception: buffers that copies still use go back to the caller's stream now.
+        self.memory.end()
+
+
+class SymmetricIncoming:
+    """All stages are pulled ahead, in order, while the caller computes.
+
+    Rows are published at once. The pulls, which may begin then, are given to the device when the first stage is asked
+    for: what the caller launched before, its local tiles, need not wait until the host is done with them.
+    """
+
+    def __init__(self, transport: SymmetricTransport, tensors: Sequence[Tensor], route: Route) -> None:
+        memory, packing = transport.memory, Packing.of(tensors)
+        self._lane, self._packing, self._stages = memory.pulls, packing, route.stages
+        self._under_way: deque[tuple[Tensor, Any]] = deque()
+        if not route.stages:
+            return
+        workspace = memory.workspace("rows", aligned(transport.most_rows * packing.row_bytes), transport.group)
+        workspace.barrier(_MAIN)
+        _, own = workspace.rows(transport.group.rank(), 0, tensors[0].shape[2], packing)
+        transport.copy(list(zip(tensors, own, strict=True)))
+        workspace.barrier(_MAIN)
+        self._workspace: Workspace = workspace
+        self._buffers = [packing.empty(stage.num_fetched) for stage in route.stages]
+        # After the barrier, and after whatever used the memory of these buffers before.
+        self._lane.fork()
+
+    def _pull(self) -> None:
+        packing = self._packing
+        with self._lane.entered():
+            for stage, buffer in zip(self._stages, self._buffers, strict=True):
+                offset = 0
+                for source, ranges in stage.fetch:
+                    first, last = ranges[0][0], ranges[-1][1]
+                    theirs, _ = self._workspace.rows(source, first * packing.row_bytes, last - first, packing)
+                    for begin, end in ranges:
+                        _part(buffer, offset, end - begin).copy_(_part(theirs, begin - first, end - begin))
+                        offset += end - begin
+                self._under_way.append((buffer, self._lane.mark()))
+        self._buffers = []
+
+    def next(self) -> tuple[Tensor, ...] | None:
+        if self._buffers:
+            self._pull()
+        buffer, arrived = self._under_way.popleft()
+        self._lane.wait(arrived)
+        return self._packing.views(buffer) if buffer.shape[0] else None
+
+
+class SymmetricOutgoing:
+    """Gradients are pushed to a slot of their own in the owner's memory: slots of a rank lie sender after sender."""
+
+    def __init__(self, transport: SymmetricTransport, packing: Packing, route: Route) -> None:
+        memory, self._group = transport.memory, transport.group
+        self._lane, self._packing, self._route = memory.pushes, packing, route
+        self._written: Tensor | None = None
+        self._sent: deque[tuple[Tensor, Any]] = deque()
+        self._num_sent, self._collected = 0, not route.stages
+        self._workspace: Workspace | None = None
+        if route.stages:
+            purpose = "rows" if self._group.size() == 2 else "gradients"
+            nbytes = aligned(route.most_served * packing.row_bytes)
+            self._workspace = memory.workspace(purpose, nbytes, transport.group)
+
+    def buffer(self, stage: Stage) -> tuple[Tensor, ...] | None:
+        self._written = self._packing.empty(stage.num_fetched)
+        return self._packing.views(self._written) if stage.num_fetched else None
+
+    def send(self, stage: Stage) -> None:
+        assert self._written is not None and self._workspace is not None, "buffer() comes before send()"
+        rank, packing = self._group.rank(), self._packing
+        self._lane.fork()
+        with self._lane.entered():
+            offset = 0
+            for owner, ranges in stage.fetch:
+                count = num_rows(ranges)
+                first = self._route.slots[rank][owner]
+                slot, _ = self._workspace.rows(owner, first * packing.row_bytes, count, packing)
+                slot.copy_(_part(self._written, offset, count))
+                offset += count
+            self._num_sent += 1
+            if self._num_sent == len(self._route.stages):
+                self._workspace.barrier(_PUSHED)
+            self._sent.append((self._written, self._lane.mark()))
+        self._written = None
+        if len(self._sent) > 2:  # long since pushed: its memory may be used again
+            self._lane.wait(self._sent.popleft()[1])
+
+    def collect(self) -> Iterator[Arrived]:
+        """Nothing before the last stage was sent: the slots are complete all at once."""
+        if self._collected or self._num_sent < len(self._route.stages):
+            return
+        assert self._workspace is not None
+        self._collected = True
+        self._lane.join()
+        self._sent.clear()
+        rank, packing = self._group.rank(), self._packing
+        for stage in self._route.stages:  # the order of sums is that of the other transport
+            for receiver, ranges in stage.serve:
+                first = self._route.slots[receiver][rank] * packing.row_bytes
+                slot, tensors = self._workspace.rows(rank, first, num_rows(ranges), packing)
+                if len(ranges) == 1:
+                    yield Arrived(ranges[0][0], tensors)
+                else:
+                    yield from split_arrived(slot, [(receiver, ranges)], packing)
+
+
+class SymmetricSwaps:
+    """All-to-alls of all rows: each rank publishes what it sends, and pulls what is meant for it from each other.
+
+    On the caller's stream, as what arrives is waited for at once. The barrier before rows are written is that of a
+    pass: all ranks have pulled what the all-to-all before published.
+    """
+
+    pulls = True
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._memory, self._group = group_memory(group, device), group
+        self._rank, self._size = group.rank(), group.size()
+        self._memory.begin()
+
+    def start(
+        self, packings: Sequence[Packing], write: Callable[[Sequence[Tensor]], None], swap: Swap
+    ) -> Callable[[], Sequence[Tensor]]:
+        rank, size = self._rank, self._size
+        offsets = [*accumulate((aligned(swap.most * packing.row_bytes) for packing in packings), initial=0)]
+        workspace = self._memory.workspace("rows", offsets.pop(), self._group)
+        workspace.barrier(_MAIN)
+        places = [*zip(offsets, packings, strict=True)]
+        write([workspace.rows(rank, offset, sum(swap.to), packing)[0] for offset, packing in places])
+        workspace.barrier(_MAIN)
+        received = [packing.empty(sum(swap.origin)) for packing in packings]
+        for (offset, packing), buffer in zip(places, received, strict=True):
+            parts = buffer.split(swap.origin)
+            for step in range(size):  # no two ranks pull from one at a time
+                source = (rank - step) % size
+                if count := swap.origin[source]:
+                    first = offset + swap.firsts[source] * packing.row_bytes
+                    if swap.picks is not None:
+                        whole = workspace.rows(source, offset, sum(swap.to), packing)[0]
+                        _copy_pieces([whole[pick] for pick in swap.picks], parts[source])
+                    elif swap.places is not None:
+                        rows = workspace.rows(source, first, count, packing)[0]
+                        _copy_pieces([buffer[place] for place in swap.places[source]], rows, back=True)
+                    else:
+                        parts[source].copy_(workspace.rows(source, first, count, packing)[0])
+        return lambda: received
+
+    def close(self) -> None:
+        self._memory.end()
+
+
+def _copy_pieces(pieces: Sequence[Tensor], rows: Tensor, back: bool = False) -> None:
+    """Pieces into rows, one after the other; or ``back``, rows into the pieces."""
+    for piece, part in zip(pieces, rows.split([piece.shape[0] for piece in pieces]), strict=True):
+        piece.copy_(part) if back else part.copy_(piece)
+
+
+def _part(buffer: Tensor, first: int, count: int) -> Tensor:
+    """Rows of a buffer; most have a single source, and are moved whole."""
+    return buffer if buffer.shape[0] == count else buffer[first : first + count]
+
+
+def aligned(nbytes: int) -> int:
+    """Bytes of memory in which so many lie."""
+    return max(_ALIGNMENT, -(-nbytes // _ALIGNMENT) * _ALIGNMENT)

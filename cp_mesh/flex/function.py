@@ -1,0 +1,184 @@
+"""`flex_attention`: attention whose scores and mask are functions of users, on the global indices of a pair.
+
+Each call traces them (`flex.trace`): what they capture becomes arguments of the op, with gradients, and graphs go
+by their handles (`cp_mesh.kernels.functions`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.autograd import forward_ad
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from cp_mesh.call.dtensor import find_cp_axis, group_that_waits
+from cp_mesh.call.formats import FORMATS
+from cp_mesh.call.function import Asked, attend, check_format
+from cp_mesh.comm.agreement import announce_refusal
+from cp_mesh.errors import UnsupportedError, as_int, refuse
+from cp_mesh.flex.block_mask import read_mask
+from cp_mesh.flex.rank_mask import Sources
+from cp_mesh.flex.trace import trace
+from cp_mesh.geometry.layouts import Layout, ZigZag
+from cp_mesh.geometry.mask import Mask
+from cp_mesh.kernels.functions import ScalarFunction
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@_disable_dynamo
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    *,
+    mesh: DeviceMesh | dist.ProcessGroup | None = None,
+    seq_dim: int | None = None,
+    seq_len: int | None = None,
+    layout: Layout = ZigZag(),  # noqa: B008 - frozen
+    mask: Mask = Mask(causal=False),  # noqa: B008 - frozen
+    method: str = "auto",
+    kernel: str = "auto",
+    transport: str = "auto",
+    ulysses_degree: int | None = None,
+    inner_ring_size: int | None = None,
+    head_chunks: int | None = None,
+    deterministic: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`torch.nn.attention.flex_attention.flex_attention` over a sequence sharded on the cp axis of a mesh.
+
+    score_mod and mask_mod are functions of scalar tensors, and see what they would see on one device: *global* indices
+    of batch row, query head, query and key, whichever rank computes them. (Of local tensors, heads and batch rows count
+    from 0 on this rank; of DTensors they are global.) They may read other tensors, captured ones, at any index: whole
+    tensors, equal on all cp ranks, or DTensors. Captured tensors that score_mod reads get gradients: this rank's share,
+    whose sum over ranks is the gradient, summed in float32 (float64) and rounded once. What mask_mod reads has none.
+
+    A captured DTensor is on query's mesh, or beside local tensors on the cp axis alone. Sharded over cp, by its
+    sequence dim in layout order, or over axes that shard heads or batch of query, it is read by global indices, and
+    its gradient is that of its shard. Where it is replicated over an axis that shards query, the gradient is partial.
+
+    On GPUs functions are compiled, kernel="flex", and blocks that mask_mod hides are skipped; the reference kernel
+    computes every pair that ``mask`` leaves. torch.compile leaves the call out of its graph; with fullgraph=True it
+    raises.
+
+    Args:
+        query, key, value: local tensors or DTensors, as in `cp_mesh.attention`.
+        score_mod: (score, b, h, q_idx, kv_idx) -> the score: scalars; the first is scale · q·k in float32 (float64),
+            the others are int64. No branch on their values, no writes, no random numbers: what torch can trace.
+            None: the score as it is.
+        block_mask: of `cp_mesh.create_block_mask`, or a `BlockMask` of torch's function of this name, made of the whole
+            sequence. Its mask_mod decides; blocks that say something else are refused. None: every query sees all keys.
+            Made with ``sequence=``, it leaves out the keys of ranks that it hides all of.
+        scale: factor on q·k; None: 1 / sqrt(D).
+        enable_gqa: must be True if there are fewer kv heads than query heads, as in torch. `cp_mesh.attention` takes
+            them as they are, and has no such keyword.
+        return_lse: as in `cp_mesh.attention`.
+        mesh, seq_dim, seq_len, layout: as in `cp_mesh.attention`.
+        mask: hides pairs too. Keys that it hides from all queries of a rank do not travel, so say here what of
+            the mask can be said so, such as Mask(causal=True).
+        method, kernel, transport, ulysses_degree, inner_ring_size, head_chunks, deterministic: as in
+            `cp_mesh.attention`.
+
+    Returns:
+        out, or with ``return_lse`` (out, lse), as `cp_mesh.attention` returns them.
+
+    Raises:
+        ArgumentError, UnsupportedError, RankMismatchError: as `cp_mesh.attention` does; also for functions that cannot
+            be traced, and in first calls for functions or captured tensors that differ between ranks.
+
+    Example:
+        >>> def score_mod(score, b, h, q_idx, kv_idx):  # doctest: +SKIP
+        ...     return score + table[h, q_idx - kv_idx]
+        >>> out = flex_attention(q, k, v, score_mod, mesh=mesh["cp"], mask=Mask(causal=True))  # doctest: +SKIP
+        >>> out.sum().backward()  # table.grad is this rank's share  # doctest: +SKIP
+
+    Source: Dong et al. 2024, FlexAttention, arXiv:2412.05496.
+    """
+    seq_dim, seq_len = as_int(seq_dim), as_int(seq_len)
+    try:
+        axis = find_cp_axis((query, key, value), mesh, seq_dim)
+        form = FORMATS[axis.seq_dim]
+        check_format(query, key, value, form)
+        num_heads, num_kv_heads = (x.shape[form.dims["heads"]] for x in (query, key))
+        if num_heads != num_kv_heads and not enable_gqa:
+            got = f"{num_heads} and {num_kv_heads}"
+            refuse("heads", "as many kv heads as query heads", got, "enable_gqa=True takes fewer kv heads")
+        length = query.shape[axis.seq_dim]
+        whole = length if isinstance(query, DTensor) else length * axis.size if seq_len is None else seq_len
+        batch = query.shape[form.dims["batch"]] if "batch" in form.dims else 1
+        functions = Functions.of(score_mod, block_mask, query, (batch, num_heads, whole))
+    except Exception as error:
+        if (group := group_that_waits(query, mesh, seq_dim)) is not None:
+            announce_refusal(group, error)
+        raise
+    asked = Asked(
+        mesh, seq_dim, seq_len, layout, mask, scale, method=method, kernel=kernel, transport=transport,
+        ulysses_degree=ulysses_degree, inner_ring_size=inner_ring_size, head_chunks=head_chunks,
+        deterministic=deterministic, return_lse=return_lse,
+    )  # fmt: skip
+    return attend(query, key, value, functions.asked(asked))
+
+
+@dataclass(frozen=True, eq=False)
+class Functions:
+    """score_mod and mask_mod of a call, traced, what each of them reads, and which sources the mask shows, if known."""
+
+    score_mod: ScalarFunction | None
+    mask_mod: ScalarFunction | None
+    of_score: tuple[Tensor, ...]
+    of_mask: tuple[Tensor, ...]
+    sources: Sources | None = None
+
+    @classmethod
+    def of(
+        cls,
+        score_mod: ScoreMod | None,
+        block_mask: Any,
+        query: Tensor,
+        sizes: tuple[int, int, int],
+        last: int | None = None,
+    ) -> Functions:
+        """Of arguments of `flex_attention`.
+
+        Args:
+            sizes: batch rows, query heads and tokens of the whole, of which the mask must be.
+            last: the last index of a token. Greater ones, of padding, are this one in functions.
+        """
+        given = score_mod is not None or block_mask is not None
+        if given and (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0):
+            # The tensors that functions read would be taken for ones without derivatives.
+            expected, hint = "no transform of torch.func around functions", "use torch.autograd.grad, or backward()"
+            refuse("flex_attention", expected, "torch.func.grad, a dual level or the like", hint, UnsupportedError)
+        score_function, of_score = trace("score_mod", score_mod, query, last, 0 not in sizes)
+        if score_function is not None:
+            score_function.check(of_score, (*sizes, sizes[2]))
+        if block_mask is None:
+            return cls(score_function, None, of_score, ())
+        mask_mod, of_mask = read_mask(block_mask, query, sizes, last)
+        return cls(score_function, mask_mod, of_score, of_mask, getattr(block_mask, "sources", None))
+
+    def check_heads(self, sizes: tuple[int, int, int], tp_size: int) -> None:
+        """Refuse tensors of the heads of all tp ranks, where h counts those of this one."""
+        for function, read in ((self.score_mod, self.of_score), (self.mask_mod, self.of_mask)):
+            if function is not None and tp_size > 1:
+                function.check(read, (*sizes, sizes[2]), tp_size)
+
+    def asked(self, asked: Asked) -> Asked:
+        """A call with these functions."""
+        handles = ("" if x is None else x.handle for x in (self.score_mod, self.mask_mod))
+        score_mod, mask_mod = handles
+        read = *self.of_score, *self.of_mask
+        sources = None if self.sources is None else self.sources.of_call
+        return asked._replace(score_mod=score_mod, mask_mod=mask_mod, captured=read, sources=sources)

@@ -1,0 +1,240 @@
+"""Which ranks' keys a mask_mod shows to each rank: found once, for a layout, so that the others do not travel.
+
+Ranks must agree on what is sent before they send, and know a mask_mod by its values at pairs alone. So each rank looks
+at its own queries against the keys of all ranks, part by part, and one all-gather of a bit for each source tells all
+ranks the table. It is true of what mask_mod read then; a call that would read something else is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.distributed.tensor import DTensor
+
+from cp_mesh.comm.agreement import agree_once, announce_refusal, is_first, keep_to_itself, leave_word, read_word
+from cp_mesh.comm.fingerprints import fingerprint
+from cp_mesh.comm.waiting import wait_for
+from cp_mesh.errors import RankMismatchError, UnsupportedError, refuse, written
+from cp_mesh.flex.trace import trace
+from cp_mesh.geometry.layouts import Layout, Piece, Run
+from cp_mesh.geometry.survey import say_sources
+from cp_mesh.kernels.flex.programs import program
+from cp_mesh.kernels.functions import ScalarFunction
+from cp_mesh.sequence.sharded_sequence import ShardedSequence
+
+PAIRS = 1 << 24
+"""Pairs that are looked at together."""
+FAILED = 2
+"""What a rank tells of all sources if it raised while it looked."""
+_funcol = torch.ops._c10d_functional
+AGAIN = "call create_block_mask again, or leave its sequence= out"
+
+
+class Unchanged:
+    """Tensors as they were when this was made, held weakly: equal to another of the same ones, written to since or not.
+
+    Never equal if they are inference tensors, which do not tell of writes.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = [(weakref.ref(x), None if x.is_inference() else x._version) for x in tensors]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Unchanged) or len(self._tensors) != len(other._tensors):
+            return False
+        pairs = zip(self._tensors, other._tensors, strict=True)
+        return all(x() is not None and x() is y() and before == now is not None for (x, before), (y, now) in pairs)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, eq=False)
+class Sources:
+    """Which sources each rank sees, and of what that is true.
+
+    Attributes:
+        table: as `cp_mesh.geometry.survey.say_sources` writes it.
+        of_mask: the handle of mask_mod, and in how many batch rows and heads it differs.
+        read: by mask_mod.
+        place: name of the group, layout and length of the sequence, with padding.
+    """
+
+    table: str
+    of_mask: tuple[str, tuple[int, int]]
+    read: Unchanged
+    place: tuple[str, Layout, int]
+
+    def check(self, mask_mod: ScalarFunction, read: Sequence[Tensor], batch: int, heads: int) -> None:
+        """Refuse another mask_mod, other batch rows and heads, and what was written to since."""
+        if (mask_mod.handle, mask_mod.sizes(batch, heads)) != self.of_mask or Unchanged(read) != self.read:
+            expected = "mask_mod, what it reads, and B and H as they were when the mask was made for a sequence"
+            refuse("block_mask", expected, "others, or tensors that were written to since", AGAIN)
+
+    def of_call(self, *place: str | Layout | int) -> str:
+        """The table, for `Options`; refuses a call in another place."""
+        if place != self.place:
+            refuse("block_mask", f"one for the call's group, layout and length, {written(place)}", self.place, AGAIN)
+        return self.table
+
+
+class _Asked(NamedTuple):
+    """What is looked at, alike on all ranks.
+
+    Attributes:
+        function, read: mask_mod, and what it reads.
+        sizes: batch rows and heads in which it differs.
+        layout, seq_len: of the sequence, with padding.
+        keys: positions of each rank's keys.
+    """
+
+    function: ScalarFunction
+    read: tuple[Tensor, ...]
+    sizes: tuple[int, int]
+    layout: Layout
+    seq_len: int
+    keys: list[Tensor]
+
+    @property
+    def said(self) -> dict[str, str]:
+        """In words that ranks compare."""
+        place = {"layout": self.layout.spec(), "seq_len": f"{self.seq_len}"}
+        return place | {"B and H": f"{self.sizes}", "mask_mod": self.function.said}
+
+
+@_disable_dynamo
+def find_sources(
+    mask_mod: Callable[..., Tensor], batch: int | None, heads: int | None, length: int, sequence: ShardedSequence
+) -> Sources:
+    """Look at all pairs of this rank's queries, and tell the other ranks of the sequence.
+
+    ``length``: of the sequence with its padding or without; in the place of padding is the last token then.
+    """
+    if not isinstance(sequence, ShardedSequence):
+        refuse("create_block_mask: sequence", "a ShardedSequence", type(sequence).__name__, "it tells mesh and layout")
+    group = sequence.mesh.get_group()
+    try:
+        asked = _checked(mask_mod, batch, heads, length, sequence, group)
+    except Exception as error:
+        announce_refusal(group, error, in_check_mode=False)
+        raise
+    kind = "create_block_mask", *asked.said.values()
+    seen = _look(asked, group, kind)
+    agree_once(
+        group,
+        kind,
+        lambda: (
+            {"call": "create_block_mask", **asked.said, "layout index": fingerprint(asked.layout.tensor)}
+            | {f"captured tensor {i} of mask_mod": fingerprint(x) for i, x in enumerate(asked.read)}
+        ),
+    )
+    told = _tell(group, seen, asked.keys[0].device)
+    if (failed := (told == FAILED).any(1)).any():
+        said_by_it = f"cp rank {failed.argmax()} raised while this rank did not: {read_word()}"
+        keep_to_itself(mismatch := RankMismatchError(f"create_block_mask: {said_by_it}"))
+        raise mismatch
+    of_mask, place = (asked.function.handle, asked.sizes), (group.group_name, asked.layout, asked.seq_len)
+    return Sources(say_sources(told == 1), of_mask, Unchanged(asked.read), place)
+
+
+def _checked(
+    mask_mod: Callable[..., Tensor],
+    batch: int | None,
+    heads: int | None,
+    length: int,
+    sequence: ShardedSequence,
+    group: dist.ProcessGroup,
+) -> _Asked:
+    """Refuses what cannot be looked at."""
+    layout, what = sequence.layout, "create_block_mask with a sequence"
+    if sequence.length is not None and length not in (sequence.length, sequence.seq_len):
+        refuse(f"{what}: Q_LEN", f"{sequence.length}, as it has", length, "sequence.for_batch(Q_LEN) has that")
+    seq_len = sequence.seq_len or length
+    device = torch.empty(0, device=sequence.mesh.device_type).device
+    last = length - 1 if length < seq_len else None
+    given = "mask_mod", mask_mod, torch.empty(0, device=device), last, 0 not in (batch, heads, seq_len)
+    (function, read), (_, again) = trace(*given), trace(*given)
+    assert function is not None
+    if any(x is not y for x, y in zip(read, again, strict=True)):
+        refuse(what, "a mask_mod that reads the same tensors in each call", "it makes one", "make it outside of it")
+    for name, number, used in zip(("B", "H"), (batch, heads), function.sizes(2, 2), strict=True):
+        if number is None and used > 1:
+            refuse(f"{what}: {name}", "a number, since mask_mod reads the index", None, f"pass {name}=")
+    if any(isinstance(x, DTensor) or x.is_inference() for x in read):
+        got = "DTensors, or tensors of torch.inference_mode, which notes no writes"
+        refuse(what, "a mask_mod of plain tensors", got, "leave sequence= out", UnsupportedError)
+    function.check(read, (batch or 1, heads or 1, seq_len, seq_len))
+    keys = [_keys(layout.runs(seq_len, group.size(), i), i == group.rank()).to(device) for i in range(group.size())]
+    return _Asked(function, read, function.sizes(batch or 1, heads or 1), layout, seq_len, keys)
+
+
+def _look(asked: _Asked, group: dist.ProcessGroup, kind: Hashable) -> list[bool]:
+    """Whether this rank's queries see each source; tells the other ranks if it raises."""
+    try:
+        with torch.no_grad():
+            own = asked.keys[group.rank()]
+            found = [_seen(asked.function, x, asked.sizes, own, asked.keys) for x in _as_read(asked.read)]
+    except Exception as error:
+        if is_first(group, kind):
+            announce_refusal(group, error, in_check_mode=False)
+        else:  # the others look, and wait for what this rank tells
+            leave_word(f"{type(error).__name__}: {error}")
+            keep_to_itself(error)
+            _tell(group, [FAILED] * group.size(), asked.keys[0].device)
+        raise
+    return [any(of_source) for of_source in zip(*found, strict=True)]
+
+
+def _tell(group: dist.ProcessGroup, seen: Sequence[int], device: torch.device) -> NDArray[np.uint8]:
+    """What each rank of the group tells of each source."""
+    told, name = torch.tensor(seen, dtype=torch.uint8, device=device), group.group_name
+    told = wait_for(_funcol.all_gather_into_tensor(told, len(seen), name), "create_block_mask", name)
+    return told.view(len(seen), -1).cpu().numpy()
+
+
+def _as_read(read: Sequence[Tensor]) -> list[list[Tensor]]:
+    """As calls read them: floating point ones in float32 at least, or in float64, which may see other pairs."""
+    rounded = any(x.is_floating_point() and x.dtype != torch.float64 for x in read)
+    return [
+        [x.detach().to(torch.promote_types(x.dtype, dtype)) if x.is_floating_point() else x for x in read]
+        for dtype in ((torch.float32, torch.float64) if rounded else (torch.float64,))
+    ]
+
+
+def _keys(pieces: Sequence[Piece], own: bool) -> Tensor:
+    """Positions of a source's keys, which are not all of its rows where every rank has copies."""
+    seen = [x.positions() for x in pieces if own or not (isinstance(x, Run) and x.copied)]
+    return torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *seen])
+
+
+def _seen(
+    mask_mod: ScalarFunction, read: Sequence[Tensor], sizes: tuple[int, int], own: Tensor, keys: Sequence[Tensor]
+) -> list[bool]:
+    """Whether some query, of positions ``own``, sees some key of each source."""
+    if not len(own):
+        return [False] * len(keys)
+    b, h = (torch.arange(n, device=own.device) for n in sizes)
+    side = math.isqrt(PAIRS // max(1, sizes[0] * sizes[1])) or 1
+    num_q, num_k = min(side, len(own)), min(side, max(map(len, keys)))
+
+    def some(b: Tensor, h: Tensor, i: Tensor, j: Tensor, *read: Tensor) -> Tensor:
+        return mask_mod.of_pairs(None, (b, h, i, j), read).any()
+
+    def parts(x: Tensor, num: int) -> list[Tensor]:
+        """Of one length, so that one program serves all: the last is filled with the last position."""
+        at = torch.arange(num, device=x.device)
+        return [x[(at + begin).clamp(max=len(x) - 1)] for begin in range(0, len(x), num)]
+
+    queries = parts(own, num_q)[::-1]  # of a causal mask the last ones see most
+    inputs = b, h, own[:num_q], own.new_zeros(num_k), *read
+    run = program(("sources", mask_mod.handle), inputs, lambda options: some)
+    return [any(bool(run(b, h, i, j, *read)) for j in parts(x, num_k) for i in queries) for x in keys]

@@ -1,0 +1,348 @@
+"""Blocks: which rows of each rank see which keys of each other rank, as one table of integers.
+
+A layout gives every rank runs of positions, and a mask says at which distances keys are seen (`Mask.reaches`). Between
+a run of queries and a run of keys of one stride that is a band of local indices, so a whole mask is a table of blocks:
+rows of a receiver, keys of a source, and a band. A plain mask is one document. With packed documents the runs are cut
+where documents begin, and blocks are made within each document alone.
+
+A band is said as kernels say it for sequences of unequal length, ``-left <= j - i - (num_k - num_q) <= right``: the
+bottom right corners are aligned. So keys before the queries are a full block, and keys of the same rows a causal one.
+
+Everything here is NumPy on int64 vectors, because there can be millions of pairs of runs (1024 ranks in zigzag: four).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cp_mesh.geometry.layouts import Layout, Run
+from cp_mesh.geometry.mask import NONE, Mask
+
+Array = NDArray[np.int64]
+RECEIVER, SOURCE, Q, Q_END, K, K_END, LEFT, RIGHT = range(8)  # columns of a table of blocks
+MANY_KEYS = 1 << 30
+PAIRS = -NONE
+"""In LEFT: no band says which pairs of the block are allowed, only `Mask.allowed` does."""
+
+
+class Pieces(NamedTuple):
+    """Parts of shards, one entry each: a run of positions, or positions in any order between two bounds.
+
+    Attributes:
+        document: the number of its document, or 0.
+        rank, row: the rank that holds the piece, and its first local row there.
+        low, high: smallest and largest position.
+        stride, length: of the run; the stride of others means nothing.
+        regular: whether it is a run.
+        copied: whether every rank holds these positions; only queries of its own rank see it as keys.
+        nearest, farthest: of keys, the distances ``p - t`` at which queries see them.
+        whole: of keys, whether these distances hold for all of them.
+    """
+
+    document: Array
+    rank: Array
+    row: Array
+    low: Array
+    high: Array
+    stride: Array
+    length: Array
+    regular: NDArray[np.bool_]
+    copied: NDArray[np.bool_]
+    nearest: Array
+    farthest: Array
+    whole: NDArray[np.bool_]
+
+    def at(self, index: Any) -> Pieces:
+        return Pieces(*(x[index] for x in self))
+
+    @property
+    def num(self) -> int:
+        return len(self.rank)
+
+
+def pieces_of(layout: Layout, seq_len: int, cp_size: int) -> Pieces:
+    """The pieces of all shards, rank after rank in local order."""
+    rows = []
+    for rank in range(cp_size):
+        begin = 0
+        for piece in layout.runs(seq_len, cp_size, rank):
+            stride, copied = (piece.stride, piece.copied) if isinstance(piece, Run) else (1, False)
+            rows.append((rank, begin, *piece.bounds(), stride, piece.length, isinstance(piece, Run), copied))
+            begin += piece.length
+    columns: list[Any] = [*np.array(rows, dtype=np.int64).reshape(-1, 8).T.copy()]
+    unset, flags = np.zeros_like(columns[0]), [column.astype(np.bool_) for column in columns[6:]]
+    return Pieces(*[unset, *columns[:6], *flags, unset, unset, np.ones_like(flags[0])])
+
+
+def shard_lens_of(pieces: Pieces, cp_size: int) -> tuple[int, ...]:
+    return tuple(np.bincount(pieces.rank, pieces.length, cp_size).astype(int).tolist())
+
+
+def cut(pieces: Pieces, edges: Array) -> tuple[Pieces, Array]:
+    """The pieces cut where a part of the sequence ends, and the part that each lies in.
+
+    Args:
+        pieces: those that are no runs are not cut, and count to the part of their first position.
+        edges: positions, ascending, at which parts begin; the last is the end, and no position is beyond it.
+    """
+    first = np.searchsorted(edges, pieces.low, side="right") - 1
+    last = np.searchsorted(edges, np.where(pieces.regular, pieces.high, pieces.low), side="right") - 1
+    if (first == last).all():
+        return pieces, first
+    which, place = expand(last - first + 1)
+    part, x = first[which] + place, pieces.at(which)
+    begin = np.maximum(ceil_div(edges[part] - x.low, x.stride), 0)
+    end = np.minimum(ceil_div(edges[part + 1] - x.low, x.stride), x.length)
+    begin, end = np.where(x.regular, begin, 0), np.where(x.regular, end, x.length)
+    low = x.low + x.stride * begin
+    high = np.where(x.regular, low + x.stride * (end - begin - 1), x.high)
+    x = x._replace(row=x.row + begin, low=np.where(x.regular, low, x.low), high=high, length=end - begin)
+    return x.at(end > begin), part[end > begin]
+
+
+def keys_of(pieces: Pieces, mask: Mask, seq_len: int) -> Pieces:
+    """The pieces that some query can see as keys, cut where the distances change at which they are seen.
+
+    Of a mask with blocks, which go on in other pieces, they are cut where the keys of these begin and end, too.
+    """
+    if mask.blocks is not None:
+        pieces = cut(pieces, _ends_of_needed(pieces, mask, seq_len))[0]
+    reaches = [*mask.reaches(seq_len)]
+    edges = np.array([*(reach.begin for reach in reaches), reaches[-1].end if reaches else 0, seq_len], dtype=np.int64)
+    keys, part = cut(pieces, edges)
+    last = np.searchsorted(edges[:-1], keys.high, side="right") - 1
+    visible = part < len(reaches)
+    keys, part, last = keys.at(visible), part[visible], last[visible]
+    if not reaches:
+        return keys
+    near, far = np.array([(reach.nearest, reach.farthest) for reach in reaches], dtype=np.int64).T
+    nearest, farthest = near[part], far[part]
+    whole = last == part
+    for other in range(len(reaches)) if not whole.all() else ():  # positions in any order that lie in several
+        inside = (part <= other) & (other <= last)  # what any of these allow
+        nearest = np.where(inside, np.minimum(nearest, near[other]), nearest)
+        farthest = np.where(inside, np.maximum(farthest, far[other]), farthest)
+    if mask.blocks is not None:  # of a piece, the first key is seen the farthest ahead
+        of_blocks = mask.starts.amin(0).numpy()[keys.low] - keys.low
+        nearest, whole = np.minimum(nearest, np.maximum(of_blocks, -mask.ahead)), np.zeros_like(whole)
+    return keys._replace(nearest=nearest, farthest=farthest, whole=whole)
+
+
+def _ends_of_needed(pieces: Pieces, mask: Mask, seq_len: int) -> Array:
+    """Positions at which the keys begin or end that queries of a piece need, with 0 and ``seq_len``."""
+    left = None if mask.window is None else mask.window[0]
+    edges = [
+        np.array([0, seq_len]),
+        *(np.minimum(x[pieces.high], pieces.high + mask.ahead + 1) for x in ends_of_blocks(mask)),
+    ]
+    if left is not None:
+        edges.append(pieces.low - left)
+    every = np.unique(np.concatenate(edges))
+    return every[every >= 0]
+
+
+def ends_of_blocks(mask: Mask) -> Array:
+    """Where the block of each position ends, of a mask with blocks: int64 [B or 1, S]; past itself if it has none."""
+    starts = mask.starts.numpy().astype(np.int64)
+    num = starts.shape[1]
+    begins = np.where(starts == np.arange(num), np.arange(num), num)
+    after = np.concatenate([begins[:, 1:], np.full_like(begins[:, :1], num)], 1)
+    return np.minimum.accumulate(after[:, ::-1], 1)[:, ::-1]
+
+
+def grid(q: Pieces, k: Pieces) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Whether distances let some pair of two pieces be seen, and whether they let all: bool [pieces of q, of k]."""
+    near, far = k.nearest, k.farthest
+    seen = np.ones((q.num, k.num), dtype=bool)
+    full = np.broadcast_to(k.whole, seen.shape).copy()
+    if len(near) and near.max() > -NONE:
+        seen &= q.high[:, None] >= k.low + near
+        full &= q.low[:, None] >= k.high + near
+    if len(far) and far.min() < NONE:
+        seen &= q.low[:, None] <= k.high + far
+        full &= q.high[:, None] <= k.low + far
+    if k.copied.any():
+        own = ~k.copied | (q.rank[:, None] == k.rank)
+        seen, full = seen & own, full & own
+    return seen, full
+
+
+def block_table(q: Pieces, i: Array, k: Pieces, j: Array, opaque: bool, keep_own: bool = False) -> Array:
+    """The blocks of pairs of pieces, q[i] with k[j]: [n, 8], trimmed to the rows and keys that their bands reach.
+
+    Pairs of which nothing is seen have none; the order is that of the pairs.
+
+    Args:
+        q, k: pieces of queries and of keys.
+        i, j: which are paired, as many.
+        opaque: no band may be told, because some condition of the mask is read from a tensor.
+        keep_own: keep bounds of a piece against itself that cut nothing: documents of all lengths then have one band.
+    """
+    seen = (q.high[i] - k.low[j] >= k.nearest[j]) & (q.low[i] - k.high[j] <= k.farthest[j])
+    seen &= ~k.copied[j] | (q.rank[i] == k.rank[j])
+    if not seen.all():
+        i, j = i[seen], j[seen]
+    q, k = q.at(i), k.at(j)
+    if opaque:
+        return _whole(q, k)
+    near, far, offset = k.nearest, k.farthest, q.low - k.low
+    no_lo, no_hi = q.low - k.high >= near, q.high - k.low <= far
+    step = np.where(q.length > 1, q.stride, k.stride)  # a piece of one row has any stride
+    bands = q.regular & k.regular & ((q.length == 1) | (k.length == 1) | (q.stride == k.stride))
+    bands = k.whole & (bands | (no_lo & no_hi))
+    free_lo, free_hi = near <= -NONE, far >= NONE
+    if keep_own:
+        other = (q.rank != k.rank) | (q.row != k.row)
+        no_lo, no_hi = no_lo & other, no_hi & other
+    lo = np.where(no_lo | free_lo, -NONE, ceil_div(near - offset, step))
+    hi = np.where(no_hi | free_hi, NONE, (far - offset) // step)
+    q_begin, q_end = np.maximum(lo, 0), np.minimum(q.length, k.length + hi)
+    k_begin, k_end = np.maximum(-hi, 0), np.minimum(k.length, q.length - lo)
+    shift = k_begin - q_begin
+    cuts_lo, cuts_hi = lo + shift > k_begin - k_end + 1, hi + shift < q_end - q_begin - 1
+    if keep_own:
+        cuts_lo, cuts_hi = (cuts_lo | ~other) & ~free_lo, (cuts_hi | ~other) & ~free_hi
+    shift = k_end - q_end  # from the upper left corner to the lower right one
+    left, right = np.where(cuts_hi, hi + shift, NONE), np.where(cuts_lo, -lo - shift, NONE)
+    table = np.stack([q.rank, k.rank, q.row + q_begin, q.row + q_end, k.row + k_begin, k.row + k_end, left, right]).T
+    kept = (lo <= hi) & (q_begin < q_end) & (k_begin < k_end)
+    if not bands.all():
+        table, kept = np.where(bands[:, None], table, _whole(q, k)), kept | ~bands
+    return table if kept.all() else table.T[:, kept].T
+
+
+def _whole(q: Pieces, k: Pieces) -> Array:
+    """Blocks of all rows and keys, of which only `Mask.allowed` tells the pairs."""
+    ends = q.row + q.length, k.row + k.length
+    pairs = np.full_like(q.row, PAIRS)
+    return np.stack([q.rank, k.rank, q.row, ends[0], k.row, ends[1], pairs, np.zeros_like(pairs)]).T  # by columns
+
+
+def own_causal(pieces: Pieces) -> Array:
+    """Each document of each rank as one causal block: for masks that compare order, in shards of rising positions.
+
+    Args:
+        pieces: of these shards, sorted by document and rank.
+    """
+    if not pieces.num:
+        return np.empty((0, 8), dtype=np.int64)
+    new = (pieces.document[1:] != pieces.document[:-1]) | (pieces.rank[1:] != pieces.rank[:-1])
+    first = np.flatnonzero(np.r_[True, new])
+    rank, begin = pieces.rank[first], pieces.row[first]
+    end = (pieces.row + pieces.length)[np.r_[first[1:] - 1, pieces.num - 1]]
+    return np.stack([rank, rank, begin, end, begin, end, np.full_like(begin, NONE), np.zeros_like(begin)], 1)
+
+
+def increasing(pieces: Pieces, cp_size: int) -> NDArray[np.bool_]:
+    """Whether local order is that of positions, for each rank."""
+    result = np.ones(cp_size, dtype=bool)
+    result[pieces.rank[~pieces.regular]] = False
+    falls = (pieces.rank[1:] == pieces.rank[:-1]) & (pieces.low[1:] <= pieces.high[:-1])
+    result[pieces.rank[1:][falls]] = False
+    return result
+
+
+def is_order(mask: Mask) -> bool:
+    """Whether a mask compares nothing but the order of positions, and documents."""
+    return mask.causal and mask.window is None and mask.length is None and not mask.prefix and mask.key_padding is None
+
+
+def causal_parts(num_q: Any, num_k: Any, right: Any) -> tuple[Any, Any, Any]:
+    """The parts in which causal blocks are computed, given as numbers or arrays: rows, keys, and the bound ``right``.
+
+    Returns:
+        Keys that all rows see, rows (and further keys) of the causal square, and rows after it, which see all keys.
+    """
+    square = num_q - right
+    return num_k - square, square, right
+
+
+def parts_of(blocks: Array) -> tuple[NDArray[np.bool_], Array, Array, Array]:
+    """Which blocks are causal, and their `causal_parts`; those of others mean nothing."""
+    num_q, num_k = blocks[:, Q_END] - blocks[:, Q], blocks[:, K_END] - blocks[:, K]
+    causal = (blocks[:, LEFT] == NONE) & (blocks[:, RIGHT] < NONE)
+    return causal, *causal_parts(num_q, num_k, blocks[:, RIGHT])
+
+
+def squares(blocks: Array) -> Array:
+    """Causal blocks whose last rows see all keys, cut in rows that end with the keys and a full block of the others."""
+    causal, _, square, after = parts_of(blocks)
+    loose = causal & (after > 0)
+    if not loose.any():
+        return blocks
+    all_seen = loose & (square <= 1)
+    blocks = blocks.copy()
+    blocks[all_seen, RIGHT] = NONE
+    loose &= ~all_seen
+    until, rest = blocks[loose], blocks[loose]
+    until[:, Q_END] = rest[:, Q] = until[:, Q] + square[loose]
+    until[:, RIGHT], rest[:, RIGHT] = 0, NONE
+    return np.concatenate([blocks[~loose], until, rest])
+
+
+def bands_of(blocks: Array) -> Array:
+    """Both bounds of each block as one number."""
+    return np.asarray(blocks[:, LEFT] * (4 * NONE) + blocks[:, RIGHT])
+
+
+def cut_in_two(blocks: Array) -> bool:
+    """Whether a causal block has rows after its square: two calls with the same keys."""
+    causal, _, _, after = parts_of(blocks)
+    return bool((causal & (after > 0)).any())
+
+
+def fewest_keys(blocks: Array) -> int:
+    """Of the calls of these blocks."""
+    causal, before, square, _ = parts_of(blocks)
+    keys = np.where(causal, square, blocks[:, K_END] - blocks[:, K])
+    return int(min(keys.min(initial=MANY_KEYS), before[causal & (before > 0)].min(initial=MANY_KEYS)))
+
+
+def shares_keys(blocks: Array, cp_size: int) -> bool:
+    """Whether two calls of one receiver have keys of a source in common."""
+    owner = (blocks[:, RECEIVER] * cp_size + blocks[:, SOURCE]) * NONE
+    order = (owner + blocks[:, K]).argsort(kind="stable")
+    begins, ends = (owner + blocks[:, K])[order], (owner + blocks[:, K_END])[order]
+    return cut_in_two(blocks) or bool((ends[:-1] > begins[1:]).any())
+
+
+def join_full(blocks: Array, same: Sequence[int], begin: int, end: int) -> Array:
+    """Join full blocks that agree in the columns ``same`` and follow each other from ``begin`` to ``end``."""
+    full = (blocks[:, LEFT] == NONE) & (blocks[:, RIGHT] == NONE)
+    others, blocks = blocks[~full], blocks[full]
+    if len(blocks) < 2:
+        return np.concatenate([others, blocks])
+    blocks = blocks[np.lexsort([blocks[:, begin], *(blocks[:, column] for column in reversed(same))])]
+    columns = list(same)
+    follows = (blocks[1:, columns] == blocks[:-1, columns]).all(1) & (blocks[1:, begin] == blocks[:-1, end])
+    firsts = np.flatnonzero(np.r_[True, ~follows])
+    joined = blocks[firsts]
+    joined[:, end] = blocks[np.r_[firsts[1:] - 1, len(blocks) - 1], end]
+    return np.concatenate([others, joined])
+
+
+def unions(owner: Array, begin: Array, end: Array) -> tuple[Array, Array, Array]:
+    """Ranges of each owner, each row once, by owner and row: (owner, begin, end); ``owner`` is below 2**32."""
+    begins, ends = owner * NONE + begin, owner * NONE + end
+    if (begins[1:] < begins[:-1]).any():
+        order = begins.argsort(kind="stable")
+        begins, ends = begins[order], ends[order]
+    ends = np.maximum.accumulate(ends)
+    new = np.flatnonzero(np.r_[np.ones(min(1, len(begins)), dtype=bool), begins[1:] > ends[:-1]])
+    begins, lasts = begins[new], ends[np.r_[new[1:] - 1, len(ends) - 1][: len(new)]]
+    owner = begins // NONE
+    return owner, begins - owner * NONE, lasts - owner * NONE
+
+
+def expand(counts: Array) -> tuple[Array, Array]:
+    """For ``counts[i]`` entries of each i: i, and the number of the entry among those of i."""
+    which = np.repeat(np.arange(len(counts)), counts)
+    return which, np.arange(len(which)) - (np.cumsum(counts) - counts)[which]
+
+
+def ceil_div(a: Any, b: Any) -> Array:
+    return -(-a // b)

@@ -1,0 +1,287 @@
+"""Layouts: which positions of the sequence each cp rank holds, and in which order.
+
+A layout is a pure function of ``(seq_len, cp_size, cp_rank)``; it knows no process group.
+
+To add a layout, write a frozen dataclass that subclasses `Layout`; implement `runs` and `spec` (and `multiple`, if
+equal shards need more than cp_size); list it in `LAYOUTS` on every rank, and in the table of ``tests/cases.py``.
+Integer fields go into ``spec`` as "name:1,2" and are read back by `parse_layout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cp_mesh.errors import ArgumentError, as_int
+from cp_mesh.geometry.layout import Index, Layout, Piece, Run, chunk_bounds, non_empty
+from cp_mesh.geometry.tensor_layouts import Balanced, OfTensor, Permuted, ZigZagDocuments
+
+__all__ = [
+    "LAYOUTS",
+    "Balanced",
+    "Contiguous",
+    "Index",
+    "Joint",
+    "Layout",
+    "Permuted",
+    "Piece",
+    "Replicated",
+    "Run",
+    "Striped",
+    "ZigZag",
+    "ZigZagDocuments",
+    "check_layout",
+    "chunk_bounds",
+    "parse_layout",
+    "shifted",
+]
+
+
+@dataclass(frozen=True)
+class Contiguous(Layout):
+    """Rank r holds the r-th chunk. Causal work is unbalanced: the last rank does almost twice the mean.
+
+    >>> [Contiguous().positions(6, 3, r).tolist() for r in range(3)]
+    [[0, 1], [2, 3], [4, 5]]
+    """
+
+    def runs(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Piece, ...]:
+        begin, end = chunk_bounds(seq_len, cp_size, cp_rank)
+        return non_empty(Run(begin, 1, end - begin))
+
+    def spec(self) -> str:
+        return "contiguous"
+
+
+@dataclass(frozen=True)
+class ZigZag(Layout):
+    """Rank r holds chunks r and 2·cp-1-r of 2·cp: causal work is equal on all ranks.
+
+    Known as head-tail in PyTorch and as 2·cp chunks in Megatron-LM and Llama 3 (arXiv:2407.21783, section 3.3.2).
+
+    >>> [ZigZag().positions(8, 2, r).tolist() for r in range(2)]
+    [[0, 1, 6, 7], [2, 3, 4, 5]]
+    """
+
+    def runs(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Piece, ...]:
+        def chunk(i: int) -> Run:
+            begin, end = seq_len * i // (2 * cp_size), seq_len * (i + 1) // (2 * cp_size)
+            return Run(begin, 1, end - begin)
+
+        head, tail = chunk(cp_rank), chunk(2 * cp_size - 1 - cp_rank)
+        if head.start + head.length == tail.start:  # the last rank's chunks touch: one run, one kernel call
+            return non_empty(Run(head.start, 1, head.length + tail.length))
+        return non_empty(head, tail)
+
+    def multiple(self, cp_size: int) -> int:
+        return 2 * cp_size
+
+    def spec(self) -> str:
+        return "zigzag"
+
+
+@dataclass(frozen=True)
+class Striped(Layout):
+    """Rank r holds positions r, r + cp, r + 2·cp, …: every mask that is smooth in position is balanced.
+
+    Striped Attention, Brandon et al. 2023 (arXiv:2311.09431).
+
+    >>> [Striped().positions(7, 3, r).tolist() for r in range(3)]
+    [[0, 3, 6], [1, 4], [2, 5]]
+    """
+
+    def runs(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Piece, ...]:
+        return non_empty(Run(cp_rank, cp_size, max(0, -(-(seq_len - cp_rank) // cp_size))))
+
+    def spec(self) -> str:
+        return "striped"
+
+
+def shifted(pieces: Iterable[Piece], begin: int) -> list[Piece]:
+    """The pieces of a part of the sequence that begins at this position."""
+    return [replace(x, start=x.start + begin) if isinstance(x, Run) else Index(x.values + begin) for x in pieces]
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """A stream of a `Joint` that every rank holds whole, such as a prefix of text.
+
+    Its rows are queries on every rank, and their keys count once: a query sees the copy on its own rank. So each rank
+    has its share of the gradients of its copy, and the sum over ranks is the gradient.
+
+    Args:
+        length: tokens in the stream.
+    """
+
+    length: int
+
+    @property
+    def tensor(self) -> None:
+        """As in `Layout`."""
+        return None
+
+    def runs(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Piece, ...]:
+        return non_empty(Run(0, 1, seq_len, copied=True))
+
+    def spec(self) -> str:
+        return "replicated"
+
+
+@dataclass(frozen=True, init=False)
+class Joint(Layout):
+    """Streams that a model concatenates, such as text and image, each sharded in a layout of its own.
+
+    Rank r holds its part of the first stream, then its part of the second, and so on: what it has when each stream is
+    sharded alone and the model concatenates what it has of each. Positions count through all streams. Streams of any
+    lengths: shards may be unequal, and calls then need ``seq_len``, the sum of the lengths.
+
+    Args:
+        *streams: for each stream its length in tokens, which is sharded contiguously; or (length, layout); or
+            `Replicated`, which every rank holds whole.
+
+    Raises:
+        ArgumentError: if a stream is none of these, or the layout is later used with another ``seq_len``.
+
+    >>> [Joint(4, (8, ZigZag())).positions(12, 2, r).tolist() for r in range(2)]
+    [[0, 1, 4, 5, 10, 11], [2, 3, 6, 7, 8, 9]]
+    >>> [Joint(Replicated(2), 4).positions(6, 2, r).tolist() for r in range(2)]
+    [[0, 1, 2, 3], [0, 1, 4, 5]]
+    """
+
+    streams: tuple[tuple[int, Layout | Replicated], ...]
+
+    def __init__(self, *streams: int | tuple[int, Layout] | Replicated) -> None:
+        object.__setattr__(self, "streams", tuple(_stream(x) for x in streams))
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """Those of the streams, one after the other, each after its shape."""
+        parts = [layout.tensor for _, layout in self.streams if layout.tensor is not None]
+        shapes = [torch.tensor([*x.shape, 0][:2], device="cpu") for x in parts]
+        return torch.cat([x.flatten() for pair in zip(shapes, parts, strict=True) for x in pair]) if parts else None
+
+    @property
+    def replicated(self) -> bool:
+        return any(isinstance(layout, Replicated) for _, layout in self.streams)
+
+    def runs(self, seq_len: int, cp_size: int, cp_rank: int) -> tuple[Piece, ...]:
+        total = sum(length for length, _ in self.streams)
+        if seq_len != total:
+            raise ArgumentError(
+                f"Joint: expected seq_len {total}, the sum of its streams, got {seq_len}; pass seq_len={total}, or to a"
+                f" ShardedSequence length={total} with pad=False; of a padded stream the padded length counts"
+            )
+        found, begin = [], 0
+        for length, layout in self.streams:
+            found += shifted(layout.runs(length, cp_size, cp_rank), begin)
+            begin += length
+        return tuple(found)
+
+    def spec(self) -> str:
+        return "joint:" + ";".join(f"{length}={layout.spec()}" for length, layout in self.streams)
+
+    def __repr__(self) -> str:
+        return f"Joint({', '.join(str(x[1] if isinstance(x[1], Replicated) else x) for x in self.streams)})"
+
+    @classmethod
+    def parse(cls, fields: str, tensor: Tensor | None) -> Joint:
+        """From what follows the name in the spec, and the tensor."""
+        streams: list[Any] = []
+        for stream in fields.split(";") if fields else ():
+            length, _, spec = stream.partition("=")
+            if (name := spec.partition(":")[0]) not in (*LAYOUTS, "replicated"):
+                raise ArgumentError(
+                    f"Joint: expected layouts of {', '.join(LAYOUTS)}, got {name}; the op rebuilds layouts by name:"
+                    " list your class in cp_mesh.geometry.layouts.LAYOUTS, on every rank"
+                )
+            of_stream = None
+            if issubclass(LAYOUTS.get(spec, Layout), OfTensor):
+                assert tensor is not None
+                rows, columns = tensor[:2].tolist()
+                size = rows * (columns or 1)
+                of_stream, tensor = tensor[2 : 2 + size].view(-1, columns or 1), tensor[2 + size :]
+                of_stream = of_stream if columns else of_stream.flatten()
+            layout = Replicated(int(length)) if spec == "replicated" else (int(length), parse_layout(spec, of_stream))
+            streams.append(layout)
+        return cls(*streams)
+
+
+def _stream(x: Any) -> tuple[int, Layout | Replicated]:
+    length, layout = x if isinstance(x, tuple) and len(x) == 2 else (x, Contiguous())
+    is_layout = isinstance(layout, Layout) and not isinstance(layout, Joint)
+    if isinstance(x, Replicated):
+        length, layout = x.length, x
+    length = as_int(length)
+    if not isinstance(length, int) or isinstance(length, bool) or length < 0 or not is_layout:
+        raise ArgumentError(
+            f"Joint: expected a length, (length, layout) or Replicated(length) for each stream, got {x!r};"
+            " Joint(512, (4096, ZigZag())) are two streams, and streams of a Joint can be given one by one"
+        )
+    if layout.tensor is not None and not isinstance(layout, OfTensor):
+        raise ArgumentError(
+            f"Joint: expected streams in layouts of this library, or in one of yours that its spec says alone, got a "
+            f"{type(layout).__name__} with a tensor; Permuted says any order in equal parts"
+        )
+    return length, layout
+
+
+LAYOUTS: dict[str, type[Layout]] = {
+    "contiguous": Contiguous,
+    "zigzag": ZigZag,
+    "striped": Striped,
+    "permuted": Permuted,
+    "balanced": Balanced,
+    "zigzag_documents": ZigZagDocuments,
+    "joint": Joint,
+}
+
+
+_OWN = frozenset((*LAYOUTS.values(), Replicated))  # partitions by construction; only users' layouts are checked
+
+
+@lru_cache(maxsize=64)
+def check_layout(layout: Layout, seq_len: int, cp_size: int) -> None:
+    """Refuse a layout, of a class listed later, whose ranks do not hold every position once, in rising runs.
+
+    Raises:
+        ArgumentError: naming a position.
+    """
+    for length, of_stream in layout.streams if isinstance(layout, Joint) else ():
+        check_layout(of_stream, length, cp_size)
+    if type(layout) in _OWN:
+        return
+    shards = [layout.runs(seq_len, cp_size, rank) for rank in range(cp_size)]
+    if any(isinstance(piece, Run) and piece.stride < 1 for shard in shards for piece in shard):
+        raise ArgumentError(f"layout {layout.spec()}: expected runs of stride 1 or more; an Index takes any order")
+    positions = torch.cat([piece.positions() for shard in shards for piece in shard]) if any(shards) else torch.zeros(0)
+    outside = (positions < 0) | (positions >= seq_len)
+    if outside.any():
+        raise ArgumentError(f"layout {layout.spec()}: there is no position {int(positions[outside][0])} in {seq_len}")
+    held = torch.bincount(positions.long(), minlength=seq_len)
+    if (wrong := (held != 1).nonzero().flatten()).numel():
+        first = int(wrong[0])
+        raise ArgumentError(
+            f"layout {layout.spec()}: expected every position to be held once by the {cp_size} ranks, got position "
+            f"{first} of {seq_len} held {int(held[first])} times; see runs() of its class"
+        )
+
+
+def parse_layout(spec: str, index: Tensor | None = None) -> Layout:
+    """Rebuild a layout from its `Layout.spec`, and from its `Layout.tensor` if it has one."""
+    if spec == "permuted":
+        # validated where the caller made it; sorting it again, every call, is wasted
+        layout = object.__new__(Permuted)
+        object.__setattr__(layout, "index", index)
+        return layout
+    name, _, fields = spec.partition(":")
+    if name == "joint":
+        return Joint.parse(fields, index)
+    if index is not None:
+        of_tensor: Any = LAYOUTS[name]
+        return of_tensor(index)
+    return LAYOUTS[name](*(int(field) for field in fields.split(",") if field))

@@ -1,0 +1,418 @@
+"""Mask: who may attend to whom, said on positions.
+
+Two faces. `Mask.allowed` is the specification: a boolean for every (query position, key position). `Mask.reaches` says
+the same of its integers as bounds of the distance ``p - t``: between two runs of equal stride s that distance is
+``(a - b) + s·(i - j)``, so in local indices a mask is exactly a band ``lo <= i - j <= hi``, which stock kernels take
+directly (`cp_mesh.geometry.block_table`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+from cp_mesh.errors import ArgumentError, UnsupportedError, as_int, refuse
+from cp_mesh.geometry.host_tensors import is_owned, owned, read_once
+
+
+@dataclass(frozen=True)
+class Band:
+    """Pairs of local indices with ``lo <= i - j <= hi``; None is unbounded. ``Band(0, None)`` is causal."""
+
+    lo: int | None = None
+    hi: int | None = None
+
+    def allowed(self, q_rows: Tensor, k_rows: Tensor) -> Tensor:
+        """bool [len(q_rows), len(k_rows)] from int64 local indices."""
+        distance = q_rows[:, None] - k_rows[None, :]
+        keep = torch.ones_like(distance, dtype=torch.bool)
+        if self.lo is not None:
+            keep &= distance >= self.lo
+        if self.hi is not None:
+            keep &= distance <= self.hi
+        return keep
+
+    def count(self, num_q: int, num_k: int) -> int:
+        """Number of allowed pairs in a ``num_q`` by ``num_k`` tile."""
+        lo = -num_k if self.lo is None else self.lo
+        above = 0 if self.hi is None else _pairs_from(self.hi + 1, num_q, num_k)
+        return max(0, _pairs_from(lo, num_q, num_k) - above)
+
+
+def _pairs_from(bound: int, num_q: int, num_k: int) -> int:
+    """Number of (i, j) with ``i - j >= bound``: the sum over keys j of clip(num_q - bound - j, 0, num_q)."""
+
+    def triangle(n: int) -> int:
+        return n * (n + 1) // 2 if n > 0 else 0
+
+    def ramp(n: int) -> int:  # sum over j in range(num_k) of max(0, n - j)
+        return triangle(n) - triangle(n - num_k)
+
+    return ramp(num_q - bound) - ramp(-bound)
+
+
+FULL = Band()
+CAUSAL = Band(0, None)
+PARTIAL: Literal["partial"] = "partial"  # only Mask.allowed tells which pairs
+Cover = Band | Literal["partial"]
+EXCLUDED = -1
+"""A document id of tokens that see nothing and are seen by nobody, as any negative one."""
+NONE = 1 << 30
+"""In integers, a bound that is not there; positions are below it."""
+
+
+class Reach(NamedTuple):
+    """Keys at positions ``begin <= t < end`` are seen by queries p with ``nearest <= p - t <= farthest``."""
+
+    begin: int
+    end: int
+    nearest: int
+    farthest: int
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """The documents of one sequence as runs of positions.
+
+    Attributes:
+        edges: int64 [num_runs + 1], where each begins, and the end of the sequence.
+        labels: int64 [num_runs], the number of the first run that has its id; two runs of one id are one document. -1
+            of runs that are excluded.
+        come_back: whether some id of a document does have two runs.
+    """
+
+    edges: NDArray[np.int64]
+    labels: NDArray[np.int64]
+
+    @property
+    def come_back(self) -> bool:
+        return bool(((self.labels >= 0) & (self.labels != np.arange(len(self.labels)))).any())
+
+    @classmethod
+    def of(cls, ids: NDArray[Any]) -> Documents:
+        """From the id of each position, [S]."""
+        begins = np.flatnonzero(np.r_[np.ones(min(1, len(ids)), dtype=bool), ids[1:] != ids[:-1]])
+        _, first, which = np.unique(ids[begins], return_index=True, return_inverse=True)
+        return cls(np.r_[begins, len(ids)], np.where(ids[begins] < 0, -1, first[which]))
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """A conjunction of conditions on (query position p, key position t).
+
+    A mask copies its tensors to the host when it is made: what is later written to the caller's changes nothing, so
+    that a data loader may fill its buffer with the next batch while the backward of this one runs. Tensors on a device
+    are waited for, once. Make a mask for each batch; what its documents are is read once, not in every layer.
+
+    Args:
+        causal: t <= p, relaxed by ``prefix`` and ``blocks``.
+        window: ``(left, right)`` inclusive distances in tokens, None unlimited: ``p - t <= left``, ``t - p <= right``.
+        documents: integer ids [B, S] or [S] of the *whole* sequence in original order, the same on every cp rank:
+            id[p] == id[t]. Ids compare by equality only. They let the schedule skip what is masked, and fast kernels
+            take them as sequences, unless an id comes back after another. A negative id, such as `Mask.EXCLUDED`, is no
+            document: its queries see nothing, and no query sees its keys. Such rows have output 0, lse -inf and
+            gradients 0, and cost nothing.
+        key_padding: bool [B, S] or [S] of the whole sequence, True = keep; applies to keys only.
+        prefix: keys at positions below it are visible to all queries, whatever ``causal`` says (window still applies).
+        length: keys at positions >= length are padding that no query sees. None: there is no padding.
+        blocks: integer ids [B, S] or [S] of the whole sequence, as ``documents``: tokens of one id, such as those of an
+            image, see each other, whatever ``causal`` says (window, documents and the rest still apply). A negative id
+            is no block. Within a document the tokens of a block follow one another, or calls are refused.
+
+    Raises:
+        ArgumentError: on negative bounds, wrong shapes or dtypes, or a prefix or blocks without causal.
+
+    >>> import torch; r = torch.arange(3)
+    >>> Mask(causal=True).allowed(r, r)[0].int().tolist()
+    [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    """
+
+    EXCLUDED: ClassVar[int] = EXCLUDED
+
+    causal: bool = True
+    window: tuple[int | None, int | None] | None = None
+    documents: Tensor | None = None
+    key_padding: Tensor | None = None
+    prefix: int = 0
+    length: int | None = None
+    blocks: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("prefix", "length", "window"):
+            given = getattr(self, name)
+            object.__setattr__(self, name, tuple(map(as_int, given)) if isinstance(given, tuple) else as_int(given))
+        window = self.window
+        if not isinstance(self.causal, bool):
+            raise ArgumentError(
+                f"Mask: expected True or False for causal, got {self.causal!r}; Mask(causal=False) sees all"
+            )
+        if window is not None and (not isinstance(window, tuple) or len(window) != 2):
+            raise ArgumentError(
+                f"Mask: expected a tuple window=(left, right), got {window!r}; (1023, 0) is a causal window of 1024"
+                " tokens, None an unlimited side"
+            )
+        for name, value in (("prefix", self.prefix), ("length", self.length), *(("window", x) for x in window or ())):
+            absent = value is None and name != "prefix"
+            if not absent and (isinstance(value, bool) or not isinstance(value, int | torch.SymInt)):
+                raise ArgumentError(f"Mask: expected an int for {name}, in tokens, got {value!r}; round it first")
+        if window is not None and any(bound is not None and bound < 0 for bound in window):
+            raise ArgumentError(
+                f"Mask: expected window bounds >= 0 (inclusive distances in tokens), got {window}; "
+                "use None for an unlimited side"
+            )
+        if self.prefix < 0 or (self.length is not None and self.length < 0):
+            raise ArgumentError(f"Mask: expected prefix >= 0 and length >= 0, got {self.prefix} and {self.length}")
+        if self.prefix and not self.causal:
+            raise ArgumentError("Mask: prefix relaxes causal, got prefix with causal=False; leave prefix at 0")
+        if self.blocks is not None and not self.causal:
+            raise ArgumentError("Mask: blocks relax causal, got blocks with causal=False; leave blocks out")
+        if self.blocks is not None and window is not None and window[1] == 0:
+            raise ArgumentError(
+                f"Mask: expected a window that lets blocks see ahead, got window={window}; with blocks a causal window "
+                f"is window=({window[0]}, None)"
+            )
+        documents, key_padding, blocks = self.documents, self.key_padding, self.blocks
+        given = {"documents": documents, "key_padding": key_padding, "blocks": blocks}
+        for name, tensor in given.items():
+            if tensor is not None and not isinstance(tensor, Tensor):
+                raise ArgumentError(
+                    f"Mask: expected a tensor for {name}, got {type(tensor).__name__}; use torch.tensor"
+                )
+        for name, ids, hint in (
+            ("documents", documents, "for cumulative lengths use Mask.from_cu_seqlens"),
+            ("blocks", blocks, "-1 is a token of no block"),
+        ):
+            if ids is not None and (ids.ndim not in (1, 2) or ids.dtype not in _ID_DTYPES):
+                raise ArgumentError(
+                    f"Mask: expected integer {name} [B, S] or [S], got {ids.dtype} {tuple(ids.shape)}; {hint}"
+                )
+        if key_padding is not None and (key_padding.ndim not in (1, 2) or key_padding.dtype != torch.bool):
+            raise ArgumentError(
+                f"Mask: expected bool key_padding [B, S] or [S] (True = keep), got {key_padding.dtype} "
+                f"{tuple(key_padding.shape)}; an additive mask is `mask == 0`"
+            )
+        for name, tensor in given.items():
+            if tensor is not None and not is_owned(tensor):  # some mask's already, as in dataclasses.replace
+                object.__setattr__(self, name, owned(tensor))
+                if name == "documents" and not torch.compiler.is_compiling():
+                    _warn_of_positions(self.documents)  # type: ignore[arg-type]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """From another process, or a copy: its tensors are this mask's own."""
+        tensors = {name: state[name] for name in _TENSORS if state[name] is not None}
+        vars(self).update(state | {name: owned(x) for name, x in tensors.items()})
+
+    def __repr__(self) -> str:
+        """The Python that makes it; tensors by dtype and shape."""
+        said = [f"causal={self.causal}"]
+        for name in ("window", "documents", "key_padding", "prefix", "length", "blocks"):
+            value = getattr(self, name)
+            if isinstance(value, Tensor):
+                value = f"{str(value.dtype).removeprefix('torch.')}{[*value.shape]}"
+            if value is not None and (name, value) != ("prefix", 0):
+                said.append(f"{name}={value}")
+        return f"Mask({', '.join(said)})"
+
+    @classmethod
+    def from_cu_seqlens(
+        cls,
+        cu_seqlens: Tensor,
+        *,
+        causal: bool = True,
+        window: tuple[int | None, int | None] | None = None,
+    ) -> Mask:
+        """Documents from cumulative lengths [num_docs + 1], starting at 0 and ending at the sequence's length.
+
+        Reads the last entry on the host: build the mask once per batch, from a CPU tensor.
+
+        Args:
+            cu_seqlens: integers [num_docs + 1], non-decreasing; a repeated entry is an empty document.
+            causal, window: as in `Mask`.
+
+        Returns:
+            A mask with ``documents`` [S].
+
+        Raises:
+            ArgumentError: if ``cu_seqlens`` is not of that form.
+        """
+        if not isinstance(cu_seqlens, Tensor):
+            got = type(cu_seqlens).__name__
+            raise ArgumentError(f"Mask.from_cu_seqlens: expected a tensor [num_docs + 1], got {got}; use torch.tensor")
+        if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype not in _ID_DTYPES:
+            raise ArgumentError(
+                f"Mask.from_cu_seqlens: expected an integer tensor [num_docs + 1], got {cu_seqlens.dtype} "
+                f"{tuple(cu_seqlens.shape)}"
+            )
+        if int(cu_seqlens[0]) != 0 or bool((cu_seqlens.diff() < 0).any()):
+            raise ArgumentError(
+                "Mask.from_cu_seqlens: expected a non-decreasing tensor starting at 0, got "
+                f"{cu_seqlens.tolist()[:4]}...; cumulative lengths start with 0"
+            )
+        rows = torch.arange(int(cu_seqlens[-1]), device=cu_seqlens.device)
+        ids = torch.bucketize(rows, cu_seqlens[1:].to(torch.int64), right=True)
+        return cls(causal=causal, window=window, documents=ids)
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether some condition is read from a tensor, so that no tile is a pure band."""
+        return self.documents is not None or self.key_padding is not None or self.blocks is not None
+
+    def to(self, device: torch.device) -> Mask:
+        """The same mask with its tensors on ``device``."""
+        if not self.elementwise:
+            return self
+        moved = _holding(
+            self, *(None if x is None else x.to(device) for x in (getattr(self, name) for name in _TENSORS))
+        )
+        if self.blocks is not None:
+            vars(moved)["starts"] = self.starts.to(device)
+        return moved
+
+    def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        """The specification.
+
+        Args:
+            q_pos: int64 [Lq] positions of the queries.
+            k_pos: int64 [Lk] positions of the keys, on the same device.
+
+        Returns:
+            bool [B, Lq, Lk]; B is 1 where nothing depends on the batch.
+        """
+        distance = q_pos[:, None] - k_pos[None, :]
+        keep = torch.ones_like(distance, dtype=torch.bool)
+        if self.causal:
+            keep &= (distance >= 0) | (k_pos < self.prefix)[None, :]
+        keep = keep[None]
+        if self.blocks is not None:
+            ids = torch.atleast_2d(self.blocks).to(q_pos.device)
+            keep = keep | (ids[:, q_pos, None] == ids[:, None, k_pos]) & (ids[:, None, k_pos] >= 0)
+        if self.window is not None:
+            left, right = self.window
+            if left is not None:
+                keep &= distance <= left
+            if right is not None:
+                keep &= distance >= -right
+        if self.length is not None:
+            keep &= (k_pos < self.length)[None, :]
+        if self.documents is not None:
+            ids = torch.atleast_2d(self.documents).to(q_pos.device)
+            keep = keep & (ids[:, q_pos, None] == ids[:, None, k_pos]) & (ids[:, None, k_pos] >= 0)
+        if self.key_padding is not None:
+            keep = keep & torch.atleast_2d(self.key_padding).to(k_pos.device)[:, None, k_pos]
+        return keep
+
+    def reaches(self, seq_len: int) -> tuple[Reach, ...]:
+        """What its integers mean, said once: which keys are seen at which distances.
+
+        Everything but `allowed`, the specification, derives from these: the schedule's tiles, the weights that
+        `cp_mesh.balance` shares out, and what the Triton kernel reads at each row. Blocks then add pairs, by `starts`,
+        and documents and key padding take pairs away.
+
+        Args:
+            seq_len: tokens in the whole sequence.
+
+        Returns:
+            Reaches in order of their keys, which follow one another from position 0; keys after the last are hidden.
+        """
+        left = None if self.window is None else self.window[0]
+        farthest, ahead = NONE if left is None else min(left, NONE), -self.ahead
+        behind = max(ahead, 0) if self.causal else ahead
+        end = seq_len if self.length is None else min(self.length, seq_len)
+        prefix = min(self.prefix, end)
+        parts = (Reach(0, prefix, ahead, farthest), Reach(prefix, end, behind, farthest))
+        return tuple(part for part in parts if part.begin < part.end)
+
+    @property
+    def ahead(self) -> int:
+        """How many tokens ahead a key may be that is seen against the causal order, `NONE` at most."""
+        right = None if self.window is None else self.window[1]
+        return NONE if right is None else min(right, NONE)
+
+    def runs(self) -> tuple[Documents, ...]:
+        """The documents of each batch row (one if they share them), read from the ids once and then remembered.
+
+        Raises:
+            ArgumentError: if the ids have no content (meta tensors).
+        """
+        assert self.documents is not None
+        return read_once(self.documents, _read_documents)
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """What blocks mean: where that of each position begins, int32 [B or 1, S]; a position of none is its own.
+
+        So a key t is seen by queries from ``min(t, starts[t])`` on, as far as a window lets them.
+
+        Raises:
+            UnsupportedError: if a block comes back after others in its document.
+        """
+        assert self.blocks is not None
+        blocks = torch.atleast_2d(self.blocks).to(torch.int64)
+        documents = torch.zeros_like(blocks[:, :1]) if self.documents is None else torch.atleast_2d(self.documents)
+        blocks, documents = torch.broadcast_tensors(blocks, documents.to(torch.int64))
+        new = torch.ones_like(blocks, dtype=torch.bool)
+        new[:, 1:] = (blocks.diff(dim=1) != 0) | (documents.diff(dim=1) != 0) | (blocks[:, 1:] < 0)
+        first = new & (blocks >= 0) & (documents >= 0)
+        begins = torch.stack([first.nonzero()[:, 0], blocks[first], documents[first]], 1)
+        found, counts = begins.unique(dim=0, return_counts=True)
+        if (counts > 1).any():
+            _, block, document = found[counts > 1][0].tolist()
+            got = f"block {block} comes back" + (f" in document {document}" if self.documents is not None else "")
+            hint = "give each part an id of its own; parts that are to see each other are a mask_mod of flex_attention"
+            refuse("Mask.blocks", "tokens of a block that follow one another", got, hint, UnsupportedError)
+        positions = torch.arange(new.shape[1], dtype=torch.int32, device=new.device)
+        return positions.where(new, 0).cummax(1).values
+
+    def spec(self) -> str:
+        """The scalar options as a short string; `parse_mask` rebuilds the mask from it and the tensors."""
+        left, right = self.window or (None, None)
+        return ",".join(
+            "" if value is None else str(int(guard_scalar(value)))
+            for value in (self.causal, left, right, self.prefix, self.length)
+        )
+
+
+def _warn_of_positions(ids: Tensor) -> None:
+    """Of documents that count the tokens of each document, and would be as many as there are tokens."""
+    if ids.is_meta or type(ids) is not Tensor or ids.shape[-1] < 8 or not len(ids):
+        return
+    rows = torch.atleast_2d(ids)
+    if not bool((rows[:, :3] == torch.arange(3, device=ids.device)).all()):
+        return
+    if bool(((rows.diff(dim=1) == 1) | (rows[:, 1:] == 0)).all()):
+        warnings.warn(
+            "cp_mesh: Mask(documents=) has ids 0, 1, 2, ... of tokens that follow one another, as position_ids have: a "
+            "token would see those of its own position alone. batch_mask(position_ids=) makes documents of them",
+            stacklevel=4,
+        )
+
+
+def _read_documents(ids: Tensor) -> tuple[Documents, ...]:
+    return tuple(Documents.of(row) for row in torch.atleast_2d(ids).numpy())
+
+
+_TENSORS = ("documents", "key_padding", "blocks")
+_ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
+
+
+def parse_mask(spec: str, documents: Tensor | None, key_padding: Tensor | None, blocks: Tensor | None) -> Mask:
+    """Rebuild a mask from its `Mask.spec` and its tensors."""
+    causal, left, right, prefix, length = (int(field) if field else None for field in spec.split(","))
+    window = None if left is None and right is None else (left, right)
+    return _holding(Mask(bool(causal), window, prefix=prefix or 0, length=length), documents, key_padding, blocks)
+
+
+def _holding(mask: Mask, *tensors: Tensor | None) -> Mask:
+    """The mask with these tensors, of which it makes no copy: they are some mask's already."""
+    held = replace(mask, documents=None, key_padding=None, blocks=None)
+    for name, x in zip(_TENSORS, tensors, strict=True):
+        object.__setattr__(held, name, x)
+    return held

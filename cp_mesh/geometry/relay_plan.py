@@ -1,0 +1,123 @@
+"""Relays: rows that several ranks of a host need cross to it once, and are read there by all who need them.
+
+The rank in a rank's place on another host is its partner there. What any rank of host h needs of rank (g, j) crosses
+to its partner (h, j), which keeps it in a buffer for the ranks of its host to read, as it keeps its own rows. Gradients
+of these rows go back the same way: (h, j) sums what the ranks of its host computed, and (g, j) gets the sum.
+
+From the blocks of all ranks of its host a rank knows what lies where in their buffers; integers only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from cp_mesh.geometry.block_table import K_END, RECEIVER, SOURCE, K, unions
+from cp_mesh.geometry.layouts import Layout
+from cp_mesh.geometry.mask import NONE, Mask
+from cp_mesh.geometry.schedule import (
+    Fetch,
+    Grouping,
+    Ranges,
+    Schedule,
+    Stage,
+    Visit,
+    by_rank,
+    in_rising_stages,
+    make_schedule,
+    num_rows,
+)
+from cp_mesh.geometry.survey import Geometry, Seen, geometry
+
+
+def by_hosts(host_size: int) -> Grouping:
+    """Host after host; of another host the step between partners first, which moves nothing within the host.
+
+    It hides the first fetch from the others there, which can begin when the rows have crossed.
+    """
+
+    def groups(active: tuple[int, ...]) -> list[tuple[int, ...]]:
+        found: list[tuple[int, ...]] = []
+        for host in sorted({step // host_size for step in active}):
+            steps = tuple(step for step in active if step // host_size == host)
+            found += [(step,) for step in steps if step % host_size == 0]
+            found += in_rising_stages(tuple(step for step in steps if step % host_size))
+        return found
+
+    return groups
+
+
+def make_relayed_schedule(
+    layout: Layout, mask: Mask, seq_len: int, cp_size: int, cp_rank: int, segments: bool, host_size: int,
+    sources: Seen | None = None,
+) -> Schedule:  # fmt: skip
+    """The schedule of one rank, whose rows come by `Visit`; see `make_schedule`."""
+    schedule = make_schedule(layout, mask, seq_len, cp_size, cp_rank, segments, by_hosts(host_size), host_size, sources)
+    visits = _visits(schedule, geometry(layout, mask, seq_len, cp_size, segments, sources), host_size)
+    return replace(schedule, route=replace(schedule.route, visits=visits))
+
+
+def _visits(schedule: Schedule, found: Geometry, host_size: int) -> tuple[Visit, ...]:
+    size, route = schedule.cp_size, schedule.route
+    hosts = size // host_size
+    host, place = divmod(schedule.cp_rank, host_size)
+    crossing, lying = _buffers(found, host, host_size, size)
+    asked = found.of_source(schedule.cp_rank)
+    leaving = by_rank(unions(asked[:, RECEIVER] // host_size, asked[:, K], asked[:, K_END]), hosts)
+    visits = []
+    for away in range(hosts):
+        other, to = (host - away) % hosts, (host + away) % hosts
+        stages = [_within(stage, place, other, host_size, lying) for stage in _of_host(route.stages, away, host_size)]
+        if away and not stages:
+            continue
+        shared = crossing[other * host_size + place]
+        of_hosts = slice(host * host_size, (host + 1) * host_size), slice(other * host_size, (other + 1) * host_size)
+        needed = route.needed[of_hosts].copy()
+        np.fill_diagonal(needed, 0)
+        own = stages[0] if away and stages[0].steps == (0,) else None
+        crosses = Stage((away,), _part(other, shared), _part(to, leaving[to]), ()) if away else None
+        rows = num_rows(shared) if away else schedule.shard_lens[schedule.cp_rank]
+        visits.append(
+            Visit(crosses, replace(route, stages=tuple(stages[own is not None :]), needed=needed), own, shared, rows)
+        )
+    return tuple(visits)
+
+
+def _of_host(stages: tuple[Stage, ...], away: int, host_size: int) -> list[Stage]:
+    return [stage for stage in stages if stage.steps[0] // host_size == away]
+
+
+def _buffers(found: Geometry, host: int, host_size: int, size: int) -> tuple[list[Ranges], list[list[Ranges]]]:
+    """What the ranks of a host need of each other rank, and where it lies in the buffers of that host.
+
+    Returns:
+        By source, its rows that some other rank of the host needs; by place and source, what the rank in that place
+        needs, counted in the buffer of the source's partner: in the source's own rows on its own host.
+    """
+    tables = [np.concatenate(found.of_receiver(host * host_size + place)) for place in range(host_size)]
+    every = np.concatenate(tables)
+    receiver = np.repeat(np.arange(host_size), [len(table) for table in tables])
+    others = every[:, SOURCE] != host * host_size + receiver
+    every, receiver = every[others], receiver[others]
+    source, begin, end = crossing = unions(every[:, SOURCE], every[:, K], every[:, K_END])
+    before = np.cumsum(end - begin) - (end - begin)
+    first = np.searchsorted(source, source)
+    moved = np.where(source // host_size == host, 0, before - before[first] - begin)
+    needs, k, k_end = unions(receiver * size + every[:, SOURCE], every[:, K], every[:, K_END])
+    which = np.searchsorted(source * NONE + begin, needs % size * NONE + k, side="right") - 1
+    lying = by_rank((needs, k + moved[which], k_end + moved[which]), host_size * size)
+    return by_rank(crossing, size), [lying[place * size : (place + 1) * size] for place in range(host_size)]
+
+
+def _within(stage: Stage, place: int, other: int, host_size: int, lying: list[list[Ranges]]) -> Stage:
+    """A stage as the ranks of this host, in their places, move its rows."""
+    steps = tuple(step % host_size for step in stage.steps)
+    sources, receivers = (sorted((place + sign * step) % host_size for step in steps) for sign in (-1, 1))
+    fetch = [_part(source, lying[place][other * host_size + source]) for source in sources]
+    serve = [_part(receiver, lying[receiver][other * host_size + place]) for receiver in receivers]
+    return Stage(steps, sum(fetch, ()), sum(serve, ()), ())
+
+
+def _part(rank: int, ranges: Ranges) -> Fetch:
+    return ((rank, ranges),) if ranges else ()

@@ -1,0 +1,392 @@
+"""Schedule: the tiles of each step, the rows needed from each rank, pairs and bytes. Integers, no ranks.
+
+Step i of rank r works on the keys of source ``(r - i) mod cp_size``; step 0 is local. Every rank knows how many rows
+travel between every two (`geometry.survey`), so senders know what receivers need with no communication, and a step
+that moves nothing anywhere is skipped on all ranks alike.
+
+Steps are taken in stages, which a method groups as it likes. The rows of a stage lie in one buffer, source after
+source, so full tiles of several sources become one: fewer and larger kernel calls. A zigzag rank's sources below it are
+all visited before those above it, and each side needs one call a stage. The ring's stages are of 1, 2, 4, 4, ... steps:
+a small first one keeps the wait for it short, and each computes long enough to hide the fetch of the next.
+
+Over hosts of n ranks (the double ring) rank r is ``host * n + place`` and visits host after host, its own first: step
+i works on the keys of host ``(host - i // n) mod hosts``, place ``(place - i mod n) mod n``. With one host that is the
+step above.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from cp_mesh.geometry.block_table import K_END, PAIRS, Q_END, SOURCE, Array, K, Q, causal_parts, join_full, unions
+from cp_mesh.geometry.layouts import Layout
+from cp_mesh.geometry.mask import NONE, PARTIAL, Band, Cover, Mask
+from cp_mesh.geometry.survey import Seen, geometry
+from cp_mesh.geometry.varlen import Segments, segments_of
+
+Rows = tuple[int, int]  # begin, end of local rows
+Ranges = tuple[Rows, ...]
+Fetch = tuple[tuple[int, Ranges], ...]  # source, its rows
+Grouping = Callable[[tuple[int, ...]], list[tuple[int, ...]]]  # the active steps, in stages
+MAX_STAGE = 4  # steps in a stage of the ring at most: a stage's buffer is received while another is read
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A block of local query rows against a block of one source's local key rows, of which some pairs count."""
+
+    q: Rows
+    k: Rows
+    cover: Cover | Segments
+
+    @property
+    def num_pairs(self) -> int:
+        """Allowed pairs; for a PARTIAL tile the area, an upper bound."""
+        num_q, num_k = self.q[1] - self.q[0], self.k[1] - self.k[0]
+        if isinstance(self.cover, Segments):
+            return self.cover.num_pairs
+        return self.cover.count(num_q, num_k) if isinstance(self.cover, Band) else num_q * num_k
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Consecutive steps whose rows travel together and lie in one buffer, source after source in rank order.
+
+    Attributes:
+        steps: the same on every rank.
+        fetch: (source, its row ranges) of what this rank receives; sources that it needs nothing of are left out.
+        serve: (receiver, this rank's row ranges) of what it sends.
+        tiles: tiles whose keys are rows of the buffer.
+    """
+
+    steps: tuple[int, ...]
+    fetch: Fetch
+    serve: Fetch
+    tiles: tuple[Tile, ...]
+
+    @cached_property
+    def num_fetched(self) -> int:
+        return sum(num_rows(ranges) for _, ranges in self.fetch)
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """What travels in a pass.
+
+    Attributes:
+        stages: this rank's, in order; all ranks have the same number of them.
+        needed: int64 [receiver, source], how many of the source's rows the receiver fetches; the same on every rank.
+        visits: how the rows come where they cross from host to host once (`relay_plan`), this rank's host first;
+            none where each rank fetches them from their owners.
+    """
+
+    stages: tuple[Stage, ...]
+    needed: Array
+    visits: tuple[Visit, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that all ranks together fetch."""
+        return int(self.needed.sum())
+
+    @cached_property
+    def most_fetched(self) -> int:
+        """Rows that the rank which fetches most fetches."""
+        return int(self.needed.sum(1).max())
+
+    @cached_property
+    def most_served(self) -> int:
+        """Rows of the rank whose rows are fetched most often, as often as they are."""
+        return int(self.needed.sum(0).max())
+
+    @cached_property
+    def slots(self) -> list[list[int]]:
+        """[receiver][source], the first of a receiver's rows among all that the source gets back."""
+        firsts: list[list[int]] = (np.cumsum(self.needed, 0) - self.needed).tolist()
+        return firsts
+
+
+@dataclass(frozen=True, eq=False)
+class Visit:
+    """The stages that work on the keys of one host, as the ranks of this rank's host share them.
+
+    Each rank holds a buffer that the others read: of this host its own rows; of another one those rows of the rank in
+    its place there that some rank of this host fetches, which cross to it once.
+
+    Attributes:
+        crossing: what this rank receives of the rank in its place on that host, and sends to that in its place on the
+            host which visits this one; ranks are numbers of hosts. None of this host.
+        route: the stages that move rows within this host; ranks are places, and rows those of the buffers.
+        own: the rows of this rank's buffer that it reads itself, as a stage of its own; None if no rank does.
+        shared: the rows of this rank's buffer that gradients arrive for, counted as their owner does.
+        num_rows: of the buffer.
+    """
+
+    crossing: Stage | None
+    route: Route
+    own: Stage | None
+    shared: Ranges
+    num_rows: int
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """What one rank computes, fetches and serves.
+
+    Attributes:
+        shard_lens: rows held by each rank, [cp_size].
+        blocks: this rank's blocks by batch row, see `cp_mesh.geometry.block_table`.
+        local_tiles: tiles of this rank's queries against its own keys.
+        fetch: row ranges of each source that this rank needs, [cp_size]; its own entry is empty.
+        serve: row ranges of this rank that each receiver needs, [cp_size].
+        active_steps: steps >= 1 in which some rank moves rows; the same on every rank.
+        route: the active steps in stages.
+        overlapping: whether, on any rank, two kernel calls of a stage give gradients of the same row.
+        covers: kinds of tile that occur on any rank: "full", "causal", "window", "pairs", "segments" (with "window" if
+            a band of theirs is neither full nor causal); the same on every rank.
+        min_keys: fewest keys of any kernel call on any rank, or a little less, see `Facts`; the same on every rank.
+        host_size: ranks that are visited one after the other before those of the next host; cp_size if there is one.
+    """
+
+    cp_rank: int
+    shard_lens: tuple[int, ...]
+    blocks: tuple[Array, ...]
+    local_tiles: tuple[Tile, ...]
+    fetch: tuple[tuple[Rows, ...], ...]
+    serve: tuple[tuple[Rows, ...], ...]
+    active_steps: tuple[int, ...]
+    route: Route
+    overlapping: bool
+    covers: frozenset[str]
+    min_keys: int
+    host_size: int
+
+    @cached_property
+    def tiles(self) -> tuple[tuple[Tile, ...], ...]:
+        """Tiles by source rank, [cp_size], as they would be without stages."""
+        by_documents = "segments" in self.covers
+        return tuple(tiles_of(of_group(self.blocks, source), by_documents) for source in range(self.cp_size))
+
+    @property
+    def cp_size(self) -> int:
+        return len(self.shard_lens)
+
+    def source(self, step: int) -> int:
+        """The rank whose keys this rank visits in ``step``."""
+        return int(_peer(self.cp_rank, -1, step, self.cp_size, self.host_size))
+
+    def receiver(self, step: int) -> int:
+        """The rank that visits this rank's keys in ``step``."""
+        return int(_peer(self.cp_rank, 1, step, self.cp_size, self.host_size))
+
+    @property
+    def num_pairs(self) -> int:
+        """Query-key pairs that this rank computes (an upper bound where tiles are PARTIAL)."""
+        return sum(tile.num_pairs for tiles in self.tiles for tile in tiles)
+
+    def flops(self, batch: int, num_heads: int, head_dim: int, v_head_dim: int | None = None) -> int:
+        """Floating-point operations of this rank's forward; the backward takes 2.5 times as many (D = Dv)."""
+        return 2 * self.num_pairs * batch * num_heads * (head_dim + (v_head_dim or head_dim))
+
+    def fetch_bytes(self, row_bytes: int) -> tuple[int, ...]:
+        """Bytes that this rank receives in each step, [cp_size]; ``row_bytes`` is one token's K and V."""
+        return tuple(num_rows(self.fetch[self.source(step)]) * row_bytes for step in range(self.cp_size))
+
+
+def num_rows(ranges: Iterable[Rows]) -> int:
+    return sum(end - begin for begin, end in ranges)
+
+
+def _peer(rank: Any, sign: int, step: Any, cp_size: int, host_size: int) -> Any:
+    """The rank that is so many steps behind another one, or ahead of it; of integers or arrays."""
+    hosts, places = step // host_size, step % host_size
+    host, place = rank // host_size + sign * hosts, rank % host_size + sign * places
+    return host % (cp_size // host_size) * host_size + place % host_size
+
+
+def step_of(receiver: Array, source: Array, cp_size: int, host_size: int) -> Array:
+    """The step in which receivers visit sources."""
+    hosts = (receiver // host_size - source // host_size) % (cp_size // host_size)
+    return hosts * host_size + (receiver - source) % host_size
+
+
+def _steps_over_hosts(needed: Array, host_size: int) -> tuple[int, ...]:
+    """Those in which some rank fetches rows of another."""
+    hosts = np.arange(len(needed) // host_size)
+    moves = (needed > 0).reshape(len(hosts), host_size, len(hosts), host_size)
+    found = []
+    for away in hosts.tolist():
+        receiver, source = np.nonzero(moves[hosts, :, (hosts - away) % len(hosts), :].any(0))
+        found += [away * host_size + place for place in np.unique((receiver - source) % host_size).tolist()]
+    return tuple(found)
+
+
+def in_rising_stages(active: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Stages of 1, 2, 4, 4, ... steps."""
+    groups, begin, size = [], 0, 1
+    while begin < len(active):
+        groups.append(active[begin : begin + size])
+        begin, size = begin + size, min(2 * size, MAX_STAGE)
+    return groups
+
+
+def in_one_stage(active: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """All steps at once; no stage if there are none."""
+    return [active] if active else []
+
+
+def make_schedule(
+    layout: Layout,
+    mask: Mask,
+    seq_len: int,
+    cp_size: int,
+    cp_rank: int,
+    segments: bool = False,
+    groups: Grouping = in_rising_stages,
+    host_size: int | None = None,
+    sources: Seen | None = None,
+) -> Schedule:
+    """The schedule of one rank.
+
+    Args:
+        layout: positions of every rank.
+        mask: its tensors, if any, hold all ``seq_len`` tokens.
+        seq_len: length of the whole sequence, in tokens.
+        cp_size: number of ranks.
+        cp_rank: the rank.
+        segments: tiles by documents (`Segments`) where these are known to be runs, instead of PARTIAL ones.
+        groups: which steps make a stage, from the active ones; the same on every rank.
+        host_size: ranks of a host, a divisor of ``cp_size``; None: all of them.
+        sources: bool [receiver, source], which are visited at most; None: all.
+    """
+    found = geometry(layout, mask, seq_len, cp_size, segments, sources)
+    needed, steps, overlapping, covers, min_keys = found.facts
+    host_size = host_size or cp_size
+    if host_size < cp_size:
+        steps = _steps_over_hosts(needed, host_size)
+    by_documents, blocks = "segments" in covers, found.of_receiver(cp_rank)
+    every = np.concatenate(blocks)
+    away = every[every[:, SOURCE] != cp_rank]
+    fetch = unions(away[:, SOURCE], away[:, K], away[:, K_END])
+    asked = found.of_source(cp_rank)
+    fetched, served = by_rank(fetch, cp_size), by_rank(unions(asked[:, 0], asked[:, K], asked[:, K_END]), cp_size)
+    steps_of = groups(steps)
+    stage_of = np.full(cp_size, -1)  # by source; this rank's own rows are in none
+    for number, group in enumerate(steps_of):
+        stage_of[_peer(cp_rank, -1, np.array(group), cp_size, host_size)] = number
+    placed = [_placed(table[table[:, SOURCE] != cp_rank], fetch, stage_of) for table in blocks]
+    stages = []
+    for number, group in enumerate(steps_of):
+        sources, receivers = (
+            np.sort(_peer(cp_rank, sign, np.array(group), cp_size, host_size)).tolist() for sign in (-1, 1)
+        )
+        stages.append(
+            Stage(
+                group,
+                tuple((source, fetched[source]) for source in sources if fetched[source]),
+                tuple((receiver, served[receiver]) for receiver in receivers if served[receiver]),
+                tiles_of(of_group(placed, number), by_documents),
+            )
+        )
+    return Schedule(
+        cp_rank=cp_rank,
+        shard_lens=found.shard_lens,
+        blocks=blocks,
+        local_tiles=tiles_of(of_group(blocks, cp_rank), by_documents),
+        fetch=tuple(fetched),
+        serve=tuple(served),
+        active_steps=steps,
+        route=Route(tuple(stages), needed),
+        overlapping=overlapping,
+        covers=covers,
+        min_keys=min_keys,
+        host_size=host_size,
+    )
+
+
+def by_rank(ranges: tuple[Array, Array, Array], cp_size: int) -> list[Ranges]:
+    """Ranges of each rank, from what `unions` returns."""
+    rank, begin, end = ranges
+    pairs = tuple(zip(begin.tolist(), end.tolist(), strict=True))
+    firsts = np.searchsorted(rank, np.arange(cp_size + 1)).tolist()
+    return [pairs[first:last] for first, last in pairwise(firsts)]
+
+
+def of_group(tables: Sequence[Array], number: int) -> list[Array]:
+    """The blocks of one source, or one stage, of each batch row."""
+    return [table[table[:, SOURCE] == number] for table in tables]
+
+
+def _placed(blocks: Array, fetch: tuple[Array, Array, Array], stage_of: Array) -> Array:
+    """The blocks with their keys counted in their stage's buffer; the stage's number takes the place of the source.
+
+    Args:
+        blocks: of this rank's queries and others' keys.
+        fetch: source, begin and end of the ranges that are fetched, in order.
+        stage_of: stage of each source.
+    """
+    source, begin, end = fetch
+    stage = stage_of[source]
+    order = stage.argsort(kind="stable")  # a buffer holds range after range
+    offset = np.empty_like(begin)
+    offset[order] = np.cumsum((end - begin)[order]) - (end - begin)[order]
+    first = np.full(int(stage.max(initial=-1)) + 1, NONE)
+    np.minimum.at(first, stage, offset)
+    moved = offset - first[stage] - begin
+    which = np.searchsorted(source * NONE + begin, blocks[:, SOURCE] * NONE + blocks[:, K], side="right") - 1
+    blocks = blocks.copy()
+    blocks[:, [K, K_END]] += moved[which][:, None]
+    blocks[:, SOURCE] = stage[which]
+    return blocks
+
+
+def tiles_of(tables: Sequence[Array], by_documents: bool) -> tuple[Tile, ...]:
+    """Tiles of blocks whose rows and keys lie in one buffer each, by batch row; full ones are joined along keys."""
+    tables = [join_full(table, (Q, Q_END), K, K_END) for table in tables]
+    if by_documents:
+        return tuple(Tile(*tile) for tile in segments_of(tables))
+    (table,) = tables
+    table = table[np.lexsort([table[:, column] for column in (K_END, K, Q_END, Q)])]
+    tiles = []
+    for q, q_end, k, k_end, left, right in table[:, Q:].tolist():
+        shift = (k_end - k) - (q_end - q)
+        band = Band(None if right == NONE else -right - shift, None if left == NONE else left - shift)
+        tiles.append(Tile((q, q_end), (k, k_end), PARTIAL if left == PAIRS else band))
+    return tuple(tiles)
+
+
+def enclosing(tiles: Sequence[Tile]) -> tuple[Tile, ...]:
+    """The smallest tile that holds all of these: what else it holds is not allowed, or they would hold it too."""
+    if not tiles:
+        return ()
+    q = min(tile.q[0] for tile in tiles), max(tile.q[1] for tile in tiles)
+    k = min(tile.k[0] for tile in tiles), max(tile.k[1] for tile in tiles)
+    return (Tile(q, k, PARTIAL),)
+
+
+def split_causal(band: Band, num_q: int, num_k: int) -> list[tuple[Rows, Rows, bool]] | None:
+    """A trimmed band as square causal tiles and full rectangles, which every stock kernel computes alike.
+
+    Kernels disagree on how causal aligns when there are more keys than queries (top-left or bottom-right), so
+    nothing but squares is given to them.
+
+    Returns:
+        ``(q rows, k rows, causal)`` of each part, or None if the band has an upper bound (a window).
+    """
+    if band.hi is not None:
+        return None
+    if band.lo is None:
+        return [((0, num_q), (0, num_k), False)]
+    before, square, after = causal_parts(num_q, num_k, num_q - num_k - band.lo)
+    assert before >= 0, "split_causal takes trimmed tiles"
+    parts = [((0, num_q), (0, before), False)] if before else []
+    parts.append(((0, square), (before, num_k), True))
+    if after:
+        parts.append(((square, num_q), (before, num_k), False))
+    return parts

@@ -1,0 +1,171 @@
+"""Segments: packed documents as variable-length sequences, one varlen call for each tile.
+
+A kernel for sequences of unequal length takes the blocks of a tile in one call if they have one band, and if rows and
+keys both follow one another from block to block. So the blocks of a stage are dealt out by band, and in layers in which
+they do; the blocks of a causal mask in a layout of runs need one layer a side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import zip_longest
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cp_mesh.geometry.block_table import K_END, LEFT, Q_END, RIGHT, Array, K, Q, bands_of
+from cp_mesh.geometry.mask import NONE, Band
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """Blocks of a tile, each of one document; pairs outside of them are masked.
+
+    Attributes:
+        blocks: by batch row, or once for all of them: int64 CPU tensors [n, 4] of first and end row, first and end key,
+            counted in the tile. Both rows and keys of a block come after those of the block before: no two share any,
+            and kernels that pad sequences find room for the padding.
+        left, right: a row i of a block of ``num_q`` rows sees its keys j with
+            ``-left <= j - i - (num_k - num_q) <= right``; None is unbounded.
+    """
+
+    blocks: tuple[Tensor, ...]
+    left: int | None
+    right: int | None
+
+    def bands(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """(lo, hi) [n]: the band ``lo <= i - j <= hi`` of each block, in its own indices."""
+        shift = (blocks[:, 3] - blocks[:, 2]) - (blocks[:, 1] - blocks[:, 0])
+        right, left = (NONE if bound is None else bound for bound in (self.right, self.left))
+        return -right - shift, left - shift
+
+    @property
+    def num_pairs(self) -> int:
+        """Allowed pairs, the mean over batch rows rounded up."""
+        total = 0
+        for blocks in self.blocks:
+            for (q, q_end, k, k_end), lo, hi in zip(
+                blocks.tolist(), *(x.tolist() for x in self.bands(blocks)), strict=True
+            ):
+                total += Band(max(lo, k - k_end), min(hi, q_end - q)).count(q_end - q, k_end - k)
+        return -(-total // len(self.blocks))
+
+    def allowed(self, q_rows: Tensor, k_rows: Tensor) -> Tensor:
+        """bool [B or 1, len(q_rows), len(k_rows)] from int64 local indices, on their device."""
+        return torch.stack([self._allowed(blocks.to(q_rows.device), q_rows, k_rows) for blocks in self.blocks])
+
+    def _allowed(self, blocks: Tensor, q_rows: Tensor, k_rows: Tensor) -> Tensor:
+        if not len(blocks):
+            return torch.zeros(len(q_rows), len(k_rows), dtype=torch.bool, device=q_rows.device)
+        q_block, k_block = _block_of(q_rows, blocks[:, 0], blocks[:, 1]), _block_of(k_rows, blocks[:, 2], blocks[:, 3])
+        distance = (q_rows - blocks[q_block, 0])[:, None] - (k_rows - blocks[k_block, 2])
+        lo, hi = (x[q_block][:, None] for x in self.bands(blocks))
+        same = (q_block[:, None] == k_block) & (q_block >= 0)[:, None] & (k_block >= 0)
+        return same & (distance >= lo) & (distance <= hi)
+
+    def on(self, device: torch.device) -> list[SequenceTable]:
+        """What a kernel for sequences of unequal length is given, by batch row; copied to the device once."""
+        if device not in self._tables:
+            self._tables[device] = [SequenceTable.of(blocks, device) for blocks in self.blocks]
+        return self._tables[device]
+
+    @cached_property
+    def _tables(self) -> dict[torch.device, list[SequenceTable]]:
+        return {}
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceTable:
+    """The blocks of one batch row as sequences: where each begins and how long it is, so that gaps are no matter.
+
+    Attributes:
+        q_begins, k_begins: int32 [n + 1]; the last entry is no sequence.
+        q_lens, k_lens: int32 [n].
+        max_q, max_k: the longest.
+    """
+
+    q_begins: Tensor
+    q_lens: Tensor
+    k_begins: Tensor
+    k_lens: Tensor
+    max_q: int
+    max_k: int
+
+    @classmethod
+    def of(cls, blocks: Tensor, device: torch.device) -> SequenceTable:
+        n = len(blocks)
+        ends = blocks[:, 1::2].amax(0) if n else blocks.new_zeros(2)
+        begins, lens = torch.cat([blocks[:, 0::2], ends[None]]), blocks[:, 1::2] - blocks[:, 0::2]
+        table = torch.cat([begins.T.flatten(), lens.T.flatten()]).to(torch.int32)
+        if device.type == "cuda":  # pinned: a copy from other memory would wait for the stream
+            table = table.pin_memory()
+        parts = table.to(device, non_blocking=True).split([n + 1, n + 1, n, n])
+        longest = lens.amax(0).tolist() if n else [0, 0]
+        return cls(parts[0], parts[2], parts[1], parts[3], *longest)
+
+
+def _block_of(rows: Tensor, begins: Tensor, ends: Tensor) -> Tensor:
+    """Which block [begin, end) each row lies in, -1 for none."""
+    begins, order = begins.sort()
+    place = torch.searchsorted(begins, rows, right=True) - 1
+    block = order[place.clamp(min=0)]
+    return torch.where((place >= 0) & (rows < ends[block]), block, -1)
+
+
+def segments_of(tables: Sequence[Array]) -> list[tuple[tuple[int, int], tuple[int, int], Segments]]:
+    """(rows, keys, cover) of tiles: blocks of one band in layers, as one kernel call takes them.
+
+    Args:
+        tables: blocks by batch row, rows and keys counted in the buffers that the tiles read.
+    """
+    if any(((table[:, LEFT] == NONE) & (table[:, RIGHT] == 0)).any() for table in tables):
+        tables = [_single_pairs_causal(table) for table in tables]
+    tiles = []
+    blocks, bands = np.concatenate(tables), [bands_of(table) for table in tables]
+    for band, one in zip(*np.unique(np.concatenate(bands), return_index=True), strict=True):
+        chosen = [table[of_table == band] for table, of_table in zip(tables, bands, strict=True)]
+        for parts in zip_longest(*map(_layers, chosen), fillvalue=np.empty((0, 4), dtype=np.int64)):
+            every = np.concatenate(parts)
+            (q, k), (q_end, k_end) = every[:, 0::2].min(0).tolist(), every[:, 1::2].max(0).tolist()
+            within = tuple(torch.from_numpy(part - np.array([q, q, k, k])) for part in parts)
+            bounds = (None if bound == NONE else bound for bound in blocks[one, [LEFT, RIGHT]].tolist())
+            tiles.append(((q, q_end), (k, k_end), Segments(within, *bounds)))
+    return tiles
+
+
+def _single_pairs_causal(blocks: Array) -> Array:
+    """Full blocks of one row and one key said as causal ones, with which they share a call."""
+    single = (blocks[:, Q_END] - blocks[:, Q] == 1) & (blocks[:, K_END] - blocks[:, K] == 1) & (blocks[:, LEFT] == NONE)
+    blocks = blocks.copy()
+    blocks[single, RIGHT] = 0
+    return blocks
+
+
+def _layers(blocks: Array) -> list[Array]:
+    """Blocks [n, 4] dealt out in layers, in each of which both rows and keys follow one another.
+
+    Chains that do so already, which are all blocks of a source or large parts of them, go to the first layer that has
+    room for them.
+    """
+    if not len(blocks):
+        return []
+    blocks = blocks[blocks[:, K].argsort(kind="stable")][:, [Q, Q_END, K, K_END]]
+    layers: list[Array] = []
+    for chain in np.split(blocks, np.flatnonzero(~_following(blocks)) + 1):
+        for i, layer in enumerate(layers):
+            joined = np.concatenate([layer, chain])
+            joined = joined[joined[:, 0].argsort(kind="stable")]
+            if _following(joined).all():
+                layers[i] = joined
+                break
+        else:
+            layers.append(chain)
+    return layers
+
+
+def _following(blocks: Array) -> np.ndarray:
+    """Whether each block [n, 4] but the first begins after the rows and the keys of the one before: bool [n - 1]."""
+    return (blocks[1:, 0] >= blocks[:-1, 1]) & (blocks[1:, 2] >= blocks[:-1, 3])

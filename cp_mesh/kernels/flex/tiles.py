@@ -1,0 +1,235 @@
+"""The functions of one tile, of local indices: users' score_mod and mask_mod, and the call's mask.
+
+What differs between tiles is data, never code: positions of rows, document ids, bounds of the mask, the first head and
+batch row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+
+from cp_mesh.kernels.contract import Pairs, Steps
+from cp_mesh.kernels.flex.programs import traced
+from cp_mesh.kernels.flex.reads import reads_of
+from cp_mesh.kernels.scores import Scores, name_of_captured
+from cp_mesh.kernels.triton_attention import distances
+
+TABLES = 16
+"""What is kept for each tile: tables of blocks, of the last masks."""
+ENDS = 10, 11
+"""Which numbers of a tile are how many queries and keys it has, without those that pad it."""
+_index = torch.ops.aten.index.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """What the functions read of a tile's rows beside captured tensors.
+
+    Attributes:
+        bounds: int32 [5], of `distances`.
+        positions: int32 [Sq] and [Sk]; a single one twice: of a tensor of one element Inductor drops the index, and
+            then cannot scatter at what is computed of it.
+        documents: ids [Sq] and [Sk], or [B, Sq] and [B, Sk]; empty without documents.
+        padding: uint8 [Sk] or [B, Sk], whether a key is kept; empty without padding.
+        starts: int32 [Sk] or [B, Sk], where the block of a key begins; empty without blocks.
+    """
+
+    bounds: Tensor
+    positions: tuple[Tensor, Tensor]
+    documents: tuple[Tensor, ...]
+    padding: tuple[Tensor, ...]
+    starts: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, cover: Pairs) -> Rows:
+        """Of a tile whose rows are padded as q, k and v are: by the last one, again and again."""
+        positions = cover.q_pos.contiguous(), cover.k_pos.contiguous()
+        mask, positions = cover.mask, (padded(cover, positions[0], False, 0), padded(cover, positions[1], True, 0))
+
+        def at(x: Tensor | None, positions: Tensor) -> tuple[Tensor, ...]:
+            if x is None:
+                return ()
+            x = x.squeeze(0) if x.ndim == 2 and len(x) == 1 else x
+            return (x[..., positions].contiguous(),)
+
+        documents = at(mask.documents, positions[0]) + at(mask.documents, positions[1])
+        padding = at(None if mask.key_padding is None else mask.key_padding.view(torch.uint8), positions[1])
+        starts = at(None if mask.blocks is None else mask.starts, positions[1])
+        bounds = torch.tensor(distances(mask), dtype=torch.int32, device=positions[0].device)
+        q_pos, k_pos = (x.int().repeat(2 if len(x) == 1 else 1) for x in positions)
+        return cls(bounds, (q_pos, k_pos), documents, padding, starts)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.bounds, *self.positions, *self.documents, *self.padding, *self.starts
+
+    @property
+    def dims(self) -> tuple[tuple[int, ...], ...]:
+        """Of ids, padding and starts: which there are, and which differ between batch rows. Code depends on it."""
+        return tuple(tuple(x.ndim for x in tensors) for tensors in (self.documents, self.padding, self.starts))
+
+
+def _allowed(rows: Rows) -> Callable[..., Tensor]:
+    """`Mask.allowed` of scalars: of a batch row, local rows, their positions, and `Rows.tensors` but positions."""
+    of_documents, of_padding, of_starts = rows.dims
+
+    def allowed(b: Tensor, i: Tensor, j: Tensor, p: Tensor, t: Tensor, bounds: Tensor, *tensors: Tensor) -> Tensor:
+        nearest, nearest_of_prefix, farthest, prefix, end = (_index(bounds, [b * 0 + n]) for n in range(5))
+        left = iter(tensors)
+
+        def read(ndim: int, at: Tensor) -> Tensor:
+            return _index(next(left), [b, at] if ndim == 2 else [at])
+
+        ids = [read(ndim, at) for ndim, at in zip(of_documents, (i, j), strict=False)]
+        kept = [read(ndim, j) != 0 for ndim in of_padding]
+        least = torch.where(t < prefix, nearest_of_prefix, nearest)
+        for ndim in of_starts:  # in blocks keys are seen as far ahead as those of a prefix
+            least = torch.minimum(least, torch.maximum(read(ndim, j) - t, nearest_of_prefix))
+        distance = p - t
+        seen = (distance >= least) & (distance <= farthest) & (t < end)
+        if ids:
+            seen = seen & (ids[0] == ids[1]) & (ids[1] >= 0)
+        return seen & kept[0] if kept else seen
+
+    return allowed
+
+
+def padded(cover: Pairs, x: Tensor, of_keys: bool, dim: int = 2) -> Tensor:
+    """Rows of a tile as a program of its shape takes them: without gaps, and with copies of the last one at the end.
+
+    What functions make of a copy they make of the row itself too, in the same block of pairs. Dims of keys lie in
+    order, as they arrive from other ranks, and those of queries as they did, which saves a copy.
+    """
+    if cover.sizes is None:
+        return x
+    order = [*range(x.ndim)] if of_keys else sorted(range(x.ndim), key=x.stride, reverse=True)
+    back = [order.index(i) for i in range(x.ndim)]
+    x, dim = x.permute(order), order.index(dim)
+    if short := cover.sizes[of_keys] - x.shape[dim]:
+        last = x.narrow(dim, x.shape[dim] - 1, 1).expand(*(short if i == dim else n for i, n in enumerate(x.shape)))
+        return torch.cat([x, last], dim).permute(back)
+    return x.contiguous().view(-1).view(x.shape).permute(back)  # strides of dims of size 1 too are those of a copy
+
+
+class Tile:
+    """The functions of one tile as PyTorch's operators take them: of local indices.
+
+    ``computed`` says whether positions of at most two runs are computed, as `Steps` tell, or read as others are. Those
+    of padded tiles are read: whether they are of two runs is up to the batch.
+    """
+
+    def __init__(self, cover: Pairs, scores: Scores, dtype: torch.dtype, computed: bool = True) -> None:
+        self.scores, self._dtype = scores, dtype
+        self.rows = kept_of(cover, ("rows",), lambda: Rows.of(cover))
+        device = cover.q_pos.device
+        ends = len(cover.q_pos), len(cover.k_pos)
+        steps = [(x or Steps(0, 0, 0, 0)) for x in cover.steps]
+        numbers = scores.first_batch, scores.first_head, *steps[0], *steps[1], *ends
+        key, int32 = ("numbers", numbers), torch.int32
+        self._numbers = kept_of(cover, key, lambda: torch.tensor(numbers, dtype=int32, device=device))
+        self._is_padded = cover.sizes is not None
+        self._stepped = tuple(computed and x is not None and not self._is_padded for x in cover.steps)
+        functions = scores.score_mod, scores.mask_mod
+        sizes = scores.seq_len, max(scores.first_head, scores.first_batch)
+        self._score, self._mask = (None if x is None else reads_of(x, *sizes) for x in functions)
+        num = 0 if scores.score_mod is None else scores.score_mod.num_captured
+        self.reads = () if self._score is None else self._score.reads
+        of_score = () if self._score is None else self._score.of_captured(scores.captured[:num])
+        of_mask = () if self._mask is None else self._mask.of_captured(scores.captured[num:])
+        self.of_score = self._numbers, *self.rows.positions, *of_score
+        self.of_mask = self._numbers, *self.rows.tensors, *of_mask
+        self.wanted = tuple(name_of_captured(read.source) in scores.wanted for read in self.reads)
+        codes = tuple(
+            x and (x.handle, reads and reads.key) for x, reads in zip(functions, (self._score, self._mask), strict=True)
+        )
+        self.key = codes, self.rows.dims, self.wanted, self._stepped, self._is_padded
+        self.cover = cover
+
+    def score(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, *tensors: Tensor) -> Tensor:
+        if self._score is None:
+            return score
+        score = score.to(self._dtype)
+        reads = tensors[3:]
+        return self._score.graph(score, *self._globals(b, h, i, j, *tensors[:3]), *reads).to(self._dtype)
+
+    def mask(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, *tensors: Tensor) -> Tensor:
+        numbers, bounds, q_pos, k_pos = tensors[:4]
+        num = 1 + len(self.rows.tensors)
+        indices = self._globals(b, h, i, j, numbers, q_pos, k_pos)
+        seen = _allowed(self.rows)(b, i, j, *indices[2:], bounds, *tensors[4:num])
+        if self._is_padded:
+            of_q, of_k = (_index(numbers, [b * 0 + n]) for n in ENDS)
+            seen = seen & (i < of_q) & (j < of_k)
+        return seen if self._mask is None else seen & self._mask.graph(*indices, *tensors[num:])
+
+    def _globals(
+        self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, numbers: Tensor, *positions: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Global indices of local ones."""
+
+        def number(n: int) -> Tensor:
+            return _index(numbers, [b * 0 + n])
+
+        def position(at: int, row: Tensor) -> Tensor:
+            if not self._stepped[at]:
+                return _index(positions[at], [row])
+            split, first, second, step = map(number, range(2 + 4 * at, 6 + 4 * at))
+            return torch.where(row < split, first, second) + step * row
+
+        return b + number(0), h + number(1), position(0, i), position(1, j)
+
+    def joint(self, dtype: torch.dtype) -> GraphModule:
+        """Gradients of a score of this dtype and of `of_score`; None of those that are not wanted."""
+        wanted = (False,) * (len(self.of_score) - len(self.wanted)) + self.wanted
+
+        def joint(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, grad: Tensor, *tensors: Tensor) -> Any:
+            score = score.to(self._dtype).detach().requires_grad_()
+            tensors = tuple(x.detach().requires_grad_(w) for x, w in zip(tensors, wanted, strict=True))
+            value = self.score(score, b, h, i, j, *tensors)
+            inputs = [score, *(x for x, w in zip(tensors, wanted, strict=True) if w)]
+            if not value.requires_grad:
+                return [torch.zeros_like(score), None, None, None, None, *[None] * len(tensors)]
+            dscore, *found = torch.autograd.grad(value, inputs, grad.to(self._dtype), allow_unused=True)
+            grads = iter(found)
+            dscore = torch.zeros_like(score) if dscore is None else dscore
+            return [dscore, None, None, None, None, *(next(grads) if w else None for w in wanted)]
+
+        # Traced on the CPU: autograd's thread of a GPU may wait for this one. Each is a tensor of its own, as what is
+        # traced goes by identity, and has no data.
+        device, mode = self.of_score[0].device, FakeTensorMode()
+        with mode:
+            scalars = (torch.empty((), dtype=x) for x in (dtype, *[torch.int32] * 4, dtype))
+            captured = (torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in self.of_score)
+            inputs = *scalars, *captured
+        graph = traced(joint, inputs)
+        for node in graph.graph.nodes:
+            if "device" in node.kwargs:
+                node.kwargs = node.kwargs | {"device": device}
+        graph.recompile()
+        return graph
+
+    def with_gradients(self, of_score: Sequence[Tensor], graded: Sequence[bool]) -> tuple[Tensor, ...]:
+        """Not compiled, PyTorch's operator returns gradients of those tensors that say they want one."""
+        others = len(of_score) - len(self.wanted)
+        if of_score[0].device.type != "cpu":
+            return tuple(of_score)
+        reads = (x.detach().requires_grad_(w) for x, w in zip(of_score[others:], graded, strict=True))
+        return *of_score[:others], *reads
+
+
+def kept_of(cover: Pairs, key: tuple[Hashable, ...], make: Callable[[], Any]) -> Any:
+    """What was prepared of a tile before; the oldest goes where there is too much."""
+    name = "flex", *key
+    if name not in cover.kept:
+        of_flex = [k for k in cover.kept if isinstance(k, tuple) and k[:1] == ("flex",)]
+        if len(of_flex) >= TABLES:
+            del cover.kept[of_flex[0]]
+        cover.kept[name] = make()
+    return cover.kept[name]

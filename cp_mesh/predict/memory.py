@@ -1,0 +1,436 @@
+"""Memory: what a call needs beyond its inputs and results, from its schedule. A formula, held to measurements.
+
+Per row, in one of n head chunks: F = B·(K/n)·(D + Dv) elements of keys and values, Q = B·(H/n)·D of queries.
+
+    symmetric memory, kept from call to call
+        local rows · F                                 K and V where others can read them
+        rows that others fetch · F                     a slot for the gradients that each of them computes; every rank
+                                                       allocates what the rank that serves most needs. On two ranks it
+                                                       lies where the rows did, and the larger of the two counts
+    forward, at its end
+        rows of all tiles · B·(H/n)·(Dv elements + 4)  partial outputs and their lse, merged once
+        and, while the first tile is computed, all rows fetched · F; while stage s is, those fetched in it and later,
+        with the partial outputs so far, less, in one chunk, the results, which are made last
+    backward, while stage s is computed, the largest over s
+        rows fetched in stage s and later · F          keys that arrived or will
+        rows fetched in stages s - 2 to s · F          gradients on their way to the owners
+        rows of the tiles so far · Q                   partial dq, summed once
+        rows of the tile · Q · 4 bytes                 the kernel's own fp32 dq, and with grouped queries
+        keys of the tile · F · 4 bytes                 its fp32 dk and dv
+        less, in one chunk, the results                dq, dk and dv, made after the last tile; at that time all partial
+                                                       dq are held, and dk and dv of the local keys
+
+A sum holds at most `MAX_PIECES` pieces, of out, dq or gradients that arrived: these then become one in fp32. Where
+gradients travel in fp32, or two tiles of a stage share keys, the kernel's own of that stage are held beside them.
+
+Functional collectives have no symmetric memory. They hold the keys of stage s and of the next, packed copies of the
+rows that the next one serves, gradients of stages s - 1 and s on their way, and those that arrived. In the forward the
+local tiles come first, beside the rows of the first stage and the copies that it serves.
+
+All-gather has one stage. The double ring holds, of the host that is visited, what a ring of its ranks holds, with the
+rows that crossed as its own; and
+
+    keys                                               the rows that crossed; those of the next host, crossing, and the
+                                                       packed copies of those that leave meanwhile
+    backward                                           gradients of this rank's buffer, from its host, until they are
+                                                       summed in fp32; the sums on their way, and those that came home
+    symmetric memory                                   that of the ring within the host
+
+Ulysses holds rows of the whole sequence S, of a
+part of a rank's heads, here H/(n·cp) and K as many as these read, R = B·(H·D + K·(D + Dv)) elements of q, k and v, O
+= B·H·(Dv elements + 4) of out and lse:
+
+    symmetric memory                                   the largest buffer that it sends: in the backward, mostly
+    kept       rows · (R + O)                          of all parts, from the forward to the backward; in training it is
+                                                       in the place of this rank's own q, k and v
+    forward    rows · 2·R                              what arrived, and the same in the order of positions
+               rows · (R + O)                          while tiles are computed: what arrived, and results; of several
+                                                       tiles as the kernel gives them, and merged
+               rows · (R + O + out)                    out on its way home: what was computed, what arrived
+    backward   rows · 2·B·H·Dv                         beside what is kept: dout, as above
+               rows · (B·H·Dv + R)                     while tiles are computed, with gradients as the kernel gives
+                                                       them, of several tiles also summed, its own fp32 sums as in the
+                                                       ring, and delta
+               rows · 2·R                              gradients on their way home
+Kv heads that are sent several times are not kept, as they would be more than a rank's own: they, as often as they are
+sent, are held in both passes, lse comes home with out, and the backward holds rows · 2·(R + B·H·Dv + O) when dout, q,
+k, v, out (or delta) and lse have arrived. Over functional collectives what is sent is held once more where what arrived
+is. Contiguous needs no other order. The hybrid has the rows of an inner group in place of S, and of these a ring's
+memory in place of the results of one device.
+
+Captured shards of `cp_mesh.flex_attention` are held whole in both passes, in the dtype of sums, and in the backward two
+more of each: its gradient, summed, and that of a tile.
+
+Not counted: gradients of the scores' other tensors while they are summed in fp32. That of a dense bias is 4 bytes an
+element of the bias, on top of the result. And with kernel="flex" copies of gradients of elements that many pairs read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+from cp_mesh.geometry.schedule import Schedule, Stage, Tile, enclosing
+from cp_mesh.kernels.combine import MAX_PIECES
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the formula reads of q, k and v: of all heads of this rank, and bytes of an element.
+
+    ``gradient_itemsize`` is that of dk and dv as they travel: 2 for half precision where the kernel rounds them and no
+    two tiles of a message share rows (zigzag and striped causal, full; joined tiles), else 4; 8 for float64.
+    ``home_itemsize`` is that where they go home of heads that were exchanged; 0: the same.
+    """
+
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    itemsize: int
+    gradient_itemsize: int
+    home_itemsize: int = 0
+
+
+@dataclass(frozen=True)
+class ExtraMemory:
+    """Bytes beyond inputs and results, on this rank: the peaks of the two passes, and what is kept between them."""
+
+    forward: int
+    backward: int
+    symmetric: int
+
+    @property
+    def peak(self) -> int:
+        """The larger of the two passes, plus ``symmetric``."""
+        return max(self.forward, self.backward) + self.symmetric
+
+    def with_captured(self, num: int, itemsize: int) -> ExtraMemory:
+        """Also of captured shards: of ``num`` elements, when they are whole."""
+        whole = num * max(4, itemsize)
+        return replace(self, forward=self.forward + whole, backward=self.backward + 3 * whole)
+
+
+def extra_memory(
+    schedule: Schedule,
+    sizes: Sizes,
+    head_chunks: int,
+    transport: str,
+    one_tile: bool = False,
+    rounds: bool = True,
+    made_last: bool = True,
+    result_itemsize: int = 0,
+) -> ExtraMemory:
+    """The formula above for one rank.
+
+    Args:
+        schedule: the rank's, as the method makes it (`cp_mesh.call.methods.Method.make_schedule`).
+        sizes: of its tensors.
+        head_chunks: number of parts that the kv heads are computed in.
+        transport: "symmetric_memory" or "functional"; of several hosts that within one.
+        one_tile: whether the kernel is given the tiles of a step as one (`cp_mesh.call.method.as_one_tile`).
+        rounds: whether the kernel returns gradients in the inputs' dtype.
+        made_last: whether results are made after the last tile, in one chunk; of one tile they are the kernel's.
+        result_itemsize: of dk and dv; 0: as of the inputs.
+    """
+    rows, route = _Rows.of(sizes, head_chunks, rounds, result_itemsize or sizes.itemsize), schedule.route
+    parts = [stage.tiles for stage in route.stages]
+    tiles = [enclosing(x) if one_tile else x for x in (*parts, schedule.local_tiles)]
+    made_last &= head_chunks == 1
+    if route.visits:
+        forward = _forward_over_hosts(schedule, rows, tiles, transport, made_last)
+        backward = _backward_over_hosts(schedule, rows, tiles, transport, made_last)
+        return ExtraMemory(forward, backward, _symmetric_over_hosts(schedule, rows) if _on_wires(transport) else 0)
+    num_rows, on_wires = schedule.shard_lens[schedule.cp_rank], _on_wires(transport)
+    fetched, served = [stage.num_fetched for stage in route.stages], [_served(stage) for stage in route.stages]
+    keys_held = [
+        sum(fetched[i:]) if on_wires else sum(fetched[i : i + 2]) + sum(served[i + 1 : i + 2])
+        for i in range(len(tiles))
+    ]
+    out, results = _Pieces(num_rows * rows.out_sum), num_rows * rows.out if made_last else 0
+    first = sum(fetched) if on_wires else sum(fetched[:1]) + sum(served[:1])
+    forward = first * rows.key + out.add([_rows(tile) * rows.out for tile in tiles[-1]]) - results
+    for keys, of_stage in zip(keys_held, tiles[:-1], strict=False):
+        forward = max(forward, keys * rows.key + out.add([_rows(tile) * rows.out for tile in of_stage]) - results)
+    forward = max(forward, out.held)
+    backward, dq, arrived = 0, _Pieces(num_rows * rows.dq_sum), _Pieces(num_rows * rows.sum)
+    for i, of_stage in enumerate(tiles):
+        sent = sum(fetched[max(0, i - (2 if on_wires else 1)) : i + 1]) * rows.gradient
+        held = keys_held[i] * rows.key + sent + arrived.held
+        backward = max(backward, held + _tiles_of_backward(of_stage, rows, dq, is_local=i == len(fetched)))
+        if i < len(served) and not on_wires:
+            arrived.add([num * rows.gradient for num in _ranges(route.stages[i])])
+    if made_last:
+        at_end = dq.held + arrived.held + sum(map(_keys, tiles[-1])) * rows.piece
+        backward = max(backward - num_rows * (rows.dq + rows.result), at_end)
+    symmetric = 0
+    if on_wires and route.stages:
+        of_group = max(schedule.shard_lens) * rows.key, route.most_served * rows.gradient
+        symmetric = max(of_group) if schedule.cp_size == 2 else sum(of_group)
+    return ExtraMemory(forward, backward, symmetric)
+
+
+class _Rows(NamedTuple):
+    """Bytes of a row, of the heads of one chunk.
+
+    Attributes:
+        key, gradient, piece, sum, result: of keys and values; of their gradients as they travel, as the kernel returns
+            them, summed, and as results.
+        out, out_sum: of partial results with their lse, as returned and summed.
+        dq, dq_sum: as returned and summed.
+        own_dq, own_dkv: the kernel's own sums.
+    """
+
+    key: int
+    gradient: int
+    piece: int
+    sum: int
+    result: int
+    out: int
+    out_sum: int
+    dq: int
+    dq_sum: int
+    own_dq: int
+    own_dkv: int
+
+    @classmethod
+    def of(cls, sizes: Sizes, head_chunks: int, rounds: bool, result_itemsize: int) -> _Rows:
+        heads, kv_heads = sizes.num_heads // head_chunks, sizes.num_kv_heads // head_chunks
+        row = sizes.batch * kv_heads * (sizes.head_dim + sizes.v_head_dim)
+        out, q, number = (sizes.batch * heads * n for n in (sizes.v_head_dim, sizes.head_dim, 1))
+        wide = max(4, sizes.itemsize)
+        return cls(
+            key=row * sizes.itemsize,
+            gradient=row * sizes.gradient_itemsize,
+            piece=row * (sizes.itemsize if rounds else wide),
+            sum=row * wide,
+            result=row * result_itemsize,
+            out=out * sizes.itemsize + number * 4,
+            out_sum=(out + number) * wide,
+            dq=q * sizes.itemsize,
+            dq_sum=q * wide,
+            own_dq=q * 4,
+            own_dkv=row * 4 if heads > kv_heads else 0,
+        )
+
+
+def _tiles_of_backward(tiles: Sequence[Tile], rows: _Rows, dq: _Pieces, is_local: bool) -> int:
+    """The most that dq and the kernel hold; of gradients of keys, what is not written where it is sent from."""
+    apart, most = 0, dq.held
+    overlapping = _overlap(tile.k for tile in tiles)
+    for tile in tiles:
+        piece = _keys(tile) * rows.piece if is_local or rows.gradient > rows.key else 0
+        own = _rows(tile) * rows.own_dq + _keys(tile) * rows.own_dkv
+        most = max(most, dq.held + _rows(tile) * rows.dq + own + apart + piece)
+        most = max(most, dq.add([_rows(tile) * rows.dq]) + apart + piece)
+        apart += piece if is_local or overlapping else 0
+    return most
+
+
+class _Pieces:
+    """Bytes that a sum holds: at most `MAX_PIECES` partial results, before they become ``folded`` bytes."""
+
+    def __init__(self, folded: int) -> None:
+        self._folded, self._pieces = folded, list[int]()
+
+    @property
+    def held(self) -> int:
+        return sum(self._pieces)
+
+    def add(self, pieces: Iterable[int]) -> int:
+        """The most that is held meanwhile."""
+        most = self.held
+        for piece in pieces:
+            if piece and len(self._pieces) == MAX_PIECES:
+                most = max(most, self.held + piece + self._folded)
+                self._pieces = [self._folded]
+            self._pieces += [piece] if piece else []
+            most = max(most, self.held)
+        return most
+
+
+def _forward_over_hosts(
+    schedule: Schedule, rows: _Rows, tiles: Sequence[Sequence[Tile]], transport: str, made_last: bool
+) -> int:
+    own_rows, of_stage = schedule.shard_lens[schedule.cp_rank], iter(tiles)
+    out, results = _Pieces(own_rows * rows.out_sum), own_rows * rows.out if made_last else 0
+    most, buffer, local = 0, 0, tiles[-1]
+    for keys in _keys_over_hosts(schedule, transport):
+        most = max(most, (buffer + keys.begin) * rows.key + out.held - results)
+        buffer = keys.buffer
+        if local:
+            most = max(most, keys.begin * rows.key + out.add([_rows(tile) * rows.out for tile in local]) - results)
+            local = ()
+        for num in keys.stages:
+            pieces = out.add([_rows(tile) * rows.out for tile in next(of_stage)])
+            most = max(most, num * rows.key + pieces - results)
+    return max(most, buffer * rows.key + out.held)
+
+
+def _backward_over_hosts(
+    schedule: Schedule, rows: _Rows, tiles: Sequence[Sequence[Tile]], transport: str, made_last: bool
+) -> int:
+    own_rows, of_stage, on_wires = schedule.shard_lens[schedule.cp_rank], iter(tiles), _on_wires(transport)
+    dq, arrived = _Pieces(own_rows * rows.dq_sum), _Pieces(own_rows * rows.sum)
+    results = own_rows * (rows.dq + rows.key) if made_last else 0
+    most, buffer, crossing, returning = 0, 0, 0, list[int]()  # of gradients: what crosses, and what comes of it
+    for visit, keys in zip(schedule.route.visits, _keys_over_hosts(schedule, transport), strict=True):
+        held = dq.held + arrived.held + crossing
+        most, buffer = max(most, (buffer + keys.begin) * rows.key + held - results), keys.buffer
+        stages = visit.route.stages
+        fetched, served = [stage.num_fetched for stage in stages], [_served(stage) for stage in stages]
+        own = visit.own.num_fetched * rows.gradient if visit.own is not None else 0
+        for i, num in enumerate(keys.stages, -1 if visit.own is not None else 0):
+            of_tiles = next(of_stage)
+            sent = sum(fetched[max(0, i - (2 if on_wires else 1)) : i + 1]) * rows.gradient + own
+            sent += 0 if on_wires else sum(served[: max(0, i)]) * rows.gradient
+            of_kernel = _tiles_of_backward(of_tiles, rows, dq, is_local=False)
+            now = num * rows.key + sent + arrived.held + crossing + of_kernel
+            most = max(most, now - results)
+        # All gradients of this host are here, and their sums are made.
+        here = own + (0 if on_wires else sum(served) * rows.gradient) + keys.end * rows.key + dq.held
+        if visit.crossing is None:
+            most = max(most, here + arrived.held + visit.num_rows * rows.sum - results)
+            arrived.add([visit.num_rows * rows.sum] if visit.shared else [])  # in one buffer
+            continue
+        arrived.add(returning)
+        crossing = (visit.crossing.num_fetched + _served(visit.crossing)) * rows.sum
+        returning = [num * rows.sum for num in _ranges(visit.crossing)]
+        most = max(most, here + arrived.held + crossing - results)
+    held = buffer * rows.key + arrived.held
+    most = max(most, held + crossing + _tiles_of_backward(tiles[-1], rows, dq, is_local=True) - results)
+    at_end = dq.held + sum(map(_keys, tiles[-1])) * rows.piece
+    return max(most, buffer * rows.key + arrived.add(returning) + at_end)
+
+
+class _HeldKeys(NamedTuple):
+    """Rows of keys that a rank holds beside its own while it visits a host.
+
+    Attributes:
+        begin: when it begins, beside the buffer of the host before.
+        buffer: of this host's.
+        stages: in each stage, the buffer included.
+        end: after the last one.
+    """
+
+    begin: int
+    buffer: int
+    stages: list[int]
+    end: int
+
+
+def _keys_over_hosts(schedule: Schedule, transport: str) -> list[_HeldKeys]:
+    visits, on_wires, found = schedule.route.visits, _on_wires(transport), []
+    crossings = [visit.crossing for visit in visits[1:] if visit.crossing is not None]
+    for number, visit in enumerate(visits):
+        buffer = crossings[number - 1].num_fetched if number else 0
+        ahead = sum(x.num_fetched + _served(x) for x in crossings[number : number + 1]) + buffer
+        fetched, served = [x.num_fetched for x in visit.route.stages], [_served(x) for x in visit.route.stages]
+        begin = sum(fetched) if on_wires else sum(fetched[:1]) + sum(served[:1])
+        stages = []
+        if visit.own is not None:
+            copied = visit.own.num_fetched if sum(len(ranges) for _, ranges in visit.own.fetch) > 1 else 0
+            stages.append(ahead + begin + copied)
+        for i in range(len(fetched)):
+            stages.append(
+                ahead + (sum(fetched[i:]) if on_wires else sum(fetched[i : i + 2]) + sum(served[i + 1 : i + 2]))
+            )
+        found.append(_HeldKeys(ahead + begin, buffer, stages, ahead))
+    return found
+
+
+def _symmetric_over_hosts(schedule: Schedule, rows: _Rows) -> int:
+    """Of the group of this host, which serves every visit; its most."""
+    moved = [visit.route for visit in schedule.route.visits if visit.route.stages]
+    if not moved:
+        return 0
+    parts = max(schedule.shard_lens) * rows.key, max(route.most_served for route in moved) * rows.gradient
+    return max(parts) if schedule.host_size == 2 else sum(parts)
+
+
+def _overlap(ranges: Iterable[tuple[int, int]]) -> bool:
+    """Whether two of these have rows in common."""
+    return any(a[1] > b[0] for a, b in pairwise(sorted(ranges)))
+
+
+def _on_wires(transport: str) -> bool:
+    return transport == "symmetric_memory"
+
+
+def _served(stage: Stage) -> int:
+    return sum(_ranges(stage))
+
+
+def _ranges(stage: Stage) -> list[int]:
+    """Rows of each range that a rank serves, or of which gradients come back."""
+    return [end - begin for _, ranges in stage.serve for begin, end in ranges]
+
+
+def ulysses_memory(
+    schedule: Schedule,
+    degree: int,
+    sizes: Sizes,
+    head_chunks: int,
+    transport: str,
+    one_tile: bool = False,
+    uses_delta: bool = True,
+    rounds: bool = True,
+    outer: str = "functional",
+) -> ExtraMemory:
+    """The formula above of Ulysses and the hybrid, where ranks hold equally many rows.
+
+    Args:
+        schedule: that of a ring of inner groups; of plain Ulysses one device that holds the whole sequence.
+        degree: ranks of an inner group.
+        sizes, one_tile, rounds: as in `extra_memory`.
+        head_chunks: parts of a rank's heads that are computed one after the other.
+        transport, outer: of the inner group, and of the ring.
+        uses_delta: whether the kernel's backward is given delta instead of out.
+    """
+    rows, of_kv = schedule.shard_lens[schedule.cp_rank], kv_heads_of_rank(sizes, degree)
+    B, H, K = sizes.batch, sizes.num_heads // degree // head_chunks, of_kv // head_chunks
+    q, out, kv = (B * n for n in (H * sizes.head_dim, H * sizes.v_head_dim, K * (sizes.head_dim + sizes.v_head_dim)))
+    e, lse, home_itemsize = sizes.itemsize, B * H * 4, sizes.home_itemsize or sizes.gradient_itemsize
+    ways = 2 if _on_wires(transport) or degree == 1 else 3  # computed, arrived, and sent
+    is_kept = of_kv * degree == sizes.num_kv_heads and degree > 1
+    tiles = [*schedule.local_tiles, *(tile for stage in schedule.route.stages for tile in stage.tiles)]
+    once = len(tiles) == 1 and (_rows(tiles[0]), _keys(tiles[0])) == (rows, rows)  # the kernel's results are the ring's
+    of_heads = replace(sizes, num_heads=H, num_kv_heads=K)
+    ring = extra_memory(schedule, of_heads, 1, outer, one_tile, rounds, not once, home_itemsize)
+
+    qkv, result, home = (q + kv) * e, out * e + lse, q * e + kv * home_itemsize
+    given = out * e if is_kept else (q + kv + out) * e + (lse if uses_delta else out * e) + lse
+    of_home = out * e if is_kept else result
+    forward = max(rows * 2 * qkv, rows * (qkv + result * (not once)) + ring.forward)
+    sent_home = rows * (result + (ways - 1) * of_home + (qkv if is_kept and head_chunks == 1 else 0))
+    again = lse * (uses_delta if is_kept else 1 + uses_delta)
+    computing = rows * (given + home * (not once) + again) + ring.backward
+    forward, backward = max(forward, sent_home), max(rows * 2 * given, computing, rows * ways * home)
+    if is_kept:
+        kept = rows * head_chunks * (qkv + result)
+        forward, backward = forward + (kept if head_chunks > 1 else 0), backward + kept
+    elif degree > 1:
+        repeated = rows // degree * kv * degree * head_chunks
+        forward += repeated * e
+        results = rows // degree * B * sizes.num_kv_heads * (sizes.head_dim + sizes.v_head_dim) * e  # made last
+        backward += repeated * (e + home_itemsize) + (rows * lse * head_chunks if uses_delta else 0) - results
+    symmetric = rows * max(qkv, of_home, given, home) if _on_wires(transport) and degree > 1 else 0
+    return ExtraMemory(forward, backward, symmetric + ring.symmetric)
+
+
+def kv_heads_of_rank(sizes: Sizes, cp_size: int) -> int:
+    """Of Ulysses: those that a rank's query heads read, in groups that are equal on all ranks."""
+    heads = sizes.num_heads // cp_size
+    return heads // math.gcd(sizes.num_heads // sizes.num_kv_heads, heads)
+
+
+def _rows(tile: Tile) -> int:
+    return tile.q[1] - tile.q[0]
+
+
+def _keys(tile: Tile) -> int:
+    return tile.k[1] - tile.k[0]

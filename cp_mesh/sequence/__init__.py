@@ -1,0 +1,5 @@
+"""One sequence whose rows ranks share, and what a rank saw of it.
+
+Read `sharded_sequence` (a mesh axis, a layout, a length; it cuts and joins batches). `rows` remembers what was sharded
+and how attention was called, so that a loss can tell whose rows its labels are; `losses` which losses trained what.
+"""

@@ -1,0 +1,422 @@
+"""The sequence kit: one object feeds the data, the positions, the style and the labels, so that they cannot disagree.
+
+Labels are shifted before the sequence is sharded: the token after a shard's last row lives on another rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import MappingKey, tree_map_with_path
+
+from cp_mesh.comm.groups import as_mesh, flat, is_cp_axis
+from cp_mesh.comm.waiting import wait_for
+from cp_mesh.comm.whole import gather, scatter_sum
+from cp_mesh.errors import as_int, refuse
+from cp_mesh.geometry.balance import balance
+from cp_mesh.geometry.layouts import Contiguous, Layout, Run, ZigZag
+from cp_mesh.geometry.mask import EXCLUDED, Mask
+from cp_mesh.sequence.rows import Rows, mark, marked, note_length, note_tokens
+
+WHOLE = ("documents", "blocks", "key_padding", "cu_seqlens")
+"""Names of leaves that `ShardedSequence.shard` leaves whole: masks read them by position, on every rank."""
+IGNORED = -100
+"""The label of tokens that do not count."""
+PADDING = {
+    **dict.fromkeys(("labels", "label", "targets", "target"), IGNORED),
+    **dict.fromkeys(("tokens", "input_ids", "positions", "position_ids", "attention_mask", "key_padding"), 0),
+    **dict.fromkeys(("documents", "blocks"), EXCLUDED),
+}
+"""Values that pad leaves of these names. Floating-point leaves of other names are padded with 0."""
+
+
+_funcol = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class ShardedSequence:
+    """A sequence sharded over one mesh axis in a layout.
+
+    Args:
+        mesh: the 1-D mesh of the cp axis, or its ProcessGroup, of which a mesh is made; or a 2-D mesh of an outer and
+            an inner axis, whose names begin with "cp", which is flattened.
+        layout: which positions each rank holds.
+        length: tokens in the whole sequence. Needed where it is not a multiple of ``layout.multiple(cp_size)``: then
+            it is padded, or with ``pad=False`` cut in unequal shards. None: any multiple, read from the tensors.
+        pad: pad the sequence at its end to a multiple, so that shards are equal.
+        ulysses_degree: that of ``ContextParallel(sequence, method="hybrid")`` unless it has its own. None: of a 2-D
+            mesh, the size of its second axis, which the double ring takes too.
+
+    Raises:
+        ArgumentError: if the mesh is none of these.
+
+    Example:
+        >>> sequence = ShardedSequence(mesh["cp"], ZigZag())  # doctest: +SKIP
+        >>> batch = sequence.shard({"tokens": tokens, "labels": labels})  # [B, S] -> [B, S/cp]  # doctest: +SKIP
+        >>> positions = sequence.positions(tokens.shape[1])  # [S/cp], for the rotary embedding  # doctest: +SKIP
+    """
+
+    mesh: DeviceMesh
+    layout: Layout = ZigZag()  # noqa: RUF009 - frozen
+    length: int | None = None
+    pad: bool = True
+    ulysses_degree: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mesh", as_mesh(self.mesh))
+        for name in ("length", "ulysses_degree"):
+            object.__setattr__(self, name, as_int(getattr(self, name)))
+        if not isinstance(self.mesh, DeviceMesh) or not is_cp_axis(self.mesh):
+            hint = 'pass the cp axis alone, mesh["cp"], or two of such names, mesh["cp_ring", "cp_ulysses"]'
+            refuse("ShardedSequence.mesh", 'a 1-D DeviceMesh, or a 2-D one of axes "cp..."', self.mesh, hint)
+        if self.mesh.ndim == 2:
+            inner = self.mesh.size(1)
+            if self.ulysses_degree not in (None, inner):
+                expected = f"{inner}, as the mesh's second axis has"
+                refuse("ShardedSequence.ulysses_degree", expected, self.ulysses_degree, "leave it out")
+            object.__setattr__(self, "ulysses_degree", inner)
+            object.__setattr__(self, "mesh", flat(self.mesh))
+        if not isinstance(self.layout, Layout):
+            got = repr(self.layout) if isinstance(self.layout, str) else self.layout
+            refuse("ShardedSequence.layout", "a Layout", got, "ZigZag(), with parentheses")
+        if self.length is not None and (isinstance(self.length, bool) or not isinstance(self.length, int)):
+            refuse("ShardedSequence.length", "an int, tokens in the whole sequence", self.length, "or None")
+        if self.length is not None and self.length < 1:
+            refuse("ShardedSequence.length", "at least 1 token", self.length, "or None")
+
+    @property
+    def cp_size(self) -> int:
+        return self.mesh.size()
+
+    @property
+    def cp_rank(self) -> int:
+        return self.mesh.get_local_rank()
+
+    @property
+    def seq_len(self) -> int | None:
+        """Tokens in the whole sequence with padding, or None if it is read from the tensors."""
+        return self.seq_len_in(self.layout)
+
+    def seq_len_in(self, layout: Layout) -> int | None:
+        """`seq_len` if the sequence were in this ``layout``."""
+        return None if self.length is None else self._sharded_len(self.length, layout)
+
+    def for_batch(self, length: int, mask: Mask | None = None) -> ShardedSequence:
+        """This sequence for one batch, of which the length, or the layout too, is another than that of the others.
+
+        Equal lengths give equal sequences, of which plans are kept; of all plans only the latest are.
+
+        Args:
+            length: tokens of the batch, without padding.
+            mask: of the batch without padding, as `cp_mesh.batch_mask` makes it: its layout is the one that `balanced`
+                makes. None: the layout stays.
+
+        Raises:
+            ArgumentError: on a length below 1, or a mask as in `balanced`.
+
+        Example:
+            >>> batch = sequence.for_batch(tokens.shape[1])  # doctest: +SKIP
+            >>> rows = batch.shard({"tokens": tokens, "labels": labels})  # doctest: +SKIP
+        """
+        length = as_int(length)
+        if isinstance(length, bool) or not isinstance(length, int):
+            refuse("for_batch: length", "an int, tokens of the batch", length, "pass tokens.shape[1]")
+        sequence = replace(self, length=length)
+        return sequence if mask is None else sequence.balanced(mask)
+
+    def balanced(self, mask: Mask) -> ShardedSequence:
+        """This sequence in the layout in which every rank computes an equal share of one batch's mask.
+
+        Args:
+            mask: of the sequence without padding, of positions and documents.
+
+        Raises:
+            ArgumentError, UnsupportedError: as in `cp_mesh.balance`, and without documents and ``length``.
+
+        Example:
+            >>> packed = sequence.balanced(Mask(documents=documents))  # doctest: +SKIP
+            >>> labels = packed.shard({"labels": labels})["labels"]  # doctest: +SKIP
+            >>> logits = model(tokens, mask=Mask(documents=documents), layout=packed.layout)  # doctest: +SKIP
+        """
+        even = replace(self, layout=Contiguous())  # padded as the new layout will be
+        mask, seq_len = even.mask(mask), even.seq_len
+        if seq_len is None:
+            if mask.documents is None:
+                refuse("balanced", "documents, or a sequence with a length", None, "set length=")
+            seq_len = even._sharded_len(mask.documents.shape[-1])
+        return replace(self, layout=balance(mask, seq_len, self.cp_size))
+
+    def shard(self, tree: Any, dim: int = 1, *, pad_value: int | None = None) -> Any:
+        """This rank's rows of every tensor of a pytree.
+
+        Args:
+            tree: tensors of the *whole* sequence, equal on every cp rank, at ``length`` or already padded. By their
+                key, documents, key_padding and cu_seqlens stay whole; labels and targets are padded with -100, tokens,
+                input_ids, positions, position_ids and attention_mask with 0. Labels of a stream that every rank holds
+                are the padding on all ranks but the first, so that they count once.
+            dim: the sequence dim of all tensors that are sharded.
+            pad_value: what pads the sharded tensors, before `PADDING`. Needed where an integer tensor of another name,
+                or of none, is padded: 0 would be a valid label.
+
+        Returns:
+            The same pytree; sharded tensors have ``layout.shard_len`` rows along ``dim``, padding included, in layout
+            order. A model fed with them returns its rows in that order too.
+
+        Raises:
+            ArgumentError: on a DTensor or anything that is neither a tensor nor a plain value, a length that does not
+                fit, or padding of an integer tensor of unknown name without ``pad_value``.
+        """
+        return tree_map_with_path(lambda path, leaf: self._shard_leaf(path, leaf, dim, pad_value), tree)
+
+    def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """The whole tensor in original order, without padding, on every rank.
+
+        Differentiable: the gradient of this rank's rows is the *sum* over ranks of their gradients of the whole, as
+        the gradient contract wants. If every rank computes the same loss from the whole, use `gather`.
+
+        Args:
+            x: this rank's rows, [..., shard_len, ...].
+            dim: the sequence dim.
+        """
+        return self._unshard(x, dim, 1.0)
+
+    def gather(self, x: Tensor, dim: int = 1) -> Tensor:
+        """`unshard` for a loss that every rank computes alike from the whole: gradients are the *mean* over ranks.
+
+        Then the sum over ranks of parameter gradients is that of one such loss.
+
+        Args:
+            x: this rank's rows, [..., shard_len, ...].
+            dim: the sequence dim.
+        """
+        return self._unshard(x, dim, 1.0 / self.cp_size)
+
+    def _unshard(self, x: Tensor, dim: int, scale: float) -> Tensor:
+        whole = _Unshard.apply(x, dim, self, self._len_of_local(x.shape[dim]), scale)
+        return whole if self.length is None else whole.narrow(dim, 0, self.length)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of a tensor over the cp ranks, on every rank: for losses that are no sums over tokens.
+
+        Differentiable, as the gradient contract wants: the gradient is the *sum* over ranks of the gradients of the
+        result. So a loss that every rank computes alike from it is added to a rank's share divided by the number of
+        ranks whose shares are summed. The load-balancing loss of a router is an example, in ``docs/gradients.md``.
+
+        Args:
+            x: of one shape on all cp ranks, such as sums over this rank's rows.
+        """
+        return cast(Tensor, _AllReduce.apply(x, self.mesh.get_group().group_name))
+
+    def dropout_seed(
+        self, step: int, seed: int = 0, replica: int = 0, device: torch.device | str | None = None
+    ) -> Tensor:
+        """A seed for attention's dropout, equal on all ranks of this cp group with no communication.
+
+        Another one for every step, and for every replica, as their tokens are others. Hand it to the model with the
+        batch, so that recomputation finds the same, and let layers add their number: ``seed + layer``.
+
+        Args:
+            step: the number of the forward, counted by the trainer alike on all ranks; of a resumed run counted on.
+            seed: of the run.
+            replica: the index of the data-parallel replica, such as ``mesh["dp"].get_local_rank()``: equal on all cp
+                and tp ranks that hold the same tokens.
+            device: where; None: the CPU.
+
+        Returns:
+            int64 [1], for ``dropout_seed`` of `cp_mesh.attention` and of ``ContextParallel(scores=...)``.
+        """
+        told = repr((seed, replica, step)).encode()
+        return torch.tensor([int.from_bytes(hashlib.sha256(told).digest()[:7])], device=device)
+
+    def positions(self, seq_len: int | None = None, device: torch.device | str | None = None) -> Tensor:
+        """Global positions of this rank's rows, for the rotary embedding: int64 [shard_len].
+
+        Args:
+            seq_len: tokens in the whole sequence; None: ``length``.
+            device: where; None: the CPU.
+        """
+        length = self.length if seq_len is None else seq_len
+        if length is None:
+            refuse("seq_len", "the length of the whole sequence", None, "or set length=")
+        if self.length is not None and length not in (self.length, self.seq_len):
+            refuse("seq_len", f"{self.length}, this sequence's length", length, "leave it out")
+        return self.layout.positions(self._sharded_len(length), self.cp_size, self.cp_rank).to(device)
+
+    def mask(self, mask: Mask, layout: Layout | None = None) -> Mask:
+        """The mask of the padded sequence: its tensors padded, and padding keys hidden where a query could see them.
+
+        Args:
+            mask: of the sequence without padding, or with.
+            layout: in which the sequence is padded; None: its own.
+        """
+        seq_len = self.seq_len_in(self.layout if layout is None else layout)
+        if self.length is None or seq_len == self.length:
+            return mask
+        for name in ("documents", "blocks", "key_padding"):
+            x = getattr(mask, name)
+            if x is not None and x.shape[-1] not in (self.length, seq_len):
+                hint = "it is of the whole sequence, on every rank" + "; cu_seqlens end there" * (name == "documents")
+                refuse(f"Mask.{name}: length", f"{self.length}, or {seq_len} with padding", x.shape[-1], hint)
+        hidden = not mask.causal or mask.prefix > self.length  # a causal query never sees the padding after it
+        return replace(
+            mask,
+            length=min(self.length, self.length if mask.length is None else mask.length) if hidden else mask.length,
+            documents=None if mask.documents is None else self._pad_ids(mask.documents, seq_len),
+            blocks=None if mask.blocks is None else self._pad_ids(mask.blocks, seq_len),
+            key_padding=None if mask.key_padding is None else self._pad(mask.key_padding, -1, 0, seq_len),
+        )
+
+    def _sharded_len(self, length: int, layout: Layout | None = None) -> int:
+        multiple = (self.layout if layout is None else layout).multiple(self.cp_size)
+        if length % multiple == 0 or (not self.pad and length == self.length):
+            return length
+        if self.length is None:
+            refuse(
+                "sequence length",
+                f"a multiple of {multiple}",
+                length,
+                f"ShardedSequence(..., length={length}) pads it, and with pad=False cuts unequal shards",
+            )
+        return -(-length // multiple) * multiple
+
+    def _len_of_local(self, local_len: int) -> int:
+        seq_len = local_len * self.cp_size if self.seq_len is None else self.seq_len
+        expected = self.layout.shard_len(seq_len, self.cp_size, self.cp_rank)
+        if local_len != expected:
+            refuse("local rows", expected, local_len, "shard with this ShardedSequence, or set its length")
+        return seq_len
+
+    def _pad(self, x: Tensor, dim: int, value: int, seq_len: int | None) -> Tensor:
+        if self.length is None or seq_len is None or x.shape[dim] == seq_len:
+            return x
+        if x.shape[dim] != self.length:
+            refuse(
+                f"length of dim {dim}",
+                self.length if self.length == seq_len else f"{self.length}, or {seq_len} with padding",
+                x.shape[dim],
+                "pass the whole sequence, which is sharded once",
+            )
+        shape = list(x.shape)
+        shape[dim] = seq_len - self.length
+        return torch.cat([x, x.new_full(shape, value)], dim=dim)
+
+    def _pad_ids(self, ids: Tensor, seq_len: int | None) -> Tensor:
+        if ids.dtype == torch.uint8:  # of which every value is some document's id, or some block's
+            ids = ids.to(torch.int16)
+        return self._pad(ids, -1, EXCLUDED, seq_len)
+
+    def _shard_leaf(self, path: tuple, leaf: Any, dim: int, pad_value: int | None) -> Any:
+        name = path[-1].key if path and isinstance(path[-1], MappingKey) else None
+        if not isinstance(leaf, Tensor):
+            if leaf is None or isinstance(leaf, bool | int | float | str):
+                return leaf
+            refuse(f"shard({name or ''})", "tensors and plain values", type(leaf).__name__, "convert it to tensors")
+        held = None if torch.compiler.is_compiling() else marked(leaf)
+        if held is not None and held.group_name == self.mesh.get_group().group_name and self.cp_size > 1:
+            got, hint = "rows that shard has returned", "shard once; under a ShardedModel the model takes the whole"
+            refuse(f"shard({name or ''})", "a tensor of the whole sequence", got, hint)
+        if isinstance(leaf, DTensor):
+            refuse(f"shard({name or ''})", "local tensors", "a DTensor", "use full_tensor()")
+        if name == "cu_seqlens":
+            return self._pad_cu_seqlens(leaf)
+        if name in ("documents", "blocks"):
+            return self._pad_ids(leaf, self.seq_len)
+        if name in WHOLE:
+            return self._pad(leaf, -1, PADDING.get(str(name), 0), self.seq_len)
+        if leaf.ndim <= dim:
+            refuse(f"shard({name or ''})", f"a sequence dim {dim}", tuple(leaf.shape), "pass dim=, or expand it")
+        if self.length is None:
+            self._sharded_len(leaf.shape[dim])
+        padding = PADDING.get(str(name)) if pad_value is None else pad_value
+        if padding is None:
+            padding = 0
+            if self.seq_len not in (None, leaf.shape[dim]) and not leaf.is_floating_point():
+                hint = f"pad_value=-100 for labels, 0 for tokens; or one of the names {', '.join(PADDING)}"
+                refuse(f"shard({name or ''})", "a pad_value for an integer tensor", None, hint)
+        whole = self._pad(leaf, dim, padding, self.seq_len)
+        if self.layout.replicated and self.cp_rank > 0 and IGNORED in (pad_value, PADDING.get(str(name))):
+            pieces = self.layout.runs(whole.shape[dim], self.cp_size, self.cp_rank)
+            for copy in (piece for piece in pieces if isinstance(piece, Run) and piece.copied):
+                whole = whole.index_fill(dim, copy.positions().to(whole.device), padding)
+        rows = self.layout.positions(whole.shape[dim], self.cp_size, self.cp_rank).to(leaf.device)
+        local = whole.index_select(dim, rows)
+        if torch.compiler.is_compiling():
+            return local
+        group = self.mesh.get_group()
+        held = Rows(self.layout.spec(), whole.shape[dim], group.group_name)
+        note_length(group, whole.shape[dim], leaf.shape[dim] if self.length is None else self.length)
+        note_tokens(str(name), leaf, self.layout, held, group)
+        return mark(local, held, dim)
+
+    def _pad_cu_seqlens(self, cu_seqlens: Tensor) -> Tensor:
+        """The padding becomes a document of its own."""
+        end = int(cu_seqlens[-1])
+        if self.length is None or end == self.seq_len:
+            return cu_seqlens
+        if end != self.length:
+            refuse("cu_seqlens", f"an end at length {self.length}", end, "let the documents cover the sequence")
+        return torch.cat([cu_seqlens, cu_seqlens.new_tensor([self.seq_len])])
+
+
+@dataclass
+class Root:
+    """A `ShardedModel` whose forward runs.
+
+    Attributes:
+        sequence: its sequence, in the layout of the batch.
+        seq_len: tokens of the sequence, with padding.
+        cores: calls of cores in this forward so far; of those that are not compiled.
+    """
+
+    sequence: ShardedSequence
+    seq_len: int
+    cores: int = 0
+
+
+ROOT: ContextVar[Root | None] = ContextVar("cp_mesh_root", default=None)
+"""The innermost root whose forward runs in eager mode; torch.compile cannot trace it."""
+
+
+class _AllReduce(torch.autograd.Function):
+    """Sum over ranks; so is the backward, as the loss is the sum of what all ranks make of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group_name: str) -> Tensor:
+        ctx.group_name = group_name
+        return _sum(x, group_name, "all_reduce: a sum of other ranks")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _sum(grad, ctx.group_name, "all_reduce: gradients of other ranks"), None
+
+
+def _sum(x: Tensor, group_name: str, what: str) -> Tensor:
+    return wait_for(_funcol.all_reduce(x.contiguous(), "sum", group_name), what, group_name)
+
+
+class _Unshard(torch.autograd.Function):
+    """All-gather of shards that may be unequal, and un-permutation; backward sums ``scale`` times the gradients over
+    ranks and takes own rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, sequence: ShardedSequence, seq_len: int, scale: float) -> Tensor:
+        ctx.dim, ctx.sequence, ctx.seq_len, ctx.scale = dim, sequence, seq_len, scale
+        layout, size, group = sequence.layout, sequence.cp_size, sequence.mesh.get_group()
+        lens = [layout.shard_len(seq_len, size, rank) for rank in range(size)]
+        return gather(x, dim, lens, layout.inverse(seq_len, size).to(x.device), group.group_name, "unshard")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        sequence, seq_len, dim = ctx.sequence, ctx.seq_len, ctx.dim
+        layout, size, group = sequence.layout, sequence.cp_size, sequence.mesh.get_group()
+        lens = [layout.shard_len(seq_len, size, rank) for rank in range(size)]
+        inverse = layout.inverse(seq_len, size).to(grad.device)
+        own = scatter_sum(grad, dim, lens, inverse, sequence.cp_rank, group.group_name, "unshard")
+        return own if ctx.scale == 1 else own * ctx.scale, None, None, None, None

@@ -1,0 +1,215 @@
+"""`tensor_parallel_plan`: which module of a Llama gets which style over tp, by names and shapes.
+
+Known are decoders whose linears are named as in examples/llama.py and torchtitan (wq, wk, wv, wo; w1, w3, w2), or as in
+Transformers (q_proj ... o_proj; gate_proj, up_proj, down_proj). Any other module with parameters is refused: on rows or
+heads that are sharded over tp, its gradient would be a part of the sum.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, NoReturn, TypeVar
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
+
+from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.tensor_parallel.styles import (
+    Mode,
+    OverlappedColwise,
+    OverlappedRowwise,
+    Transport,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+)
+from cp_mesh.wrap import plain_name
+
+_ATTENTION = ("wq", "wk", "wv", "wo"), ("q_proj", "k_proj", "v_proj", "o_proj")
+_FEED_FORWARD = ("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj")
+_EMBEDDINGS, _HEADS = ("tok_embeddings", "embed_tokens"), ("output", "lm_head")
+_OF_HEADS = ("q_norm", "k_norm", "query_layernorm", "key_layernorm")
+_BEFORE_ATTENTION = ("attention_norm", "input_layernorm")
+_BEFORE = (*_BEFORE_ATTENTION, "feed_forward_norm", "ffn_norm", "pre_feedforward_layernorm")
+_AFTER, _EITHER, _LAST = "post_feedforward_layernorm", "post_attention_layernorm", "norm"
+"""Norms before linears, and of what linears return; the second of these is before some where the first is missing."""
+_NUMBERS = frozenset(
+    ("num_heads", "num_attention_heads", "num_key_value_heads", "n_heads", "n_kv_heads", "hidden_size")
+)
+"""Of all heads: attention that reads one would take this rank's for them."""
+_HINT = "write this model's plan by hand, or use PyTorch's styles"
+_ModuleT = TypeVar("_ModuleT", bound=nn.Module)
+
+
+def tensor_parallel_plan(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    mode: Mode = "reduce_scatter",
+    recompute_all_gather: bool = False,
+    transport: Transport = "auto",
+    use_local_output: bool = True,
+) -> dict[str, ParallelStyle]:
+    """The styles over tp of a Llama, or of a decoder that is built like one, for `parallelize`.
+
+    It goes by names and shapes of modules. Known are the Llama of ``examples/llama.py``, that of torchtitan, and of
+    Transformers decoders whose layers have q_proj, k_proj, v_proj and o_proj, gate_proj, up_proj and down_proj: Llama,
+    Mistral, Qwen2, Qwen3 and others. Biases of these are sharded with them, norms of heads (q_norm, k_norm) get the
+    gradients of all heads, and tied embeddings stay tied.
+
+    Args:
+        model: whole and plain, before other styles and FSDP2; it is not changed. It takes tokens [B, S], and its
+            attention reads the number of heads off the projections.
+        mesh: the tp axis.
+        mode: of all styles, as in `OverlappedColwise`. In "reduce_scatter" norms get PyTorch's ``SequenceParallel``.
+        recompute_all_gather: of all column linears.
+        transport: of all linears.
+        use_local_output: whether rows between the linears are plain tensors. False: DTensors over tp, which know the
+            length of the sequence, so that tp need not divide it. Only in mode "reduce_scatter".
+
+    Returns:
+        Styles by the names of modules, with ``*`` for the numbers of layers.
+
+    Raises:
+        ArgumentError: if tp does not divide the heads, and of options that disagree.
+        UnsupportedError: of what is not known, by its name: other modules with parameters, such as fused projections,
+            experts and other norms; linears with a forward of their own (LoRA); a head with a bias; dropout, which each
+            rank would draw for itself.
+
+    Example:
+        >>> parallelize(model, mesh["tp"], tensor_parallel_plan(model, mesh["tp"]))  # doctest: +SKIP
+    """
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        refuse("tensor_parallel_plan: mesh", "one axis of a DeviceMesh", mesh, 'pass mesh["tp"]')
+    if mode == "all_reduce" and not use_local_output:
+        hint = "DTensors between linears are of mode 'reduce_scatter'"
+        refuse("tensor_parallel_plan: use_local_output", "True in mode 'all_reduce'", False, hint)
+    columns = {"mode": mode, "recompute_all_gather": recompute_all_gather, "transport": transport}
+    found = _Found(model, mesh.size(), columns, {"mode": mode, "use_local_output": use_local_output})
+    for path in found.modules:
+        found.add_linears(path)
+    if not found.widths:
+        expected = " or ".join(", ".join(names) for names in _ATTENTION)
+        linears = {path.rpartition(".")[2]: None for path, x in found.modules.items() if isinstance(x, nn.Linear)}
+        _refuse(type(model).__name__, f"attention with linears {expected}", ", ".join(linears) or "no linears")
+    for path in found.modules:
+        found.add_other(path)
+    for names in (_EMBEDDINGS, _HEADS):
+        if len(named := [path for path in found.styles if path.rpartition(".")[2] in names]) != 1:
+            _refuse(type(model).__name__, f"one module {' or '.join(names)}", named or "none")
+    styles = {path: style for path, style in found.styles.items() if style is not None}
+    return {".".join("*" if x.isdigit() else x for x in path.split(".")): style for path, style in styles.items()}
+
+
+class _Norm(SequenceParallel):
+    """PyTorch's style, which would make frozen parameters trainable."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        trained = [x.requires_grad for x in module.parameters()]
+        super()._apply(module, device_mesh)
+        for parameter, is_trained in zip(module.parameters(), trained, strict=True):
+            parameter.requires_grad_(is_trained)
+        return module
+
+
+class _Found:
+    """What is known of a model's modules, by their paths.
+
+    Attributes:
+        styles: None of linears that are computed with others, and of norms of all rows.
+        head_dims: of attention modules.
+        widths: features of the rows between linears, of the layers that have attention.
+    """
+
+    def __init__(self, model: nn.Module, tp_size: int, columns: dict[str, Any], rows: dict[str, Any]) -> None:
+        self.modules = {plain_name(path): part for path, part in model.named_modules()}
+        self.tp_size, self.columns, self.rows = tp_size, columns, rows
+        self.sharded, self.local = rows["mode"] == "reduce_scatter", rows["use_local_output"]
+        self.styles: dict[str, ParallelStyle | None] = {}
+        self.head_dims: dict[str, int] = {}
+        self.widths: dict[str, int] = {}
+
+    def add_linears(self, path: str) -> None:
+        """Those of attention or of a feed-forward part, if the module is one."""
+        children = {name for name, _ in self.modules[path].named_children()}
+        for names in (*_ATTENTION, *_FEED_FORWARD):
+            if children.isdisjoint(names):
+                continue
+            *read, last = names
+            linears = [self._plain(f"{path}.{name}", nn.Linear) for name in names]
+            if names in _ATTENTION:
+                self._check_attention(path, *linears)
+            elif len(sizes := {*(x.out_features for x in linears[:-1]), linears[-1].in_features}) > 1:
+                _refuse(path, f"as many features of {', '.join(read)} as {last} reads", sorted(sizes))
+            self.styles |= {f"{path}.{name}": None for name in read} | {path: OverlappedColwise(*read, **self.columns)}
+            self.styles[f"{path}.{last}"] = OverlappedRowwise(**self.rows, transport=self.columns["transport"])
+
+    def _check_attention(self, path: str, q: nn.Linear, k: nn.Linear, v: nn.Linear, o: nn.Linear) -> None:
+        layer, size = path.rpartition(".")[0], getattr(self.modules[path], "head_dim", None)
+        if not isinstance(size, int) or (q.out_features, k.out_features) != (o.in_features, v.out_features):
+            got = f"head_dim={size} and {q.out_features}, {k.out_features}, {v.out_features}, {o.in_features} features"
+            if size is None:
+                _refuse(path, "an attribute head_dim of this module", "none")
+            _refuse(path, "a head_dim, queries as long as what is joined, keys as long as values", got)
+        code = getattr(inspect.unwrap(type(self.modules[path]).forward), "__code__", None)
+        if found := sorted(_NUMBERS.intersection(() if code is None else code.co_names)):
+            _refuse(path, "a forward that reads the number of heads off its projections", f"one that reads {found[0]}")
+        heads = q.out_features // size, k.out_features // size
+        if any(x % self.tp_size for x in heads):
+            fits = next(n for n in range(self.tp_size, 0, -1) if heads[0] % n == heads[1] % n == 0)
+            expected, got = f"heads that tp={self.tp_size} divides", f"{heads[0]} of queries and {heads[1]} of keys"
+            refuse(f"tensor_parallel_plan: {path}", expected, got, f"tp={fits} divides them")
+        if self.sharded and self.local and not self._has_weights(layer, _BEFORE_ATTENTION):
+            hint = "name it so; or use_local_output=False: attention is given DTensors then, which know the length"
+            _refuse(path, f"a norm {' or '.join(_BEFORE_ATTENTION)} before it", "none with parameters", hint)
+        self.head_dims[path], self.widths[layer] = size, q.in_features
+
+    def add_other(self, path: str) -> None:
+        """Any other module: its style if it is known, a refusal if it is not and has parameters."""
+        module, (parent, _, name) = self.modules[path], path.rpartition(".")
+        options = {"dropout": module.p} if isinstance(module, nn.modules.dropout._DropoutNd) else vars(module)
+        for key, p in options.items():  # attention's is drawn for this rank's heads
+            if "dropout" in key and not key.startswith("att") and isinstance(p, float) and p > 0:
+                _refuse(path, f"{key}=0", p, "each rank would draw for itself")
+        shapes = {tuple(x.shape) for x in module._parameters.values() if x is not None}
+        if not shapes or (isinstance(module, nn.Linear) and path in self.styles):
+            return
+        is_after = name == _AFTER or (name == _EITHER and self._has_weights(parent, [_AFTER]))
+        style: ParallelStyle | None = None
+        if name in _EMBEDDINGS and self._plain(path, nn.Embedding):
+            style = VocabParallelEmbedding(**self.rows)
+        elif name in _HEADS:
+            if self._plain(path, nn.Linear).bias is not None:
+                _refuse(path, "a linear without a bias", "one with a bias")
+            style = VocabParallelHead(mode=self.rows["mode"])
+        elif name in _OF_HEADS and shapes == {(self.head_dims.get(parent),)}:
+            style = _Norm(use_local_output=True)  # its dim 1 is that of rows or of heads
+        elif name in (*_BEFORE, _AFTER, _EITHER) and shapes == {(self.widths.get(parent),)}:
+            style = _Norm(use_local_output=is_after and self.local) if self.sharded else None
+        elif name == _LAST and parent not in self.widths and shapes <= {(x,) for x in self.widths.values()}:
+            style = _Norm() if self.sharded else None
+        else:
+            got = f"{_kind(module)} with parameters of {', '.join(map(str, sorted(shapes)))}"
+            _refuse(path, "linears, norms and embeddings of a Llama, by their names", got)
+        self.styles[path] = style
+
+    def _plain(self, path: str, kind: type[_ModuleT]) -> _ModuleT:
+        module = self.modules.get(path)
+        if not isinstance(module, kind) or type(module).forward is not kind.forward or "forward" in vars(module):
+            beside = ", ".join(name for name, _ in self.modules[path.rpartition(".")[0]].named_children())
+            got = f"no such module beside {beside}" if module is None else _kind(module)
+            _refuse(path, f"an nn.{kind.__name__} with the forward of its class", got)
+        return module
+
+    def _has_weights(self, path: str, names: Sequence[str]) -> bool:
+        children = (x for name, x in self.modules[path].named_children() if name in names)
+        return any(parameter is not None for x in children for parameter in x.parameters())
+
+
+def _kind(module: nn.Module) -> str:
+    return f"a {type(module).__module__}.{type(module).__qualname__}"
+
+
+def _refuse(path: str, expected: object, got: object, hint: str = _HINT) -> NoReturn:
+    refuse(f"tensor_parallel_plan: {path or 'the model'}", expected, got, hint, UnsupportedError)

@@ -1,0 +1,493 @@
+"""Styles for linears, embeddings and the last linear over tp: communication beside products, and logits in chunks.
+
+They compose with PyTorch's styles, with the styles of this library over cp, and with FSDP2 around both. Weights are
+DTensors over tp, as PyTorch's `ColwiseParallel` and `RowwiseParallel` make them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from cp_mesh.call.spec import check_choice, is_autocast
+from cp_mesh.comm.agreement import announce_error
+from cp_mesh.comm.exchange import TRANSPORTS
+from cp_mesh.errors import ArgumentError, UnsupportedError, refuse, written
+from cp_mesh.geometry.layouts import chunk_bounds
+from cp_mesh.tensor_parallel.colwise import Columns, column_linears
+from cp_mesh.tensor_parallel.matmul import graded_names, refuse_transforms
+from cp_mesh.tensor_parallel.rowwise import row_linear, sum_rows
+from cp_mesh.tensor_parallel.vocab_parallel import DeferredLogits, Head, embed
+from cp_mesh.wrap import LINEAR, check_plain, plain_name, replace_forward, replaced
+
+Mode = Literal["reduce_scatter", "all_reduce"]
+"""How the rows between the linears lie on tp: sharded along the sequence, or all of them on every rank."""
+Transport = Literal["auto", "functional", "symmetric_memory"]
+"""Over what rows travel beside products."""
+_SHARD = "_cp_mesh_shard"  # of a parameter: what took its place, for the modules that share it
+
+
+def _announced(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward of a style that lets other ranks of tp hear of what it refuses."""
+
+    @functools.wraps(run)
+    def wrapper(style: ParallelStyle, where: _Where, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(style, where, *args, **kwargs)
+        except Exception as error:
+            announce_error(where.group_name, error, "tp")
+            raise
+
+    return wrapper
+
+
+class OverlappedColwise(ParallelStyle):
+    """Linears whose output features are sharded over tp, and which gather their input once.
+
+    Its backward gathers the input beside the product for the input's gradient, and sums that gradient over tp beside
+    the products for the weights.
+
+    Args:
+        names: of linears inside of the module that read one input: ``"wq", "wk", "wv"`` of an attention module, ``"w1",
+            "w3"`` of a feed-forward one. They are computed together, when the first of them is called, and each has to
+            be called with this same tensor. None: the module is a linear itself.
+        mode: "reduce_scatter": the input is this rank's rows of the sequence, dim -2. "all_reduce": it is all rows.
+        recompute_all_gather: keep this rank's rows for the backward, and gather them again there, rather than keep all
+            rows. Only in mode "reduce_scatter".
+        transport: of rows that travel beside products in mode "reduce_scatter", where tp divides them. "functional":
+            collectives. "symmetric_memory": copy engines of GPUs of one NVLink host. "auto": these where they are
+            there, and both only where a small model of times says that it pays (`cp_mesh/tensor_parallel/matmul.py`).
+
+    The input is a plain tensor, of as many rows on each rank, or a DTensor over tp, whose shards are those of
+    `torch.chunk`. Outputs are plain tensors [..., S, features of this rank]. Biases are sharded as the outputs are;
+    what is frozen costs no product, and what nobody needs does not travel. It differentiates once.
+
+    Raises:
+        ArgumentError: of names that are not linears, or disagree; in a forward also if one of them is called with
+            another input, twice, or not at all, and if rows are not those that tp ranks hold.
+        UnsupportedError: for linears with a forward of their own.
+
+    Example:
+        >>> plan = {"layers.*.attention": OverlappedColwise("wq", "wk", "wv")}  # doctest: +SKIP
+        >>> parallelize(model, mesh["tp"], plan)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        *names: str,
+        mode: Mode = "reduce_scatter",
+        recompute_all_gather: bool = False,
+        transport: Transport = "auto",
+    ) -> None:
+        super().__init__()
+        _check_mode("OverlappedColwise", mode)
+        _check_transport("OverlappedColwise", transport, mode)
+        if recompute_all_gather and mode == "all_reduce":
+            hint = "mode='reduce_scatter' gathers"
+            refuse("OverlappedColwise: recompute_all_gather", "False where nothing is gathered", True, hint)
+        self.names, self.mode, self.recompute_all_gather, self.transport = names, mode, recompute_all_gather, transport
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        where = _check_mesh("OverlappedColwise", device_mesh)
+        linears = [_submodule(module, name) for name in self.names] or [module]
+        for linear in linears:
+            _check_module("OverlappedColwise", linear, nn.Linear)
+        if len(kinds := {(linear.in_features, linear.weight.dtype) for linear in linears}) > 1:
+            refuse(f"OverlappedColwise{self.names}", "one in_features and dtype", kinds, "give each a style of its own")
+        together = _Together()
+        for name, linear in zip(self.names or ("",), linears, strict=True):
+            _shard(linear, "weight", device_mesh, Shard(0), self.src_data_rank)
+            _shard(linear, "bias", device_mesh, Shard(0), self.src_data_rank)
+            run = functools.partial(self._run, where, together, name)
+            replace_forward(linear, LINEAR, "OverlappedColwise", run)
+        if self.names:
+            replace_forward(module, LINEAR, "OverlappedColwise", functools.partial(self._run_parent, where, together))
+        return module
+
+    @_announced
+    def _run_parent(
+        self,
+        where: _Where,
+        together: _Together,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """The forward of the module whose linears are computed together."""
+        together.linears = {name: _submodule(module, name) for name in self.names}
+        try:
+            result = forward(*args, **kwargs)
+            if together.waiting:
+                got, hint = f"no call of {', '.join(together.waiting)}", "leave it out of the names"
+                refuse(f"OverlappedColwise{self.names}", "a call of each in the module's forward", got, hint)
+        finally:
+            together.linears, together.given, together.waiting = {}, (None, 0), {}
+        return result
+
+    @_announced
+    def _run(
+        self, where: _Where, together: _Together, name: str, module: nn.Module, forward: Any, /, input: Tensor
+    ) -> Tensor:
+        if not together.linears:  # the module itself, or a call from outside of the forward of its parent
+            return self._compute(where, input, {"": module})[0]
+        if not together.waiting:
+            outs = self._compute(where, input, together.linears)
+            together.given = input, _version(input)
+            together.waiting = dict(zip(together.linears, outs, strict=True))
+        given, version = together.given
+        if input is not given or version != _version(input) or name not in together.waiting:
+            got = f"{name} called with another tensor, one that was written since, or twice"
+            hint = "give linears of other inputs a style of their own"
+            refuse(f"OverlappedColwise{self.names}", "one call of each, with one tensor", got, hint)
+        return together.waiting.pop(name)
+
+    def _compute(self, where: _Where, x: Tensor, linears: Mapping[str, nn.Module]) -> tuple[Tensor, ...]:
+        sharded = self.mode == "reduce_scatter"
+        num_rows, x = where.read("OverlappedColwise", x, Shard(x.ndim - 2) if sharded else Replicate())
+        kinds = "weight", "bias"
+        weights, biases = ([where.given(getattr(linear, kind)) for linear in linears.values()] for kind in kinds)
+        most = sum(where.most(linear, "out_features") for linear in linears.values())
+        recompute = self.recompute_all_gather or where.size == 1
+        call = Columns(num_rows, where.group_name, sharded, most, self.transport, recompute)
+        names = [f"{name}.{kind}".lstrip(".") for kind in kinds for name in linears]
+        return column_linears(x, weights, biases, call, names)  # type: ignore[arg-type]
+
+
+@dataclass
+class _Together:
+    """Linears with one input, while the forward of their parent runs.
+
+    Attributes:
+        linears: those of the module that runs, by name: a copy of it has its own; empty outside of the forward.
+        given: the input that they were computed on, and its version.
+        waiting: outputs that were not asked for yet.
+    """
+
+    linears: dict[str, nn.Module] = field(default_factory=dict)
+    given: tuple[Tensor | None, int] = (None, 0)
+    waiting: dict[str, Tensor] = field(default_factory=dict)
+
+
+def _version(x: Tensor) -> int:
+    """How often a tensor was written, as far as that is counted."""
+    return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
+
+
+class OverlappedRowwise(ParallelStyle):
+    """A linear whose input features are sharded over tp; its output is summed over tp.
+
+    Args:
+        mode: "reduce_scatter": each rank gets its rows of the sequence, dim -2. "all_reduce": each gets all rows.
+        use_local_output: return plain tensors, which in mode "reduce_scatter" needs rows that tp divides; False:
+            DTensors over tp.
+        transport: as in `OverlappedColwise`.
+
+    The input is [..., S, features of this rank], plain, or a DTensor sharded along its last dim. A bias is added once,
+    and its gradient is complete on every rank.
+
+    Raises:
+        ArgumentError: of rows that tp does not divide, with local outputs.
+        UnsupportedError: for a linear with a forward of its own.
+    """
+
+    def __init__(
+        self, *, mode: Mode = "reduce_scatter", use_local_output: bool = True, transport: Transport = "auto"
+    ) -> None:
+        super().__init__()
+        _check_mode("OverlappedRowwise", mode)
+        _check_transport("OverlappedRowwise", transport, mode)
+        self.mode, self.use_local_output, self.transport = mode, use_local_output, transport
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        where = _check_mesh("OverlappedRowwise", device_mesh)
+        _check_module("OverlappedRowwise", module, nn.Linear)
+        _shard(module, "weight", device_mesh, Shard(1), self.src_data_rank)
+        _shard(module, "bias", device_mesh, Replicate(), self.src_data_rank)
+        replace_forward(module, LINEAR, "OverlappedRowwise", functools.partial(self._run, where))
+        return module
+
+    @_announced
+    def _run(self, where: _Where, module: nn.Module, forward: Any, /, input: Tensor) -> Tensor:
+        sharded = self.mode == "reduce_scatter"
+        if isinstance(input, DTensor):
+            input = where.read("OverlappedRowwise", input, Shard(input.ndim - 1))[1]
+        where.check_output("OverlappedRowwise", input.shape[-2], sharded and self.use_local_output)
+        beside = sharded and where.size > 1
+        weight, bias = (where.given(y) if beside else where.local(y) for y in (module.weight, module.bias))
+        assert weight is not None
+        if beside:
+            most = where.most(module, "in_features")
+            out = row_linear(input, weight, bias, where.group_name, most, self.transport)
+        else:
+            graded = graded_names(["input", "weight", "bias"], [input, weight, bias])
+            out = sum_rows("row linear", F.linear(input, weight), bias, where.group_name, False, graded)
+        return out if self.use_local_output else where.wrap(out, input.shape[-2], sharded)
+
+
+class VocabParallelEmbedding(ParallelStyle):
+    """An embedding whose vocabulary is sharded over tp.
+
+    Args:
+        mode: "reduce_scatter": each rank gets its rows of the sequence, dim -2 of the output. "all_reduce": all rows.
+        use_local_output: as in `OverlappedRowwise`.
+
+    The tokens are int64 or int32 [..., S], equal on all tp ranks.
+
+    Raises:
+        ArgumentError: of fewer tokens in the vocabulary than leave each tp rank some.
+        UnsupportedError: for an embedding with max_norm, scale_grad_by_freq or sparse gradients.
+    """
+
+    def __init__(self, *, mode: Mode = "reduce_scatter", use_local_output: bool = True) -> None:
+        super().__init__()
+        _check_mode("VocabParallelEmbedding", mode)
+        self.mode, self.use_local_output = mode, use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        where = _check_mesh("VocabParallelEmbedding", device_mesh)
+        _check_module("VocabParallelEmbedding", module, nn.Embedding)
+        assert isinstance(module, nn.Embedding)
+        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+            got = f"max_norm={module.max_norm}, scale_grad_by_freq={module.scale_grad_by_freq}, sparse={module.sparse}"
+            refuse("VocabParallelEmbedding", "none of these", got, "leave them out", UnsupportedError)
+        own = where.vocabulary("VocabParallelEmbedding", module.num_embeddings)
+        _shard(module, "weight", device_mesh, Shard(0), self.src_data_rank)
+        replace_forward(module, LINEAR, "VocabParallelEmbedding", functools.partial(self._run, where, own))
+        return module
+
+    @_announced
+    def _run(self, where: _Where, own: tuple[int, int], module: nn.Module, forward: Any, /, input: Tensor) -> Tensor:
+        sharded, num_rows = self.mode == "reduce_scatter", input.shape[-1]
+        if isinstance(input, DTensor):
+            input = where.read("VocabParallelEmbedding", input, Replicate())[1]
+        where.check_output("VocabParallelEmbedding", num_rows, sharded and self.use_local_output)
+        weight = where.local(module.weight)
+        assert isinstance(module, nn.Embedding) and weight is not None
+        found = embed(input, weight, own[0], module.num_embeddings, module.padding_idx)
+        graded = graded_names(["weight"], [weight])
+        out = sum_rows("VocabParallelEmbedding", found, None, where.group_name, sharded, graded, input)
+        return out if self.use_local_output else where.wrap(out, num_rows, sharded)
+
+
+class VocabParallelHead(ParallelStyle):
+    """The last linear, whose logits the loss computes, in chunks of rows, of this rank's part of the vocabulary.
+
+    The module returns a `DeferredLogits` of `vocab_parallel.py`, which `cross_entropy` takes in the place
+    of logits; those of all rows are never held together. Its ``whole()`` computes them all.
+
+    Args:
+        mode: "reduce_scatter": the input is this rank's rows of the sequence, dim -2. "all_reduce": it is all rows.
+
+    Raises:
+        ArgumentError: of fewer tokens in the vocabulary than leave each tp rank some.
+        UnsupportedError: for a linear with a bias, or with a forward of its own.
+    """
+
+    def __init__(self, *, mode: Mode = "reduce_scatter") -> None:
+        super().__init__()
+        _check_mode("VocabParallelHead", mode)
+        self.mode = mode
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        where = _check_mesh("VocabParallelHead", device_mesh)
+        _check_module("VocabParallelHead", module, nn.Linear)
+        assert isinstance(module, nn.Linear)
+        if module.bias is not None:
+            hint = "OverlappedColwise() has logits with a bias"
+            refuse("VocabParallelHead", "a linear without a bias", "one with a bias", hint, UnsupportedError)
+        own = where.vocabulary("VocabParallelHead", module.out_features)
+        _shard(module, "weight", device_mesh, Shard(0), self.src_data_rank)
+        replace_forward(module, LINEAR, "VocabParallelHead", functools.partial(self._run, where, own))
+        return module
+
+    @_announced
+    def _run(
+        self, where: _Where, own: tuple[int, int], module: nn.Module, forward: Any, /, input: Tensor
+    ) -> DeferredLogits:
+        sharded = self.mode == "reduce_scatter"
+        num_rows, x = where.read("VocabParallelHead", input, Shard(input.ndim - 2) if sharded else Replicate())
+        weight = where.local(module.weight)
+        assert isinstance(module, nn.Linear) and weight is not None
+        is_view = not torch.compiler.is_compiling() and x._is_view()  # of which FSDP2 warns where a model returns it
+        x = _hidden(x, weight) if isinstance(input, DTensor) or is_view or not x.requires_grad else x
+        return DeferredLogits(x, Head(weight, own[0], module.out_features, where.group_name), num_rows, sharded)
+
+
+def shards_rows(style: ParallelStyle) -> bool:
+    """Whether the module's input or output is sharded along the sequence over tp."""
+    return isinstance(style, TENSOR_PARALLEL) and style.mode == "reduce_scatter"
+
+
+def columns_of(module: nn.Module) -> dict[str, tuple[nn.Linear, int]]:
+    """The linears in a module whose output features are sharded, by their last names, and over how many ranks."""
+    found = {}
+    for path, part in module.named_modules():
+        style = replaced(part, LINEAR)
+        if isinstance(part, nn.Linear) and style is not None and style.name == OverlappedColwise.__name__:
+            found[plain_name(path).rpartition(".")[2]] = part, style.run.args[0].size  # type: ignore[attr-defined]
+    return found
+
+
+def tp_groups(module: nn.Module) -> set[dist.ProcessGroup]:
+    """Those over which styles of this file were applied in a module."""
+    runs: list[Any] = [style.run for part in module.modules() if (style := replaced(part, LINEAR)) is not None]
+    return {run.args[0].mesh.get_group() for run in runs}
+
+
+TENSOR_PARALLEL = OverlappedColwise | OverlappedRowwise | VocabParallelEmbedding | VocabParallelHead
+
+
+def _hidden(x: Tensor, weight: Tensor) -> Tensor:
+    """A copy, which needs a gradient if the weight does: FSDP2 reduces nothing that is behind no such output.
+
+    Of a view it would warn at the model's end.
+    """
+    found: Tensor = _Hidden.apply(x, weight)
+    return found
+
+
+class _Hidden(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        return dx, None
+
+
+@dataclass(frozen=True)
+class _Where:
+    """The tp axis, as plain values: a module's forward is traced by torch.compile."""
+
+    mesh: DeviceMesh
+    group_name: str
+    size: int
+    rank: int
+
+    def read(self, what: str, x: Tensor, expected: Shard | Replicate) -> tuple[int, Tensor]:
+        """Rows of the whole sequence, dim -2, and the local tensor."""
+        if isinstance(x, DTensor):
+            if x.device_mesh != self.mesh or x.placements != (expected,):
+                got = f"{written(x.placements)} on {written(x.device_mesh)}"
+                refuse(
+                    f"{what}: input",
+                    f"a DTensor {written((expected,))} over tp",
+                    got,
+                    "redistribute it, or pass a plain one",
+                )
+            return x.shape[-2], x.to_local()
+        return x.shape[-2] * (self.size if isinstance(expected, Shard) else 1), x
+
+    def local(self, parameter: Any) -> Tensor | None:
+        """This rank's part of a weight or bias."""
+        checked = self._checked(parameter)
+        return None if checked is None else checked.to_local()
+
+    def given(self, parameter: Any) -> Tensor | None:
+        """A weight or bias for nodes of autograd that take its part themselves, which costs the host less.
+
+        Its part where torch.compile traces, or autocast may cast it: then its gradient passes a cast.
+        """
+        checked = self._checked(parameter)
+        if checked is None or torch.compiler.is_compiling() or is_autocast(checked.device.type):
+            return None if checked is None else checked.to_local()
+        return checked
+
+    def _checked(self, parameter: Any) -> DTensor | None:
+        refuse_transforms("linears over tp")
+        if parameter is None:
+            return None
+        if not isinstance(parameter, DTensor) or parameter.device_mesh != self.mesh:
+            got = f"{type(parameter).__name__} on {written(getattr(parameter, 'device_mesh', 'no mesh'))}"
+            hint = "let fully_shard take the block, or the module that holds all linears of one input"
+            refuse("linears over tp: a weight", "a DTensor over tp", got, hint)
+        return parameter
+
+    def most(self, linear: nn.Module, which: str) -> int:
+        """Features of the rank that has most."""
+        return -(-int(getattr(linear, which)) // self.size)
+
+    def check_output(self, what: str, num_rows: int, needs_equal: bool) -> None:
+        if needs_equal and num_rows % self.size:
+            hint = "use_local_output=False returns DTensors, which say how long a sequence is"
+            refuse(what, f"a multiple of {self.size} rows, for local outputs", num_rows, hint)
+
+    def wrap(self, out: Tensor, num_rows: int, sharded: bool) -> Tensor:
+        shape = (*out.shape[:-2], num_rows, out.shape[-1])
+        stride = torch.empty(shape, device="meta").stride()
+        placement = Shard(out.ndim - 2) if sharded else Replicate()
+        return DTensor.from_local(out, self.mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride)
+
+    def vocabulary(self, what: str, size: int) -> tuple[int, int]:
+        """Begin and end of this rank's tokens."""
+        if -(-size // self.size) * (self.size - 1) >= size:
+            refuse(what, f"tokens for each of {self.size} tp ranks", f"a vocabulary of {size}", "use fewer tp ranks")
+        return chunk_bounds(size, self.size, self.rank)
+
+
+def _check_mode(style: str, mode: str) -> None:
+    check_choice(f"{style}: mode", mode, ("reduce_scatter", "all_reduce"), "reduce_scatter")
+
+
+def _check_transport(style: str, transport: str, mode: str) -> None:
+    check_choice(f"{style}: transport", transport, TRANSPORTS, "functional")
+    if transport == "symmetric_memory" and mode == "all_reduce":
+        hint = "mode='reduce_scatter', or transport='auto', works"
+        refuse(f"{style}: transport", "'auto' or 'functional' in mode 'all_reduce'", repr(transport), hint)
+
+
+def _check_mesh(style: str, mesh: DeviceMesh) -> _Where:
+    if mesh.ndim != 1:
+        refuse(f"{style}: mesh", "one axis", f"{mesh.ndim} axes", 'pass mesh["tp"]')
+    group = mesh.get_group()
+    return _Where(mesh, group.group_name, group.size(), group.rank())
+
+
+def _submodule(module: nn.Module, name: str) -> nn.Module:
+    try:
+        return module.get_submodule(name)
+    except AttributeError:
+        names = ", ".join(key for key, part in module.named_modules() if isinstance(part, nn.Linear)) or "none"
+        refuse("OverlappedColwise", "names of linears in the module", repr(name), f"it has {names}", ArgumentError)
+
+
+def _check_module(style: str, module: nn.Module, kind: type[nn.Module]) -> None:
+    """Refuse a module of another kind, or that has a style or a forward of its own."""
+    if (other := replaced(module, LINEAR)) is not None:
+        refuse(style, "a module without a style", f"{type(module).__name__} with {other.name}", "apply once")
+    check_plain(style, module)
+    if not isinstance(module, kind):
+        refuse(style, f"nn.{kind.__name__}", type(module).__name__, "name the linears, or leave the module out")
+    if type(module).forward is not kind.forward or "forward" in module.__dict__:
+        got, hint = f"{type(module).__name__}, which has a forward of its own", "PyTorch's styles take DTensors to it"
+        refuse(style, f"the forward of nn.{kind.__name__}", got, hint, UnsupportedError)
+
+
+def _shard(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, src_data_rank: int | None) -> None:
+    """Put a DTensor in the place of a parameter; modules that share it share the DTensor."""
+    parameter: Any = getattr(module, name)
+    if parameter is None:
+        return
+    sharded: Any = parameter if isinstance(parameter, DTensor) else getattr(parameter, _SHARD, None)
+    if sharded is None:
+        values = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=src_data_rank)
+        sharded = nn.Parameter(values, requires_grad=parameter.requires_grad)
+        setattr(parameter, _SHARD, sharded)
+    if sharded.device_mesh != mesh or sharded.placements != (placement,):
+        got, expected = f"{written(sharded.placements)} on {written(sharded.device_mesh)}", written((placement,))
+        hint = "apply the style to plain modules, before fully_shard"
+        refuse(f"{type(module).__name__}.{name}", f"a plain tensor, or a DTensor {expected} over tp", got, hint)
+    module.register_parameter(name, sharded)

@@ -1,0 +1,145 @@
+"""Capabilities: what is computed exactly and what is refused, feature by method by kernel, as the code itself answers.
+
+Nothing is listed by hand but the calls that are asked about: kernels answer by `cp_mesh.kernels.contract.shortfalls`,
+methods by `Method.settle`, as they do when a call is planned. Packages count as installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from cp_mesh.call.methods import METHODS, Method
+from cp_mesh.call.plan import request_of
+from cp_mesh.call.spec import Operand, Options
+from cp_mesh.errors import ArgumentError, UnsupportedError
+from cp_mesh.geometry.layouts import Layout, Permuted, ZigZag
+from cp_mesh.geometry.mask import Mask
+from cp_mesh.kernels import KERNELS
+from cp_mesh.kernels.contract import Kernel
+from cp_mesh.tools.explain.variants import named_kernel
+
+RANKS, TOKENS = 4, 32
+EXACT = "exact"
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A call that uses one thing beyond causal attention with equal heads.
+
+    Attributes:
+        mask: options of `Mask`, of the whole sequence.
+        layout: None is zigzag.
+        scores: an option of the scores, as `cp_mesh.attention` or `cp_mesh.flex_attention` names it, or "".
+        heads: query and kv heads.
+        v_head_dim: k's is 8.
+        through_lse: whether a gradient comes through lse.
+        options: other options of the call.
+    """
+
+    mask: Mapping[str, Any] = field(default_factory=dict)
+    layout: Layout | None = None
+    scores: str = ""
+    heads: tuple[int, int] = (16, 8)
+    v_head_dim: int = 8
+    through_lse: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+_POSITION = torch.arange(TOKENS)
+FEATURES: dict[str, Feature] = {
+    "causal": Feature(),
+    "full": Feature({"causal": False}),
+    "window": Feature({"window": (5, 0)}),
+    "prefix": Feature({"prefix": 4}),
+    "padding at the end (`length`)": Feature({"length": TOKENS - 3}),
+    "packed documents": Feature({"documents": _POSITION // 11}),
+    "documents whose ids come back": Feature({"documents": _POSITION // 5 % 2}),
+    "key padding": Feature({"key_padding": _POSITION % 7 != 3}),
+    "blocks of tokens that see each other": Feature({"blocks": (_POSITION // 6 % 2) * (_POSITION // 6 + 1) - 1}),
+    "any permutation of tokens": Feature(layout=Permuted((_POSITION * 5 % TOKENS).tolist())),
+    "softcap": Feature(scores="softcap"),
+    "sinks": Feature(scores="sinks"),
+    "ALiBi": Feature(scores="alibi_slopes"),
+    "relative bias": Feature(scores="relative_bias"),
+    "dense bias": Feature(scores="bias"),
+    "dropout": Feature(scores="dropout_p"),
+    "`score_mod` of `flex_attention`": Feature(scores="score_mod"),
+    "its `mask_mod`": Feature(scores="mask_mod"),
+    "multi-query: 1 kv head": Feature(heads=(16, 1)),
+    "query heads that ranks do not divide": Feature(heads=(6, 2)),
+    "heads in parts (`head_chunks=2`)": Feature(options={"head_chunks": 2}),
+    "v head dim other than k's": Feature(v_head_dim=16),
+    "gradient through lse": Feature(through_lse=True),
+    "deterministic": Feature(options={"deterministic": True}),
+    "deterministic, window": Feature({"window": (5, 0)}, options={"deterministic": True}),
+}
+"""What is asked, by the words of the table."""
+
+
+def answer(feature: Feature, method: Method, kernel: Kernel) -> str:
+    """`EXACT`, or why the call is refused, in a few words."""
+    has = kernel.capability
+    device, dtype = has.devices[0], torch.bfloat16 if torch.bfloat16 in has.dtypes else has.dtypes[0]
+    capability = (has.only_on or ((9, 0),))[0] if device == "cuda" else (0, 0)
+    layout, mask = feature.layout or ZigZag(), Mask(**feature.mask)
+    options = Options(layout.spec(), mask.spec(), 1.0, differentiable_lse=feature.through_lse, **feature.options)
+    features = frozenset({"dropout_p": "dropout"}.get(feature.scores, feature.scores).split()) - {"sinks"}
+    q, k, v = (
+        Operand(torch.Size((1, heads, TOKENS // RANKS, dim)), dtype, torch.device(device))
+        for heads, dim in zip((feature.heads[0], *feature.heads[1:] * 2), (16, 16, 2 * feature.v_head_dim), strict=True)
+    )
+    options = options._replace(inner_ring_size=2 if method.name == "double_ring" else 0)
+    try:
+        degree = method.choose_degree(options, q, k, RANKS)
+        make = partial(method.make_schedule, layout, mask, TOKENS, RANKS, 0, degree=degree)
+        schedule, _ = named_kernel(
+            kernel.name, make, partial(request_of, q, v, options, features, compute_capability=capability), features
+        )
+        method.settle(options, q, k, v, schedule, kernel, features, degree)
+    except (ArgumentError, UnsupportedError) as error:
+        return _short(str(error))
+    return EXACT
+
+
+def cells() -> dict[tuple[str, str, str], str]:
+    """Every answer: by feature, method and kernel."""
+    return {
+        (words, method.name, kernel.name): answer(feature, method, kernel)
+        for words, feature in FEATURES.items()
+        for kernel in KERNELS.values()
+        for method in METHODS.values()
+    }
+
+
+def supported_table() -> str:
+    """All cells as Markdown, a column for each kernel; what methods answer differently is told by method."""
+    answers, notes = cells(), dict[str, int]()
+
+    def mark(why: str) -> str:
+        return EXACT if why == EXACT else f"refused ({notes.setdefault(why, len(notes) + 1)})"
+
+    lines = [f"| | {' | '.join(KERNELS)} |", "|---" * (len(KERNELS) + 1) + "|"]
+    for words in FEATURES:
+        row = [words]
+        for kernel in KERNELS:
+            by_method = {method: answers[words, method, kernel] for method in METHODS}
+            usual = by_method["ring"]
+            others: dict[str, list[str]] = {}
+            for method, why in by_method.items():
+                if why != usual:
+                    others.setdefault(why, []).append(method)
+            row.append("; ".join([mark(usual), *(f"{', '.join(names)}: {mark(why)}" for why, names in others.items())]))
+        lines.append(f"| {' | '.join(row)} |")
+    lines += ["", *(f"{number}. {why}" for why, number in notes.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _short(message: str) -> str:
+    """What is lacking, without where it is there and what works instead."""
+    what = message.partition("; ")[0].partition(" lacks ")
+    return (what[2] or what[0]).partition(" (has ")[0].partition(" (needs ")[0]

@@ -1,0 +1,346 @@
+"""Explain: what a call will run and why, what it moves, holds and takes, and what else there is.
+
+Needs no ranks and no device: `cp_mesh.tools.explain.variants` has the figures.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from cp_mesh.call.choose import DEFAULT, Choice
+from cp_mesh.call.methods import METHODS, choose_method
+from cp_mesh.call.spec import SCORE_OPTIONS, Operand, check_choice
+from cp_mesh.comm.exchange import TRANSPORTS
+from cp_mesh.errors import ArgumentError, UnsupportedError, refuse
+from cp_mesh.geometry.balance import balance, keys_seen
+from cp_mesh.geometry.layouts import Contiguous, Layout, Striped, ZigZag
+from cp_mesh.geometry.mask import Mask
+from cp_mesh.kernels import KERNELS
+from cp_mesh.kernels.contract import Capability
+from cp_mesh.predict.machines import VARIABLE, find_machine, read_machine
+from cp_mesh.predict.time import H200, Machine
+from cp_mesh.tools.explain.telling import (
+    advice_lines,
+    alternatives_lines,
+    as_bytes,
+    captured_lines,
+    head_lines,
+    owners_lines,
+    predicted_lines,
+    ranks_lines,
+)
+from cp_mesh.tools.explain.variants import ALL_RANKS, Setting, Variant
+
+MOST_CUTS = 100_000  # documents times ranks, from which on striped takes many seconds
+
+
+@dataclass(frozen=True, eq=False)
+class Explanation:
+    """What `explain` found; ``str(explanation)`` is its text.
+
+    Attributes:
+        found: the figures of what was asked for.
+        others: those of other layouts and methods, at the same mask.
+        choice: what "auto" takes and why; None for a method that was named.
+        seq_len, cp_size, mask: as they were given.
+        text: the whole text.
+    """
+
+    found: Variant
+    others: list[Variant]
+    choice: Choice | None
+    seq_len: int
+    cp_size: int
+    mask: Mask
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+    @property
+    def verdict(self) -> str:
+        """What runs, how long it is predicted to take, and what it holds, in one line."""
+        words = [f"RUNS: {self.found.layout.spec()} {self.found.method}, kernel {self.found.kernel.name}"]
+        if self.found.seconds is not None:
+            words.append(f"predicted {self.found.seconds * 1e3:.3g} ms for both passes")
+        if self.found.memory is not None:
+            words.append(f"{as_bytes(self.found.memory)} of memory")
+        return ", ".join(words)
+
+    def plot(self, path: str | Path, points: int = 512) -> None:
+        """Draw who owns which tokens, and in which stage each pair of the mask is computed, into a picture file.
+
+        Args:
+            path: of the file; its ending says the format, as in matplotlib.
+            points: positions that are drawn at most along each side, evenly spaced.
+
+        Raises:
+            ArgumentError: if matplotlib writes no pictures of this ending.
+            UnsupportedError: if matplotlib is not installed.
+        """
+        from cp_mesh.tools.explain.picture import draw  # matplotlib is not needed for the text
+
+        draw(path, self.found, self.mask, self.seq_len, self.cp_size, points)
+
+
+def explain(
+    seq_len: int,
+    cp_size: int,
+    *,
+    layout: Layout = ZigZag(),  # noqa: B008 - frozen
+    mask: Mask = Mask(causal=True),  # noqa: B008 - frozen
+    scores: Collection[str] = (),
+    device: str = "cpu",
+    compute_capability: tuple[int, int] | None = None,
+    dtype: torch.dtype = torch.float32,
+    head_dim: int = 128,
+    batch: int = 1,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    head_chunks: int | None = None,
+    kernel: str = "auto",
+    method: str = "auto",
+    ulysses_degree: int | None = None,
+    inner_ring_size: int | None = None,
+    transport: str = "auto",
+    machine: Machine | str | None = None,
+    gpus_per_host: int | None = None,
+    captured_shards: int | None = None,
+    columns: int = 64,
+) -> Explanation:
+    """What a call will run and why, in a short text and a picture.
+
+    Args:
+        seq_len: tokens in the whole sequence.
+        cp_size: number of ranks. Above 36 some are looked at: the first ones, those that compute and fetch most, the
+            last.
+        layout, mask: as in `cp_mesh.attention`.
+        scores: names of the options of the scores that the call uses, as in `cp_mesh.attention`.
+        device: device type, "cpu" or "cuda".
+        compute_capability: that of the CUDA device; None: that of ``machine``.
+        dtype: dtype of q, k and v.
+        head_dim: head dim of q, k and v.
+        batch, num_heads, num_kv_heads: sizes of q, k and v on one rank; with ``num_heads`` bytes and the extra memory
+            (`cp_mesh/predict/memory.py`) are told. None kv heads: as many as query heads.
+        kernel: as in `cp_mesh.attention`, but its package need not be installed here; "auto" takes one that is.
+        head_chunks, method, transport: as in `cp_mesh.attention`. "auto" is symmetric memory for "cuda" on one host.
+        ulysses_degree, inner_ring_size: as in `cp_mesh.attention`; of the double ring None is ``gpus_per_host``.
+        machine: what its GPUs and links can do, a `time.Machine`, a name of `time.MACHINES` or the
+            file of a table that ``python -m cp_mesh calibrate`` wrote; it says the ``device``. None: the file that
+            ``CP_MESH_MACHINE`` names, and else "h200" for "cuda". With ``num_heads``, and a dtype, kernel and compute
+            capability of which it has rates, times are predicted, and method "auto" goes by them.
+        gpus_per_host: ranks that share a host; None: as many as the machine has. Ranks 0 to n - 1 are on the first.
+        captured_shards: elements of the DTensors sharded over cp that a score_mod reads (`cp_mesh.flex_attention`), of
+            all of them when they are whole. Counted as of ``dtype`` and with gradients; with ``num_heads`` alone.
+        columns: width of the ownership strip.
+
+    Returns:
+        An object to print, or to ``.plot("file.png")``. Its text has the kernel, and those that "auto" passed over; the
+        owner of every token, one sampled a column; a table of ranks: rows, share of the work (1.00 is the mean), kernel
+        calls of a forward, key rows received in each stage, bytes of keys received in a forward, and the peak of what
+        both passes hold beyond inputs and results; predicted times (`predict/time.py`), "in a row" those of calls that
+        follow one another, where the longer of device and host counts; other layouts and methods; advice.
+
+    Raises:
+        ArgumentError: for sizes that do not fit together, and unknown names.
+        UnsupportedError: for symmetric memory across hosts or on CPUs.
+
+    >>> print(explain(16, 2, layout=ZigZag(), columns=16))
+    zigzag layout, 16 tokens on 2 ranks, method ring, functional
+    kernel auto = cpu_flash
+    method auto = ring: without num_heads no times are known
+    owner 0000111111110000
+    rank  rows  work  calls   stage 1
+    0        8  1.00      2  8 from 1
+    1        8  1.00      2  4 from 0
+    layout and method      worst work  key rows moved
+    zigzag ring (this)           1.00               6
+    zigzag all_gather            1.00               6
+    contiguous ring              1.47               4
+    contiguous all_gather        1.47               4
+    striped ring                 1.06               8
+    striped all_gather           1.06               8
+    contiguous ring would move 0.67 of the bytes, but its slowest rank has 1.47 times the mean work.
+    """
+    if cp_size < 1 or seq_len < 1:
+        refuse("explain", "1 token and 1 rank at least", f"{seq_len} and {cp_size}", "explain(16, 2) works")
+    sizes = {
+        "batch": (batch, "batch=1 is the default"),
+        "head_dim": (head_dim, "head_dim=128 is the default"),
+        "num_heads": (num_heads, "num_heads=32 works"),
+        "num_kv_heads": (num_kv_heads, "None is as many as query heads"),
+        "head_chunks": (head_chunks, "None is automatic"),
+        "ulysses_degree": (ulysses_degree, "None is automatic"),
+        "inner_ring_size": (inner_ring_size, "None is automatic"),
+        "gpus_per_host": (gpus_per_host, "gpus_per_host=8 is that of an H200 host"),
+        "captured_shards": (captured_shards, "None is without"),
+        "columns": (columns, "columns=64 is the default"),
+    }
+    for name, (size, hint) in sizes.items():
+        if size is not None and size < 1:
+            refuse(f"explain: {name}", "1 at least", size, hint)
+    for name, tensor in (("documents", mask.documents), ("key_padding", mask.key_padding), ("blocks", mask.blocks)):
+        if tensor is not None and tensor.shape[-1] != seq_len:
+            refuse(f"Mask.{name}", f"{seq_len} tokens", tensor.shape[-1], "pass their seq_len")
+    for name in scores:
+        if name not in SCORE_OPTIONS:
+            known = ", ".join(SCORE_OPTIONS)
+            refuse("explain: scores", f"names of {known}", repr(name), "see attention")
+    if isinstance(machine, str):
+        machine = find_machine(machine)
+    if machine is not None:
+        device = "cuda" if machine.on_gpu else "cpu"
+    elif path := os.environ.get(VARIABLE):
+        machine = read_machine(path, VARIABLE)
+        machine = machine if machine.on_gpu == (device == "cuda") else None
+    assumed = ""
+    if machine is None and device == "cuda":
+        machine, assumed = H200, H200.name
+    if gpus_per_host is None:
+        gpus_per_host = machine.gpus_per_host if machine else cp_size
+    check_choice("kernel", kernel, ("auto", *KERNELS), "auto")
+    within = "symmetric_memory" if (device, transport) == ("cuda", "auto") else "functional"
+    transport = _transport(transport, device, cp_size, gpus_per_host)
+    within = within if cp_size > gpus_per_host else transport
+    choose_method(method)
+    for name, size in (("ulysses_degree", ulysses_degree), ("inner_ring_size", inner_ring_size)):
+        if size is not None and METHODS.get(method, METHODS[DEFAULT]).degree_option != name:
+            of = next(other.name for other in METHODS.values() if other.degree_option == name)
+            refuse(f"explain: {name}", f"None, but with method={of!r}", size, f"method={of!r} takes it")
+    if captured_shards and num_heads is None:
+        refuse("explain: captured_shards", "num_heads, without which no bytes are told", None, "num_heads=32 works")
+    num_kv_heads = num_kv_heads or num_heads or 1
+    if (num_heads or num_kv_heads) % num_kv_heads:
+        refuse("explain: num_heads", f"a multiple of the {num_kv_heads} kv heads", num_heads, "num_kv_heads=1 works")
+
+    def of_heads(num: int) -> Operand:
+        return Operand(torch.Size((batch, num, 1, head_dim)), dtype, torch.device(device))
+
+    capability = compute_capability or (machine.compute_capability if machine else (0, 0))
+    timed = machine is not None and machine.compute_capability == capability
+    timed = timed and num_heads is not None and (dtype.itemsize == 2 or device == "cpu")
+    features = {{"dropout_p": "dropout"}.get(name, name) for name in scores} - {"sinks", "dropout_seed"}
+    features |= {"score_mod"} if captured_shards else set()
+    setting = Setting(
+        seq_len,
+        cp_size,
+        mask,
+        frozenset(features),
+        of_heads(num_heads or num_kv_heads),
+        of_heads(num_kv_heads),
+        num_heads is not None,
+        kernel,
+        head_chunks or 0,
+        ulysses_degree or 0,
+        inner_ring_size or 0,
+        capability,
+        transport,
+        within,
+        gpus_per_host,
+        replace(machine, gpus_per_host=gpus_per_host) if timed and machine else None,
+        keys_seen(mask, seq_len),
+        captured_shards or 0,
+    )
+    choice = setting.choose(layout) if method == "auto" else None
+    found = setting.look_at(layout, choice.method if choice else method, choice.degree if choice else 0)
+    others = list(_others(setting, found))
+    lines = [
+        *head_lines(setting, found, choice, assumed if capability == H200.compute_capability else ""),
+        *owners_lines(found.layout, seq_len, cp_size, columns),
+        *ranks_lines(setting, found),
+        *captured_lines(setting),
+        *predicted_lines(setting, found),
+        *alternatives_lines(found, others),
+        *advice_lines(setting, found, others),
+    ]
+    return Explanation(found, others, choice, seq_len, cp_size, mask, "\n".join(lines))
+
+
+def _transport(name: str, device: str, cp_size: int, gpus_per_host: int) -> str:
+    check_choice("transport", name, TRANSPORTS, "functional")
+    hosts = -(-cp_size // gpus_per_host)
+    if cp_size == 1:
+        return "functional"
+    if device == "cuda" and hosts == 1:
+        return "symmetric_memory" if name == "auto" else name
+    if name == "symmetric_memory":
+        got = f"{hosts} hosts" if device == "cuda" else f"device={device!r}"
+        hint = "transport='functional' works"
+        refuse("transport='symmetric_memory'", "CUDA devices of one host", got, hint, UnsupportedError)
+    return "functional"
+
+
+def _others(setting: Setting, found: Variant) -> Iterator[Variant]:
+    """Other layouts and methods, where they can be and do not take long to plan."""
+    layouts: list[Layout] = [found.layout]
+    layouts += [layout for layout in (ZigZag(), Contiguous(), Striped()) if layout != found.layout]
+    documents, cp_size = setting.mask.documents, setting.cp_size
+    if documents is not None:
+        if setting.mask.key_padding is None:
+            layouts += [
+                layout for layout in [balance(setting.mask, setting.seq_len, cp_size)] if layout != found.layout
+            ]
+        if sum(len(row.labels) for row in setting.mask.runs()) * cp_size > MOST_CUTS:
+            layouts = [layout for layout in layouts if not isinstance(layout, Striped) or layout == found.layout]
+    rings = [name for name, method in METHODS.items() if not (method.swaps or method.degree_option)]
+    variants = [(layout, name, 0) for layout in layouts for name in rings]
+    if setting.knows_heads:
+        variants.append((found.layout, "ulysses", 0))
+        for name, method in METHODS.items():
+            degrees = method.degrees(cp_size, setting.gpus_per_host)
+            degrees = degrees if cp_size <= ALL_RANKS else degrees[-1:]
+            variants += [(found.layout, name, degree) for degree in degrees]
+    best: dict[str, Variant] = {}
+    for layout, name, degree in variants:
+        if (layout, name, degree or found.degree) == (found.layout, found.method, found.degree):
+            continue
+        # heads that ranks or chunks do not divide; a kernel that was asked for may not serve another layout
+        with suppress(UnsupportedError, ArgumentError):
+            other = setting.look_at(layout, name, degree)
+            if not degree:
+                yield other
+            elif name not in best or (other.seconds or 0.0) < (best[name].seconds or 0.0):
+                best[name] = other
+    yield from best.values()
+
+
+def kernel_table() -> str:
+    """The capability records of all kernels as a Markdown table, in the order in which "auto" tries them."""
+    columns = (
+        "kernel | devices | dtypes | tiles | scores | head dim | v head dim differs | gradient of lse | deterministic"
+    )
+    header = f"| {columns} |"
+    lines = [header, "|---" * header.count(" | ") + "|---|"]
+    for kernel in KERNELS.values():
+        has = kernel.capability
+        devices = ", ".join(has.devices)
+        if has.compute_capability > (0, 0):
+            only = [f"sm_{major}{minor}" for major, minor in has.only_on]
+            devices += f" ({', '.join(only) or 'sm_{}{}+'.format(*has.compute_capability)})"
+        dims = f"multiples of {has.head_dim_multiple}" if has.head_dim_multiple > 1 else "any"
+        dims += f" from {has.min_head_dim}" if has.min_head_dim > 1 else ""
+        dims += f" to {has.max_head_dim}" if has.max_head_dim < 1 << 30 else ""
+        cells = [
+            kernel.name,
+            devices,
+            ", ".join(str(dtype).removeprefix("torch.") for dtype in has.dtypes),
+            ", ".join(has.covers),
+            ", ".join(sorted(has.features)) or "-",
+            dims,
+            *("yes" if flag else "no" for flag in (has.v_head_dim, has.differentiable_lse)),
+            _deterministic(has),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _deterministic(has: Capability) -> str:
+    if not has.deterministic or has.deterministic_covers is None:
+        return "yes" if has.deterministic else "no"
+    return ", ".join(cover for cover in has.covers if cover in has.deterministic_covers)

@@ -1,0 +1,209 @@
+"""Telling: the text of an explanation, from the figures of its variants; see `cp_mesh.explain`."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from cp_mesh.call.choose import FASTER, Choice
+from cp_mesh.call.methods import METHODS
+from cp_mesh.geometry.layouts import Layout
+from cp_mesh.predict.memory import ExtraMemory
+from cp_mesh.tools.explain.variants import RankFigures, Setting, Variant, owners, sampled
+
+WIDTH = 100  # of the text
+MOST_LINES = 10  # of the table of ranks
+_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+
+
+def head_lines(setting: Setting, found: Variant, choice: Choice | None, assumed: str) -> list[str]:
+    """What runs; ``assumed``: the name of a machine that nobody gave, or ""."""
+    kernel = f"kernel {setting.kernel}{f' = {found.kernel.name}' * (setting.kernel == 'auto')}"
+    by_reason: dict[str, list[str]] = {}
+    for name, lacks in found.passed_over.items():
+        by_reason.setdefault(lacks, []).append(name)
+    reasons = [f"  {', '.join(names)}: {lacks}" for lacks, names in by_reason.items()]
+    kernel += "; passed over:" * bool(reasons)
+    hosts = -(-setting.cp_size // setting.gpus_per_host)
+    over = f"{setting.transport} over {hosts} hosts" if hosts > 1 else setting.transport
+    chunks = f", {found.chunks} head chunks" if found.chunks > 1 else ""
+    of = f"{setting.seq_len} tokens on {setting.cp_size} rank{'s' * (setting.cp_size > 1)}"
+    first = f"{found.layout.spec()} layout, {of}, method {_method(found)}{chunks}, {over}"
+    method = f"method auto = {choice.method}: {choice.why}" if choice else ""
+    machine = f"machine {assumed}, as none is given: machine= or CP_MESH_MACHINE takes a file that calibrate wrote"
+    lines = [first, kernel, *reasons, method, machine if assumed else ""]
+    return [line for text in lines for line in _wrapped(text)]
+
+
+def owners_lines(layout: Layout, seq_len: int, cp_size: int, columns: int) -> list[str]:
+    """The owner of tokens at even distances: a digit each, or of many ranks a number."""
+    wide = 1 if cp_size <= len(_DIGITS) else len(str(cp_size - 1)) + 1
+    ranks = owners(layout, seq_len, cp_size, sampled(seq_len, columns // wide)).tolist()
+    strip = "".join(_DIGITS[rank] for rank in ranks) if wide == 1 else " ".join(map(str, ranks))
+    return [f"owner {strip}"]
+
+
+def ranks_lines(setting: Setting, found: Variant) -> list[str]:
+    """The table of ranks: as many of its stages as fit, and the others together."""
+    ranks, size = found.ranks, setting.cp_size
+    slowest = max(
+        ranks, key=lambda x: (sum(cost.queued for cost in x.costs) if x.costs else 0.0, x.work, x.near + x.far)
+    )
+    shown = sorted({x.rank: x for x in (*ranks[: MOST_LINES - 2], slowest, ranks[-1])}.items())
+    for most, sources in ((4, True), (3, True), (4, False), (3, False), (2, False), (1, False)):
+        table = _table(*_rank_table(setting, found, [x for _, x in shown], most, sources))
+        if len(table[0]) <= WIDTH:
+            break
+    left = size - len(shown)
+    if found.method == "ulysses":
+        table.append("each rank computes its share of the heads for all rows: all ranks are alike")
+        return table
+    if found.inner > 1:
+        table.append(f"each {found.inner} neighbours exchange heads for rows, and are alike: the first one is shown")
+        left -= len(shown) * (found.inner - 1)
+    if left and len(ranks) * found.inner < size:
+        table.append(f"{left} ranks are left out; times and memory are those of the {len(ranks)} that were looked at")
+    elif left:
+        table.append(f"{left} ranks are left out")
+    return table
+
+
+def _rank_table(
+    setting: Setting, found: Variant, ranks: Sequence[RankFigures], most: int, sources: bool
+) -> tuple[list[str], list[list[str]]]:
+    num = len(ranks[0].received)
+    alone = num if num <= most else most - 1
+    head = ["rank", "rows", "work", "calls", *(f"stage {i + 1}" for i in range(alone))]
+    head += [f"stages {alone + 1}-{num}"] * (alone < num)
+    with_bytes = setting.knows_heads and num > 0
+    far, memory = any(x.far for x in ranks), any(x.memory for x in ranks)
+    head += ["NVLink" if setting.q.device.type == "cuda" else "received"] * with_bytes
+    head += ["network"] * (with_bytes and far) + ["memory"] * memory
+    row_bytes, lines = found.row_bytes, []
+    for x in ranks:
+        line = [str(x.rank), str(x.rows), f"{x.work:.2f}", str(x.calls)]
+        for rows, of in zip(x.received[:alone], x.sources, strict=False):
+            words = f" from {','.join(map(str, of))}" if sources and rows and len(of) <= 2 else ""
+            line.append(f"{rows}{words}" if rows else "-")
+        line += [str(sum(x.received[alone:]))] * (alone < num)
+        line += [as_bytes(x.near * row_bytes)] * with_bytes + [as_bytes(x.far * row_bytes)] * (with_bytes and far)
+        lines.append(line + ([as_bytes(x.memory.peak)] if x.memory else []))
+    return head, lines
+
+
+def captured_lines(setting: Setting) -> list[str]:
+    if not setting.captured:
+        return []
+    held = ExtraMemory(0, 0, 0).with_captured(setting.captured, setting.q.dtype.itemsize).peak
+    text = f"captured shards: a GPU receives {as_bytes(setting.captured_moved)} in both passes"
+    text += f", and holds up to {as_bytes(held)}; both are in what is moved and in memory"
+    return _wrapped(f"{text}, but neither in rows and what ranks receive, nor in times")
+
+
+def predicted_lines(setting: Setting, found: Variant) -> list[str]:
+    machine, costs = setting.machine, found.costs
+    if machine is None:
+        return []
+    if costs is None:
+        known = " and ".join(machine.kernels)
+        return [f"no times: on {machine.name} only {known} were measured, not {found.kernel.name}"]
+    batch, num_heads, _, head_dim = setting.q.shape
+    flops = 4 * int(setting.seen.sum()) / setting.seen_rows * batch * num_heads * head_dim / setting.cp_size
+    lines = []
+    for name, parts, times in (("forward", costs[:1], 1.0), ("backward", costs[1:], 2.5), ("both", costs, 3.5)):
+        device, exposed, host, queued = (
+            sum(getattr(cost, of) for cost in parts) for of in ("device", "exposed", "host", "queued")
+        )
+        waits = f"{_ms(exposed)} ({100 * exposed / device if device else 0:.0f} %)"
+        lines.append([name, _ms(device), waits, _ms(host), _ms(queued), f"{times * flops / queued / 1e12:.0f}"])
+    head = [f"predicted, {machine.name}", "device, ms", "exposed", "host, ms", "in a row, ms", "TFLOP/s a GPU"]
+    table = _table(head, lines)
+    if setting.features:
+        table.append("rates are those of plain scores: " + ", ".join(sorted(setting.features)) + " take longer")
+    return table
+
+
+def alternatives_lines(found: Variant, others: Sequence[Variant]) -> list[str]:
+    with_bytes, timed = any(x.memory for x in (found, *others)), any(x.seconds for x in (found, *others))
+    head = ["layout and method", "worst work", "moved a GPU" if with_bytes else "key rows moved"]
+    head += ["in a row, ms"] * timed + ["memory"] * with_bytes
+    lines = []
+    for x in (found, *others):
+        line = [_name(x) + " (this)" * (x is found), f"{x.work.max():.2f}"]
+        line.append(as_bytes(x.moved) if with_bytes else f"{x.moved:.0f}")
+        line += [_ms(x.seconds) if x.seconds else "-"] * timed
+        lines.append(line + [as_bytes(x.memory) if x.memory is not None else "-"] * with_bytes)
+    return _table(head, lines)
+
+
+def advice_lines(setting: Setting, found: Variant, others: Sequence[Variant]) -> list[str]:
+    """What would be faster, move less, or show more; a sentence each."""
+    words = []
+    alike = [x for x in others if bool(x.costs) == bool(found.costs) and (x.costs or x.inner == 1)]
+    alike.sort(key=lambda x: (round(_slower(x, found), 2), x.method != found.method))
+    best = alike[0] if alike and _slower(alike[0], found) < FASTER else found
+    if best is not found:
+        words.append(f"{_name(best)} would be faster: {_compared(best, found)}.")
+    rings = [x for x in alike if x.method == found.method]
+    least = min(rings, key=lambda x: x.moved, default=found)
+    alike_fast = least.seconds is not None and FASTER <= _slower(least, found) <= 1 / FASTER  # bytes cost no time here
+    if least is not best and least.moved < 0.8 * found.moved and not alike_fast:
+        word = "but" if _slower(least, found) > 1 / FASTER else "and"
+        words.append(
+            f"{_name(least)} would move {least.moved / found.moved:.2f} of the bytes, {word} {_compared(least, found)}."
+        )
+    if found.costs:
+        device, host = (sum(getattr(cost, of) for cost in found.costs) for of in ("device", "host"))
+        if host > device and setting.transport == "symmetric_memory":
+            words.append(f"The host takes longer than the GPU: in a CUDA graph a call takes {_ms(device)} ms.")
+    if missing := [name for name, lacks in found.passed_over.items() if lacks.startswith("package")]:
+        words.append(f"{missing[0]} is not installed here: kernel={missing[0]!r} explains the call with it.")
+    return [line for text in words or ["Nothing of this would be faster."] for line in _wrapped(text)]
+
+
+def _slower(x: Variant, found: Variant) -> float:
+    """How much longer it takes; where times are not known, how much more its slowest rank computes."""
+    if x.seconds and found.seconds:
+        return x.seconds / found.seconds
+    return float(x.work.max() / found.work.max()) if found.work.any() else 1.0  # a mask that lets nobody see
+
+
+def _compared(x: Variant, found: Variant) -> str:
+    work = f"its slowest rank has {x.work.max():.2f} times the mean work"
+    if x.work.max() <= 1.01 * found.work.max() and found.work.max() <= 1.01 * x.work.max():
+        work = "its slowest rank has as much work"
+    return f"{work}: {_slower(x, found):.2f} times the time" if x.seconds else work
+
+
+def _name(x: Variant) -> str:
+    return "ulysses, any layout" if x.method == "ulysses" else f"{x.layout.spec()} {_method(x)}"
+
+
+def _method(x: Variant) -> str:
+    return f"{x.method} of {x.degree}" if METHODS[x.method].degree_option else x.method
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g}" if seconds < 1 else f"{1e3 * seconds:.0f}"
+
+
+def as_bytes(num: float) -> str:
+    if not num:
+        return "-"
+    power = 0
+    while num >= 1000 and power < 3:
+        num, power = num / 1024, power + 1
+    return f"{num:.3g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent="  ")
+
+
+def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    """Aligned columns, the first to the left."""
+    widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
+    return [
+        "  ".join(x.rjust(n) if i else x.ljust(n) for i, (x, n) in enumerate(zip(line, widths, strict=True))).rstrip()
+        for line in (head, *lines)
+    ]

@@ -1,0 +1,349 @@
+"""Variants: what a layout and a method have the ranks of a call compute, move, hold, and how long that takes.
+
+No ranks and no device. The figures come from the schedules that a call runs, `predict.memory` and `predict.time`. Of
+many ranks only some are looked at: those that have most to compute and to fetch among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cp_mesh.call.choose import DEFAULT, Choice, Problem, choose, layout_and_documents, sizes_of
+from cp_mesh.call.joined_layout import pieces_of_rank
+from cp_mesh.call.method import Setup, as_one_tile
+from cp_mesh.call.methods import METHODS, Method
+from cp_mesh.call.plan import choose_schedule, request_of
+from cp_mesh.call.spec import Operand, Options
+from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.geometry.block_table import Array
+from cp_mesh.geometry.layouts import Layout, Run
+from cp_mesh.geometry.mask import Mask
+from cp_mesh.geometry.schedule import Schedule, enclosing, num_rows
+from cp_mesh.kernels import KERNELS
+from cp_mesh.kernels.contract import Kernel, Request, shortfalls
+from cp_mesh.kernels.scores import POSITIONAL
+from cp_mesh.predict.memory import ExtraMemory, Sizes, kv_heads_of_rank
+from cp_mesh.predict.time import Machine, PassCost, legs_of
+
+ALL_RANKS = 36  # up to here every rank is looked at
+
+
+class RankFigures(NamedTuple):
+    """What one rank does in a call.
+
+    Attributes:
+        rank, rows: which, the first of an inner group whose ranks are alike; and how many tokens it holds.
+        work: its pairs over the mean of all ranks.
+        calls: of the kernel, in a forward.
+        received: key rows of each stage.
+        sources: ranks that they come from, of each stage.
+        near, far: rows that links of its host and the network bring; of the double ring those that cross to it are far.
+        memory: beyond inputs and results; None without ``num_heads``.
+        costs: of forward and backward; None without rates.
+    """
+
+    rank: int
+    rows: int
+    work: float
+    calls: int
+    received: tuple[int, ...]
+    sources: tuple[tuple[int, ...], ...]
+    near: int
+    far: int
+    memory: ExtraMemory | None
+    costs: tuple[PassCost, PassCost] | None
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """A layout and a method.
+
+    Attributes:
+        layout, method, kernel: what it is, and the kernel that "auto" chooses.
+        degree: ranks that exchange heads for rows, or share a host; 1 if neither matters.
+        work: pairs of each rank over their mean, of all ranks.
+        ranks: figures of those that were looked at.
+        row_bytes: of a row of keys and values that is fetched.
+        moved: bytes that a GPU receives in both passes, on average; key rows of a forward without ``num_heads``.
+        chunks: head chunks.
+        passed_over: kernels that "auto" would have preferred, and what each lacks.
+        steps: of each stage.
+        host_size: ranks that are visited one after the other, see `Schedule`.
+    """
+
+    layout: Layout
+    method: str
+    kernel: Kernel
+    degree: int
+    work: NDArray[np.float64]
+    ranks: list[RankFigures]
+    row_bytes: int
+    moved: float
+    chunks: int
+    passed_over: dict[str, str]
+    steps: tuple[tuple[int, ...], ...]
+    host_size: int
+
+    @property
+    def inner(self) -> int:
+        """Ranks of an inner group, of methods that exchange heads for rows."""
+        return METHODS[self.method].inner_size(self.degree)
+
+    @property
+    def costs(self) -> tuple[PassCost, PassCost] | None:
+        """Of the rank that is slowest in each pass."""
+        known = [figures.costs for figures in self.ranks if figures.costs is not None]
+        if not known:
+            return None
+        forward, backward = (max((costs[i] for costs in known), key=lambda cost: cost.queued) for i in (0, 1))
+        return forward, backward
+
+    @property
+    def seconds(self) -> float | None:
+        """Of forward and backward, of calls that follow one another."""
+        return None if self.costs is None else sum(cost.queued for cost in self.costs)
+
+    @property
+    def memory(self) -> int | None:
+        """The peak of the worst rank, in bytes."""
+        return max((figures.memory.peak for figures in self.ranks if figures.memory is not None), default=None)
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """A call without layout and method.
+
+    Attributes:
+        seq_len, cp_size, mask: of the whole sequence.
+        features: of the scores.
+        q, k: of one row; v is as k.
+        knows_heads: whether their sizes were given.
+        kernel: as asked for.
+        head_chunks, ulysses_degree, inner_ring_size: as asked for, 0 is automatic.
+        compute_capability: that of the device.
+        transport, within: "symmetric_memory" or "functional", among all ranks and among those of a host.
+        gpus_per_host: ranks that share a host.
+        machine: for predicted times, or None.
+        seen: keys that each position sees.
+        captured: elements of captured shards, when they are whole.
+    """
+
+    seq_len: int
+    cp_size: int
+    mask: Mask
+    features: frozenset[str]
+    q: Operand
+    k: Operand
+    knows_heads: bool
+    kernel: str
+    head_chunks: int
+    ulysses_degree: int
+    inner_ring_size: int
+    compute_capability: tuple[int, int]
+    transport: str
+    within: str
+    gpus_per_host: int
+    machine: Machine | None
+    seen: Array
+    captured: int
+
+    @cached_property
+    def before(self) -> Array:
+        """Keys that all positions before one see: int64 [seq_len + 1]."""
+        return np.r_[0, self.seen.cumsum()]
+
+    @property
+    def seen_rows(self) -> int:
+        """Batch rows that `seen` is the sum of."""
+        return len(self.mask.runs()) if self.mask.documents is not None else 1
+
+    @property
+    def captured_moved(self) -> float:
+        """Bytes that a GPU receives in both passes: shards twice, as they are, and sums of their gradients."""
+        itemsize = self.q.dtype.itemsize
+        return self.captured * (self.cp_size - 1) / self.cp_size * (2 * itemsize + max(4, itemsize))
+
+    def work(self, layout: Layout) -> NDArray[np.float64]:
+        """Pairs of each rank over their mean; keys that are padding count."""
+        pairs = np.zeros(self.cp_size)
+        for rank in range(self.cp_size):
+            for piece in layout.runs(self.seq_len, self.cp_size, rank):
+                if isinstance(piece, Run) and piece.stride == 1:
+                    pairs[rank] += self.before[piece.start + piece.length] - self.before[piece.start]
+                elif isinstance(piece, Run):
+                    pairs[rank] += self.seen[piece.start : piece.last + 1 : piece.stride].sum()
+                else:
+                    pairs[rank] += self.seen[piece.values.numpy()].sum()
+        return pairs / max(1.0, pairs.mean())
+
+    def choose(self, layout: Layout) -> Choice:
+        """The method that "auto" takes."""
+        if self.cp_size == 1:
+            return Choice(DEFAULT, "one rank", {})
+        if not self.knows_heads:
+            return Choice(DEFAULT, "without num_heads no times are known", {})
+        options, request = self._call(layout)
+        make = partial(METHODS[DEFAULT].make_schedule, layout, self.mask, self.seq_len, self.cp_size, 0)
+        kernel = self._resolve(make, request)[1].name
+        sizes, of_batch = (self.seq_len, self.cp_size), layout_and_documents(layout, self.mask)
+        groups = None if self.mask.documents is None else frozenset[int]()  # those of a mesh of one axis
+        problem = Problem(
+            self.q, self.k, self.k, options, self.features, *sizes, *of_batch, kernel, self.transport, self.within,
+            self.machine, groups, lambda _, make: self._resolve(make, request),
+        )  # fmt: skip
+        return choose.__wrapped__(problem)
+
+    def look_at(self, layout: Layout, method: str, degree: int = 0) -> Variant:
+        """Its figures, of all ranks or of some; ``degree`` 0: as asked for, or as `cp_mesh.attention` takes it."""
+        chosen = METHODS[method]
+        options, request = self._call(layout)
+        options = (chosen.with_degree(options, degree) if degree else options)._replace(method=method)
+        if method == "double_ring" and not options.inner_ring_size:
+            options = options._replace(inner_ring_size=min(self.gpus_per_host, self.cp_size))
+        if method == "hybrid" and not self.knows_heads:
+            refuse("explain: method='hybrid'", "num_heads, which ranks exchange", None, "num_heads=32, num_kv_heads=8")
+        no_heads = method == "ulysses" and not self.knows_heads  # as many as there must be
+        degree = self.cp_size if no_heads else chosen.choose_degree(options, self.q, self.k, self.cp_size)
+        whole = self.seq_len, self.cp_size
+        make_of = partial(chosen.make_schedule, layout, self.mask, *whole, degree=degree)
+        make, inner = partial(make_of, 0), chosen.inner_size(degree)
+        first, kernel = self._resolve(make, request)
+        passed_over = self._passed_over(kernel, [request(schedule) for schedule in (make(True), first)])
+        batch, num_heads, _, dim = self.q.shape
+        sizes, chunks = Sizes(batch, num_heads, self.k.shape[1], dim, dim, *[self.q.dtype.itemsize] * 2), 1
+        if not no_heads:
+            settings = chosen.settle(options, self.q, self.k, self.k, first, kernel, self.features, degree)
+            sizes, chunks = sizes_of(self.q, self.k, self.k, settings), settings.head_chunks
+        setup = Setup(
+            self.cp_size, degree, sizes, chunks, kernel, self.features, self.transport, self.within, self.gpus_per_host,
+            pieces_of_rank(layout, *whole),
+        )  # fmt: skip
+        work = np.repeat(self.work(layout).reshape(-1, inner).mean(1), inner)
+        figures = []
+        for rank in (inner * number for number in self._sample(work[::inner], first.route.needed, inner)):
+            schedule, rows = make_of(rank, "segments" in first.covers), layout.shard_len(*whole, rank)
+            figures.append(self._figures(schedule, chosen, setup, rank, rows, float(work[rank])))
+        kv_heads = sizes.num_kv_heads if no_heads else kv_heads_of_rank(sizes, inner)
+        row_bytes = 2 * batch * kv_heads * dim * sizes.itemsize
+        moved: float = first.route.num_rows / len(first.route.needed)
+        if self.knows_heads:
+            far = 0.0
+            if first.route.visits:
+                moved, far = (float(np.mean([getattr(x, by) for x in figures])) for by in ("near", "far"))
+            moved = self._bytes_moved(sizes, moved, far, inner, kernel) + self.captured_moved
+        steps = tuple(stage.steps for stage in first.route.stages)
+        of_layout = layout, method, kernel, degree, work, figures
+        return Variant(*of_layout, row_bytes, moved, chunks, passed_over, steps, first.host_size)
+
+    def _call(self, layout: Layout) -> tuple[Options, Callable[[Schedule], Request]]:
+        """Its options, and what a schedule needs of a kernel."""
+        options = Options(
+            layout.spec(), self.mask.spec(), 1.0, ulysses_degree=self.ulysses_degree,
+            inner_ring_size=self.inner_ring_size, head_chunks=self.head_chunks,
+        )  # fmt: skip
+        capability = self.compute_capability
+        return options, partial(request_of, self.q, self.q, options, self.features, compute_capability=capability)
+
+    def _resolve(
+        self, make: Callable[[bool], Schedule], request: Callable[[Schedule], Request]
+    ) -> tuple[Schedule, Kernel]:
+        """As a call does; but a kernel that is asked for by name counts as installed."""
+        if self.kernel == "auto":
+            return choose_schedule("auto", make, request, self.features)
+        return named_kernel(self.kernel, make, request, self.features)
+
+    def _passed_over(self, kernel: Kernel, requests: Sequence[Request]) -> dict[str, str]:
+        """What those that "auto" prefers lack, the first of it; for the tiles, of two kinds, for which it is least."""
+        found = {}
+        for name, other in KERNELS.items():
+            if name == kernel.name or self.kernel != "auto":
+                break
+            if self.q.device.type in other.capability.devices:
+                missing = min((shortfalls(other.capability, request) for request in requests), key=len)
+                found[name] = missing[0].partition(" (")[0]
+        return found
+
+    def _sample(self, work: NDArray[np.float64], needed: Array, inner: int) -> Sequence[int]:
+        """Ranks or inner groups to look at: all, or the first, those with most work and most to fetch, the last."""
+        size = len(needed)
+        if size * inner <= ALL_RANKS:
+            return range(size)
+        fetched, here = needed.sum(1), np.arange(size) * inner // self.gpus_per_host
+        near = np.array([row[here == host].sum() for row, host in zip(needed, here, strict=True)])
+        most = (int(x.argmax()) for x in (work, fetched, fetched - near))
+        return sorted({*range(min(3, size)), *most, size // 2, size - 1})
+
+    def _figures(
+        self, schedule: Schedule, method: Method, setup: Setup, rank: int, rows: int, work: float
+    ) -> RankFigures:
+        stages, kernel = schedule.route.stages, setup.kernel
+        one_tile = as_one_tile(kernel, schedule, self.features)
+        visits = [schedule.local_tiles, *(stage.tiles for stage in stages)]
+        calls = setup.head_chunks * sum(len(enclosing(tiles) if one_tile else tiles) for tiles in visits)
+        moves = [move for leg in legs_of(schedule, method.inner_size(setup.degree)) for move in leg.received]
+        by_host = [(source // self.gpus_per_host, num_rows(ranges)) for move in moves for source, ranges in move]
+        near = sum(rows for host, rows in by_host if host == rank // self.gpus_per_host)
+        memory = costs = None
+        if self.knows_heads:
+            memory = method.memory(schedule, setup).with_captured(self.captured, self.q.dtype.itemsize)
+        if self.machine is not None and kernel.name in self.machine.kernels:
+            costs = method.costs(schedule, setup, self.machine)
+        return RankFigures(
+            rank, rows, work, calls, tuple(stage.num_fetched for stage in stages),
+            tuple(tuple(source for source, _ in stage.fetch) for stage in stages),
+            near, sum(rows for _, rows in by_host) - near, memory, costs,
+        )  # fmt: skip
+
+    def _bytes_moved(self, sizes: Sizes, near: float, far: float, inner: int, kernel: Kernel) -> float:
+        """In both passes, a GPU: keys twice and their gradients, of key rows that are fetched, and that cross; and in
+        exchanges of heads q, k, v, out, dout, dq, dk, dv.
+
+        Of kv heads that are sent several times q, k, v and out (or delta) travel again, as they are not kept.
+        """
+        width, kv_heads = sizes.batch * sizes.head_dim, kv_heads_of_rank(sizes, inner)
+        gradients = near * sizes.gradient_itemsize + far * max(4, sizes.gradient_itemsize)
+        fetched = 2 * width * kv_heads * ((near + far) * 2 * sizes.itemsize + gradients)
+        of_kv = 2 * inner * kv_heads
+        rows = self.seq_len / self.cp_size * (inner - 1) / inner
+        again = of_kv > 2 * sizes.num_kv_heads
+        of_q = (6 - kernel.uses_delta if again else 4) * sizes.num_heads
+        home = sizes.home_itemsize or sizes.gradient_itemsize
+        return fetched + rows * width * ((of_q + (1 + again) * of_kv) * sizes.itemsize + of_kv * home)
+
+
+def named_kernel(
+    name: str, make: Callable[[bool], Schedule], request: Callable[[Schedule], Request], features: Collection[str]
+) -> tuple[Schedule, Kernel]:
+    """As `choose_schedule`, of a kernel that is asked for by name; its package counts as installed."""
+    kernel, missing = KERNELS[name], [""]
+    for by_documents in (POSITIONAL.isdisjoint(features), False):
+        schedule = make(by_documents)
+        missing = shortfalls(replace(kernel.capability, lacking=lambda: None), request(schedule))
+        if not missing:
+            return schedule, kernel
+    raise UnsupportedError(f"kernel={name!r} lacks {'; '.join(missing)}; kernel='auto' works")
+
+
+def owners(layout: Layout, seq_len: int, cp_size: int, position: Array) -> Array:
+    """The rank that holds each of these positions, which rise: int64 [positions]."""
+    owner = np.empty(len(position), dtype=np.int64)
+    for rank in range(cp_size):
+        for piece in layout.runs(seq_len, cp_size, rank):
+            if isinstance(piece, Run):
+                first, last = np.searchsorted(position, [piece.start, piece.last + 1])
+                owner[first:last][(position[first:last] - piece.start) % piece.stride == 0] = rank
+            else:
+                owner[np.isin(position, piece.values.numpy())] = rank
+    return owner
+
+
+def sampled(seq_len: int, num: int) -> Array:
+    """Positions at even distances, at most ``num``: int64."""
+    num = max(1, min(seq_len, num))
+    return np.arange(num) * seq_len // num

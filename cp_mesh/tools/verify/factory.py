@@ -1,0 +1,130 @@
+"""The factory of ``python -m cp_mesh verify module:function``: it returns the arguments of `cp_mesh.verify_model`."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from cp_mesh.errors import ArgumentError, describe, refuse
+from cp_mesh.tools.verify.verify_model import verify_model
+
+EXPECTED, HINT = "a module that can be imported", "start in its folder, or name a file, path/to/my_trainer.py"
+_ARGUMENTS = "a dict of verify_model's arguments"
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "make_model": (
+        lambda x: callable(x) and not isinstance(x, nn.Module),
+        "a function without arguments that returns the plain model",
+    ),
+    "plan": (lambda x: x is None or callable(x) or isinstance(x, Mapping), "a plan, a function of the model, or None"),
+    "batch": (lambda x: isinstance(x, Mapping), "a dict of whole tensors by the names of the model's arguments"),
+    "mesh": (lambda x: x is None or isinstance(x, DeviceMesh), "a DeviceMesh of all ranks, or None"),
+}
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """What a factory returns.
+
+    Args:
+        text: "module:function" or "file.py:function".
+
+    Raises:
+        ArgumentError: naming the factory and the argument. What the user's own code raised is its cause.
+    """
+    what, (where, name) = f"factory {text}", split(text)
+    factory = _function(what, _module(what, where), name)
+    try:
+        returned = factory()
+    except Exception as error:
+        raise ArgumentError(describe(what, _ARGUMENTS, _shown(error), "see its traceback")) from error
+    if not isinstance(returned, Mapping):
+        refuse(what, _ARGUMENTS, type(returned), "return {'make_model': ..., 'plan': ..., 'batch': ..., 'mesh': ...}")
+    parameters = inspect.signature(verify_model).parameters
+    for key in returned:
+        if key not in parameters:
+            close = difflib.get_close_matches(str(key), parameters, n=1)
+            hint = f"near it: {close[0]}" if close else f"they are {', '.join(parameters)}"
+            refuse(f"{what}: {key!r}", "the name of an argument of verify_model", key, hint)
+    for key, (is_right, expected) in _KINDS.items():
+        if key not in returned and parameters[key].default is inspect.Parameter.empty:
+            refuse(f"{what}: {key!r}", expected, f"{[*returned]} alone", "add it to the dict")
+        if key in returned and not is_right(returned[key]):
+            refuse(f"{what}: {key!r}", expected, type(returned[key]), "see cp_mesh.verify_model")
+    return dict(returned)
+
+
+def split(text: str) -> tuple[str, str]:
+    """The module or the file, and the function.
+
+    Raises:
+        ArgumentError: if it says no two such names, or there is no such file.
+    """
+    what, (where, _, name) = f"factory {text}", text.rpartition(":")
+    if where.endswith(".py"):
+        if not os.path.isfile(where):
+            refuse(what, EXPECTED, f"no file {Path(where).absolute()}", HINT)
+        if "." in (stem := Path(where).stem):
+            refuse(what, "a file whose name is that of a module", f"{stem}.py", "give it a name without other dots")
+    elif not all(where.split(".")) or "/" in where or ":" in where:
+        refuse(what, "module:function or file.py:function", text, "as in my_trainer:verification")
+    return where, name
+
+
+def _module(what: str, where: str) -> ModuleType:
+    """A module by its name, or a file by its path, beside which its own imports are found."""
+    path = Path(where).resolve() if where.endswith(".py") else None
+    if path is not None:
+        sys.path.insert(0, str(path.parent))
+        where = path.stem
+    try:
+        module = importlib.import_module(where)
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and f"{where}.".startswith(f"{error.name}."):
+            raise ArgumentError(describe(what, EXPECTED, str(error), HINT)) from None
+        raise ArgumentError(describe(what, EXPECTED, _shown(error), "see its traceback")) from error
+    found = getattr(module, "__file__", None)
+    if path is not None and (found is None or Path(found).resolve() != path):
+        refuse(what, f"{path} as module {where}", found or "a built-in one", "give the file another name")
+    return module
+
+
+def _function(what: str, module: ModuleType, name: str) -> Callable[[], Any]:
+    found = getattr(module, name, None)
+    if not callable(found):
+        functions = {key: x for key, x in vars(module).items() if callable(x) and not isinstance(x, type)}
+        own = [key for key, x in functions.items() if key[0] != "_" and _module_of(x) in (None, module.__name__)]
+        got = f"none of that name in {module.__name__}" if found is None else type(found)
+        if close := difflib.get_close_matches(name, own, n=3):
+            refuse(what, "a function", got, f"near it: {', '.join(close)}")
+        refuse(what, "a function", got, f"it defines {_listed(own) or 'none'}")
+    try:
+        with suppress(ValueError):  # a class of C has none
+            inspect.signature(found).bind()
+    except TypeError as error:
+        refuse(what, "a function that needs no arguments", str(error), "functools.partial binds them")
+    return found
+
+
+def _module_of(function: Any) -> str | None:
+    """Where a function was made; None of what does not say it, as `functools.partial` does not."""
+    return None if isinstance(function, functools.partial) else getattr(function, "__module__", None)
+
+
+def _listed(names: list[str]) -> str:
+    """A few of them."""
+    return ", ".join(names[:8]) + ", ..." * (len(names) > 8)
+
+
+def _shown(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

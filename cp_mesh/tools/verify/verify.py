@@ -1,0 +1,325 @@
+"""Prove a configuration on the ranks that will train with it; ``torchrun --nproc-per-node 8 -m cp_mesh`` is a tour.
+
+Every rank draws the same random sequence, runs its part through `cp_mesh.attention`, forward and backward, and compares
+with attention over the whole sequence in fp64, made of plain matrix products from the mask's boolean specification
+(`cp_mesh.tools.verify.dense`): no layout, schedule, kernel or transport takes part in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from cp_mesh.call.function import Asked, as_numbers, attention, with_degree
+from cp_mesh.call.plan import make_plan
+from cp_mesh.call.ring_loop import gradient_of_sinks, include_sinks
+from cp_mesh.call.spec import SCORE_OPTIONS, Options, Tensors, make_scores, seed_tensor
+from cp_mesh.comm.agreement import check_mode
+from cp_mesh.comm.groups import as_mesh, flat, is_cp_axis
+from cp_mesh.errors import UnsupportedError, refuse
+from cp_mesh.geometry.layouts import Contiguous, Layout, ZigZag
+from cp_mesh.geometry.mask import Mask
+from cp_mesh.geometry.schedule import make_schedule
+from cp_mesh.kernels.combine import accumulation_dtype, make_delta
+from cp_mesh.kernels.contract import Kernel, KernelTile
+from cp_mesh.kernels.scores import TERMS, Scores
+from cp_mesh.tools.verify.dense import Dense, dense_attention
+from cp_mesh.tools.verify.report import ModelReport
+
+BLOCK = 128  # rows of a head over which an RMS error is taken
+NAMES = ("out", "lse", "dq", "dk", "dv")
+EXACT = 1e-10  # RMS error that float64 may have
+OWN_FACTOR = 1.5  # of the error of the same kernel on one device
+PLAIN_FACTOR = 2.0  # of the error of plain products of the same dtype
+SUM_ROUNDING = 1e-6  # of the signal, for sums in float32
+
+
+class VerificationError(AssertionError):
+    """What is sharded is not what one device computes; ``report`` holds the figures, of `verify` or `verify_model`."""
+
+    def __init__(self, report: Report | ModelReport) -> None:
+        super().__init__(str(report))
+        self.report = report
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `verify` measured, equal on all ranks.
+
+    Attributes:
+        kernel: the kernel that ran.
+        errors: worst RMS error over blocks of 128 rows and head, by tensor, against fp64.
+        ratios: worst ratio of that error to the allowed one, by tensor; at most 1 passes.
+        of_one_device: worst ratio of the error of the same kernel on one device to what plain products of the dtype
+            allow, by tensor; above 1 the kernel is wrong before anything is sharded. Empty for float64.
+    """
+
+    kernel: str
+    errors: dict[str, float]
+    ratios: dict[str, float]
+    of_one_device: dict[str, float]
+
+    @property
+    def passed(self) -> bool:
+        return all(ratio <= 1 for ratio in (*self.ratios.values(), *self.of_one_device.values()))
+
+    def __str__(self) -> str:
+        figures = ", ".join(f"{name} {self.errors[name]:.1e} ({self.ratios[name]:.2f})" for name in self.errors)
+        wrong = ", ".join(f"{name} ({ratio:.2f})" for name, ratio in self.of_one_device.items() if not ratio <= 1)
+        alone = f"; the kernel is wrong on one device too: {wrong}" if wrong else ""
+        return f"{'exact' if self.passed else 'WRONG'} [{self.kernel}] RMS error (of allowed): {figures}{alone}"
+
+
+def verify(
+    mesh: DeviceMesh | dist.ProcessGroup,
+    *,
+    layout: Layout = ZigZag(),  # noqa: B008 - frozen
+    mask: Mask = Mask(causal=True),  # noqa: B008 - frozen
+    scores: Mapping[str, Any] | None = None,
+    seq_len: int | None = None,
+    batch: int = 1,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 64,
+    dtype: torch.dtype = torch.float64,
+    kernel: str = "auto",
+    method: str = "auto",
+    transport: str = "auto",
+    ulysses_degree: int | None = None,
+    inner_ring_size: int | None = None,
+    head_chunks: int | None = None,
+    deterministic: bool | None = None,
+    seed: int = 0,
+) -> Report:
+    """Compare sharded attention with that of one device, on these ranks, in check mode.
+
+    RMS errors against fp64, over blocks of 128 rows of a head, are compared. In float64 they must be at most 1e-10. In
+    lower precision two rules hold, each plus 1e-6 of the signal for the rounding of float32 sums: at most 1.5 times the
+    error of the same kernel on one device, which bounds what sharding adds; and at most 2 times the error of plain
+    matrix products of the same dtype, which bounds the kernel, on one device and sharded. The other error is the
+    block's own or, where the block was rounded by luck, the head's relative error times the block's signal: kernels
+    round every partial result, so that single blocks scatter around the mean.
+
+    Args:
+        mesh: as in `cp_mesh.attention`; call on all of its ranks.
+        layout, mask, kernel, method, transport, ulysses_degree, inner_ring_size, head_chunks, deterministic: as in
+            `cp_mesh.attention`; prove the settings that will train. A mask with tensors needs ``seq_len``, their
+            length.
+        scores: options of the scores by their names in `cp_mesh.attention`: softcap, sinks, alibi_slopes,
+            relative_bias, bias, dropout_p, dropout_seed (0 if left out), and scale. Tensors are equal on all
+            ranks, a bias is that of the whole sequence, [.., S or 1, S] in original order; their gradients are
+            compared too.
+        seq_len: tokens in the whole sequence; None: 256 per rank. O(seq_len²) work on every rank.
+        batch, num_heads, num_kv_heads, head_dim: sizes of q, k, v.
+        dtype: dtype of q, k, v.
+        seed: of the random data.
+
+    Returns:
+        The figures, equal on all ranks.
+
+    Raises:
+        VerificationError: on every rank, if any rank's error is larger than allowed.
+
+    Example:
+        >>> print(verify(mesh["cp"], mask=Mask(window=(17, 0))))  # doctest: +SKIP
+        exact [reference] RMS error (of allowed): out 1.9e-16 (0.00), ...
+    """
+    axes = as_mesh(mesh)
+    if not is_cp_axis(axes):
+        refuse("verify: mesh", "the 1-D DeviceMesh of the cp axis, or a 2-D one of it", axes, 'pass mesh["cp"]')
+    if layout.replicated:
+        hint = "verify it with a length in place of Replicated"
+        refuse("verify: layout", "one in which each token has one owner", layout, hint, UnsupportedError)
+    mesh = flat(axes)
+    device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else "cpu"
+    size, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
+    seq_len = seq_len or 256 * size
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(heads: int) -> Tensor:
+        # standard normal: heavier tails let a few rows decide a block's RMS, and then the ratio of two is mostly luck
+        shape = (batch, heads, seq_len, head_dim)
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+
+    q, k, v, dout = draw(num_heads), draw(num_kv_heads), draw(num_kv_heads), draw(num_heads)
+    rows = layout.positions(seq_len, size, rank).to(device)
+    local = [x[:, :, rows].detach().requires_grad_() for x in (q, k, v)]
+    settings: dict[str, Any] = {"layout": layout, "mask": mask, "kernel": kernel, "transport": transport}
+    settings |= {"method": method, "head_chunks": head_chunks, "deterministic": deterministic}
+    settings |= {"ulysses_degree": ulysses_degree, "inner_ring_size": inner_ring_size}
+    given = dict(scores or {})
+    if unknown := set(given) - {*SCORE_OPTIONS, "scale"}:
+        names = f"names of scale, {', '.join(SCORE_OPTIONS)}"
+        hint = "see cp_mesh.attention; functions are compared with cp_mesh.flex_attention on a mesh of one rank"
+        refuse("verify: scores", names, sorted(unknown), hint)
+    numbers = as_numbers(Asked(**given))
+    given = {name: getattr(numbers, name) for name in given}
+    if given.get("dropout_p"):
+        given["dropout_seed"] = seed_tensor(given.get("dropout_seed", 0), device)
+    whole_tensors = {name: x.detach().to(device) for name, x in given.items() if isinstance(x, Tensor)}
+    if dtype == torch.float64:  # else their gradients were rounded to less
+        whole_tensors |= {name: x.double() for name, x in whole_tensors.items() if x.is_floating_point()}
+    held = {name: x[_own(name, x, rows)] for name, x in whole_tensors.items()}
+    leaves = {name: x.clone().requires_grad_() for name, x in held.items() if x.is_floating_point()}
+    settings |= given | held | leaves
+    with check_mode():
+        out = attention(*local, mesh=axes, seq_dim=2, seq_len=seq_len, **settings)
+        with torch.no_grad():
+            _, lse = attention(*local, mesh=axes, seq_dim=2, seq_len=seq_len, return_lse=True, **settings)
+    assert isinstance(out, Tensor)
+    grads = torch.autograd.grad(out, [*local, *leaves.values()], dout[:, :, rows])
+    softcap, dropout_p = given.get("softcap") or 0.0, given.get("dropout_p", 0.0)
+    scale = given.get("scale") or head_dim**-0.5
+    fixed = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+    by_name: dict[str, Any] = {"method": method, "kernel": kernel, "deterministic": fixed}
+    sizes: dict[str, Any] = {"ulysses_degree": ulysses_degree, "inner_ring_size": inner_ring_size}
+    asked = with_degree(Asked(axes, method=method, **sizes))
+    by_name |= {name: getattr(asked, name) or 0 for name in sizes}
+    options = Options(layout.spec(), mask.spec(), scale, softcap, dropout_p, **by_name)
+    tensors = Tensors(mask.documents, mask.key_padding, mask.blocks, layout.tensor, **held)
+    plan = make_plan(q[:, :, rows], k[:, :, rows], v[:, :, rows], tensors, seq_len, group, options)
+    wide, wanted = accumulation_dtype(dtype), list(leaves)
+    on_device = mask.to(q.device)
+    in_float64 = _dense_scores(scale, given, whole_tensors, torch.float64)
+    exact = dense_attention(q.double(), k.double(), v.double(), dout.double(), on_device, in_float64, wanted)
+    plain, alone = None, None
+    if dtype != torch.float64:
+        plain = dense_attention(q, k, v, dout, on_device, _dense_scores(scale, given, whole_tensors, wide), wanted)
+        by_documents = "segments" in plan.schedule.covers
+        schedule = make_schedule(Contiguous(), mask, seq_len, 1, 0, by_documents)
+        tiles = replace(plan, layout=Contiguous(), schedule=schedule, prepared={}).local_tiles
+        of_kernel = make_scores(options, Tensors(**whole_tensors), wide)
+        of_kernel = replace(of_kernel, wanted=frozenset(wanted) - {"sinks"})
+        alone = _one_device(plan.kernel, tiles, of_kernel, q, k, v, dout)
+    dq, dk, dv, *others = grads
+    got = Dense(out.detach(), lse, dq, dk, dv, dict(zip(leaves, others, strict=True)))
+    report = _compare(plan.kernel.name, got, exact, plain, alone, rows, group)
+    if not report.passed:
+        raise VerificationError(report)
+    return report
+
+
+def _own(name: str, x: Tensor, rows: Tensor) -> tuple[Any, ...]:
+    """The part of a tensor of the scores that this rank holds, as an index: its rows of a term by row, or all."""
+    dim = TERMS[name].dim_of("rows", x.shape) if name in TERMS else None
+    return (...,) if dim is None else (*[slice(None)] * dim, rows)
+
+
+def _dense_scores(scale: float, given: Mapping[str, Any], tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Scores:
+    """The scores of dense attention, from what the user gave: not by way of the options that a call carries."""
+    wide: dict[str, Any] = {name: x.to(dtype) for name, x in tensors.items() if x.is_floating_point()}
+    seed = tensors.get("dropout_seed")
+    if seed is not None:
+        seed = torch.cat([seed.flatten(), seed.new_zeros(2 - seed.numel())])
+    return Scores(scale, given.get("softcap"), dropout_p=given.get("dropout_p", 0.0), dropout_seed=seed, **wide)
+
+
+def _compare(
+    kernel: str,
+    got: Dense,
+    exact: Dense,
+    plain: Dense | None,
+    alone: Dense | None,
+    rows: Tensor,
+    group: dist.ProcessGroup,
+) -> Report:
+    """The figures of all ranks.
+
+    Args:
+        kernel: its name.
+        got: this rank's rows, and its shares of the gradients of the scores' tensors.
+        exact: in float64, of the whole sequence.
+        plain, alone: of the whole sequence, by plain products of the dtype and by the same kernel on one device; None
+            for float64.
+        rows: positions of this rank's rows.
+        group: the cp group.
+    """
+    errors, ratios, of_one_device = {}, {}, {}
+
+    def note(name: str, error: Tensor, allowed: Tensor, of_kernel: Tensor) -> None:
+        worst = torch.stack([error.max(), (error / allowed).max(), of_kernel.max()]).nan_to_num(float("inf"))
+        dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
+        errors[name], ratios[name], of_one_device[name] = worst.tolist()
+
+    for name in NAMES:
+        want, here = getattr(exact, name), getattr(got, name).double()
+        hidden = want == float("-inf")  # lse of a query that sees no key
+        if not torch.equal(here == float("-inf"), hidden[:, :, rows]):
+            here = torch.full_like(here, float("nan"))
+        want, here = want.masked_fill(hidden, 0.0), here.masked_fill(hidden[:, :, rows], 0.0)
+        error = _block_rms(here - want[:, :, rows])
+        allowed, of_kernel = torch.full_like(error, EXACT), torch.zeros_like(error)
+        if plain is not None and alone is not None:
+            of_plain, of_alone = (
+                getattr(other, name).double().masked_fill(hidden, 0.0) - want for other in (plain, alone)
+            )
+            bound = _allowed(of_plain, want, rows, PLAIN_FACTOR)
+            allowed = torch.minimum(bound, _allowed(of_alone, want, rows, OWN_FACTOR))
+            of_kernel = _block_rms(of_alone[:, :, rows]) / bound
+        note(name, error, allowed, of_kernel)
+    for name, grad in got.of_scores.items():
+        total, want = grad.double(), exact.of_scores[name]
+        mine = _own(name, want, rows)
+        if mine == (...,):
+            dist.all_reduce(total, group=group)
+        want = want[mine]
+        error, signal = _mean_rms(total - want), _mean_rms(want)
+        allowed, of_kernel = torch.full_like(error, EXACT), torch.zeros_like(error)
+        if plain is not None and alone is not None:
+            # They are few numbers, which scatter around the error of one device: that of rounding them comes on top.
+            rounding = max(torch.finfo(x).eps for x in (got.out.dtype, grad.dtype)) * signal
+            of_plain, of_alone = (_mean_rms(x.of_scores[name][mine].double() - want) for x in (plain, alone))
+            bound = PLAIN_FACTOR * of_plain + rounding
+            allowed, of_kernel = torch.minimum(bound, OWN_FACTOR * of_alone + rounding), of_alone / bound
+        note(f"d{name}", error, allowed, of_kernel)
+    return Report(kernel, errors, ratios, of_one_device if plain is not None else {})
+
+
+def _allowed(off: Tensor, want: Tensor, rows: Tensor, factor: float) -> Tensor:
+    """The error that blocks of these rows may have where another computation is ``off`` by this."""
+    relative, signal = _rms(off) / _rms(want).clamp(min=1e-30), _block_rms(want[:, :, rows])
+    return factor * torch.maximum(_block_rms(off[:, :, rows]), relative * signal) + SUM_ROUNDING * signal + 1e-30
+
+
+def _one_device(
+    kernel: Kernel, tiles: list[KernelTile], scores: Scores, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
+) -> Dense:
+    """A whole sequence by one kernel alone."""
+    forward = kernel.begin_forward(q, v.shape[3], scores)
+    forward.step(k, v, tiles)
+    out, lse = forward.finish()
+    delta = make_delta(dout, out) if kernel.uses_delta else None
+    of_sinks, of_all = {}, lse
+    if scores.sinks is not None:
+        of_sinks["sinks"] = gradient_of_sinks(dout, out, lse, scores.sinks)
+        of_all = include_sinks(lse, scores.sinks)
+    backward = kernel.begin_backward(dout, q, out, of_all, delta, scores)
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    backward.step(k, v, tiles, (dk, dv))
+    of_tensors = {name: x for name, x in vars(backward.score_gradients()).items() if x is not None}
+    return Dense(out, lse, backward.finish(torch.empty_like(q)), dk, dv, of_sinks | of_tensors)
+
+
+def _rms(x: Tensor) -> Tensor:
+    """RMS of every head: [B, H, 1]."""
+    return x.flatten(2).square().mean(dim=2, keepdim=True).sqrt()
+
+
+def _mean_rms(x: Tensor) -> Tensor:
+    return x.square().mean().sqrt()
+
+
+def _block_rms(x: Tensor) -> Tensor:
+    """RMS over blocks of rows, for every head: [B, H, blocks]."""
+    squares = x.square() if x.ndim == 3 else x.square().mean(dim=3)
+    num_blocks = squares.shape[2] // BLOCK  # rows after the last whole block count to it: a few alone are all luck
+    if num_blocks == 0:
+        return squares.sum(dim=2, keepdim=True).div(max(1, squares.shape[2])).sqrt()
+    sizes = [BLOCK] * (num_blocks - 1) + [squares.shape[2] - BLOCK * (num_blocks - 1)]
+    return torch.stack([part.mean(dim=2).sqrt() for part in squares.split(sizes, dim=2)], dim=-1)

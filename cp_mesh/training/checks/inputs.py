@@ -1,0 +1,107 @@
+"""A model whose cores have a style and whose root has none: what a `ShardedModel` would refuse is looked for once.
+
+The caller shards, so tensors are looked at as they come: in the first eager forward of the module that was given to
+`cp_mesh.parallelize`. Attention outside of the plan is looked for there, and whenever torch.compile traces the module.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cp_mesh.comm.agreement import compare_first
+from cp_mesh.comm.fingerprints import fingerprint
+from cp_mesh.errors import refuse
+from cp_mesh.sequence.rows import marked
+from cp_mesh.sequence.sharded_sequence import ROOT, WHOLE, ShardedSequence
+from cp_mesh.training.checks.coverage import Watch, watch_encoders, watching
+from cp_mesh.training.context_parallel import ContextParallel, cores_of
+from cp_mesh.training.sharded_model import POSITIONS
+from cp_mesh.training.style_helpers import announce
+from cp_mesh.wrap import INPUT, STYLE, WATCH, replace_forward, replaced
+
+_WATCHED = "_cp_mesh_watched_without_root"
+
+
+def watch_rootless(module: nn.Module) -> None:
+    """Look at the first forward of ``module``, which has cores below it."""
+    if replaced(module, STYLE) is None and replaced(module, WATCH) is None:
+        parameters = inspect.signature(module.forward).parameters
+        names = [name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_POSITIONAL]
+        replace_forward(module, WATCH, "Watch", functools.partial(_run, names))
+        watch_encoders(module)
+
+
+def _run(names: list[str], module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():
+        if getattr(module, STYLE, None) is not None:  # a root, applied later
+            return forward(*args, **kwargs)
+        with Watch():
+            return forward(*args, **kwargs)
+    if module.__dict__.get(_WATCHED) == id(module) or replaced(module, STYLE) is not None or ROOT.get() is not None:
+        return forward(*args, **kwargs)
+    styles = cores_of(module)
+    try:
+        whole = any(replaced(part, INPUT) is not None for part in module.modules())  # a part shards: tokens are whole
+        rows = _check(styles, names, dict(zip(names, args, strict=False)) | kwargs) if styles and not whole else None
+        for style in styles:
+            style.check_functions_once()
+        with watching(module, rows):
+            result = forward(*args, **kwargs)
+    except Exception as error:
+        if styles:
+            announce(styles[0].sequence, error)
+        raise
+    module.__dict__[_WATCHED] = id(module)
+    return result
+
+
+def _check(styles: list[ContextParallel], names: list[str], given: dict[str, Any]) -> int | None:
+    """Refuse whole tokens and positions counted on each rank; the rows of this rank if no positions were given."""
+    sequence = styles[0].sequence
+    tokens = next((x for name, x in given.items() if name not in (*POSITIONS, *WHOLE) and _is_ids(x)), None)
+    if tokens is None or sequence.cp_size == 1:
+        return None
+    if marked(tokens) is None and sequence.length is None:
+        answers = compare_first(sequence.mesh.get_group(), {"tokens": fingerprint(tokens)})
+        alike = len(answers) > 1 and len({answer["tokens"] for answer in answers}) == 1
+        if alike and tokens.numel() > 1 and tokens.min() != tokens.max():
+            hint = (
+                "shard them, sequence.shard({...}), or give the plan a root, ShardedModel(sequence); of a benchmark's "
+                "random tokens, parallelize(..., watch=False)"
+            )
+            refuse("model", "this rank's rows of the tokens", f"the same {tuple(tokens.shape)} on every cp rank", hint)
+    found = {name: given.get(name) for name in names if name in POSITIONS}
+    if not found:
+        return int(tokens.shape[1])
+    if all(x is None for x in found.values()):
+        warnings.warn(
+            f"cp_mesh: the model's forward takes {' and '.join(found)}, and the call leaves them out: where each rank "
+            "counts from 0, they are others'. Pass sequence.positions(seq_len), or give the plan a root, "
+            "ShardedModel(sequence, positions=...)",
+            stacklevel=4,
+        )
+    if not any(callable(style.mask) or style.mask.documents is not None or style.layout for style in styles):
+        for name, x in found.items():
+            if isinstance(x, Tensor) and x.ndim in (1, 2) and x.shape[-1] == tokens.shape[1]:
+                _check_counted(name, x, sequence)
+    return None
+
+
+def _is_ids(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point() and x.dtype != torch.bool
+
+
+def _check_counted(name: str, positions: Tensor, sequence: ShardedSequence) -> None:
+    """Refuse positions that are counted from 0 on a rank that does not hold the beginning."""
+    rows = positions.shape[-1]
+    counted = torch.arange(rows, device=positions.device)
+    own = sequence.positions(rows * sequence.cp_size if sequence.length is None else None, positions.device)
+    if (positions == counted).all() and (len(own) != rows or not torch.equal(own, counted)):
+        refuse(name, f"those of this rank's {rows} rows", "0, 1, 2, ...", "pass sequence.positions(seq_len)")

@@ -1,0 +1,158 @@
+"""`clip_grad_norm`: the global norm of gradients that lie on several meshes, or on none.
+
+PyTorch's `clip_grad_norm_` takes gradients of one mesh at a time. With tensor parallelism some parameters lie on
+dp x cp alone and others on tp too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from cp_mesh.errors import refuse
+from cp_mesh.training.loss import groups_of
+
+Groups = tuple[dist.ProcessGroup, ...]
+"""Those whose ranks hold different parts of a parameter."""
+_EPS = 1e-6  # as in PyTorch
+
+
+@torch.no_grad()
+def clip_grad_norm(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    over: DeviceMesh | dist.ProcessGroup | None = None,
+) -> Tensor:
+    """`torch.nn.utils.clip_grad_norm_` for parameters on any meshes: scale gradients to a global norm, in place.
+
+    Every entry of every gradient counts once: shards are summed over the groups that share them, one all-reduce of a
+    few numbers for each group, and what ranks hold alike is not summed. Gradients are to be complete, reduced over the
+    ranks that hold other tokens; partial sums of a DTensor are reduced here, to the parameter's placements. A plain
+    tensor is taken for one that all ranks hold alike. Call it on all ranks that share the parameters, with all of them
+    in one order; those without a gradient count nothing. Nothing waits for the device without ``error_if_nonfinite``.
+
+    Args:
+        parameters: DTensors and plain tensors, with their gradients; those of one tensor, or of many.
+        max_norm: the largest norm.
+        norm_type: which norm: p > 0, `math.inf` for the largest absolute value.
+        error_if_nonfinite: raise if the norm is nan or infinite, before any gradient is scaled.
+        foreach: whether to take the gradients of one device and dtype in one call; None: on GPUs.
+        over: ranks that hold other parameters, the stages of a pipeline: ``mesh["pp"]``. All of them call this.
+
+    Returns:
+        The norm before clipping, the same on every rank: a plain tensor [], float64 if a gradient is, else float32.
+
+    Raises:
+        ArgumentError: if ``max_norm`` is negative or no number, or ``norm_type`` is not above 0.
+        RuntimeError: on every rank, if the norm is nan or infinite and ``error_if_nonfinite`` is set.
+
+    Example:
+        >>> norm = clip_grad_norm(model.parameters(), max_norm=1.0)  # after backward  # doctest: +SKIP
+    """
+    if not max_norm >= 0:
+        refuse("clip_grad_norm: max_norm", "a number of 0 or more", max_norm, "1.0 is usual; math.inf clips nothing")
+    if not norm_type > 0:
+        refuse("clip_grad_norm: norm_type", "a number above 0", norm_type, "2.0 is usual; math.inf takes the largest")
+    given = [parameters] if isinstance(parameters, Tensor) else [*parameters]
+    shards: dict[Groups, list[Tensor]] = defaultdict(list)
+    for parameter in given:
+        own = shards[_sharing(parameter)]  # without a gradient too: all ranks reduce over the same groups
+        if parameter.grad is not None:
+            own.append(_local_gradient(parameter))
+    grads = [grad for own in shards.values() for grad in own]
+    dtype = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
+    device = grads[0].device if grads else given[0].device if given else torch.device("cpu")
+    sums = {groups: _power_sum(own, norm_type, dtype, device, foreach) for groups, own in shards.items()}
+    for group in dict.fromkeys(group for groups in sums for group in groups):
+        concerned = [groups for groups in sums if group in groups]
+        reduced = _all_reduce(torch.stack([sums[groups] for groups in concerned]), group, norm_type)
+        sums |= dict(zip(concerned, reduced.unbind(), strict=True))
+    every = torch.stack([*sums.values()]) if sums else torch.zeros(1, dtype=torch.float64, device=device)
+    power = every.amax() if math.isinf(norm_type) else every.sum()
+    for group in () if over is None else groups_of(over):
+        power = _all_reduce(power[None], group, norm_type)[0]
+    total = (power if math.isinf(norm_type) else power ** (1.0 / norm_type)).to(dtype)
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise RuntimeError(
+            f"clip_grad_norm: expected gradients of finite norm, got {float(total)} for norm_type={norm_type}; no "
+            "gradient was scaled, and error_if_nonfinite=False would scale them"
+        )
+    if math.isinf(max_norm):  # also of an infinite norm, which is NaN times it
+        return total
+    factor = (max_norm / (total + _EPS)).clamp(max=1.0)
+    for alike in _by_device_and_dtype(grads):
+        if _at_once(alike[0], foreach):
+            torch._foreach_mul_(alike, factor.to(alike[0].device))
+        else:
+            for grad in alike:
+                grad.mul_(factor.to(grad.device))
+    return total
+
+
+def _sharing(parameter: Tensor) -> Groups:
+    if not isinstance(parameter, DTensor):
+        return ()
+    mesh = parameter.device_mesh
+    return tuple(mesh.get_group(i) for i, placement in enumerate(parameter.placements) if not placement.is_replicate())
+
+
+def _local_gradient(parameter: Tensor) -> Tensor:
+    """This rank's part of a gradient, of which each entry is complete; it is the gradient's own memory."""
+    grad = parameter.grad
+    assert grad is not None
+    if isinstance(grad, DTensor) and isinstance(parameter, DTensor):
+        if grad.placements != parameter.placements:
+            parameter.grad = grad = grad.redistribute(placements=parameter.placements)
+        return grad.to_local()
+    return grad
+
+
+def _at_once(grad: Tensor, foreach: bool | None) -> bool:
+    return grad.is_cuda if foreach is None else foreach
+
+
+def _by_device_and_dtype(grads: list[Tensor]) -> list[list[Tensor]]:
+    found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for grad in grads:
+        found[grad.device, grad.dtype].append(grad)
+    return [*found.values()]
+
+
+def _power_sum(
+    grads: list[Tensor], norm_type: float, dtype: torch.dtype, device: torch.device, foreach: bool | None
+) -> Tensor:
+    """Of this rank's entries: the sum of their powers, or the largest one; float64 [], where powers do not overflow."""
+    norms: list[Tensor] = []
+    for alike in _by_device_and_dtype([grad for grad in grads if grad.numel()]):
+        if _at_once(alike[0], foreach):
+            norms += torch._foreach_norm(alike, norm_type, dtype=dtype)
+        else:
+            norms += [torch.linalg.vector_norm(grad, norm_type, dtype=dtype) for grad in alike]
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    found = torch.stack([norm.to(device) for norm in norms]).double()
+    return found.amax() if math.isinf(norm_type) else found.pow(norm_type).sum()
+
+
+def _all_reduce(values: Tensor, group: dist.ProcessGroup, norm_type: float) -> Tensor:
+    """Sums over the group, or largest values; nan stays nan."""
+    device = values.device  # the host, where FSDP2 keeps parameters there and the group is of NCCL
+    if device.type not in (kinds := [kind.type for kind in group._device_types]):
+        values = values.to(kinds[0])
+    if not math.isinf(norm_type):
+        dist.all_reduce(values, group=group)
+        return values.to(device)
+    both = torch.stack([values.nan_to_num(0.0, math.inf), values.isnan().double()])  # a maximum may lose nan
+    dist.all_reduce(both, dist.ReduceOp.MAX, group)
+    return both[0].where(both[1] == 0, math.nan).to(device)

@@ -1,0 +1,447 @@
+"""`ContextParallel`: the style of an attention core.
+
+During the core's forward a `TorchFunctionMode` that lives for this one call turns `F.scaled_dot_product_attention` and
+flex_attention into the sharded ones (`watching.py`); no function of torch is patched. Inside the module tensors stay as
+the model made them (plain, or DTensors over tp, or over the whole mesh) instead of being re-wrapped as DTensors over
+cp: shards of unequal length have no DTensor, and no model code has to be DTensor-proof. A style takes the place of its
+module's forward as `forwards.py` says.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeGuard, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from cp_mesh.call.dtensor import check_placements, check_score_placements, first_index, local_scores, wrap, wrap_results
+from cp_mesh.call.formats import FORMATS
+from cp_mesh.call.function import Asked, attend, check_asked
+from cp_mesh.call.methods import choose_method
+from cp_mesh.call.spec import SCORE_OPTIONS, check_choice, check_dense
+from cp_mesh.comm.agreement import called_in, checking
+from cp_mesh.comm.exchange import TRANSPORTS
+from cp_mesh.comm.model_groups import ranks_of_tp
+from cp_mesh.errors import ArgumentError, UnsupportedError, describe, refuse
+from cp_mesh.flex.block_mask import check_hidden
+from cp_mesh.flex.function import Functions, ScoreMod
+from cp_mesh.geometry.layouts import Layout
+from cp_mesh.geometry.mask import Mask
+from cp_mesh.kernels import KERNELS
+from cp_mesh.sequence.sharded_sequence import ROOT, ShardedSequence
+from cp_mesh.training.checks.config import (
+    Reach,
+    check_head_dim,
+    check_mask_read,
+    check_reach,
+    check_scores_stated,
+    check_variables,
+    stated_reach,
+    variables,
+)
+from cp_mesh.training.checks.coverage import (
+    PUT_BACK,
+    Interception,
+    can_compile_flex,
+    keep_uncompiled,
+    replaced_sdpa,
+    unwatched,
+    watched,
+)
+from cp_mesh.training.style_helpers import (
+    announce,
+    check_layout,
+    check_layout_of_root,
+    claim,
+    has_axis,
+    layout_of_call,
+    styles_of,
+)
+from cp_mesh.wrap import STYLE, replace_forward, replaced
+
+_LOOKED_AT = "_cp_mesh_looked_at"  # a core whose own words were compared with its style
+_COMPILES_FLEX = "_cp_mesh_compiles_flex"  # whether a core calls what torch.compile made of flex_attention
+_SCORE_OPTIONS = frozenset(SCORE_OPTIONS) - {"dropout_p"}  # which the SDPA call tells
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What one call of an attention core attends with; the mask is that of the padded sequence.
+
+    ``stated``: of a first call, the module and what the mask must say.
+    """
+
+    layout: Layout
+    mask: Mask
+    scores: Mapping[str, Any]
+    stated: tuple[nn.Module, Reach] | None = None
+
+
+class ContextParallel(ParallelStyle):
+    """Makes the attention core that it is applied to attend over the whole sequence.
+
+    The module's forward must call `F.scaled_dot_product_attention` on [B, H, S_local, D] tensors at least once, with
+    ``is_causal`` equal to the mask's ``causal`` and no ``attn_mask``: local shapes cannot tell what a tensor mask
+    means. Or it calls PyTorch's `flex_attention`, with a block mask of the whole sequence (docs/flex.md); then the
+    style's mask must hide nothing that the block mask shows, as `Mask(causal=False)` does not. Other attention of
+    PyTorch (`nn.MultiheadAttention`, operators of aten) is refused there, and so is a checkpoint that the core itself
+    begins: checkpoint the module that holds the core. Not seen are
+    torch.jit.script, C++, other threads, matmul with softmax, kernels of other packages, and in compiled code bodies of
+    higher-order operators such as torch.cond. Everything else about the module is free, and what it returns is returned
+    as it is.
+
+    Under a `ShardedModel` every SDPA call must have the rows that the root sharded, unless ``sequence`` has a length of
+    its own, which then counts. Without either, each call's own rows are taken for this rank's whole shard. A root that
+    is compiled as a whole with ``watch=False`` does not compare them.
+
+    The module's class becomes a subclass of the same name, so `copy.copy` and `copy.deepcopy` make modules with the
+    style. Pickling is refused, as a style holds process groups: save the state_dict.
+
+    Args:
+        sequence: the sequence object that also shards the data.
+        mask: the mask, or a function of the wrapped module's call arguments that returns it, for masks that change
+            with the batch: ``mask=lambda q, k, v, mask: mask`` of a core that is called with one. It must depend on its
+            arguments alone: activation checkpointing calls it again in the backward.
+        scores: options of the scores by their names in `cp_mesh.attention` (softcap, sinks, ...), or a function of the
+            wrapped module and its call arguments that returns them, for tensors: ``scores=lambda core, q, k, v:
+            {"sinks": core.sinks}``. It too must depend on these alone. ``dropout_p`` is that of the SDPA call, and
+            needs a ``dropout_seed`` here, another in every layer and step; heads are counted from this tp rank's first.
+        layout: for layouts that change with the batch, a function of the wrapped module's call arguments that returns
+            the layout, and like ``mask`` depends on these alone: ``layout=lambda q, k, v, packed: packed.layout``.
+            Pass it on as an object: FSDP2 moves tensors to the device. None: the sequence's. Data, labels and
+            `ShardedModel` need the same (`ShardedSequence.balanced`).
+        kernel, method, transport, ulysses_degree, inner_ring_size, head_chunks, deterministic: as in
+            `cp_mesh.attention`. The degree is the sequence's if it has one, and so is the size of a mesh of two axes.
+
+    Raises:
+        ArgumentError, UnsupportedError: at application on a wrong mesh, a repeated application or a cross-attention
+            module; in the forward if no attention call was intercepted or if it disagrees with the mask.
+    """
+
+    def __init__(
+        self,
+        sequence: ShardedSequence,
+        *,
+        mask: Mask | Callable[..., Mask] = Mask(causal=True),  # noqa: B008 - frozen
+        scores: Mapping[str, Any] | Callable[..., Mapping[str, Any]] | None = None,
+        layout: Callable[..., Layout] | None = None,
+        kernel: str = "auto",
+        method: str = "auto",
+        transport: str = "auto",
+        ulysses_degree: int | None = None,
+        inner_ring_size: int | None = None,
+        head_chunks: int | None = None,
+        deterministic: bool | None = None,
+    ) -> None:
+        if not isinstance(mask, Mask) and not callable(mask):
+            refuse("ContextParallel.mask", "a Mask or a function that returns one", type(mask).__name__, "Mask(...)")
+        check_layout("ContextParallel", layout)
+        self.sequence, self.mask, self.layout = sequence, mask, layout
+        self.scores = scores if callable(scores) else _check_scores(scores or {})
+        of_axes = sequence.ulysses_degree
+        self.options: dict[str, Any] = {
+            "kernel": kernel,
+            "method": method,
+            "transport": transport,
+            "ulysses_degree": of_axes if ulysses_degree is None and method == "hybrid" else ulysses_degree,
+            "inner_ring_size": of_axes if inner_ring_size is None and method == "double_ring" else inner_ring_size,
+            "head_chunks": head_chunks,
+            "deterministic": deterministic,
+        }
+        check_asked(Asked(**self.options))
+        choose_method(method)
+        check_choice("kernel", kernel, ("auto", *KERNELS), "auto")
+        check_choice("transport", transport, TRANSPORTS, "functional")
+        self._variables = {name: variables(getattr(self, name)) for name in ("mask", "scores", "layout")}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if "cross" in type(module).__name__.lower():
+            raise UnsupportedError(cross_attention(type(module).__name__))
+        self.check_functions()
+        claim(module, device_mesh, self.sequence, self)
+        replace_forward(module, STYLE, type(self).__name__, self._run)
+        return module
+
+    def check_functions(self) -> None:
+        """Refuse functions whose variables have changed since the style was made."""
+        for name, before in self._variables.items():
+            if before:
+                check_variables(f"ContextParallel.{name}", getattr(self, name), before)
+
+    def check_functions_once(self) -> None:
+        """In the first forward; later ones may bind what they like."""
+        self.check_functions()
+        self._variables = {}
+
+    def _run(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's forward, whose SDPA calls attend over the whole sequence."""
+        call = self.of_call(module, *args, **kwargs)
+        told = functools.partial(announce, self.sequence)
+        sdpa, flex = functools.partial(self.sharded_sdpa, call), functools.partial(self.sharded_flex, call)
+        eager = not torch.compiler.is_compiling()
+        if eager:
+            keep_uncompiled()
+        if eager and module.__dict__.get(
+            _COMPILES_FLEX, can_compile_flex()
+        ):  # a first call tells whether the core does
+            forward = torch.compiler.set_stance("force_eager")(forward)
+            flex = torch.compiler.set_stance("default")(flex)
+        interception = Interception(sdpa, flex, told)
+        if eager and checking(self.sequence.mesh.get_group()) and (found := replaced(module, STYLE)) is not None:
+            forward = called_in(found.where)(forward)
+        if watched():
+            with unwatched(), interception:
+                result = forward(*args, **kwargs)
+        else:
+            with interception:
+                result = forward(*args, **kwargs)
+        if eager and can_compile_flex():
+            module.__dict__.setdefault(_COMPILES_FLEX, interception.compiles_flex)
+        if interception.calls == 0:
+            what = f"ContextParallel({type(module).__name__})"
+            expected = "a call of F.scaled_dot_product_attention, or of flex_attention,"
+            hint = "apply the style to the module that calls it; otherwise each rank attends to its shard alone"
+            got = "none"
+            if wrapper := replaced_sdpa():
+                got, hint = f"none, and {wrapper} in place of F.scaled_dot_product_attention", PUT_BACK
+            error = ArgumentError(describe(what, f"{expected} in its forward", got, hint))
+            announce(self.sequence, error)
+            raise error
+        return result
+
+    def of_call(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> _Call:
+        """What one call of the wrapped module attends with; these are its arguments."""
+        try:
+            layout = layout_of_call(self, *args, **kwargs)
+            _check_root(self.sequence, layout)
+            first = torch.compiler.is_compiling() or _LOOKED_AT not in module.__dict__
+            if first and not torch.compiler.is_compiling():
+                self.check_functions_once()
+            mask = self.mask if isinstance(self.mask, Mask) else _ask("mask", self.mask, *args, **kwargs)
+            if not isinstance(mask, Mask):
+                refuse("ContextParallel.mask", "a function that returns a Mask", type(mask).__name__, "return one")
+            if isinstance(self.scores, Mapping):  # Dynamo cannot tell whether a dict is callable
+                scores = self.scores
+            else:
+                scores = _check_scores(_ask("scores", self.scores, module, *args, **kwargs))
+            stated = self._first(module, (*args, *kwargs.values())) if first else None
+            return _Call(layout, self.sequence.mask(mask, layout), scores, stated)
+        except Exception as error:
+            announce(self.sequence, error)
+            raise
+
+    def _first(self, module: nn.Module, given: tuple[Any, ...]) -> tuple[nn.Module, Reach]:
+        """In the first call of a module: refuse what the module says of its attention and the style does not."""
+        if isinstance(self.mask, Mask):
+            check_mask_read(module, self.mask, given)
+        if not torch.compiler.is_compiling():
+            module.__dict__[_LOOKED_AT] = True
+        return module, stated_reach(module)
+
+    def sharded_sdpa(
+        self,
+        call: _Call,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """`F.scaled_dot_product_attention` over the whole sequence, for one intercepted call.
+
+        Args:
+            call: the style's for the module's call.
+            query, key, value: [B, H or K, S_local, D], plain or DTensors.
+            attn_mask, dropout_p, is_causal, scale, enable_gqa: as in `F.scaled_dot_product_attention`.
+
+        Raises:
+            ArgumentError, UnsupportedError: as in `ContextParallel`; in check mode all ranks hear of it.
+        """
+        try:
+            self._check_call(call, query, key, value, attn_mask, is_causal, enable_gqa)
+        except Exception as error:
+            announce(self.sequence, error)
+            raise
+        tensors = query, key, value
+        asked = self._asked(call, scale)._replace(dropout_p=dropout_p)
+        if not _over_others(query, self.sequence.mesh):
+            return cast(Tensor, attend(*tensors, asked._replace(**call.scores)))
+        # DTensors over tp alone: the rows of this rank, with heads sharded. No collective runs over their mesh.
+        q, k, v = (x.to_local(grad_placements=x.placements) for x in tensors if isinstance(x, DTensor))
+        out = cast(Tensor, attend(q, k, v, asked._replace(**local_scores(call.scores, query, FORMATS[2]))))
+        return wrap(out, query.device_mesh, query.placements, (*query.shape[:-1], value.shape[-1]), query)
+
+    def sharded_flex(
+        self,
+        call: _Call,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        score_mod: ScoreMod | None,
+        block_mask: Any,
+        scale: float | None,
+        enable_gqa: bool,  # which PyTorch's function checks
+        return_lse: bool,
+        kernel_options: Any,
+        return_aux: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """PyTorch's flex_attention over the whole sequence, for one intercepted call.
+
+        Args:
+            call: the style's for the module's call.
+            query, key, value: [B, H or K, S_local, D], plain or DTensors.
+            score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux: as in PyTorch's; functions
+                see global indices, and the mask is of the whole sequence, without padding.
+
+        Returns:
+            out and lse; lse has no element if it is not wanted.
+
+        Raises:
+            ArgumentError, UnsupportedError: as in `ContextParallel`; in check mode all ranks hear of it.
+        """
+        form = FORMATS[2]
+        return_lse = return_lse or getattr(return_aux, "lse", False)
+        asked = self._asked(call, scale)._replace(return_lse=return_lse)
+        try:
+            if kernel_options:
+                hint = "leave it out: cp_mesh chooses its kernel by ContextParallel(kernel=)"
+                refuse("kernel_options", "none", kernel_options, hint, UnsupportedError)
+            if getattr(return_aux, "max_scores", False):
+                hint = "lse is there, AuxRequest(lse=True)"
+                refuse("return_aux", "no maxima of scores", return_aux, hint, UnsupportedError)
+            if call.stated is not None:
+                check_head_dim(call.stated[0], query)
+            if call.scores:
+                refuse("ContextParallel.scores", "none beside flex_attention", [*call.scores], "score_mod says them")
+            if over_tp := _over_others(query, self.sequence.mesh):
+                check_placements(query, key, value, (), form)
+            rows = query.shape[2] * (1 if isinstance(query, DTensor) and not over_tp else self.sequence.cp_size)
+            length = self.sequence.length or rows
+            last = None if asked.seq_len in (None, length) else length - 1
+            sizes = query.shape[0], query.shape[1], length
+            functions = Functions.of(score_mod, block_mask, query, sizes, last)
+            if not isinstance(query, DTensor):
+                functions.check_heads(sizes, ranks_of_tp(self.sequence.mesh.get_group()))
+            check_hidden(call.mask, functions.mask_mod, functions.of_mask, sizes, query.device)
+        except Exception as error:
+            announce(self.sequence, error)
+            raise
+        asked = functions.asked(asked)
+        if not _over_others(query, self.sequence.mesh):
+            found = attend(query, key, value, asked)
+            return cast(tuple[Tensor, Tensor], found if return_lse else (found, query.new_empty(0)))
+        q, k, v = (x.to_local(grad_placements=x.placements) for x in (query, key, value) if isinstance(x, DTensor))
+        first_head, first_batch = (first_index(query, form.dims[name]) for name in ("heads", "batch"))
+        found = attend(q, k, v, asked._replace(first_head=first_head, first_batch=first_batch))
+        out, lse = cast(tuple[Tensor, Tensor], found if return_lse else (found, q.new_empty(q.shape[:3])))
+        return wrap_results(out, lse, query, form)
+
+    def _asked(self, call: _Call, scale: float | None) -> Asked:
+        return Asked(
+            mesh=self.sequence.mesh,
+            seq_dim=2,
+            seq_len=self.sequence.seq_len_in(call.layout),
+            layout=call.layout,
+            mask=call.mask,
+            scale=scale,
+            of_root=self.sequence.length is None,
+            **self.options,
+        )
+
+    def _check_call(
+        self,
+        call: _Call,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        enable_gqa: bool,
+    ) -> None:
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            check_dense(name, x)
+        if _over_others(query, self.sequence.mesh):
+            check_placements(query, key, value, (), FORMATS[2])
+            check_score_placements(call.scores, query, FORMATS[2])
+        if attn_mask is not None:
+            raise UnsupportedError(
+                "ContextParallel: a tensor attn_mask cannot be read on positions; say it as ContextParallel(mask="
+                "Mask(causal=, window=, documents=, key_padding=, prefix=, blocks=)), or by cp_mesh.batch_mask of the "
+                "whole batch, and call SDPA without attn_mask. Any other mask is, exactly, a bias of 0 and -inf, "
+                "mask=Mask(causal=False) with scores={'bias': [1 or B, 1 or H, rows of this rank, all keys]}; that "
+                "needs memory for each pair and the Triton or reference kernel"
+            )
+        if is_causal != call.mask.causal:
+            refuse(
+                "is_causal",
+                f"{call.mask.causal}, as in the style's {call.mask}",
+                is_causal,
+                "make the call and the style agree",
+            )
+        if call.stated is not None:
+            rows = query.shape[-2] * self.sequence.cp_size  # DTensors over cp have all of them already
+            module, reach = call.stated
+            check_scores_stated(module, call.scores)
+            check_head_dim(module, query)
+            check_reach(type(module).__name__, reach, call.mask, self.sequence.length or rows)
+        if not enable_gqa and query.shape[-3] != key.shape[-3]:
+            refuse("heads", f"{query.shape[-3]} kv heads", key.shape[-3], "pass enable_gqa=True, as SDPA wants")
+
+
+def _over_others(query: Tensor, mesh: DeviceMesh) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor over other axes, tp alone: its rows are those of this rank."""
+    return isinstance(query, DTensor) and not has_axis(query.device_mesh, mesh)
+
+
+def cores_of(module: nn.Module) -> list[ContextParallel]:
+    """The styles of the cores in a module."""
+    return [style for style in styles_of(module) if isinstance(style, ContextParallel)]
+
+
+def _check_root(sequence: ShardedSequence, layout: Layout) -> None:
+    """Refuse a core's call in another layout than that of the rows which its root sharded over the same ranks."""
+    found = None if torch.compiler.is_compiling() else ROOT.get()
+    if found is None or found.sequence.mesh != sequence.mesh:
+        return
+    found.cores += 1
+    check_layout_of_root(found.sequence, layout, "the core")
+
+
+def _ask(name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """What a style's function returns for a core's call."""
+    try:
+        return function(*args, **kwargs)
+    except TypeError as error:
+        try:
+            inspect.signature(function).bind(*args, **kwargs)
+        except TypeError:
+            given = [*(type(x).__name__ for x in args), *(f"{key}=" for key in kwargs)]
+            expected, hint = f"a function of what the core is called with, ({', '.join(given)})", "take *args, **kwargs"
+            got = f"one of {inspect.signature(function)}"
+            raise ArgumentError(describe(f"ContextParallel.{name}", expected, got, hint)) from error
+        raise
+
+
+def _check_scores(scores: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(scores, Mapping) or set(scores) - _SCORE_OPTIONS:
+        got = [*scores] if isinstance(scores, Mapping) else type(scores).__name__
+        hint = "see cp_mesh.attention"
+        refuse("ContextParallel.scores", f"names of {', '.join(sorted(_SCORE_OPTIONS))}", got, hint)
+    return scores
+
+
+def cross_attention(name: str) -> str:
+    return (
+        f"ContextParallel: {name!r} is cross-attention, whose keys are not the sharded sequence; "
+        "leave it out of the plan and keep its keys replicated over cp"
+    )

@@ -1,0 +1,294 @@
+"""The loss: each rank's share of the mean, computed in chunks of rows.
+
+Gradient contract. A rank's loss is the *sum* over its own tokens divided by the *global* number of valid tokens, so
+the sum over ranks of the losses is the loss of one rank that sees everything, and the sum over ranks (dp x cp) of
+parameter gradients is its gradient. Reductions are therefore plain sums; `cp_mesh.sum_gradients` tells FSDP2 so.
+
+Logits are the largest tensor of many training steps. `F.cross_entropy` of half precision holds them in float32, with
+their log-softmax and its gradient: 12 bytes for each. Here the backward reads the logits as they were given, with two
+numbers a row, and only one chunk of rows is in float32 at a time.
+
+Shapes: N tokens of this rank, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from cp_mesh.comm.agreement import announce_error, is_first_here, leave_word, read_word
+from cp_mesh.comm.waiting import wait_for
+from cp_mesh.errors import ArgumentError, UnsupportedError, describe, refuse
+from cp_mesh.kernels.combine import accumulation_dtype
+from cp_mesh.sequence.losses import WAITING, Loss, note_compiled_backward, note_trained
+from cp_mesh.sequence.rows import (
+    first_leaf,
+    forget,
+    from_attention,
+    is_whole,
+    likeness,
+    note_count,
+    tokens_given,
+    wrong_labels,
+)
+from cp_mesh.tensor_parallel.vocab_parallel import DeferredLogits, check_ranks
+
+CHUNK_BYTES = 256 << 20
+"""Of a chunk of rows in the dtype that they are computed in. A kernel on as much takes a GPU longer than its launch."""
+
+_funcol = torch.ops._c10d_functional
+
+
+_FLAG = 1 << 44
+"""Added to the number of valid tokens by a rank that found its labels wrong, so that all hear of it in one sum."""
+
+
+def cross_entropy(
+    logits: Tensor | DeferredLogits,
+    labels: Tensor,
+    mesh: DeviceMesh | dist.ProcessGroup,
+    *,
+    ignore_index: int = -100,
+    count: int | Tensor | None = None,
+) -> Tensor:
+    """This rank's share of the mean loss: sum over its valid tokens / number of valid tokens over ``mesh``.
+
+    The SUM over the ranks of ``mesh`` is the mean over all tokens, whatever each rank holds, none included; so is the
+    SUM of gradients. Log the sum, not one rank's share. It keeps the logits for its backward, and needs no other
+    memory of their size than their gradient.
+
+    Args:
+        logits: [..., V], float64, float32, bfloat16 or float16; computed in float32 at least. Or what a linear
+            under `VocabParallelHead` returns, whose logits are then computed in chunks.
+        labels: int64 [...], shifted before sharding; ``ignore_index`` marks tokens that do not count. One that is not
+            -100 is to be their ``pad_value`` too where `ShardedSequence.shard` pads them.
+        mesh: the ranks that hold distinct tokens, e.g. the flattened dp x cp; any number of axes, or a ProcessGroup.
+        ignore_index: the label of tokens that do not count.
+        count: what the sum is divided by, equal on all ranks: the valid tokens of several micro-batches, say; 0 counts
+            as 1. None: those of this call over ``mesh``.
+
+    Returns:
+        A scalar, float32 (float64 for float64 logits); 0 if no token of the mesh is valid.
+
+    Raises:
+        ArgumentError: on DTensors, if labels do not have the shape of logits without the vocabulary, or on a mesh with
+            ranks that share one vocabulary. In the first
+            call also, on every rank of ``mesh``, of labels outside of the vocabulary, and of labels that are known to
+            be other rows' than this rank's: in another layout than attention, or shifted after sharding.
+        IndexError: on a label outside of the vocabulary, on the CPU; a device assertion on CUDA. In later calls.
+        UnsupportedError: in a second backward, through the gradient.
+        RuntimeError: under the transforms of torch.func, by PyTorch.
+    """
+    try:
+        return _cross_entropy(logits, labels, mesh, ignore_index, count)
+    except (ArgumentError, UnsupportedError) as error:
+        if isinstance(logits, DeferredLogits):  # other ranks of tp are of other groups of the mesh
+            announce_error(logits.head.group_name, error, "tp")
+        raise
+
+
+def _cross_entropy(
+    logits: Tensor | DeferredLogits,
+    labels: Tensor,
+    mesh: DeviceMesh | dist.ProcessGroup,
+    ignore_index: int,
+    count: int | Tensor | None,
+) -> Tensor:
+    if isinstance(logits, DTensor) or isinstance(labels, DTensor):
+        refuse("logits and labels", "local tensors", "DTensors", "gather the vocabulary and pass logits.to_local()")
+    if logits.shape[:-1] != labels.shape:
+        refuse("labels", f"shape {tuple(logits.shape[:-1])}", tuple(labels.shape), "shard both with one sequence")
+    graph = logits.hidden if isinstance(logits, DeferredLogits) else logits  # for what autograd knows of them
+    groups = groups_of(mesh)
+    if isinstance(logits, DeferredLogits):
+        check_ranks(logits.head.group_name, [group.group_name for group in groups])
+    valid = (labels != ignore_index).sum()
+    # not of the rows, of which ranks may have unlike numbers; an evaluation may come first
+    kind = "cross_entropy", len(logits.shape), logits.shape[-1], ignore_index, logits.requires_grad
+    # with a count a collective depends on it: it must be alike on all ranks, as which model the logits are of is not
+    eager = not torch.compiler.is_compiling()  # compiled code asks nothing of autograd's graph
+    leaf = first_leaf(graph) if eager and WAITING and logits.requires_grad and count is None else None
+    first = eager and _is_first(groups, kind, leaf)
+    found: Exception | None = None
+    known = "", ""
+    if first:
+        try:
+            found = _find_wrong(graph, logits.shape[-1], labels, ignore_index, mesh, count is not None)
+            if found is None and WAITING and from_attention(graph):
+                known = likeness(labels, ignore_index), tokens_given()
+        except Exception as error:  # the other ranks wait in the sum
+            found = error
+    if found is not None:
+        valid = valid + _FLAG
+        leave_word(str(found) if isinstance(found, ArgumentError) else f"{type(found).__name__}: {found}")
+    if count is None or first:
+        valid = _sum_over(groups, valid, "cross_entropy")
+    if first and (wrong := int(valid) // _FLAG) > 0:
+        raise found or ArgumentError(f"on {wrong} other ranks of the mesh: {read_word()}")
+    if isinstance(logits, DeferredLogits):
+        share = logits.losses(labels.flatten(), ignore_index).sum()
+    else:
+        share = token_losses(logits.flatten(0, -2), labels.flatten(), ignore_index).sum()
+    divisor = valid if count is None else count
+    share = share / (torch.where(divisor == 0, 1, divisor) if isinstance(divisor, Tensor) else divisor or 1)
+    if eager:
+        if WAITING:
+            note_trained(share, Loss(mesh, is_whole(labels), *known, counted=count is not None))
+        forget(share.requires_grad)
+    return share
+
+
+def valid_tokens(labels: Tensor, mesh: DeviceMesh | dist.ProcessGroup, *, ignore_index: int = -100) -> Tensor:
+    """How many labels count, over all ranks of ``mesh``: to be the ``count`` of `cross_entropy`.
+
+    For losses in parts that share one mean: micro-batches of a step, or chunks of a sequence whose logits are not held
+    together. Of several tensors take the sum of their numbers.
+
+    Args:
+        labels: int64 of any shape, those of this rank's rows; shapes may differ between ranks.
+        mesh: the ranks that hold distinct tokens, as in `cross_entropy`.
+        ignore_index: the label of tokens that do not count.
+
+    Returns:
+        An int64 scalar on the labels' device, equal on all ranks.
+
+    Raises:
+        ArgumentError: on a DTensor.
+
+    Example:
+        >>> count = sum(valid_tokens(labels, data) for _, labels in micro_batches)  # doctest: +SKIP
+        >>> for tokens, labels in micro_batches:  # doctest: +SKIP
+        ...     cross_entropy(model(tokens), labels, data, count=count).backward()
+    """
+    if isinstance(labels, DTensor):
+        refuse("labels", "a local tensor", "a DTensor", "pass those of this rank's rows")
+    if not torch.compiler.is_compiling():
+        note_count(labels)
+    return _sum_over(groups_of(mesh), (labels != ignore_index).sum(), "valid_tokens")
+
+
+def _sum_over(groups: list[dist.ProcessGroup], valid: Tensor, function: str) -> Tensor:
+    for group in groups:
+        summed = _funcol.all_reduce(valid, "sum", group.group_name)
+        valid = wait_for(summed, f"{function}: the number of valid tokens", group.group_name)
+    return valid
+
+
+def _is_first(groups: list[dist.ProcessGroup], kind: tuple[Any, ...], leaf: int | None) -> bool:
+    """Whether to look at a loss: the first one of its kind, or of a model while one waits for its first step."""
+    kinds = [kind] if leaf is None else [kind, (*kind, leaf)]
+    return any([is_first_here(group, each) for group in groups for each in kinds])  # all are noted
+
+
+def groups_of(mesh: DeviceMesh | dist.ProcessGroup) -> list[dist.ProcessGroup]:
+    """The groups of the axes of a mesh, one after the other over which a sum is one over all of its ranks."""
+    if isinstance(mesh, dist.ProcessGroup):
+        return [mesh]
+    if not isinstance(mesh, DeviceMesh):
+        refuse("mesh", "a DeviceMesh or a ProcessGroup", mesh, 'pass mesh["dp", "cp"]._flatten("dp_cp")')
+    return [mesh.get_group(axis) for axis in range(mesh.ndim)]
+
+
+def ranks_of(mesh: DeviceMesh | dist.ProcessGroup) -> list[int]:
+    """All ranks of a mesh, in order."""
+    if isinstance(mesh, dist.ProcessGroup):
+        return sorted(dist.get_process_group_ranks(mesh))
+    return sorted(mesh.mesh.flatten().tolist())
+
+
+def _find_wrong(
+    graph: Tensor, vocab: int, labels: Tensor, ignore_index: int, mesh: DeviceMesh | dist.ProcessGroup, in_parts: bool
+) -> ArgumentError | None:
+    """What is wrong with this rank's labels, as far as its first loss can tell; ``graph`` is what logits come from."""
+    outside = labels[(labels != ignore_index) & ((labels < 0) | (labels >= vocab))]
+    if len(outside):
+        hint = f"pass ignore_index={int(outside[0])}, or pad with shard(..., pad_value={ignore_index})"
+        expected = f"0 <= label < {vocab}, or ignore_index={ignore_index}"
+        return ArgumentError(describe("labels", expected, int(outside[0]), hint))
+    if not from_attention(graph):
+        return None  # of another model than attention was called in last, or of one that is not trained
+    found = wrong_labels(graph, labels, ignore_index, ranks_of(mesh), in_parts)
+    return ArgumentError(describe("labels", "the next tokens of this rank's rows", *found)) if found else None
+
+
+def token_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    """Losses [N] of logits [N, V] and labels [N], in float32 (float64 for float64 logits); 0 of ignored tokens."""
+    return _TokenLosses.apply(logits, labels, ignore_index)
+
+
+def _chunks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Rows, and where they may be computed, the same memory each time: [rows, V] in the accumulation dtype."""
+    (num_tokens, vocab), dtype = logits.shape, accumulation_dtype(logits.dtype)
+    rows = min(num_tokens, max(1, CHUNK_BYTES // (vocab * dtype.itemsize)))
+    buffer = logits.new_empty((rows, vocab), dtype=dtype)
+    for begin in range(0, num_tokens, rows or 1):
+        end = min(begin + rows, num_tokens)
+        yield slice(begin, end), buffer[: end - begin]
+
+
+# Ops, so that torch.compile keeps the loop as it is: traced, it would be unrolled, and once more for each length.
+@torch.library.custom_op("cp_mesh::token_losses", mutates_args=())
+def _token_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses [N]; and of each row, [N, 1], the largest logit and the sum of exp(logit - largest).
+
+    Their log-sum-exp as one number would lose the digits of the sum where logits are large.
+    """
+    largest = logits.amax(1, keepdim=True).to(accumulation_dtype(logits.dtype))
+    sums, losses = torch.empty_like(largest), largest.new_empty(labels.shape)
+    for rows, x in _chunks(logits):
+        torch.sub(logits[rows], largest[rows], out=x)
+        losses[rows] = F.nll_loss(x, labels[rows], ignore_index=ignore_index, reduction="none")
+        torch.sum(x.exp_(), 1, keepdim=True, out=sums[rows])
+    return (losses + sums.squeeze(1).log()).where(labels != ignore_index, 0), largest, sums
+
+
+@torch.library.custom_op("cp_mesh::token_losses_backward", mutates_args=())
+def _token_losses_backward(
+    dlosses: Tensor, logits: Tensor, labels: Tensor, largest: Tensor, sums: Tensor, ignore_index: int
+) -> Tensor:
+    """(softmax - one-hot) * dlosses, rounded once to the dtype of the logits."""
+    note_compiled_backward()
+    dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    counts = labels != ignore_index
+    classes, scale = labels.where(counts, 0)[:, None].long(), dlosses.where(counts, 0)[:, None] / sums
+    for rows, x in _chunks(logits):
+        torch.sub(logits[rows], largest[rows], out=x).exp_()
+        x.scatter_add_(1, classes[rows], -sums[rows])
+        torch.mul(x, scale[rows], out=dlogits[rows])
+    return dlogits
+
+
+@_token_losses.register_fake
+def _(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
+    row = logits.new_empty((logits.shape[0], 1), dtype=accumulation_dtype(logits.dtype))
+    return row.new_empty(labels.shape), row, torch.empty_like(row)
+
+
+@_token_losses_backward.register_fake
+def _(dlosses: Tensor, logits: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+def _refuse_second_backward(ctx: Any, *_: Any) -> None:
+    raise UnsupportedError("cp_mesh.cross_entropy has no second derivative: use F.cross_entropy on logits.float()")
+
+
+_token_losses_backward.register_autograd(_refuse_second_backward)
+
+
+class _TokenLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+        losses, *of_rows = _token_losses(logits, labels, ignore_index)
+        ctx.save_for_backward(logits, labels, *of_rows)
+        ctx.ignore_index = ignore_index
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor, None, None]:
+        return _token_losses_backward(dlosses, *ctx.saved_tensors, ctx.ignore_index), None, None

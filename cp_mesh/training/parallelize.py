@@ -1,0 +1,266 @@
+"""`parallelize`, which fails closed, and what training around the styles needs.
+
+Order of application: tensor parallelism on ``mesh["tp"]``, then this on ``mesh["cp"]``, then checkpointing, compile and
+FSDP2.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from cp_mesh.comm.groups import as_mesh
+from cp_mesh.comm.model_groups import stand_beside
+from cp_mesh.errors import UnsupportedError, refuse, written
+from cp_mesh.sequence.sharded_sequence import ShardedSequence
+from cp_mesh.tensor_parallel.styles import TENSOR_PARALLEL, columns_of, shards_rows, tp_groups
+from cp_mesh.training.boundaries import GatherOutput, ShardInput
+from cp_mesh.training.checks.config import HEAD_DIM, stated_head_dim
+from cp_mesh.training.checks.gradients import watch_first_step, watch_over_tp
+from cp_mesh.training.checks.inputs import watch_rootless
+from cp_mesh.training.context_parallel import ContextParallel, cross_attention
+from cp_mesh.training.sharded_model import ShardedModel
+from cp_mesh.training.style_helpers import RANKS, SUMS, styles_of
+from cp_mesh.wrap import COMPILED, STYLE, check_plain, plain_name, replaced
+
+_OVER_CP = ShardedModel | ContextParallel | ShardInput | GatherOutput
+_Place = tuple[str, nn.Module, str]
+"""Of a parameter or buffer: its name in the model, its module, and its name there."""
+_QUERIES = ("q", "wq", "q_proj", "query", "to_q", "q_linear")  # names of the linear of queries
+
+
+def parallelize(
+    module: nn.Module,
+    mesh: DeviceMesh | dist.ProcessGroup,
+    plan: Mapping[str, ParallelStyle],
+    *,
+    watch: bool = True,
+) -> nn.Module:
+    """`torch.distributed.tensor.parallel.parallelize_module` that fails closed.
+
+    Tensors that modules share stay shared, which PyTorch's function makes several.
+
+    Args:
+        module: the model; changed in place.
+        mesh: one axis of the mesh, 1-D, or its ProcessGroup; of a `ShardedSequence` over two axes its ``mesh``.
+        plan: styles by module name; ``*`` and other `fnmatch` wildcards match within one part of a dotted name, and
+            "" is the root. Styles of PyTorch work too. A compiled module stands for the one inside it.
+        watch: without a `ShardedModel`, look at the first eager forward of the module: refuse self-attention outside of
+            the plan, tokens that are the same on every rank, and positions that every rank counts from 0. Compiled
+            code is looked at for attention whenever it is traced. False for modules that also attend to sequences which
+            are not sharded.
+
+    Returns:
+        The module.
+
+    Raises:
+        ArgumentError: if a key matches no module, two keys match one module, the mesh is not 1-D, linears over tp have
+            two modes, a style is applied twice, the root and a core have different sequences, or one of them has a
+            ``layout`` and the other none. Nothing is applied then, except that a repeated application is found on its
+            way. After it, if the styles do not shard alike what modules share.
+        UnsupportedError: if `ContextParallel` meets a module named as cross-attention, or a style one of torch.jit.
+
+    Example:
+        >>> parallelize(model, mesh["cp"], {"layers.*.attention.core": ContextParallel(sequence)})  # doctest: +SKIP
+    """
+    mesh = as_mesh(mesh)
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        hint = 'pass mesh["cp"], one axis at a time; of a ShardedSequence over two axes, its mesh'
+        refuse("parallelize: mesh", "one axis of a DeviceMesh", mesh, hint)
+    _check_sequences(plan)
+    modules = {plain_name(path): getattr(part, COMPILED, part) for path, part in module.named_modules()}
+    root = modules[""]
+    chosen: dict[str, tuple[str, ParallelStyle]] = {}
+    for key, style in plan.items():
+        if not isinstance(style, ParallelStyle):
+            refuse(f"parallelize: style of {key!r}", "an instance of a ParallelStyle", style, "write Style(...)")
+        matches = [name for name in modules if _matches(plain_name(key), name)]
+        if not matches:
+            close = difflib.get_close_matches(key, modules, n=3) or list(modules)[1:4]
+            refuse("parallelize: plan key", "the name of a module", repr(key), f"near it: {', '.join(close)}")
+        for name in matches:
+            if name in chosen:
+                refuse("parallelize", "one plan key a module", f"{chosen[name][0]!r}, {key!r} for {name!r}", "drop one")
+            if isinstance(style, ContextParallel) and "cross" in name.lower():
+                raise UnsupportedError(cross_attention(name))
+            if isinstance(style, _OVER_CP):
+                check_plain(f"{type(style).__name__} at {name!r}", modules[name])
+            chosen[name] = (key, style)
+    _check_modes(chosen)
+    tied = _tied(module)
+    for name, (_, style) in chosen.items():
+        trained = {key: x.requires_grad for key, x in modules[name].named_parameters()}
+        style._apply(modules[name], mesh)
+        if (core := replaced(modules[name], STYLE)) is not None:
+            core.where = name
+        for key, parameter in modules[name].named_parameters():
+            if parameter.requires_grad != trained.get(key, parameter.requires_grad):
+                parameter.requires_grad_(trained[key])  # PyTorch's SequenceParallel makes new ones, which are trained
+    for places in tied:
+        _tie(places)
+    _note_head_dims(module)
+    over_cp = {style.sequence.mesh.get_group(): "cp" for style in styles_of(module)}
+    stand_beside(module, over_cp | dict.fromkeys(tp_groups(module), "tp"))
+    styles = [style for _, style in chosen.values()]
+    if any(isinstance(style, _OVER_CP) for style in styles):
+        watch_first_step(root, mesh)
+    if any(isinstance(style, TENSOR_PARALLEL) for style in styles):
+        watch_over_tp(root, mesh, any(shards_rows(style) for style in styles))
+    if watch and any(isinstance(style, ContextParallel) for style in styles) and "" not in chosen:
+        watch_rootless(root)
+    return module
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Make gradients be reduced by a plain SUM, as the gradient contract wants: by FSDP2, or DistributedDataParallel.
+
+    Call it after `fully_shard`, of which it reaches every module, or on what DistributedDataParallel returned. On gloo
+    it also spares FSDP2 the pre-multiplied sum that gloo does not have.
+
+    Args:
+        model: the root, with all parameters under `fully_shard` on a mesh that holds the ranks of cp; or a
+            DistributedDataParallel over them, without a communication hook.
+
+    Raises:
+        ArgumentError: if the model is neither, or if the gradient of some parameter would not be summed over the ranks
+            that a style of this library split the sequence over.
+    """
+    cp_ranks = {rank for module in model.modules() for rank in getattr(module, RANKS, ())}
+    if isinstance(model, DistributedDataParallel):
+        ranks = dist.get_process_group_ranks(model.process_group)
+        if not cp_ranks <= set(ranks):
+            hint = "give it the process group of dp x cp"
+            refuse("sum_gradients", f"DistributedDataParallel over the cp ranks {sorted(cp_ranks)}", ranks, hint)
+        model.register_comm_hook(model.process_group, lambda group, bucket: _sum(group, bucket))
+        return
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not sharded:
+        refuse("sum_gradients", "a model under fully_shard", type(model).__name__, "call it first")
+    for name, parameter in model.named_parameters():
+        summed = set(parameter.device_mesh.mesh.flatten().tolist()) if isinstance(parameter, DTensor) else set()
+        if parameter.requires_grad and len(cp_ranks) > 1 and not cp_ranks <= summed:
+            refuse(
+                f"sum_gradients: parameter {name}",
+                f"fully_shard over a mesh that holds the cp ranks {sorted(cp_ranks)}",
+                f"ranks {sorted(summed)}" if summed else "no mesh",
+                'fully_shard the root too, on mesh["dp", "cp"]._flatten()',
+            )
+    for module in sharded:
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        setattr(module, SUMS, True)
+
+
+def _sum(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    summed = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
+    return summed.then(lambda done: done.value()[0])
+
+
+def _save_attention(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    saved = op == torch.ops.cp_mesh.attention.default
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def checkpoint_context_fn() -> Any:
+    """Selective checkpointing that recomputes everything but attention, so that recompute does not replay the ring.
+
+    If torch.compile complains of side effects in a checkpoint around a `ContextParallel` module, set
+    ``torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True``: the mode that intercepts attention
+    is a side effect to Dynamo, and it is safe to skip in the backward, where the saved result is used.
+
+    Example:
+        >>> from torch.utils.checkpoint import checkpoint
+        >>> checkpoint(block, x, use_reentrant=False, context_fn=checkpoint_context_fn)  # doctest: +SKIP
+    """
+    return create_selective_checkpoint_contexts(_save_attention)
+
+
+def _matches(key: str, name: str) -> bool:
+    if not key or not name:  # the root has its own key; no wildcard means it
+        return key == name
+    parts, atoms = name.split("."), key.split(".")
+    return len(parts) == len(atoms) and all(fnmatchcase(p, a) for p, a in zip(parts, atoms, strict=True))
+
+
+def _check_modes(chosen: Mapping[str, tuple[str, ParallelStyle]]) -> None:
+    """Refuse linears over tp between which rows lie in two ways."""
+    modes = {style.mode: key for key, style in chosen.values() if isinstance(style, TENSOR_PARALLEL)}
+    if len(modes) > 1:
+        got = ", ".join(f"{mode!r} at {key!r}" for mode, key in sorted(modes.items()))
+        refuse("parallelize: mode", "one for all linears over tp", got, "give all of a model one mode")
+
+
+def _tied(module: nn.Module) -> list[list[_Place]]:
+    """The places of each parameter or buffer that has several."""
+    found: dict[int, list[_Place]] = {}
+    for path, part in module.named_modules():
+        for name, x in (*part._parameters.items(), *part._buffers.items()):
+            if x is not None:
+                found.setdefault(id(x), []).append((plain_name(f"{path}.{name}").lstrip("."), part, name))
+    return [places for places in found.values() if len(places) > 1]
+
+
+def _tie(places: list[_Place]) -> None:
+    """Put one tensor where one was: PyTorch's styles make one for each module, of the same numbers."""
+    found = {path: getattr(part, name, None) for path, part, name in places}
+    kinds = {(x.shape, x.device_mesh, x.placements) if isinstance(x, DTensor) else id(x) for x in found.values()}
+    if len(kinds) > 1:
+        words = (f"{path} {written(x.placements) if isinstance(x, DTensor) else 'plain'}" for path, x in found.items())
+        hint = (
+            "give its modules, in one plan, styles that shard it alike, as VocabParallelEmbedding() and "
+            "VocabParallelHead() do, or leave them all out. The plan is applied: build the model anew"
+        )
+        refuse("parallelize: a tensor that modules share", "one tensor after the plan too", ", ".join(words), hint)
+    first = next(iter(found.values()))
+    for path, part, name in places:
+        if found[path] is not first:
+            setattr(part, name, first)
+
+
+def _note_head_dims(module: nn.Module) -> None:
+    """Tell each core what head dim the nearest module with column linears over tp says."""
+    modules = dict(module.named_modules())
+    for path, core in modules.items():
+        style = replaced(core, STYLE)
+        if style is None or style.name != ContextParallel.__name__:
+            continue
+        parts = path.split(".") if path else []
+        for above in (modules[".".join(parts[:n])] for n in range(len(parts), -1, -1)):
+            if columns := columns_of(above):
+                queries = next((linear for name, (linear, _) in columns.items() if name in _QUERIES), None)
+                tp = max(size for _, size in columns.values())
+                core.__dict__[HEAD_DIM] = stated_head_dim(above, queries, tp)
+                break
+
+
+def _check_sequences(plan: Mapping[str, ParallelStyle]) -> None:
+    """Refuse a plan whose cores attend over another sequence than the root shards, or in a layout of other making."""
+    roots = {key: x for key, x in plan.items() if isinstance(x, ShardedModel | ShardInput | GatherOutput)}
+    cores = {key: x for key, x in plan.items() if isinstance(x, ContextParallel | ShardInput | GatherOutput)}
+    for (root_key, root), (key, core) in product(roots.items(), cores.items()):
+        if root.sequence != core.sequence:
+            got = f"{_sequence_words(root.sequence)} at {root_key!r}, {_sequence_words(core.sequence)} in {key!r}"
+            hint = "give all styles the same object; a core of another sequence goes in a plan of its own"
+            refuse("sequence", "one for the root and its cores", got, hint)
+        if (root.layout is None) != (core.layout is None):
+            with_one, without = (key, root_key) if root.layout is None else (root_key, key)
+            got = f"{with_one!r} has, {without!r} lacks it"
+            hint = "give both functions that return one layout for a batch"
+            refuse("layout=", "in all styles of a sequence, or in none", got, hint)
+
+
+def _sequence_words(sequence: ShardedSequence) -> str:
+    return f"{sequence.layout.spec()} with length={sequence.length}, pad={sequence.pad}"

@@ -1,0 +1,363 @@
+"""`ShardedModel`: the style of the whole model. It shards what the model is given, and watches its attention."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from cp_mesh.comm.agreement import agree_on_shapes, compare_later
+from cp_mesh.errors import ArgumentError, describe, refuse
+from cp_mesh.geometry.layouts import Layout, parse_layout
+from cp_mesh.geometry.mask import Mask
+from cp_mesh.sequence.rows import CALLED, Rows, note_tokens
+from cp_mesh.sequence.sharded_sequence import PADDING, ROOT, Root, ShardedSequence
+from cp_mesh.training.checks.coverage import Watch, watch_encoders, watching
+from cp_mesh.training.context_parallel import cores_of
+from cp_mesh.training.style_helpers import SUMS, announce, announcing, check_layout, claim, layout_of_call
+from cp_mesh.wrap import STYLE, replace_forward
+
+POSITIONS = ("positions", "position_ids", "pos_ids", "input_pos", "cache_position")
+"""Names of forward arguments that take positions."""
+OUTPUTS = ("logits", "last_hidden_state", "hidden_states")
+"""Names of entries of an output that hold rows along dim 1."""
+_WATCHED = "_cp_mesh_watched"  # a ShardedModel whose attention was found covered
+
+
+@dataclass
+class _Watched:
+    """Which forwards of a `ShardedModel` were watched.
+
+    Attributes:
+        module: the id of the module.
+        counts: how many cores a watched forward called, by (training, gradients).
+        due: modes in which a forward called another number of cores since: the next one is watched.
+    """
+
+    module: int
+    counts: dict[tuple[bool, bool], set[int]] = field(default_factory=dict)
+    due: set[tuple[bool, bool]] = field(default_factory=set)
+
+
+class ShardedModel(ParallelStyle):
+    """Makes a root module take whole batches: shards inputs, supplies positions, optionally gathers the output.
+
+    Args:
+        sequence: the sequence object that the attention styles share.
+        inputs: names of forward arguments that hold [B, S, ...] tensors of the whole sequence, equal on all cp ranks.
+            (): none, in a later stage of a pipeline, which is given this rank's rows by the stage before; the sequence
+            needs a length.
+        positions: name of the forward argument that takes int64 positions for the rotary embedding. If the caller
+            leaves it out it gets the positions of this rank's rows, [S_local]; if given, whole-sequence position ids
+            [S] or [B, S] are sharded like tokens. None for models without positions. Rows of padding have positions up
+            to ``sequence.seq_len - 1``: a table of learned positions needs as many rows, or ``pad=False``.
+        gather_output: gather the output along dim 1, in original order; otherwise it stays sharded, as the loss wants.
+            Of a mapping its logits, last_hidden_state and hidden_states.
+            Its gradient is taken for that of a loss that every cp rank computes alike from the whole output, as
+            `ShardedSequence.gather` does: of `F.cross_entropy(output, labels)`, or of `cross_entropy` over dp alone.
+        position_dims: 1 or 2, of the positions that it supplies: 2 for models that take [1, S_local], as those of
+            Transformers do.
+        watch: refuse self-attention outside of the plan: attention, by any function of PyTorch, in which query and key
+            have equal lengths. Eager code is looked at in the first forward in training and in evaluation, with and
+            without gradients, and again after a forward that called another number of cores than before; compiled code
+            whenever it is traced, which costs nothing when it runs. What Python does not call by a function of PyTorch
+            is not seen, as in `ContextParallel`, nor is attention to more or fewer keys than queries, which is taken
+            for cross-attention. False for models that also attend to sequences which are not sharded, such as a vision
+            tower.
+        layout: for layouts that change with the batch, a function of the forward's arguments by name that returns the
+            layout, that of all attention styles: ``layout=lambda packed, **others: packed.layout``. None: the
+            sequence's. With it the root is not compiled as a whole; its blocks may be.
+
+    Raises:
+        ArgumentError: at application if the module has no such arguments; in the forward, if the model calls
+            self-attention outside of the modules that `ContextParallel` was applied to (see ``watch``), or a core
+            attends to other rows than the root sharded.
+    """
+
+    def __init__(
+        self,
+        sequence: ShardedSequence,
+        *,
+        inputs: tuple[str, ...] = ("tokens",),
+        positions: str | None = "positions",
+        gather_output: bool = False,
+        position_dims: Literal[1, 2] = 1,
+        watch: bool = True,
+        layout: Callable[..., Layout] | None = None,
+    ) -> None:
+        check_layout("ShardedModel", layout)
+        if not inputs and sequence.length is None:
+            hint = "ShardedSequence(..., length=)"
+            refuse("ShardedModel(inputs=())", "a sequence with a length, which no input tells", None, hint)
+        self.sequence, self.inputs, self.positions, self.gather_output = sequence, inputs, positions, gather_output
+        if position_dims not in (1, 2):
+            refuse("ShardedModel.position_dims", "1 or 2", position_dims, "2 supplies positions as [1, S_local]")
+        self.watch, self.layout, self.position_dims = watch, layout, position_dims
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        parameters = inspect.signature(module.forward).parameters
+        names = [name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_POSITIONAL]
+        for name in (*self.inputs, *([self.positions] if self.positions else [])):
+            if name not in names:
+                refuse(
+                    f"ShardedModel({type(module).__name__})",
+                    f"a forward argument named {name!r}",
+                    names,
+                    "name the model's own arguments in inputs= and positions=",
+                )
+        claim(module, device_mesh, self.sequence, self)
+        replace_forward(module, STYLE, type(self).__name__, functools.partial(self._run, names))
+        if self.watch:
+            watch_encoders(module)
+        return module
+
+    def _run(
+        self, names: list[str], module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """The root's forward on this rank's rows; ``names`` are those of its arguments."""
+        given = dict(zip(names, args, strict=False))
+        try:
+            if len(args) > len(names) or given.keys() & kwargs.keys():
+                expected, got = f"arguments {', '.join(names)}, each once", f"{len(args)} + {[*kwargs]}"
+                refuse("ShardedModel", expected, got, "see forward")
+            named = given | kwargs
+            self._check_positions(names, named)
+            root, arguments = self.shard_inputs(self._compared(named) if torch.compiler.is_compiling() else named)
+        except Exception as error:
+            announce(self.sequence, error)
+            raise
+        if torch.compiler.is_compiling():
+            output = self._run_traced(root, module, forward, arguments)
+        else:
+            self.compare(named)
+            output = self.run_eagerly(root, module, forward, arguments)
+        return self.gather(root.sequence, output) if self.gather_output else output
+
+    def _run_traced(self, root: Root, module: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        """The forward while torch.compile traces it; what is looked for then costs nothing when the code runs."""
+        _check_masks(module, arguments)
+        if not self.watch:
+            return forward(**arguments)
+        with Watch(root.sequence.mesh.get_group().group_name, root.seq_len):
+            return forward(**arguments)
+
+    def run_eagerly(self, root: Root, module: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        """The eager forward of a root, with its ``arguments`` for this rank's rows; others hear of what it raises."""
+        token = ROOT.set(root)
+        try:
+            with announcing(self.sequence):
+                return self._run_watched(root, module, forward, arguments)
+        finally:
+            ROOT.reset(token)
+
+    def _run_watched(
+        self, root: Root, module: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any]
+    ) -> Any:
+        """The forward, watched where something may have changed.
+
+        A watch costs a Python call for every operation, so only the first forward is watched: of a model in training
+        and in evaluation, with gradients and without; and the one after a forward that called another number of cores
+        than those before, as it does when a core was replaced.
+        """
+        _warn_of_averages(module, self.sequence)
+        if not self.watch:
+            return forward(**arguments)
+        record: _Watched | None = module.__dict__.get(_WATCHED)
+        if record is None or record.module != id(module):  # a copy may be changed before it runs
+            record = module.__dict__[_WATCHED] = _Watched(id(module))
+        mode = module.training, torch.is_grad_enabled()
+        if mode not in record.counts or mode in record.due:
+            _check_masks(module, arguments)
+            for style in cores_of(module):
+                style.check_functions_once()
+            try:
+                with watching(module, self._local_rows(arguments) if self.positions is None else None):
+                    result = forward(**arguments)
+            except IndexError as error:
+                if self.sequence.length in (None, self.sequence.seq_len):
+                    raise
+                expected = f"tables for {self.sequence.seq_len} positions, with those of padding, and for token 0"
+                hint = "give the table of learned positions as many rows, or ShardedSequence(..., pad=False)"
+                raise ArgumentError(describe("ShardedModel", expected, error, hint)) from error
+            self._warn_of_losses(arguments, result)
+            record.counts.setdefault(mode, set()).add(root.cores)
+            record.due.discard(mode)
+            return result
+        result = forward(**arguments)
+        if root.cores not in record.counts[mode]:
+            record.due.add(mode)
+        return result
+
+    def _local_rows(self, arguments: dict[str, Any]) -> int:
+        if not self.inputs:
+            return len(self.sequence.positions())
+        rows: int = next(arguments[name] for name in self.inputs if arguments.get(name) is not None).shape[1]
+        return rows
+
+    def _check_positions(self, names: list[str], arguments: dict[str, Any]) -> None:
+        """Refuse positions that are left out, or that are not those of the whole sequence."""
+        if self.positions is not None:
+            ids, whole = arguments.get(self.positions), [arguments.get(name) for name in self.inputs]
+            lengths = [self.sequence.length, self.sequence.seq_len, *(x.shape[1] for x in whole if x is not None)]
+            if ids is not None and all(length is None or ids.shape[-1] != length for length in lengths):
+                got, hint = f"{ids.shape[-1]} of them", "leave them out of the call, and each rank gets its own"
+                refuse(f"ShardedModel: {self.positions}", "as many as the inputs have tokens", got, hint)
+            return
+        for name in names:
+            if name in POSITIONS and name not in self.inputs and arguments.get(name) is None:
+                hint = f"ShardedModel(sequence, positions={name!r}) gives each rank those of its rows"
+                got = f"positions=None and none in the call, so that every rank counts its {name} from 0"
+                refuse("ShardedModel", f"a source of the forward's {name}", got, hint)
+
+    def _warn_of_losses(self, arguments: dict[str, Any], output: Any) -> None:
+        """Of a model that was given labels of its rows and returns a loss that is not `cp_mesh.cross_entropy`."""
+        labelled = [name for name in self.inputs if PADDING.get(name) == -100 and arguments.get(name) is not None]
+        loss = output if isinstance(output, Tensor) else _loss_of(output)
+        if labelled and isinstance(loss, Tensor) and loss.ndim == 0 and loss.requires_grad and CALLED.get() is not None:
+            warnings.warn(
+                f"cp_mesh: the model was given this rank's rows of {labelled[0]} and returned a loss of its own: a "
+                "mean over these rows, of labels that it may shift within the shard. Expected this rank's share of the "
+                "loss: leave labels out of inputs, and call cp_mesh.cross_entropy on the logits with shifted labels",
+                stacklevel=2,
+            )
+
+    def compare(self, arguments: dict[str, Any]) -> None:
+        """Raise on every rank if whole inputs or positions among ``arguments`` differ between ranks.
+
+        Shapes in every forward; what they hold in the first of each shape, and in some later ones of tokens; in check
+        mode in every one.
+        """
+        group, found = self.sequence.mesh.get_group(), self._whole(arguments)
+        given = [x for x in found.values() if x is not None]
+        integers = [x for x in given if not x.is_floating_point()]
+        if given and not agree_on_shapes(group, _kind(found), found) and integers:
+            compare_later(group, integers)
+
+    def _compared(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """For a forward that is traced: ``arguments`` that are compared when the code runs, as in `compare`."""
+        name = self.sequence.mesh.get_group().group_name
+        found = {key: x for key, x in self._whole(arguments).items() if x is not None and not x.is_floating_point()}
+        layout, names = self.sequence.layout, " ".join(found)
+        told = layout.spec() if layout.tensor is None and self.sequence.pad else ""
+        return arguments | dict(zip(found, compare_inputs([*found.values()], names, name, told), strict=True))
+
+    def _whole(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        names = [*self.inputs, *([self.positions] if self.positions else [])]
+        return {name: arguments.get(name) for name in names}
+
+    def gather(self, sequence: ShardedSequence, output: Any) -> Any:
+        """The whole output of a forward in original order; ``sequence`` is that forward's.
+
+        Of a mapping, such as an output of Transformers, the entries named in `OUTPUTS`; scalars stay as they are.
+        """
+        if isinstance(output, Mapping):
+            return type(output)({name: self._gather_entry(sequence, name, x) for name, x in output.items()})  # type: ignore[call-arg]
+        if not isinstance(output, Tensor):
+            got, hint = type(output).__name__, "gather it yourself, by sequence.gather"
+            refuse("ShardedModel.gather_output", "one tensor as output", got, hint)
+        return sequence.gather(output, dim=1)
+
+    def _gather_entry(self, sequence: ShardedSequence, name: str, entry: Any) -> Any:
+        if name in OUTPUTS and isinstance(entry, tuple):
+            return tuple(sequence.gather(x) for x in entry)
+        if name in OUTPUTS and isinstance(entry, Tensor):
+            return sequence.gather(entry)
+        if not isinstance(entry, Tensor) or entry.ndim > 0:
+            expected = f"entries of the output named {', '.join(OUTPUTS)}, and scalars"
+            refuse(
+                "gather_output", expected, f"{name}, a {type(entry).__name__}", "leave it out, or gather_output=False"
+            )
+        return entry
+
+    def shard_inputs(self, arguments: dict[str, Any]) -> tuple[Root, dict[str, Any]]:
+        """The root of one forward, and its arguments by name, with this rank's rows of the inputs and positions."""
+        given = dict(arguments)
+        present = [name for name in self.inputs if given.get(name) is not None]
+        if self.inputs and not present:
+            refuse("ShardedModel", f"one of {self.inputs} in the call", list(given), "pass it")
+        sequence = self.sequence
+        if self.layout is not None:
+            sequence = replace(sequence, layout=layout_of_call(self, **arguments))
+        tensors = [given[name] for name in present] or [x for x in given.values() if isinstance(x, Tensor)]
+        length = tensors[0].shape[1] if present else sequence.length
+        for name in present:
+            given[name] = sequence.shard({name: given[name]}, dim=1, pad_value=padding_of(name))[name]
+        if self.positions is not None:
+            ids = given.get(self.positions)
+            if ids is None:
+                own = sequence.positions(length, device=tensors[0].device)
+                given[self.positions] = own if self.position_dims == 1 else own[None]
+            else:
+                given[self.positions] = sequence.shard({"positions": ids}, dim=ids.ndim - 1)["positions"]
+        assert length is not None
+        return Root(sequence, length if sequence.seq_len is None else sequence.seq_len), given
+
+
+def _check_masks(module: nn.Module, arguments: dict[str, Any]) -> None:
+    """Refuse a `Mask` in the call of a model none of whose cores reads one."""
+    given = [name for name, x in arguments.items() if isinstance(x, Mask)]
+    if given and all(isinstance(style.mask, Mask) for style in cores_of(module)):
+        hint = f"ContextParallel(sequence, mask=lambda ..., {given[0]}: {given[0]}) reads it from the core's arguments"
+        refuse("ShardedModel", f"a core that reads {given[0]}", "styles with a mask of their own", hint)
+
+
+def padding_of(name: str) -> int:
+    """What pads an input: labels are known by name, and any token does for the others."""
+    return PADDING.get(name, -100 if "label" in name or "target" in name else 0)
+
+
+def _loss_of(output: Any) -> Any:
+    if isinstance(output, dict):
+        return output.get("loss")
+    return next(iter(output)) if isinstance(output, tuple) and output else getattr(output, "loss", None)
+
+
+def _kind(inputs: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple((name, None if x is None else (x.shape, x.dtype)) for name, x in inputs.items())
+
+
+# An op, so that compiled code compares when it runs. Its results are copies: an op may not return what it was given.
+@torch.library.custom_op("cp_mesh::compare_inputs", mutates_args=())
+def compare_inputs(inputs: list[Tensor], names: str, group_name: str, layout: str) -> list[Tensor]:
+    """The inputs, compared over the group in the first forward of each shape, and noted as sharded in this layout."""
+    found, group = dict(zip(names.split(), inputs, strict=True)), _resolve_process_group(group_name)  # type: ignore[arg-type]
+    if inputs and not agree_on_shapes(group, _kind(found), found):
+        compare_later(group, inputs)
+    if layout:
+        parsed, size = parse_layout(layout), group.size()
+        for name, x in found.items():
+            multiple = parsed.multiple(size)
+            rows = Rows(layout, -(-x.shape[-1] // multiple) * multiple, group_name)
+            note_tokens(name, x, parsed, rows, group)
+    return [x.clone() for x in inputs]
+
+
+@compare_inputs.register_fake
+def _(inputs: list[Tensor], names: str, group_name: str, layout: str) -> list[Tensor]:
+    return [torch.empty_like(x) for x in inputs]
+
+
+def _warn_of_averages(module: nn.Module, sequence: ShardedSequence) -> None:
+    """Once: FSDP2 averages the gradients of ranks whose losses are shares of a sum."""
+    if (
+        isinstance(module, FSDPModule)
+        and sequence.cp_size > 1
+        and torch.is_grad_enabled()
+        and not hasattr(module, SUMS)
+    ):
+        setattr(module, SUMS, False)
+        warnings.warn(
+            "cp_mesh: this model is under fully_shard, which averages gradients over its ranks, while losses of "
+            "cp_mesh.cross_entropy are shares of a sum: call cp_mesh.sum_gradients(model) after fully_shard",
+            stacklevel=2,
+        )

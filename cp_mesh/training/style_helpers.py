@@ -1,0 +1,102 @@
+"""What both styles need: they claim a module, follow the layout of a call, and tell other ranks of a refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from cp_mesh.comm.agreement import announce_error
+from cp_mesh.comm.groups import names_of_axes
+from cp_mesh.errors import refuse, written
+from cp_mesh.geometry.layouts import Layout
+from cp_mesh.sequence.sharded_sequence import ShardedSequence
+from cp_mesh.wrap import INPUT, OUTPUT, STYLE, replaced
+
+SUMS = "_cp_mesh_sums"  # set on FSDP2 modules that sum gradients, or that their user was warned of
+RANKS = "_cp_mesh_ranks"  # the ranks of its cp axis
+
+
+def layout_of_call(style: Any, /, *args: Any, **kwargs: Any) -> Layout:
+    """The layout that the style's function returns for these arguments, or its sequence's."""
+    if style.layout is None:
+        return style.sequence.layout
+    found = style.layout(*args, **kwargs)
+    if not isinstance(found, Layout):
+        name, hint = type(style).__name__, "is it in the call? ShardedSequence.balanced(mask).layout makes one"
+        refuse(f"{name}.layout", "a function that returns a Layout", type(found).__name__, hint)
+    return found
+
+
+def check_layout(style: str, layout: Any) -> None:
+    if layout is not None and not callable(layout):
+        hint = "a layout for all batches is the sequence's, ShardedSequence(..., layout=)"
+        refuse(f"{style}.layout", "a function that returns a Layout", layout, hint)
+
+
+def check_layout_of_root(root: ShardedSequence, layout: Layout, where: str) -> None:
+    """Refuse another layout than that of the rows which the root of a forward sharded."""
+    if root.layout != layout:
+        hint = "give all styles of a model one sequence, or functions that return one layout for a batch"
+        got = f"{layout.spec()} in {where}, {root.layout.spec()} at the root"
+        refuse("layout", "one for the whole model", got, hint)
+
+
+def styles_of(model: nn.Module) -> Iterator[Any]:
+    """The styles of this library that were applied to a model."""
+    for module in model.modules():
+        yield from (style for key in (STYLE, INPUT, OUTPUT) if (style := style_of(module, key)) is not None)
+
+
+def style_of(module: nn.Module, key: str = STYLE) -> Any:
+    """That of this module, or None."""
+    replacement = replaced(module, key)
+    run: Any = None if replacement is None else replacement.run  # a method of the style, or a partial of one
+    return None if run is None else getattr(run, "func", run).__self__
+
+
+def gathers(model: nn.Module) -> bool:
+    """Whether every cp rank has the whole output, for a loss that all compute alike."""
+    return any(getattr(style, "gather_output", False) for style in styles_of(model))
+
+
+def announce(sequence: ShardedSequence, error: Exception) -> None:
+    """Let the ranks that wait for this one raise, too."""
+    announce_error(sequence.mesh.get_group().group_name, error)
+
+
+@contextmanager
+def announcing(sequence: ShardedSequence) -> Iterator[None]:
+    """`announce` what is raised within; not in code that is compiled."""
+    try:
+        yield
+    except Exception as error:
+        announce(sequence, error)
+        raise
+
+
+def claim(
+    module: nn.Module, mesh: DeviceMesh, sequence: ShardedSequence, style: ParallelStyle, key: str = STYLE
+) -> None:
+    """Check that the style fits; called when nothing else can fail. ``key``: that of its `replace_forward`."""
+    name = type(style).__name__
+    if mesh.ndim != 1:
+        refuse(f"{name}: mesh", "one axis", f"{mesh.ndim} axes", 'pass mesh["cp"]')
+    if (other := replaced(module, key)) is not None:
+        got = f"{type(module).__name__} with {other.name}"
+        refuse(name, "a module without a style", got, "apply once")
+    if not has_axis(mesh, sequence.mesh):
+        expected = f"the axis of the ShardedSequence, {written(sequence.mesh)}"
+        refuse("mesh", expected, mesh, "apply the style to that axis")
+    setattr(module, RANKS, tuple(dist.get_process_group_ranks(sequence.mesh.get_group())))
+
+
+def has_axis(mesh: DeviceMesh, axis: DeviceMesh) -> bool:
+    """Whether a mesh has this axis, or the two that were flattened to it."""
+    name, names = axis.get_group().group_name, {mesh.get_group(i).group_name for i in range(mesh.ndim)}
+    return name in names or any(names.issuperset(pair) for pair in names_of_axes(name))

@@ -1,1 +1,0 @@
-"""Proofs: attention, or a whole model with its plan and trainer, against one device."""

@@ -1,0 +1,185 @@
+"""Replacing the forward of one module so that copies of the module have the replacement too.
+
+A function set as ``module.forward`` is bound to the module, so a shallow copy of the module would run the original's
+attributes, and a module read back from a pickle would run without it. Here the module's class is replaced, as FSDP2
+does, by a subclass of the same name whose forward looks up the replacement in the instance that it is called on.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from cp_mesh.comm.model_groups import running
+from cp_mesh.errors import UnsupportedError, describe, refuse
+
+FILE = __file__
+STYLE = "_cp_mesh_style"  # keys of `replace_forward`: a style's forward
+INPUT, OUTPUT = "_cp_mesh_shard_input", "_cp_mesh_gather_output"  # which a module may have beside a style
+LINEAR = "_cp_mesh_linear"  # of the styles over tp, which a module may have beside one over cp
+WATCH = "_cp_mesh_watch"  # the forward of a compiled part, which is looked at while it is traced
+COMPILED = "_orig_mod"  # in what torch.compile made of a module, the name of this
+
+
+class Replacement:
+    """What a module runs instead of its forward. Copies of the module share it, as a style holds process groups.
+
+    ``where``: the name of the module in the model that `parallelize` was given.
+    """
+
+    def __init__(self, name: str, run: Callable[..., Any]) -> None:
+        self.name, self.run, self.where = name, run, ""
+
+    def __copy__(self) -> Replacement:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Replacement:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    """What is read back instead of a replacement."""
+
+
+def replace_forward(module: nn.Module, key: str, name: str, run: Callable[..., Any]) -> None:
+    """Make ``module(*args, **kwargs)`` run ``run(module, forward, *args, **kwargs)``.
+
+    Args:
+        module: changed in place: its class, and a ``forward`` that was set on the instance, which is still called.
+        key: `STYLE`, `INPUT`, `OUTPUT`, `LINEAR` or `WATCH`; a module has at most one replacement of each.
+        name: of the replacement, for messages.
+        run: is given the module, its own forward, and the arguments of the call.
+    """
+    check_plain(name, module)
+    if "forward" in module.__dict__:
+        module.__dict__[_of_instance(key)] = module.__dict__.pop("forward")
+    module.__dict__[key] = Replacement(name, run)
+    if not hasattr(type(module), _mark(key)):
+        module.__class__ = _subclass(type(module), key)
+
+
+def replaced(module: nn.Module, key: str) -> Replacement | None:
+    """The replacement of this key, if there is one."""
+    found: Replacement | None = module.__dict__.get(key)
+    return found
+
+
+def check_plain(what: str, module: nn.Module) -> None:
+    """Refuse a module that runs another one, or no forward in Python: there is none to replace."""
+    if isinstance(module, torch.jit.ScriptModule):
+        hint = "apply the plan to the plain module, which torch.jit cannot compile then; torch.compile can"
+        raise UnsupportedError(describe(what, "a module in Python", "one of torch.jit", hint))
+    if COMPILED in module._modules:
+        hint = "cp_mesh.parallelize applies it to the module inside; of several linears compile what holds them all"
+        refuse(what, "a module", "what torch.compile made of one", hint)
+
+
+def plain_name(path: str) -> str:
+    """A compiled module goes by the name of the one that it calls."""
+    return ".".join(part for part in path.split(".") if part != COMPILED)
+
+
+def check_class(module: nn.Module) -> None:
+    """Refuse a module that was given a style and then another class, which runs without the style."""
+    style = replaced(module, STYLE)
+    if style is not None and not hasattr(type(module), _mark(STYLE)):
+        what, hint = f"{type(module).__name__} with {style.name}", "change module.__class__ before parallelize"
+        refuse(what, "the class that the style gave it", "another one", hint)
+
+
+def _of_instance(key: str) -> str:
+    return f"{key}_forward_of_instance"
+
+
+def _mark(key: str) -> str:
+    return f"{key}_class"
+
+
+def _subclass(base: type[nn.Module], key: str) -> type[nn.Module]:
+    """One for all modules of a class; its class knows it weakly, so that both go with them."""
+    made = (each for each in base.__subclasses__() if _mark(key) in vars(each))
+    return next(made, None) or _make_subclass(base, key)
+
+
+def _make_subclass(base: type[nn.Module], key: str) -> type[nn.Module]:
+    of_instance = _of_instance(key)
+
+    @functools.wraps(base.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Attributes with a default of the class: torch.compile guards their absence, and not that of a key of __dict__.
+        inner, replacement = getattr(self, of_instance), getattr(self, key)
+        if inner is None:
+            inner = functools.partial(base.forward, self)
+        if replacement is not None:
+            if torch.compiler.is_compiling():
+                return replacement.run(self, inner, *args, **kwargs)
+            with running(self):
+                return replacement.run(self, inner, *args, **kwargs)
+        if key != WATCH:
+            got, hint = "an object of its class alone", "build the plain module and call parallelize on it"
+            refuse(type(self).__name__, "a module that has its style", got, hint)
+        return inner(*args, **kwargs)
+
+    # Code of its own: torch.compile counts recompilations, and keeps what varied between calls, by code.
+    code: Any = forward
+    code.__code__ = code.__code__.replace(co_name=f"forward of {base.__module__}.{base.__qualname__}")
+
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
+        make, arguments, *rest = cast(tuple[Any, ...], super(made, self).__reduce_ex__(protocol))
+        plain = tuple(base if argument is type(self) else argument for argument in arguments)
+        return _Copier(make, self), plain, *rest
+
+    members = {"forward": forward, "__reduce_ex__": __reduce_ex__, "__doc__": base.__doc__}
+    members |= {_mark(key): True, key: None, of_instance: None}
+    for name in ("__copy__", "__deepcopy__"):
+        if hasattr(base, name):  # of a class that copies in its own way
+            members[name] = functools.partialmethod(_own_copy, getattr(base, name))
+    made: type[nn.Module] = type(base.__name__, (base,), members)
+    made.__module__, made.__qualname__ = base.__module__, base.__qualname__
+    return made
+
+
+def _own_copy(module: nn.Module, copy: Callable[..., nn.Module], *memo: Any) -> nn.Module:
+    return _like(module, copy(module, *memo))
+
+
+def _like(module: nn.Module, twin: nn.Module) -> nn.Module:
+    """``twin`` with the class and the replacements of ``module``, however it was made."""
+    if type(twin) is not type(module):
+        twin.__class__ = type(module)
+    for key in (STYLE, INPUT, OUTPUT, LINEAR, WATCH):
+        if key in module.__dict__:
+            twin.__dict__[key] = module.__dict__[key]
+    return twin
+
+
+def _itself(make: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    return make
+
+
+class _Copier:
+    """What ``__reduce_ex__`` gives to `copy`, which calls it, and to `pickle`, which cannot write that of a style.
+
+    A module that is only watched is read back as a plain one.
+    """
+
+    def __init__(self, make: Callable[..., nn.Module], module: nn.Module) -> None:
+        self.make, self.module = make, module
+
+    def __call__(self, *args: Any) -> nn.Module:
+        return _like(self.module, self.make(*args))
+
+    def __reduce__(self) -> Any:
+        if not {STYLE, INPUT, OUTPUT, LINEAR} & self.module.__dict__.keys():
+            return _itself, (self.make,)
+        raise UnsupportedError(
+            f"{type(self.module).__name__}: a module with a style of cp_mesh cannot be pickled, as the style holds "
+            "process groups; save model.state_dict(), then build the model and call parallelize where it is loaded"
+        )
