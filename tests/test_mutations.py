@@ -2,8 +2,8 @@
 
 The bugs are in the folder planted. A check is a test of this suite, or a few of its cases, run on ranks on which a bug
 is planted, and later another one; without a bug all checks are green there. The quick form has one bug of each area,
-the full form all. A bug is planted at a name of the package. If that name is gone, the test of the bug fails and says
-so, and so does `test_every_seam_exists`, in both forms.
+the full form all, and the nightly form all in the other order. A bug is planted at a name of the package. If that name
+is gone, the test of the bug fails and says so, and so does `test_every_seam_exists`, in both forms.
 """
 
 from __future__ import annotations
@@ -420,15 +420,22 @@ FIRST = {mutation.area: mutation for mutation in reversed(MUTATIONS.values())}
 """Of each area, from the last to the first; they are the quick form."""
 
 
+FOUND_BY = Path(__file__).parent.parent / "docs" / "results" / "planted_bugs.csv"
+
+
+def in_quick_form(mutation: Mutation, check: str) -> bool:
+    return mutation is FIRST[mutation.area] and check == mutation.checks[0]
+
+
 def bugs() -> Iterator[Any]:
-    """All of them, and some in another order."""
-    for mutation in MUTATIONS.values():
-        for check in mutation.checks:
-            name = mutation.name if len(mutation.checks) == 1 else f"{mutation.name}, seen by {check}"
-            is_quick = mutation is FIRST[mutation.area] and check == mutation.checks[0]
-            yield pytest.param(mutation, check, id=name, marks=[pytest.mark.full] * (not is_quick))
-    for mutation in FIRST.values():
-        yield pytest.param(mutation, mutation.checks[0], id=f"{mutation.name}, again", marks=pytest.mark.full)
+    """All of them, and for the nightly form in the other order."""
+    every = [(mutation, check) for mutation in MUTATIONS.values() for check in mutation.checks]
+    for mutation, check in every:
+        marks = [pytest.mark.full] * (not in_quick_form(mutation, check))
+        yield pytest.param(mutation, check, id=f"{mutation.name}, seen by {check}", marks=marks)
+    for mutation, check in reversed(every):
+        name = f"{mutation.name}, seen by {check} again"
+        yield pytest.param(mutation, check, id=name, marks=pytest.mark.nightly("bugs"))
 
 
 @pytest.fixture(scope="module")
@@ -447,6 +454,18 @@ def plant() -> Iterator[Callable[[str | None, str], Bug]]:
 def test_the_table_is_whole():
     assert f"There are {len(MUTATIONS)} in {len(FIRST)} areas" in planted.__doc__
     assert {check for mutation in MUTATIONS.values() for check in mutation.checks} == set(CHECKS)
+
+
+def test_which_form_finds_which(request):
+    lines = ["bug,area,check,forms"]
+    for mutation in MUTATIONS.values():
+        for check in mutation.checks:
+            forms = "quick and full" if in_quick_form(mutation, check) else "full"
+            lines.append(f'"{mutation.name}",{mutation.area},{check},{forms}')
+    text = "\n".join(lines) + "\n"
+    if request.config.getoption("--write-pins"):
+        FOUND_BY.write_text(text)
+    assert FOUND_BY.read_text() == text, "--write-pins writes it anew"
 
 
 def test_every_seam_exists():
