@@ -139,7 +139,7 @@ def group_that_waits(query: Any, mesh: Any, seq_dim: Any) -> dist.ProcessGroup |
 
 
 def score_placements(name: str, shape: Sequence[int], part: str) -> tuple[Placement, Placement]:
-    """The placements of a tensor of `call.Tensors`, by its name and shape, and of its gradient, on an axis that shards
+    """The placements of a tensor of `spec.Tensors`, by its name and shape, and of its gradient, on an axis that shards
     this part of q, or nothing ("whole")."""
     dim = TERMS[name].dim_of(_OF_TERMS[part], shape) if name in TERMS and part in _OF_TERMS else None
     if dim is not None:

@@ -1,7 +1,7 @@
 """Ulysses, Jacobs et al. 2023 (arXiv:2309.14509): each rank computes some heads of the rows of all ranks.
 
 An all-to-all gives a rank the rows of the ranks beside it, its inner group, for its heads; another one brings out and
-lse home. Among these rows it computes as one rank of a ring whose ranks are the inner groups (`joined.py`). Of plain
+lse home. Among these rows it computes as one rank of a ring whose ranks are inner groups (`joined_layout`). Of plain
 Ulysses the inner group is the whole cp group: the ring has one rank, and its kernels see the problem of one device, the
 mask as it is, in one contiguous shard, whatever the layout. `hybrid.py` has smaller groups. Who owns what, with U ranks
 in an inner group and h = H / U:

@@ -2,7 +2,7 @@
 
 Those that read one input are one node of autograd: the input is gathered once, and in the backward its gradient is
 summed once. There the gather runs beside the product for the input's gradient, and that gradient is summed while the
-products for the weights run. `products.py` has the shapes.
+products for the weights run. `matmul.py` has the shapes.
 """
 
 from collections.abc import Sequence

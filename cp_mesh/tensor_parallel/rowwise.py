@@ -1,7 +1,7 @@
 """Row linears over tp: the input features of the weight are sharded, and outputs are summed over tp.
 
 One whose rows are sharded then is two nodes of autograd: the first saves what the backward needs. What travels at once,
-the sum of all rows and that of an embedding, is `sum_rows`. `products.py` has the shapes.
+the sum of all rows and that of an embedding, is `sum_rows`. `matmul.py` has the shapes.
 """
 
 from itertools import chain

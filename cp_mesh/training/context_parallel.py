@@ -1,10 +1,10 @@
 """`ContextParallel`: the style of an attention core.
 
 During the core's forward a `TorchFunctionMode` that lives for this one call turns `F.scaled_dot_product_attention` and
-flex_attention into the sharded ones (`watching.py`); no function of torch is patched. Inside the module tensors stay as
+flex_attention into the sharded ones (`coverage`); no function of torch is patched. Inside the module tensors stay as
 the model made them (plain, or DTensors over tp, or over the whole mesh) instead of being re-wrapped as DTensors over
 cp: shards of unequal length have no DTensor, and no model code has to be DTensor-proof. A style takes the place of its
-module's forward as `forwards.py` says.
+module's forward as `wrap.py` says.
 """
 
 from __future__ import annotations

@@ -5,9 +5,8 @@ lse of all keys, so partial gradients add up to the whole. What differs between 
 rows, document ids, bounds of the mask, the first head and batch row. So a shape is compiled once, for all stages and
 ranks.
 
-From below: `flex_programs` compiles and keeps, `flex_bounds` tells how large integers become, `flex_reads` rewrites
-what users wrote for the templates, `flex_tiles` makes it functions of a tile, and `flex_blocks` finds the pairs that
-can be skipped.
+From below: `programs` compiles and keeps, `bounds` tells how large integers become, `reads` rewrites what users wrote
+for the templates, `tiles` makes it functions of a tile, and `blocks` finds the pairs that can be skipped.
 
 Sources: Dong et al. 2024, FlexAttention, arXiv:2412.05496; torch/_higher_order_ops/flex_attention.py of PyTorch 2.11.
 """
@@ -139,7 +138,7 @@ def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradient
 
 @lru_cache(maxsize=1)
 def _lacks() -> str | None:
-    """The operators are private to PyTorch, and so is where `flex_programs` says what they write."""
+    """The operators are private to PyTorch, and so is where `programs` says what they write."""
     if find_spec("triton") is None:
         return "package triton (pip install triton)"
     try:

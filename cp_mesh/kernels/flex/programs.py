@@ -81,7 +81,7 @@ def _results_in_float32() -> Iterator[None]:
 
     Tiles are merged and gradients added before they are rounded: else a ring of two has up to 1.5 times the error of
     one GPU. PyTorch has no option for it, but a tensor in these places of the lowering has. Programs on disk are told
-    from those of others by the number RESULTS_IN_FLOAT32 of `flex`: what changes here needs another one.
+    from those of others by the number RESULTS_IN_FLOAT32 of `kernel`: what changes here needs another one.
     """
     from torch._inductor.kernel.flex import flex_attention
 

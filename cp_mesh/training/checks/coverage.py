@@ -261,7 +261,7 @@ class Watch(TorchFunctionMode):
 
     Args:
         group_name, seq_len: while a root is traced, its cp group and the tokens of its whole sequence, which are then
-            compared with those of its cores. Roots in eager mode have `ops.ROOT` for that.
+            compared with those of its cores. Roots in eager mode have `ROOT` for that.
         local_rows: of this rank, in an eager forward without positions: as many that are counted from 0 are warned of.
             A `ShardInput` tells them of the rows that it shards.
         root: in an eager forward the module that runs, by whose names attention outside of the plan is told.
