@@ -44,7 +44,7 @@ def case_of(words: str, method: str, kernel: str) -> Case:
     )
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [pytest.param(x, marks=[pytest.mark.full] * (x != "ring")) for x in METHODS])
 @pytest.mark.parametrize("kernel", HERE)
 def test_what_is_exact_is(pool: Any, kernel: str, method: str) -> None:
     """Results and all gradients equal dense attention in float64."""

@@ -145,13 +145,17 @@ def rotating() -> dict[int, list[Case]]:
     return cases
 
 
-@pytest.mark.parametrize("cp_size", (2, 3, 4))
+@pytest.mark.parametrize(
+    "cp_size", (pytest.param(2, marks=pytest.mark.full), 3, pytest.param(4, marks=pytest.mark.full))
+)
 def test_every_function(pool: Any, cp_size: int) -> None:
     report(pool(cp_size).run(captured_gradients, rotating()[cp_size], timeout=300))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("cp_size", (2, 3, 4))
+@pytest.mark.parametrize(
+    "cp_size", (pytest.param(2, marks=pytest.mark.full), 3, pytest.param(4, marks=pytest.mark.full))
+)
 def test_functions_layouts_and_methods_together(pool: Any, cp_size: int) -> None:
     """Each two of all factors."""
     rows = [row for row in covering_array(FACTORS, 2, goes_together) if row["cp_size"] == cp_size]

@@ -157,7 +157,7 @@ def as_one(rank: int, names: list[str]) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("cp_size", (2, 3))
+@pytest.mark.parametrize("cp_size", (2, pytest.param(3, marks=pytest.mark.full)))
 def test_cores(pool: Any, cp_size: int) -> None:
     report(pool(cp_size).run(as_one, [*USES], timeout=300))
 

@@ -148,7 +148,9 @@ def rotating() -> dict[int, list[Case]]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("cp_size", (2, 3, 4))
+@pytest.mark.parametrize(
+    "cp_size", (pytest.param(2, marks=pytest.mark.full), 3, pytest.param(4, marks=pytest.mark.full))
+)
 def test_shards_of_local_tensors(pool: Any, cp_size: int) -> None:
     report(pool(cp_size).run(shards, rotating()[cp_size], timeout=300))
 

@@ -153,7 +153,9 @@ def test_parity(pool: Any, cp_size: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("cp_size", (2, 3, 4))
+@pytest.mark.parametrize(
+    "cp_size", (pytest.param(2, marks=pytest.mark.full), 3, pytest.param(4, marks=pytest.mark.full))
+)
 def test_every_mask_in_every_layout(pool: Any, cp_size: int) -> None:
     """The methods in turn."""
     methods = {2: ("ring", "ulysses", "all_gather"), 3: ("ring", "all_gather"), 4: tuple(METHODS)}[cp_size]

@@ -439,7 +439,7 @@ def stated(rank: int, fields: dict[str, Any], options: dict[str, Any], compiled:
     model(sequence.shard({"tokens": tokens_of(16)})["tokens"])
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("what", STATED)
 def test_what_the_module_says_and_the_style_does_not(pool: Any, what: str, compiled: bool) -> None:
     fields, options, *says = STATED[what]
@@ -449,7 +449,7 @@ def test_what_the_module_says_and_the_style_does_not(pool: Any, what: str, compi
         assert all(part in message for part in says), message
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("what", SAID)
 def test_what_both_say(pool: Any, what: str, compiled: bool) -> None:
     pool(2).run(stated, *SAID[what], compiled)
@@ -475,7 +475,7 @@ def unread_mask(rank: int, reads: bool, compiled: bool) -> None:
     run(sequence.shard({"tokens": tokens_of(16)})["tokens"], Mask(window=(3, 0)))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_mask_that_no_style_reads(pool: Any, compiled: bool) -> None:
     for error in raised(pool, 2, unread_mask, False, compiled):
         assert "a style that reads the Mask" in error.message and "mask=lambda q, k, v, mask: mask" in error.message
@@ -595,7 +595,7 @@ def positioned(rank: int, positions: str | None, given: int | None, compiled: bo
     run(tokens_of(16), None if given is None else torch.arange(given))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_positions_of_a_root(pool: Any, compiled: bool) -> None:
     for error in raised(pool, 2, positioned, None, None, compiled):
         assert "a source of the forward's position_ids" in error.message.replace("\\'", "'")
@@ -668,7 +668,7 @@ def mask_of_a_root(rank: int, compiled: bool) -> None:
     run(tokens_of(16), Mask(window=(3, 0)))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_mask_that_no_core_reads(pool: Any, compiled: bool) -> None:
     for error in raised(pool, 2, mask_of_a_root, compiled):
         assert "ShardedModel: expected a core that reads mask" in error.message and "lambda ..., mask" in error.message
@@ -729,7 +729,7 @@ def gathered(rank: int, how: str, compiled: bool) -> list[str]:
     return warned(step)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("how", ["cp", "dp x cp"])
 def test_a_loss_of_gathered_logits_has_the_right_scale(pool: Any, how: str, compiled: bool) -> None:
     assert pool(4).run(gathered, how, compiled) == [[]] * 4
@@ -1037,7 +1037,7 @@ def test_what_is_warned_of_without_a_root(pool: Any) -> None:
         assert "the model's forward takes position_ids, and the call leaves them out" in said[0] and len(said) == 1
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("how", ["right", "positions of the rows", "two cores, both planned", "two, allowed"])
 def test_what_is_silent_without_a_root(pool: Any, how: str, compiled: bool) -> None:
     assert pool(2).run(rootless, how, compiled) == [[], []]

@@ -694,7 +694,10 @@ def find(pool: Any, catalogue: str, shape: tuple[int, ...], names: list[str]) ->
         assert any(re.search(CATALOGUES[catalogue][name].verdict, text) for text in told), (name, told)
 
 
-@pytest.mark.parametrize(("catalogue", "shape"), [("users", (2,)), ("users", GRID), ("peers", (2,))])
+@pytest.mark.parametrize(
+    ("catalogue", "shape"),
+    [("users", (2,)), *(pytest.param(*x, marks=pytest.mark.full) for x in (("users", GRID), ("peers", (2,))))],
+)
 def test_every_bug_of_the_catalogue_is_found_and_named(pool: Any, catalogue: str, shape: tuple[int, ...]) -> None:
     names = [name for name, bug in CATALOGUES[catalogue].items() if bug.ranks == shape]
     assert names
