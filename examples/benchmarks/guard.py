@@ -43,9 +43,9 @@ from cp_mesh import (  # noqa: E402
     attention,
     check_mode,
     cross_entropy,
-    ops,
 )
 from cp_mesh import parallelize as apply  # noqa: E402
+from cp_mesh.call import op as ops  # noqa: E402
 
 LOOK_UPS = {
     "ops": {

@@ -52,7 +52,8 @@ from attention import PLAIN_FACTOR, Ranks, in_turns  # noqa: E402
 from decoding import ROUNDING, relative  # noqa: E402
 from report import append, machine  # noqa: E402
 
-from cp_mesh import OverlappedColwise, OverlappedRowwise, parallelize, products  # noqa: E402
+from cp_mesh import OverlappedColwise, OverlappedRowwise, parallelize  # noqa: E402
+from cp_mesh.tensor_parallel import matmul as products  # noqa: E402
 
 COLUMNS = (
     *("date", "commit", "gpu", "world_size", "torch", "cuda", "cudnn", "nccl", "packages"),

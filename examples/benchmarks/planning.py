@@ -34,9 +34,10 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).par
 
 from contestants import document_lengths  # noqa: E402
 
-from cp_mesh import geometry, plan  # noqa: E402
+from cp_mesh.call import plan  # noqa: E402
 from cp_mesh.call.plan import make_plan  # noqa: E402
 from cp_mesh.call.spec import Options, Tensors  # noqa: E402
+from cp_mesh.geometry import survey  # noqa: E402
 from cp_mesh.geometry.balance import balance  # noqa: E402
 from cp_mesh.geometry.layouts import Contiguous, Layout, Striped, ZigZag  # noqa: E402
 from cp_mesh.geometry.mask import Mask  # noqa: E402
@@ -94,7 +95,7 @@ def milliseconds(fn: Callable[[], object]) -> float:
 
 def forget() -> None:
     """Nothing is kept of earlier plans."""
-    for kept in (plan._resolve_once, plan._resolve_few, geometry._geometry):
+    for kept in (plan._resolve_once, plan._resolve_few, survey._geometry):
         kept.cache_clear()
 
 

@@ -33,7 +33,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).par
 
 from report import machine  # noqa: E402
 
-from cp_mesh import ops  # noqa: E402
+from cp_mesh.call import op as ops  # noqa: E402
 from cp_mesh.call.spec import NUM_TENSORS, Call, Options, Tensors  # noqa: E402
 from cp_mesh.geometry.mask import Mask  # noqa: E402
 
