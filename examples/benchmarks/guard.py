@@ -48,7 +48,7 @@ from cp_mesh import parallelize as apply  # noqa: E402
 from cp_mesh.call import op as ops  # noqa: E402
 
 LOOK_UPS = {
-    "ops": {
+    "call.op": {
         "_kind": None,
         "checking": False,
         "is_first": False,
@@ -56,10 +56,10 @@ LOOK_UPS = {
         "note_called": None,
         "last_forward": None,
     },
-    "root": {"_kind": None, "agree_on_shapes": True, "note_tokens": None},
-    "sequence": {"note_tokens": None, "note_length": None, "marked": None},
-    "loss": {"_is_first": False, "forget": None, "note_compiled_backward": None},
-    "guard.reductions": {"capturing": True},
+    "training.sharded_model": {"_kind": None, "agree_on_shapes": True, "note_tokens": None},
+    "sequence.sharded_sequence": {"note_tokens": None, "note_length": None, "marked": None},
+    "training.loss": {"_is_first": False, "forget": None, "note_compiled_backward": None},
+    "training.checks.gradients": {"capturing": True},
 }
 """By module: what each is replaced by a function to return."""
 
