@@ -1,6 +1,7 @@
 """Exact context-parallel attention on DTensor and DeviceMesh.
 
-Importing it registers every op. What is asked beside training is loaded when it is asked for.
+Importing it registers every op. `verify`, `explain` and other tools are loaded when they are asked for; docs/design.md,
+"Rooms and floors", lists the folders.
 """
 
 import importlib

@@ -1,7 +1,7 @@
 """The one door to the inside of cp_mesh: what tests need beside the public names, and nothing else imports it.
 
-A room is a file of the package, named by as much of the end of its path as tells it from the others: "plan",
-"kernels.flex". Where it moves, no test changes; where it is renamed, its name changes in the tests of that room.
+A room here is one file of the package, named by as much of the end of its path as tells it from the others: "op",
+"call.plan". Where it moves, no test changes; where it is renamed, its name changes in the tests of that room.
 
 `NAMES` are what several tests need: they come from here, as ``from inside import make_schedule``. What the tests of
 one room need of it goes through `inner` and `room`. `planned` and what follows are what the pins of test_pins.py read.

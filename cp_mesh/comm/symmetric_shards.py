@@ -110,7 +110,7 @@ class SymmetricGather:
 
 
 class SymmetricSums:
-    """Every rank's memory has a slot for each other rank, in the order of `_step`: chunk after chunk in each."""
+    """Every rank's memory has a slot for each other rank, in the order of `_slot`: chunk after chunk in each."""
 
     def __init__(self, moves: SymmetricMoves, like: Tensor, features: int, num_chunks: int) -> None:
         self._shards, self._lane, self._size = moves.shards, moves.memory.pushes, moves.group.size()

@@ -1,4 +1,4 @@
-"""Blocks: which rows of each rank see which keys of each other rank, as one table of integers.
+"""The table of blocks: which rows of each rank see which keys of each other rank, as one table of integers.
 
 A layout gives every rank runs of positions, and a mask says at which distances keys are seen (`Mask.reaches`). Between
 a run of queries and a run of keys of one stride that is a band of local indices, so a whole mask is a table of blocks:

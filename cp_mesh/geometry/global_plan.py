@@ -1,4 +1,4 @@
-"""Facts: the little that all ranks must know alike of one another, and how it is counted from blocks."""
+"""What all ranks must know alike of one another (`Facts`), and how it is counted from blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Relays: rows that several ranks of a host need cross to it once, and are read there by all who need them.
+"""The plan of relays: rows that several ranks of a host need cross to it once, and are read there by all who need them.
 
 The rank in a rank's place on another host is its partner there. What any rank of host h needs of rank (g, j) crosses
 to its partner (h, j), which keeps it in a buffer for the ranks of its host to read, as it keeps its own rows. Gradients

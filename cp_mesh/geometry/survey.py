@@ -1,4 +1,4 @@
-"""Geometry: the blocks of a layout and a mask, for one rank when it is asked for, and what all ranks must know alike.
+"""Survey: the blocks of a layout and a mask, for one rank when it is asked for, and what all ranks must know alike.
 
 A rank computes the blocks of its own queries, serves the keys that others' blocks name, and needs to know a little of
 everybody, its facts: how many rows travel between every two ranks, which kinds of tile occur. There are two kinds of

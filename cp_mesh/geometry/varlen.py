@@ -1,4 +1,4 @@
-"""Segments: packed documents as variable-length sequences, one varlen call for each tile.
+"""Packed documents as variable-length sequences (`Segments`): one varlen call for each tile.
 
 A kernel for sequences of unequal length takes the blocks of a tile in one call if they have one band, and if rows and
 keys both follow one another from block to block. So the blocks of a stage are dealt out by band, and in layers in which

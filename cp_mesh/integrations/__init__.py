@@ -1,1 +1,5 @@
-"""Adapters to other packages: one file for each, which imports that package, and is imported only when asked for."""
+"""Adapters to other packages and to PyTorch's own names, imported only when asked for.
+
+`transformers`, `trainer`, `diffusers`, `torchtitan` (with `torchtitan_attention`, and `torchtitan_main` for its main
+branch) and `torch_api`.
+"""

@@ -1,4 +1,10 @@
-"""Kernels by name, and the static table that ``kernel="auto"`` reads: the first that can serve the call."""
+"""Attention of one tile on one device: kernels by name, and the table that ``kernel="auto"`` reads.
+
+Read `contract` (what a kernel is asked) and `reference` (the specification), then `scores` (terms), `functions` (those
+of users), `combine` and `merge` (one result of partial ones). The kernels are `aten` (PyTorch's), `flash_attn`,
+`flash_attn_4`, `triton_attention`, of which the other `triton_*` are parts, and `flex`. `compiling` shares what is
+compiled. "auto" takes the first that can serve the call.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Costs: the time of a forward and a backward on a rank, from its schedule and a few measured numbers of a machine.
+"""Time: that of a forward and a backward on a rank, from its schedule and a few measured numbers of a machine.
 
 A closed model; no ranks, no device. In one of n head chunks, F are the bytes of a row's keys and values, Q those of its
 queries, heads the batch times the query heads:

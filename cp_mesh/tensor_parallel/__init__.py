@@ -1,5 +1,5 @@
-"""Linears, embeddings and losses over a tp axis, beside which rows of the sequence travel.
+"""Linears, embeddings and losses sharded over a tp axis; rows of the sequence travel while products are computed.
 
-Read `styles` (what plans name) and `plan` (a plan for a Llama), then `matmul`, what `colwise` and `rowwise` share, and
-`vocab_parallel`, the vocabulary over tp.
+Read `styles` (what plans name) and `plan` (which module gets which style), then `matmul`, what `colwise` and `rowwise`
+share, and `vocab_parallel`, the vocabulary over tp.
 """

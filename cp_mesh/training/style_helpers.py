@@ -1,4 +1,4 @@
-"""What both styles need: they claim a module, follow the layout of a call, and tell other ranks of a refusal."""
+"""What styles share: they claim a module, follow the layout of a call, and tell other ranks of a refusal."""
 
 from __future__ import annotations
 
