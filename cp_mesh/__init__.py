@@ -1,7 +1,7 @@
 """Exact context-parallel attention on DTensor and DeviceMesh.
 
-Importing it registers every op. `verify`, `explain` and other tools are loaded when they are asked for; docs/design.md,
-"Rooms and floors", lists the folders.
+Importing it registers every op but that of `cp_mesh.integrations.torch_api`. `verify`, `explain` and other tools are
+loaded when they are asked for. docs/design.md, "Rooms and floors", lists the folders.
 """
 
 import importlib
@@ -112,7 +112,7 @@ def __getattr__(name: str) -> typing.Any:
         globals()[name] = getattr(importlib.import_module(f"cp_mesh.{_TOOLS[name]}"), name)
         return globals()[name]
     if name in _aliases.ALIASES:
-        return importlib.import_module(f"cp_mesh.{name}")
+        return _aliases.find(name, 2)
     raise AttributeError(f"module 'cp_mesh' has no attribute {name!r}")
 
 

@@ -1,9 +1,10 @@
-"""Modules that had another name before 0.2: they can still be imported by it for one release, with a warning."""
+"""Modules that had another name in 0.1: each can still be imported by it for one release, with a warning."""
 
 from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -11,13 +12,50 @@ from types import ModuleType
 from typing import Any
 
 ALIASES = {
+    "agreement": "comm.agreement",
+    "balancing": "geometry.balance",
+    "batch_masks": "geometry.batch_mask",
+    "block_masks": "flex.block_mask",
+    "boundaries": "training.boundaries",
+    "cache": "inference.cache",
+    "clipping": "training.clip_grad",
     "compat": "integrations.torch_api",
+    "cores": "training.context_parallel",
     "costs": "predict.time",
     "decoding": "inference.decode",
     "layouts": "geometry.layouts",
+    "listed": "geometry.tensor_layouts",
+    "loss": "training.loss",
+    "masks": "geometry.mask",
+    "parallel": "training.parallelize",
+    "positions": "geometry.layout",
+    "root": "training.sharded_model",
+    "tp_plan": "tensor_parallel.plan",
     "transport": "comm.exchange",
+    "warming": "tools.warm_up",
 }
-"""New names by old ones, below `cp_mesh`."""
+"""New names by old ones, below `cp_mesh`: what the documents of 0.1 named."""
+
+
+def find(old: str, stacklevel: int) -> ModuleType:
+    """The module that had this name, with a warning."""
+    new = f"cp_mesh.{ALIASES[old]}"
+    text = f"cp_mesh.{old} is {new} now: import that, as the old name goes with the next release"
+    warnings.warn(text, FutureWarning, stacklevel=stacklevel + 1)
+    return import_module(new)
+
+
+def moved_from(package: str, module: str) -> Callable[[str], Any]:
+    """``__getattr__`` of a package that was a module: names of the file that it became."""
+
+    def get(name: str) -> Any:
+        if name.startswith("_") or not hasattr(found := import_module(f"{package}.{module}"), name):
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        text = f"{package}.{name} is {package}.{module}.{name} now; the old name goes with the next release"
+        warnings.warn(text, FutureWarning, stacklevel=2)
+        return getattr(found, name)
+
+    return get
 
 
 class _Finder(MetaPathFinder, Loader):
@@ -29,10 +67,8 @@ class _Finder(MetaPathFinder, Loader):
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        new = f"cp_mesh.{ALIASES[module.__name__.partition('.')[2]]}"
-        warnings.warn(f"{module.__name__} is {new} since 0.2: import that", FutureWarning, stacklevel=2)
-        sys.modules[module.__name__] = import_module(new)  # what import then returns
+        sys.modules[module.__name__] = find(module.__name__.partition(".")[2], 2)  # what import then returns
 
 
 def register() -> None:
-    sys.meta_path.insert(0, _Finder())
+    sys.meta_path.insert(0, _Finder())  # before those of editable installations, which may know an older tree

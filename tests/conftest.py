@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from durations import CpuSeconds, Durations
+from durations import PARTS, CpuSeconds, Durations
 from hopper import Hopper
 from hypothesis import settings
 from interpreted import INTERPRETED, Interpreted, speed_up_interpreter
@@ -18,7 +19,7 @@ from ranks import Pools
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="run everything, not only the quick form; see run.py")
+    parser.addoption("--full", action="store_true", help="run the full form; see run.py")
     parser.addoption("--nightly", metavar="PART", help="only this part of what neither form runs; see run.py")
     for name in ("--integrations", "--integrations-4", "--integrations-titan-0.2", "--integrations-titan-0.3"):
         parser.addoption(name, action="store_true", help="in an environment with other packages; see run.py")
@@ -43,7 +44,9 @@ def pytest_configure(config: pytest.Config) -> None:
         if Path("/proc/self/stat").exists():
             config.pluginmanager.register(CpuSeconds())
         if not is_worker(config):
-            config.pluginmanager.register(Durations(path, "full" if full else "quick"))
+            config.pluginmanager.register(
+                Durations(path, config.getoption("--nightly") or ("full" if full else "quick"))
+            )
 
 
 @pytest.hookimpl(trylast=True)  # what -k leaves out is not counted
@@ -54,17 +57,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=is_interpreted)
     if all("::" in arg for arg in config.args):  # node ids ask for what they name
         return
-    left_out = [item for item in items if not is_of_the_form(item)]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if is_of_the_form(item)]
+    found = [(item, is_of_the_form(item)) for item in items]
+    config.hook.pytest_deselected(items=[item for item, runs in found if not runs])
+    items[:] = [item for item, runs in found if runs]
 
 
 def is_of_the_form(item: pytest.Item) -> bool:
-    """Whether the quick form runs it, the full one, or this part of the nightly one; and if it runs here at all."""
-    if devices_needed(item) > torch.cuda.device_count() or any(x.args == (True,) for x in item.iter_markers("skipif")):
+    """Whether the quick form runs it, the full one, or this part of the nightly one; and if it has its devices here."""
+    if devices_needed(item) > devices():
         return False
     part, full = item.config.getoption("--nightly"), item.config.getoption("--full")
     nightly = item.get_closest_marker("nightly")
+    assert nightly is None or nightly.args[0] in PARTS, f"{item.nodeid}: {nightly}"
     if part or nightly:
         return bool(part and nightly and nightly.args == (part,))
     return full or not item.get_closest_marker("full")
@@ -73,8 +77,8 @@ def is_of_the_form(item: pytest.Item) -> bool:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if not config.getoption("--full") and not config.getoption("--nightly"):
         terminalreporter.write_line("quick form: more in the full form, --full")
-    if (devices := torch.cuda.device_count()) < 2:
-        terminalreporter.write_line(f"{devices} CUDA devices: what needs more is left out")
+    if devices() < 2:
+        terminalreporter.write_line(f"{devices()} CUDA devices: what needs more is left out")
 
 
 def is_worker(config: pytest.Config) -> bool:
@@ -88,6 +92,11 @@ def full(request: pytest.FixtureRequest) -> bool:
     return request.config.getoption("--full") or bool(request.config.getoption("--nightly"))
 
 
+@functools.cache  # else PyTorch asks the driver each time
+def devices() -> int:
+    return torch.cuda.device_count()
+
+
 def devices_needed(item: pytest.Item) -> int:
     if marker := item.get_closest_marker("multigpu"):
         return marker.args[0] if marker.args else 2
@@ -96,7 +105,7 @@ def devices_needed(item: pytest.Item) -> int:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     needed = devices_needed(item)
-    if needed and (have := torch.cuda.device_count()) < needed:
+    if needed and (have := devices()) < needed:
         pytest.skip(f"needs {needed} CUDA devices, have {have}")
 
 

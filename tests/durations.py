@@ -1,9 +1,9 @@
 """`--durations-csv=FILE`: appends what each test file took, with set-up and teardown, and the whole run in a last row.
 
-Columns: commit, form ("quick" or "full"), file, seconds, tests (those that ran; skipped ones are not counted),
-cpu_seconds (of all processes that the tests began, from /proc; empty elsewhere). The seconds of files add up to less
-than the whole, which also has collection and the end of pools. CPU seconds say what tests cost where others use the
-cores too.
+Columns: commit, form ("quick", "full" or a part of the nightly one), file, seconds, tests (those that ran; skipped ones
+are not counted), cpu_seconds (of all processes that the tests began, from /proc; empty elsewhere). The seconds of files
+add up to less than the whole, which also has collection and the end of pools. CPU seconds say what tests cost where
+others use the cores too.
 """
 
 from __future__ import annotations
@@ -26,12 +26,16 @@ def commit_of(folder: Path) -> str:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout.strip()
 
 
-def add_part(part: str, seconds: float, outcome: str) -> None:
+PARTS = ("interpreted", "compiled", "bugs", "benchmarks", "random")
+"""Of the nightly form."""
+
+
+def add_part(commit: str, part: str, seconds: float, outcome: str) -> None:
     """A row of docs/results/nightly.csv: when and at which commit a part of the nightly form ran, how long, and how."""
     root = Path(__file__).resolve().parent.parent
     file = root / "docs" / "results" / "nightly.csv"
     with file.open("a", newline="") as out:
-        row = (commit_of(root), f"{date.today()}", part, f"{seconds:.0f}", outcome)
+        row = (commit, f"{date.today()}", part, f"{seconds:.0f}", outcome)
         csv.writer(out, lineterminator="\n").writerow(row)
 
 

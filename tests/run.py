@@ -22,19 +22,20 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 import environment  # noqa: E402
 
-PARTS = ("interpreted", "compiled", "bugs", "benchmarks", "random")
-
 
 def nightly(asked: str, arguments: list[str]) -> int:
-    """Each part in a process of its own, which goes on where one before it failed."""
-    from durations import add_part
+    """Each part in a process of its own, which goes on where one before it failed; rows are of whole parts."""
+    from durations import PARTS, add_part, commit_of
 
-    failed = False
+    if asked and asked not in PARTS:
+        sys.exit(f"--nightly: expected one of {', '.join(PARTS)}, got {asked}")
+    failed, commit = False, commit_of(ROOT)
     for part in (asked,) if asked else PARTS:
         begin = time.monotonic()
         command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "worksteal", f"--nightly={part}", *arguments]
         code = subprocess.run(command, check=False).returncode
-        add_part(part, time.monotonic() - begin, "passed" if code == 0 else f"exit code {code}")
+        if not arguments:
+            add_part(commit, part, time.monotonic() - begin, "passed" if code == 0 else f"exit code {code}")
         failed |= code != 0
     return int(failed)
 

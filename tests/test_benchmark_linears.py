@@ -25,7 +25,7 @@ linears.main()
 """
 
 
-@pytest.mark.nightly("benchmarks")
+@pytest.mark.full
 def test_every_contestant_is_compared_and_timed(tmp_path: Path) -> None:
     done = run_script(ROOT / "examples" / "benchmarks" / "linears.py", [*TINY, "--csv", tmp_path / "x.csv"], 2)
     assert done.returncode == 0, done.printed

@@ -179,7 +179,7 @@ def blocks(rank: int, cp: int, tp: int, backend: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("cp", "tp", "backend"),
-    [(2, 2, "aot_eager"), pytest.param(1, 2, "inductor", marks=pytest.mark.nightly("compiled"))],
+    [(2, 2, "aot_eager"), (1, 2, "inductor")],
 )
 def test_compiled_blocks(pool: Any, cp: int, tp: int, backend: str) -> None:
     pool(cp * tp).run(blocks, cp, tp, backend, timeout=180.0)

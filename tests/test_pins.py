@@ -1,6 +1,6 @@
 """Pins: what stays as it is while the inside of cp_mesh is rebuilt, as records in tests/pins.
 
-    python tests/run.py tests/test_pins.py --full               # compares everything
+    python tests/run.py tests/test_pins.py --full               # compares most of them
     python tests/run.py tests/test_pins.py --full --write-pins  # writes records anew; git diff says what moved
     python tests/run.py --nightly=random tests/test_pins.py --write-pins  # the others
 

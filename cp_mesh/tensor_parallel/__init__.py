@@ -3,3 +3,7 @@
 Read `styles` (what plans name) and `plan` (which module gets which style), then `matmul`, what `colwise` and `rowwise`
 share, and `vocab_parallel`, the vocabulary over tp.
 """
+
+from cp_mesh._aliases import moved_from
+
+__getattr__ = moved_from(__name__, "styles")
