@@ -8,6 +8,7 @@ from collections.abc import Callable
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -49,7 +50,8 @@ def moved_from(package: str, module: str) -> Callable[[str], Any]:
     """``__getattr__`` of a package that was a module: names of the file that it became."""
 
     def get(name: str) -> Any:
-        if name.startswith("_") or not hasattr(found := import_module(f"{package}.{module}"), name):
+        is_file = name.startswith("_") or find_spec(f"{package}.{name}") is not None
+        if is_file or not hasattr(found := import_module(f"{package}.{module}"), name):
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         text = f"{package}.{name} is {package}.{module}.{name} now; the old name goes with the next release"
         warnings.warn(text, FutureWarning, stacklevel=2)
