@@ -7,15 +7,19 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 
 import torch.distributed as dist
 from torch import nn
+from torch._compile import _disable_dynamo
 
 _Axes = weakref.WeakKeyDictionary[dist.ProcessGroup, str]
 """Groups, and the axis of each, "cp" or "tp"."""
 _models: weakref.WeakKeyDictionary[nn.Module, _Axes] = weakref.WeakKeyDictionary()  # all modules of one share it
 _beside: weakref.WeakKeyDictionary[dist.ProcessGroup, _Axes] = weakref.WeakKeyDictionary()  # of all models together
 _running: ContextVar[_Axes | None] = ContextVar("cp_mesh_running", default=None)
+# Behind a graph break Dynamo would trace the look-up by itself, in a table from which modules go meanwhile.
+_axes_of = _disable_dynamo(partial(_models.get))
 
 
 def stand_beside(module: nn.Module, groups: Mapping[dist.ProcessGroup, str]) -> None:
@@ -40,7 +44,7 @@ def stand_beside(module: nn.Module, groups: Mapping[dist.ProcessGroup, str]) -> 
 @contextmanager
 def running(module: nn.Module) -> Iterator[None]:
     """What is refused inside is of the model of this module; ranks of other models over its group do not hear of it."""
-    token = _running.set(_models.get(module, _running.get()))
+    token = _running.set(_axes_of(module, _running.get()))
     try:
         yield
     finally:
