@@ -458,7 +458,7 @@ Blocks that spill nothing were slower.
         ),
         *(pytest.param(torch.float32, "documents", dims, "none", marks=pytest.mark.full) for dims in HEAD_DIMS),
         *(
-            pytest.param(torch.bfloat16, "documents", (128, 128), feature, marks=pytest.mark.full)
+            pytest.param(torch.bfloat16, "documents", (128, 128), feature, marks=pytest.mark.nightly("compiled"))
             for feature in FEATURES
             if feature != "none"
         ),

@@ -181,8 +181,13 @@ def found(
     return wrong
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("compiled", ["not", "blocks in place", "model in place"])
+@pytest.mark.parametrize(
+    "compiled",
+    [
+        pytest.param("not", marks=pytest.mark.full),
+        *(pytest.param(how, marks=pytest.mark.nightly("compiled")) for how in ("blocks in place", "model in place")),
+    ],
+)
 def test_no_way_to_call_attention_is_silent(pool: Any, compiled: str) -> None:
     for wrong in pool(2).run(found, compiled, True, timeout=300.0):
         assert not wrong, "\n".join(wrong)
