@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,7 +33,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs one CUDA device")
     config.addinivalue_line("markers", "multigpu(count): needs two CUDA devices, or count")
     config.addinivalue_line("markers", "full: run with --full only, or by its node id")
+    config.addinivalue_line(
+        "markers",
+        "quick(*texts, without): the quick form runs what has one of these texts in its id, and not `without`",
+    )
     config.addinivalue_line("markers", "nightly(part): run with --nightly=PART only, or by its node id")
+    config.addinivalue_line("markers", "more(part): run in every form, with all of its cases with --nightly=PART only")
     config.addinivalue_line("markers", "unpoisoned: memory from torch.empty is left as it comes, here and on the ranks")
     if INTERPRETED and find_spec("triton"):
         speed_up_interpreter()
@@ -49,6 +56,10 @@ def pytest_configure(config: pytest.Config) -> None:
             )
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what was imported stays: else each collection looks at all of it
+
+
 @pytest.hookimpl(trylast=True)  # what -k leaves out is not counted
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if is_worker(config):  # the longest tests first, so that none of several processes is left with one alone
@@ -58,6 +69,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if all("::" in arg for arg in config.args):  # node ids ask for what they name
         return
     found = [(item, is_of_the_form(item)) for item in items]
+    if not config.option.keyword:
+        check_texts(items)
     config.hook.pytest_deselected(items=[item for item, runs in found if not runs])
     items[:] = [item for item, runs in found if runs]
 
@@ -67,11 +80,33 @@ def is_of_the_form(item: pytest.Item) -> bool:
     if devices_needed(item) > devices():
         return False
     part, full = item.config.getoption("--nightly"), item.config.getoption("--full")
-    nightly = item.get_closest_marker("nightly")
-    assert nightly is None or nightly.args[0] in PARTS, f"{item.nodeid}: {nightly}"
+    nightly, more = item.get_closest_marker("nightly"), item.get_closest_marker("more")
+    parts = [marker.args[0] for marker in (nightly or more,) if marker]
+    assert set(parts) <= set(PARTS), f"{item.nodeid}: {parts}"
     if part or nightly:
-        return bool(part and nightly and nightly.args == (part,))
-    return full or not item.get_closest_marker("full")
+        return part in parts
+    return full or not (item.get_closest_marker("full") or is_left_out(item))
+
+
+def check_texts(items: list[pytest.Item]) -> None:
+    """A case that has another name by now would be left out for ever."""
+    names = defaultdict[tuple[str, str], str](str)
+    for item in items:
+        if quick := item.get_closest_marker("quick"):
+            for text in quick.args or quick.kwargs.values():
+                names[item.nodeid.partition("[")[0], text] += f"{item.name}\n"
+    lost = [f"{text!r} is in none of\n{found}" for (_, text), found in names.items() if text not in found]
+    if lost:
+        raise pytest.UsageError("pytest.mark.quick: " + "\n".join(lost))
+
+
+def is_left_out(item: pytest.Item) -> bool:
+    """Whether the quick form runs other cases of this test."""
+    if (quick := item.get_closest_marker("quick")) is None:
+        return False
+    assert bool(quick.args) != bool(quick.kwargs), f"{item.nodeid}: texts, or what is left out"
+    name = item.name.partition("[")[2]
+    return quick.kwargs["without"] in name if quick.kwargs else all(text not in name for text in quick.args)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -86,10 +121,11 @@ def is_worker(config: pytest.Config) -> bool:
     return hasattr(config, "workerinput")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def full(request: pytest.FixtureRequest) -> bool:
-    """Whether this is the full form, or the nightly one."""
-    return request.config.getoption("--full") or bool(request.config.getoption("--nightly"))
+    """Whether all cases of this test run: in the nightly form, and in the full one where it is not marked `more`."""
+    in_full = request.config.getoption("--full") and not request.node.get_closest_marker("more")
+    return in_full or bool(request.config.getoption("--nightly"))
 
 
 @functools.cache  # else PyTorch asks the driver each time

@@ -26,7 +26,7 @@ def commit_of(folder: Path) -> str:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout.strip()
 
 
-PARTS = ("interpreted", "compiled", "bugs", "benchmarks", "random")
+PARTS = ("parity", "geometry", "compiled", "interpreted", "bugs", "benchmarks", "runs", "random")
 """Of the nightly form."""
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import gc
 import io
 import multiprocessing
 import os
@@ -264,6 +265,7 @@ def _serve(conn: Any, rank: int, world_size: int, backend: str, folder: Path, po
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo resolves the host's name, which may not exist
     torch._inductor.config.compile_threads = 1  # else every rank starts compile workers of its own
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported stays: else each collection looks at all of it
     warnings.filterwarnings("error", "Dynamo detected a call", UserWarning)  # of a cache of ours: users would read it
     os.environ["LOCAL_WORLD_SIZE"] = str(2 - world_size % 2)  # hosts of two ranks, or of one where ranks are odd
     request = _dumps((_join, (world_size, backend, port, group_timeout), False))

@@ -376,6 +376,7 @@ def in_order(rank: int, of: str, compiled: bool, whole: bool, same: bool) -> Non
         ("recomputed", False, ("same mask", "window=(3, 0)", "window=(5, 0)")),
     ],
 )
+@pytest.mark.quick(without="backwards-True")
 def test_check_mode_compares_the_order_of_calls(
     pool: Any, of: str, compiled: bool, says: tuple[str, ...], whole: bool
 ) -> None:
@@ -398,6 +399,7 @@ def one_more(rank: int) -> None:
         call(x, x, x).sum().backward()
 
 
+@pytest.mark.full
 def test_check_mode_compares_how_many_compiled_backwards_there_were(pool: Any) -> None:
     for error in pool(WORLD_SIZE).run_expecting_error(one_more):
         assert error is not None and error.type == "RankMismatchError", error

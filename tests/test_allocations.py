@@ -210,6 +210,7 @@ RINGS = [
 
 
 @pytest.mark.parametrize("transport", ("functional", "symmetric_memory"))
+@pytest.mark.quick("functional")
 def test_formulas_are_what_is_allocated(pool: Any, transport: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         report(pool(4).run(off_by, RINGS, folder, transport, timeout=120.0))

@@ -201,6 +201,7 @@ def plans_of_lengths(rank: int) -> list[tuple[str, int, int | None]]:
     return [(x.__qualname__, x.cache_info().currsize, x.cache_info().maxsize) for x in caches]
 
 
+@pytest.mark.full
 def test_plans_of_many_lengths_are_few(pool: Any) -> None:
     for name, size, bound in pool(2).run(plans_of_lengths)[0]:
         assert size <= 256 and (bound is not None or size < 32), name

@@ -24,6 +24,7 @@ TINY = shlex.split(
 )
 
 
+@pytest.mark.full
 def test_the_step_is_that_of_a_plain_model(tmp_path: Path) -> None:
     done = run_script(ROOT / "examples" / "benchmarks" / "long.py", [*TINY, "--csv", tmp_path / "x.csv"], 2)
     assert done.returncode == 0, done.printed
@@ -56,6 +57,7 @@ def test_a_few_rows_at_a_time() -> None:
     assert seen[:3] == [3, 3, 2] and sorted(seen[3:]) == [2, 3, 3]  # and again for the backward
 
 
+@pytest.mark.nightly("benchmarks")
 def test_the_projection() -> None:
     """Of times and bytes that are known: a layer takes 3 s and 2 GiB of activations on two ranks, the rest 5 and 7."""
     args = long.parse_arguments([])

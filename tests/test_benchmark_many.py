@@ -104,6 +104,7 @@ def test_a_run_is_ended_or_told(tmp_path: Path, capsys: pytest.CaptureFixture[st
 SLEEPS = "import os, sys, time; open(sys.argv[1] + os.environ['RANK'], 'w').write(str(os.getpid())); time.sleep(99)"
 
 
+@pytest.mark.full
 def test_ranks_are_ended_with_what_runs_them(tmp_path: Path) -> None:
     """torchrun, run by a script as `tests/gpu.py` is, which is run and ended as `many_gpus.py` does it."""
     (tmp_path / "sleeps.py").write_text(SLEEPS)

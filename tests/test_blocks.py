@@ -182,6 +182,7 @@ def facts_of_all_blocks(layout: Layout, mask: Mask, S: int, cp_size: int, docume
     documents=st.booleans(),
     seed=st.integers(0, 3),
 )
+@pytest.mark.full
 def test_facts_are_those_of_the_blocks(layout, S, cp_size, mask, documents, seed):
     generator = torch.Generator().manual_seed(seed)
     if layout == "runs":
@@ -267,6 +268,7 @@ def sampled(schedule, layout: Layout, mask: Mask, S: int, queries: int) -> None:
 
 @pytest.mark.parametrize("cp_size", [64, *(pytest.param(size, marks=pytest.mark.full) for size in (256, 1024))])
 @pytest.mark.parametrize("name", LARGE)
+@pytest.mark.quick("causal-64")
 def test_sampled_ranks_of_many(cp_size, name):
     """A million tokens: some ranks' queries see what the mask allows, and both ends of a hop know the same rows."""
     S, mask = 1 << 20, Mask(**LARGE[name])

@@ -354,5 +354,6 @@ def verified(rank: int) -> str:
     return str(report) if not report.passed else ""
 
 
+@pytest.mark.full
 def test_verify_model_takes_such_a_plan(pool: Any) -> None:
     assert pool(2).run(verified) == ["", ""]

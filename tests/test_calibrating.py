@@ -111,6 +111,7 @@ def test_the_table_has_every_number() -> None:
     assert re.search("link rate, GB/s +1 +280", other)
 
 
+@pytest.mark.full
 def test_the_command_on_two_ranks(tmp_path: Path) -> None:
     """It prints its table and writes a file of which explain says times, and which method auto takes."""
     out = tmp_path / "machine.json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -44,8 +45,14 @@ def case_of(words: str, method: str, kernel: str) -> Case:
     )
 
 
-@pytest.mark.parametrize("method", [pytest.param(x, marks=[pytest.mark.full] * (x != "ring")) for x in METHODS])
-@pytest.mark.parametrize("kernel", HERE)
+@pytest.mark.parametrize(
+    ("kernel", "method"),
+    [
+        pytest.param(*pair, marks=[pytest.mark.nightly("parity")] * (pair[0] != "reference" and pair[1] != "ring"))
+        for pair in product(HERE, METHODS)
+    ],
+)
+@pytest.mark.quick("reference-ring")
 def test_what_is_exact_is(pool: Any, kernel: str, method: str) -> None:
     """Results and all gradients equal dense attention in float64."""
     exact = [words for (words, *of), said in cells().items() if of == [method, kernel] and said == EXACT]
@@ -70,6 +77,7 @@ def refusals(rank: int, cases: Sequence[Case]) -> list[str]:
 
 
 @pytest.mark.parametrize("kernel", HERE)
+@pytest.mark.quick("reference")
 def test_what_is_refused_raises(pool: Any, kernel: str) -> None:
     refused = [cell for cell, said in cells().items() if cell[2] == kernel and said != EXACT]
     assert refused
@@ -78,6 +86,7 @@ def test_what_is_refused_raises(pool: Any, kernel: str) -> None:
         assert not found, "\n".join(found)
 
 
+@pytest.mark.full
 def test_the_table_is_asked_of_the_code() -> None:
     """A kernel that says it can do more, or less, changes its cells."""
     table, flash = supported_table(), KERNELS["cpu_flash"]
@@ -98,6 +107,7 @@ def test_every_kernel_is_exact_somewhere(kernel: str) -> None:
     assert any(answer(feature, METHODS["ring"], KERNELS[kernel]) == EXACT for feature in FEATURES.values())
 
 
+@pytest.mark.full
 def test_every_kernel_and_feature_is_in_the_table() -> None:
     head, _, *rest = supported_table().splitlines()
     assert [word.strip() for word in head.split("|")[2:-1]] == list(KERNELS)

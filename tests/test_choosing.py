@@ -289,6 +289,7 @@ def test_every_rank_takes_the_same(pool: Any, tmp_path: Path, words: str) -> Non
 
 @pytest.mark.parametrize("within", [x for x in WITHIN if x])
 @pytest.mark.parametrize(("method", "size"), (("ulysses", 2), ("ulysses", 4), ("hybrid", 4)))
+@pytest.mark.quick(without="compiled")
 def test_forward_and_backward_take_the_same(pool: Any, tmp_path: Path, method: str, size: int, within: str) -> None:
     """Of methods that keep tensors for the backward, where "auto" may only know in the call whether one does."""
     table, winner = tmp_path / "machine.json", WINNERS[method]
@@ -362,6 +363,7 @@ def with_groups(rank: int, table: str, made: str) -> list[tuple[str, float]]:
         ("documents, and those there", "hybrid"),
     ),
 )
+@pytest.mark.quick("documents-ring")
 def test_groups_are_made_on_all_ranks_or_not_needed(pool: Any, tmp_path: Path, made: str, want: str) -> None:
     """After a group that some ranks made alone, no other can be made: "auto" takes what needs none, on every rank."""
     write_machine(replace(SLOW_LINKS, kernels={"reference": H200.kernels["fa4"]}), tmp_path / "machine.json")

@@ -400,6 +400,7 @@ def test_triton_interpreted(interpreted: Interpreted) -> None:
     [(2, 128), *(pytest.param(MAX_PIECES, dim, marks=pytest.mark.full) for dim in (128, 256, 80))],
 )
 @pytest.mark.parametrize("kernel", ["merge_kernel", "merge_kernel with sinks", "sum_kernel", "dots_kernel"])
+@pytest.mark.full
 def test_compiles_without_spills(kernel: str, count: int, dim: int, hopper: Hopper) -> None:
     combine_triton = room("combine_triton")
 

@@ -64,6 +64,7 @@ EXPLAINED = {
 
 
 @pytest.mark.parametrize("words", EXPLAINED.values(), ids=EXPLAINED)
+@pytest.mark.quick(without="many ranks")
 def test_an_explanation_fits_and_ends_with_what_runs(words: str, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(reporting, "AFTER", 60.0)
     run("explain", "--seq-len", "65536", *words.split())

@@ -216,6 +216,7 @@ def compile_layers(model: Decoder) -> None:
 
 @pytest.mark.parametrize("reentrant", [None, False])
 @pytest.mark.parametrize("changes", [None, pytest.param(compile_whole, marks=pytest.mark.full), compile_layers])
+@pytest.mark.quick(without="compile_layers")
 def test_a_model_is_trained(pool: Any, changes: Any, reentrant: bool | None) -> None:
     assert pool(2).run(trained, changes, reentrant, True) == [0, 0]
 
@@ -285,6 +286,7 @@ def behind(rank: int, how: str) -> str:
         ("checkpoint, compile", "CheckpointError|ArgumentError: context_parallel: expected the backward of"),
     ],
 )
+@pytest.mark.quick(without="compile")
 def test_backward_behind_the_context(pool: Any, how: str, says: str) -> None:
     for found in pool(2).run(behind, how):
         assert re.match(says, found), found

@@ -102,6 +102,7 @@ def local_tensors(rank: int, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.full
 def test_local_tensors(pool: Any, backend: str) -> None:
     pool(2).run(local_tensors, backend, timeout=180.0)
 
@@ -285,6 +286,7 @@ def compiled_before(rank: int, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["cores", "graphs", "blocks", "model", "ends", "linears"])
+@pytest.mark.quick("cores", "graphs", "blocks")
 def test_what_was_compiled_before_the_plan(pool: Any, what: str) -> None:
     pool(2).run(compiled_before, what, timeout=180.0)
 
@@ -369,6 +371,7 @@ def symbolic(rank: int, kind: str, backend: str) -> int:
     [*product(("formats", "options", "DTensors", "block"), ("eager", "aot_eager"))]
     + [pytest.param(kind, "inductor", marks=pytest.mark.nightly("compiled")) for kind in ("formats", "block")],
 )
+@pytest.mark.quick("formats-eager")
 def test_sizes_that_are_symbols(pool: Any, kind: str, backend: str) -> None:
     if kind == "DTensors" and backend != "eager" and torch.__version__.startswith("2.11."):
         pytest.skip("AOTAutograd of PyTorch 2.11 gives the op whole lengths of DTensors, which it refuses")
@@ -412,7 +415,9 @@ def autocast(rank: int, compiled: bool) -> None:
                 assert call(q, k, v).dtype == torch.float32
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "compiled", [False, pytest.param(True, marks=pytest.mark.nightly("compiled"))], ids=["eager", "compiled"]
+)
 def test_autocast(pool: Any, compiled: bool) -> None:
     pool(2).run(autocast, compiled)
 

@@ -108,6 +108,7 @@ def decode_cases(full: bool) -> list[Case]:
     return [*cases, Case("zigzag", "window", 13, 2, "softcap", kernel="reference", scale=0.3)]
 
 
+@pytest.mark.more("parity")
 def test_decode_equals_one_device(pool, full):
     for size in (1, 2, 3, 4) if full else (3,):
         report(pool(size).run(at_positions, decode_cases(full), timeout=300.0))
@@ -388,6 +389,7 @@ def cache_runs(full: bool) -> list[Steps]:
     return runs
 
 
+@pytest.mark.more("parity")
 def test_cache_equals_one_device(pool, full):
     for size in (1, 2, 3, 4) if full else (3,):
         runs = cache_runs(full)

@@ -118,6 +118,7 @@ def test_pictures_are_those_of_the_library() -> None:
         assert (draw.FOLDER / name).read_text() == text, f"{name}: run python docs/draw.py"
 
 
+@pytest.mark.full
 def test_tables_are_those_of_the_files() -> None:
     for name, make in tables.PAGES.items():
         assert (tables.RESULTS / name).read_text() == make(), f"{name}: run python examples/benchmarks/tables.py"
@@ -802,6 +803,9 @@ def test_every_page_with_code_is_run() -> None:
 
 
 @pytest.mark.parametrize("name", PAGES)
+@pytest.mark.quick(
+    "docs/index.md", "docs/masks.md", "README.md", "docs/decoding.md", "docs/linears.md", "docs/kernels.md"
+)
 def test_code_of_the_documents_runs(name: str, pool: Callable[..., ranks.Pool]) -> None:
     pool(PAGES[name].world_size).run(run_page, name, timeout=120)
 

@@ -87,6 +87,7 @@ def brought(schedules: list[Schedule], host_size: int) -> list[list[Rows]]:
 @pytest.mark.parametrize(
     ("cp_size", "host_size"), [(6, 2), *(pytest.param(*sizes, marks=pytest.mark.full) for sizes in ((6, 3), (8, 4)))]
 )
+@pytest.mark.full
 def test_every_stage_gets_the_rows_of_its_tiles(cp_size, host_size):
     """The tiles are tested with the ring's: here rows come in the order in which a stage's buffer has them."""
     problems = []
@@ -429,6 +430,7 @@ class Core(torch.nn.Module):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
+@pytest.mark.full
 def test_a_mesh_of_two_axes_or_an_option_says_the_ranks_of_a_host(pool):
     report(pool(4).run(on_two_axes))
 
@@ -451,6 +453,7 @@ def compiled(rank: int) -> list[str]:
     return problems
 
 
+@pytest.mark.full
 def test_it_compiles_whole(pool):
     report(pool(4).run(compiled, timeout=120.0))
 
@@ -467,7 +470,7 @@ def test_ranks_that_know_other_hosts_are_told_in_check_mode(pool):
         assert raised.type == "RankMismatchError" and "inner_ring_size=4" in raised.message
 
 
-@pytest.mark.full
+@pytest.mark.nightly("runs")
 def test_two_launchers():
     """Two hosts of two ranks on this machine, each with a torchrun of its own, against one device; and with a bug."""
     with socket.create_server(("127.0.0.1", 0)) as free:

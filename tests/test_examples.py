@@ -79,7 +79,10 @@ def test_trainer_in_a_pipeline(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("options", ["", "--sequence-parallel --seq-len 60 --compile aot_eager"])
+@pytest.mark.parametrize(
+    "options",
+    ["", pytest.param("--sequence-parallel --seq-len 60 --compile aot_eager", marks=pytest.mark.nightly("compiled"))],
+)
 def test_trainer_with_the_linears_of_cp_mesh(tmp_path: Path, options: str) -> None:
     overlapped = "--cp 2 --tp 2 --overlapped --checkpoint-activations selective --eval-every 4"
     mesh = train(tmp_path / "mesh", *shlex.split(f"{overlapped} {options}"), num_ranks=4)
@@ -95,7 +98,7 @@ def words_of(stderr: str) -> list[str]:
     return [line for line in re.split(r"[\r\n]+", stderr) if line.strip() and "it/s" not in line and "s/it" not in line]
 
 
-@pytest.mark.full
+@pytest.mark.nightly("runs")
 def test_the_quick_start_prints_no_warnings(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
     monkeypatch.setattr(quickstart, "RUN", [*SMALL, "--dim", "32"])
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

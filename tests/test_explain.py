@@ -92,6 +92,7 @@ def test_times_are_those_of_the_slowest_rank() -> None:
     assert ulysses.costs == ulysses_costs(whole, 8, 8, sizes, H200, "fa4", pieces=1)
 
 
+@pytest.mark.full
 def test_rates_and_bytes_count_every_batch_row() -> None:
     """Two rows of a batch, each with documents of its own."""
     documents = torch.stack([torch.arange(4096) // 1000, torch.arange(4096) // 300])
@@ -395,6 +396,7 @@ def test_no_ranks_and_no_tokens_are_refused() -> None:
 
 @pytest.mark.parametrize("cp_size", (1, 2, 8, 36, 64, 200))
 @pytest.mark.parametrize("method", ("ring", "all_gather", "hybrid", "double_ring"))
+@pytest.mark.quick("ring-36", "double_ring-200", "hybrid-36")
 def test_text_fits(cp_size: int, method: str) -> None:
     given = {"method": method} | ({"inner_ring_size": 6} if (method, cp_size) == ("double_ring", 36) else {})
     for options in (ON_GPU, ON_GPU | {"mask": Mask(window=(1023, 0)), "kernel": "auto"}, {"num_heads": 8}):
@@ -403,6 +405,7 @@ def test_text_fits(cp_size: int, method: str) -> None:
         assert len(text.splitlines()) <= 36, text
 
 
+@pytest.mark.full
 def test_of_many_ranks_the_worst_are_looked_at() -> None:
     found = explain(64 * 256, 64, layout=Contiguous(), **ON_GPU)
     ranks = [x.rank for x in found.found.ranks]
@@ -431,7 +434,7 @@ def test_stages_that_do_not_fit_are_summed() -> None:
     assert "stages 4-17" in str(found) and last[4:8] == ["256", "512", "1024", str(56 * 256)]
 
 
-@pytest.mark.full
+@pytest.mark.nightly("geometry")
 def test_thousands_of_ranks_take_seconds() -> None:
     """32M tokens on 4096 ranks of 512 hosts, of which "auto" looks at all methods; 17 seconds of a core."""
     begin = time.process_time()
@@ -474,6 +477,7 @@ def sources(rank: int, step: int, method: str) -> list[int]:
 )
 @pytest.mark.parametrize("layout", (ZigZag(), Striped(), Permuted(torch.randperm(96)), Contiguous()))
 @pytest.mark.parametrize("method", ("ring", "all_gather", "hybrid", "double_ring"))
+@pytest.mark.quick("ring-layout0", "double_ring-layout1")
 def test_picture_has_the_stage_of_each_pair(layout: Any, mask: Mask, method: str) -> None:
     options = {"hybrid": {"ulysses_degree": 2}, "double_ring": {"inner_ring_size": 2}}.get(method, {})
     found = explain(96, 4, layout=layout, mask=mask, method=method, num_heads=2, **options).found
@@ -506,6 +510,7 @@ def test_plot(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cp_size", (1, 3, 4, 5))
+@pytest.mark.quick("5")
 def test_ranks_have_the_colours_of_the_documents(tmp_path: Path, cp_size: int) -> None:
     """Those of docs/pictures, of up to 4 ranks."""
     image = pytest.importorskip("matplotlib.image")
@@ -566,6 +571,7 @@ COMMANDS: dict[str, tuple[list[str], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.quick("--documents", "--captured-shards", "--machine")
 def test_command_says_what_the_function_says(name: str, capsys: Any) -> None:
     words, options = COMMANDS[name]
     if name == "--documents":
@@ -608,6 +614,7 @@ def test_a_picture_of_another_format_is_refused(
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.full
 def test_command_of_a_shell() -> None:
     """With no ranks; and a refusal is an error of the command line."""
     start = [sys.executable, "-m", "cp_mesh", "explain", *BASE]

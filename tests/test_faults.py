@@ -127,6 +127,7 @@ def delayed(rank: int) -> list[list[float]]:
     return losses
 
 
+@pytest.mark.full
 def test_a_late_rank_changes_nothing(pool: Any) -> None:
     results = pool(3).run(delayed)
     assert all(losses == results[0][0] for result in results for losses in result), results
@@ -328,6 +329,7 @@ def in_turns(rank: int) -> list[str]:
     return problems
 
 
+@pytest.mark.full
 def test_models_that_take_turns(pool: Any) -> None:
     assert pool(4).run(in_turns) == [[]] * 4
 
@@ -534,6 +536,8 @@ def changing(rank: int, steps: int, begin: int) -> tuple[list[float], int]:
 GROWTH = 8.0  # MiB
 
 
+@pytest.mark.more("runs")
+@pytest.mark.full
 def test_memory_does_not_grow_with_shapes(pool: Any, full: bool) -> None:
     """In 600 steps, once caches are full: 4 MiB. With lengths to 400 a cache of geometry without a bound grew 9 and 16,
     one of plans 14."""

@@ -120,6 +120,7 @@ def test_interpreted(interpreted: Interpreted) -> None:
 @is_that_run
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("scored", [False, True])
+@pytest.mark.full
 def test_nothing_spills_on_hopper(hopper: Hopper, dtype: torch.dtype, scored: bool) -> None:
     """All registers hold what they should, and two programs fit in a processor."""
     few_queries_triton = room("split_kv_triton")

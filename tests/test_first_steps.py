@@ -91,6 +91,7 @@ TURNS = [(root, compiled) for root in (True, False) for compiled in (False, True
 @pytest.mark.parametrize(
     ("root", "compiled"), [TURNS[0], *(pytest.param(*x, marks=pytest.mark.full) for x in TURNS[1:])]
 )
+@pytest.mark.full
 def test_models_in_turn_have_a_first_step_each(pool: Any, root: bool, compiled: bool) -> None:
     for first, second, *later in pool(2).run(in_turn, "mean", root, compiled):
         assert first == [] and later == [[], []]
@@ -119,6 +120,7 @@ def of_unlike_ranks(rank: int) -> list[str]:
     return warned(step)
 
 
+@pytest.mark.full
 def test_models_over_unlike_ranks(pool: Any) -> None:
     assert pool(4).run(of_unlike_ranks) == [[]] * 4
 
@@ -171,6 +173,7 @@ def accumulated(rank: int, factor: float, batches: int, sums: bool) -> list[str]
 
 
 @pytest.mark.parametrize(("factor", "batches"), [(1, 2), (0.5, 4), (2, 1)])
+@pytest.mark.quick("2-1")
 def test_accumulated_gradients_that_are_right(pool: Any, factor: float, batches: int) -> None:
     """The mean over two ranks of all batches' losses, each multiplied by 2 ranks / batches; or their sum."""
     assert pool(2).run(accumulated, factor, batches, False) == [[], []]
@@ -284,6 +287,7 @@ def test_state_of_an_optimizer_is_no_step(pool: Any) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full
 def test_optimizers_that_step_in_the_backward(pool: Any, compiled: bool) -> None:
     for how in ("by hand", "FSDP"):
         assert pool(2).run(in_backward, how, compiled) == [[], []], how
@@ -337,6 +341,7 @@ def on_one_rank_alone(rank: int, reduced: bool) -> list[str]:
     return said
 
 
+@pytest.mark.full
 def test_ranks_whose_optimizer_holds_nothing_keep_nobody_waiting(pool: Any) -> None:
     assert pool(3).run(on_one_rank_alone, True, timeout=20.0) == [[]] * 3
     errors = pool(3).run_expecting_error(on_one_rank_alone, False, timeout=20.0)
@@ -370,6 +375,7 @@ FULL = [pytest.param(how, marks=pytest.mark.full) for how in ("right", "the late
 
 
 @pytest.mark.parametrize("how", ["one that is in time", *FULL])
+@pytest.mark.full
 def test_a_late_rank_hears_what_the_others_hear(pool: Any, how: str) -> None:
     """None raises alone, and none waits for one that did: all compare at the next step."""
     found = pool(3).run(late, how, timeout=30.0)

@@ -654,6 +654,7 @@ def test_nothing_is_imported_for_calls_that_it_cannot_serve(tmp_path) -> None:
         ),
     ],
 )
+@pytest.mark.full
 def test_packages_that_do_not_work_are_passed_over(tmp_path, text) -> None:
     """As flash-attn 2.8.3 brings a flash_attn.cute that lacks its needs, and other parameters."""
     broken(tmp_path, text)

@@ -153,9 +153,7 @@ def test_every_function(pool: Any, cp_size: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "cp_size", (pytest.param(2, marks=pytest.mark.full), 3, pytest.param(4, marks=pytest.mark.full))
-)
+@pytest.mark.parametrize("cp_size", [3, *(pytest.param(size, marks=pytest.mark.nightly("parity")) for size in (2, 4))])
 def test_functions_layouts_and_methods_together(pool: Any, cp_size: int) -> None:
     """Each two of all factors."""
     rows = [row for row in covering_array(FACTORS, 2, goes_together) if row["cp_size"] == cp_size]
@@ -190,6 +188,7 @@ def test_few_tokens_and_one_rank(pool: Any) -> None:
     report(pool(3).run(captured_gradients, cases))
 
 
+@pytest.mark.full
 def test_few_tokens_by_every_method(pool: Any) -> None:
     """Ranks and inner groups without a token, and no token at all: functions read tensors that have no elements."""
     scores = [name for name in SCORES if name not in ("relative table", "read from the end", "through an integer map")]
@@ -238,6 +237,7 @@ def without_elements(rank: int) -> list[str]:
     return problems
 
 
+@pytest.mark.full
 def test_tensors_without_elements(pool: Any) -> None:
     report(pool(2).run(without_elements))
 
@@ -261,6 +261,7 @@ def strided(rank: int) -> list[str]:
     return problems
 
 
+@pytest.mark.full
 def test_captured_tensors_of_any_stride(pool: Any) -> None:
     report(pool(4).run(strided))
 

@@ -87,6 +87,7 @@ def biases(rank: int, kernel: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kernel", ["flex", "reference"])
+@pytest.mark.quick("reference")
 def test_learned_biases(pool: Any, kernel: str) -> None:
     report(pool(2).run(biases, kernel))
 

@@ -444,6 +444,7 @@ def traced(rank: int, fullgraph: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("fullgraph", (True, False))
+@pytest.mark.full
 def test_what_torch_compile_traces_is_refused_by_name(pool: Any, fullgraph: bool) -> None:
     for said in pool(2).run(traced, fullgraph):
         assert all("flex_attention that torch.compile traces is not available" in words for words in said), said
@@ -463,6 +464,7 @@ def broken(rank: int) -> float:
     return gap(torch.compile(model, backend="eager")(*qkv), model(*qkv))
 
 
+@pytest.mark.full
 def test_a_core_that_is_not_traced_in_compiled_code(pool: Any) -> None:
     """It is run while Dynamo waits for frames, and may then not be told to leave them."""
     assert max(pool(2).run(broken)) <= TOLERANCE

@@ -259,6 +259,7 @@ def test_one_query_of_many_keys_and_one_key_of_many_queries(case: tuple[int, int
     assert max(of_one_row("cuda", FP16, *case)) <= 1e-2
 
 
+@pytest.mark.full
 def test_tiles_of_one_row() -> None:
     for case in ONE_ROW:
         assert max(of_one_row("cpu", torch.float64, *case)) <= 1e-6
@@ -282,10 +283,12 @@ def test_the_two_kernels_are_compared() -> None:
         assert max(compared(20, (2, 1), (16, 8), torch.float64, "cpu", lambda i, j: i - j)) > 1e-2
 
 
+@pytest.mark.full
 def test_error_is_that_of_plain_products_on_the_cpu() -> None:
     print(check(Case("relative table", "causal or of one image", "padding"), 130, torch.device("cpu")))
 
 
+@pytest.mark.full
 def test_errors_that_few_numbers_make_are_drawn_again() -> None:
     draws, draw = list[int](), Problem.draw
 
@@ -298,6 +301,7 @@ def test_errors_that_few_numbers_make_are_drawn_again() -> None:
     assert math.ceil(NUMBERS / 66) < len(draws) < NUMBERS
 
 
+@pytest.mark.full
 def test_an_error_is_found() -> None:
     """The rule turns red: values are rounded to eight bits more coarsely than needed."""
     forward = flex._forward

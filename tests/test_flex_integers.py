@@ -79,12 +79,16 @@ def wrong(num: int, seed: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.full] * (seed > 0)) for seed in range(8)])
-def test_random_integers(seed: int) -> None:
-    assert wrong(300, seed) == []
+@pytest.mark.more("random")
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly("random")) for seed in range(1, 8))]
+)
+def test_random_integers(full: bool, seed: int) -> None:
+    assert wrong(300 if full else 60, seed) == []
 
 
 @pytest.mark.parametrize("name", ["mul.Tensor", "add.Tensor"])
+@pytest.mark.full
 def test_a_wrong_one_is_found(name: str) -> None:
     """If results of this operator were taken to have 32 bits."""
     packet, overload = name.split(".")

@@ -80,6 +80,7 @@ def scores_of(score: str, mask: str, q: torch.Tensor) -> Scores:
 
 
 @pytest.mark.parametrize(("score", "mask", "of_mask", "positions"), CASES)
+@pytest.mark.quick("none-all-two runs")
 def test_tiles_are_those_of_the_reference(score: str, mask: str, of_mask: str, positions: str) -> None:
     torch.manual_seed(0)
     q_pos, k_pos = POSITIONS[positions]
@@ -392,6 +393,7 @@ def test_a_shape_is_compiled_once_for_all_tiles() -> None:
 
 
 @pytest.mark.skipif(which("g++") is None, reason="Inductor compiles for CPUs by g++")
+@pytest.mark.full
 def test_one_tensor_given_twice_is_compiled_as_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As keys that are the values too, in a first call; later ones of the same shape have others."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -485,6 +487,7 @@ def test_the_folder_of_the_lock_is_of_this_user_alone(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.skipif(which("g++") is None, reason="Inductor compiles for CPUs by g++")
+@pytest.mark.full
 def test_programs_are_found_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As another process would find them; not those of another number."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -519,6 +522,7 @@ def key_on_disk(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) ->
     return found[0]
 
 
+@pytest.mark.full
 def test_each_function_of_users_is_another_program_on_disk() -> None:
     torch.manual_seed(0)
     q, cover, keys = torch.randn(B, H, 64, D), Pairs(Mask(), *[ROWS[:64]] * 2), list[str]()
@@ -1078,6 +1082,7 @@ def of_batches(rank: int, kind: str, num_batches: int) -> tuple[list[int], float
 
 
 @pytest.mark.parametrize("kind", ["Mask", "balanced", "sources"])
+@pytest.mark.full
 def test_no_batch_has_programs_of_its_own(pool, kind: str) -> None:
     """Tiles of documents have other rows in each batch. They are padded to the rows of one rank, or of two where more
     arrive: a forward, a backward and a table of blocks for each, and one that looks which sources are seen."""
@@ -1088,6 +1093,7 @@ def test_no_batch_has_programs_of_its_own(pool, kind: str) -> None:
 
 @pytest.mark.parametrize("score", ["relative table", "pair bias", "one tensor twice"])
 @pytest.mark.parametrize("of_mask", OF_MASK)
+@pytest.mark.quick("padding")
 def test_padded_tiles_are_those_of_the_reference(score: str, of_mask: str) -> None:
     """Of fewer rows than a program takes, in dims of any order."""
     torch.manual_seed(0)

@@ -60,6 +60,7 @@ def failures(pool: Any, size: int, num_cases: int) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("size", [pytest.param(n, marks=[pytest.mark.full] * (n in (5, 7))) for n in SIZES])
+@pytest.mark.quick("1", "2", "4")
 def test_random_uses(pool, full, size):
     report([[*failures(pool, size, 10 if full else 4)]])
 
@@ -133,6 +134,7 @@ class Alone(Fuzzer):
 
 
 @pytest.mark.parametrize("size", (3, 4))
+@pytest.mark.full
 def test_every_simpler_case_can_be_told(size):
     """Also after some steps, in which a part takes its default."""
     for i in range(10):
@@ -200,6 +202,7 @@ def covered(r: Random, few: bool) -> None:
 
 
 @given(st.randoms(use_true_random=False))
+@pytest.mark.full
 def test_every_pair_once(r):
     """Hypothesis draws, and makes simpler what fails."""
     covered(r, few=True)

@@ -83,6 +83,7 @@ def other_batches(rank: int, how: str, compiled: bool, length: int) -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("how", ["content", "length"])
+@pytest.mark.quick(without="True")
 def test_batches_that_differ_between_ranks(pool: Any, how: str, compiled: bool) -> None:
     length = 40 + 16 * compiled + 32 * (how == "length")
     for error in raised(pool, 2, other_batches, how, compiled, length):
@@ -110,6 +111,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(("what", "shape", "compiled"), SHAPES)
+@pytest.mark.quick(without="True")
 def test_shapes_that_begin_to_differ(pool: Any, what: str, shape: str, compiled: bool) -> None:
     for error in pool(2).run_expecting_error(other_shapes, what, compiled):
         assert error.type == "RankMismatchError" and "the same tokens on every cp rank" in error.message
@@ -229,6 +231,7 @@ def test_the_first_step_of_another_model_is_looked_at_too(pool: Any, root: bool)
 
 
 @pytest.mark.parametrize("root", [True, False], ids=["root", "no root"])
+@pytest.mark.full
 def test_labels_of_other_rows_of_a_compiled_model(pool: Any, root: bool) -> None:
     for error in raised(pool, 3, loss_of_labels, "chunk", root, 216 + 6 * root, True):
         assert all(part in error.message for part in WRONG_LABELS["chunk"]), error.message
@@ -830,18 +833,21 @@ REFUSED_SCALE = {
 }
 
 
+@pytest.mark.full
 def test_gradients_of_the_right_scale_are_silent(pool: Any) -> None:
     for how in RIGHT_SCALE:
         assert pool(4).run(trained, how) == [[]] * 4, how
 
 
 @pytest.mark.parametrize("how", WARNED_OF_SCALE)
+@pytest.mark.quick(without="compiled")
 def test_gradients_of_a_doubtful_scale_are_warned_of(pool: Any, how: str) -> None:
     for said in pool(4).run(trained, how):
         assert len(said) == 1 and WARNED_OF_SCALE[how] in said[0], said  # in the first step alone
 
 
 @pytest.mark.parametrize("how", REFUSED_SCALE)
+@pytest.mark.quick(without="compiled")
 def test_gradients_of_a_wrong_scale_are_refused(pool: Any, how: str) -> None:
     for error in raised(pool, 4, trained, how):
         assert error.type == "ArgumentError" and REFUSED_SCALE[how] in error.message, error.message
@@ -930,6 +936,7 @@ def trained_over_tp(rank: int, how: str) -> list[str]:
 
 
 @pytest.mark.parametrize("how", ["FSDP", "by hand", "all-reduce, no norms, FSDP", "no norms, cut by hand"])
+@pytest.mark.quick("by hand")
 def test_equal_gradients_over_tp_are_silent(pool: Any, how: str) -> None:
     assert pool(4).run(trained_over_tp, how) == [[]] * 4
 

@@ -108,6 +108,7 @@ def collectives_by_degree(rank: int, heads: tuple[int, int], degrees: Sequence[i
     return counts
 
 
+@pytest.mark.full
 def test_the_degree_is_used(pool: Any) -> None:
     """Of the ring two stages, 1 and 2 steps; of two groups a swap, a stage and a swap; of one two swaps."""
     ring, two, ulysses = 2, 3, 2
@@ -164,12 +165,13 @@ def over_two_axes(rank: int, shape: tuple[int, ...], compiled: bool) -> list[str
 @pytest.mark.parametrize(
     "shape", [(2, 2), (2, 2, 2), *(pytest.param(shape, marks=pytest.mark.full) for shape in ((1, 4), (4, 1)))], ids=str
 )
+@pytest.mark.quick("(2, 2)")
 def test_two_axes_are_one(pool: Any, shape: tuple[int, ...]) -> None:
     """Their own groups are used: to make others would be a collective."""
     report(pool(math.prod(shape)).run(over_two_axes, shape, False))
 
 
-@pytest.mark.full
+@pytest.mark.nightly("compiled")
 def test_two_axes_compiled(pool: Any) -> None:
     report(pool(4).run(over_two_axes, (2, 2), True, timeout=180.0))
 

@@ -116,7 +116,9 @@ def calls(size: int, full: bool) -> list[Copies]:
     return found
 
 
+@pytest.mark.more("parity")
 @pytest.mark.parametrize("cp_size", (1, 2, 3, 4))
+@pytest.mark.quick("3")
 def test_keys_of_copies_count_once(pool: Any, full: bool, cp_size: int) -> None:
     report(pool(cp_size).run(parity, calls(cp_size, full), timeout=300))
 
@@ -237,6 +239,7 @@ def test_streams_of_unlike_strides_are_covered(mask: str, cp_size: int) -> None:
 @pytest.mark.parametrize("cp_size", (1, 2, 3, 5))
 @pytest.mark.parametrize("segments", (False, True))
 @pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.quick("-3")
 def test_schedules_of_copies(name: str, segments: bool, cp_size: int) -> None:
     """Every allowed pair of a query with this rank's copy or with a key that has one owner, once; by documents too."""
     layout = LAYOUTS[name]

@@ -207,6 +207,7 @@ def setups(number: int) -> list[tuple[bool, bool, str]]:
 
 
 @pytest.mark.parametrize("number", range(len(MISTAKES)), ids=[*MISTAKES])
+@pytest.mark.quick(without="other weights")
 def test_what_was_silent_is_found(pool: Any, number: int, full: bool) -> None:
     mistake, told = list(MISTAKES.items())[number]
     rows = sorted(setups(number), key=lambda x: x[1])

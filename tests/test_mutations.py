@@ -493,6 +493,7 @@ def held() -> dict[tuple[str, ...], int]:
     return found
 
 
+@pytest.mark.full
 def test_a_bug_leaves_nothing_behind():
     before = held()
     for mutation in FIRST.values():

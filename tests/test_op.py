@@ -90,6 +90,7 @@ def check_ops(rank: int, seq_dim: int, case: str) -> None:
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[] if case in ("documents", "scores") else pytest.mark.full) for case in TENSORS]
 )
+@pytest.mark.quick("scores")
 def test_opcheck(pool: Any, full: bool, case: str) -> None:
     for seq_dim in FORMATS if full else FORMATS[TENSORS.index(case) % 2 :][:1]:
         pool(1).run(check_ops, seq_dim, case)
@@ -130,6 +131,7 @@ def real_and_fake(rank: int, seq_dim: int, dtype: torch.dtype, Dv: int, in_memor
 
 @pytest.mark.parametrize("seq_dim", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.quick("float64")
 def test_fakes_are_as_the_real(pool: Any, seq_dim: int, dtype: torch.dtype) -> None:
     """And results lie in memory as q, k and v do, if that is asked for."""
     for Dv, in_memory, as_inputs in product((D, E), IN_MEMORY, (False, True)):
@@ -281,6 +283,7 @@ def by_group(rank: int, compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.quick(without="True")
 def test_a_process_group_for_the_mesh(pool: Any, compiled: bool) -> None:
     pool(2).run(by_group, compiled)
 

@@ -64,10 +64,11 @@ def cases_of(calls: Sequence[Row], cp_size: int, method: str = "auto") -> list[C
 
 
 @pytest.mark.parametrize("cp_size", FACTORS["cp_size"])
-@pytest.mark.parametrize("strength", (2, pytest.param(3, marks=pytest.mark.full)), ids=("pairs", "triples"))
-def test_options_together(pool, full, strength, cp_size):
-    if full and strength == 2:
-        pytest.skip("all pairs are in the triples")
+@pytest.mark.parametrize(
+    "strength", (2, pytest.param(3, marks=pytest.mark.nightly("parity"))), ids=("pairs", "triples")
+)
+@pytest.mark.quick("pairs-3")
+def test_options_together(pool, strength, cp_size):
     cases = cases_of(calls_of(strength), cp_size)
     for begin in range(0, len(cases), 200):
         report(pool(cp_size).run(parity_on_ranks, (cp_size,), ("cp",), cases[begin : begin + 200], timeout=300))
@@ -102,11 +103,10 @@ def calls_by(method: str, strength: int) -> list[Row]:
 
 
 @pytest.mark.parametrize(("method", "cp_size"), OTHERS_ON_RANKS)
-@pytest.mark.parametrize("strength", (1, pytest.param(2, marks=pytest.mark.full)), ids=("each", "pairs"))
-def test_options_of_other_methods(pool, full, method, strength, cp_size):
-    """Every mask, score, layout, format and so on; in the full form every two of them."""
-    if full and strength == 1:
-        pytest.skip("each option is in the pairs")
+@pytest.mark.parametrize("strength", (1, pytest.param(2, marks=pytest.mark.nightly("parity"))), ids=("each", "pairs"))
+@pytest.mark.quick("each-double_ring-4", "each-ulysses-4", "each-all_gather-3", "each-hybrid-4")
+def test_options_of_other_methods(pool, method, strength, cp_size):
+    """Every mask, score, layout, format and so on; in the nightly form every two of them."""
     cases = cases_of(calls_by(method, strength), cp_size, method)
     for begin in range(0, len(cases), 200):
         report(pool(cp_size).run(parity_on_ranks, (cp_size,), ("cp",), cases[begin : begin + 200], timeout=300))
@@ -121,6 +121,7 @@ ONE_TOKEN_EACH = ZigZagDocuments(range(21))
 
 
 @pytest.mark.parametrize("method", METHODS_OF_FOUR)
+@pytest.mark.quick("ring", "hybrid")
 def test_heads_in_chunks_where_ranks_hold_no_row(pool, method):
     """Up to whole inner groups, and all ranks."""
     sequences = ((0, "zigzag"), (1, "contiguous"), (2, "shuffled"), (3, "striped"), (20, ONE_TOKEN_EACH))
@@ -247,6 +248,7 @@ def table(S: int, masks: Sequence[str] = tuple(MASKS)) -> list[Case]:
     ],
     ids=str,
 )
+@pytest.mark.quick("(2, 1, 2)-('dp', 'tp', 'cp')")
 def test_on_an_axis_of_a_mesh(pool, shape, names):
     """The rank in the cp group is not the global rank, and each group has data of its own."""
     cases = table(31, masks=("causal", "full", "window", "everything")) + table(3, masks=("causal", "documents"))
@@ -262,7 +264,7 @@ def banded(memories: Sequence[str]) -> list[Case]:
     ]
 
 
-@pytest.mark.full
+@pytest.mark.nightly("parity")
 @pytest.mark.parametrize(
     ("method", "cp_size"), [(x, n) for x, n in OTHERS_ON_RANKS if (n == 4 and x in OF_GROUPS) or n in (2, 3)]
 )
@@ -273,10 +275,12 @@ def test_cpu_flash_of_other_methods(pool, method, cp_size):
 
 
 @pytest.mark.parametrize("cp_size", (*(pytest.param(size, marks=pytest.mark.full) for size in (1, 2)), 3, 4))
+@pytest.mark.quick("4")
 def test_cpu_flash(pool, cp_size):
     report(pool(cp_size).run(parity_on_ranks, (cp_size,), ("cp",), banded(("contiguous", "strided"))))
 
 
+@pytest.mark.full
 def test_cpu_flash_of_inputs_in_any_memory(pool):
     report(pool(2).run(parity_on_ranks, (2,), ("cp",), banded(("transposed", "sliced"))))
 
@@ -475,6 +479,7 @@ TWO_AXES = [  # one dim on two axes: its shards are those of the product
     ],
     ids=str,
 )
+@pytest.mark.quick("(2, 2)-('cp', 'tp')-{'tp': 'heads'}")
 def test_dtensors(pool, shape, names, placed):
     cases = [
         Case(layout, mask, 16, (4, 2), seq_dim, kernel)
@@ -494,6 +499,7 @@ def test_dtensors(pool, shape, names, placed):
 
 
 @pytest.mark.parametrize(("shape", "names", "placed"), TWO_AXES, ids=str)
+@pytest.mark.quick("dp2")
 def test_one_dim_on_two_axes(pool, full, shape, names, placed):
     """What depends on global indices, as dropout does on heads and batch rows, counts the shards of both axes."""
     sizes = (4, 5, 4) if "batch" in placed.values() else None
@@ -517,8 +523,10 @@ def test_one_dim_on_two_axes(pool, full, shape, names, placed):
     ],
     ids=str,
 )
+@pytest.mark.more("parity")
+@pytest.mark.quick("'tp')")
 def test_scores_of_dtensors(pool, full, shape, names, placed):
-    """Layout, mask and format take turns; in the full form on the first mesh each score has all of them."""
+    """Layout, mask and format take turns; in the nightly form on the first mesh each score has all of them."""
     settings = (("zigzag", "causal", 2), ("contiguous", "documents", 1), ("striped", "full", 0))
     settings = [setting for setting in settings if setting[2] or "batch" not in placed.values()]
     cases = [
@@ -529,6 +537,7 @@ def test_scores_of_dtensors(pool, full, shape, names, placed):
     report(pool(4).run(dtensors, shape, names, placed, cases, timeout=300))
 
 
+@pytest.mark.more("parity")
 @pytest.mark.parametrize(
     ("shape", "names", "placed"),
     [
@@ -639,6 +648,9 @@ def low_precision(rank: int, dtype: torch.dtype, kernel: str, limit: float, meth
     ],
     ids=str,
 )
-@pytest.mark.parametrize("method", ["ring", *(pytest.param(method, marks=pytest.mark.full) for method in OTHERS)])
+@pytest.mark.parametrize(
+    "method", ["ring", *(pytest.param(method, marks=pytest.mark.nightly("parity")) for method in OTHERS)]
+)
+@pytest.mark.quick("bfloat16")
 def test_low_precision(pool, dtype, limit, kernel, method):
     report(pool(4 if method in OF_GROUPS else 3).run(low_precision, dtype, kernel, limit, method))

@@ -231,14 +231,16 @@ def test_the_ops(pin: Any) -> None:
 # Plans.
 
 SIZES, OTHER_SIZES = ((31, 4),), ((31, 1), (31, 2), (31, 3), (31, 6), (5, 4))
-"""Tokens, ranks; the others in the full form."""
+"""Tokens, ranks; the others in the nightly form."""
 
 
 def digest(x: Any) -> str:
     return hashlib.sha256(x if isinstance(x, bytes) else json.dumps(x).encode()).hexdigest()[:8]
 
 
+@pytest.mark.more("geometry")
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.quick("zigzag", "striped")
 def test_plans(pin: Any, full: bool, layout: str) -> None:
     """Of all ranks, with tiles by pairs and by documents."""
     found: Record = {}
@@ -332,6 +334,7 @@ def machine() -> Record:
 @pytest.mark.parametrize(
     "factors", (FEWER, pytest.param(FACTORS, marks=pytest.mark.nightly("random"))), ids=("fewer", "all")
 )
+@pytest.mark.full
 def test_numbers(pool: Any, pin: Any, factors: dict[str, tuple[Any, ...]]) -> None:
     """Bit for bit where PyTorch's own arithmetic is that of the record; within the bounds of parity everywhere."""
     found, made_with, rows = {}, {}, rows_of(factors)
@@ -508,6 +511,7 @@ def graphs(rank: int, what: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("what", [pytest.param(x, marks=[pytest.mark.full] * (x in ("core", "root"))) for x in GRAPHS])
+@pytest.mark.quick("function")
 def test_compilations(pool: Any, pin: Any, what: str) -> None:
     found, other = pool(2).run(graphs, what, timeout=300.0)
     assert found == other

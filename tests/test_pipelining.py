@@ -135,12 +135,13 @@ def train(rank: int, shape: tuple[int, ...], schedule: str, packed: bool, how: s
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.quick("1F1B-False")
 def test_two_stages_over_cp(pool: Any, schedule: str, packed: bool) -> None:
     assert pool(4).run(train, (2, 2), schedule, packed) == [[]] * 4
 
 
 @pytest.mark.parametrize(
-    "how", ["fsdp", *(pytest.param(x, marks=pytest.mark.full) for x in ("compiled", "compiled layers"))]
+    "how", ["fsdp", *(pytest.param(x, marks=pytest.mark.nightly("compiled")) for x in ("compiled", "compiled layers"))]
 )
 def test_two_stages_otherwise(pool: Any, how: str) -> None:
     assert pool(4).run(train, (2, 2), "1F1B", True, how) == [[]] * 4
@@ -199,6 +200,7 @@ def mistaken(rank: int, how: str) -> list[str]:
         ("own loss", "a loss that is not cp_mesh.cross_entropy"),
     ],
 )
+@pytest.mark.quick("own loss")
 def test_the_last_stage_is_told_of_its_loss(pool: Any, how: str, says: str) -> None:
     for rank, said in enumerate(pool(4).run(mistaken, how)):
         assert len(said) == rank // 2 and all(says in text for text in said), (rank, said)

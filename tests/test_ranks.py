@@ -243,6 +243,7 @@ def test_a_pool_of_its_own_ends_with_close():
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs /proc")
+@pytest.mark.full
 def test_cpu_seconds_are_those_of_all_processes(pool):
     """Of ranks, which go on, and of a process that has ended; seconds without work are none."""
     pool(2).run(busy, 0.0)

@@ -64,7 +64,7 @@ def test_every_pair_once(full):
     covered(covering_array(CONDITIONS, 3 if full else 2, is_causal_if_prefixed))
 
 
-@pytest.mark.full
+@pytest.mark.nightly("geometry")
 @pytest.mark.parametrize("layout", CONDITIONS["layout"])
 def test_every_pair_once_under_all_conditions(layout):
     """Every combination of distance conditions, alone and with tensors that take turns."""
@@ -78,7 +78,9 @@ def test_every_pair_once_under_all_conditions(layout):
     assert num_cases > 3000
 
 
+@pytest.mark.more("geometry")
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.quick("joint", "zigzag", "striped")
 def test_every_pair_once_in_longer_sequences(layout, full):
     problems, sizes = [], ((31, 4), (40, 5), (97, 8), (97, 3), (64, 8))
     for name, (S, cp_size) in product(MASKS, sizes if full else sizes[:2]):
@@ -104,6 +106,7 @@ def calls_of(tiles: Iterable[Tile]) -> Iterator[tuple[str, int]]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MASKS)
+@pytest.mark.quick("-zigzag", "-striped", "-joint")
 def test_what_all_ranks_must_know_alike(layout, name):
     """Steps, kinds of tiles and the fewest keys of a call are those of all ranks together, on every rank."""
     for S, cp_size in ((13, 3), (31, 4), (2, 4)):

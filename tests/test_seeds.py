@@ -60,6 +60,7 @@ def homecoming(rank: int, name: str, method: str) -> list[str]:
     "method", [pytest.param(name, marks=[pytest.mark.full] * (name != "ring")) for name in METHODS]
 )
 @pytest.mark.parametrize("name", MASKS)
+@pytest.mark.quick("full-ring")
 def test_gradients_of_keys_come_home(pool, name, method):
     """A window takes fewer passes than there are ranks, which is where the number of last moves goes wrong."""
     report(pool(CP).run(homecoming, name, method))

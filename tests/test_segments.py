@@ -66,8 +66,10 @@ CONDITIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.more("geometry")
 @pytest.mark.parametrize("layout", RUNS)
 @each_documents
+@pytest.mark.quick("one longer than a shard")
 def test_every_pair_once(full, layout, name):
     problems = []
     for i, (what, options) in enumerate(CONDITIONS.items()):
@@ -89,6 +91,7 @@ def test_every_pair_once(full, layout, name):
     layout=st.sampled_from(RUNS),
     condition=st.sampled_from(list(CONDITIONS)),
 )
+@pytest.mark.full
 def test_any_documents(lens, S, cp_size, layout, condition):
     rows = [ids_of([*row, S])[0, :S] for row in lens]
     options = {"documents": torch.stack(rows), **CONDITIONS[condition]}
@@ -184,8 +187,10 @@ def whole(mask: Mask, q, k, v, dout, options: dict[str, Any]) -> list[Tensor]:
     return [out.detach(), lse.detach(), *torch.autograd.grad(out, qkv, dout)]
 
 
+@pytest.mark.more("geometry")
 @each_documents
 @pytest.mark.parametrize("layout", RUNS)
+@pytest.mark.quick("one longer than a shard")
 def test_fa4_is_given_sequences(calls, full, layout, name):
     ids = DOCUMENTS[name]
     B = max(2, len(ids))
@@ -240,6 +245,7 @@ def fa4_on_ranks(rank: int, cp_size: int, cases: list[Case]) -> list[str]:
 
 
 @pytest.mark.parametrize("cp_size", (2, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 4))))
+@pytest.mark.more("geometry")
 def test_fa4_over_a_ring(pool, full, cp_size):
     """Communication and all: what a kernel of sequences computes is dense attention, in every format."""
     documents = DOCUMENTS if full else ("primes", "unlike in every batch row", *QUICK)

@@ -181,6 +181,7 @@ def pad_and_attend(rank: int, name: str, S: int) -> dict[str, tuple[Tensor, ...]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.quick("zigzag")
 def test_padding_is_invisible(pool: Any, name: str) -> None:
     S = 20
     ranks = pool(WORLD_SIZE).run(pad_and_attend, name, S)

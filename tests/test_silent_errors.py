@@ -239,6 +239,7 @@ def changing_scalars(rank: int) -> float:
     return worst
 
 
+@pytest.mark.full
 def test_compiled_calls_follow_their_window_and_scale(pool: Any) -> None:
     assert pool(1).run(changing_scalars)[0] < 1e-10
 

@@ -533,6 +533,7 @@ def by_a_group(rank: int, length: int) -> list[Tensor]:
     return [model(tokens).detach(), model(tokens, positions=torch.arange(length)[None]).detach()]
 
 
+@pytest.mark.full
 def test_a_group_in_the_place_of_a_mesh_and_positions_of_batch_rows(pool: Any) -> None:
     for length in (24, 21):
         with torch.no_grad():

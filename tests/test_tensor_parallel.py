@@ -218,6 +218,7 @@ def problems_of(case: Case, transport: str) -> list[str]:
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3, 4])
+@pytest.mark.quick("3")
 def test_loss_and_gradients_are_those_of_one_rank(pool: Any, tp_size: int) -> None:
     cases = [case for case in CASES if not case.local or case.mode == "all_reduce" or case.shape[-1] % tp_size == 0]
     assert len(cases) == len(CASES)
@@ -238,6 +239,7 @@ BESIDE = [case for case in CASES if case.mode == "reduce_scatter"] + [
 @pytest.mark.parametrize(
     "tp_size", [pytest.param(1, marks=pytest.mark.full), 2, 3, pytest.param(4, marks=pytest.mark.full)]
 )
+@pytest.mark.quick("2-")
 def test_rows_that_travel_beside_products(pool: Any, tp_size: int, transport: str) -> None:
     """Symmetric memory is a double, in which rows are NaN until they are written, and naps let ranks get ahead."""
     with tempfile.TemporaryDirectory() as folder:
@@ -720,6 +722,7 @@ def compiled(rank: int, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly("compiled"))])
+@pytest.mark.full
 def test_compiled_in_one_graph(pool: Any, backend: str) -> None:
     pool(2).run(compiled, backend, timeout=240.0)
 
@@ -742,6 +745,7 @@ def compiled_over_tp(rank: int) -> list[str]:
     return found
 
 
+@pytest.mark.full
 def test_a_compiled_loss_over_tp(pool: Any) -> None:
     for found in pool(2).run(compiled_over_tp, timeout=240.0):
         assert len(found) == 2
@@ -1028,6 +1032,7 @@ def micro_batches(rank: int, count: int) -> tuple[torch.dtype, list[float]]:
     return grad.dtype, grad.unique().tolist()
 
 
+@pytest.mark.full
 def test_micro_batches_are_summed_in_float32(pool: Any) -> None:
     """By FSDP2, as docs/linears.md says: hidden units of 1/2, two rows."""
     count = 300
@@ -1440,6 +1445,7 @@ def _refused_alone(names: tuple[str, ...]) -> list[tuple[str, float]]:
     return found
 
 
+@pytest.mark.full
 def test_what_one_rank_alone_refuses(pool: Any, names: tuple[str, ...] = tuple(ALONE)) -> None:
     for found in pool(4).run(refused_alone, names):
         for name, (message, seconds) in zip(names, found, strict=True):
@@ -1540,6 +1546,7 @@ def _refused_among(rank: int, setup: str) -> tuple[str, float, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("setup", AMONG)
+@pytest.mark.quick(without="trace")
 def test_all_ranks_of_cp_and_tp_hear_of_a_refusal(pool: Any, setup: str) -> None:
     _, words, heard = AMONG[setup]
     by_rank = pool(4).run(refused_among, setup, timeout=120.0)

@@ -144,6 +144,7 @@ def summed(x: Tensor, axis: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("cp_size", [1, 2])
+@pytest.mark.full
 def test_loss_and_gradients_are_those_of_one_rank(pool: Any, cp_size: int) -> None:
     for problems in pool(2 * cp_size).run(compare, cp_size, timeout=180.0):
         assert not problems

@@ -91,6 +91,7 @@ def hops(
     ("method", "cp_size"),
     [*product(["ring"], (1, 2, 3, 4)), pytest.param("all_gather", 3, marks=pytest.mark.full), ("all_gather", 4)],
 )
+@pytest.mark.quick("ring-3", "ring-1")
 def test_only_rows_that_are_needed_move(pool, method, cp_size):
     """Forward: K and V once. Backward: again, and their gradients home in fp32, or fp64 of fp64 inputs."""
     masks = ("causal", "full", "window", "window of one token", "two-sided window", "window ahead", "prefix", "length",
@@ -212,6 +213,7 @@ def by_groups(sent: Sequence[Sent]) -> list[tuple[list[int], list[int], list[int
 
 
 @pytest.mark.parametrize(("cp_size", "degree"), [(4, 2), (6, 2), pytest.param(6, 3, marks=pytest.mark.full)])
+@pytest.mark.quick("4-2")
 def test_the_hybrid_swaps_in_its_inner_groups_and_fetches_in_its_outer_ones(pool, cp_size, degree):
     cases = [
         *product(("contiguous", "zigzag", "striped"), ("causal", "window", "full"), (31,)),

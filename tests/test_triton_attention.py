@@ -452,11 +452,14 @@ Blocks that spill nothing were slower.
     [
         (torch.bfloat16, "documents", (128, 128), "none"),
         *(
-            pytest.param(torch.bfloat16, cover, dims, "none", marks=pytest.mark.full)
+            pytest.param(torch.bfloat16, cover, dims, "none", marks=pytest.mark.nightly("compiled"))
             for cover, dims in product(COVERS, HEAD_DIMS)
             if (cover, dims) != ("documents", (128, 128))
         ),
-        *(pytest.param(torch.float32, "documents", dims, "none", marks=pytest.mark.full) for dims in HEAD_DIMS),
+        *(
+            pytest.param(torch.float32, "documents", dims, "none", marks=pytest.mark.nightly("compiled"))
+            for dims in HEAD_DIMS
+        ),
         *(
             pytest.param(torch.bfloat16, "documents", (128, 128), feature, marks=pytest.mark.nightly("compiled"))
             for feature in FEATURES
@@ -465,6 +468,7 @@ Blocks that spill nothing were slower.
     ],
     ids=lambda x: str(x).removeprefix("torch."),
 )  # fmt: skip
+@pytest.mark.full
 def test_compiles_for_hopper(
     dtype: torch.dtype, cover: str, dims: tuple[int, int], feature: str, hopper: Hopper
 ) -> None:

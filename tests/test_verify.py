@@ -180,6 +180,7 @@ OF_ANY_KERNEL = [bug for bug in BUGS if "softcap" not in bug and "window" not in
     [(bug, "cpu_flash") for bug in OF_ANY_KERNEL]
     + [pytest.param(bug, "reference", marks=[pytest.mark.full] * (bug in OF_ANY_KERNEL)) for bug in BUGS],
 )
+@pytest.mark.quick("a scale wrong by 2 %-cpu_flash", "a window too short-reference")
 def test_verify_finds_what_one_device_has_too(pool: Any, full: bool, bug: str, kernel: str) -> None:
     dtypes = (torch.float64, torch.bfloat16, *((torch.float32, torch.float16) if full else ()))
     for words in pool(2).run(verified, bug, kernel, dtypes):
@@ -206,6 +207,7 @@ def gated(rank: int, bug: str, kernel: str, dtype: str) -> list[bool]:
     "dtype",
     ["bfloat16", pytest.param("float16", marks=pytest.mark.full), pytest.param("float32", marks=pytest.mark.full)],
 )
+@pytest.mark.quick("bfloat16-twice the scale")
 def test_the_low_precision_gate_finds_what_one_device_has_too(pool: Any, bug: str, dtype: str) -> None:
     assert pool(2).run(gated, bug, "cpu_flash", dtype) == [[True, False]] * 2
 

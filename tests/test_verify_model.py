@@ -698,6 +698,7 @@ def find(pool: Any, catalogue: str, shape: tuple[int, ...], names: list[str]) ->
     ("catalogue", "shape"),
     [("users", (2,)), *(pytest.param(*x, marks=pytest.mark.full) for x in (("users", GRID), ("peers", (2,))))],
 )
+@pytest.mark.full
 def test_every_bug_of_the_catalogue_is_found_and_named(pool: Any, catalogue: str, shape: tuple[int, ...]) -> None:
     names = [name for name, bug in CATALOGUES[catalogue].items() if bug.ranks == shape]
     assert names
@@ -845,14 +846,15 @@ def passed(rank: int, names: list[str], **options: Any) -> dict[str, str]:
 
 
 BY_RANKS = [
-    pytest.param(count, quick, id=f"{count}-{'quick' if quick else 'full'}", marks=[] if quick else pytest.mark.full)
+    pytest.param(count, quick, id=f"{count}-{'quick' if quick else 'full'}", marks=marks)
     for count in (1, 2, 3, 4)
-    for quick in (True, False)
+    for quick, marks in ((True, ()), (False, pytest.mark.nightly("runs") if count == 4 else pytest.mark.full))
     if any(math.prod(RIGHT[name][1]) == count and (name in QUICK) == quick for name in RIGHT)
 ]
 
 
 @pytest.mark.parametrize(("count", "quick"), BY_RANKS)
+@pytest.mark.quick("3-quick", "1-quick")
 def test_what_is_right_passes(pool: Any, count: int, quick: bool) -> None:
     names = [name for name in RIGHT if math.prod(RIGHT[name][1]) == count and (name in QUICK) == quick]
     for wrong in pool(count).run(passed, names, timeout=300):
@@ -1061,6 +1063,7 @@ def memory(layers: int, length: int, chunks: bool) -> tuple[int, int]:
     return live.peak, live.largest
 
 
+@pytest.mark.full
 def test_a_reference_in_chunks_needs_the_memory_that_the_documents_say(monkeypatch: Any) -> None:
     """A layer adds its gradients, its input and its traces, and no tensor is as large as logits or scores."""
     monkeypatch.setattr(f"{path_of('traces')}.PART", 1 << 13)
@@ -1175,6 +1178,7 @@ SAID = {
 }
 
 
+@pytest.mark.full
 def test_what_cannot_be_told_and_options(pool: Any) -> None:
     for found in pool(2).run(undecided, timeout=120):
         assert found.keys() == SAID.keys()

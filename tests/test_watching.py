@@ -194,7 +194,7 @@ def test_no_way_to_call_attention_is_silent(pool: Any, compiled: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("compiled", ["blocks", "model"])
+@pytest.mark.parametrize("compiled", ["blocks", pytest.param("model", marks=pytest.mark.nightly("compiled"))])
 def test_graph_breaks_hide_no_attention(pool: Any, compiled: str) -> None:
     """Dynamo takes minutes to fail, so a few of the ways, wrapped by torch.compile and with breaks allowed."""
     for wrong in pool(2).run(found, compiled, False, ("SDPA", "MHA", "encoder layer"), MODES[2:], timeout=300.0):
@@ -218,6 +218,7 @@ def asking(rank: int) -> tuple[Tensor, Tensor]:
     return eager, compile_parts(model, "blocks", backend="eager")(tokens_of())
 
 
+@pytest.mark.full
 def test_what_a_core_asks_that_is_not_traced(pool: Any) -> None:
     for eager, compiled in pool(2).run(asking, timeout=240.0):
         torch.testing.assert_close(compiled, eager)
@@ -241,6 +242,7 @@ def across(rank: int, compiled: str) -> None:
 
 
 @pytest.mark.parametrize("compiled", ["not", "blocks in place", pytest.param("model", marks=pytest.mark.full)])
+@pytest.mark.quick("not")
 def test_attention_to_another_length_passes(pool: Any, compiled: str) -> None:
     pool(2).run(across, compiled)
 
@@ -284,6 +286,7 @@ class Recomputed(nn.Module):
         pytest.param("blocks", True, marks=pytest.mark.full),
     ],
 )
+@pytest.mark.full
 def test_a_watch_compiles_nothing_twice(pool: Any, compiled: str, recompute: bool) -> None:
     with_watch, without = (pool(2).run(compilations, compiled, watch, recompute) for watch in (True, False))
     assert with_watch == without == [(2, 0)] * 2
@@ -307,6 +310,7 @@ def traced_twice(rank: int) -> None:
         torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(tokens_of()), want)
 
 
+@pytest.mark.full
 def test_what_compiles_without_a_watch_compiles_with_it(pool: Any) -> None:
     pool(2).run(traced_twice)
 
@@ -342,6 +346,7 @@ def other_rows(rank: int, attend: Callable[..., Tensor], compiled: str, padded: 
         for compiled, attend, padded in product(COMPILED, (part_of_rows, other_format), (False, True))
     ],
 )  # fmt: skip
+@pytest.mark.quick(without="blocks")
 def test_cores_that_attend_to_other_rows_are_refused(
     pool: Any, compiled: str, attend: Callable[..., Tensor], padded: bool
 ) -> None:
@@ -415,6 +420,7 @@ def checkpointed_blocks(rank: int, compiled: str, planned: str, skips: bool) -> 
 
 @pytest.mark.parametrize("skips", [False, pytest.param(True, marks=pytest.mark.full)], ids="skips={}".format)
 @pytest.mark.parametrize("compiled", ["not", "blocks in place", pytest.param("model", marks=pytest.mark.full)])
+@pytest.mark.quick(without="blocks")
 def test_a_watch_sees_into_checkpoints(pool: Any, compiled: str, skips: bool) -> None:
     """Whatever Dynamo's setting, whose default is False."""
     pool(2).run(checkpointed_blocks, compiled, "layers.*.core", skips)
