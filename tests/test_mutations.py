@@ -1,9 +1,10 @@
 """The mutation gate: bugs that this field is known for, planted in the package, must turn a check red.
 
 The bugs are in the folder planted. A check is a test of this suite, or a few of its cases, run on ranks on which a bug
-is planted, and later another one; without a bug all checks are green there. The quick form has one bug of each area,
-the full form all, and the nightly form all in the other order. A bug is planted at a name of the package. If that name
-is gone, the test of the bug fails and says so, and so does `test_every_seam_exists`, in the quick and the full form.
+is planted, and later another one. The quick form has one bug of each area, the full form all, and the nightly form all
+in the other order, and each check without a bug: it is green there. A bug is planted at a name of the package. If that
+name is gone, the test of the bug fails and says so, and so does `test_every_seam_exists`, in the quick and the full
+form.
 """
 
 from __future__ import annotations
@@ -520,7 +521,7 @@ def test_a_lost_seam_is_told():
         lost.made()
 
 
-@pytest.mark.full  # the quick form runs most of them as the tests that they are
+@pytest.mark.nightly("bugs")  # the other forms run most of them as the tests that they are
 @pytest.mark.parametrize("check", CHECKS)
 def test_check_is_green_without_a_bug(check, plant):
     if check in IN_TRITON:

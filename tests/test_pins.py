@@ -2,7 +2,7 @@
 
     python tests/run.py tests/test_pins.py --full               # compares most of them
     python tests/run.py tests/test_pins.py --full --write-pins  # writes records anew; git diff says what moved
-    python tests/run.py --nightly=random tests/test_pins.py --write-pins  # the others
+    python tests/run.py --nightly=random tests/test_pins.py --write-pins  # the others, and with =geometry
 
 A record is one line for each thing that can move alone. Numbers that only go down fail above their record, and below
 it until it is written anew.
