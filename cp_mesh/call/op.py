@@ -76,28 +76,25 @@ _DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 def _(q, k, v, *arguments):  # type: ignore[no-untyped-def]
     call = Call.read(arguments)
     q, k, v = map(call.format.to_bhsd, (q, k, v))
-    shapes, dtype = _kept_shapes(call, q, k, v) if call.options.keeps else [], accumulation_dtype(q.dtype)
+    method, shapes, dtype = None, [], accumulation_dtype(q.dtype)
+    if call.options.keeps:
+        from cp_mesh.call.methods import METHODS  # as in `_passes`
+
+        method = METHODS.get(call.options.method)
+    if method is not None and method.kept_shapes is not None:
+        size = call.group.size()
+        try:
+            degree = method.choose_degree(call.options, q, k, size)
+        except Exception:
+            announce_trace(call.group_name)
+            raise
+        shapes = method.kept_shapes(q, k, v, call.seq_len, size, degree)
     if shapes and not call.options.differentiable_lse:
         lse = q.new_empty(0, dtype=dtype)
     else:
         lse = call.format.lse_from_bhs(q.new_empty(q.shape[:3], dtype=dtype))
     kept = [q.new_empty(shape, dtype=x.dtype) for shape, x in zip(shapes, (q, q, lse), strict=False)]
     return call.as_asked(dense_like(q, v.shape[-1])), lse, *(kept or nothing_kept(q, lse))
-
-
-def _kept_shapes(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[int, ...]]:
-    from cp_mesh.call.methods import METHODS  # as in `_passes`
-
-    method = METHODS.get(call.options.method)
-    if method is None or method.kept_shapes is None:
-        return []
-    size = call.group.size()
-    try:
-        degree = method.choose_degree(call.options, q, k, size)
-    except Exception:
-        announce_trace(call.group_name)
-        raise
-    return method.kept_shapes(q, k, v, call.seq_len, size, degree)
 
 
 @torch.library.register_fake("cp_mesh::attention_backward", lib=library)
