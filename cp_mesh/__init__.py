@@ -1,20 +1,16 @@
 """Exact context-parallel attention on DTensor and DeviceMesh.
 
-Importing it registers every op but that of `cp_mesh.integrations.torch_api`. `verify`, `explain` and other tools are
-loaded when they are asked for. docs/design.md, "Rooms and floors", lists the folders.
+Importing it registers every op but that of `cp_mesh.integrations.torch_api`: saved graphs name them. Functions, styles
+and tools are loaded when they are asked for; plans, methods and kernels by the first call. docs/design.md, "Rooms and
+floors", lists the folders.
 """
 
 import importlib
 import typing
 
 from cp_mesh import _aliases
-from cp_mesh.call.function import attention
 from cp_mesh.comm.agreement import check_mode
 from cp_mesh.errors import ArgumentError, RankMismatchError, UnsupportedError
-from cp_mesh.flex.block_mask import create_block_mask
-from cp_mesh.flex.function import flex_attention
-from cp_mesh.geometry.balance import balance
-from cp_mesh.geometry.batch_mask import batch_mask, document_positions
 from cp_mesh.geometry.layouts import (
     Balanced,
     Contiguous,
@@ -27,30 +23,33 @@ from cp_mesh.geometry.layouts import (
     ZigZagDocuments,
 )
 from cp_mesh.geometry.mask import Mask
-from cp_mesh.inference.cache import ShardedCache
-from cp_mesh.inference.decode import decode
-from cp_mesh.sequence.sharded_sequence import ShardedSequence
-from cp_mesh.tensor_parallel.plan import tensor_parallel_plan
-from cp_mesh.tensor_parallel.styles import (
-    OverlappedColwise,
-    OverlappedRowwise,
-    VocabParallelEmbedding,
-    VocabParallelHead,
-)
-from cp_mesh.training.boundaries import GatherOutput, ShardInput
-from cp_mesh.training.clip_grad import clip_grad_norm
-from cp_mesh.training.context_parallel import ContextParallel
-from cp_mesh.training.loss import cross_entropy, valid_tokens
-from cp_mesh.training.parallelize import checkpoint_context_fn, parallelize, sum_gradients
-from cp_mesh.training.sharded_model import ShardedModel
 
-if typing.TYPE_CHECKING:
+if typing.TYPE_CHECKING:  # as `_HOMES` says
+    from cp_mesh.call.function import attention
+    from cp_mesh.flex.block_mask import create_block_mask
+    from cp_mesh.flex.function import flex_attention
+    from cp_mesh.geometry.balance import balance
+    from cp_mesh.geometry.batch_mask import batch_mask, document_positions
+    from cp_mesh.inference.cache import ShardedCache
+    from cp_mesh.inference.decode import decode
+    from cp_mesh.sequence.sharded_sequence import ShardedSequence
+    from cp_mesh.tensor_parallel.plan import tensor_parallel_plan
+    from cp_mesh.tensor_parallel.styles import (
+        OverlappedColwise,
+        OverlappedRowwise,
+        VocabParallelEmbedding,
+        VocabParallelHead,
+    )
     from cp_mesh.tools.explain.explain import explain
     from cp_mesh.tools.verify.verify import VerificationError, verify
     from cp_mesh.tools.verify.verify_model import verify_model
     from cp_mesh.tools.warm_up import warm_up
-
-_aliases.register()
+    from cp_mesh.training.boundaries import GatherOutput, ShardInput
+    from cp_mesh.training.clip_grad import clip_grad_norm
+    from cp_mesh.training.context_parallel import ContextParallel
+    from cp_mesh.training.loss import cross_entropy, valid_tokens
+    from cp_mesh.training.parallelize import checkpoint_context_fn, parallelize, sum_gradients
+    from cp_mesh.training.sharded_model import ShardedModel
 
 __all__ = [
     "ArgumentError",
@@ -98,19 +97,59 @@ __all__ = [
     "warm_up",
 ]
 
-_TOOLS = {
+_OPS = (
+    "call.op",
+    "tensor_parallel.colwise",
+    "tensor_parallel.rowwise",
+    "tensor_parallel.vocab_parallel",
+    "training.compare_inputs",
+    "training.token_losses",
+)
+"""Files that register ops."""
+_HOMES = {
+    "ContextParallel": "training.context_parallel",
+    "GatherOutput": "training.boundaries",
+    "OverlappedColwise": "tensor_parallel.styles",
+    "OverlappedRowwise": "tensor_parallel.styles",
+    "ShardInput": "training.boundaries",
+    "ShardedCache": "inference.cache",
+    "ShardedModel": "training.sharded_model",
+    "ShardedSequence": "sequence.sharded_sequence",
     "VerificationError": "tools.verify.verify",
+    "VocabParallelEmbedding": "tensor_parallel.styles",
+    "VocabParallelHead": "tensor_parallel.styles",
+    "attention": "call.function",
+    "balance": "geometry.balance",
+    "batch_mask": "geometry.batch_mask",
+    "checkpoint_context_fn": "training.parallelize",
+    "clip_grad_norm": "training.clip_grad",
+    "create_block_mask": "flex.block_mask",
+    "cross_entropy": "training.loss",
+    "decode": "inference.decode",
+    "document_positions": "geometry.batch_mask",
     "explain": "tools.explain.explain",
+    "flex_attention": "flex.function",
+    "parallelize": "training.parallelize",
+    "sum_gradients": "training.parallelize",
+    "tensor_parallel_plan": "tensor_parallel.plan",
+    "valid_tokens": "training.loss",
     "verify": "tools.verify.verify",
     "verify_model": "tools.verify.verify_model",
     "warm_up": "tools.warm_up",
 }
+"""Files of the names that are loaded when they are asked for."""
+
+_aliases.register()
+for _file in _OPS:
+    importlib.import_module(f"cp_mesh.{_file}")
 
 
 def __getattr__(name: str) -> typing.Any:
-    if name in _TOOLS:
-        globals()[name] = getattr(importlib.import_module(f"cp_mesh.{_TOOLS[name]}"), name)
+    if name in _HOMES:
+        globals()[name] = getattr(importlib.import_module(f"cp_mesh.{_HOMES[name]}"), name)
         return globals()[name]
+    if name == "flex":  # a file of 0.1, see `_aliases.moved_from`
+        return importlib.import_module("cp_mesh.flex")
     if name in _aliases.ALIASES:
         return _aliases.find(name, 2)
     raise AttributeError(f"module 'cp_mesh' has no attribute {name!r}")

@@ -36,7 +36,7 @@ from cp_mesh.errors import ArgumentError, UnsupportedError
 from cp_mesh.geometry.balance import balance
 from cp_mesh.geometry.layouts import Contiguous, Layout, Striped, ZigZag, ZigZagDocuments
 from cp_mesh.geometry.mask import Mask
-from cp_mesh.kernels import KERNELS
+from cp_mesh.kernels.table import KERNELS
 from cp_mesh.predict.machines import find_machine, write_machine
 from cp_mesh.predict.time import MACHINES
 from cp_mesh.tools.calibrate import Shapes, calibrate, table

@@ -33,7 +33,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "functional": ("FunctionalIncoming",),
     "functions": ("ScalarFunction",),
     "groups": ("parts_of",),
-    "kernels": ("KERNELS",),
+    "table": ("KERNELS",),
     "kernels.contract": ("Capability", "Kernel", "KernelTile", "Pairs", "Request", "shortfalls"),
     "layouts": ("parse_layout",),
     "machines": ("read_machine", "write_machine"),

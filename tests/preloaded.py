@@ -4,5 +4,10 @@ import inspect
 
 import ranks  # noqa: F401
 
+import cp_mesh
+
+for name in cp_mesh.__all__:
+    getattr(cp_mesh, name)  # loads it
+
 # Ops are registered with the file of their module, for which all modules' files are looked up once.
 inspect.getmodule(inspect.currentframe())

@@ -26,7 +26,7 @@ import cp_mesh
 from cp_mesh import ContextParallel, Contiguous, Mask, Permuted, ShardedSequence, Striped, attention, check_mode
 
 agreement = room("agreement")
-ops = room("op")
+passes = room("passes")
 fingerprint = inner("fingerprints", "fingerprint")
 
 WORLD_SIZE = 3
@@ -391,7 +391,7 @@ def one_more(rank: int) -> None:
     """A compiled backward, as before it on all ranks, but the odd one has had one more, of which nobody was told."""
     axis, x = mesh((WORLD_SIZE,), ("cp",)), torch.randn(B, H, ROWS, D).requires_grad_()
     call = torch.compile(functools.partial(attention, mesh=axis), backend="aot_eager")
-    with mock.patch.object(ops, "note_call", wraps=agreement.note_call) as noted:
+    with mock.patch.object(passes, "note_call", wraps=agreement.note_call) as noted:
         call(x, x, x).sum().backward()
     if rank == ODD:
         agreement.note_call(*noted.call_args.args)

@@ -199,6 +199,12 @@ def test_registration_times_every_way(tmp_path: Path) -> None:
     assert rows == [(way, which, True) for which in passes for way in ways]
 
 
+def test_the_import_is_timed() -> None:
+    done = run_script(BENCHMARKS / "importing.py", ["--repeats", "1"])
+    assert done.returncode == 0, done.printed
+    assert all(word in done.printed for word in ("cp_mesh itself", "torch.distributed.tensor", "longest chain"))
+
+
 def test_the_guard_is_timed_beside_none(tmp_path: Path) -> None:
     path = tmp_path / "guard.csv"
     done = run_script(BENCHMARKS / "guard.py", ["--repeats", "1", "--calls", "2", "--csv", path], num_ranks=2)

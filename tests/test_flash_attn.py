@@ -631,7 +631,7 @@ def run_with(path: Path, program: str) -> None:
 CHOOSE = """
 import torch, cp_mesh
 from inside import Request, inner
-choose_kernel = inner("kernels", "choose_kernel")
+choose_kernel = inner("table", "choose_kernel")
 def chosen(device, capability):
     covers = frozenset({"full", "causal"})
     return choose_kernel("auto", Request(device, capability, torch.bfloat16, covers, 64, 64, False, False, 64)).name

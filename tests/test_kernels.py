@@ -32,7 +32,7 @@ from torch import Tensor
 from cp_mesh import ArgumentError, Mask, UnsupportedError
 
 flex = room("kernel")
-choose_kernel = inner("kernels", "choose_kernel")
+choose_kernel = inner("table", "choose_kernel")
 accumulation_dtype = inner("combine", "accumulation_dtype")
 KeyGradients = inner("kernels.contract", "KeyGradients")
 VECTORS, kept_weights, philox = inner("scores", "VECTORS", "kept_weights", "philox")

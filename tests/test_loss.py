@@ -16,8 +16,8 @@ from torch.autograd import forward_ad
 
 from cp_mesh import UnsupportedError, cross_entropy
 
-loss = room("loss")
-token_losses = inner("loss", "token_losses")
+ops = room("token_losses")
+token_losses = inner("token_losses", "token_losses")
 
 N, V = 50, 33
 IGNORED = -7
@@ -59,7 +59,7 @@ def units(x: Tensor, y: Tensor) -> Tensor:
 
 
 def in_chunks_of(rows: int, logits: Tensor) -> Any:
-    return mock.patch.object(loss, "CHUNK_BYTES", rows * logits.shape[1] * (8 if logits.dtype == torch.float64 else 4))
+    return mock.patch.object(ops, "CHUNK_BYTES", rows * logits.shape[1] * (8 if logits.dtype == torch.float64 else 4))
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -97,7 +97,7 @@ def test_chunks_change_nothing(dtype: torch.dtype) -> None:
     whole = step(ours, logits, labels)
     for rows in (0, 1, 7, 25, N - 1, N):  # a row that is larger than a chunk is one
         with in_chunks_of(rows, logits):
-            assert len(list(loss._chunks(logits))) == -(-N // max(1, rows))
+            assert len(list(ops._chunks(logits))) == -(-N // max(1, rows))
             chunked = step(ours, logits, labels)
         for x, y in zip(chunked, whole, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-15, atol=1e-15)
@@ -197,9 +197,9 @@ def test_memory(dtype: torch.dtype) -> None:
 @pytest.mark.unpoisoned
 def test_a_chunk_is_bounded() -> None:
     """256 MiB of float32, or one row."""
-    chunks = list(loss._chunks(torch.empty(65536, 32768, device="meta")))
+    chunks = list(ops._chunks(torch.empty(65536, 32768, device="meta")))
     assert [(rows.stop - rows.start, len(x)) for rows, x in chunks] == [(2048, 2048)] * 32
-    chunks = list(loss._chunks(torch.empty(2, 1 << 27, device="meta")))
+    chunks = list(ops._chunks(torch.empty(2, 1 << 27, device="meta")))
     assert [rows for rows, _ in chunks] == [slice(0, 1), slice(1, 2)]
 
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cp_mesh
 from cp_mesh import ContextParallel, Contiguous, Mask, Permuted, ShardedSequence, ZigZag, attention
 
-ops = room("op")
+ops, passes = room("op"), room("passes")
 
 attention_module = room("call.function")  # whose name in the package is the function
 B, H, K, S, D, E = 2, 4, 2, 12, 6, 5
@@ -239,10 +239,10 @@ def by_dispatch(rank: int, S: int, implicit: bool) -> tuple[list[tuple[str, bool
         for x in make_qkv(B, H, K, S, D)[:3]
     ]
     sinks, ids = torch.zeros(H, dtype=torch.float64, requires_grad=True), torch.arange(S) // 3
-    make_plan = ops.make_plan
+    make_plan = passes.make_plan
     with Seen() as seen, pytest.MonkeyPatch.context() as patch, implicit_replication() if implicit else nullcontext():
-        patch.setattr(ops, "make_plan", lambda *given: plans.append(given) or make_plan(*given))
-        patch.setattr(attention_module, "make_plan", ops.make_plan)
+        patch.setattr(passes, "make_plan", lambda *given: plans.append(given) or make_plan(*given))
+        patch.setattr(attention_module, "make_plan", passes.make_plan)
         out = attention(*placed, layout=Contiguous(), mask=Mask(documents=ids), sinks=sinks)
         num_plans = len(plans)
         assert DTensor._op_dispatcher._allow_implicit_replication == implicit

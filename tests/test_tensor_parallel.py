@@ -52,7 +52,7 @@ from cp_mesh.comm.exchange import release, symmetric_memory_bytes
 
 agreement = room("agreement")
 column_linears = room("colwise")
-products = room("matmul")
+overlap = room("overlap")
 row_linears = room("rowwise")
 vocabulary = room("vocab_parallel")
 Shards = inner("shards", "Shards")
@@ -176,7 +176,7 @@ def beside_products(transport: str, folder: str = "") -> Iterator[None]:
     slow = {"PRODUCT_RATE": 1e-9, "LINK_RATE": 1e-9} if transport == "functional" else {}
     with ExitStack() as stack:
         for name, rate in slow.items():
-            stack.enter_context(mock.patch.object(products, name, rate))
+            stack.enter_context(mock.patch.object(overlap, name, rate))
         if transport == "symmetric_memory":
             stack.enter_context(double(alone_and_tp()[1].get_group(), folder))
         yield
@@ -508,7 +508,7 @@ def chosen_by_size(rank: int, given: list[tuple[int, int, int]]) -> list[str | N
     for rows, columns, count in given:
         x = torch.empty(1, rows // 2, 8192, dtype=torch.bfloat16, device="meta")
         shards = Shards(rows, tp.get_group().group_name)
-        found.append(products.chosen_transport(shards, "functional", x, (8192, columns), count))
+        found.append(overlap.chosen_transport(shards, "functional", x, (8192, columns), count))
     return found
 
 

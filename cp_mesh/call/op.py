@@ -13,10 +13,9 @@ checkpointing and compiled code see them. Of the tensors of the scores, and of t
 the backward returns gradients too: this rank's share of a sum over ranks, and empty where they are not wanted.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial, reduce
-from hashlib import sha256
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import cache, partial, reduce
 from typing import Any
 
 import torch
@@ -26,230 +25,21 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.experimental import implicit_replication, register_sharding
 from torch.distributed.tensor.placement_types import Placement
 
-from cp_mesh.call.captures import check_rows, cuts_of, to_shards, told, with_whole
 from cp_mesh.call.dtensor import place_beside, require_sharded, score_placements
 from cp_mesh.call.formats import FORMATS
-from cp_mesh.call.methods import METHODS, Plan
 from cp_mesh.call.operators import is_seen, library, refuse_tangents
-from cp_mesh.call.plan import make_plan
-from cp_mesh.call.spec import GRADED, NUM_ARGUMENTS, NUM_TENSORS, SCHEMA, Call, Operand, Options, Tensors, autocast
-from cp_mesh.comm.agreement import (
-    ORDER,
-    PASS,
-    agree_first,
-    announce_refusal,
-    announce_trace,
-    backward_of,
-    checking,
-    is_first,
-    keep_to_itself,
-    last_forward,
-    note_call,
-    note_refusals,
-    order_of,
-    require_agreement,
-)
-from cp_mesh.comm.fingerprints import fingerprint
+from cp_mesh.call.spec import GRADED, NUM_ARGUMENTS, NUM_TENSORS, SCHEMA, Call, Tensors, autocast, nothing_kept
+from cp_mesh.comm.agreement import announce_trace, backward_of, checking, last_forward
 from cp_mesh.errors import UnsupportedError, refuse
-from cp_mesh.geometry.mask import parse_mask
 from cp_mesh.kernels import functions
 from cp_mesh.kernels.combine import accumulation_dtype, dense_like
-from cp_mesh.kernels.scores import FUNCTIONS, OF_ROWS, TERMS, name_of_captured
-from cp_mesh.sequence.rows import Rows, note_called, warn_of_padding
-from cp_mesh.sequence.sharded_sequence import ROOT
-
-
-def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """A backward may run inside the caller's autocast, which would cast the fp32 sums of the kernels."""
-    device_type = x.device.type
-    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
-
-
-def length_of_call(arguments: Sequence[Any]) -> tuple[str, int | None]:
-    """The group of a call of `attention_op`, and its tokens if they must be those of the model's root."""
-    call = Call.read(arguments[3:])
-    return call.group_name, call.seq_len if call.options.of_root else None
-
-
-def check_length(seq_len: int, expected: int) -> None:
-    """Refuse a core whose rows are not those of its root. ``seq_len`` is that of its call, rows times ranks."""
-    if seq_len != expected:
-        hint = (
-            "does the core attend to a part of its rows, or call SDPA on [B, S, H, D], where it takes [B, H, S, D]? A "
-            "core of another sequence needs a ShardedSequence with its length="
-        )
-        got = f"{seq_len} by the rows of the SDPA call"
-        refuse("ContextParallel", f"attention over the root's {expected} tokens", got, hint)
-
-
-def _what_must_agree(plan: Plan, q: Tensor, k: Tensor, v: Tensor, call: Call) -> dict[str, str]:
-    """Everything that must be equal on all cp ranks."""
-    options, given = plan.options, call.tensors._asdict()
-    cuts = cuts_of(options.captured_cuts)
-    graded = [name for name in GRADED if (x := given[name]) is not None and x.requires_grad]
-    found = [(name, functions.find(getattr(options, name))) for name in FUNCTIONS]
-    # of terms by row each rank has its own: what they are like must agree
-    alike = {
-        name: tuple(size for size, dim in zip(x.shape, TERMS[name].dims, strict=True) if dim != "rows")
-        for name in OF_ROWS
-        if (x := given.pop(name)) is not None
-    }
-    return {
-        **_in_words(plan.seq_len, options, q, k, v),
-        **{name.replace("layout_", "layout "): fingerprint(x) for name, x in given.items()},
-        **{name: str(alike.get(name)) for name in OF_ROWS},
-        **{name: function.said for name, function in found if function is not None},
-        **{
-            f"captured tensor {i} of score_mod and mask_mod": told(x, cuts.get(i, ()))
-            for i, x in enumerate(call.captured)
-        },
-        "sources of block_mask": sha256(options.sources.encode()).hexdigest()[:12] if options.sources else "all",
-        "gradients wanted of": ", ".join(graded) or "none",  # Ulysses sends that of a bias
-        "kernel": plan.kernel.name,
-        "method": plan.method.name,
-    }
-
-
-def _in_words(seq_len: int, options: Options, q: Tensor, k: Tensor, v: Tensor) -> dict[str, str]:
-    """What both passes are told of a call, without its tensors."""
-    names = ("scale", "softcap", "dropout_p", "method", "ulysses_degree", "inner_ring_size", "kernel",
-             "transport", "head_chunks", "deterministic")  # fmt: skip
-    return {
-        "layout": options.layout,
-        "mask": str(parse_mask(options.mask, None, None, None)),
-        "seq_len": str(seq_len),
-        "batch, heads and head dims": str([(x.shape[0], x.shape[1], x.shape[3]) for x in (q, k, v)]),
-        "dtype": str(q.dtype),
-        "options": " ".join(f"{name}={getattr(options, name)}" for name in names),
-    }
-
-
-def _kind(arguments: Sequence[Any], q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Any, ...]:
-    """What calls of attention have in common of which the first one alone is compared; the same on all ranks."""
-    heads = q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype
-    given = *call.tensors, *call.captured
-    return _options_of(arguments, call), heads, tuple(x is not None and (x.requires_grad, x.ndim) for x in given)
-
-
-def _options_of(arguments: Sequence[Any], call: Call) -> tuple[Any, ...]:
-    """What follows the tensors of a call, without which ranks' keys a mask shows: that is new in every batch."""
-    if call.options.sources:
-        arguments = *arguments[:-1], call.options._replace(sources="some").spec()
-    return tuple(arguments[NUM_TENSORS + 1 :])
-
-
-def _attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    """Attention over the cp group. Returns out, lse, and what is kept: rows, out and lse of this rank's heads.
-
-    lse has no element where something is kept and it has no gradient.
-    """
-    call = Call.read(arguments)
-    form, group = call.format, call.group
-    q, k, v = map(form.to_bhsd, (q, k, v))
-    try:
-        root = ROOT.get()
-        if call.options.of_root and root is not None and root.sequence.mesh.get_group().group_name == call.group_name:
-            check_length(call.seq_len, root.seq_len)
-        plan = make_plan(q, k, v, call.tensors, call.seq_len, group, call.options, call.captured)
-        check_rows(plan, call)
-    except Exception as error:
-        announce_refusal(group, error)
-        raise
-    kind = _kind(arguments, q, k, v, call)
-    if checking(group):
-        told = _what_must_agree(plan, q, k, v, call)
-        require_agreement(group, {PASS: "forward", **told, ORDER: order_of(group, "forward", kind)})
-    elif is_first(group, kind):
-        agree_first(group, kind, _what_must_agree(plan, q, k, v, call))
-        if call.tensors.bias is None and plan.scores.features.isdisjoint(FUNCTIONS):  # which may hide it
-            warn_of_padding(group, plan.seq_len, plan.mask)
-    note_call(group, "forward", kind)
-    note_called(Rows(plan.options.layout, plan.seq_len, call.group_name), (q.shape[0], q.shape[2]))
-    try:
-        with _no_autocast(q):
-            out, lse, *kept = plan.method.forward(q, k, v, with_whole(plan, call), group)
-    except Exception as error:
-        keep_to_itself(error)
-        note_refusals(group, error)
-        raise
-    lse = form.lse_from_bhs(lse).contiguous() if lse.ndim > 1 else lse
-    return _as_asked(out, call), lse, *(kept or _nothing(q, lse))
-
-
-def _nothing(q: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(0), q.new_empty(0), lse.new_empty(0)
+from cp_mesh.kernels.scores import FUNCTIONS, name_of_captured
 
 
 def _without_rows(x: Tensor, seq_dim: int) -> Tensor:
     """What a backward reads of a tensor whose content it does not need: shape, strides and dtype."""
     shape = (*x.shape[:seq_dim], 0, *x.shape[seq_dim + 1 :])
     return torch.empty_strided(shape, x.stride(), dtype=x.dtype, device=x.device)
-
-
-def _attention_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    kept: Tensor | None,
-    *arguments: Any,
-) -> tuple[Tensor, ...]:
-    """Gradients of `attention_op`, given those of its results: of q, k, v, and of those named in wanted.
-
-    They are `GRADED`, and by `name_of_captured` captured tensors, whose gradients come as one flat tensor that is not
-    rounded: DTensor and autograd see into no list.
-    With ``kept``, out and lse are those that the forward kept, and q, k and v are `_without_rows`.
-    """
-    call, wanted = Call.read(arguments[:-1]), arguments[-1]
-    form, group = call.format, call.group
-    dout, q, k, v = map(form.to_bhsd, (dout, q, k, v))
-    kind = _options_of(arguments[:-1], call), q.shape[:2], k.shape[1], q.shape[3], v.shape[3], q.dtype
-    if checking(group):
-        told = {**_in_words(call.seq_len, call.options, q, k, v), "gradients wanted of": wanted}
-        require_agreement(group, {PASS: "backward", ORDER: order_of(group, "backward", kind), **told})
-    note_call(group, "backward", kind)
-    if kept is None:
-        plan = make_plan(q, k, v, call.tensors, call.seq_len, group, call.options, call.captured)
-        out, lse, keywords = form.to_bhsd(out), form.lse_to_bhs(lse), {}
-    else:
-        rows, keywords = dout.shape[2], {"kept": kept}
-        of_q, of_k, of_v = (Operand(_with_rows(x.shape, rows), x.dtype, x.device) for x in (q, k, v))
-        plan = make_plan(of_q, of_k, of_v, call.tensors, call.seq_len, group, call.options, call.captured)
-    if dlse is not None:
-        if not plan.kernel.capability.differentiable_lse:
-            raise UnsupportedError(f"kernel {plan.kernel.name!r} takes no gradient of lse; kernel='reference' does")
-        dlse = form.lse_to_bhs(dlse)
-    with _no_autocast(q):
-        names = wanted.split(",") if wanted else ()
-        given = dout, q, k, v, out, lse, dlse, with_whole(plan, call), group, names
-        *grads, of_scores = plan.method.backward(*given, **keywords)
-        of_scores = to_shards(of_scores, plan, call)
-    dq, dk, dv = (_as_asked(x, call) for x in grads)
-    of_terms = (_graded(getattr(call.tensors, name), of_scores.get(name), q) for name in GRADED)
-    read = [of_scores[name].flatten() for i in range(len(call.captured)) if (name := name_of_captured(i)) in names]
-    flat = torch.cat(read) if read else q.new_empty(0, dtype=accumulation_dtype(q.dtype))
-    return dq, dk, dv, *of_terms, flat
-
-
-def _with_rows(shape: torch.Size, num_rows: int) -> torch.Size:
-    batch, heads, _, dim = shape
-    return torch.Size((batch, heads, num_rows, dim))
-
-
-def _as_asked(x: Tensor, call: Call) -> Tensor:
-    """A [B, H, S, D] result in the caller's format; keeps its memory order, or is made contiguous."""
-    x = call.format.from_bhsd(x)
-    return x if call.options.as_inputs else x.contiguous()
-
-
-def _graded(x: Tensor | None, grad: Tensor | None, q: Tensor) -> Tensor:
-    """A new tensor: the gradient as the op returns it."""
-    if x is None or grad is None:
-        return q.new_empty(0)
-    return grad.to(x.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 # Not by `torch.library.custom_op` or `register_autograd`: these take the host 60 us more for a forward that needs
@@ -263,9 +53,22 @@ for _schema in (
     library.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
 attention_op = torch.ops.cp_mesh.attention.default
 attention_backward_op = torch.ops.cp_mesh.attention_backward.default
-_FUNCTIONS: dict[Any, Any] = {attention_op: _attention, attention_backward_op: _attention_backward}
-for _op, _function in _FUNCTIONS.items():
-    library.impl(_op._opname, torch._disable_dynamo(_function), "CompositeExplicitAutograd")
+
+
+@cache
+def _passes() -> dict[Any, Callable[..., tuple[Tensor, ...]]]:
+    """What the ops compute. Loaded by their first call: graphs that name the ops need no plan, method or kernel."""
+    from cp_mesh.call.passes import backward, forward
+
+    return {attention_op: forward, attention_backward_op: backward}
+
+
+def _compute(op: torch._ops.OpOverload, *inputs: Any) -> tuple[Tensor, ...]:
+    return _passes()[op](*inputs)
+
+
+for _op in (attention_op, attention_backward_op):
+    library.impl(_op._opname, torch._disable_dynamo(partial(_compute, _op)), "CompositeExplicitAutograd")
 _DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 
 
@@ -273,8 +76,12 @@ _DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 def _(q, k, v, *arguments):  # type: ignore[no-untyped-def]
     call = Call.read(arguments)
     q, k, v = map(call.format.to_bhsd, (q, k, v))
-    method, shapes, dtype = METHODS.get(call.options.method), [], accumulation_dtype(q.dtype)
-    if call.options.keeps and method is not None and method.kept_shapes is not None:
+    method, shapes, dtype = None, [], accumulation_dtype(q.dtype)
+    if call.options.keeps:
+        from cp_mesh.call.methods import METHODS  # as in `_passes`
+
+        method = METHODS.get(call.options.method)
+    if method is not None and method.kept_shapes is not None:
         size = call.group.size()
         try:
             degree = method.choose_degree(call.options, q, k, size)
@@ -287,7 +94,7 @@ def _(q, k, v, *arguments):  # type: ignore[no-untyped-def]
     else:
         lse = call.format.lse_from_bhs(q.new_empty(q.shape[:3], dtype=dtype))
     kept = [q.new_empty(shape, dtype=x.dtype) for shape, x in zip(shapes, (q, q, lse), strict=False)]
-    return _as_asked(dense_like(q, v.shape[-1]), call), lse, *(kept or _nothing(q, lse))
+    return call.as_asked(dense_like(q, v.shape[-1])), lse, *(kept or nothing_kept(q, lse))
 
 
 @torch.library.register_fake("cp_mesh::attention_backward", lib=library)
@@ -297,7 +104,7 @@ def _(dout, q, k, v, out, lse, dlse, kept, *arguments):  # type: ignore[no-untyp
     read = [x for i, x in enumerate(call.captured) if name_of_captured(i) in wanted]
     dtype = reduce(torch.promote_types, (x.dtype for x in read), accumulation_dtype(q.dtype))
     return (
-        *(_as_asked(dense_like(call.format.to_bhsd(x), num_rows=rows), call) for x in (q, k, v)),
+        *(call.as_asked(dense_like(call.format.to_bhsd(x), num_rows=rows)) for x in (q, k, v)),
         *(x.new_empty(x.shape) if name in wanted else q.new_empty(0) for name, x in graded.items()),
         q.new_empty(sum(x.numel() for x in read), dtype=dtype),
     )
@@ -361,7 +168,7 @@ def _call_backward(given: Sequence[Any]) -> tuple[Tensor, ...]:
     if is_seen((*given, *given[8 + NUM_TENSORS])):
         return attention_backward_op(*given)
     with torch._C._AutoDispatchBelowADInplaceOrView():
-        return _FUNCTIONS[attention_backward_op](*given)
+        return _passes()[attention_backward_op](*given)
 
 
 class _Gradients(torch.autograd.Function):
@@ -381,7 +188,7 @@ def _below_autograd(op: torch._ops.OpOverload, keys: torch._C.DispatchKeySet, in
     # Views that are made inside are nobody's: a result that is one can be written in place.
     with torch._C._AutoDispatchBelowADInplaceOrView():
         if keys.highestPriorityTypeId() in _DEVICES:  # no DTensor, no mode: nothing is asked but the function below
-            return _FUNCTIONS[op](*inputs)
+            return _passes()[op](*inputs)
         if isinstance(inputs[0], DTensor):
             return _dispatch_dtensors(op, keys, inputs)
         return op.redispatch(keys, *inputs)

@@ -148,6 +148,16 @@ class Call(NamedTuple):
         """The cp group."""
         return _resolve_process_group(self.group_name)  # type: ignore[arg-type]
 
+    def as_asked(self, x: Tensor) -> Tensor:
+        """A [B, H, S, D] result in the caller's format; keeps its memory order, or is made contiguous."""
+        x = self.format.from_bhsd(x)
+        return x if self.options.as_inputs else x.contiguous()
+
+
+def nothing_kept(q: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What the forward returns after out and lse where nothing is kept for the backward (`Options.keeps`)."""
+    return q.new_empty(0), q.new_empty(0), lse.new_empty(0)
+
 
 class Operand(NamedTuple):
     """What planning reads of a [B, H, S, D] tensor."""

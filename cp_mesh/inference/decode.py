@@ -37,10 +37,10 @@ from cp_mesh.comm.waiting import wait_for
 from cp_mesh.errors import UnsupportedError, as_int, refuse
 from cp_mesh.geometry.mask import FULL, NONE, Mask
 from cp_mesh.inference.split_kv import MAX_ROWS, attend_few
-from cp_mesh.kernels import choose_kernel
 from cp_mesh.kernels.combine import OutputSum, accumulation_dtype
 from cp_mesh.kernels.contract import Kernel, KernelTile, Pairs, Request, shortfalls
 from cp_mesh.kernels.scores import Scores
+from cp_mesh.kernels.table import choose_kernel
 from cp_mesh.kernels.triton_attention import TRITON
 
 UNUSED = NONE - 1

@@ -1,54 +1,7 @@
-"""Attention of one tile on one device: kernels by name, and the table that ``kernel="auto"`` reads.
+"""Attention of one tile on one device.
 
 Read `contract` (what a kernel is asked) and `reference` (the specification), then `scores` (terms), `functions` (those
 of users), `combine` and `merge` (one result of partial ones). The kernels are `aten` (PyTorch's), `flash_attn`,
 `flash_attn_4`, `triton_attention`, of which the other `triton_*` are parts, and `flex`. `compiling` shares what is
-compiled. "auto" takes the first that can serve the call.
+compiled. `table` names them, and of "auto" takes the first that can serve the call.
 """
-
-from __future__ import annotations
-
-from cp_mesh.errors import UnsupportedError, refuse
-from cp_mesh.kernels.aten import CPU_FLASH, CUDNN, EFFICIENT, FA2
-from cp_mesh.kernels.contract import Kernel, Request, shortfalls
-from cp_mesh.kernels.flash_attn import FA2_PACKAGE, FA3
-from cp_mesh.kernels.flash_attn_4 import FA4
-from cp_mesh.kernels.flex.kernel import FLEX
-from cp_mesh.kernels.reference import REFERENCE
-from cp_mesh.kernels.triton_attention import TRITON
-
-KERNELS: dict[str, Kernel] = {
-    kernel.name: kernel for kernel in (FA4, FA3, CUDNN, FA2, FA2_PACKAGE, EFFICIENT, TRITON, FLEX, CPU_FLASH, REFERENCE)
-}
-"""In the order of preference. On Hopper FA4 and FA3 are fastest where they are installed, then cuDNN, whose kernels
-were made for it too; FlashAttention-2 comes from the generation before, and PyTorch has its own build of it. The
-library's own Triton kernel takes what others lack: masks read from tensors, scores, determinism, gradients of lse.
-"flex" takes functions of users. The reference takes everything."""
-
-
-def choose_kernel(name: str, request: Request) -> Kernel:
-    """The kernel of that name, or for "auto" the first of `KERNELS` that can serve the request.
-
-    Raises:
-        ArgumentError: on an unknown name.
-        UnsupportedError: if the kernel cannot serve the request; the message names what it lacks and one that can.
-    """
-    able = (kernel for kernel in KERNELS.values() if not shortfalls(kernel.capability, request))  # some import packages
-    if name == "auto":
-        chosen = next(able, None)
-        if chosen is None:
-            lacks = "; ".join(
-                f"{kernel.name} lacks {', '.join(shortfalls(kernel.capability, request))}"
-                for kernel in KERNELS.values()
-            )
-            raise UnsupportedError(f"kernel='auto': no kernel can serve this call: {lacks}")
-        return chosen
-    if name not in KERNELS:
-        known = ", ".join(["auto", *KERNELS])
-        refuse("kernel", f"one of {known}", repr(name), "kernel='auto' picks one that works")
-    missing = shortfalls(KERNELS[name].capability, request)
-    if missing:
-        other = next(able, None)
-        hint = "no kernel can serve this call" if other is None else f"kernel={other.name!r} can serve this call"
-        raise UnsupportedError(f"kernel={name!r} lacks {'; '.join(missing)}; {hint}")
-    return KERNELS[name]

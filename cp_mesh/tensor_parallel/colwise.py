@@ -20,11 +20,9 @@ from cp_mesh.tensor_parallel.matmul import (
     as_batch,
     cast_alike,
     check_rows,
-    chosen_transport,
     flat_rows,
     graded_names,
     gradients_of_parameters,
-    moving,
     part_of,
     placed_as,
     refuse_second_backward,
@@ -96,6 +94,8 @@ def _compute(
     graded: str,
 ) -> list[Tensor]:
     """Outputs [..., S, O], and if asked for the gathered input [..., S, C]."""
+    from cp_mesh.tensor_parallel.overlap import chosen_transport, moving  # with the transports
+
     check_rows("column linears", x, num_rows, group_name, sharded, graded=graded, transport=transport)
     shards = Shards(num_rows, group_name, "column linears")
     if sharded and (chosen := chosen_transport(shards, transport, x, (x.shape[-1], most_features), len(weights))):
@@ -130,6 +130,8 @@ def _differentiate(
 
     ``gathers``: x is this rank's rows; else it is the whole input, and None if no weight wants a gradient.
     """
+    from cp_mesh.tensor_parallel.overlap import chosen_transport  # with the transports
+
     shards = Shards(num_rows, group_name, "backward of column linears")
     widths = weights[0].shape[1], most_features
     chosen = chosen_transport(shards, transport, douts[0], widths, len(weights)) if sharded and wants[0] else None
@@ -155,6 +157,8 @@ def _beside_copies(
     gathers: bool,
 ) -> list[Tensor]:
     """As `_differentiate`, where sums that arrive can be added to: this rank's own rows come last."""
+    from cp_mesh.tensor_parallel.overlap import moving  # with the transports
+
     rank, of_weights = shards.group.rank(), wants[1 : 1 + len(weights)]
     batches = [as_batch(dout) for dout in douts]
     with moving("symmetric_memory", shards, douts[0].device) as moves:

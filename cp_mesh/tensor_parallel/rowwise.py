@@ -20,11 +20,9 @@ from cp_mesh.tensor_parallel.matmul import (
     as_batch,
     cast_alike,
     check_rows,
-    chosen_transport,
     flat_rows,
     graded_names,
     gradients_of_parameters,
-    moving,
     part_of,
     placed_as,
     refuse_second_backward,
@@ -70,6 +68,8 @@ def _compute(
     transport: str,
     graded: str,
 ) -> Tensor:
+    from cp_mesh.tensor_parallel.overlap import chosen_transport, moving  # with the transports
+
     num_rows = x.shape[-2]
     options: dict[str, Any] = {"graded": graded, "features": len(weight), "transport": transport}
     check_rows("row linear", x, num_rows, group_name, False, "sharded", **options)
@@ -99,6 +99,8 @@ def _differentiate(
     transport: str,
 ) -> list[Tensor]:
     """Gradients of the input, if the weight is given; of the weight, if the input is; and of the bias."""
+    from cp_mesh.tensor_parallel.overlap import chosen_transport, moving  # with the transports
+
     shards = Shards(num_rows, group_name, "backward of a row linear")
     if x is None and weight is None:
         return [shards.all_sum(flat_rows(dout).sum(0))()]

@@ -34,7 +34,7 @@ from cp_mesh.flex.block_mask import check_hidden
 from cp_mesh.flex.function import Functions, ScoreMod
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Mask
-from cp_mesh.kernels import KERNELS
+from cp_mesh.kernels.table import KERNELS
 from cp_mesh.sequence.sharded_sequence import ROOT, ShardedSequence
 from cp_mesh.training.checks.config import (
     Reach,

@@ -12,17 +12,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_mesh.comm.agreement import agree_on_shapes, compare_later
 from cp_mesh.errors import ArgumentError, describe, refuse
-from cp_mesh.geometry.layouts import Layout, parse_layout
+from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Mask
-from cp_mesh.sequence.rows import CALLED, Rows, note_tokens
+from cp_mesh.sequence.rows import CALLED
 from cp_mesh.sequence.sharded_sequence import PADDING, ROOT, Root, ShardedSequence
 from cp_mesh.training.checks.coverage import Watch, watch_encoders, watching
+from cp_mesh.training.compare_inputs import compare_inputs, kind_of
 from cp_mesh.training.context_parallel import cores_of
 from cp_mesh.training.style_helpers import SUMS, announce, announcing, check_layout, claim, layout_of_call
 from cp_mesh.wrap import STYLE, replace_forward
@@ -240,7 +240,7 @@ class ShardedModel(ParallelStyle):
         group, found = self.sequence.mesh.get_group(), self._whole(arguments)
         given = [x for x in found.values() if x is not None]
         integers = [x for x in given if not x.is_floating_point()]
-        if given and not agree_on_shapes(group, _kind(found), found) and integers:
+        if given and not agree_on_shapes(group, kind_of(found), found) and integers:
             compare_later(group, integers)
 
     def _compared(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -320,31 +320,6 @@ def _loss_of(output: Any) -> Any:
     if isinstance(output, dict):
         return output.get("loss")
     return next(iter(output)) if isinstance(output, tuple) and output else getattr(output, "loss", None)
-
-
-def _kind(inputs: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple((name, None if x is None else (x.shape, x.dtype)) for name, x in inputs.items())
-
-
-# An op, so that compiled code compares when it runs. Its results are copies: an op may not return what it was given.
-@torch.library.custom_op("cp_mesh::compare_inputs", mutates_args=())
-def compare_inputs(inputs: list[Tensor], names: str, group_name: str, layout: str) -> list[Tensor]:
-    """The inputs, compared over the group in the first forward of each shape, and noted as sharded in this layout."""
-    found, group = dict(zip(names.split(), inputs, strict=True)), _resolve_process_group(group_name)  # type: ignore[arg-type]
-    if inputs and not agree_on_shapes(group, _kind(found), found):
-        compare_later(group, inputs)
-    if layout:
-        parsed, size = parse_layout(layout), group.size()
-        for name, x in found.items():
-            multiple = parsed.multiple(size)
-            rows = Rows(layout, -(-x.shape[-1] // multiple) * multiple, group_name)
-            note_tokens(name, x, parsed, rows, group)
-    return [x.clone() for x in inputs]
-
-
-@compare_inputs.register_fake
-def _(inputs: list[Tensor], names: str, group_name: str, layout: str) -> list[Tensor]:
-    return [torch.empty_like(x) for x in inputs]
 
 
 def _warn_of_averages(module: nn.Module, sequence: ShardedSequence) -> None:

@@ -34,7 +34,7 @@ from cp_mesh.call.spec import Operand, Options, Tensors
 from cp_mesh.comm.exchange import TRANSPORTS, symmetric_memory_bytes
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Band
-from cp_mesh.kernels import KERNELS
+from cp_mesh.kernels.table import KERNELS
 
 
 @dataclass(frozen=True)

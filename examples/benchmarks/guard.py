@@ -45,20 +45,16 @@ from cp_mesh import (  # noqa: E402
     cross_entropy,
 )
 from cp_mesh import parallelize as apply  # noqa: E402
-from cp_mesh.call import op as ops  # noqa: E402
+from cp_mesh.call import op, passes  # noqa: E402
 
 LOOK_UPS = {
-    "call.op": {
-        "_kind": None,
-        "checking": False,
-        "is_first": False,
-        "note_call": None,
-        "note_called": None,
-        "last_forward": None,
-    },
-    "training.sharded_model": {"_kind": None, "agree_on_shapes": True, "note_tokens": None},
+    "call.op": {"checking": False, "last_forward": None},
+    "call.passes": {"_kind": None, "checking": False, "is_first": False, "note_call": None, "note_called": None},
+    "training.sharded_model": {"kind_of": None, "agree_on_shapes": True},
+    "training.compare_inputs": {"kind_of": None, "agree_on_shapes": True, "note_tokens": None},
     "sequence.sharded_sequence": {"note_tokens": None, "note_length": None, "marked": None},
-    "training.loss": {"_is_first": False, "forget": None, "note_compiled_backward": None},
+    "training.loss": {"_is_first": False, "forget": None},
+    "training.token_losses": {"note_compiled_backward": None},
     "training.checks.gradients": {"capturing": True},
 }
 """By module: what each is replaced by a function to return."""
@@ -122,21 +118,21 @@ def of_look_ups(axis: DeviceMesh) -> Callable[[], None]:
     given: dict[str, Any] = {}
 
     def keep(name: str) -> Any:
-        original = getattr(ops, name)
+        original = getattr(passes, name)
         return lambda *arguments: (given.__setitem__(name, arguments), original(*arguments))[1]
 
     with ExitStack() as stack:
         for name in ("_kind", "note_call", "note_called"):
-            stack.enter_context(mock.patch.object(ops, name, keep(name)))
+            stack.enter_context(mock.patch.object(passes, name, keep(name)))
         of_attention(axis)()
     group = axis.get_group()
 
     def run() -> None:
-        ops.checking(group)
-        ops.is_first(group, ops._kind(*given["_kind"]))
-        ops.note_call(*given["note_call"])
-        ops.note_called(*given["note_called"])
-        ops.last_forward(group)
+        passes.checking(group)
+        passes.is_first(group, passes._kind(*given["_kind"]))
+        passes.note_call(*given["note_call"])
+        passes.note_called(*given["note_called"])
+        op.last_forward(group)
 
     return run
 

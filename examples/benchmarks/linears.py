@@ -53,7 +53,7 @@ from decoding import ROUNDING, relative  # noqa: E402
 from report import append, machine  # noqa: E402
 
 from cp_mesh import OverlappedColwise, OverlappedRowwise, parallelize  # noqa: E402
-from cp_mesh.tensor_parallel import matmul as products  # noqa: E402
+from cp_mesh.tensor_parallel import overlap  # noqa: E402
 
 COLUMNS = (
     *("date", "commit", "gpu", "world_size", "torch", "cuda", "cudnn", "nccl", "packages"),
@@ -163,7 +163,7 @@ CONTESTANTS: dict[str, Callable[[Any, DeviceMesh], nn.Module]] = {
     "torch async": partial(torchs, backend="inductor", micro_pipeline=True),
 }
 FLOOR, AT_ONCE = "floor", "cp_mesh at once"
-PER_PRODUCT = products.PER_PRODUCT
+PER_PRODUCT = overlap.PER_PRODUCT
 PLAYED = (
     "cp_mesh",
     "cp_mesh again",
@@ -195,7 +195,7 @@ class Run:
         self.x.requires_grad_()
 
     def forward(self) -> Tensor:
-        products.PER_PRODUCT = float("inf") if self.name == AT_ONCE else PER_PRODUCT  # what a part of a product costs
+        overlap.PER_PRODUCT = float("inf") if self.name == AT_ONCE else PER_PRODUCT  # what a part of a product costs
         out = self.module(self.x)
         if isinstance(out, AsyncCollectiveTensor):
             out.trigger_wait()

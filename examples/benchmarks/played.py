@@ -50,7 +50,7 @@ from cp_mesh.call.method import Plan, Setup  # noqa: E402
 from cp_mesh.comm import symmetric_memory as symmetric  # noqa: E402
 from cp_mesh.comm.groups import known_parts, parts_of  # noqa: E402
 from cp_mesh.comm.packing import Packing  # noqa: E402
-from cp_mesh.kernels import KERNELS  # noqa: E402
+from cp_mesh.kernels.table import KERNELS  # noqa: E402
 from cp_mesh.predict.machines import machine_of  # noqa: E402
 
 

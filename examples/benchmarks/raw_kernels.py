@@ -10,7 +10,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from cp_mesh.kernels import KERNELS
+from cp_mesh.kernels.table import KERNELS
 
 _aten = torch.ops.aten
 

@@ -34,11 +34,12 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).par
 from report import machine  # noqa: E402
 
 from cp_mesh.call import op as ops  # noqa: E402
+from cp_mesh.call import passes  # noqa: E402
 from cp_mesh.call.spec import NUM_TENSORS, Call, Options, Tensors  # noqa: E402
 from cp_mesh.geometry.mask import Mask  # noqa: E402
 
 PASSES = ("no_grad", "forward", "both")
-FUNCTIONS = {ops.attention_op: ops._attention, ops.attention_backward_op: ops._attention_backward}
+FUNCTIONS = {ops.attention_op: passes.forward, ops.attention_backward_op: passes.backward}
 
 
 def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

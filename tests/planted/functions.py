@@ -82,7 +82,7 @@ def _(make: Any) -> Any:
 plant("heads of DTensors count from 0", "call.function:_of_these_heads", "functions of DTensors")(
     lambda of_these_heads: lambda options, query, form: options
 )
-plant("what functions read is not compared", "op:_what_must_agree", "functions that differ")(
+plant("what functions read is not compared", "passes:_what_must_agree", "functions that differ")(
     lambda fields: with_result(fields, lambda found: {name: x for name, x in found.items() if "captured" not in name})
 )
 plant("blocks are not compared with mask_mod", "block_mask:_check_blocks", "blocks of masks")(
@@ -248,6 +248,6 @@ plant("sources that nobody sees travel", "survey:parse_sources", "traffic of mas
 plant("a mask of a sequence is taken in another layout", "rank_mask:Sources.of_call", "refused masks of sequences")(
     lambda of_call: lambda self, *place: self.table
 )
-plant("ranks may have masks of other sources", "op:_what_must_agree", "masks of sequences that differ")(
+plant("ranks may have masks of other sources", "passes:_what_must_agree", "masks of sequences that differ")(
     lambda fields: with_result(fields, lambda found: {name: x for name, x in found.items() if "sources" not in name})
 )

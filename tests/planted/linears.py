@@ -69,12 +69,12 @@ def _(backward: Any) -> Any:
     return mutant
 
 
-plant("rows never travel beside products", "matmul:chosen_transport", "order of forwards", "order of copies")(
+plant("rows never travel beside products", "overlap:chosen_transport", "order of forwards", "order of copies")(
     lambda chosen: lambda *_: None
 )
 
 
-@plant("rows are waited for before the product of this rank's own", "matmul:moving", "order of forwards")
+@plant("rows are waited for before the product of this rank's own", "overlap:moving", "order of forwards")
 def _(moving: Any) -> Any:
     class Waiting:
         def __init__(self, moves: Any) -> None:

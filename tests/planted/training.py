@@ -77,7 +77,7 @@ def _(score_placements: Any) -> Any:
     return with_result(score_placements, whole)
 
 
-plant("a core may attend to other rows than its root's", "op:check_length", "rows of the root")(
+plant("a core may attend to other rows than its root's", "passes:check_length", "rows of the root")(
     lambda check_length: lambda seq_len, expected: None
 )
 
@@ -96,7 +96,7 @@ def _(cross_entropy: Any) -> Any:
     return mutant
 
 
-@plant("ignored tokens have a gradient", "loss:_TokenLosses.backward", "loss", "chunks of the loss")
+@plant("ignored tokens have a gradient", "token_losses:_TokenLosses.backward", "loss", "chunks of the loss")
 def _(backward: Any) -> Any:
     def mutant(ctx: Any, dlosses: Any) -> Any:
         logits, labels, largest, sums = ctx.saved_tensors
@@ -106,10 +106,10 @@ def _(backward: Any) -> Any:
     return mutant
 
 
-@plant("the gradient is not scaled after the first chunk", "loss:_TokenLosses.backward", "chunks of the loss")
+@plant("the gradient is not scaled after the first chunk", "token_losses:_TokenLosses.backward", "chunks of the loss")
 def _(backward: Any) -> Any:
     def mutant(ctx: Any, dlosses: Any) -> Any:
-        _chunks = inner("loss", "_chunks")
+        _chunks = inner("token_losses", "_chunks")
 
         first = next(iter(_chunks(ctx.saved_tensors[0])))
         scale = torch.ones_like(dlosses)
@@ -119,7 +119,7 @@ def _(backward: Any) -> Any:
     return mutant
 
 
-plant("rows that do not fill a chunk are left out", "loss:_chunks", "chunks of the loss")(
+plant("rows that do not fill a chunk are left out", "token_losses:_chunks", "chunks of the loss")(
     lambda chunks: with_result(chunks, lambda rows: list(rows)[:-1])
 )
 plant("padding counts as tokens", "sharded_sequence:PADDING", "gradients of one rank")(

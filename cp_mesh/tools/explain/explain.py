@@ -21,8 +21,8 @@ from cp_mesh.errors import ArgumentError, UnsupportedError, refuse
 from cp_mesh.geometry.balance import balance, keys_seen
 from cp_mesh.geometry.layouts import Contiguous, Layout, Striped, ZigZag
 from cp_mesh.geometry.mask import Mask
-from cp_mesh.kernels import KERNELS
 from cp_mesh.kernels.contract import Capability
+from cp_mesh.kernels.table import KERNELS
 from cp_mesh.predict.machines import VARIABLE, find_machine, read_machine
 from cp_mesh.predict.time import H200, Machine
 from cp_mesh.tools.explain.telling import (

@@ -25,7 +25,8 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
-from cp_mesh.call.op import attention_op, check_length, length_of_call
+from cp_mesh.call.op import attention_op
+from cp_mesh.call.passes import check_length, length_of_call
 from cp_mesh.errors import ArgumentError, UnsupportedError, refuse
 from cp_mesh.flex.block_mask import refuse_sliced
 from cp_mesh.wrap import FILE, STYLE, WATCH, check_class, replace_forward, replaced

@@ -1,0 +1,36 @@
+"""The op by which compiled code compares the inputs of a `ShardedModel` over cp."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from cp_mesh.comm.agreement import agree_on_shapes, compare_later
+from cp_mesh.geometry.layouts import parse_layout
+from cp_mesh.sequence.rows import Rows, note_tokens
+
+
+def kind_of(inputs: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple((name, None if x is None else (x.shape, x.dtype)) for name, x in inputs.items())
+
+
+# An op, so that compiled code compares when it runs. Its results are copies: an op may not return what it was given.
+@torch.library.custom_op("cp_mesh::compare_inputs", mutates_args=())
+def compare_inputs(inputs: list[Tensor], names: str, group_name: str, layout: str) -> list[Tensor]:
+    """The inputs, compared over the group in the first forward of each shape, and noted as sharded in this layout."""
+    found, group = dict(zip(names.split(), inputs, strict=True)), _resolve_process_group(group_name)  # type: ignore[arg-type]
+    if inputs and not agree_on_shapes(group, kind_of(found), found):
+        compare_later(group, inputs)
+    if layout:
+        parsed, size = parse_layout(layout), group.size()
+        for name, x in found.items():
+            multiple = parsed.multiple(size)
+            rows = Rows(layout, -(-x.shape[-1] // multiple) * multiple, group_name)
+            note_tokens(name, x, parsed, rows, group)
+    return [x.clone() for x in inputs]
+
+
+@compare_inputs.register_fake
+def _(inputs: list[Tensor], names: str, group_name: str, layout: str) -> list[Tensor]:
+    return [torch.empty_like(x) for x in inputs]
