@@ -12,10 +12,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from cp_mesh._torch import resolve_group
 from cp_mesh.comm.agreement import agree_on_shapes, compare_later
 from cp_mesh.errors import ArgumentError, describe, refuse
 from cp_mesh.geometry.layouts import Layout, parse_layout
@@ -330,7 +330,7 @@ def _kind(inputs: dict[str, Any]) -> tuple[Any, ...]:
 @torch.library.custom_op("cp_mesh::compare_inputs", mutates_args=())
 def compare_inputs(inputs: list[Tensor], names: str, group_name: str, layout: str) -> list[Tensor]:
     """The inputs, compared over the group in the first forward of each shape, and noted as sharded in this layout."""
-    found, group = dict(zip(names.split(), inputs, strict=True)), _resolve_process_group(group_name)  # type: ignore[arg-type]
+    found, group = dict(zip(names.split(), inputs, strict=True)), resolve_group(group_name)
     if inputs and not agree_on_shapes(group, _kind(found), found):
         compare_later(group, inputs)
     if layout:
