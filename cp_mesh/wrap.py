@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from cp_mesh._torch import COMPILED
 from cp_mesh.comm.model_groups import running
 from cp_mesh.errors import UnsupportedError, describe, refuse
 
@@ -22,7 +23,6 @@ STYLE = "_cp_mesh_style"  # keys of `replace_forward`: a style's forward
 INPUT, OUTPUT = "_cp_mesh_shard_input", "_cp_mesh_gather_output"  # which a module may have beside a style
 LINEAR = "_cp_mesh_linear"  # of the styles over tp, which a module may have beside one over cp
 WATCH = "_cp_mesh_watch"  # the forward of a compiled part, which is looked at while it is traced
-COMPILED = "_orig_mod"  # in what torch.compile made of a module, the name of this
 
 
 class Replacement:
@@ -76,7 +76,7 @@ def check_plain(what: str, module: nn.Module) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         hint = "apply the plan to the plain module, which torch.jit cannot compile then; torch.compile can"
         raise UnsupportedError(describe(what, "a module in Python", "one of torch.jit", hint))
-    if COMPILED in module._modules:
+    if COMPILED in dict(module.named_children()):
         hint = "cp_mesh.parallelize applies it to the module inside; of several linears compile what holds them all"
         refuse(what, "a module", "what torch.compile made of one", hint)
 

@@ -65,10 +65,7 @@ def backward(
 @contextmanager
 def stand_in() -> Iterator[None]:
     """The operators of memory-efficient attention, on the CPU."""
-    operators = SimpleNamespace(
-        _scaled_dot_product_efficient_attention=forward, _scaled_dot_product_efficient_attention_backward=backward
-    )
-    with mock.patch.object(aten, "_aten", operators):
+    with mock.patch.object(aten, "efficient", SimpleNamespace(forward=forward, backward=backward)):
         yield
 
 

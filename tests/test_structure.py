@@ -28,6 +28,7 @@ PACKAGE = Path(cp_mesh.__file__).parent
 FLOORS: dict[str, int] = {
     "errors": 0,
     "_aliases": 0,
+    "_torch": 0,
     "geometry": 1,
     "kernels": 2,
     "comm": 2,

@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from cp_mesh._torch import resolve_group
 from cp_mesh.call.dtensor import CPAxis, cp_axes_of
 from cp_mesh.call.formats import FORMATS
 from cp_mesh.call.method import Plan, stream_of
@@ -172,7 +172,7 @@ def to_shards(gradients: Mapping[str, Tensor], plan: Plan, call: Call) -> dict[s
 def _shards(local: Tensor, cut: Cut, plan: Plan, call: Call) -> tuple[dist.ProcessGroup, list[int], Tensor | None]:
     """The group that a cut is over, the length of each rank's shard, and where each row is among them."""
     if cut.group_name:
-        group = _resolve_process_group(cut.group_name)  # type: ignore[arg-type]
+        group = resolve_group(cut.group_name)
         return group, [local.shape[cut.dim]] * group.size(), None
     size = call.group.size()
     lens = [plan.layout.shard_len(plan.seq_len, size, rank) for rank in range(size)]

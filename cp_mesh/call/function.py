@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
+from cp_mesh._torch import FakeTensor
 from cp_mesh.call.captures import place_captured
 from cp_mesh.call.dtensor import (
     CPAxis,

@@ -20,11 +20,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.experimental import implicit_replication, register_sharding
 from torch.distributed.tensor.placement_types import Placement
 
+from cp_mesh._torch import (
+    KEYS_BELOW_AUTOGRAD,
+    DispatchKey,
+    DispatchKeySet,
+    OpOverload,
+    allows_plain,
+    below_autograd,
+    in_transform,
+    resolve_group,
+    untraced,
+    without_keys,
+)
 from cp_mesh.call.dtensor import place_beside, require_sharded, score_placements
 from cp_mesh.call.formats import FORMATS
 from cp_mesh.call.operators import is_seen, library, refuse_tangents
@@ -63,13 +74,13 @@ def _passes() -> dict[Any, Callable[..., tuple[Tensor, ...]]]:
     return {attention_op: forward, attention_backward_op: backward}
 
 
-def _compute(op: torch._ops.OpOverload, *inputs: Any) -> tuple[Tensor, ...]:
+def _compute(op: OpOverload, *inputs: Any) -> tuple[Tensor, ...]:
     return _passes()[op](*inputs)
 
 
 for _op in (attention_op, attention_backward_op):
-    library.impl(_op._opname, torch._disable_dynamo(partial(_compute, _op)), "CompositeExplicitAutograd")
-_DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+    library.impl(_op, untraced(partial(_compute, _op)), "CompositeExplicitAutograd")
+_DEVICES = (DispatchKey.CPU, DispatchKey.CUDA)
 
 
 @torch.library.register_fake("cp_mesh::attention", lib=library)
@@ -151,7 +162,7 @@ class _Attention(torch.autograd.Function):
             dout = q.new_zeros(ctx.shape)
         names = ",".join([*wanted, *map(name_of_captured, read)])
         given = (dout, q, k, v, out, lse, dlse, kept, *tensors, [*captured], *ctx.others, names)
-        group = _resolve_process_group(ctx.others[2])
+        group = resolve_group(ctx.others[2])
         with backward_of(ctx.forward) if ctx.checked or checking(group) else nullcontext():
             dq, dk, dv, *grads, flat = _call_backward(given)
         named, of_tensors = dict(zip(GRADED, grads, strict=True)), dict.fromkeys(Tensors._fields)
@@ -167,7 +178,7 @@ def _call_backward(given: Sequence[Any]) -> tuple[Tensor, ...]:
     """`attention_backward_op`; where nothing would see the call, past PyTorch's dispatcher, which takes host time."""
     if is_seen((*given, *given[8 + NUM_TENSORS])):
         return attention_backward_op(*given)
-    with torch._C._AutoDispatchBelowADInplaceOrView():
+    with below_autograd():
         return _passes()[attention_backward_op](*given)
 
 
@@ -183,10 +194,10 @@ class _Gradients(torch.autograd.Function):
         raise UnsupportedError("cp_mesh::attention_backward has no gradient: attention can be differentiated once")
 
 
-def _below_autograd(op: torch._ops.OpOverload, keys: torch._C.DispatchKeySet, inputs: Sequence[Any]) -> Any:
-    keys &= torch._C._after_ADInplaceOrView_keyset
+def _below_autograd(op: OpOverload, keys: DispatchKeySet, inputs: Sequence[Any]) -> Any:
+    keys &= KEYS_BELOW_AUTOGRAD
     # Views that are made inside are nobody's: a result that is one can be written in place.
-    with torch._C._AutoDispatchBelowADInplaceOrView():
+    with below_autograd():
         if keys.highestPriorityTypeId() in _DEVICES:  # no DTensor, no mode: nothing is asked but the function below
             return _passes()[op](*inputs)
         if isinstance(inputs[0], DTensor):
@@ -194,7 +205,7 @@ def _below_autograd(op: torch._ops.OpOverload, keys: torch._C.DispatchKeySet, in
         return op.redispatch(keys, *inputs)
 
 
-def _dispatch_dtensors(op: torch._ops.OpOverload, keys: torch._C.DispatchKeySet, inputs: Sequence[Any]) -> Any:
+def _dispatch_dtensors(op: OpOverload, keys: DispatchKeySet, inputs: Sequence[Any]) -> Any:
     """By the sharding rule, with plain tensors beside DTensors, which autograd never sees as DTensors."""
     begin = 3 if op is attention_op else 8
     end = begin + NUM_TENSORS
@@ -206,24 +217,24 @@ def _dispatch_dtensors(op: torch._ops.OpOverload, keys: torch._C.DispatchKeySet,
         return op.redispatch(keys, *inputs)
     placed = place_beside(tensors._asdict(), inputs[0], form)
     # It would be turned off at the end for a caller who turned it on.
-    with nullcontext() if DTensor._op_dispatcher._allow_implicit_replication else implicit_replication():
+    with nullcontext() if allows_plain() else implicit_replication():
         return op.redispatch(keys, *inputs[:begin], *placed, *inputs[end:])
 
 
-def _with_autograd(op: torch._ops.OpOverload, graph: Any, keys: torch._C.DispatchKeySet, *inputs: Any) -> Any:
+def _with_autograd(op: OpOverload, graph: Any, keys: DispatchKeySet, *inputs: Any) -> Any:
     captured = next(x for x in inputs if isinstance(x, list | tuple))
     tensors = [x for x in (*inputs, *captured) if isinstance(x, Tensor)]
     refuse_tangents(str(op), tensors)
     graded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    if graded and torch._C._are_functorch_transforms_active():
+    if graded and in_transform():
         got, hint = "torch.func.grad or the like", "use torch.autograd.grad, or backward()"
         refuse(str(op), "no transform of torch.func", got, hint, UnsupportedError)
     return graph.apply(keys, *inputs, *captured) if graded else _below_autograd(op, keys, inputs)
 
 
 for _op, _graph in ((attention_op, _Attention), (attention_backward_op, _Gradients)):
-    _kernel = torch._disable_dynamo(partial(_with_autograd, _op, _graph))
-    library.impl(_op._opname, _kernel, "Autograd", with_keyset=True)
+    _kernel = untraced(partial(_with_autograd, _op, _graph))
+    library.impl(_op, _kernel, "Autograd", with_keyset=True)
 
 
 def _placed_like(grad: Tensor, x: Tensor) -> Tensor:
@@ -234,15 +245,15 @@ def _placed_like(grad: Tensor, x: Tensor) -> Tensor:
     return grad
 
 
-def _cast_and_call(keys: torch._C.DispatchKeySet, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Any:
+def _cast_and_call(keys: DispatchKeySet, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Any:
     """`CustomOpDef.register_autocast` fixes the dtype when it is registered; the one in force at the call is wanted."""
     cast = autocast(q, k, v)
-    with torch._C._ExcludeDispatchKeyGuard(keys):
+    with without_keys(keys):
         return attention_op(*cast, *arguments)
 
 
 for _key in ("AutocastCPU", "AutocastCUDA"):
-    _keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _key))
+    _keys = DispatchKeySet(getattr(DispatchKey, _key))
     library.impl("attention", partial(_cast_and_call, _keys), _key)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from cp_mesh._torch import below_autograd, forward_level, in_transform, num_dispatch_modes, untraced
 from cp_mesh.errors import UnsupportedError, refuse
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -28,8 +29,8 @@ def is_seen(given: Iterable[Any]) -> bool:
     """
     return (
         torch.is_grad_enabled()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
+        or num_dispatch_modes() > 0
+        or in_transform()
         or any(isinstance(x, Tensor) and type(x) not in _PLAIN for x in given)
     )
 
@@ -37,7 +38,7 @@ def is_seen(given: Iterable[Any]) -> bool:
 def refuse_tangents(what: str, given: Iterable[Any]) -> None:
     """Where nobody wants a backward, PyTorch would drop the tangents of forward-mode derivatives, and say nothing."""
     tensors = (x for x in given if isinstance(x, Tensor))
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+    if forward_level() >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         refuse(what, "inputs without tangents", "forward-mode derivatives", "use backward()", UnsupportedError)
 
 
@@ -61,7 +62,7 @@ class Operator:
         schema = torch.library.infer_schema(function, mutates_args=())
         # results lie in memory as the inputs do: Inductor may not choose other strides for these than the fakes saw
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-        library.impl(name, torch._disable_dynamo(function), "CompositeExplicitAutograd")
+        library.impl(name, untraced(function), "CompositeExplicitAutograd")
         torch.library.register_fake(f"cp_mesh::{name}", fake, lib=library)
         torch.library.register_autograd(f"cp_mesh::{name}", refuse_backward, lib=library)
         self.function, self.overload = function, getattr(torch.ops.cp_mesh, name).default
@@ -74,7 +75,7 @@ class Operator:
         if is_seen(tensors):
             return self.overload(*given)
         # Views that are made inside are nobody's: a result that is one can be written in place.
-        with torch._C._AutoDispatchBelowADInplaceOrView():
+        with below_autograd():
             return self.function(*given)
 
 

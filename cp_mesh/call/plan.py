@@ -16,8 +16,8 @@ from functools import lru_cache, partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses import FakeTensor
 
+from cp_mesh._torch import FakeTensor
 from cp_mesh.call.choose import Choice, Problem, choose, layout_and_documents
 from cp_mesh.call.double_ring import ranks_per_host
 from cp_mesh.call.method import Plan, covers_of

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, get_type_hints
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
+from cp_mesh._torch import is_batched, resolve_group
 from cp_mesh.call.formats import FORMATS, Format
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.kernels import functions
@@ -146,7 +146,7 @@ class Call(NamedTuple):
     @property
     def group(self) -> dist.ProcessGroup:
         """The cp group."""
-        return _resolve_process_group(self.group_name)  # type: ignore[arg-type]
+        return resolve_group(self.group_name)
 
     def as_asked(self, x: Tensor) -> Tensor:
         """A [B, H, S, D] result in the caller's format; keeps its memory order, or is made contiguous."""
@@ -235,7 +235,7 @@ def check_dense(name: str, x: object) -> None:
         refuse(name, "a dense tensor", "a nested one", hint, UnsupportedError)
     if x.layout != torch.strided:
         refuse(name, "a dense tensor", f"one in the layout {x.layout}", "x.to_dense() makes one", UnsupportedError)
-    if not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(x):
+    if not torch.compiler.is_compiling() and is_batched(x):
         hint = "call it once for all, with the mapped dim flattened into the batch, x.flatten(0, 1)"
         refuse(name, "no transform of torch.func", "a tensor under torch.func.vmap", hint, UnsupportedError)
 

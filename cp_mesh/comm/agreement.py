@@ -25,13 +25,11 @@ from typing import NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._compile import _disable_dynamo
-from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.utils.checkpoint import _StopRecomputationError
 
+from cp_mesh._torch import StopRecomputation, backward_number, constant_in_traces, resolve_group, timeout_of, untraced
 from cp_mesh.comm.fingerprints import Digest, fingerprint, shape_of
 from cp_mesh.comm.model_groups import beside
-from cp_mesh.comm.store_messages import Answers, Words, left_for, store_of, timeout_of
+from cp_mesh.comm.store_messages import Answers, Words, left_for, store_of
 from cp_mesh.errors import ArgumentError, RankMismatchError, describe
 
 MOST_KINDS = 256
@@ -265,7 +263,7 @@ def agree_on_shapes(
     is_new = is_first(group, kind)
     if is_new:
         agree_first(group, kind, {name: contents(x) for name, x in tensors.items()})
-    elif torch._C._current_graph_task_id() != -1:
+    elif backward_number() != -1:
         return False  # what a checkpoint computes again was compared before
     elif not (turned_off(group) or group.size() == 1 or store_of(group) is None or capturing()):
         _agree(group, {name: shape_of(x) for name, x in tensors.items()}, "cp", timeout_of(group))
@@ -408,7 +406,7 @@ def read_word() -> str:
     return "" if store is None else store.get("cp_mesh/word").decode()
 
 
-@_disable_dynamo  # which would trace it by itself, behind a graph break
+@untraced  # which would trace it by itself, behind a graph break
 def _exchange(
     group: dist.ProcessGroup, fields: Mapping[str, str], axis: str = "cp", patience: timedelta | None = None
 ) -> list[dict[str, str]]:
@@ -436,7 +434,7 @@ def _next_topic(group: dist.ProcessGroup) -> str:
     return f"{compared.plans} {compared.times}"
 
 
-@_disable_dynamo  # which would trace it by itself, behind a graph break
+@untraced  # which would trace it by itself, behind a graph break
 def announce_refusal(group: dist.ProcessGroup, error: Exception, axis: str = "cp", in_check_mode: bool = True) -> None:
     """Tell the other ranks, which may have accepted their arguments, that this one has not.
 
@@ -450,7 +448,7 @@ def announce_refusal(group: dist.ProcessGroup, error: Exception, axis: str = "cp
         in_check_mode: whether check mode compares what was refused, so that ranks of cp wait for this one there.
     """
     told: set[str] | None = vars(error).get(_TOLD, set())
-    if isinstance(error, _StopRecomputationError):
+    if isinstance(error, StopRecomputation):
         return  # no refusal: a checkpoint ends its recomputation by it, in every step
     if told is None or (isinstance(error, RankMismatchError) and not told):
         return  # of one that nobody was told of, all ranks raise their own
@@ -471,9 +469,10 @@ def announce_refusal(group: dist.ProcessGroup, error: Exception, axis: str = "cp
             Words(other, _next_topic(other), said).wait(None)
 
 
+@constant_in_traces
 def announce_trace(group_name: str, axis: str = "cp") -> None:
     """As `announce_refusal`, while torch.compile traces: of the error no word is known, as some may be symbolic."""
-    group = _resolve_process_group(group_name)  # type: ignore[arg-type]
+    group = resolve_group(group_name)
     announce_refusal(group, RuntimeError("refused while torch.compile traced it; its own error says why"), axis)
     _note_trace(group, True)
 
@@ -483,16 +482,12 @@ def _note_trace(group: dist.ProcessGroup, refused: bool) -> None:
         _compared.setdefault(each, _Compared()).refused_in_trace = refused
 
 
-# As by `torch.compiler.assume_constant_result`, which imports Dynamo: it calls this once and does not trace it.
-vars(announce_trace)["_dynamo_marked_constant"] = True
-
-
 def announce_error(group_name: str, error: Exception, axis: str = "cp") -> None:
     """`announce_refusal`, or `announce_trace` where torch.compile traces what refuses."""
     if torch.compiler.is_compiling():
         announce_trace(group_name, axis)
     else:
-        announce_refusal(_resolve_process_group(group_name), error, axis)  # type: ignore[arg-type]
+        announce_refusal(resolve_group(group_name), error, axis)
 
 
 def keep_to_itself(error: Exception) -> None:

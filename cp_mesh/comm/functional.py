@@ -8,16 +8,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cp_mesh._torch import funcol
 from cp_mesh.comm.contract import Arrived, Copy, Swap, split_arrived
 from cp_mesh.comm.packing import Packing
 from cp_mesh.comm.waiting import wait_for
 from cp_mesh.geometry.schedule import Route, Rows, Stage, num_rows
-
-_funcol = torch.ops._c10d_functional
 
 
 class _Exchange:
@@ -27,7 +25,7 @@ class _Exchange:
         self.num_rows, self._sent, self._features = sum(received_rows), sent, sent.shape[1]
         self._peers, self._group_name = [a + b for a, b in zip(received_rows, sent_rows, strict=True)], group_name
         splits = [[n * self._features for n in counts] for counts in (received_rows, sent_rows)]
-        self._received = _funcol.all_to_all_single(sent.view(-1), *splits, group_name)
+        self._received = funcol.all_to_all_single(sent.view(-1), *splits, group_name)
 
     def wait(self) -> Tensor:
         """The received buffer [rows, features], rank after rank."""

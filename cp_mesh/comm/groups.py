@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
 
+from cp_mesh._torch import constant_in_traces, flatten_mesh, resolve_group, timeout_of, world
 from cp_mesh.errors import UnsupportedError, refuse
 
 
@@ -63,12 +63,13 @@ def known_parts(group: dist.ProcessGroup) -> list[Parts]:
 
 def num_groups() -> int:
     """Groups that this rank is in, by which PyTorch names a new one."""
-    return len(dist.distributed_c10d._world.pg_names)
+    return len(world().pg_names)
 
 
+@constant_in_traces  # Dynamo cannot trace it
 def names_of_axes(group_name: str) -> list[tuple[str, str]]:
     """Names of the groups of both axes, for each mesh that was made `flat` to the group of this name."""
-    return _AXES.get(_resolve_process_group(group_name), [])  # type: ignore[arg-type]
+    return _AXES.get(resolve_group(group_name), [])
 
 
 def is_cp_axis(mesh: DeviceMesh) -> bool:
@@ -91,11 +92,12 @@ def flat(mesh: DeviceMesh) -> DeviceMesh:
     if mesh.ndim == 1:
         return mesh
     _keep_axes(mesh)
-    return mesh._flatten()
+    return flatten_mesh(mesh)
 
 
+@constant_in_traces  # Dynamo cannot trace it
 def _keep_axes(mesh: DeviceMesh) -> bool:
-    made, parts = mesh._flatten(), Parts(mesh.get_group(0), mesh.get_group(1))
+    made, parts = flatten_mesh(mesh), Parts(mesh.get_group(0), mesh.get_group(1))
     group, names = made.get_group(), (parts.outer.group_name, parts.inner.group_name)
     if names in _AXES.setdefault(group, []):
         return True
@@ -106,10 +108,6 @@ def _keep_axes(mesh: DeviceMesh) -> bool:
     if 1 < mesh.size(1) < len(ranks):
         _PARTS.setdefault(group, {})[mesh.size(1)] = parts
     return True
-
-
-# As by `torch.compiler.assume_constant_result`, which imports Dynamo: it cannot trace these.
-vars(names_of_axes)["_dynamo_marked_constant"] = vars(_keep_axes)["_dynamo_marked_constant"] = True
 
 
 def _make(group: dist.ProcessGroup, inner_size: int) -> Parts:
@@ -147,13 +145,11 @@ def _make_alone(group: dist.ProcessGroup, inner_size: int) -> Parts:
 
 def _split(group: dist.ProcessGroup, parts: list[list[int]]) -> dist.ProcessGroup:
     """The new group of this rank, of several that have all ranks of a group between them."""
-    if dist.distributed_c10d._get_default_group().bound_device_id is not None:
+    if dist.group.WORLD.bound_device_id is not None:  # type: ignore[union-attr]
         # NCCL then splits communicators, which all ranks of the one that is split must do together.
         made = dist.split_group(group, parts)
         assert made is not None, "every rank is in a part"
         return made
     ranks = dist.get_process_group_ranks(group)
     (own,) = ([ranks[i] for i in part] for part in parts if group.rank() in part)
-    options = getattr(group._get_backend(group._device_types[0]), "options", None)
-    timeout, backend = getattr(options, "_timeout", None), dist.get_backend(group)
-    return dist.new_group(own, timeout, backend, use_local_synchronization=True)
+    return dist.new_group(own, timeout_of(group), dist.get_backend(group), use_local_synchronization=True)

@@ -11,7 +11,8 @@ from functools import partial
 
 import torch.distributed as dist
 from torch import nn
-from torch._compile import _disable_dynamo
+
+from cp_mesh._torch import untraced
 
 _Axes = weakref.WeakKeyDictionary[dist.ProcessGroup, str]
 """Groups, and the axis of each, "cp" or "tp"."""
@@ -19,7 +20,7 @@ _models: weakref.WeakKeyDictionary[nn.Module, _Axes] = weakref.WeakKeyDictionary
 _beside: weakref.WeakKeyDictionary[dist.ProcessGroup, _Axes] = weakref.WeakKeyDictionary()  # of all models together
 _running: ContextVar[_Axes | None] = ContextVar("cp_mesh_running", default=None)
 # Behind a graph break Dynamo would trace the look-up by itself, in a table from which modules go meanwhile.
-_axes_of = _disable_dynamo(partial(_models.get))
+_axes_of = untraced(partial(_models.get))
 
 
 def stand_beside(module: nn.Module, groups: Mapping[dist.ProcessGroup, str]) -> None:

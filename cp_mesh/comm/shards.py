@@ -17,12 +17,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 
+from cp_mesh._torch import funcol, resolve_group
 from cp_mesh.comm.waiting import wait_for
 from cp_mesh.geometry.layouts import chunk_bounds
-
-_funcol = torch.ops._c10d_functional
 
 Result = Callable[[], Tensor]
 """Waits for a collective and returns what came."""
@@ -47,7 +45,7 @@ class Shards(NamedTuple):
 
     @property
     def group(self) -> dist.ProcessGroup:
-        return _resolve_process_group(self.group_name)  # type: ignore[arg-type]
+        return resolve_group(self.group_name)
 
     @property
     def own(self) -> int:
@@ -75,7 +73,7 @@ class Shards(NamedTuple):
             return lambda: x
         lead, most = x.shape[:-2], max(sizes)
         sent = _padded(x, most).contiguous()
-        started = _funcol.all_gather_into_tensor(sent.view(-1), len(sizes), self.group_name)
+        started = funcol.all_gather_into_tensor(sent.view(-1), len(sizes), self.group_name)
 
         def result() -> Tensor:
             parts = self._wait(started, sent).view(len(sizes), *lead, most, x.shape[-1])
@@ -95,7 +93,7 @@ class Shards(NamedTuple):
             sent = x.unflatten(-2, (len(sizes), most)).movedim(-3, 0).contiguous()  # a view of one batch row
         else:
             sent = torch.stack([_padded(part, most) for part in x.split(sizes, -2)])
-        started = _funcol.reduce_scatter_tensor(sent.view(-1), "sum", len(sizes), self.group_name)
+        started = funcol.reduce_scatter_tensor(sent.view(-1), "sum", len(sizes), self.group_name)
         return lambda: self._wait(started, sent).view(*x.shape[:-2], most, x.shape[-1])[..., :own, :].contiguous()
 
     def all_sum(self, x: Tensor) -> Result:
@@ -103,7 +101,7 @@ class Shards(NamedTuple):
         if len(self.sizes) == 1:
             return lambda: x
         sent = x.contiguous()
-        started = _funcol.all_reduce(sent, "sum", self.group_name)
+        started = funcol.all_reduce(sent, "sum", self.group_name)
         return lambda: self._wait(started, sent)
 
     def _wait(self, started: Tensor, sent: Tensor) -> Tensor:
@@ -210,7 +208,7 @@ class FunctionalSums:
         for rank, buffer in zip(others, sent, strict=True):
             write(shards.of(rank, chunk), buffer)
         counts = [sent[0].numel() * (rank != group.rank()) for rank in range(group.size())]
-        started = _funcol.all_to_all_single(sent.view(-1), counts, counts, shards.group_name)
+        started = funcol.all_to_all_single(sent.view(-1), counts, counts, shards.group_name)
         self._under_way.append((started, sent))
 
     def receive(self, chunk: slice) -> Tensor:

@@ -11,7 +11,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._compile import _disable_dynamo
+
+from cp_mesh._torch import world
 
 Answers = dict[int, dict[str, str]]
 """What ranks of a group say, by rank."""
@@ -35,7 +36,7 @@ def store_of(group: dist.ProcessGroup | None) -> Any:
 
 
 def _store_of(group: dist.ProcessGroup | None) -> Any:
-    backend, store = dist.distributed_c10d._world.pg_map.get(group, ("fake", None))  # type: ignore[arg-type]
+    backend, store = world().pg_map.get(group, ("fake", None))
     return None if backend == "fake" else store
 
 
@@ -112,11 +113,3 @@ def left_for(group: dist.ProcessGroup, topic: str) -> Answers:
         present = [rank for rank in range(size) if mine.check([f"{room}/{rank}"])]
         return {rank: json.loads(mine.get(f"{room}/{rank}")) for rank in present}
     return {}
-
-
-@_disable_dynamo  # which traces this function by itself where compiled code calls what it cannot trace
-def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """The group's own timeout for collectives."""
-    options = getattr(group._get_backend(group._device_types[0]), "options", None)
-    timeout: timedelta = getattr(options, "_timeout", None) or dist.distributed_c10d.default_pg_timeout
-    return timeout

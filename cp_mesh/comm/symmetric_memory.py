@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cp_mesh._torch import SYMMETRIC_MEMORY, raw_stream, symmetric_memory, timeout_of
 from cp_mesh.comm.contract import Arrived, Copy, Swap, split_arrived
 from cp_mesh.comm.packing import Packing
 from cp_mesh.errors import UnsupportedError
@@ -81,9 +82,9 @@ class Lane(Protocol):
 
 class _CudaWorkspace:
     def __init__(self, group: dist.ProcessGroup, nbytes: int, device: torch.device) -> None:
-        import torch.distributed._symmetric_memory as symm_mem
-
-        self.nbytes, self.captured, self._timeout_ms = nbytes, False, _timeout_ms(group)
+        symm_mem = symmetric_memory()
+        self.nbytes, self.captured = nbytes, False
+        self._timeout_ms = int(timeout_of(group, device).total_seconds() * 1000)
         self._buffer = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
         self._handle = symm_mem.rendezvous(self._buffer, group)
         self._views: dict[tuple[Any, ...], tuple[Tensor, tuple[Tensor, ...]]] = {}
@@ -102,13 +103,6 @@ class _CudaWorkspace:
 
     def barrier(self, channel: int) -> None:
         self._handle.barrier(channel=channel, timeout_ms=self._timeout_ms)
-
-
-def _timeout_ms(group: dist.ProcessGroup) -> int:
-    """The group's own timeout for collectives, in milliseconds."""
-    options = getattr(group._get_backend(torch.device("cuda")), "options", None)
-    timeout = getattr(options, "_timeout", None) or dist.distributed_c10d.default_pg_timeout
-    return int(timeout.total_seconds() * 1000)
 
 
 class _Switch:
@@ -215,7 +209,7 @@ class GroupMemory:
 
     def _current_stream(self) -> torch.cuda.Stream:
         """`torch.cuda.current_stream`, which is slow on the host; most often it is the same."""
-        address = torch._C._cuda_getCurrentRawStream(self._device.index)
+        address = raw_stream(self._device.index)
         if self._current is None or self._current[0] != address:
             self._current = address, torch.cuda.current_stream(self._device)
         return self._current[1]
@@ -302,7 +296,7 @@ def _obstacle(answers: Sequence[tuple[str, int, str | None]]) -> str | None:
 def _local_obstacle(device: torch.device) -> str | None:
     if torch.version.hip:
         return "it is not tried on ROCm"
-    if importlib.util.find_spec("torch.distributed._symmetric_memory") is None:
+    if importlib.util.find_spec(SYMMETRIC_MEMORY) is None:
         return "this PyTorch has none"
     others = [index for index in range(torch.cuda.device_count()) if index != (device.index or 0)]
     if any(not torch.cuda.can_device_access_peer(device, index) for index in others):

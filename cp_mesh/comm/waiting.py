@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
+
+from cp_mesh._torch import funcol, resolve_group
 
 
 def wait_for(started: Tensor, what: str, group_name: str, peers: Sequence[int] | None = None) -> Tensor:
@@ -26,11 +27,11 @@ def wait_for(started: Tensor, what: str, group_name: str, peers: Sequence[int] |
         RuntimeError: if a rank ended, or did not come within the group's timeout.
     """
     if torch.compiler.is_compiling():
-        return torch.ops._c10d_functional.wait_tensor(started)
+        return funcol.wait_tensor(started)
     try:
-        return torch.ops._c10d_functional.wait_tensor(started)
+        return funcol.wait_tensor(started)
     except RuntimeError as error:
-        group = _resolve_process_group(group_name)  # type: ignore[arg-type]
+        group = resolve_group(group_name)
         ranks = dist.get_process_group_ranks(group)
         others = [rank for i, rank in enumerate(ranks) if i != group.rank() and (peers is None or peers[i])]
         raise RuntimeError(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from cp_mesh._torch import SLICED_MASK_MOD, large_block
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.flex.rank_mask import Sources, Unchanged, find_sources
 from cp_mesh.flex.trace import trace
@@ -41,7 +42,7 @@ class PairMask:
         """As of a mask without blocks, whose length is not compared."""
         from torch.nn.attention import flex_attention
 
-        return (flex_attention._LARGE_SPARSE_BLOCK_SIZE,) * 2
+        return (large_block(flex_attention),) * 2
 
     @property
     def kv_num_blocks(self) -> _Anywhere:
@@ -138,7 +139,7 @@ def read_mask(
 def refuse_sliced(block_mask: Any) -> None:
     """Refuse a part of a mask, ``block_mask[...]``, whose mask_mod PyTorch takes away."""
     name = getattr(getattr(block_mask, "mask_mod", None), "__name__", "")
-    if name == "_sliced_mask_mod_error":
+    if name == SLICED_MASK_MOD:
         hint = "pass the mask of the whole sequence, heads and batch as create_block_mask made it, on every rank"
         refuse("block_mask", "a whole mask", "a slice of one, block_mask[...]", hint)
 

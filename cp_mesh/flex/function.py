@@ -10,14 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._compile import _disable_dynamo
-from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from cp_mesh._torch import forward_level, in_transform, untraced
 from cp_mesh.call.dtensor import find_cp_axis, group_that_waits
 from cp_mesh.call.formats import FORMATS
 from cp_mesh.call.function import Asked, attend, check_format
@@ -33,7 +31,7 @@ from cp_mesh.kernels.functions import ScalarFunction
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-@_disable_dynamo
+@untraced
 def flex_attention(
     query: Tensor,
     key: Tensor,
@@ -157,7 +155,7 @@ class Functions:
             last: the last index of a token. Greater ones, of padding, are this one in functions.
         """
         given = score_mod is not None or block_mask is not None
-        if given and (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0):
+        if given and (in_transform() or forward_level() >= 0):
             # The tensors that functions read would be taken for ones without derivatives.
             expected, hint = "no transform of torch.func around functions", "use torch.autograd.grad, or backward()"
             refuse("flex_attention", expected, "torch.func.grad, a dual level or the like", hint, UnsupportedError)

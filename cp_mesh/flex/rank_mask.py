@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 
+from cp_mesh._torch import funcol, times_written, untraced
 from cp_mesh.comm.agreement import agree_once, announce_refusal, is_first, keep_to_itself, leave_word, read_word
 from cp_mesh.comm.fingerprints import fingerprint
 from cp_mesh.comm.waiting import wait_for
@@ -36,7 +36,6 @@ PAIRS = 1 << 24
 """Pairs that are looked at together."""
 FAILED = 2
 """What a rank tells of all sources if it raised while it looked."""
-_funcol = torch.ops._c10d_functional
 AGAIN = "call create_block_mask again, or leave its sequence= out"
 
 
@@ -47,7 +46,7 @@ class Unchanged:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = [(weakref.ref(x), None if x.is_inference() else x._version) for x in tensors]
+        self._tensors = [(weakref.ref(x), None if x.is_inference() else times_written(x)) for x in tensors]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Unchanged) or len(self._tensors) != len(other._tensors):
@@ -111,7 +110,7 @@ class _Asked(NamedTuple):
         return place | {"B and H": f"{self.sizes}", "mask_mod": self.function.said}
 
 
-@_disable_dynamo
+@untraced
 def find_sources(
     mask_mod: Callable[..., Tensor], batch: int | None, heads: int | None, length: int, sequence: ShardedSequence
 ) -> Sources:
@@ -197,7 +196,7 @@ def _look(asked: _Asked, group: dist.ProcessGroup, kind: Hashable) -> list[bool]
 def _tell(group: dist.ProcessGroup, seen: Sequence[int], device: torch.device) -> NDArray[np.uint8]:
     """What each rank of the group tells of each source."""
     told, name = torch.tensor(seen, dtype=torch.uint8, device=device), group.group_name
-    told = wait_for(_funcol.all_gather_into_tensor(told, len(seen), name), "create_block_mask", name)
+    told = wait_for(funcol.all_gather_into_tensor(told, len(seen), name), "create_block_mask", name)
     return told.view(len(seen), -1).cpu().numpy()
 
 

@@ -18,10 +18,19 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.overrides import TorchFunctionMode
 
+from cp_mesh._torch import (
+    DispatchMode,
+    function_modes,
+    local_tensor,
+    schema_of,
+    set_grad_enabled,
+    to_copy,
+    tree_leaves,
+    tree_map_only,
+    without_modes,
+)
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.flex.fingerprint import Reached, reached_by
 from cp_mesh.kernels.combine import accumulation_dtype
@@ -79,7 +88,7 @@ def trace(
     if what == "score_mod":
         dtype = accumulation_dtype(query.dtype)
         names, dtypes = ["score", *names], [dtype, *dtypes]
-    with _disable_current_modes():  # such as those of selective checkpoints, which count operators
+    with without_modes():  # such as those of selective checkpoints, which count operators
         scalars = [torch.zeros((), dtype=x, device=query.device) for x in dtypes]
         recorder = _Recorder(what, dict(zip(names, scalars, strict=True)), has_pairs)
         functions = _Reading(what, recorder)
@@ -110,7 +119,7 @@ def _key(what: str, reached: Reached, query: Tensor, last: int | None, has_pairs
     """All on which a trace depends, but the tensors themselves; None where a mode may change what functions do."""
     device = query.device.type
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    if any(not type(x).__module__.startswith("cp_mesh.") for x in _get_current_function_mode_stack()):
+    if any(not type(x).__module__.startswith("cp_mesh.") for x in function_modes()):
         return None
     return what, reached.key, query.dtype, query.device, last, has_pairs, torch.get_default_dtype(), autocast
 
@@ -130,7 +139,7 @@ class _Reading(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map_only(DTensor, self._stand_in, (args, kwargs))
-        if func is torch._C._set_grad_enabled:
+        if func is set_grad_enabled:
             hint = "x.detach() has no gradient"
             refuse(self._what, "a function in one grad mode", "torch.no_grad or the like", hint, UnsupportedError)
         if func in _VALUES:
@@ -151,10 +160,10 @@ class _Reading(TorchFunctionMode):
 
     def _stand_in(self, x: DTensor) -> Tensor:
         if id(x) not in self._stand_ins:
-            if self._recorder.knows(x._local_tensor):
+            if self._recorder.knows(local_tensor(x)):
                 hint = "make it outside: of this one no gradient would come back"
                 refuse(self._what, "DTensors that were there before", "a DTensor made in it", hint, UnsupportedError)
-            with _disable_current_modes():
+            with without_modes():
                 self._stand_ins[id(x)] = torch.zeros(x.shape, dtype=x.dtype, device=x.device)  # they may be indices
             self.dtensors[id(self._stand_ins[id(x)])] = x
         return self._stand_ins[id(x)]
@@ -171,7 +180,7 @@ class _Reading(TorchFunctionMode):
         refuse(f"{self._what}: an index beside tensors", "integers, or a full slice", got, hint, UnsupportedError)
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(DispatchMode):
     """While a function is traced: writes down its operators as a graph of which tensors that it reads are arguments.
 
     Refuses what is no function of a pair, before it is done. `make_fx` would write the same graph, in ten times the
@@ -189,7 +198,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tags, got, hint = func.tags, "", ""
-        if func._schema.is_mutable:
+        if schema_of(func).is_mutable:
             got, hint = f"a write, {func}", "x = x + 1 makes a new tensor"
         elif torch.Tag.nondeterministic_seeded in tags:
             got, hint = f"random numbers, {func}", "make them outside, as a tensor that the function reads"
@@ -282,7 +291,7 @@ def _converted(x: Any, dtype: torch.dtype) -> Any:
     """Tensors of another dtype of the kind."""
     if not isinstance(x, Tensor) or x.dtype == dtype or _kind(x) != _kind(dtype):
         return x
-    return torch.ops.aten._to_copy.default(x, dtype=dtype)
+    return to_copy(x, dtype=dtype)
 
 
 def _dtype_of_mixed(args: Sequence[Any]) -> torch.dtype | None:

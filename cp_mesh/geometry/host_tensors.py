@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cp_mesh._torch import times_written
 from cp_mesh.errors import refuse
 
 T = TypeVar("T")
@@ -57,7 +58,7 @@ def read_once(tensor: Tensor, read: Callable[[Tensor], T]) -> T:
     notes: _Notes | None = getattr(tensor, _NOTES, None)
     if notes is None:
         return read(tensor)
-    key = read, tensor._version
+    key = read, times_written(tensor)
     if key not in notes:
         notes[key] = read(tensor)
     result: T = notes[key]

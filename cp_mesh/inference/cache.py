@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cp_mesh._torch import untraced
 from cp_mesh.call.spec import check_tensors
 from cp_mesh.comm.agreement import checking, require_agreement
 from cp_mesh.comm.fingerprints import fingerprint
@@ -90,7 +91,7 @@ class ShardedCache:
         rows = torch.arange(len(positions), device=positions.device)
         return torch.where(rows < self._further.num_keys, positions, UNUSED)
 
-    @torch._disable_dynamo
+    @untraced
     def prefill(self, key: Tensor, value: Tensor) -> None:
         """Take this rank's keys and values of the prompt, in the layout of the sequence.
 
@@ -123,7 +124,7 @@ class ShardedCache:
         self._counts, self.length = counts, length
         self._plan()
 
-    @torch._disable_dynamo
+    @untraced
     def append(self, key: Tensor, value: Tensor) -> None:
         """Take the keys and values of the tokens that follow, each of which one rank keeps.
 
@@ -183,7 +184,7 @@ class ShardedCache:
         assert self._further is not None
         self._further.append((key, value), self._allocated()[:2])
 
-    @torch._disable_dynamo
+    @untraced
     def attend(self, query: Tensor, *, mask: Mask = Mask(causal=True), **options: Any) -> Any:  # noqa: B008 - frozen
         """`decode` of the tokens that were appended last.
 

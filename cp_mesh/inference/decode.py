@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from cp_mesh._torch import funcol, untraced
 from cp_mesh.call.dtensor import find_cp_axis, group_that_waits
 from cp_mesh.call.formats import FORMATS
 from cp_mesh.call.function import Asked, make_options
@@ -45,7 +46,6 @@ from cp_mesh.kernels.triton_attention import TRITON
 
 UNUSED = NONE - 1
 """The position of a row of a cache that holds no token yet."""
-_funcol = torch.ops._c10d_functional
 
 
 class Where(NamedTuple):
@@ -124,7 +124,7 @@ def decode(
     return (out, lse) if return_lse else out
 
 
-@torch._disable_dynamo  # what is planned here no compiled code could keep
+@untraced  # what is planned here no compiled code could keep
 def _decode(
     query: Tensor, key: Tensor, value: Tensor, asked: Asked, where: Where, q_lens: Sequence[int] | None
 ) -> tuple[Tensor, Tensor]:
@@ -340,7 +340,7 @@ def _gather(
     parts += [] if q_positions is None else [q_positions[:, None]]
     own = torch.cat([_dense(x).view(torch.uint8) for x in parts], 1)
     own = torch.cat([own, own.new_zeros((most - num_rows, own.shape[1]))])
-    gathered = _funcol.all_gather_into_tensor(own, group.size(), group.group_name)
+    gathered = funcol.all_gather_into_tensor(own, group.size(), group.group_name)
     gathered = wait_for(gathered, "decode: queries of other ranks", group.group_name)
     rows = torch.cat([x[:n] for x, n in zip(gathered.view(group.size(), most, -1), q_lens, strict=True)])
     of_queries, of_positions = rows.tensor_split([B * H * D * query.element_size()], dim=1)
@@ -358,7 +358,7 @@ def _to_owners(result: Tensor, shape: Sequence[int], q_lens: Sequence[int], grou
     out, lse = _views(result, shape)
     rows = torch.cat([out, lse[..., None]], -1).permute(2, 0, 1, 3).contiguous()  # sent row by row
     own = q_lens[group.rank()]
-    received = _funcol.all_to_all_single(rows, [own] * group.size(), list(q_lens), group.group_name)
+    received = funcol.all_to_all_single(rows, [own] * group.size(), list(q_lens), group.group_name)
     received = wait_for(received, "decode: results of other ranks", group.group_name)
     pieces = received.view(group.size(), own, *rows.shape[1:]).permute(0, 2, 3, 1, 4)
     return [(x[..., :-1], x[..., -1]) for x in pieces]

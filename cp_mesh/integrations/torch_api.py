@@ -23,10 +23,10 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, experimental
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._pytree import tree_map_only
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
+from cp_mesh._torch import balances_context_parallel, function_modes, tree_map_only
 from cp_mesh.call.function import attention
 from cp_mesh.comm.agreement import agree_on_shapes
 from cp_mesh.errors import UnsupportedError, refuse
@@ -242,14 +242,13 @@ def _hold(buffers: list[Tensor], others: list[Tensor]) -> None:
 
 def _with_length(sequence: ShardedSequence, length: int) -> ShardedSequence:
     """As PyTorch cuts it; its private switch of load balancing counts here too."""
-    theirs = getattr(getattr(experimental, "_attention", None), "_cp_options", None)
-    balanced = getattr(theirs, "enable_load_balance", True) and length % (2 * sequence.cp_size) == 0
+    balanced = balances_context_parallel() and length % (2 * sequence.cp_size) == 0
     layout: Layout = ZigZag() if balanced else Contiguous()
     return replace(sequence, layout=layout, length=length)
 
 
 def _is_inside() -> bool:
-    return any(isinstance(mode, _Context) for mode in _get_current_function_mode_stack())
+    return any(isinstance(mode, _Context) for mode in function_modes())
 
 
 @torch.no_grad()

@@ -15,12 +15,12 @@ import torch
 from einops import reduce
 from torch import Tensor
 
+from cp_mesh._torch import cpu_flash, cudnn, efficient, flash
 from cp_mesh.geometry.mask import CAUSAL, Band
 from cp_mesh.kernels.contract import Capability, Pairs
 from cp_mesh.kernels.merge import BackwardTile, merging_kernel
 from cp_mesh.kernels.scores import Scores
 
-_aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -38,21 +38,17 @@ def _full_precision(x: Tensor) -> Tensor:
 
 def _cpu_flash_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scores: Scores) -> tuple[Tensor, Tensor]:
     q, k, v = (_full_precision(x) for x in (q, k, v))
-    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, cover == CAUSAL, scale=scores.scale)
+    return cpu_flash.forward(q, k, v, 0.0, cover == CAUSAL, scale=scores.scale)
 
 
 def _cpu_flash_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
     assert t.out is not None
     dout, q, k, v, out = (_full_precision(x) for x in (t.dout, t.q, t.k, t.v, t.out))
-    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout, q, k, v, out, t.lse, 0.0, t.cover == CAUSAL, scale=t.scores.scale
-    )
+    return cpu_flash.backward(dout, q, k, v, out, t.lse, 0.0, t.cover == CAUSAL, scale=t.scores.scale)
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scores: Scores) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, cover == CAUSAL, False, scale=scores.scale
-    )
+    out, lse, *_ = cudnn.forward(q, k, v, None, True, 0.0, cover == CAUSAL, False, scale=scores.scale)
     return out, lse.reshape(q.shape[:3])
 
 
@@ -60,14 +56,14 @@ def _cudnn_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
     _, seed, offset = _philox(t.q.device)
     # cuDNN's plan assumes a packed lse; a row slice of the running lse is not
     lse = t.lse.contiguous()[..., None]
-    return _aten._scaled_dot_product_cudnn_attention_backward(
+    return cudnn.backward(
         t.dout, t.q, t.k, t.v, t.out, lse, seed, offset, None, None, None, t.q.shape[2], t.k.shape[2], 0.0,
         t.cover == CAUSAL, scale=t.scores.scale,
     )  # fmt: skip
 
 
 def _fa2_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scores: Scores) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, cover == CAUSAL, False, scale=scores.scale)
+    out, lse, *_ = flash.forward(q, k, v, 0.0, cover == CAUSAL, False, scale=scores.scale)
     return out, lse
 
 
@@ -75,7 +71,7 @@ def _fa2_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
     state, _, _ = _philox(t.q.device)
     # the kernel indexes lse as packed rows
     lse = t.lse.contiguous()
-    return _aten._scaled_dot_product_flash_attention_backward(
+    return flash.backward(
         t.dout, t.q, t.k, t.v, t.out, lse, None, None, t.q.shape[2], t.k.shape[2], 0.0, t.cover == CAUSAL, state, state,
         scale=t.scores.scale,
     )  # fmt: skip
@@ -89,9 +85,7 @@ def _expand_heads(x: Tensor, num_heads: int) -> Tensor:
 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scores: Scores) -> tuple[Tensor, Tensor]:
     k, v = _expand_heads(k, q.shape[1]), _expand_heads(v, q.shape[1])
-    out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
-        q, k, v, None, True, 0.0, cover == CAUSAL, scale=scores.scale
-    )
+    out, lse, *_ = efficient.forward(q, k, v, None, True, 0.0, cover == CAUSAL, scale=scores.scale)
     return out, lse[:, :, : q.shape[2]]
 
 
@@ -100,7 +94,7 @@ def _efficient_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
     # rows past the end get lse = +inf, so their probabilities are exp(-inf) = 0
     lse = torch.nn.functional.pad(t.lse, (0, padding), value=float("inf"))
     _, seed, offset = _philox(t.q.device)
-    dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
+    dq, dk, dv, _ = efficient.backward(
         t.dout, t.q, _expand_heads(t.k, num_heads), _expand_heads(t.v, num_heads), None, t.out, lse, seed, offset,
         0.0, [True, True, True, False], t.cover == CAUSAL, scale=t.scores.scale,
     )  # fmt: skip

@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 
+from cp_mesh._torch import FakeTensorMode
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.mask import Band
 from cp_mesh.geometry.varlen import Segments

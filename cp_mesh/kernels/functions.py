@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
-from torch.utils._pytree import tree_leaves
 
+from cp_mesh._torch import dispatching, tree_leaves
 from cp_mesh.errors import refuse
 
 INDICES = ("b", "h", "q_idx", "kv_idx")
@@ -119,7 +119,7 @@ class ScalarFunction:
         for dim in (3, 2, 1, 0):
             over = [0 if i == dim else None for i in range(4)]
             call = torch.vmap(call, in_dims=(*[0] * len(scores), *over, *[None] * len(captured)))
-        with _dispatching(*_OF_VMAP):
+        with dispatching(*_OF_VMAP):
             result = call(*scores, *indices, *captured)
         return result if score is None else result.to(score.dtype)
 
@@ -136,7 +136,7 @@ class ScalarFunction:
 
         ``in_order``: sums have a fixed order.
         """
-        with _dispatching(*_OF_AUTOGRAD), torch.enable_grad(), _fixed_order(in_order):
+        with dispatching(*_OF_AUTOGRAD), torch.enable_grad(), _fixed_order(in_order):
             score = score.detach().requires_grad_()
             leaves = {i: captured[i].detach().requires_grad_() for i in wanted}
             value = self.of_pairs(score, indices, [leaves.get(i, x) for i, x in enumerate(captured)])
@@ -179,16 +179,6 @@ _OF_VMAP = (
     *("FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBackMode", "FuncTorchBatched", "FuncTorchVmapMode"),
     *("FuncTorchGradWrapper", "PythonTLSSnapshot"),
 )
-
-
-@contextmanager
-def _dispatching(*names: str) -> Iterator[None]:
-    """PyTorch's dispatcher with these keys. An op runs below autograd, and where a mode sees the op also below vmap."""
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    for name in names:
-        excluded = excluded.remove(getattr(torch._C.DispatchKey, name))
-    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
-        yield
 
 
 @contextmanager

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from cp_mesh._torch import active_ddp, at_end_of_backward, backward_number, local_tensor, times_written
 from cp_mesh.comm.agreement import capturing
 
 LOOKS = 100
@@ -112,7 +112,7 @@ def note_compiled_backward() -> None:
 
 def note_wrapper() -> None:
     """Of attention, whenever it runs."""
-    if WAITING and (wrapper := DistributedDataParallel._get_active_ddp_module()) is not None:
+    if WAITING and (wrapper := active_ddp()) is not None:
         WRAPPERS.add(wrapper)
 
 
@@ -138,7 +138,7 @@ def note_step() -> bool:
 
 def is_backward() -> bool:
     """Whether a backward runs in this thread."""
-    return torch._C._current_graph_task_id() != -1
+    return backward_number() != -1
 
 
 def forget_nobodys() -> None:
@@ -148,22 +148,18 @@ def forget_nobodys() -> None:
 
 def _current() -> _Backward | None:
     """The backward that runs, if a loss began it; one that raised has no end, and stays the last."""
-    return _running[0] if _running and _running[0].number == torch._C._current_graph_task_id() else None
+    return _running[0] if _running and _running[0].number == backward_number() else None
 
 
 def _follow(loss: Loss) -> None:
     backward = _current()
     if backward is None:
         before = [(weakref.ref(module), _gradients(module)) for module in {*WAITING, *LOOKED_AT}]
-        backward = _Backward(torch._C._current_graph_task_id(), [], before)
+        backward = _Backward(backward_number(), [], before)
         _running[:] = [backward]
         # behind the callbacks of FSDP2, which reduces the root's gradients in one of them
-        _at_end(lambda: _at_end(partial(_settle, backward)))
+        at_end_of_backward(lambda: at_end_of_backward(partial(_settle, backward)))
     backward.losses.append(loss)
-
-
-def _at_end(callback: Any) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def _settle(backward: _Backward) -> None:
@@ -185,4 +181,4 @@ def _settle(backward: _Backward) -> None:
 def _gradients(module: nn.Module) -> list[tuple[int, int]]:
     """What a backward changes of a model's gradients: which tensors they are, and how often they were written to."""
     grads = [x.grad for x in module.parameters() if x.grad is not None]
-    return [(id(x), (x._local_tensor if isinstance(x, DTensor) else x)._version) for x in grads]
+    return [(id(x), times_written(local_tensor(x) if isinstance(x, DTensor) else x)) for x in grads]

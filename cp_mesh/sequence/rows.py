@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from cp_mesh._torch import resolve_group, saved_sizes, without_function_modes, world
 from cp_mesh.comm.agreement import is_first_here, is_new_here, turned_off
 from cp_mesh.comm.fingerprints import fingerprint
 from cp_mesh.errors import refuse
@@ -89,7 +89,7 @@ def note_tokens(name: str, whole: Tensor, layout: Layout, rows: Rows, group: dis
 def _given() -> Given | None:
     """The batch of tokens that is held; none of a group that was destroyed, which later losses know nothing of."""
     given = GIVEN.get()
-    return given if given is not None and given.group() in dist.distributed_c10d._world.pg_map else None
+    return given if given is not None and given.group() in world().pg_map else None
 
 
 def mark(x: Tensor, rows: Rows, dim: int) -> Tensor:
@@ -197,7 +197,7 @@ def from_attention(x: Tensor) -> bool:
 def _of_one_row(x: Tensor, rows: int) -> bool:
     """Whether one of a rank's ``rows`` was selected, and nothing fetched from other ranks since."""
     nodes = _nodes(x, (*_HIDE, *_COLLECTIVES))
-    return any(node.name() == "SelectBackward0" and node._saved_self_sym_sizes[1:2] == (rows,) for node in nodes)
+    return any(node.name() == "SelectBackward0" and saved_sizes(node)[1:2] == (rows,) for node in nodes)
 
 
 _COLLECTIVES = ("Unshard", "Gather", "gather", "Reduce", "reduce", "AllToAll", "all_to_all", "Redistribute", "ToTorch")
@@ -243,7 +243,7 @@ def wrong_labels(
     """
     called, given, rows = _called(), _given(), marked(labels)
     if called is not None and is_whole(labels):
-        if set(dist.get_process_group_ranks(_resolve_process_group(called.rows.group_name))) <= set(ranks):  # type: ignore[arg-type]
+        if set(dist.get_process_group_ranks(resolve_group(called.rows.group_name))) <= set(ranks):
             got = f"{labels.shape[1]} rows, of the whole sequence, beside {called.shape[1]} of attention"
             return (
                 got,
@@ -263,7 +263,7 @@ def wrong_labels(
             return f"{length - 1} rows of {length}", _SHIFT
     if given is None or labels.ndim > 2 or labels.is_floating_point():
         return None
-    with torch._C.DisableTorchFunction():  # a watch over the model's forward may be on, and see what is counted here
+    with without_function_modes():  # a watch over the model's forward may be on, and see what is counted here
         found = _unlike_tokens(labels, ignore_index, given)
     return found if rows is None or (found is not None and found[0].startswith((_UNSHIFTED, _RANK))) else None
 
@@ -282,7 +282,7 @@ def likeness(labels: Tensor, ignore_index: int) -> str:
     given = _given()
     if given is None or labels.ndim > 2 or labels.is_floating_point():
         return ""
-    with torch._C.DisableTorchFunction():
+    with without_function_modes():
         compared = _next_tokens(labels, ignore_index, given)
         if compared is None:
             return ""

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import MappingKey, tree_map_with_path
 
+from cp_mesh._torch import MappingKey, funcol, tree_map_with_path
 from cp_mesh.comm.groups import as_mesh, flat, is_cp_axis
 from cp_mesh.comm.waiting import wait_for
 from cp_mesh.comm.whole import gather, scatter_sum
@@ -35,9 +35,6 @@ PADDING = {
     **dict.fromkeys(("documents", "blocks"), EXCLUDED),
 }
 """Values that pad leaves of these names. Floating-point leaves of other names are padded with 0."""
-
-
-_funcol = torch.ops._c10d_functional
 
 
 @dataclass(frozen=True)
@@ -398,7 +395,7 @@ class _AllReduce(torch.autograd.Function):
 
 
 def _sum(x: Tensor, group_name: str, what: str) -> Tensor:
-    return wait_for(_funcol.all_reduce(x.contiguous(), "sum", group_name), what, group_name)
+    return wait_for(funcol.all_reduce(x.contiguous(), "sum", group_name), what, group_name)
 
 
 class _Unshard(torch.autograd.Function):

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 
+from cp_mesh._torch import in_transform, resolve_group, spec_of_dtensor
 from cp_mesh.call.spec import autocast
 from cp_mesh.comm.agreement import agree_once, announce_refusal
 from cp_mesh.comm.fingerprints import fingerprint
@@ -61,12 +61,12 @@ def placed_as(grad: Tensor, spec: Any) -> Tensor:
 
 def spec_of(parameter: Any) -> Any:
     """What `placed_as` is told of a parameter, without keeping it."""
-    return parameter._spec if isinstance(parameter, DTensor) else None
+    return spec_of_dtensor(parameter) if isinstance(parameter, DTensor) else None
 
 
 def refuse_transforms(what: str) -> None:
     """Refuse what differentiates otherwise than backward() does."""
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+    if not torch.compiler.is_compiling() and in_transform():
         hint = "use backward() or torch.autograd.grad"
         refuse(f"cp_mesh: {what}", "no transform of torch.func", "vmap, grad or the like", hint, UnsupportedError)
 
@@ -123,7 +123,7 @@ def check_rows(
     ``graded``: what `graded_names` returns of the call's tensors. ``alike``: tensors that must be equal on all ranks.
     ``features``: in the place of those of x, where these may differ between ranks.
     """
-    group: dist.ProcessGroup = _resolve_process_group(group_name)  # type: ignore[arg-type]
+    group: dist.ProcessGroup = resolve_group(group_name)
     try:
         expected = Shards(num_rows, group_name).own if sharded else num_rows
         if x.shape[-2] != expected:

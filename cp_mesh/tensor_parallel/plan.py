@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
 
+from cp_mesh._torch import Dropout
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.tensor_parallel.styles import (
     Mode,
@@ -168,11 +169,11 @@ class _Found:
     def add_other(self, path: str) -> None:
         """Any other module: its style if it is known, a refusal if it is not and has parameters."""
         module, (parent, _, name) = self.modules[path], path.rpartition(".")
-        options = {"dropout": module.p} if isinstance(module, nn.modules.dropout._DropoutNd) else vars(module)
+        options = {"dropout": module.p} if isinstance(module, Dropout) else vars(module)
         for key, p in options.items():  # attention's is drawn for this rank's heads
             if "dropout" in key and not key.startswith("att") and isinstance(p, float) and p > 0:
                 _refuse(path, f"{key}=0", p, "each rank would draw for itself")
-        shapes = {tuple(x.shape) for x in module._parameters.values() if x is not None}
+        shapes = {tuple(x.shape) for x in module.parameters(recurse=False)}
         if not shapes or (isinstance(module, nn.Linear) and path in self.styles):
             return
         is_after = name == _AFTER or (name == _EITHER and self._has_weights(parent, [_AFTER]))

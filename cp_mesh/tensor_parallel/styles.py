@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from cp_mesh._torch import is_view, times_written
 from cp_mesh.call.spec import check_choice, is_autocast
 from cp_mesh.comm.agreement import announce_error
 from cp_mesh.comm.exchange import TRANSPORTS
@@ -182,7 +183,7 @@ class _Together:
 
 def _version(x: Tensor) -> int:
     """How often a tensor was written, as far as that is counted."""
-    return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
+    return 0 if torch.compiler.is_compiling() or x.is_inference() else times_written(x)
 
 
 class OverlappedRowwise(ParallelStyle):
@@ -320,8 +321,8 @@ class VocabParallelHead(ParallelStyle):
         num_rows, x = where.read("VocabParallelHead", input, Shard(input.ndim - 2) if sharded else Replicate())
         weight = where.local(module.weight)
         assert isinstance(module, nn.Linear) and weight is not None
-        is_view = not torch.compiler.is_compiling() and x._is_view()  # of which FSDP2 warns where a model returns it
-        x = _hidden(x, weight) if isinstance(input, DTensor) or is_view or not x.requires_grad else x
+        of_other = not torch.compiler.is_compiling() and is_view(x)  # of which FSDP2 warns where a model returns it
+        x = _hidden(x, weight) if isinstance(input, DTensor) or of_other or not x.requires_grad else x
         return DeferredLogits(x, Head(weight, own[0], module.out_features, where.group_name), num_rows, sharded)
 
 

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 
+from cp_mesh._torch import constant_in_traces, resolve_group
 from cp_mesh.call.spec import autocast
 from cp_mesh.comm.shards import Shards
 from cp_mesh.errors import UnsupportedError, refuse
@@ -80,16 +80,13 @@ class Head:
             refuse("DeferredLogits", "the weight of the last linear", "one that FSDP2 has freed", hint)
 
 
+@constant_in_traces
 def check_ranks(group_name: str, names: Sequence[str]) -> None:
     """Refuse a loss over groups of which one holds several ranks of tp: their equal labels would be counted twice."""
-    tp, *groups = ({*dist.get_process_group_ranks(_resolve_process_group(x))} for x in (group_name, *names))  # type: ignore[arg-type]
+    tp, *groups = ({*dist.get_process_group_ranks(resolve_group(x))} for x in (group_name, *names))
     if shared := next((sorted(tp & ranks) for ranks in groups if len(tp & ranks) > 1), None):
         hint = 'leave tp out: mesh["dp", "cp"]._flatten("dp_cp")'
         refuse("cross_entropy: mesh", "ranks that hold distinct tokens", f"ranks {shared} of one tp group", hint)
-
-
-# As by `torch.compiler.assume_constant_result`, which imports Dynamo: it calls this once and does not trace it.
-vars(check_ranks)["_dynamo_marked_constant"] = True
 
 
 class DeferredLogits(NamedTuple):
@@ -197,7 +194,7 @@ def _head_losses(
         torch.amax(x, 1, keepdim=True, out=largest)
         torch.sum(x.sub_(largest).exp_(), 1, keepdim=True, out=sums)
     found[2].masked_fill_(~own[:, None], 0)
-    tp_size = _resolve_process_group(group_name).size()  # type: ignore[arg-type]
+    tp_size = resolve_group(group_name).size()
     every = Shards(3 * tp_size, group_name, "cross_entropy").gather(found.flatten(1))().view(tp_size, 3, -1, 1)
     largest = every[:, 0].amax(0)
     sums = (every[:, 1] * (every[:, 0] - largest).exp()).sum(0)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from cp_mesh._torch import devices_of_group, multiply_each, norm_of_each
 from cp_mesh.errors import refuse
 from cp_mesh.training.loss import groups_of
 
@@ -93,7 +94,7 @@ def clip_grad_norm(
     factor = (max_norm / (total + _EPS)).clamp(max=1.0)
     for alike in _by_device_and_dtype(grads):
         if _at_once(alike[0], foreach):
-            torch._foreach_mul_(alike, factor.to(alike[0].device))
+            multiply_each(alike, factor.to(alike[0].device))
         else:
             for grad in alike:
                 grad.mul_(factor.to(grad.device))
@@ -136,7 +137,7 @@ def _power_sum(
     norms: list[Tensor] = []
     for alike in _by_device_and_dtype([grad for grad in grads if grad.numel()]):
         if _at_once(alike[0], foreach):
-            norms += torch._foreach_norm(alike, norm_type, dtype=dtype)
+            norms += norm_of_each(alike, norm_type, dtype=dtype)
         else:
             norms += [torch.linalg.vector_norm(grad, norm_type, dtype=dtype) for grad in alike]
     if not norms:
@@ -148,7 +149,7 @@ def _power_sum(
 def _all_reduce(values: Tensor, group: dist.ProcessGroup, norm_type: float) -> Tensor:
     """Sums over the group, or largest values; nan stays nan."""
     device = values.device  # the host, where FSDP2 keeps parameters there and the group is of NCCL
-    if device.type not in (kinds := [kind.type for kind in group._device_types]):
+    if device.type not in (kinds := [kind.type for kind in devices_of_group(group)]):
         values = values.to(kinds[0])
     if not math.isinf(norm_type):
         dist.all_reduce(values, group=group)

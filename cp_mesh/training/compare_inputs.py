@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 
+from cp_mesh._torch import resolve_group
 from cp_mesh.comm.agreement import agree_on_shapes, compare_later
 from cp_mesh.geometry.layouts import parse_layout
 from cp_mesh.sequence.rows import Rows, note_tokens
@@ -19,7 +19,7 @@ def kind_of(inputs: dict[str, Any]) -> tuple[Any, ...]:
 @torch.library.custom_op("cp_mesh::compare_inputs", mutates_args=())
 def compare_inputs(inputs: list[Tensor], names: str, group_name: str, layout: str) -> list[Tensor]:
     """The inputs, compared over the group in the first forward of each shape, and noted as sharded in this layout."""
-    found, group = dict(zip(names.split(), inputs, strict=True)), _resolve_process_group(group_name)  # type: ignore[arg-type]
+    found, group = dict(zip(names.split(), inputs, strict=True)), resolve_group(group_name)
     if inputs and not agree_on_shapes(group, kind_of(found), found):
         compare_later(group, inputs)
     if layout:

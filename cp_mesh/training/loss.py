@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from cp_mesh._torch import funcol
 from cp_mesh.comm.agreement import announce_error, is_first_here, leave_word, read_word
 from cp_mesh.comm.waiting import wait_for
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe, refuse
@@ -29,9 +30,6 @@ from cp_mesh.sequence.rows import (
 )
 from cp_mesh.tensor_parallel.vocab_parallel import DeferredLogits, check_ranks
 from cp_mesh.training.token_losses import token_losses
-
-_funcol = torch.ops._c10d_functional
-
 
 _FLAG = 1 << 44
 """Added to the number of valid tokens by a rank that found its labels wrong, so that all hear of it in one sum."""
@@ -163,7 +161,7 @@ def valid_tokens(labels: Tensor, mesh: DeviceMesh | dist.ProcessGroup, *, ignore
 
 def _sum_over(groups: list[dist.ProcessGroup], valid: Tensor, function: str) -> Tensor:
     for group in groups:
-        summed = _funcol.all_reduce(valid, "sum", group.group_name)
+        summed = funcol.all_reduce(valid, "sum", group.group_name)
         valid = wait_for(summed, f"{function}: the number of valid tokens", group.group_name)
     return valid
 

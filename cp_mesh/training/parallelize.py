@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from cp_mesh._torch import COMPILED, application
 from cp_mesh.comm.groups import as_mesh
 from cp_mesh.comm.model_groups import stand_beside
 from cp_mesh.errors import UnsupportedError, refuse, written
@@ -34,7 +35,7 @@ from cp_mesh.training.checks.inputs import watch_rootless
 from cp_mesh.training.context_parallel import ContextParallel, cross_attention
 from cp_mesh.training.sharded_model import ShardedModel
 from cp_mesh.training.style_helpers import RANKS, SUMS, styles_of
-from cp_mesh.wrap import COMPILED, STYLE, check_plain, plain_name, replaced
+from cp_mesh.wrap import STYLE, check_plain, plain_name, replaced
 
 _OVER_CP = ShardedModel | ContextParallel | ShardInput | GatherOutput
 _Place = tuple[str, nn.Module, str]
@@ -103,7 +104,7 @@ def parallelize(
     tied = _tied(module)
     for name, (_, style) in chosen.items():
         trained = {key: x.requires_grad for key, x in modules[name].named_parameters()}
-        style._apply(modules[name], mesh)
+        application(style)(modules[name], mesh)
         if (core := replaced(modules[name], STYLE)) is not None:
             core.where = name
         for key, parameter in modules[name].named_parameters():
@@ -207,9 +208,9 @@ def _tied(module: nn.Module) -> list[list[_Place]]:
     """The places of each parameter or buffer that has several."""
     found: dict[int, list[_Place]] = {}
     for path, part in module.named_modules():
-        for name, x in (*part._parameters.items(), *part._buffers.items()):
-            if x is not None:
-                found.setdefault(id(x), []).append((plain_name(f"{path}.{name}").lstrip("."), part, name))
+        whole = {"recurse": False, "remove_duplicate": False}
+        for name, x in (*part.named_parameters(**whole), *part.named_buffers(**whole)):
+            found.setdefault(id(x), []).append((plain_name(f"{path}.{name}").lstrip("."), part, name))
     return [places for places in found.values() if len(places) > 1]
 
 

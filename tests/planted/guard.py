@@ -66,6 +66,6 @@ plant("an optimizer in the backward comes after it", "sequence.losses:note_step"
 plant("each of the accumulated losses counts alone", "gradients:_Found.is_averaged", "gradients of a step")(
     lambda is_averaged: lambda self, num_ranks: any(factor <= 1 for factor in self.factors)
 )
-plant("a first call waits longer than its group", "store_messages:timeout_of", "patience")(
-    lambda timeout_of: lambda group: 4 * timeout_of(group)
+plant("a first call waits longer than its group", "_torch:timeout_of", "patience")(
+    lambda timeout_of: lambda *given: 4 * timeout_of(*given)
 )

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 from transformers import PreTrainedModel, masking_utils
 
+from cp_mesh._torch import Convolution
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.layouts import Striped
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
@@ -37,7 +38,7 @@ _PLAIN_HEAD = frozenset(
 )
 """What the forward of a class reads that gives the logits of its lm_head to its loss_function as they are."""
 _LINEARS = ("mode", "recompute_all_gather", "transport")
-_MIXERS = (nn.modules.conv._ConvNd, nn.RNNBase)
+_MIXERS = (Convolution, nn.RNNBase)
 _WORDS = ("mamba", "rwkv", "recurrent", "deltanet", "linearattention", "shortconv", "indexer", "ngram", "hyena")
 
 

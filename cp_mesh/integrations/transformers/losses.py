@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from cp_mesh._torch import times_written
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.integrations.transformers.masks import Batch
 from cp_mesh.kernels.combine import accumulation_dtype
@@ -47,7 +48,7 @@ class Losses:
         share = cross_entropy(logits, labels, self.data, count=num_items_in_batch)
         with torch.inference_mode(False):  # its version is read, which tensors of inference have not
             batch.loss = share.clone() if share.is_inference() else share
-        batch.version = batch.loss._version
+        batch.version = times_written(batch.loss)
         return batch.loss if batch.kept is None else batch.loss.clone()  # to which the model adds its routers' loss
 
     def check_router(self, module: Any) -> None:
@@ -98,7 +99,7 @@ class Losses:
 
     def check(self, module: Any, batch: Batch, loss: Any) -> None:
         """Refuse another loss of the model than that of its labels; `of_routers` compared it where it has two."""
-        changed = batch.kept is None and batch.loss is not None and batch.loss._version != batch.version
+        changed = batch.kept is None and batch.loss is not None and times_written(batch.loss) != batch.version
         if loss is not batch.loss or changed:
             hint = f"pass no labels and take cp_mesh.cross_entropy of the logits; or switch the term off, as {_ROUTER}"
             what = "the loss of the labels alone"

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from cp_mesh._torch import COMPILED_CALL
 from cp_mesh.call.function import Asked, check_asked
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.layouts import Layout, ZigZag
@@ -223,7 +224,7 @@ class _Adapter:
             output["loss"] = self.losses.of_labels(output["logits"], labels, None, whole.get("num_items_in_batch"))
         if batch.kept is not None:
             self.losses.of_routers(module, batch, batch.kept, output)
-        compiled = any(part._compiled_call_impl is not None for part in module.modules())
+        compiled = any(getattr(part, COMPILED_CALL) is not None for part in module.modules())
         if batch.cores < (self.facts.layers or 0) and not compiled:
             got = f"{batch.cores} calls of attention in {self.facts.layers} layers"
             hint = "the others saw the rows of one shard; this model is not available"

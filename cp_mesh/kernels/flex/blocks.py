@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cp_mesh._torch import times_written
 from cp_mesh.kernels.flex.programs import program
 from cp_mesh.kernels.flex.tiles import Tile, kept_of
 
@@ -27,7 +28,7 @@ def blocks_of(tile: Tile, shape: tuple[int, int, int, int]) -> Any:
     mask_mod = scores.mask_mod
     read = () if mask_mod is None else tile.of_mask[1 + len(tile.rows.tensors) :]
     first = scores.first_batch, scores.first_head  # chunks of heads share a tile
-    of_read = ((x.data_ptr(), x.stride(), x._version) for x in read)
+    of_read = ((x.data_ptr(), x.stride(), times_written(x)) for x in read)
     if any(x.is_inference() for x in read):  # which do not tell of writes
         return _made(tile, shape)
     key = "blocks", mask_mod and mask_mod.handle, *shape, *first, *of_read

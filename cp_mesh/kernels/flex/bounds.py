@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from cp_mesh._torch import to_copy
+
 Bounds = tuple[int, int] | None  # None: not known
 aten = torch.ops.aten
 MOST = 2**31 - 1
@@ -92,7 +94,7 @@ def may_leave_32_bits(graph: Graph, indices: Collection[Node], bounds: Mapping[N
         if node.op != "call_function" or getattr(node.meta.get("val"), "dtype", None) != torch.int64:
             continue
         wide = (x for x in node.all_input_nodes if x not in of_32 and x.meta["val"].dtype == torch.int64)
-        named = node.target is aten._to_copy.default and node.kwargs.get("dtype") == torch.int64
+        named = node.target is to_copy and node.kwargs.get("dtype") == torch.int64
         if node.target is aten.index.Tensor or named or any(True for _ in wide):
             continue
         of_32.add(node)
@@ -121,7 +123,7 @@ def _bounds(node: Node, found: Mapping[Node, Bounds]) -> Bounds:
         return _of_argument(args[1], found)
     if target in _ALWAYS and type(args[1]) is int and args[1] > 0:
         return _ALWAYS[target](args[1])
-    if target in (aten.where.self, aten._to_copy.default):
+    if target in (aten.where.self, to_copy):
         parts = [_of_argument(x, found) for x in (args[1:] if target is aten.where.self else args)]
         return None if None in parts else (min(a for a, _ in parts), max(b for _, b in parts))  # type: ignore[misc]
     if target is aten.clamp.default:

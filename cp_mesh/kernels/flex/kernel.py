@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cp_mesh._torch import flex_lowering, flex_operators
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.contract import Capability, Pairs
 from cp_mesh.kernels.flex.blocks import blocks_of
@@ -65,8 +66,6 @@ def _apart(blocks: Any) -> tuple[tuple[Tensor, ...], Callable[[Sequence[Tensor],
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, cover: Pairs, scores: Scores) -> tuple[Tensor, Tensor]:
-    from torch._higher_order_ops.flex_attention import flex_attention
-
     num_q = q.shape[2]
     q, k, v = padded(cover, q, False), padded(cover, k, True), padded(cover, v, True)
     tile = Tile(cover, scores, accumulation_dtype(q.dtype))
@@ -75,6 +74,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, cover: Pairs, scores: Scores) -> t
     chosen = _OPTIONS | _stages(tile, q, v)
 
     def make(options: dict[str, int]) -> Callable[..., Any]:
+        flex_attention = flex_operators().flex_attention
+
         def function(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
             blocks = together(tensors[: ends[0]], tile.mask)
             given = tuple(tensors[ends[0] : ends[1]]), tuple(tensors[ends[1] :])
@@ -90,8 +91,6 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, cover: Pairs, scores: Scores) -> t
 
 
 def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradients]:
-    from torch._higher_order_ops.flex_attention import flex_attention_backward
-
     assert isinstance(tile.cover, Pairs) and tile.delta is not None
     num_q, num_k, scores = tile.q.shape[2], tile.k.shape[2], tile.scores
     q, dout, lse, delta = (padded(tile.cover, x, False) for x in (tile.q, tile.dout, tile.lse, tile.delta))
@@ -104,7 +103,7 @@ def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradient
     chosen = _OPTIONS | _stages(of, q, v)
 
     def make(options: dict[str, int]) -> Callable[..., Any]:
-        joint = of.joint(q.dtype)
+        joint, flex_attention_backward = of.joint(q.dtype), flex_operators().flex_attention_backward
         outputs = joint.graph.output_node().args[0]
         graded = [x is not None for x in outputs[len(outputs) - len(of.wanted) :]]  # type: ignore[arg-type,index,union-attr]
 
@@ -142,10 +141,8 @@ def _lacks() -> str | None:
     if find_spec("triton") is None:
         return "package triton (pip install triton)"
     try:
-        from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
-        from torch._inductor.kernel.flex import flex_attention as lowering
-
-        found = callable(flex_attention) and callable(flex_attention_backward)
+        ops, lowering = flex_operators(), flex_lowering()
+        found = hasattr(ops, "flex_attention") and hasattr(ops, "flex_attention_backward")
         found = found and hasattr(lowering, "FixedLayout") and hasattr(lowering, "empty_strided")
     except ImportError:
         found = False

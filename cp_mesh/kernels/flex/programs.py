@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from cp_mesh._torch import FakeTensorMode, flex_lowering, inductor
 from cp_mesh.kernels.compiling import one_rank_compiles
 
 KEPT = 256
@@ -83,9 +83,7 @@ def _results_in_float32() -> Iterator[None]:
     one GPU. PyTorch has no option for it, but a tensor in these places of the lowering has. Programs on disk are told
     from those of others by the number RESULTS_IN_FLOAT32 of `kernel`: what changes here needs another one.
     """
-    from torch._inductor.kernel.flex import flex_attention
-
-    lowering: Any = flex_attention
+    lowering: Any = flex_lowering()
     thread, as_they_are = get_ident(), (lowering.FixedLayout, lowering.empty_strided)
 
     def wide(dtype: torch.dtype) -> torch.dtype:
@@ -115,7 +113,7 @@ def compiled_of(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Calla
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
     with torch.no_grad(), _results_in_float32():  # no backward of its own for inputs with a gradient
         fakes: list[Any] = [mode.from_tensor(x) for x in inputs]
-        return torch._inductor.compile(traced(function, inputs), fakes, {"comprehensive_padding": False})
+        return inductor().compile(traced(function, inputs), fakes, {"comprehensive_padding": False})
 
 
 def traced(function: Callable[..., Any], inputs: Sequence[Tensor]) -> GraphModule:

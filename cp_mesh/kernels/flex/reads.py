@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from cp_mesh._torch import OpOverload, indexing, schema_of, to_copy
 from cp_mesh.kernels.flex.bounds import MOST, bounds_of, may_leave_32_bits
 from cp_mesh.kernels.functions import ScalarFunction
 
@@ -37,7 +38,7 @@ _index = aten.index.Tensor
 _FILLS = (aten.full_like.default, aten.new_full.default)  # which take no tensor for a number
 _SUMS = {
     *(aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar, aten.neg.default, aten.detach.default),
-    *(aten._to_copy.default, aten.where.self),  # where it chooses another number, it is not of this one
+    *(to_copy, aten.where.self),  # where it chooses another number, it is not of this one
 }
 _TIMES = {aten.mul.Tensor, aten.div.Tensor}
 """Of a tensor and a number. In these and in `_SUMS` NaN stays NaN, and no other tensor has a gradient that depends on
@@ -147,7 +148,7 @@ class _Rewriting:
         self._wide = may_leave_32_bits(function.graph.graph, known.keys(), self._bounds)
         if self._wide:
             for node, index in self._of_32_bits.items():
-                self._nodes[node] = self._graph.call_function(aten._to_copy.default, (index,), {"dtype": torch.int64})
+                self._nodes[node] = self._graph.call_function(to_copy, (index,), {"dtype": torch.int64})
 
     def _behind_indices(self) -> set[Node]:
         found, left = set[Node](), [n for node in self._function.graph.graph.nodes for n in self._index_of(node)]
@@ -219,7 +220,7 @@ class _Rewriting:
         if number == 2:
             return self._early(aten.add.Tensor, one, one)
         if number > MOST >= number // 2:
-            half = self._early(aten._to_copy.default, half, dtype=torch.int64)
+            half = self._early(to_copy, half, dtype=torch.int64)
         twice = self._early(aten.mul.Tensor, half, self._constant(2))
         return self._early(aten.add.Tensor, twice, one) if number % 2 else twice
 
@@ -237,30 +238,28 @@ class _Rewriting:
                 return node
             self._graph.erase_node(node)
             return self._constant(number)
-        if not isinstance(node.target, torch._ops.OpOverload) or node.target in _FILLS:
+        if not isinstance(node.target, OpOverload) or node.target in _FILLS:
             return node
-        numbers = [i for i, x in enumerate(node._args) if type(x) is int and self._is_number(node.target, i)]
-        beside = any(type(x) is float for x in node._args)  # no operator takes a tensor beside one
+        numbers = [i for i, x in enumerate(node.args) if type(x) is int and self._is_number(node.target, i)]
+        beside = any(type(x) is float for x in node.args)  # no operator takes a tensor beside one
         if numbers and not beside and _takes_tensors(node.target, numbers):
             # a comparison has another dtype than what it compares
             dtypes = [x.meta["val"].dtype for x in like.all_input_nodes]
             dtype = reduce(torch.promote_types, dtypes, torch.bool)
             with self._graph.inserting_before(node):
-                args = [self._constant(x) if i in numbers else x for i, x in enumerate(node._args)]  # type: ignore[arg-type]
+                args = [self._constant(x) if i in numbers else x for i, x in enumerate(node.args)]  # type: ignore[arg-type]
                 if dtype in (torch.uint8, torch.int8, torch.int16):  # in which numbers wrap, as literals do
                     options: dict[str, Any] = {"dtype": dtype}
                     for i in numbers:
-                        args[i] = self._graph.call_function(aten._to_copy.default, (args[i],), options)
+                        args[i] = self._graph.call_function(to_copy, (args[i],), options)
             node.args, node.target = tuple(args), node.target.overloadpacket
         return node
 
     def _is_number(self, target: Any, i: int) -> bool:
         """Not a dim or the like."""
-        return str(target._schema.arguments[i].type) in ("Tensor", "number", "Optional[number]")
+        return str(schema_of(target).arguments[i].type) in ("Tensor", "number", "Optional[number]")
 
     def _read(self, x: Any, at: Sequence[Node], summed: bool = False) -> Node:
-        from torch._dynamo._trace_wrapped_higher_order_op import mod_index  # its backward is what the templates scatter
-
         with self._graph.inserting_after(self._last):
             self._last = self._graph.placeholder(f"read_{len(self._reads)}")
         place, value = self._last, x.meta["val"]
@@ -280,7 +279,7 @@ class _Rewriting:
                 step = self._constant(max(8, copies // COPIES) + 1)
                 turn = self._call(aten.add.Tensor, self._call(aten.mul.Tensor, row, step), key)
             indices.append(self._call(aten.bitwise_and.Tensor, turn, self._constant(copies - 1)))
-        return self._call(mod_index, place, indices)
+        return self._call(indexing().mod_index, place, indices)
 
     def _pads(self, x: Tensor, at: Sequence[Node], summed: bool) -> tuple[tuple[int, int], ...]:
         pads = []
@@ -340,7 +339,7 @@ def _copies(num_elements: int, num_depends: int, chained: bool) -> int:
 def _takes_tensors(target: Any, at: Sequence[int]) -> bool:
     """Whether an overload takes tensors as these arguments, as that of ``hardtanh`` does not."""
     packet = target.overloadpacket
-    schemas = (getattr(packet, name)._schema.arguments for name in packet.overloads())
+    schemas = (schema_of(getattr(packet, name)).arguments for name in packet.overloads())
     return any(all(i < len(x) and "Tensor" in str(x[i].type) for i in at) for x in schemas)
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
+from cp_mesh._torch import FakeTensorMode
 from cp_mesh.kernels.contract import Pairs, Steps
 from cp_mesh.kernels.flex.programs import traced
 from cp_mesh.kernels.flex.reads import reads_of

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from cp_mesh._torch import checkpointing
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.tools.verify import traces
 from cp_mesh.tools.verify.models import logits_of
@@ -44,7 +44,7 @@ def keep_on_host(model: nn.Module, device: torch.device) -> None:
             setattr(module, name, buffer.to(device))
     for parent, name in blocks:
         run = functools.partial(_run_block, device)
-        setattr(parent, name, checkpoint_wrapper(getattr(parent, name), checkpoint_fn=run))
+        setattr(parent, name, checkpointing().checkpoint_wrapper(getattr(parent, name), checkpoint_fn=run))
 
 
 def blocks_of(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
+from cp_mesh._torch import COMPILED_CALL, tree_leaves
 from cp_mesh.errors import refuse
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
 from cp_mesh.tensor_parallel.vocab_parallel import DeferredLogits
@@ -27,18 +27,18 @@ def inner(model: nn.Module) -> nn.Module:
 @contextmanager
 def captured(model: nn.Module, outputs: list[Any]) -> Iterator[None]:
     """Add what the model returns inside to a list; of compiled models, too."""
-    compiled = model.__dict__.get("_compiled_call_impl")
+    compiled = model.__dict__.get(COMPILED_CALL)
     if compiled is not None:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             outputs.append(compiled(*args, **kwargs))
             return outputs[-1]
 
-        model.__dict__["_compiled_call_impl"] = call
+        model.__dict__[COMPILED_CALL] = call
         try:
             yield
         finally:
-            model.__dict__["_compiled_call_impl"] = compiled
+            model.__dict__[COMPILED_CALL] = compiled
         return
     handle = model.register_forward_hook(lambda module, args, output: outputs.append(output))
     try:

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
+
+from cp_mesh._torch import COMPILED_CALL, WRAPPED, tree_leaves
 
 NUM_VECTORS = 8
 PART = 1 << 24  # elements of a large tensor that are looked at together
-_WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "module")
 
 
 class Place(NamedTuple):
@@ -54,7 +54,7 @@ class Rows(NamedTuple):
 
 def clean(name: str) -> str:
     """The name of a module or parameter without what wrappers add to it."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return ".".join(part for part in name.split(".") if part not in WRAPPED)
 
 
 class Trace:
@@ -146,11 +146,11 @@ def traced_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if any(name.startswith(prefix) for prefix in compiled):
             continue
-        in_place = module.__dict__.get("_compiled_call_impl") is not None
+        in_place = module.__dict__.get(COMPILED_CALL) is not None
         if in_place or (dynamo is not None and isinstance(module, dynamo.OptimizedModule)):
             compiled.append(f"{name}." if name else "")
             continue
-        if not any(child in _WRAPPERS for child, _ in module.named_children()):
+        if not any(child in WRAPPED for child, _ in module.named_children()):
             yield clean(name), module
 
 

@@ -23,8 +23,20 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import TorchFunctionMode
 
+from cp_mesh._torch import (
+    ATTENTION_OPS,
+    COMPILED,
+    COMPILED_CALL,
+    FLEX,
+    constant_in_traces,
+    frame_callback,
+    function_mode,
+    loaded_dynamo,
+    sdpa,
+    uncompiled_flex,
+)
 from cp_mesh.call.op import attention_op
 from cp_mesh.call.passes import check_length, length_of_call
 from cp_mesh.errors import ArgumentError, UnsupportedError, refuse
@@ -33,32 +45,9 @@ from cp_mesh.wrap import FILE, STYLE, WATCH, check_class, replace_forward, repla
 
 # The functions that attend, by name (torch.compile guards every look-up of a function, none of a name), and the dim of
 # query and key that counts rows; None: it always is self-attention. `nn.MultiheadAttention` hands on [L, N, E].
-_DIMS = {
-    **dict.fromkeys(
-        (
-            "scaled_dot_product_attention",
-            "_scaled_dot_product_attention_math",
-            "_scaled_dot_product_attention_math_for_mps",
-            "_scaled_dot_product_flash_attention",
-            "_scaled_dot_product_flash_attention_for_cpu",
-            "_scaled_dot_product_efficient_attention",
-            "_scaled_dot_product_cudnn_attention",
-            "_scaled_dot_product_fused_attention_overrideable",
-            "_cudnn_attention_forward",
-            "_native_multi_head_attention",
-            "_triton_multi_head_attention",
-            "_triton_scaled_dot_attention",
-            "flex_attention",
-        ),
-        -2,
-    ),
-    **dict.fromkeys(("_flash_attention_forward", "_efficient_attention_forward", "_varlen_attn"), -3),
-    "multi_head_attention_forward": 0,
-    "_transformer_encoder_layer_fwd": None,
-}
+_DIMS = {"scaled_dot_product_attention": -2, "flex_attention": -2, "multi_head_attention_forward": 0} | ATTENTION_OPS
 ROWS = _DIMS | {f"{name}.default": dim for name, dim in _DIMS.items()}  # and as operators are named
 ATTENTION = frozenset(ROWS)
-FLEX = "torch.nn.attention.flex_attention"
 # What torch.compile makes of torch.utils.checkpoint: an operator, in whose body the mode that sees it is not active.
 CHECKPOINTS = frozenset(("tag_activation_checkpoint", "wrap_activation_checkpoint"))
 
@@ -78,22 +67,19 @@ PUT_BACK = (
 def replaced_sdpa() -> str:
     """What stands in the place of PyTorch's `F.scaled_dot_product_attention`, in words; "" where that is there."""
     found = F.scaled_dot_product_attention
-    if found is torch._C._nn.scaled_dot_product_attention:
+    if found is sdpa:
         return ""
     code = getattr(found, "__code__", None)  # a wrapper may have the name of what it wraps
     return repr(found) if code is None else f"the function of {code.co_filename}, line {code.co_firstlineno}"
 
 
+@constant_in_traces  # what it raises is no reason to try uncompiled
 def _refuse_traced_flex() -> NoReturn:
     raise UnsupportedError(
         "ContextParallel: flex_attention that torch.compile traces is not available in a core; call flex_attention "
         "itself, or already in the core's first forward what torch.compile made of it, which then runs uncompiled; in "
         "a model that is compiled put torch.compiler.disable around the core"
     )
-
-
-# As by `torch.compiler.assume_constant_result`, which imports Dynamo: what it raises is no reason to try uncompiled.
-vars(_refuse_traced_flex)["_dynamo_marked_constant"] = True
 
 
 class Interception(TorchFunctionMode):
@@ -145,7 +131,7 @@ class Interception(TorchFunctionMode):
             if name in ATTENTION and func is not F.scaled_dot_product_attention and not is_flex:
                 if name == "flex_attention":
                     _refuse_traced_flex()
-                if func is torch._C._nn.scaled_dot_product_attention and (wrapper := replaced_sdpa()):
+                if func is sdpa and (wrapper := replaced_sdpa()):
                     expected = "PyTorch's own F.scaled_dot_product_attention"
                     refuse("ContextParallel", expected, f"{wrapper}, which calls it", PUT_BACK, UnsupportedError)
                 raise UnsupportedError(
@@ -182,12 +168,12 @@ class Interception(TorchFunctionMode):
             except (ArgumentError, UnsupportedError) as error:
                 self.announce(error)
                 raise
-            if can_compile_flex() and _called_by(sys.modules["torch._dynamo.eval_frame"]):
+            if can_compile_flex() and _called_by(loaded_dynamo()):
                 self.compiles_flex = True
             code, values = caller.f_code, caller.f_locals
             names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
             self.flex, self.flex_arguments = caller, {name: values[name] for name in names}
-            self.undo.enter_context(_uncompiled())
+            self.undo.enter_context(uncompiled_flex())
         lengths = getattr(self.flex_arguments.get("block_mask"), "seq_lengths", None)
         if caller is not self.flex or given != (-2,) or lengths is None:
             return x.size(*given)
@@ -205,28 +191,14 @@ class Interception(TorchFunctionMode):
         return out, lse / math.log(2), lse.new_empty(0)
 
 
-@contextmanager
-def _uncompiled() -> Iterator[None]:
-    """While PyTorch's flex_attention calls its operator as it is."""
-    module, switch = sys.modules[FLEX], "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
-    before = getattr(module, switch)
-    setattr(module, switch, True)
-    try:
-        yield
-    finally:
-        setattr(module, switch, before)
-
-
 def can_compile_flex() -> bool:
     """Whether there can be a flex_attention that torch.compile made, as both were imported; not while it compiles."""
-    return FLEX in sys.modules and "torch._dynamo.eval_frame" in sys.modules and not compiles_frames()
+    return FLEX in sys.modules and loaded_dynamo() is not None and not compiles_frames()
 
 
 def compiles_frames() -> bool:
     """Whether torch.compile looks at each Python function that is called, to compile it."""
-    from torch._C._dynamo.eval_frame import get_eval_frame_callback
-
-    return get_eval_frame_callback() not in (None, False)
+    return frame_callback() not in (None, False)
 
 
 def keep_uncompiled(*functions: Callable[..., Any]) -> None:
@@ -235,7 +207,7 @@ def keep_uncompiled(*functions: Callable[..., Any]) -> None:
     Where it falls back within a forward it would compile them by themselves, and of getters, such as those of
     `Tensor.ndim` and `Tensor.is_nested`, it tells none from another: each would return what the first one did.
     """
-    skip_code = getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", None)  # of PyTorch 2.11 to 2.13
+    skip_code = getattr(loaded_dynamo(), "skip_code", None)
     if skip_code is not None:
         own = Interception.__torch_function__, Interception._asked_in_flex, Watch.__torch_function__, call_function
         for function in (*own, *functions):
@@ -390,7 +362,7 @@ def watching(root: nn.Module, local_rows: int | None = None) -> Iterator[None]:
         for part in root.modules():
             check_class(part)
         for part, entry in _compiled_parts(root):
-            inner = part._modules["_orig_mod"] if entry == "forward" else part
+            inner = part.get_submodule(COMPILED) if entry == "forward" else part
             assert isinstance(inner, nn.Module)
             if replaced(inner, WATCH) is None and replaced(inner, STYLE) is None:
                 replace_forward(inner, WATCH, "Watch", _watched)
@@ -402,14 +374,14 @@ def watching(root: nn.Module, local_rows: int | None = None) -> Iterator[None]:
 
 def watched() -> Watch | None:
     """The watch of an eager root, if it is the innermost mode."""
-    mode = None if torch.compiler.is_compiling() else _get_current_function_mode()
+    mode = None if torch.compiler.is_compiling() else function_mode()
     return mode if isinstance(mode, Watch) else None
 
 
 @contextmanager
 def unwatched() -> Iterator[None]:
     """Without the watch of an eager root: in a core, which sees its own attention."""
-    watch = _get_current_function_mode()
+    watch = function_mode()
     assert isinstance(watch, Watch)
     watch.__exit__(None, None, None)
     try:
@@ -424,7 +396,7 @@ def _watched(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwarg
 
 
 def _without(watch: Watch, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if _get_current_function_mode() is not watch:
+    if function_mode() is not watch:
         return call(*args, **kwargs)
     with unwatched():
         return call(*args, **kwargs)
@@ -432,10 +404,10 @@ def _without(watch: Watch, call: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 def _compiled_parts(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """Compiled modules below ``module`` that lie in no other one and in no core, and the attribute that calls them."""
-    dynamo = sys.modules.get("torch._dynamo")  # which is loaded by the first torch.compile
+    dynamo = loaded_dynamo()
     for part in module.children():
-        if part.__dict__.get("_compiled_call_impl") is not None:
-            yield part, "_compiled_call_impl"
+        if part.__dict__.get(COMPILED_CALL) is not None:
+            yield part, COMPILED_CALL
         elif dynamo is not None and isinstance(part, dynamo.OptimizedModule):
             yield part, "forward"
         elif replaced(part, STYLE) is None:

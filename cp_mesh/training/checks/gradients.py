@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from cp_mesh._torch import PIPELINE_STAGE, comm_hooks, pipeline_schedules, ranks_of_fsdp
 from cp_mesh.comm.agreement import capturing, compare_steps, look_again, turned_off
 from cp_mesh.comm.store_messages import Answers
 from cp_mesh.errors import ArgumentError, RankMismatchError, describe, refuse
@@ -183,7 +184,7 @@ def check_reduction(module: nn.Module, planned: Planned, trained: Mapping[str, T
     elif (wrapper := _wrapper(module)) is not None and not inside:
         ranks = dist.get_process_group_ranks(wrapper.process_group)
         _check_ranks(found, ranks, "DistributedDataParallel", "process_group=")
-        if found.is_averaged(len(ranks)) and not wrapper._comm_hooks:
+        if found.is_averaged(len(ranks)) and not comm_hooks(wrapper):
             warnings.warn(
                 "cp_mesh: DistributedDataParallel averages gradients, and the loss is this rank's share of a sum: call "
                 f"cp_mesh.sum_gradients(ddp_model), or multiply the loss by {wrapper.process_group.size()}",
@@ -266,7 +267,7 @@ def _decide_on_batches(answers: Answers) -> None:
 
 def _stage_of(module: nn.Module) -> Any:
     """The stage of torch.distributed.pipelining that runs a module, if one does; only the last one has a loss."""
-    kind = getattr(sys.modules.get("torch.distributed.pipelining.stage"), "_PipelineStageBase", None)
+    kind = getattr(sys.modules.get("torch.distributed.pipelining.stage"), PIPELINE_STAGE, None)
     if kind is None:
         return None
     stages = (x for x in gc.get_objects() if issubclass(type(x), kind))
@@ -275,11 +276,9 @@ def _stage_of(module: nn.Module) -> Any:
 
 def _check_microbatches(stage: Any, losses: list[Loss]) -> None:
     """Warn of a schedule that divides what is divided already, or sums means."""
-    kind = getattr(sys.modules.get("torch.distributed.pipelining.schedules"), "_PipelineSchedule", ())
-    for schedule in (x for x in gc.get_objects() if issubclass(type(x), kind)):
-        number, counted = getattr(schedule, "_n_microbatches", 1), {x.counted for x in losses}
-        held = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
-        if number == 1 or all(x is not stage for x in held) or counted != {schedule.scale_grads}:
+    counted = {x.counted for x in losses}
+    for schedule, number in pipeline_schedules(stage):
+        if number == 1 or counted != {schedule.scale_grads}:
             continue
         expected, got = "gradients that are divided once", f"{number} microbatches, scale_grads={schedule.scale_grads}"
         got += f" and cross_entropy {'with' if schedule.scale_grads else 'without'} a count"
@@ -288,9 +287,7 @@ def _check_microbatches(stage: Any, losses: list[Loss]) -> None:
 
 
 def _check_fsdp(module: FSDPModule, found: _Found) -> None:
-    state = module._get_fsdp_state()
-    parts = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # of older versions
-    ranks = {rank for part in parts if part for rank in part.mesh_info.mesh.mesh.flatten().tolist()}
+    ranks = ranks_of_fsdp(module)
     if ranks:
         _check_ranks(found, sorted(ranks), "fully_shard", "mesh=")
     if not hasattr(module, SUMS) and found.is_averaged(len(ranks)):
