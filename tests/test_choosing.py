@@ -252,7 +252,11 @@ def call(
     layout = options.get("layout", ZigZag())
     own = layout.positions(24, size, rank)
     on_host = mock.patch(f"{path_of('machines')}.host_name", return_value=f"host {rank // per_host}")
-    with mock.patch.dict(os.environ, {VARIABLE: table}), mock.patch(f"{path_of('op')}.make_plan", make_plan), on_host:
+    with (
+        mock.patch.dict(os.environ, {VARIABLE: table}),
+        mock.patch(f"{path_of('passes')}.make_plan", make_plan),
+        on_host,
+    ):
         if not table:
             del os.environ[VARIABLE]
         group, count = mesh((size,), ("cp",)), 0

@@ -438,6 +438,7 @@ def test_streams_of_the_callers(pool: Any) -> None:
 def cached() -> dict[str, Any]:
     """All functions of the package that keep results, and all tables of its modules."""
     found: dict[str, Any] = {}
+    assert all(hasattr(cp_mesh, name) for name in cp_mesh.__all__)  # which loads the modules
     for name, module in [*sys.modules.items()]:
         if name.partition(".")[0] != "cp_mesh" or module.__name__ != name:  # an old name of a module
             continue

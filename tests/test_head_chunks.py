@@ -100,7 +100,7 @@ def verified(rank: int) -> list[str]:
         seen.append((made.settings.head_chunks, made.method.name, made.options.transport, made.options.deterministic))
         return made
 
-    with mock.patch(f"{path_of('op')}.make_plan", spied):
+    with mock.patch(f"{path_of('passes')}.make_plan", spied):
         report = cp_mesh.verify(
             axis, seq_len=31, head_chunks=2, method="all_gather", transport="functional", deterministic=True
         )

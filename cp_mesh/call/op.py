@@ -15,7 +15,7 @@ the backward returns gradients too: this rank's share of a sum over ranks, and e
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cache, partial, reduce
+from functools import lru_cache, partial, reduce
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ attention_op = torch.ops.cp_mesh.attention.default
 attention_backward_op = torch.ops.cp_mesh.attention_backward.default
 
 
-@cache
+@lru_cache(maxsize=1)
 def _passes() -> dict[Any, Callable[..., tuple[Tensor, ...]]]:
     """What the ops compute. Loaded by their first call: graphs that name the ops need no plan, method or kernel."""
     from cp_mesh.call.passes import backward, forward
