@@ -86,7 +86,7 @@ class Operators(ours.DispatchMode):  # type: ignore[misc]
 def arguments(operator: Any) -> list[str]:
     """Names of an operator's arguments; of a function its parameters."""
     if isinstance(operator, torch._ops.OpOverloadPacket):
-        return [x.name for x in getattr(operator, operator.overloads()[0])._schema.arguments]
+        return [x.name for x in operator.default._schema.arguments]
     return [*inspect.signature(operator).parameters]
 
 
@@ -796,7 +796,7 @@ def test_no_other_file_has_one() -> None:
 def test_names_of_ours() -> None:
     """Each is imported somewhere, and what is imported is there."""
     nodes = [node for tree in trees().values() for node in ast.walk(tree)]
-    froms = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "cp_mesh._torch"]
+    froms = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == ours.__name__]
     there = {name for name in vars(ours) if name in defined(trees()[FILE.name]) and not name.startswith("_")}
     assert {alias.name for node in froms for alias in node.names} == there - {"Function"}
 
