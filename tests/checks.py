@@ -101,8 +101,14 @@ def band_tile(band: Band, num_q: int, num_k: int) -> Tile:
 
 def forget_plans() -> None:
     """Nothing is kept of earlier calls, so that what a test patches is asked again."""
-    for kept in (plan._resolve_once, plan._resolve_few, geometry._geometry):
-        kept.cache_clear()
+    for known in (plan._resolve_once, plan._resolve_few, geometry._geometry):
+        known.cache_clear()
+
+
+def forget_kept(kind: type) -> None:
+    """Nothing of this kind is kept of any group."""
+    for kinds in room("group_state")._KEPT.values():
+        kinds.pop(kind, None)
 
 
 def staged_pairs(schedules: Sequence[Schedule], want: Tensor, begins: Sequence[int]) -> Tensor:

@@ -33,6 +33,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "functional": ("FunctionalIncoming",),
     "functions": ("ScalarFunction",),
     "groups": ("parts_of",),
+    "group_state": ("kept", "kept_of_all"),
     "kernels": ("KERNELS",),
     "kernels.contract": ("Capability", "Kernel", "KernelTile", "Pairs", "Request", "shortfalls"),
     "layouts": ("parse_layout",),

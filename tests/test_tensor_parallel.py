@@ -13,11 +13,13 @@ from itertools import chain, product
 from typing import Any
 from unittest import mock
 
+import inside
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
+from checks import forget_kept
 from inside import inner, room
 from ranks import mesh, num_collectives
 from recording import recording
@@ -768,7 +770,7 @@ def checkpointed(rank: int) -> list[int]:
         out.square().sum().backward()
         results.append(num_collectives() - before)
         grads.append({"x": x.grad, **gradients(module)})
-        words += agreement._compared[tp.get_group()].times  # since the plan
+        words += inside.kept(tp.get_group(), agreement._Compared).times  # since the plan
     results.append(words)
     for other in grads[1:]:
         assert all(torch.equal(other[name], grads[0][name]) for name in grads[0])
@@ -1227,7 +1229,7 @@ REFUSED: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
 def refused(rank: int, names: list[str]) -> list[str]:
     """What was raised for each, and where a collective ran before it: weights are scattered when a style is applied."""
     found, (_, tp) = [], alone_and_tp()
-    agreement._compared.clear()  # other tests made calls of the same kind, of which the first alone is compared
+    forget_kept(agreement._Compared)  # other tests made calls of the same kind, of which the first alone is compared
     for name in names:
         try:
             REFUSED[name][0](tp)
@@ -1429,7 +1431,7 @@ def refused_alone(rank: int, names: tuple[str, ...], checked: bool = False) -> l
 def _refused_alone(names: tuple[str, ...]) -> list[tuple[str, float]]:
     found, axes = [], mesh((2, 2), ("dp", "tp"))
     for name in names:
-        agreement._compared.clear()
+        forget_kept(agreement._Compared)
         dist.barrier()
         begin = time.monotonic()
         try:
@@ -1508,7 +1510,7 @@ def refused_among(rank: int, setup: str) -> tuple[str, float, tuple[int, ...]]:
 
 def _refused_among(rank: int, setup: str) -> tuple[str, float, tuple[int, ...]]:
     """What was raised, after how many seconds, and the shape of what a right call then returns."""
-    agreement._compared.clear()
+    forget_kept(agreement._Compared)
     torch._dynamo.reset()
     axes = mesh((2, 2), ("cp", "tp"))
     cp, tp = axes["cp"], axes["tp"]
@@ -1553,7 +1555,7 @@ def test_all_ranks_of_cp_and_tp_hear_of_a_refusal(pool: Any, setup: str) -> None
 
 def refused_in_one_model(rank: int, axis: str, watch: bool) -> tuple[str, ...]:
     """What rank 1 refuses over one axis, then a right call of another model over both, then one that it refuses."""
-    agreement._compared.clear()
+    forget_kept(agreement._Compared)
     axes = mesh((2, 2), ("cp", "tp"))
     attends = ContextParallel(ShardedSequence(axes["cp"]))
     models = [nn.Sequential(Block(Attends(), 4)).to(dtype) for dtype in (torch.float32, torch.float64)]

@@ -319,7 +319,8 @@ class _Attention(torch.autograd.Function):
         # most kernels take no gradient of lse, and none must be dropped silently
         ctx.mark_non_differentiable(*(() if call.options.differentiable_lse else (lse,)), kept, *of_heads)
         ctx.has_kept, ctx.shape = kept.ndim > 1, out.shape
-        ctx.forward, ctx.checked = last_forward(call.group), checking(call.group)
+        group = call.group
+        ctx.forward, ctx.checked = last_forward(group), checking(group)
         if ctx.has_kept:
             ctx.save_for_backward(*(_without_rows(x, call.seq_dim) for x in qkv), *tensors, *of_heads, kept, *captured)
         else:

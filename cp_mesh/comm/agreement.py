@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -30,6 +29,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils.checkpoint import _StopRecomputationError
 
 from cp_mesh.comm.fingerprints import Digest, fingerprint, shape_of
+from cp_mesh.comm.group_state import kept, kept_of_all
 from cp_mesh.comm.model_groups import beside
 from cp_mesh.comm.store_messages import Answers, Words, left_for, store_of, timeout_of
 from cp_mesh.errors import ArgumentError, RankMismatchError, describe
@@ -94,9 +94,6 @@ class _Compared:
     here: set[Hashable] = field(default_factory=set)
 
 
-_compared: weakref.WeakKeyDictionary[dist.ProcessGroup, _Compared] = weakref.WeakKeyDictionary()
-
-
 @contextmanager
 def check_mode(enabled: bool = True) -> Iterator[None]:
     """Compare the arguments of every `attention` call in this context over the ranks of its cp group.
@@ -118,30 +115,27 @@ def check_mode(enabled: bool = True) -> Iterator[None]:
 
 def checking(group: dist.ProcessGroup) -> bool:
     """Whether check mode is on. Ranks of the group hear of a ``CP_MESH_CHECK`` that is refused here."""
-    return _asked(group) is True
+    enabled = _enabled.get()
+    if enabled is None and (word := os.environ.get("CP_MESH_CHECK")):
+        enabled = _meaning(group, word)
+    return enabled is True
 
 
 def turned_off(group: dist.ProcessGroup) -> bool:
     """Whether somebody asked for no comparison at all; see `checking`."""
-    return _asked(group) is False
-
-
-def _asked(group: dist.ProcessGroup) -> bool | None:
-    asked = _said()
-    if isinstance(asked, str):
-        expected, hint = "1, true, yes or on; 0, false, no or off", "without it the first call of each kind is compared"
-        error = ArgumentError(describe("CP_MESH_CHECK", expected, repr(asked), hint))
-        announce_error(group.group_name, error)
-        raise error
-    return asked
-
-
-def _said() -> bool | str | None:
-    """Whether to compare every call or none, None for first calls; a word that is neither as it is."""
     enabled = _enabled.get()
     if enabled is None and (word := os.environ.get("CP_MESH_CHECK")):
-        return WORDS.get(word.lower(), word)
-    return enabled
+        enabled = _meaning(group, word)
+    return enabled is False
+
+
+def _meaning(group: dist.ProcessGroup, word: str) -> bool:
+    if (enabled := WORDS.get(word.lower())) is not None:
+        return enabled
+    expected, hint = "1, true, yes or on; 0, false, no or off", "without it the first call of each kind is compared"
+    error = ArgumentError(describe("CP_MESH_CHECK", expected, repr(word), hint))
+    announce_error(group.group_name, error)
+    raise error
 
 
 def is_first(group: dist.ProcessGroup, kind: Hashable) -> bool:
@@ -150,8 +144,8 @@ def is_first(group: dist.ProcessGroup, kind: Hashable) -> bool:
     Not while a CUDA graph is captured: its first call is the warm-up before. Ranks must count kinds alike, so a kind is
     made of what must be equal on all of them.
     """
-    compared = _compared.get(group)
-    if compared is not None and (kind in compared.kinds or len(compared.kinds) >= MOST_KINDS):
+    kinds = kept(group, _Compared).kinds
+    if kind in kinds or len(kinds) >= MOST_KINDS:
         return False
     if turned_off(group) or group.size() == 1 or store_of(group) is None:
         return False
@@ -164,9 +158,9 @@ def look_again(group: dist.ProcessGroup) -> int:
     Returns:
         How many models it had before.
     """
-    for compared in _compared.values():
+    for compared in kept_of_all(_Compared):
         compared.here.clear()
-    own = _compared.setdefault(group, _Compared())
+    own = kept(group, _Compared)
     own.kinds.clear()
     own.digest = own.told = None
     own.refused_in_trace = False
@@ -187,7 +181,7 @@ def called_in(module: str) -> Iterator[None]:
 
 def last_forward(group: dist.ProcessGroup) -> Forward:
     """The one that has just run over the group."""
-    return Forward(_compared.setdefault(group, _Compared()).forwards - 1, _where.get())
+    return Forward(kept(group, _Compared).forwards - 1, _where.get())
 
 
 @contextmanager
@@ -206,7 +200,7 @@ def order_of(group: dist.ProcessGroup, direction: str, kind: Hashable) -> str:
 
     A backward in compiled code knows no forward: there it is how many calls were of this kind and direction.
     """
-    compared, of = _compared.setdefault(group, _Compared()), _backward_of.get()
+    compared, of = kept(group, _Compared), _backward_of.get()
     if direction == "forward":
         of = Forward(compared.forwards, _where.get())
     told = "" if of is None else f" {of.number + 1}{of.where and f' in {of.where}'}"
@@ -215,7 +209,7 @@ def order_of(group: dist.ProcessGroup, direction: str, kind: Hashable) -> str:
 
 def note_call(group: dist.ProcessGroup, direction: str, kind: Hashable) -> None:
     """Of attention, in every call that was not refused."""
-    compared = _compared.setdefault(group, _Compared())
+    compared = kept(group, _Compared)
     compared.forwards += direction == "forward"
     if len(compared.calls) < MOST_KINDS or (direction, kind) in compared.calls:
         compared.calls[direction, kind] += 1
@@ -239,7 +233,7 @@ def agree_first(group: dist.ProcessGroup, kind: Hashable, fields: Mapping[str, s
         RankMismatchError: also if a rank refused its arguments, or did not come.
     """
     _agree(group, fields, axis)
-    _compared[group].kinds.add(kind)
+    kept(group, _Compared).kinds.add(kind)
 
 
 def agree_on_shapes(
@@ -314,7 +308,7 @@ def compare_later(group: dist.ProcessGroup, inputs: Sequence[Tensor]) -> None:
     Raises:
         RankMismatchError: if the digests differ, about `EVERY` to ``2 * EVERY`` batches later.
     """
-    compared = _compared.setdefault(group, _Compared())
+    compared = kept(group, _Compared)
     compared.batches += 1
     if compared.batches % EVERY or turned_off(group) or group.size() == 1 or capturing():
         return
@@ -384,7 +378,7 @@ def exchange_first(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[
 
 def is_new_here(group: dist.ProcessGroup, kind: Hashable) -> bool:
     """Whether this rank is yet to look at this kind over the group; no other rank hears of it."""
-    here = _compared.setdefault(group, _Compared()).here
+    here = kept(group, _Compared).here
     return not (kind in here or len(here) >= MOST_KINDS or turned_off(group) or group.size() == 1 or capturing())
 
 
@@ -392,7 +386,7 @@ def is_first_here(group: dist.ProcessGroup, kind: Hashable) -> bool:
     """`is_new_here`, which is then answered with False."""
     is_new = is_new_here(group, kind)
     if is_new:
-        _compared[group].here.add(kind)
+        kept(group, _Compared).here.add(kind)
     return is_new
 
 
@@ -418,7 +412,8 @@ def _exchange(
     words = Words(group, _next_topic(group), fields)
     answers = words.wait(patience)
     if len(answers) == words.size and not any("error" in answer for answer in answers.values()):
-        before, _compared[group].last = _compared[group].last, words
+        compared = kept(group, _Compared)
+        before, compared.last = compared.last, words
         if before is not None:
             before.forget()
     if absent := [rank for rank in range(group.size()) if rank not in answers]:
@@ -431,7 +426,7 @@ def _exchange(
 
 
 def _next_topic(group: dist.ProcessGroup) -> str:
-    compared = _compared.setdefault(group, _Compared())
+    compared = kept(group, _Compared)
     compared.times += 1
     return f"{compared.plans} {compared.times}"
 
@@ -455,19 +450,21 @@ def announce_refusal(group: dist.ProcessGroup, error: Exception, axis: str = "cp
     if told is None or (isinstance(error, RankMismatchError) and not told):
         return  # of one that nobody was told of, all ranks raise their own
     waiting = group if axis == "cp" and in_check_mode and not told else None
-    said = {"error": f"{type(error).__name__}: {error}"}
+    said, enabled = {"error": f"{type(error).__name__}: {error}"}, _enabled.get()
+    if enabled is None:  # nor does a word mean anything that is refused here
+        enabled = WORDS.get(os.environ.get("CP_MESH_CHECK", "").lower())
     for other, its_axis in (*beside(group).items(), (group, axis)):
         if other.group_name in told:
             continue
         vars(error)[_TOLD] = told = told | {other.group_name}
-        if (compared := _compared.setdefault(other, _Compared())).refused_in_trace:
+        if (compared := kept(other, _Compared)).refused_in_trace:
             compared.refused_in_trace = False
             continue
-        if its_axis == "cp" and _said() is True and (in_check_mode or other is not group):
+        if its_axis == "cp" and enabled and (in_check_mode or other is not group):
             if other is waiting:
                 with suppress(RuntimeError):  # they wait for something else; the error itself must not be lost
                     require_agreement(group, said)
-        elif _said() is not False and other.size() > 1 and store_of(other) is not None:
+        elif enabled is not False and other.size() > 1 and store_of(other) is not None:
             Words(other, _next_topic(other), said).wait(None)
 
 
@@ -480,7 +477,7 @@ def announce_trace(group_name: str, axis: str = "cp") -> None:
 
 def _note_trace(group: dist.ProcessGroup, refused: bool) -> None:
     for each in (group, *beside(group, of_all_models=not refused)):
-        _compared.setdefault(each, _Compared()).refused_in_trace = refused
+        kept(each, _Compared).refused_in_trace = refused
 
 
 # As by `torch.compiler.assume_constant_result`, which imports Dynamo: it calls this once and does not trace it.
@@ -506,7 +503,7 @@ def note_refusals(group: dist.ProcessGroup, error: Exception) -> None:
     They refused a call that is not the first of its kind here, and so was not compared.
     """
     if isinstance(error, RuntimeError) and group.size() > 1:
-        compared = _compared.setdefault(group, _Compared())
+        compared = kept(group, _Compared)
         for rank, said in left_for(group, f"{compared.plans} {compared.times + 1}").items():
             if "error" in said:
                 error.add_note(f"cp_mesh: rank {rank} of the group has refused its arguments: {said['error']}")

@@ -29,15 +29,16 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from cp_mesh.comm.contract import Arrived, Copy, Swap, split_arrived
+from cp_mesh.comm.group_state import kept, kept_of_all
 from cp_mesh.comm.packing import Packing
 from cp_mesh.errors import UnsupportedError
 from cp_mesh.geometry.schedule import Route, Stage, num_rows
@@ -250,23 +251,24 @@ class GroupMemory:
         return sum(workspace.nbytes for workspace in [*self._workspaces.values(), *self._kept])
 
 
-# Keyed on the group itself: names are used again after a group is destroyed. No value holds its group, so an entry goes
-# with it; `release` drops one by hand.
-_MEMORY: WeakKeyDictionary[dist.ProcessGroup, GroupMemory] = WeakKeyDictionary()
+@dataclass
+class Held:
+    """Of a group: its memory, from the first question about it on, until `release`."""
+
+    memory: GroupMemory | None = None
 
 
 def group_memory(group: dist.ProcessGroup, device: torch.device) -> GroupMemory:
     """The memory of a group; the first question about a group is a collective."""
-    memory = _MEMORY.get(group)
-    if memory is None:
+    held = kept(group, Held)
+    if held.memory is None:
         if torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
                 "attention: the first call over a group chooses its transport, which a CUDA graph capture cannot do; "
                 "run one forward and backward with these shapes before the capture"
             )
-        memory = GroupMemory(group, device)
-        _MEMORY.update({group: memory})
-    return memory
+        held.memory = GroupMemory(group, device)
+    return held.memory
 
 
 def unavailable(group: dist.ProcessGroup, device: torch.device) -> str | None:
@@ -312,7 +314,7 @@ def _local_obstacle(device: torch.device) -> str | None:
 
 def symmetric_memory_bytes() -> int:
     """Bytes of symmetric memory that this process holds, for all groups; the caching allocator does not count them."""
-    return sum(memory.nbytes for memory in _MEMORY.values())
+    return sum(held.memory.nbytes for held in kept_of_all(Held) if held.memory is not None)
 
 
 def release(group: dist.ProcessGroup, within: Iterable[dist.ProcessGroup] = ()) -> None:
@@ -322,12 +324,13 @@ def release(group: dist.ProcessGroup, within: Iterable[dist.ProcessGroup] = ()) 
         group: the cp group.
         within: groups of this rank within it, whose memory goes too: those of `cp_mesh.comm.groups.known_parts`.
     """
-    held = [each for each in (group, *within) if each in _MEMORY]
-    for each in held:
-        _MEMORY[each].wait()
+    of_groups = [kept(each, Held) for each in (group, *within)]
+    for held in of_groups:
+        if held.memory is not None:
+            held.memory.wait()
     dist.barrier(group)
-    for each in held:
-        _MEMORY.pop(each)
+    for held in of_groups:
+        held.memory = None
 
 
 class SymmetricTransport:
