@@ -105,10 +105,11 @@ def forget_plans() -> None:
         known.cache_clear()
 
 
-def forget_kept(kind: type) -> None:
-    """Nothing of this kind is kept of any group."""
-    for kinds in room("group_state")._KEPT.values():
-        kinds.pop(kind, None)
+def forget_kept(*kinds: type) -> None:
+    """Nothing of these kinds is kept of any group."""
+    for of_group in room("group_state")._KEPT.values():
+        for kind in kinds:
+            of_group.pop(kind, None)
 
 
 def staged_pairs(schedules: Sequence[Schedule], want: Tensor, begins: Sequence[int]) -> Tensor:

@@ -52,7 +52,7 @@ from cp_mesh import (
 )
 from cp_mesh.comm.exchange import release, symmetric_memory_bytes
 
-agreement = room("agreement")
+agreement, first_calls = room("agreement"), room("first_calls")
 column_linears = room("colwise")
 products = room("matmul")
 row_linears = room("rowwise")
@@ -1229,7 +1229,9 @@ REFUSED: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
 def refused(rank: int, names: list[str]) -> list[str]:
     """What was raised for each, and where a collective ran before it: weights are scattered when a style is applied."""
     found, (_, tp) = [], alone_and_tp()
-    forget_kept(agreement._Compared)  # other tests made calls of the same kind, of which the first alone is compared
+    forget_kept(
+        agreement._Compared, first_calls._Calls
+    )  # other tests made calls of the same kind, of which the first alone is compared
     for name in names:
         try:
             REFUSED[name][0](tp)
@@ -1431,7 +1433,7 @@ def refused_alone(rank: int, names: tuple[str, ...], checked: bool = False) -> l
 def _refused_alone(names: tuple[str, ...]) -> list[tuple[str, float]]:
     found, axes = [], mesh((2, 2), ("dp", "tp"))
     for name in names:
-        forget_kept(agreement._Compared)
+        forget_kept(agreement._Compared, first_calls._Calls)
         dist.barrier()
         begin = time.monotonic()
         try:
@@ -1510,7 +1512,7 @@ def refused_among(rank: int, setup: str) -> tuple[str, float, tuple[int, ...]]:
 
 def _refused_among(rank: int, setup: str) -> tuple[str, float, tuple[int, ...]]:
     """What was raised, after how many seconds, and the shape of what a right call then returns."""
-    forget_kept(agreement._Compared)
+    forget_kept(agreement._Compared, first_calls._Calls)
     torch._dynamo.reset()
     axes = mesh((2, 2), ("cp", "tp"))
     cp, tp = axes["cp"], axes["tp"]
@@ -1555,7 +1557,7 @@ def test_all_ranks_of_cp_and_tp_hear_of_a_refusal(pool: Any, setup: str) -> None
 
 def refused_in_one_model(rank: int, axis: str, watch: bool) -> tuple[str, ...]:
     """What rank 1 refuses over one axis, then a right call of another model over both, then one that it refuses."""
-    forget_kept(agreement._Compared)
+    forget_kept(agreement._Compared, first_calls._Calls)
     axes = mesh((2, 2), ("cp", "tp"))
     attends = ContextParallel(ShardedSequence(axes["cp"]))
     models = [nn.Sequential(Block(Attends(), 4)).to(dtype) for dtype in (torch.float32, torch.float64)]
@@ -1598,7 +1600,7 @@ def planned_elsewhere(rank: int) -> tuple[int, ...]:
     for _ in range(2):
         found = row(torch.ones(2, 4, C // 2))
         if axes.get_local_rank("tp") == 0:  # another model, of these ranks alone
-            agreement.look_again(axes["dp"].get_group())
+            first_calls.look_again(axes["dp"].get_group())
     return tuple(found.shape)
 
 

@@ -36,20 +36,15 @@ from cp_mesh.call.spec import GRADED, NUM_ARGUMENTS, NUM_TENSORS, SCHEMA, Call, 
 from cp_mesh.comm.agreement import (
     ORDER,
     PASS,
-    agree_first,
     announce_refusal,
     announce_trace,
-    backward_of,
     checking,
-    is_first,
     keep_to_itself,
-    last_forward,
-    note_call,
     note_refusals,
-    order_of,
     require_agreement,
 )
 from cp_mesh.comm.fingerprints import fingerprint
+from cp_mesh.comm.first_calls import agree_first, backward_of, is_first, last_forward, note_call, order_of
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.mask import parse_mask
 from cp_mesh.kernels import functions

@@ -7,10 +7,12 @@ with the group that they are part of.
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
@@ -74,6 +76,15 @@ def num_groups() -> int:
 def names_of_axes(group_name: str) -> list[tuple[str, str]]:
     """Names of the groups of both axes, for each mesh that was made `flat` to the group of this name."""
     return [*kept(_resolve_process_group(group_name), _Axes)]  # type: ignore[arg-type]
+
+
+@_disable_dynamo  # which traces this function by itself where compiled code calls what it cannot trace
+def timeout_of(group: dist.ProcessGroup, device_type: str | None = None) -> timedelta:
+    """The group's own timeout for collectives, of tensors on its first kind of device if none is named."""
+    device = group._device_types[0] if device_type is None else torch.device(device_type)
+    options = getattr(group._get_backend(device), "options", None)
+    timeout: timedelta = getattr(options, "_timeout", None) or dist.distributed_c10d.default_pg_timeout
+    return timeout
 
 
 def is_cp_axis(mesh: DeviceMesh) -> bool:
@@ -159,6 +170,4 @@ def _split(group: dist.ProcessGroup, parts: list[list[int]]) -> dist.ProcessGrou
         return made
     ranks = dist.get_process_group_ranks(group)
     (own,) = ([ranks[i] for i in part] for part in parts if group.rank() in part)
-    options = getattr(group._get_backend(group._device_types[0]), "options", None)
-    timeout, backend = getattr(options, "_timeout", None), dist.get_backend(group)
-    return dist.new_group(own, timeout, backend, use_local_synchronization=True)
+    return dist.new_group(own, timeout_of(group), dist.get_backend(group), use_local_synchronization=True)

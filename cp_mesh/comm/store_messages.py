@@ -11,7 +11,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._compile import _disable_dynamo
 
 Answers = dict[int, dict[str, str]]
 """What ranks of a group say, by rank."""
@@ -112,11 +111,3 @@ def left_for(group: dist.ProcessGroup, topic: str) -> Answers:
         present = [rank for rank in range(size) if mine.check([f"{room}/{rank}"])]
         return {rank: json.loads(mine.get(f"{room}/{rank}")) for rank in present}
     return {}
-
-
-@_disable_dynamo  # which traces this function by itself where compiled code calls what it cannot trace
-def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """The group's own timeout for collectives."""
-    options = getattr(group._get_backend(group._device_types[0]), "options", None)
-    timeout: timedelta = getattr(options, "_timeout", None) or dist.distributed_c10d.default_pg_timeout
-    return timeout

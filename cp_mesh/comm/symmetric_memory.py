@@ -39,6 +39,7 @@ from torch import Tensor
 
 from cp_mesh.comm.contract import Arrived, Copy, Swap, split_arrived
 from cp_mesh.comm.group_state import kept, kept_of_all
+from cp_mesh.comm.groups import timeout_of
 from cp_mesh.comm.packing import Packing
 from cp_mesh.errors import UnsupportedError
 from cp_mesh.geometry.schedule import Route, Stage, num_rows
@@ -84,7 +85,8 @@ class _CudaWorkspace:
     def __init__(self, group: dist.ProcessGroup, nbytes: int, device: torch.device) -> None:
         import torch.distributed._symmetric_memory as symm_mem
 
-        self.nbytes, self.captured, self._timeout_ms = nbytes, False, _timeout_ms(group)
+        self.nbytes, self.captured = nbytes, False
+        self._timeout_ms = int(timeout_of(group, "cuda").total_seconds() * 1000)
         self._buffer = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
         self._handle = symm_mem.rendezvous(self._buffer, group)
         self._views: dict[tuple[Any, ...], tuple[Tensor, tuple[Tensor, ...]]] = {}
@@ -103,13 +105,6 @@ class _CudaWorkspace:
 
     def barrier(self, channel: int) -> None:
         self._handle.barrier(channel=channel, timeout_ms=self._timeout_ms)
-
-
-def _timeout_ms(group: dist.ProcessGroup) -> int:
-    """The group's own timeout for collectives, in milliseconds."""
-    options = getattr(group._get_backend(torch.device("cuda")), "options", None)
-    timeout = getattr(options, "_timeout", None) or dist.distributed_c10d.default_pg_timeout
-    return int(timeout.total_seconds() * 1000)
 
 
 class _Switch:

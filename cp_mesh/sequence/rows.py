@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from cp_mesh.comm.agreement import is_first_here, is_new_here, turned_off
+from cp_mesh.comm.agreement import turned_off
 from cp_mesh.comm.fingerprints import fingerprint
+from cp_mesh.comm.first_calls import is_first_here, is_new_here
 from cp_mesh.comm.group_state import kept
 from cp_mesh.errors import refuse
 from cp_mesh.geometry.layouts import Contiguous, Layout, Striped, ZigZag

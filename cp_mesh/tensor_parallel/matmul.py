@@ -23,9 +23,10 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 
 from cp_mesh.call.spec import autocast
-from cp_mesh.comm.agreement import agree_once, announce_refusal
+from cp_mesh.comm.agreement import announce_refusal
 from cp_mesh.comm.exchange import choose_transport, make_moves
 from cp_mesh.comm.fingerprints import fingerprint
+from cp_mesh.comm.first_calls import agree_once
 from cp_mesh.comm.shards import Moves, Shards
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.predict.time import H200

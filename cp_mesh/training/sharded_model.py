@@ -16,7 +16,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from cp_mesh.comm.agreement import agree_on_shapes, compare_later
+from cp_mesh.comm.agreement import compare_later
+from cp_mesh.comm.first_calls import agree_on_shapes
 from cp_mesh.errors import ArgumentError, describe, refuse
 from cp_mesh.geometry.layouts import Layout, parse_layout
 from cp_mesh.geometry.mask import Mask

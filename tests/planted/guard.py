@@ -17,7 +17,7 @@ def nothing(result: Any = None) -> Any:
 
 
 plant("an error of a wait has no note of refusals", "agreement:note_refusals", "later refusals")(nothing())
-plant("first calls are not compared", "agreement:is_first", "first calls")(nothing(False))
+plant("first calls are not compared", "first_calls:is_first", "first calls")(nothing(False))
 plant("labels are not compared with tokens", "rows:_unlike_tokens", "labels of other rows")(nothing())
 plant("what shard returns has no mark", "rows:marked", "sharded twice")(nothing())
 plant("positions may be left out", "sharded_model:ShardedModel._check_positions", "positions of a root")(nothing())
@@ -66,6 +66,6 @@ plant("an optimizer in the backward comes after it", "sequence.losses:note_step"
 plant("each of the accumulated losses counts alone", "gradients:_Found.is_averaged", "gradients of a step")(
     lambda is_averaged: lambda self, num_ranks: any(factor <= 1 for factor in self.factors)
 )
-plant("a first call waits longer than its group", "store_messages:timeout_of", "patience")(
+plant("a first call waits longer than its group", "groups:timeout_of", "patience")(
     lambda timeout_of: lambda group: 4 * timeout_of(group)
 )
