@@ -34,7 +34,7 @@ from cp_mesh import ArgumentError, Mask, UnsupportedError
 flex = room("kernel")
 choose_kernel = inner("kernels", "choose_kernel")
 accumulation_dtype = inner("combine", "accumulation_dtype")
-KeyGradients = inner("kernels.contract", "KeyGradients")
+KeyGradients = inner("merge", "KeyGradients")
 VECTORS, kept_weights, philox = inner("scores", "VECTORS", "kept_weights", "philox")
 
 SCALE = 0.3

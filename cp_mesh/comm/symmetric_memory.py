@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,38 +50,9 @@ _MAX_VIEWS = 1024  # of one workspace
 _MAIN, _PUSHED = 0, 1  # barrier channels: two barriers may be pending at once, on two streams
 
 
-class Workspace(Protocol):
+class Workspace:
     """Memory of a group, as many bytes on every rank, that every rank can read and write."""
 
-    nbytes: int
-
-    def rows(self, rank: int, offset: int, num_rows: int, packing: Packing) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """A buffer [num_rows, features] in a rank's memory, ``offset`` bytes from its begin; and the tensors in it."""
-
-    def barrier(self, channel: int) -> None:
-        """On the current stream: wait until every rank's stream got here."""
-
-
-class Lane(Protocol):
-    """A stream beside the caller's."""
-
-    def fork(self) -> None:
-        """What follows on the lane comes after all that the caller's stream was given so far."""
-
-    def entered(self) -> AbstractContextManager[Any]:
-        """Work begun inside goes to the lane."""
-
-    def mark(self) -> Any:
-        """A point on the lane."""
-
-    def wait(self, mark: Any) -> None:
-        """The caller's stream goes on after a point of the lane."""
-
-    def join(self) -> None:
-        """The caller's stream goes on after all that the lane was given so far."""
-
-
-class _CudaWorkspace:
     def __init__(self, group: dist.ProcessGroup, nbytes: int, device: torch.device) -> None:
         import torch.distributed._symmetric_memory as symm_mem
 
@@ -92,6 +63,7 @@ class _CudaWorkspace:
         self._views: dict[tuple[Any, ...], tuple[Tensor, tuple[Tensor, ...]]] = {}
 
     def rows(self, rank: int, offset: int, num_rows: int, packing: Packing) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """A buffer [num_rows, features] in a rank's memory, ``offset`` bytes from its begin; and the tensors in it."""
         key = rank, offset, num_rows, packing
         made = self._views.get(key)
         if made is None:
@@ -104,6 +76,7 @@ class _CudaWorkspace:
         return made
 
     def barrier(self, channel: int) -> None:
+        """On the current stream: wait until every rank's stream got here."""
         self._handle.barrier(channel=channel, timeout_ms=self._timeout_ms)
 
 
@@ -122,6 +95,8 @@ class _Switch:
 
 
 class _CudaLane:
+    """A stream beside the caller's."""
+
     def __init__(self, device: torch.device) -> None:
         self._forked = False
         # High priority: a barrier is one small block that must not queue behind the blocks of an attention kernel.
@@ -140,14 +115,17 @@ class _CudaLane:
         self._entered, self._num_marks = self._switch if is_current else self._elsewhere, 0
 
     def fork(self) -> None:
+        """What follows on the lane comes after all that the caller's stream was given so far."""
         self._forking.record(self._caller)
         self._stream.wait_event(self._forking)
         self._forked = True
 
     def entered(self) -> AbstractContextManager[Any]:
+        """Work begun inside goes to the lane."""
         return self._entered
 
     def mark(self) -> torch.cuda.Event:
+        """A point on the lane."""
         if self._num_marks == len(self._marks):
             self._marks.append(torch.cuda.Event())
         mark = self._marks[self._num_marks]
@@ -156,9 +134,11 @@ class _CudaLane:
         return mark
 
     def wait(self, mark: torch.cuda.Event) -> None:
+        """The caller's stream goes on after a point of the lane."""
         self._caller.wait_event(mark)
 
     def join(self) -> None:
+        """The caller's stream goes on after all that the lane was given so far."""
         # A capture may not wait for a stream that did not fork from it.
         if self._forked:
             self._joining.record(self._stream)
@@ -181,13 +161,13 @@ class GroupMemory:
             # What forbids it in the end only a try tells: containers, other backends of symmetric memory.
             problem = None
             try:
-                _CudaWorkspace(group, _ALIGNMENT, device).barrier(_MAIN)
+                Workspace(group, _ALIGNMENT, device).barrier(_MAIN)
             except Exception as error:
                 problem = f"a try failed ({type(error).__name__}: {error})"
             dist.all_gather_object(answers, problem, group=group)
             self.obstacle = next((answer for answer in answers if answer), None)
-        self._workspaces: dict[str, _CudaWorkspace] = {}
-        self._kept: list[_CudaWorkspace] = []  # outgrown, but a captured graph holds their addresses
+        self._workspaces: dict[str, Workspace] = {}
+        self._kept: list[Workspace] = []  # outgrown, but a captured graph holds their addresses
         self._done: torch.cuda.Event | None = None  # the end of the last eager pass
         self.pulls, self.pushes = _CudaLane(device), _CudaLane(device)
         self._current: tuple[int, torch.cuda.Stream] | None = None
@@ -232,7 +212,7 @@ class GroupMemory:
                 nbytes = max(nbytes, workspace.nbytes + workspace.nbytes // _GROWTH)
                 if workspace.captured:
                     self._kept.append(workspace)
-            workspace = _CudaWorkspace(group, nbytes, self._device)
+            workspace = Workspace(group, nbytes, self._device)
             self._workspaces[purpose] = workspace
         workspace.captured |= capturing
         return workspace

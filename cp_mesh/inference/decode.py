@@ -39,7 +39,8 @@ from cp_mesh.geometry.mask import FULL, NONE, Mask
 from cp_mesh.inference.split_kv import MAX_ROWS, attend_few
 from cp_mesh.kernels import choose_kernel
 from cp_mesh.kernels.combine import OutputSum, accumulation_dtype
-from cp_mesh.kernels.contract import Kernel, KernelTile, Pairs, Request, shortfalls
+from cp_mesh.kernels.contract import KernelTile, Pairs, Request, shortfalls
+from cp_mesh.kernels.merge import Kernel
 from cp_mesh.kernels.scores import Scores
 from cp_mesh.kernels.triton_attention import TRITON
 

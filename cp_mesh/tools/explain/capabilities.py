@@ -20,7 +20,7 @@ from cp_mesh.errors import ArgumentError, UnsupportedError
 from cp_mesh.geometry.layouts import Layout, Permuted, ZigZag
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.kernels import KERNELS
-from cp_mesh.kernels.contract import Kernel
+from cp_mesh.kernels.merge import Kernel
 from cp_mesh.tools.explain.variants import named_kernel
 
 RANKS, TOKENS = 4, 32
