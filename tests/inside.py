@@ -33,13 +33,14 @@ NAMES: dict[str, tuple[str, ...]] = {
     "functional": ("FunctionalIncoming",),
     "functions": ("ScalarFunction",),
     "groups": ("parts_of",),
+    "group_state": ("kept", "kept_of_all"),
     "table": ("KERNELS",),
-    "kernels.contract": ("Capability", "Kernel", "KernelTile", "Pairs", "Request", "shortfalls"),
+    "kernels.contract": ("Capability", "KernelTile", "Pairs", "Request", "shortfalls"),
     "layouts": ("parse_layout",),
     "machines": ("read_machine", "write_machine"),
     "mask": ("Band", "CAUSAL", "FULL", "NONE"),
     "memory": ("ExtraMemory", "Sizes", "extra_memory"),
-    "merge": ("BackwardTile", "MergingForward", "SummingBackward"),
+    "merge": ("BackwardTile", "Kernel", "MergingForward", "SummingBackward"),
     "methods": ("METHODS",),
     "method": ("Plan",),
     "op": ("attention_op",),
@@ -110,11 +111,18 @@ def planned(
     stages = schedule.route.stages
     return {
         "blocks": [[_block(row) for row in table[:, first:].tolist()] for table in schedule.blocks],
-        "tiles": [[_tile(tile) for tile in tiles] for tiles in schedule.tiles],
+        "tiles": [[_tile(tile) for tile in tiles] for tiles in tiles_by_source(schedule)],
         "moves": [schedule.fetch, schedule.serve, schedule.route.needed.tolist()],
         "covers": [sorted(schedule.covers), schedule.overlapping],
         "stages": [[x.steps, x.fetch, x.serve, [_tile(tile) for tile in x.tiles]] for x in stages],
     }
+
+
+def tiles_by_source(schedule: Any) -> tuple[tuple[Any, ...], ...]:
+    """Tiles by source rank, [cp_size], as they would be without stages."""
+    tiles_of, of_group = inner("schedule", "tiles_of", "of_group")
+    by_documents = "segments" in schedule.covers
+    return tuple(tiles_of(of_group(schedule.blocks, source), by_documents) for source in range(schedule.cp_size))
 
 
 def _block(row: list[int]) -> list[Any]:

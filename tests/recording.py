@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from inside import room
+from inside import kept, room
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -162,11 +162,10 @@ def recording(axis: DeviceMesh, degree: int | None = None) -> Iterator[Recording
     whole, result = axis.get_group(), Recording()
     parts: tuple[Any, ...] = ()
     if degree is not None:
-        groups.parts_of(whole, degree)
-        parts = groups._PARTS[whole][degree]
+        parts = groups.parts_of(whole, degree)
     recorders = {group: _Group(group, result) for group in (whole, *parts)}  # the registry holds them weakly
     if degree is not None:
-        groups._PARTS[recorders[whole]] = {degree: groups.Parts(*parts)}  # which are found by their names
+        kept(recorders[whole], groups._Parts)[degree] = parts  # which are found by their names
     ranks = dist.distributed_c10d._world.pg_group_ranks
     for group, recorder in recorders.items():
         ranks[recorder] = ranks[group]  # where DeviceMesh looks up the rank in the group

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from checks import forget_kept
 from inside import inner, room
 from ranks import mesh, num_collectives
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import cp_mesh
 from cp_mesh import ContextParallel, Contiguous, Mask, Permuted, ShardedSequence, Striped, attention, check_mode
 
-agreement = room("agreement")
+agreement, first_calls = room("agreement"), room("first_calls")
 passes = room("passes")
 fingerprint = inner("fingerprints", "fingerprint")
 
@@ -391,10 +392,10 @@ def one_more(rank: int) -> None:
     """A compiled backward, as before it on all ranks, but the odd one has had one more, of which nobody was told."""
     axis, x = mesh((WORLD_SIZE,), ("cp",)), torch.randn(B, H, ROWS, D).requires_grad_()
     call = torch.compile(functools.partial(attention, mesh=axis), backend="aot_eager")
-    with mock.patch.object(passes, "note_call", wraps=agreement.note_call) as noted:
+    with mock.patch.object(passes, "note_call", wraps=first_calls.note_call) as noted:
         call(x, x, x).sum().backward()
     if rank == ODD:
-        agreement.note_call(*noted.call_args.args)
+        first_calls.note_call(*noted.call_args.args)
     with check_mode():
         call(x, x, x).sum().backward()
 
@@ -498,10 +499,10 @@ def made_anew(rank: int) -> None:
     """Two comparisons of one number over one store, as when a group is destroyed and made again under its name."""
     group = mesh((2,), ("cp",)).get_group()
     for number in range(3):
-        agreement._compared.pop(group, None)
+        forget_kept(agreement._Compared, first_calls._Calls)
         dist.barrier(group)
         time.sleep(0.2 * rank * number)  # what the other rank left before is there already
-        agreement.agree_first(group, number, {"seq_len": str(number)})
+        first_calls.agree_first(group, number, {"seq_len": str(number)})
 
 
 def test_a_group_that_is_made_anew_reads_nothing_old(pool: Any) -> None:

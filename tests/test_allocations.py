@@ -171,8 +171,7 @@ def off_by(rank: int, cases: Sequence[Case], folder: str, transport: str) -> lis
             plan = make_plan(*inputs[:3], Tensors(), seq_len, group, options)
             passes(plan, group, inputs)  # symmetric memory is there from now on
             forward, backward = passes(plan, group, inputs)
-            memories = symmetric._MEMORY.values() if transport != "functional" else []
-            taken = sum(workspace.nbytes for memory in memories for workspace in memory._workspaces.values())
+            taken = symmetric.symmetric_memory_bytes() if transport != "functional" else 0
             degree = case.degree or (size if case.method == "ulysses" else 1)
             told = formula(plan, group, inputs, degree, transport)
         alone = len(plan.schedule.local_tiles) == 1 and not any(stage.tiles for stage in plan.schedule.route.stages)

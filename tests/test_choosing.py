@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from checks import forget_plans
+from checks import forget_kept, forget_plans
 from inside import H200, KernelRate, Machine, Options, inner, parts_of, path_of, read_machine, room, write_machine
 from ranks import mesh, num_collectives
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -238,7 +238,7 @@ def call(
     ``within`` is what it is called in, one of `WITHIN`.
     """
     forget_plans()
-    machines._KNOWN.clear()
+    forget_kept(machines._Answer)
     made: list[Any] = []
     real = plan.make_plan
 

@@ -404,7 +404,7 @@ def on_two_axes(rank: int) -> list[str]:
     options = {"mesh": axes, "method": "double_ring"}
     with (
         mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="4"),
-        mock.patch(f"{path_of('method')}.RelayedTransport", wraps=RelayedTransport) as made,
+        mock.patch(f"{path_of('ring_loop')}.RelayedTransport", wraps=RelayedTransport) as made,
     ):
         out = cp_mesh.attention(*(x[:, :, rows] for x in whole[:3]), **options)
         others = []

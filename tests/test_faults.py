@@ -454,16 +454,10 @@ def cached() -> dict[str, Any]:
 
 
 KEPT = {
-    "agreement._compared": "a group, at most MOST_KINDS",
-    "model_groups._beside": "a group",
+    "group_state._KEPT": "a group; of calls, at most MOST_KINDS, of groups within it by divisors of its size",
     "model_groups._models": "a module",
-    "groups._PARTS": "a group, by divisors of its size",
-    "groups._AXES": "a group, by axes of its mesh",
-    "machines._KNOWN": "a group",
-    "symmetric_memory._MEMORY": "a group",
     "rows._MARKS": "a tensor",
     **{f"{room}.WAITING": "a model" for room in ("sequence.losses", "rows", "loss", "gradients")},
-    "rows._LENGTHS": "a group",
     "block_mask._checked": "a block mask",
     "block_mask._hidden": "a function",
     "functions._known": "a function, which its calls hold, and a bounded list the last ones",

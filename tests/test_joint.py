@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from cases import MASKS, gap, make_mask, make_scores, pairs
-from checks import TOLERANCE, coverage, dense_scores, report, staged_pairs
+from checks import TOLERANCE, coverage, dense_scores, num_pairs, report, staged_pairs
 from dense import dense_attention, make_qkv
 from inside import make_schedule, num_rows
 from ranks import mesh, num_collectives
@@ -129,7 +129,7 @@ def test_copies_do_not_travel() -> None:
         schedule = make_schedule(layout, mask, 20, 3, rank)
         assert schedule.shard_lens == (12, 12, 12)
         assert all(rows == ((8, 12),) for source, rows in enumerate(schedule.fetch) if source != rank)
-        assert schedule.num_pairs == 12 * 20 and "pairs" not in schedule.covers
+        assert num_pairs(schedule) == 12 * 20 and "pairs" not in schedule.covers
 
 
 def through_the_sequence(rank: int) -> list[str]:

@@ -13,7 +13,6 @@ from inside import Band, inner, room
 
 from cp_mesh import ArgumentError, Mask, UnsupportedError, batch_mask, document_positions
 
-packed_documents = inner("batch_mask", "packed_documents")
 parse_mask = inner("mask", "parse_mask")
 
 each_mask = pytest.mark.parametrize("name", MASKS)
@@ -194,9 +193,9 @@ def test_cumulative_lengths_that_must_be_refused(cu_seqlens, message):
 
 def test_documents_of_positions() -> None:
     positions = torch.tensor([[0, 1, 2, 0, 1, 5, 6], [0, 1, 2, 3, 4, 5, 6]])
-    found = packed_documents(positions)
+    found = batch_mask(position_ids=positions).documents
     assert found is not None and found.tolist() == [[0, 0, 0, 1, 1, 2, 2], [0] * 7]
-    assert packed_documents(positions[1:]) is None and packed_documents(positions[:1]).shape == (7,)
+    assert batch_mask(position_ids=positions[1:]).documents is None
     assert document_positions(found).tolist() == [[0, 1, 2, 0, 1, 0, 1], [0, 1, 2, 3, 4, 5, 6]]
     assert document_positions(torch.tensor([4, 4, -1, 4])).tolist() == [0, 1, 0, 0]
 

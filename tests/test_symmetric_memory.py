@@ -30,7 +30,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import LAYOUTS, make_mask
-from checks import report
+from checks import forget_kept, report
 from dense import make_qkv
 from poison import poisoned
 from ranks import device, join_on_gpus, mesh
@@ -41,7 +41,7 @@ from torch.utils.checkpoint import checkpoint
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # torchrun of a checkout that is not installed
 
-from inside import METHODS, Packing, Sizes, extra_memory, inner, make_schedule, path_of, room
+from inside import METHODS, Packing, Sizes, extra_memory, inner, kept, kept_of_all, make_schedule, path_of, room
 
 import cp_mesh
 from cp_mesh import Contiguous, Mask, Striped, UnsupportedError, ZigZag
@@ -134,20 +134,22 @@ def double(group: dist.ProcessGroup, folder: str) -> Iterator[None]:
     group_memory = symmetric.group_memory  # in which bugs are planted
 
     def memory(group: dist.ProcessGroup, device: torch.device) -> Any:
-        if group not in symmetric._MEMORY:
+        if kept(group, symmetric.Held).memory is None:
             own = Path(folder) / "-".join(map(str, dist.get_process_group_ranks(group)))
             own.mkdir(exist_ok=True)
-            symmetric._MEMORY[group] = FileMemory(group, own)  # type: ignore[assignment]
+            kept(group, symmetric.Held).memory = FileMemory(group, own)
         return group_memory(group, device)
 
     with (
         mock.patch(f"{path_of('exchange')}.unavailable", return_value=None),
         mock.patch.object(symmetric, "group_memory", memory),
         mock.patch(f"{path_of('symmetric_shards')}.group_memory", memory),
-        mock.patch.dict(symmetric._MEMORY.data, clear=True),
     ):
         memory(group, torch.device("cpu"))
-        yield
+        try:
+            yield
+        finally:
+            forget_kept(symmetric.Held)
 
 
 def attend(inputs: list[Tensor], axis: Any, transport: str, **options: Any) -> list[Tensor]:
@@ -238,8 +240,7 @@ def bytes_of_group(rank: int, folder: str, dtype: torch.dtype) -> tuple[int, int
     with double(axis.get_group(), folder):
         inputs = [torch.randn(1, H, S_local, D).to(dtype) for _ in range(4)]
         problems = compare("", inputs, axis, kernel="reference")
-        workspaces: Any = symmetric._MEMORY[axis.get_group()]._workspaces
-        taken = sum(workspace.nbytes for workspace in workspaces.values())
+        taken = symmetric.symmetric_memory_bytes()
     return taken, extra_memory(schedule, sizes, 1, TRANSPORTS[1]).symmetric, problems
 
 
@@ -261,8 +262,8 @@ def released(rank: int, folder: str) -> tuple[int, int, int, list[str]]:
     inputs = [x[:, :, ZigZag().positions(24, 4, rank)] for x in make_qkv(2, 8, 4, 24, 5, 4)]
     with double(axis.get_group(), folder):
         other = dist.new_group([*range(4)])
-        symmetric._MEMORY[other] = FileMemory(other, Path(folder))  # type: ignore[assignment]
-        symmetric._MEMORY[other].workspace("rows", 64, other)
+        kept(other, symmetric.Held).memory = FileMemory(other, Path(folder))
+        kept(other, symmetric.Held).memory.workspace("rows", 64, other)
         for each in options:
             attend(inputs, axis, **{"transport": TRANSPORTS[1], **each})
         before = symmetric.symmetric_memory_bytes()
@@ -306,12 +307,12 @@ def forgotten(rank: int) -> tuple[int, int]:
         mock.patch.object(symmetric, "_local_obstacle", return_value="none in this test"),
     ):
         symmetric.group_memory(group, torch.device("cpu", rank))
-    alive = len(symmetric._MEMORY)
+    alive = len(kept_of_all(symmetric.Held))
     dist.barrier()
     dist.destroy_process_group(group)
     del group
     gc.collect()
-    return alive, len(symmetric._MEMORY)
+    return alive, len(kept_of_all(symmetric.Held))
 
 
 def test_memory_goes_with_its_group(pool):
@@ -401,7 +402,7 @@ def check_stalled() -> list[str]:
     axis, problems = gpu_axis(), []
     draw = random.Random(dist.get_rank())
     attend(local_inputs(S), axis, TRANSPORTS[1])
-    memory = symmetric._MEMORY[axis.get_group()]
+    memory = kept(axis.get_group(), symmetric.Held).memory
 
     def cycles() -> int:
         return draw.choice([0, 100_000, 2_000_000])
@@ -666,7 +667,7 @@ def check_linears() -> list[str]:
         return draw.choice([0, 100_000, 2_000_000])
 
     step_of_linears(models[True], *of_rank(integers(0, 1, 64 * size)))
-    memory, pending = symmetric._MEMORY[axis.get_group()], []
+    memory, pending = kept(axis.get_group(), symmetric.Held).memory, []
     with (
         mock.patch.object(memory.pulls, "entered", _sleeping(memory.pulls, cycles)),
         mock.patch.object(memory.pushes, "entered", _sleeping(memory.pushes, cycles)),

@@ -13,11 +13,13 @@ from itertools import chain, product
 from typing import Any
 from unittest import mock
 
+import inside
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
+from checks import forget_kept
 from inside import inner, room
 from ranks import mesh, num_collectives
 from recording import recording
@@ -50,7 +52,7 @@ from cp_mesh import (
 )
 from cp_mesh.comm.exchange import release, symmetric_memory_bytes
 
-agreement = room("agreement")
+agreement, first_calls = room("agreement"), room("first_calls")
 column_linears = room("colwise")
 overlap = room("overlap")
 row_linears = room("rowwise")
@@ -772,7 +774,7 @@ def checkpointed(rank: int) -> list[int]:
         out.square().sum().backward()
         results.append(num_collectives() - before)
         grads.append({"x": x.grad, **gradients(module)})
-        words += agreement._compared[tp.get_group()].times  # since the plan
+        words += inside.kept(tp.get_group(), agreement._Compared).times  # since the plan
     results.append(words)
     for other in grads[1:]:
         assert all(torch.equal(other[name], grads[0][name]) for name in grads[0])
@@ -1232,7 +1234,9 @@ REFUSED: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
 def refused(rank: int, names: list[str]) -> list[str]:
     """What was raised for each, and where a collective ran before it: weights are scattered when a style is applied."""
     found, (_, tp) = [], alone_and_tp()
-    agreement._compared.clear()  # other tests made calls of the same kind, of which the first alone is compared
+    forget_kept(
+        agreement._Compared, first_calls._Calls
+    )  # other tests made calls of the same kind, of which the first alone is compared
     for name in names:
         try:
             REFUSED[name][0](tp)
@@ -1434,7 +1438,7 @@ def refused_alone(rank: int, names: tuple[str, ...], checked: bool = False) -> l
 def _refused_alone(names: tuple[str, ...]) -> list[tuple[str, float]]:
     found, axes = [], mesh((2, 2), ("dp", "tp"))
     for name in names:
-        agreement._compared.clear()
+        forget_kept(agreement._Compared, first_calls._Calls)
         dist.barrier()
         begin = time.monotonic()
         try:
@@ -1514,7 +1518,7 @@ def refused_among(rank: int, setup: str) -> tuple[str, float, tuple[int, ...]]:
 
 def _refused_among(rank: int, setup: str) -> tuple[str, float, tuple[int, ...]]:
     """What was raised, after how many seconds, and the shape of what a right call then returns."""
-    agreement._compared.clear()
+    forget_kept(agreement._Compared, first_calls._Calls)
     torch._dynamo.reset()
     axes = mesh((2, 2), ("cp", "tp"))
     cp, tp = axes["cp"], axes["tp"]
@@ -1560,7 +1564,7 @@ def test_all_ranks_of_cp_and_tp_hear_of_a_refusal(pool: Any, setup: str) -> None
 
 def refused_in_one_model(rank: int, axis: str, watch: bool) -> tuple[str, ...]:
     """What rank 1 refuses over one axis, then a right call of another model over both, then one that it refuses."""
-    agreement._compared.clear()
+    forget_kept(agreement._Compared, first_calls._Calls)
     axes = mesh((2, 2), ("cp", "tp"))
     attends = ContextParallel(ShardedSequence(axes["cp"]))
     models = [nn.Sequential(Block(Attends(), 4)).to(dtype) for dtype in (torch.float32, torch.float64)]
@@ -1603,7 +1607,7 @@ def planned_elsewhere(rank: int) -> tuple[int, ...]:
     for _ in range(2):
         found = row(torch.ones(2, 4, C // 2))
         if axes.get_local_rank("tp") == 0:  # another model, of these ranks alone
-            agreement.look_again(axes["dp"].get_group())
+            first_calls.look_again(axes["dp"].get_group())
     return tuple(found.shape)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -109,7 +108,6 @@ def _cuts(x: DTensor, query: Tensor, axis: CPAxis, seq_len: int) -> tuple[Cuts, 
 
 
 # --- within the op
-@lru_cache(maxsize=64)
 def cuts_of(spec: str) -> dict[int, Cuts]:
     """Of captured tensors that are cut, by index, from what `place_captured` wrote."""
     found: dict[int, Cuts] = {}
@@ -159,6 +157,8 @@ def with_whole(plan: Plan, call: Call) -> Plan:
 def to_shards(gradients: Mapping[str, Tensor], plan: Plan, call: Call) -> dict[str, Tensor]:
     """Gradients by name; those of captured tensors that are cut are summed over ranks, and this rank's shards."""
     found = dict(gradients)
+    if not call.options.captured_cuts:
+        return found
     for i, cuts in cuts_of(call.options.captured_cuts).items():
         if (grad := found.get(name_of_captured(i))) is None:
             continue

@@ -38,7 +38,7 @@ from cp_mesh.geometry.balance import balance
 from cp_mesh.geometry.layouts import Balanced, Layout, ZigZagDocuments
 from cp_mesh.geometry.mask import Mask, parse_mask
 from cp_mesh.geometry.schedule import Schedule
-from cp_mesh.kernels.contract import Kernel
+from cp_mesh.kernels.merge import Kernel
 from cp_mesh.predict.memory import Sizes
 from cp_mesh.predict.time import Machine
 

@@ -8,7 +8,6 @@ masks, layouts, scores and kernels in every method.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -18,15 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_mesh.call.spec import Operand, Options
-from cp_mesh.comm.contract import Transport
-from cp_mesh.comm.exchange import FunctionalTransport, RelayedTransport, make_transport
-from cp_mesh.comm.groups import parts_of
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Band, Mask
 from cp_mesh.geometry.schedule import Schedule, Stage, Tile, enclosing
 from cp_mesh.geometry.varlen import Segments
-from cp_mesh.kernels.combine import RowSum, copy_together
-from cp_mesh.kernels.contract import Kernel, KernelTile, Pairs, Steps
+from cp_mesh.kernels.contract import KernelTile, Pairs, Steps
+from cp_mesh.kernels.merge import Kernel
 from cp_mesh.kernels.scores import POSITIONAL, Scores
 from cp_mesh.predict.memory import ExtraMemory, Sizes
 from cp_mesh.predict.time import Machine, PassCost
@@ -144,15 +140,6 @@ class Plan:
     def tiles(self, stage: Stage) -> list[KernelTile]:
         """Tiles of this rank's queries against the keys fetched in a stage."""
         return self._kernel_tiles(stage.tiles, stage)
-
-    def open_transport(self, group: dist.ProcessGroup) -> AbstractContextManager[Transport]:
-        """The transport of one pass over one chunk of heads; closed also after an exception."""
-        schedule, relayed = self.schedule, bool(self.schedule.active_steps and self.schedule.route.visits)
-        outer, inner = parts_of(group, schedule.host_size) if relayed else (group, group)
-        made = make_transport(self.options.transport, inner, schedule, self.device, copy_together)
-        if relayed:
-            made = RelayedTransport(FunctionalTransport(outer, copy_together), made, copy_together, RowSum)
-        return closing(made)
 
     @cached_property
     def reads_tensors(self) -> bool:

@@ -40,7 +40,8 @@ from cp_mesh.call.dtensor import place_beside, require_sharded, score_placements
 from cp_mesh.call.formats import FORMATS
 from cp_mesh.call.operators import is_seen, library, refuse_tangents
 from cp_mesh.call.spec import GRADED, NUM_ARGUMENTS, NUM_TENSORS, SCHEMA, Call, Tensors, autocast, nothing_kept
-from cp_mesh.comm.agreement import announce_trace, backward_of, checking, last_forward
+from cp_mesh.comm.agreement import announce_trace, checking
+from cp_mesh.comm.first_calls import backward_of, last_forward
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.kernels import functions
 from cp_mesh.kernels.combine import accumulation_dtype, dense_like
@@ -137,7 +138,8 @@ class _Attention(torch.autograd.Function):
         # most kernels take no gradient of lse, and none must be dropped silently
         ctx.mark_non_differentiable(*(() if call.options.differentiable_lse else (lse,)), kept, *of_heads)
         ctx.has_kept, ctx.shape = kept.ndim > 1, out.shape
-        ctx.forward, ctx.checked = last_forward(call.group), checking(call.group)
+        group = call.group
+        ctx.forward, ctx.checked = last_forward(group), checking(group)
         if ctx.has_kept:
             ctx.save_for_backward(*(_without_rows(x, call.seq_dim) for x in qkv), *tensors, *of_heads, kept, *captured)
         else:

@@ -18,17 +18,14 @@ from cp_mesh.call.spec import GRADED, NUM_TENSORS, Call, Operand, Options, nothi
 from cp_mesh.comm.agreement import (
     ORDER,
     PASS,
-    agree_first,
     announce_refusal,
     checking,
-    is_first,
     keep_to_itself,
-    note_call,
     note_refusals,
-    order_of,
     require_agreement,
 )
 from cp_mesh.comm.fingerprints import fingerprint
+from cp_mesh.comm.first_calls import agree_first, is_first, note_call, order_of
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.mask import parse_mask
 from cp_mesh.kernels import functions

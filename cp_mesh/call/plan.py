@@ -31,7 +31,8 @@ from cp_mesh.geometry.mask import NONE, parse_mask
 from cp_mesh.geometry.schedule import Schedule
 from cp_mesh.geometry.survey import parse_sources
 from cp_mesh.kernels.combine import accumulation_dtype
-from cp_mesh.kernels.contract import Kernel, Request, shortfalls
+from cp_mesh.kernels.contract import Request, shortfalls
+from cp_mesh.kernels.merge import Kernel
 from cp_mesh.kernels.scores import POSITIONAL
 from cp_mesh.kernels.table import KERNELS, choose_kernel
 from cp_mesh.predict.machines import Known, machine_of, may_divide

@@ -17,7 +17,7 @@ Heads may be computed in chunks, one after the other: buffers are those of one c
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -28,14 +28,16 @@ from torch import Tensor
 from cp_mesh.call.method import Method, Plan, Setup, as_one_tile
 from cp_mesh.call.spec import Operand, Options
 from cp_mesh.comm.contract import Transport
+from cp_mesh.comm.exchange import FunctionalTransport, RelayedTransport, make_transport
+from cp_mesh.comm.groups import parts_of
 from cp_mesh.comm.packing import Packing
 from cp_mesh.errors import refuse
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.geometry.schedule import Grouping, Schedule, Stage, make_schedule
 from cp_mesh.geometry.survey import Seen
-from cp_mesh.kernels.combine import RowSum, accumulation_dtype, dense_like, make_delta
-from cp_mesh.kernels.contract import Kernel
+from cp_mesh.kernels.combine import RowSum, accumulation_dtype, copy_together, dense_like, make_delta
+from cp_mesh.kernels.merge import Kernel
 from cp_mesh.kernels.scores import ScoreGradients, Scores
 from cp_mesh.predict.memory import ExtraMemory, extra_memory
 from cp_mesh.predict.time import Machine, PassCost, staged_costs
@@ -116,7 +118,7 @@ def forward_of_heads(
 ) -> tuple[Tensor, Tensor]:
     """out and lse of these heads, written into tensors that are given or made."""
     route = plan.schedule.route
-    with _transport(plan, group) as transport:
+    with _open_transport(plan, group) as transport:
         incoming = None if transport is None else transport.fetch((k, v), route)
         forward = plan.kernel.begin_forward(q, v.shape[3], scores)
         if local_tiles := plan.local_tiles:
@@ -245,7 +247,7 @@ def backward_of_heads(
     strides; dk and dv that are summed are rounded to this dtype.
     """
     route, dtype = plan.schedule.route, accumulation_dtype(q.dtype)
-    with _transport(plan, group) as transport:
+    with _open_transport(plan, group) as transport:
         incoming = outgoing = None
         if transport is not None:
             incoming = transport.fetch((k, v), route)
@@ -285,9 +287,16 @@ def backward_of_heads(
         return (dq, dk, dv), backward.score_gradients()
 
 
-def _transport(plan: Plan, group: dist.ProcessGroup) -> AbstractContextManager[Transport | None]:
-    """None where nothing travels: a transport takes host time."""
-    return plan.open_transport(group) if plan.schedule.route.stages else nullcontext()
+def _open_transport(plan: Plan, group: dist.ProcessGroup) -> AbstractContextManager[Transport | None]:
+    """That of one pass over one chunk of heads, closed also after an exception; None where nothing travels."""
+    schedule, visits = plan.schedule, plan.schedule.route.visits
+    if not schedule.route.stages:
+        return nullcontext()  # a transport takes host time
+    outer, inner = parts_of(group, schedule.host_size) if visits else (group, group)
+    made = make_transport(plan.options.transport, inner, schedule, plan.device, copy_together)
+    if visits:
+        made = RelayedTransport(FunctionalTransport(outer, copy_together), made, copy_together, RowSum)
+    return closing(made)
 
 
 def _by_head_chunks(tensors: Sequence[Tensor], plan: Plan) -> Iterator[tuple[tuple[int, int], tuple[Tensor, ...]]]:

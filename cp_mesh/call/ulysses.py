@@ -50,7 +50,7 @@ from cp_mesh.geometry.mask import Mask
 from cp_mesh.geometry.schedule import Schedule, make_schedule
 from cp_mesh.geometry.survey import Seen
 from cp_mesh.kernels.combine import accumulation_dtype, dense_like
-from cp_mesh.kernels.contract import Kernel
+from cp_mesh.kernels.merge import Kernel
 from cp_mesh.kernels.scores import TERMS, ScoreGradients, Scores
 from cp_mesh.predict.memory import ExtraMemory, ulysses_memory
 from cp_mesh.predict.time import Machine, PassCost, ulysses_costs

@@ -1,8 +1,7 @@
-"""Find disagreements between ranks before the first collective of a call.
+"""Compare what the ranks of a group have, and tell the others what one of them refuses.
 
-The first call of each kind is always compared, through the store in which the process group was made: that needs no
-collective, and a rank that refuses its arguments leaves word there and raises, without waiting for anybody. Later calls
-pay for one look-up.
+The first call of each kind (`first_calls`) is compared through the store in which the process group was made: that
+needs no collective, and a rank that refuses its arguments leaves word there and raises, without waiting for anybody.
 
 Check mode compares every call, by a collective. It is on in `cp_mesh.verify`, inside ``with check_mode():``, and where
 the environment sets ``CP_MESH_CHECK=1``. ``check_mode(False)`` and ``CP_MESH_CHECK=0`` turn first calls off as well.
@@ -13,27 +12,24 @@ from __future__ import annotations
 
 import json
 import os
-import weakref
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_mesh._torch import StopRecomputation, backward_number, constant_in_traces, resolve_group, timeout_of, untraced
-from cp_mesh.comm.fingerprints import Digest, fingerprint, shape_of
+from cp_mesh._torch import StopRecomputation, constant_in_traces, resolve_group, timeout_of, untraced
+from cp_mesh.comm.fingerprints import Digest
+from cp_mesh.comm.group_state import kept
 from cp_mesh.comm.model_groups import beside
 from cp_mesh.comm.store_messages import Answers, Words, left_for, store_of
 from cp_mesh.errors import ArgumentError, RankMismatchError, describe
 
-MOST_KINDS = 256
-"""Of calls on one group that are compared; where every batch has another length, a step must not pay for ever."""
 PATIENCE = timedelta(minutes=10)
 """How long a first call waits for the other ranks, if the timeout of their group is not shorter."""
 EVERY = 64
@@ -55,25 +51,13 @@ _TOLD = "_cp_mesh_told"  # of an error: names of the groups whose ranks were tol
 _enabled: ContextVar[bool | None] = ContextVar("cp_mesh_check", default=None)
 
 
-class Forward(NamedTuple):
-    """A forward of attention: how many came before it over its group, and the module of a plan that called it."""
-
-    number: int
-    where: str
-
-
-_where: ContextVar[str] = ContextVar("cp_mesh_where", default="")  # the module that calls attention; in check mode
-_backward_of: ContextVar[Forward | None] = ContextVar("cp_mesh_backward_of", default=None)  # in eager, in check mode
-
-
 @dataclass
 class _Compared:
-    """What this rank compared over one group: how often, which kinds of call, and what it looked at alone.
+    """What this rank compared over one group.
 
     ``times`` begins anew with each of the ``plans`` over it; ``batches`` counts those after the first of a shape; of
     the last one that is compared ``digest`` was begun; ``told`` is the key of the one before it, ``read`` of one more
     before.
-    ``forwards`` and ``calls`` (by direction and kind) count attention, compared or not.
     ``last``: to which all ranks came and refused nothing, and which is in the store until they come to the next one.
     ``refused_in_trace``: and told, since the last comparison; the trace may be begun again, or eager code raises it.
     """
@@ -86,13 +70,10 @@ class _Compared:
     read: str | None = None
     refused_in_trace: bool = False
     last: Words | None = None
-    forwards: int = 0
-    calls: Counter[Hashable] = field(default_factory=Counter)
-    kinds: set[Hashable] = field(default_factory=set)
-    here: set[Hashable] = field(default_factory=set)
 
-
-_compared: weakref.WeakKeyDictionary[dist.ProcessGroup, _Compared] = weakref.WeakKeyDictionary()
+    def next_topic(self) -> str:
+        self.times += 1
+        return f"{self.plans} {self.times}"
 
 
 @contextmanager
@@ -116,56 +97,36 @@ def check_mode(enabled: bool = True) -> Iterator[None]:
 
 def checking(group: dist.ProcessGroup) -> bool:
     """Whether check mode is on. Ranks of the group hear of a ``CP_MESH_CHECK`` that is refused here."""
-    return _asked(group) is True
+    enabled = _enabled.get()
+    if enabled is None and (word := os.environ.get("CP_MESH_CHECK")):
+        enabled = _meaning(group, word)
+    return enabled is True
 
 
 def turned_off(group: dist.ProcessGroup) -> bool:
     """Whether somebody asked for no comparison at all; see `checking`."""
-    return _asked(group) is False
-
-
-def _asked(group: dist.ProcessGroup) -> bool | None:
-    asked = _said()
-    if isinstance(asked, str):
-        expected, hint = "1, true, yes or on; 0, false, no or off", "without it the first call of each kind is compared"
-        error = ArgumentError(describe("CP_MESH_CHECK", expected, repr(asked), hint))
-        announce_error(group.group_name, error)
-        raise error
-    return asked
-
-
-def _said() -> bool | str | None:
-    """Whether to compare every call or none, None for first calls; a word that is neither as it is."""
     enabled = _enabled.get()
     if enabled is None and (word := os.environ.get("CP_MESH_CHECK")):
-        return WORDS.get(word.lower(), word)
-    return enabled
+        enabled = _meaning(group, word)
+    return enabled is False
 
 
-def is_first(group: dist.ProcessGroup, kind: Hashable) -> bool:
-    """Whether a call of this kind is to be compared over the group, by `agree_first`; one look-up for later calls.
-
-    Not while a CUDA graph is captured: its first call is the warm-up before. Ranks must count kinds alike, so a kind is
-    made of what must be equal on all of them.
-    """
-    compared = _compared.get(group)
-    if compared is not None and (kind in compared.kinds or len(compared.kinds) >= MOST_KINDS):
-        return False
-    if turned_off(group) or group.size() == 1 or store_of(group) is None:
-        return False
-    return not capturing()
+def _meaning(group: dist.ProcessGroup, word: str) -> bool:
+    if (enabled := WORDS.get(word.lower())) is not None:
+        return enabled
+    expected, hint = "1, true, yes or on; 0, false, no or off", "without it the first call of each kind is compared"
+    error = ArgumentError(describe("CP_MESH_CHECK", expected, repr(word), hint))
+    announce_error(group.group_name, error)
+    raise error
 
 
-def look_again(group: dist.ProcessGroup) -> int:
-    """Compare first calls once more: there is a new model. Every rank of the group says so at the same place.
+def count_plan(group: dist.ProcessGroup) -> int:
+    """There is a new model over the group, whose comparisons are counted anew.
 
     Returns:
         How many models it had before.
     """
-    for compared in _compared.values():
-        compared.here.clear()
-    own = _compared.setdefault(group, _Compared())
-    own.kinds.clear()
+    own = kept(group, _Compared)
     own.digest = own.told = None
     own.refused_in_trace = False
     own.times = 0
@@ -173,119 +134,26 @@ def look_again(group: dist.ProcessGroup) -> int:
     return own.plans - 1
 
 
-@contextmanager
-def called_in(module: str) -> Iterator[None]:
-    """Attention inside is called by the module of this name."""
-    token = _where.set(module)
-    try:
-        yield
-    finally:
-        _where.reset(token)
-
-
-def last_forward(group: dist.ProcessGroup) -> Forward:
-    """The one that has just run over the group."""
-    return Forward(_compared.setdefault(group, _Compared()).forwards - 1, _where.get())
-
-
-@contextmanager
-def backward_of(forward: Forward) -> Iterator[None]:
-    """Check mode is on, and the op inside is the backward of this call."""
-    tokens = _enabled.set(True), _backward_of.set(forward)
-    try:
-        yield
-    finally:
-        _enabled.reset(tokens[0])
-        _backward_of.reset(tokens[1])
-
-
-def order_of(group: dist.ProcessGroup, direction: str, kind: Hashable) -> str:
-    """What tells the place of a call of attention among the calls over its group, for check mode.
-
-    A backward in compiled code knows no forward: there it is how many calls were of this kind and direction.
-    """
-    compared, of = _compared.setdefault(group, _Compared()), _backward_of.get()
-    if direction == "forward":
-        of = Forward(compared.forwards, _where.get())
-    told = "" if of is None else f" {of.number + 1}{of.where and f' in {of.where}'}"
-    return f"{direction}{told}, after {compared.calls[direction, kind]} like it"
-
-
-def note_call(group: dist.ProcessGroup, direction: str, kind: Hashable) -> None:
-    """Of attention, in every call that was not refused."""
-    compared = _compared.setdefault(group, _Compared())
-    compared.forwards += direction == "forward"
-    if len(compared.calls) < MOST_KINDS or (direction, kind) in compared.calls:
-        compared.calls[direction, kind] += 1
-
-
 def capturing() -> bool:
     """Whether a CUDA graph is captured, in which nothing may be read."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def agree_first(group: dist.ProcessGroup, kind: Hashable, fields: Mapping[str, str], axis: str = "cp") -> None:
+def agree(group: dist.ProcessGroup, fields: Mapping[str, str], axis: str, patience: timedelta | None = None) -> None:
     """Compare ``fields`` over the group through its store, and raise on every rank if they differ.
 
     Args:
         group: of ranks along ``axis``, "cp" or "tp".
-        kind: of calls of which this is the first.
         fields: values by name; that of "call" says what is called, if not attention.
         axis: for messages.
+        patience: how long this rank waits for the others, if not as long as in a first call.
 
     Raises:
         RankMismatchError: also if a rank refused its arguments, or did not come.
     """
-    _agree(group, fields, axis)
-    _compared[group].kinds.add(kind)
-
-
-def agree_on_shapes(
-    group: dist.ProcessGroup,
-    kind: Hashable,
-    tensors: Mapping[str, Tensor | None],
-    contents: Callable[[Tensor | None], str] = fingerprint,
-) -> bool:
-    """Compare shapes and dtypes of a batch in every call, and in the first of a kind what ``contents`` says of each.
-
-    A call is a few requests to the store. Ranks that went on with rows of unlike numbers would end within gloo. In
-    check mode contents are compared in every call, by a collective, as other ranks tell what they refuse.
-
-    Returns:
-        Whether contents were compared.
-
-    Raises:
-        RankMismatchError: as `agree_first`.
-    """
-    if checking(group):
-        require_agreement(group, {name: contents(x) for name, x in tensors.items()})
-        return True
-    is_new = is_first(group, kind)
-    if is_new:
-        agree_first(group, kind, {name: contents(x) for name, x in tensors.items()})
-    elif backward_number() != -1:
-        return False  # what a checkpoint computes again was compared before
-    elif not (turned_off(group) or group.size() == 1 or store_of(group) is None or capturing()):
-        _agree(group, {name: shape_of(x) for name, x in tensors.items()}, "cp", timeout_of(group))
-    return is_new
-
-
-def _agree(group: dist.ProcessGroup, fields: Mapping[str, str], axis: str, patience: timedelta | None = None) -> None:
     answers = _exchange(group, fields, axis, patience)
     _require_accepted(group, answers, fields, axis)
     _require_equal(group, answers, fields, axis)
-
-
-def agree_once(
-    group: dist.ProcessGroup, kind: Hashable, fields: Callable[[], Mapping[str, str]], axis: str = "cp"
-) -> None:
-    """`agree_first` of a kind that is new since the last plan over this group; one look-up for later calls.
-
-    Raises:
-        RankMismatchError: as `agree_first`.
-    """
-    if is_first(group, kind):
-        agree_first(group, kind, fields(), axis)
 
 
 def compare_first(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[dict[str, str]]:
@@ -312,7 +180,7 @@ def compare_later(group: dist.ProcessGroup, inputs: Sequence[Tensor]) -> None:
     Raises:
         RankMismatchError: if the digests differ, about `EVERY` to ``2 * EVERY`` batches later.
     """
-    compared = _compared.setdefault(group, _Compared())
+    compared = kept(group, _Compared)
     compared.batches += 1
     if compared.batches % EVERY or turned_off(group) or group.size() == 1 or capturing():
         return
@@ -380,20 +248,6 @@ def exchange_first(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[
     return answers
 
 
-def is_new_here(group: dist.ProcessGroup, kind: Hashable) -> bool:
-    """Whether this rank is yet to look at this kind over the group; no other rank hears of it."""
-    here = _compared.setdefault(group, _Compared()).here
-    return not (kind in here or len(here) >= MOST_KINDS or turned_off(group) or group.size() == 1 or capturing())
-
-
-def is_first_here(group: dist.ProcessGroup, kind: Hashable) -> bool:
-    """`is_new_here`, which is then answered with False."""
-    is_new = is_new_here(group, kind)
-    if is_new:
-        _compared[group].here.add(kind)
-    return is_new
-
-
 def leave_word(text: str) -> None:
     """For ranks that learn of a refusal by a collective, and then call `read_word`."""
     if (store := store_of(dist.group.WORLD)) is not None:
@@ -413,10 +267,11 @@ def _exchange(
     """What every rank of the group left in the store for this comparison; a first call waits `PATIENCE` at most."""
     _note_trace(group, False)
     patience = patience or min(PATIENCE, timeout_of(group))
-    words = Words(group, _next_topic(group), fields)
+    compared = kept(group, _Compared)
+    words = Words(group, compared.next_topic(), fields)
     answers = words.wait(patience)
     if len(answers) == words.size and not any("error" in answer for answer in answers.values()):
-        before, _compared[group].last = _compared[group].last, words
+        before, compared.last = compared.last, words
         if before is not None:
             before.forget()
     if absent := [rank for rank in range(group.size()) if rank not in answers]:
@@ -426,12 +281,6 @@ def _exchange(
         )
         _raise_mismatch(group, fields, said)
     return [answers[rank] for rank in range(group.size())]
-
-
-def _next_topic(group: dist.ProcessGroup) -> str:
-    compared = _compared.setdefault(group, _Compared())
-    compared.times += 1
-    return f"{compared.plans} {compared.times}"
 
 
 @untraced  # which would trace it by itself, behind a graph break
@@ -453,20 +302,22 @@ def announce_refusal(group: dist.ProcessGroup, error: Exception, axis: str = "cp
     if told is None or (isinstance(error, RankMismatchError) and not told):
         return  # of one that nobody was told of, all ranks raise their own
     waiting = group if axis == "cp" and in_check_mode and not told else None
-    said = {"error": f"{type(error).__name__}: {error}"}
+    said, enabled = {"error": f"{type(error).__name__}: {error}"}, _enabled.get()
+    if enabled is None:  # nor does a word mean anything that is refused here
+        enabled = WORDS.get(os.environ.get("CP_MESH_CHECK", "").lower())
     for other, its_axis in (*beside(group).items(), (group, axis)):
         if other.group_name in told:
             continue
         vars(error)[_TOLD] = told = told | {other.group_name}
-        if (compared := _compared.setdefault(other, _Compared())).refused_in_trace:
+        if (compared := kept(other, _Compared)).refused_in_trace:
             compared.refused_in_trace = False
             continue
-        if its_axis == "cp" and _said() is True and (in_check_mode or other is not group):
+        if its_axis == "cp" and enabled and (in_check_mode or other is not group):
             if other is waiting:
                 with suppress(RuntimeError):  # they wait for something else; the error itself must not be lost
                     require_agreement(group, said)
-        elif _said() is not False and other.size() > 1 and store_of(other) is not None:
-            Words(other, _next_topic(other), said).wait(None)
+        elif enabled is not False and other.size() > 1 and store_of(other) is not None:
+            Words(other, compared.next_topic(), said).wait(None)
 
 
 @constant_in_traces
@@ -479,7 +330,7 @@ def announce_trace(group_name: str, axis: str = "cp") -> None:
 
 def _note_trace(group: dist.ProcessGroup, refused: bool) -> None:
     for each in (group, *beside(group, of_all_models=not refused)):
-        _compared.setdefault(each, _Compared()).refused_in_trace = refused
+        kept(each, _Compared).refused_in_trace = refused
 
 
 def announce_error(group_name: str, error: Exception, axis: str = "cp") -> None:
@@ -501,7 +352,7 @@ def note_refusals(group: dist.ProcessGroup, error: Exception) -> None:
     They refused a call that is not the first of its kind here, and so was not compared.
     """
     if isinstance(error, RuntimeError) and group.size() > 1:
-        compared = _compared.setdefault(group, _Compared())
+        compared = kept(group, _Compared)
         for rank, said in left_for(group, f"{compared.plans} {compared.times + 1}").items():
             if "error" in said:
                 error.add_note(f"cp_mesh: rank {rank} of the group has refused its arguments: {said['error']}")

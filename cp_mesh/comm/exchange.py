@@ -61,8 +61,8 @@ def choose_transport(name: str, group: dist.ProcessGroup, device: torch.device) 
 def make_transport(
     name: str, group: dist.ProcessGroup, schedule: Schedule, device: torch.device, copy: Copy
 ) -> Transport:
-    """A transport for one pass; see `choose_transport`. Where no rank needs rows of another, nothing is asked."""
-    if schedule.active_steps and choose_transport(name, group, device) == "symmetric_memory":
+    """A transport for one pass; see `choose_transport`."""
+    if choose_transport(name, group, device) == "symmetric_memory":
         return SymmetricTransport(group, max(schedule.shard_lens), device, copy)
     return FunctionalTransport(group, copy)
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import threading
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_mesh._torch import constant_in_traces, flatten_mesh, resolve_group, timeout_of, world
+from cp_mesh.comm.group_state import kept
 from cp_mesh.errors import UnsupportedError, refuse
 
 
@@ -33,10 +33,15 @@ class Parts(NamedTuple):
     inner: dist.ProcessGroup
 
 
-# No value holds its key, so an entry goes with its group.
-_PARTS: WeakKeyDictionary[dist.ProcessGroup, dict[int, Parts]] = WeakKeyDictionary()  # by the size of inner groups
+class _Parts(dict[int, Parts]):
+    """Of a group, by the size of inner groups."""
+
+
+class _Axes(list[tuple[str, str]]):
+    """Of meshes that were flattened to a group, the names of the groups of both axes."""
+
+
 _MAKING = threading.Lock()
-_AXES: WeakKeyDictionary[dist.ProcessGroup, list[tuple[str, str]]] = WeakKeyDictionary()  # of flattened meshes
 
 
 def parts_of(group: dist.ProcessGroup, inner_size: int) -> Parts:
@@ -50,7 +55,7 @@ def parts_of(group: dist.ProcessGroup, inner_size: int) -> Parts:
         UnsupportedError: on every rank, where PyTorch would give new groups other names on some ranks, and in a CUDA
             graph capture.
     """
-    known = _PARTS.setdefault(group, {})
+    known = kept(group, _Parts)
     if inner_size not in known:
         known[inner_size] = _make(group, inner_size)
     return known[inner_size]
@@ -58,7 +63,7 @@ def parts_of(group: dist.ProcessGroup, inner_size: int) -> Parts:
 
 def known_parts(group: dist.ProcessGroup) -> list[Parts]:
     """All that `parts_of` has, and needs not make."""
-    return [*_PARTS.get(group, {}).values()]
+    return [*kept(group, _Parts).values()]
 
 
 def num_groups() -> int:
@@ -69,7 +74,7 @@ def num_groups() -> int:
 @constant_in_traces  # Dynamo cannot trace it
 def names_of_axes(group_name: str) -> list[tuple[str, str]]:
     """Names of the groups of both axes, for each mesh that was made `flat` to the group of this name."""
-    return _AXES.get(resolve_group(group_name), [])
+    return [*kept(resolve_group(group_name), _Axes)]
 
 
 def is_cp_axis(mesh: DeviceMesh) -> bool:
@@ -99,14 +104,14 @@ def flat(mesh: DeviceMesh) -> DeviceMesh:
 def _keep_axes(mesh: DeviceMesh) -> bool:
     made, parts = flatten_mesh(mesh), Parts(mesh.get_group(0), mesh.get_group(1))
     group, names = made.get_group(), (parts.outer.group_name, parts.inner.group_name)
-    if names in _AXES.setdefault(group, []):
+    if names in (axes := kept(group, _Axes)):
         return True
     if (ranks := made.mesh.tolist()) != dist.get_process_group_ranks(group):
         got, hint = f"{ranks} in {mesh.mesh_dim_names}", "name the outer axis first, in the order of the whole mesh"
         refuse("mesh", "ranks that rise along its axes", got, hint)
-    _AXES[group].append(names)
+    axes.append(names)
     if 1 < mesh.size(1) < len(ranks):
-        _PARTS.setdefault(group, {})[mesh.size(1)] = parts
+        kept(group, _Parts)[mesh.size(1)] = parts
     return True
 
 

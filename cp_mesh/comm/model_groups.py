@@ -13,11 +13,14 @@ import torch.distributed as dist
 from torch import nn
 
 from cp_mesh._torch import untraced
+from cp_mesh.comm.group_state import kept
 
-_Axes = weakref.WeakKeyDictionary[dist.ProcessGroup, str]
-"""Groups, and the axis of each, "cp" or "tp"."""
+
+class _Axes(weakref.WeakKeyDictionary[dist.ProcessGroup, str]):
+    """Groups, and the axis of each, "cp" or "tp"; kept by group those beside it, of all models together."""
+
+
 _models: weakref.WeakKeyDictionary[nn.Module, _Axes] = weakref.WeakKeyDictionary()  # all modules of one share it
-_beside: weakref.WeakKeyDictionary[dist.ProcessGroup, _Axes] = weakref.WeakKeyDictionary()  # of all models together
 _running: ContextVar[_Axes | None] = ContextVar("cp_mesh_running", default=None)
 # Behind a graph break Dynamo would trace the look-up by itself, in a table from which modules go meanwhile.
 _axes_of = untraced(partial(_models.get))
@@ -32,14 +35,14 @@ def stand_beside(module: nn.Module, groups: Mapping[dist.ProcessGroup, str]) -> 
     """
     parts = [*module.modules()]
     known = [axes for part in parts if (axes := _models.get(part)) is not None]
-    together: _Axes = weakref.WeakKeyDictionary(groups)
+    together = _Axes(groups)
     for axes in known:
         together.update(axes)
     parts += [part for part, axes in _models.items() if any(axes is each for each in known)]
     _models.update(dict.fromkeys(parts, together))
     for group in together:
         others = {other: axis for other, axis in together.items() if other is not group}
-        _beside.setdefault(group, weakref.WeakKeyDictionary()).update(others)
+        kept(group, _Axes).update(others)
 
 
 @contextmanager
@@ -59,7 +62,7 @@ def beside(group: dist.ProcessGroup, of_all_models: bool = False) -> dict[dist.P
     """
     axes = _running.get()
     if axes is None or of_all_models:
-        return dict(_beside.get(group, {}))
+        return dict(kept(group, _Axes))
     return {other: axis for other, axis in axes.items() if other is not group} if group in axes else {}
 
 

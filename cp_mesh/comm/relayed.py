@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,18 +24,8 @@ from cp_mesh.comm.functional import FunctionalIncoming, FunctionalOutgoing, Func
 from cp_mesh.comm.packing import Packing
 from cp_mesh.geometry.schedule import Route, Stage, Visit
 
-
-class Sum(Protocol):
-    """A sum of pieces [B, K, n, D] over rows [B, K, S, D], which keep their values until it is finished."""
-
-    def add(self, begin: int, x: Tensor) -> None:
-        """Add rows begin to begin + n."""
-
-    def finish(self, into: Tensor) -> Tensor:
-        """Write the sum; rows without a piece become 0."""
-
-
-NewSum = Callable[[Sequence[int], torch.dtype, torch.device], Sum]
+NewSum = Callable[[Sequence[int], torch.dtype, torch.device], Any]
+"""Makes a `kernels.combine.RowSum`, which no file of this folder may import."""
 
 
 class RelayedTransport:

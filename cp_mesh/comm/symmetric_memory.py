@@ -29,9 +29,9 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,7 @@ from torch import Tensor
 
 from cp_mesh._torch import SYMMETRIC_MEMORY, raw_stream, symmetric_memory, timeout_of
 from cp_mesh.comm.contract import Arrived, Copy, Swap, split_arrived
+from cp_mesh.comm.group_state import kept, kept_of_all
 from cp_mesh.comm.packing import Packing
 from cp_mesh.errors import UnsupportedError
 from cp_mesh.geometry.schedule import Route, Stage, num_rows
@@ -49,38 +50,9 @@ _MAX_VIEWS = 1024  # of one workspace
 _MAIN, _PUSHED = 0, 1  # barrier channels: two barriers may be pending at once, on two streams
 
 
-class Workspace(Protocol):
+class Workspace:
     """Memory of a group, as many bytes on every rank, that every rank can read and write."""
 
-    nbytes: int
-
-    def rows(self, rank: int, offset: int, num_rows: int, packing: Packing) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """A buffer [num_rows, features] in a rank's memory, ``offset`` bytes from its begin; and the tensors in it."""
-
-    def barrier(self, channel: int) -> None:
-        """On the current stream: wait until every rank's stream got here."""
-
-
-class Lane(Protocol):
-    """A stream beside the caller's."""
-
-    def fork(self) -> None:
-        """What follows on the lane comes after all that the caller's stream was given so far."""
-
-    def entered(self) -> AbstractContextManager[Any]:
-        """Work begun inside goes to the lane."""
-
-    def mark(self) -> Any:
-        """A point on the lane."""
-
-    def wait(self, mark: Any) -> None:
-        """The caller's stream goes on after a point of the lane."""
-
-    def join(self) -> None:
-        """The caller's stream goes on after all that the lane was given so far."""
-
-
-class _CudaWorkspace:
     def __init__(self, group: dist.ProcessGroup, nbytes: int, device: torch.device) -> None:
         symm_mem = symmetric_memory()
         self.nbytes, self.captured = nbytes, False
@@ -90,6 +62,7 @@ class _CudaWorkspace:
         self._views: dict[tuple[Any, ...], tuple[Tensor, tuple[Tensor, ...]]] = {}
 
     def rows(self, rank: int, offset: int, num_rows: int, packing: Packing) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """A buffer [num_rows, features] in a rank's memory, ``offset`` bytes from its begin; and the tensors in it."""
         key = rank, offset, num_rows, packing
         made = self._views.get(key)
         if made is None:
@@ -102,6 +75,7 @@ class _CudaWorkspace:
         return made
 
     def barrier(self, channel: int) -> None:
+        """On the current stream: wait until every rank's stream got here."""
         self._handle.barrier(channel=channel, timeout_ms=self._timeout_ms)
 
 
@@ -120,6 +94,8 @@ class _Switch:
 
 
 class _CudaLane:
+    """A stream beside the caller's."""
+
     def __init__(self, device: torch.device) -> None:
         self._forked = False
         # High priority: a barrier is one small block that must not queue behind the blocks of an attention kernel.
@@ -138,14 +114,17 @@ class _CudaLane:
         self._entered, self._num_marks = self._switch if is_current else self._elsewhere, 0
 
     def fork(self) -> None:
+        """What follows on the lane comes after all that the caller's stream was given so far."""
         self._forking.record(self._caller)
         self._stream.wait_event(self._forking)
         self._forked = True
 
     def entered(self) -> AbstractContextManager[Any]:
+        """Work begun inside goes to the lane."""
         return self._entered
 
     def mark(self) -> torch.cuda.Event:
+        """A point on the lane."""
         if self._num_marks == len(self._marks):
             self._marks.append(torch.cuda.Event())
         mark = self._marks[self._num_marks]
@@ -154,9 +133,11 @@ class _CudaLane:
         return mark
 
     def wait(self, mark: torch.cuda.Event) -> None:
+        """The caller's stream goes on after a point of the lane."""
         self._caller.wait_event(mark)
 
     def join(self) -> None:
+        """The caller's stream goes on after all that the lane was given so far."""
         # A capture may not wait for a stream that did not fork from it.
         if self._forked:
             self._joining.record(self._stream)
@@ -179,13 +160,13 @@ class GroupMemory:
             # What forbids it in the end only a try tells: containers, other backends of symmetric memory.
             problem = None
             try:
-                _CudaWorkspace(group, _ALIGNMENT, device).barrier(_MAIN)
+                Workspace(group, _ALIGNMENT, device).barrier(_MAIN)
             except Exception as error:
                 problem = f"a try failed ({type(error).__name__}: {error})"
             dist.all_gather_object(answers, problem, group=group)
             self.obstacle = next((answer for answer in answers if answer), None)
-        self._workspaces: dict[str, _CudaWorkspace] = {}
-        self._kept: list[_CudaWorkspace] = []  # outgrown, but a captured graph holds their addresses
+        self._workspaces: dict[str, Workspace] = {}
+        self._kept: list[Workspace] = []  # outgrown, but a captured graph holds their addresses
         self._done: torch.cuda.Event | None = None  # the end of the last eager pass
         self.pulls, self.pushes = _CudaLane(device), _CudaLane(device)
         self._current: tuple[int, torch.cuda.Stream] | None = None
@@ -230,7 +211,7 @@ class GroupMemory:
                 nbytes = max(nbytes, workspace.nbytes + workspace.nbytes // _GROWTH)
                 if workspace.captured:
                     self._kept.append(workspace)
-            workspace = _CudaWorkspace(group, nbytes, self._device)
+            workspace = Workspace(group, nbytes, self._device)
             self._workspaces[purpose] = workspace
         workspace.captured |= capturing
         return workspace
@@ -244,23 +225,24 @@ class GroupMemory:
         return sum(workspace.nbytes for workspace in [*self._workspaces.values(), *self._kept])
 
 
-# Keyed on the group itself: names are used again after a group is destroyed. No value holds its group, so an entry goes
-# with it; `release` drops one by hand.
-_MEMORY: WeakKeyDictionary[dist.ProcessGroup, GroupMemory] = WeakKeyDictionary()
+@dataclass
+class Held:
+    """Of a group: its memory, from the first question about it on, until `release`."""
+
+    memory: GroupMemory | None = None
 
 
 def group_memory(group: dist.ProcessGroup, device: torch.device) -> GroupMemory:
     """The memory of a group; the first question about a group is a collective."""
-    memory = _MEMORY.get(group)
-    if memory is None:
+    held = kept(group, Held)
+    if held.memory is None:
         if torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
                 "attention: the first call over a group chooses its transport, which a CUDA graph capture cannot do; "
                 "run one forward and backward with these shapes before the capture"
             )
-        memory = GroupMemory(group, device)
-        _MEMORY.update({group: memory})
-    return memory
+        held.memory = GroupMemory(group, device)
+    return held.memory
 
 
 def unavailable(group: dist.ProcessGroup, device: torch.device) -> str | None:
@@ -306,7 +288,7 @@ def _local_obstacle(device: torch.device) -> str | None:
 
 def symmetric_memory_bytes() -> int:
     """Bytes of symmetric memory that this process holds, for all groups; the caching allocator does not count them."""
-    return sum(memory.nbytes for memory in _MEMORY.values())
+    return sum(held.memory.nbytes for held in kept_of_all(Held) if held.memory is not None)
 
 
 def release(group: dist.ProcessGroup, within: Iterable[dist.ProcessGroup] = ()) -> None:
@@ -316,12 +298,13 @@ def release(group: dist.ProcessGroup, within: Iterable[dist.ProcessGroup] = ()) 
         group: the cp group.
         within: groups of this rank within it, whose memory goes too: those of `cp_mesh.comm.groups.known_parts`.
     """
-    held = [each for each in (group, *within) if each in _MEMORY]
-    for each in held:
-        _MEMORY[each].wait()
+    of_groups = [kept(each, Held) for each in (group, *within)]
+    for held in of_groups:
+        if held.memory is not None:
+            held.memory.wait()
     dist.barrier(group)
-    for each in held:
-        _MEMORY.pop(each)
+    for held in of_groups:
+        held.memory = None
 
 
 class SymmetricTransport:

@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cp_mesh._torch import funcol, times_written, untraced
-from cp_mesh.comm.agreement import agree_once, announce_refusal, is_first, keep_to_itself, leave_word, read_word
+from cp_mesh.comm.agreement import announce_refusal, keep_to_itself, leave_word, read_word
 from cp_mesh.comm.fingerprints import fingerprint
+from cp_mesh.comm.first_calls import agree_once, is_first
 from cp_mesh.comm.waiting import wait_for
 from cp_mesh.errors import RankMismatchError, UnsupportedError, refuse, written
 from cp_mesh.flex.trace import trace

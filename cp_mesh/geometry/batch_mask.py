@@ -114,21 +114,6 @@ def _check_whole(given: dict[str, Tensor]) -> None:
         refuse("batch_mask", "tensors of one batch", ", ".join(f"{x} {name}" for name, x in shapes.items()), hint)
 
 
-def packed_documents(position_ids: Tensor) -> Tensor | None:
-    """The documents of position ids that begin anew, or jump, where one document follows another.
-
-    Args:
-        position_ids: integers [B, S] of the whole sequence.
-
-    Returns:
-        int64 ids [B, S] (or [S] where B is 1), which `Mask` takes as documents; None if no row has more than one.
-    """
-    ids = (position_ids.diff(dim=-1) != 1).cumsum(-1)
-    if ids.numel() == 0 or not ids.any():
-        return None
-    return torch.nn.functional.pad(ids, (1, 0)).squeeze(0)
-
-
 def document_positions(documents: Tensor) -> Tensor:
     """Position ids int64 [..., S] that count from 0 in every run of equal document ids [..., S]."""
     rows = torch.arange(documents.shape[-1], device=documents.device).expand_as(documents)

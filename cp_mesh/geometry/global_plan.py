@@ -30,7 +30,6 @@ class Facts(NamedTuple):
 
     Attributes:
         needed: int64 [receiver, source], how many of the source's rows the receiver fetches; 0 on the diagonal.
-        active_steps: steps >= 1 in which some rank fetches rows.
         overlapping: whether, on any rank, two kernel calls of a stage give gradients of the same row.
         covers: kinds of tile that occur on any rank, see `Schedule`.
         min_keys: fewest keys of any kernel call on any rank, or fewer: full tiles of different sources, or of pieces
@@ -38,7 +37,6 @@ class Facts(NamedTuple):
     """
 
     needed: Array
-    active_steps: tuple[int, ...]
     overlapping: bool
     covers: frozenset[str]
     min_keys: int
@@ -60,7 +58,7 @@ class Found:
         return blocks
 
     def facts(self) -> Facts:
-        return Facts(self.needed, active_steps(self.needed), self.overlapping, frozenset(self.covers), self.min_keys)
+        return Facts(self.needed, self.overlapping, frozenset(self.covers), self.min_keys)
 
 
 def kinds(blocks: Array) -> set[str]:
@@ -72,7 +70,7 @@ def kinds(blocks: Array) -> set[str]:
 
 
 def active_steps(needed: Array) -> tuple[int, ...]:
-    """Steps in which some rank fetches rows. Whoever needs a rank's keys in step i is i ranks ahead."""
+    """Steps >= 1 in which some rank fetches rows. Whoever needs a rank's keys in step i is i ranks ahead."""
     size = len(needed)
     twice = np.tile(needed > 0, 2)
     by_step = as_strided(twice[:, size:], (size, size), (twice.strides[0] + 1, -1))  # [receiver, step]

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from cp_mesh.geometry.block_table import K_END, PAIRS, Q_END, SOURCE, Array, K, Q, causal_parts, join_full, unions
+from cp_mesh.geometry.global_plan import active_steps
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import NONE, PARTIAL, Band, Cover, Mask
 from cp_mesh.geometry.survey import Seen, geometry
@@ -145,8 +146,7 @@ class Schedule:
         local_tiles: tiles of this rank's queries against its own keys.
         fetch: row ranges of each source that this rank needs, [cp_size]; its own entry is empty.
         serve: row ranges of this rank that each receiver needs, [cp_size].
-        active_steps: steps >= 1 in which some rank moves rows; the same on every rank.
-        route: the active steps in stages.
+        route: the steps >= 1 in which some rank moves rows, in stages.
         overlapping: whether, on any rank, two kernel calls of a stage give gradients of the same row.
         covers: kinds of tile that occur on any rank: "full", "causal", "window", "pairs", "segments" (with "window" if
             a band of theirs is neither full nor causal); the same on every rank.
@@ -160,43 +160,15 @@ class Schedule:
     local_tiles: tuple[Tile, ...]
     fetch: tuple[tuple[Rows, ...], ...]
     serve: tuple[tuple[Rows, ...], ...]
-    active_steps: tuple[int, ...]
     route: Route
     overlapping: bool
     covers: frozenset[str]
     min_keys: int
     host_size: int
 
-    @cached_property
-    def tiles(self) -> tuple[tuple[Tile, ...], ...]:
-        """Tiles by source rank, [cp_size], as they would be without stages."""
-        by_documents = "segments" in self.covers
-        return tuple(tiles_of(of_group(self.blocks, source), by_documents) for source in range(self.cp_size))
-
     @property
     def cp_size(self) -> int:
         return len(self.shard_lens)
-
-    def source(self, step: int) -> int:
-        """The rank whose keys this rank visits in ``step``."""
-        return int(_peer(self.cp_rank, -1, step, self.cp_size, self.host_size))
-
-    def receiver(self, step: int) -> int:
-        """The rank that visits this rank's keys in ``step``."""
-        return int(_peer(self.cp_rank, 1, step, self.cp_size, self.host_size))
-
-    @property
-    def num_pairs(self) -> int:
-        """Query-key pairs that this rank computes (an upper bound where tiles are PARTIAL)."""
-        return sum(tile.num_pairs for tiles in self.tiles for tile in tiles)
-
-    def flops(self, batch: int, num_heads: int, head_dim: int, v_head_dim: int | None = None) -> int:
-        """Floating-point operations of this rank's forward; the backward takes 2.5 times as many (D = Dv)."""
-        return 2 * self.num_pairs * batch * num_heads * (head_dim + (v_head_dim or head_dim))
-
-    def fetch_bytes(self, row_bytes: int) -> tuple[int, ...]:
-        """Bytes that this rank receives in each step, [cp_size]; ``row_bytes`` is one token's K and V."""
-        return tuple(num_rows(self.fetch[self.source(step)]) * row_bytes for step in range(self.cp_size))
 
 
 def num_rows(ranges: Iterable[Rows]) -> int:
@@ -266,10 +238,9 @@ def make_schedule(
         sources: bool [receiver, source], which are visited at most; None: all.
     """
     found = geometry(layout, mask, seq_len, cp_size, segments, sources)
-    needed, steps, overlapping, covers, min_keys = found.facts
+    needed, overlapping, covers, min_keys = found.facts
     host_size = host_size or cp_size
-    if host_size < cp_size:
-        steps = _steps_over_hosts(needed, host_size)
+    steps = active_steps(needed) if host_size == cp_size else _steps_over_hosts(needed, host_size)
     by_documents, blocks = "segments" in covers, found.of_receiver(cp_rank)
     every = np.concatenate(blocks)
     away = every[every[:, SOURCE] != cp_rank]
@@ -301,7 +272,6 @@ def make_schedule(
         local_tiles=tiles_of(of_group(blocks, cp_rank), by_documents),
         fetch=tuple(fetched),
         serve=tuple(served),
-        active_steps=steps,
         route=Route(tuple(stages), needed),
         overlapping=overlapping,
         covers=covers,

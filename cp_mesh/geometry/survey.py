@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cp_mesh.geometry.block_table import RECEIVER, SOURCE, Array, pieces_of
-from cp_mesh.geometry.global_plan import Facts, active_steps
+from cp_mesh.geometry.global_plan import Facts
 from cp_mesh.geometry.host_tensors import Content
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Mask, parse_mask
@@ -62,7 +62,7 @@ class _OfSources:
     def __init__(self, found: Geometry, sources: Seen) -> None:
         self._found, self._sources, self.shard_lens = found, sources, found.shard_lens
         needed = np.where(sources, found.facts.needed, 0)
-        self.facts = found.facts._replace(needed=needed, active_steps=active_steps(needed))
+        self.facts = found.facts._replace(needed=needed)
 
     def of_receiver(self, rank: int) -> tuple[Array, ...]:
         return tuple(table[self._sources[rank, table[:, SOURCE]]] for table in self._found.of_receiver(rank))

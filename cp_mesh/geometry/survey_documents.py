@@ -31,7 +31,7 @@ from cp_mesh.geometry.block_table import (
     squares,
     unions,
 )
-from cp_mesh.geometry.global_plan import Facts, Groups, active_steps, alike, blocks_of_alike
+from cp_mesh.geometry.global_plan import Facts, Groups, alike, blocks_of_alike
 from cp_mesh.geometry.mask import NONE, Mask
 
 CHUNK = 1 << 17  # pairs of pieces that are looked at together
@@ -176,7 +176,7 @@ class _DocumentFacts:
     def facts(self) -> Facts:
         needed = self.needed.reshape(self._cp_size, self._cp_size)
         covers = frozenset(["segments", *(["window"] if self._windows else [])])
-        return Facts(needed, active_steps(needed), self.overlapping, covers, 1)
+        return Facts(needed, self.overlapping, covers, 1)
 
 
 def _owners(pieces: Pieces, cp_size: int) -> Array:

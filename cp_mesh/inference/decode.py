@@ -39,7 +39,8 @@ from cp_mesh.errors import UnsupportedError, as_int, refuse
 from cp_mesh.geometry.mask import FULL, NONE, Mask
 from cp_mesh.inference.split_kv import MAX_ROWS, attend_few
 from cp_mesh.kernels.combine import OutputSum, accumulation_dtype
-from cp_mesh.kernels.contract import Kernel, KernelTile, Pairs, Request, shortfalls
+from cp_mesh.kernels.contract import KernelTile, Pairs, Request, shortfalls
+from cp_mesh.kernels.merge import Kernel
 from cp_mesh.kernels.scores import Scores
 from cp_mesh.kernels.table import choose_kernel
 from cp_mesh.kernels.triton_attention import TRITON
@@ -237,7 +238,7 @@ def _prepare(
     where = where._replace(mask=None if q_positions is None else without_unused(mask))
     full, group = q_positions is None, query.shape[1] // key.shape[1]
     few = asked.kernel in ("auto", TRITON.name) and group * num_rows <= MAX_ROWS
-    if few and _takes(TRITON, _request(query, value, full, scores)):
+    if few and not shortfalls(TRITON.capability, _request(query, value, full, scores)):
         return where, None, scores, options
     request = _request(query, value, full and num_keys is None, scores)
     return where, _choose(asked.kernel, request), scores, options
@@ -270,11 +271,6 @@ def _request(query: Tensor, value: Tensor, full: bool, scores: Scores) -> Reques
 
 
 @lru_cache(maxsize=64)  # every step asks alike
-def _takes(kernel: Kernel, request: Request) -> bool:
-    return not shortfalls(kernel.capability, request)
-
-
-@lru_cache(maxsize=64)
 def _choose(name: str, request: Request) -> Kernel:
     kernel = choose_kernel(name, request)
     warn_if_slow(kernel, name, request)

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from cp_mesh._torch import balances_context_parallel, function_modes, tree_map_only
 from cp_mesh.call.function import attention
-from cp_mesh.comm.agreement import agree_on_shapes
+from cp_mesh.comm.first_calls import agree_on_shapes
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.layouts import Contiguous, Layout, ZigZag
 from cp_mesh.geometry.mask import Mask

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from cp_mesh.call.function import Asked, check_asked
 from cp_mesh.call.methods import choose_method
 from cp_mesh.errors import UnsupportedError, refuse
-from cp_mesh.geometry.batch_mask import packed_documents
+from cp_mesh.geometry.batch_mask import batch_mask
 from cp_mesh.geometry.layouts import Contiguous, Layout, ZigZag
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
@@ -210,7 +210,7 @@ def _documents(positions: Tensor) -> Tensor | None:
     """Refuse positions that neither count on nor begin anew, in torchtitan 0.3; the documents otherwise."""
     if not bool(((positions.diff(dim=-1) == 1) | (positions[..., 1:] == 0)).all()):
         _refuse_rows(positions)
-    return packed_documents(positions)
+    return batch_mask(position_ids=positions).documents
 
 
 def _refuse_rows(positions: Tensor) -> NoReturn:

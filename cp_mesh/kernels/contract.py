@@ -1,8 +1,7 @@
 """The contract between the loops and the kernels that compute tiles.
 
 A kernel is asked to *begin* a pass (which prepares fp32 running state), to take one *step* per source of keys, and
-to *finish*. So a fused kernel can merge in its epilogue and accumulate gradients where it produces them, while stock
-kernels, which return partial results, share one adapter (`cp_mesh.kernels.merge`).
+to *finish* (`cp_mesh.kernels.merge`).
 
 Shapes: q [B, H, Sq, D], k [B, K, Sk, D], v [B, K, Sk, Dv], out [B, H, Sq, Dv], with any strides; H is a multiple of
 K and query head h reads kv head h // (H // K). lse [B, H, Sq] is the log-sum-exp of the scaled scores, natural log,
@@ -11,9 +10,9 @@ in the accumulation dtype (fp64 for fp64 inputs, else fp32); a row with no key h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +20,6 @@ from torch import Tensor
 from cp_mesh.geometry.mask import Band, Mask
 from cp_mesh.geometry.schedule import Rows
 from cp_mesh.geometry.varlen import Segments
-from cp_mesh.kernels.combine import RowSum
-from cp_mesh.kernels.scores import ScoreGradients, Scores
 
 
 class Steps(NamedTuple):
@@ -84,47 +81,6 @@ class KernelTile:
     cover: Band | Pairs | Segments
 
 
-class ForwardPass(Protocol):
-    """Running (out, lse) of one rank's queries."""
-
-    def step(self, k: Tensor, v: Tensor, tiles: Sequence[KernelTile]) -> None:
-        """Add one source's keys."""
-
-    def finish(self, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """out in q's dtype and lse in the accumulation dtype; written to ``into`` if given."""
-
-
-@dataclass(frozen=True, eq=False)
-class KeyGradients:
-    """Gradients of key rows from ``begin`` on: dk [B, K, n, D], dv [B, K, n, Dv], not to be written."""
-
-    begin: int
-    dk: Tensor
-    dv: Tensor
-
-
-class BackwardPass(Protocol):
-    """Running dq of one set of queries."""
-
-    def step(
-        self, k: Tensor, v: Tensor, tiles: Sequence[KernelTile], into: tuple[Tensor, Tensor] | None = None
-    ) -> list[KeyGradients]:
-        """Add a set of keys to dq.
-
-        Their dk and dv are *written* to the views ``into`` if given, every row of them (rows that no tile reaches
-        become 0), and else returned as pieces, which may overlap and then add up.
-        """
-
-    def finish(self, into: Tensor | None, beside: Sequence[tuple[RowSum, Tensor]] = ()) -> Tensor:
-        """Write dq, rounded once, to a tensor [B, H, S, D] and return it; and other sums beside it, each to its own.
-
-        Without a tensor, dq of any strides, which may be as a kernel returned it, in its dtype.
-        """
-
-    def score_gradients(self) -> ScoreGradients:
-        """The gradients of `Scores.wanted` from all steps, of q's heads and rows."""
-
-
 @dataclass(frozen=True)
 class Capability:
     """What a kernel computes: the one source for the chooser, the errors and the docs table.
@@ -183,28 +139,6 @@ class Request:
     deterministic: bool
     min_keys: int
     features: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """A named kernel: ``begin_forward(q, v_head_dim, scores)``, ``begin_backward(dout, q, out, lse, delta, scores)``.
-
-    The backward is given the *global* lse, that of all keys, and the global out, or delta = rowsum(dout · out) - dlse
-    if it ``uses_delta``; so partial gradients add up to the whole. Where a kernel ``rounds``, they come back in the
-    inputs' dtype, else in the accumulation dtype. A kernel that takes ``one_tile`` skips masked blocks of
-    `Pairs` itself: all tiles of a step are passed in one call.
-
-    ``reproducible`` is the kernel for calls that ask for a deterministic backward, where that is another one.
-    """
-
-    name: str
-    capability: Capability
-    begin_forward: Callable[[Tensor, int, Scores], ForwardPass]
-    begin_backward: Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Scores], BackwardPass]
-    uses_delta: bool
-    rounds: bool
-    one_tile: bool = False
-    reproducible: Kernel | None = None
 
 
 def shortfalls(capability: Capability, request: Request) -> list[str]:

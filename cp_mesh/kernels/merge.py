@@ -1,4 +1,4 @@
-"""The adapter for kernels that return partial results: it keeps them and combines them once, in fp32 or fp64.
+"""A kernel's passes: they keep the partial results of its tiles and combine them once, in fp32 or fp64.
 
 A tile kernel is a pair of functions on one tile; `merging_kernel` turns it into a `Kernel`. Partial outputs and
 gradients stay as the kernel returned them until the pass ends (`combine`): a running fp32 sum would be read and written
@@ -8,6 +8,7 @@ once per tile, which costs five times the memory traffic and rounds no better.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from cp_mesh.geometry.mask import CAUSAL, FULL, Band
 from cp_mesh.geometry.schedule import split_causal
 from cp_mesh.geometry.varlen import Segments
 from cp_mesh.kernels.combine import OutputSum, RowSum, accumulation_dtype, finish_sums
-from cp_mesh.kernels.contract import Capability, Kernel, KernelTile, KeyGradients, Pairs
+from cp_mesh.kernels.contract import Capability, KernelTile, Pairs
 from cp_mesh.kernels.scores import ScoreGradients, Scores
 
 # (q, k, v, cover, scores) -> the tile's own (out, lse); lse in the units of `contract`. The cover is of a kind that the
@@ -49,6 +50,37 @@ class BackwardTile(NamedTuple):
     scores: Scores
     dk: Tensor | None = None
     dv: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class KeyGradients:
+    """Gradients of key rows from ``begin`` on: dk [B, K, n, D], dv [B, K, n, Dv], not to be written."""
+
+    begin: int
+    dk: Tensor
+    dv: Tensor
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A named kernel: ``begin_forward(q, v_head_dim, scores)``, ``begin_backward(dout, q, out, lse, delta, scores)``.
+
+    The backward is given the *global* lse, that of all keys, and the global out, or delta = rowsum(dout · out) - dlse
+    if it ``uses_delta``; so partial gradients add up to the whole. Where a kernel ``rounds``, they come back in the
+    inputs' dtype, else in the accumulation dtype. A kernel that takes ``one_tile`` skips masked blocks of
+    `Pairs` itself: all tiles of a step are passed in one call.
+
+    ``reproducible`` is the kernel for calls that ask for a deterministic backward, where that is another one.
+    """
+
+    name: str
+    capability: Capability
+    begin_forward: Callable[[Tensor, int, Scores], MergingForward]
+    begin_backward: Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Scores], SummingBackward]
+    uses_delta: bool
+    rounds: bool
+    one_tile: bool = False
+    reproducible: Kernel | None = None
 
 
 def merging_kernel(
@@ -116,7 +148,7 @@ def _rows(x: Tensor, rows: tuple[int, int]) -> Tensor:
 
 
 class MergingForward:
-    """`contract.ForwardPass` over a tile kernel."""
+    """Running (out, lse) of one rank's queries."""
 
     def __init__(self, tile_forward: TileForward, prepare: Prepare, q: Tensor, v_head_dim: int, scores: Scores) -> None:
         self._tile_forward, self._prepare, self._q, self._scores = tile_forward, prepare, dense_rows(q), scores
@@ -124,6 +156,7 @@ class MergingForward:
         self._sum = OutputSum((*q.shape[:3], v_head_dim), accumulation_dtype(q.dtype), q.device)
 
     def step(self, k: Tensor, v: Tensor, tiles: Sequence[KernelTile]) -> None:
+        """Add one source's keys."""
         k, v = dense_rows(k), dense_rows(v)
         for tile in self._prepare(tiles):
             q_rows = _rows(self._q, tile.q)
@@ -132,11 +165,12 @@ class MergingForward:
             self._sum.add(tile.q[0], out, lse)
 
     def finish(self, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """out in q's dtype and lse in the accumulation dtype; written to ``into`` if given."""
         return self._sum.finish(self._like, self._q.dtype, into, self._scores.sinks)
 
 
 class SummingBackward:
-    """`contract.BackwardPass` over a tile kernel."""
+    """Running dq of one set of queries."""
 
     def __init__(
         self,
@@ -159,6 +193,11 @@ class SummingBackward:
     def step(
         self, k: Tensor, v: Tensor, tiles: Sequence[KernelTile], into: tuple[Tensor, Tensor] | None = None
     ) -> list[KeyGradients]:
+        """Add a set of keys to dq.
+
+        Their dk and dv are *written* to the views ``into`` if given, every row of them (rows that no tile reaches
+        become 0), and else returned as pieces, which may overlap and then add up.
+        """
         parts = self._prepare(tiles)
         if into is None:
             return [self._tile(k, v, tile, None, None) for tile in parts]
@@ -195,6 +234,10 @@ class SummingBackward:
         return KeyGradients(tile.k[0], dk, dv)
 
     def finish(self, into: Tensor | None, beside: Sequence[tuple[RowSum, Tensor]] = ()) -> Tensor:
+        """Write dq, rounded once, to a tensor [B, H, S, D] and return it; and other sums beside it, each to its own.
+
+        Without a tensor, dq of any strides, which may be as a kernel returned it, in its dtype.
+        """
         if into is None:
             finish_sums(beside)
             return self._dq.result(self._q, self._q.dtype)
@@ -202,6 +245,7 @@ class SummingBackward:
         return into
 
     def score_gradients(self) -> ScoreGradients:
+        """The gradients of `Scores.wanted` from all steps, of q's heads and rows."""
         return self._of_scores
 
 

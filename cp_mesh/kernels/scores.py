@@ -164,7 +164,7 @@ class Scores:
         scale: factor on q·k.
         softcap: the bound of the scores, > 0; None: there is none.
         sinks: [H], accumulation dtype: logits that join the denominator of the head's rows and bring no value. No tile
-            knows of them: `ForwardPass.finish` scales out, and leaves lse as it is; a backward is given the lse that
+            knows of them: `MergingForward.finish` scales out, and leaves lse as it is; a backward is given the lse that
             includes them, and so returns the right gradients.
         alibi_slopes: [H], accumulation dtype.
         relative_bias: the table [H, 2R + 1], accumulation dtype.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.kernels.aten import CPU_FLASH, CUDNN, EFFICIENT, FA2
-from cp_mesh.kernels.contract import Kernel, Request, shortfalls
+from cp_mesh.kernels.contract import Request, shortfalls
 from cp_mesh.kernels.flash_attn import FA2_PACKAGE, FA3
 from cp_mesh.kernels.flash_attn_4 import FA4
 from cp_mesh.kernels.flex.kernel import FLEX
+from cp_mesh.kernels.merge import Kernel
 from cp_mesh.kernels.reference import REFERENCE
 from cp_mesh.kernels.triton_attention import TRITON
 

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from cp_mesh.geometry.mask import NONE, Band, Mask
-from cp_mesh.kernels.contract import Capability, Kernel, Pairs
-from cp_mesh.kernels.merge import BackwardTile, merging_kernel
+from cp_mesh.kernels.contract import Capability, Pairs
+from cp_mesh.kernels.merge import BackwardTile, Kernel, merging_kernel
 from cp_mesh.kernels.scores import ADDED, ScoreGradients, Scores
 
 MAX_ROWS = 1 << 30  # of a tile: band bounds and local indices are computed in 32 bits

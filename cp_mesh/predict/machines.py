@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from cp_mesh.comm.agreement import exchange_first
+from cp_mesh.comm.group_state import kept
 from cp_mesh.comm.groups import known_parts, num_groups, parts_of
 from cp_mesh.comm.symmetric_memory import host_name
 from cp_mesh.errors import ArgumentError, RankMismatchError, UnsupportedError, refuse
@@ -56,16 +56,17 @@ def machine_of(group: dist.ProcessGroup, device: torch.device) -> Known | None:
     path = os.environ.get(VARIABLE, "")
     if device.type != "cuda" and not path:
         return None
-    known = _KNOWN.get(group)
-    if known is None or known[0] != path:
+    answer = kept(group, _Answer)
+    if path not in answer:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
                 "attention: the first call over a group chooses its method, which a CUDA graph capture cannot do; "
                 "run one forward and backward with these shapes before the capture"
             )
-        known = path, _agreed(group, device, path)
-        _KNOWN.update({group: known})
-    return known[1]
+        known = _agreed(group, device, path)
+        answer.clear()
+        answer[path] = known
+    return answer[path]
 
 
 def may_divide(group: dist.ProcessGroup, known: Known, inner_size: int) -> bool:
@@ -95,8 +96,8 @@ def _divide(group: dist.ProcessGroup, inner_size: int) -> bool:
     return True
 
 
-# Keyed on the group itself: names are used again after a group is destroyed.
-_KNOWN: WeakKeyDictionary[dist.ProcessGroup, tuple[str, Known]] = WeakKeyDictionary()
+class _Answer(dict[str, Known]):
+    """Of a group: the last one, by the file that it was asked for."""
 
 
 def _agreed(group: dist.ProcessGroup, device: torch.device, path: str) -> Known:

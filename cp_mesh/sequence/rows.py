@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_mesh._torch import resolve_group, saved_sizes, without_function_modes, world
-from cp_mesh.comm.agreement import is_first_here, is_new_here, turned_off
+from cp_mesh.comm.agreement import turned_off
 from cp_mesh.comm.fingerprints import fingerprint
+from cp_mesh.comm.first_calls import is_first_here, is_new_here
+from cp_mesh.comm.group_state import kept
 from cp_mesh.errors import refuse
 from cp_mesh.geometry.layouts import Contiguous, Layout, Striped, ZigZag
 from cp_mesh.geometry.mask import Mask
@@ -28,7 +30,6 @@ from cp_mesh.sequence.losses import WAITING, note_wrapper
 
 TOKENS = ("tokens", "input_ids", "inputs", "ids", "idx")
 """Names of leaves of which labels are usually the next ones."""
-_LENGTHS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, int]] = weakref.WeakKeyDictionary()
 _MARKS = WeakTensorKeyDictionary()  # to rows and a dim; not attributes of tensors, which would be saved with them
 
 
@@ -132,14 +133,18 @@ def _differ(held: Rows, rows: Rows, group: dist.ProcessGroup) -> bool:
     return not torch.equal(own, called)
 
 
+class _Lengths(dict[int, int]):
+    """Of the tensors that were sharded over a group last, by the length that they were padded to."""
+
+
 def note_length(group: dist.ProcessGroup, seq_len: int, length: int) -> None:
     """Of a tensor of this ``length`` that was padded to ``seq_len`` and sharded; equal if it needed no padding."""
-    _LENGTHS.setdefault(group, {})[seq_len] = length
+    kept(group, _Lengths)[seq_len] = length
 
 
 def warn_of_padding(group: dist.ProcessGroup, seq_len: int, mask: Mask) -> None:
     """In a first call: queries see the padding of the sequence that was sharded last, as no mask hides it."""
-    length = _LENGTHS.get(group, {}).get(seq_len, seq_len)
+    length = kept(group, _Lengths).get(seq_len, seq_len)
     hidden = mask.length is not None or mask.documents is not None or mask.key_padding is not None
     if length < seq_len and not hidden and (not mask.causal or mask.prefix > length):
         warnings.warn(

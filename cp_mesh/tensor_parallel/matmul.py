@@ -22,8 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from cp_mesh._torch import in_transform, resolve_group, spec_of_dtensor
 from cp_mesh.call.spec import autocast
-from cp_mesh.comm.agreement import agree_once, announce_refusal
+from cp_mesh.comm.agreement import announce_refusal
 from cp_mesh.comm.fingerprints import fingerprint
+from cp_mesh.comm.first_calls import agree_once
 from cp_mesh.comm.shards import Shards
 from cp_mesh.errors import UnsupportedError, refuse
 

@@ -31,7 +31,8 @@ from cp_mesh.geometry.layouts import Contiguous, Run, ZigZag
 from cp_mesh.geometry.mask import CAUSAL, FULL, Band, Mask
 from cp_mesh.geometry.schedule import num_rows
 from cp_mesh.kernels.combine import copy_together, make_delta
-from cp_mesh.kernels.contract import Kernel, KernelTile, Request, shortfalls
+from cp_mesh.kernels.contract import KernelTile, Request, shortfalls
+from cp_mesh.kernels.merge import Kernel
 from cp_mesh.kernels.scores import Scores
 from cp_mesh.kernels.table import KERNELS
 from cp_mesh.predict.time import H200, HostTime, KernelRate, Machine

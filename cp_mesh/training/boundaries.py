@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from cp_mesh.comm.agreement import agree_on_shapes
 from cp_mesh.comm.fingerprints import fingerprint, shape_of
+from cp_mesh.comm.first_calls import agree_on_shapes
 from cp_mesh.errors import refuse
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.sequence.sharded_sequence import ROOT, ShardedSequence

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from cp_mesh._torch import resolve_group
-from cp_mesh.comm.agreement import agree_on_shapes, compare_later
+from cp_mesh.comm.agreement import compare_later
+from cp_mesh.comm.first_calls import agree_on_shapes
 from cp_mesh.geometry.layouts import parse_layout
 from cp_mesh.sequence.rows import Rows, note_tokens
 

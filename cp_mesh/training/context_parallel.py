@@ -26,8 +26,9 @@ from cp_mesh.call.formats import FORMATS
 from cp_mesh.call.function import Asked, attend, check_asked
 from cp_mesh.call.methods import choose_method
 from cp_mesh.call.spec import SCORE_OPTIONS, check_choice, check_dense
-from cp_mesh.comm.agreement import called_in, checking
+from cp_mesh.comm.agreement import checking
 from cp_mesh.comm.exchange import TRANSPORTS
+from cp_mesh.comm.first_calls import called_in
 from cp_mesh.comm.model_groups import ranks_of_tp
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe, refuse
 from cp_mesh.flex.block_mask import check_hidden

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_mesh._torch import funcol
-from cp_mesh.comm.agreement import announce_error, is_first_here, leave_word, read_word
+from cp_mesh.comm.agreement import announce_error, leave_word, read_word
+from cp_mesh.comm.first_calls import is_first_here
 from cp_mesh.comm.waiting import wait_for
 from cp_mesh.errors import ArgumentError, UnsupportedError, describe, refuse
 from cp_mesh.sequence.losses import WAITING, Loss, note_trained

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from cp_mesh.comm.agreement import agree_on_shapes, compare_later
+from cp_mesh.comm.agreement import compare_later
+from cp_mesh.comm.first_calls import agree_on_shapes
 from cp_mesh.errors import ArgumentError, describe, refuse
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Mask

@@ -17,9 +17,9 @@ from pathlib import Path
 import many_gpus
 import predicted
 import torch
+from capabilities import supported_table
 
 from cp_mesh import explain
-from cp_mesh.tools.explain.capabilities import supported_table
 
 Row = dict[str, str]
 ROOT = Path(__file__).resolve().parent.parent.parent

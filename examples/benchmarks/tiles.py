@@ -43,7 +43,8 @@ from cp_mesh.call.spec import Options, Tensors  # noqa: E402
 from cp_mesh.geometry.layouts import Contiguous  # noqa: E402
 from cp_mesh.geometry.mask import CAUSAL, FULL, Band, Mask  # noqa: E402
 from cp_mesh.kernels.combine import make_delta  # noqa: E402
-from cp_mesh.kernels.contract import KernelTile, KeyGradients  # noqa: E402
+from cp_mesh.kernels.contract import KernelTile  # noqa: E402
+from cp_mesh.kernels.merge import KeyGradients  # noqa: E402
 from cp_mesh.kernels.table import KERNELS  # noqa: E402
 
 TILES = ("full", "causal", "strict", "half", "documents", "window")  # full first: others are compared with it

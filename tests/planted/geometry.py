@@ -333,13 +333,10 @@ def _(make_schedule: Any) -> Any:
     def more(schedule: Any) -> Any:
         from inside import Stage
 
-        idle = [step for step in range(1, schedule.cp_size) if step not in schedule.active_steps]
+        active = {step for stage in schedule.route.stages for step in stage.steps}
+        idle = [step for step in range(1, schedule.cp_size) if step not in active]
         stages = (*schedule.route.stages, *(Stage((step,), (), (), ()) for step in idle))
-        return replace(
-            schedule,
-            active_steps=tuple(range(1, schedule.cp_size)),
-            route=replace(schedule.route, stages=stages),
-        )
+        return replace(schedule, route=replace(schedule.route, stages=stages))
 
     return with_result(make_schedule, more)
 

@@ -17,7 +17,7 @@ def nothing(result: Any = None) -> Any:
 
 
 plant("an error of a wait has no note of refusals", "agreement:note_refusals", "later refusals")(nothing())
-plant("first calls are not compared", "agreement:is_first", "first calls")(nothing(False))
+plant("first calls are not compared", "first_calls:is_first", "first calls")(nothing(False))
 plant("labels are not compared with tokens", "rows:_unlike_tokens", "labels of other rows")(nothing())
 plant("what shard returns has no mark", "rows:marked", "sharded twice")(nothing())
 plant("positions may be left out", "sharded_model:ShardedModel._check_positions", "positions of a root")(nothing())

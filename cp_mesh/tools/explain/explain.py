@@ -21,7 +21,6 @@ from cp_mesh.errors import ArgumentError, UnsupportedError, refuse
 from cp_mesh.geometry.balance import balance, keys_seen
 from cp_mesh.geometry.layouts import Contiguous, Layout, Striped, ZigZag
 from cp_mesh.geometry.mask import Mask
-from cp_mesh.kernels.contract import Capability
 from cp_mesh.kernels.table import KERNELS
 from cp_mesh.predict.machines import VARIABLE, find_machine, read_machine
 from cp_mesh.predict.time import H200, Machine
@@ -308,39 +307,3 @@ def _others(setting: Setting, found: Variant) -> Iterator[Variant]:
             elif name not in best or (other.seconds or 0.0) < (best[name].seconds or 0.0):
                 best[name] = other
     yield from best.values()
-
-
-def kernel_table() -> str:
-    """The capability records of all kernels as a Markdown table, in the order in which "auto" tries them."""
-    columns = (
-        "kernel | devices | dtypes | tiles | scores | head dim | v head dim differs | gradient of lse | deterministic"
-    )
-    header = f"| {columns} |"
-    lines = [header, "|---" * header.count(" | ") + "|---|"]
-    for kernel in KERNELS.values():
-        has = kernel.capability
-        devices = ", ".join(has.devices)
-        if has.compute_capability > (0, 0):
-            only = [f"sm_{major}{minor}" for major, minor in has.only_on]
-            devices += f" ({', '.join(only) or 'sm_{}{}+'.format(*has.compute_capability)})"
-        dims = f"multiples of {has.head_dim_multiple}" if has.head_dim_multiple > 1 else "any"
-        dims += f" from {has.min_head_dim}" if has.min_head_dim > 1 else ""
-        dims += f" to {has.max_head_dim}" if has.max_head_dim < 1 << 30 else ""
-        cells = [
-            kernel.name,
-            devices,
-            ", ".join(str(dtype).removeprefix("torch.") for dtype in has.dtypes),
-            ", ".join(has.covers),
-            ", ".join(sorted(has.features)) or "-",
-            dims,
-            *("yes" if flag else "no" for flag in (has.v_head_dim, has.differentiable_lse)),
-            _deterministic(has),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _deterministic(has: Capability) -> str:
-    if not has.deterministic or has.deterministic_covers is None:
-        return "yes" if has.deterministic else "no"
-    return ", ".join(cover for cover in has.covers if cover in has.deterministic_covers)

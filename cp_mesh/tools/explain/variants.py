@@ -25,7 +25,8 @@ from cp_mesh.geometry.block_table import Array
 from cp_mesh.geometry.layouts import Layout, Run
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.geometry.schedule import Schedule, enclosing, num_rows
-from cp_mesh.kernels.contract import Kernel, Request, shortfalls
+from cp_mesh.kernels.contract import Request, shortfalls
+from cp_mesh.kernels.merge import Kernel
 from cp_mesh.kernels.scores import POSITIONAL
 from cp_mesh.kernels.table import KERNELS
 from cp_mesh.predict.memory import ExtraMemory, Sizes, kv_heads_of_rank

@@ -27,7 +27,8 @@ from cp_mesh.geometry.layouts import Contiguous, Layout, ZigZag
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.geometry.schedule import make_schedule
 from cp_mesh.kernels.combine import accumulation_dtype, make_delta
-from cp_mesh.kernels.contract import Kernel, KernelTile
+from cp_mesh.kernels.contract import KernelTile
+from cp_mesh.kernels.merge import Kernel
 from cp_mesh.kernels.scores import TERMS, Scores
 from cp_mesh.tools.verify.dense import Dense, dense_attention
 from cp_mesh.tools.verify.report import ModelReport

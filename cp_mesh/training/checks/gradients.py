@@ -31,7 +31,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cp_mesh._torch import PIPELINE_STAGE, comm_hooks, pipeline_schedules, ranks_of_fsdp
-from cp_mesh.comm.agreement import capturing, compare_steps, look_again, turned_off
+from cp_mesh.comm.agreement import capturing, compare_steps, turned_off
+from cp_mesh.comm.first_calls import look_again
 from cp_mesh.comm.store_messages import Answers
 from cp_mesh.errors import ArgumentError, RankMismatchError, describe, refuse
 from cp_mesh.kernels.combine import accumulation_dtype

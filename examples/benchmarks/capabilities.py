@@ -19,7 +19,8 @@ from cp_mesh.call.spec import Operand, Options
 from cp_mesh.errors import ArgumentError, UnsupportedError
 from cp_mesh.geometry.layouts import Layout, Permuted, ZigZag
 from cp_mesh.geometry.mask import Mask
-from cp_mesh.kernels.contract import Kernel
+from cp_mesh.kernels.contract import Capability
+from cp_mesh.kernels.merge import Kernel
 from cp_mesh.kernels.table import KERNELS
 from cp_mesh.tools.explain.variants import named_kernel
 
@@ -143,3 +144,39 @@ def _short(message: str) -> str:
     """What is lacking, without where it is there and what works instead."""
     what = message.partition("; ")[0].partition(" lacks ")
     return (what[2] or what[0]).partition(" (has ")[0].partition(" (needs ")[0]
+
+
+def kernel_table() -> str:
+    """The capability records of all kernels as a Markdown table, in the order in which "auto" tries them."""
+    columns = (
+        "kernel | devices | dtypes | tiles | scores | head dim | v head dim differs | gradient of lse | deterministic"
+    )
+    header = f"| {columns} |"
+    lines = [header, "|---" * header.count(" | ") + "|---|"]
+    for kernel in KERNELS.values():
+        has = kernel.capability
+        devices = ", ".join(has.devices)
+        if has.compute_capability > (0, 0):
+            only = [f"sm_{major}{minor}" for major, minor in has.only_on]
+            devices += f" ({', '.join(only) or 'sm_{}{}+'.format(*has.compute_capability)})"
+        dims = f"multiples of {has.head_dim_multiple}" if has.head_dim_multiple > 1 else "any"
+        dims += f" from {has.min_head_dim}" if has.min_head_dim > 1 else ""
+        dims += f" to {has.max_head_dim}" if has.max_head_dim < 1 << 30 else ""
+        cells = [
+            kernel.name,
+            devices,
+            ", ".join(str(dtype).removeprefix("torch.") for dtype in has.dtypes),
+            ", ".join(has.covers),
+            ", ".join(sorted(has.features)) or "-",
+            dims,
+            *("yes" if flag else "no" for flag in (has.v_head_dim, has.differentiable_lse)),
+            _deterministic(has),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _deterministic(has: Capability) -> str:
+    if not has.deterministic or has.deterministic_covers is None:
+        return "yes" if has.deterministic else "no"
+    return ", ".join(cover for cover in has.covers if cover in has.deterministic_covers)

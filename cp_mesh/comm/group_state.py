@@ -1,0 +1,29 @@
+"""What is kept by process group, of every floor: one table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+# Keyed by the group itself: names are used again after a group is destroyed. No value holds its group, so that an entry
+# goes with it.
+_KEPT: WeakKeyDictionary[dist.ProcessGroup, dict[Callable[[], Any], Any]] = WeakKeyDictionary()
+
+
+def kept(group: dist.ProcessGroup, kind: Callable[[], T]) -> T:
+    """What this kind of state is for a group: one instance, made by ``kind()`` when it is first asked for."""
+    if (kinds := _KEPT.get(group)) is None:
+        kinds = _KEPT.setdefault(group, {})
+    if (own := kinds.get(kind)) is None:
+        own = kinds.setdefault(kind, kind())
+    return own
+
+
+def kept_of_all(kind: Callable[[], T]) -> list[T]:
+    """The instances of all groups that have one."""
+    return [kinds[kind] for kinds in _KEPT.values() if kind in kinds]
