@@ -48,7 +48,6 @@ def constant_in_traces(function: Function) -> Function:
 resolve_group: Callable[..., dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group  # of a name
 funcol: Any = torch.ops._c10d_functional  # functional collectives, as operators that are traced
 world = partial(getattr, dist.distributed_c10d, "_world")  # pg_map: groups, their backends and stores; pg_names
-flatten_mesh = DeviceMesh._flatten  # several axes as one
 devices_of_group = attrgetter("_device_types")  # which its tensors may be on
 SYMMETRIC_MEMORY = "torch.distributed._symmetric_memory"  # buffers that ranks of a host share
 symmetric_memory = partial(import_module, SYMMETRIC_MEMORY)
@@ -56,6 +55,11 @@ active_ddp = DistributedDataParallel._get_active_ddp_module  # the wrapper whose
 comm_hooks = attrgetter("_comm_hooks")  # by which a user of DistributedDataParallel says how gradients are summed
 PIPELINE_STAGE = "_PipelineStageBase"  # the class of stages in torch.distributed.pipelining.stage
 application = attrgetter("_apply")  # of a style; `parallelize_module` refuses meshes of several axes
+
+
+def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Several axes as one. A function, as Dynamo of PyTorch 2.11 knows this method of a mesh alone."""
+    return mesh._flatten()
 
 
 @untraced  # Dynamo traces this function by itself where compiled code calls what it cannot trace

@@ -162,7 +162,8 @@ def recording(axis: DeviceMesh, degree: int | None = None) -> Iterator[Recording
     whole, result = axis.get_group(), Recording()
     parts: tuple[Any, ...] = ()
     if degree is not None:
-        parts = groups.parts_of(whole, degree)
+        groups.parts_of(whole, degree)
+        parts = kept(whole, groups._Parts)[degree]  # of which a planted bug has changed nothing
     recorders = {group: _Group(group, result) for group in (whole, *parts)}  # the registry holds them weakly
     if degree is not None:
         kept(recorders[whole], groups._Parts)[degree] = parts  # which are found by their names

@@ -207,7 +207,7 @@ def check_known_groups(group: dist.ProcessGroup) -> None:
     assert made not in ours.world().pg_map
 
 
-@row("torch.distributed.device_mesh.DeviceMesh._flatten", "method='hybrid' over a mesh of two axes")
+@row("_flatten", "method='hybrid' over a mesh of two axes")
 def check_flattened_mesh(mesh: DeviceMesh) -> None:
     flat = ours.flatten_mesh(mesh)
     assert flat.ndim == 1 and flat.get_group().size() == 1 and ours.flatten_mesh(mesh).get_group() is flat.get_group()
