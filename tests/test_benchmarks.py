@@ -199,6 +199,7 @@ def test_registration_times_every_way(tmp_path: Path) -> None:
     assert rows == [(way, which, True) for which in passes for way in ways]
 
 
+@pytest.mark.nightly("benchmarks")
 def test_the_import_is_timed() -> None:
     done = run_script(BENCHMARKS / "importing.py", ["--repeats", "1"])
     assert done.returncode == 0, done.printed

@@ -80,7 +80,7 @@ def refusals(rank: int, cases: Sequence[Case]) -> list[str]:
 
 
 @pytest.mark.parametrize("kernel", HERE)
-@pytest.mark.quick("reference")
+@pytest.mark.full
 def test_what_is_refused_raises(pool: Any, kernel: str) -> None:
     refused = [cell for cell, said in cells().items() if cell[2] == kernel and said != EXACT]
     assert refused

@@ -273,6 +273,7 @@ def call(
 
 
 @pytest.mark.parametrize("words", WINNERS)
+@pytest.mark.quick("ring", "hybrid")
 def test_every_rank_takes_the_same(pool: Any, tmp_path: Path, words: str) -> None:
     """By the table that the environment names; results are those of the ring, and explain says the same."""
     table, winner, method = tmp_path / "machine.json", WINNERS[words], words.partition(",")[0]

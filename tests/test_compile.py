@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -180,7 +179,7 @@ def blocks(rank: int, cp: int, tp: int, backend: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("cp", "tp", "backend"),
-    [(2, 2, "aot_eager"), (1, 2, "inductor")],
+    [(2, 2, "aot_eager"), pytest.param(1, 2, "inductor", marks=pytest.mark.nightly("compiled"))],
 )
 def test_compiled_blocks(pool: Any, cp: int, tp: int, backend: str) -> None:
     pool(cp * tp).run(blocks, cp, tp, backend, timeout=180.0)
@@ -368,7 +367,9 @@ def symbolic(rank: int, kind: str, backend: str) -> int:
 
 @pytest.mark.parametrize(
     ("kind", "backend"),
-    [*product(("formats", "options", "DTensors", "block"), ("eager", "aot_eager"))]
+    [(kind, "aot_eager") for kind in ("formats", "options", "DTensors", "block")]
+    + [("formats", "eager")]
+    + [pytest.param(kind, "eager", marks=pytest.mark.nightly("compiled")) for kind in ("options", "DTensors", "block")]
     + [pytest.param(kind, "inductor", marks=pytest.mark.nightly("compiled")) for kind in ("formats", "block")],
 )
 @pytest.mark.quick("formats-eager")

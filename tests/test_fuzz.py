@@ -208,6 +208,8 @@ def test_every_pair_once(r):
     covered(r, few=True)
 
 
+@pytest.mark.more("random")
+@pytest.mark.full
 def test_every_pair_once_of_many_pieces(full):
     for seed in range(20 if full else 3):
         covered(Random(seed), few=False)

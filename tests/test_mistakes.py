@@ -206,6 +206,7 @@ def setups(number: int) -> list[tuple[bool, bool, str]]:
     return [x for x in found if of(*x)] if any(of(*x) for x in found) else [x for x in either if of(*x)]
 
 
+@pytest.mark.more("runs")
 @pytest.mark.parametrize("number", range(len(MISTAKES)), ids=[*MISTAKES])
 @pytest.mark.quick(without="other weights")
 def test_what_was_silent_is_found(pool: Any, number: int, full: bool) -> None:

@@ -91,6 +91,7 @@ def check_ops(rank: int, seq_dim: int, case: str) -> None:
     "case", [pytest.param(case, marks=[] if case in ("documents", "scores") else pytest.mark.full) for case in TENSORS]
 )
 @pytest.mark.quick("scores")
+@pytest.mark.more("parity")
 def test_opcheck(pool: Any, full: bool, case: str) -> None:
     for seq_dim in FORMATS if full else FORMATS[TENSORS.index(case) % 2 :][:1]:
         pool(1).run(check_ops, seq_dim, case)

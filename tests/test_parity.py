@@ -104,7 +104,7 @@ def calls_by(method: str, strength: int) -> list[Row]:
 
 @pytest.mark.parametrize(("method", "cp_size"), OTHERS_ON_RANKS)
 @pytest.mark.parametrize("strength", (1, pytest.param(2, marks=pytest.mark.nightly("parity"))), ids=("each", "pairs"))
-@pytest.mark.quick("each-double_ring-4", "each-ulysses-4", "each-all_gather-3", "each-hybrid-4")
+@pytest.mark.quick("each-ulysses-4", "each-hybrid-4")
 def test_options_of_other_methods(pool, method, strength, cp_size):
     """Every mask, score, layout, format and so on; in the nightly form every two of them."""
     cases = cases_of(calls_by(method, strength), cp_size, method)

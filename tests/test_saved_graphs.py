@@ -9,13 +9,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from inside import Options, Tensors
 from torch import Tensor, nn
 
 PINS = json.loads((Path(__file__).parent / "pins" / "ops.json").read_text())
-SCHEMAS = {name.partition("::")[2]: text for name, text in PINS.items() if text.__class__ is str}
+SCHEMAS = {name.partition("::")[2]: text for name, text in PINS.items() if isinstance(text, str)}
 ELSEWHERE = {"inside_context"}
 """Of `cp_mesh.integrations.torch_api`, which users import."""
 B, H, S, D, V = 2, 4, 12, 6, 10
@@ -191,6 +192,7 @@ assert "cp_mesh.call.plan" not in sys.modules
 )
 
 
+@pytest.mark.full
 def test_first_uses() -> None:
     """In processes that were forked after the import: in traces, in modes, in threads."""
     run(FIRST_USES)

@@ -338,5 +338,6 @@ def trained(rank: int, kind: str, batches: str, layout_name: str) -> float:
         (4, "a table", "of one token", "zigzag"),
     ],
 )
+@pytest.mark.quick("2-a table", "2-later tokens", "three axes")
 def test_models_train_as_on_one_rank(pool, size, kind, batches, layout):
     assert max(pool(size).run(trained, kind, batches, layout)) <= 1e-10

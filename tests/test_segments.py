@@ -50,7 +50,7 @@ DOCUMENTS = {
 }
 QUICK = "one longer than a shard", "excluded tokens beside them"
 each_documents = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.full) for name in DOCUMENTS]
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.nightly("geometry")) for name in DOCUMENTS]
 )
 CONDITIONS: dict[str, dict[str, Any]] = {
     "causal": {},

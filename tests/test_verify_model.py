@@ -925,6 +925,7 @@ def probed(rank: int, names: list[str]) -> list[str]:
     return problems
 
 
+@pytest.mark.full
 def test_probes_find_it_without_a_reference(pool: Any) -> None:
     for problems in pool(2).run(probed, list(PROBED), timeout=120):
         assert not problems, "\n".join(problems)

@@ -282,8 +282,8 @@ class Recomputed(nn.Module):
     [
         ("blocks in place", False),
         ("blocks in place", True),
-        *(pytest.param(how, False, marks=pytest.mark.full) for how in COMPILED[2:]),
-        pytest.param("blocks", True, marks=pytest.mark.full),
+        *(pytest.param(how, False, marks=pytest.mark.nightly("compiled")) for how in COMPILED[2:]),
+        pytest.param("blocks", True, marks=pytest.mark.nightly("compiled")),
     ],
 )
 @pytest.mark.full
