@@ -138,21 +138,31 @@ _HOMES = {
     "warm_up": "tools.warm_up",
 }
 """Files of the names that are loaded when they are asked for."""
+_FOLDERS = ("flex", "inference", "integrations", "predict", "tools", "wrap")
+"""What nothing has loaded yet."""
 
 _aliases.register()
 for _file in _OPS:
     importlib.import_module(f"cp_mesh.{_file}")
+del _file
 
 
 def __getattr__(name: str) -> typing.Any:
     if name in _HOMES:
-        globals()[name] = getattr(importlib.import_module(f"cp_mesh.{_HOMES[name]}"), name)
+        globals()[name] = getattr(_load(_HOMES[name]), name)
         return globals()[name]
-    if name == "flex":  # a file of 0.1, see `_aliases.moved_from`
-        return importlib.import_module("cp_mesh.flex")
+    if name in _FOLDERS:
+        return _load(name)
     if name in _aliases.ALIASES:
         return _aliases.find(name, 2)
     raise AttributeError(f"module 'cp_mesh' has no attribute {name!r}")
+
+
+def _load(file: str) -> typing.Any:
+    try:
+        return importlib.import_module(f"cp_mesh.{file}")
+    except AttributeError as error:  # which would say that cp_mesh has no such name
+        raise ImportError(f"cp_mesh.{file} cannot be loaded: {error}") from error
 
 
 def __dir__() -> list[str]:

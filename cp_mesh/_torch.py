@@ -54,7 +54,6 @@ symmetric_memory = partial(import_module, SYMMETRIC_MEMORY)
 active_ddp = DistributedDataParallel._get_active_ddp_module  # the wrapper whose forward runs
 comm_hooks = attrgetter("_comm_hooks")  # by which a user of DistributedDataParallel says how gradients are summed
 PIPELINE_STAGE = "_PipelineStageBase"  # the class of stages in torch.distributed.pipelining.stage
-application = attrgetter("_apply")  # of a style; `parallelize_module` refuses meshes of several axes
 
 
 def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -68,6 +67,11 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device | None = None) -> 
     options = getattr(group._get_backend(device or group._device_types[0]), "options", None)
     timeout: timedelta = getattr(options, "_timeout", None) or dist.distributed_c10d.default_pg_timeout
     return timeout
+
+
+def apply_style(style: Any, module: Any, mesh: DeviceMesh) -> Any:
+    """As `parallelize_module`, which refuses meshes of several axes."""
+    return style._apply(module, mesh)
 
 
 def ranks_of_fsdp(module: Any) -> set[int]:

@@ -69,7 +69,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if all("::" in arg for arg in config.args):  # node ids ask for what they name
         return
     found = [(item, is_of_the_form(item)) for item in items]
-    if not config.option.keyword:
+    asked = ("keyword", "markexpr", "lf", "deselect")
+    if not (any(getattr(config.option, name, None) for name in asked) or any("::" in arg for arg in config.args)):
         check_texts(items)
     config.hook.pytest_deselected(items=[item for item, runs in found if not runs])
     items[:] = [item for item, runs in found if runs]
@@ -89,15 +90,25 @@ def is_of_the_form(item: pytest.Item) -> bool:
 
 
 def check_texts(items: list[pytest.Item]) -> None:
-    """A case that has another name by now would be left out for ever."""
-    names = defaultdict[tuple[str, str], str](str)
+    """Each text of `quick` is in a case that the quick form may run: other names would be left out for ever."""
+    cases = defaultdict[tuple[str, str], list[str]](list)
     for item in items:
         if quick := item.get_closest_marker("quick"):
+            elsewhere = any(item.get_closest_marker(mark) for mark in ("full", "nightly", "gpu", "multigpu"))
             for text in quick.args or quick.kwargs.values():
-                names[item.nodeid.partition("[")[0], text] += f"{item.name}\n"
-    lost = [f"{text!r} is in none of\n{found}" for (_, text), found in names.items() if text not in found]
+                cases[item.nodeid.partition("[")[0], text] += [] if elsewhere else [case_of(item)]
+    lost = [
+        f"{test}: {text!r} is in none of {names}"
+        for (test, text), names in cases.items()
+        if not any(text in name for name in names)
+    ]
     if lost:
         raise pytest.UsageError("pytest.mark.quick: " + "\n".join(lost))
+
+
+def case_of(item: pytest.Item) -> str:
+    """Its name without that of the function."""
+    return item.name.partition("[")[2].removesuffix("]")
 
 
 def is_left_out(item: pytest.Item) -> bool:
@@ -105,8 +116,8 @@ def is_left_out(item: pytest.Item) -> bool:
     if (quick := item.get_closest_marker("quick")) is None:
         return False
     assert bool(quick.args) != bool(quick.kwargs), f"{item.nodeid}: texts, or what is left out"
-    name = item.name.partition("[")[2]
-    return quick.kwargs["without"] in name if quick.kwargs else all(text not in name for text in quick.args)
+    case = case_of(item)
+    return quick.kwargs["without"] in case if quick.kwargs else all(text not in case for text in quick.args)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

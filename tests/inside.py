@@ -33,7 +33,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "functional": ("FunctionalIncoming",),
     "functions": ("ScalarFunction",),
     "groups": ("parts_of",),
-    "group_state": ("kept", "kept_of_all"),
+    "group_state": ("state_of", "states_of_all"),
     "table": ("KERNELS",),
     "kernels.contract": ("Capability", "KernelTile", "Pairs", "Request", "shortfalls"),
     "layouts": ("parse_layout",),

@@ -1,11 +1,13 @@
 """Run the tests: `python3 tests/run.py [--full] [pytest arguments]`; the first call sets up `.venv`.
 
-Without `--full` it is the quick form: every gate, with fewer cases. `--full` alone runs tests marked `full`. What takes
-longer than both may is marked `nightly`, with the name of its part: `--nightly` runs one part after the other, and
-`--nightly=PART` one; each adds a row to docs/results/nightly.csv.
+Without `--full` it is the quick form: a few cases of most gates. Tests marked `full` are left out, and of those marked
+`quick("a text")` all cases without this text in their names. `--full` runs both. What takes longer than the full form
+may is marked `nightly("part")`, or `more("part")` where the other forms run some of its cases: `--nightly` runs all
+parts one after the other, and `--nightly=PART` one; each adds a row to docs/results/nightly.csv.
 
-Other arguments are pytest's: a file or -k runs what it names of the quick form; a node id (`file::test`) runs in any
-form. `pytest` without this script does the same, in an environment that has cp_mesh and its tools.
+Other arguments are pytest's: a file or -k runs what it names of the quick form, which may be nothing; a node id
+(`file::test`) runs in any form. `pytest` without this script does the same, in an environment that has cp_mesh and its
+tools.
 `--integrations` runs tests/integrations in `.venv-integrations`, with other packages in pinned versions;
 `--integrations-4` does with Transformers 4, `--integrations-titan-0.2` and `--integrations-titan-0.3` with torchtitan.
 `--durations-csv=FILE` appends the seconds and CPU seconds of each test file, as in docs/results/test_durations.csv.

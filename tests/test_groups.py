@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from inside import kept_of_all, room
+from inside import room, states_of_all
 from ranks import mesh
 
 from cp_mesh import UnsupportedError
@@ -68,7 +68,7 @@ def lives(rank: int) -> list[bool]:
         again,
         len(set(timeouts)) == 1,
         gone() is None,
-        not any(parts.inner is ours.inner for known in kept_of_all(groups._Parts) for parts in known.values()),
+        not any(parts.inner is ours.inner for known in states_of_all(groups._Parts) for parts in known.values()),
     ]
 
 

@@ -2,7 +2,8 @@
 
 The bugs are in the folder planted. A check is a test of this suite, or a few of its cases, run on ranks on which a bug
 is planted, and later another one. The quick form has one bug of each area, the full form all, and the nightly form all
-in the other order, and each check without a bug: it is green there. A bug is planted at a name of the package. If that
+in the other order. Each check is green without a bug: in the full form, or in the nightly one if it is a test that the
+full form has anyway. A bug is planted at a name of the package. If that
 name is gone, the test of the bug fails and says so, and so does `test_every_seam_exists`, in the quick and the full
 form.
 """
@@ -13,6 +14,7 @@ import csv
 import io
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import wraps
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -158,7 +160,8 @@ SEQUENCES = [
 
 
 def of(test: Callable[..., None], *arguments: Any) -> Callable[[Any], None]:
-    return lambda pool: test(pool, *arguments)
+    """A test with these arguments, under its own name."""
+    return wraps(test)(lambda pool: test(pool, *arguments))
 
 
 def on(num_ranks: int, *given: Any, **options: Any) -> Callable[[Any], None]:
@@ -521,8 +524,14 @@ def test_a_lost_seam_is_told():
         lost.made()
 
 
-@pytest.mark.nightly("bugs")  # the other forms run most of them as the tests that they are
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize(
+    "check",
+    # the full form runs the others as the tests that they are
+    [
+        pytest.param(name, marks=pytest.mark.nightly("bugs") if check.__name__[:5] == "test_" else pytest.mark.full)
+        for name, check in CHECKS.items()
+    ],
+)
 def test_check_is_green_without_a_bug(check, plant):
     if check in IN_TRITON:
         require_interpreter()

@@ -41,7 +41,7 @@ from torch.utils.checkpoint import checkpoint
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # torchrun of a checkout that is not installed
 
-from inside import METHODS, Packing, Sizes, extra_memory, inner, kept, kept_of_all, make_schedule, path_of, room
+from inside import METHODS, Packing, Sizes, extra_memory, inner, make_schedule, path_of, room, state_of, states_of_all
 
 import cp_mesh
 from cp_mesh import Contiguous, Mask, Striped, UnsupportedError, ZigZag
@@ -134,10 +134,10 @@ def double(group: dist.ProcessGroup, folder: str) -> Iterator[None]:
     group_memory = symmetric.group_memory  # in which bugs are planted
 
     def memory(group: dist.ProcessGroup, device: torch.device) -> Any:
-        if kept(group, symmetric.Held).memory is None:
+        if state_of(group, symmetric.Held).memory is None:
             own = Path(folder) / "-".join(map(str, dist.get_process_group_ranks(group)))
             own.mkdir(exist_ok=True)
-            kept(group, symmetric.Held).memory = FileMemory(group, own)
+            state_of(group, symmetric.Held).memory = FileMemory(group, own)
         return group_memory(group, device)
 
     with (
@@ -262,8 +262,8 @@ def released(rank: int, folder: str) -> tuple[int, int, int, list[str]]:
     inputs = [x[:, :, ZigZag().positions(24, 4, rank)] for x in make_qkv(2, 8, 4, 24, 5, 4)]
     with double(axis.get_group(), folder):
         other = dist.new_group([*range(4)])
-        kept(other, symmetric.Held).memory = FileMemory(other, Path(folder))
-        kept(other, symmetric.Held).memory.workspace("rows", 64, other)
+        state_of(other, symmetric.Held).memory = FileMemory(other, Path(folder))
+        state_of(other, symmetric.Held).memory.workspace("rows", 64, other)
         for each in options:
             attend(inputs, axis, **{"transport": TRANSPORTS[1], **each})
         before = symmetric.symmetric_memory_bytes()
@@ -307,12 +307,12 @@ def forgotten(rank: int) -> tuple[int, int]:
         mock.patch.object(symmetric, "_local_obstacle", return_value="none in this test"),
     ):
         symmetric.group_memory(group, torch.device("cpu", rank))
-    alive = len(kept_of_all(symmetric.Held))
+    alive = len(states_of_all(symmetric.Held))
     dist.barrier()
     dist.destroy_process_group(group)
     del group
     gc.collect()
-    return alive, len(kept_of_all(symmetric.Held))
+    return alive, len(states_of_all(symmetric.Held))
 
 
 def test_memory_goes_with_its_group(pool):
@@ -402,7 +402,7 @@ def check_stalled() -> list[str]:
     axis, problems = gpu_axis(), []
     draw = random.Random(dist.get_rank())
     attend(local_inputs(S), axis, TRANSPORTS[1])
-    memory = kept(axis.get_group(), symmetric.Held).memory
+    memory = state_of(axis.get_group(), symmetric.Held).memory
 
     def cycles() -> int:
         return draw.choice([0, 100_000, 2_000_000])
@@ -667,7 +667,7 @@ def check_linears() -> list[str]:
         return draw.choice([0, 100_000, 2_000_000])
 
     step_of_linears(models[True], *of_rank(integers(0, 1, 64 * size)))
-    memory, pending = kept(axis.get_group(), symmetric.Held).memory, []
+    memory, pending = state_of(axis.get_group(), symmetric.Held).memory, []
     with (
         mock.patch.object(memory.pulls, "entered", _sleeping(memory.pulls, cycles)),
         mock.patch.object(memory.pushes, "entered", _sleeping(memory.pushes, cycles)),

@@ -774,7 +774,7 @@ def checkpointed(rank: int) -> list[int]:
         out.square().sum().backward()
         results.append(num_collectives() - before)
         grads.append({"x": x.grad, **gradients(module)})
-        words += inside.kept(tp.get_group(), agreement._Compared).times  # since the plan
+        words += inside.state_of(tp.get_group(), agreement._Compared).times  # since the plan
     results.append(words)
     for other in grads[1:]:
         assert all(torch.equal(other[name], grads[0][name]) for name in grads[0])

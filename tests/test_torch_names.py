@@ -1,6 +1,7 @@
 """Every private name of PyTorch that cp_mesh uses: what breaks without it, the releases it was seen in, and a test.
 
-`cp_mesh/_torch.py` gives each a name of our own, and no other file has one. A release that drops a name, or has it do
+`cp_mesh/_torch.py` gives each a name of our own, and no other file has one. A release that drops a name which
+is bound there at import ends `import cp_mesh` with an error that names it; one that drops another, or has a name do
 something else, turns its row red here, in seconds, and the row says what else will be wrong. All rows run in this
 process on the CPU; what a kernel of GPUs computes is in the tests of that kernel.
 """
@@ -253,7 +254,7 @@ def check_application_of_a_style(mesh: DeviceMesh) -> None:
     given: list[Any] = []
     style, module = Style(), nn.Linear(1, 1)
     parallelize_module(module, mesh["cp_ring"], style)
-    ours.application(style)(module, mesh["cp_ring"])
+    ours.apply_style(style, module, mesh["cp_ring"])
     assert given == [(module, mesh["cp_ring"])] * 2
 
 

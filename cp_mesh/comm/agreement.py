@@ -25,7 +25,7 @@ from torch import Tensor
 
 from cp_mesh._torch import StopRecomputation, constant_in_traces, resolve_group, timeout_of, untraced
 from cp_mesh.comm.fingerprints import Digest
-from cp_mesh.comm.group_state import kept
+from cp_mesh.comm.group_state import state_of
 from cp_mesh.comm.model_groups import beside
 from cp_mesh.comm.store_messages import Answers, Words, left_for, store_of
 from cp_mesh.errors import ArgumentError, RankMismatchError, describe
@@ -126,7 +126,7 @@ def count_plan(group: dist.ProcessGroup) -> int:
     Returns:
         How many models it had before.
     """
-    own = kept(group, _Compared)
+    own = state_of(group, _Compared)
     own.digest = own.told = None
     own.refused_in_trace = False
     own.times = 0
@@ -180,7 +180,7 @@ def compare_later(group: dist.ProcessGroup, inputs: Sequence[Tensor]) -> None:
     Raises:
         RankMismatchError: if the digests differ, about `EVERY` to ``2 * EVERY`` batches later.
     """
-    compared = kept(group, _Compared)
+    compared = state_of(group, _Compared)
     compared.batches += 1
     if compared.batches % EVERY or turned_off(group) or group.size() == 1 or capturing():
         return
@@ -267,7 +267,7 @@ def _exchange(
     """What every rank of the group left in the store for this comparison; a first call waits `PATIENCE` at most."""
     _note_trace(group, False)
     patience = patience or min(PATIENCE, timeout_of(group))
-    compared = kept(group, _Compared)
+    compared = state_of(group, _Compared)
     words = Words(group, compared.next_topic(), fields)
     answers = words.wait(patience)
     if len(answers) == words.size and not any("error" in answer for answer in answers.values()):
@@ -303,13 +303,13 @@ def announce_refusal(group: dist.ProcessGroup, error: Exception, axis: str = "cp
         return  # of one that nobody was told of, all ranks raise their own
     waiting = group if axis == "cp" and in_check_mode and not told else None
     said, enabled = {"error": f"{type(error).__name__}: {error}"}, _enabled.get()
-    if enabled is None:  # nor does a word mean anything that is refused here
+    if enabled is None:  # a CP_MESH_CHECK that is refused counts as none
         enabled = WORDS.get(os.environ.get("CP_MESH_CHECK", "").lower())
     for other, its_axis in (*beside(group).items(), (group, axis)):
         if other.group_name in told:
             continue
         vars(error)[_TOLD] = told = told | {other.group_name}
-        if (compared := kept(other, _Compared)).refused_in_trace:
+        if (compared := state_of(other, _Compared)).refused_in_trace:
             compared.refused_in_trace = False
             continue
         if its_axis == "cp" and enabled and (in_check_mode or other is not group):
@@ -330,7 +330,7 @@ def announce_trace(group_name: str, axis: str = "cp") -> None:
 
 def _note_trace(group: dist.ProcessGroup, refused: bool) -> None:
     for each in (group, *beside(group, of_all_models=not refused)):
-        kept(each, _Compared).refused_in_trace = refused
+        state_of(each, _Compared).refused_in_trace = refused
 
 
 def announce_error(group_name: str, error: Exception, axis: str = "cp") -> None:
@@ -352,7 +352,7 @@ def note_refusals(group: dist.ProcessGroup, error: Exception) -> None:
     They refused a call that is not the first of its kind here, and so was not compared.
     """
     if isinstance(error, RuntimeError) and group.size() > 1:
-        compared = kept(group, _Compared)
+        compared = state_of(group, _Compared)
         for rank, said in left_for(group, f"{compared.plans} {compared.times + 1}").items():
             if "error" in said:
                 error.add_note(f"cp_mesh: rank {rank} of the group has refused its arguments: {said['error']}")

@@ -19,7 +19,7 @@ from torch import Tensor
 from cp_mesh._torch import backward_number, timeout_of
 from cp_mesh.comm.agreement import agree, capturing, check_mode, checking, count_plan, require_agreement, turned_off
 from cp_mesh.comm.fingerprints import fingerprint, shape_of
-from cp_mesh.comm.group_state import kept, kept_of_all
+from cp_mesh.comm.group_state import state_of, states_of_all
 from cp_mesh.comm.store_messages import store_of
 
 MOST_KINDS = 256
@@ -56,7 +56,7 @@ def is_first(group: dist.ProcessGroup, kind: Hashable) -> bool:
     Not while a CUDA graph is captured: its first call is the warm-up before. Ranks must count kinds alike, so a kind is
     made of what must be equal on all of them.
     """
-    kinds = kept(group, _Calls).kinds
+    kinds = state_of(group, _Calls).kinds
     if kind in kinds or len(kinds) >= MOST_KINDS:
         return False
     if turned_off(group) or group.size() == 1 or store_of(group) is None:
@@ -67,7 +67,7 @@ def is_first(group: dist.ProcessGroup, kind: Hashable) -> bool:
 def agree_first(group: dist.ProcessGroup, kind: Hashable, fields: Mapping[str, str], axis: str = "cp") -> None:
     """`agree` of a call that is the first of its kind."""
     agree(group, fields, axis)
-    kept(group, _Calls).kinds.add(kind)
+    state_of(group, _Calls).kinds.add(kind)
 
 
 def agree_on_shapes(
@@ -118,15 +118,15 @@ def look_again(group: dist.ProcessGroup) -> int:
     Returns:
         How many models it had before.
     """
-    for calls in kept_of_all(_Calls):
+    for calls in states_of_all(_Calls):
         calls.here.clear()
-    kept(group, _Calls).kinds.clear()
+    state_of(group, _Calls).kinds.clear()
     return count_plan(group)
 
 
 def is_new_here(group: dist.ProcessGroup, kind: Hashable) -> bool:
     """Whether this rank is yet to look at this kind over the group; no other rank hears of it."""
-    here = kept(group, _Calls).here
+    here = state_of(group, _Calls).here
     return not (kind in here or len(here) >= MOST_KINDS or turned_off(group) or group.size() == 1 or capturing())
 
 
@@ -134,7 +134,7 @@ def is_first_here(group: dist.ProcessGroup, kind: Hashable) -> bool:
     """`is_new_here`, which is then answered with False."""
     is_new = is_new_here(group, kind)
     if is_new:
-        kept(group, _Calls).here.add(kind)
+        state_of(group, _Calls).here.add(kind)
     return is_new
 
 
@@ -150,7 +150,7 @@ def called_in(module: str) -> Iterator[None]:
 
 def last_forward(group: dist.ProcessGroup) -> Forward:
     """The one that has just run over the group."""
-    return Forward(kept(group, _Calls).forwards - 1, _where.get())
+    return Forward(state_of(group, _Calls).forwards - 1, _where.get())
 
 
 @contextmanager
@@ -169,7 +169,7 @@ def order_of(group: dist.ProcessGroup, direction: str, kind: Hashable) -> str:
 
     A backward in compiled code knows no forward: there it is how many calls were of this kind and direction.
     """
-    calls, of = kept(group, _Calls), _backward_of.get()
+    calls, of = state_of(group, _Calls), _backward_of.get()
     if direction == "forward":
         of = Forward(calls.forwards, _where.get())
     told = "" if of is None else f" {of.number + 1}{of.where and f' in {of.where}'}"
@@ -178,7 +178,7 @@ def order_of(group: dist.ProcessGroup, direction: str, kind: Hashable) -> str:
 
 def note_call(group: dist.ProcessGroup, direction: str, kind: Hashable) -> None:
     """Of attention, in every call that was not refused."""
-    own = kept(group, _Calls)
+    own = state_of(group, _Calls)
     own.forwards += direction == "forward"
     if len(own.calls) < MOST_KINDS or (direction, kind) in own.calls:
         own.calls[direction, kind] += 1

@@ -15,7 +15,7 @@ T = TypeVar("T")
 _KEPT: WeakKeyDictionary[dist.ProcessGroup, dict[Callable[[], Any], Any]] = WeakKeyDictionary()
 
 
-def kept(group: dist.ProcessGroup, kind: Callable[[], T]) -> T:
+def state_of(group: dist.ProcessGroup, kind: Callable[[], T]) -> T:
     """What this kind of state is for a group: one instance, made by ``kind()`` when it is first asked for."""
     if (kinds := _KEPT.get(group)) is None:
         kinds = _KEPT.setdefault(group, {})
@@ -24,6 +24,7 @@ def kept(group: dist.ProcessGroup, kind: Callable[[], T]) -> T:
     return own
 
 
-def kept_of_all(kind: Callable[[], T]) -> list[T]:
+def states_of_all(kind: Callable[[], T]) -> list[T]:
     """The instances of all groups that have one."""
-    return [kinds[kind] for kinds in _KEPT.values() if kind in kinds]
+    groups = (ref() for ref in _KEPT.keyrefs())  # a copy: other threads may add groups
+    return [kinds[kind] for group in groups if group is not None and kind in (kinds := _KEPT.get(group, {}))]

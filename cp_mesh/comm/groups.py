@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_mesh._torch import constant_in_traces, flatten_mesh, resolve_group, timeout_of, world
-from cp_mesh.comm.group_state import kept
+from cp_mesh.comm.group_state import state_of
 from cp_mesh.errors import UnsupportedError, refuse
 
 
@@ -55,7 +55,7 @@ def parts_of(group: dist.ProcessGroup, inner_size: int) -> Parts:
         UnsupportedError: on every rank, where PyTorch would give new groups other names on some ranks, and in a CUDA
             graph capture.
     """
-    known = kept(group, _Parts)
+    known = state_of(group, _Parts)
     if inner_size not in known:
         known[inner_size] = _make(group, inner_size)
     return known[inner_size]
@@ -63,7 +63,7 @@ def parts_of(group: dist.ProcessGroup, inner_size: int) -> Parts:
 
 def known_parts(group: dist.ProcessGroup) -> list[Parts]:
     """All that `parts_of` has, and needs not make."""
-    return [*kept(group, _Parts).values()]
+    return [*state_of(group, _Parts).values()]
 
 
 def num_groups() -> int:
@@ -74,7 +74,7 @@ def num_groups() -> int:
 @constant_in_traces  # Dynamo cannot trace it
 def names_of_axes(group_name: str) -> list[tuple[str, str]]:
     """Names of the groups of both axes, for each mesh that was made `flat` to the group of this name."""
-    return [*kept(resolve_group(group_name), _Axes)]
+    return [*state_of(resolve_group(group_name), _Axes)]
 
 
 def is_cp_axis(mesh: DeviceMesh) -> bool:
@@ -104,14 +104,14 @@ def flat(mesh: DeviceMesh) -> DeviceMesh:
 def _keep_axes(mesh: DeviceMesh) -> bool:
     made, parts = flatten_mesh(mesh), Parts(mesh.get_group(0), mesh.get_group(1))
     group, names = made.get_group(), (parts.outer.group_name, parts.inner.group_name)
-    if names in (axes := kept(group, _Axes)):
+    if names in (axes := state_of(group, _Axes)):
         return True
     if (ranks := made.mesh.tolist()) != dist.get_process_group_ranks(group):
         got, hint = f"{ranks} in {mesh.mesh_dim_names}", "name the outer axis first, in the order of the whole mesh"
         refuse("mesh", "ranks that rise along its axes", got, hint)
     axes.append(names)
     if 1 < mesh.size(1) < len(ranks):
-        kept(group, _Parts)[mesh.size(1)] = parts
+        state_of(group, _Parts)[mesh.size(1)] = parts
     return True
 
 

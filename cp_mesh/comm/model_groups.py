@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch import nn
 
 from cp_mesh._torch import untraced
-from cp_mesh.comm.group_state import kept
+from cp_mesh.comm.group_state import state_of
 
 
-class _Axes(weakref.WeakKeyDictionary[dist.ProcessGroup, str]):
+class _Beside(weakref.WeakKeyDictionary[dist.ProcessGroup, str]):
     """Groups, and the axis of each, "cp" or "tp"; kept by group those beside it, of all models together."""
 
 
-_models: weakref.WeakKeyDictionary[nn.Module, _Axes] = weakref.WeakKeyDictionary()  # all modules of one share it
-_running: ContextVar[_Axes | None] = ContextVar("cp_mesh_running", default=None)
+_models: weakref.WeakKeyDictionary[nn.Module, _Beside] = weakref.WeakKeyDictionary()  # all modules of one share it
+_running: ContextVar[_Beside | None] = ContextVar("cp_mesh_running", default=None)
 # Behind a graph break Dynamo would trace the look-up by itself, in a table from which modules go meanwhile.
 _axes_of = untraced(partial(_models.get))
 
@@ -35,14 +35,14 @@ def stand_beside(module: nn.Module, groups: Mapping[dist.ProcessGroup, str]) -> 
     """
     parts = [*module.modules()]
     known = [axes for part in parts if (axes := _models.get(part)) is not None]
-    together = _Axes(groups)
+    together = _Beside(groups)
     for axes in known:
         together.update(axes)
     parts += [part for part, axes in _models.items() if any(axes is each for each in known)]
     _models.update(dict.fromkeys(parts, together))
     for group in together:
         others = {other: axis for other, axis in together.items() if other is not group}
-        kept(group, _Axes).update(others)
+        state_of(group, _Beside).update(others)
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def beside(group: dist.ProcessGroup, of_all_models: bool = False) -> dict[dist.P
     """
     axes = _running.get()
     if axes is None or of_all_models:
-        return dict(kept(group, _Axes))
+        return dict(state_of(group, _Beside))
     return {other: axis for other, axis in axes.items() if other is not group} if group in axes else {}
 
 

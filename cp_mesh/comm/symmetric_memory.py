@@ -39,7 +39,7 @@ from torch import Tensor
 
 from cp_mesh._torch import SYMMETRIC_MEMORY, raw_stream, symmetric_memory, timeout_of
 from cp_mesh.comm.contract import Arrived, Copy, Swap, split_arrived
-from cp_mesh.comm.group_state import kept, kept_of_all
+from cp_mesh.comm.group_state import state_of, states_of_all
 from cp_mesh.comm.packing import Packing
 from cp_mesh.errors import UnsupportedError
 from cp_mesh.geometry.schedule import Route, Stage, num_rows
@@ -234,7 +234,7 @@ class Held:
 
 def group_memory(group: dist.ProcessGroup, device: torch.device) -> GroupMemory:
     """The memory of a group; the first question about a group is a collective."""
-    held = kept(group, Held)
+    held = state_of(group, Held)
     if held.memory is None:
         if torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
@@ -288,7 +288,7 @@ def _local_obstacle(device: torch.device) -> str | None:
 
 def symmetric_memory_bytes() -> int:
     """Bytes of symmetric memory that this process holds, for all groups; the caching allocator does not count them."""
-    return sum(held.memory.nbytes for held in kept_of_all(Held) if held.memory is not None)
+    return sum(held.memory.nbytes for held in states_of_all(Held) if held.memory is not None)
 
 
 def release(group: dist.ProcessGroup, within: Iterable[dist.ProcessGroup] = ()) -> None:
@@ -298,7 +298,7 @@ def release(group: dist.ProcessGroup, within: Iterable[dist.ProcessGroup] = ()) 
         group: the cp group.
         within: groups of this rank within it, whose memory goes too: those of `cp_mesh.comm.groups.known_parts`.
     """
-    of_groups = [kept(each, Held) for each in (group, *within)]
+    of_groups = [state_of(each, Held) for each in (group, *within)]
     for held in of_groups:
         if held.memory is not None:
             held.memory.wait()

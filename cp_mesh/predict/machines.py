@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from cp_mesh.comm.agreement import exchange_first
-from cp_mesh.comm.group_state import kept
+from cp_mesh.comm.group_state import state_of
 from cp_mesh.comm.groups import known_parts, num_groups, parts_of
 from cp_mesh.comm.symmetric_memory import host_name
 from cp_mesh.errors import ArgumentError, RankMismatchError, UnsupportedError, refuse
@@ -56,7 +56,7 @@ def machine_of(group: dist.ProcessGroup, device: torch.device) -> Known | None:
     path = os.environ.get(VARIABLE, "")
     if device.type != "cuda" and not path:
         return None
-    answer = kept(group, _Answer)
+    answer = state_of(group, _Answer)
     if path not in answer:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
@@ -66,6 +66,7 @@ def machine_of(group: dist.ProcessGroup, device: torch.device) -> Known | None:
         known = _agreed(group, device, path)
         answer.clear()
         answer[path] = known
+        return known
     return answer[path]
 
 

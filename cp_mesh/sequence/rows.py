@@ -22,7 +22,7 @@ from cp_mesh._torch import resolve_group, saved_sizes, without_function_modes, w
 from cp_mesh.comm.agreement import turned_off
 from cp_mesh.comm.fingerprints import fingerprint
 from cp_mesh.comm.first_calls import is_first_here, is_new_here
-from cp_mesh.comm.group_state import kept
+from cp_mesh.comm.group_state import state_of
 from cp_mesh.errors import refuse
 from cp_mesh.geometry.layouts import Contiguous, Layout, Striped, ZigZag
 from cp_mesh.geometry.mask import Mask
@@ -139,12 +139,12 @@ class _Lengths(dict[int, int]):
 
 def note_length(group: dist.ProcessGroup, seq_len: int, length: int) -> None:
     """Of a tensor of this ``length`` that was padded to ``seq_len`` and sharded; equal if it needed no padding."""
-    kept(group, _Lengths)[seq_len] = length
+    state_of(group, _Lengths)[seq_len] = length
 
 
 def warn_of_padding(group: dist.ProcessGroup, seq_len: int, mask: Mask) -> None:
     """In a first call: queries see the padding of the sequence that was sharded last, as no mask hides it."""
-    length = kept(group, _Lengths).get(seq_len, seq_len)
+    length = state_of(group, _Lengths).get(seq_len, seq_len)
     hidden = mask.length is not None or mask.documents is not None or mask.key_padding is not None
     if length < seq_len and not hidden and (not mask.causal or mask.prefix > length):
         warnings.warn(

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from cp_mesh._torch import COMPILED, application
+from cp_mesh._torch import COMPILED, apply_style
 from cp_mesh.comm.groups import as_mesh
 from cp_mesh.comm.model_groups import stand_beside
 from cp_mesh.errors import UnsupportedError, refuse, written
@@ -104,7 +104,7 @@ def parallelize(
     tied = _tied(module)
     for name, (_, style) in chosen.items():
         trained = {key: x.requires_grad for key, x in modules[name].named_parameters()}
-        application(style)(modules[name], mesh)
+        apply_style(style, modules[name], mesh)
         if (core := replaced(modules[name], STYLE)) is not None:
             core.where = name
         for key, parameter in modules[name].named_parameters():

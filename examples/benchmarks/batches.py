@@ -74,7 +74,7 @@ from tables import batches_table  # noqa: E402
 
 from cp_mesh import Mask, ShardedSequence  # noqa: E402
 from cp_mesh.comm import symmetric_memory as symmetric  # noqa: E402
-from cp_mesh.comm.group_state import kept  # noqa: E402
+from cp_mesh.comm.group_state import state_of  # noqa: E402
 from cp_mesh.geometry.mask import Band  # noqa: E402
 
 WARM = 5  # steps in which everything may be compiled
@@ -320,7 +320,7 @@ def gate(ranks: Ranks, args: argparse.Namespace, heads: str, mask: str, contesta
 def contestants_of(ranks: Ranks, args: argparse.Namespace) -> dict[str, CPMesh]:
     """By layout."""
     if isinstance(ranks, PlayedRank):
-        kept(ranks.mesh.get_group(), symmetric.Held).memory = PlayedMemory(ranks.rank, ranks.device)
+        state_of(ranks.mesh.get_group(), symmetric.Held).memory = PlayedMemory(ranks.rank, ranks.device)
         return {layout: Played(ranks, layout, args.kernel, None) for layout in args.layouts}
     return {layout: CPMesh(ranks.mesh, "ring", layout, args.kernel, args.transport) for layout in args.layouts}
 

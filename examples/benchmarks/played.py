@@ -48,7 +48,7 @@ from cp_mesh.call.choose import sizes_of  # noqa: E402
 from cp_mesh.call.joined_layout import join, pieces_of_rank  # noqa: E402
 from cp_mesh.call.method import Plan, Setup  # noqa: E402
 from cp_mesh.comm import symmetric_memory as symmetric  # noqa: E402
-from cp_mesh.comm.group_state import kept  # noqa: E402
+from cp_mesh.comm.group_state import state_of  # noqa: E402
 from cp_mesh.comm.groups import known_parts, parts_of  # noqa: E402
 from cp_mesh.comm.packing import Packing  # noqa: E402
 from cp_mesh.kernels.table import KERNELS  # noqa: E402
@@ -288,7 +288,7 @@ def begin_case(ranks: PlayedRank, degrees: Sequence[int]) -> None:
     for degree in degrees:
         parts_of(group, degree)
     for each in (group, *itertools.chain(*known_parts(group))):
-        kept(each, symmetric.Held).memory = PlayedMemory(each.rank(), ranks.device)
+        state_of(each, symmetric.Held).memory = PlayedMemory(each.rank(), ranks.device)
     gc.collect()
     if ranks.device.type == "cuda":
         torch.cuda.empty_cache()

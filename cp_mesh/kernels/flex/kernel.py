@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -134,6 +135,7 @@ def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradient
     return dq[:, :, :num_q], dk[:, :, :num_k], dv[:, :, :num_k], grads
 
 
+@lru_cache(maxsize=1)
 def _lacks() -> str | None:
     """The operators are private to PyTorch, and so is where `programs` says what they write."""
     if find_spec("triton") is None:
@@ -145,7 +147,7 @@ def _lacks() -> str | None:
     except ImportError:
         found = False
     return (
-        None if found else f"the operators of flex_attention that PyTorch 2.11 to 2.15 have (found {torch.__version__})"
+        None if found else f"the operators of flex_attention that PyTorch 2.11 to 2.14 have (found {torch.__version__})"
     )
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from cp_mesh._torch import COMPILED_CALL, WRAPPED, tree_leaves
+from cp_mesh._torch import COMPILED_CALL, WRAPPED, loaded_dynamo, tree_leaves
 
 NUM_VECTORS = 8
 PART = 1 << 24  # elements of a large tensor that are looked at together
@@ -141,7 +140,7 @@ def products(x: Tensor, dim: int) -> Tensor:
 
 def traced_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """All modules that run in eager mode, with their names; what wraps a module is left out."""
-    dynamo = sys.modules.get("torch._dynamo")
+    dynamo = loaded_dynamo()
     compiled: list[str] = []
     for name, module in model.named_modules():
         if any(name.startswith(prefix) for prefix in compiled):

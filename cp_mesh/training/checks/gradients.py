@@ -267,7 +267,10 @@ def _decide_on_batches(answers: Answers) -> None:
 
 
 def _stage_of(module: nn.Module) -> Any:
-    """The stage of torch.distributed.pipelining that runs a module, if one does; only the last one has a loss."""
+    """The stage of torch.distributed.pipelining that runs a module, if one does; only the last one has a loss.
+
+    A stage that was made before `gc.freeze()` is not found: the collector does not tell of it.
+    """
     kind = getattr(sys.modules.get("torch.distributed.pipelining.stage"), PIPELINE_STAGE, None)
     if kind is None:
         return None
