@@ -139,7 +139,7 @@ _HOMES = {
 }
 """Files of the names that are loaded when they are asked for."""
 _FOLDERS = ("flex", "inference", "integrations", "predict", "tools", "wrap")
-"""What nothing has loaded yet."""
+"""Folders and files that the import does not load."""
 
 _aliases.register()
 for _file in _OPS:

@@ -4,18 +4,23 @@ Seconds are the least of ``--repeats`` processes, after one that writes bytecode
 imports of other packages beyond it, and which of these take most; and of cp_mesh itself. Files of cp_mesh that are
 loaded are counted, with their lines and the longest chain of imports between them.
 
-    python examples/benchmarks/importing.py
+    python examples/benchmarks/importing.py --csv docs/results/importing.csv
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import csv
 import json
+import os
+import platform
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+
+from report import git_commit
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMED = """
@@ -65,6 +70,7 @@ def chain(name: str, own: frozenset[str]) -> tuple[str, ...]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--csv", type=Path, help="write what is printed there too, in seconds, files and lines")
     args = parser.parse_args()
     _, loaded = run([])
     own = frozenset(name for name in loaded if name.partition(".")[0] == "cp_mesh")
@@ -72,8 +78,9 @@ def main() -> None:
     others = [name for name in loaded if name in asked - own]  # in the order in which they were loaded
     runs = [run(others)[0] for _ in range(args.repeats)]
     least = {name: min(seconds[name] for seconds in runs) for name in runs[0]}
-    print(f"import torch          {least.pop('torch'):.3f} s")
-    print(f"cp_mesh itself        {least.pop('cp_mesh'):.3f} s")
+    torch_itself, cp_mesh_itself = least.pop("torch"), least.pop("cp_mesh")
+    print(f"import torch          {torch_itself:.3f} s")
+    print(f"cp_mesh itself        {cp_mesh_itself:.3f} s")
     print(f"other packages beyond {sum(least.values()):.3f} s")
     for name in sorted(least, key=least.__getitem__, reverse=True)[:5]:
         print(f"    {name:50s} {least[name]:.3f} s")
@@ -81,6 +88,13 @@ def main() -> None:
     longest = max((chain(name, own - {"cp_mesh"}) for name in own), key=len)
     print(f"files of cp_mesh      {len(own)}, of {lines} lines")
     print(f"longest chain         {len(longest)}: {' '.join(longest)}")
+    if args.csv:
+        seconds = (f"{x:.3f}" for x in (torch_itself, cp_mesh_itself, sum(least.values())))
+        with args.csv.open("w", newline="") as out:
+            writer = csv.writer(out, lineterminator="\n")
+            writer.writerow(("commit", "machine", "cores", "torch", "cp_mesh", "others", "files", "lines", "chain"))
+            machine = (git_commit(), platform.machine(), os.cpu_count())
+            writer.writerow((*machine, *seconds, len(own), lines, len(longest)))
 
 
 if __name__ == "__main__":
