@@ -469,11 +469,11 @@ def test_each_stream_has_its_own_tables(monkeypatch: pytest.MonkeyPatch) -> None
     """Memory of the device belongs to a stream; a graph's own memory to that graph, so a capture is refused."""
     ids = ids_of([3, 17, 4])
     first, again = planned(ids), planned(ids)
-    assert first.local_tiles is again.local_tiles
+    assert first.tiles(None) is again.tiles(None)
     monkeypatch.setattr(contract, "stream_of", lambda device: 9)
-    other = planned(ids).local_tiles
+    other = planned(ids).tiles(None)
     monkeypatch.setattr(contract, "stream_of", lambda device: 0)
-    ours = planned(ids).local_tiles
+    ours = planned(ids).tiles(None)
     assert all(a.cover is not b.cover for a, b in zip(ours, other, strict=True)) and len(ours)
     monkeypatch.setattr(contract, "stream_of", lambda device: None)
     with pytest.raises(cp_mesh.UnsupportedError, match="capture"):

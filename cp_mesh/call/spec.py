@@ -72,10 +72,6 @@ class Options(NamedTuple):
         """The same with the scale as a number."""
         return self if self.scale else self._replace(scale=1 / math.sqrt(head_dim))
 
-    @staticmethod
-    def parse(spec: str) -> Options:
-        return _options(spec) if torch.compiler.is_compiling() else _kept_options(spec)
-
 
 _KINDS = tuple(get_type_hints(Options).values())
 
@@ -107,6 +103,13 @@ class Tensors(NamedTuple):
     bias: Tensor | None = None
     dropout_seed: Tensor | None = None
 
+    def are_there(self) -> bool:
+        """Whether there is any."""
+        for x in self:  # a generator would be a call for each
+            if x is not None:
+                return True
+        return False
+
 
 NUM_TENSORS = len(Tensors._fields)
 _OTHERS = "Tensor[] captured, SymInt seq_len, int seq_dim, str group_name, str spec"
@@ -137,7 +140,8 @@ class Call(NamedTuple):
     @classmethod
     def read(cls, arguments: Sequence[Any]) -> Call:
         captured, seq_len, seq_dim, group_name, spec = arguments[NUM_TENSORS:]
-        return cls(Tensors(*arguments[:NUM_TENSORS]), seq_len, seq_dim, group_name, Options.parse(spec), captured)
+        options = _options(spec) if torch.compiler.is_compiling() else _kept_options(spec)
+        return cls(Tensors(*arguments[:NUM_TENSORS]), seq_len, seq_dim, group_name, options, captured)
 
     @property
     def format(self) -> Format:
@@ -150,7 +154,7 @@ class Call(NamedTuple):
 
     def as_asked(self, x: Tensor) -> Tensor:
         """A [B, H, S, D] result in the caller's format; keeps its memory order, or is made contiguous."""
-        x = self.format.from_bhsd(x)
+        x = FORMATS[self.seq_dim].from_bhsd(x)
         return x if self.options.as_inputs else x.contiguous()
 
 
@@ -165,10 +169,6 @@ class Operand(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
-
-    @classmethod
-    def of(cls, x: Tensor | Operand) -> Operand:
-        return x if isinstance(x, Operand) else cls(x.shape, x.dtype, x.device)
 
 
 def seed_tensor(seed: Any, device: torch.device | str) -> Tensor:
@@ -226,18 +226,19 @@ def check_choice(what: str, got: str, allowed: tuple[str, ...], nearest: str) ->
         refuse(what, f"one of {', '.join(allowed)}", repr(got), f"{what}={[*close, nearest][0]!r} works")
 
 
-def check_dense(name: str, x: object) -> None:
-    """Refuse what is no tensor, or one whose elements do not lie in memory as those of q, k and v do."""
-    if not isinstance(x, Tensor):
-        refuse(name, "a tensor", type(x).__name__, "use torch.as_tensor")
-    if x.is_nested:
-        hint = "lay its sequences one after the other, x.values(), and say Mask.from_cu_seqlens(x.offsets())"
-        refuse(name, "a dense tensor", "a nested one", hint, UnsupportedError)
-    if x.layout != torch.strided:
-        refuse(name, "a dense tensor", f"one in the layout {x.layout}", "x.to_dense() makes one", UnsupportedError)
-    if not torch.compiler.is_compiling() and is_batched(x):
-        hint = "call it once for all, with the mapped dim flattened into the batch, x.flatten(0, 1)"
-        refuse(name, "no transform of torch.func", "a tensor under torch.func.vmap", hint, UnsupportedError)
+def check_dense(**tensors: Any) -> None:
+    """Refuse what is no tensor, or one whose elements do not lie in memory as those of q, k and v do; by name."""
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            refuse(name, "a tensor", type(x).__name__, "use torch.as_tensor")
+        if x.is_nested:
+            hint = "lay its sequences one after the other, x.values(), and say Mask.from_cu_seqlens(x.offsets())"
+            refuse(name, "a dense tensor", "a nested one", hint, UnsupportedError)
+        if x.layout != torch.strided:
+            refuse(name, "a dense tensor", f"one in the layout {x.layout}", "x.to_dense() makes one", UnsupportedError)
+        if not torch.compiler.is_compiling() and is_batched(x):
+            hint = "call it once for all, with the mapped dim flattened into the batch, x.flatten(0, 1)"
+            refuse(name, "no transform of torch.func", "a tensor under torch.func.vmap", hint, UnsupportedError)
 
 
 def check_tensors(q: Operand | Tensor, k: Operand | Tensor, v: Operand | Tensor, *, decoding: bool = False) -> None:
