@@ -7,7 +7,7 @@ masks, layouts, scores and kernels in every method.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple

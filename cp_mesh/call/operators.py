@@ -29,7 +29,7 @@ def is_seen(given: Iterable[Any]) -> bool:
     """
     if torch.is_grad_enabled() or num_dispatch_modes() > 0 or in_transform():
         return True
-    for x in given:  # a generator would be a call for each
+    for x in given:  # noqa: SIM110 - a generator would be a call for each
         if isinstance(x, Tensor) and type(x) not in _PLAIN:
             return True
     return False

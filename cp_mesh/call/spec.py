@@ -105,7 +105,7 @@ class Tensors(NamedTuple):
 
     def are_there(self) -> bool:
         """Whether there is any."""
-        for x in self:  # a generator would be a call for each
+        for x in self:  # noqa: SIM110 - a generator would be a call for each
             if x is not None:
                 return True
         return False

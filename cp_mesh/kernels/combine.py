@@ -44,8 +44,8 @@ class OutputSum:
 
     def add(self, begin: int, out: Tensor, lse: Tensor) -> None:
         """Add rows begin to begin + n: out [B, H, n, Dv], lse [B, H, n] in natural log, any dtypes and strides."""
-        batch, heads, num_rows, dim = self._shape
-        assert out.shape == (batch, heads, n := out.shape[2], dim) and 0 <= begin <= num_rows - n, (begin, out.shape)
+        (batch, heads, num_rows, dim), n = self._shape, out.shape[2]
+        assert out.shape == (batch, heads, n, dim) and 0 <= begin <= num_rows - n, (begin, out.shape)
         assert lse.shape == out.shape[:3], f"lse {tuple(lse.shape)} of out {tuple(out.shape)}"
         if not n:
             return
@@ -132,8 +132,8 @@ class RowSum:
 
     def add(self, begin: int, x: Tensor) -> None:
         """Add rows begin to begin + n: x [B, K, n, D], any dtype and strides."""
-        batch, heads, num_rows, dim = self._shape
-        assert x.shape == (batch, heads, n := x.shape[2], dim) and 0 <= begin <= num_rows - n, (begin, x.shape)
+        (batch, heads, num_rows, dim), n = self._shape, x.shape[2]
+        assert x.shape == (batch, heads, n, dim) and 0 <= begin <= num_rows - n, (begin, x.shape)
         if not n:
             return
         if len(self._pieces) == MAX_PIECES:
