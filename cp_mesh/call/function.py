@@ -483,7 +483,7 @@ def _is_count(x: object) -> bool:
 
 
 def _is_name(x: object) -> bool:
-    return isinstance(x, str) and "|" not in x  # which parts the options in the op's string
+    return isinstance(x, str)
 
 
 def _is_int(x: object) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 from cp_mesh._torch import FakeTensor
 from cp_mesh.call.choose import Choice, Problem, choose, layout_and_documents
 from cp_mesh.call.double_ring import ranks_per_host
-from cp_mesh.call.method import Plan, covers_of, stream_of
+from cp_mesh.call.method import Plan, covers_of
 from cp_mesh.call.methods import choose_method
 from cp_mesh.call.spec import Operand, Options, Tensors, check_choice, check_scores, check_tensors, make_scores
 from cp_mesh.comm.exchange import TRANSPORTS, choose_transport
@@ -96,7 +96,7 @@ def make_plan(
             plan = resolve(*given, choice.options(options))
     if scores is not None:
         plan = replace(plan, scores=scores, of_call=True)
-    if plan.reads_tensors and stream_of(plan.device) is None:
+    if plan.copies_in_capture:
         refuse(
             "CUDA graph capture",
             "a mask and scores that are said without tensors",

@@ -6,11 +6,12 @@ their arguments. What the tensors of a call must be to fit one another is checke
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from difflib import get_close_matches
 from functools import lru_cache
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -73,18 +74,28 @@ class Options(NamedTuple):
         return self if self.scale else self._replace(scale=1 / math.sqrt(head_dim))
 
 
-_KINDS = tuple(get_type_hints(Options).values())
+VERSION = 2
+"""Of what an op is told in JSON. Programs that were saved with another one are refused."""
 
 
 def _text(options: Options) -> str:
-    # Of what Dynamo made a symbol code is compiled for the number.
-    return "|".join(x if isinstance(x, str) else str(guard_scalar(x)) for x in options)
+    # By hand: Dynamo traces no json.dumps. Of what it made a symbol code is compiled for the number.
+    fields = [f'"version": {VERSION}']
+    for name, x in zip(Options._fields, options, strict=True):
+        if isinstance(x, str):
+            said = x.replace("\\", "\\\\").replace('"', '\\"')
+            fields.append(f'"{name}": "{said}"')
+        else:
+            fields.append(f'"{name}": {guard_scalar(x)!r}'.replace("True", "true").replace("False", "false"))
+    return f"{{{', '.join(fields)}}}"
 
 
 def _options(spec: str) -> Options:
-    fields = zip(_KINDS, spec.split("|"), strict=True)
-    values: list[Any] = [text == "True" if kind is bool else kind(text) for kind, text in fields]
-    return Options(*values)
+    found = json.loads(spec, strict=False) if spec.startswith("{") else {"version": 1}
+    if (version := found.pop("version")) != VERSION:
+        what = "a saved program with torch.ops.cp_mesh.attention"
+        refuse(what, f"options of version {VERSION}", version, "export or compile the model anew", UnsupportedError)
+    return Options(**found)
 
 
 _kept_text, _kept_options = lru_cache(maxsize=256)(_text), lru_cache(maxsize=256)(_options)
