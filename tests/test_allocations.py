@@ -41,7 +41,7 @@ from torch.utils._pytree import tree_leaves
 
 from cp_mesh import Contiguous, Layout, Mask, Permuted, Striped, ZigZag
 
-sizes_of = inner("choose", "sizes_of")
+sizes_of = inner("variants", "sizes_of")
 exchange_launches = inner("time", "exchange_launches")
 combine = room("combine")
 merging_kernel = inner("merge", "merging_kernel")

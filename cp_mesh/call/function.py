@@ -160,9 +160,9 @@ def attention(
             all at once behind the local blocks, for the fewest kernel calls. "ulysses": each rank computes some heads
             of the whole sequence; the ranks must divide the query heads. "hybrid": Ulysses among ``ulysses_degree``
             neighbours on the cp axis, and a ring between the groups of these. "double_ring": a ring in which rows that
-            several ranks of a host need cross to it once. "auto" takes the ring, all-gather or Ulysses, whichever is
-            predicted to be fastest in calls that follow one another (`call/choose.py`); `explain` tells which and
-            why. Where times are not known (CPUs, GPUs other than H200, several hosts, scores) that is the ring.
+            several ranks of a host need cross to it once. "auto" takes the ring, all-gather or Ulysses by a rule
+            from what was measured (`call/choose.py`); `explain` tells which and why. On fewer than 8 ranks, on CPUs
+            and several hosts, and with scores that is the ring.
         kernel: "auto", "fa4", "fa3", "cudnn", "fa2", "fa2_package", "efficient", "triton", "cpu_flash" or "reference".
             "auto" takes the first that can serve the call; all ranks must have the same packages installed.
         transport: "auto", "functional" or "symmetric_memory" (GPUs of one NVLink host; "auto" takes it there). Of the

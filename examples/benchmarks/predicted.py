@@ -223,8 +223,7 @@ def played_points(path: Path = PLAYED) -> tuple[Point, ...]:
         sizes: dict[str, Any] = {"num_heads": int(heads), "num_kv_heads": int(kv_heads), "dtype": torch.bfloat16}
         choice = explain(whole, 8, layout=laid, mask=seen, machine=H200, kernel="fa4", **sizes).choice
         assert choice is not None
-        method = choice.method + (str(choice.degree) if choice.method == "hybrid" else "")
-        found.append(Point(mask, f"{heads}/{kv_heads}", rows, mode, method, measured))
+        found.append(Point(mask, f"{heads}/{kv_heads}", rows, mode, choice.method, measured))
     return tuple(found)
 
 
@@ -317,9 +316,9 @@ def taken(heads: str, rows: int, cp_size: int) -> tuple[str, float]:
     """What "auto" takes, and milliseconds of calls in a row."""
     query_heads, kv_heads = map(int, heads.split("/"))
     sizes: dict[str, Any] = {"num_heads": query_heads, "num_kv_heads": kv_heads, "dtype": torch.bfloat16}
-    choice = explain(cp_size * rows, cp_size, machine=H200, kernel="fa4", **sizes).choice
-    assert choice is not None
-    return choice.method, 1e3 * choice.estimates[choice.method].seconds
+    found = explain(cp_size * rows, cp_size, machine=H200, kernel="fa4", **sizes).found
+    assert found.seconds is not None
+    return found.method, 1e3 * found.seconds
 
 
 def shares_table(cp_size: int) -> Table:

@@ -5,7 +5,6 @@ Needs no ranks and no device: `cp_mesh.tools.explain.variants` has the figures.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from cp_mesh.geometry.balance import balance, keys_seen
 from cp_mesh.geometry.layouts import Contiguous, Layout, Striped, ZigZag
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.kernels.table import KERNELS
-from cp_mesh.predict.machines import VARIABLE, find_machine, read_machine
+from cp_mesh.predict.machines import find_machine
 from cp_mesh.predict.time import H200, Machine
 from cp_mesh.tools.explain.telling import (
     advice_lines,
@@ -131,9 +130,8 @@ def explain(
         head_chunks, method, transport: as in `cp_mesh.attention`. "auto" is symmetric memory for "cuda" on one host.
         ulysses_degree, inner_ring_size: as in `cp_mesh.attention`; of the double ring None is ``gpus_per_host``.
         machine: what its GPUs and links can do, a `time.Machine`, a name of `time.MACHINES` or the
-            file of a table that ``python -m cp_mesh calibrate`` wrote; it says the ``device``. None: the file that
-            ``CP_MESH_MACHINE`` names, and else "h200" for "cuda". With ``num_heads``, and a dtype, kernel and compute
-            capability of which it has rates, times are predicted, and method "auto" goes by them.
+            file of a table that ``python -m cp_mesh calibrate`` wrote; it says the ``device``. None: "h200" for "cuda".
+            With ``num_heads``, and a dtype, kernel and compute capability of which it has rates, times are predicted.
         gpus_per_host: ranks that share a host; None: as many as the machine has. Ranks 0 to n - 1 are on the first.
         captured_shards: elements of the DTensors sharded over cp that a score_mod reads (`cp_mesh.flex_attention`), of
             all of them when they are whole. Counted as of ``dtype`` and with gradients; with ``num_heads`` alone.
@@ -153,7 +151,7 @@ def explain(
     >>> print(explain(16, 2, layout=ZigZag(), columns=16))
     zigzag layout, 16 tokens on 2 ranks, method ring, functional
     kernel auto = cpu_flash
-    method auto = ring: without num_heads no times are known
+    method auto = ring: others were measured on GPUs in half precision alone
     owner 0000111111110000
     rank  rows  work  calls   stage 1
     0        8  1.00      2  8 from 1
@@ -195,9 +193,6 @@ def explain(
         machine = find_machine(machine)
     if machine is not None:
         device = "cuda" if machine.on_gpu else "cpu"
-    elif path := os.environ.get(VARIABLE):
-        machine = read_machine(path, VARIABLE)
-        machine = machine if machine.on_gpu == (device == "cuda") else None
     assumed = ""
     if machine is None and device == "cuda":
         machine, assumed = H200, H200.name
@@ -247,7 +242,7 @@ def explain(
         captured_shards or 0,
     )
     choice = setting.choose(layout) if method == "auto" else None
-    found = setting.look_at(layout, choice.method if choice else method, choice.degree if choice else 0)
+    found = setting.look_at(layout, choice.method if choice else method)
     others = list(_others(setting, found))
     lines = [
         *head_lines(setting, found, choice, assumed if capability == H200.compute_capability else ""),

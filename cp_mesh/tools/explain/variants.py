@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cp_mesh.call.choose import DEFAULT, Choice, Problem, choose, layout_and_documents, sizes_of
+from cp_mesh.call.choose import Choice, choose
 from cp_mesh.call.joined_layout import pieces_of_rank
 from cp_mesh.call.method import Setup, as_one_tile
 from cp_mesh.call.methods import METHODS, Method
 from cp_mesh.call.plan import choose_schedule, request_of
-from cp_mesh.call.spec import Operand, Options
+from cp_mesh.call.spec import Operand, Options, Tensors
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.block_table import Array
 from cp_mesh.geometry.layouts import Layout, Run
@@ -185,20 +185,10 @@ class Setting:
 
     def choose(self, layout: Layout) -> Choice:
         """The method that "auto" takes."""
-        if self.cp_size == 1:
-            return Choice(DEFAULT, "one rank", {})
-        if not self.knows_heads:
-            return Choice(DEFAULT, "without num_heads no times are known", {})
-        options, request = self._call(layout)
-        make = partial(METHODS[DEFAULT].make_schedule, layout, self.mask, self.seq_len, self.cp_size, 0)
-        kernel = self._resolve(make, request)[1].name
-        sizes, of_batch = (self.seq_len, self.cp_size), layout_and_documents(layout, self.mask)
-        groups = None if self.mask.documents is None else frozenset[int]()  # those of a mesh of one axis
-        problem = Problem(
-            self.q, self.k, self.k, options, self.features, *sizes, *of_batch, kernel, self.transport, self.within,
-            self.machine, groups, lambda _, make: self._resolve(make, request),
-        )  # fmt: skip
-        return choose.__wrapped__(problem)
+        mask, hosts = self.mask, -(-self.cp_size // self.gpus_per_host)
+        tensors = Tensors(mask.documents, mask.key_padding, mask.blocks, layout.tensor)
+        options = self._call(layout)[0]._replace(transport=self.transport)
+        return choose(self.q, self.k, tensors, bool(self.features), self.seq_len, self.cp_size, hosts, options)
 
     def look_at(self, layout: Layout, method: str, degree: int = 0) -> Variant:
         """Its figures, of all ranks or of some; ``degree`` 0: as asked for, or as `cp_mesh.attention` takes it."""
@@ -316,6 +306,13 @@ class Setting:
         of_q = (6 - kernel.uses_delta if again else 4) * sizes.num_heads
         home = sizes.home_itemsize or sizes.gradient_itemsize
         return fetched + rows * width * ((of_q + (1 + again) * of_kv) * sizes.itemsize + of_kv * home)
+
+
+def sizes_of(q: Operand, k: Operand, v: Operand, settings: Any) -> Sizes:
+    """Of the tensors of a call, with the settings of its method."""
+    home = getattr(settings, "home_dtype", settings.gradient_dtype)  # of those that exchange heads
+    itemsizes = q.dtype.itemsize, settings.gradient_dtype.itemsize, home.itemsize
+    return Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], *itemsizes)
 
 
 def named_kernel(
