@@ -37,11 +37,11 @@ from cp_mesh.geometry.balance import balance
 from cp_mesh.geometry.layouts import Contiguous, Layout, Striped, ZigZag, ZigZagDocuments
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.kernels.table import KERNELS
-from cp_mesh.predict.machines import find_machine, write_machine
-from cp_mesh.predict.time import MACHINES
 from cp_mesh.tools.calibrate import Shapes, calibrate, table
 from cp_mesh.tools.explain.explain import explain
 from cp_mesh.tools.explain.picture import check_picture
+from cp_mesh.tools.explain.predict.machines import find_machine, write_machine
+from cp_mesh.tools.explain.predict.time import MACHINES
 from cp_mesh.tools.verify.factory import arguments_of, split
 from cp_mesh.tools.verify.report import ModelReport, Progress, show
 from cp_mesh.tools.verify.verify import NAMES, Report, VerificationError, verify

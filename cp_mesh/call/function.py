@@ -173,7 +173,7 @@ def attention(
             second axis of a 2-D mesh; else as LOCAL_WORLD_SIZE says, which torchrun sets.
         head_chunks: compute the kv heads, with their query heads, in this many parts one after the other: buffers of
             rows under way are those of one part, for a little less speed. None: as few as keep what a rank fetches of
-            K and V within 512 MiB a part (`predict/memory.py` has the formula of the memory); of Ulysses one part.
+            K and V within 512 MiB a part (`tools/explain/predict/memory.py` has the formula); of Ulysses one part.
         deterministic: True asks for a bitwise reproducible backward. None: `torch.use_deterministic_algorithms`.
         return_lse: also return the log-sum-exp of the scaled scores, natural log, float32 (float64), [B, H, S] or
             [H, T]; -inf for a query with no key, whose output is 0.

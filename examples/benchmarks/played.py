@@ -46,14 +46,14 @@ from contestants import Case, Contestant, CPMesh, Floor, Inputs, chunks, named  
 from report import COLUMNS, Report, machine  # noqa: E402
 
 from cp_mesh.call.joined_layout import join, pieces_of_rank  # noqa: E402
-from cp_mesh.call.method import Plan, Setup  # noqa: E402
+from cp_mesh.call.method import Plan  # noqa: E402
 from cp_mesh.comm import symmetric_memory as symmetric  # noqa: E402
 from cp_mesh.comm.group_state import state_of  # noqa: E402
 from cp_mesh.comm.groups import known_parts, parts_of  # noqa: E402
 from cp_mesh.comm.packing import Packing  # noqa: E402
 from cp_mesh.kernels.table import KERNELS  # noqa: E402
-from cp_mesh.predict.time import MACHINES, Machine  # noqa: E402
-from cp_mesh.tools.explain.variants import sizes_of  # noqa: E402
+from cp_mesh.tools.explain.predict.methods import Setup, costs, sizes_of  # noqa: E402
+from cp_mesh.tools.explain.predict.time import MACHINES, Machine  # noqa: E402
 
 
 class PlayedWorkspace:
@@ -265,13 +265,11 @@ class Played(CPMesh):
         # rows are written and read by both sides of an exchange, and pulled or pushed by one side of a ring
         here = replace(real, link_rate=real.memory_rate / 2, exchange_rate=real.memory_rate / 4, per_barrier=0.0)
         setup = Setup(
-            case.cp_size, self._degree_of(plan, case), sizes_of(*self.operands(case), plan.settings),
+            plan.method, case.cp_size, self._degree_of(plan, case), sizes_of(*self.operands(case), plan.settings),
             plan.settings.head_chunks, plan.kernel, plan.scores.features, "symmetric_memory", "symmetric_memory",
             real.gpus_per_host, pieces_of_rank(plan.layout, case.seq_len, case.cp_size),
         )  # fmt: skip
-        whole, alone = (
-            1e3 * sum(cost.device for cost in plan.method.costs(plan.schedule, setup, each)) for each in (real, here)
-        )
+        whole, alone = (1e3 * sum(cost.device for cost in costs(plan.schedule, setup, each)) for each in (real, here))
         return found | {"predicted_ms": f"{whole:.4f}", "wire_ms": f"{whole - alone:.4f}"}
 
     def _degree_of(self, plan: Plan, case: Case) -> int:

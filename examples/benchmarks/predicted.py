@@ -31,8 +31,8 @@ from contestants import LAYOUTS, document_lengths, mask_of  # noqa: E402
 from cp_mesh import Contiguous, Mask, ZigZag, balance, explain  # noqa: E402
 from cp_mesh.call.methods import METHODS  # noqa: E402
 from cp_mesh.geometry.schedule import Schedule  # noqa: E402
-from cp_mesh.predict.memory import Sizes  # noqa: E402
-from cp_mesh.predict.time import H200, PassCost, staged_costs, ulysses_costs  # noqa: E402
+from cp_mesh.tools.explain.predict.memory import Sizes  # noqa: E402
+from cp_mesh.tools.explain.predict.time import H200, PassCost, staged_costs, ulysses_costs  # noqa: E402
 
 COMMITS = {
     "attention_2xh200.csv": ("3225b69",),

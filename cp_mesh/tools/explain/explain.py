@@ -21,8 +21,9 @@ from cp_mesh.geometry.balance import balance, keys_seen
 from cp_mesh.geometry.layouts import Contiguous, Layout, Striped, ZigZag
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.kernels.table import KERNELS
-from cp_mesh.predict.machines import find_machine
-from cp_mesh.predict.time import H200, Machine
+from cp_mesh.tools.explain.predict.machines import find_machine
+from cp_mesh.tools.explain.predict.methods import degrees
+from cp_mesh.tools.explain.predict.time import H200, Machine
 from cp_mesh.tools.explain.telling import (
     advice_lines,
     alternatives_lines,
@@ -125,7 +126,7 @@ def explain(
         dtype: dtype of q, k and v.
         head_dim: head dim of q, k and v.
         batch, num_heads, num_kv_heads: sizes of q, k and v on one rank; with ``num_heads`` bytes and the extra memory
-            (`cp_mesh/predict/memory.py`) are told. None kv heads: as many as query heads.
+            (`predict/memory.py`) are told. None kv heads: as many as query heads.
         kernel: as in `cp_mesh.attention`, but its package need not be installed here; "auto" takes one that is.
         head_chunks, method, transport: as in `cp_mesh.attention`. "auto" is symmetric memory for "cuda" on one host.
         ulysses_degree, inner_ring_size: as in `cp_mesh.attention`; of the double ring None is ``gpus_per_host``.
@@ -286,10 +287,9 @@ def _others(setting: Setting, found: Variant) -> Iterator[Variant]:
     variants = [(layout, name, 0) for layout in layouts for name in rings]
     if setting.knows_heads:
         variants.append((found.layout, "ulysses", 0))
-        for name, method in METHODS.items():
-            degrees = method.degrees(cp_size, setting.gpus_per_host)
-            degrees = degrees if cp_size <= ALL_RANKS else degrees[-1:]
-            variants += [(found.layout, name, degree) for degree in degrees]
+        for name in METHODS:
+            tried = degrees(name, cp_size, setting.gpus_per_host)
+            variants += [(found.layout, name, degree) for degree in (tried if cp_size <= ALL_RANKS else tried[-1:])]
     best: dict[str, Variant] = {}
     for layout, name, degree in variants:
         if (layout, name, degree or found.degree) == (found.layout, found.method, found.degree):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from cp_mesh.call.choose import Choice
 from cp_mesh.call.methods import METHODS
 from cp_mesh.geometry.layouts import Layout
-from cp_mesh.predict.memory import ExtraMemory
+from cp_mesh.tools.explain.predict.memory import ExtraMemory
 from cp_mesh.tools.explain.variants import RankFigures, Setting, Variant, owners, sampled
 
 WIDTH = 100  # of the text

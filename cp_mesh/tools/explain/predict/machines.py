@@ -1,4 +1,4 @@
-"""Tables of numbers of machines (`cp_mesh.predict.time.Machine`) as files, which ``calibrate`` writes."""
+"""Tables of numbers of machines (`cp_mesh.tools.explain.predict.time.Machine`) as files, which ``calibrate`` writes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cp_mesh.errors import refuse
-from cp_mesh.predict.time import MACHINES, HostTime, KernelRate, Machine
+from cp_mesh.tools.explain.predict.time import MACHINES, HostTime, KernelRate, Machine
 
 
 def find_machine(name: str) -> Machine:
