@@ -37,11 +37,11 @@ from cp_mesh.geometry.balance import balance
 from cp_mesh.geometry.layouts import Contiguous, Layout, Striped, ZigZag, ZigZagDocuments
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.kernels.table import KERNELS
-from cp_mesh.predict.machines import find_machine, write_machine
-from cp_mesh.predict.time import MACHINES
 from cp_mesh.tools.calibrate import Shapes, calibrate, table
 from cp_mesh.tools.explain.explain import explain
 from cp_mesh.tools.explain.picture import check_picture
+from cp_mesh.tools.explain.predict.machines import find_machine, write_machine
+from cp_mesh.tools.explain.predict.time import MACHINES
 from cp_mesh.tools.verify.factory import arguments_of, split
 from cp_mesh.tools.verify.report import ModelReport, Progress, show
 from cp_mesh.tools.verify.verify import NAMES, Report, VerificationError, verify
@@ -308,7 +308,7 @@ def calibrate_command(argv: Sequence[str]) -> None:
     parser = _Parser(
         "calibrate",
         "Measure what predicted times are made of, in about a minute, and write it to a file. Without torchrun: the "
-        "kernels alone. CP_MESH_MACHINE=FILE has method='auto' and explain read it.",
+        "kernels alone. explain --machine FILE reads it.",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16" if cuda else "float32")
@@ -348,7 +348,7 @@ def calibrate_command(argv: Sequence[str]) -> None:
         print(table(found))
         with parser.writing(args.out):
             write_machine(found.machine, args.out)
-        print(f"CP_MESH_MACHINE={args.out} has method='auto' and explain read it")
+        print(f"explain --machine {args.out} reads it")
         show(f"MEASURED: {found.machine.name} in {progress.seconds:.1f} s, written to {args.out}", True)
     if group is not None:
         _leave(0)

@@ -22,7 +22,7 @@ ALIASES = {
     "clipping": "training.clip_grad",
     "compat": "integrations.torch_api",
     "cores": "training.context_parallel",
-    "costs": "predict.time",
+    "costs": "tools.explain.predict.time",
     "decoding": "inference.decode",
     "layouts": "geometry.layouts",
     "listed": "geometry.tensor_layouts",

@@ -41,7 +41,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "mask": ("Band", "CAUSAL", "FULL", "NONE"),
     "memory": ("ExtraMemory", "Sizes", "extra_memory"),
     "merge": ("BackwardTile", "Kernel", "MergingForward", "SummingBackward"),
-    "methods": ("METHODS",),
+    "call.methods": ("METHODS",),
     "method": ("Plan",),
     "op": ("attention_op",),
     "packing": ("Packing",),
@@ -95,7 +95,7 @@ def inner(name: str, *things: str) -> Any:
 
 # What pins read.
 
-METHOD_NAMES = tuple(inner("methods", "METHODS"))
+METHOD_NAMES = tuple(inner("call.methods", "METHODS"))
 
 
 def planned(

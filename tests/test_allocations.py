@@ -41,12 +41,11 @@ from torch.utils._pytree import tree_leaves
 
 from cp_mesh import Contiguous, Layout, Mask, Permuted, Striped, ZigZag
 
-sizes_of = inner("choose", "sizes_of")
 exchange_launches = inner("time", "exchange_launches")
 combine = room("combine")
 merging_kernel = inner("merge", "merging_kernel")
 ulysses = room("ulysses")
-Setup = inner("method", "Setup")
+Setup, memory, sizes_of = inner("predict.methods", "Setup", "memory", "sizes_of")
 pieces_of_rank = inner("joined_layout", "pieces_of_rank")
 _without_rows = inner("op", "_without_rows")
 symmetric = room("symmetric_memory")
@@ -144,10 +143,10 @@ def formula(plan: Plan, group: dist.ProcessGroup, inputs: Sequence[Tensor], degr
     """With as many ranks on a host as the degree says."""
     sizes = sizes_of(*inputs[:3], plan.settings)
     setup = Setup(
-        group.size(), degree, sizes, plan.settings.head_chunks, plan.kernel, frozenset(), transport, transport, degree,
-        pieces_of_rank(plan.layout, plan.seq_len, group.size()),
+        plan.method, group.size(), degree, sizes, plan.settings.head_chunks, plan.kernel, frozenset(), transport,
+        transport, degree, pieces_of_rank(plan.layout, plan.seq_len, group.size()),
     )  # fmt: skip
-    return plan.method.memory(plan.schedule, setup)
+    return memory(plan.schedule, setup)
 
 
 def off_by(rank: int, cases: Sequence[Case], folder: str, transport: str) -> list[str]:

@@ -164,7 +164,7 @@ def passes(rank: int, cases: Sequence[tuple[str, str, int]], dtype: torch.dtype,
 
 
 def test_costs_count_what_moves(pool):
-    """The rows of each link, and of gradients that cross, are those that `cp_mesh.predict.time` takes time for."""
+    """The rows of each link, and of gradients that cross, are those that the formulas take time for."""
     cases = [*product(("contiguous", "zigzag", "striped"), ("causal", "full", "window"), (31,))]
     for rank, results in enumerate(pool(4).run(passes, cases, torch.float64, 2)):
         for (name, mask, S), (forward, backward) in zip(cases, results, strict=True):

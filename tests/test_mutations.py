@@ -180,12 +180,6 @@ def few(pool: Any, cases: list[Case], num_ranks: int = 3) -> None:
         report(pool(num_ranks).run(parity_on_ranks, (num_ranks,), ("cp",), [case], True, timeout=20.0))
 
 
-def in_folder(test: Callable[..., None], pool: Any, *arguments: Any) -> None:
-    """A test that writes files."""
-    with tempfile.TemporaryDirectory() as folder:
-        test(pool, Path(folder), *arguments)
-
-
 def every_disagreement(pool: Any) -> None:
     raised = pool(3).run(test_agreement.disagree, True, timeout=20.0)
     for name in test_agreement.CASES:
@@ -321,15 +315,9 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "outside of the plan": on(2, test_watching.found, "not", False, ("MHA",)),
     "outside of the plan, compiled": on(2, test_watching.found, "blocks in place", True, ("SDPA",)),
     "checkpoints in cores": of(test_styles.test_checkpoint_inside_a_core_is_refused, False),
-    "tables of ranks": lambda pool: in_folder(test_choosing.test_tables_that_differ_are_refused_on_every_rank, pool),
-    "one choice": lambda pool: in_folder(
-        test_choosing.test_every_rank_takes_the_same, pool, "ulysses, where rank 0 fetches nothing"
-    ),
-    "one choice of a degree": lambda pool: in_folder(test_choosing.test_every_rank_takes_the_same, pool, "hybrid"),
-    "degrees that are tried": alone((test_choosing.test_degrees_that_are_tried, ())),
-    "groups that cannot be made": alone(
-        (test_choosing.test_what_needs_groups_is_not_tried_where_they_cannot_be_made, ())
-    ),
+    "one choice": of(test_choosing.test_every_rank_and_pass_takes_the_same, "4/4", "ulysses", ""),
+    "the rule": alone((test_choosing.test_the_rule, ())),
+    "hosts": alone((test_choosing.test_hosts_are_counted, ("", range(8), 0))),
     "times of the hybrid": alone((test_costs.test_a_hybrid_is_its_exchanges_and_its_ring, ())),
     "exchanges of a pass": alone((test_costs.test_a_hybrid_is_its_exchanges_and_its_ring, ())),
     "times of the double ring": alone((test_costs.test_the_network_moves_less_in_the_double_ring, ())),

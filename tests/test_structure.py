@@ -32,7 +32,6 @@ FLOORS: dict[str, int] = {
     "geometry": 1,
     "kernels": 2,
     "comm": 2,
-    "predict": 3,
     "sequence": 3,
     "wrap": 3,
     "call": 4,

@@ -15,7 +15,7 @@ from itertools import groupby
 
 from cp_mesh.call.method import Method
 from cp_mesh.call.ring import RING
-from cp_mesh.call.ring_loop import backward_by_stages, costs, forward_by_stages, memory, settle
+from cp_mesh.call.ring_loop import backward_by_stages, forward_by_stages, settle
 from cp_mesh.call.spec import Operand, Options
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.layouts import Layout
@@ -70,12 +70,7 @@ def make_schedule(
     return make_relayed_schedule(*given, degree, sources)
 
 
-def degrees(cp_size: int, gpus_per_host: int) -> list[int]:
-    """The ranks of a host, where there are several hosts of several ranks; see `Method.degrees`."""
-    return [gpus_per_host] if 1 < gpus_per_host < cp_size and cp_size % gpus_per_host == 0 else []
-
-
 DOUBLE_RING = Method(
-    "double_ring", choose_degree, make_schedule, settle, forward_by_stages, backward_by_stages, costs, memory,
-    degree_option="inner_ring_size", degrees=degrees,
+    "double_ring", choose_degree, make_schedule, settle, forward_by_stages, backward_by_stages,
+    degree_option="inner_ring_size",
 )  # fmt: skip

@@ -161,9 +161,9 @@ def attention(
             all at once behind the local blocks, for the fewest kernel calls. "ulysses": each rank computes some heads
             of the whole sequence; the ranks must divide the query heads. "hybrid": Ulysses among ``ulysses_degree``
             neighbours on the cp axis, and a ring between the groups of these. "double_ring": a ring in which rows that
-            several ranks of a host need cross to it once. "auto" takes the ring, all-gather or Ulysses, whichever is
-            predicted to be fastest in calls that follow one another (`call/choose.py`); `explain` tells which and
-            why. Where times are not known (CPUs, GPUs other than H200, several hosts, scores) that is the ring.
+            several ranks of a host need cross to it once. "auto" takes the ring, all-gather or Ulysses by a rule
+            from what was measured (`call/choose.py`); `explain` tells which and why. On fewer than 8 ranks, on CPUs
+            and several hosts, and with scores that is the ring.
         kernel: "auto", "fa4", "fa3", "cudnn", "fa2", "fa2_package", "efficient", "triton", "cpu_flash" or "reference".
             "auto" takes the first that can serve the call; all ranks must have the same packages installed.
         transport: "auto", "functional" or "symmetric_memory" (GPUs of one NVLink host; "auto" takes it there). Of the
@@ -174,7 +174,7 @@ def attention(
             second axis of a 2-D mesh; else as LOCAL_WORLD_SIZE says, which torchrun sets.
         head_chunks: compute the kv heads, with their query heads, in this many parts one after the other: buffers of
             rows under way are those of one part, for a little less speed. None: as few as keep what a rank fetches of
-            K and V within 512 MiB a part (`predict/memory.py` has the formula of the memory); of Ulysses one part.
+            K and V within 512 MiB a part (`tools/explain/predict/memory.py` has the formula); of Ulysses one part.
         deterministic: True asks for a bitwise reproducible backward. None: `torch.use_deterministic_algorithms`.
         return_lse: also return the log-sum-exp of the scaled scores, natural log, float32 (float64), [B, H, S] or
             [H, T]; -inf for a query with no key, whose output is 0.

@@ -12,7 +12,7 @@ import math
 
 from cp_mesh.call.method import Method
 from cp_mesh.call.spec import Operand, Options
-from cp_mesh.call.ulysses import backward, costs, forward, kept_shapes, memory, schedule_of_groups, settle
+from cp_mesh.call.ulysses import backward, forward, kept_shapes, schedule_of_groups, settle
 from cp_mesh.errors import refuse
 
 
@@ -33,13 +33,7 @@ def choose_degree(options: Options, q: Operand, k: Operand, cp_size: int) -> int
     return degree
 
 
-def degrees(cp_size: int, gpus_per_host: int) -> list[int]:
-    """Of inner groups that are each on one host, and are neither the ring nor plain Ulysses; see `Method.degrees`."""
-    common = math.gcd(cp_size, gpus_per_host)
-    return [degree for degree in range(2, min(common + 1, cp_size)) if common % degree == 0]
-
-
 HYBRID = Method(
-    "hybrid", choose_degree, schedule_of_groups, settle, forward, backward, costs, memory,
-    kept_shapes=kept_shapes, swaps=True, degree_option="ulysses_degree", degrees=degrees,
+    "hybrid", choose_degree, schedule_of_groups, settle, forward, backward,
+    kept_shapes=kept_shapes, swaps=True, degree_option="ulysses_degree",
 )  # fmt: skip

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,40 +24,9 @@ from cp_mesh.geometry.varlen import Segments
 from cp_mesh.kernels.contract import KernelTile, Pairs, Steps
 from cp_mesh.kernels.merge import Kernel
 from cp_mesh.kernels.scores import POSITIONAL, Scores
-from cp_mesh.predict.memory import ExtraMemory, Sizes
-from cp_mesh.predict.time import Machine, PassCost
 
 BANDS = frozenset({"full", "causal", "window"})  # tile kinds given by integers; nothing is copied to the device
 OfScores = dict[str, Tensor]
-
-
-class Setup(NamedTuple):
-    """A call as the formulas of time and memory read it, beside a rank's schedule.
-
-    Attributes:
-        cp_size, degree: of the call; the degree as `Method.choose_degree` says it.
-        sizes, head_chunks: of its tensors on one rank.
-        kernel, features: that computes it, and of its scores.
-        transport, within: over which rows travel among all ranks, and among those of one host.
-        gpus_per_host: ranks that share a host.
-        pieces: that `cp_mesh.call.joined_layout.pieces_of_rank` counts.
-    """
-
-    cp_size: int
-    degree: int
-    sizes: Sizes
-    head_chunks: int
-    kernel: Kernel
-    features: frozenset[str]
-    transport: str
-    within: str
-    gpus_per_host: int
-    pieces: int
-
-    @property
-    def inner_transport(self) -> str:
-        """Of an inner group, or the ranks of a host."""
-        return self.transport if self.gpus_per_host % self.degree else self.within
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,13 +46,10 @@ class Method:
         backward: (dout, q, k, v, out, lse, dlse, plan, group, wanted) -> dq, dk, dv, and the gradients of the scores'
             tensors named in wanted, this rank's share. Of a method that kept something, ``kept`` and others in the
             place of out and lse; q, k and v have no rows then.
-        costs: (schedule, setup, machine) -> of forward and backward on the schedule's rank (`cp_mesh.predict.time`).
-        memory: (schedule, setup) -> beyond inputs and results on the schedule's rank (`cp_mesh.predict.memory`).
         kept_shapes: (q, k, v, seq_len, cp_size, degree) -> of the tensors that the forward makes for the backward, if
             `Options.keeps` asks: they take the place of q, k, v, out and lse. None or no shape: nothing does.
         swaps: whether ranks exchange heads for rows, as many as the degree: these are one rank of a schedule.
         degree_option: the name of the option that says the degree, if there is one.
-        degrees: (cp_size, ranks of a host) -> degrees that "auto" tries, if there is that option.
     """
 
     name: str
@@ -92,12 +58,9 @@ class Method:
     settle: Callable[[Options, Operand, Operand, Operand, Schedule, Kernel, Collection[str], int], Any]
     forward: Callable[[Tensor, Tensor, Tensor, Plan, dist.ProcessGroup], tuple[Tensor, ...]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor, OfScores]]
-    costs: Callable[[Schedule, Setup, Machine], tuple[PassCost, PassCost]]
-    memory: Callable[[Schedule, Setup], ExtraMemory]
     kept_shapes: Callable[[Tensor, Tensor, Tensor, int, int, int], list[tuple[int, ...]]] | None = None
     swaps: bool = False
     degree_option: str = ""
-    degrees: Callable[[int, int], list[int]] = lambda *_: []
 
     def with_degree(self, options: Options, degree: int) -> Options:
         """Options that ask for this degree, of a method that has them."""

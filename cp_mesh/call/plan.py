@@ -17,13 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_mesh._torch import FakeTensor
-from cp_mesh.call.choose import Choice, Problem, choose, layout_and_documents
+from cp_mesh.call.choose import choose, count_hosts
 from cp_mesh.call.double_ring import ranks_per_host
 from cp_mesh.call.method import Plan, covers_of
 from cp_mesh.call.methods import choose_method
 from cp_mesh.call.spec import Operand, Options, Tensors, check_choice, check_scores, check_tensors, make_scores
-from cp_mesh.comm.exchange import TRANSPORTS, choose_transport
+from cp_mesh.comm.exchange import TRANSPORTS
 from cp_mesh.comm.group_state import state_of
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.host_tensors import Content
@@ -36,8 +35,6 @@ from cp_mesh.kernels.contract import Request, shortfalls
 from cp_mesh.kernels.merge import Kernel
 from cp_mesh.kernels.scores import POSITIONAL, Scores
 from cp_mesh.kernels.table import KERNELS, choose_kernel
-from cp_mesh.predict.machines import Known, machine_of, may_divide
-from cp_mesh.predict.time import Machine
 
 
 def make_plan(
@@ -86,14 +83,11 @@ def make_plan(
         Operand(v.shape, v.dtype, v.device),
     )
     features = None if scores is None else scores.features
+    if options.method == "auto" and plans.num_hosts is None:
+        plans.num_hosts = count_hosts(group)
     if options.method == "double_ring" and not options.inner_ring_size:
         options = options._replace(inner_ring_size=ranks_per_host(dist.get_process_group_ranks(group)))
-    given = *shapes, contents, features, seq_len, group.size(), group.rank()
-    plan: Plan = resolve(*given, options)
-    if options.method == "auto" and group.size() > 1 and not (q.device.type == "meta" or isinstance(q, FakeTensor)):
-        choice = _choice(plan, *shapes, group, plan.scores.features if features is None else features)
-        if choice.method != plan.method.name:
-            plan = resolve(*given, choice.options(options))
+    plan: Plan = resolve(*shapes, contents, features, seq_len, group.size(), group.rank(), plans.num_hosts, options)
     if scores is not None:
         plan = replace(plan, scores=scores, of_call=True)
     if plan.copies_in_capture:
@@ -107,44 +101,6 @@ def make_plan(
     return plan
 
 
-def _choice(
-    plan: Plan, q: Operand, k: Operand, v: Operand, group: dist.ProcessGroup, features: frozenset[str]
-) -> Choice:
-    """The method that "auto" takes for a call, which ``plan`` has as the ring; kept with the plan."""
-    options, known = plan.options, machine_of(group, q.device)
-    machine = None if known is None else known.machine
-    transport = choose_transport(options.transport, group, q.device) if machine is not None else "functional"
-
-    def make() -> tuple[Known | None, Choice]:
-        of_batch = layout_and_documents(plan.layout, plan.mask)
-        sizes = plan.seq_len, plan.schedule.cp_size
-        by_transport = transport, within_hosts(transport, options.transport, q.device.type, sizes[1], machine)
-        there = frozenset() if known is None else known.inner_sizes
-        of_group = machine, there if plan.mask.documents is not None else None
-        problem = Problem(
-            q, k, v, options, features, *sizes, *of_batch, plan.kernel.name, *by_transport, *of_group, kernel_of
-        )
-        choice = choose(problem)
-        if known is not None and choice.degree and not may_divide(group, known, choice.degree):
-            choice = choose(replace(problem, inner_sizes=there))
-        return known, choice  # what is known too: the key is its id
-
-    found: tuple[Known | None, Choice] = plan.prepare(("choice", id(known), transport), 0, make)
-    return found[1]
-
-
-def within_hosts(transport: str, asked: str, device: str, cp_size: int, machine: Machine | None) -> str:
-    """The transport among ranks of one host, where that among all of them is known; symmetric memory is assumed."""
-    several = machine is not None and machine.gpus_per_host < cp_size
-    return "symmetric_memory" if several and asked == "auto" and device == "cuda" else transport
-
-
-def kernel_of(problem: Problem, make: Callable[[bool], Schedule]) -> tuple[Schedule, Kernel]:
-    """See `Problem.resolve`."""
-    request = partial(request_of, problem.q, problem.v, problem.options, problem.features)
-    return choose_schedule(problem.options.kernel, make, request, problem.features)
-
-
 def _resolve(
     q: Operand,
     k: Operand,
@@ -154,12 +110,17 @@ def _resolve(
     seq_len: int,
     cp_size: int,
     cp_rank: int,
+    num_hosts: int | None,
     options: Options,
 ) -> Plan:
     """The plan; its scores are those without tensors. ``of_tensors`` are the features of those that it will have."""
     heads = q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype
     kind = options._replace(sources="some" if options.sources else ""), seq_len, heads
     options = options.with_scale(q.shape[3])
+    if options.method == "auto":
+        scored = bool(options.softcap or of_tensors)
+        choice = choose(q, k, contents, scored, seq_len, cp_size, num_hosts or 0, options)
+        options = options._replace(method=choice.method)
     scores = make_scores(options, Tensors(), accumulation_dtype(q.dtype))
     features = scores.features if of_tensors is None else of_tensors
     method = choose_method(options.method)
@@ -215,6 +176,7 @@ class Plans:
 
     def __init__(self) -> None:
         self.many, self.few = lru_cache(256, typed=True)(_resolve), lru_cache(16, typed=True)(_resolve)
+        self.num_hosts: int | None = None  # once somebody asked
 
 
 def scores_of_call(

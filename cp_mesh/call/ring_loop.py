@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_mesh.call.method import Method, Plan, Setup, as_one_tile
+from cp_mesh.call.method import Method, Plan, as_one_tile
 from cp_mesh.call.spec import Operand, Options
 from cp_mesh.comm.contract import Transport
 from cp_mesh.comm.exchange import FunctionalTransport, RelayedTransport, choose_transport, make_transport
@@ -39,8 +39,6 @@ from cp_mesh.geometry.survey import Seen
 from cp_mesh.kernels.combine import RowSum, accumulation_dtype, copy_together, dense_like, make_delta
 from cp_mesh.kernels.merge import Kernel
 from cp_mesh.kernels.scores import ScoreGradients, Scores
-from cp_mesh.predict.memory import ExtraMemory, extra_memory
-from cp_mesh.predict.time import Machine, PassCost, staged_costs
 
 CHUNK_BYTES = 512 << 20  # K and V that a rank fetches, for the heads of one chunk
 
@@ -328,16 +326,4 @@ def method_of(name: str, groups: Grouping) -> Method:
     ) -> Schedule:  # fmt: skip
         return make_schedule(layout, mask, seq_len, cp_size, cp_rank, segments, groups, sources=sources)
 
-    return Method(name, lambda *_: 1, make, settle, forward_by_stages, backward_by_stages, costs, memory)
-
-
-def costs(schedule: Schedule, setup: Setup, machine: Machine) -> tuple[PassCost, PassCost]:
-    """See `Method.costs`."""
-    return staged_costs(schedule, setup.sizes, machine, setup.kernel.name, setup.head_chunks)
-
-
-def memory(schedule: Schedule, setup: Setup) -> ExtraMemory:
-    """See `Method.memory`."""
-    one_tile = as_one_tile(setup.kernel, schedule, setup.features)
-    transport = setup.inner_transport if schedule.route.visits else setup.transport
-    return extra_memory(schedule, setup.sizes, setup.head_chunks, transport, one_tile, setup.kernel.rounds)
+    return Method(name, lambda *_: 1, make, settle, forward_by_stages, backward_by_stages)

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_mesh.call.joined_layout import join, rows_of_group
-from cp_mesh.call.method import Method, Plan, Setup, as_one_tile, stream_of
+from cp_mesh.call.method import Method, Plan, stream_of
 from cp_mesh.call.ring_loop import (
     backward_by_stages,
     backward_of_heads,
@@ -35,8 +35,6 @@ from cp_mesh.call.ring_loop import (
     forward_by_stages,
     forward_of_heads,
 )
-from cp_mesh.call.ring_loop import costs as costs_of_stages
-from cp_mesh.call.ring_loop import memory as memory_of_stages
 from cp_mesh.call.ring_loop import settle as settle_stages
 from cp_mesh.call.spec import Operand, Options
 from cp_mesh.comm.contract import Swaps
@@ -52,8 +50,6 @@ from cp_mesh.geometry.survey import Seen
 from cp_mesh.kernels.combine import accumulation_dtype, dense_like
 from cp_mesh.kernels.merge import Kernel
 from cp_mesh.kernels.scores import TERMS, ScoreGradients, Scores
-from cp_mesh.predict.memory import ExtraMemory, ulysses_memory
-from cp_mesh.predict.time import Machine, PassCost, ulysses_costs
 
 FEW = 2
 """Pieces of a rank that are put to their places one by one, as of zigzag: each takes a launch for each rank."""
@@ -408,27 +404,7 @@ def _slices(pieces: Sequence[Piece], shard_lens: Sequence[int]) -> list[list[sli
     return found
 
 
-def costs(schedule: Schedule, setup: Setup, machine: Machine) -> tuple[PassCost, PassCost]:
-    """See `Method.costs`."""
-    if setup.degree == 1:
-        return costs_of_stages(schedule, setup, machine)
-    return ulysses_costs(
-        schedule, setup.degree, setup.cp_size, setup.sizes, machine, setup.kernel.name, setup.head_chunks,
-        pieces=setup.pieces if setup.pieces <= FEW else 0, collective=setup.inner_transport == "functional",
-    )  # fmt: skip
-
-
-def memory(schedule: Schedule, setup: Setup) -> ExtraMemory:
-    """See `Method.memory`."""
-    if setup.degree == 1:
-        return memory_of_stages(schedule, setup)
-    one_tile = as_one_tile(setup.kernel, schedule, setup.features)
-    of_kernel = one_tile, setup.kernel.uses_delta, setup.kernel.rounds
-    of_call = setup.degree, setup.sizes, setup.head_chunks, setup.inner_transport
-    return ulysses_memory(schedule, *of_call, *of_kernel, outer=setup.transport)
-
-
 ULYSSES = Method(
-    "ulysses", choose_degree, schedule_of_groups, settle, forward, backward, costs, memory,
+    "ulysses", choose_degree, schedule_of_groups, settle, forward, backward,
     kept_shapes=kept_shapes, swaps=True,
 )  # fmt: skip

@@ -236,18 +236,6 @@ def compare_steps(
     return decide_later
 
 
-def exchange_first(group: dist.ProcessGroup, fields: Mapping[str, str]) -> list[dict[str, str]]:
-    """The fields of every rank before its first call is compared; a rank that refuses instead keeps nobody waiting.
-
-    Through the store where first calls are compared there, else by a collective, so that it is always done.
-    """
-    if checking(group) or turned_off(group) or store_of(group) is None:
-        return exchange(group, fields)
-    answers = _exchange(group, fields)
-    _require_accepted(group, answers, fields)
-    return answers
-
-
 def leave_word(text: str) -> None:
     """For ranks that learn of a refusal by a collective, and then call `read_word`."""
     if (store := store_of(dist.group.WORLD)) is not None:

@@ -11,14 +11,13 @@ from torch import Tensor
 
 from cp_mesh.comm.exchange import choose_transport, make_moves
 from cp_mesh.comm.shards import Moves, Shards
-from cp_mesh.predict.time import H200
 
 PRODUCT_RATE = 650e12
 """FLOP/s of long products in bf16 on an H200. Where others are slower, and in fp32, products take longer than is
 reckoned here, and some go at once that would pay in parts."""
-LINK_RATE = H200.link_rate
-PER_PRODUCT = 2 * H200.per_launch
-"""Seconds that a product takes longer in two parts."""
+LINK_RATE = 280e9
+PER_PRODUCT, PER_BARRIER = 8.8e-6, 5.1e-6
+"""Seconds that a product takes longer in two parts, and of a barrier of two ranks: of an H200 too."""
 HOST_WAITS = 1e-3
 """Seconds of products, by `PRODUCT_RATE`, below which the device would wait for the host: it is busy longer with parts.
 On two H100s blocks of a Llama were faster at once with linears of up to 0.74 ms, those of 8B's feed-forward layer at 4K
@@ -44,7 +43,7 @@ def chosen_transport(
     own = x.shape[:-2].numel() * shards.num_rows // size * widths[0]
     products = 2 * own * widths[1] / PRODUCT_RATE
     hidden = min(products, (size - 1) * own * x.itemsize / LINK_RATE)
-    costs = (size - 1) * num_products * PER_PRODUCT + 2 * H200.per_barrier
+    costs = (size - 1) * num_products * PER_PRODUCT + 2 * PER_BARRIER
     if chosen is None and hidden > costs and size * products > HOST_WAITS:
         chosen = choose_transport(transport, shards.group, x.device)
     return chosen

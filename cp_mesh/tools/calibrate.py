@@ -1,4 +1,4 @@
-"""Calibrate: measure the numbers of a `cp_mesh.predict.time.Machine` on the ranks of this launch, or on one device.
+"""Calibrate: measure the numbers of a `predict.time.Machine` on the ranks of this launch, or on one device.
 
 Every number is a column of a linear model of times, fitted by least squares of relative errors: of kernels on single
 tiles, of copies, of a fetch of rows, of an exchange of heads, and of the host on short calls. Of several ranks the
@@ -35,7 +35,7 @@ from cp_mesh.kernels.contract import KernelTile, Request, shortfalls
 from cp_mesh.kernels.merge import Kernel
 from cp_mesh.kernels.scores import Scores
 from cp_mesh.kernels.table import KERNELS
-from cp_mesh.predict.time import H200, HostTime, KernelRate, Machine
+from cp_mesh.tools.explain.predict.time import H200, HostTime, KernelRate, Machine
 
 ROUNDS = 5
 FITTED = ("memory_rate", "link_rate", "exchange_rate", "per_launch", "per_barrier")

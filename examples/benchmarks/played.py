@@ -11,8 +11,8 @@ slower ranks are not in it, so a figure is what a rank reaches at most; ``wire_m
 adds for wires and barriers. The gate compares out, dq, dk and dv with those of that very attention in float64: queries
 of the ranks that exchange heads, and keys at the positions of every rank, all equal to this rank's own.
 
-"hybrid2" is the hybrid whose inner groups are 2 ranks. On one host the double ring is the ring. "auto" finds the groups
-that all of these need, as in a mesh of two axes; its gate is that of the method that it takes.
+"hybrid2" is the hybrid whose inner groups are 2 ranks. On one host the double ring is the ring. The gate of "auto" is
+that of the method that it takes.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import argparse
 import gc
 import itertools
 import math
+import os
 import re
 import sys
 import time
@@ -44,15 +45,15 @@ from attention import MASKS, Gate, Ranks, T, Verdict, describe, random_inputs, r
 from contestants import Case, Contestant, CPMesh, Floor, Inputs, chunks, named  # noqa: E402
 from report import COLUMNS, Report, machine  # noqa: E402
 
-from cp_mesh.call.choose import sizes_of  # noqa: E402
 from cp_mesh.call.joined_layout import join, pieces_of_rank  # noqa: E402
-from cp_mesh.call.method import Plan, Setup  # noqa: E402
+from cp_mesh.call.method import Plan  # noqa: E402
 from cp_mesh.comm import symmetric_memory as symmetric  # noqa: E402
 from cp_mesh.comm.group_state import state_of  # noqa: E402
 from cp_mesh.comm.groups import known_parts, parts_of  # noqa: E402
 from cp_mesh.comm.packing import Packing  # noqa: E402
 from cp_mesh.kernels.table import KERNELS  # noqa: E402
-from cp_mesh.predict.machines import machine_of  # noqa: E402
+from cp_mesh.tools.explain.predict.methods import Setup, costs, sizes_of  # noqa: E402
+from cp_mesh.tools.explain.predict.time import MACHINES, Machine  # noqa: E402
 
 
 class PlayedWorkspace:
@@ -128,6 +129,7 @@ class PlayedRank(Ranks):
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.device, self.rank, self.size = device, rank, size
+        os.environ["LOCAL_WORLD_SIZE"] = str(size)  # one host
         dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
         self.mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("cp",))
         self.alone = init_device_mesh(device.type, (size, 1), mesh_dim_names=("others", "alone"))["alone"]
@@ -256,26 +258,29 @@ class Played(CPMesh):
 
     def figures(self, case: Case) -> dict[str, str]:
         """Beside what is measured: `MORE_COLUMNS`, empty where nothing was measured of the machine."""
-        plan, known = self.plan(case), machine_of(self._mesh.get_group(), case.device)
+        plan, real = self.plan(case), machine_here(case.device)
         found = {"taken": named(plan.method.name, plan.options.ulysses_degree)}
-        if known is None or known.machine is None or plan.kernel.name not in known.machine.kernels:
+        if real is None or plan.kernel.name not in real.kernels:
             return found
-        real = known.machine
         # rows are written and read by both sides of an exchange, and pulled or pushed by one side of a ring
         here = replace(real, link_rate=real.memory_rate / 2, exchange_rate=real.memory_rate / 4, per_barrier=0.0)
         setup = Setup(
-            case.cp_size, self._degree_of(plan, case), sizes_of(*self.operands(case), plan.settings),
+            plan.method, case.cp_size, self._degree_of(plan, case), sizes_of(*self.operands(case), plan.settings),
             plan.settings.head_chunks, plan.kernel, plan.scores.features, "symmetric_memory", "symmetric_memory",
             real.gpus_per_host, pieces_of_rank(plan.layout, case.seq_len, case.cp_size),
         )  # fmt: skip
-        whole, alone = (
-            1e3 * sum(cost.device for cost in plan.method.costs(plan.schedule, setup, each)) for each in (real, here)
-        )
+        whole, alone = (1e3 * sum(cost.device for cost in costs(plan.schedule, setup, each)) for each in (real, here))
         return found | {"predicted_ms": f"{whole:.4f}", "wire_ms": f"{whole - alone:.4f}"}
 
     def _degree_of(self, plan: Plan, case: Case) -> int:
         q, k, _ = self.operands(case)
         return plan.method.choose_degree(plan.options, q, k, case.cp_size)
+
+
+def machine_here(device: torch.device) -> Machine | None:
+    """That of this GPU, if it comes with cp_mesh."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return next((machine for machine in MACHINES.values() if machine.name == name), None)
 
 
 MORE_COLUMNS = ("taken", "predicted_ms", "wire_ms")

@@ -31,8 +31,8 @@ from contestants import LAYOUTS, document_lengths, mask_of  # noqa: E402
 from cp_mesh import Contiguous, Mask, ZigZag, balance, explain  # noqa: E402
 from cp_mesh.call.methods import METHODS  # noqa: E402
 from cp_mesh.geometry.schedule import Schedule  # noqa: E402
-from cp_mesh.predict.memory import Sizes  # noqa: E402
-from cp_mesh.predict.time import H200, PassCost, staged_costs, ulysses_costs  # noqa: E402
+from cp_mesh.tools.explain.predict.memory import Sizes  # noqa: E402
+from cp_mesh.tools.explain.predict.time import H200, PassCost, staged_costs, ulysses_costs  # noqa: E402
 
 COMMITS = {
     "attention_2xh200.csv": ("3225b69",),
@@ -223,8 +223,7 @@ def played_points(path: Path = PLAYED) -> tuple[Point, ...]:
         sizes: dict[str, Any] = {"num_heads": int(heads), "num_kv_heads": int(kv_heads), "dtype": torch.bfloat16}
         choice = explain(whole, 8, layout=laid, mask=seen, machine=H200, kernel="fa4", **sizes).choice
         assert choice is not None
-        method = choice.method + (str(choice.degree) if choice.method == "hybrid" else "")
-        found.append(Point(mask, f"{heads}/{kv_heads}", rows, mode, method, measured))
+        found.append(Point(mask, f"{heads}/{kv_heads}", rows, mode, choice.method, measured))
     return tuple(found)
 
 
@@ -317,9 +316,9 @@ def taken(heads: str, rows: int, cp_size: int) -> tuple[str, float]:
     """What "auto" takes, and milliseconds of calls in a row."""
     query_heads, kv_heads = map(int, heads.split("/"))
     sizes: dict[str, Any] = {"num_heads": query_heads, "num_kv_heads": kv_heads, "dtype": torch.bfloat16}
-    choice = explain(cp_size * rows, cp_size, machine=H200, kernel="fa4", **sizes).choice
-    assert choice is not None
-    return choice.method, 1e3 * choice.estimates[choice.method].seconds
+    found = explain(cp_size * rows, cp_size, machine=H200, kernel="fa4", **sizes).found
+    assert found.seconds is not None
+    return found.method, 1e3 * found.seconds
 
 
 def shares_table(cp_size: int) -> Table:

@@ -1,4 +1,4 @@
-"""Bugs in the choice of a method: in what ranks tell each other, in predicted times and memory, and in calibrate."""
+"""Bugs in the choice of a method, in predicted times and memory, and in calibrate."""
 
 from __future__ import annotations
 
@@ -6,36 +6,19 @@ from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
-from inside import inner
 
 from planted.seams import in_area, with_arguments, with_result
 
 plant = in_area("the choice of a method")
 
-
-@plant("each rank goes by its own table", "machines:_agreed", "tables of ranks")
-def _(agreed: Any) -> Any:
-    from inside import read_machine
-
-    Known = inner("machines", "Known")
-
-    def mutant(group: Any, device: Any, path: str) -> Any:
-        return Known(replace(read_machine(path), gpus_per_host=group.size()), True)
-
-    return mutant
-
-
-plant("a rank looks at itself alone", "choose:estimate", "one choice")(
-    lambda estimate: with_arguments(estimate, ranks=lambda _: [dist.get_rank()])
+plant("each rank counts other ranks", "choose:choose", "one choice")(
+    lambda choose: with_arguments(choose, cp_size=lambda size: size - dist.get_rank())
 )
-plant("the degree that was chosen is left aside", "choose:Choice.degree", "one choice of a degree")(
-    lambda degree: lambda self: 0
+plant("rows are those that a rank holds", "choose:choose", "the rule")(
+    lambda choose: lambda q, k, *given, seq_len, **named: choose(q, k, *given, seq_len=8 * q.shape[2], **named)
 )
-plant("inner groups reach over hosts", "hybrid:HYBRID", "degrees that are tried")(
-    lambda method: replace(method, degrees=lambda cp_size, gpus_per_host: method.degrees(cp_size, cp_size))
-)
-plant("groups are made for packed documents", "choose:degrees_of", "groups that cannot be made")(
-    lambda degrees_of: with_arguments(degrees_of, problem=lambda problem: replace(problem, inner_sizes=None))
+plant("hosts that nobody tells are one", "choose:count_hosts", "hosts")(
+    lambda count: with_result(count, lambda hosts: hosts or 1)
 )
 plant("the hybrid is timed with all heads", "time:ulysses_costs", "times of the hybrid")(
     lambda costs: with_arguments(costs, degree=lambda _: 1)

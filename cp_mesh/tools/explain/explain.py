@@ -5,7 +5,6 @@ Needs no ranks and no device: `cp_mesh.tools.explain.variants` has the figures.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,8 +21,9 @@ from cp_mesh.geometry.balance import balance, keys_seen
 from cp_mesh.geometry.layouts import Contiguous, Layout, Striped, ZigZag
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.kernels.table import KERNELS
-from cp_mesh.predict.machines import VARIABLE, find_machine, read_machine
-from cp_mesh.predict.time import H200, Machine
+from cp_mesh.tools.explain.predict.machines import find_machine
+from cp_mesh.tools.explain.predict.methods import degrees
+from cp_mesh.tools.explain.predict.time import H200, Machine
 from cp_mesh.tools.explain.telling import (
     advice_lines,
     alternatives_lines,
@@ -126,14 +126,13 @@ def explain(
         dtype: dtype of q, k and v.
         head_dim: head dim of q, k and v.
         batch, num_heads, num_kv_heads: sizes of q, k and v on one rank; with ``num_heads`` bytes and the extra memory
-            (`cp_mesh/predict/memory.py`) are told. None kv heads: as many as query heads.
+            (`predict/memory.py`) are told. None kv heads: as many as query heads.
         kernel: as in `cp_mesh.attention`, but its package need not be installed here; "auto" takes one that is.
         head_chunks, method, transport: as in `cp_mesh.attention`. "auto" is symmetric memory for "cuda" on one host.
         ulysses_degree, inner_ring_size: as in `cp_mesh.attention`; of the double ring None is ``gpus_per_host``.
         machine: what its GPUs and links can do, a `time.Machine`, a name of `time.MACHINES` or the
-            file of a table that ``python -m cp_mesh calibrate`` wrote; it says the ``device``. None: the file that
-            ``CP_MESH_MACHINE`` names, and else "h200" for "cuda". With ``num_heads``, and a dtype, kernel and compute
-            capability of which it has rates, times are predicted, and method "auto" goes by them.
+            file of a table that ``python -m cp_mesh calibrate`` wrote; it says the ``device``. None: "h200" for "cuda".
+            With ``num_heads``, and a dtype, kernel and compute capability of which it has rates, times are predicted.
         gpus_per_host: ranks that share a host; None: as many as the machine has. Ranks 0 to n - 1 are on the first.
         captured_shards: elements of the DTensors sharded over cp that a score_mod reads (`cp_mesh.flex_attention`), of
             all of them when they are whole. Counted as of ``dtype`` and with gradients; with ``num_heads`` alone.
@@ -153,7 +152,7 @@ def explain(
     >>> print(explain(16, 2, layout=ZigZag(), columns=16))
     zigzag layout, 16 tokens on 2 ranks, method ring, functional
     kernel auto = cpu_flash
-    method auto = ring: without num_heads no times are known
+    method auto = ring: others were measured on GPUs in half precision alone
     owner 0000111111110000
     rank  rows  work  calls   stage 1
     0        8  1.00      2  8 from 1
@@ -195,9 +194,6 @@ def explain(
         machine = find_machine(machine)
     if machine is not None:
         device = "cuda" if machine.on_gpu else "cpu"
-    elif path := os.environ.get(VARIABLE):
-        machine = read_machine(path, VARIABLE)
-        machine = machine if machine.on_gpu == (device == "cuda") else None
     assumed = ""
     if machine is None and device == "cuda":
         machine, assumed = H200, H200.name
@@ -247,7 +243,7 @@ def explain(
         captured_shards or 0,
     )
     choice = setting.choose(layout) if method == "auto" else None
-    found = setting.look_at(layout, choice.method if choice else method, choice.degree if choice else 0)
+    found = setting.look_at(layout, choice.method if choice else method)
     others = list(_others(setting, found))
     lines = [
         *head_lines(setting, found, choice, assumed if capability == H200.compute_capability else ""),
@@ -291,10 +287,9 @@ def _others(setting: Setting, found: Variant) -> Iterator[Variant]:
     variants = [(layout, name, 0) for layout in layouts for name in rings]
     if setting.knows_heads:
         variants.append((found.layout, "ulysses", 0))
-        for name, method in METHODS.items():
-            degrees = method.degrees(cp_size, setting.gpus_per_host)
-            degrees = degrees if cp_size <= ALL_RANKS else degrees[-1:]
-            variants += [(found.layout, name, degree) for degree in degrees]
+        for name in METHODS:
+            tried = degrees(name, cp_size, setting.gpus_per_host)
+            variants += [(found.layout, name, degree) for degree in (tried if cp_size <= ALL_RANKS else tried[-1:])]
     best: dict[str, Variant] = {}
     for layout, name, degree in variants:
         if (layout, name, degree or found.degree) == (found.layout, found.method, found.degree):

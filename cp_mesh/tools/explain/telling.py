@@ -5,14 +5,15 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from cp_mesh.call.choose import FASTER, Choice
+from cp_mesh.call.choose import Choice
 from cp_mesh.call.methods import METHODS
 from cp_mesh.geometry.layouts import Layout
-from cp_mesh.predict.memory import ExtraMemory
+from cp_mesh.tools.explain.predict.memory import ExtraMemory
 from cp_mesh.tools.explain.variants import RankFigures, Setting, Variant, owners, sampled
 
 WIDTH = 100  # of the text
 MOST_LINES = 10  # of the table of ranks
+FASTER = 0.97  # times that are nearer count as alike
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
@@ -30,7 +31,7 @@ def head_lines(setting: Setting, found: Variant, choice: Choice | None, assumed:
     of = f"{setting.seq_len} tokens on {setting.cp_size} rank{'s' * (setting.cp_size > 1)}"
     first = f"{found.layout.spec()} layout, {of}, method {_method(found)}{chunks}, {over}"
     method = f"method auto = {choice.method}: {choice.why}" if choice else ""
-    machine = f"machine {assumed}, as none is given: machine= or CP_MESH_MACHINE takes a file that calibrate wrote"
+    machine = f"machine {assumed}, as none is given: machine= takes a file that calibrate wrote"
     lines = [first, kernel, *reasons, method, machine if assumed else ""]
     return [line for text in lines for line in _wrapped(text)]
 

@@ -1,6 +1,6 @@
 """Variants: what a layout and a method have the ranks of a call compute, move, hold, and how long that takes.
 
-No ranks and no device. The figures come from the schedules that a call runs, `predict.memory` and `predict.time`. Of
+No ranks and no device. The figures come from the schedules that a call runs, `predict`. Of
 many ranks only some are looked at: those that have most to compute and to fetch among them.
 """
 
@@ -14,12 +14,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cp_mesh.call.choose import DEFAULT, Choice, Problem, choose, layout_and_documents, sizes_of
+from cp_mesh.call.choose import Choice, choose
 from cp_mesh.call.joined_layout import pieces_of_rank
-from cp_mesh.call.method import Setup, as_one_tile
-from cp_mesh.call.methods import METHODS, Method
+from cp_mesh.call.method import as_one_tile
+from cp_mesh.call.methods import METHODS
 from cp_mesh.call.plan import choose_schedule, request_of
-from cp_mesh.call.spec import Operand, Options
+from cp_mesh.call.spec import Operand, Options, Tensors
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.block_table import Array
 from cp_mesh.geometry.layouts import Layout, Run
@@ -29,8 +29,9 @@ from cp_mesh.kernels.contract import Request, shortfalls
 from cp_mesh.kernels.merge import Kernel
 from cp_mesh.kernels.scores import POSITIONAL
 from cp_mesh.kernels.table import KERNELS
-from cp_mesh.predict.memory import ExtraMemory, Sizes, kv_heads_of_rank
-from cp_mesh.predict.time import Machine, PassCost, legs_of
+from cp_mesh.tools.explain.predict.memory import ExtraMemory, Sizes, kv_heads_of_rank
+from cp_mesh.tools.explain.predict.methods import Setup, costs, memory, sizes_of
+from cp_mesh.tools.explain.predict.time import Machine, PassCost, legs_of
 
 ALL_RANKS = 36  # up to here every rank is looked at
 
@@ -185,20 +186,10 @@ class Setting:
 
     def choose(self, layout: Layout) -> Choice:
         """The method that "auto" takes."""
-        if self.cp_size == 1:
-            return Choice(DEFAULT, "one rank", {})
-        if not self.knows_heads:
-            return Choice(DEFAULT, "without num_heads no times are known", {})
-        options, request = self._call(layout)
-        make = partial(METHODS[DEFAULT].make_schedule, layout, self.mask, self.seq_len, self.cp_size, 0)
-        kernel = self._resolve(make, request)[1].name
-        sizes, of_batch = (self.seq_len, self.cp_size), layout_and_documents(layout, self.mask)
-        groups = None if self.mask.documents is None else frozenset[int]()  # those of a mesh of one axis
-        problem = Problem(
-            self.q, self.k, self.k, options, self.features, *sizes, *of_batch, kernel, self.transport, self.within,
-            self.machine, groups, lambda _, make: self._resolve(make, request),
-        )  # fmt: skip
-        return choose.__wrapped__(problem)
+        mask, hosts = self.mask, -(-self.cp_size // self.gpus_per_host)
+        tensors = Tensors(mask.documents, mask.key_padding, mask.blocks, layout.tensor)
+        options = self._call(layout)[0]._replace(transport=self.transport)
+        return choose(self.q, self.k, tensors, bool(self.features), self.seq_len, self.cp_size, hosts, options)
 
     def look_at(self, layout: Layout, method: str, degree: int = 0) -> Variant:
         """Its figures, of all ranks or of some; ``degree`` 0: as asked for, or as `cp_mesh.attention` takes it."""
@@ -222,14 +213,14 @@ class Setting:
             settings = chosen.settle(options, self.q, self.k, self.k, first, kernel, self.features, degree)
             sizes, chunks = sizes_of(self.q, self.k, self.k, settings), settings.head_chunks
         setup = Setup(
-            self.cp_size, degree, sizes, chunks, kernel, self.features, self.transport, self.within, self.gpus_per_host,
-            pieces_of_rank(layout, *whole),
+            chosen, self.cp_size, degree, sizes, chunks, kernel, self.features, self.transport, self.within,
+            self.gpus_per_host, pieces_of_rank(layout, *whole),
         )  # fmt: skip
         work = np.repeat(self.work(layout).reshape(-1, inner).mean(1), inner)
         figures = []
         for rank in (inner * number for number in self._sample(work[::inner], first.route.needed, inner)):
             schedule, rows = make_of(rank, "segments" in first.covers), layout.shard_len(*whole, rank)
-            figures.append(self._figures(schedule, chosen, setup, rank, rows, float(work[rank])))
+            figures.append(self._figures(schedule, setup, rank, rows, float(work[rank])))
         kv_heads = sizes.num_kv_heads if no_heads else kv_heads_of_rank(sizes, inner)
         row_bytes = 2 * batch * kv_heads * dim * sizes.itemsize
         moved: float = first.route.num_rows / len(first.route.needed)
@@ -280,25 +271,23 @@ class Setting:
         most = (int(x.argmax()) for x in (work, fetched, fetched - near))
         return sorted({*range(min(3, size)), *most, size // 2, size - 1})
 
-    def _figures(
-        self, schedule: Schedule, method: Method, setup: Setup, rank: int, rows: int, work: float
-    ) -> RankFigures:
+    def _figures(self, schedule: Schedule, setup: Setup, rank: int, rows: int, work: float) -> RankFigures:
         stages, kernel = schedule.route.stages, setup.kernel
         one_tile = as_one_tile(kernel, schedule, self.features)
         visits = [schedule.local_tiles, *(stage.tiles for stage in stages)]
         calls = setup.head_chunks * sum(len(enclosing(tiles) if one_tile else tiles) for tiles in visits)
-        moves = [move for leg in legs_of(schedule, method.inner_size(setup.degree)) for move in leg.received]
+        moves = [move for leg in legs_of(schedule, setup.method.inner_size(setup.degree)) for move in leg.received]
         by_host = [(source // self.gpus_per_host, num_rows(ranges)) for move in moves for source, ranges in move]
         near = sum(rows for host, rows in by_host if host == rank // self.gpus_per_host)
-        memory = costs = None
+        held = taken = None
         if self.knows_heads:
-            memory = method.memory(schedule, setup).with_captured(self.captured, self.q.dtype.itemsize)
+            held = memory(schedule, setup).with_captured(self.captured, self.q.dtype.itemsize)
         if self.machine is not None and kernel.name in self.machine.kernels:
-            costs = method.costs(schedule, setup, self.machine)
+            taken = costs(schedule, setup, self.machine)
         return RankFigures(
             rank, rows, work, calls, tuple(stage.num_fetched for stage in stages),
             tuple(tuple(source for source, _ in stage.fetch) for stage in stages),
-            near, sum(rows for _, rows in by_host) - near, memory, costs,
+            near, sum(rows for _, rows in by_host) - near, held, taken,
         )  # fmt: skip
 
     def _bytes_moved(self, sizes: Sizes, near: float, far: float, inner: int, kernel: Kernel) -> float:

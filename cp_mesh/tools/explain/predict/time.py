@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from cp_mesh.geometry.mask import FULL, Band
 from cp_mesh.geometry.schedule import Fetch, Schedule, Tile, Visit, num_rows
-from cp_mesh.predict.memory import Sizes, kv_heads_of_rank
+from cp_mesh.tools.explain.predict.memory import Sizes, kv_heads_of_rank
 
 
 @dataclass(frozen=True)

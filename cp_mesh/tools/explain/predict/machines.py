@@ -1,0 +1,67 @@
+"""Tables of numbers of machines (`cp_mesh.tools.explain.predict.time.Machine`) as files, which ``calibrate`` writes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from cp_mesh.errors import refuse
+from cp_mesh.tools.explain.predict.time import MACHINES, HostTime, KernelRate, Machine
+
+
+def find_machine(name: str) -> Machine:
+    """The machine of a name of `MACHINES`, or of a file."""
+    return MACHINES[name] if name in MACHINES else read_machine(name)
+
+
+def read_machine(path: str | Path) -> Machine:
+    """A table that `write_machine` wrote.
+
+    Raises:
+        ArgumentError: if it is not one.
+    """
+    try:
+        return from_text(Path(path).read_text())
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        expected = f"one of {', '.join(MACHINES)}, or the file of a table"
+        refuse("machine", expected, f"{path} ({error})", "python -m cp_mesh calibrate writes one")
+
+
+def write_machine(machine: Machine, path: str | Path) -> None:
+    """As JSON: seconds, bytes/s, FLOP/s."""
+    Path(path).write_text(to_text(machine) + "\n")
+
+
+def to_text(machine: Machine) -> str:
+    return json.dumps(asdict(machine), indent=1, sort_keys=True)
+
+
+def from_text(text: str) -> Machine:
+    """The inverse of `to_text`; every number must be there, and none beside them."""
+    given = dict(json.loads(text))
+    if set(given) != {field.name for field in fields(Machine)}:
+        raise ValueError(f"it has {', '.join(sorted(given))}")
+    given["compute_capability"] = tuple(given["compute_capability"])
+    given["kernels"] = {name: _pair(KernelRate, rates) for name, rates in given["kernels"].items()}
+    given["host_forward"], given["host_backward"] = _pair(HostTime, (given["host_forward"], given["host_backward"]))
+    machine = Machine(**given)
+    numbers = [x for x in _numbers(asdict(machine)) if not (math.isfinite(x) and x >= 0)]
+    if numbers:
+        raise ValueError(f"{numbers[0]} is no time and no rate")
+    return machine
+
+
+def _pair(kind: Any, of_passes: Sequence[Mapping[str, float]]) -> Any:
+    forward, backward = of_passes
+    return kind(**forward), kind(**backward)
+
+
+def _numbers(x: Any) -> list[float]:
+    """All numbers of a tree, rates and times."""
+    if isinstance(x, Mapping | list | tuple):
+        return [number for part in (x.values() if isinstance(x, Mapping) else x) for number in _numbers(part)]
+    return [] if isinstance(x, str) else [float(x)]

@@ -1,0 +1,85 @@
+"""Which formulas of `time` and `memory` hold for a method: of Ulysses and the hybrid exchanges, of others stages."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from cp_mesh.call.method import Method, as_one_tile
+from cp_mesh.call.spec import Operand
+from cp_mesh.call.ulysses import FEW
+from cp_mesh.geometry.schedule import Schedule
+from cp_mesh.kernels.merge import Kernel
+from cp_mesh.tools.explain.predict.memory import ExtraMemory, Sizes, extra_memory, ulysses_memory
+from cp_mesh.tools.explain.predict.time import Machine, PassCost, staged_costs, ulysses_costs
+
+
+class Setup(NamedTuple):
+    """A call as the formulas read it, beside a rank's schedule.
+
+    Attributes:
+        method, cp_size, degree: of the call; the degree as `Method.choose_degree` says it.
+        sizes, head_chunks: of its tensors on one rank.
+        kernel, features: that computes it, and of its scores.
+        transport, within: over which rows travel among all ranks, and among those of one host.
+        gpus_per_host: ranks that share a host.
+        pieces: that `cp_mesh.call.joined_layout.pieces_of_rank` counts.
+    """
+
+    method: Method
+    cp_size: int
+    degree: int
+    sizes: Sizes
+    head_chunks: int
+    kernel: Kernel
+    features: frozenset[str]
+    transport: str
+    within: str
+    gpus_per_host: int
+    pieces: int
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether heads are exchanged for rows."""
+        return self.method.inner_size(self.degree) > 1
+
+    @property
+    def inner_transport(self) -> str:
+        """Of an inner group, or the ranks of a host."""
+        return self.transport if self.gpus_per_host % self.degree else self.within
+
+
+def costs(schedule: Schedule, setup: Setup, machine: Machine) -> tuple[PassCost, PassCost]:
+    """Of forward and backward on the schedule's rank."""
+    if not setup.exchanges:
+        return staged_costs(schedule, setup.sizes, machine, setup.kernel.name, setup.head_chunks)
+    return ulysses_costs(
+        schedule, setup.degree, setup.cp_size, setup.sizes, machine, setup.kernel.name, setup.head_chunks,
+        pieces=setup.pieces if setup.pieces <= FEW else 0, collective=setup.inner_transport == "functional",
+    )  # fmt: skip
+
+
+def memory(schedule: Schedule, setup: Setup) -> ExtraMemory:
+    """Beyond inputs and results on the schedule's rank."""
+    one_tile, kernel = as_one_tile(setup.kernel, schedule, setup.features), setup.kernel
+    if not setup.exchanges:
+        transport = setup.inner_transport if schedule.route.visits else setup.transport
+        return extra_memory(schedule, setup.sizes, setup.head_chunks, transport, one_tile, kernel.rounds)
+    of_call = setup.degree, setup.sizes, setup.head_chunks, setup.inner_transport
+    return ulysses_memory(schedule, *of_call, one_tile, kernel.uses_delta, kernel.rounds, outer=setup.transport)
+
+
+def degrees(method: str, cp_size: int, gpus_per_host: int) -> list[int]:
+    """Degrees to look at: inner groups of the hybrid within a host, and hosts of the double ring if they are full."""
+    if method == "hybrid":
+        common = math.gcd(cp_size, gpus_per_host)
+        return [degree for degree in range(2, min(common + 1, cp_size)) if common % degree == 0]
+    several = 1 < gpus_per_host < cp_size and cp_size % gpus_per_host == 0
+    return [gpus_per_host] if method == "double_ring" and several else []
+
+
+def sizes_of(q: Operand, k: Operand, v: Operand, settings: Any) -> Sizes:
+    """Of the tensors of a call, with the settings of its method."""
+    home = getattr(settings, "home_dtype", settings.gradient_dtype)  # of those that exchange heads
+    itemsizes = q.dtype.itemsize, settings.gradient_dtype.itemsize, home.itemsize
+    return Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], *itemsizes)
