@@ -80,6 +80,7 @@ class Plan:
         method: how rows move and in which order tiles are computed.
         settings: what the method decided for this call, see its file.
         kind: what it has in common with the calls of which the first alone is compared; the same on all ranks.
+        has_tensors: whether there are any beside q, k and v.
         of_call: whether its scores hold tensors of one call, so that no other may have it.
         prepared: tiles as kernels are given them, and what of masks and positions is on the device, by CUDA stream;
             shared by the plans of equal calls, so that it comes to the device once a batch and not once a layer.
@@ -96,6 +97,7 @@ class Plan:
     method: Method
     settings: Any
     kind: tuple[Any, ...] = ()
+    has_tensors: bool = False
     of_call: bool = False
     prepared: dict[Any, Any] = field(default_factory=dict)
 

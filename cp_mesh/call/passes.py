@@ -103,9 +103,7 @@ def _in_words(seq_len: int, options: Options, q: Tensor, k: Tensor, v: Tensor) -
 
 
 def _kind(plan: Plan, call: Call) -> tuple[Any, ...]:
-    """What calls of attention have in common of which the first one alone is compared; the same on all ranks."""
-    if not call.captured and not call.tensors.are_there():
-        return plan.kind
+    """`Plan.kind` of a call with tensors."""
     given = *call.tensors, *call.captured
     return *plan.kind, tuple(x is not None and (x.requires_grad, x.ndim) for x in given)
 
@@ -136,7 +134,7 @@ def forward_and_plan(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[
     except Exception as error:
         announce_refusal(group, error)
         raise
-    kind = _kind(plan, call)
+    kind = _kind(plan, call) if plan.has_tensors else plan.kind
     if checking(group):
         told = _what_must_agree(plan, q, k, v, call)
         require_agreement(group, {PASS: "forward", **told, ORDER: order_of(group, "forward", kind)})
@@ -181,10 +179,8 @@ def backward(
     form, group = FORMATS[call.seq_dim], resolve_group(call.group_name)
     dout, q, k, v = form.to_bhsd(dout), form.to_bhsd(q), form.to_bhsd(k), form.to_bhsd(v)
     if plan is None:
-        of_q, of_k, of_v = q, k, v
-        if kept is not None:
-            rows = dout.shape[2]
-            of_q, of_k, of_v = (Operand(_with_rows(x.shape, rows), x.dtype, x.device) for x in (q, k, v))
+        rows = dout.shape[2]  # of the others there are none with ``kept``
+        of_q, of_k, of_v = (Operand(_with_rows(x.shape, rows), x.dtype, x.device) for x in (q, k, v))
         plan = make_plan(of_q, of_k, of_v, call.tensors, call.seq_len, group, call.options, call.captured)
     kind = plan.kind
     if checking(group):
@@ -220,6 +216,8 @@ def _graded(call: Call, grads: Mapping[str, Tensor], q: Tensor) -> list[Tensor]:
     found = []
     for name in GRADED:
         x, grad = getattr(call.tensors, name), grads.get(name)
-        none = x is None or grad is None
-        found.append(q.new_empty(0) if none else grad.to(x.dtype, copy=True, memory_format=torch.contiguous_format))
+        if x is None or grad is None:
+            found.append(q.new_empty(0))
+        else:
+            found.append(grad.to(x.dtype, copy=True, memory_format=torch.contiguous_format))
     return found

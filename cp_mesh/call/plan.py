@@ -61,7 +61,8 @@ def make_plan(
     Raises:
         ArgumentError, UnsupportedError: see the messages, and above for which are raised on every rank.
     """
-    plans, contents, scores = state_of(group, Plans), (None,) * 4, None
+    plans, scores = state_of(group, Plans), None
+    contents: tuple[Content | None, ...] = (None,) * 4
     resolve = plans.many
     has_functions = bool(options.score_mod or options.mask_mod)
     if has_functions or tensors.are_there():
@@ -114,6 +115,7 @@ def _resolve(
     options: Options,
 ) -> Plan:
     """The plan; its scores are those without tensors. ``of_tensors`` are the features of those that it will have."""
+    has_tensors = of_tensors is not None or any(x is not None for x in contents)
     heads = q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype
     kind = options._replace(sources="some" if options.sources else ""), seq_len, heads
     options = options.with_scale(q.shape[3])
@@ -168,7 +170,7 @@ def _resolve(
     warn_if_slow(kernel, options.kernel, request(schedule))
     settings = method.settle(options, q, k, v, schedule, kernel, features, degree)
     kernel = kernel.reproducible if options.deterministic and kernel.reproducible else kernel
-    return Plan(options, layout, mask, seq_len, schedule, kernel, scores, q.device, method, settings, kind)
+    return Plan(options, layout, mask, seq_len, schedule, kernel, scores, q.device, method, settings, kind, has_tensors)
 
 
 class Plans:

@@ -81,7 +81,7 @@ VERSION = 2
 def _text(options: Options) -> str:
     # By hand: Dynamo traces no json.dumps. Of what it made a symbol code is compiled for the number.
     fields = [f'"version": {VERSION}']
-    for name, x in zip(Options._fields, options, strict=True):
+    for name, x in options._asdict().items():
         if isinstance(x, str):
             said = x.replace("\\", "\\\\").replace('"', '\\"')
             fields.append(f'"{name}": "{said}"')
@@ -195,7 +195,7 @@ def is_autocast(device_type: str) -> bool:
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """q, k and v in the autocast dtype, as `F.scaled_dot_product_attention` casts them: not fp64."""
     device_type = tensors[0].device.type
-    if not is_autocast(device_type):
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # as in `is_autocast`, with no call
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)

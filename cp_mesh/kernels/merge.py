@@ -167,8 +167,8 @@ class MergingForward:
         """Add one source's keys."""
         k, v = dense_rows(k, v)
         for tile in self._prepare(tiles):
-            q, keys = _rows(tile.q, self._q), _rows(tile.k, k, v)
-            out, lse = self._tile_forward(*q, *keys, tile.cover, self._scores.rows(*tile.q))
+            (q,), (k_rows, v_rows) = _rows(tile.q, self._q), _rows(tile.k, k, v)
+            out, lse = self._tile_forward(q, k_rows, v_rows, tile.cover, self._scores.rows(*tile.q))
             self._sum.add(tile.q[0], out, lse)
 
     def finish(self, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
