@@ -99,8 +99,8 @@ def test_tiles_are_those_of_the_reference(score: str, mask: str, of_mask: str, p
     tile = BackwardTile(torch.randn_like(want), q, k, v, None, lse, delta, cover, scores)
     (*grads, of_scores), (*wants, want_of_scores) = (kernel._backward(tile) for kernel in (flex, reference))
     assert all(map(near, grads, wants))
-    for i, want in want_of_scores.captured.items():
-        assert near(of_scores.captured[i], want)
+    for i, want in want_of_scores.items():
+        assert near(of_scores[i], want)
 
 
 @pytest.mark.parametrize("score", ["relative table", "pair bias", "one tensor twice", "through an integer map"])
@@ -221,7 +221,7 @@ def test_unusual_functions(name: str) -> None:
     tile = BackwardTile(torch.randn_like(want), q, k, v, None, lse, torch.randn_like(lse), cover, scores)
     (*grads, of_scores), (*wants, want_of_scores) = (kernel._backward(tile) for kernel in (flex, reference))
     assert all(map(near, grads, wants)) and wanted
-    assert all(near(of_scores.captured[i], x) for i, x in want_of_scores.captured.items())
+    assert all(near(of_scores[i], x) for i, x in want_of_scores.items())
 
 
 def check_tables(cover: Pairs, scores: Scores) -> tuple[int, int]:
@@ -791,7 +791,7 @@ def test_what_is_hidden_may_be_beyond_a_tensor(form: str) -> None:
         scores = Scores(0.5, score_mod=score_mod, captured=captured, wanted=wanted)
         out, lse = flex._forward(q, k, v, cover, scores)
         *grads, of_scores = flex._backward(BackwardTile(dout, q, k, v, None, lse, torch.zeros_like(lse), cover, scores))
-        by_size = sorted(of_scores.captured.values(), key=len)
+        by_size = sorted(of_scores.values(), key=len)
         found.append([out, *grads, by_size[0], by_size[1][:16]])
     assert all(near(x, y) and x.isfinite().all() and x.any() for x, y in zip(*found, strict=True))
 
@@ -1107,8 +1107,8 @@ def test_padded_tiles_are_those_of_the_reference(score: str, of_mask: str) -> No
     tile = BackwardTile(torch.randn_like(want), q, k, v, None, want_lse, torch.randn_like(lse), cover, scores)
     (*grads, of_scores), (*wants, want_of_scores) = (kernel._backward(tile) for kernel in (flex, reference))
     assert all(map(near, grads, wants))
-    assert of_scores.captured.keys() == want_of_scores.captured.keys() and of_scores.captured
-    assert all(near(of_scores.captured[i], x) for i, x in want_of_scores.captured.items())
+    assert of_scores.keys() == want_of_scores.keys() and of_scores
+    assert all(near(of_scores[i], x) for i, x in want_of_scores.items())
 
 
 def test_a_copy_of_the_last_row_pads() -> None:

@@ -80,7 +80,7 @@ def play_ring(
                 total.index_add_(2, index, part.to(dtype))
         dq[:, :, rows[rank]] = backward.finish(torch.empty_like(local[0]))
         of_scores.add_(backward.score_gradients())
-    return [out, lse, dq, dk.to(k.dtype), dv.to(v.dtype), *of_scores.captured.values()]
+    return [out, lse, dq, dk.to(k.dtype), dv.to(v.dtype), *of_scores.values()]
 
 
 def block_rms(x: torch.Tensor, block: int = 128) -> torch.Tensor:

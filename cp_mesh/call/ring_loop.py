@@ -169,7 +169,7 @@ def backward_by_stages(
         if of_tiles is not None:
             of_tiles.part(heads=heads).add_(of_chunk)
     dq, dk, dv = grads or written
-    return dq, dk, dv, given.of_scores if of_tiles is None else given.of_scores | of_tiles.named()
+    return dq, dk, dv, given.of_scores if of_tiles is None else given.of_scores | of_tiles
 
 
 class BackwardRows(NamedTuple):

@@ -341,7 +341,7 @@ class _Call:
     def shares(self, scores: Scores, of_own: ScoreGradients) -> dict[str, Tensor]:
         """This rank's shares of the gradients of tensors of the scores, from those of its heads and all rows."""
         found = {}
-        for name, grad in of_own.named().items():
+        for name, grad in of_own.items():
             if name not in TERMS:  # captured, of all heads
                 found[name] = grad
                 continue

@@ -74,8 +74,8 @@ def _add_gradients(total: ScoreGradients, scores: Scores, dscores: Tensor, where
     """Add what dscores [B, H, rows, Sk] of the query rows ``first_row`` onwards contribute."""
     rows = first_row, first_row + dscores.shape[2]
     total, scores = total.part(rows=rows), scores.rows(*rows)
-    for name in ADDED:
-        if (grad := getattr(total, name)) is not None:
+    for name, grad in total.items():
+        if name in ADDED:
             TERMS[name].add_gradient(grad, getattr(scores, name), dscores, where)
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -220,7 +220,7 @@ class Scores:
 
     def heads(self, begin: int, end: int) -> Scores:
         """Those of the query heads begin to end."""
-        narrowed = _narrowed(self, TERMS, "heads", begin, end)
+        narrowed = _narrowed(vars(self), "heads", begin, end)
         if not narrowed and self.features.isdisjoint({"dropout", *FUNCTIONS}):
             return self
         return replace(self, first_head=self.first_head + begin, **narrowed)
@@ -229,7 +229,7 @@ class Scores:
         """Those of the query rows begin to end."""
         if self.features.isdisjoint(OF_ROWS):
             return self
-        return replace(self, **_narrowed(self, OF_ROWS, "rows", begin, end))
+        return replace(self, **_narrowed(vars(self), "rows", begin, end))
 
     def modified(self, x: Tensor, where: Where) -> Tensor:
         """What score_mod makes of scores [B, H, rows, keys]."""
@@ -241,11 +241,11 @@ class Scores:
         """Gradients of ``x``, given those of `modified`; adds those of captured tensors to ``into``."""
         if self.score_mod is None:
             return dscores
-        wanted = sorted(into.captured)
+        wanted = [i for i in range(self.score_mod.num_captured) if name_of_captured(i) in into]
         captured, indices = self._captured_by_score_mod, self._indices(x, where)
         dx, found = self.score_mod.gradients(dscores, x, indices, captured, wanted, self.in_order)
         for i, grad in zip(wanted, found, strict=True):
-            into.captured[i] += grad
+            into[name_of_captured(i)] += grad
         return dx
 
     def seen(self, x: Tensor, where: Where) -> Tensor | None:
@@ -272,50 +272,39 @@ def name_of_captured(i: int) -> str:
     return f"captured.{i}"
 
 
-@dataclass(frozen=True, eq=False)
-class ScoreGradients:
-    """Gradients of `Scores.wanted`, in the accumulation dtype: the sums over some rows of queries and some keys.
+class ScoreGradients(dict[str, Tensor]):
+    """Gradients of `Scores.wanted` by name, in the accumulation dtype: sums over some rows of queries and some keys.
 
-    Those of captured tensors, by index, are of all heads and rows: no part of them is another tensor.
+    Those of captured tensors are of all heads and rows: no part of them is another tensor.
     """
-
-    alibi_slopes: Tensor | None = None
-    relative_bias: Tensor | None = None
-    bias: Tensor | None = None
-    captured: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
     def zeros(cls, scores: Scores, dtype: torch.dtype) -> ScoreGradients:
         """Of the shapes of the scores' tensors."""
-        if not scores.wanted:
-            return cls()
-        given = {name: getattr(scores, name) for name in scores.wanted if name in ADDED}
-        captured = {i: x for i, x in enumerate(scores.captured) if name_of_captured(i) in scores.wanted}
-        return cls(
-            **{name: torch.zeros_like(x, dtype=dtype) for name, x in given.items()},
-            captured={i: torch.zeros_like(x) for i, x in captured.items()},
-        )
-
-    def named(self) -> dict[str, Tensor]:
-        """All of them, by the names of `Scores.wanted`."""
-        of_terms = {name: x for name in ADDED if (x := getattr(self, name)) is not None}
-        return of_terms | {name_of_captured(i): x for i, x in self.captured.items()}
+        found = cls()
+        for name in scores.wanted:
+            if name in TERMS:
+                found[name] = torch.zeros_like(getattr(scores, name), dtype=dtype)
+        for i, x in enumerate(scores.captured) if scores.wanted else ():
+            if (name := name_of_captured(i)) in scores.wanted:
+                found[name] = torch.zeros_like(x)
+        return found
 
     def part(self, heads: tuple[int, int] | None = None, rows: tuple[int, int] | None = None) -> ScoreGradients:
         """Views of a range of heads, or of a range of rows."""
-        part = self if heads is None else replace(self, **_narrowed(self, ADDED, "heads", *heads))
-        return part if rows is None else replace(part, **_narrowed(part, ADDED, "rows", *rows))
+        part = self if heads is None else ScoreGradients(self | _narrowed(self, "heads", *heads))
+        return part if rows is None else ScoreGradients(part | _narrowed(part, "rows", *rows))
 
     def add_(self, other: ScoreGradients) -> None:
         """Add in place."""
-        others = other.named()
-        for name, x in self.named().items():
-            x += others[name]
+        for name, x in self.items():
+            x += other[name]
 
 
-def _narrowed(of: Scores | ScoreGradients, names: Iterable[str], dim: Dim, begin: int, end: int) -> dict[str, Any]:
-    given = {name: x for name in names if (x := getattr(of, name)) is not None}
-    return {name: TERMS[name].narrow(x, dim, begin, end) for name, x in given.items()}
+def _narrowed(tensors: Mapping[str, Any], dim: Dim, begin: int, end: int) -> dict[str, Any]:
+    """Of the terms among them, the part for a range of heads or rows."""
+    terms = {name: x for name, x in tensors.items() if name in TERMS and x is not None}
+    return {name: TERMS[name].narrow(x, dim, begin, end) for name, x in terms.items()}
 
 
 def philox(key: Sequence[Tensor], counter: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -188,7 +188,9 @@ class _ScoreParts:
         if self.table is not None and self.ends is not None:
             self.table[:, 0] += self.ends[0].sum((0, 2))
             self.table[:, -1] += self.ends[1].sum((0, 2))
-        return ScoreGradients(None if self.slopes is None else self.slopes.sum((0, 2)), self.table, self.bias)
+        slopes = None if self.slopes is None else self.slopes.sum((0, 2))
+        found = {"alibi_slopes": slopes, "relative_bias": self.table, "bias": self.bias}
+        return ScoreGradients({name: x for name, x in found.items() if x is not None})
 
 
 class _Launch:

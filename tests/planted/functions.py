@@ -37,8 +37,8 @@ plant("functions of the first heads in every chunk", "scores:Scores.heads", "fun
 @plant("captured gradients are those of the last tile", "scores:ScoreGradients.add_", "functions")
 def _(add: Any) -> Any:
     def mutant(self: Any, other: Any) -> None:
-        for x in self.captured.values():
-            x.zero_()
+        for name, x in self.items():
+            x.mul_(not name.startswith("captured."))
         add(self, other)
 
     return mutant
@@ -217,7 +217,7 @@ plant("the flex kernel's backward forgets mask_mod", "kernel:_backward", "tiles 
 def _(backward: Any) -> Any:
     def mutant(tile: Any) -> Any:
         *grads, of_scores = backward(tile)
-        for x in of_scores.captured.values():
+        for x in of_scores.values():
             x.copy_(x.bfloat16())
         return *grads, of_scores
 

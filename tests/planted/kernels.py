@@ -436,8 +436,8 @@ plant("gradients of slopes land on the first heads", "scores:ScoreGradients.part
 @plant("gradients of a table are those of the last tile", "scores:ScoreGradients.add_", "scores")
 def _(add: Any) -> Any:
     def mutant(self: Any, other: Any) -> None:
-        if self.relative_bias is not None:
-            self.relative_bias.zero_()
+        if "relative_bias" in self:
+            self["relative_bias"].zero_()
         add(self, other)
 
     return mutant

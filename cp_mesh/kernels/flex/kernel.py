@@ -29,7 +29,7 @@ from cp_mesh.kernels.flex.blocks import blocks_of
 from cp_mesh.kernels.flex.programs import program
 from cp_mesh.kernels.flex.tiles import Tile, padded
 from cp_mesh.kernels.merge import BackwardTile, merging_kernel
-from cp_mesh.kernels.scores import FUNCTIONS, ScoreGradients, Scores
+from cp_mesh.kernels.scores import FUNCTIONS, ScoreGradients, Scores, name_of_captured
 
 _OPTIONS: dict[str, Any] = {
     "PRESCALE_QK": False, "ROWS_GUARANTEED_SAFE": False, "BLOCKS_ARE_CONTIGUOUS": False, "WRITE_DQ": True,
@@ -131,7 +131,7 @@ def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradient
     reads = (read for read, wanted in zip(of.reads, of.wanted, strict=True) if wanted)
     for read, grad in zip(reads, found, strict=True):
         if grad is not None:  # as of what is detached, or compared alone
-            grads.captured[read.source] += read.home(grad)
+            grads[name_of_captured(read.source)] += read.home(grad)
     return dq[:, :, :num_q], dk[:, :, :num_k], dv[:, :, :num_k], grads
 
 

@@ -303,7 +303,7 @@ def _one_device(
     backward = kernel.begin_backward(dout, q, out, of_all, delta, scores)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     backward.step(k, v, tiles, (dk, dv))
-    of_tensors = {name: x for name, x in vars(backward.score_gradients()).items() if x is not None}
+    of_tensors = backward.score_gradients()
     return Dense(out, lse, backward.finish(torch.empty_like(q)), dk, dv, of_sinks | of_tensors)
 
 
