@@ -298,7 +298,7 @@ def test_excluded_tokens_cost_nothing():
 
 # --- which schedule a kernel is given
 
-H200 = Request("cuda", (9, 0), torch.bfloat16, frozenset(), 128, 128, False, False, 1)
+H200 = Request("cuda", (9, 0), torch.bfloat16, frozenset(), 128, 128, False, False)
 
 
 def chosen(name: str = "auto", request: Request = H200) -> tuple[str, bool]:
@@ -307,7 +307,7 @@ def chosen(name: str = "auto", request: Request = H200) -> tuple[str, bool]:
     schedule, kernel = choose_schedule(
         name,
         lambda segments: make_schedule(ZigZag(), mask, 24, 2, 0, segments),
-        lambda schedule: replace(request, covers=schedule.covers, min_keys=schedule.min_keys),
+        lambda schedule: replace(request, covers=schedule.covers),
         (),
     )
     return kernel.name, "segments" in schedule.covers

@@ -150,7 +150,6 @@ class Schedule:
         overlapping: whether, on any rank, two kernel calls of a stage give gradients of the same row.
         covers: kinds of tile that occur on any rank: "full", "causal", "window", "pairs", "segments" (with "window" if
             a band of theirs is neither full nor causal); the same on every rank.
-        min_keys: fewest keys of any kernel call on any rank, or a little less, see `Facts`; the same on every rank.
         host_size: ranks that are visited one after the other before those of the next host; cp_size if there is one.
     """
 
@@ -163,7 +162,6 @@ class Schedule:
     route: Route
     overlapping: bool
     covers: frozenset[str]
-    min_keys: int
     host_size: int
 
     @property
@@ -238,7 +236,7 @@ def make_schedule(
         sources: bool [receiver, source], which are visited at most; None: all.
     """
     found = geometry(layout, mask, seq_len, cp_size, segments, sources)
-    needed, overlapping, covers, min_keys = found.facts
+    needed, overlapping, covers, _ = found.facts
     host_size = host_size or cp_size
     steps = active_steps(needed) if host_size == cp_size else _steps_over_hosts(needed, host_size)
     by_documents, blocks = "segments" in covers, found.of_receiver(cp_rank)
@@ -275,7 +273,6 @@ def make_schedule(
         route=Route(tuple(stages), needed),
         overlapping=overlapping,
         covers=covers,
-        min_keys=min_keys,
         host_size=host_size,
     )
 
