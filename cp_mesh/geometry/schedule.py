@@ -25,10 +25,9 @@ from typing import Any
 import numpy as np
 
 from cp_mesh.geometry.block_table import K_END, PAIRS, Q_END, SOURCE, Array, K, Q, causal_parts, join_full, unions
-from cp_mesh.geometry.global_plan import active_steps
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import NONE, PARTIAL, Band, Cover, Mask
-from cp_mesh.geometry.survey import Seen, geometry
+from cp_mesh.geometry.survey import Seen, active_steps, geometry
 from cp_mesh.geometry.varlen import Segments, segments_of
 
 Rows = tuple[int, int]  # begin, end of local rows
@@ -236,10 +235,10 @@ def make_schedule(
         sources: bool [receiver, source], which are visited at most; None: all.
     """
     found = geometry(layout, mask, seq_len, cp_size, segments, sources)
-    needed, overlapping, covers, _ = found.facts
     host_size = host_size or cp_size
+    needed, by_documents = found.needed, "segments" in found.covers
     steps = active_steps(needed) if host_size == cp_size else _steps_over_hosts(needed, host_size)
-    by_documents, blocks = "segments" in covers, found.of_receiver(cp_rank)
+    blocks = found.of_receiver(cp_rank)
     every = np.concatenate(blocks)
     away = every[every[:, SOURCE] != cp_rank]
     fetch = unions(away[:, SOURCE], away[:, K], away[:, K_END])
@@ -271,8 +270,8 @@ def make_schedule(
         fetch=tuple(fetched),
         serve=tuple(served),
         route=Route(tuple(stages), needed),
-        overlapping=overlapping,
-        covers=covers,
+        overlapping=found.overlapping,
+        covers=found.covers,
         host_size=host_size,
     )
 
