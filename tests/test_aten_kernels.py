@@ -1,7 +1,7 @@
-"""The adapter of memory-efficient attention, on the CPU, where a stand-in follows the convention of its operator.
+"""Adapters of PyTorch's CUDA kernels, on the CPU, where stand-ins follow the convention of their operators.
 
-The operator has no grouped-query attention: keys and values come to it repeated, and gradients of each query head go
-back. Its lse is float32, padded to a multiple of 32 rows. test_kernels_gpu.py asks the operator itself.
+Memory-efficient attention has no grouped-query attention: keys and values come to it repeated, and gradients of each
+query head go back. Its lse is float32, padded to a multiple of 32 rows. test_kernels_gpu.py asks the operator itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from cases import gap
 from checks import GQA, MHA, MQA
 from dense import dense_attention, dense_mask, make_qkv
-from inside import CAUSAL, FULL, KERNELS, room
+from inside import CAUSAL, FULL, KERNELS, BackwardTile, Scores, room
 from test_flash_attn import Tile, ask
 from test_kernels_gpu import play_ring
 from torch import Tensor
@@ -93,3 +93,24 @@ def test_a_ring(heads):
             got = play_ring(KERNELS["efficient"], layout, Mask(), 3, q, k, v, dout)
         for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
             assert gap(a, b) <= TOLERANCE * b.abs().max(), (layout, name)
+
+
+def test_a_key_alone_goes_to_flash_attention():
+    """cuDNN takes tiles of two keys and more."""
+    asked = []
+
+    def passes(name):
+        def one(*given, **_):
+            asked.append((name, given[1].shape[2] if len(given) < 10 else given[2].shape[2]))
+            return (given[0], given[0].new_zeros(given[0].shape[:3])) if len(given) < 10 else given[1:4]
+
+        return SimpleNamespace(forward=one, backward=one)
+
+    x = torch.zeros(1, 1, 3, 8)
+    for keys, name in ((1, "flash"), (2, "cudnn")):
+        k, lse = x[:, :, :keys], x[..., 0]
+        with mock.patch.multiple(aten, flash=passes("flash"), cudnn=passes("cudnn")):
+            aten._cudnn_forward(x, k, k, FULL, Scores(1.0))
+            aten._cudnn_backward(BackwardTile(x, x, k, k, x, lse, None, FULL, Scores(1.0)))
+        assert asked == [(name, keys)] * 2
+        asked.clear()

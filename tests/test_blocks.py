@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,8 +19,6 @@ from inside import NONE, Band, Index, block_table, inner, make_schedule, num_row
 from cp_mesh import Balanced, Contiguous, Layout, Mask, Striped, ZigZag, balance
 from cp_mesh.geometry.layouts import Run
 
-by_documents = room("survey_documents")
-by_runs = room("survey_runs")
 geometry = room("survey")
 K_END, LEFT, PAIRS, Q_END = inner("block_table", "K_END", "LEFT", "PAIRS", "Q_END")
 RIGHT, K, Q, keys_of = inner("block_table", "RIGHT", "K", "Q", "keys_of")
@@ -103,7 +100,7 @@ def test_keys_that_no_block_needs_do_not_travel(layout, window):
         mask = Mask(blocks=ids, window=window)
         seen = dense_mask(S, blocks=torch.atleast_2d(ids), window=window).any(0)
         want = [[int(seen[q][:, k].any(0).sum()) * (q is not k) for k in rows] for q in rows]
-        assert geometry.geometry(LAYOUTS[layout](S), mask, S, cp_size, False).facts.needed.tolist() == want
+        assert geometry.geometry(LAYOUTS[layout](S), mask, S, cp_size, False).needed.tolist() == want
 
 
 def bands(pieces: list[Run], **options: Any) -> list[tuple[int, ...]]:
@@ -198,12 +195,9 @@ def test_facts_are_those_of_the_blocks(layout, S, cp_size, mask, documents, seed
     whole = Mask(**mask, documents=ids if documents else None)
     for segments in {False, documents}:
         want = facts_of_all_blocks(chosen, whole, S, cp_size, segments)
-        for few in (by_documents.FEW, 0):  # alike pairs of large documents only, or of all
-            with mock.patch.object(by_documents, "FEW", few):
-                geometry._geometry.cache_clear()
-                facts = geometry.geometry(chosen, whole, S, cp_size, segments).facts
-            assert facts.needed.tolist() == want["needed"]
-            assert facts.overlapping == want["overlapping"]
+        found = geometry.geometry(chosen, whole, S, cp_size, segments)
+        assert found.needed.tolist() == want["needed"]
+        assert found.overlapping == want["overlapping"]
 
 
 @pytest.mark.parametrize("chunk", (1, 7, 30))
@@ -221,14 +215,16 @@ def test_facts_do_not_depend_on_how_many_are_looked_at_together(monkeypatch, nam
         mask, layout = Mask(documents=ids, **options), LAYOUTS[name](S)
         for segments, cp_size in product((False, True), (3, 5)):
             forget_plans()
-            want = geometry.geometry(layout, mask, S, cp_size, segments).facts
+            want = geometry.geometry(layout, mask, S, cp_size, segments)
             with monkeypatch.context() as patch:
-                for module in (by_runs, by_documents):
-                    patch.setattr(module, "CHUNK", chunk)
-                    patch.setattr(module, "FEW", 0)
+                patch.setattr(geometry, "CHUNK", chunk)
                 forget_plans()
-                got = geometry.geometry(layout, mask, S, cp_size, segments).facts
-            assert got.needed.tolist() == want.needed.tolist() and got[1:] == want[1:]
+                got = geometry.geometry(layout, mask, S, cp_size, segments)
+                tables = [got.of_receiver(rank) for rank in range(cp_size)]
+            assert got.needed.tolist() == want.needed.tolist()
+            assert (got.overlapping, got.covers) == (want.overlapping, want.covers)
+            for rank, table in enumerate(tables):
+                assert all(map(np.array_equal, table, want.of_receiver(rank)))
     forget_plans()
 
 
@@ -293,7 +289,8 @@ def test_packed_documents_of_many_ranks():
     for layout in (balance(mask, S, cp_size), ZigZag(), Striped()):
         for rank in (0, 77, 127):
             schedule = make_schedule(layout, mask, S, cp_size, rank, True)
-            assert schedule.covers == {"segments"}
+            assert schedule.covers == {"pairs" if layout == Striped() else "segments"}
             assert schedule.route.needed[rank].tolist() == [num_rows(rows) for rows in schedule.fetch]
             assert schedule.route.needed[:, rank].tolist() == [num_rows(rows) for rows in schedule.serve]
-            sampled(schedule, layout, mask, S, 4)
+            if layout != Striped():
+                sampled(schedule, layout, mask, S, 4)

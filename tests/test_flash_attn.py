@@ -539,7 +539,7 @@ def test_buffers_that_cannot_be_written(name, request) -> None:
         check(*ask(forward, with_buffers, tile, torch.float64), buffers_used=(False, False))
 
 
-REQUEST = Request("cuda", (9, 0), torch.bfloat16, frozenset({"full", "causal"}), 128, 128, False, False, 64)
+REQUEST = Request("cuda", (9, 0), torch.bfloat16, frozenset({"full", "causal"}), 128, 128, False, False)
 LACKS = {
     flash_attn_4.FA4: ("fa4", "package flash_attn.cute.interface (pip install cp_mesh[flash]; "),
     flash_attn.FA3: ("fa3", "package flash_attn_interface (FlashAttention-3; "),
@@ -634,7 +634,7 @@ from inside import Request, inner
 choose_kernel = inner("table", "choose_kernel")
 def chosen(device, capability):
     covers = frozenset({"full", "causal"})
-    return choose_kernel("auto", Request(device, capability, torch.bfloat16, covers, 64, 64, False, False, 64)).name
+    return choose_kernel("auto", Request(device, capability, torch.bfloat16, covers, 64, 64, False, False)).name
 """
 
 

@@ -316,7 +316,6 @@ CPU = Request(
     v_head_dim=64,
     differentiable_lse=False,
     deterministic=False,
-    min_keys=7,
 )
 H200 = replace(CPU, device="cuda", compute_capability=(9, 0), dtype=torch.bfloat16)
 
@@ -328,14 +327,13 @@ H200 = replace(CPU, device="cuda", compute_capability=(9, 0), dtype=torch.bfloat
         (replace(CPU, dtype=torch.float64), "cpu_flash"),
         (replace(CPU, deterministic=True), "cpu_flash"),
         (replace(CPU, covers=frozenset()), "cpu_flash"),
-        (replace(CPU, head_dim=5, v_head_dim=5, min_keys=1), "cpu_flash"),
+        (replace(CPU, head_dim=5, v_head_dim=5), "cpu_flash"),
         (replace(CPU, v_head_dim=32), "reference"),
         (replace(CPU, differentiable_lse=True), "reference"),
         (replace(CPU, covers=frozenset({"window"})), "reference"),
         (replace(CPU, covers=frozenset({"full", "pairs"})), "reference"),
         (H200, "cudnn"),
         (replace(H200, dtype=torch.float16), "cudnn"),
-        (replace(H200, min_keys=1), "fa2"),
         (replace(H200, head_dim=256, v_head_dim=256), "fa2"),
         (replace(H200, compute_capability=(8, 0)), "fa2"),
         (replace(H200, dtype=torch.float32), "efficient"),
@@ -380,7 +378,6 @@ def test_auto_is_a_static_table(request_, name):
         (replace(CPU, v_head_dim=32), "cpu_flash", "v head dim 32 other than head dim 64"),
         (replace(CPU, differentiable_lse=True), "cpu_flash", "a gradient through lse"),
         (replace(H200, deterministic=True), "fa2", "a deterministic backward"),
-        (replace(H200, min_keys=1), "cudnn", "tiles of 1 keys (needs 2)"),
     ],
 )
 def test_a_kernel_that_cannot_serve_is_refused_with_one_that_can(request_, name, lack):
@@ -393,13 +390,11 @@ def test_a_kernel_that_cannot_serve_is_refused_with_one_that_can(request_, name,
 
 
 def test_all_shortfalls_are_told():
-    capability = Capability(
-        devices=("cuda",), dtypes=(torch.float16,), max_head_dim=32, min_keys=8, deterministic=False
-    )
+    capability = Capability(devices=("cuda",), dtypes=(torch.float16,), max_head_dim=32, deterministic=False)
     wanted = replace(
         CPU, covers=frozenset({"window", "pairs"}), v_head_dim=48, differentiable_lse=True, deterministic=True
     )
-    assert len(shortfalls(capability, wanted)) == 10
+    assert len(shortfalls(capability, wanted)) == 9
     able = Capability(
         devices=("cpu",), dtypes=(torch.float32,), covers=("full", "causal", "window", "pairs"), v_head_dim=True,
         differentiable_lse=True,
@@ -426,7 +421,7 @@ def test_an_unknown_kernel():
         choose_kernel("flash", CPU)
 
 
-FUNCTION = Request("cuda", (9, 0), torch.bfloat16, frozenset({"pairs"}), 128, 128, False, False, 2)
+FUNCTION = Request("cuda", (9, 0), torch.bfloat16, frozenset({"pairs"}), 128, 128, False, False)
 
 
 @pytest.mark.parametrize(
@@ -438,7 +433,6 @@ FUNCTION = Request("cuda", (9, 0), torch.bfloat16, frozenset({"pairs"}), 128, 12
         ({"score_mod"}, {"deterministic": True}, "reference"),
         ({"score_mod", VECTORS}, {}, "reference"),
         ({"score_mod"}, {"head_dim": 8, "v_head_dim": 8}, "reference"),
-        ({"score_mod"}, {"min_keys": 1}, "flex"),
         ({"score_mod"}, {"dtype": torch.float64}, "reference"),
         ({"score_mod"}, {"device": "cpu"}, "reference"),
         (set(), {}, "triton"),
@@ -489,6 +483,6 @@ def test_the_table_is_keyed_by_name_and_the_reference_can_do_everything():
     for device, dtype in product(("cpu", "cuda"), (torch.float64, torch.float32, torch.bfloat16, torch.float16)):
         wanted = Request(
             device, (5, 0) if device == "cuda" else (0, 0), dtype, frozenset({"full", "causal", "window", "pairs"}),
-            3, 517, True, True, 1,
+            3, 517, True, True,
         )  # fmt: skip
         assert not shortfalls(KERNELS["reference"].capability, wanted)

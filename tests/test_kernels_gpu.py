@@ -92,8 +92,11 @@ def block_rms(x: torch.Tensor, block: int = 128) -> torch.Tensor:
 @pytest.mark.parametrize(("name", "dtype"), KERNEL_DTYPES)
 @pytest.mark.parametrize("layout", [Contiguous(), ZigZag(), Striped()], ids=lambda layout: layout.spec())
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("seq_len", "heads", "kv_heads", "head_dim"), [(1024, 4, 4, 64), (1030, 8, 2, 128)])
+@pytest.mark.parametrize(
+    ("seq_len", "heads", "kv_heads", "head_dim"), [(1024, 4, 4, 64), (1030, 8, 2, 128), (9, 4, 2, 64)]
+)
 def test_error_is_that_of_one_device(name, dtype, layout, causal, seq_len, heads, kv_heads, head_dim) -> None:
+    """9 tokens give tiles of one key."""
     generator = torch.Generator("cuda").manual_seed(seq_len)
 
     def draw(num_heads: int) -> torch.Tensor:

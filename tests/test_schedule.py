@@ -1,8 +1,8 @@
 """The coverage gate: scheduled pairs are the dense mask, each exactly once; and what a schedule tells of its cost."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
-from itertools import chain, cycle, product
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from cp_mesh import Contiguous, Mask, Permuted, Striped, ZigZag
 
-MANY_KEYS = inner("block_table", "MANY_KEYS")
 Tile = inner("schedule", "Tile")
 
 WINDOWS = (None, (2, None), (0, 0), (3, 1), (None, 2), (None, 0), (100, 0))
@@ -93,53 +92,32 @@ def schedules(layout, mask, S: int, cp_size: int) -> list[Schedule]:
     return [make_schedule(layout, mask, S, cp_size, rank) for rank in range(cp_size)]
 
 
-def calls_of(tiles: Iterable[Tile]) -> Iterator[tuple[str, int]]:
-    """The kind of each tile, and the keys of each of its kernel calls."""
-    for tile in tiles:
-        num_q, num_k = tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]
-        if not isinstance(tile.cover, Band) or tile.cover.hi is not None:
-            yield ("window" if isinstance(tile.cover, Band) else "pairs"), num_k
-        else:
-            for _, (begin, end), _ in split_causal(tile.cover, num_q, num_k):
-                yield ("full" if tile.cover.lo is None else "causal"), end - begin
+def kind_of(tile: Tile) -> str:
+    if not isinstance(tile.cover, Band) or tile.cover.hi is not None:
+        return "window" if isinstance(tile.cover, Band) else "pairs"
+    return "full" if tile.cover.lo is None else "causal"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.quick("-zigzag", "-striped", "-joint")
 def test_what_all_ranks_must_know_alike(layout, name):
-    """Steps, kinds of tiles and the fewest keys of a call are those of all ranks together, on every rank."""
+    """Steps and kinds of tiles are those of all ranks together, on every rank."""
     for S, cp_size in ((13, 3), (31, 4), (2, 4)):
         ranks = schedules(LAYOUTS[layout](S), make_mask(name, 2, S), S, cp_size)
         steps = {step for x in ranks for step in range(1, cp_size) if x.fetch[(x.cp_rank - step) % cp_size]}
-        unjoined = [
-            call
+        kinds = {
+            kind_of(tile)
             for schedule in ranks
             for blocks in (schedule.blocks[0][row : row + 1] for row in range(len(schedule.blocks[0])))
-            for call in calls_of(tiles_of([blocks], by_documents=False))
-        ]
+            for tile in tiles_of([blocks], by_documents=False)
+        }
         for schedule in ranks:
             assert schedule.cp_size == cp_size and sum(schedule.shard_lens) == S
             assert set(active_steps(schedule)) == steps and sorted(active_steps(schedule)) == list(
                 active_steps(schedule)
             )
-            assert schedule.covers == {kind for kind, _ in unjoined}
-            assert min((keys for _, keys in unjoined), default=MANY_KEYS) <= schedule.min_keys <= fewest_keys(ranks)
-
-
-def fewest_keys(ranks: Iterable[Schedule]) -> int:
-    """Of any kernel call of these ranks."""
-    stages = ((schedule.local_tiles, *(stage.tiles for stage in schedule.route.stages)) for schedule in ranks)
-    return min((keys for tiles in chain.from_iterable(stages) for _, keys in calls_of(tiles)), default=MANY_KEYS)
-
-
-@pytest.mark.parametrize("name", ("causal", "full", "window", "prefix"))
-@pytest.mark.parametrize(("S", "cp_size"), ((61, 8), (64, 8), (57, 4), (31, 4)))
-def test_fewest_keys_are_those_of_the_calls_that_are_made(name, S, cp_size):
-    """A run of one token is a call with its neighbours. 61 tokens in zigzag chunks of 4 leave one for the last."""
-    for layout in ("contiguous", "zigzag", "striped"):
-        ranks = schedules(LAYOUTS[layout](S), make_mask(name, 2, S), S, cp_size)
-        assert {schedule.min_keys for schedule in ranks} == {fewest_keys(ranks)}, layout
+            assert schedule.covers == kinds
 
 
 def test_source_and_receiver_are_inverse():

@@ -162,10 +162,22 @@ def test_too_many_bands_stay_as_they_are():
     ids, mask = ids_of([5] * 19 + [5]), {"causal": False, "window": (2, 2)}
     few = make_schedule(Contiguous(), Mask(documents=ids, **mask), 100, 5, 0, True)
     assert "segments" in few.covers
-    with mock.patch.object(room("survey_documents"), "MAX_BANDS", 0):
+    with mock.patch.object(room("survey"), "MAX_BANDS", 0):
         forget_plans()
         many = make_schedule(Contiguous(), Mask(documents=ids, **mask), 100, 5, 0, True)
     assert many.covers == {"pairs"}
+
+
+def test_striped_documents_of_too_many_pieces_are_tiles_of_pairs():
+    """Three documents of four ranks are 48 pairs of pieces, and four runs 16."""
+    S, options = 24, {"documents": ids_of([9, 10, 5])}
+    with mock.patch.object(room("survey"), "MAX_PAIRS", 47):
+        forget_plans()
+        assert make_schedule(Striped(), Mask(**options), S, 4, 0, True).covers == {"pairs"}
+        assert make_schedule(ZigZag(), Mask(**options), S, 4, 0, True).covers == {"segments"}
+        report([coverage(Striped(), Mask(**options), dense_mask(S, **options), 4, segments=True)])
+    forget_plans()
+    assert make_schedule(Striped(), Mask(**options), S, 4, 0, True).covers == {"segments"}
 
 
 # --- a kernel of unequal sequences, whose package a stand-in plays
@@ -298,7 +310,7 @@ def test_excluded_tokens_cost_nothing():
 
 # --- which schedule a kernel is given
 
-H200 = Request("cuda", (9, 0), torch.bfloat16, frozenset(), 128, 128, False, False, 1)
+H200 = Request("cuda", (9, 0), torch.bfloat16, frozenset(), 128, 128, False, False)
 
 
 def chosen(name: str = "auto", request: Request = H200) -> tuple[str, bool]:
@@ -307,7 +319,7 @@ def chosen(name: str = "auto", request: Request = H200) -> tuple[str, bool]:
     schedule, kernel = choose_schedule(
         name,
         lambda segments: make_schedule(ZigZag(), mask, 24, 2, 0, segments),
-        lambda schedule: replace(request, covers=schedule.covers, min_keys=schedule.min_keys),
+        lambda schedule: replace(request, covers=schedule.covers),
         (),
     )
     return kernel.name, "segments" in schedule.covers

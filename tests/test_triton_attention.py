@@ -406,7 +406,7 @@ def test_interpreted(interpreted: Interpreted) -> None:
 def test_what_it_serves() -> None:
     anything = replace(
         H200, covers=frozenset({"full", "causal", "window", "pairs"}), head_dim=20, v_head_dim=256,
-        differentiable_lse=True, deterministic=True, min_keys=1,
+        differentiable_lse=True, deterministic=True,
     )  # fmt: skip
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         with mock.patch.dict(sys.modules, {"triton": mock.MagicMock()}):

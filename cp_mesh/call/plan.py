@@ -239,7 +239,6 @@ def request_of(
         v_head_dim=v.shape[3],
         differentiable_lse=options.differentiable_lse,
         deterministic=options.deterministic,
-        min_keys=schedule.min_keys,
         features=features,
     )
 

@@ -24,7 +24,6 @@ from cp_mesh.geometry.mask import NONE, Mask
 
 Array = NDArray[np.int64]
 RECEIVER, SOURCE, Q, Q_END, K, K_END, LEFT, RIGHT = range(8)  # columns of a table of blocks
-MANY_KEYS = 1 << 30
 PAIRS = -NONE
 """In LEFT: no band says which pairs of the block are allowed, only `Mask.allowed` does."""
 
@@ -41,6 +40,8 @@ class Pieces(NamedTuple):
         copied: whether every rank holds these positions; only queries of its own rank see it as keys.
         nearest, farthest: of keys, the distances ``p - t`` at which queries see them.
         whole: of keys, whether these distances hold for all of them.
+        labels: [n, rows, 2], its smallest and largest document in each batch row; of no rows if pieces of other
+            documents do not meet, or there are none.
     """
 
     document: Array
@@ -55,6 +56,7 @@ class Pieces(NamedTuple):
     nearest: Array
     farthest: Array
     whole: NDArray[np.bool_]
+    labels: Array
 
     def at(self, index: Any) -> Pieces:
         return Pieces(*(x[index] for x in self))
@@ -75,7 +77,8 @@ def pieces_of(layout: Layout, seq_len: int, cp_size: int) -> Pieces:
             begin += piece.length
     columns: list[Any] = [*np.array(rows, dtype=np.int64).reshape(-1, 8).T.copy()]
     unset, flags = np.zeros_like(columns[0]), [column.astype(np.bool_) for column in columns[6:]]
-    return Pieces(*[unset, *columns[:6], *flags, unset, unset, np.ones_like(flags[0])])
+    labels = np.zeros((len(unset), 0, 2), dtype=np.int64)
+    return Pieces(*[unset, *columns[:6], *flags, unset, unset, np.ones_like(flags[0]), labels])
 
 
 def shard_lens_of(pieces: Pieces, cp_size: int) -> tuple[int, ...]:
@@ -154,21 +157,10 @@ def ends_of_blocks(mask: Mask) -> Array:
     return np.minimum.accumulate(after[:, ::-1], 1)[:, ::-1]
 
 
-def grid(q: Pieces, k: Pieces) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Whether distances let some pair of two pieces be seen, and whether they let all: bool [pieces of q, of k]."""
-    near, far = k.nearest, k.farthest
-    seen = np.ones((q.num, k.num), dtype=bool)
-    full = np.broadcast_to(k.whole, seen.shape).copy()
-    if len(near) and near.max() > -NONE:
-        seen &= q.high[:, None] >= k.low + near
-        full &= q.low[:, None] >= k.high + near
-    if len(far) and far.min() < NONE:
-        seen &= q.low[:, None] <= k.high + far
-        full &= q.high[:, None] <= k.low + far
-    if k.copied.any():
-        own = ~k.copied | (q.rank[:, None] == k.rank)
-        seen, full = seen & own, full & own
-    return seen, full
+def sees(q: Pieces, i: Array, k: Pieces, j: Array) -> NDArray[np.bool_]:
+    """Whether distances let some query of q[i] see some key of k[j]."""
+    seen: NDArray[np.bool_] = (q.high[i] - k.low[j] >= k.nearest[j]) & (q.low[i] - k.high[j] <= k.farthest[j])
+    return seen & (~k.copied[j] | (q.rank[i] == k.rank[j])) if k.copied.any() else seen
 
 
 def block_table(q: Pieces, i: Array, k: Pieces, j: Array, opaque: bool, keep_own: bool = False) -> Array:
@@ -182,9 +174,7 @@ def block_table(q: Pieces, i: Array, k: Pieces, j: Array, opaque: bool, keep_own
         opaque: no band may be told, because some condition of the mask is read from a tensor.
         keep_own: keep bounds of a piece against itself that cut nothing: documents of all lengths then have one band.
     """
-    seen = (q.high[i] - k.low[j] >= k.nearest[j]) & (q.low[i] - k.high[j] <= k.farthest[j])
-    seen &= ~k.copied[j] | (q.rank[i] == k.rank[j])
-    if not seen.all():
+    if not (seen := sees(q, i, k, j)).all():
         i, j = i[seen], j[seen]
     q, k = q.at(i), k.at(j)
     if opaque:
@@ -295,13 +285,6 @@ def cut_in_two(blocks: Array) -> bool:
     return bool((causal & (after > 0)).any())
 
 
-def fewest_keys(blocks: Array) -> int:
-    """Of the calls of these blocks."""
-    causal, before, square, _ = parts_of(blocks)
-    keys = np.where(causal, square, blocks[:, K_END] - blocks[:, K])
-    return int(min(keys.min(initial=MANY_KEYS), before[causal & (before > 0)].min(initial=MANY_KEYS)))
-
-
 def shares_keys(blocks: Array, cp_size: int) -> bool:
     """Whether two calls of one receiver have keys of a source in common."""
     owner = (blocks[:, RECEIVER] * cp_size + blocks[:, SOURCE]) * NONE
@@ -310,15 +293,20 @@ def shares_keys(blocks: Array, cp_size: int) -> bool:
     return cut_in_two(blocks) or bool((ends[:-1] > begins[1:]).any())
 
 
-def join_full(blocks: Array, same: Sequence[int], begin: int, end: int) -> Array:
-    """Join full blocks that agree in the columns ``same`` and follow each other from ``begin`` to ``end``."""
+def join_full(blocks: Array, same: Sequence[int], begin: int, end: int, in_order: bool = False) -> Array:
+    """Join full blocks that agree in the columns ``same`` and follow each other from ``begin`` to ``end``.
+
+    ``in_order``: those that do so are neighbours already.
+    """
     full = (blocks[:, LEFT] == NONE) & (blocks[:, RIGHT] == NONE)
     others, blocks = blocks[~full], blocks[full]
     if len(blocks) < 2:
         return np.concatenate([others, blocks])
-    blocks = blocks[np.lexsort([blocks[:, begin], *(blocks[:, column] for column in reversed(same))])]
-    columns = list(same)
-    follows = (blocks[1:, columns] == blocks[:-1, columns]).all(1) & (blocks[1:, begin] == blocks[:-1, end])
+    if not in_order:
+        blocks = blocks[np.lexsort([blocks[:, begin], *(blocks[:, column] for column in reversed(same))])]
+    follows = blocks[1:, begin] == blocks[:-1, end]
+    for column in same:
+        follows &= blocks[1:, column] == blocks[:-1, column]
     firsts = np.flatnonzero(np.r_[True, ~follows])
     joined = blocks[firsts]
     joined[:, end] = blocks[np.r_[firsts[1:] - 1, len(blocks) - 1], end]

@@ -25,10 +25,9 @@ from typing import Any
 import numpy as np
 
 from cp_mesh.geometry.block_table import K_END, PAIRS, Q_END, SOURCE, Array, K, Q, causal_parts, join_full, unions
-from cp_mesh.geometry.global_plan import active_steps
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import NONE, PARTIAL, Band, Cover, Mask
-from cp_mesh.geometry.survey import Seen, geometry
+from cp_mesh.geometry.survey import Seen, active_steps, geometry
 from cp_mesh.geometry.varlen import Segments, segments_of
 
 Rows = tuple[int, int]  # begin, end of local rows
@@ -164,7 +163,6 @@ class Schedule:
         overlapping: whether, on any rank, two kernel calls of a stage give gradients of the same row.
         covers: kinds of tile that occur on any rank: "full", "causal", "window", "pairs", "segments" (with "window" if
             a band of theirs is neither full nor causal); the same on every rank.
-        min_keys: fewest keys of any kernel call on any rank, or a little less, see `Facts`; the same on every rank.
         host_size: ranks that are visited one after the other before those of the next host; cp_size if there is one.
     """
 
@@ -177,7 +175,6 @@ class Schedule:
     route: Route
     overlapping: bool
     covers: frozenset[str]
-    min_keys: int
     host_size: int
 
     @property
@@ -252,10 +249,10 @@ def make_schedule(
         sources: bool [receiver, source], which are visited at most; None: all.
     """
     found = geometry(layout, mask, seq_len, cp_size, segments, sources)
-    needed, overlapping, covers, min_keys = found.facts
     host_size = host_size or cp_size
+    needed, by_documents = found.needed, "segments" in found.covers
     steps = active_steps(needed) if host_size == cp_size else _steps_over_hosts(needed, host_size)
-    by_documents, blocks = "segments" in covers, found.of_receiver(cp_rank)
+    blocks = found.of_receiver(cp_rank)
     every = np.concatenate(blocks)
     away = every[every[:, SOURCE] != cp_rank]
     fetch = unions(away[:, SOURCE], away[:, K], away[:, K_END])
@@ -287,9 +284,8 @@ def make_schedule(
         fetch=tuple(fetched),
         serve=tuple(served),
         route=Route(tuple(stages), needed),
-        overlapping=overlapping,
-        covers=covers,
-        min_keys=min_keys,
+        overlapping=found.overlapping,
+        covers=found.covers,
         host_size=host_size,
     )
 

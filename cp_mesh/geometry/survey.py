@@ -1,40 +1,204 @@
 """Survey: the blocks of a layout and a mask, for one rank when it is asked for, and what all ranks must know alike.
 
 A rank computes the blocks of its own queries, serves the keys that others' blocks name, and needs to know a little of
-everybody, its facts: how many rows travel between every two ranks, which kinds of tile occur. There are two kinds of
-geometry: by whole runs of the layout, and by packed documents.
+everybody: how many rows travel between every two ranks, which kinds of tile occur. Pieces of queries meet pieces of
+keys: runs of the layout, cut where the mask's distances change. Packed documents cut them too, where these are runs of
+positions and their bands are few, and pieces then meet within a document alone.
+
+All blocks of all ranks are made and forgotten, some at a time: how long that takes is in
+`examples/benchmarks/planning.py`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from copy import copy
 from functools import lru_cache
-from typing import Protocol
+from itertools import chain, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cp_mesh.geometry.block_table import RECEIVER, SOURCE, Array, pieces_of
-from cp_mesh.geometry.global_plan import Facts
+from cp_mesh.geometry.block_table import (
+    K_END,
+    LEFT,
+    PAIRS,
+    Q_END,
+    RECEIVER,
+    RIGHT,
+    SOURCE,
+    Array,
+    K,
+    Pieces,
+    Q,
+    bands_of,
+    block_table,
+    ceil_div,
+    cut,
+    expand,
+    increasing,
+    is_order,
+    join_full,
+    keys_of,
+    own_causal,
+    pieces_of,
+    shard_lens_of,
+    shares_keys,
+    squares,
+    unions,
+)
 from cp_mesh.geometry.host_tensors import Content
 from cp_mesh.geometry.layouts import Layout
-from cp_mesh.geometry.mask import Mask, parse_mask
-from cp_mesh.geometry.survey_documents import ByDocuments
-from cp_mesh.geometry.survey_runs import ByRuns
+from cp_mesh.geometry.mask import NONE, Documents, Mask, parse_mask
 
 Seen = NDArray[np.bool_]
+SAME_KEYS = RECEIVER, SOURCE, K, K_END
+CHUNK = 1 << 15  # pairs of pieces that are looked at together: their blocks stay in the cache
+MAX_BANDS = 8
+"""Bands of one rank at most, each of which takes calls of its own; documents of other masks are tiles of pairs."""
+MAX_PAIRS = 1 << 20
+"""Pairs of pieces in documents at most, which each batch has others of (300 ms), unless whole runs have half as many:
+striped layouts cut every document on every rank, and of many ranks these become tiles of pairs too."""
 
 
-class Geometry(Protocol):
-    """Tables of blocks are by batch row: one if all rows share it."""
+class Geometry:
+    """The blocks of all ranks; tables are by batch row, one if all rows share it.
 
-    shard_lens: tuple[int, ...]
-    facts: Facts
+    Attributes:
+        shard_lens: rows held by each rank.
+        needed: int64 [receiver, source], how many of the source's rows the receiver fetches; 0 on the diagonal.
+        overlapping: whether, on any rank, two kernel calls of a stage give gradients of the same row.
+        covers: kinds of tile that occur on any rank, see `Schedule`.
+    """
+
+    needed: Array
+    overlapping: bool
+    covers: frozenset[str]
+    _sources: Seen | None = None
+
+    def __init__(
+        self, layout: Layout, pieces: Pieces, mask: Mask, seq_len: int, cp_size: int, by_documents: bool
+    ) -> None:
+        self.shard_lens, self._cp_size = shard_lens_of(pieces, cp_size), cp_size
+        self._by_documents, self._opaque = by_documents, mask.elementwise and not by_documents
+        self._squares, self._max_pairs = by_documents and mask.causal, max(MAX_PAIRS, 2 * pieces.num**2)
+        self._rising = increasing(pieces, cp_size) & (is_order(mask) and not self._opaque)
+        parts = [_in_documents(pieces, documents) for documents in mask.runs()] if by_documents else [pieces]
+        self._rows = [(q, keys_of(q, mask, seq_len)) for q in parts]
+        if mask.documents is not None and not by_documents:
+            simple = pieces.regular.all() and (pieces.stride == 1).all()
+            order = None if simple else layout.permutation(seq_len, cp_size).numpy()
+            ((q, k),) = self._rows
+            self._rows = [(_labelled(q, mask, self.shard_lens, order), _labelled(k, mask, self.shard_lens, order))]
+
+    def of_sources(self, sources: Seen) -> Geometry:
+        """Without the blocks of sources that are not seen, bool [receiver, source]; `covers` are then a bound."""
+        found = copy(self)
+        found._sources, found.needed = sources, np.where(sources, self.needed, 0)
+        return found
 
     def of_receiver(self, rank: int) -> tuple[Array, ...]:
         """Blocks of a rank's queries, full ones joined along its rows."""
+        tables = []
+        for q, k in self._rows:
+            q = q.at(q.rank == rank)
+            i, j = np.concatenate([np.empty((2, 0), dtype=np.int64), *self._pairs(q, k)], axis=1)
+            order = i.argsort(kind="stable")
+            blocks = [own_causal(q.at(self._rising[q.rank])), self._blocks(q, i[order], k, j[order])]
+            tables.append(self._seen(join_full(np.concatenate(blocks), SAME_KEYS, Q, Q_END)))
+        return tuple(tables)
 
     def of_source(self, rank: int) -> Array:
         """Blocks that name a rank's keys, of all batch rows and other ranks; of use for their keys alone."""
+        tables = [np.empty((0, 8), dtype=np.int64)]
+        for q, k in self._rows:
+            k = k.at(k.rank == rank)
+            tables += [self._blocks(q, i, k, j) for i, j in self._pairs(q, k)]
+        table = np.concatenate(tables)
+        return self._seen(table[table[:, RECEIVER] != rank])
+
+    def _seen(self, blocks: Array) -> Array:
+        return blocks if self._sources is None else blocks[self._sources[blocks[:, RECEIVER], blocks[:, SOURCE]]]
+
+    def _blocks(self, q: Pieces, i: Array, k: Pieces, j: Array) -> Array:
+        blocks = block_table(q, i, k, j, self._opaque, keep_own=self._by_documents)
+        return squares(blocks) if self._squares else blocks
+
+    def _groups(self, q: Pieces, k: Pieces) -> tuple[Array, Array, Array, Array]:
+        """Pieces of q, sorted by document and rank, that are of one of each, and those of k of this document.
+
+        Returns:
+            For each group its first piece of q, how many they are, and where those of k begin and end.
+        """
+        owner = q.document * self._cp_size + q.rank
+        first = np.flatnonzero(np.r_[np.ones(min(1, q.num), dtype=bool), owner[1:] != owner[:-1]])
+        begin, end = (np.searchsorted(k.document, q.document[first], side=side) for side in ("left", "right"))
+        return first, np.diff(np.r_[first, q.num]), begin, end
+
+    def _num_pairs(self) -> int:
+        """Of pieces of one document."""
+        groups = (self._groups(q, k) for q, k in self._rows)
+        return sum(int(num @ (end - begin)) for _, num, begin, end in groups)
+
+    def _pairs(self, q: Pieces, k: Pieces) -> Iterator[Array]:
+        """Pairs of pieces that may meet, beside those of `own_causal`: [2, n], some at a time.
+
+        They are in order of `_groups`, then of k. Those of a group with one piece of k, a slot, come together.
+        """
+        first, num, begin, end = self._groups(q, k)
+        slots, pairs = np.cumsum(end - begin), np.cumsum(num * (end - begin))
+        cuts = np.arange(0, pairs.max(initial=0), CHUNK)
+        group = np.searchsorted(pairs, cuts, side="right")
+        edges = np.unique(np.r_[slots[group] - ceil_div(pairs[group] - cuts, num[group]), slots[-1:]])
+        for some in pairwise(edges.tolist()):
+            slot = np.arange(*some)
+            group = np.searchsorted(slots, slot, side="right")
+            which, place = expand(num[group])
+            i, j = first[group][which] + place, (end[group] - slots[group] + slot)[which]
+            meet = (q.rank[i] != k.rank[j]) | ~self._rising[q.rank[i]]
+            if q.labels.size:
+                (q_low, q_high), (k_low, k_high) = (x.labels.T[..., of] for x, of in ((q, i), (k, j)))
+                meet &= ((q_low <= k_high) & (k_low <= q_high)).any(0)
+            yield np.stack([i, j])[:, meet]
+
+    def survey(self) -> bool:
+        """Look at all blocks; False if documents have too many pairs of pieces or bands, or blocks that are no bands.
+
+        The rest needs no survey.
+        """
+        size, self.overlapping = self._cp_size, False
+        kinds: set[str] = set()
+        bands: set[tuple[int, int]] = set()  # receiver, and both bounds in one number
+        ranges: list[tuple[Array, Array, Array]] = []
+        if self._by_documents and self._num_pairs() > self._max_pairs:
+            return False
+        for q, k in self._rows:
+            tables = (self._blocks(q, i, k, j) for i, j in self._pairs(q, k))
+            for blocks in chain([own_causal(q.at(self._rising[q.rank]))], tables):
+                blocks = join_full(blocks, SAME_KEYS, Q, Q_END, in_order=True)
+                kinds |= self._kinds(blocks)
+                if self._by_documents:
+                    of_blocks, which = np.unique(bands_of(blocks), return_inverse=True)
+                    receiver, which = divmod(
+                        np.unique(blocks[:, RECEIVER] * len(of_blocks) + which), len(of_blocks) or 1
+                    )
+                    bands.update(zip(receiver.tolist(), of_blocks[which].tolist(), strict=True))
+                away = blocks[blocks[:, RECEIVER] != blocks[:, SOURCE]]
+                self.overlapping |= shares_keys(away, size)
+                ranges.append(unions(away[:, RECEIVER] * size + away[:, SOURCE], away[:, K], away[:, K_END]))
+        owner, begin, end = unions(*map(np.concatenate, zip(*ranges, strict=True)))
+        self.needed = np.bincount(owner, end - begin, size * size).astype(np.int64).reshape(size, size)
+        self.covers = frozenset({"segments"} | kinds & {"window"} if self._by_documents else kinds)
+        most = max(Counter(receiver for receiver, _ in bands).values(), default=0)
+        return most <= MAX_BANDS and not (self._by_documents and "pairs" in kinds)
+
+    def _kinds(self, blocks: Array) -> set[str]:
+        left, right = blocks[:, LEFT], blocks[:, RIGHT]
+        causal = (left == NONE) & (right == 0 if self._by_documents else right < NONE)
+        found = {"pairs": left == PAIRS, "full": (left == NONE) & (right == NONE), "causal": causal}
+        found["window"] = ~np.any([*found.values()], axis=0)
+        return {kind for kind, x in found.items() if x.any()}
 
 
 def geometry(
@@ -53,23 +217,33 @@ def geometry(
     contents = tuple(None if x is None else Content.of(x) for x in tensors)
     by_documents = documents and contents[0] is not None and contents[1:] == (None, None)
     found = _geometry(layout, mask.spec(), contents, seq_len, cp_size, by_documents)
-    return found if sources is None else _OfSources(found, sources)
+    return found if sources is None else found.of_sources(sources)
 
 
-class _OfSources:
-    """A geometry without the blocks of sources that are not seen. Of its facts those remain that are bounds."""
+@lru_cache(maxsize=32)
+def _geometry(
+    layout: Layout,
+    mask_spec: str,
+    contents: tuple[Content | None, ...],
+    seq_len: int,
+    cp_size: int,
+    by_documents: bool,
+) -> Geometry:
+    mask = parse_mask(mask_spec, *(None if x is None else x.tensor for x in contents))
+    pieces = pieces_of(layout, seq_len, cp_size)
+    if by_documents and pieces.regular.all() and not any(documents.come_back for documents in mask.runs()):
+        found = Geometry(layout, pieces, mask, seq_len, cp_size, True)
+        if found.survey():
+            return found
+    found = Geometry(layout, pieces, mask, seq_len, cp_size, False)
+    found.survey()
+    return found
 
-    def __init__(self, found: Geometry, sources: Seen) -> None:
-        self._found, self._sources, self.shard_lens = found, sources, found.shard_lens
-        needed = np.where(sources, found.facts.needed, 0)
-        self.facts = found.facts._replace(needed=needed)
 
-    def of_receiver(self, rank: int) -> tuple[Array, ...]:
-        return tuple(table[self._sources[rank, table[:, SOURCE]]] for table in self._found.of_receiver(rank))
-
-    def of_source(self, rank: int) -> Array:
-        table = self._found.of_source(rank)
-        return table[self._sources[table[:, RECEIVER], rank]]
+def active_steps(needed: Array) -> tuple[int, ...]:
+    """Steps >= 1 in which some rank fetches rows. Whoever needs a rank's keys in step i is i ranks ahead."""
+    receiver, source = np.nonzero(needed)
+    return tuple(np.flatnonzero(np.bincount((receiver - source) % len(needed))).tolist())
 
 
 def say_sources(sources: Seen) -> str:
@@ -83,19 +257,33 @@ def parse_sources(spec: str, cp_size: int) -> Seen | None:
     return bits.reshape(cp_size, cp_size).astype(np.bool_) if spec else None
 
 
-@lru_cache(maxsize=32)
-def _geometry(
-    layout: Layout,
-    mask_spec: str,
-    contents: tuple[Content | None, Content | None, Content | None],
-    seq_len: int,
-    cp_size: int,
-    by_documents: bool,
-) -> Geometry:
-    mask = parse_mask(mask_spec, *(None if x is None else x.tensor for x in contents))
-    pieces = pieces_of(layout, seq_len, cp_size)
-    if by_documents and pieces.regular.all():
-        of_documents = ByDocuments.made(pieces, mask, seq_len, cp_size)
-        if of_documents is not None:
-            return of_documents
-    return ByRuns(layout, pieces, mask, seq_len, cp_size)
+def _in_documents(pieces: Pieces, documents: Documents) -> Pieces:
+    """The pieces cut where documents begin, by document, without excluded tokens."""
+    q, part = cut(pieces, documents.edges)
+    order = part.argsort(kind="stable")
+    return q._replace(document=part).at(order[documents.labels[part[order]] >= 0])
+
+
+def _labelled(pieces: Pieces, mask: Mask, shard_lens: tuple[int, ...], order: Array | None) -> Pieces:
+    """The pieces with `Pieces.labels`.
+
+    Args:
+        order: the positions of rank after rank; None: every piece is a run of stride 1.
+    """
+    if not pieces.num:
+        return pieces
+    lens, bounds = np.array(shard_lens), []
+    for documents in mask.runs():
+        labels = documents.labels
+        if order is None:
+            first = np.searchsorted(documents.edges, pieces.low, side="right") - 1
+            last = np.searchsorted(documents.edges, pieces.high, side="right")
+        else:
+            labels = np.repeat(labels, np.diff(documents.edges))[order]
+            first = (np.cumsum(lens) - lens)[pieces.rank] + pieces.row
+            last = first + pieces.length
+        edges = np.stack([first, last], 1).reshape(-1)
+        low = np.where(labels < 0, NONE, labels)  # so excluded ones are in no bounds
+        ends = (np.minimum, np.r_[low, 0]), (np.maximum, np.r_[labels, 0])  # longer, so that an end may be named
+        bounds.append([bound.reduceat(x, edges)[::2] for bound, x in ends])
+    return pieces._replace(labels=np.array(bounds).transpose(2, 0, 1))

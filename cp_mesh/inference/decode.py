@@ -265,7 +265,6 @@ def _request(query: Tensor, value: Tensor, full: bool, scores: Scores) -> Reques
         v_head_dim=value.shape[3],
         differentiable_lse=False,
         deterministic=False,
-        min_keys=1,
         features=scores.features,
     )
 

@@ -48,11 +48,15 @@ def _cpu_flash_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs, scores: Scores) -> tuple[Tensor, Tensor]:
+    if k.shape[2] == 1:  # which cuDNN does not take
+        return _fa2_forward(q, k, v, cover, scores)
     out, lse, *_ = cudnn.forward(q, k, v, None, True, 0.0, cover == CAUSAL, False, scale=scores.scale)
     return out, lse.reshape(q.shape[:3])
 
 
 def _cudnn_backward(t: BackwardTile) -> tuple[Tensor, Tensor, Tensor]:
+    if t.k.shape[2] == 1:
+        return _fa2_backward(t)
     _, seed, offset = _philox(t.q.device)
     # cuDNN's plan assumes a packed lse; a row slice of the running lse is not
     lse = t.lse.contiguous()[..., None]
@@ -120,7 +124,6 @@ CUDNN = merging_kernel(
         max_head_dim=128,
         head_dim_multiple=8,
         deterministic=False,
-        min_keys=2,
     ),
     _cudnn_forward,
     _cudnn_backward,

@@ -100,7 +100,6 @@ class Capability:
         deterministic_covers: those of which it is; None: all of them.
         features: what of `Scores.features` it serves.
         deterministic_features: those whose gradients are bitwise reproducible; None: all of them.
-        min_keys: fewest keys in a tile.
         only_on: if given, the compute capabilities (major, minor) that the kernel was made for.
         lacking: what must be installed first, in words; None if the kernel can be called. It may import packages. The
             answer must be the same on all ranks.
@@ -120,7 +119,6 @@ class Capability:
     deterministic_covers: frozenset[str] | None = None
     features: frozenset[str] = frozenset()
     deterministic_features: frozenset[str] | None = None
-    min_keys: int = 1
     only_on: tuple[tuple[int, int], ...] = ()
     lacking: Callable[[], str | None] = lambda: None
 
@@ -137,7 +135,6 @@ class Request:
     v_head_dim: int
     differentiable_lse: bool
     deterministic: bool
-    min_keys: int
     features: frozenset[str] = frozenset()
 
 
@@ -180,8 +177,6 @@ def shortfalls(capability: Capability, request: Request) -> list[str]:
             missing.append(f"scores with {feature}")
         elif request.deterministic and reproducible is not None and feature not in reproducible:
             missing.append(f"a deterministic gradient of {feature}")
-    if request.min_keys < capability.min_keys:
-        missing.append(f"tiles of {request.min_keys} keys (needs {capability.min_keys})")
     # Asked last, and only where it decides: the answer may import a package.
     if not missing and (lacking := capability.lacking()):
         missing.append(lacking)

@@ -219,9 +219,7 @@ class _Clock:
 
 def _request(shapes: Shapes, device: torch.device) -> Request:
     covers, dim = frozenset({"full", "causal"}), shapes.head_dim
-    return Request(
-        device.type, compute_capability_of(device), shapes.dtype, covers, dim, dim, False, False, min(shapes.rows)
-    )
+    return Request(device.type, compute_capability_of(device), shapes.dtype, covers, dim, dim, False, False)
 
 
 def _random(shapes: Shapes, device: torch.device, heads: int, rows: int) -> Tensor:

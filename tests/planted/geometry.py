@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -140,37 +141,25 @@ plant("the farthest keys ahead are not seen", "mask:Mask.reaches", "blocks")(
 plant("the key after the last is seen", "mask:Mask.reaches", "blocks")(
     of_reaches(lambda mask, reach: {"end": reach.end + 1} if reach.end == mask.length else {})
 )
-plant("pieces at the end of a window are left out", "block_table:grid", "coverage")(
-    lambda grid: with_arguments(grid, k=lambda k: k._replace(farthest=k.farthest - 1))
+plant("pieces at the end of a window are left out", "block_table:sees", "coverage")(
+    lambda sees: with_arguments(sees, k=lambda k: k._replace(farthest=k.farthest - 1))
 )
-plant("pieces that see themselves alone are left out", "block_table:grid", "coverage")(
-    lambda grid: with_arguments(grid, k=lambda k: k._replace(nearest=k.nearest + 1))
+plant("pieces that see themselves alone are left out", "block_table:sees", "coverage")(
+    lambda sees: with_arguments(sees, k=lambda k: k._replace(nearest=k.nearest + 1))
 )
-plant("pieces that share their last document alone are left out", "survey_runs:ByRuns._label_bounds", "coverage")(
-    lambda label_bounds: with_result(label_bounds, lambda bounds: (bounds[0], bounds[1] - 1))
+plant("pieces that share their last document alone are left out", "survey:_labelled", "coverage")(
+    lambda labelled: with_result(labelled, lambda pieces: pieces._replace(labels=pieces.labels - np.array([0, 1])))
 )
 plant("pieces that hold the rest of a block are left out", "block_table:keys_of", "coverage")(
     lambda keys_of: with_arguments(keys_of, mask=lambda mask: replace(mask, blocks=None))
 )
-plant("rows that travel are counted without those seen in part", "survey_runs:ByRuns._counts_of_keys", "facts")(
-    lambda counts_of_keys: with_result(counts_of_keys, lambda counts: counts * 0)
+plant("rows that travel are counted of the first pairs alone", "survey:Geometry._pairs", "facts")(
+    lambda pairs: lambda self, q, k: islice(pairs(self, q, k), 1)
 )
-
-
-@plant(
-    "rows of documents that travel are not counted by alike pairs", "survey_documents:ByDocuments._add_alike", "facts"
+plant("two calls with the same keys go unseen", "block_table:shares_keys", "facts")(
+    lambda shares_keys: with_result(shares_keys, lambda shared: False)
 )
-def _(add_alike: Any) -> Any:
-    def uncounted(self: Any, found: Any, *given: Any) -> Any:
-        needed = found.needed.copy()
-        result = add_alike(self, found, *given)
-        found.needed = needed
-        return result
-
-    return uncounted
-
-
-plant("a step in which few ranks fetch is taken for idle", "global_plan:active_steps", "coverage")(
+plant("a step in which few ranks fetch is taken for idle", "survey:active_steps", "coverage")(
     lambda active_steps: with_result(active_steps, lambda steps: steps[:-1])
 )
 

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from inside import inner, room
+from inside import room
 
 
 def origin(rank: int) -> str:
@@ -58,20 +58,20 @@ def every_fact(rank: int) -> list[str]:
 
     from cp_mesh import Mask
 
-    by_documents = room("survey_documents")
-    geometry = inner("survey", "geometry")
+    survey = room("survey")
 
     problems = []
-    masks = ({}, {"window": (5, 0)}, {"prefix": 9}, {"causal": False})
+    masks = ({}, {"window": (5, 0)}, {"window": (17, 0)}, {"prefix": 9}, {"causal": False})
     packed = torch.arange(31) // 13
     for options, layout, cp_size, documents in product(
         masks, ("contiguous", "zigzag", "striped"), (2, 3, 5), (None, packed)
     ):
         given = LAYOUTS[layout](31), Mask(**options, documents=documents), 31, cp_size, documents is not None
-        with mock.patch.object(by_documents, "FEW", 0):  # alike pairs of all documents, not of large ones alone
-            facts, want = geometry(*given).facts, facts_of_all_blocks(*given)
-        if facts.needed.tolist() != want["needed"] or facts.overlapping != want["overlapping"]:
-            problems.append(f"{layout}, {options}, {cp_size} ranks: {facts}, not {want}")
+        with mock.patch.object(survey, "CHUNK", 30):  # more than pairs of one rank, less than those of all
+            found, want = survey.geometry(*given), facts_of_all_blocks(*given)
+        if found.needed.tolist() != want["needed"] or found.overlapping != want["overlapping"]:
+            got = found.needed.tolist(), found.overlapping
+            problems.append(f"{layout}, {options}, {cp_size} ranks: {got}, not {want}")
     return problems
 
 
