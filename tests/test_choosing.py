@@ -241,7 +241,7 @@ def test_a_table_that_is_none_is_refused(tmp_path: Path, change: dict[str, Any])
     given = {name: x for name, x in given.items() if x is not None}
     path = tmp_path / "machine.json"
     path.write_text(json.dumps(given))
-    with pytest.raises(ArgumentError, match="calibrate writes one"):
+    with pytest.raises(ArgumentError, match=r"calibrate\.py writes one"):
         read_machine(path)
     with pytest.raises(ArgumentError, match="h200"):
         explain(96, 2, machine=str(path))
