@@ -316,7 +316,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "checkpoints in cores": of(test_styles.test_checkpoint_inside_a_core_is_refused, False),
     "one choice": of(test_choosing.test_every_rank_and_pass_takes_the_same, "4/4", "ulysses", ""),
     "the rule": alone((test_choosing.test_the_rule, ())),
-    "hosts": alone((test_choosing.test_hosts_are_counted, ("", range(8), 0))),
+    "hosts": alone((test_choosing.test_hosts_are_counted, ("", range(8), []))),
     "times of the hybrid": alone((test_costs.test_a_hybrid_is_its_exchanges_and_its_ring, ())),
     "exchanges of a pass": alone((test_costs.test_a_hybrid_is_its_exchanges_and_its_ring, ())),
     "times of the double ring": alone((test_costs.test_the_network_moves_less_in_the_double_ring, ())),

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_mesh.call.choose import choose, count_hosts
-from cp_mesh.call.double_ring import ranks_per_host
+from cp_mesh.call.choose import choose, ranks_by_host, ranks_of_a_host
 from cp_mesh.call.method import Plan, covers_of
 from cp_mesh.call.methods import choose_method
 from cp_mesh.call.spec import Operand, Options, Tensors, check_choice, check_scores, check_tensors, make_scores
@@ -80,12 +79,12 @@ def make_plan(
     shapes = Operand.of(q), Operand.of(k), Operand.of(v)
     features = None if scores is None else scores.features
     if options.method == "auto":
-        hosts = count_hosts(dist.get_process_group_ranks(group))
+        hosts = len(ranks_by_host(dist.get_process_group_ranks(group)))
         scored = bool(options.softcap or features)
         choice = choose(*shapes[:2], tensors, scored, seq_len, group.size(), hosts, options)
         options = options._replace(method=choice.method)
     if options.method == "double_ring" and not options.inner_ring_size:
-        options = options._replace(inner_ring_size=ranks_per_host(dist.get_process_group_ranks(group)))
+        options = options._replace(inner_ring_size=ranks_of_a_host(dist.get_process_group_ranks(group)))
     plan = resolve(*shapes, tuple(contents), index, features, seq_len, group.size(), group.rank(), options)
     if scores is not None:
         plan = replace(plan, scores=scores)

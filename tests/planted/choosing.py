@@ -17,8 +17,8 @@ plant("each rank counts other ranks", "choose:choose", "one choice")(
 plant("rows are those that a rank holds", "choose:choose", "the rule")(
     lambda choose: lambda q, k, *given, seq_len, **named: choose(q, k, *given, seq_len=8 * q.shape[2], **named)
 )
-plant("hosts that nobody tells are one", "choose:count_hosts", "hosts")(
-    lambda count: with_result(count, lambda hosts: hosts or 1)
+plant("hosts that nobody tells are one", "choose:ranks_by_host", "hosts")(
+    lambda count: with_result(count, lambda hosts: hosts or [1])
 )
 plant("the hybrid is timed with all heads", "time:ulysses_costs", "times of the hybrid")(
     lambda costs: with_arguments(costs, degree=lambda _: 1)
