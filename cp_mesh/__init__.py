@@ -138,7 +138,7 @@ _HOMES = {
     "warm_up": "tools.warm_up",
 }
 """Files of the names that are loaded when they are asked for."""
-_FOLDERS = ("flex", "inference", "integrations", "tools", "wrap")
+_FOLDERS = ("flex", "hosts", "inference", "integrations", "tools", "wrap")
 """Folders and files that the import does not load."""
 
 _aliases.register()

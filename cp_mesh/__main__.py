@@ -2,7 +2,6 @@
 
 ``torchrun --nproc-per-node 8 -m cp_mesh verify module:factory`` verifies a training set-up, see `verify_model`.
 ``python -m cp_mesh explain --seq-len 131072 --cp 8`` explains a configuration, with no ranks.
-``torchrun --nproc-per-node 2 -m cp_mesh calibrate`` measures what predicted times are made of.
 
 Each ends with one line that says it all. A rank's exit status is 0 if all is right, 1 if something is wrong, and 2 if
 something could not run; torchrun makes 1 of both.
@@ -37,10 +36,9 @@ from cp_mesh.geometry.balance import balance
 from cp_mesh.geometry.layouts import Contiguous, Layout, Striped, ZigZag, ZigZagDocuments
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.kernels.table import KERNELS
-from cp_mesh.tools.calibrate import Shapes, calibrate, table
 from cp_mesh.tools.explain.explain import explain
 from cp_mesh.tools.explain.picture import check_picture
-from cp_mesh.tools.explain.predict.machines import find_machine, write_machine
+from cp_mesh.tools.explain.predict.machines import find_machine
 from cp_mesh.tools.explain.predict.time import MACHINES
 from cp_mesh.tools.verify.factory import arguments_of, split
 from cp_mesh.tools.verify.report import ModelReport, Progress, show
@@ -63,12 +61,13 @@ UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
 def main() -> None:
     """One of the commands."""
-    commands = {"explain": explain_command, "calibrate": calibrate_command, "verify": verify_model_command}
+    commands = {"explain": explain_command, "verify": verify_model_command}
     first = sys.argv[1] if len(sys.argv) > 1 else ""
     if first in commands:
         commands[first](sys.argv[2:])
     elif first and not first.startswith("-"):
-        _Parser().error(f"expected explain, calibrate, verify, or options alone, got {first!r}")
+        moved = "; the repository has it as examples/benchmarks/calibrate.py" * (first == "calibrate")
+        _Parser().error(f"expected explain, verify, or options alone, got {first!r}{moved}")
     else:
         verify_command(sys.argv[1:])
 
@@ -219,7 +218,7 @@ def explain_command(argv: Sequence[str]) -> None:
     _add_degrees(parser)
     parser.add_argument("--transport", default="auto", choices=TRANSPORTS)
     parser.add_argument("--head-chunks", type=_count, metavar="N")
-    parser.add_argument("--machine", metavar="NAME", help=f"{', '.join(MACHINES)}, or a file that calibrate wrote")
+    parser.add_argument("--machine", metavar="NAME", help=f"{', '.join(MACHINES)}, or a file that calibrate.py wrote")
     parser.add_argument("--gpus-per-host", type=_count, metavar="N")
     parser.add_argument(
         "--captured-shards",
@@ -300,58 +299,6 @@ def _add_names(parser: argparse.ArgumentParser, option: str, names: Sequence[str
 def _add_degrees(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ulysses-degree", type=_count, metavar="N", help="of the hybrid: ranks that exchange heads")
     parser.add_argument("--inner-ring-size", type=_count, metavar="N", help="of the double ring: ranks of a host")
-
-
-def calibrate_command(argv: Sequence[str]) -> None:
-    """Measure the machine, print its numbers beside those that come with cp_mesh, and write them to a file."""
-    cuda = torch.cuda.is_available()
-    parser = _Parser(
-        "calibrate",
-        "Measure what predicted times are made of, in about a minute, and write it to a file. Without torchrun: the "
-        "kernels alone. explain --machine FILE reads it.",
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16" if cuda else "float32")
-    parser.add_argument("--heads", type=_heads, metavar="H/K", default=(32, 8), help="of a rank; default: 32/8")
-    parser.add_argument("--head-dim", type=_count, metavar="N", default=128)
-    parser.add_argument(
-        "--rows",
-        type=_number(least=2),
-        nargs="+",
-        metavar="N",
-        default=[1024, 2048, 4096, 8192, 16384],
-        help="of a rank",
-    )
-    _add_names(parser, "--kernel", tuple(KERNELS), nargs="+", default=[])
-    parser.add_argument("--calls", type=_count, metavar="N", default=10, help="that are timed together")
-    parser.add_argument("--out", type=_output, metavar="FILE", default="machine.json", help="the file that is written")
-    args = parser.parse_args(argv)
-    heads, kv_heads = args.heads
-    if heads % kv_heads:
-        parser.error(f"argument --heads: expected query heads that are a multiple of {kv_heads}, got {heads}")
-    is_launched = _check_launch(parser, args.device)
-    group, rank = None, 0
-    device = torch.device(args.device)
-    if is_launched:
-        mesh = _mesh(args.device)
-        group, rank = mesh.get_group(), dist.get_rank()
-    if args.device == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
-    shapes = Shapes(sorted(args.rows), heads, kv_heads, args.head_dim, getattr(torch, args.dtype), args.calls)
-    progress = Progress(rank == 0)
-    try:
-        with progress:
-            found = calibrate(shapes, device, args.kernel, group, progress)
-    except (ArgumentError, UnsupportedError) as error:
-        parser.error(str(error))
-    if rank == 0:
-        print(table(found))
-        with parser.writing(args.out):
-            write_machine(found.machine, args.out)
-        print(f"explain --machine {args.out} reads it")
-        show(f"MEASURED: {found.machine.name} in {progress.seconds:.1f} s, written to {args.out}", True)
-    if group is not None:
-        _leave(0)
 
 
 def _check_launch(parser: _Parser, device: str) -> bool:
@@ -440,7 +387,7 @@ def verify_command(argv: Sequence[str]) -> None:
     parser = _Parser(
         description="Prove cp_mesh on the ranks of this launch: three layouts, causal and full. cp_mesh.verify proves "
         "other masks and settings. Start it with torchrun. Other commands, each with --help: verify (your trainer), "
-        "explain (what will run, without ranks), calibrate (measure this machine)."
+        "explain (what will run, without ranks)."
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
     _add_names(parser, "--dtype", DTYPES, nargs="+", default=["bfloat16"] if cuda else ["float64"])

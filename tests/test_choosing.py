@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from cp_mesh import ArgumentError, Mask, RankMismatchError, Striped, ZigZag, attention, explain
 
 plan = room("call.plan")
-choose, count_hosts = inner("choose", "choose", "count_hosts")
+choose, ranks_by_host = inner("choose", "choose", "ranks_by_host")
 find_machine, from_text, to_text = inner("machines", "find_machine", "from_text", "to_text")
 CPU = replace(H200, name="cpu", compute_capability=(0, 0), kernels={"cpu_flash": H200.kernels["fa4"]})
 GPU, IDS = torch.device("cuda", 0), torch.zeros(8192, dtype=torch.int64)
@@ -85,13 +85,13 @@ def test_names_of_kernels_and_of_transports_that_work_change_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("told", "ranks", "hosts"),
-    (("8", range(8), 1), ("4", range(8), 2), ("4", (3, 4), 2), ("2", (0, 2, 4, 6), 4), ("8", range(8, 16), 1),
-     ("", range(8), 0), ("0", range(8), 0), ("two", range(8), 0)),
+    (("8", range(8), [8]), ("4", range(8), [4, 4]), ("4", (3, 4), [1, 1]), ("2", (0, 2, 4, 6), [1] * 4),
+     ("8", range(8, 16), [8]), ("3", range(4), [3, 1]), ("", range(8), []), ("0", range(8), []), ("two", range(8), [])),
 )  # fmt: skip
-def test_hosts_are_counted(told: str, ranks: Any, hosts: int) -> None:
+def test_hosts_are_counted(told: str, ranks: Any, hosts: list[int]) -> None:
     of_ranks = mock.patch.object(torch.distributed, "get_process_group_ranks", lambda group: group)
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=told), of_ranks:
-        assert count_hosts(ranks) == hosts
+        assert ranks_by_host(ranks) == hosts
 
 
 def test_explain_says_the_same() -> None:
@@ -242,7 +242,7 @@ def test_a_table_that_is_none_is_refused(tmp_path: Path, change: dict[str, Any])
     given = {name: x for name, x in given.items() if x is not None}
     path = tmp_path / "machine.json"
     path.write_text(json.dumps(given))
-    with pytest.raises(ArgumentError, match="calibrate writes one"):
+    with pytest.raises(ArgumentError, match=r"calibrate\.py writes one"):
         read_machine(path)
     with pytest.raises(ArgumentError, match="h200"):
         explain(96, 2, machine=str(path))

@@ -34,7 +34,7 @@ from torch import Tensor
 import cp_mesh
 from cp_mesh import ZigZag
 
-DOUBLE_RING = inner("double_ring", "DOUBLE_RING")
+DOUBLE_RING = inner("call.methods", "DOUBLE_RING")
 make_relayed_schedule = inner("relay_plan", "make_relayed_schedule")
 RelayedTransport = inner("relayed", "RelayedTransport")
 
@@ -380,6 +380,23 @@ def test_what_is_not_served_is_refused_before_the_first_collective(pool):
     report(pool(4).run(refusals))
 
 
+ANOTHER_METHOD = """
+import sys, torch, torch.distributed as dist, cp_mesh
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+q = torch.randn(1, 2, 8, 8, requires_grad=True)
+cp_mesh.attention(q, q, q, mesh=dist.group.WORLD, method="%s").sum().backward()
+print([name for name in sys.modules if name.startswith("cp_mesh.hosts")])
+"""
+
+
+def test_a_call_that_does_not_ask_for_it_loads_nothing_of_it():
+    environment = {**os.environ, "PYTHONPATH": str(Path(cp_mesh.__file__).parents[1]), "LOCAL_WORLD_SIZE": "1"}
+    for method, is_loaded in (("auto", False), ("ulysses", False), ("double_ring", True)):
+        command = [sys.executable, "-c", ANOTHER_METHOD % method]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=True)
+        assert (done.stdout.splitlines()[-1] != "[]") == is_loaded, done.stdout
+
+
 def told(rank: int) -> list[int]:
     """Hops by the ring's groups: the ranks of a host are those of LOCAL_WORLD_SIZE, unless the call says others."""
     axis, counts = mesh((4,), ("cp",)), []
@@ -404,7 +421,7 @@ def on_two_axes(rank: int) -> list[str]:
     options = {"mesh": axes, "method": "double_ring"}
     with (
         mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="4"),
-        mock.patch(f"{path_of('ring_loop')}.RelayedTransport", wraps=RelayedTransport) as made,
+        mock.patch(f"{path_of('double_ring')}.RelayedTransport", wraps=RelayedTransport) as made,
     ):
         out = cp_mesh.attention(*(x[:, :, rows] for x in whole[:3]), **options)
         others = []

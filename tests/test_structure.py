@@ -36,6 +36,7 @@ FLOORS: dict[str, int] = {
     "wrap": 3,
     "call": 4,
     "flex": 5,
+    "hosts": 5,
     "inference": 5,
     "tensor_parallel": 5,
     "training": 6,

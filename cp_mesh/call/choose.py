@@ -24,11 +24,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import torch.distributed as dist
 
 from cp_mesh.call.spec import Operand, Options
+from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.mask import parse_mask
 
 DEFAULT = "ring"
@@ -84,12 +86,27 @@ def choose(
     return Choice(DEFAULT, f"more than {FEW_ROWS} rows a rank")
 
 
-def count_hosts(group: dist.ProcessGroup) -> int:
-    """Hosts of the ranks of a group by LOCAL_WORLD_SIZE, which torchrun sets; 0 if it is not set.
+def ranks_by_host(group: dist.ProcessGroup) -> list[int]:
+    """How many ranks of a group each host has, by LOCAL_WORLD_SIZE, which torchrun sets; none if it is not set.
 
-    Where hosts have unequally many ranks these may count differently: the first call of a kind compares the method.
+    Ranks of a host follow one another. Where hosts have unequally many, these may count differently: the first call of
+    a kind compares what each rank makes of it.
     """
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if not told.isdecimal() or not int(told):
-        return 0
-    return len({rank // int(told) for rank in dist.get_process_group_ranks(group)})
+    if not told.isdecimal() or int(told) < 1:
+        return []
+    ranks = dist.get_process_group_ranks(group)
+    return [len([*of_host]) for _, of_host in groupby(rank // int(told) for rank in ranks)]
+
+
+def ranks_of_a_host(group: dist.ProcessGroup) -> int:
+    """The same where it is one number, which the double ring needs."""
+    sizes, told = ranks_by_host(group), os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not sizes:
+        got = f"LOCAL_WORLD_SIZE={told!r}" if told else "neither"
+        hint = "pass inner_ring_size, the cp ranks of a host, or method='ring'"
+        refuse("method='double_ring'", "LOCAL_WORLD_SIZE, as torchrun sets it, or inner_ring_size", got, hint)
+    if len(set(sizes)) > 1:
+        expected, hint = "as many cp ranks on every host", "method='ring' works"
+        refuse("method='double_ring'", expected, ", ".join(map(str, sizes)), hint, UnsupportedError)
+    return sizes[0]

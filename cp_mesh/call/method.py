@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_mesh.call.spec import Operand, Options
+from cp_mesh.comm.contract import Transport
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Band, Mask
 from cp_mesh.geometry.schedule import Schedule, Stage, Tile, enclosing
@@ -50,6 +51,7 @@ class Method:
             `Options.keeps` asks: they take the place of q, k, v, out and lse. None or no shape: nothing does.
         swaps: whether ranks exchange heads for rows, as many as the degree: these are one rank of a schedule.
         degree_option: the name of the option that says the degree, if there is one.
+        open_transport: (plan, group) -> of one pass over some heads in which rows travel; None: one over the group.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Method:
     kept_shapes: Callable[[Tensor, Tensor, Tensor, int, int, int], list[tuple[int, ...]]] | None = None
     swaps: bool = False
     degree_option: str = ""
+    open_transport: Callable[[Plan, dist.ProcessGroup], Transport] | None = None
 
     def with_degree(self, options: Options, degree: int) -> Options:
         """Options that ask for this degree, of a method that has them."""

@@ -1,18 +1,32 @@
 """The methods: how rows move between ranks, and in which order tiles are computed. One file each."""
 
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
 from cp_mesh.call.all_gather import ALL_GATHER
-from cp_mesh.call.double_ring import DOUBLE_RING
 from cp_mesh.call.hybrid import HYBRID
 from cp_mesh.call.method import Method, Plan
 from cp_mesh.call.ring import RING
+from cp_mesh.call.ring_loop import backward_by_stages, forward_by_stages, settle
 from cp_mesh.call.spec import check_choice
 from cp_mesh.call.ulysses import ULYSSES
 
+
+def _of_hosts(name: str) -> Callable[..., Any]:
+    """A function of `cp_mesh.hosts.double_ring`, which is loaded by its first call."""
+    return lambda *given, **named: getattr(import_module("cp_mesh.hosts.double_ring"), name)(*given, **named)
+
+
+DOUBLE_RING = Method(
+    "double_ring", _of_hosts("choose_degree"), _of_hosts("make_schedule"), settle, forward_by_stages,
+    backward_by_stages, degree_option="inner_ring_size", open_transport=_of_hosts("open_transport"),
+)  # fmt: skip
 METHODS: dict[str, Method] = {method.name: method for method in (RING, ALL_GATHER, ULYSSES, HYBRID, DOUBLE_RING)}
 
 
 def choose_method(name: str) -> Method:
-    """The method of a name; for "auto" the ring, until `cp_mesh.call.choose` has chosen.
+    """The method of a name; for "auto" the ring, which every call can take.
 
     Raises:
         ArgumentError: for unknown names.

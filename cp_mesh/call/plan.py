@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_mesh.call.choose import choose, count_hosts
-from cp_mesh.call.double_ring import ranks_per_host
+from cp_mesh.call.choose import choose, ranks_by_host, ranks_of_a_host
 from cp_mesh.call.method import Plan, covers_of
 from cp_mesh.call.methods import choose_method
 from cp_mesh.call.spec import Operand, Options, Tensors, check_choice, check_scores, check_tensors, make_scores
@@ -85,9 +84,9 @@ def make_plan(
     )
     features = None if scores is None else scores.features
     if options.method == "auto" and plans.num_hosts is None:
-        plans.num_hosts = count_hosts(group)
+        plans.num_hosts = len(ranks_by_host(group))
     if options.method == "double_ring" and not options.inner_ring_size:
-        options = options._replace(inner_ring_size=ranks_per_host(dist.get_process_group_ranks(group)))
+        options = options._replace(inner_ring_size=ranks_of_a_host(group))
     plan: Plan = resolve(*shapes, contents, features, seq_len, group.size(), group.rank(), plans.num_hosts, options)
     if scores is not None:
         plan = replace(plan, scores=scores, of_call=True)

@@ -28,8 +28,7 @@ from torch import Tensor
 from cp_mesh.call.method import Method, Plan, as_one_tile
 from cp_mesh.call.spec import Operand, Options
 from cp_mesh.comm.contract import Transport
-from cp_mesh.comm.exchange import FunctionalTransport, RelayedTransport, choose_transport, make_transport
-from cp_mesh.comm.groups import parts_of
+from cp_mesh.comm.exchange import choose_transport, make_transport
 from cp_mesh.comm.packing import Packing
 from cp_mesh.errors import refuse
 from cp_mesh.geometry.layouts import Layout
@@ -288,16 +287,17 @@ def backward_of_heads(
 
 def _open_transport(plan: Plan, group: dist.ProcessGroup) -> AbstractContextManager[Transport | None]:
     """That of one pass over one chunk of heads, closed also after an exception; None where nothing travels."""
-    schedule, visits = plan.schedule, plan.schedule.route.visits
-    if not schedule.route.stages:
+    if not plan.schedule.route.stages:
         return nullcontext()  # a transport takes host time
-    outer, inner = parts_of(group, schedule.host_size) if visits else (group, group)
+    make = plan.method.open_transport or open_transport
+    return closing(make(plan, group))
+
+
+def open_transport(plan: Plan, group: dist.ProcessGroup) -> Transport:
+    """That of one pass over a group; which one is chosen by the plan's first pass, after ranks were compared."""
     if (chosen := plan.prepared.get("transport")) is None:
-        chosen = plan.prepared["transport"] = choose_transport(plan.options.transport, inner, plan.device)
-    made = make_transport(chosen, inner, schedule, plan.device, copy_together)
-    if visits:
-        made = RelayedTransport(FunctionalTransport(outer, copy_together), made, copy_together, RowSum)
-    return closing(made)
+        chosen = plan.prepared["transport"] = choose_transport(plan.options.transport, group, plan.device)
+    return make_transport(chosen, group, plan.schedule, plan.device, copy_together)
 
 
 def _by_head_chunks(tensors: Sequence[Tensor], plan: Plan) -> Iterator[tuple[tuple[int, int], tuple[Tensor, ...]]]:

@@ -7,7 +7,6 @@ import torch.distributed as dist
 
 from cp_mesh.comm.contract import Copy, Swaps, Transport
 from cp_mesh.comm.functional import FunctionalSwaps, FunctionalTransport
-from cp_mesh.comm.relayed import RelayedTransport
 from cp_mesh.comm.shards import FunctionalMoves, Moves, Shards
 from cp_mesh.comm.symmetric_memory import (
     SymmetricSwaps,
@@ -23,7 +22,6 @@ from cp_mesh.geometry.schedule import Schedule
 __all__ = [
     "TRANSPORTS",
     "FunctionalTransport",
-    "RelayedTransport",
     "choose_transport",
     "make_moves",
     "make_swaps",

@@ -1,5 +1,4 @@
 """What is asked before or beside training: proofs, explanations, predictions and warm-up.
 
-`verify` proves a configuration or a model, `explain` says what a call will do, `warm_up` compiles beforehand, and
-`calibrate` measures the numbers of `predict`.
+`verify` proves a configuration or a model, `explain` says what a call will do, and `warm_up` compiles beforehand.
 """

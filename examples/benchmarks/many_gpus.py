@@ -172,7 +172,7 @@ RUNS = {
     ),
     "calibrate": Run(
         7, "links and barriers of this machine, beside the numbers that predictions are made of",
-        "-m cp_mesh", "calibrate", 100, None, csv=False,
+        f"{BENCHMARKS}/calibrate.py", "", 100, None, csv=False,
     ),
     "functions": Run(
         8, "functions of users on 4 ranks",

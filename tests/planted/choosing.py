@@ -1,4 +1,4 @@
-"""Bugs in the choice of a method, in predicted times and memory, and in calibrate."""
+"""Bugs in the choice of a method, and in predicted times and memory."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ plant("each rank counts other ranks", "choose:choose", "one choice")(
 plant("rows are those that a rank holds", "choose:choose", "the rule")(
     lambda choose: lambda q, k, *given, seq_len, **named: choose(q, k, *given, seq_len=8 * q.shape[2], **named)
 )
-plant("hosts that nobody tells are one", "choose:count_hosts", "hosts")(
-    lambda count: with_result(count, lambda hosts: hosts or 1)
+plant("hosts that nobody tells are one", "choose:ranks_by_host", "hosts")(
+    lambda count: with_result(count, lambda hosts: hosts or [1])
 )
 plant("the hybrid is timed with all heads", "time:ulysses_costs", "times of the hybrid")(
     lambda costs: with_arguments(costs, degree=lambda _: 1)
@@ -47,15 +47,6 @@ def _(keys: Any) -> Any:
     return with_result(keys, lambda found: [each._replace(buffer=0, stages=[0] * len(each.stages)) for each in found])
 
 
-plant("calibrate takes milliseconds for seconds", "calibrate:_Clock._timed", "a clock")(
-    lambda timed: with_result(timed, lambda seconds: 1e3 * seconds)
-)
-plant("calibrate takes elements for bytes", "calibrate:_copies", "columns of calibrate")(
-    lambda copies: with_result(copies, lambda found: ([[nbytes / 4, one] for nbytes, one in found[0]], found[1]))
-)
-plant("calibrate measures each rank's own times", "calibrate:_Clock._slowest", "a clock of ranks")(
-    lambda slowest: lambda self, seconds: seconds
-)
 plant("groups within a group keep their memory", "symmetric_memory:release", "release")(
     lambda release: lambda group, within=(): release(group)
 )

@@ -425,7 +425,7 @@ def _(cross: Any) -> Any:
     return mutant
 
 
-plant("every rank is a host", "double_ring:DOUBLE_RING", "network of the double ring")(
+plant("every rank is a host", "call.methods:DOUBLE_RING", "network of the double ring")(
     lambda method: replace(method, choose_degree=lambda *_: 1)
 )
 

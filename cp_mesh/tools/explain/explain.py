@@ -130,8 +130,8 @@ def explain(
         kernel: as in `cp_mesh.attention`, but its package need not be installed here; "auto" takes one that is.
         head_chunks, method, transport: as in `cp_mesh.attention`. "auto" is symmetric memory for "cuda" on one host.
         ulysses_degree, inner_ring_size: as in `cp_mesh.attention`; of the double ring None is ``gpus_per_host``.
-        machine: what its GPUs and links can do, a `time.Machine`, a name of `time.MACHINES` or the
-            file of a table that ``python -m cp_mesh calibrate`` wrote; it says the ``device``. None: "h200" for "cuda".
+        machine: what its GPUs and links can do, a `time.Machine`, a name of `time.MACHINES` or the file
+            of a table that examples/benchmarks/calibrate.py wrote; it says the ``device``. None: "h200" for "cuda".
             With ``num_heads``, and a dtype, kernel and compute capability of which it has rates, times are predicted.
         gpus_per_host: ranks that share a host; None: as many as the machine has. Ranks 0 to n - 1 are on the first.
         captured_shards: elements of the DTensors sharded over cp that a score_mod reads (`cp_mesh.flex_attention`), of

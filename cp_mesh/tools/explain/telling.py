@@ -31,7 +31,7 @@ def head_lines(setting: Setting, found: Variant, choice: Choice | None, assumed:
     of = f"{setting.seq_len} tokens on {setting.cp_size} rank{'s' * (setting.cp_size > 1)}"
     first = f"{found.layout.spec()} layout, {of}, method {_method(found)}{chunks}, {over}"
     method = f"method auto = {choice.method}: {choice.why}" if choice else ""
-    machine = f"machine {assumed}, as none is given: machine= takes a file that calibrate wrote"
+    machine = f"machine {assumed}, as none is given: machine= takes a file of examples/benchmarks/calibrate.py"
     lines = [first, kernel, *reasons, method, machine if assumed else ""]
     return [line for text in lines for line in _wrapped(text)]
 

@@ -1,4 +1,4 @@
-"""Tables of numbers of machines (`cp_mesh.tools.explain.predict.time.Machine`) as files, which ``calibrate`` writes."""
+"""Tables of numbers of machines (`Machine`) as files, which examples/benchmarks/calibrate.py writes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read_machine(path: str | Path) -> Machine:
         return from_text(Path(path).read_text())
     except (OSError, ValueError, KeyError, TypeError) as error:
         expected = f"one of {', '.join(MACHINES)}, or the file of a table"
-        refuse("machine", expected, f"{path} ({error})", "python -m cp_mesh calibrate writes one")
+        refuse("machine", expected, f"{path} ({error})", "examples/benchmarks/calibrate.py writes one")
 
 
 def write_machine(machine: Machine, path: str | Path) -> None:

@@ -12,20 +12,17 @@ owner its own host's, then those of host after host.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from cp_mesh.comm.contract import Arrived, Copy, Transport, split_arrived
+from cp_mesh.comm.contract import Arrived, Transport, split_arrived
 from cp_mesh.comm.functional import FunctionalIncoming, FunctionalOutgoing, FunctionalTransport
 from cp_mesh.comm.packing import Packing
 from cp_mesh.geometry.schedule import Route, Stage, Visit
-
-NewSum = Callable[[Sequence[int], torch.dtype, torch.device], Any]
-"""Makes a `kernels.combine.RowSum`, which no file of this folder may import."""
+from cp_mesh.kernels.combine import RowSum, copy_together
 
 
 class RelayedTransport:
@@ -34,12 +31,10 @@ class RelayedTransport:
     Args:
         outer: between the ranks in this place on all hosts.
         inner: between the ranks of this host.
-        copy: of rows that this rank reads of its own buffer.
-        new_sum: of gradients, in the accumulation dtype.
     """
 
-    def __init__(self, outer: FunctionalTransport, inner: Transport, copy: Copy, new_sum: NewSum) -> None:
-        self.outer, self.inner, self.copy, self.new_sum = outer, inner, copy, new_sum
+    def __init__(self, outer: FunctionalTransport, inner: Transport) -> None:
+        self.outer, self.inner = outer, inner
 
     def fetch(self, tensors: Sequence[Tensor], route: Route) -> RelayedIncoming:
         return RelayedIncoming(self, tensors, route.visits)
@@ -85,7 +80,7 @@ class RelayedIncoming:
         offset, into = 0, self._packing.views(self._packing.empty(stage.num_fetched))
         for begin, end in ranges:
             places = [x[:, :, offset : offset + end - begin] for x in into]
-            self._transport.copy([(x[:, :, begin:end], place) for x, place in zip(self._rows, places, strict=True)])
+            copy_together([(x[:, :, begin:end], place) for x, place in zip(self._rows, places, strict=True)])
             offset += end - begin
         return into if ranges else None
 
@@ -107,7 +102,7 @@ class RelayedOutgoing:
         self._stages = deque([visit.own] if visit.own else [])
         self._stages += visit.route.stages
         self._sums = [
-            self._transport.new_sum((batch, heads, visit.num_rows, head_dim), packing.dtype, packing.device)
+            RowSum((batch, heads, visit.num_rows, head_dim), packing.dtype, packing.device)
             for batch, heads, head_dim in packing.shapes
         ]
 

@@ -9,38 +9,23 @@ the stages on one host, or with one rank on each.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
-from itertools import groupby
+import torch.distributed as dist
 
-from cp_mesh.call.method import Method
+from cp_mesh.call import ring_loop
+from cp_mesh.call.method import Plan
 from cp_mesh.call.ring import RING
-from cp_mesh.call.ring_loop import backward_by_stages, forward_by_stages, settle
 from cp_mesh.call.spec import Operand, Options
+from cp_mesh.comm.contract import Transport
+from cp_mesh.comm.exchange import FunctionalTransport
+from cp_mesh.comm.groups import parts_of
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Mask
-from cp_mesh.geometry.relay_plan import make_relayed_schedule
 from cp_mesh.geometry.schedule import Schedule
 from cp_mesh.geometry.survey import Seen
-
-
-def ranks_per_host(ranks: Sequence[int]) -> int:
-    """How many ranks of the cp group each host has, from LOCAL_WORLD_SIZE: ranks of a host follow one another.
-
-    Args:
-        ranks: the global ranks of the cp group, in its order.
-    """
-    told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if not told.isdecimal() or int(told) < 1:
-        got = f"LOCAL_WORLD_SIZE={told!r}" if told else "neither"
-        hint = "pass inner_ring_size, the cp ranks of a host, or method='ring'"
-        refuse("method='double_ring'", "LOCAL_WORLD_SIZE, as torchrun sets it, or inner_ring_size", got, hint)
-    sizes = [len([*of_host]) for _, of_host in groupby(rank // int(told) for rank in ranks)]
-    if len(set(sizes)) > 1:
-        expected, hint = "as many cp ranks on every host", "method='ring' works"
-        refuse("method='double_ring'", expected, ", ".join(map(str, sizes)), hint, UnsupportedError)
-    return sizes[0]
+from cp_mesh.hosts.relay_plan import make_relayed_schedule
+from cp_mesh.hosts.relayed import RelayedTransport
+from cp_mesh.kernels.combine import copy_together
 
 
 def choose_degree(options: Options, q: Operand, k: Operand, cp_size: int) -> int:
@@ -70,7 +55,9 @@ def make_schedule(
     return make_relayed_schedule(*given, degree, sources)
 
 
-DOUBLE_RING = Method(
-    "double_ring", choose_degree, make_schedule, settle, forward_by_stages, backward_by_stages,
-    degree_option="inner_ring_size",
-)  # fmt: skip
+def open_transport(plan: Plan, group: dist.ProcessGroup) -> Transport:
+    """See `Method.open_transport`."""
+    if not plan.schedule.route.visits:
+        return ring_loop.open_transport(plan, group)
+    outer, inner = parts_of(group, plan.schedule.host_size)
+    return RelayedTransport(FunctionalTransport(outer, copy_together), ring_loop.open_transport(plan, inner))

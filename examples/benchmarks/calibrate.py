@@ -1,4 +1,7 @@
-"""Calibrate: measure the numbers of a `predict.time.Machine` on the ranks of this launch, or on one device.
+"""Measure the numbers of a `predict.time.Machine` on the ranks of this launch, or the kernels of one device alone.
+
+    torchrun --nproc-per-node 8 examples/benchmarks/calibrate.py --out machine.json
+    python -m cp_mesh explain --machine machine.json ...
 
 Every number is a column of a linear model of times, fitted by least squares of relative errors: of kernels on single
 tiles, of copies, of a fetch of rows, of an exchange of heads, and of the host on short calls. Of several ranks the
@@ -8,12 +11,16 @@ was not measured (the network; links and the host on a single rank) keeps their 
 
 from __future__ import annotations
 
+import argparse
 import math
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,21 +28,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_mesh.call.function import attention
-from cp_mesh.call.methods import METHODS
-from cp_mesh.call.plan import compute_capability_of
-from cp_mesh.comm.exchange import choose_transport, make_swaps, make_transport
-from cp_mesh.comm.heads import HeadExchange, by_rank
-from cp_mesh.errors import refuse
-from cp_mesh.geometry.layouts import Contiguous, Run, ZigZag
-from cp_mesh.geometry.mask import CAUSAL, FULL, Band, Mask
-from cp_mesh.geometry.schedule import num_rows
-from cp_mesh.kernels.combine import copy_together, make_delta
-from cp_mesh.kernels.contract import KernelTile, Request, shortfalls
-from cp_mesh.kernels.merge import Kernel
-from cp_mesh.kernels.scores import Scores
-from cp_mesh.kernels.table import KERNELS
-from cp_mesh.tools.explain.predict.time import H200, HostTime, KernelRate, Machine
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # a checkout that is not installed
+
+from cp_mesh.call.function import attention  # noqa: E402
+from cp_mesh.call.methods import METHODS  # noqa: E402
+from cp_mesh.call.plan import compute_capability_of  # noqa: E402
+from cp_mesh.comm.exchange import choose_transport, make_swaps, make_transport  # noqa: E402
+from cp_mesh.comm.heads import HeadExchange, by_rank  # noqa: E402
+from cp_mesh.errors import refuse  # noqa: E402
+from cp_mesh.geometry.layouts import Contiguous, Run, ZigZag  # noqa: E402
+from cp_mesh.geometry.mask import CAUSAL, FULL, Band, Mask  # noqa: E402
+from cp_mesh.geometry.schedule import num_rows  # noqa: E402
+from cp_mesh.kernels.combine import copy_together, make_delta  # noqa: E402
+from cp_mesh.kernels.contract import KernelTile, Request, shortfalls  # noqa: E402
+from cp_mesh.kernels.merge import Kernel  # noqa: E402
+from cp_mesh.kernels.scores import Scores  # noqa: E402
+from cp_mesh.kernels.table import KERNELS  # noqa: E402
+from cp_mesh.tools.explain.predict.machines import write_machine  # noqa: E402
+from cp_mesh.tools.explain.predict.time import H200, HostTime, KernelRate, Machine  # noqa: E402
 
 ROUNDS = 5
 FITTED = ("memory_rate", "link_rate", "exchange_rate", "per_launch", "per_barrier")
@@ -70,7 +81,6 @@ def calibrate(
     device: torch.device,
     kernels: Sequence[str] = (),
     group: dist.ProcessGroup | None = None,
-    progress: Callable[[str], Any] = lambda what: None,
 ) -> Calibration:
     """Measure; every rank of the group calls it, and gets the same.
 
@@ -79,7 +89,6 @@ def calibrate(
         device: of this rank.
         kernels: names; none: those that can compute causal attention of these shapes here.
         group: None: this device alone, whose links and host are not measured.
-        progress: called with what is measured next.
     """
     clock = _Clock(device, group)
     able = [name for name, kernel in KERNELS.items() if not shortfalls(kernel.capability, _request(shapes, device))]
@@ -88,11 +97,9 @@ def calibrate(
     if not able:
         refuse("calibrate", "a kernel for causal attention", f"{shapes.dtype}, {device.type}", "dtype=bfloat16 works")
     chosen = list(kernels or [name for name in able if name != "reference"] or able)
-    progress("copies on the device")
     copies = fit(*_copies(clock, shapes), (1 / H200.memory_rate, H200.per_launch))
     rates = {}
     for name in chosen:
-        progress(f"kernel {name}")
         rates[name] = _rates(clock, shapes, KERNELS[name])
     machine = replace(
         H200,
@@ -107,13 +114,10 @@ def calibrate(
     if group is not None and group.size() > 1:
         transport = choose_transport("auto", group, device)
         machine = replace(machine, transport=transport, gpus_per_host=group.size())
-        progress("fetches from other ranks")
         per_byte, per_barrier = fit(*_fetches(clock, shapes, machine, group), (1 / H200.link_rate, H200.per_barrier))
         machine = replace(machine, link_rate=_rate(per_byte, H200.link_rate), per_barrier=per_barrier)
-        progress("exchanges between ranks")
         (per_byte,) = fit(*_exchanges(clock, shapes, machine, group), (1 / H200.exchange_rate,))
         machine = replace(machine, exchange_rate=_rate(per_byte, H200.exchange_rate))
-        progress("the host")
         forward, backward = _host(clock, shapes, chosen[0], group)
         machine = replace(machine, host_forward=forward, host_backward=backward)
         measured |= {"link_rate", "per_barrier", "exchange_rate", "host"}
@@ -412,3 +416,40 @@ _UNITS = {"TFLOP/s": 1e-12, "GB/s": 1e-9, "us": 1e6, "ns": 1e9}
 
 def _shown(x: float | None, unit: str) -> str:
     return "-" if x is None else f"{x * _UNITS[unit]:.3g}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
+    parser.add_argument(
+        "--dtype", default="bfloat16" if cuda else "float32", choices=("bfloat16", "float16", "float32")
+    )
+    parser.add_argument("--heads", default="32/8", help="query heads/kv heads of a rank")
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384], help="of a rank")
+    parser.add_argument("--kernel", nargs="+", default=[], choices=list(KERNELS))
+    parser.add_argument("--calls", type=int, default=10, help="that are timed together")
+    parser.add_argument("--out", type=Path, default=Path("machine.json"), help="the file that is written")
+    args = parser.parse_args(argv)
+    device, group = torch.device(args.device), None
+    if args.device == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    if "RANK" in os.environ:
+        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+        group = dist.group.WORLD
+    heads, kv_heads = map(int, args.heads.split("/"))
+    shapes = Shapes(sorted(args.rows), heads, kv_heads, args.head_dim, getattr(torch, args.dtype), args.calls)
+    found = calibrate(shapes, device, args.kernel, group)
+    if group is None or dist.get_rank() == 0:
+        print(table(found))
+        write_machine(found.machine, args.out)
+        print(f"MEASURED: {found.machine.name}, written to {args.out}")
+    if group is not None:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
