@@ -3,7 +3,6 @@
 import importlib
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -449,15 +448,6 @@ def test_functions_on_gpus_are_compiled(
     assert choose_kernel("auto", replace(FUNCTION, features=frozenset(features), **changed)).name == chosen
 
 
-@pytest.fixture
-def flex_asked_anew() -> Iterator[None]:
-    """What this kernel lacks is asked once a process: once more before a test, and after it."""
-    flex._lacks.cache_clear()
-    yield
-    flex._lacks.cache_clear()
-
-
-@pytest.mark.usefixtures("flex_asked_anew")  # which ends after what is patched
 @pytest.mark.parametrize(
     ("there", "words"), [(True, "the operators of flex_attention .*found"), (False, "package triton")]
 )

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -135,7 +134,6 @@ def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradient
     return dq[:, :, :num_q], dk[:, :, :num_k], dv[:, :, :num_k], grads
 
 
-@lru_cache(maxsize=1)
 def _lacks() -> str | None:
     """The operators are private to PyTorch, and so is where `programs` says what they write."""
     if find_spec("triton") is None:
