@@ -6,6 +6,12 @@ One rank, tiny tensors, the same functions below: the ways differ in what runs a
 - "register_autograd": `Library.impl` and `torch.library.register_autograd`;
 - "custom_op": `torch.library.custom_op` and its `register_autograd`.
 
+And what comes before the op, which is the first way:
+
+- "function": `cp_mesh.attention` of plain tensors;
+- "DTensors": the same of DTensors on a mesh of cp and tp;
+- "DTensor's own": a multiplication of two such DTensors, one dispatch in each pass, with nothing of cp_mesh.
+
 In each repeat every way runs once, ``--calls`` calls that follow one another, forward alone without gradients
 ("no_grad"), forward with gradients ("forward"), and forward and backward ("both"); on a GPU nothing waits for the
 device within them. Medians and least of the repeats are written to ``--csv``; results of the ways are compared first.
@@ -21,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,11 +35,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).parent)]  # a checkout not installed
 
 from report import machine  # noqa: E402
 
+from cp_mesh import attention  # noqa: E402
 from cp_mesh.call import op as ops  # noqa: E402
 from cp_mesh.call import passes  # noqa: E402
 from cp_mesh.call.spec import NUM_TENSORS, Call, Options, Tensors  # noqa: E402
@@ -91,13 +101,13 @@ def register_ways() -> dict[str, Callable[..., Any]]:
 LIBRARIES: list[torch.library.Library] = []  # whose ops are gone when they are
 
 
-def run(op: Callable[..., Any], inputs: Sequence[Tensor], arguments: tuple[Any, ...], which: str) -> list[Tensor]:
+def run(call: Callable[..., Tensor], inputs: Sequence[Tensor], dout: Tensor, which: str) -> list[Tensor]:
     """Results of one call."""
     if which == "no_grad":
         with torch.no_grad():
-            return [op(*inputs, *arguments)[0]]
-    out = op(*inputs, *arguments)[0]
-    return [out] if which == "forward" else [out, *torch.autograd.grad(out, inputs, torch.ones_like(out))]
+            return [call(*inputs)]
+    out = call(*inputs)
+    return [out] if which == "forward" else [out, *torch.autograd.grad(out, inputs, dout, allow_unused=True)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -118,10 +128,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         inputs = [x.requires_grad_() for x in inputs]
         spec = Options("zigzag", Mask().spec(), 0.125, as_inputs=True)
         arguments = Call(Tensors(), options.rows, 2, group.group_name, spec).arguments()
-        ways = register_ways()
+        ways: dict[str, tuple[Callable[..., Tensor], Sequence[Tensor], Tensor]] = {}
+        dout = torch.ones_like(inputs[0])
+        for name, op in register_ways().items():
+            ways[name] = partial(lambda op, *qkv: op(*qkv, *arguments)[0], op), inputs, dout
+        mesh = init_device_mesh(device.type, (1, 1), mesh_dim_names=("cp", "tp"))
+        cp, places = mesh["cp"], (Shard(2), Shard(1))
+        ways["function"] = partial(attention, mesh=cp, scale=0.125), inputs, dout
+        placed = [DTensor.from_local(x.detach(), mesh, places) for x in (*inputs, dout)]
+        of_dtensors = [x.requires_grad_() for x in placed[:3]]
+        ways["DTensors"] = partial(attention, mesh=cp, scale=0.125), of_dtensors, placed[3]
         for which in PASSES:
-            first, *others = (run(op, inputs, arguments, which) for op in ways.values())
-            assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True)), which
+            first, *others = (run(*way, which) for way in ways.values())
+            of_others = [[x.to_local() if isinstance(x, DTensor) else x for x in other] for other in others]
+            assert all(torch.equal(a, b) for other in of_others for a, b in zip(first, other, strict=True)), which
+        ways["DTensor's own"] = (lambda q, k, _: q * k), of_dtensors, placed[3]
         found: dict[tuple[str, str], list[float]] = {(way, which): [] for which in PASSES for way in ways}
         for _ in range(options.repeats):
             for (way, which), times in found.items():
@@ -129,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     torch.cuda.synchronize()
                 begin = time.perf_counter()
                 for _ in range(options.calls):
-                    run(ways[way], inputs, arguments, which)
+                    run(*ways[way], which)
                 times.append((time.perf_counter() - begin) / options.calls * 1e6)
         dist.destroy_process_group()
     about = machine(device, 1, options.commit) | {"rows": options.rows, "repeats": options.repeats}
