@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from checks import forget_kept
+from checks import forget_kept, forget_plans
 from inside import inner, room
 from ranks import mesh, num_collectives
 from torch import Tensor, nn
@@ -405,6 +405,29 @@ def test_check_mode_compares_how_many_compiled_backwards_there_were(pool: Any) -
     for error in pool(WORLD_SIZE).run_expecting_error(one_more):
         assert error is not None and error.type == "RankMismatchError", error
         assert "same order of calls" in error.message and "cp rank 1: backward, after " in error.message
+
+
+def one_rank_forgets(rank: int, compiled: bool) -> None:
+    """The odd rank has lost its plan before a second forward, and before its backward."""
+    call = functools.partial(attention, mesh=mesh((WORLD_SIZE,), ("cp",)))
+    call = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
+    q, k, v = (x.requires_grad_() for x in tensors().values())
+    call(q, k, v).sum().backward()
+    with mock.patch.object(first_calls, "agree") as agree:
+        for when in ("forward", "backward"):
+            if rank == ODD and when == "forward":
+                forget_plans()
+            out = call(q, k, v)
+            if rank == ODD and when == "backward":
+                forget_plans()
+            out.sum().backward()
+    agree.assert_not_called()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_plan_that_one_rank_lost_is_no_first_call(pool: Any, compiled: bool) -> None:
+    """What ranks compare goes by the kind of a call, which they know alike; plans come and go on each rank."""
+    pool(WORLD_SIZE).run(one_rank_forgets, compiled, timeout=60.0)
 
 
 def refused_words(rank: int) -> list[tuple[str, int]]:

@@ -345,6 +345,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "patience": test_faults.test_a_first_call_waits_as_long_as_its_group,
     "NaN": of(test_faults.test_nan_reaches_what_depends_on_it_and_no_more_than_on_one_rank, "ring"),
     "first calls": of(test_guard.test_batches_that_differ_between_ranks, "content", False),
+    "lost plans": of(test_agreement.test_a_plan_that_one_rank_lost_is_no_first_call, False),
     "labels of other rows": of(test_guard.test_labels_of_other_rows, True),
     "sharded twice": of(test_guard.test_what_is_sharded_twice, False),
     "positions of a root": of(test_guard.test_positions_of_a_root, False),

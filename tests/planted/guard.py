@@ -18,6 +18,20 @@ def nothing(result: Any = None) -> Any:
 
 plant("an error of a wait has no note of refusals", "agreement:note_refusals", "later refusals")(nothing())
 plant("first calls are not compared", "first_calls:is_first", "first calls")(nothing(False))
+
+
+@plant("a call whose plan is new is a first one", "first_calls:is_first", "lost plans")
+def _(is_first: Any) -> Any:
+    state_of, Plans = inner("group_state", "state_of"), inner("call.plan", "Plans")
+    seen: dict[Any, Any] = {}
+
+    def mutant(group: Any, kind: Any) -> bool:
+        plans = state_of(group, Plans)
+        return seen.setdefault(group, plans) is not plans
+
+    return mutant
+
+
 plant("labels are not compared with tokens", "rows:_unlike_tokens", "labels of other rows")(nothing())
 plant("what shard returns has no mark", "rows:marked", "sharded twice")(nothing())
 plant("positions may be left out", "sharded_model:ShardedModel._check_positions", "positions of a root")(nothing())
