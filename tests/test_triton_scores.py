@@ -126,7 +126,7 @@ def triton(tensors: list[Tensor], cover: Band | Pairs, scores: Scores) -> dict[s
     got = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
     assert len(more) == bool(scores.wanted)
     for name in scores.wanted:
-        got[name] = getattr(more[0], name)
+        got[name] = more[0][name]
         assert got[name].dtype == torch.float32 and got[name].shape == getattr(scores, name).shape
     return {name: x.cpu() for name, x in got.items()}
 
