@@ -134,6 +134,12 @@ WITHIN: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 }
 
 
+def as_on_gpus(q: Any, k: Any, tensors: Any, scored: bool, seq_len: int, cp_size: int, _: int, options: Any) -> Any:
+    """What the rule says of GPUs; of CPUs nobody counts hosts."""
+    hosts = len(ranks_by_host(range(cp_size)))
+    return choose(q._replace(device=GPU, dtype=torch.bfloat16), k, tensors, scored, seq_len, cp_size, hosts, options)
+
+
 def call(
     rank: int, options: dict[str, Any], heads: str, on_gpu: bool = True, within: str = ""
 ) -> tuple[str, list[torch.Tensor]]:
@@ -144,14 +150,11 @@ def call(
     """
     forget_plans()
     made: list[Any] = []
-    real, rule = plan.make_plan, choose
+    real = plan.make_plan
 
     def make_plan(*given: Any) -> Any:
         made.append(real(*given))
         return made[-1]
-
-    def as_on_gpus(q: Any, k: Any, *given: Any) -> Any:
-        return rule(q._replace(device=GPU, dtype=torch.bfloat16), k, *given)
 
     torch.manual_seed(0)
     size = torch.distributed.get_world_size()
@@ -160,7 +163,7 @@ def call(
     with (
         mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(size)),
         mock.patch(f"{path_of('choose')}.LEAST_RANKS", 4),
-        mock.patch(f"{path_of('call.plan')}.choose", as_on_gpus if on_gpu else rule),
+        mock.patch(f"{path_of('call.plan')}.choose", as_on_gpus if on_gpu else choose),
         mock.patch(f"{path_of('passes')}.make_plan", make_plan),
     ):
         attend = WITHIN[within](partial(attention, mesh=mesh((size,), ("cp",)), **options))
@@ -195,15 +198,11 @@ def test_what_is_not_chosen_for(pool: Any) -> None:
 
 def with_unequal_hosts(rank: int) -> None:
     """As on a host of two ranks and one of four, whose ranks count one host."""
-    rule = choose
     q = torch.randn(1, 4, 6, 8)
     with (
         mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2" if rank < 2 else "4"),
         mock.patch(f"{path_of('choose')}.LEAST_RANKS", 4),
-        mock.patch(
-            f"{path_of('call.plan')}.choose",
-            lambda q, *given: rule(q._replace(device=GPU, dtype=torch.bfloat16), *given),
-        ),
+        mock.patch(f"{path_of('call.plan')}.choose", as_on_gpus),
     ):
         attention(q, q, q, mesh=torch.distributed.new_group())
 

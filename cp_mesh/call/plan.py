@@ -79,7 +79,7 @@ def make_plan(
     shapes = Operand.of(q), Operand.of(k), Operand.of(v)
     features = None if scores is None else scores.features
     if options.method == "auto":
-        hosts = len(ranks_by_host(dist.get_process_group_ranks(group)))
+        hosts = len(ranks_by_host(dist.get_process_group_ranks(group))) if q.device.type == "cuda" else 0
         scored = bool(options.softcap or features)
         choice = choose(*shapes[:2], tensors, scored, seq_len, group.size(), hosts, options)
         options = options._replace(method=choice.method)

@@ -22,7 +22,7 @@ from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.geometry.schedule import Schedule
 from cp_mesh.geometry.survey import Seen
-from cp_mesh.hosts.relay_plan import make_relayed_schedule
+from cp_mesh.hosts.relay_plan import RelayedRoute, make_relayed_schedule
 from cp_mesh.hosts.relayed import RelayedTransport
 from cp_mesh.kernels.combine import copy_together
 
@@ -56,9 +56,9 @@ def make_schedule(
 
 def open_transport(plan: Plan, group: dist.ProcessGroup) -> Transport:
     """See `Method.open_transport`."""
-    schedule, name = plan.schedule, plan.options.transport
-    if not schedule.route.visits:
+    schedule, name, route = plan.schedule, plan.options.transport, plan.schedule.route
+    if not isinstance(route, RelayedRoute):
         return make_transport(name, group, schedule, plan.device, copy_together)
-    outer, inner = parts_of(group, schedule.host_size)
+    outer, inner = parts_of(group, route.host_size)
     within = make_transport(name, inner, schedule, plan.device, copy_together)
     return RelayedTransport(FunctionalTransport(outer, copy_together), within)
