@@ -93,6 +93,25 @@ def test_hosts_are_counted(told: str, ranks: Any, hosts: list[int]) -> None:
         assert ranks_by_host(ranks) == hosts
 
 
+def test_a_trace_can_ask() -> None:
+    """In one graph, of which other lengths take another one where they cross a bound, and there alone."""
+    graphs: list[Any] = []
+
+    def method(q: torch.Tensor) -> torch.Tensor:
+        operand = Operand(q.shape, torch.bfloat16, GPU)
+        hosts, rows = len(ranks_by_host(range(8))), q.shape[2]
+        asked = Options("zigzag", Mask().spec(), 1.0)
+        taken = choose(operand, operand, Tensors(), False, 8 * rows, 8, hosts, asked).method
+        return q + ("ring", "all_gather", "ulysses").index(taken)
+
+    compiled = torch.compile(
+        method, fullgraph=True, dynamic=True, backend=lambda graph, _: graphs.append(graph) or graph.forward
+    )
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="8"):
+        for rows, want, count in ((100, 2, 1), (4096, 2, 1), (9000, 0, 2), (10000, 0, 2), (200, 2, 2)):
+            assert float(compiled(torch.zeros(1, 32, rows, 1)).max()) == want and len(graphs) == count, rows
+
+
 def test_explain_says_the_same() -> None:
     """And why."""
     on_gpu = {"device": "cuda", "dtype": torch.bfloat16, "kernel": "fa4"}
