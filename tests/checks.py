@@ -102,8 +102,8 @@ def band_tile(band: Band, num_q: int, num_k: int) -> Tile:
 
 def forget_plans() -> None:
     """Nothing is kept of earlier calls, so that what a test patches is asked again."""
-    for known in (plan._resolve_once, plan._resolve_few, geometry._geometry):
-        known.cache_clear()
+    forget_kept(plan.Plans)
+    geometry._geometry.cache_clear()
 
 
 def forget_kept(*kinds: type) -> None:

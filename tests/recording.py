@@ -8,6 +8,7 @@ wait is an error at the wait.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -118,7 +119,9 @@ class _Group(dist.ProcessGroup):
         return "recording"
 
     def alltoall_base(self, received: Tensor, sent: Tensor, origin: list[int], to: list[int], options: Any) -> _Work:
-        entry = Sent(list(to), list(origin), sent.element_size(), dist.get_process_group_ranks(self.group))
+        row = math.prod(sent.shape[1:])  # elements; splits count rows
+        numbers = [n * row for n in to], [n * row for n in origin]
+        entry = Sent(*numbers, sent.element_size(), dist.get_process_group_ranks(self.group))
         self.recording.sent.append(entry)
         self.recording.events.append(Event.of("start", entry.ranks))
         arrived = torch.zeros_like(received)

@@ -119,7 +119,7 @@ def allocating_alone() -> Iterator[None]:
     with (
         mock.patch.dict(KERNELS, stand_in=STAND_IN),
         mock.patch.dict(sys.modules, {path_of("combine_triton"): module}),
-        mock.patch.object(combine, "_fused", lambda *_: True),
+        mock.patch.object(combine, "fused", lambda *_: True),
     ):
         yield
 

@@ -59,7 +59,7 @@ def play_ring(
             METHODS["ring"],
             StageSettings(1, q.dtype),
         )
-        fetched = [(rows[rank], plan.local_tiles)]
+        fetched = [(rows[rank], plan.tiles(None))]
         for stage in schedule.route.stages:
             if stage.fetch:
                 index = [rows[source][begin:end] for source, ranges in stage.fetch for begin, end in ranges]

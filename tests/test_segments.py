@@ -342,13 +342,16 @@ class Group:
         return 1
 
 
+GROUP = Group()  # its plans are kept
+
+
 def planned(documents: Tensor, spec: str = "1,,,0,") -> plan.Plan:
     return planned_with(24, "zigzag", spec, documents=documents)
 
 
 def planned_with(seq_len: int, layout: str = "zigzag", spec: str = "1,,,0,", **tensors: Tensor) -> plan.Plan:
     q, k, v, _ = make_qkv(1, 2, 2, seq_len // 2, 8)
-    return plan.make_plan(q, k, v, plan.Tensors(**tensors), seq_len, Group(), Options(layout, spec, 1.0))
+    return plan.make_plan(q, k, v, plan.Tensors(**tensors), seq_len, GROUP, Options(layout, spec, 1.0))
 
 
 def test_a_mask_is_planned_once():
@@ -469,11 +472,11 @@ def test_each_stream_has_its_own_tables(monkeypatch: pytest.MonkeyPatch) -> None
     """Memory of the device belongs to a stream; a graph's own memory to that graph, so a capture is refused."""
     ids = ids_of([3, 17, 4])
     first, again = planned(ids), planned(ids)
-    assert first.local_tiles is again.local_tiles
+    assert first.tiles(None) is again.tiles(None)
     monkeypatch.setattr(contract, "stream_of", lambda device: 9)
-    other = planned(ids).local_tiles
+    other = planned(ids).tiles(None)
     monkeypatch.setattr(contract, "stream_of", lambda device: 0)
-    ours = planned(ids).local_tiles
+    ours = planned(ids).tiles(None)
     assert all(a.cover is not b.cover for a, b in zip(ours, other, strict=True)) and len(ours)
     monkeypatch.setattr(contract, "stream_of", lambda device: None)
     with pytest.raises(cp_mesh.UnsupportedError, match="capture"):

@@ -148,7 +148,9 @@ def remembering(path: Path) -> set[str]:
         if names & {"lru_cache", "cache"}:
             found.add(node.name)  # type: ignore[attr-defined]
         elif isinstance(node, ast.Assign) and re.search(r"\b(lru_)?cache\(", ast.unparse(node.value)):
-            found |= {name.id for name in ast.walk(node.targets[0]) if isinstance(name, ast.Name)}
+            parts = [*ast.walk(node.targets[0])]
+            found |= {x.id for x in parts if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
+            found |= {x.attr for x in parts if isinstance(x, ast.Attribute)}
     return found
 
 

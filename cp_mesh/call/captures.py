@@ -129,8 +129,6 @@ def told(x: Tensor, cuts: Cuts = ()) -> str:
 
 def check_rows(plan: Plan, call: Call) -> None:
     """Refuse shards that are not this rank's rows."""
-    if not call.options.captured_cuts:
-        return
     rank = call.group.rank()
     expected = plan.layout.shard_len(plan.seq_len, call.group.size(), rank)
     for i, cuts in cuts_of(call.options.captured_cuts).items():
@@ -142,8 +140,6 @@ def check_rows(plan: Plan, call: Call) -> None:
 
 def with_whole(plan: Plan, call: Call) -> Plan:
     """The plan whose scores read whole tensors: a collective for each cut, of the tensor as it was given."""
-    if not call.options.captured_cuts:
-        return plan
     read = [*plan.scores.captured]
     for i, cuts in cuts_of(call.options.captured_cuts).items():
         whole = call.captured[i]
@@ -157,8 +153,6 @@ def with_whole(plan: Plan, call: Call) -> Plan:
 def to_shards(gradients: Mapping[str, Tensor], plan: Plan, call: Call) -> dict[str, Tensor]:
     """Gradients by name; those of captured tensors that are cut are summed over ranks, and this rank's shards."""
     found = dict(gradients)
-    if not call.options.captured_cuts:
-        return found
     for i, cuts in cuts_of(call.options.captured_cuts).items():
         if (grad := found.get(name_of_captured(i))) is None:
             continue

@@ -27,7 +27,9 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from cp_mesh.call.spec import Operand, Options, Tensors
+import torch.distributed as dist
+
+from cp_mesh.call.spec import Operand, Options
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.mask import parse_mask
 
@@ -45,13 +47,21 @@ class Choice(NamedTuple):
 
 
 def choose(
-    q: Operand, k: Operand, tensors: Tensors, scored: bool, seq_len: int, cp_size: int, num_hosts: int, options: Options
+    q: Operand,
+    k: Operand,
+    tensors: Sequence[object],
+    scored: bool,
+    seq_len: int,
+    cp_size: int,
+    num_hosts: int,
+    options: Options,
 ) -> Choice:
     """The method for a call; nothing that only one rank knows may change it.
 
     Args:
         q, k: [B, H, any, D] on a rank; of their rows nothing is read, as shards may be unequal.
-        tensors, seq_len, options: of the call; of the tensors it counts which there are.
+        tensors: those of the mask and the layout; only which there are counts.
+        seq_len, options: of the call.
         scored: whether the scores are anything but scaled products.
         cp_size: number of ranks.
         num_hosts: that they are on; 0 if nobody knows.
@@ -76,8 +86,8 @@ def choose(
     return Choice(DEFAULT, f"more than {FEW_ROWS} rows a rank")
 
 
-def ranks_by_host(ranks: Sequence[int]) -> list[int]:
-    """How many of these global ranks each host has, by LOCAL_WORLD_SIZE, which torchrun sets; none if it is not set.
+def ranks_by_host(group: dist.ProcessGroup) -> list[int]:
+    """How many ranks of a group each host has, by LOCAL_WORLD_SIZE, which torchrun sets; none if it is not set.
 
     Ranks of a host follow one another. Where hosts have unequally many, these may count differently: the first call of
     a kind compares what each rank makes of it.
@@ -85,12 +95,13 @@ def ranks_by_host(ranks: Sequence[int]) -> list[int]:
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
     if not told.isdecimal() or int(told) < 1:
         return []
+    ranks = dist.get_process_group_ranks(group)
     return [len([*of_host]) for _, of_host in groupby(rank // int(told) for rank in ranks)]
 
 
-def ranks_of_a_host(ranks: Sequence[int]) -> int:
+def ranks_of_a_host(group: dist.ProcessGroup) -> int:
     """The same where it is one number, which the double ring needs."""
-    sizes, told = ranks_by_host(ranks), os.environ.get("LOCAL_WORLD_SIZE", "")
+    sizes, told = ranks_by_host(group), os.environ.get("LOCAL_WORLD_SIZE", "")
     if not sizes:
         got = f"LOCAL_WORLD_SIZE={told!r}" if told else "neither"
         hint = "pass inner_ring_size, the cp ranks of a host, or method='ring'"

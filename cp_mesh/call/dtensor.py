@@ -8,7 +8,7 @@ and what wraps plain tensors read it there.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -52,20 +52,20 @@ def find_cp_axis(
     qkv: tuple[Tensor, Tensor, Tensor], mesh: DeviceMesh | dist.ProcessGroup | None, seq_dim: int | None
 ) -> CPAxis:
     """The cp axis and the sequence dim, from the placements of dense tensors or from the arguments."""
+    check_dense(query=qkv[0], key=qkv[1], value=qkv[2])
     for name, x in zip(("query", "key", "value"), qkv, strict=True):
-        check_dense(name, x)
         if x.is_meta:
             hint = "give its module memory, to_empty(device=...), or run it under FakeTensorMode for shapes alone"
             refuse(name, "a tensor with content", "one on meta", hint)
     if not (mesh is None or isinstance(mesh, DeviceMesh) or isinstance(mesh, dist.ProcessGroup)):  # noqa: SIM101 - for Dynamo
         refuse("mesh", f"{ONE_AXIS}, or its ProcessGroup", type(mesh).__name__, 'pass mesh["cp"]')
-    if isinstance(mesh, DeviceMesh) and not is_cp_axis(mesh):
+    if isinstance(mesh, DeviceMesh) and mesh.ndim != 1 and not is_cp_axis(mesh):
         got = f"{mesh.ndim} axes, {mesh.mesh_dim_names}"
         refuse("mesh", f"{ONE_AXIS}, or {TWO_AXES}", got, 'pass one axis, mesh["cp"]', UnsupportedError)
     if seq_dim is not None and (type(seq_dim) is not int or seq_dim not in FORMATS):
         known = "2 [B, H, S, D], 1 [B, S, H, D] or 0 [T, H, D]"
         refuse("seq_dim", known, seq_dim, "seq_dim=2 is SDPA's format")
-    query, num = qkv[0], sum(isinstance(x, DTensor) for x in qkv)
+    query, num = qkv[0], [*map(isinstance, qkv, repeat(DTensor))].count(True)
     if num not in (0, 3):
         hint = "wrap the others with DTensor.from_local, or unwrap with to_local()"
         refuse("q, k, v", "all DTensors or all local tensors", ", ".join(type(x).__name__ for x in qkv), hint)
@@ -101,7 +101,9 @@ def find_cp_axis(
 
 
 def _group_of(mesh: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
-    return flat(mesh).get_group() if isinstance(mesh, DeviceMesh) else mesh
+    if not isinstance(mesh, DeviceMesh):
+        return mesh
+    return (mesh if mesh.ndim == 1 else flat(mesh)).get_group()
 
 
 def cp_axes_of(query: DTensor, mesh: DeviceMesh | dist.ProcessGroup | None, seq_dim: int | None) -> list[int]:
@@ -220,7 +222,7 @@ def check_score_placements(scores: Mapping[str, Any], query: Tensor, form: Forma
     """Refuse what is no tensor, and what does not lie where query does."""
     for name, x in scores.items():
         if name in GRADED and x is not None:
-            check_dense(name, x)
+            check_dense(**{name: x})
         if not isinstance(x, DTensor):
             if isinstance(query, DTensor) and name not in _WHOLE and isinstance(x, Tensor) and x.device != query.device:
                 refuse(name, f"a tensor on {query.device}", x.device, "move it there")  # else it would be moved

@@ -23,30 +23,25 @@ class Format:
     dims: dict[str, int]
     lse_dims: dict[str, int]
 
-    @property
-    def is_packed(self) -> bool:
-        """Whether documents lie one after the other in place of a batch."""
-        return "batch" not in self.dims
-
     def to_bhsd(self, x: Tensor) -> Tensor:
         """q, k, v or out as [B, H, S, D]: itself, or a view."""
-        if self.is_packed:
+        if "batch" not in self.dims:  # packed
             return x.transpose(0, 1)[None]
         return x if self.dims["heads"] == 1 else x.transpose(1, 2)
 
     def from_bhsd(self, x: Tensor) -> Tensor:
         """Back from [B, H, S, D]: itself, or a view."""
-        if self.is_packed:
+        if "batch" not in self.dims:  # packed
             return x[0].transpose(0, 1)
         return x if self.dims["heads"] == 1 else x.transpose(1, 2)
 
     def lse_to_bhs(self, lse: Tensor) -> Tensor:
         """A [B, H, S] view of lse."""
-        return lse[None] if self.is_packed else lse
+        return lse if "batch" in self.dims else lse[None]
 
     def lse_from_bhs(self, lse: Tensor) -> Tensor:
         """Back from [B, H, S]."""
-        return lse[0] if self.is_packed else lse
+        return lse if "batch" in self.dims else lse[0]
 
     def part(self, placement: Placement) -> str:
         """What a mesh axis with this placement shards of q: a part, or "whole" for none."""

@@ -43,6 +43,7 @@ from cp_mesh.sequence.rows import Rows, check_marks
 
 _ANY_MASK = Mask()
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
+_WITH_DEGREE = ("hybrid", "double_ring")
 _COUNTS = ("seq_dim", "seq_len", "ulysses_degree", "inner_ring_size", "head_chunks")
 _FACTORS = ("scale", "softcap", "dropout_p")
 _PLAIN = {int, float, type(None)}
@@ -217,7 +218,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor | 
         asked = as_numbers(asked)
         axis = find_cp_axis((query, key, value), asked.mesh, asked.seq_dim)
         group = axis.group
-        asked = with_degree(asked)
+        if asked.method in _WITH_DEGREE:
+            asked = with_degree(asked)
         query, key, value = autocast(query, key, value)
         call = _make_call(query, key, value, axis, asked)
     except Exception as error:
@@ -261,9 +263,7 @@ def _number(x: Any) -> Any:
 def with_degree(asked: Asked) -> Asked:
     """The same with the size of inner groups that a mesh of two axes says."""
     is_hybrid = asked.method == "hybrid"
-    if not (is_hybrid or asked.method == "double_ring"):
-        return asked
-    if not isinstance(asked.mesh, DeviceMesh) or asked.mesh.ndim == 1:
+    if asked.method not in _WITH_DEGREE or not isinstance(asked.mesh, DeviceMesh) or asked.mesh.ndim == 1:
         return asked
     name, given = ("ulysses_degree", asked.ulysses_degree) if is_hybrid else ("inner_ring_size", asked.inner_ring_size)
     inner = asked.mesh.size(1)
@@ -292,10 +292,13 @@ def _make_call(query: Tensor, key: Tensor, value: Tensor, axis: CPAxis, asked: A
         seq_len = length
     elif seq_len is None:
         seq_len = length * axis.size
-    given = {name: x for name, x in zip(Tensors._fields, tensors, strict=True) if x is not None}
-    check_score_placements(given, query, form)
-    captured, cuts = place_captured(asked.captured, query, axis, seq_len)
-    options = options._replace(captured_cuts=cuts) if cuts else options
+    if tensors.are_there():
+        given = {name: x for name, x in zip(Tensors._fields, tensors, strict=True) if x is not None}
+        check_score_placements(given, query, form)
+    captured: tuple[Tensor, ...] = ()
+    if asked.captured:
+        captured, cuts = place_captured(asked.captured, query, axis, seq_len)
+        options = options._replace(captured_cuts=cuts)
     if asked.sources is not None:
         options = options._replace(sources=asked.sources(axis.group.group_name, layout, seq_len))
     call = Call(tensors, seq_len, axis.seq_dim, axis.group.group_name, options, captured)
@@ -308,12 +311,10 @@ def _make_call(query: Tensor, key: Tensor, value: Tensor, axis: CPAxis, asked: A
 
 def make_options(query: Tensor, key: Tensor, value: Tensor, asked: Asked, form: Format) -> Options:
     """What the op is told; refuses what is wrong by itself. Layers that ask alike share it: checks take host time."""
-    graded = (query, key, value, *(getattr(asked, name) for name in ADDED), *asked.captured)
-    beside = (
-        not isinstance(query, DTensor),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in graded),
-    )
+    graded, added = False, [getattr(asked, name) for name in ADDED]
+    for x in (query, key, value, *added, *asked.captured) if torch.is_grad_enabled() else ():
+        graded = graded or (isinstance(x, Tensor) and x.requires_grad)
+    beside = not isinstance(query, DTensor), torch.are_deterministic_algorithms_enabled(), graded
     drops = asked.dropout_seed is not None or type(asked.dropout_p) not in (int, float) or asked.dropout_p != 0
     known = type(asked.mask) is Mask and isinstance(asked.layout, Layout)  # others are refused by name
     if known and not drops and not torch.compiler.is_compiling():
@@ -322,14 +323,15 @@ def make_options(query: Tensor, key: Tensor, value: Tensor, asked: Asked, form: 
             sources=None,
         )  # fmt: skip
         with suppress(TypeError):  # of something without a hash, which is refused by name
-            return _of_these_heads(_resolve_once(asked.layout.spec(), asked.mask.spec(), *beside, *named), query, form)
-    return _of_these_heads(_resolve(*beside, *asked), query, form)
+            options = _resolve_once(asked.layout.spec(), asked.mask.spec(), *beside, *named)
+            return _of_these_heads(options, query, form) if options.score_mod or options.mask_mod else options
+    options = _resolve(*beside, *asked)
+    counts = options.dropout_p or options.score_mod or options.mask_mod
+    return _of_these_heads(options, query, form) if counts else options
 
 
 def _of_these_heads(options: Options, query: Tensor, form: Format) -> Options:
-    """The same with the first head and batch row of this rank, where scores depend on them."""
-    if not (options.dropout_p or options.score_mod or options.mask_mod):
-        return options
+    """The same with the first head and batch row of this rank, on which scores depend."""
     heads, rows = (first_index(query, form.dims.get(name)) for name in ("heads", "batch"))
     return options._replace(first_head=options.first_head + heads, first_batch=options.first_batch + rows)
 
@@ -374,7 +376,10 @@ def _plan_fakes(every: Sequence[Tensor | None], call: Call, group: dist.ProcessG
     if isinstance(every[0], DTensor):
         with torch.no_grad():
             every = [x.to_local() if isinstance(x, DTensor) else x for x in every]
-    if not any(isinstance(x, FakeTensor) or x.is_meta for x in every if x is not None):
+    for x in every:
+        if x is not None and (isinstance(x, FakeTensor) or x.is_meta):
+            break
+    else:
         return
     tensors = Tensors(*every[3:])
     if any(isinstance(x, FakeTensor) for x in tensors[:3]):  # no content to plan by
@@ -478,7 +483,7 @@ def _is_count(x: object) -> bool:
 
 
 def _is_name(x: object) -> bool:
-    return isinstance(x, str) and "|" not in x  # which parts the options in the op's string
+    return isinstance(x, str)
 
 
 def _is_int(x: object) -> bool:

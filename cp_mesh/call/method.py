@@ -7,7 +7,7 @@ masks, layouts, scores and kernels in every method.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -82,6 +82,9 @@ class Plan:
     Attributes:
         method: how rows move and in which order tiles are computed.
         settings: what the method decided for this call, see its file.
+        kind: what it has in common with the calls of which the first alone is compared; the same on all ranks.
+        has_tensors: whether there are any beside q, k and v.
+        of_call: whether its scores hold tensors of one call, so that no other may have it.
         prepared: tiles as kernels are given them, and what of masks and positions is on the device, by CUDA stream;
             shared by the plans of equal calls, so that it comes to the device once a batch and not once a layer.
     """
@@ -96,16 +99,24 @@ class Plan:
     device: torch.device
     method: Method
     settings: Any
+    kind: tuple[Any, ...] = ()
+    has_tensors: bool = False
+    of_call: bool = False
     prepared: dict[Any, Any] = field(default_factory=dict)
 
-    @property
-    def local_tiles(self) -> list[KernelTile]:
-        """Tiles of this rank's queries against its own keys."""
-        return self._kernel_tiles(self.schedule.local_tiles, None)
-
-    def tiles(self, stage: Stage) -> list[KernelTile]:
-        """Tiles of this rank's queries against the keys fetched in a stage."""
-        return self._kernel_tiles(stage.tiles, stage)
+    def tiles(self, stage: Stage | None) -> list[KernelTile]:
+        """Tiles of this rank's queries against the keys fetched in a stage; None: against its own keys."""
+        stream = stream_of(self.device) if self.reads_tensors else 0
+        key = "tiles", id(stage), stream
+        if stream is None or key not in self.prepared:
+            tiles = self.schedule.local_tiles if stage is None else stage.tiles
+            given = enclosing(tiles) if as_one_tile(self.kernel, self.schedule, self.scores.features) else tiles
+            found = [KernelTile(tile.q, tile.k, self._cover(tile, stage, stream)) for tile in given]
+            if stream is None:
+                return found
+            self.prepared[key] = stage, found  # the stage too: its id may be another's once it is gone
+        of_stage: list[KernelTile] = self.prepared[key][1]
+        return of_stage
 
     @cached_property
     def reads_tensors(self) -> bool:
@@ -116,16 +127,6 @@ class Plan:
     def copies_in_capture(self) -> bool:
         """Whether tensors would be copied to the device while a CUDA graph is captured, which cannot be."""
         return self.reads_tensors and stream_of(self.device) is None
-
-    def _kernel_tiles(self, tiles: Sequence[Tile], stage: Stage | None) -> list[KernelTile]:
-        stream = stream_of(self.device) if self.reads_tensors else 0
-
-        def make() -> tuple[Sequence[Tile], list[KernelTile]]:
-            given = enclosing(tiles) if as_one_tile(self.kernel, self.schedule, self.scores.features) else tiles
-            # keep a reference: the key is id(tiles), which Python may give to others once these are gone
-            return tiles, [KernelTile(tile.q, tile.k, self._cover(tile, stage, stream)) for tile in given]
-
-        return self.prepare(("tiles", id(tiles)), stream, make)[1]
 
     def _cover(self, tile: Tile, stage: Stage | None, stream: int | None) -> Band | Pairs | Segments:
         if isinstance(tile.cover, Band) and not self.scores.needs_positions:

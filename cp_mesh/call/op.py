@@ -13,9 +13,11 @@ checkpointing and compiled code see them. Of the tensors of the scores, and of t
 the backward returns gradients too: this rank's share of a sum over ranks, and empty where they are not wanted.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import lru_cache, partial, reduce
+from itertools import compress
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ from cp_mesh._torch import (
     OpOverload,
     allows_plain,
     below_autograd,
+    forward_level,
     in_transform,
     resolve_group,
     untraced,
@@ -68,15 +71,17 @@ attention_backward_op = torch.ops.cp_mesh.attention_backward.default
 
 
 @lru_cache(maxsize=1)
-def _passes() -> dict[Any, Callable[..., tuple[Tensor, ...]]]:
+def _passes() -> ModuleType:
     """What the ops compute. Loaded by their first call: graphs that name the ops need no plan, method or kernel."""
-    from cp_mesh.call.passes import backward, forward
+    from cp_mesh.call import passes
 
-    return {attention_op: forward, attention_backward_op: backward}
+    return passes
 
 
 def _compute(op: OpOverload, *inputs: Any) -> tuple[Tensor, ...]:
-    return _passes()[op](*inputs)
+    compute = _passes().forward if op is attention_op else _passes().backward
+    results: tuple[Tensor, ...] = compute(*inputs)
+    return results
 
 
 for _op in (attention_op, attention_backward_op):
@@ -131,15 +136,22 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, keys, *given):  # type: ignore[no-untyped-def]
         inputs, captured = given[: 3 + NUM_ARGUMENTS], given[3 + NUM_ARGUMENTS :]
-        out, lse, kept, *of_heads = _below_autograd(attention_op, keys, inputs)
+        keys, ctx.plan = keys & KEYS_BELOW_AUTOGRAD, None
+        if keys.highestPriorityTypeId() in _DEVICES:  # nobody sees the op: its backward may have the plan
+            with below_autograd():
+                (out, lse, kept, *of_heads), ctx.plan = _passes().forward_and_plan(*inputs)
+        else:
+            out, lse, kept, *of_heads = _below_autograd(attention_op, keys, inputs)
         qkv, tensors, ctx.others = inputs[:3], inputs[3 : 3 + NUM_TENSORS], inputs[4 + NUM_TENSORS :]
         call = Call.read(inputs[3:])
-        ctx.functions = [functions.find(getattr(call.options, name)) for name in FUNCTIONS]  # kept alive
+        ctx.score_mod = ctx.mask_mod = None
+        if call.options.score_mod or call.options.mask_mod:  # they are kept alive
+            ctx.score_mod, ctx.mask_mod = (functions.find(getattr(call.options, name)) for name in FUNCTIONS)
         # most kernels take no gradient of lse, and none must be dropped silently
         ctx.mark_non_differentiable(*(() if call.options.differentiable_lse else (lse,)), kept, *of_heads)
         ctx.has_kept, ctx.shape = kept.ndim > 1, out.shape
-        group = call.group
-        ctx.forward, ctx.checked = last_forward(group), checking(group)
+        group = resolve_group(call.group_name)
+        ctx.forward = last_forward(group) if checking(group) else None
         if ctx.has_kept:
             ctx.save_for_backward(*(_without_rows(x, call.seq_dim) for x in qkv), *tensors, *of_heads, kept, *captured)
         else:
@@ -153,35 +165,37 @@ class _Attention(torch.autograd.Function):
         q, k, v, *tensors, out, lse, kept = saved[: 6 + NUM_TENSORS]
         captured = saved[6 + NUM_TENSORS :]
         needed, of_captured = ctx.needs_input_grad[4 : 4 + NUM_TENSORS], ctx.needs_input_grad[4 + NUM_ARGUMENTS :]
-        wanted = [name for name, need in zip(Tensors._fields, needed, strict=True) if need]
-        score_mod, _ = ctx.functions  # what a mask reads has no gradient
-        read = [i for i, need in enumerate(of_captured) if need and score_mod and i < score_mod.num_captured]
+        wanted = [*compress(Tensors._fields, needed)]
+        num_read = ctx.score_mod.num_captured if ctx.score_mod else 0  # what a mask reads has no gradient
+        read = [*compress(range(num_read), of_captured)]
         # Without any gradient too: on the other ranks there may be some, which wait for this one in the ring.
         if kept is None:
             dout = torch.zeros_like(out) if dout is None else _placed_like(dout, out)
-            dlse = None if dlse is None else _placed_like(dlse, lse)
+            dlse = dlse if dlse is None else _placed_like(dlse, lse)
         elif dout is None:
             dout = q.new_zeros(ctx.shape)
         names = ",".join([*wanted, *map(name_of_captured, read)])
         given = (dout, q, k, v, out, lse, dlse, kept, *tensors, [*captured], *ctx.others, names)
         group = resolve_group(ctx.others[2])
-        with backward_of(ctx.forward) if ctx.checked or checking(group) else nullcontext():
-            dq, dk, dv, *grads, flat = _call_backward(given)
+        with backward_of(ctx.forward) if ctx.forward or checking(group) else nullcontext():
+            dq, dk, dv, *grads, flat = _call_backward(given, ctx.plan)
         named, of_tensors = dict(zip(GRADED, grads, strict=True)), dict.fromkeys(Tensors._fields)
         for name in wanted:  # of a plain tensor beside DTensors: this rank's share
             plain = isinstance(q, DTensor) and not isinstance(getattr(Tensors(*tensors), name), DTensor)
             of_tensors[name] = named[name].to_local() if plain else named[name]
-        parts = iter(flat.split([captured[i].numel() for i in read])) if read else iter(())
-        shares = [next(parts).view_as(x).to(x.dtype) if i in read else None for i, x in enumerate(captured)]
+        shares = [None] * len(captured)
+        for i, x in zip(read, flat.split([captured[i].numel() for i in read]) if read else (), strict=True):
+            shares[i] = x.view_as(captured[i]).to(captured[i].dtype)
         return None, dq, dk, dv, *of_tensors.values(), None, *[None] * len(ctx.others), *shares
 
 
-def _call_backward(given: Sequence[Any]) -> tuple[Tensor, ...]:
+def _call_backward(given: Sequence[Any], plan: Any) -> tuple[Tensor, ...]:
     """`attention_backward_op`; where nothing would see the call, past PyTorch's dispatcher, which takes host time."""
     if is_seen((*given, *given[8 + NUM_TENSORS])):
         return attention_backward_op(*given)
     with below_autograd():
-        return _passes()[attention_backward_op](*given)
+        results: tuple[Tensor, ...] = _passes().backward(*given, plan=plan)
+        return results
 
 
 class _Gradients(torch.autograd.Function):
@@ -201,7 +215,7 @@ def _below_autograd(op: OpOverload, keys: DispatchKeySet, inputs: Sequence[Any])
     # Views that are made inside are nobody's: a result that is one can be written in place.
     with below_autograd():
         if keys.highestPriorityTypeId() in _DEVICES:  # no DTensor, no mode: nothing is asked but the function below
-            return _passes()[op](*inputs)
+            return _compute(op, *inputs)
         if isinstance(inputs[0], DTensor):
             return _dispatch_dtensors(op, keys, inputs)
         return op.redispatch(keys, *inputs)
@@ -224,10 +238,12 @@ def _dispatch_dtensors(op: OpOverload, keys: DispatchKeySet, inputs: Sequence[An
 
 
 def _with_autograd(op: OpOverload, graph: Any, keys: DispatchKeySet, *inputs: Any) -> Any:
-    captured = next(x for x in inputs if isinstance(x, list | tuple))
-    tensors = [x for x in (*inputs, *captured) if isinstance(x, Tensor)]
-    refuse_tangents(str(op), tensors)
-    graded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    captured = inputs[(3 if op is attention_op else 8) + NUM_TENSORS]
+    if forward_level() >= 0:
+        refuse_tangents(str(op), (*inputs, *captured))
+    graded = False
+    for x in (*inputs, *captured) if torch.is_grad_enabled() else ():
+        graded = graded or (isinstance(x, Tensor) and x.requires_grad)
     if graded and in_transform():
         got, hint = "torch.func.grad or the like", "use torch.autograd.grad, or backward()"
         refuse(str(op), "no transform of torch.func", got, hint, UnsupportedError)

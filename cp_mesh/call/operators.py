@@ -27,12 +27,12 @@ def is_seen(given: Iterable[Any]) -> bool:
     Args:
         given: the arguments; of lists of tensors, the tensors.
     """
-    return (
-        torch.is_grad_enabled()
-        or num_dispatch_modes() > 0
-        or in_transform()
-        or any(isinstance(x, Tensor) and type(x) not in _PLAIN for x in given)
-    )
+    if torch.is_grad_enabled() or num_dispatch_modes() > 0 or in_transform():
+        return True
+    for x in given:  # noqa: SIM110 - a generator would be a call for each
+        if isinstance(x, Tensor) and type(x) not in _PLAIN:
+            return True
+    return False
 
 
 def refuse_tangents(what: str, given: Iterable[Any]) -> None:

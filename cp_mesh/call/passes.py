@@ -3,7 +3,7 @@
 `op.py` registers the ops. It loads this file at their first call, and with it plans, methods and kernels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from hashlib import sha256
 from typing import Any
@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cp_mesh._torch import resolve_group
 from cp_mesh.call.captures import check_rows, cuts_of, to_shards, told, with_whole
+from cp_mesh.call.formats import FORMATS
 from cp_mesh.call.methods import Plan
 from cp_mesh.call.plan import make_plan
-from cp_mesh.call.spec import GRADED, NUM_TENSORS, Call, Operand, Options, nothing_kept
+from cp_mesh.call.spec import GRADED, Call, Operand, Options, nothing_kept
 from cp_mesh.comm.agreement import (
     ORDER,
     PASS,
@@ -100,38 +102,39 @@ def _in_words(seq_len: int, options: Options, q: Tensor, k: Tensor, v: Tensor) -
     }
 
 
-def _kind(arguments: Sequence[Any], q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Any, ...]:
-    """What calls of attention have in common of which the first one alone is compared; the same on all ranks."""
-    heads = q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype
+def _kind(plan: Plan, call: Call) -> tuple[Any, ...]:
+    """`Plan.kind` of a call with tensors."""
     given = *call.tensors, *call.captured
-    return _options_of(arguments, call), heads, tuple(x is not None and (x.requires_grad, x.ndim) for x in given)
-
-
-def _options_of(arguments: Sequence[Any], call: Call) -> tuple[Any, ...]:
-    """What follows the tensors of a call, without which ranks' keys a mask shows: that is new in every batch."""
-    if call.options.sources:
-        arguments = *arguments[:-1], call.options._replace(sources="some").spec()
-    return tuple(arguments[NUM_TENSORS + 1 :])
+    return *plan.kind, tuple(x is not None and (x.requires_grad, x.ndim) for x in given)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    """Attention over the cp group. Returns out, lse, and what is kept: rows, out and lse of this rank's heads.
+    """`forward_and_plan`, as the op has it."""
+    return forward_and_plan(q, k, v, *arguments)[0]
 
-    lse has no element where something is kept and it has no gradient.
+
+def forward_and_plan(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[tuple[Tensor, ...], Plan | None]:
+    """Attention over the cp group.
+
+    Returns:
+        out, lse, and what is kept: rows, out and lse of this rank's heads. lse has no element where something is kept
+        and it has no gradient.
+        The plan, for the backward, unless it holds tensors of this call.
     """
     call = Call.read(arguments)
-    form, group = call.format, call.group
-    q, k, v = map(form.to_bhsd, (q, k, v))
+    form, group = FORMATS[call.seq_dim], resolve_group(call.group_name)
+    q, k, v = form.to_bhsd(q), form.to_bhsd(k), form.to_bhsd(v)
     try:
         root = ROOT.get()
         if call.options.of_root and root is not None and root.sequence.mesh.get_group().group_name == call.group_name:
             check_length(call.seq_len, root.seq_len)
         plan = make_plan(q, k, v, call.tensors, call.seq_len, group, call.options, call.captured)
-        check_rows(plan, call)
+        if call.options.captured_cuts:
+            check_rows(plan, call)
     except Exception as error:
         announce_refusal(group, error)
         raise
-    kind = _kind(arguments, q, k, v, call)
+    kind = _kind(plan, call) if plan.has_tensors else plan.kind
     if checking(group):
         told = _what_must_agree(plan, q, k, v, call)
         require_agreement(group, {PASS: "forward", **told, ORDER: order_of(group, "forward", kind)})
@@ -143,13 +146,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, .
     note_called(Rows(plan.options.layout, plan.seq_len, call.group_name), (q.shape[0], q.shape[2]))
     try:
         with _no_autocast(q):
-            out, lse, *kept = plan.method.forward(q, k, v, with_whole(plan, call), group)
+            given = with_whole(plan, call) if call.options.captured_cuts else plan
+            out, lse, *kept = plan.method.forward(q, k, v, given, group)
     except Exception as error:
         keep_to_itself(error)
         note_refusals(group, error)
         raise
     lse = form.lse_from_bhs(lse).contiguous() if lse.ndim > 1 else lse
-    return call.as_asked(out), lse, *(kept or nothing_kept(q, lse))
+    return (call.as_asked(out), lse, *(kept or nothing_kept(q, lse))), None if plan.of_call else plan
 
 
 def backward(
@@ -162,42 +166,44 @@ def backward(
     dlse: Tensor | None,
     kept: Tensor | None,
     *arguments: Any,
+    plan: Plan | None = None,
 ) -> tuple[Tensor, ...]:
     """Gradients of `attention_op`, given those of its results: of q, k, v, and of those named in wanted.
 
     They are `GRADED`, and by `name_of_captured` captured tensors, whose gradients come as one flat tensor that is not
     rounded: DTensor and autograd see into no list.
     With ``kept``, out and lse are those that the forward kept, and q, k and v are `_without_rows`.
+    ``plan`` is the forward's. The op has none: in compiled code, or where it computes again, it is made once more.
     """
     call, wanted = Call.read(arguments[:-1]), arguments[-1]
-    form, group = call.format, call.group
-    dout, q, k, v = map(form.to_bhsd, (dout, q, k, v))
-    kind = _options_of(arguments[:-1], call), q.shape[:2], k.shape[1], q.shape[3], v.shape[3], q.dtype
+    form, group = FORMATS[call.seq_dim], resolve_group(call.group_name)
+    dout, q, k, v = form.to_bhsd(dout), form.to_bhsd(q), form.to_bhsd(k), form.to_bhsd(v)
+    if plan is None:
+        rows = dout.shape[2]  # of the others there are none with ``kept``
+        of_q, of_k, of_v = (Operand(_with_rows(x.shape, rows), x.dtype, x.device) for x in (q, k, v))
+        plan = make_plan(of_q, of_k, of_v, call.tensors, call.seq_len, group, call.options, call.captured)
+    kind = plan.kind
     if checking(group):
         told = {**_in_words(call.seq_len, call.options, q, k, v), "gradients wanted of": wanted}
         require_agreement(group, {PASS: "backward", ORDER: order_of(group, "backward", kind), **told})
     note_call(group, "backward", kind)
+    keywords = {} if kept is None else {"kept": kept}
     if kept is None:
-        plan = make_plan(q, k, v, call.tensors, call.seq_len, group, call.options, call.captured)
-        out, lse, keywords = form.to_bhsd(out), form.lse_to_bhs(lse), {}
-    else:
-        rows, keywords = dout.shape[2], {"kept": kept}
-        of_q, of_k, of_v = (Operand(_with_rows(x.shape, rows), x.dtype, x.device) for x in (q, k, v))
-        plan = make_plan(of_q, of_k, of_v, call.tensors, call.seq_len, group, call.options, call.captured)
+        out, lse = form.to_bhsd(out), form.lse_to_bhs(lse)
     if dlse is not None:
         if not plan.kernel.capability.differentiable_lse:
             raise UnsupportedError(f"kernel {plan.kernel.name!r} takes no gradient of lse; kernel='reference' does")
         dlse = form.lse_to_bhs(dlse)
     with _no_autocast(q):
         names = wanted.split(",") if wanted else ()
-        given = dout, q, k, v, out, lse, dlse, with_whole(plan, call), group, names
-        *grads, of_scores = plan.method.backward(*given, **keywords)
-        of_scores = to_shards(of_scores, plan, call)
-    dq, dk, dv = (call.as_asked(x) for x in grads)
-    of_terms = (_graded(getattr(call.tensors, name), of_scores.get(name), q) for name in GRADED)
+        whole = with_whole(plan, call) if call.options.captured_cuts else plan
+        *grads, of_scores = plan.method.backward(dout, q, k, v, out, lse, dlse, whole, group, names, **keywords)
+        if call.options.captured_cuts:
+            of_scores = to_shards(of_scores, plan, call)
+    dq, dk, dv = map(call.as_asked, grads)
     read = [of_scores[name].flatten() for i in range(len(call.captured)) if (name := name_of_captured(i)) in names]
     flat = torch.cat(read) if read else q.new_empty(0, dtype=accumulation_dtype(q.dtype))
-    return dq, dk, dv, *of_terms, flat
+    return dq, dk, dv, *_graded(call, of_scores, q), flat
 
 
 def _with_rows(shape: torch.Size, num_rows: int) -> torch.Size:
@@ -205,8 +211,13 @@ def _with_rows(shape: torch.Size, num_rows: int) -> torch.Size:
     return torch.Size((batch, heads, num_rows, dim))
 
 
-def _graded(x: Tensor | None, grad: Tensor | None, q: Tensor) -> Tensor:
-    """A new tensor: the gradient as the op returns it."""
-    if x is None or grad is None:
-        return q.new_empty(0)
-    return grad.to(x.dtype, copy=True, memory_format=torch.contiguous_format)
+def _graded(call: Call, grads: Mapping[str, Tensor], q: Tensor) -> list[Tensor]:
+    """New tensors: gradients of `GRADED` as the op returns them."""
+    found = []
+    for name in GRADED:
+        x, grad = getattr(call.tensors, name), grads.get(name)
+        if x is None or grad is None:
+            found.append(q.new_empty(0))
+        else:
+            found.append(grad.to(x.dtype, copy=True, memory_format=torch.contiguous_format))
+    return found

@@ -22,6 +22,7 @@ from cp_mesh.call.method import Plan, covers_of
 from cp_mesh.call.methods import choose_method
 from cp_mesh.call.spec import Operand, Options, Tensors, check_choice, check_scores, check_tensors, make_scores
 from cp_mesh.comm.exchange import TRANSPORTS
+from cp_mesh.comm.group_state import state_of
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.host_tensors import Content
 from cp_mesh.geometry.layouts import check_layout, parse_layout
@@ -31,7 +32,7 @@ from cp_mesh.geometry.survey import parse_sources
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.contract import Request, shortfalls
 from cp_mesh.kernels.merge import Kernel
-from cp_mesh.kernels.scores import POSITIONAL
+from cp_mesh.kernels.scores import POSITIONAL, Scores
 from cp_mesh.kernels.table import KERNELS, choose_kernel
 
 
@@ -59,35 +60,36 @@ def make_plan(
     Raises:
         ArgumentError, UnsupportedError: see the messages, and above for which are raised on every rank.
     """
-    of_mask = {"documents": tensors.documents, "key_padding": tensors.key_padding, "blocks": tensors.blocks}
-    for name, x in of_mask.items():
-        if x is not None and x.is_meta:
-            refuse(f"Mask.{name}", "a tensor with content", "one on meta", "keep it on the CPU")
-    read = *of_mask.values(), tensors.layout_index
-    *contents, index = (None if x is None else Content.of(x) for x in read)
-    options = options.with_scale(q.shape[3])
-    resolve: Callable[..., Plan] = _resolve_once
-    scores = None
+    plans, scores = state_of(group, Plans), None
+    contents: tuple[Content | None, ...] = (None,) * 4
+    resolve = plans.many
     has_functions = bool(options.score_mod or options.mask_mod)
-    if has_functions or any(x is not None for x in tensors):
+    if has_functions or tensors.are_there():
+        of_mask = {"documents": tensors.documents, "key_padding": tensors.key_padding, "blocks": tensors.blocks}
+        for name, x in of_mask.items():
+            if x is not None and x.is_meta:
+                refuse(f"Mask.{name}", "a tensor with content", "one on meta", "keep it on the CPU")
+        read = *of_mask.values(), tensors.layout_index
+        contents = tuple(None if x is None else Content.of(x) for x in read)
         check_tensors(q, k, v)
         check_scores(q, tensors, seq_len)
         if has_functions or any(x is not None for x in tensors[len(read) :]):
-            scores = make_scores(options, tensors, accumulation_dtype(q.dtype), captured, seq_len)
+            scores = scores_of_call(options, q, tensors, captured, seq_len)
         if any(x is not None for x in read) or (scores is not None and scores.needs_positions):
-            resolve = _resolve_few  # they hold memory of the device
-    shapes = Operand.of(q), Operand.of(k), Operand.of(v)
+            resolve = plans.few
+    shapes = (
+        Operand(q.shape, q.dtype, q.device),
+        Operand(k.shape, k.dtype, k.device),
+        Operand(v.shape, v.dtype, v.device),
+    )
     features = None if scores is None else scores.features
-    if options.method == "auto":
-        hosts = len(ranks_by_host(dist.get_process_group_ranks(group))) if q.device.type == "cuda" else 0
-        scored = bool(options.softcap or features)
-        choice = choose(*shapes[:2], tensors, scored, seq_len, group.size(), hosts, options)
-        options = options._replace(method=choice.method)
+    if options.method == "auto" and plans.num_hosts is None:
+        plans.num_hosts = len(ranks_by_host(group))
     if options.method == "double_ring" and not options.inner_ring_size:
-        options = options._replace(inner_ring_size=ranks_of_a_host(dist.get_process_group_ranks(group)))
-    plan = resolve(*shapes, tuple(contents), index, features, seq_len, group.size(), group.rank(), options)
+        options = options._replace(inner_ring_size=ranks_of_a_host(group))
+    plan: Plan = resolve(*shapes, contents, features, seq_len, group.size(), group.rank(), plans.num_hosts, options)
     if scores is not None:
-        plan = replace(plan, scores=scores)
+        plan = replace(plan, scores=scores, of_call=True)
     if plan.copies_in_capture:
         refuse(
             "CUDA graph capture",
@@ -103,22 +105,30 @@ def _resolve(
     q: Operand,
     k: Operand,
     v: Operand,
-    of_mask: tuple[Content | None, Content | None, Content | None],
-    index: Content | None,
+    contents: tuple[Content | None, ...],
     of_tensors: frozenset[str] | None,
     seq_len: int,
     cp_size: int,
     cp_rank: int,
+    num_hosts: int | None,
     options: Options,
 ) -> Plan:
     """The plan; its scores are those without tensors. ``of_tensors`` are the features of those that it will have."""
+    has_tensors = of_tensors is not None or any(x is not None for x in contents)
+    heads = q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype
+    kind = options._replace(sources="some" if options.sources else ""), seq_len, heads
+    options = options.with_scale(q.shape[3])
+    if options.method == "auto":
+        scored = bool(options.softcap or of_tensors)
+        choice = choose(q, k, contents, scored, seq_len, cp_size, num_hosts or 0, options)
+        options = options._replace(method=choice.method)
     scores = make_scores(options, Tensors(), accumulation_dtype(q.dtype))
     features = scores.features if of_tensors is None else of_tensors
     method = choose_method(options.method)
     check_choice("transport", options.transport, TRANSPORTS, "functional")
     check_tensors(q, k, v)
-    documents, key_padding, blocks = (None if x is None else x.tensor for x in of_mask)
-    layout = parse_layout(options.layout, None if index is None else index.tensor)
+    documents, key_padding, blocks, index = (None if x is None else x.tensor for x in contents)
+    layout = parse_layout(options.layout, index)
     if seq_len >= NONE:
         refuse("seq_len", f"fewer than {NONE} tokens", seq_len, "split the sequence", UnsupportedError)
     check_layout(layout, seq_len, cp_size)
@@ -159,13 +169,22 @@ def _resolve(
     warn_if_slow(kernel, options.kernel, request(schedule))
     settings = method.settle(options, q, k, v, schedule, kernel, features, degree)
     kernel = kernel.reproducible if options.deterministic and kernel.reproducible else kernel
-    return Plan(options, layout, mask, seq_len, schedule, kernel, scores, q.device, method, settings)
+    return Plan(options, layout, mask, seq_len, schedule, kernel, scores, q.device, method, settings, kind, has_tensors)
 
 
-_resolve_once = lru_cache(maxsize=256, typed=True)(_resolve)
+class Plans:
+    """Those of calls over one group, by shapes, options and what masks and layouts hold; ``few`` hold device memory."""
+
+    def __init__(self) -> None:
+        self.many, self.few = lru_cache(256, typed=True)(_resolve), lru_cache(16, typed=True)(_resolve)
+        self.num_hosts: int | None = None  # once somebody asked
 
 
-_resolve_few = lru_cache(maxsize=16, typed=True)(_resolve)
+def scores_of_call(
+    options: Options, q: Tensor | Operand, tensors: Tensors, captured: Sequence[Tensor], seq_len: int
+) -> Scores:
+    """What the passes are told of the scores of a call with tensors or functions."""
+    return make_scores(options.with_scale(q.shape[3]), tensors, accumulation_dtype(q.dtype), captured, seq_len)
 
 
 def warn_if_slow(kernel: Kernel, asked: str, request: Request) -> None:

@@ -28,7 +28,7 @@ from torch import Tensor
 from cp_mesh.call.method import Method, Plan, as_one_tile
 from cp_mesh.call.spec import Operand, Options
 from cp_mesh.comm.contract import Transport
-from cp_mesh.comm.exchange import make_transport
+from cp_mesh.comm.exchange import choose_transport, make_transport
 from cp_mesh.comm.packing import Packing
 from cp_mesh.errors import refuse
 from cp_mesh.geometry.layouts import Layout
@@ -118,7 +118,7 @@ def forward_of_heads(
     with _open_transport(plan, group) as transport:
         incoming = None if transport is None else transport.fetch((k, v), route)
         forward = plan.kernel.begin_forward(q, v.shape[3], scores)
-        if local_tiles := plan.local_tiles:
+        if local_tiles := plan.tiles(None):
             forward.step(k, v, local_tiles)
 
         def visit(stage: Stage) -> None:  # a function, so that what was fetched is given back when it returns
@@ -158,16 +158,17 @@ def backward_by_stages(
         over ranks, in the accumulation dtype.
     """
     given = begin_backward(dout, out, lse, dlse, plan.scores, plan.kernel, wanted)
-    of_tiles = ScoreGradients.zeros(given.scores, accumulation_dtype(q.dtype))
+    of_tiles = ScoreGradients.zeros(given.scores, accumulation_dtype(q.dtype)) if given.scores.wanted else None
     # of a single chunk they are made at its end, when the kernels' own buffers are free
     grads = tuple(dense_like(x) for x in (q, k, v)) if plan.settings.head_chunks > 1 else ()
     tensors = given.dout, q, k, v, given.out_or_delta, given.lse, *grads
     for heads, chunk in _by_head_chunks(tensors, plan):
         of_heads = given.scores if plan.settings.head_chunks == 1 else given.scores.heads(*heads)
         written, of_chunk = backward_of_heads(*chunk, scores=of_heads, plan=plan, group=group)
-        of_tiles.part(heads=heads).add_(of_chunk)
+        if of_tiles is not None:
+            of_tiles.part(heads=heads).add_(of_chunk)
     dq, dk, dv = grads or written
-    return dq, dk, dv, given.of_scores | of_tiles.named()
+    return dq, dk, dv, given.of_scores if of_tiles is None else given.of_scores | of_tiles.named()
 
 
 class BackwardRows(NamedTuple):
@@ -251,7 +252,7 @@ def backward_of_heads(
             outgoing = transport.deliver(Packing.of((k, v), plan.settings.gradient_dtype), route)
         out, delta = (None, out_or_delta) if plan.kernel.uses_delta else (out_or_delta, None)
         backward = plan.kernel.begin_backward(dout, q, out, lse, delta, scores)
-        dk_sum, dv_sum = (RowSum(x.shape, dtype, x.device) for x in (k, v))
+        dk_sum, dv_sum = RowSum(k.shape, dtype, k.device), RowSum(v.shape, dtype, v.device)
 
         def collect() -> None:
             for arrived in () if outgoing is None else outgoing.collect():
@@ -269,7 +270,7 @@ def backward_of_heads(
             collect()
             assert outgoing is not None
             outgoing.send(stage)
-        local_tiles = plan.local_tiles
+        local_tiles = plan.tiles(None)
         local_pieces = backward.step(k, v, local_tiles) if local_tiles else []
         collect()
         # after all that arrived, so that the order of the sums is the same in every transport
@@ -279,7 +280,7 @@ def backward_of_heads(
         if as_computed is not None:
             results = backward.finish(None), dk_sum.result(k, as_computed), dv_sum.result(v, as_computed)
             return results, backward.score_gradients()
-        dq, dk, dv = into or tuple(dense_like(x) for x in (q, k, v))
+        dq, dk, dv = into or (dense_like(q), dense_like(k), dense_like(v))
         backward.finish(dq, [(dk_sum, dk), (dv_sum, dv)])
         return (dq, dk, dv), backward.score_gradients()
 
@@ -290,7 +291,9 @@ def _open_transport(plan: Plan, group: dist.ProcessGroup) -> AbstractContextMana
         return nullcontext()  # a transport takes host time
     if plan.method.open_transport is not None:
         return closing(plan.method.open_transport(plan, group))
-    return closing(make_transport(plan.options.transport, group, plan.schedule, plan.device, copy_together))
+    if (chosen := plan.prepared.get("transport")) is None:
+        chosen = plan.prepared["transport"] = choose_transport(plan.options.transport, group, plan.device)
+    return closing(make_transport(chosen, group, plan.schedule, plan.device, copy_together))
 
 
 def _by_head_chunks(tensors: Sequence[Tensor], plan: Plan) -> Iterator[tuple[tuple[int, int], tuple[Tensor, ...]]]:

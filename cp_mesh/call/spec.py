@@ -6,11 +6,12 @@ their arguments. What the tensors of a call must be to fit one another is checke
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from difflib import get_close_matches
 from functools import lru_cache
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -72,23 +73,29 @@ class Options(NamedTuple):
         """The same with the scale as a number."""
         return self if self.scale else self._replace(scale=1 / math.sqrt(head_dim))
 
-    @staticmethod
-    def parse(spec: str) -> Options:
-        return _options(spec) if torch.compiler.is_compiling() else _kept_options(spec)
 
-
-_KINDS = tuple(get_type_hints(Options).values())
+VERSION = 2
+"""Of what an op is told in JSON. Programs that were saved with another one are refused."""
 
 
 def _text(options: Options) -> str:
-    # Of what Dynamo made a symbol code is compiled for the number.
-    return "|".join(x if isinstance(x, str) else str(guard_scalar(x)) for x in options)
+    # By hand: Dynamo traces no json.dumps. Of what it made a symbol code is compiled for the number.
+    fields = [f'"version": {VERSION}']
+    for name, x in options._asdict().items():
+        if isinstance(x, str):
+            said = x.replace("\\", "\\\\").replace('"', '\\"')
+            fields.append(f'"{name}": "{said}"')
+        else:
+            fields.append(f'"{name}": {guard_scalar(x)!r}'.replace("True", "true").replace("False", "false"))
+    return f"{{{', '.join(fields)}}}"
 
 
 def _options(spec: str) -> Options:
-    fields = zip(_KINDS, spec.split("|"), strict=True)
-    values: list[Any] = [text == "True" if kind is bool else kind(text) for kind, text in fields]
-    return Options(*values)
+    found = json.loads(spec, strict=False) if spec.startswith("{") else {"version": 1}
+    if (version := found.pop("version")) != VERSION:
+        what = "a saved program with torch.ops.cp_mesh.attention"
+        refuse(what, f"options of version {VERSION}", version, "export or compile the model anew", UnsupportedError)
+    return Options(**found)
 
 
 _kept_text, _kept_options = lru_cache(maxsize=256)(_text), lru_cache(maxsize=256)(_options)
@@ -106,6 +113,13 @@ class Tensors(NamedTuple):
     relative_bias: Tensor | None = None
     bias: Tensor | None = None
     dropout_seed: Tensor | None = None
+
+    def are_there(self) -> bool:
+        """Whether there is any."""
+        for x in self:  # noqa: SIM110 - a generator would be a call for each
+            if x is not None:
+                return True
+        return False
 
 
 NUM_TENSORS = len(Tensors._fields)
@@ -137,7 +151,8 @@ class Call(NamedTuple):
     @classmethod
     def read(cls, arguments: Sequence[Any]) -> Call:
         captured, seq_len, seq_dim, group_name, spec = arguments[NUM_TENSORS:]
-        return cls(Tensors(*arguments[:NUM_TENSORS]), seq_len, seq_dim, group_name, Options.parse(spec), captured)
+        options = _options(spec) if torch.compiler.is_compiling() else _kept_options(spec)
+        return cls(Tensors(*arguments[:NUM_TENSORS]), seq_len, seq_dim, group_name, options, captured)
 
     @property
     def format(self) -> Format:
@@ -150,7 +165,7 @@ class Call(NamedTuple):
 
     def as_asked(self, x: Tensor) -> Tensor:
         """A [B, H, S, D] result in the caller's format; keeps its memory order, or is made contiguous."""
-        x = self.format.from_bhsd(x)
+        x = FORMATS[self.seq_dim].from_bhsd(x)
         return x if self.options.as_inputs else x.contiguous()
 
 
@@ -166,10 +181,6 @@ class Operand(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
-    @classmethod
-    def of(cls, x: Tensor | Operand) -> Operand:
-        return x if isinstance(x, Operand) else cls(x.shape, x.dtype, x.device)
-
 
 def seed_tensor(seed: Any, device: torch.device | str) -> Tensor:
     """int64; of a number, by a fill on the device, which waits for nothing."""
@@ -184,7 +195,7 @@ def is_autocast(device_type: str) -> bool:
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """q, k and v in the autocast dtype, as `F.scaled_dot_product_attention` casts them: not fp64."""
     device_type = tensors[0].device.type
-    if not is_autocast(device_type):
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # as in `is_autocast`, with no call
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
@@ -226,18 +237,19 @@ def check_choice(what: str, got: str, allowed: tuple[str, ...], nearest: str) ->
         refuse(what, f"one of {', '.join(allowed)}", repr(got), f"{what}={[*close, nearest][0]!r} works")
 
 
-def check_dense(name: str, x: object) -> None:
-    """Refuse what is no tensor, or one whose elements do not lie in memory as those of q, k and v do."""
-    if not isinstance(x, Tensor):
-        refuse(name, "a tensor", type(x).__name__, "use torch.as_tensor")
-    if x.is_nested:
-        hint = "lay its sequences one after the other, x.values(), and say Mask.from_cu_seqlens(x.offsets())"
-        refuse(name, "a dense tensor", "a nested one", hint, UnsupportedError)
-    if x.layout != torch.strided:
-        refuse(name, "a dense tensor", f"one in the layout {x.layout}", "x.to_dense() makes one", UnsupportedError)
-    if not torch.compiler.is_compiling() and is_batched(x):
-        hint = "call it once for all, with the mapped dim flattened into the batch, x.flatten(0, 1)"
-        refuse(name, "no transform of torch.func", "a tensor under torch.func.vmap", hint, UnsupportedError)
+def check_dense(**tensors: Any) -> None:
+    """Refuse what is no tensor, or one whose elements do not lie in memory as those of q, k and v do; by name."""
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            refuse(name, "a tensor", type(x).__name__, "use torch.as_tensor")
+        if x.is_nested:
+            hint = "lay its sequences one after the other, x.values(), and say Mask.from_cu_seqlens(x.offsets())"
+            refuse(name, "a dense tensor", "a nested one", hint, UnsupportedError)
+        if x.layout != torch.strided:
+            refuse(name, "a dense tensor", f"one in the layout {x.layout}", "x.to_dense() makes one", UnsupportedError)
+        if not torch.compiler.is_compiling() and is_batched(x):
+            hint = "call it once for all, with the mapped dim flattened into the batch, x.flatten(0, 1)"
+            refuse(name, "no transform of torch.func", "a tensor under torch.func.vmap", hint, UnsupportedError)
 
 
 def check_tensors(q: Operand | Tensor, k: Operand | Tensor, v: Operand | Tensor, *, decoding: bool = False) -> None:

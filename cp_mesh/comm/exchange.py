@@ -57,10 +57,10 @@ def choose_transport(name: str, group: dist.ProcessGroup, device: torch.device) 
 
 
 def make_transport(
-    name: str, group: dist.ProcessGroup, schedule: Schedule, device: torch.device, copy: Copy
+    chosen: str, group: dist.ProcessGroup, schedule: Schedule, device: torch.device, copy: Copy
 ) -> Transport:
-    """A transport for one pass; see `choose_transport`."""
-    if choose_transport(name, group, device) == "symmetric_memory":
+    """A transport for one pass, that `choose_transport` has chosen."""
+    if chosen == "symmetric_memory":
         return SymmetricTransport(group, max(schedule.shard_lens), device, copy)
     return FunctionalTransport(group, copy)
 

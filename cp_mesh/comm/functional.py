@@ -6,7 +6,7 @@ A collective is asynchronous until its wait; one stage is under way while anothe
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -15,23 +15,21 @@ from cp_mesh._torch import funcol
 from cp_mesh.comm.contract import Arrived, Copy, Swap, split_arrived
 from cp_mesh.comm.packing import Packing
 from cp_mesh.comm.waiting import wait_for
-from cp_mesh.geometry.schedule import Route, Rows, Stage, num_rows
+from cp_mesh.geometry.schedule import Route, Stage
 
 
 class _Exchange:
     """One all-to-all under way. ``sent`` is kept until the collective has read it."""
 
     def __init__(self, sent: Tensor, sent_rows: list[int], received_rows: list[int], group_name: str) -> None:
-        self.num_rows, self._sent, self._features = sum(received_rows), sent, sent.shape[1]
-        self._peers, self._group_name = [a + b for a, b in zip(received_rows, sent_rows, strict=True)], group_name
-        splits = [[n * self._features for n in counts] for counts in (received_rows, sent_rows)]
-        self._received = funcol.all_to_all_single(sent.view(-1), *splits, group_name)
+        self._sent, self._rows, self._group_name = sent, (received_rows, sent_rows), group_name
+        self._received = funcol.all_to_all_single(sent, received_rows, sent_rows, group_name)
 
     def wait(self) -> Tensor:
         """The received buffer [rows, features], rank after rank."""
-        received = wait_for(self._received, "attention: rows of other ranks", self._group_name, self._peers)
+        received = wait_for(self._received, "attention: rows of other ranks", self._group_name, self._rows)
         del self._sent
-        return received.view(self.num_rows, self._features)
+        return received
 
 
 class FunctionalTransport:
@@ -90,25 +88,22 @@ class FunctionalIncoming:
     def __init__(self, transport: FunctionalTransport, tensors: Sequence[Tensor], stages: Sequence[Stage]) -> None:
         self._transport, self._tensors, self._stages = transport, tensors, deque(stages)
         self._packing = Packing.of(tensors)
-        self._under_way = self._start()
+        self._under_way = self._start() if stages else None
 
-    def _start(self) -> _Exchange | None:
-        if not self._stages:
-            return None
+    def _start(self) -> _Exchange:
         stage, packing = self._stages.popleft(), self._packing
-        ranges = [rows for _, served in stage.serve for rows in served]
-        sent = packing.empty(num_rows(ranges))
-        offset = 0
-        for begin, end in ranges:
-            places = packing.views(sent[offset : offset + end - begin])
-            self._transport.copy([(x[:, :, begin:end], place) for x, place in zip(self._tensors, places, strict=True)])
-            offset += end - begin
-        return self._transport.exchange(sent, _counts(stage.serve), _counts(stage.fetch))
+        sent, offset = packing.empty(stage.num_served), 0
+        for _, served in stage.serve:
+            for begin, end in served:
+                places = packing.views(sent[offset : offset + end - begin])
+                self._transport.copy([(x[:, :, begin:end], to) for x, to in zip(self._tensors, places, strict=True)])
+                offset += end - begin
+        return self._transport.exchange(sent, stage.served, stage.fetched)
 
     def next(self) -> tuple[Tensor, ...] | None:
         assert self._under_way is not None, "every stage is waited for once"
         received = self._under_way.wait()
-        self._under_way = self._start()
+        self._under_way = self._start() if self._stages else None
         return self._packing.views(received) if received.shape[0] else None
 
 
@@ -124,7 +119,7 @@ class FunctionalOutgoing:
 
     def send(self, stage: Stage) -> None:
         assert self._written is not None, "buffer() comes before send()"
-        exchange = self._transport.exchange(self._written, _counts(stage.fetch), _counts(stage.serve))
+        exchange = self._transport.exchange(self._written, stage.fetched, stage.served)
         self._under_way.append((stage, exchange))
         self._written = None
 
@@ -132,7 +127,3 @@ class FunctionalOutgoing:
         while self._under_way:
             stage, exchange = self._under_way.popleft()
             yield from split_arrived(exchange.wait(), stage.serve, self._packing)
-
-
-def _counts(parts: Iterable[tuple[int, tuple[Rows, ...]]]) -> list[tuple[int, int]]:
-    return [(rank, num_rows(ranges)) for rank, ranges in parts]

@@ -32,8 +32,11 @@ class Packing:
     @classmethod
     def of(cls, tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Packing:
         """The packing of [B, H, S, D] tensors."""
-        shapes = tuple((x.shape[0], x.shape[1], x.shape[3]) for x in tensors)
-        return make_packing(shapes, dtype or tensors[0].dtype, tensors[0].device)
+        shapes = []
+        for x in tensors:
+            batch, heads, _, head_dim = x.shape
+            shapes.append((batch, heads, head_dim))
+        return make_packing(tuple(shapes), dtype or tensors[0].dtype, tensors[0].device)
 
     @cached_property
     def features(self) -> int:

@@ -14,14 +14,14 @@ from torch import Tensor
 from cp_mesh._torch import funcol, resolve_group
 
 
-def wait_for(started: Tensor, what: str, group_name: str, peers: Sequence[int] | None = None) -> Tensor:
+def wait_for(started: Tensor, what: str, group_name: str, peers: Sequence[Sequence[int]] = ()) -> Tensor:
     """The result of a functional collective.
 
     Args:
         started: what the collective returned.
         what: the rank waits for, with the name of the function that the user called.
         group_name: of its group.
-        peers: for each rank of the group whether it takes part, 0 or not; None: all do.
+        peers: for each rank of the group what it takes part in, 0 for nothing, list after list; none: all do.
 
     Raises:
         RuntimeError: if a rank ended, or did not come within the group's timeout.
@@ -33,7 +33,7 @@ def wait_for(started: Tensor, what: str, group_name: str, peers: Sequence[int] |
     except RuntimeError as error:
         group = resolve_group(group_name)
         ranks = dist.get_process_group_ranks(group)
-        others = [rank for i, rank in enumerate(ranks) if i != group.rank() and (peers is None or peers[i])]
+        others = [x for i, x in enumerate(ranks) if i != group.rank() and (not peers or any(n[i] for n in peers))]
         raise RuntimeError(
             f"{what} never came: rank {ranks[group.rank()]} waited for ranks {others}, of which one ended, raised, or "
             f"came later than the timeout of their group; the rank that printed an error first tells why ({error})"

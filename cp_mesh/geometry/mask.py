@@ -374,10 +374,8 @@ class Mask:
     def spec(self) -> str:
         """The scalar options as a short string; `parse_mask` rebuilds the mask from it and the tensors."""
         left, right = self.window or (None, None)
-        return ",".join(
-            "" if value is None else str(int(guard_scalar(value)))
-            for value in (self.causal, left, right, self.prefix, self.length)
-        )
+        values = self.causal, left, right, self.prefix, self.length
+        return ",".join(["" if x is None else str(int(guard_scalar(x))) for x in values])
 
 
 def _warn_of_positions(ids: Tensor) -> None:

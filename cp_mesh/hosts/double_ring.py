@@ -15,7 +15,7 @@ from cp_mesh.call.method import Plan
 from cp_mesh.call.ring import RING
 from cp_mesh.call.spec import Operand, Options
 from cp_mesh.comm.contract import Transport
-from cp_mesh.comm.exchange import FunctionalTransport, make_transport
+from cp_mesh.comm.exchange import FunctionalTransport, choose_transport, make_transport
 from cp_mesh.comm.groups import parts_of
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.layouts import Layout
@@ -56,9 +56,10 @@ def make_schedule(
 
 def open_transport(plan: Plan, group: dist.ProcessGroup) -> Transport:
     """See `Method.open_transport`."""
-    schedule, name, route = plan.schedule, plan.options.transport, plan.schedule.route
+    schedule, route = plan.schedule, plan.schedule.route
+    outer, inner = parts_of(group, route.host_size) if isinstance(route, RelayedRoute) else (group, group)
+    chosen = choose_transport(plan.options.transport, inner, plan.device)
+    within = make_transport(chosen, inner, schedule, plan.device, copy_together)
     if not isinstance(route, RelayedRoute):
-        return make_transport(name, group, schedule, plan.device, copy_together)
-    outer, inner = parts_of(group, route.host_size)
-    within = make_transport(name, inner, schedule, plan.device, copy_together)
+        return within
     return RelayedTransport(FunctionalTransport(outer, copy_together), within)

@@ -185,7 +185,7 @@ def announcing(mesh: Any) -> Iterator[None]:
 
 def check_tensor(name: str, x: Tensor) -> None:
     """A local tensor [B, heads, rows, D] that asks for no gradient."""
-    check_dense(name, x)
+    check_dense(**{name: x})
     if isinstance(x, DTensor):
         refuse(name, "a local tensor", "a DTensor", "pass to_local()", UnsupportedError)
     if x.ndim != 4:

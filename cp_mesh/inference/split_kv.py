@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cp_mesh.kernels.combine import triton_runs
+from cp_mesh.kernels.combine import fused
 from cp_mesh.kernels.contract import Pairs
 from cp_mesh.kernels.merge import dense_rows
 from cp_mesh.kernels.scores import Scores
@@ -67,7 +67,7 @@ def attend_few(
 
     assert scores.sinks is None and all(x.is_contiguous() and x.dtype == torch.float32 for x in into)
     (B, H, num_q, dim), (K, num_k), v_dim = q.shape, k.shape[1:3], v.shape[3]
-    q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
+    q, k, v = dense_rows(q, k, v)
     blocks, group = blocks_for(q.dtype, max(dim, v_dim)), H // K
     block_q = max(16, min(64, 1 << (group * num_q - 1).bit_length()))
     num_programs = B * K * -(-group * num_q // block_q)
@@ -119,7 +119,7 @@ class Further(NamedTuple):
     def append(self, new: tuple[Tensor, Tensor], memory: tuple[Tensor, Tensor]) -> None:
         """Write the next tokens' keys and values [B, K, n, D] to their rows; beyond the last an error of the device."""
         (key, value), (to_key, to_value), num_new = new, memory, new[0].shape[2]
-        if key.device.type == "cuda" and triton_runs(key.device):
+        if fused(torch.float32, key.device):
             self.append_fused(key, value, to_key, to_value)
             return
         at = self.taken + torch.arange(num_new, device=self.rows.device)

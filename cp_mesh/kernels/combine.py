@@ -44,9 +44,10 @@ class OutputSum:
 
     def add(self, begin: int, out: Tensor, lse: Tensor) -> None:
         """Add rows begin to begin + n: out [B, H, n, Dv], lse [B, H, n] in natural log, any dtypes and strides."""
-        _check_piece(begin, out, self._shape)
+        (batch, heads, num_rows, dim), n = self._shape, out.shape[2]
+        assert out.shape == (batch, heads, n, dim) and 0 <= begin <= num_rows - n, (begin, out.shape)
         assert lse.shape == out.shape[:3], f"lse {tuple(lse.shape)} of out {tuple(out.shape)}"
-        if not out.shape[2]:
+        if not n:
             return
         if len(self._pieces) == MAX_PIECES:
             self._pieces = [(0, *self._merged(self._pieces[0][1], self._dtype, None))]
@@ -92,7 +93,7 @@ class OutputSum:
         return out, lse
 
     def _merge(self, out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
-        if self._pieces and _fused(self._dtype, self._device):
+        if self._pieces and fused(self._dtype, self._device):
             from cp_mesh.kernels.combine_triton import merge_pieces
 
             merge_pieces(self._pieces, out, lse, sinks)
@@ -131,8 +132,9 @@ class RowSum:
 
     def add(self, begin: int, x: Tensor) -> None:
         """Add rows begin to begin + n: x [B, K, n, D], any dtype and strides."""
-        _check_piece(begin, x, self._shape)
-        if not x.shape[2]:
+        (batch, heads, num_rows, dim), n = self._shape, x.shape[2]
+        assert x.shape == (batch, heads, n, dim) and 0 <= begin <= num_rows - n, (begin, x.shape)
+        if not n:
             return
         if len(self._pieces) == MAX_PIECES:
             strides = dense_strides(self._shape, self._pieces[0][1])
@@ -167,7 +169,7 @@ def finish_sums(sums: Sequence[tuple[RowSum, Tensor]]) -> None:
         assert into.shape == total._shape, f"{tuple(into.shape)}, expected {total._shape}"
         if len(pieces) == 1 and pieces[0][1].shape == into.shape:
             into.copy_(pieces[0][1])
-        elif pieces and _fused(total._dtype, total._device):
+        elif pieces and fused(total._dtype, total._device):
             together.append((pieces, into))
         else:
             total._write(into)
@@ -183,7 +185,7 @@ def copy_together(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
     Of strided rows it is twice as fast as torch's copies too. -0 may become 0.
     """
     x = copies[0][0]
-    if x.numel() and _fused(accumulation_dtype(x.dtype), x.device):
+    if x.numel() and fused(x.dtype, x.device):
         from cp_mesh.kernels.combine_triton import sum_pieces
 
         sum_pieces([([(0, x)], into) for x, into in copies])
@@ -195,7 +197,7 @@ def copy_together(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
 def make_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
     """delta = rowsum(dout · out) - dlse, [B, H, S] in the accumulation dtype, from [B, H, S, Dv] tensors."""
     dtype = accumulation_dtype(out.dtype)
-    if out.numel() and _fused(dtype, out.device):
+    if out.numel() and fused(dtype, out.device):
         from cp_mesh.kernels.combine_triton import row_dots
 
         return row_dots(dout, out, dlse)
@@ -203,20 +205,12 @@ def make_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
     return delta if dlse is None else delta - dlse
 
 
-def _fused(dtype: torch.dtype, device: torch.device) -> bool:
-    return device.type == "cuda" and dtype == torch.float32 and triton_runs(device)
-
-
 @lru_cache
-def triton_runs(device: torch.device) -> bool:
-    """Triton comes with PyTorch's CUDA builds and compiles for compute capability 7.5 on; elsewhere torch does it."""
-    return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (7, 5)
-
-
-def _check_piece(begin: int, x: Tensor, shape: tuple[int, ...]) -> None:
-    B, H, S, D = shape
-    n = x.shape[2]
-    assert x.shape == (B, H, n, D) and 0 <= begin <= S - n, f"rows {begin}+ of {tuple(x.shape)} in {shape}"
+def fused(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether Triton makes sums, in fp32: it comes with CUDA builds, and compiles for compute capability 7.5 on."""
+    if device.type != "cuda" or dtype == torch.float64 or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (7, 5)
 
 
 def dense_like(x: Tensor, head_dim: int | None = None, num_rows: int | None = None) -> Tensor:

@@ -131,37 +131,44 @@ def _squares(tiles: Sequence[KernelTile]) -> list[KernelTile]:
     return parts
 
 
-def dense_rows(x: Tensor) -> Tensor:
+def dense_rows(*tensors: Tensor) -> list[Tensor]:
     """With unit stride in the head dim and, on CUDA, rows that start at multiples of 16 bytes.
 
     SDPA checks this before it calls a stock kernel; called through aten, kernels read other memory instead.
     """
-    (B, H, S, _), (batch, head, row, last) = x.shape, x.stride()
-    steps = batch * (B > 1) | head * (H > 1) | row * (S > 1)
-    if last == 1 and not (x.is_cuda and (x.data_ptr() | steps * x.element_size()) % 16):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)  # contiguous() returns it as it is, wherever it starts
+    dense = []
+    for x in tensors:
+        (B, H, S, _), (batch, head, row, last) = x.shape, x.stride()
+        steps = batch * (B > 1) | head * (H > 1) | row * (S > 1)
+        if last != 1 or (x.is_cuda and (x.data_ptr() | steps * x.element_size()) % 16):
+            x = x.clone(memory_format=torch.contiguous_format)  # contiguous() returns it as it is, wherever it starts
+        dense.append(x)
+    return dense
 
 
-def _rows(x: Tensor, rows: tuple[int, int]) -> Tensor:
-    return x if rows == (0, x.shape[2]) else x[:, :, rows[0] : rows[1]]
+def _rows(rows: tuple[int, int], *tensors: Any) -> list[Any]:
+    """Views of a range of rows; a tensor itself where that is all of it, and None of None."""
+    begin, end = rows
+    cut = []
+    for x in tensors:
+        cut.append(x if x is None or (begin == 0 and end == x.shape[2]) else x[:, :, begin:end])
+    return cut
 
 
 class MergingForward:
     """Running (out, lse) of one rank's queries."""
 
     def __init__(self, tile_forward: TileForward, prepare: Prepare, q: Tensor, v_head_dim: int, scores: Scores) -> None:
-        self._tile_forward, self._prepare, self._q, self._scores = tile_forward, prepare, dense_rows(q), scores
-        self._like = q
+        self._tile_forward, self._prepare, self._scores = tile_forward, prepare, scores
+        self._like, (self._q,) = q, dense_rows(q)
         self._sum = OutputSum((*q.shape[:3], v_head_dim), accumulation_dtype(q.dtype), q.device)
 
     def step(self, k: Tensor, v: Tensor, tiles: Sequence[KernelTile]) -> None:
         """Add one source's keys."""
-        k, v = dense_rows(k), dense_rows(v)
+        k, v = dense_rows(k, v)
         for tile in self._prepare(tiles):
-            q_rows = _rows(self._q, tile.q)
-            scores = self._scores.rows(*tile.q)
-            out, lse = self._tile_forward(q_rows, _rows(k, tile.k), _rows(v, tile.k), tile.cover, scores)
+            (q,), (k_rows, v_rows) = _rows(tile.q, self._q), _rows(tile.k, k, v)
+            out, lse = self._tile_forward(q, k_rows, v_rows, tile.cover, self._scores.rows(*tile.q))
             self._sum.add(tile.q[0], out, lse)
 
     def finish(self, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
@@ -184,8 +191,8 @@ class SummingBackward:
         scores: Scores,
     ) -> None:
         self._tile_backward, self._prepare, self._scores = tile_backward, prepare, scores
-        self._dout, self._q, self._lse, self._delta = dense_rows(dout), dense_rows(q), lse, delta
-        self._out = None if out is None else dense_rows(out)
+        self._dout, self._q, *dense = dense_rows(*(x for x in (dout, q, out) if x is not None))
+        self._out, self._lse, self._delta = dense[0] if dense else None, lse, delta
         self._dtype = accumulation_dtype(q.dtype)
         self._dq = RowSum(q.shape, self._dtype, q.device)
         self._of_scores = ScoreGradients.zeros(scores, self._dtype)
@@ -198,19 +205,19 @@ class SummingBackward:
         Their dk and dv are *written* to the views ``into`` if given, every row of them (rows that no tile reaches
         become 0), and else returned as pieces, which may overlap and then add up.
         """
-        parts = self._prepare(tiles)
+        parts, (k, v) = self._prepare(tiles), dense_rows(k, v)
         if into is None:
             return [self._tile(k, v, tile, None, None) for tile in parts]
         dk, dv = into
         if _partition([tile.k for tile in parts], k.shape[2]):
             for tile in parts:
-                dk_rows, dv_rows = _rows(dk, tile.k), _rows(dv, tile.k)
+                dk_rows, dv_rows = _rows(tile.k, dk, dv)
                 piece = self._tile(k, v, tile, dk_rows, dv_rows)
                 for written, rows in ((piece.dk, dk_rows), (piece.dv, dv_rows)):
                     if written is not rows:
                         rows.copy_(written)
             return []
-        dk_sum, dv_sum = (RowSum(x.shape, self._dtype, x.device) for x in (k, v))
+        dk_sum, dv_sum = RowSum(k.shape, self._dtype, k.device), RowSum(v.shape, self._dtype, v.device)
         for tile in parts:
             piece = self._tile(k, v, tile, None, None)
             dk_sum.add(piece.begin, piece.dk)
@@ -219,16 +226,15 @@ class SummingBackward:
         return []
 
     def _tile(self, k: Tensor, v: Tensor, tile: KernelTile, dk: Tensor | None, dv: Tensor | None) -> KeyGradients:
-        dout, q, lse = (_rows(x, tile.q) for x in (self._dout, self._q, self._lse))
-        out, delta = (None if x is None else _rows(x, tile.q) for x in (self._out, self._delta))
-        k, v = (_rows(dense_rows(x), tile.k) for x in (k, v))
+        dout, q, out, lse, delta = _rows(tile.q, self._dout, self._q, self._out, self._lse, self._delta)
+        k, v = _rows(tile.k, k, v)
         if dk is not None and dk.dtype != k.dtype:  # a buffer for fp32 sums: not where a kernel can write
             dk = dv = None
         scores = self._scores.rows(*tile.q)
         dq, dk, dv, *of_scores = self._tile_backward(
             BackwardTile(dout, q, k, v, out, lse, delta, tile.cover, scores, dk, dv)
         )
-        for gradients in of_scores:
+        for gradients in of_scores if self._scores.wanted else ():
             self._of_scores.part(rows=tile.q).add_(gradients)
         self._dq.add(tile.q[0], dq)
         return KeyGradients(tile.k[0], dk, dv)

@@ -41,8 +41,11 @@ def _scores(
 
 def _masked(x: Tensor, cover: Band | Pairs | Segments, first_row: int, scores: Scores) -> tuple[Tensor, Tensor]:
     """What score_mod makes of `_scores`, -inf where a key is hidden; and bool, broadcast: where it is not."""
-    rows, keys = (torch.arange(n, device=x.device) for n in x.shape[3:])
-    allowed = cover.allowed(first_row + rows, keys)
+    rows, keys = (
+        torch.arange(first_row, first_row + x.shape[3], device=x.device),
+        torch.arange(x.shape[4], device=x.device),
+    )
+    allowed = cover.allowed(rows, keys)
     allowed = rearrange(allowed, "... i j -> ... 1 1 i j")  # [i, j] broadcasts, [B, i, j] aligns with the batch
     if not scores.features.isdisjoint(FUNCTIONS):
         where, flat = _where(cover, first_row, x.shape[3]), x.flatten(1, 2)
@@ -110,9 +113,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs | Segments, sc
 
 def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradients]:
     dtype, num_kv_heads = accumulation_dtype(tile.q.dtype), tile.k.shape[1]
-    q, dout = (_grouped(x, num_kv_heads, dtype) for x in (tile.q, tile.dout))
+    q, dout = _grouped(tile.q, num_kv_heads, dtype), _grouped(tile.dout, num_kv_heads, dtype)
     assert tile.delta is not None
-    lse, delta = (rearrange(x, "b (k g) s -> b k g s 1", k=num_kv_heads) for x in (tile.lse, tile.delta))
+    lse, delta = rearrange(torch.stack([tile.lse, tile.delta]), "n b (k g) s -> n b k g s 1", k=num_kv_heads)
     k, v = tile.k.to(dtype), tile.v.to(dtype)
     finite = torch.where(lse == float("-inf"), 0.0, lse)
     dqs, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)

@@ -227,8 +227,9 @@ class Scores:
 
     def rows(self, begin: int, end: int) -> Scores:
         """Those of the query rows begin to end."""
-        narrowed = _narrowed(self, OF_ROWS, "rows", begin, end)
-        return replace(self, **narrowed) if narrowed else self
+        if self.features.isdisjoint(OF_ROWS):
+            return self
+        return replace(self, **_narrowed(self, OF_ROWS, "rows", begin, end))
 
     def modified(self, x: Tensor, where: Where) -> Tensor:
         """What score_mod makes of scores [B, H, rows, keys]."""
@@ -286,6 +287,8 @@ class ScoreGradients:
     @classmethod
     def zeros(cls, scores: Scores, dtype: torch.dtype) -> ScoreGradients:
         """Of the shapes of the scores' tensors."""
+        if not scores.wanted:
+            return cls()
         given = {name: getattr(scores, name) for name in scores.wanted if name in ADDED}
         captured = {i: x for i, x in enumerate(scores.captured) if name_of_captured(i) in scores.wanted}
         return cls(

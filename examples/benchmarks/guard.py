@@ -45,11 +45,11 @@ from cp_mesh import (  # noqa: E402
     cross_entropy,
 )
 from cp_mesh import parallelize as apply  # noqa: E402
-from cp_mesh.call import op, passes  # noqa: E402
+from cp_mesh.call import passes  # noqa: E402
 
 LOOK_UPS = {
-    "call.op": {"checking": False, "last_forward": None},
-    "call.passes": {"_kind": None, "checking": False, "is_first": False, "note_call": None, "note_called": None},
+    "call.op": {"checking": False},
+    "call.passes": {"checking": False, "is_first": False, "note_call": None, "note_called": None},
     "training.sharded_model": {"kind_of": None, "agree_on_shapes": True},
     "training.compare_inputs": {"kind_of": None, "agree_on_shapes": True, "note_tokens": None},
     "sequence.sharded_sequence": {"note_tokens": None, "note_length": None, "marked": None},
@@ -122,17 +122,16 @@ def of_look_ups(axis: DeviceMesh) -> Callable[[], None]:
         return lambda *arguments: (given.__setitem__(name, arguments), original(*arguments))[1]
 
     with ExitStack() as stack:
-        for name in ("_kind", "note_call", "note_called"):
+        for name in ("is_first", "note_call", "note_called"):
             stack.enter_context(mock.patch.object(passes, name, keep(name)))
         of_attention(axis)()
     group = axis.get_group()
 
     def run() -> None:
         passes.checking(group)
-        passes.is_first(group, passes._kind(*given["_kind"]))
+        passes.is_first(*given["is_first"])
         passes.note_call(*given["note_call"])
         passes.note_called(*given["note_called"])
-        op.last_forward(group)
 
     return run
 

@@ -108,7 +108,7 @@ class Ours:
         plan = make_plan(q, k, k, Tensors(**tensors), size * rows, LastOf(size), options)
         first = plan.layout.positions(size * rows, size, 0)
         if tile == "causal":
-            self._tiles, k_pos = plan.local_tiles, first
+            self._tiles, k_pos = plan.tiles(None), first
         else:
             stage = plan.schedule.route.stages[0]
             self._tiles = plan.tiles(stage)

@@ -97,7 +97,7 @@ class Passes:
         options = Options(Contiguous().spec(), tile.mask.spec(), scale, kernel=kernel, deterministic=deterministic)
         plan = make_plan(self._q, k, v, Tensors(tile.mask.documents), tile.rows, OneOf(1), options)
         self._kernel, self._scores = plan.kernel, plan.scores
-        self._tiles = plan.local_tiles if tile.given is None else [tile.given]
+        self._tiles = plan.tiles(None) if tile.given is None else [tile.given]
         self._k, self._v = k[:, :, : tile.keys], v[:, :, : tile.keys]
         self._out, self._lse = self.forward()
         self.calls: dict[str, Callable[[], object]] = {"fwd": self.forward, "bwd": self.backward}

@@ -194,7 +194,7 @@ def verify(
         plain = dense_attention(q, k, v, dout, on_device, _dense_scores(scale, given, whole_tensors, wide), wanted)
         by_documents = "segments" in plan.schedule.covers
         schedule = make_schedule(Contiguous(), mask, seq_len, 1, 0, by_documents)
-        tiles = replace(plan, layout=Contiguous(), schedule=schedule, prepared={}).local_tiles
+        tiles = replace(plan, layout=Contiguous(), schedule=schedule, prepared={}).tiles(None)
         of_kernel = make_scores(options, Tensors(**whole_tensors), wide)
         of_kernel = replace(of_kernel, wanted=frozenset(wanted) - {"sinks"})
         alone = _one_device(plan.kernel, tiles, of_kernel, q, k, v, dout)
