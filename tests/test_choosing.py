@@ -94,6 +94,23 @@ def test_hosts_are_counted(told: str, ranks: Any, hosts: list[int]) -> None:
         assert ranks_by_host(ranks) == hosts
 
 
+def test_a_trace_can_ask() -> None:
+    """In one graph, of which other lengths take another one where they cross a bound, and there alone."""
+    graphs: list[Any] = []
+
+    def method(q: torch.Tensor) -> torch.Tensor:
+        operand, rows = Operand(q.shape, torch.bfloat16, GPU), q.shape[2]
+        asked = Options("zigzag", Mask().spec(), 1.0)
+        taken = choose(operand, operand, (), False, 8 * rows, 8, 1, asked).method
+        return q + ("ring", "all_gather", "ulysses").index(taken)
+
+    compiled = torch.compile(
+        method, fullgraph=True, dynamic=True, backend=lambda graph, _: graphs.append(graph) or graph.forward
+    )
+    for rows, want, count in ((100, 2, 1), (4096, 2, 1), (9000, 0, 2), (10000, 0, 2), (200, 2, 2)):
+        assert float(compiled(torch.zeros(1, 32, rows, 1)).max()) == want and len(graphs) == count, rows
+
+
 def test_explain_says_the_same() -> None:
     """And why."""
     on_gpu = {"device": "cuda", "dtype": torch.bfloat16, "kernel": "fa4"}
@@ -135,6 +152,10 @@ WITHIN: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 }
 
 
+def as_on_gpus(q: Any, *given: Any) -> Any:
+    return choose(q._replace(device=GPU, dtype=torch.bfloat16), *given)
+
+
 def call(
     rank: int, options: dict[str, Any], heads: str, on_gpu: bool = True, within: str = ""
 ) -> tuple[str, list[torch.Tensor]]:
@@ -145,14 +166,11 @@ def call(
     """
     forget_plans()
     made: list[Any] = []
-    real, rule = plan.make_plan, choose
+    real = plan.make_plan
 
     def make_plan(*given: Any) -> Any:
         made.append(real(*given))
         return made[-1]
-
-    def as_on_gpus(q: Any, k: Any, *given: Any) -> Any:
-        return rule(q._replace(device=GPU, dtype=torch.bfloat16), k, *given)
 
     torch.manual_seed(0)
     size = torch.distributed.get_world_size()
@@ -161,7 +179,7 @@ def call(
     with (
         mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(size)),
         mock.patch(f"{path_of('choose')}.LEAST_RANKS", 4),
-        mock.patch(f"{path_of('call.plan')}.choose", as_on_gpus if on_gpu else rule),
+        mock.patch(f"{path_of('call.plan')}.choose", as_on_gpus if on_gpu else choose),
         mock.patch(f"{path_of('passes')}.make_plan", make_plan),
     ):
         attend = WITHIN[within](partial(attention, mesh=mesh((size,), ("cp",)), **options))
@@ -196,15 +214,11 @@ def test_what_is_not_chosen_for(pool: Any) -> None:
 
 def with_unequal_hosts(rank: int) -> None:
     """As on a host of two ranks and one of four, whose ranks count one host."""
-    rule = choose
     q = torch.randn(1, 4, 6, 8)
     with (
         mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2" if rank < 2 else "4"),
         mock.patch(f"{path_of('choose')}.LEAST_RANKS", 4),
-        mock.patch(
-            f"{path_of('call.plan')}.choose",
-            lambda q, *given: rule(q._replace(device=GPU, dtype=torch.bfloat16), *given),
-        ),
+        mock.patch(f"{path_of('call.plan')}.choose", as_on_gpus),
     ):
         attention(q, q, q, mesh=torch.distributed.new_group())
 

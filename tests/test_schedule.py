@@ -121,10 +121,11 @@ def test_what_all_ranks_must_know_alike(layout, name):
 
 
 def test_source_and_receiver_are_inverse():
-    peer = inner("schedule", "_peer")
-    for rank, step, host_size in product(range(4), range(4), (2, 4)):
-        assert peer(peer(rank, 1, step, 4, host_size), -1, step, 4, host_size) == rank
-    assert peer(1, -1, 0, 4, 4) == 1 and peer(3, -1, 1, 4, 4) == 2
+    around, of_hosts = inner("schedule", "Around")(), inner("relay_plan", "HostAfterHost")
+    for rank, step, order in product(range(4), range(4), (around, of_hosts(2), of_hosts(4))):
+        assert order.peer(order.peer(rank, 1, step, 4), -1, step, 4) == rank
+        assert around.peer(rank, -1, step, 4) == of_hosts(4).peer(rank, -1, step, 4)
+    assert around.peer(1, -1, 0, 4) == 1 and around.peer(3, -1, 1, 4) == 2 and of_hosts(2).peer(3, -1, 3, 4) == 0
 
 
 @pytest.mark.parametrize("cp_size", (2, 3, 4, 8))

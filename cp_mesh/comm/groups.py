@@ -66,11 +66,6 @@ def known_parts(group: dist.ProcessGroup) -> list[Parts]:
     return [*state_of(group, _Parts).values()]
 
 
-def num_groups() -> int:
-    """Groups that this rank is in, by which PyTorch names a new one."""
-    return len(world().pg_names)
-
-
 @constant_in_traces  # Dynamo cannot trace it
 def names_of_axes(group_name: str) -> list[tuple[str, str]]:
     """Names of the groups of both axes, for each mesh that was made `flat` to the group of this name."""
@@ -138,9 +133,9 @@ def _make_alone(group: dist.ProcessGroup, inner_size: int) -> Parts:
     size = group.size()
     inner = [[*range(begin, begin + inner_size)] for begin in range(0, size, inner_size)]
     outer = [[*range(begin, size, inner_size)] for begin in range(inner_size)]
-    # Ranks with other names would never meet.
+    # PyTorch names a new group by how many a rank is in, and ranks with other names would never meet.
     counts: list[int] = [0] * size
-    dist.all_gather_object(counts, num_groups(), group)
+    dist.all_gather_object(counts, len(world().pg_names), group)
     if len(set(counts)) > 1:
         hint = 'pass a mesh of two axes, mesh=mesh["cp_ring", "cp_ulysses"], whose groups are used'
         got = f"ranks that are in {counts} groups"

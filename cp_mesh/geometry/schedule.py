@@ -8,10 +8,6 @@ Steps are taken in stages, which a method groups as it likes. The rows of a stag
 source, so full tiles of several sources become one: fewer and larger kernel calls. A zigzag rank's sources below it are
 all visited before those above it, and each side needs one call a stage. The ring's stages are of 1, 2, 4, 4, ... steps:
 a small first one keeps the wait for it short, and each computes long enough to hide the fetch of the next.
-
-Over hosts of n ranks (the double ring) rank r is ``host * n + place`` and visits host after host, its own first: step
-i works on the keys of host ``(host - i // n) mod hosts``, place ``(place - i mod n) mod n``. With one host that is the
-step above.
 """
 
 from __future__ import annotations
@@ -96,13 +92,10 @@ class Route:
     Attributes:
         stages: this rank's, in order; all ranks have the same number of them.
         needed: int64 [receiver, source], how many of the source's rows the receiver fetches; the same on every rank.
-        visits: how the rows come where they cross from host to host once (`relay_plan`), this rank's host first;
-            none where each rank fetches them from their owners.
     """
 
     stages: tuple[Stage, ...]
     needed: Array
-    visits: tuple[Visit, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -127,29 +120,6 @@ class Route:
 
 
 @dataclass(frozen=True, eq=False)
-class Visit:
-    """The stages that work on the keys of one host, as the ranks of this rank's host share them.
-
-    Each rank holds a buffer that the others read: of this host its own rows; of another one those rows of the rank in
-    its place there that some rank of this host fetches, which cross to it once.
-
-    Attributes:
-        crossing: what this rank receives of the rank in its place on that host, and sends to that in its place on the
-            host which visits this one; ranks are numbers of hosts. None of this host.
-        route: the stages that move rows within this host; ranks are places, and rows those of the buffers.
-        own: the rows of this rank's buffer that it reads itself, as a stage of its own; None if no rank does.
-        shared: the rows of this rank's buffer that gradients arrive for, counted as their owner does.
-        num_rows: of the buffer.
-    """
-
-    crossing: Stage | None
-    route: Route
-    own: Stage | None
-    shared: Ranges
-    num_rows: int
-
-
-@dataclass(frozen=True, eq=False)
 class Schedule:
     """What one rank computes, fetches and serves.
 
@@ -163,7 +133,6 @@ class Schedule:
         overlapping: whether, on any rank, two kernel calls of a stage give gradients of the same row.
         covers: kinds of tile that occur on any rank: "full", "causal", "window", "pairs", "segments" (with "window" if
             a band of theirs is neither full nor causal); the same on every rank.
-        host_size: ranks that are visited one after the other before those of the next host; cp_size if there is one.
     """
 
     cp_rank: int
@@ -175,7 +144,6 @@ class Schedule:
     route: Route
     overlapping: bool
     covers: frozenset[str]
-    host_size: int
 
     @property
     def cp_size(self) -> int:
@@ -186,28 +154,16 @@ def num_rows(ranges: Iterable[Rows]) -> int:
     return sum(end - begin for begin, end in ranges)
 
 
-def _peer(rank: Any, sign: int, step: Any, cp_size: int, host_size: int) -> Any:
-    """The rank that is so many steps behind another one, or ahead of it; of integers or arrays."""
-    hosts, places = step // host_size, step % host_size
-    host, place = rank // host_size + sign * hosts, rank % host_size + sign * places
-    return host % (cp_size // host_size) * host_size + place % host_size
+class Around:
+    """The order in which ranks visit each other: in step i rank r works on the keys of rank ``(r - i) mod cp_size``."""
 
+    def active(self, needed: Array) -> tuple[int, ...]:
+        """The steps in which some rank fetches rows of another."""
+        return active_steps(needed)
 
-def step_of(receiver: Array, source: Array, cp_size: int, host_size: int) -> Array:
-    """The step in which receivers visit sources."""
-    hosts = (receiver // host_size - source // host_size) % (cp_size // host_size)
-    return hosts * host_size + (receiver - source) % host_size
-
-
-def _steps_over_hosts(needed: Array, host_size: int) -> tuple[int, ...]:
-    """Those in which some rank fetches rows of another."""
-    hosts = np.arange(len(needed) // host_size)
-    moves = (needed > 0).reshape(len(hosts), host_size, len(hosts), host_size)
-    found = []
-    for away in hosts.tolist():
-        receiver, source = np.nonzero(moves[hosts, :, (hosts - away) % len(hosts), :].any(0))
-        found += [away * host_size + place for place in np.unique((receiver - source) % host_size).tolist()]
-    return tuple(found)
+    def peer(self, rank: Any, sign: int, step: Any, cp_size: int) -> Any:
+        """The rank that is so many steps behind another one, or ahead of it; of integers or arrays."""
+        return (rank + sign * step) % cp_size
 
 
 def in_rising_stages(active: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -232,7 +188,7 @@ def make_schedule(
     cp_rank: int,
     segments: bool = False,
     groups: Grouping = in_rising_stages,
-    host_size: int | None = None,
+    order: Around = Around(),  # noqa: B008 - it holds nothing
     sources: Seen | None = None,
 ) -> Schedule:
     """The schedule of one rank.
@@ -245,29 +201,25 @@ def make_schedule(
         cp_rank: the rank.
         segments: tiles by documents (`Segments`) where these are known to be runs, instead of PARTIAL ones.
         groups: which steps make a stage, from the active ones; the same on every rank.
-        host_size: ranks of a host, a divisor of ``cp_size``; None: all of them.
+        order: in which ranks visit each other.
         sources: bool [receiver, source], which are visited at most; None: all.
     """
     found = geometry(layout, mask, seq_len, cp_size, segments, sources)
-    host_size = host_size or cp_size
     needed, by_documents = found.needed, "segments" in found.covers
-    steps = active_steps(needed) if host_size == cp_size else _steps_over_hosts(needed, host_size)
     blocks = found.of_receiver(cp_rank)
     every = np.concatenate(blocks)
     away = every[every[:, SOURCE] != cp_rank]
     fetch = unions(away[:, SOURCE], away[:, K], away[:, K_END])
     asked = found.of_source(cp_rank)
     fetched, served = by_rank(fetch, cp_size), by_rank(unions(asked[:, 0], asked[:, K], asked[:, K_END]), cp_size)
-    steps_of = groups(steps)
+    steps_of = groups(order.active(needed))
     stage_of = np.full(cp_size, -1)  # by source; this rank's own rows are in none
     for number, group in enumerate(steps_of):
-        stage_of[_peer(cp_rank, -1, np.array(group), cp_size, host_size)] = number
+        stage_of[order.peer(cp_rank, -1, np.array(group), cp_size)] = number
     placed = [_placed(table[table[:, SOURCE] != cp_rank], fetch, stage_of) for table in blocks]
     stages = []
     for number, group in enumerate(steps_of):
-        sources, receivers = (
-            np.sort(_peer(cp_rank, sign, np.array(group), cp_size, host_size)).tolist() for sign in (-1, 1)
-        )
+        sources, receivers = (np.sort(order.peer(cp_rank, sign, np.array(group), cp_size)).tolist() for sign in (-1, 1))
         stages.append(
             Stage(
                 group,
@@ -286,7 +238,6 @@ def make_schedule(
         route=Route(tuple(stages), needed),
         overlapping=found.overlapping,
         covers=found.covers,
-        host_size=host_size,
     )
 
 

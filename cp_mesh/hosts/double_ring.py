@@ -23,7 +23,7 @@ from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.geometry.schedule import Schedule
 from cp_mesh.geometry.survey import Seen
-from cp_mesh.hosts.relay_plan import make_relayed_schedule
+from cp_mesh.hosts.relay_plan import RelayedRoute, make_relayed_schedule
 from cp_mesh.hosts.relayed import RelayedTransport
 from cp_mesh.kernels.combine import copy_together
 
@@ -57,7 +57,8 @@ def make_schedule(
 
 def open_transport(plan: Plan, group: dist.ProcessGroup) -> Transport:
     """See `Method.open_transport`."""
-    if not plan.schedule.route.visits:
+    route = plan.schedule.route
+    if not isinstance(route, RelayedRoute):
         return ring_loop.open_transport(plan, group)
-    outer, inner = parts_of(group, plan.schedule.host_size)
+    outer, inner = parts_of(group, route.host_size)
     return RelayedTransport(FunctionalTransport(outer, copy_together), ring_loop.open_transport(plan, inner))

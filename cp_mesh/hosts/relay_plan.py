@@ -5,30 +5,98 @@ to its partner (h, j), which keeps it in a buffer for the ranks of its host to r
 of these rows go back the same way: (h, j) sums what the ranks of its host computed, and (g, j) gets the sum.
 
 From the blocks of all ranks of its host a rank knows what lies where in their buffers; integers only.
+
+Of hosts of n ranks rank r is ``host * n + place`` and visits host after host, its own first: step i works on the keys
+of host ``(host - i // n) mod hosts``, place ``(place - i mod n) mod n``. With one host that is the ring's step.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from cp_mesh.geometry.block_table import K_END, RECEIVER, SOURCE, K, unions
+from cp_mesh.geometry.block_table import K_END, RECEIVER, SOURCE, Array, K, unions
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import NONE, Mask
 from cp_mesh.geometry.schedule import (
+    Around,
     Fetch,
     Grouping,
     Ranges,
+    Route,
     Schedule,
     Stage,
-    Visit,
     by_rank,
     in_rising_stages,
     make_schedule,
     num_rows,
 )
 from cp_mesh.geometry.survey import Geometry, Seen, geometry
+
+
+@dataclass(frozen=True)
+class HostAfterHost(Around):
+    """Ranks of a host one after the other before those of the next host."""
+
+    host_size: int
+
+    def active(self, needed: Array) -> tuple[int, ...]:
+        host_size, hosts = self.host_size, np.arange(len(needed) // self.host_size)
+        moves = (needed > 0).reshape(len(hosts), host_size, len(hosts), host_size)
+        found = []
+        for away in hosts.tolist():
+            receiver, source = np.nonzero(moves[hosts, :, (hosts - away) % len(hosts), :].any(0))
+            found += [away * host_size + place for place in np.unique((receiver - source) % host_size).tolist()]
+        return tuple(found)
+
+    def peer(self, rank: Any, sign: int, step: Any, cp_size: int) -> Any:
+        hosts, places = step // self.host_size, step % self.host_size
+        host, place = rank // self.host_size + sign * hosts, rank % self.host_size + sign * places
+        return host % (cp_size // self.host_size) * self.host_size + place % self.host_size
+
+
+def step_of(receiver: Array, source: Array, cp_size: int, host_size: int) -> Array:
+    """The step in which receivers visit sources."""
+    hosts = (receiver // host_size - source // host_size) % (cp_size // host_size)
+    return hosts * host_size + (receiver - source) % host_size
+
+
+@dataclass(frozen=True, eq=False)
+class Visit:
+    """The stages that work on the keys of one host, as the ranks of this rank's host share them.
+
+    Each rank holds a buffer that the others read: of this host its own rows; of another one those rows of the rank in
+    its place there that some rank of this host fetches, which cross to it once.
+
+    Attributes:
+        crossing: what this rank receives of the rank in its place on that host, and sends to that in its place on the
+            host which visits this one; ranks are numbers of hosts. None of this host.
+        route: the stages that move rows within this host; ranks are places, and rows those of the buffers.
+        own: the rows of this rank's buffer that it reads itself, as a stage of its own; None if no rank does.
+        shared: the rows of this rank's buffer that gradients arrive for, counted as their owner does.
+        num_rows: of the buffer.
+    """
+
+    crossing: Stage | None
+    route: Route
+    own: Stage | None
+    shared: Ranges
+    num_rows: int
+
+
+@dataclass(frozen=True, eq=False)
+class RelayedRoute(Route):
+    """What travels in a pass over several hosts: the stages as tiles read them, and how their rows come.
+
+    Attributes:
+        visits: in order, this rank's host first.
+        host_size: ranks of a host.
+    """
+
+    visits: tuple[Visit, ...]
+    host_size: int
 
 
 def by_hosts(host_size: int) -> Grouping:
@@ -53,9 +121,10 @@ def make_relayed_schedule(
     sources: Seen | None = None,
 ) -> Schedule:  # fmt: skip
     """The schedule of one rank, whose rows come by `Visit`; see `make_schedule`."""
-    schedule = make_schedule(layout, mask, seq_len, cp_size, cp_rank, segments, by_hosts(host_size), host_size, sources)
+    in_order = by_hosts(host_size), HostAfterHost(host_size)
+    schedule = make_schedule(layout, mask, seq_len, cp_size, cp_rank, segments, *in_order, sources)
     visits = _visits(schedule, geometry(layout, mask, seq_len, cp_size, segments, sources), host_size)
-    return replace(schedule, route=replace(schedule.route, visits=visits))
+    return replace(schedule, route=RelayedRoute(schedule.route.stages, schedule.route.needed, visits, host_size))
 
 
 def _visits(schedule: Schedule, found: Geometry, host_size: int) -> tuple[Visit, ...]:
@@ -78,9 +147,7 @@ def _visits(schedule: Schedule, found: Geometry, host_size: int) -> tuple[Visit,
         own = stages[0] if away and stages[0].steps == (0,) else None
         crosses = Stage((away,), _part(other, shared), _part(to, leaving[to]), ()) if away else None
         rows = num_rows(shared) if away else schedule.shard_lens[schedule.cp_rank]
-        visits.append(
-            Visit(crosses, replace(route, stages=tuple(stages[own is not None :]), needed=needed), own, shared, rows)
-        )
+        visits.append(Visit(crosses, Route(tuple(stages[own is not None :]), needed), own, shared, rows))
     return tuple(visits)
 
 

@@ -1,7 +1,7 @@
 """The transport between hosts: two others, one between hosts and one within a host, both under way at once.
 
 Rows cross from host to host once, between ranks in the same place, and are read there over the transport of the host as
-the rank's own rows are (`schedule.Visit`). The rows of the next host are crossing while those of one are
+the rank's own rows are (`relay_plan.Visit`). The rows of the next host are crossing while those of one are
 computed with. Gradients of a host's rows are summed where the rows crossed to, in fp32, when all ranks of the host have
 sent theirs, and cross once; the last of them behind the local tiles.
 
@@ -21,7 +21,8 @@ from torch import Tensor
 from cp_mesh.comm.contract import Arrived, Transport, split_arrived
 from cp_mesh.comm.functional import FunctionalIncoming, FunctionalOutgoing, FunctionalTransport
 from cp_mesh.comm.packing import Packing
-from cp_mesh.geometry.schedule import Route, Stage, Visit
+from cp_mesh.geometry.schedule import Route, Stage
+from cp_mesh.hosts.relay_plan import RelayedRoute, Visit
 from cp_mesh.kernels.combine import RowSum, copy_together
 
 
@@ -37,9 +38,11 @@ class RelayedTransport:
         self.outer, self.inner = outer, inner
 
     def fetch(self, tensors: Sequence[Tensor], route: Route) -> RelayedIncoming:
+        assert isinstance(route, RelayedRoute)
         return RelayedIncoming(self, tensors, route.visits)
 
     def deliver(self, packing: Packing, route: Route) -> RelayedOutgoing:
+        assert isinstance(route, RelayedRoute)
         return RelayedOutgoing(self, packing, route.visits)
 
     def close(self) -> None:

@@ -43,7 +43,7 @@ plant = in_area("the op and DTensors")
 
 
 def in_string(**others: Any) -> Any:
-    """Of what reads the options that an op carries as a string: these options are others."""
+    """Of `_kept_options`, which reads what an op carries as a string: these options are others."""
     return lambda parse: with_result(parse, lambda options: options._replace(**others))
 
 

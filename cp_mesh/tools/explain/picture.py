@@ -11,7 +11,7 @@ import torch
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.block_table import Array
 from cp_mesh.geometry.mask import Mask
-from cp_mesh.geometry.schedule import step_of
+from cp_mesh.hosts.relay_plan import step_of
 from cp_mesh.tools.explain.variants import Variant, owners, sampled
 
 MASKED = -1

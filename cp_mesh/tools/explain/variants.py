@@ -25,13 +25,14 @@ from cp_mesh.geometry.block_table import Array
 from cp_mesh.geometry.layouts import Layout, Run
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.geometry.schedule import Schedule, enclosing, num_rows
+from cp_mesh.hosts.relay_plan import RelayedRoute
 from cp_mesh.kernels.contract import Request, shortfalls
 from cp_mesh.kernels.merge import Kernel
 from cp_mesh.kernels.scores import POSITIONAL
 from cp_mesh.kernels.table import KERNELS
 from cp_mesh.tools.explain.predict.memory import ExtraMemory, Sizes, kv_heads_of_rank
 from cp_mesh.tools.explain.predict.methods import Setup, costs, memory, sizes_of
-from cp_mesh.tools.explain.predict.time import Machine, PassCost, legs_of
+from cp_mesh.tools.explain.predict.time import Machine, PassCost, host_size_of, legs_of
 
 ALL_RANKS = 36  # up to here every rank is looked at
 
@@ -76,7 +77,7 @@ class Variant:
         chunks: head chunks.
         passed_over: kernels that "auto" would have preferred, and what each lacks.
         steps: of each stage.
-        host_size: ranks that are visited one after the other, see `Schedule`.
+        host_size: ranks that are visited one after the other, see `host_size_of`.
     """
 
     layout: Layout
@@ -226,12 +227,12 @@ class Setting:
         moved: float = first.route.num_rows / len(first.route.needed)
         if self.knows_heads:
             far = 0.0
-            if first.route.visits:
+            if isinstance(first.route, RelayedRoute):
                 moved, far = (float(np.mean([getattr(x, by) for x in figures])) for by in ("near", "far"))
             moved = self._bytes_moved(sizes, moved, far, inner, kernel) + self.captured_moved
         steps = tuple(stage.steps for stage in first.route.stages)
         of_layout = layout, method, kernel, degree, work, figures
-        return Variant(*of_layout, row_bytes, moved, chunks, passed_over, steps, first.host_size)
+        return Variant(*of_layout, row_bytes, moved, chunks, passed_over, steps, host_size_of(first))
 
     def _call(self, layout: Layout) -> tuple[Options, Callable[[Schedule], Request]]:
         """Its options, and what a schedule needs of a kernel."""

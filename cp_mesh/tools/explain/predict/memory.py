@@ -74,6 +74,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from cp_mesh.geometry.schedule import Schedule, Stage, Tile, enclosing
+from cp_mesh.hosts.relay_plan import RelayedRoute
 from cp_mesh.kernels.combine import MAX_PIECES
 
 
@@ -141,10 +142,10 @@ def extra_memory(
     parts = [stage.tiles for stage in route.stages]
     tiles = [enclosing(x) if one_tile else x for x in (*parts, schedule.local_tiles)]
     made_last &= head_chunks == 1
-    if route.visits:
-        forward = _forward_over_hosts(schedule, rows, tiles, transport, made_last)
-        backward = _backward_over_hosts(schedule, rows, tiles, transport, made_last)
-        return ExtraMemory(forward, backward, _symmetric_over_hosts(schedule, rows) if _on_wires(transport) else 0)
+    if isinstance(route, RelayedRoute):
+        own_rows, of_pass = schedule.shard_lens[schedule.cp_rank], (route, rows, tiles, transport, made_last)
+        symmetric = _symmetric_over_hosts(route, max(schedule.shard_lens), rows) if _on_wires(transport) else 0
+        return ExtraMemory(_forward_over_hosts(own_rows, *of_pass), _backward_over_hosts(own_rows, *of_pass), symmetric)
     num_rows, on_wires = schedule.shard_lens[schedule.cp_rank], _on_wires(transport)
     fetched, served = [stage.num_fetched for stage in route.stages], [_served(stage) for stage in route.stages]
     keys_held = [
@@ -254,12 +255,12 @@ class _Pieces:
 
 
 def _forward_over_hosts(
-    schedule: Schedule, rows: _Rows, tiles: Sequence[Sequence[Tile]], transport: str, made_last: bool
+    own_rows: int, route: RelayedRoute, rows: _Rows, tiles: Sequence[Sequence[Tile]], transport: str, made_last: bool
 ) -> int:
-    own_rows, of_stage = schedule.shard_lens[schedule.cp_rank], iter(tiles)
+    of_stage = iter(tiles)
     out, results = _Pieces(own_rows * rows.out_sum), own_rows * rows.out if made_last else 0
     most, buffer, local = 0, 0, tiles[-1]
-    for keys in _keys_over_hosts(schedule, transport):
+    for keys in _keys_over_hosts(route, transport):
         most = max(most, (buffer + keys.begin) * rows.key + out.held - results)
         buffer = keys.buffer
         if local:
@@ -272,13 +273,13 @@ def _forward_over_hosts(
 
 
 def _backward_over_hosts(
-    schedule: Schedule, rows: _Rows, tiles: Sequence[Sequence[Tile]], transport: str, made_last: bool
+    own_rows: int, route: RelayedRoute, rows: _Rows, tiles: Sequence[Sequence[Tile]], transport: str, made_last: bool
 ) -> int:
-    own_rows, of_stage, on_wires = schedule.shard_lens[schedule.cp_rank], iter(tiles), _on_wires(transport)
+    of_stage, on_wires = iter(tiles), _on_wires(transport)
     dq, arrived = _Pieces(own_rows * rows.dq_sum), _Pieces(own_rows * rows.sum)
     results = own_rows * (rows.dq + rows.key) if made_last else 0
     most, buffer, crossing, returning = 0, 0, 0, list[int]()  # of gradients: what crosses, and what comes of it
-    for visit, keys in zip(schedule.route.visits, _keys_over_hosts(schedule, transport), strict=True):
+    for visit, keys in zip(route.visits, _keys_over_hosts(route, transport), strict=True):
         held = dq.held + arrived.held + crossing
         most, buffer = max(most, (buffer + keys.begin) * rows.key + held - results), keys.buffer
         stages = visit.route.stages
@@ -323,8 +324,8 @@ class _HeldKeys(NamedTuple):
     end: int
 
 
-def _keys_over_hosts(schedule: Schedule, transport: str) -> list[_HeldKeys]:
-    visits, on_wires, found = schedule.route.visits, _on_wires(transport), []
+def _keys_over_hosts(route: RelayedRoute, transport: str) -> list[_HeldKeys]:
+    visits, on_wires, found = route.visits, _on_wires(transport), []
     crossings = [visit.crossing for visit in visits[1:] if visit.crossing is not None]
     for number, visit in enumerate(visits):
         buffer = crossings[number - 1].num_fetched if number else 0
@@ -343,13 +344,13 @@ def _keys_over_hosts(schedule: Schedule, transport: str) -> list[_HeldKeys]:
     return found
 
 
-def _symmetric_over_hosts(schedule: Schedule, rows: _Rows) -> int:
+def _symmetric_over_hosts(route: RelayedRoute, shard_len: int, rows: _Rows) -> int:
     """Of the group of this host, which serves every visit; its most."""
-    moved = [visit.route for visit in schedule.route.visits if visit.route.stages]
+    moved = [visit.route for visit in route.visits if visit.route.stages]
     if not moved:
         return 0
-    parts = max(schedule.shard_lens) * rows.key, max(route.most_served for route in moved) * rows.gradient
-    return max(parts) if schedule.host_size == 2 else sum(parts)
+    parts = shard_len * rows.key, max(within.most_served for within in moved) * rows.gradient
+    return max(parts) if route.host_size == 2 else sum(parts)
 
 
 def _overlap(ranges: Iterable[tuple[int, int]]) -> bool:

@@ -9,6 +9,7 @@ from cp_mesh.call.method import Method, as_one_tile
 from cp_mesh.call.spec import Operand
 from cp_mesh.call.ulysses import FEW
 from cp_mesh.geometry.schedule import Schedule
+from cp_mesh.hosts.relay_plan import RelayedRoute
 from cp_mesh.kernels.merge import Kernel
 from cp_mesh.tools.explain.predict.memory import ExtraMemory, Sizes, extra_memory, ulysses_memory
 from cp_mesh.tools.explain.predict.time import Machine, PassCost, staged_costs, ulysses_costs
@@ -63,7 +64,7 @@ def memory(schedule: Schedule, setup: Setup) -> ExtraMemory:
     """Beyond inputs and results on the schedule's rank."""
     one_tile, kernel = as_one_tile(setup.kernel, schedule, setup.features), setup.kernel
     if not setup.exchanges:
-        transport = setup.inner_transport if schedule.route.visits else setup.transport
+        transport = setup.inner_transport if isinstance(schedule.route, RelayedRoute) else setup.transport
         return extra_memory(schedule, setup.sizes, setup.head_chunks, transport, one_tile, kernel.rounds)
     of_call = setup.degree, setup.sizes, setup.head_chunks, setup.inner_transport
     return ulysses_memory(schedule, *of_call, one_tile, kernel.uses_delta, kernel.rounds, outer=setup.transport)

@@ -31,7 +31,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from cp_mesh.geometry.mask import FULL, Band
-from cp_mesh.geometry.schedule import Fetch, Schedule, Tile, Visit, num_rows
+from cp_mesh.geometry.schedule import Fetch, Schedule, Tile, num_rows
+from cp_mesh.hosts.relay_plan import RelayedRoute, Visit
 from cp_mesh.tools.explain.predict.memory import Sizes, kv_heads_of_rank
 
 
@@ -158,7 +159,7 @@ def staged_costs(
     out_row = sizes.batch * heads * sizes.v_head_dim * sizes.itemsize
     dq_row = sizes.batch * heads * sizes.head_dim * sizes.itemsize
     key_row, gradient_row = row * sizes.itemsize, row * sizes.gradient_itemsize
-    barrier = machine.per_barrier * math.log2(schedule.host_size)
+    barrier = machine.per_barrier * math.log2(host_size_of(schedule))
     calls = [schedule.local_tiles, *(tiles for leg in legs for tiles in leg.tiles)]
     num_calls, tile_rows = sum(map(len, calls)), num_rows(tile.q for tiles in calls for tile in tiles)
     forward_rate, backward_rate = machine.kernels[kernel]
@@ -332,18 +333,24 @@ class Leg(NamedTuple):
         return [move for move in (self.crossing, *self.moves) if move is not None]
 
 
+def host_size_of(schedule: Schedule) -> int:
+    """Ranks that are visited one after the other before those of the next host; all of them if rows do not cross."""
+    return schedule.route.host_size if isinstance(schedule.route, RelayedRoute) else schedule.cp_size
+
+
 def legs_of(schedule: Schedule, degree: int = 1) -> list[Leg]:
     """What a rank receives, in order; ``degree`` as in `staged_costs`."""
     route, rows = schedule.route, schedule.shard_lens[schedule.cp_rank]
-    visits = route.visits or (Visit(None, route, None, (), rows),)
-    host, place = divmod(schedule.cp_rank, schedule.host_size)
+    visits = route.visits if isinstance(route, RelayedRoute) else (Visit(None, route, None, (), rows),)
+    host_size = host_size_of(schedule)
+    host, place = divmod(schedule.cp_rank, host_size)
     tiles, legs = iter(route.stages), []
     for visit in visits:
         moves: list[Fetch | None] = [None] if visit.own is not None else []
-        moves += [_by_cp_rank(x.fetch, host * schedule.host_size, degree) for x in visit.route.stages]
+        moves += [_by_cp_rank(x.fetch, host * host_size, degree) for x in visit.route.stages]
         crossing, leaving = None, 0
         if visit.crossing is not None:
-            crossing = _by_cp_rank(visit.crossing.fetch, place, schedule.host_size)
+            crossing = _by_cp_rank(visit.crossing.fetch, place, host_size)
             leaving = sum(num_rows(ranges) for _, ranges in visit.crossing.serve)
         returning = visit.own.num_fetched if visit.own is not None else 0
         returning += sum(num_rows(ranges) for x in visit.route.stages for _, ranges in x.serve)
