@@ -9,11 +9,14 @@ one room need of it goes through `inner` and `room`. `planned` and what follows 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import torch
 
 import cp_mesh
 
@@ -93,6 +96,33 @@ def inner(name: str, *things: str) -> Any:
     return found if len(things) > 1 else found[0]
 
 
+@dataclass(frozen=True)
+class Distances:
+    """Pairs of local indices with ``lo <= i - j <= hi``; None is unbounded. So tests say which pairs a band allows."""
+
+    lo: int | None = None
+    hi: int | None = None
+
+    @classmethod
+    def of(cls, band: Any, num_q: int, num_k: int) -> Distances:
+        """What a band means in a tile of so many rows and keys."""
+        return cls(band.lo, band.hi)
+
+    def band(self, num_q: int, num_k: int) -> Any:
+        """The cover of a tile that means this."""
+        return inner("mask", "Band")(self.lo, self.hi)
+
+    def pairs(self, num_q: int, num_k: int) -> torch.Tensor:
+        """bool [num_q, num_k]."""
+        distance = torch.arange(num_q)[:, None] - torch.arange(num_k)
+        keep = torch.ones_like(distance, dtype=torch.bool)
+        if self.lo is not None:
+            keep &= distance >= self.lo
+        if self.hi is not None:
+            keep &= distance <= self.hi
+        return keep
+
+
 # What pins read.
 
 METHOD_NAMES = tuple(inner("methods", "METHODS"))
@@ -133,12 +163,10 @@ def _block(row: list[int]) -> list[Any]:
 
 
 def _tile(tile: Any) -> list[Any]:
-    cover, shift = tile.cover, (tile.k[1] - tile.k[0]) - (tile.q[1] - tile.q[0])
+    cover, num_q, num_k = tile.cover, tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]
     if isinstance(cover, inner("mask", "Band")):
-        left, right = (
-            (None if cover.hi is None else cover.hi + shift),
-            (None if cover.lo is None else -cover.lo - shift),
-        )
+        at, shift = Distances.of(cover, num_q, num_k), num_k - num_q
+        left, right = (None if at.hi is None else at.hi + shift), (None if at.lo is None else -at.lo - shift)
         return [tile.q, tile.k, left, right]
     if cover == inner("mask", "PARTIAL"):
         return [tile.q, tile.k, "pairs"]
