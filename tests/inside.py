@@ -106,11 +106,18 @@ class Distances:
     @classmethod
     def of(cls, band: Any, num_q: int, num_k: int) -> Distances:
         """What a band means in a tile of so many rows and keys."""
-        return cls(band.lo, band.hi)
+        first = num_k - num_q
+        lo, hi = (
+            (None if band.right is None else -band.right - first),
+            (None if band.left is None else band.left - first),
+        )
+        return cls(lo, hi)
 
     def band(self, num_q: int, num_k: int) -> Any:
         """The cover of a tile that means this."""
-        return inner("mask", "Band")(self.lo, self.hi)
+        first = num_k - num_q
+        left, right = (None if self.hi is None else self.hi + first), (None if self.lo is None else -self.lo - first)
+        return inner("mask", "Band")(left, right)
 
     def pairs(self, num_q: int, num_k: int) -> torch.Tensor:
         """bool [num_q, num_k]."""
@@ -163,11 +170,9 @@ def _block(row: list[int]) -> list[Any]:
 
 
 def _tile(tile: Any) -> list[Any]:
-    cover, num_q, num_k = tile.cover, tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]
+    cover = tile.cover
     if isinstance(cover, inner("mask", "Band")):
-        at, shift = Distances.of(cover, num_q, num_k), num_k - num_q
-        left, right = (None if at.hi is None else at.hi + shift), (None if at.lo is None else -at.lo - shift)
-        return [tile.q, tile.k, left, right]
+        return [tile.q, tile.k, cover.left, cover.right]
     if cover == inner("mask", "PARTIAL"):
         return [tile.q, tile.k, "pairs"]
     return [tile.q, tile.k, cover.left, cover.right, [blocks.tolist() for blocks in cover.blocks]]
