@@ -19,6 +19,7 @@ from dense import dense_attention, dense_dropout, make_qkv
 from inside import (
     NONE,
     Band,
+    Distances,
     Schedule,
     Segments,
     block_table,
@@ -90,9 +91,9 @@ def coverage(layout: Layout, mask: Mask, want: Tensor, cp_size: int, segments: b
     return problems
 
 
-def band_tile(band: Band, num_q: int, num_k: int) -> Tile:
-    """The tile, trimmed, of a run of queries and a run of keys between which a mask is this band."""
-    nearest, farthest = (-NONE if band.lo is None else band.lo), (NONE if band.hi is None else band.hi)
+def band_tile(at: Distances, num_q: int, num_k: int) -> Tile:
+    """The tile, trimmed, of a run of queries and a run of keys of which a mask allows pairs at these distances."""
+    nearest, farthest = (-NONE if at.lo is None else at.lo), (NONE if at.hi is None else at.hi)
     q, k = (pieces_of(Contiguous(), n, 1) for n in (num_q, num_k))
     k = k._replace(nearest=k.nearest + nearest, farthest=k.farthest + farthest)
     only = np.zeros(1, dtype=np.int64)
@@ -151,8 +152,8 @@ def segment_pairs(tile: Tile) -> Tensor:
     for b, blocks in enumerate(tile.cover.blocks):
         for q, q_end, k, k_end in blocks.tolist():
             shift = (k_end - k) - (q_end - q)
-            band = Band(None if right is None else -right - shift, None if left is None else left - shift)
-            times[b, q:q_end, k:k_end] += band_pairs(band, q_end - q, k_end - k).int()
+            at = Distances(None if right is None else -right - shift, None if left is None else left - shift)
+            times[b, q:q_end, k:k_end] += at.pairs(q_end - q, k_end - k).int()
     return times
 
 
@@ -186,13 +187,7 @@ def segment_problems(tile: Tile) -> list[str]:
 @cache
 def band_pairs(band: Band, num_q: int, num_k: int) -> Tensor:
     """bool [num_q, num_k]: the pairs of a band, from its definition."""
-    distance = torch.arange(num_q)[:, None] - torch.arange(num_k)
-    keep = torch.ones_like(distance, dtype=torch.bool)
-    if band.lo is not None:
-        keep &= distance >= band.lo
-    if band.hi is not None:
-        keep &= distance <= band.hi
-    return keep
+    return Distances.of(band, num_q, num_k).pairs(num_q, num_k)
 
 
 @cache
@@ -202,7 +197,7 @@ def band_problems(band: Band, num_q: int, num_k: int) -> list[str]:
     count = Tile((0, num_q), (0, num_k), band).num_pairs
     problems = [] if count == want.sum() else [f"{tile}: counts {count} pairs, has {want.sum()}"]
     parts = split_causal(band, num_q, num_k)
-    if (parts is None) != (band.hi is not None):
+    if (parts is None) != (Distances.of(band, num_q, num_k).hi is not None):
         return [*problems, f"{tile}: split is {parts}"]
     times = torch.zeros(want.shape, dtype=torch.int)
     for (q_begin, q_end), (k_begin, k_end), causal in parts or ():

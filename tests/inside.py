@@ -9,11 +9,14 @@ one room need of it goes through `inner` and `room`. `planned` and what follows 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import torch
 
 import cp_mesh
 
@@ -93,6 +96,40 @@ def inner(name: str, *things: str) -> Any:
     return found if len(things) > 1 else found[0]
 
 
+@dataclass(frozen=True)
+class Distances:
+    """Pairs of local indices with ``lo <= i - j <= hi``; None is unbounded. So tests say which pairs a band allows."""
+
+    lo: int | None = None
+    hi: int | None = None
+
+    @classmethod
+    def of(cls, band: Any, num_q: int, num_k: int) -> Distances:
+        """What a band means in a tile of so many rows and keys."""
+        first = num_k - num_q
+        lo, hi = (
+            (None if band.right is None else -band.right - first),
+            (None if band.left is None else band.left - first),
+        )
+        return cls(lo, hi)
+
+    def band(self, num_q: int, num_k: int) -> Any:
+        """The cover of a tile that means this."""
+        first = num_k - num_q
+        left, right = (None if self.hi is None else self.hi + first), (None if self.lo is None else -self.lo - first)
+        return inner("mask", "Band")(left, right)
+
+    def pairs(self, num_q: int, num_k: int) -> torch.Tensor:
+        """bool [num_q, num_k]."""
+        distance = torch.arange(num_q)[:, None] - torch.arange(num_k)
+        keep = torch.ones_like(distance, dtype=torch.bool)
+        if self.lo is not None:
+            keep &= distance >= self.lo
+        if self.hi is not None:
+            keep &= distance <= self.hi
+        return keep
+
+
 # What pins read.
 
 METHOD_NAMES = tuple(inner("call.methods", "METHODS"))
@@ -133,13 +170,9 @@ def _block(row: list[int]) -> list[Any]:
 
 
 def _tile(tile: Any) -> list[Any]:
-    cover, shift = tile.cover, (tile.k[1] - tile.k[0]) - (tile.q[1] - tile.q[0])
+    cover = tile.cover
     if isinstance(cover, inner("mask", "Band")):
-        left, right = (
-            (None if cover.hi is None else cover.hi + shift),
-            (None if cover.lo is None else -cover.lo - shift),
-        )
-        return [tile.q, tile.k, left, right]
+        return [tile.q, tile.k, cover.left, cover.right]
     if cover == inner("mask", "PARTIAL"):
         return [tile.q, tile.k, "pairs"]
     return [tile.q, tile.k, cover.left, cover.right, [blocks.tolist() for blocks in cover.blocks]]

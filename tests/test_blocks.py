@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 from cases import LAYOUTS, MASKS, make_mask, pairs
-from checks import band_pairs, forget_plans
+from checks import forget_plans
 from dense import dense_mask
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from inside import NONE, Band, Index, block_table, inner, make_schedule, num_rows, pieces_of, room
+from inside import NONE, Distances, Index, block_table, inner, make_schedule, num_rows, pieces_of, room
 
 from cp_mesh import Balanced, Contiguous, Layout, Mask, Striped, ZigZag, balance
 from cp_mesh.geometry.layouts import Run
@@ -51,12 +51,12 @@ def times(pieces: list[Piece], mask: Mask, S: int) -> tuple[np.ndarray, torch.Te
     for receiver, source, q_begin, q_end, k_begin, k_end, left, right in blocks.tolist():
         shape = q_end - q_begin, k_end - k_begin
         shift = shape[1] - shape[0]
-        band = Band(None if right == NONE else -right - shift, None if left == NONE else left - shift)
+        at = Distances(None if right == NONE else -right - shift, None if left == NONE else left - shift)
         rows = slice(begins[receiver] + q_begin, begins[receiver] + q_end)
         keys = slice(begins[source] + k_begin, begins[source] + k_end)
-        counts[rows, keys] += 1 if left == PAIRS else band_pairs(band, *shape).int()
+        counts[rows, keys] += 1 if left == PAIRS else at.pairs(*shape).int()
         if left != PAIRS:
-            named = band_pairs(band, *shape)
+            named = at.pairs(*shape)
             assert named.any(0).all() and named.any(1).all()  # no row or key for nothing
     return blocks, counts
 

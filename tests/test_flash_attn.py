@@ -19,7 +19,7 @@ import pytest
 import torch
 from cases import gap
 from dense import dense_attention
-from inside import CAUSAL, FULL, KERNELS, BackwardTile, Band, Request, Scores, Segments, room, shortfalls
+from inside import CAUSAL, FULL, KERNELS, BackwardTile, Band, Distances, Request, Scores, Segments, room, shortfalls
 from ranks import mesh
 from torch import Tensor
 from torch._guards import active_fake_mode
@@ -48,8 +48,7 @@ class Tile:
     v_dim: int
 
     def allowed(self, device: torch.device) -> Tensor:
-        rows, columns = (torch.arange(n, device=device) for n in (self.num_q, self.num_k))
-        return self.cover.allowed(rows, columns)[None]
+        return Distances.of(self.cover, self.num_q, self.num_k).pairs(self.num_q, self.num_k)[None].to(device)
 
 
 @dataclass(frozen=True)
@@ -388,27 +387,27 @@ def _forget_what_is_installed() -> Iterator[None]:
 # --- on the CPU
 
 BANDS = {
-    "full": FULL,
-    "causal": CAUSAL,
-    "strict": Band(1, None),
-    "causal with older keys": Band(-5, None),
-    "rows without keys": Band(9, None),
-    "window": Band(0, 3),
-    "window around": Band(-2, 4),
-    "window before": Band(2, 6),
-    "window after": Band(-7, -3),
-    "upper triangle": Band(None, 0),
-    "last rows without keys": Band(None, -9),
+    "full": Distances(),
+    "causal": Distances(0, None),
+    "strict": Distances(1, None),
+    "causal with older keys": Distances(-5, None),
+    "rows without keys": Distances(9, None),
+    "window": Distances(0, 3),
+    "window around": Distances(-2, 4),
+    "window before": Distances(2, 6),
+    "window after": Distances(-7, -3),
+    "upper triangle": Distances(None, 0),
+    "last rows without keys": Distances(None, -9),
 }
 SHAPES = ((16, 16), (16, 11), (11, 16), (1, 16), (16, 1))
 HEADS = ((2, 2), (4, 2), (3, 1))
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("band", BANDS.values(), ids=BANDS)
-def test_fa4_takes_every_band(fa4, calls, band, heads) -> None:
+@pytest.mark.parametrize("at", BANDS.values(), ids=BANDS)
+def test_fa4_takes_every_band(fa4, calls, at, heads) -> None:
     for num_q, num_k in SHAPES:
-        tile = Tile(band, num_q, num_k, *heads, 16, 16)
+        tile = Tile(at.band(num_q, num_k), num_q, num_k, *heads, 16, 16)
         if tile.allowed(torch.device("cpu")).any():
             check(*ask(flash_attn_4._forward, flash_attn_4._backward, tile, torch.float64))
     assert len(calls.of("fwd")) == len(calls.of("bwd")) >= 1
@@ -416,17 +415,18 @@ def test_fa4_takes_every_band(fa4, calls, band, heads) -> None:
 
 def test_fa4_is_told_the_fewest_bounds(fa4, calls) -> None:
     """A bound that is not there must be None: it is part of what the package compiles for."""
-    cases = {FULL: (None, None), CAUSAL: (None, -5), Band(-5, None): (None, 0), Band(1, 3): (8, -6)}
-    for band, window in cases.items():
-        ask(flash_attn_4._forward, flash_attn_4._backward, Tile(band, 11, 16, 2, 2, 8, 8), torch.float64)
+    cases = {(None, None): (None, None), (0, None): (None, -5), (-5, None): (None, 0), (1, 3): (8, -6)}
+    for at, window in cases.items():
+        tile = Tile(Distances(*at).band(11, 16), 11, 16, 2, 2, 8, 8)
+        ask(flash_attn_4._forward, flash_attn_4._backward, tile, torch.float64)
         for name, arguments in calls[-2:]:
-            assert (arguments["window_size_left"], arguments["window_size_right"]) == window, (band, name)
+            assert (arguments["window_size_left"], arguments["window_size_right"]) == window, (at, name)
             assert arguments["causal"] is False
 
 
 def test_fa4_refuses_empty_bands(fa4) -> None:
     """Both bounds negative would mean no window at all to the package."""
-    tile = Tile(Band(3, 1), 8, 8, 1, 1, 8, 8)
+    tile = Tile(Distances(3, 1).band(8, 8), 8, 8, 1, 1, 8, 8)
     with pytest.raises(AssertionError, match="no empty tiles"):
         ask(flash_attn_4._forward, flash_attn_4._backward, tile, torch.float64)
 
@@ -444,7 +444,7 @@ def test_fa4_refuses_empty_bands(fa4) -> None:
 )
 def test_fa4_head_dims_that_differ(fa4, calls, heads, dims, widths) -> None:
     """Pairs of head dims for which the package has no kernel are widened with zeros."""
-    tile = Tile(Band(-2, 6), 9, 12, *heads, *dims)
+    tile = Tile(Distances(-2, 6).band(9, 12), 9, 12, *heads, *dims)
     used = (dims[0] == widths[1][0], dims[1] == widths[1][1])  # a buffer that is as wide as what is written
     check(*ask(flash_attn_4._forward, flash_attn_4._backward, tile, torch.float64), used)
     assert [(a["q"].shape[3], a["v"].shape[3]) for _, a in calls] == widths
@@ -665,14 +665,14 @@ def test_packages_that_do_not_work_are_passed_over(tmp_path, text) -> None:
 
 GPU_BANDS = {
     **{name: BANDS[name] for name in ("full", "causal", "strict")},
-    "strict with older keys": Band(-40, None),
-    "blocks of rows without keys": Band(170, None),
-    "window": Band(0, 70),
-    "window before": Band(5, 40),
-    "window after": Band(-90, -3),
-    "wide window": Band(-100, 200),
-    "upper triangle": Band(None, 0),
-    "last blocks of rows without keys": Band(None, -170),
+    "strict with older keys": Distances(-40, None),
+    "blocks of rows without keys": Distances(170, None),
+    "window": Distances(0, 70),
+    "window before": Distances(5, 40),
+    "window after": Distances(-90, -3),
+    "wide window": Distances(-100, 200),
+    "upper triangle": Distances(None, 0),
+    "last blocks of rows without keys": Distances(None, -170),
 }
 GPU_SHAPES = ((300, 300), (300, 190), (190, 301), (1, 129))
 
@@ -705,12 +705,12 @@ def close(got: dict[str, Tensor], want: dict[str, Tensor], what: object) -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("band", GPU_BANDS.values(), ids=GPU_BANDS)
+@pytest.mark.parametrize("at", GPU_BANDS.values(), ids=GPU_BANDS)
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=str)
-def test_fa4_on_gpu_takes_every_band(band, heads) -> None:
+def test_fa4_on_gpu_takes_every_band(at, heads) -> None:
     pair = gpu_pair(flash_attn_4.FA4)
     for num_q, num_k in GPU_SHAPES:
-        tile = Tile(band, num_q, num_k, *heads, 128, 128)
+        tile = Tile(at.band(num_q, num_k), num_q, num_k, *heads, 128, 128)
         if tile.allowed(torch.device("cpu")).any():
             close(*ask(*pair, tile, torch.bfloat16, "cuda", tile.dim**-0.5), tile)
 
@@ -744,7 +744,7 @@ def test_fa4_on_gpu_is_launched_directly(heads) -> None:
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=str)
 def test_fa4_on_gpu_takes_head_dims(dims, heads) -> None:
     forward, backward = gpu_pair(flash_attn_4.FA4)
-    for band in (CAUSAL, Band(-40, 100)):
+    for band in (CAUSAL, Distances(-40, 100).band(200, 200)):
         tile = Tile(band, 200, 200, *heads, *dims)
         got, want = ask(forward, backward, tile, torch.float16, "cuda", tile.dim**-0.5)
         got["buffers used"] = torch.ones(2)  # not where head dims are widened

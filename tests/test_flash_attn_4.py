@@ -17,7 +17,7 @@ import pytest
 import torch
 from checks import gap
 from dense import dense_attention
-from inside import CAUSAL, FULL, BackwardTile, Band, Scores, Segments, inner, room
+from inside import CAUSAL, FULL, BackwardTile, Distances, Scores, Segments, inner, room
 from test_flash_attn import Calls, bottom_right, install, stand_in_backward, stand_in_forward
 from torch import Tensor
 from torch._guards import active_fake_mode
@@ -271,8 +271,10 @@ def attend(cover: Any, num_q: int, num_k: int, heads: int, kv_heads: int, determ
     q, k, v, dout = draw(1, num_q, heads, 8), *(draw(1, num_k, kv_heads, 8) for _ in range(2)), draw(1, num_q, heads, 8)
     if spread:  # over heads, as the gradient of their sum is
         dout = dout[:, :1].expand_as(dout)
-    rows, keys = torch.arange(num_q), torch.arange(num_k)
-    allowed = cover.allowed(rows, keys) if isinstance(cover, Segments) else cover.allowed(rows, keys)[None]
+    if isinstance(cover, Segments):
+        allowed = cover.allowed(torch.arange(num_q), torch.arange(num_k))
+    else:
+        allowed = Distances.of(cover, num_q, num_k).pairs(num_q, num_k)[None]
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     out, lse = dense_attention(*leaves, allowed, 0.3, softcap=softcap)
     want = torch.autograd.grad(out, leaves, dout.double())
@@ -287,11 +289,11 @@ def attend(cover: Any, num_q: int, num_k: int, heads: int, kv_heads: int, determ
 
 
 TILES = {
-    "full": (FULL, 300, 290), "causal": (CAUSAL, 320, 320), "window": (Band(0, 30), 300, 300),
+    "full": (FULL, 300, 290), "causal": (CAUSAL, 320, 320), "window": (Distances(0, 30).band(300, 300), 300, 300),
     "documents": (blocks_of(5, 90, 30), 129, 129),
 }  # fmt: skip
 OTHERS = {
-    "full": (FULL, 270, 400), "causal": (CAUSAL, 280, 280), "window": (Band(0, 50), 310, 310),
+    "full": (FULL, 270, 400), "causal": (CAUSAL, 280, 280), "window": (Distances(0, 50).band(310, 310), 310, 310),
     "documents": (blocks_of(*[3] * 7, 50), 85, 85),
 }  # fmt: skip
 

@@ -14,9 +14,11 @@ from cases import gap
 from checks import band_tile
 from dense import dense_attention, make_qkv
 from inside import (
+    CAUSAL,
+    FULL,
     KERNELS,
-    Band,
     Capability,
+    Distances,
     Kernel,
     KernelTile,
     Pairs,
@@ -41,16 +43,16 @@ SCALE = 0.3
 SCORES = Scores(SCALE)
 HEADS = ((3, 3), (6, 3), (3, 1))
 BANDS = {
-    "full": Band(),
-    "causal": Band(0, None),
-    "strictly causal": Band(1, None),
-    "causal with older keys": Band(-3, None),
-    "one pair": Band(4, None),
-    "window": Band(0, 2),
-    "window of one": Band(0, 0),
-    "two-sided window": Band(-2, 1),
-    "lower triangle": Band(-4, None),
-    "upper triangle": Band(None, 0),
+    "full": Distances(),
+    "causal": Distances(0, None),
+    "strictly causal": Distances(1, None),
+    "causal with older keys": Distances(-3, None),
+    "one pair": Distances(4, None),
+    "window": Distances(0, 2),
+    "window of one": Distances(0, 0),
+    "two-sided window": Distances(-2, 1),
+    "lower triangle": Distances(-4, None),
+    "upper triangle": Distances(None, 0),
 }
 SHAPES = ((5, 5), (7, 4), (4, 7), (1, 6), (6, 1))
 
@@ -59,9 +61,9 @@ each_kernel = pytest.mark.parametrize(
 )
 
 
-def band_pairs(band: Band, num_q: int, num_k: int) -> Tensor:
+def band_pairs(at: Distances, num_q: int, num_k: int) -> Tensor:
     """bool [num_q, num_k] of a band, pair by pair."""
-    lo, hi = -num_k if band.lo is None else band.lo, num_q if band.hi is None else band.hi
+    lo, hi = -num_k if at.lo is None else at.lo, num_q if at.hi is None else at.hi
     return torch.tensor([[lo <= i - j <= hi for j in range(num_k)] for i in range(num_q)])
 
 
@@ -118,16 +120,19 @@ def check(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float = 1e
         assert gap(x, want[name]) <= tolerance, name
 
 
-def serves(kernel: Kernel, band: Band) -> bool:
-    return kernel.name == "reference" or band.hi is None
+def serves(kernel: Kernel, at: Distances) -> bool:
+    return kernel.name == "reference" or at.hi is None
 
 
 @each_kernel
-@pytest.mark.parametrize("band", BANDS.values(), ids=BANDS)
-def test_every_band(kernel, band):
+@pytest.mark.parametrize("at", BANDS.values(), ids=BANDS)
+def test_every_band(kernel, at):
     for (num_q, num_k), heads in product(SHAPES, HEADS):
-        allowed = band_pairs(band, num_q, num_k)
-        if not allowed.any() or not serves(kernel, (tile := band_tile(band, num_q, num_k)).cover):
+        allowed = band_pairs(at, num_q, num_k)
+        if not allowed.any():
+            continue
+        tile = band_tile(at, num_q, num_k)
+        if not serves(kernel, Distances.of(tile.cover, tile.q[1] - tile.q[0], tile.k[1] - tile.k[0])):
             continue
         q, k, v, dout, dlse = inputs(heads, num_q, num_k)
         dlse = dlse if kernel.name == "reference" else None
@@ -135,12 +140,12 @@ def test_every_band(kernel, band):
         check(run(kernel, q, k, v, dout, dlse, steps), dense(q, k, v, dout, dlse, allowed[None]))
 
 
-@pytest.mark.parametrize("band", BANDS.values(), ids=BANDS)
-def test_the_reference_takes_bands_that_are_not_trimmed(band):
+@pytest.mark.parametrize("at", BANDS.values(), ids=BANDS)
+def test_the_reference_takes_bands_that_are_not_trimmed(at):
     for num_q, num_k in SHAPES:
         q, k, v, dout, dlse = inputs((6, 3), num_q, num_k, v_dim=4)
-        steps = [(slice(0, num_k), [KernelTile((0, num_q), (0, num_k), band)])]
-        allowed = band_pairs(band, num_q, num_k)[None]
+        steps = [(slice(0, num_k), [KernelTile((0, num_q), (0, num_k), at.band(num_q, num_k))])]
+        allowed = band_pairs(at, num_q, num_k)[None]
         check(run(KERNELS["reference"], q, k, v, dout, dlse, steps), dense(q, k, v, dout, dlse, allowed))
 
 
@@ -182,8 +187,8 @@ def test_the_reference_takes_listed_pairs():
 def test_partial_results_add_up(kernel, heads):
     """A causal square of 9 by 9 in steps and tiles of all kinds; the backward sees the lse of all keys."""
     q, k, v, dout, _ = inputs(heads, 9, 9)
-    allowed = band_pairs(Band(0, None), 9, 9)[None]
-    causal, full = Band(0, None), Band()
+    allowed = band_pairs(BANDS["causal"], 9, 9)[None]
+    causal, full = CAUSAL, FULL
     steps = [
         (slice(4, 7), [KernelTile((4, 7), (0, 3), causal), KernelTile((7, 9), (0, 3), full)]),
         (slice(0, 4), [KernelTile((0, 4), (0, 4), causal), KernelTile((4, 9), (1, 4), full)]),
@@ -200,7 +205,7 @@ def test_each_step_returns_gradients_of_its_own(kernel):
     q, k, v, dout, _ = inputs((6, 3), 5, 5)
     out, lse = dense_attention(q, k, v, torch.ones(1, 5, 5, dtype=torch.bool), SCALE)
     backward = kernel.begin_backward(dout, q, out, lse, delta_for(kernel, dout, out, None), SCORES)
-    tiles = [KernelTile((0, 5), (0, 5), Band())]
+    tiles = [KernelTile((0, 5), (0, 5), FULL)]
     (piece,) = backward.step(k, v, tiles)
     first = piece.dk, piece.dv
     kept = [x.clone() for x in first]
@@ -218,7 +223,7 @@ def test_rows_without_keys(kernel):
     allowed = torch.zeros(1, 7, 4, dtype=torch.bool)
     allowed[:, 2:5] = True
     dlse = dlse if kernel.name == "reference" else None
-    got = run(kernel, q, k, v, dout, dlse, [(slice(0, 4), [KernelTile((2, 5), (0, 4), Band())])])
+    got = run(kernel, q, k, v, dout, dlse, [(slice(0, 4), [KernelTile((2, 5), (0, 4), FULL)])])
     empty = [0, 1, 5, 6]
     assert (got["out"][:, :, empty] == 0).all() and (got["lse"][:, :, empty] == -torch.inf).all()
     assert (got["dq"][:, :, empty] == 0).all()
@@ -234,7 +239,7 @@ def test_no_tile_at_all(kernel):
 
 def test_the_reference_computes_more_rows_than_it_holds_at_once():
     q, k, v, dout, dlse = inputs((2, 1), 1030, 9)
-    steps = [(slice(0, 9), [KernelTile((0, 1030), (0, 9), Band(3, None))])]
+    steps = [(slice(0, 9), [KernelTile((0, 1030), (0, 9), Distances(3, None).band(1030, 9))])]
     allowed = torch.arange(1030)[:, None] - torch.arange(9) >= 3
     check(run(KERNELS["reference"], q, k, v, dout, dlse, steps), dense(q, k, v, dout, dlse, allowed[None]))
 
@@ -243,18 +248,18 @@ def test_the_reference_computes_more_rows_than_it_holds_at_once():
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 def test_results_and_sums_of_low_precision(kernel, dtype):
     q, k, v, dout, _ = inputs((6, 3), 8, 8, dtype=dtype)
-    steps = [(slice(0, 8), [KernelTile((0, 8), (0, 8), Band(0, None))])]
+    steps = [(slice(0, 8), [KernelTile((0, 8), (0, 8), CAUSAL)])]
     got = run(kernel, q, k, v, dout, None, steps)
     assert got["out"].dtype == got["dq"].dtype == dtype and got["lse"].dtype == torch.float32
     eps = torch.finfo(dtype).eps
-    check(got, dense(q, k, v, dout.double(), None, band_pairs(Band(0, None), 8, 8)[None]), tolerance=64 * eps)
+    check(got, dense(q, k, v, dout.double(), None, band_pairs(BANDS["causal"], 8, 8)[None]), tolerance=64 * eps)
 
 
 @each_kernel
 def test_inputs_are_not_written(kernel):
     tensors = [x for x in inputs((6, 3), 6, 6)[:4]]
     before = [x.clone() for x in tensors]
-    tiles = [KernelTile((0, 3), (0, 3), Band(0, None)), KernelTile((3, 6), (0, 6), Band())]
+    tiles = [KernelTile((0, 3), (0, 3), CAUSAL), KernelTile((3, 6), (0, 6), FULL)]
     run(kernel, *tensors, None, [(slice(0, 6), tiles)])
     assert all(torch.equal(x, y) for x, y in zip(tensors, before, strict=True))
 
@@ -266,7 +271,7 @@ def test_results_of_one_tile_are_not_views_of_a_kernel_buffer(kernel):
     results = []
     for shift in (0.0, 1.0):
         forward = kernel.begin_forward(q, 5, SCORES)
-        forward.step(k + shift, v + shift, [KernelTile((0, 4), (0, 4), Band())])
+        forward.step(k + shift, v + shift, [KernelTile((0, 4), (0, 4), FULL)])
         results.append(forward.finish())
     want, _ = dense_attention(q, k, v, torch.ones(1, 4, 4, dtype=torch.bool), SCALE)
     assert gap(results[0][0], want) <= 1e-12

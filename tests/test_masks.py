@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import MASKS, make_mask, pairs
 from dense import dense_mask
-from inside import Band, inner, room
+from inside import Distances, inner, room
 
 from cp_mesh import ArgumentError, Mask, UnsupportedError, batch_mask, document_positions
 
@@ -74,12 +74,13 @@ def test_specs_tell_masks_apart():
 @pytest.mark.parametrize("hi", (None, -2, 0, 2, 4))
 def test_band_counts_its_pairs(lo, hi):
     for num_q, num_k in product(range(6), range(6)):
-        allowed = Band(lo, hi).allowed(everything(num_q), everything(num_k))
         want = [
             [(lo is None or i - j >= lo) and (hi is None or i - j <= hi) for j in range(num_k)] for i in range(num_q)
         ]
-        assert allowed.tolist() == want
-        assert Band(lo, hi).count(num_q, num_k) == sum(map(sum, want))
+        assert Distances(lo, hi).pairs(num_q, num_k).tolist() == want
+        band = Distances(lo, hi).band(num_q, num_k)
+        assert band.allowed(everything(num_q) + num_k - num_q, everything(num_k)).tolist() == want
+        assert band.count(num_q, num_k) == sum(map(sum, want))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from cases import LAYOUTS, MASKS, make_mask, pairs
 from checks import active_steps, band_tile, coverage, num_pairs, report
 from covering import Row, covering_array
 from dense import dense_mask
-from inside import Band, Schedule, inner, make_schedule, num_rows, split_causal, tiles_by_source, tiles_of
+from inside import Band, Distances, Schedule, inner, make_schedule, num_rows, split_causal, tiles_by_source, tiles_of
 from torch import Tensor
 
 from cp_mesh import Contiguous, Mask, Permuted, Striped, ZigZag
@@ -93,9 +93,10 @@ def schedules(layout, mask, S: int, cp_size: int) -> list[Schedule]:
 
 
 def kind_of(tile: Tile) -> str:
-    if not isinstance(tile.cover, Band) or tile.cover.hi is not None:
-        return "window" if isinstance(tile.cover, Band) else "pairs"
-    return "full" if tile.cover.lo is None else "causal"
+    if not isinstance(tile.cover, Band):
+        return "pairs"
+    at = Distances.of(tile.cover, tile.q[1] - tile.q[0], tile.k[1] - tile.k[0])
+    return "window" if at.hi is not None else "full" if at.lo is None else "causal"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -220,21 +221,21 @@ def test_schedules_with_tensors_are_not_mistaken_for_one_another():
 
 
 def test_a_strict_diagonal_is_trimmed_to_a_causal_one():
-    assert band_tile(Band(1, None), 4, 4) == Tile((1, 4), (0, 3), Band(0, None))
-    assert band_tile(Band(None, None), 4, 4) == Tile((0, 4), (0, 4), Band())
-    assert band_tile(Band(-3, 3), 4, 4) == Tile((0, 4), (0, 4), Band())
-    assert band_tile(Band(0, 1), 4, 9) == Tile((0, 4), (0, 4), Band(0, 1))
+    assert band_tile(Distances(1, None), 4, 4) == Tile((1, 4), (0, 3), Distances(0, None).band(3, 3))
+    assert band_tile(Distances(None, None), 4, 4) == Tile((0, 4), (0, 4), Distances().band(4, 4))
+    assert band_tile(Distances(-3, 3), 4, 4) == Tile((0, 4), (0, 4), Distances().band(4, 4))
+    assert band_tile(Distances(0, 1), 4, 9) == Tile((0, 4), (0, 4), Distances(0, 1).band(4, 4))
 
 
 @pytest.mark.parametrize(
-    ("band", "shape", "parts"),
+    ("at", "shape", "parts"),
     [
-        (Band(), (3, 5), [((0, 3), (0, 5), False)]),
-        (Band(0, None), (4, 4), [((0, 4), (0, 4), True)]),
-        (Band(-2, None), (3, 5), [((0, 3), (0, 2), False), ((0, 3), (2, 5), True)]),
-        (Band(0, None), (5, 3), [((0, 3), (0, 3), True), ((3, 5), (0, 3), False)]),
-        (Band(0, 2), (4, 4), None),
+        (Distances(), (3, 5), [((0, 3), (0, 5), False)]),
+        (Distances(0, None), (4, 4), [((0, 4), (0, 4), True)]),
+        (Distances(-2, None), (3, 5), [((0, 3), (0, 2), False), ((0, 3), (2, 5), True)]),
+        (Distances(0, None), (5, 3), [((0, 3), (0, 3), True), ((3, 5), (0, 3), False)]),
+        (Distances(0, 2), (4, 4), None),
     ],
 )
-def test_split_causal_by_hand(band, shape, parts):
-    assert split_causal(band, *shape) == parts
+def test_split_causal_by_hand(at, shape, parts):
+    assert split_causal(at.band(*shape), *shape) == parts

@@ -18,6 +18,8 @@ from cases import LAYOUTS, MASKS, gap, make_mask, pairs
 from dense import dense_attention, make_qkv
 from hopper import Hopper
 from inside import (
+    CAUSAL,
+    FULL,
     KERNELS,
     METHODS,
     TRITON,
@@ -26,6 +28,7 @@ from inside import (
     Band,
     Blocks,
     Config,
+    Distances,
     KernelTile,
     Options,
     Pairs,
@@ -146,13 +149,13 @@ def test_every_band(name: str, dtype: torch.dtype) -> None:
     num_q, num_k, heads = (35, 40, (2, 1)) if INTERPRETED else (300, 333, (6, 2))
     tensors = on_device(inputs(heads, num_q, num_k, v_dim=4), dtype)
     want = dense(*(x.double().cpu() for x in tensors), band_pairs(BANDS[name], num_q, num_k)[None])
-    assert_near(whole(tensors, BANDS[name]), want, dtype)
+    assert_near(whole(tensors, BANDS[name].band(num_q, num_k)), want, dtype)
 
 
 @computes
-@pytest.mark.parametrize("band", [Band(3, 1), Band(100, None), Band(None, -100)], ids=str)
-def test_a_band_of_no_pair(band: Band) -> None:
-    got = whole(on_device(inputs((2, 1), 20, 40), torch.float32), band)
+@pytest.mark.parametrize("at", [Distances(3, 1), Distances(100, None), Distances(None, -100)], ids=str)
+def test_a_band_of_no_pair(at: Distances) -> None:
+    got = whole(on_device(inputs((2, 1), 20, 40), torch.float32), at.band(20, 40))
     assert (got["lse"] == -torch.inf).all() and all((got[name] == 0).all() for name in ("out", "dq", "dk", "dv"))
 
 
@@ -187,8 +190,10 @@ def test_strides_and_gradients_in_place(order: tuple[int, ...], cover: str) -> N
     """Inputs, dk and dv are parts of larger buffers, lse and delta have strides; nothing beside them is touched."""
     q, k, v, dout, dlse = on_device(inputs((2, 1), 37, 21, v_dim=4), torch.float32)
     at = torch.arange(74, device=DEVICE)[::2]  # the positions have a stride too
-    what = Band(-2, 9) if cover == "band" else Pairs(Mask(window=(9, 2), causal=False), at[:37], at[:21])
-    allowed = what.allowed(*(torch.arange(n, device=DEVICE) for n in (37, 21))).reshape(1, 37, 21).cpu()
+    what = Pairs(Mask(window=(9, 2), causal=False), at[:37], at[:21])
+    allowed = what.allowed(*(torch.arange(n, device=DEVICE) for n in (37, 21))).cpu()
+    if cover == "band":
+        what, allowed = Distances(-2, 9).band(37, 21), Distances(-2, 9).pairs(37, 21)[None]
     want = dense(*(x.double().cpu() for x in (q, k, v, dout, dlse)), allowed)
     q_, k_, v_, dout_ = (padded(x, order) for x in (q, k, v, dout))
     out, lse = triton_attention._forward(SMALL if INTERPRETED else None, q_, k_, v_, what, Scores(0.3))
@@ -306,7 +311,7 @@ def test_excluded_blocks_are_not_read(name: str) -> None:
     config = SMALL if INTERPRETED else config_for(torch.float32, 16)
     num_q, num_k = 40, 49
     if name in BANDS:
-        cover: Band | Pairs = BANDS[name]
+        cover: Band | Pairs = BANDS[name].band(num_q, num_k)
         allowed = band_pairs(BANDS[name], num_q, num_k)[None]
     else:
         mask, at = MASKED[name.removeprefix("pairs: ")](150), torch.arange(150)
@@ -388,10 +393,10 @@ def test_rows_of_a_cache_that_hold_no_token(mask: str, slopes: bool) -> None:
 def test_shapes_without_rows() -> None:
     q, k, v, dout, dlse = on_device(inputs((2, 1), 6, 6), torch.float32)
     at = torch.arange(6, device=DEVICE)
-    for cover in (Band(0, None), Pairs(Mask(), at, at[:0])):
+    for cover in (CAUSAL, Pairs(Mask(), at, at[:0])):
         got = whole([q, k[:, :, :0], v[:, :, :0], dout, dlse], cover)
         assert (got["out"] == 0).all() and (got["lse"] == -torch.inf).all() and (got["dq"] == 0).all()
-    for cover in (Band(0, None), Pairs(Mask(), at[:0], at)):
+    for cover in (CAUSAL, Pairs(Mask(), at[:0], at)):
         got = whole([q[:, :, :0], k, v, dout[:, :, :0], dlse[:, :, :0]], cover)
         assert got["out"].numel() == 0 and (got["dk"] == 0).all() and (got["dv"] == 0).all()
 
@@ -421,7 +426,7 @@ def test_what_it_serves() -> None:
 
 
 COVERS = {
-    "band": lambda at: Band(0, None),
+    "band": lambda at: CAUSAL,
     "positions": lambda at: Pairs(Mask(), at, at),
     "documents": lambda at: Pairs(Mask(documents=torch.zeros(1, 300).long(), key_padding=at >= 0), at, at, True),
 }
@@ -573,7 +578,7 @@ def gpu_pairs(S: int) -> Pairs:
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED, reason="for a GPU")
 def test_waits_for_nothing_repeats_and_is_captured() -> None:
-    for cover in (Band(-3, 400), gpu_pairs(700)):
+    for cover in (Distances(-3, 400).band(700, 700), gpu_pairs(700)):
         want = gpu_call(cover, 700)
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -595,10 +600,10 @@ def test_waits_for_nothing_repeats_and_is_captured() -> None:
 def test_other_lengths_and_bounds_compile_nothing() -> None:
     triton = pytest.importorskip("triton")
     compiled = []
-    for cover in (Band(0, None), gpu_pairs(97)):
+    for cover in (CAUSAL, gpu_pairs(97)):
         gpu_call(cover, 97)
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.jit_cache_hook = lambda **what: compiled.append(what["repr"])
-        for cover, S in ((Band(), 1), (Band(1, 16), 160), (gpu_pairs(1), 1), (gpu_pairs(160), 160)):
+        for cover, S in ((FULL, 1), (Distances(1, 16).band(160, 160), 160), (gpu_pairs(1), 1), (gpu_pairs(160), 160)):
             gpu_call(cover, S)
     assert not compiled

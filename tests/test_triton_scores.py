@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from cases import gap
-from inside import TRITON, BackwardTile, Band, Options, Pairs, Scores, Tensors, make_delta, make_plan, room
+from inside import TRITON, BackwardTile, Band, Distances, Options, Pairs, Scores, Tensors, make_delta, make_plan, room
 from interpreted import INTERPRETED, Interpreted, is_that_run
 from test_kernels import inputs
 from test_triton_attention import DEVICE, DTYPES, SMALL, TOLERANCE, computes
@@ -132,15 +132,16 @@ def triton(tensors: list[Tensor], cover: Band | Pairs, scores: Scores) -> dict[s
 
 
 def check(
-    scores: Scores, cover: Band | Pairs, dtype: torch.dtype = torch.float32, heads: tuple[int, int] = (2, 1)
+    scores: Scores, cover: Distances | Pairs, dtype: torch.dtype = torch.float32, heads: tuple[int, int] = (2, 1)
 ) -> None:
     num_q, num_k = (len(cover.q_pos), len(cover.k_pos)) if isinstance(cover, Pairs) else (NUM_Q, NUM_K)
     tensors = [x.to(dtype) if i < 4 else x.float() for i, x in enumerate(inputs(heads, num_q, num_k, v_dim=4))]
     rows, columns = torch.arange(num_q), torch.arange(num_k)
     p, t = (cover.q_pos, cover.k_pos) if isinstance(cover, Pairs) else (rows, columns)
-    allowed = cover.allowed(rows, columns)
+    allowed = cover.allowed(rows, columns) if isinstance(cover, Pairs) else cover.pairs(num_q, num_k)
     want = dense(tensors, allowed if allowed.ndim == 3 else allowed[None], p, t, scores)
-    for name, x in triton(tensors, cover, scores).items():
+    given = cover if isinstance(cover, Pairs) else cover.band(num_q, num_k)
+    for name, x in triton(tensors, given, scores).items():
         finite = want[name][want[name].isfinite()].abs()
         largest = max(1.0, finite.max().item() if finite.numel() else 0.0)
         # scores of 15 and more have probabilities that are exact to 1e-6 in fp32, and these terms cancel
@@ -191,8 +192,8 @@ def test_radii(radius: int) -> None:
 @computes
 @pytest.mark.parametrize("scale", [0.3, 0.0, -0.3])
 def test_scales_and_a_softcap_without_positions(scale: float) -> None:
-    check(Scores(scale), Band(-3, 20))
-    check(Scores(scale, softcap=0.5), Band(-3, 20))
+    check(Scores(scale), Distances(-3, 20))
+    check(Scores(scale, softcap=0.5), Distances(-3, 20))
 
 
 @computes

@@ -2,8 +2,8 @@
 
 Two faces. `Mask.allowed` is the specification: a boolean for every (query position, key position). `Mask.reaches` says
 the same of its integers as bounds of the distance ``p - t``: between two runs of equal stride s that distance is
-``(a - b) + s·(i - j)``, so in local indices a mask is exactly a band ``lo <= i - j <= hi``, which stock kernels take
-directly (`cp_mesh.geometry.block_table`).
+``(a - b) + s·(i - j)``, so in local indices a mask is exactly a band, which stock kernels take directly
+(`cp_mesh.geometry.block_table`).
 """
 
 from __future__ import annotations
@@ -25,26 +25,31 @@ from cp_mesh.geometry.host_tensors import is_owned, owned, read_once
 
 @dataclass(frozen=True)
 class Band:
-    """Pairs of local indices with ``lo <= i - j <= hi``; None is unbounded. ``Band(0, None)`` is causal."""
+    """Pairs of local indices with ``-left <= j - i - (num_k - num_q) <= right``; None is unbounded.
 
-    lo: int | None = None
-    hi: int | None = None
+    So says the ``window_size`` of every FlashAttention: the last query stands at the last key. ``Band(None, 0)`` is
+    causal.
+    """
+
+    left: int | None = None
+    right: int | None = None
 
     def allowed(self, q_rows: Tensor, k_rows: Tensor) -> Tensor:
-        """bool [len(q_rows), len(k_rows)] from int64 local indices."""
+        """bool [len(q_rows), len(k_rows)] from int64 local indices, of queries counted as the keys they stand at."""
         distance = q_rows[:, None] - k_rows[None, :]
         keep = torch.ones_like(distance, dtype=torch.bool)
-        if self.lo is not None:
-            keep &= distance >= self.lo
-        if self.hi is not None:
-            keep &= distance <= self.hi
+        if self.left is not None:
+            keep &= distance <= self.left
+        if self.right is not None:
+            keep &= distance >= -self.right
         return keep
 
     def count(self, num_q: int, num_k: int) -> int:
         """Number of allowed pairs in a ``num_q`` by ``num_k`` tile."""
-        lo = -num_k if self.lo is None else self.lo
-        above = 0 if self.hi is None else _pairs_from(self.hi + 1, num_q, num_k)
-        return max(0, _pairs_from(lo, num_q, num_k) - above)
+        first = num_k - num_q  # the key that the first query stands at
+        from_right = num_q * num_k if self.right is None else _pairs_from(-self.right - first, num_q, num_k)
+        beyond = 0 if self.left is None else _pairs_from(self.left - first + 1, num_q, num_k)
+        return max(0, from_right - beyond)
 
 
 def _pairs_from(bound: int, num_q: int, num_k: int) -> int:
@@ -60,7 +65,7 @@ def _pairs_from(bound: int, num_q: int, num_k: int) -> int:
 
 
 FULL = Band()
-CAUSAL = Band(0, None)
+CAUSAL = Band(None, 0)
 PARTIAL: Literal["partial"] = "partial"  # only Mask.allowed tells which pairs
 Cover = Band | Literal["partial"]
 EXCLUDED = -1

@@ -286,8 +286,7 @@ def tiles_of(tables: Sequence[Array], by_documents: bool) -> tuple[Tile, ...]:
     table = table[np.lexsort([table[:, column] for column in (K_END, K, Q_END, Q)])]
     tiles = []
     for q, q_end, k, k_end, left, right in table[:, Q:].tolist():
-        shift = (k_end - k) - (q_end - q)
-        band = Band(None if right == NONE else -right - shift, None if left == NONE else left - shift)
+        band = Band(*(None if bound == NONE else bound for bound in (left, right)))
         tiles.append(Tile((q, q_end), (k, k_end), PARTIAL if left == PAIRS else band))
     return tuple(tiles)
 
@@ -308,13 +307,13 @@ def split_causal(band: Band, num_q: int, num_k: int) -> list[tuple[Rows, Rows, b
     nothing but squares is given to them.
 
     Returns:
-        ``(q rows, k rows, causal)`` of each part, or None if the band has an upper bound (a window).
+        ``(q rows, k rows, causal)`` of each part, or None if the band has a left bound (a window).
     """
-    if band.hi is not None:
+    if band.left is not None:
         return None
-    if band.lo is None:
+    if band.right is None:
         return [((0, num_q), (0, num_k), False)]
-    before, square, after = causal_parts(num_q, num_k, num_q - num_k - band.lo)
+    before, square, after = causal_parts(num_q, num_k, band.right)
     assert before >= 0, "split_causal takes trimmed tiles"
     parts = [((0, num_q), (0, before), False)] if before else []
     parts.append(((0, square), (before, num_k), True))

@@ -28,8 +28,7 @@ class Segments:
         blocks: by batch row, or once for all of them: int64 CPU tensors [n, 4] of first and end row, first and end key,
             counted in the tile. Both rows and keys of a block come after those of the block before: no two share any,
             and kernels that pad sequences find room for the padding.
-        left, right: a row i of a block of ``num_q`` rows sees its keys j with
-            ``-left <= j - i - (num_k - num_q) <= right``; None is unbounded.
+        left, right: the `Band` of each block.
     """
 
     blocks: tuple[Tensor, ...]
@@ -47,10 +46,8 @@ class Segments:
         """Allowed pairs, the mean over batch rows rounded up."""
         total = 0
         for blocks in self.blocks:
-            for (q, q_end, k, k_end), lo, hi in zip(
-                blocks.tolist(), *(x.tolist() for x in self.bands(blocks)), strict=True
-            ):
-                total += Band(max(lo, k - k_end), min(hi, q_end - q)).count(q_end - q, k_end - k)
+            for q, q_end, k, k_end in blocks.tolist():
+                total += Band(self.left, self.right).count(q_end - q, k_end - k)
         return -(-total // len(self.blocks))
 
     def allowed(self, q_rows: Tensor, k_rows: Tensor) -> Tensor:

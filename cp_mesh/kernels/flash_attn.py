@@ -78,14 +78,6 @@ def bshd(x: Tensor) -> Tensor:
     return x.transpose(1, 2)
 
 
-def window_of(cover: Band | Pairs, num_q: int, num_k: int) -> tuple[int | None, int | None]:
-    """(left, right) of a band for kernels that align to the bottom right: -left <= j - (i + num_k - num_q) <= right."""
-    assert isinstance(cover, Band), "the chooser gives tensor masks to kernels that read them"
-    assert cover.lo is None or cover.hi is None or cover.lo <= cover.hi, "a schedule has no empty tiles"
-    shift = num_k - num_q
-    return None if cover.hi is None else cover.hi + shift, None if cover.lo is None else -cover.lo - shift
-
-
 def writable(buffer: Tensor | None, like: Tensor) -> Tensor:
     """The caller's buffer, or a new one if a kernel could not store 16 bytes at a time there: none of them checks."""
     if buffer is not None and buffer.shape == like.shape:

@@ -36,7 +36,7 @@ from cp_mesh.geometry.varlen import Segments
 from cp_mesh.kernels.combine import accumulation_dtype
 from cp_mesh.kernels.compiling import one_rank_compiles
 from cp_mesh.kernels.contract import Capability, Pairs
-from cp_mesh.kernels.flash_attn import HALF, bshd, import_once, lacks, window_of, writable
+from cp_mesh.kernels.flash_attn import HALF, bshd, import_once, lacks, writable
 from cp_mesh.kernels.merge import BackwardTile, merging_kernel
 from cp_mesh.kernels.scores import Scores
 
@@ -79,7 +79,7 @@ class Call(NamedTuple):
     """One call of either pass; q, k and v are [B, S, H, D], or [S, H, D] with packed sequences.
 
     Attributes:
-        left, right: the band, aligned to the bottom right; None is unbounded.
+        left, right: the `Band`.
     """
 
     q: Tensor
@@ -352,11 +352,10 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs | Segments, sc
     if isinstance(cover, Segments):
         out.zero_(), lse.fill_(float("-inf"))  # rows of no block have no key
         for row, packed in _by_batch_row(cover, q):
-            call = Call(q_[row], k_[row], v_[row], cover.left, cover.right, scores.scale, scores.softcap, packed)
+            call = Call(q_[row], k_[row], v_[row], *_window(cover), scores.scale, scores.softcap, packed)
             _run_forward(call, out[row], lse[row])
     else:
-        left, right = window_of(cover, S, k.shape[2])
-        _run_forward(Call(q_, k_, v_, left, right, scores.scale, scores.softcap), out, lse)
+        _run_forward(Call(q_, k_, v_, *_window(cover), scores.scale, scores.softcap), out, lse)
     return _narrow(bshd(out), v.shape[3]), lse
 
 
@@ -371,13 +370,18 @@ def _backward(t: BackwardTile, deterministic: bool = False) -> tuple[Tensor, Ten
         for x in grads:  # rows and keys of no block
             x.zero_()
         for row, packed in _by_batch_row(t.cover, q):
-            call = Call(q_[row], k_[row], v_[row], t.cover.left, t.cover.right, scale, softcap, packed)
+            call = Call(q_[row], k_[row], v_[row], *_window(t.cover), scale, softcap, packed)
             _run_backward(call, dout_[row], out_[row], t.lse[row], dq_[row], dk_[row], dv_[row], deterministic)
     else:
-        left, right = window_of(t.cover, t.q.shape[2], t.k.shape[2])
-        call = Call(q_, k_, v_, left, right, scale, softcap)
+        call = Call(q_, k_, v_, *_window(t.cover), scale, softcap)
         _run_backward(call, dout_, out_, t.lse, dq_, dk_, dv_, deterministic)
     return _narrow(dq, t.q.shape[3]), _narrow(dk, t.q.shape[3]), _narrow(dv, t.v.shape[3])
+
+
+def _window(cover: Band | Pairs | Segments) -> tuple[int | None, int | None]:
+    assert isinstance(cover, Band | Segments), "the chooser gives tensor masks to kernels that read them"
+    assert cover.left is None or cover.right is None or cover.left + cover.right >= 0, "a schedule has no empty tiles"
+    return cover.left, cover.right
 
 
 def _by_batch_row(cover: Segments, x: Tensor) -> Iterator[tuple[int, Packed]]:

@@ -39,13 +39,13 @@ def _scores(
     return x, slope
 
 
-def _masked(x: Tensor, cover: Band | Pairs | Segments, first_row: int, scores: Scores) -> tuple[Tensor, Tensor]:
+def _masked(
+    x: Tensor, cover: Band | Pairs | Segments, first_row: int, num_rows: int, scores: Scores
+) -> tuple[Tensor, Tensor]:
     """What score_mod makes of `_scores`, -inf where a key is hidden; and bool, broadcast: where it is not."""
-    rows, keys = (
-        torch.arange(first_row, first_row + x.shape[3], device=x.device),
-        torch.arange(x.shape[4], device=x.device),
-    )
-    allowed = cover.allowed(rows, keys)
+    begin = first_row + (x.shape[4] - num_rows if isinstance(cover, Band) else 0)
+    rows = torch.arange(begin, begin + x.shape[3], device=x.device)
+    allowed = cover.allowed(rows, torch.arange(x.shape[4], device=x.device))
     allowed = rearrange(allowed, "... i j -> ... 1 1 i j")  # [i, j] broadcasts, [B, i, j] aligns with the batch
     if not scores.features.isdisjoint(FUNCTIONS):
         where, flat = _where(cover, first_row, x.shape[3]), x.flatten(1, 2)
@@ -97,7 +97,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, cover: Band | Pairs | Segments, sc
     outs, lses = [], []
     for begin in range(0, q.shape[3], ROWS):
         x, _ = _scores(q[:, :, :, begin : begin + ROWS], k, cover, begin, scores)
-        x, _ = _masked(x, cover, begin, scores)
+        x, _ = _masked(x, cover, begin, q.shape[3], scores)
         lse = torch.logsumexp(x, dim=-1)
         finite = torch.where(lse == float("-inf"), 0.0, lse)  # a row with no key: all weights exp(-inf) = 0
         probs = torch.exp(x - finite[..., None])
@@ -124,7 +124,7 @@ def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradient
         rows = slice(begin, begin + ROWS)
         q_rows, dout_rows = q[:, :, :, rows], dout[:, :, :, rows]
         x, slope = _scores(q_rows, k, tile.cover, begin, tile.scores)
-        masked, allowed = _masked(x, tile.cover, begin, tile.scores)
+        masked, allowed = _masked(x, tile.cover, begin, q.shape[3], tile.scores)
         probs = torch.exp(masked - finite[:, :, :, rows])
         dprobs, used = torch.einsum("bkgid,bkjd->bkgij", dout_rows, v), probs
         if tile.scores.dropout_p:

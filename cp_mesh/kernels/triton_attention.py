@@ -383,9 +383,9 @@ def block_dim(dim: int) -> int:
 
 
 def _bounds(band: Band, num_q: int, num_k: int) -> tuple[int, int]:
-    """(lo, hi) of the same pairs, both finite: no distance is below -num_k or above num_q."""
-    lo = -num_k if band.lo is None else min(max(band.lo, -num_k), num_q)
-    hi = num_q if band.hi is None else min(max(band.hi, -num_k), num_q)
+    """(lo, hi) of ``lo <= i - j <= hi``, both finite: no distance is below -num_k or above num_q."""
+    lo = -num_k if band.right is None else min(max(num_q - num_k - band.right, -num_k), num_q)
+    hi = num_q if band.left is None else min(max(num_q - num_k + band.left, -num_k), num_q)
     return (lo, hi) if lo <= hi else (num_q, num_q)
 
 

@@ -151,7 +151,7 @@ class Batch(Case):
 
     @property
     def num_pairs(self) -> int:
-        band = Band(0, self.window[0] if self.window else None)
+        band = Band(self.window[0] if self.window else None, 0)
         return sum(band.count(n, n) for n in self.lengths)
 
 

@@ -253,10 +253,10 @@ def _rates(clock: _Clock, shapes: Shapes, kernel: Kernel) -> tuple[KernelRate, K
     flops = 4.0 * shapes.heads * shapes.head_dim
     for rows in shapes.rows:
         tiles = [(rows, FULL), (rows // 2, FULL), (rows, CAUSAL)]
-        tiles += [(rows, Band(0, rows // 4))] if "window" in kernel.capability.covers else []
+        tiles += [(rows, Band(rows // 4, 0))] if "window" in kernel.capability.covers else []
         for keys, band in tiles:
             per_row = float(rows * shapes.heads)
-            cut, banded = per_row * (band != FULL), per_row * (band.hi is not None)
+            cut, banded = per_row * (band != FULL), per_row * (band.left is not None)
             columns.append([band.count(rows, keys) * flops, per_row, cut, banded, 1.0])
             for calls, seconds in zip(_passes(clock, shapes, kernel, rows, keys, band), times, strict=True):
                 seconds.append(clock.seconds(calls, _calls(shapes, rows)))

@@ -83,7 +83,7 @@ class Case:
         if self.pattern == "documents":
             return sum(n * (n + 1) // 2 for n in document_lengths(self.seq_len))
         assert self.mask.window is not None and self.mask.window[0] is not None
-        return Band(0, self.mask.window[0]).count(self.seq_len, self.seq_len)
+        return Band(self.mask.window[0], 0).count(self.seq_len, self.seq_len)
 
     @property
     def output_bytes(self) -> int:

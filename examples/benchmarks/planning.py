@@ -1,7 +1,8 @@
 """What planning costs on the host, up to a million tokens on 1024 ranks. Needs no ranks and no device.
 
-Rows of the CSV, for each mask, layout and number of ranks; milliseconds are the least of ``--repeats``, of the middle
-rank. A first schedule is made with nothing kept of earlier ones, though the code is warm.
+Rows of the CSV, for each mask, layout and number of ranks, of the middle rank; milliseconds are those of the processor,
+which other programs lengthen least, and the least of ``--repeats``. A first schedule is made with nothing kept of
+earlier ones, though the code is warm.
 
     balance_ms      `balance` makes a layout (packed documents in a balanced layout; every batch)
     read_ms         a Mask is made of the ids and its documents are read (every batch)
@@ -87,9 +88,9 @@ def document_ids(lens: Sequence[int]) -> Tensor:
 
 
 def milliseconds(fn: Callable[[], object]) -> float:
-    begin = time.perf_counter()
+    begin = time.process_time()
     fn()
-    return (time.perf_counter() - begin) * 1e3
+    return (time.process_time() - begin) * 1e3
 
 
 def forget() -> None:

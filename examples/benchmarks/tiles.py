@@ -83,9 +83,9 @@ def make_tile(name: str, rows: int) -> Tile:
     return {
         "full": Tile(name, rows, rows, rows * rows, full),
         "causal": Tile(name, rows, rows, CAUSAL.count(rows, rows), causal),
-        "strict": Tile(name, rows, rows, Band(1, None).count(rows, rows), causal, below),
+        "strict": Tile(name, rows, rows, Band(None, -1).count(rows, rows), causal, below),
         "half": Tile(name, rows, half, rows * half, full, KernelTile((0, rows), (0, half), FULL)),
-        "window": Tile(name, rows, rows, Band(0, left).count(rows, rows), Mask(window=(left, 0))),
+        "window": Tile(name, rows, rows, Band(left, 0).count(rows, rows), Mask(window=(left, 0))),
     }[name]
 
 

@@ -237,13 +237,14 @@ def moved(lo: int = 0, hi: int = 0, where: Callable[[Any, bool], bool] = lambda 
     """Of `make_schedule`: the bounds of bands are others."""
 
     def change(tile: Any, local: bool) -> Any:
-        from inside import Band
+        from inside import Band, Distances
 
-        cover = tile.cover
-        if not isinstance(cover, Band) or not where(tile, local):
+        shape = tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]
+        if not isinstance(tile.cover, Band) or not where(tile, local):
             return tile
-        bounds = None if cover.lo is None else cover.lo + lo, None if cover.hi is None else cover.hi + hi
-        return replace(tile, cover=Band(*bounds))
+        at = Distances.of(tile.cover, *shape)
+        at = Distances(None if at.lo is None else at.lo + lo, None if at.hi is None else at.hi + hi)
+        return replace(tile, cover=at.band(*shape))
 
     return of_tiles(change)
 

@@ -142,12 +142,12 @@ def in_triton(rank: int, what: str) -> list[str]:
 def triton_tile(what: str) -> tuple[Any, Any]:
     """Scores and cover; blocks of which all pairs, some and none are allowed."""
     import test_triton_scores as scores
-    from inside import Band, Pairs, Scores
+    from inside import Distances, Pairs, Scores
 
     from cp_mesh import Mask
 
     if what == "a band":
-        return Scores(0.3), Band(-15, 12)
+        return Scores(0.3), Distances(-15, 12)
     if what == "documents":
         ids = torch.stack([torch.arange(scores.S) // 15, torch.zeros(scores.S, dtype=torch.int64)])
         ids[1, 20:27] = -1

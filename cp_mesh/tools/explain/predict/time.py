@@ -397,7 +397,7 @@ def _seconds(tiles: Sequence[Tile], sizes: Sizes, kernel: KernelRate, forwards: 
     total = 0.0
     for tile in tiles:
         per_row = kernel.per_row + (0.0 if tile.cover == FULL else kernel.per_cut_row)
-        per_row += 0.0 if isinstance(tile.cover, Band) and tile.cover.hi is None else kernel.per_band_row
+        per_row += 0.0 if isinstance(tile.cover, Band) and tile.cover.left is None else kernel.per_band_row
         total += tile.num_pairs * flops / kernel.rate + num_rows([tile.q]) * heads * per_row + kernel.per_call
     return total
 
