@@ -289,15 +289,11 @@ def _open_transport(plan: Plan, group: dist.ProcessGroup) -> AbstractContextMana
     """That of one pass over one chunk of heads, closed also after an exception; None where nothing travels."""
     if not plan.schedule.route.stages:
         return nullcontext()  # a transport takes host time
-    make = plan.method.open_transport or open_transport
-    return closing(make(plan, group))
-
-
-def open_transport(plan: Plan, group: dist.ProcessGroup) -> Transport:
-    """That of one pass over a group; which one is chosen by the plan's first pass, after ranks were compared."""
-    if (chosen := plan.prepared.get("transport")) is None:
+    if plan.method.open_transport is not None:
+        return closing(plan.method.open_transport(plan, group))
+    if (chosen := plan.prepared.get("transport")) is None:  # by the plan's first pass, after ranks were compared
         chosen = plan.prepared["transport"] = choose_transport(plan.options.transport, group, plan.device)
-    return make_transport(chosen, group, plan.schedule, plan.device, copy_together)
+    return closing(make_transport(chosen, group, plan.schedule, plan.device, copy_together))
 
 
 def _by_head_chunks(tensors: Sequence[Tensor], plan: Plan) -> Iterator[tuple[tuple[int, int], tuple[Tensor, ...]]]:

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from cp_mesh.call import ring_loop
 from cp_mesh.call.method import Plan
 from cp_mesh.call.ring import RING
 from cp_mesh.call.spec import Operand, Options
 from cp_mesh.comm.contract import Transport
-from cp_mesh.comm.exchange import FunctionalTransport
+from cp_mesh.comm.exchange import FunctionalTransport, choose_transport, make_transport
 from cp_mesh.comm.groups import parts_of
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.layouts import Layout
@@ -58,7 +57,7 @@ def make_schedule(
 def open_transport(plan: Plan, group: dist.ProcessGroup) -> Transport:
     """See `Method.open_transport`."""
     route = plan.schedule.route
-    if not isinstance(route, RelayedRoute):
-        return ring_loop.open_transport(plan, group)
-    outer, inner = parts_of(group, route.host_size)
-    return RelayedTransport(FunctionalTransport(outer, copy_together), ring_loop.open_transport(plan, inner))
+    outer, inner = parts_of(group, route.host_size) if isinstance(route, RelayedRoute) else (group, group)
+    chosen = choose_transport(plan.options.transport, inner, plan.device)
+    within = make_transport(chosen, inner, plan.schedule, plan.device, copy_together)
+    return RelayedTransport(FunctionalTransport(outer, copy_together), within) if outer is not inner else within
