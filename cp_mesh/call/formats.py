@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -23,11 +24,11 @@ class Format:
     dims: dict[str, int]
     lse_dims: dict[str, int]
 
-    def to_bhsd(self, x: Tensor) -> Tensor:
+    def to_bhsd(self, *tensors: Tensor) -> Sequence[Tensor]:
         """q, k, v or out as [B, H, S, D]: itself, or a view."""
         if "batch" not in self.dims:  # packed
-            return x.transpose(0, 1)[None]
-        return x if self.dims["heads"] == 1 else x.transpose(1, 2)
+            return [x.transpose(0, 1)[None] for x in tensors]
+        return tensors if self.dims["heads"] == 1 else [x.transpose(1, 2) for x in tensors]
 
     def from_bhsd(self, x: Tensor) -> Tensor:
         """Back from [B, H, S, D]: itself, or a view."""

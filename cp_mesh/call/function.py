@@ -311,9 +311,10 @@ def _make_call(query: Tensor, key: Tensor, value: Tensor, axis: CPAxis, asked: A
 
 def make_options(query: Tensor, key: Tensor, value: Tensor, asked: Asked, form: Format) -> Options:
     """What the op is told; refuses what is wrong by itself. Layers that ask alike share it: checks take host time."""
-    graded, added = False, [getattr(asked, name) for name in ADDED]
-    for x in (query, key, value, *added, *asked.captured) if torch.is_grad_enabled() else ():
-        graded = graded or (isinstance(x, Tensor) and x.requires_grad)
+    graded = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    if torch.is_grad_enabled() and not graded:
+        beside = *(getattr(asked, name) for name in ADDED), *asked.captured
+        graded = any(isinstance(x, Tensor) and x.requires_grad for x in beside)
     beside = not isinstance(query, DTensor), torch.are_deterministic_algorithms_enabled(), graded
     drops = asked.dropout_seed is not None or type(asked.dropout_p) not in (int, float) or asked.dropout_p != 0
     known = type(asked.mask) is Mask and isinstance(asked.layout, Layout)  # others are refused by name
@@ -384,7 +385,7 @@ def _plan_fakes(every: Sequence[Tensor | None], call: Call, group: dist.ProcessG
     tensors = Tensors(*every[3:])
     if any(isinstance(x, FakeTensor) for x in tensors[:3]):  # no content to plan by
         tensors = tensors._replace(documents=None, key_padding=None, blocks=None)
-    q, k, v = (call.format.to_bhsd(x) for x in every[:3] if x is not None)
+    q, k, v = call.format.to_bhsd(*(x for x in every[:3] if x is not None))
     make_plan(q, k, v, tensors, call.seq_len, group, call.options, call.captured)
 
 
@@ -452,7 +453,7 @@ def check_format(query: Tensor, key: Tensor, value: Tensor, form: Format) -> Non
         hint = "queries and keys need at least one feature"
         refuse("query", "a head dim of 1 or more", tuple(query.shape), hint)
     if torch.compiler.is_compiling() or isinstance(query, DTensor):  # of others the op sees them whole
-        check_tensors(*map(form.to_bhsd, (query, key, value)))
+        check_tensors(*form.to_bhsd(query, key, value))
 
 
 def _as_float(x: Any) -> float:

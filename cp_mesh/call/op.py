@@ -92,7 +92,7 @@ _DEVICES = (DispatchKey.CPU, DispatchKey.CUDA)
 @torch.library.register_fake("cp_mesh::attention", lib=library)
 def _(q, k, v, *arguments):  # type: ignore[no-untyped-def]
     call = Call.read(arguments)
-    q, k, v = map(call.format.to_bhsd, (q, k, v))
+    q, k, v = call.format.to_bhsd(q, k, v)
     method, shapes, dtype = None, [], accumulation_dtype(q.dtype)
     if call.options.keeps:
         from cp_mesh.call.methods import METHODS  # as in `_passes`
@@ -117,11 +117,11 @@ def _(q, k, v, *arguments):  # type: ignore[no-untyped-def]
 @torch.library.register_fake("cp_mesh::attention_backward", lib=library)
 def _(dout, q, k, v, out, lse, dlse, kept, *arguments):  # type: ignore[no-untyped-def]
     call, wanted = Call.read(arguments[:-1]), arguments[-1].split(",")
-    graded, rows = {name: getattr(call.tensors, name) for name in GRADED}, call.format.to_bhsd(dout).shape[2]
+    graded, (dout, *qkv) = {name: getattr(call.tensors, name) for name in GRADED}, call.format.to_bhsd(dout, q, k, v)
     read = [x for i, x in enumerate(call.captured) if name_of_captured(i) in wanted]
     dtype = reduce(torch.promote_types, (x.dtype for x in read), accumulation_dtype(q.dtype))
     return (
-        *(call.as_asked(dense_like(call.format.to_bhsd(x), num_rows=rows)) for x in (q, k, v)),
+        *(call.as_asked(dense_like(x, num_rows=dout.shape[2])) for x in qkv),
         *(x.new_empty(x.shape) if name in wanted else q.new_empty(0) for name, x in graded.items()),
         q.new_empty(sum(x.numel() for x in read), dtype=dtype),
     )
@@ -143,17 +143,17 @@ class _Attention(torch.autograd.Function):
         else:
             out, lse, kept, *of_heads = _below_autograd(attention_op, keys, inputs)
         qkv, tensors, ctx.others = inputs[:3], inputs[3 : 3 + NUM_TENSORS], inputs[4 + NUM_TENSORS :]
-        call = Call.read(inputs[3:])
+        options = Call.read(inputs[3:]).options if ctx.plan is None else ctx.plan.options
         ctx.score_mod = ctx.mask_mod = None
-        if call.options.score_mod or call.options.mask_mod:  # they are kept alive
-            ctx.score_mod, ctx.mask_mod = (functions.find(getattr(call.options, name)) for name in FUNCTIONS)
+        if options.score_mod or options.mask_mod:  # they are kept alive
+            ctx.score_mod, ctx.mask_mod = (functions.find(getattr(options, name)) for name in FUNCTIONS)
         # most kernels take no gradient of lse, and none must be dropped silently
-        ctx.mark_non_differentiable(*(() if call.options.differentiable_lse else (lse,)), kept, *of_heads)
+        ctx.mark_non_differentiable(*(() if options.differentiable_lse else (lse,)), kept, *of_heads)
         ctx.has_kept, ctx.shape = kept.ndim > 1, out.shape
-        group = resolve_group(call.group_name)
+        group = resolve_group(ctx.others[2])
         ctx.forward = last_forward(group) if checking(group) else None
         if ctx.has_kept:
-            ctx.save_for_backward(*(_without_rows(x, call.seq_dim) for x in qkv), *tensors, *of_heads, kept, *captured)
+            ctx.save_for_backward(*(_without_rows(x, ctx.others[1]) for x in qkv), *tensors, *of_heads, kept, *captured)
         else:
             ctx.save_for_backward(*qkv, *tensors, out, lse, None, *captured)
         ctx.set_materialize_grads(False)  # an unused lse must not cost a gradient of zeros, which most kernels refuse

@@ -123,7 +123,7 @@ def forward_and_plan(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[
     """
     call = Call.read(arguments)
     form, group = FORMATS[call.seq_dim], resolve_group(call.group_name)
-    q, k, v = form.to_bhsd(q), form.to_bhsd(k), form.to_bhsd(v)
+    q, k, v = form.to_bhsd(q, k, v)
     try:
         root = ROOT.get()
         if call.options.of_root and root is not None and root.sequence.mesh.get_group().group_name == call.group_name:
@@ -177,7 +177,7 @@ def backward(
     """
     call, wanted = Call.read(arguments[:-1]), arguments[-1]
     form, group = FORMATS[call.seq_dim], resolve_group(call.group_name)
-    dout, q, k, v = form.to_bhsd(dout), form.to_bhsd(q), form.to_bhsd(k), form.to_bhsd(v)
+    dout, q, k, v = form.to_bhsd(dout, q, k, v)
     if plan is None:
         rows = dout.shape[2]  # of the others there are none with ``kept``
         of_q, of_k, of_v = (Operand(_with_rows(x.shape, rows), x.dtype, x.device) for x in (q, k, v))
@@ -189,7 +189,7 @@ def backward(
     note_call(group, "backward", kind)
     keywords = {} if kept is None else {"kept": kept}
     if kept is None:
-        out, lse = form.to_bhsd(out), form.lse_to_bhs(lse)
+        (out,), lse = form.to_bhsd(out), form.lse_to_bhs(lse)
     if dlse is not None:
         if not plan.kernel.capability.differentiable_lse:
             raise UnsupportedError(f"kernel {plan.kernel.name!r} takes no gradient of lse; kernel='reference' does")

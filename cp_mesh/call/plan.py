@@ -90,7 +90,7 @@ def make_plan(
     plan: Plan = resolve(*shapes, contents, features, seq_len, group.size(), group.rank(), plans.num_hosts, options)
     if scores is not None:
         plan = replace(plan, scores=scores, of_call=True)
-    if plan.copies_in_capture:
+    if plan.reads_tensors and plan.copies_in_capture:
         refuse(
             "CUDA graph capture",
             "a mask and scores that are said without tensors",
