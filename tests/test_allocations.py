@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
@@ -45,10 +45,10 @@ sizes_of = inner("choose", "sizes_of")
 exchange_launches = inner("time", "exchange_launches")
 combine = room("combine")
 merging_kernel = inner("merge", "merging_kernel")
-by_heads = room("by_heads")
-Call = inner("spec", "Call")
+ulysses = room("ulysses")
 Setup = inner("method", "Setup")
 pieces_of_rank = inner("joined_layout", "pieces_of_rank")
+_without_rows = inner("op", "_without_rows")
 symmetric = room("symmetric_memory")
 HeadExchange = inner("heads", "HeadExchange")
 
@@ -121,27 +121,23 @@ def allocating_alone() -> Iterator[None]:
         mock.patch.dict(KERNELS, stand_in=STAND_IN),
         mock.patch.dict(sys.modules, {path_of("combine_triton"): module}),
         mock.patch.object(combine, "_fused", lambda *_: True),
-        mock.patch.object(by_heads, "is_seen", lambda _: False),  # past the dispatcher: modes see what ops do
     ):
         yield
 
 
-def passes(plan: Plan, call: Any, inputs: Sequence[Tensor]) -> tuple[int, int]:
+def passes(plan: Plan, group: dist.ProcessGroup, inputs: Sequence[Tensor]) -> tuple[int, int]:
     """Most bytes beyond inputs and results, forward and backward."""
-    *qkv, dout = inputs
-    degree, held = by_heads.degree_of(call, *qkv[:2]) if plan.method.swaps else 1, []
+    q, k, v, dout = inputs
     with Live() as live:
-        if degree > 1:
-            out, lse, own, held = by_heads.forward(*qkv, call, degree, keeps=True)
-        else:
-            out, lse = plan.method.forward(*qkv, plan, call.group)
-    forward, kept = live.peak - out.nbytes - lse.nbytes, sum(x.untyped_storage().nbytes() for x in held)
+        out, lse, *kept = plan.method.forward(q, k, v, plan, group)
+    forward, held = live.peak - out.nbytes - lse.nbytes, sum(x.untyped_storage().nbytes() for x in kept)
+    keywords = {}
+    if kept:
+        (q, k, v), (rows, out, lse) = (_without_rows(x, 2) for x in (q, k, v)), kept
+        keywords = {"kept": rows}
     with Live() as live:
-        if degree > 1:
-            grads = by_heads.backward(dout, None, own, held, by_heads.places_of(call, *qkv), call, degree, "")
-        else:
-            grads = plan.method.backward(dout, *qkv, out, lse, None, plan, call.group)
-    return forward, kept + live.peak - sum(x.nbytes for x in grads[:3])
+        grads = plan.method.backward(dout, q, k, v, out, lse, None, plan, group, **keywords)
+    return forward, held + live.peak - sum(x.nbytes for x in grads[:3])
 
 
 def formula(plan: Plan, group: dist.ProcessGroup, inputs: Sequence[Tensor], degree: int, transport: str) -> ExtraMemory:
@@ -166,16 +162,15 @@ def off_by(rank: int, cases: Sequence[Case], folder: str, transport: str) -> lis
         degrees = {"hybrid": {"ulysses_degree": case.degree}, "double_ring": {"inner_ring_size": case.degree}}
         options = Options(
             layout.spec(), Mask(causal=case.causal).spec(), 1.0, kernel="stand_in", method=case.method,
-            head_chunks=case.head_chunks, **degrees.get(case.method, {}),
+            head_chunks=case.head_chunks, keeps=True, **degrees.get(case.method, {}),
         )  # fmt: skip
         with (
             allocating_alone(),
             double(group, tempfile.mkdtemp(dir=folder)) if transport != "functional" else nothing(),
         ):
-            call = Call(Tensors(), seq_len, 2, group.group_name, options)
             plan = make_plan(*inputs[:3], Tensors(), seq_len, group, options)
-            passes(plan, call, inputs)  # symmetric memory is there from now on
-            forward, backward = passes(plan, call, inputs)
+            passes(plan, group, inputs)  # symmetric memory is there from now on
+            forward, backward = passes(plan, group, inputs)
             taken = symmetric.symmetric_memory_bytes() if transport != "functional" else 0
             degree = case.degree or (size if case.method == "ulysses" else 1)
             told = formula(plan, group, inputs, degree, transport)
@@ -252,14 +247,13 @@ def copied(rank: int, layout: str, transport: str, folder: str) -> int:
     size = dist.get_world_size()
     group = mesh((size,), ("cp",)).get_group()
     inputs = [torch.zeros(1, n, 128, 16, dtype=torch.bfloat16) for n in (8, 4, 4, 8)]
-    options = Options(LAYOUTS[layout].spec(), Mask().spec(), 1.0, kernel="stand_in", method="ulysses")
+    options = Options(LAYOUTS[layout].spec(), Mask().spec(), 1.0, kernel="stand_in", method="ulysses", keeps=True)
     doubled = nothing() if transport == "functional" else double(group, tempfile.mkdtemp(dir=folder))
     with allocating_alone(), doubled:
-        call = Call(Tensors(), 128 * size, 2, group.group_name, options)
         plan = make_plan(*inputs[:3], Tensors(), 128 * size, group, options)
-        passes(plan, call, inputs)  # which makes orders of rows
+        passes(plan, group, inputs)  # which makes orders of rows
         with Copied() as count:
-            passes(plan, call, inputs)
+            passes(plan, group, inputs)
     return count.nbytes
 
 
@@ -292,58 +286,57 @@ EXCHANGES = [
 ]
 
 
-def launched(rank: int, folder: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+def launched(rank: int, keeps: bool, folder: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     """Launches of the exchanges of a forward and a backward, as the formula says and as they were."""
     size, found = dist.get_world_size(), []
-    group, exchanges = (
-        mesh((size,), ("cp",)).get_group(),
-        [torch.ops.cp_mesh.seq_to_heads, torch.ops.cp_mesh.heads_to_seq],
-    )
+    group, exchanges = mesh((size,), ("cp",)).get_group(), ("bring_home", "repeated", "summed")
 
-    def alone(of_op: Any) -> Any:
-        def call(*given: Any) -> Any:
-            before = count.launches
-            try:
-                return of_op(*given)
-            finally:
-                count.launches = before
+    def counting(function: Any) -> Any:
+        def call(*given: Any, **named: Any) -> Any:
+            with count:
+                return function(*given, **named)
 
         return call
 
-    of_heads = {op: x if op.overloadpacket in exchanges else alone(x) for op, x in by_heads.FUNCTIONS.items()}
     for case in EXCHANGES:
         layout = LAYOUTS.get(case.layout) or Permuted(torch.randperm(case.local * size, generator=torch.Generator()))
         inputs = [torch.zeros(1, n, case.local, 16, dtype=torch.bfloat16) for n in (*case.heads, case.heads[1])]
         inputs.append(torch.zeros_like(inputs[0]))
         options = Options(
-            layout.spec(), Mask().spec(), 1.0, kernel="stand_in", method=case.method, ulysses_degree=case.degree,
-            as_inputs=True,
+            layout.spec(), Mask().spec(), 1.0, kernel="stand_in", method=case.method, keeps=keeps,
+            ulysses_degree=case.degree,
         )  # fmt: skip
-        with allocating_alone(), double(group, tempfile.mkdtemp(dir=folder)), Copied() as count:
-            call = Call(Tensors(layout_index=layout.tensor), case.local * size, 2, group.group_name, options)
-            plan = make_plan(*inputs[:3], call.tensors, call.seq_len, group, options)
-            *qkv, dout = inputs
-            degree = by_heads.degree_of(call, *qkv[:2])
-            passes(plan, call, inputs)  # which makes orders of rows
-            count.launches = 0
-            with mock.patch.dict(by_heads.FUNCTIONS, of_heads):
-                _, _, own, held = by_heads.forward(*qkv, call, degree, keeps=True)
-                forward = count.launches
-                by_heads.backward(dout, None, own, held, by_heads.places_of(call, *qkv), call, degree, "")
-            got = forward, count.launches - forward
+        with allocating_alone(), double(group, tempfile.mkdtemp(dir=folder)), ExitStack() as patches:
+            for of, names in ((HeadExchange, ("to_heads",)), (ulysses._Call, exchanges)):
+                for name in names:
+                    patches.enter_context(mock.patch.object(of, name, counting(getattr(of, name))))
+            plan = make_plan(*inputs[:3], Tensors(layout_index=layout.tensor), case.local * size, group, options)
+            q, k, v, dout = inputs
+            with Copied() as count:
+                pass
+            out, lse, *kept = plan.method.forward(q, k, v, plan, group)
+            forward, keywords = count.launches, {}
+            if kept:
+                (q, k, v), (rows, out, lse) = (_without_rows(x, 2) for x in (q, k, v)), kept
+                keywords = {"kept": rows}
+            plan.method.backward(dout, q, k, v, out, lse, None, plan, group, **keywords)
+            # a kernel wants lse by itself
+            got = forward, count.launches - forward + (not kept)
         pieces = pieces_of_rank(layout, plan.seq_len, size)
         sizes = sizes_of(*inputs[:3], plan.settings)
-        told = exchange_launches(case.degree or size, sizes, True, pieces, collective=False)
+        told = exchange_launches(case.degree or size, sizes, bool(kept), pieces, collective=False)
         found.append((told, got))
     return found
 
 
-def test_predictions_count_the_launches_of_exchanges(pool: Any) -> None:
+@pytest.mark.parametrize("keeps", (True, False))
+def test_predictions_count_the_launches_of_exchanges(pool: Any, keeps: bool) -> None:
     """Of ranks that pull rows. The two runs of zigzag touch on its last rank: of a buffer one copy less is pulled."""
     with tempfile.TemporaryDirectory() as folder:
-        of_ranks = pool(4).run(launched, folder, timeout=120.0)
+        of_ranks = pool(4).run(launched, keeps, folder, timeout=120.0)
     for number, case in enumerate(EXCHANGES):
         (forward, backward), got = of_ranks[0][number]
         if (case.method, case.layout) == ("ulysses", "zigzag"):
-            forward, backward = forward - 1, backward - 1
+            kept = keeps and case.heads[1] == 4
+            forward, backward = forward - 1, backward - (1 if kept else 2)
         assert got == (forward, backward), case

@@ -275,21 +275,15 @@ def call(
 @pytest.mark.parametrize("words", WINNERS)
 @pytest.mark.quick("ring", "hybrid")
 def test_every_rank_takes_the_same(pool: Any, tmp_path: Path, words: str) -> None:
-    """By the table that the environment names; results are those of the ring, and explain says the same.
-
-    Where ranks would exchange heads, the ring is taken: that has to be known before a call is planned.
-    """
+    """By the table that the environment names; results are those of the ring, and explain says the same."""
     table, winner, method = tmp_path / "machine.json", WINNERS[words], words.partition(",")[0]
     write_machine(winner.machine, table)
     given = {"layout": winner.layout}
     found = pool(4).run(call, str(table), given, winner.heads, False, winner.per_host)
     plain = pool(4).run(call, "", given | {"method": "ring"}, winner.heads)
     for (name, options, count, tensors), (_, _, _, want) in zip(found, plain, strict=True):
-        if choosing.METHODS[method].swaps:
-            assert (name, options.ulysses_degree) == ("ring", 0)
-        else:
-            assert (name, count) == (method, winner.collectives)
-            assert options.ulysses_degree + options.inner_ring_size == winner.degree
+        assert (name, count) == (method, winner.collectives)
+        assert options.ulysses_degree + options.inner_ring_size == winner.degree
         for x, y in zip(tensors, want, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
     sizes = {"num_heads": winner.heads, "head_dim": 8, "gpus_per_host": winner.per_host}
@@ -301,13 +295,14 @@ def test_every_rank_takes_the_same(pool: Any, tmp_path: Path, words: str) -> Non
 @pytest.mark.parametrize("within", [x for x in WITHIN if x])
 @pytest.mark.parametrize(("method", "size"), (("ulysses", 2), ("ulysses", 4), ("hybrid", 4)))
 @pytest.mark.quick(without="compiled")
-def test_what_exchanges_keep_is_recomputed(pool: Any, method: str, size: int, within: str) -> None:
-    """Of methods that keep for the backward what arrived."""
-    options = {"method": method} | ({"ulysses_degree": 2} if method == "hybrid" else {})
-    found = pool(size).run(call, "", options, WINNERS[method].heads, False, 4, within)
-    plain = pool(size).run(call, "", {"method": "ring"}, WINNERS[method].heads)
-    for (name, _, _, tensors), (_, _, _, want) in zip(found, plain, strict=True):
-        assert name == method
+def test_forward_and_backward_take_the_same(pool: Any, tmp_path: Path, method: str, size: int, within: str) -> None:
+    """Of methods that keep tensors for the backward, where "auto" may only know in the call whether one does."""
+    table, winner = tmp_path / "machine.json", WINNERS[method]
+    write_machine(winner.machine, table)
+    found = pool(size).run(call, str(table), {}, winner.heads, False, winner.per_host, within)
+    plain = pool(size).run(call, "", {"method": "ring"}, winner.heads)
+    for (name, options, _, tensors), (_, _, _, want) in zip(found, plain, strict=True):
+        assert (name, options.ulysses_degree) == (method, winner.degree)
         for x, y in zip(tensors, want, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 

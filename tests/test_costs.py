@@ -124,12 +124,11 @@ def test_ulysses_sends_keys_again_or_keeps_them() -> None:
     assert again[0].exposed == pytest.approx(kept[0].exposed + 18 * H200.per_launch)
     more = 8 * 4096 * 10 * 128 * 2 / H200.exchange_rate  # of 4, 1, 1 and 4 heads a rank, of all rows
     assert again[1].exposed == pytest.approx(kept[1].exposed + more + 18 * H200.per_launch)
-    # 2 kv heads on 8 ranks: each is sent to four, as many bytes as of 8. They are repeated before; q, k and v go once
-    # more, and dk and dv in fp32, which are summed after, are packed and pulled beside dq
+    # 2 kv heads on 8 ranks: each is sent to four, as many bytes as of 8. They are repeated before; dk and dv in fp32,
+    # which are summed after, are packed one by one, and pulled beside dq
     repeated = ulysses_costs(whole, 8, 8, heads(32, 2), H200, "fa4")
-    assert repeated[0].exposed == pytest.approx(kept[0].exposed + 2 * H200.per_launch)
-    more = 8 * 4096 * 6 * 128 * 2 / H200.exchange_rate
-    assert repeated[1].exposed == pytest.approx(kept[1].exposed + more + (2 + 1 + 16 + 4) * H200.per_launch)
+    assert repeated[0].exposed == pytest.approx(again[0].exposed + 2 * H200.per_launch)
+    assert repeated[1].exposed == pytest.approx(again[1].exposed + (2 + 2 + 16 + 4) * H200.per_launch)
 
 
 @pytest.mark.parametrize(("pieces", "fewer"), ((1, (16, 16)), (0, (15, 14))))

@@ -502,7 +502,7 @@ def by_op(rank: int) -> None:
     q = q.detach()
     tail = (*tail[:NUM_TENSORS], [x.detach() for x in (*captured, *of_mask)], *tail[NUM_TENSORS + 1 :])
     out, lse, *_ = ops.attention_op(q, k, v, *tail)
-    torch.library.opcheck(ops.attention_backward_op, (dout, q, k, v, out, lse, None, *tail, "captured.0"))
+    torch.library.opcheck(ops.attention_backward_op, (dout, q, k, v, out, lse, None, None, *tail, "captured.0"))
 
 
 @pytest.mark.unpoisoned  # opcheck compares two runs bit by bit

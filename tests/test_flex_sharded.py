@@ -395,7 +395,7 @@ def by_op(rank: int) -> None:
     tail = (*[None] * NUM_TENSORS, [bias[rows]], S, 2, dist.group.WORLD.group_name, options.spec())
     out, lse, *_ = ops.attention_op(q, k, v, *tail)
     checked = "test_schema", "test_faketensor", "test_aot_dispatch_dynamic"
-    given = dout, q, k, v, out, lse, None, *tail, "captured.0"
+    given = dout, q, k, v, out, lse, None, None, *tail, "captured.0"
     torch.library.opcheck(ops.attention_op, (q, k, v, *tail), test_utils=checked)
     torch.library.opcheck(ops.attention_backward_op, given, test_utils=checked)
 

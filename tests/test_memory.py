@@ -183,19 +183,18 @@ def test_ulysses_is_what_was_measured() -> None:
 def test_ulysses_by_hand() -> None:
     """A full mask of S tokens on 4 ranks, 8 query and 2 kv heads, over collectives: kv heads are sent twice.
 
-    So of what arrived nothing is kept, but out and lse are. And with 4 kv heads: all is kept.
+    And with 4 kv heads: what arrived is kept.
     """
     S, sizes = 64, Sizes(1, 8, 2, 8, 8, 2, 2, 4)
     whole = make_schedule(Contiguous(), Mask(causal=False), S, 1, 0)
     extra = ulysses_memory(whole, 4, sizes, 1, "functional")
     q, kv, lse = 2 * 8, 2 * 8, 2 * 4  # elements of a rank's two heads, and of the kv head that they read; bytes
     out, repeated = 2 * q + lse, S // 4 * 4 * kv
-    sending = S * 2 * 2 * (q + kv) + repeated * 2
-    assert extra.forward == max(sending, S * (2 * (q + kv) + out), S * (out + 2 * 2 * q))
-    given, home = 2 * (2 * q + kv), 2 * q + 4 * kv
-    computing, sending = given + lse + 2 * q + 2 * kv + 4 * q + 4 * kv, S * 2 * given + repeated * 2
+    assert extra.forward == S * max(2 * 2 * (q + kv), 2 * (q + kv) + out, 3 * out) + repeated * 2
+    given, home = 2 * (2 * q + kv) + 2 * lse, 2 * q + 4 * kv
+    computing = given + 2 * lse + 2 * q + 2 * kv + 4 * q + 4 * kv
     results = S // 4 * 2 * 16 * 2  # dk and dv, made last
-    assert extra.backward == S * out + max(sending, S * computing, S * 3 * home) + repeated * 4 - results
+    assert extra.backward == S * (max(2 * given, computing, 3 * home) + lse) + repeated * (2 + 4) - results
     assert extra.symmetric == 0
     for transport, sent in (("functional", 1), ("symmetric_memory", 0)):
         extra = ulysses_memory(whole, 4, Sizes(1, 8, 4, 8, 8, 2, 2), 1, transport, uses_delta=False)
@@ -208,7 +207,7 @@ def test_ulysses_by_hand() -> None:
 
 
 def test_heads_in_parts_divide_what_ulysses_holds() -> None:
-    """But for what is kept of parts before."""
+    """But for what is kept, of all parts; the forward of one part keeps what arrived, and has no copy of it."""
     whole = make_schedule(Contiguous(), Mask(), 8192, 1, 0)
     one, two = (
         ulysses_memory(whole, 2, Sizes(1, 32, 8, 128, 128, 2, 2), n, "functional", uses_delta=False) for n in (1, 2)
@@ -216,7 +215,7 @@ def test_heads_in_parts_divide_what_ulysses_holds() -> None:
     qkv, out, lse = 8192 * 24 * 256, 8192 * 16 * 256, 8192 * 16 * 4
     kept = qkv + out + lse
     assert one.backward - kept == 2 * (two.backward - kept)
-    assert one.forward == kept + 2 * out and two.forward == (kept + max(2 * qkv, kept + 2 * out)) // 2
+    assert one.forward == kept + 2 * out and two.forward == kept + max(2 * qkv, 3 * out + lse) // 2
     alone = ulysses_memory(whole, 1, Sizes(1, 32, 8, 128, 128, 2, 2), 1, "symmetric_memory")
     assert alone.symmetric == 0
 

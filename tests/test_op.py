@@ -80,7 +80,7 @@ def check_ops(rank: int, seq_dim: int, case: str) -> None:
     q, k, v, dout = inputs(seq_dim, requires_grad=False)
     out, lse, *_ = ops.attention_op(q, k, v, *tensors, *tail(seq_dim, **options))
     dlse = None if case == "cpu_flash" else torch.randn_like(lse)
-    arguments = (dout, q, k, v, out, lse, dlse, *tensors, *tail(seq_dim, **options))
+    arguments = (dout, q, k, v, out, lse, dlse, None, *tensors, *tail(seq_dim, **options))
     given = [name for name in ops.GRADED if getattr(Tensors(*tensors), name) is not None]
     torch.library.opcheck(ops.attention_backward_op, (*arguments, ",".join(given)))
     torch.library.opcheck(ops.attention_backward_op, (*arguments, ""))
@@ -117,13 +117,13 @@ def real_and_fake(rank: int, seq_dim: int, dtype: torch.dtype, Dv: int, in_memor
     assert (lies_as(out, q) if as_inputs else out.is_contiguous()) and lse.is_contiguous()
     # Gradients arrive with any strides: of a sum they are expanded, of a transposed result transposed.
     grads = ops.attention_backward_op(
-        dout.expand_as(out), q, k, v, out, lse, torch.ones_like(lse), *arguments, "sinks,bias"
+        dout.expand_as(out), q, k, v, out, lse, torch.ones_like(lse), None, *arguments, "sinks,bias"
     )
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:
         fq, fk, fv, fdout = (mode.from_tensor(x) for x in (q, k, v, dout))
         arguments = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in arguments]
         fout, flse, *_ = ops.attention_op(fq, fk, fv, *arguments)
-        fgrads = ops.attention_backward_op(fdout, fq, fk, fv, fout, flse, flse, *arguments, "sinks,bias")
+        fgrads = ops.attention_backward_op(fdout, fq, fk, fv, fout, flse, flse, None, *arguments, "sinks,bias")
     assert describe((fout, flse)) == describe((out, lse))
     assert describe(fgrads) == describe(grads)
     for grad, x in zip(grads, (q, k, v), strict=False):
@@ -139,49 +139,25 @@ def test_fakes_are_as_the_real(pool: Any, seq_dim: int, dtype: torch.dtype) -> N
         pool(1).run(real_and_fake, seq_dim, dtype, Dv, in_memory, as_inputs)
 
 
-def exchanged(rank: int, seq_dim: int, heads: tuple[int, int], method: str) -> None:
-    """Results of heads that ranks exchange are as those of fakes, and so are the gradients of both."""
-    cp_size = dist.get_world_size()
-    axis, S = mesh((cp_size,), ("cp",)), 13 - 13 % cp_size * (method == "ulysses")
-    rows = Contiguous().positions(S, cp_size, rank)
-    q, k, v, dout = (in_format(x[:, :, rows], seq_dim).detach() for x in make_qkv(2, *heads, S, D, E))
-    options = {"mesh": axis, "seq_dim": seq_dim, "seq_len": S, "layout": Contiguous(), "method": method}
-
-    def both(*given: Tensor) -> list[tuple]:
-        leaves = [x.requires_grad_() for x in given[:3]]
-        out = attention(*leaves, **options, **({} if method == "ulysses" else {"ulysses_degree": 2}))
-        grads = torch.autograd.grad(out, leaves, given[3])
-        assert all(map(lies_as, grads, leaves))
-        return describe((out, *grads))
-
-    found = both(q, k, v, dout)
+def kept_and_fake(rank: int, seq_dim: int) -> None:
+    q, k, v, dout = inputs(seq_dim, requires_grad=False, Dv=E)
+    options = {"method": "ulysses", "keeps": True, "as_inputs": True, "differentiable_lse": False}
+    arguments = (*Tensors(), [], 2 * S, *tail(seq_dim, **options)[2:])
+    results = ops.attention_op(q, k, v, *arguments)
+    _, lse, kept, *of_heads = results
+    likes = [ops._without_rows(x, seq_dim) for x in (q, k, v)]
+    grads = ops.attention_backward_op(dout, *likes, *of_heads, None, kept, *arguments, "")
+    assert kept.ndim == 2 and not lse.numel() and all(map(lies_as, grads, (q, k, v)))
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:
-        assert both(*map(mode.from_tensor, (q, k, v, dout))) == found
+        fakes = [mode.from_tensor(x) for x in (q, k, v, dout, *likes)]
+        fresults = ops.attention_op(*fakes[:3], *arguments)
+        fgrads = ops.attention_backward_op(*fakes[3:], *fresults[3:], None, fresults[2], *arguments, "")
+    assert describe(fresults) == describe(results) and describe(fgrads) == describe(grads)
 
 
 @pytest.mark.parametrize("seq_dim", FORMATS)
-@pytest.mark.quick("1")
-def test_fakes_of_exchanges(pool: Any, seq_dim: int) -> None:
-    for heads in ((4, 4), (4, 1)):
-        pool(2).run(exchanged, seq_dim, heads, "ulysses")
-        pool(4).run(exchanged, seq_dim, heads, "hybrid")
-
-
-def check_exchanges(rank: int) -> None:
-    q, k, v, dout = inputs(2, requires_grad=False)
-    of_call = *Tensors(), [], 2 * S, *tail(2, method="ulysses")[2:]
-    to_heads = [q, k, v], [1, 1, 1], 2, 1, 0, "forward", *of_call
-    torch.library.opcheck(ops.seq_to_heads_op, to_heads)
-    torch.library.opcheck(
-        ops.heads_to_seq_op, ([torch.randn(B, 2, 2 * S, D), dout[:, :2].repeat(1, 1, 2, 1)], 2, S, *of_call)
-    )
-    with pytest.raises(cp_mesh.UnsupportedError, match="has no gradient by itself"):
-        ops.seq_to_heads_op([q.requires_grad_(), k, v], *to_heads[1:])
-
-
-@pytest.mark.unpoisoned  # opcheck compares two runs bit by bit
-def test_opcheck_of_exchanges(pool: Any) -> None:
-    pool(2).run(check_exchanges)
+def test_fakes_of_what_is_kept(pool: Any, seq_dim: int) -> None:
+    pool(2).run(kept_and_fake, seq_dim)
 
 
 def strides_of_dtensors(rank: int, shape: tuple[int, ...], seq_dim: int, given: str, beside: str) -> list[Any]:

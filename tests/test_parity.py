@@ -186,7 +186,7 @@ def test_scores_of_one_number_with_any_stride(pool):
 
 def captured(rank: int, method: str) -> list[str]:
     cases = [Case(layout, "causal", 13, method=method) for layout in ("contiguous", "zigzag", "striped")]
-    with mock.patch(f"{path_of('by_heads')}.stream_of", return_value=None):
+    with mock.patch(f"{path_of('ulysses')}.stream_of", return_value=None):
         return parity_on_ranks(rank, (dist.get_world_size(),), ("cp",), cases)
 
 

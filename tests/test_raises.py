@@ -101,7 +101,7 @@ def mapped(name: str, x: Tensor) -> None:
 
 def attend_captured() -> None:
     """As while a graph is captured: an index of positions would be copied to the device."""
-    with mock.patch(f"{path_of('by_heads')}.stream_of", return_value=None):
+    with mock.patch(f"{path_of('ulysses')}.stream_of", return_value=None):
         attend(method="ulysses", layout=Permuted(torch.randperm(S, generator=torch.Generator().manual_seed(0))))
 
 

@@ -33,13 +33,11 @@ def arguments(name: str) -> list[Any]:
     head = [0, V, S, group, True, -100]
     return {
         "attention": [q, k, v, *of_call],
-        "attention_backward": [dout, q, k, v, dout, torch.ones(B, H, S), None, *of_call, ""],
+        "attention_backward": [dout, q, k, v, dout, torch.ones(B, H, S), None, None, *of_call, ""],
         "column_linears": [x, [weight], [None], S, group, True, V, "auto", True, "none"],
         "column_linears_backward": [[x @ weight.mT], x, [weight], [True, True, False], S, group, True, V, "auto", True],
         "compare_inputs": [[labels], "tokens", group, "zigzag"],
         "gather_rows": [x, S, group],
-        "heads_to_seq": [[q], 1, S, *of_call],
-        "seq_to_heads": [[q, k, v], [1, 1, 1], 1, 1, 0, "", *of_call],
         "head_losses": [x, weight, labels, *head, "none"],
         "head_losses_backward": [dlosses, x, weight, labels, row, row, [True, True], *head],
         "row_linear": [x, weight, torch.randn(V), group, D, "auto", "none"],

@@ -120,7 +120,7 @@ def swaps(S: int, cp_size: int, rank: int, itemsize: int, sums: int) -> list[tup
 
     On two ranks each computes 3 of these, the first or the last two by one kv head and the other by another: equal
     groups take 3 kv heads, which is more than a rank holds of its own. So these are not kept, and travel again. On
-    three ranks a rank's 2 heads read one kv head: all is kept. Nobody needs lse at home.
+    three ranks a rank's 2 heads read one kv head: all is kept, and nobody needs lse at home.
     """
     rows = [len(ZigZag().positions(S, cp_size, r)) for r in range(cp_size)]
     heads, kv_heads = 6 // cp_size, {2: 3, 3: 1}[cp_size]
@@ -134,18 +134,24 @@ def swaps(S: int, cp_size: int, rank: int, itemsize: int, sums: int) -> list[tup
         sizes = dict.fromkeys(size for _, size in features)
         return [hop(sum(n for n, other in features if other == size), size, home) for size in sizes]
 
-    q, kv, out = heads * D, kv_heads * (D + E), heads * E
-    forward = [hop(q + kv, itemsize), hop(out, itemsize, home=True)]
+    q, kv, out, number = heads * D, kv_heads * (D + E), heads * E, heads
     if cp_size == 3:
-        return [*forward, hop(out, itemsize), hop(q + kv, itemsize, home=True)]
-    return [*forward, hop(out + q + kv, itemsize), *by_dtype((q, itemsize), (kv, sums), home=True)]
+        to_heads = [hop(q + kv, itemsize), hop(out, itemsize, home=True)]
+        return [*to_heads, hop(out, itemsize), hop(q + kv, itemsize, home=True)]
+    return [
+        *by_dtype((q + kv, itemsize)),
+        *by_dtype((out, itemsize), (number, sums), home=True),
+        *by_dtype((out + q + kv, itemsize), (2 * number, sums)),
+        *by_dtype((q, itemsize), (kv, sums), home=True),
+    ]
 
 
 @pytest.mark.parametrize("cp_size", (2, 3))
 def test_ulysses_swaps_heads_for_rows(pool, cp_size):
     """q, k and v out, out home; dout out, and the gradients home.
 
-    Of kv heads that are sent twice q, k and v travel again with dout, and gradients in fp32, to be summed in it.
+    Of kv heads that are sent twice nothing is kept: lse comes home too, q, k and v travel again with dout, lse and
+    delta, and gradients in fp32, to be summed in it.
     """
     for dtype, itemsize, sums in ((torch.bfloat16, 2, 4), (torch.float64, 8, 8)):
         cases = [("zigzag", "causal", 31), ("zigzag", "window", 12)]
@@ -189,12 +195,17 @@ def hybrid_hops(
         return hops
 
     q, kv, out = heads * D, kv_heads * (D + E), heads * E
-    forward = [swap(q + kv, itemsize), *travel(itemsize), swap(out, itemsize, True)]
-    there = swap(out if degree == 3 else out + q + kv, itemsize)  # of the other degree what arrived is not kept
-    back = [swap(q + kv, itemsize, True)]
-    if degree == 2 and itemsize < sums:
+    if degree == 3:  # what arrived is kept
+        forward = [swap(q + kv, itemsize), *travel(itemsize), swap(out, itemsize, True)]
+        there, back = [swap(out, itemsize)], [swap(q + kv, itemsize, True)]
+    elif itemsize == sums:
+        forward = [swap(q + kv, itemsize), *travel(itemsize), swap(out + heads, itemsize, True)]
+        there, back = [swap(out + q + kv + 2 * heads, itemsize)], [swap(q + kv, itemsize, True)]
+    else:
+        forward = [swap(q + kv, itemsize), *travel(itemsize), swap(out, itemsize, True), swap(heads, sums, True)]
+        there = [swap(out + q + kv, itemsize), swap(2 * heads, sums)]
         back = [swap(q, itemsize, True), swap(kv, sums, True)]
-    return forward, [there, *travel(itemsize), *travel(sums, True), *back]
+    return forward, [*there, *travel(itemsize), *travel(sums, True), *back]
 
 
 def by_groups(sent: Sequence[Sent]) -> list[tuple[list[int], list[int], list[int], int]]:

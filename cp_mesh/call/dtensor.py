@@ -189,25 +189,19 @@ def wrap(
     Contiguous, or with its dims in memory in the order of ``like``'s spec, which is equal on all ranks: a shard may lie
     in another order, and one of few rows does not tell any.
     """
-    if like is None:
-        local, stride = local.contiguous(), torch.empty(shape, device="meta").stride()
-        if [n * num_shards(mesh, placements, dim) for dim, n in enumerate(local.shape)] == list(shape):
-            return DTensor.from_local(local, mesh, placements, run_check=False)  # PyTorch traces no shape that is said
-    else:
-        stride = dense_strides(shape, like)
-        order = sorted(range(len(shape)), key=lambda dim: stride[dim], reverse=True)
-        local = local.permute(order).contiguous().permute([order.index(dim) for dim in range(len(shape))])
+    stride = dense_strides(shape, torch.empty(shape, device="meta") if like is None else like)
+    order = sorted(range(len(shape)), key=lambda dim: stride[dim], reverse=True)
+    local = local.permute(order).contiguous().permute([order.index(dim) for dim in range(len(shape))])
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def wrap_results(out: Tensor, lse: Tensor, query: DTensor, form: Format) -> tuple[DTensor, Tensor]:
-    """As the sharding rule would place them; of an lse that was not brought home nothing is known."""
-    mesh, placements, lse_shape = query.device_mesh, query.placements, [0] * len(form.lse_dims)
+def wrap_results(out: Tensor, lse: Tensor, query: DTensor, form: Format) -> tuple[DTensor, DTensor]:
+    """As the sharding rule would place them."""
+    mesh, placements, lse_shape = query.device_mesh, query.placements, [0] * lse.ndim
     for part, dim in form.lse_dims.items():
         lse_shape[dim] = query.shape[form.dims[part]]
     of_lse = [Shard(form.lse_dims[form.part(p)]) if isinstance(p, Shard) else p for p in placements]
-    out = wrap(out, mesh, placements, (*query.shape[:-1], out.shape[-1]))
-    return out, wrap(lse, mesh, of_lse, lse_shape) if lse.ndim > 1 else lse
+    return wrap(out, mesh, placements, (*query.shape[:-1], out.shape[-1])), wrap(lse, mesh, of_lse, lse_shape)
 
 
 def first_index(x: Tensor, dim: int | None) -> int:

@@ -33,7 +33,7 @@ from cp_mesh.call.dtensor import (
 from cp_mesh.call.formats import FORMATS, Format
 from cp_mesh.call.op import attention_op
 from cp_mesh.call.plan import make_plan
-from cp_mesh.call.spec import EXCHANGING, Call, Options, Tensors, autocast, check_tensors, seed_tensor
+from cp_mesh.call.spec import Call, Options, Tensors, autocast, check_tensors, seed_tensor
 from cp_mesh.comm.agreement import announce_refusal, announce_trace
 from cp_mesh.errors import as_int, refuse, written
 from cp_mesh.geometry.layouts import LAYOUTS, Layout, ZigZag, parse_layout
@@ -228,19 +228,15 @@ def attend(query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor | 
         elif group is not None:
             announce_trace(group.group_name)
         raise
-    apart = call.seq_len < axis.size or asked.score_mod or asked.mask_mod
-    if asked.method in EXCHANGING and (not compiling or call.seq_len % axis.size == 0):
-        apart = True  # but of unequal shards that are traced, which PyTorch cannot wrap again
-    if isinstance(query, DTensor) and apart:
-        # DTensor gathers a dim that is shorter than its axis, has no rule for lists of tensors, and would see one op
-        # where ranks exchange heads. All others go by dispatch, but for those of a core over tp alone, which have no cp
-        # axis: `ContextParallel` takes them apart.
+    if isinstance(query, DTensor) and (call.seq_len < axis.size or asked.score_mod or asked.mask_mod):
+        # DTensor gathers a dim that is shorter than its axis, and has no rule for lists of tensors. All others go by
+        # dispatch, but for those of a core over tp alone, which have no cp axis: `ContextParallel` takes them apart.
         tensors = Tensors(**local_scores(call.tensors._asdict(), query, call.format))
         q, k, v = (x.to_local(grad_placements=query.placements) for x in (query, key, value))  # type: ignore[attr-defined]
-        out, lse = attention_op(q, k, v, *call._replace(tensors=tensors).arguments())
+        out, lse, *_ = attention_op(q, k, v, *call._replace(tensors=tensors).arguments())
         out, lse = wrap_results(out, lse, query, call.format)
     else:
-        out, lse = attention_op(query, key, value, *call.arguments())
+        out, lse, *_ = attention_op(query, key, value, *call.arguments())
     return (out, lse) if asked.return_lse else out
 
 
@@ -357,6 +353,9 @@ def _resolve(is_local: bool, deterministic: bool, graded: bool, *keywords: Any) 
         differentiable_lse=asked.return_lse and graded,
         as_inputs=is_local,
         of_root=asked.of_root,
+        # Of what compiled code calls all sizes are known in the trace, where "auto" has not chosen, and inner groups
+        # of unlike ranks have none.
+        keeps=graded and is_local and (asked.method == "ulysses" or not torch.compiler.is_compiling()),
         score_mod=asked.score_mod,
         mask_mod=asked.mask_mod,
         first_head=asked.first_head,

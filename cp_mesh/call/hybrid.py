@@ -11,9 +11,8 @@ from __future__ import annotations
 import math
 
 from cp_mesh.call.method import Method
-from cp_mesh.call.ring_loop import backward_by_stages, forward_by_stages
 from cp_mesh.call.spec import Operand, Options
-from cp_mesh.call.ulysses import costs, memory, schedule_of_groups, settle
+from cp_mesh.call.ulysses import backward, costs, forward, kept_shapes, memory, schedule_of_groups, settle
 from cp_mesh.errors import refuse
 
 
@@ -41,6 +40,6 @@ def degrees(cp_size: int, gpus_per_host: int) -> list[int]:
 
 
 HYBRID = Method(
-    "hybrid", choose_degree, schedule_of_groups, settle, forward_by_stages, backward_by_stages, costs, memory,
-    swaps=True, degree_option="ulysses_degree", degrees=degrees,
+    "hybrid", choose_degree, schedule_of_groups, settle, forward, backward, costs, memory,
+    kept_shapes=kept_shapes, swaps=True, degree_option="ulysses_degree", degrees=degrees,
 )  # fmt: skip

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_mesh.call.joined_layout import join
 from cp_mesh.call.spec import Operand, Options
 from cp_mesh.geometry.layouts import Layout
 from cp_mesh.geometry.mask import Band, Mask
@@ -73,13 +72,16 @@ class Method:
             schedule.
         settle: (options, q, k, v, schedule, kernel, features of the scores, degree) -> the plan's settings; refuses
             options that it cannot serve.
-        forward: (q, k, v, plan, group) -> out [B, H, S_local, Dv] and lse [B, H, S_local].
+        forward: (q, k, v, plan, group) -> out [B, H, S_local, Dv] and lse [B, H, S_local]; and with `Options.keeps`
+            what ``kept_shapes`` says.
         backward: (dout, q, k, v, out, lse, dlse, plan, group, wanted) -> dq, dk, dv, and the gradients of the scores'
-            tensors named in wanted, this rank's share.
+            tensors named in wanted, this rank's share. Of a method that kept something, ``kept`` and others in the
+            place of out and lse; q, k and v have no rows then.
         costs: (schedule, setup, machine) -> of forward and backward on the schedule's rank (`cp_mesh.predict.time`).
         memory: (schedule, setup) -> beyond inputs and results on the schedule's rank (`cp_mesh.predict.memory`).
-        swaps: whether ranks exchange heads for rows, as many as the degree: these are one rank of a schedule, and both
-            passes are those of such a rank (`call.by_heads`).
+        kept_shapes: (q, k, v, seq_len, cp_size, degree) -> of the tensors that the forward makes for the backward, if
+            `Options.keeps` asks: they take the place of q, k, v, out and lse. None or no shape: nothing does.
+        swaps: whether ranks exchange heads for rows, as many as the degree: these are one rank of a schedule.
         degree_option: the name of the option that says the degree, if there is one.
         degrees: (cp_size, ranks of a host) -> degrees that "auto" tries, if there is that option.
     """
@@ -88,10 +90,11 @@ class Method:
     choose_degree: Callable[[Options, Operand, Operand, int], int]
     make_schedule: Callable[..., Schedule]
     settle: Callable[[Options, Operand, Operand, Operand, Schedule, Kernel, Collection[str], int], Any]
-    forward: Callable[[Tensor, Tensor, Tensor, Plan, dist.ProcessGroup], tuple[Tensor, Tensor]]
+    forward: Callable[[Tensor, Tensor, Tensor, Plan, dist.ProcessGroup], tuple[Tensor, ...]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor, OfScores]]
     costs: Callable[[Schedule, Setup, Machine], tuple[PassCost, PassCost]]
     memory: Callable[[Schedule, Setup], ExtraMemory]
+    kept_shapes: Callable[[Tensor, Tensor, Tensor, int, int, int], list[tuple[int, ...]]] | None = None
     swaps: bool = False
     degree_option: str = ""
     degrees: Callable[[int, int], list[int]] = lambda *_: []
@@ -178,11 +181,10 @@ class Plan:
         """Positions of a stage's buffer, or of this rank's rows: on the device; if most are neighbours; as steps."""
 
         def make() -> tuple[Tensor, bool, Steps | None]:
-            rank, size, degree = self.schedule.cp_rank, self.schedule.cp_size, self.options.joined or 1
-            layout = join(self.layout, degree, size * degree)
+            rank, size = self.schedule.cp_rank, self.schedule.cp_size
             parts = [(rank, ((0, self.schedule.shard_lens[rank]),))] if stage is None else stage.fetch
             parts_at = [
-                layout.positions(self.seq_len, size, source)[begin:end]
+                self.layout.positions(self.seq_len, size, source)[begin:end]
                 for source, ranges in parts
                 for begin, end in ranges
             ]

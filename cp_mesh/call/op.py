@@ -7,14 +7,13 @@ selective-checkpoint policy so that recompute does not replay the ring.
 Tensors are in the caller's format, told by ``seq_dim`` (`formats.py`). out and the gradients are dense, contiguous or
 in memory as q, k and v are (``as_inputs``): callers who transpose q, and out back, pay for no copy then. DTensors ask
 for contiguous ones: their shards may lie in another order than their spec says. What follows q, k and v is a
-`spec.Call`. Of the tensors of the scores, and of those that its functions read (captured), the backward returns
-gradients too: this rank's share of a sum over ranks, and empty where they are not wanted.
-
-Where ranks exchange heads for rows, what autograd sees of `attention` are three ops, the op itself between
-`seq_to_heads` and `heads_to_seq` (`by_heads.py`).
+`spec.Call`. With `Options.keeps` the forward returns three more tensors, which have elements if its method keeps
+something for the backward: that is given these in place of q, k, v, out and lse. They are results, so that policies of
+checkpointing and compiled code see them. Of the tensors of the scores, and of those that its functions read (captured),
+the backward returns gradients too: this rank's share of a sum over ranks, and empty where they are not wanted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import lru_cache, partial, reduce
 from typing import Any
@@ -40,47 +39,47 @@ from cp_mesh._torch import (
 from cp_mesh.call.dtensor import place_beside, require_sharded, score_placements
 from cp_mesh.call.formats import FORMATS
 from cp_mesh.call.operators import is_seen, library, refuse_tangents
-from cp_mesh.call.spec import EXCHANGING, GRADED, NUM_ARGUMENTS, NUM_TENSORS, SCHEMA, Call, Tensors, autocast
-from cp_mesh.comm.agreement import checking
+from cp_mesh.call.spec import GRADED, NUM_ARGUMENTS, NUM_TENSORS, SCHEMA, Call, Tensors, autocast, nothing_kept
+from cp_mesh.comm.agreement import announce_trace, checking
 from cp_mesh.comm.first_calls import backward_of, last_forward
 from cp_mesh.errors import UnsupportedError, refuse
-from cp_mesh.geometry.layouts import parse_layout
 from cp_mesh.kernels import functions
 from cp_mesh.kernels.combine import accumulation_dtype, dense_like
 from cp_mesh.kernels.scores import FUNCTIONS, name_of_captured
 
+
+def _without_rows(x: Tensor, seq_dim: int) -> Tensor:
+    """What a backward reads of a tensor whose content it does not need: shape, strides and dtype."""
+    shape = (*x.shape[:seq_dim], 0, *x.shape[seq_dim + 1 :])
+    return torch.empty_strided(shape, x.stride(), dtype=x.dtype, device=x.device)
+
+
 # Not by `torch.library.custom_op` or `register_autograd`: these take the host 60 us more for a forward that needs
 # gradients, and 100 us for both passes (examples/benchmarks/registration.py; docs/results/registration_*.csv).
-_OWN = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse"
+_OWN = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, Tensor? kept"
 for _schema in (
-    f"attention(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor, Tensor)",
+    f"attention(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     f"attention_backward({_OWN}, {SCHEMA}, str wanted) -> ({', '.join(['Tensor'] * (4 + len(GRADED)))})",
-    f"seq_to_heads(Tensor[] tensors, int[] times, int degree, int chunks, int chunk, str begins, {SCHEMA}) -> Tensor[]",
-    f"heads_to_seq(Tensor[] tensors, int degree, SymInt num_rows, {SCHEMA}) -> Tensor[]",
 ):
     # results lie in memory as the inputs do: Inductor may not choose other strides for these than the fakes saw
     library.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
 attention_op = torch.ops.cp_mesh.attention.default
 attention_backward_op = torch.ops.cp_mesh.attention_backward.default
-seq_to_heads_op = torch.ops.cp_mesh.seq_to_heads.default
-heads_to_seq_op = torch.ops.cp_mesh.heads_to_seq.default
-OF_FORWARD = attention_op, seq_to_heads_op, heads_to_seq_op
-"""What a policy of checkpointing saves, so that nothing travels again."""
 
 
 @lru_cache(maxsize=1)
-def _passes() -> Any:
+def _passes() -> dict[Any, Callable[..., tuple[Tensor, ...]]]:
     """What the ops compute. Loaded by their first call: graphs that name the ops need no plan, method or kernel."""
-    from cp_mesh.call import by_heads
+    from cp_mesh.call.passes import backward, forward
 
-    return by_heads
-
-
-def _compute(op: OpOverload, *inputs: Any) -> Any:
-    return _passes().FUNCTIONS[op](*inputs)
+    return {attention_op: forward, attention_backward_op: backward}
 
 
-for _op in (attention_op, attention_backward_op, seq_to_heads_op, heads_to_seq_op):
+def _compute(op: OpOverload, *inputs: Any) -> tuple[Tensor, ...]:
+    return _passes()[op](*inputs)
+
+
+for _op in (attention_op, attention_backward_op):
     library.impl(_op, untraced(partial(_compute, _op)), "CompositeExplicitAutograd")
 _DEVICES = (DispatchKey.CPU, DispatchKey.CUDA)
 
@@ -89,47 +88,38 @@ _DEVICES = (DispatchKey.CPU, DispatchKey.CUDA)
 def _(q, k, v, *arguments):  # type: ignore[no-untyped-def]
     call = Call.read(arguments)
     q, k, v = map(call.format.to_bhsd, (q, k, v))
-    lse = call.format.lse_from_bhs(q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype)))
-    return call.as_asked(dense_like(q, v.shape[-1])), lse
+    method, shapes, dtype = None, [], accumulation_dtype(q.dtype)
+    if call.options.keeps:
+        from cp_mesh.call.methods import METHODS  # as in `_passes`
+
+        method = METHODS.get(call.options.method)
+    if method is not None and method.kept_shapes is not None:
+        size = call.group.size()
+        try:
+            degree = method.choose_degree(call.options, q, k, size)
+        except Exception:
+            announce_trace(call.group_name)
+            raise
+        shapes = method.kept_shapes(q, k, v, call.seq_len, size, degree)
+    if shapes and not call.options.differentiable_lse:
+        lse = q.new_empty(0, dtype=dtype)
+    else:
+        lse = call.format.lse_from_bhs(q.new_empty(q.shape[:3], dtype=dtype))
+    kept = [q.new_empty(shape, dtype=x.dtype) for shape, x in zip(shapes, (q, q, lse), strict=False)]
+    return call.as_asked(dense_like(q, v.shape[-1])), lse, *(kept or nothing_kept(q, lse))
 
 
 @torch.library.register_fake("cp_mesh::attention_backward", lib=library)
-def _(dout, q, k, v, out, lse, dlse, *arguments):  # type: ignore[no-untyped-def]
+def _(dout, q, k, v, out, lse, dlse, kept, *arguments):  # type: ignore[no-untyped-def]
     call, wanted = Call.read(arguments[:-1]), arguments[-1].split(",")
-    graded, wide = {name: getattr(call.tensors, name) for name in GRADED}, accumulation_dtype(q.dtype)
-    of_keys, joined = wide if call.options.in_sums else None, call.options.joined
+    graded, rows = {name: getattr(call.tensors, name) for name in GRADED}, call.format.to_bhsd(dout).shape[2]
     read = [x for i, x in enumerate(call.captured) if name_of_captured(i) in wanted]
-    dtype = reduce(torch.promote_types, (x.dtype for x in read), wide)
-    dtypes = None, of_keys, of_keys
+    dtype = reduce(torch.promote_types, (x.dtype for x in read), accumulation_dtype(q.dtype))
     return (
-        *(call.as_asked(dense_like(call.format.to_bhsd(x), dtype=y)) for x, y in zip((q, k, v), dtypes, strict=True)),
-        *(
-            x.new_empty(x.shape, dtype=wide if joined else x.dtype) if name in wanted else q.new_empty(0)
-            for name, x in graded.items()
-        ),
+        *(call.as_asked(dense_like(call.format.to_bhsd(x), num_rows=rows)) for x in (q, k, v)),
+        *(x.new_empty(x.shape) if name in wanted else q.new_empty(0) for name, x in graded.items()),
         q.new_empty(sum(x.numel() for x in read), dtype=dtype),
     )
-
-
-@torch.library.register_fake("cp_mesh::seq_to_heads", lib=library)
-def _(tensors, times, degree, chunks, chunk, begins, *arguments):  # type: ignore[no-untyped-def]
-    call, features = Call.read(arguments), dict[torch.dtype, int]()
-    for x, n in zip(tensors, times, strict=True):
-        features[x.dtype] = features.get(x.dtype, 0) + x.shape[0] * (x.shape[1] * n // (degree * chunks)) * x.shape[3]
-    size, first = call.group.size(), call.group.rank() // degree * degree
-    rows = call.seq_len
-    if degree < size:
-        layout = parse_layout(call.options.layout, call.tensors.layout_index)
-        rows = sum(layout.shard_len(rows, size, rank) for rank in range(first, first + degree))
-    return [tensors[0].new_empty((rows, n), dtype=dtype) for dtype, n in features.items()]
-
-
-@torch.library.register_fake("cp_mesh::heads_to_seq", lib=library)
-def _(tensors, degree, num_rows, *arguments):  # type: ignore[no-untyped-def]
-    features = dict[torch.dtype, int]()
-    for x in tensors:
-        features[x.dtype] = features.get(x.dtype, 0) + x.shape[0] * x.shape[1] * x.shape[3]
-    return [tensors[0].new_empty((degree * num_rows, n), dtype=dtype) for dtype, n in features.items()]
 
 
 class _Attention(torch.autograd.Function):
@@ -141,53 +131,45 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, keys, *given):  # type: ignore[no-untyped-def]
         inputs, captured = given[: 3 + NUM_ARGUMENTS], given[3 + NUM_ARGUMENTS :]
+        out, lse, kept, *of_heads = _below_autograd(attention_op, keys, inputs)
         qkv, tensors, ctx.others = inputs[:3], inputs[3 : 3 + NUM_TENSORS], inputs[4 + NUM_TENSORS :]
-        call, ctx.degree = Call.read(inputs[3:]), 1
-        if call.options.method in EXCHANGING and not isinstance(qkv[0], DTensor):
-            ctx.degree = _passes().degree_that_keeps(call, *qkv[:2])
-        if ctx.degree > 1:
-            with below_autograd():
-                out, lse, own, held = _passes().forward(*qkv, call, ctx.degree, keeps=True)
-            ctx.shape, ctx.num_own, ctx.places = out.shape, len(own), _passes().places_of(call, *qkv)
-        else:
-            out, lse = _below_autograd(attention_op, keys, inputs)
-            own, held = qkv, (out, lse)
+        call = Call.read(inputs[3:])
         ctx.functions = [functions.find(getattr(call.options, name)) for name in FUNCTIONS]  # kept alive
         # most kernels take no gradient of lse, and none must be dropped silently
-        ctx.mark_non_differentiable(*(() if call.options.differentiable_lse else (lse,)))
-        group = resolve_group(call.group_name)
+        ctx.mark_non_differentiable(*(() if call.options.differentiable_lse else (lse,)), kept, *of_heads)
+        ctx.has_kept, ctx.shape = kept.ndim > 1, out.shape
+        group = call.group
         ctx.forward, ctx.checked = last_forward(group), checking(group)
-        ctx.save_for_backward(*tensors, *captured, *own, *held)
+        if ctx.has_kept:
+            ctx.save_for_backward(*(_without_rows(x, call.seq_dim) for x in qkv), *tensors, *of_heads, kept, *captured)
+        else:
+            ctx.save_for_backward(*qkv, *tensors, out, lse, None, *captured)
         ctx.set_materialize_grads(False)  # an unused lse must not cost a gradient of zeros, which most kernels refuse
-        return out, lse
+        return out, lse, kept, *of_heads
 
     @staticmethod
-    def backward(ctx, dout, dlse):  # type: ignore[no-untyped-def]
+    def backward(ctx, dout, dlse, *_):  # type: ignore[no-untyped-def]
         saved = ctx.saved_tensors  # a checkpoint lets them be asked for once
-        end = len(ctx.needs_input_grad) - 4 - NUM_ARGUMENTS + NUM_TENSORS
-        tensors, captured, kept = saved[:NUM_TENSORS], saved[NUM_TENSORS:end], saved[end:]
+        q, k, v, *tensors, out, lse, kept = saved[: 6 + NUM_TENSORS]
+        captured = saved[6 + NUM_TENSORS :]
         needed, of_captured = ctx.needs_input_grad[4 : 4 + NUM_TENSORS], ctx.needs_input_grad[4 + NUM_ARGUMENTS :]
         wanted = [name for name, need in zip(Tensors._fields, needed, strict=True) if need]
         score_mod, _ = ctx.functions  # what a mask reads has no gradient
         read = [i for i, need in enumerate(of_captured) if need and score_mod and i < score_mod.num_captured]
         # Without any gradient too: on the other ranks there may be some, which wait for this one in the ring.
+        if kept is None:
+            dout = torch.zeros_like(out) if dout is None else _placed_like(dout, out)
+            dlse = None if dlse is None else _placed_like(dlse, lse)
+        elif dout is None:
+            dout = q.new_zeros(ctx.shape)
         names = ",".join([*wanted, *map(name_of_captured, read)])
-        arguments = *tensors, [*captured], *ctx.others
+        given = (dout, q, k, v, out, lse, dlse, kept, *tensors, [*captured], *ctx.others, names)
         group = resolve_group(ctx.others[2])
         with backward_of(ctx.forward) if ctx.checked or checking(group) else nullcontext():
-            if ctx.degree > 1:
-                dout = kept[0].new_zeros(ctx.shape) if dout is None else dout
-                split = kept[: ctx.num_own], kept[ctx.num_own :], ctx.places, Call.read(arguments), ctx.degree
-                with below_autograd():
-                    dq, dk, dv, *grads, flat = _passes().backward(dout, dlse, *split, names)
-            else:
-                *_, out, lse = kept
-                dout = torch.zeros_like(out) if dout is None else _placed_like(dout, out)
-                dlse = None if dlse is None else _placed_like(dlse, lse)
-                dq, dk, dv, *grads, flat = _call_backward((dout, *kept, dlse, *arguments, names))
+            dq, dk, dv, *grads, flat = _call_backward(given)
         named, of_tensors = dict(zip(GRADED, grads, strict=True)), dict.fromkeys(Tensors._fields)
         for name in wanted:  # of a plain tensor beside DTensors: this rank's share
-            plain = isinstance(dq, DTensor) and not isinstance(getattr(Tensors(*tensors), name), DTensor)
+            plain = isinstance(q, DTensor) and not isinstance(getattr(Tensors(*tensors), name), DTensor)
             of_tensors[name] = named[name].to_local() if plain else named[name]
         parts = iter(flat.split([captured[i].numel() for i in read])) if read else iter(())
         shares = [next(parts).view_as(x).to(x.dtype) if i in read else None for i, x in enumerate(captured)]
@@ -196,10 +178,10 @@ class _Attention(torch.autograd.Function):
 
 def _call_backward(given: Sequence[Any]) -> tuple[Tensor, ...]:
     """`attention_backward_op`; where nothing would see the call, past PyTorch's dispatcher, which takes host time."""
-    if is_seen((*given, *given[7 + NUM_TENSORS])):
+    if is_seen((*given, *given[8 + NUM_TENSORS])):
         return attention_backward_op(*given)
     with below_autograd():
-        return _passes().FUNCTIONS[attention_backward_op](*given)
+        return _passes()[attention_backward_op](*given)
 
 
 class _Gradients(torch.autograd.Function):
@@ -207,7 +189,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, keys, *given):  # type: ignore[no-untyped-def]
-        return _below_autograd(attention_backward_op, keys, given[: 8 + NUM_ARGUMENTS])
+        return _below_autograd(attention_backward_op, keys, given[: 9 + NUM_ARGUMENTS])
 
     @staticmethod
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
@@ -219,7 +201,7 @@ def _below_autograd(op: OpOverload, keys: DispatchKeySet, inputs: Sequence[Any])
     # Views that are made inside are nobody's: a result that is one can be written in place.
     with below_autograd():
         if keys.highestPriorityTypeId() in _DEVICES:  # no DTensor, no mode: nothing is asked but the function below
-            return _passes().FUNCTIONS[op](*inputs)
+            return _passes()[op](*inputs)
         if isinstance(inputs[0], DTensor):
             return _dispatch_dtensors(op, keys, inputs)
         return op.redispatch(keys, *inputs)
@@ -227,7 +209,7 @@ def _below_autograd(op: OpOverload, keys: DispatchKeySet, inputs: Sequence[Any])
 
 def _dispatch_dtensors(op: OpOverload, keys: DispatchKeySet, inputs: Sequence[Any]) -> Any:
     """By the sharding rule, with plain tensors beside DTensors, which autograd never sees as DTensors."""
-    begin = 3 if op is attention_op else 7
+    begin = 3 if op is attention_op else 8
     end = begin + NUM_TENSORS
     tensors, form = Tensors(*inputs[begin:end]), FORMATS[inputs[end + 2]]
     if inputs[end]:
@@ -255,17 +237,6 @@ def _with_autograd(op: OpOverload, graph: Any, keys: DispatchKeySet, *inputs: An
 for _op, _graph in ((attention_op, _Attention), (attention_backward_op, _Gradients)):
     _kernel = untraced(partial(_with_autograd, _op, _graph))
     library.impl(_op, _kernel, "Autograd", with_keyset=True)
-
-
-def _exchange_alone(op: OpOverload, keys: DispatchKeySet, tensors: Sequence[Tensor], *others: Any) -> Any:
-    """An exchange that is called by itself: `_Attention` calls both below autograd."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        raise UnsupportedError(f"{op} has no gradient by itself: that is what cp_mesh::attention has")
-    return _below_autograd(op, keys, (tensors, *others))
-
-
-for _op in (seq_to_heads_op, heads_to_seq_op):
-    library.impl(_op, untraced(partial(_exchange_alone, _op)), "Autograd", with_keyset=True)
 
 
 def _placed_like(grad: Tensor, x: Tensor) -> Tensor:
@@ -298,17 +269,19 @@ def _(q, k, v, *arguments):  # type: ignore[no-untyped-def]
     call = Call.read(arguments)
     require_sharded((q, k, v), call.seq_dim, call.group_name)
     rows = call.format.rows()
-    return [([x, lse], [x, x, x, *_placed(call.tensors, part), *[None] * 5]) for part, x, lse in rows]
+    # DTensors keep nothing (`Options.keeps`)
+    nothing = [Replicate()] * 3
+    return [([x, lse, *nothing], [x, x, x, *_placed(call.tensors, part), *[None] * 5]) for part, x, lse in rows]
 
 
 @register_sharding(attention_backward_op)
-def _(dout, q, k, v, out, lse, dlse, *arguments):  # type: ignore[no-untyped-def]
+def _(dout, q, k, v, out, lse, dlse, kept, *arguments):  # type: ignore[no-untyped-def]
     call, wanted = Call.read(arguments[:-1]), arguments[-1].split(",")
     require_sharded((q, k, v, out), call.seq_dim, call.group_name)
     graded = {name: getattr(call.tensors, name) if name in wanted else None for name in GRADED}
     rows = []
     for part, x, on_lse in call.format.rows():
         grads = [Replicate() if y is None else score_placements(name, y.shape, part)[1] for name, y in graded.items()]
-        given = [x] * 5 + [on_lse, None if dlse is None else on_lse]
+        given = [x] * 5 + [on_lse, None if dlse is None else on_lse, None]
         rows.append(([x, x, x, *grads, Replicate()], [*given, *_placed(call.tensors, part), *[None] * 6]))
     return rows

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from cp_mesh._torch import below_autograd, forward_level, in_transform, num_dispatch_modes, untraced
 from cp_mesh.errors import UnsupportedError, refuse
 
-PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 library = torch.library.Library("cp_mesh", "FRAGMENT")
 
@@ -31,7 +31,7 @@ def is_seen(given: Iterable[Any]) -> bool:
         torch.is_grad_enabled()
         or num_dispatch_modes() > 0
         or in_transform()
-        or any(isinstance(x, Tensor) and type(x) not in PLAIN for x in given)
+        or any(isinstance(x, Tensor) and type(x) not in _PLAIN for x in given)
     )
 
 

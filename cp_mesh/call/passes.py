@@ -9,13 +9,12 @@ from hashlib import sha256
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cp_mesh.call.captures import check_rows, cuts_of, to_shards, told, with_whole
 from cp_mesh.call.methods import Plan
 from cp_mesh.call.plan import make_plan
-from cp_mesh.call.spec import GRADED, NUM_TENSORS, Call, Options
+from cp_mesh.call.spec import GRADED, NUM_TENSORS, Call, Operand, Options, nothing_kept
 from cp_mesh.comm.agreement import (
     ORDER,
     PASS,
@@ -27,7 +26,6 @@ from cp_mesh.comm.agreement import (
 )
 from cp_mesh.comm.fingerprints import fingerprint
 from cp_mesh.comm.first_calls import agree_first, is_first, note_call, order_of
-from cp_mesh.comm.groups import parts_of
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.mask import parse_mask
 from cp_mesh.kernels import functions
@@ -116,10 +114,14 @@ def _options_of(arguments: Sequence[Any], call: Call) -> tuple[Any, ...]:
     return tuple(arguments[NUM_TENSORS + 1 :])
 
 
-def begin_forward(
-    q: Tensor, k: Tensor, v: Tensor, arguments: Sequence[Any], call: Call, group: dist.ProcessGroup
-) -> Plan:
-    """What comes before the first collective over the group: the call's plan, which ranks then compare."""
+def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    """Attention over the cp group. Returns out, lse, and what is kept: rows, out and lse of this rank's heads.
+
+    lse has no element where something is kept and it has no gradient.
+    """
+    call = Call.read(arguments)
+    form, group = call.format, call.group
+    q, k, v = map(form.to_bhsd, (q, k, v))
     try:
         root = ROOT.get()
         if call.options.of_root and root is not None and root.sequence.mesh.get_group().group_name == call.group_name:
@@ -139,37 +141,15 @@ def begin_forward(
             warn_of_padding(group, plan.seq_len, plan.mask)
     note_call(group, "forward", kind)
     note_called(Rows(plan.options.layout, plan.seq_len, call.group_name), (q.shape[0], q.shape[2]))
-    return plan
-
-
-def forward(q: Tensor, k: Tensor, v: Tensor, arguments: Sequence[Any], call: Call) -> tuple[Tensor, Tensor]:
-    """Attention over the cp group, of this rank's rows, or of some heads of those of its inner group."""
-    form, group, joined = call.format, call.group, call.options.joined
-    q, k, v = map(form.to_bhsd, (q, k, v))
-    if joined:  # of a call that was compared
-        plan = make_plan(q, k, v, call.tensors, call.seq_len, group, call.options, call.captured)
-    else:
-        plan = begin_forward(q, k, v, arguments, call, group)
-    outer = parts_of(group, joined).outer if 0 < joined < group.size() else group
     try:
         with _no_autocast(q):
-            out, lse = plan.method.forward(q, k, v, with_whole(plan, call), outer)
+            out, lse, *kept = plan.method.forward(q, k, v, with_whole(plan, call), group)
     except Exception as error:
         keep_to_itself(error)
         note_refusals(group, error)
         raise
-    return call.as_asked(out), form.lse_from_bhs(lse).contiguous()
-
-
-def begin_backward(
-    q: Tensor, k: Tensor, v: Tensor, arguments: Sequence[Any], call: Call, group: dist.ProcessGroup, wanted: str
-) -> None:
-    """As in the forward."""
-    kind = _options_of(arguments, call), q.shape[:2], k.shape[1], q.shape[3], v.shape[3], q.dtype
-    if checking(group):
-        told = {**_in_words(call.seq_len, call.options, q, k, v), "gradients wanted of": wanted}
-        require_agreement(group, {PASS: "backward", ORDER: order_of(group, "backward", kind), **told})
-    note_call(group, "backward", kind)
+    lse = form.lse_from_bhs(lse).contiguous() if lse.ndim > 1 else lse
+    return call.as_asked(out), lse, *(kept or nothing_kept(q, lse))
 
 
 def backward(
@@ -180,40 +160,53 @@ def backward(
     out: Tensor,
     lse: Tensor,
     dlse: Tensor | None,
-    arguments: Sequence[Any],
-    call: Call,
-    wanted: str,
+    kept: Tensor | None,
+    *arguments: Any,
 ) -> tuple[Tensor, ...]:
     """Gradients of `attention_op`, given those of its results: of q, k, v, and of those named in wanted.
 
     They are `GRADED`, and by `name_of_captured` captured tensors, whose gradients come as one flat tensor that is not
     rounded: DTensor and autograd see into no list.
+    With ``kept``, out and lse are those that the forward kept, and q, k and v are `_without_rows`.
     """
-    form, group, joined = call.format, call.group, call.options.joined
-    dout, q, k, v, out = map(form.to_bhsd, (dout, q, k, v, out))
-    lse = form.lse_to_bhs(lse)
-    if not joined:
-        begin_backward(q, k, v, arguments, call, group, wanted)
-    plan = make_plan(q, k, v, call.tensors, call.seq_len, group, call.options, call.captured)
-    outer = parts_of(group, joined).outer if 0 < joined < group.size() else group
+    call, wanted = Call.read(arguments[:-1]), arguments[-1]
+    form, group = call.format, call.group
+    dout, q, k, v = map(form.to_bhsd, (dout, q, k, v))
+    kind = _options_of(arguments[:-1], call), q.shape[:2], k.shape[1], q.shape[3], v.shape[3], q.dtype
+    if checking(group):
+        told = {**_in_words(call.seq_len, call.options, q, k, v), "gradients wanted of": wanted}
+        require_agreement(group, {PASS: "backward", ORDER: order_of(group, "backward", kind), **told})
+    note_call(group, "backward", kind)
+    if kept is None:
+        plan = make_plan(q, k, v, call.tensors, call.seq_len, group, call.options, call.captured)
+        out, lse, keywords = form.to_bhsd(out), form.lse_to_bhs(lse), {}
+    else:
+        rows, keywords = dout.shape[2], {"kept": kept}
+        of_q, of_k, of_v = (Operand(_with_rows(x.shape, rows), x.dtype, x.device) for x in (q, k, v))
+        plan = make_plan(of_q, of_k, of_v, call.tensors, call.seq_len, group, call.options, call.captured)
     if dlse is not None:
         if not plan.kernel.capability.differentiable_lse:
             raise UnsupportedError(f"kernel {plan.kernel.name!r} takes no gradient of lse; kernel='reference' does")
         dlse = form.lse_to_bhs(dlse)
     with _no_autocast(q):
         names = wanted.split(",") if wanted else ()
-        given = dout, q, k, v, out, lse, dlse, with_whole(plan, call), outer, names
-        *grads, of_scores = plan.method.backward(*given)
+        given = dout, q, k, v, out, lse, dlse, with_whole(plan, call), group, names
+        *grads, of_scores = plan.method.backward(*given, **keywords)
         of_scores = to_shards(of_scores, plan, call)
     dq, dk, dv = (call.as_asked(x) for x in grads)
-    of_terms = (_graded(getattr(call.tensors, name), of_scores.get(name), q, bool(joined)) for name in GRADED)
+    of_terms = (_graded(getattr(call.tensors, name), of_scores.get(name), q) for name in GRADED)
     read = [of_scores[name].flatten() for i in range(len(call.captured)) if (name := name_of_captured(i)) in names]
     flat = torch.cat(read) if read else q.new_empty(0, dtype=accumulation_dtype(q.dtype))
     return dq, dk, dv, *of_terms, flat
 
 
-def _graded(x: Tensor | None, grad: Tensor | None, q: Tensor, in_sums: bool) -> Tensor:
-    """A new tensor: the gradient as the op returns it, not rounded if it is a part of a sum."""
+def _with_rows(shape: torch.Size, num_rows: int) -> torch.Size:
+    batch, heads, _, dim = shape
+    return torch.Size((batch, heads, num_rows, dim))
+
+
+def _graded(x: Tensor | None, grad: Tensor | None, q: Tensor) -> Tensor:
+    """A new tensor: the gradient as the op returns it."""
     if x is None or grad is None:
         return q.new_empty(0)
-    return grad.to(grad.dtype if in_sums else x.dtype, copy=True, memory_format=torch.contiguous_format)
+    return grad.to(x.dtype, copy=True, memory_format=torch.contiguous_format)

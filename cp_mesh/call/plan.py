@@ -20,9 +20,8 @@ from torch import Tensor
 from cp_mesh._torch import FakeTensor
 from cp_mesh.call.choose import Choice, Problem, choose, layout_and_documents
 from cp_mesh.call.double_ring import ranks_per_host
-from cp_mesh.call.joined_layout import join
 from cp_mesh.call.method import Plan, covers_of
-from cp_mesh.call.methods import METHODS, choose_method
+from cp_mesh.call.methods import choose_method
 from cp_mesh.call.spec import Operand, Options, Tensors, check_choice, check_scores, check_tensors, make_scores
 from cp_mesh.comm.exchange import TRANSPORTS, choose_transport
 from cp_mesh.errors import UnsupportedError, refuse
@@ -89,7 +88,7 @@ def make_plan(
     plan = resolve(*given, options)
     if options.method == "auto" and group.size() > 1 and not (q.device.type == "meta" or isinstance(q, FakeTensor)):
         choice = _choice(plan, *shapes, group, plan.scores.features if features is None else features)
-        if choice.method != plan.method.name and not METHODS[choice.method].swaps:
+        if choice.method != plan.method.name:
             plan = resolve(*given, choice.options(options))
     if scores is not None:
         plan = replace(plan, scores=scores)
@@ -166,8 +165,7 @@ def _resolve(
         refuse("seq_len", f"fewer than {NONE} tokens", seq_len, "split the sequence", UnsupportedError)
     check_layout(layout, seq_len, cp_size)
     mask = parse_mask(options.mask, documents, key_padding, blocks)
-    joined = options.joined or 1
-    expected = join(layout, joined, cp_size).shard_len(seq_len, cp_size // joined, cp_rank // joined)
+    expected = layout.shard_len(seq_len, cp_size, cp_rank)
     if q.shape[2] != expected:
         hint = (
             "shard with this layout, or pass the seq_len that was sharded (shards of unequal length need it; "
@@ -195,7 +193,7 @@ def _resolve(
     if not q.shape[0]:  # tensors of no batch rows tell nothing
         mask = parse_mask(options.mask, None, None, None)
 
-    degree = options.joined or method.choose_degree(options, q, k, cp_size)
+    degree = method.choose_degree(options, q, k, cp_size)
     sources = parse_sources(options.sources, cp_size)
     make = partial(method.make_schedule, layout, mask, seq_len, cp_size, cp_rank, degree=degree, sources=sources)
     request = partial(request_of, q, v, options, features)

@@ -239,8 +239,13 @@ def backward_of_heads(
     scores: Scores,
     plan: Plan,
     group: dist.ProcessGroup,
+    as_computed: torch.dtype | None = None,
 ) -> tuple[tuple[Tensor, ...], ScoreGradients]:
-    """dq, dk and dv of these heads, written into tensors that are given or made; keys travel, their gradients home."""
+    """dq, dk and dv of these heads, written into tensors that are given or made; keys travel, their gradients home.
+
+    ``as_computed`` is for a caller who copies them: results may be what a kernel returned, in its dtype, or of any
+    strides; dk and dv that are summed are rounded to this dtype.
+    """
     route, dtype = plan.schedule.route, accumulation_dtype(q.dtype)
     with _open_transport(plan, group) as transport:
         incoming = outgoing = None
@@ -274,11 +279,10 @@ def backward_of_heads(
         for piece in local_pieces:
             dk_sum.add(piece.begin, piece.dk)
             dv_sum.add(piece.begin, piece.dv)
-        if plan.options.joined:  # they travel at once: a copy of what a kernel returned would be for nothing
-            of_keys = dtype if plan.options.in_sums else q.dtype
-            results = backward.finish(None), dk_sum.result(k, of_keys), dv_sum.result(v, of_keys)
+        if as_computed is not None:
+            results = backward.finish(None), dk_sum.result(k, as_computed), dv_sum.result(v, as_computed)
             return results, backward.score_gradients()
-        dq, dk, dv = into or (dense_like(q), dense_like(k), dense_like(v))
+        dq, dk, dv = into or tuple(dense_like(x) for x in (q, k, v))
         backward.finish(dq, [(dk_sum, dk), (dv_sum, dv)])
         return (dq, dk, dv), backward.score_gradients()
 

@@ -25,8 +25,6 @@ from cp_mesh.kernels.scores import TERMS, Scores
 
 SCORE_OPTIONS = ("softcap", *TERMS, "dropout_p", "dropout_seed")
 """Names of arguments of `cp_mesh.attention` that change the scores."""
-EXCHANGING = "ulysses", "hybrid"
-"""Methods in which ranks exchange heads for rows (`call.by_heads`)."""
 GRADED = tuple(TERMS)
 """Tensors of the scores that have a gradient, in the order in which the backward op returns theirs."""
 
@@ -37,9 +35,8 @@ class Options(NamedTuple):
     ``scale`` 0 is that of the head dim (`with_scale`), which compiled code may have as a symbol: a string has none.
     ``softcap`` 0 is none, ``ulysses_degree``, ``inner_ring_size`` and ``head_chunks`` 0 are automatic. ``as_inputs``:
     results lie in memory as the inputs do; else they are contiguous. ``of_root``: ``seq_len`` must be that of the
-    `ShardedModel` in whose forward the call is. ``joined``: q, k and v are of some heads, and the rows of so many ranks
-    (`call.by_heads`); 0 of a rank's own rows. ``in_sums``: its dk and dv are parts of sums, and are not rounded.
-    ``score_mod`` and ``mask_mod`` are handles of `cp_mesh.kernels.functions`, or "".
+    `ShardedModel` in whose forward the call is. ``keeps``: tensors that a method made in the forward stay for the
+    backward (`Method.kept_shapes`). ``score_mod`` and ``mask_mod`` are handles of `cp_mesh.kernels.functions`, or "".
     ``captured_cuts``: of what they read, which dims are cut over which groups; see `call.captures`. ``sources``:
     which of them mask_mod shows to whom, "" for all; see `cp_mesh.geometry.survey.say_sources`.
     """
@@ -61,8 +58,7 @@ class Options(NamedTuple):
     differentiable_lse: bool = False
     as_inputs: bool = False
     of_root: bool = False
-    joined: int = 0
-    in_sums: bool = False
+    keeps: bool = False
     score_mod: str = ""
     mask_mod: str = ""
     captured_cuts: str = ""
@@ -156,6 +152,11 @@ class Call(NamedTuple):
         """A [B, H, S, D] result in the caller's format; keeps its memory order, or is made contiguous."""
         x = self.format.from_bhsd(x)
         return x if self.options.as_inputs else x.contiguous()
+
+
+def nothing_kept(q: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What the forward returns after out and lse where nothing is kept for the backward (`Options.keeps`)."""
+    return q.new_empty(0), q.new_empty(0), lse.new_empty(0)
 
 
 class Operand(NamedTuple):

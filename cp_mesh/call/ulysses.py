@@ -1,34 +1,57 @@
 """Ulysses, Jacobs et al. 2023 (arXiv:2309.14509): each rank computes some heads of the rows of all ranks.
 
-An all-to-all gives a rank the rows of the ranks beside it, its inner group, for its heads; another one brings out home
-(`by_heads`). Among these rows it computes as one rank of a ring whose ranks are inner groups (`joined_layout`). Of
-plain Ulysses the inner group is the whole cp group: the ring has one rank, and its kernels see the problem of one
-device, the mask as it is, in one contiguous shard, whatever the layout. `hybrid.py` has smaller groups.
+An all-to-all gives a rank the rows of the ranks beside it, its inner group, for its heads; another one brings out and
+lse home. Among these rows it computes as one rank of a ring whose ranks are inner groups (`joined_layout`). Of plain
+Ulysses the inner group is the whole cp group: the ring has one rank, and its kernels see the problem of one device, the
+mask as it is, in one contiguous shard, whatever the layout. `hybrid.py` has smaller groups. Who owns what, with U ranks
+in an inner group and h = H / U:
+
+    q, k, v, out, lse    [B, heads, S_local, D], all heads of this rank's rows
+    q_h, k_h, ...        [B, h, rows of the group, D], this rank's heads, in the order of the joined shard
+
+Where kv heads do not divide by U each is sent several times, as many as make the groups of query heads equal on every
+rank; its gradients are then summed in fp32 where it came from. Terms of the scores by head are cut to the rank's heads,
+and rows of a bias travel as those of q do. Sinks and delta are dealt with before, on the rank's own rows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from cp_mesh.call.joined_layout import join
-from cp_mesh.call.method import Method, Setup, as_one_tile
-from cp_mesh.call.ring_loop import StageSettings, backward_by_stages, forward_by_stages
+from cp_mesh.call.joined_layout import join, rows_of_group
+from cp_mesh.call.method import Method, Plan, Setup, as_one_tile, stream_of
+from cp_mesh.call.ring_loop import (
+    backward_by_stages,
+    backward_of_heads,
+    begin_backward,
+    forward_by_stages,
+    forward_of_heads,
+)
 from cp_mesh.call.ring_loop import costs as costs_of_stages
 from cp_mesh.call.ring_loop import memory as memory_of_stages
 from cp_mesh.call.ring_loop import settle as settle_stages
 from cp_mesh.call.spec import Operand, Options
+from cp_mesh.comm.contract import Swaps
+from cp_mesh.comm.exchange import choose_transport, make_swaps
+from cp_mesh.comm.groups import parts_of
+from cp_mesh.comm.heads import HeadExchange, by_rank
+from cp_mesh.comm.packing import make_packing
 from cp_mesh.errors import UnsupportedError, refuse
-from cp_mesh.geometry.layouts import Layout
+from cp_mesh.geometry.layouts import Layout, Piece, Run
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.geometry.schedule import Schedule, make_schedule
 from cp_mesh.geometry.survey import Seen
-from cp_mesh.kernels.combine import accumulation_dtype
+from cp_mesh.kernels.combine import accumulation_dtype, dense_like
 from cp_mesh.kernels.merge import Kernel
+from cp_mesh.kernels.scores import TERMS, ScoreGradients, Scores
 from cp_mesh.predict.memory import ExtraMemory, ulysses_memory
 from cp_mesh.predict.time import Machine, PassCost, ulysses_costs
 
@@ -42,11 +65,15 @@ class UlyssesSettings(NamedTuple):
     Attributes:
         head_chunks: parts of a rank's heads that are exchanged and computed one after the other.
         gradient_dtype: in which dk and dv travel between inner groups, as in `StageSettings`.
+        degree: ranks of an inner group.
+        repeats: how often each kv head is sent.
         home_dtype: in which dk and dv travel home: rounded where they are complete, else the accumulation dtype.
     """
 
     head_chunks: int
     gradient_dtype: torch.dtype
+    degree: int
+    repeats: int
     home_dtype: torch.dtype
 
 
@@ -75,27 +102,310 @@ def schedule_of_groups(
 def settle(
     options: Options, q: Operand, k: Operand, v: Operand, schedule: Schedule, kernel: Kernel,
     features: Collection[str], degree: int,
-) -> UlyssesSettings | StageSettings:  # fmt: skip
+) -> UlyssesSettings:  # fmt: skip
     """The settings of a call; see `Method.settle`."""
-    if options.joined:
-        return settle_stages(options, q, k, v, schedule, kernel, features, degree)
-    wanted, (chunks, repeats) = options.head_chunks, split_heads(options, q.shape[1], k.shape[1], degree)
-    of_kv = k.shape[1] * repeats // degree
-    if wanted and chunks != wanted:
+    num_heads, num_kv_heads = q.shape[1], k.shape[1]
+    per_kv_head, of_rank = num_heads // num_kv_heads, num_heads // degree
+    group = math.gcd(per_kv_head, of_rank)  # consecutive query heads that read one kv head, on every rank alike
+    wanted, of_kv = options.head_chunks, of_rank // group
+    if wanted and of_kv % wanted:
         near = max(n for n in range(1, wanted) if of_kv % n == 0)
         expected, hint = f"a divisor of the {of_kv} kv heads of a rank", f"head_chunks={near} works, or method='ring'"
         refuse(f"method={options.method!r}: head_chunks", expected, wanted, hint)
     k_h, v_h = (x._replace(shape=torch.Size((x.shape[0], of_kv, *x.shape[2:]))) for x in (k, v))
-    staged = settle_stages(options, q, k_h, v_h, schedule, kernel, features, degree)
-    return UlyssesSettings(*staged, q.dtype if repeats == 1 else accumulation_dtype(q.dtype))
+    staged, repeats = settle_stages(options, q, k_h, v_h, schedule, kernel, features, degree), per_kv_head // group
+    return UlyssesSettings(*staged, degree, repeats, q.dtype if repeats == 1 else accumulation_dtype(q.dtype))
 
 
-def split_heads(options: Options, num_heads: int, num_kv_heads: int, degree: int) -> tuple[int, int]:
-    """The chunks of a rank's heads, 1 where they do not divide these, and how often each kv head is sent."""
-    per_kv_head, of_rank = num_heads // num_kv_heads, num_heads // degree
-    group = math.gcd(per_kv_head, of_rank)  # consecutive query heads that read one kv head, on every rank alike
-    chunks = options.head_chunks or 1
-    return 1 if of_rank // group % chunks else chunks, per_kv_head // group
+def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+    """Attention of this rank's queries over all keys; see `cp_mesh.call.ring_loop.forward_by_stages`.
+
+    With `Options.keeps` there follow, where they are as large as this rank's own, the q, k and v that arrived
+    [rows, features], out [rows, features] and lse [B, h, rows] of this rank's heads; and lse has no element unless it
+    has a gradient.
+    """
+    if plan.settings.degree == 1:
+        return forward_by_stages(q, k, v, plan, group)
+    keeps, chunks = plan.options.keeps and plan.settings.repeats == 1, plan.settings.head_chunks
+    brings_lse = not keeps or plan.options.differentiable_lse
+    out = dense_like(q, v.shape[3])
+    lse = q.new_empty(q.shape[:3] if brings_lse else 0, dtype=accumulation_dtype(q.dtype))
+    kept: list[Tensor] = []
+
+    def compute(chunk: int, scores: Scores, qkv: Sequence[Tensor]) -> list[Tensor]:
+        # a function, so that what arrived is given back
+        arrived = call.exchange.to_heads(call.swaps, qkv)
+        q_h, k_h, v_h = arrived.tensors
+        out_h, lse_h = forward_of_heads(q_h, k_h, v_h, scores, call.plan, call.outer, None)
+        if keeps:
+            parts = arrived.buffers[0], _by_row(out_h), lse_h
+            if chunks > 1:
+                kept.extend(x.new_empty((x.shape[0], x.shape[1] * chunks, *x.shape[2:])) for x in parts if not chunk)
+                for x, part in zip(kept, parts, strict=True):
+                    _chunk_of(x, chunks, chunk).copy_(part)
+            else:
+                kept.extend(parts)
+        return [out_h, lse_h[..., None]] if brings_lse else [out_h]
+
+    with _Call(plan, group, q.shape[1], plan.scores) as call:
+        tensors, into = (q, call.repeated(k), call.repeated(v)), (out, lse[..., None]) if brings_lse else (out,)
+        for chunk, (scores, parts) in enumerate(call.by_parts((*tensors, *into))):
+            call.bring_home(compute(chunk, scores, parts[:3]), parts[3:])
+    return out, lse, *kept
+
+
+def _chunk_of(x: Tensor, chunks: int, chunk: int) -> Tensor:
+    """A view [n, m, ...] of one of the chunks that lie one after the other in a buffer [n, chunks · m, ...]."""
+    return x if chunks == 1 else x.view(chunks, x.shape[0], x.shape[1] // chunks, *x.shape[2:])[chunk]
+
+
+def _by_row(x: Tensor) -> Tensor:
+    """[rows, features] of a [B, heads, rows, D] tensor that is dense in this order: a view."""
+    return x.permute(2, 0, 1, 3).reshape(x.shape[2], x.shape[0] * x.shape[1] * x.shape[3])
+
+
+def kept_shapes(q: Tensor, k: Tensor, v: Tensor, seq_len: int, cp_size: int, degree: int) -> list[tuple[int, ...]]:
+    """Of what `forward` returns beside out and lse; see `Method.kept_shapes`."""
+    per_kv_head, of_rank = q.shape[1] // k.shape[1], q.shape[1] // degree
+    if degree == 1 or of_rank % per_kv_head:
+        return []
+    rows = seq_len if degree == cp_size else q.shape[2] * degree
+    of_kv, (B, _, _, D), v_dim = k.shape[1] // degree, q.shape, v.shape[3]
+    return [(rows, B * (of_rank * D + of_kv * (D + v_dim))), (rows, B * of_rank * v_dim), (B, of_rank, rows)]
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    plan: Plan,
+    group: dist.ProcessGroup,
+    wanted: Collection[str] = (),
+    kept: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """Gradients; see `cp_mesh.call.ring_loop.backward_by_stages`.
+
+    With ``kept``, the q, k and v that arrived in the forward, out and lse are those of this rank's heads too, as the
+    forward returned them, and of q, k and v only shapes without rows, and strides, are read.
+    """
+    if plan.settings.degree == 1:
+        return backward_by_stages(dout, q, k, v, out, lse, dlse, plan, group, wanted)
+    kernel, dtype, chunks = plan.kernel, plan.settings.home_dtype, plan.settings.head_chunks
+    own = None if kept is not None else begin_backward(dout, out, lse, dlse, plan.scores, kernel, wanted)
+    of_sinks: list[Tensor] = []
+
+    def compute(chunk: int, scores: Scores, parts: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], ScoreGradients]:
+        # as in the forward
+        dout_h, *others = call.exchange.to_heads(call.swaps, parts).tensors
+        if kept is None:
+            q_h, k_h, v_h, out_or_delta, lse_h = others
+            # kernels read numbers of rows with stride 1
+            out_or_delta = out_or_delta[..., 0].contiguous() if kernel.uses_delta else out_or_delta
+            given = dout_h, q_h, k_h, v_h, out_or_delta, lse_h[..., 0].contiguous()
+        else:
+            q_h, k_h, v_h, out_h = call.views(kept, out, chunk, (q, k, v))
+            lse_h = _chunk_of(lse, chunks, chunk)
+            dlse_h = others[0][..., 0].contiguous() if others else None
+            rows = begin_backward(dout_h, out_h, lse_h, dlse_h, scores, kernel, wanted)
+            of_sinks.extend(rows.of_scores.values())
+            scores, given = rows.scores, (rows.dout, q_h, k_h, v_h, rows.out_or_delta, rows.lse)
+        return backward_of_heads(*given, scores=scores, plan=call.plan, group=call.outer, as_computed=dtype)
+
+    asked = plan.scores if own is None else own.scores
+    if own is None and wanted:
+        asked = replace(asked, wanted=frozenset(wanted) - {"sinks"})
+    with _Call(plan, group, q.shape[1], asked) as call:
+        of_scores, heads = ScoreGradients.zeros(call.scores, accumulation_dtype(q.dtype)), 0
+        inputs: tuple[Tensor, ...]
+        if own is None:
+            inputs = (dout,) if dlse is None else (dout, dlse[..., None])
+        else:
+            out_or_delta = own.out_or_delta[..., None] if kernel.uses_delta else own.out_or_delta
+            inputs = own.dout, q, call.repeated(k), call.repeated(v), out_or_delta, own.lse[..., None]
+        num_rows = dout.shape[2]
+        dq, dk, dv = dense_like(q, num_rows=num_rows), call.sent_back(k, num_rows), call.sent_back(v, num_rows)
+        for chunk, (scores, (*parts, dq_part, dk_part, dv_part)) in enumerate(call.by_parts((*inputs, dq, dk, dv))):
+            grads, of_part = compute(chunk, scores, parts)
+            num_heads = dq_part.shape[3]
+            if scores.wanted:
+                of_scores.part(heads=(heads, heads + num_heads)).add_(of_part)
+            heads += num_heads
+            call.bring_home(grads, (dq_part, dk_part, dv_part), (q.dtype, dtype, dtype))
+            del grads  # before the next chunk
+        shares = call.shares(asked, of_scores) | (own.of_scores if own is not None else call.share_of_sinks(of_sinks))
+    return dq, call.summed(dk, k), call.summed(dv, v), shares
+
+
+class _Call:
+    """What one pass needs to compute this rank's heads; entered around it.
+
+    Attributes:
+        outer: the group of the ring.
+        swaps, exchange: heads against rows, in the inner group.
+        plan: of the ring of inner groups.
+        scores: of this rank's heads, and the rows of its inner group.
+    """
+
+    swaps: Swaps
+
+    def __init__(self, plan: Plan, group: dist.ProcessGroup, num_heads: int, scores: Scores) -> None:
+        degree, name = plan.settings.degree, plan.options.transport
+        # Of a ring of one rank nothing travels, and nothing is asked of its group.
+        self.outer, self._inner = (group, group) if degree == group.size() else parts_of(group, degree)
+        if name == "symmetric_memory" and degree < group.size() and plan.seq_len:
+            choose_transport(name, group, plan.device)  # parts of a group may differ in what they have
+        self.exchange = _exchange(plan, degree, group, self._inner)
+        self._size, self._settings, self._num_heads = degree, plan.settings, num_heads
+        self.plan = plan
+        if plan.reads_tensors:  # at positions of the layout
+            self.plan = replace(plan, layout=join(plan.layout, degree, group.size()))
+        rank, of_rank = self._inner.rank(), num_heads // degree
+        self._heads = rank * of_rank, (rank + 1) * of_rank
+        self.scores = scores.heads(*self._heads)
+        # Of a rank with one row a bias may be that of all rows, or of its own.
+        bias = scores.bias
+        self._bias_travels = bias is not None and (bias.shape[2] != 1 or self.exchange.fewest_rows < 2)
+        self._bias = bias if self._bias_travels else None
+
+    def __enter__(self) -> _Call:
+        self.swaps = make_swaps(self.plan.options.transport, self._inner, self.exchange.seq_len, self.plan.device)
+        if self._bias is not None:
+            try:
+                self._exchange_bias(self._bias)
+            except BaseException:
+                self.swaps.close()
+                raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.swaps.close()
+
+    def _exchange_bias(self, bias: Tensor) -> None:
+        bias = bias.expand(-1, -1, self.exchange.own_rows, -1)
+        bias = bias.expand(-1, self._size, -1, -1) if bias.shape[1] == 1 else bias  # one for all heads
+        arrived = self.exchange.to_heads(self.swaps, (by_rank(bias, self._size),))
+        self.scores = replace(self.scores, bias=arrived.tensors[0])
+
+    def by_parts(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Scores, tuple[Tensor, ...]]]:
+        """Views [U, S_local, B, heads, D] of [B, heads, S_local, D] tensors, a chunk of each rank's at a time.
+
+        With them come the scores of this rank's chunk.
+        """
+        chunks, num_heads = self._settings.head_chunks, self._heads[1] - self._heads[0]
+        for chunk in range(chunks):
+            heads = chunk * num_heads // chunks, (chunk + 1) * num_heads // chunks
+            scores = self.scores if chunks == 1 else self.scores.heads(*heads)
+            yield scores, tuple(by_rank(x, self._size, chunks, chunk) for x in tensors)
+
+    def bring_home(
+        self, computed: Sequence[Tensor], into: Sequence[Tensor], dtypes: Sequence[torch.dtype] | None = None
+    ) -> None:
+        """`HeadExchange.home`, copied; a function, so that what arrived is given back before the next chunk."""
+        for part, x in zip(into, self.exchange.home(self.swaps, computed, dtypes), strict=True):
+            part.copy_(x)
+
+    def views(self, kept: Tensor, out: Tensor, chunk: int, likes: Sequence[Tensor]) -> list[Tensor]:
+        """q, k, v and out [B, h, rows, D] of a chunk, of what a forward kept; ``likes`` are [B, heads, any, D]."""
+        chunks = self._settings.head_chunks
+        q, k, v = ((x.shape[0], x.shape[1] // (self._size * chunks), x.shape[3]) for x in likes)
+        found: list[Tensor] = []
+        for buffer, shapes in ((kept, (q, k, v)), (out, ((*q[:2], v[2]),))):
+            found += make_packing(shapes, buffer.dtype, buffer.device).views(_chunk_of(buffer, chunks, chunk))
+        return found
+
+    def repeated(self, x: Tensor) -> Tensor:
+        """kv heads as often as they are sent."""
+        return x if self._settings.repeats == 1 else x.repeat_interleave(self._settings.repeats, dim=1)
+
+    def sent_back(self, x: Tensor, num_rows: int) -> Tensor:
+        """Where gradients of `repeated` kv heads arrive."""
+        if self._settings.repeats == 1:
+            return dense_like(x, num_rows=num_rows)
+        heads = x.shape[1] * self._settings.repeats
+        return x.new_empty((x.shape[0], heads, *x.shape[2:]), dtype=self._settings.home_dtype)
+
+    def summed(self, arrived: Tensor, x: Tensor) -> Tensor:
+        """The gradient of x, rounded once."""
+        if self._settings.repeats == 1:
+            return arrived
+        return dense_like(x).copy_(arrived.unflatten(1, (x.shape[1], self._settings.repeats)).sum(2))
+
+    def share_of_sinks(self, of_own: Sequence[Tensor]) -> dict[str, Tensor]:
+        """This rank's share of the gradient of sinks [H], from those of its heads, chunk by chunk."""
+        if not of_own:
+            return {}
+        share = of_own[0].new_zeros(self._num_heads)
+        share[slice(*self._heads)] = torch.cat([*of_own])
+        return {"sinks": share}
+
+    def shares(self, scores: Scores, of_own: ScoreGradients) -> dict[str, Tensor]:
+        """This rank's shares of the gradients of tensors of the scores, from those of its heads and all rows."""
+        found = {}
+        for name, grad in of_own.named().items():
+            if name not in TERMS:  # captured, of all heads
+                found[name] = grad
+                continue
+            x = getattr(scores, name)
+            if name == "bias" and self._bias_travels:
+                (arrived,) = self.exchange.home(self.swaps, (grad,))  # [U, S_local, B, heads, keys]
+                found[name] = arrived.permute(2, 0, 3, 1, 4).flatten(1, 2).sum_to_size(x.shape)
+            else:
+                found[name] = torch.zeros_like(x, dtype=grad.dtype)
+                TERMS[name].narrow(found[name], "heads", *self._heads).add_(grad)
+        return found
+
+
+def _exchange(plan: Plan, degree: int, group: dist.ProcessGroup, inner: dist.ProcessGroup) -> HeadExchange:
+    """Of the inner group; kept with the plan, since it may hold an order on the device."""
+    stream, of_group = stream_of(plan.device), (plan.layout, degree, plan.seq_len, group.size())
+
+    def make() -> HeadExchange:
+        ranks = range(group.rank() // degree * degree, (group.rank() // degree + 1) * degree)
+        rows = rows_of_group(*of_group, group.rank() // degree)
+        shard_lens = [plan.layout.shard_len(plan.seq_len, group.size(), rank) for rank in ranks]
+        order = _order(rows, plan.device)
+        return HeadExchange(inner, shard_lens, order, None if order is None else _slices(rows, shard_lens))
+
+    if stream is None and plan.layout.tensor is not None:
+        hint = "leave attention out of the graph, or use method='ring'"
+        got, what = f"{plan.layout.spec()}, whose order is copied to the device", f"method={plan.options.method!r}"
+        refuse(f"CUDA graph capture with {what}", "a layout without a tensor", got, hint, UnsupportedError)
+    exchange: HeadExchange = plan.prepare(("exchange",), stream, make)
+    return exchange
+
+
+def _order(pieces: Sequence[Piece], device: torch.device) -> Tensor | None:
+    begin, parts, rises = 0, [], True
+    for piece in pieces:
+        if isinstance(piece, Run):  # made on the device: nothing is copied, so that a CUDA graph may hold it
+            parts.append(
+                torch.arange(piece.start, piece.start + piece.stride * piece.length, piece.stride, device=device)
+            )
+            rises &= piece.start == begin and (piece.stride == 1 or piece.length == 1)
+        else:
+            parts.append(piece.values.to(device))
+            rises = False
+        begin += piece.length
+    return None if rises else torch.cat(parts)
+
+
+def _slices(pieces: Sequence[Piece], shard_lens: Sequence[int]) -> list[list[slice]] | None:
+    """Those of each rank, of whose rows there are so many; None where they are more than `FEW` of a rank, or lists."""
+    found, left = [], [*pieces]
+    for length in shard_lens:
+        own: list[slice] = []
+        while length:
+            piece = left.pop(0)
+            if not isinstance(piece, Run) or len(own) == FEW:
+                return None
+            own.append(slice(piece.start, piece.last + 1, piece.stride))
+            length -= piece.length
+        found.append(own)
+    return found
 
 
 def costs(schedule: Schedule, setup: Setup, machine: Machine) -> tuple[PassCost, PassCost]:
@@ -119,6 +429,6 @@ def memory(schedule: Schedule, setup: Setup) -> ExtraMemory:
 
 
 ULYSSES = Method(
-    "ulysses", choose_degree, schedule_of_groups, settle, forward_by_stages, backward_by_stages, costs, memory,
-    swaps=True,
+    "ulysses", choose_degree, schedule_of_groups, settle, forward, backward, costs, memory,
+    kept_shapes=kept_shapes, swaps=True,
 )  # fmt: skip

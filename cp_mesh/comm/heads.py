@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate, chain
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from cp_mesh.comm.contract import Swap, Swaps
@@ -22,11 +24,23 @@ Like = tuple[int, int, int, torch.dtype]
 """Batch, heads, head dim and dtype of a tensor."""
 
 
+class AllRows(NamedTuple):
+    """What arrived of this rank's heads.
+
+    Attributes:
+        tensors: [B, heads, S, D] by position, views of the buffers.
+        buffers: [S, features], one for each dtype.
+    """
+
+    tensors: tuple[Tensor, ...]
+    buffers: list[Tensor]
+
+
 class HeadExchange:
     """The all-to-alls of a group; holds nothing of a pass.
 
     Args:
-        rank: in the cp group, or a part of it.
+        group: the cp group, or a part of it.
         shard_lens: rows of each rank, [size of the group].
         order: int64 [S] on the tensors' device, the positions of all rows in rank order; None if they rise one by one.
         pieces: the same as slices, of each rank; None: there are too many, or some are none.
@@ -38,25 +52,21 @@ class HeadExchange:
 
     def __init__(
         self,
-        rank: int,
+        group: dist.ProcessGroup,
         shard_lens: Sequence[int],
         order: Tensor | None,
         pieces: list[list[slice]] | None = None,
     ) -> None:
         self._order, self._pieces = order, pieces
-        size, whole = len(shard_lens), list(shard_lens)
+        rank, size, whole = group.rank(), group.size(), list(shard_lens)
         self.seq_len, self.own_rows, self.fewest_rows, self._size = sum(whole), whole[rank], min(whole), size
         own, begin = [whole[rank]] * size, [*accumulate(whole, initial=0)][rank]
         self._out = Swap(own, whole, [rank * n for n in whole], size * max(whole))
         self._home = Swap(whole, own, [begin] * size, self.seq_len)
         self._placed = self._out._replace(places=pieces), self._home._replace(picks=pieces[rank] if pieces else None)
 
-    def to_heads(self, swaps: Swaps, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Send rank r what `by_rank` has for it, [r, S_local, B, heads, D] of each tensor.
-
-        Returns:
-            What came from all ranks, rows by position: buffers [S, features], one for each dtype.
-        """
+    def to_heads(self, swaps: Swaps, tensors: Sequence[Tensor]) -> AllRows:
+        """Send rank r what `by_rank` has for it, [r, S_local, B, heads, D] of each tensor; what came from all ranks."""
         packings = _packings(tuple((*x.shape[2:], x.dtype) for x in tensors), tensors[0].device)
 
         def write(buffers: Sequence[Tensor]) -> None:
@@ -67,20 +77,23 @@ class HeadExchange:
         received = self._swap(swaps, packings, write, self._placed[0] if placed else self._out)
         if (order := self._order) is not None and not placed:
             received = [torch.empty_like(rows).index_copy_(0, order, rows) for rows in received]
-        return received
+        return AllRows(packings.views(received), received)
 
-    def home(self, swaps: Swaps, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def home(
+        self, swaps: Swaps, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype] | None = None
+    ) -> tuple[Tensor, ...]:
         """Send what was computed of this rank's heads, [B, heads, S, D] each, to the owners of the rows.
 
         Args:
             swaps: of the pass.
             tensors: by position.
+            dtypes: in which they travel; None: as they are.
 
         Returns:
-            What all ranks computed of this rank's rows, rank after rank: buffers [size · S_local, features], one for
-            each dtype.
+            What all ranks computed of this rank's rows, [rank, S_local, B, heads, D] of each, as `by_rank` has it.
         """
-        likes = tuple((x.shape[0], x.shape[1], x.shape[3], x.dtype) for x in tensors)
+        each = [x.dtype for x in tensors] if dtypes is None else dtypes
+        likes = tuple((x.shape[0], x.shape[1], x.shape[3], dtype) for x, dtype in zip(tensors, each, strict=True))
         packings, order = _packings(likes, tensors[0].device), self._order
         by_row, placed = [x.permute(2, 0, 1, 3) for x in tensors], swaps.pulls and self._pieces is not None
 
@@ -100,7 +113,9 @@ class HeadExchange:
                     _pack(rows := packing.empty(self.seq_len), group)
                     torch.index_select(rows, 0, order, out=buffer)
 
-        return self._swap(swaps, packings, write, self._placed[1] if placed else self._home)
+        received = self._swap(swaps, packings, write, self._placed[1] if placed else self._home)
+        by_source = (x.view(self._size, self.own_rows, x.shape[1]) for x in received)
+        return packings.parts(list(by_source))
 
     def _swap(
         self, swaps: Swaps, packings: _Packings, write: Callable[[Sequence[Tensor]], None], swap: Swap
@@ -110,18 +125,6 @@ class HeadExchange:
         buffers = [packing.empty(self.seq_len) for packing in packings.each]
         write(buffers)
         return buffers
-
-
-def views(buffers: Sequence[Tensor], likes: Sequence[Like]) -> list[Tensor]:
-    """The tensors [B, heads, rows, D] that lie in buffers [rows, features], one for each dtype."""
-    found, at = [], {x.dtype: (x, 0) for x in buffers}
-    for batch, heads, dim, dtype in likes:
-        buffer, begin = at[dtype]
-        rows, row = buffer.shape[0], buffer.stride(0)
-        strides = heads * dim, dim, row, 1
-        found.append(buffer.as_strided((batch, heads, rows, dim), strides, buffer.storage_offset() + begin))
-        at[dtype] = buffer, begin + batch * heads * dim
-    return found
 
 
 def by_rank(x: Tensor, size: int, chunks: int = 1, chunk: int = 0) -> Tensor:
@@ -169,6 +172,26 @@ class _Packings:
     def grouped(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         """Those of each packing."""
         return [list(tensors)] if len(self.each) == 1 else [[tensors[i] for i in of_dtype] for of_dtype in self._of]
+
+    def views(self, buffers: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The tensors [B, heads, rows, D] that lie in the buffers, in their own order."""
+        return self._in_order([packing.views(buffer) for packing, buffer in zip(self.each, buffers, strict=True)])
+
+    def parts(self, buffers: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The tensors [..., B, heads, D] that lie in buffers [..., features], in their own order."""
+        found = []
+        for packing, buffer in zip(self.each, buffers, strict=True):
+            widths = [batch * heads * dim for batch, heads, dim in packing.shapes]
+            parts = (buffer,) if len(widths) == 1 else buffer.split(widths, -1)
+            lead = buffer.shape[:-1]
+            found.append([x.view(*lead, *shape) for x, shape in zip(parts, packing.shapes, strict=True)])
+        return self._in_order(found)
+
+    def _in_order(self, found: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+        if len(found) == 1:
+            return tuple(found[0])
+        placed = {i: x for of_dtype, xs in zip(self._of, found, strict=True) for i, x in zip(of_dtype, xs, strict=True)}
+        return tuple(placed[i] for i in range(len(placed)))
 
 
 _packings = lru_cache(maxsize=256)(_Packings)

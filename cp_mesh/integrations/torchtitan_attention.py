@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import spmd_types as spmd
+import torch
 from torch import Tensor
 from torchtitan.config.override import derive, override
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
@@ -18,7 +19,6 @@ from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.protocols.module import Module
 
 from cp_mesh.call.function import attention
-from cp_mesh.call.op import OF_FORWARD
 from cp_mesh.errors import UnsupportedError, refuse
 from cp_mesh.geometry.mask import Mask
 from cp_mesh.sequence.sharded_sequence import ShardedSequence
@@ -93,7 +93,7 @@ class MeshSelectiveAC(SelectiveAC):
         pass
 
     def get_save_ops(self) -> set[Any]:
-        return {*super().get_save_ops(), *OF_FORWARD}
+        return {*super().get_save_ops(), torch.ops.cp_mesh.attention.default}
 
 
 @override(target=FlexAttention.Config, exact=True, description="attention of cp_mesh")

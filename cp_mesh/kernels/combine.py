@@ -146,12 +146,10 @@ class RowSum:
         return into
 
     def result(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """The sum, rounded once to a dtype, as `dense_like` a tensor; its only piece, if that is of such memory."""
+        """The sum, rounded once to a dtype, as `dense_like` a tensor; or the piece itself if it is the only one."""
+        if len(self._pieces) == 1 and self._pieces[0][1].shape == self._shape:
+            return self._pieces[0][1]
         strides = dense_strides(self._shape, like)
-        for _, x in self._pieces if len(self._pieces) == 1 else ():
-            there = zip(x.shape, x.stride(), strides, strict=True)
-            if x.shape == self._shape and x.dtype == dtype and all(n == 1 or a == b for n, a, b in there):
-                return x.as_strided(x.shape, strides)
         return self.finish(torch.empty_strided(self._shape, strides, dtype=dtype, device=self._device))
 
     def _write(self, into: Tensor) -> None:
@@ -221,10 +219,12 @@ def _check_piece(begin: int, x: Tensor, shape: tuple[int, ...]) -> None:
     assert x.shape == (B, H, n, D) and 0 <= begin <= S - n, f"rows {begin}+ of {tuple(x.shape)} in {shape}"
 
 
-def dense_like(x: Tensor, head_dim: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+def dense_like(x: Tensor, head_dim: int | None = None, num_rows: int | None = None) -> Tensor:
     """An empty [B, H, S, D] tensor, dense, with x's order of dims in memory, but for the head dim, which is last."""
     shape: Sequence[int] = x.shape if head_dim is None else (*x.shape[:3], head_dim)
-    return torch.empty_strided(shape, dense_strides(shape, x), dtype=dtype or x.dtype, device=x.device)
+    if num_rows is not None:
+        shape = *shape[:2], num_rows, shape[3]
+    return torch.empty_strided(shape, dense_strides(shape, x), dtype=x.dtype, device=x.device)
 
 
 def dense_strides(shape: Sequence[int], like: Tensor) -> tuple[int, ...]:

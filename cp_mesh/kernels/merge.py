@@ -236,9 +236,10 @@ class SummingBackward:
     def finish(self, into: Tensor | None, beside: Sequence[tuple[RowSum, Tensor]] = ()) -> Tensor:
         """Write dq, rounded once, to a tensor [B, H, S, D] and return it; and other sums beside it, each to its own.
 
-        Without a tensor `RowSum.result` makes it.
+        Without a tensor, dq of any strides, which may be as a kernel returned it, in its dtype.
         """
         if into is None:
+            finish_sums(beside)
             return self._dq.result(self._q, self._q.dtype)
         finish_sums([(self._dq, into), *beside])
         return into

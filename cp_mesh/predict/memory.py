@@ -403,16 +403,22 @@ def ulysses_memory(
     ring = extra_memory(schedule, of_heads, 1, outer, one_tile, rounds, not once, home_itemsize)
 
     qkv, result, home = (q + kv) * e, out * e + lse, q * e + kv * home_itemsize
-    given, kept = (out * e, qkv + result) if is_kept else (out * e + qkv, result)
-    repeated = 0 if is_kept or degree == 1 else rows * kv * head_chunks  # elements of kv heads, as often as sent
-    sending = max(rows * 2 * qkv + repeated * e, rows * (qkv + result * (not once)) + ring.forward)
-    forward = rows * (head_chunks - 1) * kept + max(sending, rows * (kept + (ways - 1) * out * e))
-    computing = rows * (given + home * (not once) + lse * uses_delta) + ring.backward
-    backward = rows * head_chunks * kept + max(rows * 2 * given + repeated * e, computing, rows * ways * home)
-    if repeated:
+    given = out * e if is_kept else (q + kv + out) * e + (lse if uses_delta else out * e) + lse
+    of_home = out * e if is_kept else result
+    forward = max(rows * 2 * qkv, rows * (qkv + result * (not once)) + ring.forward)
+    sent_home = rows * (result + (ways - 1) * of_home + (qkv if is_kept and head_chunks == 1 else 0))
+    again = lse * (uses_delta if is_kept else 1 + uses_delta)
+    computing = rows * (given + home * (not once) + again) + ring.backward
+    forward, backward = max(forward, sent_home), max(rows * 2 * given, computing, rows * ways * home)
+    if is_kept:
+        kept = rows * head_chunks * (qkv + result)
+        forward, backward = forward + (kept if head_chunks > 1 else 0), backward + kept
+    elif degree > 1:
+        repeated = rows // degree * kv * degree * head_chunks
+        forward += repeated * e
         results = rows // degree * B * sizes.num_kv_heads * (sizes.head_dim + sizes.v_head_dim) * e  # made last
-        backward += repeated * home_itemsize - results
-    symmetric = rows * max(qkv, given, home) if _on_wires(transport) and degree > 1 else 0
+        backward += repeated * (e + home_itemsize) + (rows * lse * head_chunks if uses_delta else 0) - results
+    symmetric = rows * max(qkv, of_home, given, home) if _on_wires(transport) and degree > 1 else 0
     return ExtraMemory(forward, backward, symmetric + ring.symmetric)
 
 

@@ -243,12 +243,12 @@ def ulysses_costs(
         degree: ranks of an inner group; divides ``sizes.num_heads``. Each kv head is sent to all that read it.
         cp_size: number of ranks.
         sizes, machine, kernel, head_chunks: as in `staged_costs`.
-        kept: whether out, and what the forward received, are held for the backward, which else exchanges them again;
-            where kv heads are sent to several ranks out alone is.
+        kept: whether what the forward received, and out, are held for the backward, which else exchanges them again,
+            as it does where kv heads are sent to several ranks.
         plain: of the benchmark's, whose exchange is two launches.
         pieces, collective: as in `exchange_launches`.
     """
-    repeated = kv_heads_of_rank(sizes, degree) * degree != sizes.num_kv_heads
+    kept &= kv_heads_of_rank(sizes, degree) * degree == sizes.num_kv_heads
     launches = (4, 4) if plain else exchange_launches(degree, sizes, kept, pieces, collective)
     barriers = 0.0 if plain else 4 * machine.per_barrier * math.log2(degree)
     heads, kv_heads = sizes.num_heads // degree // head_chunks, kv_heads_of_rank(sizes, degree) // head_chunks
@@ -268,8 +268,7 @@ def ulysses_costs(
 
     forward, backward = staged_costs(schedule, of_rank, machine, kernel, 1, degree)
     e, qkv = sizes.itemsize, exchange((q + k + v) * sizes.itemsize)
-    again = (q + k + v) * (repeated or not kept) + out * (not kept)
-    there = exchange((out + again) * e)
+    there = exchange((out if kept else 2 * out + q + k + v) * e)
     home = exchange(q * e + (k + v) * (sizes.home_itemsize or sizes.gradient_itemsize))
     return (
         cost(qkv + exchange(out * e), launches[0], forward, machine.host_forward),
@@ -284,7 +283,7 @@ def exchange_launches(degree: int, sizes: Sizes, kept: bool, pieces: int, collec
     sent several times are repeated before, and their gradients summed after.
 
     Args:
-        degree, sizes, kept: as in `ulysses_costs`.
+        degree, sizes, kept: as in `ulysses_costs`; kept as it will be.
         pieces: of a rank's rows, each of which is pulled to its place by itself; 0: all are put in order afterwards.
         collective: whether one collective moves a buffer, in place of a copy of each rank's pieces.
     """
@@ -299,10 +298,13 @@ def exchange_launches(degree: int, sizes: Sizes, kept: bool, pieces: int, collec
         return there(tensors) + tensors
 
     alone = home(1) - ordered  # out, or dq, which is packed in order
-    forward, numbers = there(3) + alone, 0 if kept else 1  # lse is of another dtype
-    back = alone + home(2) + 4 if repeated else home(3)  # dk and dv are of another dtype, and are summed afterwards
-    sent = there(1 if kept and not repeated else 4 + numbers) + numbers * (there(1) + 1)
-    return forward + numbers * home(1) + 2 * repeated, sent + back + 2 * repeated
+    forward = there(3) + alone
+    if kept:
+        return forward, there(1) + home(3)
+    # lse is of another dtype, and so are gradients that are summed afterwards, each of which is packed by itself
+    summed = alone + 4 + moves + ordered + 4
+    backward = there(5) + there(1) + 1 + (summed if repeated else home(3))
+    return forward + home(1) + 2 * repeated, backward + 2 * repeated
 
 
 class Leg(NamedTuple):

@@ -338,7 +338,7 @@ def _exchanges(
 
         def exchange(parts: Any = parts, order: Tensor = order, pieces: Any = pieces, rows: int = rows) -> None:
             with closing(make_swaps(machine.transport, group, rows * size, clock.device)) as swaps:
-                HeadExchange(group.rank(), [rows] * size, order, pieces).to_heads(swaps, parts)
+                HeadExchange(group, [rows] * size, order, pieces).to_heads(swaps, parts)
 
         pulls = machine.transport == "symmetric_memory"
         launches = 1 + (2 * size if pulls else 2)  # packed, and pulled to places, or moved and put in order

@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from cp_mesh._torch import COMPILED, apply_style
-from cp_mesh.call.op import OF_FORWARD
 from cp_mesh.comm.groups import as_mesh
 from cp_mesh.comm.model_groups import stand_beside
 from cp_mesh.errors import UnsupportedError, refuse, written
@@ -172,7 +171,8 @@ def _sum(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Fut
 
 
 def _save_attention(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in OF_FORWARD else CheckpointPolicy.PREFER_RECOMPUTE
+    saved = op == torch.ops.cp_mesh.attention.default
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def checkpoint_context_fn() -> Any:

@@ -33,19 +33,19 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).par
 
 from report import machine  # noqa: E402
 
-from cp_mesh.call import by_heads  # noqa: E402
 from cp_mesh.call import op as ops  # noqa: E402
+from cp_mesh.call import passes  # noqa: E402
 from cp_mesh.call.spec import NUM_TENSORS, Call, Options, Tensors  # noqa: E402
 from cp_mesh.geometry.mask import Mask  # noqa: E402
 
 PASSES = ("no_grad", "forward", "both")
-FUNCTIONS = {op: by_heads.FUNCTIONS[op] for op in (ops.attention_op, ops.attention_backward_op)}
+FUNCTIONS = {ops.attention_op: passes.forward, ops.attention_backward_op: passes.backward}
 
 
 def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.captured, ctx.seq_len, ctx.seq_dim, ctx.group_name, ctx.spec = inputs
     ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(*tensors, *output)
+    ctx.save_for_backward(*tensors, *output[:2])  # the ring keeps nothing else
     ctx.set_materialize_grads(False)
 
 
@@ -53,7 +53,7 @@ def backward_by(op: Callable[..., Any]) -> Callable[..., Any]:
     def backward(ctx: Any, dout: Tensor, dlse: None, *_: None) -> tuple[Any, ...]:
         q, k, v, *tensors, out, lse = ctx.saved_tensors
         call = ctx.captured, ctx.seq_len, ctx.seq_dim, ctx.group_name, ctx.spec
-        dq, dk, dv, *_grads = op(dout, q, k, v, out, lse, dlse, *tensors, *call, "")
+        dq, dk, dv, *_grads = op(dout, q, k, v, out, lse, dlse, None, *tensors, *call, "")
         return dq, dk, dv, *[None] * NUM_TENSORS, [], *[None] * (len(call) - 1)
 
     return backward

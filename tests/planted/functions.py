@@ -44,9 +44,9 @@ def _(add: Any) -> Any:
     return mutant
 
 
-@plant("captured gradients of a rank's heads are lost", "by_heads:backward", "functions")
-def _(backward: Any) -> Any:
-    return with_result(backward, lambda found: (*found[:-1], torch.zeros_like(found[-1])))
+@plant("captured gradients of a rank's heads are lost", "ulysses:_Call.shares", "functions")
+def _(shares: Any) -> Any:
+    return with_result(shares, lambda found: {name: x * (name in ("bias", "sinks")) for name, x in found.items()})
 
 
 @plant("the derivative of score_mod is 1", "scores:Scores.modified_gradient", "functions")

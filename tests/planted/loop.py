@@ -8,11 +8,9 @@ from itertools import count
 from typing import Any
 
 import torch
-from inside import Options, Tensors, inner
+from inside import inner
 
 from planted.seams import Namespace, in_area, with_arguments, with_call, with_result
-
-GRADED = inner("spec", "GRADED")
 
 # --- the loop
 plant = in_area("the loop")
@@ -222,7 +220,7 @@ plant("heads go to other ranks", "heads:HeadExchange.to_heads", "Ulysses")(
     lambda to_heads: with_arguments(to_heads, tensors=lambda tensors: [x.flip(0) for x in tensors])
 )
 plant("heads come home in another order", "heads:HeadExchange.home", "Ulysses")(
-    lambda home: with_result(home, lambda arrived: [x.roll(len(x) // 2, 0) for x in arrived])
+    lambda home: with_result(home, lambda arrived: tuple(x.flip(0) for x in arrived))
 )
 plant("rows of all heads stay in the order of the layout", "heads:HeadExchange.__init__", "Ulysses")(
     lambda init: with_arguments(init, order=lambda _: None)
@@ -241,74 +239,75 @@ def _(home: Any) -> Any:
     return mutant
 
 
-@plant("every part of the heads is given what the first one kept", "by_heads:backward", "Ulysses")
-def _(backward: Any) -> Any:
-    return with_arguments(backward, held=lambda held: held if len(held) % 3 else [*held[:3]] * (len(held) // 3))
+plant("every part of the heads is given what the first one kept", "ulysses:_Call.views", "Ulysses")(
+    lambda views: with_arguments(views, chunk=lambda _: 0)
+)
+plant("keys that were kept are values", "ulysses:_Call.views", "Ulysses")(
+    lambda views: with_result(views, lambda found: [found[0], found[2], found[1], found[3]])
+)
+plant("shares of sinks are of other heads", "ulysses:_Call.share_of_sinks", "Ulysses")(
+    lambda share: with_result(share, lambda found: {name: x.roll(1, 0) for name, x in found.items()})
+)
 
 
-@plant("keys that were kept are values", "by_heads:_Heads.views", "Ulysses")
-def _(views: Any) -> Any:
-    def mutant(self: Any, buffers: Any, sent: Any, times: Any, *chunks: int) -> Any:
-        found = views(self, buffers, sent, times, *chunks)
-        return found if chunks else [found[0], found[2], found[1]]  # not of what has just arrived
+@plant("gradients of a kv head that was sent twice are not summed", "ulysses:_Call.summed", "Ulysses")
+def _(summed: Any) -> Any:
+    def mutant(self: Any, arrived: Any, x: Any) -> Any:
+        return arrived[:, :: arrived.shape[1] // x.shape[1]].to(x.dtype)
 
     return mutant
 
 
-def other_heads(*names: str) -> Any:
-    """Shares of these terms that are those of the next heads."""
-
-    def mutate(shares: Any) -> Any:
-        return with_result(
-            shares,
-            lambda found: [x.roll(1, 0) if name in names else x for name, x in zip(GRADED, found, strict=True)],
-        )
-
-    return mutate
-
-
-plant("shares of sinks are of other heads", "by_heads:_Heads.shares", "Ulysses")(other_heads("sinks"))
-plant("gradients of a kv head that was sent twice are not summed", "by_heads:summed", "Ulysses")(
-    lambda summed: lambda x, times: x[:, ::times]
-)
-plant("gradients of a kv head that was sent twice count twice", "by_heads:summed", "Ulysses")(
-    lambda summed: lambda x, times: summed(x, times) * times
-)
-plant("kv heads that are sent twice go in turn", "by_heads:repeated", "Ulysses")(
-    lambda repeated: lambda x, times: x.repeat(1, times, 1, 1)
-)
-plant("gradients of kv heads are rounded before they are summed", "combine:RowSum.result", "sums of Ulysses")(
-    lambda result: with_arguments(result, dtype=lambda _: torch.bfloat16)
-)
-
-
-@plant("scores are those of the first heads on every rank", "by_heads:_Heads.arguments", "Ulysses")
-def _(arguments: Any) -> Any:
-    def mutant(self: Any, chunk: int) -> Any:
-        found, at = [*arguments(self, chunk)], Tensors._fields.index("alibi_slopes")
-        if found[at] is not None:
-            found[at] = self._call.tensors.alibi_slopes[: len(found[at])]
-        return tuple(found)
+@plant("gradients of a kv head that was sent twice count twice", "ulysses:_Call.summed", "Ulysses")
+def _(summed: Any) -> Any:
+    def mutant(self: Any, arrived: Any, x: Any) -> Any:
+        return summed(self, arrived, x) * (arrived.shape[1] // x.shape[1])
 
     return mutant
 
 
-def with_first_head(arguments: Any, first_head: Any) -> Any:
-    """Arguments of the op on a rank's heads that say another first one."""
-
-    def mutant(self: Any, chunk: int) -> Any:
-        *others, spec = arguments(self, chunk)
-        return *others, Options.parse(spec)._replace(first_head=first_head(self)).spec()
+@plant("kv heads that are sent twice go in turn", "ulysses:_Call.repeated", "Ulysses")
+def _(repeated: Any) -> Any:
+    def mutant(self: Any, x: Any) -> Any:
+        return x.repeat(1, repeated(self, x).shape[1] // x.shape[1], 1, 1)
 
     return mutant
 
 
-plant("dropout counts heads from the rank's first one", "by_heads:_Heads.arguments", "Ulysses")(
-    lambda arguments: with_first_head(arguments, lambda heads: 0)
-)
-plant("shares of scores are of other heads", "by_heads:_Heads.shares", "Ulysses")(
-    other_heads("alibi_slopes", "relative_bias")
-)
+@plant("gradients of kv heads are rounded before they are summed", "ulysses:ULYSSES", "sums of Ulysses")
+def _(method: Any) -> Any:
+    rounded = with_result(method.settle, lambda settings: settings._replace(home_dtype=torch.bfloat16))
+    return replace(method, settle=rounded)
+
+
+@plant("scores are those of the first heads on every rank", "ulysses:_Call", "Ulysses")
+def _(call: Any) -> Any:
+    class Mutant(call):
+        def by_parts(self, tensors: Any) -> Any:
+            num = self.scores.alibi_slopes
+            if num is not None:
+                self.scores = replace(self.scores, alibi_slopes=self.plan.scores.alibi_slopes[: len(num)])
+            return super().by_parts(tensors)
+
+    return Mutant
+
+
+@plant("dropout counts heads from the rank's first one", "ulysses:_Call", "Ulysses")
+def _(call: Any) -> Any:
+    class Mutant(call):
+        def by_parts(self, tensors: Any) -> Any:
+            self.scores = replace(self.scores, first_head=0)
+            return super().by_parts(tensors)
+
+    return Mutant
+
+
+@plant("shares of scores are of other heads", "ulysses:_Call.shares", "Ulysses")
+def _(shares: Any) -> Any:
+    def rolled(found: Any) -> Any:
+        return {name: x if name == "bias" else x.roll(1, 0) for name, x in found.items()}
+
+    return with_result(shares, rolled)
 
 
 # --- the hybrid
@@ -340,11 +339,14 @@ plant("the ring goes over the inner group", "groups:parts_of", "hybrid")(
 )
 
 
-plant("dropout counts heads by the place in the ring", "by_heads:_Heads.arguments", "hybrid")(
-    lambda arguments: with_first_head(
-        arguments, lambda heads: heads._call.group.rank() // heads._degree * heads._num * heads.chunks
-    )
-)
+@plant("dropout counts heads by the place in the ring", "ulysses:_Call", "hybrid")
+def _(call: Any) -> Any:
+    class Mutant(call):
+        def by_parts(self, tensors: Any) -> Any:
+            self.scores = replace(self.scores, first_head=self.outer.rank() * tensors[0].shape[1] // 2)
+            return super().by_parts(tensors)
+
+    return Mutant
 
 
 @plant("gradients of keys are summed once more for each inner group", "hybrid:HYBRID", "hybrid")
