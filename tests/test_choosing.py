@@ -121,7 +121,7 @@ def test_explain_says_the_same() -> None:
         (1024, {"num_heads": 32, "num_kv_heads": 8}, "all_gather", "up to 2048 rows"),
         (1024, {}, "all_gather", "up to 2048 rows"),
         (4096, {"num_heads": 32, "num_kv_heads": 8}, "ring", "more than 2048 rows"),
-        (1024, heads | {"mask": Mask(window=(1023, 0))}, "ring", "a window"),
+        (1024, heads | {"mask": Mask(window=(1023, 0))}, "ring", "with a window"),
         (1024, heads | {"mask": Mask(documents=torch.arange(8192) // 1000)}, "all_gather", "up to 2048 rows"),
         (1024, heads | {"scores": ["softcap"], "kernel": "triton"}, "ring", "without scores"),
         (1024, heads | {"gpus_per_host": 4}, "ring", "on one host"),

@@ -77,7 +77,7 @@ def choose(
         return Choice(DEFAULT, f"others are faster from {LEAST_RANKS} ranks on, up to {SOME_ROWS} rows a rank")
     mask = parse_mask(options.mask, None, None, None)
     if mask.window is not None:
-        return Choice(DEFAULT, "a window")
+        return Choice(DEFAULT, "others are slower with a window, in CUDA graphs")
     plain = mask.causal and all(x is None for x in tensors) and options.layout in ("contiguous", "zigzag")
     if plain and heads == kv_heads and heads % cp_size == 0 and not options.head_chunks:
         return Choice("ulysses", f"as many kv heads as query heads, up to {SOME_ROWS} rows a rank")

@@ -15,7 +15,7 @@ from cp_mesh._torch import resolve_group
 from cp_mesh.call.captures import check_rows, cuts_of, to_shards, told, with_whole
 from cp_mesh.call.formats import FORMATS
 from cp_mesh.call.methods import Plan
-from cp_mesh.call.plan import make_plan
+from cp_mesh.call.plan import make_plan, refuse_copies
 from cp_mesh.call.spec import GRADED, Call, Operand, Options, nothing_kept
 from cp_mesh.comm.agreement import (
     ORDER,
@@ -182,6 +182,8 @@ def backward(
         rows = dout.shape[2]  # of the others there are none with ``kept``
         of_q, of_k, of_v = (Operand(_with_rows(x.shape, rows), x.dtype, x.device) for x in (q, k, v))
         plan = make_plan(of_q, of_k, of_v, call.tensors, call.seq_len, group, call.options, call.captured)
+    else:
+        refuse_copies(plan)
     kind = plan.kind
     if checking(group):
         told = {**_in_words(call.seq_len, call.options, q, k, v), "gradients wanted of": wanted}

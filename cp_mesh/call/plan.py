@@ -87,9 +87,16 @@ def make_plan(
         plans.num_hosts = len(ranks_by_host(group))
     if options.method == "double_ring" and not options.inner_ring_size:
         options = options._replace(inner_ring_size=ranks_of_a_host(group))
-    plan: Plan = resolve(*shapes, contents, features, seq_len, group.size(), group.rank(), plans.num_hosts, options)
+    hosts = plans.num_hosts if options.method == "auto" else None
+    plan: Plan = resolve(*shapes, contents, features, seq_len, group.size(), group.rank(), hosts, options)
     if scores is not None:
         plan = replace(plan, scores=scores, of_call=True)
+    refuse_copies(plan)
+    return plan
+
+
+def refuse_copies(plan: Plan) -> None:
+    """Refuse a pass whose tensors would be copied to the device while a CUDA graph is captured."""
     if plan.reads_tensors and plan.copies_in_capture:
         refuse(
             "CUDA graph capture",
@@ -98,7 +105,6 @@ def make_plan(
             "these are copied to the device, which a capture cannot do: leave attention out of the graph",
             UnsupportedError,
         )
-    return plan
 
 
 def _resolve(
@@ -119,7 +125,7 @@ def _resolve(
     kind = options._replace(sources="some" if options.sources else ""), seq_len, heads
     options = options.with_scale(q.shape[3])
     if options.method == "auto":
-        scored = bool(options.softcap or of_tensors)
+        scored = bool(options.softcap) or of_tensors is not None
         choice = choose(q, k, contents, scored, seq_len, cp_size, num_hosts or 0, options)
         options = options._replace(method=choice.method)
     scores = make_scores(options, Tensors(), accumulation_dtype(q.dtype))
@@ -173,7 +179,10 @@ def _resolve(
 
 
 class Plans:
-    """Those of calls over one group, by shapes, options and what masks and layouts hold; ``few`` hold device memory."""
+    """The plans of one group, by shapes, options and what masks and layouts hold.
+
+    Few are kept of those that hold memory of the device: each batch has others.
+    """
 
     def __init__(self) -> None:
         self.many, self.few = lru_cache(256, typed=True)(_resolve), lru_cache(16, typed=True)(_resolve)

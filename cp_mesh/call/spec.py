@@ -31,7 +31,7 @@ GRADED = tuple(TERMS)
 
 
 class Options(NamedTuple):
-    """The static options of a call; `spec` and `parse` are inverse.
+    """The static options of a call. `spec` writes them as JSON, and `Call.read` reads that.
 
     ``scale`` 0 is that of the head dim (`with_scale`), which compiled code may have as a symbol: a string has none.
     ``softcap`` 0 is none, ``ulysses_degree``, ``inner_ring_size`` and ``head_chunks`` 0 are automatic. ``as_inputs``:
@@ -92,7 +92,7 @@ def _text(options: Options) -> str:
 
 def _options(spec: str) -> Options:
     found = json.loads(spec, strict=False) if spec.startswith("{") else {"version": 1}
-    if (version := found.pop("version")) != VERSION:
+    if (version := found.pop("version", 1)) != VERSION:
         what = "a saved program with torch.ops.cp_mesh.attention"
         refuse(what, f"options of version {VERSION}", version, "export or compile the model anew", UnsupportedError)
     return Options(**found)

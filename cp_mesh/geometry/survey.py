@@ -58,8 +58,8 @@ CHUNK = 1 << 15  # pairs of pieces that are looked at together: their blocks sta
 MAX_BANDS = 8
 """Bands of one rank at most, each of which takes calls of its own; documents of other masks are tiles of pairs."""
 MAX_PAIRS = 1 << 20
-"""Pairs of pieces in documents at most, which each batch has others of (300 ms), unless whole runs have half as many:
-striped layouts cut every document on every rank, and of many ranks these become tiles of pairs too."""
+"""The most pairs of pieces of documents that are planned as sequences, 300 ms for each batch. Striped layouts cut every
+document on every rank, so of many ranks and documents their tiles are pairs, unless whole runs have half as many."""
 
 
 class Geometry:

@@ -207,7 +207,7 @@ def make_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
 
 @lru_cache
 def fused(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether Triton makes sums, in fp32: it comes with CUDA builds, and compiles for compute capability 7.5 on."""
+    """Whether Triton sums tensors of a dtype, all but float64: CUDA builds have it, from compute capability 7.5 on."""
     if device.type != "cuda" or dtype == torch.float64 or find_spec("triton") is None:
         return False
     return torch.cuda.get_device_capability(device) >= (7, 5)

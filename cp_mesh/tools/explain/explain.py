@@ -242,7 +242,7 @@ def explain(
         keys_seen(mask, seq_len),
         captured_shards or 0,
     )
-    choice = setting.choose(layout) if method == "auto" else None
+    choice = setting.choose(layout, bool(scores or captured_shards)) if method == "auto" else None
     found = setting.look_at(layout, choice.method if choice else method)
     others = list(_others(setting, found))
     lines = [

@@ -1,6 +1,6 @@
 """Variants: what a layout and a method have the ranks of a call compute, move, hold, and how long that takes.
 
-No ranks and no device. The figures come from the schedules that a call runs, `predict`. Of
+No ranks and no device. Figures come from the schedules that a call runs; `predict` makes times and memory of them. Of
 many ranks only some are looked at: those that have most to compute and to fetch among them.
 """
 
@@ -185,12 +185,16 @@ class Setting:
                     pairs[rank] += self.seen[piece.values.numpy()].sum()
         return pairs / max(1.0, pairs.mean())
 
-    def choose(self, layout: Layout) -> Choice:
-        """The method that "auto" takes."""
+    def choose(self, layout: Layout, scored: bool) -> Choice:
+        """The method that "auto" takes; ``scored``: whether there are scores, sinks too."""
         mask, hosts = self.mask, -(-self.cp_size // self.gpus_per_host)
         tensors = Tensors(mask.documents, mask.key_padding, mask.blocks, layout.tensor)
         options = self._call(layout)[0]._replace(transport=self.transport)
-        return choose(self.q, self.k, tensors, bool(self.features), self.seq_len, self.cp_size, hosts, options)
+        given = tensors, scored, self.seq_len, self.cp_size, hosts, options
+        found, heads = choose(self.q, self.k, *given), self.q._replace(shape=torch.Size((1, self.cp_size, 1, 1)))
+        if self.knows_heads or choose(heads, heads, *given).method == found.method:
+            return found
+        return found._replace(why=f"{found.why}; with num_heads= it may be another")
 
     def look_at(self, layout: Layout, method: str, degree: int = 0) -> Variant:
         """Its figures, of all ranks or of some; ``degree`` 0: as asked for, or as `cp_mesh.attention` takes it."""
