@@ -119,7 +119,8 @@ def test_explain_says_the_same() -> None:
         (1024, heads, "ulysses", "as many kv heads as query heads"),
         (1024, heads | {"layout": Striped()}, "all_gather", "up to 2048 rows"),
         (1024, {"num_heads": 32, "num_kv_heads": 8}, "all_gather", "up to 2048 rows"),
-        (1024, {}, "all_gather", "up to 2048 rows"),
+        (1024, {}, "all_gather", "up to 2048 rows a rank; with num_heads= it may be another"),
+        (1024, heads | {"scores": ["sinks"]}, "ring", "without scores"),
         (4096, {"num_heads": 32, "num_kv_heads": 8}, "ring", "more than 2048 rows"),
         (1024, heads | {"mask": Mask(window=(1023, 0))}, "ring", "with a window"),
         (1024, heads | {"mask": Mask(documents=torch.arange(8192) // 1000)}, "all_gather", "up to 2048 rows"),
@@ -208,7 +209,8 @@ def test_what_is_not_chosen_for(pool: Any) -> None:
     """CPUs, fewer ranks, scores of tensors and of numbers; and a method that is named."""
     assert [name for name, _ in pool(4).run(call, {}, "4/4", False)] == ["ring"] * 4
     assert [name for name, _ in pool(2).run(call, {}, "4/4")] == ["ring"] * 2
-    for options in ({"softcap": 2.0}, {"alibi_slopes": torch.ones(4, dtype=torch.float64)}, {"method": "ring"}):
+    for options in ({"softcap": 2.0}, {"alibi_slopes": torch.ones(4, dtype=torch.float64)},
+                    {"sinks": torch.ones(4, dtype=torch.float64)}, {"method": "ring"}):  # fmt: skip
         assert [name for name, _ in pool(4).run(call, options, "4/4")] == ["ring"] * 4
 
 

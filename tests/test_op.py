@@ -369,6 +369,21 @@ def differentiate_twice(rank: int, of_lse: bool) -> None:
     dq.sum().backward()
 
 
+def other_version(rank: int, version: str) -> str:
+    """What the op says of options of another version, or in another form."""
+    *others, spec = tail(2)
+    spec = {"later": spec.replace('"version": 2', '"version": 3'), "none": "{}", "0.1": "zigzag|1,,,0,|0.3"}[version]
+    with pytest.raises(cp_mesh.UnsupportedError) as refused:
+        torch.ops.cp_mesh.attention(*inputs(2)[:3], *Tensors(), *others, spec)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("version", ("later", "none", "0.1"))
+def test_programs_of_other_versions_are_refused(pool: Any, version: str) -> None:
+    (said,) = pool(1).run(other_version, version)
+    assert "options of version 2, got " in said and "export or compile" in said
+
+
 @pytest.mark.parametrize("of_lse", [False, True])
 def test_double_backward_is_refused(pool: Any, of_lse: bool) -> None:
     (error,) = pool(1).run_expecting_error(differentiate_twice, of_lse)

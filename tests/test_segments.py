@@ -493,3 +493,16 @@ def test_each_stream_has_its_own_tables(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(contract, "stream_of", lambda device: None)
     with pytest.raises(cp_mesh.UnsupportedError, match="capture"):
         planned(ids)
+
+
+def backward_in_a_capture(rank: int) -> None:
+    q, k, v = (x.requires_grad_() for x in make_qkv(1, 2, 2, 12, 8)[:3])
+    out = cp_mesh.attention(q, k, v, mesh=mesh((2,), ("cp",)), mask=Mask(documents=ids_of([3, 17, 4])))
+    with mock.patch.object(contract, "stream_of", lambda device: None):
+        out.sum().backward()
+
+
+def test_a_backward_that_is_captured_alone_is_refused(pool: Any) -> None:
+    """Its plan comes from a forward before the capture."""
+    for error in pool(2).run_expecting_error(backward_in_a_capture):
+        assert error is not None and error.type == "UnsupportedError" and "capture" in error.message

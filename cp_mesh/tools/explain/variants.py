@@ -191,7 +191,8 @@ class Setting:
         tensors = Tensors(mask.documents, mask.key_padding, mask.blocks, layout.tensor)
         options = self._call(layout)[0]._replace(transport=self.transport)
         given = tensors, scored, self.seq_len, self.cp_size, hosts, options
-        found, heads = choose(self.q, self.k, *given), self.q._replace(shape=type(self.q.shape)((1, self.cp_size, 1, 1)))
+        found = choose(self.q, self.k, *given)
+        heads = self.q._replace(shape=type(self.q.shape)((1, self.cp_size, 1, 1)))  # as many for keys
         if self.knows_heads or choose(heads, heads, *given).method == found.method:
             return found
         return found._replace(why=f"{found.why}; with num_heads= it may be another")
