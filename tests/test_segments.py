@@ -363,7 +363,7 @@ def planned(documents: Tensor, spec: str = "1,,,0,") -> plan.Plan:
 
 def planned_with(seq_len: int, layout: str = "zigzag", spec: str = "1,,,0,", **tensors: Tensor) -> plan.Plan:
     q, k, v, _ = make_qkv(1, 2, 2, seq_len // 2, 8)
-    return plan.make_plan(q, k, v, plan.Tensors(**tensors), seq_len, GROUP, Options(layout, spec, 1.0))
+    return plan.make_plan(q, k, v, plan.Tensors(**tensors), seq_len, GROUP, Options(layout, spec, 1.0, method="ring"))
 
 
 def test_a_mask_is_planned_once():

@@ -48,6 +48,7 @@ from cp_mesh import Contiguous, Mask, Striped, UnsupportedError, ZigZag
 
 known_parts = inner("groups", "known_parts")
 choose_transport = inner("exchange", "choose_transport")
+Plans = inner("call.plan", "Plans")
 symmetric = room("symmetric_memory")
 
 TRANSPORTS = ("functional", "symmetric_memory")
@@ -146,10 +147,11 @@ def double(group: dist.ProcessGroup, folder: str) -> Iterator[None]:
         mock.patch(f"{path_of('symmetric_shards')}.group_memory", memory),
     ):
         memory(group, torch.device("cpu"))
+        forget_kept(Plans)  # which chose their transports before
         try:
             yield
         finally:
-            forget_kept(symmetric.Held)
+            forget_kept(symmetric.Held, Plans)
 
 
 def attend(inputs: list[Tensor], axis: Any, transport: str, **options: Any) -> list[Tensor]:

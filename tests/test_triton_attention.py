@@ -127,7 +127,7 @@ def test_tiles_with_positions_are_one(mask: str, layout: str) -> None:
             StageSettings(1, torch.float32),
         )
         plan = Plan(options, *args)
-        made = [(schedule.local_tiles, plan.local_tiles), *((x.tiles, plan.tiles(x)) for x in schedule.route.stages)]
+        made = [(schedule.local_tiles, plan.tiles(None)), *((x.tiles, plan.tiles(x)) for x in schedule.route.stages)]
         with_positions = slopes is not None or "pairs" in schedule.covers
         for tiles, given in made:
             assert len(given) == (1 if kernel is TRITON and with_positions else len(tiles))
