@@ -182,7 +182,7 @@ def backward(
         rows = dout.shape[2]  # of the others there are none with ``kept``
         of_q, of_k, of_v = (Operand(_with_rows(x.shape, rows), x.dtype, x.device) for x in (q, k, v))
         plan = make_plan(of_q, of_k, of_v, call.tensors, call.seq_len, group, call.options, call.captured)
-    else:
+    elif plan.reads_tensors:
         refuse_copies(plan)
     kind = plan.kind
     if checking(group):

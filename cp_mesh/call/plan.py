@@ -91,13 +91,14 @@ def make_plan(
     plan: Plan = resolve(*shapes, contents, features, seq_len, group.size(), group.rank(), hosts, options)
     if scores is not None:
         plan = replace(plan, scores=scores, of_call=True)
-    refuse_copies(plan)
+    if plan.reads_tensors:
+        refuse_copies(plan)
     return plan
 
 
 def refuse_copies(plan: Plan) -> None:
     """Refuse a pass whose tensors would be copied to the device while a CUDA graph is captured."""
-    if plan.reads_tensors and plan.copies_in_capture:
+    if plan.copies_in_capture:
         refuse(
             "CUDA graph capture",
             "a mask and scores that are said without tensors",
