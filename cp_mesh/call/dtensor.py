@@ -8,7 +8,7 @@ and what wraps plain tensors read it there.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -65,7 +65,8 @@ def find_cp_axis(
     if seq_dim is not None and (type(seq_dim) is not int or seq_dim not in FORMATS):
         known = "2 [B, H, S, D], 1 [B, S, H, D] or 0 [T, H, D]"
         refuse("seq_dim", known, seq_dim, "seq_dim=2 is SDPA's format")
-    query, num = qkv[0], [*map(isinstance, qkv, repeat(DTensor))].count(True)
+    query, key, value = qkv
+    num = isinstance(query, DTensor) + isinstance(key, DTensor) + isinstance(value, DTensor)
     if num not in (0, 3):
         hint = "wrap the others with DTensor.from_local, or unwrap with to_local()"
         refuse("q, k, v", "all DTensors or all local tensors", ", ".join(type(x).__name__ for x in qkv), hint)

@@ -171,7 +171,7 @@ class _Attention(torch.autograd.Function):
         # Without any gradient too: on the other ranks there may be some, which wait for this one in the ring.
         if kept is None:
             dout = torch.zeros_like(out) if dout is None else _placed_like(dout, out)
-            dlse = dlse if dlse is None else _placed_like(dlse, lse)
+            dlse = None if dlse is None else _placed_like(dlse, lse)
         elif dout is None:
             dout = q.new_zeros(ctx.shape)
         names = ",".join([*wanted, *map(name_of_captured, read)])

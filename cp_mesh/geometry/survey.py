@@ -163,10 +163,7 @@ class Geometry:
             yield np.stack([i, j])[:, meet]
 
     def survey(self) -> bool:
-        """Look at all blocks; False if documents have too many pairs of pieces or bands, or blocks that are no bands.
-
-        The rest needs no survey.
-        """
+        """Look at all blocks; False if documents have too many pairs of pieces or bands, or blocks that are none."""
         size, self.overlapping = self._cp_size, False
         kinds: set[str] = set()
         bands: set[tuple[int, int]] = set()  # receiver, and both bounds in one number

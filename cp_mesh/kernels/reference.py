@@ -115,7 +115,8 @@ def _backward(tile: BackwardTile) -> tuple[Tensor, Tensor, Tensor, ScoreGradient
     dtype, num_kv_heads = accumulation_dtype(tile.q.dtype), tile.k.shape[1]
     q, dout = _grouped(tile.q, num_kv_heads, dtype), _grouped(tile.dout, num_kv_heads, dtype)
     assert tile.delta is not None
-    lse, delta = rearrange(torch.stack([tile.lse, tile.delta]), "n b (k g) s -> n b k g s 1", k=num_kv_heads)
+    lse = rearrange(tile.lse, "b (k g) s -> b k g s 1", k=num_kv_heads)
+    delta = rearrange(tile.delta, "b (k g) s -> b k g s 1", k=num_kv_heads)
     k, v = tile.k.to(dtype), tile.v.to(dtype)
     finite = torch.where(lse == float("-inf"), 0.0, lse)
     dqs, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
