@@ -163,7 +163,11 @@ class Geometry:
             yield np.stack([i, j])[:, meet]
 
     def survey(self) -> bool:
-        """Look at all blocks; False if documents have too many pairs of pieces or bands, or blocks that are none."""
+        """Look at all blocks.
+
+        Returns:
+            False if documents have too many pairs of pieces, too many bands, or blocks that are not bands.
+        """
         size, self.overlapping = self._cp_size, False
         kinds: set[str] = set()
         bands: set[tuple[int, int]] = set()  # receiver, and both bounds in one number
