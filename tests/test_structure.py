@@ -29,6 +29,7 @@ FLOORS: dict[str, int] = {
     "errors": 0,
     "_aliases": 0,
     "_torch": 0,
+    "tape": 1,
     "geometry": 1,
     "kernels": 2,
     "comm": 2,

@@ -7,7 +7,7 @@ masks, layouts, scores and kernels in every method.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cp_mesh._torch import raw_stream
 from cp_mesh.call.spec import Operand, Options
 from cp_mesh.comm.contract import Transport
 from cp_mesh.geometry.layouts import Layout
@@ -24,7 +25,8 @@ from cp_mesh.geometry.schedule import Schedule, Stage, Tile, enclosing
 from cp_mesh.geometry.varlen import Segments
 from cp_mesh.kernels.contract import KernelTile, Pairs, Steps
 from cp_mesh.kernels.merge import Kernel
-from cp_mesh.kernels.scores import POSITIONAL, Scores
+from cp_mesh.kernels.scores import POSITIONAL, TERMS, Scores
+from cp_mesh.tape import repeat
 
 BANDS = frozenset({"full", "causal", "window"})  # tile kinds given by integers; nothing is copied to the device
 OfScores = dict[str, Tensor]
@@ -87,6 +89,7 @@ class Plan:
         of_call: whether its scores hold tensors of one call, so that no other may have it.
         prepared: tiles as kernels are given them, and what of masks and positions is on the device, by CUDA stream;
             shared by the plans of equal calls, so that it comes to the device once a batch and not once a layer.
+        tapes: of its passes, by `cp_mesh.tape`; shared likewise.
     """
 
     options: Options
@@ -103,6 +106,7 @@ class Plan:
     has_tensors: bool = False
     of_call: bool = False
     prepared: dict[Any, Any] = field(default_factory=dict)
+    tapes: dict[Any, Any] = field(default_factory=dict)
 
     def tiles(self, stage: Stage | None) -> list[KernelTile]:
         """Tiles of this rank's queries against the keys fetched in a stage; None: against its own keys."""
@@ -117,6 +121,15 @@ class Plan:
             self.prepared[key] = stage, found  # the stage too: its id may be another's once it is gone
         of_stage: list[KernelTile] = self.prepared[key][1]
         return of_stage
+
+    def run(self, what: tuple[Any, ...], compute: Callable[..., Any], inputs: Sequence[Tensor | None]) -> Any:
+        """``compute(*inputs)``, a pass of the method, by its tape where it has one."""
+        stream, scores = stream_of(self.device), self.scores
+        if stream is None or not self.kernel.taped or scores.score_mod is not None or scores.mask_mod is not None:
+            return compute(*inputs)
+        if self.of_call:
+            inputs = *inputs, *(getattr(scores, name) for name in (*TERMS, "dropout_seed"))
+        return repeat(self.tapes, (*what, stream), compute, inputs)
 
     @cached_property
     def reads_tensors(self) -> bool:
@@ -187,4 +200,4 @@ def stream_of(device: torch.device) -> int | None:
     """The CUDA stream that device memory made now belongs to; None if it belongs to a graph that is being captured."""
     if device.type != "cuda":
         return 0
-    return None if torch.cuda.is_current_stream_capturing() else torch.cuda.current_stream(device).cuda_stream
+    return None if torch.cuda.is_current_stream_capturing() else raw_stream(device.index)

@@ -147,7 +147,9 @@ def forward_and_plan(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[
     try:
         with _no_autocast(q):
             given = with_whole(plan, call) if call.options.captured_cuts else plan
-            out, lse, *kept = plan.method.forward(q, k, v, given, group)
+            out, lse, *kept = given.run(
+                ("forward",), lambda q, k, v, *_: given.method.forward(q, k, v, given, group), (q, k, v)
+            )
     except Exception as error:
         keep_to_itself(error)
         note_refusals(group, error)
@@ -189,7 +191,6 @@ def backward(
         told = {**_in_words(call.seq_len, call.options, q, k, v), "gradients wanted of": wanted}
         require_agreement(group, {PASS: "backward", ORDER: order_of(group, "backward", kind), **told})
     note_call(group, "backward", kind)
-    keywords = {} if kept is None else {"kept": kept}
     if kept is None:
         (out,), lse = form.to_bhsd(out), form.lse_to_bhs(lse)
     if dlse is not None:
@@ -199,7 +200,13 @@ def backward(
     with _no_autocast(q):
         names = wanted.split(",") if wanted else ()
         whole = with_whole(plan, call) if call.options.captured_cuts else plan
-        *grads, of_scores = plan.method.backward(dout, q, k, v, out, lse, dlse, whole, group, names, **keywords)
+
+        def compute(*inputs: Any) -> Any:
+            dout, q, k, v, out, lse, dlse, kept, *_ = inputs
+            keywords = {} if kept is None else {"kept": kept}
+            return whole.method.backward(dout, q, k, v, out, lse, dlse, whole, group, names, **keywords)
+
+        *grads, of_scores = whole.run(("backward", wanted), compute, (dout, q, k, v, out, lse, dlse, kept))
         if call.options.captured_cuts:
             of_scores = to_shards(of_scores, plan, call)
     dq, dk, dv = map(call.as_asked, grads)

@@ -30,6 +30,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -43,6 +44,7 @@ from cp_mesh.comm.group_state import state_of, states_of_all
 from cp_mesh.comm.packing import Packing
 from cp_mesh.errors import UnsupportedError
 from cp_mesh.geometry.schedule import Route, Stage, num_rows
+from cp_mesh.tape import Memory, call, give_up, on_error
 
 _ALIGNMENT = 256  # bytes; copy engines and kernels are fastest on aligned addresses
 _GROWTH = 4  # memory that grows does so by a quarter at least: slowly rising lengths must not make it grow every time
@@ -50,10 +52,11 @@ _MAX_VIEWS = 1024  # of one workspace
 _MAIN, _PUSHED = 0, 1  # barrier channels: two barriers may be pending at once, on two streams
 
 
-class Workspace:
+class Workspace(Memory):
     """Memory of a group, as many bytes on every rank, that every rank can read and write."""
 
     def __init__(self, group: dist.ProcessGroup, nbytes: int, device: torch.device) -> None:
+        super().__init__()
         symm_mem = symmetric_memory()
         self.nbytes, self.captured = nbytes, False
         self._timeout_ms = int(timeout_of(group, device).total_seconds() * 1000)
@@ -63,6 +66,7 @@ class Workspace:
 
     def rows(self, rank: int, offset: int, num_rows: int, packing: Packing) -> tuple[Tensor, tuple[Tensor, ...]]:
         """A buffer [num_rows, features] in a rank's memory, ``offset`` bytes from its begin; and the tensors in it."""
+        self.hold()
         key = rank, offset, num_rows, packing
         made = self._views.get(key)
         if made is None:
@@ -76,7 +80,7 @@ class Workspace:
 
     def barrier(self, channel: int) -> None:
         """On the current stream: wait until every rank's stream got here."""
-        self._handle.barrier(channel=channel, timeout_ms=self._timeout_ms)
+        call(self._handle.barrier, channel=channel, timeout_ms=self._timeout_ms)
 
 
 class _Switch:
@@ -87,10 +91,10 @@ class _Switch:
         self.caller = self._stream = stream
 
     def __enter__(self) -> None:
-        torch.cuda.set_stream(self._stream)
+        call(torch.cuda.set_stream, self._stream)
 
     def __exit__(self, *_: object) -> None:
-        torch.cuda.set_stream(self.caller)
+        call(torch.cuda.set_stream, self.caller)
 
 
 class _CudaLane:
@@ -112,11 +116,13 @@ class _CudaLane:
         self._caller = self._switch.caller = caller
         is_current = torch.cuda.current_device() == caller.device_index
         self._entered, self._num_marks = self._switch if is_current else self._elsewhere, 0
+        if not is_current:
+            give_up("streams of a device that is not the current one")
 
     def fork(self) -> None:
         """What follows on the lane comes after all that the caller's stream was given so far."""
-        self._forking.record(self._caller)
-        self._stream.wait_event(self._forking)
+        call(self._forking.record, self._caller)
+        call(self._stream.wait_event, self._forking)
         self._forked = True
 
     def entered(self) -> AbstractContextManager[Any]:
@@ -129,19 +135,19 @@ class _CudaLane:
             self._marks.append(torch.cuda.Event())
         mark = self._marks[self._num_marks]
         self._num_marks += 1
-        mark.record(self._stream)
+        call(mark.record, self._stream)
         return mark
 
     def wait(self, mark: torch.cuda.Event) -> None:
         """The caller's stream goes on after a point of the lane."""
-        self._caller.wait_event(mark)
+        call(self._caller.wait_event, mark)
 
     def join(self) -> None:
         """The caller's stream goes on after all that the lane was given so far."""
         # A capture may not wait for a stream that did not fork from it.
         if self._forked:
-            self._joining.record(self._stream)
-            self._caller.wait_event(self._joining)
+            call(self._joining.record, self._stream)
+            call(self._caller.wait_event, self._joining)
         self._forked = False
 
 
@@ -176,9 +182,10 @@ class GroupMemory:
         stream = self._current_stream()
         # A capture begins after a device-wide wait, and may not wait for what was begun outside.
         if self._done is not None and not torch.cuda.is_current_stream_capturing():
-            stream.wait_event(self._done)
+            call(stream.wait_event, self._done)
         self.pulls.begin(stream)
         self.pushes.begin(stream)
+        on_error(partial(self._recover, stream))
 
     def end(self) -> None:
         """All that the pass began comes before what the caller's stream is given next."""
@@ -186,7 +193,15 @@ class GroupMemory:
         self.pushes.join()
         if not torch.cuda.is_current_stream_capturing():
             self._done = self._done or torch.cuda.Event()
-            self._done.record(self._current_stream())
+            call(self._done.record, self._current_stream())
+
+    def _recover(self, stream: torch.cuda.Stream) -> None:
+        """A recorded pass on this stream ended with an exception, wherever it was."""
+        torch.cuda.set_stream(stream)
+        for lane in (self.pulls, self.pushes):
+            lane.begin(stream)
+            lane.fork()
+        self.end()
 
     def _current_stream(self) -> torch.cuda.Stream:
         """`torch.cuda.current_stream`, which is slow on the host; most often it is the same."""
@@ -207,7 +222,9 @@ class GroupMemory:
                 )
             # Peers may still be reading the memory that is given back here.
             torch.cuda.synchronize(self._device)
+            give_up("memory that grows")
             if workspace is not None:
+                workspace.give_back()
                 nbytes = max(nbytes, workspace.nbytes + workspace.nbytes // _GROWTH)
                 if workspace.captured:
                     self._kept.append(workspace)
@@ -217,8 +234,10 @@ class GroupMemory:
         return workspace
 
     def wait(self) -> None:
-        """The host waits until the device is done."""
+        """The host waits until the device is done; tapes name this memory no more."""
         torch.cuda.synchronize(self._device)
+        for workspace in self._workspaces.values():
+            workspace.give_back()
 
     @property
     def nbytes(self) -> int:

@@ -113,6 +113,7 @@ CPU_FLASH = merging_kernel(
     _cpu_flash_forward,
     _cpu_flash_backward,
     squares=True,
+    taped=True,
     rounds=False,
 )
 CUDNN = merging_kernel(
@@ -128,6 +129,7 @@ CUDNN = merging_kernel(
     _cudnn_forward,
     _cudnn_backward,
     squares=True,
+    taped=True,
 )
 FA2 = merging_kernel(
     "fa2",
@@ -143,6 +145,7 @@ FA2 = merging_kernel(
     _fa2_forward,
     _fa2_backward,
     squares=True,
+    taped=True,
 )
 EFFICIENT = merging_kernel(
     "efficient",
@@ -157,4 +160,5 @@ EFFICIENT = merging_kernel(
     _efficient_forward,
     _efficient_backward,
     squares=True,
+    taped=True,
 )

@@ -26,6 +26,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 from cp_mesh._torch import raw_stream
+from cp_mesh.tape import call, give_up
 
 BLOCK_ELEMENTS = 4096
 FEW, MANY = 2, 9  # places for pieces that a kernel is compiled for; `combine.MAX_PIECES` and a sum of earlier ones
@@ -102,8 +103,9 @@ class _Ready:
 def _launch(kernel: Any, ready: _Ready, on: Tensor, args: tuple[Any, ...]) -> None:
     """As ``kernel[grid](*args)`` on a tensor's device."""
     if ready.runner is not None and torch.cuda.current_device() == on.get_device():
-        ready.runner(*args, stream=raw_stream(on.get_device()))
+        call(ready.runner, *args, stream=raw_stream(on.get_device()))
         return
+    give_up("a kernel that Triton compiles")
     with torch.cuda.device_of(on):
         compiled = kernel[(ready.num_blocks,)](*args, num_warps=NUM_WARPS)
     if on.is_cuda and isinstance(compiled, CompiledKernel):

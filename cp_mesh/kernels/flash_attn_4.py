@@ -39,6 +39,8 @@ from cp_mesh.kernels.contract import Capability, Pairs
 from cp_mesh.kernels.flash_attn import HALF, bshd, import_once, lacks, writable
 from cp_mesh.kernels.merge import BackwardTile, merging_kernel
 from cp_mesh.kernels.scores import Scores
+from cp_mesh.tape import call as call_kernel
+from cp_mesh.tape import give_up
 
 LONGEST = 1024
 MOST_SEQUENCES = 256  # its BIN_BATCH_SEARCH_THRESH
@@ -142,8 +144,10 @@ def _run(
     compiled = _compiled.get(kind)
     if compiled:
         for kernel, arguments in zip(compiled, launches(), strict=True):
-            kernel(*arguments)
-    elif compiled is None:
+            call_kernel(kernel, *arguments)
+        return
+    give_up("FlashAttention-4's own Python, which launches what no mode sees")
+    if compiled is None:
         given = keywords()
         _refuse_in_capture(given["q"])
         _compile(name, given)
@@ -419,6 +423,9 @@ FA4 = merging_kernel(
     _HAS,
     _forward,
     _backward,
+    taped=True,
     # In squares: any other band is a window for FlashAttention-4, and of these that backward was not tried.
-    reproducible=merging_kernel("fa4", _HAS, _forward, partial(_backward, deterministic=True), squares=True),
+    reproducible=merging_kernel(
+        "fa4", _HAS, _forward, partial(_backward, deterministic=True), squares=True, taped=True
+    ),
 )

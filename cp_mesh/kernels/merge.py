@@ -70,6 +70,9 @@ class Kernel:
     inputs' dtype, else in the accumulation dtype. A kernel that takes ``one_tile`` skips masked blocks of
     `Pairs` itself: all tiles of a step are passed in one call.
 
+    One that is ``taped`` may be recorded (`cp_mesh.tape`): all that it does is operators of PyTorch, or goes through
+    `tape.call`, or it gives up there.
+
     ``reproducible`` is the kernel for calls that ask for a deterministic backward, where that is another one.
     """
 
@@ -80,6 +83,7 @@ class Kernel:
     uses_delta: bool
     rounds: bool
     one_tile: bool = False
+    taped: bool = False
     reproducible: Kernel | None = None
 
 
@@ -93,6 +97,7 @@ def merging_kernel(
     uses_delta: bool = False,
     rounds: bool = True,
     one_tile: bool = False,
+    taped: bool = False,
     reproducible: Kernel | None = None,
 ) -> Kernel:
     """A `Kernel` from two functions that compute single tiles.
@@ -104,7 +109,7 @@ def merging_kernel(
         uses_delta: the backward reads delta instead of computing it from out.
         rounds: partial gradients come back in the inputs' dtype, not in the accumulation dtype.
         one_tile: the tile functions skip what does not count of `Pairs`, however large and in whatever order.
-        reproducible: as in `Kernel`.
+        taped, reproducible: as in `Kernel`.
     """
     prepare: Prepare = _squares if squares else list
 
@@ -116,7 +121,7 @@ def merging_kernel(
     ) -> SummingBackward:
         return SummingBackward(backward, prepare, dout, q, out, lse, delta, scores)
 
-    return Kernel(name, capability, begin_forward, begin_backward, uses_delta, rounds, one_tile, reproducible)
+    return Kernel(name, capability, begin_forward, begin_backward, uses_delta, rounds, one_tile, taped, reproducible)
 
 
 def _squares(tiles: Sequence[KernelTile]) -> list[KernelTile]:

@@ -160,4 +160,5 @@ REFERENCE = merging_kernel(
     _backward,
     uses_delta=True,
     rounds=False,
+    taped=True,
 )
