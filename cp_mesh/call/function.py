@@ -31,7 +31,7 @@ from cp_mesh.call.dtensor import (
     wrap_results,
 )
 from cp_mesh.call.formats import FORMATS, Format
-from cp_mesh.call.op import attention_op
+from cp_mesh.call.op import call_attention
 from cp_mesh.call.plan import make_plan
 from cp_mesh.call.spec import Call, Options, Tensors, autocast, check_tensors, seed_tensor
 from cp_mesh.comm.agreement import announce_refusal, announce_trace
@@ -235,10 +235,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> Tensor | 
         # dispatch, but for those of a core over tp alone, which have no cp axis: `ContextParallel` takes them apart.
         tensors = Tensors(**local_scores(call.tensors._asdict(), query, call.format))
         q, k, v = (x.to_local(grad_placements=query.placements) for x in (query, key, value))  # type: ignore[attr-defined]
-        out, lse, *_ = attention_op(q, k, v, *call._replace(tensors=tensors).arguments())
+        out, lse, *_ = call_attention(q, k, v, *call._replace(tensors=tensors).arguments())
         out, lse = wrap_results(out, lse, query, call.format)
     else:
-        out, lse, *_ = attention_op(query, key, value, *call.arguments())
+        out, lse, *_ = call_attention(query, key, value, *call.arguments())
     return (out, lse) if asked.return_lse else out
 
 

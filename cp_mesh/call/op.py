@@ -41,7 +41,7 @@ from cp_mesh._torch import (
 )
 from cp_mesh.call.dtensor import place_beside, require_sharded, score_placements
 from cp_mesh.call.formats import FORMATS
-from cp_mesh.call.operators import is_seen, library, refuse_tangents
+from cp_mesh.call.operators import is_seen, is_watched, library, refuse_tangents
 from cp_mesh.call.spec import GRADED, NUM_ARGUMENTS, NUM_TENSORS, SCHEMA, Call, Tensors, autocast, nothing_kept
 from cp_mesh.comm.agreement import announce_trace, checking
 from cp_mesh.comm.first_calls import backward_of, last_forward
@@ -136,8 +136,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, keys, *given):  # type: ignore[no-untyped-def]
         inputs, captured = given[: 3 + NUM_ARGUMENTS], given[3 + NUM_ARGUMENTS :]
-        keys, ctx.plan = keys & KEYS_BELOW_AUTOGRAD, None
-        if keys.highestPriorityTypeId() in _DEVICES:  # nobody sees the op: its backward may have the plan
+        ctx.plan = None
+        if _is_plain(keys):  # nobody sees the op: its backward may have the plan
             with below_autograd():
                 (out, lse, kept, *of_heads), ctx.plan = _passes().forward_and_plan(*inputs)
         else:
@@ -210,12 +210,17 @@ class _Gradients(torch.autograd.Function):
         raise UnsupportedError("cp_mesh::attention_backward has no gradient: attention can be differentiated once")
 
 
-def _below_autograd(op: OpOverload, keys: DispatchKeySet, inputs: Sequence[Any]) -> Any:
-    keys &= KEYS_BELOW_AUTOGRAD
+def _is_plain(keys: DispatchKeySet | None) -> bool:
+    """Whether no kernel is between autograd's and that of the device; None: the dispatcher was not asked."""
+    return keys is None or (keys & KEYS_BELOW_AUTOGRAD).highestPriorityTypeId() in _DEVICES
+
+
+def _below_autograd(op: OpOverload, keys: DispatchKeySet | None, inputs: Sequence[Any]) -> Any:
     # Views that are made inside are nobody's: a result that is one can be written in place.
     with below_autograd():
-        if keys.highestPriorityTypeId() in _DEVICES:  # no DTensor, no mode: nothing is asked but the function below
+        if _is_plain(keys):  # no DTensor, no mode: nothing is asked but the function below
             return _compute(op, *inputs)
+        keys &= KEYS_BELOW_AUTOGRAD
         if isinstance(inputs[0], DTensor):
             return _dispatch_dtensors(op, keys, inputs)
         return op.redispatch(keys, *inputs)
@@ -237,7 +242,7 @@ def _dispatch_dtensors(op: OpOverload, keys: DispatchKeySet, inputs: Sequence[An
         return op.redispatch(keys, *inputs[:begin], *placed, *inputs[end:])
 
 
-def _with_autograd(op: OpOverload, graph: Any, keys: DispatchKeySet, *inputs: Any) -> Any:
+def _with_autograd(op: OpOverload, graph: Any, keys: DispatchKeySet | None, *inputs: Any) -> Any:
     captured = inputs[(3 if op is attention_op else 8) + NUM_TENSORS]
     if forward_level() >= 0:
         refuse_tangents(str(op), (*inputs, *captured))
@@ -253,6 +258,16 @@ def _with_autograd(op: OpOverload, graph: Any, keys: DispatchKeySet, *inputs: An
 for _op, _graph in ((attention_op, _Attention), (attention_backward_op, _Gradients)):
     _kernel = untraced(partial(_with_autograd, _op, _graph))
     library.impl(_op, _kernel, "Autograd", with_keyset=True)
+
+
+_past_dispatcher = untraced(partial(_with_autograd, attention_op, _Attention))
+
+
+def call_attention(*inputs: Any) -> tuple[Tensor, ...]:
+    """`attention_op`; where nothing would see the call, past PyTorch's dispatcher, which takes host time."""
+    if torch.compiler.is_compiling() or is_watched() or is_seen((*inputs, *inputs[3 + NUM_TENSORS]), graded=True):
+        return attention_op(*inputs)  # type: ignore[no-any-return]
+    return _past_dispatcher(None, *inputs)  # type: ignore[no-any-return]
 
 
 def _placed_like(grad: Tensor, x: Tensor) -> Tensor:

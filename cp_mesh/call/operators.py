@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cp_mesh._torch import below_autograd, forward_level, in_transform, num_dispatch_modes, untraced
+from cp_mesh._torch import (
+    below_autograd,
+    forward_level,
+    in_transform,
+    num_dispatch_modes,
+    num_function_modes,
+    profiles,
+    untraced,
+)
 from cp_mesh.errors import UnsupportedError, refuse
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -21,13 +29,19 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 library = torch.library.Library("cp_mesh", "FRAGMENT")
 
 
-def is_seen(given: Iterable[Any]) -> bool:
+def is_watched() -> bool:
+    """Whether a profiler or a mode of torch functions would see an operator's name."""
+    return profiles() or num_function_modes() > 0
+
+
+def is_seen(given: Iterable[Any], graded: bool = False) -> bool:
     """Whether an operator's call with these has to be dispatched: for autograd, a mode, a transform, a kind of tensor.
 
     Args:
         given: the arguments; of lists of tensors, the tensors.
+        graded: the caller sees to autograd.
     """
-    if torch.is_grad_enabled() or num_dispatch_modes() > 0 or in_transform():
+    if (torch.is_grad_enabled() and not graded) or num_dispatch_modes() > 0 or in_transform():
         return True
     for x in given:  # noqa: SIM110 - a generator would be a call for each
         if isinstance(x, Tensor) and type(x) not in _PLAIN:
