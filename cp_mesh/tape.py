@@ -26,7 +26,7 @@ from weakref import WeakSet, ref
 import torch
 from torch import Tensor
 
-from cp_mesh._torch import DispatchMode
+from cp_mesh._torch import DispatchMode, schema_of
 
 MOST_TAPES = 16  # of one plan: layers may differ in strides
 LAST_TRY = 4  # calls after which a pass that could not be recorded is not tried again
@@ -79,6 +79,16 @@ def call(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
     return function(*args, **named) if recorder is None else recorder.call(function, args, named)
 
 
+def told(function: Callable[..., Any], *args: Any, **named: Any) -> None:
+    """A line of the tape, of what was done already in another way."""
+    if (recorder := _recorder.get()) is not None:
+        recorder.note(function, None, args, named)
+
+
+def is_recording() -> bool:
+    return _recorder.get() is not None
+
+
 def give_up(why: str) -> None:
     """What follows no tape can tell."""
     if (recorder := _recorder.get()) is not None:
@@ -109,11 +119,7 @@ def repeat(
         if found.play is not None:
             return found.play(*inputs)
         found = 0
-    if (
-        not 0 < found < LAST_TRY
-        or len(tapes) > MOST_TAPES
-        or len({*map(id, inputs)} - {id(None)}) < sum(x is not None for x in inputs)
-    ):
+    if not 0 < found < LAST_TRY or len(tapes) > MOST_TAPES or not _are_unlike(inputs):
         tapes[key] = found + 1
         return compute(*inputs)
     recorder = _Recorder(inputs)
@@ -128,7 +134,13 @@ def repeat(
     return results
 
 
-class _Recorder(DispatchMode):  # type: ignore[misc, valid-type]
+def _are_unlike(inputs: Sequence[Tensor | None]) -> bool:
+    """Whether no tensor is given twice: the lines would not tell which of the two they read."""
+    given = [id(x) for x in inputs if x is not None]
+    return len({*given}) == len(given)
+
+
+class _Recorder(DispatchMode):
     """Writes down one call. Tensors are known by their names; a name ends with its tensor."""
 
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
@@ -147,30 +159,34 @@ class _Recorder(DispatchMode):  # type: ignore[misc, valid-type]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = function(*args, **kwargs)
         if self._paused:
-            return result
+            return function(*args, **kwargs)
+        result = self._within(function, args, kwargs)
         if not _UNTOLD.isdisjoint(function.tags) and not (function is _aten.index.Tensor and _by_numbers(args[1])):
             self.obstacle = str(function)
         if function in _ALLOCATES:
             like = {"dtype": result.dtype, "device": result.device}
-            self._note(torch.empty_strided, result, (tuple(result.shape), result.stride()), like)
+            self.note(torch.empty_strided, result, (tuple(result.shape), result.stride()), like)
         else:
-            self._note(_FASTER.get(function, function), result, args, kwargs, function._schema.is_mutable)
+            self.note(_FASTER.get(function, function), result, args, kwargs, schema_of(function).is_mutable)
         return result
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        self._paused = True
-        try:
-            result = function(*args, **named)
-        finally:
-            self._paused = False
-        self._note(function, result, args, named)
+        if self._paused:
+            return function(*args, **named)
+        result = self._within(function, args, named)
+        self.note(function, result, args, named)
         return result
 
-    def _note(
-        self, function: Any, result: Any, args: Sequence[Any], named: dict[str, Any], writes: bool = True
-    ) -> None:
+    def _within(self, function: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]) -> Any:
+        """What happens inside of a line is no line of its own."""
+        self._paused = True
+        try:
+            return function(*args, **named)
+        finally:
+            self._paused = False
+
+    def note(self, function: Any, result: Any, args: Sequence[Any], named: dict[str, Any], writes: bool = True) -> None:
         given = _tensors((args, named))
         new = [x for x in _tensors(result) if all(x is not y for y in given)]
         if not new and not writes:

@@ -59,6 +59,7 @@ import test_segments
 import test_sequence
 import test_styles
 import test_symmetric_memory
+import test_tape
 import test_tensor_parallel
 import test_traffic
 import test_verify
@@ -282,6 +283,16 @@ CHECKS: dict[str, Callable[[Any], None]] = {
         test_flex_sources.test_ranks_that_differ, "other sources", "sources of block_mask"
     ),
     "shards that differ": of(test_flex_sharded.test_ranks_that_differ, "a gradient", "with a gradient"),
+    "tapes": alone(
+        (test_tape.test_what_is_played_is_what_was_computed, (None,)),
+        (test_tape.test_one_tensor_given_twice_is_not_recorded, ()),
+        (test_tape.test_tensors_die_where_they_died, ()),
+        (test_tape.test_constants_are_those_of_the_plan, ()),
+        (test_tape.test_what_no_tape_can_tell_is_computed_each_time, (test_tape.by_a_number,)),
+        (test_tape.test_memory_that_is_given_back_ends_its_tapes, ()),
+        (test_tape.test_an_error_amid_a_tape_lets_it_recover, ()),
+    ),
+    "tapes on ranks": on(3, test_tape.played, test_tape.CASES[:2]),
     "degrees": test_hybrid.test_the_degree_is_used,
     "head order": test_seeds.test_heads_are_grouped_in_torchs_order,
     "specs of DTensors": of(test_op.test_dtensors_are_what_their_specs_say, 2, "", "distributed"),
@@ -304,9 +315,8 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "overlap of the double ring": test_double_ring.test_both_links_are_busy_while_tiles_are_computed,
     "recompute": test_traffic.test_selective_recompute_does_not_replay_the_ring,
     "kernels launched directly": alone(
-        (test_flash_attn_4.test_kinds_have_kernels_of_their_own, ()),
-        (test_flash_attn_4.test_a_release_that_differs_keeps_its_python, ()),
-        (test_flash_attn_4.test_a_release_that_takes_keys_for_values_keeps_its_python, ()),
+        (test_flash_attn_4.told_in_package, ("causal", ())),
+        (test_flash_attn_4.told_in_package, ("causal", (1 << 40,))),
     ),
     "deterministic": of(test_flash_attn.test_a_deterministic_call_has_the_reproducible_backward, True),
     "changing layouts": of(test_changing_layouts.test_whole_model, 24, False),

@@ -357,6 +357,14 @@ def check_dispatch_modes() -> None:
     assert outer.seen == [torch.ops.aten.ones.default]
 
 
+@row("torch.autograd._profiler_enabled", "profiles of eager calls do not have the name of the op")
+def check_profilers() -> None:
+    assert not ours.profiles()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert ours.profiles()
+    assert not ours.profiles()
+
+
 @row("torch._C._are_functorch_transforms_active", "derivatives of torch.func are wrong where they were refused")
 def check_transforms() -> None:
     assert not ours.in_transform()

@@ -127,6 +127,8 @@ class Plan:
         stream, scores = stream_of(self.device), self.scores
         if stream is None or not self.kernel.taped or scores.score_mod is not None or scores.mask_mod is not None:
             return compute(*inputs)
+        if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:  # of launches and streams
+            return compute(*inputs)
         if self.of_call:
             inputs = *inputs, *(getattr(scores, name) for name in (*TERMS, "dropout_seed"))
         return repeat(self.tapes, (*what, stream), compute, inputs)

@@ -218,7 +218,7 @@ def _is_plain(keys: DispatchKeySet | None) -> bool:
 def _below_autograd(op: OpOverload, keys: DispatchKeySet | None, inputs: Sequence[Any]) -> Any:
     # Views that are made inside are nobody's: a result that is one can be written in place.
     with below_autograd():
-        if _is_plain(keys):  # no DTensor, no mode: nothing is asked but the function below
+        if keys is None or _is_plain(keys):  # no DTensor, no mode: nothing is asked but the function below
             return _compute(op, *inputs)
         keys &= KEYS_BELOW_AUTOGRAD
         if isinstance(inputs[0], DTensor):
@@ -266,8 +266,10 @@ _past_dispatcher = untraced(partial(_with_autograd, attention_op, _Attention))
 def call_attention(*inputs: Any) -> tuple[Tensor, ...]:
     """`attention_op`; where nothing would see the call, past PyTorch's dispatcher, which takes host time."""
     if torch.compiler.is_compiling() or is_watched() or is_seen((*inputs, *inputs[3 + NUM_TENSORS]), graded=True):
-        return attention_op(*inputs)  # type: ignore[no-any-return]
-    return _past_dispatcher(None, *inputs)  # type: ignore[no-any-return]
+        results: tuple[Tensor, ...] = attention_op(*inputs)
+        return results
+    results = _past_dispatcher(None, *inputs)
+    return results
 
 
 def _placed_like(grad: Tensor, x: Tensor) -> Tensor:

@@ -16,9 +16,9 @@ from torch.autograd import forward_ad
 from cp_mesh._torch import (
     below_autograd,
     forward_level,
+    function_mode,
     in_transform,
     num_dispatch_modes,
-    num_function_modes,
     profiles,
     untraced,
 )
@@ -31,7 +31,7 @@ library = torch.library.Library("cp_mesh", "FRAGMENT")
 
 def is_watched() -> bool:
     """Whether a profiler or a mode of torch functions would see an operator's name."""
-    return profiles() or num_function_modes() > 0
+    return profiles() or function_mode() is not None
 
 
 def is_seen(given: Iterable[Any], graded: bool = False) -> bool:

@@ -28,7 +28,7 @@ import importlib.util
 import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -38,13 +38,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_mesh._torch import SYMMETRIC_MEMORY, raw_stream, symmetric_memory, timeout_of
+from cp_mesh._torch import SYMMETRIC_MEMORY, symmetric_memory, timeout_of
 from cp_mesh.comm.contract import Arrived, Copy, Swap, split_arrived
 from cp_mesh.comm.group_state import state_of, states_of_all
 from cp_mesh.comm.packing import Packing
 from cp_mesh.errors import UnsupportedError
 from cp_mesh.geometry.schedule import Route, Stage, num_rows
-from cp_mesh.tape import Memory, call, give_up, on_error
+from cp_mesh.tape import Memory, call, give_up, on_error, told
 
 _ALIGNMENT = 256  # bytes; copy engines and kernels are fastest on aligned addresses
 _GROWTH = 4  # memory that grows does so by a quarter at least: slowly rising lengths must not make it grow every time
@@ -83,20 +83,6 @@ class Workspace(Memory):
         call(self._handle.barrier, channel=channel, timeout_ms=self._timeout_ms)
 
 
-class _Switch:
-    """As `torch.cuda.stream` where the stream's device is the current one, and the caller's stream is known: that looks
-    both up with every call, which takes the host longer than the copy that is begun."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.caller = self._stream = stream
-
-    def __enter__(self) -> None:
-        call(torch.cuda.set_stream, self._stream)
-
-    def __exit__(self, *_: object) -> None:
-        call(torch.cuda.set_stream, self.caller)
-
-
 class _CudaLane:
     """A stream beside the caller's."""
 
@@ -104,20 +90,12 @@ class _CudaLane:
         self._forked = False
         # High priority: a barrier is one small block that must not queue behind the blocks of an attention kernel.
         self._stream = torch.cuda.Stream(device, priority=-1)
-        self._switch, self._elsewhere = _Switch(self._stream), torch.cuda.stream(self._stream)
         self._caller = torch.cuda.current_stream(device)
-        self._entered: AbstractContextManager[Any] = self._elsewhere
         self._forking, self._joining = torch.cuda.Event(), torch.cuda.Event()
-        self._marks: list[torch.cuda.Event] = []  # used again by every pass, which waits for all of its own
-        self._num_marks = 0
 
     def begin(self, caller: torch.cuda.Stream) -> None:
         """A pass begins on the caller's stream."""
-        self._caller = self._switch.caller = caller
-        is_current = torch.cuda.current_device() == caller.device_index
-        self._entered, self._num_marks = self._switch if is_current else self._elsewhere, 0
-        if not is_current:
-            give_up("streams of a device that is not the current one")
+        self._caller = caller
 
     def fork(self) -> None:
         """What follows on the lane comes after all that the caller's stream was given so far."""
@@ -125,16 +103,17 @@ class _CudaLane:
         call(self._stream.wait_event, self._forking)
         self._forked = True
 
-    def entered(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def entered(self) -> Iterator[None]:
         """Work begun inside goes to the lane."""
-        return self._entered
+        with torch.cuda.stream(self._stream):
+            told(torch.cuda.set_stream, self._stream)
+            yield
+        told(torch.cuda.set_stream, self._caller)
 
     def mark(self) -> torch.cuda.Event:
         """A point on the lane."""
-        if self._num_marks == len(self._marks):
-            self._marks.append(torch.cuda.Event())
-        mark = self._marks[self._num_marks]
-        self._num_marks += 1
+        mark = torch.cuda.Event()
         call(mark.record, self._stream)
         return mark
 
@@ -175,11 +154,10 @@ class GroupMemory:
         self._kept: list[Workspace] = []  # outgrown, but a captured graph holds their addresses
         self._done: torch.cuda.Event | None = None  # the end of the last eager pass
         self.pulls, self.pushes = _CudaLane(device), _CudaLane(device)
-        self._current: tuple[int, torch.cuda.Stream] | None = None
 
     def begin(self) -> None:
         """Order a pass after the one before, whichever stream that was on."""
-        stream = self._current_stream()
+        stream = torch.cuda.current_stream(self._device)
         # A capture begins after a device-wide wait, and may not wait for what was begun outside.
         if self._done is not None and not torch.cuda.is_current_stream_capturing():
             call(stream.wait_event, self._done)
@@ -193,7 +171,7 @@ class GroupMemory:
         self.pushes.join()
         if not torch.cuda.is_current_stream_capturing():
             self._done = self._done or torch.cuda.Event()
-            call(self._done.record, self._current_stream())
+            call(self._done.record, torch.cuda.current_stream(self._device))
 
     def _recover(self, stream: torch.cuda.Stream) -> None:
         """A recorded pass on this stream ended with an exception, wherever it was."""
@@ -202,13 +180,6 @@ class GroupMemory:
             lane.begin(stream)
             lane.fork()
         self.end()
-
-    def _current_stream(self) -> torch.cuda.Stream:
-        """`torch.cuda.current_stream`, which is slow on the host; most often it is the same."""
-        address = raw_stream(self._device.index)
-        if self._current is None or self._current[0] != address:
-            self._current = address, torch.cuda.current_stream(self._device)
-        return self._current[1]
 
     def workspace(self, purpose: str, nbytes: int, group: dist.ProcessGroup) -> Workspace:
         """Memory for "rows" or for "gradients", of at least ``nbytes``; every rank asks for as many."""
