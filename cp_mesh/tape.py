@@ -29,7 +29,8 @@ from torch import Tensor
 from cp_mesh._torch import DispatchMode, schema_of
 
 MOST_TAPES = 16  # of one plan: layers may differ in strides
-LAST_TRY = 4  # calls after which a pass that could not be recorded is not tried again
+MOST_LINES = 20_000
+TRIES = 3  # after which a pass that could not be recorded is always computed
 _UNTOLD = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # the next call's may be others
 _aten = torch.ops.aten
 # The same without the look at a schema, which takes the host as long again.
@@ -102,7 +103,11 @@ def on_error(recover: Callable[[], None]) -> None:
 
 
 def repeat(
-    tapes: dict[Any, Tape | int], what: tuple[Any, ...], compute: Callable[..., Any], inputs: Sequence[Tensor | None]
+    tapes: dict[Any, Tape | int],
+    what: tuple[Any, ...],
+    compute: Callable[..., Any],
+    inputs: Sequence[Tensor | None],
+    first: int = 1,
 ) -> Any:
     """``compute(*inputs)``, by a tape if there is one.
 
@@ -112,6 +117,7 @@ def repeat(
         compute: depends on nothing but the inputs, the plan and the memory of its group; returns tensors, in tuples
             and dicts.
         inputs: tensors that are not written.
+        first: how many calls are computed before one is recorded, which takes the host ten times as long.
     """
     key = *what, *[None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in inputs]
     found = tapes.get(key, 0)
@@ -119,7 +125,7 @@ def repeat(
         if found.play is not None:
             return found.play(*inputs)
         found = 0
-    if not 0 < found < LAST_TRY or len(tapes) > MOST_TAPES or not _are_unlike(inputs):
+    if not first <= found < first + TRIES or len(tapes) > MOST_TAPES or not _are_unlike(inputs):
         tapes[key] = found + 1
         return compute(*inputs)
     recorder = _Recorder(inputs)
@@ -130,7 +136,7 @@ def repeat(
     finally:
         _recorder.reset(token)
         recorder.end()
-    tapes[key] = recorder.tape(results) if recorder.obstacle is None else found + 1
+    tapes[key] = recorder.tape(results) if recorder.is_whole else found + 1
     return results
 
 
@@ -242,6 +248,10 @@ class _Recorder(DispatchMode):
         name = self._known.setdefault(id(x), f"c{len(self._known)}")
         self._constants[name] = x  # which keeps it, so that its id stays its own
         return name
+
+    @property
+    def is_whole(self) -> bool:
+        return self.obstacle is None and len(self._lines) <= MOST_LINES
 
     def end(self) -> None:
         """What dies from now on is no part of the call."""

@@ -52,7 +52,7 @@ def played(rank: int, cases: Sequence[Case]) -> list[str]:
         for seed in range(SEEDS):
             computed: list[Any] = []
 
-            def spy(tapes: Any, what: Any, compute: Any, inputs: Any, computed: list[Any] = computed) -> Any:
+            def spy(tapes: Any, what: Any, compute: Any, inputs: Any, _: int, computed: list[Any] = computed) -> Any:
                 def counted(*given: Any) -> Any:
                     computed.append(what)
                     return compute(*given)
@@ -114,6 +114,26 @@ def untaped(rank: int) -> int:
             cp_mesh.attention(q, k, v, mesh=axis, kernel="reference")
     forget_plans()
     return len(made)
+
+
+def test_a_pass_is_recorded_when_it_is_worth_it(pool):
+    """One of a plan that is made for each batch later than others."""
+    assert pool(2).run(calls_before) == [[1, room("method").LAYERS]] * 2
+
+
+def calls_before(rank: int) -> list[int]:
+    axis, found = mesh((2,), ("cp",)), []
+    for mask in (cp_mesh.Mask(), cp_mesh.Mask(documents=torch.arange(16) // 5)):
+        made: list[Any] = []
+        with mock.patch.object(tape._Recorder, "tape", lambda *given, made=made: made.append(given) or Tape(given[0])):
+            calls = 0
+            while not made:
+                q, k, v = (torch.randn(1, 2, 8, 4) for _ in range(3))
+                cp_mesh.attention(q, k, v, mesh=axis, mask=mask, kernel="reference")
+                calls += 1
+        found.append(calls - 1)
+    forget_plans()
+    return found
 
 
 def tripled(x: Tensor, y: Tensor) -> Any:
@@ -286,3 +306,12 @@ def test_many_unlike_calls_do_not_fill_memory():
         for n in range(1, 60):
             repeat(tapes, (), torch.clone, [torch.randn(n)])
     assert sum(isinstance(x, Tape) for x in tapes.values()) <= tape.MOST_TAPES
+
+
+def test_what_is_too_long_is_not_recorded():
+    tapes: dict[Any, Any] = {}
+    with mock.patch.object(tape, "MOST_LINES", 3):
+        for _ in range(6):
+            x = torch.randn(3)
+            assert torch.equal(repeat(tapes, (), lambda x: x + 1 + 2 + 3 + 4, [x]), x + 1 + 2 + 3 + 4)
+    assert [type(x) for x in tapes.values()] == [int]

@@ -30,6 +30,9 @@ from cp_mesh.tape import repeat
 
 BANDS = frozenset({"full", "causal", "window"})  # tile kinds given by integers; nothing is copied to the device
 OfScores = dict[str, Tensor]
+LAYERS = (
+    16  # calls after which a pass is recorded whose plan goes with its batch: recording must pay in the next layers
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +134,8 @@ class Plan:
             return compute(*inputs)
         if self.of_call:
             inputs = *inputs, *(getattr(scores, name) for name in (*TERMS, "dropout_seed"))
-        return repeat(self.tapes, (*what, stream), compute, inputs)
+        first = LAYERS if self.mask.elementwise else 1
+        return repeat(self.tapes, (*what, stream), compute, inputs, first)
 
     @cached_property
     def reads_tensors(self) -> bool:

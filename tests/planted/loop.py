@@ -586,8 +586,8 @@ plant = in_area("tapes")
 def _(repeat: Any) -> Any:
     first: dict[Any, Any] = {}
 
-    def mutant(tapes: Any, what: Any, compute: Any, inputs: Any) -> Any:
-        return repeat(tapes, what, compute, first.setdefault((id(tapes), what), inputs))
+    def mutant(tapes: Any, what: Any, compute: Any, inputs: Any, *more: Any) -> Any:
+        return repeat(tapes, what, compute, first.setdefault((id(tapes), what), inputs), *more)
 
     return mutant
 
